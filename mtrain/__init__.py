@@ -1,0 +1,3 @@
+"""mtrain trains a translator from parallel text and leaves a folder that translates."""
+
+__version__ = "0.1.0"

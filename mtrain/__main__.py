@@ -1,0 +1,5 @@
+"""Run the command line as `python -m mtrain`."""
+
+from mtrain.cli import main
+
+main()

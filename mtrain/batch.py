@@ -1,0 +1,70 @@
+"""A batch of encoded pairs: padded ids, keep-masks, counts.
+
+Shapes: B batch, S source length, T target length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Ids = Sequence[int] | npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Padded ids of B pairs. `tgt_in` begins with bos, `tgt_out` ends with eos."""
+
+    src_BS: Tensor
+    src_keep_BS: Tensor
+    tgt_in_BT: Tensor
+    tgt_out_BT: Tensor
+    tgt_keep_BT: Tensor
+    num_src_tokens: int
+    num_tgt_tokens: int
+
+    def to(self, device: torch.device) -> Batch:
+        """Return the same batch on `device`."""
+        tensors = (self.src_BS, self.src_keep_BS, self.tgt_in_BT, self.tgt_out_BT, self.tgt_keep_BT)
+        src, src_keep, tgt_in, tgt_out, tgt_keep = (
+            tensor.to(device, non_blocking=True) for tensor in tensors
+        )
+        return Batch(
+            src, src_keep, tgt_in, tgt_out, tgt_keep, self.num_src_tokens, self.num_tgt_tokens
+        )
+
+
+def collate(src: Sequence[Ids], tgt: Sequence[Ids], pad: int, bos: int, eos: int) -> Batch:
+    """Pad encoded pairs: sources are pieces + eos as they come, targets are pieces alone."""
+    tgt_lengths = [len(ids) + 1 for ids in tgt]
+    tgt_in_BT = pad_right([np.append([bos], ids) for ids in tgt], pad)
+    tgt_out_BT = pad_right([np.append(ids, [eos]) for ids in tgt], pad)
+    src_lengths = [len(ids) for ids in src]
+    return Batch(
+        pad_right(src, pad),
+        keep_first(src_lengths),
+        tgt_in_BT,
+        tgt_out_BT,
+        keep_first(tgt_lengths),
+        sum(src_lengths),
+        sum(tgt_lengths),
+    )
+
+
+def pad_right(rows: Sequence[Ids], pad: int) -> Tensor:
+    """Return the rows as one int64 tensor, filled up on the right with `pad`."""
+    padded = np.full((len(rows), max(len(row) for row in rows)), pad, dtype=np.int64)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row
+    return torch.from_numpy(padded)
+
+
+def keep_first(lengths: Sequence[int]) -> Tensor:
+    """Return a bool tensor whose row i is True at its first `lengths[i]` places."""
+    lengths_B = torch.tensor(lengths)
+    return torch.arange(max(lengths)) < lengths_B[:, None]

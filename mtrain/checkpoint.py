@@ -1,0 +1,157 @@
+"""Weights and training state on disk: saved whole or not at all, checked when loaded, averaged.
+
+Tensors are safetensors, everything else is JSON; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mtrain.errors import RunError
+from mtrain.files import whole_dir, whole_file
+
+FORMAT = "1"
+_HEADER = "mtrain"  # the one key of a file's metadata
+Weights = dict[str, Tensor]
+
+
+class Progress(BaseModel):
+    """How far a training is: everything that resuming needs besides tensors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    elapsed_s: float = 0.0
+    num_bad_validations: int = 0
+    unlogged_loss: float = 0.0
+    unlogged_nll: float = 0.0
+    unlogged_tokens: int = 0
+    bleu_of_step: dict[str, float] = {}
+
+    def note_bleu(self, bleu: float) -> None:
+        """Remember the validation BLEU of this step, and whether it was the best so far."""
+        is_better = bleu > max(self.bleu_of_step.values(), default=-1.0)
+        self.num_bad_validations = 0 if is_better else self.num_bad_validations + 1
+        self.bleu_of_step[str(self.step)] = bleu
+
+    def best_steps(self) -> list[int]:
+        """Return the validated steps, best BLEU first; of equals, the earlier."""
+        by_bleu = sorted(self.bleu_of_step.items(), key=lambda item: (-item[1], int(item[0])))
+        return [int(step) for step, _ in by_bleu]
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint as it was loaded."""
+
+    weights: Weights
+    optimizer: Weights
+    progress: Progress
+
+
+def save_model(path: Path, weights: Mapping[str, Tensor], tokenizer: str) -> None:
+    """Write weights, with the fingerprint of the tokenizer that they fit."""
+    with whole_file(path) as beside:
+        _write_tensors(beside, weights, tokenizer)
+
+
+def load_model(path: Path, tokenizer: str) -> Weights:
+    """Read weights and check that they were trained with this tokenizer.
+
+    Raises:
+        RunError: if the file is missing, damaged, or made for another tokenizer.
+    """
+    if not path.is_file():
+        raise RunError(f"{path}: is missing; `mtrain train CONFIG` makes it.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = json.loads((file.metadata() or {}).get(_HEADER, "{}"))
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise RunError(f"{path}: must be a whole safetensors file, but is not: {error}.") from None
+    if header.get("format") != FORMAT:
+        raise RunError(
+            f"{path}: must be weights in mtrain's format {FORMAT}, but is "
+            f"{header.get('format', 'something else')!r} instead."
+        )
+    if header.get("tokenizer") != tokenizer:
+        raise RunError(
+            f"{path}: must belong to the tokenizer beside it, but was trained with another one; "
+            "restore the run's own tokenizer folder, or train again."
+        )
+    return weights
+
+
+def save(
+    directory: Path,
+    weights: Mapping[str, Tensor],
+    optimizer: Mapping[str, Tensor],
+    progress: Progress,
+    tokenizer: str,
+) -> Path:
+    """Write a checkpoint folder, named after its step, whole or not at all."""
+    path = directory / f"step-{progress.step:08d}"
+    with whole_dir(path) as beside:
+        _write_tensors(beside / "model.safetensors", weights, tokenizer)
+        _write_tensors(beside / "optimizer.safetensors", optimizer, tokenizer)
+        (beside / "progress.json").write_text(progress.model_dump_json(), encoding="utf-8")
+    return path
+
+
+def load(path: Path, tokenizer: str) -> Checkpoint:
+    """Read a checkpoint folder.
+
+    Raises:
+        RunError: if a part is missing, damaged, or made for another tokenizer.
+    """
+    weights = load_model(path / "model.safetensors", tokenizer)
+    optimizer = load_model(path / "optimizer.safetensors", tokenizer)
+    try:
+        progress = Progress.model_validate_json((path / "progress.json").read_bytes())
+    except OSError as error:
+        raise RunError(f"{path}/progress.json: cannot be read: {error.strerror}.") from None
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(map(str, problem["loc"])) or "the file"
+        raise RunError(f"{path}/progress.json: `{key}`: {problem['msg']}.") from None
+    return Checkpoint(weights, optimizer, progress)
+
+
+def steps(directory: Path) -> dict[int, Path]:
+    """Return the checkpoints of a run by their step, oldest first."""
+    paths = [path for path in directory.glob("step-*") if path.is_dir()]
+    found = {path.name.removeprefix("step-"): path for path in paths}
+    return {int(step): found[step] for step in sorted(found) if step.isdecimal()}
+
+
+def prune(directory: Path, kept: Collection[int]) -> None:
+    """Delete the checkpoints of all steps but the `kept` ones."""
+    for step, path in steps(directory).items():
+        if step not in kept:
+            shutil.rmtree(path)
+
+
+def average(paths: Sequence[Path], tokenizer: str) -> Weights:
+    """Return the mean of the weights of several checkpoints, summed in float64."""
+    total: Weights = {}
+    for path in paths:
+        for name, tensor in load_model(path / "model.safetensors", tokenizer).items():
+            total[name] = total[name] + tensor.double() if name in total else tensor.double()
+    return {name: (tensor / len(paths)).float() for name, tensor in total.items()}
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor], tokenizer: str) -> None:
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    # one key: safetensors writes several in random order, and equal weights are to be equal files
+    header = json.dumps({"format": FORMAT, "tokenizer": tokenizer}, sort_keys=True)
+    save_file(whole, path, metadata={_HEADER: header})

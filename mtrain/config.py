@@ -1,0 +1,394 @@
+"""One validated tree of settings, read from one YAML file.
+
+Defaults stand here and nowhere else. Imports no torch, so that an error answers at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from mtrain.errors import ConfigError
+
+Tree = dict[str, Any]
+
+
+class Section(BaseModel):
+    """A frozen group of keys: unknown keys and values of another type are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class CorpusConfig(Section):
+    """Parallel text: line n of the source files is translated by line n of the target files."""
+
+    src: list[str] = Field(min_length=1)
+    tgt: list[str] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _pair_the_files(self) -> CorpusConfig:
+        if len(self.src) != len(self.tgt):
+            raise ValueError(
+                f"must name as many source as target files, but names {len(self.src)} "
+                f"and {len(self.tgt)} instead"
+            )
+        return self
+
+
+class DataConfig(Section):
+    """The corpora and their languages."""
+
+    src_lang: str = Field(min_length=1)
+    tgt_lang: str = Field(min_length=1)
+    train: CorpusConfig
+    valid: CorpusConfig
+    tests: dict[str, CorpusConfig] = {}
+    max_tokens: int = Field(default=256, ge=2)
+
+    @model_validator(mode="after")
+    def _name_the_tests(self) -> DataConfig:
+        for name in self.tests:
+            if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", name):
+                raise ValueError(
+                    "must name its test sets with letters, digits, '_', '-' and '.', "
+                    f"but has {name!r} instead"
+                )
+        return self
+
+
+class TokenizerConfig(Section):
+    """SentencePiece settings; `sampling_alpha` above 0 samples segmentations while training."""
+
+    kind: Literal["unigram", "bpe"] = "unigram"
+    vocab_size: int = Field(default=8000, ge=8)
+    shared: bool = True
+    character_coverage: float = Field(default=1.0, gt=0, le=1)
+    byte_fallback: bool = True
+    sampling_alpha: float = Field(default=0.0, ge=0, le=1)
+    max_training_lines: int = Field(default=2_000_000, ge=1)
+
+
+class ModelConfig(Section):
+    """Sizes and variants of the Transformer."""
+
+    d_model: int = Field(default=128, ge=2)
+    num_heads: int = Field(default=4, ge=1)
+    d_ff: int = Field(default=256, ge=1)
+    num_encoder_layers: int = Field(default=4, ge=1)
+    num_decoder_layers: int = Field(default=4, ge=1)
+    dropout: float = Field(default=0.3, ge=0, lt=1)
+    norm: Literal["post", "pre"] = "post"
+    positions: Literal["sinusoidal"] = "sinusoidal"
+    activation: Literal["relu", "gelu"] = "relu"
+    tie_embeddings: Literal["all", "decoder", "none"] = "all"
+
+    @model_validator(mode="after")
+    def _divide_the_width(self) -> ModelConfig:
+        if self.d_model % self.num_heads:
+            raise ValueError(
+                f"must have a `d_model` that is divisible by `num_heads`, but {self.d_model} is "
+                f"not divisible by {self.num_heads}"
+            )
+        if self.d_model % 2:
+            raise ValueError(
+                f"must have an even `d_model` for sinusoidal positions, but has {self.d_model} "
+                "instead"
+            )
+        return self
+
+
+class TrainingConfig(Section):
+    """The optimizer, its budget, and what is kept on the way."""
+
+    max_steps: int | None = Field(default=8000, ge=1)
+    max_minutes: float | None = Field(default=None, gt=0)
+    batch_tokens: int = Field(default=4096, ge=1)
+    accumulate: int = Field(default=1, ge=1)
+    label_smoothing: float = Field(default=0.1, ge=0, lt=1)
+    schedule: Literal["inverse_sqrt", "noam", "linear", "cosine"] = "inverse_sqrt"
+    lr: float = Field(default=0.005, gt=0)
+    warmup_steps: int = Field(default=2000, ge=0)
+    betas: list[float] = Field(default=[0.9, 0.98], min_length=2, max_length=2)
+    eps: float = Field(default=1e-9, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_grad_norm: float = Field(default=1.0, ge=0)
+    device: str = "auto"
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    log_every: int = Field(default=50, ge=1)
+    validate_every: int = Field(default=500, ge=1)
+    save_every: int | None = Field(default=None, ge=1)
+    patience: int = Field(default=10, ge=1)
+    keep_last: int = Field(default=5, ge=1)
+    keep_best: int = Field(default=1, ge=1)
+    average: int = Field(default=5, ge=1)
+    average_of: Literal["last", "best"] = "last"
+
+    @model_validator(mode="after")
+    def _bound_the_training(self) -> TrainingConfig:
+        if self.max_steps is None and self.max_minutes is None:
+            raise ValueError("must have max_steps or max_minutes, but both are null instead")
+        kept = self.keep_last if self.average_of == "last" else self.keep_best
+        if self.average > kept:
+            raise ValueError(
+                f"must keep the {self.average} checkpoints that it averages, but "
+                f"keep_{self.average_of} is {kept} instead"
+            )
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"must have betas in [0, 1), but has {self.betas} instead")
+        return self
+
+
+class DecodingConfig(Section):
+    """How translations are searched for."""
+
+    beam: int = Field(default=5, ge=1)
+    length_alpha: float = Field(default=0.6, ge=0, le=10)
+    max_extra_tokens: int = Field(default=50, ge=0)
+    batch_tokens: int = Field(default=8192, ge=1)
+
+
+class Config(Section):
+    """Everything that decides what a run is."""
+
+    run_dir: str = Field(min_length=1)
+    seed: int = Field(default=1, ge=0)
+    data: DataConfig
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    model: ModelConfig = ModelConfig()
+    training: TrainingConfig = TrainingConfig()
+    decoding: DecodingConfig = DecodingConfig()
+
+    @model_validator(mode="after")
+    def _fit_the_sections(self) -> Config:
+        if self.model.tie_embeddings == "all" and not self.tokenizer.shared:
+            raise ValueError(
+                "`model.tie_embeddings` must be 'decoder' or 'none' when `tokenizer.shared` is "
+                "false, but is 'all' instead"
+            )
+        if self.training.batch_tokens < self.data.max_tokens:
+            raise ValueError(
+                f"`training.batch_tokens` must be >= `data.max_tokens` ({self.data.max_tokens}), "
+                f"but is {self.training.batch_tokens} instead"
+            )
+        return self
+
+
+def load(path: Path, overrides: Iterable[str] = (), run_dir: str | None = None) -> Config:
+    """Read `path`, apply `key.key=value` overrides, and validate.
+
+    Raises:
+        ConfigError: with the file and the key, in one line.
+    """
+    tree = _read_yaml(path)
+    for override in overrides:
+        _apply_override(tree, override)
+    if run_dir is not None:
+        tree["run_dir"] = run_dir
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        findings = sorted(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
+        raise ConfigError(f"{path}: {_sentence(findings[0])}") from None
+
+
+def save(config: Config, path: Path) -> None:
+    """Write `config` as YAML, and check that it reads back as the same config."""
+    beside = path.with_name(f".{path.name}.tmp")
+    beside.write_text(dump(config), encoding="utf-8")
+    beside.replace(path)
+    assert load(path) == config, f"{path} does not read back as the config that was written"
+
+
+def dump(config: Config) -> str:
+    """Return `config` as YAML, every key spelled out."""
+    return yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, width=100)
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML without its traps: 1e-3 is a number, no is a word, a repeated key is an error."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - the library's own attribute
+        first: [
+            (tag, pattern)
+            for tag, pattern in resolvers
+            if not tag.endswith((":bool", ":float", ":timestamp"))
+        ]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for index, key in enumerate(keys):
+            if key in keys[:index]:
+                line = node.value[index][0].start_mark.line + 1
+                raise ConfigError(f"line {line}: `{key}` must stand once, but is repeated.")
+        return super().construct_mapping(node, deep=deep)
+
+
+_FLOAT = re.compile(
+    r"[-+]?(?:[0-9]+\.?[0-9]*(?:[eE][-+]?[0-9]+)|[0-9]*\.[0-9]+(?:[eE][-+]?[0-9]+)?|[0-9]+\.)$"
+)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what `_Loader` would take for something other than text."""
+
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+def _parse(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)
+
+
+def _read_yaml(path: Path) -> Tree:
+    try:
+        tree = _parse(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: must be UTF-8 text, but is not.") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{path}: {_yaml_problem(error)}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: must be a YAML mapping of keys to values, but is not.")
+    return tree
+
+
+def _yaml_problem(error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    where = f"line {mark.line + 1}: " if mark else ""
+    return f"{where}must be valid YAML, but is not: {problem}."
+
+
+def _apply_override(tree: Tree, override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    if not equals or not all(dotted.split(".")):
+        raise ConfigError(f"--set must be KEY=VALUE, but is {override!r} instead.")
+    try:
+        value = _parse(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"--set {dotted}: {_yaml_problem(error)}") from None
+    except ConfigError as error:
+        raise ConfigError(f"--set {dotted}: {error}") from None
+    *sections, key = dotted.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"--set {dotted}: `{section}` is not a section of the config.")
+    tree[key] = value
+
+
+class _Place(NamedTuple):
+    """Where the validator stood: the section that it read, and the key as users write it."""
+
+    section: type[Section] | None
+    key: str
+
+
+def _place(location: tuple[int | str, ...]) -> _Place:
+    section: type[Section] | None = Config
+    for part in location[:-1]:
+        field = section.model_fields.get(str(part)) if section else None
+        annotation: Any = field.annotation if field else None
+        if field is not None and annotation == dict[str, CorpusConfig]:
+            return _Place(CorpusConfig if len(location) > 3 else None, _dotted(location))
+        is_section = isinstance(annotation, type) and issubclass(annotation, Section)
+        section = annotation if is_section else None
+    return _Place(section, _dotted(location))
+
+
+def _dotted(location: tuple[int | str, ...]) -> str:
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return text.removeprefix(".")
+
+
+def _sentence(error: ErrorDetails) -> str:
+    """Turn one finding of the validator into the house's error grammar."""
+    place = _place(error["loc"])
+    if error["loc"][-1:] == ("[key]",):
+        return (
+            f"`{_dotted(error['loc'][:-2])}` must name its test sets by text, but has "
+            f"{_shown(error['input'])} instead; write it in quotes."
+        )
+    if error["type"] == "extra_forbidden":
+        return f"`{place.key}` is not a key of the config{_suggestion(place)}"
+    if error["type"] == "missing":
+        return f"`{place.key}` must be given, but is missing."
+    if error["type"] == "value_error":
+        return (
+            f"`{place.key}` {error['ctx']['error']}." if place.key else f"{error['ctx']['error']}."
+        )
+    return f"`{place.key}` must be {_wanted(error)}, but is {_shown(error['input'])} instead."
+
+
+_WANTED: Mapping[str, str] = {
+    "greater_than": "> {gt}",
+    "greater_than_equal": ">= {ge}",
+    "less_than": "< {lt}",
+    "less_than_equal": "<= {le}",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "string_too_short": "at least {min_length} character long",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "too_short": "a list of at least {min_length}",
+    "too_long": "a list of at most {max_length}",
+    "dict_type": "a mapping of names to values",
+    "model_type": "a section of keys",
+    "model_attributes_type": "a section of keys",
+    "literal_error": "{expected}",
+}
+
+
+def _wanted(error: ErrorDetails) -> str:
+    template = _WANTED.get(error["type"])
+    return template.format(**error.get("ctx", {})) if template else error["msg"]
+
+
+def _shown(value: object) -> str:
+    words: Mapping[object, str] = {None: "null", True: "true", False: "false"}
+    is_word = value is None or isinstance(value, bool)
+    text = words[value] if is_word else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _suggestion(place: _Place) -> str:
+    """Name the nearest known key: the same word elsewhere, a like word here, or elsewhere."""
+    *parents, wrong = place.key.split(".")
+    here = list(place.section.model_fields) if place.section else []
+    everywhere = {path.rsplit(".", 1)[-1]: path for path in _all_keys(Config, "")}
+    if wrong in everywhere:
+        return f"; did you mean `{everywhere[wrong]}`?"
+    if near := difflib.get_close_matches(wrong, here, n=1):
+        return f"; did you mean `{'.'.join([*parents, near[0]])}`?"
+    if far := difflib.get_close_matches(wrong, everywhere, n=1, cutoff=0.75):
+        return f"; did you mean `{everywhere[far[0]]}`?"
+    return f"; known here: {', '.join(here)}." if here else "."
+
+
+def _all_keys(section: type[Section], prefix: str) -> list[str]:
+    keys = []
+    for name, field in section.model_fields.items():
+        keys.append(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            keys += _all_keys(field.annotation, f"{prefix}{name}.")
+    return keys

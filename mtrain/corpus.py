@@ -1,0 +1,70 @@
+"""Parallel text: read it, check it, account for every pair. Knows nothing of ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+from typing import NamedTuple
+
+from mtrain.config import CorpusConfig
+from mtrain.errors import DataError
+from mtrain.files import read_lines
+
+
+class Pair(NamedTuple):
+    """A source line, its translation, and where they stand: a source file and a line from 1."""
+
+    src: str
+    tgt: str
+    src_file: str
+    line: int
+
+
+class Drop(NamedTuple):
+    """A pair that is left out of the training, and why."""
+
+    src_file: str
+    line: int
+    reason: str
+
+
+def read_pairs(corpus: CorpusConfig) -> Iterator[Pair]:
+    """Yield every pair of a corpus, file by file, in order.
+
+    Raises:
+        DataError: for a file that cannot be read, a line that is not UTF-8, or two files whose
+            numbers of lines differ.
+    """
+    for src_file, tgt_file in zip(corpus.src, corpus.tgt, strict=True):
+        yield from _read_file_pair(src_file, tgt_file)
+
+
+def _read_file_pair(src_file: str, tgt_file: str) -> Iterator[Pair]:
+    src_lines, tgt_lines = read_lines(Path(src_file)), read_lines(Path(tgt_file))
+    for line, (src, tgt) in enumerate(zip_longest(src_lines, tgt_lines), start=1):
+        if src is None or tgt is None:
+            num_src = line - 1 + (src is not None) + sum(1 for _ in src_lines)
+            num_tgt = line - 1 + (tgt is not None) + sum(1 for _ in tgt_lines)
+            raise DataError(
+                f"{src_file} and {tgt_file} must have the same number of lines, but have "
+                f"{num_src} and {num_tgt} instead."
+            )
+        yield Pair(src, tgt, src_file, line)
+
+
+def count_pairs(corpus: CorpusConfig, key: str) -> int:
+    """Read a corpus once, to find every error before anything is written.
+
+    Raises:
+        DataError: as `read_pairs`, and for a corpus without a single pair.
+    """
+    num_pairs = sum(1 for _ in read_pairs(corpus))
+    if num_pairs == 0:
+        raise DataError(f"`{key}` must have at least one pair, but {corpus.src[0]} is empty.")
+    return num_pairs
+
+
+def is_blank(pair: Pair) -> bool:
+    """Tell whether a side of the pair has nothing but white space."""
+    return not pair.src.strip() or not pair.tgt.strip()

@@ -1,0 +1,192 @@
+"""Encoded pairs on disk, and the batches that training reads from them.
+
+The pairs are one Arrow table, memory-mapped by `datasets`. Batches hold pairs of like length
+under a budget that counts padding; their order follows from (seed, epoch) alone, so that a
+position is two numbers and seeking to it reads nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mtrain.batch import Batch, collate
+from mtrain.errors import RunError
+from mtrain.tokenizer import Tokenizer
+
+TRAIN_FILE = "train.arrow"
+Indices = npt.NDArray[np.int64]
+Lengths = npt.NDArray[np.int32]
+
+
+class EncodedPair(NamedTuple):
+    """Source ids with eos, target ids without, and the text if training samples from it."""
+
+    src: list[int]
+    tgt: list[int]
+    src_text: str | None
+    tgt_text: str | None
+
+
+def write_pairs(path: Path, pairs: Iterable[EncodedPair], with_text: bool) -> int:
+    """Write an Arrow table of encoded pairs, in a stream; return their number."""
+    from datasets import Features, Sequence, Value
+    from datasets.arrow_writer import ArrowWriter
+
+    columns: dict[str, Any] = {"src": Sequence(Value("int32")), "tgt": Sequence(Value("int32"))}
+    columns |= {"src_length": Value("int32"), "tgt_length": Value("int32")}
+    if with_text:
+        columns |= {"src_text": Value("string"), "tgt_text": Value("string")}
+    with ArrowWriter(features=Features(columns), path=str(path)) as writer:
+        for pair in pairs:
+            row: dict[str, Any] = {"src": pair.src, "tgt": pair.tgt}
+            row |= {"src_length": len(pair.src), "tgt_length": len(pair.tgt) + 1}
+            if with_text:
+                row |= {"src_text": pair.src_text, "tgt_text": pair.tgt_text}
+            writer.write(row)
+        num_pairs, _ = writer.finalize()
+    return int(num_pairs)
+
+
+@dataclass(frozen=True)
+class Position:
+    """The next micro-batch to read: batch `batch` of epoch `epoch`, both from 0."""
+
+    epoch: int = 0
+    batch: int = 0
+
+
+class Plan(NamedTuple):
+    """What an epoch looks like: its batches, and the share of their cells that is padding."""
+
+    num_batches: int
+    padding: float
+
+
+class TrainingData:
+    """The encoded training pairs, dealt out in batches."""
+
+    def __init__(
+        self, directory: Path, tokenizer: Tokenizer, seed: int, sampling_alpha: float = 0.0
+    ) -> None:
+        from datasets import Dataset
+
+        path = directory / TRAIN_FILE
+        if not path.is_file():
+            raise RunError(f"{path}: is missing; restore it from a copy of the run.")
+        self._table = Dataset.from_file(str(path)).with_format("arrow")
+        self._tokenizer, self._seed, self._alpha = tokenizer, seed, sampling_alpha
+        self._stored = _Stored(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @property
+    def num_src_tokens(self) -> int:
+        """Source tokens of an epoch, eos included."""
+        return int(self._stored.src_lengths.sum(dtype=np.int64))
+
+    @property
+    def num_tgt_tokens(self) -> int:
+        """Target tokens of an epoch, eos included."""
+        return int(self._stored.tgt_lengths.sum(dtype=np.int64))
+
+    def batches(self, batch_tokens: int, start: Position) -> Iterator[tuple[Batch, Position]]:
+        """Yield batches for ever from `start` on, each with the position that follows it."""
+        tgt, epoch, first = self._tokenizer.tgt, start.epoch, start.batch
+        while True:
+            pairs = self._pairs(epoch)
+            plan = self._plan(pairs, batch_tokens, epoch)
+            for index in range(first, len(plan)):
+                is_last = index + 1 == len(plan)
+                after = Position(epoch + 1, 0) if is_last else Position(epoch, index + 1)
+                src_ids, tgt_ids = pairs.take(plan[index])
+                yield collate(src_ids, tgt_ids, tgt.pad, tgt.bos, tgt.eos), after
+            epoch, first = epoch + 1, 0
+
+    def plan(self, batch_tokens: int) -> Plan:
+        """Say what an epoch looks like, before any is read; sampled ones differ a little."""
+        batches = self._plan(self._stored, batch_tokens, 0)
+        src, tgt = self._stored.src_lengths, self._stored.tgt_lengths
+        cells = sum(len(rows) * (int(src[rows].max()) + int(tgt[rows].max())) for rows in batches)
+        return Plan(len(batches), 1 - (self.num_src_tokens + self.num_tgt_tokens) / cells)
+
+    def _pairs(self, epoch: int) -> _Stored | _Sampled:
+        if not self._alpha:
+            return self._stored
+        return _Sampled(self._table, self._tokenizer, self._alpha, (self._seed, epoch))
+
+    def _plan(self, pairs: _Stored | _Sampled, batch_tokens: int, epoch: int) -> list[Indices]:
+        rng = np.random.default_rng([self._seed, epoch])
+        return plan_batches(pairs.src_lengths, pairs.tgt_lengths, batch_tokens, rng)
+
+
+class _Stored:
+    """The pairs as they lie in the table."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+        self.src_lengths: Lengths = _lengths(table, "src_length")
+        self.tgt_lengths: Lengths = _lengths(table, "tgt_length")
+
+    def take(self, rows: Indices) -> tuple[list[Lengths], list[Lengths]]:
+        part = self._table[rows.tolist()]
+        return _split(part.column("src")), _split(part.column("tgt"))
+
+
+class _Sampled:
+    """The pairs of one epoch, segmented anew from their text."""
+
+    def __init__(
+        self, table: Any, tokenizer: Tokenizer, alpha: float, seed: tuple[int, int]
+    ) -> None:
+        eos = tokenizer.src.eos
+        src_seed, tgt_seed = (int(x) for x in np.random.SeedSequence(seed).generate_state(2))
+        src_text, tgt_text = (
+            table.data.column(name).to_pylist() for name in ("src_text", "tgt_text")
+        )
+        src_ids = tokenizer.src.sample(src_text, alpha, src_seed)
+        tgt_ids = tokenizer.tgt.sample(tgt_text, alpha, tgt_seed)
+        self._src = [np.array([*ids, eos], dtype=np.int32) for ids in src_ids]
+        self._tgt = [np.array(ids, dtype=np.int32) for ids in tgt_ids]
+        self.src_lengths: Lengths = np.array([len(ids) for ids in self._src], dtype=np.int32)
+        self.tgt_lengths: Lengths = np.array([len(ids) + 1 for ids in self._tgt], dtype=np.int32)
+
+    def take(self, rows: Indices) -> tuple[list[Lengths], list[Lengths]]:
+        return [self._src[row] for row in rows], [self._tgt[row] for row in rows]
+
+
+def plan_batches(
+    src_lengths: Lengths, tgt_lengths: Lengths, batch_tokens: int, rng: np.random.Generator
+) -> list[Indices]:
+    """Cut all pairs into batches of like length, in random order.
+
+    A batch's rows times its longest side, source or target, padding included, is at most
+    `batch_tokens`; a single pair that is longer makes a batch of its own.
+    """
+    longer = np.maximum(src_lengths, tgt_lengths)
+    shuffled = rng.permutation(len(longer))
+    by_length = shuffled[np.lexsort((src_lengths[shuffled], longer[shuffled]))]
+    batches, first = [], 0
+    for index, length in enumerate(longer[by_length].tolist()):
+        if index > first and (index - first + 1) * length > batch_tokens:
+            batches.append(by_length[first:index])
+            first = index
+    batches.append(by_length[first:])
+    return [batches[index] for index in rng.permutation(len(batches))]
+
+
+def _lengths(table: Any, name: str) -> Lengths:
+    return np.asarray(table.data.column(name), dtype=np.int32)
+
+
+def _split(column: Any) -> list[Lengths]:
+    """Cut an Arrow column of lists into arrays."""
+    lists = column.combine_chunks()
+    values = np.asarray(lists.flatten())
+    return np.split(values, np.cumsum(np.asarray(lists.value_lengths()))[:-1])

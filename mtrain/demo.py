@@ -1,0 +1,85 @@
+"""The whole path on the corpus that ships with mtrain, in minutes."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from mtrain import config as configs
+from mtrain import demo_corpus, evaluate, translate
+from mtrain.files import whole_dir, whole_file
+from mtrain.prepare import prepare
+from mtrain.rundir import RunDir
+from mtrain.runlog import Console
+from mtrain.train import train
+
+_CONFIG = """\
+# The demo: a small Transformer on a small grammar, minutes on a laptop.
+run_dir: "{run_dir}"
+data:
+  src_lang: en
+  tgt_lang: de
+  train: {{src: ["{corpus}/train.en"], tgt: ["{corpus}/train.de"]}}
+  valid: {{src: ["{corpus}/valid.en"], tgt: ["{corpus}/valid.de"]}}
+  tests:
+    demo: {{src: ["{corpus}/test.en"], tgt: ["{corpus}/test.de"]}}
+tokenizer: {{vocab_size: 1200}}
+model: {{d_model: 128, d_ff: 256, num_encoder_layers: 2, num_decoder_layers: 2, dropout: 0.0}}
+training:
+  max_steps: 2500
+  batch_tokens: 1024
+  schedule: linear
+  lr: 0.003
+  warmup_steps: 300
+  validate_every: 500
+  log_every: 50
+  keep_last: 3
+  average: 3
+  save_every: 50
+"""
+
+
+def config_text(corpus: str, run_dir: str) -> str:
+    """Return the demo's config for a corpus folder and a run folder."""
+    return _CONFIG.format(corpus=_escape(corpus), run_dir=_escape(run_dir))
+
+
+def _escape(path: str) -> str:
+    """Escape a path for a double-quoted YAML string."""
+    return path.replace("\\", "\\\\").replace('"', '\\"')
+
+
+def demo(directory: Path, console: Console) -> None:
+    """Write the corpus into `directory`, train there, score, and show translations.
+
+    A demo that was finished before is only scored again; one that was stopped goes on.
+    """
+    corpus, config_path = directory / "corpus", directory / "demo.yaml"
+    if not corpus.is_dir():
+        with whole_dir(corpus) as beside:
+            demo_corpus.write_corpus(beside)
+    if not config_path.is_file():
+        with whole_file(config_path) as beside:
+            beside.write_text(config_text(str(corpus), str(directory)), encoding="utf-8")
+    config, run = configs.load(config_path), RunDir(directory)
+    prepare(config, run, console)
+    if run.model_path.exists():
+        console.say(f"{directory}: trained already")
+    else:
+        train(config, run)
+
+
+def report(directory: Path) -> list[str]:
+    """Score the demo's test set; return the scores, five translations, and what to do next."""
+    run = RunDir(directory)
+    (result,) = evaluate.evaluate(run, translate.load(run))
+    lines = evaluate.as_text([result])
+    for row in range(0, len(result.hypotheses), len(result.hypotheses) // 5):
+        lines.append(f"source       {result.lines.src[row]}")
+        lines.append(f"reference    {result.lines.tgt[row]}")
+        lines.append(f"translation  {result.hypotheses[row]}")
+    lines.append(f"The run folder is {directory}. Translate a sentence with it:")
+    lines.append(
+        f'  echo "The old farmer is tired." | mtrain translate {shlex.quote(str(directory))}'
+    )
+    return lines

@@ -1,0 +1,166 @@
+"""Bytes on disk: lines in, whole files out. Knows nothing of what the lines mean."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import shutil
+import sys
+import uuid
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from mtrain.errors import DataError
+
+_BOM = b"\xef\xbb\xbf"
+
+
+def raw_lines(stream: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield lines without their ends: split at "\\n" only, one trailing "\\r" removed.
+
+    Args:
+        stream: a binary file, which Python itself splits at "\\n" alone.
+    """
+    for number, line in enumerate(stream):
+        text = line.removesuffix(b"\n").removesuffix(b"\r")
+        yield text.removeprefix(_BOM) if number == 0 else text
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a UTF-8 file, plain or gzipped.
+
+    Raises:
+        DataError: for a file that cannot be read, or a line that is not UTF-8.
+    """
+    for number, line in enumerate(_read_raw(path), start=1):
+        try:
+            yield line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}:{number}: must be UTF-8, but has {_culprit(error)}.") from None
+
+
+def read_forgiving(path: Path | None, warn: Callable[[str], None]) -> Iterator[str]:
+    """Yield the lines of a file, or of stdin; replace bytes that are not UTF-8, and warn.
+
+    Raises:
+        DataError: for a file that cannot be read.
+    """
+    for number, line in enumerate(_read_raw(path), start=1):
+        try:
+            yield line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            warn(f"line {number}: is not UTF-8: {_culprit(error)}; replaced by U+FFFD.")
+            yield line.decode("utf-8", errors="replace")
+
+
+def _read_raw(path: Path | None) -> Iterator[bytes]:
+    try:
+        with nullcontext(sys.stdin.buffer) if path is None else _open(path) as stream:
+            yield from raw_lines(stream)
+    except (EOFError, zlib.error):
+        raise DataError(
+            f"{path}: must be whole, but its gzip data is cut off or damaged."
+        ) from None
+    except OSError as error:
+        raise DataError(f"{path or 'stdin'}: cannot be read: {error.strerror or error}.") from None
+
+
+def _culprit(error: UnicodeDecodeError) -> str:
+    return f"byte 0x{error.object[error.start]:02x} at byte {error.start + 1} of the line"
+
+
+def _open(path: Path) -> BinaryIO:
+    if path.suffix == ".gz":
+        return cast(BinaryIO, gzip.open(path, "rb"))
+    return path.open("rb")
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Give a path to write to, which becomes `path` when all went well and vanishes otherwise.
+
+    A pipe or a device, which cannot be replaced, is given as it is.
+
+    Raises:
+        DataError: if the file cannot be written.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        yield path
+        return
+    with _writing(path), _beside(path) as beside:
+        yield beside
+        _flush(beside)
+        beside.replace(path)
+        _flush(path.parent)
+
+
+@contextmanager
+def whole_dir(path: Path) -> Iterator[Path]:
+    """Give a folder to fill, which becomes `path` when all went well and vanishes otherwise.
+
+    Raises:
+        DataError: if the folder cannot be written.
+    """
+    with _writing(path), _beside(path) as beside:
+        beside.mkdir()
+        yield beside
+        for file in beside.rglob("*"):
+            _flush(file)
+        _flush(beside)
+        if path.is_dir():
+            shutil.rmtree(path)
+        beside.replace(path)
+        _flush(path.parent)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written: {error.strerror or error}.") from None
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """Give a name beside `path`, and leave nothing there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        yield beside
+    finally:
+        if beside.is_dir():
+            shutil.rmtree(beside, ignore_errors=True)
+        else:
+            beside.unlink(missing_ok=True)
+
+
+def write_lines(path: Path, lines: Iterable[str]) -> None:
+    """Write a UTF-8 file of lines, whole or not at all."""
+    with whole_file(path) as beside, beside.open("w", encoding="utf-8", newline="\n") as stream:
+        for line in lines:
+            stream.write(line + "\n")
+
+
+def _flush(path: Path) -> None:
+    """Ask the disk to keep what was written; folders too, where the system can."""
+    if os.name == "nt" and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Write lines to stdout as UTF-8; a reader that has gone away ends it quietly."""
+    try:
+        for line in lines:
+            sys.stdout.buffer.write(line.encode("utf-8") + b"\n")
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,50 @@
+"""Label-smoothed cross-entropy as a sum and a count; the caller divides, once per update.
+
+Shapes: B batch, T target length, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtrain.kernels import ProjectedCrossEntropy
+
+
+class LossSum(NamedTuple):
+    """Sums over the tokens of some targets; only `loss` carries a gradient."""
+
+    loss: Tensor
+    nll: Tensor
+    num_tokens: int
+
+
+def label_smoothed(
+    states_BTD: Tensor,
+    weight_VD: Tensor,
+    tgt_out_BT: Tensor,
+    tgt_keep_BT: Tensor,
+    smoothing: float,
+    matmul_dtype: torch.dtype | None = None,
+) -> LossSum:
+    """Sum `F.cross_entropy(label_smoothing=smoothing)` over the kept target tokens.
+
+    Args:
+        states_BTD: the decoder's states.
+        weight_VD: the output projection.
+        tgt_out_BT: the ids to predict.
+        tgt_keep_BT: bool, True for real tokens.
+        smoothing: the share of the target spread evenly over the vocabulary (section 5.4).
+        matmul_dtype: the type of matrix products; None is that of the weights.
+    """
+    rows = tgt_keep_BT.flatten().nonzero()[:, 0]
+    states_ND = states_BTD.flatten(0, 1).index_select(0, rows)
+    targets_N = tgt_out_BT.flatten().index_select(0, rows)
+    if not torch.is_grad_enabled():  # the kernel cannot see that no gradient is wanted
+        states_ND, weight_VD = states_ND.detach(), weight_VD.detach()
+    loss, nll = ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        states_ND, weight_VD, targets_N, smoothing, matmul_dtype
+    )
+    return LossSum(loss, nll, len(rows))

@@ -1,0 +1,183 @@
+"""From corpora to a run folder: the tokenizer, the encoded pairs, and what became of each pair."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from mtrain import config as configs
+from mtrain import data, tokenizer
+from mtrain.config import Config, CorpusConfig
+from mtrain.corpus import Drop, Pair, count_pairs, is_blank, read_pairs
+from mtrain.errors import DataError, RunError
+from mtrain.files import read_lines, whole_dir, write_lines
+from mtrain.rundir import RunDir
+from mtrain.runlog import Console
+from mtrain.tokenizer import Tokenizer
+
+_BLOCK_PAIRS = 10_000  # pairs that are encoded together
+
+
+class Lines(NamedTuple):
+    """The two sides of a small corpus, in memory."""
+
+    src: list[str]
+    tgt: list[str]
+
+
+def prepare(config: Config, run: RunDir, console: Console) -> None:
+    """Make the run folder's tokenizer and data, unless they are there already.
+
+    Raises:
+        DataError, ConfigError: if the corpora or the settings must change; nothing is written.
+        RunError: if the folder was made from other corpora or with another tokenizer.
+    """
+    if run.config_path.is_file():
+        _check_same_data(config, run)
+    if is_prepared(run):
+        console.say(f"{run.path}: tokenized already")
+        return
+    num_pairs = count_pairs(config.data.train, "data.train")
+    count_pairs(config.data.valid, "data.valid")
+    for name, test in config.data.tests.items():
+        count_pairs(test, f"data.tests.{name}")
+    num_lines = num_pairs * (2 if config.tokenizer.shared else 1)
+    if num_lines > config.tokenizer.max_training_lines:
+        console.say(
+            f"tokenizer: trained on a sample of {config.tokenizer.max_training_lines:,} lines "
+            "(`tokenizer.max_training_lines`)"
+        )
+    has_tokenizer = run.tokenizer_dir.is_dir()  # weights may depend on it
+    vocabulary = tokenizer.load(run.tokenizer_dir) if has_tokenizer else train_tokenizer(config)
+    console.say(f"tokenizer: {config.tokenizer.kind}, {say_sizes(vocabulary)}")
+    with whole_dir(run.data_dir) as directory:
+        dropped = _write_train(config, vocabulary, directory)
+        _write_text(config.data.valid, directory / "valid")
+        for name, test in config.data.tests.items():
+            _write_text(test, directory / "tests" / name)
+        _say_dropped(console, dropped, num_pairs, run)
+        if not has_tokenizer:
+            with whole_dir(run.tokenizer_dir) as tokenizer_dir:
+                vocabulary.save(tokenizer_dir)
+        configs.save(config, run.config_path)
+    console.say(f"{run.path}: tokenized {num_pairs - sum(dropped.values()):,} training pairs")
+
+
+def is_prepared(run: RunDir) -> bool:
+    """Tell whether the run folder holds encoded pairs; they appear whole, and last."""
+    return run.data_dir.is_dir()
+
+
+def train_tokenizer(config: Config) -> Tokenizer:
+    """Train the vocabularies on the training pairs that have two sides."""
+    src = (pair.src for pair in read_pairs(config.data.train) if not is_blank(pair))
+    tgt = (pair.tgt for pair in read_pairs(config.data.train) if not is_blank(pair))
+    return tokenizer.train(config.tokenizer, src, tgt, config.seed)
+
+
+def read_valid(run: RunDir) -> Lines:
+    """Return the validation text that the run folder holds."""
+    return _read_text(run.data_dir / "valid")
+
+
+def read_test(run: RunDir, name: str) -> Lines:
+    """Return the text of a test set that the run folder holds."""
+    return _read_text(run.data_dir / "tests" / name)
+
+
+def read_counts(run: RunDir) -> dict[str, int]:
+    """Return how many training pairs were dropped, by reason."""
+    path = run.data_dir / "dropped.json"
+    if not path.is_file():
+        raise RunError(f"{path}: is missing; restore it from a copy of the run.")
+    counts: dict[str, int] = json.loads(path.read_text("utf-8"))
+    return counts
+
+
+def _check_same_data(config: Config, run: RunDir) -> None:
+    old = run.load_config()
+    for key, new_value, old_value in (
+        ("data", config.data, old.data),
+        ("tokenizer", config.tokenizer, old.tokenizer),
+    ):
+        if new_value != old_value:
+            raise RunError(
+                f"{run.path}: was tokenized with another `{key}` section; take another --run, "
+                "or delete this run folder."
+            )
+
+
+def _write_train(config: Config, vocabulary: Tokenizer, directory: Path) -> Counter[str]:
+    """Encode the training pairs; list those left out, with the reason."""
+    counts: Counter[str] = Counter()
+    with_text = config.tokenizer.sampling_alpha > 0
+    with (directory / "dropped.tsv").open("w", encoding="utf-8", newline="\n") as ledger:
+        pairs = _encode(config, vocabulary)
+
+        def kept() -> Iterator[data.EncodedPair]:
+            for item in pairs:
+                if isinstance(item, Drop):
+                    counts[item.reason] += 1
+                    ledger.write(f"{item.src_file}\t{item.line}\t{item.reason}\n")
+                else:
+                    yield item
+
+        num_kept = data.write_pairs(directory / data.TRAIN_FILE, kept(), with_text)
+    if num_kept == 0:
+        raise DataError("`data.train` must have a pair that can be used, but all are dropped.")
+    (directory / "dropped.json").write_text(json.dumps(counts), encoding="utf-8")
+    return counts
+
+
+def _encode(config: Config, vocabulary: Tokenizer) -> Iterator[data.EncodedPair | Drop]:
+    """Encode the training pairs in blocks, or say why one is left out."""
+    pairs = read_pairs(config.data.train)
+    while block := list(islice(pairs, _BLOCK_PAIRS)):
+        src_ids = vocabulary.encode_src([pair.src for pair in block])
+        tgt_ids = vocabulary.tgt.encode([pair.tgt for pair in block])
+        for pair, src, tgt in zip(block, src_ids, tgt_ids, strict=True):
+            reason = _reason_to_drop(pair, len(src), len(tgt) + 1, config.data.max_tokens)
+            if reason:
+                yield Drop(pair.src_file, pair.line, reason)
+            else:
+                yield data.EncodedPair(src, tgt, pair.src, pair.tgt)
+
+
+def _reason_to_drop(pair: Pair, num_src: int, num_tgt: int, max_tokens: int) -> str | None:
+    if is_blank(pair):
+        return "blank side"
+    if max(num_src, num_tgt) > max_tokens:
+        return f"longer than {max_tokens} tokens"
+    return None
+
+
+def _say_dropped(console: Console, dropped: Counter[str], num_pairs: int, run: RunDir) -> None:
+    for reason, count in sorted(dropped.items()):
+        console.say(
+            f"dropped: {count:,} of {num_pairs:,} training pairs ({reason}); "
+            f"listed in {run.data_dir / 'dropped.tsv'}"
+        )
+
+
+def say_sizes(vocabulary: Tokenizer) -> str:
+    """Say how many pieces each side has."""
+    if vocabulary.src is vocabulary.tgt:
+        return f"{len(vocabulary.src):,} shared pieces"
+    return f"{len(vocabulary.src):,} source and {len(vocabulary.tgt):,} target pieces"
+
+
+def _write_text(corpus: CorpusConfig, stem: Path) -> None:
+    write_lines(stem.with_name(stem.name + ".src"), (pair.src for pair in read_pairs(corpus)))
+    write_lines(stem.with_name(stem.name + ".tgt"), (pair.tgt for pair in read_pairs(corpus)))
+
+
+def _read_text(stem: Path) -> Lines:
+    paths = [stem.with_name(stem.name + side) for side in (".src", ".tgt")]
+    for path in paths:
+        if not path.is_file():
+            raise RunError(f"{path}: is missing; restore it from a copy of the run.")
+    return Lines(*(list(read_lines(path)) for path in paths))

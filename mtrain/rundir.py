@@ -1,0 +1,67 @@
+"""The run folder: what lies where in it. Opens no weights and no corpora."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtrain import config as configs
+from mtrain.config import Config
+from mtrain.errors import ConfigError, RunError
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The paths of a run folder."""
+
+    path: Path
+
+    @property
+    def config_path(self) -> Path:
+        """The config that the run was made with, every key spelled out."""
+        return self.path / "config.yaml"
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        """The SentencePiece models."""
+        return self.path / "tokenizer"
+
+    @property
+    def data_dir(self) -> Path:
+        """The encoded training pairs, the ledger of dropped ones, validation and test text."""
+        return self.path / "data"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        """One folder for each checkpoint that is kept."""
+        return self.path / "checkpoints"
+
+    @property
+    def model_path(self) -> Path:
+        """The weights that translate: the result of the training."""
+        return self.path / "model.safetensors"
+
+    @property
+    def metrics_path(self) -> Path:
+        """One JSON object for each logged step."""
+        return self.path / "metrics.jsonl"
+
+    def load_config(self) -> Config:
+        """Read the config of an existing run.
+
+        Raises:
+            RunError: if this is not a run folder, or its config cannot be used.
+        """
+        if self.path.is_file():
+            raise RunError(f"{self.path}: must be a run folder, but is a file instead.")
+        if not self.path.is_dir():
+            raise RunError(f"{self.path}: must be a run folder, but does not exist.")
+        if not self.config_path.is_file():
+            raise RunError(
+                f"{self.path}: must be a run folder, but has no {self.config_path.name}; "
+                "`mtrain train CONFIG` makes one."
+            )
+        try:
+            return configs.load(self.config_path)
+        except ConfigError as error:
+            raise RunError(f"{error} Restore the file from the run's own copy.") from None

@@ -1,0 +1,108 @@
+"""What a run says: lines and a progress bar on stderr, and `metrics.jsonl`."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, Protocol
+
+from tqdm import tqdm
+
+from mtrain.files import read_lines, write_lines
+
+Metric = int | float | str | None
+
+
+class Console(Protocol):
+    """Anything that can say a line to the user."""
+
+    def say(self, text: str = "") -> None:
+        """Show one line."""
+
+
+class Stderr:
+    """Says lines on stderr, above a progress bar if one is shown."""
+
+    def say(self, text: str = "") -> None:
+        """Show one line."""
+        tqdm.write(text, file=sys.stderr)
+
+
+class RunLog:
+    """The console, the progress bar and the metrics of one training."""
+
+    def __init__(self, metrics_path: Path) -> None:
+        self._path = metrics_path
+        self._bar: tqdm[NoReturn] | None = None
+        self._last_note_s = 0.0
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close_bar()
+
+    def say(self, text: str = "") -> None:
+        """Show one line on stderr."""
+        tqdm.write(text, file=sys.stderr)
+
+    def metrics(self, values: dict[str, Metric]) -> None:
+        """Append one line to `metrics.jsonl`."""
+        with self._path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(values) + "\n")
+
+    def drop_after(self, step: int) -> None:
+        """Forget the metrics of later steps, which are about to be made again."""
+        if self._path.exists():
+            write_lines(
+                self._path, [line for line in read_lines(self._path) if _step(line) <= step]
+            )
+
+    def open_bar(self, spent: float) -> None:
+        """Show a progress bar that stands at the share `spent`, on a terminal only."""
+        self._bar = tqdm(
+            total=1.0,
+            initial=spent,
+            file=sys.stderr,
+            disable=None,
+            dynamic_ncols=True,
+            bar_format="{percentage:3.0f}%|{bar}|{postfix}, {remaining} left",
+        )
+
+    def wants_note(self, interval_s: float) -> bool:
+        """Tell whether a bar is shown whose last note is older than `interval_s`."""
+        is_shown = self._bar is not None and not self._bar.disable
+        return is_shown and time.monotonic() - self._last_note_s > interval_s
+
+    def advance(self, spent: float, note: str, is_logged: bool) -> None:
+        """Move the bar to the share `spent`; without a bar, say what is logged."""
+        if self._bar is None or self._bar.disable:
+            if is_logged:
+                self.say(note)
+            return
+        self._last_note_s = time.monotonic()
+        self._bar.n = min(spent, 1.0)
+        self._bar.set_postfix_str(note)
+
+    def close_bar(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _step(line: str) -> float:
+    """Return the step of a line of metrics; of one that was cut off, infinity."""
+    try:
+        return int(json.loads(line)["step"])
+    except ValueError:
+        return math.inf

@@ -1,0 +1,188 @@
+"""SentencePiece: train, load, encode, decode. The only room that knows the special ids."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import random
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import sentencepiece
+
+from mtrain.config import TokenizerConfig
+from mtrain.errors import ConfigError, DataError, RunError
+
+_TOO_LARGE = re.compile(r"Vocabulary size too high.*?<= (\d+)")
+_TOO_SMALL = re.compile(r"smaller than required_chars\. \d+ vs (\d+)")
+_NUM_BEST = 64  # segmentations to sample from: over all of them, learning breaks
+
+
+class Vocabulary:
+    """The pieces of one side, and the way from text to their ids and back."""
+
+    def __init__(self, model: bytes) -> None:
+        self.model = model
+        self._processor = sentencepiece.SentencePieceProcessor()
+        self._processor.load_from_serialized_proto(model)
+        self.pad: int = self._processor.pad_id()
+        self.unk: int = self._processor.unk_id()
+        self.bos: int = self._processor.bos_id()
+        self.eos: int = self._processor.eos_id()
+
+    def __len__(self) -> int:
+        return int(self._processor.get_piece_size())
+
+    def encode(self, lines: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each line's pieces, without bos or eos."""
+        if not lines:
+            return []
+        ids: list[list[int]] = self._processor.encode(list(lines), num_threads=_num_threads(lines))
+        return ids
+
+    def sample(self, lines: Sequence[str], alpha: float, seed: int) -> list[list[int]]:
+        """Return the ids of one sampled segmentation of each line; smaller alpha, more noise.
+
+        Unigram samples among the best segmentations with probabilities to the power of alpha
+        (Kudo 2018, arXiv 1804.10959); BPE leaves out merges at the rate alpha (1910.13267).
+        """
+        sentencepiece.set_random_generator_seed(seed)
+        ids: list[list[int]] = self._processor.encode(
+            list(lines), enable_sampling=True, alpha=alpha, nbest_size=_NUM_BEST, num_threads=1
+        )
+        return ids
+
+    def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
+        """Return one line of text for each list of ids; a line break in it becomes a space."""
+        lines: list[str] = self._processor.decode([list(row) for row in ids]) if ids else []
+        return [re.sub(r"[\r\n]+", " ", line) for line in lines]
+
+    def pieces(self, line: str) -> list[str]:
+        """Return the pieces of a line as text."""
+        pieces: list[str] = self._processor.encode(line, out_type=str)
+        return pieces
+
+
+def _num_threads(lines: Sequence[str]) -> int:
+    """Return one thread for a few lines: starting more costs more than they save."""
+    return min(os.cpu_count() or 1, 1 + len(lines) // 1000)
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """The vocabularies of both sides; one and the same when they are shared."""
+
+    src: Vocabulary
+    tgt: Vocabulary
+
+    def encode_src(self, lines: Sequence[str]) -> list[list[int]]:
+        """Return pieces + eos for each line, as the encoder reads them."""
+        return [[*ids, self.src.eos] for ids in self.src.encode(lines)]
+
+    def fingerprint(self) -> str:
+        """Return a hash of both models, which weights carry to name their tokenizer."""
+        return hashlib.sha256(self.src.model + b"\0" + self.tgt.model).hexdigest()
+
+    def save(self, directory: Path) -> None:
+        """Write `shared.model`, or `src.model` and `tgt.model`, into an existing folder."""
+        if self.src is self.tgt:
+            (directory / "shared.model").write_bytes(self.src.model)
+        else:
+            (directory / "src.model").write_bytes(self.src.model)
+            (directory / "tgt.model").write_bytes(self.tgt.model)
+
+
+def load(directory: Path) -> Tokenizer:
+    """Read what `Tokenizer.save` wrote.
+
+    Raises:
+        RunError: if a file is missing or is not a SentencePiece model.
+    """
+    src, tgt = directory / "src.model", directory / "tgt.model"
+    if src.exists() or tgt.exists():
+        return Tokenizer(_load_vocabulary(src), _load_vocabulary(tgt))
+    shared = _load_vocabulary(directory / "shared.model")
+    return Tokenizer(shared, shared)
+
+
+def _load_vocabulary(path: Path) -> Vocabulary:
+    try:
+        return Vocabulary(path.read_bytes())
+    except OSError:
+        raise RunError(f"{path}: is missing; restore it from a copy of the run.") from None
+    except RuntimeError:
+        raise RunError(
+            f"{path}: must be a SentencePiece model, but is not; restore it from a copy of the run."
+        ) from None
+
+
+def train(config: TokenizerConfig, src: Iterable[str], tgt: Iterable[str], seed: int) -> Tokenizer:
+    """Train the vocabularies that `config` asks for on the given lines.
+
+    Raises:
+        ConfigError: if the text cannot fill the vocabulary, or needs a larger one.
+        DataError: if there is no text.
+    """
+    if config.shared:
+        shared = _train_vocabulary(config, _sample(_chain(src, tgt), config, seed))
+        return Tokenizer(shared, shared)
+    return Tokenizer(
+        _train_vocabulary(config, _sample(src, config, seed)),
+        _train_vocabulary(config, _sample(tgt, config, seed)),
+    )
+
+
+def _chain(*sources: Iterable[str]) -> Iterator[str]:
+    for source in sources:
+        yield from source
+
+
+def _sample(lines: Iterable[str], config: TokenizerConfig, seed: int) -> list[str]:
+    """Keep a uniform sample of at most `max_training_lines` lines, in one pass."""
+    rng = random.Random(seed)
+    kept: list[str] = []
+    for index, line in enumerate(lines):
+        if index < config.max_training_lines:
+            kept.append(line)
+        elif (slot := rng.randrange(index + 1)) < config.max_training_lines:
+            kept[slot] = line
+    return kept
+
+
+def _train_vocabulary(config: TokenizerConfig, lines: list[str]) -> Vocabulary:
+    if not any(line.strip() for line in lines):
+        raise DataError("`data.train` must have a pair that can be used, but all are dropped.")
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            model_type=config.kind,
+            vocab_size=config.vocab_size,
+            character_coverage=config.character_coverage,
+            byte_fallback=config.byte_fallback,
+            normalization_rule_name="identity",  # no character of a user's text is lost
+            pad_id=0,
+            unk_id=1,
+            bos_id=2,
+            eos_id=3,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise _explain(config, str(error)) from None
+    return Vocabulary(model.getvalue())
+
+
+def _explain(config: TokenizerConfig, message: str) -> Exception:
+    if found := _TOO_LARGE.search(message):
+        bound = f"at most {found[1]} for this corpus"
+    elif found := _TOO_SMALL.search(message):
+        bound = f"at least {found[1]} for this corpus (every character and byte has a piece)"
+    else:
+        return RuntimeError(message)
+    return ConfigError(
+        f"`tokenizer.vocab_size` must be {bound}, but is {config.vocab_size} instead."
+    )

@@ -1,0 +1,490 @@
+"""The training loop: from a prepared run folder to the weights that translate."""
+
+from __future__ import annotations
+
+import math
+import resource
+import signal
+import sys
+import time
+from itertools import islice
+from types import FrameType, TracebackType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtrain import checkpoint, kernels, prepare, tokenizer
+from mtrain import config as configs
+from mtrain.batch import Batch, collate
+from mtrain.checkpoint import Progress, Weights
+from mtrain.config import Config
+from mtrain.data import Position, TrainingData
+from mtrain.errors import RunError
+from mtrain.evaluate import bleu
+from mtrain.loss import LossSum, label_smoothed
+from mtrain.model import num_parameters
+from mtrain.rundir import RunDir
+from mtrain.runlog import RunLog
+from mtrain.schedule import learning_rate
+from mtrain.translate import Translator, build_model, pick_device, set_weights
+
+_NUM_EXAMPLES = 3
+_BAR_INTERVAL_S = 0.5
+
+
+class Stopped(Exception):  # noqa: N818 - nothing went wrong
+    """Training was stopped by a signal, after saving."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"stopped by signal {signal_number}")
+        self.signal_number = signal_number
+
+
+class Validation(NamedTuple):
+    """How a model does on the validation set: per target token, and in BLEU by greedy search."""
+
+    loss: float
+    nll: float
+    bleu: float
+
+
+def train(config: Config, run: RunDir) -> None:
+    """Train in `run`, from its newest checkpoint if it has one, and write its final weights.
+
+    Raises:
+        RunError: if the run folder cannot be trained in, or has reached its target already.
+        Stopped: on SIGINT or SIGTERM, after saving.
+    """
+    kernels.keep_freed_memory()
+    _check_model(config, run)
+    with RunLog(run.metrics_path) as log:
+        trainer = Trainer(config, run, log)
+        trainer.resume()
+        configs.save(config, run.config_path)
+        trainer.say_header()
+        with _Signals() as signals:
+            trainer.run(signals)
+        trainer.finish()
+
+
+class Trainer:
+    """A model in training: one update after the other, with what happens between them."""
+
+    def __init__(self, config: Config, run: RunDir, log: RunLog) -> None:
+        self.config, self.settings, self.run_dir, self.log = config, config.training, run, log
+        self.device = pick_device(self.settings.device)
+        torch.manual_seed(config.seed)
+        self.tokenizer = tokenizer.load(run.tokenizer_dir)
+        self.fingerprint = self.tokenizer.fingerprint()
+        self.data = TrainingData(
+            run.data_dir, self.tokenizer, config.seed, config.tokenizer.sampling_alpha
+        )
+        self.valid = prepare.read_valid(run)
+        self.valid_batches = _valid_batches(self.valid, self.tokenizer, self.settings.batch_tokens)
+        self.model = build_model(config.model, self.tokenizer).to(self.device)
+        self.matmul_dtype = kernels.matmul_dtype(self.settings.precision, self.device)
+        self.model.multiply_in(self.matmul_dtype)
+        self.optimizer = torch.optim.AdamW(  # with no weight decay, this is Adam
+            self.model.parameters(),
+            betas=(self.settings.betas[0], self.settings.betas[1]),
+            eps=self.settings.eps,
+            weight_decay=self.settings.weight_decay,
+            fused=True,
+        )
+        greedy = config.decoding.model_copy(update={"beam": 1})
+        self.translator = Translator(self.model, self.tokenizer, greedy, self.device)
+        self.progress = Progress()
+        self.window = _Window()
+
+    def resume(self) -> None:
+        """Continue from the newest checkpoint, if there is one."""
+        found = checkpoint.steps(self.run_dir.checkpoints_dir)
+        if not found:
+            self.log.drop_after(0)
+            return
+        path = found[max(found)]
+        weights, optimizer, self.progress = checkpoint.load(path, self.fingerprint)
+        set_weights(self.model, weights, path / "model.safetensors")
+        _set_optimizer(self.optimizer, self.model, optimizer)
+        _set_random_state(optimizer)
+        self.window.restore(self.progress)
+        self.log.drop_after(self.progress.step)
+        if self._is_done() and self.run_dir.model_path.exists():
+            raise RunError(
+                f"{self.run_dir.path}: has reached its target ({self._target()}) at step "
+                f"{self.progress.step:,}; to go on, raise `training.max_steps`, "
+                "`training.max_minutes` or `training.patience`."
+            )
+        self.log.say(f"resuming from {path}")
+
+    def say_header(self) -> None:
+        """Say what is about to be trained, on what, and where."""
+        plan = self.data.plan(self.settings.batch_tokens)
+        precision = str(self.matmul_dtype or torch.float32).removeprefix("torch.")
+        threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
+        dropped = sum(prepare.read_counts(self.run_dir).values())
+        tokens = f"{self.data.num_src_tokens:,} source and {self.data.num_tgt_tokens:,} target"
+        updates = math.ceil(plan.num_batches / self.settings.accumulate)
+        self.log.say(f"model    {num_parameters(self.model):,} parameters")
+        self.log.say(f"pieces   {prepare.say_sizes(self.tokenizer)}")
+        self.log.say(f"pairs    {len(self.data):,} for training ({dropped:,} dropped),")
+        self.log.say(f"         {len(self.valid.src):,} for validation")
+        self.log.say(f"tokens   {tokens} an epoch")
+        self.log.say(f"batches  {plan.num_batches:,} an epoch, {plan.padding:.1%} padding")
+        self.log.say(
+            f"updates  {updates:,} an epoch, of {_count(self.settings.accumulate, 'batch')}"
+        )
+        self.log.say(f"device   {self.device}, {precision} products{threads}")
+        self.log.say(f"target   {self._target()}")
+
+    def run(self, signals: _Signals) -> None:
+        """Train until the target is reached, patience is lost, or a signal comes."""
+        start = Position(self.progress.epoch, self.progress.batch)
+        batches = self.data.batches(self.settings.batch_tokens, start)
+        clock = time.monotonic() - self.progress.elapsed_s
+        self.log.open_bar(self._spent())
+        while not self._is_done():
+            micro_batches, positions = zip(*islice(batches, self.settings.accumulate), strict=True)
+            self._update(list(micro_batches))
+            self.progress.step += 1
+            self.progress.epoch, self.progress.batch = positions[-1].epoch, positions[-1].batch
+            self.progress.elapsed_s = time.monotonic() - clock
+            self._report()
+            if self._is_due(self.settings.validate_every):
+                self._validate()
+                self.progress.elapsed_s = time.monotonic() - clock
+            if self._is_regular(self.progress.step) or signals.received:
+                self._save()
+            if signals.received:
+                raise Stopped(signals.received)
+        if str(self.progress.step) not in self.progress.bleu_of_step:
+            self._validate()
+            self._save()
+        self.log.close_bar()
+
+    def finish(self) -> None:
+        """Write the better of the averaged and the best checkpoint as the final weights."""
+        found = checkpoint.steps(self.run_dir.checkpoints_dir)
+        best_step = next(step for step in self.progress.best_steps() if step in found)
+        last_steps = [step for step in reversed(found) if self._is_regular(step)]
+        best_steps = [step for step in self.progress.best_steps() if step in found]
+        averaged = last_steps if self.settings.average_of == "last" else best_steps
+        averaged = averaged[: self.settings.average]
+        weights = checkpoint.average([found[step] for step in averaged], self.fingerprint)
+        set_weights(self.model, weights, self.run_dir.checkpoints_dir)
+        validation = self._score()
+        best_bleu = self.progress.bleu_of_step[str(best_step)]
+        name = f"the average of {_count(len(averaged), 'checkpoint')}"
+        self.log.say(f"{name}: validation BLEU {validation.bleu:.2f}")
+        self.log.say(f"the best checkpoint (step {best_step:,}): validation BLEU {best_bleu:.2f}")
+        if best_bleu > validation.bleu:
+            name, best = "the best checkpoint", found[best_step] / "model.safetensors"
+            weights = checkpoint.load_model(best, self.fingerprint)
+        checkpoint.save_model(self.run_dir.model_path, weights, self.fingerprint)
+        self.log.say(f"{self.run_dir.model_path}: {name}")
+
+    def _update(self, micro_batches: list[Batch]) -> None:
+        """Make one update; its loss is divided by the target tokens of all micro-batches."""
+        self.model.train()
+        num_tokens = sum(batch.num_tgt_tokens for batch in micro_batches)
+        for batch in micro_batches:
+            sums = self._loss(batch.to(self.device))
+            (sums.loss / num_tokens).backward()  # type: ignore[no-untyped-call]
+            self.window.add(sums)
+        limit = self.settings.max_grad_norm or math.inf
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        if self.device.type == "cpu":  # elsewhere, to look is to wait: `_report` does, now and then
+            _check_finite(float(grad_norm))
+        step = self.progress.step + 1
+        lr = learning_rate(self.settings, self.config.model.d_model, step, self._spent())
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.window.lr, self.window.grad_norm = lr, grad_norm
+
+    def _loss(self, batch: Batch) -> LossSum:
+        states_BTD = self.model(batch.src_BS, batch.src_keep_BS, batch.tgt_in_BT)
+        return label_smoothed(
+            states_BTD,
+            self.model.output.weight,
+            batch.tgt_out_BT,
+            batch.tgt_keep_BT,
+            self.settings.label_smoothing,
+            self.matmul_dtype,
+        )
+
+    def _report(self) -> None:
+        """Move the progress bar, and log if a line is due."""
+        is_due = self._is_due(self.settings.log_every)
+        if not is_due and not self.log.wants_note(_BAR_INTERVAL_S):
+            return
+        rates = self.window.rates()
+        _check_finite(rates.loss)
+        note = (
+            f"step {self.progress.step:,}, loss {rates.loss:.3f}, "
+            f"{rates.tokens_per_s:,.0f} tokens/s, lr {self.window.lr:.2e}"
+        )
+        self.log.advance(self._spent(), note, is_due)
+        if is_due:
+            self.log.metrics(
+                {
+                    "step": self.progress.step,
+                    "epoch": self.progress.epoch,
+                    "loss": rates.loss,
+                    "nll": rates.nll,
+                    "perplexity": _perplexity(rates.nll),
+                    "lr": self.window.lr,
+                    "tgt_tokens_per_s": rates.tokens_per_s,
+                    "grad_norm": float(self.window.grad_norm),
+                    "elapsed_s": self.progress.elapsed_s,
+                    "memory_mib": _memory_mib(self.device),
+                }
+            )
+            self.window = _Window()
+
+    def _validate(self) -> None:
+        """Score the model, remember how good it was, and show a few translations."""
+        step, started = self.progress.step, time.monotonic()
+        validation = self._score(show_examples=True)
+        self.window.pause(time.monotonic() - started)
+        self.progress.note_bleu(validation.bleu)
+        best_step = self.progress.best_steps()[0]
+        self.log.say(
+            f"step {step:,}: validation loss {validation.loss:.4f}, "
+            f"perplexity {_perplexity(validation.nll):.2f}, BLEU {validation.bleu:.2f} "
+            f"(best at step {best_step:,})"
+        )
+        self.log.metrics(
+            {
+                "step": step,
+                "epoch": self.progress.epoch,
+                "valid_loss": validation.loss,
+                "valid_nll": validation.nll,
+                "valid_perplexity": _perplexity(validation.nll),
+                "valid_bleu": validation.bleu,
+                "elapsed_s": self.progress.elapsed_s,
+            }
+        )
+
+    @torch.no_grad()
+    def _score(self, show_examples: bool = False) -> Validation:
+        self.model.eval()
+        sums = [self._loss(batch.to(self.device)) for batch in self.valid_batches]
+        num_tokens = sum(part.num_tokens for part in sums)
+        hypotheses = self.translator.translate(self.valid.src)
+        if show_examples:
+            self._show(hypotheses)
+        return Validation(
+            sum(float(part.loss) for part in sums) / num_tokens,
+            sum(float(part.nll) for part in sums) / num_tokens,
+            bleu(hypotheses, self.valid.tgt),
+        )
+
+    def _show(self, hypotheses: list[str]) -> None:
+        """Show translations of sentences from all over the validation set."""
+        count = min(_NUM_EXAMPLES, len(hypotheses))
+        for index in range(count):
+            row = (2 * index + 1) * len(hypotheses) // (2 * count)
+            self.log.say(f"  source       {self.valid.src[row]}")
+            self.log.say(f"  reference    {self.valid.tgt[row]}")
+            self.log.say(f"  translation  {hypotheses[row]}")
+
+    def _save(self) -> None:
+        directory, step = self.run_dir.checkpoints_dir, self.progress.step
+        if step not in checkpoint.steps(directory) or str(step) in self.progress.bleu_of_step:
+            self.window.note(self.progress)
+            weights = {name: weight.detach() for name, weight in self.model.named_parameters()}
+            state = _optimizer_tensors(self.optimizer, self.model) | _random_state()
+            checkpoint.save(directory, weights, state, self.progress, self.fingerprint)
+        last = [step for step in checkpoint.steps(directory) if self._is_regular(step)]
+        best = self.progress.best_steps()[: self.settings.keep_best]
+        checkpoint.prune(directory, [*last[-self.settings.keep_last :], *best, step])
+
+    def _is_regular(self, step: int) -> bool:
+        """Tell whether a checkpoint was due at `step`, and not only saved by a signal."""
+        every = self.settings.save_every
+        is_due = every is not None and step % every == 0
+        return is_due or str(step) in self.progress.bleu_of_step
+
+    def _spent(self) -> float:
+        """Return the share of the budget, steps or minutes, that is used up."""
+        steps, minutes = self.settings.max_steps, self.settings.max_minutes
+        by_steps = self.progress.step / steps if steps else 0.0
+        by_time = self.progress.elapsed_s / (60 * minutes) if minutes else 0.0
+        return max(by_steps, by_time)
+
+    def _is_done(self) -> bool:
+        is_patient = self.progress.num_bad_validations < self.settings.patience
+        return self._spent() >= 1 or not is_patient
+
+    def _is_due(self, every: int) -> bool:
+        return self.progress.step % every == 0
+
+    def _target(self) -> str:
+        steps, minutes = self.settings.max_steps, self.settings.max_minutes
+        named = [f"{steps:,} steps"] if steps else []
+        named += [f"{minutes:g} minutes"] if minutes else []
+        return f"{' or '.join(named)}, or {self.settings.patience} validations without a better one"
+
+
+class _Rates(NamedTuple):
+    loss: float
+    nll: float
+    tokens_per_s: float
+
+
+class _Window:
+    """What happened since the last logged step; reading it waits for the device."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+        self.num_tokens = 0
+        self.loss: Tensor | float = 0.0
+        self.nll: Tensor | float = 0.0
+        self.lr = 0.0
+        self.grad_norm: Tensor | float = 0.0
+
+    def add(self, sums: LossSum) -> None:
+        """Count one micro-batch."""
+        self.loss = self.loss + sums.loss.detach()
+        self.nll = self.nll + sums.nll
+        self.num_tokens += sums.num_tokens
+
+    def note(self, progress: Progress) -> None:
+        """Write the sums into what a checkpoint remembers."""
+        progress.unlogged_loss, progress.unlogged_nll = float(self.loss), float(self.nll)
+        progress.unlogged_tokens = self.num_tokens
+
+    def restore(self, progress: Progress) -> None:
+        """Go on from the sums that a checkpoint remembers."""
+        self.loss, self.nll = progress.unlogged_loss, progress.unlogged_nll
+        self.num_tokens = progress.unlogged_tokens
+
+    def pause(self, seconds: float) -> None:
+        """Leave out time that was not spent on training."""
+        self.started += seconds
+
+    def rates(self) -> _Rates:
+        """Return loss and nll per token, and target tokens per second."""
+        elapsed_s = max(time.monotonic() - self.started, 1e-9)
+        count = self.num_tokens
+        return _Rates(float(self.loss) / count, float(self.nll) / count, count / elapsed_s)
+
+
+class _Signals:
+    """Remembers the first SIGINT or SIGTERM; the second one stops at once."""
+
+    def __init__(self) -> None:
+        self.received = 0
+
+    def __enter__(self) -> _Signals:
+        self._before = {
+            number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        for later, handler in self._before.items():
+            signal.signal(later, handler)
+
+
+def _check_model(config: Config, run: RunDir) -> None:
+    """Refuse to go on from the checkpoints of another model."""
+    old = run.load_config()
+    if checkpoint.steps(run.checkpoints_dir) and config.model != old.model:
+        changed = [key for key, value in config.model if value != getattr(old.model, key)]
+        raise RunError(
+            f"{run.path}: its checkpoints have another `model.{changed[0]}` "
+            f"({getattr(old.model, changed[0])!r}); take another --run, or delete this run folder."
+        )
+
+
+def _valid_batches(
+    lines: prepare.Lines, vocabulary: tokenizer.Tokenizer, budget: int
+) -> list[Batch]:
+    """Encode the validation set once, in batches of like length."""
+    src, tgt = vocabulary.encode_src(lines.src), vocabulary.tgt.encode(lines.tgt)
+    longer = [max(len(s), len(t) + 1) for s, t in zip(src, tgt, strict=True)]
+    rows: list[int] = []
+    batches = []
+    for row in sorted(range(len(src)), key=lambda row: longer[row]):
+        if rows and (len(rows) + 1) * longer[row] > budget:
+            batches.append(_collate_rows(rows, src, tgt, vocabulary))
+            rows = []
+        rows.append(row)
+    batches.append(_collate_rows(rows, src, tgt, vocabulary))
+    return batches
+
+
+def _collate_rows(
+    rows: list[int], src: list[list[int]], tgt: list[list[int]], vocabulary: tokenizer.Tokenizer
+) -> Batch:
+    special = vocabulary.tgt
+    picked_src, picked_tgt = [src[row] for row in rows], [tgt[row] for row in rows]
+    return collate(picked_src, picked_tgt, special.pad, special.bos, special.eos)
+
+
+def _optimizer_tensors(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Weights:
+    return {
+        f"{key}.{name}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state[parameter].items()
+    }
+
+
+def _set_optimizer(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, tensors: Weights
+) -> None:
+    for name, parameter in model.named_parameters():
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            optimizer.state[parameter][key] = tensors[f"{key}.{name}"].to(parameter.device)
+
+
+def _random_state() -> Weights:
+    state = {"random.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["random.cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_random_state(tensors: Weights) -> None:
+    torch.set_rng_state(tensors["random.cpu"])
+    if "random.cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["random.cuda"])
+
+
+def _perplexity(nll: float) -> float:
+    return math.exp(min(nll, 700.0))
+
+
+def _memory_mib(device: torch.device) -> float:
+    """Return the most memory that was in use: the device's, or the process's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def _check_finite(value: float) -> None:
+    if not math.isfinite(value):
+        raise RunError(
+            "the loss or its gradient is no longer a finite number; take a lower `training.lr` or "
+            "more `training.warmup_steps`."
+        )
+
+
+def _count(number: int, noun: str) -> str:
+    plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{plural}"

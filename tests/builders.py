@@ -1,0 +1,110 @@
+"""Small configs, models and vocabularies that several test files share."""
+
+import functools
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from mtrain import tokenizer
+from mtrain.config import ModelConfig, TokenizerConfig
+from mtrain.model import Transformer
+from mtrain.tokenizer import Tokenizer
+
+DEMO_DIR = Path(__file__).parent.parent / "data" / "demo"
+SRC_LINES, TGT_LINES = (
+    (DEMO_DIR / name).read_text(encoding="utf-8").splitlines()[:150]
+    for name in ("train.en", "train.de")
+)
+
+
+def model_config(**sizes: object) -> ModelConfig:
+    """A Transformer that computes in no time; two layers, so that stacking shows.
+
+    Heads are 6 wide, not 4: the root of 4 is also its half.
+    """
+    tiny = {"d_model": 12, "num_heads": 2, "d_ff": 16, "dropout": 0.0}
+    layers = {"num_encoder_layers": 2, "num_decoder_layers": 2, "tie_embeddings": "none"}
+    return ModelConfig.model_validate(tiny | layers | sizes)
+
+
+def transformer(
+    config: ModelConfig, num_src_pieces: int = 20, num_tgt_pieces: int = 20, seed: int = 1
+) -> Transformer:
+    """A float64 model in eval mode whose weights are all random, norms and biases too."""
+    torch.manual_seed(seed)
+    model = Transformer(config, num_src_pieces, num_tgt_pieces).double().eval()
+    randomise(model, seed)
+    return model
+
+
+def randomise(module: nn.Module, seed: int) -> None:
+    """Fill biases and norms with noise, so that none is a zero or a one that hides a mistake."""
+    rng = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.dim() == 1:
+                noise = torch.randn(parameter.shape, generator=rng, dtype=parameter.dtype)
+                parameter += 0.3 * noise
+
+
+def left_keep(lengths: Sequence[int]) -> Tensor:
+    """A keep-mask written out place by place."""
+    width = max(lengths)
+    return torch.tensor([[place < length for place in range(width)] for length in lengths])
+
+
+@functools.cache
+def vocabularies(kind: str = "unigram", shared: bool = True, vocab_size: int = 420) -> Tokenizer:
+    """A tokenizer of the lines above; trained once for each setting."""
+    config = TokenizerConfig.model_validate(
+        {"kind": kind, "shared": shared, "vocab_size": vocab_size}
+    )
+    return tokenizer.train(config, SRC_LINES, TGT_LINES, seed=1)
+
+
+class Prefixes:
+    """A decoder state that remembers what every row has read, and obeys `reorder`."""
+
+    def __init__(self, sentences: Sequence[int]) -> None:
+        self.sentences = list(sentences)
+        self.rows: list[tuple[int, ...]] | None = None
+
+    def reorder(self, rows_N: Tensor, sentences_B: Tensor | None = None) -> None:
+        assert self.rows is not None, "nothing can be reordered before the first step"
+        self.rows = [self.rows[row] for row in rows_N.tolist()]
+        if sentences_B is not None:
+            self.sentences = [self.sentences[sentence] for sentence in sentences_B.tolist()]
+
+
+class TableModel:
+    """A model without a network: random logits for each sentence and each prefix."""
+
+    def __init__(self, num_pieces: int, seed: int = 0, spread: float = 2.0) -> None:
+        self.num_pieces, self.seed, self.spread = num_pieces, seed, spread
+        self.offsets = torch.zeros(num_pieces)
+        self.num_rows_read = 0
+
+    def logits(self, sentence: int, prefix: Iterable[int]) -> Tensor:
+        key = hashlib.sha256(repr((self.seed, sentence, tuple(prefix))).encode()).digest()
+        rng = torch.Generator().manual_seed(int.from_bytes(key[:4], "big"))
+        return self.spread * torch.randn(self.num_pieces, generator=rng) + self.offsets
+
+    def log_probs(self, sentence: int, prefix: Iterable[int]) -> list[float]:
+        """The same, normalised over all pieces by plain arithmetic."""
+        logits = self.logits(sentence, prefix).tolist()
+        total = math.log(sum(math.exp(logit) for logit in logits))
+        return [logit - total for logit in logits]
+
+    def step(self, ids_N: Tensor, state: Prefixes) -> Tensor:
+        rows = state.rows if state.rows is not None else [()] * len(ids_N)
+        state.rows = [(*row, piece) for row, piece in zip(rows, ids_N.tolist(), strict=True)]
+        width = len(state.rows) // len(state.sentences)
+        assert width * len(state.sentences) == len(state.rows)
+        self.num_rows_read += len(state.rows)
+        return torch.stack(
+            [self.logits(state.sentences[n // width], row) for n, row in enumerate(state.rows)]
+        )

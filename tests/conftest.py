@@ -1,0 +1,111 @@
+"""What several test files share: the command line in this process, and one trained run."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for tiny models, a second thread costs time
+
+from tasks import copy_task, tiny_tree, write_config
+
+from mtrain.cli import main
+from mtrain.rundir import RunDir
+
+settings.register_profile(
+    "repeatable",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=50,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("repeatable")
+
+SETTLED = {  # enough for the copy task to be learned almost without fault
+    "max_steps": 400,
+    "batch_tokens": 512,
+    "schedule": "linear",
+    "warmup_steps": 50,
+    "label_smoothing": 0.0,
+    "precision": "auto",
+    "log_every": 50,
+    "validate_every": 200,
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left behind."""
+
+    code: int
+    out: bytes
+    err: str
+
+    @property
+    def lines(self) -> list[str]:
+        """The lines of stdout; "\\n" alone ends one."""
+        text = self.out.decode("utf-8")
+        assert text == "" or text.endswith("\n")
+        return text.split("\n")[:-1]
+
+
+class Cli:
+    """Runs `mtrain ARGUMENTS` in this process."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[bytes]
+    ) -> None:
+        self.monkeypatch, self.capsys = monkeypatch, capsys
+
+    def __call__(self, *arguments: str | Path, stdin: bytes = b"") -> Outcome:
+        self.monkeypatch.setattr(sys, "argv", ["mtrain", *map(str, arguments)])
+        self.monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        self.capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main()
+        out, err = self.capsys.readouterr()
+        assert stop.value.code is None or isinstance(stop.value.code, int)
+        return Outcome(stop.value.code or 0, out, err.decode("utf-8"))
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]) -> Cli:
+    return Cli(monkeypatch, capsysbinary)
+
+
+def run_mtrain(
+    *arguments: str | Path, stdin: bytes = b"", cwd: Path | None = None
+) -> subprocess.CompletedProcess[bytes]:
+    """Run the command line as a user does, in a process of its own."""
+    command = [sys.executable, "-m", "mtrain", *map(str, arguments)]
+    return subprocess.run(command, input=stdin, capture_output=True, cwd=cwd, timeout=240)
+
+
+Shell = Callable[..., "subprocess.CompletedProcess[bytes]"]
+
+
+@pytest.fixture(scope="session")
+def shell() -> Shell:
+    return run_mtrain
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run of the copy task, trained by the command line. Tests only read it."""
+    directory = tmp_path_factory.mktemp("copy")
+    tree = tiny_tree(directory, copy_task, num_train=1500)
+    tree["tokenizer"]["vocab_size"] = 295  # nearly all the words are whole pieces
+    tree["model"] |= {"d_model": 32, "d_ff": 64, "dropout": 0.0}
+    tree["training"] |= SETTLED
+    result = run_mtrain("train", write_config(directory / "config.yaml", tree))
+    assert result.returncode == 0, result.stderr.decode()
+    return RunDir(directory / "run")

@@ -1,0 +1,160 @@
+"""Hold the package to its ranks, to light imports, and to the rules that keep it readable."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tasks import write_task
+
+import mtrain
+
+PACKAGE = Path(mtrain.__file__).parent
+RANKS = {
+    "__init__": 0,
+    "errors": 0,
+    "lexicon": 0,
+    "config": 1,
+    "files": 1,
+    "grammar": 1,
+    "kernels": 1,
+    "demo_corpus": 2,
+    "tokenizer": 2,
+    "batch": 2,
+    "model": 2,
+    "loss": 2,
+    "schedule": 2,
+    "search": 2,
+    "rundir": 2,
+    "runlog": 2,
+    "corpus": 3,
+    "data": 3,
+    "checkpoint": 3,
+    "prepare": 4,
+    "translate": 4,
+    "evaluate": 5,
+    "train": 6,
+    "demo": 7,
+    "cli": 8,
+    "__main__": 9,
+}
+MODULES = sorted(path.relative_to(PACKAGE).as_posix()[:-3] for path in PACKAGE.rglob("*.py"))
+HEAVY = {"torch", "numpy", "datasets", "sentencepiece", "sacrebleu"}
+LONGEST_FUNCTION = 60
+
+
+def tree(module: str) -> ast.Module:
+    return ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
+
+
+def own_imports(module: str) -> set[str]:
+    """Return the modules of the package that `module` imports, anywhere in its text."""
+    found = set()
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.Import):
+            dotted = [name.name for name in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = "mtrain." * bool(node.level) + (node.module or "")
+            base = base.rstrip(".")
+            dotted = [f"{base}.{name.name}" for name in node.names]
+        else:
+            continue
+        for name in dotted:
+            package, _, rest = name.partition(".")
+            if package == "mtrain":
+                first = rest.split(".")[0]
+                found.add(first if first in RANKS or first in MODULES else "__init__")
+    return found
+
+
+def functions(module: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def imported_packages(module: str) -> set[str]:
+    names = set()
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.Import):
+            names |= {name.name.split(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+def loaded_after(code: str) -> set[str]:
+    """Run `code` in a fresh Python; return which heavy packages it has loaded."""
+    report = f"import sys; sys.stderr.write('loaded ' + ' '.join({HEAVY!r} & set(sys.modules)))"
+    wrapped = f"try:\n    {code}\nexcept SystemExit:\n    pass\nfinally:\n    {report}\n"
+    result = subprocess.run([sys.executable, "-c", wrapped], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return set(result.stderr.rpartition("loaded")[2].split())
+
+
+def test_every_module_has_a_rank_and_every_rank_a_module() -> None:
+    assert sorted(RANKS) == MODULES
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_only_from_lower_ranks(module: str) -> None:
+    assert {name for name in own_imports(module) if RANKS[name] >= RANKS[module]} == set()
+
+
+def test_imports_inside_functions_and_under_type_checking_are_seen() -> None:
+    assert {"config", "demo", "train", "files", "prepare", "rundir"} <= own_imports("cli")
+    assert "checkpoint" in own_imports("train")
+
+
+def test_the_package_itself_imports_nothing() -> None:
+    assert imported_packages("__init__") == set()
+
+
+def test_the_data_of_the_lexicon_rank_knows_no_other_room() -> None:
+    assert own_imports("lexicon") == own_imports("errors") == set()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_function_takes_arbitrary_keywords(module: str) -> None:
+    assert [node.name for node in functions(module) if node.args.kwarg] == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_module_imports_pickle(module: str) -> None:
+    assert not imported_packages(module) & {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_function_is_longer_than_a_screen(module: str) -> None:
+    lengths = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions(module)}
+    assert {name: n for name, n in lengths.items() if n > LONGEST_FUNCTION} == {}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_module_says_what_its_room_is_for(module: str) -> None:
+    assert ast.get_docstring(tree(module))
+
+
+def test_the_probe_for_loaded_packages_finds_them() -> None:
+    assert loaded_after("import mtrain.batch") == {"torch", "numpy"}
+
+
+@pytest.mark.parametrize("module", ["cli", "config", "errors", "files", "rundir", "runlog"])
+def test_a_light_room_loads_no_heavy_package(module: str) -> None:
+    assert loaded_after(f"import mtrain.{module}") == set()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["train", "--help"], ["train", "absent.yaml"]]
+)
+def test_help_and_a_config_error_load_no_heavy_package(arguments: list[str]) -> None:
+    code = f"import sys; from mtrain.cli import main; sys.argv = ['mtrain', *{arguments!r}]; main()"
+    assert loaded_after(code) == set()
+
+
+def test_a_wrong_key_loads_no_heavy_package(tmp_path: Path) -> None:
+    arguments = ["train", str(write_task(tmp_path)), "--set", "model.d_modl=8"]
+    code = f"import sys; from mtrain.cli import main; sys.argv = ['mtrain', *{arguments!r}]; main()"
+    assert loaded_after(code) == set()

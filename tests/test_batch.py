@@ -1,0 +1,87 @@
+"""Hold a batch to the ids, masks and counts that were put in."""
+
+import numpy as np
+import pytest
+import torch
+
+from mtrain.batch import collate, keep_first, pad_right
+
+PAD, BOS, EOS = 90, 91, 92  # any ids: the room knows none
+SRC = [[5, 6, EOS], [7, EOS], [8, 9, 10, 11, EOS]]
+TGT = [[15], [16, 17, 18], []]
+
+
+def batch():
+    return collate(SRC, TGT, PAD, BOS, EOS)
+
+
+def test_a_batch_is_padded_on_the_right():
+    assert batch().src_BS.tolist() == [
+        [5, 6, EOS, PAD, PAD],
+        [7, EOS, PAD, PAD, PAD],
+        [8, 9, 10, 11, EOS],
+    ]
+
+
+def test_a_target_begins_with_bos_and_ends_with_eos():
+    assert batch().tgt_in_BT.tolist() == [
+        [BOS, 15, PAD, PAD],
+        [BOS, 16, 17, 18],
+        [BOS, PAD, PAD, PAD],
+    ]
+    assert batch().tgt_out_BT.tolist() == [
+        [15, EOS, PAD, PAD],
+        [16, 17, 18, EOS],
+        [EOS, PAD, PAD, PAD],
+    ]
+
+
+def test_masks_keep_everything_but_padding():
+    made = batch()
+    assert torch.equal(made.src_keep_BS, made.src_BS != PAD)
+    assert torch.equal(made.tgt_keep_BT, made.tgt_in_BT != PAD)
+    assert torch.equal(made.tgt_keep_BT, made.tgt_out_BT != PAD)
+
+
+def test_a_piece_that_looks_like_padding_is_kept():
+    made = collate([[PAD, 5, EOS]], [[PAD]], PAD, BOS, EOS)
+    assert made.src_keep_BS.all()
+    assert made.tgt_keep_BT.all()
+
+
+def test_counts_are_those_of_the_masks():
+    made = batch()
+    assert made.num_src_tokens == made.src_keep_BS.sum() == 10
+    assert made.num_tgt_tokens == made.tgt_keep_BT.sum() == 7
+
+
+def test_shapes_and_types_are_those_that_the_model_takes():
+    made = batch()
+    ids = [made.src_BS, made.tgt_in_BT, made.tgt_out_BT]
+    keeps = [made.src_keep_BS, made.tgt_keep_BT]
+    assert [tensor.shape for tensor in ids] == [(3, 5), (3, 4), (3, 4)]
+    assert [tensor.shape for tensor in keeps] == [(3, 5), (3, 4)]
+    assert {tensor.dtype for tensor in ids} == {torch.int64}
+    assert {tensor.dtype for tensor in keeps} == {torch.bool}
+
+
+def test_arrays_and_lists_give_the_same_batch():
+    src, tgt = ([np.array(ids, dtype=np.int32) for ids in side] for side in (SRC, TGT))
+    of_arrays, of_lists = collate(src, tgt, PAD, BOS, EOS), batch()
+    for name in ("src_BS", "src_keep_BS", "tgt_in_BT", "tgt_out_BT", "tgt_keep_BT"):
+        assert torch.equal(getattr(of_arrays, name), getattr(of_lists, name))
+
+
+def test_a_batch_moves_whole():
+    moved = batch().to(torch.device("meta"))
+    for name in ("src_BS", "src_keep_BS", "tgt_in_BT", "tgt_out_BT", "tgt_keep_BT"):
+        assert getattr(moved, name).device.type == "meta"
+        assert getattr(moved, name).shape == getattr(batch(), name).shape
+    assert (moved.num_src_tokens, moved.num_tgt_tokens) == (10, 7)
+
+
+@pytest.mark.parametrize("lengths", [[1], [3, 1, 2], [0, 2]])
+def test_padding_and_mask_are_two_views_of_the_same_lengths(lengths):
+    rows = [[1] * length for length in lengths]
+    assert torch.equal(pad_right(rows, 0) == 1, keep_first(lengths))
+    assert keep_first(lengths).sum(1).tolist() == lengths

@@ -1,0 +1,356 @@
+"""Hold checkpoints to their promise: whole or absent, and the same bits when they come back."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from builders import model_config, transformer
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mtrain import checkpoint
+from mtrain.checkpoint import Progress
+from mtrain.errors import RunError
+
+OURS, OTHER = "fingerprint-of-ours", "fingerprint-of-another"
+Tensors = dict[str, Tensor]
+
+
+def weights(seed: int = 0) -> Tensors:
+    rng = torch.Generator().manual_seed(seed)
+    return {
+        "float32": torch.randn(3, 4, generator=rng),
+        "float64": torch.randn(5, generator=rng, dtype=torch.float64),
+        "bfloat16": torch.randn(2, 2, generator=rng).bfloat16(),
+        "transposed": torch.randn(3, 4, generator=rng).T,
+        "scalar": torch.tensor(0.1),
+        "empty": torch.empty(0, 4),
+        "odd": torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0, 1e-45]),
+    }
+
+
+def optimizer() -> Tensors:
+    return {"random.torch": torch.arange(16, dtype=torch.uint8), "step": torch.tensor(7)}
+
+
+def progress(step: int = 7) -> Progress:
+    return Progress(
+        step=step,
+        epoch=2,
+        batch=31,
+        elapsed_s=0.1 + 0.2,
+        num_bad_validations=1,
+        bleu_of_step={"3": 12.345678901234567, "7": 11.0},
+    )
+
+
+def save(directory: Path, step: int = 7, seed: int = 0) -> Path:
+    return checkpoint.save(directory, weights(seed), optimizer(), progress(step), OURS)
+
+
+def assert_same_bits(found: Tensors, expected: Tensors) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert found[name].shape == tensor.shape
+        raw, expected_raw = (
+            one.contiguous().flatten().view(torch.uint8) for one in (found[name], tensor)
+        )
+        assert torch.equal(raw, expected_raw), name
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*"))
+
+
+# There and back
+
+
+def test_a_checkpoint_comes_back_bit_for_bit(tmp_path):
+    loaded = checkpoint.load(save(tmp_path), OURS)
+    assert_same_bits(loaded.weights, weights())
+    assert_same_bits(loaded.optimizer, optimizer())
+    assert loaded.progress == progress()
+
+
+def test_weights_come_back_bit_for_bit(tmp_path):
+    path = tmp_path / "deep" / "model.safetensors"
+    checkpoint.save_model(path, weights(), OURS)
+    assert_same_bits(checkpoint.load_model(path, OURS), weights())
+    assert names_in(tmp_path) == ["deep", "deep/model.safetensors"]
+
+
+@pytest.mark.parametrize("tie", ["all", "decoder", "none"])
+def test_a_model_with_tied_weights_comes_back(tie, tmp_path):
+    model = transformer(model_config(tie_embeddings=tie))
+    named = {name: weight.detach() for name, weight in model.named_parameters()}
+    checkpoint.save_model(tmp_path / "model.safetensors", named, OURS)
+    assert_same_bits(checkpoint.load_model(tmp_path / "model.safetensors", OURS), named)
+
+
+def test_a_checkpoint_holds_no_pickle(tmp_path):
+    path = save(tmp_path)
+    assert names_in(path) == ["model.safetensors", "optimizer.safetensors", "progress.json"]
+    assert json.loads((path / "progress.json").read_text(encoding="utf-8"))["step"] == 7
+
+
+def test_a_checkpoint_is_named_after_its_step_and_found_by_it(tmp_path):
+    for step in (12, 3, 100):
+        save(tmp_path, step)
+    found = checkpoint.steps(tmp_path)
+    assert list(found) == [3, 12, 100]
+    assert all(checkpoint.load(path, OURS).progress.step == step for step, path in found.items())
+
+
+def test_a_folder_without_checkpoints_has_none(tmp_path):
+    assert checkpoint.steps(tmp_path) == {}
+    assert checkpoint.steps(tmp_path / "absent") == {}
+
+
+def test_what_is_not_a_checkpoint_is_not_counted_as_one(tmp_path):
+    save(tmp_path, 3)
+    (tmp_path / ".step-00000004.0a1b2c3d.tmp").mkdir()  # what a killed save leaves
+    (tmp_path / "step-00000005").write_text("a file", encoding="utf-8")
+    assert list(checkpoint.steps(tmp_path)) == [3]
+
+
+def test_a_folder_that_a_user_named_is_neither_counted_nor_pruned(tmp_path):
+    save(tmp_path, 3)
+    save(tmp_path, 4)
+    (tmp_path / "step-00000003-good").mkdir()
+    checkpoint.prune(tmp_path, [4])
+    assert list(checkpoint.steps(tmp_path)) == [4]
+    assert names_in(tmp_path)[0] == "step-00000003-good"
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    save(tmp_path, seed=0)
+    path = save(tmp_path, seed=1)
+    assert_same_bits(checkpoint.load(path, OURS).weights, weights(1))
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+
+
+# Damage
+
+
+def some_model(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    checkpoint.save_model(path, weights(), OURS)
+    return path
+
+
+def assert_run_error(path: Path, wanted: str) -> None:
+    with pytest.raises(RunError) as caught:
+        checkpoint.load_model(path, OURS)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert wanted in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.5, 0.99])
+def test_a_file_that_ends_early_is_an_error_with_its_name(share, tmp_path):
+    path = some_model(tmp_path)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(share * len(content))])
+    assert_run_error(path, "must be a whole safetensors file")
+
+
+@pytest.mark.parametrize("content", [b"not tensors at all", b"PK\x03\x04" + bytes(200)])
+def test_a_foreign_file_is_an_error_with_its_name(content, tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    assert_run_error(path, "must be a whole safetensors file")
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}, {"format": "2", "tokenizer": OURS}])
+def test_safetensors_of_another_program_are_an_error(metadata, tmp_path):
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": torch.zeros(2)}, path, metadata=metadata)
+    assert_run_error(path, "must be weights in mtrain's format")
+
+
+def test_a_missing_file_is_an_error_that_names_the_remedy(tmp_path):
+    assert_run_error(tmp_path / "model.safetensors", "is missing; `mtrain train CONFIG` makes it")
+
+
+def test_weights_of_another_tokenizer_are_an_error(tmp_path):
+    path = some_model(tmp_path)
+    with pytest.raises(RunError, match="must belong to the tokenizer beside it") as caught:
+        checkpoint.load_model(path, OTHER)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize("part", ["model.safetensors", "optimizer.safetensors", "progress.json"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "foreign"])
+def test_a_checkpoint_with_a_broken_part_is_an_error_that_names_the_part(part, damage, tmp_path):
+    path = save(tmp_path)
+    if damage == "missing":
+        (path / part).unlink()
+    else:
+        (path / part).write_bytes(b"" if damage == "empty" else b"[1, 2]")
+    with pytest.raises(RunError) as caught:
+        checkpoint.load(path, OURS)
+    assert str(path / part) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["null", "[]", "{}x", '{"step": 7, "wings": 2}', '{"step": 7'])
+def test_a_progress_that_is_not_one_is_an_error(content, tmp_path):
+    path = save(tmp_path)
+    (path / "progress.json").write_text(content, encoding="utf-8")
+    with pytest.raises(RunError, match=r"progress\.json"):
+        checkpoint.load(path, OURS)
+
+
+def test_a_progress_whose_values_are_of_another_type_is_an_error(tmp_path):
+    path = save(tmp_path)
+    (path / "progress.json").write_text('{"step": "seven"}', encoding="utf-8")
+    with pytest.raises(RunError, match=r"progress\.json"):
+        checkpoint.load(path, OURS)
+
+
+def test_a_checkpoint_of_another_tokenizer_is_an_error(tmp_path):
+    path = save(tmp_path)
+    with pytest.raises(RunError, match="tokenizer"):
+        checkpoint.load(path, OTHER)
+
+
+# Interruptions
+
+
+class Interrupted(Exception):
+    """What the tests throw in the middle of a save."""
+
+
+def interrupt_at(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the given write begin, and end it half way."""
+    calls = []
+
+    def write_half(tensors: Tensors, path: Path, metadata: dict[str, str]) -> None:
+        calls.append(path)
+        save_file(tensors, path, metadata=metadata)
+        if len(calls) == call:
+            content = path.read_bytes()
+            path.write_bytes(content[: len(content) // 2])
+            raise Interrupted
+
+    monkeypatch.setattr(checkpoint, "save_file", write_half)
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_an_interrupted_save_leaves_nothing_behind(call, tmp_path, monkeypatch):
+    interrupt_at(call, monkeypatch)
+    with pytest.raises(Interrupted):
+        save(tmp_path)
+    assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_an_interrupted_save_leaves_the_older_checkpoint_whole(call, tmp_path, monkeypatch):
+    path = save(tmp_path)
+    before = names_in(tmp_path)
+    interrupt_at(call, monkeypatch)
+    with pytest.raises(Interrupted):
+        save(tmp_path, seed=1)
+    assert names_in(tmp_path) == before
+    assert_same_bits(checkpoint.load(path, OURS).weights, weights(0))
+
+
+def test_an_interrupted_save_of_weights_leaves_the_older_file_whole(tmp_path, monkeypatch):
+    path = some_model(tmp_path)
+    interrupt_at(1, monkeypatch)
+    with pytest.raises(Interrupted):
+        checkpoint.save_model(path, weights(1), OURS)
+    assert names_in(tmp_path) == [path.name]
+    assert_same_bits(checkpoint.load_model(path, OURS), weights(0))
+
+
+def test_a_save_that_is_cancelled_leaves_nothing_behind(tmp_path, monkeypatch):
+    def cancel(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Progress, "model_dump_json", cancel)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path)
+    assert names_in(tmp_path) == []
+
+
+# Which are kept
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kept"),
+    [
+        ([], []),
+        ([50], [50]),
+        ([50, 10], [10, 50]),
+        ([999, 20], [20]),
+        (range(99), [10, 20, 30, 40, 50]),
+    ],
+)
+def test_pruning_keeps_what_is_wanted_and_nothing_else(wanted, kept, tmp_path):
+    for step in range(10, 60, 10):
+        save(tmp_path, step)
+    checkpoint.prune(tmp_path, wanted)
+    assert list(checkpoint.steps(tmp_path)) == kept
+    assert len(list(tmp_path.iterdir())) == len(kept)
+
+
+# Averages
+
+
+def test_an_average_is_the_mean_of_the_weights(tmp_path):
+    paths = []
+    for step in range(1, 4):
+        rng = torch.Generator().manual_seed(step)
+        tensors = {"a": torch.randn(4, 3, generator=rng), "b": torch.randn(5, generator=rng)}
+        paths.append(checkpoint.save(tmp_path, tensors, optimizer(), progress(step), OURS))
+    mean = checkpoint.average(paths, OURS)
+    for name in ("a", "b"):
+        stacked = torch.stack([checkpoint.load(path, OURS).weights[name] for path in paths])
+        assert mean[name].dtype == torch.float32
+        assert torch.equal(mean[name], stacked.double().mean(0).float())
+
+
+def test_an_average_does_not_lose_what_is_small_beside_what_is_large(tmp_path):
+    paths = [
+        checkpoint.save(tmp_path, {"w": torch.tensor([value])}, {}, progress(step), OURS)
+        for step, value in enumerate([1e8, 1.0, -1e8])
+    ]
+    mean = checkpoint.average(paths, OURS)
+    assert mean["w"].item() == pytest.approx(1 / 3, rel=1e-6)
+
+
+def test_an_average_of_one_is_itself(tmp_path):
+    tensors = {"w": torch.randn(7, generator=torch.Generator().manual_seed(1))}
+    path = checkpoint.save(tmp_path, tensors, {}, progress(), OURS)
+    assert_same_bits(checkpoint.average([path], OURS), tensors)
+
+
+def test_an_average_over_another_tokenizer_is_an_error(tmp_path):
+    tensors = {"w": torch.zeros(2)}
+    ours = checkpoint.save(tmp_path, tensors, {}, progress(1), OURS)
+    others = checkpoint.save(tmp_path, tensors, {}, progress(2), OTHER)
+    with pytest.raises(RunError, match="tokenizer"):
+        checkpoint.average([ours, others], OURS)
+
+
+# Progress
+
+
+def test_the_best_steps_come_first_and_of_equals_the_earlier():
+    done = Progress()
+    for step, bleu in [(10, 3.0), (20, 7.0), (100, 7.0), (30, 5.0)]:
+        done.step = step
+        done.note_bleu(bleu)
+    assert done.best_steps() == [20, 100, 30, 10]
+
+
+def test_validations_are_bad_until_one_is_better_than_all_before():
+    done, bad = Progress(), []
+    for step, bleu in enumerate([0.0, 3.0, 3.0, 2.0, 4.0, 3.9]):
+        done.step = step
+        done.note_bleu(bleu)
+        bad.append(done.num_bad_validations)
+    assert bad == [0, 0, 1, 2, 0, 1]

@@ -1,0 +1,509 @@
+"""The command line as users meet it: one line in, one line out, and one line for each mistake."""
+
+import gzip
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import Cli, Shell
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tasks import WORDS, copy_task, write_task
+
+import mtrain
+from mtrain import cli as command_line
+from mtrain.rundir import RunDir
+
+VERBS = ["demo", "tokenize", "train", "translate", "eval"]
+ODD_LINES = [
+    "",
+    "   ",
+    "\t",
+    "\u3000\u00a0",
+    "ba ce",
+    "\N{GRINNING FACE} \N{WAVING BLACK FLAG}",
+    "שלום עולם",
+    "\u202eba\u202c",
+    "你好，世界",
+    "ba\x00\x01\x1b[31mce",
+    "ba\u2028ce\u2029di",
+    "ba\x85ce\x0bdi\x0cfo",
+    "ba\rce",
+    "<s> </s> <unk> <pad> <0x0A>",
+    "\ufeff",
+    "a\u0301" * 30,
+    " ba ce ",
+    "\u2581\u2581ba",
+]
+
+
+@pytest.fixture
+def copied(trained: RunDir, tmp_path: Path) -> RunDir:
+    """A copy of the trained run that a test may spoil."""
+    shutil.copytree(trained.path, tmp_path / "run")
+    return RunDir(tmp_path / "run")
+
+
+def error_line(outcome: object) -> str:
+    """Return the one line of a user's error, and hold the command to exit code 2."""
+    code, err = getattr(outcome, "code", None), getattr(outcome, "err", "")
+    assert code == 2, err
+    assert err.count("\n") == 1
+    assert err.startswith("mtrain: ")
+    return str(err.removeprefix("mtrain: ").rstrip("\n"))
+
+
+def test_a_translator_trained_by_the_command_line_scores_90_bleu(
+    trained: RunDir, shell: Shell
+) -> None:
+    result = shell("eval", trained.path, "--json")
+    assert result.returncode == 0, result.stderr.decode()
+    scores = {score["metric"]: score["value"] for score in json.loads(result.stdout)["held_out"]}
+    assert scores["BLEU"] >= 90
+
+
+def test_translate_reads_stdin_and_writes_stdout(trained: RunDir, shell: Shell) -> None:
+    lines = [pair.src for pair in copy_task(20, 3)]
+    result = shell("translate", trained.path, stdin="".join(f"{x}\n" for x in lines).encode())
+    assert (result.returncode, result.stderr) == (0, b"")
+    translations = result.stdout.decode().splitlines()
+    assert sum(a == b for a, b in zip(translations, lines, strict=True)) >= 16
+
+
+def test_a_file_gives_what_stdin_gives_and_so_does_its_gzip(
+    cli: Cli, trained: RunDir, tmp_path: Path
+) -> None:
+    raw = "".join(f"{pair.src}\n" for pair in copy_task(20, 4)).encode()
+    (tmp_path / "in").write_bytes(raw)
+    (tmp_path / "in.gz").write_bytes(gzip.compress(raw))
+    by_stdin = cli("translate", trained.path, stdin=raw)
+    assert by_stdin.code == 0
+    assert len(by_stdin.lines) == 20
+    assert cli("translate", trained.path, tmp_path / "in") == by_stdin
+    assert cli("translate", trained.path, tmp_path / "in.gz") == by_stdin
+
+
+def test_an_output_file_holds_what_stdout_would(cli: Cli, trained: RunDir, tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "out"
+    direct = cli("translate", trained.path, stdin=b"ba ce\ndi fo\n")
+    outcome = cli("translate", trained.path, "-o", path, stdin=b"ba ce\ndi fo\n")
+    assert (outcome.code, outcome.out, outcome.err) == (0, b"", "")
+    assert path.read_bytes() == direct.out
+    direct = cli("eval", trained.path)
+    assert cli("eval", trained.path, "--output", path).out == b""
+    assert path.read_bytes() == direct.out
+
+
+def test_translate_gives_a_line_for_every_line_whatever_it_holds(cli: Cli, trained: RunDir) -> None:
+    raw = "".join(f"{line}\n" for line in ODD_LINES).encode()
+    outcome = cli("translate", trained.path, "--beam", "1", stdin=raw)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert len(outcome.lines) == len(ODD_LINES)
+    blank = [line == "" or line.isspace() for line in ODD_LINES]
+    assert [outcome.lines[i] for i, is_blank in enumerate(blank) if is_blank] == [""] * sum(blank)
+    assert outcome.lines[ODD_LINES.index("ba ce")] == "ba ce"
+
+
+@pytest.mark.parametrize(
+    ("raw", "count"),
+    [
+        (b"", 0),
+        (b"\n", 1),
+        (b"ba", 1),
+        (b"ba\nce", 2),
+        (b"ba\n\n\n", 3),
+        (b"ba\r\nce\r\n", 2),
+        (b"ba\rce\n", 1),
+        (b"\xef\xbb\xbfba\n", 1),
+        (b"\r", 1),
+    ],
+)
+def test_the_last_line_need_not_be_ended(cli: Cli, trained: RunDir, raw: bytes, count: int) -> None:
+    outcome = cli("translate", trained.path, "--beam", "1", stdin=raw)
+    assert (outcome.code, len(outcome.lines)) == (0, count)
+
+
+def test_windows_line_ends_and_a_byte_order_mark_change_no_translation(
+    cli: Cli, trained: RunDir
+) -> None:
+    plain = cli("translate", trained.path, stdin=b"ba ce di\nfo gu\n")
+    assert cli("translate", trained.path, stdin=b"\xef\xbb\xbfba ce di\r\nfo gu\r\n") == plain
+
+
+def test_invalid_utf8_is_replaced_with_a_warning_that_names_the_line(
+    cli: Cli, trained: RunDir
+) -> None:
+    outcome = cli("translate", trained.path, stdin=b"ba ce\nb\xff ce\n\xc3\ndi\n")
+    assert (outcome.code, len(outcome.lines)) == (0, 4)
+    assert outcome.err.splitlines() == [
+        "mtrain: line 2: is not UTF-8: byte 0xff at byte 2 of the line; replaced by U+FFFD.",
+        "mtrain: line 3: is not UTF-8: byte 0xc3 at byte 1 of the line; replaced by U+FFFD.",
+    ]
+
+
+def test_a_line_of_ten_thousand_words_is_one_line(cli: Cli, trained: RunDir) -> None:
+    raw = (" ".join(WORDS * 667) + "\nba ce\n").encode()
+    outcome = cli("translate", trained.path, "--beam", "1", stdin=raw)
+    assert (outcome.code, len(outcome.lines)) == (0, 2)
+    assert outcome.lines[1] == "ba ce"
+
+
+@settings(max_examples=15)
+@example(["\n"])
+@example(["ba", "", "\r"])
+@given(st.lists(st.text(max_size=12), max_size=6))
+def test_any_text_gives_as_many_lines_as_it_has(
+    cli: Cli, trained: RunDir, lines: list[str]
+) -> None:
+    raw = "".join(f"{line}\n" for line in lines).encode()
+    outcome = cli("translate", trained.path, "--beam", "1", stdin=raw)
+    assert outcome.code == 0
+    assert len(outcome.lines) == raw.count(b"\n")
+
+
+@settings(max_examples=15)
+@given(st.binary(max_size=60))
+def test_any_bytes_give_as_many_lines_as_they_have(cli: Cli, trained: RunDir, raw: bytes) -> None:
+    outcome = cli("translate", trained.path, "--beam", "1", stdin=raw)
+    assert outcome.code == 0
+    assert len(outcome.lines) == raw.count(b"\n") + (raw != b"" and not raw.endswith(b"\n"))
+
+
+def test_a_run_folder_that_was_moved_still_translates_and_evaluates(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin = tmp_path / "origin"
+    assert cli("train", write_task(origin)).code == 0
+    before = cli("eval", origin / "run", "--json")
+    translated = cli("translate", origin / "run", stdin=b"ba ce\n")
+    assert (before.code, translated.code) == (0, 0)
+    shutil.copytree(origin / "run", tmp_path / "elsewhere" / "moved")
+    shutil.rmtree(origin)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert cli("eval", "moved", "--json") == before
+    assert cli("translate", "moved", stdin=b"ba ce\n") == translated
+
+
+def test_beam_and_length_alpha_are_taken_from_the_run_unless_given(
+    cli: Cli, trained: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mtrain import translate as translating
+
+    seen = []
+
+    def load(run: RunDir, decoding: object, device: str) -> translating.Translator:
+        seen.append((decoding, device))
+        return real_load(run, decoding, device)  # type: ignore[arg-type]
+
+    real_load = translating.load
+    monkeypatch.setattr(translating, "load", load)
+    assert cli("translate", trained.path, stdin=b"ba\n").code == 0
+    options = ["--beam", "3", "--length-alpha", "0", "--device", "cpu"]
+    assert cli("translate", trained.path, *options, stdin=b"ba\n").code == 0
+    own = trained.load_config().decoding
+    assert seen[0] == (own, "auto")
+    assert seen[1] == (own.model_copy(update={"beam": 3, "length_alpha": 0.0}), "cpu")
+
+
+def test_version_and_the_module_agree(cli: Cli, shell: Shell) -> None:
+    outcome = cli("--version")
+    assert (outcome.code, outcome.out) == (0, f"mtrain {mtrain.__version__}\n".encode())
+    assert shell("--version").stdout == outcome.out
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_has_an_example_fits_the_screen_and_the_example_is_that_verb(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    outcome = cli(verb, "--help")
+    assert outcome.code == 0
+    assert max(len(line) for line in outcome.lines) <= 80
+    (example_line,) = (line for line in outcome.lines if "Example:" in line)
+    assert f"mtrain {verb} " in example_line
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_shows_what_may_be_left_out_in_one_pair_of_brackets(cli: Cli, verb: str) -> None:
+    usage = cli(verb, "--help").lines[0]
+    assert f"mtrain {verb} " in usage
+    assert "[[" not in usage
+
+
+def test_help_lists_every_verb_in_whole_sentences_and_fits_the_screen(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    outcome = cli("--help")
+    assert outcome.code == 0
+    assert max(len(line) for line in outcome.lines) <= 80
+    for verb in VERBS:
+        assert any(re.match(rf"\s+{verb}\s+[A-Z]", line) for line in outcome.lines)
+    assert "..." not in outcome.out.decode().partition("Commands:")[2]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["frob"],
+        ["train"],
+        ["translate"],
+        ["train", "a.yaml", "--frob"],
+        ["translate", "run", "--beam", "0"],
+        ["translate", "run", "--beam", "x"],
+        ["eval", "run", "--length-alpha", "-1"],
+        ["train", "a.yaml", "b.yaml"],
+    ],
+)
+def test_a_command_that_cannot_be_parsed_exits_with_2(cli: Cli, arguments: list[str]) -> None:
+    outcome = cli(*arguments)
+    assert (outcome.code, outcome.out) == (2, b"")
+    assert "Error: " in outcome.err
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_length_alpha_that_is_no_finite_number_is_refused(
+    cli: Cli, trained: RunDir, value: str
+) -> None:
+    outcome = cli("translate", trained.path, "--length-alpha", value, stdin=b"ba ce\n")
+    assert (outcome.code, outcome.out) == (2, b"")
+
+
+def test_a_config_error_is_one_line_with_file_and_key(cli: Cli, tmp_path: Path) -> None:
+    path = write_task(tmp_path)
+    said = error_line(cli("train", path, "--set", "training.warmup_steps=-3"))
+    assert said == f"{path}: `training.warmup_steps` must be >= 0, but is -3 instead."
+    said = error_line(cli("tokenize", tmp_path / "absent.yaml"))
+    assert said == f"{tmp_path / 'absent.yaml'}: cannot be read: No such file or directory."
+    assert not (tmp_path / "run").exists()
+
+
+def test_set_and_run_override_the_config(cli: Cli, tmp_path: Path) -> None:
+    path, run = write_task(tmp_path), RunDir(tmp_path / "other")
+    outcome = cli("tokenize", path, "--set", "seed=7", "--set", "model.d_ff=8", "--run", run.path)
+    assert (outcome.code, outcome.out) == (0, b"")
+    config = run.load_config()
+    assert (config.seed, config.model.d_ff, config.run_dir) == (7, 8, str(run.path))
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_error_in_the_corpora_is_one_line(cli: Cli, tmp_path: Path) -> None:
+    path = write_task(tmp_path)
+    (tmp_path / "valid.tgt").write_bytes(b"ba\n")
+    said = error_line(cli("tokenize", path))
+    assert said == (
+        f"{tmp_path / 'valid.src'} and {tmp_path / 'valid.tgt'} must have the same number of "
+        "lines, but have 12 and 1 instead."
+    )
+
+
+def test_a_bug_keeps_its_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(path: Path, overrides: object, run: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(command_line.configs, "load", broken)
+    with pytest.raises(ZeroDivisionError):
+        cli("train", "a.yaml")
+
+
+def test_ctrl_c_exits_with_130(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(path: Path, overrides: object, run: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_line.configs, "load", interrupted)
+    assert cli("train", "a.yaml").code == 130
+
+
+@pytest.mark.parametrize("verb", ["translate", "eval"])
+def test_a_run_that_is_not_there_is_named(cli: Cli, tmp_path: Path, verb: str) -> None:
+    path = tmp_path / "absent"
+    said = error_line(cli(verb, path))
+    assert said == f"{path}: must be a run folder, but does not exist."
+    path.write_text("a file")
+    said = error_line(cli(verb, path))
+    assert said == f"{path}: must be a run folder, but is a file instead."
+
+
+@pytest.mark.parametrize("verb", ["translate", "eval"])
+def test_a_folder_that_is_no_run_is_named(cli: Cli, tmp_path: Path, verb: str) -> None:
+    said = error_line(cli(verb, tmp_path))
+    assert said == (
+        f"{tmp_path}: must be a run folder, but has no config.yaml; "
+        "`mtrain train CONFIG` makes one."
+    )
+
+
+@pytest.mark.parametrize("verb", ["translate", "eval"])
+def test_a_run_without_a_model_is_named(cli: Cli, copied: RunDir, verb: str) -> None:
+    copied.model_path.unlink()
+    said = error_line(cli(verb, copied.path))
+    assert said == f"{copied.model_path}: is missing; `mtrain train CONFIG` makes it."
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a model", None])
+def test_a_damaged_model_is_named(cli: Cli, copied: RunDir, damage: bytes | None) -> None:
+    whole = copied.model_path.read_bytes()
+    copied.model_path.write_bytes(whole[: len(whole) // 2] if damage is None else damage)
+    said = error_line(cli("translate", copied.path))
+    assert said.startswith(f"{copied.model_path}: must be a whole safetensors file, but is not: ")
+
+
+def test_a_model_of_another_program_is_named(cli: Cli, copied: RunDir) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.zeros(2)}, copied.model_path)
+    said = error_line(cli("translate", copied.path))
+    assert said == (
+        f"{copied.model_path}: must be weights in mtrain's format 1, but is "
+        "'something else' instead."
+    )
+
+
+def test_a_missing_tokenizer_is_named_with_advice_that_helps(cli: Cli, copied: RunDir) -> None:
+    (copied.tokenizer_dir / "shared.model").unlink()
+    said = error_line(cli("translate", copied.path))
+    assert said == (
+        f"{copied.tokenizer_dir / 'shared.model'}: is missing; restore it from a copy of the run."
+    )
+
+
+def test_a_damaged_tokenizer_is_named(cli: Cli, copied: RunDir) -> None:
+    path = copied.tokenizer_dir / "shared.model"
+    path.write_bytes(b"damaged")
+    said = error_line(cli("translate", copied.path))
+    assert said == (
+        f"{path}: must be a SentencePiece model, but is not; restore it from a copy of the run."
+    )
+
+
+def test_a_foreign_tokenizer_is_refused(cli: Cli, copied: RunDir, tmp_path: Path) -> None:
+    other = write_task(tmp_path / "other", num_train=150)
+    assert cli("tokenize", other).code == 0
+    model = tmp_path / "other" / "run" / "tokenizer" / "shared.model"
+    shutil.copy(model, copied.tokenizer_dir / "shared.model")
+    said = error_line(cli("translate", copied.path))
+    assert said == (
+        f"{copied.model_path}: must belong to the tokenizer beside it, but was trained with "
+        "another one; restore the run's own tokenizer folder, or train again."
+    )
+
+
+def test_a_config_that_does_not_fit_the_model_is_refused(cli: Cli, copied: RunDir) -> None:
+    text = copied.config_path.read_text(encoding="utf-8")
+    copied.config_path.write_text(text.replace("d_ff: 64", "d_ff: 32"), encoding="utf-8")
+    said = error_line(cli("translate", copied.path))
+    assert said.startswith(f"{copied.model_path}: `")
+    assert said.endswith("instead; restore the run's own config.yaml.")
+
+
+def test_a_damaged_config_of_a_run_is_named(cli: Cli, copied: RunDir) -> None:
+    copied.config_path.write_text("a: [", encoding="utf-8")
+    said = error_line(cli("translate", copied.path))
+    assert said.startswith(f"{copied.config_path}: line 1: must be valid YAML, but is not: ")
+    assert said.endswith("Restore the file from the run's own copy.")
+
+
+def test_a_run_without_test_sets_cannot_be_evaluated(cli: Cli, copied: RunDir) -> None:
+    text = copied.config_path.read_text(encoding="utf-8")
+    start, stop = text.index("  tests:"), text.index("  max_tokens:")
+    copied.config_path.write_text(text[:start] + text[stop:], encoding="utf-8")
+    said = error_line(cli("eval", copied.path))
+    assert said == f"{copied.config_path}: `data.tests` must name a test set, but is empty."
+
+
+@pytest.mark.parametrize("device", ["tpu", "meta", "cuda:99"])
+def test_a_device_that_is_not_there_is_refused(cli: Cli, trained: RunDir, device: str) -> None:
+    said = error_line(cli("translate", trained.path, "--device", device, stdin=b"ba\n"))
+    assert said == (
+        f"`device` must be one of this machine, such as cpu or cuda, but is {device!r} instead."
+    )
+
+
+def test_an_input_that_cannot_be_read_is_one_line(
+    cli: Cli, trained: RunDir, tmp_path: Path
+) -> None:
+    said = error_line(cli("translate", trained.path, tmp_path / "absent"))
+    assert said == f"{tmp_path / 'absent'}: cannot be read: No such file or directory."
+    said = error_line(cli("translate", trained.path, tmp_path))
+    assert said == f"{tmp_path}: cannot be read: Is a directory."
+
+
+@pytest.mark.parametrize("damage", ["truncated", "plain", "damaged"])
+def test_a_gzip_input_that_is_not_whole_is_one_line(
+    cli: Cli, trained: RunDir, tmp_path: Path, damage: str
+) -> None:
+    path, raw = tmp_path / "in.gz", bytearray(gzip.compress(b"ba ce di fo\n" * 99))
+    if damage == "truncated":
+        del raw[-12:]
+    elif damage == "plain":
+        raw = bytearray(b"ba ce\n")
+    else:
+        raw[10] = 0xFF
+    path.write_bytes(raw)
+    said = error_line(cli("translate", trained.path, path, "-o", tmp_path / "out"))
+    assert said.startswith(f"{path}: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_that_cannot_be_written_is_one_line(
+    cli: Cli, trained: RunDir, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path / "file" / "out", tmp_path):
+        said = error_line(cli("translate", trained.path, "-o", path, stdin=b"ba\n"))
+        assert said.startswith(f"{path}: cannot be written: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_output_is_whole_or_not_there(
+    cli: Cli, trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mtrain.translate import Translator
+
+    def interrupted(self: Translator, lines: object) -> object:
+        yield "ba"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Translator, "stream", interrupted)
+    outcome = cli("translate", trained.path, "-o", tmp_path / "out", stdin=b"ba\nce\n")
+    assert outcome.code == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_goes_away_ends_it_quietly(trained: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "in").write_text("ba ce\n\n\n\n" * 20_000)
+    command = [sys.executable, "-m", "mtrain", "translate", str(trained.path), "--beam", "1"]
+    with subprocess.Popen(
+        [*command, str(tmp_path / "in")], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        first = process.stdout.readline()
+        process.stdout.close()
+        err = process.stderr.read()
+    assert first == b"ba ce\n"
+    assert err == b""
+    assert process.returncode in (0, 128 + signal.SIGPIPE)
+
+
+def test_ctrl_c_while_stdin_is_awaited_is_quiet(trained: RunDir) -> None:
+    command = [sys.executable, "-m", "mtrain", "translate", str(trained.path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        process.stdin.write(b"b\xff\n" * 4000)  # its warnings show that reading has begun
+        process.stdin.flush()
+        assert process.stderr.readline().startswith(b"mtrain: line 1: is not UTF-8")
+        os.kill(process.pid, signal.SIGINT)
+        rest = process.stderr.read()
+    assert process.returncode == 130
+    assert b"Traceback" not in rest

@@ -1,0 +1,521 @@
+"""Every message that a config can earn, the traps of YAML, and the defaults that users rely on."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtrain import config as configs
+from mtrain.config import Config
+from mtrain.errors import ConfigError
+
+MINIMAL = """\
+run_dir: runs/x
+data:
+  src_lang: en
+  tgt_lang: de
+  train: {src: [train.en], tgt: [train.de]}
+  valid: {src: [valid.en], tgt: [valid.de]}
+"""
+SEPARATE = "must be 'decoder' or 'none' when `tokenizer.shared` is false, but is 'all' instead."
+KNOWN_MODEL_KEYS = (
+    "d_model, num_heads, d_ff, num_encoder_layers, num_decoder_layers, dropout, norm, positions, "
+    "activation, tie_embeddings"
+)
+
+
+@pytest.fixture
+def minimal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A config of nothing but what has no default, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text(MINIMAL, encoding="utf-8")
+    return Path("c.yaml")
+
+
+def message(path: Path, *overrides: str, run: str | None = None) -> str:
+    with pytest.raises(ConfigError) as error:
+        configs.load(path, overrides, run)
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+def message_of(text: str | bytes) -> str:
+    raw = text.encode() if isinstance(text, str) else text
+    Path("c.yaml").write_bytes(raw)
+    return message(Path("c.yaml"))
+
+
+def test_the_defaults_are_those_of_the_design(minimal: Path) -> None:
+    tree = configs.load(minimal).model_dump()
+    assert tree.pop("run_dir") == "runs/x"
+    assert tree.pop("seed") == 1
+    assert tree.pop("data") == {
+        "src_lang": "en",
+        "tgt_lang": "de",
+        "train": {"src": ["train.en"], "tgt": ["train.de"]},
+        "valid": {"src": ["valid.en"], "tgt": ["valid.de"]},
+        "tests": {},
+        "max_tokens": 256,
+    }
+    assert tree.pop("tokenizer") == {
+        "kind": "unigram",
+        "vocab_size": 8000,
+        "shared": True,
+        "character_coverage": 1.0,
+        "byte_fallback": True,
+        "sampling_alpha": 0.0,
+        "max_training_lines": 2_000_000,
+    }
+    assert tree.pop("model") == {
+        "d_model": 128,
+        "num_heads": 4,
+        "d_ff": 256,
+        "num_encoder_layers": 4,
+        "num_decoder_layers": 4,
+        "dropout": 0.3,
+        "norm": "post",
+        "positions": "sinusoidal",
+        "activation": "relu",
+        "tie_embeddings": "all",
+    }
+    assert tree.pop("training") == {
+        "max_steps": 8000,
+        "max_minutes": None,
+        "batch_tokens": 4096,
+        "accumulate": 1,
+        "label_smoothing": 0.1,
+        "schedule": "inverse_sqrt",
+        "lr": 0.005,
+        "warmup_steps": 2000,
+        "betas": [0.9, 0.98],
+        "eps": 1e-9,
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "device": "auto",
+        "precision": "auto",
+        "log_every": 50,
+        "validate_every": 500,
+        "save_every": None,
+        "patience": 10,
+        "keep_last": 5,
+        "keep_best": 1,
+        "average": 5,
+        "average_of": "last",
+    }
+    assert tree.pop("decoding") == {
+        "beam": 5,
+        "length_alpha": 0.6,
+        "max_extra_tokens": 50,
+        "batch_tokens": 8192,
+    }
+    assert tree == {}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trainin.lr=1", "`trainin` is not a key of the config; did you mean `training`?"),
+        ("sed=1", "`sed` is not a key of the config; did you mean `seed`?"),
+        (
+            "model.d_modl=8",
+            "`model.d_modl` is not a key of the config; did you mean `model.d_model`?",
+        ),
+        (
+            "training.d_model=8",
+            "`training.d_model` is not a key of the config; did you mean `model.d_model`?",
+        ),
+        (
+            "training.batch_token=8",
+            "`training.batch_token` is not a key of the config; did you mean "
+            "`training.batch_tokens`?",
+        ),
+        (
+            "model.vocabsize=8",
+            "`model.vocabsize` is not a key of the config; did you mean `tokenizer.vocab_size`?",
+        ),
+        ("model.zzz=1", f"`model.zzz` is not a key of the config; known here: {KNOWN_MODEL_KEYS}."),
+        (
+            "zzz=1",
+            "`zzz` is not a key of the config; known here: run_dir, seed, data, tokenizer, model, "
+            "training, decoding.",
+        ),
+        ("data.train.foo=1", "`data.train.foo` is not a key of the config; known here: src, tgt."),
+        (
+            "data.tests.t={src: [a], tgt: [b], foo: 1}",
+            "`data.tests.t.foo` is not a key of the config; known here: src, tgt.",
+        ),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_known_one(
+    minimal: Path, override: str, said: str
+) -> None:
+    assert message(minimal, override) == f"c.yaml: {said}"
+
+
+def test_an_unknown_key_is_named_before_a_wrong_value(minimal: Path) -> None:
+    said = message(minimal, "seed=x", "model.d_modl=8")
+    assert said.startswith("c.yaml: `model.d_modl` is not a key")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("seed=1.5", "`seed` must be a whole number, but is 1.5 instead."),
+        ("seed=x", "`seed` must be a whole number, but is 'x' instead."),
+        (
+            "training.max_steps=1e3",
+            "`training.max_steps` must be a whole number, but is 1000.0 instead.",
+        ),
+        ("training.lr=fast", "`training.lr` must be a number, but is 'fast' instead."),
+        ("training.lr=.nan", "`training.lr` must be a number, but is '.nan' instead."),
+        ("run_dir=5", "`run_dir` must be text, but is 5 instead."),
+        ("data.train.src=a.en", "`data.train.src` must be a list, but is 'a.en' instead."),
+        ("data.train.src=[1]", "`data.train.src[0]` must be text, but is 1 instead."),
+        ("training.betas=[0.9, x]", "`training.betas[1]` must be a number, but is 'x' instead."),
+        ("tokenizer.shared=yes", "`tokenizer.shared` must be true or false, but is 'yes' instead."),
+        ("tokenizer.shared=1", "`tokenizer.shared` must be true or false, but is 1 instead."),
+        ("model=5", "`model` must be a section of keys, but is 5 instead."),
+        ("data.tests=[]", "`data.tests` must be a mapping of names to values, but is [] instead."),
+        ("data.tests.t=5", "`data.tests.t` must be a section of keys, but is 5 instead."),
+        ("model.norm=mid", "`model.norm` must be 'post' or 'pre', but is 'mid' instead."),
+        (
+            "training.schedule=step",
+            "`training.schedule` must be 'inverse_sqrt', 'noam', 'linear' or 'cosine', "
+            "but is 'step' instead.",
+        ),
+        (
+            "model.positions=learned",
+            "`model.positions` must be 'sinusoidal', but is 'learned' instead.",
+        ),
+    ],
+)
+def test_a_value_of_another_type_is_shown_with_the_type_that_is_wanted(
+    minimal: Path, override: str, said: str
+) -> None:
+    assert message(minimal, override) == f"c.yaml: {said}"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("seed=true", "`seed` must be a whole number, but is true instead."),
+        ("training.lr=null", "`training.lr` must be a number, but is null instead."),
+        ("model=", "`model` must be a section of keys, but is null instead."),
+    ],
+)
+def test_a_wrong_value_is_shown_as_yaml_spells_it(minimal: Path, override: str, said: str) -> None:
+    assert message(minimal, override) == f"c.yaml: {said}"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("decoding.beam=0", "`decoding.beam` must be >= 1, but is 0 instead."),
+        ("decoding.length_alpha=-1", "`decoding.length_alpha` must be >= 0.0, but is -1 instead."),
+        ("training.warmup_steps=-3", "`training.warmup_steps` must be >= 0, but is -3 instead."),
+        ("training.max_steps=0", "`training.max_steps` must be >= 1, but is 0 instead."),
+        ("training.max_minutes=0", "`training.max_minutes` must be > 0.0, but is 0 instead."),
+        ("training.lr=0", "`training.lr` must be > 0.0, but is 0 instead."),
+        (
+            "training.label_smoothing=1.0",
+            "`training.label_smoothing` must be < 1.0, but is 1.0 instead.",
+        ),
+        ("training.patience=0", "`training.patience` must be >= 1, but is 0 instead."),
+        ("training.accumulate=0", "`training.accumulate` must be >= 1, but is 0 instead."),
+        (
+            "training.betas=[0.9]",
+            "`training.betas` must be a list of at least 2, but is [0.9] instead.",
+        ),
+        (
+            "training.betas=[0.9, 0.98, 0.99]",
+            "`training.betas` must be a list of at most 2, but is [0.9, 0.98, 0.99] instead.",
+        ),
+        (
+            "training.betas=[0.9, 1.0]",
+            "`training` must have betas in [0, 1), but has [0.9, 1.0] instead.",
+        ),
+        ("model.dropout=1.0", "`model.dropout` must be < 1.0, but is 1.0 instead."),
+        ("model.num_heads=0", "`model.num_heads` must be >= 1, but is 0 instead."),
+        (
+            "model.num_heads=3",
+            "`model` must have a `d_model` that is divisible by `num_heads`, but 128 is not "
+            "divisible by 3.",
+        ),
+        (
+            "model={d_model: 7, num_heads: 7}",
+            "`model` must have an even `d_model` for sinusoidal positions, but has 7 instead.",
+        ),
+        (
+            "tokenizer.character_coverage=1.5",
+            "`tokenizer.character_coverage` must be <= 1.0, but is 1.5 instead.",
+        ),
+        ("tokenizer.vocab_size=7", "`tokenizer.vocab_size` must be >= 8, but is 7 instead."),
+        ("data.max_tokens=1", "`data.max_tokens` must be >= 2, but is 1 instead."),
+        (
+            "data.src_lang=''",
+            "`data.src_lang` must be at least 1 character long, but is '' instead.",
+        ),
+        ("data.train.src=[]", "`data.train.src` must be a list of at least 1, but is [] instead."),
+        ("training.lr=1e400", "`training.lr` must be a finite number, but is inf instead."),
+    ],
+)
+def test_a_value_out_of_range_is_shown_with_its_bound(
+    minimal: Path, override: str, said: str
+) -> None:
+    assert message(minimal, override) == f"c.yaml: {said}"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "data.train.src=[a.en, b.en]",
+            "`data.train` must name as many source as target files, but names 2 and 1 instead.",
+        ),
+        (
+            "data.tests.a/b={src: [x], tgt: [y]}",
+            "`data` must name its test sets with letters, digits, '_', '-' and '.', "
+            "but has 'a/b' instead.",
+        ),
+        (
+            "data.tests={..: {src: [x], tgt: [y]}}",
+            "`data` must name its test sets with letters, digits, '_', '-' and '.', "
+            "but has '..' instead.",
+        ),
+        ("tokenizer.shared=false", f"`model.tie_embeddings` {SEPARATE}"),
+        (
+            "training.average=6",
+            "`training` must keep the 6 checkpoints that it averages, but keep_last is 5 instead.",
+        ),
+        (
+            "training.average_of=best",
+            "`training` must keep the 5 checkpoints that it averages, but keep_best is 1 instead.",
+        ),
+        (
+            "training.max_steps=null",
+            "`training` must have max_steps or max_minutes, but both are null instead.",
+        ),
+        (
+            "training.batch_tokens=255",
+            "`training.batch_tokens` must be >= `data.max_tokens` (256), but is 255 instead.",
+        ),
+    ],
+)
+def test_values_that_do_not_fit_each_other_are_refused(
+    minimal: Path, override: str, said: str
+) -> None:
+    assert message(minimal, override) == f"c.yaml: {said}"
+
+
+def test_a_test_set_named_by_a_number_is_refused_in_words(minimal: Path) -> None:
+    said = message(minimal, "data.tests={2016: {src: [x], tgt: [y]}}")
+    assert said == (
+        "c.yaml: `data.tests` must name its test sets by text, but has 2016 instead; "
+        "write it in quotes."
+    )
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["training.max_steps=null", "training.max_minutes=0.5"],
+        ["tokenizer.shared=false", "model.tie_embeddings=decoder"],
+        ["tokenizer.shared=false", "model.tie_embeddings=none"],
+        ["training.batch_tokens=256"],
+        ["training.average=1", "training.average_of=best"],
+        ["model.num_heads=1", "model.d_model=2"],
+        ["decoding.beam=1", "decoding.length_alpha=0", "training.warmup_steps=0"],
+        ["data.tests={flickr_2016-v1.0: {src: [x], tgt: [y]}}"],
+        ["training.save_every=null", "training.lr=1"],
+    ],
+)
+def test_values_at_the_edge_are_accepted(minimal: Path, overrides: list[str]) -> None:
+    configs.load(minimal, overrides)
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        ("run_dir: runs/x\n", "run_dir"),
+        ("  src_lang: en\n", "data.src_lang"),
+        ("  valid: {src: [valid.en], tgt: [valid.de]}\n", "data.valid"),
+        (", tgt: [train.de]", "data.train.tgt"),
+    ],
+)
+def test_a_missing_key_is_named(minimal: Path, line: str, key: str) -> None:
+    assert line in MINIMAL
+    said = message_of(MINIMAL.replace(line, ""))
+    assert said == f"c.yaml: `{key}` must be given, but is missing."
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "just words\n", "5\n"])
+def test_a_file_that_is_not_a_mapping_is_refused(minimal: Path, text: str) -> None:
+    assert message_of(text) == "c.yaml: must be a YAML mapping of keys to values, but is not."
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [("a: 1\nb: [1\n", "line 3"), ("a:\n\tb: 1\n", "line 2"), ("a: 1\nb: 'x\n", "line 3")],
+)
+def test_bad_yaml_is_refused_with_its_line(minimal: Path, text: str, where: str) -> None:
+    assert message_of(text).startswith(f"c.yaml: {where}: must be valid YAML, but is not: ")
+
+
+@pytest.mark.parametrize("text", ["a: 2024-13-45\n", "!!int x: 3\n", "a: \x00\n"])
+def test_yaml_that_its_own_library_cannot_build_is_refused(minimal: Path, text: str) -> None:
+    assert message_of(text).startswith("c.yaml: ")
+
+
+def test_yaml_that_asks_for_python_objects_is_refused(minimal: Path) -> None:
+    said = message_of("a: !!python/object/apply:os.getcwd []\n")
+    assert said.startswith("c.yaml: line 1: must be valid YAML, but is not: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (MINIMAL + "run_dir: y\n", "line 7: `run_dir` must stand once, but is repeated."),
+        ("a: {b: 1, b: 2}\n", "line 1: `b` must stand once, but is repeated."),
+    ],
+)
+def test_a_repeated_key_is_refused_with_its_line(minimal: Path, text: str, said: str) -> None:
+    assert message_of(text) == f"c.yaml: {said}"
+
+
+def test_a_file_that_is_not_utf8_is_refused(minimal: Path) -> None:
+    assert message_of(b"run_dir: caf\xe9\n") == "c.yaml: must be UTF-8 text, but is not."
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_key(minimal: Path) -> None:
+    minimal.write_bytes(b"\xef\xbb\xbf" + MINIMAL.encode())
+    assert configs.load(minimal).run_dir == "runs/x"
+
+
+def test_a_missing_file_and_a_folder_are_refused(minimal: Path) -> None:
+    assert message(Path("absent.yaml")) == "absent.yaml: cannot be read: No such file or directory."
+    assert message(Path("..")) == "..: cannot be read: Is a directory."
+
+
+@pytest.mark.parametrize("override", ["training.lr", "=1", "training..lr=1", ".lr=1", "", "="])
+def test_a_malformed_override_is_refused(minimal: Path, override: str) -> None:
+    assert message(minimal, override) == f"--set must be KEY=VALUE, but is {override!r} instead."
+
+
+@pytest.mark.parametrize("override", ["run_dir.x=1", "data.src_lang.x.y=1", "data.train.src.x=1"])
+def test_an_override_into_something_that_is_no_section_is_refused(
+    minimal: Path, override: str
+) -> None:
+    dotted = override.removesuffix("=1")
+    wrong = {"run_dir.x": "run_dir", "data.src_lang.x.y": "src_lang", "data.train.src.x": "src"}
+    said = message(minimal, override)
+    assert said == f"--set {dotted}: `{wrong[dotted]}` is not a section of the config."
+
+
+def test_bad_yaml_in_an_override_names_the_override(minimal: Path) -> None:
+    said = message(minimal, "training.betas=[0.9")
+    assert said.startswith("--set training.betas: line 1: must be valid YAML, but is not: ")
+    said = message(minimal, "data.tests.t={src: [a], src: [b]}")
+    assert said == "--set data.tests.t: line 1: `src` must stand once, but is repeated."
+
+
+def test_overrides_apply_in_order_and_may_make_a_section(minimal: Path) -> None:
+    config = configs.load(minimal, ["training.lr=1", "model.d_ff=8", "training.lr=2.5e-1"])
+    assert (config.training.lr, config.model.d_ff) == (0.25, 8)
+
+
+def test_an_equals_sign_in_a_value_belongs_to_the_value(minimal: Path) -> None:
+    assert configs.load(minimal, ["run_dir=a=b"]).run_dir == "a=b"
+
+
+def test_run_takes_precedence_over_the_file_and_over_set(minimal: Path) -> None:
+    config = configs.load(minimal, ["run_dir=from_set"], "from_run")
+    assert config.run_dir == "from_run"
+    assert configs.load(minimal, ["run_dir=from_set"]).run_dir == "from_set"
+
+
+def test_an_empty_run_is_refused(minimal: Path) -> None:
+    said = message(minimal, run="")
+    assert said == "c.yaml: `run_dir` must be at least 1 character long, but is '' instead."
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("5e-3", 5e-3), ("1e-9", 1e-9), ("1E+2", 100.0), (".5", 0.5), ("5.", 5.0), ("1", 1.0)],
+)
+def test_numbers_may_be_written_as_programmers_write_them(
+    minimal: Path, text: str, value: float
+) -> None:
+    minimal.write_text(f"{MINIMAL}training: {{lr: {text}}}\n", encoding="utf-8")
+    assert configs.load(minimal).training.lr == value
+    assert configs.load(minimal, [f"training.lr={text}"]).training.lr == value
+
+
+@pytest.mark.parametrize("word", ["no", "yes", "on", "off", "y", "n", "NO"])
+def test_a_language_may_be_called_no(minimal: Path, word: str) -> None:
+    minimal.write_text(MINIMAL.replace("src_lang: en", f"src_lang: {word}"), encoding="utf-8")
+    assert configs.load(minimal).data.src_lang == word
+
+
+def test_a_run_may_be_called_by_its_date(minimal: Path) -> None:
+    assert configs.load(minimal, ["run_dir=2024-01-31"]).run_dir == "2024-01-31"
+
+
+@pytest.mark.parametrize(("word", "value"), [("true", True), ("False", False), ("TRUE", True)])
+def test_true_and_false_are_truth_values(minimal: Path, word: str, value: bool) -> None:
+    overrides = [f"tokenizer.shared={word}", "model.tie_embeddings=none"]
+    assert configs.load(minimal, overrides).tokenizer.shared is value
+
+
+def test_a_saved_config_reads_back_as_the_same(minimal: Path) -> None:
+    config = configs.load(
+        minimal,
+        [
+            "training.lr=5e-5",
+            "training.max_minutes=0.1",
+            "data.tests.t={src: [a.gz], tgt: [b.gz]}",
+            "data.src_lang=no",
+            "run_dir='runs/a: b # c'",
+        ],
+    )
+    configs.save(config, Path("saved.yaml"))
+    assert configs.load(Path("saved.yaml")) == config
+    assert config != configs.load(minimal)
+
+
+@pytest.mark.parametrize("run", ["1e5", "5e-3", "1.5", "no", "null", "0x1f", "é", "a\x85b", "~"])
+def test_a_run_dir_survives_saving_whatever_it_looks_like(minimal: Path, run: str) -> None:
+    config = configs.load(minimal, run_dir=run)
+    configs.save(config, Path("saved.yaml"))
+    assert configs.load(Path("saved.yaml")).run_dir == run
+
+
+@given(
+    lr=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+    betas=st.lists(st.floats(0, 1, exclude_max=True), min_size=2, max_size=2),
+    seed=st.integers(min_value=0, max_value=2**63),
+    lang=st.text(st.characters(codec="utf-8"), min_size=1),
+)
+def test_any_valid_config_survives_a_dump(
+    tmp_path_factory: pytest.TempPathFactory, lr: float, betas: list[float], seed: int, lang: str
+) -> None:
+    tree = yaml.safe_load(MINIMAL) | {"seed": seed, "training": {"lr": lr, "betas": betas}}
+    tree["data"]["src_lang"] = lang
+    config = Config.model_validate(tree)
+    path = tmp_path_factory.mktemp("dump") / "c.yaml"
+    path.write_bytes(configs.dump(config).encode())
+    assert configs.load(path) == config
+
+
+def test_a_saved_config_spells_every_key_out(minimal: Path) -> None:
+    tree = yaml.safe_load(configs.dump(configs.load(minimal)))
+    assert set(tree) == set(Config.model_fields)
+    assert "patience" in tree["training"]
+
+
+def test_a_config_cannot_be_changed_by_accident(minimal: Path) -> None:
+    config = configs.load(minimal)
+    with pytest.raises(ValueError, match="frozen"):
+        config.seed = 2  # type: ignore[misc]

@@ -1,0 +1,75 @@
+"""Every shipped config loads, the demo's is the demo's, and the paper's are the paper's."""
+
+from pathlib import Path
+
+import pytest
+from tasks import REPOSITORY
+
+from mtrain import config as configs
+from mtrain import demo
+from mtrain.config import Config
+
+DIRECTORY = REPOSITORY / "configs"
+SHIPPED = sorted(path.relative_to(DIRECTORY).as_posix() for path in DIRECTORY.rglob("*.yaml"))
+
+
+def shipped(name: str) -> Config:
+    return configs.load(DIRECTORY / name)
+
+
+def test_the_configs_that_the_documents_name_are_shipped() -> None:
+    expected = {"demo.yaml", "multi30k_tiny.yaml", "wmt14_base.yaml", "wmt14_big.yaml"}
+    assert expected <= set(SHIPPED)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_config_loads_and_names_relative_paths(name: str) -> None:
+    config = shipped(name)
+    files = config.data.train.src + config.data.train.tgt + config.data.valid.src
+    assert not any(Path(path).is_absolute() for path in [config.run_dir, *files])
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_config_has_a_run_folder_and_a_test_set_of_its_own(name: str) -> None:
+    config = shipped(name)
+    assert config.run_dir == f"runs/{Path(name).stem}"
+    assert config.data.tests
+
+
+def test_the_demo_config_is_what_the_demo_writes() -> None:
+    written = demo.config_text("data/demo", "runs/demo").encode()
+    assert (DIRECTORY / "demo.yaml").read_bytes() == written
+
+
+def test_the_demo_config_names_files_that_ship() -> None:
+    data = shipped("demo.yaml").data
+    corpora = [data.train, data.valid, *data.tests.values()]
+    for path in [name for corpus in corpora for name in corpus.src + corpus.tgt]:
+        assert (REPOSITORY / path).is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "d_model", "d_ff", "num_heads", "dropout", "averaged", "steps"),
+    [
+        ("wmt14_base.yaml", 512, 2048, 8, 0.1, 5, 100_000),
+        ("wmt14_big.yaml", 1024, 4096, 16, 0.3, 20, 300_000),
+    ],
+)
+def test_the_wmt_configs_have_the_settings_of_the_paper(
+    name: str, d_model: int, d_ff: int, num_heads: int, dropout: float, averaged: int, steps: int
+) -> None:
+    config = shipped(name)
+    model, training, decoding = config.model, config.training, config.decoding
+    assert (model.d_model, model.d_ff, model.num_heads) == (d_model, d_ff, num_heads)
+    assert (model.num_encoder_layers, model.num_decoder_layers) == (6, 6)
+    assert (model.dropout, model.norm, model.activation) == (dropout, "post", "relu")
+    assert (model.positions, model.tie_embeddings) == ("sinusoidal", "all")
+    assert (config.tokenizer.vocab_size, config.tokenizer.shared) == (37_000, True)
+    assert config.tokenizer.kind == "bpe"
+    assert (training.schedule, training.lr, training.warmup_steps) == ("noam", 1.0, 4000)
+    assert (training.betas, training.eps) == ([0.9, 0.98], 1e-9)
+    assert (training.label_smoothing, training.weight_decay) == (0.1, 0.0)
+    assert training.batch_tokens * training.accumulate == pytest.approx(25_000, rel=0.02)
+    assert (training.average, training.average_of, training.max_steps) == (averaged, "last", steps)
+    assert (decoding.beam, decoding.length_alpha, decoding.max_extra_tokens) == (4, 0.6, 50)
+    assert (config.data.src_lang, config.data.tgt_lang) == ("en", "de")

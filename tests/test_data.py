@@ -1,0 +1,334 @@
+"""Hold the training data to its promise: every pair once an epoch, in an order that is known."""
+
+import itertools
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from builders import SRC_LINES, TGT_LINES, vocabularies
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtrain.batch import Batch
+from mtrain.data import TRAIN_FILE, EncodedPair, Position, TrainingData, plan_batches, write_pairs
+from mtrain.errors import RunError
+
+BATCH_TOKENS = 64
+NUM_PAIRS = 90
+Pair = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def encoded_pairs() -> list[EncodedPair]:
+    """Pairs of all lengths from one to nineteen; a number of its own makes each unique."""
+    rng = np.random.default_rng(5)
+    eos = vocabularies().src.eos
+    return [
+        EncodedPair(
+            [1000 + number, *rng.integers(4, 400, rng.integers(0, 18)).tolist(), eos],
+            [1000 + number, *rng.integers(4, 400, rng.integers(0, 18)).tolist()],
+            None,
+            None,
+        )
+        for number in range(NUM_PAIRS)
+    ]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    assert write_pairs(tmp_path / TRAIN_FILE, iter(encoded_pairs()), with_text=False) == NUM_PAIRS
+    return tmp_path
+
+
+@pytest.fixture
+def text_directory(tmp_path: Path) -> Path:
+    tokenizer = vocabularies()
+    rows = zip(
+        tokenizer.encode_src(SRC_LINES), tokenizer.tgt.encode(TGT_LINES), SRC_LINES, TGT_LINES,
+        strict=True,
+    )  # fmt: skip
+    write_pairs(tmp_path / TRAIN_FILE, (EncodedPair(*row) for row in rows), with_text=True)
+    return tmp_path
+
+
+def training_data(directory: Path, seed: int = 1, sampling_alpha: float = 0.0) -> TrainingData:
+    return TrainingData(directory, vocabularies(), seed, sampling_alpha)
+
+
+class Dealt(NamedTuple):
+    batch: Batch
+    after: Position
+
+
+def deal(data: TrainingData, start: Position, count: int) -> list[Dealt]:
+    dealt = data.batches(BATCH_TOKENS, start)
+    return [Dealt(*item) for item in itertools.islice(dealt, count)]
+
+
+def epoch(data: TrainingData, number: int, batch_tokens: int = BATCH_TOKENS) -> list[Batch]:
+    batches = []
+    for batch, after in data.batches(batch_tokens, Position(number, 0)):
+        batches.append(batch)
+        if after.epoch != number:
+            return batches
+    raise AssertionError("batches go on for ever")
+
+
+def pairs_of(batch: Batch) -> list[Pair]:
+    """The pairs of a batch: source with eos, target without bos and eos."""
+    pairs = []
+    for row in range(len(batch.src_BS)):
+        src = batch.src_BS[row][batch.src_keep_BS[row]].tolist()
+        tgt_in = batch.tgt_in_BT[row][batch.tgt_keep_BT[row]].tolist()
+        tgt_out = batch.tgt_out_BT[row][batch.tgt_keep_BT[row]].tolist()
+        assert tgt_in[1:] == tgt_out[:-1]
+        pairs.append((tuple(src), tuple(tgt_in[1:])))
+    return pairs
+
+
+def pairs_in(batches: list[Batch]) -> list[list[Pair]]:
+    return [pairs_of(batch) for batch in batches]
+
+
+def written() -> list[Pair]:
+    return [(tuple(pair.src), tuple(pair.tgt)) for pair in encoded_pairs()]
+
+
+# An epoch
+
+
+@pytest.mark.parametrize("number", [0, 1, 7])
+def test_an_epoch_has_every_pair_exactly_once(number, directory):
+    batches = pairs_in(epoch(training_data(directory), number))
+    assert sorted(itertools.chain(*batches)) == sorted(written())
+
+
+def test_counts_are_those_of_an_epoch(directory):
+    data = training_data(directory)
+    batches = epoch(data, 0)
+    assert len(data) == NUM_PAIRS == sum(len(batch.src_BS) for batch in batches)
+    assert data.num_src_tokens == sum(batch.num_src_tokens for batch in batches)
+    assert data.num_tgt_tokens == sum(batch.num_tgt_tokens for batch in batches)
+    assert data.num_src_tokens == sum(len(pair.src) for pair in encoded_pairs())
+    assert data.num_tgt_tokens == sum(len(pair.tgt) + 1 for pair in encoded_pairs())
+
+
+@pytest.mark.parametrize("batch_tokens", [20, 64, 1000])
+def test_a_batch_keeps_its_budget_padding_and_the_longer_side_included(batch_tokens, directory):
+    sizes = []
+    for batch in epoch(training_data(directory), 0, batch_tokens):
+        cells = max(batch.src_BS.numel(), batch.tgt_in_BT.numel())
+        assert cells <= batch_tokens
+        sizes.append(cells)
+    assert np.mean(sizes) > 0.6 * batch_tokens
+
+
+def test_a_pair_that_is_longer_than_the_budget_makes_a_batch_of_its_own(directory):
+    batches = epoch(training_data(directory), 0, batch_tokens=8)
+    over = [b for b in batches if max(b.src_BS.numel(), b.tgt_in_BT.numel()) > 8]
+    assert over
+    assert all(len(batch.src_BS) == 1 for batch in over)
+    assert sorted(itertools.chain(*pairs_in(batches))) == sorted(written())
+
+
+def test_batches_hold_pairs_of_like_length(directory):
+    def longer_sides(batch: list[Pair]) -> list[int]:
+        return [max(len(src), len(tgt) + 1) for src, tgt in batch]
+
+    batches = pairs_in(epoch(training_data(directory), 0))
+    by_length = sorted(map(longer_sides, batches), key=lambda sides: (min(sides), max(sides)))
+    for shorter, following in itertools.pairwise(by_length):
+        assert max(shorter) <= min(following)
+
+
+def test_batches_do_not_come_in_the_order_of_their_lengths(directory):
+    batches = epoch(training_data(directory), 0)
+    lengths = [max(batch.src_BS.shape[1], batch.tgt_in_BT.shape[1]) for batch in batches]
+    assert lengths != sorted(lengths)
+    assert lengths != sorted(lengths, reverse=True)
+
+
+# The same again, and what follows from a position
+
+
+def test_the_same_seed_and_epoch_give_the_same_batches(directory):
+    first, again = training_data(directory), training_data(directory)
+    epoch(again, 0)  # having read something else must not matter
+    assert pairs_in(epoch(first, 3)) == pairs_in(epoch(again, 3))
+
+
+def test_another_epoch_is_another_order(directory):
+    data = training_data(directory)
+    zero, one = pairs_in(epoch(data, 0)), pairs_in(epoch(data, 1))
+    assert zero != one
+    assert {frozenset(batch) for batch in zero} != {frozenset(batch) for batch in one}
+
+
+def test_another_seed_is_another_order(directory):
+    first, other = training_data(directory, seed=1), training_data(directory, seed=2)
+    assert pairs_in(epoch(first, 0)) != pairs_in(epoch(other, 0))
+
+
+def assert_continues(data: TrainingData, count: int) -> None:
+    """Stop after each batch in turn, start again there, and compare all that follows."""
+    straight = deal(data, Position(), count)
+    for stop in range(1, count):
+        resumed = deal(data, straight[stop - 1].after, count - stop)
+        for one, other in zip(resumed, straight[stop:], strict=True):
+            assert one.after == other.after
+            assert torch.equal(one.batch.src_BS, other.batch.src_BS)
+            assert torch.equal(one.batch.tgt_in_BT, other.batch.tgt_in_BT)
+            assert torch.equal(one.batch.tgt_out_BT, other.batch.tgt_out_BT)
+
+
+def test_a_start_at_a_position_gives_exactly_the_continuation(directory):
+    data = training_data(directory)
+    assert_continues(data, 2 * data.plan(BATCH_TOKENS).num_batches + 3)
+
+
+def test_positions_count_the_batches_of_each_epoch(directory):
+    data = training_data(directory)
+    first, second = len(epoch(data, 0)), len(epoch(data, 1))
+    positions = [item.after for item in deal(data, Position(), first + second)]
+    expected = [Position(0, batch) for batch in range(1, first)] + [Position(1, 0)]
+    expected += [Position(1, batch) for batch in range(1, second)] + [Position(2, 0)]
+    assert positions == expected
+
+
+# The plan
+
+
+def test_the_plan_is_what_the_first_epoch_deals(directory):
+    data = training_data(directory)
+    batches = epoch(data, 0)
+    plan = data.plan(BATCH_TOKENS)
+    assert plan.num_batches == len(batches)
+    cells = sum(batch.src_BS.numel() + batch.tgt_in_BT.numel() for batch in batches)
+    kept = sum(int(batch.src_keep_BS.sum() + batch.tgt_keep_BT.sum()) for batch in batches)
+    assert plan.padding == pytest.approx(1 - kept / cells, rel=1e-12)
+    assert 0 < plan.padding < 0.4
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=80),
+    batch_tokens=st.integers(1, 200),
+    seed=st.integers(0, 1000),
+)
+@settings(derandomize=True, database=None, deadline=None, max_examples=150)
+def test_a_plan_cuts_any_lengths_into_batches_that_fit(lengths, batch_tokens, seed):
+    src, tgt = (np.array(side, dtype=np.int32) for side in zip(*lengths, strict=True))
+    batches = plan_batches(src, tgt, batch_tokens, np.random.default_rng(seed))
+    assert sorted(itertools.chain(*(rows.tolist() for rows in batches))) == list(range(len(src)))
+    for rows in batches:
+        longest = max(src[rows].max(), tgt[rows].max())
+        assert len(rows) == 1 or len(rows) * longest <= batch_tokens
+
+
+# Files
+
+
+def test_pairs_with_an_empty_target_are_read_back(tmp_path):
+    eos = vocabularies().src.eos
+    pairs = [EncodedPair([7, eos], [], None, None), EncodedPair([eos], [8, 9], None, None)]
+    write_pairs(tmp_path / TRAIN_FILE, pairs, with_text=False)
+    (batch,) = epoch(training_data(tmp_path), 0)
+    assert sorted(pairs_of(batch)) == [((eos,), (8, 9)), ((7, eos), ())]
+
+
+def test_more_pairs_than_arrow_writes_at_once_are_read_back(tmp_path):
+    count, eos = 2500, vocabularies().src.eos
+    pairs = (EncodedPair([number, eos], [number, number], None, None) for number in range(count))
+    assert write_pairs(tmp_path / TRAIN_FILE, pairs, with_text=False) == count
+    batches = pairs_in(epoch(training_data(tmp_path), 0, batch_tokens=3000))
+    expected = [((number, eos), (number, number)) for number in range(count)]
+    assert sorted(itertools.chain(*batches)) == expected
+
+
+def test_text_is_stored_only_when_it_is_asked_for(tmp_path):
+    pair = EncodedPair([7, 3], [8], "seven", "eight")
+    for with_text in (True, False):
+        path = tmp_path / f"{with_text}.arrow"
+        write_pairs(path, [pair], with_text)
+        assert (b"seven" in path.read_bytes()) == with_text
+
+
+def test_missing_pairs_are_an_error_that_names_the_file_and_the_remedy(tmp_path):
+    with pytest.raises(RunError, match=r"train\.arrow: is missing; restore it"):
+        training_data(tmp_path)
+
+
+# Sampling
+
+
+def texts_of(batches: list[Batch]) -> list[tuple[str, str]]:
+    tokenizer, pairs = vocabularies(), list(itertools.chain(*pairs_in(batches)))
+    eos = tokenizer.src.eos
+    assert all(src[-1] == eos and eos not in src[:-1] for src, _ in pairs)
+    src = tokenizer.src.decode([pair[0][:-1] for pair in pairs])
+    tgt = tokenizer.tgt.decode([pair[1] for pair in pairs])
+    return sorted(zip(src, tgt, strict=True))
+
+
+def sorted_pairs(batches: list[Batch]) -> list[Pair]:
+    return sorted(itertools.chain(*pairs_in(batches)))
+
+
+def test_sampled_epochs_hold_the_same_text(text_directory):
+    data = training_data(text_directory, sampling_alpha=0.3)
+    for number in range(3):
+        assert texts_of(epoch(data, number)) == sorted(zip(SRC_LINES, TGT_LINES, strict=True))
+
+
+def test_a_sampled_epoch_is_repeatable(text_directory):
+    first, again = (training_data(text_directory, sampling_alpha=0.3) for _ in range(2))
+    epoch(again, 4)
+    assert pairs_in(epoch(first, 2)) == pairs_in(epoch(again, 2))
+
+
+def test_sampled_epochs_and_seeds_differ_in_their_pieces(text_directory):
+    data = training_data(text_directory, sampling_alpha=0.3)
+    other = training_data(text_directory, seed=2, sampling_alpha=0.3)
+    plain = training_data(text_directory)
+    everything = [sorted_pairs(epoch(data, number)) for number in range(3)]
+    everything += [sorted_pairs(epoch(other, 0)), sorted_pairs(epoch(plain, 0))]
+    for one, another in itertools.combinations(everything, 2):
+        assert one != another
+
+
+def test_without_sampling_all_epochs_have_the_same_pieces(text_directory):
+    data = training_data(text_directory)
+    assert sorted_pairs(epoch(data, 0)) == sorted_pairs(epoch(data, 1))
+
+
+def test_sampled_batches_keep_the_budget_of_what_was_sampled(text_directory):
+    for batch in epoch(training_data(text_directory, sampling_alpha=0.3), 0, batch_tokens=120):
+        assert max(batch.src_BS.numel(), batch.tgt_in_BT.numel()) <= 120
+
+
+def test_the_sides_of_a_pair_are_sampled_apart(tmp_path):
+    # the same text on both sides: one seed for both would cut it alike every time
+    tokenizer = vocabularies()
+    ids = tokenizer.tgt.encode(TGT_LINES)
+    pairs = [
+        EncodedPair([*row, tokenizer.src.eos], row, line, line)
+        for row, line in zip(ids, TGT_LINES, strict=True)
+    ]
+    write_pairs(tmp_path / TRAIN_FILE, pairs, with_text=True)
+    sampled = sorted_pairs(epoch(training_data(tmp_path, sampling_alpha=0.3), 0))
+    assert sum(src[:-1] != tgt for src, tgt in sampled) > len(sampled) / 2
+
+
+def test_a_start_at_a_position_of_a_sampled_epoch_gives_exactly_the_continuation(text_directory):
+    data = training_data(text_directory, sampling_alpha=0.3)
+    straight = [Dealt(*item) for item in itertools.islice(data.batches(500, Position()), 20)]
+    assert straight[-1].after.epoch > 0
+    for stop in (1, 9, 15, 19):
+        resumed = [
+            Dealt(*item)
+            for item in itertools.islice(data.batches(500, straight[stop - 1].after), 20 - stop)
+        ]
+        assert [item.after for item in resumed] == [item.after for item in straight[stop:]]
+        assert pairs_in([item.batch for item in resumed]) == pairs_in(
+            [item.batch for item in straight[stop:]]
+        )

@@ -1,0 +1,125 @@
+"""The demo goes the whole path, goes on where it stopped, and ends with what to do next."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import Cli, Outcome
+from tasks import REPOSITORY, Said, stop_at, write
+
+from mtrain import config as configs
+from mtrain import demo
+from mtrain.rundir import RunDir
+
+CORPUS = REPOSITORY / "data" / "demo"
+SIZES = {"train": 400, "valid": 8, "test": 20}
+TINY_MODEL = {
+    "d_model": 16,
+    "num_heads": 2,
+    "d_ff": 32,
+    "num_encoder_layers": 1,
+    "num_decoder_layers": 1,
+}
+real_config_text = demo.config_text
+
+
+def tiny_corpus(directory: Path) -> None:
+    for split, count in SIZES.items():
+        for side in ("en", "de"):
+            lines = (CORPUS / f"{split}.{side}").read_text(encoding="utf-8").splitlines()
+            write(directory / f"{split}.{side}", lines[:count])
+
+
+def tiny_config_text(corpus: str, run_dir: str) -> str:
+    tree = yaml.safe_load(real_config_text(corpus, run_dir))
+    tree["tokenizer"]["vocab_size"] = 500
+    tree["model"] = TINY_MODEL
+    tree["training"] |= {"max_steps": 6, "validate_every": 3, "save_every": 2, "log_every": 1}
+    tree["decoding"] = {"beam": 2, "max_extra_tokens": 2}
+    return yaml.safe_dump(tree)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Make the demo small; return the working directory."""
+    monkeypatch.setattr(demo.demo_corpus, "write_corpus", tiny_corpus)
+    monkeypatch.setattr(demo, "config_text", tiny_config_text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def hold_to_the_report(outcome: Outcome, directory: str) -> None:
+    assert outcome.code == 0, outcome.err
+    lines = outcome.lines
+    assert re.fullmatch(r"demo  BLEU \d+\.\d\d", lines[0])
+    assert "|tok:13a|" in lines[1]
+    assert re.fullmatch(r"demo  chrF \d+\.\d\d", lines[2])
+    assert lines[-2] == f"The run folder is {directory}. Translate a sentence with it:"
+    assert lines[-1] == f'  echo "The old farmer is tired." | mtrain translate {directory}'
+    shown = lines[4:-2]
+    assert [line.split(" ")[0] for line in shown] == ["source", "reference", "translation"] * 5
+    sources = [line.removeprefix("source       ") for line in shown[::3]]
+    references = [line.removeprefix("reference    ") for line in shown[1::3]]
+    test = [(CORPUS / f"test.{side}").read_text("utf-8").splitlines() for side in ("en", "de")]
+    pairs = dict(zip(*test, strict=True))
+    assert [pairs[source] for source in sources] == references
+    assert len(set(sources)) == 5
+
+
+def test_the_demo_goes_the_whole_path_and_a_second_time_only_reports(cli: Cli, tiny: Path) -> None:
+    first = cli("demo", "my/demo")
+    hold_to_the_report(first, "my/demo")
+    assert RunDir(Path("my/demo")).model_path.exists()
+    trained = RunDir(Path("my/demo")).model_path.read_bytes()
+    second = cli("demo", "my/demo")
+    assert second.out == first.out
+    assert second.err.splitlines() == ["my/demo: tokenized already", "my/demo: trained already"]
+    assert RunDir(Path("my/demo")).model_path.read_bytes() == trained
+
+
+def test_the_command_that_is_shown_last_can_be_pasted_into_a_shell(cli: Cli, tiny: Path) -> None:
+    assert shlex.split(cli("demo", "my demo").lines[-1])[-1] == "my demo"
+
+
+def test_a_demo_that_was_stopped_goes_on(
+    cli: Cli, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_at(monkeypatch, 3)
+    stopped = cli("demo")
+    assert (stopped.code, stopped.out) == (130, b"")
+    assert "the same command goes on from there" in stopped.err
+    outcome = cli("demo")
+    hold_to_the_report(outcome, "runs/demo")
+    assert "resuming from runs/demo/checkpoints/step-00000003" in outcome.err
+
+
+def test_a_demo_that_died_between_its_corpus_and_its_config_goes_on(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("d/corpus").mkdir(parents=True)
+    tiny_corpus(Path("d/corpus"))
+    monkeypatch.setattr(demo, "train", lambda config, run: None)
+    demo.demo(Path("d"), Said())
+    assert configs.load(Path("d/demo.yaml")).run_dir == "d"
+
+
+def test_the_demo_into_a_file_is_one_line(cli: Cli, tiny: Path) -> None:
+    Path("file").write_text("x")
+    outcome = cli("demo", "file")
+    assert outcome.code == 2
+    assert outcome.err.startswith("mtrain: file")
+    assert outcome.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "directory", ["runs/demo", "1", "no", "a b", "a, b", "a: b", "a #b", "a[b]", "{a}", 'a"b', "é"]
+)
+def test_the_demo_config_is_valid_in_any_folder(tmp_path: Path, directory: str) -> None:
+    path = tmp_path / "demo.yaml"
+    path.write_text(demo.config_text(f"{directory}/corpus", directory), encoding="utf-8")
+    config = configs.load(path)
+    assert config.run_dir == directory
+    assert config.data.train.src == [f"{directory}/corpus/train.en"]
+    assert config.data.tests["demo"].tgt == [f"{directory}/corpus/test.de"]

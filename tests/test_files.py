@@ -1,0 +1,223 @@
+"""Lines in, whole files out: what ends a line, what is refused, and what an exception leaves."""
+
+import gzip
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtrain import files
+from mtrain.errors import DataError
+
+NOT_LINE_ENDS = ["\u2028", "\u2029", "\u0085", "\v", "\f", "\x1c", "\x1d", "\x1e", "\r"]
+
+
+def lines_of(path: Path, raw: bytes) -> list[str]:
+    path.write_bytes(raw)
+    return list(files.read_lines(path))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def left(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.mark.parametrize("character", NOT_LINE_ENDS)
+def test_only_a_line_feed_ends_a_line(here: Path, character: str) -> None:
+    text = f"a{character}b"
+    assert lines_of(here / "f", f"{text}\nc\n".encode()) == [text, "c"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "lines"),
+    [
+        (b"", []),
+        (b"\n", [""]),
+        (b"\n\n", ["", ""]),
+        (b"a", ["a"]),
+        (b"a\nb", ["a", "b"]),
+        (b"a\r\nb\r\n", ["a", "b"]),
+        (b"a\r\r\nb", ["a\r", "b"]),
+        (b"a\rb\n", ["a\rb"]),
+        (b"a\r", ["a"]),
+        (b"\r\n", [""]),
+        (b"\xef\xbb\xbfa\nb\n", ["a", "b"]),
+        (b"a\n\xef\xbb\xbfb\n", ["a", "\ufeffb"]),
+        (b"\xef\xbb\xbf\xef\xbb\xbfa\n", ["\ufeffa"]),
+        ("\N{SNOWMAN} a\u0308\n".encode(), ["\N{SNOWMAN} a\u0308"]),
+        (b" a \t\n", [" a \t"]),
+        (b"\x00\n", ["\x00"]),
+    ],
+)
+def test_a_file_is_split_into_lines(here: Path, raw: bytes, lines: list[str]) -> None:
+    assert lines_of(here / "f.txt", raw) == lines
+    assert lines_of(here / "f.gz", gzip.compress(raw)) == lines
+    assert list(files.read_forgiving(here / "f.txt", pytest.fail)) == lines
+    assert list(files.read_forgiving(here / "f.gz", pytest.fail)) == lines
+
+
+def test_a_truncated_gzip_file_is_refused(here: Path) -> None:
+    with pytest.raises(DataError) as error:
+        lines_of(Path("f.gz"), gzip.compress(os.urandom(999).hex().encode())[:-20])
+    assert str(error.value) == "f.gz: must be whole, but its gzip data is cut off or damaged."
+
+
+def test_a_file_that_only_says_that_it_is_gzip_is_refused(here: Path) -> None:
+    with pytest.raises(DataError) as error:
+        lines_of(Path("f.gz"), b"plain\n")
+    assert str(error.value).startswith("f.gz: cannot be read: Not a gzipped file")
+
+
+def test_a_damaged_gzip_file_is_refused(here: Path) -> None:
+    raw = bytearray(gzip.compress(b"some words that take some room\n" * 99))
+    raw[10] = 0xFF
+    with pytest.raises(DataError, match=r"^f\.gz: "):
+        lines_of(Path("f.gz"), bytes(raw))
+
+
+def test_bytes_that_are_not_utf8_are_refused_with_file_and_line(here: Path) -> None:
+    with pytest.raises(DataError) as error:
+        lines_of(Path("f"), b"a\nb\nlatin \xe4 x\n")
+    assert str(error.value) == "f:3: must be UTF-8, but has byte 0xe4 at byte 7 of the line."
+
+
+def test_lines_before_the_bad_one_are_yielded(here: Path) -> None:
+    Path("f").write_bytes(b"a\nb\n\xff\n")
+    lines = files.read_lines(Path("f"))
+    assert [next(lines), next(lines)] == ["a", "b"]
+    with pytest.raises(DataError):
+        next(lines)
+
+
+def test_a_surrogate_in_utf8_is_refused(here: Path) -> None:
+    with pytest.raises(DataError, match=r"^f:1: must be UTF-8"):
+        lines_of(Path("f"), "\ud800".encode("utf-8", "surrogatepass"))
+
+
+@pytest.mark.parametrize(
+    ("path", "why"), [("absent", "No such file or directory"), (".", "Is a directory")]
+)
+def test_a_file_that_cannot_be_read_is_named(here: Path, path: str, why: str) -> None:
+    said = f"{path}: cannot be read: {why}."
+    with pytest.raises(DataError) as error:
+        list(files.read_lines(Path(path)))
+    assert str(error.value) == said
+    with pytest.raises(DataError) as error:
+        list(files.read_forgiving(Path(path), pytest.fail))
+    assert str(error.value) == said
+
+
+def test_forgiving_lines_replace_and_warn_and_go_on(here: Path) -> None:
+    warnings: list[str] = []
+    (here / "f").write_bytes(b"a\nb\xffc\nd\n")
+    assert list(files.read_forgiving(here / "f", warnings.append)) == ["a", "b\ufffdc", "d"]
+    assert warnings == [
+        "line 2: is not UTF-8: byte 0xff at byte 2 of the line; replaced by U+FFFD."
+    ]
+
+
+no_line_end = st.text(st.characters(codec="utf-8", exclude_characters="\n")).filter(
+    lambda line: not line.endswith("\r")
+)
+
+
+@given(st.lists(no_line_end).filter(lambda lines: not lines or not lines[0].startswith("\ufeff")))
+def test_what_is_written_reads_back(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "lines"
+    files.write_lines(path, lines)
+    assert list(files.read_lines(path)) == lines
+    assert path.read_bytes() == "".join(f"{line}\n" for line in lines).encode()
+
+
+def test_a_whole_file_appears_with_its_folders(here: Path) -> None:
+    with files.whole_file(Path("a/b/f")) as beside:
+        beside.write_text("x")
+        assert not Path("a/b/f").exists()
+    assert Path("a/b/f").read_text() == "x"
+    assert left(here / "a/b") == ["f"]
+
+
+def test_an_exception_leaves_no_file_behind(here: Path) -> None:
+    def broken() -> None:
+        with files.whole_file(Path("f")) as beside:
+            beside.write_text("x")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        broken()
+    assert left(here) == []
+
+
+def test_an_exception_keeps_the_old_file(here: Path) -> None:
+    Path("f").write_text("old")
+
+    def broken() -> Iterator[str]:
+        yield "new"
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        files.write_lines(Path("f"), broken())
+    assert left(here) == ["f"]
+    assert Path("f").read_text() == "old"
+
+
+def test_a_whole_file_replaces_the_old_one(here: Path) -> None:
+    files.write_lines(Path("f"), ["old", "old"])
+    files.write_lines(Path("f"), ["new"])
+    assert left(here) == ["f"]
+    assert Path("f").read_text() == "new\n"
+
+
+def test_a_whole_folder_appears_and_replaces_the_old_one(here: Path) -> None:
+    for name in ("old", "new"):
+        with files.whole_dir(Path("a/d")) as beside:
+            (beside / name).mkdir()
+            (beside / name / "f").write_text(name)
+    assert left(here / "a") == ["d"]
+    assert left(here / "a/d") == ["new"]
+
+
+def test_an_exception_leaves_no_folder_and_keeps_the_old_one(here: Path) -> None:
+    with files.whole_dir(Path("d")) as beside:
+        (beside / "old").write_text("old")
+
+    def broken(name: str) -> None:
+        with files.whole_dir(Path(name)) as beside:
+            (beside / "new").write_text("new")
+            raise KeyError
+
+    for name in ("d", "e"):
+        with pytest.raises(KeyError):
+            broken(name)
+    assert left(here) == ["d"]
+    assert left(here / "d") == ["old"]
+
+
+def test_writing_below_a_file_or_onto_a_folder_is_a_message(here: Path) -> None:
+    Path("file").write_text("x")
+    Path("folder").mkdir()
+    for path in (Path("file/f"), Path("folder")):
+        with pytest.raises(DataError, match=rf"^{path}: cannot be written: .+\.$"):
+            files.write_lines(path, ["x"])
+    assert left(here) == ["file", "folder"]
+
+
+def test_writing_to_a_pipe_goes_through_it(here: Path) -> None:
+    """A pipe or a device, such as /dev/null, is not replaced by a file."""
+    os.mkfifo("pipe")
+    reader = os.open("pipe", os.O_RDONLY | os.O_NONBLOCK)
+    files.write_lines(Path("pipe"), ["a", "b"])
+    received = os.read(reader, 100)
+    os.close(reader)
+    assert Path("pipe").is_fifo()
+    assert received == b"a\nb\n"

@@ -1,0 +1,322 @@
+"""From corpora to a run folder: every pair is accounted for, and an error leaves no trace."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from tasks import Said, Tree, copy_task, tiny_tree, write, write_config, write_corpus
+
+from mtrain import config as configs
+from mtrain import prepare, tokenizer
+from mtrain.data import Position, TrainingData
+from mtrain.errors import ConfigError, DataError, RunError, UserError
+from mtrain.rundir import RunDir
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    return tiny_tree(tmp_path)
+
+
+def make(tmp_path: Path, tree: Tree) -> tuple[RunDir, list[str]]:
+    """Prepare a run; return it, and what was said."""
+    config = configs.load(write_config(tmp_path / "config.yaml", tree))
+    run, console = RunDir(Path(config.run_dir)), Said()
+    prepare.prepare(config, run, console)
+    return run, console.lines
+
+
+def refused(tmp_path: Path, tree: Tree) -> UserError:
+    """Prepare a run that cannot be; hold it to leave nothing behind."""
+    with pytest.raises(UserError) as error:
+        make(tmp_path, tree)
+    assert not prepare.is_prepared(RunDir(Path(tree["run_dir"])))
+    assert [path for path in Path(tree["run_dir"]).rglob("*") if path.is_file()] == []
+    return error.value
+
+
+def stored_pairs(run: RunDir) -> list[tuple[str, str]]:
+    """Decode what the run folder holds of the training pairs, in one epoch, sorted."""
+    vocabulary = tokenizer.load(run.tokenizer_dir)
+    table = TrainingData(run.data_dir, vocabulary, seed=1)
+    found: list[tuple[str, str]] = []
+    for batch, position in table.batches(256, Position()):
+        src_ids = [row[keep] for row, keep in zip(batch.src_BS, batch.src_keep_BS, strict=True)]
+        tgt_ids = [row[keep] for row, keep in zip(batch.tgt_out_BT, batch.tgt_keep_BT, strict=True)]
+        src = vocabulary.src.decode([ids.tolist()[:-1] for ids in src_ids])
+        tgt = vocabulary.tgt.decode([ids.tolist()[:-1] for ids in tgt_ids])
+        found += zip(src, tgt, strict=True)
+        if position.epoch == 1:
+            return sorted(found)
+    raise AssertionError("batches go on for ever")
+
+
+def test_a_run_folder_holds_tokenizer_data_and_the_whole_config(tmp_path: Path, tree: Tree) -> None:
+    run, said = make(tmp_path, tree)
+    assert said == [
+        "tokenizer: unigram, 285 shared pieces",
+        f"{run.path}: tokenized 200 training pairs",
+    ]
+    assert {path.name for path in run.path.iterdir()} == {"config.yaml", "tokenizer", "data"}
+    assert run.load_config() == configs.load(tmp_path / "config.yaml")
+    lines = prepare.read_test(run, "held_out")
+    assert list(zip(*lines, strict=True)) == copy_task(40, 3)
+    assert list(zip(*prepare.read_valid(run), strict=True)) == copy_task(12, 2)
+    assert prepare.read_counts(run) == {}
+
+
+def test_pairs_stay_aligned_through_several_files_gzip_and_drops(
+    tmp_path: Path, tree: Tree
+) -> None:
+    pairs = [(f"ba {i}", f"ce {i}") for i in range(60)]
+    first = write_corpus(tmp_path, "first", [*copy_task(200, 1)])
+    src, tgt = ([pair[side] for pair in pairs] for side in (0, 1))
+    src[7], tgt[23] = " ", ""
+    src[40] = "ba " * 50
+    raw = "".join(f"{line}\n" for line in src).encode()
+    (tmp_path / "second.src.gz").write_bytes(gzip.compress(raw))
+    tree["data"]["train"] = {
+        "src": [*first["src"], str(tmp_path / "second.src.gz")],
+        "tgt": [*first["tgt"], write(tmp_path / "second.tgt", tgt)],
+    }
+    tree["tokenizer"]["vocab_size"] = 300
+    run, _ = make(tmp_path, tree)
+    kept = [pair for index, pair in enumerate(pairs) if index not in (7, 23, 40)]
+    assert stored_pairs(run) == sorted([*copy_task(200, 1), *kept])
+
+
+def test_dropped_pairs_are_counted_and_listed_with_file_line_and_reason(
+    tmp_path: Path, tree: Tree
+) -> None:
+    pairs = copy_task(200, 1)
+    src, tgt = [pair.src for pair in pairs], [pair.tgt for pair in pairs]
+    src[0], tgt[4], src[5], tgt[5] = "", "\u3000", "ba " * 50, " "
+    src[8], tgt[9] = "ba " * 50, "ba " * 50
+    src_path = write(tmp_path / "a.src", src)
+    tree["data"]["train"] = {"src": [src_path], "tgt": [write(tmp_path / "a.tgt", tgt)]}
+    run, said = make(tmp_path, tree)
+    ledger = run.data_dir / "dropped.tsv"
+    assert ledger.read_text(encoding="utf-8").splitlines() == [
+        f"{src_path}\t1\tblank side",
+        f"{src_path}\t5\tblank side",
+        f"{src_path}\t6\tblank side",
+        f"{src_path}\t9\tlonger than 32 tokens",
+        f"{src_path}\t10\tlonger than 32 tokens",
+    ]
+    assert prepare.read_counts(run) == {"blank side": 3, "longer than 32 tokens": 2}
+    assert said[1:3] == [
+        f"dropped: 3 of 200 training pairs (blank side); listed in {ledger}",
+        f"dropped: 2 of 200 training pairs (longer than 32 tokens); listed in {ledger}",
+    ]
+    assert said[-1] == f"{run.path}: tokenized 195 training pairs"
+
+
+@pytest.mark.parametrize("longer", ["src", "tgt"])
+def test_a_pair_is_too_long_by_its_longer_side_with_eos(
+    tmp_path: Path, tree: Tree, longer: str
+) -> None:
+    lines = [f"{pair.src} ba ce" for pair in copy_task(200, 1)]
+    write(Path(tree["data"]["train"][longer][0]), lines)
+    run, _ = make(tmp_path, tree)
+    lengths = [len(ids) + 1 for ids in tokenizer.load(run.tokenizer_dir).src.encode(lines)]
+    limit = sorted(lengths)[len(lengths) // 2]
+    tree["data"]["max_tokens"] = limit
+    tree["run_dir"] = str(tmp_path / "other")
+    other, _ = make(tmp_path, tree)
+    dropped = sum(length > limit for length in lengths)
+    assert 0 < dropped < 200
+    assert prepare.read_counts(other) == {f"longer than {limit} tokens": dropped}
+
+
+def test_blank_and_long_lines_of_validation_and_test_sets_are_kept(
+    tmp_path: Path, tree: Tree
+) -> None:
+    pairs = copy_task(12, 2)
+    src = ["", "ba " * 50, *(pair.src for pair in pairs)]
+    tgt = ["ba", "", *(pair.tgt for pair in pairs)]
+    files = {"src": [write(tmp_path / "v.s", src)], "tgt": [write(tmp_path / "v.t", tgt)]}
+    tree["data"]["valid"] = tree["data"]["tests"]["held_out"] = files
+    run, _ = make(tmp_path, tree)
+    assert prepare.read_valid(run) == prepare.read_test(run, "held_out") == (src, tgt)
+
+
+def test_unequal_corpora_are_refused(tmp_path: Path, tree: Tree) -> None:
+    src, tgt = (tree["data"]["train"][side][0] for side in ("src", "tgt"))
+    write(Path(tgt), ["ba"])
+    error = refused(tmp_path, tree)
+    assert isinstance(error, DataError)
+    assert str(error) == (
+        f"{src} and {tgt} must have the same number of lines, but have 200 and 1 instead."
+    )
+
+
+@pytest.mark.parametrize("name", ["train", "valid", "tests.held_out"])
+@pytest.mark.parametrize("fault", ["missing", "empty", "not UTF-8"])
+def test_a_fault_in_any_corpus_is_found_before_anything_is_written(
+    tmp_path: Path, tree: Tree, name: str, fault: str
+) -> None:
+    first, _, rest = name.partition(".")
+    corpus = tree["data"][first][rest] if rest else tree["data"][first]
+    src, tgt = Path(corpus["src"][0]), Path(corpus["tgt"][0])
+    if fault == "missing":
+        src.unlink()
+        said = f"{src}: cannot be read: No such file or directory."
+    elif fault == "empty":
+        src.write_bytes(b"")
+        tgt.write_bytes(b"")
+        said = f"`data.{name}` must have at least one pair, but {src} is empty."
+    else:
+        tgt.write_bytes(tgt.read_bytes() + b"b\xfc\n")
+        src.write_bytes(src.read_bytes() + b"b\n")
+        line = len(tgt.read_bytes().splitlines())
+        said = f"{tgt}:{line}: must be UTF-8, but has byte 0xfc at byte 2 of the line."
+    error = refused(tmp_path, tree)
+    assert isinstance(error, DataError)
+    assert str(error) == said
+
+
+@pytest.mark.parametrize("line", ["", "ba " * 50])
+def test_a_corpus_of_which_no_pair_is_left_is_refused(
+    tmp_path: Path, tree: Tree, line: str
+) -> None:
+    for side in ("src", "tgt"):
+        write(Path(tree["data"]["train"][side][0]), [line, line, line])
+    tree["tokenizer"]["vocab_size"] = 263
+    error = refused(tmp_path, tree)
+    assert isinstance(error, DataError)
+    assert str(error) == "`data.train` must have a pair that can be used, but all are dropped."
+
+
+def test_a_vocabulary_that_is_too_large_or_too_small_is_refused_with_the_bound(
+    tmp_path: Path, tree: Tree
+) -> None:
+    tree["tokenizer"]["vocab_size"] = 9000
+    error = refused(tmp_path, tree)
+    assert isinstance(error, ConfigError)
+    text = str(error)
+    assert text.startswith("`tokenizer.vocab_size` must be at most ")
+    assert text.endswith(" for this corpus, but is 9000 instead.")
+    tree["tokenizer"]["vocab_size"] = 100
+    error = refused(tmp_path, tree)
+    assert str(error).startswith("`tokenizer.vocab_size` must be at least ")
+    assert str(error).endswith(
+        " for this corpus (every character and byte has a piece), but is 100 instead."
+    )
+
+
+def test_the_bound_that_is_named_is_the_largest_vocabulary_that_works(
+    tmp_path: Path, tree: Tree
+) -> None:
+    tree["tokenizer"]["vocab_size"] = 9000
+    bound = int(str(refused(tmp_path, tree)).split(" at most ")[1].split()[0])
+    tree["tokenizer"]["vocab_size"] = bound
+    run, _ = make(tmp_path, tree)
+    assert len(tokenizer.load(run.tokenizer_dir).src) == bound
+
+
+def test_a_second_time_nothing_is_done_and_it_is_said(tmp_path: Path, tree: Tree) -> None:
+    run, _ = make(tmp_path, tree)
+    before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
+    Path(tree["data"]["train"]["src"][0]).unlink()
+    _, said = make(tmp_path, tree)
+    assert said == [f"{run.path}: tokenized already"]
+    assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"), [("data", "max_tokens", 31), ("tokenizer", "vocab_size", 284)]
+)
+def test_other_data_or_another_tokenizer_in_the_same_run_is_refused(
+    tmp_path: Path, tree: Tree, section: str, key: str, value: int
+) -> None:
+    run, _ = make(tmp_path, tree)
+    tree[section][key] = value
+    with pytest.raises(RunError) as error:
+        make(tmp_path, tree)
+    assert str(error.value) == (
+        f"{run.path}: was tokenized with another `{section}` section; take another --run, "
+        "or delete this run folder."
+    )
+
+
+def test_other_training_settings_do_not_ask_for_new_data(tmp_path: Path, tree: Tree) -> None:
+    make(tmp_path, tree)
+    tree["training"]["lr"] = 0.5
+    _, said = make(tmp_path, tree)
+    assert said[-1].endswith("tokenized already")
+
+
+def test_separate_vocabularies_each_know_their_side(tmp_path: Path, tree: Tree) -> None:
+    pairs = copy_task(200, 1)
+    tree["data"]["train"] = {
+        "src": [write(tmp_path / "x.s", [pair.src for pair in pairs])],
+        "tgt": [write(tmp_path / "x.t", [pair.tgt.upper() for pair in pairs])],
+    }
+    tree["tokenizer"] |= {"vocab_size": 283, "shared": False}
+    tree["model"]["tie_embeddings"] = "decoder"
+    run, said = make(tmp_path, tree)
+    assert said[0] == "tokenizer: unigram, 283 source and 283 target pieces"
+    assert {path.name for path in run.tokenizer_dir.iterdir()} == {"src.model", "tgt.model"}
+    vocabulary = tokenizer.load(run.tokenizer_dir)
+    assert len(vocabulary.src.pieces("ba ce")) < len(vocabulary.tgt.pieces("ba ce"))
+    assert len(vocabulary.src.pieces("BA CE")) > len(vocabulary.tgt.pieces("BA CE"))
+    assert stored_pairs(run) == sorted((pair.src, pair.tgt.upper()) for pair in pairs)
+
+
+def test_a_tokenizer_trained_on_a_sample_is_announced(tmp_path: Path, tree: Tree) -> None:
+    tree["tokenizer"]["max_training_lines"] = 399
+    _, said = make(tmp_path, tree)
+    assert said[0] == (
+        "tokenizer: trained on a sample of 399 lines (`tokenizer.max_training_lines`)"
+    )
+    tree["tokenizer"]["max_training_lines"] = 400
+    tree["run_dir"] = str(tmp_path / "other")
+    _, said = make(tmp_path, tree)
+    assert said[0].startswith("tokenizer: unigram")
+
+
+def test_separate_tokenizers_see_a_sample_of_their_own_side_only(
+    tmp_path: Path, tree: Tree
+) -> None:
+    tree["tokenizer"] |= {"max_training_lines": 200, "shared": False, "vocab_size": 283}
+    tree["model"]["tie_embeddings"] = "none"
+    _, said = make(tmp_path, tree)
+    assert said[0].startswith("tokenizer: unigram")
+
+
+def test_text_travels_with_the_ids_only_if_segmentations_are_sampled(
+    tmp_path: Path, tree: Tree
+) -> None:
+    from datasets import Dataset
+
+    for alpha, names in ((0.0, set()), (0.2, {"src_text", "tgt_text"})):
+        tree["tokenizer"]["sampling_alpha"] = alpha
+        tree["run_dir"] = str(tmp_path / f"run{alpha}")
+        run, _ = make(tmp_path, tree)
+        columns = set(Dataset.from_file(str(run.data_dir / "train.arrow")).column_names)
+        assert columns == {"src", "tgt", "src_length", "tgt_length"} | names
+
+
+@pytest.mark.parametrize("name", ["valid.src", "tests/held_out.tgt"])
+def test_text_that_is_gone_from_the_run_folder_is_named(
+    tmp_path: Path, tree: Tree, name: str
+) -> None:
+    run, _ = make(tmp_path, tree)
+    path = run.data_dir / name
+    path.unlink()
+    with pytest.raises(RunError) as error:
+        prepare.read_valid(run) if name.startswith("valid") else prepare.read_test(run, "held_out")
+    assert str(error.value) == f"{path}: is missing; restore it from a copy of the run."
+
+
+def test_a_run_dir_that_is_a_file_is_refused(tmp_path: Path, tree: Tree) -> None:
+    tree["run_dir"] = write(tmp_path / "file", ["x"])
+    with pytest.raises(UserError, match=str(tmp_path / "file")):
+        make(tmp_path, tree)
+    assert (tmp_path / "file").read_text() == "x\n"
+
+
+def test_the_counts_are_valid_json_that_a_script_can_read(tmp_path: Path, tree: Tree) -> None:
+    run, _ = make(tmp_path, tree)
+    assert json.loads((run.data_dir / "dropped.json").read_text(encoding="utf-8")) == {}

@@ -1,0 +1,163 @@
+"""Every command and every config that the README shows is run, or at least parsed."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import typer
+import yaml
+from conftest import Cli
+from tasks import REPOSITORY, write
+
+from mtrain import config as configs
+from mtrain.cli import app
+
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+HEADS = {"train": 3000, "valid": 4, "test": 4}
+CHEAP = [
+    "model.d_model=16",
+    "model.d_ff=32",
+    "model.num_encoder_layers=1",
+    "model.num_decoder_layers=1",
+    "tokenizer.vocab_size=600",
+    "decoding.max_extra_tokens=0",
+    "training.max_steps=1",
+]
+
+
+class Command(NamedTuple):
+    """A command line of the README: its words, and what is piped into it."""
+
+    words: list[str]
+    stdin: str
+
+
+def blocks(*languages: str) -> list[str]:
+    found = re.findall(r"^```(\w+)\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+    return [text for language, text in found if language in languages]
+
+
+def commands() -> list[Command]:
+    """Return what the README's shell blocks run, without prompts, comments and output."""
+    found = []
+    for block in blocks("sh", "console", "bash", "shell"):
+        is_session = any(line.startswith("$ ") for line in block.splitlines())
+        for line in block.replace("\\\n", " ").splitlines():
+            if is_session and not line.startswith("$ "):
+                continue
+            *before, last = (
+                shlex.split(part, comments=True) for part in split_pipe(line.removeprefix("$ "))
+            )
+            stdin = " ".join(before[0][1:]) + "\n" if before and before[0][0] == "echo" else ""
+            if last:
+                found.append(Command(last, stdin))
+    return found
+
+
+def split_pipe(line: str) -> list[str]:
+    lexer = shlex.shlex(line, posix=False, punctuation_chars="|")
+    lexer.whitespace_split = True
+    parts: list[list[str]] = [[]]
+    for word in lexer:
+        parts.append([]) if word == "|" else parts[-1].append(word)
+    return [" ".join(part) for part in parts]
+
+
+def of_mtrain() -> list[Command]:
+    """Return the mtrain commands, the verb first."""
+    return [
+        Command(words[1:], stdin) for words, stdin in commands() if Path(words[0]).name == "mtrain"
+    ]
+
+
+def of_make() -> list[str]:
+    return [command.words[1] for command in commands() if command.words[0] == "make"]
+
+
+def shown(command: Command) -> str:
+    return " ".join(command.words)
+
+
+def test_the_readme_shows_commands() -> None:
+    assert {"demo", "test"} <= set(of_make())
+    assert {"tokenize", "train", "translate", "eval"} <= {cmd.words[0] for cmd in of_mtrain()}
+    assert any(command.stdin for command in of_mtrain())
+
+
+@pytest.mark.parametrize("command", of_mtrain(), ids=shown)
+def test_a_command_of_the_readme_parses(command: Command) -> None:
+    verb, *arguments = command.words
+    group = typer.main.get_command(app)
+    group.commands[verb].make_context(verb, list(arguments))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("command", of_mtrain(), ids=shown)
+def test_a_config_that_a_command_of_the_readme_names_takes_its_overrides(
+    command: Command,
+) -> None:
+    overrides = [b for a, b in zip(command.words, command.words[1:], strict=False) if a == "--set"]
+    for word in command.words:
+        if word.endswith((".yaml", ".yml")):
+            configs.load(REPOSITORY / word, overrides)
+
+
+@pytest.mark.parametrize("target", of_make())
+def test_a_make_target_of_the_readme_exists(target: str) -> None:
+    command = ["make", "--dry-run", "--always-make", target]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
+
+
+@pytest.mark.parametrize("text", blocks("yaml"))
+def test_a_config_of_the_readme_loads(tmp_path: Path, text: str) -> None:
+    if "run_dir" in (yaml.safe_load(text) or {}):
+        (tmp_path / "c.yaml").write_text(text, encoding="utf-8")
+        configs.load(tmp_path / "c.yaml")
+
+
+def links() -> list[str]:
+    return [link for link in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in link]
+
+
+@pytest.mark.parametrize("link", links())
+def test_a_file_that_the_readme_links_to_exists(link: str) -> None:
+    assert (REPOSITORY / link).exists()
+
+
+def small_copy(directory: Path) -> None:
+    """Copy the configs and the first lines of the demo corpus."""
+    corpus = directory / "data" / "demo"
+    corpus.mkdir(parents=True)
+    for split, count in HEADS.items():
+        for side in ("en", "de"):
+            source = REPOSITORY / "data" / "demo" / f"{split}.{side}"
+            write(corpus / source.name, source.read_text("utf-8").splitlines()[:count])
+    (directory / "configs").mkdir()
+    for path in (REPOSITORY / "configs").rglob("*.yaml"):
+        (directory / "configs" / path.name).write_bytes(path.read_bytes())
+
+
+def test_the_commands_of_the_readme_run_one_after_the_other(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The demo's folder is there by then; each training takes a single step more."""
+    small_copy(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    cheap = [word for setting in CHEAP for word in ("--set", setting)]
+    outcome = cli("train", "configs/demo.yaml", *cheap)
+    assert outcome.code == 0, outcome.err
+    num_run = 0
+    for words, stdin in of_mtrain():
+        configured = [word for word in words if word.startswith("configs/")]
+        if words[0] == "demo" or configured not in ([], ["configs/demo.yaml"]):
+            continue
+        num_run += 1
+        steps = f"training.max_steps={num_run + 1}"
+        extra = [*cheap, "--set", steps] if words[0] in ("train", "tokenize") else []
+        outcome = cli(*words, *extra, stdin=stdin.encode())
+        assert outcome.code == 0, f"{shown(Command(words, stdin))}: {outcome.err}"
+    assert num_run >= 5

@@ -1,0 +1,340 @@
+"""Hold the tokenizer to the text: every character of it comes back."""
+
+import re
+
+import pytest
+from builders import SRC_LINES, TGT_LINES, vocabularies
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtrain import tokenizer
+from mtrain.config import TokenizerConfig
+from mtrain.errors import ConfigError, RunError, UserError
+from mtrain.tokenizer import Tokenizer
+
+KINDS = ["unigram", "bpe"]
+LINES = SRC_LINES + TGT_LINES
+UNSEEN = [
+    "żółć",
+    "日本語",
+    "👩‍👩‍👧 🏳️‍🌈",
+    "a\tb",
+    "\u00a0x\u00ad",
+    "\x00\x7f",
+    "e\u0301 é",
+    "𝄞",
+    "﷽",
+]
+
+
+def config(kind: str = "unigram", vocab_size: int = 420, **changes: object) -> TokenizerConfig:
+    return TokenizerConfig.model_validate({"kind": kind, "vocab_size": vocab_size, **changes})
+
+
+def train(settings_: TokenizerConfig, seed: int = 1) -> Tokenizer:
+    return tokenizer.train(settings_, SRC_LINES, TGT_LINES, seed)
+
+
+def without_extra_spaces(line: str) -> str:
+    """What SentencePiece makes of spaces; U+2581 is its own sign for one."""
+    return re.sub(" +", " ", line.replace("\u2581", " ")).strip(" ")
+
+
+# Any text comes back
+
+any_character = st.characters(exclude_categories=["Cs"], exclude_characters="\r\n")
+any_text = st.text(st.one_of(any_character, st.sampled_from("  aeß.▁😀<s/>")), max_size=12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(lines=st.lists(any_text, max_size=20))
+@settings(derandomize=True, database=None, deadline=None, max_examples=60)
+def test_any_text_comes_back_but_for_extra_spaces(kind, lines):
+    vocabulary = vocabularies(kind).src
+    ids = vocabulary.encode(lines)
+    assert vocabulary.decode(ids) == [without_extra_spaces(line) for line in lines]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(lines=st.lists(any_text, max_size=20))
+@settings(derandomize=True, database=None, deadline=None, max_examples=60)
+def test_no_text_needs_a_special_id(kind, lines):
+    vocabulary = vocabularies(kind).src
+    special = {vocabulary.pad, vocabulary.unk, vocabulary.bos, vocabulary.eos}
+    assert not {piece for ids in vocabulary.encode(lines) for piece in ids} & special
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("line", UNSEEN)
+def test_characters_that_were_never_seen_become_bytes_and_come_back(kind, line):
+    vocabulary = vocabularies(kind).src
+    (ids,) = vocabulary.encode([line])
+    assert vocabulary.unk not in ids
+    assert vocabulary.decode([ids]) == [line]
+    assert any(re.fullmatch("<0x[0-9A-F]{2}>", piece) for piece in vocabulary.pieces(line))
+
+
+def test_without_byte_fallback_an_unseen_character_is_unknown():
+    vocabulary = train(config(vocab_size=100, byte_fallback=False)).src
+    (ids,) = vocabulary.encode(["日"])
+    assert vocabulary.unk in ids
+
+
+@pytest.mark.parametrize("line", ["<s>", "</s>", "<unk>", "<pad>", "<0x0A>", "a </s> b"])
+def test_text_that_looks_like_a_special_piece_is_only_text(line):
+    vocabulary = vocabularies().src
+    (ids,) = vocabulary.encode([line])
+    assert not set(ids) & {vocabulary.pad, vocabulary.unk, vocabulary.bos, vocabulary.eos}
+    assert len(ids) > 1
+    assert vocabulary.decode([ids]) == [line]
+
+
+def test_normal_forms_of_a_character_stay_as_they_are():
+    composed, decomposed, wide = "é", "e\u0301", "ｗｉｄｅ"
+    vocabulary = vocabularies().src
+    lines = [composed, decomposed, wide]
+    assert vocabulary.decode(vocabulary.encode(lines)) == lines
+
+
+def test_pieces_are_the_text_of_the_ids():
+    vocabulary = vocabularies().src
+    for line in LINES:
+        assert "".join(vocabulary.pieces(line)) == "\u2581" + line.replace(" ", "\u2581")
+        assert len(vocabulary.pieces(line)) == len(vocabulary.encode([line])[0])
+
+
+def test_pieces_are_longer_than_characters():
+    num_pieces = sum(len(ids) for ids in vocabularies().src.encode(LINES))
+    assert num_pieces < 0.8 * sum(len(line) for line in LINES)
+
+
+# Decoding
+
+
+@given(ids=st.lists(st.lists(st.integers(0, 419), max_size=30), max_size=10))
+@settings(derandomize=True, database=None, deadline=None, max_examples=100)
+def test_any_ids_decode_to_one_line_each(ids):
+    lines = vocabularies().src.decode(ids)
+    assert len(lines) == len(ids)
+    assert not any("\n" in line or "\r" in line for line in lines)
+
+
+@pytest.mark.parametrize("between", ["\n", "\r", "\r\n", "\n\n"])
+def test_a_line_break_is_decoded_as_a_space(between):
+    vocabulary = vocabularies().src
+    (ids,) = vocabulary.encode([f"a{between}b"])
+    assert vocabulary.decode([ids]) == ["a b"]
+
+
+def test_bytes_that_are_no_character_decode_all_the_same():
+    vocabulary = vocabularies().src
+    (ids,) = vocabulary.encode(["日"])
+    (line,) = vocabulary.decode([ids[:-1]])
+    assert "\ufffd" in line
+
+
+def test_special_ids_decode_to_nothing():
+    vocabulary = vocabularies().src
+    (ids,) = vocabulary.encode(["The dog."])
+    framed = [vocabulary.bos, *ids, vocabulary.eos, vocabulary.pad]
+    assert vocabulary.decode([framed]) == ["The dog."]
+
+
+def test_no_lines_and_empty_lines_are_kept_apart():
+    vocabulary = vocabularies().src
+    assert vocabulary.encode([]) == vocabulary.decode([]) == []
+    assert vocabulary.sample([], 0.5, 1) == []
+    assert vocabulary.encode(["", "a", ""])[0::2] == [[], []]
+    assert vocabulary.decode([[], [5], []])[0::2] == ["", ""]
+
+
+# The vocabulary
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shared", [True, False])
+def test_special_ids_are_the_agreed_ones(kind, shared):
+    found = vocabularies(kind, shared)
+    for vocabulary in (found.src, found.tgt):
+        assert (vocabulary.pad, vocabulary.unk, vocabulary.bos, vocabulary.eos) == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocab_size", [350, 420])
+def test_a_vocabulary_has_the_size_that_was_asked_for(kind, vocab_size):
+    assert len(vocabularies(kind, vocab_size=vocab_size).src) == vocab_size
+
+
+def test_a_shared_vocabulary_is_one_and_the_same():
+    shared = vocabularies(shared=True)
+    assert shared.src is shared.tgt
+
+
+def test_separate_vocabularies_each_know_their_own_side():
+    separate = vocabularies(shared=False)
+    assert separate.src.model != separate.tgt.model
+    assert len(separate.src.pieces("The dog sees")) < len(separate.tgt.pieces("The dog sees"))
+    assert len(separate.tgt.pieces("Der Hund")) < len(separate.src.pieces("Der Hund"))
+
+
+def test_a_shared_vocabulary_knows_both_sides():
+    vocabulary = vocabularies(shared=True).src
+    umlauts = ["schön", "Stühle"]
+    assert not any("<0x" in piece for line in umlauts for piece in vocabulary.pieces(line))
+
+
+def test_sources_end_with_eos_and_begin_without_bos():
+    found = vocabularies()
+    plain, with_eos = found.src.encode(LINES), found.encode_src(LINES)
+    assert with_eos == [[*ids, found.src.eos] for ids in plain]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("byte_fallback", [True, False])
+def test_a_vocabulary_that_is_too_large_names_the_largest_that_works(kind, byte_fallback):
+    with pytest.raises(ConfigError, match=r"`tokenizer.vocab_size` must be at most \d+") as caught:
+        train(config(kind, 100_000, byte_fallback=byte_fallback))
+    assert str(caught.value).endswith("but is 100000 instead.")
+    bound = int(re.findall(r"\d+", str(caught.value))[0])
+    assert len(train(config(kind, bound, byte_fallback=byte_fallback)).src) <= bound
+    with pytest.raises(ConfigError):
+        train(config(kind, bound + 1, byte_fallback=byte_fallback))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("byte_fallback", [True, False])
+def test_a_vocabulary_that_is_too_small_names_the_smallest_that_works(kind, byte_fallback):
+    with pytest.raises(ConfigError, match=r"`tokenizer.vocab_size` must be at least \d+") as caught:
+        train(config(kind, 8, byte_fallback=byte_fallback))
+    assert str(caught.value).endswith("but is 8 instead.")
+    bound = int(re.findall(r"\d+", str(caught.value))[0])
+    assert len(train(config(kind, bound, byte_fallback=byte_fallback)).src) == bound
+    with pytest.raises(ConfigError):
+        train(config(kind, bound - 1, byte_fallback=byte_fallback))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("lines", [[], [""], ["   "]])
+def test_training_on_no_text_is_an_error_of_the_user(shared, lines):
+    with pytest.raises(UserError):
+        tokenizer.train(config(shared=shared), lines, lines, seed=1)
+
+
+def test_separate_vocabularies_say_that_one_side_is_too_small():
+    with pytest.raises(ConfigError, match="must be at most"):
+        tokenizer.train(config(shared=False), SRC_LINES, ["Ja!"], seed=1)
+
+
+# Training again
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shared", [True, False])
+def test_training_is_deterministic(kind, shared):
+    again = train(config(kind, shared=shared))
+    assert again.fingerprint() == vocabularies(kind, shared).fingerprint()
+
+
+def test_the_seed_decides_which_lines_are_read_when_there_are_too_many():
+    few = config(vocab_size=320, max_training_lines=8)
+    first, again = train(few, seed=1), train(few, seed=1)
+    assert first.fingerprint() == again.fingerprint()
+    others = {train(few, seed=seed).fingerprint() for seed in range(2, 5)}
+    assert others != {first.fingerprint()}
+
+
+def test_lines_beyond_the_limit_have_the_same_chance_as_those_before():
+    lines = [str(number) for number in range(40)]
+    settings_ = config(max_training_lines=10)
+    counts = dict.fromkeys(lines, 0)
+    num_draws = 2000
+    for seed in range(num_draws):
+        kept = tokenizer._sample(iter(lines), settings_, seed)
+        assert len(kept) == len(set(kept)) == 10
+        for line in kept:
+            counts[line] += 1
+    assert min(counts.values()) > 0.8 * num_draws / 4
+    assert max(counts.values()) < 1.2 * num_draws / 4
+
+
+def test_lines_are_read_once_and_need_not_fit_in_memory():
+    found = tokenizer.train(config(), iter(SRC_LINES), iter(TGT_LINES), seed=1)
+    assert found.fingerprint() == vocabularies().fingerprint()
+
+
+# Files
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_tokenizer_is_loaded_as_it_was_saved(shared, tmp_path):
+    saved = vocabularies(shared=shared)
+    saved.save(tmp_path)
+    names = {"shared.model"} if shared else {"src.model", "tgt.model"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    loaded = tokenizer.load(tmp_path)
+    assert (loaded.src is loaded.tgt) == shared
+    assert loaded.fingerprint() == saved.fingerprint()
+    assert loaded.encode_src(LINES) == saved.encode_src(LINES)
+    assert loaded.tgt.encode(LINES) == saved.tgt.encode(LINES)
+
+
+def test_a_missing_tokenizer_is_an_error_with_the_files_name(tmp_path):
+    with pytest.raises(RunError, match=r"shared\.model: is missing"):
+        tokenizer.load(tmp_path)
+    vocabularies(shared=False).save(tmp_path)
+    (tmp_path / "tgt.model").unlink()
+    with pytest.raises(RunError, match=r"tgt\.model: .*missing"):
+        tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a model", None])
+def test_a_damaged_tokenizer_is_an_error_with_the_files_name(damage, tmp_path):
+    path = tmp_path / "shared.model"
+    model = vocabularies().src.model
+    path.write_bytes(model[: len(model) // 2] if damage is None else damage)
+    with pytest.raises(RunError, match=r"shared\.model: must be a SentencePiece model"):
+        tokenizer.load(tmp_path)
+
+
+def test_fingerprints_tell_tokenizers_apart():
+    separate, shared = vocabularies(shared=False), vocabularies(shared=True)
+    swapped = Tokenizer(separate.tgt, separate.src)
+    one_side = Tokenizer(separate.src, separate.src)
+    different = (separate, shared, swapped, one_side, vocabularies("bpe"))
+    assert len({tokens.fingerprint() for tokens in different}) == len(different)
+
+
+# Sampling
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sample_follows_from_its_seed(kind):
+    vocabulary = vocabularies(kind).src
+    first, again, other = (vocabulary.sample(LINES, 0.3, seed) for seed in (5, 5, 6))
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sample_does_not_depend_on_what_was_sampled_before(kind):
+    vocabulary = vocabularies(kind).src
+    first = vocabulary.sample(LINES, 0.3, 5)
+    vocabulary.sample(LINES[:3], 0.3, 8)
+    vocabulary.encode(LINES)
+    assert vocabulary.sample(LINES, 0.3, 5) == first
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sample_is_another_way_to_write_the_same_text(kind):
+    vocabulary = vocabularies(kind).src
+    best, sampled = vocabulary.encode(LINES), vocabulary.sample(LINES, 0.3, 5)
+    assert sum(one != other for one, other in zip(best, sampled, strict=True)) > len(LINES) / 3
+    assert vocabulary.decode(sampled) == LINES
+    assert vocabulary.unk not in {piece for ids in sampled for piece in ids}
+
+
+@pytest.mark.parametrize("line", UNSEEN)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sample_loses_no_character(kind, line):
+    vocabulary = vocabularies(kind).src
+    assert vocabulary.decode(vocabulary.sample([line] * 5, 0.5, 3)) == [line] * 5

@@ -1,0 +1,594 @@
+"""Training learns, repeats itself bit for bit, and goes on from where it stopped."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Cli
+from safetensors.torch import load_file
+from tasks import prepared, reverse_task, stop_at, train, write_task
+
+from mtrain import checkpoint, tokenizer
+from mtrain import config as configs
+from mtrain import train as training
+from mtrain.errors import RunError
+from mtrain.rundir import RunDir
+from mtrain.runlog import RunLog
+from mtrain.train import Stopped, Trainer
+
+TIMES = {"tgt_tokens_per_s", "elapsed_s", "memory_mib"}
+STEP_KEYS = [
+    "step",
+    "epoch",
+    "loss",
+    "nll",
+    "perplexity",
+    "lr",
+    "tgt_tokens_per_s",
+    "grad_norm",
+    "elapsed_s",
+    "memory_mib",
+]
+VALID_KEYS = [
+    "step",
+    "epoch",
+    "valid_loss",
+    "valid_nll",
+    "valid_perplexity",
+    "valid_bleu",
+    "elapsed_s",
+]
+SGD_LIKE = ("model.dropout=0.0", "training.max_grad_norm=0")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The config of the reverse task: 200 pairs, about eleven batches an epoch."""
+    return write_task(tmp_path_factory.mktemp("reverse"), reverse_task)
+
+
+@pytest.fixture(scope="module")
+def straight(source: Path) -> RunDir:
+    """Twelve updates without a stop. Tests only read it."""
+    return train(source, run=str(source.parent / "straight"))
+
+
+def metrics(run: RunDir) -> list[dict[str, Any]]:
+    lines = run.metrics_path.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def timeless(run: RunDir) -> list[dict[str, Any]]:
+    """Return the metrics without what a clock or the machine decides."""
+    return [
+        {key: value for key, value in line.items() if key not in TIMES} for line in metrics(run)
+    ]
+
+
+def weights(run: RunDir) -> dict[str, bytes]:
+    """Return the final weights bit for bit."""
+    return {name: tensor.numpy().tobytes() for name, tensor in load_file(run.model_path).items()}
+
+
+def step_lines(run: RunDir) -> list[dict[str, Any]]:
+    return [line for line in metrics(run) if "loss" in line]
+
+
+def stop_and_go_on(
+    monkeypatch: pytest.MonkeyPatch, source: Path, run: str, step: int, *overrides: str
+) -> RunDir:
+    stop_at(monkeypatch, step)
+    with pytest.raises(Stopped):
+        train(source, *overrides, run=run)
+    assert max(checkpoint.steps(RunDir(Path(run)).checkpoints_dir)) == step
+    assert not RunDir(Path(run)).model_path.exists()
+    return train(source, *overrides, run=run)
+
+
+def contents(run: RunDir) -> dict[str, bytes]:
+    paths = (path for path in run.path.rglob("*") if path.is_file())
+    return {path.relative_to(run.path).as_posix(): path.read_bytes() for path in paths}
+
+
+def test_the_loss_falls_and_its_lines_say_how(source: Path, tmp_path: Path) -> None:
+    run = train(source, "training.max_steps=60", "training.patience=99", run=str(tmp_path / "run"))
+    losses = [line["loss"] for line in step_lines(run)]
+    assert len(losses) == 30
+    assert sum(losses[-5:]) / 5 < 0.7 * losses[0]
+    valid = [line["valid_loss"] for line in metrics(run) if "valid_loss" in line]
+    assert valid[-1] < valid[0]
+
+
+def test_metrics_have_exactly_the_documented_keys(straight: RunDir) -> None:
+    lines = metrics(straight)
+    assert [line["step"] for line in lines] == [2, 4, 4, 6, 8, 8, 10, 12, 12]
+    for line in lines:
+        assert list(line) == (STEP_KEYS if "loss" in line else VALID_KEYS)
+        assert all(isinstance(value, int | float) for value in line.values())
+        assert line["elapsed_s"] > 0
+    for line in step_lines(straight):
+        assert line["perplexity"] == pytest.approx(2.718281828459045 ** line["nll"])
+        assert line["loss"] > line["nll"] > 0
+        assert line["tgt_tokens_per_s"] > 0 < line["memory_mib"]
+        assert line["grad_norm"] > 0
+
+
+def test_without_label_smoothing_the_loss_is_the_nll(source: Path, tmp_path: Path) -> None:
+    settings = ["training.label_smoothing=0", "training.max_steps=2"]
+    run = train(source, *settings, run=str(tmp_path / "run"))
+    assert [line["loss"] for line in step_lines(run)] == [line["nll"] for line in step_lines(run)]
+
+
+def test_the_same_config_and_seed_give_the_same_bytes(
+    source: Path, straight: RunDir, tmp_path: Path
+) -> None:
+    again = train(source, run=str(tmp_path / "again"))
+    assert weights(again) == weights(straight)
+    assert timeless(again) == timeless(straight)
+
+
+def test_the_same_weights_are_always_the_same_file(straight: RunDir, tmp_path: Path) -> None:
+    tensors = load_file(straight.model_path)
+    files = set()
+    for _ in range(16):
+        checkpoint.save_model(tmp_path / "model", tensors, "a tokenizer")
+        files.add((tmp_path / "model").read_bytes())
+    assert len(files) == 1
+
+
+def test_another_seed_gives_other_weights(source: Path, straight: RunDir, tmp_path: Path) -> None:
+    other = train(source, "seed=2", run=str(tmp_path / "other"))
+    assert weights(other) != weights(straight)
+
+
+@pytest.mark.parametrize("step", [4, 8])
+def test_training_that_stopped_and_went_on_equals_training_that_did_not(
+    monkeypatch: pytest.MonkeyPatch, source: Path, straight: RunDir, tmp_path: Path, step: int
+) -> None:
+    run = stop_and_go_on(monkeypatch, source, str(tmp_path / "run"), step)
+    assert weights(run) == weights(straight)
+    assert timeless(run) == timeless(straight)
+
+
+def test_a_stop_in_the_second_epoch_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
+) -> None:
+    longer = ["training.max_steps=32", "training.validate_every=16"]
+    whole = train(source, *longer, run=str(tmp_path / "whole"))
+    run = stop_and_go_on(monkeypatch, source, str(tmp_path / "run"), 20, *longer)
+    epoch_of_step = {line["step"]: line["epoch"] for line in step_lines(run)}
+    assert epoch_of_step[18] == epoch_of_step[22] > 0
+    assert weights(run) == weights(whole)
+    assert timeless(run) == timeless(whole)
+
+
+def test_a_stop_between_micro_batches_of_an_epoch_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
+) -> None:
+    twice = ["training.accumulate=2", "training.schedule=noam", "training.lr=1"]
+    whole = train(source, *twice, run=str(tmp_path / "whole"))
+    run = stop_and_go_on(monkeypatch, source, str(tmp_path / "run"), 8, *twice)
+    assert weights(run) == weights(whole)
+    assert timeless(run) == timeless(whole)
+
+
+def test_a_stop_with_sampled_segmentations_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
+) -> None:
+    sampled = ["tokenizer.sampling_alpha=0.3"]
+    whole = train(source, *sampled, run=str(tmp_path / "whole"))
+    run = stop_and_go_on(monkeypatch, source, str(tmp_path / "run"), 8, *sampled)
+    assert weights(run) == weights(whole)
+
+
+def test_a_stop_off_the_grid_of_checkpoints_does_not_change_the_average(
+    monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
+) -> None:
+    averaging = ["training.average=3"]
+    whole = train(source, *averaging, run=str(tmp_path / "whole"))
+    run = stop_and_go_on(monkeypatch, source, str(tmp_path / "run"), 6, *averaging)
+    assert weights(run) == weights(whole)
+    kept = checkpoint.steps(run.checkpoints_dir)
+    assert set(kept) == set(checkpoint.steps(whole.checkpoints_dir)) == {4, 8, 12}
+
+
+def test_a_stop_between_two_logged_steps_does_not_change_the_metrics(
+    monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
+) -> None:
+    logging = ["training.log_every=4"]
+    whole = train(source, *logging, run=str(tmp_path / "whole"))
+    run = stop_and_go_on(monkeypatch, source, str(tmp_path / "run"), 6, *logging)
+    assert timeless(run) == timeless(whole)
+
+
+def test_training_that_died_goes_on_from_its_last_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, source: Path, straight: RunDir, tmp_path: Path
+) -> None:
+    def died(trainer: Trainer) -> None:
+        if trainer.progress.step == 7:
+            raise MemoryError
+        report(trainer)
+
+    report = Trainer._report
+    monkeypatch.setattr(Trainer, "_report", died)
+    run = RunDir(tmp_path / "run")
+    with pytest.raises(MemoryError):
+        train(source, run=str(run.path))
+    assert set(checkpoint.steps(run.checkpoints_dir)) == {4}
+    monkeypatch.setattr(Trainer, "_report", report)
+    train(source, run=str(run.path))
+    assert weights(run) == weights(straight)
+    assert timeless(run) == timeless(straight)
+
+
+def test_training_that_died_before_its_first_checkpoint_logs_no_step_twice(
+    source: Path, straight: RunDir, tmp_path: Path
+) -> None:
+    run = prepared(configs.load(source, run_dir=str(tmp_path / "run")))
+    first = straight.metrics_path.read_text().splitlines(keepends=True)[0]
+    run.metrics_path.write_text(first)
+    train(source, run=str(run.path))
+    assert timeless(run) == timeless(straight)
+
+
+def test_a_metrics_line_that_was_cut_off_does_not_stop_resuming(
+    monkeypatch: pytest.MonkeyPatch, source: Path, straight: RunDir, tmp_path: Path
+) -> None:
+    stop_at(monkeypatch, 4)
+    with pytest.raises(Stopped):
+        train(source, run=str(tmp_path / "run"))
+    run = RunDir(tmp_path / "run")
+    with run.metrics_path.open("a") as stream:
+        stream.write('{"step": 6, "epo')
+    train(source, run=str(run.path))
+    assert timeless(run) == timeless(straight)
+
+
+def test_two_micro_batches_make_the_update_that_one_batch_of_both_makes(
+    source: Path, tmp_path: Path
+) -> None:
+    config = configs.load(source, SGD_LIKE, str(tmp_path / "run"))
+    run = prepared(config)
+    vocabulary = tokenizer.load(run.tokenizer_dir)
+    lines = [pair.src for pair in reverse_task(9, 5)]
+    src, tgt = vocabulary.encode_src(lines), vocabulary.tgt.encode(lines)
+    special = vocabulary.tgt
+    whole, first, second = (
+        training.collate(src[rows], tgt[rows], special.pad, special.bos, special.eos)
+        for rows in (slice(0, 9), slice(0, 2), slice(2, 9))
+    )
+    results = []
+    for micro_batches in ([whole], [first, second]):
+        with RunLog(tmp_path / "metrics.jsonl") as log:
+            trainer = Trainer(config, run, log)
+            trainer._update(micro_batches)
+        rates = trainer.window.rates()
+        weights = {name: w.detach() for name, w in trainer.model.named_parameters()}
+        results.append((float(trainer.window.grad_norm), rates.loss, rates.nll, weights))
+    (one_norm, one_loss, one_nll, one_weights), (two_norm, two_loss, two_nll, _) = results
+    assert two_norm == pytest.approx(one_norm, rel=1e-4)
+    assert (two_loss, two_nll) == pytest.approx((one_loss, one_nll), rel=1e-5)
+    moments = results[1][3]
+    assert all(torch.isfinite(weight).all() for weight in one_weights.values())
+    for name, weight in one_weights.items():
+        torch.testing.assert_close(moments[name], weight, atol=2e-3, rtol=0)
+
+
+def test_the_gradient_is_divided_by_the_tokens_of_the_whole_update(
+    source: Path, tmp_path: Path
+) -> None:
+    """Uneven micro-batches: a mean of their means would weigh short sentences more."""
+    config = configs.load(source, SGD_LIKE, str(tmp_path / "run"))
+    run = prepared(config)
+    with RunLog(tmp_path / "metrics.jsonl") as log:
+        trainer = Trainer(config, run, log)
+        batches = trainer.data.batches(96, training.Position())
+        micro_batches = [next(batches)[0] for _ in range(3)]
+        num_tokens = [batch.num_tgt_tokens for batch in micro_batches]
+        assert len(set(num_tokens)) > 1
+        trainer.model.train()
+        sums = [trainer._loss(batch) for batch in micro_batches]
+        (sum(part.loss for part in sums) / sum(num_tokens)).backward()
+        gradients = [parameter.grad for parameter in trainer.model.parameters()]
+        expected = torch.cat([grad.flatten() for grad in gradients if grad is not None]).norm()
+        trainer.optimizer.zero_grad(set_to_none=True)
+        trainer._update(micro_batches)
+    assert float(trainer.window.grad_norm) == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_a_run_that_reached_its_target_is_left_as_it_is(
+    cli: Cli, source: Path, straight: RunDir, tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(straight.path, run.path)
+    before = contents(run)
+    outcome = cli("train", source, "--run", run.path)
+    assert outcome.code == 2
+    assert outcome.err.splitlines()[-1] == (
+        f"mtrain: {run.path}: has reached its target (12 steps, or 10 validations without a better "
+        "one) at step 12; to go on, raise `training.max_steps`, `training.max_minutes` or "
+        "`training.patience`."
+    )
+    after = contents(run)
+    assert after.keys() == before.keys()
+    assert [
+        name
+        for name in before
+        if re.sub(rb"run_dir: .*", b"", before[name]) != re.sub(rb"run_dir: .*", b"", after[name])
+    ] == []
+
+
+def test_raising_the_target_goes_on_as_if_it_had_been_higher_from_the_start(
+    source: Path, straight: RunDir, tmp_path: Path
+) -> None:
+    longer = "training.max_steps=16"
+    whole = train(source, longer, run=str(tmp_path / "whole"))
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(straight.path, run.path)
+    train(source, longer, run=str(run.path))
+    assert weights(run) == weights(whole)
+    assert timeless(run) == timeless(whole)
+    assert run.load_config().training.max_steps == 16
+
+
+def test_a_target_below_a_stop_without_validation_still_gives_a_model(
+    monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
+) -> None:
+    stop_at(monkeypatch, 3)
+    with pytest.raises(Stopped):
+        train(source, run=str(tmp_path / "run"))
+    run = train(source, "training.max_steps=2", run=str(tmp_path / "run"))
+    assert run.model_path.exists()
+
+
+def no_better(trainer: Trainer, show_examples: bool = False) -> training.Validation:
+    """Pretend that the first validation was the best."""
+    return training.Validation(1.0, 1.0, 50.0 - trainer.progress.step)
+
+
+def test_training_stops_when_patience_is_lost(
+    monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Trainer, "_score", no_better)
+    patience = ["training.validate_every=2", "training.patience=2", "training.max_steps=40"]
+    run = train(source, *patience, run=str(tmp_path / "run"))
+    assert [line["step"] for line in metrics(run) if "valid_bleu" in line] == [2, 4, 6]
+    assert set(checkpoint.steps(run.checkpoints_dir)) == {2, 4, 6}
+    best = load_file(run.checkpoints_dir / "step-00000002" / "model.safetensors")
+    final = load_file(run.model_path)
+    assert all(torch.equal(final[name], best[name]) for name in best)
+
+
+def test_a_run_that_lost_patience_says_which_key_lets_it_go_on(
+    monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Trainer, "_score", no_better)
+    settings = ["training.validate_every=2", "training.max_steps=40"]
+    run = str(tmp_path / "run")
+    train(source, *settings, "training.patience=1", run=run)
+    with pytest.raises(RunError, match=r"`training\.patience`"):
+        train(source, *settings, "training.patience=1", "training.max_steps=60", run=run)
+    train(source, *settings, "training.patience=2", run=run)
+    assert metrics(RunDir(Path(run)))[-1]["step"] == 6
+
+
+def test_the_last_and_the_best_checkpoints_are_kept(
+    monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Trainer, "_score", no_better)
+    keep = ["training.validate_every=2", "training.keep_last=2", "training.keep_best=2"]
+    run = train(source, *keep, run=str(tmp_path / "run"))
+    assert set(checkpoint.steps(run.checkpoints_dir)) == {2, 4, 10, 12}
+    assert [path.name for path in run.checkpoints_dir.iterdir() if path.name[0] == "."] == []
+
+
+def test_checkpoints_are_saved_between_validations_when_asked(source: Path, tmp_path: Path) -> None:
+    every = ["training.save_every=3", "training.validate_every=12", "training.keep_last=9"]
+    run = train(source, *every, run=str(tmp_path / "run"))
+    assert set(checkpoint.steps(run.checkpoints_dir)) == {3, 6, 9, 12}
+
+
+def test_the_final_weights_are_the_average_of_the_last_checkpoints_if_that_is_better(
+    monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
+) -> None:
+    bleus = iter([10.0, 30.0, 20.0, 31.0])
+    monkeypatch.setattr(
+        Trainer, "_score", lambda trainer, **_: training.Validation(1.0, 1.0, next(bleus))
+    )
+    run = train(source, "training.average=3", run=str(tmp_path / "run"))
+    paths = list(checkpoint.steps(run.checkpoints_dir).values())
+    assert [path.name for path in paths] == ["step-00000004", "step-00000008", "step-00000012"]
+    parts = [load_file(path / "model.safetensors") for path in paths]
+    for name, weight in load_file(run.model_path).items():
+        mean = torch.stack([part[name].double() for part in parts]).mean(0).float()
+        torch.testing.assert_close(weight, mean, atol=1e-7, rtol=1e-6)
+        assert not torch.equal(weight, parts[1][name])
+
+
+def test_the_final_weights_are_the_best_checkpoint_if_the_average_is_worse(
+    monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
+) -> None:
+    bleus = iter([10.0, 30.0, 20.0, 29.0])
+    monkeypatch.setattr(
+        Trainer, "_score", lambda trainer, **_: training.Validation(1.0, 1.0, next(bleus))
+    )
+    run = train(source, "training.average=3", run=str(tmp_path / "run"))
+    best = load_file(checkpoint.steps(run.checkpoints_dir)[8] / "model.safetensors")
+    final = load_file(run.model_path)
+    assert final.keys() == best.keys()
+    assert all(torch.equal(final[name], best[name]) for name in best)
+
+
+def test_the_average_can_be_of_the_best_checkpoints(
+    monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
+) -> None:
+    bleus = iter([10.0, 40.0, 30.0, 20.0, 15.0, 12.0, 41.0])
+    monkeypatch.setattr(
+        Trainer, "_score", lambda trainer, **_: training.Validation(1.0, 1.0, next(bleus))
+    )
+    best = ["training.validate_every=2", "training.keep_best=2", "training.average=2"]
+    run = train(source, *best, "training.average_of=best", run=str(tmp_path / "run"))
+    found = checkpoint.steps(run.checkpoints_dir)
+    parts = [load_file(found[step] / "model.safetensors") for step in (4, 6)]
+    for name, weight in load_file(run.model_path).items():
+        torch.testing.assert_close(weight, (parts[0][name] + parts[1][name]) / 2)
+
+
+def test_averaging_more_of_the_best_than_were_kept_takes_those_that_are_there(
+    source: Path, straight: RunDir, tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(straight.path, run.path)
+    shutil.rmtree(run.checkpoints_dir / "step-00000004")
+    more = ["training.keep_best=4", "training.average=4", "training.average_of=best"]
+    train(source, *more, "training.max_steps=16", run=str(run.path))
+    assert max(checkpoint.steps(run.checkpoints_dir)) == 16
+
+
+def test_minutes_end_the_training_and_the_learning_rate_falls_with_them(
+    monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
+) -> None:
+    clock = iter(x / 10 for x in range(10**6))
+    monkeypatch.setattr(training.time, "monotonic", lambda: next(clock))
+    budget = ["training.max_steps=null", "training.max_minutes=0.2", "training.schedule=linear"]
+    settings = ["training.warmup_steps=0", "training.log_every=1", "training.validate_every=1000"]
+    run = train(source, *budget, *settings, run=str(tmp_path / "run"))
+    lines = step_lines(run)
+    assert 10 < len(lines) < 121
+    assert lines[-1]["elapsed_s"] >= 12 > lines[-2]["elapsed_s"]
+    spent = [0.0] + [line["elapsed_s"] / 12 for line in lines[:-1]]
+    assert [line["lr"] for line in lines] == pytest.approx([0.01 * (1 - x) for x in spent])
+    assert run.model_path.exists()
+
+
+def test_minutes_of_an_earlier_part_count(
+    monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
+) -> None:
+    clock = iter(float(x) for x in range(10**6))
+    monkeypatch.setattr(training.time, "monotonic", lambda: next(clock))
+    budget = ["training.max_steps=null", "training.max_minutes=1", "training.log_every=1"]
+    budget += ["training.validate_every=1000"]
+    run = stop_and_go_on(monkeypatch, source, str(tmp_path / "run"), 5, *budget)
+    elapsed = [line["elapsed_s"] for line in step_lines(run)]
+    assert elapsed == sorted(elapsed)
+    assert len(elapsed) < 60
+
+
+def test_a_loss_that_is_not_finite_stops_the_training_before_the_update(
+    cli: Cli, source: Path, tmp_path: Path
+) -> None:
+    wild = ["--set", "training.lr=1e30", "--set", "training.warmup_steps=0"]
+    outcome = cli("train", source, *wild, "--run", tmp_path / "run")
+    assert outcome.code == 2
+    assert "`training.lr`" in outcome.err.splitlines()[-1]
+    assert not RunDir(tmp_path / "run").model_path.exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "key", "old"),
+    [("model.d_ff=64", "d_ff", "32"), ("model.norm=pre", "norm", "'post'")],
+)
+def test_another_model_is_refused_once_there_are_checkpoints(
+    source: Path, straight: RunDir, tmp_path: Path, setting: str, key: str, old: str
+) -> None:
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(straight.path, run.path)
+    before = contents(run)
+    with pytest.raises(RunError) as error:
+        train(source, setting, "training.max_steps=20", run=str(run.path))
+    assert str(error.value) == (
+        f"{run.path}: its checkpoints have another `model.{key}` ({old}); take another --run, or "
+        "delete this run folder."
+    )
+    assert contents(run) == before
+
+
+def test_another_model_is_welcome_before_there_are_checkpoints(
+    source: Path, tmp_path: Path
+) -> None:
+    prepared(configs.load(source, run_dir=str(tmp_path / "run")))
+    run = train(source, "model.d_ff=64", "training.max_steps=1", run=str(tmp_path / "run"))
+    assert run.load_config().model.d_ff == 64
+
+
+def test_a_device_that_is_not_there_is_refused(cli: Cli, source: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    outcome = cli("train", source, "--run", run, "--set", "training.device=tpu")
+    assert outcome.code == 2
+    assert outcome.err.splitlines()[-1] == (
+        "mtrain: `device` must be one of this machine, such as cpu or cuda, but is 'tpu' instead."
+    )
+
+
+def test_a_damaged_checkpoint_is_named(source: Path, straight: RunDir, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(straight.path, run.path)
+    path = run.checkpoints_dir / "step-00000012" / "optimizer.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(RunError, match=f"^{path}: must be a whole safetensors file"):
+        train(source, "training.max_steps=20", run=str(run.path))
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer/shared.model", "data/train.arrow", "data/dropped.json", "data/valid.src"]
+)
+def test_a_part_of_the_run_folder_that_is_gone_is_named_with_advice_that_helps(
+    source: Path, straight: RunDir, tmp_path: Path, name: str
+) -> None:
+    """The data folder is there, so that `mtrain tokenize` would say that all is done."""
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(straight.path, run.path)
+    (run.path / name).unlink()
+    with pytest.raises(RunError) as error:
+        train(source, "training.max_steps=20", run=str(run.path))
+    assert str(run.path / name) in str(error.value)
+    assert "mtrain tokenize" not in str(error.value)
+
+
+def test_the_header_says_what_is_about_to_be_trained(
+    cli: Cli, source: Path, tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path / "run")
+    outcome = cli("train", source, "--run", run.path, "--set", "training.max_steps=2")
+    assert (outcome.code, outcome.out) == (0, b"")
+    weights = load_file(run.model_path)
+    said = outcome.err.splitlines()
+    num_parameters = sum(weight.numel() for weight in weights.values())
+    assert f"model    {num_parameters:,} parameters" in said
+    assert "pieces   285 shared pieces" in said
+    assert "target   2 steps, or 10 validations without a better one" in said
+    assert sum(line.startswith("  translation  ") for line in said) == 3
+    assert "pairs    200 for training (0 dropped)," in said
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_the_same_command_goes_on(
+    source: Path, tmp_path: Path, number: int, code: int
+) -> None:
+    run = RunDir(tmp_path / "run")
+    command = [sys.executable, "-m", "mtrain", "train", str(source), "--run", str(run.path)]
+    endless = [*command, "--set", "training.max_steps=1000000", "--set", "training.log_every=1"]
+    with subprocess.Popen(endless, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("step 2,"):
+                os.kill(process.pid, number)
+                break
+        rest = process.stderr.read().splitlines()
+    assert process.returncode == code
+    assert rest[-1] == (
+        f"mtrain: stopped; all is saved in {run.path}, and the same command goes on from there."
+    )
+    step = max(checkpoint.steps(run.checkpoints_dir))
+    assert step >= 2
+    settings = [f"training.max_steps={step + 2}", "training.log_every=1"]
+    train(source, *settings, run=str(run.path))
+    assert [line["step"] for line in step_lines(run)] == list(range(1, step + 3))
