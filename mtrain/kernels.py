@@ -170,7 +170,7 @@ class ProjectedCrossEntropy(torch.autograd.Function):
             if grad_states is not None and grad_weight is not None:
                 probs -= smoothing / len(weight)
                 probs.scatter_add_(-1, wanted, torch.full_like(wanted_logits, smoothing - 1))
-                short = _shorten(probs, short_weight.dtype)
+                short = _shorten(probs, short_weight.dtype)[: len(products)]
                 grad_states[part] = torch.mm(short, short_weight)[: len(probs)]
                 grad_weight += torch.mm(short.t(), short_states[part])
         ctx.save_for_backward(grad_states, grad_weight)

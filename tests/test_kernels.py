@@ -54,6 +54,36 @@ def test_linear_is_the_plain_formula_forward_and_backward(matmul_dtype, bias, sh
         torch.testing.assert_close(grads[2], up.sum(0), rtol=1e-14, atol=1e-14)
 
 
+@pytest.mark.parametrize("num_rows", [1, 127, 128, 129, 300])
+def test_filling_up_the_rows_of_a_product_changes_nothing(num_rows):
+    layer, x = linear(torch.float64, weights=torch.float32), leaf(num_rows, 6, dtype=torch.float32)
+    out, upstream = layer(x), normal(num_rows, 5, seed=1, dtype=torch.float32)
+    grads = torch.autograd.grad((out * upstream).sum(), [x, layer.weight, layer.bias])
+
+    plain = F.linear(x, layer.weight, layer.bias)
+    expected = torch.autograd.grad((plain * upstream).sum(), [x, layer.weight, layer.bias])
+    torch.testing.assert_close(out, plain)
+    torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_batches_of_many_sizes_ask_for_products_of_few_sizes(monkeypatch):
+    sizes, multiply = set(), torch.mm
+
+    def note(left: Tensor, right: Tensor) -> Tensor:
+        sizes.add((tuple(left.shape), tuple(right.shape)))
+        return multiply(left, right)
+
+    monkeypatch.setattr(torch, "mm", note)
+    layer, weight = linear(torch.float64, weights=torch.float32), leaf(9, 5, dtype=torch.float32)
+    for num_rows in range(1, 129, 7):
+        states, targets = (
+            layer(normal(num_rows, 6, dtype=torch.float32)),
+            torch.arange(num_rows) % 9,
+        )
+        ProjectedCrossEntropy.apply(states, weight, targets, 0.1, torch.float64)[0].backward()
+    assert len(sizes) == 6  # forward, and each operand's gradient, of two projections
+
+
 def test_linear_with_short_products_passes_gradcheck():
     layer = linear(torch.float64)
 
@@ -293,6 +323,23 @@ def test_projected_cross_entropy_is_torchs_on_plain_logits(chunk_tokens, smoothi
     torch.testing.assert_close(loss, expected, **SAME)
     torch.testing.assert_close(nll, expected_nll, **SAME)
     torch.testing.assert_close(grads, expected_grads, **SAME)
+
+
+@pytest.mark.parametrize("num_tokens", [5, 128, 700])
+@pytest.mark.parametrize("chunk_tokens", [3, 128, 512])
+def test_projected_cross_entropy_of_filled_rows_is_the_plain_one(
+    num_tokens, chunk_tokens, monkeypatch
+):
+    monkeypatch.setattr(kernels, "_CHUNK_TOKENS", chunk_tokens)
+    states, weight = leaf(num_tokens, 4, dtype=torch.float32), leaf(6, 4, dtype=torch.float32)
+    targets = torch.arange(num_tokens) % 6
+    loss, nll = ProjectedCrossEntropy.apply(states, weight, targets, 0.1, torch.float64)
+    expected, expected_nll = plain_loss(states, weight, targets, 0.1)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(nll, expected_nll)
+    grads = torch.autograd.grad(loss, [states, weight])
+    expected_grads = torch.autograd.grad(expected, [states, weight])
+    torch.testing.assert_close(grads, expected_grads, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -245,6 +246,18 @@ def test_other_training_settings_do_not_ask_for_new_data(tmp_path: Path, tree: T
     tree["training"]["lr"] = 0.5
     _, said = make(tmp_path, tree)
     assert said[-1].endswith("tokenized already")
+
+
+def test_a_tokenizer_that_weights_may_depend_on_is_kept(tmp_path: Path, tree: Tree) -> None:
+    run, _ = make(tmp_path, tree)
+    model, pairs = run.tokenizer_dir / "shared.model", run.data_dir / "train.arrow"
+    before, encoded = model.read_bytes(), pairs.read_bytes()
+    shutil.rmtree(run.data_dir)
+    train_src = Path(tree["data"]["train"]["src"][0])
+    train_src.write_text(train_src.read_text().replace("a", "ä"))
+    make(tmp_path, tree)
+    assert model.read_bytes() == before
+    assert pairs.read_bytes() != encoded
 
 
 def test_separate_vocabularies_each_know_their_side(tmp_path: Path, tree: Tree) -> None:

@@ -1,0 +1,92 @@
+"""Run a training whose quality we state, and print a line for the table in RESULTS.md."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+MTRAIN = [sys.executable, "-m", "mtrain"]
+CONFIGS = {"tiny": "configs/multi30k_tiny.yaml", "tok": "configs/multi30k_tiny_tok.yaml"}
+SCORING = {"tiny": [], "tok": ["--tokenize", "none"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=["demo", *CONFIGS, "repeat"])
+    name = parser.parse_args().name
+    print(f"{datetime.date.today()}  {describe_machine()}  commit {commit()}")
+    if name == "repeat":
+        repeat()
+    elif name == "demo":
+        run = fresh("runs/benchmark_demo")
+        timed([*MTRAIN, "demo", str(run)])
+        show_scores(run, [])
+    else:
+        run = fresh(f"runs/benchmark_{name}")
+        timed([*MTRAIN, "train", CONFIGS[name], "--run", str(run)])
+        show_scores(run, SCORING[name])
+
+
+def fresh(path: str) -> Path:
+    """Return the path of a run folder that does not exist."""
+    shutil.rmtree(path, ignore_errors=True)
+    return Path(path)
+
+
+def timed(command: list[str]) -> None:
+    """Run a command; print its wall time and the peak memory of its largest process."""
+    started = time.monotonic()
+    subprocess.run(command, check=True)
+    seconds = time.monotonic() - started
+    peak_mib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    print(f"{' '.join(command[2:])}: {seconds:.0f} s, {peak_mib:.0f} MiB", flush=True)
+
+
+def show_scores(run: Path, options: list[str]) -> None:
+    """Translate and score the run's test sets in a process of their own."""
+    command = [*MTRAIN, "eval", str(run), "--json", *options]
+    answer = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    for test, scores in json.loads(answer).items():
+        for score in scores:
+            print(f"{test}  {score['metric']} {score['value']:.2f}  {score['signature']}")
+
+
+def repeat() -> None:
+    """Train the demo's config for 300 steps twice; compare the files of the weights."""
+    digests = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("first", "second"):
+            run = Path(folder) / name
+            steps = ["--set", "training.max_steps=300", "--set", "training.validate_every=100"]
+            timed([*MTRAIN, "train", "configs/demo.yaml", "--run", str(run), *steps])
+            weights = (run / "model.safetensors").read_bytes()
+            digests.append(hashlib.sha256(weights).hexdigest())
+    print(*digests, "the same" if digests[0] == digests[1] else "DIFFERENT", sep="\n")
+
+
+def describe_machine() -> str:
+    """Return the processor's name, as far as the system tells."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{len(names)} x {names[0]}" if names else platform.processor()
+
+
+def commit() -> str:
+    """Return the commit that is measured."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    main()
