@@ -75,7 +75,7 @@ class RunLog:
             file=sys.stderr,
             disable=None,
             dynamic_ncols=True,
-            bar_format="{percentage:3.0f}%|{bar}|{postfix}, {remaining} left",
+            bar_format="{percentage:3.0f}%|{bar}| {desc}, {remaining} left",
         )
 
     def wants_note(self, interval_s: float) -> bool:
@@ -91,7 +91,7 @@ class RunLog:
             return
         self._last_note_s = time.monotonic()
         self._bar.n = min(spent, 1.0)
-        self._bar.set_postfix_str(note)
+        self._bar.set_description_str(note)
 
     def close_bar(self) -> None:
         """Take the bar away."""

@@ -30,6 +30,7 @@ from mtrain.schedule import learning_rate
 from mtrain.translate import Translator, build_model, pick_device, set_weights
 
 _NUM_EXAMPLES = 3
+_MAX_EXAMPLE = 145  # characters of an example: two lines of a terminal
 _BAR_INTERVAL_S = 0.5
 
 
@@ -287,9 +288,9 @@ class Trainer:
         count = min(_NUM_EXAMPLES, len(hypotheses))
         for index in range(count):
             row = (2 * index + 1) * len(hypotheses) // (2 * count)
-            self.log.say(f"  source       {self.valid.src[row]}")
-            self.log.say(f"  reference    {self.valid.tgt[row]}")
-            self.log.say(f"  translation  {hypotheses[row]}")
+            self.log.say(f"  source       {_clip(self.valid.src[row])}")
+            self.log.say(f"  reference    {_clip(self.valid.tgt[row])}")
+            self.log.say(f"  translation  {_clip(hypotheses[row])}")
 
     def _save(self) -> None:
         directory, step = self.run_dir.checkpoints_dir, self.progress.step
@@ -483,6 +484,11 @@ def _check_finite(value: float) -> None:
             "the loss or its gradient is no longer a finite number; take a lower `training.lr` or "
             "more `training.warmup_steps`."
         )
+
+
+def _clip(text: str) -> str:
+    """Cut a line for the screen: an early model repeats itself without end."""
+    return text if len(text) <= _MAX_EXAMPLE else text[: _MAX_EXAMPLE - 3] + "..."
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,17 +1,23 @@
 """Training learns, repeats itself bit for bit, and goes on from where it stopped."""
 
+import contextlib
+import fcntl
 import json
 import os
+import pty
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from conftest import Cli
 from safetensors.torch import load_file
 from tasks import prepared, reverse_task, stop_at, train, write_task
@@ -567,6 +573,44 @@ def test_the_header_says_what_is_about_to_be_trained(
     assert "target   2 steps, or 10 validations without a better one" in said
     assert sum(line.startswith("  translation  ") for line in said) == 3
     assert "pairs    200 for training (0 dropped)," in said
+
+
+def test_examples_of_an_early_model_are_cut_for_the_screen(
+    cli: Cli, source: Path, tmp_path: Path
+) -> None:
+    tree = yaml.safe_load(source.read_text())
+    for side in ("src", "tgt"):
+        line = "ba " * 70
+        path = tmp_path / f"valid.{side}"
+        path.write_text(f"{line}\n" * 3)
+        tree["data"]["valid"][side] = [str(path)]
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(tree))
+    outcome = cli("train", config, "--run", tmp_path / "run", "--set", "training.max_steps=2")
+    sources = [line for line in outcome.err.splitlines() if line.startswith("  source ")]
+    assert sources == ["  source       " + ("ba " * 70)[:142] + "..."] * 3
+
+
+def test_at_a_terminal_a_bar_says_step_loss_speed_rate_and_time_left(
+    source: Path, tmp_path: Path
+) -> None:
+    master, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    command = [sys.executable, "-m", "mtrain", "train", str(source), "--run", str(tmp_path / "run")]
+    with subprocess.Popen(command, stderr=terminal) as process:
+        os.close(terminal)
+        shown = b""
+        with contextlib.suppress(OSError):  # how Linux says that the other side has closed
+            while part := os.read(master, 4096):
+                shown += part
+    os.close(master)
+    assert process.returncode == 0
+    bars = [part for part in re.split(r"[\r\n]+", shown.decode()) if "%|" in part]
+    pattern = (
+        r" *\d+%\|.*\| step \d+, loss [\d.]+, [\d,]+ tokens/s, lr \d\.\d\de-\d\d, [\d:?]+ left"
+    )
+    assert any(re.match(pattern, bar) for bar in bars)
+    assert max(map(len, bars)) <= 80
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
