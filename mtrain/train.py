@@ -11,6 +11,7 @@ from itertools import islice
 from types import FrameType, TracebackType
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,14 +20,16 @@ from mtrain import config as configs
 from mtrain.batch import Batch, collate
 from mtrain.checkpoint import Progress, Weights
 from mtrain.config import Config
-from mtrain.data import Position, TrainingData
+from mtrain.data import Position, TrainingData, plan_batches
 from mtrain.errors import RunError
 from mtrain.evaluate import bleu
 from mtrain.loss import LossSum, label_smoothed
 from mtrain.model import num_parameters
+from mtrain.prepare import Lines
 from mtrain.rundir import RunDir
 from mtrain.runlog import RunLog
 from mtrain.schedule import learning_rate
+from mtrain.tokenizer import Tokenizer
 from mtrain.translate import Translator, build_model, pick_device, set_weights
 
 _NUM_EXAMPLES = 3
@@ -412,29 +415,23 @@ def _check_model(config: Config, run: RunDir) -> None:
         )
 
 
-def _valid_batches(
-    lines: prepare.Lines, vocabulary: tokenizer.Tokenizer, budget: int
-) -> list[Batch]:
+def _valid_batches(lines: Lines, vocabulary: Tokenizer, batch_tokens: int) -> list[Batch]:
     """Encode the validation set once, in batches of like length."""
     src, tgt = vocabulary.encode_src(lines.src), vocabulary.tgt.encode(lines.tgt)
-    longer = [max(len(s), len(t) + 1) for s, t in zip(src, tgt, strict=True)]
-    rows: list[int] = []
-    batches = []
-    for row in sorted(range(len(src)), key=lambda row: longer[row]):
-        if rows and (len(rows) + 1) * longer[row] > budget:
-            batches.append(_collate_rows(rows, src, tgt, vocabulary))
-            rows = []
-        rows.append(row)
-    batches.append(_collate_rows(rows, src, tgt, vocabulary))
-    return batches
-
-
-def _collate_rows(
-    rows: list[int], src: list[list[int]], tgt: list[list[int]], vocabulary: tokenizer.Tokenizer
-) -> Batch:
+    src_lengths = np.array([len(ids) for ids in src], dtype=np.int32)
+    tgt_lengths = np.array([len(ids) + 1 for ids in tgt], dtype=np.int32)
+    plan = plan_batches(src_lengths, tgt_lengths, batch_tokens, np.random.default_rng(0))
     special = vocabulary.tgt
-    picked_src, picked_tgt = [src[row] for row in rows], [tgt[row] for row in rows]
-    return collate(picked_src, picked_tgt, special.pad, special.bos, special.eos)
+    return [
+        collate(
+            [src[row] for row in rows],
+            [tgt[row] for row in rows],
+            special.pad,
+            special.bos,
+            special.eos,
+        )
+        for rows in plan
+    ]
 
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Weights:
