@@ -38,6 +38,26 @@ class Batch:
             src, src_keep, tgt_in, tgt_out, tgt_keep, self.num_src_tokens, self.num_tgt_tokens
         )
 
+    def split(self, parts: int) -> list[Batch]:
+        """Cut into at most `parts` batches of like size, each as narrow as its pairs allow."""
+        size = -(-len(self.src_BS) // parts)
+        return [
+            self._take(slice(first, first + size)) for first in range(0, len(self.src_BS), size)
+        ]
+
+    def _take(self, rows: slice) -> Batch:
+        src_keep_BS, tgt_keep_BT = self.src_keep_BS[rows], self.tgt_keep_BT[rows]
+        width_S, width_T = int(src_keep_BS.sum(1).max()), int(tgt_keep_BT.sum(1).max())
+        return Batch(
+            self.src_BS[rows, :width_S],
+            src_keep_BS[:, :width_S],
+            self.tgt_in_BT[rows, :width_T],
+            self.tgt_out_BT[rows, :width_T],
+            tgt_keep_BT[:, :width_T],
+            int(src_keep_BS.sum()),
+            int(tgt_keep_BT.sum()),
+        )
+
 
 def collate(src: Sequence[Ids], tgt: Sequence[Ids], pad: int, bos: int, eos: int) -> Batch:
     """Pad encoded pairs: sources are pieces + eos as they come, targets are pieces alone."""

@@ -9,7 +9,7 @@ import json
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
@@ -59,10 +59,29 @@ class Checkpoint(NamedTuple):
     progress: Progress
 
 
-def save_model(path: Path, weights: Mapping[str, Tensor], tokenizer: str) -> None:
-    """Write weights, with the fingerprint of the tokenizer that they fit."""
+class Origin(NamedTuple):
+    """The checkpoints that final weights are made of, averaged if several, and their BLEU."""
+
+    steps: list[int]
+    bleu: float
+
+
+def save_model(
+    path: Path, weights: Mapping[str, Tensor], tokenizer: str, origin: Origin | None = None
+) -> None:
+    """Write weights, with the fingerprint of the tokenizer that they fit, and their origin."""
     with whole_file(path) as beside:
-        _write_tensors(beside, weights, tokenizer)
+        _write_tensors(beside, weights, tokenizer, origin)
+
+
+def load_origin(path: Path) -> Origin | None:
+    """Return what final weights are made of; None if they do not say, or cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = json.loads((file.metadata() or {}).get(_HEADER, "{}"))
+    except (SafetensorError, OSError, ValueError):
+        return None
+    return Origin(**header["origin"]) if "origin" in header else None
 
 
 def load_model(path: Path, tokenizer: str) -> Weights:
@@ -150,8 +169,12 @@ def average(paths: Sequence[Path], tokenizer: str) -> Weights:
     return {name: (tensor / len(paths)).float() for name, tensor in total.items()}
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor], tokenizer: str) -> None:
+def _write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], tokenizer: str, origin: Origin | None = None
+) -> None:
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     # one key: safetensors writes several in random order, and equal weights are to be equal files
-    header = json.dumps({"format": FORMAT, "tokenizer": tokenizer}, sort_keys=True)
-    save_file(whole, path, metadata={_HEADER: header})
+    header: dict[str, Any] = {"format": FORMAT, "tokenizer": tokenizer}
+    if origin is not None:
+        header["origin"] = origin._asdict()
+    save_file(whole, path, metadata={_HEADER: json.dumps(header, sort_keys=True)})

@@ -12,7 +12,7 @@ import typer
 
 from mtrain import __version__
 from mtrain import config as configs
-from mtrain.errors import UserError
+from mtrain.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from mtrain.config import Config, DecodingConfig
@@ -162,7 +162,7 @@ def translate(
     run_dir = RunDir(run)
     decoding = _decoding(run_dir, beam, length_alpha)
     translator = translating.load(run_dir, decoding, device)
-    _put(translator.stream(files.read_forgiving(file, _warn)), output)
+    _put(translator.stream(files.read_forgiving(file, _warn), _warn), output)
 
 
 def _warn(text: str) -> None:
@@ -202,6 +202,32 @@ def evaluate(
     translator = translating.load(run_dir, _decoding(run_dir, beam, length_alpha), device)
     results = evaluating.evaluate(run_dir, translator, options)
     _put(evaluating.as_json(results) if json else evaluating.as_text(results), output)
+
+
+@app.command()
+def plot(
+    run: RunArgument,
+    sentence: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Whose attention to draw.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="The folder; RUN/plots if absent.")
+    ] = None,
+) -> None:
+    """Draw the training and the model, as PNG and SVG.
+
+    Example: mtrain plot runs/demo --sentence "The old farmer is tired."
+    """
+    from importlib.util import find_spec
+
+    if find_spec("matplotlib") is None:
+        raise ConfigError("`mtrain plot` must have matplotlib: pip install 'mtrain[plot]' adds it.")
+    from mtrain import plots
+    from mtrain.rundir import RunDir
+
+    _put(
+        (str(path) for path in plots.draw(RunDir(run), sentence, out or run / "plots", _warn)), None
+    )
 
 
 def _put(lines: Iterable[str], output: Path | None) -> None:

@@ -84,19 +84,33 @@ class ModelConfig(Section):
     num_encoder_layers: int = Field(default=4, ge=1)
     num_decoder_layers: int = Field(default=4, ge=1)
     dropout: float = Field(default=0.3, ge=0, lt=1)
+    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
+    activation_dropout: float = Field(default=0.0, ge=0, lt=1)
     norm: Literal["post", "pre"] = "post"
-    positions: Literal["sinusoidal"] = "sinusoidal"
+    positions: Literal["sinusoidal", "learned"] = "sinusoidal"
+    max_positions: int | None = Field(default=None, ge=2)
+    attention_window: int | None = Field(default=None, ge=1)
     activation: Literal["relu", "gelu"] = "relu"
     tie_embeddings: Literal["all", "decoder", "none"] = "all"
 
     @model_validator(mode="after")
-    def _divide_the_width(self) -> ModelConfig:
+    def _fit_the_sizes(self) -> ModelConfig:
         if self.d_model % self.num_heads:
             raise ValueError(
                 f"must have a `d_model` that is divisible by `num_heads`, but {self.d_model} is "
                 f"not divisible by {self.num_heads}"
             )
-        if self.d_model % 2:
+        if self.positions == "learned" and self.max_positions is None:
+            raise ValueError(
+                "must say with `max_positions` how many positions are learned, but it is null "
+                "instead"
+            )
+        if self.positions == "sinusoidal" and self.max_positions is not None:
+            raise ValueError(
+                "must leave `max_positions` null unless `positions` is 'learned', but it is "
+                f"{self.max_positions} instead"
+            )
+        if self.positions == "sinusoidal" and self.d_model % 2:
             raise ValueError(
                 f"must have an even `d_model` for sinusoidal positions, but has {self.d_model} "
                 "instead"
@@ -171,6 +185,11 @@ class Config(Section):
             raise ValueError(
                 "`model.tie_embeddings` must be 'decoder' or 'none' when `tokenizer.shared` is "
                 "false, but is 'all' instead"
+            )
+        if self.model.max_positions is not None and self.model.max_positions < self.data.max_tokens:
+            raise ValueError(
+                f"`model.max_positions` must be >= `data.max_tokens` ({self.data.max_tokens}), "
+                f"but is {self.model.max_positions} instead"
             )
         if self.training.batch_tokens < self.data.max_tokens:
             raise ValueError(

@@ -1,98 +1,235 @@
 """The few operations that make training fast, each equal to a plain formula of PyTorch.
 
-They know tensors and nothing of the model. A test checks each against the formula in float64.
+They know tensors and nothing of the model. On a CPU the work between two matrix products runs in
+compiled functions (`native`), one pass over memory each; everywhere else, and without a compiler,
+in the plain formula that stands beside them. A test checks each against the formula in float64.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ctypes.util
+import random
 import sys
-from typing import Any
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mtrain import native
+
 _SHORT = 128  # up to this many keys, plain batched products beat the fused kernel on a CPU
-_ROUND_ROWS = 128  # products have a multiple of this many rows
+_ROUND_ROWS = 128  # short products have a multiple of this many rows
 _CHUNK_TOKENS = 512  # tokens whose logits the loss holds at once
+_LEVELS = 1 << 16  # of a dropout rate
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` whose matrix products can run in a shorter type than its weights."""
-
-    matmul_dtype: torch.dtype | None = None
+    """`nn.Linear` in the type of its input, whatever the type of its weights."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `input @ weight.T + bias` in the type of `input`."""
-        if self.matmul_dtype is None:
+        if input.dtype == self.weight.dtype:
             return F.linear(input, self.weight, self.bias)
         result: Tensor = _ShortLinear.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, self.matmul_dtype
+            input, self.weight, self.bias
         )
         return result
 
 
 class _ShortLinear(torch.autograd.Function):
-    """A linear map with products in `dtype`, sums in float32, and everything else as it came."""
+    """A linear map in the type of its input; the gradients of its weights are as long as they."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        rows, short_weight = _shorten(flat, dtype), weight.to(dtype)
+        rows, short_weight = _fill_rows(flat), weight.to(x.dtype)
         ctx.save_for_backward(rows, short_weight)
-        ctx.has_bias, ctx.shape = bias is not None, x.shape
-        out = torch.mm(rows, short_weight.t())[: len(flat)].to(x.dtype)
-        if bias is not None:
-            out += bias
-        return out.view(*x.shape[:-1], -1)
+        ctx.bias_dtype, ctx.weight_dtype = bias.dtype if bias is not None else None, weight.dtype
+        out = F.linear(rows, short_weight, None if bias is None else bias.to(x.dtype))
+        return out[: len(flat)].view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         rows, short_weight = ctx.saved_tensors
         flat = grad.reshape(-1, grad.shape[-1])
-        short = _shorten(flat, rows.dtype)
-        grad_x = torch.mm(short, short_weight)[: len(flat)].to(grad.dtype).view(ctx.shape)
-        grad_weight = torch.mm(short.t(), rows).to(grad.dtype)
-        return grad_x, grad_weight, flat.sum(0) if ctx.has_bias else None, None
+        filled = _fill_rows(flat)
+        grad_x = torch.mm(filled, short_weight)[: len(flat)].view(*grad.shape[:-1], -1)
+        grad_weight = torch.mm(filled.t(), rows).to(ctx.weight_dtype)
+        grad_bias = None if ctx.bias_dtype is None else flat.sum(0).to(ctx.bias_dtype)
+        return grad_x, grad_weight, grad_bias
 
 
-def _shorten(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Copy rows into `dtype`, filled up with zeros to a multiple of `_ROUND_ROWS`.
+def _fill_rows(rows: Tensor) -> Tensor:
+    """Fill rows up with zeros to a multiple of `_ROUND_ROWS`.
 
-    A CPU's library compiles a product anew for each number of rows, and batches have many.
+    A CPU's library compiles a short product anew for each number of rows, and batches have many.
     """
-    if rows.dtype == dtype:
+    missing = -len(rows) % _ROUND_ROWS
+    if not missing or rows.device.type != "cpu":
         return rows
-    num_rows = len(rows)
-    filled = rows.new_empty((-(-num_rows // _ROUND_ROWS) * _ROUND_ROWS, rows.shape[1]), dtype=dtype)
-    filled[:num_rows] = rows
-    filled[num_rows:] = 0
+    filled = rows.new_empty((len(rows) + missing, rows.shape[1]))
+    filled[: len(rows)] = rows
+    filled[len(rows) :] = 0
     return filled
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
+class LayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm` that computes in the type of its weights, and answers in that of its input."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return `input` normalised over its last dimension."""
+        result: Tensor = super().forward(input.to(self.weight.dtype)).to(input.dtype)
+        return result
+
+
+def add_norm(x: Tensor, branch: Tensor, dropout: Dropout, norm: LayerNorm) -> Tensor:
+    """Return LayerNorm(x + Dropout(branch))."""
+    functions = _functions(x, branch)
+    if functions is None or norm.weight.dtype != torch.float32:
+        plain: Tensor = norm(x + dropout(branch))
+        return plain
+    result: Tensor = _AddNorm.apply(  # type: ignore[no-untyped-call]
+        x, branch, norm.weight, norm.bias, norm.eps, dropout.draw(), functions
+    )
+    return result
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        branch: Tensor,
+        gain: Tensor,
+        bias: Tensor,
+        eps: float,
+        drops: Drops,
+        functions: _Functions,
+    ) -> Tensor:
+        x, branch = x.contiguous(), branch.contiguous()
+        width = x.shape[-1]
+        rows = x.numel() // width
+        out, mean, rstd = torch.empty_like(x), gain.new_empty(rows), gain.new_empty(rows)
+        tensors = (x, branch, gain, bias, out, mean, rstd)
+        functions.call("add_norm", tensors, rows, width, eps, *drops)
+        ctx.save_for_backward(x, branch, gain, mean, rstd)
+        ctx.drops, ctx.functions = drops, functions
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, branch, gain, mean, rstd = ctx.saved_tensors
+        grad_x, grad_branch = torch.empty_like(x), torch.empty_like(x)
+        grad_gain, grad_bias = torch.zeros_like(gain), torch.zeros_like(gain)
+        grads = (grad_x, grad_branch, grad_gain, grad_bias)
+        tensors = (grad.contiguous(), x, branch, gain, mean, rstd, *grads)
+        ctx.functions.call("add_norm_grad", tensors, len(mean), len(gain), *ctx.drops)
+        return *grads, None, None, None
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, dropout: Dropout | None = None
+) -> Tensor:
     """Return softmax(q k^T / sqrt(d_k)) v over the kept keys (section 3.2.1).
 
     Args:
-        q: [..., T, K].
-        k, v: [..., S, K].
-        keep: bool, broadcastable to [..., T, S]; True takes part. A row that keeps nothing
+        q: [B, H, T, K].
+        k, v: [B, H, S, K].
+        keep: bool, broadcastable to [B, H, T, S]; True takes part. A row that keeps nothing
             gives the mean of all values, never NaN.
+        dropout: zeroes a share of the weights, while training.
     """
+    functions = _functions(q, k, v)
+    if functions is not None and q.dim() == 4 and k.shape[-2] <= _SHORT:
+        drops = dropout.draw() if dropout is not None else _NO_DROPS
+        result: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+            q, k, v, keep, drops, functions
+        )
+        return result
+    rate = dropout.rate if dropout is not None and dropout.training else 0.0
+    is_cpu = q.device.type == "cpu"
+    dtype = torch.float32 if is_cpu and q.dtype == torch.bfloat16 else q.dtype
     bias = None
     if keep is not None:
-        bias = torch.zeros(keep.shape, dtype=q.dtype, device=q.device)
-        bias.masked_fill_(~keep, torch.finfo(q.dtype).min)
-    if q.device.type != "cpu" or k.shape[-2] > _SHORT:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-    scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-2, -1))
+        bias = torch.zeros(keep.shape, dtype=dtype, device=q.device)
+        bias.masked_fill_(~keep, torch.finfo(dtype).min)
+    if not is_cpu or (k.shape[-2] > _SHORT and rate == 0):
+        mixed = F.scaled_dot_product_attention(
+            q.to(dtype), k.to(dtype), v.to(dtype), attn_mask=bias, dropout_p=rate
+        )
+        return mixed.to(q.dtype)
+    scores = torch.matmul(q.to(dtype) * q.shape[-1] ** -0.5, k.to(dtype).transpose(-2, -1))
     if bias is not None:
         scores = scores + bias
-    return torch.matmul(scores.softmax(-1), v)
+    weights = scores.softmax(-1)
+    return torch.matmul(weights if dropout is None else dropout(weights), v.to(dtype)).to(q.dtype)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keep: Tensor | None,
+        drops: Drops,
+        functions: _Functions,
+    ) -> Tensor:
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        out = _heads_last(q)
+        shape = _attention_shape(q, k, v, keep, out, drops)
+        functions.call("attention", (q, k, v, keep, out), shape=shape)
+        ctx.save_for_backward(q, k, v, keep)
+        ctx.shape, ctx.functions = shape, functions
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, keep = ctx.saved_tensors
+        if grad.stride(-1) != 1:
+            grad = grad.contiguous()
+        grads = [_heads_last(x) for x in (q, k, v)]
+        ctx.shape.out_strides[:] = grad.stride()[:3]
+        for name, own in zip(("grad_q", "grad_k", "grad_v"), grads, strict=True):
+            getattr(ctx.shape, f"{name}_strides")[:] = own.stride()[:3]
+        ctx.functions.call("attention_grad", (grad, q, k, v, keep, *grads), shape=ctx.shape)
+        return *grads, None, None, None
+
+
+def _heads_last(x_BHTK: Tensor) -> Tensor:
+    """Return an empty [B, H, T, K] whose heads lie side by side, as [B, T, D] wants them."""
+    b, h, t, k = x_BHTK.shape
+    return x_BHTK.new_empty((b, t, h, k)).transpose(1, 2)
+
+
+def _attention_shape(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, out: Tensor, drops: Drops
+) -> native.AttentionShape:
+    shape = native.AttentionShape(*q.shape[:3], *k.shape[2:])
+    for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
+        getattr(shape, f"{name}_strides")[:] = x.stride()[:3]
+    if keep is not None:
+        shape.keep_strides[:] = keep.expand(*q.shape[:3], k.shape[2]).stride()
+    shape.scale = q.shape[-1] ** -0.5
+    shape.cut, shape.dropout_scale, shape.seed = drops
+    return shape
+
+
+class Drops(NamedTuple):
+    """What one call of dropout drops: 16 bits of a hash of (seed, place) below `cut`."""
+
+    cut: int
+    scale: float
+    seed: int
+
+
+_NO_DROPS = Drops(0, 1.0, 0)
 
 
 class Dropout(nn.Module):
@@ -102,99 +239,193 @@ class Dropout(nn.Module):
         super().__init__()
         self.rate = rate
 
+    def draw(self) -> Drops:
+        """Decide what the next call drops: nothing, unless training."""
+        if not self.training or self.rate == 0:
+            return _NO_DROPS
+        cut = min(max(round(self.rate * _LEVELS), 1), _LEVELS - 1)
+        return Drops(cut, _LEVELS / (_LEVELS - cut), _next_seed())
+
     def forward(self, x: Tensor) -> Tensor:
         """Zero a share `rate` of `x` and scale the rest, while training."""
         if not self.training or self.rate == 0:
             return x
         if x.device.type != "cpu":
             return F.dropout(x, self.rate)
-        result: Tensor = _Dropout.apply(x, self.rate)  # type: ignore[no-untyped-call]
+        result: Tensor = _Dropout.apply(  # type: ignore[no-untyped-call]
+            x, self.draw(), _functions(x)
+        )
         return result
 
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rate: float) -> Tensor:
-        levels = 1 << 16
-        cut = min(max(round(rate * levels), 1), levels - 1)
-        words = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
+    def forward(ctx: Any, x: Tensor, drops: Drops, functions: _Functions | None) -> Tensor:
+        ctx.drops, ctx.functions = drops, functions
+        if functions is not None:
+            return _drop(x, drops, functions)
+        rng = torch.Generator().manual_seed(drops.seed)
+        words = torch.empty((x.numel() + 3) // 4, dtype=torch.int64)
+        words.random_(-(2**63), None, generator=rng)
         bits = words.view(torch.int16)[: x.numel()].view(x.shape)
-        keep = bits >= cut - levels // 2
-        ctx.scale = levels / (levels - cut)
+        keep = bits >= drops.cut - _LEVELS // 2
         ctx.save_for_backward(keep)
-        return torch.ops.aten.native_dropout_backward(x, keep, ctx.scale)  # type: ignore[no-any-return]
+        return torch.ops.aten.native_dropout_backward(x, keep, drops.scale)  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.functions is not None:
+            return _drop(grad, ctx.drops, ctx.functions), None, None
         (keep,) = ctx.saved_tensors
-        return torch.ops.aten.native_dropout_backward(grad, keep, ctx.scale), None
+        return torch.ops.aten.native_dropout_backward(grad, keep, ctx.drops.scale), None, None
+
+
+def _drop(x: Tensor, drops: Drops, functions: _Functions) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    functions.call("dropout", (x, out), x.numel(), *drops)
+    return out
+
+
+class _Seeds(threading.local):
+    source: random.Random | None = None
+
+
+_SEEDS = _Seeds()
+
+
+@contextlib.contextmanager
+def dropout_seeds(seed: int | None) -> Iterator[None]:
+    """Let all dropout of this thread follow from `seed`, whatever other threads draw.
+
+    With None it follows from PyTorch's own generator.
+    """
+    _SEEDS.source = None if seed is None else random.Random(seed)
+    try:
+        yield
+    finally:
+        _SEEDS.source = None
+
+
+def _next_seed() -> int:
+    if _SEEDS.source is not None:
+        return _SEEDS.source.getrandbits(32)
+    return int(torch.randint(2**32, ()))
 
 
 class ProjectedCrossEntropy(torch.autograd.Function):
     """Output projection and label-smoothed cross-entropy, a chunk of tokens at a time.
 
     The gradient is made in the forward pass, so that the logits of a whole batch never exist.
-    `apply(states_ND, weight_VD, targets_N, smoothing, dtype)` returns (loss, nll), two sums over
-    the N tokens; only the first carries a gradient.
+    `apply(states_ND, weight_VD, targets_N, smoothing)` returns (loss, nll), two sums over the N
+    tokens in float64; only the first carries a gradient. Products run in the type of the states.
     """
 
     @staticmethod
     def forward(  # noqa: D102
-        ctx: Any,
-        states: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        smoothing: float,
-        dtype: torch.dtype | None,
+        ctx: Any, states: Tensor, weight: Tensor, targets: Tensor, smoothing: float
     ) -> tuple[Tensor, Tensor]:
-        short_states = _shorten(states, dtype or states.dtype)
-        short_weight = weight.to(dtype or weight.dtype)
+        rows, short_weight = states, weight.to(states.dtype)
+        if states.dtype == torch.bfloat16:
+            rows = _fill_rows(states)
         with_grad = any(ctx.needs_input_grad)
-        grad_states = torch.empty_like(states) if with_grad else None
+        grad_states = torch.empty_like(rows) if with_grad else None
         grad_weight = torch.zeros_like(weight) if with_grad else None
-        loss, nll = states.new_zeros(()), states.new_zeros(())
-        for start in range(0, len(states), _CHUNK_TOKENS):
-            part = slice(start, start + _CHUNK_TOKENS)
-            products = torch.mm(short_states[part], short_weight.t())
-            logits = products[: len(states) - start].to(states.dtype)
-            wanted = targets[part, None]
-            top = logits.amax(-1, keepdim=True)
-            sum_logits = logits.sum(-1, keepdim=True)
-            wanted_logits = logits.gather(-1, wanted)
-            probs = logits.softmax(-1)
-            log_total = top - probs.amax(-1, keepdim=True).log()
-            part_nll = (log_total - wanted_logits).sum()
-            uniform = (log_total - sum_logits / len(weight)).sum()
-            nll += part_nll
-            loss += (1 - smoothing) * part_nll + smoothing * uniform
+        sums = torch.zeros(2, dtype=torch.float64, device=states.device)
+        chunk = _CHUNK_TOKENS if states.device.type == "cpu" else 16 * _CHUNK_TOKENS
+        for start in range(0, len(rows), chunk):
+            part = slice(start, start + chunk)
+            logits = torch.mm(rows[part], short_weight.t())
+            wanted = targets[part]
+            _cross_entropy(logits[: len(wanted)], wanted, smoothing, with_grad, sums)
             if grad_states is not None and grad_weight is not None:
-                probs -= smoothing / len(weight)
-                probs.scatter_add_(-1, wanted, torch.full_like(wanted_logits, smoothing - 1))
-                short = _shorten(probs, short_weight.dtype)[: len(products)]
-                grad_states[part] = torch.mm(short, short_weight)[: len(probs)]
-                grad_weight += torch.mm(short.t(), short_states[part])
-        ctx.save_for_backward(grad_states, grad_weight)
+                torch.mm(logits, short_weight, out=grad_states[part])
+                grad_weight += torch.mm(logits.t(), rows[part])
+        grad_rows = grad_states[: len(states)] if grad_states is not None else None
+        ctx.save_for_backward(grad_rows, grad_weight)
+        loss, nll = sums[0], sums[1]
         ctx.mark_non_differentiable(nll)
         return loss, nll
 
     @staticmethod
     def backward(  # noqa: D102
         ctx: Any, grad: Tensor, _: Tensor
-    ) -> tuple[Tensor, Tensor, None, None, None]:
+    ) -> tuple[Tensor, Tensor, None, None]:
         grad_states, grad_weight = ctx.saved_tensors
-        return grad_states * grad, grad_weight * grad, None, None, None
+        factor = grad.to(grad_weight.dtype)
+        return grad_states * factor.to(grad_states.dtype), grad_weight * factor, None, None
 
 
-def matmul_dtype(precision: str, device: torch.device) -> torch.dtype | None:
-    """Return the type of matrix products for `precision`; None is the weights' own type."""
+def _cross_entropy(
+    logits: Tensor, targets: Tensor, smoothing: float, with_grad: bool, sums: Tensor
+) -> None:
+    """Turn logits [N, V] into the gradient of their loss, in place; add loss and nll to `sums`."""
+    functions = _functions(logits, is_training=True)
+    if functions is not None:
+        tensors = (logits, targets.contiguous())
+        shape = (*logits.shape, smoothing, int(with_grad))
+        functions.call("cross_entropy", tensors, *shape, sums.data_ptr())
+        return
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    wanted = targets[:, None]
+    log_probs = wide.log_softmax(-1)
+    nll = -log_probs.gather(-1, wanted).sum()
+    uniform = -log_probs.mean(-1).sum()
+    sums += torch.stack([(1 - smoothing) * nll + smoothing * uniform, nll])
+    if with_grad:
+        grad = log_probs.exp_() - smoothing / logits.shape[1]
+        grad.scatter_add_(-1, wanted, torch.full_like(wanted, smoothing - 1, dtype=grad.dtype))
+        logits.copy_(grad)
+
+
+class _Functions(NamedTuple):
+    """The compiled functions for values that are stored in one type."""
+
+    library: ctypes.CDLL
+    store: str
+
+    def call(
+        self,
+        name: str,
+        tensors: tuple[Tensor | None, ...],
+        *numbers: float,
+        shape: native.AttentionShape | None = None,
+    ) -> None:
+        """Run a function on tensors that are laid out as it wants them."""
+        function = getattr(self.library, f"{name}_{self.store}")
+        pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        if shape is not None:
+            function(shape, *pointers, *numbers)
+        else:
+            function(*pointers, *numbers)
+
+
+def _functions(*tensors: Tensor, is_training: bool | None = None) -> _Functions | None:
+    """Return the compiled functions for these tensors, if there are any and they pay.
+
+    They run on one thread, as training wants it, which splits its batch over the threads.
+    """
+    is_training = torch.is_grad_enabled() if is_training is None else is_training
+    first = tensors[0]
+    store = {torch.bfloat16: "bf16", torch.float32: "float"}.get(first.dtype)
+    if not is_training or store is None or first.device.type != "cpu" or not first.numel():
+        return None
+    if any(tensor.dtype != first.dtype for tensor in tensors):
+        return None
+    library = native.library()
+    return None if library is None else _Functions(library, store)
+
+
+def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """Return the type of a model's states and products for `precision`."""
     if precision == "bfloat16":
         return torch.bfloat16
     if precision == "float32":
-        return None
+        return torch.float32
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else None
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     fast = device.type == "cpu" and _cpu_multiplies_bfloat16()
-    return torch.bfloat16 if fast else None
+    return torch.bfloat16 if fast else torch.float32
 
 
 def _cpu_multiplies_bfloat16() -> bool:

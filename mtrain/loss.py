@@ -27,7 +27,6 @@ def label_smoothed(
     tgt_out_BT: Tensor,
     tgt_keep_BT: Tensor,
     smoothing: float,
-    matmul_dtype: torch.dtype | None = None,
 ) -> LossSum:
     """Sum `F.cross_entropy(label_smoothing=smoothing)` over the kept target tokens.
 
@@ -37,7 +36,6 @@ def label_smoothed(
         tgt_out_BT: the ids to predict.
         tgt_keep_BT: bool, True for real tokens.
         smoothing: the share of the target spread evenly over the vocabulary (section 5.4).
-        matmul_dtype: the type of matrix products; None is that of the weights.
     """
     rows = tgt_keep_BT.flatten().nonzero()[:, 0]
     states_ND = states_BTD.flatten(0, 1).index_select(0, rows)
@@ -45,6 +43,6 @@ def label_smoothed(
     if not torch.is_grad_enabled():  # the kernel cannot see that no gradient is wanted
         states_ND, weight_VD = states_ND.detach(), weight_VD.detach()
     loss, nll = ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        states_ND, weight_VD, targets_N, smoothing, matmul_dtype
+        states_ND, weight_VD, targets_N, smoothing
     )
     return LossSum(loss, nll, len(rows))

@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mtrain.config import ModelConfig
-from mtrain.kernels import Dropout, Linear, attention
+from mtrain.kernels import Dropout, LayerNorm, Linear, add_norm, attention
 
 Sublayer = Callable[[Tensor], Tensor]
 
@@ -34,16 +34,19 @@ class Transformer(nn.Module):
         d_model, pre_norm = config.d_model, config.norm == "pre"
         self.src_embedding = nn.Embedding(num_src_pieces, d_model)
         self.tgt_embedding = nn.Embedding(num_tgt_pieces, d_model)
+        self.src_positions = Positions(config)
+        self.tgt_positions = Positions(config)
         self.encoder: Sequence[EncoderLayer] = nn.ModuleList(  # type: ignore[assignment]
             EncoderLayer(config) for _ in range(config.num_encoder_layers)
         )
         self.decoder: Sequence[DecoderLayer] = nn.ModuleList(  # type: ignore[assignment]
             DecoderLayer(config) for _ in range(config.num_decoder_layers)
         )
-        self.encoder_norm = nn.LayerNorm(d_model) if pre_norm else nn.Identity()
-        self.decoder_norm = nn.LayerNorm(d_model) if pre_norm else nn.Identity()
+        self.encoder_norm = LayerNorm(d_model) if pre_norm else nn.Identity()
+        self.decoder_norm = LayerNorm(d_model) if pre_norm else nn.Identity()
         self.output = Linear(d_model, num_tgt_pieces, bias=False)
         self.dropout = Dropout(config.dropout)
+        self.compute_dtype: torch.dtype | None = None
         self._initialise()
         self._tie(config.tie_embeddings)
 
@@ -53,10 +56,12 @@ class Transformer(nn.Module):
 
     def encode(self, src_BS: Tensor, src_keep_BS: Tensor) -> Tensor:
         """Return the memory [B, S, D] of a source."""
-        x_BSD = self._embed(self.src_embedding, src_BS)
-        src_keep_B11S = src_keep_BS[:, None, None, :]
+        x_BSD = self._embed(self.src_embedding, self.src_positions, src_BS)
+        keep = src_keep_BS[:, None, None, :]
+        if self.config.attention_window is not None:
+            keep = keep & near_keep(src_BS.shape[1], self.config.attention_window, x_BSD.device)
         for layer in self.encoder:
-            x_BSD = layer(x_BSD, src_keep_B11S)
+            x_BSD = layer(x_BSD, keep)
         memory_BSD: Tensor = self.encoder_norm(x_BSD)
         return memory_BSD
 
@@ -65,9 +70,9 @@ class Transformer(nn.Module):
 
         Padding stands on the right, so that causality alone keeps it from every real position.
         """
-        x_BTD = self._embed(self.tgt_embedding, tgt_in_BT)
+        x_BTD = self._embed(self.tgt_embedding, self.tgt_positions, tgt_in_BT)
         length = tgt_in_BT.shape[1]
-        causal_keep_TT = torch.ones(length, length, dtype=torch.bool, device=x_BTD.device).tril()
+        causal_keep_TT = near_keep(length, self.config.attention_window, x_BTD.device).tril()
         src_keep_B11S = src_keep_BS[:, None, None, :]
         for layer in self.decoder:
             x_BTD = layer(x_BTD, causal_keep_TT, memory_BSD, src_keep_B11S)
@@ -84,26 +89,46 @@ class Transformer(nn.Module):
 
         N is W hypotheses for each of the state's B sentences, in order.
         """
-        x_N1D = self._embed(self.tgt_embedding, ids_N[:, None], first=state.length)
+        x_N1D = self._embed(self.tgt_embedding, self.tgt_positions, ids_N[:, None], state.length)
         for index, layer in enumerate(self.decoder):
             x_N1D = layer.step(x_N1D, state, index)
         state.length += 1
         logits_NV: Tensor = self.output(self.decoder_norm(x_N1D[:, 0]))
-        return logits_NV
+        return logits_NV.to(self.output.weight.dtype)
 
-    def multiply_in(self, dtype: torch.dtype | None) -> None:
-        """Run matrix products in `dtype`; None is the type of the weights."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.matmul_dtype = dtype
+    @torch.no_grad()
+    def attention_maps(
+        self, src_BS: Tensor, src_keep_BS: Tensor, tgt_in_BT: Tensor
+    ) -> AttentionMaps:
+        """Return how much each head of each layer attends to each position.
 
-    def _embed(self, table: nn.Embedding, ids_BT: Tensor, first: int = 0) -> Tensor:
+        The weights are written out beside the model's own pass, from the same inputs.
+        """
+        maps = AttentionMaps([], [], [])
+        hooks = []
+        for stack, own in ((self.encoder, maps.encoder), (self.decoder, maps.decoder)):
+            for layer in stack:
+                hooks.append(_record(layer.self_attention, own))
+        hooks += [_record(layer.cross_attention, maps.cross) for layer in self.decoder]
+        try:
+            self(src_BS, src_keep_BS, tgt_in_BT)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return maps
+
+    def compute_in(self, dtype: torch.dtype | None) -> None:
+        """Keep states and run products in `dtype`; None is the type of the weights."""
+        self.compute_dtype = dtype
+
+    def _embed(
+        self, table: nn.Embedding, positions: Positions, ids_BT: Tensor, first: int = 0
+    ) -> Tensor:
         """Embed ids (section 3.4) and add the positions `first`, `first + 1`, ... (3.5)."""
-        d_model = self.config.d_model
-        x_BTD: Tensor = table(ids_BT) * math.sqrt(d_model)
-        positions_TD = sinusoids(ids_BT.shape[1], d_model, first, x_BTD.device)
+        x_BTD = table(ids_BT) * math.sqrt(self.config.d_model)
+        positions_TD = positions(ids_BT.shape[1], first, ids_BT.device)
         embedded_BTD: Tensor = self.dropout(x_BTD + positions_TD.to(x_BTD.dtype))
-        return embedded_BTD
+        return embedded_BTD.to(self.compute_dtype or embedded_BTD.dtype)
 
     def _initialise(self) -> None:
         """Draw the weights, and let each residual branch begin almost silent.
@@ -133,6 +158,27 @@ class Transformer(nn.Module):
             self.src_embedding.weight = self.tgt_embedding.weight
 
 
+class Positions(nn.Module):
+    """What is added to an embedding to say where it stands (section 3.5)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.d_model, self.table = config.d_model, None
+        if config.max_positions is not None:
+            self.table = nn.Embedding(config.max_positions, config.d_model)
+
+    def forward(self, length: int, first: int, device: torch.device) -> Tensor:
+        """Return [length, D] from position `first` on.
+
+        Sinusoids have no end; places after the last learned position share it.
+        """
+        if self.table is None:
+            return sinusoids(length, self.d_model, first, device)
+        places_T = torch.arange(first, first + length, device=device)
+        learned_TD: Tensor = self.table(places_T.clamp(max=self.table.num_embeddings - 1))
+        return learned_TD
+
+
 class EncoderLayer(nn.Module):
     """Self-attention, then a feed-forward network (section 3.1)."""
 
@@ -143,9 +189,9 @@ class EncoderLayer(nn.Module):
         self.residual_1 = Residual(config)
         self.residual_2 = Residual(config)
 
-    def forward(self, x_BSD: Tensor, src_keep_B11S: Tensor) -> Tensor:
-        """Return the layer's output [B, S, D]."""
-        x_BSD = self.residual_1(x_BSD, lambda x: self.self_attention(x, src_keep_B11S))
+    def forward(self, x_BSD: Tensor, keep: Tensor) -> Tensor:
+        """Return the layer's output [B, S, D]; `keep` broadcasts to [B, H, S, S]."""
+        x_BSD = self.residual_1(x_BSD, lambda x: self.self_attention(x, keep))
         x_BSD = self.residual_2(x_BSD, self.feed_forward)
         return x_BSD
 
@@ -189,17 +235,15 @@ class Residual(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(config.d_model, eps=1e-5)
+        self.norm = LayerNorm(config.d_model, eps=1e-5)
         self.dropout = Dropout(config.dropout)
         self.is_post = config.norm == "post"
 
     def forward(self, x: Tensor, sublayer: Sublayer) -> Tensor:
         """Return `x` with the sublayer's output added, normalised; the same shape."""
-        result: Tensor
         if self.is_post:
-            result = self.norm(x + self.dropout(sublayer(x)))
-        else:
-            result = x + self.dropout(sublayer(self.norm(x)))
+            return add_norm(x, sublayer(x), self.dropout, self.norm)
+        result: Tensor = x + self.dropout(sublayer(self.norm(x)))
         return result
 
 
@@ -211,10 +255,11 @@ class FeedForward(nn.Module):
         self.inner = Linear(config.d_model, config.d_ff)
         self.outer = Linear(config.d_ff, config.d_model)
         self.activation = nn.ReLU() if config.activation == "relu" else nn.GELU()
+        self.dropout = Dropout(config.activation_dropout)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Apply the same network to every position; [B, T, D] to [B, T, D]."""
-        result: Tensor = self.outer(self.activation(self.inner(x_BTD)))
+        result: Tensor = self.outer(self.dropout(self.activation(self.inner(x_BTD))))
         return result
 
 
@@ -223,20 +268,27 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
+        self.num_heads, self.window = config.num_heads, config.attention_window
         self.queries_keys_values = Linear(config.d_model, 3 * config.d_model)
         self.output = Linear(config.d_model, config.d_model)
+        self.dropout = Dropout(config.attention_dropout)
 
     def forward(self, x_BTD: Tensor, keep: Tensor) -> Tensor:
         """Return [B, T, D]; `keep` broadcasts to [B, H, T, T]."""
         q_BHTK, k_BHTK, v_BHTK = self._project(x_BTD)
-        result: Tensor = self.output(merge_heads(attention(q_BHTK, k_BHTK, v_BHTK, keep)))
+        mixed_BHTK = attention(q_BHTK, k_BHTK, v_BHTK, keep, self.dropout)
+        result: Tensor = self.output(merge_heads(mixed_BHTK))
         return result
+
+    def weights(self, x_BTD: Tensor, keep: Tensor) -> Tensor:
+        """Return what each head gives to each position, [B, H, T, T]."""
+        q_BHTK, k_BHTK, _ = self._project(x_BTD)
+        return attention_weights(q_BHTK, k_BHTK, keep)
 
     def step(self, x_N1D: Tensor, state: DecoderState, index: int) -> Tensor:
         """Return [N, 1, D] for one more position, which sees itself and all before it."""
         q_NH1K, k_NH1K, v_NH1K = self._project(x_N1D)
-        past = state.append(index, KeysValues(k_NH1K, v_NH1K))
+        past = state.append(index, KeysValues(k_NH1K, v_NH1K), self.window)
         result: Tensor = self.output(merge_heads(attention(q_NH1K, past.keys, past.values, None)))
         return result
 
@@ -255,6 +307,7 @@ class CrossAttention(nn.Module):
         self.queries = Linear(config.d_model, config.d_model)
         self.source_keys_values = Linear(config.d_model, 2 * config.d_model)
         self.output = Linear(config.d_model, config.d_model)
+        self.dropout = Dropout(config.attention_dropout)
 
     def keys_values(self, memory_BSD: Tensor) -> KeysValues:
         """Project a memory once, for all positions of the target."""
@@ -264,9 +317,14 @@ class CrossAttention(nn.Module):
     def forward(self, x_BTD: Tensor, source: KeysValues, src_keep_B11S: Tensor) -> Tensor:
         """Return [B, T, D]."""
         q_BHTK = split_heads(self.queries(x_BTD), self.num_heads)
-        mixed_BHTK = attention(q_BHTK, source.keys, source.values, src_keep_B11S)
+        mixed_BHTK = attention(q_BHTK, source.keys, source.values, src_keep_B11S, self.dropout)
         result: Tensor = self.output(merge_heads(mixed_BHTK))
         return result
+
+    def weights(self, x_BTD: Tensor, source: KeysValues, src_keep_B11S: Tensor) -> Tensor:
+        """Return what each head gives to each source position, [B, H, T, S]."""
+        q_BHTK = split_heads(self.queries(x_BTD), self.num_heads)
+        return attention_weights(q_BHTK, source.keys, src_keep_B11S)
 
     def step(self, x_N1D: Tensor, state: DecoderState, index: int) -> Tensor:
         """Return [N, 1, D]: the W hypotheses of a sentence are W queries to one source."""
@@ -287,6 +345,20 @@ class KeysValues:
         return KeysValues(self.keys.index_select(0, rows), self.values.index_select(0, rows))
 
 
+class AttentionMaps(NamedTuple):
+    """Attention weights of a batch, one tensor for each layer.
+
+    Attributes:
+        encoder: each source position's, over the source, [B, H, S, S].
+        decoder: each target position's, over the target so far, [B, H, T, T].
+        cross: each target position's, over the source, [B, H, T, S].
+    """
+
+    encoder: list[Tensor]
+    decoder: list[Tensor]
+    cross: list[Tensor]
+
+
 @dataclass
 class DecoderState:
     """What decoding remembers: source keys and values per sentence, own ones per hypothesis."""
@@ -296,13 +368,15 @@ class DecoderState:
     past: list[KeysValues | None]
     length: int
 
-    def append(self, index: int, new: KeysValues) -> KeysValues:
-        """Add one position to layer `index`'s past and return all of it, [N, H, T, K]."""
+    def append(self, index: int, new: KeysValues, window: int | None) -> KeysValues:
+        """Add one position to layer `index`'s past and return what it sees, [N, H, T, K]."""
         past = self.past[index]
         if past is not None:
             new = KeysValues(
                 torch.cat([past.keys, new.keys], 2), torch.cat([past.values, new.values], 2)
             )
+        if window is not None:
+            new = KeysValues(new.keys[:, :, -window - 1 :], new.values[:, :, -window - 1 :])
         self.past[index] = new
         return new
 
@@ -323,6 +397,29 @@ def split_heads(x_BTD: Tensor, num_heads: int) -> Tensor:
 def merge_heads(x_BHTK: Tensor) -> Tensor:
     """Turn [B, H, T, K] back into [B, T, D]."""
     return x_BHTK.transpose(1, 2).flatten(2)
+
+
+def attention_weights(q_BHTK: Tensor, k_BHSK: Tensor, keep: Tensor) -> Tensor:
+    """Return softmax(q k^T / sqrt(d_k)) over the kept keys, [B, H, T, S], written out."""
+    scores_BHTS = q_BHTK @ k_BHSK.transpose(2, 3) / math.sqrt(q_BHTK.shape[-1])
+    return scores_BHTS.masked_fill(~keep, torch.finfo(scores_BHTS.dtype).min).softmax(-1)
+
+
+def near_keep(length: int, window: int | None, device: torch.device) -> Tensor:
+    """Return a keep-mask [T, T] of the positions that are at most `window` apart; None: all."""
+    keep_TT = torch.ones(length, length, dtype=torch.bool, device=device)
+    return keep_TT if window is None else keep_TT.tril(window).triu(-window)
+
+
+def _record(
+    attention: SelfAttention | CrossAttention, maps: list[Tensor]
+) -> torch.utils.hooks.RemovableHandle:
+    """Keep what an attention gives to each position, whenever it is called."""
+
+    def keep(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        maps.append(attention.weights(*inputs))
+
+    return attention.register_forward_pre_hook(keep)
 
 
 def sinusoids(

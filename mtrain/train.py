@@ -7,6 +7,7 @@ import resource
 import signal
 import sys
 import time
+from contextlib import closing
 from itertools import islice
 from types import FrameType, TracebackType
 from typing import NamedTuple
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtrain import checkpoint, kernels, prepare, tokenizer
+from mtrain import checkpoint, kernels, native, prepare, tokenizer
 from mtrain import config as configs
 from mtrain.batch import Batch, collate
 from mtrain.checkpoint import Progress, Weights
@@ -25,6 +26,7 @@ from mtrain.errors import RunError
 from mtrain.evaluate import bleu
 from mtrain.loss import LossSum, label_smoothed
 from mtrain.model import num_parameters
+from mtrain.parallel import Workers
 from mtrain.prepare import Lines
 from mtrain.rundir import RunDir
 from mtrain.runlog import RunLog
@@ -35,6 +37,7 @@ from mtrain.translate import Translator, build_model, pick_device, set_weights
 _NUM_EXAMPLES = 3
 _MAX_EXAMPLE = 145  # characters of an example: two lines of a terminal
 _BAR_INTERVAL_S = 0.5
+_LEAST_TOKENS = 512  # target tokens that are worth a thread of their own
 
 
 class Stopped(Exception):  # noqa: N818 - nothing went wrong
@@ -43,6 +46,21 @@ class Stopped(Exception):  # noqa: N818 - nothing went wrong
     def __init__(self, signal_number: int) -> None:
         super().__init__(f"stopped by signal {signal_number}")
         self.signal_number = signal_number
+
+
+class _Task(NamedTuple):
+    """A part of an update: its pairs, the target tokens of the whole update, and what to drop."""
+
+    batch: Batch
+    num_tokens: int
+    seed: int | None
+
+
+class _Part(NamedTuple):
+    """What came out of it; a gradient for each of the model's parameters."""
+
+    sums: LossSum
+    grads: tuple[Tensor, ...]
 
 
 class Validation(NamedTuple):
@@ -67,7 +85,7 @@ def train(config: Config, run: RunDir) -> None:
         trainer.resume()
         configs.save(config, run.config_path)
         trainer.say_header()
-        with _Signals() as signals:
+        with _Signals() as signals, closing(trainer.workers):
             trainer.run(signals)
         trainer.finish()
 
@@ -87,10 +105,12 @@ class Trainer:
         self.valid = prepare.read_valid(run)
         self.valid_batches = _valid_batches(self.valid, self.tokenizer, self.settings.batch_tokens)
         self.model = build_model(config.model, self.tokenizer).to(self.device)
-        self.matmul_dtype = kernels.matmul_dtype(self.settings.precision, self.device)
-        self.model.multiply_in(self.matmul_dtype)
+        self.parameters = list(self.model.parameters())
+        self.compute_dtype = kernels.compute_dtype(self.settings.precision, self.device)
+        self.model.compute_in(self.compute_dtype)
+        self.workers = Workers()
         self.optimizer = torch.optim.AdamW(  # with no weight decay, this is Adam
-            self.model.parameters(),
+            self.parameters,
             betas=(self.settings.betas[0], self.settings.betas[1]),
             eps=self.settings.eps,
             weight_decay=self.settings.weight_decay,
@@ -125,8 +145,9 @@ class Trainer:
     def say_header(self) -> None:
         """Say what is about to be trained, on what, and where."""
         plan = self.data.plan(self.settings.batch_tokens)
-        precision = str(self.matmul_dtype or torch.float32).removeprefix("torch.")
-        threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
+        device = f"{self.device}, {str(self.compute_dtype).removeprefix('torch.')}"
+        if self.device.type == "cpu":
+            device += f", {_count(self.workers.count, 'thread')}, kernels {_say_kernels()}"
         dropped = sum(prepare.read_counts(self.run_dir).values())
         tokens = f"{self.data.num_src_tokens:,} source and {self.data.num_tgt_tokens:,} target"
         updates = math.ceil(plan.num_batches / self.settings.accumulate)
@@ -139,7 +160,7 @@ class Trainer:
         self.log.say(
             f"updates  {updates:,} an epoch, of {_count(self.settings.accumulate, 'batch')}"
         )
-        self.log.say(f"device   {self.device}, {precision} products{threads}")
+        self.log.say(f"device   {device}")
         self.log.say(f"target   {self._target()}")
 
     def run(self, signals: _Signals) -> None:
@@ -184,8 +205,9 @@ class Trainer:
         self.log.say(f"the best checkpoint (step {best_step:,}): validation BLEU {best_bleu:.2f}")
         if best_bleu > validation.bleu:
             name, best = "the best checkpoint", found[best_step] / "model.safetensors"
-            weights = checkpoint.load_model(best, self.fingerprint)
-        checkpoint.save_model(self.run_dir.model_path, weights, self.fingerprint)
+            weights, averaged = checkpoint.load_model(best, self.fingerprint), [best_step]
+        origin = checkpoint.Origin(sorted(averaged), max(best_bleu, validation.bleu))
+        checkpoint.save_model(self.run_dir.model_path, weights, self.fingerprint, origin)
         self.log.say(f"{self.run_dir.model_path}: {name}")
 
     def _update(self, micro_batches: list[Batch]) -> None:
@@ -193,11 +215,11 @@ class Trainer:
         self.model.train()
         num_tokens = sum(batch.num_tgt_tokens for batch in micro_batches)
         for batch in micro_batches:
-            sums = self._loss(batch.to(self.device))
-            (sums.loss / num_tokens).backward()  # type: ignore[no-untyped-call]
-            self.window.add(sums)
+            for part in self.workers.map(self._differentiate, self._share_out(batch, num_tokens)):
+                self.window.add(part.sums)
+                _add_grads(self.parameters, part.grads)
         limit = self.settings.max_grad_norm or math.inf
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, limit)
         if self.device.type == "cpu":  # elsewhere, to look is to wait: `_report` does, now and then
             _check_finite(float(grad_norm))
         step = self.progress.step + 1
@@ -208,6 +230,22 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.window.lr, self.window.grad_norm = lr, grad_norm
 
+    def _share_out(self, batch: Batch, num_tokens: int) -> list[_Task]:
+        """Split a batch over the threads of a CPU; a GPU takes it whole."""
+        if self.device.type != "cpu":
+            return [_Task(batch.to(self.device), num_tokens, None)]
+        parts = min(self.workers.count, max(1, batch.num_tgt_tokens // _LEAST_TOKENS))
+        seeds = torch.randint(2**62, (parts,)).tolist()
+        batches = batch.split(parts) if parts > 1 else [batch]
+        return [_Task(part, num_tokens, seed) for part, seed in zip(batches, seeds, strict=False)]
+
+    def _differentiate(self, task: _Task) -> _Part:
+        """Return a batch's loss and its gradients, as a share of the update's tokens."""
+        with kernels.dropout_seeds(task.seed):
+            sums = self._loss(task.batch)
+            grads = torch.autograd.grad(sums.loss / task.num_tokens, self.parameters)
+        return _Part(sums, grads)
+
     def _loss(self, batch: Batch) -> LossSum:
         states_BTD = self.model(batch.src_BS, batch.src_keep_BS, batch.tgt_in_BT)
         return label_smoothed(
@@ -216,7 +254,6 @@ class Trainer:
             batch.tgt_out_BT,
             batch.tgt_keep_BT,
             self.settings.label_smoothing,
-            self.matmul_dtype,
         )
 
     def _report(self) -> None:
@@ -434,6 +471,14 @@ def _valid_batches(lines: Lines, vocabulary: Tokenizer, batch_tokens: int) -> li
     ]
 
 
+def _add_grads(parameters: list[torch.nn.Parameter], grads: tuple[Tensor, ...]) -> None:
+    for parameter, grad in zip(parameters, grads, strict=True):
+        if parameter.grad is None:
+            parameter.grad = grad
+        else:
+            parameter.grad += grad
+
+
 def _optimizer_tensors(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Weights:
     return {
         f"{key}.{name}": value
@@ -465,6 +510,12 @@ def _set_random_state(tensors: Weights) -> None:
 
 def _perplexity(nll: float) -> float:
     return math.exp(min(nll, 700.0))
+
+
+def _say_kernels() -> str:
+    if native.library() is not None:
+        return "compiled"
+    return f"plain ({'no C compiler was found' if native.is_wanted() else 'MTRAIN_NATIVE=0'})"
 
 
 def _memory_mib(device: torch.device) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -33,7 +33,9 @@ class Translator:
 
     def translate(self, lines: Sequence[str]) -> list[str]:
         """Return one line for each line; a blank line gives an empty one."""
-        encoded = self.tokenizer.encode_src(lines)
+        return self._translate(lines, self.tokenizer.encode_src(lines))
+
+    def _translate(self, lines: Sequence[str], encoded: list[list[int]]) -> list[str]:
         rows = [row for row, line in enumerate(lines) if line.strip()]
         rows.sort(key=lambda row: len(encoded[row]))
         found: dict[int, list[int]] = {}
@@ -43,11 +45,23 @@ class Translator:
         translated = dict(zip(found, self.tokenizer.tgt.decode(list(found.values())), strict=True))
         return [translated.get(row, "") for row in range(len(lines))]
 
-    def stream(self, lines: Iterable[str]) -> Iterator[str]:
-        """Translate endless lines, a block at a time."""
-        source = iter(lines)
+    def stream(self, lines: Iterable[str], warn: Callable[[str], None]) -> Iterator[str]:
+        """Translate endless lines, a block at a time, and warn of those that are too long."""
+        source, first = iter(lines), 1
         while block := list(islice(source, _BLOCK_LINES)):
-            yield from self.translate(block)
+            encoded = self.tokenizer.encode_src(block)
+            for number, ids in enumerate(encoded, first):
+                self._check_length(number, len(ids), warn)
+            yield from self._translate(block, encoded)
+            first += len(block)
+
+    def _check_length(self, number: int, length: int, warn: Callable[[str], None]) -> None:
+        limit = self.model.config.max_positions
+        if limit is not None and length > limit:
+            warn(
+                f"line {number}: has {length:,} tokens, but the model learned {limit:,} positions; "
+                "the tokens after them share the last one."
+            )
 
     def _batches(self, rows: list[int], encoded: list[list[int]]) -> Iterator[list[int]]:
         """Cut rows, shortest first, into batches under the budget of source tokens and places."""

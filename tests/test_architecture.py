@@ -16,10 +16,13 @@ RANKS = {
     "__init__": 0,
     "errors": 0,
     "lexicon": 0,
+    "native": 0,
     "config": 1,
     "files": 1,
     "grammar": 1,
+    "heatmaps": 1,
     "kernels": 1,
+    "parallel": 1,
     "demo_corpus": 2,
     "tokenizer": 2,
     "batch": 2,
@@ -35,13 +38,15 @@ RANKS = {
     "prepare": 4,
     "translate": 4,
     "evaluate": 5,
+    "pictures": 5,
+    "plots": 6,
     "train": 6,
     "demo": 7,
     "cli": 8,
     "__main__": 9,
 }
 MODULES = sorted(path.relative_to(PACKAGE).as_posix()[:-3] for path in PACKAGE.rglob("*.py"))
-HEAVY = {"torch", "numpy", "datasets", "sentencepiece", "sacrebleu"}
+HEAVY = {"torch", "numpy", "datasets", "sentencepiece", "sacrebleu", "matplotlib"}
 LONGEST_FUNCTION = 60
 
 
@@ -147,7 +152,8 @@ def test_a_light_room_loads_no_heavy_package(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["train", "--help"], ["train", "absent.yaml"]]
+    "arguments",
+    [["--help"], ["--version"], ["train", "--help"], ["plot", "--help"], ["train", "absent.yaml"]],
 )
 def test_help_and_a_config_error_load_no_heavy_package(arguments: list[str]) -> None:
     code = f"import sys; from mtrain.cli import main; sys.argv = ['mtrain', *{arguments!r}]; main()"

@@ -1,10 +1,12 @@
 """Hold a batch to the ids, masks and counts that were put in."""
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
 
-from mtrain.batch import collate, keep_first, pad_right
+from mtrain.batch import Batch, collate, keep_first, pad_right
 
 PAD, BOS, EOS = 90, 91, 92  # any ids: the room knows none
 SRC = [[5, 6, EOS], [7, EOS], [8, 9, 10, 11, EOS]]
@@ -85,3 +87,42 @@ def test_padding_and_mask_are_two_views_of_the_same_lengths(lengths):
     rows = [[1] * length for length in lengths]
     assert torch.equal(pad_right(rows, 0) == 1, keep_first(lengths))
     assert keep_first(lengths).sum(1).tolist() == lengths
+
+
+@pytest.mark.parametrize(
+    ("parts", "sizes"),
+    [(1, [7]), (2, [4, 3]), (3, [3, 3, 1]), (4, [2, 2, 2, 1]), (7, [1] * 7), (50, [1] * 7)],
+)
+def test_the_parts_of_a_batch_are_all_its_pairs_in_order_and_no_wider_than_these(parts, sizes):
+    src = [[5, EOS], [5, 6, 7, EOS], [EOS], [5, 6, EOS], [9, EOS], [8, 8, EOS], [7, EOS]]
+    tgt = [[1, 2, 3], [], [1], [1, 2, 3, 4], [2], [], [3, 3]]
+    whole = collate(src, tgt, PAD, BOS, EOS)
+    pieces = whole.split(parts)
+    assert [len(piece.src_BS) for piece in pieces] == sizes
+    start = 0
+    for piece, size in zip(pieces, sizes, strict=True):
+        rows = slice(start, start + size)
+        alone, start = collate(src[rows], tgt[rows], PAD, BOS, EOS), start + size
+        assert_same(piece, alone)
+    assert start == len(src)
+
+
+def assert_same(found: Batch, expected: Batch) -> None:
+    for field in fields(Batch):
+        mine, other = getattr(found, field.name), getattr(expected, field.name)
+        if isinstance(other, torch.Tensor):
+            assert torch.equal(mine, other)
+            assert mine.dtype == other.dtype
+        else:
+            assert (mine, type(mine)) == (other, int)
+
+
+def test_the_parts_of_a_batch_have_its_tokens():
+    pieces = batch().split(2)
+    assert sum(piece.num_src_tokens for piece in pieces) == batch().num_src_tokens
+    assert sum(piece.num_tgt_tokens for piece in pieces) == batch().num_tgt_tokens
+
+
+def test_a_batch_in_one_part_is_the_batch():
+    (only,) = batch().split(1)
+    assert_same(only, batch())

@@ -20,7 +20,7 @@ import mtrain
 from mtrain import cli as command_line
 from mtrain.rundir import RunDir
 
-VERBS = ["demo", "tokenize", "train", "translate", "eval"]
+VERBS = ["demo", "tokenize", "train", "translate", "eval", "plot"]
 ODD_LINES = [
     "",
     "   ",

@@ -21,8 +21,9 @@ data:
 """
 SEPARATE = "must be 'decoder' or 'none' when `tokenizer.shared` is false, but is 'all' instead."
 KNOWN_MODEL_KEYS = (
-    "d_model, num_heads, d_ff, num_encoder_layers, num_decoder_layers, dropout, norm, positions, "
-    "activation, tie_embeddings"
+    "d_model, num_heads, d_ff, num_encoder_layers, num_decoder_layers, dropout, attention_dropout, "
+    "activation_dropout, norm, positions, max_positions, attention_window, activation, "
+    "tie_embeddings"
 )
 
 
@@ -76,8 +77,12 @@ def test_the_defaults_are_those_of_the_design(minimal: Path) -> None:
         "num_encoder_layers": 4,
         "num_decoder_layers": 4,
         "dropout": 0.3,
+        "attention_dropout": 0.0,
+        "activation_dropout": 0.0,
         "norm": "post",
         "positions": "sinusoidal",
+        "max_positions": None,
+        "attention_window": None,
         "activation": "relu",
         "tie_embeddings": "all",
     }
@@ -187,8 +192,8 @@ def test_an_unknown_key_is_named_before_a_wrong_value(minimal: Path) -> None:
             "but is 'step' instead.",
         ),
         (
-            "model.positions=learned",
-            "`model.positions` must be 'sinusoidal', but is 'learned' instead.",
+            "model.positions=rotary",
+            "`model.positions` must be 'sinusoidal' or 'learned', but is 'rotary' instead.",
         ),
     ],
 )
@@ -238,6 +243,16 @@ def test_a_wrong_value_is_shown_as_yaml_spells_it(minimal: Path, override: str, 
             "`training` must have betas in [0, 1), but has [0.9, 1.0] instead.",
         ),
         ("model.dropout=1.0", "`model.dropout` must be < 1.0, but is 1.0 instead."),
+        (
+            "model.attention_dropout=1.0",
+            "`model.attention_dropout` must be < 1.0, but is 1.0 instead.",
+        ),
+        (
+            "model.activation_dropout=-0.1",
+            "`model.activation_dropout` must be >= 0.0, but is -0.1 instead.",
+        ),
+        ("model.attention_window=0", "`model.attention_window` must be >= 1, but is 0 instead."),
+        ("model.max_positions=1", "`model.max_positions` must be >= 2, but is 1 instead."),
         ("model.num_heads=0", "`model.num_heads` must be >= 1, but is 0 instead."),
         (
             "model.num_heads=3",
@@ -287,6 +302,20 @@ def test_a_value_out_of_range_is_shown_with_its_bound(
         ),
         ("tokenizer.shared=false", f"`model.tie_embeddings` {SEPARATE}"),
         (
+            "model.positions=learned",
+            "`model` must say with `max_positions` how many positions are learned, but it is null "
+            "instead.",
+        ),
+        (
+            "model.max_positions=300",
+            "`model` must leave `max_positions` null unless `positions` is 'learned', but it is "
+            "300 instead.",
+        ),
+        (
+            "model={positions: learned, max_positions: 255}",
+            "`model.max_positions` must be >= `data.max_tokens` (256), but is 255 instead.",
+        ),
+        (
             "training.average=6",
             "`training` must keep the 6 checkpoints that it averages, but keep_last is 5 instead.",
         ),
@@ -327,6 +356,9 @@ def test_a_test_set_named_by_a_number_is_refused_in_words(minimal: Path) -> None
         ["training.batch_tokens=256"],
         ["training.average=1", "training.average_of=best"],
         ["model.num_heads=1", "model.d_model=2"],
+        ["model.positions=learned", "model.max_positions=256"],
+        ["model={d_model: 7, num_heads: 7, positions: learned, max_positions: 256}"],
+        ["model.attention_window=1", "model.attention_dropout=0", "model.activation_dropout=0.99"],
         ["decoding.beam=1", "decoding.length_alpha=0", "training.warmup_steps=0"],
         ["data.tests={flickr_2016-v1.0: {src: [x], tgt: [y]}}"],
         ["training.save_every=null", "training.lr=1"],

@@ -11,6 +11,7 @@ from mtrain.config import Config
 
 DIRECTORY = REPOSITORY / "configs"
 SHIPPED = sorted(path.relative_to(DIRECTORY).as_posix() for path in DIRECTORY.rglob("*.yaml"))
+VARIANTS = [name for name in SHIPPED if name.startswith("variants/")]
 
 
 def shipped(name: str) -> Config:
@@ -32,7 +33,7 @@ def test_a_shipped_config_loads_and_names_relative_paths(name: str) -> None:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_config_has_a_run_folder_and_a_test_set_of_its_own(name: str) -> None:
     config = shipped(name)
-    assert config.run_dir == f"runs/{Path(name).stem}"
+    assert config.run_dir == f"runs/{Path(name).with_suffix('').as_posix()}"
     assert config.data.tests
 
 
@@ -41,8 +42,9 @@ def test_the_demo_config_is_what_the_demo_writes() -> None:
     assert (DIRECTORY / "demo.yaml").read_bytes() == written
 
 
-def test_the_demo_config_names_files_that_ship() -> None:
-    data = shipped("demo.yaml").data
+@pytest.mark.parametrize("name", ["demo.yaml", *VARIANTS])
+def test_the_demo_and_the_variants_name_files_that_ship(name: str) -> None:
+    data = shipped(name).data
     corpora = [data.train, data.valid, *data.tests.values()]
     for path in [name for corpus in corpora for name in corpus.src + corpus.tgt]:
         assert (REPOSITORY / path).is_file()

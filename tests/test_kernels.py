@@ -1,131 +1,212 @@
-"""Hold each fast operation to the plain formula that it stands for."""
+"""Hold each fast operation, plain and compiled, to the formula that it stands for, in float64."""
 
 import math
+import threading
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from mtrain import kernels
-from mtrain.kernels import Dropout, Linear, ProjectedCrossEntropy, attention
+from mtrain import kernels, native
+from mtrain.kernels import (
+    Dropout,
+    Drops,
+    LayerNorm,
+    Linear,
+    ProjectedCrossEntropy,
+    add_norm,
+    attention,
+    dropout_seeds,
+)
 
-WIDTH = 6  # of a query; the root of 4 would also be its half
-FEW, MANY = 7, kernels._SHORT + 3  # keys on either side of where attention changes its path
+LANES = 16  # the compiled functions fill keys up to a multiple of this many
 SAME = {"rtol": 1e-10, "atol": 1e-12}
+DROPS = Drops(round(0.3 * 2**16), 2**16 / (2**16 - round(0.3 * 2**16)), 0x9E3779B9)
+SHORT = torch.bfloat16
+LONG = {torch.float64: torch.float64, torch.float32: torch.float32, SHORT: torch.float32}
+OF_EACH = {torch.float64: 1e-10, torch.float32: 2e-6, SHORT: 2.0**-8}  # one rounding
+OF_LARGEST = {torch.float64: 1e-10, torch.float32: 2e-6, SHORT: 2e-6}
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return the same numbers in every type, but for their rounding."""
     rng = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=rng, dtype=dtype)
+    return torch.randn(*shape, generator=rng, dtype=torch.float64).to(dtype)
 
 
 def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     return normal(*shape, seed=seed, dtype=dtype).requires_grad_()
 
 
+class Way(NamedTuple):
+    """One of the ways in which a kernel computes."""
+
+    is_compiled: bool
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{'compiled' if self.is_compiled else 'plain'}-{str(self.dtype)[6:]}"
+
+    def assert_near(
+        self, found: Tensor, exact: Tensor, roundings: int = 1, floor: float = 1e-11
+    ) -> None:
+        """Hold a tensor to the same in float64.
+
+        What is computed in one go is rounded once in bfloat16: each element is right but for that.
+        After several `roundings` it is right but for so many of the largest element.
+        """
+        assert found.shape == exact.shape
+        size = float(exact.detach().abs().max()) if exact.numel() else 0.0
+        of_largest = OF_LARGEST if roundings == 1 else OF_EACH
+        bound = {"rtol": OF_EACH[self.dtype], "atol": roundings * of_largest[self.dtype] * size}
+        bound["atol"] += floor
+        torch.testing.assert_close(found.double(), exact.detach(), **bound)
+
+
+PLAIN = [Way(False, dtype) for dtype in (torch.float64, torch.float32, SHORT)]
+COMPILED = [Way(True, dtype) for dtype in (torch.float32, SHORT)]
+EACH_WAY = pytest.mark.parametrize("way", PLAIN + COMPILED, ids=str)
+BOTH_PATHS = pytest.mark.parametrize("way", [PLAIN[1], COMPILED[0]], ids=str)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[str]:
+    """Let the kernels take the test's way; return the names of the compiled functions called."""
+    way = request.getfixturevalue("way") if "way" in request.fixturenames else COMPILED[0]
+    if not way.is_compiled:
+        monkeypatch.setattr(kernels.native, "library", lambda: None)
+    elif native.library() is None:
+        pytest.skip("nothing on this machine compiles C, or MTRAIN_NATIVE=0")
+    names: list[str] = []
+    call = kernels._Functions.call
+
+    def noted(functions: kernels._Functions, name: str, *arguments: object, **shape: object):
+        names.append(name)
+        call(functions, name, *arguments, **shape)
+
+    monkeypatch.setattr(kernels._Functions, "call", noted)
+    return names
+
+
+def grads_of(out: Tensor, upstream: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    return [out, *torch.autograd.grad(out, inputs, upstream.to(out.dtype))]
+
+
+def exactly(tensors: list[Tensor]) -> list[Tensor]:
+    """Return float64 leaves of the same values."""
+    return [tensor.detach().double().requires_grad_() for tensor in tensors]
+
+
+def fixed(dropout: Dropout, drops: Drops = DROPS) -> Dropout:
+    """Let a dropout drop the same at every call."""
+    dropout.draw = lambda: drops
+    return dropout.train()
+
+
+def share_of(shape: tuple[int, ...], drops: Drops = DROPS) -> Tensor:
+    """Return what dropout multiplies with: 0 or the scale."""
+    return (fixed(Dropout(0.3), drops)(torch.ones(shape)) != 0).double() * drops.scale
+
+
 # Linear
 
 
-def linear(dtype: torch.dtype | None, bias: bool = True, weights: torch.dtype = torch.float64):
+def linear(weights: torch.dtype = torch.float32, bias: bool = True) -> Linear:
     torch.manual_seed(3)
     layer = Linear(6, 5, bias=bias).to(weights)
-    layer.matmul_dtype = dtype
+    if bias:
+        nn.init.normal_(layer.bias)
     return layer
 
 
-@pytest.mark.parametrize("matmul_dtype", [None, torch.float64])
+@pytest.mark.parametrize("weights", [torch.float32, torch.float64])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(6,), (4, 6), (2, 3, 6), (2, 1, 3, 6)])
-def test_linear_is_the_plain_formula_forward_and_backward(matmul_dtype, bias, shape):
-    layer, x = linear(matmul_dtype, bias), leaf(*shape)
-    out, upstream = layer(x), normal(*shape[:-1], 5, seed=1)
-    inputs = list(layer.parameters())
-    grads = torch.autograd.grad((out * upstream).sum(), [x, *inputs])
+def test_linear_is_the_plain_formula_forward_and_backward(weights, bias, shape):
+    """In float64 throughout, and with weights of another type than the input."""
+    layer, x = linear(weights, bias), leaf(*shape)
+    upstream = normal(*shape[:-1], 5, seed=1)
+    parameters = list(layer.parameters())
+    out, grad_x, *grads = grads_of(layer(x), upstream, [x, *parameters])
+    assert out.dtype == grad_x.dtype == torch.float64
+    assert {grad.dtype for grad in grads} == {weights}
 
-    rows, up = x.detach().reshape(-1, 6), upstream.reshape(-1, 5)
-    expected = rows @ layer.weight.detach().T
-    if bias:
-        expected = expected + layer.bias.detach()
+    rows, up, matrix = x.detach().reshape(-1, 6), upstream.reshape(-1, 5), layer.weight.double()
+    expected = rows @ matrix.T + (layer.bias.double() if bias else 0)
     torch.testing.assert_close(out, expected.view(*shape[:-1], 5), rtol=1e-14, atol=1e-14)
-    torch.testing.assert_close(grads[0], (up @ layer.weight).view(shape), rtol=1e-14, atol=1e-14)
-    torch.testing.assert_close(grads[1], up.T @ rows, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(grad_x, (up @ matrix).view(shape), rtol=1e-14, atol=1e-14)
+    one_rounding = {"rtol": 1e-7 if weights == torch.float32 else 1e-14, "atol": 1e-14}
+    torch.testing.assert_close(grads[0].double(), up.T @ rows, **one_rounding)
     if bias:
-        torch.testing.assert_close(grads[2], up.sum(0), rtol=1e-14, atol=1e-14)
+        torch.testing.assert_close(grads[1].double(), up.sum(0), **one_rounding)
 
 
 @pytest.mark.parametrize("num_rows", [1, 127, 128, 129, 300])
 def test_filling_up_the_rows_of_a_product_changes_nothing(num_rows):
-    layer, x = linear(torch.float64, weights=torch.float32), leaf(num_rows, 6, dtype=torch.float32)
-    out, upstream = layer(x), normal(num_rows, 5, seed=1, dtype=torch.float32)
-    grads = torch.autograd.grad((out * upstream).sum(), [x, layer.weight, layer.bias])
+    layer, x = linear(), leaf(num_rows, 6)
+    upstream = normal(num_rows, 5, seed=1)
+    parameters = list(layer.parameters())
+    ours = grads_of(layer(x), upstream, [x, *parameters])
+    plain = F.linear(x, layer.weight.double(), layer.bias.double())
+    expected = grads_of(plain, upstream, [x, *parameters])
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-9)
 
-    plain = F.linear(x, layer.weight, layer.bias)
-    expected = torch.autograd.grad((plain * upstream).sum(), [x, layer.weight, layer.bias])
-    torch.testing.assert_close(out, plain)
-    torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-4)
+
+def test_linear_of_its_own_type_is_torchs():
+    layer, x = linear(), normal(4, 6, dtype=torch.float32)
+    assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
 
 
 def test_batches_of_many_sizes_ask_for_products_of_few_sizes(monkeypatch):
-    sizes, multiply = set(), torch.mm
+    sizes, multiply, map_linearly = set(), torch.mm, F.linear
 
-    def note(left: Tensor, right: Tensor) -> Tensor:
+    def note(left: Tensor, right: Tensor, **out: Tensor) -> Tensor:
         sizes.add((tuple(left.shape), tuple(right.shape)))
-        return multiply(left, right)
+        return multiply(left, right, **out)
+
+    def note_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        sizes.add((tuple(x.shape), tuple(weight.shape)))
+        return map_linearly(x, weight, bias)
 
     monkeypatch.setattr(torch, "mm", note)
-    layer, weight = linear(torch.float64, weights=torch.float32), leaf(9, 5, dtype=torch.float32)
+    monkeypatch.setattr(kernels.F, "linear", note_linear)
+    layer, weight = linear(), leaf(9, 5, dtype=torch.float32)
     for num_rows in range(1, 129, 7):
-        states, targets = (
-            layer(normal(num_rows, 6, dtype=torch.float32)),
-            torch.arange(num_rows) % 9,
-        )
-        ProjectedCrossEntropy.apply(states, weight, targets, 0.1, torch.float64)[0].backward()
+        states = layer(leaf(num_rows, 6, dtype=SHORT))
+        ProjectedCrossEntropy.apply(states, weight, torch.arange(num_rows) % 9, 0.1)[0].backward()
     assert len(sizes) == 6  # forward, and each operand's gradient, of two projections
 
 
-def test_linear_with_short_products_passes_gradcheck():
-    layer = linear(torch.float64)
-
-    def apply(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return torch.func.functional_call(layer, {"weight": weight, "bias": bias}, (x,))
-
-    inputs = (leaf(2, 3, 6), leaf(5, 6, seed=1), leaf(5, seed=2))
-    assert torch.autograd.gradcheck(apply, inputs)
+def test_linear_in_another_type_than_its_weights_passes_gradcheck():
+    layer = linear()
+    assert torch.autograd.gradcheck(layer, leaf(2, 3, 6))
 
 
-def test_linear_in_bfloat16_rounds_its_operands_and_nothing_else_of_note():
-    layer = linear(torch.bfloat16, weights=torch.float32)
-    x = leaf(40, 6, dtype=torch.float32)
-    out = layer(x)
-    upstream = normal(40, 5, seed=1, dtype=torch.float32)
-    out.backward(upstream)
-    assert out.dtype == x.grad.dtype == layer.weight.grad.dtype == torch.float32
+def test_linear_in_bfloat16_rounds_its_operands_and_its_results():
+    layer, x = linear(), leaf(40, 6, dtype=SHORT)
+    upstream = normal(40, 5, seed=1, dtype=SHORT)
+    out, grad_x, grad_weight, grad_bias = grads_of(layer(x), upstream, [x, *layer.parameters()])
+    assert out.dtype == grad_x.dtype == SHORT
+    assert grad_weight.dtype == grad_bias.dtype == torch.float32
 
-    def rounded(tensor: Tensor) -> Tensor:
-        return tensor.detach().bfloat16().double()
-
-    one_rounding = {"rtol": 2**-8, "atol": 1e-5, "check_dtype": False}
-    products = rounded(x) @ rounded(layer.weight).T
-    torch.testing.assert_close(out - layer.bias, products, **one_rounding)
-    grad_x = rounded(upstream) @ rounded(layer.weight)
-    torch.testing.assert_close(x.grad, grad_x, **one_rounding)
-    grad_weight = rounded(upstream).T @ rounded(x)
-    torch.testing.assert_close(layer.weight.grad, grad_weight, **one_rounding)
-    torch.testing.assert_close(layer.bias.grad, upstream.sum(0))  # never rounded
-
-
-def test_linear_in_bfloat16_is_near_the_plain_formula():
-    layer, x = linear(torch.bfloat16, weights=torch.float32), normal(9, 6, dtype=torch.float32)
-    plain = F.linear(x, layer.weight, layer.bias)
-    assert not torch.equal(layer(x), plain), "the products must really run in bfloat16"
-    torch.testing.assert_close(layer(x), plain, rtol=0, atol=0.03)
+    way, up, rows = Way(False, SHORT), upstream.double(), x.detach().double()
+    matrix = layer.weight.detach().to(SHORT).double()
+    way.assert_near(out, rows @ matrix.T + layer.bias.detach().to(SHORT).double())
+    way.assert_near(grad_x, up @ matrix)
+    way.assert_near(grad_weight, up.T @ rows)
+    way.assert_near(grad_bias, up.sum(0))
 
 
 def test_linear_takes_an_input_and_a_gradient_that_are_not_contiguous():
-    layer, x = linear(torch.float64), leaf(6, 3, 2)
+    layer, x = linear(), leaf(6, 3, 2)
     layer(x.transpose(0, 2)).sum().backward()  # the gradient of a sum is an expanded scalar
-    expected = layer.weight.detach().sum(0)[:, None, None].expand(6, 3, 2)
+    expected = layer.weight.detach().double().sum(0)[:, None, None].expand(6, 3, 2)
     torch.testing.assert_close(x.grad, expected, **SAME)
 
 
@@ -135,86 +216,343 @@ def test_linear_has_the_weights_of_torch_linear():
     }
 
 
+# LayerNorm, and add_norm
+
+
+def norm_of(width: int, dtype: torch.dtype = torch.float32) -> LayerNorm:
+    norm = LayerNorm(width)
+    with torch.no_grad():
+        norm.weight.copy_(1 + 0.3 * normal(width, seed=11))
+        norm.bias.copy_(0.3 * normal(width, seed=12))
+    return norm.to(dtype)
+
+
+def normalised(x: Tensor, gain: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    """Layer normalisation written out."""
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * gain + bias
+
+
+# of one number or two, only signs are left: their gradient is a difference of like numbers
+FLOOR = {False: 1e-11, True: 5e-4}
+
+
+def spread_out(*shape: int, seed: int = 0, dtype: torch.dtype) -> Tensor:
+    """Return a leaf whose first column is far from the others, so that no row is nearly even."""
+    x = normal(*shape, seed=seed, dtype=dtype)
+    x[..., 0] += 5
+    return x.requires_grad_()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, SHORT])
+@pytest.mark.parametrize("width", [1, 2, 6, 130])
+def test_layer_norm_is_the_formula_written_out_in_the_type_of_its_weights(width, dtype):
+    norm, x = norm_of(width, LONG[dtype]), spread_out(3, 7, width, dtype=dtype)
+    upstream = normal(3, 7, width, seed=1, dtype=dtype)
+    ours = grads_of(norm(x), upstream, [x, *norm.parameters()])
+    exact = exactly([x, *norm.parameters()])
+    expected = grads_of(normalised(*exact), upstream, exact)
+    assert [tensor.dtype for tensor in ours] == [dtype, dtype, LONG[dtype], LONG[dtype]]
+    for mine, formula in zip(ours, expected, strict=True):
+        Way(False, dtype).assert_near(mine, formula, floor=FLOOR[width < 3])
+
+
+@EACH_WAY
+@pytest.mark.parametrize("drops", [Drops(0, 1.0, 0), DROPS], ids=["whole", "dropped"])
+@pytest.mark.parametrize(
+    ("rows", "width"), [(5, 1), (5, 2), (5, 6), (1, 17), (5, 17), (129, 128), (7, 130), (300, 6)]
+)
+def test_add_norm_is_the_formula_written_out(way, calls, drops, rows, width):
+    norm = norm_of(width, LONG[way.dtype])
+    x = spread_out(1, rows, width, dtype=way.dtype)
+    branch = leaf(1, rows, width, seed=1, dtype=way.dtype)
+    dropout = fixed(Dropout(0.3), drops) if drops.cut else Dropout(0.0)
+    upstream = normal(1, rows, width, seed=2, dtype=way.dtype)
+    inputs = [x, branch, *norm.parameters()]
+    ours = grads_of(add_norm(x, branch, dropout, norm), upstream, inputs)
+    assert calls == (["add_norm", "add_norm_grad"] if way.is_compiled else [])
+    assert [tensor.dtype for tensor in ours] == [way.dtype, *(one.dtype for one in inputs)]
+
+    exact = exactly(inputs)
+    share = share_of((1, rows, width), drops)
+    expected = grads_of(normalised(exact[0] + share * exact[1], *exact[2:]), upstream, exact)
+    for mine, formula in zip(ours, expected, strict=True):
+        is_rounded_once = way.is_compiled or way.dtype is not SHORT
+        way.assert_near(mine, formula, 1 if is_rounded_once else 8, FLOOR[width < 3])
+
+
+@EACH_WAY
+def test_add_norm_takes_tensors_that_are_not_contiguous(way, calls):
+    norm = norm_of(6, LONG[way.dtype])
+    x, branch = leaf(6, 4, 3, dtype=way.dtype), leaf(3, 6, 4, seed=1, dtype=way.dtype)
+    inputs = [x, branch, *norm.parameters()]
+    upstream = normal(6, 3, 4, seed=2, dtype=way.dtype).permute(1, 2, 0)
+    out = add_norm(x.transpose(0, 2), branch.transpose(1, 2), Dropout(0.0), norm)
+    ours = grads_of(out, upstream, inputs)
+    exact = exactly(inputs)
+    summed = exact[0].transpose(0, 2) + exact[1].transpose(1, 2)
+    expected = grads_of(normalised(summed, *exact[2:]), upstream, exact)
+    for mine, formula in zip(ours, expected, strict=True):
+        way.assert_near(mine, formula, 1 if way.is_compiled or way.dtype is not SHORT else 8)
+
+
+def test_add_norm_without_a_compiler_passes_gradcheck(monkeypatch):
+    monkeypatch.setattr(kernels.native, "library", lambda: None)
+    norm, dropout = norm_of(6, torch.float64), fixed(Dropout(0.3))
+    inputs = (leaf(2, 3, 6), leaf(2, 3, 6, seed=1))
+    assert torch.autograd.gradcheck(lambda x, branch: add_norm(x, branch, dropout, norm), inputs)
+
+
 # attention
 
-
-def keeps(num_queries: int, num_keys: int) -> dict[str, Tensor | None]:
-    rng = torch.Generator().manual_seed(5)
-    scattered = torch.rand(2, 1, num_queries, num_keys, generator=rng) < 0.5
-    scattered[..., 0] |= ~scattered.any(-1)
-    padding = torch.arange(num_keys) < torch.tensor([num_keys, 2])[:, None]
-    return {
-        "everything": None,
-        "causal": torch.ones(num_queries, num_keys, dtype=torch.bool).tril(),
-        "padding": padding[:, None, None, :],
-        "scattered": scattered,
-    }
+KINDS = ["everything", "causal", "padding", "empty", "scattered", "window"]
 
 
-def written_out(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
-    """softmax(q k^T / sqrt(d_k)) v, with minus infinity for what is left out."""
+def keep_of(kind: str, num_queries: int, num_keys: int, batch: int = 2) -> Tensor | None:
+    """Return a mask as the model makes it, or wilder."""
+    everything = torch.ones(num_queries, num_keys, dtype=torch.bool)
+    lengths = torch.tensor([num_keys, min(2, num_keys), 1][:batch])
+    if kind == "everything":
+        return None
+    if kind == "causal":
+        return everything.tril()
+    if kind == "window":
+        return everything.tril(2).triu(-2) | everything.tril(-num_keys + 1)
+    if kind == "scattered":  # different for every sentence and query
+        rng = torch.Generator().manual_seed(5)
+        keep = torch.rand(batch, 1, num_queries, num_keys, generator=rng) < 0.5
+        keep[..., 0] |= ~keep.any(-1)
+        return keep
+    if kind == "empty":  # one of the sentences keeps no key
+        lengths[1] = 0
+    return (torch.arange(num_keys) < lengths[:, None])[:, None, None, :]
+
+
+def mixed(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, share: Tensor | float = 1.0
+) -> Tensor:
+    """softmax(q k^T / sqrt(d_k)) v written out; a row that keeps nothing weighs all alike."""
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     if keep is not None:
-        scores = torch.where(keep, scores, -torch.inf)
-    weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
-    return weights @ v
+        scores = scores - 1e200 * keep.logical_not().double()
+    power = (scores - scores.amax(-1, keepdim=True).detach()).exp()
+    return (share * power / power.sum(-1, keepdim=True)) @ v
 
 
-@pytest.mark.parametrize("num_keys", [1, FEW, kernels._SHORT, MANY])
-@pytest.mark.parametrize("kind", ["everything", "causal", "padding", "scattered"])
-def test_attention_is_the_formula_written_out_and_torchs_own(num_keys, kind):
-    num_queries = 5
-    keep = keeps(num_queries, num_keys)[kind]
-    shapes = [(2, 3, length, WIDTH) for length in (num_queries, num_keys, num_keys)]
-    q, k, v = (leaf(*shape, seed=seed) for seed, shape in enumerate(shapes))
-    upstream = normal(2, 3, num_queries, WIDTH, seed=9)
-
-    def result(function) -> list[Tensor]:
-        out = function()
-        return [out, *torch.autograd.grad((out * upstream).sum(), [q, k, v])]
-
-    ours = result(lambda: attention(q, k, v, keep))
-    plain = result(lambda: written_out(q, k, v, keep))
-    torchs = result(lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=keep))
-    for mine, formula, reference in zip(ours, plain, torchs, strict=True):
-        torch.testing.assert_close(mine, formula, **SAME)
-        torch.testing.assert_close(mine, reference, **SAME)
+def queries_keys_values(
+    num_queries: int, num_keys: int, width: int, dtype: torch.dtype, batch: int = 2, heads: int = 3
+) -> list[Tensor]:
+    lengths = (num_queries, num_keys, num_keys)
+    return [leaf(batch, heads, n, width, seed=i, dtype=dtype) for i, n in enumerate(lengths)]
 
 
-@pytest.mark.parametrize("kind", ["everything", "causal", "padding", "scattered"])
-def test_both_paths_of_attention_agree(kind, monkeypatch):
-    keep = keeps(FEW, FEW)[kind]
-    q, k, v = (normal(2, 3, FEW, WIDTH, seed=seed) for seed in range(3))
+def assert_mixed(way: Way, inputs: list[Tensor], keep: Tensor | None, floor: float = 1e-11) -> None:
+    """Hold attention and its gradients to the formula."""
+    upstream = normal(*inputs[0].shape, seed=9, dtype=way.dtype)
+    ours = grads_of(attention(*inputs, keep), upstream, inputs)
+    assert {tensor.dtype for tensor in ours} == {way.dtype}
+    exact = exactly(inputs)
+    expected = grads_of(mixed(*exact, keep), upstream, exact)
+    for mine, formula in zip(ours, expected, strict=True):
+        way.assert_near(mine, formula, floor=floor)
+
+
+@EACH_WAY
+@pytest.mark.parametrize("num_keys", [1, 7, 16, 17, kernels._SHORT, kernels._SHORT + 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_is_the_formula_written_out(way, calls, num_keys, kind):
+    inputs = queries_keys_values(5, num_keys, 6, way.dtype)
+    keep, is_short = keep_of(kind, 5, num_keys), num_keys <= kernels._SHORT
+    if kind != "empty" or is_short:
+        assert_mixed(way, inputs, keep)
+    else:  # where nothing is kept, PyTorch's fused kernel has another gradient
+        way.assert_near(attention(*inputs, keep), mixed(*exactly(inputs), keep))
+    assert calls == (["attention", "attention_grad"] if way.is_compiled and is_short else [])
+
+
+@EACH_WAY
+@pytest.mark.parametrize("width", [1, 2, 6, 16, 17, 128, 130])
+def test_attention_takes_heads_of_any_width(way, calls, width):
+    assert_mixed(way, queries_keys_values(5, 18, width, way.dtype), keep_of("padding", 5, 18))
+
+
+@EACH_WAY
+@pytest.mark.parametrize("num_queries", [1, 3, 4, 16, 130])
+@pytest.mark.parametrize("kind", ["causal", "scattered"])
+def test_attention_takes_any_number_of_queries(way, calls, num_queries, kind):
+    inputs = queries_keys_values(num_queries, 9, 6, way.dtype)
+    assert_mixed(way, inputs, keep_of(kind, num_queries, 9))
+
+
+@EACH_WAY
+@pytest.mark.parametrize("kind", ["everything", "empty"])
+def test_attention_takes_heads_that_lie_side_by_side(way, calls, kind):
+    """As the model cuts them out of one product, and merges them again."""
+    joined = leaf(3, 7, 3 * 4 * 6, dtype=way.dtype)
+    upstream = normal(3, 7, 24, seed=9, dtype=way.dtype)
+    keep = keep_of(kind, 7, 7, batch=3)
+
+    def whole(joined: Tensor, mix: Callable[..., Tensor]) -> Tensor:
+        q, k, v = (x.view(3, 7, 4, 6).transpose(1, 2) for x in joined.chunk(3, -1))
+        return mix(q, k, v, keep).transpose(1, 2).flatten(2)
+
+    ours = grads_of(whole(joined, attention), upstream, [joined])
+    exact = exactly([joined])
+    expected = grads_of(whole(exact[0], mixed), upstream, exact)
+    for mine, formula in zip(ours, expected, strict=True):
+        way.assert_near(mine, formula)
+
+
+@EACH_WAY
+def test_attention_takes_any_strides(way, calls):
+    q, k, v = (leaf(6, 7, 2, 3, seed=seed, dtype=way.dtype) for seed in range(3))
+    keep = keep_of("scattered", 7, 14)[..., ::2]
+    exact = exactly([q, k, v])
+    upstream = normal(6, 3, 2, 7, seed=4, dtype=way.dtype).permute(2, 1, 3, 0)
+    inputs, plain = ([x.permute(2, 3, 1, 0) for x in some] for some in ((q, k, v), exact))
+    ours = grads_of(attention(*inputs, keep), upstream, [q, k, v])
+    expected = grads_of(mixed(*plain, keep), upstream, exact)
+    for mine, formula in zip(ours, expected, strict=True):
+        way.assert_near(mine, formula)
+
+
+@EACH_WAY
+def test_the_gradient_of_attention_can_be_a_single_number_for_all(way, calls):
+    inputs = queries_keys_values(5, 7, 6, way.dtype)
+    attention(*inputs, None).sum().backward()  # an expanded scalar
+    exact = exactly(inputs)
+    mixed(*exact, None).sum().backward()
+    for mine, formula in zip(inputs, exact, strict=True):
+        way.assert_near(mine.grad, formula.grad)
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_attention_is_torchs_own(kind):
+    inputs, keep = queries_keys_values(5, 7, 6, torch.float64), keep_of(kind, 5, 7)
+    reference = F.scaled_dot_product_attention(*inputs, attn_mask=keep)
+    torch.testing.assert_close(attention(*inputs, keep), reference, **SAME)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, SHORT])
+@torch.no_grad()
+def test_all_plain_paths_of_attention_agree(kind, dtype, monkeypatch):
+    q, k, v = queries_keys_values(7, 7, 6, dtype)
+    keep = keep_of(kind, 7, 7)
     batched = attention(q, k, v, keep)
     monkeypatch.setattr(kernels, "_SHORT", 0)
-    torch.testing.assert_close(attention(q, k, v, keep), batched, **SAME)
+    torch.testing.assert_close(attention(q, k, v, keep), batched)
 
 
-@pytest.mark.parametrize("num_keys", [FEW, MANY])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_query_that_keeps_no_key_gets_the_mean_of_all_values(num_keys, dtype):
+@EACH_WAY
+@pytest.mark.parametrize("num_keys", [7, kernels._SHORT + 1])
+def test_a_query_that_keeps_no_key_gets_the_mean_of_all_values(way, calls, num_keys):
     keep = torch.ones(2, 1, 3, num_keys, dtype=torch.bool)
     keep[0, :, 1] = False
-    q, k, v = (
-        leaf(2, 2, length, WIDTH, seed=seed, dtype=dtype)
-        for seed, length in enumerate([3, num_keys, num_keys])
-    )
-    out = attention(q, k, v, keep)
-    torch.testing.assert_close(out[0, :, 1], v[0].mean(1))
-    torch.testing.assert_close(out[1], written_out(q, k, v, None)[1])
+    inputs = queries_keys_values(3, num_keys, 6, way.dtype)
+    out = attention(*inputs, keep)
+    way.assert_near(out[0, :, 1], inputs[2].detach().double()[0].mean(1))
+    way.assert_near(out[1], mixed(*(x.double() for x in inputs), None)[1].detach())
     out.sum().backward()
-    assert all(tensor.grad.isfinite().all() for tensor in (q, k, v))
+    assert all(tensor.grad.isfinite().all() for tensor in inputs)
 
 
-@pytest.mark.parametrize("num_keys", [FEW, MANY])
-def test_a_key_that_is_not_kept_has_exactly_no_influence(num_keys):
-    keep = torch.arange(num_keys) < num_keys - 2
-    lengths = (3, num_keys, num_keys)
-    q, k, v = (leaf(1, 1, n, WIDTH, seed=seed) for seed, n in enumerate(lengths))
-    attention(q, k, v, keep[None, None, None, :]).square().sum().backward()
+@EACH_WAY
+@pytest.mark.parametrize("num_keys", [7, kernels._SHORT + 1])
+def test_a_key_that_is_not_kept_has_exactly_no_influence(way, calls, num_keys):
+    keep = (torch.arange(num_keys) < num_keys - 2)[None, None, None, :]
+    q, k, v = queries_keys_values(3, num_keys, 6, way.dtype)
+    out = attention(q, k, v, keep)
+    out.square().sum().backward()
     for tensor in (k, v):
         assert (tensor.grad[..., -2:, :] == 0).all()
         assert (tensor.grad[..., :-2, :] != 0).any()
+    with torch.no_grad():
+        for tensor in (k, v):
+            tensor[..., -2:, :] = 1e4
+    assert torch.equal(attention(q, k, v, keep), out)
+
+
+@EACH_WAY
+@pytest.mark.parametrize("num_keys", [7, 16, 33, kernels._SHORT + 1])
+@pytest.mark.parametrize("kind", ["everything", "scattered"])
+def test_attention_drops_weights_after_the_softmax_and_the_same_ones_backward(
+    way, calls, num_keys, kind
+):
+    inputs, keep = queries_keys_values(5, num_keys, 6, way.dtype), keep_of(kind, 5, num_keys)
+    upstream = normal(*inputs[0].shape, seed=9, dtype=way.dtype)
+    out = attention(*inputs, keep, fixed(Dropout(0.3)))
+    ours = grads_of(out, upstream, inputs)
+    is_compiled = way.is_compiled and num_keys <= kernels._SHORT
+    assert ("attention_grad" in calls) == is_compiled
+    filled = -(-num_keys // LANES) * LANES if is_compiled else num_keys
+    share = share_of((2, 3, 5, filled))[..., :num_keys]
+    assert 0.2 < float((share == 0).double().mean()) < 0.4
+    exact = exactly(inputs)
+    expected = grads_of(mixed(*exact, keep, share), upstream, exact)
+    for mine, formula in zip(ours, expected, strict=True):
+        way.assert_near(mine, formula)
+
+
+@EACH_WAY
+@pytest.mark.parametrize("num_keys", [100, 200])
+def test_attention_zeroes_a_share_of_the_weights_and_keeps_their_expectation(way, calls, num_keys):
+    """With values that are unit vectors, the output is the weights themselves: all the same."""
+    rate, eye = 0.2, torch.eye(num_keys, dtype=way.dtype).expand(4, 2, num_keys, num_keys)
+    q = torch.zeros(4, 2, 100, num_keys, dtype=way.dtype, requires_grad=True)
+    torch.manual_seed(5)
+    weights = num_keys * attention(q, eye, eye, None, Dropout(rate).train()).detach().double()
+    is_zero = weights == 0
+    share = float(is_zero.double().mean())
+    assert share == pytest.approx(rate, abs=five_deviations(rate, weights.numel()))
+    rest = weights[~is_zero]
+    torch.testing.assert_close(rest, torch.full_like(rest, 1 / (1 - rate)), rtol=0.005, atol=0)
+    assert float(weights.mean()) == pytest.approx(1.0, abs=0.01)
+
+
+@EACH_WAY
+def test_attention_dropout_is_off_in_eval_mode_and_at_rate_zero(way, calls):
+    inputs = queries_keys_values(5, 7, 6, way.dtype)
+    whole = attention(*inputs, None)
+    for dropout in (Dropout(0.5).eval(), Dropout(0.0).train()):
+        assert torch.equal(attention(*inputs, None, dropout), whole)
+
+
+@pytest.mark.parametrize("num_keys", [7, kernels._SHORT + 1])
+@pytest.mark.parametrize("kind", ["everything", "scattered"])
+def test_plain_attention_with_dropout_passes_gradcheck(num_keys, kind):
+    keep, dropout = keep_of(kind, 2, num_keys), fixed(Dropout(0.3))
+    inputs = queries_keys_values(2, num_keys, 2, torch.float64, heads=1)
+    inputs[1:] = [x.detach() for x in inputs[1:]] if num_keys > 10 else inputs[1:]
+    assert torch.autograd.gradcheck(lambda *x: attention(*x, keep, dropout), inputs)
+
+
+@EACH_WAY
+def test_attention_of_extreme_scores_stays_finite_and_right(way, calls):
+    q, k, v = queries_keys_values(5, 7, 6, way.dtype)
+    with torch.no_grad():
+        q *= 1e4
+    # where one key takes nearly all, the gradient is a difference of like numbers
+    assert_mixed(way, [q, k, v], keep_of("padding", 5, 7), floor=1e-7)
+
+
+def test_whatever_is_not_trained_takes_the_plain_formula(calls):
+    """Threads share out no work there, and the compiled functions run on one."""
+    inputs = queries_keys_values(5, 7, 6, torch.float32)
+    with torch.no_grad():
+        attention(*inputs, None)
+        add_norm(inputs[0], inputs[0], Dropout(0.0), norm_of(6))
+        Dropout(0.5).train()(inputs[0])
+    assert calls == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_types_that_were_not_compiled_take_the_plain_formula(calls, dtype):
+    x = normal(2, 3, 5, 6, dtype=dtype)
+    assert attention(x, x, x, None).dtype == dtype
+    assert Dropout(0.5).train()(x).dtype == dtype
+    assert add_norm(x, x, Dropout(0.5).train(), norm_of(6)).dtype == dtype
+    assert calls == []
 
 
 # Dropout
@@ -231,72 +569,174 @@ def five_deviations(rate: float, count: int) -> float:
     return 5 * math.sqrt(rate * (1 - rate) / count)
 
 
+@EACH_WAY
 @pytest.mark.parametrize("rate", [0.01, 0.1, 0.3, 0.5, 0.9])
-def test_dropout_zeroes_its_rate_and_scales_the_rest(rate):
-    x = torch.full((MANY_ELEMENTS,), 3.0, dtype=torch.float64)
+def test_dropout_zeroes_its_rate_and_scales_the_rest(way, calls, rate):
+    x = torch.full((MANY_ELEMENTS,), 3.0, dtype=way.dtype)
     out = dropped(x, rate)
+    assert out.dtype == way.dtype
+    assert calls == (["dropout"] if way.is_compiled else [])
     share = float((out == 0).double().mean())
     assert share == pytest.approx(rate, abs=five_deviations(rate, MANY_ELEMENTS))
-    rest = out[out != 0]
-    torch.testing.assert_close(rest, torch.full_like(rest, 3.0 / (1 - rate)), rtol=1e-3, atol=0)
-    assert float(out.mean()) == pytest.approx(3.0, rel=0.05)
+    rest = out[out != 0].double()
+    torch.testing.assert_close(rest, torch.full_like(rest, 3.0 / (1 - rate)), rtol=0.004, atol=0)
+    assert float(out.double().mean()) == pytest.approx(3.0, rel=0.05)
 
 
-def test_dropout_keeps_the_expectation_exactly():
+@BOTH_PATHS
+def test_dropout_keeps_the_expectation_exactly(way, calls):
     # 16 bits cannot express every rate: the scale must fit the rate that is really used
     rate = 1 / 3
-    scale = float(dropped(torch.ones(100, dtype=torch.float64), rate).max())
+    scale = float(dropped(torch.ones(100), rate).max())
     kept_levels = 2**16 / scale
-    assert kept_levels == pytest.approx(round(kept_levels), abs=1e-6)
+    assert kept_levels == pytest.approx(round(kept_levels), abs=0.01)
     assert 1 - kept_levels / 2**16 == pytest.approx(rate, abs=2**-16)
 
 
-def test_dropout_draws_every_element_on_its_own():
+@BOTH_PATHS
+@pytest.mark.parametrize("distance", [1, 2, 3, 4, 16, 128, 512, 32768])
+def test_dropout_draws_every_element_on_its_own(way, calls, distance):
+    """Of neighbours in a row, and of those below each other, both go as often as chance has it."""
     rate = 0.3
-    zeros = (dropped(torch.ones(MANY_ELEMENTS), rate) == 0).view(-1, 4).double()
-    # four elements share one random word: each must have its rate, and each pair its product
-    shares = zeros.mean(0)
-    bound = five_deviations(rate, len(zeros))
-    torch.testing.assert_close(shares, torch.full_like(shares, rate), rtol=0, atol=bound)
-    both = zeros.T @ zeros / len(zeros)
-    independent = torch.full((4, 4), rate**2, dtype=torch.float64).fill_diagonal_(rate)
-    torch.testing.assert_close(both, independent, rtol=0, atol=bound)
+    is_zero = (dropped(torch.ones(MANY_ELEMENTS), rate) == 0).double()
+    both = float((is_zero[distance:] * is_zero[:-distance]).mean())
+    bound = five_deviations(rate**2, MANY_ELEMENTS - distance)
+    assert both == pytest.approx(rate**2, abs=1.5 * bound)
 
 
-@pytest.mark.parametrize("shape", [(1,), (5,), (3, 7), (2, 3, 5)])
-def test_dropout_drops_the_same_elements_backward_as_forward(shape):
-    x, upstream = normal(*shape).abs().add(1).requires_grad_(), normal(*shape, seed=1)
-    out = dropped(x, 0.4)
-    out.backward(upstream)
-    torch.testing.assert_close(x.grad, upstream * (out / x).detach(), **SAME)
+@BOTH_PATHS
+def test_dropout_has_the_same_rate_at_every_place(way, calls):
+    rate = 0.3
+    is_zero = (dropped(torch.ones(MANY_ELEMENTS), rate) == 0).double()
+    for width in (4, 16, 128):
+        shares = is_zero.view(-1, width).mean(0)
+        bound = five_deviations(rate, MANY_ELEMENTS // width)
+        torch.testing.assert_close(shares, torch.full_like(shares, rate), rtol=0, atol=bound)
 
 
-def test_dropout_takes_an_input_that_is_not_contiguous():
-    x = torch.arange(1.0, 13.0).view(3, 4)
-    out = dropped(x.T, 0.5)
-    kept = out != 0
-    assert kept.any()
-    assert not kept.all()
-    torch.testing.assert_close(out[kept], 2 * x.T[kept])
+@BOTH_PATHS
+@pytest.mark.parametrize("change", [1, 2, 0x80, 0x10000, 0x80000000])
+def test_dropout_of_two_seeds_is_independent(way, calls, change):
+    first, second = (
+        share_of((MANY_ELEMENTS,), DROPS._replace(seed=seed)) == 0
+        for seed in (DROPS.seed, DROPS.seed ^ change)
+    )
+    both = float((first & second).double().mean())
+    rate = DROPS.cut / 2**16
+    assert both == pytest.approx(rate**2, abs=five_deviations(rate**2, MANY_ELEMENTS))
+
+
+@EACH_WAY
+@pytest.mark.parametrize("shape", [(1,), (5,), (3, 7), (2, 3, 5), (1000,)])
+def test_dropout_drops_the_same_elements_backward_as_forward(way, calls, shape):
+    x = leaf(*shape, dtype=way.dtype)
+    upstream = normal(*shape, seed=1, dtype=way.dtype)
+    out, grad = grads_of(fixed(Dropout(0.3))(x), upstream, [x])
+    assert calls == (["dropout"] * 2 if way.is_compiled else [])
+    share = share_of(shape)
+    way.assert_near(out, share * x.detach().double())
+    way.assert_near(grad, share * upstream.double())
+
+
+@EACH_WAY
+def test_dropout_takes_an_input_and_a_gradient_that_are_not_contiguous(way, calls):
+    x = torch.arange(1.0, 13.0, dtype=way.dtype).view(3, 4).requires_grad_()
+    out = fixed(Dropout(0.3))(x.T)
+    way.assert_near(out, share_of((4, 3)) * x.detach().T.double())
+    out.sum().backward()  # an expanded scalar
+    way.assert_near(x.grad, share_of((4, 3)).T)
 
 
 @pytest.mark.parametrize("module", [Dropout(0.5).eval(), Dropout(0.0).train()])
 def test_dropout_is_the_identity_in_eval_mode_and_at_rate_zero(module):
     x = normal(3, 4)
     assert module(x) is x
+    assert module.draw() == Drops(0, 1.0, 0)
 
 
-def test_dropout_follows_from_the_seed():
+@BOTH_PATHS
+def test_dropout_follows_from_the_seed(way, calls):
     x = torch.ones(64)
     assert torch.equal(dropped(x, 0.5, seed=7), dropped(x, 0.5, seed=7))
     assert not torch.equal(dropped(x, 0.5, seed=7), dropped(x, 0.5, seed=8))
 
 
-def test_dropout_draws_anew_at_every_call():
+@BOTH_PATHS
+def test_dropout_draws_anew_at_every_call(way, calls):
     torch.manual_seed(0)
     module = Dropout(0.5).train()
     x = torch.ones(64)
     assert not torch.equal(module(x), module(x))
+
+
+@pytest.mark.parametrize("rate", [1e-9, 0.999999])
+def test_the_least_and_the_greatest_rate_leave_something_to_chance(rate):
+    drops = Dropout(rate).train().draw()
+    assert 0 < drops.cut < 2**16
+    assert drops.scale == 2**16 / (2**16 - drops.cut)
+
+
+# dropout_seeds
+
+
+def draws(count: int = 3) -> list[int]:
+    return [Dropout(0.5).train().draw().seed for _ in range(count)]
+
+
+def test_dropout_follows_from_its_own_seed_whatever_pytorch_draws():
+    torch.manual_seed(1)
+    with dropout_seeds(7):
+        first = draws()
+    state = torch.get_rng_state()
+    torch.manual_seed(2)
+    with dropout_seeds(7):
+        assert draws() == first
+    with dropout_seeds(8):
+        assert draws() != first
+    torch.manual_seed(1)
+    assert torch.equal(torch.get_rng_state(), state), "nothing was drawn from PyTorch"
+    assert len(set(first)) == 3
+    assert all(0 <= seed < 2**32 for seed in first)
+
+
+def test_without_a_seed_dropout_follows_from_pytorch():
+    torch.manual_seed(1)
+    expected = draws()
+    torch.manual_seed(1)
+    with dropout_seeds(None):
+        assert draws() == expected
+    torch.manual_seed(1)
+    with dropout_seeds(7):
+        draws()
+    assert draws() == expected
+
+
+def test_the_seed_is_forgotten_after_an_error():
+    torch.manual_seed(1)
+    expected = draws()
+    torch.manual_seed(1)
+    with pytest.raises(MemoryError), dropout_seeds(7):
+        raise MemoryError
+    assert draws() == expected
+
+
+def test_each_thread_has_a_seed_of_its_own():
+    barrier, found = threading.Barrier(2), {}
+
+    def draw(seed: int) -> None:
+        with dropout_seeds(seed):
+            barrier.wait(timeout=60)
+            found[seed] = draws()
+            barrier.wait(timeout=60)
+
+    threads = [threading.Thread(target=draw, args=(seed,)) for seed in (7, 8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed in (7, 8):
+        with dropout_seeds(seed):
+            assert found[seed] == draws()
 
 
 # ProjectedCrossEntropy
@@ -310,36 +750,70 @@ def plain_loss(
     return loss, F.cross_entropy(logits, targets, reduction="sum")
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 3, 11, 512])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
-def test_projected_cross_entropy_is_torchs_on_plain_logits(chunk_tokens, smoothing, monkeypatch):
-    monkeypatch.setattr(kernels, "_CHUNK_TOKENS", chunk_tokens)
-    states, weight, targets = leaf(11, 4), leaf(6, 4, seed=1), torch.arange(11) % 6
-    loss, nll = ProjectedCrossEntropy.apply(states, weight, targets, smoothing, None)
-    grads = torch.autograd.grad(-2.5 * loss, [states, weight])
+@EACH_WAY
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize(
+    ("rows", "width"), [(5, 1), (5, 2), (1, 6), (5, 17), (129, 128), (7, 130), (3, 3001)]
+)
+def test_the_loss_of_logits_and_its_gradient_are_torchs(way, calls, rows, width, smoothing):
+    logits, targets = normal(rows, width, dtype=way.dtype) * 3, torch.arange(rows) % width
+    (exact,) = exactly([logits.clone()])
+    sums = torch.full((2,), 0.5, dtype=torch.float64)
+    kernels._cross_entropy(logits, targets, smoothing, True, sums)
+    assert calls == (["cross_entropy"] if way.is_compiled else [])
+    settings = {"reduction": "sum"}
+    loss = F.cross_entropy(exact, targets, label_smoothing=smoothing, **settings)
+    nll = F.cross_entropy(exact, targets, **settings)
+    torch.testing.assert_close(sums - 0.5, torch.stack([loss, nll]).detach(), rtol=2e-6, atol=1e-5)
+    way.assert_near(logits, torch.autograd.grad(loss, exact)[0])
 
-    expected, expected_nll = plain_loss(states, weight, targets, smoothing)
-    expected_grads = torch.autograd.grad(-2.5 * expected, [states, weight])
-    torch.testing.assert_close(loss, expected, **SAME)
-    torch.testing.assert_close(nll, expected_nll, **SAME)
-    torch.testing.assert_close(grads, expected_grads, **SAME)
+
+@EACH_WAY
+def test_without_a_gradient_the_logits_are_left_as_they_are(way, calls):
+    logits, targets = normal(5, 7, dtype=way.dtype), torch.arange(5)
+    before, sums = logits.clone(), torch.zeros(2, dtype=torch.float64)
+    kernels._cross_entropy(logits, targets, 0.1, False, sums)
+    assert torch.equal(logits, before)
+    with_grad = torch.zeros(2, dtype=torch.float64)
+    kernels._cross_entropy(logits, targets, 0.1, True, with_grad)
+    assert torch.equal(sums, with_grad)
 
 
-@pytest.mark.parametrize("num_tokens", [5, 128, 700])
-@pytest.mark.parametrize("chunk_tokens", [3, 128, 512])
-def test_projected_cross_entropy_of_filled_rows_is_the_plain_one(
-    num_tokens, chunk_tokens, monkeypatch
+@EACH_WAY
+@pytest.mark.parametrize(
+    ("num_tokens", "chunk_tokens"),
+    [(1, 512), (11, 1), (11, 3), (128, 128), (130, 3), (700, 128), (700, 512)],
+)
+def test_projected_cross_entropy_is_torchs_on_plain_logits(
+    way, calls, num_tokens, chunk_tokens, monkeypatch
 ):
     monkeypatch.setattr(kernels, "_CHUNK_TOKENS", chunk_tokens)
-    states, weight = leaf(num_tokens, 4, dtype=torch.float32), leaf(6, 4, dtype=torch.float32)
+    weights = LONG[way.dtype]
+    states, weight = leaf(num_tokens, 4, dtype=way.dtype), leaf(6, 4, seed=1, dtype=weights)
     targets = torch.arange(num_tokens) % 6
-    loss, nll = ProjectedCrossEntropy.apply(states, weight, targets, 0.1, torch.float64)
-    expected, expected_nll = plain_loss(states, weight, targets, 0.1)
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(nll, expected_nll)
-    grads = torch.autograd.grad(loss, [states, weight])
-    expected_grads = torch.autograd.grad(expected, [states, weight])
-    torch.testing.assert_close(grads, expected_grads, rtol=1e-4, atol=1e-4)
+    loss, nll = ProjectedCrossEntropy.apply(states, weight, targets, 0.1)
+    assert set(calls) == ({"cross_entropy"} if way.is_compiled else set())
+    assert loss.dtype == nll.dtype == torch.float64
+    grads = torch.autograd.grad(-2.5 * loss, [states, weight])
+    assert [grad.dtype for grad in grads] == [way.dtype, weights]
+
+    exact = exactly([states, weight.to(way.dtype)])
+    expected, expected_nll = plain_loss(*exact, targets, 0.1)
+    expected_grads = torch.autograd.grad(-2.5 * expected, exact)
+    rounding = 0.004 if way.dtype is SHORT else 2e-6
+    torch.testing.assert_close(loss, expected, rtol=rounding, atol=0)
+    torch.testing.assert_close(nll, expected_nll, rtol=rounding, atol=0)
+    for grad, plain in zip(grads, expected_grads, strict=True):
+        way.assert_near(grad, plain, roundings=4)
+
+
+@BOTH_PATHS
+def test_targets_may_be_cut_out_of_a_larger_tensor(way, calls):
+    states, weight = leaf(5, 4, dtype=torch.float32), leaf(6, 4, seed=1, dtype=torch.float32)
+    targets = (torch.arange(20) % 6).view(5, 4)[:, 1]
+    assert not targets.is_contiguous()
+    found = ProjectedCrossEntropy.apply(states, weight, targets, 0.1)
+    torch.testing.assert_close(found, plain_loss(states, weight, targets, 0.1), check_dtype=False)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -348,7 +822,7 @@ def test_projected_cross_entropy_passes_gradcheck(smoothing, monkeypatch):
     targets = torch.tensor([0, 4, 4, 2, 1])
 
     def loss(states: Tensor, weight: Tensor) -> Tensor:
-        return ProjectedCrossEntropy.apply(states, weight, targets, smoothing, None)[0]
+        return ProjectedCrossEntropy.apply(states, weight, targets, smoothing)[0]
 
     assert torch.autograd.gradcheck(loss, (leaf(5, 3), leaf(6, 3, seed=1)))
 
@@ -359,83 +833,242 @@ def test_projected_cross_entropy_trains_one_input_while_the_other_is_frozen(froz
     targets = torch.tensor([0, 4, 4, 2, 1])
     inputs[frozen].requires_grad_(False)
     free = next(tensor for name, tensor in inputs.items() if name != frozen)
-    loss, _ = ProjectedCrossEntropy.apply(*inputs.values(), targets, 0.1, None)
+    loss, _ = ProjectedCrossEntropy.apply(*inputs.values(), targets, 0.1)
     expected, _ = plain_loss(*inputs.values(), targets, 0.1)
     torch.testing.assert_close(
         torch.autograd.grad(loss, free), torch.autograd.grad(expected, free), **SAME
     )
 
 
-def test_projected_cross_entropy_gives_the_same_values_without_gradients():
-    states, weight, targets = leaf(5, 3), leaf(6, 3, seed=1), torch.tensor([0, 4, 4, 2, 1])
-    with_grad = ProjectedCrossEntropy.apply(states, weight, targets, 0.1, None)
-    without = ProjectedCrossEntropy.apply(states.detach(), weight.detach(), targets, 0.1, None)
+@EACH_WAY
+def test_projected_cross_entropy_gives_the_same_values_without_gradients(way, calls):
+    states, weight = leaf(5, 3, dtype=way.dtype), leaf(6, 3, seed=1, dtype=way.dtype)
+    targets = torch.tensor([0, 4, 4, 2, 1])
+    with_grad = ProjectedCrossEntropy.apply(states, weight, targets, 0.1)
+    without = ProjectedCrossEntropy.apply(states.detach(), weight.detach(), targets, 0.1)
     assert [value.item() for value in with_grad] == [value.item() for value in without]
     assert not without[0].requires_grad
 
 
 def test_the_nll_carries_no_gradient():
     loss, nll = ProjectedCrossEntropy.apply(
-        leaf(5, 3), leaf(6, 3), torch.zeros(5, dtype=torch.long), 0.1, None
+        leaf(5, 3), leaf(6, 3), torch.zeros(5, dtype=torch.long), 0.1
     )
     assert loss.requires_grad
     assert not nll.requires_grad
 
 
-def test_the_loss_of_no_token_is_zero():
-    states, weight = leaf(0, 3), leaf(6, 3)
-    targets = torch.zeros(0, dtype=torch.long)
-    loss, nll = ProjectedCrossEntropy.apply(states, weight, targets, 0.1, None)
+@EACH_WAY
+def test_the_loss_of_no_token_is_zero(way, calls):
+    states, weight = leaf(0, 3, dtype=way.dtype), leaf(6, 3, dtype=way.dtype)
+    loss, nll = ProjectedCrossEntropy.apply(states, weight, torch.zeros(0, dtype=torch.long), 0.1)
     loss.backward()
     assert loss.item() == nll.item() == 0
     assert (weight.grad == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@EACH_WAY
 @pytest.mark.parametrize("size", [1e2, 1e4, 1e8])
-def test_extreme_logits_stay_finite_and_right(size, dtype):
-    states = (size * normal(9, 4)).to(dtype).requires_grad_()
-    weight, targets = leaf(6, 4, seed=1, dtype=dtype), torch.arange(9) % 6
-    loss, nll = ProjectedCrossEntropy.apply(states, weight, targets, 0.1, None)
+def test_extreme_logits_stay_finite_and_right(way, calls, size):
+    logits, targets = normal(9, 6, dtype=way.dtype) * size, torch.arange(9) % 6
+    (exact,) = exactly([logits.clone()])
+    sums = torch.zeros(2, dtype=torch.float64)
+    kernels._cross_entropy(logits, targets, 0.1, True, sums)
+    loss = F.cross_entropy(exact, targets, label_smoothing=0.1, reduction="sum")
+    nll = F.cross_entropy(exact, targets, reduction="sum")
+    torch.testing.assert_close(sums, torch.stack([loss, nll]).detach(), rtol=1e-5, atol=1e-4)
+    way.assert_near(logits, torch.autograd.grad(loss, exact)[0])
+
+
+def test_a_sum_over_many_tokens_is_not_rounded():
+    """In float32, what a token adds to a sum of millions would be cut off."""
+    states, weight = torch.zeros(70_000, 1), torch.zeros(5, 1)
+    loss, nll = ProjectedCrossEntropy.apply(states, weight, torch.arange(70_000) % 5, 0.1)
+    assert loss.item() == pytest.approx(70_000 * math.log(5), rel=2e-7)
+    assert nll.item() == pytest.approx(70_000 * math.log(5), rel=2e-7)
+
+
+class LiveMemory(TorchDispatchMode):
+    """Notes the most bytes that tensors made by operations held at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most, self._live = 0, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, Tensor):
+                self._live[id(tensor)] = weakref.ref(tensor)
+        live = [tensor for tensor in (ref() for ref in self._live.values()) if tensor is not None]
+        storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in live}
+        self.most = max(self.most, sum(storage.nbytes() for storage in storages.values()))
+        return out
+
+
+@EACH_WAY
+def test_the_loss_never_holds_the_logits_of_a_whole_batch(way, calls):
+    num_tokens, num_pieces = 16 * kernels._CHUNK_TOKENS, 1000
+    weights = LONG[way.dtype]
+    states, weight = leaf(num_tokens, 2, dtype=way.dtype), leaf(num_pieces, 2, dtype=weights)
+    targets = torch.arange(num_tokens) % num_pieces
+    with LiveMemory() as memory:
+        ProjectedCrossEntropy.apply(states, weight, targets, 0.1)[0].backward()
+    chunk_bytes = kernels._CHUNK_TOKENS * num_pieces * way.dtype.itemsize
+    num_chunks = 2.5 if way.is_compiled else 8  # one is let go when the next is there
+    assert chunk_bytes < memory.most < num_chunks * chunk_bytes
+
+
+# How compiled numbers are stored, and powers computed
+
+
+def test_compiled_functions_round_to_bfloat16_as_pytorch_does(calls):
+    """To the nearest, ties to even: half of these products lie between two numbers."""
+    x = torch.arange(-(2**15), 2**15).to(torch.int16).view(SHORT)
+    found = fixed(Dropout(0.3), Drops(0, 1.5, 1))(x)
+    assert calls == ["dropout"]
+    assert torch.equal(found.isnan(), x.isnan())
+    expected = (x.float() * 1.5).to(SHORT)
+    is_number = ~x.isnan()
+    assert torch.equal(found[is_number].view(torch.int16), expected[is_number].view(torch.int16))
+
+
+def test_compiled_powers_are_right_to_the_last_places(calls):
+    """The gradient of the piece that was not wanted is its probability."""
+    x = torch.linspace(-86, 0, 4001)
+    logits = torch.stack([torch.zeros_like(x), x], 1)
+    sums = torch.zeros(2, dtype=torch.float64)
+    kernels._cross_entropy(logits, torch.zeros(len(x), dtype=torch.long), 0.0, True, sums)
+    assert calls == ["cross_entropy"]
+    torch.testing.assert_close(logits[:, 1].double(), x.double().sigmoid(), rtol=3e-7, atol=0)
+
+
+# What is not a number must not get lost: training stops when it sees one
+
+
+@EACH_WAY
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("place", [0, 4, 5, 19])
+def test_a_state_that_is_not_finite_shows_in_the_loss_and_in_the_gradient(
+    way, calls, value, smoothing, place
+):
+    states, weight = leaf(5, 4, dtype=way.dtype), leaf(40, 4, seed=1, dtype=way.dtype)
+    with torch.no_grad():
+        states.view(-1)[place] = value
+    loss, nll = ProjectedCrossEntropy.apply(states, weight, torch.arange(5), smoothing)
     grads = torch.autograd.grad(loss, [states, weight])
-
-    exact = [states.detach().double().requires_grad_(), weight.detach().double().requires_grad_()]
-    expected, expected_nll = plain_loss(*exact, targets, 0.1)
-    expected_grads = torch.autograd.grad(expected, exact)
-    near = {"rtol": 1e-4, "atol": 1e-4, "check_dtype": False}
-    torch.testing.assert_close(loss, expected, **near)
-    torch.testing.assert_close(nll, expected_nll, **near)
-    torch.testing.assert_close(grads[0], expected_grads[0], **near)
-    torch.testing.assert_close(grads[1] / size, expected_grads[1] / size, **near)
+    assert not loss.isfinite()
+    assert not nll.isfinite()
+    assert not all(grad.isfinite().all() for grad in grads)
 
 
-def test_projected_cross_entropy_in_bfloat16_is_near_the_plain_formula():
-    states, weight = leaf(30, 16, dtype=torch.float32), leaf(12, 16, seed=1, dtype=torch.float32)
-    targets = torch.arange(30) % 12
-    loss, nll = ProjectedCrossEntropy.apply(states, weight, targets, 0.1, torch.bfloat16)
-    grads = torch.autograd.grad(loss, [states, weight])
-    assert {loss.dtype, nll.dtype, grads[0].dtype, grads[1].dtype} == {torch.float32}
-
-    expected, expected_nll = plain_loss(states, weight, targets, 0.1)
-    expected_grads = torch.autograd.grad(expected, [states, weight])
-    assert not torch.equal(loss, expected), "the products must really run in bfloat16"
-    torch.testing.assert_close(loss, expected, rtol=0.01, atol=0)
-    torch.testing.assert_close(nll, expected_nll, rtol=0.01, atol=0)
-    for grad, plain in zip(grads, expected_grads, strict=True):
-        assert float((grad - plain).norm() / plain.norm()) < 0.02
+@EACH_WAY
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("place", [0, 2, 16, 39])
+def test_a_logit_that_is_not_finite_shows_in_the_loss_and_in_the_gradient(way, calls, value, place):
+    logits, sums = normal(3, 40, dtype=way.dtype), torch.zeros(2, dtype=torch.float64)
+    logits[1, place] = value
+    kernels._cross_entropy(logits, torch.tensor([0, 2, 39]), 0.1, True, sums)
+    assert not sums.isfinite().any()
+    assert logits[[0, 2]].isfinite().all()
+    assert logits[1].isnan().all()
 
 
-# the type of matrix products
+@EACH_WAY
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_attention_hands_on_what_is_not_finite(way, calls, value, which):
+    inputs = queries_keys_values(5, 20, 6, way.dtype)
+    tensor = inputs["qkv".index(which)]
+    with torch.no_grad():
+        tensor[1, 2, 3, 4] = value
+    out = attention(*inputs, keep_of("padding", 5, 20).logical_not() | (torch.arange(20) < 9))
+    assert not out[1, 2].isfinite().all()
+    assert out[0].isfinite().all()
+    grads = torch.autograd.grad(out, inputs, torch.ones_like(out))
+    assert not all(grad.isfinite().all() for grad in grads)
 
 
-def test_a_named_precision_decides_the_type_of_matrix_products():
-    cpu = torch.device("cpu")
-    assert kernels.matmul_dtype("bfloat16", cpu) is torch.bfloat16
-    assert kernels.matmul_dtype("float32", cpu) is None
+@EACH_WAY
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("which", ["x", "branch"])
+def test_add_norm_hands_on_what_is_not_finite(way, calls, value, which):
+    norm = norm_of(20, LONG[way.dtype])
+    x, branch = (leaf(3, 20, seed=seed, dtype=way.dtype) for seed in range(2))
+    with torch.no_grad():
+        (x if which == "x" else branch)[1, 18] = value
+    out = add_norm(x, branch, Dropout(0.0), norm)
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+    grads = torch.autograd.grad(out, [x, branch], torch.ones_like(out))
+    assert all(grad[1].isnan().all() for grad in grads)
+
+
+@EACH_WAY
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_gradients_that_are_not_finite_are_handed_on(way, calls, value):
+    inputs = queries_keys_values(5, 20, 6, way.dtype)
+    norm = norm_of(6, LONG[way.dtype])
+    upstream = normal(2, 3, 5, 6, dtype=way.dtype)
+    upstream[1, 2, 4, 5] = value
+    for out in (
+        attention(*inputs, None),
+        add_norm(inputs[0], inputs[0], Dropout(0.0), norm),
+        fixed(Dropout(0.3), Drops(1, 1.0, 1))(inputs[0]),
+    ):
+        (grad,) = torch.autograd.grad(out, inputs[:1], upstream)
+        assert not grad.isfinite().all()
+
+
+@EACH_WAY
+def test_dropout_hands_on_what_is_not_finite(way, calls):
+    x = leaf(3, 4, dtype=way.dtype)
+    with torch.no_grad():
+        x[1] = math.nan
+        x[2] = math.inf
+    out = fixed(Dropout(0.3), Drops(1, 1.0, 1))(x)
+    assert out[0].isfinite().all()
+    assert out[1].isnan().all()
+    assert not out[2].isfinite().any()
+
+
+# the type of states and products
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_named_precision_decides_the_type_of_states_and_products(kind):
+    device = torch.device(kind)
+    assert kernels.compute_dtype("bfloat16", device) is torch.bfloat16
+    assert kernels.compute_dtype("float32", device) is torch.float32
 
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_automatic_precision_is_bfloat16_where_the_processor_has_it(fast, monkeypatch):
     monkeypatch.setattr(kernels, "_cpu_multiplies_bfloat16", lambda: fast)
-    found = kernels.matmul_dtype("auto", torch.device("cpu"))
-    assert found is (torch.bfloat16 if fast else None)
+    found = kernels.compute_dtype("auto", torch.device("cpu"))
+    assert found is (torch.bfloat16 if fast else torch.float32)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_automatic_precision_is_bfloat16_where_the_gpu_has_it(fast, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: fast)
+    found = kernels.compute_dtype("auto", torch.device("cuda"))
+    assert found is (torch.bfloat16 if fast else torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("checks", "expected"),
+    [
+        ({}, False),
+        ({"_is_avx512_bf16_supported": False}, False),
+        ({"_is_avx512_bf16_supported": False, "_is_amx_tile_supported": True}, True),
+        ({"_is_avx512_bf16_supported": True}, True),
+    ],
+)
+def test_a_pytorch_that_knows_nothing_of_the_processor_takes_it_for_slow(
+    checks, expected, monkeypatch
+):
+    known = SimpleNamespace(**{name: lambda fast=fast: fast for name, fast in checks.items()})
+    monkeypatch.setattr(torch, "cpu", known)
+    assert kernels._cpu_multiplies_bfloat16() is expected

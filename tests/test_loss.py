@@ -38,6 +38,54 @@ def test_the_loss_is_torchs_cross_entropy_summed_over_kept_tokens(smoothing):
     torch.testing.assert_close(grads, expected_grads)
 
 
+def test_label_smoothing_is_the_cross_entropy_to_a_spread_target_written_out():
+    """A share of the target goes to every piece of the vocabulary alike (section 5.4)."""
+    smoothing = 0.3
+    states_BTD, weight_VD, tgt_out_BT, keep_BT = problem([3, 2])
+    result = label_smoothed(states_BTD, weight_VD, tgt_out_BT, keep_BT, smoothing)
+    grad_states, grad_weight = torch.autograd.grad(result.loss, [states_BTD, weight_VD])
+
+    loss, nll = 0.0, 0.0
+    expected_states, expected_weight = torch.zeros_like(states_BTD), torch.zeros_like(weight_VD)
+    for row, place in keep_BT.nonzero().tolist():
+        state_D = states_BTD[row, place].detach()
+        exp_V = torch.exp(weight_VD.detach() @ state_D)
+        probs_V = exp_V / exp_V.sum()
+        wanted = int(tgt_out_BT[row, place])
+        target_V = torch.full((NUM_PIECES,), smoothing / NUM_PIECES, dtype=torch.float64)
+        target_V[wanted] += 1 - smoothing
+        assert float(target_V.sum()) == pytest.approx(1, rel=1e-12)
+        loss -= float((target_V * probs_V.log()).sum())
+        nll -= float(probs_V[wanted].log())
+        expected_states[row, place] = weight_VD.detach().T @ (probs_V - target_V)
+        expected_weight += (probs_V - target_V)[:, None] * state_D
+    assert result.loss.item() == pytest.approx(loss, rel=1e-12)
+    assert result.nll.item() == pytest.approx(nll, rel=1e-12)
+    torch.testing.assert_close(grad_states, expected_states)
+    torch.testing.assert_close(grad_weight, expected_weight)
+
+
+@pytest.mark.parametrize("smoothing", [0.1, 0.5])
+def test_the_smoothed_loss_is_least_where_the_model_gives_the_spread_target(smoothing):
+    """Not at certainty: there the loss is larger, and its gradient pulls back."""
+    target_V = torch.full((NUM_PIECES,), smoothing / NUM_PIECES, dtype=torch.float64)
+    target_V[2] += 1 - smoothing
+    keep_BT, tgt_out_BT = left_keep([1]), torch.tensor([[2]])
+    unit = torch.ones(1, 1, 1, dtype=torch.float64)
+
+    def loss_of(logits_V: Tensor) -> Tensor:
+        return label_smoothed(unit, logits_V[:, None], tgt_out_BT, keep_BT, smoothing).loss
+
+    best_V = target_V.log().requires_grad_()
+    entropy = -float((target_V * target_V.log()).sum())
+    assert loss_of(best_V).item() == pytest.approx(entropy, rel=1e-9)
+    (grad_V,) = torch.autograd.grad(loss_of(best_V), best_V)
+    torch.testing.assert_close(grad_V, torch.zeros_like(grad_V), rtol=0, atol=1e-12)
+    surer_V = best_V.detach().clone()
+    surer_V[2] += 3
+    assert loss_of(surer_V).item() > entropy
+
+
 def test_the_loss_counts_its_tokens():
     assert label_smoothed(*problem([4, 1, 3]), 0.1).num_tokens == 8
 

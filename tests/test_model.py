@@ -1,29 +1,49 @@
 """Hold the Transformer to torch's own layers, to the paper's figures, and to itself."""
 
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from builders import left_keep, model_config, randomise, transformer
+from builders import left_keep, model_config, randomise, transformer, vocabularies
 from torch import Tensor, nn
 
+from mtrain import checkpoint
+from mtrain.config import ModelConfig
 from mtrain.kernels import Dropout, Linear
 from mtrain.model import (
     CrossAttention,
     DecoderLayer,
     EncoderLayer,
+    FeedForward,
+    Positions,
     SelfAttention,
     Transformer,
+    merge_heads,
     num_parameters,
     sinusoids,
+    split_heads,
 )
+from mtrain.translate import build_model, set_weights
 
 NORMS = ["post", "pre"]
-VARIANTS = [("post", "relu"), ("pre", "relu"), ("post", "gelu")]
+LAYERS = [("post", "relu"), ("pre", "relu"), ("post", "gelu")]
 D_MODEL = model_config().d_model
 SRC_LENGTHS, TGT_LENGTHS = [5, 2, 4], [4, 6, 1]
 SAME = {"rtol": 1e-9, "atol": 1e-11}
+VARIANTS = {
+    "post": model_config(),
+    "pre": model_config(norm="pre"),
+    "gelu": model_config(activation="gelu"),
+    "learned": model_config(positions="learned", max_positions=8),
+    "clamped": model_config(positions="learned", max_positions=3),
+    "window": model_config(attention_window=1),
+    "all": model_config(
+        norm="pre", activation="gelu", positions="learned", max_positions=4, attention_window=2
+    ),
+}
+every_variant = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -42,39 +62,65 @@ class Inputs(NamedTuple):
     tgt_in_BT: Tensor
 
 
-def inputs() -> Inputs:
+def inputs(tgt_length: int = max(TGT_LENGTHS)) -> Inputs:
     """Three sentences of different lengths; the padding holds ids like any other."""
     src_BS = ids(3, max(SRC_LENGTHS), seed=1)
-    return Inputs(src_BS, left_keep(SRC_LENGTHS), ids(3, max(TGT_LENGTHS), seed=2))
+    return Inputs(src_BS, left_keep(SRC_LENGTHS), ids(3, tgt_length, seed=2))
+
+
+def all_kept(ids_BT: Tensor) -> Tensor:
+    return torch.ones_like(ids_BT, dtype=torch.bool)
 
 
 # Against torch.nn
 
 
-def copy_self(ours: SelfAttention, theirs: nn.MultiheadAttention) -> None:
-    theirs.in_proj_weight.copy_(ours.queries_keys_values.weight)
-    theirs.in_proj_bias.copy_(ours.queries_keys_values.bias)
-    theirs.out_proj.load_state_dict(ours.output.state_dict())
+class Twin(NamedTuple):
+    """A weight of torch's, and those of ours that it holds one above the other."""
+
+    theirs: Tensor
+    ours: list[Tensor]
 
 
-def copy_cross(ours: CrossAttention, theirs: nn.MultiheadAttention) -> None:
-    projections = [ours.queries, ours.source_keys_values]
-    theirs.in_proj_weight.copy_(torch.cat([projection.weight for projection in projections]))
-    theirs.in_proj_bias.copy_(torch.cat([projection.bias for projection in projections]))
-    theirs.out_proj.load_state_dict(ours.output.state_dict())
+def twins(ours: EncoderLayer | DecoderLayer, theirs: nn.Module) -> list[Twin]:
+    """Pair every weight of two layers."""
+    own = ours.self_attention
+    attentions = [(theirs.self_attn, [own.queries_keys_values], own.output)]
+    modules = [
+        (theirs.linear1, ours.feed_forward.inner),
+        (theirs.linear2, ours.feed_forward.outer),
+        (theirs.norm1, ours.residual_1.norm),
+        (theirs.norm2, ours.residual_2.norm),
+    ]
+    if isinstance(ours, DecoderLayer):
+        cross = ours.cross_attention
+        projections = [cross.queries, cross.source_keys_values]
+        attentions.append((theirs.multihead_attn, projections, cross.output))
+        modules.append((theirs.norm3, ours.residual_3.norm))
+    found = []
+    for attention, projections, output in attentions:
+        found.append(Twin(attention.in_proj_weight, [layer.weight for layer in projections]))
+        found.append(Twin(attention.in_proj_bias, [layer.bias for layer in projections]))
+        modules.append((attention.out_proj, output))
+    for reference, mine in modules:
+        found += [Twin(reference.weight, [mine.weight]), Twin(reference.bias, [mine.bias])]
+    assert len(found) == len(list(theirs.parameters()))
+    assert sum(len(twin.ours) for twin in found) == len(list(ours.parameters()))
+    return found
 
 
 @torch.no_grad()
 def copy_layer(ours: EncoderLayer | DecoderLayer, theirs: nn.Module) -> None:
     """Give a layer of torch the weights of ours."""
-    copy_self(ours.self_attention, theirs.self_attn)
-    if isinstance(ours, DecoderLayer):
-        copy_cross(ours.cross_attention, theirs.multihead_attn)
-        theirs.norm3.load_state_dict(ours.residual_3.norm.state_dict())
-    theirs.linear1.load_state_dict(ours.feed_forward.inner.state_dict())
-    theirs.linear2.load_state_dict(ours.feed_forward.outer.state_dict())
-    theirs.norm1.load_state_dict(ours.residual_1.norm.state_dict())
-    theirs.norm2.load_state_dict(ours.residual_2.norm.state_dict())
+    for twin in twins(ours, theirs):
+        twin.theirs.copy_(torch.cat(twin.ours))
+
+
+def assert_same_gradients(ours: EncoderLayer | DecoderLayer, theirs: nn.Module) -> None:
+    """Compare what a backward pass through each left at every weight."""
+    for twin in twins(ours, theirs):
+        mine = torch.cat([weight.grad for weight in twin.ours])
+        torch.testing.assert_close(mine, twin.theirs.grad, **SAME)
 
 
 def torch_layer(ours: EncoderLayer | DecoderLayer, norm: str, activation: str) -> nn.Module:
@@ -109,27 +155,34 @@ def causal_leave_out(length: int) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool).triu(1)
 
 
-@pytest.mark.parametrize(("norm", "activation"), VARIANTS)
-def test_an_encoder_layer_is_torchs_encoder_layer(norm, activation):
+@pytest.mark.parametrize(("norm", "activation"), LAYERS)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_an_encoder_layer_is_torchs_encoder_layer(norm, activation, is_causal):
     ours = our_layer(EncoderLayer, norm, activation)
     theirs = torch_layer(ours, norm, activation)
     keep_BS = left_keep(SRC_LENGTHS)
     x_BSD, upstream = normal(*keep_BS.shape, D_MODEL).requires_grad_(), normal(3, 5, D_MODEL)
+    left_out = causal_leave_out(5) if is_causal else torch.zeros(5, 5, dtype=torch.bool)
 
-    mine = ours(x_BSD, keep_BS[:, None, None, :])
-    reference = theirs(x_BSD, src_key_padding_mask=~keep_BS)
+    mine = ours(x_BSD, keep_BS[:, None, None, :] & ~left_out)
+    reference = theirs(x_BSD, src_mask=left_out, src_key_padding_mask=~keep_BS)
     torch.testing.assert_close(mine, reference, **SAME)
-    grad, expected = (
-        torch.autograd.grad((out * upstream).sum(), x_BSD) for out in (mine, reference)
-    )
-    torch.testing.assert_close(grad, expected, **SAME)
+    grads = []
+    for out in (mine, reference):
+        (out * upstream).sum().backward()
+        grads.append(x_BSD.grad)
+        x_BSD.grad = None
+    torch.testing.assert_close(*grads, **SAME)
+    assert_same_gradients(ours, theirs)
 
 
-@pytest.mark.parametrize(("norm", "activation"), VARIANTS)
-def test_a_decoder_layer_is_torchs_decoder_layer(norm, activation):
+@pytest.mark.parametrize(("norm", "activation"), LAYERS)
+@pytest.mark.parametrize("length", [6, 5])
+def test_a_decoder_layer_is_torchs_decoder_layer(norm, activation, length):
+    """At length 5 the two sides are equally long: a mask of the wrong side would fit."""
     ours = our_layer(DecoderLayer, norm, activation)
     theirs = torch_layer(ours, norm, activation)
-    keep_BS, length = left_keep(SRC_LENGTHS), 6
+    keep_BS = left_keep(SRC_LENGTHS)
     x_BTD = normal(3, length, D_MODEL).requires_grad_()
     memory_BSD = normal(*keep_BS.shape, D_MODEL, seed=1).requires_grad_()
     upstream = normal(3, length, D_MODEL, seed=2)
@@ -143,11 +196,13 @@ def test_a_decoder_layer_is_torchs_decoder_layer(norm, activation):
         memory_key_padding_mask=~keep_BS,
     )
     torch.testing.assert_close(mine, reference, **SAME)
-    grads, expected = (
-        torch.autograd.grad((out * upstream).sum(), [x_BTD, memory_BSD])
-        for out in (mine, reference)
-    )
-    torch.testing.assert_close(grads, expected, **SAME)
+    grads = []
+    for out in (mine, reference):
+        (out * upstream).sum().backward()
+        grads.append([x_BTD.grad, memory_BSD.grad])
+        x_BTD.grad = memory_BSD.grad = None
+    torch.testing.assert_close(*grads, **SAME)
+    assert_same_gradients(ours, theirs)
 
 
 def torch_stacks(model: Transformer, norm: str) -> tuple[nn.Module, nn.Module]:
@@ -173,22 +228,24 @@ def embedded(table: nn.Embedding, ids_BT: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_the_whole_model_is_torchs_stacks_between_embeddings_and_output(norm):
+@pytest.mark.parametrize("tgt_lengths", [[5, 3, 2], TGT_LENGTHS])
+def test_the_whole_model_is_torchs_stacks_between_embeddings_and_output(norm, tgt_lengths):
+    """At length 5 the two sides are equally long: a mask of the wrong side would fit."""
     model = transformer(model_config(norm=norm))
     encoder, decoder = torch_stacks(model, norm)
-    src_BS, src_keep_BS, tgt_in_BT = inputs()
-    upstream = normal(3, tgt_in_BT.shape[1], 20)
-    upstream[~left_keep(TGT_LENGTHS)] = 0.0
+    real = left_keep(tgt_lengths)
+    src_BS, src_keep_BS, tgt_in_BT = inputs(max(tgt_lengths))
+    upstream = normal(3, max(tgt_lengths), 20)
+    upstream[~real] = 0.0
 
     memory = encoder(embedded(model.src_embedding, src_BS), src_key_padding_mask=~src_keep_BS)
     states = decoder(
         embedded(model.tgt_embedding, tgt_in_BT),
         memory,
-        tgt_mask=causal_leave_out(tgt_in_BT.shape[1]),
-        tgt_key_padding_mask=~left_keep(TGT_LENGTHS),
+        tgt_mask=causal_leave_out(max(tgt_lengths)),
+        tgt_key_padding_mask=~real,
         memory_key_padding_mask=~src_keep_BS,
     )
-    real = left_keep(TGT_LENGTHS)
     ours = model(src_BS, src_keep_BS, tgt_in_BT)
     torch.testing.assert_close(model.encode(src_BS, src_keep_BS), memory, **SAME)
     torch.testing.assert_close(ours[real], states[real], **SAME)
@@ -219,22 +276,31 @@ def test_every_weight_gets_torchs_gradient(norm):
     model(src_BS, src_keep_BS, tgt_in_BT).pow(3).sum().backward()
     for ours, theirs in ((model.encoder, encoder), (model.decoder, decoder)):
         for layer, reference in zip(ours, theirs.layers, strict=True):
-            attention, expected = layer.self_attention, reference.self_attn
-            pairs = [
-                (attention.queries_keys_values.weight, expected.in_proj_weight),
-                (attention.queries_keys_values.bias, expected.in_proj_bias),
-                (attention.output.weight, expected.out_proj.weight),
-                (layer.feed_forward.inner.weight, reference.linear1.weight),
-                (layer.feed_forward.outer.bias, reference.linear2.bias),
-                (layer.residual_1.norm.weight, reference.norm1.weight),
-                (layer.residual_2.norm.bias, reference.norm2.bias),
-            ]
-            for mine, other in pairs:
-                torch.testing.assert_close(mine.grad, other.grad, **SAME)
-            if isinstance(layer, DecoderLayer):
-                cross, expected = layer.cross_attention, reference.multihead_attn
-                parts = [cross.queries.weight.grad, cross.source_keys_values.weight.grad]
-                torch.testing.assert_close(torch.cat(parts), expected.in_proj_weight.grad, **SAME)
+            assert_same_gradients(layer, reference)
+    if norm == "pre":
+        for final, reference in (
+            (model.encoder_norm, encoder.norm),
+            (model.decoder_norm, decoder.norm),
+        ):
+            torch.testing.assert_close(final.weight.grad, reference.weight.grad, **SAME)
+            torch.testing.assert_close(final.bias.grad, reference.bias.grad, **SAME)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_window_is_torchs_stacks_under_a_band_written_place_by_place(norm, window):
+    model = transformer(model_config(norm=norm, attention_window=window))
+    encoder, decoder = torch_stacks(model, norm)
+    src_BS, tgt_in_BT = ids(2, 5, seed=1), ids(2, 6, seed=2)
+
+    def far(length: int) -> Tensor:
+        return torch.tensor([[abs(i - j) > window for j in range(length)] for i in range(length)])
+
+    memory = encoder(embedded(model.src_embedding, src_BS), mask=far(5))
+    states = decoder(
+        embedded(model.tgt_embedding, tgt_in_BT), memory, tgt_mask=far(6) | causal_leave_out(6)
+    )
+    torch.testing.assert_close(model(src_BS, all_kept(src_BS), tgt_in_BT), states, **SAME)
 
 
 def test_post_norm_has_no_final_norms_and_pre_norm_has_them():
@@ -247,6 +313,182 @@ def test_post_norm_has_no_final_norms_and_pre_norm_has_them():
         "decoder_norm.weight",
         "decoder_norm.bias",
     }
+
+
+# Attention
+
+
+def our_attention(kind: type, **settings: object) -> SelfAttention | CrossAttention:
+    torch.manual_seed(5)
+    attention = kind(model_config(**settings)).double()
+    randomise(attention, seed=5)
+    return attention
+
+
+class Projection(NamedTuple):
+    weight: Tensor
+    bias: Tensor
+
+
+def head_by_head(
+    x_TD: Tensor, source_SD: Tensor, projections: list[Projection], output: Linear, keep_TS: Tensor
+) -> Tensor:
+    """Concat(head_1, ..., head_h) W_O for one sentence (section 3.2.2), one head at a time."""
+    num_heads = model_config().num_heads
+    width = D_MODEL // num_heads
+    heads = []
+    for head in range(num_heads):
+        rows = slice(head * width, (head + 1) * width)
+        q_TK, k_SK, v_SK = (
+            x @ weight[rows].T + bias[rows]
+            for x, (weight, bias) in zip((x_TD, source_SD, source_SD), projections, strict=True)
+        )
+        exp_TS = torch.exp(q_TK @ k_SK.T / math.sqrt(width)) * keep_TS
+        heads.append(exp_TS / exp_TS.sum(1, keepdim=True) @ v_SK)
+    return torch.cat(heads, 1) @ output.weight.T + output.bias
+
+
+@torch.no_grad()
+def test_self_attention_is_the_formula_written_out_head_by_head():
+    attention, x_BTD = our_attention(SelfAttention), normal(2, 5, D_MODEL)
+    keep_TT = ~causal_leave_out(5)
+    layer = attention.queries_keys_values
+    projections = list(map(Projection, layer.weight.chunk(3), layer.bias.chunk(3)))
+    found = attention(x_BTD, keep_TT)
+    for x_TD, found_TD in zip(x_BTD, found, strict=True):
+        expected = head_by_head(x_TD, x_TD, projections, attention.output, keep_TT)
+        torch.testing.assert_close(found_TD, expected, **SAME)
+
+
+@torch.no_grad()
+def test_cross_attention_is_the_formula_written_out_head_by_head():
+    attention, x_BTD = our_attention(CrossAttention), normal(3, 4, D_MODEL)
+    keep_BS, memory_BSD = left_keep(SRC_LENGTHS), normal(3, 5, D_MODEL, seed=1)
+    both = attention.source_keys_values
+    projections = [Projection(attention.queries.weight, attention.queries.bias)]
+    projections += map(Projection, both.weight.chunk(2), both.bias.chunk(2))
+    found = attention(x_BTD, attention.keys_values(memory_BSD), keep_BS[:, None, None, :])
+    for x_TD, memory_SD, keep_S, found_TD in zip(x_BTD, memory_BSD, keep_BS, found, strict=True):
+        keep_TS = keep_S.expand(4, 5)
+        expected = head_by_head(x_TD, memory_SD, projections, attention.output, keep_TS)
+        torch.testing.assert_close(found_TD, expected, **SAME)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@torch.no_grad()
+def test_attention_without_a_mask_goes_along_with_any_order_of_its_input(seed):
+    x_BTD, order = normal(2, 6, D_MODEL), torch.randperm(6, generator=torch.manual_seed(seed))
+    keep = torch.ones(6, 6, dtype=torch.bool)
+    for module in (our_attention(SelfAttention), our_layer(EncoderLayer, "post", "relu")):
+        found = module(x_BTD[:, order], keep)
+        torch.testing.assert_close(found, module(x_BTD, keep)[:, order], **SAME)
+
+
+@torch.no_grad()
+def test_attention_to_the_source_does_not_care_for_the_order_of_the_memory():
+    attention, x_BTD, memory_BSD = (
+        our_attention(CrossAttention),
+        normal(2, 4, D_MODEL),
+        normal(2, 5, D_MODEL, seed=1),
+    )
+    keep_BS, order = left_keep([5, 3]), torch.tensor([4, 2, 0, 1, 3])
+    expected = attention(x_BTD, attention.keys_values(memory_BSD), keep_BS[:, None, None, :])
+    source = attention.keys_values(memory_BSD[:, order])
+    found = attention(x_BTD, source, keep_BS[:, order][:, None, None, :])
+    torch.testing.assert_close(found, expected, **SAME)
+
+
+@torch.no_grad()
+def test_an_encoder_whose_positions_are_all_alike_goes_along_with_any_order():
+    model = transformer(model_config(positions="learned", max_positions=6))
+    model.src_positions.table.weight.fill_(0.5)
+    src_BS, order = ids(2, 6), torch.tensor([5, 0, 3, 1, 4, 2])
+    keep_BS = left_keep([6, 4])
+    found = model.encode(src_BS[:, order], keep_BS[:, order])
+    torch.testing.assert_close(found, model.encode(src_BS, keep_BS)[:, order], **SAME)
+
+
+@torch.no_grad()
+def test_positions_and_causality_are_what_makes_order_matter():
+    model = transformer(model_config())
+    src_BS, order = ids(1, 6), torch.tensor([5, 0, 3, 1, 4, 2])
+    memory = model.encode(src_BS, all_kept(src_BS))
+    other = model.encode(src_BS[:, order], all_kept(src_BS))
+    assert not torch.allclose(other, memory[:, order], atol=1e-3)
+    keep = ~causal_leave_out(6)
+    attention, x_BTD = our_attention(SelfAttention), normal(1, 6, D_MODEL)
+    assert not torch.allclose(
+        attention(x_BTD[:, order], keep), attention(x_BTD, keep)[:, order], atol=1e-3
+    )
+
+
+@every_variant
+@torch.no_grad()
+def test_attention_maps_are_shares_of_what_may_be_seen(config):
+    model, data = transformer(config), inputs()
+    maps = model.attention_maps(*data)
+    length, reach = data.tgt_in_BT.shape[1], config.attention_window or 99
+    src_keep_B11S = data.src_keep_BS[:, None, None, :]
+
+    def near(count: int) -> Tensor:
+        places = torch.arange(count)
+        return (places[:, None] - places).abs() <= reach
+
+    keeps = {
+        "encoder": src_keep_B11S & near(5),
+        "decoder": near(length) & ~causal_leave_out(length),
+        "cross": src_keep_B11S.expand(-1, -1, length, -1),
+    }
+    for name, keep in keeps.items():
+        layers = getattr(maps, name)
+        assert len(layers) == 2
+        for weights in layers:
+            whole = keep.expand_as(weights)
+            can_see = whole.any(-1)  # a padded place may have nothing but padding in its window
+            assert weights.isfinite().all()
+            torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:3]).double())
+            assert (weights[~whole & can_see[..., None]] == 0).all()
+            assert (weights[whole] > 0).all()
+
+
+@every_variant
+@torch.no_grad()
+def test_attention_maps_are_what_the_model_itself_mixes_by(config):
+    """Values mixed by the map, merged and projected, are the attention's own output."""
+    model, data = transformer(config), inputs()
+    outputs: dict[nn.Module, list[Tensor]] = {}
+    values: dict[nn.Module, Tensor] = {}
+
+    def note(module: nn.Module, args: tuple, out: Tensor) -> None:
+        outputs.setdefault(module, []).append(out)
+        if isinstance(module, SelfAttention):
+            merged = module.queries_keys_values(args[0]).chunk(3, -1)[2]
+            values[module] = split_heads(merged, config.num_heads)
+        else:
+            values[module] = args[1].values
+
+    kinds = {
+        "encoder": [layer.self_attention for layer in model.encoder],
+        "decoder": [layer.self_attention for layer in model.decoder],
+        "cross": [layer.cross_attention for layer in model.decoder],
+    }
+    for module in [module for modules in kinds.values() for module in modules]:
+        module.register_forward_hook(note)
+    maps = model.attention_maps(*data)
+    for kind, modules in kinds.items():
+        for module, weights in zip(modules, getattr(maps, kind), strict=True):
+            expected = module.output(merge_heads(weights @ values[module]))
+            assert len(outputs[module]) == 1
+            torch.testing.assert_close(outputs[module][0], expected, **SAME)
+
+
+def test_attention_maps_leave_the_model_as_it_was():
+    model, data = transformer(model_config()), inputs()
+    before = model(*data)
+    first, again = model.attention_maps(*data), model.attention_maps(*data)
+    assert all(not module._forward_pre_hooks for module in model.modules())
+    assert all(torch.equal(a, b) for a, b in zip(first.cross, again.cross, strict=True))
+    assert torch.equal(model(*data), before)
 
 
 # Positions and embeddings
@@ -269,12 +511,61 @@ def test_sinusoids_begin_where_they_are_told(first):
     torch.testing.assert_close(sinusoids(4, 8, first), whole[first:], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("d_model", [6, 128, 512])
+def test_sinusoids_never_leave_minus_one_to_one(d_model):
+    table = sinusoids(5000, d_model)
+    assert float(table.abs().max()) <= 1
+    pairs = table.view(5000, -1, 2)  # a sine and its cosine
+    torch.testing.assert_close(pairs.square().sum(-1), torch.ones(5000, d_model // 2).double())
+
+
+@pytest.mark.parametrize("d_model", [16, 128])
+def test_every_position_has_sinusoids_of_its_own(d_model):
+    table = sinusoids(1000, d_model)
+    distances = torch.cdist(table, table).fill_diagonal_(torch.inf)
+    assert float(distances.min()) > 1
+
+
+def test_sinusoids_do_not_depend_on_the_length():
+    assert torch.equal(sinusoids(50, 8)[:10], sinusoids(10, 8))
+
+
+@pytest.mark.parametrize("offset", [1, 3, 50])
+def test_a_step_between_positions_is_the_same_rotation_everywhere(offset):
+    """PE(i + k) = T_k PE(i), where T_k knows k alone."""
+    d_model = 8
+    rotation_DD = torch.zeros(d_model, d_model, dtype=torch.float64)
+    for i in range(0, d_model, 2):
+        angle = offset / 10_000 ** (i / d_model)
+        rotation_DD[i, i] = rotation_DD[i + 1, i + 1] = math.cos(angle)
+        rotation_DD[i, i + 1] = math.sin(angle)
+        rotation_DD[i + 1, i] = -math.sin(angle)
+    table = sinusoids(200 + offset, d_model)
+    torch.testing.assert_close(table[offset:], table[:-offset] @ rotation_DD.T, **SAME)
+
+
+def test_products_of_sinusoids_fall_with_the_distance_alike_on_both_sides():
+    table = sinusoids(900, 512)
+    products = table @ table.T
+    middle = 450
+    before, after = products[middle, : middle + 1].flip(0), products[middle, middle:]
+    torch.testing.assert_close(before[:450], after, rtol=1e-12, atol=1e-9)
+    for start in (0, 100):  # the distance decides, not the place
+        torch.testing.assert_close(
+            products[start, start : start + 450], after, rtol=1e-12, atol=1e-9
+        )
+    near = after[:40].tolist()
+    assert near == sorted(near, reverse=True)
+    means = after[:400].view(-1, 20).mean(1).tolist()
+    assert means == sorted(means, reverse=True)
+
+
 def test_embeddings_are_scaled_by_the_root_of_the_width():
     model = transformer(model_config())
     src_BS = ids(2, 3)
     # take the layers away: what is left is what they would read
     model.encoder = nn.ModuleList()
-    without_layers = model.encode(src_BS, torch.ones_like(src_BS, dtype=torch.bool))
+    without_layers = model.encode(src_BS, all_kept(src_BS))
     for sentence in range(2):
         for place in range(3):
             piece = int(src_BS[sentence, place])
@@ -293,10 +584,85 @@ def test_embeddings_start_with_the_size_that_the_scaling_undoes():
         assert table.weight.mean().item() == pytest.approx(0, abs=0.002)
 
 
-def test_positions_have_no_longest_length():
+def test_the_last_projection_of_every_branch_starts_small_and_the_others_do_not():
+    torch.manual_seed(0)
+    model = Transformer(model_config(d_model=64, d_ff=64), 50, 50)
+    xavier = (6 / 128) ** 0.5  # of a square matrix of this size
+    last = []
+    for layer in [*model.encoder, *model.decoder]:
+        last += [layer.self_attention.output, layer.feed_forward.outer]
+        if isinstance(layer, DecoderLayer):
+            last.append(layer.cross_attention.output)
+            assert layer.cross_attention.queries.weight.abs().max() > 0.9 * xavier
+        assert layer.feed_forward.inner.weight.abs().max() > 0.9 * xavier
+    assert len(last) == 2 * 2 + 2 * 3
+    for projection in last:
+        assert 0 < projection.weight.abs().max() <= 0.05 * xavier
+        assert (projection.bias == 0).all()
+
+
+LEARNED = model_config(positions="learned", max_positions=6)
+
+
+@pytest.mark.parametrize(("length", "first"), [(6, 0), (1, 0), (3, 2), (1, 5)])
+def test_learned_positions_are_rows_of_a_table(length, first):
+    torch.manual_seed(2)
+    positions = Positions(LEARNED)
+    assert positions.table.weight.shape == (6, D_MODEL)
+    found = positions(length, first, torch.device("cpu"))
+    assert torch.equal(found, positions.table.weight[first : first + length])
+
+
+@pytest.mark.parametrize(("length", "first"), [(9, 0), (3, 4), (1, 6), (2, 1000)])
+def test_places_after_the_last_learned_position_share_it(length, first):
+    torch.manual_seed(2)
+    positions = Positions(LEARNED)
+    rows = [min(place, 5) for place in range(first, first + length)]
+    found = positions(length, first, torch.device("cpu"))
+    assert torch.equal(found, positions.table.weight[rows])
+
+
+def test_each_side_adds_learned_positions_of_its_own_to_scaled_embeddings():
+    model, data = transformer(LEARNED), inputs()
+    model.encoder, model.decoder = nn.ModuleList(), nn.ModuleList()
+    for found, ids_BT, table, positions in (
+        (
+            model.encode(data.src_BS, data.src_keep_BS),
+            data.src_BS,
+            model.src_embedding.weight,
+            model.src_positions.table.weight,
+        ),
+        (
+            model(*data),
+            data.tgt_in_BT,
+            model.tgt_embedding.weight,
+            model.tgt_positions.table.weight,
+        ),
+    ):
+        expected = D_MODEL**0.5 * table[ids_BT] + positions[: ids_BT.shape[1]]
+        torch.testing.assert_close(found, expected, **SAME)
+    assert not torch.equal(model.src_positions.table.weight, model.tgt_positions.table.weight)
+
+
+def test_learned_positions_are_weights_and_sinusoids_are_none():
+    extra = set(transformer(LEARNED).state_dict()) - set(transformer(model_config()).state_dict())
+    assert extra == {"src_positions.table.weight", "tgt_positions.table.weight"}
+    model = transformer(LEARNED)
+    model(*inputs()).pow(3).sum().backward()
+    for positions, length in ((model.src_positions, 5), (model.tgt_positions, 6)):
+        reached = (positions.table.weight.grad != 0).any(-1)
+        assert reached.tolist() == [place < length for place in range(6)]
+
+
+def test_learned_positions_may_have_an_odd_width():
+    config = model_config(d_model=9, num_heads=3, positions="learned", max_positions=6)
+    assert transformer(config)(*inputs()).shape == (3, 6, 9)
+
+
+def test_sinusoids_have_no_longest_length():
     model = transformer(model_config(num_encoder_layers=1, num_decoder_layers=1))
     src_BS = ids(1, 600)
-    memory = model.encode(src_BS, torch.ones_like(src_BS, dtype=torch.bool))
+    memory = model.encode(src_BS, all_kept(src_BS))
     assert memory.shape == (1, 600, D_MODEL)
     assert memory.isfinite().all()
 
@@ -308,10 +674,10 @@ def full_logits(model: Transformer, data: Inputs) -> Tensor:
     return model.output(model(*data))
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@every_variant
 @torch.no_grad()
-def test_cached_decoding_equals_full_decoding(norm):
-    model, data = transformer(model_config(norm=norm)), inputs()
+def test_cached_decoding_equals_full_decoding(config):
+    model, data = transformer(config), inputs()
     expected = full_logits(model, data)
     state = model.start(model.encode(data.src_BS, data.src_keep_BS), data.src_keep_BS)
     for place in range(data.tgt_in_BT.shape[1]):
@@ -319,10 +685,10 @@ def test_cached_decoding_equals_full_decoding(norm):
         torch.testing.assert_close(logits, expected[:, place], **SAME)
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@every_variant
 @torch.no_grad()
-def test_cached_decoding_of_three_hypotheses_equals_full_decoding_of_each(norm):
-    model, width = transformer(model_config(norm=norm)), 3
+def test_cached_decoding_of_three_hypotheses_equals_full_decoding_of_each(config):
+    model, width = transformer(config), 3
     src_BS, src_keep_BS, _ = inputs()
     tgt_NT = ids(3 * width, 5, seed=8)
     repeated = Inputs(*(x.repeat_interleave(width, 0) for x in (src_BS, src_keep_BS)), tgt_NT)
@@ -333,10 +699,10 @@ def test_cached_decoding_of_three_hypotheses_equals_full_decoding_of_each(norm):
         torch.testing.assert_close(logits, expected[:, place], **SAME)
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@every_variant
 @torch.no_grad()
-def test_cached_decoding_goes_on_rightly_after_reorders_that_drop_sentences(norm):
-    model, width = transformer(model_config(norm=norm)), 3
+def test_cached_decoding_goes_on_rightly_after_reorders_that_drop_sentences(config):
+    model, width = transformer(config), 3
     src_BS, src_keep_BS, _ = inputs()
     state = model.start(model.encode(src_BS, src_keep_BS), src_keep_BS)
     sentences = torch.arange(3)
@@ -361,49 +727,108 @@ def test_cached_decoding_goes_on_rightly_after_reorders_that_drop_sentences(norm
         sentences = sentences[kept] if kept else sentences
 
 
+@pytest.mark.parametrize(("window", "kept"), [(None, 6), (1, 2), (3, 4)])
+@torch.no_grad()
+def test_decoding_remembers_no_more_than_its_window(window, kept):
+    model, data = transformer(model_config(attention_window=window)), inputs()
+    state = model.start(model.encode(data.src_BS, data.src_keep_BS), data.src_keep_BS)
+    for place in range(6):
+        model.step(data.tgt_in_BT[:, place], state)
+    for past in state.past:
+        assert past.keys.shape[2] == past.values.shape[2] == kept
+
+
 # What must not matter
 
 
+@every_variant
 @torch.no_grad()
-def test_padding_columns_change_nothing():
-    model, data = transformer(model_config()), inputs()
+def test_padding_columns_change_nothing(config):
+    model, data = transformer(config), inputs()
     more_src = torch.cat([data.src_BS, ids(3, 4, seed=9)], 1)
     more_keep = torch.cat([data.src_keep_BS, torch.zeros(3, 4, dtype=torch.bool)], 1)
     more_tgt = torch.cat([data.tgt_in_BT, ids(3, 2, seed=10)], 1)
     memory = model.encode(data.src_BS, data.src_keep_BS)
     wider = model.encode(more_src, more_keep)
     torch.testing.assert_close(wider[:, :5][data.src_keep_BS], memory[data.src_keep_BS], **SAME)
-    states = model(*data)
-    torch.testing.assert_close(model(more_src, more_keep, more_tgt)[:, :6], states, **SAME)
+    more = model(more_src, more_keep, more_tgt)[:, :6]
+    torch.testing.assert_close(model.output(more), full_logits(model, data), **SAME)
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@every_variant
+def test_a_sentence_that_is_all_padding_gives_numbers_and_disturbs_no_other(config):
+    model, data = transformer(config), inputs()
+    keep_BS = data.src_keep_BS.clone()
+    keep_BS[1] = False
+    states = model(data.src_BS, keep_BS, data.tgt_in_BT)
+    assert states.isfinite().all()
+    others = [0, 2]
+    torch.testing.assert_close(states[others], model(*data)[others], **SAME)
+    states.pow(3).sum().backward()
+    assert all(
+        weight.grad.isfinite().all() for weight in model.parameters() if weight.grad is not None
+    )
+    state = model.start(model.encode(data.src_BS, keep_BS), keep_BS)
+    assert model.step(data.tgt_in_BT[:, 0], state).isfinite().all()
+
+
+@every_variant
 @torch.no_grad()
-def test_a_batch_equals_its_sentences_one_by_one(norm):
-    model, data = transformer(model_config(norm=norm)), inputs()
+def test_a_batch_equals_its_sentences_one_by_one(config):
+    model, data = transformer(config), inputs()
     together = model(*data)
     for row, (src_length, tgt_length) in enumerate(zip(SRC_LENGTHS, TGT_LENGTHS, strict=True)):
         src_1S = data.src_BS[row : row + 1, :src_length]
         alone = model(
             src_1S,
-            torch.ones_like(src_1S, dtype=torch.bool),
+            all_kept(src_1S),
             data.tgt_in_BT[row : row + 1, :tgt_length],
         )
         torch.testing.assert_close(together[row, :tgt_length], alone[0], **SAME)
 
 
+def reach(model: Transformer, table: nn.Embedding, length: int, is_encoder: bool) -> Tensor:
+    """Tell [to, from] which place reaches which, by the Jacobian of a stack's output.
+
+    What is differentiated by is added to the embeddings, so that the whole stack is in between.
+    """
+    src_BS, tgt_in_BT = ids(1, length, seed=1), ids(1, length, seed=2)
+    memory = model.encode(src_BS, all_kept(src_BS)).detach()
+
+    def states(offset_TD: Tensor) -> Tensor:
+        handle = table.register_forward_hook(lambda module, args, out: out + offset_TD)
+        try:
+            if is_encoder:
+                return model.encode(src_BS, all_kept(src_BS))[0]
+            return model.decode(tgt_in_BT, memory, all_kept(src_BS))[0]
+        finally:
+            handle.remove()
+
+    nothing_TD = torch.zeros(length, D_MODEL, dtype=torch.float64)
+    jacobian_TDTD = torch.autograd.functional.jacobian(states, nothing_TD)
+    return (jacobian_TDTD != 0).any(3).any(1)
+
+
+@every_variant
+def test_the_jacobian_of_a_state_by_the_target_after_it_is_exactly_zero(config):
+    model = transformer(config)
+    reached_TT = reach(model, model.tgt_embedding, 7, is_encoder=False)
+    assert not reached_TT.triu(1).any()
+    assert reached_TT.diagonal().all()
+
+
 @pytest.mark.parametrize("norm", NORMS)
-def test_a_state_knows_nothing_of_the_target_after_it(norm):
-    model = transformer(model_config(norm=norm))
-    src_BS = ids(1, 4)
-    tgt_in_1T = torch.tensor([[3, 9, 5, 11, 7]])  # all different: each has its own row of weights
-    states = model(src_BS, torch.ones_like(src_BS, dtype=torch.bool), tgt_in_1T)
-    for place in range(5):
-        (grad,) = torch.autograd.grad(
-            states[0, place].pow(3).sum(), model.tgt_embedding.weight, retain_graph=True
-        )
-        reached = (grad[tgt_in_1T[0]] != 0).any(-1)
-        assert reached.tolist() == [other <= place for other in range(5)]
+@pytest.mark.parametrize("window", [None, 1, 2])
+def test_a_stack_reaches_its_window_once_a_layer_and_not_a_place_more(norm, window):
+    config = model_config(norm=norm, attention_window=window)
+    model, length = transformer(config), 8
+    bound = length if window is None else window * config.num_encoder_layers
+    for name, is_encoder in (("src_embedding", True), ("tgt_embedding", False)):
+        reached = reach(model, getattr(model, name), length, is_encoder)
+        for place in range(length):
+            for other in range(length):
+                is_near = abs(place - other) <= bound and (is_encoder or other <= place)
+                assert bool(reached[place, other]) == is_near, (name, place, other)
 
 
 def test_every_target_place_sees_all_of_the_source_and_none_of_its_padding():
@@ -451,10 +876,42 @@ def test_tied_embeddings_are_each_others_gradient():
     torch.testing.assert_close(model.tgt_embedding.weight.grad, total, **SAME)
 
 
+@pytest.mark.parametrize(("tie", "num_tables"), [("all", 1), ("decoder", 2), ("none", 3)])
+def test_tied_embeddings_are_stored_once_and_stay_tied_through_saving_loading_and_an_update(
+    tie, num_tables, tmp_path
+):
+    def storages(model: Transformer) -> set[int]:
+        tables = (model.src_embedding, model.tgt_embedding, model.output)
+        return {table.weight.untyped_storage().data_ptr() for table in tables}
+
+    vocabulary = vocabularies()
+    config = model_config(tie_embeddings=tie)
+    torch.manual_seed(1)
+    model = build_model(config, vocabulary)
+    path, fingerprint = tmp_path / "model.safetensors", vocabulary.fingerprint()
+    checkpoint.save_model(path, dict(model.named_parameters()), fingerprint)
+    weights = checkpoint.load_model(path, fingerprint)
+    named = [name for name in weights if "embedding" in name or name == "output.weight"]
+    assert len(named) == num_tables
+    assert path.stat().st_size == pytest.approx(4 * num_parameters(model), rel=0.2)
+
+    torch.manual_seed(2)
+    loaded = build_model(config, vocabulary)
+    set_weights(loaded, weights, Path("model"))
+    assert len(storages(model)) == len(storages(loaded)) == num_tables
+    for ours, theirs in zip(loaded.state_dict().items(), model.state_dict().items(), strict=True):
+        assert ours[0] == theirs[0]
+        assert torch.equal(ours[1], theirs[1])
+    loaded(*inputs()).pow(3).sum().backward()
+    torch.optim.Adam(loaded.parameters(), lr=0.1).step()
+    assert len(storages(loaded)) == num_tables
+    assert not torch.equal(loaded.tgt_embedding.weight, model.tgt_embedding.weight)
+
+
 def test_sides_may_have_vocabularies_of_different_sizes():
     model = transformer(model_config(tie_embeddings="decoder"), 11, 17)
     src_BS = ids(2, 3, num_pieces=11)
-    states = model(src_BS, torch.ones_like(src_BS, dtype=torch.bool), ids(2, 4, num_pieces=17))
+    states = model(src_BS, all_kept(src_BS), ids(2, 4, num_pieces=17))
     assert model.output(states).shape == (2, 4, 17)
 
 
@@ -497,13 +954,31 @@ def test_a_model_follows_from_the_seed():
 # Dropout and the type of matrix products
 
 
+DROPOUTS = {"dropout": 0.5, "attention_dropout": 0.25, "activation_dropout": 0.125}
+
+
+def test_every_dropout_of_the_config_reaches_its_modules_and_no_other():
+    model = transformer(model_config(**DROPOUTS))
+    rates = {name: part.rate for name, part in model.named_modules() if isinstance(part, Dropout)}
+    expected = {"dropout": 0.5}
+    for stack, residuals, attentions in (
+        ("encoder", 2, ["self_attention"]),
+        ("decoder", 3, ["self_attention", "cross_attention"]),
+    ):
+        for layer in ("0", "1"):
+            prefix = f"{stack}.{layer}"
+            expected |= {f"{prefix}.residual_{n + 1}.dropout": 0.5 for n in range(residuals)}
+            expected |= {f"{prefix}.{name}.dropout": 0.25 for name in attentions}
+            expected[f"{prefix}.feed_forward.dropout"] = 0.125
+    assert rates == expected
+
+
 @pytest.mark.parametrize("norm", NORMS)
 def test_dropout_acts_on_both_embeddings_and_on_every_sublayer(norm):
-    config = model_config(norm=norm, dropout=0.5)
-    model, data = transformer(config).train(), inputs()
+    model, data = transformer(model_config(norm=norm, dropout=0.5)).train(), inputs()
     shapes: list[torch.Size] = []
     for module in model.modules():
-        if isinstance(module, Dropout):
+        if isinstance(module, Dropout) and module.rate:
             assert module.rate == 0.5
             module.register_forward_hook(lambda _, args, out: shapes.append(out.shape))
     model(*data)
@@ -511,28 +986,136 @@ def test_dropout_acts_on_both_embeddings_and_on_every_sublayer(norm):
     assert shapes.count(torch.Size((*data.tgt_in_BT.shape, D_MODEL))) == 1 + 3 * 2
 
 
-def test_dropout_changes_training_and_leaves_eval_alone():
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_dropout_changes_training_and_leaves_eval_alone(name):
     data = inputs()
     without = transformer(model_config())
-    model = transformer(model_config(dropout=0.5))
+    model = transformer(model_config(**{name: 0.5}))
     assert torch.equal(model(*data), without(*data))
     model.train()
     assert not torch.equal(model(*data), model(*data))
 
 
+def test_dropout_inside_of_the_layers_is_off_unless_it_is_asked_for():
+    assert ModelConfig().attention_dropout == ModelConfig().activation_dropout == 0
+    model, data = transformer(model_config()), inputs()
+    expected = model(*data)
+    assert torch.equal(model.train()(*data), expected)
+
+
 @torch.no_grad()
-def test_matrix_products_run_in_the_type_that_is_asked_for():
+def transparent(layer: Linear) -> None:
+    """Let the output of a layer be its input."""
+    nn.init.eye_(layer.weight)
+    nn.init.zeros_(layer.bias)
+
+
+def assert_dropped(found: Tensor, whole: Tensor, rate: float) -> None:
+    """Every place is zero or scaled up by 1 / (1 - rate), and the rate is about right."""
+    is_zero = found == 0
+    torch.testing.assert_close(found[~is_zero], whole[~is_zero] / (1 - rate), rtol=1e-3, atol=0)
+    deviation = math.sqrt(rate * (1 - rate) / whole.numel())
+    assert float(is_zero.double().mean()) == pytest.approx(rate, abs=5 * deviation)
+
+
+def whole_and_dropped(module: nn.Module, arguments: tuple) -> tuple[Tensor, Tensor]:
+    """What a module gives in eval mode, and while it trains."""
+    with torch.enable_grad():
+        return module.eval()(*arguments)[0].detach(), module.train()(*arguments)[0].detach()
+
+
+every_way = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.9])
+@pytest.mark.parametrize("kind", ["self", "cross"])
+@pytest.mark.parametrize("size", [40, 200])
+@every_way
+@torch.no_grad()
+def test_attention_dropout_zeroes_weights_after_the_softmax_and_scales_the_rest(
+    rate, kind, size, dtype
+):
+    """With one head, and values that are unit vectors, the output is the weights themselves."""
+    config = model_config(d_model=size, num_heads=1, attention_dropout=rate)
+    eye_TD = torch.eye(size, dtype=dtype)
+    torch.manual_seed(6)
+    if kind == "self":
+        attention = SelfAttention(config).to(dtype)
+        attention.queries_keys_values.weight[2 * size :] = eye_TD
+        attention.queries_keys_values.bias[2 * size :] = 0
+        arguments = (eye_TD[None], torch.ones(size, size, dtype=torch.bool))
+    else:
+        attention = CrossAttention(config).to(dtype)
+        attention.source_keys_values.weight[size:] = eye_TD
+        attention.source_keys_values.bias[size:] = 0
+        source = attention.keys_values(eye_TD[None])
+        x_BTD = normal(1, size, size).to(dtype)
+        arguments = (x_BTD, source, torch.ones(1, 1, 1, size, dtype=torch.bool))
+    transparent(attention.output)
+    weights_TS = attention.weights(*arguments)[0, 0]
+    whole, dropped = whole_and_dropped(attention, arguments)
+    torch.testing.assert_close(whole, weights_TS)
+    assert_dropped(dropped, weights_TS, rate)
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.9])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@every_way
+@torch.no_grad()
+def test_activation_dropout_stands_between_the_activation_and_the_second_matrix(
+    rate, activation, dtype
+):
+    size = 40
+    config = model_config(
+        d_model=size, num_heads=1, d_ff=size, activation=activation, activation_dropout=rate
+    )
+    torch.manual_seed(6)
+    layer = FeedForward(config).to(dtype)
+    transparent(layer.inner)
+    transparent(layer.outer)
+    x_BTD = normal(1, size, size).to(dtype).abs()
+    expected = x_BTD if activation == "relu" else x_BTD * (1 + torch.erf(x_BTD / 2**0.5)) / 2
+    whole, dropped = whole_and_dropped(layer, (x_BTD,))
+    torch.testing.assert_close(whole, expected[0])
+    assert_dropped(dropped, expected[0], rate)
+
+
+@every_variant
+def test_the_way_that_trains_fast_computes_what_float64_computes(config):
+    """Both masks, a sentence of padding alone, and every gradient, in float32."""
+    data = inputs()
+    data.src_keep_BS[1] = False
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        model = transformer(config).to(dtype)
+        states = model(*data)
+        states.pow(3).sum().backward()
+        grads = [weight.grad.double() for weight in model.parameters() if weight.grad is not None]
+        found.append([states.detach().double(), *grads])
+    for fast, exact in zip(*found, strict=True):
+        assert float((fast - exact).norm()) < 1e-4 * float(exact.norm())
+
+
+@torch.no_grad()
+def test_states_and_products_are_in_the_type_that_is_asked_for():
     model, data = transformer(model_config()).float(), inputs()
     plain = model(*data)
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     assert len(linears) == 1 + 2 * 4 + 2 * 7  # output, encoder layers, decoder layers
-    model.multiply_in(torch.bfloat16)
-    assert all(module.matmul_dtype is torch.bfloat16 for module in linears)
+    dtypes = []
+    for module in linears:
+        module.register_forward_hook(lambda _, args, out: dtypes.extend([args[0].dtype, out.dtype]))
+    model.compute_in(torch.bfloat16)
     short = model(*data)
-    assert short.dtype == torch.float32
-    assert not torch.equal(short, plain)
-    assert float((short - plain).norm() / plain.norm()) < 0.03
-    model.multiply_in(None)
+    model.output(short)
+    assert len(dtypes) == 2 * len(linears)
+    assert set(dtypes) == {short.dtype} == {torch.bfloat16}
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+    assert not torch.equal(short.float(), plain)
+    assert float((short.float() - plain).norm() / plain.norm()) < 0.03
+    state = model.start(model.encode(data.src_BS, data.src_keep_BS), data.src_keep_BS)
+    assert model.step(data.tgt_in_BT[:, 0], state).dtype == torch.float32  # for the search
+    model.compute_in(None)
     assert torch.equal(model(*data), plain)
 
 

@@ -4,11 +4,17 @@ import itertools
 import math
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tasks import prepared, write_task
+from torch import Tensor
 
-from mtrain.config import TrainingConfig
+from mtrain.config import TrainingConfig, load
+from mtrain.data import Position
+from mtrain.runlog import RunLog
 from mtrain.schedule import learning_rate, noam
+from mtrain.train import Trainer
 
 SCHEDULES = ["inverse_sqrt", "noam", "linear", "cosine"]
 D_MODEL = 512
@@ -123,3 +129,41 @@ def test_a_rate_is_never_negative_and_never_above_the_peak(
     settings_ = config(schedule, warmup_steps, lr)
     rate = learning_rate(settings_, d_model, step, spent)
     assert 0 <= rate <= peak(settings_, d_model) * (1 + 1e-12)
+
+
+def test_an_update_of_the_trainer_is_adam_with_the_papers_rate_written_out(tmp_path):
+    """Adam (Kingma and Ba 2015, algorithm 1) on the gradients that the trainer saw, in float64."""
+    betas, eps, warmup_steps, factor, limit = (0.9, 0.98), 1e-9, 3, 2.0, 0.5
+    settings_ = ["schedule=noam", f"lr={factor}", f"warmup_steps={warmup_steps}", f"eps={eps}"]
+    overrides = [f"training.{setting}" for setting in [*settings_, f"max_grad_norm={limit}"]]
+    config = load(write_task(tmp_path, num_train=60), overrides)
+    with RunLog(tmp_path / "metrics.jsonl") as log:
+        trainer = Trainer(config, prepared(config), log)
+        trainer.model.double()
+        weights = list(trainer.model.parameters())
+        seen: list[list[Tensor]] = []
+        trainer.optimizer.register_step_pre_hook(
+            lambda *_: seen.append([weight.grad.clone() for weight in weights])
+        )
+        expected = [weight.detach().clone() for weight in weights]
+        moments = [(torch.zeros_like(weight), torch.zeros_like(weight)) for weight in weights]
+        batches = trainer.data.batches(96, Position())
+        for step in range(1, 8):
+            trainer._update([next(batches)[0]])
+            trainer.progress.step = step
+            norm = torch.cat([gradient.flatten() for gradient in seen[-1]]).norm()
+            assert norm.item() == pytest.approx(min(limit, trainer.window.grad_norm), rel=1e-5)
+            d_model = config.model.d_model
+            rate = factor * d_model**-0.5 * min(step**-0.5, step * warmup_steps**-1.5)
+            for index, gradient in enumerate(seen[-1]):
+                m, v = moments[index]
+                m = betas[0] * m + (1 - betas[0]) * gradient
+                v = betas[1] * v + (1 - betas[1]) * gradient * gradient
+                moments[index] = (m, v)
+                m_hat, v_hat = m / (1 - betas[0] ** step), v / (1 - betas[1] ** step)
+                expected[index] -= rate * m_hat / (v_hat.sqrt() + eps)
+            assert trainer.window.lr == pytest.approx(rate, rel=1e-14)
+            for weight, ours in zip(weights, expected, strict=True):
+                torch.testing.assert_close(weight.detach(), ours, rtol=1e-9, atol=1e-11)
+    assert len(seen) == 7
+    assert trainer.window.grad_norm > limit

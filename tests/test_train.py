@@ -12,6 +12,9 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,9 @@ from tasks import prepared, reverse_task, stop_at, train, write_task
 from mtrain import checkpoint, tokenizer
 from mtrain import config as configs
 from mtrain import train as training
+from mtrain.batch import Batch
 from mtrain.errors import RunError
+from mtrain.loss import LossSum
 from mtrain.rundir import RunDir
 from mtrain.runlog import RunLog
 from mtrain.train import Stopped, Trainer
@@ -310,6 +315,147 @@ def test_the_gradient_is_divided_by_the_tokens_of_the_whole_update(
     assert float(trainer.window.grad_norm) == pytest.approx(float(expected), rel=1e-4)
 
 
+@pytest.fixture
+def in_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Split every batch over three threads; return the number of parts of each update."""
+    before, parts = torch.get_num_threads(), []
+    share_out = Trainer._share_out
+
+    def noted(trainer: Trainer, batch: Batch, num_tokens: int) -> list[training._Task]:
+        tasks = share_out(trainer, batch, num_tokens)
+        parts.append(len(tasks))
+        return tasks
+
+    monkeypatch.setattr(training, "_LEAST_TOKENS", 8)
+    monkeypatch.setattr(Trainer, "_share_out", noted)
+    torch.set_num_threads(3)
+    yield parts
+    torch.set_num_threads(before)
+
+
+def total(parts: list[training._Part]) -> list[torch.Tensor]:
+    """Return loss, nll and gradients of all parts together."""
+    sums = [sum(part.sums.loss for part in parts).detach(), sum(part.sums.nll for part in parts)]
+    return sums + [sum(grads) for grads in zip(*(part.grads for part in parts), strict=True)]
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_gradient_of_a_batch_in_parts_is_that_of_the_whole(
+    source: Path, tmp_path: Path, in_threads: list[int], dtype: torch.dtype, norm: str
+) -> None:
+    config = configs.load(source, (*SGD_LIKE, f"model.norm={norm}"), str(tmp_path / "run"))
+    with RunLog(tmp_path / "metrics.jsonl") as log:
+        trainer = Trainer(config, prepared(config), log)
+        trainer.model.to(torch.float64 if dtype == torch.float64 else torch.float32).train()
+        trainer.model.compute_in(dtype)
+        batch, _ = next(trainer.data.batches(192, training.Position()))
+        tasks = trainer._share_out(batch, batch.num_tgt_tokens)
+        assert len(tasks) == 3
+        assert len({task.batch.src_BS.shape[1] for task in tasks}) > 1, "parts differ in width"
+        found = total(trainer.workers.map(trainer._differentiate, tasks))
+        expected = total([trainer._differentiate(tasks[0]._replace(batch=batch))])
+        trainer.workers.close()
+    bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
+    for mine, whole in zip(found, expected, strict=True):
+        assert float((mine - whole).norm()) <= bound * float(whole.norm()) + 1e-12
+
+
+def test_in_bfloat16_every_weight_gets_nearly_the_gradient_of_float32(
+    source: Path, tmp_path: Path
+) -> None:
+    config = configs.load(source, SGD_LIKE, str(tmp_path / "run"))
+    with RunLog(tmp_path / "metrics.jsonl") as log:
+        trainer = Trainer(config, prepared(config), log)
+        batch, _ = next(trainer.data.batches(192, training.Position()))
+        (task,) = trainer._share_out(batch, batch.num_tgt_tokens)
+        exact = trainer._differentiate(task)
+        trainer.model.compute_in(torch.bfloat16)
+        short = trainer._differentiate(task)
+    assert {grad.dtype for grad in short.grads} == {torch.float32}
+    loss, exact_loss = short.sums.loss.item(), exact.sums.loss.item()
+    assert loss == pytest.approx(exact_loss, rel=0.002)
+    assert loss != exact_loss
+    for mine, long in zip(short.grads, exact.grads, strict=True):
+        assert float((mine - long).norm()) < 0.1 * float(long.norm()) + 1e-6
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_same_number_of_threads_gives_the_same_bytes_also_after_a_stop(
+    monkeypatch: pytest.MonkeyPatch,
+    source: Path,
+    tmp_path: Path,
+    in_threads: list[int],
+    precision: str,
+) -> None:
+    settings = [f"training.precision={precision}", "model.attention_dropout=0.1"]
+    first = train(source, *settings, run=str(tmp_path / "first"))
+    assert in_threads == [3] * 12
+    again = train(source, *settings, run=str(tmp_path / "again"))
+    stopped = stop_and_go_on(monkeypatch, source, str(tmp_path / "stopped"), 5, *settings)
+    assert weights(again) == weights(first) == weights(stopped)
+    assert timeless(again) == timeless(first) == timeless(stopped)
+
+
+def test_threads_drop_different_elements_and_others_at_the_next_update(
+    source: Path, tmp_path: Path, in_threads: list[int]
+) -> None:
+    config = configs.load(source, (), str(tmp_path / "run"))
+    with RunLog(tmp_path / "metrics.jsonl") as log:
+        trainer = Trainer(config, prepared(config), log)
+        batch, _ = next(trainer.data.batches(192, training.Position()))
+        seeds = [task.seed for _ in range(2) for task in trainer._share_out(batch, 1)]
+        torch.manual_seed(config.seed)
+        trainer = Trainer(config, trainer.run_dir, log)
+        again = [task.seed for _ in range(2) for task in trainer._share_out(batch, 1)]
+    assert len(set(seeds)) == 6
+    assert seeds == again
+
+
+def test_a_batch_too_small_for_all_threads_is_split_over_fewer(
+    monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path, in_threads: list[int]
+) -> None:
+    config = configs.load(source, (), str(tmp_path / "run"))
+    with RunLog(tmp_path / "metrics.jsonl") as log:
+        trainer = Trainer(config, prepared(config), log)
+        batch, _ = next(trainer.data.batches(192, training.Position()))
+        for least, parts in ((batch.num_tgt_tokens // 2, 2), (batch.num_tgt_tokens + 1, 1)):
+            monkeypatch.setattr(training, "_LEAST_TOKENS", least)
+            tasks = trainer._share_out(batch, 7)
+            assert len(tasks) == parts
+            assert sum(task.batch.num_tgt_tokens for task in tasks) == batch.num_tgt_tokens
+            assert {task.num_tokens for task in tasks} == {7}
+
+
+def test_an_error_in_a_thread_comes_out_with_its_traceback_and_no_thread_stays(
+    monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path, in_threads: list[int]
+) -> None:
+    def broken(trainer: Trainer, batch: Batch) -> LossSum:
+        if threading.current_thread() is threading.main_thread():
+            return loss(trainer, batch)
+        raise ZeroDivisionError("in a thread")
+
+    loss = Trainer._loss
+    monkeypatch.setattr(Trainer, "_loss", broken)
+    with pytest.raises(ZeroDivisionError, match="in a thread") as error:
+        train(source, run=str(tmp_path / "run"))
+    frames = [frame.name for frame in traceback.extract_tb(error.value.__traceback__)]
+    assert frames[-2:] == ["_differentiate", "broken"]
+    assert not any(thread.name.startswith("update") for thread in threading.enumerate())
+    assert torch.get_num_threads() == 3
+
+
+def test_the_header_counts_the_threads(
+    cli: Cli, source: Path, tmp_path: Path, in_threads: list[int]
+) -> None:
+    outcome = cli("train", source, "--run", tmp_path / "run", "--set", "training.max_steps=1")
+    assert outcome.code == 0
+    assert any(
+        line.startswith("device   cpu, float32, 3 threads, kernels ")
+        for line in outcome.err.splitlines()
+    )
+
+
 def test_a_run_that_reached_its_target_is_left_as_it_is(
     cli: Cli, source: Path, straight: RunDir, tmp_path: Path
 ) -> None:
@@ -488,10 +634,20 @@ def test_minutes_of_an_earlier_part_count(
     assert len(elapsed) < 60
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kernels", ["plain", "compiled"])
 def test_a_loss_that_is_not_finite_stops_the_training_before_the_update(
-    cli: Cli, source: Path, tmp_path: Path
+    cli: Cli,
+    monkeypatch: pytest.MonkeyPatch,
+    source: Path,
+    tmp_path: Path,
+    precision: str,
+    kernels: str,
 ) -> None:
+    if kernels == "plain":
+        monkeypatch.setattr(training.native, "library", lambda: None)
     wild = ["--set", "training.lr=1e30", "--set", "training.warmup_steps=0"]
+    wild += ["--set", f"training.precision={precision}"]
     outcome = cli("train", source, *wild, "--run", tmp_path / "run")
     assert outcome.code == 2
     assert "`training.lr`" in outcome.err.splitlines()[-1]

@@ -5,10 +5,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from builders import SRC_LINES, TGT_LINES, model_config, randomise, vocabularies
 from tasks import WORDS, copy_task
 
 from mtrain import tokenizer, translate
+from mtrain.config import DecodingConfig
 from mtrain.errors import ConfigError, RunError
+from mtrain.model import DecoderLayer
 from mtrain.rundir import RunDir
 from mtrain.translate import Translator
 
@@ -26,6 +29,10 @@ LINES = [
 @pytest.fixture(scope="module")
 def translator(trained: RunDir) -> Translator:
     return translate.load(trained, device="cpu")
+
+
+def never(text: str) -> None:
+    raise AssertionError(f"warned: {text}")
 
 
 def with_decoding(translator: Translator, changes: dict[str, object]) -> Translator:
@@ -81,7 +88,7 @@ def test_blank_lines_give_empty_ones(translator: Translator) -> None:
 
 def test_no_lines_give_no_lines(translator: Translator) -> None:
     assert translator.translate([]) == []
-    assert list(translator.stream([])) == []
+    assert list(translator.stream([], never)) == []
 
 
 def test_a_stream_is_read_a_block_at_a_time(
@@ -96,7 +103,7 @@ def test_a_stream_is_read_a_block_at_a_time(
             num_read += 1
             yield LINES[(num_read - 1) % len(LINES)]
 
-    stream = translator.stream(endless())
+    stream = translator.stream(endless(), never)
     whole = translator.translate(LINES[:10])
     for index, expected in enumerate(whole):
         assert next(stream) == expected
@@ -107,7 +114,54 @@ def test_a_stream_ends_with_a_block_that_is_not_full(
     translator: Translator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(translate, "_BLOCK_LINES", 4)
-    assert list(translator.stream(LINES[:10])) == translator.translate(LINES[:10])
+    assert list(translator.stream(LINES[:10], never)) == translator.translate(LINES[:10])
+
+
+def untrained(**settings: object) -> Translator:
+    """A translator that writes nonsense, but always the same for the same line."""
+    torch.manual_seed(1)
+    model = translate.build_model(model_config(**settings), vocabularies()).double()
+    randomise(model, seed=1)
+    with torch.no_grad():
+        for layer in [*model.encoder, *model.decoder]:
+            for weight in layer.parameters():
+                weight *= 3
+            if isinstance(layer, DecoderLayer):
+                layer.cross_attention.output.weight *= 30  # else no source is heard
+    decoding = DecodingConfig(beam=2, max_extra_tokens=3)
+    return Translator(model, vocabularies(), decoding, torch.device("cpu"))
+
+
+def test_each_line_gets_its_own_translation_whatever_stands_beside_it() -> None:
+    translator, lines = untrained(), ["", *TGT_LINES[:6], "a", " ", *SRC_LINES[:6]]
+    alone = [translator.translate([line])[0] for line in lines]
+    assert len(set(alone)) > 8
+    assert translator.translate(lines) == alone
+    assert translator.translate(lines[::-1]) == alone[::-1]
+
+
+def test_a_stream_warns_of_each_line_that_is_longer_than_the_learned_positions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(translate, "_BLOCK_LINES", 3)
+    lines = ["a", "", "The dog is old a.", "b", "The dog is old.", "c", " ".join(SRC_LINES[:4])]
+    lengths = [len(ids) for ids in vocabularies().encode_src(lines)]
+    limit = lengths[4]
+    assert lengths[2] == limit + 1
+    assert [length > limit for length in lengths] == [index in (2, 6) for index in range(7)]
+    translator = untrained(positions="learned", max_positions=limit)
+    warnings: list[str] = []
+    streamed = list(translator.stream(lines, warnings.append))
+    assert warnings == [
+        f"line {number}: has {lengths[number - 1]} tokens, but the model learned {limit} "
+        "positions; the tokens after them share the last one."
+        for number in (3, 7)
+    ]
+    assert streamed == translator.translate(lines)
+
+
+def test_a_model_with_sinusoids_warns_of_no_length() -> None:
+    assert len(list(untrained().stream([" ".join(SRC_LINES)], never))) == 1
 
 
 def test_a_translation_has_at_most_the_pieces_of_its_source_and_a_few(

@@ -1,0 +1,353 @@
+/* What training does between two matrix products, each in one pass over memory.
+ *
+ * Values are stored as float or as bfloat16 (STORE), and computed in float. Every function has a
+ * plain twin in kernels.py; tests hold the two together. One thread runs each call: training in
+ * threads splits the batch, not the operation.
+ *
+ * The file includes itself once for each type of storage.
+ */
+#ifndef STORE
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define LANES 16
+
+typedef float lanes __attribute__((vector_size(4 * LANES)));
+typedef uint16_t bf16;
+
+static inline float bits_to_float(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline uint32_t float_to_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline float load_bf16(bf16 x) { return bits_to_float((uint32_t)x << 16); }
+
+static inline bf16 store_bf16(float x) { /* to the nearest, ties to even */
+    uint32_t bits = float_to_bits(x);
+    return (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+static inline float load_float(float x) { return x; }
+static inline float store_float(float x) { return x; }
+
+/* e^x to about one unit in the last place; 0 below the smallest normal number. */
+static inline float exp_(float x) {
+    float bounded = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+    float whole = rintf(bounded * 1.44269504f);
+    float rest = bounded - whole * 0.693359375f + whole * 2.12194440e-4f;
+    float power = 1.9875691500e-4f;
+    power = power * rest + 1.3981999507e-3f;
+    power = power * rest + 8.3334519073e-3f;
+    power = power * rest + 4.1665795894e-2f;
+    power = power * rest + 1.6666665459e-1f;
+    power = power * rest + 5.0000001201e-1f;
+    power = power * rest * rest + rest + 1.0f;
+    float result = power * bits_to_float((uint32_t)((int32_t)whole + 127) << 23);
+    return x < -87.0f ? 0.0f : result;
+}
+
+/* Whether element `index` survives dropout: 16 of the bits of a hash of seed and index. */
+static inline int survives(uint32_t index, uint32_t seed, uint32_t cut) {
+    uint32_t hash = index * 0x9e3779b1u ^ seed;
+    hash = (hash ^ (hash >> 16)) * 0x85ebca6bu;
+    hash = (hash ^ (hash >> 13)) * 0xc2b2ae35u;
+    return (hash >> 16) >= cut;
+}
+
+static inline float kept(float x, uint32_t index, uint32_t seed, uint32_t cut, float scale) {
+    return survives(index, seed, cut) ? x * scale : 0.0f;
+}
+
+static inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+/* c = a b for small matrices; element (r, i) of a lies at r * a_row + i * a_column. The rows come in
+ * fours, and b and c have rows of whole lanes. */
+static inline void product(float *restrict c, const float *restrict a, const float *restrict b,
+                           int64_t rows, int64_t inner, int64_t width, int64_t a_row,
+                           int64_t a_column) {
+    for (int64_t r = 0; r < rows; r += 4)
+        for (int64_t w = 0; w < width; w += LANES) {
+            lanes sums[4] = {{0}, {0}, {0}, {0}};
+            const float *ar = a + r * a_row;
+            for (int64_t i = 0; i < inner; i++) {
+                lanes values;
+                memcpy(&values, b + i * width + w, sizeof values);
+                for (int j = 0; j < 4; j++) sums[j] += ar[j * a_row + i * a_column] * values;
+            }
+            for (int j = 0; j < 4; j++) memcpy(c + (r + j) * width + w, &sums[j], sizeof sums[j]);
+        }
+}
+
+/* An attention's shape: b sentences, h heads, t queries, s keys, heads k wide; and its strides,
+ * in elements, for sentence, head and position. */
+typedef struct {
+    int64_t b, h, t, s, k;
+    int64_t q_strides[3], k_strides[3], v_strides[3], out_strides[3];
+    int64_t grad_q_strides[3], grad_k_strides[3], grad_v_strides[3], keep_strides[4];
+    float scale, dropout_scale;
+    uint32_t cut, seed;
+} attention_shape;
+
+/* What is added to the scores of a head: 0 where a key is kept, else a number that swallows any
+ * score, so that a row that keeps nothing is even; no weight at all beyond the last key. */
+static inline void fill_bias(float *bias, const uint8_t *keep, const attention_shape *at,
+                             int64_t cols) {
+    for (int64_t i = 0; i < at->t; i++)
+        for (int64_t j = 0; j < cols; j++) {
+            const int64_t *strides = at->keep_strides;
+            int takes_part = keep == NULL || (j < at->s && keep[i * strides[2] + j * strides[3]]);
+            bias[i * cols + j] = j >= at->s ? -INFINITY : takes_part ? 0.0f : -3.40282347e38f;
+        }
+}
+
+static inline void softmax_row(float *restrict row, const float *restrict bias, int64_t width,
+                               float scale) {
+    float top = -INFINITY, sum = 0.0f;
+    for (int64_t i = 0; i < width; i++) row[i] = row[i] * scale + bias[i];
+#pragma omp simd reduction(max : top)
+    for (int64_t i = 0; i < width; i++) top = row[i] > top ? row[i] : top;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < width; i++) {
+        row[i] = exp_(row[i] - top);
+        sum += row[i];
+    }
+    float share = 1.0f / sum;
+    for (int64_t i = 0; i < width; i++) row[i] *= share;
+}
+
+#define PASTE_(a, b) a##_##b
+#define PASTE(a, b) PASTE_(a, b)
+#define NAME(name) PASTE(name, STORE)
+#define LOAD PASTE(load, STORE)
+#define SAVE PASTE(store, STORE)
+
+#define STORE bf16
+#include "kernels.c"
+#undef STORE
+#define STORE float
+#include "kernels.c"
+#undef STORE
+
+#else
+
+/* y = dropout(x); its gradient is the same function of the gradient. */
+void NAME(dropout)(const STORE *restrict x, STORE *restrict y, int64_t n, uint32_t cut, float scale, uint32_t seed) {
+    for (int64_t i = 0; i < n; i++)
+        y[i] = SAVE(kept(LOAD(x[i]), (uint32_t)i, seed, cut, scale));
+}
+
+/* out = LayerNorm(x + dropout(y)), rows of width d; keeps each row's mean and 1 / deviation. */
+void NAME(add_norm)(const STORE *x, const STORE *y, const float *gain, const float *bias, STORE *out,
+                    float *mean, float *rstd, int64_t rows, int64_t d, float eps, uint32_t cut,
+                    float scale, uint32_t seed) {
+    float *sum_row = malloc(d * sizeof(float));
+    for (int64_t r = 0; r < rows; r++) {
+        const STORE *xr = x + r * d, *yr = y + r * d;
+        STORE *restrict or = out + r * d;
+        uint32_t first = (uint32_t)(r * d);
+        float total = 0.0f, square = 0.0f;
+#pragma omp simd reduction(+ : total)
+        for (int64_t i = 0; i < d; i++) {
+            sum_row[i] = LOAD(xr[i]) + kept(LOAD(yr[i]), first + (uint32_t)i, seed, cut, scale);
+            total += sum_row[i];
+        }
+        float m = total / (float)d;
+#pragma omp simd reduction(+ : square)
+        for (int64_t i = 0; i < d; i++) square += (sum_row[i] - m) * (sum_row[i] - m);
+        float s = 1.0f / sqrtf(square / (float)d + eps);
+        for (int64_t i = 0; i < d; i++) or[i] = SAVE((sum_row[i] - m) * s * gain[i] + bias[i]);
+        mean[r] = m;
+        rstd[r] = s;
+    }
+    free(sum_row);
+}
+
+/* The gradients of add_norm; those of gain and bias are added to what is there. */
+void NAME(add_norm_grad)(const STORE *grad, const STORE *x, const STORE *y, const float *gain,
+                         const float *mean, const float *rstd, STORE *grad_x, STORE *grad_y,
+                         float *grad_gain, float *grad_bias, int64_t rows, int64_t d, uint32_t cut,
+                         float scale, uint32_t seed) {
+    float *normal = malloc(2 * d * sizeof(float)), *upstream = normal + d;
+    for (int64_t r = 0; r < rows; r++) {
+        const STORE *gr = grad + r * d, *xr = x + r * d, *yr = y + r * d;
+        STORE *restrict gx = grad_x + r * d, *restrict gy = grad_y + r * d;
+        uint32_t first = (uint32_t)(r * d);
+        float m = mean[r], s = rstd[r], total = 0.0f, along = 0.0f;
+#pragma omp simd reduction(+ : total, along)
+        for (int64_t i = 0; i < d; i++) {
+            float sum = LOAD(xr[i]) + kept(LOAD(yr[i]), first + (uint32_t)i, seed, cut, scale);
+            float g = LOAD(gr[i]);
+            normal[i] = (sum - m) * s;
+            grad_gain[i] += g * normal[i];
+            grad_bias[i] += g;
+            upstream[i] = g * gain[i];
+            total += upstream[i];
+            along += upstream[i] * normal[i];
+        }
+        total /= (float)d;
+        along /= (float)d;
+        for (int64_t i = 0; i < d; i++) {
+            float g = s * (upstream[i] - total - normal[i] * along);
+            gx[i] = SAVE(g);
+            gy[i] = SAVE(kept(g, first + (uint32_t)i, seed, cut, scale));
+        }
+    }
+    free(normal);
+}
+
+/* Copy a head [n, k] into floats, rows filled up with zeros to `width`. */
+static inline void NAME(unpack)(float *restrict to, const STORE *restrict from, int64_t stride,
+                                int64_t n, int64_t k, int64_t width) {
+    for (int64_t i = 0; i < n; i++) {
+        for (int64_t j = 0; j < k; j++) to[i * width + j] = LOAD(from[i * stride + j]);
+        for (int64_t j = k; j < width; j++) to[i * width + j] = 0.0f;
+    }
+}
+
+/* The same, transposed, into [k, width]; the columns beyond the last are left as they are. */
+static inline void NAME(unpack_across)(float *restrict to, const STORE *restrict from,
+                                       int64_t stride, int64_t n, int64_t k, int64_t width) {
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t j = 0; j < k; j++) to[j * width + i] = LOAD(from[i * stride + j]);
+}
+
+static inline void NAME(pack)(STORE *restrict to, const float *restrict from, int64_t stride,
+                              int64_t n, int64_t k, int64_t width, float scale) {
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t j = 0; j < k; j++) to[i * stride + j] = SAVE(from[i * width + j] * scale);
+}
+
+/* out = dropout(softmax(q k^T scale)) v over the kept keys. */
+void NAME(attention)(const attention_shape *at, const STORE *q, const STORE *k, const STORE *v,
+                     const uint8_t *keep, STORE *out) {
+    int64_t rows = round_up(at->t, 4), cols = round_up(at->s, LANES), wide = round_up(at->k, LANES);
+    const int64_t *qt = at->q_strides, *kt = at->k_strides, *vt = at->v_strides;
+    const int64_t *ot = at->out_strides, *mt = at->keep_strides;
+    float *qs = calloc(2 * rows * wide + (at->k + 2 * rows) * cols + at->s * wide, sizeof(float));
+    float *mixed = qs + rows * wide, *ks_across = mixed + rows * wide;
+    float *probs = ks_across + at->k * cols, *bias = probs + rows * cols;
+    float *vs = bias + rows * cols;
+    const uint8_t *seen = NULL;
+    for (int64_t b = 0; b < at->b; b++)
+        for (int64_t h = 0; h < at->h; h++) {
+            const uint8_t *own = keep ? keep + b * mt[0] + h * mt[1] : NULL;
+            if ((b == 0 && h == 0) || own != seen) fill_bias(bias, own, at, cols);
+            seen = own;
+            NAME(unpack)(qs, q + b * qt[0] + h * qt[1], qt[2], at->t, at->k, wide);
+            NAME(unpack_across)(ks_across, k + b * kt[0] + h * kt[1], kt[2], at->s, at->k, cols);
+            NAME(unpack)(vs, v + b * vt[0] + h * vt[1], vt[2], at->s, at->k, wide);
+            product(probs, qs, ks_across, rows, at->k, cols, wide, 1);
+            uint32_t first = (uint32_t)((b * at->h + h) * at->t * cols);
+            for (int64_t i = 0; i < at->t; i++) {
+                float *row = probs + i * cols;
+                softmax_row(row, bias + i * cols, cols, at->scale);
+                if (at->cut)
+                    for (int64_t j = 0; j < cols; j++)
+                        row[j] = kept(row[j], first + (uint32_t)(i * cols + j), at->seed, at->cut,
+                                      at->dropout_scale);
+            }
+            product(mixed, probs, vs, rows, at->s, wide, cols, 1);
+            NAME(pack)(out + b * ot[0] + h * ot[1], mixed, ot[2], at->t, at->k, wide, 1.0f);
+        }
+    free(qs);
+}
+
+/* The gradients of attention. */
+void NAME(attention_grad)(const attention_shape *at, const STORE *grad, const STORE *q,
+                          const STORE *k, const STORE *v, const uint8_t *keep, STORE *grad_q,
+                          STORE *grad_k, STORE *grad_v) {
+    int64_t rows = round_up(at->t, 4), cols = round_up(at->s, LANES), wide = round_up(at->k, LANES);
+    const int64_t *qt = at->q_strides, *kt = at->k_strides, *vt = at->v_strides;
+    const int64_t *ot = at->out_strides, *mt = at->keep_strides, *gq = at->grad_q_strides;
+    const int64_t *gk = at->grad_k_strides, *gv = at->grad_v_strides;
+    int64_t tall = rows * wide, across = at->k * cols, square = rows * cols, broad = cols * wide;
+    float *qs = calloc(3 * tall + 2 * across + 3 * square + 2 * broad + cols, sizeof(float));
+    float *gs = qs + tall, *result_q = gs + tall, *ks_across = result_q + tall;
+    float *vs_across = ks_across + across, *probs = vs_across + across, *slopes = probs + square;
+    float *bias = slopes + square, *ks = bias + square, *result = ks + broad;
+    float *shares = result + broad;
+    const uint8_t *seen = NULL;
+    for (int64_t j = 0; j < cols; j++) shares[j] = 1.0f;
+    for (int64_t b = 0; b < at->b; b++)
+        for (int64_t h = 0; h < at->h; h++) {
+            const uint8_t *own = keep ? keep + b * mt[0] + h * mt[1] : NULL;
+            if ((b == 0 && h == 0) || own != seen) fill_bias(bias, own, at, cols);
+            seen = own;
+            NAME(unpack)(qs, q + b * qt[0] + h * qt[1], qt[2], at->t, at->k, wide);
+            NAME(unpack)(gs, grad + b * ot[0] + h * ot[1], ot[2], at->t, at->k, wide);
+            NAME(unpack)(ks, k + b * kt[0] + h * kt[1], kt[2], at->s, at->k, wide);
+            NAME(unpack_across)(ks_across, k + b * kt[0] + h * kt[1], kt[2], at->s, at->k, cols);
+            NAME(unpack_across)(vs_across, v + b * vt[0] + h * vt[1], vt[2], at->s, at->k, cols);
+            product(probs, qs, ks_across, rows, at->k, cols, wide, 1);
+            product(slopes, gs, vs_across, rows, at->k, cols, wide, 1);
+            uint32_t first = (uint32_t)((b * at->h + h) * at->t * cols);
+            for (int64_t i = 0; i < at->t; i++) {
+                float *restrict row = probs + i * cols, *restrict slope = slopes + i * cols;
+                float along = 0.0f;
+                softmax_row(row, bias + i * cols, cols, at->scale);
+                if (at->cut)
+                    for (int64_t j = 0; j < cols; j++)
+                        shares[j] = kept(1.0f, first + (uint32_t)(i * cols + j), at->seed, at->cut,
+                                         at->dropout_scale);
+#pragma omp simd reduction(+ : along)
+                for (int64_t j = 0; j < cols; j++) along += slope[j] * shares[j] * row[j];
+                for (int64_t j = 0; j < cols; j++) {
+                    slope[j] = row[j] * (slope[j] * shares[j] - along);
+                    row[j] *= shares[j];
+                }
+            }
+            int64_t keys = round_up(at->s, 4);
+            product(result_q, slopes, ks, rows, at->s, wide, cols, 1);
+            NAME(pack)(grad_q + b * gq[0] + h * gq[1], result_q, gq[2], at->t, at->k, wide,
+                       at->scale);
+            product(result, slopes, qs, keys, at->t, wide, 1, cols);
+            NAME(pack)(grad_k + b * gk[0] + h * gk[1], result, gk[2], at->s, at->k, wide,
+                       at->scale);
+            product(result, probs, gs, keys, at->t, wide, 1, cols);
+            NAME(pack)(grad_v + b * gv[0] + h * gv[1], result, gv[2], at->s, at->k, wide, 1.0f);
+        }
+    free(qs);
+}
+
+/* Turn logits into the gradient of their label-smoothed cross-entropy, in place, and add up the
+ * loss and the negative log-likelihood of the rows. */
+void NAME(cross_entropy)(STORE *logits, const int64_t *targets, int64_t rows, int64_t width,
+                         float smoothing, int with_grad, double *loss_and_nll) {
+    float *power = malloc(width * sizeof(float));
+    float even = smoothing / (float)width;
+    for (int64_t r = 0; r < rows; r++) {
+        STORE *row = logits + r * width;
+        float top = -INFINITY, sum = 0.0f, total = 0.0f, wanted = LOAD(row[targets[r]]);
+#pragma omp simd reduction(max : top)
+        for (int64_t i = 0; i < width; i++) top = LOAD(row[i]) > top ? LOAD(row[i]) : top;
+#pragma omp simd reduction(+ : sum, total)
+        for (int64_t i = 0; i < width; i++) {
+            float x = LOAD(row[i]);
+            total += x;
+            power[i] = exp_(x - top);
+            sum += power[i];
+        }
+        float log_sum = top + logf(sum);
+        float part = log_sum - wanted;
+        loss_and_nll[0] += (1.0f - smoothing) * part + smoothing * (log_sum - total / (float)width);
+        loss_and_nll[1] += part;
+        if (with_grad) {
+            float share = 1.0f / sum;
+            for (int64_t i = 0; i < width; i++) row[i] = SAVE(power[i] * share - even);
+            row[targets[r]] = SAVE(power[targets[r]] * share - even - (1.0f - smoothing));
+        }
+    }
+    free(power);
+}
+
+#endif

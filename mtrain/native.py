@@ -1,0 +1,146 @@
+"""Compile `kernels.c` once with the machine's own C compiler, and load it.
+
+Without a compiler there is no library, and `kernels` takes its plain formulas. Knows no tensors.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+_SOURCE = Path(__file__).with_name("kernels.c")
+_COMPILERS = ("cc", "gcc", "clang")
+_FLAGS = (
+    "-std=gnu11",
+    "-O3",
+    "-shared",
+    "-fPIC",
+    "-fopenmp-simd",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-psabi",
+)
+_FLAGS_OF_MACHINES = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ())
+
+
+class AttentionShape(ctypes.Structure):
+    """The sizes, strides and settings of one attention, as `kernels.c` lays them out."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("b", "h", "t", "s", "k")),
+        *(
+            (f"{name}_strides", ctypes.c_int64 * 3)
+            for name in ("q", "k", "v", "out", "grad_q", "grad_k", "grad_v")
+        ),
+        ("keep_strides", ctypes.c_int64 * 4),
+        ("scale", ctypes.c_float),
+        ("dropout_scale", ctypes.c_float),
+        ("cut", ctypes.c_uint32),
+        ("seed", ctypes.c_uint32),
+    )
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """Return the compiled functions, or None where nothing compiles them or they are not wanted."""
+    if not is_wanted():
+        return None
+    for folder in (_cache, _own_folder):
+        try:
+            return _load(folder())
+        except (OSError, RuntimeError):  # no such folder; it cannot be written; it runs no code
+            continue
+    return None
+
+
+def is_wanted() -> bool:
+    """Tell whether the environment lets us compile: `MTRAIN_NATIVE=0` asks for plain formulas."""
+    return os.environ.get("MTRAIN_NATIVE") != "0"
+
+
+def _load(folder: Path) -> ctypes.CDLL | None:
+    """Return the library that lies in `folder`, or is put there now; None if nothing compiles it.
+
+    Its name ends in a hash of its content: to load a file that was cut off ends the process.
+    """
+    prefix = f"kernels-{_fingerprint()}-"
+    for built in folder.glob(f"{prefix}*.so"):
+        if built.name == f"{prefix}{_hash(built.read_bytes())}.so":
+            return _typed(ctypes.CDLL(str(built)))
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as beside:
+        made = Path(beside) / "kernels.so"
+        if not any(
+            _compiles(compiler, flags, made)
+            for compiler in _COMPILERS
+            for flags in _FLAGS_OF_MACHINES
+        ):
+            return None
+        built = made.replace(folder / f"{prefix}{_hash(made.read_bytes())}.so")
+    return _typed(ctypes.CDLL(str(built)))
+
+
+def _cache() -> Path:
+    named = os.environ.get("XDG_CACHE_HOME")
+    return (Path(named) if named else Path.home() / ".cache") / "mtrain"
+
+
+def _own_folder() -> Path:
+    """Make a folder of this process alone, which goes when it ends."""
+    folder = Path(tempfile.mkdtemp(prefix="mtrain-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _compiles(compiler: str, machine_flags: tuple[str, ...], output: Path) -> bool:
+    command = [compiler, *_FLAGS, *machine_flags, str(_SOURCE), "-o", str(output), "-lm"]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=120, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+def _fingerprint() -> str:
+    """Tell one source, compilation and processor from another: home folders are shared."""
+    parts = [_SOURCE.read_bytes(), repr((_FLAGS, _FLAGS_OF_MACHINES)).encode()]
+    parts.append(repr((platform.system(), platform.machine(), platform.processor())).encode())
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        parts += [line.encode() for line in lines if line.startswith("flags")][:1]
+    except OSError:
+        pass
+    return _hash(b"\0".join(parts))
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+_POINTER, _INT, _COUNT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
+_REAL, _SHAPE = ctypes.c_float, ctypes.POINTER(AttentionShape)
+_DROPOUT = [_COUNT, _REAL, _COUNT]
+_SIGNATURES = {
+    "dropout": [_POINTER, _POINTER, _INT, *_DROPOUT],
+    "add_norm": [*[_POINTER] * 7, _INT, _INT, _REAL, *_DROPOUT],
+    "add_norm_grad": [*[_POINTER] * 10, _INT, _INT, *_DROPOUT],
+    "attention": [_SHAPE, *[_POINTER] * 5],
+    "attention_grad": [_SHAPE, *[_POINTER] * 8],
+    "cross_entropy": [_POINTER, _POINTER, _INT, _INT, _REAL, ctypes.c_int, _POINTER],
+}
+
+
+def _typed(functions: ctypes.CDLL) -> ctypes.CDLL:
+    for name, types in _SIGNATURES.items():
+        for store in ("bf16", "float"):
+            function = getattr(functions, f"{name}_{store}")
+            function.argtypes, function.restype = types, None
+    return functions

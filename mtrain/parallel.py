@@ -1,0 +1,44 @@
+"""Threads that share the work of one update. Knows neither models nor batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+
+class Workers:
+    """As many threads as PyTorch was given, each computing on its own, on one core.
+
+    Small products gain little from being split over cores; a batch can be split in any case.
+    """
+
+    def __init__(self) -> None:
+        self.count = torch.get_num_threads()
+        self._pool = ThreadPoolExecutor(self.count, "update") if self.count > 1 else None
+
+    def map(self, function: Callable[[Task], Result], tasks: Sequence[Task]) -> list[Result]:
+        """Return the function's results, in the order of the tasks."""
+        if self._pool is None or len(tasks) == 1:
+            return [function(task) for task in tasks]
+        with self._one_core_each():
+            return list(self._pool.map(function, tasks))
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    @contextmanager
+    def _one_core_each(self) -> Iterator[None]:
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(self.count)

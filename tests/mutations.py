@@ -1,0 +1,517 @@
+"""Break one thing at a time in a copy of the package, and see that a test notices.
+
+    python tests/mutations.py [NAME...]
+
+Each mutation replaces a text that stands exactly once in its file, so that none can silently do
+nothing. The tests that guard the file are run in the copy; before any mutation, they must pass
+there. The exit code is 1 if a mutation survives.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+REPOSITORY = Path(__file__).parent.parent
+COPIED = ["mtrain", "tests", "configs", "data/demo", "docs", "pyproject.toml", "README.md"]
+TIMEOUT_S = 900  # far more than the slowest tests need on a busy machine
+
+
+class Mutation(NamedTuple):
+    """A text of a file, what is put in its place, and the tests that are to notice."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+class Outcome(NamedTuple):
+    """What pytest said: its exit code, and the first test that failed, if one did."""
+
+    code: int
+    first_failure: str
+
+
+def model(name: str, old: str, new: str) -> Mutation:
+    return Mutation(name, "mtrain/model.py", old, new, "tests/test_model.py")
+
+
+def search(name: str, old: str, new: str) -> Mutation:
+    return Mutation(name, "mtrain/search.py", old, new, "tests/test_search.py")
+
+
+def train(name: str, old: str, new: str, wanted: str) -> Mutation:
+    return Mutation(name, "mtrain/train.py", old, new, f"tests/test_train.py -k {wanted}")
+
+
+MODEL = [
+    model(
+        "causal mask flipped",
+        "near_keep(length, self.config.attention_window, x_BTD.device).tril()",
+        "near_keep(length, self.config.attention_window, x_BTD.device).triu()",
+    ),
+    model(
+        "no padding mask in the encoder",
+        "        keep = src_keep_BS[:, None, None, :]\n",
+        "        keep = torch.ones_like(src_keep_BS)[:, None, None, :]\n",
+    ),
+    model(
+        "no padding mask in cross-attention",
+        "state.src_keep_B11S).view_as(x_N1D)",
+        "torch.ones_like(state.src_keep_B11S)).view_as(x_N1D)",
+    ),
+    model(
+        "cross-attention masks the wrong side",
+        "        src_keep_B11S = src_keep_BS[:, None, None, :]\n",
+        "        src_keep_B11S = src_keep_BS[:, None, :, None]\n",
+    ),
+    model(
+        "keys of cross-attention from the target",
+        "        source = self.cross_attention.keys_values(memory_BSD)\n",
+        "        source = self.cross_attention.keys_values(x_BTD[:, : memory_BSD.shape[1]])\n",
+    ),
+    model(
+        "maps divided by hid_dim ** 1/2",
+        "/ math.sqrt(q_BHTK.shape[-1])",
+        "/ (q_BHTK.shape[-1] ** 1 / 2)",
+    ),
+    model(
+        "embeddings not times sqrt(d_model)",
+        "table(ids_BT) * math.sqrt(self.config.d_model)",
+        "table(ids_BT)",
+    ),
+    model(
+        "cached positions one too far",
+        "ids_N[:, None], state.length)",
+        "ids_N[:, None], state.length + 1)",
+    ),
+    model(
+        "cached positions stand still",
+        "        state.length += 1\n",
+        "",
+    ),
+    model(
+        "sinusoids count from 1",
+        "torch.arange(first, first + length, dtype=torch.float64",
+        "torch.arange(first + 1, first + length + 1, dtype=torch.float64",
+    ),
+    model(
+        "sine and cosine swapped",
+        "[angle_TK.sin(), angle_TK.cos()], -1",
+        "[angle_TK.cos(), angle_TK.sin()], -1",
+    ),
+    model(
+        "sines and cosines in halves",
+        "torch.stack([angle_TK.sin(), angle_TK.cos()], -1).flatten(1)",
+        "torch.cat([angle_TK.sin(), angle_TK.cos()], -1)",
+    ),
+    model(
+        "learned positions start again",
+        "places_T.clamp(max=self.table.num_embeddings - 1)",
+        "places_T % self.table.num_embeddings",
+    ),
+    model(
+        "both sides share learned positions",
+        "self.tgt_embedding, self.tgt_positions, tgt_in_BT)",
+        "self.tgt_embedding, self.src_positions, tgt_in_BT)",
+    ),
+    model(
+        "source embedding untied",
+        "            self.src_embedding.weight = self.tgt_embedding.weight\n",
+        "            pass\n",
+    ),
+    model(
+        "output untied",
+        "            self.output.weight = self.tgt_embedding.weight\n",
+        "            pass\n",
+    ),
+    model(
+        "norm before the residual sum",
+        "add_norm(x, sublayer(x), self.dropout, self.norm)",
+        "x + self.norm(self.dropout(sublayer(x)))",
+    ),
+    model(
+        "pre-norm leaves its residual normed",
+        "x + self.dropout(sublayer(self.norm(x)))",
+        "self.norm(x) + self.dropout(sublayer(self.norm(x)))",
+    ),
+    model(
+        "pre-norm without a final norm",
+        "self.decoder_norm = LayerNorm(d_model) if pre_norm else nn.Identity()",
+        "self.decoder_norm = nn.Identity()",
+    ),
+    model(
+        "eps of LayerNorm 1e-6",
+        "LayerNorm(config.d_model, eps=1e-5)",
+        "LayerNorm(config.d_model, eps=1e-6)",
+    ),
+    model(
+        "ReLU and GELU swapped",
+        "nn.ReLU() if config.activation",
+        "nn.GELU() if config.activation",
+    ),
+    model(
+        "heads merged in the wrong order",
+        "x_BHTK.transpose(1, 2).flatten(2)",
+        "x_BHTK.reshape(x_BHTK.shape[0], x_BHTK.shape[2], -1)",
+    ),
+    model(
+        "window one too narrow",
+        "keep_TT.tril(window).triu(-window)",
+        "keep_TT.tril(window - 1).triu(1 - window)",
+    ),
+    model(
+        "cached window one too narrow",
+        "KeysValues(new.keys[:, :, -window - 1 :], new.values[:, :, -window - 1 :])",
+        "KeysValues(new.keys[:, :, -window:], new.values[:, :, -window:])",
+    ),
+    model(
+        "cached past not reordered",
+        "[past.take(rows_N) if past is not None else None for past in self.past]",
+        "[past for past in self.past]",
+    ),
+    model(
+        "sources of finished sentences stay",
+        "self.cross = [source.take(sentences_B) for source in self.cross]",
+        "self.cross = [source.take(sentences_B.sort().values * 0) for source in self.cross]",
+    ),
+    model(
+        "no dropout on embeddings",
+        "self.dropout(x_BTD + positions_TD.to(x_BTD.dtype))",
+        "x_BTD + positions_TD.to(x_BTD.dtype)",
+    ),
+    model(
+        "attention dropout at another rate",
+        "        self.source_keys_values = Linear(config.d_model, 2 * config.d_model)\n"
+        "        self.output = Linear(config.d_model, config.d_model)\n"
+        "        self.dropout = Dropout(config.attention_dropout)\n",
+        "        self.source_keys_values = Linear(config.d_model, 2 * config.d_model)\n"
+        "        self.output = Linear(config.d_model, config.d_model)\n"
+        "        self.dropout = Dropout(config.dropout)\n",
+    ),
+    model(
+        "dropout before the activation",
+        "self.outer(self.dropout(self.activation(self.inner(x_BTD))))",
+        "self.outer(self.activation(self.dropout(self.inner(x_BTD))))",
+    ),
+    model(
+        "branches begin at full size",
+        "BRANCH_GAIN = 0.05",
+        "BRANCH_GAIN = 1.0",
+    ),
+]
+
+KERNELS = [  # kept apart: these are rewritten for speed now and then, and their texts with them
+    Mutation(
+        "scores divided by hid_dim ** 1/2",
+        "mtrain/kernels.py",
+        "torch.matmul(q.to(dtype) * q.shape[-1] ** -0.5, ",
+        "torch.matmul(q.to(dtype) / (q.shape[-1] ** 1 / 2), ",
+        "tests/test_model.py",
+    ),
+    Mutation(
+        "compiled scores by hid_dim ** 1/2",
+        "mtrain/kernels.py",
+        "shape.scale = q.shape[-1] ** -0.5",
+        "shape.scale = 1 / (q.shape[-1] ** 1 / 2)",
+        "tests/test_model.py",
+    ),
+    Mutation(
+        "label smoothing over the other pieces",
+        "mtrain/loss.py",
+        "states_ND, weight_VD, targets_N, smoothing\n",
+        "states_ND, weight_VD, targets_N, smoothing * len(weight_VD) / (len(weight_VD) - 1)\n",
+        "tests/test_loss.py",
+    ),
+    Mutation(
+        "dropout does not scale up the rest",
+        "mtrain/kernels.py",
+        "Drops(cut, _LEVELS / (_LEVELS - cut), _next_seed())",
+        "Drops(cut, 1.0, _next_seed())",
+        "tests/test_model.py",
+    ),
+]
+
+SEARCH = [
+    search(
+        "beam skips the reorder",
+        "                state.reorder(rows_N)\n",
+        "                pass\n",
+    ),
+    search(
+        "all places of a beam open at the start",
+        "        log_prob_BW[:, 0] = 0.0\n",
+        "        log_prob_BW[:] = 0.0\n",
+    ),
+    search(
+        "beam writes on after eos",
+        "self.log_prob_BW.masked_fill(self.ends_BW, -torch.inf)",
+        "self.log_prob_BW",
+    ),
+    search(
+        "places of finished hypotheses refilled",
+        "        self.num_places_B = self.num_places_B - self.ends_BW.sum(1)\n",
+        "",
+    ),
+    search(
+        "beam stops at its first end",
+        "        return bound_B > self.best_score_B\n",
+        "        return self.best_score_B.isinf() & (bound_B > self.best_score_B)\n",
+    ),
+    search(
+        "no length penalty",
+        "log_prob / length_penalty(len(ids), alpha)",
+        "log_prob",
+    ),
+    search(
+        "eos not counted in the length",
+        "log_prob / length_penalty(len(ids), alpha)",
+        "log_prob / length_penalty(len(ids) - 1, alpha)",
+    ),
+    search(
+        "padding may be written",
+        "    allowed_NV[:, limits.never] = -torch.inf\n",
+        "",
+    ),
+]
+
+TRAINING = [
+    train(
+        "loss divided per micro-batch",
+        "sums.loss / task.num_tokens,",
+        "sums.loss / sums.num_tokens,",
+        "divided_by_the_tokens",
+    ),
+    train(
+        "gradients not cleared",
+        "        self.optimizer.zero_grad(set_to_none=True)\n",
+        "",
+        "stopped_and_went_on",
+    ),
+    train(
+        "resumes at the first batch",
+        "Position(self.progress.epoch, self.progress.batch)",
+        "Position(self.progress.epoch, 0)",
+        "stopped_and_went_on",
+    ),
+    train(
+        "resumes without Adam's moments",
+        "        _set_optimizer(self.optimizer, self.model, optimizer)\n",
+        "",
+        "stopped_and_went_on",
+    ),
+    train(
+        "resumes without the random state",
+        "        _set_random_state(optimizer)\n",
+        "",
+        "stopped_and_went_on",
+    ),
+    train(
+        "the worse of average and best is kept",
+        "        if best_bleu > validation.bleu:\n",
+        "        if best_bleu < validation.bleu:\n",
+        "final_weights",
+    ),
+    Mutation(
+        "rate of the update before",
+        "mtrain/train.py",
+        "        step = self.progress.step + 1\n        lr = ",
+        "        step = max(self.progress.step, 1)\n        lr = ",
+        "tests/test_schedule.py",
+    ),
+    Mutation(
+        "gradients never clipped",
+        "mtrain/train.py",
+        "limit = self.settings.max_grad_norm or math.inf",
+        "limit = math.inf",
+        "tests/test_schedule.py",
+    ),
+    Mutation(
+        "weight decay by default",
+        "mtrain/train.py",
+        "weight_decay=self.settings.weight_decay,",
+        "weight_decay=0.01,",
+        "tests/test_schedule.py",
+    ),
+    Mutation(
+        "warmup to the power of -1",
+        "mtrain/schedule.py",
+        "step * warmup_steps**-1.5",
+        "step * warmup_steps**-1.0",
+        "tests/test_schedule.py",
+    ),
+    Mutation(
+        "averages weigh the last most",
+        "mtrain/checkpoint.py",
+        "total[name] = total[name] + tensor.double() if name in total else tensor.double()",
+        "total[name] = tensor.double() * len(paths)",
+        "tests/test_checkpoint.py",
+    ),
+]
+
+TEXT = [
+    Mutation(
+        "tgt_in shows the piece to predict",
+        "mtrain/batch.py",
+        "pad_right([np.append([bos], ids) for ids in tgt], pad)",
+        "pad_right([np.append(ids, [eos]) for ids in tgt], pad)",
+        "tests/test_batch.py",
+    ),
+    Mutation(
+        "one place of padding is kept",
+        "mtrain/batch.py",
+        "torch.arange(max(lengths)) < lengths_B[:, None]",
+        "torch.arange(max(lengths)) <= lengths_B[:, None]",
+        "tests/test_batch.py",
+    ),
+    Mutation(
+        "every epoch in the same order",
+        "mtrain/data.py",
+        "np.random.default_rng([self._seed, epoch])",
+        "np.random.default_rng([self._seed])",
+        "tests/test_data.py",
+    ),
+    Mutation(
+        "budget looks at sources alone",
+        "mtrain/data.py",
+        "longer = np.maximum(src_lengths, tgt_lengths)",
+        "longer = src_lengths",
+        "tests/test_data.py",
+    ),
+    Mutation(
+        "sources without eos",
+        "mtrain/tokenizer.py",
+        "[[*ids, self.src.eos] for ids in self.src.encode(lines)]",
+        "self.src.encode(lines)",
+        "tests/test_tokenizer.py",
+    ),
+    Mutation(
+        "lines end at U+2028 too",
+        "mtrain/files.py",
+        "            yield from raw_lines(stream)\n",
+        "            for line in raw_lines(stream):\n"
+        "                yield from line.split(b'\\xe2\\x80\\xa8')\n",
+        "tests/test_files.py",
+    ),
+    Mutation(
+        "translations in the order of length",
+        "mtrain/translate.py",
+        'translated.get(row, "") for row in range(len(lines))',
+        'translated.get(row, "") for row in sorted(range(len(lines)), key=lambda n: len(lines[n]))',
+        "tests/test_translate.py -k own_translation",
+    ),
+    Mutation(
+        "warns one place too late",
+        "mtrain/translate.py",
+        "if limit is not None and length > limit:",
+        "if limit is not None and length > limit + 1:",
+        "tests/test_translate.py -k warns",
+    ),
+]
+
+MUTATIONS = [*MODEL, *KERNELS, *SEARCH, *TRAINING, *TEXT]
+
+
+def mutated(mutation: Mutation, text: str) -> str:
+    """Return the text of the file with the mutation in it."""
+    count = text.count(mutation.old)
+    assert count == 1, (
+        f"{mutation.name}: its text stands {count} times in {mutation.file}, not once"
+    )
+    assert mutation.new != mutation.old, f"{mutation.name}: changes nothing"
+    return text.replace(mutation.old, mutation.new)
+
+
+def copy_to(directory: Path) -> None:
+    """Copy what the tests need."""
+    for name in COPIED:
+        source, target = REPOSITORY / name, directory / name
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, target)
+
+
+def run(directory: Path, tests: str) -> Outcome:
+    """Run tests in the copy, up to the first that fails."""
+    flags = ["-x", "-q", "-rf", "--tb=no", "-p", "no:cacheprovider"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(directory),
+        "PYTHONDONTWRITEBYTECODE": "1",  # a stale cache would hide a mutation of the same size
+        "XDG_CACHE_HOME": str(directory / "cache"),
+    }
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", *flags, *tests.split()],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    found = re.search(r"^FAILED (\S+)", result.stdout, flags=re.MULTILINE)
+    return Outcome(result.returncode, found[1] if found else "")
+
+
+def check_copy(directory: Path, mutations: list[Mutation]) -> None:
+    """Stop unless the copy is what is imported there, and passes the tests as it is."""
+    where = subprocess.run(
+        [sys.executable, "-c", "import mtrain; print(mtrain.__file__)"],
+        cwd=directory,
+        env={**os.environ, "PYTHONPATH": str(directory)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert Path(where.stdout.strip()).is_relative_to(directory), where.stdout
+    for tests in dict.fromkeys(mutation.tests for mutation in mutations):
+        print(f"without any mutation: pytest {tests}", file=sys.stderr, flush=True)
+        outcome = run(directory, tests)
+        if outcome.code != 0:
+            sys.exit(f"without any mutation, `pytest {tests}` fails: {outcome.first_failure}")
+
+
+def judge(directory: Path, mutation: Mutation) -> str:
+    """Return the first test that notices the mutation, or nothing."""
+    path = directory / mutation.file
+    whole = path.read_text(encoding="utf-8")
+    path.write_text(mutated(mutation, whole), encoding="utf-8")
+    try:
+        return run(directory, mutation.tests).first_failure
+    except subprocess.TimeoutExpired:
+        return ""
+    finally:
+        path.write_text(whole, encoding="utf-8")
+
+
+def main(names: list[str]) -> int:
+    """Print a table of the named mutations, or of all; return the exit code."""
+    if unknown := set(names) - {mutation.name for mutation in MUTATIONS}:
+        print(f"no such mutation: {', '.join(sorted(unknown))}", file=sys.stderr)
+        return 2
+    chosen = [mutation for mutation in MUTATIONS if not names or mutation.name in names]
+    survivors = 0
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name).resolve()
+        copy_to(directory)
+        check_copy(directory, chosen)
+        print("| mutation | file | first test that fails |\n| --- | --- | --- |")
+        for mutation in chosen:
+            noticed = judge(directory, mutation)
+            survivors += not noticed
+            shown = f"`{noticed.removeprefix('tests/')}`" if noticed else "**none: it survives**"
+            print(f"| {mutation.name} | `{Path(mutation.file).name}` | {shown} |", flush=True)
+    print(f"{len(chosen) - survivors} of {len(chosen)} are noticed", file=sys.stderr)
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,117 @@
+"""Threads that share work return what one would, in order, and let errors out."""
+
+import threading
+import traceback
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from mtrain.parallel import Workers
+
+PATIENCE_S = 60
+
+
+@pytest.fixture
+def num_threads() -> Iterator[None]:
+    """Let PyTorch have three threads, wherever the test runs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def workers(num_threads: None) -> Iterator[Workers]:
+    made = Workers()
+    yield made
+    made.close()
+
+
+def names() -> set[str]:
+    return {thread.name for thread in threading.enumerate()}
+
+
+def test_there_are_as_many_workers_as_pytorch_has_threads(workers: Workers) -> None:
+    assert workers.count == 3
+    together = threading.Barrier(3)
+    found = workers.map(lambda _: together.wait(PATIENCE_S), range(3))
+    assert sorted(found) == [0, 1, 2], "three were there at one time"
+
+
+def test_results_come_in_the_order_of_the_tasks_whichever_is_done_first(workers: Workers) -> None:
+    second_is_done = threading.Event()
+
+    def square(task: int) -> int:
+        if task == 0:
+            assert second_is_done.wait(PATIENCE_S)
+        second_is_done.set()
+        return task * task
+
+    assert workers.map(square, range(10)) == [task * task for task in range(10)]
+
+
+def test_each_thread_computes_on_one_core_and_afterwards_all_is_as_before(
+    workers: Workers,
+) -> None:
+    assert workers.map(lambda _: torch.get_num_threads(), range(6)) == [1] * 6
+    assert torch.get_num_threads() == 3
+
+
+def test_a_single_task_has_all_cores_and_the_callers_thread(workers: Workers) -> None:
+    here = threading.get_ident()
+    assert workers.map(lambda _: (torch.get_num_threads(), threading.get_ident()), [0]) == [
+        (3, here)
+    ]
+
+
+def test_with_one_thread_all_is_done_by_the_caller(
+    num_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    workers, here = Workers(), threading.get_ident()
+    assert workers.count == 1
+    assert workers.map(lambda _: threading.get_ident(), range(3)) == [here] * 3
+    workers.close()
+
+
+def test_no_task_has_no_result(workers: Workers) -> None:
+    assert workers.map(lambda task: task, []) == []
+    assert torch.get_num_threads() == 3
+
+
+def fail_at_two(task: int) -> int:
+    if task == 2:
+        raise ZeroDivisionError("this task has gone wrong")
+    return task
+
+
+def test_an_error_comes_out_with_the_place_where_it_happened(workers: Workers) -> None:
+    with pytest.raises(ZeroDivisionError, match="this task has gone wrong") as error:
+        workers.map(fail_at_two, range(4))
+    frames = traceback.extract_tb(error.value.__traceback__)
+    assert (frames[-1].filename, frames[-1].name) == (__file__, "fail_at_two")
+    assert torch.get_num_threads() == 3
+    assert workers.map(fail_at_two, [5, 6, 7]) == [5, 6, 7], "the workers are still there"
+
+
+def test_each_thread_differentiates_on_its_own(workers: Workers) -> None:
+    weight = torch.tensor([2.0, 3.0], requires_grad=True)
+
+    def gradient(power: int) -> Tensor:
+        return torch.autograd.grad(weight.pow(power).sum(), weight)[0]
+
+    found = workers.map(gradient, [1, 2, 3])
+    assert [grad.tolist() for grad in found] == [[1.0, 1.0], [4.0, 6.0], [12.0, 27.0]]
+    assert weight.grad is None
+
+
+def test_closed_workers_leave_no_thread(num_threads: None) -> None:
+    before = names()
+    workers = Workers()
+    workers.map(lambda task: task, range(3))
+    assert any(name.startswith("update") for name in names() - before)
+    workers.close()
+    workers.close()
+    assert names() == before

@@ -1,0 +1,593 @@
+"""What the pictures show is what was computed, and `mtrain plot` draws all that a run holds."""
+
+import json
+import math
+import random
+import shutil
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+from conftest import Cli
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from PIL import Image
+from safetensors.torch import load_file
+from tasks import prepared, reverse_task, train, write_task
+
+from mtrain import checkpoint, heatmaps, pictures, plots, tokenizer
+from mtrain import config as configs
+from mtrain import train as training
+from mtrain import translate as translating
+from mtrain.batch import collate
+from mtrain.data import TrainingData
+from mtrain.errors import RunError
+from mtrain.heatmaps import Panels
+from mtrain.rundir import RunDir
+
+SENTENCE = "ba ce di fo gu"
+ODD_SENTENCE = (
+    "你好 שלום مرحبا \N{GRINNING FACE} e\u0301 $x_1$ \u202eba\u202c \x1b[31m %s {0} \\frac"
+)
+OF_DATA = ["positions", "masks", "lengths", "batch"]
+OF_SENTENCE = [
+    *("alignment", "attention_encoder_1", "attention_encoder_2"),
+    *("attention_decoder_1", "attention_cross_1"),
+]
+
+
+@pytest.fixture(scope="module")
+def config_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_task(tmp_path_factory.mktemp("plots"), reverse_task)
+
+
+@pytest.fixture(scope="module")
+def run(config_path: Path) -> RunDir:
+    """Sixty updates of a model with two encoder layers. Tests only read it."""
+    training = ["max_steps=60", "log_every=10", "validate_every=20", "patience=99", "average=2"]
+    overrides = [f"training.{setting}" for setting in training]
+    return train(
+        config_path, "model.num_encoder_layers=2", *overrides, run=str(config_path.parent / "run")
+    )
+
+
+@pytest.fixture
+def copied(run: RunDir, tmp_path: Path) -> RunDir:
+    shutil.copytree(run.path, tmp_path / "copy")
+    return RunDir(tmp_path / "copy")
+
+
+@pytest.fixture(scope="module")
+def found(run: RunDir) -> pictures.Pictures:
+    return pictures.gather(run, None)
+
+
+@pytest.fixture(scope="module")
+def attention(run: RunDir) -> pictures.Attention:
+    found = pictures.gather(run, SENTENCE).attention
+    assert found is not None
+    return found
+
+
+def metrics(run: RunDir) -> list[dict[str, float]]:
+    return [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
+
+
+def names(outcome_lines: list[str]) -> list[str]:
+    """Return the pictures that were written, each as PNG and as SVG."""
+    paths = [Path(line) for line in outcome_lines]
+    assert [path.suffix for path in paths] == [".png", ".svg"] * (len(paths) // 2)
+    assert all(path.stat().st_size > 0 for path in paths)
+    return [path.stem for path in paths[::2]]
+
+
+def test_the_curves_are_what_was_logged(run: RunDir, found: pictures.Pictures) -> None:
+    curves = found.curves
+    assert curves is not None
+    for curve, key, steps in (
+        (curves.loss, "loss", [10, 20, 30, 40, 50, 60]),
+        (curves.lr, "lr", [10, 20, 30, 40, 50, 60]),
+        (curves.tgt_tokens_per_s, "tgt_tokens_per_s", [10, 20, 30, 40, 50, 60]),
+        (curves.valid_loss, "valid_loss", [20, 40, 60]),
+        (curves.valid_bleu, "valid_bleu", [20, 40, 60]),
+    ):
+        logged = {line["step"]: line[key] for line in metrics(run) if key in line}
+        assert curve.steps.tolist() == steps == list(logged)
+        assert curve.values.tolist() == list(logged.values())
+
+
+def test_a_loss_that_was_not_finite_is_a_gap(copied: RunDir) -> None:
+    line = {"step": 14, "loss": math.inf, "lr": 0.1, "tgt_tokens_per_s": 1.0}
+    with copied.metrics_path.open("a") as stream:
+        stream.write(json.dumps(line) + "\n")
+    curves = pictures.read_curves(copied, [])
+    assert math.isnan(curves.loss.values[-1])
+    assert np.isfinite(curves.loss.values[:-1]).all()
+
+
+def test_a_line_of_metrics_that_was_cut_off_is_left_out_and_named(copied: RunDir) -> None:
+    whole, left_out = pictures.read_curves(copied, []), []
+    with copied.metrics_path.open("a") as stream:
+        stream.write('{"step": 14, "lo')
+    curves = pictures.read_curves(copied, left_out)
+    assert curves.loss.steps.tolist() == whole.loss.steps.tolist()
+    assert left_out == [f"curves: a line left out: {copied.metrics_path}:10: is cut off."]
+
+
+@pytest.mark.parametrize("gain", [-1.0, 1.0])
+def test_the_mark_names_the_checkpoints_that_the_final_weights_are_made_of(
+    monkeypatch: pytest.MonkeyPatch, config_path: Path, tmp_path: Path, gain: float
+) -> None:
+    bleu = iter([50 + gain, 50 + 2 * gain, 50 + 3 * gain, 50 + 4 * gain])
+
+    def scored(trainer: training.Trainer, show_examples: bool = False) -> training.Validation:
+        return training.Validation(1.0, 1.0, next(bleu))
+
+    monkeypatch.setattr(training.Trainer, "_score", scored)
+    run = train(config_path, "training.average=2", run=str(tmp_path / "run"))
+    mark = pictures.read_curves(run, []).mark
+    assert mark is not None
+    made_of = [8, 12] if gain > 0 else [4]
+    assert [mark.first_step, mark.last_step] == [made_of[0], made_of[-1]]
+    assert mark.bleu == (54.0 if gain > 0 else 49.0)
+    shown = "mean of 2 checkpoints, steps 8 to 12" if gain > 0 else "step 4"
+    assert mark.text == f"model.safetensors: {shown}"
+    stored = [
+        load_file(run.checkpoints_dir / f"step-{step:08d}" / "model.safetensors")
+        for step in made_of
+    ]
+    for name, weight in load_file(run.model_path).items():
+        mean = sum(weights[name].double() for weights in stored) / len(stored)
+        assert torch.equal(weight, mean.float())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_without_a_record_of_what_was_chosen_the_best_validation_is_marked(
+    copied: RunDir, is_trained: bool
+) -> None:
+    validations = [(4, 7.0), (8, 9.0), (12, 9.0)]
+    lines = [{"step": s, "valid_loss": 3.0, "valid_bleu": bleu} for s, bleu in validations]
+    copied.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    checkpoint.save_model(copied.model_path, load_file(copied.model_path), "a tokenizer")
+    if not is_trained:
+        copied.model_path.unlink()
+    mark = pictures.read_curves(copied, []).mark
+    unsaid = " (the run does not say what was chosen)" if is_trained else ""
+    assert mark == pictures.Mark(8, 8, 9.0, f"best validation, step 8{unsaid}")
+
+
+def test_the_attention_of_the_first_encoder_layer_is_that_of_plain_arithmetic(
+    run: RunDir, attention: pictures.Attention
+) -> None:
+    model, vocabulary = run.load_config().model, tokenizer.load(run.tokenizer_dir)
+    weights = {name: w.double().numpy() for name, w in load_file(run.model_path).items()}
+    (name,) = (name for name in weights if name.endswith("_embedding.weight"))
+    (ids,), width = vocabulary.encode_src([SENTENCE]), model.d_model // model.num_heads
+    x = np.zeros((len(ids), model.d_model))
+    for place, piece in enumerate(ids):
+        for dim in range(model.d_model):
+            angle = place / 10_000 ** (dim // 2 * 2 / model.d_model)
+            position = math.cos(angle) if dim % 2 else math.sin(angle)
+            x[place, dim] = weights[name][piece, dim] * math.sqrt(model.d_model) + position
+    projection = "encoder.0.self_attention.queries_keys_values"
+    projected = x @ weights[f"{projection}.weight"].T + weights[f"{projection}.bias"]
+    for head in range(model.num_heads):
+        at = slice(head * width, (head + 1) * width)
+        queries, keys = projected[:, at], projected[:, model.d_model :][:, at]
+        raised = np.exp(queries @ keys.T / math.sqrt(width))
+        expected = raised / raised.sum(1, keepdims=True)
+        np.testing.assert_allclose(attention.encoder[0][head], expected, atol=1e-5)
+
+
+def test_the_target_whose_attention_is_drawn_is_what_the_run_translates(
+    run: RunDir, attention: pictures.Attention
+) -> None:
+    (translation,) = translating.load(run, device="cpu").translate([SENTENCE])
+    assert attention.translation == translation
+    text = "".join(attention.tgt_out[:-1]).replace("\u2581", " ").strip()
+    assert text == translation
+    assert attention.tgt_in == ["<s>", *attention.tgt_out[:-1]]
+    assert attention.tgt_out[-1] == attention.src[-1] == "</s>"
+    assert "".join(attention.src[:-1]).replace("\u2581", " ").strip() == SENTENCE
+    assert (attention.source, attention.origin) == (SENTENCE, "the given sentence")
+
+
+def test_attention_has_a_map_for_each_head_of_each_layer_whose_rows_sum_to_one(
+    attention: pictures.Attention,
+) -> None:
+    num_src, num_tgt = len(attention.src), len(attention.tgt_in)
+    assert num_tgt > 3, "a translation that shows nothing"
+    assert [one.shape for one in attention.encoder] == 2 * [(2, num_src, num_src)]
+    assert [one.shape for one in attention.decoder] == [(2, num_tgt, num_tgt)]
+    assert [one.shape for one in attention.cross] == [(2, num_tgt, num_src)]
+    for layer in [*attention.encoder, *attention.decoder, *attention.cross]:
+        np.testing.assert_allclose(layer.sum(-1), 1, atol=1e-5)
+    assert all(not np.triu(head, 1).any() for head in attention.decoder[0])
+
+
+def test_the_alignment_is_the_mean_of_all_heads_of_all_layers(
+    attention: pictures.Attention,
+) -> None:
+    rng = np.random.default_rng(1)
+    cross = [rng.random((2, 4, 5)) for _ in range(3)]
+    three_layers = attention._replace(cross=cross)
+    for row, column in ((0, 0), (1, 2), (-1, -1)):
+        values = [cross[layer][head, row, column] for layer in range(3) for head in range(2)]
+        assert three_layers.alignment()[row, column] == pytest.approx(sum(values) / 6)
+    assert three_layers.num_cross_heads == 6
+
+
+def test_without_a_sentence_one_of_the_validation_set_is_taken_and_named(
+    run: RunDir, found: pictures.Pictures
+) -> None:
+    lines = (run.data_dir / "valid.src").read_text().splitlines()
+    assert found.attention is not None
+    row = lines.index(found.attention.source)
+    assert found.attention.origin == f"line {row + 1} of the validation set"
+    vocabulary = tokenizer.load(run.tokenizer_dir)
+    assert pictures.choose_sentence(["", lines[row], " "], vocabulary) == 1
+    assert pictures.choose_sentence([" ", "\t", ""], vocabulary) is None
+
+
+def test_products_of_sinusoids_depend_on_the_distance_alone(
+    run: RunDir, found: pictures.Pictures
+) -> None:
+    (table,), width = found.positions, run.load_config().model.d_model
+    spread = table.products_by_distance()
+    for distance in range(len(table.table)):
+        cosines = [math.cos(distance / 10_000 ** (2 * i / width)) for i in range(width // 2)]
+        for value in (spread.mean, spread.low, spread.high):
+            assert value[distance] == pytest.approx(sum(cosines), abs=1e-9)
+
+
+def test_products_by_distance_are_those_of_all_pairs_that_far_apart() -> None:
+    values = np.random.default_rng(2).normal(size=(7, 3))
+    table = pictures.PositionTable("any", values)
+    for distance in range(7):
+        products = [float(values[i] @ values[i + distance]) for i in range(7 - distance)]
+        spread = [side[distance] for side in table.products_by_distance()]
+        mean = sum(products) / len(products)
+        assert spread == pytest.approx([mean, min(products), max(products)])
+
+
+def test_learned_positions_are_those_of_the_model(config_path: Path, tmp_path: Path) -> None:
+    learned = ["model.positions=learned", "model.max_positions=32", "training.max_steps=2"]
+    run = train(config_path, *learned, run=str(tmp_path / "run"))
+    source, target = pictures.gather(run, None).positions
+    weights = load_file(run.model_path)
+    assert (source.name, target.name) == ("learned, source", "learned, target")
+    assert np.array_equal(source.table, weights["src_positions.table.weight"].numpy())
+    assert np.array_equal(target.table, weights["tgt_positions.table.weight"].numpy())
+    figure = plots.draw_positions([source, target])
+    assert len(figure.axes) == 2 * 3 + 4  # two tables and their colour bars
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_the_masks_are_those_of_the_batch_place_by_place(window: int | None) -> None:
+    src, tgt = [[5, 6, 7, 8, 3], [5, 3], [5, 6, 7, 3]], [[5, 6], [5, 6, 7], [5]]
+    batch = collate(src, tgt, pad=0, bos=2, eos=3)
+    size = pictures.batch_size(batch)
+    lengths = pictures.SetLengths("any", np.array([5, 2, 4]), np.array([3, 4, 2]))
+    masks = pictures.masks(pictures.Batches(batch, batch, [size], lengths, True), window)
+    assert (masks.number, masks.num_batches, masks.row) == (1, 1, 1)
+    for row in range(3):
+        assert masks.src_keep_BS[row].tolist() == [place < len(src[row]) for place in range(5)]
+        assert masks.tgt_keep_BT[row].tolist() == [place <= len(tgt[row]) for place in range(4)]
+    reach = 99 if window is None else window
+    for one in range(5):
+        seen = [other < len(src[1]) and abs(one - other) <= reach for other in range(5)]
+        assert masks.encoder_SS[one].tolist() == seen
+    for one in range(4):
+        seen = [other <= one and one - other <= reach for other in range(4)]
+        assert masks.decoder_TT[one].tolist() == seen
+
+
+def test_the_masks_are_those_of_the_most_padded_batch(found: pictures.Pictures) -> None:
+    batches, masks = found.batches, found.masks
+    assert batches is not None
+    assert masks is not None
+    size = batches.sizes[masks.number - 1]
+    assert size.padding == max(one.padding for one in batches.sizes)
+    num_kept = masks.src_keep_BS.sum() + masks.tgt_keep_BT.sum()
+    assert (num_kept, len(masks.src_keep_BS)) == (size.num_tokens, size.rows)
+
+
+def test_the_batches_are_the_plan_of_the_first_epoch(run: RunDir, found: pictures.Pictures) -> None:
+    config, vocabulary = run.load_config(), tokenizer.load(run.tokenizer_dir)
+    data = TrainingData(run.data_dir, vocabulary, config.seed)
+    plan, batches = data.plan(config.training.batch_tokens), found.batches
+    assert batches is not None
+    assert batches.is_whole_epoch
+    assert len(batches.sizes) == plan.num_batches
+    assert batches.padding == pytest.approx(plan.padding)
+    assert sum(size.num_src_tokens for size in batches.sizes) == data.num_src_tokens
+    assert sum(size.num_tgt_tokens for size in batches.sizes) == data.num_tgt_tokens
+
+
+def test_of_a_long_epoch_the_beginning_is_drawn(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, found: pictures.Pictures
+) -> None:
+    monkeypatch.setattr(pictures, "_MAX_BATCHES", 3)
+    config, vocabulary = run.load_config(), tokenizer.load(run.tokenizer_dir)
+    batches = pictures.read_batches(run, config, vocabulary)
+    assert found.batches is not None
+    assert batches.sizes == found.batches.sizes[:3]
+    assert not batches.is_whole_epoch
+    assert "beginning" in plots.draw_batch(batches, 192).get_suptitle()
+
+
+def test_the_lengths_are_those_of_the_texts_and_their_ends(
+    run: RunDir, found: pictures.Pictures
+) -> None:
+    vocabulary = tokenizer.load(run.tokenizer_dir)
+    directory = run.path.parent
+    files = {"training": "train", "validation": "valid", "test held_out": "test"}
+    assert [one.name for one in found.lengths] == list(files)
+    for one in found.lengths:
+        for side, lengths in (("src", one.src), ("tgt", one.tgt)):
+            lines = (directory / f"{files[one.name]}.{side}").read_text().splitlines()
+            expected = [len(vocabulary.src.pieces(line)) + 1 for line in lines]
+            assert sorted(lengths.tolist()) == sorted(expected)
+            if one.name != "training":
+                assert lengths.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("piece", "shown"),
+    [
+        ("\u2581the", "␣the"),
+        ("\u2581", "␣"),
+        ("</s>", "</s>"),
+        ("<0x0A>", "<0x0A>"),
+        ("$x$", "$x$"),
+        ("\u4f60\u597d", "\\u4f60\\u597d"),
+        ("\U0001f9ff", "\\U0001f9ff"),
+        ("a\u202eb", "a\\u202eb"),
+        ("\x1b\n", "\\x1b\\n"),
+        ("\u05e9\u05dc", "\u05e9\u05dc"),
+        ("e\u0301", "e\u0301"),
+        ("x" * 20, "x" * 20),
+        ("x" * 21, "x" * 19 + "…"),
+    ],
+)
+def test_a_label_is_the_piece_as_far_as_it_can_be_seen(
+    monkeypatch: pytest.MonkeyPatch, piece: str, shown: str
+) -> None:
+    monkeypatch.setattr(heatmaps, "_OTHER_FONTS", ())
+    assert heatmaps.label(piece) == shown
+
+
+def test_another_font_is_asked_where_one_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    letter = "\N{MATHEMATICAL SANS-SERIF BOLD CAPITAL ALPHA}"
+    monkeypatch.setattr(heatmaps, "_OTHER_FONTS", ("A font that is not installed",))
+    assert heatmaps.fonts() == ["DejaVu Sans"]
+    assert heatmaps.readable(letter) == "\\U0001d756"
+    monkeypatch.setattr(heatmaps, "_OTHER_FONTS", ("STIXGeneral", "A font that is not installed"))
+    assert heatmaps.fonts() == ["DejaVu Sans", "STIXGeneral"]
+    assert heatmaps.readable(letter) == letter
+
+
+def page(num_maps: int, num_rows: int, num_columns: int, scale: heatmaps.Scale) -> Figure:
+    rng = random.Random(num_rows * num_columns)
+    rows, columns = (
+        [rng.choice(["\u2581", ""]) + "Wj" * rng.randint(1, 8) for _ in range(count)]
+        for count in (num_rows, num_columns)
+    )
+    maps = [np.random.default_rng(3).random((num_rows, num_columns)) for _ in range(num_maps)]
+    titles = [f"head {number + 1}" for number in range(num_maps)]
+    names = ("piece being written", "attends to piece written so far", "weight\n(share of 1)")
+    panels = Panels(titles, maps, rows, columns, *names)
+    return heatmaps.draw_panels("A title", ["word " * 60, "another note"], panels, scale)
+
+
+@pytest.mark.parametrize(
+    ("scale", "num_maps", "num_rows", "num_columns"),
+    [
+        (heatmaps.MANY, 1, 1, 1),
+        (heatmaps.MANY, 4, 1, 2),
+        (heatmaps.MANY, 8, 6, 6),
+        (heatmaps.MANY, 3, 41, 41),
+        (heatmaps.MANY, 1, 90, 150),
+        (heatmaps.ALONE, 1, 1, 1),
+        (heatmaps.ALONE, 1, 41, 41),
+        (heatmaps.ALONE, 1, 2, 60),
+    ],
+)
+def test_nothing_overlaps_and_nothing_is_cut_off_however_many_pieces_there_are(
+    scale: heatmaps.Scale, num_maps: int, num_rows: int, num_columns: int
+) -> None:
+    with matplotlib.rc_context({"font.size": 9, "xtick.labelsize": 8, "ytick.labelsize": 8}):
+        figure = page(num_maps, num_rows, num_columns, scale)
+        renderer = FigureCanvasAgg(figure).get_renderer()
+        figure.draw(renderer)
+    *panels, bar = figure.axes
+    for axes in panels:
+        for axis, side in ((axes.xaxis, "x"), (axes.yaxis, "y")):
+            boxes = [text.get_window_extent(renderer) for text in axis.get_ticklabels()]
+            spans = sorted((getattr(box, f"{side}0"), getattr(box, f"{side}1")) for box in boxes)
+            assert all(a[1] <= b[0] for a, b in pairwise(spans))
+    texts = [text.get_window_extent(renderer) for text in figure.texts]
+    whole = [axes.get_tightbbox(renderer) for axes in [*panels, bar]]
+    everything = [*texts, *(box for box in whole if box is not None)]
+    assert len(everything) == len(figure.texts) + num_maps + 1
+    for index, one in enumerate(everything):
+        assert figure.bbox.x0 <= one.x0 < one.x1 <= figure.bbox.x1
+        assert figure.bbox.y0 <= one.y0 < one.y1 <= figure.bbox.y1
+        assert not any(one.overlaps(other) for other in everything[index + 1 :])
+
+
+def drawn_in_style(draw: Callable[[], Figure]) -> Figure:
+    with matplotlib.rc_context(plots._STYLE):
+        figure = draw()
+        FigureCanvasAgg(figure).draw()
+    return figure
+
+
+def test_nothing_overlaps_and_nothing_is_cut_off_in_the_other_pictures(
+    found: pictures.Pictures,
+) -> None:
+    assert found.curves is not None
+    assert found.masks is not None
+    assert found.batches is not None
+    mark = pictures.Mark(20, 60, 37.8, "model.safetensors: mean of 5 checkpoints, steps 20 to 60")
+    curves = found.curves._replace(mark=mark)
+    values = np.random.default_rng(4).normal(size=(256, 64))
+    tables = [pictures.PositionTable(f"learned, {side}", values) for side in ("source", "target")]
+    for draw in (
+        partial(plots.draw_curves, curves, "a_run_with_a_long_name", 0.1),
+        partial(plots.draw_positions, found.positions),
+        partial(plots.draw_positions, tables),
+        partial(plots.draw_masks, found.masks, 120),
+        partial(plots.draw_lengths, found.lengths),
+        partial(plots.draw_batch, found.batches, 4096),
+    ):
+        figure = drawn_in_style(draw)
+        boxes = [axes.get_tightbbox() for axes in figure.axes]
+        for index, one in enumerate(boxes):
+            assert one is not None
+            assert -0.5 <= one.x0 < one.x1 <= figure.bbox.x1 + 0.5
+            assert -0.5 <= one.y0 < one.y1 <= figure.bbox.y1 + 0.5
+            assert not any(one.overlaps(other) for other in boxes[index + 1 :] if other)
+
+
+def test_a_page_is_as_large_as_it_must_be_and_fits_a_screen_for_40_pieces() -> None:
+    assert page(4, 41, 41, heatmaps.MANY).get_size_inches()[0] <= 15
+    assert page(8, 6, 6, heatmaps.MANY).get_size_inches()[0] <= 15
+
+
+def test_plot_draws_every_picture_and_the_same_bytes_each_time(
+    cli: Cli, run: RunDir, tmp_path: Path
+) -> None:
+    first, second, warnings = tmp_path / "first", tmp_path / "second", []
+    settings = dict(matplotlib.rcParams)
+    paths = list(plots.draw(run, ODD_SENTENCE, first, warnings.append))
+    assert dict(matplotlib.rcParams) == settings
+    outcome = cli("plot", run.path, "--sentence", ODD_SENTENCE, "--out", second)
+    assert (outcome.code, outcome.err, warnings) == (0, "", [])
+    assert names(outcome.lines) == ["curves", *OF_SENTENCE, *OF_DATA]
+    assert [Path(line).name for line in outcome.lines] == [path.name for path in paths]
+    assert sorted(map(str, second.iterdir())) == sorted(outcome.lines)
+    for path in paths:
+        assert path.read_bytes() == (second / path.name).read_bytes()
+        if path.suffix == ".png":
+            with Image.open(path) as image:
+                image.load()
+                assert min(image.size) > 300
+        else:
+            assert ElementTree.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+            assert "<dc:date>" not in path.read_text(encoding="utf-8")
+
+
+def test_of_a_run_that_is_not_trained_yet_the_rest_is_drawn(
+    cli: Cli, config_path: Path, tmp_path: Path
+) -> None:
+    run = prepared(configs.load(config_path, run_dir=str(tmp_path / "run")))
+    outcome = cli("plot", run.path)
+    assert (outcome.code, names(outcome.lines)) == (0, OF_DATA)
+    assert {Path(line).parent for line in outcome.lines} == {run.path / "plots"}
+    assert outcome.err.splitlines() == [
+        f"mtrain: curves: left out: {run.metrics_path}: is missing; `mtrain train CONFIG` "
+        "writes it.",
+        f"mtrain: attention, alignment: left out: {run.model_path}: is missing; "
+        "`mtrain train CONFIG` makes it.",
+    ]
+
+
+def test_of_a_run_without_its_data_the_model_is_drawn(cli: Cli, copied: RunDir) -> None:
+    shutil.rmtree(copied.data_dir)
+    copied.metrics_path.unlink()
+    outcome = cli("plot", copied.path, "--sentence", SENTENCE)
+    assert (outcome.code, names(outcome.lines)) == (0, [*OF_SENTENCE, "positions"])
+    assert [line.split(": ")[1] for line in outcome.err.splitlines()] == [
+        *("curves", "batch, masks", "lengths of validation", "lengths of test held_out")
+    ]
+    outcome = cli("plot", copied.path)
+    assert (outcome.code, names(outcome.lines)) == (0, ["positions"])
+    assert "mtrain: attention, alignment: left out: " in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("kept", "missing", "shown"),
+    [
+        ("loss", "validation loss and BLEU", "no validation yet"),
+        ("valid_loss", "training loss", "no logged step yet"),
+    ],
+)
+def test_curves_without_validations_or_without_steps_say_what_is_missing(
+    copied: RunDir, kept: str, missing: str, shown: str
+) -> None:
+    lines = [json.dumps(line) + "\n" for line in metrics(copied) if kept in line]
+    copied.metrics_path.write_text("".join(lines))
+    left_out: list[str] = []
+    figure = plots.draw_curves(pictures.read_curves(copied, left_out), "copy", 0.1)
+    said = f"curves: {missing} left out: {copied.metrics_path}: holds none yet."
+    assert left_out == [said]
+    assert shown in {text.get_text() for axes in figure.axes for text in axes.texts}
+
+
+def test_metrics_that_hold_nothing_yet_are_named(copied: RunDir) -> None:
+    copied.metrics_path.write_text("")
+    with pytest.raises(RunError, match="holds no logged step and no validation yet"):
+        pictures.read_curves(copied, [])
+
+
+def test_a_run_of_which_nothing_can_be_drawn_is_one_line(cli: Cli, copied: RunDir) -> None:
+    learned = ["model.positions=learned", "model.max_positions=32"]
+    configs.save(configs.load(copied.config_path, learned), copied.config_path)
+    shutil.rmtree(copied.data_dir)
+    copied.metrics_path.unlink()
+    copied.model_path.unlink()
+    outcome = cli("plot", copied.path)
+    assert (outcome.code, outcome.out) == (2, b"")
+    assert outcome.err == (
+        f"mtrain: {copied.path}: holds nothing to draw yet; `mtrain train CONFIG` fills it.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("sentence", "said"),
+    [
+        (" \t", "--sentence must have text, but is blank."),
+        ("\udcff", "--sentence must be UTF-8 text, but is not."),
+    ],
+)
+def test_a_sentence_that_is_no_text_is_one_line(
+    cli: Cli, run: RunDir, sentence: str, said: str
+) -> None:
+    outcome = cli("plot", run.path, "--sentence", sentence)
+    assert (outcome.code, outcome.out, outcome.err) == (2, b"", f"mtrain: {said}\n")
+
+
+def test_a_validation_set_without_a_sentence_gives_no_attention(cli: Cli, copied: RunDir) -> None:
+    for side in ("src", "tgt"):
+        (copied.data_dir / f"valid.{side}").write_text("\n\n")
+    found = pictures.gather(copied, None)
+    assert found.attention is None
+    assert found.left_out == [
+        f"attention, alignment: left out: {copied.data_dir}: its validation set holds no sentence."
+    ]
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(cli: Cli, run: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    outcome = cli("plot", run.path, "--out", tmp_path / "file")
+    assert (outcome.code, outcome.out) == (2, b"")
+    assert outcome.err.startswith(f"mtrain: {tmp_path / 'file' / 'curves.png'}: cannot be written")
+
+
+def test_without_matplotlib_one_line_says_how_to_install_it(
+    cli: Cli, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    outcome = cli("plot", run.path)
+    assert (outcome.code, outcome.out) == (2, b"")
+    assert outcome.err == (
+        "mtrain: `mtrain plot` must have matplotlib: pip install 'mtrain[plot]' adds it.\n"
+    )

@@ -1,0 +1,194 @@
+"""Every variant of the model trains and translates, and the page that describes them is true."""
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from conftest import Cli
+from safetensors.torch import load_file
+from tasks import REPOSITORY, write
+
+from mtrain import config as configs
+from mtrain import translate
+from mtrain.batch import collate
+from mtrain.loss import label_smoothed
+from mtrain.rundir import RunDir
+
+DIRECTORY = REPOSITORY / "configs" / "variants"
+VARIANTS = sorted(path.stem for path in DIRECTORY.glob("*.yaml"))
+PAGE = (REPOSITORY / "docs" / "model.md").read_text(encoding="utf-8")
+HEADS = {"train": 400, "valid": 4, "test": 4}
+SMALL = [
+    "tokenizer.vocab_size=600",
+    "model.d_model=32",
+    "model.d_ff=64",
+    "model.num_encoder_layers=1",
+    "model.num_decoder_layers=1",
+    "training.max_steps=40",
+    "training.batch_tokens=512",
+    "training.warmup_steps=10",
+    "training.validate_every=40",
+    "training.save_every=20",
+    "training.average=2",
+    "training.log_every=1",
+    "training.device=cpu",
+    "training.precision=float32",
+    "decoding.max_extra_tokens=3",
+]
+
+
+class Trained(NamedTuple):
+    run: RunDir
+    losses: list[float]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first lines of the demo corpus, where the configs look for it."""
+    directory = tmp_path_factory.mktemp("variants")
+    (directory / "data" / "demo").mkdir(parents=True)
+    for split, count in HEADS.items():
+        for side in ("en", "de"):
+            name = f"data/demo/{split}.{side}"
+            lines = (REPOSITORY / name).read_text("utf-8").splitlines()[:count]
+            write(directory / name, lines)
+    return directory
+
+
+@pytest.fixture
+def train(cli: Cli, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Train a variant through the command line, shrunk but for what makes it one."""
+    monkeypatch.chdir(corpus)
+
+    def trained(name: str) -> Trained:
+        run = RunDir(Path("runs") / name)
+        if not run.model_path.exists():
+            overrides = [word for setting in SMALL for word in ("--set", setting)]
+            outcome = cli("train", DIRECTORY / f"{name}.yaml", *overrides, "--run", run.path)
+            assert outcome.code == 0, outcome.err
+        lines = map(json.loads, run.metrics_path.read_text("utf-8").splitlines())
+        return Trained(run, [line["loss"] for line in lines if "loss" in line])
+
+    return trained
+
+
+def test_the_variants_that_the_documents_ask_for_are_shipped() -> None:
+    assert {"paper", "prenorm", "learned", "encoder_padding"} <= set(VARIANTS)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_says_above_its_keys_whose_model_it_is(name: str) -> None:
+    first, second, *_ = (DIRECTORY / f"{name}.yaml").read_text("utf-8").splitlines()
+    assert first.startswith("# ") and second.startswith("# ")
+    assert "document" in first or "paper" in first or "listings" in first
+
+
+def test_the_variants_are_what_they_are_named_for() -> None:
+    paper, prenorm, learned, padding = (
+        configs.load(DIRECTORY / f"{name}.yaml")
+        for name in ("paper", "prenorm", "learned", "encoder_padding")
+    )
+    model = paper.model
+    assert (model.norm, model.positions, model.activation) == ("post", "sinusoidal", "relu")
+    assert (model.tie_embeddings, paper.training.schedule) == ("all", "noam")
+    assert model.attention_dropout == model.activation_dropout == 0
+    assert prenorm.model == model.model_copy(update={"norm": "pre"})
+    model = learned.model
+    assert (model.positions, model.activation, model.tie_embeddings) == ("learned", "gelu", "none")
+    assert not learned.tokenizer.shared
+    assert min(model.dropout, model.attention_dropout, model.activation_dropout) > 0
+    assert padding.model.tie_embeddings == "decoder"
+    assert not padding.tokenizer.shared
+    windowed = configs.load(DIRECTORY / "window.yaml").model
+    assert windowed == paper.model.model_copy(update={"attention_window": 4})
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_learns_and_translates(name: str, train: Any, cli: Cli) -> None:
+    run, losses = train(name)
+    assert len(losses) == 40
+    assert sum(losses[-5:]) / 5 < 0.85 * losses[0]
+    outcome = cli("translate", run.path, stdin=b"The old farmer is tired.\n\nWe wait.\n")
+    assert outcome.code == 0
+    assert (len(outcome.lines), outcome.lines[1]) == (3, "")
+    assert outcome.err == ""
+    outcome = cli("eval", run.path)
+    assert outcome.code == 0
+    assert "BLEU" in "\n".join(outcome.lines)
+
+
+def test_a_line_longer_than_the_learned_positions_is_translated_with_a_warning(
+    train: Any, cli: Cli
+) -> None:
+    run, _ = train("learned")
+    limit = run.load_config().model.max_positions
+    long = "The old farmer is tired. " * 20
+    num_tokens = len(translate.load(run, device="cpu").tokenizer.encode_src([long])[0])
+    assert limit is not None and num_tokens > limit
+    outcome = cli("translate", run.path, stdin=f"We wait.\n{long}\n".encode())
+    assert (outcome.code, len(outcome.lines)) == (0, 2)
+    assert outcome.err == (
+        f"mtrain: line 2: has {num_tokens} tokens, but the model learned {limit} positions; the "
+        "tokens after them share the last one.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "num_tables"), [("paper", 1), ("encoder_padding", 2), ("learned", 3)]
+)
+def test_a_run_stores_tables_that_are_one_once(train: Any, name: str, num_tables: int) -> None:
+    stored = set(load_file(train(name).run.model_path))
+    tables = {"src_embedding.weight", "tgt_embedding.weight", "output.weight"}
+    assert len(tables & stored) == num_tables
+    assert ("src_positions.table.weight" in stored) == (name == "learned")
+
+
+@torch.no_grad()
+def test_no_id_means_padding_to_the_model(train: Any) -> None:
+    """The loss of a batch that is padded with 0, as here, or with 1, as in a document."""
+    translator = translate.load(train("encoder_padding").run, device="cpu")
+    translator.model.eval()
+    special = translator.tokenizer.tgt
+    assert special.pad == translator.tokenizer.src.pad == 0
+    lines = ["We wait.", "The brother is a young student."]
+    src, tgt = translator.tokenizer.encode_src(lines), special.encode(lines)
+    losses = []
+    for pad in (special.pad, 1):
+        batch = collate(src, tgt, pad, special.bos, special.eos)
+        assert (batch.src_BS[~batch.src_keep_BS] == pad).all() and not batch.src_keep_BS.all()
+        states_BTD = translator.model(batch.src_BS, batch.src_keep_BS, batch.tgt_in_BT)
+        weight_VD = translator.model.output.weight
+        sums = label_smoothed(states_BTD, weight_VD, batch.tgt_out_BT, batch.tgt_keep_BT, 0.1)
+        losses.append(sums.loss.item())
+    assert losses[0] == losses[1]
+
+
+# The page
+
+
+def functions_of(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_test_that_the_page_names_exists() -> None:
+    named = re.findall(r"`(test_\w+)\.py::(test_\w+)`", PAGE)
+    assert len(named) > 20
+    found = {path.stem: functions_of(path) for path in (REPOSITORY / "tests").glob("test_*.py")}
+    assert [(file, name) for file, name in named if name not in found.get(file, set())] == []
+    words = set(re.findall(r"\btest_\w+", PAGE))
+    assert words == {word for pair in named for word in pair}
+
+
+def test_every_name_of_the_package_that_the_page_uses_exists() -> None:
+    model = ast.parse((REPOSITORY / "mtrain" / "model.py").read_text(encoding="utf-8"))
+    known = {
+        node.name for node in ast.walk(model) if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    named = set(re.findall(r"`([A-Z]\w+)(?:\.\w+)?`", PAGE)) | set(re.findall(r"`(\w+)\(\)`", PAGE))
+    others = {"Linear", "Dropout", "LayerNorm", "GELU", "ReLU"}  # of the kernels and of torch
+    assert named - known - others == set()
