@@ -1,0 +1,34 @@
+"""Measure how fast this machine multiplies matrices: `ceiling.py THREADS` prints GFLOP/s."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import torch
+
+_SIZE = 2048
+_REPEATS = 10
+
+
+def main() -> None:
+    torch.set_num_threads(int(sys.argv[1]))
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    print(json.dumps({name: gflops(dtype) for name, dtype in dtypes.items()}))
+
+
+def gflops(dtype: torch.dtype) -> float:
+    """Return the best of several products of two square matrices."""
+    left, right = (torch.randn(_SIZE, _SIZE).to(dtype) for _ in range(2))
+    out = torch.mm(left, right)
+    times = []
+    for _ in range(_REPEATS):
+        started = time.perf_counter()
+        torch.mm(left, right, out=out)
+        times.append(time.perf_counter() - started)
+    return round(2 * _SIZE**3 / min(times) / 1e9, 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""What every worker of train_speed.py shares: the job that it is given, and its stopwatch.
+
+A worker trains one system in a fresh process of that system's own environment, so that this file
+imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+PAD, UNK, BOS, EOS = range(4)  # as mtrain numbers them, and as the corpus is written
+NUM_SPECIAL = 4
+
+_MIN_UPDATES = 20  # of the warm-up
+_NUM_LOSSES = 10  # updates whose mean loss is reported, at the start and at the end
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train, on which corpus and for how long."""
+
+    corpus: str
+    num_layers: int
+    d_model: int
+    d_ff: int
+    num_heads: int
+    vocab_size: int
+    dropout: float
+    label_smoothing: float
+    batch_tokens: int
+    lr: float
+    warmup_steps: int
+    adam_betas: tuple[float, float]
+    max_grad_norm: float
+    precision: str
+    threads: int
+    seconds: float
+    warm_up_s: float
+    overrides: tuple[str, ...]  # mtrain's --set
+
+    @property
+    def num_pairs(self) -> int:
+        """The pairs of an epoch."""
+        counts = json.loads((Path(self.corpus) / "counts.json").read_text("utf-8"))
+        return int(counts["pairs"])
+
+    def read_ids(self, side: str) -> list[list[int]]:
+        """Return the ids of each line of one side, without bos and eos."""
+        with (Path(self.corpus) / f"train.{side}").open(encoding="utf-8") as stream:
+            return [[int(word) for word in line.split()] for line in stream]
+
+
+@dataclass
+class Epoch:
+    """What a system reads in one epoch: target tokens are pieces and eos, without padding."""
+
+    pairs: int = 0
+    src_tokens: int = 0
+    tgt_tokens: int = 0
+    id_sum: int = 0  # over the ids of all pieces, both sides: are they the same ones?
+    cells: int = 0  # both sides, padding included
+    batches: int = 0
+
+    def add(self, rows: int, src: list[int], tgt: list[int], width: int) -> None:
+        """Count a batch of `rows` pairs, given the ids of each side without padding and bos."""
+        self.pairs += rows
+        self.src_tokens += len(src)
+        self.tgt_tokens += len(tgt)
+        self.id_sum += sum(index for index in (*src, *tgt) if index >= NUM_SPECIAL)
+        self.cells += rows * width
+        self.batches += 1
+
+
+class Done(Exception):  # noqa: N818 - nothing went wrong
+    """The time of a measurement is over."""
+
+
+class Meter:
+    """Times a training from within: it is told of each batch that is about to be trained on.
+
+    When a batch begins, all batches before it have gone through forward pass, backward pass and
+    optimizer. A measurement goes from the beginning of one batch to the beginning of another,
+    so that it holds as many fetched batches as trained ones.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._born = job, time.monotonic()
+        self._started: float | None = None
+        self._cpu_s = self._seconds = 0.0
+        self._num_updates = self._tgt_tokens = self._num_measured = 0
+        self._losses: list[float] = []
+
+    def begin(self, tgt_tokens: int) -> None:
+        """Note that training on `tgt_tokens` begins now.
+
+        Raises:
+            Done: if the time is over; the batch is not counted.
+        """
+        now = time.monotonic()
+        is_warm = self._num_updates >= _MIN_UPDATES and now - self._born >= self._job.warm_up_s
+        if self._started is None and is_warm:
+            self._started, self._cpu_s = now, time.process_time()
+        elif self._started is not None and now - self._started >= self._job.seconds:
+            self._seconds, self._cpu_s = now - self._started, time.process_time() - self._cpu_s
+            raise Done
+        self._num_updates += 1
+        if self._started is not None:
+            self._tgt_tokens += tgt_tokens
+            self._num_measured += 1
+
+    def note_loss(self, loss: float, num_updates: int = 1) -> None:
+        """Note the mean loss per target token of some updates, as the system defines it."""
+        self._losses += [loss] * num_updates
+
+    def result(self, versions: dict[str, str]) -> dict[str, object]:
+        """Return the measurement as the worker prints it."""
+        first, last = self._losses[:_NUM_LOSSES], self._losses[-_NUM_LOSSES:]
+        return {
+            "tgt_tokens": self._tgt_tokens,
+            "seconds": round(self._seconds, 3),
+            "max_rss_mib": round(_max_rss_mib()),
+            "loss": round(sum(last) / len(last), 4),
+            "first_loss": round(sum(first) / len(first), 4),
+            "updates": self._num_measured,
+            "all_updates": self._num_updates,
+            "cores": round(self._cpu_s / self._seconds, 2),
+            "versions": versions,
+        }
+
+
+def serve(
+    train: Callable[[Job, Meter], dict[str, str]], count: Callable[[Job], Epoch] | None
+) -> None:
+    """Do the job that the command line names and print one JSON line.
+
+    Args:
+        train: trains until the meter raises `Done`; returns the versions of what it ran.
+        count: reads one epoch without training on it.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("job", type=Path)
+    parser.add_argument("--count", action="store_true")
+    options = parser.parse_args()
+    fields = json.loads(options.job.read_text("utf-8"))
+    job = Job(**{key: tuple(x) if isinstance(x, list) else x for key, x in fields.items()})
+    answer: dict[str, object]
+    with _stdout_to_stderr() as stdout:
+        if options.count and count is not None:
+            answer = asdict(count(job))
+        else:
+            meter = Meter(job)
+            answer = meter.result(train(job, meter))
+        stdout.write((json.dumps(answer) + "\n").encode())
+
+
+def _stdout_to_stderr():
+    """Point file descriptor 1 at stderr, so that no library can talk into the answer."""
+    sys.stdout.flush()
+    stdout = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return stdout
+
+
+def _max_rss_mib() -> float:
+    """Return the most memory that this process held at once."""
+    status = Path("/proc/self/status")
+    if status.exists():  # ru_maxrss also remembers the process that started this one
+        for line in status.read_text("utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) / 1024
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit

@@ -1,0 +1,503 @@
+"""Measure how fast mtrain trains, beside JoeyNMT, Hugging Face and eole on the same sentences.
+
+Every system trains a model of the same sizes on Multi30k (en-de, raw), encoded once by mtrain's
+tokenizer, in batches of the same budget, on the same number of threads. Each measurement is a
+fresh process. They come in pairs, first mtrain, then the other, so that a machine that slows down
+slows both; what counts is the ratio of each pair. benchmarks/README.md says what is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+from peers.job import Epoch, Job
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+WORKERS = REPOSITORY / "benchmarks" / "peers"
+WORKSPACE = REPOSITORY / "build" / "train_speed"
+CORPUS = WORKSPACE / "corpus"
+
+SIZES = {
+    "tiny": {"num_layers": 4, "d_model": 128, "d_ff": 256, "num_heads": 4},
+    "small": {"num_layers": 3, "d_model": 256, "d_ff": 1024, "num_heads": 4},
+}
+VOCAB_SIZE = 8000
+TUNED = {  # keep freed memory, as mtrain does
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "100000000000",
+    "MALLOC_TOP_PAD_": "268435456",
+}
+
+
+_MAX_MISSING = 0.001  # eole trains on no source twice in a batch, and leaves two pairs out
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another toolkit: what pip installs into its environment, after torch, and its worker."""
+
+    requirements: tuple[str, ...]
+    worker: str
+
+
+PEERS = {
+    # JoeyNMT imports importlib_metadata, and eole aiohttp, without asking for it
+    "joeynmt": Peer(("joeynmt==2.3.0", "importlib_metadata"), "with_joeynmt.py"),
+    "hf": Peer(("transformers==5.23.0",), "with_hf.py"),
+    "eole": Peer(("eole==0.6.4", "aiohttp"), "with_eole.py"),
+}
+
+
+@dataclass(frozen=True)
+class System:
+    """A toolkit in one setting; `peer` is None for mtrain, which runs in this environment."""
+
+    peer: str | None
+    precision: str
+    is_tuned: bool
+    summary: str
+
+
+SYSTEMS = {
+    "mtrain": System(None, "auto", False, "as it comes"),
+    "mtrain-float32": System(None, "float32", False, "`training.precision: float32`"),
+    "joeynmt": System("joeynmt", "float32", False, "as it comes"),
+    "joeynmt-tuned": System("joeynmt", "float32", True, "with memory settings for glibc"),
+    "hf": System("hf", "float32", False, "MarianMTModel in a plain loop"),
+    "hf-tuned": System("hf", "float32", True, "the same with memory settings for glibc"),
+    "hf-bf16-tuned": System("hf", "bfloat16", True, "and with torch.autocast in bfloat16"),
+    "eole": System("eole", "float32", False, "as it comes"),
+    "eole-tuned": System("eole", "float32", True, "with memory settings for glibc"),
+}
+
+
+class NotMeasured(Exception):  # noqa: N818 - its text is a row of the table
+    """A system cannot be installed or run; the text says why."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a worker printed."""
+
+    tokens_per_s: float
+    max_rss_mib: int
+    first_loss: float
+    loss: float
+    all_updates: int
+    cores: float
+    versions: str
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two measurements, one right after the other."""
+
+    base: Measurement
+    other: Measurement
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast the base is."""
+        return self.base.tokens_per_s / self.other.tokens_per_s
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """What the machine multiplies at best, and what training one target token takes."""
+
+    gflops: dict[str, float]
+    gflop_per_token: float
+
+
+def main() -> None:
+    options = parse()
+    if options.list:
+        list_systems()
+        return
+    names = [options.base, *(name for name in options.peers if name != options.base)]
+    reasons = {name: reason for name in names if (reason := install(name))}
+    encode()
+    if options.check:
+        sys.exit(check(options, names, reasons))
+    ceilings = [measure_ceiling(options)]
+    pairs = {}
+    for name in options.peers:
+        try:
+            if reason := reasons.get(options.base) or reasons.get(name):
+                raise NotMeasured(reason)
+            pairs[name] = [measure_pair(options, name, n + 1) for n in range(options.pairs)]
+        except NotMeasured as error:
+            reasons[name] = str(error)
+            say(f"{name}: not measured: {error}")
+    ceilings.append(measure_ceiling(options))
+    report(options, pairs, reasons, best(ceilings))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    default = [name for name, system in SYSTEMS.items() if system.peer]
+    parser.add_argument("--model", choices=SIZES, default="tiny")
+    parser.add_argument("--peers", type=lambda text: text.split(","), default=default)
+    parser.add_argument("--base", choices=SYSTEMS, default="mtrain", help="what they run beside")
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=30, help="what is timed")
+    parser.add_argument("--warm-up", type=float, default=15, help="seconds before, at least")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--set", action="append", default=[], help="KEY=VALUE, for mtrain alone")
+    parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--list", action="store_true", help="list the systems and stop")
+    parser.add_argument(
+        "--check", action="store_true", help="compare what each system reads in an epoch and stop"
+    )
+    options = parser.parse_args()
+    for name in options.peers:
+        if name not in SYSTEMS:
+            parser.error(f"--peers must be of {', '.join(SYSTEMS)}, but has {name!r} instead")
+    return options
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def list_systems() -> None:
+    for name, system in SYSTEMS.items():
+        print(f"{name:<16} {system.summary:<48} {state(system)}")
+
+
+def state(system: System) -> str:
+    """Say where a system would run."""
+    if system.peer is None:
+        return "this environment"
+    return "installed" if is_installed(system.peer) else "not installed yet"
+
+
+def requirements(peer: str) -> list[str]:
+    """Return all that is asked of pip, torch first."""
+    lines = (REPOSITORY / "constraints.txt").read_text("utf-8").splitlines()
+    torch = next(line for line in lines if line.startswith("torch=="))
+    return [torch, "numpy", *PEERS[peer].requirements]
+
+
+def is_installed(peer: str) -> bool:
+    ready = venv_dir(peer) / "ready.json"
+    return ready.is_file() and json.loads(ready.read_text("utf-8")) == requirements(peer)
+
+
+def venv_dir(peer: str) -> Path:
+    return WORKSPACE / "venvs" / peer
+
+
+def install(name: str) -> str | None:
+    """Make the environment of a system unless it is there; return why it cannot be made.
+
+    torch comes first and alone, by its exact version, so that no other package chooses another
+    version or build of it; it is named again beside the others, so that none replaces it.
+    """
+    peer = SYSTEMS[name].peer
+    if peer is None or is_installed(peer):
+        return None
+    folder, wanted = venv_dir(peer), requirements(peer)
+    say(f"{name}: installing {' '.join(wanted)}")
+    shutil.rmtree(folder, ignore_errors=True)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+    for command in (
+        [sys.executable, "-m", "venv", str(folder)],
+        [*pip, *wanted[:2]],
+        [*pip, *wanted],
+    ):
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+        if done.returncode != 0:
+            return f"cannot be installed: {last_words(done.stderr)}"
+    (folder / "ready.json").write_text(json.dumps(wanted), encoding="utf-8")
+    return None
+
+
+def last_words(text: str) -> str:
+    """Return the line that says what went wrong: pip's ERROR, or the end of a traceback."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR:")]
+    return (errors or lines or ["no reason given"])[-1]
+
+
+def find_multi30k() -> Path:
+    """Return the folder of the corpus, from where the tests look for it too."""
+    named = [os.environ["MTRAIN_MULTI30K"]] if "MTRAIN_MULTI30K" in os.environ else []
+    beside = [REPOSITORY / "data" / "multi30k", REPOSITORY.parent / "shared" / "data" / "multi30k"]
+    for folder in [*map(Path, named), *beside]:
+        if (folder / "train.en").is_file():
+            return folder
+    sys.exit("Multi30k is neither in MTRAIN_MULTI30K nor in data/multi30k; see data/README.md.")
+
+
+def encode() -> None:
+    """Write the corpus anew, as every system reads it."""
+    shutil.rmtree(CORPUS, ignore_errors=True)
+    CORPUS.mkdir(parents=True)
+    arguments = [str(find_multi30k()), str(CORPUS), str(VOCAB_SIZE)]
+    command = [sys.executable, str(WORKERS / "encode.py"), *arguments]
+    subprocess.run(command, check=True, env=environment("mtrain", os.cpu_count() or 1))
+
+
+def environment(name: str, threads: int) -> dict[str, str]:
+    """Return the environment variables that a system runs with."""
+    variables = dict(os.environ)
+    for key in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        variables[key] = str(threads)
+    variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if SYSTEMS[name].peer is None:
+        variables["PYTHONPATH"] = str(REPOSITORY)
+    return variables | (TUNED if SYSTEMS[name].is_tuned else {})
+
+
+def measure_ceiling(options: argparse.Namespace) -> Ceiling:
+    command = [sys.executable, str(WORKERS / "ceiling.py"), str(options.threads)]
+    variables = environment("mtrain", options.threads)
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=variables)
+    return Ceiling(json.loads(done.stdout), gflop_per_tgt_token(**SIZES[options.model]))
+
+
+def best(ceilings: list[Ceiling]) -> Ceiling:
+    """Return the higher of what was measured before and after the trainings."""
+    gflops = {name: max(each.gflops[name] for each in ceilings) for name in ceilings[0].gflops}
+    return Ceiling(gflops, ceilings[0].gflop_per_token)
+
+
+def gflop_per_tgt_token(num_layers: int, d_model: int, d_ff: int, num_heads: int) -> float:
+    """Return the operations of the matrix products of one target token, source included.
+
+    They are those of real tokens, without padding; a product and a sum are two operations; a
+    backward pass is two forward passes. The corpus says how many sources go with a target.
+    """
+    counts = json.loads((CORPUS / "counts.json").read_text("utf-8"))
+    projection = 2 * d_model**2
+    feed_forward = 4 * d_model * d_ff
+    keys_and_values = 2 * projection  # of the source, for the decoder
+    per_src_token = 4 * projection + feed_forward + keys_and_values
+    per_tgt_token = 6 * projection + feed_forward
+    squares = counts["src_squares"] + counts["tgt_squares"] + counts["products"]
+    layers = (
+        per_src_token * counts["src_tokens"]
+        + per_tgt_token * counts["tgt_tokens"]
+        + 4 * d_model * squares  # attention: scores and mixtures, over all heads
+    )
+    output = 2 * d_model * VOCAB_SIZE * counts["tgt_tokens"]
+    return 3 * (num_layers * layers + output) / counts["tgt_tokens"] / 1e9
+
+
+def measure_pair(options: argparse.Namespace, name: str, number: int) -> Pair:
+    pair = Pair(measure(options, options.base), measure(options, name))
+    say(
+        f"{name}, pair {number} of {options.pairs}: {options.base} "
+        f"{pair.base.tokens_per_s:,.0f}, {name} {pair.other.tokens_per_s:,.0f} target tokens/s, "
+        f"ratio {pair.ratio:.2f}"
+    )
+    return pair
+
+
+def measure(options: argparse.Namespace, name: str) -> Measurement:
+    """Train a system in a process of its own, and wait."""
+    answer = run_worker(options, name, [])
+    return Measurement(
+        answer["tgt_tokens"] / answer["seconds"],
+        answer["max_rss_mib"],
+        answer["first_loss"],
+        answer["loss"],
+        answer["all_updates"],
+        answer["cores"],
+        " ".join(f"{package} {version}" for package, version in answer["versions"].items()),
+    )
+
+
+def run_worker(options: argparse.Namespace, name: str, arguments: list[str]):
+    """Run a system's worker; return what its one line of JSON holds.
+
+    Raises:
+        NotMeasured: if it fails or does not end.
+    """
+    peer = SYSTEMS[name].peer
+    python = str(venv_dir(peer) / "bin" / "python") if peer else sys.executable
+    worker = PEERS[peer].worker if peer else "with_mtrain.py"
+    patience_s = 600 + 5 * (options.warm_up + options.seconds)
+    with tempfile.TemporaryDirectory() as folder:
+        job = Path(folder) / "job.json"
+        job.write_text(json.dumps(asdict(make_job(options, name))), encoding="utf-8")
+        try:
+            done = subprocess.run(
+                [python, str(WORKERS / worker), str(job), *arguments],
+                capture_output=True,
+                text=True,
+                cwd=folder,
+                env=environment(name, options.threads),
+                timeout=patience_s,
+            )
+        except subprocess.TimeoutExpired:
+            raise NotMeasured(f"did not end within {patience_s:.0f} s") from None
+    if done.returncode != 0:
+        raise NotMeasured(f"failed: {last_words(done.stderr)}")
+    return json.loads(done.stdout)
+
+
+def make_job(options: argparse.Namespace, name: str) -> Job:
+    return Job(
+        corpus=str(CORPUS),
+        **SIZES[options.model],
+        vocab_size=VOCAB_SIZE,
+        dropout=0.3,
+        label_smoothing=0.1,
+        batch_tokens=4096,
+        lr=0.002,
+        warmup_steps=400,
+        adam_betas=(0.9, 0.98),
+        max_grad_norm=1.0,
+        precision=SYSTEMS[name].precision,
+        threads=options.threads,
+        seconds=options.seconds,
+        warm_up_s=options.warm_up,
+        overrides=tuple(options.set),
+    )
+
+
+def check(options: argparse.Namespace, names: list[str], reasons: dict[str, str]) -> int:
+    """Print what each toolkit reads in an epoch; return 1 if one does not read the corpus."""
+    counts = json.loads((CORPUS / "counts.json").read_text("utf-8"))
+    print(f"{'corpus':<10} {say_epoch(counts)}")
+    exit_code = 0
+    for name in one_of_each(names):
+        try:
+            if name in reasons:
+                raise NotMeasured(reasons[name])
+            epoch = Epoch(**run_worker(options, name, ["--count"]))
+        except NotMeasured as error:
+            print(f"{name:<10} not counted: {error}")
+            exit_code = 1
+            continue
+        padding = 1 - (epoch.src_tokens + epoch.tgt_tokens) / epoch.cells
+        missing = 1 - epoch.tgt_tokens / counts["tgt_tokens"]
+        is_same = all(counts[key] == value for key, value in asdict(epoch).items() if key in counts)
+        exit_code |= abs(missing) > _MAX_MISSING or (missing == 0 and not is_same)
+        verdict = "the same" if is_same else f"NOT THE SAME, lacks {missing:.3%} of the targets"
+        print(
+            f"{name:<10} {say_epoch(asdict(epoch))}, {epoch.batches} batches, "
+            f"{padding:.1%} padding: {verdict}"
+        )
+    return exit_code
+
+
+def one_of_each(names: list[str]) -> list[str]:
+    """Return the first name of each toolkit: its settings do not change what it reads."""
+    first = {SYSTEMS[name].peer: name for name in reversed(names)}
+    return [name for name in names if name in first.values()]
+
+
+def say_epoch(counts: dict[str, int]) -> str:
+    return (
+        f"{counts['pairs']:,} pairs, {counts['src_tokens']:,} source and "
+        f"{counts['tgt_tokens']:,} target tokens, sum of ids {counts['id_sum']:,}"
+    )
+
+
+HEADINGS = (
+    "system",
+    "target tokens/s",
+    "{base} / system",
+    "peak memory",
+    "GFLOP/s",
+    "of float32",
+    "of bfloat16",
+    "cores",
+    "loss, first to last",
+    "versions",
+)
+
+
+def report(
+    options: argparse.Namespace,
+    pairs: dict[str, list[Pair]],
+    reasons: dict[str, str],
+    ceiling: Ceiling,
+) -> None:
+    """Print what was measured where, and a row for each system."""
+    sizes = ", ".join(f"{key} {value}" for key, value in SIZES[options.model].items())
+    print(f"{datetime.date.today()}, {describe_machine()}, commit {commit()}")
+    print(f"{options.model}: {sizes}; {VOCAB_SIZE:,} pieces; {options.threads} thread(s)")
+    print(f"{options.pairs} pair(s) a system, {options.seconds:g} s each after the warm-up")
+    if options.set:
+        print(f"mtrain with {' '.join(options.set)}")
+    peaks = ", ".join(f"{name} {gflops:,.0f}" for name, gflops in ceiling.gflops.items())
+    print(f"matrix products at best: {peaks} GFLOP/s")
+    print(f"model: {1000 * ceiling.gflop_per_token:.1f} MFLOP for each target token\n")
+    rows = [[heading.format(base=options.base) for heading in HEADINGS]]
+    own = [pair.base for name in pairs for pair in pairs[name]]
+    if own:
+        rows.append(row(options.base, own, "1", ceiling))
+    for name in options.peers:
+        if name in pairs:
+            ratios = [pair.ratio for pair in pairs[name]]
+            text = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            rows.append(row(name, [pair.other for pair in pairs[name]], text, ceiling))
+        else:
+            rows.append([name, f"not measured: {reasons[name]}", *[""] * (len(HEADINGS) - 2)])
+    print_table(rows, options.markdown)
+
+
+def row(name: str, measured: list[Measurement], ratio: str, ceiling: Ceiling) -> list[str]:
+    speeds = [measurement.tokens_per_s for measurement in measured]
+    speed = median(speeds)
+    gflops = speed * ceiling.gflop_per_token
+    shares = [f"{gflops / ceiling.gflops[dtype]:.0%}" for dtype in ("float32", "bfloat16")]
+    last = measured[-1]
+    return [
+        name,
+        f"{speed:,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f})",
+        ratio,
+        f"{max(measurement.max_rss_mib for measurement in measured):,} MiB",
+        f"{gflops:.1f}",
+        *shares,
+        f"{median(measurement.cores for measurement in measured):.2f}",
+        f"{last.first_loss:.2f} to {last.loss:.2f} in {last.all_updates} updates",
+        last.versions,
+    ]
+
+
+def print_table(rows: list[list[str]], is_markdown: bool) -> None:
+    if is_markdown:
+        rows = [rows[0], ["---", *["--:"] * (len(rows[0]) - 1)], *rows[1:]]
+        for cells in rows:
+            print(f"| {' | '.join(cells)} |")
+        return
+    whole = [cells for cells in rows if any(cells[2:])]
+    widths = [max(map(len, column)) for column in zip(*whole, strict=True)]
+    for cells in rows:
+        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+        print("  ".join(padded).rstrip())
+
+
+def describe_machine() -> str:
+    """Return the processor's name, as far as the system tells."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{len(names)} x {names[0]}" if names else platform.processor()
+
+
+def commit() -> str:
+    """Return the commit that is measured."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=7"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=REPOSITORY)
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    main()
