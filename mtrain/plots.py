@@ -316,12 +316,12 @@ def draw_masks(masks: Masks, window: int | None) -> Figure:
         _draw_keep(axes, keep[first : first + _MAX_ROWS], first)
         name = f"position in the {side} (tokens)"
         _name(axes, f"Padding, {side}: {shown}", name, "sentence of the batch (number)")
-    near = f", {window} to each side" if window is not None else ""
+    near = f", at most {window} away" if window is not None else ""
     _draw_keep(encoder, masks.encoder_SS, 0)
-    title = f"Encoder self-attention, sentence {masks.row + 1}{near}: no padding"
+    title = f"Encoder self-attention, sentence {masks.row + 1}: no padding{near}"
     _name(encoder, title, "source position that is seen (token)", "source position (token)")
     _draw_keep(decoder, masks.decoder_TT, 0)
-    title = f"Decoder self-attention, every sentence{near}: nothing later"
+    title = f"Decoder self-attention, every sentence: nothing later{near}"
     _name(decoder, title, "target position that is seen (token)", "target position (token)")
     _add_key(figure, "kept: takes part", "left out")
     return figure

@@ -382,6 +382,7 @@ class _Window:
     def __init__(self) -> None:
         self.started = time.monotonic()
         self.num_tokens = 0
+        self.num_restored_tokens = 0  # they cost no time of this process
         self.loss: Tensor | float = 0.0
         self.nll: Tensor | float = 0.0
         self.lr = 0.0
@@ -401,7 +402,7 @@ class _Window:
     def restore(self, progress: Progress) -> None:
         """Go on from the sums that a checkpoint remembers."""
         self.loss, self.nll = progress.unlogged_loss, progress.unlogged_nll
-        self.num_tokens = progress.unlogged_tokens
+        self.num_tokens = self.num_restored_tokens = progress.unlogged_tokens
 
     def pause(self, seconds: float) -> None:
         """Leave out time that was not spent on training."""
@@ -410,8 +411,8 @@ class _Window:
     def rates(self) -> _Rates:
         """Return loss and nll per token, and target tokens per second."""
         elapsed_s = max(time.monotonic() - self.started, 1e-9)
-        count = self.num_tokens
-        return _Rates(float(self.loss) / count, float(self.nll) / count, count / elapsed_s)
+        count, new = self.num_tokens, self.num_tokens - self.num_restored_tokens
+        return _Rates(float(self.loss) / count, float(self.nll) / count, new / elapsed_s)
 
 
 class _Signals:

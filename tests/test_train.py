@@ -792,3 +792,16 @@ def test_a_signal_saves_and_the_same_command_goes_on(
     settings = [f"training.max_steps={step + 2}", "training.log_every=1"]
     train(source, *settings, run=str(run.path))
     assert [line["step"] for line in step_lines(run)] == list(range(1, step + 3))
+
+
+def test_tokens_from_before_a_stop_count_for_the_loss_and_not_for_the_speed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = 100.0
+    monkeypatch.setattr(training.time, "monotonic", lambda: clock)
+    window = training._Window()
+    progress = checkpoint.Progress(unlogged_loss=300.0, unlogged_nll=200.0, unlogged_tokens=100)
+    window.restore(progress)
+    window.add(LossSum(torch.tensor(100.0), torch.tensor(50.0), 100))
+    clock = 104.0
+    assert window.rates() == (2.0, 1.25, 25.0)

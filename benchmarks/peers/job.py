@@ -92,9 +92,10 @@ class Meter:
     """
 
     def __init__(self, job: Job) -> None:
-        self._job, self._born = job, time.monotonic()
+        self._job = job
+        self._first: float | None = None
         self._started: float | None = None
-        self._cpu_s = self._seconds = 0.0
+        self._cpu_s = self._seconds = self._max_rss_mib = 0.0
         self._num_updates = self._tgt_tokens = self._num_measured = 0
         self._losses: list[float] = []
 
@@ -105,11 +106,13 @@ class Meter:
             Done: if the time is over; the batch is not counted.
         """
         now = time.monotonic()
-        is_warm = self._num_updates >= _MIN_UPDATES and now - self._born >= self._job.warm_up_s
+        self._first = self._first or now
+        is_warm = self._num_updates >= _MIN_UPDATES and now - self._first >= self._job.warm_up_s
         if self._started is None and is_warm:
             self._started, self._cpu_s = now, time.process_time()
         elif self._started is not None and now - self._started >= self._job.seconds:
             self._seconds, self._cpu_s = now - self._started, time.process_time() - self._cpu_s
+            self._max_rss_mib = _max_rss_mib()
             raise Done
         self._num_updates += 1
         if self._started is not None:
@@ -126,7 +129,7 @@ class Meter:
         return {
             "tgt_tokens": self._tgt_tokens,
             "seconds": round(self._seconds, 3),
-            "max_rss_mib": round(_max_rss_mib()),
+            "max_rss_mib": round(self._max_rss_mib),
             "loss": round(sum(last) / len(last), 4),
             "first_loss": round(sum(first) / len(first), 4),
             "updates": self._num_measured,
@@ -136,9 +139,7 @@ class Meter:
         }
 
 
-def serve(
-    train: Callable[[Job, Meter], dict[str, str]], count: Callable[[Job], Epoch] | None
-) -> None:
+def serve(train: Callable[[Job, Meter], dict[str, str]], count: Callable[[Job], Epoch]) -> None:
     """Do the job that the command line names and print one JSON line.
 
     Args:
@@ -153,7 +154,7 @@ def serve(
     job = Job(**{key: tuple(x) if isinstance(x, list) else x for key, x in fields.items()})
     answer: dict[str, object]
     with _stdout_to_stderr() as stdout:
-        if options.count and count is not None:
+        if options.count:
             answer = asdict(count(job))
         else:
             meter = Meter(job)
@@ -170,7 +171,7 @@ def _stdout_to_stderr():
 
 
 def _max_rss_mib() -> float:
-    """Return the most memory that this process held at once."""
+    """Return the most memory that this process has held at once so far."""
     status = Path("/proc/self/status")
     if status.exists():  # ru_maxrss also remembers the process that started this one
         for line in status.read_text("utf-8").splitlines():
