@@ -467,7 +467,7 @@ def test_an_output_is_whole_or_not_there(
 ) -> None:
     from mtrain.translate import Translator
 
-    def interrupted(self: Translator, lines: object) -> object:
+    def interrupted(self: Translator, lines: object, warn: object) -> object:
         yield "ba"
         raise KeyboardInterrupt
 
