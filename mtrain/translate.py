@@ -103,7 +103,7 @@ def load(run: RunDir, decoding: DecodingConfig | None = None, device: str = "aut
     model = build_model(config.model, vocabulary)
     set_weights(model, weights, run.model_path)
     where = pick_device(device)
-    return Translator(model.to(where), vocabulary, decoding or config.decoding, where)
+    return Translator(model.to(where).eval(), vocabulary, decoding or config.decoding, where)
 
 
 def build_model(config: ModelConfig, vocabulary: Tokenizer) -> Transformer:
