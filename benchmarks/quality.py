@@ -6,7 +6,6 @@ import argparse
 import datetime
 import hashlib
 import json
-import platform
 import resource
 import shutil
 import subprocess
@@ -14,6 +13,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from machine import commit, describe_machine
 
 MTRAIN = [sys.executable, "-m", "mtrain"]
 CONFIGS = {"tiny": "configs/multi30k_tiny.yaml", "tok": "configs/multi30k_tiny_tok.yaml"}
@@ -72,20 +73,6 @@ def repeat() -> None:
             weights = (run / "model.safetensors").read_bytes()
             digests.append(hashlib.sha256(weights).hexdigest())
     print(*digests, "the same" if digests[0] == digests[1] else "DIFFERENT", sep="\n")
-
-
-def describe_machine() -> str:
-    """Return the processor's name, as far as the system tells."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{len(names)} x {names[0]}" if names else platform.processor()
-
-
-def commit() -> str:
-    """Return the commit that is measured."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+from machine import commit, describe_machine
 from peers.job import Epoch, Job
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -482,21 +482,6 @@ def print_table(rows: list[list[str]], is_markdown: bool) -> None:
     for cells in rows:
         padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
         print("  ".join(padded).rstrip())
-
-
-def describe_machine() -> str:
-    """Return the processor's name, as far as the system tells."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{len(names)} x {names[0]}" if names else platform.processor()
-
-
-def commit() -> str:
-    """Return the commit that is measured."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=7"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=REPOSITORY)
-    return done.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -205,16 +205,14 @@ void NAME(add_norm_grad)(const STORE *grad, const STORE *x, const STORE *y, cons
     free(normal);
 }
 
-/* Copy a head [n, k] into floats, rows filled up with zeros to `width`. */
+/* Copy a head [n, k] into floats [n, width]; the columns beyond the last are left as they are. */
 static inline void NAME(unpack)(float *restrict to, const STORE *restrict from, int64_t stride,
                                 int64_t n, int64_t k, int64_t width) {
-    for (int64_t i = 0; i < n; i++) {
+    for (int64_t i = 0; i < n; i++)
         for (int64_t j = 0; j < k; j++) to[i * width + j] = LOAD(from[i * stride + j]);
-        for (int64_t j = k; j < width; j++) to[i * width + j] = 0.0f;
-    }
 }
 
-/* The same, transposed, into [k, width]; the columns beyond the last are left as they are. */
+/* The same, transposed, into [k, width]. */
 static inline void NAME(unpack_across)(float *restrict to, const STORE *restrict from,
                                        int64_t stride, int64_t n, int64_t k, int64_t width) {
     for (int64_t i = 0; i < n; i++)

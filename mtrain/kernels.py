@@ -381,7 +381,7 @@ def _cross_entropy(
 class _Functions(NamedTuple):
     """The compiled functions for values that are stored in one type."""
 
-    library: ctypes.CDLL
+    compiled: ctypes.CDLL
     store: str
 
     def call(
@@ -392,7 +392,7 @@ class _Functions(NamedTuple):
         shape: native.AttentionShape | None = None,
     ) -> None:
         """Run a function on tensors that are laid out as it wants them."""
-        function = getattr(self.library, f"{name}_{self.store}")
+        function = getattr(self.compiled, f"{name}_{self.store}")
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         if shape is not None:
             function(shape, *pointers, *numbers)
@@ -412,8 +412,8 @@ def _functions(*tensors: Tensor, is_training: bool | None = None) -> _Functions 
         return None
     if any(tensor.dtype != first.dtype for tensor in tensors):
         return None
-    library = native.library()
-    return None if library is None else _Functions(library, store)
+    compiled = native.compiled()
+    return None if compiled is None else _Functions(compiled, store)
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:

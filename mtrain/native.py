@@ -49,7 +49,7 @@ class AttentionShape(ctypes.Structure):
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
+def compiled() -> ctypes.CDLL | None:
     """Return the compiled functions, or None where nothing compiles them or they are not wanted."""
     if not is_wanted():
         return None

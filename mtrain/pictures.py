@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import sentencepiece
 import torch
 from torch import Tensor
 
@@ -28,7 +27,7 @@ from mtrain.errors import ConfigError, RunError, UserError
 from mtrain.files import read_lines
 from mtrain.model import near_keep, sinusoids
 from mtrain.rundir import RunDir
-from mtrain.tokenizer import Tokenizer, Vocabulary
+from mtrain.tokenizer import Tokenizer
 from mtrain.translate import Translator
 
 Floats = npt.NDArray[np.floating[Any]]
@@ -352,25 +351,18 @@ def attention(translator: Translator, sentence: str, origin: str) -> Attention:
     """Translate a sentence as the run does, and return what the model attends to meanwhile."""
     vocabulary = translator.tokenizer
     src, tgt = vocabulary.encode_src([sentence]), vocabulary.tgt
-    ids = [hypothesis.ids for hypothesis in translator._search(src)]
+    ids = [hypothesis.ids for hypothesis in translator.search(src)]
     batch = collate(src, ids, tgt.pad, tgt.bos, tgt.eos).to(translator.device)
     maps = translator.model.attention_maps(batch.src_BS, batch.src_keep_BS, batch.tgt_in_BT)
     return Attention(
         origin,
         sentence,
         tgt.decode(ids)[0],
-        _pieces(vocabulary.src, batch.src_BS),
-        _pieces(tgt, batch.tgt_in_BT),
-        _pieces(tgt, batch.tgt_out_BT),
+        vocabulary.src.pieces_of(batch.src_BS[0].tolist()),
+        tgt.pieces_of(batch.tgt_in_BT[0].tolist()),
+        tgt.pieces_of(batch.tgt_out_BT[0].tolist()),
         *([_numbers(layer_BHTS[0]) for layer_BHTS in layers] for layers in maps),
     )
-
-
-def _pieces(vocabulary: Vocabulary, ids_1T: Tensor) -> list[str]:
-    """Return the pieces of ids, special ones too, as SentencePiece writes them."""
-    processor = sentencepiece.SentencePieceProcessor()
-    processor.load_from_serialized_proto(vocabulary.model)
-    return [processor.id_to_piece(piece) for piece in ids_1T[0].tolist()]
 
 
 def position_tables(config: Config, translator: Translator | None) -> list[PositionTable]:

@@ -65,6 +65,10 @@ class Vocabulary:
         pieces: list[str] = self._processor.encode(line, out_type=str)
         return pieces
 
+    def pieces_of(self, ids: Sequence[int]) -> list[str]:
+        """Return the pieces of ids, special ones too, as SentencePiece writes them."""
+        return [self._processor.id_to_piece(piece) for piece in ids]
+
 
 def _num_threads(lines: Sequence[str]) -> int:
     """Return one thread for a few lines: starting more costs more than they save."""

@@ -514,7 +514,7 @@ def _perplexity(nll: float) -> float:
 
 
 def _say_kernels() -> str:
-    if native.library() is not None:
+    if native.compiled() is not None:
         return "compiled"
     return f"plain ({'no C compiler was found' if native.is_wanted() else 'MTRAIN_NATIVE=0'})"
 

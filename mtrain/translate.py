@@ -40,7 +40,7 @@ class Translator:
         rows.sort(key=lambda row: len(encoded[row]))
         found: dict[int, list[int]] = {}
         for batch in self._batches(rows, encoded):
-            hypotheses = self._search([encoded[row] for row in batch])
+            hypotheses = self.search([encoded[row] for row in batch])
             found.update((row, h.ids) for row, h in zip(batch, hypotheses, strict=True))
         translated = dict(zip(found, self.tokenizer.tgt.decode(list(found.values())), strict=True))
         return [translated.get(row, "") for row in range(len(lines))]
@@ -76,7 +76,8 @@ class Translator:
             yield batch
 
     @torch.inference_mode()
-    def _search(self, src: list[list[int]]) -> list[search.Hypothesis]:
+    def search(self, src: list[list[int]]) -> list[search.Hypothesis]:
+        """Return the best target of each encoded source, as one batch."""
         self.model.eval()
         lengths = [len(ids) for ids in src]
         src_BS = pad_right(src, self.tokenizer.src.pad).to(self.device)

@@ -85,8 +85,8 @@ def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> li
     """Let the kernels take the test's way; return the names of the compiled functions called."""
     way = request.getfixturevalue("way") if "way" in request.fixturenames else COMPILED[0]
     if not way.is_compiled:
-        monkeypatch.setattr(kernels.native, "library", lambda: None)
-    elif native.library() is None:
+        monkeypatch.setattr(kernels.native, "compiled", lambda: None)
+    elif native.compiled() is None:
         pytest.skip("nothing on this machine compiles C, or MTRAIN_NATIVE=0")
     names: list[str] = []
     call = kernels._Functions.call
@@ -301,7 +301,7 @@ def test_add_norm_takes_tensors_that_are_not_contiguous(way, calls):
 
 
 def test_add_norm_without_a_compiler_passes_gradcheck(monkeypatch):
-    monkeypatch.setattr(kernels.native, "library", lambda: None)
+    monkeypatch.setattr(kernels.native, "compiled", lambda: None)
     norm, dropout = norm_of(6, torch.float64), fixed(Dropout(0.3))
     inputs = (leaf(2, 3, 6), leaf(2, 3, 6, seed=1))
     assert torch.autograd.gradcheck(lambda x, branch: add_norm(x, branch, dropout, norm), inputs)

@@ -19,7 +19,7 @@ SAY_LIBRARY = f"""  # load the library, and run one of its functions
 import ctypes
 from mtrain import native
 native._FLAGS = {FLAGS!r}
-library = native.library()
+library = native.compiled()
 x, y = (ctypes.c_float * 100)(*[1.0] * 100), (ctypes.c_float * 100)()
 library.dropout_float(x, y, 100, 2**15, 2.0, 7)
 print(library._name, sorted(set(y)))
@@ -46,7 +46,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("MTRAIN_NATIVE", raising=False)
     monkeypatch.setattr(native, "_FLAGS", FLAGS)
-    monkeypatch.setattr(native, "library", functools.cache(native.library.__wrapped__))
+    monkeypatch.setattr(native, "compiled", functools.cache(native.compiled.__wrapped__))
     return tmp_path / "cache"
 
 
@@ -79,7 +79,7 @@ def forbidden(*_: object) -> bool:
 
 @needs_compiler
 def test_the_library_is_compiled_into_the_cache_folder(cache, monkeypatch):
-    library = native.library()
+    library = native.compiled()
     (name,) = files(cache)
     assert library is not None
     assert library._name == str(cache / "mtrain" / name)
@@ -91,7 +91,7 @@ def test_the_library_is_compiled_into_the_cache_folder(cache, monkeypatch):
 def test_a_second_call_compiles_nothing(cache, built, monkeypatch):
     monkeypatch.setattr(native, "_compiles", forbidden)
     monkeypatch.setenv("XDG_CACHE_HOME", str(built))
-    assert native.library() is not None
+    assert native.compiled() is not None
 
 
 @needs_compiler
@@ -106,9 +106,9 @@ def test_a_second_process_takes_the_file_of_the_first(built, tmp_path):
 
 @needs_compiler
 def test_the_library_is_asked_for_once_in_a_process(monkeypatch):
-    first = native.library()
+    first = native.compiled()
     monkeypatch.setattr(native, "_load", forbidden)
-    assert native.library() is first
+    assert native.compiled() is first
 
 
 def test_another_source_or_processor_gets_a_library_of_its_own(tmp_path, monkeypatch):
@@ -142,7 +142,7 @@ def test_a_file_that_was_cut_off_is_not_loaded_but_made_again(
         return True
 
     monkeypatch.setattr(native, "_compiles", copied)
-    library = native.library()
+    library = native.compiled()
     assert library is not None
     assert library._name == str(damaged)
     assert damaged.read_bytes() == whole.read_bytes()
@@ -153,7 +153,7 @@ def test_a_file_of_another_making_is_left_alone(cache, monkeypatch):
     folder.mkdir(parents=True)
     (folder / "kernels-0123456789abcdef-0123456789abcdef.so").write_bytes(b"of another source")
     monkeypatch.setattr(native, "_compiles", lambda *_: False)
-    assert native.library() is None
+    assert native.compiled() is None
     assert files(cache) == ["kernels-0123456789abcdef-0123456789abcdef.so"]
 
 
@@ -178,7 +178,7 @@ def test_a_user_without_a_home_gets_the_library_too(cache, built, monkeypatch, t
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(native.Path, "home", homeless)
     monkeypatch.setattr(native, "_own_folder", lambda: built / "mtrain")
-    assert native.library() is not None
+    assert native.compiled() is not None
 
 
 def test_without_any_folder_there_is_no_library(cache, monkeypatch):
@@ -188,7 +188,7 @@ def test_without_any_folder_there_is_no_library(cache, monkeypatch):
         raise FileNotFoundError("No usable temporary directory found")
 
     monkeypatch.setattr(native.tempfile, "mkdtemp", full)
-    assert native.library() is None
+    assert native.compiled() is None
 
 
 @needs_compiler
@@ -208,7 +208,7 @@ def test_a_library_that_cannot_be_loaded_from_the_cache_is_loaded_from_elsewhere
     shutil.copytree(built / "mtrain", own)
     monkeypatch.setattr(native.ctypes, "CDLL", refused)
     monkeypatch.setattr(native, "_own_folder", lambda: own)
-    library = native.library()
+    library = native.compiled()
     assert library is not None
     assert library._name.startswith(str(own))
 
@@ -226,7 +226,7 @@ def test_those_who_compile_at_once_do_not_disturb_each_other(cache, monkeypatch)
 
     monkeypatch.setattr(native, "_compiles", at_once)
     found = []
-    threads = [threading.Thread(target=lambda: found.append(native.library())) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: found.append(native.compiled())) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -234,8 +234,8 @@ def test_those_who_compile_at_once_do_not_disturb_each_other(cache, monkeypatch)
     assert len(found) == 2
     assert None not in found
     monkeypatch.setattr(native, "_compiles", forbidden)
-    native.library.cache_clear()
-    assert native.library() is not None
+    native.compiled.cache_clear()
+    assert native.compiled() is not None
 
 
 @needs_compiler
@@ -268,14 +268,14 @@ def test_a_compiler_that_refuses_the_flags_of_the_machine_is_asked_without_them(
         return not flags and compiles(compiler, flags, output)
 
     monkeypatch.setattr(native, "_compiles", picky)
-    assert native.library() is not None
+    assert native.compiled() is not None
     assert asked == [(native._COMPILERS[0], flags) for flags in native._FLAGS_OF_MACHINES]
 
 
 def test_a_source_that_does_not_compile_gives_no_library(cache, tmp_path, monkeypatch):
     monkeypatch.setattr(native, "_SOURCE", tmp_path / "kernels.c")
     (tmp_path / "kernels.c").write_text("this is no C")
-    assert native.library() is None
+    assert native.compiled() is None
     assert files(cache) == []
 
 
@@ -284,14 +284,14 @@ def test_a_compiler_that_never_ends_gives_no_library(cache, monkeypatch):
         raise subprocess.TimeoutExpired(command, 120)
 
     monkeypatch.setattr(native.subprocess, "run", endless)
-    assert native.library() is None
+    assert native.compiled() is None
 
 
 def test_the_environment_can_ask_for_the_plain_formulas(cache, monkeypatch):
     monkeypatch.setattr(native, "_load", forbidden)
     monkeypatch.setenv("MTRAIN_NATIVE", "0")
     assert not native.is_wanted()
-    assert native.library() is None
+    assert native.compiled() is None
     monkeypatch.setenv("MTRAIN_NATIVE", "1")
     assert native.is_wanted()
 

@@ -645,7 +645,7 @@ def test_a_loss_that_is_not_finite_stops_the_training_before_the_update(
     kernels: str,
 ) -> None:
     if kernels == "plain":
-        monkeypatch.setattr(training.native, "library", lambda: None)
+        monkeypatch.setattr(training.native, "compiled", lambda: None)
     wild = ["--set", "training.lr=1e30", "--set", "training.warmup_steps=0"]
     wild += ["--set", f"training.precision={precision}"]
     outcome = cli("train", source, *wild, "--run", tmp_path / "run")

@@ -61,13 +61,13 @@ def test_batches_are_full_under_their_budget_of_places(
     translator: Translator, monkeypatch: pytest.MonkeyPatch, budget: int, beam: int
 ) -> None:
     shapes: list[list[int]] = []
-    search = Translator._search
+    search = Translator.search
 
     def spy(self: Translator, src: list[list[int]]) -> object:
         shapes.append([len(ids) for ids in src])
         return search(self, src)
 
-    monkeypatch.setattr(Translator, "_search", spy)
+    monkeypatch.setattr(Translator, "search", spy)
     with_decoding(translator, {"batch_tokens": budget, "beam": beam}).translate(LINES)
     assert sum(map(len, shapes)) == len(LINES) - 2
     cells = [len(lengths) * max(lengths) * beam for lengths in shapes]

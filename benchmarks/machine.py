@@ -1,0 +1,23 @@
+"""What a figure was measured on: the processor and the commit."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from pathlib import Path
+
+
+def describe_machine() -> str:
+    """Return the processor's name, as far as the system tells."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{len(names)} x {names[0]}" if names else platform.processor()
+
+
+def commit() -> str:
+    """Return the commit that is measured; `-dirty` says that the code has changed since."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=7"]
+    folder = Path(__file__).parent
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=folder)
+    return done.stdout.strip()
