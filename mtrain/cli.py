@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
@@ -15,8 +16,11 @@ from mtrain import config as configs
 from mtrain.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
+    from mtrain import output
     from mtrain.config import Config, DecodingConfig
+    from mtrain.output import Line
     from mtrain.rundir import RunDir
+    from mtrain.translate import Loading
 
 app = typer.Typer(
     help="Train a translator from parallel text, and measure it.",
@@ -44,7 +48,99 @@ BeamOption = Annotated[int | None, typer.Option(min=1, help="Beam width; 1 is gr
 AlphaOption = Annotated[
     float | None, typer.Option(min=0.0, max=10.0, help="Length normalisation; 0 is none.")
 ]
+EarlyStopOption = Annotated[
+    bool | None,
+    typer.Option("--early-stop/--exact-stop", help="Stop when no open hypothesis leads."),
+]
+NoRepeatOption = Annotated[
+    int | None, typer.Option(min=0, metavar="N", help="Write no N pieces in a row twice.")
+]
+CheckpointOption = Annotated[
+    int | None, typer.Option(min=0, metavar="STEP", help="Take this checkpoint's weights.")
+]
+BatchOption = Annotated[
+    int | None, typer.Option(min=1, help="Source tokens times beam of a batch.")
+]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+
+
+class Precision(str, Enum):
+    """Of states and products; auto is float32."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class Quantize(str, Enum):
+    """How few bits of each weight are kept."""
+
+    INT8 = "int8"
+
+
+class Format(str, Enum):
+    """How translations are written."""
+
+    TEXT = "text"
+    TSV = "tsv"
+    JSONL = "jsonl"
+
+
+class OnLong(str, Enum):
+    """What becomes of a line that is too long."""
+
+    SPLIT = "split"
+    TRUNCATE = "truncate"
+    ERROR = "error"
+
+
+PrecisionOption = Annotated[Precision, typer.Option(help="auto is float32.")]
+QuantizeOption = Annotated[Quantize | None, typer.Option(help="8-bit weights, on a CPU.")]
+TranslateArguments = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="RUN... [FILE]",
+        help="A run folder, or several as an ensemble; then the text, stdin if absent.",
+        show_default=False,
+    ),
+]
+NBestOption = Annotated[int, typer.Option(min=1, metavar="N", help="Translations of each line.")]
+FormatOption = Annotated[
+    Format,
+    typer.Option("--format", help="tsv is line, rank, score, log-probability, flags, text."),
+]
+AlignmentsOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write which words belong together, as 0-0 1-2."),
+]
+PrefixOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="How each translation must begin, by line.")
+]
+SampleOption = Annotated[bool, typer.Option("--sample", help="Draw instead of searching.")]
+TemperatureOption = Annotated[
+    float | None, typer.Option(min=0.01, max=100.0, help="Of --sample; below 1 is safer.")
+]
+TopKOption = Annotated[
+    int | None, typer.Option(min=1, metavar="K", help="Of --sample: the K likeliest pieces only.")
+]
+TopPOption = Annotated[
+    float | None,
+    typer.Option(min=0.01, max=1.0, metavar="P", help="Of --sample: the likeliest share P only."),
+]
+SeedOption = Annotated[int | None, typer.Option(min=0, help="Of --sample; 1 if absent.")]
+MaxInputOption = Annotated[
+    int | None, typer.Option(min=2, metavar="N", help="Cut lines of more tokens than this.")
+]
+OnLongOption = Annotated[
+    OnLong | None, typer.Option(help="How those are cut; split, at sentence ends, if absent.")
+]
+
+
+class RunsAndFile(NamedTuple):
+    """What stands on the command line: run folders, and the text if it is a file."""
+
+    runs: list[RunDir]
+    file: Path | None
 
 
 def main() -> NoReturn:
@@ -142,38 +238,134 @@ def _saving(run_dir: Path) -> Iterator[None]:
 
 @app.command()
 def translate(
-    run: RunArgument,
-    file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="Text to translate; stdin if absent.")
-    ] = None,
+    paths: TranslateArguments,
     output: OutputOption = None,
     beam: BeamOption = None,
     length_alpha: AlphaOption = None,
+    early_stop: EarlyStopOption = None,
+    n_best: NBestOption = 1,
+    format_: FormatOption = Format.TEXT,
+    alignments: AlignmentsOption = None,
+    prefix: PrefixOption = None,
+    no_repeat_ngram: NoRepeatOption = None,
+    sample: SampleOption = False,
+    temperature: TemperatureOption = None,
+    top_k: TopKOption = None,
+    top_p: TopPOption = None,
+    seed: SeedOption = None,
+    max_input_tokens: MaxInputOption = None,
+    on_long: OnLongOption = None,
+    checkpoint: CheckpointOption = None,
+    batch_tokens: BatchOption = None,
     device: DeviceOption = "auto",
+    precision: PrecisionOption = Precision.AUTO,
+    quantize: QuantizeOption = None,
 ) -> None:
     """Translate line by line: as many lines out as in.
 
     Example: echo "The old farmer is tired." | mtrain translate runs/demo
     """
-    from mtrain import files
-    from mtrain import translate as translating
+    searching = {"beam": beam, "length_alpha": length_alpha, "early_stop": early_stop}
+    drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    _refuse("--sample", searching if sample else {})
+    _require("--sample", {} if sample else drawing | {"seed": seed})
+    _require("--max-input-tokens", {} if max_input_tokens else {"on_long": on_long})
+    runs, file = _runs_and_file(paths)
+    decoding = _decoding(
+        runs[0], searching | {"no_repeat_ngram": no_repeat_ngram, "batch_tokens": batch_tokens}
+    )
+    if n_best > decoding.beam and not sample:
+        raise ConfigError(
+            f"`--n-best` must be at most the beam ({decoding.beam}), but is {n_best} instead."
+        )
+    from mtrain import files, prepare
+    from mtrain.search import Sampling
+    from mtrain.stream import BLOCK_LINES, LongLines, Options, Stream
+    from mtrain.translate import Wanted, load
+
+    wanted = Wanted(n_best, Sampling(**_given(drawing)) if sample else None)
+    translator = load(runs, decoding, _loading(device, precision, quantize, checkpoint), wanted)
+    options = Options(
+        LongLines(max_input_tokens, on_long.value if on_long else "split"),
+        alignments is not None or format_ is Format.JSONL,
+        1 if seed is None else seed,
+    )
+    stream = Stream(translator, options, prepare.read_profile(runs[0]), _warn)
+    blocks = files.read_blocks(file, _warn, BLOCK_LINES)
+    prefixes = files.read_lines(prefix) if prefix is not None else None
+    lines = _with_progress(stream.translate(blocks, prefixes))
+    _put(_written(lines, format_.value, n_best, alignments), output)
+
+
+def _runs_and_file(paths: list[Path]) -> RunsAndFile:
+    """Tell run folders from the text, which comes last and is no folder."""
     from mtrain.rundir import RunDir
 
-    run_dir = RunDir(run)
-    decoding = _decoding(run_dir, beam, length_alpha)
-    translator = translating.load(run_dir, decoding, device)
-    _put(translator.stream(files.read_forgiving(file, _warn), _warn), output)
+    *others, last = paths
+    if others and not last.is_dir():
+        return RunsAndFile([RunDir(path) for path in others], last)
+    return RunsAndFile([RunDir(path) for path in paths], None)
+
+
+def _written(
+    lines: Iterable[Line], format_: output.Format, num_best: int, alignments: Path | None
+) -> Iterator[str]:
+    """Yield lines as they are written, and write their alignments beside."""
+    from mtrain import files, output
+
+    with ExitStack() as stack:
+        links = None
+        if alignments is not None:
+            beside = stack.enter_context(files.whole_file(alignments))
+            links = stack.enter_context(beside.open("w", encoding="utf-8", newline="\n"))
+        for line in lines:
+            if links is not None:
+                links.write(output.as_pharaoh(line.best[0].alignment) + "\n")
+            yield from output.write(line, format_, num_best)
+
+
+def _with_progress(lines: Iterable[Line]) -> Iterable[Line]:
+    """Show lines a second on a terminal, when the lines themselves go elsewhere."""
+    from tqdm import tqdm
+
+    is_seen = sys.stderr.isatty() and not sys.stdout.isatty()
+    return tqdm(lines, unit=" lines", smoothing=0.1, disable=not is_seen)
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if value is not None}
+
+
+def _require(needed: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that do nothing without another."""
+    for key in _given(options):
+        raise ConfigError(f"`{_as_option(key)}` must stand beside `{needed}`, but stands alone.")
+
+
+def _refuse(other: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that do nothing beside another."""
+    for key in _given(options):
+        raise ConfigError(f"`{_as_option(key)}` must not stand beside `{other}`, but does.")
+
+
+def _as_option(key: str) -> str:
+    return "--" + key.replace("_", "-")
+
+
+def _loading(
+    device: str, precision: Precision, quantize: Quantize | None, step: int | None = None
+) -> Loading:
+    from mtrain.translate import Loading
+
+    return Loading(device, precision.value, quantize.value if quantize else None, step)
 
 
 def _warn(text: str) -> None:
     print(f"mtrain: {text}", file=sys.stderr)
 
 
-def _decoding(run_dir: RunDir, beam: int | None, length_alpha: float | None) -> DecodingConfig:
-    decoding = run_dir.load_config().decoding
-    changes = {"beam": beam, "length_alpha": length_alpha}
-    given = {key: value for key, value in changes.items() if value is not None}
-    return decoding.model_copy(update=given)
+def _decoding(run: RunDir, changes: Mapping[str, Any]) -> DecodingConfig:
+    return run.load_config().decoding.model_copy(update=_given(changes))
 
 
 @app.command(name="eval")
@@ -185,11 +377,22 @@ def evaluate(
     ] = None,
     lowercase: Annotated[bool, typer.Option("--lowercase", help="Ignore case.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    score: Annotated[
+        bool, typer.Option("--score", help="Print how likely the model finds each reference.")
+    ] = False,
     beam: BeamOption = None,
     length_alpha: AlphaOption = None,
+    early_stop: EarlyStopOption = None,
+    no_repeat_ngram: NoRepeatOption = None,
+    checkpoint: CheckpointOption = None,
+    batch_tokens: BatchOption = None,
     device: DeviceOption = "auto",
+    precision: PrecisionOption = Precision.AUTO,
+    quantize: QuantizeOption = None,
 ) -> None:
     """Translate the test sets and score them with BLEU and chrF.
+
+    With --score: test set, line, score, log-probability and tokens of every reference instead.
 
     Example: mtrain eval runs/demo --json
     """
@@ -199,7 +402,16 @@ def evaluate(
 
     run_dir = RunDir(run)
     options = evaluating.ScoringOptions(tokenize, lowercase)
-    translator = translating.load(run_dir, _decoding(run_dir, beam, length_alpha), device)
+    searching = {"beam": beam, "early_stop": early_stop, "no_repeat_ngram": no_repeat_ngram}
+    _refuse("--score", searching if score else {})
+    decoding = _decoding(
+        run_dir, searching | {"length_alpha": length_alpha, "batch_tokens": batch_tokens}
+    )
+    loading = _loading(device, precision, quantize, checkpoint)
+    translator = translating.load(run_dir, decoding, loading)
+    if score:
+        _put(evaluating.reference_scores(run_dir, translator), output)
+        return
     results = evaluating.evaluate(run_dir, translator, options)
     _put(evaluating.as_json(results) if json else evaluating.as_text(results), output)
 

@@ -166,6 +166,8 @@ class DecodingConfig(Section):
     length_alpha: float = Field(default=0.6, ge=0, le=10)
     max_extra_tokens: int = Field(default=50, ge=0)
     batch_tokens: int = Field(default=8192, ge=1)
+    no_repeat_ngram: int = Field(default=0, ge=0)
+    early_stop: bool = False
 
 
 class Config(Section):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from sacrebleu.metrics.base import Metric
@@ -14,7 +14,8 @@ from mtrain import prepare
 from mtrain.errors import ConfigError, RunError
 from mtrain.prepare import Lines
 from mtrain.rundir import RunDir
-from mtrain.translate import Translator
+from mtrain.search import length_penalty
+from mtrain.translate import Source, Translator
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,22 @@ def evaluate(
         hypotheses = translator.translate(lines.src)
         results.append(TestResult(name, lines, hypotheses, score(hypotheses, lines.tgt, options)))
     return results
+
+
+def reference_scores(run: RunDir, translator: Translator) -> Iterator[str]:
+    """Yield what the model gives to each reference of each test set, tab-separated.
+
+    The columns are the test set, the line from 1, the score, the log-probability, and the number
+    of tokens, eos among them.
+    """
+    for name in run.load_config().data.tests:
+        lines = prepare.read_test(run, name)
+        sources = [Source(ids) for ids in translator.tokenizer.encode_src(lines.src)]
+        targets = translator.tokenizer.tgt.encode(lines.tgt)
+        for number, log_probs in enumerate(translator.score(sources, targets), start=1):
+            penalty = length_penalty(len(log_probs), translator.decoding.length_alpha)
+            log_prob = sum(log_probs)
+            yield f"{name}\t{number}\t{log_prob / penalty:.6f}\t{log_prob:.6f}\t{len(log_probs)}"
 
 
 def as_text(results: Sequence[TestResult]) -> list[str]:

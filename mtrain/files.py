@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import os
+import queue
 import shutil
 import sys
+import threading
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +18,8 @@ from typing import BinaryIO, cast
 from mtrain.errors import DataError
 
 _BOM = b"\xef\xbb\xbf"
+_PATIENCE_S = 0.05  # that a block waits for one more line
+_MAX_BLOCK_CHARACTERS = 4_000_000
 
 
 def raw_lines(stream: Iterable[bytes]) -> Iterator[bytes]:
@@ -54,6 +58,48 @@ def read_forgiving(path: Path | None, warn: Callable[[str], None]) -> Iterator[s
         except UnicodeDecodeError as error:
             warn(f"line {number}: is not UTF-8: {_culprit(error)}; replaced by U+FFFD.")
             yield line.decode("utf-8", errors="replace")
+
+
+def read_blocks(
+    path: Path | None, warn: Callable[[str], None], max_lines: int
+) -> Iterator[list[str]]:
+    """Yield the lines of a file, or of stdin, as `read_forgiving` does, some at a time.
+
+    A block ends when it is full, or when the next line is long in coming: whoever types at a pipe
+    or waits for one gets an answer. No more than two blocks are held.
+
+    Raises:
+        DataError: for a file that cannot be read.
+    """
+    lines: queue.Queue[str | BaseException | None] = queue.Queue(max_lines)
+
+    def read() -> None:
+        try:
+            for line in read_forgiving(path, warn):
+                lines.put(line)
+            lines.put(None)
+        except BaseException as error:  # for the thread that waits
+            lines.put(error)
+
+    threading.Thread(target=read, name="reader", daemon=True).start()
+    item = lines.get()
+    while item is not None:
+        block: list[str] = []
+        size = 0
+        while isinstance(item, str):
+            block.append(item)
+            size += len(item)
+            if len(block) == max_lines or size > _MAX_BLOCK_CHARACTERS:
+                break
+            try:
+                item = lines.get(timeout=_PATIENCE_S)
+            except queue.Empty:
+                break
+        if block:
+            yield block
+        if isinstance(item, BaseException):
+            raise item
+        item = lines.get() if isinstance(item, str) else None
 
 
 def _read_raw(path: Path | None) -> Iterator[bytes]:
@@ -157,10 +203,10 @@ def _flush(path: Path) -> None:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Write lines to stdout as UTF-8; a reader that has gone away ends it quietly."""
+    """Write lines to stdout as UTF-8, each at once; a reader that has gone away ends it quietly."""
     try:
         for line in lines:
             sys.stdout.buffer.write(line.encode("utf-8") + b"\n")
-        sys.stdout.buffer.flush()
+            sys.stdout.buffer.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

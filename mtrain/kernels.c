@@ -14,8 +14,10 @@
 #include <string.h>
 
 #define LANES 16
+#define BLOCK 64     /* logits whose greatest is noted */
 
 typedef float lanes __attribute__((vector_size(4 * LANES)));
+typedef float quarter __attribute__((vector_size(LANES)));
 typedef uint16_t bf16;
 
 static inline float bits_to_float(uint32_t bits) {
@@ -66,6 +68,13 @@ static inline int survives(uint32_t index, uint32_t seed, uint32_t cut) {
 
 static inline float kept(float x, uint32_t index, uint32_t seed, uint32_t cut, float scale) {
     return survives(index, seed, cut) ? x * scale : 0.0f;
+}
+
+static inline float sum_of(lanes x) {
+    quarter parts[4];
+    memcpy(parts, &x, sizeof x);
+    quarter sums = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
 static inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
@@ -315,6 +324,126 @@ void NAME(attention_grad)(const attention_shape *at, const STORE *grad, const ST
             NAME(pack)(grad_v + b * gv[0] + h * gv[1], result, gv[2], at->s, at->k, wide, 1.0f);
         }
     free(qs);
+}
+
+/* `n` values, at most a lane each, and zeros. */
+static inline __attribute__((always_inline)) lanes NAME(load_lanes)(const STORE *from, int64_t n) {
+    lanes values = {0};
+    for (int64_t i = 0; i < LANES; i++)
+        if (i < n) values[i] = LOAD(from[i]);
+    return values;
+}
+
+/* One query's attention over some rows of a store, all heads; k is a constant where it is inlined.
+ * `probs` has room for whole lanes. */
+static inline __attribute__((always_inline)) void NAME(attend_rows)(
+    const STORE *query, const STORE *const *seen, int64_t length, float *probs, STORE *out,
+    int64_t heads, int64_t k, float scale) {
+    int64_t padded = round_up(length, LANES);
+    for (int64_t t = length; t < padded; t++) probs[t] = -INFINITY;
+    for (int64_t h = 0; h < heads; h++) {
+        for (int64_t t = 0; t < length; t++) {
+            lanes dots = {0};
+            for (int64_t i = 0; i < k; i += LANES)
+                dots += NAME(load_lanes)(query + h * k + i, k - i) *
+                        NAME(load_lanes)(seen[t] + h * k + i, k - i);
+            probs[t] = sum_of(dots) * scale;
+        }
+        float top = -INFINITY, sum = 0.0f;
+        for (int64_t t = 0; t < length; t++) top = probs[t] > top ? probs[t] : top;
+        for (int64_t first = 0; first < padded; first += LANES) {
+            lanes powers;
+            for (int64_t t = 0; t < LANES; t++) powers[t] = exp_(probs[first + t] - top);
+            memcpy(probs + first, &powers, sizeof powers);
+            sum += sum_of(powers);
+        }
+        float share = 1.0f / sum;
+        for (int64_t i = 0; i < k; i += LANES) {
+            lanes mix = {0};
+            for (int64_t t = 0; t < length; t++)
+                mix += probs[t] * NAME(load_lanes)(seen[t] + (heads + h) * k + i, k - i);
+            for (int64_t j = 0; j < LANES && i + j < k; j++)
+                out[h * k + i + j] = SAVE(mix[j] * share);
+        }
+        for (int64_t t = length; t < padded; t++) probs[t] = -INFINITY;
+    }
+}
+
+/* out = softmax(q k^T scale) v for each head of one query a row, over the rows of the store that
+ * its places name; a row of the store is keys, then values, and a negative place is none. */
+void NAME(attend)(const STORE *q, const STORE *store, const int64_t *places, STORE *out,
+                  int64_t rows, int64_t count, int64_t heads, int64_t k, int64_t q_stride,
+                  int64_t places_stride, float scale) {
+    float *probs = malloc(round_up(count, LANES) * sizeof *probs);
+    const STORE **seen = malloc(count * sizeof *seen);
+    for (int64_t n = 0; n < rows; n++) {
+        const int64_t *own = places + n * places_stride;
+        const STORE *query = q + n * q_stride;
+        if (n + 1 < rows)
+            for (int64_t t = 0; t < count; t++)
+                if (own[places_stride + t] >= 0)
+                    for (int64_t i = 0; i < 2 * heads * k; i += 64 / (int64_t)sizeof *store)
+                        __builtin_prefetch(store + own[places_stride + t] * 2 * heads * k + i);
+        STORE *to = out + n * heads * k;
+        int64_t length = 0;
+        for (int64_t t = 0; t < count; t++)
+            if (own[t] >= 0) seen[length++] = store + own[t] * 2 * heads * k;
+        if (k == 32) NAME(attend_rows)(query, seen, length, probs, to, heads, 32, scale);
+        else if (k == 64) NAME(attend_rows)(query, seen, length, probs, to, heads, 64, scale);
+        else NAME(attend_rows)(query, seen, length, probs, to, heads, k, scale);
+    }
+    free(seen);
+    free(probs);
+}
+
+/* The `count` greatest of each row, apart from the ids never taken, greatest first and of equals
+ * the first; and their log-probabilities over the whole row. A row of blocks is searched only
+ * where a block's greatest can still be among them. */
+void NAME(top_pieces)(const STORE *logits, const int64_t *never, int64_t *ids, float *log_probs,
+                      int64_t rows, int64_t width, int64_t num_never, int64_t count) {
+    int64_t blocks = (width + BLOCK - 1) / BLOCK;
+    float *tops = malloc(blocks * sizeof(float));
+    for (int64_t r = 0; r < rows; r++) {
+        const STORE *row = logits + r * width;
+        int64_t *own = ids + r * count, found = 0;
+        float *best = log_probs + r * count, top = -INFINITY;
+        double sum = 0.0;
+        for (int64_t b = 0; b < blocks; b++) {
+            int64_t end = (b + 1) * BLOCK < width ? (b + 1) * BLOCK : width;
+            float most = -INFINITY;
+#pragma omp simd reduction(max : most)
+            for (int64_t i = b * BLOCK; i < end; i++) most = LOAD(row[i]) > most ? LOAD(row[i]) : most;
+            tops[b] = most;
+            top = most > top ? most : top;
+        }
+        for (int64_t b = 0; b < blocks; b++) {
+            int64_t end = (b + 1) * BLOCK < width ? (b + 1) * BLOCK : width;
+            float part = 0.0f;
+#pragma omp simd reduction(+ : part)
+            for (int64_t i = b * BLOCK; i < end; i++) part += exp_(LOAD(row[i]) - top);
+            sum += part;
+        }
+        for (int64_t b = 0; b < blocks; b++) {
+            if (found == count && !(tops[b] > best[count - 1])) continue;
+            int64_t end = (b + 1) * BLOCK < width ? (b + 1) * BLOCK : width;
+            for (int64_t i = b * BLOCK; i < end; i++) {
+                float x = LOAD(row[i]);
+                int is_taken = found < count || x > best[count - 1];
+                for (int64_t j = 0; is_taken && j < num_never; j++) is_taken = never[j] != i;
+                if (!is_taken) continue;
+                int64_t at = found < count ? found++ : count - 1;
+                for (; at > 0 && best[at - 1] < x; at--) {
+                    best[at] = best[at - 1];
+                    own[at] = own[at - 1];
+                }
+                best[at] = x;
+                own[at] = i;
+            }
+        }
+        double log_sum = top + log(sum);
+        for (int64_t i = 0; i < count; i++) best[i] = (float)(best[i] - log_sum);
+    }
+    free(tops);
 }
 
 /* Turn logits into the gradient of their label-smoothed cross-entropy, in place, and add up the

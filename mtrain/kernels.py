@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import ctypes.util
+import logging
 import random
 import sys
 import threading
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtrain import native
+from mtrain.errors import ConfigError
 
 _SHORT = 128  # up to this many keys, plain batched products beat the fused kernel on a CPU
 _ROUND_ROWS = 128  # short products have a multiple of this many rows
@@ -62,6 +64,28 @@ class _ShortLinear(torch.autograd.Function):
         grad_weight = torch.mm(filled.t(), rows).to(ctx.weight_dtype)
         grad_bias = None if ctx.bias_dtype is None else flat.sum(0).to(ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias
+
+
+def quantize_int8(model: nn.Module) -> None:
+    """Keep 8 bits of each weight of a model's linear maps, and of what they read; CPU only.
+
+    Each output of a map has a scale, and each row that it reads: no row depends on another.
+
+    Raises:
+        ConfigError: if torchao, which does it, is not installed.
+    """
+    logging.disable(logging.WARNING)  # the library warns of what it lacks for GPUs
+    try:
+        from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+    except ImportError:
+        raise ConfigError(
+            "`--quantize int8` must have torchao: pip install 'mtrain[int8]' adds it."
+        ) from None
+    finally:
+        logging.disable(logging.NOTSET)
+    quantize_(
+        model, Int8DynamicActivationInt8WeightConfig(), lambda module, _: isinstance(module, Linear)
+    )
 
 
 def _fill_rows(rows: Tensor) -> Tensor:
@@ -200,6 +224,35 @@ class _Attention(torch.autograd.Function):
             getattr(ctx.shape, f"{name}_strides")[:] = own.stride()[:3]
         ctx.functions.call("attention_grad", (grad, q, k, v, keep, *grads), shape=ctx.shape)
         return *grads, None, None, None
+
+
+def attend(q_ND: Tensor, store_RX: Tensor, places_NT: Tensor, num_heads: int) -> Tensor:
+    """Return the attention [N, D] of one query each to the rows of a store that it names.
+
+    Args:
+        q_ND: queries, all heads side by side.
+        store_RX: a row of keys and values for each position, X = 2 * D.
+        places_NT: rows of the store; -1 is no row. Each query names at least one.
+    """
+    num_rows, d_model = q_ND.shape
+    functions = _functions(q_ND, store_RX)
+    if functions is not None:
+        q_ND = q_ND if q_ND.stride(1) == 1 else q_ND.contiguous()
+        places_NT = places_NT if places_NT.stride(1) == 1 else places_NT.contiguous()
+        out_ND = torch.empty_like(q_ND, memory_format=torch.contiguous_format)
+        sizes = (*places_NT.shape, num_heads, d_model // num_heads)
+        functions.call(
+            "attend",
+            (q_ND, store_RX, places_NT, out_ND),
+            *(*sizes, q_ND.stride(0), places_NT.stride(0), (d_model // num_heads) ** -0.5),
+        )
+        return out_ND
+    rows_NTX = store_RX[places_NT.clamp(min=0)]
+    k_NHTK, v_NHTK = (
+        x.view(*x.shape[:2], num_heads, -1).transpose(1, 2) for x in rows_NTX.chunk(2, -1)
+    )
+    q_NH1K, keep = q_ND.view(num_rows, num_heads, 1, -1), (places_NT >= 0)[:, None, None, :]
+    return attention(q_NH1K, k_NHTK, v_NHTK, keep).flatten(1)
 
 
 def _heads_last(x_BHTK: Tensor) -> Tensor:
@@ -378,6 +431,34 @@ def _cross_entropy(
         logits.copy_(grad)
 
 
+class TopPieces(NamedTuple):
+    """The best pieces of each row, best first, and their log-probabilities."""
+
+    ids_NC: Tensor
+    log_prob_NC: Tensor
+
+
+def top_pieces(logits_NV: Tensor, never: list[int], count: int) -> TopPieces:
+    """Return the `count` likeliest pieces of each row, apart from those that are never written.
+
+    The log-probabilities are over the whole vocabulary, those never written too.
+    """
+    count = min(count, logits_NV.shape[1] - len(never))
+    functions = _functions(logits_NV)
+    if functions is not None:
+        logits_NV, banned = logits_NV.contiguous(), torch.tensor(never, dtype=torch.int64)
+        ids_NC = banned.new_empty((len(logits_NV), count))
+        log_prob_NC = torch.empty((len(logits_NV), count))
+        sizes = (*logits_NV.shape, len(never), count)
+        functions.call("top_pieces", (logits_NV, banned, ids_NC, log_prob_NC), *sizes)
+        return TopPieces(ids_NC, log_prob_NC)
+    log_total_N1 = logits_NV.logsumexp(-1, keepdim=True)
+    allowed_NV = logits_NV.clone()
+    allowed_NV[:, never] = -torch.inf
+    top_NC, ids_NC = allowed_NV.topk(count, dim=-1)
+    return TopPieces(ids_NC, top_NC - log_total_N1)
+
+
 class _Functions(NamedTuple):
     """The compiled functions for values that are stored in one type."""
 
@@ -400,15 +481,15 @@ class _Functions(NamedTuple):
             function(*pointers, *numbers)
 
 
-def _functions(*tensors: Tensor, is_training: bool | None = None) -> _Functions | None:
+def _functions(*tensors: Tensor, is_training: bool = False) -> _Functions | None:
     """Return the compiled functions for these tensors, if there are any and they pay.
 
-    They run on one thread, as training wants it, which splits its batch over the threads.
+    They run on one thread: training and translating split their batches over the threads.
     """
-    is_training = torch.is_grad_enabled() if is_training is None else is_training
+    is_alone = is_training or torch.is_grad_enabled() or torch.get_num_threads() == 1
     first = tensors[0]
     store = {torch.bfloat16: "bf16", torch.float32: "float"}.get(first.dtype)
-    if not is_training or store is None or first.device.type != "cpu" or not first.numel():
+    if not is_alone or store is None or first.device.type != "cpu" or not first.numel():
         return None
     if any(tensor.dtype != first.dtype for tensor in tensors):
         return None

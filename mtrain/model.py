@@ -3,7 +3,7 @@
 It knows ids and tensors; nothing of text, batches, losses or search.
 
 Shapes: B batch, S source length, T target length, D model width, F feed-forward width,
-H heads, K width of a head, V vocabulary, W hypotheses of a sentence, N = B * W.
+H heads, K width of a head, V vocabulary, N hypotheses, R rows of a store, X = 2 * D.
 Masks are `keep`: True takes part.
 """
 
@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtrain.config import ModelConfig
-from mtrain.kernels import Dropout, LayerNorm, Linear, add_norm, attention
+from mtrain.kernels import Dropout, LayerNorm, Linear, add_norm, attend, attention
 
 Sublayer = Callable[[Tensor], Tensor]
 
@@ -56,7 +56,7 @@ class Transformer(nn.Module):
 
     def encode(self, src_BS: Tensor, src_keep_BS: Tensor) -> Tensor:
         """Return the memory [B, S, D] of a source."""
-        x_BSD = self._embed(self.src_embedding, self.src_positions, src_BS)
+        x_BSD = self._embed_all(self.src_embedding, self.src_positions, src_BS)
         keep = src_keep_BS[:, None, None, :]
         if self.config.attention_window is not None:
             keep = keep & near_keep(src_BS.shape[1], self.config.attention_window, x_BSD.device)
@@ -70,7 +70,7 @@ class Transformer(nn.Module):
 
         Padding stands on the right, so that causality alone keeps it from every real position.
         """
-        x_BTD = self._embed(self.tgt_embedding, self.tgt_positions, tgt_in_BT)
+        x_BTD = self._embed_all(self.tgt_embedding, self.tgt_positions, tgt_in_BT)
         length = tgt_in_BT.shape[1]
         causal_keep_TT = near_keep(length, self.config.attention_window, x_BTD.device).tril()
         src_keep_B11S = src_keep_BS[:, None, None, :]
@@ -80,20 +80,18 @@ class Transformer(nn.Module):
         return states_BTD
 
     def start(self, memory_BSD: Tensor, src_keep_BS: Tensor) -> DecoderState:
-        """Return the state from which `step` decodes piece by piece."""
-        cross = [layer.cross_attention.keys_values(memory_BSD) for layer in self.decoder]
-        return DecoderState(src_keep_BS[:, None, None, :], cross, [None] * len(cross), 0)
+        """Return the state from which `step` decodes piece by piece, one row for each sentence."""
+        sources = [layer.cross_attention.source_keys_values(memory_BSD) for layer in self.decoder]
+        return DecoderState([source_BSX.flatten(0, 1) for source_BSX in sources], src_keep_BS)
 
     def step(self, ids_N: Tensor, state: DecoderState) -> Tensor:
-        """Return the logits [N, V] of the piece that follows `ids_N`, and advance `state`.
-
-        N is W hypotheses for each of the state's B sentences, in order.
-        """
-        x_N1D = self._embed(self.tgt_embedding, self.tgt_positions, ids_N[:, None], state.length)
+        """Return the logits [N, V] of the piece that follows `ids_N`, and advance `state`."""
+        stop = state.max_length + 1
+        x_ND = self._embed(self.tgt_embedding, self.tgt_positions, ids_N, state.length_N, stop)
+        state.advance()
         for index, layer in enumerate(self.decoder):
-            x_N1D = layer.step(x_N1D, state, index)
-        state.length += 1
-        logits_NV: Tensor = self.output(self.decoder_norm(x_N1D[:, 0]))
+            x_ND = layer.step(x_ND, state, index)
+        logits_NV: Tensor = self.output(self.decoder_norm(x_ND))
         return logits_NV.to(self.output.weight.dtype)
 
     @torch.no_grad()
@@ -121,14 +119,19 @@ class Transformer(nn.Module):
         """Keep states and run products in `dtype`; None is the type of the weights."""
         self.compute_dtype = dtype
 
+    def _embed_all(self, table: nn.Embedding, positions: Positions, ids_BT: Tensor) -> Tensor:
+        """Embed a whole sequence."""
+        length = ids_BT.shape[1]
+        places_T = torch.arange(length, device=ids_BT.device)
+        return self._embed(table, positions, ids_BT, places_T, length)
+
     def _embed(
-        self, table: nn.Embedding, positions: Positions, ids_BT: Tensor, first: int = 0
+        self, table: nn.Embedding, positions: Positions, ids: Tensor, places: Tensor, stop: int
     ) -> Tensor:
-        """Embed ids (section 3.4) and add the positions `first`, `first + 1`, ... (3.5)."""
-        x_BTD = table(ids_BT) * math.sqrt(self.config.d_model)
-        positions_TD = positions(ids_BT.shape[1], first, ids_BT.device)
-        embedded_BTD: Tensor = self.dropout(x_BTD + positions_TD.to(x_BTD.dtype))
-        return embedded_BTD.to(self.compute_dtype or embedded_BTD.dtype)
+        """Embed ids (section 3.4) and say where each stands (3.5), below `stop`."""
+        x = table(ids) * math.sqrt(self.config.d_model)
+        embedded: Tensor = self.dropout(x + positions(places, stop).to(x.dtype))
+        return embedded.to(self.compute_dtype or embedded.dtype)
 
     def _initialise(self) -> None:
         """Draw the weights, and let each residual branch begin almost silent.
@@ -164,19 +167,27 @@ class Positions(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.d_model, self.table = config.d_model, None
+        self._known_TD = sinusoids(0, config.d_model)
         if config.max_positions is not None:
             self.table = nn.Embedding(config.max_positions, config.d_model)
 
-    def forward(self, length: int, first: int, device: torch.device) -> Tensor:
-        """Return [length, D] from position `first` on.
+    def forward(self, places: Tensor, stop: int) -> Tensor:
+        """Return [..., D] for places [...] below `stop`.
 
         Sinusoids have no end; places after the last learned position share it.
         """
         if self.table is None:
-            return sinusoids(length, self.d_model, first, device)
-        places_T = torch.arange(first, first + length, device=device)
-        learned_TD: Tensor = self.table(places_T.clamp(max=self.table.num_embeddings - 1))
-        return learned_TD
+            return self._sinusoids(stop, places.device)[places]
+        learned: Tensor = self.table(places.clamp(max=self.table.num_embeddings - 1))
+        return learned
+
+    def _sinusoids(self, stop: int, device: torch.device) -> Tensor:
+        """Return at least `stop` rows, computed once."""
+        known_TD = self._known_TD
+        if len(known_TD) < stop or known_TD.device != device:
+            with torch.inference_mode(False):
+                self._known_TD = known_TD = sinusoids(2 * stop, self.d_model, device=device)
+        return known_TD
 
 
 class EncoderLayer(nn.Module):
@@ -218,12 +229,12 @@ class DecoderLayer(nn.Module):
         x_BTD = self.residual_3(x_BTD, self.feed_forward)
         return x_BTD
 
-    def step(self, x_N1D: Tensor, state: DecoderState, index: int) -> Tensor:
-        """Return the layer's output [N, 1, D] for one more position."""
-        x_N1D = self.residual_1(x_N1D, lambda x: self.self_attention.step(x, state, index))
-        x_N1D = self.residual_2(x_N1D, lambda x: self.cross_attention.step(x, state, index))
-        x_N1D = self.residual_3(x_N1D, self.feed_forward)
-        return x_N1D
+    def step(self, x_ND: Tensor, state: DecoderState, index: int) -> Tensor:
+        """Return the layer's output [N, D] for one more position."""
+        x_ND = self.residual_1(x_ND, lambda x: self.self_attention.step(x, state, index))
+        x_ND = self.residual_2(x_ND, lambda x: self.cross_attention.step(x, state, index))
+        x_ND = self.residual_3(x_ND, self.feed_forward)
+        return x_ND
 
 
 class Residual(nn.Module):
@@ -285,11 +296,14 @@ class SelfAttention(nn.Module):
         q_BHTK, k_BHTK, _ = self._project(x_BTD)
         return attention_weights(q_BHTK, k_BHTK, keep)
 
-    def step(self, x_N1D: Tensor, state: DecoderState, index: int) -> Tensor:
-        """Return [N, 1, D] for one more position, which sees itself and all before it."""
-        q_NH1K, k_NH1K, v_NH1K = self._project(x_N1D)
-        past = state.append(index, KeysValues(k_NH1K, v_NH1K), self.window)
-        result: Tensor = self.output(merge_heads(attention(q_NH1K, past.keys, past.values, None)))
+    def step(self, x_ND: Tensor, state: DecoderState, index: int) -> Tensor:
+        """Return [N, D] for one more position, which sees itself and all before it."""
+        d_model = x_ND.shape[1]
+        q_ND, own_NX = self.queries_keys_values(x_ND).split([d_model, 2 * d_model], -1)
+        past_RX, places_NT = state.pasts.write(index, own_NX), state.places_NT
+        if self.window is not None:
+            places_NT = places_NT[:, -self.window - 1 :]
+        result: Tensor = self.output(attend(q_ND, past_RX, places_NT, self.num_heads))
         return result
 
     def _project(self, x_BTD: Tensor) -> list[Tensor]:
@@ -326,23 +340,19 @@ class CrossAttention(nn.Module):
         q_BHTK = split_heads(self.queries(x_BTD), self.num_heads)
         return attention_weights(q_BHTK, source.keys, src_keep_B11S)
 
-    def step(self, x_N1D: Tensor, state: DecoderState, index: int) -> Tensor:
-        """Return [N, 1, D]: the W hypotheses of a sentence are W queries to one source."""
-        source = state.cross[index]
-        x_BWD = x_N1D.view(len(source.keys), -1, x_N1D.shape[-1])
-        return self.forward(x_BWD, source, state.src_keep_B11S).view_as(x_N1D)
+    def step(self, x_ND: Tensor, state: DecoderState, index: int) -> Tensor:
+        """Return [N, D] for one more position."""
+        source_RX, places_NS = state.sources.layers[index], state.src_places_NS
+        mixed_ND = attend(self.queries(x_ND), source_RX, places_NS, self.num_heads)
+        result: Tensor = self.output(mixed_ND)
+        return result
 
 
-@dataclass
-class KeysValues:
+class KeysValues(NamedTuple):
     """Keys and values [B, H, S, K] of one attention."""
 
     keys: Tensor
     values: Tensor
-
-    def take(self, rows: Tensor) -> KeysValues:
-        """Return the given rows, in the given order."""
-        return KeysValues(self.keys.index_select(0, rows), self.values.index_select(0, rows))
 
 
 class AttentionMaps(NamedTuple):
@@ -359,33 +369,109 @@ class AttentionMaps(NamedTuple):
     cross: list[Tensor]
 
 
-@dataclass
 class DecoderState:
-    """What decoding remembers: source keys and values per sentence, own ones per hypothesis."""
+    """What decoding remembers of each hypothesis: where its source and its past are kept.
 
-    src_keep_B11S: Tensor
-    cross: list[KeysValues]
-    past: list[KeysValues | None]
-    length: int
+    Keys and values lie in stores, and each hypothesis has lists of places there: to reorder
+    hypotheses is to reorder lists.
 
-    def append(self, index: int, new: KeysValues, window: int | None) -> KeysValues:
-        """Add one position to layer `index`'s past and return what it sees, [N, H, T, K]."""
-        past = self.past[index]
-        if past is not None:
-            new = KeysValues(
-                torch.cat([past.keys, new.keys], 2), torch.cat([past.values, new.values], 2)
-            )
-        if window is not None:
-            new = KeysValues(new.keys[:, :, -window - 1 :], new.values[:, :, -window - 1 :])
-        self.past[index] = new
-        return new
+    Attributes:
+        sources: the positions of the sources.
+        src_places_NS: where each hypothesis finds its source; -1 is padding.
+        pasts: the pieces that were read.
+        places_NT: where each finds those that it has read, at the right; -1 before them.
+        length_N: how many those are.
+    """
 
-    def reorder(self, rows_N: Tensor, sentences_B: Tensor | None = None) -> None:
-        """Continue with the hypotheses `rows_N`, and with `sentences_B` if some have left."""
-        self.past = [past.take(rows_N) if past is not None else None for past in self.past]
-        if sentences_B is not None:
-            self.cross = [source.take(sentences_B) for source in self.cross]
-            self.src_keep_B11S = self.src_keep_B11S.index_select(0, sentences_B)
+    def __init__(self, sources: list[Tensor], src_keep_BS: Tensor) -> None:
+        device = src_keep_BS.device
+        places_BS = torch.arange(src_keep_BS.numel(), device=device).view_as(src_keep_BS)
+        self.sources = Stores(sources)
+        self.src_places_NS = places_BS.masked_fill(~src_keep_BS, -1)
+        self.pasts = Stores([source_RX[:0] for source_RX in sources])
+        self.places_NT, self.length_N = places_BS[:, :0], torch.zeros_like(places_BS[:, 0])
+
+    @property
+    def max_length(self) -> int:
+        """How many pieces a hypothesis has read, at most."""
+        return self.places_NT.shape[1]
+
+    def advance(self) -> None:
+        """Make room for one more piece of each hypothesis."""
+        new_N = self.pasts.grow(len(self.length_N))
+        self.places_NT = torch.cat([self.places_NT, new_N[:, None]], 1)
+        self.length_N = self.length_N + 1
+
+    def reorder(self, rows_N: Tensor) -> None:
+        """Continue with these hypotheses; each may stand once, often, or not at all."""
+        self.places_NT = self.places_NT.index_select(0, rows_N)
+        self.src_places_NS = self.src_places_NS.index_select(0, rows_N)
+        self.length_N = self.length_N.index_select(0, rows_N)
+
+    def extend(self, other: DecoderState) -> None:
+        """Let the hypotheses of another state, which has read nothing yet, join after one's own."""
+        longest = int(self.length_N.max()) if len(self.length_N) else 0
+        own_NT = self.pasts.tidy(self.places_NT[:, self.max_length - longest :])
+        self.places_NT = F.pad(own_NT, (0, 0, 0, len(other.length_N)), value=-1)
+        self.length_N = torch.cat([self.length_N, other.length_N])
+        own_NS = self.sources.tidy(self.src_places_NS)
+        first = self.sources.append(other.sources)
+        new_NS = torch.where(other.src_places_NS < 0, -1, other.src_places_NS + first)
+        width = max(own_NS.shape[1], new_NS.shape[1])
+        both = [F.pad(own, (0, width - own.shape[1]), value=-1) for own in (own_NS, new_NS)]
+        self.src_places_NS = torch.cat(both)
+
+
+class Stores:
+    """Keys and values of positions, a store [R, X] for each layer; R grows as it must.
+
+    The first `num_rows` rows of every store are in use.
+    """
+
+    def __init__(self, layers: list[Tensor]) -> None:
+        self.layers, self.num_rows = layers, len(layers[0])
+
+    def grow(self, count: int) -> Tensor:
+        """Take more rows into use, and return their places."""
+        first, self.num_rows = self.num_rows, self.num_rows + count
+        if self.num_rows > len(self.layers[0]):
+            self.layers = [
+                _enlarged(layer_RX, first, 2 * self.num_rows) for layer_RX in self.layers
+            ]
+        return torch.arange(first, self.num_rows, device=self.layers[0].device)
+
+    def write(self, index: int, rows_NX: Tensor) -> Tensor:
+        """Fill the newest rows of a layer's store, and return the store."""
+        layer_RX = self.layers[index]
+        layer_RX[self.num_rows - len(rows_NX) : self.num_rows] = rows_NX
+        return layer_RX
+
+    def append(self, other: Stores) -> int:
+        """Copy the rows of others, and return the place of the first."""
+        first = self.num_rows
+        self.grow(other.num_rows)
+        for index, layer_RX in enumerate(other.layers):
+            self.write(index, layer_RX[: other.num_rows])
+        return first
+
+    def tidy(self, places: Tensor) -> Tensor:
+        """Forget the rows that no place names, once they are most; return the new places."""
+        is_used_R = torch.zeros(self.num_rows + 1, dtype=torch.bool, device=places.device)
+        is_used_R[places] = True  # -1 is the last, which is no row
+        kept_R = is_used_R[:-1].nonzero()[:, 0]
+        if 2 * len(kept_R) > self.num_rows:
+            return places
+        self.layers = [layer_RX.index_select(0, kept_R) for layer_RX in self.layers]
+        self.num_rows = len(kept_R)
+        new_place_R = torch.full_like(is_used_R, -1, dtype=torch.int64)
+        new_place_R[kept_R] = torch.arange(len(kept_R), device=places.device)
+        return new_place_R[places]
+
+
+def _enlarged(layer_RX: Tensor, num_rows: int, capacity: int) -> Tensor:
+    larger_RX = layer_RX.new_empty((capacity, layer_RX.shape[1]))
+    larger_RX[:num_rows] = layer_RX[:num_rows]
+    return larger_RX
 
 
 def split_heads(x_BTD: Tensor, num_heads: int) -> Tensor:

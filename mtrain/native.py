@@ -134,6 +134,8 @@ _SIGNATURES = {
     "add_norm_grad": [*[_POINTER] * 10, _INT, _INT, *_DROPOUT],
     "attention": [_SHAPE, *[_POINTER] * 5],
     "attention_grad": [_SHAPE, *[_POINTER] * 8],
+    "attend": [*[_POINTER] * 4, *[_INT] * 6, _REAL],
+    "top_pieces": [*[_POINTER] * 4, *[_INT] * 4],
     "cross_entropy": [_POINTER, _POINTER, _INT, _INT, _REAL, ctypes.c_int, _POINTER],
 }
 

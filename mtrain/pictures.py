@@ -230,7 +230,9 @@ def gather(run: RunDir, sentence: str | None) -> Pictures:
         _gather_data(pictures, run, vocabulary)
     is_learned = config.model.positions == "learned"
     what = "attention, alignment, positions" if is_learned else "attention, alignment"
-    translator = _unless(what, left_out, lambda: translating.load(run, device="cpu"))
+    translator = _unless(
+        what, left_out, lambda: translating.load(run, loading=translating.Loading(device="cpu"))
+    )
     if translator is not None:
         pictures.attention = _unless(
             "attention, alignment", left_out, lambda: _attention_of_run(translator, run, sentence)
@@ -351,7 +353,7 @@ def attention(translator: Translator, sentence: str, origin: str) -> Attention:
     """Translate a sentence as the run does, and return what the model attends to meanwhile."""
     vocabulary = translator.tokenizer
     src, tgt = vocabulary.encode_src([sentence]), vocabulary.tgt
-    ids = [hypothesis.ids for hypothesis in translator.search(src)]
+    ids = [best[0].ids for best in translator.search([translating.Source(own) for own in src])]
     batch = collate(src, ids, tgt.pad, tgt.bos, tgt.eos).to(translator.device)
     maps = translator.model.attention_maps(batch.src_BS, batch.src_keep_BS, batch.tgt_in_BT)
     return Attention(
@@ -373,7 +375,9 @@ def position_tables(config: Config, translator: Translator | None) -> list[Posit
     assert translator is not None, "learned positions lie in the model"
     model, count = translator.model, config.model.max_positions or 0
     return [
-        PositionTable(name, _numbers(positions(count, 0, translator.device)))
+        PositionTable(
+            name, _numbers(positions(torch.arange(count, device=translator.device), count))
+        )
         for name, positions in (
             ("learned, source", model.src_positions),
             ("learned, target", model.tgt_positions),

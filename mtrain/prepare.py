@@ -12,7 +12,7 @@ from typing import NamedTuple
 from mtrain import config as configs
 from mtrain import data, tokenizer
 from mtrain.config import Config, CorpusConfig
-from mtrain.corpus import Drop, Pair, count_pairs, is_blank, read_pairs
+from mtrain.corpus import Drop, Pair, Profile, count_pairs, is_blank, read_pairs
 from mtrain.errors import DataError, RunError
 from mtrain.files import read_lines, whole_dir, write_lines
 from mtrain.rundir import RunDir
@@ -20,6 +20,8 @@ from mtrain.runlog import Console
 from mtrain.tokenizer import Tokenizer
 
 _BLOCK_PAIRS = 10_000  # pairs that are encoded together
+_PROFILE_FILE = "profile.json"
+_RARE = 0.0005  # the share of pairs whose length ratio is out of range, on either side
 
 
 class Lines(NamedTuple):
@@ -98,6 +100,15 @@ def read_counts(run: RunDir) -> dict[str, int]:
     return counts
 
 
+def read_profile(run: RunDir) -> Profile | None:
+    """Return what is usual in the training pairs; None if the run folder does not say."""
+    try:
+        tree = json.loads((run.data_dir / _PROFILE_FILE).read_text("utf-8"))
+        return Profile(**tree)
+    except (OSError, ValueError, TypeError):
+        return None
+
+
 def _check_same_data(config: Config, run: RunDir) -> None:
     old = run.load_config()
     for key, new_value, old_value in (
@@ -114,6 +125,8 @@ def _check_same_data(config: Config, run: RunDir) -> None:
 def _write_train(config: Config, vocabulary: Tokenizer, directory: Path) -> Counter[str]:
     """Encode the training pairs; list those left out, with the reason."""
     counts: Counter[str] = Counter()
+    lengths: Counter[tuple[int, int]] = Counter()
+    copies: Counter[bool] = Counter()
     with_text = config.tokenizer.sampling_alpha > 0
     with (directory / "dropped.tsv").open("w", encoding="utf-8", newline="\n") as ledger:
         pairs = _encode(config, vocabulary)
@@ -124,13 +137,34 @@ def _write_train(config: Config, vocabulary: Tokenizer, directory: Path) -> Coun
                     counts[item.reason] += 1
                     ledger.write(f"{item.src_file}\t{item.line}\t{item.reason}\n")
                 else:
+                    lengths[len(item.src), len(item.tgt) + 1] += 1
+                    copies[item.src_text == item.tgt_text] += 1
                     yield item
 
         num_kept = data.write_pairs(directory / data.TRAIN_FILE, kept(), with_text)
     if num_kept == 0:
         raise DataError("`data.train` must have a pair that can be used, but all are dropped.")
+    _write_profile(lengths, copies[True], directory / _PROFILE_FILE)
     (directory / "dropped.json").write_text(json.dumps(counts), encoding="utf-8")
     return counts
+
+
+def _write_profile(lengths: Counter[tuple[int, int]], num_copied: int, path: Path) -> None:
+    """Write what is usual in the training pairs."""
+    by_ratio = sorted((tgt / src, count) for (src, tgt), count in lengths.items())
+    rare = _RARE * lengths.total()
+    least = next(ratio for ratio, below in _accumulated(by_ratio) if below > rare)
+    most = next(ratio for ratio, above in _accumulated(by_ratio[::-1]) if above > rare)
+    longest = max(src for src, _ in lengths)
+    profile = Profile(longest, least, most, num_copied / lengths.total())
+    path.write_text(json.dumps(profile._asdict()), encoding="utf-8")
+
+
+def _accumulated(counts: list[tuple[float, int]]) -> Iterator[tuple[float, int]]:
+    total = 0
+    for value, count in counts:
+        total += count
+        yield value, total
 
 
 def _encode(config: Config, vocabulary: Tokenizer) -> Iterator[data.EncodedPair | Drop]:

@@ -117,7 +117,7 @@ class Trainer:
             fused=True,
         )
         greedy = config.decoding.model_copy(update={"beam": 1})
-        self.translator = Translator(self.model, self.tokenizer, greedy, self.device)
+        self.translator = Translator([self.model], self.tokenizer, greedy, self.device)
         self.progress = Progress()
         self.window = _Window()
 

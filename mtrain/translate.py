@@ -1,110 +1,320 @@
-"""Lines to lines: one line out for every line in, in order, whatever the line holds."""
+"""From text to targets and back: encode, search in batches, decode. Knows one line, not streams."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
+from torch import Tensor
 
-from mtrain import checkpoint, search, tokenizer
+from mtrain import checkpoint, tokenizer
 from mtrain.batch import keep_first, pad_right
 from mtrain.config import DecodingConfig, ModelConfig
+from mtrain.ensemble import Ensemble, EnsembleState
 from mtrain.errors import ConfigError, RunError
+from mtrain.kernels import quantize_int8
 from mtrain.model import Transformer
+from mtrain.parallel import Workers
 from mtrain.rundir import RunDir
+from mtrain.search import (
+    NUM_GROUPS,
+    Beam,
+    Group,
+    Hypothesis,
+    Limits,
+    NotFiniteError,
+    Sampling,
+    beam,
+    sample,
+)
 from mtrain.tokenizer import Tokenizer
 
-_BLOCK_LINES = 2048  # lines that are sorted by length and translated together
+
+@dataclass(frozen=True)
+class Source:
+    """A line as the search reads it.
+
+    Attributes:
+        ids: pieces + eos.
+        prefix: the pieces that the target must begin with.
+        seed: decides what is sampled, whatever stands beside it in a batch.
+    """
+
+    ids: list[int]
+    prefix: tuple[int, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a search gives for each source.
+
+    Attributes:
+        num_best: hypotheses, best first; of a beam at most its width.
+        sampling: draw instead of searching.
+    """
+
+    num_best: int = 1
+    sampling: Sampling | None = None
 
 
 class Translator:
-    """A model, its tokenizer, and how to search."""
+    """A model or several, their tokenizer, and how to search."""
 
     def __init__(
         self,
-        model: Transformer,
+        models: Sequence[Transformer],
         tokenizer: Tokenizer,
         decoding: DecodingConfig,
         device: torch.device,
+        wanted: Wanted = Wanted(),
     ) -> None:
-        self.model, self.tokenizer, self.decoding, self.device = model, tokenizer, decoding, device
+        self.ensemble = Ensemble(models)
+        self.tokenizer, self.decoding, self.device = tokenizer, decoding, device
+        self.wanted = wanted
+
+    @property
+    def model(self) -> Transformer:
+        """The first model."""
+        return self.ensemble.models[0]
 
     def translate(self, lines: Sequence[str]) -> list[str]:
         """Return one line for each line; a blank line gives an empty one."""
-        return self._translate(lines, self.tokenizer.encode_src(lines))
-
-    def _translate(self, lines: Sequence[str], encoded: list[list[int]]) -> list[str]:
         rows = [row for row, line in enumerate(lines) if line.strip()]
-        rows.sort(key=lambda row: len(encoded[row]))
-        found: dict[int, list[int]] = {}
-        for batch in self._batches(rows, encoded):
-            hypotheses = self.search([encoded[row] for row in batch])
-            found.update((row, h.ids) for row, h in zip(batch, hypotheses, strict=True))
-        translated = dict(zip(found, self.tokenizer.tgt.decode(list(found.values())), strict=True))
+        encoded = self.tokenizer.encode_src([lines[row] for row in rows])
+        found = self.search([Source(ids) for ids in encoded])
+        texts = self.tokenizer.tgt.decode([best[0].ids for best in found])
+        translated = dict(zip(rows, texts, strict=True))
         return [translated.get(row, "") for row in range(len(lines))]
 
-    def stream(self, lines: Iterable[str], warn: Callable[[str], None]) -> Iterator[str]:
-        """Translate endless lines, a block at a time, and warn of those that are too long."""
-        source, first = iter(lines), 1
-        while block := list(islice(source, _BLOCK_LINES)):
-            encoded = self.tokenizer.encode_src(block)
-            for number, ids in enumerate(encoded, first):
-                self._check_length(number, len(ids), warn)
-            yield from self._translate(block, encoded)
-            first += len(block)
+    @torch.inference_mode()
+    def search(self, sources: Sequence[Source]) -> list[list[Hypothesis]]:
+        """Return the best targets of each source, in the order of the sources.
 
-    def _check_length(self, number: int, length: int, warn: Callable[[str], None]) -> None:
-        limit = self.model.config.max_positions
-        if limit is not None and length > limit:
-            warn(
-                f"line {number}: has {length:,} tokens, but the model learned {limit:,} positions; "
-                "the tokens after them share the last one."
-            )
+        Raises:
+            RunError: if the model gives no numbers.
+        """
+        for model in self.ensemble.models:
+            model.eval()
+        workers = Workers()
+        try:
+            rows = sorted(range(len(sources)), key=lambda row: -len(sources[row].ids))
+            shares = [rows[first :: workers.count] for first in range(workers.count)]
+            found = workers.map(lambda share: self._search([sources[row] for row in share]), shares)
+        except NotFiniteError:
+            raise RunError(
+                "the model must give numbers, but gives none that is finite; its training went "
+                "astray, or its weights are damaged."
+            ) from None
+        finally:
+            workers.close()
+        best: list[list[Hypothesis]] = [[] for _ in sources]
+        for share, own in zip(shares, found, strict=True):
+            for row, hypotheses in zip(share, own, strict=True):
+                best[row] = hypotheses
+        return best
 
-    def _batches(self, rows: list[int], encoded: list[list[int]]) -> Iterator[list[int]]:
-        """Cut rows, shortest first, into batches under the budget of source tokens and places."""
+    @torch.inference_mode()
+    def _search(self, sources: list[Source]) -> list[list[Hypothesis]]:
+        """Return the best targets of sources that come the longest first."""
+        groups = self._groups(sources)
+        if self.wanted.sampling is not None:
+            return [best for group in groups for best in self._sample(group)]
+        settings = Beam(
+            self.decoding.beam,
+            self.decoding.length_alpha,
+            self.wanted.num_best,
+            self.decoding.early_stop,
+        )
+        return beam(self.ensemble.step, (self._start(group) for group in groups), settings)
+
+    def _groups(self, sources: list[Source]) -> Iterator[list[Source]]:
+        """Cut sources of like length into groups, some of which fit the budget together."""
+        places = self.wanted.num_best if self.wanted.sampling else self.decoding.beam
+        group: list[Source] = []
+        for source in sources:
+            cells = (len(group) + 1) * max(len(own.ids) for own in (*group[:1], source)) * places
+            if group and cells * NUM_GROUPS > self.decoding.batch_tokens:
+                yield group
+                group = []
+            group.append(source)
+        if group:
+            yield group
+
+    def _start(self, sources: list[Source]) -> Group[EnsembleState]:
+        src_BS, src_keep_BS = self._pad([source.ids for source in sources])
+        return Group(self.ensemble.start(src_BS, src_keep_BS), self._limits(sources))
+
+    def _sample(self, sources: list[Source]) -> list[list[Hypothesis]]:
+        assert self.wanted.sampling is not None
+        group = self._start(sources)
+        length = int(group.limits.max_lengths_B.max()) + 1
+        uniform_NT = self._draw_uniform(sources, length)
+        return sample(self.ensemble.step, group, self.wanted.sampling, uniform_NT)
+
+    def _pad(self, src: list[list[int]]) -> tuple[Tensor, Tensor]:
+        src_BS = pad_right(src, self.tokenizer.src.pad).to(self.device)
+        return src_BS, keep_first([len(ids) for ids in src]).to(self.device)
+
+    def max_length(self, source: Source) -> int:
+        """Return how many pieces the target of a source may have, eos apart."""
+        return max(len(source.ids) - 1 + self.decoding.max_extra_tokens, len(source.prefix))
+
+    def _limits(self, sources: list[Source]) -> Limits:
+        tgt = self.tokenizer.tgt
+        lengths = [self.max_length(source) for source in sources]
+        prefix_BP = None
+        if any(source.prefix for source in sources):
+            prefix_BP = pad_right([list(source.prefix) for source in sources], -1).to(self.device)
+        return Limits(
+            tgt.bos,
+            tgt.eos,
+            [tgt.pad, tgt.bos],
+            torch.tensor(lengths, device=self.device),
+            prefix_BP,
+            self.decoding.no_repeat_ngram,
+        )
+
+    def _draw_uniform(self, sources: list[Source], length: int) -> Tensor:
+        """Draw numbers for each wanted sample of each source, from its own seed."""
+        rows = []
+        for source in sources:
+            rng = random.Random(source.seed)
+            for _ in range(self.wanted.num_best):
+                own = random.Random(rng.getrandbits(64))
+                rows.append([own.random() for _ in range(length)])
+        return torch.tensor(rows, dtype=torch.float64)
+
+    @torch.inference_mode()
+    def score(self, sources: Sequence[Source], targets: Sequence[list[int]]) -> list[list[float]]:
+        """Return the log-probability of each piece of a given target, and of its eos.
+
+        Args:
+            sources: what is translated.
+            targets: pieces without bos and eos.
+        """
+        found: list[list[float]] = [[] for _ in sources]
+        for rows in self._batches_of_pairs(sources, targets):
+            tgt_in = [[self.tokenizer.tgt.bos, *targets[row]] for row in rows]
+            src_BS, src_keep_BS = self._pad([sources[row].ids for row in rows])
+            tgt_in_BT = pad_right(tgt_in, self.tokenizer.tgt.pad).to(self.device)
+            log_probs_BTV = self.ensemble.log_probs(src_BS, src_keep_BS, tgt_in_BT)
+            for row, own_TV in zip(rows, log_probs_BTV, strict=True):
+                tgt_out = [*targets[row], self.tokenizer.tgt.eos]
+                wanted_T1 = torch.tensor(tgt_out, device=self.device)[:, None]
+                found[row] = own_TV[: len(tgt_out)].gather(1, wanted_T1)[:, 0].tolist()
+        return found
+
+    @torch.inference_mode()
+    def attend(self, sources: Sequence[Source], targets: Sequence[list[int]]) -> list[Tensor]:
+        """Return what each piece of a given target, and its eos, gives to each source piece.
+
+        Each is [T, S], the mean of all heads and layers; the pieces are those read so far, so
+        that row t is the attention with which piece t was written.
+        """
+        found: list[Tensor] = [torch.empty(0)] * len(sources)
+        for rows in self._batches_of_pairs(sources, targets):
+            tgt_in = [[self.tokenizer.tgt.bos, *targets[row]] for row in rows]
+            src_BS, src_keep_BS = self._pad([sources[row].ids for row in rows])
+            tgt_in_BT = pad_right(tgt_in, self.tokenizer.tgt.pad).to(self.device)
+            weights_BTS = self.ensemble.cross_attention(src_BS, src_keep_BS, tgt_in_BT).cpu()
+            for row, own_TS in zip(rows, weights_BTS, strict=True):
+                found[row] = own_TS[: len(targets[row]) + 1, : len(sources[row].ids)]
+        return found
+
+    def _batches_of_pairs(
+        self, sources: Sequence[Source], targets: Sequence[list[int]]
+    ) -> Iterator[list[int]]:
+        """Cut pairs into batches of like length under the budget of tokens."""
+        lengths = [
+            max(len(source.ids), len(target) + 1)
+            for source, target in zip(sources, targets, strict=True)
+        ]
         batch: list[int] = []
-        for row in rows:
-            cells = (len(batch) + 1) * len(encoded[row]) * self.decoding.beam
-            if batch and cells > self.decoding.batch_tokens:
+        for row in sorted(range(len(lengths)), key=lambda row: lengths[row]):
+            if batch and (len(batch) + 1) * lengths[row] > self.decoding.batch_tokens // 4:
                 yield batch
                 batch = []
             batch.append(row)
         if batch:
             yield batch
 
-    @torch.inference_mode()
-    def search(self, src: list[list[int]]) -> list[search.Hypothesis]:
-        """Return the best target of each encoded source, as one batch."""
-        self.model.eval()
-        lengths = [len(ids) for ids in src]
-        src_BS = pad_right(src, self.tokenizer.src.pad).to(self.device)
-        src_keep_BS = keep_first(lengths).to(self.device)
-        state = self.model.start(self.model.encode(src_BS, src_keep_BS), src_keep_BS)
-        tgt, extra = self.tokenizer.tgt, self.decoding.max_extra_tokens
-        max_lengths_B = torch.tensor(lengths, device=self.device) - 1 + extra
-        limits = search.Limits(tgt.bos, tgt.eos, [tgt.pad, tgt.bos], max_lengths_B)
-        if self.decoding.beam == 1:
-            return search.greedy(self.model.step, state, limits, self.decoding.length_alpha)
-        width, alpha = self.decoding.beam, self.decoding.length_alpha
-        return search.beam(self.model.step, state, limits, width, alpha)
+
+@dataclass(frozen=True)
+class Loading:
+    """How models are loaded.
+
+    Attributes:
+        device: `auto`, cpu, cuda, ...
+        precision: of states and products; `auto` is float32.
+        quantize: int8 keeps and multiplies 8 bits of each weight, on a CPU.
+        step: the weights of this checkpoint, instead of the run's result.
+    """
+
+    device: str = "auto"
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    quantize: Literal["int8"] | None = None
+    step: int | None = None
 
 
-def load(run: RunDir, decoding: DecodingConfig | None = None, device: str = "auto") -> Translator:
-    """Load the model of a run folder, ready to translate.
+def load(
+    runs: RunDir | Sequence[RunDir],
+    decoding: DecodingConfig | None = None,
+    loading: Loading = Loading(),
+    wanted: Wanted = Wanted(),
+) -> Translator:
+    """Load the model of a run folder, or of several as an ensemble, ready to translate.
 
     Raises:
-        RunError: if the folder is not a run, has no trained model, or its parts do not fit.
+        RunError: if a folder is not a run, has no trained model, or its parts do not fit, or if
+            several have different vocabularies.
+        ConfigError: if the settings cannot be used here.
     """
+    folders = [runs] if isinstance(runs, RunDir) else list(runs)
+    first = folders[0]
+    config = first.load_config()
+    vocabulary, device = tokenizer.load(first.tokenizer_dir), pick_device(loading.device)
+    models = [_load_model(run, vocabulary, loading, device) for run in folders]
+    return Translator(models, vocabulary, decoding or config.decoding, device, wanted)
+
+
+def _load_model(
+    run: RunDir, vocabulary: Tokenizer, loading: Loading, device: torch.device
+) -> Transformer:
     config = run.load_config()
-    vocabulary = tokenizer.load(run.tokenizer_dir)
-    weights = checkpoint.load_model(run.model_path, vocabulary.fingerprint())
+    fingerprint = tokenizer.load(run.tokenizer_dir).fingerprint()
+    if fingerprint != vocabulary.fingerprint():
+        raise RunError(
+            f"{run.path}: must have the vocabularies of the other runs to decode with them, but "
+            "has its own; train it with a copy of their tokenizer folder."
+        )
+    path = _weights_path(run, loading.step)
     model = build_model(config.model, vocabulary)
-    set_weights(model, weights, run.model_path)
-    where = pick_device(device)
-    return Translator(model.to(where).eval(), vocabulary, decoding or config.decoding, where)
+    set_weights(model, checkpoint.load_model(path, fingerprint), path)
+    model.to(device).eval()
+    if loading.precision == "bfloat16":
+        model.compute_in(torch.bfloat16)
+    if loading.quantize is not None:
+        if device.type != "cpu":
+            raise ConfigError(f"`--quantize` must run on the cpu, but runs on {device} instead.")
+        quantize_int8(model)
+    return model
+
+
+def _weights_path(run: RunDir, step: int | None) -> Path:
+    if step is None:
+        return run.model_path
+    found = checkpoint.steps(run.checkpoints_dir)
+    if step not in found:
+        raise RunError(
+            f"{run.path}: must have a checkpoint of step {step:,}, but has those of "
+            f"{', '.join(f'{own:,}' for own in found) or 'none'} instead."
+        )
+    return found[step] / "model.safetensors"
 
 
 def build_model(config: ModelConfig, vocabulary: Tokenizer) -> Transformer:

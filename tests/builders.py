@@ -67,31 +67,49 @@ def vocabularies(kind: str = "unigram", shared: bool = True, vocab_size: int = 4
 
 
 class Prefixes:
-    """A decoder state that remembers what every row has read, and obeys `reorder`."""
+    """A decoder state that remembers what every row has read."""
 
     def __init__(self, sentences: Sequence[int]) -> None:
-        self.sentences = list(sentences)
-        self.rows: list[tuple[int, ...]] | None = None
+        self.sentences = list(sentences)  # of each row: at first one for each sentence
+        self.rows: list[tuple[int, ...]] = [()] * len(self.sentences)
 
-    def reorder(self, rows_N: Tensor, sentences_B: Tensor | None = None) -> None:
-        assert self.rows is not None, "nothing can be reordered before the first step"
-        self.rows = [self.rows[row] for row in rows_N.tolist()]
-        if sentences_B is not None:
-            self.sentences = [self.sentences[sentence] for sentence in sentences_B.tolist()]
+    def reorder(self, rows_N: Tensor) -> None:
+        rows = rows_N.tolist()
+        self.sentences = [self.sentences[row] for row in rows]
+        self.rows = [self.rows[row] for row in rows]
+
+    def extend(self, other: "Prefixes") -> None:
+        assert not any(other.rows), "they have read something"
+        self.sentences += other.sentences
+        self.rows += other.rows
 
 
 class TableModel:
     """A model without a network: random logits for each sentence and each prefix."""
 
-    def __init__(self, num_pieces: int, seed: int = 0, spread: float = 2.0) -> None:
-        self.num_pieces, self.seed, self.spread = num_pieces, seed, spread
-        self.offsets = torch.zeros(num_pieces)
-        self.num_rows_read = 0
+    def __init__(
+        self,
+        num_pieces: int,
+        seed: int = 0,
+        spread: float = 2.0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.num_pieces, self.seed, self.spread, self.dtype = num_pieces, seed, spread, dtype
+        self.offsets = torch.zeros(num_pieces, dtype=dtype)
+        self.rows_read: list[int] = []  # of each step
+        self._noise: dict[tuple[int, ...], Tensor] = {}
+
+    @property
+    def num_rows_read(self) -> int:
+        return sum(self.rows_read)
 
     def logits(self, sentence: int, prefix: Iterable[int]) -> Tensor:
-        key = hashlib.sha256(repr((self.seed, sentence, tuple(prefix))).encode()).digest()
-        rng = torch.Generator().manual_seed(int.from_bytes(key[:4], "big"))
-        return self.spread * torch.randn(self.num_pieces, generator=rng) + self.offsets
+        read = (sentence, *prefix)
+        if read not in self._noise:
+            key = hashlib.sha256(repr((self.seed, sentence, read[1:])).encode()).digest()
+            rng = torch.Generator().manual_seed(int.from_bytes(key[:4], "big"))
+            self._noise[read] = torch.randn(self.num_pieces, generator=rng).to(self.dtype)
+        return self.spread * self._noise[read] + self.offsets
 
     def log_probs(self, sentence: int, prefix: Iterable[int]) -> list[float]:
         """The same, normalised over all pieces by plain arithmetic."""
@@ -100,11 +118,8 @@ class TableModel:
         return [logit - total for logit in logits]
 
     def step(self, ids_N: Tensor, state: Prefixes) -> Tensor:
-        rows = state.rows if state.rows is not None else [()] * len(ids_N)
-        state.rows = [(*row, piece) for row, piece in zip(rows, ids_N.tolist(), strict=True)]
-        width = len(state.rows) // len(state.sentences)
-        assert width * len(state.sentences) == len(state.rows)
-        self.num_rows_read += len(state.rows)
-        return torch.stack(
-            [self.logits(state.sentences[n // width], row) for n, row in enumerate(state.rows)]
-        )
+        read = zip(state.rows, ids_N.tolist(), strict=True)
+        state.rows = [(*row, piece) for row, piece in read]
+        self.rows_read.append(len(state.rows))
+        read_by_row = zip(state.sentences, state.rows, strict=True)
+        return torch.stack([self.logits(sentence, row) for sentence, row in read_by_row])

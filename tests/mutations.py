@@ -20,9 +20,6 @@ from typing import NamedTuple
 
 REPOSITORY = Path(__file__).parent.parent
 COPIED = ["mtrain", "tests", "configs", "data/demo", "docs", "pyproject.toml", "README.md"]
-SEARCH_TESTS = (  # the first has a beam in plain Python, which the second asks often enough
-    "tests/test_search.py tests/test_mutations.py::test_many_beams_are_the_beam_in_plain_python"
-)
 TIMEOUT_S = 900  # far more than the slowest tests need on a busy machine
 
 
@@ -48,7 +45,7 @@ def model(name: str, old: str, new: str) -> Mutation:
 
 
 def search(name: str, old: str, new: str) -> Mutation:
-    return Mutation(name, "mtrain/search.py", old, new, SEARCH_TESTS)
+    return Mutation(name, "mtrain/search.py", old, new, "tests/test_search.py")
 
 
 def train(name: str, old: str, new: str, wanted: str) -> Mutation:
@@ -68,8 +65,8 @@ MODEL = [
     ),
     model(
         "no padding mask in cross-attention",
-        "state.src_keep_B11S).view_as(x_N1D)",
-        "torch.ones_like(state.src_keep_B11S)).view_as(x_N1D)",
+        "places_BS.masked_fill(~src_keep_BS, -1)",
+        "places_BS",
     ),
     model(
         "cross-attention masks the wrong side",
@@ -88,17 +85,17 @@ MODEL = [
     ),
     model(
         "embeddings not times sqrt(d_model)",
-        "table(ids_BT) * math.sqrt(self.config.d_model)",
-        "table(ids_BT)",
+        "table(ids) * math.sqrt(self.config.d_model)",
+        "table(ids)",
     ),
     model(
         "cached positions one too far",
-        "ids_N[:, None], state.length)",
-        "ids_N[:, None], state.length + 1)",
+        "ids_N, state.length_N, stop)",
+        "ids_N, state.length_N + 1, stop + 1)",
     ),
     model(
         "cached positions stand still",
-        "        state.length += 1\n",
+        "        self.length_N = self.length_N + 1\n",
         "",
     ),
     model(
@@ -118,8 +115,8 @@ MODEL = [
     ),
     model(
         "learned positions start again",
-        "places_T.clamp(max=self.table.num_embeddings - 1)",
-        "places_T % self.table.num_embeddings",
+        "places.clamp(max=self.table.num_embeddings - 1)",
+        "places % self.table.num_embeddings",
     ),
     model(
         "both sides share learned positions",
@@ -173,23 +170,58 @@ MODEL = [
     ),
     model(
         "cached window one too narrow",
-        "KeysValues(new.keys[:, :, -window - 1 :], new.values[:, :, -window - 1 :])",
-        "KeysValues(new.keys[:, :, -window:], new.values[:, :, -window:])",
+        "places_NT[:, -self.window - 1 :]",
+        "places_NT[:, -self.window :]",
     ),
     model(
         "cached past not reordered",
-        "[past.take(rows_N) if past is not None else None for past in self.past]",
-        "[past for past in self.past]",
+        "self.places_NT.index_select(0, rows_N)",
+        "self.places_NT.index_select(0, rows_N * 0)",
     ),
     model(
-        "sources of finished sentences stay",
-        "self.cross = [source.take(sentences_B) for source in self.cross]",
-        "self.cross = [source.take(sentences_B.sort().values * 0) for source in self.cross]",
+        "sources do not follow their hypotheses",
+        "self.src_places_NS.index_select(0, rows_N)",
+        "self.src_places_NS.index_select(0, rows_N.sort().values)",
+    ),
+    model(
+        "a larger store forgets the past",
+        "    larger_RX[:num_rows] = layer_RX[:num_rows]\n",
+        "    larger_RX[:] = 0\n",
+    ),
+    model(
+        "two steps write to the same places",
+        "first, self.num_rows = self.num_rows, self.num_rows + count",
+        "first, self.num_rows = self.num_rows // 2, self.num_rows // 2 + count",
+    ),
+    model(
+        "those who join see what others have read",
+        "F.pad(own_NT, (0, 0, 0, len(other.length_N)), value=-1)",
+        "F.pad(own_NT, (0, 0, 0, len(other.length_N)), value=0)",
+    ),
+    model(
+        "those who join stand where others do",
+        "torch.cat([self.length_N, other.length_N])",
+        "torch.cat([self.length_N, other.length_N + longest])",
+    ),
+    model(
+        "those who join have the sources of others",
+        "torch.where(other.src_places_NS < 0, -1, other.src_places_NS + first)",
+        "other.src_places_NS",
+    ),
+    model(
+        "places are kept when stores are tidied",
+        "        return new_place_R[places]\n",
+        "        return places\n",
+    ),
+    model(
+        "stores are never tidied",
+        "        if 2 * len(kept_R) > self.num_rows:\n",
+        "        if True:\n",
     ),
     model(
         "no dropout on embeddings",
-        "self.dropout(x_BTD + positions_TD.to(x_BTD.dtype))",
-        "x_BTD + positions_TD.to(x_BTD.dtype)",
+        "self.dropout(x + positions(places, stop).to(x.dtype))",
+        "x + positions(places, stop).to(x.dtype)",
     ),
     model(
         "attention dropout at another rate",
@@ -246,43 +278,155 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
 SEARCH = [
     search(
         "beam skips the reorder",
-        "                state.reorder(rows_N)\n",
-        "                pass\n",
+        "        state.reorder(beams.grow(logits_NV))\n",
+        "        beams.grow(logits_NV)\n",
     ),
     search(
-        "all places of a beam open at the start",
-        "        log_prob_BW[:, 0] = 0.0\n",
-        "        log_prob_BW[:] = 0.0\n",
+        "a sentence has a place too many",
+        "(place_W < self.sentences.num_places_B[:, None])",
+        "(place_W <= self.sentences.num_places_B[:, None])",
+    ),
+    search(
+        "candidates continue another row",
+        "row_of_cell_R[parent_N]",
+        "row_of_cell_R[cell_N // width * width]",
     ),
     search(
         "beam writes on after eos",
-        "self.log_prob_BW.masked_fill(self.ends_BW, -torch.inf)",
-        "self.log_prob_BW",
+        "        open_N = open_N[self._can_win(grown.take(open_N))]\n",
+        "        open_N = torch.arange(len(ends_N))[self._can_win(grown)]\n",
     ),
     search(
         "places of finished hypotheses refilled",
-        "        self.num_places_B = self.num_places_B - self.ends_BW.sum(1)\n",
-        "",
+        "num_places_B=sentences.num_places_B - num_ended_B",
+        "num_places_B=sentences.num_places_B",
     ),
     search(
         "beam stops at its first end",
-        "        return bound_B > self.best_score_B\n",
-        "        return self.best_score_B.isinf() & (bound_B > self.best_score_B)\n",
+        '        bound_B.scatter_reduce_(0, sentence_N, bound_N, "amax")\n',
+        '        bound_B.scatter_reduce_(0, sentence_N, bound_N, "amax")\n'
+        "        bound_B[self.sentences.best_BM[:, -1].isfinite()] = -torch.inf\n",
+    ),
+    search(
+        "beam stops when one wanted target is certain",
+        "(bound_B > self.sentences.best_BM[:, -1])",
+        "(bound_B > self.sentences.best_BM[:, 0])",
+    ),
+    search(
+        "beam forgets the scores of before",
+        "torch.cat([sentences.best_BM, score_R.view(-1, width)], 1)",
+        "score_R.view(-1, width)",
+    ),
+    search(
+        "early stop is ignored",
+        "        if self.settings.stops_early:\n",
+        "        if False:\n",
+    ),
+    search(
+        "early stop counts no next piece",
+        "            length_N = still_open.length_N\n",
+        "            length_N = still_open.length_N - 1\n",
     ),
     search(
         "no length penalty",
-        "log_prob / length_penalty(len(ids), alpha)",
-        "log_prob",
+        "score_N = ended.log_prob_N / _penalty(ended.length_N, self.settings.alpha)",
+        "score_N = ended.log_prob_N",
     ),
     search(
         "eos not counted in the length",
-        "log_prob / length_penalty(len(ids), alpha)",
-        "log_prob / length_penalty(len(ids) - 1, alpha)",
+        "_penalty(ended.length_N, self.settings.alpha)",
+        "_penalty(ended.length_N - 1, self.settings.alpha)",
     ),
     search(
         "padding may be written",
-        "    allowed_NV[:, limits.never] = -torch.inf\n",
-        "",
+        "        top = top_pieces(logits_NV, limits.never, count)\n",
+        "        top = top_pieces(logits_NV, [], count)\n",
+    ),
+    search(
+        "a prefix ends at the limit",
+        "(self.length_N < num_forced) & (forced_N >= 0)",
+        "(self.length_N < num_forced) & (forced_N >= 0) & ~is_full_N",
+    ),
+    search(
+        "those who join write on where others are",
+        "written_NT=own.written_NT.new_full((len(others.ids_N), width), -1)",
+        "written_NT=own.written_NT.new_full((len(others.ids_N), width), 0)",
+    ),
+    search(
+        "sentences that join have the places of others",
+        "(len(open_B) + self.rows.sentence_N) * width",
+        "self.rows.sentence_N * width",
+    ),
+    search(
+        "sentences that leave keep their number",
+        "rows._replace(sentence_N=local_N).join(new)",
+        "rows.join(new)",
+    ),
+    search(
+        "groups wait for all others to end",
+        "while waiting is not None and beams.has_room(waiting.limits):",
+        "while waiting is not None and not len(beams.rows.ids_N):",
+    ),
+    search(
+        "groups never wait",
+        "while waiting is not None and beams.has_room(waiting.limits):",
+        "while waiting is not None:",
+    ),
+    search(
+        "a prefix costs nothing",
+        "        top.log_prob_NC[bound_N, :1] = log_probs_LV.gather(1, only_L1)\n",
+        "        top.log_prob_NC[bound_N, :1] = 0.0\n",
+    ),
+    search(
+        "the last ngram may be repeated",
+        "    if length < n:\n",
+        "    if length <= n:\n",
+    ),
+    search(
+        "samples have the tempered log-probabilities",
+        "logits_NV.double().log_softmax(-1)",
+        "(logits_NV.double() / settings.temperature).log_softmax(-1)",
+    ),
+    search(
+        "heat makes the likely likelier",
+        "allowed_NV.double() / settings.temperature",
+        "allowed_NV.double() * settings.temperature",
+    ),
+    search(
+        "top_p leaves out the piece that reaches it",
+        "sorted_NV.cumsum(-1) - sorted_NV >= settings.top_p",
+        "sorted_NV.cumsum(-1) >= settings.top_p",
+    ),
+    search(
+        "one number draws all pieces",
+        "uniform_NT[:, rows.written_NT.shape[1], None]",
+        "uniform_NT[:, :1]",
+    ),
+    search(
+        "numbers do not follow their samples",
+        "        rows, uniform_NT = rows.take(open_N), uniform_NT[open_N]\n",
+        "        rows = rows.take(open_N)\n",
+    ),
+    Mutation(
+        "ensembles mean logits",
+        "mtrain/ensemble.py",
+        "torch.stack([own.log_softmax(-1) for own in logits])",
+        "torch.stack([own for own in logits])",
+        "tests/test_ensemble.py",
+    ),
+    Mutation(
+        "only one model of an ensemble is reordered",
+        "mtrain/ensemble.py",
+        "        for state in self.states:\n            state.reorder(rows_N)\n",
+        "        self.states[0].reorder(rows_N)\n",
+        "tests/test_ensemble.py",
+    ),
+    Mutation(
+        "only one model of an ensemble hears who joins",
+        "mtrain/ensemble.py",
+        "zip(self.states, other.states, strict=True):\n            state.extend(new)\n",
+        "zip(self.states[:1], other.states[:1], strict=True):\n            state.extend(new)\n",
+        "tests/test_ensemble.py",
     ),
 ]
 
@@ -413,10 +557,10 @@ TEXT = [
     ),
     Mutation(
         "warns one place too late",
-        "mtrain/translate.py",
-        "if limit is not None and length > limit:",
-        "if limit is not None and length > limit + 1:",
-        "tests/test_translate.py -k warns",
+        "mtrain/stream.py",
+        "if learned is not None and length > learned:",
+        "if learned is not None and length > learned + 1:",
+        "tests/test_stream.py -k learned_positions",
     ),
 ]
 

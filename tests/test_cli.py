@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Cli, Shell
@@ -18,7 +19,9 @@ from tasks import WORDS, copy_task, write_task
 
 import mtrain
 from mtrain import cli as command_line
+from mtrain.output import NOTHING, Line
 from mtrain.rundir import RunDir
+from mtrain.search import Sampling
 
 VERBS = ["demo", "tokenize", "train", "translate", "eval", "plot"]
 ODD_LINES = [
@@ -103,7 +106,9 @@ def test_an_output_file_holds_what_stdout_would(cli: Cli, trained: RunDir, tmp_p
 def test_translate_gives_a_line_for_every_line_whatever_it_holds(cli: Cli, trained: RunDir) -> None:
     raw = "".join(f"{line}\n" for line in ODD_LINES).encode()
     outcome = cli("translate", trained.path, "--beam", "1", stdin=raw)
-    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.code == 0
+    warnings = re.compile(r"mtrain: (line \d+: .*|\d+ more lines: .*)\.")
+    assert all(warnings.fullmatch(line) for line in outcome.err.split("\n")[:-1])
     assert len(outcome.lines) == len(ODD_LINES)
     blank = [line == "" or line.isspace() for line in ODD_LINES]
     assert [outcome.lines[i] for i, is_blank in enumerate(blank) if is_blank] == [""] * sum(blank)
@@ -197,18 +202,112 @@ def test_beam_and_length_alpha_are_taken_from_the_run_unless_given(
 
     seen = []
 
-    def load(run: RunDir, decoding: object, device: str) -> translating.Translator:
-        seen.append((decoding, device))
-        return real_load(run, decoding, device)  # type: ignore[arg-type]
+    def load(*arguments: Any) -> translating.Translator:
+        seen.append(arguments[1:])
+        return real_load(*arguments)
 
     real_load = translating.load
     monkeypatch.setattr(translating, "load", load)
     assert cli("translate", trained.path, stdin=b"ba\n").code == 0
-    options = ["--beam", "3", "--length-alpha", "0", "--device", "cpu"]
+    options = ["--beam", "3", "--length-alpha", "0", "--device", "cpu", "--n-best", "2"]
+    options += ["--early-stop", "--no-repeat-ngram", "4", "--batch-tokens", "99"]
     assert cli("translate", trained.path, *options, stdin=b"ba\n").code == 0
     own = trained.load_config().decoding
-    assert seen[0] == (own, "auto")
-    assert seen[1] == (own.model_copy(update={"beam": 3, "length_alpha": 0.0}), "cpu")
+    assert seen[0] == (own, translating.Loading(), translating.Wanted())
+    changes = {"beam": 3, "length_alpha": 0.0, "early_stop": True}
+    changes |= {"no_repeat_ngram": 4, "batch_tokens": 99}
+    changed = own.model_copy(update=changes)
+    assert seen[1] == (changed, translating.Loading("cpu"), translating.Wanted(2))
+    options = ["--sample", "--temperature", "0.5", "--top-k", "4", "--top-p", "0.9"]
+    assert cli("translate", trained.path, *options, stdin=b"ba\n").code == 0
+    assert seen[2][2] == translating.Wanted(1, Sampling(0.5, 4, 0.9))
+
+
+def test_every_format_holds_the_same_translations(
+    cli: Cli, trained: RunDir, tmp_path: Path
+) -> None:
+    raw, links = b"ba ce di\n\nfo gu\n", tmp_path / "links"
+    options = ["--beam", "3", "--n-best", "2"]
+    text = cli("translate", trained.path, *options, stdin=raw).lines
+    assert len(text) == 6
+    assert text[2:4] == ["", ""]
+    tsv = cli("translate", trained.path, *options, "--format", "tsv", stdin=raw).lines
+    columns = [line.split("\t") for line in tsv]
+    assert [row[:2] for row in columns] == [[str(n), str(k)] for n in (1, 2, 3) for k in (1, 2)]
+    assert [row[5] for row in columns] == text
+    asked = [*options, "--format", "jsonl", "--alignments", links]
+    trees = [json.loads(line) for line in cli("translate", trained.path, *asked, stdin=raw).lines]
+    assert [tree["source"] for tree in trees] == ["ba ce di", "", "fo gu"]
+    for number, tree in enumerate(trees):
+        best = [found["translation"] for found in tree["n_best"]]
+        assert best + [""] * (2 - len(best)) == text[2 * number : 2 * number + 2]
+        assert tree["log_prob"] == pytest.approx(float(columns[2 * number][3]), abs=1e-6)
+    assert links.read_text("utf-8") == "0-0 1-1 2-2\n\n0-0 1-1\n"
+
+
+def test_several_runs_translate_as_one_and_a_file_comes_last(
+    cli: Cli, trained: RunDir, tmp_path: Path
+) -> None:
+    (tmp_path / "in").write_text("ba ce\n", encoding="utf-8")
+    alone = cli("translate", trained.path, tmp_path / "in").lines
+    assert cli("translate", trained.path, trained.path, tmp_path / "in").lines == alone
+    assert cli("translate", trained.path, trained.path, stdin=b"ba ce\n").lines == alone
+
+
+def test_a_prefix_file_says_how_each_line_begins(cli: Cli, trained: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "prefix").write_text("tu\n\n", encoding="utf-8")
+    options = ["--prefix", tmp_path / "prefix"]
+    lines = cli("translate", trained.path, *options, stdin=b"ba ce\nfo gu\n").lines
+    assert lines[0].startswith("tu")
+    assert lines[1] == "fo gu"
+    said = error_line(cli("translate", trained.path, *options, stdin=b"ba\n" * 3))
+    assert said == "--prefix must have a line for each line of the input, but ends at line 2."
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--top-k", "3"], "`--top-k` must stand beside `--sample`, but stands alone."),
+        (["--seed", "3"], "`--seed` must stand beside `--sample`, but stands alone."),
+        (["--sample", "--beam", "3"], "`--beam` must not stand beside `--sample`, but does."),
+        (
+            ["--on-long", "split"],
+            "`--on-long` must stand beside `--max-input-tokens`, but stands alone.",
+        ),
+        (["--n-best", "3"], "`--n-best` must be at most the beam (2), but is 3 instead."),
+        (
+            ["--max-input-tokens", "3", "--on-long", "error"],
+            "line 1: must have at most 3 tokens, but has 4 instead; `--on-long split` or "
+            "`--on-long truncate` takes it.",
+        ),
+    ],
+)
+def test_options_that_would_do_nothing_or_cannot_be_met_are_refused(
+    cli: Cli, trained: RunDir, options: list[str], said: str
+) -> None:
+    assert error_line(cli("translate", trained.path, *options, stdin=b"ba ce di\n")) == said
+
+
+def test_a_score_is_the_one_that_the_search_gave_the_same_line(
+    cli: Cli, trained: RunDir, tmp_path: Path
+) -> None:
+    run = shutil.copytree(trained.path, tmp_path / "run")
+    own = (run / "data" / "tests" / "held_out.src").read_text("utf-8")
+    found = cli("translate", run, "--format", "jsonl", stdin=own.encode())
+    trees = [json.loads(line) for line in found.lines]
+    texts = "".join(tree["translation"] + "\n" for tree in trees)
+    (run / "data" / "tests" / "held_out.tgt").write_text(texts, encoding="utf-8")
+    rows = [line.split("\t") for line in cli("eval", run, "--score").lines]
+    assert [row[:2] for row in rows] == [["held_out", str(n)] for n in range(1, len(trees) + 1)]
+    same = [
+        (tree, row)
+        for tree, row in zip(trees, rows, strict=True)
+        if int(row[4]) == len(tree["pieces"]) and "<0x" not in "".join(tree["pieces"])
+    ]
+    assert len(same) > 30
+    for tree, row in same:
+        assert float(row[2]) == pytest.approx(tree["score"], abs=1.1e-5)
+        assert float(row[3]) == pytest.approx(tree["log_prob"], abs=3e-5)
 
 
 def test_version_and_the_module_agree(cli: Cli, shell: Shell) -> None:
@@ -432,7 +531,7 @@ def test_an_input_that_cannot_be_read_is_one_line(
     said = error_line(cli("translate", trained.path, tmp_path / "absent"))
     assert said == f"{tmp_path / 'absent'}: cannot be read: No such file or directory."
     said = error_line(cli("translate", trained.path, tmp_path))
-    assert said == f"{tmp_path}: cannot be read: Is a directory."
+    assert said.startswith(f"{tmp_path}: must be a run folder, but has no config.yaml;")
 
 
 @pytest.mark.parametrize("damage", ["truncated", "plain", "damaged"])
@@ -465,14 +564,15 @@ def test_an_output_that_cannot_be_written_is_one_line(
 def test_an_output_is_whole_or_not_there(
     cli: Cli, trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mtrain.translate import Translator
+    from mtrain.stream import Stream
 
-    def interrupted(self: Translator, lines: object, warn: object) -> object:
-        yield "ba"
+    def interrupted(self: Stream, *arguments: object) -> object:
+        yield Line(1, "ba", [NOTHING])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Translator, "stream", interrupted)
-    outcome = cli("translate", trained.path, "-o", tmp_path / "out", stdin=b"ba\nce\n")
+    monkeypatch.setattr(Stream, "translate", interrupted)
+    outputs = ["-o", tmp_path / "out", "--alignments", tmp_path / "links"]
+    outcome = cli("translate", trained.path, *outputs, stdin=b"ba\nce\n")
     assert outcome.code == 130
     assert list(tmp_path.iterdir()) == []
 

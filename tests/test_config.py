@@ -115,6 +115,8 @@ def test_the_defaults_are_those_of_the_design(minimal: Path) -> None:
         "length_alpha": 0.6,
         "max_extra_tokens": 50,
         "batch_tokens": 8192,
+        "no_repeat_ngram": 0,
+        "early_stop": False,
     }
     assert tree == {}
 

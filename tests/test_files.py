@@ -129,6 +129,46 @@ no_line_end = st.text(st.characters(codec="utf-8", exclude_characters="\n")).fil
 )
 
 
+def test_blocks_hold_all_lines_in_order_and_no_more_than_they_may(here: Path) -> None:
+    (here / "in").write_text("".join(f"{n}\n" for n in range(10)), encoding="utf-8")
+    blocks = list(files.read_blocks(Path("in"), lambda _: None, 4))
+    assert [len(block) for block in blocks] == [4, 4, 2]
+    assert [line for block in blocks for line in block] == [str(n) for n in range(10)]
+    (here / "empty").write_bytes(b"")
+    assert list(files.read_blocks(Path("empty"), lambda _: None, 4)) == []
+
+
+def test_a_block_ends_when_its_lines_are_very_long(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_MAX_BLOCK_CHARACTERS", 10)
+    (here / "in").write_text("a" * 11 + "\nb\n" + "c" * 6 + "\n" + "d" * 6 + "\n", "utf-8")
+    blocks = list(files.read_blocks(Path("in"), lambda _: None, 4))
+    assert [[line[0] for line in block] for block in blocks] == [["a"], ["b", "c", "d"]]
+
+
+def test_lines_of_a_pipe_are_given_when_no_more_come(here: Path) -> None:
+    os.mkfifo("pipe")
+    blocks = files.read_blocks(Path("pipe"), lambda _: None, 100)
+    writer = os.open("pipe", os.O_RDWR)
+    try:
+        os.write(writer, b"one\ntwo\n")
+        assert next(blocks) == ["one", "two"]
+        os.write(writer, b"three\n")
+        assert next(blocks) == ["three"]
+    finally:
+        os.close(writer)
+    assert list(blocks) == []
+
+
+def test_an_error_comes_after_the_lines_before_it(here: Path) -> None:
+    (here / "in.gz").write_bytes(gzip.compress(b"line\n" * 50_000)[:-20])
+    blocks = files.read_blocks(Path("in.gz"), lambda _: None, 1000)
+    assert next(blocks) == ["line"] * 1000
+    with pytest.raises(DataError, match=r"^in\.gz: must be whole"):
+        list(blocks)
+
+
 @given(st.lists(no_line_end).filter(lambda lines: not lines or not lines[0].startswith("\ufeff")))
 def test_what_is_written_reads_back(
     tmp_path_factory: pytest.TempPathFactory, lines: list[str]

@@ -21,8 +21,10 @@ from mtrain.kernels import (
     Linear,
     ProjectedCrossEntropy,
     add_norm,
+    attend,
     attention,
     dropout_seeds,
+    top_pieces,
 )
 
 LANES = 16  # the compiled functions fill keys up to a multiple of this many
@@ -553,14 +555,20 @@ def test_attention_of_extreme_scores_stays_finite_and_right(way, calls):
     assert_mixed(way, [q, k, v], keep_of("padding", 5, 7), floor=1e-7)
 
 
-def test_whatever_is_not_trained_takes_the_plain_formula(calls):
-    """Threads share out no work there, and the compiled functions run on one."""
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_what_is_not_trained_is_compiled_on_one_thread_alone(calls, num_threads, monkeypatch):
+    """With several, a plain formula splits its work over them, and a compiled function does not."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     inputs = queries_keys_values(5, 7, 6, torch.float32)
-    with torch.no_grad():
+    store_RX, places_NT = normal(9, 12, dtype=torch.float32), torch.tensor([[0, 8], [2, -1]])
+    with torch.inference_mode():
         attention(*inputs, None)
         add_norm(inputs[0], inputs[0], Dropout(0.0), norm_of(6))
         Dropout(0.5).train()(inputs[0])
-    assert calls == []
+        attend(store_RX[:2, :6], store_RX, places_NT, 2)
+        top_pieces(store_RX, [0], 3)
+    compiled = ["attention", "add_norm", "dropout", "attend", "top_pieces"]
+    assert calls == (compiled if num_threads == 1 else [])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
@@ -569,6 +577,8 @@ def test_types_that_were_not_compiled_take_the_plain_formula(calls, dtype):
     assert attention(x, x, x, None).dtype == dtype
     assert Dropout(0.5).train()(x).dtype == dtype
     assert add_norm(x, x, Dropout(0.5).train(), norm_of(6)).dtype == dtype
+    assert attend(x[0, 0, :, :3], x[0, 0], torch.zeros(5, 1, dtype=torch.long), 1).dtype == dtype
+    assert top_pieces(x[0, 0], [], 2).log_prob_NC.dtype == dtype
     assert calls == []
 
 
@@ -577,6 +587,196 @@ def test_types_that_are_mixed_take_the_plain_formula(calls):
     mixed_types = add_norm(x, branch, Dropout(0.0), norm)
     torch.testing.assert_close(mixed_types, norm(x + branch))
     assert calls == []
+
+
+# attend
+
+HEADS = [(1, 1), (2, 6), (3, 16), (1, 17), (3, 32), (2, 64), (1, 257)]  # how many, width
+
+
+def attended(q_ND: Tensor, store_RX: Tensor, places_NT: Tensor, num_heads: int) -> Tensor:
+    """Each query over the rows that it names, written out."""
+    rows = []
+    for q_D, places_T in zip(q_ND.double(), places_NT.tolist(), strict=True):
+        seen_TX = store_RX.double()[[place for place in places_T if place >= 0]]
+        k_HTK, v_HTK = (
+            x.unflatten(-1, (num_heads, -1)).transpose(0, 1) for x in seen_TX.chunk(2, -1)
+        )
+        rows.append(mixed(q_D.view(num_heads, 1, -1), k_HTK, v_HTK, None).flatten())
+    return torch.stack(rows)
+
+
+def places_of(num_rows: int, count: int, num_stored: int, seed: int = 0) -> Tensor:
+    """Rows of the store in any order, some of them none; each query names at least one."""
+    rng = torch.Generator().manual_seed(seed)
+    places_NT = torch.randint(-num_stored // 2, num_stored, (num_rows, count), generator=rng)
+    places_NT[:, -1].clamp_(min=0)
+    return places_NT.clamp(min=-1)
+
+
+@EACH_WAY
+@pytest.mark.parametrize(("num_heads", "width"), HEADS)
+@pytest.mark.parametrize("count", [1, 7, 33])
+@torch.no_grad()
+def test_attend_is_the_formula_written_out(way, calls, num_heads, width, count, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    d_model = num_heads * width
+    q_ND = normal(5, d_model, dtype=way.dtype)
+    store_RX = normal(20, 2 * d_model, seed=1, dtype=way.dtype)
+    places_NT = places_of(5, count, 20)
+    out_ND = attend(q_ND, store_RX, places_NT, num_heads)
+    assert out_ND.dtype == way.dtype
+    assert calls == (["attend"] if way.is_compiled else [])
+    way.assert_near(out_ND, attended(q_ND, store_RX, places_NT, num_heads))
+
+
+@EACH_WAY
+def test_attend_takes_queries_and_places_that_are_not_contiguous(way, calls):
+    """As the model cuts them: queries out of one product, a window out of all places."""
+    store_RX, places_NT = normal(20, 24, seed=1, dtype=way.dtype), places_of(5, 11, 20)
+    queries = normal(5, 36, dtype=way.dtype)[:, 12:24], normal(12, 5, dtype=way.dtype).T
+    for q_ND in queries:
+        for own_NT in (places_NT[:, -3:], places_NT.T.contiguous().T, places_NT[:, -1:]):
+            found = attend(q_ND, store_RX, own_NT, 2)
+            way.assert_near(found, attended(q_ND, store_RX, own_NT, 2))
+    assert calls == ["attend"] * (6 if way.is_compiled else 0)
+
+
+@EACH_WAY
+def test_attend_reads_no_row_that_is_not_named(way, calls):
+    """A store is larger than what was written into it."""
+    q_ND, store_RX = normal(5, 12, dtype=way.dtype), normal(20, 24, seed=1, dtype=way.dtype)
+    places_NT = 1 + places_of(5, 11, 9)
+    places_NT[places_NT == 0] = -1
+    expected = attend(q_ND, store_RX, places_NT, 2)
+    store_RX[10:] = math.nan
+    assert torch.equal(attend(q_ND, store_RX, places_NT, 2), expected)
+
+
+@EACH_WAY
+def test_attend_of_extreme_scores_stays_finite_and_right(way, calls):
+    q_ND, store_RX = normal(5, 12, dtype=way.dtype) * 1e4, normal(20, 24, seed=1, dtype=way.dtype)
+    places_NT = places_of(5, 11, 20)
+    found = attend(q_ND, store_RX, places_NT, 2)
+    way.assert_near(found, attended(q_ND, store_RX, places_NT, 2), floor=1e-7)
+
+
+@EACH_WAY
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("column", [3, 15])
+def test_attend_hands_on_what_is_not_finite_to_those_who_read_it(way, calls, value, column):
+    q_ND, store_RX = normal(2, 12, dtype=way.dtype), normal(20, 24, seed=1, dtype=way.dtype)
+    store_RX[7, column] = value
+    out_ND = attend(q_ND.abs(), store_RX, torch.tensor([[3, 7, -1], [4, 5, 6]]), 2)
+    assert not out_ND[0].isfinite().all()
+    assert out_ND[1].isfinite().all()
+
+
+# top_pieces
+
+WIDTHS = [5, 63, 64, 65, 130, 1000]  # the compiled function reads blocks of 64
+
+
+def ranked(logits_NV: Tensor, never: list[int], count: int) -> Tensor:
+    """The ids of each row, greatest first and of equals the first."""
+    rows = [
+        sorted((piece for piece in range(len(row)) if piece not in never), key=lambda n: -row[n])
+        for row in logits_NV.tolist()
+    ]
+    return torch.tensor([row[:count] for row in rows])
+
+
+@EACH_WAY
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("never", [[], [4, 0, 1]])
+@pytest.mark.parametrize("count", [1, 4, 2000])
+@torch.no_grad()
+def test_top_pieces_are_the_greatest_of_those_allowed(way, calls, width, never, count, monkeypatch):
+    """Those never taken are the greatest of all, and count in the probabilities."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    logits_NV = 3 * normal(7, width, dtype=way.dtype)
+    logits_NV[:, never] += 8
+    before = logits_NV.clone()
+    found = top_pieces(logits_NV, never, count)
+    assert calls == (["top_pieces"] if way.is_compiled else [])
+    assert torch.equal(logits_NV, before)
+
+    expected = ranked(logits_NV, never, count)
+    values_NC = logits_NV.gather(1, found.ids_NC)
+    assert torch.equal(values_NC, logits_NV.gather(1, expected))
+    if way.is_compiled or way.dtype is not SHORT:  # else there are ties, which it may break at will
+        assert torch.equal(found.ids_NC, expected)
+    assert all(len({*row}) == len(row) and not {*row} & {*never} for row in found.ids_NC.tolist())
+    exact = logits_NV.double().log_softmax(-1).gather(1, found.ids_NC)
+    way.assert_near(found.log_prob_NC, exact, way.roundings)
+
+
+def test_compiled_top_pieces_of_ties_are_the_first(calls):
+    """Within a block, across blocks, and where the last place is contested."""
+    logits_NV = torch.zeros(3, 200)
+    logits_NV[1, [150, 70, 199, 5]] = 1.0
+    logits_NV[2] = torch.arange(200) // 50 % 2
+    found = top_pieces(logits_NV, [1, 70], 6)
+    assert calls == ["top_pieces"]
+    expected = [[0, 2, 3, 4, 5, 6], [5, 150, 199, 0, 2, 3], [50, 51, 52, 53, 54, 55]]
+    assert found.ids_NC.tolist() == expected == ranked(logits_NV, [1, 70], 6).tolist()
+
+
+@EACH_WAY
+def test_top_pieces_take_logits_that_are_not_contiguous(way, calls):
+    logits = [normal(100, 7, dtype=way.dtype).T, normal(7, 300, dtype=way.dtype)[:, 50:150]]
+    for logits_NV in logits:
+        found = top_pieces(logits_NV, [2], 5)
+        values_NC = logits_NV.gather(1, found.ids_NC)
+        assert torch.equal(values_NC, logits_NV.gather(1, ranked(logits_NV, [2], 5)))
+        exact = logits_NV.double().log_softmax(-1).gather(1, found.ids_NC)
+        way.assert_near(found.log_prob_NC, exact, way.roundings)
+
+
+@EACH_WAY
+@pytest.mark.parametrize("shift", [-1e4, 1e4, 1e30])
+def test_top_pieces_of_extreme_logits_stay_finite_and_right(way, calls, shift):
+    logits_NV = (shift * (1 + 0.1 * normal(3, 100))).to(way.dtype)
+    found = top_pieces(logits_NV, [0], 3)
+    exact = logits_NV.double().log_softmax(-1).gather(1, found.ids_NC)
+    assert torch.equal(found.ids_NC[:, :1], ranked(logits_NV, [0], 1))
+    way.assert_near(found.log_prob_NC, exact, way.roundings, floor=1e-5)
+
+
+@EACH_WAY
+@pytest.mark.parametrize("few", [0, 2])
+def test_pieces_that_are_forbidden_by_their_logits_come_last(way, calls, few):
+    """They have no probability; with few others, they are taken all the same."""
+    logits_NV = torch.full((2, 130), -math.inf, dtype=way.dtype)
+    logits_NV[:, 100 : 103 + few] = normal(2, 3 + few, dtype=way.dtype)
+    found = top_pieces(logits_NV, [0, 101], 4)
+    exact = logits_NV.double().log_softmax(-1).gather(1, found.ids_NC)
+    num_allowed = min(2 + few, 4)
+    way.assert_near(found.log_prob_NC[:, :num_allowed], exact[:, :num_allowed], way.roundings)
+    assert (found.log_prob_NC[:, num_allowed:] == -math.inf).all()
+    assert found.log_prob_NC[:, :num_allowed].isfinite().all()
+
+
+@EACH_WAY
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("places", [[0], [64], [99], [7, 70], list(range(100))])
+def test_a_logit_that_is_not_finite_leaves_no_number_in_its_row(way, calls, value, places):
+    """The ids are some of the vocabulary in any case, for they are looked up."""
+    logits_NV = normal(3, 100, dtype=way.dtype)
+    whole = top_pieces(logits_NV, [0, 2], 4)
+    logits_NV[1, places] = value
+    found = top_pieces(logits_NV, [0, 2], 4)
+    assert not found.log_prob_NC[1].isfinite().any()
+    assert ((found.ids_NC >= 0) & (found.ids_NC < 100)).all()
+    others = [0, 2]
+    assert torch.equal(found.ids_NC[others], whole.ids_NC[others])
+    assert torch.equal(found.log_prob_NC[others], whole.log_prob_NC[others])
+
+
+@BOTH_PATHS
+def test_no_row_has_no_pieces(way, calls):
+    found = top_pieces(torch.empty(0, 9, dtype=way.dtype), [0], 4)
+    assert found.ids_NC.shape == found.log_prob_NC.shape == (0, 4)
 
 
 # Dropout

@@ -9,12 +9,13 @@ import torch
 from builders import left_keep, model_config, randomise, transformer, vocabularies
 from torch import Tensor, nn
 
-from mtrain import checkpoint
+from mtrain import checkpoint, kernels, native
 from mtrain.config import ModelConfig
 from mtrain.kernels import Dropout, Linear
 from mtrain.model import (
     CrossAttention,
     DecoderLayer,
+    DecoderState,
     EncoderLayer,
     FeedForward,
     Positions,
@@ -609,7 +610,7 @@ def test_learned_positions_are_rows_of_a_table(length, first):
     torch.manual_seed(2)
     positions = Positions(LEARNED)
     assert positions.table.weight.shape == (6, D_MODEL)
-    found = positions(length, first, torch.device("cpu"))
+    found = positions(torch.arange(first, first + length), first + length)
     assert torch.equal(found, positions.table.weight[first : first + length])
 
 
@@ -618,8 +619,34 @@ def test_places_after_the_last_learned_position_share_it(length, first):
     torch.manual_seed(2)
     positions = Positions(LEARNED)
     rows = [min(place, 5) for place in range(first, first + length)]
-    found = positions(length, first, torch.device("cpu"))
+    found = positions(torch.arange(first, first + length), first + length)
     assert torch.equal(found, positions.table.weight[rows])
+
+
+@pytest.mark.parametrize("config", [model_config(), LEARNED], ids=["sinusoidal", "learned"])
+def test_positions_may_be_asked_for_in_any_order_and_shape(config):
+    """Few and many: sinusoids are kept, and more are computed when they are needed."""
+    torch.manual_seed(2)
+    positions = Positions(config)
+    if positions.table is None:
+        expected = sinusoids(500, D_MODEL)
+    else:
+        expected = positions.table.weight[torch.arange(500).clamp(max=5)]
+    for stop in (3, 1, 40, 5, 500):
+        for shape in ((4,), (2, 3)):
+            rng = torch.Generator().manual_seed(stop)
+            places = torch.randint(stop, shape, generator=rng)
+            assert torch.equal(positions(places, stop), expected[places])
+
+
+@torch.no_grad()
+def test_positions_that_were_computed_while_translating_serve_training():
+    model, data = transformer(model_config()), inputs()
+    with torch.inference_mode():
+        model(*data)
+    with torch.enable_grad():
+        model(*data).sum().backward()
+    assert model.tgt_embedding.weight.grad is not None
 
 
 def test_each_side_adds_learned_positions_of_its_own_to_scaled_embeddings():
@@ -694,48 +721,175 @@ def test_cached_decoding_of_three_hypotheses_equals_full_decoding_of_each(config
     repeated = Inputs(*(x.repeat_interleave(width, 0) for x in (src_BS, src_keep_BS)), tgt_NT)
     expected = full_logits(model, repeated)
     state = model.start(model.encode(src_BS, src_keep_BS), src_keep_BS)
+    state.reorder(torch.arange(3).repeat_interleave(width))
     for place in range(5):
         logits = model.step(tgt_NT[:, place], state)
         torch.testing.assert_close(logits, expected[:, place], **SAME)
 
 
+JOIN = "two more sentences join"
+REORDERS: list[list[int] | str] = [  # before each step; rows of the one before, at first three
+    [0, 1, 2, 1, 1, 2, 0],  # hypotheses open, not the same number for all
+    [1, 1, 0, 5, 3, 3, 6, 2, 4],  # they multiply, die and change places
+    [0, 2, 1, 8, 6, 6],  # fewer; sentences stand in any order
+    JOIN,  # with sources that are longer
+    [0, 6, 5, 2, 7, 7, 6],
+    [5, 2, 4],  # most are gone, of the old and of the new
+    JOIN,
+    [3, 0, 4],  # of the first sentences none is left, so that rows are shorter
+    JOIN,
+    [4],
+]
+
+
+class Grown(NamedTuple):
+    """A source and a target, and the logits of the piece that follows."""
+
+    src: list[int]
+    tgt: list[int]
+    logits_V: Tensor
+
+
+def begin(model: Transformer, data: Inputs) -> DecoderState:
+    return model.start(model.encode(data.src_BS, data.src_keep_BS), data.src_keep_BS)
+
+
+def grown_by_steps(model: Transformer) -> list[Grown]:
+    """Decode step by step, with what `REORDERS` says before every step."""
+    data = inputs()
+    state, grown = begin(model, data), []
+    src = [own[:length] for own, length in zip(data.src_BS.tolist(), SRC_LENGTHS, strict=True)]
+    tgt: list[list[int]] = [[], [], []]
+    for place, rows in enumerate(REORDERS):
+        if isinstance(rows, str):
+            keep_BS = left_keep([7, 3])
+            joining_BS = ids(2, 7, seed=80 + place)
+            state.extend(begin(model, Inputs(joining_BS, keep_BS, joining_BS)))
+            src += [joining_BS[0].tolist(), joining_BS[1, :3].tolist()]
+            tgt += [[], []]
+        else:
+            state.reorder(torch.tensor(rows))
+            src, tgt = [src[row] for row in rows], [tgt[row] for row in rows]
+        assert state.length_N.tolist() == [len(own) for own in tgt]
+        new_N = ids(len(tgt), 1, seed=50 + place)[:, 0]
+        tgt = [[*own, new] for own, new in zip(tgt, new_N.tolist(), strict=True)]
+        logits_NV = model.step(new_N, state)
+        grown += [Grown(*one) for one in zip(src, tgt, logits_NV, strict=True)]
+    return grown
+
+
+def grown_at_once(model: Transformer, one: Grown) -> Tensor:
+    """The same logits, of the whole target decoded at once, and alone."""
+    src_1S, tgt_1T = torch.tensor([one.src]), torch.tensor([one.tgt])
+    return full_logits(model, Inputs(src_1S, all_kept(src_1S), tgt_1T))[0, -1]
+
+
 @every_variant
 @torch.no_grad()
-def test_cached_decoding_goes_on_rightly_after_reorders_that_drop_sentences(config):
-    model, width = transformer(config), 3
-    src_BS, src_keep_BS, _ = inputs()
-    state = model.start(model.encode(src_BS, src_keep_BS), src_keep_BS)
-    sentences = torch.arange(3)
-    tgt_NT = torch.empty(3 * width, 0, dtype=torch.long)
-    plan: list[tuple[list[int], list[int] | None]] = [
-        ([1, 1, 0, 5, 3, 3, 6, 7, 8], None),  # hypotheses multiply, die and change places
-        ([0, 2, 1, 8, 6, 6], [0, 2]),  # the sentence in the middle leaves
-        ([0, 1, 2, 3, 4, 5], None),
-        ([5, 5, 4], [1]),  # the first leaves
-        ([2, 0, 0], None),
-    ]
-    for place, (rows, kept) in enumerate(plan):
-        new_N = ids(len(tgt_NT), 1, seed=50 + place)
-        tgt_NT = torch.cat([tgt_NT, new_N], 1)
-        logits = model.step(new_N[:, 0], state)
-        repeated = sentences.repeat_interleave(width)
-        expected = full_logits(model, Inputs(src_BS[repeated], src_keep_BS[repeated], tgt_NT))
-        torch.testing.assert_close(logits, expected[:, -1], **SAME)
-
-        state.reorder(torch.tensor(rows), torch.tensor(kept) if kept else None)
-        tgt_NT = tgt_NT[rows]
-        sentences = sentences[kept] if kept else sentences
+def test_cached_decoding_goes_on_rightly_after_any_reorders_and_joins(config):
+    model = transformer(config)
+    grown = grown_by_steps(model)
+    assert {len(one.tgt) for one in grown} == {*range(1, 8)}
+    for one in grown:
+        torch.testing.assert_close(one.logits_V, grown_at_once(model, one), **SAME)
 
 
-@pytest.mark.parametrize(("window", "kept"), [(None, 6), (1, 2), (3, 4)])
+@every_variant
+@pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "plain"])
 @torch.no_grad()
-def test_decoding_remembers_no_more_than_its_window(window, kept):
-    model, data = transformer(model_config(attention_window=window)), inputs()
-    state = model.start(model.encode(data.src_BS, data.src_keep_BS), data.src_keep_BS)
+def test_cached_decoding_in_float32_is_what_float64_decodes(config, is_compiled, monkeypatch):
+    if is_compiled and native.compiled() is None:
+        pytest.skip("nothing on this machine compiles C, or MTRAIN_NATIVE=0")
+    exact, names = transformer(config), []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1 if is_compiled else 2)
+    call = kernels._Functions.call
+    monkeypatch.setattr(
+        kernels._Functions, "call", lambda own, *a, **b: [names.append(a[0]), call(own, *a, **b)]
+    )
+    grown = grown_by_steps(transformer(config).float())
+    assert names.count("attend") == (2 * 2 * len(REORDERS) if is_compiled else 0)
+    for one in grown:
+        expected = grown_at_once(exact, one)
+        size = float(expected.abs().max())
+        torch.testing.assert_close(one.logits_V.double(), expected, rtol=0, atol=1e-5 * size)
+
+
+@torch.no_grad()
+def test_states_join_however_far_those_before_have_read():
+    """At once, after all others have ended, and three in a row."""
+    model = transformer(model_config(attention_window=2))
+    src_BS, tgt_in_BT = ids(5, 4, seed=3), ids(5, 6, seed=4)
+    expected = full_logits(model, Inputs(src_BS, all_kept(src_BS), tgt_in_BT))
+    starts = [begin(model, Inputs(own, all_kept(own), own)) for own in src_BS.split(1)]
+    state = starts[0]
+    for joining in starts[1:3]:
+        state.extend(joining)
+    for place in range(4):
+        logits = model.step(tgt_in_BT[:3, place], state)
+        torch.testing.assert_close(logits, expected[:3, place], **SAME)
+    state.reorder(torch.tensor([], dtype=torch.long))
+    state.extend(starts[3])
+    state.extend(starts[4])
     for place in range(6):
-        model.step(data.tgt_in_BT[:, place], state)
-    for past in state.past:
-        assert past.keys.shape[2] == past.values.shape[2] == kept
+        logits = model.step(tgt_in_BT[3:, place], state)
+        torch.testing.assert_close(logits, expected[3:, place], **SAME)
+
+
+@torch.no_grad()
+def test_what_no_hypothesis_reads_is_forgotten_when_others_join():
+    """However many sentences pass through, the stores hold little more than the open ones."""
+    model, data = transformer(model_config(attention_window=2)), inputs()
+    state, most = begin(model, data), 0
+    for turn in range(20):
+        for place in range(6):
+            model.step(ids(len(state.length_N), 1, seed=place)[:, 0], state)
+        state.reorder(torch.arange(len(state.length_N))[-3 + turn % 2 :])
+        state.extend(begin(model, data))
+        most = max(most, *state.places_NT.shape)
+        in_use = int((state.src_places_NS >= 0).sum()), int((state.places_NT >= 0).sum())
+        assert state.sources.num_rows <= 2 * in_use[0] + 15
+        assert state.pasts.num_rows <= 2 * in_use[1] + 36
+        for stores in (state.sources, state.pasts):
+            assert len({len(layer_RX) for layer_RX in stores.layers}) == 1
+            assert stores.num_rows <= len(stores.layers[0]) <= 2 * (stores.num_rows + 36)
+    assert most <= 20
+
+
+@torch.no_grad()
+def test_a_state_that_joins_is_left_as_it_was():
+    model, data = transformer(model_config()), inputs()
+    joining, apart = begin(model, data), begin(model, data)
+    state = begin(model, data)
+    for _ in range(3):
+        state.extend(joining)
+        model.step(torch.zeros(len(state.length_N), dtype=torch.long), state)
+    new_N = torch.arange(3)
+    torch.testing.assert_close(model.step(new_N, joining), model.step(new_N, apart), **SAME)
+
+
+@torch.no_grad()
+def test_no_hypothesis_writes_where_another_reads():
+    model = transformer(model_config())
+    state = begin(model, inputs())
+    seen: set[int] = set()
+    for rows in REORDERS[:3]:
+        assert isinstance(rows, list)
+        state.reorder(torch.tensor(rows))
+        model.step(torch.zeros(len(rows), dtype=torch.long), state)
+        newest = state.places_NT[:, -1].tolist()
+        assert len({*newest}) == len(rows)
+        assert not seen & {*newest}
+        seen |= {*newest}
+
+
+@torch.no_grad()
+def test_hypotheses_share_one_copy_of_their_source():
+    model, data = transformer(model_config()), inputs()
+    state = begin(model, data)
+    before = list(state.sources.layers)
+    state.reorder(torch.arange(3).repeat_interleave(50))
+    assert all(now is one for now, one in zip(state.sources.layers, before, strict=True))
+    assert {len(source_RX) for source_RX in before} == {data.src_BS.numel()}
 
 
 # What must not matter

@@ -5,9 +5,7 @@ from collections import Counter
 
 import mutations
 import pytest
-from builders import TableModel
 from mutations import MUTATIONS, REPOSITORY, Mutation
-from test_search import NUM_PIECES, plain_beam, run_beam
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
@@ -41,17 +39,3 @@ def test_a_text_that_is_not_there_or_there_twice_is_refused() -> None:
 def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert mutations.main(["flip everything"]) == 2
     assert "flip everything" in capsys.readouterr().err
-
-
-# What a mutation showed to be missing
-
-
-@pytest.mark.parametrize("width", [2, 3, 4])
-@pytest.mark.parametrize("alpha", [0.6, 2.0])
-def test_many_beams_are_the_beam_in_plain_python(width: int, alpha: float) -> None:
-    """A finished hypothesis that gives its place away shows in one sentence of many."""
-    for seed in range(20, 40):
-        model = TableModel(NUM_PIECES, seed)
-        found = run_beam(model, range(4), [5] * 4, width, alpha)
-        expected = [plain_beam(model, sentence, 5, width, alpha).ids for sentence in range(4)]
-        assert [tuple(hypothesis.ids) for hypothesis in found] == expected, seed

@@ -189,7 +189,7 @@ def test_the_attention_of_the_first_encoder_layer_is_that_of_plain_arithmetic(
 def test_the_target_whose_attention_is_drawn_is_what_the_run_translates(
     run: RunDir, attention: pictures.Attention
 ) -> None:
-    (translation,) = translating.load(run, device="cpu").translate([SENTENCE])
+    (translation,) = translating.load(run, loading=translating.Loading("cpu")).translate([SENTENCE])
     assert attention.translation == translation
     text = "".join(attention.tgt_out[:-1]).replace("\u2581", " ").strip()
     assert text == translation

@@ -6,10 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tasks import Said, Tree, copy_task, tiny_tree, write, write_config, write_corpus
+from tasks import Pair, Said, Tree, copy_task, tiny_tree, write, write_config, write_corpus
 
 from mtrain import config as configs
 from mtrain import prepare, tokenizer
+from mtrain.corpus import Profile
 from mtrain.data import Position, TrainingData
 from mtrain.errors import ConfigError, DataError, RunError, UserError
 from mtrain.rundir import RunDir
@@ -321,6 +322,21 @@ def test_text_that_is_gone_from_the_run_folder_is_named(
     with pytest.raises(RunError) as error:
         prepare.read_valid(run) if name.startswith("valid") else prepare.read_test(run, "held_out")
     assert str(error.value) == f"{path}: is missing; restore it from a copy of the run."
+
+
+def test_a_run_folder_says_what_is_usual_in_its_pairs(tmp_path: Path, tree: Tree) -> None:
+    pairs = [Pair(pair.src, f"{pair.tgt} {pair.tgt}") for pair in copy_task(150, 4)]
+    pairs += copy_task(50, 5)
+    tree["data"] |= {"train": write_corpus(tmp_path, "train", pairs), "max_tokens": 99}
+    run, _ = make(tmp_path, tree)
+    vocabulary = tokenizer.load(run.tokenizer_dir)
+    src = [len(ids) for ids in vocabulary.encode_src([pair.src for pair in pairs])]
+    tgt = [len(ids) + 1 for ids in vocabulary.tgt.encode([pair.tgt for pair in pairs])]
+    ratios = [b / a for a, b in zip(src, tgt, strict=True)]
+    profile = prepare.read_profile(run)
+    assert profile == Profile(max(src), min(ratios), max(ratios), 0.25)
+    (run.data_dir / "profile.json").unlink()
+    assert prepare.read_profile(run) is None
 
 
 def test_a_run_dir_that_is_a_file_is_refused(tmp_path: Path, tree: Tree) -> None:

@@ -1,18 +1,33 @@
-"""Hold greedy and beam search to exhaustive search, to plain Python, and to each other."""
+"""Hold beam search and sampling to exhaustive search, to plain Python, and to each other."""
 
 import itertools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import pytest
 import torch
 from builders import Prefixes, TableModel, left_keep, model_config, transformer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from mtrain.model import Transformer
-from mtrain.search import Hypothesis, Limits, beam, greedy, length_penalty
+from mtrain.batch import pad_right
+from mtrain.config import ModelConfig
+from mtrain.model import DecoderState, Transformer
+from mtrain.search import (
+    NUM_GROUPS,
+    Beam,
+    Group,
+    Hypothesis,
+    Limits,
+    NotFiniteError,
+    Sampling,
+    beam,
+    length_penalty,
+    sample,
+)
 
 # The special ids are scattered on purpose: search must know none but those it is told.
 NUM_PIECES, EOS, PAD, BOS = 6, 1, 3, 4
@@ -20,35 +35,99 @@ NEVER = [PAD, BOS]
 WRITABLE = [0, 2, 5]
 ALPHAS = [0.0, 0.6, 1.0, 2.0]
 WIDE = 2 * len(WRITABLE) ** 4  # more places than there are targets of the lengths used here
+DTYPES = [torch.float32, torch.float64]  # the first takes compiled functions
+SUM_OF = {torch.float32: 1e-5, torch.float64: 1e-9}  # how exact a sum of log-probabilities is
+of_each_type = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+
+Item = TypeVar("Item")
+
+dtypes = st.sampled_from(DTYPES)
+alphas = st.sampled_from(ALPHAS)
+group_sizes = st.lists(st.integers(1, 3), max_size=5)
+prefixes = st.lists(st.sampled_from([*WRITABLE, PAD]), max_size=4).map(tuple)
 
 
-def limits(max_lengths: Sequence[int], never: list[int] = NEVER) -> Limits:
-    return Limits(BOS, EOS, never, torch.tensor(max_lengths))
+class Task(NamedTuple):
+    """One sentence, and what its target may be."""
+
+    sentence: int
+    max_length: int
+    prefix: tuple[int, ...] = ()
 
 
-def run_greedy(
-    model: TableModel, sentences: Sequence[int], max_lengths: Sequence[int], alpha: float = 0.0
-) -> list[Hypothesis]:
-    return greedy(model.step, Prefixes(sentences), limits(max_lengths), alpha)
+def tasks_of(max_lengths: Iterable[int]) -> list[Task]:
+    return [Task(sentence, length) for sentence, length in enumerate(max_lengths)]
 
 
-def run_beam(
+def limits_of(tasks: Sequence[Task], never: list[int] = NEVER, no_repeat_ngram: int = 0) -> Limits:
+    prefix_BP = None
+    if any(task.prefix for task in tasks):
+        prefix_BP = pad_right([list(task.prefix) for task in tasks], -1)
+    max_lengths_B = torch.tensor([task.max_length for task in tasks], dtype=torch.long)
+    return Limits(BOS, EOS, never, max_lengths_B, prefix_BP, no_repeat_ngram)
+
+
+def group_of(
+    tasks: Sequence[Task], never: list[int] = NEVER, no_repeat_ngram: int = 0
+) -> Group[Prefixes]:
+    bounds = limits_of(tasks, never, no_repeat_ngram)
+    return Group(Prefixes([task.sentence for task in tasks]), bounds)
+
+
+def cut(items: Sequence[Item], sizes: Sequence[int]) -> Iterator[Sequence[Item]]:
+    """Cut into parts of these sizes, and the rest."""
+    first = 0
+    for size in [*sizes, len(items)]:
+        if first < len(items):
+            yield items[first : first + size]
+        first += size
+
+
+def all_by_beam(
     model: TableModel,
-    sentences: Sequence[int],
-    max_lengths: Sequence[int],
-    width: int,
-    alpha: float = 0.0,
+    tasks: Sequence[Task],
+    wanted: Beam,
+    no_repeat_ngram: int = 0,
+    sizes: Sequence[int] = (),
+) -> list[list[Hypothesis]]:
+    """The best targets of each sentence; the sentences join in groups of these sizes."""
+    groups = (group_of(part, no_repeat_ngram=no_repeat_ngram) for part in cut(tasks, sizes))
+    return beam(model.step, groups, wanted)
+
+
+def by_beam(
+    model: TableModel, max_lengths: Sequence[int], width: int, alpha: float = 0.0
 ) -> list[Hypothesis]:
-    return beam(model.step, Prefixes(sentences), limits(max_lengths), width, alpha)
+    """The best target of each sentence."""
+    return [best for (best,) in all_by_beam(model, tasks_of(max_lengths), Beam(width, alpha))]
 
 
-def forced(model: TableModel, sentence: int, ids: Sequence[int]) -> float:
-    """The log-probability of a target that is read out piece by piece, eos included."""
+def all_by_sampling(
+    model: TableModel,
+    tasks: Sequence[Task],
+    wanted: Sampling,
+    uniform_NT: Tensor,
+    no_repeat_ngram: int = 0,
+) -> list[list[Hypothesis]]:
+    group = group_of(tasks, no_repeat_ngram=no_repeat_ngram)
+    return sample(model.step, group, wanted, uniform_NT)
+
+
+def uniform(num_rows: int, length: int, seed: int = 0) -> Tensor:
+    rng = torch.Generator().manual_seed(seed)
+    return torch.rand(num_rows, length, generator=rng, dtype=torch.float64)
+
+
+# The same, in plain Python
+
+
+def forced(model: TableModel, sentence: int, ids: Sequence[int]) -> list[float]:
+    """The log-probabilities of a target that is read out piece by piece, eos included."""
     target = [*ids, EOS]
-    return sum(
+    return [
         model.log_probs(sentence, [BOS, *target[:place]])[piece]
         for place, piece in enumerate(target)
-    )
+    ]
 
 
 class Found(NamedTuple):
@@ -59,239 +138,695 @@ class Found(NamedTuple):
 def exhaustive(model: TableModel, sentence: int, max_length: int, alpha: float) -> list[Found]:
     """Every target there is, best first."""
     every = [
-        Found(forced(model, sentence, ids) / ((5 + length + 1) / 6) ** alpha, ids)
+        Found(sum(forced(model, sentence, ids)) / ((5 + length + 1) / 6) ** alpha, ids)
         for length in range(max_length + 1)
         for ids in itertools.product(WRITABLE, repeat=length)
     ]
     return sorted(every, reverse=True)
 
 
-def plain_beam(
-    model: TableModel, sentence: int, max_length: int, width: int, alpha: float
-) -> Found:
-    """Beam search in lists: finished hypotheses keep their places, and nothing stops early."""
+def repeats(ids: Sequence[int], n: int) -> bool:
+    """Tell whether the last n pieces stood before."""
+    earlier = [tuple(ids[place : place + n]) for place in range(len(ids) - n)]
+    return n > 0 and tuple(ids[-n:]) in earlier
+
+
+def pieces_after(task: Task, ids: tuple[int, ...], n: int = 0) -> list[int]:
+    """What may be written next."""
+    if len(ids) < len(task.prefix):
+        return [task.prefix[len(ids)]]
+    if len(ids) >= task.max_length:
+        return [EOS]
+    return [piece for piece in [EOS, *WRITABLE] if not repeats([*ids, piece], n)]
+
+
+def plain_greedy(model: TableModel, task: Task, n: int = 0) -> tuple[int, ...]:
+    """The likeliest piece at every step."""
+    ids: tuple[int, ...] = ()
+    while EOS not in ids:
+        log_probs = model.log_probs(task.sentence, [BOS, *ids])
+        ids = (*ids, max(pieces_after(task, ids, n), key=lambda piece: log_probs[piece]))
+    return ids[:-1]
+
+
+def plain_beam(model: TableModel, task: Task, wanted: Beam, n: int = 0) -> list[Found]:
+    """Beam search in lists: finished hypotheses keep their places.
+
+    Nothing stops before all places are finished, unless `wanted.stops_early`.
+    """
     still_open: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     finished: list[Found] = []
-    while still_open and len(finished) < width:
+    while still_open:
         continued = []
         for log_prob, ids in still_open:
-            log_probs = model.log_probs(sentence, [BOS, *ids])
-            pieces = [EOS] if len(ids) == max_length else [EOS, *WRITABLE]
+            log_probs = model.log_probs(task.sentence, [BOS, *ids])
+            pieces = pieces_after(task, ids, n)
             continued += [(log_prob + log_probs[piece], (*ids, piece)) for piece in pieces]
-        survivors = sorted(continued, reverse=True)[: width - len(finished)]
+        survivors = sorted(continued, reverse=True)[: wanted.width - len(finished)]
         still_open = [(log_prob, ids) for log_prob, ids in survivors if ids[-1] != EOS]
         finished += [
-            Found(log_prob / length_penalty(len(ids), alpha), ids[:-1])
+            Found(log_prob / length_penalty(len(ids), wanted.alpha), ids[:-1])
             for log_prob, ids in survivors
             if ids[-1] == EOS
         ]
-    return max(finished)
+        finished.sort(reverse=True)
+        if wanted.stops_early and len(finished) >= wanted.num_best:
+            to_beat = finished[wanted.num_best - 1].score
+            now = [
+                log_prob / length_penalty(len(ids) + 1, wanted.alpha)
+                for log_prob, ids in still_open
+            ]
+            if not any(score > to_beat for score in now):
+                break
+    return finished[: wanted.num_best]
 
 
-def ids_of(hypotheses: list[Hypothesis]) -> list[list[int]]:
-    return [hypothesis.ids for hypothesis in hypotheses]
+def chances(
+    model: TableModel, task: Task, ids: tuple[int, ...], wanted: Sampling, n: int = 0
+) -> dict[int, float]:
+    """How often each piece should follow."""
+    logits = model.logits(task.sentence, [BOS, *ids]).tolist()
+    allowed = sorted(pieces_after(task, ids, n), key=lambda piece: -logits[piece])
+    allowed = allowed[: wanted.top_k or None]
+    weights = {piece: math.exp(logits[piece] / wanted.temperature) for piece in allowed}
+    total, kept, sum_before = sum(weights.values()), {}, 0.0
+    for piece, weight in weights.items():
+        if sum_before < wanted.top_p * total:
+            kept[piece] = weight
+        sum_before += weight
+    return {piece: weight / sum(kept.values()) for piece, weight in kept.items()}
 
 
-def assert_same(found: list[Hypothesis], expected: list[Hypothesis]) -> None:
+def plain_sample(
+    model: TableModel, task: Task, wanted: Sampling, uniforms: Sequence[float], n: int = 0
+) -> tuple[int, ...]:
+    """Draw by laying the chances side by side, in the order of their ids."""
+    ids: tuple[int, ...] = ()
+    for point in uniforms:
+        shares = sorted(chances(model, task, ids, wanted, n).items())
+        ends = itertools.accumulate(share for _, share in shares)
+        piece = next(piece for (piece, _), end in zip(shares, ends, strict=True) if point < end)
+        if piece == EOS:
+            return ids
+        ids = (*ids, piece)
+    raise AssertionError("more pieces than numbers")
+
+
+def ids_of(hypotheses: Iterable[Hypothesis]) -> list[tuple[int, ...]]:
+    return [tuple(hypothesis.ids) for hypothesis in hypotheses]
+
+
+def assert_same(
+    found: Sequence[Hypothesis], expected: Sequence[Hypothesis], bound: float = 1e-5
+) -> None:
     assert ids_of(found) == ids_of(expected)
     for one, other in zip(found, expected, strict=True):
-        assert one.log_prob == pytest.approx(other.log_prob, abs=1e-5)
-        assert one.score == pytest.approx(other.score, abs=1e-5)
+        assert one.log_probs == pytest.approx(other.log_probs, abs=bound)
+        assert one.log_prob == pytest.approx(other.log_prob, abs=bound)
+        assert one.score == pytest.approx(other.score, abs=bound)
 
 
-# Against other ways to search
+def assert_found(
+    found: Sequence[Hypothesis], expected: Sequence[Found], dtype: torch.dtype
+) -> None:
+    assert ids_of(found) == [one.ids for one in expected]
+    scores = [one.score for one in expected]
+    assert [one.score for one in found] == pytest.approx(scores, abs=SUM_OF[dtype])
 
 
+def assert_adds_up(
+    model: TableModel, sentence: int, found: Hypothesis, alpha: float, bound: float
+) -> None:
+    """Hold a hypothesis to the same target read out piece by piece, and to its formulas."""
+    assert found.log_probs == pytest.approx(forced(model, sentence, found.ids), abs=bound)
+    assert found.log_prob == pytest.approx(math.fsum(found.log_probs), abs=1e-12)
+    penalty = length_penalty(len(found.ids) + 1, alpha)
+    assert found.score == pytest.approx(found.log_prob / penalty, rel=1e-12)
+
+
+# Beams against other ways to search
+
+
+@of_each_type
 @pytest.mark.parametrize("alpha", ALPHAS)
-def test_a_beam_of_one_is_greedy_search(alpha):
-    sentences, max_lengths = list(range(12)), [0, 1, 2, 3, 4, 5] * 2
-    model = TableModel(NUM_PIECES)
-    by_beam = run_beam(model, sentences, max_lengths, width=1, alpha=alpha)
-    assert_same(by_beam, run_greedy(model, sentences, max_lengths, alpha))
+def test_a_beam_of_one_is_greedy_search(alpha, dtype):
+    """Whatever stops it, and however lengths are weighed."""
+    model, tasks = TableModel(NUM_PIECES, dtype=dtype), tasks_of([0, 1, 2, 3, 4, 5] * 4)
+    greedy = [plain_greedy(model, task) for task in tasks]
+    assert len({len(ids) for ids in greedy}) > 3
+    for stops_early in (False, True):
+        found = all_by_beam(model, tasks, Beam(1, alpha, stops_early=stops_early))
+        assert [ids_of(best) for best in found] == [[ids] for ids in greedy]
 
 
-def test_greedy_search_takes_the_most_likely_piece_at_every_step():
-    model = TableModel(NUM_PIECES)
-    found = run_greedy(model, range(10), [5] * 10)
-    assert len({len(hypothesis.ids) for hypothesis in found}) > 2
-    for sentence, hypothesis in enumerate(found):
-        target = [*hypothesis.ids, EOS]
-        for place, piece in enumerate(target[:5]):
-            log_probs = model.log_probs(sentence, [BOS, *target[:place]])
-            assert piece == max([EOS, *WRITABLE], key=lambda candidate: log_probs[candidate])
-
-
+@of_each_type
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("seed", range(3))
-def test_a_beam_as_wide_as_the_space_finds_the_best_target_of_all(alpha, seed):
-    model = TableModel(NUM_PIECES, seed)
-    max_lengths = [3, 0, 2, 1, 3, 3]
-    found = run_beam(model, range(6), max_lengths, WIDE, alpha)
-    for sentence, (max_length, hypothesis) in enumerate(zip(max_lengths, found, strict=True)):
-        best = exhaustive(model, sentence, max_length, alpha)[0]
-        assert tuple(hypothesis.ids) == best.ids
-        assert hypothesis.score == pytest.approx(best.score, abs=1e-5)
+def test_a_beam_as_wide_as_the_space_ranks_all_targets(alpha, seed, dtype):
+    model, tasks = TableModel(NUM_PIECES, seed, dtype=dtype), tasks_of([3, 0, 2, 1, 3, 3])
+    every = [exhaustive(model, *task[:2], alpha) for task in tasks]
+    assert [len(ranked) for ranked in every] == [40, 1, 13, 4, 40, 40]
+    for num_best in (1, 3, 40, WIDE):
+        found = all_by_beam(model, tasks, Beam(WIDE, alpha, num_best))
+        for hypotheses, ranked in zip(found, every, strict=True):
+            assert_found(hypotheses, ranked[:num_best], dtype)
 
 
 def test_the_tests_above_tell_searches_apart():
     # the best target changes with alpha, and greedy search does not find it
-    model, sentences = TableModel(NUM_PIECES), range(12)
-    by_alpha = [ids_of(run_beam(model, sentences, [3] * 12, WIDE, alpha)) for alpha in ALPHAS]
+    model, lengths = TableModel(NUM_PIECES), [3] * 12
+    by_alpha = [ids_of(by_beam(model, lengths, WIDE, alpha)) for alpha in ALPHAS]
     assert by_alpha[0] != by_alpha[-1]
-    assert ids_of(run_greedy(model, sentences, [3] * 12)) != by_alpha[0]
+    assert [plain_greedy(model, task) for task in tasks_of(lengths)] != by_alpha[0]
 
 
 @given(
     seed=st.integers(0, 10_000),
     width=st.integers(1, 7),
-    max_lengths=st.lists(st.integers(0, 5), min_size=1, max_size=5),
-    alpha=st.sampled_from(ALPHAS),
+    share=st.floats(0, 1),
+    max_lengths=st.lists(st.integers(0, 5), min_size=1, max_size=7),
+    sizes=group_sizes,
+    alpha=alphas,
+    stops_early=st.booleans(),
+    dtype=dtypes,
 )
-@settings(derandomize=True, database=None, deadline=None, max_examples=60)
-def test_a_beam_is_the_beam_written_in_plain_python(seed, width, max_lengths, alpha):
-    model = TableModel(NUM_PIECES, seed)
-    found = run_beam(model, range(len(max_lengths)), max_lengths, width, alpha)
-    for sentence, (max_length, hypothesis) in enumerate(zip(max_lengths, found, strict=True)):
-        expected = plain_beam(model, sentence, max_length, width, alpha)
-        assert tuple(hypothesis.ids) == expected.ids
-        assert hypothesis.score == pytest.approx(expected.score, abs=1e-5)
+@settings(max_examples=80)
+def test_a_beam_is_the_beam_written_in_plain_python(
+    seed, width, share, max_lengths, sizes, alpha, stops_early, dtype
+):
+    model, tasks = TableModel(NUM_PIECES, seed, dtype=dtype), tasks_of(max_lengths)
+    wanted = Beam(width, alpha, 1 + round(share * (width - 1)), stops_early)
+    found = all_by_beam(model, tasks, wanted, sizes=sizes)
+    for task, hypotheses in zip(tasks, found, strict=True):
+        assert_found(hypotheses, plain_beam(model, task, wanted), dtype)
+
+
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("alpha", [0.6, 2.0])
+def test_many_beams_are_the_beam_in_plain_python(width: int, alpha: float) -> None:
+    """A finished hypothesis that gives its place away shows in one sentence of many."""
+    for seed in range(20, 40):
+        model, tasks = TableModel(NUM_PIECES, seed), tasks_of([5] * 4)
+        for wanted in (Beam(width, alpha), Beam(width, alpha, 2)):
+            found = all_by_beam(model, tasks, wanted)
+            expected = [[one.ids for one in plain_beam(model, task, wanted)] for task in tasks]
+            assert [ids_of(hypotheses) for hypotheses in found] == expected, seed
+
+
+@pytest.mark.parametrize("num_best", [1, 2, 3])
+def test_stopping_early_is_its_rule_and_changes_some_results(num_best):
+    """Against plain Python; and against a search that stops only when nothing can win."""
+    num_changed = 0
+    for seed in range(25):
+        model, tasks = TableModel(NUM_PIECES, seed, spread=4.0), tasks_of([6] * 4)
+        rows_read, ranked = [], []
+        for stops_early in (True, False):
+            wanted, before = Beam(4, 2.0, num_best, stops_early), model.num_rows_read
+            found = all_by_beam(model, tasks, wanted)
+            for task, hypotheses in zip(tasks, found, strict=True):
+                assert_found(hypotheses, plain_beam(model, task, wanted), torch.float32)
+            ranked.append([ids_of(hypotheses) for hypotheses in found])
+            rows_read.append(model.num_rows_read - before)
+        assert rows_read[0] <= rows_read[1]
+        num_changed += ranked[0] != ranked[1]
+    assert num_changed > 0
 
 
 def test_a_beam_may_be_wider_than_the_vocabulary():
     model = TableModel(NUM_PIECES)
-    found = run_beam(model, range(4), [2] * 4, width=NUM_PIECES + 5, alpha=0.6)
-    for sentence, hypothesis in enumerate(found):
-        assert tuple(hypothesis.ids) == exhaustive(model, sentence, 2, 0.6)[0].ids
+    found = by_beam(model, [2] * 4, width=NUM_PIECES + 5, alpha=0.6)
+    expected = [exhaustive(model, sentence, 2, 0.6)[0].ids for sentence in range(4)]
+    assert ids_of(found) == expected
 
 
 def test_a_beam_stops_when_no_open_hypothesis_can_still_win():
     # eos is near certain at once: reading on to the limit would be wasted
     model = TableModel(NUM_PIECES)
     model.offsets[EOS] = 30.0
-    found = run_beam(model, [0], [1000], width=3, alpha=0.6)
-    assert found[0].ids == []
+    assert by_beam(model, [1000], width=3, alpha=0.6)[0].ids == []
     assert model.num_rows_read < 3 * 20
+
+
+def test_finished_hypotheses_and_sentences_are_read_no_more():
+    # one piece and eos: of each sentence one place finishes at once, and the others are read once
+    model = TableModel(NUM_PIECES)
+    model.offsets[EOS] = -2.0
+    all_by_beam(model, tasks_of([1] * 5), Beam(4, 0.0, num_best=4))
+    assert model.num_rows_read == 5 + 5 * 3
+    all_by_beam(model, tasks_of([0] * 5), Beam(4))
+    assert model.num_rows_read == 5 + 5 * 3 + 5
+
+
+class Script:
+    """A step function that gives one row of logits at a time, whatever is read."""
+
+    def __init__(self, steps: list[list[float]]) -> None:
+        self.steps = list(steps)
+
+    def step(self, ids_N: Tensor, state: Prefixes) -> Tensor:
+        row_V = torch.tensor(self.steps.pop(0), dtype=torch.float64)
+        return row_V.expand(len(ids_N), -1)
+
+
+@pytest.mark.parametrize("alpha", [0.6, 1.0])
+def test_a_hypothesis_that_is_better_by_a_hair_is_waited_for(alpha):
+    """What can still be won is not rounded: certain pieces pay off only just at the very end."""
+    hair, blocked = 1e-9, -1e9
+    on, last = [0.0, blocked, blocked], [blocked, 0.0, blocked]
+    for length in range(10, 25):
+        end = -1.0  # of the target that ends at once
+        gain = length_penalty(length + 1, alpha) / length_penalty(1, alpha)
+        begin = end * gain * (1 - hair)
+        first = [begin, end, math.log(1 - math.exp(begin) - math.exp(end))]
+        script = Script([first, *[on] * (length - 1), last])
+        group = Group(Prefixes([0]), Limits(0, 1, [2], torch.tensor([length])))
+        ((found,),) = beam(script.step, iter([group]), Beam(2, alpha))
+        assert found.ids == [0] * length
+
+
+# Wider beams
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_no_beam_finds_better_than_one_as_wide_as_the_space(alpha):
+    model, lengths = TableModel(NUM_PIECES, seed=3), [3] * 8
+    best = [hypothesis.score for hypothesis in by_beam(model, lengths, WIDE, alpha)]
+    num_worse = 0
+    for width in range(1, 8):
+        for hypothesis, bound in zip(by_beam(model, lengths, width, alpha), best, strict=True):
+            assert hypothesis.score <= bound + 1e-6
+            num_worse += hypothesis.score < bound - 1e-3
+    assert num_worse > 0
+
+
+@pytest.mark.parametrize("alpha", ALPHAS)
+def test_of_targets_of_one_piece_a_wider_beam_finds_no_worse(alpha):
+    model, lengths = TableModel(NUM_PIECES, seed=4), [1] * 12
+    scores = [
+        [hypothesis.score for hypothesis in by_beam(model, lengths, width, alpha)]
+        for width in range(1, 7)
+    ]
+    for narrow, wide in itertools.pairwise(scores):
+        assert all(one <= other + 1e-6 for one, other in zip(narrow, wide, strict=True))
+    assert scores[0] != scores[-1]
 
 
 # Neighbours and order
 
-
-@pytest.mark.parametrize("width", [1, 3])
-def test_the_result_of_a_sentence_does_not_depend_on_its_neighbours(width):
-    model = TableModel(NUM_PIECES)
-    sentences, max_lengths = [7, 2, 9, 4, 5], [4, 0, 6, 1, 3]
-    together = run_beam(model, sentences, max_lengths, width, alpha=0.6)
-    alone = [
-        run_beam(model, [sentence], [max_length], width, alpha=0.6)[0]
-        for sentence, max_length in zip(sentences, max_lengths, strict=True)
-    ]
-    assert_same(together, alone)
+MIXED = [Task(7, 4), Task(2, 0), Task(9, 6, (2, 0)), Task(4, 1), Task(5, 3), Task(1, 2, (0,) * 4)]
 
 
-def test_greedy_results_do_not_depend_on_neighbours():
-    model = TableModel(NUM_PIECES)
-    sentences, max_lengths = [7, 2, 9, 4, 5], [4, 0, 6, 1, 3]
-    alone = [
-        run_greedy(model, [sentence], [max_length])[0]
-        for sentence, max_length in zip(sentences, max_lengths, strict=True)
-    ]
-    assert_same(run_greedy(model, sentences, max_lengths), alone)
+@of_each_type
+@pytest.mark.parametrize("wanted", [Beam(1), Beam(3, 0.6), Beam(4, 1.0, 4), Beam(4, 1.0, 2, True)])
+@pytest.mark.parametrize("no_repeat_ngram", [0, 1])
+def test_the_beams_of_a_sentence_do_not_depend_on_its_neighbours(wanted, no_repeat_ngram, dtype):
+    model = TableModel(NUM_PIECES, dtype=dtype)
+    alone = [all_by_beam(model, [task], wanted, no_repeat_ngram)[0] for task in MIXED]
+    for sizes in ((), (1, 1, 1, 1, 1), (2, 1, 3), (4,)):
+        together = all_by_beam(model, MIXED, wanted, no_repeat_ngram, sizes)
+        for hypotheses, own in zip(together, alone, strict=True):
+            assert_same(hypotheses, own, SUM_OF[dtype])
 
 
-@pytest.mark.parametrize("search", ["greedy", "beam"])
-def test_translations_come_in_the_order_of_their_sentences(search):
+@of_each_type
+@pytest.mark.parametrize("no_repeat_ngram", [0, 1])
+def test_the_samples_of_a_sentence_do_not_depend_on_its_neighbours(no_repeat_ngram, dtype):
+    model, wanted = TableModel(NUM_PIECES, dtype=dtype), Sampling(1.3, top_p=0.9)
+    uniform_NT = uniform(2 * len(MIXED), 7)
+    together = all_by_sampling(model, MIXED, wanted, uniform_NT, no_repeat_ngram)
+    for index, (task, hypotheses) in enumerate(zip(MIXED, together, strict=True)):
+        own_NT = uniform_NT[2 * index : 2 * index + 2]
+        (alone,) = all_by_sampling(model, [task], wanted, own_NT, no_repeat_ngram)
+        assert_same(hypotheses, alone, SUM_OF[dtype])
+
+
+@pytest.mark.parametrize("way", ["greedy", "beam", "sample"])
+def test_translations_come_in_the_order_of_their_sentences(way):
     model = TableModel(NUM_PIECES)
     model.offsets[EOS] = -3.0  # long enough to be told apart
-    sentences, max_lengths = list(range(8)), [5, 0, 3, 1, 4, 2, 5, 1]
+    tasks, uniform_NT = tasks_of([5, 0, 3, 1, 4, 2, 5, 1]), uniform(8, 6)
 
-    def translate(order: Sequence[int]) -> list[list[int]]:
-        picked = [sentences[index] for index in order], [max_lengths[index] for index in order]
-        if search == "greedy":
-            return ids_of(run_greedy(model, *picked))
-        return ids_of(run_beam(model, *picked, width=3))
+    def translate(order: Sequence[int]) -> list[list[tuple[int, ...]]]:
+        picked = [tasks[index] for index in order]
+        if way == "sample":
+            found = all_by_sampling(model, picked, Sampling(), uniform_NT[list(order)])
+        else:
+            found = all_by_beam(model, picked, Beam(1 if way == "greedy" else 3), 0, (3, 1, 2))
+        return [ids_of(hypotheses) for hypotheses in found]
 
     forward = translate(range(8))
-    assert len({tuple(ids) for ids in forward}) > 4
+    assert len({ids for (ids,) in forward}) > 4
     assert translate(range(7, -1, -1)) == forward[::-1]
 
 
-@pytest.mark.parametrize("search", ["greedy", "beam"])
-def test_no_sentence_gives_no_translation(search):
-    model = TableModel(NUM_PIECES)
-    none: list[int] = []
-    empty = Limits(BOS, EOS, NEVER, torch.tensor(none, dtype=torch.long))
-    if search == "greedy":
-        assert greedy(model.step, Prefixes(none), empty) == []
-    else:
-        assert beam(model.step, Prefixes(none), empty, 3) == []
+@pytest.mark.parametrize("num_groups", [0, 1, 3])
+def test_no_sentence_gives_no_translation(num_groups):
+    model, empty = TableModel(NUM_PIECES), [group_of([]) for _ in range(num_groups)]
+    assert beam(model.step, iter(empty), Beam(3)) == []
+    assert all_by_sampling(model, [], Sampling(), uniform(0, 5)) == []
+    assert model.num_rows_read == 0
+
+
+def test_groups_join_while_others_grow_and_never_take_more_than_their_room():
+    """As many sentences at once as fill the room; and no group is made before there is any."""
+    num_groups, size, width = 12, 2, 3
+    model, waits = TableModel(NUM_PIECES), []
+    model.offsets[EOS] = -30.0  # nothing ends before its limit
+    lengths = itertools.cycle([2, 9, 5, 3])
+    tasks = [Task(sentence, next(lengths)) for sentence in range(num_groups * size)]
+
+    def groups() -> Iterator[Group[Prefixes]]:
+        for part in cut(tasks, [size] * num_groups):
+            waits.append(len(model.rows_read))
+            yield group_of(part)
+
+    found = beam(model.step, groups(), Beam(width))
+    assert [len(best.ids) for (best,) in found] == [task.max_length for task in tasks]
+    assert max(model.rows_read) <= NUM_GROUPS * size * width
+    assert sum(model.rows_read[:-9]) / len(model.rows_read[:-9]) > (NUM_GROUPS - 2) * size * width
+    assert len(model.rows_read) < sum(task.max_length + 1 for task in tasks[::size]) / 2
+    assert waits[:2] == [0, 0]
+    assert len({*waits}) > num_groups / 3
 
 
 # Limits
 
 
-@pytest.mark.parametrize("width", [0, 1, 2, 3])
-def test_the_output_limit_is_respected_and_eos_is_forced_and_paid_for(width):
+@of_each_type
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_the_output_limit_is_respected_and_eos_is_forced_and_paid_for(width, dtype):
     # eos is never among the three best, so that every target runs into its limit
-    model = TableModel(NUM_PIECES)
+    model = TableModel(NUM_PIECES, dtype=dtype)
     model.offsets[EOS] = -20.0
     max_lengths = [0, 1, 3, 5]
-    found = (
-        run_beam(model, range(4), max_lengths, width)
-        if width
-        else run_greedy(model, range(4), max_lengths)
+    (sampled,) = zip(
+        *all_by_sampling(model, tasks_of(max_lengths), Sampling(), uniform(4, 6)), strict=True
     )
-    assert [len(hypothesis.ids) for hypothesis in found] == max_lengths
-    for sentence, hypothesis in enumerate(found):
-        assert hypothesis.log_prob < -15
-        assert hypothesis.log_prob == pytest.approx(
-            forced(model, sentence, hypothesis.ids), abs=1e-4
-        )
+    for found in (by_beam(model, max_lengths, width, 0.6), sampled):
+        assert [len(hypothesis.ids) for hypothesis in found] == max_lengths
+        for sentence, hypothesis in enumerate(found):
+            assert hypothesis.log_prob < -15
+            alpha = 0.0 if found is sampled else 0.6
+            assert_adds_up(model, sentence, hypothesis, alpha, 10 * SUM_OF[dtype])
 
 
-@pytest.mark.parametrize("width", [0, 1, 4])
-def test_ids_that_are_never_written_are_not_written(width):
+@of_each_type
+@pytest.mark.parametrize("no_repeat_ngram", [0, 2])
+@pytest.mark.parametrize("width", [1, 4])
+def test_ids_that_are_never_written_are_not_written(width, no_repeat_ngram, dtype):
     # they are the likeliest of all, and still count in the normalisation
-    model = TableModel(NUM_PIECES)
+    model, tasks = TableModel(NUM_PIECES, dtype=dtype), tasks_of([4] * 6)
     model.offsets[NEVER] = 10.0
-    sentences, max_lengths = range(6), [4] * 6
-    found = (
-        run_beam(model, sentences, max_lengths, width)
-        if width
-        else run_greedy(model, sentences, max_lengths)
-    )
-    assert not {piece for hypothesis in found for piece in hypothesis.ids} & {*NEVER, EOS}
-    for sentence, hypothesis in enumerate(found):
-        expected = forced(model, sentence, hypothesis.ids)
-        assert hypothesis.log_prob == pytest.approx(expected, abs=1e-4)
-        assert expected < -5
+    searched = all_by_beam(model, tasks, Beam(width, 0.0, width), no_repeat_ngram)
+    sampled = all_by_sampling(model, tasks, Sampling(), uniform(12, 5), no_repeat_ngram)
+    for found in (searched, sampled):
+        for sentence, hypotheses in enumerate(found):
+            for hypothesis in hypotheses:
+                assert not {*hypothesis.ids} & {*NEVER, EOS}
+                assert_adds_up(model, sentence, hypothesis, 0.0, 10 * SUM_OF[dtype])
+                assert hypothesis.log_prob < -5
 
 
 def test_with_nothing_forbidden_any_piece_may_be_written():
     model = TableModel(NUM_PIECES)
     model.offsets[PAD] = 10.0
-    found = beam(model.step, Prefixes([0]), limits([3], never=[]), 2)
-    assert found[0].ids == [PAD] * 3
+    (searched,) = beam(model.step, iter([group_of(tasks_of([3]), never=[])]), Beam(2))
+    group = group_of(tasks_of([3]), never=[])
+    (sampled,) = sample(model.step, group, Sampling(top_k=1), uniform(1, 4))
+    assert searched[0].ids == sampled[0].ids == [PAD] * 3
+
+
+# Prefixes
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    width=st.integers(1, 5),
+    asked=st.lists(st.tuples(st.integers(0, 5), prefixes), min_size=1, max_size=6),
+    sizes=group_sizes,
+    alpha=alphas,
+    n=st.sampled_from([0, 0, 1, 2]),
+    stops_early=st.booleans(),
+    dtype=dtypes,
+)
+@settings(max_examples=80)
+def test_with_prefixes_and_without_repeats_a_beam_is_the_beam_in_plain_python(
+    seed, width, asked, sizes, alpha, n, stops_early, dtype
+):
+    """A prefix longer than its limit is written whole, and may hold what is never written."""
+    model = TableModel(NUM_PIECES, seed, dtype=dtype)
+    model.offsets[NEVER] = 3.0
+    tasks = [Task(sentence, *one) for sentence, one in enumerate(asked)]
+    wanted = Beam(width, alpha, (width + 1) // 2, stops_early)
+    for task, found in zip(tasks, all_by_beam(model, tasks, wanted, n, sizes), strict=True):
+        assert_found(found, plain_beam(model, task, wanted, n), dtype)
+        for hypothesis in found:
+            assert tuple(hypothesis.ids[: len(task.prefix)]) == task.prefix
+            assert len(hypothesis.ids) <= max(task.max_length, len(task.prefix))
+            assert_adds_up(model, task.sentence, hypothesis, alpha, 1e-5)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_prefix_is_paid_for_and_longer_than_the_limit_it_is_written_whole(width):
+    # its pieces are unlikely, and one of them is never written otherwise
+    model = TableModel(NUM_PIECES)
+    model.offsets[2] = model.offsets[PAD] = -12.0
+    tasks = [Task(0, 1, (2, PAD, 2)), Task(1, 3, (2, PAD, 2)), Task(2, 4, (2,)), Task(3, 4)]
+    searched = all_by_beam(model, tasks, Beam(width))
+    sampled = all_by_sampling(model, tasks, Sampling(0.5, top_k=1), uniform(4, 5))
+    for found in (searched, sampled):
+        for task, (hypothesis,) in zip(tasks, found, strict=True):
+            length = len(task.prefix)
+            assert tuple(hypothesis.ids[:length]) == task.prefix
+            assert max(hypothesis.log_probs[:length], default=-99) < -8
+            assert_adds_up(model, task.sentence, hypothesis, 0.0, 1e-4)
+        assert [len(hypothesis.ids) for (hypothesis,) in found[:2]] == [3, 3]
+        assert 2 not in found[3][0].ids
+
+
+def test_a_prefix_of_what_is_found_anyway_changes_nothing():
+    model, wanted = TableModel(NUM_PIECES, 5), Beam(1)
+    model.offsets[EOS] = -1.0
+    tasks = tasks_of([5] * 8)
+    free = all_by_beam(model, tasks, wanted)
+    for length in range(6):
+        led = [
+            task._replace(prefix=tuple(best.ids[:length]))
+            for task, (best,) in zip(tasks, free, strict=True)
+        ]
+        for (hypothesis,), (best,) in zip(all_by_beam(model, led, wanted), free, strict=True):
+            assert_same([hypothesis], [best])
+
+
+# Repeats
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_no_ngram_is_written_twice(n):
+    model, tasks = TableModel(NUM_PIECES, spread=0.5), tasks_of([12] * 6)
+    model.offsets[EOS] = -4.0
+    for no_repeat in (0, n):
+        searched = all_by_beam(model, tasks, Beam(4, 0.0, 4), no_repeat)
+        sampled = all_by_sampling(model, tasks, Sampling(), uniform(24, 13), no_repeat)
+        for found in (searched, sampled):
+            counts: list[int] = []
+            for sentence, hypotheses in enumerate(found):
+                for hypothesis in hypotheses:
+                    ids = hypothesis.ids
+                    windows = Counter(zip(*(ids[place:] for place in range(n)), strict=False))
+                    counts += windows.values()
+                    assert_adds_up(model, sentence, hypothesis, 0.0, 1e-5)
+            assert (max(counts) == 1) == (no_repeat == n)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_greedy_search_without_repeats_takes_the_best_of_the_rest(n):
+    model, tasks = TableModel(NUM_PIECES, spread=1.0), tasks_of([8] * 10)
+    model.offsets[EOS] = -2.0
+    found = [hypothesis for (hypothesis,) in all_by_beam(model, tasks, Beam(1), n)]
+    assert ids_of(found) == [plain_greedy(model, task, n) for task in tasks]
+    assert ids_of(found) != [plain_greedy(model, task) for task in tasks]
+
+
+# Sampling
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    asked=st.lists(st.tuples(st.integers(0, 5), prefixes), min_size=1, max_size=4),
+    num_samples=st.integers(1, 3),
+    temperature=st.sampled_from([0.3, 1.0, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 0, 1, 2, 3, 100]),
+    top_p=st.sampled_from([1.0, 0.9, 0.5, 1e-9]),
+    n=st.sampled_from([0, 0, 1, 2]),
+    dtype=dtypes,
+)
+@settings(max_examples=80)
+def test_sampling_is_the_sampling_written_in_plain_python(
+    seed, asked, num_samples, temperature, top_k, top_p, n, dtype
+):
+    """The log-probabilities are the model's own, whatever is drawn from."""
+    model = TableModel(NUM_PIECES, seed, dtype=dtype)
+    tasks = [Task(sentence, *one) for sentence, one in enumerate(asked)]
+    uniform_NT = uniform(num_samples * len(tasks), 6, seed)
+    wanted = Sampling(temperature, top_k, top_p)
+    found = all_by_sampling(model, tasks, wanted, uniform_NT, n)
+    uniforms = iter(uniform_NT.tolist())
+    for task, hypotheses in zip(tasks, found, strict=True):
+        expected = [plain_sample(model, task, wanted, next(uniforms), n) for _ in hypotheses]
+        assert len(expected) == num_samples
+        assert sorted(ids_of(hypotheses)) == sorted(expected)
+        for hypothesis in hypotheses:
+            assert_adds_up(model, task.sentence, hypothesis, 0.0, SUM_OF[dtype])
+
+
+def test_samples_come_in_the_order_of_their_numbers():
+    """Neither by their length nor by their score."""
+    model, tasks = TableModel(NUM_PIECES), tasks_of([5] * 3)
+    uniform_NT = uniform(12, 6)
+    found = all_by_sampling(model, tasks, Sampling(), uniform_NT)
+    uniforms = iter(uniform_NT.tolist())
+    expected = [
+        [plain_sample(model, task, Sampling(), next(uniforms)) for _ in range(4)] for task in tasks
+    ]
+    assert all(ids != sorted(ids, key=len) for ids in expected)
+    assert [ids_of(hypotheses) for hypotheses in found] == expected
+
+
+@of_each_type
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("n", [0, 2])
+def test_sampling_from_the_likeliest_piece_is_greedy_search(temperature, n, dtype):
+    model, tasks = TableModel(NUM_PIECES, dtype=dtype), tasks_of([0, 1, 2, 3, 4, 5] * 2)
+    greedy = [best for (best,) in all_by_beam(model, tasks, Beam(1), n)]
+    for wanted in (Sampling(temperature, top_k=1), Sampling(temperature, top_p=1e-6)):
+        drawn = [best for (best,) in all_by_sampling(model, tasks, wanted, uniform(12, 6), n)]
+        assert_same(drawn, greedy)
+
+
+SAMPLINGS = {
+    "plain": Sampling(),
+    "cold": Sampling(temperature=0.5),
+    "hot": Sampling(temperature=2.0),
+    "top_k": Sampling(top_k=2),
+    "top_p": Sampling(top_p=0.7),
+    "all": Sampling(1.5, 3, 0.8),
+}
+
+
+@pytest.mark.parametrize("wanted", SAMPLINGS.values(), ids=SAMPLINGS.keys())
+def test_targets_are_drawn_as_often_as_their_chances_say(wanted):
+    """Each count is within five standard deviations of what is expected."""
+    num_draws, max_length = 4000, 2
+    model, tasks = TableModel(NUM_PIECES, seed=2, spread=1.0), tasks_of([max_length] * 2)
+    uniform_NT = uniform(2 * num_draws, max_length + 1, seed=3)
+    for task, drawn in zip(tasks, all_by_sampling(model, tasks, wanted, uniform_NT), strict=True):
+        counts = Counter(ids_of(drawn))
+        assert counts.total() == num_draws
+        expected = Counter[tuple[int, ...]]()
+        for ids in (one.ids for one in exhaustive(model, task.sentence, max_length, 0.0)):
+            share, target = 1.0, (*ids, EOS)
+            for place, piece in enumerate(target):
+                share *= chances(model, task, target[:place], wanted).get(piece, 0.0)
+            expected[ids] = share
+        assert sum(expected.values()) == pytest.approx(1.0)
+        assert set(counts) <= {ids for ids, share in expected.items() if share}
+        for ids, share in expected.items():
+            deviation = math.sqrt(num_draws * share * (1 - share))
+            assert abs(counts[ids] - num_draws * share) <= 5 * deviation + 1e-6
+
+
+@pytest.mark.parametrize("wanted", SAMPLINGS.values(), ids=SAMPLINGS.keys())
+def test_numbers_that_are_evenly_spread_give_every_piece_its_exact_share(wanted):
+    num_draws, task = 2000, Task(0, 1)
+    model = TableModel(NUM_PIECES, seed=2, spread=1.0)
+    even_N = (torch.arange(num_draws, dtype=torch.float64) + 0.5) / num_draws
+    uniform_NT = torch.stack([even_N, even_N], 1)
+    (drawn,) = all_by_sampling(model, [task], wanted, uniform_NT)
+    counts = Counter(ids_of(drawn))
+    expected = chances(model, task, (), wanted)
+    for piece in [EOS, *WRITABLE]:
+        count = counts[() if piece == EOS else (piece,)]
+        assert abs(count - num_draws * expected.get(piece, 0.0)) <= 1
+
+
+def test_the_least_and_the_greatest_number_draw_what_may_be_drawn():
+    """The first ids and the last are not to be had."""
+    model, tasks = TableModel(NUM_PIECES), tasks_of([5] * 20)
+    for number, never, expected in ((0.0, [0, EOS], 2), (1 - 2**-53, [5, EOS], BOS)):
+        uniform_NT = torch.full((20, 6), number, dtype=torch.float64)
+        found = sample(model.step, group_of(tasks, never), Sampling(), uniform_NT)
+        assert [ids_of(drawn) for drawn in found] == [[(expected,) * 5]] * 20
+
+
+# What is not a number
+
+
+def broken(model: TableModel, value: float, after: int) -> TableModel:
+    """Give `value` for every piece of sentence 1 from the given length on."""
+    whole = model.logits
+
+    def logits(sentence: int, prefix: Iterable[int]) -> Tensor:
+        read = tuple(prefix)
+        logits_V = whole(sentence, read)
+        return logits_V.fill_(value) if sentence == 1 and len(read) > after else logits_V
+
+    model.logits = logits  # type: ignore[method-assign]
+    return model
+
+
+@of_each_type
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("n", [0, 1])
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("sizes", [(), (1, 1)], ids=["together", "joining"])
+def test_a_beam_of_what_is_no_number_is_an_error(value, after, n, width, sizes, dtype):
+    model = broken(TableModel(NUM_PIECES, dtype=dtype), value, after)
+    model.offsets[EOS] = -20.0
+    with pytest.raises(NotFiniteError):
+        all_by_beam(model, tasks_of([4] * 3), Beam(width), n, sizes)
+
+
+@of_each_type
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("wanted", SAMPLINGS.values(), ids=SAMPLINGS.keys())
+def test_a_sample_of_what_is_no_number_is_an_error(value, after, wanted, dtype):
+    model = broken(TableModel(NUM_PIECES, dtype=dtype), value, after)
+    model.offsets[EOS] = -20.0
+    with pytest.raises(NotFiniteError):
+        all_by_sampling(model, tasks_of([4] * 3), wanted, uniform(3, 5))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("task", [Task(1, 0), Task(1, 2, (0, 2))], ids=["full", "prefix"])
+@pytest.mark.parametrize("way", ["beam", "sample"])
+def test_what_is_no_number_is_an_error_where_only_one_piece_may_be_written_too(value, task, way):
+    model = broken(TableModel(NUM_PIECES), value, 0)
+    group = group_of([task])
+    with pytest.raises(NotFiniteError):
+        _ = (
+            beam(model.step, iter([group]), Beam(2))
+            if way == "beam"
+            else sample(model.step, group, Sampling(), uniform(1, 5))
+        )
 
 
 # Scores
 
 
+@of_each_type
 @pytest.mark.parametrize("alpha", ALPHAS)
-@pytest.mark.parametrize("width", [0, 1, 3])
-def test_a_score_is_the_log_prob_over_the_length_penalty(alpha, width):
-    model = TableModel(NUM_PIECES)
-    sentences, max_lengths = range(8), [5] * 8
-    found = (
-        run_beam(model, sentences, max_lengths, width, alpha)
-        if width
-        else run_greedy(model, sentences, max_lengths, alpha)
-    )
-    for sentence, hypothesis in enumerate(found):
-        assert hypothesis.log_prob == pytest.approx(
-            forced(model, sentence, hypothesis.ids), abs=1e-5
-        )
-        penalty = length_penalty(len(hypothesis.ids) + 1, alpha)
-        assert hypothesis.score == pytest.approx(hypothesis.log_prob / penalty, rel=1e-6)
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_score_is_the_log_prob_over_the_length_penalty(alpha, width, dtype):
+    model, tasks = TableModel(NUM_PIECES, dtype=dtype), tasks_of([5] * 8)
+    for sentence, found in enumerate(all_by_beam(model, tasks, Beam(width, alpha, width))):
+        assert len(found) == width
+        scores = [hypothesis.score for hypothesis in found]
+        assert scores == sorted(scores, reverse=True)
+        for hypothesis in found:
+            assert_adds_up(model, sentence, hypothesis, alpha, SUM_OF[dtype])
 
 
 def test_the_length_penalty_is_its_formula():
@@ -307,74 +842,194 @@ def test_the_length_penalty_is_its_formula():
 LENGTHS = [5, 2, 7, 3]
 MODEL_BOS, MODEL_EOS, MODEL_NEVER = 2, 3, [0, 2]
 SEEDS = [3, 23, 25]  # models that end some sentences early and others at the limit
+ONE_LAYER = {"num_encoder_layers": 1, "num_decoder_layers": 1}
+VARIANTS = [
+    model_config(num_encoder_layers=1),
+    model_config(norm="pre", **ONE_LAYER),
+    model_config(activation="gelu", tie_embeddings="decoder", **ONE_LAYER),
+    model_config(positions="learned", max_positions=4, tie_embeddings="all", **ONE_LAYER),
+    model_config(attention_window=1, **ONE_LAYER),
+    model_config(attention_window=2, norm="pre", positions="learned", max_positions=20),
+]
 
 
-def peaked_transformer(seed: int) -> Transformer:
+def peaked_transformer(
+    seed: int, dtype: torch.dtype = torch.float64, config: ModelConfig = VARIANTS[0]
+) -> Transformer:
     """A tiny model that is sure of itself, so that hypotheses differ."""
-    model = transformer(model_config(num_encoder_layers=1), 12, 12, seed=seed)
+    model = transformer(config, 12, 12, seed=seed)
     with torch.no_grad():
         model.output.weight *= 4
         model.output.weight[MODEL_EOS] *= 0.5
-    return model
+    return model.to(dtype)
 
 
-def source(lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    rng = torch.Generator().manual_seed(2)
-    src_BS = torch.randint(4, 12, (len(lengths), max(lengths)), generator=rng)
-    keep_BS = left_keep(lengths)
-    return src_BS.masked_fill(~keep_BS, 0), keep_BS
+def source(lengths: Sequence[int], seed: int = 2) -> list[list[int]]:
+    rng = torch.Generator().manual_seed(seed)
+    return [torch.randint(4, 12, (length,), generator=rng).tolist() for length in lengths]
+
+
+def read(model: Transformer, src: Sequence[list[int]], padding: int = 0) -> Group[DecoderState]:
+    """Encode a batch, padded on the right by `padding` columns more than it needs."""
+    lengths = [len(ids) for ids in src]
+    more = torch.full((len(src), padding), 5)
+    src_BS = torch.cat([pad_right(src, 0), more], 1)
+    keep_BS = torch.cat([left_keep(lengths), more != 5], 1)
+    state = model.start(model.encode(src_BS, keep_BS), keep_BS)
+    bounds = Limits(MODEL_BOS, MODEL_EOS, MODEL_NEVER, torch.tensor(lengths) + 4)
+    return Group(state, bounds)
+
+
+@torch.inference_mode()
+def translate(
+    model: Transformer, src: list[list[int]], wanted: Beam, sizes: Sequence[int] = ()
+) -> list[list[Hypothesis]]:
+    """Search in groups of these sizes, each padded as it must, and every other one more."""
+    parts = enumerate(cut(src, sizes))
+    return beam(model.step, (read(model, part, index % 2) for index, part in parts), wanted)
+
+
+@torch.inference_mode()
+def draw(
+    model: Transformer,
+    src: list[list[int]],
+    wanted: Sampling,
+    uniform_NT: Tensor,
+    padding: int = 0,
+) -> list[list[Hypothesis]]:
+    return sample(model.step, read(model, src, padding), wanted, uniform_NT)
 
 
 @torch.no_grad()
-def translate(
-    model: Transformer, src_BS: torch.Tensor, keep_BS: torch.Tensor, width: int
-) -> list[Hypothesis]:
-    state = model.start(model.encode(src_BS, keep_BS), keep_BS)
-    bounds = Limits(MODEL_BOS, MODEL_EOS, MODEL_NEVER, keep_BS.sum(1) + 4)
-    if width == 0:
-        return greedy(model.step, state, bounds, 0.6)
-    return beam(model.step, state, bounds, width, 0.6)
+def forced_by(model: Transformer, src: list[int], ids: list[int]) -> list[float]:
+    """The log-probabilities of a target that is decoded at once, eos included."""
+    src_1S, target = torch.tensor([src]), torch.tensor([*ids, MODEL_EOS])
+    states_1TD = model(src_1S, torch.ones_like(src_1S).bool(), torch.tensor([[MODEL_BOS, *ids]]))
+    log_probs_TV = model.output(states_1TD)[0].log_softmax(-1)
+    found: list[float] = log_probs_TV.gather(1, target[:, None])[:, 0].tolist()
+    return found
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("width", [0, 1, 3, 5])
-def test_a_batch_of_different_lengths_translates_as_its_sentences_do_alone(seed, width):
-    model = peaked_transformer(seed)
-    src_BS, keep_BS = source(LENGTHS)
-    together = translate(model, src_BS, keep_BS, width)
-    alone = [
-        translate(model, src_BS[row : row + 1, :length], keep_BS[row : row + 1, :length], width)[0]
-        for row, length in enumerate(LENGTHS)
-    ]
-    assert_same(together, alone)
+def assert_as_good(found: list[Hypothesis], expected: list[Hypothesis]) -> None:
+    """The same but for rounding in float32, where ties may be broken in another way."""
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        if one.ids == other.ids:
+            assert one.log_probs == pytest.approx(other.log_probs, abs=2e-5)
+        assert one.score == pytest.approx(other.score, abs=1e-5)
+
+
+def assert_is_itself(found: list[Hypothesis], alone: list[Hypothesis], dtype: torch.dtype) -> None:
+    if dtype == torch.float64:
+        assert_same(found, alone, 1e-9)
+    else:
+        assert_as_good(found, alone)
+
+
+batches = st.lists(st.integers(1, 9), min_size=1, max_size=6)
+a_beam = st.builds(
+    lambda width, alpha, share, early: Beam(width, alpha, 1 + round(share * (width - 1)), early),
+    st.integers(1, 6),
+    alphas,
+    st.floats(0, 1),
+    st.booleans(),
+)
+
+
+@of_each_type
+@pytest.mark.parametrize("config", VARIANTS, ids=range(len(VARIANTS)))
+@given(
+    seed=st.integers(0, 1000),
+    lengths=batches,
+    wanted=a_beam,
+    order=st.randoms(use_true_random=False),
+    sizes=group_sizes,
+)
+@settings(max_examples=4)
+def test_the_beams_of_a_sentence_depend_on_nothing_but_itself(
+    config, dtype, seed, lengths, wanted, order, sizes
+):
+    """Neither on its neighbours, their number, order and padding, nor on when they join."""
+    model, src = peaked_transformer(seed, dtype, config), source(lengths, seed)
+    places = list(range(len(src)))
+    order.shuffle(places)
+    together = translate(model, [src[place] for place in places], wanted, sizes)
+    for place, hypotheses in zip(places, together, strict=True):
+        (alone,) = translate(model, [src[place]], wanted)
+        assert_is_itself(hypotheses, alone, dtype)
+
+
+@of_each_type
+@given(
+    seed=st.integers(0, 1000),
+    config=st.sampled_from(VARIANTS),
+    lengths=batches,
+    num_samples=st.integers(1, 3),
+    wanted=st.builds(
+        Sampling,
+        st.sampled_from([0.7, 1.0, 1.5]),
+        st.sampled_from([0, 0, 4]),
+        st.sampled_from([1.0, 0.9]),
+    ),
+    order=st.randoms(use_true_random=False),
+    padding=st.integers(0, 3),
+)
+@settings(max_examples=15)
+def test_the_samples_of_a_sentence_depend_on_nothing_but_itself_and_its_numbers(
+    dtype, seed, config, lengths, num_samples, wanted, order, padding
+):
+    model, src = peaked_transformer(seed, dtype, config), source(lengths, seed)
+    uniforms = uniform(num_samples * len(src), max(lengths) + 5, seed).split(num_samples)
+    places = list(range(len(src)))
+    order.shuffle(places)
+    shuffled_NT = torch.cat([uniforms[place] for place in places])
+    shuffled = [src[place] for place in places]
+    together = draw(model, shuffled, wanted, shuffled_NT, padding)
+    for place, hypotheses in zip(places, together, strict=True):
+        (alone,) = draw(model, [src[place]], wanted, uniforms[place])
+        assert_is_itself(hypotheses, alone, dtype)
 
 
 def test_the_models_above_translate_in_many_ways():
     found = [
-        tuple(hypothesis.ids)
+        hypothesis
         for seed in SEEDS
-        for hypothesis in translate(peaked_transformer(seed), *source(LENGTHS), 3)
+        for (hypothesis,) in translate(peaked_transformer(seed), source(LENGTHS), Beam(3, 0.6))
     ]
-    assert len(set(found)) > 6
-    assert len({len(ids) for ids in found}) > 3
+    assert len(set(ids_of(found))) > 6
+    assert len({len(hypothesis.ids) for hypothesis in found}) > 3
 
 
+@of_each_type
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_beam_of_one_is_greedy_search_with_a_real_model(seed):
-    model = peaked_transformer(seed)
-    assert_same(translate(model, *source(LENGTHS), 1), translate(model, *source(LENGTHS), 0))
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("width", [0, 4])
 @torch.no_grad()
-def test_a_log_prob_is_that_of_the_whole_target_decoded_at_once(seed, width):
-    model = peaked_transformer(seed)
-    src_BS, keep_BS = source(LENGTHS)
-    for row, hypothesis in enumerate(translate(model, src_BS, keep_BS, width)):
-        target = [*hypothesis.ids, MODEL_EOS]
-        tgt_in_1T = torch.tensor([[MODEL_BOS, *hypothesis.ids]])
-        states = model(src_BS[row : row + 1], keep_BS[row : row + 1], tgt_in_1T)
-        log_probs_TV = model.output(states)[0].log_softmax(-1)
-        expected = float(log_probs_TV[torch.arange(len(target)), target].sum())
-        assert hypothesis.log_prob == pytest.approx(expected, abs=1e-4)
+def test_a_beam_of_one_is_greedy_search_with_a_real_model(seed, dtype):
+    model, src = peaked_transformer(seed, dtype), source(LENGTHS)
+    for ids, (hypothesis,) in zip(src, translate(model, src, Beam(1, 0.6)), strict=True):
+        src_1S, written = torch.tensor([ids]), [MODEL_BOS]
+        while written[-1] != MODEL_EOS:
+            states_1TD = model(src_1S, torch.ones_like(src_1S).bool(), torch.tensor([written]))
+            logits_V = model.output(states_1TD)[0, -1]
+            logits_V[MODEL_NEVER] = -math.inf
+            is_full = len(written) > len(ids) + 4
+            written.append(MODEL_EOS if is_full else int(logits_V.argmax()))
+        assert hypothesis.ids == written[1:-1]
+
+
+@of_each_type
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("wanted", [Beam(1), Beam(4, 0.6, 4), Beam(6, 1.0, 2, True), Sampling()])
+def test_log_probs_are_those_of_the_whole_target_decoded_at_once(seed, wanted, dtype):
+    model, src = peaked_transformer(seed, dtype), source(LENGTHS)
+    if isinstance(wanted, Beam):
+        found_by_all = translate(model, src, wanted, (1, 2))
+    else:
+        found_by_all = draw(model, src, wanted, uniform(8, 12))
+    for ids, found in zip(src, found_by_all, strict=True):
+        for hypothesis in found:
+            expected = forced_by(model, ids, hypothesis.ids)
+            assert hypothesis.log_probs == pytest.approx(expected, abs=SUM_OF[dtype])
+            assert hypothesis.log_prob == pytest.approx(sum(expected), abs=SUM_OF[dtype])
+            alpha = wanted.alpha if isinstance(wanted, Beam) else 0.0
+            penalty = length_penalty(len(hypothesis.log_probs), alpha)
+            assert hypothesis.score == pytest.approx(hypothesis.log_prob / penalty, rel=1e-12)

@@ -1,19 +1,22 @@
-"""A batch is no different from its lines, order is kept, and a block is all that is held."""
+"""A batch is no different from its lines, order is kept, and what is printed can be recomputed."""
 
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from builders import SRC_LINES, TGT_LINES, model_config, randomise, vocabularies
-from tasks import WORDS, copy_task
+from tasks import WORDS, copy_task, train, write_task
 
-from mtrain import tokenizer, translate
+from mtrain import checkpoint, tokenizer, translate
 from mtrain.config import DecodingConfig
 from mtrain.errors import ConfigError, RunError
 from mtrain.model import DecoderLayer
 from mtrain.rundir import RunDir
-from mtrain.translate import Translator
+from mtrain.search import NUM_GROUPS, Sampling, length_penalty
+from mtrain.translate import Loading, Source, Translator, Wanted
 
 LINES = [
     *(pair.src for pair in copy_task(24, 9)),
@@ -28,16 +31,20 @@ LINES = [
 
 @pytest.fixture(scope="module")
 def translator(trained: RunDir) -> Translator:
-    return translate.load(trained, device="cpu")
+    return translate.load(trained, loading=Loading("cpu"))
 
 
-def never(text: str) -> None:
-    raise AssertionError(f"warned: {text}")
-
-
-def with_decoding(translator: Translator, changes: dict[str, object]) -> Translator:
+def with_decoding(
+    translator: Translator, changes: dict[str, object], **wanted: object
+) -> Translator:
     decoding = translator.decoding.model_copy(update=changes)
-    return Translator(translator.model, translator.tokenizer, decoding, translator.device)
+    models, tokenizer = translator.ensemble.models, translator.tokenizer
+    return Translator(models, tokenizer, decoding, translator.device, Wanted(**wanted))
+
+
+def sources(translator: Translator, lines: Sequence[str] = LINES) -> list[Source]:
+    encoded = translator.tokenizer.encode_src([line for line in lines if line.strip()])
+    return [Source(ids, seed=number) for number, ids in enumerate(encoded)]
 
 
 @pytest.mark.parametrize("beam", [1, 2, 5])
@@ -56,24 +63,93 @@ def test_the_size_of_the_batches_changes_no_translation(
     assert small.translate(LINES) == translator.translate(LINES)
 
 
-@pytest.mark.parametrize(("budget", "beam"), [(1, 1), (40, 1), (40, 4), (1000, 2)])
-def test_batches_are_full_under_their_budget_of_places(
+@pytest.mark.parametrize(("budget", "beam"), [(1, 1), (160, 1), (160, 4), (4000, 2)])
+def test_groups_are_full_under_their_share_of_the_budget(
     translator: Translator, monkeypatch: pytest.MonkeyPatch, budget: int, beam: int
 ) -> None:
     shapes: list[list[int]] = []
-    search = Translator.search
+    start = Translator._start
 
-    def spy(self: Translator, src: list[list[int]]) -> object:
-        shapes.append([len(ids) for ids in src])
-        return search(self, src)
+    def spy(self: Translator, group: list[Source]) -> object:
+        shapes.append([len(source.ids) for source in group])
+        return start(self, group)
 
-    monkeypatch.setattr(Translator, "search", spy)
+    monkeypatch.setattr(Translator, "_start", spy)
     with_decoding(translator, {"batch_tokens": budget, "beam": beam}).translate(LINES)
     assert sum(map(len, shapes)) == len(LINES) - 2
-    cells = [len(lengths) * max(lengths) * beam for lengths in shapes]
-    assert all(n <= budget or len(x) == 1 for n, x in zip(cells, shapes, strict=True))
+    for lengths in shapes:
+        assert lengths == sorted(lengths, reverse=True)
+        assert len(lengths) == 1 or len(lengths) * lengths[0] * beam * NUM_GROUPS <= budget
     for lengths, after in pairwise(shapes):
-        assert (len(lengths) + 1) * after[0] * beam > budget
+        assert lengths[-1] >= after[0]
+        assert (len(lengths) + 1) * lengths[0] * beam * NUM_GROUPS > budget
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_threads_change_no_translation(
+    translator: Translator, monkeypatch: pytest.MonkeyPatch, num_threads: int
+) -> None:
+    alone = translator.translate(LINES)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    assert translator.translate(LINES) == alone
+
+
+@pytest.mark.parametrize("beam", [1, 4])
+def test_a_found_log_prob_is_that_of_the_same_target_when_it_is_given(
+    translator: Translator, beam: int
+) -> None:
+    searching = with_decoding(translator, {"beam": beam, "length_alpha": 0.8}, num_best=beam)
+    own = sources(translator)
+    found = searching.search(own)
+    for rank in range(beam):
+        ranked = [
+            (source, best[rank])
+            for source, best in zip(own, found, strict=True)
+            if rank < len(best)
+        ]
+        given = searching.score(
+            [source for source, _ in ranked], [hypothesis.ids for _, hypothesis in ranked]
+        )
+        for log_probs, (_, hypothesis) in zip(given, ranked, strict=True):
+            assert log_probs == pytest.approx(hypothesis.log_probs, abs=1e-5)
+            assert sum(log_probs) == pytest.approx(hypothesis.log_prob, abs=3e-5)
+            penalty = length_penalty(len(log_probs), 0.8)
+            assert sum(log_probs) / penalty == pytest.approx(hypothesis.score, abs=1e-5)
+
+
+def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours(translator: Translator) -> None:
+    drawing = with_decoding(
+        translator, {"batch_tokens": 40}, num_best=2, sampling=Sampling(temperature=3.0)
+    )
+    own = sources(translator)
+    together = drawing.search(own)
+    assert together == [drawing.search([source])[0] for source in own]
+    assert together == drawing.search(own)
+    assert sum(first.ids != second.ids for first, second in together) > len(own) // 2
+    other = drawing.search([Source(source.ids, seed=source.seed + 1000) for source in own])
+    assert sum(a != b for a, b in zip(together, other, strict=True)) > len(own) // 2
+
+
+def test_a_prefix_begins_the_translation_and_is_written_whole(translator: Translator) -> None:
+    (src,) = translator.tokenizer.encode_src(["ba ce di"])
+    (prefix,) = translator.tokenizer.tgt.encode(["gu ha je ki lo mu na pe ri so tu"])
+    for forced in (prefix[:2], prefix * 3):
+        ((best,),) = translator.search([Source(src, tuple(forced))])
+        assert best.ids[: len(forced)] == forced
+        (given,) = translator.score([Source(src)], [best.ids])
+        assert given == pytest.approx(best.log_probs, abs=1e-5)
+
+
+def test_attention_goes_to_the_word_that_is_copied(translator: Translator) -> None:
+    own = sources(translator, ["ba ce di fo gu", "tu so ri"])
+    targets = [best[0].ids for best in translator.search(own)]
+    for source, target, weights_TS in zip(
+        own, targets, translator.attend(own, targets), strict=True
+    ):
+        assert target == source.ids[:-1]
+        assert weights_TS.shape == (len(target) + 1, len(source.ids))
+        assert weights_TS.sum(1).tolist() == pytest.approx([1.0] * (len(target) + 1))
+        assert weights_TS[:-1, :-1].argmax(1).tolist() == list(range(len(target)))
 
 
 def test_order_is_kept_whatever_the_lengths(translator: Translator) -> None:
@@ -88,33 +164,6 @@ def test_blank_lines_give_empty_ones(translator: Translator) -> None:
 
 def test_no_lines_give_no_lines(translator: Translator) -> None:
     assert translator.translate([]) == []
-    assert list(translator.stream([], never)) == []
-
-
-def test_a_stream_is_read_a_block_at_a_time(
-    translator: Translator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(translate, "_BLOCK_LINES", 4)
-    num_read = 0
-
-    def endless() -> Iterator[str]:
-        nonlocal num_read
-        while True:
-            num_read += 1
-            yield LINES[(num_read - 1) % len(LINES)]
-
-    stream = translator.stream(endless(), never)
-    whole = translator.translate(LINES[:10])
-    for index, expected in enumerate(whole):
-        assert next(stream) == expected
-        assert num_read == 4 * (index // 4 + 1)
-
-
-def test_a_stream_ends_with_a_block_that_is_not_full(
-    translator: Translator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(translate, "_BLOCK_LINES", 4)
-    assert list(translator.stream(LINES[:10], never)) == translator.translate(LINES[:10])
 
 
 def untrained(**settings: object) -> Translator:
@@ -129,7 +178,7 @@ def untrained(**settings: object) -> Translator:
             if isinstance(layer, DecoderLayer):
                 layer.cross_attention.output.weight *= 30  # else no source is heard
     decoding = DecodingConfig(beam=2, max_extra_tokens=3)
-    return Translator(model, vocabularies(), decoding, torch.device("cpu"))
+    return Translator([model], vocabularies(), decoding, torch.device("cpu"))
 
 
 def test_each_line_gets_its_own_translation_whatever_stands_beside_it() -> None:
@@ -138,30 +187,6 @@ def test_each_line_gets_its_own_translation_whatever_stands_beside_it() -> None:
     assert len(set(alone)) > 8
     assert translator.translate(lines) == alone
     assert translator.translate(lines[::-1]) == alone[::-1]
-
-
-def test_a_stream_warns_of_each_line_that_is_longer_than_the_learned_positions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(translate, "_BLOCK_LINES", 3)
-    lines = ["a", "", "The dog is old a.", "b", "The dog is old.", "c", " ".join(SRC_LINES[:4])]
-    lengths = [len(ids) for ids in vocabularies().encode_src(lines)]
-    limit = lengths[4]
-    assert lengths[2] == limit + 1
-    assert [length > limit for length in lengths] == [index in (2, 6) for index in range(7)]
-    translator = untrained(positions="learned", max_positions=limit)
-    warnings: list[str] = []
-    streamed = list(translator.stream(lines, warnings.append))
-    assert warnings == [
-        f"line {number}: has {lengths[number - 1]} tokens, but the model learned {limit} "
-        "positions; the tokens after them share the last one."
-        for number in (3, 7)
-    ]
-    assert streamed == translator.translate(lines)
-
-
-def test_a_model_with_sinusoids_warns_of_no_length() -> None:
-    assert len(list(untrained().stream([" ".join(SRC_LINES)], never))) == 1
 
 
 def test_a_translation_has_at_most_the_pieces_of_its_source_and_a_few(
@@ -185,7 +210,7 @@ def test_a_translation_has_at_most_the_pieces_of_its_source_and_a_few(
         decoded.clear()
         changes = {"beam": beam, "max_extra_tokens": extra}
         decoding = translator.decoding.model_copy(update=changes)
-        Translator(model, translator.tokenizer, decoding, translator.device).translate(lines)
+        Translator([model], translator.tokenizer, decoding, translator.device).translate(lines)
         assert all(n <= limit + extra for n, limit in zip(decoded, lengths, strict=True))
 
 
@@ -212,7 +237,7 @@ def test_a_model_in_training_mode_translates_without_dropout(
     model = translate.build_model(config, translator.tokenizer)
     translate.set_weights(model, dict(translator.model.named_parameters()), trained.model_path)
     model.train()
-    same = Translator(model, translator.tokenizer, translator.decoding, translator.device)
+    same = Translator([model], translator.tokenizer, translator.decoding, translator.device)
     assert same.translate(LINES) == translator.translate(LINES)
 
 
@@ -239,3 +264,84 @@ def test_a_device_is_found_or_refused() -> None:
     for name in ("tpu", "cpu:x", "", "meta", "cuda:99"):
         with pytest.raises(ConfigError, match=r"^`device` must be one of this machine"):
             translate.pick_device(name)
+
+
+@pytest.fixture(scope="module")
+def twin(trained: RunDir, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """The same run with other weights: rows of its output are mixed up a little."""
+    path = tmp_path_factory.mktemp("twin") / "run"
+    shutil.copytree(trained.path, path)
+    weights = checkpoint.load_model(trained.model_path, fingerprint(trained))
+    rng = torch.Generator().manual_seed(1)
+    noisy = {
+        name: tensor + 0.1 * tensor.std() * torch.randn(tensor.shape, generator=rng)
+        for name, tensor in weights.items()
+    }
+    checkpoint.save_model(path / "model.safetensors", noisy, fingerprint(trained))
+    return RunDir(path)
+
+
+def fingerprint(run: RunDir) -> str:
+    return tokenizer.load(run.tokenizer_dir).fingerprint()
+
+
+def test_an_ensemble_gives_the_mean_of_the_probabilities(trained: RunDir, twin: RunDir) -> None:
+    cpu = Loading("cpu")
+    both = translate.load([trained, twin], loading=cpu)
+    own = sources(both)
+    targets = [best[0].ids for best in both.search(own)]
+    alone = [translate.load(run, loading=cpu).score(own, targets) for run in (trained, twin)]
+    assert alone[0] != alone[1]
+    for together, first, second in zip(both.score(own, targets), *alone, strict=True):
+        means = [
+            torch.tensor([a, b]).exp().mean().log().item()
+            for a, b in zip(first, second, strict=True)
+        ]
+        assert together == pytest.approx(means, abs=1e-4)
+
+
+def test_an_ensemble_of_other_vocabularies_is_refused(trained: RunDir, tmp_path: Path) -> None:
+    other = train(write_task(tmp_path), "training.max_steps=1", "tokenizer.vocab_size=283")
+    with pytest.raises(RunError) as error:
+        translate.load([trained, other], loading=Loading("cpu"))
+    assert str(error.value) == (
+        f"{other.path}: must have the vocabularies of the other runs to decode with them, but has "
+        "its own; train it with a copy of their tokenizer folder."
+    )
+
+
+def test_the_weights_of_a_checkpoint_are_those_it_holds(trained: RunDir) -> None:
+    step, path = max(checkpoint.steps(trained.checkpoints_dir).items())
+    weights = checkpoint.load_model(path / "model.safetensors", fingerprint(trained))
+    model = translate.load(trained, loading=Loading("cpu", step=step)).model
+    assert all(torch.equal(own, weights[name]) for name, own in model.named_parameters())
+    with pytest.raises(RunError, match=r"must have a checkpoint of step 7, but has those of "):
+        translate.load(trained, loading=Loading("cpu", step=7))
+
+
+def test_bfloat16_translates_like_float32(trained: RunDir, translator: Translator) -> None:
+    short = translate.load(trained, loading=Loading("cpu", precision="bfloat16"))
+    assert short.model.compute_dtype is torch.bfloat16
+    same = zip(short.translate(LINES), translator.translate(LINES), strict=True)
+    assert sum(a == b for a, b in same) >= len(LINES) - 3
+
+
+def test_eight_bits_translate_like_float32_whatever_stands_beside_a_line(
+    trained: RunDir, translator: Translator
+) -> None:
+    short = translate.load(trained, loading=Loading("cpu", quantize="int8"))
+    weight = short.model.decoder[0].feed_forward.inner.weight
+    assert type(weight).__name__ == "Int8Tensor"
+    found = short.translate(LINES)
+    same = zip(found, translator.translate(LINES), strict=True)
+    assert sum(a == b for a, b in same) >= len(LINES) - 4
+    assert found[:8] == [short.translate([line])[0] for line in LINES[:8]]
+
+
+def test_weights_that_are_no_numbers_are_an_error(trained: RunDir, translator: Translator) -> None:
+    model = translate.build_model(trained.load_config().model, translator.tokenizer)
+    with torch.no_grad():
+        model.output.weight.fill_(torch.nan)
+    broken = Translator([model], translator.tokenizer, translator.decoding, translator.device)
+    with pytest.raises(RunError, match=r"^the model must give numbers, but gives none"):
+        broken.translate(LINES)

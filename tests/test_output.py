@@ -1,0 +1,164 @@
+"""What a translated line looks like on paper, and what is found wrong about it."""
+
+import json
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from mtrain.corpus import Profile
+from mtrain.output import (
+    NOTHING,
+    Line,
+    Link,
+    Translation,
+    align_words,
+    as_pharaoh,
+    find_flaws,
+    join,
+    number_words,
+    write,
+)
+
+USUAL = Profile(longest_src=20, least_ratio=0.5, most_ratio=2.0, share_copied=0.0)
+
+
+def flaws(
+    src_ids: Sequence[int], tgt: Sequence[str], profile: Profile | None = USUAL, src: str = "in"
+) -> list[str]:
+    return find_flaws(src, " ".join(tgt), src_ids, tgt, profile)
+
+
+@pytest.mark.parametrize(
+    ("tgt", "is_loop"),
+    [
+        ("salad salad salad salad", True),
+        ("salad salad salad", False),
+        ("a salad a salad a salad a salad", True),
+        ("a salad a salad a salad", False),
+        ("one two three four one two three four one two three four one two three four", True),
+        ("so a b c d e f g h a b c d e f g h a b c d e f g h a b c d e f g h", True),
+        ("a b a c a d a e a f a g", False),
+        ("", False),
+    ],
+)
+def test_a_phrase_that_is_written_more_than_three_times_in_a_row_is_a_loop(
+    tgt: str, is_loop: bool
+) -> None:
+    assert ("loop" in flaws([7, 8, 9], tgt.split(), None)) == is_loop
+
+
+def test_a_source_that_repeats_itself_may_be_translated_so() -> None:
+    tgt = ["ha"] * 6
+    assert flaws([5] * 6, tgt, None) == []
+    assert flaws([5] * 5, tgt, None) == ["loop"]
+
+
+@pytest.mark.parametrize(
+    ("num_src", "num_tgt", "is_usual"),
+    [(9, 9, True), (9, 24, True), (9, 25, False), (39, 14, True), (39, 13, False), (1, 8, True)],
+)
+def test_a_length_is_unusual_beyond_the_ratios_of_the_corpus_and_a_few_tokens(
+    num_src: int, num_tgt: int, is_usual: bool
+) -> None:
+    src, tgt = list(range(num_src)), [str(number) for number in range(num_tgt)]
+    assert flaws(src, tgt) == ([] if is_usual else ["length"])
+    assert flaws(src, tgt, None) == []
+
+
+def test_an_empty_translation_and_a_copy_are_flaws_where_they_are_not_usual() -> None:
+    assert flaws([1], [], None) == ["empty"]
+    assert flaws([1], ["in"], USUAL) == ["copy"]
+    assert flaws([1], ["in"], None) == ["copy"]
+    assert flaws([1], ["in"], USUAL._replace(share_copied=0.5)) == []
+    assert flaws([1], ["in"], USUAL, src=" in ") == ["copy"]
+    assert flaws([1], ["In"], USUAL) == []
+
+
+def test_pieces_are_numbered_by_their_words() -> None:
+    assert number_words(["▁a", "▁b", "c", "d", "▁e"]) == [0, 1, 1, 1, 2]
+    assert number_words(["b", "c", "▁e"]) == [0, 0, 1]
+    assert number_words(["▁", "x", "▁y"]) == [0, 0, 1]
+    assert number_words([]) == []
+
+
+def test_a_target_word_is_linked_to_the_source_word_that_its_pieces_attend_to_most() -> None:
+    src, tgt = ["▁the", "▁do", "g"], ["▁der", "▁Hu", "nd"]
+    weights_TS = torch.tensor(
+        [
+            [0.60, 0.20, 0.10, 0.10],
+            [0.35, 0.30, 0.25, 0.10],  # alone "do" gets less than "the", but with "g" more
+            [0.30, 0.10, 0.50, 0.10],
+            [0.00, 0.00, 0.00, 1.00],  # eos
+        ]
+    )
+    assert align_words(weights_TS, src, tgt) == [Link(0, 0), Link(1, 1)]
+    assert align_words(weights_TS, src, []) == []
+    assert align_words(weights_TS, [], tgt) == []
+
+
+def translation(text: str, log_probs: list[float], **others: object) -> Translation:
+    pieces = [*(f"▁{word}" for word in text.split()), "</s>"]
+    log_prob = sum(log_probs)
+    return Translation(text, pieces, log_probs, log_prob, log_prob / 2, **others)  # type: ignore[arg-type]
+
+
+def test_parts_join_into_one_translation_whose_links_count_on() -> None:
+    first = translation("x y", [-1.0, -2.0, -3.0], alignment=[Link(0, 1), Link(1, 0)])
+    second = translation("z", [-4.0, -5.0], alignment=[Link(1, 0)], flags=["limit"])
+    whole = join([first, second], [3, 2])
+    assert whole.text == "x y z"
+    assert whole.pieces == ["▁x", "▁y", "</s>", "▁z", "</s>"]
+    assert whole.log_probs == [-1.0, -2.0, -3.0, -4.0, -5.0]
+    assert whole.log_prob == -15.0
+    assert whole.score == pytest.approx((3 * -3.0 + 2 * -4.5) / 5)
+    assert whole.alignment == [Link(0, 1), Link(1, 0), Link(4, 2)]
+    assert whole.flags == ["limit"]
+    assert join([first], [3]) is first
+
+
+FOUND = Line(
+    7,
+    "in\there",
+    [
+        translation("out\tthere", [-0.5, -0.25], alignment=[Link(0, 0)], flags=["copy", "loop"]),
+        translation("about", [-1.0, -1.0], alignment=[]),
+    ],
+)
+
+
+def test_text_is_as_many_lines_as_translations_are_wanted() -> None:
+    assert list(write(FOUND, "text", 1)) == ["out\tthere"]
+    assert list(write(FOUND, "text", 3)) == ["out\tthere", "about", ""]
+    assert list(write(Line(1, "", [NOTHING]), "text", 2)) == ["", ""]
+
+
+def test_tsv_has_six_columns_whatever_the_text_holds() -> None:
+    assert list(write(FOUND, "tsv", 2)) == [
+        "7\t1\t-0.375000\t-0.750000\tcopy,loop\tout there",
+        "7\t2\t-1.000000\t-2.000000\t\tabout",
+    ]
+
+
+def test_jsonl_is_one_object_a_line() -> None:
+    (text,) = write(FOUND, "jsonl", 1)
+    assert json.loads(text) == {
+        "line": 7,
+        "source": "in\there",
+        "translation": "out\tthere",
+        "score": -0.375,
+        "log_prob": -0.75,
+        "pieces": ["▁out", "▁there", "</s>"],
+        "piece_log_probs": [-0.5, -0.25],
+        "alignment": [[0, 0]],
+        "flags": ["copy", "loop"],
+    }
+    (text,) = write(FOUND, "jsonl", 2)
+    tree = json.loads(text)
+    assert [best["translation"] for best in tree["n_best"]] == ["out\tthere", "about"]
+    assert tree["translation"] == "out\tthere"
+
+
+def test_an_alignment_is_written_as_pharaoh_did() -> None:
+    assert as_pharaoh([Link(0, 1), Link(12, 3)]) == "0-1 12-3"
+    assert as_pharaoh([]) == as_pharaoh(None) == ""

@@ -1,0 +1,308 @@
+"""One line out for every line in, in order: long, forced and blank ones, and without end."""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+
+import pytest
+import torch
+from builders import SRC_LINES, model_config, randomise, vocabularies
+from hypothesis import given
+from hypothesis import strategies as st
+from tasks import WORDS, copy_task
+
+from mtrain import translate
+from mtrain.config import DecodingConfig
+from mtrain.corpus import Profile
+from mtrain.errors import DataError
+from mtrain.output import Line, Link
+from mtrain.rundir import RunDir
+from mtrain.search import Sampling
+from mtrain.stream import LongLines, Options, Stream, Warn
+from mtrain.translate import Loading, Translator, Wanted
+
+LINES = [pair.src for pair in copy_task(12, 5)]
+USUAL = Profile(longest_src=20, least_ratio=0.1, most_ratio=9.0, share_copied=1.0)
+
+
+@pytest.fixture(scope="module")
+def translator(trained: RunDir) -> Translator:
+    return translate.load(trained, loading=Loading("cpu"))
+
+
+def never(text: str) -> None:
+    raise AssertionError(f"warned: {text}")
+
+
+def stream(
+    translator: Translator,
+    blocks: Sequence[list[str]],
+    options: Options = Options(),  # noqa: B008
+    warn: Warn = never,
+    prefixes: Sequence[str] | None = None,
+    profile: Profile | None = USUAL,
+) -> list[Line]:
+    forced = iter(prefixes) if prefixes is not None else None
+    return list(Stream(translator, options, profile, warn).translate(blocks, forced))
+
+
+def texts(lines: Sequence[Line]) -> list[str]:
+    return [line.best[0].text for line in lines]
+
+
+def assert_same(some: Sequence[Line], others: Sequence[Line]) -> None:
+    """Equal but for the rounding of the numbers, which depends on the batch."""
+    for one, other in zip(some, others, strict=True):
+        assert (one.number, one.src) == (other.number, other.src)
+        for best, same in zip(one.best, other.best, strict=True):
+            assert best.pieces == same.pieces
+            assert best.text == same.text
+            assert best.log_probs == pytest.approx(same.log_probs, abs=1e-4)
+
+
+def num_tokens(line: str, translator: Translator) -> int:
+    return len(translator.tokenizer.encode_src([line])[0])
+
+
+def test_blocks_change_nothing_but_when_a_line_comes(translator: Translator) -> None:
+    lines = ["", *LINES[:5], "  ", *LINES[5:], "\t"]
+    whole = stream(translator, [lines])
+    assert texts(whole) == translator.translate(lines)
+    assert [(line.number, line.src) for line in whole] == list(enumerate(lines, start=1))
+    parts = stream(translator, [lines[:1], lines[1:4], [], lines[4:]])
+    assert_same(parts, whole)
+
+
+def test_an_endless_input_is_read_a_block_at_a_time(translator: Translator) -> None:
+    num_read = 0
+
+    def endless() -> Iterator[list[str]]:
+        nonlocal num_read
+        while True:
+            num_read += 1
+            yield LINES[:3]
+
+    found = Stream(translator, Options(), USUAL, never).translate(endless())
+    for index, line in enumerate(islice(found, 9)):
+        assert num_read == index // 3 + 1
+        assert line.number == index + 1
+
+
+def test_every_number_that_is_given_belongs_to_the_text(translator: Translator) -> None:
+    found = stream(translator, [LINES], Options(with_alignment=True))
+    copies = [line for line in found if line.best[0].text == line.src]
+    assert len(copies) >= 8
+    links: list[Link] = []
+    for line in copies:
+        (best,) = line.best
+        tgt = translator.tokenizer.tgt
+        assert best.pieces == [*tgt.pieces(best.text), "</s>"]
+        assert len(best.log_probs) == len(best.pieces)
+        assert best.log_prob == pytest.approx(sum(best.log_probs))
+        assert best.alignment is not None
+        links += best.alignment
+    assert sum(link.src == link.tgt for link in links) > 0.8 * len(links)
+
+
+def test_a_list_of_the_best_is_ranked_and_begins_with_the_best(translator: Translator) -> None:
+    decoding = translator.decoding.model_copy(update={"beam": 4})
+    models, device = translator.ensemble.models, translator.device
+    ranking = Translator(models, translator.tokenizer, decoding, device, Wanted(num_best=3))
+    single = Translator(models, translator.tokenizer, decoding, device)
+    ranked = stream(ranking, [["", *LINES]])
+    assert texts(ranked) == single.translate(["", *LINES])
+    assert ranked[0].best[0].text == ""
+    for line in ranked[1:]:
+        scores = [best.score for best in line.best]
+        assert len(scores) == 3
+        assert scores == sorted(scores, reverse=True)
+        assert len({tuple(best.pieces) for best in line.best}) == 3
+
+
+def test_samples_depend_on_the_seed_and_the_line_and_on_nothing_else(
+    translator: Translator,
+) -> None:
+    wanted = Wanted(num_best=2, sampling=Sampling(temperature=2.5))
+    drawing = Translator(
+        translator.ensemble.models,
+        translator.tokenizer,
+        translator.decoding,
+        translator.device,
+        wanted,
+    )
+    same = ["ba ce di"] * 8
+    first = stream(drawing, [same], Options(seed=1), warn=lambda _: None)
+    parts = stream(drawing, [same[:3], same[3:]], Options(seed=1), warn=lambda _: None)
+    assert_same(parts, first)
+    other = stream(drawing, [same], Options(seed=2), warn=lambda _: None)
+    assert texts(other) != texts(first)
+    assert len({tuple(best.text for best in line.best) for line in first}) > 4
+
+
+# Prefixes
+
+
+def test_a_translation_begins_as_its_prefix_says(translator: Translator) -> None:
+    prefixes = ["tu so", "", "gu"]
+    found = stream(translator, [LINES[:2], LINES[2:3]], prefixes=prefixes, warn=lambda _: None)
+    for line, prefix in zip(found, prefixes, strict=True):
+        assert line.best[0].text.startswith(prefix)
+    assert found[1].best[0].text == translator.translate(LINES[1:2])[0]
+    assert not translator.translate(LINES[:1])[0].startswith("tu so")
+
+
+def test_fewer_prefixes_than_lines_are_an_error_that_names_the_line(
+    translator: Translator,
+) -> None:
+    with pytest.raises(DataError) as error:
+        stream(translator, [LINES[:2], LINES[2:]], prefixes=["ba"] * 3)
+    assert str(error.value) == (
+        "--prefix must have a line for each line of the input, but ends at line 3."
+    )
+
+
+# Long lines
+
+TWO = "ba ce. di fo gu!"
+
+
+def cut(translator: Translator, line: str, limit: int, policy: str, warn: Warn = never) -> Line:
+    options = Options(LongLines(limit, policy))  # type: ignore[arg-type]
+    (found,) = stream(translator, [[line]], options, warn)
+    return found
+
+
+def test_a_line_that_fits_is_not_cut(translator: Translator) -> None:
+    limit = num_tokens(TWO, translator)
+    for policy in ("split", "truncate", "error"):
+        found = cut(translator, TWO, limit, policy)
+        assert found.best[0].text == translator.translate([TWO])[0]
+        assert found.best[0].flags == []
+
+
+def test_split_cuts_at_the_ends_of_sentences_and_joins_what_it_finds(
+    translator: Translator,
+) -> None:
+    said: list[str] = []
+    found = cut(translator, TWO, num_tokens(TWO, translator) - 1, "split", said.append)
+    assert found.best[0].text == " ".join(translator.translate(["ba ce.", "di fo gu!"]))
+    assert found.best[0].flags == ["split"]
+    assert said == [f"line 1: has {num_tokens(TWO, translator)} tokens; translated in 2 parts."]
+
+
+def test_split_makes_as_few_parts_as_fit(translator: Translator) -> None:
+    line = " ".join(f"{word}." for word in WORDS[:6])
+    limit = num_tokens(" ".join(f"{word}." for word in WORDS[:3]), translator)
+    parts = Stream(translator, Options(), None, never)._split(line, limit)
+    assert [len(part) for part in parts] == [limit, num_tokens(line, translator) - limit + 1]
+
+
+def test_split_cuts_a_long_sentence_between_words_and_a_long_word_between_pieces(
+    translator: Translator,
+) -> None:
+    own = Stream(translator, Options(), None, never)
+    src = translator.tokenizer.src
+    words = own._split("ba ce di fo gu", 4)
+    assert [src.decode([part[:-1]])[0] for part in words] == ["ba ce di", "fo gu"]
+    pieces = own._split("ba" * 30, 4)
+    assert "".join(src.decode([part[:-1]])[0] for part in pieces) == "ba" * 30
+    assert len(pieces) > 5
+
+
+@given(
+    text=st.text(st.sampled_from("abc.!?…。 \t\u00a0é☃"), max_size=60),
+    limit=st.integers(2, 12),
+)
+def test_split_loses_no_piece_and_keeps_every_part_short(text: str, limit: int) -> None:
+    stream_ = Stream(untrained(), Options(), None, never)
+    src = vocabularies().src
+    parts = stream_._split(text, limit)
+    assert all(2 <= len(part) <= limit and part[-1] == src.eos for part in parts)
+    (letters,) = src.decode([[piece for part in parts for piece in part[:-1]]]) or [""]
+    assert "".join(letters.split()) == "".join(text.split())
+
+
+def untrained() -> Translator:
+    torch.manual_seed(1)
+    model = translate.build_model(model_config(), vocabularies()).double()
+    randomise(model, seed=1)
+    return Translator(
+        [model], vocabularies(), DecodingConfig(beam=2, max_extra_tokens=3), torch.device("cpu")
+    )
+
+
+def test_truncate_translates_the_beginning_and_says_so(translator: Translator) -> None:
+    said: list[str] = []
+    found = cut(translator, "ba ce di fo gu", 4, "truncate", said.append)
+    assert found.best[0].text == translator.translate(["ba ce di"])[0]
+    assert found.best[0].flags == ["truncated"]
+    assert said == ["line 1: has 6 tokens; all after the first 3 are left out."]
+
+
+def test_error_stops_at_the_line(translator: Translator) -> None:
+    with pytest.raises(DataError) as error:
+        cut(translator, "ba ce di fo gu", 4, "error")
+    assert str(error.value) == (
+        "line 1: must have at most 4 tokens, but has 6 instead; `--on-long split` or `--on-long "
+        "truncate` takes it."
+    )
+
+
+def test_a_line_longer_than_those_of_the_training_is_translated_whole_with_a_warning(
+    translator: Translator,
+) -> None:
+    said: list[str] = []
+    usual = USUAL._replace(longest_src=4)
+    found = stream(translator, [["ba ce di", "ba ce di fo"]], warn=said.append, profile=usual)
+    assert texts(found) == translator.translate(["ba ce di", "ba ce di fo"])
+    assert said == [
+        "line 2: has 5 tokens, the longest of the training 4; translated whole. "
+        "`--max-input-tokens` cuts such lines."
+    ]
+
+
+def test_a_line_longer_than_the_learned_positions_is_warned_of() -> None:
+    lines = ["a", "", " ".join(SRC_LINES[:2])]
+    limit = len(vocabularies().encode_src(lines[2:])[0]) - 1
+    config = model_config(positions="learned", max_positions=limit)
+    model = translate.build_model(config, vocabularies()).eval()
+    learned = Translator([model], vocabularies(), DecodingConfig(beam=1), torch.device("cpu"))
+    said: list[str] = []
+    stream(learned, [lines], warn=said.append, profile=None)
+    assert said[0] == (
+        f"line 3: has {limit + 1} tokens, but the model learned {limit} positions; the tokens "
+        "after them share the last one. `--max-input-tokens` cuts such lines."
+    )
+
+
+# Warnings
+
+
+def test_the_first_lines_with_a_flaw_are_named_and_the_others_counted(
+    translator: Translator,
+) -> None:
+    said: list[str] = []
+    copies = ["ba ce", "fo", *LINES]
+    unusual = USUAL._replace(share_copied=0.0)
+    found = stream(translator, [copies[:3], copies[3:]], warn=said.append, profile=unusual)
+    numbers = [line.number for line in found if line.best[0].flags == ["copy"]]
+    assert len(numbers) > 7
+    assert said == [
+        *(f"line {number}: the translation is the line itself." for number in numbers[:5]),
+        f"{len(numbers) - 5} more lines: the translation is the line itself.",
+    ]
+
+
+def test_output_that_reached_its_limit_is_marked(translator: Translator) -> None:
+    decoding = translator.decoding.model_copy(update={"beam": 1, "max_extra_tokens": 0})
+    model = translate.build_model(translator.model.config, translator.tokenizer)
+    with torch.no_grad():
+        model.output.weight[translator.tokenizer.tgt.eos] = -100 * model.output.weight.sum(0)
+    endless = Translator([model], translator.tokenizer, decoding, translator.device)
+    said: list[str] = []
+    (line,) = stream(endless, [["ba ce di"]], warn=said.append)
+    if len(line.best[0].pieces) == num_tokens("ba ce di", translator):
+        assert "limit" in line.best[0].flags
+        assert any("reached its limit" in text for text in said)
+    finished = stream(translator, [LINES])
+    assert all(not line.best[0].flags for line in finished)
+    assert len(list(chain(*(line.best for line in finished)))) == len(LINES)
