@@ -15,18 +15,17 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+import environments
+from environments import REPOSITORY, NotMeasured
 from machine import commit, describe_machine
 from peers.job import Epoch, Job
+from report import print_table, say, spread
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-WORKERS = REPOSITORY / "benchmarks" / "peers"
-WORKSPACE = REPOSITORY / "build" / "train_speed"
-CORPUS = WORKSPACE / "corpus"
+CORPUS = REPOSITORY / "build" / "train_speed" / "corpus"
 
 SIZES = {
     "tiny": {"num_layers": 4, "d_model": 128, "d_ff": 256, "num_heads": 4},
@@ -41,22 +40,6 @@ TUNED = {  # keep freed memory, as mtrain does
 
 
 _MAX_MISSING = 0.001  # eole trains on no source twice in a batch, and leaves two pairs out
-
-
-@dataclass(frozen=True)
-class Peer:
-    """Another toolkit: what pip installs into its environment, after torch, and its worker."""
-
-    requirements: tuple[str, ...]
-    worker: str
-
-
-PEERS = {
-    # JoeyNMT imports importlib_metadata, and eole aiohttp, without asking for it
-    "joeynmt": Peer(("joeynmt==2.3.0", "importlib_metadata"), "with_joeynmt.py"),
-    "hf": Peer(("transformers==5.23.0",), "with_hf.py"),
-    "eole": Peer(("eole==0.6.4", "aiohttp"), "with_eole.py"),
-}
 
 
 @dataclass(frozen=True)
@@ -80,10 +63,6 @@ SYSTEMS = {
     "eole": System("eole", "float32", False, "as it comes"),
     "eole-tuned": System("eole", "float32", True, "with memory settings for glibc"),
 }
-
-
-class NotMeasured(Exception):  # noqa: N818 - its text is a row of the table
-    """A system cannot be installed or run; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +105,9 @@ def main() -> None:
         list_systems()
         return
     names = [options.base, *(name for name in options.peers if name != options.base)]
-    reasons = {name: reason for name in names if (reason := install(name))}
+    reasons = {
+        name: reason for name in names if (reason := environments.install(SYSTEMS[name].peer))
+    }
     encode()
     if options.check:
         sys.exit(check(options, names, reasons))
@@ -167,68 +148,9 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def list_systems() -> None:
     for name, system in SYSTEMS.items():
-        print(f"{name:<16} {system.summary:<48} {state(system)}")
-
-
-def state(system: System) -> str:
-    """Say where a system would run."""
-    if system.peer is None:
-        return "this environment"
-    return "installed" if is_installed(system.peer) else "not installed yet"
-
-
-def requirements(peer: str) -> list[str]:
-    """Return all that is asked of pip, torch first."""
-    lines = (REPOSITORY / "constraints.txt").read_text("utf-8").splitlines()
-    torch = next(line for line in lines if line.startswith("torch=="))
-    return [torch, "numpy", *PEERS[peer].requirements]
-
-
-def is_installed(peer: str) -> bool:
-    ready = venv_dir(peer) / "ready.json"
-    return ready.is_file() and json.loads(ready.read_text("utf-8")) == requirements(peer)
-
-
-def venv_dir(peer: str) -> Path:
-    return WORKSPACE / "venvs" / peer
-
-
-def install(name: str) -> str | None:
-    """Make the environment of a system unless it is there; return why it cannot be made.
-
-    torch comes first and alone, by its exact version, so that no other package chooses another
-    version or build of it; it is named again beside the others, so that none replaces it.
-    """
-    peer = SYSTEMS[name].peer
-    if peer is None or is_installed(peer):
-        return None
-    folder, wanted = venv_dir(peer), requirements(peer)
-    say(f"{name}: installing {' '.join(wanted)}")
-    shutil.rmtree(folder, ignore_errors=True)
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
-    for command in (
-        [sys.executable, "-m", "venv", str(folder)],
-        [*pip, *wanted[:2]],
-        [*pip, *wanted],
-    ):
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
-        if done.returncode != 0:
-            return f"cannot be installed: {last_words(done.stderr)}"
-    (folder / "ready.json").write_text(json.dumps(wanted), encoding="utf-8")
-    return None
-
-
-def last_words(text: str) -> str:
-    """Return the line that says what went wrong: pip's ERROR, or the end of a traceback."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR:")]
-    return (errors or lines or ["no reason given"])[-1]
+        print(f"{name:<16} {system.summary:<48} {environments.state(system.peer)}")
 
 
 def find_multi30k() -> Path:
@@ -246,23 +168,18 @@ def encode() -> None:
     shutil.rmtree(CORPUS, ignore_errors=True)
     CORPUS.mkdir(parents=True)
     arguments = [str(find_multi30k()), str(CORPUS), str(VOCAB_SIZE)]
-    command = [sys.executable, str(WORKERS / "encode.py"), *arguments]
+    command = [sys.executable, "-m", "peers.encode", *arguments]
     subprocess.run(command, check=True, env=environment("mtrain", os.cpu_count() or 1))
 
 
 def environment(name: str, threads: int) -> dict[str, str]:
     """Return the environment variables that a system runs with."""
-    variables = dict(os.environ)
-    for key in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        variables[key] = str(threads)
-    variables |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if SYSTEMS[name].peer is None:
-        variables["PYTHONPATH"] = str(REPOSITORY)
-    return variables | (TUNED if SYSTEMS[name].is_tuned else {})
+    system = SYSTEMS[name]
+    return environments.variables(system.peer, threads) | (TUNED if system.is_tuned else {})
 
 
 def measure_ceiling(options: argparse.Namespace) -> Ceiling:
-    command = [sys.executable, str(WORKERS / "ceiling.py"), str(options.threads)]
+    command = [sys.executable, "-m", "peers.ceiling", str(options.threads)]
     variables = environment("mtrain", options.threads)
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=variables)
     return Ceiling(json.loads(done.stdout), gflop_per_tgt_token(**SIZES[options.model]))
@@ -327,26 +244,14 @@ def run_worker(options: argparse.Namespace, name: str, arguments: list[str]):
         NotMeasured: if it fails or does not end.
     """
     peer = SYSTEMS[name].peer
-    python = str(venv_dir(peer) / "bin" / "python") if peer else sys.executable
-    worker = PEERS[peer].worker if peer else "with_mtrain.py"
-    patience_s = 600 + 5 * (options.warm_up + options.seconds)
-    with tempfile.TemporaryDirectory() as folder:
-        job = Path(folder) / "job.json"
-        job.write_text(json.dumps(asdict(make_job(options, name))), encoding="utf-8")
-        try:
-            done = subprocess.run(
-                [python, str(WORKERS / worker), str(job), *arguments],
-                capture_output=True,
-                text=True,
-                cwd=folder,
-                env=environment(name, options.threads),
-                timeout=patience_s,
-            )
-        except subprocess.TimeoutExpired:
-            raise NotMeasured(f"did not end within {patience_s:.0f} s") from None
-    if done.returncode != 0:
-        raise NotMeasured(f"failed: {last_words(done.stderr)}")
-    return json.loads(done.stdout)
+    return environments.run_worker(
+        peer,
+        f"with_{peer or 'mtrain'}",
+        asdict(make_job(options, name)),
+        environment(name, options.threads),
+        600 + 5 * (options.warm_up + options.seconds),
+        arguments,
+    )
 
 
 def make_job(options: argparse.Namespace, name: str) -> Job:
@@ -445,8 +350,8 @@ def report(
     for name in options.peers:
         if name in pairs:
             ratios = [pair.ratio for pair in pairs[name]]
-            text = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-            rows.append(row(name, [pair.other for pair in pairs[name]], text, ceiling))
+            measured = [pair.other for pair in pairs[name]]
+            rows.append(row(name, measured, spread(ratios, ".2f"), ceiling))
         else:
             rows.append([name, f"not measured: {reasons[name]}", *[""] * (len(HEADINGS) - 2)])
     print_table(rows, options.markdown)
@@ -460,7 +365,7 @@ def row(name: str, measured: list[Measurement], ratio: str, ceiling: Ceiling) ->
     last = measured[-1]
     return [
         name,
-        f"{speed:,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f})",
+        spread(speeds, ",.0f"),
         ratio,
         f"{max(measurement.max_rss_mib for measurement in measured):,} MiB",
         f"{gflops:.1f}",
@@ -469,19 +374,6 @@ def row(name: str, measured: list[Measurement], ratio: str, ceiling: Ceiling) ->
         f"{last.first_loss:.2f} to {last.loss:.2f} in {last.all_updates} updates",
         last.versions,
     ]
-
-
-def print_table(rows: list[list[str]], is_markdown: bool) -> None:
-    if is_markdown:
-        rows = [rows[0], ["---", *["--:"] * (len(rows[0]) - 1)], *rows[1:]]
-        for cells in rows:
-            print(f"| {' | '.join(cells)} |")
-        return
-    whole = [cells for cells in rows if any(cells[2:])]
-    widths = [max(map(len, column)) for column in zip(*whole, strict=True)]
-    for cells in rows:
-        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
-        print("  ".join(padded).rstrip())
 
 
 if __name__ == "__main__":

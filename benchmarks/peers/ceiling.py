@@ -1,4 +1,4 @@
-"""Measure how fast this machine multiplies matrices: `ceiling.py THREADS` prints GFLOP/s."""
+"""Measure how fast this machine multiplies matrices: `peers.ceiling THREADS` prints GFLOP/s."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Encode Multi30k with mtrain's tokenizer, once, and write it in the form that each system reads.
 
-    python encode.py MULTI30K_FOLDER OUT_FOLDER VOCAB_SIZE
+    python -m peers.encode MULTI30K_FOLDER OUT_FOLDER VOCAB_SIZE
 
 Lines of `train.en` and `train.de` are ids as decimal words, without bos and eos; with eos, and as
 sources, they are `train.eos.en`. Decimal words pass through any tokenizer that splits at spaces.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import yaml
 from datasets import Dataset
-from job import NUM_SPECIAL
+from peers.worker import NUM_SPECIAL
 
 from mtrain import config as configs
 from mtrain import prepare, tokenizer

@@ -1,23 +1,18 @@
 """What every worker of train_speed.py shares: the job that it is given, and its stopwatch.
 
-A worker trains one system in a fresh process of that system's own environment, so that this file
-imports nothing but the standard library.
+Like worker.py, this file imports nothing but the standard library.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import resource
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-PAD, UNK, BOS, EOS = range(4)  # as mtrain numbers them, and as the corpus is written
-NUM_SPECIAL = 4
+from peers.worker import NUM_SPECIAL, keep_stdout, max_rss_mib
 
 _MIN_UPDATES = 20  # of the warm-up
 _NUM_LOSSES = 10  # updates whose mean loss is reported, at the start and at the end
@@ -112,7 +107,7 @@ class Meter:
             self._started, self._cpu_s = now, time.process_time()
         elif self._started is not None and now - self._started >= self._job.seconds:
             self._seconds, self._cpu_s = now - self._started, time.process_time() - self._cpu_s
-            self._max_rss_mib = _max_rss_mib()
+            self._max_rss_mib = max_rss_mib()
             raise Done
         self._num_updates += 1
         if self._started is not None:
@@ -152,30 +147,11 @@ def serve(train: Callable[[Job, Meter], dict[str, str]], count: Callable[[Job], 
     options = parser.parse_args()
     fields = json.loads(options.job.read_text("utf-8"))
     job = Job(**{key: tuple(x) if isinstance(x, list) else x for key, x in fields.items()})
+    print_answer = keep_stdout()
     answer: dict[str, object]
-    with _stdout_to_stderr() as stdout:
-        if options.count:
-            answer = asdict(count(job))
-        else:
-            meter = Meter(job)
-            answer = meter.result(train(job, meter))
-        stdout.write((json.dumps(answer) + "\n").encode())
-
-
-def _stdout_to_stderr():
-    """Point file descriptor 1 at stderr, so that no library can talk into the answer."""
-    sys.stdout.flush()
-    stdout = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    return stdout
-
-
-def _max_rss_mib() -> float:
-    """Return the most memory that this process has held at once so far."""
-    status = Path("/proc/self/status")
-    if status.exists():  # ru_maxrss also remembers the process that started this one
-        for line in status.read_text("utf-8").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) / 1024
-    unit = 2**20 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    if options.count:
+        answer = asdict(count(job))
+    else:
+        meter = Meter(job)
+        answer = meter.result(train(job, meter))
+    print_answer(json.dumps(answer))

@@ -16,7 +16,7 @@ from eole.constants import CorpusTask
 from eole.inputters.dynamic_iterator import build_dynamic_dataset_iter
 from eole.train_single import TrainingInitializer
 from eole.utils import Statistics
-from job import Done, Epoch, Job, Meter, serve
+from peers.job import Done, Epoch, Job, Meter, serve
 from torch import Tensor
 
 _NEVER = 1_000_000_000
@@ -62,7 +62,6 @@ def config(job: Job, model_dir: str) -> TrainConfig:
     """Return what eole reads from its YAML file.
 
     A bucket is an epoch. Batches are made in the training process, so that no other core helps.
-    Layers have the biases of the paper, but are pre-norm: eole has no other decoder layers.
     """
     corpus = Path(job.corpus)
     return TrainConfig(
@@ -75,21 +74,7 @@ def config(job: Job, model_dir: str) -> TrainConfig:
                 "path_tgt": str(corpus / "train.de"),
             }
         },
-        model={
-            "architecture": "transformer",
-            "layers": job.num_layers,
-            "hidden_size": job.d_model,
-            "heads": job.num_heads,
-            "transformer_ff": job.d_ff,
-            "add_qkvbias": True,
-            "add_ffnbias": True,
-            "share_embeddings": True,
-            "share_decoder_embeddings": True,
-            "embeddings": {
-                "word_vec_size": job.d_model,
-                "position_encoding_type": "SinusoidalInterleaved",
-            },
-        },
+        model=model_settings(job.num_layers, job.d_model, job.d_ff, job.num_heads),
         training={
             "model_path": model_dir,
             "world_size": 1,
@@ -115,6 +100,28 @@ def config(job: Job, model_dir: str) -> TrainConfig:
             "learning_rate": job.lr * (job.warmup_steps * job.d_model) ** 0.5,
         },
     )
+
+
+def model_settings(num_layers: int, d_model: int, d_ff: int, num_heads: int) -> dict[str, Any]:
+    """Return the section `model` of eole's config.
+
+    Layers have the biases of the paper, but are pre-norm: eole has no other decoder layers.
+    """
+    return {
+        "architecture": "transformer",
+        "layers": num_layers,
+        "hidden_size": d_model,
+        "heads": num_heads,
+        "transformer_ff": d_ff,
+        "add_qkvbias": True,
+        "add_ffnbias": True,
+        "share_embeddings": True,
+        "share_decoder_embeddings": True,
+        "embeddings": {
+            "word_vec_size": d_model,
+            "position_encoding_type": "SinusoidalInterleaved",
+        },
+    }
 
 
 def count(job: Job) -> Epoch:

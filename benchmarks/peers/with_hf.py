@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 import transformers
-from job import BOS, EOS, PAD, Done, Epoch, Job, Meter, serve
+from peers.job import Done, Epoch, Job, Meter, serve
+from peers.worker import BOS, EOS, PAD
 from torch import Tensor
 
 _IGNORED = -100  # the label of padding

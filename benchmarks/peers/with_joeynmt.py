@@ -9,11 +9,11 @@ from typing import Any
 
 import joeynmt.training
 import torch
-from job import Done, Epoch, Job, Meter, serve
 from joeynmt import __version__ as joeynmt_version
 from joeynmt.batch import Batch
 from joeynmt.config import parse_global_args
 from joeynmt.prediction import prepare
+from peers.job import Done, Epoch, Job, Meter, serve
 
 _NEVER = 1_000_000_000
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from job import Done, Epoch, Job, Meter, serve
+from peers.job import Done, Epoch, Job, Meter, serve
 
 from mtrain import __version__, prepare, tokenizer
 from mtrain import config as configs

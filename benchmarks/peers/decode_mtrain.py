@@ -1,0 +1,29 @@
+"""Translate with mtrain, text to text: tokenizing is timed too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from peers.decoding import Job, Loaded, serve
+
+from mtrain import __version__, translate
+from mtrain.rundir import RunDir
+
+
+def main() -> None:
+    serve(load)
+
+
+def load(job: Job) -> Loaded:
+    torch.set_num_threads(job.threads)
+    run = RunDir(Path(job.run))
+    overrides = {"beam": job.beam, "length_alpha": job.alpha}
+    decoding = run.load_config().decoding.model_copy(update=overrides)
+    translator = translate.load(run, decoding, translate.Loading(device="cpu"))
+    versions = {"mtrain": __version__, "torch": torch.__version__}
+    return Loaded(lambda: translator.translate(job.lines), versions)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""What every worker process shares: the special ids, its peak of memory, and its answer.
+
+A worker runs one system in a fresh process of that system's own environment, so that this file
+imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+PAD, UNK, BOS, EOS = range(4)  # as mtrain numbers them, and as the corpus is written
+NUM_SPECIAL = 4
+
+
+def keep_stdout() -> Callable[[str], None]:
+    """Point file descriptor 1 at stderr, so that no library can talk into the answer.
+
+    Returns:
+        A function that prints the answer where stdout was.
+    """
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+
+    def answer(line: str) -> None:
+        with os.fdopen(stdout, "wb") as stream:
+            stream.write((line + "\n").encode())
+
+    return answer
+
+
+def max_rss_mib() -> float:
+    """Return the most memory that this process has held at once so far."""
+    status = Path("/proc/self/status")
+    if status.exists():  # ru_maxrss also remembers the process that started this one
+        for line in status.read_text("utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) / 1024
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
