@@ -5,9 +5,10 @@ Tensors are safetensors, everything else is JSON; nothing is pickled.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ from mtrain.files import whole_dir, whole_file
 
 FORMAT = "1"
 _HEADER = "mtrain"  # the one key of a file's metadata
+_PARTS = ("model.safetensors", "optimizer.safetensors", "progress.json")
+_SEAL = "checkpoint.json"  # the format, and a checksum of every part
 Weights = dict[str, Tensor]
 
 
@@ -124,7 +127,64 @@ def save(
         _write_tensors(beside / "model.safetensors", weights, tokenizer)
         _write_tensors(beside / "optimizer.safetensors", optimizer, tokenizer)
         (beside / "progress.json").write_text(progress.model_dump_json(), encoding="utf-8")
+        seal = {"format": FORMAT, "sha256": {name: _sha256(beside / name) for name in _PARTS}}
+        (beside / _SEAL).write_text(json.dumps(seal, indent=2), encoding="utf-8")
     return path
+
+
+def check(path: Path) -> None:
+    """Check that a checkpoint folder is whole: every file is the one that was saved.
+
+    Raises:
+        RunError: if a file is missing or is another.
+    """
+    try:
+        seal = json.loads((path / _SEAL).read_bytes())
+        sums = {name: str(seal["sha256"][name]) for name in _PARTS}
+    except (OSError, ValueError, TypeError, KeyError):
+        raise RunError(f"{path / _SEAL}: is missing or damaged.") from None
+    for name, expected in sums.items():
+        try:
+            found = _sha256(path / name)
+        except OSError as error:
+            raise RunError(f"{path / name}: cannot be read: {error.strerror}.") from None
+        if found != expected:
+            raise RunError(f"{path / name}: is damaged: its checksum is another.")
+
+
+def newest_whole(directory: Path, warn: Callable[[str], None]) -> Path | None:
+    """Return the newest checkpoint that is whole; None if there is none at all.
+
+    Those after it, which are damaged, are renamed, so that nothing takes them for whole.
+
+    Raises:
+        RunError: if there are checkpoints, but none is whole; then nothing is changed.
+    """
+    damaged: list[Path] = []
+    for path in reversed(steps(directory).values()):
+        try:
+            check(path)
+        except RunError as error:
+            warn(f"{error} The checkpoint before it is taken.")
+            damaged.append(path)
+            continue
+        for other in damaged:
+            other.replace(other.with_name(f"damaged-{other.name}"))
+        return path
+    if damaged:
+        raise RunError(
+            f"{directory}: holds {len(damaged)} checkpoints, but none that is whole; restore one "
+            "from a copy, or delete the folder to train from the beginning."
+        )
+    return None
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def load(path: Path, tokenizer: str) -> Checkpoint:
@@ -158,6 +218,12 @@ def prune(directory: Path, kept: Collection[int]) -> None:
     for step, path in steps(directory).items():
         if step not in kept:
             shutil.rmtree(path)
+
+
+def sweep(directory: Path) -> None:
+    """Delete what is left of saves that a kill cut off; nobody else may be saving."""
+    for path in directory.glob(".step-*.tmp"):
+        shutil.rmtree(path)
 
 
 def average(paths: Sequence[Path], tokenizer: str) -> Weights:

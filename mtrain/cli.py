@@ -293,7 +293,7 @@ def translate(
     stream = Stream(translator, options, prepare.read_profile(runs[0]), _warn)
     blocks = files.read_blocks(file, _warn, BLOCK_LINES)
     prefixes = files.read_lines(prefix) if prefix is not None else None
-    lines = _with_progress(stream.translate(blocks, prefixes))
+    lines = _with_progress(stream.translate(blocks, prefixes), output)
     _put(_written(lines, format_.value, n_best, alignments), output)
 
 
@@ -324,12 +324,12 @@ def _written(
             yield from output.write(line, format_, num_best)
 
 
-def _with_progress(lines: Iterable[Line]) -> Iterable[Line]:
-    """Show lines a second on a terminal, when the lines themselves go elsewhere."""
+def _with_progress(lines: Iterable[Line], output: Path | None) -> Iterable[Line]:
+    """Show sentences a second on a terminal, when the lines themselves go elsewhere."""
     from tqdm import tqdm
 
-    is_seen = sys.stderr.isatty() and not sys.stdout.isatty()
-    return tqdm(lines, unit=" lines", smoothing=0.1, disable=not is_seen)
+    is_seen = sys.stderr.isatty() and not (output is None and sys.stdout.isatty())
+    return tqdm(lines, unit=" sentences", smoothing=0.1, disable=not is_seen)
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -361,7 +361,9 @@ def _loading(
 
 
 def _warn(text: str) -> None:
-    print(f"mtrain: {text}", file=sys.stderr)
+    from tqdm import tqdm
+
+    tqdm.write(f"mtrain: {text}", file=sys.stderr)  # above a bar, if there is one
 
 
 def _decoding(run: RunDir, changes: Mapping[str, Any]) -> DecodingConfig:

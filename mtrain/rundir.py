@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from mtrain import config as configs
 from mtrain.config import Config
@@ -45,6 +49,26 @@ class RunDir:
     def metrics_path(self) -> Path:
         """One JSON object for each logged step."""
         return self.path / "metrics.jsonl"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Let no other process train in the folder meanwhile; a dead one holds nothing.
+
+        Raises:
+            RunError: if another process is at it.
+        """
+        lock = FileLock(self.path / ".lock", timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise RunError(
+                f"{self.path}: another process is training in it; wait until it ends, or take "
+                "another --run."
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
 
     def load_config(self) -> Config:
         """Read the config of an existing run.

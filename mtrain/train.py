@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import closing
 from itertools import islice
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NamedTuple
 
@@ -80,7 +81,7 @@ def train(config: Config, run: RunDir) -> None:
     """
     kernels.keep_freed_memory()
     _check_model(config, run)
-    with RunLog(run.metrics_path) as log:
+    with run.locked(), RunLog(run.metrics_path) as log:
         trainer = Trainer(config, run, log)
         trainer.resume()
         configs.save(config, run.config_path)
@@ -123,11 +124,11 @@ class Trainer:
 
     def resume(self) -> None:
         """Continue from the newest checkpoint, if there is one."""
-        found = checkpoint.steps(self.run_dir.checkpoints_dir)
-        if not found:
+        checkpoint.sweep(self.run_dir.checkpoints_dir)
+        path = checkpoint.newest_whole(self.run_dir.checkpoints_dir, self.log.say)
+        if path is None:
             self.log.drop_after(0)
             return
-        path = found[max(found)]
         weights, optimizer, self.progress = checkpoint.load(path, self.fingerprint)
         set_weights(self.model, weights, path / "model.safetensors")
         _set_optimizer(self.optimizer, self.model, optimizer)
@@ -190,7 +191,8 @@ class Trainer:
 
     def finish(self) -> None:
         """Write the better of the averaged and the best checkpoint as the final weights."""
-        found = checkpoint.steps(self.run_dir.checkpoints_dir)
+        self._prune()  # whoever was killed while saving had no time to
+        found = self._whole_checkpoints()
         best_step = next(step for step in self.progress.best_steps() if step in found)
         last_steps = [step for step in reversed(found) if self._is_regular(step)]
         best_steps = [step for step in self.progress.best_steps() if step in found]
@@ -209,6 +211,17 @@ class Trainer:
         origin = checkpoint.Origin(sorted(averaged), max(best_bleu, validation.bleu))
         checkpoint.save_model(self.run_dir.model_path, weights, self.fingerprint, origin)
         self.log.say(f"{self.run_dir.model_path}: {name}")
+
+    def _whole_checkpoints(self) -> dict[int, Path]:
+        """Return the checkpoints that are as they were saved, by step, and warn of the others."""
+        whole = {}
+        for step, path in checkpoint.steps(self.run_dir.checkpoints_dir).items():
+            try:
+                checkpoint.check(path)
+                whole[step] = path
+            except RunError as error:
+                self.log.say(f"{error} It is left out.")
+        return whole
 
     def _update(self, micro_batches: list[Batch]) -> None:
         """Make one update; its loss is divided by the target tokens of all micro-batches."""
@@ -339,9 +352,15 @@ class Trainer:
             weights = {name: weight.detach() for name, weight in self.model.named_parameters()}
             state = _optimizer_tensors(self.optimizer, self.model) | _random_state()
             checkpoint.save(directory, weights, state, self.progress, self.fingerprint)
+        self._prune()
+
+    def _prune(self) -> None:
+        """Delete the checkpoints that are neither of the last nor of the best."""
+        directory = self.run_dir.checkpoints_dir
         last = [step for step in checkpoint.steps(directory) if self._is_regular(step)]
         best = self.progress.best_steps()[: self.settings.keep_best]
-        checkpoint.prune(directory, [*last[-self.settings.keep_last :], *best, step])
+        kept = [*last[-self.settings.keep_last :], *best, self.progress.step]
+        checkpoint.prune(directory, kept)
 
     def _is_regular(self, step: int) -> bool:
         """Tell whether a checkpoint was due at `step`, and not only saved by a signal."""

@@ -91,7 +91,12 @@ def test_a_model_with_tied_weights_comes_back(tie, tmp_path):
 
 def test_a_checkpoint_holds_no_pickle(tmp_path):
     path = save(tmp_path)
-    assert names_in(path) == ["model.safetensors", "optimizer.safetensors", "progress.json"]
+    assert names_in(path) == [
+        "checkpoint.json",
+        "model.safetensors",
+        "optimizer.safetensors",
+        "progress.json",
+    ]
     assert json.loads((path / "progress.json").read_text(encoding="utf-8"))["step"] == 7
 
 

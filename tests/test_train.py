@@ -690,13 +690,108 @@ def test_a_device_that_is_not_there_is_refused(cli: Cli, source: Path, tmp_path:
     )
 
 
-def test_a_damaged_checkpoint_is_named(source: Path, straight: RunDir, tmp_path: Path) -> None:
+PARTS = ["model.safetensors", "optimizer.safetensors", "progress.json", "checkpoint.json"]
+
+
+def harm(path: Path, damage: str) -> None:
+    content = bytearray(path.read_bytes())
+    if damage == "flipped":
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    elif damage == "truncated":
+        path.write_bytes(content[:-1])
+    else:
+        path.unlink()
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])
+@pytest.mark.parametrize("part", PARTS)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(
+    source: Path,
+    straight: RunDir,
+    tmp_path: Path,
+    part: str,
+    damage: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     run = RunDir(tmp_path / "run")
     shutil.copytree(straight.path, run.path)
-    path = run.checkpoints_dir / "step-00000012" / "optimizer.safetensors"
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(RunError, match=f"^{path}: must be a whole safetensors file"):
+    run.model_path.unlink()
+    newest = run.checkpoints_dir / "step-00000012"
+    harm(newest / part, damage)
+    harmed = files_of(newest)
+    train(source, run=str(run.path))
+    said = capsys.readouterr().err
+    named = (
+        part if part != "checkpoint.json" or damage != "flipped" else ""
+    )  # whose checksum it was
+    assert f"{newest / named}" in said
+    assert "The checkpoint before it is taken." in said
+    assert f"resuming from {run.checkpoints_dir / 'step-00000008'}" in said
+    assert weights(run) == weights(straight)
+    assert timeless(run) == timeless(straight)
+    assert files_of(run.checkpoints_dir / "damaged-step-00000012") == harmed
+    assert max(checkpoint.steps(run.checkpoints_dir)) == 12
+
+
+def test_without_a_whole_checkpoint_nothing_is_changed(
+    source: Path, straight: RunDir, tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(straight.path, run.path)
+    for number, path in enumerate(checkpoint.steps(run.checkpoints_dir).values()):
+        harm(path / PARTS[number], "flipped")
+    before = files_of(run.path)
+    with pytest.raises(RunError) as error:
         train(source, "training.max_steps=20", run=str(run.path))
+    assert str(error.value) == (
+        f"{run.checkpoints_dir}: holds 3 checkpoints, but none that is whole; restore one from a "
+        "copy, or delete the folder to train from the beginning."
+    )
+    assert files_of(run.path) == before
+
+
+def test_a_damaged_checkpoint_is_left_out_of_the_average(
+    source: Path, straight: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(straight.path, run.path)
+    run.model_path.unlink()
+    harmed = run.checkpoints_dir / "step-00000008" / "model.safetensors"
+    harm(harmed, "flipped")
+    train(source, "training.average=3", run=str(run.path))
+    said = capsys.readouterr().err
+    assert f"{harmed}: is damaged: its checksum is another. It is left out." in said
+    assert "the average of 2 checkpoints" in said
+
+
+def test_a_second_training_is_refused_while_the_first_lives_and_not_when_it_died(
+    source: Path, tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path / "run")
+    command = [sys.executable, "-m", "mtrain", "train", str(source), "--run", str(run.path)]
+    endless = [*command, "--set", "training.max_steps=1000000", "--set", "training.log_every=1"]
+    endless += ["--set", "training.patience=1000000"]
+    with subprocess.Popen(endless, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert any(line.startswith("step 5,") for line in process.stderr)
+        second = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert second.returncode == 2
+        assert second.stderr.splitlines()[-1] == (
+            f"mtrain: {run.path}: another process is training in it; wait until it ends, or take "
+            "another --run."
+        )
+        process.kill()
+    train(source, run=str(run.path))
+    assert run.model_path.is_file()
 
 
 @pytest.mark.parametrize(
