@@ -37,6 +37,8 @@ class Progress(BaseModel):
     batch: int = 0
     elapsed_s: float = 0.0
     num_bad_validations: int = 0
+    num_left_out: int = 0
+    num_left_out_in_a_row: int = 0
     unlogged_loss: float = 0.0
     unlogged_nll: float = 0.0
     unlogged_tokens: int = 0

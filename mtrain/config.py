@@ -232,6 +232,26 @@ def dump(config: Config) -> str:
     return yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, width=100)
 
 
+class Change(NamedTuple):
+    """A key of the config whose value is another one now."""
+
+    key: str
+    old: Any
+    new: Any
+
+
+def changes(old: Section, new: Section, prefix: str = "") -> list[Change]:
+    """Return the keys on which two configs differ, in the order of the config."""
+    found = []
+    for name, before in old:
+        after = getattr(new, name)
+        if isinstance(before, Section) and isinstance(after, Section):
+            found += changes(before, after, f"{prefix}{name}.")
+        elif before != after:
+            found.append(Change(prefix + name, before, after))
+    return found
+
+
 class _Loader(yaml.SafeLoader):
     """Safe YAML without its traps: 1e-3 is a number, no is a word, a repeated key is an error."""
 

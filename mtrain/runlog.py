@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Protocol
@@ -13,8 +14,6 @@ from typing import NoReturn, Protocol
 from tqdm import tqdm
 
 from mtrain.files import read_lines, write_lines
-
-Metric = int | float | str | None
 
 
 class Console(Protocol):
@@ -55,7 +54,7 @@ class RunLog:
         """Show one line on stderr."""
         tqdm.write(text, file=sys.stderr)
 
-    def metrics(self, values: dict[str, Metric]) -> None:
+    def metrics(self, values: Mapping[str, object]) -> None:
         """Append one line to `metrics.jsonl`."""
         with self._path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(values) + "\n")

@@ -37,6 +37,7 @@ from mtrain.translate import Translator, build_model, pick_device, set_weights
 
 _NUM_EXAMPLES = 3
 _MAX_EXAMPLE = 145  # characters of an example: two lines of a terminal
+_MAX_LEFT_OUT = 10  # updates in a row that are not finite
 _BAR_INTERVAL_S = 0.5
 _LEAST_TOKENS = 512  # target tokens that are worth a thread of their own
 
@@ -84,6 +85,7 @@ def train(config: Config, run: RunDir) -> None:
     with run.locked(), RunLog(run.metrics_path) as log:
         trainer = Trainer(config, run, log)
         trainer.resume()
+        trainer.say_changes(run.load_config())
         configs.save(config, run.config_path)
         trainer.say_header()
         with _Signals() as signals, closing(trainer.workers):
@@ -142,6 +144,17 @@ class Trainer:
                 "`training.max_minutes` or `training.patience`."
             )
         self.log.say(f"resuming from {path}")
+
+    def say_changes(self, old: Config) -> None:
+        """Say what the config of a training that goes on was before, and keep it on record."""
+        if not self.progress.step:
+            return
+        changed = [own for own in configs.changes(old, self.config) if own.key != "run_dir"]
+        for change in changed:
+            self.log.say(f"changed  {change.key}: {change.old!r} before, {change.new!r} now")
+        if changed:
+            before = {change.key: [change.old, change.new] for change in changed}
+            self.log.metrics({"step": self.progress.step, "changed": before})
 
     def say_header(self) -> None:
         """Say what is about to be trained, on what, and where."""
@@ -227,21 +240,59 @@ class Trainer:
         """Make one update; its loss is divided by the target tokens of all micro-batches."""
         self.model.train()
         num_tokens = sum(batch.num_tgt_tokens for batch in micro_batches)
+        sums: list[LossSum] = []
         for batch in micro_batches:
             for part in self.workers.map(self._differentiate, self._share_out(batch, num_tokens)):
-                self.window.add(part.sums)
+                sums.append(part.sums)
                 _add_grads(self.parameters, part.grads)
         limit = self.settings.max_grad_norm or math.inf
         grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, limit)
-        if self.device.type == "cpu":  # elsewhere, to look is to wait: `_report` does, now and then
-            _check_finite(float(grad_norm))
         step = self.progress.step + 1
+        numbers = [grad_norm.double(), *(own.loss.double() for own in sums)]
+        if not torch.stack(numbers).isfinite().all():
+            self._leave_out(step)
+            return
+        self.progress.num_left_out_in_a_row = 0
+        for own in sums:
+            self.window.add(own)
         lr = learning_rate(self.settings, self.config.model.d_model, step, self._spent())
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.window.lr, self.window.grad_norm = lr, grad_norm
+
+    def _leave_out(self, step: int) -> None:
+        """Count an update whose loss or gradient is not finite, and change nothing else.
+
+        Raises:
+            RunError: if it is one of many in a row.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        self.progress.num_left_out += 1
+        self.progress.num_left_out_in_a_row += 1
+        self.log.say(
+            f"step {step:,}: the loss or its gradient is not finite; the update is left out "
+            f"({self.progress.num_left_out:,} so far)"
+        )
+        if self.progress.num_left_out_in_a_row >= _MAX_LEFT_OUT:
+            raise RunError(f"{_MAX_LEFT_OUT} updates in a row were left out; {self._remedy()}")
+
+    def _check_weights(self) -> None:
+        """Keep weights that are no numbers from being scored and saved.
+
+        Raises:
+            RunError: if there are some.
+        """
+        if not all(parameter.isfinite().all() for parameter in self.parameters):
+            raise RunError(f"the weights are no longer finite numbers; {self._remedy()}")
+
+    def _remedy(self) -> str:
+        advice = "take a lower `training.lr` or more `training.warmup_steps`"
+        saved = checkpoint.steps(self.run_dir.checkpoints_dir)
+        if not saved:
+            return f"{advice}."
+        return f"{advice}, and the same command goes on from the checkpoint of step {max(saved):,}."
 
     def _share_out(self, batch: Batch, num_tokens: int) -> list[_Task]:
         """Split a batch over the threads of a CPU; a GPU takes it whole."""
@@ -274,8 +325,9 @@ class Trainer:
         is_due = self._is_due(self.settings.log_every)
         if not is_due and not self.log.wants_note(_BAR_INTERVAL_S):
             return
+        if not self.window.num_tokens:  # every update was left out
+            return
         rates = self.window.rates()
-        _check_finite(rates.loss)
         note = (
             f"step {self.progress.step:,}, loss {rates.loss:.3f}, "
             f"{rates.tokens_per_s:,.0f} tokens/s, lr {self.window.lr:.2e}"
@@ -292,6 +344,7 @@ class Trainer:
                     "lr": self.window.lr,
                     "tgt_tokens_per_s": rates.tokens_per_s,
                     "grad_norm": float(self.window.grad_norm),
+                    "left_out": self.progress.num_left_out,
                     "elapsed_s": self.progress.elapsed_s,
                     "memory_mib": _memory_mib(self.device),
                 }
@@ -300,6 +353,7 @@ class Trainer:
 
     def _validate(self) -> None:
         """Score the model, remember how good it was, and show a few translations."""
+        self._check_weights()
         step, started = self.progress.step, time.monotonic()
         validation = self._score(show_examples=True)
         self.window.pause(time.monotonic() - started)
@@ -327,6 +381,8 @@ class Trainer:
         self.model.eval()
         sums = [self._loss(batch.to(self.device)) for batch in self.valid_batches]
         num_tokens = sum(part.num_tokens for part in sums)
+        if not math.isfinite(sum(float(part.loss) for part in sums)):
+            raise RunError(f"the loss on the validation set is not finite; {self._remedy()}")
         hypotheses = self.translator.translate(self.valid.src)
         if show_examples:
             self._show(hypotheses)
@@ -346,6 +402,7 @@ class Trainer:
             self.log.say(f"  translation  {_clip(hypotheses[row])}")
 
     def _save(self) -> None:
+        self._check_weights()
         directory, step = self.run_dir.checkpoints_dir, self.progress.step
         if step not in checkpoint.steps(directory) or str(step) in self.progress.bleu_of_step:
             self.window.note(self.progress)
@@ -544,14 +601,6 @@ def _memory_mib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**20
     unit = 2**20 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-
-
-def _check_finite(value: float) -> None:
-    if not math.isfinite(value):
-        raise RunError(
-            "the loss or its gradient is no longer a finite number; take a lower `training.lr` or "
-            "more `training.warmup_steps`."
-        )
 
 
 def _clip(text: str) -> str:

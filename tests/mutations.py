@@ -439,8 +439,8 @@ TRAINING = [
     ),
     train(
         "gradients not cleared",
-        "        self.optimizer.zero_grad(set_to_none=True)\n",
-        "",
+        "        self.optimizer.step()\n        self.optimizer.zero_grad(set_to_none=True)\n",
+        "        self.optimizer.step()\n",
         "stopped_and_went_on",
     ),
     train(
@@ -470,8 +470,8 @@ TRAINING = [
     Mutation(
         "rate of the update before",
         "mtrain/train.py",
-        "        step = self.progress.step + 1\n        lr = ",
-        "        step = max(self.progress.step, 1)\n        lr = ",
+        "self.config.model.d_model, step, self._spent())",
+        "self.config.model.d_model, max(step - 1, 1), self._spent())",
         "tests/test_schedule.py",
     ),
     Mutation(

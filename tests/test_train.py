@@ -45,6 +45,7 @@ STEP_KEYS = [
     "lr",
     "tgt_tokens_per_s",
     "grad_norm",
+    "left_out",
     "elapsed_s",
     "memory_mib",
 ]
@@ -78,9 +79,11 @@ def metrics(run: RunDir) -> list[dict[str, Any]]:
 
 
 def timeless(run: RunDir) -> list[dict[str, Any]]:
-    """Return the metrics without what a clock or the machine decides."""
+    """Return the metrics without what a clock or the machine decides, or the user changed."""
     return [
-        {key: value for key, value in line.items() if key not in TIMES} for line in metrics(run)
+        {key: value for key, value in line.items() if key not in TIMES}
+        for line in metrics(run)
+        if "changed" not in line
     ]
 
 
@@ -491,6 +494,25 @@ def test_raising_the_target_goes_on_as_if_it_had_been_higher_from_the_start(
     assert run.load_config().training.max_steps == 16
 
 
+def test_what_changed_in_the_config_is_said_and_kept(
+    source: Path, straight: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(straight.path, run.path)
+    config = run.load_config()
+    settings = config.training.model_copy(update={"max_steps": 14, "betas": [0.9, 0.99]})
+    changed = config.model_copy(update={"training": settings, "seed": 2})
+    training.train(changed, run)
+    said = capsys.readouterr().err
+    assert "changed  seed: 1 before, 2 now\n" in said
+    assert "changed  training.max_steps: 12 before, 14 now\n" in said
+    assert "changed  training.betas: [0.9, 0.98] before, [0.9, 0.99] now\n" in said
+    (line,) = [line for line in metrics(run) if "changed" in line]
+    assert line["step"] == 12
+    assert line["changed"]["training.max_steps"] == [12, 14]
+    assert set(line["changed"]) == {"seed", "training.max_steps", "training.betas"}
+
+
 def test_a_target_below_a_stop_without_validation_still_gives_a_model(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
 ) -> None:
@@ -652,6 +674,73 @@ def test_a_loss_that_is_not_finite_stops_the_training_before_the_update(
     assert outcome.code == 2
     assert "`training.lr`" in outcome.err.splitlines()[-1]
     assert not RunDir(tmp_path / "run").model_path.exists()
+    assert not checkpoint.steps(RunDir(tmp_path / "run").checkpoints_dir)
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int], value: float) -> None:
+    """Let one number of the gradient be no number at some steps."""
+    differentiate = Trainer._differentiate
+
+    def spoilt(trainer: Trainer, task: Any) -> Any:
+        part = differentiate(trainer, task)
+        if trainer.progress.step + 1 in steps:
+            part.grads[3].view(-1)[-1] = value
+        return part
+
+    monkeypatch.setattr(Trainer, "_differentiate", spoilt)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_an_update_that_is_not_finite_is_left_out_counted_and_said(
+    monkeypatch: pytest.MonkeyPatch,
+    source: Path,
+    tmp_path: Path,
+    value: float,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    spoil(monkeypatch, {5, 7}, value)
+    saved = ["training.save_every=1", "training.keep_last=20", "training.log_every=1"]
+    run = train(source, *saved, run=str(tmp_path / "run"))
+    before, left_out, after = (
+        load_file(checkpoint.steps(run.checkpoints_dir)[step] / "model.safetensors")
+        for step in (4, 5, 6)
+    )
+    assert all(torch.equal(before[name], left_out[name]) for name in before)
+    assert not all(torch.equal(left_out[name], after[name]) for name in before)
+    counts = {line["step"]: line["left_out"] for line in step_lines(run)}
+    assert counts == {1: 0, 2: 0, 3: 0, 4: 0, 6: 1, **dict.fromkeys(range(8, 13), 2)}
+    said = capsys.readouterr().err
+    assert (
+        "step 5: the loss or its gradient is not finite; the update is left out (1 so far)" in said
+    )
+    assert (
+        "step 7: the loss or its gradient is not finite; the update is left out (2 so far)" in said
+    )
+
+
+def test_a_stop_beside_an_update_that_was_left_out_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
+) -> None:
+    spoil(monkeypatch, {5, 7}, float("nan"))
+    whole = train(source, run=str(tmp_path / "whole"))
+    run = stop_and_go_on(monkeypatch, source, str(tmp_path / "run"), 6)
+    assert weights(run) == weights(whole)
+    assert timeless(run) == timeless(whole)
+
+
+def test_ten_updates_left_out_in_a_row_stop_the_run_and_keep_its_last_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
+) -> None:
+    spoil(monkeypatch, {3, *range(6, 30)}, float("nan"))
+    run = RunDir(tmp_path / "run")
+    with pytest.raises(RunError) as error:
+        train(source, "training.max_steps=40", run=str(run.path))
+    assert str(error.value) == (
+        "10 updates in a row were left out; take a lower `training.lr` or more "
+        "`training.warmup_steps`, and the same command goes on from the checkpoint of step 12."
+    )
+    path = checkpoint.steps(run.checkpoints_dir)[12]
+    assert all(tensor.isfinite().all() for tensor in load_file(path / "model.safetensors").values())
 
 
 @pytest.mark.parametrize(
