@@ -92,6 +92,7 @@ class ModelConfig(Section):
     attention_window: int | None = Field(default=None, ge=1)
     activation: Literal["relu", "gelu"] = "relu"
     tie_embeddings: Literal["all", "decoder", "none"] = "all"
+    branch_gain: float = Field(default=0.05, gt=0)
 
     @model_validator(mode="after")
     def _fit_the_sizes(self) -> ModelConfig:

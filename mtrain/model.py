@@ -22,8 +22,6 @@ from mtrain.kernels import Dropout, LayerNorm, Linear, add_norm, attend, attenti
 
 Sublayer = Callable[[Tensor], Tensor]
 
-BRANCH_GAIN = 0.05  # of a residual branch's last projection, at the start of training
-
 
 class Transformer(nn.Module):
     """Encoder and decoder stacks between embeddings and an output projection (section 3)."""
@@ -136,10 +134,11 @@ class Transformer(nn.Module):
     def _initialise(self) -> None:
         """Draw the weights, and let each residual branch begin almost silent.
 
-        The last projection of every branch starts at a small share of its Xavier size: the paper
-        says nothing of initialisation, and with full-sized branches the many LayerNorms of a
-        post-norm stack drown the residual signal, and the model learns late and badly.
+        The last projection of every branch starts at a share of its Xavier size, `branch_gain`:
+        the paper says nothing of initialisation, and with full-sized branches the many LayerNorms
+        of a post-norm stack drown the residual signal, and the model learns late.
         """
+        gain = self.config.branch_gain
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -150,9 +149,9 @@ class Transformer(nn.Module):
         nn.init.normal_(self.output.weight, std=self.config.d_model**-0.5)
         for module in self.modules():
             if isinstance(module, FeedForward):
-                nn.init.xavier_uniform_(module.outer.weight, gain=BRANCH_GAIN)
+                nn.init.xavier_uniform_(module.outer.weight, gain=gain)
             elif isinstance(module, (SelfAttention, CrossAttention)):
-                nn.init.xavier_uniform_(module.output.weight, gain=BRANCH_GAIN)
+                nn.init.xavier_uniform_(module.output.weight, gain=gain)
 
     def _tie(self, tie: Literal["all", "decoder", "none"]) -> None:
         if tie != "none":

@@ -239,8 +239,8 @@ MODEL = [
     ),
     model(
         "branches begin at full size",
-        "BRANCH_GAIN = 0.05",
-        "BRANCH_GAIN = 1.0",
+        "gain = self.config.branch_gain",
+        "gain = 1.0",
     ),
 ]
 

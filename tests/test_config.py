@@ -23,7 +23,7 @@ SEPARATE = "must be 'decoder' or 'none' when `tokenizer.shared` is false, but is
 KNOWN_MODEL_KEYS = (
     "d_model, num_heads, d_ff, num_encoder_layers, num_decoder_layers, dropout, attention_dropout, "
     "activation_dropout, norm, positions, max_positions, attention_window, activation, "
-    "tie_embeddings"
+    "tie_embeddings, branch_gain"
 )
 
 
@@ -85,6 +85,7 @@ def test_the_defaults_are_those_of_the_design(minimal: Path) -> None:
         "attention_window": None,
         "activation": "relu",
         "tie_embeddings": "all",
+        "branch_gain": 0.05,
     }
     assert tree.pop("training") == {
         "max_steps": 8000,
