@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,16 +12,29 @@ from torch import Tensor
 from mtrain.model import DecoderState, Transformer
 
 
+class Padded(NamedTuple):
+    """The sources of a batch as the pieces of one vocabulary."""
+
+    src_BS: Tensor
+    src_keep_BS: Tensor
+
+
 class Ensemble:
-    """Models of the same target vocabulary; one model alone is itself."""
+    """Models of the same target vocabulary; one model alone is itself.
+
+    Each reads the sources as its own source vocabulary has them, which are given for each model.
+    """
 
     def __init__(self, models: Sequence[Transformer]) -> None:
         self.models = list(models)
 
-    def start(self, src_BS: Tensor, src_keep_BS: Tensor) -> EnsembleState:
+    def start(self, sources: Sequence[Padded]) -> EnsembleState:
         """Read the sources and return the state from which `step` decodes."""
         return EnsembleState(
-            [model.start(model.encode(src_BS, src_keep_BS), src_keep_BS) for model in self.models]
+            [
+                model.start(model.encode(*own), own.src_keep_BS)
+                for model, own in zip(self.models, sources, strict=True)
+            ]
         )
 
     def step(self, ids_N: Tensor, state: EnsembleState) -> Tensor:
@@ -30,22 +44,24 @@ class Ensemble:
         ]
         return logits[0] if len(logits) == 1 else _log_mean(logits)
 
-    def log_probs(self, src_BS: Tensor, src_keep_BS: Tensor, tgt_in_BT: Tensor) -> Tensor:
+    def log_probs(self, sources: Sequence[Padded], tgt_in_BT: Tensor) -> Tensor:
         """Return the log-probabilities [B, T, V] of every piece at every place, in float64."""
         logits = [
-            model.output(model(src_BS, src_keep_BS, tgt_in_BT)).double() for model in self.models
+            model.output(model(*own, tgt_in_BT)).double()
+            for model, own in zip(self.models, sources, strict=True)
         ]
         return _log_mean(logits)
 
-    def cross_attention(self, src_BS: Tensor, src_keep_BS: Tensor, tgt_in_BT: Tensor) -> Tensor:
+    def cross_attention(self, sources: Sequence[Padded], tgt_in_BT: Tensor) -> Tensor:
         """Return what each target place gives to each source place, [B, T, S].
 
-        It is the mean of all heads, layers and models.
+        It is the mean of all heads, layers and models, as far as they read what the first reads.
         """
         maps = [
             weights_BHTS.double().mean(1)
-            for model in self.models
-            for weights_BHTS in model.attention_maps(src_BS, src_keep_BS, tgt_in_BT).cross
+            for model, own in zip(self.models, sources, strict=True)
+            if own is sources[0]
+            for weights_BHTS in model.attention_maps(*own, tgt_in_BT).cross
         ]
         return torch.stack(maps).mean(0)
 

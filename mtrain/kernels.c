@@ -340,8 +340,8 @@ static inline __attribute__((always_inline)) void NAME(attend_rows)(
     const STORE *query, const STORE *const *seen, int64_t length, float *probs, STORE *out,
     int64_t heads, int64_t k, float scale) {
     int64_t padded = round_up(length, LANES);
-    for (int64_t t = length; t < padded; t++) probs[t] = -INFINITY;
     for (int64_t h = 0; h < heads; h++) {
+        for (int64_t t = length; t < padded; t++) probs[t] = -INFINITY;
         for (int64_t t = 0; t < length; t++) {
             lanes dots = {0};
             for (int64_t i = 0; i < k; i += LANES)
@@ -365,7 +365,6 @@ static inline __attribute__((always_inline)) void NAME(attend_rows)(
             for (int64_t j = 0; j < LANES && i + j < k; j++)
                 out[h * k + i + j] = SAVE(mix[j] * share);
         }
-        for (int64_t t = length; t < padded; t++) probs[t] = -INFINITY;
     }
 }
 

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from mtrain import config as configs
 from mtrain.config import Config
 from mtrain.errors import ConfigError, RunError
@@ -57,6 +55,8 @@ class RunDir:
         Raises:
             RunError: if another process is at it.
         """
+        from filelock import FileLock, Timeout  # translating needs no lock, and starts sooner
+
         lock = FileLock(self.path / ".lock", timeout=0)
         try:
             lock.acquire()

@@ -131,13 +131,13 @@ class NotFiniteError(ArithmeticError):
     """A step function gave no number for any piece."""
 
 
-def length_penalty(length: int, alpha: float) -> float:
+Length = TypeVar("Length", float, Tensor)
+
+
+def length_penalty(length: Length, alpha: float) -> Length:
     """Return ((5 + length) / 6) ^ alpha (Wu et al. 2016, arXiv 1609.08144); eos counts."""
-    return float(((5 + length) / 6) ** alpha)
-
-
-def _penalty(length_N: Tensor, alpha: float) -> Tensor:
-    return ((5 + length_N.to(_FLOAT)) / 6) ** alpha
+    penalty: Length = ((5 + length) / 6) ** alpha
+    return penalty
 
 
 @torch.inference_mode()
@@ -431,7 +431,7 @@ class _Beams:
         """Close the places of hypotheses that have ended, and note their scores."""
         width, sentences = self.settings.width, self.sentences
         num_sentences = len(sentences.number_B)
-        score_N = ended.log_prob_N / _penalty(ended.length_N, self.settings.alpha)
+        score_N = ended.log_prob_N / length_penalty(ended.length_N.double(), self.settings.alpha)
         self.finished.add(ended, sentences.number_B[ended.sentence_N], score_N)
         num_ended_B = torch.bincount(ended.sentence_N, minlength=num_sentences)
         score_R = score_N.new_full((num_sentences * width,), -torch.inf)
@@ -448,7 +448,8 @@ class _Beams:
         length_N = self.sentences.max_lengths_B[sentence_N]
         if self.settings.stops_early:
             length_N = still_open.length_N
-        bound_N = still_open.log_prob_N / _penalty(length_N + 1, self.settings.alpha)
+        penalty_N = length_penalty(length_N.double() + 1, self.settings.alpha)
+        bound_N = still_open.log_prob_N / penalty_N
         bound_B = torch.full_like(self.sentences.best_BM[:, 0], -torch.inf)
         bound_B.scatter_reduce_(0, sentence_N, bound_N, "amax")
         return (bound_B > self.sentences.best_BM[:, -1])[sentence_N]
@@ -465,8 +466,7 @@ class _Chosen(NamedTuple):
 def _best_pieces(logits_NV: Tensor, rows: _Rows, limits: Limits, count: int) -> TopPieces:
     """Rank the next pieces of each row, as far as the limits allow any."""
     if limits.no_repeat_ngram:
-        allowed_NV = _without_repeats(logits_NV, rows, limits.no_repeat_ngram)
-        allowed_NV[:, limits.never] = -torch.inf
+        allowed_NV = _allowed(logits_NV, rows, limits)
         ids_NC = top_pieces(allowed_NV, limits.never, count).ids_NC
         log_total_N1 = logits_NV.logsumexp(-1, keepdim=True)
         top = TopPieces(ids_NC, allowed_NV.gather(1, ids_NC) - log_total_N1)
@@ -483,11 +483,12 @@ def _best_pieces(logits_NV: Tensor, rows: _Rows, limits: Limits, count: int) -> 
     return top
 
 
-def _without_repeats(logits_NV: Tensor, rows: _Rows, n: int) -> Tensor:
-    """Forbid each row the pieces that would write n pieces in a row a second time."""
-    allowed_NV, written_NT = logits_NV.clone(), rows.written_NT
+def _allowed(logits_NV: Tensor, rows: _Rows, limits: Limits) -> Tensor:
+    """Forbid what is never written, and what would write n pieces in a row a second time."""
+    allowed_NV, written_NT, n = logits_NV.clone(), rows.written_NT, limits.no_repeat_ngram
+    allowed_NV[:, limits.never] = -torch.inf
     length = written_NT.shape[1]
-    if length < n:
+    if not n or length < n:
         return allowed_NV
     windows_NLn = written_NT.unfold(1, n, 1)
     last_N1n = written_NT[:, None, length - n + 1 :]
@@ -501,8 +502,7 @@ def _draw(
     logits_NV: Tensor, rows: _Rows, limits: Limits, settings: Sampling, uniform_NT: Tensor
 ) -> TopPieces:
     """Draw the next piece of each row; its log-probability is the model's own."""
-    allowed_NV = _without_repeats(logits_NV, rows, limits.no_repeat_ngram or 10**9)
-    allowed_NV[:, limits.never] = -torch.inf
+    allowed_NV = _allowed(logits_NV, rows, limits)
     only_N = rows.only_piece(limits)
     bound_N = (only_N >= 0).nonzero()[:, 0]
     allowed_NV[bound_N] = -torch.inf

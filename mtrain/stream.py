@@ -96,7 +96,6 @@ class _Part(NamedTuple):
     """A part of a line that is translated on its own."""
 
     source: Source
-    num_words: int
     marks: list[str]
 
 
@@ -150,7 +149,7 @@ class Stream:
         found = iter(self._translations([part.source for own in parts_of for part in own]))
         for number, src, own in zip(numbers, block, parts_of, strict=True):
             ranks = zip(*islice(found, len(own)), strict=False)  # the best of each part, and so on
-            num_words = [part.num_words for part in own]
+            num_words = [self._num_words(part) for part in own] if len(own) > 1 else []
             best = [self._checked(src, own, join(parts, num_words)) for parts in ranks]
             if best:
                 self._warn_of(number, best[0])
@@ -221,13 +220,16 @@ class Stream:
                 [
                     _Part(
                         Source(own, tuple(prefix) if index == 0 else (), self._seed(number, index)),
-                        len(set(number_words(tokenizer.src.pieces_of(own[:-1])))),
                         cut.marks,
                     )
                     for index, own in enumerate(cut.parts)
                 ]
             )
         return parts_of
+
+    def _num_words(self, part: _Part) -> int:
+        pieces = self.translator.tokenizer.src.pieces_of(part.source.ids[:-1])
+        return len(set(number_words(pieces)))
 
     def _seed(self, number: int, part: int) -> int:
         """Return what decides the sampling of a part of a line, wherever the line stands."""

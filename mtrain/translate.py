@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from mtrain import checkpoint, tokenizer
 from mtrain.batch import keep_first, pad_right
 from mtrain.config import DecodingConfig, ModelConfig
-from mtrain.ensemble import Ensemble, EnsembleState
+from mtrain.ensemble import Ensemble, EnsembleState, Padded
 from mtrain.errors import ConfigError, RunError
 from mtrain.kernels import quantize_int8
 from mtrain.model import Transformer
@@ -31,7 +31,7 @@ from mtrain.search import (
     beam,
     sample,
 )
-from mtrain.tokenizer import Tokenizer
+from mtrain.tokenizer import Tokenizer, Vocabulary
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,16 @@ class Wanted:
 
 
 class Translator:
-    """A model or several, their tokenizer, and how to search."""
+    """A model or several, their tokenizer, and how to search.
+
+    Args:
+        models: of the same target vocabulary.
+        tokenizer: sources come as its pieces.
+        decoding: how to search.
+        device: where the models are.
+        wanted: what a search gives.
+        readers: the source vocabulary of each model, where they are not all the tokenizer's.
+    """
 
     def __init__(
         self,
@@ -72,10 +81,11 @@ class Translator:
         decoding: DecodingConfig,
         device: torch.device,
         wanted: Wanted = Wanted(),
+        readers: Sequence[Vocabulary] = (),
     ) -> None:
-        self.ensemble = Ensemble(models)
-        self.tokenizer, self.decoding, self.device = tokenizer, decoding, device
-        self.wanted = wanted
+        self.ensemble, self.tokenizer = Ensemble(models), tokenizer
+        self._readers = readers or [tokenizer.src] * len(models)
+        self.decoding, self.device, self.wanted = decoding, device, wanted
 
     @property
     def model(self) -> Transformer:
@@ -121,7 +131,10 @@ class Translator:
     @torch.inference_mode()
     def _search(self, sources: list[Source]) -> list[list[Hypothesis]]:
         """Return the best targets of sources that come the longest first."""
-        groups = self._groups(sources)
+        places = self.wanted.num_best if self.wanted.sampling else self.decoding.beam
+        max_cells = self.decoding.batch_tokens / (NUM_GROUPS * places)
+        cuts = _cut([len(source.ids) for source in sources], max_cells)
+        groups = (sources[cut] for cut in cuts)
         if self.wanted.sampling is not None:
             return [best for group in groups for best in self._sample(group)]
         settings = Beam(
@@ -132,22 +145,8 @@ class Translator:
         )
         return beam(self.ensemble.step, (self._start(group) for group in groups), settings)
 
-    def _groups(self, sources: list[Source]) -> Iterator[list[Source]]:
-        """Cut sources of like length into groups, some of which fit the budget together."""
-        places = self.wanted.num_best if self.wanted.sampling else self.decoding.beam
-        group: list[Source] = []
-        for source in sources:
-            cells = (len(group) + 1) * max(len(own.ids) for own in (*group[:1], source)) * places
-            if group and cells * NUM_GROUPS > self.decoding.batch_tokens:
-                yield group
-                group = []
-            group.append(source)
-        if group:
-            yield group
-
     def _start(self, sources: list[Source]) -> Group[EnsembleState]:
-        src_BS, src_keep_BS = self._pad([source.ids for source in sources])
-        return Group(self.ensemble.start(src_BS, src_keep_BS), self._limits(sources))
+        return Group(self.ensemble.start(self._read(sources)), self._limits(sources))
 
     def _sample(self, sources: list[Source]) -> list[list[Hypothesis]]:
         assert self.wanted.sampling is not None
@@ -156,9 +155,21 @@ class Translator:
         uniform_NT = self._draw_uniform(sources, length)
         return sample(self.ensemble.step, group, self.wanted.sampling, uniform_NT)
 
-    def _pad(self, src: list[list[int]]) -> tuple[Tensor, Tensor]:
-        src_BS = pad_right(src, self.tokenizer.src.pad).to(self.device)
-        return src_BS, keep_first([len(ids) for ids in src]).to(self.device)
+    def _read(self, sources: Sequence[Source]) -> list[Padded]:
+        """Return the sources as each model reads them."""
+        first, src = self.tokenizer.src, [source.ids for source in sources]
+        read = {first: self._pad(first, src)}
+        for reader in self._readers:
+            if reader not in read:
+                texts = first.decode([ids[:-1] for ids in src])
+                read[reader] = self._pad(
+                    reader, [[*ids, reader.eos] for ids in reader.encode(texts)]
+                )
+        return [read[reader] for reader in self._readers]
+
+    def _pad(self, vocabulary: Vocabulary, src: list[list[int]]) -> Padded:
+        src_BS = pad_right(src, vocabulary.pad).to(self.device)
+        return Padded(src_BS, keep_first([len(ids) for ids in src]).to(self.device))
 
     def max_length(self, source: Source) -> int:
         """Return how many pieces the target of a source may have, eos apart."""
@@ -198,12 +209,9 @@ class Translator:
             targets: pieces without bos and eos.
         """
         found: list[list[float]] = [[] for _ in sources]
-        for rows in self._batches_of_pairs(sources, targets):
-            tgt_in = [[self.tokenizer.tgt.bos, *targets[row]] for row in rows]
-            src_BS, src_keep_BS = self._pad([sources[row].ids for row in rows])
-            tgt_in_BT = pad_right(tgt_in, self.tokenizer.tgt.pad).to(self.device)
-            log_probs_BTV = self.ensemble.log_probs(src_BS, src_keep_BS, tgt_in_BT)
-            for row, own_TV in zip(rows, log_probs_BTV, strict=True):
+        for pairs in self._batches_of_pairs(sources, targets):
+            log_probs_BTV = self.ensemble.log_probs(pairs.read, pairs.tgt_in_BT)
+            for row, own_TV in zip(pairs.rows, log_probs_BTV, strict=True):
                 tgt_out = [*targets[row], self.tokenizer.tgt.eos]
                 wanted_T1 = torch.tensor(tgt_out, device=self.device)[:, None]
                 found[row] = own_TV[: len(tgt_out)].gather(1, wanted_T1)[:, 0].tolist()
@@ -217,31 +225,45 @@ class Translator:
         that row t is the attention with which piece t was written.
         """
         found: list[Tensor] = [torch.empty(0)] * len(sources)
-        for rows in self._batches_of_pairs(sources, targets):
-            tgt_in = [[self.tokenizer.tgt.bos, *targets[row]] for row in rows]
-            src_BS, src_keep_BS = self._pad([sources[row].ids for row in rows])
-            tgt_in_BT = pad_right(tgt_in, self.tokenizer.tgt.pad).to(self.device)
-            weights_BTS = self.ensemble.cross_attention(src_BS, src_keep_BS, tgt_in_BT).cpu()
-            for row, own_TS in zip(rows, weights_BTS, strict=True):
+        for pairs in self._batches_of_pairs(sources, targets):
+            weights_BTS = self.ensemble.cross_attention(pairs.read, pairs.tgt_in_BT).cpu()
+            for row, own_TS in zip(pairs.rows, weights_BTS, strict=True):
                 found[row] = own_TS[: len(targets[row]) + 1, : len(sources[row].ids)]
         return found
 
     def _batches_of_pairs(
         self, sources: Sequence[Source], targets: Sequence[list[int]]
-    ) -> Iterator[list[int]]:
-        """Cut pairs into batches of like length under the budget of tokens."""
+    ) -> Iterator[_Pairs]:
+        """Yield pairs of like length together, under the budget of tokens."""
         lengths = [
             max(len(source.ids), len(target) + 1)
             for source, target in zip(sources, targets, strict=True)
         ]
-        batch: list[int] = []
-        for row in sorted(range(len(lengths)), key=lambda row: lengths[row]):
-            if batch and (len(batch) + 1) * lengths[row] > self.decoding.batch_tokens // 4:
-                yield batch
-                batch = []
-            batch.append(row)
-        if batch:
-            yield batch
+        rows = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+        for cut in _cut([lengths[row] for row in rows], self.decoding.batch_tokens // 4):
+            own = rows[cut]
+            tgt_in = [[self.tokenizer.tgt.bos, *targets[row]] for row in own]
+            tgt_in_BT = pad_right(tgt_in, self.tokenizer.tgt.pad).to(self.device)
+            yield _Pairs(own, self._read([sources[row] for row in own]), tgt_in_BT)
+
+
+class _Pairs(NamedTuple):
+    """Sources with given targets, and the rows at which they stood."""
+
+    rows: list[int]
+    read: list[Padded]
+    tgt_in_BT: Tensor
+
+
+def _cut(lengths: Sequence[int], max_cells: float) -> Iterator[slice]:
+    """Cut rows that come the longest first, so that each cut has few cells, or a single row."""
+    first = 0
+    for row in range(1, len(lengths)):
+        if (row - first + 1) * lengths[first] > max_cells:
+            yield slice(first, row)
+            first = row
+    if lengths:
+        yield slice(first, len(lengths))
 
 
 @dataclass(frozen=True)
@@ -271,30 +293,45 @@ def load(
 
     Raises:
         RunError: if a folder is not a run, has no trained model, or its parts do not fit, or if
-            several have different vocabularies.
+            several have different target vocabularies.
         ConfigError: if the settings cannot be used here.
     """
     folders = [runs] if isinstance(runs, RunDir) else list(runs)
-    first = folders[0]
-    config = first.load_config()
-    vocabulary, device = tokenizer.load(first.tokenizer_dir), pick_device(loading.device)
-    models = [_load_model(run, vocabulary, loading, device) for run in folders]
-    return Translator(models, vocabulary, decoding or config.decoding, device, wanted)
+    config_of = [run.load_config() for run in folders]
+    device = pick_device(loading.device)
+    tokenizers = [tokenizer.load(run.tokenizer_dir) for run in folders]
+    readers = _readers(folders, tokenizers)
+    models = [
+        _load_model(run, config.model, own, loading, device)
+        for run, config, own in zip(folders, config_of, tokenizers, strict=True)
+    ]
+    settings = decoding or config_of[0].decoding
+    return Translator(models, tokenizers[0], settings, device, wanted, readers)
+
+
+def _readers(folders: list[RunDir], tokenizers: list[Tokenizer]) -> list[Vocabulary]:
+    """Return the source vocabulary of each run, the same one for those that have the same.
+
+    Raises:
+        RunError: if they do not write the same pieces.
+    """
+    readers: list[Vocabulary] = []
+    for run, own in zip(folders, tokenizers, strict=True):
+        if own.tgt.model != tokenizers[0].tgt.model:
+            raise RunError(
+                f"{run.path}: must have the target vocabulary of the other runs to decode with "
+                "them, but has its own; train it with a copy of their tokenizer folder."
+            )
+        readers.append(next((one for one in readers if one.model == own.src.model), own.src))
+    return readers
 
 
 def _load_model(
-    run: RunDir, vocabulary: Tokenizer, loading: Loading, device: torch.device
+    run: RunDir, config: ModelConfig, vocabulary: Tokenizer, loading: Loading, device: torch.device
 ) -> Transformer:
-    config = run.load_config()
-    fingerprint = tokenizer.load(run.tokenizer_dir).fingerprint()
-    if fingerprint != vocabulary.fingerprint():
-        raise RunError(
-            f"{run.path}: must have the vocabularies of the other runs to decode with them, but "
-            "has its own; train it with a copy of their tokenizer folder."
-        )
     path = _weights_path(run, loading.step)
-    model = build_model(config.model, vocabulary)
-    set_weights(model, checkpoint.load_model(path, fingerprint), path)
+    model = build_model(config, vocabulary)
+    set_weights(model, checkpoint.load_model(path, vocabulary.fingerprint()), path)
     model.to(device).eval()
     if loading.precision == "bfloat16":
         model.compute_in(torch.bfloat16)

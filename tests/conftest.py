@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import io
 import os
+import pty
+import re
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +94,22 @@ def run_mtrain(
     """Run the command line as a user does, in a process of its own."""
     command = [sys.executable, "-m", "mtrain", *map(str, arguments)]
     return subprocess.run(command, input=stdin, capture_output=True, cwd=cwd, timeout=240)
+
+
+def at_a_terminal(*arguments: str | Path) -> list[str]:
+    """Run `mtrain ARGUMENTS` with a terminal 80 columns wide; return what it showed, by line."""
+    master, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    command = [sys.executable, "-m", "mtrain", *map(str, arguments)]
+    with subprocess.Popen(command, stdout=terminal, stderr=terminal) as process:
+        os.close(terminal)
+        shown = b""
+        with contextlib.suppress(OSError):  # how Linux says that the other side has closed
+            while part := os.read(master, 4096):
+                shown += part
+    os.close(master)
+    assert process.returncode == 0, shown.decode()
+    return re.split(r"[\r\n]+", shown.decode())
 
 
 Shell = Callable[..., "subprocess.CompletedProcess[bytes]"]

@@ -329,13 +329,13 @@ SEARCH = [
     ),
     search(
         "no length penalty",
-        "score_N = ended.log_prob_N / _penalty(ended.length_N, self.settings.alpha)",
+        "score_N = ended.log_prob_N / length_penalty(ended.length_N.double(), self.settings.alpha)",
         "score_N = ended.log_prob_N",
     ),
     search(
         "eos not counted in the length",
-        "_penalty(ended.length_N, self.settings.alpha)",
-        "_penalty(ended.length_N - 1, self.settings.alpha)",
+        "length_penalty(ended.length_N.double(), self.settings.alpha)",
+        "length_penalty(ended.length_N.double() - 1, self.settings.alpha)",
     ),
     search(
         "padding may be written",
@@ -379,8 +379,8 @@ SEARCH = [
     ),
     search(
         "the last ngram may be repeated",
-        "    if length < n:\n",
-        "    if length <= n:\n",
+        "    if not n or length < n:\n",
+        "    if not n or length <= n:\n",
     ),
     search(
         "samples have the tempered log-probabilities",

@@ -1,23 +1,18 @@
 """The command line as users meet it: one line in, one line out, and one line for each mistake."""
 
-import contextlib
-import fcntl
 import gzip
 import json
 import os
-import pty
 import re
 import shutil
 import signal
-import struct
 import subprocess
 import sys
-import termios
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Cli, Shell
+from conftest import Cli, Shell, at_a_terminal
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tasks import WORDS, copy_task, write_task
@@ -273,19 +268,7 @@ def test_at_a_terminal_a_bar_says_sentences_a_second_and_warnings_stand_above_it
     trained: RunDir, tmp_path: Path
 ) -> None:
     (tmp_path / "in").write_text("ba ce\n" * 50 + "ba\xff\n", encoding="latin-1")
-    master, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    files = [str(tmp_path / "in"), "-o", str(tmp_path / "out")]
-    command = [sys.executable, "-m", "mtrain", "translate", str(trained.path), *files]
-    with subprocess.Popen(command, stdout=terminal, stderr=terminal) as process:
-        os.close(terminal)
-        shown = b""
-        with contextlib.suppress(OSError):  # how Linux says that the other side has closed
-            while part := os.read(master, 4096):
-                shown += part
-    os.close(master)
-    assert process.returncode == 0
-    parts = re.split(r"[\r\n]+", shown.decode())
+    parts = at_a_terminal("translate", trained.path, tmp_path / "in", "-o", tmp_path / "out")
     assert any(re.match(r"51 sentences \[[\d:]+, [\d.]+ sentences/s\]", part) for part in parts)
     warned = "mtrain: line 51: is not UTF-8: byte 0xff at byte 3 of the line; replaced by U+FFFD."
     assert any(part.strip() == warned for part in parts)

@@ -5,7 +5,7 @@ import torch
 from builders import Prefixes, left_keep, model_config, transformer
 from torch import Tensor
 
-from mtrain.ensemble import Ensemble, EnsembleState
+from mtrain.ensemble import Ensemble, EnsembleState, Padded
 from mtrain.model import Transformer
 from mtrain.search import Beam, Group, Hypothesis, Limits, beam
 
@@ -23,6 +23,7 @@ def ids(*shape: int, seed: int = 0) -> Tensor:
 
 
 SRC_BS = ids(3, 5).masked_fill(~SRC_KEEP_BS, 0)
+SOURCES = Padded(SRC_BS, SRC_KEEP_BS)
 
 
 @torch.no_grad()
@@ -44,7 +45,7 @@ def decode(models: list[Transformer], width: int = 3) -> list[list[Hypothesis]]:
     together = Ensemble(models)
     groups = (
         Group(
-            together.start(SRC_BS[rows], SRC_KEEP_BS[rows]),
+            together.start([Padded(SRC_BS[rows], SRC_KEEP_BS[rows])] * len(models)),
             Limits(2, 3, [0, 2], torch.tensor(LENGTHS[rows])),
         )
         for rows in (slice(0, 1), slice(1, 3))
@@ -63,11 +64,11 @@ def assert_alike(found: list[list[Hypothesis]], expected: list[list[Hypothesis]]
 def test_one_model_is_itself():
     together, ids_N = Ensemble([FIRST]), ids(3, seed=4)
     state = FIRST.start(FIRST.encode(SRC_BS, SRC_KEEP_BS), SRC_KEEP_BS)
-    logits_NV = together.step(ids_N, together.start(SRC_BS, SRC_KEEP_BS))
+    logits_NV = together.step(ids_N, together.start([SOURCES] * len(together.models)))
     assert torch.equal(logits_NV, FIRST.step(ids_N, state))
     tgt_in_BT, everyone = ids(3, 6, seed=5), torch.arange(3)
     torch.testing.assert_close(
-        together.log_probs(SRC_BS, SRC_KEEP_BS, tgt_in_BT),
+        together.log_probs([SOURCES] * len(together.models), tgt_in_BT),
         log_probs_of(FIRST, everyone, tgt_in_BT),
         **SAME,
     )
@@ -83,7 +84,7 @@ def test_copies_of_one_model_are_the_model(count):
 def test_different_models_give_the_mean_of_their_probabilities(models):
     tgt_in_BT, everyone = ids(3, 6, seed=5), torch.arange(3)
     expected = mean_of(models, everyone, tgt_in_BT)
-    found = Ensemble(models).log_probs(SRC_BS, SRC_KEEP_BS, tgt_in_BT)
+    found = Ensemble(models).log_probs([SOURCES] * len(models), tgt_in_BT)
     torch.testing.assert_close(found, expected, **SAME)
     torch.testing.assert_close(found.exp().sum(-1), torch.ones(3, 6, dtype=torch.float64), **SAME)
     for model in models:
@@ -94,7 +95,7 @@ def test_different_models_give_the_mean_of_their_probabilities(models):
 def test_step_by_step_after_any_reorders_and_when_others_join_they_give_the_same():
     models = [FIRST, SECOND]
     together = Ensemble(models)
-    state = together.start(SRC_BS, SRC_KEEP_BS)
+    state = together.start([SOURCES] * len(together.models))
     sentence_N, tgt_NT = torch.arange(3), torch.empty(3, 0, dtype=torch.long)
     for place, rows in enumerate([[2, 0, 1, 1], [3, 3, 0, 1, 2], [4, 0, 2], [1], [0, 0]]):
         state.reorder(torch.tensor(rows))
@@ -102,7 +103,7 @@ def test_step_by_step_after_any_reorders_and_when_others_join_they_give_the_same
         sentence_N, tgt_NT = sentence_N[rows], torch.cat([tgt_NT[rows], new_N1], 1)
         expected = mean_of(models, sentence_N, tgt_NT)[:, -1]
         torch.testing.assert_close(together.step(new_N1[:, 0], state), expected, **SAME)
-    state.extend(together.start(SRC_BS, SRC_KEEP_BS))
+    state.extend(together.start([SOURCES] * len(together.models)))
     new_N = ids(5, seed=20)
     own = mean_of(models, sentence_N, torch.cat([tgt_NT, new_N[:2, None]], 1))[:, -1]
     joined = mean_of(models, torch.arange(3), new_N[2:, None])[:, -1]
@@ -140,7 +141,7 @@ def test_their_attention_is_the_mean_of_all_heads_layers_and_models():
         for weights_BTS in [weights_BHTS.sum(1) / weights_BHTS.shape[1]]
     ]
     assert len(maps) == 2 + 1
-    found = Ensemble([FIRST, SECOND]).cross_attention(SRC_BS, SRC_KEEP_BS, tgt_in_BT)
+    found = Ensemble([FIRST, SECOND]).cross_attention([SOURCES] * 2, tgt_in_BT)
     torch.testing.assert_close(found, sum(maps) / 3, **SAME)
     torch.testing.assert_close(found.sum(-1), torch.ones(3, 6, dtype=torch.float64), **SAME)
     assert (found.masked_select(~SRC_KEEP_BS[:, None]) < 1e-12).all()

@@ -1,17 +1,12 @@
 """Training learns, repeats itself bit for bit, and goes on from where it stopped."""
 
-import contextlib
-import fcntl
 import json
 import os
-import pty
 import re
 import shutil
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import threading
 import traceback
 from collections.abc import Iterator
@@ -21,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import Cli
+from conftest import Cli, at_a_terminal
 from safetensors.torch import load_file
 from tasks import prepared, reverse_task, stop_at, train, write_task
 
@@ -934,18 +929,8 @@ def test_examples_of_an_early_model_are_cut_for_the_screen(
 def test_at_a_terminal_a_bar_says_step_loss_speed_rate_and_time_left(
     source: Path, tmp_path: Path
 ) -> None:
-    master, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    command = [sys.executable, "-m", "mtrain", "train", str(source), "--run", str(tmp_path / "run")]
-    with subprocess.Popen(command, stderr=terminal) as process:
-        os.close(terminal)
-        shown = b""
-        with contextlib.suppress(OSError):  # how Linux says that the other side has closed
-            while part := os.read(master, 4096):
-                shown += part
-    os.close(master)
-    assert process.returncode == 0
-    bars = [part for part in re.split(r"[\r\n]+", shown.decode()) if "%|" in part]
+    shown = at_a_terminal("train", source, "--run", tmp_path / "run")
+    bars = [part for part in shown if "%|" in part]
     pattern = (
         r" *\d+%\|.*\| step \d+, loss [\d.]+, [\d,]+ tokens/s, lr \d\.\d\de-\d\d, [\d:?]+ left"
     )

@@ -1,5 +1,6 @@
 """A batch is no different from its lines, order is kept, and what is printed can be recomputed."""
 
+import math
 import shutil
 from collections.abc import Sequence
 from itertools import pairwise
@@ -300,13 +301,39 @@ def test_an_ensemble_gives_the_mean_of_the_probabilities(trained: RunDir, twin: 
         assert together == pytest.approx(means, abs=1e-4)
 
 
+def test_an_ensemble_may_read_in_different_pieces(tmp_path: Path) -> None:
+    """Each model has the lines as its own source vocabulary cuts them."""
+    apart = ["tokenizer.shared=false", "model.tie_embeddings=decoder", "training.max_steps=4"]
+    first = train(write_task(tmp_path), *apart, run=str(tmp_path / "first"))
+    second = RunDir(tmp_path / "second")
+    shutil.copytree(first.tokenizer_dir, second.tokenizer_dir)
+    finer = "tokenizer.vocab_size=281"
+    other = train(tmp_path / "config.yaml", *apart, finer, run=str(tmp_path / "other"))
+    shutil.copy(other.tokenizer_dir / "src.model", second.tokenizer_dir)
+    train(tmp_path / "config.yaml", *apart, "seed=2", run=str(second.path))
+    together = translate.load([first, second], loading=Loading("cpu"))
+    alone = [translate.load(run, loading=Loading("cpu")) for run in (first, second)]
+    own = [sources(one) for one in alone]
+    assert [source.ids for source in own[0]] != [source.ids for source in own[1]]
+    found = together.search(own[0])
+    targets = [best[0].ids for best in found]
+    scores = [one.score(read, targets) for one, read in zip(alone, own, strict=True)]
+    assert scores[0] != scores[1]
+    for best, given, *parts in zip(found, together.score(own[0], targets), *scores, strict=True):
+        means = [math.log((math.exp(a) + math.exp(b)) / 2) for a, b in zip(*parts, strict=True)]
+        assert given == pytest.approx(means, abs=1e-5)
+        assert best[0].log_probs == pytest.approx(given, abs=1e-5)
+    weights = zip(together.attend(own[0], targets), alone[0].attend(own[0], targets), strict=True)
+    assert all(torch.allclose(ours, its, atol=1e-6) for ours, its in weights)
+
+
 def test_an_ensemble_of_other_vocabularies_is_refused(trained: RunDir, tmp_path: Path) -> None:
     other = train(write_task(tmp_path), "training.max_steps=1", "tokenizer.vocab_size=283")
     with pytest.raises(RunError) as error:
         translate.load([trained, other], loading=Loading("cpu"))
     assert str(error.value) == (
-        f"{other.path}: must have the vocabularies of the other runs to decode with them, but has "
-        "its own; train it with a copy of their tokenizer folder."
+        f"{other.path}: must have the target vocabulary of the other runs to decode with them, "
+        "but has its own; train it with a copy of their tokenizer folder."
     )
 
 
