@@ -38,6 +38,11 @@ class Batch:
             src, src_keep, tgt_in, tgt_out, tgt_keep, self.num_src_tokens, self.num_tgt_tokens
         )
 
+    @property
+    def num_places(self) -> int:
+        """Places on both sides, padding included."""
+        return self.src_BS.numel() + self.tgt_in_BT.numel()
+
     def split(self, parts: int) -> list[Batch]:
         """Cut into at most `parts` batches of like size, each as narrow as its pairs allow."""
         size = -(-len(self.src_BS) // parts)

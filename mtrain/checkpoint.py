@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +26,7 @@ FORMAT = "1"
 _HEADER = "mtrain"  # the one key of a file's metadata
 _PARTS = ("model.safetensors", "optimizer.safetensors", "progress.json")
 _SEAL = "checkpoint.json"  # the format, and a checksum of every part
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how safetensors names one
 Weights = dict[str, Tensor]
 
 
@@ -123,7 +126,11 @@ def save(
     progress: Progress,
     tokenizer: str,
 ) -> Path:
-    """Write a checkpoint folder, named after its step, whole or not at all."""
+    """Write a checkpoint folder, named after its step, whole or not at all.
+
+    Raises:
+        WriteError: if the disk does not take it.
+    """
     path = directory / f"step-{progress.step:08d}"
     with whole_dir(path) as beside:
         _write_tensors(beside / "model.safetensors", weights, tokenizer)
@@ -245,4 +252,9 @@ def _write_tensors(
     header: dict[str, Any] = {"format": FORMAT, "tokenizer": tokenizer}
     if origin is not None:
         header["origin"] = origin._asdict()
-    save_file(whole, path, metadata={_HEADER: json.dumps(header, sort_keys=True)})
+    try:
+        save_file(whole, path, metadata={_HEADER: json.dumps(header, sort_keys=True)})
+    except SafetensorError as error:
+        number = _OS_ERROR.search(str(error))
+        why = os.strerror(int(number[1])) if number else str(error)
+        raise OSError(int(number[1]) if number else 0, why) from None

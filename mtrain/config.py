@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from mtrain.errors import ConfigError
+from mtrain.errors import ConfigError, WriteError
 
 Tree = dict[str, Any]
 
@@ -221,10 +221,18 @@ def load(path: Path, overrides: Iterable[str] = (), run_dir: str | None = None) 
 
 
 def save(config: Config, path: Path) -> None:
-    """Write `config` as YAML, and check that it reads back as the same config."""
+    """Write `config` as YAML, and check that it reads back as the same config.
+
+    Raises:
+        WriteError: if the disk does not take it.
+    """
     beside = path.with_name(f".{path.name}.tmp")
-    beside.write_text(dump(config), encoding="utf-8")
-    beside.replace(path)
+    try:
+        beside.write_text(dump(config), encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise WriteError(f"{path}: cannot be written: {error.strerror}.") from None
     assert load(path) == config, f"{path} does not read back as the config that was written"
 
 

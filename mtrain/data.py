@@ -68,6 +68,22 @@ class Plan(NamedTuple):
     padding: float
 
 
+class _Shape(NamedTuple):
+    """How many rows a batch has, and places on either side, padding included."""
+
+    num_rows: int
+    num_src: int
+    num_tgt: int
+
+    @property
+    def num_places(self) -> int:
+        return self.num_rows * (self.num_src + self.num_tgt)
+
+    @property
+    def num_pairs_of_places(self) -> int:
+        return self.num_rows * (self.num_src**2 + self.num_tgt**2 + self.num_src * self.num_tgt)
+
+
 class TrainingData:
     """The encoded training pairs, dealt out in batches."""
 
@@ -98,15 +114,14 @@ class TrainingData:
 
     def batches(self, batch_tokens: int, start: Position) -> Iterator[tuple[Batch, Position]]:
         """Yield batches for ever from `start` on, each with the position that follows it."""
-        tgt, epoch, first = self._tokenizer.tgt, start.epoch, start.batch
+        epoch, first = start.epoch, start.batch
         while True:
             pairs = self._pairs(epoch)
             plan = self._plan(pairs, batch_tokens, epoch)
             for index in range(first, len(plan)):
                 is_last = index + 1 == len(plan)
                 after = Position(epoch + 1, 0) if is_last else Position(epoch, index + 1)
-                src_ids, tgt_ids = pairs.take(plan[index])
-                yield collate(src_ids, tgt_ids, tgt.pad, tgt.bos, tgt.eos), after
+                yield self._collate(pairs, plan[index]), after
             epoch, first = epoch + 1, 0
 
     def plan(self, batch_tokens: int) -> Plan:
@@ -115,6 +130,23 @@ class TrainingData:
         src, tgt = self._stored.src_lengths, self._stored.tgt_lengths
         cells = sum(len(rows) * (int(src[rows].max()) + int(tgt[rows].max())) for rows in batches)
         return Plan(len(batches), 1 - (self.num_src_tokens + self.num_tgt_tokens) / cells)
+
+    def largest(self, batch_tokens: int) -> list[Batch]:
+        """Return the batches of an epoch that take the most memory.
+
+        One has the most places, the other the most pairs of places, which attention looks at.
+        """
+        src, tgt = self._stored.src_lengths, self._stored.tgt_lengths
+        plan = self._plan(self._stored, batch_tokens, 0)
+        shapes = [_Shape(len(rows), int(src[rows].max()), int(tgt[rows].max())) for rows in plan]
+        most = [max(range(len(plan)), key=lambda index: shapes[index].num_places)]
+        most += [max(range(len(plan)), key=lambda index: shapes[index].num_pairs_of_places)]
+        return [self._collate(self._stored, plan[index]) for index in most]
+
+    def _collate(self, pairs: _Stored | _Sampled, rows: Indices) -> Batch:
+        tgt = self._tokenizer.tgt
+        src_ids, tgt_ids = pairs.take(rows)
+        return collate(src_ids, tgt_ids, tgt.pad, tgt.bos, tgt.eos)
 
     def _pairs(self, epoch: int) -> _Stored | _Sampled:
         if not self._alpha:

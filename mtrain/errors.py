@@ -13,5 +13,9 @@ class DataError(UserError):
     """A corpus that cannot be read, or cannot be used for training."""
 
 
+class WriteError(UserError):
+    """A file that the disk does not take; what was there before is as it was."""
+
+
 class RunError(UserError):
     """A run folder that is not one, is incomplete, or does not fit its own parts."""

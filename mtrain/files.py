@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from mtrain.errors import DataError
+from mtrain.errors import DataError, WriteError
 
 _BOM = b"\xef\xbb\xbf"
 _PATIENCE_S = 0.05  # that a block waits for one more line
@@ -131,7 +131,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     A pipe or a device, which cannot be replaced, is given as it is.
 
     Raises:
-        DataError: if the file cannot be written.
+        WriteError: if the file cannot be written.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         yield path
@@ -148,7 +148,7 @@ def whole_dir(path: Path) -> Iterator[Path]:
     """Give a folder to fill, which becomes `path` when all went well and vanishes otherwise.
 
     Raises:
-        DataError: if the folder cannot be written.
+        WriteError: if the folder cannot be written.
     """
     with _writing(path), _beside(path) as beside:
         beside.mkdir()
@@ -167,7 +167,7 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DataError(f"{path}: cannot be written: {error.strerror or error}.") from None
+        raise WriteError(f"{path}: cannot be written: {error.strerror or error}.") from None
 
 
 @contextmanager
@@ -191,6 +191,22 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
             stream.write(line + "\n")
 
 
+def append(path: Path, data: bytes) -> None:
+    """Add bytes at the end of a file, all of them or none.
+
+    Raises:
+        WriteError: if the disk does not take them.
+    """
+    with _writing(path), path.open("ab", buffering=0) as stream:
+        size, rest = stream.tell(), memoryview(data)
+        try:
+            while rest:
+                rest = rest[stream.write(rest) :]
+        except OSError:
+            stream.truncate(size)
+            raise
+
+
 def _flush(path: Path) -> None:
     """Ask the disk to keep what was written; folders too, where the system can."""
     if os.name == "nt" and path.is_dir():
@@ -203,10 +219,17 @@ def _flush(path: Path) -> None:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Write lines to stdout as UTF-8, each at once; a reader that has gone away ends it quietly."""
-    try:
-        for line in lines:
+    """Write lines to stdout as UTF-8, each at once; a reader that has gone away ends it quietly.
+
+    Raises:
+        WriteError: if stdout goes to a disk that does not take them.
+    """
+    for line in lines:
+        try:
             sys.stdout.buffer.write(line.encode("utf-8") + b"\n")
             sys.stdout.buffer.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left
+            if isinstance(error, BrokenPipeError):
+                return
+            raise WriteError(f"stdout: cannot be written: {error.strerror}.") from None

@@ -13,7 +13,8 @@ from typing import NoReturn, Protocol
 
 from tqdm import tqdm
 
-from mtrain.files import read_lines, write_lines
+from mtrain.errors import WriteError
+from mtrain.files import append, read_lines, write_lines
 
 
 class Console(Protocol):
@@ -38,6 +39,7 @@ class RunLog:
         self._path = metrics_path
         self._bar: tqdm[NoReturn] | None = None
         self._last_note_s = 0.0
+        self._unwritten = b""
 
     def __enter__(self) -> RunLog:
         return self
@@ -55,9 +57,16 @@ class RunLog:
         tqdm.write(text, file=sys.stderr)
 
     def metrics(self, values: Mapping[str, object]) -> None:
-        """Append one line to `metrics.jsonl`."""
-        with self._path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(values) + "\n")
+        """Append one line to `metrics.jsonl`; if the disk takes none, at the next call."""
+        is_first = not self._unwritten
+        self._unwritten += json.dumps(values).encode() + b"\n"
+        try:
+            append(self._path, self._unwritten)
+        except WriteError as error:
+            if is_first:
+                self.say(str(error))
+            return
+        self._unwritten = b""
 
     def drop_after(self, step: int) -> None:
         """Forget the metrics of later steps, which are about to be made again."""

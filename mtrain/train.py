@@ -23,7 +23,7 @@ from mtrain.batch import Batch, collate
 from mtrain.checkpoint import Progress, Weights
 from mtrain.config import Config
 from mtrain.data import Position, TrainingData, plan_batches
-from mtrain.errors import RunError
+from mtrain.errors import RunError, WriteError
 from mtrain.evaluate import bleu
 from mtrain.loss import LossSum, label_smoothed
 from mtrain.model import num_parameters
@@ -39,6 +39,7 @@ _NUM_EXAMPLES = 3
 _MAX_EXAMPLE = 145  # characters of an example: two lines of a terminal
 _MAX_LEFT_OUT = 10  # updates in a row that are not finite
 _BAR_INTERVAL_S = 0.5
+_OUT_OF_MEMORY = ("can't allocate memory", "could not create a primitive")  # PyTorch, oneDNN
 _LEAST_TOKENS = 512  # target tokens that are worth a thread of their own
 
 
@@ -89,6 +90,7 @@ def train(config: Config, run: RunDir) -> None:
         configs.save(config, run.config_path)
         trainer.say_header()
         with _Signals() as signals, closing(trainer.workers):
+            trainer.try_largest()
             trainer.run(signals)
         trainer.finish()
 
@@ -123,6 +125,8 @@ class Trainer:
         self.translator = Translator([self.model], self.tokenizer, greedy, self.device)
         self.progress = Progress()
         self.window = _Window()
+        self.room = math.inf  # places of a batch that the memory did not hold
+        self.is_saved = False  # as it stands
 
     def resume(self) -> None:
         """Continue from the newest checkpoint, if there is one."""
@@ -136,6 +140,7 @@ class Trainer:
         _set_optimizer(self.optimizer, self.model, optimizer)
         _set_random_state(optimizer)
         self.window.restore(self.progress)
+        self.is_saved = True
         self.log.drop_after(self.progress.step)
         if self._is_done() and self.run_dir.model_path.exists():
             raise RunError(
@@ -177,6 +182,14 @@ class Trainer:
         self.log.say(f"device   {device}")
         self.log.say(f"target   {self._target()}")
 
+    def try_largest(self) -> None:
+        """Find out at once whether the memory holds the largest batches; leave no trace."""
+        state = _random_state()
+        for batch in self.data.largest(self.settings.batch_tokens):
+            self._accumulate(batch, batch.num_tgt_tokens)
+        self.optimizer.zero_grad(set_to_none=True)
+        _set_random_state(state)
+
     def run(self, signals: _Signals) -> None:
         """Train until the target is reached, patience is lost, or a signal comes."""
         start = Position(self.progress.epoch, self.progress.batch)
@@ -186,6 +199,7 @@ class Trainer:
         while not self._is_done():
             micro_batches, positions = zip(*islice(batches, self.settings.accumulate), strict=True)
             self._update(list(micro_batches))
+            self.is_saved = False
             self.progress.step += 1
             self.progress.epoch, self.progress.batch = positions[-1].epoch, positions[-1].batch
             self.progress.elapsed_s = time.monotonic() - clock
@@ -193,13 +207,14 @@ class Trainer:
             if self._is_due(self.settings.validate_every):
                 self._validate()
                 self.progress.elapsed_s = time.monotonic() - clock
-            if self._is_regular(self.progress.step) or signals.received:
-                self._save()
             if signals.received:
+                self._save_before_leaving()
                 raise Stopped(signals.received)
+            if self._is_regular(self.progress.step):
+                self._try_to_save()
         if str(self.progress.step) not in self.progress.bleu_of_step:
             self._validate()
-            self._save()
+        self._save_before_leaving()
         self.log.close_bar()
 
     def finish(self) -> None:
@@ -238,13 +253,8 @@ class Trainer:
 
     def _update(self, micro_batches: list[Batch]) -> None:
         """Make one update; its loss is divided by the target tokens of all micro-batches."""
-        self.model.train()
         num_tokens = sum(batch.num_tgt_tokens for batch in micro_batches)
-        sums: list[LossSum] = []
-        for batch in micro_batches:
-            for part in self.workers.map(self._differentiate, self._share_out(batch, num_tokens)):
-                sums.append(part.sums)
-                _add_grads(self.parameters, part.grads)
+        sums = [own for batch in micro_batches for own in self._accumulate(batch, num_tokens)]
         limit = self.settings.max_grad_norm or math.inf
         grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, limit)
         step = self.progress.step + 1
@@ -261,6 +271,50 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.window.lr, self.window.grad_norm = lr, grad_norm
+
+    def _accumulate(self, batch: Batch, num_tokens: int) -> list[LossSum]:
+        """Add a batch's gradients to those of the update, in halves if the memory needs it.
+
+        Raises:
+            RunError: if the memory does not hold a single pair.
+        """
+        self.model.train()
+        if batch.num_places < self.room or len(batch.src_BS) == 1:
+            parts = self._try(self._share_out(batch, num_tokens))
+            if parts is not None:
+                for part in parts:
+                    _add_grads(self.parameters, part.grads)
+                return [part.sums for part in parts]
+            self._note_room(batch)
+        return [own for half in batch.split(2) for own in self._accumulate(half, num_tokens)]
+
+    def _try(self, tasks: list[_Task]) -> list[_Part] | None:
+        """Return what comes out of the tasks; None if the memory does not hold them."""
+        try:
+            return self.workers.map(self._differentiate, tasks)
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return None
+
+    def _note_room(self, batch: Batch) -> None:
+        """Remember the size of a batch that the memory does not hold, and say it.
+
+        Raises:
+            RunError: if it is a single pair.
+        """
+        if len(batch.src_BS) == 1:
+            raise RunError(
+                "the memory must hold a single training pair, but does not; take a smaller model "
+                "or a lower `data.max_tokens`."
+            )
+        self.room = batch.num_places
+        self.log.say(
+            f"memory   does not hold a batch of {len(batch.src_BS):,} pairs; such batches are made "
+            "in halves, and the updates stay the same"
+        )
 
     def _leave_out(self, step: int) -> None:
         """Count an update whose loss or gradient is not finite, and change nothing else.
@@ -358,6 +412,7 @@ class Trainer:
         validation = self._score(show_examples=True)
         self.window.pause(time.monotonic() - started)
         self.progress.note_bleu(validation.bleu)
+        self.is_saved = False
         best_step = self.progress.best_steps()[0]
         self.log.say(
             f"step {step:,}: validation loss {validation.loss:.4f}, "
@@ -401,14 +456,46 @@ class Trainer:
             self.log.say(f"  reference    {_clip(self.valid.tgt[row])}")
             self.log.say(f"  translation  {_clip(hypotheses[row])}")
 
+    def _try_to_save(self) -> None:
+        """Save; if the disk does not take it, say so and train on."""
+        try:
+            self._save()
+        except WriteError as error:
+            self.log.say(
+                f"step {self.progress.step:,}: nothing is saved: {error} "
+                "Training goes on; the next save tries again"
+            )
+
+    def _save_before_leaving(self) -> None:
+        """Save.
+
+        Raises:
+            WriteError: if the disk does not take it, with how to go on.
+        """
+        try:
+            self._save()
+        except WriteError as error:
+            saved = checkpoint.steps(self.run_dir.checkpoints_dir)
+            where = f"the checkpoint of step {max(saved):,}" if saved else "the beginning"
+            raise WriteError(
+                f"{error} Once there is room, the same command goes on from {where}."
+            ) from None
+
     def _save(self) -> None:
+        """Write a checkpoint, unless this very state is saved.
+
+        Raises:
+            WriteError: if the disk does not take it; the checkpoints before it are as they were.
+        """
         self._check_weights()
-        directory, step = self.run_dir.checkpoints_dir, self.progress.step
-        if step not in checkpoint.steps(directory) or str(step) in self.progress.bleu_of_step:
-            self.window.note(self.progress)
-            weights = {name: weight.detach() for name, weight in self.model.named_parameters()}
-            state = _optimizer_tensors(self.optimizer, self.model) | _random_state()
-            checkpoint.save(directory, weights, state, self.progress, self.fingerprint)
+        if self.is_saved:
+            return
+        self.window.note(self.progress)
+        weights = {name: weight.detach() for name, weight in self.model.named_parameters()}
+        state = _optimizer_tensors(self.optimizer, self.model) | _random_state()
+        directory = self.run_dir.checkpoints_dir
+        checkpoint.save(directory, weights, state, self.progress, self.fingerprint)
+        self.is_saved = True
         self._prune()
 
     def _prune(self) -> None:
@@ -570,6 +657,12 @@ def _set_optimizer(
     for name, parameter in model.named_parameters():
         for key in ("step", "exp_avg", "exp_avg_sq"):
             optimizer.state[parameter][key] = tensors[f"{key}.{name}"].to(parameter.device)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
+        return True
+    return any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
 def _random_state() -> Weights:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain import files
-from mtrain.errors import DataError
+from mtrain.errors import DataError, WriteError
 
 NOT_LINE_ENDS = ["\u2028", "\u2029", "\u0085", "\v", "\f", "\x1c", "\x1d", "\x1e", "\r"]
 
@@ -247,7 +247,7 @@ def test_writing_below_a_file_or_onto_a_folder_is_a_message(here: Path) -> None:
     Path("file").write_text("x")
     Path("folder").mkdir()
     for path in (Path("file/f"), Path("folder")):
-        with pytest.raises(DataError, match=rf"^{path}: cannot be written: .+\.$"):
+        with pytest.raises(WriteError, match=rf"^{path}: cannot be written: .+\.$"):
             files.write_lines(path, ["x"])
     assert left(here) == ["file", "folder"]
 
