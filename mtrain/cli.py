@@ -17,7 +17,7 @@ from mtrain.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from mtrain import output
-    from mtrain.config import Config, DecodingConfig
+    from mtrain.config import Config
     from mtrain.output import Line
     from mtrain.rundir import RunDir
     from mtrain.translate import Loading
@@ -129,10 +129,13 @@ TopPOption = Annotated[
 ]
 SeedOption = Annotated[int | None, typer.Option(min=0, help="Of --sample; 1 if absent.")]
 MaxInputOption = Annotated[
-    int | None, typer.Option(min=2, metavar="N", help="Cut lines of more tokens than this.")
+    int | None,
+    typer.Option(
+        min=2, metavar="N", help="Cut lines of more tokens than this; data.max_tokens if absent."
+    ),
 ]
 OnLongOption = Annotated[
-    OnLong | None, typer.Option(help="How those are cut; split, at sentence ends, if absent.")
+    OnLong, typer.Option(help="How those are cut; split is at the ends of sentences.")
 ]
 
 
@@ -254,7 +257,7 @@ def translate(
     top_p: TopPOption = None,
     seed: SeedOption = None,
     max_input_tokens: MaxInputOption = None,
-    on_long: OnLongOption = None,
+    on_long: OnLongOption = OnLong.SPLIT,
     checkpoint: CheckpointOption = None,
     batch_tokens: BatchOption = None,
     device: DeviceOption = "auto",
@@ -269,11 +272,10 @@ def translate(
     drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     _refuse("--sample", searching if sample else {})
     _require("--sample", {} if sample else drawing | {"seed": seed})
-    _require("--max-input-tokens", {} if max_input_tokens else {"on_long": on_long})
     runs, file = _runs_and_file(paths)
-    decoding = _decoding(
-        runs[0], searching | {"no_repeat_ngram": no_repeat_ngram, "batch_tokens": batch_tokens}
-    )
+    config = runs[0].load_config()
+    changes = searching | {"no_repeat_ngram": no_repeat_ngram, "batch_tokens": batch_tokens}
+    decoding = config.decoding.model_copy(update=_given(changes))
     if n_best > decoding.beam and not sample:
         raise ConfigError(
             f"`--n-best` must be at most the beam ({decoding.beam}), but is {n_best} instead."
@@ -286,7 +288,7 @@ def translate(
     wanted = Wanted(n_best, Sampling(**_given(drawing)) if sample else None)
     translator = load(runs, decoding, _loading(device, precision, quantize, checkpoint), wanted)
     options = Options(
-        LongLines(max_input_tokens, on_long.value if on_long else "split"),
+        LongLines(max_input_tokens or config.data.max_tokens, on_long.value),
         alignments is not None or format_ is Format.JSONL,
         1 if seed is None else seed,
     )
@@ -366,10 +368,6 @@ def _warn(text: str) -> None:
     tqdm.write(f"mtrain: {text}", file=sys.stderr)  # above a bar, if there is one
 
 
-def _decoding(run: RunDir, changes: Mapping[str, Any]) -> DecodingConfig:
-    return run.load_config().decoding.model_copy(update=_given(changes))
-
-
 @app.command(name="eval")
 def evaluate(
     run: RunArgument,
@@ -406,9 +404,8 @@ def evaluate(
     options = evaluating.ScoringOptions(tokenize, lowercase)
     searching = {"beam": beam, "early_stop": early_stop, "no_repeat_ngram": no_repeat_ngram}
     _refuse("--score", searching if score else {})
-    decoding = _decoding(
-        run_dir, searching | {"length_alpha": length_alpha, "batch_tokens": batch_tokens}
-    )
+    changes = searching | {"length_alpha": length_alpha, "batch_tokens": batch_tokens}
+    decoding = run_dir.load_config().decoding.model_copy(update=_given(changes))
     loading = _loading(device, precision, quantize, checkpoint)
     translator = translating.load(run_dir, decoding, loading)
     if score:

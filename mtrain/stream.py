@@ -40,7 +40,7 @@ class LongLines:
     """What becomes of a line of more than `max_tokens` tokens, eos among them.
 
     Attributes:
-        max_tokens: None translates every line whole.
+        max_tokens: None translates every line whole, in memory and time that grow with its square.
         policy: `split` translates its sentences apart, as few parts as fit; `truncate` leaves out
             what does not fit; `error` stops.
     """
@@ -239,10 +239,8 @@ class Stream:
     def _cut(self, number: int, src: str, ids: list[int]) -> _Cut:
         """Cut a line that is too long, as the options say, or warn that it is not cut."""
         limit, policy = self.options.long_lines.max_tokens, self.options.long_lines.policy
-        if limit is None:
+        if limit is None or len(ids) <= limit:
             self._check_length(number, len(ids))
-            return _Cut([ids], [])
-        if len(ids) <= limit:
             return _Cut([ids], [])
         if policy == "error":
             raise DataError(

@@ -275,16 +275,37 @@ def test_at_a_terminal_a_bar_says_sentences_a_second_and_warnings_stand_above_it
     assert (tmp_path / "out").read_text("utf-8").count("\n") == 51
 
 
+def test_a_line_of_two_hundred_thousand_characters_costs_no_other_line(
+    cli: Cli, trained: RunDir
+) -> None:
+    """It is cut at the longest training pair; whole, attention would need its square."""
+    endless = ("ba ce di fo. " * 16_000)[:200_000]
+    stdin = f"ba ce\n{endless}\nlo mu\n".encode()
+    outcome = cli("translate", trained.path, "--beam", "1", stdin=stdin)
+    first, long, last = outcome.lines
+    assert (outcome.code, first, last) == (0, "ba ce", "lo mu")
+    assert long.count("ba ce") > 10_000
+    assert re.match(r"mtrain: line 2: has [\d,]+ tokens; translated in [\d,]+ parts\.", outcome.err)
+
+
+def test_a_long_line_is_cut_at_the_longest_training_pair_unless_asked_otherwise(
+    cli: Cli, trained: RunDir
+) -> None:
+    line = b"ba ce di fo. " * 10
+    assert trained.load_config().data.max_tokens == 32
+    assert "translated in 2 parts" in cli("translate", trained.path, stdin=line).err
+    whole = cli("translate", trained.path, "--max-input-tokens", "99", stdin=line)
+    assert "translated whole" in whole.err
+    refused = error_line(cli("translate", trained.path, "--on-long", "error", stdin=line))
+    assert refused.startswith("line 1: must have at most 32 tokens, but has ")
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--top-k", "3"], "`--top-k` must stand beside `--sample`, but stands alone."),
         (["--seed", "3"], "`--seed` must stand beside `--sample`, but stands alone."),
         (["--sample", "--beam", "3"], "`--beam` must not stand beside `--sample`, but does."),
-        (
-            ["--on-long", "split"],
-            "`--on-long` must stand beside `--max-input-tokens`, but stands alone.",
-        ),
         (["--n-best", "3"], "`--n-best` must be at most the beam (2), but is 3 instead."),
         (
             ["--max-input-tokens", "3", "--on-long", "error"],

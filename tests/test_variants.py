@@ -130,7 +130,8 @@ def test_a_line_longer_than_the_learned_positions_is_translated_with_a_warning(
         translate.load(run, loading=translate.Loading("cpu")).tokenizer.encode_src([long])[0]
     )
     assert limit is not None and num_tokens > limit
-    outcome = cli("translate", run.path, stdin=f"We wait.\n{long}\n".encode())
+    whole = ["--max-input-tokens", str(num_tokens)]
+    outcome = cli("translate", run.path, *whole, stdin=f"We wait.\n{long}\n".encode())
     assert (outcome.code, len(outcome.lines)) == (0, 2)
     assert outcome.err.startswith(
         f"mtrain: line 2: has {num_tokens} tokens, but the model learned {limit} positions; the "
