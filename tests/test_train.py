@@ -1,6 +1,7 @@
 """Training learns, repeats itself bit for bit, and goes on from where it stopped."""
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -21,6 +22,7 @@ from safetensors.torch import load_file
 from tasks import prepared, reverse_task, stop_at, train, write_task
 
 from mtrain import checkpoint, tokenizer
+from mtrain import cli as command_line
 from mtrain import config as configs
 from mtrain import train as training
 from mtrain.batch import Batch
@@ -961,6 +963,38 @@ def test_a_signal_saves_and_the_same_command_goes_on(
     settings = [f"training.max_steps={step + 2}", "training.log_every=1"]
     train(source, *settings, run=str(run.path))
     assert [line["step"] for line in step_lines(run)] == list(range(1, step + 3))
+
+
+def signalled_twice(source: Path, run: str, number: int) -> None:
+    """Do what `mtrain train` does, with two signals in the middle of its third update."""
+    update = Trainer._update
+
+    def interrupted(trainer: Trainer, micro_batches: list[Batch]) -> None:
+        if trainer.progress.step == 2:
+            signal.raise_signal(number)
+            signal.raise_signal(number)
+        update(trainer, micro_batches)
+
+    Trainer._update = interrupted  # type: ignore[method-assign]
+    sys.argv = ["mtrain", "train", str(source), "--run", run, "--set", "training.save_every=1"]
+    command_line.main()
+
+
+@pytest.mark.skipif(
+    "forkserver" not in multiprocessing.get_all_start_methods(), reason="needs a fork server"
+)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
+def test_a_second_signal_stops_at_once_and_keeps_the_last_checkpoint(
+    source: Path, tmp_path: Path, number: int, code: int
+) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["mtrain.train"])
+    arguments = (source, str(tmp_path / "run"), number)
+    process = context.Process(target=signalled_twice, args=arguments)
+    process.start()
+    process.join(120)
+    assert process.exitcode == code
+    assert list(checkpoint.steps(RunDir(tmp_path / "run").checkpoints_dir)) == [1, 2]
 
 
 def test_tokens_from_before_a_stop_count_for_the_loss_and_not_for_the_speed(
