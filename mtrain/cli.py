@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from pathlib import Path
@@ -13,7 +13,7 @@ import typer
 
 from mtrain import __version__
 from mtrain import config as configs
-from mtrain.errors import ConfigError, UserError
+from mtrain.errors import ConfigError, DataError, UserError
 
 if TYPE_CHECKING:
     from mtrain import output
@@ -189,6 +189,51 @@ def demo(
     with _saving(directory):
         demonstrating.demo(directory, Stderr())
     _put(demonstrating.report(directory), None)
+
+
+@app.command()
+def check(
+    config: ConfigArgument,
+    set_: SetOption = None,
+    run: RunOption = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail on warnings too.")] = False,
+) -> None:
+    """Audit the corpora before training; train nothing.
+
+    Lists every line that it finds in RUN/check. Exits with 2 if there are errors.
+
+    Example: mtrain check configs/demo.yaml --strict
+    """
+    settings = configs.load(config, set_ or [], run)
+    from mtrain import audit_page, tokenizer
+    from mtrain.audit import audit, num_bytes
+    from mtrain.files import whole_dir
+    from mtrain.rules import Severity
+    from mtrain.rundir import RunDir
+
+    run_dir = RunDir(Path(settings.run_dir))
+    vocabulary = tokenizer.load(run_dir.tokenizer_dir) if run_dir.tokenizer_dir.is_dir() else None
+    with whole_dir(run_dir.check_dir) as directory, _reading(2 * num_bytes(settings)) as advance:
+        report = audit(settings, vocabulary, directory, advance)
+    text = audit_page.as_text(report, run_dir.check_dir)
+    _put(audit_page.as_json(report) if json else text, None)
+    errors, warnings = report.count(Severity.ERROR), report.count(Severity.WARNING)
+    if errors or (strict and warnings):
+        raise DataError(
+            f"{config}: {errors} errors and {warnings} warnings; {run_dir.check_dir} has the lists."
+        )
+
+
+@contextmanager
+def _reading(total: int) -> Iterator[Callable[[int], object]]:
+    """Show how much is read, on a terminal only; give what is to be told the bytes."""
+    from tqdm import tqdm
+
+    with tqdm(
+        total=total, unit="B", unit_scale=True, desc="reading", file=sys.stderr, disable=None
+    ) as bar:
+        yield bar.update
 
 
 @app.command()

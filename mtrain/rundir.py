@@ -34,6 +34,11 @@ class RunDir:
         return self.path / "data"
 
     @property
+    def check_dir(self) -> Path:
+        """The lists of the last `mtrain check`."""
+        return self.path / "check"
+
+    @property
     def checkpoints_dir(self) -> Path:
         """One folder for each checkpoint that is kept."""
         return self.path / "checkpoints"

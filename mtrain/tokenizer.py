@@ -33,6 +33,11 @@ class Vocabulary:
         self.bos: int = self._processor.bos_id()
         self.eos: int = self._processor.eos_id()
 
+    @property
+    def byte_pieces(self) -> list[int]:
+        """The ids of the pieces that stand for single bytes."""
+        return [piece for piece in range(len(self)) if self._processor.is_byte(piece)]
+
     def __len__(self) -> int:
         return int(self._processor.get_piece_size())
 

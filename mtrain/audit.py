@@ -1,0 +1,374 @@
+"""Audit the corpora of a config: what is wrong with them, where, and how serious it is.
+
+Each corpus is read once, into records on disk; the rules judge the records, and a second look at
+the text fills the lists. Knows no page and no command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mtrain import repeats, rules, shifts
+from mtrain.config import Config, CorpusConfig
+from mtrain.intake import Advance, FileNotes, Intake, size_of
+from mtrain.languages import Languages
+from mtrain.leaks import Hits as LeakHits
+from mtrain.leaks import Leaks
+from mtrain.lists import Entry, Hits, Lists, nothing_more, place_of
+from mtrain.pieces import Coverage
+from mtrain.repeats import Repeats
+from mtrain.rules import RULES, Pairs, Severity, Side, Usual
+from mtrain.shifts import Shift
+from mtrain.survey import Survey
+from mtrain.tokenizer import Tokenizer
+from mtrain.traits import Records
+
+TRAIN, VALID = "train", "valid"
+_FEW_LEAKS = 0.01  # the share of held-out lines of which one side may stand elsewhere
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong with a corpus.
+
+    Attributes:
+        corpus: which one.
+        name: of the rule, and of the list.
+        severity: how serious it is.
+        what: what was found, without its number.
+        advice: what to do, in one sentence.
+        count, total: how many have it, of how many.
+        examples: the first entries of the list.
+        list_file: the name of the file with all of them, if there is one.
+    """
+
+    corpus: str
+    name: str
+    severity: Severity
+    what: str
+    advice: str
+    count: int
+    total: int
+    examples: list[Entry]
+    list_file: str | None = None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A corpus, and what becomes of its pairs.
+
+    Attributes:
+        name: of the corpus.
+        num_pairs: that could be read.
+        num_blank: with a blank side.
+        num_long: over `data.max_tokens`; None without a tokenizer.
+        coverage: of source and target, if there is a tokenizer.
+    """
+
+    name: str
+    num_pairs: int
+    num_blank: int
+    num_long: int | None
+    coverage: list[Coverage] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Report:
+    """All corpora, training first, and all findings, the most serious first."""
+
+    corpora: list[Summary]
+    findings: list[Finding]
+
+    def count(self, severity: Severity) -> int:
+        """Count the findings that are that serious."""
+        return sum(found.severity == severity for found in self.findings)
+
+
+class NamedCorpus(NamedTuple):
+    """A corpus, and what a report calls it."""
+
+    name: str
+    corpus: CorpusConfig
+
+
+def corpora(config: Config) -> list[NamedCorpus]:
+    """Return the corpora in the order in which they are read: training comes last."""
+    tests = [NamedCorpus(f"tests.{name}", corpus) for name, corpus in config.data.tests.items()]
+    valid, train = NamedCorpus(VALID, config.data.valid), NamedCorpus(TRAIN, config.data.train)
+    return [*tests, valid, train]
+
+
+def num_bytes(config: Config) -> int:
+    """Return the bytes of all corpora on disk."""
+    return sum(size_of(corpus) for _, corpus in corpora(config))
+
+
+def audit(config: Config, tokenizer: Tokenizer | None, directory: Path, advance: Advance) -> Report:
+    """Audit all corpora of a config.
+
+    Args:
+        config: names them.
+        tokenizer: the run's own, if it has one.
+        directory: where the lists go.
+        advance: is told the bytes that have been read; twice those of the corpora in the end.
+    """
+    surveys = [Survey(name, corpus, directory, tokenizer) for name, corpus in corpora(config)]
+    languages = Languages()
+    for survey in surveys:
+        held_out = [other for other in surveys if _is_held_out_of(other.name, survey.name)]
+        survey.read(languages, held_out, survey.name != TRAIN, advance)
+    train = surveys[-1]
+    usual = rules.learn(train.windows(), config.data.max_tokens)
+    summaries, findings = [], []
+    for survey in reversed(surveys):
+        lists = Lists(directory, survey.name, survey.intake)
+        findings += _judge(survey, usual, {s.name: s.intake for s in surveys}, lists, advance)
+        summaries.append(_summary(survey, train, lists))
+        survey.spool.remove()
+    return Report(summaries, sorted(findings, key=lambda finding: -finding.severity))
+
+
+def _is_held_out_of(name: str, other: str) -> bool:
+    """Tell whether no sentence of one corpus should stand in the other."""
+    return name != other and (other == TRAIN or (other == VALID and name != TRAIN))
+
+
+def _judge(
+    survey: Survey, usual: Usual, intakes: dict[str, Intake], lists: Lists, advance: Advance
+) -> list[Finding]:
+    """Judge all pairs of a corpus, write its lists, and return the findings."""
+    total = survey.intake.num_pairs
+    found = repeats.find(survey.pair_hashes, total)
+    moved = shifts.find(survey.windows) if total >= shifts.MIN_PAIRS else []
+    leaked = [_Leaked(name, intakes[name], leaks) for name, leaks in survey.leaks.items()]
+    sizes = _Sizes()
+    records = survey.spool.blocks(sizes)
+    for block in Intake(survey.corpus).blocks(advance):
+        sizes.next = len(block.src)
+        first, last = block.first, block.first + len(block.src)
+        for hits in [
+            *_rule_hits(_pairs(next(records), found, first), usual, survey.intake),
+            *_shift_hits(moved, first, last, survey.intake),
+            *(hits for leak in leaked for hits in leak.hits(first, last)),
+        ]:
+            lists.add(hits, block)
+    lists.close()
+    return [
+        *_file_findings(survey),
+        *_shift_findings(survey.name, moved, lists, total),
+        *(found for leak in leaked for found in leak.findings(survey.name, lists, total)),
+        *_rule_findings(survey.name, lists, total),
+    ]
+
+
+class _Sizes(Iterator[int]):
+    """Says how many records belong to the block that was read last."""
+
+    next = 0
+
+    def __next__(self) -> int:
+        return self.next
+
+
+def _pairs(records: Records, found: Repeats, first: int) -> Pairs:
+    here = slice(first, first + len(records))
+    same_pair, same_src = found.of_pair[here], found.of_src[here]
+    return Pairs(records["src"], records["tgt"], same_pair, same_src, records["is_held"])
+
+
+def _rule_hits(pairs: Pairs, usual: Usual, intake: Intake) -> Iterator[Hits]:
+    for rule in RULES:
+        sides = rule.judge(pairs, usual)
+        if rule.refers is None:
+            yield Hits(rule.name, sides, nothing_more)
+        else:
+            earlier = rule.refers(pairs)
+            yield Hits(rule.name, sides, _Earlier(earlier, intake).describe)
+
+
+class _Earlier(NamedTuple):
+    numbers: repeats.Numbers
+    intake: Intake
+
+    def describe(self, place: int) -> Entry:
+        return {"first": place_of(self.intake, int(self.numbers[place]) - 1)}
+
+
+def _rule_findings(corpus: str, lists: Lists, total: int) -> Iterator[Finding]:
+    for rule in RULES:
+        if count := lists.counts[rule.name]:
+            severity = rule.severity_of(count, total)
+            yield _listed(corpus, rule.name, severity, rule.what, rule.advice, lists, total)
+
+
+def _listed(
+    corpus: str, name: str, severity: Severity, what: str, advice: str, lists: Lists, total: int
+) -> Finding:
+    examples, file = lists.examples[name], lists.file_of(name)
+    count = lists.counts[name]
+    return Finding(corpus, name, severity, what, advice, count, total, examples, file)
+
+
+def _shift_hits(moved: Sequence[Shift], first: int, last: int, intake: Intake) -> Iterator[Hits]:
+    """Mark the first pair of each stretch."""
+    here = {shift.first - first: shift for shift in moved if first <= shift.first < last}
+    sides = np.zeros(last - first, np.uint8)
+    sides[list(here)] = Side.BOTH
+
+    def describe(place: int) -> Entry:
+        shift = here[place]
+        return {"last": place_of(intake, shift.last), "offset": shift.offset}
+
+    yield Hits("shift", sides, describe)
+
+
+def _shift_findings(
+    corpus: str, moved: Sequence[Shift], lists: Lists, total: int
+) -> Iterator[Finding]:
+    for shift, example in zip(moved, lists.examples.get("shift", []), strict=False):
+        lines = "a line" if abs(shift.offset) == 1 else f"{abs(shift.offset)} lines"
+        where = "after" if shift.offset > 0 else "before"
+        yield Finding(
+            corpus,
+            "shift",
+            Severity.WARNING,
+            f"pairs in a row whose translation stands {lines} {where} its place",
+            "Find the lines that are lost or one too many near the first, and mend the file.",
+            shift.last - shift.first + 1,
+            total,
+            [example],
+            lists.file_of("shift"),
+        )
+
+
+class _Leaked:
+    """What of a held-out corpus stands in another one, as findings."""
+
+    def __init__(self, other: str, intake: Intake, leaks: Leaks) -> None:
+        self._other, self._intake = other, intake
+        exact, by_words = leaks.exact, leaks.by_words
+        pairs = _Found.of(by_words.pairs.hits(), exact.pairs.hits())
+        self._found = {
+            "pair": pairs,
+            "source": _Found.of(by_words.src.hits(), exact.src.hits()).without(pairs),
+            "target": _Found.of(by_words.tgt.hits(), exact.tgt.hits()).without(pairs),
+        }
+
+    def hits(self, first: int, last: int) -> Iterator[Hits]:
+        """Mark the held-out pairs from number `first` to the one before `last`."""
+        sides = {"pair": Side.BOTH, "source": Side.SRC, "target": Side.TGT}
+        for kind, found in self._found.items():
+            marks = np.where(found.times[first:last] > 0, sides[kind], Side.NONE).astype(np.uint8)
+            yield Hits(self._name(kind), marks, _At(found, first, self._intake).describe)
+
+    def findings(self, corpus: str, lists: Lists, total: int) -> Iterator[Finding]:
+        """Return a finding for each kind of leak."""
+        for kind, found in self._found.items():
+            if count := lists.counts[self._name(kind)]:
+                few = 0 if kind == "pair" else _FEW_LEAKS * total
+                severity = Severity.WARNING if count > few else Severity.NOTE
+                exact = int((found.is_exact & (found.times > 0)).sum())
+                what = f"{kind}s that stand in {self._other} too, {exact:,} to the letter"
+                yield _listed(
+                    corpus, self._name(kind), severity, what, self._advice(), lists, total
+                )
+
+    def _name(self, kind: str) -> str:
+        return f"{kind}-in-{self._other}"
+
+    def _advice(self) -> str:
+        if self._other == TRAIN:
+            return f"Delete them from {TRAIN} ({TRAIN}.held-out.jsonl), or scores flatter."
+        return "Take them out of one of the two: what chooses a model must not measure it."
+
+
+class _Found(NamedTuple):
+    """Of each held-out pair: how often it was found, where first, and whether to the letter."""
+
+    times: repeats.Numbers
+    first: npt.NDArray[np.int64]
+    is_exact: rules.Flags
+
+    @classmethod
+    def of(cls, by_words: LeakHits, exact: LeakHits) -> _Found:
+        is_exact = exact.times > 0
+        first = np.where(is_exact, exact.first, by_words.first)
+        return cls(np.maximum(by_words.times, exact.times), first, is_exact)
+
+    def without(self, others: _Found) -> _Found:
+        times = np.where(others.times > 0, np.uint32(0), self.times)
+        return _Found(times, self.first, self.is_exact)
+
+
+class _At(NamedTuple):
+    found: _Found
+    offset: int
+    intake: Intake
+
+    def describe(self, place: int) -> Entry:
+        pair = self.offset + place
+        return {
+            "first": place_of(self.intake, int(self.found.first[pair])),
+            "times": int(self.found.times[pair]),
+            "to_the_letter": bool(self.found.is_exact[pair]),
+        }
+
+
+def _file_findings(survey: Survey) -> Iterator[Finding]:
+    for part in survey.intake.parts:
+        for notes in (part.src, part.tgt):
+            yield from _notes_findings(survey.name, notes)
+        if part.src.num_lines != part.tgt.num_lines:
+            yield _of_file(
+                survey.name,
+                "unequal-lines",
+                Severity.ERROR,
+                f"{part.src.path} has {part.src.num_lines:,} lines and {part.tgt.path} has "
+                f"{part.tgt.num_lines:,}",
+                "Find the lines that are lost or one too many; training refuses the files.",
+            )
+    if survey.intake.num_pairs == 0:
+        what = "there is not a single pair"
+        yield _of_file(survey.name, "empty", Severity.ERROR, what, "Name files that have some.")
+
+
+def _notes_findings(corpus: str, notes: FileNotes) -> Iterator[Finding]:
+    if notes.problem:
+        what = f"{notes.path} cannot be read to its end: {notes.problem}"
+        yield _of_file(corpus, "unreadable", Severity.ERROR, what, "Put the whole file there.")
+    if notes.num_undecodable:
+        what = f"{notes.path} is not UTF-8 in {notes.num_undecodable:,} lines, first in "
+        what += notes.first_undecodable
+        advice = "Convert it, for example with iconv; training refuses it."
+        yield _of_file(corpus, "encoding", Severity.ERROR, what, advice)
+    if notes.has_bom:
+        what = f"{notes.path} begins with a byte-order mark"
+        advice = "Delete it: mtrain passes over it, other tools take it for text."
+        yield _of_file(corpus, "byte-order-mark", Severity.NOTE, what, advice)
+    if notes.num_crlf:
+        is_mixed = notes.num_crlf < notes.num_lines
+        what = f"{notes.path} ends {notes.num_crlf:,} of {notes.num_lines:,} lines with CR LF"
+        advice = "End all lines with LF alone: mtrain takes the CR off, other tools do not."
+        severity = Severity.WARNING if is_mixed else Severity.NOTE
+        yield _of_file(corpus, "line-ends", severity, what, advice)
+
+
+def _of_file(corpus: str, name: str, severity: Severity, what: str, advice: str) -> Finding:
+    return Finding(corpus, name, severity, what, advice, 1, 1, [])
+
+
+def _summary(survey: Survey, train: Survey, lists: Lists) -> Summary:
+    sides = zip(survey.pieces, train.pieces, strict=True)
+    return Summary(
+        survey.name,
+        survey.intake.num_pairs,
+        lists.counts["blank-side"] + lists.counts["blank-pair"],
+        lists.counts["max-tokens"] if survey.pieces else None,
+        [own.coverage(counts) for own, counts in sides],
+    )

@@ -1,0 +1,123 @@
+"""The report of an audit as a page for people, and as JSON."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from mtrain.audit import Finding, Report, Summary
+from mtrain.lists import Entry
+from mtrain.rules import Severity
+
+_WIDTH = 80
+_INDENT = " " * 9
+
+
+def as_text(report: Report, directory: Path) -> Iterator[str]:
+    """Yield the lines of a page of at most 80 columns."""
+    for summary in report.corpora:
+        yield from _wrapped(_what_becomes_of(summary), "")
+    if report.corpora[0].coverage:
+        yield ""
+        yield from _coverage(report.corpora)
+    for finding in report.findings:
+        yield ""
+        yield from _finding(finding)
+    yield ""
+    counts = [f"{report.count(severity)} {severity.name.lower()}s" for severity in Severity]
+    yield ", ".join(reversed(counts))
+    yield f"lists of every line: {directory}"
+
+
+def as_json(report: Report) -> Iterator[str]:
+    """Yield the report as one JSON object."""
+    findings = [
+        asdict(found) | {"severity": found.severity.name.lower()} for found in report.findings
+    ]
+    tree = {"corpora": [asdict(summary) for summary in report.corpora], "findings": findings}
+    yield json.dumps(tree, ensure_ascii=False, indent=2)
+
+
+def _what_becomes_of(summary: Summary) -> str:
+    text = f"{summary.name}: {summary.num_pairs:,} pairs"
+    if summary.name != "train":
+        return text
+    left_out = [f"{summary.num_blank:,} with a blank side"]
+    if summary.num_long is not None:
+        left_out.append(f"{summary.num_long:,} over `data.max_tokens`")
+    return f"{text}; training leaves out {' and '.join(left_out)}"
+
+
+def _coverage(summaries: list[Summary]) -> Iterator[str]:
+    yield f"{'tokenizer':<24}{'pieces/word':>13}{'bytes':>10}{'unknown':>10}{'unseen':>10}"
+    for summary in summaries:
+        for side, found in zip(("src", "tgt"), summary.coverage, strict=True):
+            name = _shortened(f"{summary.name} {side}", 24)
+            shares = (found.byte_share, found.unknown_share, found.unseen_share)
+            columns = "".join(f"{100 * share:>9.2f}%" for share in shares)
+            yield f"{name:<24}{found.pieces_per_word:>13.2f}{columns}"
+
+
+def _finding(finding: Finding) -> Iterator[str]:
+    what = f"{finding.corpus}: {finding.what}"
+    if finding.list_file:
+        share = 100 * finding.count / max(finding.total, 1)
+        what = f"{finding.corpus}: {finding.what}: {finding.count:,} ({share:.2f}%)"
+    yield from _wrapped(what, f"{finding.severity.name.lower():<9}")
+    for entry in finding.examples:
+        yield from _example(entry)
+    yield from _wrapped(finding.advice, _INDENT)
+
+
+def _example(entry: Entry) -> Iterator[str]:
+    where = f"{entry['src_file']}:{entry['line']}"
+    if entry["side"] == "tgt":
+        where = f"{entry['tgt_file']}:{entry['line']}"
+    if "last" in entry:
+        where += f" to {entry['last']['line']}"
+    elif "first" in entry:
+        where += f", as {entry['first']['file']}:{entry['first']['line']}"
+    yield from _wrapped(where, _INDENT)
+    for side in ("src", "tgt"):
+        if entry["side"] in (side, "both"):
+            yield f"{_INDENT}  {_shortened(_visible(entry[side]), _WIDTH - len(_INDENT) - 2)}"
+
+
+def _wrapped(text: str, first: str) -> list[str]:
+    """Break a sentence into lines; what is too long for a line is cut."""
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=first,
+        subsequent_indent=_INDENT,
+        break_on_hyphens=False,
+    )
+
+
+def _visible(text: str) -> str:
+    """Write what cannot be seen as an escape."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
+def _shortened(text: str, width: int) -> str:
+    """Cut text to as many columns of a terminal."""
+    if sum(map(_columns, text)) <= width:
+        return text
+    kept, used = "", 3
+    for character in text:
+        used += _columns(character)
+        if used > width:
+            break
+        kept += character
+    return kept + "..."
+
+
+def _columns(character: str) -> int:
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1

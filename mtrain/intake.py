@@ -1,0 +1,159 @@
+"""Read parallel files and go on whatever they hold, noting what is wrong with them.
+
+Training reads by `corpus` and stops at the first fault; an audit lists them all.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from mtrain.config import CorpusConfig
+
+BLOCK_PAIRS = 4096
+_BLOCK_BYTES = 1 << 20
+_BOM = b"\xef\xbb\xbf"
+
+Advance = Callable[[int], object]
+
+
+@dataclass
+class FileNotes:
+    """What an audit notes about one file.
+
+    Attributes:
+        num_lines: how many could be read.
+        num_crlf: how many of them end in CR LF.
+        num_undecodable: how many are not UTF-8.
+        first_undecodable: the first of those, from 1, and what is wrong with it.
+        has_bom: whether it begins with a byte-order mark.
+        problem: why it could not be read to its end.
+    """
+
+    path: str
+    num_lines: int = 0
+    num_crlf: int = 0
+    num_undecodable: int = 0
+    first_undecodable: str = ""
+    has_bom: bool = False
+    problem: str = ""
+
+
+@dataclass
+class Part:
+    """Two files of a corpus, and which of its pairs, from 0, they hold."""
+
+    src: FileNotes
+    tgt: FileNotes
+    first: int
+    num_pairs: int = 0
+
+
+@dataclass
+class Block:
+    """Some pairs of a corpus that stand together.
+
+    Attributes:
+        first: the number of the first pair, from 0, in the corpus.
+        src, tgt: the lines, with U+FFFD for what is not UTF-8.
+        src_bad, tgt_bad: which of them are not UTF-8, from 0 in the block.
+    """
+
+    first: int
+    src: list[str] = field(default_factory=list)
+    tgt: list[str] = field(default_factory=list)
+    src_bad: list[int] = field(default_factory=list)
+    tgt_bad: list[int] = field(default_factory=list)
+
+
+class Intake:
+    """One corpus, read as often as one asks; the notes are those of the last reading."""
+
+    def __init__(self, corpus: CorpusConfig) -> None:
+        self._files = list(zip(corpus.src, corpus.tgt, strict=True))
+        self.parts: list[Part] = []
+
+    @property
+    def num_pairs(self) -> int:
+        """How many pairs were read."""
+        return sum(part.num_pairs for part in self.parts)
+
+    def part_of(self, pair: int) -> Part:
+        """Return the files that hold a pair."""
+        return next(part for part in self.parts if pair < part.first + part.num_pairs)
+
+    def blocks(self, advance: Advance) -> Iterator[Block]:
+        """Yield all pairs, as far as both files of a part go; tell `advance` the bytes read."""
+        self.parts = []
+        first = 0
+        for src_file, tgt_file in self._files:
+            part = Part(FileNotes(src_file), FileNotes(tgt_file), first)
+            self.parts.append(part)
+            yield from _read_part(part, advance)
+            first += part.num_pairs
+
+
+def size_of(corpus: CorpusConfig) -> int:
+    """Return the bytes of a corpus on disk, as far as its files are there."""
+    paths = [Path(name) for name in [*corpus.src, *corpus.tgt]]
+    return sum(path.stat().st_size for path in paths if path.is_file())
+
+
+def _read_part(part: Part, advance: Advance) -> Iterator[Block]:
+    block, size = Block(part.first), 0
+    for src, tgt in zip_longest(_lines(part.src, advance), _lines(part.tgt, advance)):
+        if src is None or tgt is None:
+            continue  # the rest of the longer file is counted, and is no pair
+        _append(block.src, block.src_bad, src, part.src)
+        _append(block.tgt, block.tgt_bad, tgt, part.tgt)
+        size += len(src) + len(tgt)
+        if len(block.src) == BLOCK_PAIRS or size > _BLOCK_BYTES:
+            part.num_pairs += len(block.src)
+            yield block
+            block, size = Block(part.first + part.num_pairs), 0
+    if block.src:
+        part.num_pairs += len(block.src)
+        yield block
+
+
+def _append(lines: list[str], bad: list[int], line: bytes, notes: FileNotes) -> None:
+    try:
+        lines.append(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        if not notes.num_undecodable:
+            byte = f"byte 0x{line[error.start]:02x} at byte {error.start + 1}"
+            notes.first_undecodable = f"line {notes.num_lines}, {byte}"
+        notes.num_undecodable += 1
+        bad.append(len(lines))
+        lines.append(line.decode("utf-8", errors="replace"))
+
+
+def _lines(notes: FileNotes, advance: Advance) -> Iterator[bytes]:
+    """Yield the lines of a file without their ends, as training reads them."""
+    try:
+        with Path(notes.path).open("rb") as raw:
+            position = 0
+            for line in _unzipped(notes.path, raw):
+                text = line.removesuffix(b"\n")
+                notes.num_crlf += text.endswith(b"\r")
+                if notes.num_lines == 0 and text.startswith(_BOM):
+                    notes.has_bom, text = True, text.removeprefix(_BOM)
+                notes.num_lines += 1
+                if notes.num_lines % BLOCK_PAIRS == 0:
+                    advance(raw.tell() - position)
+                    position = raw.tell()
+                yield text.removesuffix(b"\r")
+            advance(raw.tell() - position)
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        notes.problem = "its gzip data is cut off or damaged"
+    except OSError as error:
+        notes.problem = error.strerror or str(error)
+
+
+def _unzipped(path: str, raw: BinaryIO) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(raw, "rb")) if path.endswith(".gz") else raw
