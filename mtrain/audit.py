@@ -343,8 +343,8 @@ def _notes_findings(corpus: str, notes: FileNotes) -> Iterator[Finding]:
         what = f"{notes.path} cannot be read to its end: {notes.problem}"
         yield _of_file(corpus, "unreadable", Severity.ERROR, what, "Put the whole file there.")
     if notes.num_undecodable:
-        what = f"{notes.path} is not UTF-8 in {notes.num_undecodable:,} lines, first in "
-        what += notes.first_undecodable
+        what = f"{notes.path} is not UTF-8 (lines: {notes.num_undecodable:,}; the first is "
+        what += f"{notes.first_undecodable})"
         advice = "Convert it, for example with iconv; training refuses it."
         yield _of_file(corpus, "encoding", Severity.ERROR, what, advice)
     if notes.has_bom:

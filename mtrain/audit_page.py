@@ -28,8 +28,7 @@ def as_text(report: Report, directory: Path) -> Iterator[str]:
         yield ""
         yield from _finding(finding)
     yield ""
-    counts = [f"{report.count(severity)} {severity.name.lower()}s" for severity in Severity]
-    yield ", ".join(reversed(counts))
+    yield ", ".join(_counted(report, severity) for severity in reversed(Severity))
     yield f"lists of every line: {directory}"
 
 
@@ -40,6 +39,11 @@ def as_json(report: Report) -> Iterator[str]:
     ]
     tree = {"corpora": [asdict(summary) for summary in report.corpora], "findings": findings}
     yield json.dumps(tree, ensure_ascii=False, indent=2)
+
+
+def _counted(report: Report, severity: Severity) -> str:
+    count = report.count(severity)
+    return f"{count} {severity.name.lower()}{'s' * (count != 1)}"
 
 
 def _what_becomes_of(summary: Summary) -> str:

@@ -219,9 +219,15 @@ def check(
     text = audit_page.as_text(report, run_dir.check_dir)
     _put(audit_page.as_json(report) if json else text, None)
     errors, warnings = report.count(Severity.ERROR), report.count(Severity.WARNING)
-    if errors or (strict and warnings):
+    if strict and errors + warnings:
         raise DataError(
-            f"{config}: {errors} errors and {warnings} warnings; {run_dir.check_dir} has the lists."
+            f"{config}: must have no errors and no warnings, but has {errors} and {warnings} "
+            f"instead; {run_dir.check_dir} lists them."
+        )
+    if errors:
+        raise DataError(
+            f"{config}: must have no errors, but has {errors} instead; {run_dir.check_dir} "
+            "lists them."
         )
 
 

@@ -23,7 +23,8 @@ _LONG_CHARS = 1000
 _FAR_RATIO = 3.0  # times the corpus's own ratio of lengths
 _SLACK_CHARS = 20  # so that short lines may differ more
 _RARE_SCRIPT = 0.05  # the share of lines from which on a script belongs to a side
-_LANGUAGE_NATS = 8.0  # on each side, that say that it is the other one's language
+_SIDE_NATS = 2.0  # on each side, that say that it is in the other one's language
+_SWAP_NATS = 8.0  # on both together
 _ODD_SHARE = 0.5
 _RATIO_STEPS, _NUM_RATIOS = 200, 1000  # of the logarithm of ratios, and how far they are counted
 _LEAST_SOLID = 8  # characters, below which a line of digits or points is nothing strange
@@ -173,14 +174,20 @@ def _is_swapped(pairs: Pairs, usual: Usual) -> Flags:
     src, tgt = pairs.src["script"], pairs.tgt["script"]
     by_script = ~usual.src_scripts[src] & usual.tgt_scripts[src] & (src > 0)
     by_script &= ~usual.tgt_scripts[tgt] & usual.src_scripts[tgt] & (tgt > 0)
-    by_words = pairs.src["language"] < -_LANGUAGE_NATS
-    by_words &= pairs.tgt["language"] > _LANGUAGE_NATS
+    like_tgt, like_src = -pairs.src["language"], pairs.tgt["language"]
+    by_words = (like_tgt > _SIDE_NATS) & (like_src > _SIDE_NATS)
+    by_words &= like_tgt + like_src > _SWAP_NATS
     found: Flags = by_script | by_words
     return found
 
 
 def _is_no_words(lines: Records) -> Flags:
     found: Flags = (lines["odd"] > _ODD_SHARE * lines["solid"]) & (lines["solid"] >= _LEAST_SOLID)
+    return found
+
+
+def _is_mojibake(lines: Records) -> Flags:
+    found: Flags = _has(Mark.MOJIBAKE)(lines) & ~_has(Mark.UNDECODABLE)(lines)
     return found
 
 
@@ -279,7 +286,7 @@ RULES = [
         "mojibake",
         "lines that were once decoded in a wrong encoding",
         "Get the text anew and decode it as what it is, or delete the pairs.",
-        on_lines(_has(Mark.MOJIBAKE)),
+        on_lines(_is_mojibake),
     ),
     Rule(
         "line-break",

@@ -190,7 +190,9 @@ class _Rises:
 
     def _close(self) -> None:
         if self._peak:
-            self._found.append(Shift(self._start, self._peak_at, self._offset, self._peak))
+            # Where targets are lost, the sources that they translated come first.
+            first = max(self._start + min(self._offset, 0), 0)
+            self._found.append(Shift(first, self._peak_at, self._offset, self._peak))
         self._peak, self._peak_at = 0.0, -1
 
 

@@ -178,7 +178,7 @@ class _View:
 
     def starts(self) -> Ints:
         """Return where each line starts."""
-        return np.concatenate([[0], self.ends[:-1] + 1])
+        return np.concatenate([[0], self.ends[:-1] + 1])[: self.num_lines]
 
 
 def _count(records: Records, view: _View) -> None:
@@ -288,4 +288,5 @@ def _scrambled(values: Hashes) -> Hashes:
     values = values * np.uint64(0xBF58476D1CE4E5B9)
     values = values ^ (values >> np.uint64(27))
     values = values * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    spread: Hashes = values ^ (values >> np.uint64(31))
+    return spread

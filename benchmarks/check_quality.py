@@ -1,0 +1,91 @@
+"""Plant defects at known lines of clean text, and count what `mtrain check` finds of them.
+
+    python benchmarks/check_quality.py [--seeds 10] [--corpus demo|multi30k] [--pairs 20000]
+
+A table with a row for each list: how many lines were planted, how many are right of those that
+were found (precision), and how many were found of those that were planted (recall).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from machine import commit, describe_machine
+
+from mtrain import config as configs
+from mtrain.audit import audit
+
+REPOSITORY = Path(__file__).parent.parent
+sys.path.insert(0, str(REPOSITORY / "tests"))
+
+from defects import (  # noqa: E402
+    Planted,
+    Tally,
+    found_lines,
+    plant,
+    tally,
+    without_found,
+    write_planted,
+)
+from tasks import Pair  # noqa: E402
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--corpus", choices=["demo", "multi30k"], default="demo")
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--pairs", type=int, default=20_000)
+    options = parser.parse_args()
+    folder = REPOSITORY / "data" / options.corpus
+    valid, test = ("valid", "test") if options.corpus == "demo" else ("val", "test_2016_flickr")
+    pairs = read(folder / "train")[: options.pairs]
+    held_out = read(folder / valid)[:250] + read(folder / test)[:250]
+    print(f"{describe_machine()}, commit {commit()}, {options.corpus}, {len(pairs):,} pairs")
+    clean = audited(Planted(pairs, held_out[:250], held_out[250:]))
+    before = {name: len(lines) for name, lines in clean.items()}
+    print(f"found before anything is planted, and left out: {before}")
+    pairs = without_found(pairs, clean, "train")
+    held_out = without_found(held_out[:250], clean, "valid") + without_found(
+        held_out[250:], clean, "tests"
+    )
+    tallies: dict[str, Tally] = {}
+    for seed in range(options.seeds):
+        planted = plant(pairs, held_out, seed)
+        tally(planted, audited(planted), tallies)
+    print_table(tallies)
+
+
+def audited(planted: Planted) -> dict[str, list[int]]:
+    """Audit a corpus; return the lines of each list."""
+    with tempfile.TemporaryDirectory() as name:
+        config = configs.load(write_planted(Path(name), planted))
+        lists = Path(name) / "lists"
+        lists.mkdir()
+        audit(config, None, lists, lambda num_bytes: None)
+        return found_lines(lists)
+
+
+def read(stem: Path) -> list[Pair]:
+    sides = (Path(f"{stem}.{side}").read_text("utf-8").split("\n")[:-1] for side in ("en", "de"))
+    return [Pair(*lines) for lines in zip(*sides, strict=True)]
+
+
+def print_table(tallies: dict[str, Tally]) -> None:
+    print("| list | planted | found | precision | recall |")
+    print("| --- | --: | --: | --: | --: |")
+    for name, own in sorted(tallies.items()):
+        row = f"| {name} | {own.planted} | {own.found} | {own.precision:.3f} | {own.recall:.3f} |"
+        print(row)
+    off = sorted(abs(lines) for lines in tallies["train.shift"].lines_off)
+    if off:
+        print(
+            f"first line of a shift: median {statistics.median(off)} lines off, at most {off[-1]}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,323 @@
+"""Defects at known lines are found there, and in clean text nothing is."""
+
+import gzip
+import json
+import shutil
+import tracemalloc
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import defects
+import pytest
+from conftest import Cli
+from defects import PLANTERS, SHIFT_PAIRS, Planted, found_lines, plant, write_planted
+from tasks import REPOSITORY, Pair, copy_task, tiny_tree, write, write_config
+
+from mtrain import audit as auditing
+from mtrain import config as configs
+from mtrain import intake, repeats, survey
+from mtrain.audit import audit
+from mtrain.rundir import RunDir
+
+NUM_PAIRS, NUM_HELD_OUT, TIMES = 4000, 60, 4
+LISTS = [f"train.{name}" for name in PLANTERS]
+LEAKS = [f"tests.held_out.{kind}-in-train" for kind in ("pair", "source", "target")]
+LEAKS += ["tests.held_out.pair-in-valid", "train.held-out", "valid.held-out"]
+
+
+def demo_pairs(split: str, count: int) -> list[Pair]:
+    sides = [
+        (REPOSITORY / "data" / "demo" / f"{split}.{side}").read_text("utf-8").split("\n")
+        for side in ("en", "de")
+    ]
+    return [Pair(*lines) for lines in zip(*sides, strict=True)][:count]
+
+
+def clean(num_pairs: int = NUM_PAIRS) -> Planted:
+    half = NUM_HELD_OUT // 2
+    return Planted(
+        demo_pairs("train", num_pairs), demo_pairs("valid", half), demo_pairs("test", 30)
+    )
+
+
+def shown(cli: Cli, *arguments: str | Path) -> dict[str, Any]:
+    """Run a check; return its JSON."""
+    tree: dict[str, Any] = json.loads(cli("check", *arguments, "--json").out)
+    return tree
+
+
+def by_name(tree: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {f"{found['corpus']}.{found['name']}": found for found in tree["findings"]}
+
+
+def num_columns(line: str) -> int:
+    """Count the columns of a terminal; Chinese characters take two."""
+    return len(line) + sum(unicodedata.east_asian_width(character) == "W" for character in line)
+
+
+@pytest.fixture(scope="module")
+def planted() -> Planted:
+    held_out = [*demo_pairs("valid", NUM_HELD_OUT // 2), *demo_pairs("test", NUM_HELD_OUT // 2)]
+    return plant(demo_pairs("train", NUM_PAIRS), held_out, seed=3, times=TIMES)
+
+
+@pytest.fixture(scope="module")
+def lists(planted: Planted, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
+    directory = tmp_path_factory.mktemp("planted")
+    config = configs.load(write_planted(directory, planted))
+    audit(config, None, directory, lambda num_bytes: None)
+    return found_lines(directory)
+
+
+@pytest.mark.parametrize("name", LISTS + LEAKS)
+def test_a_planted_defect_is_found_where_it_is_and_nowhere_else(
+    planted: Planted, lists: dict[str, list[int]], name: str
+) -> None:
+    found = [line for line in lists[name] if line not in planted.moved]
+    assert sorted(planted.lines[name]) == found
+
+
+def test_no_list_holds_what_was_not_planted(planted: Planted, lists: dict[str, list[int]]) -> None:
+    outside = {
+        name: lines
+        for name, lines in lists.items()
+        if name not in planted.lines and not set(lines) <= set(planted.moved)
+    }
+    assert outside == {}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_first_line_of_a_shift_is_named_within_a_few_lines(tmp_path: Path, seed: int) -> None:
+    text = clean()
+    defects._plant_shift(text, 1000 + 700 * seed)
+    (found,) = _shifts(text, tmp_path)
+    example = found.examples[0]
+    assert abs(example["line"] - min(text.lines["train.shift"])) <= 3
+    assert abs(example["last"]["line"] - example["line"] - SHIFT_PAIRS) <= 6
+    assert example["offset"] == -1
+
+
+def _shifts(text: Planted, directory: Path) -> list[auditing.Finding]:
+    config = configs.load(write_planted(directory, text))
+    report = audit(config, None, directory, lambda num_bytes: None)
+    return [finding for finding in report.findings if finding.name == "shift"]
+
+
+def test_a_lost_line_is_an_error_and_the_place_where_it_was_lost_is_named(
+    cli: Cli, tmp_path: Path
+) -> None:
+    config = write_planted(tmp_path, clean())
+    lines = (tmp_path / "train.tgt").read_text("utf-8").split("\n")[:-1]
+    write(tmp_path / "train.tgt", lines[:1500] + lines[1501:])
+    outcome = cli("check", config, "--json")
+    assert outcome.code == 2
+    found = by_name(json.loads(outcome.out))
+    assert found["train.unequal-lines"]["severity"] == "error"
+    assert "4,000 lines" in found["train.unequal-lines"]["what"]
+    assert "3,999" in found["train.unequal-lines"]["what"]
+    assert abs(found["train.shift"]["examples"][0]["line"] - 1501) <= 3
+    assert found["train.shift"]["examples"][0]["last"]["line"] >= 3990
+
+
+def test_nothing_is_found_in_clean_text(cli: Cli, tmp_path: Path) -> None:
+    config = write_planted(tmp_path, clean())
+    outcome = cli("check", config, "--strict")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.lines[-2] == "0 errors, 0 warnings, 0 notes"
+    assert list((tmp_path / "run" / "check").iterdir()) == []
+
+
+def test_warnings_fail_only_a_strict_check(cli: Cli, tmp_path: Path, planted: Planted) -> None:
+    text = clean()
+    text.train[7] = Pair(text.train[7].src, "")
+    config = write_planted(tmp_path, text)
+    outcome = cli("check", config)
+    assert (outcome.code, outcome.err) == (0, "")
+    outcome = cli("check", config, "--strict")
+    directory = tmp_path / "run" / "check"
+    assert (outcome.code, outcome.err) == (
+        2,
+        f"mtrain: {config}: must have no errors and no warnings, but has 0 and 1 instead; "
+        f"{directory} lists them.\n",
+    )
+    text.train[7] = text.train[8]
+    outcome = cli("check", write_planted(tmp_path, text), "--strict")
+    assert (outcome.code, outcome.lines[-2]) == (0, "0 errors, 0 warnings, 1 note")
+
+
+def test_text_that_cannot_be_decoded_is_an_error_with_line_and_byte(
+    cli: Cli, tmp_path: Path
+) -> None:
+    text = clean(500)
+    text.train[7] = Pair("a\udcffb", "c")
+    outcome = cli("check", write_planted(tmp_path, text))
+    assert outcome.code == 2
+    assert outcome.err.endswith(
+        f"must have no errors, but has 2 instead; {tmp_path / 'run' / 'check'} lists them.\n"
+    )
+    page = " ".join(outcome.out.decode().split())
+    assert "is not UTF-8 (lines: 1; the first is line 8, byte 0xff at byte 2)" in page
+
+
+def test_files_that_cannot_be_read_are_all_named(cli: Cli, tmp_path: Path) -> None:
+    config = write_planted(tmp_path, clean(500))
+    (tmp_path / "train.src").unlink()
+    raw = gzip.compress((tmp_path / "valid.src").read_bytes())
+    tree = configs.load(config).model_dump()
+    (tmp_path / "valid.src.gz").write_bytes(raw[: len(raw) // 2])
+    tree["data"]["valid"]["src"] = [str(tmp_path / "valid.src.gz")]
+    outcome = cli("check", write_config(config, tree), "--json")
+    assert outcome.code == 2
+    found = by_name(json.loads(outcome.out))
+    assert "No such file or directory" in found["train.unreadable"]["what"]
+    assert "gzip data is cut off or damaged" in found["valid.unreadable"]["what"]
+    assert found["train.empty"]["severity"] == "error"
+
+
+def test_marks_and_line_ends_of_files_are_notes_unless_they_are_mixed(
+    cli: Cli, tmp_path: Path
+) -> None:
+    config = write_planted(tmp_path, clean(500))
+    src, tgt = tmp_path / "train.src", tmp_path / "valid.tgt"
+    src.write_bytes(b"\xef\xbb\xbf" + src.read_bytes().replace(b"\n", b"\r\n"))
+    tgt.write_bytes(tgt.read_bytes().replace(b"\n", b"\r\n", 1))
+    found = by_name(shown(cli, config))
+    assert {name: finding["severity"] for name, finding in found.items()} == {
+        "train.byte-order-mark": "note",
+        "train.line-ends": "note",
+        "valid.line-ends": "warning",
+    }
+
+
+def test_gzip_and_several_files_give_what_one_plain_file_gives(cli: Cli, tmp_path: Path) -> None:
+    text = clean(600)
+    text.train[450] = text.train[20]
+    plain = by_name(shown(cli, write_planted(tmp_path, text)))["train.repeated-pair"]
+    config = tmp_path / "config.yaml"
+    tree = configs.load(config).model_dump()
+    for side in ("src", "tgt"):
+        lines = (tmp_path / f"train.{side}").read_bytes().split(b"\n")
+        (tmp_path / f"one.{side}.gz").write_bytes(gzip.compress(b"\n".join(lines[:400]) + b"\n"))
+        (tmp_path / f"two.{side}").write_bytes(b"\n".join(lines[400:]))
+        names = [str(tmp_path / f"one.{side}.gz"), str(tmp_path / f"two.{side}")]
+        tree["data"]["train"][side] = names
+    parted = by_name(shown(cli, write_config(config, tree)))["train.repeated-pair"]
+    assert plain["count"] == parted["count"] == 1
+    (entry,) = parted["examples"]
+    assert (entry["src_file"], entry["line"]) == (str(tmp_path / "two.src"), 51)
+    assert entry["first"] == {"file": str(tmp_path / "one.src.gz"), "line": 21}
+
+
+def test_the_page_fits_the_screen_and_the_lists_hold_the_whole_text(
+    cli: Cli, tmp_path: Path, planted: Planted
+) -> None:
+    folder = tmp_path / ("deep" * 20)
+    text = Planted(list(planted.train), planted.valid, planted.test)
+    text.train[5] = Pair("寿司" * 80, "\x1b[31m" + "е" * 300)
+    outcome = cli("check", write_planted(folder, text))
+    *page, last = outcome.lines
+    assert max(num_columns(line) for line in page) <= 80
+    assert last == f"lists of every line: {folder / 'run' / 'check'}"
+    assert "\x1b" not in outcome.out.decode()
+    path = folder / "run" / "check" / "train.control.jsonl"
+    entries = [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]]
+    assert {
+        "src_file": str(folder / "train.src"),
+        "tgt_file": str(folder / "train.tgt"),
+        "line": 6,
+        "side": "tgt",
+        "src": "寿司" * 80,
+        "tgt": "\x1b[31m" + "е" * 300,
+    } in entries
+
+
+def test_json_holds_what_the_lists_hold(cli: Cli, tmp_path: Path, planted: Planted) -> None:
+    config = write_planted(tmp_path, planted)
+    found = by_name(shown(cli, config))
+    files = found_lines(tmp_path / "run" / "check")
+    assert {name for name, finding in found.items() if finding["list_file"]} == files.keys()
+    for name, lines in files.items():
+        if not name.endswith("shift"):
+            assert found[name]["count"] == len(lines)
+            assert [entry["line"] for entry in found[name]["examples"]] == lines[:2]
+
+
+def test_a_check_that_breaks_off_leaves_the_lists_of_the_one_before(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: Planted
+) -> None:
+    config = write_planted(tmp_path, planted)
+    cli("check", config)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run" / "check").iterdir()}
+
+    def broken(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(auditing, "_summary", broken)
+    assert cli("check", config).code == 130
+    after = {path.name: path.read_bytes() for path in (tmp_path / "run" / "check").iterdir()}
+    assert before == after
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["check"]
+
+
+def test_a_run_folder_that_holds_only_a_check_can_be_trained_in(cli: Cli, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "config.yaml", tiny_tree(tmp_path))
+    assert cli("check", config).code == 0
+    outcome = cli("train", config)
+    assert outcome.code == 0, outcome.err
+    assert cli("check", config).code == 0
+    assert RunDir(tmp_path / "run").model_path.is_file()
+
+
+def test_with_a_tokenizer_its_pieces_are_judged_too(cli: Cli, tmp_path: Path) -> None:
+    tree = tiny_tree(tmp_path, copy_task, 300)
+    tree["tokenizer"] |= {"byte_fallback": False, "vocab_size": 40}
+    config = write_config(tmp_path / "config.yaml", tree)
+    assert "train.max-tokens" not in by_name(shown(cli, config))
+    assert cli("tokenize", config).code == 0
+    pairs = copy_task(300, 1)
+    words = " ".join(["ba"] * 40)
+    pairs[10] = Pair(words, words)
+    defects.write_pairs(tmp_path, "train", pairs)
+    defects.write_pairs(tmp_path, "valid", [*copy_task(11, 2), Pair("ba ж", "ba")])
+    report = shown(cli, config)
+    found = by_name(report)
+    assert [entry["line"] for entry in found["train.max-tokens"]["examples"]] == [11]
+    assert found["train.max-tokens"]["severity"] == "note"
+    assert [entry["line"] for entry in found["valid.unknown-piece"]["examples"]] == [12]
+    assert found["valid.unknown-piece"]["severity"] == "warning"
+    train, valid, _ = report["corpora"]
+    assert (train["num_pairs"], train["num_long"], train["num_blank"]) == (300, 1, 0)
+    assert valid["coverage"][0]["unknown_share"] > 0 == valid["coverage"][1]["unknown_share"]
+    page = cli("check", config).out.decode()
+    assert "leaves out 0 with a blank side and 1 over `data.max_tokens`" in page.replace(
+        "\n         ", " "
+    )
+
+
+def test_memory_grows_by_less_than_sixteen_bytes_a_pair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What holds many pairs at a time is made small first, so that growth shows."""
+    monkeypatch.setattr(intake, "BLOCK_PAIRS", 256)
+    monkeypatch.setattr(survey, "_WINDOW_PAIRS", 256)
+    monkeypatch.setattr(repeats, "_PASS_PAIRS", 512)
+    peaks = []
+    for num_pairs in (2000, 20_000):
+        directory = tmp_path / str(num_pairs)
+        config = configs.load(write_planted(directory, clean(num_pairs)))
+        audit(config, None, directory, lambda num_bytes: None)  # what is kept of characters
+        tracemalloc.start()
+        audit(config, None, directory, lambda num_bytes: None)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        shutil.rmtree(directory)
+    assert peaks[1] - peaks[0] < 16 * 18_000
+
+
+def test_progress_is_told_all_bytes_twice(tmp_path: Path) -> None:
+    config = configs.load(write_planted(tmp_path, clean(5000)))
+    told = []
+    audit(config, None, tmp_path, told.append)
+    assert sum(told) == 2 * auditing.num_bytes(config)
+    assert len(told) > 10

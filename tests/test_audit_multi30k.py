@@ -1,0 +1,39 @@
+"""What an audit finds in Multi30k, where it is at hand: each thing was looked at by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import Cli
+from defects import found_lines
+from tasks import Tree, write_config
+from test_multi30k import FOLDER
+
+pytestmark = pytest.mark.skipif(
+    FOLDER is None, reason="Multi30k is neither in MTRAIN_MULTI30K nor in data/multi30k"
+)
+
+
+def named(split: str) -> dict[str, list[str]]:
+    return {"src": [f"{FOLDER}/{split}.en"], "tgt": [f"{FOLDER}/{split}.de"]}
+
+
+def test_all_that_is_wrong_with_multi30k_is_found_and_is_no_warning(
+    cli: Cli, tmp_path: Path
+) -> None:
+    tree: Tree = {"run_dir": str(tmp_path / "run"), "data": {"src_lang": "en", "tgt_lang": "de"}}
+    tree["data"] |= {"train": named("train"), "valid": named("val")}
+    tree["data"]["tests"] = {"flickr2016": named("test_2016_flickr")}
+    config = write_config(tmp_path / "config.yaml", tree)
+    outcome = cli("check", config, "--strict", "--json")
+    assert outcome.code == 0, outcome.err
+    assert {found["severity"] for found in json.loads(outcome.out)["findings"]} == {"note"}
+    assert found_lines(tmp_path / "run" / "check") == {
+        "train.held-out": [4750, 15326],
+        "train.length-ratio": [16510, 16664],  # their target is "@@"
+        "train.repeated-pair": [14215, 16867, 20149],
+        "train.repeated-source": [7665, 10161, 14431, 19435, 25831, 28387],
+        "train.tab": [7366],
+        "valid.source-in-train": [687],
+        "valid.target-in-train": [165],
+    }

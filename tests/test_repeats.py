@@ -1,0 +1,78 @@
+"""Repeats and leaks by hashes, against dictionaries of the lines themselves."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtrain import repeats
+from mtrain.leaks import Leaks, SideHashes
+from mtrain.repeats import PairHashes
+from mtrain.traits import Hashes
+
+SIDES = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 4)), max_size=40)
+Sides = list[tuple[int, int]]
+
+
+def hashes(values: list[int]) -> Hashes:
+    return np.array(values, np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+
+
+def blocks(pairs: Sides) -> Iterator[PairHashes]:
+    for first in range(0, len(pairs), 7):
+        part = pairs[first : first + 7]
+        yield PairHashes(hashes([src for src, _ in part]), hashes([tgt for _, tgt in part]), first)
+
+
+@pytest.mark.parametrize("pass_pairs", [1000, 5])
+@given(pairs=SIDES)
+def test_repeats_are_those_of_dictionaries(pass_pairs: int, pairs: Sides) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(repeats, "_PASS_PAIRS", pass_pairs)
+        found = repeats.find(lambda: blocks(pairs), len(pairs))
+    first_pair: dict[tuple[int, int], int] = {}
+    first_src: dict[int, int] = {}
+    of_pair, of_src = [], []
+    for number, (src, tgt) in enumerate(pairs, start=1):
+        of_pair.append(first_pair.get((src, tgt), 0))
+        is_other = src in first_src and (src, tgt) not in first_pair
+        of_src.append(first_src[src] if is_other else 0)
+        first_pair.setdefault((src, tgt), number)
+        first_src.setdefault(src, number)
+    assert found.of_pair.tolist() == of_pair
+    assert found.of_src.tolist() == of_src
+
+
+def side_hashes(pairs: Sides) -> SideHashes:
+    return SideHashes(hashes([src for src, _ in pairs]), hashes([tgt for _, tgt in pairs]))
+
+
+@given(SIDES, SIDES)
+def test_leaks_are_those_of_dictionaries(held_out: Sides, train: Sides) -> None:
+    leaks = Leaks(side_hashes(held_out), side_hashes([]))
+    marks: list[bool] = []
+    for first in range(0, len(train), 7):
+        part = side_hashes(train[first : first + 7])
+        marks += leaks.look_up(
+            part, SideHashes(hashes([0] * len(part.src)), part.tgt * np.uint64(0)), first
+        ).tolist()
+    sources, targets = {src for src, _ in held_out}, {tgt for _, tgt in held_out}
+    assert marks == [src in sources or tgt in targets for src, tgt in train]
+    for table, lines, other in (
+        (leaks.exact.src, [s for s, _ in held_out], [s for s, _ in train]),
+        (leaks.exact.tgt, [t for _, t in held_out], [t for _, t in train]),
+        (leaks.exact.pairs, held_out, train),
+    ):
+        hits = table.hits()
+        assert hits.times.tolist() == [other.count(line) for line in lines]
+        wanted = [other.index(line) if line in other else -1 for line in lines]
+        assert hits.first.tolist() == wanted
+
+
+def test_a_line_without_a_hash_leaks_nowhere() -> None:
+    nothing = SideHashes(hashes([0]), hashes([0]))
+    leaks = Leaks(nothing, nothing)
+    assert leaks.look_up(nothing, nothing, 0).tolist() == [False]
+    assert leaks.exact.pairs.hits().times.tolist() == [0]

@@ -1,0 +1,100 @@
+"""Where pairs stop corresponding: the sums of evidence against a loop, and real shifts."""
+
+import random
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from builders import DEMO_DIR
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtrain import shifts
+from mtrain.shifts import MAX_OFFSET, Shift, Window
+from mtrain.traits import Records, measure
+
+
+def demo_records(side: str, count: int) -> Records:
+    return measure((DEMO_DIR / f"train.{side}").read_text("utf-8").split("\n")[:count]).lines
+
+
+SRC, TGT = demo_records("en", 3000), demo_records("de", 3000)
+
+
+def reader(src: Records, tgt: Records, size: int = 1000) -> Callable[[], Iterator[Window]]:
+    def read() -> Iterator[Window]:
+        for first in range(0, len(src), size):
+            yield Window(src[first : first + size], tgt[first : first + size], first)
+
+    return read
+
+
+def rises(evidence: list[float], size: int) -> list[tuple[int, int]]:
+    found = shifts._Rises(offset=1)
+    for first in range(0, len(evidence), size):
+        found.feed(np.array(evidence[first : first + size]), first)
+    return [(shift.first, shift.last) for shift in found.finish()]
+
+
+def plain_rises(evidence: list[float]) -> list[tuple[int, int]]:
+    """The same, one pair at a time."""
+    found, height, start, peak, peak_at = [], 0.0, 0, 0.0, -1
+    for pair, step in enumerate(evidence):
+        height += step
+        if peak:
+            if height > peak:
+                peak, peak_at = height, pair
+            if height <= peak - shifts._ENOUGH:
+                found.append((start, peak_at))
+                height, start, peak = 0.0, pair + 1, 0.0
+        elif height <= 0:
+            height, start = 0.0, pair + 1
+        elif height >= shifts._ENOUGH:
+            peak, peak_at = height, pair
+    return found + ([(start, peak_at)] if peak else [])
+
+
+@given(st.lists(st.integers(-12, 12), max_size=60), st.sampled_from([1, 7, 100]))
+def test_rises_are_those_of_a_loop_whatever_the_windows(steps: list[int], size: int) -> None:
+    evidence = [float(step) for step in steps]
+    assert rises(evidence, size) == plain_rises(evidence)
+
+
+def test_pairs_as_they_should_be_have_no_shift() -> None:
+    assert shifts.find(reader(SRC, TGT)) == []
+
+
+@pytest.mark.parametrize("size", [37, 1000, 5000])
+@pytest.mark.parametrize("offset", [-MAX_OFFSET, -1, 1, 2, MAX_OFFSET])
+def test_a_shift_is_found_with_its_offset_whatever_the_windows(offset: int, size: int) -> None:
+    begin, end = 1200, 1500
+    if offset > 0:  # targets are inserted, and lost again further on
+        parts = [TGT[:begin], TGT[:offset], TGT[begin:end], TGT[end + offset :]]
+    else:
+        parts = [TGT[:begin], TGT[begin - offset : end], TGT[:-offset], TGT[end:]]
+    tgt = np.concatenate(parts)
+    (found,) = shifts.find(reader(SRC, tgt, size))
+    assert found.offset == offset
+    assert abs(found.first - begin) <= 4
+    assert abs(found.last - end) <= 8
+    assert found.evidence > 25
+
+
+def test_two_shifts_are_two_findings_and_the_second_may_reach_the_end() -> None:
+    tgt = np.concatenate([TGT[:500], TGT[501:900], TGT[:1], TGT[900:2000], TGT[2001:], TGT[:1]])
+    first, second = shifts.find(reader(SRC, tgt))
+    assert (first.offset, second.offset) == (-1, -1)
+    assert abs(first.first - 500) <= 3 and abs(first.last - 899) <= 5
+    assert abs(second.first - 2000) <= 3 and second.last >= 2990
+
+
+def test_pairs_that_correspond_at_no_offset_are_no_shift() -> None:
+    order = list(range(1000, 2000))
+    random.Random(1).shuffle(order)
+    tgt = np.concatenate([TGT[:1000], TGT[order], TGT[2000:]])
+    assert shifts.find(reader(SRC, tgt)) == []
+
+
+def test_of_stretches_that_overlap_the_one_with_most_evidence_is_kept() -> None:
+    strong, weak, apart = Shift(5, 50, 1, 90.0), Shift(40, 60, 2, 30.0), Shift(51, 60, 3, 26.0)
+    assert shifts._strongest([weak, strong, apart]) == [strong, apart]
