@@ -274,7 +274,7 @@ class _Leaked:
                 few = 0 if kind == "pair" else _FEW_LEAKS * total
                 severity = Severity.WARNING if count > few else Severity.NOTE
                 exact = int((found.is_exact & (found.times > 0)).sum())
-                what = f"{kind}s that stand in {self._other} too, {exact:,} to the letter"
+                what = f"{kind}s that stand in {self._other} too ({exact:,} to the letter)"
                 yield _listed(
                     corpus, self._name(kind), severity, what, self._advice(), lists, total
                 )

@@ -86,9 +86,10 @@ def _example(entry: Entry) -> Iterator[str]:
     elif "first" in entry:
         where += f", as {entry['first']['file']}:{entry['first']['line']}"
     yield from _wrapped(where, _INDENT)
-    for side in ("src", "tgt"):
-        if entry["side"] in (side, "both"):
-            yield f"{_INDENT}  {_shortened(_visible(entry[side]), _WIDTH - len(_INDENT) - 2)}"
+    for side, other in (("src", "tgt"), ("tgt", "src")):
+        if entry["side"] in (side, "both") or not entry[other].strip():
+            text = _visible(entry[side]) if entry[side].strip() else "(blank)"
+            yield f"{_INDENT}  {_shortened(text, _WIDTH - len(_INDENT) - 2)}"
 
 
 def _wrapped(text: str, first: str) -> list[str]:

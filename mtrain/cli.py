@@ -201,14 +201,14 @@ def check(
 ) -> None:
     """Audit the corpora before training; train nothing.
 
-    Lists every line that it finds in RUN/check. Exits with 2 if there are errors.
+    Lists every line that it finds in RUN/check. Exits with 2 on errors.
 
     Example: mtrain check configs/demo.yaml --strict
     """
     settings = configs.load(config, set_ or [], run)
     from mtrain import audit_page, tokenizer
     from mtrain.audit import audit, num_bytes
-    from mtrain.files import whole_dir
+    from mtrain.files import whole_dir, write_lines
     from mtrain.rules import Severity
     from mtrain.rundir import RunDir
 
@@ -216,6 +216,7 @@ def check(
     vocabulary = tokenizer.load(run_dir.tokenizer_dir) if run_dir.tokenizer_dir.is_dir() else None
     with whole_dir(run_dir.check_dir) as directory, _reading(2 * num_bytes(settings)) as advance:
         report = audit(settings, vocabulary, directory, advance)
+        write_lines(directory / "report.json", audit_page.as_json(report))
     text = audit_page.as_text(report, run_dir.check_dir)
     _put(audit_page.as_json(report) if json else text, None)
     errors, warnings = report.count(Severity.ERROR), report.count(Severity.WARNING)

@@ -125,7 +125,7 @@ def test_nothing_is_found_in_clean_text(cli: Cli, tmp_path: Path) -> None:
     outcome = cli("check", config, "--strict")
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.lines[-2] == "0 errors, 0 warnings, 0 notes"
-    assert list((tmp_path / "run" / "check").iterdir()) == []
+    assert [path.name for path in (tmp_path / "run" / "check").iterdir()] == ["report.json"]
 
 
 def test_warnings_fail_only_a_strict_check(cli: Cli, tmp_path: Path, planted: Planted) -> None:
@@ -236,6 +236,8 @@ def test_json_holds_what_the_lists_hold(cli: Cli, tmp_path: Path, planted: Plant
     config = write_planted(tmp_path, planted)
     found = by_name(shown(cli, config))
     files = found_lines(tmp_path / "run" / "check")
+    report = (tmp_path / "run" / "check" / "report.json").read_text("utf-8")
+    assert by_name(json.loads(report)) == found
     assert {name for name, finding in found.items() if finding["list_file"]} == files.keys()
     for name, lines in files.items():
         if not name.endswith("shift"):
