@@ -9,15 +9,21 @@ were found (precision), and how many were found of those that were planted (reca
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 from machine import commit, describe_machine
 
 from mtrain import config as configs
+from mtrain import shifts
 from mtrain.audit import audit
+from mtrain.shifts import Window
+from mtrain.traits import Records, measure
 
 REPOSITORY = Path(__file__).parent.parent
 sys.path.insert(0, str(REPOSITORY / "tests"))
@@ -32,6 +38,9 @@ from defects import (  # noqa: E402
     write_planted,
 )
 from tasks import Pair  # noqa: E402
+
+SHIFT_LENGTHS = (20, 40, 60, 100, 300, 1000)
+NUM_SHIFTS = 50
 
 
 def main() -> None:
@@ -57,6 +66,7 @@ def main() -> None:
         planted = plant(pairs, held_out, seed)
         tally(planted, audited(planted), tallies)
     print_table(tallies)
+    print_shifts(pairs)
 
 
 def audited(planted: Planted) -> dict[str, list[int]]:
@@ -85,6 +95,33 @@ def print_table(tallies: dict[str, Tally]) -> None:
         print(
             f"first line of a shift: median {statistics.median(off)} lines off, at most {off[-1]}"
         )
+
+
+def print_shifts(pairs: list[Pair]) -> None:
+    """Count how many shifts of each length are found, and how exactly."""
+    src, tgt = (records([pair[side] for pair in pairs]) for side in (0, 1))
+    print("| pairs in a shift | planted | found | elsewhere | lines off: median, most |")
+    print("| --: | --: | --: | --: | --: |")
+    for length in SHIFT_LENGTHS:
+        rng, found, elsewhere, off = random.Random(length), 0, 0, []
+        for _ in range(NUM_SHIFTS):
+            begin, offset = (
+                rng.randrange(100, len(pairs) - length - 100),
+                rng.choice([-2, -1, 1, 2]),
+            )
+            moved = np.roll(tgt[begin : begin + length], offset)
+            window = Window(src, np.concatenate([tgt[:begin], moved, tgt[begin + length :]]), 0)
+            seen = shifts.find(partial(iter, [window]))
+            right = [s for s in seen if s.offset == offset and abs(s.first - begin) < length]
+            found, elsewhere = found + bool(right), elsewhere + len(seen) - len(right)
+            off += [abs(shift.first - begin) for shift in right]
+        middle = f"{statistics.median(off):g}, {max(off)}" if off else ""
+        print(f"| {length} | {NUM_SHIFTS} | {found} | {elsewhere} | {middle} |")
+
+
+def records(lines: list[str]) -> Records:
+    blocks = range(0, len(lines), 4096)
+    return np.concatenate([measure(lines[first : first + 4096]).lines for first in blocks])
 
 
 if __name__ == "__main__":

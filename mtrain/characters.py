@@ -67,11 +67,9 @@ class Characters:
         return self._folded[codes]
 
 
-def name_of(kind: int) -> str:
-    """Return a script's name as people write it."""
-    index = kind - Kind.LETTER - 1
-    known = {"CJK": "Han", "CANADIAN": "Canadian Aboriginal"}
-    return known.get(SCRIPTS[index], SCRIPTS[index].title()) if index >= 0 else "no known script"
+def kind_of(script: str) -> int:
+    """Return the number of a script's letters."""
+    return Kind.LETTER + 1 + SCRIPTS.index(script)
 
 
 def _kind(character: str) -> int:
@@ -93,7 +91,7 @@ def _script(character: str) -> int:
     words = unicodedata.name(character, "").replace("-", " ").split()
     words = words[1:] if words[:1] in (["FULLWIDTH"], ["HALFWIDTH"]) else words
     if words[:1] and words[0] in SCRIPTS:
-        return Kind.LETTER + 1 + SCRIPTS.index(words[0])
+        return kind_of(words[0])
     return Kind.LETTER
 
 

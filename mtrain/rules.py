@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mtrain.characters import Kind
+from mtrain.characters import Kind, kind_of
 from mtrain.repeats import Numbers
 from mtrain.shifts import Window
 from mtrain.traits import Mark, Records
@@ -267,7 +267,7 @@ RULES = [
         "lines in a script that the side does not have elsewhere",
         "Delete the pairs that are in another language.",
         _has_strange_script,
-        usual_share=0.0005,
+        usual_share=0.005,
     ),
     Rule(
         "swapped",
@@ -337,6 +337,9 @@ RULES = [
 ]
 
 
+_WRITTEN_TOGETHER = ((kind_of("HIRAGANA"), [kind_of("CJK"), kind_of("KATAKANA")]),)
+
+
 def learn(windows: Iterator[Window], max_tokens: int) -> Usual:
     """Return what is usual in the given pairs."""
     ratios = np.zeros(2 * _NUM_RATIOS + 1, np.int64)
@@ -351,5 +354,8 @@ def learn(windows: Iterator[Window], max_tokens: int) -> Usual:
     middle = int(np.searchsorted(np.cumsum(ratios), ratios.sum() / 2))
     ratio_of_middle = float(np.exp((middle - _NUM_RATIOS) / _RATIO_STEPS)) if ratios.any() else 1.0
     scripts[:, int(Kind.OTHER)] = 0
-    src, tgt = scripts > _RARE_SCRIPT * scripts.sum(1, keepdims=True)
+    usual = scripts > _RARE_SCRIPT * scripts.sum(1, keepdims=True)
+    for script, others in _WRITTEN_TOGETHER:
+        usual[:, others] |= usual[:, [script]]
+    src, tgt = usual
     return Usual(ratio_of_middle, src, tgt, max_tokens)

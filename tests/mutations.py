@@ -564,7 +564,101 @@ TEXT = [
     ),
 ]
 
-MUTATIONS = [*MODEL, *KERNELS, *SEARCH, *TRAINING, *TEXT]
+AUDIT = [
+    Mutation(
+        "an offset need not beat no relation at all",
+        "mtrain/shifts.py",
+        "- np.maximum(own, 0.0), window.first)",
+        "- own, window.first)",
+        "tests/test_shifts.py",
+    ),
+    Mutation(
+        "a shift begins where the sum began to rise, lost lines or not",
+        "mtrain/shifts.py",
+        "first = max(self._start + min(self._offset, 0), 0)",
+        "first = self._start",
+        "tests/test_shifts.py",
+    ),
+    Mutation(
+        "windows have no neighbours",
+        "mtrain/shifts.py",
+        "right = np.concatenate([after.tgt, edge])[:MAX_OFFSET] if after else edge",
+        "right = edge",
+        "tests/test_shifts.py",
+    ),
+    Mutation(
+        "a rise across windows is forgotten",
+        "mtrain/shifts.py",
+        "self._height = float(heights[stop - 1])",
+        "self._height = 0.0",
+        "tests/test_shifts.py",
+    ),
+    Mutation(
+        "repeats by source alone",
+        "mtrain/repeats.py",
+        "is_new_pair = is_new_src | _differs(tgt)",
+        "is_new_pair = is_new_src",
+        "tests/test_repeats.py",
+    ),
+    Mutation(
+        "blank lines leak",
+        "mtrain/leaks.py",
+        "& (hashes != 0)",
+        "& (hashes == hashes)",
+        "tests/test_repeats.py",
+    ),
+    Mutation(
+        "the last leak is called the first",
+        "mtrain/leaks.py",
+        "np.flatnonzero(is_hit)[::-1]",
+        "np.flatnonzero(is_hit)",
+        "tests/test_repeats.py",
+    ),
+    Mutation(
+        "keys keep case",
+        "mtrain/traits.py",
+        "values = _scrambled(CHARACTERS.folded(view.codes[places]).astype(np.uint64) + np.uint64(1))\n    return",
+        "values = _scrambled(view.codes[places].astype(np.uint64) + np.uint64(1))\n    return",
+        "tests/test_traits.py",
+    ),
+    Mutation(
+        "keys do not know the order of letters",
+        "mtrain/traits.py",
+        "return _sums(values * _POWERS[np.arange(len(places)) - firsts[lines]], firsts)",
+        "return _sums(values * _POWERS[0], firsts)",
+        "tests/test_traits.py",
+    ),
+    Mutation(
+        "swapped by one side alone",
+        "mtrain/rules.py",
+        "by_words = (like_tgt > _SIDE_NATS) & (like_src > _SIDE_NATS)",
+        "by_words = like_tgt > _SIDE_NATS",
+        "tests/test_audit.py -k planted",
+    ),
+    Mutation(
+        "validation text is not looked for in training",
+        "mtrain/audit.py",
+        "return name != other and (other == TRAIN or (other == VALID and name != TRAIN))",
+        "return name != other and (other == TRAIN and name != VALID)",
+        "tests/test_audit.py -k planted",
+    ),
+    Mutation(
+        "an audit stops where the shorter file ends",
+        "mtrain/intake.py",
+        "            continue  # the rest of the longer file is counted, and is no pair",
+        "            break",
+        "tests/test_intake.py",
+    ),
+    Mutation(
+        "notes fail a strict check",
+        "mtrain/cli.py",
+        "if strict and errors + warnings:",
+        "if strict and report.findings:",
+        "tests/test_audit.py -k strict",
+    ),
+]
+
+MUTATIONS = [*MODEL, *KERNELS, *SEARCH, *TRAINING, *TEXT, *AUDIT]
 
 
 def mutated(mutation: Mutation, text: str) -> str:

@@ -1,0 +1,104 @@
+"""Rules at their thresholds, on records of lines that are written for them."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from mtrain.rules import RULES, Pairs, Rule, Severity, Side, Usual, learn
+from mtrain.shifts import Window
+from mtrain.traits import measure
+
+BY_NAME = {rule.name: rule for rule in RULES}
+LATIN, CYRILLIC = ["ten small dogs"] * 97, ["десять собак там"] * 97
+
+
+def usual(src: list[str], tgt: list[str]) -> Usual:
+    def windows() -> Iterator[Window]:
+        yield Window(measure(src).lines, measure(tgt).lines, 0)
+
+    return learn(windows(), max_tokens=50)
+
+
+def judge(name: str, src: str, tgt: str, of: Usual) -> Side:
+    none = np.zeros(1, np.uint32)
+    lines = measure([src]).lines, measure([tgt]).lines
+    return Side(int(BY_NAME[name].judge(Pairs(*lines, none, none, none > 0), of)[0]))
+
+
+def test_scripts_are_strange_or_swapped_by_what_each_side_has() -> None:
+    of = usual(LATIN, CYRILLIC)
+    assert judge("strange-script", "small dogs", "собаки", of) == Side.NONE
+    assert judge("strange-script", "small dogs", "small cats", of) == Side.TGT
+    assert judge("strange-script", "σκύλοι", "寿司", of) == Side.BOTH
+    assert judge("strange-script", "12 + 3", "...", of) == Side.NONE
+    assert judge("swapped", "собаки", "small dogs", of) == Side.BOTH
+    assert judge("strange-script", "собаки", "small dogs", of) == Side.NONE
+    assert judge("swapped", "small dogs", "small dogs", of) == Side.NONE
+
+
+def test_a_script_that_a_share_of_the_lines_has_is_not_strange() -> None:
+    mixed = [*LATIN[:90], *CYRILLIC[:7]]
+    assert judge("strange-script", "собаки", "собаки", usual(mixed, CYRILLIC)) == Side.NONE
+
+
+def test_japanese_is_written_in_three_scripts() -> None:
+    of = usual(["これはすしです"] * 97, LATIN)
+    assert judge("strange-script", "東京都", "dogs", of) == Side.NONE
+    assert judge("strange-script", "コンピューター", "dogs", of) == Side.NONE
+    assert judge("strange-script", "собаки", "dogs", of) == Side.SRC
+    of = usual(["東京都東京"] * 97, LATIN)
+    assert judge("strange-script", "これはすしです", "dogs", of) == Side.SRC
+
+
+@pytest.mark.parametrize(
+    ("src", "tgt", "is_far"),
+    [(10, 80, False), (10, 81, True), (100, 620, False), (100, 622, True), (100, 60, True),
+     (100, 61, False), (10, 1, False), (0, 400, False)],
+)  # fmt: skip
+def test_lengths_are_far_apart_beyond_three_times_the_usual(
+    src: int, tgt: int, is_far: bool
+) -> None:
+    of = usual(["a" * 10] * 5, ["b" * 20] * 5)
+    assert of.ratio == pytest.approx(2, rel=0.01)
+    assert (judge("length-ratio", "a" * src, "b" * tgt, of) == Side.BOTH) == is_far
+
+
+def test_a_copy_needs_a_letter_to_be_one() -> None:
+    of = usual(LATIN, LATIN)
+    assert judge("copied", "dogs", "dogs", of) == Side.BOTH
+    assert judge("copied", "12 + 3", "12 + 3", of) == Side.NONE
+    assert judge("copied", "dogs", "Dogs", of) == Side.NONE
+
+
+def test_blank_sides_are_named() -> None:
+    of = usual(LATIN, LATIN)
+    assert judge("blank-side", "", "dogs", of) == Side.SRC
+    assert judge("blank-side", "dogs", " \u3000", of) == Side.TGT
+    assert judge("blank-side", "", " ", of) == Side.NONE
+    assert judge("blank-pair", "", " ", of) == Side.BOTH
+
+
+def test_half_of_a_line_may_be_no_words() -> None:
+    of = usual(LATIN, LATIN)
+    assert judge("no-words", "abcd 1234", "abc 12345", of) == Side.TGT
+    assert judge("no-words", "(1) 23", "...", of) == Side.NONE  # too short to be strange
+
+
+def test_a_rule_is_a_note_up_to_its_share() -> None:
+    rule = Rule("x", "x", "x", BY_NAME["tab"].judge, usual_share=0.01)
+    assert rule.severity_of(10, 1000) == Severity.NOTE
+    assert rule.severity_of(11, 1000) == Severity.WARNING
+    assert BY_NAME["blank-pair"].severity_of(1000, 1000) == Severity.NOTE
+    assert BY_NAME["not-utf8"].severity_of(1, 1000) == Severity.ERROR
+
+
+def test_every_rule_has_a_name_of_its_own_and_advice_in_one_sentence() -> None:
+    assert len(BY_NAME) == len(RULES)
+    for rule in RULES:
+        assert rule.advice[0].isupper() and rule.advice.endswith(".")
+        assert ". " not in rule.advice
+
+
+def test_an_empty_corpus_has_something_usual_too() -> None:
+    assert usual([], []).ratio == 1.0
