@@ -87,13 +87,13 @@ def plant(pairs: list[Pair], held_out: list[Pair], seed: int, times: int = 5) ->
     half = len(held_out) // 2
     planted = Planted(list(pairs), held_out[:half], held_out[half:])
     room = len(pairs) - 4 * SHIFT_PAIRS  # the shift has the end for itself
-    chosen = iter(rng.sample(range(100, room), times * (len(PLANTERS) + 3)))
+    chosen = iter(rng.sample(range(100, room), times * (len(PLANTERS) + 4)))
     for name, planter in PLANTERS.items():
         places = [next(chosen) for _ in range(times)]
         for place in places:
             planted.train[place] = planter(pairs, place, rng)
         planted.lines[f"train.{name}"] = {place + 1 for place in places}
-    _plant_leaks(planted, [next(chosen) for _ in range(3 * times)], times)
+    _plant_leaks(planted, [next(chosen) for _ in range(4 * times)], times)
     _plant_shift(planted, rng.randrange(room + 100, room + 2 * SHIFT_PAIRS))
     return planted
 
@@ -107,9 +107,12 @@ def _plant_leaks(planted: Planted, places: list[int], times: int) -> None:
             planted.train[place] = Pair(src, tgt)
         name = f"tests.held_out.{kind}-in-train"
         planted.lines[name] = {offset + number + 1 for number in range(times)}
+    for number, place in enumerate(places[3 * times :]):
+        planted.train[place] = planted.valid[number]
+    planted.lines["valid.pair-in-train"] = {number + 1 for number in range(times)}
     planted.lines["train.held-out"] = {place + 1 for place in places}
-    planted.valid[3] = planted.test[-1]
-    planted.lines["valid.held-out"] = {4}
+    planted.valid[-1] = planted.test[-1]
+    planted.lines["valid.held-out"] = {len(planted.valid)}
     planted.lines["tests.held_out.pair-in-valid"] = {len(planted.test)}
 
 

@@ -617,8 +617,8 @@ AUDIT = [
     Mutation(
         "keys keep case",
         "mtrain/traits.py",
-        "values = _scrambled(CHARACTERS.folded(view.codes[places]).astype(np.uint64) + np.uint64(1))\n    return",
-        "values = _scrambled(view.codes[places].astype(np.uint64) + np.uint64(1))\n    return",
+        "_scrambled(CHARACTERS.folded(view.codes[places]).astype(np.uint64)",
+        "_scrambled(view.codes[places].astype(np.uint64)",
         "tests/test_traits.py",
     ),
     Mutation(
@@ -633,14 +633,14 @@ AUDIT = [
         "mtrain/rules.py",
         "by_words = (like_tgt > _SIDE_NATS) & (like_src > _SIDE_NATS)",
         "by_words = like_tgt > _SIDE_NATS",
-        "tests/test_audit.py -k planted",
+        "tests/test_rules.py",
     ),
     Mutation(
         "validation text is not looked for in training",
         "mtrain/audit.py",
         "return name != other and (other == TRAIN or (other == VALID and name != TRAIN))",
-        "return name != other and (other == TRAIN and name != VALID)",
-        "tests/test_audit.py -k planted",
+        "return name != other and (other == TRAIN) > (name == VALID) or other == VALID != name != TRAIN",
+        "tests/test_audit.py -k planted_defect",
     ),
     Mutation(
         "an audit stops where the shorter file ends",

@@ -23,7 +23,7 @@ from mtrain.rundir import RunDir
 NUM_PAIRS, NUM_HELD_OUT, TIMES = 4000, 60, 4
 LISTS = [f"train.{name}" for name in PLANTERS]
 LEAKS = [f"tests.held_out.{kind}-in-train" for kind in ("pair", "source", "target")]
-LEAKS += ["tests.held_out.pair-in-valid", "train.held-out", "valid.held-out"]
+LEAKS += ["valid.pair-in-train", "tests.held_out.pair-in-valid", "train.held-out", "valid.held-out"]
 
 
 def demo_pairs(split: str, count: int) -> list[Pair]:

@@ -37,6 +37,21 @@ def test_scripts_are_strange_or_swapped_by_what_each_side_has() -> None:
     assert judge("swapped", "small dogs", "small dogs", of) == Side.NONE
 
 
+@pytest.mark.parametrize(
+    ("src", "tgt", "is_swapped"),
+    [(-9, 9, True), (-3, 6, True), (-3, 4, False), (-9, 1, False), (-1, 9, False), (9, -9, False)],
+)
+def test_words_say_that_sides_are_swapped_when_both_do(
+    src: float, tgt: float, is_swapped: bool
+) -> None:
+    lines = measure(["dogs"]).lines, measure(["cats"]).lines
+    lines[0]["language"], lines[1]["language"] = src, tgt
+    none = np.zeros(1, np.uint32)
+    pairs = Pairs(*lines, none, none, none > 0)
+    found = BY_NAME["swapped"].judge(pairs, usual(LATIN, LATIN))
+    assert found[0] == (Side.BOTH if is_swapped else Side.NONE)
+
+
 def test_a_script_that_a_share_of_the_lines_has_is_not_strange() -> None:
     mixed = [*LATIN[:90], *CYRILLIC[:7]]
     assert judge("strange-script", "собаки", "собаки", usual(mixed, CYRILLIC)) == Side.NONE

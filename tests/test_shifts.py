@@ -60,6 +60,16 @@ def test_rises_are_those_of_a_loop_whatever_the_windows(steps: list[int], size: 
     assert rises(evidence, size) == plain_rises(evidence)
 
 
+@pytest.mark.parametrize("size", [3, 100, 1000])
+def test_each_window_has_the_targets_before_and_after_it(size: int) -> None:
+    tgt = TGT[:700]
+    edge = np.zeros(MAX_OFFSET, TGT.dtype)
+    whole = np.concatenate([edge, tgt, edge])
+    for window in shifts._overlapping(reader(SRC[:700], tgt, size)()):
+        end = window.first + len(window.src) + 2 * MAX_OFFSET
+        assert (window.tgt == whole[window.first : end]).all()
+
+
 def test_pairs_as_they_should_be_have_no_shift() -> None:
     assert shifts.find(reader(SRC, TGT)) == []
 

@@ -60,6 +60,12 @@ def test_lines_have_equal_keys_when_their_letters_and_digits_are_equal(lines: li
         assert [key == other for other in keys] == [plain[i] == text for text in plain]
 
 
+def test_case_punctuation_and_spaces_make_no_other_key_but_order_does() -> None:
+    same = measure(["Don't 1,000 ΣΑΣ!", "dont1000 «σας»", "  DON T 1000ΣΑΣ"]).keys
+    assert len(set(same.tolist())) == 1
+    assert len(set(measure(["listen", "silent", "listens", "stenil"]).keys.tolist())) == 4
+
+
 @given(LINES)
 def test_a_line_is_measured_as_if_it_stood_alone(lines: list[str]) -> None:
     together = measure(lines)
