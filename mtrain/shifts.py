@@ -47,7 +47,11 @@ Read = Callable[[], Iterator[Window]]
 
 
 def find(read: Read) -> list[Shift]:
-    """Find the stretches of a corpus; its windows must follow each other without a gap."""
+    """Find the stretches of a corpus.
+
+    Its windows must follow each other without a gap, and all but the last must have at least
+    `MAX_OFFSET` pairs.
+    """
     model = _learn(read)
     offsets = [k for k in range(-MAX_OFFSET, MAX_OFFSET + 1) if k]
     rises = {k: _Rises(k) for k in offsets}
