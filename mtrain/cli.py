@@ -238,7 +238,13 @@ def _reading(total: int) -> Iterator[Callable[[int], object]]:
     from tqdm import tqdm
 
     with tqdm(
-        total=total, unit="B", unit_scale=True, desc="reading", file=sys.stderr, disable=None
+        total=total,
+        unit="B",
+        unit_scale=True,
+        desc="reading",
+        file=sys.stderr,
+        disable=None,
+        leave=False,
     ) as bar:
         yield bar.update
 

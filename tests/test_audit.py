@@ -1,8 +1,17 @@
 """Defects at known lines are found there, and in clean text nothing is."""
 
+import contextlib
+import fcntl
 import gzip
 import json
+import os
+import pty
+import re
 import shutil
+import struct
+import subprocess
+import sys
+import termios
 import tracemalloc
 import unicodedata
 from pathlib import Path
@@ -323,3 +332,21 @@ def test_progress_is_told_all_bytes_twice(tmp_path: Path) -> None:
     audit(config, None, tmp_path, told.append)
     assert sum(told) == 2 * auditing.num_bytes(config)
     assert len(told) > 10
+
+
+def test_at_a_terminal_a_bar_says_how_much_is_read(tmp_path: Path) -> None:
+    config = write_planted(tmp_path, clean(500))
+    master, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    command = [sys.executable, "-m", "mtrain", "check", str(config)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=terminal) as process:
+        os.close(terminal)
+        shown = b""
+        with contextlib.suppress(OSError):  # how Linux says that the other side has closed
+            while part := os.read(master, 4096):
+                shown += part
+        page = process.stdout.read() if process.stdout else b""
+    os.close(master)
+    assert process.returncode == 0
+    assert re.search(r"reading: +\d+%", shown.decode())
+    assert page.decode().startswith("train: 500 pairs")
