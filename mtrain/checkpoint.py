@@ -5,7 +5,6 @@ Tensors are safetensors, everything else is JSON; nothing is pickled.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -20,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mtrain.errors import RunError
-from mtrain.files import whole_dir, whole_file
+from mtrain.files import sha256, whole_dir, whole_file
 
 FORMAT = "1"
 _HEADER = "mtrain"  # the one key of a file's metadata
@@ -136,7 +135,7 @@ def save(
         _write_tensors(beside / "model.safetensors", weights, tokenizer)
         _write_tensors(beside / "optimizer.safetensors", optimizer, tokenizer)
         (beside / "progress.json").write_text(progress.model_dump_json(), encoding="utf-8")
-        seal = {"format": FORMAT, "sha256": {name: _sha256(beside / name) for name in _PARTS}}
+        seal = {"format": FORMAT, "sha256": {name: sha256(beside / name) for name in _PARTS}}
         (beside / _SEAL).write_text(json.dumps(seal, indent=2), encoding="utf-8")
     return path
 
@@ -154,7 +153,7 @@ def check(path: Path) -> None:
         raise RunError(f"{path / _SEAL}: is missing or damaged.") from None
     for name, expected in sums.items():
         try:
-            found = _sha256(path / name)
+            found = sha256(path / name)
         except OSError as error:
             raise RunError(f"{path / name}: cannot be read: {error.strerror}.") from None
         if found != expected:
@@ -186,14 +185,6 @@ def newest_whole(directory: Path, warn: Callable[[str], None]) -> Path | None:
             "from a copy, or delete the folder to train from the beginning."
         )
     return None
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(1 << 20):
-            digest.update(part)
-    return digest.hexdigest()
 
 
 def load(path: Path, tokenizer: str) -> Checkpoint:

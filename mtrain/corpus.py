@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
-from mtrain.config import CorpusConfig
+from mtrain.config import CorpusConfig, DataConfig
 from mtrain.errors import DataError
-from mtrain.files import read_lines
+from mtrain.files import read_lines, sha256
 
 
 class Pair(NamedTuple):
@@ -27,6 +27,14 @@ class Drop(NamedTuple):
     src_file: str
     line: int
     reason: str
+
+
+class FileMark(NamedTuple):
+    """What tells a file from another: its size and time at a glance, its checksum for certain."""
+
+    size: int
+    mtime_ns: int
+    sha256: str
 
 
 _SLACK_TOKENS = 5  # by which a target may leave the range of length ratios
@@ -91,3 +99,41 @@ def count_pairs(corpus: CorpusConfig, key: str) -> int:
 def is_blank(pair: Pair) -> bool:
     """Tell whether a side of the pair has nothing but white space."""
     return not pair.src.strip() or not pair.tgt.strip()
+
+
+def files_of(data: DataConfig) -> list[str]:
+    """Return every file that a config's corpora name, once."""
+    corpora = [data.train, data.valid, *data.tests.values()]
+    return list(dict.fromkeys(path for own in corpora for path in (*own.src, *own.tgt)))
+
+
+def mark(paths: Iterable[str]) -> dict[str, FileMark]:
+    """Return what the files are now, to know them again."""
+    marks = {}
+    for path in paths:
+        stat = Path(path).stat()
+        marks[path] = FileMark(stat.st_size, stat.st_mtime_ns, sha256(Path(path)))
+    return marks
+
+
+def changed_files(marks: Mapping[str, FileMark], trust_times: bool = True) -> dict[str, str]:
+    """Return the files that are no longer as they were marked, each with its checksum now.
+
+    A file that is gone, or cannot be read, has not changed.
+
+    Args:
+        marks: of the files.
+        trust_times: take a file whose size and time are the same for the same.
+    """
+    changed = {}
+    for path, old in marks.items():
+        try:
+            stat = Path(path).stat()
+            if trust_times and (stat.st_size, stat.st_mtime_ns) == (old.size, old.mtime_ns):
+                continue
+            now = sha256(Path(path))
+        except OSError:
+            continue
+        if now != old.sha256:
+            changed[path] = now
+    return changed

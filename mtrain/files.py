@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import os
 import queue
 import shutil
@@ -205,6 +206,15 @@ def append(path: Path, data: bytes) -> None:
         except OSError:
             stream.truncate(size)
             raise
+
+
+def sha256(path: Path) -> str:
+    """Return the checksum of a file's bytes, compressed or not."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def _flush(path: Path) -> None:

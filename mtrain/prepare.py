@@ -9,10 +9,21 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from mtrain import checkpoint, data, tokenizer
 from mtrain import config as configs
-from mtrain import data, tokenizer
 from mtrain.config import Config, CorpusConfig
-from mtrain.corpus import Drop, Pair, Profile, count_pairs, is_blank, read_pairs
+from mtrain.corpus import (
+    Drop,
+    FileMark,
+    Pair,
+    Profile,
+    changed_files,
+    count_pairs,
+    files_of,
+    is_blank,
+    mark,
+    read_pairs,
+)
 from mtrain.errors import DataError, RunError
 from mtrain.files import read_lines, whole_dir, write_lines
 from mtrain.rundir import RunDir
@@ -21,6 +32,7 @@ from mtrain.tokenizer import Tokenizer
 
 _BLOCK_PAIRS = 10_000  # pairs that are encoded together
 _PROFILE_FILE = "profile.json"
+_MARKS_FILE = "corpora.json"
 _RARE = 0.0005  # the share of pairs whose length ratio is out of range, on either side
 
 
@@ -36,11 +48,13 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
 
     Raises:
         DataError, ConfigError: if the corpora or the settings must change; nothing is written.
-        RunError: if the folder was made from other corpora or with another tokenizer.
+        RunError: if the folder was made from other corpora, from files that have changed since,
+            or with another tokenizer.
     """
     if run.config_path.is_file():
         _check_same_data(config, run)
     if is_prepared(run):
+        _check_same_files(run, console)
         console.say(f"{run.path}: tokenized already")
         return
     num_pairs = count_pairs(config.data.train, "data.train")
@@ -57,6 +71,7 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
     vocabulary = tokenizer.load(run.tokenizer_dir) if has_tokenizer else train_tokenizer(config)
     console.say(f"tokenizer: {config.tokenizer.kind}, {say_sizes(vocabulary)}")
     with whole_dir(run.data_dir) as directory:
+        _write_marks(config, directory)
         dropped = _write_train(config, vocabulary, directory)
         _write_text(config.data.valid, directory / "valid")
         for name, test in config.data.tests.items():
@@ -107,6 +122,35 @@ def read_profile(run: RunDir) -> Profile | None:
         return Profile(**tree)
     except (OSError, ValueError, TypeError):
         return None
+
+
+def read_marks(run: RunDir) -> dict[str, FileMark]:
+    """Return what the corpora were when they were tokenized; nothing if the folder is too old."""
+    try:
+        tree = json.loads((run.data_dir / _MARKS_FILE).read_text("utf-8"))
+        return {path: FileMark(**own) for path, own in tree.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _write_marks(config: Config, directory: Path) -> None:
+    tree = {path: own._asdict() for path, own in mark(files_of(config.data)).items()}
+    (directory / _MARKS_FILE).write_text(json.dumps(tree, indent=2), encoding="utf-8")
+
+
+def _check_same_files(run: RunDir, console: Console) -> None:
+    """Refuse corpora that have changed; once there are checkpoints, only warn of them."""
+    has_checkpoints = bool(checkpoint.steps(run.checkpoints_dir))
+    for path in changed_files(read_marks(run)):
+        if not has_checkpoints:
+            raise RunError(
+                f"{path}: has changed since {run.path} was tokenized; take another --run, or "
+                "delete this run folder."
+            )
+        console.say(
+            f"changed  {path}: is not the file that was tokenized; the training goes on with the "
+            "pairs as they were tokenized"
+        )
 
 
 def _check_same_data(config: Config, run: RunDir) -> None:

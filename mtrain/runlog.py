@@ -68,6 +68,12 @@ class RunLog:
             return
         self._unwritten = b""
 
+    def holds(self, key: str, value: object) -> bool:
+        """Tell whether a line of `metrics.jsonl` has this value; it must be whole."""
+        if not self._path.exists():
+            return False
+        return any(json.loads(line).get(key) == value for line in read_lines(self._path))
+
     def drop_after(self, step: int) -> None:
         """Forget the metrics of later steps, which are about to be made again."""
         if self._path.exists():

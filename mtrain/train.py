@@ -22,6 +22,7 @@ from mtrain import config as configs
 from mtrain.batch import Batch, collate
 from mtrain.checkpoint import Progress, Weights
 from mtrain.config import Config
+from mtrain.corpus import changed_files
 from mtrain.data import Position, TrainingData, plan_batches
 from mtrain.errors import RunError, WriteError
 from mtrain.evaluate import bleu
@@ -87,6 +88,7 @@ def train(config: Config, run: RunDir) -> None:
         trainer = Trainer(config, run, log)
         trainer.resume()
         trainer.say_changes(run.load_config())
+        trainer.note_changed_corpora()
         configs.save(config, run.config_path)
         trainer.say_header()
         with _Signals() as signals, closing(trainer.workers):
@@ -160,6 +162,13 @@ class Trainer:
         if changed:
             before = {change.key: [change.old, change.new] for change in changed}
             self.log.metrics({"step": self.progress.step, "changed": before})
+
+    def note_changed_corpora(self) -> None:
+        """Keep on record, once, that corpora are no longer those that were tokenized."""
+        marks = prepare.read_marks(self.run_dir)
+        changed = {path: [marks[path].sha256, now] for path, now in changed_files(marks).items()}
+        if self.progress.step and changed and not self.log.holds("changed_corpora", changed):
+            self.log.metrics({"step": self.progress.step, "changed_corpora": changed})
 
     def say_header(self) -> None:
         """Say what is about to be trained, on what, and where."""

@@ -1,7 +1,9 @@
 """From corpora to a run folder: every pair is accounted for, and an error leaves no trace."""
 
 import gzip
+import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -9,8 +11,8 @@ import pytest
 from tasks import Pair, Said, Tree, copy_task, tiny_tree, write, write_config, write_corpus
 
 from mtrain import config as configs
-from mtrain import prepare, tokenizer
-from mtrain.corpus import Profile
+from mtrain import corpus, prepare, tokenizer
+from mtrain.corpus import FileMark, Profile
 from mtrain.data import Position, TrainingData
 from mtrain.errors import ConfigError, DataError, RunError, UserError
 from mtrain.rundir import RunDir
@@ -349,3 +351,120 @@ def test_a_run_dir_that_is_a_file_is_refused(tmp_path: Path, tree: Tree) -> None
 def test_the_counts_are_valid_json_that_a_script_can_read(tmp_path: Path, tree: Tree) -> None:
     run, _ = make(tmp_path, tree)
     assert json.loads((run.data_dir / "dropped.json").read_text(encoding="utf-8")) == {}
+
+
+def corpora_of(tree: Tree) -> list[Path]:
+    data = tree["data"]
+    parts = [data["train"], data["valid"], *data["tests"].values()]
+    return [Path(path) for part in parts for side in ("src", "tgt") for path in part[side]]
+
+
+def change(path: Path) -> None:
+    """Change a letter, and leave size and time as they were."""
+    before = path.stat()
+    path.write_bytes(path.read_bytes().replace(b"a", b"e", 1))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def touch(path: Path) -> None:
+    stat = path.stat()
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 10**9))
+
+
+def give_checkpoint(run: RunDir) -> None:
+    (run.checkpoints_dir / "step-00000004").mkdir(parents=True)
+
+
+def test_a_run_folder_says_what_every_corpus_file_was(tmp_path: Path, tree: Tree) -> None:
+    src = Path(tree["data"]["train"]["src"][0])
+    zipped = src.with_name("train.src.gz")
+    zipped.write_bytes(gzip.compress(src.read_bytes()))
+    tree["data"]["train"]["src"] = [str(zipped)]
+    run, _ = make(tmp_path, tree)
+    assert prepare.read_marks(run) == {
+        str(path): FileMark(
+            path.stat().st_size,
+            path.stat().st_mtime_ns,
+            hashlib.sha256(path.read_bytes()).hexdigest(),
+        )
+        for path in corpora_of(tree)
+    }
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_corpus_that_changed_before_there_is_a_checkpoint_is_refused_by_its_name(
+    tmp_path: Path, tree: Tree, number: int
+) -> None:
+    run, _ = make(tmp_path, tree)
+    path = corpora_of(tree)[number]
+    change(path)
+    touch(path)
+    with pytest.raises(RunError) as error:
+        make(tmp_path, tree)
+    assert str(error.value) == (
+        f"{path}: has changed since {run.path} was tokenized; take another --run, or delete this "
+        "run folder."
+    )
+
+
+def test_a_corpus_that_changed_later_is_one_line_of_warning(tmp_path: Path, tree: Tree) -> None:
+    run, _ = make(tmp_path, tree)
+    give_checkpoint(run)
+    changed = [corpora_of(tree)[0], corpora_of(tree)[3]]
+    changed[0].write_bytes(b"ba\n")
+    changed[1].write_bytes(changed[1].read_bytes() + b"ce\n")
+    _, said = make(tmp_path, tree)
+    assert said == [
+        f"changed  {path}: is not the file that was tokenized; the training goes on with the pairs "
+        "as they were tokenized"
+        for path in changed
+    ] + [f"{run.path}: tokenized already"]
+
+
+def test_a_gzipped_corpus_is_compared_by_its_own_bytes(tmp_path: Path, tree: Tree) -> None:
+    src = Path(tree["data"]["train"]["src"][0])
+    zipped = src.with_name("train.src.gz")
+    zipped.write_bytes(gzip.compress(src.read_bytes(), mtime=1))
+    tree["data"]["train"]["src"] = [str(zipped)]
+    make(tmp_path, tree)
+    zipped.write_bytes(gzip.compress(src.read_bytes(), mtime=2))
+    with pytest.raises(RunError, match=r"train\.src\.gz: has changed"):
+        make(tmp_path, tree)
+
+
+def test_a_file_is_read_again_only_if_its_size_or_time_is_another(
+    tmp_path: Path, tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path, tree)
+    files, read = corpora_of(tree), []
+    sha256 = corpus.sha256
+    monkeypatch.setattr(corpus, "sha256", lambda path: read.append(path) or sha256(path))
+    make(tmp_path, tree)
+    assert read == []
+    touch(files[2])
+    make(tmp_path, tree)
+    assert read == [files[2]]
+    change(files[4])  # as nobody does by accident
+    make(tmp_path, tree)
+    assert read == [files[2]] * 2
+
+
+def test_corpora_that_are_gone_do_not_stop_a_copied_run(tmp_path: Path, tree: Tree) -> None:
+    run, _ = make(tmp_path, tree)
+    for path in corpora_of(tree):
+        path.unlink()
+    _, said = make(tmp_path, tree)
+    assert said == [f"{run.path}: tokenized already"]
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"train.src": 3}', '{"a": {"b": 1}}'])
+def test_a_run_folder_that_does_not_say_what_its_corpora_were_still_works(
+    tmp_path: Path, tree: Tree, content: str | None
+) -> None:
+    run, _ = make(tmp_path, tree)
+    record = run.data_dir / "corpora.json"
+    record.unlink() if content is None else record.write_text(content)
+    change(corpora_of(tree)[0])
+    touch(corpora_of(tree)[0])
+    _, said = make(tmp_path, tree)
+    assert said == [f"{run.path}: tokenized already"]

@@ -1,5 +1,6 @@
 """Training learns, repeats itself bit for bit, and goes on from where it stopped."""
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -508,6 +509,27 @@ def test_what_changed_in_the_config_is_said_and_kept(
     assert line["step"] == 12
     assert line["changed"]["training.max_steps"] == [12, 14]
     assert set(line["changed"]) == {"seed", "training.max_steps", "training.betas"}
+
+
+def test_corpora_that_changed_are_kept_on_record_once(
+    tmp_path: Path,
+) -> None:
+    source = write_task(tmp_path)
+    run = train(source, "training.max_steps=2")
+    path = tmp_path / "train.src"
+    old = hashlib.sha256(path.read_bytes()).hexdigest()
+    path.write_bytes(b"ba ce\n")
+    new = hashlib.sha256(path.read_bytes()).hexdigest()
+    for steps in (4, 6):
+        train(source, f"training.max_steps={steps}")
+    lines = [line for line in metrics(run) if "changed_corpora" in line]
+    assert lines == [{"step": 2, "changed_corpora": {str(path): [old, new]}}]
+    path.write_bytes(b"ba\n")
+    train(source, "training.max_steps=8")
+    lines = [line for line in metrics(run) if "changed_corpora" in line]
+    assert [line["step"] for line in lines] == [2, 6]
+    assert set(run.load_config().data.train.src) == {str(path)}
+    assert [line["step"] for line in step_lines(run)] == [2, 4, 6, 8]
 
 
 def test_a_target_below_a_stop_without_validation_still_gives_a_model(
