@@ -5,6 +5,7 @@ Tensors are safetensors, everything else is JSON; nothing is pickled.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, uint8
 
 from mtrain.errors import RunError
 from mtrain.files import sha256, whole_dir, whole_file
@@ -66,6 +67,19 @@ class Checkpoint(NamedTuple):
     progress: Progress
 
 
+class MadeWith(NamedTuple):
+    """What decides the last bits of a training: where one differs, sums are rounded otherwise."""
+
+    mtrain: str
+    torch: str
+    device: str
+    processor: str
+    precision: str
+    threads: int
+    kernels: str
+    batches: str = "whole"  # or made in halves, for want of memory
+
+
 class Origin(NamedTuple):
     """The checkpoints that final weights are made of, averaged if several, and their BLEU."""
 
@@ -77,18 +91,28 @@ def save_model(
     path: Path, weights: Mapping[str, Tensor], tokenizer: str, origin: Origin | None = None
 ) -> None:
     """Write weights, with the fingerprint of the tokenizer that they fit, and their origin."""
+    header: dict[str, Any] = {"sha256": digest(weights)}
+    if origin is not None:
+        header["origin"] = origin._asdict()
     with whole_file(path) as beside:
-        _write_tensors(beside, weights, tokenizer, origin)
+        _write_tensors(beside, weights, tokenizer, header)
 
 
 def load_origin(path: Path) -> Origin | None:
     """Return what final weights are made of; None if they do not say, or cannot be read."""
     try:
-        with safe_open(path, framework="pt") as file:
-            header = json.loads((file.metadata() or {}).get(_HEADER, "{}"))
+        header = _read_header(path)
     except (SafetensorError, OSError, ValueError):
         return None
     return Origin(**header["origin"]) if "origin" in header else None
+
+
+def load_fingerprint(path: Path) -> str | None:
+    """Return that of the tokenizer which weights belong to; None if they cannot be read."""
+    try:
+        return str(_read_header(path)["tokenizer"])
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def load_model(path: Path, tokenizer: str) -> Weights:
@@ -118,12 +142,34 @@ def load_model(path: Path, tokenizer: str) -> Weights:
     return weights
 
 
+def check_model(path: Path, tokenizer: str) -> Weights:
+    """Read final weights as `load_model` does, and check that they are those that were saved.
+
+    Raises:
+        RunError: as `load_model`, or if the weights have another checksum.
+    """
+    weights = load_model(path, tokenizer)
+    expected = _read_header(path).get("sha256")  # older files have none
+    if expected is not None and expected != digest(weights):
+        raise RunError(
+            f"{path}: is damaged: its checksum is another; restore it from a copy of the run, or "
+            "delete it, and `mtrain train CONFIG` makes it again from the checkpoints."
+        )
+    return weights
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    with safe_open(path, framework="pt") as file:
+        return dict(json.loads((file.metadata() or {}).get(_HEADER, "{}")))
+
+
 def save(
     directory: Path,
     weights: Mapping[str, Tensor],
     optimizer: Mapping[str, Tensor],
     progress: Progress,
     tokenizer: str,
+    made_with: MadeWith | None = None,
 ) -> Path:
     """Write a checkpoint folder, named after its step, whole or not at all.
 
@@ -135,7 +181,10 @@ def save(
         _write_tensors(beside / "model.safetensors", weights, tokenizer)
         _write_tensors(beside / "optimizer.safetensors", optimizer, tokenizer)
         (beside / "progress.json").write_text(progress.model_dump_json(), encoding="utf-8")
-        seal = {"format": FORMAT, "sha256": {name: sha256(beside / name) for name in _PARTS}}
+        sums = {name: sha256(beside / name) for name in _PARTS}
+        seal: dict[str, Any] = {"format": FORMAT, "sha256": sums}
+        if made_with is not None:
+            seal["made_with"] = made_with._asdict()
         (beside / _SEAL).write_text(json.dumps(seal, indent=2), encoding="utf-8")
     return path
 
@@ -158,6 +207,14 @@ def check(path: Path) -> None:
             raise RunError(f"{path / name}: cannot be read: {error.strerror}.") from None
         if found != expected:
             raise RunError(f"{path / name}: is damaged: its checksum is another.")
+
+
+def load_made_with(path: Path) -> MadeWith | None:
+    """Return what a whole checkpoint was made with; None if it is too old to say."""
+    try:
+        return MadeWith(**json.loads((path / _SEAL).read_bytes())["made_with"])
+    except (TypeError, KeyError):
+        return None
 
 
 def newest_whole(directory: Path, warn: Callable[[str], None]) -> Path | None:
@@ -195,15 +252,23 @@ def load(path: Path, tokenizer: str) -> Checkpoint:
     """
     weights = load_model(path / "model.safetensors", tokenizer)
     optimizer = load_model(path / "optimizer.safetensors", tokenizer)
+    return Checkpoint(weights, optimizer, load_progress(path))
+
+
+def load_progress(path: Path) -> Progress:
+    """Read how far a training was when it saved a checkpoint.
+
+    Raises:
+        RunError: if it is missing or damaged.
+    """
     try:
-        progress = Progress.model_validate_json((path / "progress.json").read_bytes())
+        return Progress.model_validate_json((path / "progress.json").read_bytes())
     except OSError as error:
         raise RunError(f"{path}/progress.json: cannot be read: {error.strerror}.") from None
     except ValidationError as error:
         problem = error.errors()[0]
         key = ".".join(map(str, problem["loc"])) or "the file"
         raise RunError(f"{path}/progress.json: `{key}`: {problem['msg']}.") from None
-    return Checkpoint(weights, optimizer, progress)
 
 
 def steps(directory: Path) -> dict[int, Path]:
@@ -235,14 +300,22 @@ def average(paths: Sequence[Path], tokenizer: str) -> Weights:
     return {name: (tensor / len(paths)).float() for name, tensor in total.items()}
 
 
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return a checksum of tensors by name, type, shape and bits."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.flatten().view(uint8).numpy().data)
+    return digest.hexdigest()
+
+
 def _write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], tokenizer: str, origin: Origin | None = None
+    path: Path, tensors: Mapping[str, Tensor], tokenizer: str, more: Mapping[str, Any] = {}
 ) -> None:
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     # one key: safetensors writes several in random order, and equal weights are to be equal files
-    header: dict[str, Any] = {"format": FORMAT, "tokenizer": tokenizer}
-    if origin is not None:
-        header["origin"] = origin._asdict()
+    header = {"format": FORMAT, "tokenizer": tokenizer, **more}
     try:
         save_file(whole, path, metadata={_HEADER: json.dumps(header, sort_keys=True)})
     except SafetensorError as error:

@@ -499,6 +499,38 @@ def plot(
     )
 
 
+@app.command()
+def doctor(
+    run: RunArgument,
+    replay: Annotated[
+        bool,
+        typer.Option(
+            "--replay/--no-replay", help="Make the last updates again, and compare the bytes."
+        ),
+    ] = True,
+) -> None:
+    """Check that a run folder is whole, and change nothing in it.
+
+    A line for each part; the exit code is 2 if one is damaged.
+
+    Example: mtrain doctor runs/demo --no-replay
+    """
+    from mtrain import doctor as examining
+    from mtrain.rundir import RunDir
+    from mtrain.runlog import Stderr
+
+    verdicts = []
+
+    def lines() -> Iterator[str]:
+        for finding in examining.examine(RunDir(run), Stderr(), replay):
+            verdicts.append(finding.verdict)
+            yield finding.line()
+
+    _put(lines(), None)
+    if "FAILED" in verdicts:
+        raise typer.Exit(2)
+
+
 def _put(lines: Iterable[str], output: Path | None) -> None:
     from mtrain import files
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from mtrain.batch import Batch, collate
 from mtrain.errors import RunError
-from mtrain.tokenizer import Tokenizer
+from mtrain.tokenizer import Tokenizer, Vocabulary
 
 TRAIN_FILE = "train.arrow"
 Indices = npt.NDArray[np.int64]
@@ -51,6 +51,46 @@ def write_pairs(path: Path, pairs: Iterable[EncodedPair], with_text: bool) -> in
             writer.write(row)
         num_pairs, _ = writer.finalize()
     return int(num_pairs)
+
+
+def check_pairs(directory: Path, tokenizer: Tokenizer) -> int:
+    """Read every encoded pair, and check that it fits the vocabularies; return their number.
+
+    Raises:
+        RunError: if the file is missing or damaged, or a pair does not fit.
+    """
+    import pyarrow
+
+    path, num_pairs = directory / TRAIN_FILE, 0
+    if not path.is_file():
+        raise RunError(f"{path}: is missing; restore it from a copy of the run.")
+    try:
+        with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
+            for part in stream:
+                part.validate(full=True)
+                for side, own in (("src", tokenizer.src), ("tgt", tokenizer.tgt)):
+                    bad = _first_misfit(part, side, own)
+                    if bad is not None:
+                        raise RunError(
+                            f"{path}: pair {num_pairs + bad + 1}: must have `{side}` ids below "
+                            f"{len(own)} in the number that it says, but has others."
+                        )
+                num_pairs += len(part)
+    except (pyarrow.ArrowException, OSError, KeyError) as error:
+        reason = str(error).splitlines()[0]
+        raise RunError(f"{path}: must be whole encoded pairs, but is not: {reason}.") from None
+    return num_pairs
+
+
+def _first_misfit(part: Any, side: str, vocabulary: Vocabulary) -> int | None:
+    """Return the first row of an Arrow batch whose ids or length cannot be; None if all can."""
+    lists = part.column(side)
+    ids, lengths = np.asarray(lists.flatten()), np.asarray(lists.value_lengths())
+    own_eos = int(side == "tgt")  # of a target, it is counted but not stored
+    fits = lengths + own_eos == np.asarray(part.column(f"{side}_length"))
+    bad_ids = np.flatnonzero(~((ids >= 0) & (ids < len(vocabulary))))
+    fits[np.searchsorted(np.cumsum(lengths), bad_ids, side="right")] = False
+    return None if fits.all() else int(np.argmin(fits))
 
 
 @dataclass(frozen=True)

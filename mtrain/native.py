@@ -66,6 +66,24 @@ def is_wanted() -> bool:
     return os.environ.get("MTRAIN_NATIVE") != "0"
 
 
+def name() -> str:
+    """Return what tells the functions in use from others: "plain", or a hash of the library."""
+    library = compiled()
+    if library is None:
+        return "plain"
+    return "compiled " + Path(library._name).stem.rpartition("-")[2]
+
+
+def processor() -> str:
+    """Return the name of this machine's processor, as well as the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
 def _load(folder: Path) -> ctypes.CDLL | None:
     """Return the library that lies in `folder`, or is put there now; None if nothing compiles it.
 

@@ -25,7 +25,7 @@ from mtrain.corpus import (
     read_pairs,
 )
 from mtrain.errors import DataError, RunError
-from mtrain.files import read_lines, whole_dir, write_lines
+from mtrain.files import read_lines, sha256, whole_dir, write_lines
 from mtrain.rundir import RunDir
 from mtrain.runlog import Console
 from mtrain.tokenizer import Tokenizer
@@ -33,6 +33,7 @@ from mtrain.tokenizer import Tokenizer
 _BLOCK_PAIRS = 10_000  # pairs that are encoded together
 _PROFILE_FILE = "profile.json"
 _MARKS_FILE = "corpora.json"
+_SUMS_FILE = "checksums.json"
 _RARE = 0.0005  # the share of pairs whose length ratio is out of range, on either side
 
 
@@ -76,6 +77,7 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
         _write_text(config.data.valid, directory / "valid")
         for name, test in config.data.tests.items():
             _write_text(test, directory / "tests" / name)
+        _write_sums(directory)
         _say_dropped(console, dropped, num_pairs, run)
         if not has_tokenizer:
             with whole_dir(run.tokenizer_dir) as tokenizer_dir:
@@ -109,10 +111,14 @@ def read_test(run: RunDir, name: str) -> Lines:
 def read_counts(run: RunDir) -> dict[str, int]:
     """Return how many training pairs were dropped, by reason."""
     path = run.data_dir / "dropped.json"
-    if not path.is_file():
-        raise RunError(f"{path}: is missing; restore it from a copy of the run.")
-    counts: dict[str, int] = json.loads(path.read_text("utf-8"))
-    return counts
+    try:
+        counts = dict(json.loads(path.read_text("utf-8")))
+        return {reason: int(count) for reason, count in counts.items()}
+    except FileNotFoundError:
+        fault = "is missing"
+    except (OSError, ValueError, TypeError):
+        fault = "is damaged"
+    raise RunError(f"{path}: {fault}; restore it from a copy of the run.")
 
 
 def read_profile(run: RunDir) -> Profile | None:
@@ -136,6 +142,36 @@ def read_marks(run: RunDir) -> dict[str, FileMark]:
 def _write_marks(config: Config, directory: Path) -> None:
     tree = {path: own._asdict() for path, own in mark(files_of(config.data)).items()}
     (directory / _MARKS_FILE).write_text(json.dumps(tree, indent=2), encoding="utf-8")
+
+
+def _write_sums(directory: Path) -> None:
+    """Write the checksum of every file that the data folder holds."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    sums = {path.relative_to(directory).as_posix(): sha256(path) for path in files}
+    (directory / _SUMS_FILE).write_text(json.dumps(sums, indent=2), encoding="utf-8")
+
+
+def damaged_files(run: RunDir) -> list[Path]:
+    """Return the files of the data folder that are gone, or are not those that were written.
+
+    A folder that is too old to have checksums is taken as it is.
+    """
+    path = run.data_dir / _SUMS_FILE
+    if not path.exists():
+        return []
+    try:
+        sums = dict(json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError, TypeError):
+        return [path]
+    files = {run.data_dir / name: expected for name, expected in sums.items()}
+    return [own for own, expected in files.items() if _sum_of(own) != expected]
+
+
+def _sum_of(path: Path) -> str | None:
+    try:
+        return sha256(path)
+    except OSError:
+        return None
 
 
 def _check_same_files(run: RunDir, console: Console) -> None:

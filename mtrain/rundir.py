@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class RunDir:
         """
         from filelock import FileLock, Timeout  # translating needs no lock, and starts sooner
 
-        lock = FileLock(self.path / ".lock", timeout=0)
+        lock = FileLock(self._lock_path, timeout=0)
         try:
             lock.acquire()
         except Timeout:
@@ -74,6 +75,25 @@ class RunDir:
             yield
         finally:
             lock.release()
+
+    @contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """Let no other process train in the folder meanwhile, and leave no trace in it.
+
+        Where nobody ever trained, or nobody may, there is no lock to hold.
+
+        Raises:
+            RunError: if another process is at it.
+        """
+        if self._lock_path.exists() and os.access(self._lock_path, os.W_OK):
+            with self.locked():
+                yield
+        else:
+            yield
+
+    @property
+    def _lock_path(self) -> Path:
+        return self.path / ".lock"
 
     def load_config(self) -> Config:
         """Read the config of an existing run.

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtrain import checkpoint, kernels, native, prepare, tokenizer
+from mtrain import __version__, checkpoint, kernels, native, prepare, tokenizer
 from mtrain import config as configs
 from mtrain.batch import Batch, collate
 from mtrain.checkpoint import Progress, Weights
@@ -91,7 +91,7 @@ def train(config: Config, run: RunDir) -> None:
         trainer.note_changed_corpora()
         configs.save(config, run.config_path)
         trainer.say_header()
-        with _Signals() as signals, closing(trainer.workers):
+        with Signals() as signals, closing(trainer.workers):
             trainer.try_largest()
             trainer.run(signals)
         trainer.finish()
@@ -137,12 +137,7 @@ class Trainer:
         if path is None:
             self.log.drop_after(0)
             return
-        weights, optimizer, self.progress = checkpoint.load(path, self.fingerprint)
-        set_weights(self.model, weights, path / "model.safetensors")
-        _set_optimizer(self.optimizer, self.model, optimizer)
-        _set_random_state(optimizer)
-        self.window.restore(self.progress)
-        self.is_saved = True
+        self.restore(path)
         self.log.drop_after(self.progress.step)
         if self._is_done() and self.run_dir.model_path.exists():
             raise RunError(
@@ -151,6 +146,36 @@ class Trainer:
                 "`training.max_minutes` or `training.patience`."
             )
         self.log.say(f"resuming from {path}")
+
+    def restore(self, path: Path) -> None:
+        """Become what the training was when it saved a checkpoint."""
+        weights, optimizer, self.progress = checkpoint.load(path, self.fingerprint)
+        set_weights(self.model, weights, path / "model.safetensors")
+        _set_optimizer(self.optimizer, self.model, optimizer)
+        _set_random_state(optimizer)
+        self.window.restore(self.progress)
+        self.is_saved = True
+
+    def snapshot(self) -> checkpoint.Checkpoint:
+        """Return all that resuming needs, as it is now."""
+        self.window.note(self.progress)
+        weights = {name: weight.detach() for name, weight in self.model.named_parameters()}
+        state = _optimizer_tensors(self.optimizer, self.model) | _random_state()
+        return checkpoint.Checkpoint(weights, state, self.progress)
+
+    def made_with(self) -> checkpoint.MadeWith:
+        """Return what decides the last bits of this training."""
+        processor = f"{native.processor()}, {torch.backends.cpu.get_cpu_capability()}"
+        return checkpoint.MadeWith(
+            __version__,
+            torch.__version__,
+            self.device.type,
+            torch.cuda.get_device_name() if self.device.type == "cuda" else processor,
+            str(self.compute_dtype).removeprefix("torch."),
+            self.workers.count,
+            native.name(),
+            "whole" if self.room == math.inf else f"halved from {self.room:,.0f} places",
+        )
 
     def say_changes(self, old: Config) -> None:
         """Say what the config of a training that goes on was before, and keep it on record."""
@@ -199,13 +224,18 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         _set_random_state(state)
 
-    def run(self, signals: _Signals) -> None:
-        """Train until the target is reached, patience is lost, or a signal comes."""
+    def run(self, signals: Signals, last_step: int | None = None) -> None:
+        """Train until the target is reached, patience is lost, or a signal comes.
+
+        Args:
+            signals: what was received.
+            last_step: where to end before that, without a validation that was not due.
+        """
         start = Position(self.progress.epoch, self.progress.batch)
         batches = self.data.batches(self.settings.batch_tokens, start)
         clock = time.monotonic() - self.progress.elapsed_s
         self.log.open_bar(self._spent())
-        while not self._is_done():
+        while not self._is_done() and self.progress.step != last_step:
             micro_batches, positions = zip(*islice(batches, self.settings.accumulate), strict=True)
             self._update(list(micro_batches))
             self.is_saved = False
@@ -221,7 +251,7 @@ class Trainer:
                 raise Stopped(signals.received)
             if self._is_regular(self.progress.step):
                 self._try_to_save()
-        if str(self.progress.step) not in self.progress.bleu_of_step:
+        if self._is_done() and str(self.progress.step) not in self.progress.bleu_of_step:
             self._validate()
         self._save_before_leaving()
         self.log.close_bar()
@@ -499,11 +529,8 @@ class Trainer:
         self._check_weights()
         if self.is_saved:
             return
-        self.window.note(self.progress)
-        weights = {name: weight.detach() for name, weight in self.model.named_parameters()}
-        state = _optimizer_tensors(self.optimizer, self.model) | _random_state()
         directory = self.run_dir.checkpoints_dir
-        checkpoint.save(directory, weights, state, self.progress, self.fingerprint)
+        checkpoint.save(directory, *self.snapshot(), self.fingerprint, self.made_with())
         self.is_saved = True
         self._prune()
 
@@ -587,13 +614,13 @@ class _Window:
         return _Rates(float(self.loss) / count, float(self.nll) / count, new / elapsed_s)
 
 
-class _Signals:
+class Signals:
     """Remembers the first SIGINT or SIGTERM; the second one stops at once."""
 
     def __init__(self) -> None:
         self.received = 0
 
-    def __enter__(self) -> _Signals:
+    def __enter__(self) -> Signals:
         self._before = {
             number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)
         }

@@ -58,8 +58,10 @@ RANKS = {
     "audit": 6,
     "demo": 7,
     "audit_page": 7,
-    "cli": 8,
-    "__main__": 9,
+    "replay": 7,
+    "doctor": 8,
+    "cli": 9,
+    "__main__": 10,
 }
 MODULES = sorted(path.relative_to(PACKAGE).as_posix()[:-3] for path in PACKAGE.rglob("*.py"))
 HEAVY = {"torch", "numpy", "datasets", "sentencepiece", "sacrebleu", "matplotlib"}
@@ -169,7 +171,14 @@ def test_a_light_room_loads_no_heavy_package(module: str) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["--version"], ["train", "--help"], ["plot", "--help"], ["train", "absent.yaml"]],
+    [
+        ["--help"],
+        ["--version"],
+        ["train", "--help"],
+        ["plot", "--help"],
+        ["doctor", "--help"],
+        ["train", "absent.yaml"],
+    ],
 )
 def test_help_and_a_config_error_load_no_heavy_package(arguments: list[str]) -> None:
     code = f"import sys; from mtrain.cli import main; sys.argv = ['mtrain', *{arguments!r}]; main()"

@@ -23,7 +23,7 @@ from mtrain.output import NOTHING, Line
 from mtrain.rundir import RunDir
 from mtrain.search import Sampling
 
-VERBS = ["demo", "check", "tokenize", "train", "translate", "eval", "plot"]
+VERBS = ["demo", "check", "tokenize", "train", "translate", "eval", "plot", "doctor"]
 ODD_LINES = [
     "",
     "   ",

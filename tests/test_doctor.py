@@ -1,0 +1,697 @@
+"""The doctor finds each kind of damage by its name, and changes nothing in what it looks at."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+import torch
+import yaml
+from conftest import Cli, Outcome
+from safetensors.torch import load_file
+from tasks import prepared, reverse_task, stop_at, train, write_task
+from test_train import harm
+
+from mtrain import checkpoint, data, doctor, native, prepare, tokenizer
+from mtrain import config as configs
+from mtrain import replay as replaying
+from mtrain import train as training
+from mtrain.data import EncodedPair
+from mtrain.rundir import RunDir
+from mtrain.runlog import RunLog
+from mtrain.search import Hypothesis
+from mtrain.train import Stopped
+from mtrain.translate import Source, Translator
+
+PARTS = ["config", "tokenizer", "data", "corpora", "checkpoints", "model", "translates", "resume"]
+NEWEST, OLDER = "checkpoints/step-00000012", "checkpoints/step-00000008"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_task(tmp_path_factory.mktemp("reverse"), reverse_task)
+
+
+@pytest.fixture(scope="module")
+def straight(source: Path) -> RunDir:
+    """Twelve updates, with checkpoints at 4, 8 and 12. Tests only read it."""
+    return train(source, run=str(source.parent / "straight"))
+
+
+@pytest.fixture
+def run(straight: RunDir, tmp_path: Path) -> RunDir:
+    """A copy that a test may spoil."""
+    shutil.copytree(straight.path, tmp_path / "run")
+    return RunDir(tmp_path / "run")
+
+
+def contents(run: RunDir) -> dict[str, bytes | None]:
+    return {
+        str(path.relative_to(run.path)): path.read_bytes() if path.is_file() else None
+        for path in run.path.rglob("*")
+    }
+
+
+def examined(cli: Cli, run: RunDir, *options: str) -> Outcome:
+    """Look at a run by the command line, and hold it to leave the run as it was."""
+    before = contents(run)
+    outcome = cli("doctor", run.path, *options)
+    assert contents(run) == before
+    return outcome
+
+
+def verdicts(outcome: Outcome) -> dict[str, str]:
+    """Return the worst that was said of each part."""
+    order = ["ok", "skipped", "changed", "warn", "FAILED"]
+    worst: dict[str, str] = {}
+    for line in outcome.lines:
+        part, verdict = line.split()[:2]
+        worst[part] = max(worst.get(part, "ok"), verdict, key=order.index)
+    return worst
+
+
+def facts(outcome: Outcome, part: str) -> list[str]:
+    return [line[22:] for line in outcome.lines if line.split()[0] == part]
+
+
+def failed(outcome: Outcome) -> list[str]:
+    """Return the parts that failed, and hold the exit code to say so."""
+    found = [part for part, verdict in verdicts(outcome).items() if verdict == "FAILED"]
+    assert outcome.code == (2 if found else 0)
+    return found
+
+
+def rewrite_sums(run: RunDir) -> None:
+    """Make the data folder's checksums those of the files that lie there."""
+    (run.data_dir / "checksums.json").unlink()
+    prepare._write_sums(run.data_dir)
+
+
+def reseal(path: Path) -> None:
+    """Make a checkpoint's checksums those of the files that lie there."""
+    seal = json.loads((path / "checkpoint.json").read_text())
+    for name in seal["sha256"]:
+        seal["sha256"][name] = hashlib.sha256((path / name).read_bytes()).hexdigest()
+    (path / "checkpoint.json").write_text(json.dumps(seal))
+
+
+def edit_seal(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    seal = json.loads((path / "checkpoint.json").read_text())
+    edit(seal)
+    (path / "checkpoint.json").write_text(json.dumps(seal))
+
+
+def tamper(path: Path, part: str, by: float = 1e-6) -> None:
+    """Change one number of a checkpoint, and its checksums with it."""
+    if part == "progress.json":
+        progress = json.loads((path / part).read_text())
+        progress["unlogged_tokens"] += 1
+        (path / part).write_text(json.dumps(progress))
+    else:
+        fingerprint = checkpoint.load_fingerprint(path / part)
+        assert fingerprint is not None
+        tensors = load_file(path / part)
+        name = next(name for name in tensors if tensors[name].dim() == 2)
+        tensors[name][1, 1] += by
+        checkpoint._write_tensors(path / part, tensors, fingerprint)
+    reseal(path)
+
+
+def test_a_healthy_run_is_well_in_every_part(cli: Cli, run: RunDir) -> None:
+    outcome = examined(cli, run)
+    assert outcome.code == 0
+    num_parameters = sum(weight.numel() for weight in load_file(run.model_path).values())
+    assert outcome.lines == [
+        "config       ok       reads back, nothing unknown",
+        "tokenizer    ok       285 shared pieces; fits the weights",
+        "data         ok       200 pairs, all ids within the vocabulary",
+        "corpora      ok       6 files as they were tokenized",
+        "checkpoints  ok       3 whole, steps 4 to 12",
+        f"model        ok       {num_parameters:,} parameters, all finite, format 1",
+        "translates   ok       5 validation lines, the same alone and together",
+        "resume       ok       steps 9 to 12 made again: the same bytes",
+    ]
+    assert outcome.err.splitlines() == [
+        "resume: 4 updates are made again, steps 9 to 12 (`--no-replay` leaves them out)"
+    ]
+
+
+def test_without_a_replay_nothing_is_trained(
+    cli: Cli, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replaying, "Trainer", None)
+    outcome = examined(cli, run, "--no-replay")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.lines[-1] == "resume       skipped  `--no-replay` was asked for"
+
+
+def test_a_run_that_nobody_trained_in_gets_no_lock(cli: Cli, run: RunDir) -> None:
+    (run.path / ".lock").unlink()
+    assert examined(cli, run, "--no-replay").code == 0
+    assert not (run.path / ".lock").exists()
+
+
+# Damage
+
+DATA_FILES = [
+    "train.arrow",
+    "dropped.json",
+    "dropped.tsv",
+    "profile.json",
+    "corpora.json",
+    "valid.src",
+    "valid.tgt",
+    "tests/held_out.src",
+    "tests/held_out.tgt",
+]
+SEALED = ["model.safetensors", "optimizer.safetensors", "progress.json", "checkpoint.json"]
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("tokenizer/shared.model", "tokenizer"),
+        *((f"data/{name}", "data") for name in DATA_FILES if name != "dropped.tsv"),
+        *((f"{NEWEST}/{name}", "checkpoints") for name in SEALED),
+        ("checkpoints/step-00000004/optimizer.safetensors", "checkpoints"),
+        ("model.safetensors", "model"),
+    ],
+)
+def test_a_damaged_file_is_named_and_the_other_parts_are_looked_at(
+    cli: Cli, run: RunDir, name: str, part: str, damage: str
+) -> None:
+    harm(run.path / name, damage)
+    outcome = examined(cli, run, "--no-replay")
+    assert part in failed(outcome)
+    assert list(dict.fromkeys(line.split()[0] for line in outcome.lines)) == PARTS
+    said = " ".join(facts(outcome, part))
+    folder, _, file = name.rpartition("/")
+    assert (folder if file == "checkpoint.json" else name) in said
+    if part != "tokenizer":
+        assert failed(outcome) == [part]
+        assert verdicts(outcome)["translates"] == "ok"
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "unknown key"])
+def test_a_damaged_config_is_named(cli: Cli, run: RunDir, damage: str) -> None:
+    if damage == "missing":
+        run.config_path.unlink()
+    elif damage == "truncated":
+        run.config_path.write_text(run.config_path.read_text()[:200])
+    else:
+        run.config_path.write_text(run.config_path.read_text() + "colour: red\n")
+    outcome = examined(cli, run)
+    assert failed(outcome) == ["config"]
+    assert "config.yaml" in facts(outcome, "config")[0]
+    assert verdicts(outcome)["checkpoints"] == verdicts(outcome)["tokenizer"] == "ok"
+
+
+@pytest.mark.parametrize("content", ["{", "[3]", "null", '{"train.arrow": 3}'])
+def test_damaged_checksums_are_named(cli: Cli, run: RunDir, content: str) -> None:
+    (run.data_dir / "checksums.json").write_text(content)
+    outcome = examined(cli, run, "--no-replay")
+    assert failed(outcome) == ["data"]
+    named = "train.arrow" if "arrow" in content else "checksums.json"
+    assert facts(outcome, "data") == [
+        f"data/{named}: is missing or damaged; restore it from a copy of the run."
+    ]
+
+
+ARROW_CUT = ("train.arrow", "truncated")
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])
+@pytest.mark.parametrize("name", ["train.arrow", "dropped.json", "valid.src", "tests/held_out.tgt"])
+def test_damage_in_an_old_run_without_checksums_is_no_crash(
+    cli: Cli, run: RunDir, name: str, damage: str
+) -> None:
+    (run.data_dir / "checksums.json").unlink()
+    harm(run.data_dir / name, damage)
+    outcome = examined(cli, run, "--no-replay")
+    found = failed(outcome)
+    if damage == "missing" or name == "dropped.json" or (name, damage) == ARROW_CUT:
+        assert found == ["data"]
+        assert facts(outcome, "data")[0].startswith(f"data/{name}: ")
+
+
+def test_every_damaged_file_has_a_line_of_its_own(cli: Cli, run: RunDir) -> None:
+    for name in ("data/valid.src", "data/dropped.json", f"{NEWEST}/progress.json"):
+        harm(run.path / name, "missing")
+    harm(run.path / OLDER / "model.safetensors", "flipped")
+    outcome = examined(cli, run)
+    assert failed(outcome) == ["data", "checkpoints"]
+    assert [fact.split(":")[0] for fact in facts(outcome, "data")] == [
+        "data/dropped.json",
+        "data/valid.src",
+    ]
+    assert facts(outcome, "checkpoints") == [
+        f"{OLDER}/model.safetensors: is damaged: its checksum is another. Restore step-00000008 "
+        "from a copy of the run, or delete it.",
+        f"{NEWEST}/progress.json: cannot be read: No such file or directory. Restore "
+        "step-00000012 from a copy of the run, or delete it.",
+    ]
+    assert facts(outcome, "resume") == ["needs whole data"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_named(cli: Cli, run: RunDir, value: float) -> None:
+    weights = load_file(run.model_path)
+    fingerprint = tokenizer.load(run.tokenizer_dir).fingerprint()
+    name = next(name for name in weights if name.endswith("bias"))
+    weights[name][0] = value
+    checkpoint.save_model(run.model_path, weights, fingerprint)
+    outcome = examined(cli, run, "--no-replay")
+    assert failed(outcome) == ["model"]
+    assert facts(outcome, "model") == [
+        f"model.safetensors: `{name}` must be finite numbers, but is not."
+    ]
+    assert facts(outcome, "translates")[0].endswith("(by the checkpoint of step 12)")
+
+
+@pytest.mark.parametrize("part", ["model.safetensors", "optimizer.safetensors"])
+def test_a_checkpoint_whose_numbers_are_none_is_named(cli: Cli, run: RunDir, part: str) -> None:
+    tamper(run.path / NEWEST, part, float("nan"))
+    outcome = examined(cli, run, "--no-replay")
+    assert failed(outcome) == ["checkpoints"]
+    assert f"{NEWEST}/{part}: `" in facts(outcome, "checkpoints")[0]
+
+
+def test_another_tokenizer_is_named(cli: Cli, source: Path, run: RunDir, tmp_path: Path) -> None:
+    config = configs.load(source, ["tokenizer.vocab_size=284"], str(tmp_path / "other"))
+    shutil.copy(prepared(config).tokenizer_dir / "shared.model", run.tokenizer_dir)
+    outcome = examined(cli, run)
+    assert "tokenizer" in failed(outcome)
+    assert facts(outcome, "tokenizer") == [
+        "is not the one that the weights were trained with; restore the folder tokenizer from a "
+        "copy of the run."
+    ]
+
+
+def test_weights_of_another_tokenizer_are_named_where_the_others_fit(cli: Cli, run: RunDir) -> None:
+    checkpoint.save_model(run.model_path, load_file(run.model_path), "another")
+    outcome = examined(cli, run, "--no-replay")
+    assert failed(outcome) == ["model"]
+    assert "must belong to the tokenizer beside it" in facts(outcome, "model")[0]
+
+
+def test_a_config_of_another_model_is_found(cli: Cli, run: RunDir) -> None:
+    text = run.config_path.read_text()
+    run.config_path.write_text(text.replace("d_ff: 32", "d_ff: 48"))
+    outcome = examined(cli, run, "--no-replay")
+    assert "model" in failed(outcome)
+    assert "must have the shape (48, 16)" in facts(outcome, "model")[0]
+
+
+@pytest.mark.parametrize(
+    ("row", "src", "tgt"), [(0, 285, 4), (3, 4, 285), (199, -1, 4), (120, 4, -7)]
+)
+def test_ids_outside_the_vocabulary_are_found_with_their_pair(
+    cli: Cli, run: RunDir, row: int, src: int, tgt: int
+) -> None:
+    pairs = [EncodedPair([5, 6, 3], [5], None, None)] * 200
+    pairs[row] = EncodedPair([5, src, 3], [6, 6, tgt], None, None)
+    data.write_pairs(run.data_dir / "train.arrow", pairs, with_text=False)
+    rewrite_sums(run)
+    outcome = examined(cli, run)
+    assert failed(outcome) == ["data"]
+    side = "tgt" if src == 4 else "src"
+    assert facts(outcome, "data") == [
+        f"data/train.arrow: pair {row + 1}: must have `{side}` ids below 285 in the number that "
+        "it says, but has others."
+    ]
+    assert facts(outcome, "resume") == ["needs whole data"]
+
+
+def test_lengths_that_are_not_those_of_the_ids_are_found(cli: Cli, run: RunDir) -> None:
+    pairs = [EncodedPair([5, 3], [5], None, None)] * 3
+    data.write_pairs(run.data_dir / "train.arrow", pairs, with_text=False)
+    with pyarrow.OSFile(str(run.data_dir / "train.arrow")) as file:
+        table = pyarrow.ipc.open_stream(file).read_all()
+    lengths = pyarrow.array([2, 2, 7], pyarrow.int32())
+    table = table.set_column(table.schema.get_field_index("tgt_length"), "tgt_length", lengths)
+    with (
+        pyarrow.OSFile(str(run.data_dir / "train.arrow"), "wb") as file,
+        pyarrow.ipc.new_stream(file, table.schema) as stream,
+    ):
+        stream.write_table(table)
+    rewrite_sums(run)
+    assert "pair 3: must have `tgt` ids" in facts(examined(cli, run), "data")[0]
+
+
+def test_a_ledger_that_does_not_list_what_was_counted_is_found(cli: Cli, run: RunDir) -> None:
+    (run.data_dir / "dropped.tsv").write_text("train.src\t3\tblank side\n")
+    rewrite_sums(run)
+    outcome = examined(cli, run, "--no-replay")
+    assert failed(outcome) == ["data"]
+    assert facts(outcome, "data") == [
+        "data/dropped.tsv: must list what dropped.json counts, but does not."
+    ]
+
+
+@pytest.mark.parametrize("name", ["valid", "tests/held_out"])
+def test_text_whose_sides_are_not_equally_long_is_found(cli: Cli, run: RunDir, name: str) -> None:
+    path = run.data_dir / f"{name}.tgt"
+    path.write_text(path.read_text() + "ba\n")
+    rewrite_sums(run)
+    outcome = examined(cli, run, "--no-replay")
+    assert failed(outcome) == ["data"]
+    assert f"the two sides of `{name}` must have the same number" in facts(outcome, "data")[0]
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_found(cli: Cli, run: RunDir) -> None:
+    (run.path / NEWEST).rename(run.checkpoints_dir / "step-00000016")
+    outcome = examined(cli, run, "--no-replay")
+    assert failed(outcome) == ["checkpoints"]
+    assert "must hold step 16, but holds 12" in facts(outcome, "checkpoints")[0]
+
+
+@pytest.mark.parametrize("by", [1e-6, 0.01, -0.01])
+def test_a_model_that_translates_otherwise_in_company_is_found_if_it_is_no_tie(
+    cli: Cli, run: RunDir, monkeypatch: pytest.MonkeyPatch, by: float
+) -> None:
+    search = Translator.search
+
+    def by_company(self: Translator, sources: list[Source]) -> list[list[Hypothesis]]:
+        found = search(self, sources)
+        if len(sources) > 1:
+            found[1][0] = replace(found[1][0], ids=[7], log_prob=found[1][0].log_prob + by)
+        return found
+
+    monkeypatch.setattr(Translator, "search", by_company)
+    outcome = examined(cli, run, "--no-replay")
+    if by == 1e-6:
+        assert failed(outcome) == []
+        return
+    assert failed(outcome) == ["translates"]
+    assert facts(outcome, "translates") == ["line 2 of 5 differs alone and with the others."]
+
+
+# What may be missing or other than it was
+
+
+def test_a_copied_folder_without_checkpoints_is_well(cli: Cli, run: RunDir) -> None:
+    shutil.rmtree(run.checkpoints_dir)
+    (run.path / ".lock").unlink()
+    outcome = examined(cli, run)
+    assert failed(outcome) == []
+    skipped = {part for part, verdict in verdicts(outcome).items() if verdict != "ok"}
+    assert skipped == {"checkpoints", "resume"}
+    assert facts(outcome, "checkpoints") == ["none here; translating needs none"]
+
+
+def test_what_translating_needs_is_enough(cli: Cli, run: RunDir) -> None:
+    for name in ("data", "checkpoints"):
+        shutil.rmtree(run.path / name)
+    run.metrics_path.unlink()
+    outcome = examined(cli, run)
+    assert failed(outcome) == []
+    assert [line.split()[1] for line in outcome.lines] == [
+        *("ok", "ok", "skipped", "skipped", "skipped", "ok", "ok", "skipped")
+    ]
+    assert facts(outcome, "translates") == ["5 made-up lines, the same alone and together"]
+
+
+def test_checkpoints_without_data_to_go_on_with_are_damage(cli: Cli, run: RunDir) -> None:
+    shutil.rmtree(run.data_dir)
+    outcome = examined(cli, run)
+    assert failed(outcome) == ["data"]
+    assert "data/train.arrow: is missing" in facts(outcome, "data")[0]
+
+
+def test_a_model_that_is_not_made_yet_is_no_damage_and_one_that_is_gone_is(
+    cli: Cli, source: Path, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.model_path.unlink()
+    outcome = examined(cli, run, "--no-replay")
+    assert failed(outcome) == ["model"]
+    assert facts(outcome, "model") == [
+        "model.safetensors: is missing; `mtrain train CONFIG` makes it."
+    ]
+    fresh = prepared(configs.load(source, run_dir=str(tmp_path / "fresh")))
+    outcome = examined(cli, fresh)
+    assert failed(outcome) == []
+    assert facts(outcome, "model") == ["not made yet; `mtrain train CONFIG` makes it"]
+    assert facts(outcome, "translates") == ["there is no model that could"]
+    stop_at(monkeypatch, 6)
+    with pytest.raises(Stopped):
+        train(source, run=str(tmp_path / "half"))
+    outcome = examined(cli, RunDir(tmp_path / "half"))
+    assert failed(outcome) == []
+    assert verdicts(outcome)["model"] == "skipped"
+    assert facts(outcome, "translates")[0].endswith("(by the checkpoint of step 6)")
+    assert facts(outcome, "resume") == ["steps 5 to 6 made again: the same bytes"]
+
+
+def test_corpora_that_changed_or_are_gone_are_no_damage(cli: Cli, tmp_path: Path) -> None:
+    run = train(write_task(tmp_path), "training.max_steps=1")
+    (tmp_path / "train.src").write_bytes((tmp_path / "train.tgt").read_bytes()[::-1])
+    outcome = examined(cli, run)
+    assert failed(outcome) == []
+    changed = f"{tmp_path / 'train.src'}: not the file that was tokenized"
+    assert facts(outcome, "corpora") == [changed]
+    (tmp_path / "train.src").unlink()
+    outcome = examined(cli, run)
+    assert facts(outcome, "corpora") == ["5 files as they were tokenized, 1 not here"]
+    for path in tmp_path.glob("*.[st]*"):
+        path.unlink()
+    assert facts(examined(cli, run), "corpora") == ["the files are not here"]
+    (run.data_dir / "corpora.json").unlink()
+    rewrite_sums(run)
+    outcome = examined(cli, run)
+    assert facts(outcome, "corpora") == ["the run does not say which files it was made of"]
+    assert outcome.code == 0
+
+
+def test_what_a_training_left_out_as_damaged_is_pointed_at(cli: Cli, run: RunDir) -> None:
+    (run.path / OLDER).rename(run.checkpoints_dir / "damaged-step-00000008")
+    outcome = examined(cli, run)
+    assert (outcome.code, verdicts(outcome)["checkpoints"]) == (0, "warn")
+    assert facts(outcome, "checkpoints") == [
+        "damaged-step-00000008: was left out by a training; look at it or delete it",
+        "2 whole, steps 4 to 12",
+    ]
+    assert facts(outcome, "resume") == ["steps 5 to 12 made again: the same bytes"]
+
+
+def test_a_folder_that_is_no_run_is_refused(cli: Cli, tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "absent"):
+        outcome = cli("doctor", path)
+        assert (outcome.code, outcome.out) == (2, b"")
+        assert outcome.err.startswith(f"mtrain: {path}: must be a run folder, but ")
+
+
+def test_a_run_in_which_another_process_trains_is_left_alone(cli: Cli, run: RunDir) -> None:
+    with run.locked():
+        outcome = examined(cli, run)
+    assert (outcome.code, outcome.out) == (2, b"")
+    assert outcome.err == (
+        f"mtrain: {run.path}: another process is training in it; wait until it ends, or take "
+        "another --run.\n"
+    )
+    assert examined(cli, run, "--no-replay").code == 0
+
+
+# Updates that are made again
+
+
+@pytest.mark.parametrize("name", [NEWEST, OLDER])
+@pytest.mark.parametrize("part", ["model.safetensors", "optimizer.safetensors", "progress.json"])
+def test_a_checkpoint_that_was_tampered_with_is_found_although_its_checksums_are_right(
+    cli: Cli, run: RunDir, part: str, name: str
+) -> None:
+    tamper(run.path / name, part)
+    outcome = examined(cli, run)
+    assert verdicts(outcome)["checkpoints"] == "ok"
+    assert failed(outcome) == ["resume"]
+    said = facts(outcome, "resume")[0]
+    assert said.startswith("steps 9 to 12 made again differ in ")
+    assert said.endswith("restore step-00000008 and step-00000012 from a copy of the run.")
+    if name == NEWEST:
+        named = {"model": "weights", "optimizer": "optimizer", "progress": "progress"}
+        assert f"differ in {named[part.partition('.')[0]]};" in said
+
+
+@pytest.mark.parametrize("key", ["loss", "valid_bleu", "lr", "grad_norm"])
+def test_metrics_that_were_tampered_with_are_found(cli: Cli, run: RunDir, key: str) -> None:
+    lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
+    for line in lines:
+        if line["step"] == 12 and key in line:
+            line[key] += 0.001
+    run.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    outcome = examined(cli, run)
+    assert failed(outcome) == ["resume"]
+    assert "differ in metrics.jsonl;" in facts(outcome, "resume")[0]
+
+
+def test_metrics_that_are_gone_or_cut_off_are_not_compared(cli: Cli, run: RunDir) -> None:
+    text = run.metrics_path.read_text()
+    run.metrics_path.write_text(text[:-5])
+    assert facts(examined(cli, run), "resume") == ["steps 9 to 12 made again: the same bytes"]
+    run.metrics_path.unlink()
+    assert facts(examined(cli, run), "resume") == ["steps 9 to 12 made again: the same bytes"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["tokenizer.sampling_alpha=0.3", "training.max_steps=32", "training.validate_every=16"],
+        ["training.accumulate=2", "training.log_every=3"],
+        ["training.max_steps=10"],
+        ["training.save_every=1", "training.keep_last=1", "training.schedule=linear"],
+        ["training.precision=bfloat16"],
+    ],
+)
+def test_many_kinds_of_training_are_made_again_byte_for_byte(
+    cli: Cli, source: Path, tmp_path: Path, settings: list[str]
+) -> None:
+    run = train(source, *settings, run=str(tmp_path / "run"))
+    outcome = examined(cli, run)
+    assert facts(outcome, "resume")[0].endswith(" made again: the same bytes")
+    assert outcome.code == 0
+
+
+def test_the_updates_are_made_on_as_many_threads_as_the_training_had(
+    cli: Cli, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "_LEAST_TOKENS", 8)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    run = train(source, run=str(tmp_path / "run"))
+    torch.set_num_threads(before)
+    made = checkpoint.load_made_with(run.path / NEWEST)
+    assert made is not None
+    assert made.threads == 3
+    assert facts(examined(cli, run), "resume") == ["steps 9 to 12 made again: the same bytes"]
+    assert torch.get_num_threads() == before
+    edit_seal(run.path / NEWEST, lambda seal: seal["made_with"].update(threads=1))
+    assert failed(examined(cli, run)) == ["resume"]
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    edit_seal(run.path / NEWEST, lambda seal: seal["made_with"].update(threads=3))
+    tamper(run.path / NEWEST, "model.safetensors", 1.0)
+    assert facts(examined(cli, run), "resume") == ["made with threads 3, here is 2"]
+
+
+@pytest.mark.parametrize("name", [NEWEST, OLDER])
+def test_where_the_training_was_made_elsewhere_other_bytes_are_no_damage(
+    cli: Cli, run: RunDir, name: str
+) -> None:
+    edit_seal(run.path / name, lambda seal: seal["made_with"].update(torch="1.0"))
+    assert facts(examined(cli, run), "resume") == ["steps 9 to 12 made again: the same bytes"]
+    here = f"made with torch 1.0, here is {torch.__version__}"
+    tamper(run.path / NEWEST, "model.safetensors", 1e-4)
+    outcome = examined(cli, run)
+    assert outcome.code == 0
+    assert facts(outcome, "resume") == [f"steps 9 to 12 made again: the same to rounding ({here})"]
+    tamper(run.path / NEWEST, "model.safetensors", 0.5)
+    outcome = examined(cli, run)
+    assert (outcome.code, verdicts(outcome)["resume"]) == (0, "skipped")
+    assert facts(outcome, "resume") == [here]
+
+
+def test_plain_kernels_give_the_weights_of_compiled_ones_to_rounding(
+    cli: Cli, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if native.compiled() is None:
+        pytest.skip("there is no compiler here")
+    run = train(source, "model.dropout=0.0", run=str(tmp_path / "run"))
+    name = native.name()
+    assert name.startswith("compiled ")
+    monkeypatch.setattr(native, "compiled", lambda: None)
+    assert facts(examined(cli, run), "resume") == [
+        f"steps 9 to 12 made again: the same to rounding (made with kernels {name}, here is plain)"
+    ]
+
+
+def test_checkpoints_that_do_not_say_what_they_were_made_with_still_load(
+    cli: Cli, source: Path, run: RunDir
+) -> None:
+    for path in checkpoint.steps(run.checkpoints_dir).values():
+        edit_seal(path, lambda seal: seal.pop("made_with"))
+    assert facts(examined(cli, run), "resume") == ["steps 9 to 12 made again: the same bytes"]
+    tamper(run.path / NEWEST, "model.safetensors", 0.5)
+    outcome = examined(cli, run)
+    assert outcome.code == 0
+    assert facts(outcome, "resume") == ["the checkpoint does not say what it was made with"]
+    train(source, "training.max_steps=14", run=str(run.path))
+    made = checkpoint.load_made_with(run.checkpoints_dir / "step-00000014")
+    assert made is not None
+    assert (made.torch, made.device, made.precision) == (torch.__version__, "cpu", "float32")
+
+
+def test_a_training_by_the_clock_is_not_made_again(cli: Cli, source: Path, tmp_path: Path) -> None:
+    settings = ["training.max_minutes=100", "training.max_steps=8"]
+    run = train(source, *settings, run=str(tmp_path / "run"))
+    outcome = examined(cli, run)
+    assert outcome.code == 0
+    assert facts(outcome, "resume") == [
+        "follows the clock (`training.max_minutes`): not repeatable"
+    ]
+
+
+def test_updates_under_another_config_are_not_made_again(
+    cli: Cli, source: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_at(monkeypatch, 14)
+    with pytest.raises(Stopped):
+        train(source, "training.lr=0.02", "training.max_steps=24", run=str(run.path))
+    assert facts(examined(cli, run), "resume") == ["steps 13 to 14 made again: the same bytes"]
+    shutil.rmtree(run.checkpoints_dir / "step-00000012")
+    assert facts(examined(cli, run), "resume") == ["the config changed at step 12"]
+
+
+@pytest.mark.parametrize("num_checkpoints", [0, 1])
+def test_less_than_two_checkpoints_are_too_few(cli: Cli, run: RunDir, num_checkpoints: int) -> None:
+    for path in list(checkpoint.steps(run.checkpoints_dir).values())[num_checkpoints:]:
+        shutil.rmtree(path)
+    outcome = examined(cli, run)
+    assert outcome.code == 0
+    assert facts(outcome, "resume") == [
+        f"needs two whole checkpoints, but there are {num_checkpoints}"
+    ]
+
+
+def test_a_training_on_another_kind_of_device_is_not_made_again(cli: Cli, run: RunDir) -> None:
+    edit_seal(run.path / NEWEST, lambda seal: seal["made_with"].update(device="cuda"))
+    outcome = examined(cli, run)
+    assert outcome.code == 0
+    assert facts(outcome, "resume") == ["made on device cuda, here is cpu"]
+    tree = yaml.safe_load(run.config_path.read_text())
+    tree["training"]["device"] = "cuda:99"
+    run.config_path.write_text(yaml.safe_dump(tree))
+    outcome = examined(cli, run)
+    assert outcome.code == 0
+    assert "must be one of this machine" in facts(outcome, "resume")[0]
+
+
+def test_a_full_temporary_folder_is_no_damage(
+    cli: Cli, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_write_tensors", full)
+    outcome = examined(cli, run)
+    assert outcome.code == 0
+    assert facts(outcome, "resume")[0].endswith("cannot be written: No space left on device.")
+
+
+def test_the_bar_goes_from_one_checkpoint_to_the_other(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares: list[float] = []
+    monkeypatch.setattr(RunLog, "advance", lambda log, spent, note, is_logged: shares.append(spent))
+    found = checkpoint.steps(run.checkpoints_dir)
+    replaying.replay(run.load_config(), run, replaying.Span(8, 12, found[8], found[12]))
+    assert shares == pytest.approx([0.5, 1.0])
+
+
+def test_a_finding_is_one_aligned_line() -> None:
+    assert doctor.Finding("data", "FAILED", "a: b").line() == "data         FAILED   a: b"
