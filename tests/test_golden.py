@@ -1,0 +1,84 @@
+"""Run folders that older versions made still translate, score, and go on, just as they did."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Cli
+from make_golden import EXPECTED, GOLDEN, LINES, files_of, outputs
+from tasks import REPOSITORY, train
+
+from mtrain import checkpoint
+from mtrain.rundir import RunDir
+
+FOLDERS = sorted(path.parent for path in GOLDEN.glob(f"*/{EXPECTED}"))
+MAX_BYTES = 200_000
+each_folder = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+
+
+def expected(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / EXPECTED).read_text(encoding="utf-8")))
+
+
+def steps(run: RunDir) -> list[int]:
+    return list(checkpoint.steps(run.checkpoints_dir))
+
+
+def test_the_present_format_has_a_golden_run() -> None:
+    headers = [checkpoint._read_header(folder / "model.safetensors") for folder in FOLDERS]
+    assert checkpoint.FORMAT in {header["format"] for header in headers}
+
+
+@each_folder
+def test_a_golden_run_is_there_with_all_its_files(folder: Path) -> None:
+    """An ignored file would be missing where the repository was cloned."""
+    assert files_of(folder) == expected(folder)["files"]
+    assert sum(path.stat().st_size for path in folder.rglob("*")) < MAX_BYTES
+
+
+@each_folder
+def test_a_golden_run_translates_and_scores_as_it_did(folder: Path) -> None:
+    found, stored = outputs(RunDir(folder)), expected(folder)
+    for key, values in found.items():
+        is_text = isinstance(values[0], str)
+        assert values == (stored[key] if is_text else pytest.approx(stored[key], abs=1e-4)), key
+    assert set(stored) == {*found, "files"}
+
+
+@each_folder
+def test_the_translations_of_a_golden_run_are_worth_comparing(folder: Path) -> None:
+    stored = expected(folder)
+    assert stored["beam"][:2] == LINES[:2]
+    assert len(set(stored["beam"])) > 4
+    assert stored["eval_scores"][0] > 20
+
+
+@each_folder
+def test_training_goes_on_from_the_checkpoint_of_a_golden_run(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder, tmp_path / "run")
+    run = RunDir(tmp_path / "run")
+    (last,) = steps(run)
+    target = f"training.max_steps={last + 2}"
+    train(run.config_path, target, run=str(run.path))
+    assert f"resuming from {run.checkpoints_dir / f'step-{last:08}'}" in capsys.readouterr().err
+    assert max(steps(run)) == last + 2
+    assert checkpoint.load_progress(run.checkpoints_dir / f"step-{last + 2:08}").epoch > 0
+    origin = checkpoint.load_origin(run.model_path)
+    assert origin is not None
+    assert origin.bleu > 20
+
+
+@each_folder
+def test_the_doctor_finds_a_golden_run_well(cli: Cli, folder: Path) -> None:
+    outcome = cli("doctor", folder, "--no-replay")
+    assert outcome.code == 0, outcome.lines
+
+
+def test_golden_runs_stay_out_of_the_wheel() -> None:
+    text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    assert '[tool.hatch.build.targets.wheel]\npackages = ["mtrain"]\n' in text
+    assert not GOLDEN.is_relative_to(REPOSITORY / "mtrain")
