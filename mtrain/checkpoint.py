@@ -12,9 +12,9 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, uint8
@@ -28,24 +28,26 @@ _PARTS = ("model.safetensors", "optimizer.safetensors", "progress.json")
 _SEAL = "checkpoint.json"  # the format, and a checksum of every part
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how safetensors names one
 Weights = dict[str, Tensor]
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+StepName = Annotated[str, Field(pattern="^[0-9]{1,15}$")]
 
 
 class Progress(BaseModel):
     """How far a training is: everything that resuming needs besides tensors."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    step: int = 0
-    epoch: int = 0
-    batch: int = 0
+    step: Count = 0
+    epoch: Count = 0
+    batch: Count = 0
     elapsed_s: float = 0.0
-    num_bad_validations: int = 0
-    num_left_out: int = 0
-    num_left_out_in_a_row: int = 0
+    num_bad_validations: Count = 0
+    num_left_out: Count = 0
+    num_left_out_in_a_row: Count = 0
     unlogged_loss: float = 0.0
     unlogged_nll: float = 0.0
-    unlogged_tokens: int = 0
-    bleu_of_step: dict[str, float] = {}
+    unlogged_tokens: Count = 0
+    bleu_of_step: dict[StepName, float] = {}
 
     def note_bleu(self, bleu: float) -> None:
         """Remember the validation BLEU of this step, and whether it was the best so far."""
@@ -83,8 +85,19 @@ class MadeWith(NamedTuple):
 class Origin(NamedTuple):
     """The checkpoints that final weights are made of, averaged if several, and their BLEU."""
 
-    steps: list[int]
+    steps: list[Count]
     bleu: float
+
+
+class _Header(BaseModel):
+    """What mtrain writes into a file of tensors."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    format: str = "something else"
+    tokenizer: str = ""
+    origin: Origin | None = None
+    sha256: str | None = None
 
 
 def save_model(
@@ -101,17 +114,17 @@ def save_model(
 def load_origin(path: Path) -> Origin | None:
     """Return what final weights are made of; None if they do not say, or cannot be read."""
     try:
-        header = _read_header(path)
-    except (SafetensorError, OSError, ValueError):
+        origin = _read_header(path).origin
+    except (SafetensorError, OSError):
         return None
-    return Origin(**header["origin"]) if "origin" in header else None
+    return origin if origin is not None and origin.steps else None
 
 
 def load_fingerprint(path: Path) -> str | None:
     """Return that of the tokenizer which weights belong to; None if they cannot be read."""
     try:
-        return str(_read_header(path)["tokenizer"])
-    except (SafetensorError, OSError, ValueError, TypeError, KeyError):
+        return _read_header(path).tokenizer or None
+    except (SafetensorError, OSError):
         return None
 
 
@@ -124,17 +137,17 @@ def load_model(path: Path, tokenizer: str) -> Weights:
     if not path.is_file():
         raise RunError(f"{path}: is missing; `mtrain train CONFIG` makes it.")
     try:
+        header = _read_header(path)
         with safe_open(path, framework="pt") as file:
-            header = json.loads((file.metadata() or {}).get(_HEADER, "{}"))
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
         raise RunError(f"{path}: must be a whole safetensors file, but is not: {error}.") from None
-    if header.get("format") != FORMAT:
+    if header.format != FORMAT:
         raise RunError(
-            f"{path}: must be weights in mtrain's format {FORMAT}, but is "
-            f"{header.get('format', 'something else')!r} instead."
+            f"{path}: must be weights in mtrain's format {FORMAT}, but is {header.format!r} "
+            "instead."
         )
-    if header.get("tokenizer") != tokenizer:
+    if header.tokenizer != tokenizer:
         raise RunError(
             f"{path}: must belong to the tokenizer beside it, but was trained with another one; "
             "restore the run's own tokenizer folder, or train again."
@@ -149,7 +162,7 @@ def check_model(path: Path, tokenizer: str) -> Weights:
         RunError: as `load_model`, or if the weights have another checksum.
     """
     weights = load_model(path, tokenizer)
-    expected = _read_header(path).get("sha256")  # older files have none
+    expected = _read_header(path).sha256  # older files have none
     if expected is not None and expected != digest(weights):
         raise RunError(
             f"{path}: is damaged: its checksum is another; restore it from a copy of the run, or "
@@ -158,9 +171,12 @@ def check_model(path: Path, tokenizer: str) -> Weights:
     return weights
 
 
-def _read_header(path: Path) -> dict[str, Any]:
+def _read_header(path: Path) -> _Header:
     with safe_open(path, framework="pt") as file:
-        return dict(json.loads((file.metadata() or {}).get(_HEADER, "{}")))
+        try:
+            return _Header.model_validate_json((file.metadata() or {}).get(_HEADER, "{}"))
+        except ValidationError:
+            return _Header()
 
 
 def save(
@@ -176,7 +192,7 @@ def save(
     Raises:
         WriteError: if the disk does not take it.
     """
-    path = directory / f"step-{progress.step:08d}"
+    path = directory / _name(progress.step)
     with whole_dir(path) as beside:
         _write_tensors(beside / "model.safetensors", weights, tokenizer)
         _write_tensors(beside / "optimizer.safetensors", optimizer, tokenizer)
@@ -198,7 +214,7 @@ def check(path: Path) -> None:
     try:
         seal = json.loads((path / _SEAL).read_bytes())
         sums = {name: str(seal["sha256"][name]) for name in _PARTS}
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         raise RunError(f"{path / _SEAL}: is missing or damaged.") from None
     for name, expected in sums.items():
         try:
@@ -234,7 +250,7 @@ def newest_whole(directory: Path, warn: Callable[[str], None]) -> Path | None:
             damaged.append(path)
             continue
         for other in damaged:
-            other.replace(other.with_name(f"damaged-{other.name}"))
+            _set_aside(other)
         return path
     if damaged:
         raise RunError(
@@ -242,6 +258,15 @@ def newest_whole(directory: Path, warn: Callable[[str], None]) -> Path | None:
             "from a copy, or delete the folder to train from the beginning."
         )
     return None
+
+
+def _set_aside(path: Path) -> None:
+    """Rename a damaged checkpoint, whatever else has been damaged before."""
+    number, aside = 1, path.with_name(f"damaged-{path.name}")
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"damaged-{path.name}-{number}")
+    path.replace(aside)
 
 
 def load(path: Path, tokenizer: str) -> Checkpoint:
@@ -262,20 +287,31 @@ def load_progress(path: Path) -> Progress:
         RunError: if it is missing or damaged.
     """
     try:
-        return Progress.model_validate_json((path / "progress.json").read_bytes())
+        progress = Progress.model_validate_json((path / "progress.json").read_bytes())
     except OSError as error:
         raise RunError(f"{path}/progress.json: cannot be read: {error.strerror}.") from None
     except ValidationError as error:
         problem = error.errors()[0]
         key = ".".join(map(str, problem["loc"])) or "the file"
         raise RunError(f"{path}/progress.json: `{key}`: {problem['msg']}.") from None
+    if path.name != _name(progress.step):
+        raise RunError(
+            f"{path}/progress.json: `step` must be that of its folder, but is {progress.step:,} "
+            "instead."
+        )
+    return progress
 
 
 def steps(directory: Path) -> dict[int, Path]:
     """Return the checkpoints of a run by their step, oldest first."""
-    paths = [path for path in directory.glob("step-*") if path.is_dir()]
-    found = {path.name.removeprefix("step-"): path for path in paths}
-    return {int(step): found[step] for step in sorted(found) if step.isdecimal()}
+    numbers = [path.name.removeprefix("step-") for path in directory.glob("step-*")]
+    known = sorted(int(number) for number in numbers if number.isdecimal())
+    paths = {step: directory / _name(step) for step in known}  # its own name, and no other
+    return {step: path for step, path in paths.items() if path.is_dir() and not path.is_symlink()}
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def prune(directory: Path, kept: Collection[int]) -> None:

@@ -44,7 +44,10 @@ OutputOption = Annotated[
     Path | None,
     typer.Option("-o", "--output", help="Write to a file, whole or not at all."),
 ]
-BeamOption = Annotated[int | None, typer.Option(min=1, help="Beam width; 1 is greedy search.")]
+BeamOption = Annotated[
+    int | None,
+    typer.Option(min=1, max=configs.MAX_BEAM, help="Beam width; 1 is greedy search."),
+]
 AlphaOption = Annotated[
     float | None, typer.Option(min=0.0, max=10.0, help="Length normalisation; 0 is none.")
 ]
@@ -147,11 +150,19 @@ class RunsAndFile(NamedTuple):
 
 
 def main() -> NoReturn:
-    """Run the command line; a user's error is one line on stderr and exit code 2."""
+    """Run the command line; a user's error is one line on stderr and exit code 2.
+
+    So is what the system says about a file that it names: no room, no permission, no such name.
+    """
     try:
         app()
     except UserError as error:
         print(f"mtrain: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"mtrain: {UserError(f'{error.filename}: {error.strerror}.')}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

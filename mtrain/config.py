@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+import reprlib
+from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from mtrain.errors import ConfigError, WriteError
 
 Tree = dict[str, Any]
+MAX_BEAM = 1000
 
 
 class Section(BaseModel):
@@ -26,11 +28,21 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+def _check_path(path: str) -> str:
+    if re.search("[\0\ud800-\udfff]", path):
+        raise ValueError("must be a path, but has a character that no path can have")
+    return path
+
+
+Whole = Annotated[int, Field(le=2**31 - 1)]
+FilePath = Annotated[str, AfterValidator(_check_path)]
+
+
 class CorpusConfig(Section):
     """Parallel text: line n of the source files is translated by line n of the target files."""
 
-    src: list[str] = Field(min_length=1)
-    tgt: list[str] = Field(min_length=1)
+    src: list[FilePath] = Field(min_length=1)
+    tgt: list[FilePath] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _pair_the_files(self) -> CorpusConfig:
@@ -50,7 +62,7 @@ class DataConfig(Section):
     train: CorpusConfig
     valid: CorpusConfig
     tests: dict[str, CorpusConfig] = {}
-    max_tokens: int = Field(default=256, ge=2)
+    max_tokens: Whole = Field(default=256, ge=2)
 
     @model_validator(mode="after")
     def _name_the_tests(self) -> DataConfig:
@@ -67,32 +79,32 @@ class TokenizerConfig(Section):
     """SentencePiece settings; `sampling_alpha` above 0 samples segmentations while training."""
 
     kind: Literal["unigram", "bpe"] = "unigram"
-    vocab_size: int = Field(default=8000, ge=8)
+    vocab_size: Whole = Field(default=8000, ge=8)
     shared: bool = True
     character_coverage: float = Field(default=1.0, gt=0, le=1)
     byte_fallback: bool = True
     sampling_alpha: float = Field(default=0.0, ge=0, le=1)
-    max_training_lines: int = Field(default=2_000_000, ge=1)
+    max_training_lines: Whole = Field(default=2_000_000, ge=1)
 
 
 class ModelConfig(Section):
     """Sizes and variants of the Transformer."""
 
-    d_model: int = Field(default=128, ge=2)
-    num_heads: int = Field(default=4, ge=1)
-    d_ff: int = Field(default=256, ge=1)
-    num_encoder_layers: int = Field(default=4, ge=1)
-    num_decoder_layers: int = Field(default=4, ge=1)
+    d_model: int = Field(default=128, ge=2, le=2**16)
+    num_heads: Whole = Field(default=4, ge=1)
+    d_ff: Whole = Field(default=256, ge=1)
+    num_encoder_layers: int = Field(default=4, ge=1, le=1000)
+    num_decoder_layers: int = Field(default=4, ge=1, le=1000)
     dropout: float = Field(default=0.3, ge=0, lt=1)
     attention_dropout: float = Field(default=0.0, ge=0, lt=1)
     activation_dropout: float = Field(default=0.0, ge=0, lt=1)
     norm: Literal["post", "pre"] = "post"
     positions: Literal["sinusoidal", "learned"] = "sinusoidal"
-    max_positions: int | None = Field(default=None, ge=2)
-    attention_window: int | None = Field(default=None, ge=1)
+    max_positions: Whole | None = Field(default=None, ge=2)
+    attention_window: Whole | None = Field(default=None, ge=1)
     activation: Literal["relu", "gelu"] = "relu"
     tie_embeddings: Literal["all", "decoder", "none"] = "all"
-    branch_gain: float = Field(default=0.05, gt=0)
+    branch_gain: float = Field(default=0.05, gt=0, le=100)
 
     @model_validator(mode="after")
     def _fit_the_sizes(self) -> ModelConfig:
@@ -122,27 +134,27 @@ class ModelConfig(Section):
 class TrainingConfig(Section):
     """The optimizer, its budget, and what is kept on the way."""
 
-    max_steps: int | None = Field(default=8000, ge=1)
+    max_steps: Whole | None = Field(default=8000, ge=1)
     max_minutes: float | None = Field(default=None, gt=0)
-    batch_tokens: int = Field(default=4096, ge=1)
-    accumulate: int = Field(default=1, ge=1)
+    batch_tokens: Whole = Field(default=4096, ge=1)
+    accumulate: Whole = Field(default=1, ge=1)
     label_smoothing: float = Field(default=0.1, ge=0, lt=1)
     schedule: Literal["inverse_sqrt", "noam", "linear", "cosine"] = "inverse_sqrt"
     lr: float = Field(default=0.005, gt=0)
-    warmup_steps: int = Field(default=2000, ge=0)
+    warmup_steps: Whole = Field(default=2000, ge=0)
     betas: list[float] = Field(default=[0.9, 0.98], min_length=2, max_length=2)
     eps: float = Field(default=1e-9, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, ge=0)
     device: str = "auto"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    log_every: int = Field(default=50, ge=1)
-    validate_every: int = Field(default=500, ge=1)
-    save_every: int | None = Field(default=None, ge=1)
-    patience: int = Field(default=10, ge=1)
-    keep_last: int = Field(default=5, ge=1)
-    keep_best: int = Field(default=1, ge=1)
-    average: int = Field(default=5, ge=1)
+    log_every: Whole = Field(default=50, ge=1)
+    validate_every: Whole = Field(default=500, ge=1)
+    save_every: Whole | None = Field(default=None, ge=1)
+    patience: Whole = Field(default=10, ge=1)
+    keep_last: Whole = Field(default=5, ge=1)
+    keep_best: Whole = Field(default=1, ge=1)
+    average: Whole = Field(default=5, ge=1)
     average_of: Literal["last", "best"] = "last"
 
     @model_validator(mode="after")
@@ -163,19 +175,19 @@ class TrainingConfig(Section):
 class DecodingConfig(Section):
     """How translations are searched for."""
 
-    beam: int = Field(default=5, ge=1)
+    beam: int = Field(default=5, ge=1, le=MAX_BEAM)
     length_alpha: float = Field(default=0.6, ge=0, le=10)
-    max_extra_tokens: int = Field(default=50, ge=0)
-    batch_tokens: int = Field(default=8192, ge=1)
-    no_repeat_ngram: int = Field(default=0, ge=0)
+    max_extra_tokens: Whole = Field(default=50, ge=0)
+    batch_tokens: Whole = Field(default=8192, ge=1)
+    no_repeat_ngram: Whole = Field(default=0, ge=0)
     early_stop: bool = False
 
 
 class Config(Section):
     """Everything that decides what a run is."""
 
-    run_dir: str = Field(min_length=1)
-    seed: int = Field(default=1, ge=0)
+    run_dir: FilePath = Field(min_length=1)
+    seed: int = Field(default=1, ge=0, lt=2**63)
     data: DataConfig
     tokenizer: TokenizerConfig = TokenizerConfig()
     model: ModelConfig = ModelConfig()
@@ -261,8 +273,14 @@ def changes(old: Section, new: Section, prefix: str = "") -> list[Change]:
     return found
 
 
+_MAX_DIGITS = 80  # of 64 bits, in any base, with signs and underscores
+
+
 class _Loader(yaml.SafeLoader):
-    """Safe YAML without its traps: 1e-3 is a number, no is a word, a repeated key is an error."""
+    """Safe YAML without its traps: 1e-3 is a number, no is a word.
+
+    A repeated key, a tag and a number of more than 64 bits are errors.
+    """
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - the library's own attribute
         first: [
@@ -273,17 +291,38 @@ class _Loader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        tag = getattr(event, "tag", None)
+        if tag is not None:
+            line = event.start_mark.line + 1
+            raise ConfigError(f"line {line}: must have no YAML tag, but has {_shown(tag)}.")
+        return super().compose_node(parent, index)
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for index, key in enumerate(keys):
-            if key in keys[:index]:
-                line = node.value[index][0].start_mark.line + 1
+        seen: set[Hashable] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                break  # the library says it
+            if key in seen:
+                line = key_node.start_mark.line + 1
                 raise ConfigError(f"line {line}: `{key}` must stand once, but is repeated.")
+            seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        text = self.construct_scalar(node)
+        value = super().construct_yaml_int(node) if len(text) <= _MAX_DIGITS else None
+        if value is None or abs(value) >= 2**64:
+            line, shown = node.start_mark.line + 1, _shown(text)
+            raise ConfigError(f"line {line}: must be a number of 64 bits, but is {shown} instead.")
+        return int(value)
 
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 _FLOAT = re.compile(
-    r"[-+]?(?:[0-9]+\.?[0-9]*(?:[eE][-+]?[0-9]+)|[0-9]*\.[0-9]+(?:[eE][-+]?[0-9]+)?|[0-9]+\.)$"
+    r"[-+]?(?:[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+|[0-9]*\.[0-9]+(?:[eE][-+]?[0-9]+)?|[0-9]+\.)$"
 )
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 _Loader.add_implicit_resolver(
@@ -298,7 +337,11 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _parse(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)
+    """Read YAML; what is nested too deeply for the parser is not valid either."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
 
 
 def _read_yaml(path: Path) -> Tree:
@@ -414,10 +457,15 @@ def _wanted(error: ErrorDetails) -> str:
     return template.format(**error.get("ctx", {})) if template else error["msg"]
 
 
+_SHORT = reprlib.Repr()  # of lists that hold themselves, or the same lists over and over
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict = 3, 10, 10
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 100
+
+
 def _shown(value: object) -> str:
     words: Mapping[object, str] = {None: "null", True: "true", False: "false"}
     is_word = value is None or isinstance(value, bool)
-    text = words[value] if is_word else repr(value)
+    text = words[value] if is_word else _SHORT.repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from mtrain.batch import Batch, collate
 from mtrain.errors import RunError
-from mtrain.tokenizer import Tokenizer, Vocabulary
+from mtrain.tokenizer import Tokenizer
 
 TRAIN_FILE = "train.arrow"
 Indices = npt.NDArray[np.int64]
@@ -54,43 +54,12 @@ def write_pairs(path: Path, pairs: Iterable[EncodedPair], with_text: bool) -> in
 
 
 def check_pairs(directory: Path, tokenizer: Tokenizer) -> int:
-    """Read every encoded pair, and check that it fits the vocabularies; return their number.
+    """Check that every encoded pair fits the vocabularies; return their number.
 
     Raises:
         RunError: if the file is missing or damaged, or a pair does not fit.
     """
-    import pyarrow
-
-    path, num_pairs = directory / TRAIN_FILE, 0
-    if not path.is_file():
-        raise RunError(f"{path}: is missing; restore it from a copy of the run.")
-    try:
-        with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
-            for part in stream:
-                part.validate(full=True)
-                for side, own in (("src", tokenizer.src), ("tgt", tokenizer.tgt)):
-                    bad = _first_misfit(part, side, own)
-                    if bad is not None:
-                        raise RunError(
-                            f"{path}: pair {num_pairs + bad + 1}: must have `{side}` ids below "
-                            f"{len(own)} in the number that it says, but has others."
-                        )
-                num_pairs += len(part)
-    except (pyarrow.ArrowException, OSError, KeyError) as error:
-        reason = str(error).splitlines()[0]
-        raise RunError(f"{path}: must be whole encoded pairs, but is not: {reason}.") from None
-    return num_pairs
-
-
-def _first_misfit(part: Any, side: str, vocabulary: Vocabulary) -> int | None:
-    """Return the first row of an Arrow batch whose ids or length cannot be; None if all can."""
-    lists = part.column(side)
-    ids, lengths = np.asarray(lists.flatten()), np.asarray(lists.value_lengths())
-    own_eos = int(side == "tgt")  # of a target, it is counted but not stored
-    fits = lengths + own_eos == np.asarray(part.column(f"{side}_length"))
-    bad_ids = np.flatnonzero(~((ids >= 0) & (ids < len(vocabulary))))
-    fits[np.searchsorted(np.cumsum(lengths), bad_ids, side="right")] = False
-    return None if fits.all() else int(np.argmin(fits))
+    return len(_read_table(directory / TRAIN_FILE, tokenizer, with_text=False))
 
 
 @dataclass(frozen=True)
@@ -131,11 +100,11 @@ class TrainingData:
         self, directory: Path, tokenizer: Tokenizer, seed: int, sampling_alpha: float = 0.0
     ) -> None:
         from datasets import Dataset
+        from datasets.table import MemoryMappedTable
 
         path = directory / TRAIN_FILE
-        if not path.is_file():
-            raise RunError(f"{path}: is missing; restore it from a copy of the run.")
-        self._table = Dataset.from_file(str(path)).with_format("arrow")
+        table = MemoryMappedTable(_read_table(path, tokenizer, sampling_alpha > 0), str(path))
+        self._table = Dataset(table).with_format("arrow")
         self._tokenizer, self._seed, self._alpha = tokenizer, seed, sampling_alpha
         self._stored = _Stored(self._table)
 
@@ -196,6 +165,52 @@ class TrainingData:
     def _plan(self, pairs: _Stored | _Sampled, batch_tokens: int, epoch: int) -> list[Indices]:
         rng = np.random.default_rng([self._seed, epoch])
         return plan_batches(pairs.src_lengths, pairs.tgt_lengths, batch_tokens, rng)
+
+
+def _read_table(path: Path, tokenizer: Tokenizer, with_text: bool) -> Any:
+    """Map a table of pairs into memory, and check that it is whole and fits the tokenizer.
+
+    Raises:
+        RunError: if it does not.
+    """
+    import pyarrow as pa
+
+    if not path.is_file():
+        raise RunError(f"{path}: is missing; restore it from a copy of the run.")
+    ids = pa.list_(pa.int32())
+    wanted = {"src": ids, "tgt": ids, "src_length": pa.int32(), "tgt_length": pa.int32()}
+    if with_text:
+        wanted |= {"src_text": pa.string(), "tgt_text": pa.string()}
+    try:
+        table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all().replace_schema_metadata()
+        for name, type_ in wanted.items():
+            if table.schema.field(name).type != type_:
+                raise KeyError(name)
+        table = table.select(list(wanted))
+        table.validate(full=True)  # its offsets too, so that nothing is read beyond its end
+        fits = len(table) > 0 and not any(column.null_count for column in table.columns)
+        fits = fits and _fits(table, "src", len(tokenizer.src), 0)
+        fits = fits and _fits(table, "tgt", len(tokenizer.tgt), 1)
+    except (pa.ArrowException, OSError, ValueError, LookupError):
+        fits = False
+    if not fits:
+        raise RunError(
+            f"{path}: must be a whole table of pairs of this run's tokenizer, but is not; restore "
+            "it from a copy of the run."
+        )
+    return table
+
+
+def _fits(table: Any, side: str, num_pieces: int, num_added: int) -> bool:
+    """Tell whether all ids are pieces, and the lengths those of the ids and of what is added."""
+    import pyarrow.compute as pc
+
+    lists, lengths = table.column(side), table.column(f"{side}_length")
+    ids, counts = pc.list_flatten(lists), pc.list_value_length(lists)
+    if ids.null_count or not pc.all(pc.equal(pc.add(counts, num_added), lengths)).as_py():
+        return False
+    ends = pc.min_max(ids).as_py()
+    return (ends["min"] or 0) >= 0 and (ends["max"] or 0) < num_pieces
 
 
 class _Stored:

@@ -150,7 +150,7 @@ class _Examination:
         fingerprint = self._needs_vocabulary().fingerprint()
         for step, path in found.items():
             try:
-                _check_checkpoint(step, path, fingerprint)
+                _check_checkpoint(path, fingerprint)
                 self.whole[step] = path
             except UserError as error:
                 advice = f"Restore {path.name} from a copy of the run, or delete it."
@@ -267,10 +267,10 @@ def _problems_of_text(run: RunDir, config: Config) -> list[str]:
     with _noting(problems):
         _check_ledger(run)
     with _noting(problems):
-        _check_sides("valid", prepare.read_valid(run))
+        prepare.read_valid(run)
     for name in config.data.tests:
         with _noting(problems):
-            _check_sides(f"tests/{name}", prepare.read_test(run, name))
+            prepare.read_test(run, name)
     return problems
 
 
@@ -289,19 +289,9 @@ def _check_ledger(run: RunDir) -> None:
         raise RunError(f"{path}: must list what dropped.json counts, but does not.")
 
 
-def _check_sides(name: str, lines: prepare.Lines) -> None:
-    if len(lines.src) != len(lines.tgt):
-        raise RunError(
-            f"data: the two sides of `{name}` must have the same number of lines, but have "
-            f"{len(lines.src)} and {len(lines.tgt)} instead."
-        )
-
-
-def _check_checkpoint(step: int, path: Path, fingerprint: str) -> None:
+def _check_checkpoint(path: Path, fingerprint: str) -> None:
     checkpoint.check(path)
-    weights, optimizer, progress = checkpoint.load(path, fingerprint)
-    if progress.step != step:
-        raise RunError(f"{path}: must hold step {step:,}, but holds {progress.step:,}.")
+    weights, optimizer, _ = checkpoint.load(path, fingerprint)
     _check_finite(path / "model.safetensors", weights)
     _check_finite(path / "optimizer.safetensors", optimizer)
 

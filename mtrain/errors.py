@@ -1,8 +1,16 @@
 """The few errors that a user can cause. Only the command line catches them."""
 
+import re
+
+_NOT_SHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # line ends among them
+
 
 class UserError(Exception):
     """Something that the user must change; its text is one line that says what."""
+
+    def __str__(self) -> str:
+        """Return the line, with escapes for what a file name or a value has smuggled in."""
+        return _NOT_SHOWN.sub(lambda found: ascii(found[0])[1:-1], super().__str__())
 
 
 class ConfigError(UserError):

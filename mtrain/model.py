@@ -523,3 +523,16 @@ def sinusoids(
 def num_parameters(model: nn.Module) -> int:
     """Count the weights, tied ones once."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def count_weights(config: ModelConfig, num_src_pieces: int, num_tgt_pieces: int) -> int:
+    """Count the weights that a model would have, without making one."""
+    width = config.d_model
+    attention, norm = 4 * width * (width + 1), 2 * width
+    feed_forward = 2 * width * config.d_ff + config.d_ff + width
+    encoder = config.num_encoder_layers * (attention + feed_forward + 2 * norm)
+    decoder = config.num_decoder_layers * (2 * attention + feed_forward + 3 * norm)
+    tables = {"all": 1, "decoder": 1, "none": 2}[config.tie_embeddings] * num_tgt_pieces
+    rows = tables + (0 if config.tie_embeddings == "all" else num_src_pieces)
+    rows += 2 * (config.max_positions or 0)
+    return width * rows + encoder + decoder + (2 * norm if config.norm == "pre" else 0)

@@ -36,6 +36,8 @@ T = TypeVar("T")
 
 _MAX_BATCHES = 1000  # of the first epoch; they come in random order, so that these are a sample
 _SINUSOIDAL_POSITIONS = 100
+_OF_STEP = ("loss", "lr", "tgt_tokens_per_s")  # of a logged step, what is drawn
+_OF_VALIDATION = ("valid_loss", "valid_bleu")
 _IDEAL_LENGTH = 12  # tokens of the validation sentence whose attention is drawn
 
 
@@ -291,8 +293,8 @@ def read_curves(run: RunDir, left_out: list[str]) -> Curves:
     lines = []
     for number, text in enumerate(read_lines(path), start=1):
         try:
-            lines.append(dict(json.loads(text)))
-        except (ValueError, TypeError):
+            lines.append(_read_metrics(text))
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             left_out.append(f"curves: a line left out: {path}:{number}: is cut off.")
     steps = [line for line in lines if "loss" in line]
     validations = [line for line in lines if "valid_loss" in line]
@@ -311,12 +313,22 @@ def read_curves(run: RunDir, left_out: list[str]) -> Curves:
     )
 
 
-def _curve(lines: list[dict[str, Any]], key: str) -> Curve:
+def _read_metrics(text: str) -> dict[str, float]:
+    """Return what is drawn of a line of metrics."""
+    line = json.loads(text)
+    keys = _OF_STEP if "loss" in line else _OF_VALIDATION if "valid_loss" in line else ()
+    step, numbers = int(line["step"]), {key: float(line[key]) for key in keys}
+    if not 0 <= step < 2**53:
+        raise ValueError
+    return numbers | {"step": step}
+
+
+def _curve(lines: list[dict[str, float]], key: str) -> Curve:
     values = [line[key] if math.isfinite(line[key]) else math.nan for line in lines]
     return Curve(np.array([line["step"] for line in lines]), np.array(values))
 
 
-def _mark(run: RunDir, validations: list[dict[str, Any]]) -> Mark | None:
+def _mark(run: RunDir, validations: list[dict[str, float]]) -> Mark | None:
     """Return what `model.safetensors` was made of, or the best validation if nothing says that."""
     if origin := checkpoint.load_origin(run.model_path):
         first, last, count = origin.steps[0], origin.steps[-1], len(origin.steps)
@@ -326,7 +338,7 @@ def _mark(run: RunDir, validations: list[dict[str, Any]]) -> Mark | None:
     if not validations:
         return None
     best = max(validations, key=lambda line: (line["valid_bleu"], -line["step"]))
-    step = best["step"]
+    step = int(best["step"])
     unsaid = " (the run does not say what was chosen)" if run.model_path.is_file() else ""
     return Mark(step, step, best["valid_bleu"], f"best validation, step {step:,}{unsaid}")
 

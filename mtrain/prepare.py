@@ -9,6 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from pydantic import TypeAdapter, ValidationError
+
 from mtrain import checkpoint, data, tokenizer
 from mtrain import config as configs
 from mtrain.config import Config, CorpusConfig
@@ -34,6 +36,7 @@ _BLOCK_PAIRS = 10_000  # pairs that are encoded together
 _PROFILE_FILE = "profile.json"
 _MARKS_FILE = "corpora.json"
 _SUMS_FILE = "checksums.json"
+_COUNTS, _PROFILE = TypeAdapter(dict[str, int]), TypeAdapter(Profile)
 _RARE = 0.0005  # the share of pairs whose length ratio is out of range, on either side
 
 
@@ -112,21 +115,22 @@ def read_counts(run: RunDir) -> dict[str, int]:
     """Return how many training pairs were dropped, by reason."""
     path = run.data_dir / "dropped.json"
     try:
-        counts = dict(json.loads(path.read_text("utf-8")))
-        return {reason: int(count) for reason, count in counts.items()}
-    except FileNotFoundError:
-        fault = "is missing"
-    except (OSError, ValueError, TypeError):
-        fault = "is damaged"
-    raise RunError(f"{path}: {fault}; restore it from a copy of the run.")
+        return _COUNTS.validate_json(path.read_bytes(), strict=True)
+    except OSError:
+        raise RunError(f"{path}: is missing; restore it from a copy of the run.") from None
+    except ValidationError:
+        raise RunError(
+            f"{path}: must be counts by their reasons, but is not; restore it from a copy of the "
+            "run."
+        ) from None
 
 
 def read_profile(run: RunDir) -> Profile | None:
     """Return what is usual in the training pairs; None if the run folder does not say."""
     try:
-        tree = json.loads((run.data_dir / _PROFILE_FILE).read_text("utf-8"))
-        return Profile(**tree)
-    except (OSError, ValueError, TypeError):
+        raw = (run.data_dir / _PROFILE_FILE).read_bytes()
+        return _PROFILE.validate_json(raw, strict=True)
+    except (OSError, ValidationError):
         return None
 
 
@@ -294,4 +298,11 @@ def _read_text(stem: Path) -> Lines:
     for path in paths:
         if not path.is_file():
             raise RunError(f"{path}: is missing; restore it from a copy of the run.")
-    return Lines(*(list(read_lines(path)) for path in paths))
+    lines = Lines(*(list(read_lines(path)) for path in paths))
+    if not len(lines.src) == len(lines.tgt) > 0:
+        raise RunError(
+            f"{paths[0]} and {paths[1].name} must have the same number of lines, and not 0, but "
+            f"have {len(lines.src)} and {len(lines.tgt)} instead; restore them from a copy of the "
+            "run."
+        )
+    return lines

@@ -115,8 +115,8 @@ class RunLog:
 
 
 def _step(line: str) -> float:
-    """Return the step of a line of metrics; of one that was cut off, infinity."""
+    """Return the step of a line of metrics; of one that is none, infinity."""
     try:
         return int(json.loads(line)["step"])
-    except ValueError:
+    except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
         return math.inf

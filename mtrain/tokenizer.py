@@ -14,7 +14,7 @@ from pathlib import Path
 import sentencepiece
 
 from mtrain.config import TokenizerConfig
-from mtrain.errors import ConfigError, DataError, RunError
+from mtrain.errors import ConfigError, DataError, RunError, UserError
 
 _TOO_LARGE = re.compile(r"Vocabulary size too high.*?<= (\d+)")
 _TOO_SMALL = re.compile(r"smaller than required_chars\. \d+ vs (\d+)")
@@ -55,9 +55,12 @@ class Vocabulary:
         (Kudo 2018, arXiv 1804.10959); BPE leaves out merges at the rate alpha (1910.13267).
         """
         sentencepiece.set_random_generator_seed(seed)
-        ids: list[list[int]] = self._processor.encode(
-            list(lines), enable_sampling=True, alpha=alpha, nbest_size=_NUM_BEST, num_threads=1
-        )
+        try:
+            ids: list[list[int]] = self._processor.encode(
+                list(lines), enable_sampling=True, alpha=alpha, nbest_size=_NUM_BEST, num_threads=1
+            )
+        except RuntimeError as error:
+            raise RunError(f"the tokenizer cannot sample segmentations: {error}.") from None
         return ids
 
     def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
@@ -72,7 +75,8 @@ class Vocabulary:
 
     def pieces_of(self, ids: Sequence[int]) -> list[str]:
         """Return the pieces of ids, special ones too, as SentencePiece writes them."""
-        return [self._processor.id_to_piece(piece) for piece in ids]
+        pieces: list[str] = self._processor.id_to_piece(list(ids))
+        return pieces
 
 
 def _num_threads(lines: Sequence[str]) -> int:
@@ -119,13 +123,21 @@ def load(directory: Path) -> Tokenizer:
 
 def _load_vocabulary(path: Path) -> Vocabulary:
     try:
-        return Vocabulary(path.read_bytes())
+        vocabulary = Vocabulary(path.read_bytes())
+        vocabulary.pieces_of(range(len(vocabulary)))  # each must be UTF-8
     except OSError:
         raise RunError(f"{path}: is missing; restore it from a copy of the run.") from None
-    except RuntimeError:
+    except (RuntimeError, UnicodeDecodeError):
         raise RunError(
             f"{path}: must be a SentencePiece model, but is not; restore it from a copy of the run."
         ) from None
+    special = [vocabulary.pad, vocabulary.unk, vocabulary.bos, vocabulary.eos]
+    if special != list(range(len(special))):
+        raise RunError(
+            f"{path}: must have the special pieces of mtrain, but has another model's; restore it "
+            "from a copy of the run."
+        )
+    return vocabulary
 
 
 def train(config: TokenizerConfig, src: Iterable[str], tgt: Iterable[str], seed: int) -> Tokenizer:
@@ -133,7 +145,7 @@ def train(config: TokenizerConfig, src: Iterable[str], tgt: Iterable[str], seed:
 
     Raises:
         ConfigError: if the text cannot fill the vocabulary, or needs a larger one.
-        DataError: if there is no text.
+        DataError: if there is no text, or none that can be learned from.
     """
     if config.shared:
         shared = _train_vocabulary(config, _sample(_chain(src, tgt), config, seed))
@@ -185,13 +197,16 @@ def _train_vocabulary(config: TokenizerConfig, lines: list[str]) -> Vocabulary:
     return Vocabulary(model.getvalue())
 
 
-def _explain(config: TokenizerConfig, message: str) -> Exception:
+def _explain(config: TokenizerConfig, message: str) -> UserError:
     if found := _TOO_LARGE.search(message):
         bound = f"at most {found[1]} for this corpus"
     elif found := _TOO_SMALL.search(message):
         bound = f"at least {found[1]} for this corpus (every character and byte has a piece)"
     else:
-        return RuntimeError(message)
+        return DataError(
+            "`data.train` must have lines that SentencePiece can learn from (of at most 4,192 "
+            f"bytes, and not of U+2581 alone), but has none for these settings: {message}."
+        )
     return ConfigError(
         f"`tokenizer.vocab_size` must be {bound}, but is {config.vocab_size} instead."
     )

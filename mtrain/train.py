@@ -41,6 +41,7 @@ _MAX_EXAMPLE = 145  # characters of an example: two lines of a terminal
 _MAX_LEFT_OUT = 10  # updates in a row that are not finite
 _BAR_INTERVAL_S = 0.5
 _OUT_OF_MEMORY = ("can't allocate memory", "could not create a primitive")  # PyTorch, oneDNN
+_ADAM = ("step", "exp_avg", "exp_avg_sq")  # what it keeps of each parameter
 _LEAST_TOKENS = 512  # target tokens that are worth a thread of their own
 
 
@@ -151,8 +152,9 @@ class Trainer:
         """Become what the training was when it saved a checkpoint."""
         weights, optimizer, self.progress = checkpoint.load(path, self.fingerprint)
         set_weights(self.model, weights, path / "model.safetensors")
+        _check_optimizer(self.model, optimizer, path)
         _set_optimizer(self.optimizer, self.model, optimizer)
-        _set_random_state(optimizer)
+        _restore_random_state(optimizer, path)
         self.window.restore(self.progress)
         self.is_saved = True
 
@@ -687,11 +689,24 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer, model: torch.nn.Module)
     }
 
 
+def _check_optimizer(model: torch.nn.Module, tensors: Weights, path: Path) -> None:
+    """Refuse the state of another optimizer, or of another model's."""
+    for name, parameter in model.named_parameters():
+        for key in _ADAM:
+            found = tensors.get(f"{key}.{name}")
+            wanted = torch.Size() if key == "step" else parameter.shape
+            if found is None or found.shape != wanted or found.dtype != parameter.dtype:
+                raise RunError(
+                    f"{path / 'optimizer.safetensors'}: `{key}.{name}` must be "
+                    f"{parameter.dtype} in the shape {tuple(wanted)}, but is not."
+                )
+
+
 def _set_optimizer(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, tensors: Weights
 ) -> None:
     for name, parameter in model.named_parameters():
-        for key in ("step", "exp_avg", "exp_avg_sq"):
+        for key in _ADAM:
             optimizer.state[parameter][key] = tensors[f"{key}.{name}"].to(parameter.device)
 
 
@@ -712,6 +727,16 @@ def _set_random_state(tensors: Weights) -> None:
     torch.set_rng_state(tensors["random.cpu"])
     if "random.cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["random.cuda"])
+
+
+def _restore_random_state(tensors: Weights, path: Path) -> None:
+    try:
+        _set_random_state(tensors)
+    except (KeyError, RuntimeError, TypeError):
+        raise RunError(
+            f"{path / 'optimizer.safetensors'}: must hold a state of PyTorch's random numbers, "
+            "but holds none that this version can take."
+        ) from None
 
 
 def _perplexity(nll: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from mtrain.config import DecodingConfig, ModelConfig
 from mtrain.ensemble import Ensemble, EnsembleState, Padded
 from mtrain.errors import ConfigError, RunError
 from mtrain.kernels import quantize_int8
-from mtrain.model import Transformer
+from mtrain.model import Transformer, count_weights
 from mtrain.parallel import Workers
 from mtrain.rundir import RunDir
 from mtrain.search import (
@@ -330,8 +331,16 @@ def _load_model(
     run: RunDir, config: ModelConfig, vocabulary: Tokenizer, loading: Loading, device: torch.device
 ) -> Transformer:
     path = _weights_path(run, loading.step)
+    weights = checkpoint.load_model(path, vocabulary.fingerprint())
+    held = sum(tensor.numel() for tensor in weights.values())
+    needed = count_weights(config, len(vocabulary.src), len(vocabulary.tgt))
+    if needed > held:  # before a model takes the memory that only its config asks for
+        raise RunError(
+            f"{path}: `model` of config.yaml asks for {needed:,} weights, but it holds {held:,} "
+            "instead; restore the run's own config.yaml."
+        )
     model = build_model(config, vocabulary)
-    set_weights(model, checkpoint.load_model(path, vocabulary.fingerprint()), path)
+    set_weights(model, weights, path)
     model.to(device).eval()
     if loading.precision == "bfloat16":
         model.compute_in(torch.bfloat16)
@@ -355,8 +364,20 @@ def _weights_path(run: RunDir, step: int | None) -> Path:
 
 
 def build_model(config: ModelConfig, vocabulary: Tokenizer) -> Transformer:
-    """Return an untrained model for these vocabularies."""
-    return Transformer(config, len(vocabulary.src), len(vocabulary.tgt))
+    """Return an untrained model for these vocabularies.
+
+    Raises:
+        ConfigError: if this machine has not the memory for its weights.
+    """
+    num_src, num_tgt = len(vocabulary.src), len(vocabulary.tgt)
+    needed = 4 * count_weights(config, num_src, num_tgt)
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise ConfigError(
+            f"`model` must fit into this machine's memory of {there / 2**30:,.1f} GiB, but its "
+            f"weights need {needed / 2**30:,.1f} GiB."
+        )
+    return Transformer(config, num_src, num_tgt)
 
 
 def set_weights(model: Transformer, weights: checkpoint.Weights, path: Path) -> None:
@@ -372,6 +393,11 @@ def set_weights(model: Transformer, weights: checkpoint.Weights, path: Path) -> 
             raise RunError(
                 f"{path}: `{name}` must have the shape {tuple(parameter.shape)} that config.yaml "
                 f"asks for, but is {found} instead; restore the run's own config.yaml."
+            )
+        if not weights[name].is_floating_point():
+            raise RunError(
+                f"{path}: `{name}` must hold floating-point numbers, but holds "
+                f"{weights[name].dtype} instead."
             )
     with torch.no_grad():
         for name, parameter in own.items():
@@ -389,7 +415,7 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).cpu()  # a device that only pretends fails here
-    except (RuntimeError, AssertionError):
+    except (RuntimeError, AssertionError, ImportError):
         raise ConfigError(
             f"`device` must be one of this machine, such as cpu or cuda, but is {name!r} instead."
         ) from None

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for tiny models, a second thread costs time
 
-from tasks import copy_task, tiny_tree, write_config
+from tasks import copy_task, tiny_tree, train, write_config, write_task
 
 from mtrain.cli import main
 from mtrain.rundir import RunDir
@@ -34,7 +34,14 @@ settings.register_profile(
     max_examples=50,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-settings.load_profile("repeatable")
+settings.register_profile(
+    "nightly",
+    settings.get_profile("repeatable"),
+    derandomize=False,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+settings.load_profile("nightly" if "MTRAIN_FUZZ" in os.environ else "repeatable")
 
 SETTLED = {  # enough for the copy task to be learned almost without fault
     "max_steps": 400,
@@ -131,3 +138,21 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     result = run_mtrain("train", write_config(directory / "config.yaml", tree))
     assert result.returncode == 0, result.stderr.decode()
     return RunDir(directory / "run")
+
+
+@pytest.fixture(scope="session")
+def noisy(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run of a few updates, whose translations are noise. Tests only read it."""
+    changes = ["max_steps=3", "validate_every=1", "log_every=1", "lr=1e-6", "keep_last=2"]
+    config_path = write_task(tmp_path_factory.mktemp("noisy"))
+    return train(config_path, *(f"training.{change}" for change in changes))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many hostile cases `make fuzz` has tried."""
+    from hostile import tried
+
+    if "MTRAIN_FUZZ" in os.environ:
+        for name, count in tried.most_common():
+            terminalreporter.write_line(f"{count:7,}  {name}")
+        terminalreporter.write_line(f"{tried.total():7,}  hostile cases were tried")

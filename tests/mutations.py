@@ -457,7 +457,7 @@ TRAINING = [
     ),
     train(
         "resumes without the random state",
-        "        _set_random_state(optimizer)\n",
+        "        _restore_random_state(optimizer, path)\n",
         "",
         "stopped_and_went_on",
     ),

@@ -26,8 +26,8 @@ def encoded_pairs() -> list[EncodedPair]:
     eos = vocabularies().src.eos
     return [
         EncodedPair(
-            [1000 + number, *rng.integers(4, 400, rng.integers(0, 18)).tolist(), eos],
-            [1000 + number, *rng.integers(4, 400, rng.integers(0, 18)).tolist()],
+            [300 + number, *rng.integers(4, 300, rng.integers(0, 18)).tolist(), eos],
+            [300 + number, *rng.integers(4, 300, rng.integers(0, 18)).tolist()],
             None,
             None,
         )
@@ -238,11 +238,11 @@ def test_pairs_with_an_empty_target_are_read_back(tmp_path):
 
 def test_more_pairs_than_arrow_writes_at_once_are_read_back(tmp_path):
     count, eos = 2500, vocabularies().src.eos
-    pairs = (EncodedPair([number, eos], [number, number], None, None) for number in range(count))
+    keys = [(4 + number // 400, 4 + number % 400) for number in range(count)]
+    pairs = (EncodedPair([*key, eos], list(key), None, None) for key in keys)
     assert write_pairs(tmp_path / TRAIN_FILE, pairs, with_text=False) == count
     batches = pairs_in(epoch(training_data(tmp_path), 0, batch_tokens=3000))
-    expected = [((number, eos), (number, number)) for number in range(count)]
-    assert sorted(itertools.chain(*batches)) == expected
+    assert sorted(itertools.chain(*batches)) == [((*key, eos), key) for key in keys]
 
 
 def test_text_is_stored_only_when_it_is_asked_for(tmp_path):

@@ -314,7 +314,7 @@ def test_a_config_of_another_model_is_found(cli: Cli, run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("row", "src", "tgt"), [(0, 285, 4), (3, 4, 285), (199, -1, 4), (120, 4, -7)]
 )
-def test_ids_outside_the_vocabulary_are_found_with_their_pair(
+def test_ids_outside_the_vocabulary_are_found(
     cli: Cli, run: RunDir, row: int, src: int, tgt: int
 ) -> None:
     pairs = [EncodedPair([5, 6, 3], [5], None, None)] * 200
@@ -323,10 +323,9 @@ def test_ids_outside_the_vocabulary_are_found_with_their_pair(
     rewrite_sums(run)
     outcome = examined(cli, run)
     assert failed(outcome) == ["data"]
-    side = "tgt" if src == 4 else "src"
     assert facts(outcome, "data") == [
-        f"data/train.arrow: pair {row + 1}: must have `{side}` ids below 285 in the number that "
-        "it says, but has others."
+        "data/train.arrow: must be a whole table of pairs of this run's tokenizer, but is not; "
+        "restore it from a copy of the run."
     ]
     assert facts(outcome, "resume") == ["needs whole data"]
 
@@ -344,7 +343,7 @@ def test_lengths_that_are_not_those_of_the_ids_are_found(cli: Cli, run: RunDir) 
     ):
         stream.write_table(table)
     rewrite_sums(run)
-    assert "pair 3: must have `tgt` ids" in facts(examined(cli, run), "data")[0]
+    assert "must be a whole table of pairs" in facts(examined(cli, run), "data")[0]
 
 
 def test_a_ledger_that_does_not_list_what_was_counted_is_found(cli: Cli, run: RunDir) -> None:
@@ -364,14 +363,17 @@ def test_text_whose_sides_are_not_equally_long_is_found(cli: Cli, run: RunDir, n
     rewrite_sums(run)
     outcome = examined(cli, run, "--no-replay")
     assert failed(outcome) == ["data"]
-    assert f"the two sides of `{name}` must have the same number" in facts(outcome, "data")[0]
+    assert f"data/{name}.src and " in facts(outcome, "data")[0]
+    assert "must have the same number of lines" in facts(outcome, "data")[0]
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_found(cli: Cli, run: RunDir) -> None:
     (run.path / NEWEST).rename(run.checkpoints_dir / "step-00000016")
     outcome = examined(cli, run, "--no-replay")
     assert failed(outcome) == ["checkpoints"]
-    assert "must hold step 16, but holds 12" in facts(outcome, "checkpoints")[0]
+    assert (
+        "`step` must be that of its folder, but is 12 instead" in facts(outcome, "checkpoints")[0]
+    )
 
 
 @pytest.mark.parametrize("by", [1e-6, 0.01, -0.01])

@@ -28,7 +28,7 @@ def steps(run: RunDir) -> list[int]:
 
 def test_the_present_format_has_a_golden_run() -> None:
     headers = [checkpoint._read_header(folder / "model.safetensors") for folder in FOLDERS]
-    assert checkpoint.FORMAT in {header["format"] for header in headers}
+    assert checkpoint.FORMAT in {header.format for header in headers}
 
 
 @each_folder

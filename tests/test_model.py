@@ -21,6 +21,7 @@ from mtrain.model import (
     Positions,
     SelfAttention,
     Transformer,
+    count_weights,
     merge_heads,
     num_parameters,
     sinusoids,
@@ -1015,6 +1016,16 @@ def test_tied_embeddings_share_their_storage_as_named():
     table = 20 * D_MODEL
     assert num_parameters(none) - num_parameters(decoder) == table
     assert num_parameters(decoder) - num_parameters(everything) == table
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+@pytest.mark.parametrize("tie", ["all", "decoder", "none"])
+@pytest.mark.parametrize("positions", [{}, {"positions": "learned", "max_positions": 33}])
+def test_weights_are_counted_before_a_model_is_made(norm, tie, positions):
+    layers = {"num_encoder_layers": 3, "num_decoder_layers": 2}
+    config = model_config(norm=norm, tie_embeddings=tie, **layers, **positions)
+    num_src = 20 if tie == "all" else 31
+    assert count_weights(config, num_src, 20) == num_parameters(Transformer(config, num_src, 20))
 
 
 def test_tied_embeddings_are_each_others_gradient():
