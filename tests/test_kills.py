@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hostile import TIMES
 from tasks import REPOSITORY, reverse_task, train, write_task
 from test_train import timeless, weights
 
@@ -17,8 +18,7 @@ from mtrain import checkpoint
 from mtrain.rundir import RunDir
 
 SAVING = ["training.save_every=1", "training.keep_last=3", "training.average=3"]
-NUM_RANDOM = 6
-NUM_INSIDE = 6
+NUM_KILLS = (6, 30)  # at random moments, and as many inside a save; in make test and make fuzz
 
 CALLS = ("fsync", "replace", "rmdir", "unlink", "mkdir")  # what changes the disk
 PATIENCE_S = 120
@@ -90,9 +90,10 @@ def test_every_test_that_the_page_names_exists() -> None:
     assert len(named) > 15
     for file, name in named:
         assert f"def {name}(" in (REPOSITORY / "tests" / file).read_text(encoding="utf-8")
-    assert f"killed {NUM_RANDOM + NUM_INSIDE} times, at {NUM_RANDOM} random" in page.replace(
-        "\n", " "
-    )
+    text = page.replace("\n", " ")
+    few, many = NUM_KILLS
+    assert f"killed {2 * few} times, at {few} random moments and at {few} calls" in text
+    assert f"kills {2 * many} times, {many} times at random" in text
 
 
 def test_random_kills_change_nothing(source: Path, straight: RunDir, tmp_path: Path) -> None:
@@ -103,7 +104,7 @@ def test_random_kills_change_nothing(source: Path, straight: RunDir, tmp_path: P
     assert in_child(source, timed) == 0
     whole_s = time.monotonic() - began
     num_kills = number = 0
-    while num_kills < NUM_RANDOM:
+    while num_kills < NUM_KILLS[TIMES > 1]:
         number += 1
         run = RunDir(tmp_path / f"run-{number}")
         for _ in range(10):
@@ -121,7 +122,7 @@ def test_kills_inside_a_save_change_nothing(source: Path, straight: RunDir, tmp_
     assert in_child(source, RunDir(tmp_path / "whole")) == 0
     num_calls = int((tmp_path / "whole.count").read_text("utf-8"))
     assert num_calls > 100
-    for moment in random.Random(2).sample(range(1, num_calls + 1), NUM_INSIDE):
+    for moment in random.Random(2).sample(range(1, num_calls + 1), NUM_KILLS[TIMES > 1]):
         run = RunDir(tmp_path / f"run-{moment}")
         assert in_child(source, run, kill_at=moment) == -signal.SIGKILL
         assert in_child(source, run) == 0
