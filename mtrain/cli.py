@@ -81,6 +81,21 @@ class Quantize(str, Enum):
     INT8 = "int8"
 
 
+class Target(str, Enum):
+    """For which library a model is exported."""
+
+    CTRANSLATE2 = "ctranslate2"
+    HUGGINGFACE = "huggingface"
+
+
+class Stored(str, Enum):
+    """How few bits of each weight are stored."""
+
+    INT8 = "int8"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+
+
 class Format(str, Enum):
     """How translations are written."""
 
@@ -540,6 +555,37 @@ def doctor(
     _put(lines(), None)
     if "FAILED" in verdicts:
         raise typer.Exit(2)
+
+
+@app.command()
+def export(
+    run: RunArgument,
+    directory: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="The folder to write, new.", show_default=False),
+    ],
+    to: Annotated[Target, typer.Option("--to", help="The library.", show_default=False)],
+    quantize: Annotated[
+        Stored | None,
+        typer.Option(help="Store fewer bits of each weight; int8 for ctranslate2 only."),
+    ] = None,
+    check_lines: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Compare on N lines of the validation text.")
+    ] = 100,
+) -> None:
+    """Write the model for another library, and check it with that library.
+
+    What it prints is how the copy compares with the model. One that is not quantised and does not
+    translate as the model does is an error, and nothing is written.
+
+    Example: mtrain export runs/demo demo-ct2 --to ctranslate2 --quantize int8
+    """
+    from mtrain import export as exporting
+    from mtrain.rundir import RunDir
+
+    wanted = exporting.Wanted(to.value, quantize.value if quantize else None, check_lines)
+    report = exporting.export(RunDir(run), directory, wanted, _warn)
+    _put(exporting.as_text(report), None)
 
 
 def _put(lines: Iterable[str], output: Path | None) -> None:
