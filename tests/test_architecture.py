@@ -70,6 +70,7 @@ RANKS = {
 }
 MODULES = sorted(path.relative_to(PACKAGE).as_posix()[:-3] for path in PACKAGE.rglob("*.py"))
 HEAVY = {"torch", "numpy", "datasets", "sentencepiece", "sacrebleu", "matplotlib"}
+HEAVY |= {"ctranslate2", "transformers"}
 LONGEST_FUNCTION = 60
 
 

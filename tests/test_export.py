@@ -1,0 +1,593 @@
+"""What other libraries are given translates as the run does, or is refused, and is checked."""
+
+import hashlib
+import json
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import yaml
+from builders import SRC_LINES, TGT_LINES, model_config, transformer, vocabularies
+from conftest import Cli
+from safetensors.torch import load_file
+from tasks import train as train_task
+from tasks import write_task
+
+from mtrain import comparison, ctranslate2_model, export, marian, translate
+from mtrain.comparison import Copy, Found, Ids
+from mtrain.config import Config, DecodingConfig
+from mtrain.ctranslate2_model import CTranslate2Copy
+from mtrain.errors import ConfigError, RunError
+from mtrain.export import Report, Target, Wanted
+from mtrain.marian import MarianCopy
+from mtrain.model import Transformer, sinusoids
+from mtrain.prepare import Lines
+from mtrain.rundir import RunDir
+from mtrain.tokenizer import Tokenizer
+from mtrain.translate import Loading, Source, Translator
+
+PACKAGES = {"ctranslate2": "ctranslate2", "huggingface": "transformers"}
+TARGETS: list[Target] = ["ctranslate2", "huggingface"]
+EXACT = 1e-4  # of a log-probability in float32
+LINES = Lines(SRC_LINES[:3], TGT_LINES[:3])
+ODD = [
+    "a </s> b <pad> <unk> <s> c",
+    "two  spaces , and a space before a point .",
+    " \N{SNOWMAN} \N{GRINNING FACE} ",
+    "▁ a marker",
+    "ﬁ and tab\tand NBSP\N{NO-BREAK SPACE}end",
+]
+
+
+def need(target: str) -> None:
+    package = PACKAGES[target]
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+
+
+@pytest.fixture(params=TARGETS)
+def target(request: pytest.FixtureRequest) -> Target:
+    need(request.param)
+    return request.param  # type: ignore[no-any-return]
+
+
+def settings(**data: object) -> Config:
+    corpus = {"src": ["a"], "tgt": ["b"]}
+    tree = {"src_lang": "en", "tgt_lang": "de", "train": corpus, "valid": corpus, "max_tokens": 64}
+    return Config.model_validate({"run_dir": "x", "data": tree | data})
+
+
+def translator_of(model: Transformer, tokenizer: Tokenizer) -> Translator:
+    decoding = DecodingConfig(beam=3, max_extra_tokens=2)
+    return Translator([model], tokenizer, decoding, torch.device("cpu"))
+
+
+def random_model(kind: str = "unigram", shared: bool = True, **variant: object) -> Translator:
+    """A float32 model none of whose weights is a zero or a one."""
+    tokenizer = vocabularies(kind, shared)
+    config = model_config(**variant)
+    model = transformer(config, len(tokenizer.src), len(tokenizer.tgt)).float()
+    return translator_of(model, tokenizer)
+
+
+def copied(translator: Translator, target: Target, directory: Path) -> Copy:
+    model, tokenizer = translator.model, translator.tokenizer
+    if target == "ctranslate2":
+        ctranslate2_model.refuse(model.config)
+        ctranslate2_model.write(model, tokenizer, directory, None)
+        return CTranslate2Copy(directory)
+    marian.refuse(model.config)
+    marian.write(model, tokenizer, settings(), directory, None)
+    return MarianCopy(directory)
+
+
+class Exported(NamedTuple):
+    directory: Path
+    report: Report
+
+
+@pytest.fixture(scope="module")
+def exported(trained: RunDir, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
+    """Exports of the copy task, made when they are asked for."""
+
+    class Made(dict[str, Exported]):
+        def __missing__(self, name: str) -> Exported:
+            target, _, quantization = name.partition(" ")
+            need(target)
+            directory = tmp_path_factory.mktemp("exports") / name.replace(" ", "-")
+            wanted = Wanted(target, quantization or None)  # type: ignore[arg-type]
+            report = export.export(trained, directory, wanted, lambda _: None)
+            self[name] = Exported(directory, report)
+            return self[name]
+
+    return Made()
+
+
+# A whole export
+
+
+def test_a_trained_model_is_the_same_in_other_hands(
+    exported: dict[str, Exported], target: Target
+) -> None:
+    directory, report = exported[target]
+    found = report.comparison
+    for same in (found.encoded, found.greedy, found.beam, found.decoded):
+        assert same == (12, 12)  # the whole validation text
+    assert found.reference < EXACT and found.found < EXACT
+    assert report.bleu is None
+    kept = json.loads((directory / "export.json").read_text("utf-8"))
+    assert kept["comparison"]["greedy"] == [12, 12]
+    assert export.as_text(report)[0] in (directory / "README.md").read_text("utf-8")
+
+
+def test_the_folders_hold_what_the_libraries_look_for(
+    exported: dict[str, Exported], target: Target
+) -> None:
+    names = {path.name for path in exported[target].directory.iterdir()}
+    both = {"README.md", "export.json", "source.spm", "target.spm", "config.json"}
+    own = {
+        "ctranslate2": {"model.bin", "shared_vocabulary.json"},
+        "huggingface": {
+            "model.safetensors",
+            "vocab.json",
+            "tokenizer_config.json",
+            "generation_config.json",
+        },
+    }
+    assert names == both | own[target]
+
+
+def test_the_lines_of_python_on_the_page_translate(
+    exported: dict[str, Exported],
+    target: Target,
+    trained: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    directory = exported[target].directory
+    page = (directory / "README.md").read_text("utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    monkeypatch.chdir(directory)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about sacremoses
+        variables: dict[str, object] = {}
+        exec(code, variables)
+    lines = variables["lines"]
+    assert isinstance(lines, list)
+    own = translate.load(trained, loading=Loading("cpu")).translate(lines)
+    assert capsys.readouterr().out == f"{own}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("ctranslate2 int8", 0.9),
+        ("ctranslate2 float16", 0.8),
+        ("ctranslate2 bfloat16", 0.8),
+        ("huggingface float16", 0.6),
+        ("huggingface bfloat16", 0.6),
+    ],
+)
+def test_a_quantised_model_is_smaller_and_says_what_it_costs(
+    exported: dict[str, Exported], name: str, part: float
+) -> None:
+    target, _, quantization = name.partition(" ")
+    weights = {"ctranslate2": "model.bin", "huggingface": "model.safetensors"}[target]
+    size = (exported[name].directory / weights).stat().st_size
+    assert size < part * (exported[target].directory / weights).stat().st_size
+    report = exported[name].report
+    assert report.precision == quantization
+    assert report.bleu is not None
+    assert report.bleu.model > 90 and abs(report.bleu.copy - report.bleu.model) < 5
+    assert 0 < report.comparison.reference < 0.5
+    last = export.as_text(report)[-1]
+    assert re.match(r"validation BLEU, exported +\d+\.\d\d \([+-]\d+\.\d\d\)$", last)
+
+
+# Variants
+
+VARIANTS: list[dict[str, object]] = [
+    {"tie_embeddings": "all"},
+    {"tie_embeddings": "decoder", "activation": "gelu", "kind": "bpe"},
+    {"tie_embeddings": "decoder", "shared": False},
+    {"tie_embeddings": "none"},
+    {"tie_embeddings": "none", "shared": False, "activation": "gelu", "num_decoder_layers": 1},
+]
+OTHER_VARIANTS: list[dict[str, object]] = [
+    {"norm": "pre", "tie_embeddings": "all"},
+    {"norm": "pre", "activation": "gelu", "kind": "bpe", "shared": False},
+    {"positions": "learned", "max_positions": 96, "tie_embeddings": "all"},
+    {"positions": "learned", "max_positions": 96, "norm": "pre", "activation": "gelu"},
+]
+
+
+def named(variant: dict[str, object]) -> str:
+    return " ".join(f"{key}={value}" for key, value in variant.items())
+
+
+@pytest.mark.parametrize("variant", VARIANTS + OTHER_VARIANTS, ids=named)
+def test_a_variant_is_exact_in_ctranslate2(variant: dict[str, object], tmp_path: Path) -> None:
+    need("ctranslate2")
+    check_exact(random_model(**variant), "ctranslate2", tmp_path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=named)
+def test_a_variant_is_exact_in_transformers(variant: dict[str, object], tmp_path: Path) -> None:
+    need("huggingface")
+    check_exact(random_model(**variant), "huggingface", tmp_path)  # type: ignore[arg-type]
+
+
+def check_exact(translator: Translator, target: Target, directory: Path) -> None:
+    found = comparison.compare(translator, copied(translator, target, directory), LINES)
+    assert found.problems() == []
+    assert found.encoded == found.greedy == found.decoded == (3, 3)
+    assert found.reference < EXACT and found.found < EXACT
+
+
+def test_in_float64_the_logits_of_transformers_are_those_of_mtrain(tmp_path: Path) -> None:
+    need("huggingface")
+    translator = random_model(tie_embeddings="none")
+    copy = copied(translator, "huggingface", tmp_path)
+    assert isinstance(copy, MarianCopy)
+    copy.model.double()
+    for stack in (copy.model.model.encoder, copy.model.model.decoder):
+        table = stack.embed_positions.weight
+        d_model = table.shape[1]
+        order = [*range(0, d_model, 2), *range(1, d_model, 2)]
+        exact = sinusoids(len(table), d_model)[:, order]
+        assert (table - exact).abs().max() < 1e-4  # theirs are rounded to float32
+        table.data.copy_(exact)
+    translator.model.double()
+    sources = translator.tokenizer.encode_src(LINES.src)
+    targets = translator.tokenizer.tgt.encode(LINES.tgt)
+    own = translator.score([Source(ids) for ids in sources], targets)
+    for ours, theirs in zip(own, copy.score(sources, targets), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-10, rel=0)
+
+
+@pytest.mark.parametrize(
+    ("target", "variant", "words"),
+    [
+        (
+            "ctranslate2",
+            {"attention_window": 3},
+            "`model.attention_window` must be null for CTranslate2",
+        ),
+        ("huggingface", {"attention_window": 3}, "`model.attention_window` must be null for"),
+        ("huggingface", {"norm": "pre"}, "MarianMTModel, which has no pre-norm layers, but is"),
+        (
+            "huggingface",
+            {"positions": "learned", "max_positions": 8},
+            "which forgets any other table when it is saved again, but is 'learned' instead",
+        ),
+    ],
+)
+def test_a_variant_that_a_library_cannot_hold_is_refused_by_name(
+    target: Target, variant: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        copied(random_model(**variant), target, tmp_path)  # type: ignore[arg-type]
+
+
+def test_what_is_said_of_learned_positions_is_true(tmp_path: Path) -> None:
+    need("huggingface")
+    copy = copied(random_model(tie_embeddings="all"), "huggingface", tmp_path)
+    assert isinstance(copy, MarianCopy)
+    copy.model.model.encoder.embed_positions.weight.data.zero_()
+    copy.model.save_pretrained(tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert not [name for name in again if "positions" in name]
+
+
+# Limits, and odd text
+
+
+def long_pair(translator: Translator, num_pieces: int) -> tuple[Ids, Ids]:
+    pieces = translator.tokenizer.encode_src([" ".join(SRC_LINES)])[0]
+    eos = translator.tokenizer.src.eos
+    return [[*pieces[: num_pieces - 1], eos]], translator.tokenizer.tgt.encode(LINES.tgt[:1])
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [{"tie_embeddings": "all"}, {"positions": "learned", "max_positions": 40}],
+    ids=named,
+)
+def test_a_source_beyond_the_usual_cut_is_read_whole(
+    variant: dict[str, object], tmp_path: Path
+) -> None:
+    """CTranslate2 cuts after 1,024 pieces unless told not to; learned positions end before."""
+    need("ctranslate2")
+    translator = random_model(**variant)  # type: ignore[arg-type]
+    copy = copied(translator, "ctranslate2", tmp_path)
+    sources, targets = long_pair(translator, 1500)
+    own = comparison._Own(translator, copy.is_closed)
+    assert own.score(sources, targets)[0] == pytest.approx(
+        copy.score(sources, targets)[0], abs=EXACT
+    )
+    cut = [[*sources[0][:1023], sources[0][-1]]]
+    apart = zip(own.score(cut, targets)[0], own.score(sources, targets)[0], strict=True)
+    assert max(abs(a - b) for a, b in apart) > 10 * EXACT
+    (found,) = copy.search(sources, 1, [3])
+    assert found.ids == own.search(sources, 1)[0][: len(found.ids)]
+
+
+def test_a_source_beyond_the_tables_is_an_error_and_not_cut(
+    exported: dict[str, Exported], target: Target
+) -> None:
+    directory = exported[target].directory
+    length = {"ctranslate2": ctranslate2_model.NUM_POSITIONS, "huggingface": 1024}[target]
+    copy = CTranslate2Copy(directory) if target == "ctranslate2" else MarianCopy(directory)
+    (pieces,) = copy.encode(["ba " * 10])
+    sources = [[*(pieces[0] for _ in range(length)), pieces[-1]]]
+    with pytest.raises((RuntimeError, IndexError)):
+        copy.search(sources, 1, [2])
+
+
+def test_padding_and_bos_are_never_written(target: Target, tmp_path: Path) -> None:
+    translator = random_model(tie_embeddings="none", num_decoder_layers=1)
+    norm = translator.model.decoder[0].residual_3.norm
+    with torch.no_grad():
+        norm.weight.zero_()  # every state is the norm's bias
+        tgt = translator.tokenizer.tgt
+        weight = translator.model.output.weight
+        weight[tgt.pad] = weight[tgt.bos] = norm.bias
+    copy = copied(translator, target, tmp_path)
+    sources = translator.tokenizer.encode_src(LINES.src)
+    for beam in (1, 3):
+        for found in copy.search(sources, beam, [4] * len(sources)):
+            assert found.ids and not {tgt.pad, tgt.bos} & set(found.ids)
+
+
+def test_odd_text_has_the_same_pieces_and_comes_back_the_same(
+    exported: dict[str, Exported], target: Target, trained: RunDir
+) -> None:
+    directory = exported[target].directory
+    copy = CTranslate2Copy(directory) if target == "ctranslate2" else MarianCopy(directory)
+    tokenizer = translate.load(trained, loading=Loading("cpu")).tokenizer
+    assert copy.encode(ODD) == tokenizer.encode_src(ODD)
+    ids = tokenizer.tgt.encode(ODD)
+    texts = zip(copy.decode(ids), tokenizer.tgt.decode(ids), strict=True)
+    assert [a for a, b in texts if a.strip() != b.replace("▁", " ").strip()] == []
+
+
+def test_an_empty_line_gives_ctranslate2_an_empty_translation(
+    exported: dict[str, Exported],
+) -> None:
+    copy = CTranslate2Copy(exported["ctranslate2"].directory)
+    assert copy._translator.translate_batch([[]])[0].hypotheses == [[]]
+
+
+# The check
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "src_embedding.weight",
+        "encoder.0.self_attention.queries_keys_values.weight",
+        "decoder.0.cross_attention.source_keys_values.weight",
+        "decoder.0.feed_forward.outer.bias",
+        "decoder.0.residual_2.norm.weight",
+    ],
+)
+def test_one_altered_weight_fails_the_export_and_leaves_no_folder(
+    cli: Cli,
+    trained: RunDir,
+    target: Target,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Transformer, "state_dict", altered(Transformer.state_dict, name))
+    outcome = cli("export", trained.path, tmp_path / "out", "--to", target)
+    assert (outcome.code, outcome.out) == (2, b"")
+    *_, last = outcome.err.splitlines()
+    assert last.startswith(f"mtrain: {tmp_path / 'out'}: nothing is exported: ")
+    assert "differences of log-probability must be at most 0.001, but are " in last
+    assert list(tmp_path.iterdir()) == []
+
+
+def altered(state_dict: object, name: str) -> object:
+    """Let a model hand out one of its tensors a little larger."""
+
+    def handed_out(model: Transformer) -> dict[str, torch.Tensor]:
+        own: dict[str, torch.Tensor] = dict(state_dict(model))  # type: ignore[operator]
+        own[name] = own[name] * 1.2 + 0.02
+        return own
+
+    return handed_out
+
+
+class Mirror:
+    """The model itself, as if it were its copy."""
+
+    is_closed = False
+
+    def __init__(self, translator: Translator) -> None:
+        self._own = comparison._Own(translator, self.is_closed)
+        self._tokenizer = translator.tokenizer
+
+    def encode(self, lines: Sequence[str]) -> Ids:
+        return self._tokenizer.encode_src(lines)
+
+    def decode(self, ids: Ids) -> list[str]:
+        return self._tokenizer.tgt.decode(ids)
+
+    def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[Found]:
+        ids = self._own.search(sources, beam)
+        sums = [sum(own) for own in self.score(sources, ids)]
+        return [Found(own, total, True) for own, total in zip(ids, sums, strict=True)]
+
+    def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
+        return self._own.score(sources, targets)
+
+
+@pytest.fixture(scope="module")
+def own() -> Translator:
+    return random_model(tie_embeddings="all")
+
+
+def test_a_model_compared_with_itself_has_no_problems(own: Translator) -> None:
+    found = comparison.compare(own, Mirror(own), LINES)
+    assert found.problems() == []
+    assert found.beam == (3, 3)
+    assert found.reference == found.found == 0
+
+
+def problems_of(own: Translator, copy: Mirror) -> str:
+    return "; ".join(comparison.compare(own, copy, LINES).problems())
+
+
+def test_each_way_of_being_another_model_is_a_problem(own: Translator) -> None:
+    class OtherPieces(Mirror):
+        def encode(self, lines: Sequence[str]) -> Ids:
+            return [[ids[0], *ids] for ids in super().encode(lines)]
+
+    class OtherText(Mirror):
+        def decode(self, ids: Ids) -> list[str]:
+            return [text + "." for text in super().decode(ids)]
+
+    class OtherChoice(Mirror):
+        def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[Found]:
+            found = super().search(sources, beam, max_lengths)
+            return [one._replace(ids=[*one.ids[:1], 7]) for one in found] if beam == 1 else found
+
+    class OtherSums(Mirror):
+        def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[Found]:
+            found = super().search(sources, beam, max_lengths)
+            return [one._replace(log_prob=one.log_prob + 0.01) for one in found]
+
+    class NoNumbers(Mirror):
+        def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
+            return [[float("nan")] * len(row) for row in super().score(sources, targets)]
+
+    assert problems_of(own, OtherPieces(own)) == (
+        "the source pieces must be the same on all lines, but is on 0 of 3"
+    )
+    assert "the text of an output" in problems_of(own, OtherText(own))
+    assert "greedy output must be the same on all lines" in problems_of(own, OtherChoice(own))
+    assert "of beam output must be at most 0.001, but are 0.01" in problems_of(own, OtherSums(own))
+    assert "must be at most 0.001, but are inf" in problems_of(own, NoNumbers(own))
+
+
+def test_another_choice_that_is_as_likely_is_none(own: Translator) -> None:
+    """Two pieces with the same embedding: which of them is written is left to rounding."""
+    model = transformer(own.model.config, len(own.tokenizer.src), len(own.tokenizer.tgt)).float()
+    first = comparison._Own(own, False).search(own.tokenizer.encode_src(LINES.src), 1)[0][0]
+    twin = first + 1
+    with torch.no_grad():
+        model.tgt_embedding.weight[twin] = model.tgt_embedding.weight[first]
+    same = translator_of(model, own.tokenizer)
+
+    class Twins(Mirror):
+        def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[Found]:
+            swap = {first: twin, twin: first}
+            found = super().search(sources, beam, max_lengths)
+            swapped = [[swap.get(piece, piece) for piece in one.ids] for one in found]
+            return [one._replace(ids=ids) for one, ids in zip(found, swapped, strict=True)]
+
+    found = comparison.compare(same, Twins(same), LINES)
+    assert found.greedy == (3, 3)
+    assert found.beam.num_same < 3
+
+
+# The command
+
+
+def test_the_command_prints_the_table(cli: Cli, trained: RunDir, tmp_path: Path) -> None:
+    need("ctranslate2")
+    directory = tmp_path / "new" / "out"
+    outcome = cli("export", trained.path, directory, "--to", "ctranslate2", "--check-lines", "5")
+    assert outcome.code == 0, outcome.err
+    assert re.fullmatch(r"library +ctranslate2, ctranslate2 [\d.]+", outcome.lines[0])
+    assert outcome.lines[2].endswith("5 of 5")
+    assert outcome.err == f"mtrain: {directory}: writing, then checking on 5 lines\n"
+    assert [path.name for path in directory.parent.iterdir()] == ["out"]
+
+
+def test_a_folder_that_is_there_is_left_as_it_is(
+    cli: Cli, trained: RunDir, tmp_path: Path, target: Target
+) -> None:
+    (tmp_path / "mine.txt").write_text("x")
+    outcome = cli("export", trained.path, tmp_path, "--to", target)
+    assert (outcome.code, outcome.out) == (2, b"")
+    assert outcome.err == (
+        f"mtrain: {tmp_path}: must not be there yet, but is; name another folder.\n"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_missing_library_is_one_line(
+    cli: Cli, trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for target, package in PACKAGES.items():
+        monkeypatch.setitem(sys.modules, package, None)
+        outcome = cli("export", trained.path, tmp_path / "out", "--to", target)
+        assert outcome.code == 2
+        assert outcome.err == (
+            f"mtrain: `mtrain export --to {target}` must have {package}: pip install "
+            f"'mtrain[{target}]' adds it.\n"
+        )
+
+
+def test_int8_is_refused_for_transformers(cli: Cli, trained: RunDir, tmp_path: Path) -> None:
+    need("huggingface")
+    arguments = ["--to", "huggingface", "--quantize", "int8"]
+    outcome = cli("export", trained.path, tmp_path / "out", *arguments)
+    assert outcome.code == 2
+    assert outcome.err.startswith(
+        "mtrain: `--quantize` must be float16 or bfloat16 with `--to huggingface`"
+    )
+
+
+def test_a_run_without_validation_text_that_fits_is_refused(
+    trained: RunDir, tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mtrain.prepare.read_valid", lambda _: Lines(["", "ba " * 99], ["x", "y"]))
+    with pytest.raises(RunError, match="must have validation text to check an export"):
+        export.export(trained, tmp_path / "out", Wanted(target), lambda _: None)
+
+
+# The card
+
+
+def test_the_card_tells_languages_data_and_sizes(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    need("huggingface")
+    corpus = tmp_path_factory.mktemp("card")
+    config_path = write_task(corpus)
+    (corpus / "train.src").write_text(
+        (corpus / "train.src").read_text("utf-8").replace("\n", "\n", 1) + "\n" + "ba " * 90 + "\n",
+        encoding="utf-8",
+    )
+    with (corpus / "train.tgt").open("a", encoding="utf-8") as stream:
+        stream.write("ba\nba\n")
+    run = train_task(config_path, "training.max_steps=1")
+    (corpus / "valid.src").unlink()
+    export.export(run, tmp_path / "out", Wanted("huggingface", "bfloat16", 2), lambda _: None)
+    page = (tmp_path / "out" / "README.md").read_text("utf-8")
+    _, front, rest = page.split("---\n", 2)
+    assert yaml.safe_load(front)["language"] == ["aa", "bb"]
+    assert yaml.safe_load(front)["pipeline_tag"] == "translation"
+    digest = hashlib.sha256((corpus / "train.tgt").read_bytes()).hexdigest()
+    assert f"| training | train.tgt | `{digest}` |" in rest
+    assert "| validation | valid.src | not there any more |" in rest
+    assert "200 training pairs were kept, 2 dropped" in rest
+    assert "1 encoder and 1 decoder layers, width 16" in rest
+    assert "mtrain" in rest
+
+
+def test_a_report_says_what_was_asked_of_it(exported: dict[str, Exported]) -> None:
+    report = exported["ctranslate2"].report
+    worse = replace(report, bleu=export.Bleu(40.0, 39.5))
+    assert export.as_text(worse)[-1].endswith("39.50 (-0.50)")
+    assert json.loads("\n".join(export.as_json(worse)))["bleu"] == [40.0, 39.5]
