@@ -573,7 +573,7 @@ def export(
         int, typer.Option(min=1, metavar="N", help="Compare on N lines of the validation text.")
     ] = 100,
 ) -> None:
-    """Write the model for another library, and check it with that library.
+    """Write the model for another library, and check it there.
 
     What it prints is how the copy compares with the model. One that is not quantised and does not
     translate as the model does is an error, and nothing is written.

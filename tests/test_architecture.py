@@ -183,6 +183,7 @@ def test_a_light_room_loads_no_heavy_package(module: str) -> None:
         ["train", "--help"],
         ["plot", "--help"],
         ["doctor", "--help"],
+        ["export", "--help"],
         ["train", "absent.yaml"],
     ],
 )

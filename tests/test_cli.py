@@ -23,7 +23,17 @@ from mtrain.output import NOTHING, Line
 from mtrain.rundir import RunDir
 from mtrain.search import Sampling
 
-VERBS = ["demo", "check", "tokenize", "train", "translate", "eval", "plot", "doctor"]
+VERBS = [
+    "demo",
+    "check",
+    "tokenize",
+    "train",
+    "translate",
+    "eval",
+    "plot",
+    "export",
+    "doctor",
+]
 ODD_LINES = [
     "",
     "   ",

@@ -307,14 +307,14 @@ def test_a_source_beyond_the_usual_cut_is_read_whole(
     need("ctranslate2")
     translator = random_model(**variant)  # type: ignore[arg-type]
     copy = copied(translator, "ctranslate2", tmp_path)
-    sources, targets = long_pair(translator, 1500)
+    sources, targets = long_pair(translator, 1100)
     own = comparison._Own(translator, copy.is_closed)
     assert own.score(sources, targets)[0] == pytest.approx(
         copy.score(sources, targets)[0], abs=EXACT
     )
     cut = [[*sources[0][:1023], sources[0][-1]]]
     apart = zip(own.score(cut, targets)[0], own.score(sources, targets)[0], strict=True)
-    assert max(abs(a - b) for a, b in apart) > 10 * EXACT
+    assert max(abs(a - b) for a, b in apart) > 2 * EXACT
     (found,) = copy.search(sources, 1, [3])
     assert found.ids == own.search(sources, 1)[0][: len(found.ids)]
 
@@ -391,16 +391,17 @@ def test_one_altered_weight_fails_the_export_and_leaves_no_folder(
     assert (outcome.code, outcome.out) == (2, b"")
     *_, last = outcome.err.splitlines()
     assert last.startswith(f"mtrain: {tmp_path / 'out'}: nothing is exported: ")
-    assert "differences of log-probability must be at most 0.001, but are " in last
+    assert "differences of log-probability must be at most 0.0003, but are " in last
     assert list(tmp_path.iterdir()) == []
 
 
 def altered(state_dict: object, name: str) -> object:
-    """Let a model hand out one of its tensors a little larger."""
+    """Let a model hand out one of its tensors with a little noise."""
 
     def handed_out(model: Transformer) -> dict[str, torch.Tensor]:
         own: dict[str, torch.Tensor] = dict(state_dict(model))  # type: ignore[operator]
-        own[name] = own[name] * 1.2 + 0.02
+        noise = torch.randn(own[name].shape, generator=torch.Generator().manual_seed(1))
+        own[name] = own[name] + 0.05 * noise  # not all alike: a norm would remove it
         return own
 
     return handed_out
@@ -474,8 +475,10 @@ def test_each_way_of_being_another_model_is_a_problem(own: Translator) -> None:
     )
     assert "the text of an output" in problems_of(own, OtherText(own))
     assert "greedy output must be the same on all lines" in problems_of(own, OtherChoice(own))
-    assert "of beam output must be at most 0.001, but are 0.01" in problems_of(own, OtherSums(own))
-    assert "must be at most 0.001, but are inf" in problems_of(own, NoNumbers(own))
+    assert "those of beam output must be at most 0.003, but are 0.01" in problems_of(
+        own, OtherSums(own)
+    )
+    assert "must be at most 0.0003, but are inf" in problems_of(own, NoNumbers(own))
 
 
 def test_another_choice_that_is_as_likely_is_none(own: Translator) -> None:
