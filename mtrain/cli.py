@@ -17,10 +17,10 @@ from mtrain.errors import ConfigError, DataError, UserError
 
 if TYPE_CHECKING:
     from mtrain import output
-    from mtrain.config import Config
+    from mtrain.config import Config, DecodingConfig
     from mtrain.output import Line
     from mtrain.rundir import RunDir
-    from mtrain.translate import Loading
+    from mtrain.translate import Loading, Translator
 
 app = typer.Typer(
     help="Train a translator from parallel text, and measure it.",
@@ -81,6 +81,13 @@ class Quantize(str, Enum):
     INT8 = "int8"
 
 
+class Engine(str, Enum):
+    """What searches for translations."""
+
+    MTRAIN = "mtrain"
+    CTRANSLATE2 = "ctranslate2"
+
+
 class Target(str, Enum):
     """For which library a model is exported."""
 
@@ -114,6 +121,9 @@ class OnLong(str, Enum):
 
 PrecisionOption = Annotated[Precision, typer.Option(help="auto is float32.")]
 QuantizeOption = Annotated[Quantize | None, typer.Option(help="8-bit weights, on a CPU.")]
+EngineOption = Annotated[
+    Engine, typer.Option(help="ctranslate2 exports once, into RUN/ctranslate2; text only.")
+]
 TranslateArguments = Annotated[
     list[Path],
     typer.Argument(
@@ -155,6 +165,17 @@ MaxInputOption = Annotated[
 OnLongOption = Annotated[
     OnLong, typer.Option(help="How those are cut; split is at the ends of sentences.")
 ]
+
+
+_OF_CTRANSLATE2 = {
+    "paths",
+    "output",
+    "beam",
+    "length_alpha",
+    "max_input_tokens",
+    "on_long",
+    "engine",
+}
 
 
 class RunsAndFile(NamedTuple):
@@ -325,6 +346,7 @@ def _saving(run_dir: Path) -> Iterator[None]:
 
 @app.command()
 def translate(
+    context: typer.Context,
     paths: TranslateArguments,
     output: OutputOption = None,
     beam: BeamOption = None,
@@ -347,6 +369,7 @@ def translate(
     device: DeviceOption = "auto",
     precision: PrecisionOption = Precision.AUTO,
     quantize: QuantizeOption = None,
+    engine: EngineOption = Engine.MTRAIN,
 ) -> None:
     """Translate line by line: as many lines out as in.
 
@@ -360,19 +383,20 @@ def translate(
     config = runs[0].load_config()
     changes = searching | {"no_repeat_ngram": no_repeat_ngram, "batch_tokens": batch_tokens}
     decoding = config.decoding.model_copy(update=_given(changes))
-    if n_best > decoding.beam and not sample:
-        raise ConfigError(
-            f"`--n-best` must be at most the beam ({decoding.beam}), but is {n_best} instead."
-        )
+    _check_n_best(n_best, decoding, sample)
+    max_tokens = max_input_tokens or config.data.max_tokens
     from mtrain import files, prepare
     from mtrain.search import Sampling
     from mtrain.stream import BLOCK_LINES, LongLines, Options, Stream
     from mtrain.translate import Wanted, load
 
     wanted = Wanted(n_best, Sampling(**_given(drawing)) if sample else None)
-    translator = load(runs, decoding, _loading(device, precision, quantize, checkpoint), wanted)
+    if engine is Engine.CTRANSLATE2:
+        translator = _load_ctranslate2(context, runs, decoding, max_tokens)
+    else:
+        translator = load(runs, decoding, _loading(device, precision, quantize, checkpoint), wanted)
     options = Options(
-        LongLines(max_input_tokens or config.data.max_tokens, on_long.value),
+        LongLines(max_tokens, on_long.value),
         alignments is not None or format_ is Format.JSONL,
         1 if seed is None else seed,
     )
@@ -381,6 +405,28 @@ def translate(
     prefixes = files.read_lines(prefix) if prefix is not None else None
     lines = _with_progress(stream.translate(blocks, prefixes), output)
     _put(_written(lines, format_.value, n_best, alignments), output)
+
+
+def _check_n_best(n_best: int, decoding: DecodingConfig, sample: bool) -> None:
+    if n_best > decoding.beam and not sample:
+        raise ConfigError(
+            f"`--n-best` must be at most the beam ({decoding.beam}), but is {n_best} instead."
+        )
+
+
+def _load_ctranslate2(
+    context: typer.Context, runs: list[RunDir], decoding: DecodingConfig, max_tokens: int
+) -> Translator:
+    """Load a run for CTranslate2, and refuse every option that it does not honour."""
+    from mtrain.engine import load_ctranslate2
+
+    for key in context.params:
+        is_given = getattr(context.get_parameter_source(key), "name", "") == "COMMANDLINE"
+        if is_given and key not in _OF_CTRANSLATE2:
+            _refuse("--engine ctranslate2", {key: True})
+    if len(runs) > 1:
+        raise ConfigError(f"`--engine ctranslate2` must have one run, but has {len(runs)} instead.")
+    return load_ctranslate2(runs[0], decoding, max_tokens, _warn)
 
 
 def _runs_and_file(paths: list[Path]) -> RunsAndFile:
@@ -435,7 +481,7 @@ def _refuse(other: str, options: Mapping[str, Any]) -> None:
 
 
 def _as_option(key: str) -> str:
-    return "--" + key.replace("_", "-")
+    return "--" + key.rstrip("_").replace("_", "-")
 
 
 def _loading(

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from mtrain.comparison import Found, Ids
-from mtrain.config import ModelConfig
+from mtrain.config import Config, ModelConfig
 from mtrain.errors import ConfigError
 from mtrain.model import Transformer, sinusoids
 from mtrain.tokenizer import Tokenizer, Vocabulary
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     import ctranslate2
 
 Quantization = Literal["int8", "float16", "bfloat16"]
-NUM_POSITIONS = 4096  # rows of the table: a longer source is an error, and a longer target
+_NUM_POSITIONS = 4096  # at least
 _NEVER = -1e4  # a bias that no logit outweighs, and that float16 can hold
 _BATCH = 32
 
@@ -39,20 +40,24 @@ def refuse(config: ModelConfig) -> None:
 
 
 def write(
-    model: Transformer, tokenizer: Tokenizer, directory: Path, quantization: Quantization | None
+    model: Transformer,
+    tokenizer: Tokenizer,
+    config: Config,
+    directory: Path,
+    quantization: Quantization | None,
 ) -> None:
     """Write a model and its SentencePiece models into a folder."""
     from ctranslate2.specs import TransformerSpec
     from ctranslate2.specs.common_spec import Activation
 
-    config = model.config
+    sizes = model.config
     spec = TransformerSpec.from_config(
-        (config.num_encoder_layers, config.num_decoder_layers),
-        config.num_heads,
-        pre_norm=config.norm == "pre",
-        activation=Activation.RELU if config.activation == "relu" else Activation.GELU,
+        (sizes.num_encoder_layers, sizes.num_decoder_layers),
+        sizes.num_heads,
+        pre_norm=sizes.norm == "pre",
+        activation=Activation.RELU if sizes.activation == "relu" else Activation.GELU,
     )
-    _Weights(model).put(spec, [tokenizer.tgt.pad, tokenizer.tgt.bos])
+    _Weights(model, num_positions(config)).put(spec, [tokenizer.tgt.pad, tokenizer.tgt.bos])
     _describe(spec.config, tokenizer.tgt)
     spec.register_source_vocabulary(_pieces(tokenizer.src))
     spec.register_target_vocabulary(_pieces(tokenizer.tgt))
@@ -61,6 +66,11 @@ def write(
     spec.save(str(directory))
     (directory / "source.spm").write_bytes(tokenizer.src.model)
     (directory / "target.spm").write_bytes(tokenizer.tgt.model)
+
+
+def num_positions(config: Config) -> int:
+    """Return how many pieces a source may have, and a target; more are an error."""
+    return max(_NUM_POSITIONS, config.data.max_tokens + config.decoding.max_extra_tokens + 1)
 
 
 def _describe(config: Any, tgt: Vocabulary) -> None:
@@ -79,8 +89,8 @@ def _pieces(vocabulary: Vocabulary) -> list[str]:
 class _Weights:
     """A model's weights, and where each stands in a specification."""
 
-    def __init__(self, model: Transformer) -> None:
-        self._model = model
+    def __init__(self, model: Transformer, num_positions: int) -> None:
+        self._model, self._num_positions = model, num_positions
         self._own: dict[str, Tensor] = model.state_dict()
 
     def put(self, spec: Any, never: list[int]) -> None:
@@ -131,8 +141,8 @@ class _Weights:
         """Return the whole table; after the last learned position all are like it."""
         learned = self._own.get(f"{side}_positions.table.weight")
         if learned is None:
-            return _as_array(sinusoids(NUM_POSITIONS, self._model.config.d_model))
-        num_more = max(0, NUM_POSITIONS - len(learned))
+            return _as_array(sinusoids(self._num_positions, self._model.config.d_model))
+        num_more = max(0, self._num_positions - len(learned))
         return np.concatenate([_as_array(learned), _as_array(learned[-1:].expand(num_more, -1))])
 
 
@@ -150,7 +160,7 @@ class CTranslate2Copy:
         import ctranslate2
 
         self._translator: ctranslate2.Translator = ctranslate2.Translator(
-            str(directory), device="cpu", inter_threads=1
+            str(directory), device="cpu", inter_threads=1, intra_threads=torch.get_num_threads()
         )
         self._src = Vocabulary((directory / "source.spm").read_bytes())
         self._tgt = Vocabulary((directory / "target.spm").read_bytes())
@@ -166,10 +176,17 @@ class CTranslate2Copy:
 
     def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[Found]:
         """Return the likeliest target of each source, its score not divided by its length."""
+        return [best[0] for best in self.search_best(sources, beam, max_lengths, num_best=1)]
+
+    def search_best(
+        self, sources: Ids, beam: int, max_lengths: list[int], num_best: int
+    ) -> list[list[Found]]:
+        """Return the likeliest targets of each source, at most `num_best`."""
         results = self._translator.translate_batch(
             self._read(sources),
             max_batch_size=_BATCH,
             beam_size=beam,
+            num_hypotheses=num_best,
             length_penalty=0,
             return_scores=True,
             return_end_token=True,
@@ -177,12 +194,15 @@ class CTranslate2Copy:
             max_decoding_length=max(max_lengths) + 1,
             min_decoding_length=0,  # otherwise eos has no probability at the beginning
         )
-        found = []
-        for result in results:
-            ids = [self._ids_of[piece] for piece in result.hypotheses[0]]
-            has_ended = ids[-1:] == [self._tgt.eos]
-            found.append(Found(ids[:-1] if has_ended else ids, result.scores[0], has_ended))
-        return found
+        return [
+            [self._found(*one) for one in zip(result.hypotheses, result.scores, strict=True)]
+            for result in results
+        ]
+
+    def _found(self, pieces: list[str], log_prob: float) -> Found:
+        ids = [self._ids_of[piece] for piece in pieces]
+        has_ended = ids[-1:] == [self._tgt.eos]
+        return Found(ids[:-1] if has_ended else ids, log_prob, has_ended)
 
     def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
         """Return the log-probability of each piece of a given target, and of its eos."""

@@ -17,10 +17,10 @@ from mtrain.config import Config
 from mtrain.errors import ConfigError, RunError
 from mtrain.files import whole_dir, write_lines
 from mtrain.model import num_parameters
-from mtrain.model_card import Card, ctranslate2_readme, marian_readme
+from mtrain.model_card import Card, ctranslate2_readme, marian_readme, sha256
 from mtrain.prepare import Lines
 from mtrain.rundir import RunDir
-from mtrain.translate import Loading, Translator
+from mtrain.translate import Loading, Source, Translator
 
 Target = Literal["ctranslate2", "huggingface"]
 Quantization = Literal["int8", "float16", "bfloat16"]
@@ -52,6 +52,7 @@ class Report:
         version: its version.
         precision: of the weights.
         num_bytes: of all files.
+        weights: the SHA-256 of the file that they came from.
         comparison: with the model.
         bleu: of a quantised model; None of an exact one.
     """
@@ -60,10 +61,12 @@ class Report:
     version: str
     precision: str
     num_bytes: int
+    weights: str | None
     comparison: Comparison
     bleu: Bleu | None
 
 
+_REPORT_FILE = "export.json"
 _PACKAGES: dict[Target, str] = {"ctranslate2": "ctranslate2", "huggingface": "transformers"}
 
 
@@ -75,13 +78,40 @@ def export(run: RunDir, directory: Path, wanted: Wanted, say: Say) -> Report:
         RunError: if the folder is there already, or if the copy does not translate as the model
             does; then there is no folder.
     """
-    config = run.load_config()
     if directory.exists():
         raise RunError(f"{directory}: must not be there yet, but is; name another folder.")
+    return _export(run, directory, wanted, say)
+
+
+def ensure(run: RunDir, say: Say) -> Path:
+    """Return the run's own folder for CTranslate2, written anew if the weights are others.
+
+    Raises:
+        ConfigError, RunError: as `export` does.
+    """
+    directory, wanted = run.path / "ctranslate2", Wanted("ctranslate2")
+    _require_library(wanted)
+    try:
+        made_of = json.loads((directory / _REPORT_FILE).read_text("utf-8"))["weights"]
+    except (OSError, ValueError, KeyError):
+        made_of = None
+    if made_of is None or made_of != _weights(run):
+        _export(run, directory, wanted, say)
+    return directory
+
+
+def _weights(run: RunDir) -> str | None:
+    """Return what tells a run's weights from others; None if there are none."""
+    return sha256(run.model_path)
+
+
+def _export(run: RunDir, directory: Path, wanted: Wanted, say: Say) -> Report:
+    config = run.load_config()
     _require_library(wanted)
     _refuse(config, wanted)
     translator = translating.load(run, loading=Loading("cpu"))
-    lines = _held_out(run, config, translator, wanted.num_lines)
+    held_out = _held_out(run, translator)
+    lines = Lines(held_out.src[: wanted.num_lines], held_out.tgt[: wanted.num_lines])
     with whole_dir(directory) as beside:
         say(f"{directory}: writing, then checking on {len(lines.src)} lines")
         _write(translator, config, beside, wanted)
@@ -89,11 +119,16 @@ def export(run: RunDir, directory: Path, wanted: Wanted, say: Say) -> Report:
         compared = comparison.compare(translator, copy, lines)
         if wanted.quantization is None:
             _require_equal(directory, compared)
-        bleu = _bleu(run, translator, copy, say) if wanted.quantization else None
-        version = importlib.metadata.version(_PACKAGES[wanted.target])
-        num_bytes = sum(file.stat().st_size for file in beside.iterdir())
-        precision = wanted.quantization or "float32"
-        report = Report(wanted.target, version, precision, num_bytes, compared, bleu)
+        bleu = _bleu(translator, copy, held_out, say) if wanted.quantization else None
+        report = Report(
+            wanted.target,
+            importlib.metadata.version(_PACKAGES[wanted.target]),
+            wanted.quantization or "float32",
+            sum(file.stat().st_size for file in beside.iterdir()),
+            _weights(run),
+            compared,
+            bleu,
+        )
         _describe(run, translator, report, lines, beside)
     return report
 
@@ -119,29 +154,26 @@ def _refuse(config: Config, wanted: Wanted) -> None:
         )
 
 
-def _held_out(run: RunDir, config: Config, translator: Translator, count: int) -> Lines:
-    """Return the first pairs of the validation text that are neither blank nor too long."""
+def _held_out(run: RunDir, translator: Translator) -> Lines:
+    """Return the pairs of the validation text that are neither blank nor too long."""
     valid = prepare.read_valid(run)
-    pairs = zip(valid.src, valid.tgt, strict=True)
-    kept = [pair for pair in pairs if pair[0].strip() and pair[1].strip()]
-    src, tgt = translator.tokenizer.src, translator.tokenizer.tgt
-    limit = config.data.max_tokens
-    short = [
-        pair
-        for pair, *ids in zip(
-            kept, src.encode([a for a, _ in kept]), tgt.encode([b for _, b in kept]), strict=True
-        )
-        if max(map(len, ids)) < limit
-    ][:count]
-    if not short:
+    limit = run.load_config().data.max_tokens
+    src_ids = translator.tokenizer.src.encode(valid.src)
+    tgt_ids = translator.tokenizer.tgt.encode(valid.tgt)
+    rows = [
+        row
+        for row, (src, tgt) in enumerate(zip(src_ids, tgt_ids, strict=True))
+        if valid.src[row].strip() and valid.tgt[row].strip() and max(len(src), len(tgt)) < limit
+    ]
+    if not rows:
         raise RunError(f"{run.path}: must have validation text to check an export, but has none.")
-    return Lines([src for src, _ in short], [tgt for _, tgt in short])
+    return Lines([valid.src[row] for row in rows], [valid.tgt[row] for row in rows])
 
 
 def _write(translator: Translator, config: Config, directory: Path, wanted: Wanted) -> None:
     model, tokenizer = translator.model, translator.tokenizer
     if wanted.target == "ctranslate2":
-        ctranslate2_model.write(model, tokenizer, directory, wanted.quantization)
+        ctranslate2_model.write(model, tokenizer, config, directory, wanted.quantization)
     else:
         assert wanted.quantization != "int8"
         marian.write(model, tokenizer, config, directory, wanted.quantization)
@@ -158,18 +190,15 @@ def _require_equal(directory: Path, compared: Comparison) -> None:
         raise RunError(f"{directory}: nothing is exported: {'; '.join(problems)}.")
 
 
-def _bleu(run: RunDir, translator: Translator, copy: Copy, say: Say) -> Bleu:
-    """Return the BLEU of both on the whole validation text."""
-    valid = prepare.read_valid(run)
-    say(f"{run.path}: translating {len(valid.src):,} lines of validation text, twice")
-    rows = [row for row, line in enumerate(valid.src) if line.strip()]
-    sources = translator.tokenizer.encode_src([valid.src[row] for row in rows])
-    limits = [len(ids) - 1 + translator.decoding.max_extra_tokens for ids in sources]
+def _bleu(translator: Translator, copy: Copy, lines: Lines, say: Say) -> Bleu:
+    """Return the BLEU of both."""
+    say(f"translating {len(lines.src):,} lines of validation text with both")
+    sources = translator.tokenizer.encode_src(lines.src)
+    limits = [translator.max_length(Source(ids)) for ids in sources]
     found = copy.search(sources, translator.decoding.beam, limits)
     theirs = translator.tokenizer.tgt.decode([own.ids for own in found])
     ours = comparison.translate(translator, sources)
-    references = [valid.tgt[row] for row in rows]
-    return Bleu(evaluate.bleu(ours, references), evaluate.bleu(theirs, references))
+    return Bleu(evaluate.bleu(ours, lines.tgt), evaluate.bleu(theirs, lines.tgt))
 
 
 def _describe(
@@ -179,12 +208,13 @@ def _describe(
     example = min(lines.src, key=len)
     table = as_text(report)
     card = Card(run, translator.tokenizer, num_parameters(translator.model), example, table)
+    config = run.load_config()
     if report.target == "ctranslate2":
-        page = ctranslate2_readme(card, ctranslate2_model.NUM_POSITIONS)
+        page = ctranslate2_readme(card, ctranslate2_model.num_positions(config))
     else:
-        page = marian_readme(card, marian.num_positions(run.load_config()))
+        page = marian_readme(card, marian.num_positions(config))
     write_lines(directory / "README.md", page)
-    write_lines(directory / "export.json", as_json(report))
+    write_lines(directory / _REPORT_FILE, as_json(report))
 
 
 def as_text(report: Report) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtrain import __version__, checkpoint, data, prepare
-from mtrain.config import Config, CorpusConfig
+from mtrain.config import Config
 from mtrain.errors import RunError
 from mtrain.rundir import RunDir
 from mtrain.tokenizer import Tokenizer
@@ -51,6 +51,7 @@ found = model.generate(**batch)
 print(tokenizer.batch_decode(found, skip_special_tokens=True))
 """
 _MARIAN_NOTES = """\
+- Where the model has a name on the Hub, that name stands instead of `"."`.
 - transformers before version 5 has `pipeline("translation", model=".")` too.
 - A source of more than {num_positions:,} pieces is an error; an output ends after {max_length}.
 - It divides a score by length^alpha, mtrain by ((5 + length) / 6)^alpha, so that their beams rank a
@@ -173,12 +174,11 @@ def _data(card: Card, config: Config) -> list[str]:
     corpora += [(f"test {name}", corpus) for name, corpus in config.data.tests.items()]
     lines += ["", "| text | file | SHA-256 |", "| --- | --- | --- |"]
     for text, corpus in corpora:
-        lines += [f"| {text} | {Path(file).name} | {_sha256(file)} |" for file in _files(corpus)]
+        for file in [*corpus.src, *corpus.tgt]:
+            digest = sha256(Path(file))
+            shown = f"`{digest}`" if digest else "not there any more"
+            lines.append(f"| {text} | {Path(file).name} | {shown} |")
     return lines
-
-
-def _files(corpus: CorpusConfig) -> list[str]:
-    return [*corpus.src, *corpus.tgt]
 
 
 def _counts(run: RunDir, tokenizer: Tokenizer) -> Iterator[str]:
@@ -190,19 +190,20 @@ def _counts(run: RunDir, tokenizer: Tokenizer) -> Iterator[str]:
         yield "How many training pairs there were is not known any more."
         return
     reasons = "; ".join(f"{count:,} {reason}" for reason, count in dropped.items())
-    yield f"{num_kept:,} training pairs were kept, {sum(dropped.values()):,} dropped"
-    yield f"({reasons})." if reasons else "(none for any reason)."
+    total = f"{num_kept:,} training pairs were kept, {sum(dropped.values()):,} dropped"
+    yield f"{total} ({reasons})." if reasons else f"{total}."
 
 
-def _sha256(path: str) -> str:
+def sha256(path: Path) -> str | None:
+    """Return the hash of a file; None if it cannot be read."""
     digest = hashlib.sha256()
     try:
-        with Path(path).open("rb") as file:
+        with path.open("rb") as file:
             while part := file.read(1 << 20):
                 digest.update(part)
     except OSError:
-        return "not there any more"
-    return f"`{digest.hexdigest()}`"
+        return None
+    return digest.hexdigest()
 
 
 def _checked(card: Card) -> list[str]:

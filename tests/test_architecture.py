@@ -65,6 +65,7 @@ RANKS = {
     "export": 7,
     "replay": 7,
     "doctor": 8,
+    "engine": 8,
     "cli": 9,
     "__main__": 10,
 }

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from tasks import train as train_task
 from tasks import write_task
 
-from mtrain import comparison, ctranslate2_model, export, marian, translate
+from mtrain import checkpoint, comparison, ctranslate2_model, export, marian, translate
 from mtrain.comparison import Copy, Found, Ids
 from mtrain.config import Config, DecodingConfig
 from mtrain.ctranslate2_model import CTranslate2Copy
@@ -81,7 +81,7 @@ def copied(translator: Translator, target: Target, directory: Path) -> Copy:
     model, tokenizer = translator.model, translator.tokenizer
     if target == "ctranslate2":
         ctranslate2_model.refuse(model.config)
-        ctranslate2_model.write(model, tokenizer, directory, None)
+        ctranslate2_model.write(model, tokenizer, settings(), directory, None)
         return CTranslate2Copy(directory)
     marian.refuse(model.config)
     marian.write(model, tokenizer, settings(), directory, None)
@@ -323,7 +323,7 @@ def test_a_source_beyond_the_tables_is_an_error_and_not_cut(
     exported: dict[str, Exported], target: Target
 ) -> None:
     directory = exported[target].directory
-    length = {"ctranslate2": ctranslate2_model.NUM_POSITIONS, "huggingface": 1024}[target]
+    length = {"ctranslate2": 4096, "huggingface": 1024}[target]
     copy = CTranslate2Copy(directory) if target == "ctranslate2" else MarianCopy(directory)
     (pieces,) = copy.encode(["ba " * 10])
     sources = [[*(pieces[0] for _ in range(length)), pieces[-1]]]
@@ -557,6 +557,96 @@ def test_a_run_without_validation_text_that_fits_is_refused(
     monkeypatch.setattr("mtrain.prepare.read_valid", lambda _: Lines(["", "ba " * 99], ["x", "y"]))
     with pytest.raises(RunError, match="must have validation text to check an export"):
         export.export(trained, tmp_path / "out", Wanted(target), lambda _: None)
+
+
+# mtrain translate --engine ctranslate2
+
+
+@pytest.fixture
+def run(trained: RunDir, tmp_path: Path) -> RunDir:
+    """A copy of the trained run, to write into."""
+    need("ctranslate2")
+    for name in ("config.yaml", "model.safetensors"):
+        (tmp_path / "run").mkdir(exist_ok=True)
+        (tmp_path / "run" / name).write_bytes((trained.path / name).read_bytes())
+    for name in ("tokenizer", "data"):
+        (tmp_path / "run" / name).symlink_to(trained.path / name)
+    return RunDir(tmp_path / "run")
+
+
+TEXT = "ba ce di\n\n  \nfo gu ha je ki lo\n" + "na pe. " * 40 + "\nA new word!\n"
+
+
+def test_the_other_engine_writes_the_same_text(cli: Cli, run: RunDir) -> None:
+    own = cli("translate", run.path, stdin=TEXT.encode())
+    other = cli("translate", run.path, "--engine", "ctranslate2", stdin=TEXT.encode())
+    assert (own.code, other.code) == (0, 0), other.err
+    assert other.lines[:4] == own.lines[:4]
+    assert len(other.lines) == len(own.lines) == 6
+    assert other.lines[1:3] == ["", ""]
+
+
+def test_the_other_engine_is_exported_once_and_again_for_other_weights(
+    cli: Cli, run: RunDir
+) -> None:
+    said = []
+    for beam in ("1", "2", "2"):
+        if len(said) == 2:  # other weights, of the same numbers
+            weights = translate.load(run, loading=Loading("cpu"))
+            checkpoint.save_model(
+                run.model_path,
+                {name: 1.0001 * own for name, own in weights.model.named_parameters()},
+                weights.tokenizer.fingerprint(),
+            )
+        options = ["--engine", "ctranslate2", "--beam", beam]
+        outcome = cli("translate", run.path, *options, stdin=b"ba ce di\n")
+        assert (outcome.code, outcome.lines) == (0, ["ba ce di"]), outcome.err
+        said.append("writing, then checking" in outcome.err)
+    assert said == [True, False, True]
+    assert not list(run.path.glob(".*.tmp"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--early-stop"],
+        ["--n-best", "2"],
+        ["--format", "tsv"],
+        ["--alignments", "links"],
+        ["--prefix", "prefixes"],
+        ["--no-repeat-ngram", "3"],
+        ["--sample"],
+        ["--checkpoint", "5"],
+        ["--batch-tokens", "100"],
+        ["--device", "cpu"],
+        ["--precision", "bfloat16"],
+        ["--quantize", "int8"],
+    ],
+    ids=lambda options: options[0],
+)
+def test_what_the_other_engine_does_not_honour_is_refused(
+    cli: Cli, run: RunDir, options: list[str]
+) -> None:
+    outcome = cli("translate", run.path, "--engine", "ctranslate2", *options, stdin=b"ba\n")
+    assert (outcome.code, outcome.out) == (2, b"")
+    assert outcome.err == (
+        f"mtrain: `{options[0]}` must not stand beside `--engine ctranslate2`, but does.\n"
+    )
+
+
+def test_an_ensemble_and_settings_of_the_config_are_refused_too(cli: Cli, run: RunDir) -> None:
+    engine = ["--engine", "ctranslate2"]
+    outcome = cli("translate", run.path, run.path, *engine, stdin=b"ba\n")
+    assert outcome.err == ("mtrain: `--engine ctranslate2` must have one run, but has 2 instead.\n")
+    outcome = cli("translate", run.path, *engine, "--max-input-tokens", "9999", stdin=b"ba\n")
+    assert "`--max-input-tokens` must be at most 4090 for `--engine ctranslate2`" in outcome.err
+    config = run.config_path.read_text("utf-8")
+    run.config_path.write_text(config.replace("early_stop: false", "early_stop: true"))
+    outcome = cli("translate", run.path, *engine, stdin=b"ba\n")
+    assert outcome.err == (
+        "mtrain: `decoding.early_stop` must be off for `--engine ctranslate2`, but is True "
+        "instead.\n"
+    )
 
 
 # The card
