@@ -6,6 +6,7 @@ the text fills the lists. Knows no page and no command line.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mtrain import repeats, rules, shifts
+from mtrain import cleaning, repeats, rules, shifts
 from mtrain.config import Config, CorpusConfig
 from mtrain.intake import Advance, FileNotes, Intake, size_of
 from mtrain.languages import Languages
@@ -22,12 +23,10 @@ from mtrain.leaks import Hits as LeakHits
 from mtrain.leaks import Leaks
 from mtrain.lists import Entry, Hits, Lists, nothing_more, place_of
 from mtrain.pieces import Coverage
-from mtrain.repeats import Repeats
-from mtrain.rules import RULES, Pairs, Severity, Side, Usual
+from mtrain.rules import RULES, Pairs, Rule, Severity, Side, Usual
 from mtrain.shifts import Shift
 from mtrain.survey import Survey
 from mtrain.tokenizer import Tokenizer
-from mtrain.traits import Records
 
 TRAIN, VALID = "train", "valid"
 _FEW_LEAKS = 0.01  # the share of held-out lines of which one side may stand elsewhere
@@ -66,15 +65,14 @@ class Summary:
     Attributes:
         name: of the corpus.
         num_pairs: that could be read.
-        num_blank: with a blank side.
-        num_long: over `data.max_tokens`; None without a tokenizer.
+        left_out: how many of them training leaves out, by reason; without a tokenizer, those over
+            `data.max_tokens` are not known.
         coverage: of source and target, if there is a tokenizer.
     """
 
     name: str
     num_pairs: int
-    num_blank: int
-    num_long: int | None
+    left_out: dict[str, int]
     coverage: list[Coverage] = field(default_factory=list)
 
 
@@ -125,11 +123,14 @@ def audit(config: Config, tokenizer: Tokenizer | None, directory: Path, advance:
         survey.read(languages, held_out, survey.name != TRAIN, advance)
     train = surveys[-1]
     usual = rules.learn(train.windows(), config.data.max_tokens)
+    chosen = cleaning.rules_of(config.data.clean)
     summaries, findings = [], []
     for survey in reversed(surveys):
         lists = Lists(directory, survey.name, survey.intake)
-        findings += _judge(survey, usual, {s.name: s.intake for s in surveys}, lists, advance)
-        summaries.append(_summary(survey, train, lists))
+        tally = _Tally(chosen if survey is train else [], usual)
+        intakes = {s.name: s.intake for s in surveys}
+        findings += _judge(survey, usual, intakes, lists, tally, advance)
+        summaries.append(_summary(survey, train, tally))
         survey.spool.remove()
     return Report(summaries, sorted(findings, key=lambda finding: -finding.severity))
 
@@ -140,20 +141,24 @@ def _is_held_out_of(name: str, other: str) -> bool:
 
 
 def _judge(
-    survey: Survey, usual: Usual, intakes: dict[str, Intake], lists: Lists, advance: Advance
+    survey: Survey,
+    usual: Usual,
+    intakes: dict[str, Intake],
+    lists: Lists,
+    tally: _Tally,
+    advance: Advance,
 ) -> list[Finding]:
     """Judge all pairs of a corpus, write its lists, and return the findings."""
     total = survey.intake.num_pairs
-    found = repeats.find(survey.pair_hashes, total)
+    survey.find_repeats()
     moved = shifts.find(survey.windows) if total >= shifts.MIN_PAIRS else []
     leaked = [_Leaked(name, intakes[name], leaks) for name, leaks in survey.leaks.items()]
-    sizes = _Sizes()
-    records = survey.spool.blocks(sizes)
     for block in Intake(survey.corpus).blocks(advance):
-        sizes.next = len(block.src)
         first, last = block.first, block.first + len(block.src)
+        pairs = survey.pairs(first, len(block.src))
+        tally.add(pairs)
         for hits in [
-            *_rule_hits(_pairs(next(records), found, first), usual, survey.intake),
+            *_rule_hits(pairs, usual, survey.intake),
             *_shift_hits(moved, first, last, survey.intake),
             *(hits for leak in leaked for hits in leak.hits(first, last)),
         ]:
@@ -167,19 +172,17 @@ def _judge(
     ]
 
 
-class _Sizes(Iterator[int]):
-    """Says how many records belong to the block that was read last."""
+class _Tally:
+    """How many pairs training leaves out, by reason."""
 
-    next = 0
+    def __init__(self, chosen: Sequence[Rule], usual: Usual) -> None:
+        self._chosen, self._usual = chosen, usual
+        self.counts: Counter[str] = Counter()
 
-    def __next__(self) -> int:
-        return self.next
-
-
-def _pairs(records: Records, found: Repeats, first: int) -> Pairs:
-    here = slice(first, first + len(records))
-    same_pair, same_src = found.of_pair[here], found.of_src[here]
-    return Pairs(records["src"], records["tgt"], same_pair, same_src, records["is_held"])
+    def add(self, pairs: Pairs) -> None:
+        """Judge some more pairs as training does."""
+        found = cleaning.reasons(self._chosen, pairs, self._usual)
+        self.counts.update(reason for reason in found if reason is not None)
 
 
 def _rule_hits(pairs: Pairs, usual: Usual, intake: Intake) -> Iterator[Hits]:
@@ -363,12 +366,11 @@ def _of_file(corpus: str, name: str, severity: Severity, what: str, advice: str)
     return Finding(corpus, name, severity, what, advice, 1, 1, [])
 
 
-def _summary(survey: Survey, train: Survey, lists: Lists) -> Summary:
+def _summary(survey: Survey, train: Survey, tally: _Tally) -> Summary:
     sides = zip(survey.pieces, train.pieces, strict=True)
     return Summary(
         survey.name,
         survey.intake.num_pairs,
-        lists.counts["blank-side"] + lists.counts["blank-pair"],
-        lists.counts["max-tokens"] if survey.pieces else None,
+        dict(tally.counts),
         [own.coverage(counts) for own, counts in sides],
     )

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mtrain.audit import Finding, Report, Summary
+from mtrain.ledger import say_counts
 from mtrain.lists import Entry
 from mtrain.rules import Severity
 
@@ -50,10 +51,8 @@ def _what_becomes_of(summary: Summary) -> str:
     text = f"{summary.name}: {summary.num_pairs:,} pairs"
     if summary.name != "train":
         return text
-    left_out = [f"{summary.num_blank:,} with a blank side"]
-    if summary.num_long is not None:
-        left_out.append(f"{summary.num_long:,} over `data.max_tokens`")
-    return f"{text}; training leaves out {' and '.join(left_out)}"
+    text += f"; training leaves out {say_counts(summary.left_out)}"
+    return text if summary.coverage else f"{text}, and what is over `data.max_tokens`"
 
 
 def _coverage(summaries: list[Summary]) -> Iterator[str]:

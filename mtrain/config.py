@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from mtrain.errors import ConfigError, WriteError
@@ -54,8 +62,24 @@ class CorpusConfig(Section):
         return self
 
 
+# What `data.clean` may name: rules of the audit, in whose own order they are asked.
+CLEAN = (
+    "blank-side",
+    "held-out-pair",
+    "held-out",
+    "copied",
+    "repeated-pair",
+    "repeated-source",
+    "length-ratio",
+    "strange-script",
+    "swapped",
+    "no-words",
+    "mojibake",
+)
+
+
 class DataConfig(Section):
-    """The corpora and their languages."""
+    """The corpora and their languages; `clean` names what is left out of the training."""
 
     src_lang: str = Field(min_length=1)
     tgt_lang: str = Field(min_length=1)
@@ -63,6 +87,23 @@ class DataConfig(Section):
     valid: CorpusConfig
     tests: dict[str, CorpusConfig] = {}
     max_tokens: Whole = Field(default=256, ge=2)
+    clean: list[str] = ["blank-side", "held-out-pair"]
+
+    @field_validator("clean")
+    @classmethod
+    def _know_what_to_clean(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if name == "max-tokens":
+                raise ValueError(
+                    "need not name 'max-tokens': pairs over `data.max_tokens` are always left out"
+                )
+            if name not in CLEAN:
+                near = difflib.get_close_matches(name, CLEAN, n=1)
+                rest = f"the nearest is {near[0]!r}" if near else f"known are {', '.join(CLEAN)}"
+                raise ValueError(
+                    f"must name kinds of pairs, but has {_shown(name)} instead; {rest}"
+                )
+        return names
 
     @model_validator(mode="after")
     def _name_the_tests(self) -> DataConfig:

@@ -21,14 +21,6 @@ class Pair(NamedTuple):
     line: int
 
 
-class Drop(NamedTuple):
-    """A pair that is left out of the training, and why."""
-
-    src_file: str
-    line: int
-    reason: str
-
-
 class FileMark(NamedTuple):
     """What tells a file from another: its size and time at a glance, its checksum for certain."""
 
@@ -94,11 +86,6 @@ def count_pairs(corpus: CorpusConfig, key: str) -> int:
     if num_pairs == 0:
         raise DataError(f"`{key}` must have at least one pair, but {corpus.src[0]} is empty.")
     return num_pairs
-
-
-def is_blank(pair: Pair) -> bool:
-    """Tell whether a side of the pair has nothing but white space."""
-    return not pair.src.strip() or not pair.tgt.strip()
 
 
 def files_of(data: DataConfig) -> list[str]:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from mtrain import checkpoint, data, prepare, replay, tokenizer, translate
+from mtrain import checkpoint, data, ledger, prepare, replay, tokenizer, translate
 from mtrain.checkpoint import Weights
 from mtrain.config import Config
 from mtrain.corpus import changed_files
 from mtrain.errors import ConfigError, RunError, UserError, WriteError
-from mtrain.files import read_lines
 from mtrain.model import num_parameters
 from mtrain.replay import Replayed, Span, read_metrics
 from mtrain.rundir import RunDir
@@ -173,7 +171,8 @@ class _Examination:
     def _is_unfinished(self) -> bool:
         """Tell whether the training may be on its way, and has made no final weights so far."""
         if not checkpoint.steps(self.run.checkpoints_dir):
-            return self.run.data_dir.exists() and not self.run.metrics_path.exists()
+            logged = read_metrics(self.run.metrics_path)
+            return self.run.data_dir.exists() and all("valid_loss" not in line for line in logged)
         if not self.whole or self.config is None:
             return True
         settings, newest = self.config.training, self.whole[max(self.whole)]
@@ -262,10 +261,10 @@ class _Examination:
 
 
 def _problems_of_text(run: RunDir, config: Config) -> list[str]:
-    """Return what is wrong with the ledger of dropped pairs, and with validation and test text."""
+    """Return what is wrong with the ledger of pairs left out, and with validation and test text."""
     problems: list[str] = []
     with _noting(problems):
-        _check_ledger(run)
+        ledger.check(run.data_dir)
     with _noting(problems):
         prepare.read_valid(run)
     for name in config.data.tests:
@@ -280,13 +279,6 @@ def _noting(problems: list[str]) -> Iterator[None]:
         yield
     except UserError as error:
         problems.append(str(error))
-
-
-def _check_ledger(run: RunDir) -> None:
-    path = run.data_dir / "dropped.tsv"
-    counts = Counter(line.rpartition("\t")[2] for line in read_lines(path))
-    if counts != prepare.read_counts(run):
-        raise RunError(f"{path}: must list what dropped.json counts, but does not.")
 
 
 def _check_checkpoint(path: Path, fingerprint: str) -> None:

@@ -164,6 +164,21 @@ def whole_dir(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def scratch_dir(path: Path) -> Iterator[Path]:
+    """Make a folder that vanishes again.
+
+    Raises:
+        WriteError: if it cannot be written.
+    """
+    with _writing(path):
+        path.mkdir(parents=True)
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
 def _writing(path: Path) -> Iterator[None]:
     try:
         yield

@@ -47,6 +47,13 @@ class HashTable:
         return Hits(self._times[self._group], self._first[self._group])
 
 
+class Held(NamedTuple):
+    """Of pairs: whether a side is held out, and whether both are, as a pair and to the letter."""
+
+    side: npt.NDArray[np.bool_]
+    pair: npt.NDArray[np.bool_]
+
+
 class SideHashes(NamedTuple):
     """Hashes of both sides of pairs: of the text, or of what is left without case and points."""
 
@@ -66,12 +73,11 @@ class Tables:
         self.src, self.tgt = HashTable(hashes.src), HashTable(hashes.tgt)
         self.pairs = HashTable(hashes.of_pairs())
 
-    def look_up(self, hashes: SideHashes, first: int) -> npt.NDArray[np.bool_]:
-        """Count the pairs from number `first` on; tell which hold a held-out sentence."""
-        found = self.src.look_up(hashes.src, first)
-        found |= self.tgt.look_up(hashes.tgt, first)
-        self.pairs.look_up(hashes.of_pairs(), first)
-        return found
+    def look_up(self, hashes: SideHashes, first: int) -> Held:
+        """Count the pairs from number `first` on; tell which are held out."""
+        side = self.src.look_up(hashes.src, first)
+        side |= self.tgt.look_up(hashes.tgt, first)
+        return Held(side, self.pairs.look_up(hashes.of_pairs(), first))
 
 
 class Leaks:
@@ -80,6 +86,7 @@ class Leaks:
     def __init__(self, exact: SideHashes, keys: SideHashes) -> None:
         self.exact, self.by_words = Tables(exact), Tables(keys)
 
-    def look_up(self, exact: SideHashes, keys: SideHashes, first: int) -> npt.NDArray[np.bool_]:
-        """Look a block of the other corpus up; tell which of its pairs hold something."""
-        return self.exact.look_up(exact, first) | self.by_words.look_up(keys, first)
+    def look_up(self, exact: SideHashes, keys: SideHashes, first: int) -> Held:
+        """Look a block of the other corpus up; tell which of its pairs are held out."""
+        found, by_words = self.exact.look_up(exact, first), self.by_words.look_up(keys, first)
+        return Held(found.side | by_words.side, found.pair)

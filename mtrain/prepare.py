@@ -9,25 +9,26 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from mtrain import checkpoint, data, tokenizer
+from mtrain import checkpoint, data, ledger, tokenizer
 from mtrain import config as configs
+from mtrain.cleaning import Cleaner, cleaner
 from mtrain.config import Config, CorpusConfig
 from mtrain.corpus import (
-    Drop,
     FileMark,
     Pair,
     Profile,
     changed_files,
     count_pairs,
     files_of,
-    is_blank,
     mark,
     read_pairs,
 )
 from mtrain.errors import DataError, RunError
 from mtrain.files import read_lines, sha256, whole_dir, write_lines
+from mtrain.ledger import Drop
 from mtrain.rundir import RunDir
 from mtrain.runlog import Console
 from mtrain.tokenizer import Tokenizer
@@ -36,7 +37,7 @@ _BLOCK_PAIRS = 10_000  # pairs that are encoded together
 _PROFILE_FILE = "profile.json"
 _MARKS_FILE = "corpora.json"
 _SUMS_FILE = "checksums.json"
-_COUNTS, _PROFILE = TypeAdapter(dict[str, int]), TypeAdapter(Profile)
+_PROFILE = TypeAdapter(Profile)
 _RARE = 0.0005  # the share of pairs whose length ratio is out of range, on either side
 
 
@@ -72,16 +73,20 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
             "(`tokenizer.max_training_lines`)"
         )
     has_tokenizer = run.tokenizer_dir.is_dir()  # weights may depend on it
-    vocabulary = tokenizer.load(run.tokenizer_dir) if has_tokenizer else train_tokenizer(config)
-    console.say(f"tokenizer: {config.tokenizer.kind}, {say_sizes(vocabulary)}")
     with whole_dir(run.data_dir) as directory:
         _write_marks(config, directory)
-        dropped = _write_train(config, vocabulary, directory)
+        with cleaner(config.data, directory) as judge:
+            if has_tokenizer:
+                vocabulary = tokenizer.load(run.tokenizer_dir)
+            else:
+                vocabulary = _train_tokenizer(config, judge)
+            console.say(f"tokenizer: {config.tokenizer.kind}, {say_sizes(vocabulary)}")
+            dropped = _write_train(config, vocabulary, judge, directory)
         _write_text(config.data.valid, directory / "valid")
         for name, test in config.data.tests.items():
             _write_text(test, directory / "tests" / name)
         _write_sums(directory)
-        _say_dropped(console, dropped, num_pairs, run)
+        _say_left_out(console, dropped, num_pairs, run)
         if not has_tokenizer:
             with whole_dir(run.tokenizer_dir) as tokenizer_dir:
                 vocabulary.save(tokenizer_dir)
@@ -94,11 +99,31 @@ def is_prepared(run: RunDir) -> bool:
     return run.data_dir.is_dir()
 
 
-def train_tokenizer(config: Config) -> Tokenizer:
-    """Train the vocabularies on the training pairs that have two sides."""
-    src = (pair.src for pair in read_pairs(config.data.train) if not is_blank(pair))
-    tgt = (pair.tgt for pair in read_pairs(config.data.train) if not is_blank(pair))
+def _train_tokenizer(config: Config, judge: Cleaner) -> Tokenizer:
+    """Train the vocabularies on the pairs that stay, long ones among them."""
+    src = (pair.src for pair in _staying(config, judge))
+    tgt = (pair.tgt for pair in _staying(config, judge))
     return tokenizer.train(config.tokenizer, src, tgt, config.seed)
+
+
+def _staying(config: Config, judge: Cleaner) -> Iterator[Pair]:
+    for block in _blocks(config):
+        reasons = judge.reasons(block.first, len(block.pairs))
+        yield from (pair for pair, why in zip(block.pairs, reasons, strict=True) if why is None)
+
+
+class _Block(NamedTuple):
+    """Training pairs that stand together, and the number of the first."""
+
+    first: int
+    pairs: list[Pair]
+
+
+def _blocks(config: Config) -> Iterator[_Block]:
+    pairs, first = read_pairs(config.data.train), 0
+    while block := list(islice(pairs, _BLOCK_PAIRS)):
+        yield _Block(first, block)
+        first += len(block)
 
 
 def read_valid(run: RunDir) -> Lines:
@@ -112,17 +137,8 @@ def read_test(run: RunDir, name: str) -> Lines:
 
 
 def read_counts(run: RunDir) -> dict[str, int]:
-    """Return how many training pairs were dropped, by reason."""
-    path = run.data_dir / "dropped.json"
-    try:
-        return _COUNTS.validate_json(path.read_bytes(), strict=True)
-    except OSError:
-        raise RunError(f"{path}: is missing; restore it from a copy of the run.") from None
-    except ValidationError:
-        raise RunError(
-            f"{path}: must be counts by their reasons, but is not; restore it from a copy of the "
-            "run."
-        ) from None
+    """Return how many training pairs were left out, by reason."""
+    return ledger.read_counts(run.data_dir)
 
 
 def read_profile(run: RunDir) -> Profile | None:
@@ -206,20 +222,20 @@ def _check_same_data(config: Config, run: RunDir) -> None:
             )
 
 
-def _write_train(config: Config, vocabulary: Tokenizer, directory: Path) -> Counter[str]:
+def _write_train(
+    config: Config, vocabulary: Tokenizer, judge: Cleaner, directory: Path
+) -> Counter[str]:
     """Encode the training pairs; list those left out, with the reason."""
-    counts: Counter[str] = Counter()
     lengths: Counter[tuple[int, int]] = Counter()
     copies: Counter[bool] = Counter()
     with_text = config.tokenizer.sampling_alpha > 0
-    with (directory / "dropped.tsv").open("w", encoding="utf-8", newline="\n") as ledger:
-        pairs = _encode(config, vocabulary)
+    with ledger.writing(directory) as left_out:
+        pairs = _encode(config, vocabulary, judge)
 
         def kept() -> Iterator[data.EncodedPair]:
             for item in pairs:
                 if isinstance(item, Drop):
-                    counts[item.reason] += 1
-                    ledger.write(f"{item.src_file}\t{item.line}\t{item.reason}\n")
+                    left_out.add(item)
                 else:
                     lengths[len(item.src), len(item.tgt) + 1] += 1
                     copies[item.src_text == item.tgt_text] += 1
@@ -227,10 +243,9 @@ def _write_train(config: Config, vocabulary: Tokenizer, directory: Path) -> Coun
 
         num_kept = data.write_pairs(directory / data.TRAIN_FILE, kept(), with_text)
     if num_kept == 0:
-        raise DataError("`data.train` must have a pair that can be used, but all are dropped.")
+        raise DataError("`data.train` must have a pair that can be used, but all are left out.")
     _write_profile(lengths, copies[True], directory / _PROFILE_FILE)
-    (directory / "dropped.json").write_text(json.dumps(counts), encoding="utf-8")
-    return counts
+    return left_out.counts
 
 
 def _write_profile(lengths: Counter[tuple[int, int]], num_copied: int, path: Path) -> None:
@@ -251,33 +266,27 @@ def _accumulated(counts: list[tuple[float, int]]) -> Iterator[tuple[float, int]]
         yield value, total
 
 
-def _encode(config: Config, vocabulary: Tokenizer) -> Iterator[data.EncodedPair | Drop]:
+def _encode(
+    config: Config, vocabulary: Tokenizer, judge: Cleaner
+) -> Iterator[data.EncodedPair | Drop]:
     """Encode the training pairs in blocks, or say why one is left out."""
-    pairs = read_pairs(config.data.train)
-    while block := list(islice(pairs, _BLOCK_PAIRS)):
-        src_ids = vocabulary.encode_src([pair.src for pair in block])
-        tgt_ids = vocabulary.tgt.encode([pair.tgt for pair in block])
-        for pair, src, tgt in zip(block, src_ids, tgt_ids, strict=True):
-            reason = _reason_to_drop(pair, len(src), len(tgt) + 1, config.data.max_tokens)
+    for block in _blocks(config):
+        src_ids = vocabulary.encode_src([pair.src for pair in block.pairs])
+        tgt_ids = vocabulary.tgt.encode([pair.tgt for pair in block.pairs])
+        num_src, num_tgt = np.array([*map(len, src_ids)]), np.array([*map(len, tgt_ids)]) + 1
+        reasons = judge.reasons_of_encoded(block.first, num_src, num_tgt)
+        for pair, src, tgt, reason in zip(block.pairs, src_ids, tgt_ids, reasons, strict=True):
             if reason:
                 yield Drop(pair.src_file, pair.line, reason)
             else:
                 yield data.EncodedPair(src, tgt, pair.src, pair.tgt)
 
 
-def _reason_to_drop(pair: Pair, num_src: int, num_tgt: int, max_tokens: int) -> str | None:
-    if is_blank(pair):
-        return "blank side"
-    if max(num_src, num_tgt) > max_tokens:
-        return f"longer than {max_tokens} tokens"
-    return None
-
-
-def _say_dropped(console: Console, dropped: Counter[str], num_pairs: int, run: RunDir) -> None:
-    for reason, count in sorted(dropped.items()):
+def _say_left_out(console: Console, counts: Counter[str], num_pairs: int, run: RunDir) -> None:
+    for reason, count in sorted(counts.items()):
         console.say(
-            f"dropped: {count:,} of {num_pairs:,} training pairs ({reason}); "
-            f"listed in {run.data_dir / 'dropped.tsv'}"
+            f"left out: {count:,} of {num_pairs:,} training pairs ({reason}); "
+            f"listed in {run.data_dir / ledger.LEDGER_FILE}"
         )
 
 

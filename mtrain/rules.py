@@ -58,6 +58,7 @@ class Pairs(NamedTuple):
         same_pair: an earlier pair that is equal, counted from 1; 0 if there is none.
         same_src: an earlier pair with the same source and another target, likewise.
         is_held: whether a side of the pair stands in a held-out corpus too.
+        is_held_pair: whether the pair stands there, to the letter.
     """
 
     src: Records
@@ -65,6 +66,7 @@ class Pairs(NamedTuple):
     same_pair: Numbers
     same_src: Numbers
     is_held: Flags
+    is_held_pair: Flags
 
 
 @dataclass(frozen=True)
@@ -193,11 +195,18 @@ def _is_mojibake(lines: Records) -> Flags:
 
 def _is_over_tokens(pairs: Pairs, usual: Usual) -> Flags:
     longest = np.maximum(pairs.src["tokens"], pairs.tgt["tokens"])
-    found: Flags = (longest > usual.max_tokens) & _is_whole(pairs)
+    found: Flags = longest > usual.max_tokens
     return found
 
 
 RULES = [
+    Rule(
+        "held-out-pair",
+        "pairs of the validation or test sets, to the letter",
+        "Nothing need be done: training leaves them out, unless `data.clean` says otherwise.",
+        on_pairs(lambda pairs, usual: pairs.is_held_pair),
+        usual_share=None,
+    ),
     Rule(
         "held-out",
         "pairs with a sentence of the validation or test sets",

@@ -31,7 +31,7 @@ class RunDir:
 
     @property
     def data_dir(self) -> Path:
-        """The encoded training pairs, the ledger of dropped ones, validation and test text."""
+        """The encoded training pairs, the ledger of those left out, validation and test text."""
         return self.path / "data"
 
     @property

@@ -11,17 +11,19 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mtrain import repeats
 from mtrain.config import CorpusConfig
 from mtrain.intake import Advance, Block, Intake
 from mtrain.languages import Languages
 from mtrain.leaks import Leaks, SideHashes
 from mtrain.pieces import PieceCounts
-from mtrain.repeats import PairHashes
+from mtrain.repeats import PairHashes, Repeats
+from mtrain.rules import Pairs
 from mtrain.shifts import Window
 from mtrain.tokenizer import Tokenizer
 from mtrain.traits import LINE, Hashes, Mark, Measured, Records, add_mark, measure
 
-PAIR = np.dtype([("src", LINE), ("tgt", LINE), ("is_held", np.bool_)])
+PAIR = np.dtype([("src", LINE), ("tgt", LINE), ("is_held", np.bool_), ("is_held_pair", np.bool_)])
 _WINDOW_PAIRS = 1 << 16  # of records that are in memory together
 
 
@@ -37,11 +39,9 @@ class Spool:
         with self._path.open("ab") as stream:
             records.tofile(stream)
 
-    def blocks(self, sizes: Iterator[int]) -> Iterator[Records]:
-        """Yield as many records at a time as `sizes` says."""
-        with self._path.open("rb") as stream:
-            for size in sizes:
-                yield np.fromfile(stream, PAIR, size)
+    def part(self, first: int, count: int) -> Records:
+        """Return the records of some pairs that stand together."""
+        return np.fromfile(self._path, PAIR, count, offset=first * PAIR.itemsize)
 
     def windows(self) -> Iterator[Records]:
         """Yield all records, many at a time."""
@@ -69,6 +69,7 @@ class Survey:
         spool: a record for each pair.
         leaks: what of it stands in another corpus, by the name of that one.
         pieces: of source and target, if there is a tokenizer.
+        repeats: what stands in it before, once it was looked for.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Survey:
         self.pieces: list[PieceCounts] = []
         if tokenizer is not None:
             self.pieces = [PieceCounts(tokenizer.src), PieceCounts(tokenizer.tgt)]
+        self.repeats: Repeats | None = None
         self._hashes: list[_BlockHashes] = []
 
     def read(
@@ -104,14 +106,36 @@ class Survey:
             records = np.zeros(len(block.src), PAIR)
             records["src"], records["tgt"] = src.lines, tgt.lines
             for table in tables:
-                records["is_held"] |= table.look_up(hashes.exact, hashes.keys, block.first)
+                held = table.look_up(hashes.exact, hashes.keys, block.first)
+                records["is_held"] |= held.side
+                records["is_held_pair"] |= held.pair
             self.spool.append(records)
             if is_held_out:
                 self._hashes.append(hashes)
         for other, table in zip(held_out, tables, strict=True):
             other.leaks[self.name] = table
 
-    def pair_hashes(self) -> Iterator[PairHashes]:
+    def find_repeats(self) -> None:
+        """Look for pairs and sources that stand in the corpus before."""
+        self.repeats = repeats.find(self._pair_hashes, self.intake.num_pairs)
+
+    def pairs(self, first: int, count: int) -> Pairs:
+        """Return some pairs as rules judge them; nothing is repeated unless it was looked for."""
+        records = self.spool.part(first, count)
+        same_pair = same_src = np.zeros(count, np.uint32)
+        if self.repeats is not None:
+            here = slice(first, first + count)
+            same_pair, same_src = self.repeats.of_pair[here], self.repeats.of_src[here]
+        return Pairs(
+            records["src"],
+            records["tgt"],
+            same_pair,
+            same_src,
+            records["is_held"],
+            records["is_held_pair"],
+        )
+
+    def _pair_hashes(self) -> Iterator[PairHashes]:
         """Yield the hashes of all pairs."""
         first = 0
         for records in self.spool.windows():

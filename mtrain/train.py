@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtrain import __version__, checkpoint, kernels, native, prepare, tokenizer
+from mtrain import __version__, checkpoint, kernels, ledger, native, prepare, tokenizer
 from mtrain import config as configs
 from mtrain.batch import Batch, collate
 from mtrain.checkpoint import Progress, Weights
@@ -90,6 +90,7 @@ def train(config: Config, run: RunDir) -> None:
         trainer.resume()
         trainer.say_changes(run.load_config())
         trainer.note_changed_corpora()
+        trainer.note_left_out()
         configs.save(config, run.config_path)
         trainer.say_header()
         with Signals() as signals, closing(trainer.workers):
@@ -197,18 +198,24 @@ class Trainer:
         if self.progress.step and changed and not self.log.holds("changed_corpora", changed):
             self.log.metrics({"step": self.progress.step, "changed_corpora": changed})
 
+    def note_left_out(self) -> None:
+        """Keep on record, at the start, how many pairs there are and were left out."""
+        counts = prepare.read_counts(self.run_dir)
+        if not self.progress.step and not self.log.holds("pairs_left_out", counts):
+            self.log.metrics({"step": 0, "num_pairs": len(self.data), "pairs_left_out": counts})
+
     def say_header(self) -> None:
         """Say what is about to be trained, on what, and where."""
         plan = self.data.plan(self.settings.batch_tokens)
         device = f"{self.device}, {str(self.compute_dtype).removeprefix('torch.')}"
         if self.device.type == "cpu":
             device += f", {_count(self.workers.count, 'thread')}, kernels {_say_kernels()}"
-        dropped = sum(prepare.read_counts(self.run_dir).values())
+        left_out = ledger.say_counts(prepare.read_counts(self.run_dir))
         tokens = f"{self.data.num_src_tokens:,} source and {self.data.num_tgt_tokens:,} target"
         updates = math.ceil(plan.num_batches / self.settings.accumulate)
         self.log.say(f"model    {num_parameters(self.model):,} parameters")
         self.log.say(f"pieces   {prepare.say_sizes(self.tokenizer)}")
-        self.log.say(f"pairs    {len(self.data):,} for training ({dropped:,} dropped),")
+        self.log.say(f"pairs    {len(self.data):,} for training, left out {left_out},")
         self.log.say(f"         {len(self.valid.src):,} for validation")
         self.log.say(f"tokens   {tokens} an epoch")
         self.log.say(f"batches  {plan.num_batches:,} an epoch, {plan.padding:.1%} padding")

@@ -32,7 +32,8 @@ from mtrain.rundir import RunDir
 NUM_PAIRS, NUM_HELD_OUT, TIMES = 4000, 60, 4
 LISTS = [f"train.{name}" for name in PLANTERS]
 LEAKS = [f"tests.held_out.{kind}-in-train" for kind in ("pair", "source", "target")]
-LEAKS += ["valid.pair-in-train", "tests.held_out.pair-in-valid", "train.held-out", "valid.held-out"]
+LEAKS += ["valid.pair-in-train", "tests.held_out.pair-in-valid"]
+LEAKS += [f"{name}.held-out{pair}" for name in ("train", "valid") for pair in ("", "-pair")]
 
 
 def demo_pairs(split: str, count: int) -> list[Pair]:
@@ -298,12 +299,10 @@ def test_with_a_tokenizer_its_pieces_are_judged_too(cli: Cli, tmp_path: Path) ->
     assert [entry["line"] for entry in found["valid.unknown-piece"]["examples"]] == [12]
     assert found["valid.unknown-piece"]["severity"] == "warning"
     train, valid, _ = report["corpora"]
-    assert (train["num_pairs"], train["num_long"], train["num_blank"]) == (300, 1, 0)
+    assert (train["num_pairs"], train["left_out"]) == (300, {"max-tokens": 1})
     assert valid["coverage"][0]["unknown_share"] > 0 == valid["coverage"][1]["unknown_share"]
     page = cli("check", config).out.decode()
-    assert "leaves out 0 with a blank side and 1 over `data.max_tokens`" in page.replace(
-        "\n         ", " "
-    )
+    assert page.startswith("train: 300 pairs; training leaves out 1 (max-tokens 1)\n")
 
 
 def test_memory_grows_by_less_than_sixteen_bytes_a_pair(

@@ -60,6 +60,7 @@ def test_the_defaults_are_those_of_the_design(minimal: Path) -> None:
         "valid": {"src": ["valid.en"], "tgt": ["valid.de"]},
         "tests": {},
         "max_tokens": 256,
+        "clean": ["blank-side", "held-out-pair"],
     }
     assert tree.pop("tokenizer") == {
         "kind": "unigram",

@@ -98,18 +98,3 @@ def test_an_empty_corpus_is_refused_by_its_key() -> None:
     with pytest.raises(DataError) as error:
         corpus.count_pairs(files(b"", b""), "data.tests.held_out")
     assert str(error.value) == "`data.tests.held_out` must have at least one pair, but s is empty."
-
-
-@pytest.mark.parametrize(
-    ("src", "tgt", "blank"),
-    [
-        ("a", "b", False),
-        ("", "b", True),
-        ("a", " \t", True),
-        ("\u3000\u00a0", "b", True),
-        ("\u2028", "b", True),
-        (".", "0", False),
-    ],
-)
-def test_a_pair_is_blank_if_a_side_has_only_white_space(src: str, tgt: str, blank: bool) -> None:
-    assert corpus.is_blank(Pair(src, tgt, "s", 1)) is blank

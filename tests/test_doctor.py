@@ -1,5 +1,6 @@
 """The doctor finds each kind of damage by its name, and changes nothing in what it looks at."""
 
+import gzip
 import hashlib
 import json
 import os
@@ -163,8 +164,8 @@ def test_a_run_that_nobody_trained_in_gets_no_lock(cli: Cli, run: RunDir) -> Non
 
 DATA_FILES = [
     "train.arrow",
-    "dropped.json",
-    "dropped.tsv",
+    "ledger.json",
+    "ledger.jsonl.gz",
     "profile.json",
     "corpora.json",
     "valid.src",
@@ -180,7 +181,7 @@ SEALED = ["model.safetensors", "optimizer.safetensors", "progress.json", "checkp
     ("name", "part"),
     [
         ("tokenizer/shared.model", "tokenizer"),
-        *((f"data/{name}", "data") for name in DATA_FILES if name != "dropped.tsv"),
+        *((f"data/{name}", "data") for name in DATA_FILES),
         *((f"{NEWEST}/{name}", "checkpoints") for name in SEALED),
         ("checkpoints/step-00000004/optimizer.safetensors", "checkpoints"),
         ("model.safetensors", "model"),
@@ -230,7 +231,7 @@ ARROW_CUT = ("train.arrow", "truncated")
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])
-@pytest.mark.parametrize("name", ["train.arrow", "dropped.json", "valid.src", "tests/held_out.tgt"])
+@pytest.mark.parametrize("name", ["train.arrow", "ledger.json", "valid.src", "tests/held_out.tgt"])
 def test_damage_in_an_old_run_without_checksums_is_no_crash(
     cli: Cli, run: RunDir, name: str, damage: str
 ) -> None:
@@ -238,19 +239,19 @@ def test_damage_in_an_old_run_without_checksums_is_no_crash(
     harm(run.data_dir / name, damage)
     outcome = examined(cli, run, "--no-replay")
     found = failed(outcome)
-    if damage == "missing" or name == "dropped.json" or (name, damage) == ARROW_CUT:
+    if damage == "missing" or name == "ledger.json" or (name, damage) == ARROW_CUT:
         assert found == ["data"]
         assert facts(outcome, "data")[0].startswith(f"data/{name}: ")
 
 
 def test_every_damaged_file_has_a_line_of_its_own(cli: Cli, run: RunDir) -> None:
-    for name in ("data/valid.src", "data/dropped.json", f"{NEWEST}/progress.json"):
+    for name in ("data/ledger.json", "data/valid.src", f"{NEWEST}/progress.json"):
         harm(run.path / name, "missing")
     harm(run.path / OLDER / "model.safetensors", "flipped")
     outcome = examined(cli, run)
     assert failed(outcome) == ["data", "checkpoints"]
     assert [fact.split(":")[0] for fact in facts(outcome, "data")] == [
-        "data/dropped.json",
+        "data/ledger.json",
         "data/valid.src",
     ]
     assert facts(outcome, "checkpoints") == [
@@ -347,12 +348,13 @@ def test_lengths_that_are_not_those_of_the_ids_are_found(cli: Cli, run: RunDir) 
 
 
 def test_a_ledger_that_does_not_list_what_was_counted_is_found(cli: Cli, run: RunDir) -> None:
-    (run.data_dir / "dropped.tsv").write_text("train.src\t3\tblank side\n")
+    entry = b'{"file": "train.src", "line": 3, "reason": "blank-side"}\n'
+    (run.data_dir / "ledger.jsonl.gz").write_bytes(gzip.compress(entry))
     rewrite_sums(run)
     outcome = examined(cli, run, "--no-replay")
     assert failed(outcome) == ["data"]
     assert facts(outcome, "data") == [
-        "data/dropped.tsv: must list what dropped.json counts, but does not."
+        "data/ledger.jsonl.gz: must list what ledger.json counts, but does not."
     ]
 
 

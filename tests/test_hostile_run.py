@@ -44,12 +44,12 @@ from mtrain.rundir import RunDir
 NEWEST = "checkpoints/step-00000003"
 FILES = [
     *("config.yaml", "tokenizer/shared.model", "model.safetensors", "metrics.jsonl", ".lock"),
-    *("data/train.arrow", "data/valid.src", "data/valid.tgt", "data/dropped.json"),
-    *("data/profile.json", "data/dropped.tsv", "data/tests/held_out.src"),
+    *("data/train.arrow", "data/valid.src", "data/valid.tgt", "data/ledger.json"),
+    *("data/profile.json", "data/ledger.jsonl.gz", "data/tests/held_out.src"),
     *("data/tests/held_out.tgt", "data", "data/tests", "checkpoints", "tokenizer", NEWEST),
     *(f"{NEWEST}/{part}" for part in (*checkpoint._PARTS, "checkpoint.json")),
 ]
-JSON_FILES = ["data/dropped.json", "data/profile.json", f"{NEWEST}/checkpoint.json"]
+JSON_FILES = ["data/ledger.json", "data/profile.json", f"{NEWEST}/checkpoint.json"]
 JSON_FILES += [f"{NEWEST}/progress.json", "metrics.jsonl"]
 TENSORS = ["model.safetensors", f"{NEWEST}/model.safetensors", f"{NEWEST}/optimizer.safetensors"]
 VERBS = ["translate", "eval", "score", "train", "gather", "checkpoint"]

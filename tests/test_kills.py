@@ -125,5 +125,6 @@ def test_kills_inside_a_save_change_nothing(source: Path, straight: RunDir, tmp_
     for moment in random.Random(2).sample(range(1, num_calls + 1), NUM_KILLS[TIMES > 1]):
         run = RunDir(tmp_path / f"run-{moment}")
         assert in_child(source, run, kill_at=moment) == -signal.SIGKILL
-        assert in_child(source, run) == 0
+        if not run.model_path.exists():  # else it was killed with all its work done
+            assert in_child(source, run) == 0
         assert_as_if_nothing_had_happened(run, straight)

@@ -118,7 +118,7 @@ def test_a_line_of_metrics_that_was_cut_off_is_left_out_and_named(copied: RunDir
         stream.write('{"step": 14, "lo')
     curves = pictures.read_curves(copied, left_out)
     assert curves.loss.steps.tolist() == whole.loss.steps.tolist()
-    assert left_out == [f"curves: a line left out: {copied.metrics_path}:10: is cut off."]
+    assert left_out == [f"curves: a line left out: {copied.metrics_path}:11: is cut off."]
 
 
 @pytest.mark.parametrize("gain", [-1.0, 1.0])

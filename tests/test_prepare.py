@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tasks import Pair, Said, Tree, copy_task, tiny_tree, write, write_config, write_corpus
@@ -56,6 +57,11 @@ def stored_pairs(run: RunDir) -> list[tuple[str, str]]:
     raise AssertionError("batches go on for ever")
 
 
+def ledger_of(run: RunDir) -> list[dict[str, Any]]:
+    raw = gzip.decompress((run.data_dir / "ledger.jsonl.gz").read_bytes())
+    return [json.loads(line) for line in raw.splitlines()]
+
+
 def test_a_run_folder_holds_tokenizer_data_and_the_whole_config(tmp_path: Path, tree: Tree) -> None:
     run, said = make(tmp_path, tree)
     assert said == [
@@ -90,30 +96,33 @@ def test_pairs_stay_aligned_through_several_files_gzip_and_drops(
     assert stored_pairs(run) == sorted([*copy_task(200, 1), *kept])
 
 
-def test_dropped_pairs_are_counted_and_listed_with_file_line_and_reason(
+def test_pairs_left_out_are_counted_and_listed_with_file_line_and_reason(
     tmp_path: Path, tree: Tree
 ) -> None:
     pairs = copy_task(200, 1)
     src, tgt = [pair.src for pair in pairs], [pair.tgt for pair in pairs]
     src[0], tgt[4], src[5], tgt[5] = "", "\u3000", "ba " * 50, " "
+    src[6], tgt[6] = "\t", "\u2028"
     src[8], tgt[9] = "ba " * 50, "ba " * 50
     src_path = write(tmp_path / "a.src", src)
     tree["data"]["train"] = {"src": [src_path], "tgt": [write(tmp_path / "a.tgt", tgt)]}
     run, said = make(tmp_path, tree)
-    ledger = run.data_dir / "dropped.tsv"
-    assert ledger.read_text(encoding="utf-8").splitlines() == [
-        f"{src_path}\t1\tblank side",
-        f"{src_path}\t5\tblank side",
-        f"{src_path}\t6\tblank side",
-        f"{src_path}\t9\tlonger than 32 tokens",
-        f"{src_path}\t10\tlonger than 32 tokens",
+    assert ledger_of(run) == [
+        {"file": src_path, "line": 1, "reason": "blank-side"},
+        {"file": src_path, "line": 5, "reason": "blank-side"},
+        {"file": src_path, "line": 6, "reason": "blank-side"},
+        {"file": src_path, "line": 7, "reason": "blank-pair"},
+        {"file": src_path, "line": 9, "reason": "max-tokens"},
+        {"file": src_path, "line": 10, "reason": "max-tokens"},
     ]
-    assert prepare.read_counts(run) == {"blank side": 3, "longer than 32 tokens": 2}
-    assert said[1:3] == [
-        f"dropped: 3 of 200 training pairs (blank side); listed in {ledger}",
-        f"dropped: 2 of 200 training pairs (longer than 32 tokens); listed in {ledger}",
+    assert prepare.read_counts(run) == {"blank-side": 3, "blank-pair": 1, "max-tokens": 2}
+    ledger = run.data_dir / "ledger.jsonl.gz"
+    assert said[1:4] == [
+        f"left out: 1 of 200 training pairs (blank-pair); listed in {ledger}",
+        f"left out: 3 of 200 training pairs (blank-side); listed in {ledger}",
+        f"left out: 2 of 200 training pairs (max-tokens); listed in {ledger}",
     ]
-    assert said[-1] == f"{run.path}: tokenized 195 training pairs"
+    assert said[-1] == f"{run.path}: tokenized 194 training pairs"
 
 
 @pytest.mark.parametrize("longer", ["src", "tgt"])
@@ -130,7 +139,7 @@ def test_a_pair_is_too_long_by_its_longer_side_with_eos(
     other, _ = make(tmp_path, tree)
     dropped = sum(length > limit for length in lengths)
     assert 0 < dropped < 200
-    assert prepare.read_counts(other) == {f"longer than {limit} tokens": dropped}
+    assert prepare.read_counts(other) == {"max-tokens": dropped}
 
 
 def test_blank_and_long_lines_of_validation_and_test_sets_are_kept(
@@ -189,7 +198,7 @@ def test_a_corpus_of_which_no_pair_is_left_is_refused(
     tree["tokenizer"]["vocab_size"] = 263
     error = refused(tmp_path, tree)
     assert isinstance(error, DataError)
-    assert str(error) == "`data.train` must have a pair that can be used, but all are dropped."
+    assert str(error) == "`data.train` must have a pair that can be used, but all are left out."
 
 
 def test_a_vocabulary_that_is_too_large_or_too_small_is_refused_with_the_bound(
@@ -350,7 +359,7 @@ def test_a_run_dir_that_is_a_file_is_refused(tmp_path: Path, tree: Tree) -> None
 
 def test_the_counts_are_valid_json_that_a_script_can_read(tmp_path: Path, tree: Tree) -> None:
     run, _ = make(tmp_path, tree)
-    assert json.loads((run.data_dir / "dropped.json").read_text(encoding="utf-8")) == {}
+    assert json.loads((run.data_dir / "ledger.json").read_text(encoding="utf-8")) == {}
 
 
 def corpora_of(tree: Tree) -> list[Path]:

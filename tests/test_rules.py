@@ -23,7 +23,7 @@ def usual(src: list[str], tgt: list[str]) -> Usual:
 def judge(name: str, src: str, tgt: str, of: Usual) -> Side:
     none = np.zeros(1, np.uint32)
     lines = measure([src]).lines, measure([tgt]).lines
-    return Side(int(BY_NAME[name].judge(Pairs(*lines, none, none, none > 0), of)[0]))
+    return Side(int(BY_NAME[name].judge(Pairs(*lines, none, none, none > 0, none > 0), of)[0]))
 
 
 def test_scripts_are_strange_or_swapped_by_what_each_side_has() -> None:
@@ -47,7 +47,7 @@ def test_words_say_that_sides_are_swapped_when_both_do(
     lines = measure(["dogs"]).lines, measure(["cats"]).lines
     lines[0]["language"], lines[1]["language"] = src, tgt
     none = np.zeros(1, np.uint32)
-    pairs = Pairs(*lines, none, none, none > 0)
+    pairs = Pairs(*lines, none, none, none > 0, none > 0)
     found = BY_NAME["swapped"].judge(pairs, usual(LATIN, LATIN))
     assert found[0] == (Side.BOTH if is_swapped else Side.NONE)
 
@@ -92,6 +92,8 @@ def test_blank_sides_are_named() -> None:
     assert judge("blank-side", "dogs", " \u3000", of) == Side.TGT
     assert judge("blank-side", "", " ", of) == Side.NONE
     assert judge("blank-pair", "", " ", of) == Side.BOTH
+    assert judge("blank-side", "\u3000\u00a0\t\u2028", "dogs", of) == Side.SRC
+    assert judge("blank-side", ".", "0", of) == Side.NONE
 
 
 def test_half_of_a_line_may_be_no_words() -> None:

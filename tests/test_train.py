@@ -120,7 +120,8 @@ def test_the_loss_falls_and_its_lines_say_how(source: Path, tmp_path: Path) -> N
 
 
 def test_metrics_have_exactly_the_documented_keys(straight: RunDir) -> None:
-    lines = metrics(straight)
+    first, *lines = metrics(straight)
+    assert first == {"step": 0, "num_pairs": 200, "pairs_left_out": {}}
     assert [line["step"] for line in lines] == [2, 4, 4, 6, 8, 8, 10, 12, 12]
     for line in lines:
         assert list(line) == (STEP_KEYS if "loss" in line else VALID_KEYS)
@@ -903,7 +904,7 @@ def test_a_second_training_is_refused_while_the_first_lives_and_not_when_it_died
 
 
 @pytest.mark.parametrize(
-    "name", ["tokenizer/shared.model", "data/train.arrow", "data/dropped.json", "data/valid.src"]
+    "name", ["tokenizer/shared.model", "data/train.arrow", "data/ledger.json", "data/valid.src"]
 )
 def test_a_part_of_the_run_folder_that_is_gone_is_named_with_advice_that_helps(
     source: Path, straight: RunDir, tmp_path: Path, name: str
@@ -931,7 +932,7 @@ def test_the_header_says_what_is_about_to_be_trained(
     assert "pieces   285 shared pieces" in said
     assert "target   2 steps, or 10 validations without a better one" in said
     assert sum(line.startswith("  translation  ") for line in said) == 3
-    assert "pairs    200 for training (0 dropped)," in said
+    assert "pairs    200 for training, left out 0," in said
 
 
 def test_examples_of_an_early_model_are_cut_for_the_screen(

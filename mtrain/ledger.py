@@ -1,0 +1,116 @@
+"""What was left out of the training: every pair with its place and the reason, and their counts.
+
+Older runs have `dropped.tsv` and `dropped.json` instead, which are read too.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+from pydantic import TypeAdapter, ValidationError
+
+from mtrain.errors import RunError
+from mtrain.files import read_lines
+
+LEDGER_FILE = "ledger.jsonl.gz"
+_COUNTS_FILE = "ledger.json"
+_OLD_LEDGER_FILE, _OLD_COUNTS_FILE = "dropped.tsv", "dropped.json"
+
+
+class Drop(NamedTuple):
+    """A pair that is left out of the training, and why: the name of a rule of the audit."""
+
+    file: str
+    line: int
+    reason: str
+
+
+class Ledger:
+    """A ledger that is being written."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.counts: Counter[str] = Counter()
+
+    def add(self, drop: Drop) -> None:
+        """Enter a pair."""
+        self.counts[drop.reason] += 1
+        self._stream.write(json.dumps(drop._asdict(), ensure_ascii=False) + "\n")
+
+
+_COUNTS, _DROP = TypeAdapter(dict[str, int]), TypeAdapter(Drop)
+
+
+@contextmanager
+def writing(directory: Path) -> Iterator[Ledger]:
+    """Give a ledger to write; the same entries give the same bytes."""
+    with (
+        (directory / LEDGER_FILE).open("wb") as raw,
+        gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as zipped,
+        io.TextIOWrapper(zipped, "utf-8", newline="\n") as stream,
+    ):
+        ledger = Ledger(stream)
+        yield ledger
+    (directory / _COUNTS_FILE).write_text(json.dumps(ledger.counts), encoding="utf-8")
+
+
+def read_counts(directory: Path) -> dict[str, int]:
+    """Return how many pairs were left out, by reason.
+
+    Raises:
+        RunError: if the file is missing or damaged.
+    """
+    path = _counts_path(directory)
+    try:
+        return _COUNTS.validate_json(path.read_bytes(), strict=True)
+    except OSError:
+        raise RunError(f"{path}: is missing; restore it from a copy of the run.") from None
+    except ValidationError:
+        raise RunError(
+            f"{path}: must be counts by their reasons, but is not; restore it from a copy of the "
+            "run."
+        ) from None
+
+
+def check(directory: Path) -> None:
+    """Hold the ledger to list what was counted.
+
+    Raises:
+        RunError, DataError: if it does not, or cannot be read.
+    """
+    counts_path = _counts_path(directory)
+    path = directory / (_OLD_LEDGER_FILE if _is_old(directory) else LEDGER_FILE)
+    if Counter(_reasons(path)) != read_counts(directory):
+        raise RunError(f"{path}: must list what {counts_path.name} counts, but does not.")
+
+
+def say_counts(counts: Mapping[str, int]) -> str:
+    """Say how many pairs are left out, and why."""
+    why = ", ".join(f"{reason} {count:,}" for reason, count in sorted(counts.items()))
+    return f"{sum(counts.values()):,}" + (f" ({why})" if why else "")
+
+
+def _is_old(directory: Path) -> bool:
+    return (directory / _OLD_COUNTS_FILE).exists() or (directory / _OLD_LEDGER_FILE).exists()
+
+
+def _counts_path(directory: Path) -> Path:
+    return directory / (_OLD_COUNTS_FILE if _is_old(directory) else _COUNTS_FILE)
+
+
+def _reasons(path: Path) -> Iterator[str]:
+    for line in read_lines(path):
+        if path.name == _OLD_LEDGER_FILE:
+            yield line.rpartition("\t")[2]
+            continue
+        try:
+            yield _DROP.validate_json(line, strict=True).reason
+        except ValidationError:
+            raise RunError(f"{path}: is damaged; restore it from a copy of the run.") from None

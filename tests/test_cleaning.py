@@ -1,0 +1,202 @@
+"""What is left out of a training is what the rules of the audit find, and all of it is listed."""
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Cli
+from defects import Planted, found_lines, plant, write_planted
+from tasks import REPOSITORY, Pair, Tree, copy_task, prepared, tiny_tree, write_config, write_corpus
+from test_multi30k import FOLDER
+
+from mtrain import config as configs
+from mtrain import prepare
+from mtrain.audit import audit
+from mtrain.cleaning import cleaner
+from mtrain.config import CLEAN, Config
+from mtrain.errors import ConfigError
+from mtrain.rules import RULES
+from mtrain.rundir import RunDir
+
+DEMO = REPOSITORY / "data" / "demo"
+
+
+def left_out(config: Config, directory: Path, num_pairs: int) -> dict[str, list[int]]:
+    """Return the lines, from 1, that are left out of the training, by reason."""
+    with cleaner(config.data, directory) as judge:
+        reasons = judge.reasons(0, num_pairs)
+    found: dict[str, list[int]] = {}
+    for line, reason in enumerate(reasons, start=1):
+        if reason is not None:
+            found.setdefault(reason, []).append(line)
+    return found
+
+
+def entries(run: RunDir) -> list[dict[str, Any]]:
+    raw = gzip.decompress((run.data_dir / "ledger.jsonl.gz").read_bytes())
+    return [json.loads(line) for line in raw.splitlines()]
+
+
+def demo_pairs(split: str, count: int) -> list[Pair]:
+    sides = ((DEMO / f"{split}.{side}").read_text("utf-8").split("\n") for side in ("en", "de"))
+    return [Pair(*lines) for lines in zip(*sides, strict=True)][:count]
+
+
+@pytest.fixture(scope="module")
+def planted() -> Planted:
+    held_out = [*demo_pairs("valid", 40), *demo_pairs("test", 40)]
+    text = plant(demo_pairs("train", 3000), held_out, seed=5, times=4)
+    bad = text.lines["train.not-utf8"]  # training refuses those
+    text.train = [
+        Pair("ten dogs", "zehn Hunde") if n in bad else p for n, p in enumerate(text.train, 1)
+    ]
+    return text
+
+
+@pytest.fixture(scope="module")
+def lists(planted: Planted, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
+    directory = tmp_path_factory.mktemp("planted")
+    audit(configs.load(write_planted(directory, planted)), None, directory, lambda num_bytes: None)
+    return found_lines(directory)
+
+
+def test_what_cleans_is_a_rule_of_the_audit() -> None:
+    assert set(CLEAN) <= {rule.name for rule in RULES}
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_a_rule_leaves_out_what_the_check_lists(
+    planted: Planted, lists: dict[str, list[int]], tmp_path: Path, name: str
+) -> None:
+    path = write_planted(tmp_path, planted)
+    config = configs.load(path, [f"data.clean=[{name}]"])
+    expected = {name: lists[f"train.{name}"]}
+    if name == "blank-side":
+        expected["blank-pair"] = lists["train.blank-pair"]
+    assert len(expected[name]) >= 4
+    assert left_out(config, tmp_path, len(planted.train)) == expected
+    assert not (tmp_path / ".records").exists()
+
+
+def test_a_pair_with_many_faults_has_one_reason(tmp_path: Path) -> None:
+    tree = tiny_tree(tmp_path)
+    pairs = copy_task(200, 1)
+    pairs[150] = pairs[3]
+    tree["data"]["train"] = write_corpus(tmp_path, "train", pairs)
+    tree["data"]["valid"] = write_corpus(tmp_path, "valid", [pairs[3]])
+    tree["data"]["clean"] = ["repeated-pair", "held-out-pair"]
+    config = configs.load(write_config(tmp_path / "config.yaml", tree))
+    found = left_out(config, tmp_path, 200)
+    assert {4, 151} <= set(found["held-out-pair"])
+    lines = [line for own in found.values() for line in own]
+    assert len(lines) == len(set(lines))
+
+
+def test_check_foretells_what_training_leaves_out(cli: Cli, tmp_path: Path) -> None:
+    tree = tiny_tree(tmp_path)
+    pairs = copy_task(200, 1)
+    pairs[7], pairs[9] = Pair("", "ba"), Pair("ba " * 40, "ba")
+    tree["data"]["train"] = write_corpus(tmp_path, "train", pairs)
+    tree["data"]["valid"] = write_corpus(tmp_path, "valid", [*copy_task(11, 2), pairs[20]])
+    tree["data"]["clean"] = ["blank-side", "held-out-pair", "repeated-pair"]
+    config = write_config(tmp_path / "config.yaml", tree)
+    before = json.loads(cli("check", config, "--json").out)["corpora"][0]["left_out"]
+    assert "and what is over `data.max_tokens`" in cli("check", config).out.decode()
+    assert cli("tokenize", config).code == 0
+    after = json.loads(cli("check", config, "--json").out)["corpora"]
+    counts = prepare.read_counts(RunDir(tmp_path / "run"))
+    assert after[0]["left_out"] == counts == before | {"max-tokens": 1}
+    assert min(counts.values()) > 0
+    assert after[1]["left_out"] == {}
+    reasons = [entry["reason"] for entry in entries(RunDir(tmp_path / "run"))]
+    assert Counter(reasons) == counts
+    why = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+    page = " ".join(cli("check", config).out.decode().split())
+    assert f"train: 200 pairs; training leaves out {len(reasons)} ({why})" in page
+
+
+def test_nothing_but_what_is_too_long_is_left_out_if_nothing_is_named(tmp_path: Path) -> None:
+    tree = tiny_tree(tmp_path)
+    pairs = copy_task(200, 1)
+    pairs[7], pairs[9] = Pair("", "ba"), Pair("", "ba " * 40)
+    tree["data"]["train"] = write_corpus(tmp_path, "train", pairs)
+    tree["data"]["clean"] = []
+    run = prepared(configs.load(write_config(tmp_path / "config.yaml", tree)))
+    assert [(entry["line"], entry["reason"]) for entry in entries(run)] == [(10, "max-tokens")]
+
+
+def test_the_tokenizer_learns_nothing_from_pairs_that_are_left_out(tmp_path: Path) -> None:
+    tree = tiny_tree(tmp_path)
+    odd = Pair("ба це", "ба це")
+    tree["data"]["train"] = write_corpus(tmp_path, "train", [*copy_task(200, 1), odd])
+    tree["data"]["valid"] = write_corpus(tmp_path, "valid", [odd])
+    tree["data"]["clean"] = ["held-out-pair"]
+    run = prepared(configs.load(write_config(tmp_path / "config.yaml", tree)))
+    assert "б".encode() not in (run.tokenizer_dir / "shared.model").read_bytes()
+
+
+def test_a_ledger_of_the_same_pairs_is_the_same_file(tmp_path: Path) -> None:
+    raw = set()
+    for name in ("one", "two"):
+        tree = tiny_tree(tmp_path)
+        tree["data"]["clean"] = ["held-out-pair"]
+        tree["run_dir"] = str(tmp_path / name)
+        run = prepared(configs.load(write_config(tmp_path / "config.yaml", tree)))
+        raw.add((run.data_dir / "ledger.jsonl.gz").read_bytes())
+        assert entries(run)
+    assert len(raw) == 1
+
+
+def test_the_start_of_a_training_says_what_was_left_out_once(cli: Cli, tmp_path: Path) -> None:
+    tree = tiny_tree(tmp_path)
+    tree["data"]["train"] = write_corpus(tmp_path, "train", [*copy_task(200, 1), Pair("", "ba")])
+    tree["training"]["max_steps"] = 4
+    config = write_config(tmp_path / "config.yaml", tree)
+    outcome = cli("train", config)
+    assert "pairs    200 for training, left out 1 (blank-side 1)," in outcome.err.splitlines()
+    assert cli("train", config, "--set", "training.max_steps=6").code == 0
+    path = RunDir(tmp_path / "run").metrics_path
+    lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    assert lines[0] == {"step": 0, "num_pairs": 200, "pairs_left_out": {"blank-side": 1}}
+    assert sum("pairs_left_out" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("clean", "said"),
+    [
+        ("[copies]", "must name kinds of pairs, but has 'copies' instead; the nearest is 'copied'"),
+        ("[tab]", f"must name kinds of pairs, but has 'tab' instead; known are {', '.join(CLEAN)}"),
+        (
+            "[blank-side, max-tokens]",
+            "need not name 'max-tokens': pairs over `data.max_tokens` are always left out",
+        ),
+    ],
+)
+def test_an_unknown_kind_of_pair_is_an_error_that_names_the_nearest(
+    tmp_path: Path, clean: str, said: str
+) -> None:
+    path = write_config(tmp_path / "config.yaml", tiny_tree(tmp_path))
+    with pytest.raises(ConfigError) as error:
+        configs.load(path, [f"data.clean={clean}"])
+    assert str(error.value) == f"{path}: `data.clean` {said}."
+
+
+def test_the_default_leaves_out_of_the_demo_what_is_held_out(tmp_path: Path) -> None:
+    config = configs.load(REPOSITORY / "configs" / "demo.yaml")
+    assert config.data.clean == ["blank-side", "held-out-pair"]
+    assert left_out(config, tmp_path, 20_000) == {}
+
+
+@pytest.mark.skipif(FOLDER is None, reason="Multi30k is not at hand")
+def test_the_default_leaves_out_of_multi30k_what_is_held_out(tmp_path: Path) -> None:
+    def named(split: str) -> dict[str, list[str]]:
+        return {"src": [f"{FOLDER}/{split}.en"], "tgt": [f"{FOLDER}/{split}.de"]}
+
+    tree: Tree = {"run_dir": str(tmp_path / "run"), "data": {"src_lang": "en", "tgt_lang": "de"}}
+    tree["data"] |= {"train": named("train"), "valid": named("val")}
+    tree["data"]["tests"] = {"flickr2016": named("test_2016_flickr")}
+    config = configs.load(write_config(tmp_path / "config.yaml", tree))
+    assert left_out(config, tmp_path, 29_000) == {}
