@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mtrain import cleaning, repeats, rules, shifts
-from mtrain.config import Config, CorpusConfig
+from mtrain.config import Config, Corpus
 from mtrain.intake import Advance, FileNotes, Intake, size_of
 from mtrain.languages import Languages
 from mtrain.leaks import Hits as LeakHits
@@ -92,7 +92,7 @@ class NamedCorpus(NamedTuple):
     """A corpus, and what a report calls it."""
 
     name: str
-    corpus: CorpusConfig
+    corpus: Corpus
 
 
 def corpora(config: Config) -> list[NamedCorpus]:
@@ -325,7 +325,7 @@ class _At(NamedTuple):
 
 def _file_findings(survey: Survey) -> Iterator[Finding]:
     for part in survey.intake.parts:
-        for notes in (part.src, part.tgt):
+        for notes in part.notes:
             yield from _notes_findings(survey.name, notes)
         if part.src.num_lines != part.tgt.num_lines:
             yield _of_file(
@@ -350,6 +350,16 @@ def _notes_findings(corpus: str, notes: FileNotes) -> Iterator[Finding]:
         what += f"{notes.first_undecodable})"
         advice = "Convert it, for example with iconv; training refuses it."
         yield _of_file(corpus, "encoding", Severity.ERROR, what, advice)
+    if notes.num_faults:
+        what = f"{notes.path} has rows that are no pair: {notes.num_faults:,}; the first is row "
+        what += notes.first_fault
+        yield _of_file(
+            corpus, "faulty-row", Severity.ERROR, what, "Mend them; training refuses them."
+        )
+    if notes.num_broken:
+        what = f"{notes.path} has {notes.num_broken:,} rows with a line break within a field"
+        advice = "Nothing need be done: a line break is a space to mtrain."
+        yield _of_file(corpus, "field-break", Severity.NOTE, what, advice)
     if notes.has_bom:
         what = f"{notes.path} begins with a byte-order mark"
         advice = "Delete it: mtrain passes over it, other tools take it for text."

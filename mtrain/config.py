@@ -17,7 +17,9 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     ValidationError,
     field_validator,
     model_validator,
@@ -62,6 +64,73 @@ class CorpusConfig(Section):
         return self
 
 
+class TsvConfig(Section):
+    """Parallel text in columns that tabs part: source and target, or those that `columns` names."""
+
+    tsv: list[FilePath] = Field(min_length=1)
+    columns: list[Whole] | None = None
+
+    @field_validator("columns")
+    @classmethod
+    def _name_two(cls, columns: list[int] | None) -> list[int] | None:
+        if columns is not None and not (len(columns) == len(set(columns)) == 2 <= 1 + min(columns)):
+            raise ValueError(f"must be two columns, counted from 1, but is {columns} instead")
+        return columns
+
+
+class JsonlConfig(Section):
+    """Parallel text in lines of JSON; `src` and `tgt` name fields, with dots into objects."""
+
+    jsonl: list[FilePath] = Field(min_length=1)
+    src: str = Field(min_length=1)
+    tgt: str = Field(min_length=1)
+
+
+class ParquetConfig(Section):
+    """Parallel text in Parquet files; `src` and `tgt` name columns, with dots into structs."""
+
+    parquet: list[FilePath] = Field(min_length=1)
+    src: str = Field(min_length=1)
+    tgt: str = Field(min_length=1)
+
+
+class HubConfig(Section):
+    """A data set of the Hugging Face hub, or a folder in its form; code in it is never run."""
+
+    hub: FilePath = Field(min_length=1)
+    config: str | None = Field(default=None, min_length=1)
+    split: str = Field(min_length=1)
+    src: str = Field(min_length=1)
+    tgt: str = Field(min_length=1)
+    revision: str | None = Field(default=None, min_length=1)
+    streaming: bool = False
+
+
+TableConfig = TsvConfig | JsonlConfig | ParquetConfig | HubConfig
+_FORMS: dict[str, type[Section]] = {
+    "files": CorpusConfig,
+    "tsv": TsvConfig,
+    "jsonl": JsonlConfig,
+    "parquet": ParquetConfig,
+    "hub": HubConfig,
+}
+
+
+def _form(corpus: object) -> str:
+    """Tell by its keys, or by its class, in which form a corpus is given."""
+    names = corpus if isinstance(corpus, dict) else getattr(type(corpus), "model_fields", ())
+    return next((form for form in _FORMS if form in names), "files")
+
+
+Corpus = Annotated[
+    Annotated[CorpusConfig, Tag("files")]
+    | Annotated[TsvConfig, Tag("tsv")]
+    | Annotated[JsonlConfig, Tag("jsonl")]
+    | Annotated[ParquetConfig, Tag("parquet")]
+    | Annotated[HubConfig, Tag("hub")],
+    Discriminator(_form),
+]
+
 # What `data.clean` may name: rules of the audit, in whose own order they are asked.
 CLEAN = (
     "blank-side",
@@ -83,9 +152,9 @@ class DataConfig(Section):
 
     src_lang: str = Field(min_length=1)
     tgt_lang: str = Field(min_length=1)
-    train: CorpusConfig
-    valid: CorpusConfig
-    tests: dict[str, CorpusConfig] = {}
+    train: Corpus
+    valid: Corpus
+    tests: dict[str, Corpus] = {}
     max_tokens: Whole = Field(default=256, ge=2)
     clean: list[str] = ["blank-side", "held-out-pair"]
 
@@ -307,7 +376,7 @@ def changes(old: Section, new: Section, prefix: str = "") -> list[Change]:
     found = []
     for name, before in old:
         after = getattr(new, name)
-        if isinstance(before, Section) and isinstance(after, Section):
+        if isinstance(before, Section) and type(before) is type(after):
             found += changes(before, after, f"{prefix}{name}.")
         elif before != after:
             found.append(Change(prefix + name, before, after))
@@ -434,12 +503,17 @@ class _Place(NamedTuple):
 
 
 def _place(location: tuple[int | str, ...]) -> _Place:
+    form_at = 3 if location[:2] == ("data", "tests") else 2  # the form of a corpus is no key
+    if location[:1] == ("data",) and location[form_at : form_at + 1]:
+        form = _FORMS.get(str(location[form_at]))
+        if form is not None and location[1] in ("train", "valid", "tests"):
+            is_key_of_it = len(location) == form_at + 2
+            key = _dotted(location[:form_at] + location[form_at + 1 :])
+            return _Place(form if is_key_of_it else None, key)
     section: type[Section] | None = Config
     for part in location[:-1]:
         field = section.model_fields.get(str(part)) if section else None
         annotation: Any = field.annotation if field else None
-        if field is not None and annotation == dict[str, CorpusConfig]:
-            return _Place(CorpusConfig if len(location) > 3 else None, _dotted(location))
         is_section = isinstance(annotation, type) and issubclass(annotation, Section)
         section = annotation if is_section else None
     return _Place(section, _dotted(location))

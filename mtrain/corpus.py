@@ -7,18 +7,30 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
-from mtrain.config import CorpusConfig, DataConfig
+from mtrain.config import Corpus, CorpusConfig, DataConfig
 from mtrain.errors import DataError
 from mtrain.files import read_lines, sha256
+from mtrain.sources import Fault, Source, paths_of, revision_of, sources
 
 
 class Pair(NamedTuple):
-    """A source line, its translation, and where they stand: a source file and a line from 1."""
+    """A source line, its translation, and where they stand: a source file and a line from 1.
+
+    `num_breaks` counts the line breaks within them that became spaces.
+    """
 
     src: str
     tgt: str
     src_file: str
     line: int
+    num_breaks: int = 0
+
+
+class Count(NamedTuple):
+    """How many pairs a corpus has, and of how many a line break became a space."""
+
+    num_pairs: int
+    num_broken: int
 
 
 class FileMark(NamedTuple):
@@ -52,15 +64,30 @@ class Profile(NamedTuple):
         return least - _SLACK_TOKENS <= num_tgt <= most + _SLACK_TOKENS
 
 
-def read_pairs(corpus: CorpusConfig) -> Iterator[Pair]:
+def read_pairs(corpus: Corpus) -> Iterator[Pair]:
     """Yield every pair of a corpus, file by file, in order.
 
     Raises:
-        DataError: for a file that cannot be read, a line that is not UTF-8, or two files whose
-            numbers of lines differ.
+        DataError: for a file that cannot be read, a line that is not UTF-8, two files whose
+            numbers of lines differ, or a row that is no pair.
     """
-    for src_file, tgt_file in zip(corpus.src, corpus.tgt, strict=True):
-        yield from _read_file_pair(src_file, tgt_file)
+    if isinstance(corpus, CorpusConfig):
+        for src_file, tgt_file in zip(corpus.src, corpus.tgt, strict=True):
+            yield from _read_file_pair(src_file, tgt_file)
+    else:
+        for source in sources(corpus):
+            yield from _read_rows(source)
+
+
+def _read_rows(source: Source) -> Iterator[Pair]:
+    for number, row in enumerate(source.read(_tell_nobody), start=1):
+        if isinstance(row, Fault):
+            raise DataError(f"{source.place(number)}: {row.what}.")
+        yield Pair(row.src, row.tgt, source.name, number, row.num_breaks)
+
+
+def _tell_nobody(num_bytes: int) -> None:
+    pass
 
 
 def _read_file_pair(src_file: str, tgt_file: str) -> Iterator[Pair]:
@@ -76,22 +103,34 @@ def _read_file_pair(src_file: str, tgt_file: str) -> Iterator[Pair]:
         yield Pair(src, tgt, src_file, line)
 
 
-def count_pairs(corpus: CorpusConfig, key: str) -> int:
+def count_pairs(corpus: Corpus, key: str) -> Count:
     """Read a corpus once, to find every error before anything is written.
 
     Raises:
         DataError: as `read_pairs`, and for a corpus without a single pair.
     """
-    num_pairs = sum(1 for _ in read_pairs(corpus))
+    num_pairs = num_broken = 0
+    for pair in read_pairs(corpus):
+        num_pairs += 1
+        num_broken += pair.num_breaks > 0
     if num_pairs == 0:
-        raise DataError(f"`{key}` must have at least one pair, but {corpus.src[0]} is empty.")
-    return num_pairs
+        name = corpus.src[0] if isinstance(corpus, CorpusConfig) else sources(corpus)[0].name
+        raise DataError(f"`{key}` must have at least one pair, but {name} is empty.")
+    return Count(num_pairs, num_broken)
 
 
 def files_of(data: DataConfig) -> list[str]:
     """Return every file that a config's corpora name, once."""
-    corpora = [data.train, data.valid, *data.tests.values()]
-    return list(dict.fromkeys(path for own in corpora for path in (*own.src, *own.tgt)))
+    return list(dict.fromkeys(path for own in _corpora(data) for path in paths_of(own)))
+
+
+def revisions_of(data: DataConfig) -> dict[str, str]:
+    """Return the revision of every data set of the hub that a config names."""
+    return {name: own for each in _corpora(data) for name, own in revision_of(each).items()}
+
+
+def _corpora(data: DataConfig) -> list[Corpus]:
+    return [data.train, data.valid, *data.tests.values()]
 
 
 def mark(paths: Iterable[str]) -> dict[str, FileMark]:

@@ -19,6 +19,7 @@ from typing import BinaryIO, cast
 from mtrain.errors import DataError, WriteError
 
 _BOM = b"\xef\xbb\xbf"
+_LINES_TOLD = 4096  # after which a reader says how far it is
 _PATIENCE_S = 0.05  # that a block waits for one more line
 _MAX_BLOCK_CHARACTERS = 4_000_000
 
@@ -44,7 +45,7 @@ def read_lines(path: Path) -> Iterator[str]:
         try:
             yield line.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise DataError(f"{path}:{number}: must be UTF-8, but has {_culprit(error)}.") from None
+            raise DataError(f"{path}:{number}: {say_undecodable(error)}.") from None
 
 
 def read_forgiving(path: Path | None, warn: Callable[[str], None]) -> Iterator[str]:
@@ -103,10 +104,40 @@ def read_blocks(
         item = lines.get() if isinstance(item, str) else None
 
 
+def raw_lines_of(path: Path, advance: Callable[[int], object]) -> Iterator[bytes]:
+    """Yield the lines of a file, plain or gzipped, as they are; tell `advance` the bytes read.
+
+    Raises:
+        DataError: for a file that cannot be read.
+    """
+    with _explaining(path), path.open("rb") as raw:
+        position = 0
+        stream = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if path.suffix == ".gz" else raw
+        for number, line in enumerate(raw_lines(stream)):
+            if number % _LINES_TOLD == 0:
+                advance(raw.tell() - position)
+                position = raw.tell()
+            yield line
+        advance(raw.tell() - position)
+
+
+def say_undecodable(error: UnicodeDecodeError) -> str:
+    """Say what is wrong with a line that is not UTF-8."""
+    return f"must be UTF-8, but has {_culprit(error)}"
+
+
 def _read_raw(path: Path | None) -> Iterator[bytes]:
+    with (
+        _explaining(path),
+        nullcontext(sys.stdin.buffer) if path is None else _open(path) as stream,
+    ):
+        yield from raw_lines(stream)
+
+
+@contextmanager
+def _explaining(path: Path | None) -> Iterator[None]:
     try:
-        with nullcontext(sys.stdin.buffer) if path is None else _open(path) as stream:
-            yield from raw_lines(stream)
+        yield
     except (EOFError, zlib.error):
         raise DataError(
             f"{path}: must be whole, but its gzip data is cut off or damaged."

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, NamedTuple, cast
 
-from mtrain.config import CorpusConfig
+from mtrain.config import Corpus, CorpusConfig
+from mtrain.errors import DataError
+from mtrain.sources import Fault, Source, paths_of, sources
 
 BLOCK_PAIRS = 4096
 _BLOCK_BYTES = 1 << 20
@@ -32,6 +34,9 @@ class FileNotes:
         num_undecodable: how many are not UTF-8.
         first_undecodable: the first of those, from 1, and what is wrong with it.
         has_bom: whether it begins with a byte-order mark.
+        num_faults: how many of its rows are no pair.
+        first_fault: the first of those, from 1, and what is wrong with it.
+        num_broken: how many of its rows have a line break within them.
         problem: why it could not be read to its end.
     """
 
@@ -41,17 +46,25 @@ class FileNotes:
     num_undecodable: int = 0
     first_undecodable: str = ""
     has_bom: bool = False
+    num_faults: int = 0
+    first_fault: str = ""
+    num_broken: int = 0
     problem: str = ""
 
 
 @dataclass
 class Part:
-    """Two files of a corpus, and which of its pairs, from 0, they hold."""
+    """Two files of a corpus, or twice the same, and which of its pairs, from 0, they hold."""
 
     src: FileNotes
     tgt: FileNotes
     first: int
     num_pairs: int = 0
+
+    @property
+    def notes(self) -> list[FileNotes]:
+        """The notes on its files, each once."""
+        return [self.src] if self.tgt is self.src else [self.src, self.tgt]
 
 
 @dataclass
@@ -74,8 +87,8 @@ class Block:
 class Intake:
     """One corpus, read as often as one asks; the notes are those of the last reading."""
 
-    def __init__(self, corpus: CorpusConfig) -> None:
-        self._files = list(zip(corpus.src, corpus.tgt, strict=True))
+    def __init__(self, corpus: Corpus) -> None:
+        self._corpus = corpus
         self.parts: list[Part] = []
 
     @property
@@ -90,28 +103,67 @@ class Intake:
     def blocks(self, advance: Advance) -> Iterator[Block]:
         """Yield all pairs, as far as both files of a part go; tell `advance` the bytes read."""
         self.parts = []
-        first = 0
-        for src_file, tgt_file in self._files:
-            part = Part(FileNotes(src_file), FileNotes(tgt_file), first)
-            self.parts.append(part)
-            yield from _read_part(part, advance)
-            first += part.num_pairs
+        if isinstance(self._corpus, CorpusConfig):
+            for src_file, tgt_file in zip(self._corpus.src, self._corpus.tgt, strict=True):
+                part = self._open(FileNotes(src_file), FileNotes(tgt_file))
+                yield from _cut(part, _read_lines(part, advance))
+        else:
+            for source in sources(self._corpus):
+                notes = FileNotes(source.name)
+                yield from _cut(self._open(notes, notes), _read_rows(source, notes, advance))
+
+    def _open(self, src: FileNotes, tgt: FileNotes) -> Part:
+        self.parts.append(Part(src, tgt, self.num_pairs))
+        return self.parts[-1]
 
 
-def size_of(corpus: CorpusConfig) -> int:
+def size_of(corpus: Corpus) -> int:
     """Return the bytes of a corpus on disk, as far as its files are there."""
-    paths = [Path(name) for name in [*corpus.src, *corpus.tgt]]
+    paths = map(Path, paths_of(corpus))
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 
-def _read_part(part: Part, advance: Advance) -> Iterator[Block]:
-    block, size = Block(part.first), 0
+class _Line(NamedTuple):
+    """A line, and whether something was replaced in it."""
+
+    text: str
+    is_bad: bool = False
+
+
+class _Pair(NamedTuple):
+    src: _Line
+    tgt: _Line
+
+
+def _read_rows(source: Source, notes: FileNotes, advance: Advance) -> Iterator[_Pair]:
+    """Yield the pairs of a file; in the place of a row that is none stands a blank pair."""
+    try:
+        for row in source.read(advance):
+            notes.num_lines += 1
+            if isinstance(row, Fault):
+                notes.first_fault = notes.first_fault or f"{notes.num_lines}: {row.what}"
+                notes.num_faults += 1
+                yield _Pair(_Line(""), _Line(""))
+            else:
+                notes.num_broken += row.num_breaks > 0
+                yield _Pair(_Line(row.src), _Line(row.tgt))
+    except DataError as error:
+        notes.problem = str(error).removeprefix(f"{notes.path}: ").removesuffix(".")
+
+
+def _read_lines(part: Part, advance: Advance) -> Iterator[_Pair]:
     for src, tgt in zip_longest(_lines(part.src, advance), _lines(part.tgt, advance)):
-        if src is None or tgt is None:
-            continue  # the rest of the longer file is counted, and is no pair
-        _append(block.src, block.src_bad, src, part.src)
-        _append(block.tgt, block.tgt_bad, tgt, part.tgt)
-        size += len(src) + len(tgt)
+        if src is not None and tgt is not None:  # the rest of the longer file is only counted
+            yield _Pair(_decode(src, part.src), _decode(tgt, part.tgt))
+
+
+def _cut(part: Part, pairs: Iterator[_Pair]) -> Iterator[Block]:
+    """Cut the pairs of a part into blocks, and count them."""
+    block, size = Block(part.first), 0
+    for src, tgt in pairs:
+        _append(block.src, block.src_bad, src)
+        _append(block.tgt, block.tgt_bad, tgt)
+        size += len(src.text) + len(tgt.text)
         if len(block.src) == BLOCK_PAIRS or size > _BLOCK_BYTES:
             part.num_pairs += len(block.src)
             yield block
@@ -121,16 +173,21 @@ def _read_part(part: Part, advance: Advance) -> Iterator[Block]:
         yield block
 
 
-def _append(lines: list[str], bad: list[int], line: bytes, notes: FileNotes) -> None:
+def _append(lines: list[str], bad: list[int], line: _Line) -> None:
+    if line.is_bad:
+        bad.append(len(lines))
+    lines.append(line.text)
+
+
+def _decode(line: bytes, notes: FileNotes) -> _Line:
     try:
-        lines.append(line.decode("utf-8"))
+        return _Line(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         if not notes.num_undecodable:
             byte = f"byte 0x{line[error.start]:02x} at byte {error.start + 1}"
             notes.first_undecodable = f"line {notes.num_lines}, {byte}"
         notes.num_undecodable += 1
-        bad.append(len(lines))
-        lines.append(line.decode("utf-8", errors="replace"))
+        return _Line(line.decode("utf-8", errors="replace"), is_bad=True)
 
 
 def _lines(notes: FileNotes, advance: Advance) -> Iterator[bytes]:

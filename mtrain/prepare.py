@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from mtrain import checkpoint, data, ledger, tokenizer
 from mtrain import config as configs
 from mtrain.cleaning import Cleaner, cleaner
-from mtrain.config import Config, CorpusConfig
+from mtrain.config import Config, Corpus
 from mtrain.corpus import (
     FileMark,
     Pair,
@@ -25,6 +25,7 @@ from mtrain.corpus import (
     files_of,
     mark,
     read_pairs,
+    revisions_of,
 )
 from mtrain.errors import DataError, RunError
 from mtrain.files import read_lines, sha256, whole_dir, write_lines
@@ -62,10 +63,7 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
         _check_same_files(run, console)
         console.say(f"{run.path}: tokenized already")
         return
-    num_pairs = count_pairs(config.data.train, "data.train")
-    count_pairs(config.data.valid, "data.valid")
-    for name, test in config.data.tests.items():
-        count_pairs(test, f"data.tests.{name}")
+    num_pairs = _count(config, console)
     num_lines = num_pairs * (2 if config.tokenizer.shared else 1)
     if num_lines > config.tokenizer.max_training_lines:
         console.say(
@@ -92,6 +90,17 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
                 vocabulary.save(tokenizer_dir)
         configs.save(config, run.config_path)
     console.say(f"{run.path}: tokenized {num_pairs - sum(dropped.values()):,} training pairs")
+
+
+def _count(config: Config, console: Console) -> int:
+    """Read all corpora once; return how many training pairs there are."""
+    tests = {f"data.tests.{name}": test for name, test in config.data.tests.items()}
+    corpora = {"data.train": config.data.train, "data.valid": config.data.valid} | tests
+    counts = {key: count_pairs(corpus, key) for key, corpus in corpora.items()}
+    for key, count in counts.items():
+        if count.num_broken:
+            console.say(f"{key}: line breaks within {count.num_broken:,} pairs are spaces now")
+    return counts["data.train"].num_pairs
 
 
 def is_prepared(run: RunDir) -> bool:
@@ -154,13 +163,17 @@ def read_marks(run: RunDir) -> dict[str, FileMark]:
     """Return what the corpora were when they were tokenized; nothing if the folder is too old."""
     try:
         tree = json.loads((run.data_dir / _MARKS_FILE).read_text("utf-8"))
-        return {path: FileMark(**own) for path, own in tree.items()}
+        return {path: FileMark(**own) for path, own in tree.items() if "sha256" in own}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
 
 def _write_marks(config: Config, directory: Path) -> None:
-    tree = {path: own._asdict() for path, own in mark(files_of(config.data)).items()}
+    tree: dict[str, object] = {
+        path: own._asdict() for path, own in mark(files_of(config.data)).items()
+    }
+    for name, revision in revisions_of(config.data).items():
+        tree[name] = {"revision": revision}
     (directory / _MARKS_FILE).write_text(json.dumps(tree, indent=2), encoding="utf-8")
 
 
@@ -297,7 +310,7 @@ def say_sizes(vocabulary: Tokenizer) -> str:
     return f"{len(vocabulary.src):,} source and {len(vocabulary.tgt):,} target pieces"
 
 
-def _write_text(corpus: CorpusConfig, stem: Path) -> None:
+def _write_text(corpus: Corpus, stem: Path) -> None:
     write_lines(stem.with_name(stem.name + ".src"), (pair.src for pair in read_pairs(corpus)))
     write_lines(stem.with_name(stem.name + ".tgt"), (pair.tgt for pair in read_pairs(corpus)))
 

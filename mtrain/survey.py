@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mtrain import repeats
-from mtrain.config import CorpusConfig
+from mtrain.config import Corpus
 from mtrain.intake import Advance, Block, Intake
 from mtrain.languages import Languages
 from mtrain.leaks import Leaks, SideHashes
@@ -73,7 +73,7 @@ class Survey:
     """
 
     def __init__(
-        self, name: str, corpus: CorpusConfig, directory: Path, tokenizer: Tokenizer | None
+        self, name: str, corpus: Corpus, directory: Path, tokenizer: Tokenizer | None
     ) -> None:
         self.name, self.corpus = name, corpus
         self.intake = Intake(corpus)

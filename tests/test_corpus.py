@@ -89,7 +89,7 @@ def test_invalid_utf8_is_named_with_its_line() -> None:
 
 
 def test_counting_reads_everything() -> None:
-    assert corpus.count_pairs(files(b"a\n\nc\n", b"1\n2\n3\n"), "data.train") == 3
+    assert corpus.count_pairs(files(b"a\n\nc\n", b"1\n2\n3\n"), "data.train") == (3, 0)
     with pytest.raises(DataError, match=r"^t:3: must be UTF-8"):
         corpus.count_pairs(files(b"a\nb\nc\n", b"1\n2\n\xff\n"), "data.train")
 

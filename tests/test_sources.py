@@ -1,0 +1,465 @@
+"""All forms of a corpus give the same pairs, and a row that is none is said with its place."""
+
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import pyarrow
+import pytest
+import yaml
+from conftest import Cli
+from huggingface_hub import HfApi
+from pyarrow import parquet
+from tasks import REPOSITORY, Pair, Tree, copy_task, reverse_task, tiny_tree, write_config
+
+from mtrain import config as configs
+from mtrain import corpus, prepare, sources
+from mtrain.config import Config, Corpus, DataConfig
+from mtrain.errors import ConfigError, DataError
+from mtrain.intake import Intake, size_of
+from mtrain.rundir import RunDir
+
+Form = Callable[[Path, str, list[Pair]], Tree]
+FIELDS = {"src": "translation.aa", "tgt": "translation.bb"}
+
+
+def rows(pairs: list[Pair]) -> list[Tree]:
+    return [{"id": n, "translation": {"aa": p.src, "bb": p.tgt}} for n, p in enumerate(pairs)]
+
+
+def write_jsonl(path: Path, pairs: list[Pair]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows(pairs)), "utf-8")
+    return str(path)
+
+
+def write_parquet(path: Path, pairs: list[Pair]) -> str:
+    parquet.write_table(pyarrow.Table.from_pylist(rows(pairs)), path, row_group_size=50)
+    return str(path)
+
+
+def as_tsv(directory: Path, name: str, pairs: list[Pair]) -> Tree:
+    half = len(pairs) // 2
+    lines = [f"{src}\t{tgt}\n".encode() for src, tgt in pairs]
+    (directory / f"{name}.1.tsv").write_bytes(b"".join(lines[:half]))
+    (directory / f"{name}.2.tsv.gz").write_bytes(gzip.compress(b"".join(lines[half:])))
+    return {"tsv": [str(directory / f"{name}.1.tsv"), str(directory / f"{name}.2.tsv.gz")]}
+
+
+def as_columns(directory: Path, name: str, pairs: list[Pair]) -> Tree:
+    text = "".join(f"{tgt}\t{number}\t{src}\r\n" for number, (src, tgt) in enumerate(pairs))
+    path = directory / f"{name}.tsv"
+    path.write_bytes(text.encode())
+    return {"tsv": [str(path)], "columns": [3, 1]}
+
+
+def as_jsonl(directory: Path, name: str, pairs: list[Pair]) -> Tree:
+    path = write_jsonl(directory / f"{name}.jsonl", pairs)
+    Path(f"{path}.gz").write_bytes(gzip.compress(Path(path).read_bytes()))
+    return {"jsonl": [f"{path}.gz"], **FIELDS}
+
+
+def as_parquet(directory: Path, name: str, pairs: list[Pair]) -> Tree:
+    half = len(pairs) // 2
+    parts = [pairs[:half], pairs[half:]]
+    paths = [write_parquet(directory / f"{name}.{n}.parquet", p) for n, p in enumerate(parts)]
+    return {"parquet": paths, **FIELDS}
+
+
+def as_hub(write: Callable[[Path, list[Pair]], str], streaming: bool) -> Form:
+    """Write a folder as the hub has them: files, and a card that says what they are."""
+
+    def make(directory: Path, name: str, pairs: list[Pair]) -> Tree:
+        folder = directory / f"{name}-set"
+        (folder / "aa-bb").mkdir(parents=True)
+        file = Path(write(folder / "aa-bb" / f"part.{write.__name__[6:]}", pairs))
+        files = [{"split": "train", "path": str(file.relative_to(folder))}]
+        card = {"configs": [{"config_name": "aa-bb", "data_files": files}]}
+        (folder / "README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n# A set\n", "utf-8")
+        named = {"hub": str(folder), "config": "aa-bb", "split": "train", **FIELDS}
+        return named | {"streaming": streaming}
+
+    return make
+
+
+FORMS: dict[str, Form] = {
+    "tsv": as_tsv,
+    "columns": as_columns,
+    "jsonl": as_jsonl,
+    "parquet": as_parquet,
+    "hub-parquet": as_hub(write_parquet, streaming=False),
+    "hub-parquet-streamed": as_hub(write_parquet, streaming=True),
+    "hub-jsonl": as_hub(write_jsonl, streaming=False),
+    "hub-jsonl-streamed": as_hub(write_jsonl, streaming=True),
+}
+each_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+
+
+@pytest.fixture(autouse=True)
+def without_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks the hub in this process finds a closed port; what is cached goes away."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    sources._resolve.cache_clear()
+
+
+def corpus_of(tree: Tree) -> Corpus:
+    """Validate a corpus as the config does."""
+    named = {"src": ["a"], "tgt": ["b"]}
+    data = {"src_lang": "aa", "tgt_lang": "bb", "train": tree, "valid": named}
+    return DataConfig.model_validate(data).train
+
+
+def config_with(directory: Path, form: Form) -> Path:
+    """Write a task all of whose corpora are in this form; return the path of its config."""
+    tree = tiny_tree(directory)
+    data = tree["data"]
+    data["train"] = form(directory, "train", reverse_task(200, 1))
+    data["valid"] = form(directory, "valid", reverse_task(12, 2))
+    data["tests"] = {"held_out": form(directory, "test", reverse_task(40, 3))}
+    return write_config(directory / "config.yaml", tree)
+
+
+def message(tree: Tree) -> str:
+    with pytest.raises(DataError) as error:
+        list(corpus.read_pairs(corpus_of(tree)))
+    return str(error.value)
+
+
+def stored(run: RunDir) -> dict[str, bytes]:
+    """Return what a run folder holds of the corpora, but for where they came from."""
+    origin = ("corpora.json", "checksums.json")
+    files = (path for path in sorted(run.data_dir.rglob("*")) if path.is_file())
+    found = {path.name: path.read_bytes() for path in files if path.name not in origin}
+    return found | {"model": (run.tokenizer_dir / "shared.model").read_bytes()}
+
+
+@each_form
+def test_every_form_gives_the_run_folder_that_plain_files_give(
+    cli: Cli, tmp_path: Path, form: Form
+) -> None:
+    for name in ("plain", "other"):
+        (tmp_path / name).mkdir()
+    plain = write_config(tmp_path / "p.yaml", tiny_tree(tmp_path / "plain", reverse_task))
+    other = config_with(tmp_path / "other", form)
+    assert cli("tokenize", plain).code == 0
+    outcome = cli("tokenize", other)
+    assert outcome.code == 0, outcome.err
+    runs = [RunDir(tmp_path / name / "run") for name in ("plain", "other")]
+    assert stored(runs[0]) == stored(runs[1])
+    config = configs.load(other)
+    assert runs[1].load_config() == config
+    marked = set(prepare.read_marks(runs[1]))
+    assert marked == {path for own in corpora(config) for path in sources.paths_of(own)}
+    assert all(Path(path).is_file() for path in marked) and marked
+
+
+def corpora(config: Config) -> list[Corpus]:
+    return [config.data.train, config.data.valid, *config.data.tests.values()]
+
+
+@each_form
+def test_every_form_can_be_checked_and_trained(cli: Cli, tmp_path: Path, form: Form) -> None:
+    config = config_with(tmp_path, form)
+    outcome = cli("check", config, "--json")
+    assert outcome.code == 0, outcome.err
+    report = json.loads(outcome.out)
+    assert [own["num_pairs"] for own in report["corpora"]] == [200, 12, 40]
+    held = next(found for found in report["findings"] if found["name"] == "held-out-pair")
+    line = held["examples"][0]["line"]
+    assert held["examples"][0]["src"] == reverse_task(200, 1)[line - 1].src
+    outcome = cli("train", config, "--set", "training.max_steps=2")
+    assert outcome.code == 0, outcome.err
+    assert "pairs    200 for training, left out 0," in outcome.err
+
+
+@each_form
+def test_a_check_counts_the_pairs_of_every_form_and_tells_its_bytes(
+    tmp_path: Path, form: Form
+) -> None:
+    own = corpus_of(form(tmp_path, "corpus", copy_task(5000, 1)))
+    told: list[int] = []
+    intake = Intake(own)
+    found = [pair for b in intake.blocks(told.append) for pair in zip(b.src, b.tgt, strict=True)]
+    assert found == copy_task(5000, 1)
+    assert intake.num_pairs == 5000
+    assert sum(told) == size_of(own) > 0
+
+
+@each_form
+def test_a_changed_file_of_every_form_is_noticed(cli: Cli, tmp_path: Path, form: Form) -> None:
+    config = config_with(tmp_path, form)
+    assert cli("tokenize", config).code == 0
+    path = Path(sources.paths_of(configs.load(config).data.train)[-1])
+    path.write_bytes(path.read_bytes() + b"\n")
+    outcome = cli("tokenize", config)
+    assert (outcome.code, "has changed since" in outcome.err) == (2, True)
+
+
+# Faults
+
+
+@pytest.mark.parametrize(
+    ("raw", "columns", "said"),
+    [
+        (
+            b"a\tb\nc\n",
+            None,
+            "2: must have 2 columns, source TAB target (or `columns` must name two), but has 1 "
+            "instead.",
+        ),
+        (
+            b"a\tb\tc\n",
+            None,
+            "1: must have 2 columns, source TAB target (or `columns` must name two), but has 3 "
+            "instead.",
+        ),
+        (b"a\tb\tc\na\tb\n", [1, 3], "2: must have at least 3 columns, but has 2 instead."),
+        (b"a\tb\nc\t\xffd\n", None, "2: must be UTF-8, but has byte 0xff at byte 3 of the line."),
+    ],
+)
+def test_a_line_of_tsv_that_is_no_pair_is_said(
+    tmp_path: Path, raw: bytes, columns: list[int] | None, said: str
+) -> None:
+    (tmp_path / "a.tsv").write_bytes(raw)
+    tree = {"tsv": [str(tmp_path / "a.tsv")], "columns": columns}
+    assert message(tree) == f"{tmp_path / 'a.tsv'}:{said}"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"{", "must be JSON, but is not: Expecting property name"),
+        (b"", "must be JSON, but is not: Expecting value"),
+        (b"[1]", "must be a JSON object, but is not."),
+        (b"[" * 100_000, "must be JSON, but is not: "),
+        (b'{"s": "a"}', "must have `t.x`, but has not."),
+        (b'{"s": "a", "t": "b"}', "must have `t.x`, but has not."),
+        (b'{"s": "a", "t": {"x": null}}', "`t.x` must be text, but is null instead."),
+        (b'{"s": 3, "t": {"x": "b"}}', "`s` must be text, but is 3 instead."),
+        (b'{"s": "\\ud800", "t": {"x": "b"}}', "`s` must be text, but has half of a surrogate"),
+        (b'{"s": "\xff"}', "must be UTF-8, but has byte 0xff at byte 8 of the line."),
+    ],
+)
+def test_a_line_of_json_that_is_no_pair_is_said(tmp_path: Path, line: bytes, said: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"s": "a", "t": {"x": "b"}}\n' + line + b"\n")
+    found = message({"jsonl": [str(path)], "src": "s", "tgt": "t.x"})
+    assert found.startswith(f"{path}:2: {said}")
+
+
+def test_a_row_of_parquet_that_is_no_pair_is_said(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.parquet")
+    tree = {"parquet": [path], "src": "s", "tgt": "t"}
+    parquet.write_table(pyarrow.table({"s": ["a", "b"], "t": ["c", None], "u": [1, 2]}), path)
+    assert message(tree) == f"{path}: row 2: `t` must be text, but is null instead."
+    assert message(tree | {"tgt": "u"}) == f"{path}: row 1: `u` must be text, but is 1 instead."
+    assert message(tree | {"tgt": "x.y"}) == (
+        f"{path}: must have a column `x`, but has s, t, u instead."
+    )
+    raw = Path(path).read_bytes()
+    Path(path).write_bytes(raw[: len(raw) // 2])
+    assert message(tree).startswith(f"{path}: must be a whole Parquet file, but: ")
+    Path(path).unlink()
+    assert message(tree).startswith(f"{path}: cannot be read: ")
+
+
+def test_a_data_set_that_is_not_as_the_config_says_is_one_line(tmp_path: Path) -> None:
+    tree = as_hub(write_parquet, streaming=True)(tmp_path, "x", copy_task(3, 1))
+    name = f"{tree['hub']}/aa-bb/train"
+    assert message(tree | {"tgt": "text"}) == (
+        f"{name}: must have a column `text`, but has id, translation instead."
+    )
+    assert message(tree | {"tgt": "id"}) == (f"{name}: row 1: `id` must be text, but is 0 instead.")
+    said = message(tree | {"split": "dev"})
+    assert said.startswith(f"{tree['hub']}/aa-bb/dev: cannot be loaded as a data set: ")
+    assert "['train']" in said and "\n" not in said
+    said = message(tree | {"config": "zz"})
+    assert "cannot be loaded as a data set: BuilderConfig 'zz' not found" in said
+
+
+def test_code_that_comes_with_a_data_set_is_not_run(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "set.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    tree = {"hub": str(folder), "split": "train", "src": "a", "tgt": "b"}
+    assert "cannot be loaded as a data set: " in message(tree)
+    assert not (tmp_path / "ran").exists()
+    assert "trust_remote_code" not in Path(sources.__file__).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "closed", [{"HF_ENDPOINT": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}], ids=lambda e: str(e)
+)
+def test_a_hub_that_cannot_be_reached_is_one_line_that_says_what_to_do(
+    tmp_path: Path, closed: dict[str, str]
+) -> None:
+    tree = tiny_tree(tmp_path)
+    tree["data"]["train"] = {"hub": "nobody/nothing", "split": "train", "src": "a", "tgt": "b"}
+    config = write_config(tmp_path / "config.yaml", tree)
+    environment = os.environ | closed | {"HF_HOME": str(tmp_path / "home")}
+    for verb in ("tokenize", "check"):
+        result = subprocess.run(
+            [sys.executable, "-m", "mtrain", verb, str(config)],
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=60,
+        )
+        assert result.returncode == 2
+        said = result.stderr if verb == "tokenize" else " ".join(result.stdout.split())
+        assert "nobody/nothing" in said
+        assert "cannot be reached (" in said
+        assert "`parquet:` or `jsonl:`" in said
+        assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("hub", ["/no/such/folder", "../x", "a b"])
+def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(hub: str) -> None:
+    said = message({"hub": hub, "split": "train", "src": "a", "tgt": "b"})
+    assert said == (
+        f"{hub}: must be a folder, or a data set of the Hugging Face hub that you may read, but is "
+        "neither."
+    )
+
+
+def test_all_readings_of_a_data_set_are_of_the_commit_that_the_run_folder_names(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = as_hub(write_jsonl, streaming=False)(tmp_path, "x", copy_task(200, 1))
+    loaded, asked = datasets.load_dataset, []
+
+    def load(name: str, *arguments: str, **options: Any) -> Any:
+        asked.append((name, options.pop("revision")))
+        return loaded(local["hub"], *arguments, **options)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    commits = iter(["abc123", "def456"])
+
+    def info(api: object, name: str, **options: Any) -> Any:
+        return SimpleNamespace(sha=next(commits))
+
+    monkeypatch.setattr(HfApi, "dataset_info", info)
+    tree = tiny_tree(tmp_path)
+    tree["data"]["train"] = local | {"hub": "some/set"}
+    outcome = cli("tokenize", write_config(tmp_path / "config.yaml", tree))
+    assert outcome.code == 0, outcome.err
+    run = RunDir(tmp_path / "run")
+    marks = json.loads((run.data_dir / "corpora.json").read_text("utf-8"))
+    assert marks["some/set/aa-bb/train"] == {"revision": "abc123"}
+    assert len(asked) > 3
+    assert set(asked) == {("some/set", "abc123")}
+    assert "some/set/aa-bb/train" not in prepare.read_marks(run)
+    assert cli("tokenize", tmp_path / "config.yaml").code == 0
+
+
+def test_a_check_lists_the_first_fault_of_a_file_and_goes_on(cli: Cli, tmp_path: Path) -> None:
+    tree = tiny_tree(tmp_path)
+    lines = [f"{pair.src}\t{pair.tgt}" for pair in copy_task(200, 1)]
+    lines[4], lines[9], lines[19] = "ba", "ba\tba\tba", "ce\t"
+    (tmp_path / "a.tsv").write_text("".join(f"{line}\n" for line in lines))
+    tree["data"]["train"] = {"tsv": [str(tmp_path / "a.tsv")]}
+    outcome = cli("check", write_config(tmp_path / "config.yaml", tree), "--json")
+    assert outcome.code == 2
+    findings = {found["name"]: found for found in json.loads(outcome.out)["findings"]}
+    assert findings["faulty-row"]["severity"] == "error"
+    assert "no pair: 2; the first is row 5: must have 2 columns" in findings["faulty-row"]["what"]
+    assert [entry["line"] for entry in findings["blank-side"]["examples"]] == [20]
+    assert findings["blank-side"]["examples"][0]["tgt_file"] == str(tmp_path / "a.tsv")
+
+
+# Line breaks within fields
+
+
+@pytest.mark.parametrize("form", [as_jsonl, as_parquet, FORMS["hub-parquet"]], ids=lambda f: "")
+def test_a_line_break_within_a_field_is_a_space_and_is_counted(
+    cli: Cli, tmp_path: Path, form: Form
+) -> None:
+    pairs = copy_task(200, 1)
+    pairs[3], pairs[8] = Pair("ba\nce\r\ndi", "ba\n\nce"), Pair("ba\rce\n", "ba\u2028ce\r\n")
+    tree = tiny_tree(tmp_path)
+    tree["data"]["train"] = form(tmp_path, "train", pairs)
+    own = corpus_of(tree["data"]["train"])
+    found = list(corpus.read_pairs(own))
+    assert found[3][:2] == ("ba ce di", "ba  ce")
+    assert found[8][:2] == ("ba\rce", "ba\u2028ce")
+    assert corpus.count_pairs(own, "data.train") == (200, 1)
+    config = write_config(tmp_path / "config.yaml", tree)
+    outcome = cli("tokenize", config)
+    assert "data.train: line breaks within 1 pairs are spaces now" in outcome.err.splitlines()
+    findings = json.loads(cli("check", config, "--json").out)["findings"]
+    (found_break,) = [found for found in findings if found["name"] == "field-break"]
+    assert found_break["severity"] == "note"
+    assert " has 1 rows with a line break within a field" in found_break["what"]
+
+
+# The config
+
+
+@pytest.mark.parametrize(
+    ("corpus", "said"),
+    [
+        ("{tsv: []}", "`data.train.tsv` must be a list of at least 1, but is [] instead."),
+        ("{tsv: a.tsv}", "`data.train.tsv` must be a list, but is 'a.tsv' instead."),
+        ("{jsonl: [a], src: x}", "`data.train.tgt` must be given, but is missing."),
+        ("{parquet: [a], src: x, tgt: 3}", "`data.train.tgt` must be text, but is 3 instead."),
+        ("{hub: a, src: x, tgt: y}", "`data.train.split` must be given, but is missing."),
+        (
+            "{tsv: [a], columns: [0, 1]}",
+            "`data.train.columns` must be two columns, counted from 1, but is [0, 1] instead.",
+        ),
+        (
+            "{tsv: [a], columns: [2, 2]}",
+            "`data.train.columns` must be two columns, counted from 1, but is [2, 2] instead.",
+        ),
+        (
+            "{tsv: [a], src: x}",
+            "`data.train.src` is not a key of the config; known here: tsv, columns.",
+        ),
+        (
+            "{hub: a, split: s, src: x, tgt: y, steaming: true}",
+            "`data.train.steaming` is not a key of the config; did you mean "
+            "`data.train.streaming`?",
+        ),
+        (
+            "{hub: a, split: s, src: x, tgt: y, streaming: 1}",
+            "`data.train.streaming` must be true or false, but is 1 instead.",
+        ),
+        ("[a.tsv]", "`data.train` must be a section of keys, but is ['a.tsv'] instead."),
+    ],
+)
+def test_a_form_that_is_not_whole_is_an_error_with_its_key(
+    tmp_path: Path, corpus: str, said: str
+) -> None:
+    tree: dict[str, Any] = tiny_tree(tmp_path)
+    tree["data"]["train"] = yaml.safe_load(corpus)
+    tree["data"]["tests"] = {"x": tree["data"]["train"]}
+    path = write_config(tmp_path / "config.yaml", tree)
+    for key in ("data.train", "data.tests.x"):
+        with pytest.raises(ConfigError) as error:
+            configs.load(path)
+        assert str(error.value) == f"{path}: {said.replace('data.train', key)}"
+        tree["data"]["train"] = {"src": ["a"], "tgt": ["b"]}
+        write_config(path, tree)
+
+
+def test_every_form_that_the_page_shows_is_one(tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs" / "corpora.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^train: (\{.*\})$", page, flags=re.MULTILINE)
+    forms = {type(corpus_of(yaml.safe_load(text))) for text in shown}
+    assert len(shown) > len(forms) == 5
+
+
+def test_a_change_of_form_is_a_change_of_the_corpus(tmp_path: Path) -> None:
+    tree = tiny_tree(tmp_path)
+    old = configs.load(write_config(tmp_path / "a.yaml", tree))
+    tree["data"]["train"] = {"tsv": ["a.tsv"]}
+    new = configs.load(write_config(tmp_path / "b.yaml", tree))
+    assert [change.key for change in configs.changes(old, new)] == ["data.train"]
