@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mtrain import __version__, checkpoint, data, prepare
-from mtrain.config import Config
+from mtrain.config import Config, Corpus, HubConfig
+from mtrain.corpus import FileMark
 from mtrain.errors import RunError
 from mtrain.rundir import RunDir
+from mtrain.sources import paths_of
 from mtrain.tokenizer import Tokenizer
 
 _CTRANSLATE2_USE = """\
@@ -170,15 +172,23 @@ def _sizes(card: Card, config: Config) -> list[str]:
 
 def _data(card: Card, config: Config) -> list[str]:
     lines = ["", "## The data", "", *_counts(card.run, card.tokenizer)]
+    marks = prepare.read_marks(card.run)
     corpora = [("training", config.data.train), ("validation", config.data.valid)]
     corpora += [(f"test {name}", corpus) for name, corpus in config.data.tests.items()]
     lines += ["", "| text | file | SHA-256 |", "| --- | --- | --- |"]
     for text, corpus in corpora:
-        for file in [*corpus.src, *corpus.tgt]:
-            digest = sha256(Path(file))
-            shown = f"`{digest}`" if digest else "not there any more"
-            lines.append(f"| {text} | {Path(file).name} | {shown} |")
+        lines += [f"| {text} | {own} |" for own in _files(corpus, marks)]
     return lines
+
+
+def _files(corpus: Corpus, marks: Mapping[str, FileMark]) -> Iterator[str]:
+    """Yield the files of a corpus, each with its hash when it was tokenized, or now."""
+    if isinstance(corpus, HubConfig) and not Path(corpus.hub).is_dir():
+        yield f"{corpus.hub}, {corpus.split} | of the hub"
+        return
+    for path in paths_of(corpus):
+        digest = marks[path].sha256 if path in marks else sha256(Path(path))
+        yield f"{Path(path).name} | {f'`{digest}`' if digest else 'not there any more'}"
 
 
 def _counts(run: RunDir, tokenizer: Tokenizer) -> Iterator[str]:

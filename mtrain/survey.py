@@ -13,6 +13,7 @@ import numpy as np
 
 from mtrain import repeats
 from mtrain.config import Corpus
+from mtrain.files import append
 from mtrain.intake import Advance, Block, Intake
 from mtrain.languages import Languages
 from mtrain.leaks import Leaks, SideHashes
@@ -35,9 +36,12 @@ class Spool:
         path.touch()
 
     def append(self, records: Records) -> None:
-        """Add the records of a block."""
-        with self._path.open("ab") as stream:
-            records.tofile(stream)
+        """Add the records of a block.
+
+        Raises:
+            WriteError: if the disk does not take them.
+        """
+        append(self._path, records.tobytes())
 
     def part(self, first: int, count: int) -> Records:
         """Return the records of some pairs that stand together."""
