@@ -543,9 +543,9 @@ TEXT = [
     Mutation(
         "lines end at U+2028 too",
         "mtrain/files.py",
-        "            yield from raw_lines(stream)\n",
-        "            for line in raw_lines(stream):\n"
-        "                yield from line.split(b'\\xe2\\x80\\xa8')\n",
+        "        yield from raw_lines(stream)\n",
+        "        for line in raw_lines(stream):\n"
+        "            yield from line.split(b'\\xe2\\x80\\xa8')\n",
         "tests/test_files.py",
     ),
     Mutation(
@@ -645,8 +645,8 @@ AUDIT = [
     Mutation(
         "an audit stops where the shorter file ends",
         "mtrain/intake.py",
-        "            continue  # the rest of the longer file is counted, and is no pair",
-        "            break",
+        "        if src is not None and tgt is not None:  # the rest of the longer file is only counted",
+        "        if src is None or tgt is None:\n            break\n        else:",
         "tests/test_intake.py",
     ),
     Mutation(
