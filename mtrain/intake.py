@@ -153,7 +153,7 @@ def _read_rows(source: Source, notes: FileNotes, advance: Advance) -> Iterator[_
 
 def _read_lines(part: Part, advance: Advance) -> Iterator[_Pair]:
     for src, tgt in zip_longest(_lines(part.src, advance), _lines(part.tgt, advance)):
-        if src is not None and tgt is not None:  # the rest of the longer file is only counted
+        if src is not None and tgt is not None:  # the longer file is only counted
             yield _Pair(_decode(src, part.src), _decode(tgt, part.tgt))
 
 

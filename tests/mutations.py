@@ -645,7 +645,7 @@ AUDIT = [
     Mutation(
         "an audit stops where the shorter file ends",
         "mtrain/intake.py",
-        "        if src is not None and tgt is not None:  # the rest of the longer file is only counted",
+        "        if src is not None and tgt is not None:  # the longer file is only counted",
         "        if src is None or tgt is None:\n            break\n        else:",
         "tests/test_intake.py",
     ),
