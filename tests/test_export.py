@@ -20,9 +20,10 @@ from safetensors.torch import load_file
 from tasks import train as train_task
 from tasks import write_task
 
-from mtrain import checkpoint, comparison, ctranslate2_model, export, marian, translate
+from mtrain import checkpoint, comparison, ctranslate2_model, export, marian, model_card, translate
 from mtrain.comparison import Copy, Found, Ids
-from mtrain.config import Config, DecodingConfig
+from mtrain.config import Config, DecodingConfig, HubConfig, TsvConfig
+from mtrain.corpus import FileMark
 from mtrain.ctranslate2_model import CTranslate2Copy
 from mtrain.errors import ConfigError, RunError
 from mtrain.export import Report, Target, Wanted
@@ -665,6 +666,7 @@ def test_the_card_tells_languages_data_and_sizes(
     with (corpus / "train.tgt").open("a", encoding="utf-8") as stream:
         stream.write("ba\nba\n")
     run = train_task(config_path, "training.max_steps=1")
+    was = hashlib.sha256((corpus / "valid.src").read_bytes()).hexdigest()
     (corpus / "valid.src").unlink()
     export.export(run, tmp_path / "out", Wanted("huggingface", "bfloat16", 2), lambda _: None)
     page = (tmp_path / "out" / "README.md").read_text("utf-8")
@@ -673,10 +675,19 @@ def test_the_card_tells_languages_data_and_sizes(
     assert yaml.safe_load(front)["pipeline_tag"] == "translation"
     digest = hashlib.sha256((corpus / "train.tgt").read_bytes()).hexdigest()
     assert f"| training | train.tgt | `{digest}` |" in rest
-    assert "| validation | valid.src | not there any more |" in rest
+    assert f"| validation | valid.src | `{was}` |" in rest  # as it was tokenized
     assert "200 training pairs were kept, 2 dropped" in rest
     assert "1 encoder and 1 decoder layers, width 16" in rest
     assert "mtrain" in rest
+
+
+def test_the_card_names_corpora_of_every_kind(tmp_path: Path) -> None:
+    gone = str(tmp_path / "gone.tsv")
+    assert list(model_card._files(TsvConfig(tsv=[gone]), {})) == ["gone.tsv | not there any more"]
+    marks = {gone: FileMark(1, 2, "abc")}
+    assert list(model_card._files(TsvConfig(tsv=[gone]), marks)) == ["gone.tsv | `abc`"]
+    hub = HubConfig(hub="wmt/wmt14", split="train", src="de", tgt="en")
+    assert list(model_card._files(hub, {})) == ["wmt/wmt14, train | of the hub"]
 
 
 def test_a_report_says_what_was_asked_of_it(exported: dict[str, Exported]) -> None:
