@@ -322,7 +322,11 @@ def test_a_hub_that_cannot_be_reached_is_one_line_that_says_what_to_do(
 
 
 @pytest.mark.parametrize("hub", ["/no/such/folder", "../x", "a b"])
-def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(hub: str) -> None:
+def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(
+    hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     said = message({"hub": hub, "split": "train", "src": "a", "tgt": "b"})
     assert said == (
         f"{hub}: must be a folder, or a data set of the Hugging Face hub that you may read, but is "
