@@ -136,6 +136,11 @@ def train(point: Point, seconds: float) -> Cost:
     return Cost(batch.num_tgt_tokens / median(took[1:]), peak_mib)
 
 
+def shortened(value: int) -> str:
+    """Write a power of two, or thousands, briefly."""
+    return str(value) if value < 1000 else f"{value // (1000 if value % 1000 == 0 else 1024)}k"
+
+
 def draw(costs: dict[str, list[Cost]], path: Path) -> None:
     """Draw speed and memory along each axis."""
     import matplotlib
@@ -152,7 +157,7 @@ def draw(costs: dict[str, list[Cost]], path: Path) -> None:
     figure, panels = plt.subplots(2, len(AXES), figsize=(13, 5.5), sharex="col", sharey="row")
     for column, (axis, own) in enumerate(costs.items()):
         labels = [getattr(point, axis) for point in AXES[axis]]
-        texts = [str(x) if isinstance(x, str) or x < 1000 else f"{x / 1000:g}k" for x in labels]
+        texts = [x if isinstance(x, str) else shortened(x) for x in labels]
         for row, values in enumerate(
             ([cost.tokens_per_s for cost in own], [cost.peak_mib for cost in own])
         ):
