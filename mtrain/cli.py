@@ -533,7 +533,8 @@ def evaluate(
     run_dir = RunDir(run)
     options = evaluating.ScoringOptions(tokenize, lowercase)
     searching = {"beam": beam, "early_stop": early_stop, "no_repeat_ngram": no_repeat_ngram}
-    _refuse("--score", searching if score else {})
+    scoring = {"tokenize": tokenize, "lowercase": lowercase or None, "json": json or None}
+    _refuse("--score", searching | scoring if score else {})
     changes = searching | {"length_alpha": length_alpha, "batch_tokens": batch_tokens}
     decoding = run_dir.load_config().decoding.model_copy(update=_given(changes))
     loading = _loading(device, precision, quantize, checkpoint)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from mtrain import __version__, checkpoint, data, prepare
 from mtrain.config import Config, Corpus, HubConfig
 from mtrain.corpus import FileMark
 from mtrain.errors import RunError
+from mtrain.files import sha256
 from mtrain.rundir import RunDir
 from mtrain.sources import paths_of
 from mtrain.tokenizer import Tokenizer
@@ -187,7 +187,7 @@ def _files(corpus: Corpus, marks: Mapping[str, FileMark]) -> Iterator[str]:
         yield f"{corpus.hub}, {corpus.split} | of the hub"
         return
     for path in paths_of(corpus):
-        digest = marks[path].sha256 if path in marks else sha256(Path(path))
+        digest = marks[path].sha256 if path in marks else _sha256(path)
         yield f"{Path(path).name} | {f'`{digest}`' if digest else 'not there any more'}"
 
 
@@ -204,16 +204,12 @@ def _counts(run: RunDir, tokenizer: Tokenizer) -> Iterator[str]:
     yield f"{total} ({reasons})." if reasons else f"{total}."
 
 
-def sha256(path: Path) -> str | None:
+def _sha256(path: str) -> str | None:
     """Return the hash of a file; None if it cannot be read."""
-    digest = hashlib.sha256()
     try:
-        with path.open("rb") as file:
-            while part := file.read(1 << 20):
-                digest.update(part)
+        return sha256(Path(path))
     except OSError:
         return None
-    return digest.hexdigest()
 
 
 def _checked(card: Card) -> list[str]:

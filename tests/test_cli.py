@@ -330,6 +330,14 @@ def test_options_that_would_do_nothing_or_cannot_be_met_are_refused(
     assert error_line(cli("translate", trained.path, *options, stdin=b"ba ce di\n")) == said
 
 
+@pytest.mark.parametrize("option", [["--tokenize", "none"], ["--lowercase"], ["--json"]])
+def test_options_of_metrics_stand_for_nothing_beside_scores_of_the_model(
+    cli: Cli, trained: RunDir, option: list[str]
+) -> None:
+    said = error_line(cli("eval", trained.path, "--score", *option))
+    assert said == f"`{option[0]}` must not stand beside `--score`, but does."
+
+
 def test_a_score_is_the_one_that_the_search_gave_the_same_line(
     cli: Cli, trained: RunDir, tmp_path: Path
 ) -> None:
