@@ -15,7 +15,7 @@ from mtrain import translate as translating
 from mtrain.comparison import Comparison, Copy
 from mtrain.config import Config
 from mtrain.errors import ConfigError, RunError
-from mtrain.files import sha256, whole_dir, write_lines
+from mtrain.files import sha256_if_readable, whole_dir, write_lines
 from mtrain.model import num_parameters
 from mtrain.model_card import Card, ctranslate2_readme, marian_readme
 from mtrain.prepare import Lines
@@ -102,7 +102,7 @@ def ensure(run: RunDir, say: Say) -> Path:
 
 def _weights(run: RunDir) -> str | None:
     """Return what tells a run's weights from others; None if there are none."""
-    return sha256(run.model_path) if run.model_path.is_file() else None
+    return sha256_if_readable(run.model_path)
 
 
 def _export(run: RunDir, directory: Path, wanted: Wanted, say: Say) -> Report:

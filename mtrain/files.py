@@ -263,6 +263,14 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def sha256_if_readable(path: Path) -> str | None:
+    """Return the checksum of a file; None if it cannot be read."""
+    try:
+        return sha256(path)
+    except OSError:
+        return None
+
+
 def _flush(path: Path) -> None:
     """Ask the disk to keep what was written; folders too, where the system can."""
     if os.name == "nt" and path.is_dir():

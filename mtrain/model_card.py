@@ -10,7 +10,7 @@ from mtrain import __version__, checkpoint, data, prepare
 from mtrain.config import Config, Corpus, HubConfig
 from mtrain.corpus import FileMark
 from mtrain.errors import RunError
-from mtrain.files import sha256
+from mtrain.files import sha256_if_readable
 from mtrain.rundir import RunDir
 from mtrain.sources import paths_of
 from mtrain.tokenizer import Tokenizer
@@ -187,7 +187,7 @@ def _files(corpus: Corpus, marks: Mapping[str, FileMark]) -> Iterator[str]:
         yield f"{corpus.hub}, {corpus.split} | of the hub"
         return
     for path in paths_of(corpus):
-        digest = marks[path].sha256 if path in marks else _sha256(path)
+        digest = marks[path].sha256 if path in marks else sha256_if_readable(Path(path))
         yield f"{Path(path).name} | {f'`{digest}`' if digest else 'not there any more'}"
 
 
@@ -202,14 +202,6 @@ def _counts(run: RunDir, tokenizer: Tokenizer) -> Iterator[str]:
     reasons = "; ".join(f"{count:,} {reason}" for reason, count in dropped.items())
     total = f"{num_kept:,} training pairs were kept, {sum(dropped.values()):,} dropped"
     yield f"{total} ({reasons})." if reasons else f"{total}."
-
-
-def _sha256(path: str) -> str | None:
-    """Return the hash of a file; None if it cannot be read."""
-    try:
-        return sha256(Path(path))
-    except OSError:
-        return None
 
 
 def _checked(card: Card) -> list[str]:

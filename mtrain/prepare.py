@@ -28,7 +28,7 @@ from mtrain.corpus import (
     revisions_of,
 )
 from mtrain.errors import DataError, RunError
-from mtrain.files import read_lines, sha256, whole_dir, write_lines
+from mtrain.files import read_lines, sha256, sha256_if_readable, whole_dir, write_lines
 from mtrain.ledger import Drop
 from mtrain.rundir import RunDir
 from mtrain.runlog import Console
@@ -197,14 +197,7 @@ def damaged_files(run: RunDir) -> list[Path]:
     except (OSError, ValueError, TypeError):
         return [path]
     files = {run.data_dir / name: expected for name, expected in sums.items()}
-    return [own for own, expected in files.items() if _sum_of(own) != expected]
-
-
-def _sum_of(path: Path) -> str | None:
-    try:
-        return sha256(path)
-    except OSError:
-        return None
+    return [own for own, expected in files.items() if sha256_if_readable(own) != expected]
 
 
 def _check_same_files(run: RunDir, console: Console) -> None:
