@@ -57,8 +57,8 @@ def show_scores(run: Path, options: list[str]) -> None:
     """Translate and score the run's test sets in a process of their own."""
     command = [*MTRAIN, "eval", str(run), "--json", *options]
     answer = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    for test, scores in json.loads(answer).items():
-        for score in scores:
+    for test, report in json.loads(answer).items():
+        for score in report["scores"]:
             print(f"{test}  {score['metric']} {score['value']:.2f}  {score['signature']}")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import textwrap
-import unicodedata
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +12,7 @@ from mtrain.audit import Finding, Report, Summary
 from mtrain.ledger import say_counts
 from mtrain.lists import Entry
 from mtrain.rules import Severity
+from mtrain.terminal import shortened, visible
 
 _WIDTH = 80
 _INDENT = " " * 9
@@ -59,7 +59,7 @@ def _coverage(summaries: list[Summary]) -> Iterator[str]:
     yield f"{'tokenizer':<24}{'pieces/word':>13}{'bytes':>10}{'unknown':>10}{'unseen':>10}"
     for summary in summaries:
         for side, found in zip(("src", "tgt"), summary.coverage, strict=True):
-            name = _shortened(f"{summary.name} {side}", 24)
+            name = shortened(f"{summary.name} {side}", 24)
             shares = (found.byte_share, found.unknown_share, found.unseen_share)
             columns = "".join(f"{100 * share:>9.2f}%" for share in shares)
             yield f"{name:<24}{found.pieces_per_word:>13.2f}{columns}"
@@ -87,8 +87,8 @@ def _example(entry: Entry) -> Iterator[str]:
     yield from _wrapped(where, _INDENT)
     for side, other in (("src", "tgt"), ("tgt", "src")):
         if entry["side"] in (side, "both") or not entry[other].strip():
-            text = _visible(entry[side]) if entry[side].strip() else "(blank)"
-            yield f"{_INDENT}  {_shortened(text, _WIDTH - len(_INDENT) - 2)}"
+            text = visible(entry[side]) if entry[side].strip() else "(blank)"
+            yield f"{_INDENT}  {shortened(text, _WIDTH - len(_INDENT) - 2)}"
 
 
 def _wrapped(text: str, first: str) -> list[str]:
@@ -100,28 +100,3 @@ def _wrapped(text: str, first: str) -> list[str]:
         subsequent_indent=_INDENT,
         break_on_hyphens=False,
     )
-
-
-def _visible(text: str) -> str:
-    """Write what cannot be seen as an escape."""
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode()
-        for character in text
-    )
-
-
-def _shortened(text: str, width: int) -> str:
-    """Cut text to as many columns of a terminal."""
-    if sum(map(_columns, text)) <= width:
-        return text
-    kept, used = "", 3
-    for character in text:
-        used += _columns(character)
-        if used > width:
-            break
-        kept += character
-    return kept + "..."
-
-
-def _columns(character: str) -> int:
-    return 2 if unicodedata.east_asian_width(character) in "WF" else 1

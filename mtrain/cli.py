@@ -165,6 +165,27 @@ MaxInputOption = Annotated[
 OnLongOption = Annotated[
     OnLong, typer.Option(help="How those are cut; split is at the ends of sentences.")
 ]
+TestsOption = Annotated[
+    str | None, typer.Option(metavar="NAME,...", help="Only these test sets of the run.")
+]
+MetricsOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME,...", help="Of bleu, chrf, chrf++, ter; bleu,chrf if absent."),
+]
+CometOption = Annotated[
+    Path | None, typer.Option(metavar="PATH", help="Score with this model of COMET too.")
+]
+ResamplesOption = Annotated[
+    int | None,
+    typer.Option(min=0, metavar="N", help="For intervals; 1000 if absent, 0 is none."),
+]
+CompareOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="RUN_OR_FILE",
+        help="Test the difference to this run, or file of translations; repeatable.",
+    ),
+]
 
 
 _OF_CTRANSLATE2 = {
@@ -500,12 +521,28 @@ def _warn(text: str) -> None:
 
 @app.command(name="eval")
 def evaluate(
-    run: RunArgument,
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN",
+            help="A run folder, or several of other seeds, for a mean and a deviation.",
+            show_default=False,
+        ),
+    ],
     output: OutputOption = None,
+    tests: TestsOption = None,
+    metrics: MetricsOption = None,
     tokenize: Annotated[
         str | None, typer.Option(help="sacreBLEU's tokenizer: 13a (default), none, intl, char, ...")
     ] = None,
     lowercase: Annotated[bool, typer.Option("--lowercase", help="Ignore case.")] = False,
+    comet: CometOption = None,
+    resamples: ResamplesOption = None,
+    compare: CompareOption = None,
+    details: Annotated[
+        bool,
+        typer.Option("--details", help="By length, by rare words, and the best and worst lines."),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     score: Annotated[
         bool, typer.Option("--score", help="Print how likely the model finds each reference.")
@@ -520,30 +557,50 @@ def evaluate(
     precision: PrecisionOption = Precision.AUTO,
     quantize: QuantizeOption = None,
 ) -> None:
-    """Translate the test sets and score them with BLEU and chrF.
+    """Translate the test sets and score them: BLEU, chrF, TER, COMET.
 
-    With --score: test set, line, score, log-probability and tokens of every reference instead.
+    Each score is sacreBLEU's, with its signature and a 95% bootstrap interval. With --score: test
+    set, line, score, log-probability and tokens of every reference instead.
 
-    Example: mtrain eval runs/demo --json
+    Example: mtrain eval runs/demo --compare runs/wide
     """
+    from mtrain import comet_metric, score_page, scoreboard
     from mtrain import evaluate as evaluating
     from mtrain import translate as translating
+    from mtrain.metrics import ScoringOptions
     from mtrain.rundir import RunDir
 
-    run_dir = RunDir(run)
-    options = evaluating.ScoringOptions(tokenize, lowercase)
+    folders, names = [RunDir(run) for run in runs], _listed(tests)
     searching = {"beam": beam, "early_stop": early_stop, "no_repeat_ngram": no_repeat_ngram}
-    scoring = {"tokenize": tokenize, "lowercase": lowercase or None, "json": json or None}
-    _refuse("--score", searching | scoring if score else {})
     changes = searching | {"length_alpha": length_alpha, "batch_tokens": batch_tokens}
-    decoding = run_dir.load_config().decoding.model_copy(update=_given(changes))
     loading = _loading(device, precision, quantize, checkpoint)
-    translator = translating.load(run_dir, decoding, loading)
+
+    def load(run: RunDir) -> Translator:
+        decoding = run.load_config().decoding.model_copy(update=_given(changes))
+        return translating.load(run, decoding, loading)
+
     if score:
-        _put(evaluating.reference_scores(run_dir, translator), output)
+        scoring: dict[str, Any] = {"metrics": metrics, "tokenize": tokenize, "comet": comet}
+        scoring |= {"resamples": resamples, "compare": compare or None}
+        flags = {"lowercase": lowercase, "details": details, "json": json}
+        set_flags = {key: True for key, is_set in flags.items() if is_set}
+        _refuse("--score", searching | scoring | set_flags)
+        if len(folders) > 1:
+            raise ConfigError(f"`--score` must have one run, but has {len(folders)} instead.")
+        _put(evaluating.reference_scores(folders[0], load(folders[0]), names), output)
         return
-    results = evaluating.evaluate(run_dir, translator, options)
-    _put(evaluating.as_json(results) if json else evaluating.as_text(results), output)
+    given = _given({"metrics": _listed(metrics), "num_resamples": resamples})
+    if comet is not None:
+        num_gpus = int(translating.pick_device(device).type == "cuda")
+        given["comet"] = comet_metric.CometModel(comet, num_gpus)
+    options = ScoringOptions(tokenize, lowercase, **given)
+    plan = scoreboard.Plan(folders, compare or [], names, options, details)
+    reports = scoreboard.measure(plan, load, _warn)
+    _put(score_page.as_json(reports) if json else score_page.as_text(reports), output)
+
+
+def _listed(names: str | None) -> list[str] | None:
+    return names.split(",") if names is not None else None
 
 
 @app.command()

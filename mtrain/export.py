@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from mtrain import __version__, comparison, ctranslate2_model, evaluate, marian, prepare
+from mtrain import __version__, comparison, ctranslate2_model, marian, metrics, prepare
 from mtrain import translate as translating
 from mtrain.comparison import Comparison, Copy
 from mtrain.config import Config
@@ -198,7 +198,7 @@ def _bleu(translator: Translator, copy: Copy, lines: Lines, say: Say) -> Bleu:
     found = copy.search(sources, translator.decoding.beam, limits)
     theirs = translator.tokenizer.tgt.decode([own.ids for own in found])
     ours = comparison.translate(translator, sources)
-    return Bleu(evaluate.bleu(ours, lines.tgt), evaluate.bleu(theirs, lines.tgt))
+    return Bleu(metrics.bleu(ours, lines.tgt), metrics.bleu(theirs, lines.tgt))
 
 
 def _describe(

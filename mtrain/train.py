@@ -25,8 +25,8 @@ from mtrain.config import Config
 from mtrain.corpus import changed_files
 from mtrain.data import Position, TrainingData, plan_batches
 from mtrain.errors import RunError, WriteError
-from mtrain.evaluate import bleu
 from mtrain.loss import LossSum, label_smoothed
+from mtrain.metrics import bleu
 from mtrain.model import num_parameters
 from mtrain.parallel import Workers
 from mtrain.prepare import Lines

@@ -77,7 +77,9 @@ def test_a_translator_trained_by_the_command_line_scores_90_bleu(
 ) -> None:
     result = shell("eval", trained.path, "--json")
     assert result.returncode == 0, result.stderr.decode()
-    scores = {score["metric"]: score["value"] for score in json.loads(result.stdout)["held_out"]}
+    scores = {
+        score["metric"]: score["value"] for score in json.loads(result.stdout)["held_out"]["scores"]
+    }
     assert scores["BLEU"] >= 90
 
 
@@ -330,7 +332,19 @@ def test_options_that_would_do_nothing_or_cannot_be_met_are_refused(
     assert error_line(cli("translate", trained.path, *options, stdin=b"ba ce di\n")) == said
 
 
-@pytest.mark.parametrize("option", [["--tokenize", "none"], ["--lowercase"], ["--json"]])
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--tokenize", "none"],
+        ["--lowercase"],
+        ["--json"],
+        ["--details"],
+        ["--metrics", "bleu"],
+        ["--comet", "model.ckpt"],
+        ["--resamples", "100"],
+        ["--compare", "other"],
+    ],
+)
 def test_options_of_metrics_stand_for_nothing_beside_scores_of_the_model(
     cli: Cli, trained: RunDir, option: list[str]
 ) -> None:

@@ -53,9 +53,10 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def hold_to_the_report(outcome: Outcome, directory: str) -> None:
     assert outcome.code == 0, outcome.err
     lines = outcome.lines
-    assert re.fullmatch(r"demo  BLEU \d+\.\d\d", lines[0])
+    interval = r"\d+\.\d\d \(μ = \d+\.\d\d ± \d+\.\d\d\)"
+    assert re.fullmatch(rf"demo  BLEU {interval}", lines[0])
     assert "|tok:13a|" in lines[1]
-    assert re.fullmatch(r"demo  chrF \d+\.\d\d", lines[2])
+    assert re.fullmatch(rf"demo  chrF2 {interval}", lines[2])
     assert lines[-2] == f"The run folder is {directory}. Translate a sentence with it:"
     assert lines[-1] == f'  echo "The old farmer is tired." | mtrain translate {directory}'
     shown = lines[4:-2]

@@ -1,88 +1,20 @@
-"""Scores are sacreBLEU's, said with its signatures."""
+"""A run is scored on its own test sets, as a page and as JSON."""
 
 import json
+import re
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
-import sacrebleu
+import yaml
 from conftest import Cli
-from tasks import copy_task
+from tasks import copy_task, write, write_config
 
-from mtrain import evaluate, translate
-from mtrain.errors import ConfigError, RunError
-from mtrain.evaluate import ScoringOptions
+from mtrain import evaluate, metrics, translate
+from mtrain.errors import RunError
+from mtrain.metrics import ScoringOptions
 from mtrain.rundir import RunDir
-
-HYPOTHESES = [
-    "The cat sat on the mat.",
-    "A dog , a house and THE tree",
-    "Hello, world!",
-    "",
-    "Der Hund lief über die Straße.",
-]
-REFERENCES = [
-    "The cat is on the mat.",
-    "a dog, a house, and the tree",
-    "Hello, world!",
-    "Nothing was said.",
-    "Der Hund lief über die nasse Straße.",
-]
-VERSION = sacrebleu.__version__
-
-
-def by_sacrebleu(options: ScoringOptions) -> list[float]:
-    bleu = sacrebleu.corpus_bleu(
-        HYPOTHESES,
-        [REFERENCES],
-        lowercase=options.lowercase,
-        tokenize=options.tokenize or "13a",
-        force=True,
-    )
-    chrf = sacrebleu.metrics.chrf.CHRF(lowercase=options.lowercase)
-    return [bleu.score, chrf.corpus_score(HYPOTHESES, [REFERENCES]).score]
-
-
-@pytest.mark.parametrize("tokenize", [None, "13a", "none", "intl", "char", "zh"])
-@pytest.mark.parametrize("lowercase", [False, True])
-def test_scores_equal_those_of_sacrebleu(tokenize: str | None, lowercase: bool) -> None:
-    options = ScoringOptions(tokenize, lowercase)
-    scores = evaluate.score(HYPOTHESES, REFERENCES, options)
-    assert [score.metric for score in scores] == ["BLEU", "chrF"]
-    assert [score.value for score in scores] == by_sacrebleu(options)
-    case = "lc" if lowercase else "mixed"
-    assert [score.signature for score in scores] == [
-        f"nrefs:1|case:{case}|eff:no|tok:{tokenize or '13a'}|smooth:exp|version:{VERSION}",
-        f"nrefs:1|case:{case}|eff:yes|nc:6|nw:0|space:no|version:{VERSION}",
-    ]
-
-
-def test_the_options_matter() -> None:
-    options = [ScoringOptions(), ScoringOptions("none"), ScoringOptions(None, True)]
-    values = {evaluate.score(HYPOTHESES, REFERENCES, each)[0].value for each in options}
-    assert len(values) == 3
-
-
-def test_bleu_alone_is_the_default_bleu_and_knows_a_perfect_score() -> None:
-    assert evaluate.bleu(HYPOTHESES, REFERENCES) == by_sacrebleu(ScoringOptions())[0]
-    assert evaluate.bleu(REFERENCES, REFERENCES) == pytest.approx(100.0)
-    assert evaluate.bleu([""] * 5, REFERENCES) == 0.0
-
-
-def test_text_that_looks_tokenized_is_scored_without_a_lecture(
-    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    tokenized = ["a b c d ."] * 200
-    assert evaluate.bleu(tokenized, tokenized) == pytest.approx(100.0)
-    assert capsys.readouterr() == ("", "")
-    assert caplog.text == ""
-
-
-def test_an_unknown_way_to_split_words_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError) as error:
-        ScoringOptions("14b")
-    known = ", ".join(sorted(sacrebleu.BLEU.TOKENIZERS))
-    assert str(error.value) == f"--tokenize must be one of {known}, but is '14b' instead."
 
 
 def test_a_way_to_split_words_that_is_not_installed_is_one_line(
@@ -105,47 +37,105 @@ def test_a_run_is_scored_on_its_own_test_sets(trained: RunDir) -> None:
     assert result.lines.src == [pair.src for pair in pairs]
     assert result.lines.tgt == [pair.tgt for pair in pairs]
     assert result.hypotheses == translator.translate(result.lines.src)
-    assert result.scores == evaluate.score(result.hypotheses, result.lines.tgt)
+    assert result.scores == metrics.score(result.hypotheses, result.lines.tgt)
 
 
-def test_text_has_the_value_and_its_signature(cli: Cli, trained: RunDir) -> None:
-    results = evaluate.evaluate(trained, translate.load(trained))
+def test_text_has_the_value_its_interval_and_its_signature(cli: Cli, trained: RunDir) -> None:
+    (result,) = evaluate.evaluate(trained, translate.load(trained))
     outcome = cli("eval", trained.path)
     assert (outcome.code, outcome.err) == (0, "")
-    bleu, chrf = results[0].scores
+    bleu, chrf = result.scores
     assert outcome.lines == [
-        f"held_out  BLEU {bleu.value:.2f}",
+        f"held_out  BLEU {bleu.value:.2f} (μ = {bleu.mean:.2f} ± {bleu.half_width:.2f})",
         f"  {bleu.signature}",
-        f"held_out  chrF {chrf.value:.2f}",
+        f"held_out  chrF2 {chrf.value:.2f} (μ = {chrf.mean:.2f} ± {chrf.half_width:.2f})",
         f"  {chrf.signature}",
     ]
+    assert "|bs:1000|seed:12345|" in bleu.signature
 
 
-def test_json_has_test_sets_with_metric_value_and_signature(cli: Cli, trained: RunDir) -> None:
+def test_without_resampling_there_is_no_interval_and_the_signature_says_so(
+    cli: Cli, trained: RunDir
+) -> None:
+    outcome = cli("eval", trained.path, "--resamples", "0", "--metrics", "chrf++")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert len(outcome.lines) == 2
+    assert re.fullmatch(r"held_out  chrF2\+\+ \d+\.\d\d", outcome.lines[0])
+    assert outcome.lines[1].startswith("  nrefs:1|case:mixed|eff:yes|nc:6|nw:2|")
+
+
+def test_json_has_a_record_for_each_score(cli: Cli, trained: RunDir) -> None:
     outcome = cli("eval", trained.path, "--json", "--tokenize", "none", "--lowercase")
     assert (outcome.code, outcome.err) == (0, "")
     options = ScoringOptions("none", True)
     (result,) = evaluate.evaluate(trained, translate.load(trained), options)
     assert json.loads(outcome.out) == {
-        "held_out": [
-            {"metric": score.metric, "value": score.value, "signature": score.signature}
-            for score in result.scores
-        ]
+        "held_out": {
+            "num_lines": 40,
+            "scores": [
+                {
+                    "system": str(trained.path),
+                    "metric": score.metric,
+                    "value": score.value,
+                    "signature": score.signature,
+                    "mean": score.mean,
+                    "half_width": score.half_width,
+                    "verbose": score.verbose,
+                }
+                for score in result.scores
+            ],
+        }
     }
     assert "|tok:none|" in outcome.out.decode()
 
 
-def test_two_test_sets_are_scored_each_by_its_name() -> None:
-    lines = evaluate.Lines(REFERENCES, REFERENCES)
-    results = [
-        evaluate.TestResult(name, lines, found, evaluate.score(found, REFERENCES))
-        for name, found in (("one", REFERENCES), ("two", HYPOTHESES))
+@pytest.fixture
+def two_tests(noisy: RunDir, tmp_path: Path) -> RunDir:
+    """A run with a second test set, `short`, which has five lines of the first."""
+    run = RunDir(Path(shutil.copytree(noisy.path, tmp_path / "two")))
+    tree = yaml.safe_load(run.config_path.read_text("utf-8"))
+    tree["data"]["tests"]["short"] = tree["data"]["tests"]["held_out"]
+    write_config(run.config_path, tree)
+    for side in ("src", "tgt"):
+        lines = (run.data_dir / "tests" / f"held_out.{side}").read_text("utf-8").split("\n")
+        write(run.data_dir / "tests" / f"short.{side}", lines[:5])
+    return run
+
+
+def test_only_the_named_test_sets_are_scored_in_the_order_of_their_names(
+    cli: Cli, two_tests: RunDir
+) -> None:
+    def names(*options: str) -> list[str]:
+        outcome = cli("eval", two_tests.path, "--metrics", "bleu", "--beam", "1", *options)
+        assert (outcome.code, outcome.err) == (0, "")
+        return [line.split()[0] for line in outcome.lines[::2]]
+
+    assert names() == ["held_out", "short"]
+    assert names("--tests", "short") == ["short"]
+    assert names("--tests", "short,held_out") == ["short", "held_out"]
+    outcome = cli("eval", two_tests.path, "--score", "--tests", "short")
+    assert [line.split("\t")[:2] for line in outcome.lines] == [
+        ["short", str(number)] for number in range(1, 6)
     ]
-    tree = json.loads("\n".join(evaluate.as_json(results)))
-    assert list(tree) == ["one", "two"]
-    assert tree["one"][0]["value"] > tree["two"][0]["value"]
-    names = [line.split()[0] for line in evaluate.as_text(results) if "|" not in line]
-    assert names == ["one", "one", "two", "two"]
+
+
+def test_a_test_set_that_a_run_has_not_is_refused_with_those_that_it_has(
+    cli: Cli, noisy: RunDir
+) -> None:
+    said = f"mtrain: {noisy.path}: must have a test set 'dev', but has held_out instead.\n"
+    for options in ([], ["--score"]):
+        outcome = cli("eval", noisy.path, "--tests", "held_out,dev", *options)
+        assert (outcome.code, outcome.out, outcome.err) == (2, b"", said)
+
+
+def test_a_run_without_test_sets_is_refused(cli: Cli, noisy: RunDir, tmp_path: Path) -> None:
+    run = RunDir(Path(shutil.copytree(noisy.path, tmp_path / "none")))
+    tree = yaml.safe_load(run.config_path.read_text("utf-8"))
+    tree["data"]["tests"] = {}
+    write_config(run.config_path, tree)
+    said = f"mtrain: {run.config_path}: `data.tests` must name a test set, but is empty.\n"
+    for options in ([], ["--score"]):
+        assert cli("eval", run.path, *options).err == said
 
 
 def test_a_test_set_whose_text_is_gone_is_named(cli: Cli, trained: RunDir, tmp_path: Path) -> None:

@@ -77,5 +77,5 @@ def test_the_loss_falls_on_real_text_and_the_run_evaluates(
     assert losses[-1] < 0.85 * losses[0]
     outcome = cli("eval", run.path, "--json", "--beam", "1")
     assert outcome.code == 0, outcome.err
-    scores = {score["metric"]: score["value"] for score in json.loads(outcome.out)["flickr2016"]}
-    assert scores["chrF"] > 0
+    report = json.loads(outcome.out)["flickr2016"]
+    assert {score["metric"] for score in report["scores"] if score["value"] > 0} >= {"chrF2"}

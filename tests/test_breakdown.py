@@ -1,0 +1,121 @@
+"""A score is taken apart by length, by rare words, and line by line."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from tasks import Said, tiny_tree, write_config
+
+from mtrain import config as configs
+from mtrain import frequencies, metrics, tokenizer
+from mtrain.breakdown import NUM_EXAMPLES, break_down, contrast, line_scores
+from mtrain.frequencies import Unit
+from mtrain.metrics import ScoringOptions
+from mtrain.prepare import Lines, prepare
+from mtrain.rundir import RunDir
+from mtrain.significance import Output
+
+SOURCES = ["one", "two words", "three words here", "four words are here", "five words are in here"]
+TEST = Lines(SOURCES * 8, [f"{line} at last" for line in SOURCES] * 8)
+OUTPUT = Output("system", [line.replace("words", "birds") + " at last" for line in SOURCES] * 8)
+OPTIONS = ScoringOptions(metrics=("bleu", "ter"))
+COMMON = dict.fromkeys(["four", "words", "are", "in", "here"], 5000)
+TRAINING = COMMON | {"one": 0, "two": 9, "three": 10, "five": 1000}
+
+
+def test_words_are_in_lower_case_and_without_the_marks_around_them() -> None:
+    line = " \u201eDer Hund,  don't -- (E-Mail) 3,5% \u0939\u093f\u0928\u094d\u0926\u0940\u0964"
+    assert frequencies.split(line, Unit.WORDS) == [
+        *("der", "hund", "don't", "e-mail", "3,5"),
+        "\u0939\u093f\u0928\u094d\u0926\u0940",
+    ]
+    assert frequencies.split("中文，ABC。", Unit.CHARACTERS) == [*"中文abc"]
+
+
+def test_lines_without_spaces_are_counted_in_characters() -> None:
+    assert frequencies.unit_of(["a b", "c d e", "f"]) is Unit.WORDS
+    assert frequencies.unit_of(["中文句子", "很好", "a b"]) is Unit.CHARACTERS
+
+
+def test_groups_by_length_hold_every_line_once_and_their_own_scores() -> None:
+    found = break_down(TEST, OUTPUT, OPTIONS, None)
+    assert [(own.first, own.last, own.num_lines) for own in found.by_length] == [
+        (1, 1, 8),
+        (2, 2, 8),
+        (3, 3, 8),
+        (4, None, 16),
+    ]
+    assert found.by_length[0].scores["TER"] == 0
+    third = found.by_length[2]
+    lines = ["three birds here at last"] * 8, ["three words here at last"] * 8
+    scores = metrics.score(*lines, ScoringOptions(metrics=("bleu", "ter"), num_resamples=0))
+    assert third.scores == pytest.approx({own.metric: own.value for own in scores})
+    assert found.by_rarity is None
+
+
+def test_groups_by_rarity_go_by_the_rarest_word_of_the_source() -> None:
+    test = Lines([*TEST.src, "..."], [*TEST.tgt, "..."])
+    found = break_down(test, Output("", [*OUTPUT.hypotheses, "..."]), OPTIONS, TRAINING)
+    assert found.by_rarity is not None
+    assert [(own.first, own.last, own.num_lines) for own in found.by_rarity] == [
+        (0, 0, 8),
+        (1, 9, 8),
+        (10, 99, 8),
+        (1000, None, 16),
+    ]
+    assert found.by_length[0].first == 0
+
+
+def test_the_best_and_the_worst_lines_are_those_by_chrf_and_the_longest_first() -> None:
+    scores = line_scores(TEST, OUTPUT, OPTIONS)
+    found = break_down(TEST, OUTPUT, OPTIONS, None)
+    assert [own.line for own in found.best] == [1, 6, 11, 16, 21]
+    ends = sorted(scores)[:NUM_EXAMPLES]
+    assert [own.translations[0].score for own in found.worst] == ends
+    (one, *_) = found.worst
+    row = one.line - 1
+    assert (one.source, one.reference) == (TEST.src[row], TEST.tgt[row])
+    assert one.translations[0].text == OUTPUT.hypotheses[row]
+    same = Lines(["a b", "a b c d", "a b c"], ["x", "xyz", "xy"])
+    found = break_down(same, Output("", same.tgt), OPTIONS, None)
+    assert [own.line for own in found.best] == [2, 3, 1] == [own.line for own in found.worst]
+
+
+def test_contrasts_are_the_lines_of_the_largest_differences_on_either_side() -> None:
+    other = Output("other", [*TEST.tgt[:20], *["nothing"] * 20])
+    found = contrast(TEST, OUTPUT, other, OPTIONS)
+    ours, theirs = line_scores(TEST, OUTPUT, OPTIONS), line_scores(TEST, other, OPTIONS)
+    gains = sorted(their - our for our, their in zip(ours, theirs, strict=True))
+
+    def of(examples: list) -> list[float]:  # type: ignore[type-arg]
+        return [one.translations[1].score - one.translations[0].score for one in examples]
+
+    assert of(found.better) == gains[::-1][:NUM_EXAMPLES]
+    assert of(found.worse) == gains[:NUM_EXAMPLES]
+    assert (found.baseline, found.system) == ("system", "other")
+
+
+def test_case_counts_in_lines_as_it_does_in_scores() -> None:
+    upper = Output("", [line.upper() for line in TEST.tgt])
+    assert max(line_scores(TEST, upper, OPTIONS)) < 100
+    lowercased = ScoringOptions(lowercase=True)
+    assert min(line_scores(TEST, upper, lowercased)) == 100
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_words_are_counted_in_the_training_pairs_that_stayed(tmp_path: Path, shared: bool) -> None:
+    tree = tiny_tree(tmp_path)
+    tree["tokenizer"]["shared"] = shared
+    tree["model"]["tie_embeddings"] = "decoder"
+    path = Path(tree["data"]["train"]["src"][0])
+    path.write_text(path.read_text("utf-8").replace("ba ", "Ba, "), encoding="utf-8")
+    config = configs.load(write_config(tmp_path / "config.yaml", tree))
+    run = RunDir(Path(config.run_dir))
+    prepare(config, run, Said())
+    expected = Counter(path.read_text("utf-8").lower().replace(",", "").split())
+    wanted = {"ba", "ce", "never"}
+    vocabulary = tokenizer.load(run.tokenizer_dir)
+    found = frequencies.in_training(run, vocabulary, wanted, Unit.WORDS)
+    assert found == {"ba": expected["ba"], "ce": expected["ce"], "never": 0}
+    (run.data_dir / "train.arrow").unlink()
+    assert frequencies.in_training(run, vocabulary, wanted, Unit.WORDS) is None

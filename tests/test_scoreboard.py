@@ -1,0 +1,303 @@
+"""Several systems on one test set: seeds, comparisons, details, and what does not fit together."""
+
+import json
+import re
+import shutil
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import Cli
+from tasks import copy_task, write, write_config
+
+from mtrain import evaluate, metrics, significance, translate
+from mtrain.metrics import ScoringOptions
+from mtrain.rundir import RunDir
+from mtrain.significance import Output
+
+SOURCES = [pair.src for pair in copy_task(40, 3)]
+GREEDY = ["--beam", "1", "--metrics", "bleu"]
+Changed = Callable[..., RunDir]
+
+
+@pytest.fixture
+def changed(noisy: RunDir, tmp_path: Path) -> Changed:
+    """Make copies of a run with other settings and other text of its test set."""
+
+    def make(
+        name: str, src: Any = None, tgt: Any = None, origin: RunDir = noisy, **keys: Any
+    ) -> RunDir:
+        run = RunDir(Path(shutil.copytree(origin.path, tmp_path / name)))
+        tree = yaml.safe_load(run.config_path.read_text("utf-8"))
+        for key, value in keys.items():
+            section, _, own = key.partition("__")
+            if own:
+                tree[section][own] = value
+            else:
+                tree[section] = value
+        write_config(run.config_path, tree)
+        for side, lines in (("src", src), ("tgt", tgt)):
+            if lines is not None:
+                write(run.data_dir / "tests" / f"held_out.{side}", lines)
+        return run
+
+    return make
+
+
+def error_line(outcome: Any) -> str:
+    assert (outcome.code, outcome.out) == (2, b"")
+    assert outcome.err.count("\n") == 1
+    return str(outcome.err.removeprefix("mtrain: ").rstrip("\n"))
+
+
+def test_a_run_is_compared_with_a_run_and_a_file_by_paired_tests(
+    cli: Cli, trained: RunDir, noisy: RunDir, tmp_path: Path
+) -> None:
+    hypotheses = translate.load(trained).translate(SOURCES)
+    worse = [*hypotheses[:-2], "ba", "ce"]
+    path = write(tmp_path / "worse.txt", worse)
+    arguments = [trained.path, "--compare", noisy.path, "--compare", path, "--metrics", "bleu"]
+    outcome = cli("eval", *arguments, "--json")
+    assert (outcome.code, outcome.err) == (0, "")
+    tree = json.loads(outcome.out)["held_out"]
+    assert set(tree) == {"num_lines", "scores", "comparisons"}
+    names = [str(trained.path), str(noisy.path), path]
+    assert [own["system"] for own in tree["scores"]] == names
+    noise = translate.load(noisy).translate(SOURCES)
+    outputs = [
+        Output(name, lines) for name, lines in zip(names, (hypotheses, noise, worse), strict=True)
+    ]
+    expected = significance.compare(outputs, SOURCES, ScoringOptions(metrics=["bleu"]))
+    assert tree["comparisons"] == [vars(own) for own in expected]
+    by_noise = tree["comparisons"][0]
+    assert by_noise["system"] == names[1]
+    assert by_noise["p_bootstrap"] < 0.01 > by_noise["p_randomization"]
+    lines = cli("eval", *arguments).lines
+    assert re.fullmatch(r"held_out  BLEU +difference   p \(bs\)   p \(ar\)", lines[0])
+    assert lines[1].endswith(f"  {names[0]}")
+    assert re.fullmatch(
+        r"  0\.\d\d \(μ = \S+ ± \S+\) +-\d\d\.\d\d  0\.0010\*  0\.0001\*  .*", lines[2]
+    )
+    assert lines[2].endswith(f"  {names[1]}")
+    assert re.fullmatch(r"  \S+ \(μ = \S+ ± \S+\) +-\d\.\d\d  0\.\d{4}.  0\.\d{4}.  .*", lines[3])
+    assert lines[4:6] == [
+        f"  {expected[0].bootstrap_signature}",
+        f"  {expected[0].randomization_signature}",
+    ]
+    assert len(lines) == 8
+
+
+def test_a_system_that_differs_in_nothing_is_no_different(
+    cli: Cli, trained: RunDir, tmp_path: Path
+) -> None:
+    found = cli("translate", trained.path, "--beam", "1", stdin="\n".join(SOURCES).encode())
+    path = write(tmp_path / "same.txt", found.lines)
+    outcome = cli("eval", trained.path, *GREEDY, "--compare", path, "--json", "--details")
+    tree = json.loads(outcome.out)["held_out"]
+    (one,) = tree["comparisons"]
+    assert [one["difference"], one["p_bootstrap"], one["p_randomization"]] == [0.0, 1.0, 1.0]
+    assert tree["contrasts"] == [
+        {"baseline": str(trained.path), "system": path, "better": [], "worse": []}
+    ]
+
+
+def test_runs_of_several_seeds_have_a_mean_and_a_standard_deviation(
+    cli: Cli, trained: RunDir, changed: Changed
+) -> None:
+    other = changed("other", origin=trained, seed=2)
+    third = changed("third", origin=trained, seed=3, src=SOURCES[::-1], training__lr=0.5)
+    runs = [trained.path, other.path, third.path]
+    outcome = cli("eval", *runs, "--json", "--beam", "1", "--metrics", "chrf,ter")
+    assert outcome.code == 0
+    assert outcome.err == (f"mtrain: {third.path}: differs from {trained.path} in `training.lr`.\n")
+    tree = json.loads(outcome.out)["held_out"]
+    for place, metric in enumerate(("chrF2", "TER")):
+        values = [own["value"] for own in tree["scores"] if own["metric"] == metric]
+        assert len(set(values)) == 2
+        assert tree["summary"][place] == {
+            "metric": metric,
+            "num_runs": 3,
+            "mean": statistics.mean(values),
+            "std": statistics.stdev(values),
+        }
+    lines = cli("eval", *runs, *GREEDY).lines
+    assert lines[0] == "held_out  BLEU"
+    assert [line.rpartition("  ")[2] for line in lines[1:5]] == [
+        *map(str, runs),
+        "mean and standard deviation of 3 runs",
+    ]
+    assert lines[5].startswith("  nrefs:1|bs:1000|")
+    assert len(lines) == 6
+
+
+def test_runs_of_one_seed_are_told_apart_from_runs_of_several(
+    cli: Cli, noisy: RunDir, changed: Changed
+) -> None:
+    same = changed("same")
+    outcome = cli("eval", noisy.path, same.path, *GREEDY)
+    assert outcome.code == 0
+    assert outcome.err == f"mtrain: {same.path}: has the seed of {noisy.path}, 1.\n"
+
+
+def test_details_are_the_scores_of_parts_and_the_lines_at_both_ends(
+    cli: Cli, trained: RunDir, noisy: RunDir
+) -> None:
+    arguments = ["eval", trained.path, "--compare", noisy.path, "--metrics", "chrf", "--details"]
+    tree = json.loads(cli(*arguments, "--json").out)["held_out"]
+    own = tree["details"][str(trained.path)]
+    hypotheses = translate.load(trained).translate(SOURCES)
+    assert own["unit"] == "words"
+    assert sum(group["num_lines"] for group in own["by_length"]) == 40
+    for group in own["by_length"]:
+        rows = [
+            row
+            for row, line in enumerate(SOURCES)
+            if group["first"] <= len(line.split()) <= (group["last"] or 99)
+        ]
+        assert len(rows) == group["num_lines"]
+        options = ScoringOptions(metrics=["chrf"], num_resamples=0)
+        lines, found = [SOURCES[row] for row in rows], [hypotheses[row] for row in rows]
+        assert group["scores"] == {"chrF2": metrics.score(found, lines, options)[0].value}
+    (common,) = own["by_rarity"]  # every word stands in most of the 1,500 training pairs
+    assert (common["first"], common["last"], common["num_lines"]) == (100, 999, 40)
+    assert own["best"][0]["translations"][0]["score"] == 100.0
+    worst = own["worst"][0]
+    assert worst["source"] == SOURCES[worst["line"] - 1] == worst["reference"]
+    assert worst["translations"][0]["text"] == hypotheses[worst["line"] - 1]
+    (contrast,) = tree["contrasts"]
+    assert contrast["better"] == []
+    assert len(contrast["worse"]) == 5
+    for example in contrast["worse"]:
+        ours, theirs = example["translations"]
+        assert (ours["system"], theirs["system"]) == (str(trained.path), str(noisy.path))
+        assert ours["score"] > theirs["score"]
+    text = cli(*arguments).out.decode()
+    label = f"line {worst['line']}"
+    assert f"\nheld_out  {trained.path}\n  words in the source " in text
+    assert "\n    100 to 999 times                      40 " in text
+    assert f"\n    {label:<11}{worst['source']}\n    reference  {worst['source']}\n" in text
+    assert "\n  better lines, by chrF2: none\n" in text
+
+
+def test_without_the_training_pairs_rare_words_are_said_to_be_unknown(
+    cli: Cli, noisy: RunDir, changed: Changed
+) -> None:
+    run = changed("moved")
+    (run.data_dir / "train.arrow").unlink()
+    outcome = cli("eval", run.path, *GREEDY, "--details")
+    assert outcome.code == 0
+    assert "  by rare words: not known, for the first run has no data/train.arrow" in outcome.lines
+    tree = json.loads(cli("eval", run.path, *GREEDY, "--details", "--json").out)["held_out"]
+    assert tree["details"][str(run.path)]["by_rarity"] is None
+
+
+def test_training_pairs_that_are_damaged_are_one_line(cli: Cli, changed: Changed) -> None:
+    run = changed("damaged")
+    path = run.data_dir / "train.arrow"
+    path.write_bytes(path.read_bytes()[:1000])
+    assert error_line(cli("eval", run.path, *GREEDY, "--details")) == (
+        f"{path}: must be a whole table of pairs of this run's tokenizer, but is not; restore it "
+        "from a copy of the run."
+    )
+
+
+def test_systems_that_cannot_be_compared_are_refused_before_anything_is_translated(
+    cli: Cli, noisy: RunDir, changed: Changed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(translate.Translator, "translate")
+    short, run = write(tmp_path / "short", SOURCES[:-1]), noisy.path
+    fewer = changed("fewer", src=SOURCES[:3], tgt=SOURCES[:3]).path
+    other = changed("other", tgt=[*SOURCES[:6], "other", *SOURCES[7:]]).path
+    upper = changed("upper", tgt=[*SOURCES[:6], SOURCES[6].upper(), *SOURCES[7:]]).path
+    tests = noisy.load_config().data.model_dump()["tests"]
+    renamed = changed("renamed", data__tests={"dev": tests["held_out"]}).path
+    differs = f"must have the references of 'held_out' that {run} has, but line 7 is another"
+    for options, said in [
+        (
+            ["--compare", short],
+            f"{short}: must have a line for each of the 40 lines of 'held_out', but has 39 "
+            "instead.",
+        ),
+        (
+            ["--compare", tmp_path / "x"],
+            f"{tmp_path / 'x'}: must be a run folder or a file of translations, but is none.",
+        ),
+        (
+            ["--compare", fewer],
+            f"{fewer}: must have the 40 lines of 'held_out' that {run} has, but has 3 instead.",
+        ),
+        (["--compare", other], f"{other}: {differs}."),
+        ([upper], f"{upper}: {differs}; --lowercase takes both."),
+        (
+            ["--compare", renamed],
+            f"{renamed}: must have a test set 'held_out', but has dev instead.",
+        ),
+        (["--compare", run], f"{run}: must be named once, but is named twice."),
+        ([upper, "--compare", short], "--compare must have one run, but has 2 instead."),
+        (
+            ["--compare", short, "--resamples", "0"],
+            "--resamples must not be 0 beside --compare, but is.",
+        ),
+        ([upper, "--score"], "`--score` must have one run, but has 2 instead."),
+    ]:
+        assert error_line(cli("eval", run, *options)) == said
+
+
+def test_references_that_differ_in_case_are_the_same_where_case_does_not_count(
+    cli: Cli, noisy: RunDir, changed: Changed
+) -> None:
+    upper = changed("upper", tgt=[line.upper() for line in SOURCES]).path
+    outcome = cli("eval", noisy.path, "--compare", upper, "--lowercase", *GREEDY, "--json")
+    assert outcome.code == 0
+    one, other = json.loads(outcome.out)["held_out"]["scores"]
+    assert one | {"system": ""} == other | {"system": ""}
+
+
+def test_a_file_of_translations_needs_one_test_set(
+    cli: Cli, changed: Changed, tmp_path: Path
+) -> None:
+    run = changed("two")
+    tree = yaml.safe_load(run.config_path.read_text("utf-8"))
+    tree["data"]["tests"]["short"] = tree["data"]["tests"]["held_out"]
+    write_config(run.config_path, tree)
+    for side in ("src", "tgt"):
+        write(run.data_dir / "tests" / f"short.{side}", SOURCES[:4])
+    path = write(tmp_path / "out.txt", SOURCES[:4])
+    arguments = ["eval", run.path, *GREEDY, "--compare", path]
+    assert error_line(cli(*arguments)) == (
+        f"{path}: must be compared on one test set, but there are held_out, short; choose one with "
+        "--tests."
+    )
+    outcome = cli(*arguments, "--tests", "short", "--json")
+    assert outcome.code == 0
+    assert json.loads(outcome.out)["short"]["scores"][1]["value"] == pytest.approx(100)
+
+
+def test_a_page_fits_a_terminal_whatever_the_lines_hold(
+    cli: Cli, changed: Changed, tmp_path: Path
+) -> None:
+    odd = ["\x1b[31mred " + "long " * 100, "", "x" * 500, "\u202eba", "中文句子" * 40, *SOURCES[5:]]
+    run = changed("odd", src=odd, tgt=odd)
+    outcome = cli("eval", run.path, *GREEDY, "--details")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "\x1b" not in outcome.out.decode()
+    assert "\\x1b[31mred" in outcome.out.decode()
+    shown = [line for line in outcome.lines if "|" not in line and str(run.path) not in line]
+    assert max(map(columns, shown)) <= 80
+    assert len(shown) < 150
+
+
+def columns(text: str) -> int:
+    import unicodedata
+
+    return sum(2 if unicodedata.east_asian_width(one) in "WF" else 1 for one in text)
+
+
+def test_evaluating_some_test_sets_is_evaluating_all_and_taking_those(noisy: RunDir) -> None:
+    translator = translate.load(noisy)
+    assert evaluate.evaluate(noisy, translator, names=["held_out"]) == evaluate.evaluate(
+        noisy, translator
+    )
