@@ -18,6 +18,7 @@ from mtrain.errors import ConfigError, DataError, UserError
 if TYPE_CHECKING:
     from mtrain import output
     from mtrain.config import Config, DecodingConfig
+    from mtrain.metrics import ScoringOptions
     from mtrain.output import Line
     from mtrain.rundir import RunDir
     from mtrain.translate import Loading, Translator
@@ -164,6 +165,20 @@ MaxInputOption = Annotated[
 ]
 OnLongOption = Annotated[
     OnLong, typer.Option(help="How those are cut; split is at the ends of sentences.")
+]
+EvalArguments = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="RUN",
+        help="A run folder, or several of other seeds, for a mean and a deviation.",
+        show_default=False,
+    ),
+]
+TokenizeOption = Annotated[
+    str | None, typer.Option(help="sacreBLEU's tokenizer: 13a (default), none, intl, char, ...")
+]
+DetailsOption = Annotated[
+    bool, typer.Option("--details", help="By length, by rare words, and the best and worst lines.")
 ]
 TestsOption = Annotated[
     str | None, typer.Option(metavar="NAME,...", help="Only these test sets of the run.")
@@ -521,28 +536,16 @@ def _warn(text: str) -> None:
 
 @app.command(name="eval")
 def evaluate(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="RUN",
-            help="A run folder, or several of other seeds, for a mean and a deviation.",
-            show_default=False,
-        ),
-    ],
+    runs: EvalArguments,
     output: OutputOption = None,
     tests: TestsOption = None,
     metrics: MetricsOption = None,
-    tokenize: Annotated[
-        str | None, typer.Option(help="sacreBLEU's tokenizer: 13a (default), none, intl, char, ...")
-    ] = None,
+    tokenize: TokenizeOption = None,
     lowercase: Annotated[bool, typer.Option("--lowercase", help="Ignore case.")] = False,
     comet: CometOption = None,
     resamples: ResamplesOption = None,
     compare: CompareOption = None,
-    details: Annotated[
-        bool,
-        typer.Option("--details", help="By length, by rare words, and the best and worst lines."),
-    ] = False,
+    details: DetailsOption = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     score: Annotated[
         bool, typer.Option("--score", help="Print how likely the model finds each reference.")
@@ -557,46 +560,69 @@ def evaluate(
     precision: PrecisionOption = Precision.AUTO,
     quantize: QuantizeOption = None,
 ) -> None:
-    """Translate the test sets and score them: BLEU, chrF, TER, COMET.
+    """Translate the test sets and score them, with 95% intervals.
 
-    Each score is sacreBLEU's, with its signature and a 95% bootstrap interval. With --score: test
-    set, line, score, log-probability and tokens of every reference instead.
+    With --score: test set, line, score, log-probability and tokens of every reference instead.
 
     Example: mtrain eval runs/demo --compare runs/wide
     """
-    from mtrain import comet_metric, score_page, scoreboard
-    from mtrain import evaluate as evaluating
-    from mtrain import translate as translating
-    from mtrain.metrics import ScoringOptions
+    from mtrain import score_page, scoreboard
     from mtrain.rundir import RunDir
 
     folders, names = [RunDir(run) for run in runs], _listed(tests)
     searching = {"beam": beam, "early_stop": early_stop, "no_repeat_ngram": no_repeat_ngram}
     changes = searching | {"length_alpha": length_alpha, "batch_tokens": batch_tokens}
-    loading = _loading(device, precision, quantize, checkpoint)
+    load = _loader(changes, _loading(device, precision, quantize, checkpoint))
+    if score:
+        scoring: dict[str, Any] = {"metrics": metrics, "tokenize": tokenize, "comet": comet}
+        scoring |= {"resamples": resamples, "compare": compare or None}
+        flags = {"lowercase": lowercase, "details": details, "json": json}
+        _refuse("--score", searching | scoring | {key: True for key in flags if flags[key]})
+        _put(_reference_scores(folders, load, names), output)
+        return
+    given = {"metrics": _listed(metrics), "num_resamples": resamples}
+    options = _scoring_options(tokenize, lowercase, given, comet, device)
+    plan = scoreboard.Plan(folders, compare or [], names, options, details)
+    reports = scoreboard.measure(plan, load, _warn)
+    _put(score_page.as_json(reports) if json else score_page.as_text(reports), output)
+
+
+def _loader(changes: Mapping[str, Any], loading: Loading) -> Callable[[RunDir], Translator]:
+    """Return what loads a run, with its own settings of the search but for `changes`."""
+    from mtrain import translate as translating
 
     def load(run: RunDir) -> Translator:
         decoding = run.load_config().decoding.model_copy(update=_given(changes))
         return translating.load(run, decoding, loading)
 
-    if score:
-        scoring: dict[str, Any] = {"metrics": metrics, "tokenize": tokenize, "comet": comet}
-        scoring |= {"resamples": resamples, "compare": compare or None}
-        flags = {"lowercase": lowercase, "details": details, "json": json}
-        set_flags = {key: True for key, is_set in flags.items() if is_set}
-        _refuse("--score", searching | scoring | set_flags)
-        if len(folders) > 1:
-            raise ConfigError(f"`--score` must have one run, but has {len(folders)} instead.")
-        _put(evaluating.reference_scores(folders[0], load(folders[0]), names), output)
-        return
-    given = _given({"metrics": _listed(metrics), "num_resamples": resamples})
+    return load
+
+
+def _reference_scores(
+    runs: list[RunDir], load: Callable[[RunDir], Translator], names: list[str] | None
+) -> Iterator[str]:
+    from mtrain.evaluate import reference_scores
+
+    if len(runs) > 1:
+        raise ConfigError(f"`--score` must have one run, but has {len(runs)} instead.")
+    return reference_scores(runs[0], load(runs[0]), names)
+
+
+def _scoring_options(
+    tokenize: str | None,
+    lowercase: bool,
+    given: Mapping[str, Any],
+    comet: Path | None,
+    device: str,
+) -> ScoringOptions:
+    from mtrain import comet_metric
+    from mtrain.metrics import ScoringOptions
+    from mtrain.translate import pick_device
+
+    model = None
     if comet is not None:
-        num_gpus = int(translating.pick_device(device).type == "cuda")
-        given["comet"] = comet_metric.CometModel(comet, num_gpus)
-    options = ScoringOptions(tokenize, lowercase, **given)
-    plan = scoreboard.Plan(folders, compare or [], names, options, details)
-    reports = scoreboard.measure(plan, load, _warn)
-    _put(score_page.as_json(reports) if json else score_page.as_text(reports), output)
+        model = comet_metric.CometModel(comet, int(pick_device(device).type == "cuda"))
+    return ScoringOptions(tokenize, lowercase, **_given(given), comet=model)
 
 
 def _listed(names: str | None) -> list[str] | None:

@@ -46,10 +46,10 @@ class CometModel:
     def __init__(self, path: Path, num_gpus: int = 0) -> None:
         self._path = path / _CHECKPOINT if path.is_dir() else path
         if find_spec("comet") is None:
-            raise ConfigError("--comet must have COMET: pip install unbabel-comet adds it.")
+            raise ConfigError("`--comet` must have COMET: pip install unbabel-comet adds it.")
         if not self._path.is_file():
             raise ConfigError(
-                f"--comet must be a model of COMET, but {self._path} is no file; "
+                f"`--comet` must be a model of COMET, but {self._path} is no file; "
                 "comet.download_model fetches one."
             )
         self._num_gpus = num_gpus
@@ -71,7 +71,7 @@ class CometModel:
             except Exception as error:  # comet raises whatever its parts raise
                 reason = " ".join(str(error).split()) or type(error).__name__
                 raise ConfigError(
-                    f"--comet must be a model of COMET, but {self._path} cannot be loaded: "
+                    f"`--comet` must be a model of COMET, but {self._path} cannot be loaded: "
                     f"{reason.removesuffix('.')}."
                 ) from None
         self.version = str(comet.__version__)

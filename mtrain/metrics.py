@@ -84,27 +84,29 @@ class ScoringOptions:
         for name in self.metrics:
             if name not in METRICS:
                 raise ConfigError(
-                    f"--metrics must be some of {', '.join(METRICS)}, but has {name!r} instead"
-                    f"{'; --comet PATH asks for COMET' * (name == 'comet')}."
+                    f"`--metrics` must be some of {', '.join(METRICS)}, but has {name!r} instead"
+                    f"{'; `--comet PATH` asks for COMET' * (name == 'comet')}."
                 )
         if self.tokenize is not None and self.tokenize not in BLEU.TOKENIZERS:
             known = ", ".join(sorted(name for name in BLEU.TOKENIZERS))
             raise ConfigError(
-                f"--tokenize must be one of {known}, but is {self.tokenize!r} instead."
+                f"`--tokenize` must be one of {known}, but is {self.tokenize!r} instead."
             )
         if self.tokenize is not None and "bleu" not in self.metrics:
-            raise ConfigError("--tokenize must stand beside the metric bleu, but does not.")
+            raise ConfigError("`--tokenize` must stand beside the metric bleu, but does not.")
         if self.lowercase and not {"bleu", "chrf", "chrf++"} & set(self.metrics):
-            raise ConfigError("--lowercase must stand beside bleu, chrf or chrf++, but does not.")
+            raise ConfigError("`--lowercase` must stand beside bleu, chrf or chrf++, but does not.")
+        if "bleu" in self.metrics:
+            _bleu(None, self)  # before anything is translated
         if 0 < self.num_resamples < _LEAST_RESAMPLES:
             raise ConfigError(
-                f"--resamples must be 0 or at least {_LEAST_RESAMPLES}, but is "
+                f"`--resamples` must be 0 or at least {_LEAST_RESAMPLES}, but is "
                 f"{self.num_resamples} instead."
             )
         seed = os.environ.get("SACREBLEU_SEED", "none")
         if seed.lower() != "none" and not (seed.isascii() and seed.isdigit()):
             raise ConfigError(
-                f"SACREBLEU_SEED must be a whole number or none, but is {seed!r} instead."
+                f"`SACREBLEU_SEED` must be a whole number or none, but is {seed!r} instead."
             )
 
 
@@ -191,9 +193,11 @@ def _metric(name: str, references: list[list[str]], options: ScoringOptions) -> 
     return CHRF(word_order=word_order, lowercase=options.lowercase, references=references)
 
 
-def _bleu(references: list[list[str]], options: ScoringOptions) -> BLEU:
+def _bleu(references: list[list[str]] | None, options: ScoringOptions) -> BLEU:
     try:
         return BLEU(options.lowercase, True, options.tokenize, references=references)
     except (RuntimeError, ImportError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"--tokenize {options.tokenize} cannot be used here: {reason}") from None
+        raise ConfigError(
+            f"`--tokenize {options.tokenize}` cannot be used here: {reason}"
+        ) from None

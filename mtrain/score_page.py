@@ -99,7 +99,7 @@ def _parts(name: str, system: System, parts: Breakdown) -> Iterator[str]:
     yield f"{name}  {system.name}"
     for score in system.result.scores:
         if score.verbose:
-            yield f"  {score.metric} {score.verbose}"
+            yield from (f"  {row}" for row in wrapped(score.verbose, _WIDTH - 2, 2))
     yield from _groups(f"{parts.unit.value} in the source", parts.by_length)
     if parts.by_rarity is None:
         yield "  by rare words: not known, for the first run has no data/train.arrow"

@@ -45,9 +45,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.others and len(self.runs) > 1:
-            raise ConfigError(f"--compare must have one run, but has {len(self.runs)} instead.")
+            raise ConfigError(f"`--compare` must have one run, but has {len(self.runs)} instead.")
         if self.others and self.options.num_resamples == 0:
-            raise ConfigError("--resamples must not be 0 beside --compare, but is.")
+            raise ConfigError("`--resamples` must not be 0 beside `--compare`, but is.")
 
     @property
     def paths(self) -> list[Path]:
@@ -152,7 +152,7 @@ def _check_references(
     if differing and not (is_case and plan.options.lowercase):
         raise RunError(
             f"{path}: must have the references of {name!r} that {first} has, but line "
-            f"{differing[0]:,} is another{'; --lowercase takes both' * is_case}."
+            f"{differing[0]:,} is another{'; `--lowercase` takes both' * is_case}."
         )
 
 
@@ -163,7 +163,7 @@ def _read_file(path: Path, tests: Mapping[str, Lines]) -> list[str]:
     if len(tests) > 1:
         raise ConfigError(
             f"{path}: must be compared on one test set, but there are {', '.join(tests)}; choose "
-            "one with --tests."
+            "one with `--tests`."
         )
     lines = list(files.read_lines(path))
     for name, test in tests.items():

@@ -25,7 +25,7 @@ def test_a_way_to_split_words_that_is_not_installed_is_one_line(
     monkeypatch.delitem(sys.modules, "sacrebleu.tokenizers.tokenizer_ja_mecab", raising=False)
     outcome = cli("eval", trained.path, "--tokenize", "ja-mecab")
     assert outcome.code == 2
-    assert outcome.err.startswith("mtrain: --tokenize ")
+    assert outcome.err.startswith("mtrain: `--tokenize ja-mecab` ")
     assert outcome.err.count("\n") == 1
 
 

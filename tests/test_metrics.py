@@ -206,7 +206,7 @@ def test_an_unknown_way_to_split_words_names_the_known_ones() -> None:
     with pytest.raises(ConfigError) as error:
         ScoringOptions("14b")
     known = ", ".join(sorted(sacrebleu.BLEU.TOKENIZERS))
-    assert str(error.value) == f"--tokenize must be one of {known}, but is '14b' instead."
+    assert str(error.value) == f"`--tokenize` must be one of {known}, but is '14b' instead."
 
 
 def test_metrics_come_in_the_order_of_their_names_and_once() -> None:
@@ -230,26 +230,26 @@ def test_a_scorer_gives_each_system_what_it_gives_it_alone() -> None:
     [
         (
             {"metrics": ["bleu", "blue"]},
-            "--metrics must be some of bleu, chrf, chrf++, ter, but has 'blue' instead.",
+            "`--metrics` must be some of bleu, chrf, chrf++, ter, but has 'blue' instead.",
         ),
         (
             {"metrics": ["comet"]},
-            "--metrics must be some of bleu, chrf, chrf++, ter, but has 'comet' instead; "
-            "--comet PATH asks for COMET.",
+            "`--metrics` must be some of bleu, chrf, chrf++, ter, but has 'comet' instead; "
+            "`--comet PATH` asks for COMET.",
         ),
         (
             {"metrics": [""]},
-            "--metrics must be some of bleu, chrf, chrf++, ter, but has '' instead.",
+            "`--metrics` must be some of bleu, chrf, chrf++, ter, but has '' instead.",
         ),
         (
             {"metrics": ["ter"], "tokenize": "intl"},
-            "--tokenize must stand beside the metric bleu, but does not.",
+            "`--tokenize` must stand beside the metric bleu, but does not.",
         ),
         (
             {"metrics": ["ter"], "lowercase": True},
-            "--lowercase must stand beside bleu, chrf or chrf++, but does not.",
+            "`--lowercase` must stand beside bleu, chrf or chrf++, but does not.",
         ),
-        ({"num_resamples": 39}, "--resamples must be 0 or at least 40, but is 39 instead."),
+        ({"num_resamples": 39}, "`--resamples` must be 0 or at least 40, but is 39 instead."),
     ],
 )
 def test_options_that_cannot_be_met_are_refused(options: dict[str, Any], said: str) -> None:
@@ -265,7 +265,7 @@ def test_a_seed_that_sacrebleu_cannot_read_is_refused(
     monkeypatch.setenv("SACREBLEU_SEED", seed)
     with pytest.raises(ConfigError) as error:
         ScoringOptions()
-    said = f"SACREBLEU_SEED must be a whole number or none, but is {seed!r} instead."
+    said = f"`SACREBLEU_SEED` must be a whole number or none, but is {seed!r} instead."
     assert str(error.value) == said
 
 
@@ -373,14 +373,16 @@ def test_without_the_package_or_the_model_one_line_says_what_to_do(
 
     path = comet / "other.ckpt"
     assert said(path) == (
-        f"mtrain: --comet must be a model of COMET, but {path} is no file; comet.download_model "
+        f"mtrain: `--comet` must be a model of COMET, but {path} is no file; comet.download_model "
         "fetches one.\n"
     )
     (comet / "hparams.yaml").unlink()
     path = comet / "checkpoints" / "model.ckpt"
     assert said(comet) == (
-        f"mtrain: --comet must be a model of COMET, but {path} cannot be loaded: hparams.yaml "
+        f"mtrain: `--comet` must be a model of COMET, but {path} cannot be loaded: hparams.yaml "
         f"file is missing from {comet}!.\n"
     )
     monkeypatch.setitem(sys.modules, "comet", None)
-    assert said(comet) == ("mtrain: --comet must have COMET: pip install unbabel-comet adds it.\n")
+    assert said(comet) == (
+        "mtrain: `--comet` must have COMET: pip install unbabel-comet adds it.\n"
+    )

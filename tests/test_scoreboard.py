@@ -230,16 +230,16 @@ def test_systems_that_cannot_be_compared_are_refused_before_anything_is_translat
             f"{fewer}: must have the 40 lines of 'held_out' that {run} has, but has 3 instead.",
         ),
         (["--compare", other], f"{other}: {differs}."),
-        ([upper], f"{upper}: {differs}; --lowercase takes both."),
+        ([upper], f"{upper}: {differs}; `--lowercase` takes both."),
         (
             ["--compare", renamed],
             f"{renamed}: must have a test set 'held_out', but has dev instead.",
         ),
         (["--compare", run], f"{run}: must be named once, but is named twice."),
-        ([upper, "--compare", short], "--compare must have one run, but has 2 instead."),
+        ([upper, "--compare", short], "`--compare` must have one run, but has 2 instead."),
         (
             ["--compare", short, "--resamples", "0"],
-            "--resamples must not be 0 beside --compare, but is.",
+            "`--resamples` must not be 0 beside `--compare`, but is.",
         ),
         ([upper, "--score"], "`--score` must have one run, but has 2 instead."),
     ]:
@@ -269,7 +269,7 @@ def test_a_file_of_translations_needs_one_test_set(
     arguments = ["eval", run.path, *GREEDY, "--compare", path]
     assert error_line(cli(*arguments)) == (
         f"{path}: must be compared on one test set, but there are held_out, short; choose one with "
-        "--tests."
+        "`--tests`."
     )
     outcome = cli(*arguments, "--tests", "short", "--json")
     assert outcome.code == 0
