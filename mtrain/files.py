@@ -195,13 +195,26 @@ def whole_dir(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def scratch_dir(path: Path) -> Iterator[Path]:
-    """Make a folder that vanishes again.
+def making(path: Path) -> Iterator[None]:
+    """Make a folder, unless it is there, and explain what its disk does not take.
 
     Raises:
         WriteError: if it cannot be written.
     """
     with _writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+        yield
+
+
+@contextmanager
+def scratch_dir(path: Path) -> Iterator[Path]:
+    """Make an empty folder that vanishes again.
+
+    Raises:
+        WriteError: if it cannot be written.
+    """
+    with _writing(path):
+        shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
         try:
             yield path
