@@ -23,6 +23,7 @@ from mtrain.tokenizer import Tokenizer
 
 WINDOW_PAIRS = 1 << 20  # that are shuffled together
 SAMPLED_WINDOW_PAIRS = 1 << 18  # sampled ids are in memory, others stay on disk
+_PAIRS_READ = 1024
 Indices = npt.NDArray[np.int64]
 
 
@@ -34,6 +35,19 @@ def check_pairs(directory: Path, tokenizer: Tokenizer) -> int:
     """
     tables = Tables(directory, len(tokenizer.src), len(tokenizer.tgt), with_text=False)
     return sum(len(table) for table in tables.all())
+
+
+def read_src(directory: Path, tokenizer: Tokenizer) -> Iterator[list[list[int]]]:
+    """Yield the source pieces of all pairs, without eos, some pairs at a time.
+
+    Raises:
+        RunError: if a file is missing or damaged, or a pair does not fit.
+    """
+    tables = Tables(directory, len(tokenizer.src), len(tokenizer.tgt), with_text=False)
+    for table in tables.all():
+        for first in range(0, len(table), _PAIRS_READ):
+            src, _ = table.take(np.arange(first, min(first + _PAIRS_READ, len(table))))
+            yield [ids[:-1].tolist() for ids in src]
 
 
 @dataclass(frozen=True)
@@ -127,6 +141,16 @@ class TrainingData:
         return [
             Share(own.name, self._contents.num_pairs(number), count)
             for number, (own, count) in enumerate(zip(corpora, self._mixture.counts, strict=True))
+        ]
+
+    def say_shares(self) -> list[str]:
+        """Say what each corpus of a mixture gives to an epoch; nothing of one corpus."""
+        if len(self.shares) == 1:
+            return []
+        return [
+            f"{own.name}: {own.num_in_epoch / len(self):.1%} of an epoch, each of its "
+            f"{own.num_pairs:,} pairs {own.num_in_epoch / own.num_pairs:.3g} times"
+            for own in self.shares
         ]
 
     def batches(self, batch_tokens: int, start: Position) -> Iterator[tuple[Batch, Position]]:

@@ -22,13 +22,13 @@ import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
 from mtrain import ledger, shards
-from mtrain.config import Corpus
 from mtrain.corpus import Pair, read_pairs
 from mtrain.errors import ConfigError, DataError
 from mtrain.files import whole_file
 from mtrain.ledger import Drop, Ledger
-from mtrain.mixture import share_out
+from mtrain.mixture import share_out, weight_of
 from mtrain.shards import Contents, EncodedBlock, Lengths, Mixed, Shard
+from mtrain.texts import NamedCorpus
 from mtrain.tokenizer import Tokenizer
 
 _BLOCK_PAIRS = 1 << 14  # that are encoded together
@@ -44,14 +44,6 @@ class Judge(Protocol):
         self, first: int, src_tokens: Ints, tgt_tokens: Ints
     ) -> Sequence[str | None]:
         """Judge pairs from number `first` on, given how many tokens, eos included, they have."""
-
-
-class NamedCorpus(NamedTuple):
-    """A corpus, its name if there are several, and its weight; None is its number of pairs."""
-
-    corpus: Corpus
-    name: str | None = None
-    weight: float | None = None
 
 
 @dataclass
@@ -103,8 +95,19 @@ class Part(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What it takes to encode: the vocabularies, who judges, a folder, and whether text is kept."""
+    """What it takes to encode.
 
+    Attributes:
+        corpora: those of a mixture, or the one.
+        is_mixture: which of the two.
+        vocabulary: the tokenizer.
+        judge: who says which pairs stay.
+        directory: of the parts.
+        with_text: whether the tables have the text, too.
+    """
+
+    corpora: Sequence[NamedCorpus]
+    is_mixture: bool
     vocabulary: Tokenizer
     judge: Judge
     directory: Path
@@ -126,7 +129,7 @@ def num_done(directory: Path) -> int:
     return total
 
 
-def encode(corpora: Sequence[NamedCorpus], work: Work, part_pairs: int) -> list[Done]:
+def encode(work: Work, part_pairs: int) -> list[Done]:
     """Encode all pairs that stay, but for the parts that are done; return all parts.
 
     Raises:
@@ -135,14 +138,14 @@ def encode(corpora: Sequence[NamedCorpus], work: Work, part_pairs: int) -> list[
     """
     done: list[Done] = []
     first = 0
-    for number, named in enumerate(corpora):
+    for number, named in enumerate(work.corpora):
         pairs = read_pairs(named.corpus)
         while head := list(islice(pairs, 1)):
             text = chain(head, islice(pairs, part_pairs - 1))
             part = Part.number(work.directory, len(done))
             facts = part.read_facts()
             if facts is None:
-                facts = _encode_part(text, first, part, work, Facts(number), named.name)
+                facts = _encode_part(text, first, part, work, Facts(number))
             else:
                 deque(text, maxlen=0)  # read, and let go
             done.append(Done(part, facts))
@@ -150,9 +153,8 @@ def encode(corpora: Sequence[NamedCorpus], work: Work, part_pairs: int) -> list[
     return done
 
 
-def _encode_part(
-    text: Iterator[Pair], first: int, part: Part, work: Work, facts: Facts, name: str | None
-) -> Facts:
+def _encode_part(text: Iterator[Pair], first: int, part: Part, work: Work, facts: Facts) -> Facts:
+    name = work.corpora[facts.corpus].name if work.is_mixture else None
     lengths: Counter[tuple[int, int]] = Counter()
     with (
         whole_file(part.table) as table_path,
@@ -252,15 +254,13 @@ def _enter(
             left_out.add(Drop(pair.src_file, pair.line, reason, corpus))
 
 
-def collect(
-    done: Sequence[Done], corpora: Sequence[NamedCorpus], temperature: float, directory: Path
-) -> None:
-    """Give the tables and the ledger of all parts to a data folder, and keep them here.
+def collect(done: Sequence[Done], work: Work, temperature: float | None, directory: Path) -> None:
+    """Give the tables and the ledger of all parts to a data folder, and keep them where they are.
 
     Args:
         done: the parts.
-        corpora: that they are of.
-        temperature: of a mixture in which weights are numbers of pairs.
+        work: that made them.
+        temperature: of corpora without weights.
         directory: the data folder.
 
     Raises:
@@ -269,21 +269,23 @@ def collect(
     """
     ledger.join([own.part.left_out for own in done], _left_out(done), directory)
     kept = [own for own in done if own.facts.num_kept]
-    is_mixture = corpora[0].name is not None
-    for number, named in enumerate(corpora):
+    for number, named in enumerate(work.corpora):
         if not any(own.facts.corpus == number for own in kept):
             raise DataError(
-                f"`{named.name or 'data.train'}` must have a pair that can be used, but all are "
-                "left out."
+                f"`{named.name}` must have a pair that can be used, but all are left out."
             )
-    if len(kept) == 1 and not is_mixture:
+    if len(kept) == 1 and not work.is_mixture:
         _link(kept[0].part.table, directory / shards.TRAIN_FILE)
         return
     for number, own in enumerate(kept):
         _link(own.part.table, shards.shard_path(directory, number))
-    contents = _contents(kept, corpora, temperature)
+    contents = _contents(kept, work.corpora, temperature)
     shards.write_contents(directory, contents)
-    _check_shares(contents)
+    check_shares(
+        [own.name for own in contents.corpora],
+        [own.weight for own in contents.corpora],
+        sum(own.num_pairs for own in contents.shards),
+    )
 
 
 def _left_out(done: Sequence[Done]) -> Counter[str]:
@@ -301,7 +303,9 @@ def _link(path: Path, target: Path) -> None:
         shutil.copyfile(path, target)
 
 
-def _contents(kept: Sequence[Done], corpora: Sequence[NamedCorpus], temperature: float) -> Contents:
+def _contents(
+    kept: Sequence[Done], corpora: Sequence[NamedCorpus], temperature: float | None
+) -> Contents:
     mixed = []
     for number, named in enumerate(corpora):
         longer: Counter[int] = Counter()
@@ -309,9 +313,9 @@ def _contents(kept: Sequence[Done], corpora: Sequence[NamedCorpus], temperature:
             if own.facts.corpus == number:
                 for src, tgt, count in own.facts.lengths:
                     longer[max(src, tgt)] += count
-        weight = named.weight or longer.total() ** (1 / temperature)
+        weight = weight_of(longer.total(), named.weight, temperature)
         lengths = [longer[length] for length in range(max(longer) + 1)]
-        mixed.append(Mixed(named.name or "data.train", float(weight), lengths))
+        mixed.append(Mixed(named.name, weight, lengths))
     return Contents(mixed, [_shard(own.facts) for own in kept])
 
 
@@ -321,12 +325,15 @@ def _shard(facts: Facts) -> Shard:
     return Shard(facts.corpus, facts.num_kept, num_src, num_tgt)
 
 
-def _check_shares(contents: Contents) -> None:
-    counts = share_out(
-        sum(own.num_pairs for own in contents.shards), [own.weight for own in contents.corpora]
-    )
-    for own, count in zip(contents.corpora, counts, strict=True):
+def check_shares(names: Sequence[str], weights: Sequence[float], num_pairs: int) -> None:
+    """Hold the corpora of a mixture to have at least one of an epoch's pairs each.
+
+    Raises:
+        ConfigError: if one has none.
+    """
+    for name, count in zip(names, share_out(num_pairs, weights), strict=True):
         if count == 0:
             raise ConfigError(
-                f"`{own.name}.weight` must give it a pair of an epoch at least, but gives it none."
+                f"`{name}.weight` must be enough for one of the {num_pairs:,} pairs of an epoch, "
+                "but is too small."
             )

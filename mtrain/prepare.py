@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from mtrain import __version__, checkpoint, encoding, ledger, tokenizer
 from mtrain import config as configs
 from mtrain.cleaning import Cleaner, cleaner
-from mtrain.config import Config, Corpus
+from mtrain.config import Config
 from mtrain.corpus import (
     FileMark,
     Pair,
@@ -27,12 +27,14 @@ from mtrain.corpus import (
     read_pairs,
     revisions_of,
 )
-from mtrain.encoding import Done, NamedCorpus, Work
+from mtrain.encoding import Done, Work
 from mtrain.errors import RunError
 from mtrain.files import read_lines, sha256, sha256_if_readable, whole_dir, whole_file, write_lines
+from mtrain.mixture import weight_of
 from mtrain.rundir import LOCK_FILE, RunDir
 from mtrain.runlog import Console
 from mtrain.shards import SHARD_PAIRS
+from mtrain.texts import Corpus, NamedCorpus, corpora_of
 from mtrain.tokenizer import Tokenizer
 
 PART_PAIRS = SHARD_PAIRS  # of text, that are encoded for good
@@ -82,11 +84,13 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
             vocabulary = _vocabulary(config, run, judge, work_dir)
             console.say(f"tokenizer: {config.tokenizer.kind}, {say_sizes(vocabulary)}")
             with_text = config.tokenizer.sampling_alpha > 0
-            work = Work(vocabulary, judge, work_dir, with_text)
-            done = encoding.encode(_corpora(config), work, PART_PAIRS)
+            is_mixture = isinstance(config.data.train, list)
+            corpora = corpora_of(config.data.train, "data.train")
+            work = Work(corpora, is_mixture, vocabulary, judge, work_dir, with_text)
+            done = encoding.encode(work, PART_PAIRS)
         with whole_dir(run.data_dir) as directory:
             (directory / _MARKS_FILE).write_text(json.dumps(marks, indent=2), encoding="utf-8")
-            encoding.collect(done, _corpora(config), 1.0, directory)
+            encoding.collect(done, work, config.data.temperature, directory)
             _write_profile(done, directory / _PROFILE_FILE)
             _write_text(config.data.valid, directory / "valid")
             for name, test in config.data.tests.items():
@@ -99,10 +103,6 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
                     vocabulary.save(tokenizer_dir)
             configs.save(config, run.config_path)
     console.say(f"{run.path}: tokenized {num_pairs - sum(dropped.values()):,} training pairs")
-
-
-def _corpora(config: Config) -> list[NamedCorpus]:
-    return [NamedCorpus(config.data.train)]
 
 
 def _begin(config: Config, run: RunDir, work_dir: Path, console: Console) -> Tree:
@@ -167,13 +167,20 @@ def _vocabulary(config: Config, run: RunDir, judge: Cleaner, work_dir: Path) -> 
 
 def _count(config: Config, console: Console) -> int:
     """Read all corpora once; return how many training pairs there are."""
-    tests = {f"data.tests.{name}": test for name, test in config.data.tests.items()}
-    corpora = {"data.train": config.data.train, "data.valid": config.data.valid} | tests
-    counts = {key: count_pairs(corpus, key) for key, corpus in corpora.items()}
-    for key, count in counts.items():
+    train = corpora_of(config.data.train, "data.train")
+    tests = [NamedCorpus(f"data.tests.{name}", own) for name, own in config.data.tests.items()]
+    counts: dict[str, int] = {}
+    for named in [*train, NamedCorpus("data.valid", config.data.valid), *tests]:
+        count = count_pairs(named.corpus, named.name)
         if count.num_broken:
-            console.say(f"{key}: line breaks within {count.num_broken:,} pairs are spaces now")
-    return counts["data.train"].num_pairs
+            broken = f"{count.num_broken:,} pairs"
+            console.say(f"{named.name}: line breaks within {broken} are spaces now")
+        counts[named.name] = count.num_pairs
+    num_pairs = sum(counts[named.name] for named in train)
+    temperature = config.data.temperature
+    weights = [weight_of(counts[own.name], own.weight, temperature) for own in train]
+    encoding.check_shares([own.name for own in train], weights, num_pairs)
+    return num_pairs
 
 
 def is_prepared(run: RunDir) -> bool:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 
 from mtrain import repeats
-from mtrain.config import Corpus
 from mtrain.files import append
 from mtrain.intake import Advance, Block, Intake
 from mtrain.languages import Languages
@@ -21,6 +20,7 @@ from mtrain.pieces import PieceCounts
 from mtrain.repeats import PairHashes, Repeats
 from mtrain.rules import Pairs
 from mtrain.shifts import Window
+from mtrain.texts import TrainText
 from mtrain.tokenizer import Tokenizer
 from mtrain.traits import LINE, Hashes, Mark, Measured, Records, add_mark, measure
 
@@ -77,7 +77,7 @@ class Survey:
     """
 
     def __init__(
-        self, name: str, corpus: Corpus, directory: Path, tokenizer: Tokenizer | None
+        self, name: str, corpus: TrainText, directory: Path, tokenizer: Tokenizer | None
     ) -> None:
         self.name, self.corpus = name, corpus
         self.intake = Intake(corpus)

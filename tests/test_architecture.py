@@ -18,6 +18,7 @@ RANKS = {
     "errors": 0,
     "lexicon": 0,
     "native": 0,
+    "texts": 0,
     "config": 1,
     "files": 1,
     "grammar": 1,

@@ -22,10 +22,11 @@ from tasks import REPOSITORY, Pair, Tree, copy_task, reverse_task, tiny_tree, wr
 
 from mtrain import config as configs
 from mtrain import corpus, prepare, sources
-from mtrain.config import Config, Corpus, DataConfig
+from mtrain.config import Config, DataConfig
 from mtrain.errors import ConfigError, DataError
 from mtrain.intake import Intake, size_of
 from mtrain.rundir import RunDir
+from mtrain.texts import Corpus
 
 Form = Callable[[Path, str, list[Pair]], Tree]
 FIELDS = {"src": "translation.aa", "tgt": "translation.bb"}
