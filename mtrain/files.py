@@ -244,6 +244,15 @@ def _beside(path: Path) -> Iterator[Path]:
             beside.unlink(missing_ok=True)
 
 
+def sweep(path: Path) -> None:
+    """Delete what processes that were killed have left beside `path`; let no other be at it."""
+    for beside in path.parent.glob(f".{path.name}.*.tmp"):
+        if beside.is_dir():
+            shutil.rmtree(beside, ignore_errors=True)
+        else:
+            beside.unlink(missing_ok=True)
+
+
 def write_lines(path: Path, lines: Iterable[str]) -> None:
     """Write a UTF-8 file of lines, whole or not at all."""
     with whole_file(path) as beside, beside.open("w", encoding="utf-8", newline="\n") as stream:

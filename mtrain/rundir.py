@@ -11,8 +11,8 @@ from pathlib import Path
 
 from mtrain import config as configs
 from mtrain.config import Config
-from mtrain.errors import ConfigError, DataError, RunError
-from mtrain.files import making
+from mtrain.errors import ConfigError, DataError, RunError, UserError
+from mtrain.files import making, sweep
 
 LOCK_FILE = ".lock"
 
@@ -72,17 +72,22 @@ class RunDir:
     def tokenizing(self) -> Iterator[Path]:
         """Give a folder for what is half done, which the next process finds if this one ends.
 
-        It vanishes when all went well, and when the user must change something.
+        It vanishes when all went well, when the user must change something, and when the disk is
+        full before any part is done.
 
         Raises:
             RunError: if another process is at it.
         """
         path = self.path / ".tokenizing"
         with making(path), self._alone(path / LOCK_FILE, "tokenizing"):
+            sweep(self.data_dir)
+            sweep(self.tokenizer_dir)
             try:
                 yield path
-            except (ConfigError, DataError):
-                shutil.rmtree(path)
+            except (UserError, OSError) as error:
+                is_of_use = any(path.glob("part-*.json"))
+                if isinstance(error, ConfigError | DataError) or not is_of_use:
+                    shutil.rmtree(path)
                 raise
             shutil.rmtree(path)
 
