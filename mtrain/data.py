@@ -21,7 +21,7 @@ from mtrain.mixture import Corpus, Mixture, Take
 from mtrain.shards import Lengths, Table, Tables
 from mtrain.tokenizer import Tokenizer
 
-WINDOW_PAIRS = 1 << 20  # that are shuffled together
+WINDOW_PAIRS = 1 << 19  # that are shuffled together
 SAMPLED_WINDOW_PAIRS = 1 << 18  # sampled ids are in memory, others stay on disk
 _PAIRS_READ = 1024
 Indices = npt.NDArray[np.int64]

@@ -207,22 +207,6 @@ def making(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def scratch_dir(path: Path) -> Iterator[Path]:
-    """Make an empty folder that vanishes again.
-
-    Raises:
-        WriteError: if it cannot be written.
-    """
-    with _writing(path):
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir(parents=True)
-        try:
-            yield path
-        finally:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-@contextmanager
 def _writing(path: Path) -> Iterator[None]:
     try:
         yield

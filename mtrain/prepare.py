@@ -29,7 +29,7 @@ from mtrain.corpus import (
 )
 from mtrain.encoding import Done, Work
 from mtrain.errors import RunError
-from mtrain.files import read_lines, sha256, sha256_if_readable, whole_dir, whole_file, write_lines
+from mtrain.files import read_lines, sha256, sha256_if_readable, whole_dir, write_lines
 from mtrain.mixture import weight_of
 from mtrain.rundir import LOCK_FILE, RunDir
 from mtrain.runlog import Console
@@ -71,15 +71,8 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
         _check_same_files(run, console)
         console.say(f"{run.path}: tokenized already")
         return
-    num_pairs = _count(config, console)
-    num_lines = num_pairs * (2 if config.tokenizer.shared else 1)
-    if num_lines > config.tokenizer.max_training_lines:
-        console.say(
-            f"tokenizer: trained on a sample of {config.tokenizer.max_training_lines:,} lines "
-            "(`tokenizer.max_training_lines`)"
-        )
     with run.tokenizing() as work_dir:
-        marks = _begin(config, run, work_dir, console)
+        begun = _begin(config, run, work_dir, console)
         with cleaner(config.data, work_dir) as judge:
             vocabulary = _vocabulary(config, run, judge, work_dir)
             console.say(f"tokenizer: {config.tokenizer.kind}, {say_sizes(vocabulary)}")
@@ -89,43 +82,71 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
             work = Work(corpora, is_mixture, vocabulary, judge, work_dir, with_text)
             done = encoding.encode(work, PART_PAIRS)
         with whole_dir(run.data_dir) as directory:
-            (directory / _MARKS_FILE).write_text(json.dumps(marks, indent=2), encoding="utf-8")
-            encoding.collect(done, work, config.data.temperature, directory)
-            _write_profile(done, directory / _PROFILE_FILE)
-            _write_text(config.data.valid, directory / "valid")
-            for name, test in config.data.tests.items():
-                _write_text(test, directory / "tests" / name)
-            _write_sums(directory)
+            _write_data(config, begun, done, work, directory)
             dropped = ledger.read_counts(directory)
-            _say_left_out(console, dropped, num_pairs, run)
+            _say_left_out(console, dropped, begun.num_pairs, run)
             if not run.tokenizer_dir.is_dir():
                 with whole_dir(run.tokenizer_dir) as tokenizer_dir:
                     vocabulary.save(tokenizer_dir)
             configs.save(config, run.config_path)
-    console.say(f"{run.path}: tokenized {num_pairs - sum(dropped.values()):,} training pairs")
+    num_kept = begun.num_pairs - sum(dropped.values())
+    console.say(f"{run.path}: tokenized {num_kept:,} training pairs")
 
 
-def _begin(config: Config, run: RunDir, work_dir: Path, console: Console) -> Tree:
-    """Return the marks of all corpora; keep what was done before only if nothing has changed."""
-    begun, path = _settings(config, run), work_dir / _BEGUN_FILE
+def _write_data(
+    config: Config, begun: _Begun, done: list[Done], work: Work, directory: Path
+) -> None:
+    """Fill the data folder with all that was made."""
+    (directory / _MARKS_FILE).write_text(json.dumps(begun.marks, indent=2), encoding="utf-8")
+    encoding.collect(done, work, config.data.temperature, directory)
+    _write_profile(done, directory / _PROFILE_FILE)
+    _write_text(config.data.valid, directory / "valid")
+    for name, test in config.data.tests.items():
+        _write_text(test, directory / "tests" / name)
+    _write_sums(directory)
+
+
+class _Begun(NamedTuple):
+    """What a tokenizing is of: the marks of all corpora, and how many training pairs they have."""
+
+    marks: Tree
+    num_pairs: int
+
+
+def _begin(config: Config, run: RunDir, work_dir: Path, console: Console) -> _Begun:
+    """Read all corpora once; keep what was done before only if nothing has changed since."""
+    settings, path = _settings(config, run), work_dir / _BEGUN_FILE
+    begun = _read_begun(path, settings, config)
+    if begun is None:
+        num_pairs = _count(config, console)
+        _empty(work_dir)
+        marks = {name: own._asdict() for name, own in mark(files_of(config.data)).items()}
+        for name, revision in revisions_of(config.data).items():
+            marks[name] = {"revision": revision}
+        begun = _Begun(marks, num_pairs)
+        tree = {"settings": settings, **begun._asdict()}
+        write_lines(path, [json.dumps(tree)])
+    elif num_done := encoding.num_done(work_dir):
+        console.say(f"{run.path}: the tokenizing goes on after {num_done:,} training pairs")
+    num_lines = begun.num_pairs * (2 if config.tokenizer.shared else 1)
+    if num_lines > config.tokenizer.max_training_lines:
+        console.say(
+            f"tokenizer: trained on a sample of {config.tokenizer.max_training_lines:,} lines "
+            "(`tokenizer.max_training_lines`)"
+        )
+    return begun
+
+
+def _read_begun(path: Path, settings: Tree, config: Config) -> _Begun | None:
+    """Return what was begun; None if there is nothing, or of other text, or with other settings."""
     try:
         old = json.loads(path.read_text("utf-8"))
-        marks = dict(old["marks"])
-        is_same = old["settings"] == begun and list(marks) == _names(config)
-        is_same = is_same and not changed_files(_file_marks(marks))
+        begun = _Begun(dict(old["marks"]), int(old["num_pairs"]))
+        is_same = old["settings"] == settings and list(begun.marks) == _names(config)
+        is_same = is_same and not changed_files(_file_marks(begun.marks))
     except (OSError, ValueError, TypeError, LookupError):
-        is_same = False
-    if is_same:
-        if num_done := encoding.num_done(work_dir):
-            console.say(f"{run.path}: the tokenizing goes on after {num_done:,} training pairs")
-        return marks
-    _empty(work_dir)
-    marks = {name: own._asdict() for name, own in mark(files_of(config.data)).items()}
-    for name, revision in revisions_of(config.data).items():
-        marks[name] = {"revision": revision}
-    with whole_file(path) as beside:
-        beside.write_text(json.dumps({"settings": begun, "marks": marks}), encoding="utf-8")
-    return marks
+        return None
+    return begun if is_same else None
 
 
 def _settings(config: Config, run: RunDir) -> Tree:

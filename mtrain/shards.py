@@ -20,7 +20,7 @@ from mtrain.errors import RunError
 
 TRAIN_FILE = "train.arrow"  # of a corpus that fits in one table
 SHARDS_FILE = "shards.json"
-SHARD_PAIRS = 1 << 18  # of text, that go into one table
+SHARD_PAIRS = 1 << 17  # of text, that go into one table
 Indices = npt.NDArray[np.int64]
 Lengths = npt.NDArray[np.int32]
 

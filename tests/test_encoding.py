@@ -16,7 +16,7 @@ from conftest import Cli
 from tasks import Pair, Said, Tree, copy_task, reverse_task, tiny_tree, write_config, write_corpus
 
 from mtrain import config as configs
-from mtrain import data, encoding, prepare, tokenizer
+from mtrain import data, encoding, prepare, survey, tokenizer
 from mtrain.data import TrainingData
 from mtrain.errors import ConfigError, DataError, RunError
 from mtrain.rundir import RunDir
@@ -136,11 +136,13 @@ def test_what_was_done_is_not_done_again(
     assert not prepare.is_prepared(RunDir(run))
     parts = sorted((run / ".tokenizing").glob("part-*.arrow"))
     stats = [path.stat().st_ino for path in parts]
-    trained: list[object] = []
-    monkeypatch.setattr(tokenizer, "train", trained.append)
+    again: list[object] = []
+    monkeypatch.setattr(tokenizer, "train", again.append)
+    monkeypatch.setattr(survey.Survey, "read", again.append)
+    monkeypatch.setattr(prepare, "count_pairs", again.append)
     said = make(source, run)
     assert f"{run}: the tokenizing goes on after 120 training pairs" in said
-    assert trained == []
+    assert again == []
     tables = sorted((run / "data").glob("train-*.arrow"))
     assert len(tables) == 6
     assert [path.stat().st_ino for path in tables[:3]] == stats
@@ -327,7 +329,7 @@ def test_a_corpus_that_the_weights_leave_nothing_is_refused_before_any_work(
         "`data.train[2].weight` must be enough for one of the 179 pairs of an epoch, but is too "
         "small."
     )
-    assert not (tmp_path / "run").exists()
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_a_corpus_of_a_mixture_of_which_nothing_is_left_is_named(

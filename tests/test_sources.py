@@ -437,7 +437,6 @@ def test_a_line_break_within_a_field_is_a_space_and_is_counted(
             "{hub: a, split: s, src: x, tgt: y, streaming: 1}",
             "`data.train.streaming` must be true or false, but is 1 instead.",
         ),
-        ("[a.tsv]", "`data.train` must be a section of keys, but is ['a.tsv'] instead."),
     ],
 )
 def test_a_form_that_is_not_whole_is_an_error_with_its_key(
