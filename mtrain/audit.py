@@ -16,16 +16,18 @@ import numpy as np
 import numpy.typing as npt
 
 from mtrain import cleaning, repeats, rules, shifts
-from mtrain.config import Config, Corpus
+from mtrain.config import Config
 from mtrain.intake import Advance, FileNotes, Intake, size_of
 from mtrain.languages import Languages
 from mtrain.leaks import Hits as LeakHits
 from mtrain.leaks import Leaks
 from mtrain.lists import Entry, Hits, Lists, nothing_more, place_of
+from mtrain.mixture import weight_of
 from mtrain.pieces import Coverage
 from mtrain.rules import RULES, Pairs, Rule, Severity, Side, Usual
 from mtrain.shifts import Shift
 from mtrain.survey import Survey
+from mtrain.texts import TrainText, corpora_of
 from mtrain.tokenizer import Tokenizer
 
 TRAIN, VALID = "train", "valid"
@@ -59,6 +61,16 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class MixedSummary:
+    """A corpus of a mixture: as `Summary`, and its share of an epoch's pairs."""
+
+    name: str
+    num_pairs: int
+    left_out: dict[str, int]
+    share: float
+
+
+@dataclass(frozen=True)
 class Summary:
     """A corpus, and what becomes of its pairs.
 
@@ -68,12 +80,14 @@ class Summary:
         left_out: how many of them training leaves out, by reason; without a tokenizer, those over
             `data.max_tokens` are not known.
         coverage: of source and target, if there is a tokenizer.
+        mixture: the corpora that it is mixed of.
     """
 
     name: str
     num_pairs: int
     left_out: dict[str, int]
     coverage: list[Coverage] = field(default_factory=list)
+    mixture: list[MixedSummary] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -88,17 +102,17 @@ class Report:
         return sum(found.severity == severity for found in self.findings)
 
 
-class NamedCorpus(NamedTuple):
-    """A corpus, and what a report calls it."""
+class NamedText(NamedTuple):
+    """A corpus, or a mixture, and what a report calls it."""
 
     name: str
-    corpus: Corpus
+    text: TrainText
 
 
-def corpora(config: Config) -> list[NamedCorpus]:
+def corpora(config: Config) -> list[NamedText]:
     """Return the corpora in the order in which they are read: training comes last."""
-    tests = [NamedCorpus(f"tests.{name}", corpus) for name, corpus in config.data.tests.items()]
-    valid, train = NamedCorpus(VALID, config.data.valid), NamedCorpus(TRAIN, config.data.train)
+    tests = [NamedText(f"tests.{name}", corpus) for name, corpus in config.data.tests.items()]
+    valid, train = NamedText(VALID, config.data.valid), NamedText(TRAIN, config.data.train)
     return [*tests, valid, train]
 
 
@@ -130,7 +144,8 @@ def audit(config: Config, tokenizer: Tokenizer | None, directory: Path, advance:
         tally = _Tally(chosen if survey is train else [], usual)
         intakes = {s.name: s.intake for s in surveys}
         findings += _judge(survey, usual, intakes, lists, tally, advance)
-        summaries.append(_summary(survey, train, tally))
+        mixture = _mixture(config, survey, tally) if survey is train else []
+        summaries.append(_summary(survey, train, tally, mixture))
         survey.spool.remove()
     return Report(summaries, sorted(findings, key=lambda finding: -finding.severity))
 
@@ -156,7 +171,7 @@ def _judge(
     for block in Intake(survey.corpus).blocks(advance):
         first, last = block.first, block.first + len(block.src)
         pairs = survey.pairs(first, len(block.src))
-        tally.add(pairs)
+        tally.add(pairs, survey.intake.part_of(first).corpus)
         for hits in [
             *_rule_hits(pairs, usual, survey.intake),
             *_shift_hits(moved, first, last, survey.intake),
@@ -178,11 +193,15 @@ class _Tally:
     def __init__(self, chosen: Sequence[Rule], usual: Usual) -> None:
         self._chosen, self._usual = chosen, usual
         self.counts: Counter[str] = Counter()
+        self.by_corpus: dict[str, Counter[str]] = {}
 
-    def add(self, pairs: Pairs) -> None:
-        """Judge some more pairs as training does."""
+    def add(self, pairs: Pairs, corpus: str | None) -> None:
+        """Judge some more pairs as training does; `corpus` says of which part of a mixture."""
         found = cleaning.reasons(self._chosen, pairs, self._usual)
-        self.counts.update(reason for reason in found if reason is not None)
+        counts = Counter(reason for reason in found if reason is not None)
+        self.counts.update(counts)
+        if corpus is not None:
+            self.by_corpus.setdefault(corpus, Counter()).update(counts)
 
 
 def _rule_hits(pairs: Pairs, usual: Usual, intake: Intake) -> Iterator[Hits]:
@@ -376,11 +395,32 @@ def _of_file(corpus: str, name: str, severity: Severity, what: str, advice: str)
     return Finding(corpus, name, severity, what, advice, 1, 1, [])
 
 
-def _summary(survey: Survey, train: Survey, tally: _Tally) -> Summary:
+def _mixture(config: Config, train: Survey, tally: _Tally) -> list[MixedSummary]:
+    """Return what becomes of the corpora of a mixture; nothing if there is one corpus."""
+    if not isinstance(config.data.train, list):
+        return []
+    corpora = corpora_of(config.data.train, "data.train")
+    sizes = Counter({named.name: 0 for named in corpora})
+    for part in train.intake.parts:
+        sizes[part.corpus or ""] += part.num_pairs
+    left_out = [dict(tally.by_corpus.get(named.name, {})) for named in corpora]
+    kept = [sizes[own.name] - sum(out.values()) for own, out in zip(corpora, left_out, strict=True)]
+    weights = [
+        weight_of(count, own.weight, config.data.temperature)
+        for own, count in zip(corpora, kept, strict=True)
+    ]
+    return [
+        MixedSummary(own.name, sizes[own.name], out, weight / (sum(weights) or 1.0))
+        for own, out, weight in zip(corpora, left_out, weights, strict=True)
+    ]
+
+
+def _summary(survey: Survey, train: Survey, tally: _Tally, mixture: list[MixedSummary]) -> Summary:
     sides = zip(survey.pieces, train.pieces, strict=True)
     return Summary(
         survey.name,
         survey.intake.num_pairs,
         dict(tally.counts),
         [own.coverage(counts) for own, counts in sides],
+        mixture,
     )

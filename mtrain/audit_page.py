@@ -22,6 +22,10 @@ def as_text(report: Report, directory: Path) -> Iterator[str]:
     """Yield the lines of a page of at most 80 columns."""
     for summary in report.corpora:
         yield from _wrapped(_what_becomes_of(summary), "")
+        for own in summary.mixture:
+            left_out = f"left out {say_counts(own.left_out)}"
+            text = f"{own.name}: {own.num_pairs:,} pairs, {left_out}; {own.share:.1%} of an epoch"
+            yield from _wrapped(text, "  ")
     if report.corpora[0].coverage:
         yield ""
         yield from _coverage(report.corpora)

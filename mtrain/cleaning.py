@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 
 from mtrain import rules
 from mtrain.config import DataConfig
-from mtrain.files import scratch_dir
+from mtrain.files import write_lines
 from mtrain.languages import Languages
 from mtrain.rules import RULES, Pairs, Rule, Usual
 from mtrain.survey import Survey
@@ -66,16 +67,40 @@ def cleaner(data: DataConfig, directory: Path) -> Iterator[Cleaner]:
 
     Args:
         data: the corpora; of the training text every line must be UTF-8.
-        directory: where the records are kept.
+        directory: where the records are kept. Those that an earlier call has left there, because
+            something ended it, are of the same corpora, and are not made again.
     """
-    with scratch_dir(directory / ".records") as records:
-        held_out = [Survey(f"tests.{name}", own, records, None) for name, own in data.tests.items()]
-        held_out.append(Survey("valid", data.valid, records, None))
-        languages, train = Languages(), Survey("train", data.train, records, None)
-        for survey in held_out:
-            survey.read(languages, [], True, _tell_nobody)
-        train.read(languages, held_out, False, _tell_nobody)
-        yield Cleaner(data, train)
+    records = directory / ".records"
+    read = records / "read.json"
+    if (num_pairs := _num_read(read)) is not None:
+        train = Survey("train", data.train, records, None)
+        train.take_over(num_pairs)
+    else:
+        shutil.rmtree(records, ignore_errors=True)
+        records.mkdir(parents=True)
+        train = _read(data, records)
+        write_lines(read, [str(train.intake.num_pairs)])
+    yield Cleaner(data, train)
+    shutil.rmtree(records)
+
+
+def _num_read(path: Path) -> int | None:
+    """Return of how many training pairs there are records; None if not of all."""
+    try:
+        return int(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _read(data: DataConfig, records: Path) -> Survey:
+    """Read all corpora, and make the records of the training pairs."""
+    held_out = [Survey(f"tests.{name}", own, records, None) for name, own in data.tests.items()]
+    held_out.append(Survey("valid", data.valid, records, None))
+    languages, train = Languages(), Survey("train", data.train, records, None)
+    for survey in held_out:
+        survey.read(languages, [], True, _tell_nobody)
+    train.read(languages, held_out, False, _tell_nobody)
+    return train
 
 
 def _tell_nobody(num_bytes: int) -> None:

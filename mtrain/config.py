@@ -10,126 +10,28 @@ import re
 import reprlib
 from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
 from mtrain.errors import ConfigError, WriteError
+from mtrain.texts import (
+    FORMS,
+    MIXED_FORMS,
+    MIXTURE,
+    Corpus,
+    FilePath,
+    Section,
+    TrainText,
+    Whole,
+    corpora_of,
+)
 
 Tree = dict[str, Any]
 MAX_BEAM = 1000
 
-
-class Section(BaseModel):
-    """A frozen group of keys: unknown keys and values of another type are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-def _check_path(path: str) -> str:
-    if re.search("[\0\ud800-\udfff]", path):
-        raise ValueError("must be a path, but has a character that no path can have")
-    return path
-
-
-Whole = Annotated[int, Field(le=2**31 - 1)]
-FilePath = Annotated[str, AfterValidator(_check_path)]
-
-
-class CorpusConfig(Section):
-    """Parallel text: line n of the source files is translated by line n of the target files."""
-
-    src: list[FilePath] = Field(min_length=1)
-    tgt: list[FilePath] = Field(min_length=1)
-
-    @model_validator(mode="after")
-    def _pair_the_files(self) -> CorpusConfig:
-        if len(self.src) != len(self.tgt):
-            raise ValueError(
-                f"must name as many source as target files, but names {len(self.src)} "
-                f"and {len(self.tgt)} instead"
-            )
-        return self
-
-
-class TsvConfig(Section):
-    """Parallel text in columns that tabs part: source and target, or those that `columns` names."""
-
-    tsv: list[FilePath] = Field(min_length=1)
-    columns: list[Whole] | None = None
-
-    @field_validator("columns")
-    @classmethod
-    def _name_two(cls, columns: list[int] | None) -> list[int] | None:
-        if columns is not None and not (len(columns) == len(set(columns)) == 2 <= 1 + min(columns)):
-            raise ValueError(f"must be two columns, counted from 1, but is {columns} instead")
-        return columns
-
-
-class JsonlConfig(Section):
-    """Parallel text in lines of JSON; `src` and `tgt` name fields, with dots into objects."""
-
-    jsonl: list[FilePath] = Field(min_length=1)
-    src: str = Field(min_length=1)
-    tgt: str = Field(min_length=1)
-
-
-class ParquetConfig(Section):
-    """Parallel text in Parquet files; `src` and `tgt` name columns, with dots into structs."""
-
-    parquet: list[FilePath] = Field(min_length=1)
-    src: str = Field(min_length=1)
-    tgt: str = Field(min_length=1)
-
-
-class HubConfig(Section):
-    """A data set of the Hugging Face hub, or a folder in its form; code in it is never run."""
-
-    hub: FilePath = Field(min_length=1)
-    config: str | None = Field(default=None, min_length=1)
-    split: str = Field(min_length=1)
-    src: str = Field(min_length=1)
-    tgt: str = Field(min_length=1)
-    revision: str | None = Field(default=None, min_length=1)
-    streaming: bool = False
-
-
-TableConfig = TsvConfig | JsonlConfig | ParquetConfig | HubConfig
-_FORMS: dict[str, type[Section]] = {
-    "files": CorpusConfig,
-    "tsv": TsvConfig,
-    "jsonl": JsonlConfig,
-    "parquet": ParquetConfig,
-    "hub": HubConfig,
-}
-
-
-def _form(corpus: object) -> str:
-    """Tell by its keys, or by its class, in which form a corpus is given."""
-    names = corpus if isinstance(corpus, dict) else getattr(type(corpus), "model_fields", ())
-    return next((form for form in _FORMS if form in names), "files")
-
-
-Corpus = Annotated[
-    Annotated[CorpusConfig, Tag("files")]
-    | Annotated[TsvConfig, Tag("tsv")]
-    | Annotated[JsonlConfig, Tag("jsonl")]
-    | Annotated[ParquetConfig, Tag("parquet")]
-    | Annotated[HubConfig, Tag("hub")],
-    Discriminator(_form),
-]
 
 # What `data.clean` may name: rules of the audit, in whose own order they are asked.
 CLEAN = (
@@ -152,11 +54,12 @@ class DataConfig(Section):
 
     src_lang: str = Field(min_length=1)
     tgt_lang: str = Field(min_length=1)
-    train: Corpus
+    train: TrainText
+    temperature: float | None = Field(default=None, ge=1)
     valid: Corpus
-    tests: dict[str, Corpus] = {}
+    tests: dict[str, Corpus] = Field(default={})
     max_tokens: Whole = Field(default=256, ge=2)
-    clean: list[str] = ["blank-side", "held-out-pair"]
+    clean: list[str] = Field(default=["blank-side", "held-out-pair"])
 
     @field_validator("clean")
     @classmethod
@@ -173,6 +76,22 @@ class DataConfig(Section):
                     f"must name kinds of pairs, but has {_shown(name)} instead; {rest}"
                 )
         return names
+
+    @model_validator(mode="after")
+    def _mix_by_one_rule(self) -> DataConfig:
+        corpora = corpora_of(self.train, "train")
+        num_weighted = sum(own.weight is not None for own in corpora)
+        if 0 < num_weighted < len(corpora):
+            raise ValueError(
+                "must give each corpus of `train` a `weight`, or none of them, but gives "
+                f"{num_weighted} of {len(corpora)} one instead"
+            )
+        if self.temperature is not None and (num_weighted or not isinstance(self.train, list)):
+            why = "its corpora have weights" if num_weighted else "`train` is one corpus"
+            raise ValueError(
+                f"must leave `temperature` out where {why}, but it is {self.temperature} instead"
+            )
+        return self
 
     @model_validator(mode="after")
     def _name_the_tests(self) -> DataConfig:
@@ -503,9 +422,13 @@ class _Place(NamedTuple):
 
 
 def _place(location: tuple[int | str, ...]) -> _Place:
-    form_at = 3 if location[:2] == ("data", "tests") else 2  # the form of a corpus is no key
+    forms = FORMS
+    if location[:3] == ("data", "train", MIXTURE):
+        location, forms = location[:2] + location[3:], MIXED_FORMS
+    is_one_of_some = location[:2] == ("data", "tests") or forms is MIXED_FORMS
+    form_at = 3 if is_one_of_some else 2  # the form of a corpus is no key
     if location[:1] == ("data",) and location[form_at : form_at + 1]:
-        form = _FORMS.get(str(location[form_at]))
+        form = forms.get(str(location[form_at]))
         if form is not None and location[1] in ("train", "valid", "tests"):
             is_key_of_it = len(location) == form_at + 2
             key = _dotted(location[:form_at] + location[form_at + 1 :])
@@ -562,6 +485,7 @@ _WANTED: Mapping[str, str] = {
     "too_long": "a list of at most {max_length}",
     "dict_type": "a mapping of names to values",
     "model_type": "a section of keys",
+    "union_tag_invalid": "one corpus, and no list of them",
     "model_attributes_type": "a section of keys",
     "literal_error": "{expected}",
 }

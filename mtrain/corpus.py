@@ -7,10 +7,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
-from mtrain.config import Corpus, CorpusConfig, DataConfig
+from mtrain.config import DataConfig
 from mtrain.errors import DataError
 from mtrain.files import read_lines, sha256
 from mtrain.sources import Fault, Source, paths_of, revision_of, sources
+from mtrain.texts import Corpus, CorpusConfig, TrainText, corpora_of
 
 
 class Pair(NamedTuple):
@@ -64,14 +65,17 @@ class Profile(NamedTuple):
         return least - _SLACK_TOKENS <= num_tgt <= most + _SLACK_TOKENS
 
 
-def read_pairs(corpus: Corpus) -> Iterator[Pair]:
-    """Yield every pair of a corpus, file by file, in order.
+def read_pairs(corpus: TrainText) -> Iterator[Pair]:
+    """Yield every pair of a corpus, or of all those of a mixture, file by file, in order.
 
     Raises:
         DataError: for a file that cannot be read, a line that is not UTF-8, two files whose
             numbers of lines differ, or a row that is no pair.
     """
-    if isinstance(corpus, CorpusConfig):
+    if isinstance(corpus, list):
+        for own in corpus:
+            yield from read_pairs(own)
+    elif isinstance(corpus, CorpusConfig):
         for src_file, tgt_file in zip(corpus.src, corpus.tgt, strict=True):
             yield from _read_file_pair(src_file, tgt_file)
     else:
@@ -130,7 +134,8 @@ def revisions_of(data: DataConfig) -> dict[str, str]:
 
 
 def _corpora(data: DataConfig) -> list[Corpus]:
-    return [data.train, data.valid, *data.tests.values()]
+    train = [named.corpus for named in corpora_of(data.train, "data.train")]
+    return [*train, data.valid, *data.tests.values()]
 
 
 def mark(paths: Iterable[str]) -> dict[str, FileMark]:

@@ -1,65 +1,53 @@
-"""Encoded pairs on disk, and the batches that training reads from them.
+"""Encoded pairs dealt out in batches.
 
-The pairs are one Arrow table, memory-mapped by `datasets`. Batches hold pairs of like length
-under a budget that counts padding; their order follows from (seed, epoch) alone, so that a
-position is two numbers and seeking to it reads nothing.
+Batches hold pairs of like length under a budget that counts padding. A large corpus is dealt out
+window by window; the pairs of a window are planned together, and no more of them are in memory.
+All follows from (seed, epoch, window), so that a position is two numbers and seeking to it reads
+nothing that comes before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mtrain.batch import Batch, collate
-from mtrain.errors import RunError
+from mtrain.mixture import Corpus, Mixture, Take
+from mtrain.shards import Lengths, Table, Tables
 from mtrain.tokenizer import Tokenizer
 
-TRAIN_FILE = "train.arrow"
+WINDOW_PAIRS = 1 << 19  # that are shuffled together
+SAMPLED_WINDOW_PAIRS = 1 << 18  # sampled ids are in memory, others stay on disk
+_PAIRS_READ = 1024
 Indices = npt.NDArray[np.int64]
-Lengths = npt.NDArray[np.int32]
-
-
-class EncodedPair(NamedTuple):
-    """Source ids with eos, target ids without, and the text if training samples from it."""
-
-    src: list[int]
-    tgt: list[int]
-    src_text: str | None
-    tgt_text: str | None
-
-
-def write_pairs(path: Path, pairs: Iterable[EncodedPair], with_text: bool) -> int:
-    """Write an Arrow table of encoded pairs, in a stream; return their number."""
-    from datasets import Features, Sequence, Value
-    from datasets.arrow_writer import ArrowWriter
-
-    columns: dict[str, Any] = {"src": Sequence(Value("int32")), "tgt": Sequence(Value("int32"))}
-    columns |= {"src_length": Value("int32"), "tgt_length": Value("int32")}
-    if with_text:
-        columns |= {"src_text": Value("string"), "tgt_text": Value("string")}
-    with ArrowWriter(features=Features(columns), path=str(path)) as writer:
-        for pair in pairs:
-            row: dict[str, Any] = {"src": pair.src, "tgt": pair.tgt}
-            row |= {"src_length": len(pair.src), "tgt_length": len(pair.tgt) + 1}
-            if with_text:
-                row |= {"src_text": pair.src_text, "tgt_text": pair.tgt_text}
-            writer.write(row)
-        num_pairs, _ = writer.finalize()
-    return int(num_pairs)
 
 
 def check_pairs(directory: Path, tokenizer: Tokenizer) -> int:
     """Check that every encoded pair fits the vocabularies; return their number.
 
     Raises:
-        RunError: if the file is missing or damaged, or a pair does not fit.
+        RunError: if a file is missing or damaged, or a pair does not fit.
     """
-    return len(_read_table(directory / TRAIN_FILE, tokenizer, with_text=False))
+    tables = Tables(directory, len(tokenizer.src), len(tokenizer.tgt), with_text=False)
+    return sum(len(table) for table in tables.all())
+
+
+def read_src(directory: Path, tokenizer: Tokenizer) -> Iterator[list[list[int]]]:
+    """Yield the source pieces of all pairs, without eos, some pairs at a time.
+
+    Raises:
+        RunError: if a file is missing or damaged, or a pair does not fit.
+    """
+    tables = Tables(directory, len(tokenizer.src), len(tokenizer.tgt), with_text=False)
+    for table in tables.all():
+        for first in range(0, len(table), _PAIRS_READ):
+            src, _ = table.take(np.arange(first, min(first + _PAIRS_READ, len(table))))
+            yield [ids[:-1].tolist() for ids in src]
 
 
 def read_src(directory: Path, tokenizer: Tokenizer) -> Iterator[list[list[int]]]:
@@ -74,7 +62,11 @@ def read_src(directory: Path, tokenizer: Tokenizer) -> Iterator[list[list[int]]]
 
 @dataclass(frozen=True)
 class Position:
-    """The next micro-batch to read: batch `batch` of epoch `epoch`, both from 0."""
+    """The next micro-batch to read: batch `batch` of epoch `epoch`, both from 0.
+
+    The batches of an epoch's second window are numbered from the number of pairs in the first one
+    on, and so forth: a number says in which window it is, whatever the batches before it were.
+    """
 
     epoch: int = 0
     batch: int = 0
@@ -87,19 +79,27 @@ class Plan(NamedTuple):
     padding: float
 
 
-class _Shape(NamedTuple):
-    """How many rows a batch has, and places on either side, padding included."""
+class Share(NamedTuple):
+    """A corpus of a mixture: its name, its pairs, and how many pairs of an epoch are its own."""
 
-    num_rows: int
-    num_src: int
-    num_tgt: int
+    name: str
+    num_pairs: int
+    num_in_epoch: int
+
+
+class _Shapes(NamedTuple):
+    """How many rows batches have, and places on either side, padding included."""
+
+    num_rows: Indices
+    num_src: Indices
+    num_tgt: Indices
 
     @property
-    def num_places(self) -> int:
+    def num_places(self) -> Indices:
         return self.num_rows * (self.num_src + self.num_tgt)
 
     @property
-    def num_pairs_of_places(self) -> int:
+    def num_pairs_of_places(self) -> Indices:
         return self.num_rows * (self.num_src**2 + self.num_tgt**2 + self.num_src * self.num_tgt)
 
 
@@ -109,144 +109,174 @@ class TrainingData:
     def __init__(
         self, directory: Path, tokenizer: Tokenizer, seed: int, sampling_alpha: float = 0.0
     ) -> None:
-        from datasets import Dataset
-        from datasets.table import MemoryMappedTable
-
-        path = directory / TRAIN_FILE
-        table = MemoryMappedTable(_read_table(path, tokenizer, sampling_alpha > 0), str(path))
-        self._table = Dataset(table).with_format("arrow")
         self._tokenizer, self._seed, self._alpha = tokenizer, seed, sampling_alpha
-        self._stored = _Stored(self._table)
+        sizes = len(tokenizer.src), len(tokenizer.tgt)
+        self._tables = Tables(directory, *sizes, with_text=sampling_alpha > 0)
+        self._contents = self._tables.contents
+        shards = self._contents.shards
+        corpora = [
+            Corpus(own, [shards[table].num_pairs for table in own], mixed.weight)
+            for number, mixed in enumerate(self._contents.corpora)
+            for own in [self._contents.of_corpus(number)]
+        ]
+        window_pairs = SAMPLED_WINDOW_PAIRS if sampling_alpha else WINDOW_PAIRS
+        one_window = self._tables.is_one  # as it was before there could be more
+        self._mixture = Mixture(corpora, seed, None if one_window else window_pairs)
+        self._window: _Window | None = None
 
     def __len__(self) -> int:
-        return len(self._table)
+        return self._mixture.num_pairs
 
     @property
     def num_src_tokens(self) -> int:
-        """Source tokens of an epoch, eos included."""
-        return int(self._stored.src_lengths.sum(dtype=np.int64))
+        """Source tokens of an epoch, eos included; of a mixture, about so many."""
+        return self._num_tokens([own.num_src_tokens for own in self._contents.shards])
 
     @property
     def num_tgt_tokens(self) -> int:
-        """Target tokens of an epoch, eos included."""
-        return int(self._stored.tgt_lengths.sum(dtype=np.int64))
+        """Target tokens of an epoch, eos included; of a mixture, about so many."""
+        return self._num_tokens([own.num_tgt_tokens for own in self._contents.shards])
+
+    def _num_tokens(self, of_shards: list[int]) -> int:
+        total = 0
+        for number, own in enumerate(self.shares):
+            tokens = sum(of_shards[table] for table in self._contents.of_corpus(number))
+            total += tokens * own.num_in_epoch // own.num_pairs
+        return total
+
+    @property
+    def shares(self) -> list[Share]:
+        """What each corpus gives to an epoch."""
+        corpora = self._contents.corpora
+        return [
+            Share(own.name, self._contents.num_pairs(number), count)
+            for number, (own, count) in enumerate(zip(corpora, self._mixture.counts, strict=True))
+        ]
+
+    def say_shares(self) -> list[str]:
+        """Say what each corpus of a mixture gives to an epoch; nothing of one corpus."""
+        if len(self.shares) == 1:
+            return []
+        return [
+            f"{own.name}: {own.num_in_epoch / len(self):.1%} of an epoch, each of its "
+            f"{own.num_pairs:,} pairs {own.num_in_epoch / own.num_pairs:.3g} times"
+            for own in self.shares
+        ]
 
     def batches(self, batch_tokens: int, start: Position) -> Iterator[tuple[Batch, Position]]:
         """Yield batches for ever from `start` on, each with the position that follows it."""
-        epoch, first = start.epoch, start.batch
+        epoch, place = start.epoch, start.batch
         while True:
-            pairs = self._pairs(epoch)
-            plan = self._plan(pairs, batch_tokens, epoch)
-            for index in range(first, len(plan)):
-                is_last = index + 1 == len(plan)
-                after = Position(epoch + 1, 0) if is_last else Position(epoch, index + 1)
-                yield self._collate(pairs, plan[index]), after
-            epoch, first = epoch + 1, 0
+            number = self._mixture.window_at(place)
+            window = self._open(epoch, number)
+            plan, first = window.plan(batch_tokens), int(self._mixture.firsts[number])
+            following = Position(epoch, int(self._mixture.firsts[number + 1]))
+            if number + 1 == self._mixture.num_windows:
+                following = Position(epoch + 1, 0)
+            for index in range(place - first, len(plan)):
+                is_end = index + 1 == len(plan)
+                after = following if is_end else Position(epoch, first + index + 1)
+                yield self._collate(window, plan[index]), after
+            del window  # the next one takes its memory
+            epoch, place = following.epoch, following.batch
 
     def plan(self, batch_tokens: int) -> Plan:
-        """Say what an epoch looks like, before any is read; sampled ones differ a little."""
-        batches = self._plan(self._stored, batch_tokens, 0)
-        src, tgt = self._stored.src_lengths, self._stored.tgt_lengths
-        cells = sum(len(rows) * (int(src[rows].max()) + int(tgt[rows].max())) for rows in batches)
-        return Plan(len(batches), 1 - (self.num_src_tokens + self.num_tgt_tokens) / cells)
+        """Say what an epoch looks like, before any is read; sampled ones differ a little.
+
+        Of more than one window, the padding is that of the first, and the number of batches
+        supposes that all have pairs of the same lengths.
+        """
+        window = self._open(0, 0)
+        batches, shapes = window.plan(batch_tokens), window.shapes(batch_tokens)
+        padding = 1 - window.num_tokens / int(shapes.num_places.sum())
+        if self._mixture.num_windows == 1:
+            return Plan(len(batches), padding)
+        return Plan(self._count_batches(batch_tokens), padding)
+
+    def _count_batches(self, batch_tokens: int) -> int:
+        counts = [np.array(own.lengths) for own in self._contents.corpora]
+        longest = max(map(len, counts))
+        shares = [own.num_in_epoch / own.num_pairs for own in self.shares]
+        total = sum(
+            np.pad(own, (0, longest - len(own))) * share
+            for own, share in zip(counts, shares, strict=True)
+        )
+        windows = self._mixture.num_windows
+        ends = np.cumsum(total / windows).round().astype(np.int64)
+        return windows * (len(_cuts(np.arange(longest), ends, batch_tokens)) + 1)
 
     def largest(self, batch_tokens: int) -> list[Batch]:
-        """Return the batches of an epoch that take the most memory.
+        """Return the batches of an epoch, or of its first window, that take the most memory.
 
         One has the most places, the other the most pairs of places, which attention looks at.
         """
-        src, tgt = self._stored.src_lengths, self._stored.tgt_lengths
-        plan = self._plan(self._stored, batch_tokens, 0)
-        shapes = [_Shape(len(rows), int(src[rows].max()), int(tgt[rows].max())) for rows in plan]
-        most = [max(range(len(plan)), key=lambda index: shapes[index].num_places)]
-        most += [max(range(len(plan)), key=lambda index: shapes[index].num_pairs_of_places)]
-        return [self._collate(self._stored, plan[index]) for index in most]
+        window = self._open(0, 0)
+        batches, shapes = window.plan(batch_tokens), window.shapes(batch_tokens)
+        most = [int(own.argmax()) for own in (shapes.num_places, shapes.num_pairs_of_places)]
+        return [self._collate(window, batches[index]) for index in most]
 
-    def _collate(self, pairs: _Stored | _Sampled, rows: Indices) -> Batch:
+    def _collate(self, window: _Window, rows: Indices) -> Batch:
         tgt = self._tokenizer.tgt
-        src_ids, tgt_ids = pairs.take(rows)
+        src_ids, tgt_ids = window.take(rows)
         return collate(src_ids, tgt_ids, tgt.pad, tgt.bos, tgt.eos)
 
-    def _pairs(self, epoch: int) -> _Stored | _Sampled:
-        if not self._alpha:
-            return self._stored
-        return _Sampled(self._table, self._tokenizer, self._alpha, (self._seed, epoch))
-
-    def _plan(self, pairs: _Stored | _Sampled, batch_tokens: int, epoch: int) -> list[Indices]:
-        rng = np.random.default_rng([self._seed, epoch])
-        return plan_batches(pairs.src_lengths, pairs.tgt_lengths, batch_tokens, rng)
-
-
-def _read_table(path: Path, tokenizer: Tokenizer, with_text: bool) -> Any:
-    """Map a table of pairs into memory, and check that it is whole and fits the tokenizer.
-
-    Raises:
-        RunError: if it does not.
-    """
-    import pyarrow as pa
-
-    if not path.is_file():
-        raise RunError(f"{path}: is missing; restore it from a copy of the run.")
-    ids = pa.list_(pa.int32())
-    wanted = {"src": ids, "tgt": ids, "src_length": pa.int32(), "tgt_length": pa.int32()}
-    if with_text:
-        wanted |= {"src_text": pa.string(), "tgt_text": pa.string()}
-    try:
-        table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all().replace_schema_metadata()
-        for name, type_ in wanted.items():
-            if table.schema.field(name).type != type_:
-                raise KeyError(name)
-        table = table.select(list(wanted))
-        table.validate(full=True)  # its offsets too, so that nothing is read beyond its end
-        fits = len(table) > 0 and not any(column.null_count for column in table.columns)
-        fits = fits and _fits(table, "src", len(tokenizer.src), 0)
-        fits = fits and _fits(table, "tgt", len(tokenizer.tgt), 1)
-    except (pa.ArrowException, OSError, ValueError, LookupError):
-        fits = False
-    if not fits:
-        raise RunError(
-            f"{path}: must be a whole table of pairs of this run's tokenizer, but is not; restore "
-            "it from a copy of the run."
-        )
-    return table
-
-
-def _fits(table: Any, side: str, num_pieces: int, num_added: int) -> bool:
-    """Tell whether all ids are pieces, and the lengths those of the ids and of what is added."""
-    import pyarrow.compute as pc
-
-    lists, lengths = table.column(side), table.column(f"{side}_length")
-    ids, counts = pc.list_flatten(lists), pc.list_value_length(lists)
-    if ids.null_count or not pc.all(pc.equal(pc.add(counts, num_added), lengths)).as_py():
-        return False
-    ends = pc.min_max(ids).as_py()
-    return (ends["min"] or 0) >= 0 and (ends["max"] or 0) < num_pieces
+    def _open(self, epoch: int, number: int) -> _Window:
+        """Return a window; the one before it is let go first."""
+        seed = [self._seed, epoch, number] if number else [self._seed, epoch]
+        if self._window is None or self._window.seed != seed:
+            self._window = None
+            pairs = _Stored(self._tables, self._mixture.takes(epoch, number))
+            sampled = _Sampled(pairs, self._tokenizer, self._alpha, seed) if self._alpha else pairs
+            self._window = _Window(sampled, seed)
+        return self._window
 
 
 class _Stored:
-    """The pairs as they lie in the table."""
+    """Pairs as they lie in the tables."""
 
-    def __init__(self, table: Any) -> None:
-        self._table = table
-        self.src_lengths: Lengths = _lengths(table, "src_length")
-        self.tgt_lengths: Lengths = _lengths(table, "tgt_length")
+    def __init__(self, tables: Tables, takes: list[Take]) -> None:
+        opened: dict[int, Table] = {}
+        for take in takes:
+            if take.table not in opened:
+                opened[take.table] = tables.open(take.table)
+        self._tables = [opened[take.table] for take in takes]
+        self._rows = np.concatenate([take.rows for take in takes])
+        self._firsts = np.cumsum([0, *(len(take.rows) for take in takes)])
+        parts = list(zip(self._tables, (take.rows for take in takes), strict=True))
+        self.src_lengths: Lengths = np.concatenate([own.src_lengths[rows] for own, rows in parts])
+        self.tgt_lengths: Lengths = np.concatenate([own.tgt_lengths[rows] for own, rows in parts])
 
     def take(self, rows: Indices) -> tuple[list[Lengths], list[Lengths]]:
-        part = self._table[rows.tolist()]
-        return _split(part.column("src")), _split(part.column("tgt"))
+        """Return the ids of some pairs: sources with eos, targets without."""
+        numbers = np.searchsorted(self._firsts, rows, side="right") - 1
+        src: list[Lengths] = [np.empty(0, np.int32)] * len(rows)
+        tgt = src.copy()
+        for number in np.unique(numbers).tolist():
+            places = np.flatnonzero(numbers == number)
+            found = self._tables[number].take(self._rows[rows[places]])
+            for place, src_ids, tgt_ids in zip(places.tolist(), *found, strict=True):
+                src[place], tgt[place] = src_ids, tgt_ids
+        return src, tgt
+
+    def texts(self) -> tuple[list[str], list[str]]:
+        """Return the text of all pairs."""
+        src: list[str] = []
+        tgt: list[str] = []
+        ends = zip(self._tables, self._firsts[:-1], self._firsts[1:], strict=True)
+        for table, first, last in ends:
+            src_texts, tgt_texts = table.texts(self._rows[first:last])
+            src += src_texts
+            tgt += tgt_texts
+        return src, tgt
 
 
 class _Sampled:
-    """The pairs of one epoch, segmented anew from their text."""
+    """Pairs segmented anew from their text."""
 
-    def __init__(
-        self, table: Any, tokenizer: Tokenizer, alpha: float, seed: tuple[int, int]
-    ) -> None:
+    def __init__(self, pairs: _Stored, tokenizer: Tokenizer, alpha: float, seed: list[int]) -> None:
         eos = tokenizer.src.eos
         src_seed, tgt_seed = (int(x) for x in np.random.SeedSequence(seed).generate_state(2))
-        src_text, tgt_text = (
-            table.data.column(name).to_pylist() for name in ("src_text", "tgt_text")
-        )
+        src_text, tgt_text = pairs.texts()
         src_ids = tokenizer.src.sample(src_text, alpha, src_seed)
         tgt_ids = tokenizer.tgt.sample(tgt_text, alpha, tgt_seed)
         self._src = [np.array([*ids, eos], dtype=np.int32) for ids in src_ids]
@@ -256,6 +286,41 @@ class _Sampled:
 
     def take(self, rows: Indices) -> tuple[list[Lengths], list[Lengths]]:
         return [self._src[row] for row in rows], [self._tgt[row] for row in rows]
+
+
+class _Window:
+    """The pairs that are shuffled together, and the order that their batches have."""
+
+    def __init__(self, pairs: _Stored | _Sampled, seed: list[int]) -> None:
+        self.seed = seed
+        self.take = pairs.take
+        self._src_lengths, self._tgt_lengths = pairs.src_lengths, pairs.tgt_lengths
+        self._planned: tuple[int, list[Indices]] = (0, [])
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of both sides, eos included."""
+        src, tgt = self._src_lengths, self._tgt_lengths
+        return int(src.sum(dtype=np.int64) + tgt.sum(dtype=np.int64))
+
+    def plan(self, batch_tokens: int) -> list[Indices]:
+        """Return the batches, in order."""
+        if self._planned[0] != batch_tokens:
+            rng = np.random.default_rng(self.seed)
+            plan = plan_batches(self._src_lengths, self._tgt_lengths, batch_tokens, rng)
+            self._planned = (batch_tokens, plan)
+        return self._planned[1]
+
+    def shapes(self, batch_tokens: int) -> _Shapes:
+        """Return the shapes of the batches."""
+        plan = self.plan(batch_tokens)
+        num_rows = np.array([len(rows) for rows in plan], np.int64)
+        firsts, rows = np.cumsum(num_rows) - num_rows, np.concatenate(plan)
+        src, tgt = (
+            np.maximum.reduceat(own[rows], firsts).astype(np.int64)
+            for own in (self._src_lengths, self._tgt_lengths)
+        )
+        return _Shapes(num_rows, src, tgt)
 
 
 def plan_batches(
@@ -269,21 +334,25 @@ def plan_batches(
     longer = np.maximum(src_lengths, tgt_lengths)
     shuffled = rng.permutation(len(longer))
     by_length = shuffled[np.lexsort((src_lengths[shuffled], longer[shuffled]))]
-    batches, first = [], 0
-    for index, length in enumerate(longer[by_length].tolist()):
-        if index > first and (index - first + 1) * length > batch_tokens:
-            batches.append(by_length[first:index])
-            first = index
-    batches.append(by_length[first:])
+    ordered = longer[by_length]
+    ends = np.append(np.flatnonzero(np.diff(ordered)) + 1, len(ordered))
+    batches = np.split(by_length, _cuts(ordered[ends - 1], ends, batch_tokens))
     return [batches[index] for index in rng.permutation(len(batches))]
 
 
-def _lengths(table: Any, name: str) -> Lengths:
-    return np.asarray(table.data.column(name), dtype=np.int32)
+def _cuts(lengths: npt.NDArray[np.integer], ends: Indices, batch_tokens: int) -> list[int]:
+    """Return where pairs, sorted by length, are cut into batches.
 
-
-def _split(column: Any) -> list[Lengths]:
-    """Cut an Arrow column of lists into arrays."""
-    lists = column.combine_chunks()
-    values = np.asarray(lists.flatten())
-    return np.split(values, np.cumsum(np.asarray(lists.value_lengths()))[:-1])
+    Args:
+        lengths: those that there are, in order.
+        ends: for each, how many pairs are not longer.
+        batch_tokens: the budget.
+    """
+    cuts: list[int] = []
+    first = begin = 0  # of the batch, and of the pairs of a length
+    for length, end in zip(lengths.tolist(), ends.tolist(), strict=True):
+        room = max(1, batch_tokens // max(1, length))
+        here = range(max(begin, first + room), end, room)
+        cuts += here
+        first, begin = here[-1] if here else first, end
+    return cuts

@@ -195,18 +195,15 @@ def whole_dir(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def scratch_dir(path: Path) -> Iterator[Path]:
-    """Make a folder that vanishes again.
+def making(path: Path) -> Iterator[None]:
+    """Make a folder, unless it is there, and explain what its disk does not take.
 
     Raises:
         WriteError: if it cannot be written.
     """
     with _writing(path):
-        path.mkdir(parents=True)
-        try:
-            yield path
-        finally:
-            shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True, exist_ok=True)
+        yield
 
 
 @contextmanager
@@ -225,6 +222,15 @@ def _beside(path: Path) -> Iterator[Path]:
     try:
         yield beside
     finally:
+        if beside.is_dir():
+            shutil.rmtree(beside, ignore_errors=True)
+        else:
+            beside.unlink(missing_ok=True)
+
+
+def sweep(path: Path) -> None:
+    """Delete what processes that were killed have left beside `path`; let no other be at it."""
+    for beside in path.parent.glob(f".{path.name}.*.tmp"):
         if beside.is_dir():
             shutil.rmtree(beside, ignore_errors=True)
         else:

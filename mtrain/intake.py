@@ -13,9 +13,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
-from mtrain.config import Corpus, CorpusConfig
 from mtrain.errors import DataError
 from mtrain.sources import Fault, Source, paths_of, sources
+from mtrain.texts import CorpusConfig, NamedCorpus, TrainText, corpora_of
 
 BLOCK_PAIRS = 4096
 _BLOCK_BYTES = 1 << 20
@@ -54,12 +54,16 @@ class FileNotes:
 
 @dataclass
 class Part:
-    """Two files of a corpus, or twice the same, and which of its pairs, from 0, they hold."""
+    """Two files of a corpus, or twice the same, and which of its pairs, from 0, they hold.
+
+    Of a mixture, `corpus` is what the config calls the corpus that they are of.
+    """
 
     src: FileNotes
     tgt: FileNotes
     first: int
     num_pairs: int = 0
+    corpus: str | None = None
 
     @property
     def notes(self) -> list[FileNotes]:
@@ -85,10 +89,10 @@ class Block:
 
 
 class Intake:
-    """One corpus, read as often as one asks; the notes are those of the last reading."""
+    """One corpus, or a mixture, read as often as one asks; the notes are of the last reading."""
 
-    def __init__(self, corpus: Corpus) -> None:
-        self._corpus = corpus
+    def __init__(self, text: TrainText) -> None:
+        self._text = text
         self.parts: list[Part] = []
 
     @property
@@ -103,23 +107,30 @@ class Intake:
     def blocks(self, advance: Advance) -> Iterator[Block]:
         """Yield all pairs, as far as both files of a part go; tell `advance` the bytes read."""
         self.parts = []
-        if isinstance(self._corpus, CorpusConfig):
-            for src_file, tgt_file in zip(self._corpus.src, self._corpus.tgt, strict=True):
-                part = self._open(FileNotes(src_file), FileNotes(tgt_file))
+        for named in corpora_of(self._text, "data.train"):
+            yield from self._blocks_of(named, advance)
+
+    def _blocks_of(self, named: NamedCorpus, advance: Advance) -> Iterator[Block]:
+        corpus, name = named.corpus, named.name if isinstance(self._text, list) else None
+        if isinstance(corpus, CorpusConfig):
+            for src_file, tgt_file in zip(corpus.src, corpus.tgt, strict=True):
+                part = self._open(FileNotes(src_file), FileNotes(tgt_file), name)
                 yield from _cut(part, _read_lines(part, advance))
         else:
-            for source in sources(self._corpus):
+            for source in sources(corpus):
                 notes = FileNotes(source.name)
-                yield from _cut(self._open(notes, notes), _read_rows(source, notes, advance))
+                part = self._open(notes, notes, name)
+                yield from _cut(part, _read_rows(source, notes, advance))
 
-    def _open(self, src: FileNotes, tgt: FileNotes) -> Part:
-        self.parts.append(Part(src, tgt, self.num_pairs))
+    def _open(self, src: FileNotes, tgt: FileNotes, corpus: str | None) -> Part:
+        self.parts.append(Part(src, tgt, self.num_pairs, corpus=corpus))
         return self.parts[-1]
 
 
-def size_of(corpus: Corpus) -> int:
-    """Return the bytes of a corpus on disk, as far as its files are there."""
-    paths = map(Path, paths_of(corpus))
+def size_of(text: TrainText) -> int:
+    """Return the bytes of a corpus, or of a mixture, on disk, as far as its files are there."""
+    corpora = corpora_of(text, "data.train")
+    paths = [Path(path) for named in corpora for path in paths_of(named.corpus)]
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 

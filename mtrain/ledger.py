@@ -8,8 +8,9 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, TextIO
@@ -25,11 +26,15 @@ _OLD_LEDGER_FILE, _OLD_COUNTS_FILE = "dropped.tsv", "dropped.json"
 
 
 class Drop(NamedTuple):
-    """A pair that is left out of the training, and why: the name of a rule of the audit."""
+    """A pair that is left out of the training, and why: the name of a rule of the audit.
+
+    Of a mixture, `corpus` is what the config calls the corpus.
+    """
 
     file: str
     line: int
     reason: str
+    corpus: str | None = None
 
 
 class Ledger:
@@ -42,23 +47,31 @@ class Ledger:
     def add(self, drop: Drop) -> None:
         """Enter a pair."""
         self.counts[drop.reason] += 1
-        self._stream.write(json.dumps(drop._asdict(), ensure_ascii=False) + "\n")
+        entry = {key: value for key, value in drop._asdict().items() if value is not None}
+        self._stream.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
 
 _COUNTS, _DROP = TypeAdapter(dict[str, int]), TypeAdapter(Drop)
 
 
 @contextmanager
-def writing(directory: Path) -> Iterator[Ledger]:
-    """Give a ledger to write; the same entries give the same bytes."""
+def writing(path: Path) -> Iterator[Ledger]:
+    """Give a ledger to write, or a part of one; the same entries give the same bytes."""
     with (
-        (directory / LEDGER_FILE).open("wb") as raw,
+        path.open("wb") as raw,
         gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as zipped,
         io.TextIOWrapper(zipped, "utf-8", newline="\n") as stream,
     ):
-        ledger = Ledger(stream)
-        yield ledger
-    (directory / _COUNTS_FILE).write_text(json.dumps(ledger.counts), encoding="utf-8")
+        yield Ledger(stream)
+
+
+def join(parts: Iterable[Path], counts: Mapping[str, int], directory: Path) -> None:
+    """Make one ledger of its parts, with their counts."""
+    with (directory / LEDGER_FILE).open("wb") as whole:
+        for part in parts:
+            with part.open("rb") as stream:
+                shutil.copyfileobj(stream, whole)
+    (directory / _COUNTS_FILE).write_text(json.dumps(counts), encoding="utf-8")
 
 
 def read_counts(directory: Path) -> dict[str, int]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
-from mtrain.intake import Block, Intake
+from mtrain.intake import Block, Intake, Part
 from mtrain.rules import Side, Sides
 
 NUM_EXAMPLES = 2  # of each list, that are remembered
@@ -40,7 +40,11 @@ def nothing_more(place: int) -> Entry:
 def place_of(intake: Intake, pair: int) -> Entry:
     """Return the source file and the line of a pair."""
     part = intake.part_of(pair)
-    return {"file": part.src.path, "line": pair - part.first + 1}
+    return {"file": part.src.path, "line": pair - part.first + 1} | _corpus_of(part)
+
+
+def _corpus_of(part: Part) -> Entry:
+    return {} if part.corpus is None else {"corpus": part.corpus}
 
 
 class Lists:
@@ -81,7 +85,7 @@ class Lists:
             "side": side.name.lower(),
             "src": block.src[place],
             "tgt": block.tgt[place],
-        }
+        } | _corpus_of(part)
 
     def _stream(self, name: str) -> TextIO:
         if name not in self._streams:

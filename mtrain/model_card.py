@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mtrain import __version__, checkpoint, data, prepare
-from mtrain.config import Config, Corpus, HubConfig
+from mtrain.config import Config
 from mtrain.corpus import FileMark
 from mtrain.errors import RunError
 from mtrain.files import sha256_if_readable
 from mtrain.rundir import RunDir
 from mtrain.sources import paths_of
+from mtrain.texts import Corpus, HubConfig, corpora_of
 from mtrain.tokenizer import Tokenizer
 
 _CTRANSLATE2_USE = """\
@@ -173,7 +174,9 @@ def _sizes(card: Card, config: Config) -> list[str]:
 def _data(card: Card, config: Config) -> list[str]:
     lines = ["", "## The data", "", *_counts(card.run, card.tokenizer)]
     marks = prepare.read_marks(card.run)
-    corpora = [("training", config.data.train), ("validation", config.data.valid)]
+    train = corpora_of(config.data.train, "data.train")
+    corpora = [("training", named.corpus) for named in train]
+    corpora += [("validation", config.data.valid)]
     corpora += [(f"test {name}", corpus) for name, corpus in config.data.tests.items()]
     lines += ["", "| text | file | SHA-256 |", "| --- | --- | --- |"]
     for text, corpus in corpora:

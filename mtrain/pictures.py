@@ -22,11 +22,12 @@ from mtrain import checkpoint, prepare, tokenizer
 from mtrain import translate as translating
 from mtrain.batch import Batch, collate
 from mtrain.config import Config
-from mtrain.data import Lengths, Position, TrainingData
+from mtrain.data import Position, TrainingData
 from mtrain.errors import ConfigError, RunError, UserError
 from mtrain.files import read_lines
 from mtrain.model import near_keep, sinusoids
 from mtrain.rundir import RunDir
+from mtrain.shards import Lengths
 from mtrain.tokenizer import Tokenizer
 from mtrain.translate import Translator
 

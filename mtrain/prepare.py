@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from mtrain import checkpoint, data, ledger, tokenizer
+from mtrain import __version__, checkpoint, encoding, ledger, tokenizer
 from mtrain import config as configs
 from mtrain.cleaning import Cleaner, cleaner
-from mtrain.config import Config, Corpus
+from mtrain.config import Config
 from mtrain.corpus import (
     FileMark,
     Pair,
@@ -27,18 +27,24 @@ from mtrain.corpus import (
     read_pairs,
     revisions_of,
 )
-from mtrain.errors import DataError, RunError
+from mtrain.encoding import Done, Work
+from mtrain.errors import RunError
 from mtrain.files import read_lines, sha256, sha256_if_readable, whole_dir, write_lines
-from mtrain.ledger import Drop
-from mtrain.rundir import RunDir
+from mtrain.mixture import weight_of
+from mtrain.rundir import LOCK_FILE, RunDir
 from mtrain.runlog import Console
+from mtrain.shards import SHARD_PAIRS
+from mtrain.texts import Corpus, NamedCorpus, corpora_of
 from mtrain.tokenizer import Tokenizer
 
-_BLOCK_PAIRS = 10_000  # pairs that are encoded together
+PART_PAIRS = SHARD_PAIRS  # of text, that are encoded for good
+_BLOCK_PAIRS = 10_000
 _PROFILE_FILE = "profile.json"
 _MARKS_FILE = "corpora.json"
 _SUMS_FILE = "checksums.json"
+_BEGUN_FILE = "begun.json"
 _PROFILE = TypeAdapter(Profile)
+Tree = dict[str, Any]
 _RARE = 0.0005  # the share of pairs whose length ratio is out of range, on either side
 
 
@@ -52,10 +58,12 @@ class Lines(NamedTuple):
 def prepare(config: Config, run: RunDir, console: Console) -> None:
     """Make the run folder's tokenizer and data, unless they are there already.
 
+    What was done before the process ended is found again, unless text or settings have changed.
+
     Raises:
         DataError, ConfigError: if the corpora or the settings must change; nothing is written.
         RunError: if the folder was made from other corpora, from files that have changed since,
-            or with another tokenizer.
+            or with another tokenizer, or if another process is tokenizing in it.
     """
     if run.config_path.is_file():
         _check_same_data(config, run)
@@ -63,44 +71,137 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
         _check_same_files(run, console)
         console.say(f"{run.path}: tokenized already")
         return
-    num_pairs = _count(config, console)
-    num_lines = num_pairs * (2 if config.tokenizer.shared else 1)
+    with run.tokenizing() as work_dir:
+        begun = _begin(config, run, work_dir, console)
+        with cleaner(config.data, work_dir) as judge:
+            vocabulary = _vocabulary(config, run, judge, work_dir)
+            console.say(f"tokenizer: {config.tokenizer.kind}, {say_sizes(vocabulary)}")
+            with_text = config.tokenizer.sampling_alpha > 0
+            is_mixture = isinstance(config.data.train, list)
+            corpora = corpora_of(config.data.train, "data.train")
+            work = Work(corpora, is_mixture, vocabulary, judge, work_dir, with_text)
+            done = encoding.encode(work, PART_PAIRS)
+        with whole_dir(run.data_dir) as directory:
+            _write_data(config, begun, done, work, directory)
+            dropped = ledger.read_counts(directory)
+            _say_left_out(console, dropped, begun.num_pairs, run)
+            if not run.tokenizer_dir.is_dir():
+                with whole_dir(run.tokenizer_dir) as tokenizer_dir:
+                    vocabulary.save(tokenizer_dir)
+            configs.save(config, run.config_path)
+    num_kept = begun.num_pairs - sum(dropped.values())
+    console.say(f"{run.path}: tokenized {num_kept:,} training pairs")
+
+
+def _write_data(
+    config: Config, begun: _Begun, done: list[Done], work: Work, directory: Path
+) -> None:
+    """Fill the data folder with all that was made."""
+    (directory / _MARKS_FILE).write_text(json.dumps(begun.marks, indent=2), encoding="utf-8")
+    encoding.collect(done, work, config.data.temperature, directory)
+    _write_profile(done, directory / _PROFILE_FILE)
+    _write_text(config.data.valid, directory / "valid")
+    for name, test in config.data.tests.items():
+        _write_text(test, directory / "tests" / name)
+    _write_sums(directory)
+
+
+class _Begun(NamedTuple):
+    """What a tokenizing is of: the marks of all corpora, and how many training pairs they have."""
+
+    marks: Tree
+    num_pairs: int
+
+
+def _begin(config: Config, run: RunDir, work_dir: Path, console: Console) -> _Begun:
+    """Read all corpora once; keep what was done before only if nothing has changed since."""
+    settings, path = _settings(config, run), work_dir / _BEGUN_FILE
+    begun = _read_begun(path, settings, config)
+    if begun is None:
+        num_pairs = _count(config, console)
+        _empty(work_dir)
+        marks = {name: own._asdict() for name, own in mark(files_of(config.data)).items()}
+        for name, revision in revisions_of(config.data).items():
+            marks[name] = {"revision": revision}
+        begun = _Begun(marks, num_pairs)
+        tree = {"settings": settings, **begun._asdict()}
+        write_lines(path, [json.dumps(tree)])
+    elif num_done := encoding.num_done(work_dir):
+        console.say(f"{run.path}: the tokenizing goes on after {num_done:,} training pairs")
+    num_lines = begun.num_pairs * (2 if config.tokenizer.shared else 1)
     if num_lines > config.tokenizer.max_training_lines:
         console.say(
             f"tokenizer: trained on a sample of {config.tokenizer.max_training_lines:,} lines "
             "(`tokenizer.max_training_lines`)"
         )
-    has_tokenizer = run.tokenizer_dir.is_dir()  # weights may depend on it
-    with whole_dir(run.data_dir) as directory:
-        _write_marks(config, directory)
-        with cleaner(config.data, directory) as judge:
-            if has_tokenizer:
-                vocabulary = tokenizer.load(run.tokenizer_dir)
-            else:
-                vocabulary = _train_tokenizer(config, judge)
-            console.say(f"tokenizer: {config.tokenizer.kind}, {say_sizes(vocabulary)}")
-            dropped = _write_train(config, vocabulary, judge, directory)
-        _write_text(config.data.valid, directory / "valid")
-        for name, test in config.data.tests.items():
-            _write_text(test, directory / "tests" / name)
-        _write_sums(directory)
-        _say_left_out(console, dropped, num_pairs, run)
-        if not has_tokenizer:
-            with whole_dir(run.tokenizer_dir) as tokenizer_dir:
-                vocabulary.save(tokenizer_dir)
-        configs.save(config, run.config_path)
-    console.say(f"{run.path}: tokenized {num_pairs - sum(dropped.values()):,} training pairs")
+    return begun
+
+
+def _read_begun(path: Path, settings: Tree, config: Config) -> _Begun | None:
+    """Return what was begun; None if there is nothing, or of other text, or with other settings."""
+    try:
+        old = json.loads(path.read_text("utf-8"))
+        begun = _Begun(dict(old["marks"]), int(old["num_pairs"]))
+        is_same = old["settings"] == settings and list(begun.marks) == _names(config)
+        is_same = is_same and not changed_files(_file_marks(begun.marks))
+    except (OSError, ValueError, TypeError, LookupError):
+        return None
+    return begun if is_same else None
+
+
+def _settings(config: Config, run: RunDir) -> Tree:
+    """Return all that decides what the parts of a tokenizing hold, but for the text."""
+    kept = tokenizer.load(run.tokenizer_dir) if run.tokenizer_dir.is_dir() else None
+    return {
+        "mtrain": __version__,
+        "part_pairs": PART_PAIRS,
+        "seed": config.seed,
+        "data": config.data.model_dump(),
+        "tokenizer": config.tokenizer.model_dump(),
+        "kept_tokenizer": kept.fingerprint() if kept else None,
+    }
+
+
+def _names(config: Config) -> list[str]:
+    return [*files_of(config.data), *revisions_of(config.data)]
+
+
+def _empty(directory: Path) -> None:
+    """Delete what an earlier tokenizing has left, but for the lock."""
+    for path in directory.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != LOCK_FILE:
+            path.unlink()
+
+
+def _vocabulary(config: Config, run: RunDir, judge: Cleaner, work_dir: Path) -> Tokenizer:
+    """Return the run's tokenizer, on which weights may depend, or the one that was trained."""
+    if run.tokenizer_dir.is_dir():
+        return tokenizer.load(run.tokenizer_dir)
+    path = work_dir / "tokenizer"
+    if not path.is_dir():
+        with whole_dir(path) as directory:
+            _train_tokenizer(config, judge).save(directory)
+    return tokenizer.load(path)
 
 
 def _count(config: Config, console: Console) -> int:
     """Read all corpora once; return how many training pairs there are."""
-    tests = {f"data.tests.{name}": test for name, test in config.data.tests.items()}
-    corpora = {"data.train": config.data.train, "data.valid": config.data.valid} | tests
-    counts = {key: count_pairs(corpus, key) for key, corpus in corpora.items()}
-    for key, count in counts.items():
+    train = corpora_of(config.data.train, "data.train")
+    tests = [NamedCorpus(f"data.tests.{name}", own) for name, own in config.data.tests.items()]
+    counts: dict[str, int] = {}
+    for named in [*train, NamedCorpus("data.valid", config.data.valid), *tests]:
+        count = count_pairs(named.corpus, named.name)
         if count.num_broken:
-            console.say(f"{key}: line breaks within {count.num_broken:,} pairs are spaces now")
-    return counts["data.train"].num_pairs
+            broken = f"{count.num_broken:,} pairs"
+            console.say(f"{named.name}: line breaks within {broken} are spaces now")
+        counts[named.name] = count.num_pairs
+    num_pairs = sum(counts[named.name] for named in train)
+    temperature = config.data.temperature
+    weights = [weight_of(counts[own.name], own.weight, temperature) for own in train]
+    encoding.check_shares([own.name for own in train], weights, num_pairs)
+    return num_pairs
 
 
 def is_prepared(run: RunDir) -> bool:
@@ -116,22 +217,10 @@ def _train_tokenizer(config: Config, judge: Cleaner) -> Tokenizer:
 
 
 def _staying(config: Config, judge: Cleaner) -> Iterator[Pair]:
-    for block in _blocks(config):
-        reasons = judge.reasons(block.first, len(block.pairs))
-        yield from (pair for pair, why in zip(block.pairs, reasons, strict=True) if why is None)
-
-
-class _Block(NamedTuple):
-    """Training pairs that stand together, and the number of the first."""
-
-    first: int
-    pairs: list[Pair]
-
-
-def _blocks(config: Config) -> Iterator[_Block]:
     pairs, first = read_pairs(config.data.train), 0
     while block := list(islice(pairs, _BLOCK_PAIRS)):
-        yield _Block(first, block)
+        reasons = judge.reasons(first, len(block))
+        yield from (pair for pair, why in zip(block, reasons, strict=True) if why is None)
         first += len(block)
 
 
@@ -162,19 +251,13 @@ def read_profile(run: RunDir) -> Profile | None:
 def read_marks(run: RunDir) -> dict[str, FileMark]:
     """Return what the corpora were when they were tokenized; nothing if the folder is too old."""
     try:
-        tree = json.loads((run.data_dir / _MARKS_FILE).read_text("utf-8"))
-        return {path: FileMark(**own) for path, own in tree.items() if "sha256" in own}
+        return _file_marks(json.loads((run.data_dir / _MARKS_FILE).read_text("utf-8")))
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
 
-def _write_marks(config: Config, directory: Path) -> None:
-    tree: dict[str, object] = {
-        path: own._asdict() for path, own in mark(files_of(config.data)).items()
-    }
-    for name, revision in revisions_of(config.data).items():
-        tree[name] = {"revision": revision}
-    (directory / _MARKS_FILE).write_text(json.dumps(tree, indent=2), encoding="utf-8")
+def _file_marks(tree: Tree) -> dict[str, FileMark]:
+    return {path: FileMark(**own) for path, own in tree.items() if "sha256" in own}
 
 
 def _write_sums(directory: Path) -> None:
@@ -228,34 +311,12 @@ def _check_same_data(config: Config, run: RunDir) -> None:
             )
 
 
-def _write_train(
-    config: Config, vocabulary: Tokenizer, judge: Cleaner, directory: Path
-) -> Counter[str]:
-    """Encode the training pairs; list those left out, with the reason."""
-    lengths: Counter[tuple[int, int]] = Counter()
-    copies: Counter[bool] = Counter()
-    with_text = config.tokenizer.sampling_alpha > 0
-    with ledger.writing(directory) as left_out:
-        pairs = _encode(config, vocabulary, judge)
-
-        def kept() -> Iterator[data.EncodedPair]:
-            for item in pairs:
-                if isinstance(item, Drop):
-                    left_out.add(item)
-                else:
-                    lengths[len(item.src), len(item.tgt) + 1] += 1
-                    copies[item.src_text == item.tgt_text] += 1
-                    yield item
-
-        num_kept = data.write_pairs(directory / data.TRAIN_FILE, kept(), with_text)
-    if num_kept == 0:
-        raise DataError("`data.train` must have a pair that can be used, but all are left out.")
-    _write_profile(lengths, copies[True], directory / _PROFILE_FILE)
-    return left_out.counts
-
-
-def _write_profile(lengths: Counter[tuple[int, int]], num_copied: int, path: Path) -> None:
+def _write_profile(done: list[Done], path: Path) -> None:
     """Write what is usual in the training pairs."""
+    num_copied = sum(own.facts.num_copied for own in done)
+    lengths: Counter[tuple[int, int]] = Counter()
+    for own in done:
+        lengths.update({(src, tgt): count for src, tgt, count in own.facts.lengths})
     by_ratio = sorted((tgt / src, count) for (src, tgt), count in lengths.items())
     rare = _RARE * lengths.total()
     least = next(ratio for ratio, below in _accumulated(by_ratio) if below > rare)
@@ -272,23 +333,7 @@ def _accumulated(counts: list[tuple[float, int]]) -> Iterator[tuple[float, int]]
         yield value, total
 
 
-def _encode(
-    config: Config, vocabulary: Tokenizer, judge: Cleaner
-) -> Iterator[data.EncodedPair | Drop]:
-    """Encode the training pairs in blocks, or say why one is left out."""
-    for block in _blocks(config):
-        src_ids = vocabulary.encode_src([pair.src for pair in block.pairs])
-        tgt_ids = vocabulary.tgt.encode([pair.tgt for pair in block.pairs])
-        num_src, num_tgt = np.array([*map(len, src_ids)]), np.array([*map(len, tgt_ids)]) + 1
-        reasons = judge.reasons_of_encoded(block.first, num_src, num_tgt)
-        for pair, src, tgt, reason in zip(block.pairs, src_ids, tgt_ids, reasons, strict=True):
-            if reason:
-                yield Drop(pair.src_file, pair.line, reason)
-            else:
-                yield data.EncodedPair(src, tgt, pair.src, pair.tgt)
-
-
-def _say_left_out(console: Console, counts: Counter[str], num_pairs: int, run: RunDir) -> None:
+def _say_left_out(console: Console, counts: Mapping[str, int], num_pairs: int, run: RunDir) -> None:
     for reason, count in sorted(counts.items()):
         console.say(
             f"left out: {count:,} of {num_pairs:,} training pairs ({reason}); "

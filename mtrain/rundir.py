@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +11,10 @@ from pathlib import Path
 
 from mtrain import config as configs
 from mtrain.config import Config
-from mtrain.errors import ConfigError, RunError
+from mtrain.errors import ConfigError, DataError, RunError, UserError
+from mtrain.files import making, sweep
+
+LOCK_FILE = ".lock"
 
 
 @dataclass(frozen=True)
@@ -61,14 +65,42 @@ class RunDir:
         Raises:
             RunError: if another process is at it.
         """
+        with self._alone(self._lock_path, "training"):
+            yield
+
+    @contextmanager
+    def tokenizing(self) -> Iterator[Path]:
+        """Give a folder for what is half done, which the next process finds if this one ends.
+
+        It vanishes when all went well, when the user must change something, and when the disk is
+        full before any part is done.
+
+        Raises:
+            RunError: if another process is at it.
+        """
+        path = self.path / ".tokenizing"
+        with making(path), self._alone(path / LOCK_FILE, "tokenizing"):
+            sweep(self.data_dir)
+            sweep(self.tokenizer_dir)
+            try:
+                yield path
+            except (UserError, OSError) as error:
+                is_of_use = any(path.glob("part-*.json"))
+                if isinstance(error, ConfigError | DataError) or not is_of_use:
+                    shutil.rmtree(path)
+                raise
+            shutil.rmtree(path)
+
+    @contextmanager
+    def _alone(self, lock_path: Path, doing: str) -> Iterator[None]:
         from filelock import FileLock, Timeout  # translating needs no lock, and starts sooner
 
-        lock = FileLock(self._lock_path, timeout=0)
+        lock = FileLock(lock_path, timeout=0)
         try:
             lock.acquire()
         except Timeout:
             raise RunError(
-                f"{self.path}: another process is training in it; wait until it ends, or take "
+                f"{self.path}: another process is {doing} in it; wait until it ends, or take "
                 "another --run."
             ) from None
         try:
@@ -93,7 +125,7 @@ class RunDir:
 
     @property
     def _lock_path(self) -> Path:
-        return self.path / ".lock"
+        return self.path / LOCK_FILE
 
     def load_config(self) -> Config:
         """Read the config of an existing run.

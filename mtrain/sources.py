@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mtrain.config import Corpus, HubConfig, JsonlConfig, ParquetConfig, TableConfig, TsvConfig
 from mtrain.errors import DataError
 from mtrain.files import raw_lines_of, say_undecodable
+from mtrain.texts import Corpus, HubConfig, JsonlConfig, ParquetConfig, TableConfig, TsvConfig
 
 Advance = Callable[[int], object]
 _BREAK = re.compile(r"\r?\n")

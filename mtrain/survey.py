@@ -12,15 +12,15 @@ from typing import NamedTuple
 import numpy as np
 
 from mtrain import repeats
-from mtrain.config import Corpus
 from mtrain.files import append
-from mtrain.intake import Advance, Block, Intake
+from mtrain.intake import Advance, Block, FileNotes, Intake, Part
 from mtrain.languages import Languages
 from mtrain.leaks import Leaks, SideHashes
 from mtrain.pieces import PieceCounts
 from mtrain.repeats import PairHashes, Repeats
 from mtrain.rules import Pairs
 from mtrain.shifts import Window
+from mtrain.texts import TrainText
 from mtrain.tokenizer import Tokenizer
 from mtrain.traits import LINE, Hashes, Mark, Measured, Records, add_mark, measure
 
@@ -77,7 +77,7 @@ class Survey:
     """
 
     def __init__(
-        self, name: str, corpus: Corpus, directory: Path, tokenizer: Tokenizer | None
+        self, name: str, corpus: TrainText, directory: Path, tokenizer: Tokenizer | None
     ) -> None:
         self.name, self.corpus = name, corpus
         self.intake = Intake(corpus)
@@ -118,6 +118,11 @@ class Survey:
                 self._hashes.append(hashes)
         for other, table in zip(held_out, tables, strict=True):
             other.leaks[self.name] = table
+
+    def take_over(self, num_pairs: int) -> None:
+        """Go on with the records of so many pairs, which an earlier reading has left."""
+        nowhere = FileNotes("")
+        self.intake.parts = [Part(nowhere, nowhere, 0, num_pairs)]
 
     def find_repeats(self) -> None:
         """Look for pairs and sources that stand in the corpus before."""

@@ -217,6 +217,8 @@ class Trainer:
         self.log.say(f"pieces   {prepare.say_sizes(self.tokenizer)}")
         self.log.say(f"pairs    {len(self.data):,} for training, left out {left_out},")
         self.log.say(f"         {len(self.valid.src):,} for validation")
+        for share in self.data.say_shares():
+            self.log.say(f"mixed    {share}")
         self.log.say(f"tokens   {tokens} an epoch")
         self.log.say(f"batches  {plan.num_batches:,} an epoch, {plan.padding:.1%} padding")
         self.log.say(

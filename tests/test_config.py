@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from mtrain import config as configs
 from mtrain.config import Config
 from mtrain.errors import ConfigError
+from mtrain.texts import corpora_of
 
 MINIMAL = """\
 run_dir: runs/x
@@ -25,6 +26,10 @@ KNOWN_MODEL_KEYS = (
     "activation_dropout, norm, positions, max_positions, attention_window, activation, "
     "tie_embeddings, branch_gain"
 )
+
+
+FILES = "{src: [a.en], tgt: [a.de]}"
+WEIGHTED = "{src: [a.en], tgt: [a.de], weight: 2}"
 
 
 @pytest.fixture
@@ -57,6 +62,7 @@ def test_the_defaults_are_those_of_the_design(minimal: Path) -> None:
         "src_lang": "en",
         "tgt_lang": "de",
         "train": {"src": ["train.en"], "tgt": ["train.de"]},
+        "temperature": None,
         "valid": {"src": ["valid.en"], "tgt": ["valid.de"]},
         "tests": {},
         "max_tokens": 256,
@@ -555,3 +561,82 @@ def test_a_config_cannot_be_changed_by_accident(minimal: Path) -> None:
     config = configs.load(minimal)
     with pytest.raises(ValueError, match="frozen"):
         config.seed = 2  # type: ignore[misc]
+
+
+# Mixtures
+
+
+def test_a_mixture_of_corpora_in_any_form_reads_back_as_the_same(minimal: Path) -> None:
+    corpora = f"[{WEIGHTED}, {{tsv: [b.tsv], weight: 0.5}}, "
+    corpora += "{jsonl: [c.jsonl], src: a, tgt: b, weight: 1}, "
+    corpora += "{parquet: [c.parquet], src: a, tgt: b, weight: 1}, "
+    corpora += "{hub: x/y, split: train, src: a, tgt: b, weight: 1}]"
+    config = configs.load(minimal, [f"data.train={corpora}"])
+    configs.save(config, Path("saved.yaml"))
+    assert configs.load(Path("saved.yaml")) == config
+    named = corpora_of(config.data.train, "data.train")
+    assert [own.name for own in named] == [f"data.train[{number}]" for number in range(5)]
+    assert [own.weight for own in named] == [2, 0.5, 1, 1, 1]
+
+
+def test_one_corpus_is_saved_without_a_weight(minimal: Path) -> None:
+    config = configs.load(minimal)
+    assert set(yaml.safe_load(configs.dump(config))["data"]["train"]) == {"src", "tgt"}
+    (named,) = corpora_of(config.data.train, "data.train")
+    assert named == ("data.train", config.data.train, None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["train=[a]"], "`data.train[0]` must be a section of keys, but is 'a' instead."),
+        (["train=[]"], "`data.train` must be a list of at least 1, but is [] instead."),
+        (
+            ["train=[{src: [a], tgt: [b], wieght: 2}]"],
+            "`data.train[0].wieght` is not a key of the config; did you mean "
+            "`data.train[0].weight`?",
+        ),
+        (
+            ["train=[{src: [a], tgt: [b], weight: 0}]"],
+            "`data.train[0].weight` must be > 0.0, but is 0 instead.",
+        ),
+        (
+            [f"train=[{FILES}, {{tsv: [x], columns: [1]}}]"],
+            "`data.train[1].columns` must be two columns, counted from 1, but is [1] instead.",
+        ),
+        (
+            [f"train=[{FILES}, {{src: [a], tgt: []}}]"],
+            "`data.train[1].tgt` must be a list of at least 1, but is [] instead.",
+        ),
+        ([f"train=[{FILES}, 3]"], "`data.train[1]` must be a section of keys, but is 3 instead."),
+        (
+            [f"train=[{WEIGHTED}, {FILES}]"],
+            "`data` must give each corpus of `train` a `weight`, or none of them, but gives 1 of 2 "
+            "one instead.",
+        ),
+        (
+            [f"train=[{WEIGHTED}, {WEIGHTED}]", "temperature=5"],
+            "`data` must leave `temperature` out where its corpora have weights, but it is 5.0 "
+            "instead.",
+        ),
+        (
+            ["temperature=5"],
+            "`data` must leave `temperature` out where `train` is one corpus, but it is 5.0 "
+            "instead.",
+        ),
+        (["temperature=0.5"], "`data.temperature` must be >= 1.0, but is 0.5 instead."),
+        (
+            ["train={src: [a], tgt: [b], weight: 2}"],
+            "`data.train.weight` is not a key of the config; known here: src, tgt.",
+        ),
+        (
+            ["valid=[{src: [a], tgt: [b]}]"],
+            "`data.valid` must be one corpus, and no list of them, but is [{'src': ['a'], 'tgt': "
+            "['b']}] instead.",
+        ),
+    ],
+)
+def test_a_mixture_that_does_not_fit_is_refused(
+    minimal: Path, overrides: list[str], said: str
+) -> None:
+    assert message(minimal, *(f"data.{own}" for own in overrides)) == f"c.yaml: {said}"

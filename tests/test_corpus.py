@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from mtrain import corpus
-from mtrain.config import CorpusConfig
 from mtrain.corpus import Pair
 from mtrain.errors import DataError
+from mtrain.texts import CorpusConfig
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtrain.batch import Batch
-from mtrain.data import TRAIN_FILE, EncodedPair, Position, TrainingData, plan_batches, write_pairs
+from mtrain.data import Position, TrainingData, plan_batches
 from mtrain.errors import RunError
+from mtrain.shards import TRAIN_FILE, EncodedPair, write_pairs
 
 BATCH_TOKENS = 64
 NUM_PAIRS = 90

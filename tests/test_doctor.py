@@ -21,14 +21,14 @@ from tasks import prepared, reverse_task, stop_at, train, write_task
 from test_train import harm
 
 import mtrain
-from mtrain import checkpoint, data, doctor, native, prepare, tokenizer
+from mtrain import checkpoint, doctor, native, prepare, tokenizer
 from mtrain import config as configs
 from mtrain import replay as replaying
 from mtrain import train as training
-from mtrain.data import EncodedPair
 from mtrain.rundir import RunDir
 from mtrain.runlog import RunLog
 from mtrain.search import Hypothesis
+from mtrain.shards import EncodedPair, write_pairs
 from mtrain.train import Stopped
 from mtrain.translate import Source, Translator
 
@@ -320,7 +320,7 @@ def test_ids_outside_the_vocabulary_are_found(
 ) -> None:
     pairs = [EncodedPair([5, 6, 3], [5], None, None)] * 200
     pairs[row] = EncodedPair([5, src, 3], [6, 6, tgt], None, None)
-    data.write_pairs(run.data_dir / "train.arrow", pairs, with_text=False)
+    write_pairs(run.data_dir / "train.arrow", pairs, with_text=False)
     rewrite_sums(run)
     outcome = examined(cli, run)
     assert failed(outcome) == ["data"]
@@ -333,7 +333,7 @@ def test_ids_outside_the_vocabulary_are_found(
 
 def test_lengths_that_are_not_those_of_the_ids_are_found(cli: Cli, run: RunDir) -> None:
     pairs = [EncodedPair([5, 3], [5], None, None)] * 3
-    data.write_pairs(run.data_dir / "train.arrow", pairs, with_text=False)
+    write_pairs(run.data_dir / "train.arrow", pairs, with_text=False)
     with pyarrow.OSFile(str(run.data_dir / "train.arrow")) as file:
         table = pyarrow.ipc.open_stream(file).read_all()
     lengths = pyarrow.array([2, 2, 7], pyarrow.int32())

@@ -22,7 +22,7 @@ from tasks import write_task
 
 from mtrain import checkpoint, comparison, ctranslate2_model, export, marian, model_card, translate
 from mtrain.comparison import Copy, Found, Ids
-from mtrain.config import Config, DecodingConfig, HubConfig, TsvConfig
+from mtrain.config import Config, DecodingConfig
 from mtrain.corpus import FileMark
 from mtrain.ctranslate2_model import CTranslate2Copy
 from mtrain.errors import ConfigError, RunError
@@ -31,6 +31,7 @@ from mtrain.marian import MarianCopy
 from mtrain.model import Transformer, sinusoids
 from mtrain.prepare import Lines
 from mtrain.rundir import RunDir
+from mtrain.texts import HubConfig, TsvConfig
 from mtrain.tokenizer import Tokenizer
 from mtrain.translate import Loading, Source, Translator
 

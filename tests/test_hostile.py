@@ -32,11 +32,11 @@ from tasks import Said, Tree, tiny_tree, write_config, write_task
 
 from mtrain import config as configs
 from mtrain import files, prepare, tokenizer
-from mtrain.config import CorpusConfig
 from mtrain.corpus import read_pairs
 from mtrain.data import TrainingData
 from mtrain.errors import ConfigError, DataError, UserError
 from mtrain.rundir import RunDir
+from mtrain.texts import CorpusConfig
 
 VALID: Tree = {
     "run_dir": "runs/x",

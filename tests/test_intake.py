@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tasks import Pair, write_corpus
 
 from mtrain import intake
-from mtrain.config import CorpusConfig
 from mtrain.corpus import read_pairs
 from mtrain.intake import Intake
+from mtrain.texts import CorpusConfig
 
 
 def read(src: bytes, tgt: bytes, directory: Path) -> Intake:

@@ -22,10 +22,11 @@ from tasks import REPOSITORY, Pair, Tree, copy_task, reverse_task, tiny_tree, wr
 
 from mtrain import config as configs
 from mtrain import corpus, prepare, sources
-from mtrain.config import Config, Corpus, DataConfig
+from mtrain.config import Config, DataConfig
 from mtrain.errors import ConfigError, DataError
 from mtrain.intake import Intake, size_of
 from mtrain.rundir import RunDir
+from mtrain.texts import Corpus
 
 Form = Callable[[Path, str, list[Pair]], Tree]
 FIELDS = {"src": "translation.aa", "tgt": "translation.bb"}
@@ -436,7 +437,6 @@ def test_a_line_break_within_a_field_is_a_space_and_is_counted(
             "{hub: a, split: s, src: x, tgt: y, streaming: 1}",
             "`data.train.streaming` must be true or false, but is 1 instead.",
         ),
-        ("[a.tsv]", "`data.train` must be a section of keys, but is ['a.tsv'] instead."),
     ],
 )
 def test_a_form_that_is_not_whole_is_an_error_with_its_key(

@@ -18,10 +18,10 @@ from peers.worker import NUM_SPECIAL
 
 from mtrain import config as configs
 from mtrain import prepare, tokenizer
-from mtrain.data import TRAIN_FILE
 from mtrain.files import write_lines
 from mtrain.rundir import RunDir
 from mtrain.runlog import Stderr
+from mtrain.shards import TRAIN_FILE
 
 _NUM_VALID = 10  # JoeyNMT wants a validation set, and is stopped before it is used
 

@@ -1,0 +1,129 @@
+"""Measure tokenizing and the first updates on corpora of growing size: speed, memory, waiting.
+
+    python benchmarks/scale.py [--pairs 500000,1000000,5000000] [--threads 1] [--lines 200000]
+
+The pairs are those of `check_scale.py`. The tokenizer is trained on a sample of `--lines` lines,
+which is the same work at every size; its time is listed apart. SentencePiece's own speed is that of
+its encoding of lists of 10,000 lines, both sides, on as many threads, without reading or writing.
+The bytes a pair are what memory grew by from one size to the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from check_scale import write
+from machine import commit, describe_machine
+
+from mtrain import tokenizer
+from mtrain.files import read_lines
+
+BLOCK_LINES = 10_000
+TRAINING = {  # a small model: what is measured is how the data comes
+    "max_steps": 100,
+    "batch_tokens": 4096,
+    "device": "cpu",
+    "log_every": 1,
+    "validate_every": 1000,
+    "warmup_steps": 100,
+}
+MODEL = {"d_model": 64, "d_ff": 128, "num_encoder_layers": 1, "num_decoder_layers": 1}
+
+
+class Measured(NamedTuple):
+    """Seconds from start to end, the peak of resident memory, and when which line was said."""
+
+    seconds: float
+    peak_bytes: int
+    said: list[tuple[float, str]]
+
+    def at(self, pattern: str) -> float:
+        """Return when a line was said that matches."""
+        return next(when for when, line in self.said if re.search(pattern, line))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--pairs", default="500000,1000000,5000000")
+    parser.add_argument("--threads", type=int, default=1, help="cores that may be used")
+    parser.add_argument("--lines", type=int, default=200_000, help="that the tokenizer learns from")
+    parser.add_argument("--dir", type=Path, default=None, help="for the corpora; deleted after")
+    options = parser.parse_args()
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    print(f"{describe_machine()}, {options.threads} in use, commit {commit()}")
+    print(
+        "| pairs | tokenizer trained | pairs/s encoded | share of SentencePiece's "
+        "| pairs/s, all of it | memory | disk | first update after | 100 updates, memory |"
+    )
+    print("| --: | --: | --: | --: | --: | --: | --: | --: | --: |")
+    before: tuple[int, int, int] | None = None
+    for num_pairs in map(int, options.pairs.split(",")):
+        with tempfile.TemporaryDirectory(dir=options.dir) as name:
+            write(Path(name), num_pairs)
+            now = measure(Path(name), num_pairs, options)
+        if before is not None:
+            growth = [(a - b) / (now[0] - before[0]) for a, b in zip(now, before, strict=True)]
+            print(f"growth: {growth[1]:.1f} and {growth[2]:.1f} bytes a pair", flush=True)
+        before = now
+
+
+def measure(directory: Path, num_pairs: int, options: argparse.Namespace) -> tuple[int, int, int]:
+    """Tokenize and train; print a row, return the pairs and both peaks."""
+    settings = [f"tokenizer.max_training_lines={options.lines}", "tokenizer.vocab_size=4000"]
+    tokenizing = run("tokenize", directory, settings)
+    settings += [f"training.{key}={value}" for key, value in TRAINING.items()]
+    settings += [f"model.{key}={value}" for key, value in MODEL.items()]
+    training = run("train", directory, settings)
+    data = directory / "run" / "data"
+    encode_s = tokenizing.seconds - tokenizing.at("^tokenizer: unigram")
+    encoded, plain = num_pairs / encode_s, sentencepiece_speed(directory, options.threads)
+    print(
+        f"| {num_pairs:,} | {tokenizing.at('^tokenizer: unigram'):,.0f} s | {encoded:,.0f} "
+        f"| {encoded / plain:.0%} of {plain:,.0f} | {num_pairs / tokenizing.seconds:,.0f} "
+        f"| {tokenizing.peak_bytes / 2**20:,.0f} MiB "
+        f"| {sum(own.stat().st_size for own in data.glob('*')) / 1e6:,.0f} MB "
+        f"| {training.at('^step 1,'):.1f} s | {training.peak_bytes / 2**20:,.0f} MiB |",
+        flush=True,
+    )
+    return num_pairs, tokenizing.peak_bytes, training.peak_bytes
+
+
+def run(verb: str, directory: Path, settings: list[str]) -> Measured:
+    """Run the command line in a process of its own, and listen to what it says."""
+    command = [sys.executable, "-m", "mtrain", verb, str(directory / "config.yaml")]
+    command += [word for setting in settings for word in ("--set", setting)]
+    began, said = time.perf_counter(), []
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            said.append((time.perf_counter() - began, line.rstrip("\n")))
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, said[-5:]
+    return Measured(time.perf_counter() - began, usage.ru_maxrss * 1024, said)
+
+
+def sentencepiece_speed(directory: Path, num_threads: int, num_lines: int = 100_000) -> float:
+    """Return how many pairs a second SentencePiece encodes, which are in memory already."""
+    sides = [list(islice(read_lines(directory / f"train.{s}"), num_lines)) for s in ("en", "de")]
+    vocabulary = tokenizer.load(directory / "run" / "tokenizer")
+    began = time.perf_counter()
+    for first in range(0, len(sides[0]), BLOCK_LINES):
+        for lines, side in zip(sides, (vocabulary.src, vocabulary.tgt), strict=True):
+            part = lines[first : first + BLOCK_LINES]
+            side._processor.encode(part, num_threads=num_threads)
+    return len(sides[0]) / (time.perf_counter() - began)
+
+
+if __name__ == "__main__":
+    main()

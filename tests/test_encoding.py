@@ -1,0 +1,374 @@
+"""Tokenizing that ends at any moment is taken up where it was, and gives the same bytes."""
+
+import gzip
+import json
+import multiprocessing
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Cli
+from tasks import Pair, Said, Tree, copy_task, reverse_task, tiny_tree, write_config, write_corpus
+
+from mtrain import config as configs
+from mtrain import data, encoding, prepare, survey, tokenizer
+from mtrain.data import TrainingData
+from mtrain.errors import ConfigError, DataError, RunError
+from mtrain.rundir import RunDir
+
+PART_PAIRS = 40
+NUM_KILLS = 4
+PATIENCE_S = 120
+CALLS = ("fsync", "replace", "link", "unlink", "rmdir")  # what changes the disk
+
+
+def corpus(count: int, seed: int) -> list[Pair]:
+    """Pairs of which every seventh is left out."""
+    pairs = reverse_task(count, seed)
+    return [Pair("", own.tgt) if place % 7 == 3 else own for place, own in enumerate(pairs)]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    tree = tiny_tree(tmp_path)
+    tree["data"]["train"] = write_corpus(tmp_path, "long", corpus(230, 3))
+    return tree
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "PART_PAIRS", PART_PAIRS)
+    monkeypatch.setattr(encoding, "_BLOCK_PAIRS", 16)
+
+
+def make(source: Path, run: Path) -> list[str]:
+    """Do what `mtrain tokenize` does; return what was said."""
+    config = configs.load(source, run_dir=str(run))
+    said = Said()
+    prepare.prepare(config, RunDir(run), said)
+    return said.lines
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    """Return all files of a run folder; its config without its own name."""
+    files = {str(path.relative_to(run)): path for path in run.rglob("*") if path.is_file()}
+    return {
+        name: path.read_bytes().replace(str(run).encode(), b"RUN") for name, path in files.items()
+    }
+
+
+def child(source: Path, run: Path, kill_at: int) -> None:
+    """Tokenize, and end without a word at the call number `kill_at`; write how many there were."""
+    prepare.PART_PAIRS, encoding._BLOCK_PAIRS = PART_PAIRS, 16
+    number = 0
+
+    def counting(call: Callable[..., object]) -> Callable[..., object]:
+        def counted(*arguments: object, **others: object) -> object:
+            nonlocal number
+            number += 1
+            if number == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*arguments, **others)
+
+        return counted
+
+    for name in CALLS:
+        setattr(os, name, counting(getattr(os, name)))
+    said = make(source, run)
+    Path(f"{run}.said").write_text(json.dumps([number, said]), "utf-8")
+
+
+def in_child(source: Path, run: Path, kill_at: int = 0) -> int | None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["mtrain.prepare", "datasets.arrow_writer"])
+    process = context.Process(target=child, args=(source, run, kill_at))
+    process.start()
+    process.join(PATIENCE_S)
+    return process.exitcode
+
+
+@pytest.mark.skipif(
+    "forkserver" not in multiprocessing.get_all_start_methods(), reason="needs a fork server"
+)
+def test_tokenizing_that_is_killed_ends_with_the_same_bytes(tmp_path: Path, tree: Tree) -> None:
+    source, straight = write_config(tmp_path / "config.yaml", tree), tmp_path / "straight"
+    assert in_child(source, straight) == 0
+    num_calls, said = json.loads(Path(f"{straight}.said").read_text("utf-8"))
+    assert said[-1] == f"{straight}: tokenized 197 training pairs"
+    assert [len(own) for own in contents(straight)] != []
+    assert num_calls > 30
+    went_on = 0
+    for moment in random.Random(4).sample(range(1, num_calls + 1), NUM_KILLS):
+        run = tmp_path / f"run-{moment}"
+        assert in_child(source, run, kill_at=moment) == -signal.SIGKILL
+        assert in_child(source, run) == 0
+        assert contents(run) == contents(straight)
+        _, again = json.loads(Path(f"{run}.said").read_text("utf-8"))
+        went_on += any("goes on after" in line for line in again)
+    assert went_on > 1
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch, part: int, error: BaseException) -> None:
+    """Let an error arrive once, when a part is begun."""
+    encode_part = encoding._encode_part
+
+    def failing(*arguments: Any) -> encoding.Facts:
+        if arguments[2].table.name == f"part-{part:05d}.arrow":
+            monkeypatch.setattr(encoding, "_encode_part", encode_part)
+            raise error
+        return encode_part(*arguments)
+
+    monkeypatch.setattr(encoding, "_encode_part", failing)
+
+
+def test_what_was_done_is_not_done_again(
+    tmp_path: Path, tree: Tree, small_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, run = write_config(tmp_path / "config.yaml", tree), tmp_path / "run"
+    interrupted(monkeypatch, 3, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        make(source, run)
+    assert not prepare.is_prepared(RunDir(run))
+    parts = sorted((run / ".tokenizing").glob("part-*.arrow"))
+    stats = [path.stat().st_ino for path in parts]
+    again: list[object] = []
+    monkeypatch.setattr(tokenizer, "train", again.append)
+    monkeypatch.setattr(survey.Survey, "read", again.append)
+    monkeypatch.setattr(prepare, "count_pairs", again.append)
+    said = make(source, run)
+    assert f"{run}: the tokenizing goes on after 120 training pairs" in said
+    assert again == []
+    tables = sorted((run / "data").glob("train-*.arrow"))
+    assert len(tables) == 6
+    assert [path.stat().st_ino for path in tables[:3]] == stats
+    assert not (run / ".tokenizing").exists()
+
+
+@pytest.mark.parametrize("what", ["text", "clean", "vocab_size", "seed"])
+def test_what_was_done_of_other_text_or_with_other_settings_is_done_again(
+    tmp_path: Path, tree: Tree, small_parts: None, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    run = tmp_path / "run"
+    interrupted(monkeypatch, 3, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        make(write_config(tmp_path / "config.yaml", tree), run)
+    if what == "text":
+        tree["data"]["train"] = write_corpus(tmp_path, "long", corpus(229, 3))
+    elif what == "clean":
+        tree["data"]["clean"] = ["blank-side", "repeated-pair"]
+    elif what == "vocab_size":
+        tree["tokenizer"]["vocab_size"] = 284
+    else:
+        tree["seed"] = 2
+    source = write_config(tmp_path / "config.yaml", tree)
+    said = make(source, run)
+    assert not any("goes on" in line for line in said)
+    assert make(source, tmp_path / "straight")
+    assert contents(run) == contents(tmp_path / "straight")
+
+
+def test_a_full_disk_keeps_the_parts_that_are_done(
+    tmp_path: Path, tree: Tree, small_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, run = write_config(tmp_path / "config.yaml", tree), tmp_path / "run"
+    interrupted(monkeypatch, 2, OSError(28, "No space left on device"))
+    with pytest.raises(Exception, match="cannot be written: No space left on device"):
+        make(source, run)
+    assert f"{run}: the tokenizing goes on after 80 training pairs" in make(source, run)
+
+
+def test_text_that_must_change_leaves_no_parts(
+    tmp_path: Path, tree: Tree, small_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, run = write_config(tmp_path / "config.yaml", tree), tmp_path / "run"
+    interrupted(monkeypatch, 2, DataError("train: is not what it was."))
+    with pytest.raises(DataError):
+        make(source, run)
+    assert list(run.iterdir()) == []
+
+
+def test_two_processes_do_not_tokenize_in_one_folder(tmp_path: Path, tree: Tree) -> None:
+    source, run = write_config(tmp_path / "config.yaml", tree), RunDir(tmp_path / "run")
+    with run.tokenizing(), pytest.raises(RunError) as error:
+        make(source, run.path)
+    assert str(error.value) == (
+        f"{run.path}: another process is tokenizing in it; wait until it ends, or take another "
+        "--run."
+    )
+    assert make(source, run.path)
+
+
+def test_the_number_of_threads_and_the_size_of_blocks_change_no_byte(
+    tmp_path: Path, tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_config(tmp_path / "config.yaml", tree)
+    make(source, tmp_path / "one")
+    monkeypatch.setattr(tokenizer, "_num_threads", lambda lines: 3)
+    make(source, tmp_path / "three")
+    assert contents(tmp_path / "one") == contents(tmp_path / "three")
+    monkeypatch.setattr(encoding, "_BLOCK_PAIRS", 7)
+    make(source, tmp_path / "small")
+    one, small = (
+        TrainingData(tmp_path / name / "data", tokenizer.load(tmp_path / name / "tokenizer"), 1)
+        for name in ("one", "small")
+    )
+    assert [own.src_BS.tolist() for own in one.largest(200)] == [
+        own.src_BS.tolist() for own in small.largest(200)
+    ]
+
+
+def test_many_parts_hold_what_one_part_holds(
+    tmp_path: Path, tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_config(tmp_path / "config.yaml", tree)
+    make(source, tmp_path / "one")
+    monkeypatch.setattr(prepare, "PART_PAIRS", PART_PAIRS)
+    make(source, tmp_path / "many")
+    one, many = contents(tmp_path / "one"), contents(tmp_path / "many")
+    differing = {name for name in {*one, *many} if one.get(name) != many.get(name)}
+    tables = {f"data/train-{number:05d}.arrow" for number in range(6)}
+    assert differing == {
+        *tables,
+        *("data/train.arrow", "data/shards.json", "data/checksums.json", "data/ledger.jsonl.gz"),
+    }
+    ledgers = [gzip.decompress(own["data/ledger.jsonl.gz"]) for own in (one, many)]
+    assert ledgers[0] == ledgers[1]
+    assert ledgers[0].count(b"\n") == 33
+
+
+def test_a_part_of_which_nothing_is_left_has_no_table(
+    tmp_path: Path, tree: Tree, small_parts: None
+) -> None:
+    pairs = corpus(230, 3)
+    pairs[40:80] = [Pair("", "x")] * 40
+    tree["data"]["train"] = write_corpus(tmp_path, "long", pairs)
+    run = tmp_path / "run"
+    make(write_config(tmp_path / "config.yaml", tree), run)
+    page = json.loads((run / "data" / "shards.json").read_text("utf-8"))
+    assert len(page["shards"]) == 5 == len(list((run / "data").glob("train-*.arrow")))
+    assert data.check_pairs(run / "data", tokenizer.load(run / "tokenizer")) == 197 - 35
+
+
+# Mixtures
+
+
+def mixed(directory: Path, *weights: float | None) -> list[Tree]:
+    tasks = [copy_task(120, 5), corpus(50, 6), corpus(9, 7)]
+    found: list[Tree] = []
+    for number, (pairs, weight) in enumerate(zip(tasks, weights, strict=True)):
+        found.append({**write_corpus(directory, f"part{number}", pairs)})
+        if weight is not None:
+            found[-1]["weight"] = weight
+    return found
+
+
+def shares(run: Path) -> list[int]:
+    vocabulary = tokenizer.load(run / "tokenizer")
+    return [own.num_in_epoch for own in TrainingData(run / "data", vocabulary, 1).shares]
+
+
+@pytest.mark.parametrize(
+    ("weights", "temperature", "expected"),
+    [
+        ((1.0, 1.0, 2.0), None, [43, 43, 85]),
+        ((None, None, None), None, [120, 43, 8]),
+        ((None, None, None), 1e6, [57, 57, 57]),
+        ((None, None, None), 2.0, [92, 55, 24]),
+    ],
+)
+def test_corpora_have_the_shares_that_the_config_gives_them(
+    tmp_path: Path, tree: Tree, weights: list[float | None], temperature: float, expected: list[int]
+) -> None:
+    tree["data"] |= {"train": mixed(tmp_path, *weights), "temperature": temperature}
+    make(write_config(tmp_path / "config.yaml", tree), tmp_path / "run")
+    assert shares(tmp_path / "run") == expected
+
+
+def test_a_mixture_accounts_for_each_pair_with_its_corpus(tmp_path: Path, tree: Tree) -> None:
+    tree["data"]["train"] = mixed(tmp_path, 1.0, 1.0, 1.0)
+    run = tmp_path / "run"
+    make(write_config(tmp_path / "config.yaml", tree), run)
+    lines = gzip.decompress((run / "data" / "ledger.jsonl.gz").read_bytes()).splitlines()
+    entries = [json.loads(line) for line in lines]
+    counts = Counter(entry["corpus"] for entry in entries)
+    assert counts == {"data.train[1]": 7, "data.train[2]": 1}
+    assert entries[0] == {
+        "file": tree["data"]["train"][1]["src"][0],
+        "line": 4,
+        "reason": "blank-side",
+        "corpus": "data.train[1]",
+    }
+    assert prepare.read_counts(RunDir(run)) == {"blank-side": 8}
+
+
+def test_a_mixture_of_one_is_the_corpus_itself(tmp_path: Path, tree: Tree) -> None:
+    make(write_config(tmp_path / "config.yaml", tree), tmp_path / "one")
+    tree["data"]["train"] = [tree["data"]["train"]]
+    make(write_config(tmp_path / "config.yaml", tree), tmp_path / "mixture")
+    one, mixture = (
+        TrainingData(tmp_path / name / "data", tokenizer.load(tmp_path / name / "tokenizer"), 1)
+        for name in ("one", "mixture")
+    )
+    assert one.plan(192) == mixture.plan(192)
+    for own, other in zip(one.largest(192), mixture.largest(192), strict=True):
+        assert own.src_BS.tolist() == other.src_BS.tolist()
+
+
+def test_a_corpus_that_the_weights_leave_nothing_is_refused_before_any_work(
+    tmp_path: Path, tree: Tree
+) -> None:
+    tree["data"]["train"] = mixed(tmp_path, 1.0, 1.0, 1e-5)
+    with pytest.raises(ConfigError) as error:
+        make(write_config(tmp_path / "config.yaml", tree), tmp_path / "run")
+    assert str(error.value) == (
+        "`data.train[2].weight` must be enough for one of the 179 pairs of an epoch, but is too "
+        "small."
+    )
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_corpus_of_a_mixture_of_which_nothing_is_left_is_named(
+    tmp_path: Path, tree: Tree
+) -> None:
+    tree["data"]["train"] = mixed(tmp_path, 1.0, 1.0, 1.0)
+    tree["data"]["train"][2] |= write_corpus(tmp_path, "blank", [Pair("", "ba")])
+    with pytest.raises(DataError) as error:
+        make(write_config(tmp_path / "config.yaml", tree), tmp_path / "run")
+    assert str(error.value) == (
+        "`data.train[2]` must have a pair that can be used, but all are left out."
+    )
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_check_says_what_becomes_of_each_corpus(cli: Cli, tmp_path: Path, tree: Tree) -> None:
+    tree["data"]["train"] = mixed(tmp_path, 1.0, 1.0, 2.0)
+    source = write_config(tmp_path / "config.yaml", tree)
+    outcome = cli("check", source)
+    assert outcome.lines[2:5] == [
+        "  data.train[0]: 120 pairs, left out 0; 25.0% of an epoch",
+        "  data.train[1]: 50 pairs, left out 7 (blank-side 7); 25.0% of an epoch",
+        "  data.train[2]: 9 pairs, left out 1 (blank-side 1); 50.0% of an epoch",
+    ]
+    lists = (RunDir(Path(tree["run_dir"])).check_dir / "train.blank-side.jsonl").read_text("utf-8")
+    corpora = [json.loads(line)["corpus"] for line in lists.splitlines()]
+    assert Counter(corpora) == {"data.train[1]": 7, "data.train[2]": 1}
+    report = json.loads(cli("check", source, "--json").out)
+    assert [own["share"] for own in report["corpora"][0]["mixture"]] == [0.25, 0.25, 0.5]
+
+
+def test_training_on_a_mixture_says_the_shares_and_the_doctor_finds_it_well(
+    cli: Cli, tmp_path: Path, tree: Tree
+) -> None:
+    tree["data"]["train"] = mixed(tmp_path, 1.0, 1.0, 2.0)
+    outcome = cli("train", write_config(tmp_path / "config.yaml", tree))
+    assert outcome.code == 0
+    assert "mixed    data.train[1]: 25.1% of an epoch, each of its 43 pairs 1 times" in outcome.err
+    found = cli("doctor", tree["run_dir"])
+    assert found.code == 0, found.lines
+    assert any("171 pairs, all ids within the vocabulary" in line for line in found.lines)
+    assert any(line.startswith("resume       ok") for line in found.lines), found.lines

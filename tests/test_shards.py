@@ -1,0 +1,248 @@
+"""Several tables of pairs are read window by window, checked as they are opened, sought at once."""
+
+import itertools
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from builders import SRC_LINES, TGT_LINES, vocabularies
+from test_data import (
+    BATCH_TOKENS,
+    NUM_PAIRS,
+    Dealt,
+    assert_continues,
+    encoded_pairs,
+    epoch,
+    pairs_in,
+    texts_of,
+    training_data,
+    written,
+)
+
+from mtrain import data, shards
+from mtrain.data import Position, TrainingData, check_pairs, read_src
+from mtrain.errors import RunError
+from mtrain.shards import Contents, EncodedPair, Mixed, Shard, Tables, write_pairs
+
+WINDOW_PAIRS = 37
+
+
+def write_tables(
+    directory: Path, pairs: list[EncodedPair], ends: list[int], weights: list[float] | None = None
+) -> Path:
+    """Write tables that end where one asks; with weights, each is a corpus of its own."""
+    with_text = pairs[0].src_text is not None
+    parts = [pairs[first:end] for first, end in itertools.pairwise([0, *ends, len(pairs)])]
+    entries, lengths = [], []
+    for number, part in enumerate(parts):
+        write_pairs(shards.shard_path(directory, number), part, with_text)
+        longer = [max(len(pair.src), len(pair.tgt) + 1) for pair in part]
+        tokens = sum(len(pair.src) for pair in part), sum(len(pair.tgt) + 1 for pair in part)
+        entries.append(Shard(number if weights else 0, len(part), *tokens))
+        lengths.append(np.bincount(longer, minlength=200))
+    counts = [own.tolist() for own in (lengths if weights else [sum(lengths)])]
+    names = [f"data.train[{number}]" for number in range(len(counts))]
+    mixed = [Mixed(*own) for own in zip(names, weights or [1.0], counts, strict=True)]
+    shards.write_contents(directory, Contents(mixed, entries))
+    return directory
+
+
+@pytest.fixture
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "WINDOW_PAIRS", WINDOW_PAIRS)
+    monkeypatch.setattr(data, "SAMPLED_WINDOW_PAIRS", 30)
+
+
+@pytest.fixture
+def directory(tmp_path: Path, small_windows: None) -> Path:
+    return write_tables(tmp_path, encoded_pairs(), [20, 21, 50, 60, 85])
+
+
+@pytest.fixture
+def text_directory(tmp_path: Path, small_windows: None) -> Path:
+    tokenizer = vocabularies()
+    ids = zip(tokenizer.encode_src(SRC_LINES), tokenizer.tgt.encode(TGT_LINES), strict=True)
+    texts = zip(SRC_LINES, TGT_LINES, strict=True)
+    pairs = [EncodedPair(*own, *text) for own, text in zip(ids, texts, strict=True)]
+    return write_tables(tmp_path, pairs, [len(pairs) // 3, len(pairs) // 2])
+
+
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Note which tables are opened."""
+    numbers: list[int] = []
+    open_ = Tables.open
+
+    def noting(tables: Tables, number: int) -> shards.Table:
+        numbers.append(number)
+        return open_(tables, number)
+
+    monkeypatch.setattr(Tables, "open", noting)
+    return numbers
+
+
+def test_several_tables_in_one_window_are_dealt_out_just_as_one_table(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    write_pairs(tmp_path / "one" / shards.TRAIN_FILE, encoded_pairs(), with_text=False)
+    several = write_tables(tmp_path, encoded_pairs(), [20, 21, 50])
+    one, other = training_data(tmp_path / "one"), training_data(several)
+    assert one.plan(BATCH_TOKENS) == other.plan(BATCH_TOKENS)
+    assert (one.num_src_tokens, one.num_tgt_tokens) == (other.num_src_tokens, other.num_tgt_tokens)
+    for number in (0, 3):
+        assert pairs_in(epoch(one, number)) == pairs_in(epoch(other, number))
+    assert pairs_in(one.largest(BATCH_TOKENS)) == pairs_in(other.largest(BATCH_TOKENS))
+
+
+@pytest.mark.parametrize("number", [0, 1, 6])
+def test_an_epoch_of_several_windows_has_every_pair_exactly_once(
+    directory: Path, number: int
+) -> None:
+    batches = pairs_in(epoch(training_data(directory), number))
+    assert sorted(itertools.chain(*batches)) == sorted(written())
+
+
+def test_a_start_at_a_position_of_any_window_gives_exactly_the_continuation(
+    directory: Path,
+) -> None:
+    dealt = training_data(directory)
+    count = len(epoch(dealt, 0)) + len(epoch(dealt, 1)) + 3
+    assert_continues(dealt, count)
+
+
+def test_a_position_says_its_window_so_that_seeking_opens_no_other(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight = [Dealt(*own) for own in itertools.islice(
+        training_data(directory).batches(BATCH_TOKENS, Position()), 200)]  # fmt: skip
+    last = next(place for place, own in enumerate(straight) if own.after.epoch == 1)
+    before = straight[last - 1].after
+    assert before.epoch == 0
+    assert before.batch > 60  # the third window begins there
+    fresh = training_data(directory)
+    numbers = opened(monkeypatch)
+    batch, after = next(fresh.batches(BATCH_TOKENS, before))
+    assert after == Position(1, 0)
+    assert pairs_in([batch]) == pairs_in([straight[last].batch])
+    assert len(numbers) == len(set(numbers)) < 5
+
+
+def test_only_the_tables_of_a_window_are_open_and_each_is_opened_once(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = opened(monkeypatch)
+    dealt = training_data(directory)
+    assert numbers == []
+    dealt.plan(BATCH_TOKENS)
+    dealt.largest(BATCH_TOKENS)
+    touched = len(numbers)
+    assert 0 < touched == len(set(numbers)) < 6
+    next(dealt.batches(BATCH_TOKENS, Position()))
+    assert len(numbers) == touched
+
+
+def test_the_plan_of_several_windows_counts_their_batches_nearly(directory: Path) -> None:
+    dealt = training_data(directory)
+    for batch_tokens in (20, 64, 200):
+        counts = [len(epoch(dealt, number, batch_tokens)) for number in range(4)]
+        assert abs(dealt.plan(batch_tokens).num_batches - np.mean(counts)) <= 3
+
+
+def test_sampled_windows_hold_all_text_and_can_be_sought(text_directory: Path) -> None:
+    dealt = training_data(text_directory, sampling_alpha=0.3)
+    assert dealt._mixture.num_windows > 1
+    texts = sorted(zip(SRC_LINES, TGT_LINES, strict=True))
+    assert texts_of(epoch(dealt, 0)) == texts_of(epoch(dealt, 1)) == texts
+    assert sorted(pairs_in(epoch(dealt, 0))) != sorted(pairs_in(epoch(dealt, 1)))
+    assert_continues(dealt, 2 * len(epoch(dealt, 0)))
+
+
+def test_the_windows_of_an_epoch_are_sampled_apart(text_directory: Path) -> None:
+    dealt = training_data(text_directory, sampling_alpha=0.3)
+    seeds = [dealt._open(0, number).seed for number in range(dealt._mixture.num_windows)]
+    assert len({tuple(seed) for seed in seeds}) == len(seeds)
+
+
+def test_a_mixture_deals_out_each_corpus_by_its_weight(tmp_path: Path, small_windows: None) -> None:
+    directory = write_tables(tmp_path, encoded_pairs(), [10], weights=[3.0, 1.0])
+    dealt = training_data(directory)
+    assert [own.num_in_epoch for own in dealt.shares] == [68, 22]
+    assert dealt.say_shares() == [
+        "data.train[0]: 75.6% of an epoch, each of its 10 pairs 6.8 times",
+        "data.train[1]: 24.4% of an epoch, each of its 80 pairs 0.275 times",
+    ]
+    small = set(written()[:10])
+    times: Counter[object] = Counter()
+    for number in range(4):
+        batches = epoch(dealt, number)
+        times.update(itertools.chain(*pairs_in(batches)))
+        assert sum(len(batch.src_BS) for batch in batches) == NUM_PAIRS == len(dealt)
+    assert sum(count for pair, count in times.items() if pair in small) == 4 * 68
+    assert {count for pair, count in times.items() if pair in small} <= {27, 28}
+    assert {times[pair] for pair in written()[10:]} <= {1, 2}
+    tokens = [sum(batch.num_src_tokens for batch in epoch(dealt, n)) for n in range(8)]
+    assert dealt.num_src_tokens == pytest.approx(np.mean(tokens), rel=0.05)
+    assert_continues(dealt, 60)
+
+
+def test_the_source_pieces_of_all_tables_are_read_in_order(directory: Path) -> None:
+    found = itertools.chain(*read_src(directory, vocabularies()))
+    assert list(found) == [pair.src[:-1] for pair in encoded_pairs()]
+    assert check_pairs(directory, vocabularies()) == NUM_PAIRS
+
+
+# Tables and their page
+
+
+def assert_refused(directory: Path, message: str) -> None:
+    for read in (lambda: list(TrainingData(directory, vocabularies(), 1).batches(64, Position())),
+                 lambda: check_pairs(directory, vocabularies())):  # fmt: skip
+        with pytest.raises(RunError) as error:
+            read()
+        assert str(error.value) == message
+
+
+def test_a_table_that_is_gone_is_named_before_anything_is_read(directory: Path) -> None:
+    path = shards.shard_path(directory, 4)
+    path.unlink()
+    assert_refused(directory, f"{path}: is missing; restore it from a copy of the run.")
+
+
+def test_a_table_in_the_place_of_another_is_noticed(directory: Path) -> None:
+    paths = [shards.shard_path(directory, number) for number in (0, 2)]
+    paths[0].write_bytes(paths[1].read_bytes())
+    message = f"{paths[0]}: must hold what shards.json says, but does not; restore both from a "
+    with pytest.raises(RunError) as error:
+        for _ in epoch(training_data(directory), 0):
+            pass
+    assert str(error.value) == message + "copy of the run."
+
+
+PAGES = {
+    "no page": lambda page: [],
+    "no corpus": lambda page: page | {"corpora": []},
+    "no table": lambda page: page | {"shards": []},
+    "a corpus that is not there": lambda page: page | {"shards": [[1, 5, 9, 9]]},
+    "a table without pairs": lambda page: page | {"shards": [*page["shards"], [0, 0, 0, 0]]},
+    "another number of pairs": lambda page: page | {"shards": page["shards"][1:]},
+    "a weight of nothing": lambda page: changed(page, "weight", 0.0),
+    "a weight that is text": lambda page: changed(page, "weight", "1"),
+    "a negative count": lambda page: changed(page, "lengths", [91, -1]),
+    "no counts": lambda page: changed(page, "lengths", []),
+}
+
+
+def changed(page: dict[str, object], key: str, value: object) -> dict[str, object]:
+    (corpus,) = page["corpora"]
+    return page | {"corpora": [corpus | {key: value}]}
+
+
+@pytest.mark.parametrize("change", PAGES.values(), ids=PAGES)
+def test_a_page_that_lies_is_refused_in_one_line(directory: Path, change: object) -> None:
+    path = directory / shards.SHARDS_FILE
+    path.write_text(json.dumps(change(json.loads(path.read_text("utf-8")))), encoding="utf-8")
+    assert_refused(
+        directory,
+        f"{path}: must say what each table of pairs holds, but does not; restore it from a copy "
+        "of the run.",
+    )
