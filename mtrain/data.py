@@ -50,16 +50,6 @@ def read_src(directory: Path, tokenizer: Tokenizer) -> Iterator[list[list[int]]]
             yield [ids[:-1].tolist() for ids in src]
 
 
-def read_src(directory: Path, tokenizer: Tokenizer) -> Iterator[list[list[int]]]:
-    """Yield the source pieces of all pairs, without eos, some pairs at a time.
-
-    Raises:
-        RunError: if the file is missing or damaged, or a pair does not fit.
-    """
-    for chunk in _read_table(directory / TRAIN_FILE, tokenizer, with_text=False)["src"].chunks:
-        yield [ids[:-1] for ids in chunk.to_pylist()]
-
-
 @dataclass(frozen=True)
 class Position:
     """The next micro-batch to read: batch `batch` of epoch `epoch`, both from 0.

@@ -12,7 +12,7 @@ from enum import Enum
 from functools import lru_cache
 from statistics import median
 
-from mtrain import data
+from mtrain import data, shards
 from mtrain.rundir import RunDir
 from mtrain.tokenizer import Tokenizer
 
@@ -59,7 +59,7 @@ def in_training(
     Raises:
         RunError: if they are damaged.
     """
-    if not (run.data_dir / data.TRAIN_FILE).is_file():
+    if not shards.are_in(run.data_dir):
         return None
     counts = Counter(dict.fromkeys(wanted, 0))
     for ids in data.read_src(run.data_dir, tokenizer):

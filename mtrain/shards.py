@@ -259,6 +259,11 @@ def shard_path(directory: Path, number: int) -> Path:
     return directory / f"train-{number:05d}.arrow"
 
 
+def are_in(directory: Path) -> bool:
+    """Tell whether a folder holds encoded pairs, whole or not."""
+    return any((directory / name).is_file() for name in (TRAIN_FILE, SHARDS_FILE))
+
+
 def write_contents(directory: Path, contents: Contents) -> None:
     """Write the page of several tables."""
     (directory / SHARDS_FILE).write_bytes(_CONTENTS.dump_json(contents))
