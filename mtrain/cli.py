@@ -335,7 +335,7 @@ def _prepare(settings: Config) -> RunDir:
 @contextmanager
 def _saving(run_dir: Path) -> Iterator[None]:
     """Turn a training that a signal stopped into the exit code that shells expect."""
-    from mtrain.train import Stopped
+    from mtrain.signals import Stopped
 
     try:
         yield

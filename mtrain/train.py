@@ -4,68 +4,40 @@ from __future__ import annotations
 
 import math
 import resource
-import signal
 import sys
 import time
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from mtrain import __version__, checkpoint, kernels, ledger, native, prepare, tokenizer
+from mtrain import __version__, checkpoint, kernels, native, prepare, tokenizer, trainstate
 from mtrain import config as configs
 from mtrain.batch import Batch, collate
-from mtrain.checkpoint import Progress, Weights
+from mtrain.checkpoint import Progress
 from mtrain.config import Config
-from mtrain.corpus import changed_files
 from mtrain.data import Position, TrainingData, plan_batches
 from mtrain.errors import RunError, WriteError
 from mtrain.evaluate import bleu
-from mtrain.loss import LossSum, label_smoothed
 from mtrain.model import num_parameters
-from mtrain.parallel import Workers
+from mtrain.opening import Opening, count
 from mtrain.prepare import Lines
 from mtrain.rundir import RunDir
 from mtrain.runlog import RunLog
 from mtrain.schedule import learning_rate
+from mtrain.signals import Signals, Stopped
 from mtrain.tokenizer import Tokenizer
 from mtrain.translate import Translator, build_model, pick_device, set_weights
+from mtrain.update import Gradients
+from mtrain.window import Window
 
 _NUM_EXAMPLES = 3
 _MAX_EXAMPLE = 145  # characters of an example: two lines of a terminal
 _MAX_LEFT_OUT = 10  # updates in a row that are not finite
 _BAR_INTERVAL_S = 0.5
-_OUT_OF_MEMORY = ("can't allocate memory", "could not create a primitive")  # PyTorch, oneDNN
-_ADAM = ("step", "exp_avg", "exp_avg_sq")  # what it keeps of each parameter
-_LEAST_TOKENS = 512  # target tokens that are worth a thread of their own
-
-
-class Stopped(Exception):  # noqa: N818 - nothing went wrong
-    """Training was stopped by a signal, after saving."""
-
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(f"stopped by signal {signal_number}")
-        self.signal_number = signal_number
-
-
-class _Task(NamedTuple):
-    """A part of an update: its pairs, the target tokens of the whole update, and what to drop."""
-
-    batch: Batch
-    num_tokens: int
-    seed: int | None
-
-
-class _Part(NamedTuple):
-    """What came out of it; a gradient for each of the model's parameters."""
-
-    sums: LossSum
-    grads: tuple[Tensor, ...]
 
 
 class Validation(NamedTuple):
@@ -88,12 +60,8 @@ def train(config: Config, run: RunDir) -> None:
     with run.locked(), RunLog(run.metrics_path) as log:
         trainer = Trainer(config, run, log)
         trainer.resume()
-        trainer.say_changes(run.load_config())
-        trainer.note_changed_corpora()
-        trainer.note_left_out()
-        configs.save(config, run.config_path)
-        trainer.say_header()
-        with Signals() as signals, closing(trainer.workers):
+        trainer.open(run.load_config())
+        with Signals() as signals, closing(trainer.gradients.workers):
             trainer.try_largest()
             trainer.run(signals)
         trainer.finish()
@@ -117,7 +85,7 @@ class Trainer:
         self.parameters = list(self.model.parameters())
         self.compute_dtype = kernels.compute_dtype(self.settings.precision, self.device)
         self.model.compute_in(self.compute_dtype)
-        self.workers = Workers()
+        self.gradients = Gradients(self.model, self.settings.label_smoothing, self.device, log.say)
         self.optimizer = torch.optim.AdamW(  # with no weight decay, this is Adam
             self.parameters,
             betas=(self.settings.betas[0], self.settings.betas[1]),
@@ -128,8 +96,7 @@ class Trainer:
         greedy = config.decoding.model_copy(update={"beam": 1})
         self.translator = Translator([self.model], self.tokenizer, greedy, self.device)
         self.progress = Progress()
-        self.window = _Window()
-        self.room = math.inf  # places of a batch that the memory did not hold
+        self.window = Window()
         self.is_saved = False  # as it stands
 
     def resume(self) -> None:
@@ -153,9 +120,9 @@ class Trainer:
         """Become what the training was when it saved a checkpoint."""
         weights, optimizer, self.progress = checkpoint.load(path, self.fingerprint)
         set_weights(self.model, weights, path / "model.safetensors")
-        _check_optimizer(self.model, optimizer, path)
-        _set_optimizer(self.optimizer, self.model, optimizer)
-        _restore_random_state(optimizer, path)
+        trainstate.check_optimizer(self.model, optimizer, path)
+        trainstate.set_optimizer(self.optimizer, self.model, optimizer)
+        trainstate.restore_random_state(optimizer, path)
         self.window.restore(self.progress)
         self.is_saved = True
 
@@ -163,75 +130,47 @@ class Trainer:
         """Return all that resuming needs, as it is now."""
         self.window.note(self.progress)
         weights = {name: weight.detach() for name, weight in self.model.named_parameters()}
-        state = _optimizer_tensors(self.optimizer, self.model) | _random_state()
+        state = trainstate.optimizer_tensors(self.optimizer, self.model) | trainstate.random_state()
         return checkpoint.Checkpoint(weights, state, self.progress)
 
     def made_with(self) -> checkpoint.MadeWith:
         """Return what decides the last bits of this training."""
         processor = f"{native.processor()}, {torch.backends.cpu.get_cpu_capability()}"
+        room = self.gradients.room
         return checkpoint.MadeWith(
             __version__,
             torch.__version__,
             self.device.type,
             torch.cuda.get_device_name() if self.device.type == "cuda" else processor,
             str(self.compute_dtype).removeprefix("torch."),
-            self.workers.count,
+            self.gradients.workers.count,
             native.name(),
-            "whole" if self.room == math.inf else f"halved from {self.room:,.0f} places",
+            "whole" if room == math.inf else f"halved from {room:,.0f} places",
         )
 
-    def say_changes(self, old: Config) -> None:
-        """Say what the config of a training that goes on was before, and keep it on record."""
-        if not self.progress.step:
-            return
-        changed = [own for own in configs.changes(old, self.config) if own.key != "run_dir"]
-        for change in changed:
-            self.log.say(f"changed  {change.key}: {change.old!r} before, {change.new!r} now")
-        if changed:
-            before = {change.key: [change.old, change.new] for change in changed}
-            self.log.metrics({"step": self.progress.step, "changed": before})
-
-    def note_changed_corpora(self) -> None:
-        """Keep on record, once, that corpora are no longer those that were tokenized."""
-        marks = prepare.read_marks(self.run_dir)
-        changed = {path: [marks[path].sha256, now] for path, now in changed_files(marks).items()}
-        if self.progress.step and changed and not self.log.holds("changed_corpora", changed):
-            self.log.metrics({"step": self.progress.step, "changed_corpora": changed})
-
-    def note_left_out(self) -> None:
-        """Keep on record, at the start, how many pairs there are and were left out."""
-        counts = prepare.read_counts(self.run_dir)
-        if not self.progress.step and not self.log.holds("pairs_left_out", counts):
-            self.log.metrics({"step": 0, "num_pairs": len(self.data), "pairs_left_out": counts})
-
-    def say_header(self) -> None:
-        """Say what is about to be trained, on what, and where."""
-        plan = self.data.plan(self.settings.batch_tokens)
+    def open(self, old: Config) -> None:
+        """Say what is about to be trained, and keep its config, which was `old` before."""
+        opening = Opening(self.config, self.run_dir, self.log, self.progress.step)
+        opening.say_changes(old)
+        opening.note_changed_corpora()
+        opening.note_left_out(len(self.data))
+        configs.save(self.config, self.run_dir.config_path)
+        num_weights = num_parameters(self.model)
+        opening.say_header(self.data, self.tokenizer, len(self.valid.src), num_weights)
         device = f"{self.device}, {str(self.compute_dtype).removeprefix('torch.')}"
         if self.device.type == "cpu":
-            device += f", {_count(self.workers.count, 'thread')}, kernels {_say_kernels()}"
-        left_out = ledger.say_counts(prepare.read_counts(self.run_dir))
-        tokens = f"{self.data.num_src_tokens:,} source and {self.data.num_tgt_tokens:,} target"
-        updates = math.ceil(plan.num_batches / self.settings.accumulate)
-        self.log.say(f"model    {num_parameters(self.model):,} parameters")
-        self.log.say(f"pieces   {prepare.say_sizes(self.tokenizer)}")
-        self.log.say(f"pairs    {len(self.data):,} for training, left out {left_out},")
-        self.log.say(f"         {len(self.valid.src):,} for validation")
-        self.log.say(f"tokens   {tokens} an epoch")
-        self.log.say(f"batches  {plan.num_batches:,} an epoch, {plan.padding:.1%} padding")
-        self.log.say(
-            f"updates  {updates:,} an epoch, of {_count(self.settings.accumulate, 'batch')}"
-        )
+            threads = count(self.gradients.workers.count, "thread")
+            device += f", {threads}, kernels {_say_kernels()}"
         self.log.say(f"device   {device}")
         self.log.say(f"target   {self._target()}")
 
     def try_largest(self) -> None:
         """Find out at once whether the memory holds the largest batches; leave no trace."""
-        state = _random_state()
+        state = trainstate.random_state()
         for batch in self.data.largest(self.settings.batch_tokens):
-            self._accumulate(batch, batch.num_tgt_tokens)
+            self.gradients.accumulate(batch, batch.num_tgt_tokens)
         self.optimizer.zero_grad(set_to_none=True)
-        _set_random_state(state)
+        trainstate.set_random_state(state)
 
     def run(self, signals: Signals, last_step: int | None = None) -> None:
         """Train until the target is reached, patience is lost, or a signal comes.
@@ -278,7 +217,7 @@ class Trainer:
         set_weights(self.model, weights, self.run_dir.checkpoints_dir)
         validation = self._score()
         best_bleu = self.progress.bleu_of_step[str(best_step)]
-        name = f"the average of {_count(len(averaged), 'checkpoint')}"
+        name = f"the average of {count(len(averaged), 'checkpoint')}"
         self.log.say(f"{name}: validation BLEU {validation.bleu:.2f}")
         self.log.say(f"the best checkpoint (step {best_step:,}): validation BLEU {best_bleu:.2f}")
         if best_bleu > validation.bleu:
@@ -302,7 +241,8 @@ class Trainer:
     def _update(self, micro_batches: list[Batch]) -> None:
         """Make one update; its loss is divided by the target tokens of all micro-batches."""
         num_tokens = sum(batch.num_tgt_tokens for batch in micro_batches)
-        sums = [own for batch in micro_batches for own in self._accumulate(batch, num_tokens)]
+        found = [self.gradients.accumulate(batch, num_tokens) for batch in micro_batches]
+        sums = [own for parts in found for own in parts]
         limit = self.settings.max_grad_norm or math.inf
         grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, limit)
         step = self.progress.step + 1
@@ -319,50 +259,6 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.window.lr, self.window.grad_norm = lr, grad_norm
-
-    def _accumulate(self, batch: Batch, num_tokens: int) -> list[LossSum]:
-        """Add a batch's gradients to those of the update, in halves if the memory needs it.
-
-        Raises:
-            RunError: if the memory does not hold a single pair.
-        """
-        self.model.train()
-        if batch.num_places < self.room or len(batch.src_BS) == 1:
-            parts = self._try(self._share_out(batch, num_tokens))
-            if parts is not None:
-                for part in parts:
-                    _add_grads(self.parameters, part.grads)
-                return [part.sums for part in parts]
-            self._note_room(batch)
-        return [own for half in batch.split(2) for own in self._accumulate(half, num_tokens)]
-
-    def _try(self, tasks: list[_Task]) -> list[_Part] | None:
-        """Return what comes out of the tasks; None if the memory does not hold them."""
-        try:
-            return self.workers.map(self._differentiate, tasks)
-        except (MemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
-                raise
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return None
-
-    def _note_room(self, batch: Batch) -> None:
-        """Remember the size of a batch that the memory does not hold, and say it.
-
-        Raises:
-            RunError: if it is a single pair.
-        """
-        if len(batch.src_BS) == 1:
-            raise RunError(
-                "the memory must hold a single training pair, but does not; take a smaller model "
-                "or a lower `data.max_tokens`."
-            )
-        self.room = batch.num_places
-        self.log.say(
-            f"memory   does not hold a batch of {len(batch.src_BS):,} pairs; such batches are made "
-            "in halves, and the updates stay the same"
-        )
 
     def _leave_out(self, step: int) -> None:
         """Count an update whose loss or gradient is not finite, and change nothing else.
@@ -396,32 +292,6 @@ class Trainer:
             return f"{advice}."
         return f"{advice}, and the same command goes on from the checkpoint of step {max(saved):,}."
 
-    def _share_out(self, batch: Batch, num_tokens: int) -> list[_Task]:
-        """Split a batch over the threads of a CPU; a GPU takes it whole."""
-        if self.device.type != "cpu":
-            return [_Task(batch.to(self.device), num_tokens, None)]
-        parts = min(self.workers.count, max(1, batch.num_tgt_tokens // _LEAST_TOKENS))
-        seeds = torch.randint(2**62, (parts,)).tolist()
-        batches = batch.split(parts) if parts > 1 else [batch]
-        return [_Task(part, num_tokens, seed) for part, seed in zip(batches, seeds, strict=False)]
-
-    def _differentiate(self, task: _Task) -> _Part:
-        """Return a batch's loss and its gradients, as a share of the update's tokens."""
-        with kernels.dropout_seeds(task.seed):
-            sums = self._loss(task.batch)
-            grads = torch.autograd.grad(sums.loss / task.num_tokens, self.parameters)
-        return _Part(sums, grads)
-
-    def _loss(self, batch: Batch) -> LossSum:
-        states_BTD = self.model(batch.src_BS, batch.src_keep_BS, batch.tgt_in_BT)
-        return label_smoothed(
-            states_BTD,
-            self.model.output.weight,
-            batch.tgt_out_BT,
-            batch.tgt_keep_BT,
-            self.settings.label_smoothing,
-        )
-
     def _report(self) -> None:
         """Move the progress bar, and log if a line is due."""
         is_due = self._is_due(self.settings.log_every)
@@ -451,7 +321,7 @@ class Trainer:
                     "memory_mib": _memory_mib(self.device),
                 }
             )
-            self.window = _Window()
+            self.window = Window()
 
     def _validate(self) -> None:
         """Score the model, remember how good it was, and show a few translations."""
@@ -482,7 +352,7 @@ class Trainer:
     @torch.no_grad()
     def _score(self, show_examples: bool = False) -> Validation:
         self.model.eval()
-        sums = [self._loss(batch.to(self.device)) for batch in self.valid_batches]
+        sums = [self.gradients.loss(batch.to(self.device)) for batch in self.valid_batches]
         num_tokens = sum(part.num_tokens for part in sums)
         if not math.isfinite(sum(float(part.loss) for part in sums)):
             raise RunError(f"the loss on the validation set is not finite; {self._remedy()}")
@@ -578,78 +448,6 @@ class Trainer:
         return f"{' or '.join(named)}, or {self.settings.patience} validations without a better one"
 
 
-class _Rates(NamedTuple):
-    loss: float
-    nll: float
-    tokens_per_s: float
-
-
-class _Window:
-    """What happened since the last logged step; reading it waits for the device."""
-
-    def __init__(self) -> None:
-        self.started = time.monotonic()
-        self.num_tokens = 0
-        self.num_restored_tokens = 0  # they cost no time of this process
-        self.loss: Tensor | float = 0.0
-        self.nll: Tensor | float = 0.0
-        self.lr = 0.0
-        self.grad_norm: Tensor | float = 0.0
-
-    def add(self, sums: LossSum) -> None:
-        """Count one micro-batch."""
-        self.loss = self.loss + sums.loss.detach()
-        self.nll = self.nll + sums.nll
-        self.num_tokens += sums.num_tokens
-
-    def note(self, progress: Progress) -> None:
-        """Write the sums into what a checkpoint remembers."""
-        progress.unlogged_loss, progress.unlogged_nll = float(self.loss), float(self.nll)
-        progress.unlogged_tokens = self.num_tokens
-
-    def restore(self, progress: Progress) -> None:
-        """Go on from the sums that a checkpoint remembers."""
-        self.loss, self.nll = progress.unlogged_loss, progress.unlogged_nll
-        self.num_tokens = self.num_restored_tokens = progress.unlogged_tokens
-
-    def pause(self, seconds: float) -> None:
-        """Leave out time that was not spent on training."""
-        self.started += seconds
-
-    def rates(self) -> _Rates:
-        """Return loss and nll per token, and target tokens per second."""
-        elapsed_s = max(time.monotonic() - self.started, 1e-9)
-        count, new = self.num_tokens, self.num_tokens - self.num_restored_tokens
-        return _Rates(float(self.loss) / count, float(self.nll) / count, new / elapsed_s)
-
-
-class Signals:
-    """Remembers the first SIGINT or SIGTERM; the second one stops at once."""
-
-    def __init__(self) -> None:
-        self.received = 0
-
-    def __enter__(self) -> Signals:
-        self._before = {
-            number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)
-        }
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
-        for later, handler in self._before.items():
-            signal.signal(later, handler)
-
-
 def _check_model(config: Config, run: RunDir) -> None:
     """Refuse to go on from the checkpoints of another model."""
     old = run.load_config()
@@ -680,72 +478,6 @@ def _valid_batches(lines: Lines, vocabulary: Tokenizer, batch_tokens: int) -> li
     ]
 
 
-def _add_grads(parameters: list[torch.nn.Parameter], grads: tuple[Tensor, ...]) -> None:
-    for parameter, grad in zip(parameters, grads, strict=True):
-        if parameter.grad is None:
-            parameter.grad = grad
-        else:
-            parameter.grad += grad
-
-
-def _optimizer_tensors(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Weights:
-    return {
-        f"{key}.{name}": value
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state[parameter].items()
-    }
-
-
-def _check_optimizer(model: torch.nn.Module, tensors: Weights, path: Path) -> None:
-    """Refuse the state of another optimizer, or of another model's."""
-    for name, parameter in model.named_parameters():
-        for key in _ADAM:
-            found = tensors.get(f"{key}.{name}")
-            wanted = torch.Size() if key == "step" else parameter.shape
-            if found is None or found.shape != wanted or found.dtype != parameter.dtype:
-                raise RunError(
-                    f"{path / 'optimizer.safetensors'}: `{key}.{name}` must be "
-                    f"{parameter.dtype} in the shape {tuple(wanted)}, but is not."
-                )
-
-
-def _set_optimizer(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module, tensors: Weights
-) -> None:
-    for name, parameter in model.named_parameters():
-        for key in _ADAM:
-            optimizer.state[parameter][key] = tensors[f"{key}.{name}"].to(parameter.device)
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
-        return True
-    return any(words in str(error) for words in _OUT_OF_MEMORY)
-
-
-def _random_state() -> Weights:
-    state = {"random.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["random.cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_random_state(tensors: Weights) -> None:
-    torch.set_rng_state(tensors["random.cpu"])
-    if "random.cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["random.cuda"])
-
-
-def _restore_random_state(tensors: Weights, path: Path) -> None:
-    try:
-        _set_random_state(tensors)
-    except (KeyError, RuntimeError, TypeError):
-        raise RunError(
-            f"{path / 'optimizer.safetensors'}: must hold a state of PyTorch's random numbers, "
-            "but holds none that this version can take."
-        ) from None
-
-
 def _perplexity(nll: float) -> float:
     return math.exp(min(nll, 700.0))
 
@@ -767,8 +499,3 @@ def _memory_mib(device: torch.device) -> float:
 def _clip(text: str) -> str:
     """Cut a line for the screen: an early model repeats itself without end."""
     return text if len(text) <= _MAX_EXAMPLE else text[: _MAX_EXAMPLE - 3] + "..."
-
-
-def _count(number: int, noun: str) -> str:
-    plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{plural}"
