@@ -7,8 +7,10 @@ position is two numbers and seeking to it reads nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,10 +37,11 @@ class EncodedPair(NamedTuple):
 
 def write_pairs(path: Path, pairs: Iterable[EncodedPair], with_text: bool) -> int:
     """Write an Arrow table of encoded pairs, in a stream; return their number."""
-    from datasets import Features, Sequence, Value
+    from datasets import Features, Value
+    from datasets import Sequence as ListOf
     from datasets.arrow_writer import ArrowWriter
 
-    columns: dict[str, Any] = {"src": Sequence(Value("int32")), "tgt": Sequence(Value("int32"))}
+    columns: dict[str, Any] = {"src": ListOf(Value("int32")), "tgt": ListOf(Value("int32"))}
     columns |= {"src_length": Value("int32"), "tgt_length": Value("int32")}
     if with_text:
         columns |= {"src_text": Value("string"), "tgt_text": Value("string")}
@@ -68,6 +71,72 @@ class Position:
 
     epoch: int = 0
     batch: int = 0
+
+
+class Share(NamedTuple):
+    """Pairs that one rank works on at a time; those that do not count are there for company."""
+
+    batch: Batch
+    counts: bool = True
+
+
+class Deal(NamedTuple):
+    """How the batches of an update are dealt out.
+
+    Every batch is cut into as few parts as give all ranks equally many, and the parts are dealt in
+    turn: whole batches if the ranks divide their number, rows of each if not. What an update is
+    made of does not depend on how many ranks there are.
+    """
+
+    num_batches: int
+    rank: int = 0
+    num_ranks: int = 1
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many parts a batch is cut."""
+        return self.num_ranks // math.gcd(self.num_batches, self.num_ranks)
+
+    @property
+    def num_shares(self) -> int:
+        """How many shares an update has, of all ranks."""
+        return self.num_batches * self.num_parts
+
+    def of_rank(self) -> list[_Cut]:
+        """Return this rank's shares."""
+        return [
+            _Cut(*divmod(number, self.num_parts))
+            for number in range(self.rank, self.num_shares, self.num_ranks)
+        ]
+
+
+class _Cut(NamedTuple):
+    """A part of a batch of an update."""
+
+    batch: int
+    part: int
+
+
+class Dealt(NamedTuple):
+    """What one rank does of an update.
+
+    Attributes:
+        shares: its own.
+        num_tokens: target tokens of the whole update, of all ranks.
+        after: the position that follows the update.
+        deal: how the update was dealt out.
+    """
+
+    shares: list[Share]
+    num_tokens: int
+    after: Position
+    deal: Deal
+
+
+def dealt_whole(batches: Sequence[Batch], after: Position = Position()) -> Dealt:
+    """Return an update that a single rank makes."""
+    num_tokens = sum(batch.num_tgt_tokens for batch in batches)
+    return Dealt([Share(batch) for batch in batches], num_tokens, after, Deal(len(batches)))
 
 
 class Plan(NamedTuple):
@@ -123,6 +192,26 @@ class TrainingData:
 
     def batches(self, batch_tokens: int, start: Position) -> Iterator[tuple[Batch, Position]]:
         """Yield batches for ever from `start` on, each with the position that follows it."""
+        for planned in self._planned(batch_tokens, start):
+            yield self._collate(planned.pairs, planned.rows), planned.after
+
+    def updates(self, batch_tokens: int, start: Position, deal: Deal) -> Iterator[Dealt]:
+        """Yield one rank's shares of updates for ever from `start` on; it reads no others."""
+        planned = self._planned(batch_tokens, start)
+        while True:
+            batches = list(islice(planned, deal.num_batches))
+            num_tokens = sum(int(own.pairs.tgt_lengths[own.rows].sum()) for own in batches)
+            shares = [self._share(batches[cut.batch], cut, deal) for cut in deal.of_rank()]
+            yield Dealt(shares, num_tokens, batches[-1].after, deal)
+
+    def _share(self, planned: _Planned, cut: _Cut, deal: Deal) -> Share:
+        """Read a part of a batch; of a batch with too few rows, one that does not count."""
+        rows = np.array_split(planned.rows, deal.num_parts)[cut.part]
+        own = rows if len(rows) else planned.rows[:1]
+        return Share(self._collate(planned.pairs, own), bool(len(rows)))
+
+    def _planned(self, batch_tokens: int, start: Position) -> Iterator[_Planned]:
+        """Yield what is in each batch, unread."""
         epoch, first = start.epoch, start.batch
         while True:
             pairs = self._pairs(epoch)
@@ -130,7 +219,7 @@ class TrainingData:
             for index in range(first, len(plan)):
                 is_last = index + 1 == len(plan)
                 after = Position(epoch + 1, 0) if is_last else Position(epoch, index + 1)
-                yield self._collate(pairs, plan[index]), after
+                yield _Planned(pairs, plan[index], after)
             epoch, first = epoch + 1, 0
 
     def plan(self, batch_tokens: int) -> Plan:
@@ -224,6 +313,14 @@ class _Stored:
     def take(self, rows: Indices) -> tuple[list[Lengths], list[Lengths]]:
         part = self._table[rows.tolist()]
         return _split(part.column("src")), _split(part.column("tgt"))
+
+
+class _Planned(NamedTuple):
+    """A batch that is not read yet, and the position that follows it."""
+
+    pairs: _Stored | _Sampled
+    rows: Indices
+    after: Position
 
 
 class _Sampled:

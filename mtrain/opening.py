@@ -8,7 +8,7 @@ from mtrain import config as configs
 from mtrain import ledger, prepare
 from mtrain.config import Config
 from mtrain.corpus import changed_files
-from mtrain.data import TrainingData
+from mtrain.data import Deal, TrainingData
 from mtrain.rundir import RunDir
 from mtrain.runlog import RunLog
 from mtrain.tokenizer import Tokenizer
@@ -63,6 +63,22 @@ class Opening:
             f"updates  {updates:,} an epoch, of {count(settings.accumulate, 'batch')}",
         ):
             self.log.say(line)
+
+    def say_ranks(self, deal: Deal) -> None:
+        """Say who makes what of an update, if several do, and what one process does not heed."""
+        settings = self.config.training
+        if deal.num_ranks == 1:
+            for key, default in (("parallel", "ddp"), ("exchange", "float32")):
+                if (value := getattr(settings, key)) != default:
+                    self.log.say(
+                        f"ranks    1, to which `training.{key}: {value}` makes no difference"
+                    )
+            return
+        parts = f"every batch is cut in {deal.num_parts}" if deal.num_parts > 1 else "whole batches"
+        own = f"{len(deal.of_rank()):,} of the {deal.num_shares:,} shares of an update"
+        self.log.say(f"ranks    {deal.num_ranks:,}, each with {own}: {parts};")
+        kept = "the whole model" if settings.parallel == "ddp" else "a part of the model"
+        self.log.say(f"         each keeps {kept}; gradients travel in {settings.exchange}")
 
 
 def count(number: int, noun: str) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from types import FrameType, TracebackType
 
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+
 
 class Stopped(Exception):  # noqa: N818 - nothing went wrong
     """Training was stopped by a signal, after saving."""
@@ -15,15 +17,18 @@ class Stopped(Exception):  # noqa: N818 - nothing went wrong
 
 
 class Signals:
-    """Remembers the first SIGINT or SIGTERM; the second one stops at once."""
+    """Remembers the first SIGINT or SIGTERM; the second one stops at once.
 
-    def __init__(self) -> None:
-        self.received = 0
+    Args:
+        may_repeat: the second one means the same as the first: a launcher passes on what a cluster
+            has sent to every process already.
+    """
+
+    def __init__(self, may_repeat: bool = False) -> None:
+        self.received, self._may_repeat = 0, may_repeat
 
     def __enter__(self) -> Signals:
-        self._before = {
-            number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        self._before = {number: signal.signal(number, self._note) for number in STOPPING}
         return self
 
     def __exit__(
@@ -37,5 +42,7 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = number
+        if self._may_repeat:
+            return
         for later, handler in self._before.items():
             signal.signal(later, handler)

@@ -6,8 +6,7 @@ import math
 import resource
 import sys
 import time
-from contextlib import closing
-from itertools import islice
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,21 +16,23 @@ import torch
 from mtrain import __version__, checkpoint, kernels, native, prepare, tokenizer, trainstate
 from mtrain import config as configs
 from mtrain.batch import Batch, collate
-from mtrain.checkpoint import Progress
+from mtrain.checkpoint import Progress, Weights
 from mtrain.config import Config
-from mtrain.data import Position, TrainingData, plan_batches
+from mtrain.data import Deal, Dealt, Position, TrainingData, plan_batches
 from mtrain.errors import RunError, WriteError
 from mtrain.evaluate import bleu
+from mtrain.loss import LossSum
 from mtrain.model import num_parameters
 from mtrain.opening import Opening, count
 from mtrain.prepare import Lines
 from mtrain.rundir import RunDir
-from mtrain.runlog import RunLog
+from mtrain.runlog import Mute, RunLog
 from mtrain.schedule import learning_rate
-from mtrain.signals import Signals, Stopped
+from mtrain.signals import STOPPING, Signals, Stopped
+from mtrain.team import ALONE, Team
 from mtrain.tokenizer import Tokenizer
 from mtrain.translate import Translator, build_model, pick_device, set_weights
-from mtrain.update import Gradients
+from mtrain.update import Gradients, loss_of
 from mtrain.window import Window
 
 _NUM_EXAMPLES = 3
@@ -48,8 +49,10 @@ class Validation(NamedTuple):
     bleu: float
 
 
-def train(config: Config, run: RunDir) -> None:
+def train(config: Config, run: RunDir, team: Team = ALONE) -> None:
     """Train in `run`, from its newest checkpoint if it has one, and write its final weights.
+
+    Of several ranks, each with the same config, the first writes and speaks.
 
     Raises:
         RunError: if the run folder cannot be trained in, or has reached its target already.
@@ -57,11 +60,14 @@ def train(config: Config, run: RunDir) -> None:
     """
     kernels.keep_freed_memory()
     _check_model(config, run)
-    with run.locked(), RunLog(run.metrics_path) as log:
-        trainer = Trainer(config, run, log)
+    lock = run.locked() if team.is_first else nullcontext()
+    log_of = RunLog if team.is_first else Mute
+    with lock, log_of(run.metrics_path) as log:
+        trainer = Trainer(config, run, log, team)
         trainer.resume()
-        trainer.open(run.load_config())
-        with Signals() as signals, closing(trainer.gradients.workers):
+        if team.is_first:
+            trainer.open(run.load_config())
+        with Signals(may_repeat=team.size > 1) as signals, closing(trainer.gradients.workers):
             trainer.try_largest()
             trainer.run(signals)
         trainer.finish()
@@ -70,9 +76,10 @@ def train(config: Config, run: RunDir) -> None:
 class Trainer:
     """A model in training: one update after the other, with what happens between them."""
 
-    def __init__(self, config: Config, run: RunDir, log: RunLog) -> None:
+    def __init__(self, config: Config, run: RunDir, log: RunLog, team: Team = ALONE) -> None:
         self.config, self.settings, self.run_dir, self.log = config, config.training, run, log
-        self.device = pick_device(self.settings.device)
+        self.team, self.deal = team, Deal(self.settings.accumulate, team.rank, team.size)
+        self.device = pick_device(team.device_name(self.settings.device))
         torch.manual_seed(config.seed)
         self.tokenizer = tokenizer.load(run.tokenizer_dir)
         self.fingerprint = self.tokenizer.fingerprint()
@@ -82,10 +89,10 @@ class Trainer:
         self.valid = prepare.read_valid(run)
         self.valid_batches = _valid_batches(self.valid, self.tokenizer, self.settings.batch_tokens)
         self.model = build_model(config.model, self.tokenizer).to(self.device)
-        self.parameters = list(self.model.parameters())
         self.compute_dtype = kernels.compute_dtype(self.settings.precision, self.device)
         self.model.compute_in(self.compute_dtype)
-        self.gradients = Gradients(self.model, self.settings.label_smoothing, self.device, log.say)
+        self.gradients = self._gradients()
+        self.parameters = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(  # with no weight decay, this is Adam
             self.parameters,
             betas=(self.settings.betas[0], self.settings.betas[1]),
@@ -94,15 +101,23 @@ class Trainer:
             fused=True,
         )
         greedy = config.decoding.model_copy(update={"beam": 1})
-        self.translator = Translator([self.model], self.tokenizer, greedy, self.device)
-        self.progress = Progress()
+        self.translator = Translator([self.model], self.tokenizer, greedy, self.device, team=team)
+        self.progress, self.signals, self.clock = Progress(), Signals(), time.monotonic()
         self.window = Window()
         self.is_saved = False  # as it stands
 
+    def _gradients(self) -> Gradients:
+        alone = Gradients(self.model, self.settings.label_smoothing, self.device, self.log.say)
+        if self.team.size == 1:
+            return alone
+        from mtrain.replicas import Replicas, Shards  # a second of imports that one process spares
+
+        kind = Replicas if self.settings.parallel == "ddp" else Shards
+        return kind(alone, self.team, self.settings.exchange)
+
     def resume(self) -> None:
         """Continue from the newest checkpoint, if there is one."""
-        checkpoint.sweep(self.run_dir.checkpoints_dir)
-        path = checkpoint.newest_whole(self.run_dir.checkpoints_dir, self.log.say)
+        path = self._newest()
         if path is None:
             self.log.drop_after(0)
             return
@@ -116,22 +131,37 @@ class Trainer:
             )
         self.log.say(f"resuming from {path}")
 
+    def _newest(self) -> Path | None:
+        """Return the newest checkpoint that is whole, as the first rank finds it."""
+        step = -1
+        if self.team.is_first:
+            checkpoint.sweep(self.run_dir.checkpoints_dir)
+            path = checkpoint.newest_whole(self.run_dir.checkpoints_dir, self.log.say)
+            step = -1 if path is None else checkpoint.load_progress(path).step
+        step = int(self.team.tell(step))
+        return None if step < 0 else checkpoint.path_of(self.run_dir.checkpoints_dir, step)
+
     def restore(self, path: Path) -> None:
         """Become what the training was when it saved a checkpoint."""
         weights, optimizer, self.progress = checkpoint.load(path, self.fingerprint)
-        set_weights(self.model, weights, path / "model.safetensors")
+        set_weights(self.model, weights, path / "model.safetensors", self.team)
         trainstate.check_optimizer(self.model, optimizer, path)
-        trainstate.set_optimizer(self.optimizer, self.model, optimizer)
+        trainstate.set_optimizer(self.optimizer, self.model, optimizer, self.team)
         trainstate.restore_random_state(optimizer, path)
         self.window.restore(self.progress)
         self.is_saved = True
 
     def snapshot(self) -> checkpoint.Checkpoint:
-        """Return all that resuming needs, as it is now."""
+        """Return all that resuming needs, as it is now; all ranks must ask together."""
         self.window.note(self.progress)
-        weights = {name: weight.detach() for name, weight in self.model.named_parameters()}
-        state = trainstate.optimizer_tensors(self.optimizer, self.model) | trainstate.random_state()
-        return checkpoint.Checkpoint(weights, state, self.progress)
+        state = trainstate.optimizer_tensors(self.optimizer, self.model, self.team)
+        return checkpoint.Checkpoint(
+            self._weights(), state | trainstate.random_state(), self.progress
+        )
+
+    def _weights(self) -> Weights:
+        named = self.model.named_parameters()
+        return {name: self.team.whole(weight.detach()) for name, weight in named}
 
     def made_with(self) -> checkpoint.MadeWith:
         """Return what decides the last bits of this training."""
@@ -146,6 +176,7 @@ class Trainer:
             self.gradients.workers.count,
             native.name(),
             "whole" if room == math.inf else f"halved from {room:,.0f} places",
+            self.team.size,
         )
 
     def open(self, old: Config) -> None:
@@ -162,13 +193,17 @@ class Trainer:
             threads = count(self.gradients.workers.count, "thread")
             device += f", {threads}, kernels {_say_kernels()}"
         self.log.say(f"device   {device}")
+        opening.say_ranks(self.deal)
         self.log.say(f"target   {self._target()}")
 
     def try_largest(self) -> None:
         """Find out at once whether the memory holds the largest batches; leave no trace."""
         state = trainstate.random_state()
         for batch in self.data.largest(self.settings.batch_tokens):
-            self.gradients.accumulate(batch, batch.num_tgt_tokens)
+            share = batch.split(self.deal.num_parts)[0]
+            self.gradients.try_out(share)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.gradients.settle(share)
         self.optimizer.zero_grad(set_to_none=True)
         trainstate.set_random_state(state)
 
@@ -180,20 +215,21 @@ class Trainer:
             last_step: where to end before that, without a validation that was not due.
         """
         start = Position(self.progress.epoch, self.progress.batch)
-        batches = self.data.batches(self.settings.batch_tokens, start)
-        clock = time.monotonic() - self.progress.elapsed_s
+        updates = self.data.updates(self.settings.batch_tokens, start, self.deal)
+        self.signals, self.clock = signals, time.monotonic() - self.progress.elapsed_s
         self.log.open_bar(self._spent())
         while not self._is_done() and self.progress.step != last_step:
-            micro_batches, positions = zip(*islice(batches, self.settings.accumulate), strict=True)
-            self._update(list(micro_batches))
+            dealt = next(updates)
+            self._update(dealt)
             self.is_saved = False
             self.progress.step += 1
-            self.progress.epoch, self.progress.batch = positions[-1].epoch, positions[-1].batch
-            self.progress.elapsed_s = time.monotonic() - clock
+            self.progress.epoch, self.progress.batch = dealt.after.epoch, dealt.after.batch
+            if self.team.size == 1:
+                self.progress.elapsed_s = time.monotonic() - self.clock
             self._report()
             if self._is_due(self.settings.validate_every):
                 self._validate()
-                self.progress.elapsed_s = time.monotonic() - clock
+                self.progress.elapsed_s = self.team.tell(time.monotonic() - self.clock)
             if signals.received:
                 self._save_before_leaving()
                 raise Stopped(signals.received)
@@ -206,7 +242,9 @@ class Trainer:
 
     def finish(self) -> None:
         """Write the better of the averaged and the best checkpoint as the final weights."""
-        self._prune()  # whoever was killed while saving had no time to
+        if self.team.is_first:
+            self._prune()  # whoever was killed while saving had no time to
+        self.team.wait()
         found = self._whole_checkpoints()
         best_step = next(step for step in self.progress.best_steps() if step in found)
         last_steps = [step for step in reversed(found) if self._is_regular(step)]
@@ -214,7 +252,7 @@ class Trainer:
         averaged = last_steps if self.settings.average_of == "last" else best_steps
         averaged = averaged[: self.settings.average]
         weights = checkpoint.average([found[step] for step in averaged], self.fingerprint)
-        set_weights(self.model, weights, self.run_dir.checkpoints_dir)
+        set_weights(self.model, weights, self.run_dir.checkpoints_dir, self.team)
         validation = self._score()
         best_bleu = self.progress.bleu_of_step[str(best_step)]
         name = f"the average of {count(len(averaged), 'checkpoint')}"
@@ -224,7 +262,8 @@ class Trainer:
             name, best = "the best checkpoint", found[best_step] / "model.safetensors"
             weights, averaged = checkpoint.load_model(best, self.fingerprint), [best_step]
         origin = checkpoint.Origin(sorted(averaged), max(best_bleu, validation.bleu))
-        checkpoint.save_model(self.run_dir.model_path, weights, self.fingerprint, origin)
+        if self.team.is_first:
+            checkpoint.save_model(self.run_dir.model_path, weights, self.fingerprint, origin)
         self.log.say(f"{self.run_dir.model_path}: {name}")
 
     def _whole_checkpoints(self) -> dict[int, Path]:
@@ -238,13 +277,11 @@ class Trainer:
                 self.log.say(f"{error} It is left out.")
         return whole
 
-    def _update(self, micro_batches: list[Batch]) -> None:
-        """Make one update; its loss is divided by the target tokens of all micro-batches."""
-        num_tokens = sum(batch.num_tgt_tokens for batch in micro_batches)
-        found = [self.gradients.accumulate(batch, num_tokens) for batch in micro_batches]
-        sums = [own for parts in found for own in parts]
+    def _update(self, dealt: Dealt) -> None:
+        """Make one update; its loss is divided by the target tokens of all shares of all ranks."""
+        sums = self._of_all(self.gradients.add_up(dealt), dealt.num_tokens)
         limit = self.settings.max_grad_norm or math.inf
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.parameters, limit)
+        grad_norm = self.team.whole(torch.nn.utils.clip_grad_norm_(self.parameters, limit))
         step = self.progress.step + 1
         numbers = [grad_norm.double(), *(own.loss.double() for own in sums)]
         if not torch.stack(numbers).isfinite().all():
@@ -259,6 +296,22 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.window.lr, self.window.grad_norm = lr, grad_norm
+
+    def _of_all(self, sums: list[LossSum], num_tokens: int) -> list[LossSum]:
+        """Return the sums of all ranks, who tell each other signals and the time besides."""
+        if self.team.size == 1:
+            return sums
+        elapsed_s = time.monotonic() - self.clock if self.team.is_first else 0.0
+        told = torch.zeros(3 + len(STOPPING), dtype=torch.float64, device=self.device)
+        for own in sums:
+            told[0] += own.loss.detach()
+            told[1] += own.nll
+        told[2:] = torch.tensor([elapsed_s, *(self.signals.received == one for one in STOPPING)])
+        told = self.team.add(told)
+        self.progress.elapsed_s, *signalled = told[2:].tolist()
+        received = [one for one, count in zip(STOPPING, signalled, strict=True) if count]
+        self.signals.received = max(received, default=0)
+        return [LossSum(told[0], told[1], num_tokens)]
 
     def _leave_out(self, step: int) -> None:
         """Count an update whose loss or gradient is not finite, and change nothing else.
@@ -282,7 +335,7 @@ class Trainer:
         Raises:
             RunError: if there are some.
         """
-        if not all(parameter.isfinite().all() for parameter in self.parameters):
+        if not all(self.team.own(weight).isfinite().all() for weight in self.parameters):
             raise RunError(f"the weights are no longer finite numbers; {self._remedy()}")
 
     def _remedy(self) -> str:
@@ -351,19 +404,30 @@ class Trainer:
 
     @torch.no_grad()
     def _score(self, show_examples: bool = False) -> Validation:
-        self.model.eval()
-        sums = [self.gradients.loss(batch.to(self.device)) for batch in self.valid_batches]
-        num_tokens = sum(part.num_tokens for part in sums)
-        if not math.isfinite(sum(float(part.loss) for part in sums)):
+        translator = self._translator()
+        model, smoothing = translator.model.eval(), self.settings.label_smoothing
+        batches = self.valid_batches[self.team.rank :: self.team.size]
+        sums = [loss_of(model, batch.to(self.device), smoothing) for batch in batches]
+        own = [sum(float(value) for value in values) for values in zip(*sums, strict=True)]
+        told = torch.tensor(own or [0.0, 0.0, 0.0], dtype=torch.float64, device=self.device)
+        loss, nll, num_tokens = self.team.add(told).tolist()
+        if not math.isfinite(loss):
             raise RunError(f"the loss on the validation set is not finite; {self._remedy()}")
-        hypotheses = self.translator.translate(self.valid.src)
+        hypotheses = translator.translate(self.valid.src)
         if show_examples:
             self._show(hypotheses)
-        return Validation(
-            sum(float(part.loss) for part in sums) / num_tokens,
-            sum(float(part.nll) for part in sums) / num_tokens,
-            bleu(hypotheses, self.valid.tgt),
-        )
+        found = bleu(hypotheses, self.valid.tgt) if self.team.is_first else 0.0
+        return Validation(loss / num_tokens, nll / num_tokens, self.team.tell(found))
+
+    def _translator(self) -> Translator:
+        """Return what translates with the weights as they are; all ranks must ask together."""
+        if self.team.size == 1 or self.settings.parallel == "ddp":
+            return self.translator
+        with torch.random.fork_rng():  # its first weights are drawn in vain
+            model = build_model(self.config.model, self.tokenizer).to(self.device)
+        model.compute_in(self.compute_dtype)
+        set_weights(model, self._weights(), self.run_dir.checkpoints_dir)
+        return self.translator.with_models([model])
 
     def _show(self, hypotheses: list[str]) -> None:
         """Show translations of sentences from all over the validation set."""
@@ -408,10 +472,15 @@ class Trainer:
         self._check_weights()
         if self.is_saved:
             return
-        directory = self.run_dir.checkpoints_dir
-        checkpoint.save(directory, *self.snapshot(), self.fingerprint, self.made_with())
-        self.is_saved = True
-        self._prune()
+        snapshot, is_saved = self.snapshot(), False
+        try:
+            if self.team.is_first:
+                directory = self.run_dir.checkpoints_dir
+                checkpoint.save(directory, *snapshot, self.fingerprint, self.made_with())
+                is_saved = True
+                self._prune()
+        finally:
+            self.is_saved = bool(self.team.tell(is_saved))
 
     def _prune(self) -> None:
         """Delete the checkpoints that are neither of the last nor of the best."""

@@ -8,14 +8,17 @@ import torch
 
 from mtrain.checkpoint import Weights
 from mtrain.errors import RunError
+from mtrain.team import ALONE, Team
 
 _ADAM = ("step", "exp_avg", "exp_avg_sq")  # what it keeps of each parameter
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Weights:
-    """Return what the optimizer remembers of each parameter."""
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, team: Team = ALONE
+) -> Weights:
+    """Return what the optimizer remembers of each parameter, whole."""
     return {
-        f"{key}.{name}": value
+        f"{key}.{name}": team.whole(value)
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state[parameter].items()
     }
@@ -39,12 +42,19 @@ def check_optimizer(model: torch.nn.Module, tensors: Weights, path: Path) -> Non
 
 
 def set_optimizer(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module, tensors: Weights
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    tensors: Weights,
+    team: Team = ALONE,
 ) -> None:
     """Let the optimizer remember what it did when a checkpoint was saved."""
     for name, parameter in model.named_parameters():
         for key in _ADAM:
-            optimizer.state[parameter][key] = tensors[f"{key}.{name}"].to(parameter.device)
+            value = tensors[f"{key}.{name}"]
+            is_alike = key != "step"  # which is one number
+            optimizer.state[parameter][key] = (
+                team.laid_out_as(value, parameter) if is_alike else value.to(parameter.device)
+            )
 
 
 def random_state() -> Weights:

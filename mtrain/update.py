@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mtrain import kernels
 from mtrain.batch import Batch
+from mtrain.data import Dealt
 from mtrain.errors import RunError
 from mtrain.loss import LossSum, label_smoothed
 from mtrain.model import Transformer
@@ -24,10 +25,13 @@ _OUT_OF_MEMORY = ("can't allocate memory", "could not create a primitive")  # Py
 
 
 class Task(NamedTuple):
-    """A part of an update: its pairs, the target tokens of the whole update, and what to drop."""
+    """A part of an update: its pairs, what its loss is divided by, and what to drop.
+
+    A single rank divides by the target tokens of the whole update.
+    """
 
     batch: Batch
-    num_tokens: int
+    num_tokens: float
     seed: int | None
 
 
@@ -55,12 +59,28 @@ class Gradients:
         device: torch.device,
         say: Callable[[str], None],
     ) -> None:
-        self.model, self.smoothing, self.device, self._say = model, smoothing, device, say
+        self.model, self.smoothing, self.device, self.say = model, smoothing, device, say
         self.parameters = list(model.parameters())
         self.workers = Workers()
         self.room = math.inf  # places of a batch that the memory did not hold
 
-    def accumulate(self, batch: Batch, num_tokens: int) -> list[LossSum]:
+    def add_up(self, dealt: Dealt) -> list[LossSum]:
+        """Add the gradients of an update; return the sums of its parts.
+
+        Raises:
+            RunError: if the memory does not hold a single pair.
+        """
+        found = [self.accumulate(share.batch, dealt.num_tokens) for share in dealt.shares]
+        return [own for parts in found for own in parts]
+
+    def try_out(self, batch: Batch) -> None:
+        """Find out whether the memory holds a batch; leave no trace but what is known of it."""
+        self.accumulate(batch, batch.num_tgt_tokens)
+
+    def settle(self, batch: Batch) -> None:
+        """Be ready for the first update, after what was tried out, `batch` among it."""
+
+    def accumulate(self, batch: Batch, num_tokens: float) -> list[LossSum]:
         """Add a batch's gradients to those of the update, in halves if the memory needs it.
 
         Raises:
@@ -73,7 +93,7 @@ class Gradients:
                 for part in parts:
                     _add_grads(self.parameters, part.grads)
                 return [part.sums for part in parts]
-            self._note_room(batch)
+            self.note_room(batch)
         return [own for half in batch.split(2) for own in self.accumulate(half, num_tokens)]
 
     def _try(self, tasks: list[Task]) -> list[Part] | None:
@@ -81,13 +101,13 @@ class Gradients:
         try:
             return self.workers.map(self.differentiate, tasks)
         except (MemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return None
 
-    def _note_room(self, batch: Batch) -> None:
+    def note_room(self, batch: Batch) -> None:
         """Remember the size of a batch that the memory does not hold, and say it.
 
         Raises:
@@ -99,12 +119,12 @@ class Gradients:
                 "or a lower `data.max_tokens`."
             )
         self.room = batch.num_places
-        self._say(
+        self.say(
             f"memory   does not hold a batch of {len(batch.src_BS):,} pairs; such batches are made "
             "in halves, and the updates stay the same"
         )
 
-    def share_out(self, batch: Batch, num_tokens: int) -> list[Task]:
+    def share_out(self, batch: Batch, num_tokens: float) -> list[Task]:
         """Split a batch over the threads of a CPU; a GPU takes it whole."""
         if self.device.type != "cpu":
             return [Task(batch.to(self.device), num_tokens, None)]
@@ -122,14 +142,15 @@ class Gradients:
 
     def loss(self, batch: Batch) -> LossSum:
         """Return the sums of a batch's loss, with a gradient where one is wanted."""
-        states_BTD = self.model(batch.src_BS, batch.src_keep_BS, batch.tgt_in_BT)
-        return label_smoothed(
-            states_BTD,
-            self.model.output.weight,
-            batch.tgt_out_BT,
-            batch.tgt_keep_BT,
-            self.smoothing,
-        )
+        return loss_of(self.model, batch, self.smoothing)
+
+
+def loss_of(model: Transformer, batch: Batch, smoothing: float) -> LossSum:
+    """Return the sums of a batch's loss under a model."""
+    states_BTD = model(batch.src_BS, batch.src_keep_BS, batch.tgt_in_BT)
+    return label_smoothed(
+        states_BTD, model.output.weight, batch.tgt_out_BT, batch.tgt_keep_BT, smoothing
+    )
 
 
 def _add_grads(parameters: list[torch.nn.Parameter], grads: tuple[Tensor, ...]) -> None:
@@ -140,7 +161,8 @@ def _add_grads(parameters: list[torch.nn.Parameter], grads: tuple[Tensor, ...]) 
             parameter.grad += grad
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
+    """Tell whether an error says that the memory does not hold something."""
     if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
         return True
     return any(words in str(error) for words in _OUT_OF_MEMORY)

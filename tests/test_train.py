@@ -27,6 +27,7 @@ from mtrain import cli as command_line
 from mtrain import config as configs
 from mtrain import train as training
 from mtrain.batch import Batch
+from mtrain.data import Dealt, dealt_whole
 from mtrain.errors import RunError
 from mtrain.loss import LossSum
 from mtrain.rundir import RunDir
@@ -285,7 +286,7 @@ def test_two_micro_batches_make_the_update_that_one_batch_of_both_makes(
     for micro_batches in ([whole], [first, second]):
         with RunLog(tmp_path / "metrics.jsonl") as log:
             trainer = Trainer(config, run, log)
-            trainer._update(micro_batches)
+            trainer._update(dealt_whole(micro_batches))
         rates = trainer.window.rates()
         weights = {name: w.detach() for name, w in trainer.model.named_parameters()}
         results.append((float(trainer.window.grad_norm), rates.loss, rates.nll, weights))
@@ -316,7 +317,7 @@ def test_the_gradient_is_divided_by_the_tokens_of_the_whole_update(
         gradients = [parameter.grad for parameter in trainer.model.parameters()]
         expected = torch.cat([grad.flatten() for grad in gradients if grad is not None]).norm()
         trainer.optimizer.zero_grad(set_to_none=True)
-        trainer._update(micro_batches)
+        trainer._update(dealt_whole(micro_batches))
     assert float(trainer.window.grad_norm) == pytest.approx(float(expected), rel=1e-4)
 
 
@@ -704,11 +705,11 @@ def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int], value: float) -> Non
     """Let one number of the gradient be no number at some steps."""
     make = Trainer._update
 
-    def spoilt(trainer: Trainer, micro_batches: Any) -> None:
+    def spoilt(trainer: Trainer, dealt: Dealt) -> None:
         with monkeypatch.context() as patch:
             if trainer.progress.step + 1 in steps:
                 patch.setattr(Gradients, "differentiate", spoilt_part)
-            make(trainer, micro_batches)
+            make(trainer, dealt)
 
     def spoilt_part(gradients: Gradients, task: Task) -> Part:
         part = differentiate(gradients, task)
@@ -1001,11 +1002,11 @@ def signalled_twice(source: Path, run: str, number: int) -> None:
     """Do what `mtrain train` does, with two signals in the middle of its third update."""
     update = Trainer._update
 
-    def interrupted(trainer: Trainer, micro_batches: list[Batch]) -> None:
+    def interrupted(trainer: Trainer, dealt: Dealt) -> None:
         if trainer.progress.step == 2:
             signal.raise_signal(number)
             signal.raise_signal(number)
-        update(trainer, micro_batches)
+        update(trainer, dealt)
 
     Trainer._update = interrupted  # type: ignore[method-assign]
     sys.argv = ["mtrain", "train", str(source), "--run", run, "--set", "training.save_every=1"]

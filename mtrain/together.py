@@ -1,0 +1,116 @@
+"""A verb in several processes: how they meet, who writes, and who says what went wrong.
+
+Part of the command line, and as light: a process that is alone loads nothing for it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mtrain.errors import ConfigError, LostError, UserError
+from mtrain.launch import launched
+from mtrain.team import ALONE, Team
+
+if TYPE_CHECKING:
+    from mtrain.config import DecodingConfig
+    from mtrain.rundir import RunDir
+    from mtrain.translate import Loading, Translator, Wanted
+
+
+def rank() -> str:
+    """Return this process's name, where there are several."""
+    launch = launched()
+    return f"rank {launch.rank}: " if launch is not None else ""
+
+
+def refuse_ranks(what: str) -> None:
+    """Refuse to do in several processes what only one can do."""
+    launch = launched()
+    if launch is not None:
+        raise ConfigError(
+            f"`{what}` must run in one process, but torchrun started {launch.size}; leave torchrun "
+            "out."
+        )
+
+
+@contextmanager
+def one_of_many() -> Iterator[None]:
+    """Keep every rank but the first silent until all have met.
+
+    The first has the same command line, and says what is wrong with it.
+    """
+    launch = launched()
+    if launch is None or launch.rank == 0:
+        yield
+        return
+    with Path(os.devnull).open("w") as nothing:
+        sys.stdout = sys.stderr = nothing
+        try:
+            yield
+        except (UserError, SystemExit):
+            if sys.stderr is nothing:
+                sys.exit(0)
+            raise
+        finally:
+            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+
+
+@contextmanager
+def together(advice: str) -> Iterator[Team]:
+    """Meet the ranks that torchrun started. Of all that goes wrong, one rank says one thing.
+
+    Args:
+        advice: how to go on where a rank has ended without a word.
+    """
+    launch = launched()
+    if launch is None:
+        yield ALONE
+        return
+    from mtrain import distributed  # and with it torch
+
+    team = distributed.join(launch)
+    sys.stderr = sys.__stderr__
+    try:
+        yield team
+        team.leave()
+    except (UserError, OSError):
+        _leave_unless_first_to_speak(team)
+        raise
+    except RuntimeError as error:
+        _leave_unless_first_to_speak(team)
+        if distributed.is_lost(error):
+            raise LostError(
+                f"another rank has ended without a word: killed, or its machine is gone; {advice}"
+            ) from None
+        print(f"mtrain: {rank()}has failed, and all ranks end; where it failed:", file=sys.stderr)
+        raise
+
+
+def _leave_unless_first_to_speak(team: Team) -> None:
+    """End silently if another rank has said why all end."""
+    if not team.may_speak():
+        sys.exit(2)
+
+
+@contextmanager
+def load_together(
+    runs: list[RunDir], decoding: DecodingConfig, loading: Loading, wanted: Wanted
+) -> Iterator[Translator | None]:
+    """Load runs on every rank; only the first is given a translator, for which the others work."""
+    from mtrain.crew import follow, leading
+    from mtrain.translate import load
+
+    with together("run it again.") as team:
+        own = load(runs, decoding, replace(loading, team=team), wanted)
+        if team.is_first:
+            with leading(own) as translator:
+                yield translator
+        else:
+            follow(own)
+            yield None
