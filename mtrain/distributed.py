@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 
 import torch
@@ -23,6 +24,7 @@ from mtrain.team import Team
 # vanishes without closing any.
 _TIMEOUT = timedelta(minutes=10)
 _PATIENCE = timedelta(days=30)  # while one rank does what the others wait for
+_HEAD_START_S = 0.5  # what is wrong on all ranks alike, the first is to say
 _LOST = ("gloo", "connection closed by peer", "connection reset by peer", "broken pipe", "nccl")
 
 
@@ -109,6 +111,10 @@ class Ranks(Team):
     def may_speak(self) -> bool:
         """Tell whether no rank has said why it ends; from now on, one has."""
         try:
+            if self._store.add("said", 0):  # at once: its keeper may end soon
+                return False
+            if not self.is_first:
+                time.sleep(_HEAD_START_S)
             return int(self._store.add("said", 1)) == 1
         except RuntimeError:  # the machine that kept the store is gone
             return True

@@ -3,50 +3,34 @@
 from __future__ import annotations
 
 import math
-import resource
-import sys
 import time
 from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from mtrain import __version__, checkpoint, kernels, native, prepare, tokenizer, trainstate
+from mtrain import checkpoint, circumstances, kernels, prepare, tokenizer, trainstate
 from mtrain import config as configs
-from mtrain.batch import Batch, collate
 from mtrain.checkpoint import Progress, Weights
 from mtrain.config import Config
-from mtrain.data import Deal, Dealt, Position, TrainingData, plan_batches
+from mtrain.data import Deal, Dealt, Position, TrainingData
 from mtrain.errors import RunError, WriteError
 from mtrain.evaluate import bleu
 from mtrain.loss import LossSum
 from mtrain.model import num_parameters
 from mtrain.opening import Opening, count
-from mtrain.prepare import Lines
 from mtrain.rundir import RunDir
 from mtrain.runlog import Mute, RunLog
 from mtrain.schedule import learning_rate
+from mtrain.scoring import Validation, ValidationSet
 from mtrain.signals import STOPPING, Signals, Stopped
 from mtrain.team import ALONE, Team
-from mtrain.tokenizer import Tokenizer
 from mtrain.translate import Translator, build_model, pick_device, set_weights
-from mtrain.update import Gradients, loss_of
+from mtrain.update import Gradients
 from mtrain.window import Window
 
-_NUM_EXAMPLES = 3
-_MAX_EXAMPLE = 145  # characters of an example: two lines of a terminal
 _MAX_LEFT_OUT = 10  # updates in a row that are not finite
 _BAR_INTERVAL_S = 0.5
-
-
-class Validation(NamedTuple):
-    """How a model does on the validation set: per target token, and in BLEU by greedy search."""
-
-    loss: float
-    nll: float
-    bleu: float
 
 
 def train(config: Config, run: RunDir, team: Team = ALONE) -> None:
@@ -86,8 +70,8 @@ class Trainer:
         self.data = TrainingData(
             run.data_dir, self.tokenizer, config.seed, config.tokenizer.sampling_alpha
         )
-        self.valid = prepare.read_valid(run)
-        self.valid_batches = _valid_batches(self.valid, self.tokenizer, self.settings.batch_tokens)
+        valid, batch_tokens = prepare.read_valid(run), self.settings.batch_tokens
+        self.valid = ValidationSet(valid, self.tokenizer, batch_tokens)
         self.model = build_model(config.model, self.tokenizer).to(self.device)
         self.compute_dtype = kernels.compute_dtype(self.settings.precision, self.device)
         self.model.compute_in(self.compute_dtype)
@@ -165,18 +149,9 @@ class Trainer:
 
     def made_with(self) -> checkpoint.MadeWith:
         """Return what decides the last bits of this training."""
-        processor = f"{native.processor()}, {torch.backends.cpu.get_cpu_capability()}"
-        room = self.gradients.room
-        return checkpoint.MadeWith(
-            __version__,
-            torch.__version__,
-            self.device.type,
-            torch.cuda.get_device_name() if self.device.type == "cuda" else processor,
-            str(self.compute_dtype).removeprefix("torch."),
-            self.gradients.workers.count,
-            native.name(),
-            "whole" if room == math.inf else f"halved from {room:,.0f} places",
-            self.team.size,
+        own = self.gradients
+        return circumstances.made_with(
+            self.device, self.compute_dtype, own.workers.count, own.room, self.team.size
         )
 
     def open(self, old: Config) -> None:
@@ -187,11 +162,11 @@ class Trainer:
         opening.note_left_out(len(self.data))
         configs.save(self.config, self.run_dir.config_path)
         num_weights = num_parameters(self.model)
-        opening.say_header(self.data, self.tokenizer, len(self.valid.src), num_weights)
+        opening.say_header(self.data, self.tokenizer, len(self.valid.lines.src), num_weights)
         device = f"{self.device}, {str(self.compute_dtype).removeprefix('torch.')}"
         if self.device.type == "cpu":
             threads = count(self.gradients.workers.count, "thread")
-            device += f", {threads}, kernels {_say_kernels()}"
+            device += f", {threads}, kernels {circumstances.say_kernels()}"
         self.log.say(f"device   {device}")
         opening.say_ranks(self.deal)
         self.log.say(f"target   {self._target()}")
@@ -371,7 +346,7 @@ class Trainer:
                     "grad_norm": float(self.window.grad_norm),
                     "left_out": self.progress.num_left_out,
                     "elapsed_s": self.progress.elapsed_s,
-                    "memory_mib": _memory_mib(self.device),
+                    "memory_mib": circumstances.memory_mib(self.device),
                 }
             )
             self.window = Window()
@@ -405,19 +380,14 @@ class Trainer:
     @torch.no_grad()
     def _score(self, show_examples: bool = False) -> Validation:
         translator = self._translator()
-        model, smoothing = translator.model.eval(), self.settings.label_smoothing
-        batches = self.valid_batches[self.team.rank :: self.team.size]
-        sums = [loss_of(model, batch.to(self.device), smoothing) for batch in batches]
-        own = [sum(float(value) for value in values) for values in zip(*sums, strict=True)]
-        told = torch.tensor(own or [0.0, 0.0, 0.0], dtype=torch.float64, device=self.device)
-        loss, nll, num_tokens = self.team.add(told).tolist()
-        if not math.isfinite(loss):
+        loss = self.valid.loss(translator.model, self.settings.label_smoothing, self.team)
+        if not math.isfinite(loss.loss):
             raise RunError(f"the loss on the validation set is not finite; {self._remedy()}")
-        hypotheses = translator.translate(self.valid.src)
-        if show_examples:
-            self._show(hypotheses)
-        found = bleu(hypotheses, self.valid.tgt) if self.team.is_first else 0.0
-        return Validation(loss / num_tokens, nll / num_tokens, self.team.tell(found))
+        hypotheses = translator.translate(self.valid.lines.src)
+        for line in self.valid.examples(hypotheses) if show_examples else []:
+            self.log.say(line)
+        found = bleu(hypotheses, self.valid.lines.tgt) if self.team.is_first else 0.0
+        return Validation(loss.loss, loss.nll, self.team.tell(found))
 
     def _translator(self) -> Translator:
         """Return what translates with the weights as they are; all ranks must ask together."""
@@ -428,15 +398,6 @@ class Trainer:
         model.compute_in(self.compute_dtype)
         set_weights(model, self._weights(), self.run_dir.checkpoints_dir)
         return self.translator.with_models([model])
-
-    def _show(self, hypotheses: list[str]) -> None:
-        """Show translations of sentences from all over the validation set."""
-        count = min(_NUM_EXAMPLES, len(hypotheses))
-        for index in range(count):
-            row = (2 * index + 1) * len(hypotheses) // (2 * count)
-            self.log.say(f"  source       {_clip(self.valid.src[row])}")
-            self.log.say(f"  reference    {_clip(self.valid.tgt[row])}")
-            self.log.say(f"  translation  {_clip(hypotheses[row])}")
 
     def _try_to_save(self) -> None:
         """Save; if the disk does not take it, say so and train on."""
@@ -528,43 +489,5 @@ def _check_model(config: Config, run: RunDir) -> None:
         )
 
 
-def _valid_batches(lines: Lines, vocabulary: Tokenizer, batch_tokens: int) -> list[Batch]:
-    """Encode the validation set once, in batches of like length."""
-    src, tgt = vocabulary.encode_src(lines.src), vocabulary.tgt.encode(lines.tgt)
-    src_lengths = np.array([len(ids) for ids in src], dtype=np.int32)
-    tgt_lengths = np.array([len(ids) + 1 for ids in tgt], dtype=np.int32)
-    plan = plan_batches(src_lengths, tgt_lengths, batch_tokens, np.random.default_rng(0))
-    special = vocabulary.tgt
-    return [
-        collate(
-            [src[row] for row in rows],
-            [tgt[row] for row in rows],
-            special.pad,
-            special.bos,
-            special.eos,
-        )
-        for rows in plan
-    ]
-
-
 def _perplexity(nll: float) -> float:
     return math.exp(min(nll, 700.0))
-
-
-def _say_kernels() -> str:
-    if native.compiled() is not None:
-        return "compiled"
-    return f"plain ({'no C compiler was found' if native.is_wanted() else 'MTRAIN_NATIVE=0'})"
-
-
-def _memory_mib(device: torch.device) -> float:
-    """Return the most memory that was in use: the device's, or the process's."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    unit = 2**20 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-
-
-def _clip(text: str) -> str:
-    """Cut a line for the screen: an early model repeats itself without end."""
-    return text if len(text) <= _MAX_EXAMPLE else text[: _MAX_EXAMPLE - 3] + "..."

@@ -452,7 +452,7 @@ TRAINING = [
     ),
     train(
         "resumes without Adam's moments",
-        "        trainstate.set_optimizer(self.optimizer, self.model, optimizer)\n",
+        "        trainstate.set_optimizer(self.optimizer, self.model, optimizer, self.team)\n",
         "",
         "stopped_and_went_on",
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
+import signal
 import sys
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -12,8 +12,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from mtrain import config as configs
+from mtrain import distributed
+from mtrain import train as training
 from mtrain.cli import main
+from mtrain.launch import launched
+from mtrain.rundir import RunDir
+from mtrain.runlog import RunLog
+from mtrain.team import Team
+from mtrain.train import Trainer
 
 PATIENCE_S = 120
 
@@ -47,10 +57,11 @@ class Ranks:
     ) -> list[ForkServerProcess]:
         """Start `function(*arguments)` on each of some ranks."""
         context: ForkServerContext = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["mtrain.train", "mtrain.replicas", "mtrain.crew"])
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        context.set_forkserver_preload(["ranks", "datasets", "mtrain.replicas", "mtrain.crew"])
+        self.store = torch.distributed.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )
+        port = self.store.port
         self.count += 1
         processes = [
             context.Process(
@@ -98,7 +109,8 @@ def _rank(
         os.dup2(os.open(f"{stem}.{end}", os.O_WRONLY | os.O_CREAT), number)
     sys.stdin = sys.__stdin__ = open(os.devnull)  # noqa: SIM115, PTH123
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
-    os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ |= {key: str(value) for key, value in place.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     function(*arguments)
 
 
@@ -106,6 +118,74 @@ def command_line(arguments: list[str]) -> None:
     """Do what `mtrain ARGUMENTS` does."""
     sys.argv = ["mtrain", *arguments]
     main()
+
+
+CASES = [  # the type of numbers, how many batches an update has, and of how many tokens each
+    (dtype, accumulate, batch_tokens)
+    for dtype in ("float64", "float32")
+    for accumulate, batch_tokens in ((4, 192), (1, 192), (3, 96), (1, 32))
+]
+
+
+def gradients(source: Path, run: str, team: Team, settings: list[str]) -> dict[str, torch.Tensor]:
+    """Return what all ranks together find to be the gradient of an update, in every case."""
+    found = {}
+    build = training.build_model
+    for dtype, accumulate, batch_tokens in CASES:
+        own = [*settings, f"training.accumulate={accumulate}", "model.dropout=0.0"]
+        own += [f"training.batch_tokens={batch_tokens}"]
+        config = configs.load(source, own, run)
+        training.build_model = lambda *made: build(*made).to(getattr(torch, dtype))  # noqa: B023
+        with RunLog(Path(f"{run}-{team.rank}.jsonl")) as log:
+            trainer = Trainer(config, RunDir(Path(run)), log, team)
+        trainer.model.compute_in(getattr(torch, dtype))
+        updates = trainer.data.updates(batch_tokens, training.Position(0, 2), trainer.deal)
+        trainer.gradients.add_up(next(updates))
+        for name, weight in trainer.model.named_parameters():
+            assert weight.grad is not None
+            found[f"{dtype} {accumulate} {batch_tokens} {name}"] = team.whole(weight.grad).clone()
+    training.build_model = build
+    return found
+
+
+def save_gradients(source: Path, run: str, settings: list[str], path: Path) -> None:
+    place = launched()
+    assert place is not None
+    team = distributed.join(place)
+    found = gradients(source, run, team, settings)
+    if team.is_first:
+        save_file(found, path)
+    team.leave()
+
+
+def stopped(arguments: list[str], step: int, number: int) -> None:
+    """Do what the command line does; a signal comes to the last rank alone, before an update."""
+    place, update = launched(), Trainer._update
+
+    def interrupted(trainer: Trainer, dealt: Any) -> None:
+        is_last = place is not None and place.rank == place.size - 1
+        if trainer.progress.step + 1 == step and is_last:
+            os.kill(os.getpid(), number)
+        update(trainer, dealt)
+
+    Trainer._update = interrupted  # type: ignore[method-assign]
+    command_line(arguments)
+
+
+def failing(arguments: list[str], rank: int, error: BaseException | None) -> None:
+    """Do what the command line does; before its third update a rank fails, or is killed."""
+    place, update = launched(), Trainer._update
+
+    def broken(trainer: Trainer, dealt: Any) -> None:
+        if trainer.progress.step == 2 and place is not None and place.rank == rank:
+            if error is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            else:
+                raise error
+        update(trainer, dealt)
+
+    Trainer._update = broken  # type: ignore[method-assign]
+    command_line(arguments)
 
 
 @pytest.fixture

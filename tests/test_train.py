@@ -22,11 +22,11 @@ from conftest import Cli, at_a_terminal
 from safetensors.torch import load_file
 from tasks import prepared, reverse_task, stop_at, train, write_task
 
-from mtrain import checkpoint, tokenizer, update
+from mtrain import checkpoint, native, tokenizer, update
 from mtrain import cli as command_line
 from mtrain import config as configs
 from mtrain import train as training
-from mtrain.batch import Batch
+from mtrain.batch import Batch, collate
 from mtrain.data import Dealt, dealt_whole
 from mtrain.errors import RunError
 from mtrain.loss import LossSum
@@ -279,7 +279,7 @@ def test_two_micro_batches_make_the_update_that_one_batch_of_both_makes(
     src, tgt = vocabulary.encode_src(lines), vocabulary.tgt.encode(lines)
     special = vocabulary.tgt
     whole, first, second = (
-        training.collate(src[rows], tgt[rows], special.pad, special.bos, special.eos)
+        collate(src[rows], tgt[rows], special.pad, special.bos, special.eos)
         for rows in (slice(0, 9), slice(0, 2), slice(2, 9))
     )
     results = []
@@ -691,7 +691,7 @@ def test_a_loss_that_is_not_finite_stops_the_training_before_the_update(
     kernels: str,
 ) -> None:
     if kernels == "plain":
-        monkeypatch.setattr(training.native, "compiled", lambda: None)
+        monkeypatch.setattr(native, "compiled", lambda: None)
     wild = ["--set", "training.lr=1e30", "--set", "training.warmup_steps=0"]
     wild += ["--set", f"training.precision={precision}"]
     outcome = cli("train", source, *wild, "--run", tmp_path / "run")
