@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mtrain import kernels
 from mtrain.batch import Batch
 from mtrain.data import Dealt
-from mtrain.errors import RunError
+from mtrain.errors import ConfigError, RunError
 from mtrain.loss import LossSum
 from mtrain.model import Transformer
 from mtrain.team import Team
@@ -94,10 +94,19 @@ class SharedGradients(Gradients):
 
 
 class Replicas(SharedGradients):
-    """Every rank has the whole model, and all make the same update of it."""
+    """Every rank has the whole model, and all make the same update of it.
+
+    Raises:
+        ConfigError: if gradients are to travel in a type that PyTorch's hook does not take here.
+    """
 
     def __init__(self, alone: Gradients, team: Team, exchange: Exchange) -> None:
         super().__init__(alone, team)
+        if exchange == "bfloat16" and self.device.type != "cuda":
+            raise ConfigError(
+                "`training.exchange` must be float32 for `training.parallel: ddp` on a CPU, where "
+                "PyTorch has no hook for it, but is 'bfloat16' instead."
+            )
         self._replica = DistributedDataParallel(
             LossModel(self.model, self.smoothing), gradient_as_bucket_view=True
         )

@@ -5,13 +5,12 @@ Part of the command line, and as light: a process that is alone loads nothing fo
 
 from __future__ import annotations
 
-import os
+import io
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from mtrain.errors import ConfigError, LostError, UserError
 from mtrain.launch import launched
@@ -24,8 +23,11 @@ if TYPE_CHECKING:
 
 
 def rank() -> str:
-    """Return this process's name, where there are several."""
-    launch = launched()
+    """Return this process's name, where there are several and it has one."""
+    try:
+        launch = launched()
+    except ConfigError:
+        return ""
     return f"rank {launch.rank}: " if launch is not None else ""
 
 
@@ -49,16 +51,30 @@ def one_of_many() -> Iterator[None]:
     if launch is None or launch.rank == 0:
         yield
         return
-    with Path(os.devnull).open("w") as nothing:
-        sys.stdout = sys.stderr = nothing
-        try:
-            yield
-        except (UserError, SystemExit):
-            if sys.stderr is nothing:
-                sys.exit(0)
-            raise
-        finally:
-            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    out, err = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = _Nowhere(out), _Nowhere(err)
+    try:
+        yield
+    except LostError:
+        raise
+    except (UserError, SystemExit):
+        if isinstance(sys.stderr, _Nowhere):
+            sys.exit(0)
+        raise
+    finally:
+        sys.stdout, sys.stderr = out, err
+
+
+class _Nowhere(io.StringIO):
+    """Takes what nobody is to hear, in the place of another stream."""
+
+    def __init__(self, instead_of: TextIO) -> None:
+        super().__init__()
+        self.instead_of = instead_of
+
+    def write(self, text: str) -> int:
+        """Forget it."""
+        return len(text)
 
 
 @contextmanager
@@ -75,7 +91,8 @@ def together(advice: str) -> Iterator[Team]:
     from mtrain import distributed  # and with it torch
 
     team = distributed.join(launch)
-    sys.stderr = sys.__stderr__
+    if isinstance(sys.stderr, _Nowhere):
+        sys.stderr = sys.stderr.instead_of
     try:
         yield team
         team.leave()

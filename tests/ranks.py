@@ -16,14 +16,19 @@ import torch
 from safetensors.torch import save_file
 
 from mtrain import config as configs
-from mtrain import distributed
+from mtrain import distributed, replicas, update
 from mtrain import train as training
+from mtrain.batch import Batch
 from mtrain.cli import main
+from mtrain.data import Dealt
 from mtrain.launch import launched
+from mtrain.loss import LossSum
+from mtrain.model import Transformer
 from mtrain.rundir import RunDir
 from mtrain.runlog import RunLog
 from mtrain.team import Team
 from mtrain.train import Trainer
+from mtrain.update import loss_of
 
 PATIENCE_S = 120
 
@@ -160,13 +165,13 @@ def save_gradients(source: Path, run: str, settings: list[str], path: Path) -> N
 
 def stopped(arguments: list[str], step: int, number: int) -> None:
     """Do what the command line does; a signal comes to the last rank alone, before an update."""
-    place, update = launched(), Trainer._update
+    place, make = launched(), Trainer._update
 
     def interrupted(trainer: Trainer, dealt: Any) -> None:
         is_last = place is not None and place.rank == place.size - 1
         if trainer.progress.step + 1 == step and is_last:
             os.kill(os.getpid(), number)
-        update(trainer, dealt)
+        make(trainer, dealt)
 
     Trainer._update = interrupted  # type: ignore[method-assign]
     command_line(arguments)
@@ -174,7 +179,7 @@ def stopped(arguments: list[str], step: int, number: int) -> None:
 
 def failing(arguments: list[str], rank: int, error: BaseException | None) -> None:
     """Do what the command line does; before its third update a rank fails, or is killed."""
-    place, update = launched(), Trainer._update
+    place, make = launched(), Trainer._update
 
     def broken(trainer: Trainer, dealt: Any) -> None:
         if trainer.progress.step == 2 and place is not None and place.rank == rank:
@@ -182,9 +187,27 @@ def failing(arguments: list[str], rank: int, error: BaseException | None) -> Non
                 os.kill(os.getpid(), signal.SIGKILL)
             else:
                 raise error
-        update(trainer, dealt)
+        make(trainer, dealt)
 
     Trainer._update = broken  # type: ignore[method-assign]
+    command_line(arguments)
+
+
+def short_of_memory(arguments: list[str], rank: int, num_places: int) -> None:
+    """Do what the command line does; from the second update on, a rank has little memory."""
+    place, make = launched(), Trainer._update
+
+    def limited(model: Transformer, batch: Batch, smoothing: float) -> LossSum:
+        if batch.num_places > num_places:
+            raise MemoryError
+        return loss_of(model, batch, smoothing)
+
+    def updated(trainer: Trainer, dealt: Dealt) -> None:
+        if trainer.progress.step == 1 and place is not None and place.rank == rank:
+            update.loss_of = replicas.loss_of = limited
+        make(trainer, dealt)
+
+    Trainer._update = updated  # type: ignore[method-assign]
     command_line(arguments)
 
 

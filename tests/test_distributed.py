@@ -11,13 +11,23 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Cli
-from ranks import Ranks, failing, gradients, needs_fork_server, ranks, save_gradients, stopped
+from ranks import (
+    Ranks,
+    failing,
+    gradients,
+    needs_fork_server,
+    ranks,
+    save_gradients,
+    short_of_memory,
+    stopped,
+)
 from safetensors.torch import load_file
 from tasks import prepared, reverse_task, train, write_task
 from test_train import step_lines, timeless, weights
 
-from mtrain import checkpoint
+from mtrain import checkpoint, tokenizer
 from mtrain import config as configs
+from mtrain.data import Deal, Dealt, Position, TrainingData
 from mtrain.errors import RunError
 from mtrain.rundir import RunDir
 from mtrain.team import ALONE
@@ -68,6 +78,54 @@ def test_the_gradient_of_an_update_is_that_of_one_process(
     for name, grad in expected.items():
         bound = BOUNDS[name.split()[0]]
         assert float((found[name] - grad).norm()) <= bound * float(grad.norm()) + bound / 1e3, name
+
+
+def test_gradients_that_travel_in_bfloat16_are_nearly_the_same(
+    source: Path,
+    tmp_path: Path,
+    ranks: Ranks,
+    expected: dict[str, torch.Tensor],
+) -> None:
+    run, path = str(source.parent / "grad"), tmp_path / "gradients"
+    settings = ["training.parallel=fsdp", "training.exchange=bfloat16"]
+    ended = ranks(2, save_gradients, source, run, settings, path)
+    assert ended.codes == [0, 0], ended.err
+    found = load_file(path)
+    size = {name: float(grad.norm()) for name, grad in expected.items()}
+    away = {name: float((found[name] - grad).norm()) for name, grad in expected.items()}
+    assert sum(away.values()) < 0.01 * sum(size.values())
+    assert sum(away.values()) > 1e-4 * sum(size.values())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("num_batches", [1, 2, 3, 4, 6])
+def test_all_ranks_have_equally_many_shares_and_all_rows_once(
+    source: Path, num_batches: int, num_ranks: int
+) -> None:
+    run = prepared(configs.load(source, ["training.batch_tokens=32"], str(source.parent / "grad")))
+    data = TrainingData(run.data_dir, tokenizer.load(run.tokenizer_dir), 1)
+    deals = [Deal(num_batches, rank, num_ranks) for rank in range(num_ranks)]
+    updates = [data.updates(48, Position(0, 3), deal) for deal in deals]
+    whole = data.updates(48, Position(0, 3), Deal(num_batches))
+    for _ in range(3):
+        dealt, one = [next(own) for own in updates], next(whole)
+        assert {len(own.shares) for own in dealt} == {len(deals[0].of_rank())}
+        assert {(own.num_tokens, own.after) for own in dealt} == {(one.num_tokens, one.after)}
+        assert rows_of(dealt) == rows_of([one])
+        assert sum(len(rows_of([own])) for own in dealt) == len(rows_of([one]))
+    is_whole = num_batches % num_ranks == 0
+    assert (deals[0].num_parts == 1) == is_whole
+
+
+def rows_of(dealt: list[Dealt]) -> list[list[int]]:
+    """Return the targets of all shares that count, in any order."""
+    return sorted(
+        row[keep].tolist()
+        for own in dealt
+        for share in own.shares
+        if share.counts
+        for row, keep in zip(share.batch.tgt_out_BT, share.batch.tgt_keep_BT, strict=True)
+    )
 
 
 # whole trainings
@@ -147,6 +205,38 @@ def test_a_signal_to_one_rank_saves_and_any_number_of_ranks_goes_on(
         assert positions(other) == positions(straight)
 
 
+def test_a_rank_short_of_memory_halves_its_shares_alone_and_the_updates_stay_the_same(
+    source: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    alone = train(source, *PLAIN, run=str(tmp_path / "alone"))
+    command = ["train", str(source), *options(*PLAIN), "--run", str(tmp_path / "run")]
+    ended = ranks(2, short_of_memory, command, 1, 100)
+    assert ended.codes == [0, 0], ended.err
+    assert losses(RunDir(tmp_path / "run")) == pytest.approx(losses(alone), rel=1e-4)
+
+
+def test_memory_that_does_not_hold_a_share_of_a_sharded_model_is_an_error(
+    source: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    command = ["train", str(source), *options(*PLAIN, "training.parallel=fsdp")]
+    ended = ranks(2, short_of_memory, [*command, "--run", str(tmp_path / "run")], 1, 100)
+    assert ended.codes == [2, 2]
+    assert ended.said == [
+        "mtrain: rank 1: the memory must hold a rank's share of a batch, but does not; take a "
+        "lower `training.batch_tokens` and a higher `training.accumulate`, or more ranks."
+    ]
+
+
+def test_one_process_says_what_it_does_not_heed(cli: Cli, source: Path, tmp_path: Path) -> None:
+    settings = ["training.parallel=fsdp", "training.exchange=bfloat16", "training.max_steps=1"]
+    outcome = cli("train", source, "--run", tmp_path / "run", *options(*settings))
+    assert outcome.code == 0
+    assert [line for line in outcome.err.splitlines() if line.startswith("ranks ")] == [
+        "ranks    1, to which `training.parallel: fsdp` makes no difference",
+        "ranks    1, to which `training.exchange: bfloat16` makes no difference",
+    ]
+
+
 # errors
 
 
@@ -190,6 +280,7 @@ def test_when_a_rank_is_killed_the_others_end_with_one_message(
     [
         ("model.d_modl=8", "`model.d_modl` is not a key of the config"),
         ("training.device=cuda:1", "`device` must be auto, cpu or cuda for the 2 processes that"),
+        ("training.exchange=bfloat16", "`training.exchange` must be float32 for `training.para"),
         ("data.max_tokens=2", "must have a pair that can be used, but all are left out"),
     ],
 )
@@ -236,14 +327,13 @@ def test_ranks_that_do_not_meet_are_one_message(
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}
     for key, value in place.items():
         monkeypatch.setenv(key, value)
-    outcome = cli("train", source)
-    assert outcome.code == 0
-    monkeypatch.setenv("RANK", "0")
-    outcome = cli("train", source)
-    assert outcome.code == 2
-    assert outcome.err.startswith(
-        "mtrain: rank 0: all 2 ranks must meet at 127.0.0.1:x, but do not: "
-    )
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        outcome = cli("train", source)
+        assert outcome.code == 2
+        assert outcome.err.startswith(
+            f"mtrain: rank {rank}: all 2 ranks must meet at 127.0.0.1:x, but do not: "
+        )
     monkeypatch.setenv("RANK", "first")
     assert cli("train", source).err == (
         "mtrain: the environment's RANK must be a number, but is 'first' instead.\n"
