@@ -16,7 +16,7 @@ from mtrain import config as configs
 from mtrain.errors import ConfigError, DataError, UserError
 from mtrain.launch import launched
 from mtrain.team import ALONE, Team
-from mtrain.together import load_together, one_of_many, rank, refuse_ranks, together
+from mtrain.together import complain, load_together, one_of_many, refuse_ranks, together
 
 if TYPE_CHECKING:
     from mtrain import output
@@ -199,13 +199,12 @@ def main() -> NoReturn:
         with one_of_many():
             app()
     except UserError as error:
-        print(f"mtrain: {rank()}{error}", file=sys.stderr)
+        complain(error)
         sys.exit(2)
     except OSError as error:
         if error.filename is None:
             raise
-        said = UserError(f"{error.filename}: {error.strerror}.")
-        print(f"mtrain: {rank()}{said}", file=sys.stderr)
+        complain(UserError(f"{error.filename}: {error.strerror}."))
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

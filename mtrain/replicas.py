@@ -117,7 +117,13 @@ class Replicas(SharedGradients):
         """Find out whether any rank's memory is too small for a batch."""
         self._seeds = _seeds_from(0)
         self.accumulate(batch, batch.num_tgt_tokens)
-        self.room = self.team.least(self.room)
+        least = self.team.least(self.room)
+        if least < self.room:
+            self.say(
+                f"memory   of another rank does not hold a share of {least:,.0f} places; such shares "
+                "are made in halves, and the updates stay the same"
+            )
+        self.room = least
 
     def settle(self, batch: Batch) -> None:
         """Exchange gradients once, of a single pair.

@@ -6,10 +6,14 @@ Part of the command line, and as light: a process that is alone loads nothing fo
 from __future__ import annotations
 
 import io
+import json
+import os
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from mtrain.errors import ConfigError, LostError, UserError
@@ -29,6 +33,18 @@ def rank() -> str:
     except ConfigError:
         return ""
     return f"rank {launch.rank}: " if launch is not None else ""
+
+
+def complain(error: UserError) -> None:
+    """Say on stderr what the user must change, and let torchrun say it again at its end."""
+    said = f"mtrain: {rank()}{error}"
+    print(said, file=sys.stderr)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None and rank():
+        details = {"py_callstack": said, "timestamp": str(int(time.time()))}
+        tree = {"message": {"message": said, "extraInfo": details}}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps(tree), encoding="utf-8")
 
 
 def refuse_ranks(what: str) -> None:

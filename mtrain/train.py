@@ -393,7 +393,7 @@ class Trainer:
         """Return what translates with the weights as they are; all ranks must ask together."""
         if self.team.size == 1 or self.settings.parallel == "ddp":
             return self.translator
-        with torch.random.fork_rng():  # its first weights are drawn in vain
+        with torch.random.fork_rng(devices=[]):  # its first weights are drawn in vain
             model = build_model(self.config.model, self.tokenizer).to(self.device)
         model.compute_in(self.compute_dtype)
         set_weights(model, self._weights(), self.run_dir.checkpoints_dir)

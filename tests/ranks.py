@@ -193,8 +193,8 @@ def failing(arguments: list[str], rank: int, error: BaseException | None) -> Non
     command_line(arguments)
 
 
-def short_of_memory(arguments: list[str], rank: int, num_places: int) -> None:
-    """Do what the command line does; from the second update on, a rank has little memory."""
+def short_of_memory(arguments: list[str], rank: int, num_places: int, first: int) -> None:
+    """Do what the command line does; from an update on, or from the start, a rank is short of it."""
     place, make = launched(), Trainer._update
 
     def limited(model: Transformer, batch: Batch, smoothing: float) -> LossSum:
@@ -203,10 +203,13 @@ def short_of_memory(arguments: list[str], rank: int, num_places: int) -> None:
         return loss_of(model, batch, smoothing)
 
     def updated(trainer: Trainer, dealt: Dealt) -> None:
-        if trainer.progress.step == 1 and place is not None and place.rank == rank:
+        if trainer.progress.step + 1 == first and is_short:
             update.loss_of = replicas.loss_of = limited
         make(trainer, dealt)
 
+    is_short = place is not None and place.rank == rank
+    if first == 0 and is_short:
+        update.loss_of = replicas.loss_of = limited
     Trainer._update = updated  # type: ignore[method-assign]
     command_line(arguments)
 

@@ -205,21 +205,37 @@ def test_a_signal_to_one_rank_saves_and_any_number_of_ranks_goes_on(
         assert positions(other) == positions(straight)
 
 
+@pytest.mark.parametrize("first", [0, 2])
 def test_a_rank_short_of_memory_halves_its_shares_alone_and_the_updates_stay_the_same(
-    source: Path, tmp_path: Path, ranks: Ranks
+    source: Path, tmp_path: Path, ranks: Ranks, first: int
 ) -> None:
     alone = train(source, *PLAIN, run=str(tmp_path / "alone"))
     command = ["train", str(source), *options(*PLAIN), "--run", str(tmp_path / "run")]
-    ended = ranks(2, short_of_memory, command, 1, 100)
+    ended = ranks(2, short_of_memory, command, 1, 100, first)
     assert ended.codes == [0, 0], ended.err
+    said = "memory   of another rank does not hold a share of "
+    assert (said in ended.err[0]) == (first == 0)
     assert losses(RunDir(tmp_path / "run")) == pytest.approx(losses(alone), rel=1e-4)
+
+
+def test_the_clock_of_the_first_rank_ends_the_training_of_all(
+    source: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    run = RunDir(tmp_path / "run")
+    settings = ["training.max_steps=null", "training.max_minutes=0.02", "training.schedule=linear"]
+    settings += ["training.validate_every=100000", "training.warmup_steps=0"]
+    ended = ranks.mtrain(2, "train", source, "--run", run.path, *options(*settings))
+    assert ended.codes == [0, 0], ended.err
+    (step,) = checkpoint.steps(run.checkpoints_dir)
+    progress = checkpoint.load_progress(run.checkpoints_dir / f"step-{step:08d}")
+    assert progress.elapsed_s >= 1.2
 
 
 def test_memory_that_does_not_hold_a_share_of_a_sharded_model_is_an_error(
     source: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
     command = ["train", str(source), *options(*PLAIN, "training.parallel=fsdp")]
-    ended = ranks(2, short_of_memory, [*command, "--run", str(tmp_path / "run")], 1, 100)
+    ended = ranks(2, short_of_memory, [*command, "--run", str(tmp_path / "run")], 1, 100, 2)
     assert ended.codes == [2, 2]
     assert ended.said == [
         "mtrain: rank 1: the memory must hold a rank's share of a batch, but does not; take a "
@@ -281,6 +297,7 @@ def test_when_a_rank_is_killed_the_others_end_with_one_message(
         ("model.d_modl=8", "`model.d_modl` is not a key of the config"),
         ("training.device=cuda:1", "`device` must be auto, cpu or cuda for the 2 processes that"),
         ("training.exchange=bfloat16", "`training.exchange` must be float32 for `training.para"),
+        ("training.lr=1e30", "take a lower `training.lr` or more `training.warmup_steps`"),
         ("data.max_tokens=2", "must have a pair that can be used, but all are left out"),
     ],
 )

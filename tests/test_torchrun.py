@@ -81,10 +81,13 @@ def read_until(agent: subprocess.Popen[str], start: str) -> list[str]:
     raise AssertionError("".join(said))
 
 
-def rest_of(agent: subprocess.Popen[str], patience_s: float = PATIENCE_S) -> list[str]:
+def rest_of(agent: subprocess.Popen[str]) -> list[str]:
     """Return what is said until an agent has ended, and in mtrain's name."""
-    _, err = agent.communicate(timeout=patience_s)
-    return [line for line in err.splitlines() if line.startswith("mtrain: ")]
+    _, err = agent.communicate(timeout=PATIENCE_S)
+    own = [line for line in err.splitlines() if line.startswith("mtrain: ")]
+    for line in own:  # torchrun's last words hide it, unless they repeat it
+        assert "stopped" in line or f"traceback : {line}" in err
+    return own
 
 
 def free_port() -> int:
