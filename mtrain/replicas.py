@@ -120,8 +120,8 @@ class Replicas(SharedGradients):
         least = self.team.least(self.room)
         if least < self.room:
             self.say(
-                f"memory   of another rank does not hold a share of {least:,.0f} places; such shares "
-                "are made in halves, and the updates stay the same"
+                f"memory   of another rank does not hold a share of {least:,.0f} places; such "
+                "shares are made in halves, and the updates stay the same"
             )
         self.room = least
 

@@ -194,7 +194,7 @@ def failing(arguments: list[str], rank: int, error: BaseException | None) -> Non
 
 
 def short_of_memory(arguments: list[str], rank: int, num_places: int, first: int) -> None:
-    """Do what the command line does; from an update on, or from the start, a rank is short of it."""
+    """Do what the command line does; from an update on, or from the start, a rank lacks memory."""
     place, make = launched(), Trainer._update
 
     def limited(model: Transformer, batch: Batch, smoothing: float) -> LossSum:
