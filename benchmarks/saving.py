@@ -6,7 +6,6 @@ import argparse
 import datetime
 import shutil
 import time
-from itertools import islice
 from pathlib import Path
 from statistics import median
 
@@ -50,11 +49,11 @@ def main() -> None:
 
 def time_updates(trainer: Trainer, count: int) -> float:
     """Return the median seconds of an update, after a third that do not count."""
-    batches = trainer.data.batches(trainer.settings.batch_tokens, Position())
+    updates = trainer.data.updates(trainer.settings.batch_tokens, Position(), trainer.deal)
     took = []
     for _ in range(count):
         started = time.monotonic()
-        trainer._update([batch for batch, _ in islice(batches, trainer.settings.accumulate)])
+        trainer._update(next(updates))
         trainer.progress.step += 1
         took.append(time.monotonic() - started)
     return median(took[count // 3 :])

@@ -80,6 +80,7 @@ class MadeWith(NamedTuple):
     threads: int
     kernels: str
     batches: str = "whole"  # or made in halves, for want of memory
+    ranks: int = 1
 
 
 class Origin(NamedTuple):
@@ -308,6 +309,11 @@ def steps(directory: Path) -> dict[int, Path]:
     known = sorted(int(number) for number in numbers if number.isdecimal())
     paths = {step: directory / _name(step) for step in known}  # its own name, and no other
     return {step: path for step, path in paths.items() if path.is_dir() and not path.is_symlink()}
+
+
+def path_of(directory: Path, step: int) -> Path:
+    """Return where the checkpoint of a step is, or would be."""
+    return directory / _name(step)
 
 
 def _name(step: int) -> str:

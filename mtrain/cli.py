@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
@@ -14,6 +15,9 @@ import typer
 from mtrain import __version__
 from mtrain import config as configs
 from mtrain.errors import ConfigError, DataError, UserError
+from mtrain.launch import launched
+from mtrain.team import ALONE, Team
+from mtrain.together import complain, load_each, load_together, one_of_many, refuse_ranks, together
 
 if TYPE_CHECKING:
     from mtrain import output
@@ -21,6 +25,9 @@ if TYPE_CHECKING:
     from mtrain.metrics import ScoringOptions
     from mtrain.output import Line
     from mtrain.rundir import RunDir
+    from mtrain.stream import Options
+    from mtrain.team import Team
+    from mtrain.together import Load
     from mtrain.translate import Loading, Translator
 
 app = typer.Typer(
@@ -203,6 +210,7 @@ CompareOption = Annotated[
 ]
 
 
+_SHARED = {"train", "translate", "eval"}  # verbs that several processes may share
 _OF_CTRANSLATE2 = {
     "paths",
     "output",
@@ -227,14 +235,15 @@ def main() -> NoReturn:
     So is what the system says about a file that it names: no room, no permission, no such name.
     """
     try:
-        app()
+        with one_of_many():
+            app()
     except UserError as error:
-        print(f"mtrain: {error}", file=sys.stderr)
+        complain(error)
         sys.exit(2)
     except OSError as error:
         if error.filename is None:
             raise
-        print(f"mtrain: {UserError(f'{error.filename}: {error.strerror}.')}", file=sys.stderr)
+        complain(UserError(f"{error.filename}: {error.strerror}."))
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -249,11 +258,14 @@ def _show_version(is_asked: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
     ] = False,
 ) -> None:
-    pass
+    launch, verb = launched(), context.invoked_subcommand
+    if launch is not None and verb not in _SHARED:
+        refuse_ranks(f"mtrain {verb}")
 
 
 @app.command()
@@ -350,33 +362,38 @@ def train(config: ConfigArgument, set_: SetOption = None, run: RunOption = None)
 
     Example: mtrain train configs/demo.yaml --set training.max_steps=500
     """
-    settings = configs.load(config, set_ or [], run)
-    run_dir = _prepare(settings)
-    from mtrain import train as training
+    with together("the same command goes on from the last checkpoint.") as team:
+        settings = configs.load(config, set_ or [], run)
+        run_dir = _prepare(settings, team)
+        from mtrain import train as training
 
-    with _saving(run_dir.path):
-        training.train(settings, run_dir)
+        with _saving(run_dir.path, team):
+            training.train(settings, run_dir, team)
 
 
-def _prepare(settings: Config) -> RunDir:
+def _prepare(settings: Config, team: Team = ALONE) -> RunDir:
     from mtrain.prepare import prepare
     from mtrain.rundir import RunDir
     from mtrain.runlog import Stderr
 
     run_dir = RunDir(Path(settings.run_dir))
-    prepare(settings, run_dir, Stderr())
+    if team.is_first:
+        prepare(settings, run_dir, Stderr())
+    team.wait()
     return run_dir
 
 
 @contextmanager
-def _saving(run_dir: Path) -> Iterator[None]:
+def _saving(run_dir: Path, team: Team = ALONE) -> Iterator[None]:
     """Turn a training that a signal stopped into the exit code that shells expect."""
-    from mtrain.train import Stopped
+    from mtrain.signals import Stopped
 
     try:
         yield
     except Stopped as stopped:
-        _warn(f"stopped; all is saved in {run_dir}, and the same command goes on from there.")
+        if team.is_first:
+            _warn(f"stopped; all is saved in {run_dir}, and the same command goes on from there.")
+        team.leave()  # torchrun ends all when one has ended
         sys.exit(128 + stopped.signal_number)
 
 
@@ -421,26 +438,38 @@ def translate(
     decoding = config.decoding.model_copy(update=_given(changes))
     _check_n_best(n_best, decoding, sample)
     max_tokens = max_input_tokens or config.data.max_tokens
-    from mtrain import files, prepare
     from mtrain.search import Sampling
-    from mtrain.stream import BLOCK_LINES, LongLines, Options, Stream
-    from mtrain.translate import Wanted, load
+    from mtrain.stream import LongLines, Options
+    from mtrain.translate import Wanted
 
     wanted = Wanted(n_best, Sampling(**_given(drawing)) if sample else None)
-    if engine is Engine.CTRANSLATE2:
-        translator = _load_ctranslate2(context, runs, decoding, max_tokens)
-    else:
-        translator = load(runs, decoding, _loading(device, precision, quantize, checkpoint), wanted)
     options = Options(
         LongLines(max_tokens, on_long.value),
         alignments is not None or format_ is Format.JSONL,
         1 if seed is None else seed,
     )
-    stream = Stream(translator, options, prepare.read_profile(runs[0]), _warn)
+    loaded: AbstractContextManager[Translator | None]
+    if engine is Engine.CTRANSLATE2:
+        loaded = _load_ctranslate2(context, runs, decoding, max_tokens)
+    else:
+        loading = _loading(device, precision, quantize, checkpoint)
+        loaded = load_together(runs, decoding, loading, wanted)
+    with loaded as translator:
+        if translator is not None:
+            lines = _with_progress(_lines(translator, options, runs[0], file, prefix), output)
+            _put(_written(lines, format_.value, n_best, alignments), output)
+
+
+def _lines(
+    translator: Translator, options: Options, run: RunDir, file: Path | None, prefix: Path | None
+) -> Iterator[Line]:
+    """Yield the lines of a file, or of stdin, and their translations."""
+    from mtrain import files, prepare
+    from mtrain.stream import BLOCK_LINES, Stream
+
+    stream = Stream(translator, options, prepare.read_profile(run), _warn)
     blocks = files.read_blocks(file, _warn, BLOCK_LINES)
-    prefixes = files.read_lines(prefix) if prefix is not None else None
-    lines = _with_progress(stream.translate(blocks, prefixes), output)
-    _put(_written(lines, format_.value, n_best, alignments), output)
+    return stream.translate(blocks, files.read_lines(prefix) if prefix is not None else None)
 
 
 def _check_n_best(n_best: int, decoding: DecodingConfig, sample: bool) -> None:
@@ -452,17 +481,18 @@ def _check_n_best(n_best: int, decoding: DecodingConfig, sample: bool) -> None:
 
 def _load_ctranslate2(
     context: typer.Context, runs: list[RunDir], decoding: DecodingConfig, max_tokens: int
-) -> Translator:
+) -> nullcontext[Translator]:
     """Load a run for CTranslate2, and refuse every option that it does not honour."""
     from mtrain.engine import load_ctranslate2
 
+    refuse_ranks("mtrain translate --engine ctranslate2")
     for key in context.params:
         is_given = getattr(context.get_parameter_source(key), "name", "") == "COMMANDLINE"
         if is_given and key not in _OF_CTRANSLATE2:
             _refuse("--engine ctranslate2", {key: True})
     if len(runs) > 1:
         raise ConfigError(f"`--engine ctranslate2` must have one run, but has {len(runs)} instead.")
-    return load_ctranslate2(runs[0], decoding, max_tokens, _warn)
+    return nullcontext(load_ctranslate2(runs[0], decoding, max_tokens, _warn))
 
 
 def _runs_and_file(paths: list[Path]) -> RunsAndFile:
@@ -578,34 +608,38 @@ def evaluate(
         scoring |= {"resamples": resamples, "compare": compare or None}
         flags = {"lowercase": lowercase, "details": details, "json": json}
         _refuse("--score", searching | scoring | {key: True for key in flags if flags[key]})
-        _put(_reference_scores(folders, load, names), output)
-        return
-    given = {"metrics": _listed(metrics), "num_resamples": resamples}
-    options = _scoring_options(tokenize, lowercase, given, comet, device)
-    plan = scoreboard.Plan(folders, compare or [], names, options, details)
-    reports = scoreboard.measure(plan, load, _warn)
-    _put(score_page.as_json(reports) if json else score_page.as_text(reports), output)
+        if len(folders) > 1:
+            raise ConfigError(f"`--score` must have one run, but has {len(folders)} instead.")
+    others = [RunDir(path) for path in compare or [] if path.is_dir()]
+    with load_each([*folders, *others], load) as loading:
+        if loading is None:
+            return
+        if score:
+            _put(_reference_scores(folders[0], loading, names), output)
+            return
+        given = {"metrics": _listed(metrics), "num_resamples": resamples}
+        options = _scoring_options(tokenize, lowercase, given, comet, device)
+        plan = scoreboard.Plan(folders, compare or [], names, options, details)
+        reports = scoreboard.measure(plan, loading, _warn)
+        _put(score_page.as_json(reports) if json else score_page.as_text(reports), output)
 
 
-def _loader(changes: Mapping[str, Any], loading: Loading) -> Callable[[RunDir], Translator]:
+def _loader(changes: Mapping[str, Any], loading: Loading) -> Callable[[RunDir, Team], Translator]:
     """Return what loads a run, with its own settings of the search but for `changes`."""
     from mtrain import translate as translating
 
-    def load(run: RunDir) -> Translator:
+    def load(run: RunDir, team: Team) -> Translator:
         decoding = run.load_config().decoding.model_copy(update=_given(changes))
-        return translating.load(run, decoding, loading)
+        return translating.load(run, decoding, replace(loading, team=team))
 
     return load
 
 
-def _reference_scores(
-    runs: list[RunDir], load: Callable[[RunDir], Translator], names: list[str] | None
-) -> Iterator[str]:
+def _reference_scores(run: RunDir, load: Load, names: list[str] | None) -> Iterator[str]:
     from mtrain.evaluate import reference_scores
 
-    if len(runs) > 1:
-        raise ConfigError(f"`--score` must have one run, but has {len(runs)} instead.")
-    return reference_scores(runs[0], load(runs[0]), names)
+    with load(run) as translator:
+        yield from reference_scores(run, translator, names)
 
 
 def _scoring_options(

@@ -167,6 +167,8 @@ class TrainingConfig(Section):
     max_minutes: float | None = Field(default=None, gt=0)
     batch_tokens: Whole = Field(default=4096, ge=1)
     accumulate: Whole = Field(default=1, ge=1)
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    exchange: Literal["float32", "bfloat16"] = "float32"
     label_smoothing: float = Field(default=0.1, ge=0, lt=1)
     schedule: Literal["inverse_sqrt", "noam", "linear", "cosine"] = "inverse_sqrt"
     lr: float = Field(default=0.005, gt=0)

@@ -8,8 +8,10 @@ nothing that comes before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,6 +64,72 @@ class Position:
     batch: int = 0
 
 
+class Share(NamedTuple):
+    """Pairs that one rank works on at a time; those that do not count are there for company."""
+
+    batch: Batch
+    counts: bool = True
+
+
+class Deal(NamedTuple):
+    """How the batches of an update are dealt out.
+
+    Every batch is cut into as few parts as give all ranks equally many, and the parts are dealt in
+    turn: whole batches if the ranks divide their number, rows of each if not. What an update is
+    made of does not depend on how many ranks there are.
+    """
+
+    num_batches: int
+    rank: int = 0
+    num_ranks: int = 1
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many parts a batch is cut."""
+        return self.num_ranks // math.gcd(self.num_batches, self.num_ranks)
+
+    @property
+    def num_shares(self) -> int:
+        """How many shares an update has, of all ranks."""
+        return self.num_batches * self.num_parts
+
+    def of_rank(self) -> list[_Cut]:
+        """Return this rank's shares."""
+        return [
+            _Cut(*divmod(number, self.num_parts))
+            for number in range(self.rank, self.num_shares, self.num_ranks)
+        ]
+
+
+class _Cut(NamedTuple):
+    """A part of a batch of an update."""
+
+    batch: int
+    part: int
+
+
+class Dealt(NamedTuple):
+    """What one rank does of an update.
+
+    Attributes:
+        shares: its own.
+        num_tokens: target tokens of the whole update, of all ranks.
+        after: the position that follows the update.
+        deal: how the update was dealt out.
+    """
+
+    shares: list[Share]
+    num_tokens: int
+    after: Position
+    deal: Deal
+
+
+def dealt_whole(batches: Sequence[Batch], after: Position = Position()) -> Dealt:
+    """Return an update that a single rank makes."""
+    num_tokens = sum(batch.num_tgt_tokens for batch in batches)
+    return Dealt([Share(batch) for batch in batches], num_tokens, after, Deal(len(batches)))
+
+
 class Plan(NamedTuple):
     """What an epoch looks like: its batches, and the share of their cells that is padding."""
 
@@ -69,7 +137,7 @@ class Plan(NamedTuple):
     padding: float
 
 
-class Share(NamedTuple):
+class Portion(NamedTuple):
     """A corpus of a mixture: its name, its pairs, and how many pairs of an epoch are its own."""
 
     name: str
@@ -135,11 +203,11 @@ class TrainingData:
         return total
 
     @property
-    def shares(self) -> list[Share]:
+    def shares(self) -> list[Portion]:
         """What each corpus gives to an epoch."""
         corpora = self._contents.corpora
         return [
-            Share(own.name, self._contents.num_pairs(number), count)
+            Portion(own.name, self._contents.num_pairs(number), count)
             for number, (own, count) in enumerate(zip(corpora, self._mixture.counts, strict=True))
         ]
 
@@ -155,6 +223,28 @@ class TrainingData:
 
     def batches(self, batch_tokens: int, start: Position) -> Iterator[tuple[Batch, Position]]:
         """Yield batches for ever from `start` on, each with the position that follows it."""
+        for dealt in self.updates(batch_tokens, start, Deal(1)):
+            yield dealt.shares[0].batch, dealt.after
+
+    def updates(self, batch_tokens: int, start: Position, deal: Deal) -> Iterator[Dealt]:
+        """Yield one rank's shares of updates for ever from `start` on; it reads no others."""
+        planned = self._planned(batch_tokens, start)
+        while True:
+            batches = list(islice(planned, deal.num_batches))
+            num_tokens = sum(own.window.num_tgt_tokens(own.rows) for own in batches)
+            shares = [self._share(batches[cut.batch], cut, deal) for cut in deal.of_rank()]
+            after = batches[-1].after
+            del batches  # they hold on to their windows
+            yield Dealt(shares, num_tokens, after, deal)
+
+    def _share(self, planned: _Planned, cut: _Cut, deal: Deal) -> Share:
+        """Read a part of a batch; of a batch with too few rows, one that does not count."""
+        rows = np.array_split(planned.rows, deal.num_parts)[cut.part]
+        own = rows if len(rows) else planned.rows[:1]
+        return Share(self._collate(planned.window, own), bool(len(rows)))
+
+    def _planned(self, batch_tokens: int, start: Position) -> Iterator[_Planned]:
+        """Yield what is in each batch, unread."""
         epoch, place = start.epoch, start.batch
         while True:
             number = self._mixture.window_at(place)
@@ -166,7 +256,7 @@ class TrainingData:
             for index in range(place - first, len(plan)):
                 is_end = index + 1 == len(plan)
                 after = following if is_end else Position(epoch, first + index + 1)
-                yield self._collate(window, plan[index]), after
+                yield _Planned(window, plan[index], after)
             del window  # the next one takes its memory
             epoch, place = following.epoch, following.batch
 
@@ -293,6 +383,10 @@ class _Window:
         src, tgt = self._src_lengths, self._tgt_lengths
         return int(src.sum(dtype=np.int64) + tgt.sum(dtype=np.int64))
 
+    def num_tgt_tokens(self, rows: Indices) -> int:
+        """Target tokens of some pairs, eos included."""
+        return int(self._tgt_lengths[rows].sum(dtype=np.int64))
+
     def plan(self, batch_tokens: int) -> list[Indices]:
         """Return the batches, in order."""
         if self._planned[0] != batch_tokens:
@@ -311,6 +405,14 @@ class _Window:
             for own in (self._src_lengths, self._tgt_lengths)
         )
         return _Shapes(num_rows, src, tgt)
+
+
+class _Planned(NamedTuple):
+    """A batch that is not read yet, and the position that follows it."""
+
+    window: _Window
+    rows: Indices
+    after: Position
 
 
 def plan_batches(

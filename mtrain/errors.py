@@ -27,3 +27,7 @@ class WriteError(UserError):
 
 class RunError(UserError):
     """A run folder that is not one, is incomplete, or does not fit its own parts."""
+
+
+class LostError(UserError):
+    """Processes that do not find each other, or have lost each other."""

@@ -22,7 +22,8 @@ from mtrain.config import Config
 from mtrain.files import read_lines
 from mtrain.rundir import RunDir
 from mtrain.runlog import RunLog
-from mtrain.train import Signals, Trainer
+from mtrain.signals import Signals
+from mtrain.train import Trainer
 
 TIMES = {"tgt_tokens_per_s", "elapsed_s", "memory_mib"}  # what no two trainings share
 Metrics = dict[str, dict[str, Any]]
@@ -64,7 +65,7 @@ def replay(config: Config, run: RunDir, span: Span) -> Replayed:
         scratch = _Scratch(Path(folder), run)
         with _Log(scratch.metrics_path, config, span) as log:
             trainer = Trainer(config, scratch, log)
-            with closing(trainer.workers):
+            with closing(trainer.gradients.workers):
                 trainer.restore(span.older)
                 trainer.try_largest()
                 trainer.run(Signals(), span.last_step)

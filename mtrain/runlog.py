@@ -120,3 +120,19 @@ def _step(line: str) -> float:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
         return math.inf
+
+
+class Mute(RunLog):
+    """The log of a rank that is not the first: it says and writes nothing."""
+
+    def say(self, text: str = "") -> None:
+        """Say nothing."""
+
+    def metrics(self, values: Mapping[str, object]) -> None:
+        """Write nothing."""
+
+    def drop_after(self, step: int) -> None:
+        """Forget nothing."""
+
+    def open_bar(self, spent: float) -> None:
+        """Show no bar."""

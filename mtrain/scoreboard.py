@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from mtrain.significance import Comparison, Output
 from mtrain.translate import Translator
 
 Warn = Callable[[str], None]
+Load = Callable[[RunDir], AbstractContextManager[Translator]]
 _APART = ("run_dir", "seed")  # what may differ between runs whose scores are averaged
 
 
@@ -95,12 +97,12 @@ class TestReport:
     contrasts: list[Contrast]
 
 
-def measure(plan: Plan, load: Callable[[RunDir], Translator], warn: Warn) -> list[TestReport]:
+def measure(plan: Plan, load: Load, warn: Warn) -> list[TestReport]:
     """Translate and score test sets; return a report of each.
 
     Args:
         plan: what is measured.
-        load: gives the translator of a run.
+        load: lends the translator of a run.
         warn: is told what makes runs hard to compare.
 
     Raises:
@@ -176,12 +178,13 @@ def _read_file(path: Path, tests: Mapping[str, Lines]) -> list[str]:
 
 
 def _results(
-    path: Path, plan: Plan, tests: Mapping[str, Lines], load: Callable[[RunDir], Translator]
+    path: Path, plan: Plan, tests: Mapping[str, Lines], load: Load
 ) -> Iterator[TestResult]:
     """Translate the test sets, or read their translations, and score them."""
     if path.is_dir():
         run = RunDir(path)
-        yield from evaluate(run, load(run), plan.options, list(tests))
+        with load(run) as translator:
+            yield from evaluate(run, translator, plan.options, list(tests))
         return
     hypotheses = _read_file(path, tests)
     for name, lines in tests.items():

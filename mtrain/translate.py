@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -18,6 +19,7 @@ from mtrain.config import DecodingConfig, ModelConfig
 from mtrain.ensemble import Ensemble, EnsembleState, Padded
 from mtrain.errors import ConfigError, RunError
 from mtrain.kernels import quantize_int8
+from mtrain.messages import exchange, exchange_numbers, exchange_tensors
 from mtrain.model import Transformer, count_weights
 from mtrain.parallel import Workers
 from mtrain.rundir import RunDir
@@ -32,6 +34,7 @@ from mtrain.search import (
     beam,
     sample,
 )
+from mtrain.team import ALONE, Team
 from mtrain.tokenizer import Tokenizer, Vocabulary
 
 
@@ -73,6 +76,7 @@ class Translator:
         device: where the models are.
         wanted: what a search gives.
         readers: the source vocabulary of each model, where they are not all the tokenizer's.
+        team: ranks that call the same methods with the same arguments, and share the work.
     """
 
     def __init__(
@@ -83,15 +87,21 @@ class Translator:
         device: torch.device,
         wanted: Wanted = Wanted(),
         readers: Sequence[Vocabulary] = (),
+        team: Team = ALONE,
     ) -> None:
         self.ensemble, self.tokenizer = Ensemble(models), tokenizer
-        self._readers = readers or [tokenizer.src] * len(models)
-        self.decoding, self.device, self.wanted = decoding, device, wanted
+        self.readers = readers or [tokenizer.src] * len(models)
+        self.decoding, self.device, self.wanted, self.team = decoding, device, wanted, team
 
     @property
     def model(self) -> Transformer:
         """The first model."""
         return self.ensemble.models[0]
+
+    def with_models(self, models: Sequence[Transformer]) -> Translator:
+        """Return a translator that differs in its models alone."""
+        own = (self.tokenizer, self.decoding, self.device, self.wanted, self.readers, self.team)
+        return Translator(models, *own)
 
     def translate(self, lines: Sequence[str]) -> list[str]:
         """Return one line for each line; a blank line gives an empty one."""
@@ -114,8 +124,11 @@ class Translator:
         workers = Workers()
         try:
             rows = sorted(range(len(sources)), key=lambda row: -len(sources[row].ids))
-            shares = [rows[first :: workers.count] for first in range(workers.count)]
-            found = workers.map(lambda share: self._search([sources[row] for row in share]), shares)
+            each = int(self.team.tell(workers.count))
+            count = each * self.team.size
+            shares = [rows[first::count] for first in range(count)]
+            own = shares[each * self.team.rank : each * (self.team.rank + 1)]
+            found = workers.map(lambda share: self._search([sources[row] for row in share]), own)
         except NotFiniteError:
             raise RunError(
                 "the model must give numbers, but gives none that is finite; its training went "
@@ -124,8 +137,8 @@ class Translator:
         finally:
             workers.close()
         best: list[list[Hypothesis]] = [[] for _ in sources]
-        for share, own in zip(shares, found, strict=True):
-            for row, hypotheses in zip(share, own, strict=True):
+        for share, of_share in zip(shares, exchange(self.team, found), strict=True):
+            for row, hypotheses in zip(share, of_share, strict=True):
                 best[row] = hypotheses
         return best
 
@@ -160,13 +173,13 @@ class Translator:
         """Return the sources as each model reads them."""
         first, src = self.tokenizer.src, [source.ids for source in sources]
         read = {first: self._pad(first, src)}
-        for reader in self._readers:
+        for reader in self.readers:
             if reader not in read:
                 texts = first.decode([ids[:-1] for ids in src])
                 read[reader] = self._pad(
                     reader, [[*ids, reader.eos] for ids in reader.encode(texts)]
                 )
-        return [read[reader] for reader in self._readers]
+        return [read[reader] for reader in self.readers]
 
     def _pad(self, vocabulary: Vocabulary, src: list[list[int]]) -> Padded:
         src_BS = pad_right(src, vocabulary.pad).to(self.device)
@@ -209,14 +222,15 @@ class Translator:
             sources: what is translated.
             targets: pieces without bos and eos.
         """
-        found: list[list[float]] = [[] for _ in sources]
+        found: dict[int, list[float]] = {}
         for pairs in self._batches_of_pairs(sources, targets):
             log_probs_BTV = self.ensemble.log_probs(pairs.read, pairs.tgt_in_BT)
             for row, own_TV in zip(pairs.rows, log_probs_BTV, strict=True):
                 tgt_out = [*targets[row], self.tokenizer.tgt.eos]
                 wanted_T1 = torch.tensor(tgt_out, device=self.device)[:, None]
                 found[row] = own_TV[: len(tgt_out)].gather(1, wanted_T1)[:, 0].tolist()
-        return found
+        of_all = exchange_numbers(self.team, found)
+        return [of_all[row] for row in range(len(sources))]
 
     @torch.inference_mode()
     def attend(self, sources: Sequence[Source], targets: Sequence[list[int]]) -> list[Tensor]:
@@ -225,23 +239,25 @@ class Translator:
         Each is [T, S], the mean of all heads and layers; the pieces are those read so far, so
         that row t is the attention with which piece t was written.
         """
-        found: list[Tensor] = [torch.empty(0)] * len(sources)
+        found: dict[int, Tensor] = {}
         for pairs in self._batches_of_pairs(sources, targets):
             weights_BTS = self.ensemble.cross_attention(pairs.read, pairs.tgt_in_BT).cpu()
             for row, own_TS in zip(pairs.rows, weights_BTS, strict=True):
                 found[row] = own_TS[: len(targets[row]) + 1, : len(sources[row].ids)]
-        return found
+        of_all = exchange_tensors(self.team, found)
+        return [of_all[row] for row in range(len(sources))]
 
     def _batches_of_pairs(
         self, sources: Sequence[Source], targets: Sequence[list[int]]
     ) -> Iterator[_Pairs]:
-        """Yield pairs of like length together, under the budget of tokens."""
+        """Yield this rank's batches of pairs of like length, under the budget of tokens."""
         lengths = [
             max(len(source.ids), len(target) + 1)
             for source, target in zip(sources, targets, strict=True)
         ]
         rows = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-        for cut in _cut([lengths[row] for row in rows], self.decoding.batch_tokens // 4):
+        cuts = _cut([lengths[row] for row in rows], self.decoding.batch_tokens // 4)
+        for cut in islice(cuts, self.team.rank, None, self.team.size):
             own = rows[cut]
             tgt_in = [[self.tokenizer.tgt.bos, *targets[row]] for row in own]
             tgt_in_BT = pad_right(tgt_in, self.tokenizer.tgt.pad).to(self.device)
@@ -276,12 +292,14 @@ class Loading:
         precision: of states and products; `auto` is float32.
         quantize: int8 keeps and multiplies 8 bits of each weight, on a CPU.
         step: the weights of this checkpoint, instead of the run's result.
+        team: the ranks that share the work, each on a device of its own.
     """
 
     device: str = "auto"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     quantize: Literal["int8"] | None = None
     step: int | None = None
+    team: Team = ALONE
 
 
 def load(
@@ -299,7 +317,7 @@ def load(
     """
     folders = [runs] if isinstance(runs, RunDir) else list(runs)
     config_of = [run.load_config() for run in folders]
-    device = pick_device(loading.device)
+    device = pick_device(loading.team.device_name(loading.device))
     tokenizers = [tokenizer.load(run.tokenizer_dir) for run in folders]
     readers = _readers(folders, tokenizers)
     models = [
@@ -307,7 +325,7 @@ def load(
         for run, config, own in zip(folders, config_of, tokenizers, strict=True)
     ]
     settings = decoding or config_of[0].decoding
-    return Translator(models, tokenizers[0], settings, device, wanted, readers)
+    return Translator(models, tokenizers[0], settings, device, wanted, readers, loading.team)
 
 
 def _readers(folders: list[RunDir], tokenizers: list[Tokenizer]) -> list[Vocabulary]:
@@ -380,7 +398,9 @@ def build_model(config: ModelConfig, vocabulary: Tokenizer) -> Transformer:
     return Transformer(config, num_src, num_tgt)
 
 
-def set_weights(model: Transformer, weights: checkpoint.Weights, path: Path) -> None:
+def set_weights(
+    model: Transformer, weights: checkpoint.Weights, path: Path, team: Team = ALONE
+) -> None:
     """Fill `model` with weights that were read from `path`; tied weights were stored once.
 
     Raises:
@@ -401,7 +421,7 @@ def set_weights(model: Transformer, weights: checkpoint.Weights, path: Path) -> 
             )
     with torch.no_grad():
         for name, parameter in own.items():
-            parameter.copy_(weights[name])
+            parameter.copy_(team.laid_out_as(weights[name], parameter))
 
 
 def pick_device(name: str) -> torch.device:

@@ -431,11 +431,12 @@ SEARCH = [
 ]
 
 TRAINING = [
-    train(
+    Mutation(
         "loss divided per micro-batch",
+        "mtrain/update.py",
         "sums.loss / task.num_tokens,",
         "sums.loss / sums.num_tokens,",
-        "divided_by_the_tokens",
+        "tests/test_train.py -k divided_by_the_tokens",
     ),
     train(
         "gradients not cleared",
@@ -451,13 +452,13 @@ TRAINING = [
     ),
     train(
         "resumes without Adam's moments",
-        "        _set_optimizer(self.optimizer, self.model, optimizer)\n",
+        "        trainstate.set_optimizer(self.optimizer, self.model, optimizer, self.team)\n",
         "",
         "stopped_and_went_on",
     ),
     train(
         "resumes without the random state",
-        "        _restore_random_state(optimizer, path)\n",
+        "        trainstate.restore_random_state(optimizer, path)\n",
         "",
         "stopped_and_went_on",
     ),

@@ -135,8 +135,8 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIG
     """Let a signal arrive while update `step` is being made, once."""
     update = training.Trainer._update
 
-    def interrupted(trainer: training.Trainer, micro_batches: Any) -> None:
-        update(trainer, micro_batches)
+    def interrupted(trainer: training.Trainer, dealt: Any) -> None:
+        update(trainer, dealt)
         if trainer.progress.step + 1 == step:
             monkeypatch.setattr(training.Trainer, "_update", update)
             signal.raise_signal(number)

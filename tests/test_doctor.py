@@ -21,15 +21,14 @@ from tasks import prepared, reverse_task, stop_at, train, write_task
 from test_train import harm
 
 import mtrain
-from mtrain import checkpoint, doctor, native, prepare, tokenizer
+from mtrain import checkpoint, doctor, native, prepare, tokenizer, update
 from mtrain import config as configs
 from mtrain import replay as replaying
-from mtrain import train as training
 from mtrain.rundir import RunDir
 from mtrain.runlog import RunLog
 from mtrain.search import Hypothesis
 from mtrain.shards import EncodedPair, write_pairs
-from mtrain.train import Stopped
+from mtrain.signals import Stopped
 from mtrain.translate import Source, Translator
 
 PARTS = ["config", "tokenizer", "data", "corpora", "checkpoints", "model", "translates", "resume"]
@@ -566,7 +565,7 @@ def test_many_kinds_of_training_are_made_again_byte_for_byte(
 def test_the_updates_are_made_on_as_many_threads_as_the_training_had(
     cli: Cli, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "_LEAST_TOKENS", 8)
+    monkeypatch.setattr(update, "LEAST_TOKENS", 8)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     before = torch.get_num_threads()
     torch.set_num_threads(3)

@@ -24,6 +24,7 @@ from mtrain.errors import RunError, WriteError
 from mtrain.rundir import RunDir
 from mtrain.runlog import RunLog
 from mtrain.train import Trainer
+from mtrain.update import Gradients, Part, Task
 
 OFTEN = ["training.save_every=2", "training.keep_last=9", "training.log_every=1"]
 
@@ -43,20 +44,20 @@ def trainer_of(source: Path, directory: Path, *overrides: str) -> Iterator[Train
 
 def hold_at_most(monkeypatch: pytest.MonkeyPatch, num_places: int, error: Exception) -> list[int]:
     """Let larger batches run out of memory; return the places of each that was tried."""
-    differentiate, tried = Trainer._differentiate, []
+    differentiate, tried = Gradients.differentiate, []
 
-    def limited(trainer: Trainer, task: training._Task) -> training._Part:
+    def limited(gradients: Gradients, task: Task) -> Part:
         tried.append(task.batch.num_places)
         if task.batch.num_places > num_places:
             raise error
-        return differentiate(trainer, task)
+        return differentiate(gradients, task)
 
-    monkeypatch.setattr(Trainer, "_differentiate", limited)
+    monkeypatch.setattr(Gradients, "differentiate", limited)
     return tried
 
 
 def gradients(trainer: Trainer, batch: Batch) -> torch.Tensor:
-    trainer._accumulate(batch, batch.num_tgt_tokens)
+    trainer.gradients.accumulate(batch, batch.num_tgt_tokens)
     found = torch.cat([own.grad.flatten() for own in trainer.parameters if own.grad is not None])
     trainer.optimizer.zero_grad(set_to_none=True)
     return found
@@ -168,7 +169,7 @@ def in_little_memory(source: Path, directory: Path) -> None:
         size = next(int(line.split()[1]) for line in status.splitlines() if "VmSize" in line)
         resource.setrlimit(resource.RLIMIT_AS, (size * 1024 + 2**25, -1))
         halved = gradients(trainer, batch)
-        assert trainer.room < float("inf"), "the limit was never reached"
+        assert trainer.gradients.room < float("inf"), "the limit was never reached"
         torch.testing.assert_close(halved, whole, atol=1e-6, rtol=1e-4)
         assert len(expected) == len(halved)
 

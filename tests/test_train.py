@@ -22,16 +22,20 @@ from conftest import Cli, at_a_terminal
 from safetensors.torch import load_file
 from tasks import prepared, reverse_task, stop_at, train, write_task
 
-from mtrain import checkpoint, tokenizer
+from mtrain import checkpoint, native, tokenizer, update
 from mtrain import cli as command_line
 from mtrain import config as configs
 from mtrain import train as training
-from mtrain.batch import Batch
+from mtrain.batch import Batch, collate
+from mtrain.data import Dealt, dealt_whole
 from mtrain.errors import RunError
 from mtrain.loss import LossSum
 from mtrain.rundir import RunDir
 from mtrain.runlog import RunLog
-from mtrain.train import Stopped, Trainer
+from mtrain.signals import Stopped
+from mtrain.train import Trainer
+from mtrain.update import Gradients, Part, Task
+from mtrain.window import Window
 
 TIMES = {"tgt_tokens_per_s", "elapsed_s", "memory_mib"}
 STEP_KEYS = [
@@ -275,14 +279,14 @@ def test_two_micro_batches_make_the_update_that_one_batch_of_both_makes(
     src, tgt = vocabulary.encode_src(lines), vocabulary.tgt.encode(lines)
     special = vocabulary.tgt
     whole, first, second = (
-        training.collate(src[rows], tgt[rows], special.pad, special.bos, special.eos)
+        collate(src[rows], tgt[rows], special.pad, special.bos, special.eos)
         for rows in (slice(0, 9), slice(0, 2), slice(2, 9))
     )
     results = []
     for micro_batches in ([whole], [first, second]):
         with RunLog(tmp_path / "metrics.jsonl") as log:
             trainer = Trainer(config, run, log)
-            trainer._update(micro_batches)
+            trainer._update(dealt_whole(micro_batches))
         rates = trainer.window.rates()
         weights = {name: w.detach() for name, w in trainer.model.named_parameters()}
         results.append((float(trainer.window.grad_norm), rates.loss, rates.nll, weights))
@@ -308,12 +312,12 @@ def test_the_gradient_is_divided_by_the_tokens_of_the_whole_update(
         num_tokens = [batch.num_tgt_tokens for batch in micro_batches]
         assert len(set(num_tokens)) > 1
         trainer.model.train()
-        sums = [trainer._loss(batch) for batch in micro_batches]
+        sums = [trainer.gradients.loss(batch) for batch in micro_batches]
         (sum(part.loss for part in sums) / sum(num_tokens)).backward()
         gradients = [parameter.grad for parameter in trainer.model.parameters()]
         expected = torch.cat([grad.flatten() for grad in gradients if grad is not None]).norm()
         trainer.optimizer.zero_grad(set_to_none=True)
-        trainer._update(micro_batches)
+        trainer._update(dealt_whole(micro_batches))
     assert float(trainer.window.grad_norm) == pytest.approx(float(expected), rel=1e-4)
 
 
@@ -321,21 +325,21 @@ def test_the_gradient_is_divided_by_the_tokens_of_the_whole_update(
 def in_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Split every batch over three threads; return the number of parts of each update."""
     before, parts = torch.get_num_threads(), []
-    share_out = Trainer._share_out
+    share_out = Gradients.share_out
 
-    def noted(trainer: Trainer, batch: Batch, num_tokens: int) -> list[training._Task]:
-        tasks = share_out(trainer, batch, num_tokens)
+    def noted(gradients: Gradients, batch: Batch, num_tokens: int) -> list[Task]:
+        tasks = share_out(gradients, batch, num_tokens)
         parts.append(len(tasks))
         return tasks
 
-    monkeypatch.setattr(training, "_LEAST_TOKENS", 8)
-    monkeypatch.setattr(Trainer, "_share_out", noted)
+    monkeypatch.setattr(update, "LEAST_TOKENS", 8)
+    monkeypatch.setattr(Gradients, "share_out", noted)
     torch.set_num_threads(3)
     yield parts
     torch.set_num_threads(before)
 
 
-def total(parts: list[training._Part]) -> list[torch.Tensor]:
+def total(parts: list[Part]) -> list[torch.Tensor]:
     """Return loss, nll and gradients of all parts together."""
     sums = [sum(part.sums.loss for part in parts).detach(), sum(part.sums.nll for part in parts)]
     return sums + [sum(grads) for grads in zip(*(part.grads for part in parts), strict=True)]
@@ -352,12 +356,12 @@ def test_the_gradient_of_a_batch_in_parts_is_that_of_the_whole(
         trainer.model.to(torch.float64 if dtype == torch.float64 else torch.float32).train()
         trainer.model.compute_in(dtype)
         batch, _ = next(trainer.data.batches(192, training.Position()))
-        tasks = trainer._share_out(batch, batch.num_tgt_tokens)
+        tasks = trainer.gradients.share_out(batch, batch.num_tgt_tokens)
         assert len(tasks) == 3
         assert len({task.batch.src_BS.shape[1] for task in tasks}) > 1, "parts differ in width"
-        found = total(trainer.workers.map(trainer._differentiate, tasks))
-        expected = total([trainer._differentiate(tasks[0]._replace(batch=batch))])
-        trainer.workers.close()
+        found = total(trainer.gradients.workers.map(trainer.gradients.differentiate, tasks))
+        expected = total([trainer.gradients.differentiate(tasks[0]._replace(batch=batch))])
+        trainer.gradients.workers.close()
     bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
     for mine, whole in zip(found, expected, strict=True):
         assert float((mine - whole).norm()) <= bound * float(whole.norm()) + 1e-12
@@ -370,10 +374,10 @@ def test_in_bfloat16_every_weight_gets_nearly_the_gradient_of_float32(
     with RunLog(tmp_path / "metrics.jsonl") as log:
         trainer = Trainer(config, prepared(config), log)
         batch, _ = next(trainer.data.batches(192, training.Position()))
-        (task,) = trainer._share_out(batch, batch.num_tgt_tokens)
-        exact = trainer._differentiate(task)
+        (task,) = trainer.gradients.share_out(batch, batch.num_tgt_tokens)
+        exact = trainer.gradients.differentiate(task)
         trainer.model.compute_in(torch.bfloat16)
-        short = trainer._differentiate(task)
+        short = trainer.gradients.differentiate(task)
     assert {grad.dtype for grad in short.grads} == {torch.float32}
     loss, exact_loss = short.sums.loss.item(), exact.sums.loss.item()
     assert loss == pytest.approx(exact_loss, rel=0.002)
@@ -406,10 +410,10 @@ def test_threads_drop_different_elements_and_others_at_the_next_update(
     with RunLog(tmp_path / "metrics.jsonl") as log:
         trainer = Trainer(config, prepared(config), log)
         batch, _ = next(trainer.data.batches(192, training.Position()))
-        seeds = [task.seed for _ in range(2) for task in trainer._share_out(batch, 1)]
+        seeds = [task.seed for _ in range(2) for task in trainer.gradients.share_out(batch, 1)]
         torch.manual_seed(config.seed)
         trainer = Trainer(config, trainer.run_dir, log)
-        again = [task.seed for _ in range(2) for task in trainer._share_out(batch, 1)]
+        again = [task.seed for _ in range(2) for task in trainer.gradients.share_out(batch, 1)]
     assert len(set(seeds)) == 6
     assert seeds == again
 
@@ -422,8 +426,8 @@ def test_a_batch_too_small_for_all_threads_is_split_over_fewer(
         trainer = Trainer(config, prepared(config), log)
         batch, _ = next(trainer.data.batches(192, training.Position()))
         for least, parts in ((batch.num_tgt_tokens // 2, 2), (batch.num_tgt_tokens + 1, 1)):
-            monkeypatch.setattr(training, "_LEAST_TOKENS", least)
-            tasks = trainer._share_out(batch, 7)
+            monkeypatch.setattr(update, "LEAST_TOKENS", least)
+            tasks = trainer.gradients.share_out(batch, 7)
             assert len(tasks) == parts
             assert sum(task.batch.num_tgt_tokens for task in tasks) == batch.num_tgt_tokens
             assert {task.num_tokens for task in tasks} == {7}
@@ -432,17 +436,17 @@ def test_a_batch_too_small_for_all_threads_is_split_over_fewer(
 def test_an_error_in_a_thread_comes_out_with_its_traceback_and_no_thread_stays(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path, in_threads: list[int]
 ) -> None:
-    def broken(trainer: Trainer, batch: Batch) -> LossSum:
+    def broken(gradients: Gradients, batch: Batch) -> LossSum:
         if threading.current_thread() is threading.main_thread():
-            return loss(trainer, batch)
+            return loss(gradients, batch)
         raise ZeroDivisionError("in a thread")
 
-    loss = Trainer._loss
-    monkeypatch.setattr(Trainer, "_loss", broken)
+    loss = Gradients.loss
+    monkeypatch.setattr(Gradients, "loss", broken)
     with pytest.raises(ZeroDivisionError, match="in a thread") as error:
         train(source, run=str(tmp_path / "run"))
     frames = [frame.name for frame in traceback.extract_tb(error.value.__traceback__)]
-    assert frames[-2:] == ["_differentiate", "broken"]
+    assert frames[-2:] == ["differentiate", "broken"]
     assert not any(thread.name.startswith("update") for thread in threading.enumerate())
     assert torch.get_num_threads() == 3
 
@@ -687,7 +691,7 @@ def test_a_loss_that_is_not_finite_stops_the_training_before_the_update(
     kernels: str,
 ) -> None:
     if kernels == "plain":
-        monkeypatch.setattr(training.native, "compiled", lambda: None)
+        monkeypatch.setattr(native, "compiled", lambda: None)
     wild = ["--set", "training.lr=1e30", "--set", "training.warmup_steps=0"]
     wild += ["--set", f"training.precision={precision}"]
     outcome = cli("train", source, *wild, "--run", tmp_path / "run")
@@ -699,15 +703,21 @@ def test_a_loss_that_is_not_finite_stops_the_training_before_the_update(
 
 def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int], value: float) -> None:
     """Let one number of the gradient be no number at some steps."""
-    differentiate = Trainer._differentiate
+    make = Trainer._update
 
-    def spoilt(trainer: Trainer, task: Any) -> Any:
-        part = differentiate(trainer, task)
-        if trainer.progress.step + 1 in steps:
-            part.grads[3].view(-1)[-1] = value
+    def spoilt(trainer: Trainer, dealt: Dealt) -> None:
+        with monkeypatch.context() as patch:
+            if trainer.progress.step + 1 in steps:
+                patch.setattr(Gradients, "differentiate", spoilt_part)
+            make(trainer, dealt)
+
+    def spoilt_part(gradients: Gradients, task: Task) -> Part:
+        part = differentiate(gradients, task)
+        part.grads[3].view(-1)[-1] = value
         return part
 
-    monkeypatch.setattr(Trainer, "_differentiate", spoilt)
+    differentiate = Gradients.differentiate
+    monkeypatch.setattr(Trainer, "_update", spoilt)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -992,11 +1002,11 @@ def signalled_twice(source: Path, run: str, number: int) -> None:
     """Do what `mtrain train` does, with two signals in the middle of its third update."""
     update = Trainer._update
 
-    def interrupted(trainer: Trainer, micro_batches: list[Batch]) -> None:
+    def interrupted(trainer: Trainer, dealt: Dealt) -> None:
         if trainer.progress.step == 2:
             signal.raise_signal(number)
             signal.raise_signal(number)
-        update(trainer, micro_batches)
+        update(trainer, dealt)
 
     Trainer._update = interrupted  # type: ignore[method-assign]
     sys.argv = ["mtrain", "train", str(source), "--run", run, "--set", "training.save_every=1"]
@@ -1025,7 +1035,7 @@ def test_tokens_from_before_a_stop_count_for_the_loss_and_not_for_the_speed(
 ) -> None:
     clock = 100.0
     monkeypatch.setattr(training.time, "monotonic", lambda: clock)
-    window = training._Window()
+    window = Window()
     progress = checkpoint.Progress(unlogged_loss=300.0, unlogged_nll=200.0, unlogged_tokens=100)
     window.restore(progress)
     window.add(LossSum(torch.tensor(100.0), torch.tensor(50.0), 100))

@@ -1,0 +1,37 @@
+"""What torchrun says of the processes that it started. Reads the environment, and nothing else."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from mtrain.errors import ConfigError
+
+
+class Launch(NamedTuple):
+    """This process among several.
+
+    Attributes:
+        rank: its number, from 0.
+        size: how many there are.
+        local_rank: its number on this machine, from 0.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+
+
+def launched() -> Launch | None:
+    """Return this process's place among those that torchrun started; None if it is alone."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    launch = Launch(_number("RANK"), _number("WORLD_SIZE"), _number("LOCAL_RANK"))
+    return launch if launch.size > 1 else None
+
+
+def _number(name: str) -> int:
+    text = os.environ.get(name, "0")
+    if not text.isdecimal():
+        raise ConfigError(f"the environment's {name} must be a number, but is {text!r} instead.")
+    return int(text)

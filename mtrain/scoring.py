@@ -1,0 +1,88 @@
+"""The validation set: its loss under a model, and examples of how a model translates it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from mtrain.batch import Batch, collate
+from mtrain.data import plan_batches
+from mtrain.model import Transformer
+from mtrain.prepare import Lines
+from mtrain.team import Team
+from mtrain.tokenizer import Tokenizer
+from mtrain.update import loss_of
+
+_NUM_EXAMPLES = 3
+_MAX_EXAMPLE = 145  # characters of an example: two lines of a terminal
+
+
+class Validation(NamedTuple):
+    """How a model does on the validation set: per target token, and in BLEU by greedy search."""
+
+    loss: float
+    nll: float
+    bleu: float
+
+
+class Loss(NamedTuple):
+    """Means over the target tokens."""
+
+    loss: float
+    nll: float
+
+
+class ValidationSet:
+    """The text that tells how good a model is, in batches of like length."""
+
+    def __init__(self, lines: Lines, tokenizer: Tokenizer, batch_tokens: int) -> None:
+        self.lines = lines
+        self._batches = _encode(lines, tokenizer, batch_tokens)
+
+    @torch.no_grad()
+    def loss(self, model: Transformer, smoothing: float, team: Team) -> Loss:
+        """Return the loss under a model; all ranks ask together, and share the batches."""
+        model.eval()
+        device = model.output.weight.device
+        own = self._batches[team.rank :: team.size]
+        sums = [loss_of(model, batch.to(device), smoothing) for batch in own]
+        totals = [sum(float(value) for value in values) for values in zip(*sums, strict=True)]
+        told = torch.tensor(totals or [0.0, 0.0, 0.0], dtype=torch.float64, device=device)
+        loss, nll, num_tokens = team.add(told).tolist()
+        return Loss(loss / num_tokens, nll / num_tokens)
+
+    def examples(self, hypotheses: Sequence[str]) -> Iterator[str]:
+        """Yield lines that show translations of sentences from all over the set."""
+        count = min(_NUM_EXAMPLES, len(hypotheses))
+        for index in range(count):
+            row = (2 * index + 1) * len(hypotheses) // (2 * count)
+            yield f"  source       {_clip(self.lines.src[row])}"
+            yield f"  reference    {_clip(self.lines.tgt[row])}"
+            yield f"  translation  {_clip(hypotheses[row])}"
+
+
+def _encode(lines: Lines, vocabulary: Tokenizer, batch_tokens: int) -> list[Batch]:
+    """Encode lines once, in batches of like length."""
+    src, tgt = vocabulary.encode_src(lines.src), vocabulary.tgt.encode(lines.tgt)
+    src_lengths = np.array([len(ids) for ids in src], dtype=np.int32)
+    tgt_lengths = np.array([len(ids) + 1 for ids in tgt], dtype=np.int32)
+    plan = plan_batches(src_lengths, tgt_lengths, batch_tokens, np.random.default_rng(0))
+    special = vocabulary.tgt
+    return [
+        collate(
+            [src[row] for row in rows],
+            [tgt[row] for row in rows],
+            special.pad,
+            special.bos,
+            special.eos,
+        )
+        for rows in plan
+    ]
+
+
+def _clip(text: str) -> str:
+    """Cut a line for the screen: an early model repeats itself without end."""
+    return text if len(text) <= _MAX_EXAMPLE else text[: _MAX_EXAMPLE - 3] + "..."

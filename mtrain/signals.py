@@ -1,0 +1,48 @@
+"""Signals that ask a training to stop: remembered, and acted on between two updates."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType, TracebackType
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopped(Exception):  # noqa: N818 - nothing went wrong
+    """Training was stopped by a signal, after saving."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"stopped by signal {signal_number}")
+        self.signal_number = signal_number
+
+
+class Signals:
+    """Remembers the first SIGINT or SIGTERM; the second one stops at once.
+
+    Args:
+        may_repeat: the second one means the same as the first: a launcher passes on what a cluster
+            has sent to every process already.
+    """
+
+    def __init__(self, may_repeat: bool = False) -> None:
+        self.received, self._may_repeat = 0, may_repeat
+
+    def __enter__(self) -> Signals:
+        self._before = {number: signal.signal(number, self._note) for number in STOPPING}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        if self._may_repeat:
+            return
+        for later, handler in self._before.items():
+            signal.signal(later, handler)

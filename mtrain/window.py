@@ -1,0 +1,58 @@
+"""What a training did since it last logged: sums of losses and tokens, and the time they took."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from torch import Tensor
+
+from mtrain.checkpoint import Progress
+from mtrain.loss import LossSum
+
+
+class Rates(NamedTuple):
+    """Means over the tokens of a window, and its speed."""
+
+    loss: float
+    nll: float
+    tokens_per_s: float
+
+
+class Window:
+    """What happened since the last logged step; reading it waits for the device."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+        self.num_tokens = 0
+        self.num_restored_tokens = 0  # they cost no time of this process
+        self.loss: Tensor | float = 0.0
+        self.nll: Tensor | float = 0.0
+        self.lr = 0.0
+        self.grad_norm: Tensor | float = 0.0
+
+    def add(self, sums: LossSum) -> None:
+        """Count one micro-batch."""
+        self.loss = self.loss + sums.loss.detach()
+        self.nll = self.nll + sums.nll
+        self.num_tokens += sums.num_tokens
+
+    def note(self, progress: Progress) -> None:
+        """Write the sums into what a checkpoint remembers."""
+        progress.unlogged_loss, progress.unlogged_nll = float(self.loss), float(self.nll)
+        progress.unlogged_tokens = self.num_tokens
+
+    def restore(self, progress: Progress) -> None:
+        """Go on from the sums that a checkpoint remembers."""
+        self.loss, self.nll = progress.unlogged_loss, progress.unlogged_nll
+        self.num_tokens = self.num_restored_tokens = progress.unlogged_tokens
+
+    def pause(self, seconds: float) -> None:
+        """Leave out time that was not spent on training."""
+        self.started += seconds
+
+    def rates(self) -> Rates:
+        """Return loss and nll per token, and target tokens per second."""
+        elapsed_s = max(time.monotonic() - self.started, 1e-9)
+        count, new = self.num_tokens, self.num_tokens - self.num_restored_tokens
+        return Rates(float(self.loss) / count, float(self.nll) / count, new / elapsed_s)

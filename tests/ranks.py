@@ -1,0 +1,221 @@
+"""Several processes as torchrun would start them, but from one that has loaded torch already."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mtrain import config as configs
+from mtrain import distributed, replicas, update
+from mtrain import train as training
+from mtrain.batch import Batch
+from mtrain.cli import main
+from mtrain.data import Dealt
+from mtrain.launch import launched
+from mtrain.loss import LossSum
+from mtrain.model import Transformer
+from mtrain.rundir import RunDir
+from mtrain.runlog import RunLog
+from mtrain.team import Team
+from mtrain.train import Trainer
+from mtrain.update import loss_of
+
+PATIENCE_S = 120
+
+needs_fork_server = pytest.mark.skipif(
+    "forkserver" not in multiprocessing.get_all_start_methods(), reason="needs a fork server"
+)
+
+
+class Ended(NamedTuple):
+    """How ranks ended: their exit codes, and what each wrote."""
+
+    codes: list[int | None]
+    out: list[str]
+    err: list[str]
+
+    @property
+    def said(self) -> list[str]:
+        """What all ranks said in mtrain's name."""
+        lines = [line for text in self.err for line in text.splitlines()]
+        return [line for line in lines if line.startswith("mtrain: ")]
+
+
+class Ranks:
+    """Runs a function on every rank, and looks at how they end."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.count = directory, 0
+
+    def start(
+        self, size: int, function: Callable[..., object], *arguments: Any
+    ) -> list[ForkServerProcess]:
+        """Start `function(*arguments)` on each of some ranks."""
+        context: ForkServerContext = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["ranks", "datasets", "mtrain.replicas", "mtrain.crew"])
+        self.store = torch.distributed.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )
+        port = self.store.port
+        self.count += 1
+        processes = [
+            context.Process(
+                target=_rank, args=(self._stem(rank), rank, size, port, function, arguments)
+            )
+            for rank in range(size)
+        ]
+        for process in processes:
+            process.start()
+        return processes
+
+    def ended(self, processes: list[ForkServerProcess], patience_s: float = PATIENCE_S) -> Ended:
+        """Wait for all ranks; one that hangs is an error."""
+        for process in processes:
+            process.join(patience_s)
+        hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for process in processes:
+            process.kill()
+        stems = [self._stem(rank) for rank in range(len(processes))]
+        out, err = ([Path(f"{stem}.{end}").read_text() for stem in stems] for end in ("out", "err"))
+        assert not hanging, f"ranks {hanging} hang: {err}"
+        return Ended([process.exitcode for process in processes], out, err)
+
+    def __call__(self, size: int, function: Callable[..., object], *arguments: Any) -> Ended:
+        """Run a function on all ranks, to the end."""
+        return self.ended(self.start(size, function, *arguments))
+
+    def mtrain(self, size: int, *arguments: str | Path) -> Ended:
+        """Run the command line on all ranks."""
+        return self(size, command_line, [str(argument) for argument in arguments])
+
+    def _stem(self, rank: int) -> str:
+        return str(self.directory / f"{self.count}-{rank}")
+
+
+def _rank(
+    stem: str,
+    rank: int,
+    size: int,
+    port: int,
+    function: Callable[..., object],
+    arguments: tuple[Any, ...],
+) -> None:
+    for number, end in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{stem}.{end}", os.O_WRONLY | os.O_CREAT), number)
+    sys.stdin = sys.__stdin__ = open(os.devnull)  # noqa: SIM115, PTH123
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ |= {key: str(value) for key, value in place.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    function(*arguments)
+
+
+def command_line(arguments: list[str]) -> None:
+    """Do what `mtrain ARGUMENTS` does."""
+    sys.argv = ["mtrain", *arguments]
+    main()
+
+
+CASES = [  # the type of numbers, how many batches an update has, and of how many tokens each
+    (dtype, accumulate, batch_tokens)
+    for dtype in ("float64", "float32")
+    for accumulate, batch_tokens in ((4, 192), (1, 192), (3, 96), (1, 32))
+]
+
+
+def gradients(source: Path, run: str, team: Team, settings: list[str]) -> dict[str, torch.Tensor]:
+    """Return what all ranks together find to be the gradient of an update, in every case."""
+    found = {}
+    build = training.build_model
+    for dtype, accumulate, batch_tokens in CASES:
+        own = [*settings, f"training.accumulate={accumulate}", "model.dropout=0.0"]
+        own += [f"training.batch_tokens={batch_tokens}"]
+        config = configs.load(source, own, run)
+        training.build_model = lambda *made: build(*made).to(getattr(torch, dtype))  # noqa: B023
+        with RunLog(Path(f"{run}-{team.rank}.jsonl")) as log:
+            trainer = Trainer(config, RunDir(Path(run)), log, team)
+        trainer.model.compute_in(getattr(torch, dtype))
+        updates = trainer.data.updates(batch_tokens, training.Position(0, 2), trainer.deal)
+        trainer.gradients.add_up(next(updates))
+        for name, weight in trainer.model.named_parameters():
+            assert weight.grad is not None
+            found[f"{dtype} {accumulate} {batch_tokens} {name}"] = team.whole(weight.grad).clone()
+    training.build_model = build
+    return found
+
+
+def save_gradients(source: Path, run: str, settings: list[str], path: Path) -> None:
+    place = launched()
+    assert place is not None
+    team = distributed.join(place)
+    found = gradients(source, run, team, settings)
+    if team.is_first:
+        save_file(found, path)
+    team.leave()
+
+
+def stopped(arguments: list[str], step: int, number: int) -> None:
+    """Do what the command line does; a signal comes to the last rank alone, before an update."""
+    place, make = launched(), Trainer._update
+
+    def interrupted(trainer: Trainer, dealt: Any) -> None:
+        is_last = place is not None and place.rank == place.size - 1
+        if trainer.progress.step + 1 == step and is_last:
+            os.kill(os.getpid(), number)
+        make(trainer, dealt)
+
+    Trainer._update = interrupted  # type: ignore[method-assign]
+    command_line(arguments)
+
+
+def failing(arguments: list[str], rank: int, error: BaseException | None) -> None:
+    """Do what the command line does; before its third update a rank fails, or is killed."""
+    place, make = launched(), Trainer._update
+
+    def broken(trainer: Trainer, dealt: Any) -> None:
+        if trainer.progress.step == 2 and place is not None and place.rank == rank:
+            if error is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            else:
+                raise error
+        make(trainer, dealt)
+
+    Trainer._update = broken  # type: ignore[method-assign]
+    command_line(arguments)
+
+
+def short_of_memory(arguments: list[str], rank: int, num_places: int, first: int) -> None:
+    """Do what the command line does; from an update on, or from the start, a rank lacks memory."""
+    place, make = launched(), Trainer._update
+
+    def limited(model: Transformer, batch: Batch, smoothing: float) -> LossSum:
+        if batch.num_places > num_places:
+            raise MemoryError
+        return loss_of(model, batch, smoothing)
+
+    def updated(trainer: Trainer, dealt: Dealt) -> None:
+        if trainer.progress.step + 1 == first and is_short:
+            update.loss_of = replicas.loss_of = limited
+        make(trainer, dealt)
+
+    is_short = place is not None and place.rank == rank
+    if first == 0 and is_short:
+        update.loss_of = replicas.loss_of = limited
+    Trainer._update = updated  # type: ignore[method-assign]
+    command_line(arguments)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Ranks:
+    directory = tmp_path / "ranks"
+    directory.mkdir()
+    return Ranks(directory)

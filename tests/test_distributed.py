@@ -1,0 +1,411 @@
+"""Several ranks make the same updates, checkpoints and translations as one process."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Cli
+from ranks import (
+    Ranks,
+    failing,
+    gradients,
+    needs_fork_server,
+    ranks,
+    save_gradients,
+    short_of_memory,
+    stopped,
+)
+from safetensors.torch import load_file
+from tasks import prepared, reverse_task, train, write_task
+from test_train import step_lines, timeless, weights
+
+from mtrain import checkpoint, tokenizer
+from mtrain import config as configs
+from mtrain.data import Deal, Dealt, Position, TrainingData
+from mtrain.errors import RunError
+from mtrain.rundir import RunDir
+from mtrain.team import ALONE
+
+__all__ = ["ranks"]
+
+pytestmark = needs_fork_server
+PLAIN = ["model.dropout=0.0", "training.accumulate=4", "training.log_every=1"]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_task(tmp_path_factory.mktemp("ranks"), reverse_task)
+
+
+def options(*settings: str) -> list[str]:
+    return [part for setting in settings for part in ("--set", setting)]
+
+
+# gradients
+
+
+@pytest.fixture(scope="module")
+def expected(source: Path) -> dict[str, torch.Tensor]:
+    run = prepared(configs.load(source, ["training.batch_tokens=32"], str(source.parent / "grad")))
+    return gradients(source, str(run.path), ALONE, [])
+
+
+BOUNDS = {"float64": 1e-12, "float32": 1e-5}
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_gradient_of_an_update_is_that_of_one_process(
+    source: Path,
+    tmp_path: Path,
+    ranks: Ranks,
+    expected: dict[str, torch.Tensor],
+    size: int,
+    parallel: str,
+) -> None:
+    run, path = str(source.parent / "grad"), tmp_path / "gradients"
+    settings = [f"training.parallel={parallel}"]
+    ended = ranks(size, save_gradients, source, run, settings, path)
+    assert ended.codes == [0] * size, ended.err
+    found = load_file(path)
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        bound = BOUNDS[name.split()[0]]
+        assert float((found[name] - grad).norm()) <= bound * float(grad.norm()) + bound / 1e3, name
+
+
+def test_gradients_that_travel_in_bfloat16_are_nearly_the_same(
+    source: Path,
+    tmp_path: Path,
+    ranks: Ranks,
+    expected: dict[str, torch.Tensor],
+) -> None:
+    run, path = str(source.parent / "grad"), tmp_path / "gradients"
+    settings = ["training.parallel=fsdp", "training.exchange=bfloat16"]
+    ended = ranks(2, save_gradients, source, run, settings, path)
+    assert ended.codes == [0, 0], ended.err
+    found = load_file(path)
+    size = {name: float(grad.norm()) for name, grad in expected.items()}
+    away = {name: float((found[name] - grad).norm()) for name, grad in expected.items()}
+    assert sum(away.values()) < 0.01 * sum(size.values())
+    assert sum(away.values()) > 1e-4 * sum(size.values())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("num_batches", [1, 2, 3, 4, 6])
+def test_all_ranks_have_equally_many_shares_and_all_rows_once(
+    source: Path, num_batches: int, num_ranks: int
+) -> None:
+    run = prepared(configs.load(source, ["training.batch_tokens=32"], str(source.parent / "grad")))
+    data = TrainingData(run.data_dir, tokenizer.load(run.tokenizer_dir), 1)
+    deals = [Deal(num_batches, rank, num_ranks) for rank in range(num_ranks)]
+    updates = [data.updates(48, Position(0, 3), deal) for deal in deals]
+    whole = data.updates(48, Position(0, 3), Deal(num_batches))
+    for _ in range(3):
+        dealt, one = [next(own) for own in updates], next(whole)
+        assert {len(own.shares) for own in dealt} == {len(deals[0].of_rank())}
+        assert {(own.num_tokens, own.after) for own in dealt} == {(one.num_tokens, one.after)}
+        assert rows_of(dealt) == rows_of([one])
+        assert sum(len(rows_of([own])) for own in dealt) == len(rows_of([one]))
+    is_whole = num_batches % num_ranks == 0
+    assert (deals[0].num_parts == 1) == is_whole
+
+
+def rows_of(dealt: list[Dealt]) -> list[list[int]]:
+    """Return the targets of all shares that count, in any order."""
+    return sorted(
+        row[keep].tolist()
+        for own in dealt
+        for share in own.shares
+        if share.counts
+        for row, keep in zip(share.batch.tgt_out_BT, share.batch.tgt_keep_BT, strict=True)
+    )
+
+
+# whole trainings
+
+
+def losses(run: RunDir) -> list[float]:
+    return [line["loss"] for line in step_lines(run)]
+
+
+def positions(run: RunDir) -> list[tuple[int, int]]:
+    found = [
+        checkpoint.load_progress(path) for path in checkpoint.steps(run.checkpoints_dir).values()
+    ]
+    return [(progress.epoch, progress.batch) for progress in found]
+
+
+@pytest.mark.parametrize(
+    ("size", "settings"),
+    [
+        (2, ["training.accumulate=4"]),  # with dropout: a batch drops the same, whoever makes it
+        (4, [*PLAIN, "training.parallel=fsdp"]),
+        (2, ["model.dropout=0.0", "training.accumulate=3"]),
+    ],
+    ids=["whole-batches", "sharded", "batches-cut"],
+)
+def test_a_training_is_that_of_one_process_to_rounding(
+    source: Path, tmp_path: Path, ranks: Ranks, size: int, settings: list[str]
+) -> None:
+    logged = [*settings, "training.log_every=1"]
+    alone = train(source, *logged, run=str(tmp_path / "alone"))
+    run = RunDir(tmp_path / "run")
+    ended = ranks.mtrain(size, "train", source, "--run", run.path, *options(*logged))
+    assert ended.codes == [0] * size, ended.err
+    assert losses(run) == pytest.approx(losses(alone), rel=1e-4)
+    for mine, other in zip(timeless(run), timeless(alone), strict=True):
+        assert mine.keys() == other.keys()
+        assert mine.get("valid_bleu", 0.0) == pytest.approx(other.get("valid_bleu", 0.0), abs=1e-6)
+    assert positions(run) == positions(alone)
+    ours, theirs = (
+        torch.cat([weight.flatten() for _, weight in sorted(load_file(own.model_path).items())])
+        for own in (run, alone)
+    )
+    assert float((ours - theirs).norm()) < 0.005 * float(theirs.norm())  # Adam enlarges rounding
+    assert "".join(ended.out) == "".join(ended.err[1:]) == ""
+    (line,) = [line for line in ended.err[0].splitlines() if line.startswith("ranks ")]
+    assert line.startswith(f"ranks    {size}, each with ")
+    made = checkpoint.load_made_with(next(iter(checkpoint.steps(run.checkpoints_dir).values())))
+    assert made is not None
+    assert made.ranks == size
+
+
+@pytest.mark.parametrize(("size", "parallel"), [(4, "ddp"), (2, "fsdp")])
+def test_a_signal_to_one_rank_saves_and_any_number_of_ranks_goes_on(
+    source: Path, tmp_path: Path, ranks: Ranks, size: int, parallel: str
+) -> None:
+    settings = ["training.log_every=1", f"training.parallel={parallel}", "model.dropout=0.0"]
+    straight, run = RunDir(tmp_path / "straight"), RunDir(tmp_path / "run")
+    command = ["train", str(source), *options(*settings), "--run"]
+    assert ranks.mtrain(size, *command, straight.path).codes == [0] * size
+    ended = ranks(size, stopped, [*command, str(run.path)], 5, signal.SIGTERM)
+    assert ended.codes == [143] * size, ended.err
+    assert ended.said == [
+        f"mtrain: stopped; all is saved in {run.path}, and the same command goes on from there."
+    ]
+    assert max(checkpoint.steps(run.checkpoints_dir)) == 5
+    others = {number: RunDir(tmp_path / f"on-{number}") for number in (1, 6 - size)}
+    for other in others.values():
+        shutil.copytree(run.path, other.path)
+    assert ranks.mtrain(size, *command, run.path).codes == [0] * size
+    assert weights(run) == weights(straight)
+    assert timeless(run) == timeless(straight)
+    train(source, *settings, run=str(others[1].path))
+    ended = ranks.mtrain(6 - size, *command, others[6 - size].path)
+    assert ended.codes == [0] * (6 - size)
+    for other in others.values():
+        assert losses(other) == pytest.approx(losses(straight), rel=1e-4)
+        assert positions(other) == positions(straight)
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_rank_short_of_memory_halves_its_shares_alone_and_the_updates_stay_the_same(
+    source: Path, tmp_path: Path, ranks: Ranks, first: int
+) -> None:
+    alone = train(source, *PLAIN, run=str(tmp_path / "alone"))
+    command = ["train", str(source), *options(*PLAIN), "--run", str(tmp_path / "run")]
+    ended = ranks(2, short_of_memory, command, 1, 100, first)
+    assert ended.codes == [0, 0], ended.err
+    said = "memory   of another rank does not hold a share of "
+    assert (said in ended.err[0]) == (first == 0)
+    assert losses(RunDir(tmp_path / "run")) == pytest.approx(losses(alone), rel=1e-4)
+
+
+def test_the_clock_of_the_first_rank_ends_the_training_of_all(
+    source: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    run = RunDir(tmp_path / "run")
+    settings = ["training.max_steps=null", "training.max_minutes=0.02", "training.schedule=linear"]
+    settings += ["training.validate_every=100000", "training.warmup_steps=0"]
+    ended = ranks.mtrain(2, "train", source, "--run", run.path, *options(*settings))
+    assert ended.codes == [0, 0], ended.err
+    (step,) = checkpoint.steps(run.checkpoints_dir)
+    progress = checkpoint.load_progress(run.checkpoints_dir / f"step-{step:08d}")
+    assert progress.elapsed_s >= 1.2
+
+
+def test_memory_that_does_not_hold_a_share_of_a_sharded_model_is_an_error(
+    source: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    command = ["train", str(source), *options(*PLAIN, "training.parallel=fsdp")]
+    ended = ranks(2, short_of_memory, [*command, "--run", str(tmp_path / "run")], 1, 100, 2)
+    assert ended.codes == [2, 2]
+    assert ended.said == [
+        "mtrain: rank 1: the memory must hold a rank's share of a batch, but does not; take a "
+        "lower `training.batch_tokens` and a higher `training.accumulate`, or more ranks."
+    ]
+
+
+def test_one_process_says_what_it_does_not_heed(cli: Cli, source: Path, tmp_path: Path) -> None:
+    settings = ["training.parallel=fsdp", "training.exchange=bfloat16", "training.max_steps=1"]
+    outcome = cli("train", source, "--run", tmp_path / "run", *options(*settings))
+    assert outcome.code == 0
+    assert [line for line in outcome.err.splitlines() if line.startswith("ranks ")] == [
+        "ranks    1, to which `training.parallel: fsdp` makes no difference",
+        "ranks    1, to which `training.exchange: bfloat16` makes no difference",
+    ]
+
+
+# errors
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_on_one_rank_ends_all_with_one_message_that_names_it(
+    source: Path, tmp_path: Path, ranks: Ranks, rank: int
+) -> None:
+    command = ["train", str(source), "--run", str(tmp_path / "run")]
+    ended = ranks(2, failing, command, rank, RunError("the moon must be full, but is not."))
+    assert ended.codes == [2, 2]
+    assert ended.said == [f"mtrain: rank {rank}: the moon must be full, but is not."]
+
+
+def test_an_error_of_mtrain_itself_keeps_its_traceback_and_names_the_rank(
+    source: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    command = ["train", str(source), "--run", str(tmp_path / "run")]
+    ended = ranks(2, failing, command, 1, RuntimeError("expected scalar type Float"))
+    assert ended.codes == [2, 1]
+    assert ended.said == ["mtrain: rank 1: has failed, and all ranks end; where it failed:"]
+    assert ended.err[1].splitlines()[-1] == "RuntimeError: expected scalar type Float"
+    assert "Traceback" not in ended.err[0]
+
+
+def test_when_a_rank_is_killed_the_others_end_with_one_message(
+    source: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    command = ["train", str(source), "--run", str(tmp_path / "run")]
+    ended = ranks.ended(ranks.start(4, failing, command, 2, None), patience_s=30)
+    assert ended.codes == [2, 2, -signal.SIGKILL, 2]
+    (said,) = ended.said
+    assert said.partition(": another")[2] == (
+        " rank has ended without a word: killed, or its machine is gone; the same command goes on "
+        "from the last checkpoint."
+    )
+    assert not any("Traceback" in text for text in ended.err)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("model.d_modl=8", "`model.d_modl` is not a key of the config"),
+        ("training.device=cuda:1", "`device` must be auto, cpu or cuda for the 2 processes that"),
+        ("training.exchange=bfloat16", "`training.exchange` must be float32 for `training.para"),
+        ("training.lr=1e30", "take a lower `training.lr` or more `training.warmup_steps`"),
+        ("data.max_tokens=2", "must have a pair that can be used, but all are left out"),
+    ],
+)
+def test_what_is_wrong_on_all_ranks_is_said_once_by_the_first(
+    source: Path, tmp_path: Path, ranks: Ranks, setting: str, message: str
+) -> None:
+    ended = ranks.mtrain(2, "train", source, "--run", tmp_path / "run", *options(setting))
+    assert ended.codes == [2, 2]
+    (said,) = ended.said
+    assert said.startswith("mtrain: rank 0: ")
+    assert message in said
+
+
+def test_a_wrong_option_is_said_once(source: Path, ranks: Ranks) -> None:
+    ended = ranks.mtrain(2, "train", source, "--no-such-option")
+    assert ended.codes == [2, 0]  # torchrun ends all when one has failed
+    assert "No such option: --no-such-option" in ended.err[0]
+    assert ended.err[1] == "".join(ended.out) == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["plot", "run"], "mtrain plot"),
+        (["tokenize", "config.yaml"], "mtrain tokenize"),
+        (["translate", "RUN", "--engine", "ctranslate2"], "mtrain translate --engine ctranslate2"),
+    ],
+)
+def test_what_one_process_does_is_refused_to_several(
+    noisy: RunDir, ranks: Ranks, arguments: list[str], what: str
+) -> None:
+    own = [str(noisy.path) if part == "RUN" else part for part in arguments]
+    ended = ranks.mtrain(2, *own)
+    assert ended.codes == [2, 0]
+    assert ended.said == [
+        f"mtrain: rank 0: `{what}` must run in one process, but torchrun started 2; leave torchrun "
+        "out."
+    ]
+
+
+def test_ranks_that_do_not_meet_are_one_message(
+    monkeypatch: pytest.MonkeyPatch, cli: Cli, source: Path
+) -> None:
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}
+    for key, value in place.items():
+        monkeypatch.setenv(key, value)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        outcome = cli("train", source)
+        assert outcome.code == 2
+        assert outcome.err.startswith(
+            f"mtrain: rank {rank}: all 2 ranks must meet at 127.0.0.1:x, but do not: "
+        )
+    monkeypatch.setenv("RANK", "first")
+    assert cli("train", source).err == (
+        "mtrain: the environment's RANK must be a number, but is 'first' instead.\n"
+    )
+
+
+# translating
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    lines = [pair.src for pair in reverse_task(60, 7)]
+    lines[5:5] = ["", "  ", "ba " * 60, "mu"]
+    path = tmp_path_factory.mktemp("text") / "lines"
+    path.write_text("".join(line + "\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [],
+        ["--format", "jsonl", "--n-best", "2"],
+        ["--format", "tsv", "--sample", "--n-best", "3", "--seed", "4"],
+    ],
+)
+def test_translations_are_the_bytes_of_one_process_with_as_many_threads(
+    cli: Cli, trained: RunDir, text: Path, ranks: Ranks, settings: list[str]
+) -> None:
+    with torch_threads(2):
+        alone = cli("translate", trained.path, text, *settings)
+    ended = ranks.mtrain(2, "translate", trained.path, text, *settings)
+    assert ended.codes == [0, 0], ended.err
+    assert ended.out[0].encode() == alone.out
+    assert (ended.err[0], ended.err[1], ended.out[1]) == (alone.err, "", "")
+
+
+@contextlib.contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_scores_are_those_of_one_process(cli: Cli, trained: RunDir, ranks: Ranks) -> None:
+    for settings in (["--json"], ["--score"]):
+        alone = cli("eval", trained.path, *settings)
+        ended = ranks.mtrain(3, "eval", trained.path, *settings)
+        assert ended.codes == [0, 0, 0], ended.err
+        assert ended.out == [alone.out.decode(), "", ""]
+
+
+def test_a_line_that_is_too_long_ends_all_ranks(trained: RunDir, text: Path, ranks: Ranks) -> None:
+    ended = ranks.mtrain(2, "translate", trained.path, text, "--on-long", "error")
+    assert ended.codes == [2, 2]
+    (said,) = ended.said
+    assert said.startswith("mtrain: rank 0: line 8: must have at most 32 tokens, but has ")
