@@ -233,10 +233,10 @@ def test_a_wrong_value_is_shown_as_yaml_spells_it(minimal: Path, override: str, 
         (
             "training.label_smoothing=1.0",
             "`training.label_smoothing` must be < 1.0, but is 1.0 instead.",
-            (
-                "training.parallel=zero",
-                "`training.parallel` must be 'ddp' or 'fsdp', but is 'zero' instead.",
-            ),
+        ),
+        (
+            "training.parallel=zero",
+            "`training.parallel` must be 'ddp' or 'fsdp', but is 'zero' instead.",
         ),
         ("training.patience=0", "`training.patience` must be >= 1, but is 0 instead."),
         ("training.accumulate=0", "`training.accumulate` must be >= 1, but is 0 instead."),
