@@ -1,6 +1,7 @@
 """Measure tokenizing and the first updates on corpora of growing size: speed, memory, waiting.
 
     python benchmarks/scale.py [--pairs 500000,1000000,5000000] [--threads 1] [--lines 200000]
+    python benchmarks/scale.py --encoded     # the first updates alone, on pairs of random ids
 
 The pairs are those of `check_scale.py`. The tokenizer is trained on a sample of `--lines` lines,
 which is the same work at every size; its time is listed apart. SentencePiece's own speed is that of
@@ -21,16 +22,20 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from check_scale import write
 from machine import commit, describe_machine
 
-from mtrain import tokenizer
+from mtrain import shards, tokenizer
+from mtrain.data import Position, TrainingData
 from mtrain.files import read_lines
+from mtrain.shards import SHARD_PAIRS, Contents, EncodedBlock, Mixed, Shard
 
 BLOCK_LINES = 10_000
+BATCH_TOKENS = 4096
 TRAINING = {  # a small model: what is measured is how the data comes
     "max_steps": 100,
-    "batch_tokens": 4096,
+    "batch_tokens": BATCH_TOKENS,
     "device": "cpu",
     "log_every": 1,
     "validate_every": 1000,
@@ -56,11 +61,15 @@ def main() -> None:
     parser.add_argument("--pairs", default="500000,1000000,5000000")
     parser.add_argument("--threads", type=int, default=1, help="cores that may be used")
     parser.add_argument("--lines", type=int, default=200_000, help="that the tokenizer learns from")
+    parser.add_argument("--encoded", action="store_true", help="train on random pairs, no more")
     parser.add_argument("--dir", type=Path, default=None, help="for the corpora; deleted after")
     options = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     print(f"{describe_machine()}, {options.threads} in use, commit {commit()}")
+    if options.encoded:
+        train_on_random_pairs([*map(int, options.pairs.split(","))], options.dir)
+        return
     print(
         "| pairs | tokenizer trained | pairs/s encoded | share of SentencePiece's "
         "| pairs/s, all of it | memory | disk | first update after | 100 updates, memory |"
@@ -96,6 +105,57 @@ def measure(directory: Path, num_pairs: int, options: argparse.Namespace) -> tup
         flush=True,
     )
     return num_pairs, tokenizing.peak_bytes, training.peak_bytes
+
+
+def train_on_random_pairs(sizes: list[int], parent: Path | None) -> None:
+    """Train on tables of random ids, of 15 to 44 tokens a side; print a row for each size."""
+    print("| pairs | tables | opening to the first batch | first update after | memory |")
+    print("| --: | --: | --: | --: | --: |")
+    settings = [f"training.{key}={value}" for key, value in TRAINING.items()]
+    settings += [f"model.{key}={value}" for key, value in MODEL.items()]
+    settings += ["tokenizer.vocab_size=1000"]
+    for num_pairs in sizes:
+        with tempfile.TemporaryDirectory(dir=parent) as name:
+            write(Path(name), 5000)
+            run("tokenize", Path(name), settings)
+            tables = write_random_pairs(Path(name) / "run" / "data", num_pairs)
+            opening_s = first_batch(Path(name) / "run")
+            training = run("train", Path(name), settings)
+        print(
+            f"| {num_pairs:,} | {tables / 1e6:,.0f} MB | {opening_s:.2f} s "
+            f"| {training.at('^step 1,'):.1f} s | {training.peak_bytes / 2**20:,.0f} MiB |",
+            flush=True,
+        )
+
+
+def write_random_pairs(directory: Path, num_pairs: int) -> int:
+    """Put tables of random ids in the place of those of a run; return their bytes."""
+    rng, entries, longer = np.random.default_rng(1), [], np.zeros(64, np.int64)
+    for path in [*directory.glob("*.arrow"), directory / "checksums.json"]:
+        path.unlink()
+    for number, first in enumerate(range(0, num_pairs, SHARD_PAIRS)):
+        count = min(SHARD_PAIRS, num_pairs - first)
+        src, tgt = (rng.integers(15, 45, count, dtype=np.int32) for _ in range(2))
+        src_ids = rng.integers(4, 900, int(src.sum()), dtype=np.int32)
+        tgt_ids = rng.integers(4, 900, int(tgt.sum()) - count, dtype=np.int32)
+        path = shards.shard_path(directory, number)
+        shards.write_blocks(path, [EncodedBlock(src_ids, tgt_ids, src, tgt)], with_text=False)
+        entries.append(Shard(0, count, int(src.sum()), int(tgt.sum())))
+        longer += np.bincount(np.maximum(src, tgt), minlength=64)
+    mixed = Mixed("data.train", 1.0, longer.tolist())
+    shards.write_contents(directory, Contents([mixed], entries))
+    return sum(path.stat().st_size for path in directory.glob("*.arrow"))
+
+
+def first_batch(directory: Path) -> float:
+    """Return the seconds from opening encoded pairs to the first batch, with what comes between."""
+    vocabulary = tokenizer.load(directory / "tokenizer")
+    began = time.perf_counter()
+    data = TrainingData(directory / "data", vocabulary, 1)
+    data.plan(BATCH_TOKENS)
+    data.largest(BATCH_TOKENS)
+    next(data.batches(BATCH_TOKENS, Position()))
+    return time.perf_counter() - began
 
 
 def run(verb: str, directory: Path, settings: list[str]) -> Measured:

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,9 +72,11 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
         _check_same_files(run, console)
         console.say(f"{run.path}: tokenized already")
         return
-    with run.tokenizing() as work_dir:
+    with run.tokenizing() as work_dir, _saying_what_is_kept(run, console):
         begun = _begin(config, run, work_dir, console)
         with cleaner(config.data, work_dir) as judge:
+            if not (run.tokenizer_dir.is_dir() or (work_dir / "tokenizer").is_dir()):
+                _say_sample(config, begun.num_pairs, console)
             vocabulary = _vocabulary(config, run, judge, work_dir)
             console.say(f"tokenizer: {config.tokenizer.kind}, {say_sizes(vocabulary)}")
             with_text = config.tokenizer.sampling_alpha > 0
@@ -91,6 +94,15 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
             configs.save(config, run.config_path)
     num_kept = begun.num_pairs - sum(dropped.values())
     console.say(f"{run.path}: tokenized {num_kept:,} training pairs")
+
+
+@contextmanager
+def _saying_what_is_kept(run: RunDir, console: Console) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.say(f"{run.path}: stopped; what is done is kept, and the same command goes on")
+        raise
 
 
 def _write_data(
@@ -128,12 +140,6 @@ def _begin(config: Config, run: RunDir, work_dir: Path, console: Console) -> _Be
         write_lines(path, [json.dumps(tree)])
     elif num_done := encoding.num_done(work_dir):
         console.say(f"{run.path}: the tokenizing goes on after {num_done:,} training pairs")
-    num_lines = begun.num_pairs * (2 if config.tokenizer.shared else 1)
-    if num_lines > config.tokenizer.max_training_lines:
-        console.say(
-            f"tokenizer: trained on a sample of {config.tokenizer.max_training_lines:,} lines "
-            "(`tokenizer.max_training_lines`)"
-        )
     return begun
 
 
@@ -173,6 +179,15 @@ def _empty(directory: Path) -> None:
             shutil.rmtree(path)
         elif path.name != LOCK_FILE:
             path.unlink()
+
+
+def _say_sample(config: Config, num_pairs: int, console: Console) -> None:
+    num_lines = num_pairs * (2 if config.tokenizer.shared else 1)
+    if num_lines > config.tokenizer.max_training_lines:
+        console.say(
+            f"tokenizer: trained on a sample of {config.tokenizer.max_training_lines:,} lines "
+            "(`tokenizer.max_training_lines`)"
+        )
 
 
 def _vocabulary(config: Config, run: RunDir, judge: Cleaner, work_dir: Path) -> Tokenizer:

@@ -131,8 +131,12 @@ def test_what_was_done_is_not_done_again(
 ) -> None:
     source, run = write_config(tmp_path / "config.yaml", tree), tmp_path / "run"
     interrupted(monkeypatch, 3, KeyboardInterrupt())
+    config, console = configs.load(source, run_dir=str(run)), Said()
     with pytest.raises(KeyboardInterrupt):
-        make(source, run)
+        prepare.prepare(config, RunDir(run), console)
+    assert console.lines[-1] == (
+        f"{run}: stopped; what is done is kept, and the same command goes on"
+    )
     assert not prepare.is_prepared(RunDir(run))
     parts = sorted((run / ".tokenizing").glob("part-*.arrow"))
     stats = [path.stat().st_ino for path in parts]
