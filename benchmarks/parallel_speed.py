@@ -28,7 +28,7 @@ from mtrain.prepare import prepare
 from mtrain.rundir import RunDir
 from mtrain.runlog import Mute, Stderr
 from mtrain.team import ALONE, Team
-from mtrain.train import Trainer
+from mtrain.training import Trainer
 
 RUN = Path("runs/benchmark_parallel")
 

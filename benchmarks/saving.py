@@ -17,7 +17,7 @@ from mtrain.data import Position
 from mtrain.prepare import prepare
 from mtrain.rundir import RunDir
 from mtrain.runlog import RunLog
-from mtrain.train import Trainer
+from mtrain.training import Trainer
 
 
 def main() -> None:

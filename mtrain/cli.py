@@ -365,7 +365,7 @@ def train(config: ConfigArgument, set_: SetOption = None, run: RunOption = None)
     with together("the same command goes on from the last checkpoint.") as team:
         settings = configs.load(config, set_ or [], run)
         run_dir = _prepare(settings, team)
-        from mtrain import train as training
+        from mtrain import training
 
         with _saving(run_dir.path, team):
             training.train(settings, run_dir, team)
@@ -636,7 +636,7 @@ def _loader(changes: Mapping[str, Any], loading: Loading) -> Callable[[RunDir, T
 
 
 def _reference_scores(run: RunDir, load: Load, names: list[str] | None) -> Iterator[str]:
-    from mtrain.evaluate import reference_scores
+    from mtrain.evaluation import reference_scores
 
     with load(run) as translator:
         yield from reference_scores(run, translator, names)

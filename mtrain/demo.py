@@ -6,12 +6,12 @@ import shlex
 from pathlib import Path
 
 from mtrain import config as configs
-from mtrain import demo_corpus, evaluate, translate
+from mtrain import demo_corpus, evaluation, translate
 from mtrain.files import whole_dir, whole_file
 from mtrain.prepare import prepare
 from mtrain.rundir import RunDir
 from mtrain.runlog import Console
-from mtrain.train import train
+from mtrain.training import train
 
 _CONFIG = """\
 # The demo: a small Transformer on a small grammar, minutes on a laptop.
@@ -72,8 +72,8 @@ def demo(directory: Path, console: Console) -> None:
 def report(directory: Path) -> list[str]:
     """Score the demo's test set; return the scores, five translations, and what to do next."""
     run = RunDir(directory)
-    (result,) = evaluate.evaluate(run, translate.load(run))
-    lines = evaluate.as_text([result])
+    (result,) = evaluation.evaluate(run, translate.load(run))
+    lines = evaluation.as_text([result])
     for row in range(0, len(result.hypotheses), len(result.hypotheses) // 5):
         lines.append(f"source       {result.lines.src[row]}")
         lines.append(f"reference    {result.lines.tgt[row]}")

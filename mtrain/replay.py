@@ -23,7 +23,7 @@ from mtrain.files import read_lines
 from mtrain.rundir import RunDir
 from mtrain.runlog import RunLog
 from mtrain.signals import Signals
-from mtrain.train import Trainer
+from mtrain.training import Trainer
 
 TIMES = {"tgt_tokens_per_s", "elapsed_s", "memory_mib"}  # what no two trainings share
 Metrics = dict[str, dict[str, Any]]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from mtrain import evaluate
+from mtrain import evaluation
 from mtrain.breakdown import Breakdown, Contrast, Example, Group
 from mtrain.metrics import number
 from mtrain.scoreboard import System, TestReport
@@ -24,7 +24,7 @@ def as_text(reports: Sequence[TestReport]) -> Iterator[str]:
     """Yield the lines of a page of 80 columns, names and signatures apart, which are not cut."""
     for report in reports:
         if len(report.systems) == 1:
-            yield from evaluate.as_text([report.systems[0].result])
+            yield from evaluation.as_text([report.systems[0].result])
         else:
             for place in range(len(report.systems[0].result.scores)):
                 yield from _table(report, place)

@@ -15,7 +15,7 @@ from typing import Any
 from mtrain import breakdown, files, frequencies, significance, tokenizer
 from mtrain.breakdown import Breakdown, Contrast
 from mtrain.errors import ConfigError, RunError
-from mtrain.evaluate import TestResult, evaluate, read_tests
+from mtrain.evaluation import TestResult, evaluate, read_tests
 from mtrain.metrics import ScoringOptions, score
 from mtrain.prepare import Lines
 from mtrain.rundir import RunDir

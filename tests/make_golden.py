@@ -23,7 +23,7 @@ from typing import Any
 
 from tasks import WORDS, Pair, Tree, train, write_config, write_corpus
 
-from mtrain import evaluate, translate
+from mtrain import evaluation, translate
 from mtrain.rundir import RunDir
 from mtrain.translate import Loading, Source, Translator
 
@@ -38,7 +38,7 @@ def outputs(run: RunDir) -> dict[str, Any]:
     decoding = run.load_config().decoding
     greedy = translate.load(run, decoding.model_copy(update={"beam": 1}), loading)
     beam = translate.load(run, decoding, loading)
-    results = evaluate.evaluate(run, beam)
+    results = evaluation.evaluate(run, beam)
     return {
         "greedy": greedy.translate(LINES),
         "greedy_scores": _scores(greedy),
@@ -48,7 +48,7 @@ def outputs(run: RunDir) -> dict[str, Any]:
         "eval_scores": [score.value for result in results for score in result.scores],
         "reference_scores": [
             float(number)
-            for line in evaluate.reference_scores(run, beam)
+            for line in evaluation.reference_scores(run, beam)
             for number in line.split("\t")[1:]
         ],
     }

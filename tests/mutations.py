@@ -49,7 +49,7 @@ def search(name: str, old: str, new: str) -> Mutation:
 
 
 def train(name: str, old: str, new: str, wanted: str) -> Mutation:
-    return Mutation(name, "mtrain/train.py", old, new, f"tests/test_train.py -k {wanted}")
+    return Mutation(name, "mtrain/training.py", old, new, f"tests/test_train.py -k {wanted}")
 
 
 MODEL = [
@@ -470,21 +470,21 @@ TRAINING = [
     ),
     Mutation(
         "rate of the update before",
-        "mtrain/train.py",
+        "mtrain/training.py",
         "self.config.model.d_model, step, self._spent())",
         "self.config.model.d_model, max(step - 1, 1), self._spent())",
         "tests/test_schedule.py",
     ),
     Mutation(
         "gradients never clipped",
-        "mtrain/train.py",
+        "mtrain/training.py",
         "limit = self.settings.max_grad_norm or math.inf",
         "limit = math.inf",
         "tests/test_schedule.py",
     ),
     Mutation(
         "weight decay by default",
-        "mtrain/train.py",
+        "mtrain/training.py",
         "weight_decay=self.settings.weight_decay,",
         "weight_decay=0.01,",
         "tests/test_schedule.py",

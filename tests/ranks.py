@@ -16,8 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from mtrain import config as configs
-from mtrain import distributed, replicas, update
-from mtrain import train as training
+from mtrain import distributed, replicas, training, update
 from mtrain.batch import Batch
 from mtrain.cli import main
 from mtrain.data import Dealt
@@ -27,7 +26,7 @@ from mtrain.model import Transformer
 from mtrain.rundir import RunDir
 from mtrain.runlog import RunLog
 from mtrain.team import Team
-from mtrain.train import Trainer
+from mtrain.training import Trainer
 from mtrain.update import loss_of
 
 PATIENCE_S = 120

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from mtrain import config as configs
-from mtrain import train as training
+from mtrain import training
 from mtrain.config import Config
 from mtrain.prepare import prepare
 from mtrain.rundir import RunDir

@@ -82,7 +82,7 @@ RANKS = {
     "prepare": 6,
     "audit": 6,
     "breakdown": 7,
-    "evaluate": 7,
+    "evaluation": 7,
     "scoreboard": 8,
     "score_page": 9,
     "together": 7,
@@ -90,7 +90,7 @@ RANKS = {
     "opening": 7,
     "pictures": 7,
     "audit_page": 7,
-    "train": 8,
+    "training": 8,
     "plots": 8,
     "demo": 9,
     "replay": 9,
@@ -163,8 +163,8 @@ def test_a_module_imports_only_from_lower_ranks(module: str) -> None:
 
 
 def test_imports_inside_functions_and_under_type_checking_are_seen() -> None:
-    assert {"config", "demo", "train", "files", "prepare", "rundir"} <= own_imports("cli")
-    assert "checkpoint" in own_imports("train")
+    assert {"config", "demo", "training", "files", "prepare", "rundir"} <= own_imports("cli")
+    assert "checkpoint" in own_imports("training")
 
 
 def test_the_package_itself_imports_nothing() -> None:

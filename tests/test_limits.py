@@ -16,14 +16,13 @@ from conftest import Cli
 from tasks import prepared, reverse_task, stop_at, train, write_task
 from test_train import metrics, step_lines, timeless, weights
 
-from mtrain import checkpoint, files
+from mtrain import checkpoint, files, training
 from mtrain import config as configs
-from mtrain import train as training
 from mtrain.batch import Batch
 from mtrain.errors import RunError, WriteError
 from mtrain.rundir import RunDir
 from mtrain.runlog import RunLog
-from mtrain.train import Trainer
+from mtrain.training import Trainer
 from mtrain.update import Gradients, Part, Task
 
 OFTEN = ["training.save_every=2", "training.keep_last=9", "training.log_every=1"]
@@ -178,7 +177,7 @@ def in_little_memory(source: Path, directory: Path) -> None:
 def test_a_real_limit_of_memory_is_survived(tmp_path: Path) -> None:
     source = write_task(tmp_path, reverse_task, num_train=1500)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mtrain.train"])
+    context.set_forkserver_preload(["mtrain.training"])
     process = context.Process(target=in_little_memory, args=(source, tmp_path))
     process.start()
     process.join(120)

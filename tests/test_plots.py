@@ -22,9 +22,8 @@ from PIL import Image
 from safetensors.torch import load_file
 from tasks import prepared, reverse_task, train, write_task
 
-from mtrain import checkpoint, heatmaps, pictures, plots, tokenizer
+from mtrain import checkpoint, heatmaps, pictures, plots, tokenizer, training
 from mtrain import config as configs
-from mtrain import train as training
 from mtrain import translate as translating
 from mtrain.batch import collate
 from mtrain.data import TrainingData

@@ -14,7 +14,7 @@ from mtrain.config import TrainingConfig, load
 from mtrain.data import Position, dealt_whole
 from mtrain.runlog import RunLog
 from mtrain.schedule import learning_rate, noam
-from mtrain.train import Trainer
+from mtrain.training import Trainer
 
 SCHEDULES = ["inverse_sqrt", "noam", "linear", "cosine"]
 D_MODEL = 512

@@ -13,7 +13,7 @@ import yaml
 from conftest import Cli
 from tasks import copy_task, write, write_config
 
-from mtrain import evaluate, metrics, significance, translate
+from mtrain import metrics, significance, translate
 from mtrain.metrics import ScoringOptions
 from mtrain.rundir import RunDir
 from mtrain.significance import Output
@@ -298,6 +298,6 @@ def columns(text: str) -> int:
 
 def test_evaluating_some_test_sets_is_evaluating_all_and_taking_those(noisy: RunDir) -> None:
     translator = translate.load(noisy)
-    assert evaluate.evaluate(noisy, translator, names=["held_out"]) == evaluate.evaluate(
+    assert evaluation.evaluate(noisy, translator, names=["held_out"]) == evaluation.evaluate(
         noisy, translator
     )

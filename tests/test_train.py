@@ -22,10 +22,9 @@ from conftest import Cli, at_a_terminal
 from safetensors.torch import load_file
 from tasks import prepared, reverse_task, stop_at, train, write_task
 
-from mtrain import checkpoint, native, tokenizer, update
+from mtrain import checkpoint, native, tokenizer, training, update
 from mtrain import cli as command_line
 from mtrain import config as configs
-from mtrain import train as training
 from mtrain.batch import Batch, collate
 from mtrain.data import Dealt, dealt_whole
 from mtrain.errors import RunError
@@ -33,7 +32,7 @@ from mtrain.loss import LossSum
 from mtrain.rundir import RunDir
 from mtrain.runlog import RunLog
 from mtrain.signals import Stopped
-from mtrain.train import Trainer
+from mtrain.training import Trainer
 from mtrain.update import Gradients, Part, Task
 from mtrain.window import Window
 
@@ -1021,7 +1020,7 @@ def test_a_second_signal_stops_at_once_and_keeps_the_last_checkpoint(
     source: Path, tmp_path: Path, number: int, code: int
 ) -> None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mtrain.train"])
+    context.set_forkserver_preload(["mtrain.training"])
     arguments = (source, str(tmp_path / "run"), number)
     process = context.Process(target=signalled_twice, args=arguments)
     process.start()

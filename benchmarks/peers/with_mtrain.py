@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 from peers.job import Done, Epoch, Job, Meter, serve
 
-from mtrain import __version__, prepare, tokenizer
+from mtrain import __version__, prepare, tokenizer, training
 from mtrain import config as configs
-from mtrain import train as training
 from mtrain.batch import Batch
 from mtrain.config import Config
 from mtrain.data import Position, TrainingData
