@@ -13,7 +13,7 @@ import yaml
 from conftest import Cli
 from tasks import copy_task, write, write_config
 
-from mtrain import metrics, significance, translate
+from mtrain import evaluation, metrics, significance, translate
 from mtrain.metrics import ScoringOptions
 from mtrain.rundir import RunDir
 from mtrain.significance import Output
