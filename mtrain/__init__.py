@@ -1,3 +1,50 @@
-"""mtrain trains a translator from parallel text and leaves a folder that translates."""
+"""mtrain trains a translator from parallel text and leaves a folder that translates.
+
+    import mtrain
+
+    run = mtrain.train("configs/demo.yaml")
+    mtrain.load(run).translate(["The old farmer is tired."])
+
+Importing it loads nothing: what the names below need is imported when one is first used.
+"""
+
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+__all__ = [
+    "Config",
+    "ConfigError",
+    "DataError",
+    "Model",
+    "RunError",
+    "Stopped",
+    "UserError",
+    "WriteError",
+    "__version__",
+    "evaluate",
+    "load",
+    "load_config",
+    "train",
+]
+
+if TYPE_CHECKING:
+    from mtrain.api import Model, evaluate, load, load_config, train
+    from mtrain.config import Config
+    from mtrain.errors import ConfigError, DataError, RunError, UserError, WriteError
+    from mtrain.signals import Stopped
+else:
+
+    def __getattr__(name: str) -> object:
+        """Import what is asked for, once it is."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name == "Stopped":
+            from mtrain.signals import Stopped
+
+            return Stopped
+        from mtrain import api, errors
+
+        return getattr(api, name, None) or getattr(errors, name)
+
+    def __dir__() -> list[str]:
+        return sorted(__all__)

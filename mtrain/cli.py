@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
-from mtrain import __version__
+from mtrain import __version__, api
 from mtrain import config as configs
 from mtrain.errors import ConfigError, DataError, UserError
 from mtrain.launch import launched
@@ -21,7 +21,7 @@ from mtrain.together import complain, load_each, load_together, one_of_many, ref
 
 if TYPE_CHECKING:
     from mtrain import output
-    from mtrain.config import Config, DecodingConfig
+    from mtrain.config import DecodingConfig
     from mtrain.metrics import ScoringOptions
     from mtrain.output import Line
     from mtrain.rundir import RunDir
@@ -300,7 +300,7 @@ def check(
 
     Example: mtrain check configs/demo.yaml --strict
     """
-    settings = configs.load(config, set_ or [], run)
+    settings = api.load_config(config, set_ or [], run)
     from mtrain import audit_page, tokenizer
     from mtrain.audit import audit, num_bytes
     from mtrain.files import whole_dir, write_lines
@@ -350,8 +350,7 @@ def tokenize(config: ConfigArgument, set_: SetOption = None, run: RunOption = No
 
     Example: mtrain tokenize configs/demo.yaml --set tokenizer.vocab_size=1000
     """
-    settings = configs.load(config, set_ or [], run)
-    _prepare(settings)
+    api.tokenize(api.load_config(config, set_ or [], run))
 
 
 @app.command()
@@ -363,28 +362,13 @@ def train(config: ConfigArgument, set_: SetOption = None, run: RunOption = None)
     Example: mtrain train configs/demo.yaml --set training.max_steps=500
     """
     with together("the same command goes on from the last checkpoint.") as team:
-        settings = configs.load(config, set_ or [], run)
-        run_dir = _prepare(settings, team)
-        from mtrain import training
-
-        with _saving(run_dir.path, team):
-            training.train(settings, run_dir, team)
-
-
-def _prepare(settings: Config, team: Team = ALONE) -> RunDir:
-    from mtrain.prepare import prepare
-    from mtrain.rundir import RunDir
-    from mtrain.runlog import Stderr
-
-    run_dir = RunDir(Path(settings.run_dir))
-    if team.is_first:
-        prepare(settings, run_dir, Stderr())
-    team.wait()
-    return run_dir
+        settings = api.load_config(config, set_ or [], run)
+        with _saving(settings.run_dir, team):
+            api.train_together(settings, team)
 
 
 @contextmanager
-def _saving(run_dir: Path, team: Team = ALONE) -> Iterator[None]:
+def _saving(run_dir: Path | str, team: Team = ALONE) -> Iterator[None]:
     """Turn a training that a signal stopped into the exit code that shells expect."""
     from mtrain.signals import Stopped
 
@@ -464,10 +448,10 @@ def _lines(
     translator: Translator, options: Options, run: RunDir, file: Path | None, prefix: Path | None
 ) -> Iterator[Line]:
     """Yield the lines of a file, or of stdin, and their translations."""
-    from mtrain import files, prepare
-    from mtrain.stream import BLOCK_LINES, Stream
+    from mtrain import files
+    from mtrain.stream import BLOCK_LINES
 
-    stream = Stream(translator, options, prepare.read_profile(run), _warn)
+    stream = api.as_model(run, run.load_config(), translator).stream(options, _warn)
     blocks = files.read_blocks(file, _warn, BLOCK_LINES)
     return stream.translate(blocks, files.read_lines(prefix) if prefix is not None else None)
 

@@ -5,6 +5,7 @@ Defaults stand here and nowhere else. Imports no torch, so that an error answers
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 import reprlib
@@ -177,6 +178,7 @@ class TrainingConfig(Section):
     eps: float = Field(default=1e-9, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, ge=0)
+    init_from: FilePath | None = Field(default=None, min_length=1)
     device: str = "auto"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     log_every: Whole = Field(default=50, ge=1)
@@ -251,16 +253,27 @@ def load(path: Path, overrides: Iterable[str] = (), run_dir: str | None = None) 
     Raises:
         ConfigError: with the file and the key, in one line.
     """
-    tree = _read_yaml(path)
+    return from_tree(_read_yaml(path), str(path), overrides, run_dir)
+
+
+def from_tree(
+    tree: Mapping[str, Any], name: str, overrides: Iterable[str] = (), run_dir: str | None = None
+) -> Config:
+    """Validate a tree of keys, which its errors call `name`, after the same changes.
+
+    Raises:
+        ConfigError: with the name and the key, in one line.
+    """
+    changed = copy.deepcopy(dict(tree))
     for override in overrides:
-        _apply_override(tree, override)
+        _apply_override(changed, override)
     if run_dir is not None:
-        tree["run_dir"] = run_dir
+        changed["run_dir"] = run_dir
     try:
-        return Config.model_validate(tree)
+        return Config.model_validate(changed)
     except ValidationError as error:
         findings = sorted(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
-        raise ConfigError(f"{path}: {_sentence(findings[0])}") from None
+        raise ConfigError(f"{name}: {_sentence(findings[0])}") from None
 
 
 def save(config: Config, path: Path) -> None:

@@ -168,6 +168,10 @@ def _sizes(card: Card, config: Config) -> list[str]:
         lines.append(
             f"- BLEU of the validation text: {origin.bleu:.2f} (sacreBLEU, greedy search)."
         )
+    if config.training.init_from is not None:
+        lines.append(
+            f"- Fine-tuned: the training began with the weights of `{config.training.init_from}`."
+        )
     return lines
 
 

@@ -78,7 +78,8 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
             if not (run.tokenizer_dir.is_dir() or (work_dir / "tokenizer").is_dir()):
                 _say_sample(config, begun.num_pairs, console)
             vocabulary = _vocabulary(config, run, judge, work_dir)
-            console.say(f"tokenizer: {config.tokenizer.kind}, {say_sizes(vocabulary)}")
+            owner = f", those of {config.training.init_from}" if config.training.init_from else ""
+            console.say(f"tokenizer: {config.tokenizer.kind}, {say_sizes(vocabulary)}{owner}")
             with_text = config.tokenizer.sampling_alpha > 0
             is_mixture = isinstance(config.data.train, list)
             corpora = corpora_of(config.data.train, "data.train")
@@ -164,6 +165,7 @@ def _settings(config: Config, run: RunDir) -> Tree:
         "seed": config.seed,
         "data": config.data.model_dump(),
         "tokenizer": config.tokenizer.model_dump(),
+        "init_from": config.training.init_from,
         "kept_tokenizer": kept.fingerprint() if kept else None,
     }
 
@@ -183,7 +185,8 @@ def _empty(directory: Path) -> None:
 
 def _say_sample(config: Config, num_pairs: int, console: Console) -> None:
     num_lines = num_pairs * (2 if config.tokenizer.shared else 1)
-    if num_lines > config.tokenizer.max_training_lines:
+    init_from = config.training.init_from
+    if num_lines > config.tokenizer.max_training_lines and init_from is None:
         console.say(
             f"tokenizer: trained on a sample of {config.tokenizer.max_training_lines:,} lines "
             "(`tokenizer.max_training_lines`)"
@@ -191,13 +194,17 @@ def _say_sample(config: Config, num_pairs: int, console: Console) -> None:
 
 
 def _vocabulary(config: Config, run: RunDir, judge: Cleaner, work_dir: Path) -> Tokenizer:
-    """Return the run's tokenizer, on which weights may depend, or the one that was trained."""
+    """Return the run's tokenizer, on which weights may depend, another run's, or a new one."""
     if run.tokenizer_dir.is_dir():
         return tokenizer.load(run.tokenizer_dir)
     path = work_dir / "tokenizer"
     if not path.is_dir():
         with whole_dir(path) as directory:
-            _train_tokenizer(config, judge).save(directory)
+            init_from = config.training.init_from
+            if init_from is not None:
+                tokenizer.load(RunDir(Path(init_from)).tokenizer_dir).save(directory)
+            else:
+                _train_tokenizer(config, judge).save(directory)
     return tokenizer.load(path)
 
 
@@ -315,6 +322,12 @@ def _check_same_files(run: RunDir, console: Console) -> None:
 
 def _check_same_data(config: Config, run: RunDir) -> None:
     old = run.load_config()
+    was, now = old.training.init_from, config.training.init_from
+    if was != now:
+        raise RunError(
+            f"{run.path}: `training.init_from` must stay {was or 'null'}, but is {now or 'null'} "
+            "now; take another --run, or delete this run folder."
+        )
     for key, new_value, old_value in (
         ("data", config.data, old.data),
         ("tokenizer", config.tokenizer, old.tokenizer),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from types import FrameType, TracebackType
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
@@ -26,9 +27,11 @@ class Signals:
 
     def __init__(self, may_repeat: bool = False) -> None:
         self.received, self._may_repeat = 0, may_repeat
+        in_main = threading.current_thread() is threading.main_thread()  # no other gets signals
+        self._numbers = STOPPING if in_main else ()
 
     def __enter__(self) -> Signals:
-        self._before = {number: signal.signal(number, self._note) for number in STOPPING}
+        self._before = {number: signal.signal(number, self._note) for number in self._numbers}
         return self
 
     def __exit__(

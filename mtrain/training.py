@@ -9,7 +9,15 @@ from pathlib import Path
 
 import torch
 
-from mtrain import checkpoint, circumstances, kernels, prepare, tokenizer, trainstate
+from mtrain import (
+    checkpoint,
+    circumstances,
+    inherit,
+    kernels,
+    prepare,
+    tokenizer,
+    trainstate,
+)
 from mtrain import config as configs
 from mtrain.checkpoint import Progress, Weights
 from mtrain.config import Config
@@ -104,6 +112,7 @@ class Trainer:
         path = self._newest()
         if path is None:
             self.log.drop_after(0)
+            inherit.start(self.model, self.config, self.fingerprint, self.log, self.team)
             return
         self.restore(path)
         self.log.drop_after(self.progress.step)

@@ -109,6 +109,7 @@ def test_the_defaults_are_those_of_the_design(minimal: Path) -> None:
         "eps": 1e-9,
         "weight_decay": 0.0,
         "max_grad_norm": 1.0,
+        "init_from": None,
         "device": "auto",
         "precision": "auto",
         "log_every": 50,

@@ -1,8 +1,10 @@
 """Every command and every config that the README shows is run, or at least parsed."""
 
+import ast
 import re
 import shlex
 import subprocess
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 
@@ -161,3 +163,21 @@ def test_the_commands_of_the_readme_run_one_after_the_other(
         outcome = cli(*words, *extra, stdin=stdin.encode())
         assert outcome.code == 0, f"{shown(Command(words, stdin))}: {outcome.err}"
     assert num_run >= 5
+
+
+def test_the_python_of_the_readme_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """On a demo that is made smaller; its steps are cut in the text itself."""
+    small_copy(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    configs.save(configs.load(Path("configs/demo.yaml"), CHEAP), Path("configs/demo.yaml"))
+    (text,) = blocks("python")
+    cheap = re.sub(r"max_steps=\d+", "max_steps=1", text)
+    assert cheap != text
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a model of one step writes noise
+        exec(compile(cheap, "README.md", "exec"), {})
+    translations, score = capfd.readouterr().out.splitlines()
+    assert len(ast.literal_eval(translations)) == 2
+    assert score.startswith("Score(metric='BLEU', value=")

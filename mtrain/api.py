@@ -1,0 +1,209 @@
+"""What `import mtrain` offers to a notebook or a program, and the command line itself uses.
+
+Mistakes are exceptions (`UserError` and its kinds), never an exit. Imports nothing heavy until
+something is trained or loaded. Knows no options of a command line and prints no results.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mtrain import config as configs
+from mtrain import inherit
+from mtrain.config import Config
+from mtrain.errors import DataError
+from mtrain.rundir import RunDir
+from mtrain.team import ALONE, Team
+
+if TYPE_CHECKING:
+    from mtrain.corpus import Profile
+    from mtrain.evaluation import TestResult
+    from mtrain.metrics import ScoringOptions
+    from mtrain.stream import Options, Stream
+    from mtrain.translate import Translator
+
+AnyPath = str | os.PathLike[str]
+AnyConfig = Config | Mapping[str, Any] | AnyPath
+_LINE_BREAK = re.compile(r"\r?\n")
+_HALF = re.compile("[\ud800-\udfff]")  # of a character: no text that can be written
+
+
+@dataclass(frozen=True)
+class Model:
+    """A trained run, or several as an ensemble, ready to translate.
+
+    Attributes:
+        run: the run folder, the first of several.
+        config: of that run.
+        translator: the models, their tokenizer, and how to search.
+        profile: what is usual in the training pairs, if the run folder says.
+    """
+
+    run: RunDir
+    config: Config
+    translator: Translator
+    profile: Profile | None
+
+    def translate(self, lines: Iterable[str]) -> list[str]:
+        """Return one translation for each line, in order, as `mtrain translate` writes them.
+
+        A blank line gives an empty one. A line's own end is not part of it, so that an open file
+        will do; a line break within is read as a space. Lines longer than any training pair are
+        translated in parts. What looks wrong is a Python warning with the line's number.
+
+        Raises:
+            DataError: if `lines` is one text instead of several, or holds something else.
+        """
+        from mtrain.stream import LongLines, Options
+
+        stream = self.stream(Options(LongLines(self.config.data.max_tokens)), _warn)
+        return [line.best[0].text for line in stream.translate(_blocks(lines))]
+
+    def stream(self, options: Options, warn: Callable[[str], None]) -> Stream:
+        """Return what translates lines as they come, with scores and alignments."""
+        from mtrain.stream import Stream
+
+        return Stream(self.translator, options, self.profile, warn)
+
+
+def load_config(
+    config: AnyConfig, overrides: Iterable[str] = (), run_dir: AnyPath | None = None
+) -> Config:
+    """Return the config of a YAML file, or of a mapping in its form, checked and complete.
+
+    Args:
+        config: the file, the mapping, or a config that was loaded before.
+        overrides: `key.key=value`, as after `--set`.
+        run_dir: instead of the config's own.
+
+    Raises:
+        ConfigError: with the key, in one line.
+    """
+    own_dir = None if run_dir is None else os.fspath(run_dir)
+    if isinstance(config, str | os.PathLike):
+        return inherit.settle(configs.load(Path(config), overrides, own_dir), str(config))
+    tree = config.model_dump(exclude_unset=True) if isinstance(config, Config) else config
+    return inherit.settle(configs.from_tree(tree, "config", overrides, own_dir), "config")
+
+
+def train(config: AnyConfig) -> Path:
+    """Train a translator, or go on if it was stopped; return its run folder.
+
+    Tokenizes first if that is not done, and resumes from the newest checkpoint. Says on stderr how
+    it goes.
+
+    Raises:
+        UserError: if the config, the corpora or the run folder must change.
+        Stopped: on SIGINT (a notebook's stop button) or SIGTERM, after saving.
+    """
+    return train_together(load_config(config), ALONE)
+
+
+def train_together(config: Config, team: Team) -> Path:
+    """Train as one of several ranks that were started together, each with the same config."""
+    run_dir = RunDir(Path(config.run_dir))
+    if team.is_first:
+        tokenize(config)
+    team.wait()
+    from mtrain import training
+
+    training.train(config, run_dir, team)
+    return run_dir.path
+
+
+def tokenize(config: AnyConfig) -> RunDir:
+    """Train the tokenizer and encode the corpora into the run folder, unless that is done.
+
+    Raises:
+        UserError: if the config, the corpora or the run folder must change.
+    """
+    settings = load_config(config)
+    from mtrain.prepare import prepare
+    from mtrain.runlog import Stderr
+
+    run_dir = RunDir(Path(settings.run_dir))
+    prepare(settings, run_dir, Stderr())
+    return run_dir
+
+
+def load(
+    runs: AnyPath | Sequence[AnyPath],
+    *,
+    beam: int | None = None,
+    length_alpha: float | None = None,
+    device: str = "auto",
+) -> Model:
+    """Load a trained run, or several as an ensemble, ready to translate.
+
+    Args:
+        runs: a run folder, or several.
+        beam: its width; 1 is greedy search, None as the run's config says.
+        length_alpha: length normalisation; 0 is none, None as the run's config says.
+        device: auto, cpu, cuda, cuda:1, ...
+
+    Raises:
+        RunError: if a folder is no run, has no trained model, or its parts do not fit.
+        ConfigError: if a setting cannot be used.
+    """
+    from mtrain import translate as translating
+
+    paths = [runs] if isinstance(runs, str | os.PathLike) else list(runs)
+    if not paths:
+        raise DataError("`runs` must have a run folder, but is empty.")
+    folders = [RunDir(Path(path)) for path in paths]
+    config = folders[0].load_config()
+    given = {"beam": beam, "length_alpha": length_alpha}
+    asked = {key: value for key, value in given.items() if value is not None}
+    tree = config.model_dump()
+    changed = tree | {"decoding": tree["decoding"] | asked}
+    decoding = configs.from_tree(changed, "mtrain.load").decoding
+    translator = translating.load(folders, decoding, translating.Loading(device))
+    return as_model(folders[0], config, translator)
+
+
+def as_model(run: RunDir, config: Config, translator: Translator) -> Model:
+    """Return what was loaded in another way, as a model of a run."""
+    from mtrain.prepare import read_profile
+
+    return Model(run, config, translator, read_profile(run))
+
+
+def evaluate(run: Model | AnyPath, options: ScoringOptions | None = None) -> list[TestResult]:
+    """Translate the test sets of a run and score them by sacreBLEU, as `mtrain eval` does.
+
+    Raises:
+        UserError: if the run cannot be loaded, has no test sets, or their text is gone.
+    """
+    from mtrain import evaluation
+
+    model = run if isinstance(run, Model) else load(run)
+    return evaluation.evaluate(model.run, model.translator, options)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"mtrain: {text}", stacklevel=2)
+
+
+def _blocks(lines: Iterable[str]) -> Iterator[list[str]]:
+    from mtrain.stream import BLOCK_LINES
+
+    if isinstance(lines, str | bytes):
+        raise DataError("`lines` must be a list of lines, but is one text; put it in a list.")
+    clean = (_as_line(number, line) for number, line in enumerate(lines, start=1))
+    while block := list(islice(clean, BLOCK_LINES)):
+        yield block
+
+
+def _as_line(number: int, line: object) -> str:
+    """Return a line as a file would hold it."""
+    if not isinstance(line, str):
+        raise DataError(f"line {number}: must be text, but is {line!r:.60} instead.")
+    whole = _HALF.sub("\ufffd", line.removesuffix("\n").removesuffix("\r"))
+    return _LINE_BREAK.sub(" ", whole)
