@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
-from mtrain import __version__, api
+from mtrain import __version__, api, prompt
 from mtrain import config as configs
 from mtrain.errors import ConfigError, DataError, UserError
 from mtrain.launch import launched
@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     from mtrain.metrics import ScoringOptions
     from mtrain.output import Line
     from mtrain.rundir import RunDir
-    from mtrain.stream import Options
-    from mtrain.team import Team
+    from mtrain.stream import Stream
     from mtrain.together import Load
-    from mtrain.translate import Loading, Translator
+    from mtrain.translate import Loading, Translator, Wanted
 
 app = typer.Typer(
     help="Train a translator from parallel text, and measure it.",
@@ -410,6 +409,8 @@ def translate(
 ) -> None:
     """Translate line by line: as many lines out as in.
 
+    At a terminal, without FILE, it asks for a line and answers it.
+
     Example: echo "The old farmer is tired." | mtrain translate runs/demo
     """
     searching = {"beam": beam, "length_alpha": length_alpha, "early_stop": early_stop}
@@ -418,8 +419,8 @@ def translate(
     _require("--sample", {} if sample else drawing | {"seed": seed})
     runs, file = _runs_and_file(paths)
     config = runs[0].load_config()
-    changes = searching | {"no_repeat_ngram": no_repeat_ngram, "batch_tokens": batch_tokens}
-    decoding = config.decoding.model_copy(update=_given(changes))
+    others = {"no_repeat_ngram": no_repeat_ngram, "batch_tokens": batch_tokens}
+    decoding = config.decoding.model_copy(update=_given(searching | others))
     _check_n_best(n_best, decoding, sample)
     max_tokens = max_input_tokens or config.data.max_tokens
     from mtrain.search import Sampling
@@ -427,33 +428,50 @@ def translate(
     from mtrain.translate import Wanted
 
     wanted = Wanted(n_best, Sampling(**_given(drawing)) if sample else None)
-    options = Options(
-        LongLines(max_tokens, on_long.value),
-        alignments is not None or format_ is Format.JSONL,
-        1 if seed is None else seed,
-    )
-    loaded: AbstractContextManager[Translator | None]
-    if engine is Engine.CTRANSLATE2:
-        loaded = _load_ctranslate2(context, runs, decoding, max_tokens)
-    else:
-        loading = _loading(device, precision, quantize, checkpoint)
-        loaded = load_together(runs, decoding, loading, wanted)
-    with loaded as translator:
-        if translator is not None:
-            lines = _with_progress(_lines(translator, options, runs[0], file, prefix), output)
-            _put(_written(lines, format_.value, n_best, alignments), output)
+    loading = _loading(device, precision, quantize, checkpoint)
+    with_alignment = alignments is not None or format_ is Format.JSONL
+    long_lines = LongLines(max_tokens, on_long.value)
+    options = Options(long_lines, with_alignment, 1 if seed is None else seed)
+    with _loaded(context, runs, decoding, loading, wanted, max_tokens) as translator:
+        if translator is None:
+            return
+        stream = api.as_model(runs[0], config, translator).stream(options, _warn)
+        typed = prompt.ask(config.data.src_lang) if file is None and prompt.is_asked() else None
+        lines = _translated(stream, file, typed, prefix, output)
+        written = _written(lines, format_.value, n_best, alignments)
+        is_answer = typed is not None and output is None and format_ is Format.TEXT
+        _put(prompt.answers(written, config.data.tgt_lang) if is_answer else written, output)
 
 
-def _lines(
-    translator: Translator, options: Options, run: RunDir, file: Path | None, prefix: Path | None
-) -> Iterator[Line]:
-    """Yield the lines of a file, or of stdin, and their translations."""
+def _loaded(
+    context: typer.Context,
+    runs: list[RunDir],
+    decoding: DecodingConfig,
+    loading: Loading,
+    wanted: Wanted,
+    max_tokens: int,
+) -> AbstractContextManager[Translator | None]:
+    if context.params["engine"] is Engine.CTRANSLATE2:
+        return _load_ctranslate2(context, runs, decoding, max_tokens)
+    return load_together(runs, decoding, loading, wanted)
+
+
+def _translated(
+    stream: Stream,
+    file: Path | None,
+    typed: Iterable[list[str]] | None,
+    prefix: Path | None,
+    output: Path | None,
+) -> Iterable[Line]:
+    """Yield what becomes of the lines of a file, of stdin, or of those that are typed."""
     from mtrain import files
     from mtrain.stream import BLOCK_LINES
 
-    stream = api.as_model(run, run.load_config(), translator).stream(options, _warn)
+    prefixes = files.read_lines(prefix) if prefix is not None else None
+    if typed is not None:
+        return stream.translate(typed, prefixes)
     blocks = files.read_blocks(file, _warn, BLOCK_LINES)
-    return stream.translate(blocks, files.read_lines(prefix) if prefix is not None else None)
+    return _with_progress(stream.translate(blocks, prefixes), output)
 
 
 def _check_n_best(n_best: int, decoding: DecodingConfig, sample: bool) -> None:

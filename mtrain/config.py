@@ -11,12 +11,13 @@ import re
 import reprlib
 from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, WithJsonSchema, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
+from mtrain import schema
 from mtrain.errors import ConfigError, WriteError
 from mtrain.texts import (
     FORMS,
@@ -60,7 +61,9 @@ class DataConfig(Section):
     valid: Corpus
     tests: dict[str, Corpus] = Field(default={})
     max_tokens: Whole = Field(default=256, ge=2)
-    clean: list[str] = Field(default=["blank-side", "held-out-pair"])
+    clean: list[Annotated[str, WithJsonSchema({"enum": list(CLEAN)})]] = Field(
+        default=["blank-side", "held-out-pair"]
+    )
 
     @field_validator("clean")
     @classmethod
@@ -277,14 +280,14 @@ def from_tree(
 
 
 def save(config: Config, path: Path) -> None:
-    """Write `config` as YAML, and check that it reads back as the same config.
+    """Write `config` as YAML, its schema beside it, and check that it reads back the same.
 
     Raises:
         WriteError: if the disk does not take it.
     """
     beside = path.with_name(f".{path.name}.tmp")
     try:
-        beside.write_text(dump(config), encoding="utf-8")
+        beside.write_text(schema.put_beside(path) + dump(config), encoding="utf-8")
         beside.replace(path)
     except OSError as error:
         beside.unlink(missing_ok=True)

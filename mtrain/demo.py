@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from mtrain import config as configs
-from mtrain import demo_corpus, evaluation, translate
+from mtrain import demo_corpus, evaluation, schema, translate
 from mtrain.files import whole_dir, whole_file
 from mtrain.prepare import prepare
 from mtrain.rundir import RunDir
@@ -14,6 +14,7 @@ from mtrain.runlog import Console
 from mtrain.training import train
 
 _CONFIG = """\
+{head}\
 # The demo: a small Transformer on a small grammar, minutes on a laptop.
 run_dir: "{run_dir}"
 data:
@@ -39,9 +40,10 @@ training:
 """
 
 
-def config_text(corpus: str, run_dir: str) -> str:
+def config_text(corpus: str, run_dir: str, schema_path: str = schema.SCHEMA_FILE) -> str:
     """Return the demo's config for a corpus folder and a run folder."""
-    return _CONFIG.format(corpus=_escape(corpus), run_dir=_escape(run_dir))
+    head = schema.head(schema_path)
+    return _CONFIG.format(corpus=_escape(corpus), run_dir=_escape(run_dir), head=head)
 
 
 def _escape(path: str) -> str:
@@ -61,6 +63,7 @@ def demo(directory: Path, console: Console) -> None:
     if not config_path.is_file():
         with whole_file(config_path) as beside:
             beside.write_text(config_text(str(corpus), str(directory)), encoding="utf-8")
+            schema.put_beside(config_path)
     config, run = configs.load(config_path), RunDir(directory)
     prepare(config, run, console)
     if run.model_path.exists():

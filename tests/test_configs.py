@@ -6,7 +6,7 @@ import pytest
 from tasks import REPOSITORY
 
 from mtrain import config as configs
-from mtrain import demo
+from mtrain import demo, schema
 from mtrain.config import Config
 
 DIRECTORY = REPOSITORY / "configs"
@@ -38,7 +38,8 @@ def test_a_shipped_config_has_a_run_folder_and_a_test_set_of_its_own(name: str) 
 
 
 def test_the_demo_config_is_what_the_demo_writes() -> None:
-    written = demo.config_text("data/demo", "runs/demo").encode()
+    schema_path = f"../mtrain/{schema.SCHEMA_FILE}"
+    written = demo.config_text("data/demo", "runs/demo", schema_path).encode()
     assert (DIRECTORY / "demo.yaml").read_bytes() == written
 
 

@@ -1,0 +1,145 @@
+"""Typing at a terminal: a line in, its translation out, and the ways to end it."""
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mtrain.rundir import RunDir
+
+ESCAPES = re.compile(r"\x1b\[[?0-9;]*[A-Za-z]")
+
+
+class Terminal:
+    """`mtrain ARGUMENTS` with somebody at the keyboard of a terminal 80 columns wide."""
+
+    def __init__(self, *arguments: str | Path, term: str, stdout: int | None = None) -> None:
+        self._master, terminal = pty.openpty()
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "mtrain", *map(str, arguments)],
+            stdin=terminal,
+            stdout=terminal if stdout is None else stdout,
+            stderr=terminal,
+            env=os.environ | {"TERM": term},
+            preexec_fn=_take_the_terminal,
+        )
+        os.close(terminal)
+        self.raw = b""
+
+    @property
+    def shown(self) -> str:
+        return ESCAPES.sub("", self.raw.decode(errors="replace")).replace("\r\n", "\n")
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._master, keys)
+
+    def wait_for(self, text: str) -> None:
+        deadline = time.monotonic() + 90
+        while text not in self.shown:
+            assert time.monotonic() < deadline, self.shown
+            self._read()
+
+    def close(self) -> int:
+        while self._read():
+            pass
+        os.close(self._master)
+        return self.process.wait(60)
+
+    def _read(self) -> bool:
+        select.select([self._master], [], [], 60)
+        with contextlib.suppress(OSError):  # how Linux says that the other side has closed
+            part = os.read(self._master, 4096)
+            self.raw += part
+            return bool(part)
+        return False
+
+
+def _take_the_terminal() -> None:
+    """Let Ctrl-C at the terminal reach the child."""
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+@pytest.fixture
+def opened(trained: RunDir) -> Iterator[list[Terminal]]:
+    """Terminals that are closed when a test is over, however it ends."""
+    terminals: list[Terminal] = []
+    yield terminals
+    for terminal in terminals:
+        if terminal.process.poll() is None:
+            terminal.process.kill()
+            terminal.process.wait()
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_each_line_that_is_typed_is_answered_until_ctrl_d(
+    trained: RunDir, opened: list[Terminal], term: str
+) -> None:
+    terminal = Terminal("translate", trained.path, "--beam", "1", term=term)
+    opened.append(terminal)
+    terminal.wait_for("aa> ")
+    terminal.type(b"ba ce di\n")
+    terminal.wait_for("bb> ba ce di\naa> ")
+    terminal.type(b"\n")
+    terminal.wait_for("bb> \naa> ")
+    terminal.type(b"\x04")
+    assert terminal.close() == 0
+    assert terminal.shown.startswith("One line of aa at a time; Ctrl-D ends.\naa> ba ce di\nbb> ")
+    assert terminal.shown.endswith("\naa> \n")
+    if term == "dumb":
+        assert b"\x1b" not in terminal.raw
+
+
+def test_the_arrow_keys_bring_back_the_line_before(trained: RunDir, opened: list[Terminal]) -> None:
+    pytest.importorskip("readline")
+    terminal = Terminal("translate", trained.path, "--beam", "1", term="xterm")
+    opened.append(terminal)
+    terminal.wait_for("aa> ")
+    terminal.type(b"ba ce\n")
+    terminal.wait_for("bb> ba ce\naa> ")
+    terminal.type(b"\x1b[A di\n")
+    terminal.wait_for("bb> ba ce di\naa> ")
+    terminal.type(b"\x04")
+    assert terminal.close() == 0
+
+
+def test_ctrl_c_at_the_prompt_ends_with_130_and_no_word(
+    trained: RunDir, opened: list[Terminal]
+) -> None:
+    terminal = Terminal("translate", trained.path, "--beam", "1", term="xterm")
+    opened.append(terminal)
+    terminal.wait_for("aa> ")
+    terminal.type(b"ba")
+    terminal.wait_for("aa> ba")
+    terminal.type(b"\x03")
+    assert terminal.close() == 130
+    assert re.fullmatch(r"One line of [^\n]*\naa> ba(\^C)?\n+", terminal.shown)
+
+
+def test_where_stdout_is_a_file_it_holds_translations_alone(
+    trained: RunDir, opened: list[Terminal], tmp_path: Path
+) -> None:
+    with (tmp_path / "out").open("wb") as out:
+        arguments = ["translate", trained.path, "--beam", "1"]
+        terminal = Terminal(*arguments, term="xterm", stdout=out.fileno())
+        opened.append(terminal)
+        terminal.wait_for("aa> ")
+        terminal.type(b"ba ce\n")
+        terminal.wait_for("aa> ba ce\naa> ")
+        terminal.type(b"fo \xff\n")  # no UTF-8: an answer all the same
+        terminal.type(b"\x04")
+        assert terminal.close() == 0
+    first, second, end = (tmp_path / "out").read_bytes().split(b"\n")
+    assert (first, second[:2], end) == (b"ba ce", b"fo", b"")

@@ -1,0 +1,87 @@
+"""The schema that editors read is the one of the config, and every config says where it lies."""
+
+import json
+import re
+from pathlib import Path
+
+import make_schema
+import pytest
+from tasks import REPOSITORY, Tree, tiny_tree, write_task
+
+from mtrain import config as configs
+from mtrain import schema
+from mtrain.config import Config
+
+HEAD = re.compile(r"# yaml-language-server: \$schema=(\S+)\n")
+SHIPPED = sorted((REPOSITORY / "configs").rglob("*.yaml"))
+
+
+def named_by(path: Path) -> Path:
+    """Return the schema that an editor takes for a config: its first line says it."""
+    match = HEAD.match(path.read_text(encoding="utf-8"))
+    assert match, path
+    return path.parent / match[1]
+
+
+def test_the_schema_of_the_package_is_that_of_the_config() -> None:
+    """If not: python tests/make_schema.py."""
+    assert make_schema.PATH.read_text(encoding="utf-8") == make_schema.schema()
+
+
+def test_every_key_of_the_config_is_in_the_schema_and_no_other_is_allowed() -> None:
+    tree = json.loads(make_schema.PATH.read_bytes())
+    assert list(tree["properties"]) == list(Config.model_fields)
+    for section in [tree, *tree["$defs"].values()]:
+        assert section["additionalProperties"] is False
+    clean = tree["$defs"]["DataConfig"]["properties"]["clean"]
+    assert clean["items"]["enum"] == list(configs.CLEAN)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_a_shipped_config_names_the_schema_of_the_package(path: Path) -> None:
+    assert named_by(path).resolve() == make_schema.PATH.resolve()
+
+
+def test_a_config_that_is_written_names_the_schema_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    saved = tmp_path / "elsewhere" / "saved.yaml"
+    config = configs.load(write_task(tmp_path))
+    configs.save(config, saved)
+    copy = named_by(saved)
+    assert copy == saved.with_name(schema.SCHEMA_FILE)
+    assert copy.read_bytes() == make_schema.PATH.read_bytes()
+    copy.write_bytes(b"of an older mtrain")
+    configs.save(config, saved)
+    assert copy.read_bytes() == make_schema.PATH.read_bytes()
+    assert sorted(path.name for path in saved.parent.iterdir()) == [copy.name, saved.name]
+
+
+def wrong(directory: Path, key: str, value: object) -> Tree:
+    tree = tiny_tree(directory)
+    *sections, last = key.split(".")
+    place = tree
+    for section in sections:
+        place = place[section]
+    place[last] = value
+    return tree
+
+
+def test_a_checker_of_schemas_takes_the_shipped_configs_and_refuses_wrong_ones(
+    tmp_path: Path,
+) -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
+    tree = json.loads(make_schema.PATH.read_bytes())
+    check = jsonschema.validators.validator_for(tree)(tree)
+    for path in SHIPPED:
+        check.validate(configs.load(path).model_dump(exclude_unset=True))  # as it is written
+    check.validate(configs.load(write_task(tmp_path)).model_dump())
+    for key, value in (
+        ("sed", 1),
+        ("model.norm", "both"),
+        ("training.lr", 0),
+        ("data.clean", ["blank"]),
+        ("data.train", {"src": ["a"]}),
+        ("decoding.beam", "5"),
+    ):
+        with pytest.raises(jsonschema.ValidationError):
+            check.validate(wrong(tmp_path, key, value))
