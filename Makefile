@@ -1,5 +1,5 @@
 # `make demo` and `make test` set up a virtual environment first, and do it only once.
-.PHONY: demo test check fuzz clean
+.PHONY: demo test check fuzz wheel clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,6 +20,10 @@ check: $(READY)
 # the hostile tests with 30 times as many cases, drawn anew, and five times as many kills
 fuzz: $(READY)
 	MTRAIN_FUZZ=30 $(BIN)/python -m pytest -q --tb=short tests/test_hostile.py tests/test_hostile_run.py tests/test_kills.py
+
+# the wheel in a fresh environment, far from here: the demo, its scores, pictures and exports
+wheel:
+	$(PYTHON) benchmarks/check_wheel.py
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtrain import config as configs
 from mtrain import inherit
+from mtrain.board import Board, check_installed
 from mtrain.config import Config
 from mtrain.errors import DataError
 from mtrain.rundir import RunDir
@@ -93,28 +94,31 @@ def load_config(
     return inherit.settle(configs.from_tree(tree, "config", overrides, own_dir), "config")
 
 
-def train(config: AnyConfig) -> Path:
+def train(config: AnyConfig, *, tensorboard: bool = False) -> Path:
     """Train a translator, or go on if it was stopped; return its run folder.
 
     Tokenizes first if that is not done, and resumes from the newest checkpoint. Says on stderr how
-    it goes.
+    it goes, and with `tensorboard` writes the numbers for it into the run folder.
 
     Raises:
         UserError: if the config, the corpora or the run folder must change.
         Stopped: on SIGINT (a notebook's stop button) or SIGTERM, after saving.
     """
-    return train_together(load_config(config), ALONE)
+    return train_together(load_config(config), ALONE, tensorboard=tensorboard)
 
 
-def train_together(config: Config, team: Team) -> Path:
+def train_together(config: Config, team: Team, *, tensorboard: bool) -> Path:
     """Train as one of several ranks that were started together, each with the same config."""
-    run_dir = RunDir(Path(config.run_dir))
+    run_dir, board = RunDir(Path(config.run_dir)), None
+    if tensorboard:
+        check_installed()
     if team.is_first:
         tokenize(config)
+        board = Board(run_dir.board_dir) if tensorboard else None
     team.wait()
     from mtrain import training
 
-    training.train(config, run_dir, team)
+    training.train(config, run_dir, team, board)
     return run_dir.path
 
 

@@ -110,6 +110,12 @@ class Stored(str, Enum):
     BFLOAT16 = "bfloat16"
 
 
+class Log(str, Enum):
+    """Where the numbers of a training go beside `metrics.jsonl`."""
+
+    TENSORBOARD = "tensorboard"
+
+
 class Format(str, Enum):
     """How translations are written."""
 
@@ -235,7 +241,7 @@ def main() -> NoReturn:
     """
     try:
         with one_of_many():
-            app()
+            app(prog_name="mtrain")  # whatever started it: completion goes by the name
     except UserError as error:
         complain(error)
         sys.exit(2)
@@ -250,16 +256,26 @@ def main() -> NoReturn:
 
 
 def _show_version(is_asked: bool) -> None:
-    if is_asked:
-        print(f"mtrain {__version__}")
-        raise typer.Exit
+    if not is_asked:
+        return
+    print(f"mtrain     {__version__}", flush=True)  # at once: PyTorch takes its time
+    try:
+        from mtrain import machine
+    except (ImportError, OSError) as error:
+        print(f"torch      cannot be loaded: {error}")
+        raise typer.Exit(2) from None
+    _put(machine.describe(), None)
+    raise typer.Exit
 
 
 @app.callback()
 def _options(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show it, and what it runs on."
+        ),
     ] = False,
 ) -> None:
     launch, verb = launched(), context.invoked_subcommand
@@ -331,13 +347,15 @@ def _reading(total: int) -> Iterator[Callable[[int], object]]:
     """Show how much is read, on a terminal only; give what is to be told the bytes."""
     from tqdm import tqdm
 
+    from mtrain.runlog import is_live
+
     with tqdm(
         total=total,
         unit="B",
         unit_scale=True,
         desc="reading",
         file=sys.stderr,
-        disable=None,
+        disable=not is_live(),
         leave=False,
     ) as bar:
         yield bar.update
@@ -353,7 +371,14 @@ def tokenize(config: ConfigArgument, set_: SetOption = None, run: RunOption = No
 
 
 @app.command()
-def train(config: ConfigArgument, set_: SetOption = None, run: RunOption = None) -> None:
+def train(
+    config: ConfigArgument,
+    set_: SetOption = None,
+    run: RunOption = None,
+    log: Annotated[
+        Log | None, typer.Option(help="Write the numbers for it too, into RUN/tensorboard.")
+    ] = None,
+) -> None:
     """Train a translator; go on if it was stopped.
 
     Tokenizes first if that is not done, and resumes from the newest checkpoint.
@@ -363,7 +388,7 @@ def train(config: ConfigArgument, set_: SetOption = None, run: RunOption = None)
     with together("the same command goes on from the last checkpoint.") as team:
         settings = api.load_config(config, set_ or [], run)
         with _saving(settings.run_dir, team):
-            api.train_together(settings, team)
+            api.train_together(settings, team, tensorboard=log is Log.TENSORBOARD)
 
 
 @contextmanager
@@ -528,7 +553,9 @@ def _with_progress(lines: Iterable[Line], output: Path | None) -> Iterable[Line]
     """Show sentences a second on a terminal, when the lines themselves go elsewhere."""
     from tqdm import tqdm
 
-    is_seen = sys.stderr.isatty() and not (output is None and sys.stdout.isatty())
+    from mtrain.runlog import is_live
+
+    is_seen = is_live() and not (output is None and sys.stdout.isatty())
     return tqdm(lines, unit=" sentences", smoothing=0.1, disable=not is_seen)
 
 
@@ -674,21 +701,32 @@ def plot(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="The folder; RUN/plots if absent.")
     ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Draw again and again, until the training ends.")
+    ] = False,
+    every: Annotated[
+        float | None,
+        typer.Option(min=0.1, metavar="SECONDS", help="Of --watch; 10 if absent."),
+    ] = None,
 ) -> None:
     """Draw the training and the model, as PNG and SVG.
 
     Example: mtrain plot runs/demo --sentence "The old farmer is tired."
     """
+    _require("--watch", {} if watch else {"every": every})
     from importlib.util import find_spec
 
     if find_spec("matplotlib") is None:
         raise ConfigError("`mtrain plot` must have matplotlib: pip install 'mtrain[plot]' adds it.")
     from mtrain import plots
+    from mtrain import watch as watching
     from mtrain.rundir import RunDir
 
-    _put(
-        (str(path) for path in plots.draw(RunDir(run), sentence, out or run / "plots", _warn)), None
-    )
+    directory = out or run / "plots"
+    drawn = plots.draw(RunDir(run), sentence, directory, _warn)
+    if watch:
+        drawn = watching.watch(RunDir(run), sentence, directory, _warn, every or 10.0)
+    _put(map(str, drawn), None)
 
 
 @app.command()

@@ -36,6 +36,7 @@ from mtrain.pictures import (
     PositionTable,
     SetLengths,
     gather,
+    read_curves,
 )
 from mtrain.rundir import RunDir
 
@@ -85,11 +86,26 @@ def draw(
     for line in pictures.left_out:
         warn(line)
     for page in _pages(pictures, run.path.resolve().name):
-        for suffix, drawn in _encode(page).items():
-            path = directory / f"{page.name}.{suffix}"
-            with whole_file(path) as beside:
-                beside.write_bytes(drawn)
-            yield path
+        yield from _write(page, directory)
+
+
+def draw_progress(run: RunDir, directory: Path) -> Iterator[Path]:
+    """Draw only how the training goes, from what is logged so far.
+
+    Raises:
+        UserError: if nothing was logged yet, or the files cannot be written.
+    """
+    curves, smoothing = read_curves(run, []), run.load_config().training.label_smoothing
+    name = run.path.resolve().name
+    yield from _write(Page("curves", partial(draw_curves, curves, name, smoothing)), directory)
+
+
+def _write(page: Page, directory: Path) -> Iterator[Path]:
+    for suffix, drawn in _encode(page).items():
+        path = directory / f"{page.name}.{suffix}"
+        with whole_file(path) as beside:
+            beside.write_bytes(drawn)
+        yield path
 
 
 def _encode(page: Page) -> dict[str, bytes]:

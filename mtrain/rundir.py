@@ -58,6 +58,11 @@ class RunDir:
         """One JSON object for each logged step."""
         return self.path / "metrics.jsonl"
 
+    @property
+    def board_dir(self) -> Path:
+        """What TensorBoard shows of the run."""
+        return self.path / "tensorboard"
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Let no other process train in the folder meanwhile; a dead one holds nothing.
@@ -126,6 +131,16 @@ class RunDir:
     @property
     def _lock_path(self) -> Path:
         return self.path / LOCK_FILE
+
+    def is_locked(self) -> bool:
+        """Tell whether a process is training in the folder now, as far as one may know."""
+        if not self._lock_path.exists() or not os.access(self._lock_path, os.W_OK):
+            return False
+        try:
+            with self.locked():
+                return False
+        except RunError:
+            return True
 
     def load_config(self) -> Config:
         """Read the config of an existing run.

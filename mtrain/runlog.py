@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -13,8 +14,14 @@ from typing import NoReturn, Protocol
 
 from tqdm import tqdm
 
+from mtrain.board import Board
 from mtrain.errors import WriteError
 from mtrain.files import append, read_lines, write_lines
+
+
+def is_live() -> bool:
+    """Tell whether stderr can show a line that changes: a terminal, and not a dumb one."""
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 class Console(Protocol):
@@ -33,10 +40,15 @@ class Stderr:
 
 
 class RunLog:
-    """The console, the progress bar and the metrics of one training."""
+    """The console, the progress bar and the metrics of one training.
 
-    def __init__(self, metrics_path: Path) -> None:
-        self._path = metrics_path
+    Args:
+        metrics_path: of `metrics.jsonl`.
+        board: what gets the same numbers.
+    """
+
+    def __init__(self, metrics_path: Path, board: Board | None = None) -> None:
+        self._path, self._board = metrics_path, board
         self._bar: tqdm[NoReturn] | None = None
         self._last_note_s = 0.0
         self._unwritten = b""
@@ -51,6 +63,8 @@ class RunLog:
         traceback: TracebackType | None,
     ) -> None:
         self.close_bar()
+        if self._board is not None:
+            self._board.close()
 
     def say(self, text: str = "") -> None:
         """Show one line on stderr."""
@@ -58,6 +72,7 @@ class RunLog:
 
     def metrics(self, values: Mapping[str, object]) -> None:
         """Append one line to `metrics.jsonl`; if the disk takes none, at the next call."""
+        self._show(values)
         is_first = not self._unwritten
         self._unwritten += json.dumps(values).encode() + b"\n"
         try:
@@ -68,6 +83,16 @@ class RunLog:
             return
         self._unwritten = b""
 
+    def _show(self, values: Mapping[str, object]) -> None:
+        """Give the numbers to the board; one that cannot be written is left alone from then on."""
+        if self._board is None:
+            return
+        try:
+            self._board.add(values)
+        except OSError as error:
+            self.say(f"tensorboard: cannot be written: {error}; the training goes on without it")
+            self._board = None
+
     def holds(self, key: str, value: object) -> bool:
         """Tell whether a line of `metrics.jsonl` has this value; it must be whole."""
         if not self._path.exists():
@@ -76,6 +101,8 @@ class RunLog:
 
     def drop_after(self, step: int) -> None:
         """Forget the metrics of later steps, which are about to be made again."""
+        if self._board is not None:
+            self._board.drop_after(step)
         if self._path.exists():
             write_lines(
                 self._path, [line for line in read_lines(self._path) if _step(line) <= step]
@@ -87,7 +114,7 @@ class RunLog:
             total=1.0,
             initial=spent,
             file=sys.stderr,
-            disable=None,
+            disable=not is_live(),
             dynamic_ncols=True,
             bar_format="{percentage:3.0f}%|{bar}| {desc}, {remaining} left",
         )

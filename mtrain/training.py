@@ -19,6 +19,7 @@ from mtrain import (
     trainstate,
 )
 from mtrain import config as configs
+from mtrain.board import Board
 from mtrain.checkpoint import Progress, Weights
 from mtrain.config import Config
 from mtrain.data import Deal, Dealt, Position, TrainingData
@@ -41,10 +42,16 @@ _MAX_LEFT_OUT = 10  # updates in a row that are not finite
 _BAR_INTERVAL_S = 0.5
 
 
-def train(config: Config, run: RunDir, team: Team = ALONE) -> None:
+def train(config: Config, run: RunDir, team: Team = ALONE, board: Board | None = None) -> None:
     """Train in `run`, from its newest checkpoint if it has one, and write its final weights.
 
     Of several ranks, each with the same config, the first writes and speaks.
+
+    Args:
+        config: of the training.
+        run: its folder, prepared.
+        team: the ranks.
+        board: of the first rank, gets the numbers that are logged.
 
     Raises:
         RunError: if the run folder cannot be trained in, or has reached its target already.
@@ -53,8 +60,8 @@ def train(config: Config, run: RunDir, team: Team = ALONE) -> None:
     kernels.keep_freed_memory()
     _check_model(config, run)
     lock = run.locked() if team.is_first else nullcontext()
-    log_of = RunLog if team.is_first else Mute
-    with lock, log_of(run.metrics_path) as log:
+    log = RunLog(run.metrics_path, board) if team.is_first else Mute(run.metrics_path)
+    with lock, log:
         trainer = Trainer(config, run, log, team)
         trainer.resume()
         if team.is_first:

@@ -15,6 +15,7 @@ import termios
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -105,18 +106,32 @@ def run_mtrain(
 
 def at_a_terminal(*arguments: str | Path) -> list[str]:
     """Run `mtrain ARGUMENTS` with a terminal 80 columns wide; return what it showed, by line."""
+    code, shown = sent_to_a_terminal(*arguments)
+    assert code == 0, shown
+    return re.split(r"[\r\n]+", shown)
+
+
+class Sent(NamedTuple):
+    """What a command sent to its terminal, escapes and all."""
+
+    code: int
+    text: str
+
+
+def sent_to_a_terminal(*arguments: str | Path, term: str = "xterm", no_color: bool = False) -> Sent:
+    """Run `mtrain ARGUMENTS` with a terminal 80 columns wide of this kind."""
+    env = os.environ | {"TERM": term} | ({"NO_COLOR": "1"} if no_color else {})
     master, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     command = [sys.executable, "-m", "mtrain", *map(str, arguments)]
-    with subprocess.Popen(command, stdout=terminal, stderr=terminal) as process:
+    with subprocess.Popen(command, stdout=terminal, stderr=terminal, env=env) as process:
         os.close(terminal)
         shown = b""
         with contextlib.suppress(OSError):  # how Linux says that the other side has closed
             while part := os.read(master, 4096):
                 shown += part
     os.close(master)
-    assert process.returncode == 0, shown.decode()
-    return re.split(r"[\r\n]+", shown.decode())
+    return Sent(process.returncode, shown.decode())
 
 
 Shell = Callable[..., "subprocess.CompletedProcess[bytes]"]

@@ -40,6 +40,9 @@ RANKS = {
     "schedule": 2,
     "search": 2,
     "distributed": 2,
+    "board": 1,
+    "machine": 5,
+    "watch": 9,
     "rundir": 2,
     "runlog": 2,
     "languages": 2,
@@ -222,7 +225,6 @@ def test_a_light_room_loads_no_heavy_package(module: str) -> None:
     "arguments",
     [
         ["--help"],
-        ["--version"],
         ["train", "--help"],
         ["plot", "--help"],
         ["doctor", "--help"],

@@ -1,0 +1,114 @@
+"""What a terminal shows, of whatever kind it is, and what a shell learns."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Cli, sent_to_a_terminal
+from tasks import write_task
+
+import mtrain
+from mtrain.rundir import RunDir
+
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+BAR = re.compile(r"\d+%\|")
+SHELLS = ["bash", "zsh", "fish"]
+
+
+def test_version_says_what_it_runs_on(cli: Cli) -> None:
+    outcome = cli("--version")
+    assert (outcome.code, outcome.err) == (0, "")
+    said = dict(line.split(maxsplit=1) for line in outcome.lines)
+    assert list(said) == ["mtrain", "python", "torch", "device", "precision"]
+    assert said["mtrain"] == mtrain.__version__
+    assert said["torch"] == torch.__version__
+    assert said["device"].startswith("cuda" if torch.cuda.is_available() else "cpu, ")
+    assert re.match(r"(bfloat16|float32) in training, float32 in translation", said["precision"])
+
+
+def test_version_is_said_though_torch_cannot_be_loaded(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "mtrain.machine", raising=False)
+    monkeypatch.delattr(mtrain, "machine", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    outcome = cli("--version")
+    assert outcome.code == 2
+    assert outcome.lines[0].split() == ["mtrain", mtrain.__version__]
+    assert outcome.lines[1].startswith("torch      cannot be loaded: ")
+
+
+def test_the_live_line_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:
+    code, text = sent_to_a_terminal("train", write_task(tmp_path))
+    parts = [part for part in re.split(r"[\r\n]", text) if BAR.search(part)]
+    assert code == 0
+    assert parts
+    assert max(map(len, parts)) <= 80
+    assert not COLOUR.search(text)
+
+
+def test_a_dumb_terminal_gets_lines_and_nothing_that_moves(trained: RunDir, tmp_path: Path) -> None:
+    path = write_task(tmp_path)
+    (tmp_path / "in").write_text("ba ce\n" * 20, encoding="utf-8")
+    code, text = sent_to_a_terminal("train", path, term="dumb")
+    assert code == 0
+    assert re.search(r"^step 12, loss [\d.]+, [\d,]+ tokens/s, lr \S+\r$", text, re.MULTILINE)
+    files = [tmp_path / "in", "-o", tmp_path / "out"]
+    texts = [text]
+    for arguments in (["translate", trained.path, *files], ["check", path]):
+        texts.append(sent_to_a_terminal(*arguments, term="dumb").text)
+    for text in texts:
+        assert "\x1b" not in text
+        assert "\r" not in text.replace("\r\n", "\n")
+        assert not BAR.search(text)
+
+
+@pytest.mark.parametrize("no_color", [True, False])
+@pytest.mark.parametrize("arguments", [["--help"], ["frob"], ["train", "absent.yaml"]])
+def test_nothing_is_coloured_least_of_all_where_it_is_not_wanted(
+    arguments: list[str], no_color: bool
+) -> None:
+    code, text = sent_to_a_terminal(*arguments, no_color=no_color)
+    assert code in (0, 2)
+    assert text
+    assert not COLOUR.search(text)
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_each_shell_gets_a_script_that_completes_verbs(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, shell: str
+) -> None:
+    monkeypatch.setattr("shellingham.detect_shell", lambda: (shell, f"/bin/{shell}"))
+    outcome = cli("--show-completion")
+    assert outcome.code == 0
+    assert "_MTRAIN_COMPLETE" in outcome.out.decode()
+    monkeypatch.setenv("_MTRAIN_COMPLETE", f"complete_{shell}")
+    asked = {"COMP_WORDS": "mtrain tr", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "mtrain tr"}
+    for name, value in (asked | {"_TYPER_COMPLETE_FISH_ACTION": "get-args"}).items():
+        monkeypatch.setenv(name, value)
+    completed = cli("").out.decode()
+    assert {"train", "translate"} <= set(re.findall(r"\w+", completed))
+    assert "tokenize" not in completed
+
+
+def test_bash_itself_completes_a_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("there is no bash here")
+    start = "import sys; sys.argv[0] = 'mtrain'; from mtrain.cli import main; main()"
+    command = tmp_path / "mtrain"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{start}" "$@"\n', encoding="utf-8")
+    command.chmod(0o755)
+    script = f"""
+        PATH={tmp_path}:$PATH
+        eval "$(mtrain --show-completion)"
+        COMP_WORDS=(mtrain tok) COMP_CWORD=1
+        _mtrain_completion mtrain
+        echo "${{COMPREPLY[@]}}"
+    """
+    done = subprocess.run([bash, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("tokenize\n", "")

@@ -1,0 +1,108 @@
+"""Pictures of a run that is being trained: drawn again as it grows, until it ends."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from conftest import Cli
+from tasks import write_task
+
+from mtrain import watch as watching
+from mtrain.rundir import RunDir
+
+CURVES = ["curves.png", "curves.svg"]
+
+
+@pytest.fixture
+def run(noisy: RunDir, tmp_path: Path) -> RunDir:
+    return RunDir(shutil.copytree(noisy.path, tmp_path / "run"))
+
+
+def watched(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, events: list[Callable[[], object]]
+) -> list[str]:
+    """Watch a run that is trained until the last event; return the names of what was drawn."""
+    with ExitStack() as training:
+        training.enter_context(run.locked())
+        coming = iter([*events, training.close])
+        monkeypatch.setattr(watching.time, "sleep", lambda seconds: next(coming)())
+        drawn = watching.watch(run, None, run.path / "plots", lambda text: None, 1.0)
+        return [path.name for path in drawn]
+
+
+def log(run: RunDir, step: int) -> None:
+    line = json.loads(run.metrics_path.read_text("utf-8").splitlines()[-1])
+    with run.metrics_path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line | {"step": step}) + "\n")
+
+
+def test_the_curves_are_drawn_when_more_was_logged_and_all_when_the_training_ends(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = watched(run, monkeypatch, [])
+    once, rest = whole[: len(whole) // 2], whole[len(whole) // 2 :]
+    assert once == rest
+    assert {*CURVES, "masks.png"} < set(once)
+    found = watched(run, monkeypatch, [lambda: None, lambda: log(run, 9), lambda: None])
+    assert found == [*once, *CURVES, *once]
+
+
+def test_a_training_that_has_logged_nothing_yet_is_waited_for(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run.metrics_path.read_bytes()
+    shutil.rmtree(run.data_dir)
+    run.metrics_path.unlink()
+    run.model_path.unlink()
+    found = watched(run, monkeypatch, [lambda: run.metrics_path.write_bytes(whole)])
+    assert found[-2:] == CURVES or CURVES[0] in found
+
+
+def test_where_nobody_trains_it_is_drawn_once(cli: Cli, run: RunDir) -> None:
+    outcome = cli("plot", run.path, "--watch", "--out", run.path / "out")
+    assert outcome.code == 0
+    assert outcome.err == f"mtrain: nobody is training in {run.path}; it is drawn once.\n"
+    assert len(outcome.lines) == len(set(outcome.lines)) > 4
+
+
+def test_how_often_stands_for_nothing_without_watching(cli: Cli, run: RunDir) -> None:
+    outcome = cli("plot", run.path, "--every", "3")
+    said = "mtrain: `--every` must stand beside `--watch`, but stands alone.\n"
+    assert (outcome.code, outcome.err) == (2, said)
+
+
+def test_watching_ends_with_a_training_that_really_runs(tmp_path: Path) -> None:
+    path = write_task(tmp_path)
+    endless = ["--set", "training.max_steps=null", "--set", "training.max_minutes=9"]
+    endless += ["--set", "training.log_every=1", "--set", "training.patience=99999"]
+    run, mtrain = RunDir(tmp_path / "run"), [sys.executable, "-m", "mtrain"]
+    with subprocess.Popen(
+        [*mtrain, "train", str(path), *endless], stderr=subprocess.DEVNULL
+    ) as training:
+        while not (run.metrics_path.exists() and run.metrics_path.stat().st_size):
+            assert training.poll() is None
+            time.sleep(0.05)
+        with subprocess.Popen(
+            [*mtrain, "plot", str(run.path), "--watch", "--every", "0.1"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        ) as plot:
+            assert plot.stdout is not None
+            num_drawn = 0
+            for line in plot.stdout:
+                num_drawn += bool(re.search(r"curves\.png$", line))
+                if num_drawn == 2 and training.poll() is None:
+                    training.send_signal(signal.SIGTERM)
+                    training.wait()
+        assert num_drawn >= 3
+        assert plot.returncode == 0
+    assert training.returncode == 143
