@@ -16,6 +16,8 @@ from mtrain.files import making, sweep
 
 LOCK_FILE = ".lock"
 
+_WAIT_S = 0.2  # for one who only asks whether somebody trains, and holds the lock for an instant
+
 
 @dataclass(frozen=True)
 class RunDir:
@@ -100,7 +102,7 @@ class RunDir:
     def _alone(self, lock_path: Path, doing: str) -> Iterator[None]:
         from filelock import FileLock, Timeout  # translating needs no lock, and starts sooner
 
-        lock = FileLock(lock_path, timeout=0)
+        lock = FileLock(lock_path, timeout=_WAIT_S)
         try:
             lock.acquire()
         except Timeout:

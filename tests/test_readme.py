@@ -173,11 +173,11 @@ def test_the_python_of_the_readme_runs(
     monkeypatch.chdir(tmp_path)
     configs.save(configs.load(Path("configs/demo.yaml"), CHEAP), Path("configs/demo.yaml"))
     (text,) = blocks("python")
-    cheap = re.sub(r"max_steps=\d+", "max_steps=1", text)
+    cheap = re.sub(r"max_steps=\d+", "max_steps=1", text).replace("runs/demo", "runs/short")
     assert cheap != text
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a model of one step writes noise
         exec(compile(cheap, "README.md", "exec"), {})
     translations, score = capfd.readouterr().out.splitlines()
     assert len(ast.literal_eval(translations)) == 2
-    assert score.startswith("Score(metric='BLEU', value=")
+    assert 0 <= float(score) <= 100
