@@ -26,6 +26,9 @@ def put_beside(config_path: Path) -> str:
     copy = config_path.with_name(SCHEMA_FILE)
     if not copy.is_file() or copy.read_bytes() != text:
         beside = copy.with_name(f".{copy.name}.tmp")
-        beside.write_bytes(text)
-        beside.replace(copy)
+        try:
+            beside.write_bytes(text)
+            beside.replace(copy)
+        finally:
+            beside.unlink(missing_ok=True)
     return head()

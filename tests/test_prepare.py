@@ -68,7 +68,8 @@ def test_a_run_folder_holds_tokenizer_data_and_the_whole_config(tmp_path: Path, 
         "tokenizer: unigram, 285 shared pieces",
         f"{run.path}: tokenized 200 training pairs",
     ]
-    assert {path.name for path in run.path.iterdir()} == {"config.yaml", "tokenizer", "data"}
+    parts = {"config.yaml", "config.schema.json", "tokenizer", "data"}
+    assert {path.name for path in run.path.iterdir()} == parts
     assert run.load_config() == configs.load(tmp_path / "config.yaml")
     lines = prepare.read_test(run, "held_out")
     assert list(zip(*lines, strict=True)) == copy_task(40, 3)
