@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from time import sleep
 
 from mtrain import plots
 from mtrain.errors import UserError
@@ -35,7 +35,7 @@ def watch(
     except UserError as error:
         warn(f"{error} It is tried again when more was logged.")
     while run.is_locked():
-        time.sleep(every_s)
+        sleep(every_s)
         grown = _size(run)
         if grown != size and run.is_locked():
             size = grown
