@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,6 +95,8 @@ class RunDir:
                 is_of_use = any(path.glob("part-*.json"))
                 if isinstance(error, ConfigError | DataError) or not is_of_use:
                     shutil.rmtree(path)
+                    with suppress(OSError):  # it holds something else
+                        self.path.rmdir()
                 raise
             shutil.rmtree(path)
 
