@@ -102,6 +102,7 @@ class Trainer:
         greedy = config.decoding.model_copy(update={"beam": 1})
         self.translator = Translator([self.model], self.tokenizer, greedy, self.device, team=team)
         self.progress, self.signals, self.clock = Progress(), Signals(), time.monotonic()
+        self.agreed_signal = 0
         self.window = Window()
         self.is_saved = False  # as it stands
 
@@ -221,9 +222,11 @@ class Trainer:
             if self._is_due(self.settings.validate_every):
                 self._validate()
                 self.progress.elapsed_s = self.team.tell(time.monotonic() - self.clock)
-            if signals.received:
+            if self.team.size == 1:
+                self.agreed_signal = signals.received  # of ranks, what all know
+            if self.agreed_signal:
                 self._save_before_leaving()
-                raise Stopped(signals.received)
+                raise Stopped(self.agreed_signal)
             if self._is_regular(self.progress.step):
                 self._try_to_save()
         if self._is_done() and str(self.progress.step) not in self.progress.bleu_of_step:
@@ -301,7 +304,7 @@ class Trainer:
         told = self.team.add(told)
         self.progress.elapsed_s, *signalled = told[2:].tolist()
         received = [one for one, count in zip(STOPPING, signalled, strict=True) if count]
-        self.signals.received = max(received, default=0)
+        self.agreed_signal = max(received, default=0)
         return [LossSum(told[0], told[1], num_tokens)]
 
     def _leave_out(self, step: int) -> None:

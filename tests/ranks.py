@@ -162,15 +162,20 @@ def save_gradients(source: Path, run: str, settings: list[str], path: Path) -> N
     team.leave()
 
 
-def stopped(arguments: list[str], step: int, number: int) -> None:
-    """Do what the command line does; a signal comes to the last rank alone, before an update."""
-    place, make = launched(), Trainer._update
+def stopped(arguments: list[str], step: int, number: int, is_late: bool) -> None:
+    """Do what the command line does; a signal comes to the last rank alone, at an update.
 
-    def interrupted(trainer: Trainer, dealt: Any) -> None:
-        is_last = place is not None and place.rank == place.size - 1
-        if trainer.progress.step + 1 == step and is_last:
+    It comes before the update, or after the one before it, when the ranks have told each other.
+    """
+    place, make = launched(), Trainer._update
+    is_last = place is not None and place.rank == place.size - 1
+
+    def interrupted(trainer: Trainer, dealt: Dealt) -> None:
+        if is_last and not is_late and trainer.progress.step + 1 == step:
             os.kill(os.getpid(), number)
         make(trainer, dealt)
+        if is_last and is_late and trainer.progress.step + 2 == step:
+            os.kill(os.getpid(), number)
 
     Trainer._update = interrupted  # type: ignore[method-assign]
     command_line(arguments)
