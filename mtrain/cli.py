@@ -227,6 +227,33 @@ _OF_CTRANSLATE2 = {
 }
 
 
+SrcOption = Annotated[
+    Path, typer.Option("--src", metavar="FILE", help="The source text.", show_default=False)
+]
+TgtOption = Annotated[
+    Path,
+    typer.Option("--tgt", metavar="FILE", help="Its translation, by line.", show_default=False),
+]
+SrcLangOption = Annotated[
+    str, typer.Option(metavar="XX", help="The language of the source.", show_default=False)
+]
+TgtLangOption = Annotated[
+    str, typer.Option(metavar="YY", help="That of the translation.", show_default=False)
+]
+BudgetOption = Annotated[str, typer.Option(metavar="TIME", help="Of training: 90s, 30m, 1h30m.")]
+NewConfigOption = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", metavar="CONFIG", help="To write; XX-YY.yaml if absent."),
+]
+NewRunOption = Annotated[
+    str | None, typer.Option("--run", metavar="DIR", help="Its run_dir; runs/XX-YY if absent.")
+]
+HeldOutOption = Annotated[
+    tuple[Path, Path] | None,
+    typer.Option(metavar="SRC TGT", help="Two files of your own, instead of held-out pairs."),
+]
+
+
 class RunsAndFile(NamedTuple):
     """What stands on the command line: run folders, and the text if it is a file."""
 
@@ -302,6 +329,48 @@ def demo(
 
 
 @app.command()
+def init(
+    src: SrcOption,
+    tgt: TgtOption,
+    src_lang: SrcLangOption,
+    tgt_lang: TgtLangOption,
+    budget: BudgetOption = "30m",
+    device: DeviceOption = "auto",
+    valid: HeldOutOption = None,
+    test: HeldOutOption = None,
+    output: NewConfigOption = None,
+    run: NewRunOption = None,
+) -> None:
+    """Write a config that fits a corpus, a machine and a budget.
+
+    Tries a few updates of models of several sizes, and chooses. Without --valid and --test, pairs
+    of the corpus are held out, and written beside the config.
+
+    Example: mtrain init --src a.en --tgt a.de --src-lang en --tgt-lang de --budget 20m
+    """
+    from mtrain import init as starting
+    from mtrain.init import Files
+    from mtrain.runlog import Stderr
+
+    name = f"{src_lang}-{tgt_lang}"
+    wanted = starting.Wanted(
+        Files(src, tgt),
+        src_lang,
+        tgt_lang,
+        starting.parse_budget(budget),
+        device,
+        output or Path(f"{name}.yaml"),
+        run or f"runs/{name}",
+        Files(*valid) if valid else None,
+        Files(*test) if test else None,
+    )
+    is_plain = src.is_file() and tgt.is_file() and ".gz" not in (src.suffix, tgt.suffix)
+    with _reading(src.stat().st_size + tgt.stat().st_size if is_plain else None) as advance:
+        lines = starting.init(wanted, Stderr(), advance)
+    _put(lines, None)
+
+
+@app.command()
 def check(
     config: ConfigArgument,
     set_: SetOption = None,
@@ -343,7 +412,7 @@ def check(
 
 
 @contextmanager
-def _reading(total: int) -> Iterator[Callable[[int], object]]:
+def _reading(total: int | None) -> Iterator[Callable[[int], object]]:
     """Show how much is read, on a terminal only; give what is to be told the bytes."""
     from tqdm import tqdm
 

@@ -25,6 +25,7 @@ from mtrain.search import Sampling
 
 VERBS = [
     "demo",
+    "init",
     "check",
     "tokenize",
     "train",

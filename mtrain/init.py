@@ -1,0 +1,315 @@
+"""Write a config that fits a corpus, a machine and a budget of time. Trains nothing for good.
+
+What it measures and chooses, it says; what it writes is a config like any other, with comments.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from mtrain import config as configs
+from mtrain import holdout, schema, sizes, tokenizer, trial
+from mtrain.config import TokenizerConfig
+from mtrain.corpus import count_pairs
+from mtrain.errors import ConfigError, DataError
+from mtrain.files import write_lines
+from mtrain.holdout import Look
+from mtrain.intake import Advance
+from mtrain.runlog import Console
+from mtrain.sizes import Recipe, Tried
+from mtrain.texts import CorpusConfig
+from mtrain.tokenizer import Tokenizer
+from mtrain.trial import Sample
+
+_MOST_HELD_OUT = 1000  # pairs of a set
+_SHARE_HELD_OUT = 0.05
+_LEAST_HELD_OUT = 10
+_SMALLEST_VOCABULARY = 300  # the 256 bytes, and some letters
+_SEED = 1
+_LEAST_EPOCHS = 3  # below which a translator has seen too little
+_BUDGET = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?$")
+
+
+class Files(NamedTuple):
+    """A source file and its translation."""
+
+    src: Path
+    tgt: Path
+
+    def corpus(self) -> CorpusConfig:
+        """Return them as a config names them."""
+        return CorpusConfig(src=[str(self.src)], tgt=[str(self.tgt)])
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a user has.
+
+    Attributes:
+        train: the corpus.
+        src_lang, tgt_lang: its languages.
+        budget_s: seconds of training.
+        device: auto, cpu, cuda, ...
+        config_path: to write.
+        run_dir: of the training to come.
+        valid, test: None if pairs of the corpus are to be held out.
+    """
+
+    train: Files
+    src_lang: str
+    tgt_lang: str
+    budget_s: float
+    device: str
+    config_path: Path
+    run_dir: str
+    valid: Files | None
+    test: Files | None
+
+
+def parse_budget(text: str) -> float:
+    """Return the seconds of `90s`, `30m`, `2h` or `1h30m`.
+
+    Raises:
+        ConfigError: if it is none of these, or no time at all.
+    """
+    match = _BUDGET.match(text)
+    hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0)
+    total = 3600 * hours + 60 * minutes + seconds
+    if not 0 < total < 10**9:
+        raise ConfigError(
+            f"`--budget` must be a time such as 30m or 1h30m, but is {text!r} instead."
+        )
+    return float(total)
+
+
+class _Plan(NamedTuple):
+    """All that was found out and chosen."""
+
+    num_train: int
+    num_tokens: int
+    vocabulary: Tokenizer
+    tried: Tried
+    recipe: Recipe
+
+
+def init(wanted: Wanted, console: Console, advance: Advance) -> list[str]:
+    """Measure, choose, and write the config and the files that are held out.
+
+    Args:
+        wanted: what the user has.
+        console: is told what is found and chosen.
+        advance: is told the bytes that were read.
+
+    Returns:
+        What is written, and how to go on, line by line.
+
+    Raises:
+        ConfigError: if a file to be written is there already, or the device is not.
+        DataError: if the corpus cannot be read, or has too few pairs.
+    """
+    sets = {"valid": wanted.valid or _beside(wanted, "valid")}
+    sets["test"] = wanted.test or _beside(wanted, "test")
+    new = [sets[name] for name in sets if getattr(wanted, name) is None]
+    for path in [wanted.config_path, *(path for files in new for path in files)]:
+        if path.exists():
+            raise ConfigError(f"{path}: is there already; take another --output, or delete it.")
+    for name, files in sets.items():
+        if files not in new:
+            count_pairs(files.corpus(), f"--{name}")
+    seen = holdout.look(wanted.train.corpus(), _SEED, advance)
+    num_held_out = _num_held_out(seen, wanted.train, len(new))
+    plan = _plan(wanted, seen, seen.num_pairs - num_held_out * len(new), console)
+    _split_off(wanted, seen, new, num_held_out)
+    schema_line = schema.put_beside(wanted.config_path).rstrip("\n")
+    write_lines(wanted.config_path, [schema_line, *_compose(wanted, sets, plan)])
+    configs.load(wanted.config_path)
+    held_out = [
+        f"wrote     {files.src} and {files.tgt.name}: {num_held_out:,} pairs, held out"
+        for files in new
+    ]
+    return [*held_out, *_farewell(wanted, plan)]
+
+
+def _beside(wanted: Wanted, name: str) -> Files:
+    stem = wanted.config_path.with_suffix("")
+    return Files(*(Path(f"{stem}.{name}.{own}") for own in (wanted.src_lang, wanted.tgt_lang)))
+
+
+def _num_held_out(seen: Look, files: Files, num_sets: int) -> int:
+    """Return how many pairs each new set has."""
+    if not num_sets:
+        return 0
+    count = min(_MOST_HELD_OUT, int(_SHARE_HELD_OUT * len(seen.alone)))
+    if count < _LEAST_HELD_OUT:
+        least = int(_LEAST_HELD_OUT / _SHARE_HELD_OUT)
+        raise DataError(
+            f"{files.src} must have at least {least:,} pairs that stand in it once, of which some "
+            f"can be held out, but has {len(seen.alone):,} instead; give --valid and --test."
+        )
+    return count
+
+
+def _split_off(wanted: Wanted, seen: Look, new: list[Files], count: int) -> None:
+    """Write pairs of the corpus to new files; training leaves them out by itself."""
+    if not new:
+        return
+    for files, rows in zip(new, holdout.draw(seen.alone, [count] * len(new), _SEED), strict=True):
+        pairs = list(holdout.collect(wanted.train.corpus(), rows))
+        write_lines(files.src, (pair.src for pair in pairs))
+        write_lines(files.tgt, (pair.tgt for pair in pairs))
+
+
+def _plan(wanted: Wanted, seen: Look, num_train: int, console: Console) -> _Plan:
+    each = (seen.src_words / seen.num_pairs, seen.tgt_words / seen.num_pairs)
+    console.say(
+        f"corpus    {seen.num_pairs:,} pairs, of {each[0]:.1f} source and {each[1]:.1f} target "
+        "words"
+    )
+    vocabulary = _train_tokenizer(seen, num_train)
+    sample = trial.encode(seen.sample, vocabulary)
+    num_tokens = round(sample.tgt_tokens_a_pair * num_train)
+    console.say(
+        f"pieces    {len(vocabulary.tgt):,} shared; {sample.tgt_tokens_a_pair:.1f} target tokens a "
+        "pair"
+    )
+    tried = []
+    for own in _try_sizes(wanted, num_train, sample, vocabulary):
+        epochs = own.tokens_per_s * wanted.budget_s / num_tokens
+        console.say(
+            f"tried     {own.size.name:<6}  {own.num_weights:>11,} weights  "
+            f"{own.tokens_per_s:>7,.0f} tokens/s  {epochs:>6,.1f} epochs"
+        )
+        tried.append(own)
+    chosen = sizes.choose(tried, wanted.budget_s)
+    recipe = sizes.recipe(chosen, wanted.budget_s, num_tokens)
+    return _Plan(num_train, num_tokens, vocabulary, chosen, recipe)
+
+
+def _train_tokenizer(seen: Look, num_train: int) -> Tokenizer:
+    """Train the vocabulary that the corpus can fill, on a sample of it."""
+    size = sizes.vocabulary_size(num_train)
+    while True:
+        settings = TokenizerConfig(kind="bpe", vocab_size=size)
+        src, tgt = (pair.src for pair in seen.sample), (pair.tgt for pair in seen.sample)
+        try:
+            return tokenizer.train(settings, src, tgt, _SEED)
+        except ConfigError:
+            if size <= _SMALLEST_VOCABULARY:
+                raise
+            size = max(_SMALLEST_VOCABULARY, size // 2)
+
+
+def _try_sizes(
+    wanted: Wanted, num_train: int, sample: Sample, vocabulary: Tokenizer
+) -> Iterator[Tried]:
+    """Try sizes, the smallest first, until one is too large for corpus or budget."""
+    for size in sizes.SIZES:
+        if num_train < size.least_pairs:
+            return
+        tried = trial.measure(size, sample, vocabulary, wanted.device)
+        yield tried
+        if not sizes.fits(tried, wanted.budget_s):
+            return
+
+
+def _compose(wanted: Wanted, sets: dict[str, Files], plan: _Plan) -> list[str]:
+    """Return the lines of the config."""
+    alone = [name for name in sets if getattr(wanted, name) is None]
+    held = "  # Held out of the training files; `data.clean` keeps these pairs out of the training."
+    return [
+        f"# {wanted.src_lang}-{wanted.tgt_lang}, {plan.num_train:,} pairs, by `mtrain init`.",
+        "# Every key that is not here has a default; `mtrain train` writes them all to the run",
+        "# folder's config.yaml. All of it can be changed.",
+        f"run_dir: {_text(wanted.run_dir)}",
+        "data:",
+        f"  src_lang: {_text(wanted.src_lang)}",
+        f"  tgt_lang: {_text(wanted.tgt_lang)}",
+        f"  train: {_corpus(wanted.train)}",
+        *([held] if alone else []),
+        f"  valid: {_corpus(sets['valid'])}",
+        f"  tests: {{test: {_corpus(sets['test'])}}}",
+        *_model_lines(plan),
+        *_training_lines(wanted, plan),
+        "decoding: {beam: 5, length_alpha: 1.0}",
+    ]
+
+
+def _model_lines(plan: _Plan) -> list[str]:
+    size, recipe, model = plan.tried.size, plan.recipe, plan.tried.size.model
+    return [
+        f"# As many pieces as {plan.num_train:,} pairs can teach; both languages share them.",
+        f"tokenizer: {{kind: bpe, vocab_size: {len(plan.vocabulary.tgt)}}}",
+        f"# The size `{size.name}`: {plan.tried.num_weights:,} weights. The largest that sees",
+        f"# {sizes.TOKENS_A_WEIGHT:g} tokens a weight in the time that there is, and that such a "
+        "corpus can teach.",
+        f"# Dropout is higher, the more often the corpus is seen: about {recipe.num_epochs:,.0f} "
+        "times here.",
+        "model:",
+        f"  d_model: {model.d_model}",
+        f"  num_heads: {model.num_heads}",
+        f"  d_ff: {model.d_ff}",
+        f"  num_encoder_layers: {model.num_encoder_layers}",
+        f"  num_decoder_layers: {model.num_decoder_layers}",
+        f"  dropout: {recipe.dropout}",
+    ]
+
+
+def _training_lines(wanted: Wanted, plan: _Plan) -> list[str]:
+    size, recipe, minutes = plan.tried.size, plan.recipe, wanted.budget_s / 60
+    return [
+        "training:",
+        f"  max_minutes: {minutes:g}  # about {recipe.num_updates:,} updates on this machine",
+        "  max_steps: null",
+        f"  batch_tokens: {sizes.BATCH_TOKENS}  # of a batch, padding too; less takes less memory",
+        f"  accumulate: {size.accumulate}  # batches of an update",
+        "  schedule: inverse_sqrt  # the rate stays high; averaging checkpoints does the rest",
+        f"  lr: {size.lr}  # lower it if the loss jumps",
+        f"  warmup_steps: {recipe.warmup_steps}",
+        f"  validate_every: {recipe.validate_every}",
+        f"  save_every: {recipe.save_every}",
+        f"  keep_last: {recipe.average}",
+        f"  average: {recipe.average}  # the checkpoints of the last third of the training",
+        "  patience: 100  # validations; with a budget of time, train to its end",
+        f"  device: {_text(wanted.device)}",
+    ]
+
+
+def _text(value: str) -> str:
+    """Return text as YAML reads it back."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _corpus(files: Files) -> str:
+    return f"{{src: [{_text(str(files.src))}], tgt: [{_text(str(files.tgt))}]}}"
+
+
+def _farewell(wanted: Wanted, plan: _Plan) -> list[str]:
+    recipe, size = plan.recipe, plan.tried.size
+    megabytes = 4 * plan.tried.num_weights / 1e6
+    lines = [
+        f"wrote     {wanted.config_path}: the size `{size.name}`, a model of {megabytes:,.0f} MB",
+        f"expect    about {recipe.num_updates:,} updates in {_say_time(wanted.budget_s)}, "
+        f"{recipe.num_epochs:,.1f} epochs; tokenizing and",
+        "          scoring come on top",
+        f"next      mtrain check {wanted.config_path}",
+        f"          mtrain train {wanted.config_path}",
+    ]
+    if recipe.num_epochs < _LEAST_EPOCHS:
+        lines.insert(
+            3,
+            "warning   that is little time for this corpus: take a longer --budget",
+        )
+    return lines
+
+
+def _say_time(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:g} seconds"
+    if seconds < 2 * 3600:
+        return f"{seconds / 60:.3g} minutes"
+    return f"{seconds / 3600:.3g} hours"

@@ -1,0 +1,101 @@
+"""How fast a model would train on this machine: a few real updates of an untrained one.
+
+It keeps nothing: neither weights nor what it read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from mtrain import kernels, sizes
+from mtrain.batch import Batch, collate
+from mtrain.corpus import Pair
+from mtrain.data import plan_batches
+from mtrain.errors import ConfigError
+from mtrain.model import num_parameters
+from mtrain.sizes import Size, Tried
+from mtrain.tokenizer import Tokenizer
+from mtrain.translate import build_model, pick_device
+from mtrain.update import Gradients
+
+_LEAST_S, _LEAST_BATCHES = 3.0, 3  # of a measurement, after one batch that does not count
+_MAX_TOKENS = 256  # of a pair that is trained on
+_SMOOTHING = 0.1
+
+
+class Sample(NamedTuple):
+    """Batches of pairs from all over a corpus, and how many target tokens a pair has."""
+
+    batches: list[Batch]
+    tgt_tokens_a_pair: float
+
+
+def encode(pairs: Sequence[Pair], vocabulary: Tokenizer) -> Sample:
+    """Return batches, in an order of their own, of all pairs that are not too long.
+
+    Raises:
+        ConfigError: if all are.
+    """
+    src = vocabulary.encode_src([pair.src for pair in pairs])
+    tgt = vocabulary.tgt.encode([pair.tgt for pair in pairs])
+    num_src = np.array([len(ids) for ids in src], dtype=np.int32)
+    num_tgt = np.array([len(ids) + 1 for ids in tgt], dtype=np.int32)
+    fit = np.flatnonzero((num_src <= _MAX_TOKENS) & (num_tgt <= _MAX_TOKENS))
+    if not len(fit):
+        raise ConfigError(
+            f"the corpus must have pairs of at most {_MAX_TOKENS} tokens, but has none."
+        )
+    rng = np.random.default_rng(0)
+    plan = plan_batches(num_src[fit], num_tgt[fit], sizes.BATCH_TOKENS, rng)
+    special = vocabulary.tgt
+    batches = [
+        collate(
+            [src[row] for row in fit[rows]],
+            [tgt[row] for row in fit[rows]],
+            special.pad,
+            special.bos,
+            special.eos,
+        )
+        for rows in plan
+    ]
+    return Sample(batches, float(num_tgt[fit].mean()))
+
+
+def measure(size: Size, sample: Sample, vocabulary: Tokenizer, device_name: str) -> Tried:
+    """Train a model of this size for some seconds, at the precision that training would take.
+
+    Raises:
+        ConfigError: if there is no such device.
+        RunError: if the memory does not hold a single pair.
+    """
+    device = pick_device(device_name)
+    model = build_model(size.model, vocabulary).to(device)
+    model.compute_in(kernels.compute_dtype("auto", device))
+    gradients = Gradients(model, _SMOOTHING, device, _tell_nobody)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
+    num_tokens = num_batches = 0
+    with closing(gradients.workers):
+        started = time.monotonic()
+        while time.monotonic() - started < _LEAST_S or num_batches < _LEAST_BATCHES:
+            batch = sample.batches[num_batches % len(sample.batches)]
+            gradients.accumulate(batch, batch.num_tgt_tokens)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            num_batches += 1
+            if num_batches == 1:
+                started = time.monotonic()
+            else:
+                num_tokens += batch.num_tgt_tokens
+    return Tried(size, num_parameters(model), num_tokens / (time.monotonic() - started))
+
+
+def _tell_nobody(text: str) -> None:
+    pass

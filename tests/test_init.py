@@ -1,0 +1,222 @@
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tasks import Said, write
+
+from mtrain import config as configs
+from mtrain import holdout, init, sizes, trial
+from mtrain.errors import ConfigError, DataError
+from mtrain.init import Files, Wanted
+from mtrain.prepare import prepare, read_counts, read_test, read_valid
+from mtrain.rundir import RunDir
+
+WORDS = [f"{a}{b}" for a in ("ba", "ce", "di", "fo", "gu") for b in ("ha", "je", "ki", "lo", "mu")]
+
+
+def sentences(count, seed=1):
+    rng = random.Random(seed)
+    return [" ".join(rng.choices(WORDS, k=rng.randint(4, 9))) for _ in range(count)]
+
+
+@pytest.fixture(autouse=True)
+def short_trials(monkeypatch):
+    """Measure for no time at all: what is tested is what is chosen and written."""
+    monkeypatch.setattr(trial, "_LEAST_S", 0.0)
+    monkeypatch.setattr(trial, "_LEAST_BATCHES", 2)
+
+
+@pytest.fixture
+def wanted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = sentences(400)
+    src, tgt = write(Path("a.en"), lines), write(Path("a.de"), [line.upper() for line in lines])
+    return Wanted(
+        train=Files(Path(src), Path(tgt)),
+        src_lang="en",
+        tgt_lang="de",
+        budget_s=600.0,
+        device="cpu",
+        config_path=Path("en-de.yaml"),
+        run_dir="runs/en-de",
+        valid=None,
+        test=None,
+    )
+
+
+def read(path):
+    return Path(path).read_text(encoding="utf-8").splitlines()
+
+
+def test_the_config_that_is_written_trains_on_the_corpus_without_what_is_held_out(wanted):
+    init.init(wanted, Said(), lambda _: None)
+    config = configs.load(wanted.config_path)
+    run = RunDir(Path(config.run_dir))
+    prepare(config, run, Said())
+    assert read_counts(run) == {"held-out-pair": 40}
+    held_out = [*read_valid(run).src, *read_test(run, "test").src]
+    assert len({*held_out}) == len(held_out) == 40
+    assert {*held_out} <= {*read("a.en")}
+
+
+def test_held_out_files_are_pairs_of_the_corpus(wanted):
+    init.init(wanted, Said(), lambda _: None)
+    pairs = {*zip(read("a.en"), read("a.de"), strict=True)}
+    for name in ("valid", "test"):
+        held_out = [*zip(read(f"en-de.{name}.en"), read(f"en-de.{name}.de"), strict=True)]
+        assert len(held_out) == 20
+        assert {*held_out} <= pairs
+
+
+def test_files_of_ones_own_are_named_and_nothing_is_held_out(wanted):
+    write(Path("v.en"), ["one two"])
+    write(Path("v.de"), ["eins zwei"])
+    own = Files(Path("v.en"), Path("v.de"))
+    report = init.init(replace(wanted, valid=own, test=own), Said(), lambda _: None)
+    config = configs.load(wanted.config_path)
+    assert config.data.valid == config.data.tests["test"] == own.corpus()
+    assert not any("held out" in line for line in report)
+    assert not list(Path().glob("en-de.*.en"))
+
+
+def test_the_same_corpus_gives_the_same_held_out_pairs(wanted):
+    init.init(wanted, Said(), lambda _: None)
+    first = read("en-de.test.en")
+    for path in Path().glob("en-de.*"):
+        path.unlink()
+    init.init(wanted, Said(), lambda _: None)
+    assert read("en-de.test.en") == first
+
+
+def test_a_model_is_tried_by_real_updates_of_its_size(wanted):
+    seen = holdout.look(wanted.train.corpus(), 1, lambda _: None)
+    vocabulary = init._train_tokenizer(seen, 400)
+    sample = trial.encode(seen.sample, vocabulary)
+    tried = trial.measure(sizes.SIZES[0], sample, vocabulary, "cpu")
+    shapes = sizes.SIZES[0].model
+    own = len(vocabulary.tgt) * shapes.d_model
+    assert tried.num_weights > own + 8 * shapes.d_model * shapes.d_model
+    assert tried.tokens_per_s > 0
+    lengths = [len(ids) + 1 for ids in vocabulary.tgt.encode([p.tgt for p in seen.sample])]
+    assert sample.tgt_tokens_a_pair == pytest.approx(sum(lengths) / 400)
+
+
+def test_sizes_are_tried_until_one_is_too_large_for_the_budget_or_the_corpus(wanted, monkeypatch):
+    tried = []
+
+    def measure(size, sample, vocabulary, device):
+        tried.append(size.name)
+        return sizes.Tried(size, 10 ** (6 + len(tried)), 10_000 / len(tried))
+
+    monkeypatch.setattr(trial, "measure", measure)
+    for num_train, budget_s, names in (
+        (10_000, 1e9, ["tiny"]),
+        (500_000, 1e9, ["tiny", "small", "medium"]),
+        (10**7, 1e6, ["tiny", "small", "medium"]),
+        (10**7, 1, ["tiny"]),
+    ):
+        tried.clear()
+        list(init._try_sizes(replace(wanted, budget_s=budget_s), num_train, None, None))
+        assert tried == names
+
+
+def test_what_is_measured_and_chosen_is_said(wanted):
+    said = Said()
+    report = init.init(wanted, said, lambda _: None)
+    assert said.lines[0] == "corpus    400 pairs, of 6.4 source and 6.4 target words"
+    assert said.lines[1].startswith("pieces    ")
+    assert said.lines[2].startswith("tried     tiny")
+    assert report[0] == "wrote     en-de.valid.en and en-de.valid.de: 20 pairs, held out"
+    assert report[-2:] == [
+        "next      mtrain check en-de.yaml",
+        "          mtrain train en-de.yaml",
+    ]
+    assert all(len(line) <= 80 for line in [*said.lines, *report])
+    assert "warning" not in str(report)
+
+
+def test_too_little_time_is_warned_of(wanted):
+    report = init.init(replace(wanted, budget_s=0.01), Said(), lambda _: None)
+    assert "warning   that is little time for this corpus: take a longer --budget" in report
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(90, "1.5 minutes"), (45, "45 seconds"), (36_000, "10 hours")]
+)
+def test_the_time_is_said_in_words(wanted, seconds, said):
+    report = init.init(replace(wanted, budget_s=float(seconds)), Said(), lambda _: None)
+    assert any(f" updates in {said}, " in line for line in report)
+
+
+def test_every_line_of_the_config_fits_and_every_choice_is_explained(wanted):
+    init.init(wanted, Said(), lambda _: None)
+    lines = read(wanted.config_path)
+    assert all(len(line) <= 100 for line in lines)
+    assert sum("#" in line for line in lines) > 10
+
+
+@pytest.mark.parametrize("name", ["en-de.yaml", "en-de.valid.en", "en-de.test.de"])
+def test_no_file_is_written_over(wanted, name):
+    Path(name).write_text("mine\n")
+    with pytest.raises(ConfigError, match=f"^{name}: is there already; take another --output"):
+        init.init(wanted, Said(), lambda _: None)
+    assert Path(name).read_text() == "mine\n"
+    assert [path.name for path in Path().glob("en-de*")] == [name]
+
+
+def test_a_corpus_with_too_few_pairs_to_hold_some_out_is_an_error(wanted):
+    for name in ("a.en", "a.de"):
+        write(Path(name), read(name)[:150])
+    with pytest.raises(
+        DataError, match=r"a\.en must have at least 200 pairs .* but has 150 instead"
+    ):
+        init.init(wanted, Said(), lambda _: None)
+    assert not list(Path().glob("en-de*"))
+
+
+def test_a_corpus_of_few_words_gets_the_vocabulary_that_it_can_fill(wanted):
+    seen = holdout.look(wanted.train.corpus(), 1, lambda _: None)
+    assert len(init._train_tokenizer(seen, 10**6).tgt) < sizes.vocabulary_size(10**6)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("30m", 1800), ("2h", 7200), ("1h30m", 5400)]
+)
+def test_a_budget_is_read(text, seconds):
+    assert init.parse_budget(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "30", "m", "0m", "30min", "1m1h", "-5m", "9" * 30 + "h"])
+def test_a_budget_that_is_no_time_is_an_error(text):
+    with pytest.raises(ConfigError, match="`--budget` must be a time such as 30m or 1h30m"):
+        init.parse_budget(text)
+
+
+def test_odd_names_of_files_and_languages_are_written_so_that_they_are_read_back(wanted):
+    src, tgt = Path("odd: name, [1].en"), Path("# no.de")
+    src.write_text(Path("a.en").read_text())
+    tgt.write_text(Path("a.de").read_text())
+    odd = replace(wanted, train=Files(src, tgt), src_lang="no", run_dir="runs/null")
+    init.init(odd, Said(), lambda _: None)
+    config = configs.load(wanted.config_path)
+    assert (config.data.src_lang, config.run_dir) == ("no", "runs/null")
+    assert config.data.train == odd.train.corpus()
+
+
+def test_the_verb_writes_what_it_says_and_its_messages_go_where_they_belong(
+    wanted, monkeypatch, capfdbinary
+):
+    from mtrain import cli
+
+    arguments = ["--src", "a.en", "--tgt", "a.de", "--src-lang", "en", "--tgt-lang", "xx"]
+    arguments += ["--budget", "5m", "--device", "cpu", "-o", "mine.yaml", "--run", "there"]
+    monkeypatch.setattr("sys.argv", ["mtrain", "init", *arguments])
+    with pytest.raises(SystemExit) as outcome:
+        cli.main()
+    assert outcome.value.code == 0
+    captured = capfdbinary.readouterr()
+    assert captured.out.decode().splitlines()[0].startswith("wrote     mine.valid.en and ")
+    assert b"corpus    400 pairs" in captured.err
+    config = configs.load(Path("mine.yaml"))
+    assert (config.run_dir, config.training.max_minutes) == ("there", 5)
