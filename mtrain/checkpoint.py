@@ -47,6 +47,8 @@ class Progress(BaseModel):
     unlogged_loss: float = 0.0
     unlogged_nll: float = 0.0
     unlogged_tokens: Count = 0
+    loss_scale: Annotated[float, Field(ge=0, le=2**24)] = 0.0  # none
+    num_scaled_well: Count = 0
     bleu_of_step: dict[StepName, float] = {}
 
     def note_bleu(self, bleu: float) -> None:

@@ -183,7 +183,7 @@ class TrainingConfig(Section):
     max_grad_norm: float = Field(default=1.0, ge=0)
     init_from: FilePath | None = Field(default=None, min_length=1)
     device: str = "auto"
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     log_every: Whole = Field(default=50, ge=1)
     validate_every: Whole = Field(default=500, ge=1)
     save_every: Whole | None = Field(default=None, ge=1)

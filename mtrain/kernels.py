@@ -177,7 +177,8 @@ def attention(
         return result
     rate = dropout.rate if dropout is not None and dropout.training else 0.0
     is_cpu = q.device.type == "cpu"
-    dtype = torch.float32 if is_cpu and q.dtype == torch.bfloat16 else q.dtype
+    is_short = q.dtype in (torch.bfloat16, torch.float16)
+    dtype = torch.float32 if is_cpu and is_short else q.dtype
     bias = None
     if keep is not None:
         bias = torch.zeros(keep.shape, dtype=dtype, device=q.device)
@@ -501,6 +502,8 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
     """Return the type of a model's states and products for `precision`."""
     if precision == "bfloat16":
         return torch.bfloat16
+    if precision == "float16":
+        return torch.float16
     if precision == "float32":
         return torch.float32
     if device.type == "cuda":

@@ -57,8 +57,8 @@ class SharedGradients(Gradients):
         self.team = team
         self._seeds: Iterator[int] = _seeds_from(0)
 
-    def add_up(self, dealt: Dealt) -> list[LossSum]:
-        """Add the gradients of an update; return the sums of this rank's shares.
+    def add_up(self, dealt: Dealt, factor: float = 1.0) -> list[LossSum]:
+        """Add the gradients of an update, `factor` times as large; return this rank's sums.
 
         Raises:
             RunError: if the memory does not hold a single pair, or runs out amid an exchange.
@@ -66,7 +66,7 @@ class SharedGradients(Gradients):
         self.model.train()
         seeds = torch.randint(2**62, (dealt.deal.num_shares,)).tolist()
         own = zip(dealt.shares, seeds[self.team.rank :: self.team.size], strict=True)
-        each = dealt.num_tokens / self.team.size  # the exchange is a mean over the ranks
+        each = dealt.num_tokens / (factor * self.team.size)  # the exchange is a mean over the ranks
         sums = []
         for number, (share, seed) in enumerate(own, start=1):
             self._seeds = _seeds_from(seed)

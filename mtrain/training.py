@@ -14,6 +14,7 @@ from mtrain import (
     circumstances,
     inherit,
     kernels,
+    lossscale,
     prepare,
     tokenizer,
     trainstate,
@@ -209,6 +210,7 @@ class Trainer:
         start = Position(self.progress.epoch, self.progress.batch)
         updates = self.data.updates(self.settings.batch_tokens, start, self.deal)
         self.signals, self.clock = signals, time.monotonic() - self.progress.elapsed_s
+        lossscale.begin(self.progress, self.compute_dtype)
         self.log.open_bar(self._spent())
         while not self._is_done() and self.progress.step != last_step:
             dealt = next(updates)
@@ -273,12 +275,16 @@ class Trainer:
 
     def _update(self, dealt: Dealt) -> None:
         """Make one update; its loss is divided by the target tokens of all shares of all ranks."""
-        sums = self._of_all(self.gradients.add_up(dealt), dealt.num_tokens)
+        sums = self.gradients.add_up(dealt, lossscale.factor(self.progress))
+        sums = self._of_all(sums, dealt.num_tokens)
+        lossscale.undo(self.progress, self.parameters)
         limit = self.settings.max_grad_norm or math.inf
         grad_norm = self.team.whole(torch.nn.utils.clip_grad_norm_(self.parameters, limit))
         step = self.progress.step + 1
         numbers = [grad_norm.double(), *(own.loss.double() for own in sums)]
-        if not torch.stack(numbers).isfinite().all():
+        is_finite = bool(torch.stack(numbers).isfinite().all())
+        lossscale.adapt(self.progress, is_finite)
+        if not is_finite:
             self._leave_out(step)
             return
         self.progress.num_left_out_in_a_row = 0
@@ -320,6 +326,8 @@ class Trainer:
             f"step {step:,}: the loss or its gradient is not finite; the update is left out "
             f"({self.progress.num_left_out:,} so far)"
         )
+        if self.progress.loss_scale:
+            self.log.say(f"  the loss is multiplied by {self.progress.loss_scale:,.0f} from now on")
         if self.progress.num_left_out_in_a_row >= _MAX_LEFT_OUT:
             raise RunError(f"{_MAX_LEFT_OUT} updates in a row were left out; {self._remedy()}")
 

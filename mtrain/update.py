@@ -64,13 +64,13 @@ class Gradients:
         self.workers = Workers()
         self.room = math.inf  # places of a batch that the memory did not hold
 
-    def add_up(self, dealt: Dealt) -> list[LossSum]:
-        """Add the gradients of an update; return the sums of its parts.
+    def add_up(self, dealt: Dealt, factor: float = 1.0) -> list[LossSum]:
+        """Add the gradients of an update, `factor` times as large; return the sums of its parts.
 
         Raises:
             RunError: if the memory does not hold a single pair.
         """
-        found = [self.accumulate(share.batch, dealt.num_tokens) for share in dealt.shares]
+        found = [self.accumulate(share.batch, dealt.num_tokens / factor) for share in dealt.shares]
         return [own for parts in found for own in parts]
 
     def try_out(self, batch: Batch) -> None:

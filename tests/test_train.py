@@ -385,7 +385,7 @@ def test_in_bfloat16_every_weight_gets_nearly_the_gradient_of_float32(
         assert float((mine - long).norm()) < 0.1 * float(long.norm()) + 1e-6
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 def test_the_same_number_of_threads_gives_the_same_bytes_also_after_a_stop(
     monkeypatch: pytest.MonkeyPatch,
     source: Path,
@@ -679,7 +679,7 @@ def test_minutes_of_an_earlier_part_count(
     assert len(elapsed) < 60
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("kernels", ["plain", "compiled"])
 def test_a_loss_that_is_not_finite_stops_the_training_before_the_update(
     cli: Cli,
