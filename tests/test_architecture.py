@@ -73,6 +73,7 @@ RANKS = {
     "update": 4,
     "trainstate": 4,
     "window": 4,
+    "options": 2,
     "lossscale": 4,
     "circumstances": 4,
     "inherit": 5,
