@@ -9,7 +9,7 @@ demo: $(READY)
 	$(BIN)/mtrain demo runs/demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -31,6 +31,7 @@ from mtrain.texts import TrainText, corpora_of
 from mtrain.tokenizer import Tokenizer
 
 TRAIN, VALID = "train", "valid"
+_LEFT_OUT = "Nothing need be done: training leaves them out (`data.clean`)."
 _FEW_LEAKS = 0.01  # the share of held-out lines of which one side may stand elsewhere
 
 
@@ -143,7 +144,7 @@ def audit(config: Config, tokenizer: Tokenizer | None, directory: Path, advance:
         lists = Lists(directory, survey.name, survey.intake)
         tally = _Tally(chosen if survey is train else [], usual)
         intakes = {s.name: s.intake for s in surveys}
-        findings += _judge(survey, usual, intakes, lists, tally, advance)
+        findings += _judge(survey, usual, intakes, lists, tally, config.data.clean, advance)
         mixture = _mixture(config, survey, tally) if survey is train else []
         summaries.append(_summary(survey, train, tally, mixture))
         survey.spool.remove()
@@ -161,13 +162,14 @@ def _judge(
     intakes: dict[str, Intake],
     lists: Lists,
     tally: _Tally,
+    clean: list[str],
     advance: Advance,
 ) -> list[Finding]:
     """Judge all pairs of a corpus, write its lists, and return the findings."""
     total = survey.intake.num_pairs
     survey.find_repeats()
     moved = shifts.find(survey.windows) if total >= shifts.MIN_PAIRS else []
-    leaked = [_Leaked(name, intakes[name], leaks) for name, leaks in survey.leaks.items()]
+    leaked = [_Leaked(name, intakes[name], leaks, clean) for name, leaks in survey.leaks.items()]
     for block in Intake(survey.corpus).blocks(advance):
         first, last = block.first, block.first + len(block.src)
         pairs = survey.pairs(first, len(block.src))
@@ -272,8 +274,8 @@ def _shift_findings(
 class _Leaked:
     """What of a held-out corpus stands in another one, as findings."""
 
-    def __init__(self, other: str, intake: Intake, leaks: Leaks) -> None:
-        self._other, self._intake = other, intake
+    def __init__(self, other: str, intake: Intake, leaks: Leaks, clean: list[str]) -> None:
+        self._other, self._intake, self._clean = other, intake, clean
         exact, by_words = leaks.exact, leaks.by_words
         pairs = _Found.of(by_words.pairs.hits(), exact.pairs.hits())
         self._found = {
@@ -294,12 +296,19 @@ class _Leaked:
         for kind, found in self._found.items():
             if count := lists.counts[self._name(kind)]:
                 few = 0 if kind == "pair" else _FEW_LEAKS * total
-                severity = Severity.WARNING if count > few else Severity.NOTE
                 exact = int((found.is_exact & (found.times > 0)).sum())
+                is_open = not self._is_left_out(kind, count, exact)
+                severity = Severity.WARNING if is_open and count > few else Severity.NOTE
                 what = f"{kind}s that stand in {self._other} too ({exact:,} to the letter)"
-                yield _listed(
-                    corpus, self._name(kind), severity, what, self._advice(), lists, total
-                )
+                advice = self._advice() if is_open else _LEFT_OUT
+                yield _listed(corpus, self._name(kind), severity, what, advice, lists, total)
+
+    def _is_left_out(self, kind: str, count: int, exact: int) -> bool:
+        """Tell whether training does without all that was found, as `data.clean` says."""
+        if self._other != TRAIN:
+            return False
+        is_whole_pair = kind == "pair" and exact == count
+        return "held-out" in self._clean or ("held-out-pair" in self._clean and is_whole_pair)
 
     def _name(self, kind: str) -> str:
         return f"{kind}-in-{self._other}"

@@ -210,7 +210,7 @@ RULES = [
     Rule(
         "held-out",
         "pairs with a sentence of the validation or test sets",
-        "Delete the pairs in this list before you publish a score.",
+        "Before you publish a score, delete those that `data.clean` does not leave out.",
         on_pairs(lambda pairs, usual: pairs.is_held),
         usual_share=None,
     ),

@@ -242,6 +242,33 @@ def test_the_page_fits_the_screen_and_the_lists_hold_the_whole_text(
     } in entries
 
 
+@pytest.mark.parametrize(
+    ("names", "other", "severities"),
+    [
+        ([], "to the letter", ("warning", "warning")),
+        (["held-out-pair"], "to the letter", ("note", "note")),
+        (["held-out-pair"], "by its words", ("note", "warning")),
+        (["held-out"], "by its words", ("note", "note")),
+    ],
+)
+def test_leaks_that_training_leaves_out_need_nothing(
+    cli: Cli, tmp_path: Path, names: list[str], other: str, severities: tuple[str, str]
+) -> None:
+    text = clean(600)
+    text.train[20], text.train[40] = text.valid[0], text.test[0]
+    if other == "by its words":
+        text.train[40] = Pair(text.test[0].src.upper(), text.test[0].tgt.upper())
+    config = write_planted(tmp_path, text)
+    tree = configs.load(config).model_dump()
+    tree["data"]["clean"] = names
+    found = by_name(shown(cli, write_config(config, tree)))
+    leaks = [found["valid.pair-in-train"], found["tests.held_out.pair-in-train"]]
+    assert tuple(leak["severity"] for leak in leaks) == severities
+    for leak in leaks:
+        is_note = leak["severity"] == "note"
+        assert leak["advice"].startswith("Nothing need be done") == is_note
+
+
 def test_json_holds_what_the_lists_hold(cli: Cli, tmp_path: Path, planted: Planted) -> None:
     config = write_planted(tmp_path, planted)
     found = by_name(shown(cli, config))
