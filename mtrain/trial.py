@@ -24,7 +24,8 @@ from mtrain.tokenizer import Tokenizer
 from mtrain.translate import build_model, pick_device
 from mtrain.update import Gradients
 
-_LEAST_S, _LEAST_BATCHES = 3.0, 3  # of a measurement, after one batch that does not count
+_LEAST_S, _LEAST_BATCHES = 3.0, 3  # of a measurement
+_NUM_FIRST = 3  # batches that do not count: memory and kernels are got ready
 _MAX_TOKENS = 256  # of a pair that is trained on
 _SMOOTHING = 0.1
 
@@ -74,6 +75,7 @@ def measure(size: Size, sample: Sample, vocabulary: Tokenizer, device_name: str)
         ConfigError: if there is no such device.
         RunError: if the memory does not hold a single pair.
     """
+    kernels.keep_freed_memory()  # as a training does
     device = pick_device(device_name)
     model = build_model(size.model, vocabulary).to(device)
     model.compute_in(kernels.compute_dtype("auto", device))
@@ -82,7 +84,7 @@ def measure(size: Size, sample: Sample, vocabulary: Tokenizer, device_name: str)
     num_tokens = num_batches = 0
     with closing(gradients.workers):
         started = time.monotonic()
-        while time.monotonic() - started < _LEAST_S or num_batches < _LEAST_BATCHES:
+        while time.monotonic() - started < _LEAST_S or num_batches < _NUM_FIRST + _LEAST_BATCHES:
             batch = sample.batches[num_batches % len(sample.batches)]
             gradients.accumulate(batch, batch.num_tgt_tokens)
             optimizer.step()
@@ -90,8 +92,8 @@ def measure(size: Size, sample: Sample, vocabulary: Tokenizer, device_name: str)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             num_batches += 1
-            if num_batches == 1:
-                started = time.monotonic()
+            if num_batches == _NUM_FIRST:
+                started, num_tokens = time.monotonic(), 0
             else:
                 num_tokens += batch.num_tgt_tokens
     return Tried(size, num_parameters(model), num_tokens / (time.monotonic() - started))
