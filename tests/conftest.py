@@ -12,7 +12,7 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for tiny models, a second thread costs time
 
+import torch
 from tasks import copy_task, tiny_tree, train, write_config, write_task
 
 from mtrain.cli import main
@@ -54,6 +55,14 @@ SETTLED = {  # enough for the copy task to be learned almost without fault
     "log_every": 50,
     "validate_every": 200,
 }
+
+
+@pytest.fixture(autouse=True)
+def as_many_threads_as_before() -> Iterator[None]:
+    """Let no test leave another number of threads to the next one, whichever that is."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tasks import WORDS, copy_task, write_task
 
 from mtrain import cli as command_line
+from mtrain import config as configs
 from mtrain.output import NOTHING, Line
 from mtrain.rundir import RunDir
 from mtrain.search import Sampling
@@ -471,7 +472,7 @@ def test_a_bug_keeps_its_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) ->
     def broken(path: Path, overrides: object, run: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(command_line.configs, "load", broken)
+    monkeypatch.setattr(configs, "load", broken)
     with pytest.raises(ZeroDivisionError):
         cli("train", "a.yaml")
 
@@ -480,7 +481,7 @@ def test_ctrl_c_exits_with_130(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Non
     def interrupted(path: Path, overrides: object, run: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command_line.configs, "load", interrupted)
+    monkeypatch.setattr(configs, "load", interrupted)
     assert cli("train", "a.yaml").code == 130
 
 
