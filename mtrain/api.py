@@ -113,7 +113,7 @@ def train_together(config: Config, team: Team, *, tensorboard: bool) -> Path:
     if tensorboard:
         check_installed()
     if team.is_first:
-        tokenize(config)
+        _prepare(config)
         board = Board(run_dir.board_dir) if tensorboard else None
     team.wait()
     from mtrain import training
@@ -128,12 +128,15 @@ def tokenize(config: AnyConfig) -> RunDir:
     Raises:
         UserError: if the config, the corpora or the run folder must change.
     """
-    settings = load_config(config)
+    return _prepare(load_config(config))
+
+
+def _prepare(config: Config) -> RunDir:
     from mtrain.prepare import prepare
     from mtrain.runlog import Stderr
 
-    run_dir = RunDir(Path(settings.run_dir))
-    prepare(settings, run_dir, Stderr())
+    run_dir = RunDir(Path(config.run_dir))
+    prepare(config, run_dir, Stderr())
     return run_dir
 
 

@@ -73,11 +73,11 @@ from mtrain.together import complain, load_each, load_together, one_of_many, ref
 if TYPE_CHECKING:
     from mtrain import output
     from mtrain.config import DecodingConfig
+    from mtrain.crew import Load
     from mtrain.metrics import ScoringOptions
     from mtrain.output import Line
     from mtrain.rundir import RunDir
     from mtrain.stream import Stream
-    from mtrain.together import Load
     from mtrain.translate import Loading, Translator, Wanted
 
 app = typer.Typer(

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor
 
+from mtrain.rundir import RunDir
 from mtrain.search import Hypothesis
 from mtrain.translate import Source, Translator
 
 Tree = dict[str, Any]
+Load = Callable[[RunDir], AbstractContextManager[Translator]]  # lends the translator of a run
 
 
 class Leader(Translator):

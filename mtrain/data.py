@@ -415,6 +415,33 @@ class _Planned(NamedTuple):
     after: Position
 
 
+def in_batches(
+    src: Sequence[list[int]], tgt: Sequence[list[int]], tokenizer: Tokenizer, batch_tokens: int
+) -> list[Batch]:
+    """Return encoded pairs in batches of like length, the same each time.
+
+    Args:
+        src: sources with eos.
+        tgt: targets without.
+        tokenizer: that encoded them.
+        batch_tokens: the budget of `plan_batches`.
+    """
+    src_lengths = np.array([len(ids) for ids in src], dtype=np.int32)
+    tgt_lengths = np.array([len(ids) + 1 for ids in tgt], dtype=np.int32)
+    plan = plan_batches(src_lengths, tgt_lengths, batch_tokens, np.random.default_rng(0))
+    special = tokenizer.tgt
+    return [
+        collate(
+            [src[row] for row in rows],
+            [tgt[row] for row in rows],
+            special.pad,
+            special.bos,
+            special.eos,
+        )
+        for rows in plan
+    ]
+
+
 def plan_batches(
     src_lengths: Lengths, tgt_lengths: Lengths, batch_tokens: int, rng: np.random.Generator
 ) -> list[Indices]:

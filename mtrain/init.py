@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from mtrain import config as configs
 from mtrain import holdout, schema, sizes, tokenizer, trial
 from mtrain.config import TokenizerConfig
@@ -158,8 +160,11 @@ def _split_off(wanted: Wanted, seen: Look, new: list[Files], count: int) -> None
     """Write pairs of the corpus to new files; training leaves them out by itself."""
     if not new:
         return
-    for files, rows in zip(new, holdout.draw(seen.alone, [count] * len(new), _SEED), strict=True):
-        pairs = list(holdout.collect(wanted.train.corpus(), rows))
+    drawn = holdout.draw(seen.alone, [count] * len(new), _SEED)
+    rows = np.sort(np.concatenate(drawn))
+    pair_of = dict(zip(rows.tolist(), holdout.collect(wanted.train.corpus(), rows), strict=True))
+    for files, own in zip(new, drawn, strict=True):
+        pairs = [pair_of[row] for row in own.tolist()]
         write_lines(files.src, (pair.src for pair in pairs))
         write_lines(files.tgt, (pair.tgt for pair in pairs))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Literal, TypeVar
 
@@ -45,7 +46,7 @@ class LossModel(nn.Module):
         return LossSum(sums.loss.clone(), sums.nll.clone(), sums.num_tokens)
 
 
-class SharedGradients(Gradients):
+class SharedGradients(Gradients, ABC):
     """Adds up the gradients of an update over all ranks.
 
     Each rank works in its own thread alone, and drops what the seed of each share says, wherever
@@ -75,9 +76,9 @@ class SharedGradients(Gradients):
             sums += found if share.counts else []
         return sums
 
+    @abstractmethod
     def _make(self, batch: Batch, divisor: float, is_last: bool) -> list[LossSum]:
         """Add a share's gradients; exchange all that were added if it is the last."""
-        raise NotImplementedError
 
     def share_out(self, batch: Batch, num_tokens: float) -> list[Task]:
         """Return a batch as the one task of this rank."""

@@ -7,23 +7,21 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mtrain import breakdown, files, frequencies, significance, tokenizer
 from mtrain.breakdown import Breakdown, Contrast
+from mtrain.crew import Load
 from mtrain.errors import ConfigError, RunError
 from mtrain.evaluation import TestResult, evaluate, read_tests
 from mtrain.metrics import ScoringOptions, score
 from mtrain.prepare import Lines
 from mtrain.rundir import RunDir
 from mtrain.significance import Comparison, Output
-from mtrain.translate import Translator
 
 Warn = Callable[[str], None]
-Load = Callable[[RunDir], AbstractContextManager[Translator]]
 _APART = ("run_dir", "seed")  # what may differ between runs whose scores are averaged
 
 

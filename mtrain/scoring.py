@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from mtrain.batch import Batch, collate
-from mtrain.data import plan_batches
+from mtrain.data import in_batches
 from mtrain.model import Transformer
 from mtrain.prepare import Lines
 from mtrain.team import Team
@@ -40,7 +38,8 @@ class ValidationSet:
 
     def __init__(self, lines: Lines, tokenizer: Tokenizer, batch_tokens: int) -> None:
         self.lines = lines
-        self._batches = _encode(lines, tokenizer, batch_tokens)
+        src, tgt = tokenizer.encode_src(lines.src), tokenizer.tgt.encode(lines.tgt)
+        self._batches = in_batches(src, tgt, tokenizer, batch_tokens)
 
     @torch.no_grad()
     def loss(self, model: Transformer, smoothing: float, team: Team) -> Loss:
@@ -62,25 +61,6 @@ class ValidationSet:
             yield f"  source       {_clip(self.lines.src[row])}"
             yield f"  reference    {_clip(self.lines.tgt[row])}"
             yield f"  translation  {_clip(hypotheses[row])}"
-
-
-def _encode(lines: Lines, vocabulary: Tokenizer, batch_tokens: int) -> list[Batch]:
-    """Encode lines once, in batches of like length."""
-    src, tgt = vocabulary.encode_src(lines.src), vocabulary.tgt.encode(lines.tgt)
-    src_lengths = np.array([len(ids) for ids in src], dtype=np.int32)
-    tgt_lengths = np.array([len(ids) + 1 for ids in tgt], dtype=np.int32)
-    plan = plan_batches(src_lengths, tgt_lengths, batch_tokens, np.random.default_rng(0))
-    special = vocabulary.tgt
-    return [
-        collate(
-            [src[row] for row in rows],
-            [tgt[row] for row in rows],
-            special.pad,
-            special.bos,
-            special.eos,
-        )
-        for rows in plan
-    ]
 
 
 def _clip(text: str) -> str:

@@ -145,14 +145,14 @@ def _form(corpus: object) -> str:
     return next((form for form in FORMS if form in names), "files")
 
 
-Corpus = Annotated[
+_Plain = (
     Annotated[CorpusConfig, Tag("files")]
     | Annotated[TsvConfig, Tag("tsv")]
     | Annotated[JsonlConfig, Tag("jsonl")]
     | Annotated[ParquetConfig, Tag("parquet")]
-    | Annotated[HubConfig, Tag("hub")],
-    Discriminator(_form),
-]
+    | Annotated[HubConfig, Tag("hub")]
+)
+Corpus = Annotated[_Plain, Discriminator(_form)]
 
 MixedCorpus = Annotated[
     Annotated[_MixedFiles, Tag("files")]
@@ -163,12 +163,7 @@ MixedCorpus = Annotated[
     Discriminator(_form),
 ]
 TrainText = Annotated[
-    Annotated[CorpusConfig, Tag("files")]
-    | Annotated[TsvConfig, Tag("tsv")]
-    | Annotated[JsonlConfig, Tag("jsonl")]
-    | Annotated[ParquetConfig, Tag("parquet")]
-    | Annotated[HubConfig, Tag("hub")]
-    | Annotated[list[MixedCorpus], Field(min_length=1), Tag(MIXTURE)],
+    _Plain | Annotated[list[MixedCorpus], Field(min_length=1), Tag(MIXTURE)],
     Discriminator(_form),
 ]
 

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -22,10 +22,9 @@ from mtrain.team import ALONE, Team
 
 if TYPE_CHECKING:
     from mtrain.config import DecodingConfig
+    from mtrain.crew import Load
     from mtrain.rundir import RunDir
     from mtrain.translate import Loading, Translator, Wanted
-
-    Load = Callable[[RunDir], AbstractContextManager[Translator]]
 
 
 def rank() -> str:

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from mtrain import kernels, sizes
-from mtrain.batch import Batch, collate
+from mtrain.batch import Batch
 from mtrain.corpus import Pair
-from mtrain.data import plan_batches
+from mtrain.data import in_batches
 from mtrain.errors import ConfigError
 from mtrain.model import num_parameters
 from mtrain.sizes import Size, Tried
@@ -45,27 +44,18 @@ def encode(pairs: Sequence[Pair], vocabulary: Tokenizer) -> Sample:
     """
     src = vocabulary.encode_src([pair.src for pair in pairs])
     tgt = vocabulary.tgt.encode([pair.tgt for pair in pairs])
-    num_src = np.array([len(ids) for ids in src], dtype=np.int32)
-    num_tgt = np.array([len(ids) + 1 for ids in tgt], dtype=np.int32)
-    fit = np.flatnonzero((num_src <= _MAX_TOKENS) & (num_tgt <= _MAX_TOKENS))
-    if not len(fit):
+    fit = [
+        row
+        for row in range(len(pairs))
+        if len(src[row]) <= _MAX_TOKENS and len(tgt[row]) < _MAX_TOKENS  # and eos
+    ]
+    if not fit:
         raise ConfigError(
             f"the corpus must have pairs of at most {_MAX_TOKENS} tokens, but has none."
         )
-    rng = np.random.default_rng(0)
-    plan = plan_batches(num_src[fit], num_tgt[fit], sizes.BATCH_TOKENS, rng)
-    special = vocabulary.tgt
-    batches = [
-        collate(
-            [src[row] for row in fit[rows]],
-            [tgt[row] for row in fit[rows]],
-            special.pad,
-            special.bos,
-            special.eos,
-        )
-        for rows in plan
-    ]
-    return Sample(batches, float(num_tgt[fit].mean()))
+    src, tgt = [src[row] for row in fit], [tgt[row] for row in fit]
+    num_tgt = sum(len(ids) + 1 for ids in tgt)
+    return Sample(in_batches(src, tgt, vocabulary, sizes.BATCH_TOKENS), num_tgt / len(tgt))
 
 
 def measure(size: Size, sample: Sample, vocabulary: Tokenizer, device_name: str) -> Tried:

@@ -3,17 +3,25 @@
 import gzip
 import json
 import multiprocessing
-import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Cli
-from tasks import Pair, Said, Tree, copy_task, reverse_task, tiny_tree, write_config, write_corpus
+from tasks import (
+    Pair,
+    Said,
+    Tree,
+    copy_task,
+    kill_at_call,
+    reverse_task,
+    tiny_tree,
+    write_config,
+    write_corpus,
+)
 
 from mtrain import config as configs
 from mtrain import data, encoding, prepare, survey, tokenizer
@@ -65,22 +73,9 @@ def contents(run: Path) -> dict[str, bytes]:
 def child(source: Path, run: Path, kill_at: int) -> None:
     """Tokenize, and end without a word at the call number `kill_at`; write how many there were."""
     prepare.PART_PAIRS, encoding._BLOCK_PAIRS = PART_PAIRS, 16
-    number = 0
-
-    def counting(call: Callable[..., object]) -> Callable[..., object]:
-        def counted(*arguments: object, **others: object) -> object:
-            nonlocal number
-            number += 1
-            if number == kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return call(*arguments, **others)
-
-        return counted
-
-    for name in CALLS:
-        setattr(os, name, counting(getattr(os, name)))
+    num_calls = kill_at_call(CALLS, kill_at)
     said = make(source, run)
-    Path(f"{run}.said").write_text(json.dumps([number, said]), "utf-8")
+    Path(f"{run}.said").write_text(json.dumps([num_calls(), said]), "utf-8")
 
 
 def in_child(source: Path, run: Path, kill_at: int = 0) -> int | None:

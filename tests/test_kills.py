@@ -6,12 +6,11 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hostile import TIMES
-from tasks import REPOSITORY, reverse_task, train, write_task
+from tasks import REPOSITORY, kill_at_call, reverse_task, train, write_task
 from test_train import timeless, weights
 
 from mtrain import checkpoint
@@ -31,22 +30,9 @@ pytestmark = pytest.mark.skipif(
 def child(source: Path, run: Path, kill_at: int) -> None:
     """Train, and end without a word at the call number `kill_at`; write how many there were."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    number = 0
-
-    def counting(call: Callable[..., object]) -> Callable[..., object]:
-        def counted(*arguments: object, **others: object) -> object:
-            nonlocal number
-            number += 1
-            if number == kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return call(*arguments, **others)
-
-        return counted
-
-    for name in CALLS:
-        setattr(os, name, counting(getattr(os, name)))
+    num_calls = kill_at_call(CALLS, kill_at)
     train(source, *SAVING, run=str(run))
-    Path(f"{run}.count").write_text(str(number), "utf-8")
+    Path(f"{run}.count").write_text(str(num_calls()), "utf-8")
 
 
 def in_child(
