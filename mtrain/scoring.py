@@ -11,11 +11,12 @@ from mtrain.data import in_batches
 from mtrain.model import Transformer
 from mtrain.prepare import Lines
 from mtrain.team import Team
+from mtrain.terminal import shortened, visible
 from mtrain.tokenizer import Tokenizer
 from mtrain.update import loss_of
 
 _NUM_EXAMPLES = 3
-_MAX_EXAMPLE = 145  # characters of an example: two lines of a terminal
+_MAX_EXAMPLE = 145  # columns of an example: two lines of a terminal
 
 
 class Validation(NamedTuple):
@@ -64,5 +65,5 @@ class ValidationSet:
 
 
 def _clip(text: str) -> str:
-    """Cut a line for the screen: an early model repeats itself without end."""
-    return text if len(text) <= _MAX_EXAMPLE else text[: _MAX_EXAMPLE - 3] + "..."
+    """Write a line for the screen: an early model repeats itself, a corpus may hold escapes."""
+    return shortened(visible(text), _MAX_EXAMPLE)

@@ -12,7 +12,10 @@ from conftest import Cli, sent_to_a_terminal
 from tasks import write_task
 
 import mtrain
+from mtrain import tokenizer
+from mtrain.prepare import Lines
 from mtrain.rundir import RunDir
+from mtrain.scoring import ValidationSet
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 BAR = re.compile(r"\d+%\|")
@@ -112,3 +115,13 @@ def test_bash_itself_completes_a_verb(tmp_path: Path, monkeypatch: pytest.Monkey
     """
     done = subprocess.run([bash, "-c", script], capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.stderr) == ("tokenize\n", "")
+
+
+def test_examples_of_a_corpus_with_escapes_do_not_change_the_terminal(trained: RunDir) -> None:
+    lines = Lines(["ba \x1b[31m"], ["ce " * 100])
+    valid = ValidationSet(lines, tokenizer.load(trained.tokenizer_dir), 1000)
+    source, reference, translation = valid.examples(["\x1b]0;title\x07"])
+    assert source == r"  source       ba \x1b[31m"
+    assert reference.endswith("ce c...")
+    assert len(reference) == 160
+    assert translation == r"  translation  \x1b]0;title\x07"
