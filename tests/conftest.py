@@ -15,7 +15,7 @@ import termios
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -170,6 +170,22 @@ def noisy(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     changes = ["max_steps=3", "validate_every=1", "log_every=1", "lr=1e-6", "keep_last=2"]
     config_path = write_task(tmp_path_factory.mktemp("noisy"))
     return train(config_path, *(f"training.{change}" for change in changes))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell the process that began the tests how many hostile cases this one has tried."""
+    from hostile import tried
+
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["tried"] = dict(tried)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Add what one of several processes has tried."""
+    from hostile import tried
+
+    tried.update(getattr(node, "workeroutput", {}).get("tried", {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
