@@ -66,19 +66,13 @@ class EncodedBlock(NamedTuple):
 
 def write_blocks(path: Path, blocks: Iterable[EncodedBlock], with_text: bool) -> int:
     """Write an Arrow table of encoded pairs, in a stream; return their number."""
-    from datasets import Features, Sequence, Value
-    from datasets.arrow_writer import ArrowWriter
+    import pyarrow as pa
 
-    columns: dict[str, Any] = {"src": Sequence(Value("int32")), "tgt": Sequence(Value("int32"))}
-    columns |= {"src_length": Value("int32"), "tgt_length": Value("int32")}
-    if with_text:
-        columns |= {"src_text": Value("string"), "tgt_text": Value("string")}
     num_pairs = 0
-    with ArrowWriter(features=Features(columns), path=str(path)) as writer:
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, _schema(with_text)) as writer:
         for block in blocks:
-            writer.write_table(_as_table(block))
+            writer.write_batch(_as_batch(block, with_text))
             num_pairs += len(block.src_lengths)
-        writer.finalize()
     return num_pairs
 
 
@@ -87,25 +81,43 @@ def write_pairs(path: Path, pairs: Iterable[EncodedPair], with_text: bool) -> in
     return write_blocks(path, [EncodedBlock.of(pairs, with_text)], with_text)
 
 
-def _as_table(block: EncodedBlock) -> Any:
+def _schema(with_text: bool) -> Any:
     import pyarrow as pa
 
-    columns = {
-        "src": _lists(block.src_ids, block.src_lengths),
-        "tgt": _lists(block.tgt_ids, block.tgt_lengths - 1),
-        "src_length": pa.array(block.src_lengths),
-        "tgt_length": pa.array(block.tgt_lengths),
-    }
-    if block.src_text is not None:
-        columns |= {"src_text": pa.array(block.src_text), "tgt_text": pa.array(block.tgt_text)}
-    return pa.table(columns)
+    ids, length = pa.list_(pa.int32()), pa.int32()
+    columns = {"src": ids, "tgt": ids, "src_length": length, "tgt_length": length}
+    if with_text:
+        columns |= {"src_text": pa.string(), "tgt_text": pa.string()}
+    return pa.schema(columns)
+
+
+def _as_batch(block: EncodedBlock, with_text: bool) -> Any:
+    import pyarrow as pa
+
+    columns = [
+        _lists(block.src_ids, block.src_lengths),
+        _lists(block.tgt_ids, block.tgt_lengths - 1),
+        _plain(block.src_lengths),
+        _plain(block.tgt_lengths),
+    ]
+    if with_text:
+        columns += [pa.array(text, pa.string()) for text in (block.src_text, block.tgt_text)]
+    return pa.RecordBatch.from_arrays(columns, schema=_schema(with_text))
 
 
 def _lists(ids: Lengths, lengths: Lengths) -> Any:
     import pyarrow as pa
 
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(ids))
+    return pa.ListArray.from_arrays(_plain(offsets), _plain(ids))
+
+
+def _plain(numbers: Lengths) -> Any:
+    """Give numbers to Arrow as they lie in memory; `pyarrow.array` would import pandas first."""
+    import pyarrow as pa
+
+    own = np.ascontiguousarray(numbers, np.int32)
+    return pa.Array.from_buffers(pa.int32(), len(own), [None, pa.py_buffer(own)])
 
 
 class _Part(NamedTuple):
@@ -169,16 +181,12 @@ def _read(path: Path, num_pieces: tuple[int, int], with_text: bool) -> Any:
 
     if not path.is_file():
         raise RunError(f"{path}: is missing; restore it from a copy of the run.")
-    ids = pa.list_(pa.int32())
-    wanted = {"src": ids, "tgt": ids, "src_length": pa.int32(), "tgt_length": pa.int32()}
-    if with_text:
-        wanted |= {"src_text": pa.string(), "tgt_text": pa.string()}
+    wanted = _schema(with_text)
     try:
         table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all().replace_schema_metadata()
-        for name, type_ in wanted.items():
-            if table.schema.field(name).type != type_:
-                raise KeyError(name)
-        table = table.select(list(wanted))
+        table = table.select(wanted.names)
+        if table.schema.types != wanted.types:
+            raise ValueError
         table.validate(full=True)  # its offsets too, so that nothing is read beyond its end
         fits = len(table) > 0 and not any(column.null_count for column in table.columns)
         fits = fits and _fits(table, "src", num_pieces[0], 0)
