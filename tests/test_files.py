@@ -3,6 +3,7 @@
 import gzip
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,29 @@ def test_forgiving_lines_replace_and_warn_and_go_on(here: Path) -> None:
 no_line_end = st.text(st.characters(codec="utf-8", exclude_characters="\n")).filter(
     lambda line: not line.endswith("\r")
 )
+
+
+@given(
+    raw=st.lists(st.sampled_from([b"a", b"\n", b"\r", b"\xef\xbb\xbf", b"\xc3\xa4", b"\xc3"])),
+    block_bytes=st.integers(1, 6),
+)
+def test_lines_in_blocks_are_those_that_are_read_one_by_one(
+    tmp_path_factory: pytest.TempPathFactory, raw: list[bytes], block_bytes: int
+) -> None:
+    path = tmp_path_factory.mktemp("lines") / "f"
+    path.write_bytes(b"".join(raw))
+    warnings: list[str] = []
+    expected = list(files.read_forgiving(path, warnings.append))
+    lines = []
+    with pytest.MonkeyPatch.context() as patch, suppress(DataError):
+        patch.setattr(files, "_BLOCK_BYTES", block_bytes)
+        for line in files.read_lines(path):
+            lines.append(line)
+    if warnings:
+        bad = int(warnings[0].split()[1].removesuffix(":"))
+        assert lines == expected[: bad - 1]
+    else:
+        assert lines == expected
 
 
 def test_blocks_hold_all_lines_in_order_and_no_more_than_they_may(here: Path) -> None:
