@@ -68,6 +68,7 @@ from mtrain.options import (
     TranslateArguments,
 )
 from mtrain.team import ALONE, Team
+from mtrain.terminal import fitted
 from mtrain.together import complain, load_each, load_together, one_of_many, refuse_ranks, together
 
 if TYPE_CHECKING:
@@ -504,7 +505,8 @@ def _loading(
 def _warn(text: str) -> None:
     from tqdm import tqdm
 
-    tqdm.write(f"mtrain: {text}", file=sys.stderr)  # above a bar, if there is one
+    said = fitted(f"mtrain: {text}", sys.stderr)
+    tqdm.write(said, file=sys.stderr)  # above a bar, if there is one
 
 
 @app.command(name="eval")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import textwrap
 import unicodedata
+from typing import TextIO
 
 
 def visible(text: str) -> str:
@@ -30,6 +34,22 @@ def wrapped(text: str, width: int, max_rows: int) -> list[str]:
         rows.append(text[:end].rstrip())
         text = text[end:].lstrip()
     return [*rows, shortened(text, width)] if text else rows
+
+
+def fitted(text: str, stream: TextIO) -> str:
+    """Break text between words where a line would be too long for the terminal, if it is one.
+
+    What stands in backquotes stays whole, so that a command can be copied.
+    """
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
+    except (OSError, ValueError):
+        columns = 0
+    if columns == 0:  # no terminal, or one that does not say
+        return text
+    kept = re.sub(r"`[^`]*`", lambda found: found[0].replace(" ", "\0"), text)
+    rows = textwrap.wrap(kept, columns, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(rows).replace("\0", " ")
 
 
 def _num_fitting(text: str, width: int) -> int:

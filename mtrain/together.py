@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TextIO
 from mtrain.errors import ConfigError, LostError, UserError
 from mtrain.launch import launched
 from mtrain.team import ALONE, Team
+from mtrain.terminal import fitted
 
 if TYPE_CHECKING:
     from mtrain.config import DecodingConfig
@@ -39,7 +40,7 @@ def rank() -> str:
 def complain(error: UserError) -> None:
     """Say on stderr what the user must change, and let torchrun say it again at its end."""
     said = f"mtrain: {rank()}{error}"
-    print(said, file=sys.stderr)
+    print(fitted(said, sys.stderr), file=sys.stderr)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None and rank():
         details = {"py_callstack": said, "timestamp": str(int(time.time()))}

@@ -1,9 +1,14 @@
 """What a terminal shows, of whatever kind it is, and what a shell learns."""
 
+import fcntl
+import os
+import pty
 import re
 import shutil
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -16,6 +21,7 @@ from mtrain import tokenizer
 from mtrain.prepare import Lines
 from mtrain.rundir import RunDir
 from mtrain.scoring import ValidationSet
+from mtrain.terminal import fitted
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 BAR = re.compile(r"\d+%\|")
@@ -125,3 +131,23 @@ def test_examples_of_a_corpus_with_escapes_do_not_change_the_terminal(trained: R
     assert reference.endswith("ce c...")
     assert len(reference) == 160
     assert translation == r"  translation  \x1b]0;title\x07"
+
+
+def test_errors_fit_a_terminal_of_80_columns_between_words(cli: Cli) -> None:
+    for arguments in [("eval", "a", "--metrics", "x"), ("train", "absent/" * 12 + "c.yaml")]:
+        said = cli(*arguments).err.strip()
+        code, text = sent_to_a_terminal(*arguments)
+        rows = text.strip().split("\r\n")
+        assert code == 2
+        assert " ".join(rows) == said
+        assert len(rows) > 1
+        assert all(len(row) <= 80 or " " not in row for row in rows)
+
+
+def test_a_command_in_a_message_is_never_broken() -> None:
+    command = "`mtrain train " + "x " * 40 + "`"
+    master, stream = pty.openpty()
+    with os.fdopen(master), os.fdopen(stream, "w") as terminal:
+        fcntl.ioctl(stream, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        rows = fitted(f"some words before it: {command} and some after it", terminal).split("\n")
+    assert rows == ["some words before it:", command, "and some after it"]
