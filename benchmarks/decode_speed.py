@@ -21,7 +21,7 @@ from machine import commit, describe_machine
 from peers.decoding import Job
 from report import print_table, say, spread
 
-from mtrain import evaluation, prepare, tokenizer
+from mtrain import metrics, prepare, tokenizer
 from mtrain.config import ModelConfig
 from mtrain.errors import RunError
 from mtrain.prepare import Lines
@@ -323,7 +323,7 @@ def row(
     name: str, measured: list[Measurement], task: Task, ratio: str, sameness: list[str]
 ) -> list[str]:
     last = measured[-1]
-    bleu = f"{evaluation.bleu(last.texts, task.lines.tgt):.2f}" if SYSTEMS[name].is_trained else ""
+    bleu = f"{metrics.bleu(last.texts, task.lines.tgt):.2f}" if SYSTEMS[name].is_trained else ""
     return [
         name,
         spread([measurement.sentences_per_s for measurement in measured], ",.1f"),

@@ -1,13 +1,15 @@
 """Hold the package to its ranks, to light imports, and to the rules that keep it readable."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
-from tasks import write_task
+from tasks import REPOSITORY, write_task
 
 import mtrain
 
@@ -115,6 +117,7 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix()[:-3] for path in PACKAGE.r
 HEAVY = {"torch", "numpy", "datasets", "sentencepiece", "sacrebleu", "matplotlib"}
 HEAVY |= {"ctranslate2", "transformers"}
 LONGEST_FUNCTION = 60
+SCRIPTS = sorted((REPOSITORY / "benchmarks").rglob("*.py"))
 
 
 def tree(module: str) -> ast.Module:
@@ -247,3 +250,37 @@ def test_a_wrong_key_loads_no_heavy_package(tmp_path: Path) -> None:
     arguments = ["train", str(write_task(tmp_path)), "--set", "model.d_modl=8"]
     code = f"import sys; from mtrain.cli import main; sys.argv = ['mtrain', *{arguments!r}]; main()"
     assert loaded_after(code) == set()
+
+
+def names_of_mtrain(script: Path) -> Iterator[tuple[ModuleType, str]]:
+    """Yield what a script takes from mtrain: a module, and the name that it must have."""
+    parsed = ast.parse(script.read_text(encoding="utf-8"))
+    modules: dict[str, ModuleType] = {}
+    for node in ast.walk(parsed):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "mtrain":
+            source = importlib.import_module(node.module or "")
+            for name in node.names:
+                dotted = f"{source.__name__}.{name.name}"
+                if source is mtrain and name.name in MODULES:
+                    modules[name.asname or name.name] = importlib.import_module(dotted)
+                else:
+                    yield source, name.name
+    for node in ast.walk(parsed):
+        is_attribute = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        if is_attribute and node.value.id in modules:
+            yield modules[node.value.id], node.attr
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_benchmark_names_only_what_there_is(script: Path) -> None:
+    named = names_of_mtrain(script)
+    assert {f"{own.__name__}.{name}" for own, name in named if not hasattr(own, name)} == set()
+
+
+def test_what_a_benchmark_names_is_found(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("from mtrain import files as own, __version__\nown.nothing()\n")
+    assert [(own.__name__, name) for own, name in names_of_mtrain(script)] == [
+        ("mtrain", "__version__"),
+        ("mtrain.files", "nothing"),
+    ]
