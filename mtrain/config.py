@@ -117,7 +117,7 @@ class TokenizerConfig(Section):
     character_coverage: float = Field(default=1.0, gt=0, le=1)
     byte_fallback: bool = True
     sampling_alpha: float = Field(default=0.0, ge=0, le=1)
-    max_training_lines: Whole = Field(default=2_000_000, ge=1)
+    max_training_lines: Whole = Field(default=500_000, ge=1)
 
 
 class ModelConfig(Section):

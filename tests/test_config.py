@@ -75,7 +75,7 @@ def test_the_defaults_are_those_of_the_design(minimal: Path) -> None:
         "character_coverage": 1.0,
         "byte_fallback": True,
         "sampling_alpha": 0.0,
-        "max_training_lines": 2_000_000,
+        "max_training_lines": 500_000,
     }
     assert tree.pop("model") == {
         "d_model": 128,

@@ -331,7 +331,7 @@ tokenizing = st.fixed_dictionaries(
         "byte_fallback": st.sampled_from([True, True, False]),
         "sampling_alpha": st.sampled_from([0.0, 0.0, 0.1, 1.0]),
         "character_coverage": st.sampled_from([1.0, 1.0, 0.99, 0.5, 1e-9]),
-        "max_training_lines": st.sampled_from([2_000_000, 3, 1]),
+        "max_training_lines": st.sampled_from([500_000, 3, 1]),
     }
 )
 
