@@ -69,7 +69,7 @@ def write_blocks(path: Path, blocks: Iterable[EncodedBlock], with_text: bool) ->
     import pyarrow as pa
 
     num_pairs = 0
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, _schema(with_text)) as writer:
+    with path.open("wb") as file, pa.ipc.new_stream(file, _schema(with_text)) as writer:
         for block in blocks:
             writer.write_batch(_as_batch(block, with_text))
             num_pairs += len(block.src_lengths)
