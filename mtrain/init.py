@@ -277,8 +277,8 @@ def _training_lines(wanted: Wanted, plan: _Plan) -> list[str]:
         f"  warmup_steps: {recipe.warmup_steps}",
         f"  validate_every: {recipe.validate_every}",
         f"  save_every: {recipe.save_every}",
-        f"  keep_last: {recipe.average}",
-        f"  average: {recipe.average}  # the checkpoints of the last third of the training",
+        f"  keep_last: {sizes.AVERAGED}",
+        f"  average: {sizes.AVERAGED}  # the checkpoints of the last third of the training",
         "  patience: 100  # validations; with a budget of time, train to its end",
         f"  device: {_text(wanted.device)}",
     ]

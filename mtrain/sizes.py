@@ -14,7 +14,7 @@ from mtrain.config import ModelConfig
 TOKENS_A_WEIGHT = 5.0  # that a training reads at least; below, a smaller model gets further
 BATCH_TOKENS = 4096
 _FEW_EPOCHS, _MANY_EPOCHS = 10, 60
-_AVERAGED = 20  # checkpoints, over the last part of the training
+AVERAGED = 20  # checkpoints, over the last part of the training
 _AVERAGED_PART = 0.3
 
 
@@ -94,7 +94,6 @@ class Recipe(NamedTuple):
         dropout: more of it, the more often a corpus is seen.
         warmup_steps: until the learning rate is at its highest.
         save_every: so that the checkpoints that are averaged lie in the last part.
-        average: how many those are.
         validate_every: ten times in all.
     """
 
@@ -103,7 +102,6 @@ class Recipe(NamedTuple):
     dropout: float
     warmup_steps: int
     save_every: int
-    average: int
     validate_every: int
 
 
@@ -124,7 +122,6 @@ def recipe(chosen: Tried, budget_s: float, num_tokens: int) -> Recipe:
         num_epochs=epochs,
         dropout=dropout,
         warmup_steps=min(4000, max(50, updates // 4)),
-        save_every=max(1, round(_AVERAGED_PART * updates / _AVERAGED)),
-        average=_AVERAGED,
+        save_every=max(1, round(_AVERAGED_PART * updates / AVERAGED)),
         validate_every=max(1, updates // 10),
     )

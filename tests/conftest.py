@@ -120,6 +120,22 @@ def at_a_terminal(*arguments: str | Path) -> list[str]:
     return re.split(r"[\r\n]+", shown)
 
 
+def open_terminal() -> tuple[int, int]:
+    """Return both ends of a new terminal 80 columns wide: where it is read, and the terminal."""
+    master, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    return master, terminal
+
+
+def all_shown(master: int) -> bytes:
+    """Read what a terminal shows until nobody holds its other end."""
+    shown = b""
+    with contextlib.suppress(OSError):  # how Linux says that the other side has closed
+        while part := os.read(master, 4096):
+            shown += part
+    return shown
+
+
 class Sent(NamedTuple):
     """What a command sent to its terminal, escapes and all."""
 
@@ -130,15 +146,11 @@ class Sent(NamedTuple):
 def sent_to_a_terminal(*arguments: str | Path, term: str = "xterm", no_color: bool = False) -> Sent:
     """Run `mtrain ARGUMENTS` with a terminal 80 columns wide of this kind."""
     env = os.environ | {"TERM": term} | ({"NO_COLOR": "1"} if no_color else {})
-    master, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    master, terminal = open_terminal()
     command = [sys.executable, "-m", "mtrain", *map(str, arguments)]
     with subprocess.Popen(command, stdout=terminal, stderr=terminal, env=env) as process:
         os.close(terminal)
-        shown = b""
-        with contextlib.suppress(OSError):  # how Linux says that the other side has closed
-            while part := os.read(master, 4096):
-                shown += part
+        shown = all_shown(master)
     os.close(master)
     return Sent(process.returncode, shown.decode())
 

@@ -1,17 +1,12 @@
 """Defects at known lines are found there, and in clean text nothing is."""
 
-import contextlib
-import fcntl
 import gzip
 import json
 import os
-import pty
 import re
 import shutil
-import struct
 import subprocess
 import sys
-import termios
 import tracemalloc
 import unicodedata
 from pathlib import Path
@@ -19,7 +14,7 @@ from typing import Any
 
 import defects
 import pytest
-from conftest import Cli
+from conftest import Cli, all_shown, open_terminal
 from defects import PLANTERS, SHIFT_PAIRS, Planted, found_lines, plant, write_planted
 from tasks import REPOSITORY, Pair, copy_task, tiny_tree, write, write_config
 
@@ -362,15 +357,11 @@ def test_progress_is_told_all_bytes_twice(tmp_path: Path) -> None:
 
 def test_at_a_terminal_a_bar_says_how_much_is_read(tmp_path: Path) -> None:
     config = write_planted(tmp_path, clean(500))
-    master, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    master, terminal = open_terminal()
     command = [sys.executable, "-m", "mtrain", "check", str(config)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=terminal) as process:
         os.close(terminal)
-        shown = b""
-        with contextlib.suppress(OSError):  # how Linux says that the other side has closed
-            while part := os.read(master, 4096):
-                shown += part
+        shown = all_shown(master)
         page = process.stdout.read() if process.stdout else b""
     os.close(master)
     assert process.returncode == 0

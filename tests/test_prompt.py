@@ -3,10 +3,8 @@
 import contextlib
 import fcntl
 import os
-import pty
 import re
 import select
-import struct
 import subprocess
 import sys
 import termios
@@ -16,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from conftest import open_terminal
 
 from mtrain.rundir import RunDir
 
@@ -26,8 +25,7 @@ class Terminal:
     """`mtrain ARGUMENTS` with somebody at the keyboard of a terminal 80 columns wide."""
 
     def __init__(self, *arguments: str | Path, term: str, stdout: int | None = None) -> None:
-        self._master, terminal = pty.openpty()
-        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self._master, terminal = open_terminal()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "mtrain", *map(str, arguments)],
             stdin=terminal,

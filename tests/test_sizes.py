@@ -48,7 +48,7 @@ def test_updates_and_epochs_are_those_that_the_rate_is_good_for():
 @pytest.mark.parametrize("budget_s", [0.001, 1, 60, 3600, 10**8])
 def test_the_averaged_checkpoints_lie_within_the_training_and_the_config_is_valid(budget_s):
     found = sizes.recipe(tried(), budget_s, 500_000)
-    assert found.save_every * found.average <= max(0.35 * found.num_updates, found.average)
+    assert found.save_every * sizes.AVERAGED <= max(0.35 * found.num_updates, sizes.AVERAGED)
     tree = {
         "run_dir": "run",
         "data": {"src_lang": "en", "tgt_lang": "de"}
@@ -57,8 +57,8 @@ def test_the_averaged_checkpoints_lie_within_the_training_and_the_config_is_vali
             "max_minutes": budget_s / 60,
             "warmup_steps": found.warmup_steps,
             "save_every": found.save_every,
-            "keep_last": found.average,
-            "average": found.average,
+            "keep_last": sizes.AVERAGED,
+            "average": sizes.AVERAGED,
             "validate_every": found.validate_every,
         },
     }

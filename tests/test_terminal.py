@@ -1,19 +1,15 @@
 """What a terminal shows, of whatever kind it is, and what a shell learns."""
 
-import fcntl
 import os
-import pty
 import re
 import shutil
-import struct
 import subprocess
 import sys
-import termios
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Cli, sent_to_a_terminal
+from conftest import Cli, open_terminal, sent_to_a_terminal
 from tasks import write_task
 
 import mtrain
@@ -146,8 +142,7 @@ def test_errors_fit_a_terminal_of_80_columns_between_words(cli: Cli) -> None:
 
 def test_a_command_in_a_message_is_never_broken() -> None:
     command = "`mtrain train " + "x " * 40 + "`"
-    master, stream = pty.openpty()
+    master, stream = open_terminal()
     with os.fdopen(master), os.fdopen(stream, "w") as terminal:
-        fcntl.ioctl(stream, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         rows = fitted(f"some words before it: {command} and some after it", terminal).split("\n")
     assert rows == ["some words before it:", command, "and some after it"]
