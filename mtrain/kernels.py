@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import ctypes.util
-import logging
 import random
 import sys
 import threading
@@ -22,84 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtrain import native
-from mtrain.errors import ConfigError
+from mtrain.native import Functions, functions_for
 
 _SHORT = 128  # up to this many keys, plain batched products beat the fused kernel on a CPU
-_ROUND_ROWS = 128  # short products have a multiple of this many rows
-_CHUNK_TOKENS = 512  # tokens whose logits the loss holds at once
 _LEVELS = 1 << 16  # of a dropout rate
-
-
-class Linear(nn.Linear):
-    """`nn.Linear` in the type of its input, whatever the type of its weights."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return `input @ weight.T + bias` in the type of `input`."""
-        if input.dtype == self.weight.dtype:
-            return F.linear(input, self.weight, self.bias)
-        result: Tensor = _ShortLinear.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias
-        )
-        return result
-
-
-class _ShortLinear(torch.autograd.Function):
-    """A linear map in the type of its input; the gradients of its weights are as long as they."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        rows, short_weight = _fill_rows(flat), weight.to(x.dtype)
-        ctx.save_for_backward(rows, short_weight)
-        ctx.bias_dtype, ctx.weight_dtype = bias.dtype if bias is not None else None, weight.dtype
-        out = F.linear(rows, short_weight, None if bias is None else bias.to(x.dtype))
-        return out[: len(flat)].view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        rows, short_weight = ctx.saved_tensors
-        flat = grad.reshape(-1, grad.shape[-1])
-        filled = _fill_rows(flat)
-        grad_x = torch.mm(filled, short_weight)[: len(flat)].view(*grad.shape[:-1], -1)
-        grad_weight = torch.mm(filled.t(), rows).to(ctx.weight_dtype)
-        grad_bias = None if ctx.bias_dtype is None else flat.sum(0).to(ctx.bias_dtype)
-        return grad_x, grad_weight, grad_bias
-
-
-def quantize_int8(model: nn.Module) -> None:
-    """Keep 8 bits of each weight of a model's linear maps, and of what they read; CPU only.
-
-    Each output of a map has a scale, and each row that it reads: no row depends on another.
-
-    Raises:
-        ConfigError: if torchao, which does it, is not installed.
-    """
-    logging.disable(logging.WARNING)  # the library warns of what it lacks for GPUs
-    try:
-        from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
-    except ImportError:
-        raise ConfigError(
-            "`--quantize int8` must have torchao: pip install 'mtrain[int8]' adds it."
-        ) from None
-    finally:
-        logging.disable(logging.NOTSET)
-    quantize_(
-        model, Int8DynamicActivationInt8WeightConfig(), lambda module, _: isinstance(module, Linear)
-    )
-
-
-def _fill_rows(rows: Tensor) -> Tensor:
-    """Fill rows up with zeros to a multiple of `_ROUND_ROWS`.
-
-    A CPU's library compiles a short product anew for each number of rows, and batches have many.
-    """
-    missing = -len(rows) % _ROUND_ROWS
-    if not missing or rows.device.type != "cpu":
-        return rows
-    filled = rows.new_empty((len(rows) + missing, rows.shape[1]))
-    filled[: len(rows)] = rows
-    filled[len(rows) :] = 0
-    return filled
 
 
 class LayerNorm(nn.LayerNorm):
@@ -113,7 +38,7 @@ class LayerNorm(nn.LayerNorm):
 
 def add_norm(x: Tensor, branch: Tensor, dropout: Dropout, norm: LayerNorm) -> Tensor:
     """Return LayerNorm(x + Dropout(branch))."""
-    functions = _functions(x, branch)
+    functions = functions_for(x, branch)
     if functions is None or norm.weight.dtype != torch.float32:
         plain: Tensor = norm(x + dropout(branch))
         return plain
@@ -133,7 +58,7 @@ class _AddNorm(torch.autograd.Function):
         bias: Tensor,
         eps: float,
         drops: Drops,
-        functions: _Functions,
+        functions: Functions,
     ) -> Tensor:
         x, branch = x.contiguous(), branch.contiguous()
         width = x.shape[-1]
@@ -168,7 +93,7 @@ def attention(
             gives the mean of all values, never NaN.
         dropout: zeroes a share of the weights, while training.
     """
-    functions = _functions(q, k, v)
+    functions = functions_for(q, k, v)
     if functions is not None and q.dim() == 4 and k.shape[-2] <= _SHORT:
         drops = dropout.draw() if dropout is not None else _NO_DROPS
         result: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
@@ -204,7 +129,7 @@ class _Attention(torch.autograd.Function):
         v: Tensor,
         keep: Tensor | None,
         drops: Drops,
-        functions: _Functions,
+        functions: Functions,
     ) -> Tensor:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         out = _heads_last(q)
@@ -236,7 +161,7 @@ def attend(q_ND: Tensor, store_RX: Tensor, places_NT: Tensor, num_heads: int) ->
         places_NT: rows of the store; -1 is no row. Each query names at least one.
     """
     num_rows, d_model = q_ND.shape
-    functions = _functions(q_ND, store_RX)
+    functions = functions_for(q_ND, store_RX)
     if functions is not None:
         q_ND = q_ND if q_ND.stride(1) == 1 else q_ND.contiguous()
         places_NT = places_NT if places_NT.stride(1) == 1 else places_NT.contiguous()
@@ -307,14 +232,14 @@ class Dropout(nn.Module):
         if x.device.type != "cpu":
             return F.dropout(x, self.rate)
         result: Tensor = _Dropout.apply(  # type: ignore[no-untyped-call]
-            x, self.draw(), _functions(x)
+            x, self.draw(), functions_for(x)
         )
         return result
 
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, drops: Drops, functions: _Functions | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, drops: Drops, functions: Functions | None) -> Tensor:
         ctx.drops, ctx.functions = drops, functions
         if functions is not None:
             return _drop(x, drops, functions)
@@ -334,7 +259,7 @@ class _Dropout(torch.autograd.Function):
         return torch.ops.aten.native_dropout_backward(grad, keep, ctx.drops.scale), None, None
 
 
-def _drop(x: Tensor, drops: Drops, functions: _Functions) -> Tensor:
+def _drop(x: Tensor, drops: Drops, functions: Functions) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     functions.call("dropout", (x, out), x.numel(), *drops)
@@ -367,71 +292,6 @@ def _next_seed() -> int:
     return int(torch.randint(2**32, ()))
 
 
-class ProjectedCrossEntropy(torch.autograd.Function):
-    """Output projection and label-smoothed cross-entropy, a chunk of tokens at a time.
-
-    The gradient is made in the forward pass, so that the logits of a whole batch never exist.
-    `apply(states_ND, weight_VD, targets_N, smoothing)` returns (loss, nll), two sums over the N
-    tokens in float64; only the first carries a gradient. Products run in the type of the states.
-    """
-
-    @staticmethod
-    def forward(  # noqa: D102
-        ctx: Any, states: Tensor, weight: Tensor, targets: Tensor, smoothing: float
-    ) -> tuple[Tensor, Tensor]:
-        rows, short_weight = states, weight.to(states.dtype)
-        if states.dtype == torch.bfloat16:
-            rows = _fill_rows(states)
-        with_grad = any(ctx.needs_input_grad)
-        grad_states = torch.empty_like(rows) if with_grad else None
-        grad_weight = torch.zeros_like(weight) if with_grad else None
-        sums = torch.zeros(2, dtype=torch.float64, device=states.device)
-        chunk = _CHUNK_TOKENS if states.device.type == "cpu" else 16 * _CHUNK_TOKENS
-        for start in range(0, len(rows), chunk):
-            part = slice(start, start + chunk)
-            logits = torch.mm(rows[part], short_weight.t())
-            wanted = targets[part]
-            _cross_entropy(logits[: len(wanted)], wanted, smoothing, with_grad, sums)
-            if grad_states is not None and grad_weight is not None:
-                torch.mm(logits, short_weight, out=grad_states[part])
-                grad_weight += torch.mm(logits.t(), rows[part])
-        grad_rows = grad_states[: len(states)] if grad_states is not None else None
-        ctx.save_for_backward(grad_rows, grad_weight)
-        loss, nll = sums[0], sums[1]
-        ctx.mark_non_differentiable(nll)
-        return loss, nll
-
-    @staticmethod
-    def backward(  # noqa: D102
-        ctx: Any, grad: Tensor, _: Tensor
-    ) -> tuple[Tensor, Tensor, None, None]:
-        grad_states, grad_weight = ctx.saved_tensors
-        factor = grad.to(grad_weight.dtype)
-        return grad_states * factor.to(grad_states.dtype), grad_weight * factor, None, None
-
-
-def _cross_entropy(
-    logits: Tensor, targets: Tensor, smoothing: float, with_grad: bool, sums: Tensor
-) -> None:
-    """Turn logits [N, V] into the gradient of their loss, in place; add loss and nll to `sums`."""
-    functions = _functions(logits, is_training=True)
-    if functions is not None:
-        tensors = (logits, targets.contiguous())
-        shape = (*logits.shape, smoothing, int(with_grad))
-        functions.call("cross_entropy", tensors, *shape, sums.data_ptr())
-        return
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    wanted = targets[:, None]
-    log_probs = wide.log_softmax(-1)
-    nll = -log_probs.gather(-1, wanted).sum()
-    uniform = -log_probs.mean(-1).sum()
-    sums += torch.stack([(1 - smoothing) * nll + smoothing * uniform, nll])
-    if with_grad:
-        grad = log_probs.exp_() - smoothing / logits.shape[1]
-        grad.scatter_add_(-1, wanted, torch.full_like(wanted, smoothing - 1, dtype=grad.dtype))
-        logits.copy_(grad)
-
-
 class TopPieces(NamedTuple):
     """The best pieces of each row, best first, and their log-probabilities."""
 
@@ -445,7 +305,7 @@ def top_pieces(logits_NV: Tensor, never: list[int], count: int) -> TopPieces:
     The log-probabilities are over the whole vocabulary, those never written too.
     """
     count = min(count, logits_NV.shape[1] - len(never))
-    functions = _functions(logits_NV)
+    functions = functions_for(logits_NV)
     if functions is not None:
         logits_NV, banned = logits_NV.contiguous(), torch.tensor(never, dtype=torch.int64)
         ids_NC = banned.new_empty((len(logits_NV), count))
@@ -458,44 +318,6 @@ def top_pieces(logits_NV: Tensor, never: list[int], count: int) -> TopPieces:
     allowed_NV[:, never] = -torch.inf
     top_NC, ids_NC = allowed_NV.topk(count, dim=-1)
     return TopPieces(ids_NC, top_NC - log_total_N1)
-
-
-class _Functions(NamedTuple):
-    """The compiled functions for values that are stored in one type."""
-
-    compiled: ctypes.CDLL
-    store: str
-
-    def call(
-        self,
-        name: str,
-        tensors: tuple[Tensor | None, ...],
-        *numbers: float,
-        shape: native.AttentionShape | None = None,
-    ) -> None:
-        """Run a function on tensors that are laid out as it wants them."""
-        function = getattr(self.compiled, f"{name}_{self.store}")
-        pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-        if shape is not None:
-            function(shape, *pointers, *numbers)
-        else:
-            function(*pointers, *numbers)
-
-
-def _functions(*tensors: Tensor, is_training: bool = False) -> _Functions | None:
-    """Return the compiled functions for these tensors, if there are any and they pay.
-
-    They run on one thread: training and translating split their batches over the threads.
-    """
-    is_alone = is_training or torch.is_grad_enabled() or torch.get_num_threads() == 1
-    first = tensors[0]
-    store = {torch.bfloat16: "bf16", torch.float32: "float"}.get(first.dtype)
-    if not is_alone or store is None or first.device.type != "cpu" or not first.numel():
-        return None
-    if any(tensor.dtype != first.dtype for tensor in tensors):
-        return None
-    compiled = native.compiled()
-    return None if compiled is None else _Functions(compiled, store)
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtrain.kernels import ProjectedCrossEntropy
+from mtrain.products import ProjectedCrossEntropy
 
 
 class LossSum(NamedTuple):

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtrain.config import ModelConfig
-from mtrain.kernels import Dropout, LayerNorm, Linear, add_norm, attend, attention
+from mtrain.kernels import Dropout, LayerNorm, add_norm, attend, attention
+from mtrain.products import Linear
 
 Sublayer = Callable[[Tensor], Tensor]
 

@@ -1,6 +1,6 @@
-"""Compile `kernels.c` once with the machine's own C compiler, and load it.
+"""Compile `kernels.c` once with the machine's own C compiler, and call its functions with tensors.
 
-Without a compiler there is no library, and `kernels` takes its plain formulas. Knows no tensors.
+Without a compiler there is no library, and `kernels` takes its plain formulas.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 _SOURCE = Path(__file__).with_name("kernels.c")
 _COMPILERS = ("cc", "gcc", "clang")
@@ -82,6 +86,44 @@ def processor() -> str:
         lines = []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.processor() or platform.machine())
+
+
+class Functions(NamedTuple):
+    """The compiled functions for values that are stored in one type."""
+
+    library: ctypes.CDLL
+    store: str
+
+    def call(
+        self,
+        name: str,
+        tensors: tuple[Tensor | None, ...],
+        *numbers: float,
+        shape: AttentionShape | None = None,
+    ) -> None:
+        """Run a function on tensors that are laid out as it wants them."""
+        function = getattr(self.library, f"{name}_{self.store}")
+        pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        if shape is not None:
+            function(shape, *pointers, *numbers)
+        else:
+            function(*pointers, *numbers)
+
+
+def functions_for(*tensors: Tensor, is_training: bool = False) -> Functions | None:
+    """Return the compiled functions for these tensors, if there are any and they pay.
+
+    They run on one thread: training and translating split their batches over the threads.
+    """
+    is_alone = is_training or torch.is_grad_enabled() or torch.get_num_threads() == 1
+    first = tensors[0]
+    store = {torch.bfloat16: "bf16", torch.float32: "float"}.get(first.dtype)
+    if not is_alone or store is None or first.device.type != "cpu" or not first.numel():
+        return None
+    if any(tensor.dtype != first.dtype for tensor in tensors):
+        return None
+    library = compiled()
+    return None if library is None else Functions(library, store)
 
 
 def _load(folder: Path) -> ctypes.CDLL | None:

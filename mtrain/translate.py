@@ -18,10 +18,10 @@ from mtrain.batch import keep_first, pad_right
 from mtrain.config import DecodingConfig, ModelConfig
 from mtrain.ensemble import Ensemble, EnsembleState, Padded
 from mtrain.errors import ConfigError, RunError
-from mtrain.kernels import quantize_int8
 from mtrain.messages import exchange, exchange_numbers, exchange_tensors
 from mtrain.model import Transformer, count_weights
 from mtrain.parallel import Workers
+from mtrain.products import quantize_int8
 from mtrain.rundir import RunDir
 from mtrain.search import (
     NUM_GROUPS,

@@ -24,7 +24,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for tiny models, a second threa
 
 import torch
 from tasks import copy_task, tiny_tree, train, write_config, write_task
+from ways import COMPILED
 
+from mtrain import native
 from mtrain.cli import main
 from mtrain.rundir import RunDir
 
@@ -208,3 +210,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for name, count in tried.most_common():
             terminalreporter.write_line(f"{count:7,}  {name}")
         terminalreporter.write_line(f"{tried.total():7,}  hostile cases were tried")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[str]:
+    """Let the kernels take the test's way; return the names of the compiled functions called."""
+    way = request.getfixturevalue("way") if "way" in request.fixturenames else COMPILED[0]
+    if not way.is_compiled:
+        monkeypatch.setattr(native, "compiled", lambda: None)
+    elif native.compiled() is None:
+        pytest.skip("nothing on this machine compiles C, or MTRAIN_NATIVE=0")
+    names: list[str] = []
+    call = native.Functions.call
+
+    def noted(functions: native.Functions, name: str, *arguments: object, **shape: object):
+        names.append(name)
+        call(functions, name, *arguments, **shape)
+
+    monkeypatch.setattr(native.Functions, "call", noted)
+    return names

@@ -9,9 +9,9 @@ import torch
 from builders import left_keep, model_config, randomise, transformer, vocabularies
 from torch import Tensor, nn
 
-from mtrain import checkpoint, kernels, native
+from mtrain import checkpoint, native
 from mtrain.config import ModelConfig
-from mtrain.kernels import Dropout, Linear
+from mtrain.kernels import Dropout
 from mtrain.model import (
     CrossAttention,
     DecoderLayer,
@@ -27,6 +27,7 @@ from mtrain.model import (
     sinusoids,
     split_heads,
 )
+from mtrain.products import Linear
 from mtrain.translate import build_model, set_weights
 
 NORMS = ["post", "pre"]
@@ -803,9 +804,9 @@ def test_cached_decoding_in_float32_is_what_float64_decodes(config, is_compiled,
         pytest.skip("nothing on this machine compiles C, or MTRAIN_NATIVE=0")
     exact, names = transformer(config), []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1 if is_compiled else 2)
-    call = kernels._Functions.call
+    call = native.Functions.call
     monkeypatch.setattr(
-        kernels._Functions, "call", lambda own, *a, **b: [names.append(a[0]), call(own, *a, **b)]
+        native.Functions, "call", lambda own, *a, **b: [names.append(a[0]), call(own, *a, **b)]
     )
     grown = grown_by_steps(transformer(config).float())
     assert names.count("attend") == (2 * 2 * len(REORDERS) if is_compiled else 0)

@@ -1,0 +1,158 @@
+"""Linear maps and the loss over a vocabulary: all that multiplies by weights, each equal to a plain
+formula of PyTorch.
+
+They know tensors and nothing of the model. Products run in the type of the states, and sums of
+gradients stay in the type of the weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mtrain.errors import ConfigError
+from mtrain.native import functions_for
+
+_ROUND_ROWS = 128  # short products have a multiple of this many rows
+_CHUNK_TOKENS = 512  # tokens whose logits the loss holds at once
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` in the type of its input, whatever the type of its weights."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return `input @ weight.T + bias` in the type of `input`."""
+        if input.dtype == self.weight.dtype:
+            return F.linear(input, self.weight, self.bias)
+        result: Tensor = _ShortLinear.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias
+        )
+        return result
+
+
+class _ShortLinear(torch.autograd.Function):
+    """A linear map in the type of its input; the gradients of its weights are as long as they."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        rows, short_weight = _fill_rows(flat), weight.to(x.dtype)
+        ctx.save_for_backward(rows, short_weight)
+        ctx.bias_dtype, ctx.weight_dtype = bias.dtype if bias is not None else None, weight.dtype
+        out = F.linear(rows, short_weight, None if bias is None else bias.to(x.dtype))
+        return out[: len(flat)].view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        rows, short_weight = ctx.saved_tensors
+        flat = grad.reshape(-1, grad.shape[-1])
+        filled = _fill_rows(flat)
+        grad_x = torch.mm(filled, short_weight)[: len(flat)].view(*grad.shape[:-1], -1)
+        grad_weight = torch.mm(filled.t(), rows).to(ctx.weight_dtype)
+        grad_bias = None if ctx.bias_dtype is None else flat.sum(0).to(ctx.bias_dtype)
+        return grad_x, grad_weight, grad_bias
+
+
+def quantize_int8(model: nn.Module) -> None:
+    """Keep 8 bits of each weight of a model's linear maps, and of what they read; CPU only.
+
+    Each output of a map has a scale, and each row that it reads: no row depends on another.
+
+    Raises:
+        ConfigError: if torchao, which does it, is not installed.
+    """
+    logging.disable(logging.WARNING)  # the library warns of what it lacks for GPUs
+    try:
+        from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+    except ImportError:
+        raise ConfigError(
+            "`--quantize int8` must have torchao: pip install 'mtrain[int8]' adds it."
+        ) from None
+    finally:
+        logging.disable(logging.NOTSET)
+    quantize_(
+        model, Int8DynamicActivationInt8WeightConfig(), lambda module, _: isinstance(module, Linear)
+    )
+
+
+def _fill_rows(rows: Tensor) -> Tensor:
+    """Fill rows up with zeros to a multiple of `_ROUND_ROWS`.
+
+    A CPU's library compiles a short product anew for each number of rows, and batches have many.
+    """
+    missing = -len(rows) % _ROUND_ROWS
+    if not missing or rows.device.type != "cpu":
+        return rows
+    filled = rows.new_empty((len(rows) + missing, rows.shape[1]))
+    filled[: len(rows)] = rows
+    filled[len(rows) :] = 0
+    return filled
+
+
+class ProjectedCrossEntropy(torch.autograd.Function):
+    """Output projection and label-smoothed cross-entropy, a chunk of tokens at a time.
+
+    The gradient is made in the forward pass, so that the logits of a whole batch never exist.
+    `apply(states_ND, weight_VD, targets_N, smoothing)` returns (loss, nll), two sums over the N
+    tokens in float64; only the first carries a gradient. Products run in the type of the states.
+    """
+
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: Any, states: Tensor, weight: Tensor, targets: Tensor, smoothing: float
+    ) -> tuple[Tensor, Tensor]:
+        rows, short_weight = states, weight.to(states.dtype)
+        if states.dtype == torch.bfloat16:
+            rows = _fill_rows(states)
+        with_grad = any(ctx.needs_input_grad)
+        grad_states = torch.empty_like(rows) if with_grad else None
+        grad_weight = torch.zeros_like(weight) if with_grad else None
+        sums = torch.zeros(2, dtype=torch.float64, device=states.device)
+        chunk = _CHUNK_TOKENS if states.device.type == "cpu" else 16 * _CHUNK_TOKENS
+        for start in range(0, len(rows), chunk):
+            part = slice(start, start + chunk)
+            logits = torch.mm(rows[part], short_weight.t())
+            wanted = targets[part]
+            _cross_entropy(logits[: len(wanted)], wanted, smoothing, with_grad, sums)
+            if grad_states is not None and grad_weight is not None:
+                torch.mm(logits, short_weight, out=grad_states[part])
+                grad_weight += torch.mm(logits.t(), rows[part])
+        grad_rows = grad_states[: len(states)] if grad_states is not None else None
+        ctx.save_for_backward(grad_rows, grad_weight)
+        loss, nll = sums[0], sums[1]
+        ctx.mark_non_differentiable(nll)
+        return loss, nll
+
+    @staticmethod
+    def backward(  # noqa: D102
+        ctx: Any, grad: Tensor, _: Tensor
+    ) -> tuple[Tensor, Tensor, None, None]:
+        grad_states, grad_weight = ctx.saved_tensors
+        factor = grad.to(grad_weight.dtype)
+        return grad_states * factor.to(grad_states.dtype), grad_weight * factor, None, None
+
+
+def _cross_entropy(
+    logits: Tensor, targets: Tensor, smoothing: float, with_grad: bool, sums: Tensor
+) -> None:
+    """Turn logits [N, V] into the gradient of their loss, in place; add loss and nll to `sums`."""
+    functions = functions_for(logits, is_training=True)
+    if functions is not None:
+        tensors = (logits, targets.contiguous())
+        shape = (*logits.shape, smoothing, int(with_grad))
+        functions.call("cross_entropy", tensors, *shape, sums.data_ptr())
+        return
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    wanted = targets[:, None]
+    log_probs = wide.log_softmax(-1)
+    nll = -log_probs.gather(-1, wanted).sum()
+    uniform = -log_probs.mean(-1).sum()
+    sums += torch.stack([(1 - smoothing) * nll + smoothing * uniform, nll])
+    if with_grad:
+        grad = log_probs.exp_() - smoothing / logits.shape[1]
+        grad.scatter_add_(-1, wanted, torch.full_like(wanted, smoothing - 1, dtype=grad.dtype))
+        logits.copy_(grad)

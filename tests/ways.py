@@ -1,0 +1,68 @@
+"""The ways in which an operation computes, plain or compiled, held to the same in float64."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+SAME = {"rtol": 1e-10, "atol": 1e-12}
+SHORT = torch.bfloat16
+LONG = {torch.float64: torch.float64, torch.float32: torch.float32, SHORT: torch.float32}
+OF_EACH = {torch.float64: 1e-10, torch.float32: 2e-6, SHORT: 2.0**-8}  # one rounding
+OF_LARGEST = {torch.float64: 1e-10, torch.float32: 2e-6, SHORT: 2e-6}
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return the same numbers in every type, but for their rounding."""
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=rng, dtype=torch.float64).to(dtype)
+
+
+def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return normal(*shape, seed=seed, dtype=dtype).requires_grad_()
+
+
+class Way(NamedTuple):
+    """One of the ways in which a kernel computes."""
+
+    is_compiled: bool
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{'compiled' if self.is_compiled else 'plain'}-{str(self.dtype)[6:]}"
+
+    @property
+    def roundings(self) -> int:
+        """How often a result is rounded where the plain formula takes several operations."""
+        return 8 if self.dtype is SHORT and not self.is_compiled else 1
+
+    def assert_near(
+        self, found: Tensor, exact: Tensor, roundings: int = 1, floor: float = 1e-11
+    ) -> None:
+        """Hold a tensor to the same in float64.
+
+        What is computed in one go is rounded once in bfloat16: each element is right but for that.
+        After several `roundings` it is right but for so many of the largest element.
+        """
+        assert found.shape == exact.shape
+        size = float(exact.detach().abs().max()) if exact.numel() else 0.0
+        of_largest = OF_LARGEST if roundings == 1 else OF_EACH
+        bound = {"rtol": OF_EACH[self.dtype], "atol": roundings * of_largest[self.dtype] * size}
+        bound["atol"] += floor
+        torch.testing.assert_close(found.double(), exact.detach(), **bound)
+
+
+PLAIN = [Way(False, dtype) for dtype in (torch.float64, torch.float32, SHORT)]
+COMPILED = [Way(True, dtype) for dtype in (torch.float32, SHORT)]
+EACH_WAY = pytest.mark.parametrize("way", PLAIN + COMPILED, ids=str)
+BOTH_PATHS = pytest.mark.parametrize("way", [PLAIN[1], COMPILED[0]], ids=str)
+
+
+def grads_of(out: Tensor, upstream: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    return [out, *torch.autograd.grad(out, inputs, upstream.to(out.dtype))]
+
+
+def exactly(tensors: list[Tensor]) -> list[Tensor]:
+    """Return float64 leaves of the same values."""
+    return [tensor.detach().double().requires_grad_() for tensor in tensors]
