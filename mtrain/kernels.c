@@ -79,6 +79,12 @@ static inline float sum_of(lanes x) {
 
 static inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
+/* So many zeros, from where whole lanes are loaded: a vector across two lines of cache costs two. */
+static inline float *zeros(int64_t count) {
+    int64_t size = round_up(count * (int64_t)sizeof(float), sizeof(lanes));
+    return memset(aligned_alloc(sizeof(lanes), size), 0, size);
+}
+
 /* c = a b for small matrices; element (r, i) of a lies at r * a_row + i * a_column. The rows come in
  * fours, and b and c have rows of whole lanes. */
 static inline void product(float *restrict c, const float *restrict a, const float *restrict b,
@@ -240,7 +246,7 @@ void NAME(attention)(const attention_shape *at, const STORE *q, const STORE *k, 
     int64_t rows = round_up(at->t, 4), cols = round_up(at->s, LANES), wide = round_up(at->k, LANES);
     const int64_t *qt = at->q_strides, *kt = at->k_strides, *vt = at->v_strides;
     const int64_t *ot = at->out_strides, *mt = at->keep_strides;
-    float *qs = calloc(2 * rows * wide + (at->k + 2 * rows) * cols + at->s * wide, sizeof(float));
+    float *qs = zeros(2 * rows * wide + (at->k + 2 * rows) * cols + at->s * wide);
     float *mixed = qs + rows * wide, *ks_across = mixed + rows * wide;
     float *probs = ks_across + at->k * cols, *bias = probs + rows * cols;
     float *vs = bias + rows * cols;
@@ -278,7 +284,7 @@ void NAME(attention_grad)(const attention_shape *at, const STORE *grad, const ST
     const int64_t *ot = at->out_strides, *mt = at->keep_strides, *gq = at->grad_q_strides;
     const int64_t *gk = at->grad_k_strides, *gv = at->grad_v_strides;
     int64_t tall = rows * wide, across = at->k * cols, square = rows * cols, broad = cols * wide;
-    float *qs = calloc(3 * tall + 2 * across + 3 * square + 2 * broad + cols, sizeof(float));
+    float *qs = zeros(3 * tall + 2 * across + 3 * square + 2 * broad + cols);
     float *gs = qs + tall, *result_q = gs + tall, *ks_across = result_q + tall;
     float *vs_across = ks_across + across, *probs = vs_across + across, *slopes = probs + square;
     float *bias = slopes + square, *ks = bias + square, *result = ks + broad;

@@ -1,6 +1,6 @@
-"""Compile `kernels.c` once with the machine's own C compiler, and call its functions with tensors.
+"""Compile the C files once with the machine's own compiler, and call their functions with tensors.
 
-Without a compiler there is no library, and `kernels` takes its plain formulas.
+Without a compiler there is no library, and `kernels` and `products` take their plain formulas.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_SOURCE = Path(__file__).with_name("kernels.c")
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "products.c"))
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = (
     "-std=gnu11",
@@ -94,6 +94,10 @@ class Functions(NamedTuple):
     library: ctypes.CDLL
     store: str
 
+    def multiply(self) -> bool:
+        """Tell whether matrix products are among them."""
+        return hasattr(self.library, f"linear_{self.store}")
+
     def call(
         self,
         name: str,
@@ -101,13 +105,16 @@ class Functions(NamedTuple):
         *numbers: float,
         shape: AttentionShape | None = None,
     ) -> None:
-        """Run a function on tensors that are laid out as it wants them."""
+        """Run a function on tensors that are laid out as it wants them.
+
+        Raises:
+            MemoryError: if the memory does not hold what it works with.
+        """
         function = getattr(self.library, f"{name}_{self.store}")
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-        if shape is not None:
-            function(shape, *pointers, *numbers)
-        else:
-            function(*pointers, *numbers)
+        shapes = () if shape is None else (shape,)
+        if function(*shapes, *pointers, *numbers):
+            raise MemoryError
 
 
 def functions_for(*tensors: Tensor, is_training: bool = False) -> Functions | None:
@@ -161,7 +168,7 @@ def _own_folder() -> Path:
 
 
 def _compiles(compiler: str, machine_flags: tuple[str, ...], output: Path) -> bool:
-    command = [compiler, *_FLAGS, *machine_flags, str(_SOURCE), "-o", str(output), "-lm"]
+    command = [compiler, *_FLAGS, *machine_flags, *map(str, _SOURCES), "-o", str(output), "-lm"]
     try:
         done = subprocess.run(command, capture_output=True, timeout=120, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -171,7 +178,10 @@ def _compiles(compiler: str, machine_flags: tuple[str, ...], output: Path) -> bo
 
 def _fingerprint() -> str:
     """Tell one source, compilation and processor from another: home folders are shared."""
-    parts = [_SOURCE.read_bytes(), repr((_FLAGS, _FLAGS_OF_MACHINES)).encode()]
+    parts = [
+        *(source.read_bytes() for source in _SOURCES),
+        repr((_FLAGS, _FLAGS_OF_MACHINES)).encode(),
+    ]
     parts.append(repr((platform.system(), platform.machine(), platform.processor())).encode())
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -198,6 +208,11 @@ _SIGNATURES = {
     "top_pieces": [*[_POINTER] * 4, *[_INT] * 4],
     "cross_entropy": [_POINTER, _POINTER, _INT, _INT, _REAL, ctypes.c_int, _POINTER],
 }
+_PRODUCTS = {  # of some processors, and of one type of storage
+    "linear_bf16": [*[_POINTER] * 4, *[_INT] * 3],
+    "linear_grad_bf16": [*[_POINTER] * 6, *[_INT] * 3],
+    "projected_cross_entropy_bf16": [*[_POINTER] * 5, *[_INT] * 3, _REAL, _POINTER],
+}
 
 
 def _typed(functions: ctypes.CDLL) -> ctypes.CDLL:
@@ -205,4 +220,8 @@ def _typed(functions: ctypes.CDLL) -> ctypes.CDLL:
         for store in ("bf16", "float"):
             function = getattr(functions, f"{name}_{store}")
             function.argtypes, function.restype = types, None
+    for name, types in _PRODUCTS.items():
+        if hasattr(functions, name):
+            function = getattr(functions, name)
+            function.argtypes, function.restype = types, ctypes.c_int
     return functions

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtrain.errors import ConfigError
-from mtrain.native import functions_for
+from mtrain.native import Functions, functions_for
 
 _ROUND_ROWS = 128  # short products have a multiple of this many rows
 _CHUNK_TOKENS = 512  # tokens whose logits the loss holds at once
@@ -28,33 +28,79 @@ class Linear(nn.Linear):
         """Return `input @ weight.T + bias` in the type of `input`."""
         if input.dtype == self.weight.dtype:
             return F.linear(input, self.weight, self.bias)
-        result: Tensor = _ShortLinear.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias
+        functions = None
+        if torch.is_grad_enabled() and self.out_features % 2 == 0:
+            functions = _compiled_products(input, self.weight)
+        kind = _ShortLinear if functions is None else _CompiledLinear
+        result: Tensor = kind.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, functions
         )
         return result
+
+
+class _CompiledLinear(torch.autograd.Function):
+    """A linear map in bfloat16 with weights in float32, in one call each way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, functions: Functions
+    ) -> Tensor:
+        x, weight = x.contiguous(), weight.contiguous()
+        out = x.new_empty((*x.shape[:-1], len(weight)))
+        functions.call("linear", (x, weight, bias, out), *_sizes(x, weight))
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias, ctx.functions = bias is not None, functions
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
+        grad_bias = weight.new_empty(len(weight)) if ctx.has_bias else None
+        tensors = (grad.contiguous(), x, weight, grad_x, grad_weight, grad_bias)
+        ctx.functions.call("linear_grad", tensors, *_sizes(x, weight))
+        return grad_x, grad_weight, grad_bias, None
 
 
 class _ShortLinear(torch.autograd.Function):
     """A linear map in the type of its input; the gradients of its weights are as long as they."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, _: None) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         rows, short_weight = _fill_rows(flat), weight.to(x.dtype)
         ctx.save_for_backward(rows, short_weight)
         ctx.bias_dtype, ctx.weight_dtype = bias.dtype if bias is not None else None, weight.dtype
         out = F.linear(rows, short_weight, None if bias is None else bias.to(x.dtype))
-        return out[: len(flat)].view(*x.shape[:-1], -1)
+        return out[: len(flat)].view(*x.shape[:-1], len(weight))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         rows, short_weight = ctx.saved_tensors
         flat = grad.reshape(-1, grad.shape[-1])
         filled = _fill_rows(flat)
-        grad_x = torch.mm(filled, short_weight)[: len(flat)].view(*grad.shape[:-1], -1)
+        grad_x = torch.mm(filled, short_weight)[: len(flat)].view(*grad.shape[:-1], rows.shape[1])
         grad_weight = torch.mm(filled.t(), rows).to(ctx.weight_dtype)
         grad_bias = None if ctx.bias_dtype is None else flat.sum(0).to(ctx.bias_dtype)
-        return grad_x, grad_weight, grad_bias
+        return grad_x, grad_weight, grad_bias, None
+
+
+def _compiled_products(x: Tensor, weight: Tensor) -> Functions | None:
+    """Return the compiled functions, if they multiply these tensors, and faster than PyTorch."""
+    functions = functions_for(x, is_training=True)
+    if functions is None or not functions.multiply() or _cpu_has_tiles():
+        return None
+    return functions if weight.dtype == torch.float32 and x.shape[-1] % 2 == 0 else None
+
+
+def _cpu_has_tiles() -> bool:
+    check = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return check is not None and bool(check())
+
+
+def _sizes(x: Tensor, weight: Tensor) -> tuple[int, int, int]:
+    """Return the rows of `x`, and how wide each is before and after."""
+    return x.numel() // x.shape[-1], x.shape[-1], len(weight)
 
 
 def quantize_int8(model: nn.Module) -> None:
@@ -105,24 +151,9 @@ class ProjectedCrossEntropy(torch.autograd.Function):
     def forward(  # noqa: D102
         ctx: Any, states: Tensor, weight: Tensor, targets: Tensor, smoothing: float
     ) -> tuple[Tensor, Tensor]:
-        rows, short_weight = states, weight.to(states.dtype)
-        if states.dtype == torch.bfloat16:
-            rows = _fill_rows(states)
-        with_grad = any(ctx.needs_input_grad)
-        grad_states = torch.empty_like(rows) if with_grad else None
-        grad_weight = torch.zeros_like(weight) if with_grad else None
         sums = torch.zeros(2, dtype=torch.float64, device=states.device)
-        chunk = _CHUNK_TOKENS if states.device.type == "cpu" else 16 * _CHUNK_TOKENS
-        for start in range(0, len(rows), chunk):
-            part = slice(start, start + chunk)
-            logits = torch.mm(rows[part], short_weight.t())
-            wanted = targets[part]
-            _cross_entropy(logits[: len(wanted)], wanted, smoothing, with_grad, sums)
-            if grad_states is not None and grad_weight is not None:
-                torch.mm(logits, short_weight, out=grad_states[part])
-                grad_weight += torch.mm(logits.t(), rows[part])
-        grad_rows = grad_states[: len(states)] if grad_states is not None else None
-        ctx.save_for_backward(grad_rows, grad_weight)
+        grads = _projected(states, weight, targets, smoothing, any(ctx.needs_input_grad), sums)
+        ctx.save_for_backward(*grads)
         loss, nll = sums[0], sums[1]
         ctx.mark_non_differentiable(nll)
         return loss, nll
@@ -134,6 +165,34 @@ class ProjectedCrossEntropy(torch.autograd.Function):
         grad_states, grad_weight = ctx.saved_tensors
         factor = grad.to(grad_weight.dtype)
         return grad_states * factor.to(grad_states.dtype), grad_weight * factor, None, None
+
+
+def _projected(
+    states: Tensor, weight: Tensor, targets: Tensor, smoothing: float, with_grad: bool, sums: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Add loss and nll to `sums`; return the gradients of states and weight, if they are wanted."""
+    functions = _compiled_products(states, weight)
+    if functions is not None:
+        states, weight = states.contiguous(), weight.contiguous()
+        grads = (torch.empty_like(states), torch.empty_like(weight)) if with_grad else (None, None)
+        tensors = (states, weight, targets.contiguous(), *grads)
+        sizes = _sizes(states, weight)
+        functions.call("projected_cross_entropy", tensors, *sizes, smoothing, sums.data_ptr())
+        return grads
+    rows = _fill_rows(states) if states.dtype == torch.bfloat16 else states
+    short_weight = weight.to(states.dtype)
+    grad_rows = torch.empty_like(rows) if with_grad else None
+    grad_weight = torch.zeros_like(weight) if with_grad else None
+    chunk = _CHUNK_TOKENS if states.device.type == "cpu" else 16 * _CHUNK_TOKENS
+    for start in range(0, len(rows), chunk):
+        part = slice(start, start + chunk)
+        logits = torch.mm(rows[part], short_weight.t())
+        wanted = targets[part]
+        _cross_entropy(logits[: len(wanted)], wanted, smoothing, with_grad, sums)
+        if grad_rows is not None and grad_weight is not None:
+            torch.mm(logits, short_weight, out=grad_rows[part])
+            grad_weight += torch.mm(logits.t(), rows[part])
+    return grad_rows[: len(states)] if grad_rows is not None else None, grad_weight
 
 
 def _cross_entropy(

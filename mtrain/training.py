@@ -8,6 +8,7 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from mtrain import (
     checkpoint,
@@ -278,8 +279,7 @@ class Trainer:
         sums = self.gradients.add_up(dealt, lossscale.factor(self.progress))
         sums = self._of_all(sums, dealt.num_tokens)
         lossscale.undo(self.progress, self.parameters)
-        limit = self.settings.max_grad_norm or math.inf
-        grad_norm = self.team.whole(torch.nn.utils.clip_grad_norm_(self.parameters, limit))
+        grad_norm = self._clip()
         step = self.progress.step + 1
         numbers = [grad_norm.double(), *(own.loss.double() for own in sums)]
         is_finite = bool(torch.stack(numbers).isfinite().all())
@@ -296,6 +296,15 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.window.lr, self.window.grad_norm = lr, grad_norm
+
+    def _clip(self) -> Tensor:
+        """Scale the gradient down to the length that is allowed, and return how long it was."""
+        grads = [weight.grad for weight in self.parameters if weight.grad is not None]
+        length = torch.nn.utils.get_total_norm(grads)
+        if self.settings.max_grad_norm:
+            limit = self.settings.max_grad_norm
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, limit, length)
+        return self.team.whole(length)
 
     def _of_all(self, sums: list[LossSum], num_tokens: int) -> list[LossSum]:
         """Return the sums of all ranks, who tell each other signals and the time besides."""

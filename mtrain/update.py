@@ -20,7 +20,7 @@ from mtrain.loss import LossSum, label_smoothed
 from mtrain.model import Transformer
 from mtrain.parallel import Workers
 
-LEAST_TOKENS = 512  # target tokens that are worth a thread of their own
+LEAST_TOKENS = 256  # target tokens that are worth a thread of their own
 _OUT_OF_MEMORY = ("can't allocate memory", "could not create a primitive")  # PyTorch, oneDNN
 
 

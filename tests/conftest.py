@@ -220,6 +220,10 @@ def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> li
         monkeypatch.setattr(native, "compiled", lambda: None)
     elif native.compiled() is None:
         pytest.skip("nothing on this machine compiles C, or MTRAIN_NATIVE=0")
+    elif not way.multiplies:
+        monkeypatch.setattr(native.Functions, "multiply", lambda functions: False)
+    elif not native.Functions(native.compiled(), "bf16").multiply():
+        pytest.skip("this machine's processor has no instructions for products of bfloat16")
     names: list[str] = []
     call = native.Functions.call
 

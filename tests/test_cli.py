@@ -301,7 +301,7 @@ def test_a_line_of_two_hundred_thousand_characters_costs_no_other_line(
     outcome = cli("translate", trained.path, "--beam", "1", stdin=stdin)
     first, long, last = outcome.lines
     assert (outcome.code, first, last) == (0, "ba ce", "lo mu")
-    assert long.count("ba ce") > 10_000
+    assert len(long.split()) > 50_000  # of 61,500; nothing was cut
     assert re.match(r"mtrain: line 2: has [\d,]+ tokens; translated in [\d,]+ parts\.", outcome.err)
 
 

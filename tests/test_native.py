@@ -114,11 +114,14 @@ def test_the_library_is_asked_for_once_in_a_process(monkeypatch):
 def test_another_source_or_processor_gets_a_library_of_its_own(tmp_path, monkeypatch):
     first = native._fingerprint()
     assert native._fingerprint() == first
-    other = tmp_path / "kernels.c"
-    other.write_bytes(native._SOURCE.read_bytes() + b"\n")
-    with monkeypatch.context() as patch:
-        patch.setattr(native, "_SOURCE", other)
-        assert native._fingerprint() != first
+    for place, source in enumerate(native._SOURCES):
+        other = tmp_path / source.name
+        other.write_bytes(source.read_bytes() + b"\n")
+        sources = [*native._SOURCES]
+        sources[place] = other
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "_SOURCES", sources)
+            assert native._fingerprint() != first
     with monkeypatch.context() as patch:
         patch.setattr(native, "_FLAGS", ("-O2",))
         assert native._fingerprint() != first
@@ -273,7 +276,7 @@ def test_a_compiler_that_refuses_the_flags_of_the_machine_is_asked_without_them(
 
 
 def test_a_source_that_does_not_compile_gives_no_library(cache, tmp_path, monkeypatch):
-    monkeypatch.setattr(native, "_SOURCE", tmp_path / "kernels.c")
+    monkeypatch.setattr(native, "_SOURCES", [tmp_path / "kernels.c"])
     (tmp_path / "kernels.c").write_text("this is no C")
     assert native.compiled() is None
     assert files(cache) == []
@@ -329,14 +332,24 @@ def test_with_a_compiler_the_header_says_that_the_kernels_are_compiled(
     assert trained(cli, tmp_path) == "device   cpu, float32, 1 thread, kernels compiled"
 
 
-def test_the_source_is_part_of_the_package():
-    assert native._SOURCE.is_file()
-    assert native._SOURCE.parent == Path(native.__file__).parent
+def test_the_sources_are_part_of_the_package():
+    assert {source.parent for source in native._SOURCES} == {Path(native.__file__).parent}
+    assert all(source.is_file() for source in native._SOURCES)
 
 
 @needs_compiler
-def test_the_source_compiles_without_a_warning(tmp_path):
+@pytest.mark.parametrize("machine_flags", native._FLAGS_OF_MACHINES, ids=str)
+def test_the_sources_compile_without_a_warning(machine_flags):
     compiler = next(name for name in native._COMPILERS if shutil.which(name))
-    command = [compiler, *native._FLAGS, "-O0", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
-    done = subprocess.run([*command, str(native._SOURCE)], capture_output=True, check=False)
+    strict = ["-O0", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
+    command = [compiler, *native._FLAGS, *machine_flags, *strict, *map(str, native._SOURCES)]
+    done = subprocess.run(command, capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@needs_compiler
+def test_without_the_flags_of_the_machine_there_are_no_products(cache, monkeypatch):
+    monkeypatch.setattr(native, "_FLAGS_OF_MACHINES", ((),))
+    assert not any(
+        native.Functions(native.compiled(), store).multiply() for store in ("bf16", "float")
+    )

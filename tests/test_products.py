@@ -1,7 +1,10 @@
 """Hold linear maps and the loss to the formulas that they stand for, in float64."""
 
 import math
+import subprocess
+import sys
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +13,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from ways import (
     BOTH_PATHS,
+    EACH_PRODUCT,
     EACH_WAY,
     LONG,
+    MULTIPLIED,
     SAME,
     SHORT,
     Way,
@@ -21,8 +26,26 @@ from ways import (
     normal,
 )
 
-from mtrain import products
+from mtrain import native, products
 from mtrain.products import Linear, ProjectedCrossEntropy
+
+MULTIPLYING = pytest.mark.parametrize("way", [MULTIPLIED], ids=str)
+SAY_GROWTH = """  # how many KiB of memory the loss of a large batch takes at most
+import torch
+from mtrain.products import ProjectedCrossEntropy
+
+def most() -> int:
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+states = torch.ones(20_000, 2, dtype=torch.bfloat16, requires_grad=True)
+weight, targets = torch.ones(4_000, 2, requires_grad=True), torch.arange(20_000) % 4_000
+ProjectedCrossEntropy.apply(states[:1], weight, targets[:1], 0.1)[0].backward()
+before = most()
+ProjectedCrossEntropy.apply(states, weight, targets, 0.1)[0].backward()
+print(most() - before)
+"""
+
 
 # Linear
 
@@ -126,6 +149,85 @@ def test_linear_has_the_weights_of_torch_linear():
     }
 
 
+# Compiled products
+
+
+SHAPES = [
+    *((1, 2, 2), (5, 6, 4), (6, 64, 64), (7, 66, 62), (13, 130, 80), (512, 4, 6), (513, 16, 98)),
+    (1100, 10, 20),
+]
+
+
+@MULTIPLYING
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("rows", "width", "outputs"), SHAPES)
+def test_a_compiled_linear_map_is_the_plain_formula(way, calls, rows, width, outputs, bias):
+    layer, x = Linear(width, outputs, bias), leaf(rows, width, dtype=SHORT)
+    upstream = normal(rows, outputs, seed=1, dtype=SHORT)
+    found = grads_of(layer(x), upstream, [x, *layer.parameters()])
+    assert calls == ["linear", "linear_grad"]
+    assert [tensor.dtype for tensor in found] == [SHORT, SHORT] + [torch.float32] * (1 + bias)
+
+    exact = exactly([x, layer.weight.to(SHORT), *([layer.bias] if bias else [])])
+    expected = grads_of(F.linear(*exact), upstream, exact)
+    for number, (mine, formula) in enumerate(zip(found, expected, strict=True)):
+        kind = way if number < 2 else Way(True, torch.float32)
+        kind.assert_near(mine, formula, roundings=1 if number < 2 else 4)
+
+
+@MULTIPLYING
+def test_a_row_of_a_compiled_linear_map_does_not_depend_on_the_others(way, calls):
+    layer, x = Linear(66, 70), leaf(23, 66, dtype=SHORT)
+    together = layer(x)
+    alone = torch.cat([layer(row) for row in x.split(1)])
+    assert set(calls) == {"linear"}
+    assert torch.equal(together, alone)
+
+
+@MULTIPLYING
+@pytest.mark.parametrize(("width", "outputs"), [(6, 5), (5, 6)])
+def test_what_has_no_whole_pairs_is_multiplied_by_torch(way, calls, width, outputs):
+    layer, x = Linear(width, outputs), leaf(9, width, dtype=SHORT)
+    upstream = normal(9, outputs, seed=1, dtype=SHORT)
+    out, grad_x = grads_of(layer(x), upstream, [x])
+    assert calls == []
+    matrix = layer.weight.detach().to(SHORT).double()
+    bias = layer.bias.detach().to(SHORT).double()
+    way.assert_near(out, x.detach().double() @ matrix.T + bias)
+    way.assert_near(grad_x, upstream.double() @ matrix)
+
+
+@MULTIPLYING
+@pytest.mark.parametrize("reason", ["nothing is trained", "the processor has tiles", "no row"])
+def test_a_linear_map_is_torchs_where_that_is_faster(way, calls, reason, monkeypatch):
+    if reason == "the processor has tiles":
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True, raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    x = normal(0 if reason == "no row" else 3, 6, dtype=SHORT)
+    with torch.set_grad_enabled(reason != "nothing is trained"):
+        assert Linear(6, 4)(x).shape == (len(x), 4)
+    assert calls == []
+
+
+@MULTIPLYING
+def test_products_that_the_memory_does_not_hold_say_so(way, calls, monkeypatch):
+    """An update is made in halves then."""
+    library = SimpleNamespace(
+        linear_bf16=lambda *_: 1,
+        linear_grad_bf16=lambda *_: 1,
+        projected_cross_entropy_bf16=lambda *_: 1,
+    )
+    out = Linear(6, 4)(leaf(3, 6, dtype=SHORT))
+    out.grad_fn.functions = native.Functions(library, "bf16")
+    with pytest.raises(MemoryError):
+        out.sum().backward()
+    monkeypatch.setattr(native, "compiled", lambda: library)
+    with pytest.raises(MemoryError):
+        Linear(6, 4)(leaf(3, 6, dtype=SHORT))
+    with pytest.raises(MemoryError):
+        ProjectedCrossEntropy.apply(leaf(3, 6, dtype=SHORT), torch.ones(5, 6), torch.arange(3), 0.1)
+
+
 # ProjectedCrossEntropy
 
 
@@ -166,7 +268,7 @@ def test_without_a_gradient_the_logits_are_left_as_they_are(way, calls):
     assert torch.equal(sums, with_grad)
 
 
-@EACH_WAY
+@EACH_PRODUCT
 @pytest.mark.parametrize(
     ("num_tokens", "chunk_tokens"),
     [(1, 512), (11, 1), (11, 3), (128, 128), (130, 3), (700, 128), (700, 512)],
@@ -179,7 +281,8 @@ def test_projected_cross_entropy_is_torchs_on_plain_logits(
     states, weight = leaf(num_tokens, 4, dtype=way.dtype), leaf(6, 4, seed=1, dtype=weights)
     targets = torch.arange(num_tokens) % 6
     loss, nll = ProjectedCrossEntropy.apply(states, weight, targets, 0.1)
-    assert set(calls) == ({"cross_entropy"} if way.is_compiled else set())
+    name = "projected_cross_entropy" if way.multiplies else "cross_entropy"
+    assert set(calls) == ({name} if way.is_compiled else set())
     assert loss.dtype == nll.dtype == torch.float64
     grads = torch.autograd.grad(-2.5 * loss, [states, weight])
     assert [grad.dtype for grad in grads] == [way.dtype, weights]
@@ -191,6 +294,30 @@ def test_projected_cross_entropy_is_torchs_on_plain_logits(
     torch.testing.assert_close(loss, expected, rtol=rounding, atol=0)
     torch.testing.assert_close(nll, expected_nll, rtol=rounding, atol=0)
     for grad, plain in zip(grads, expected_grads, strict=True):
+        way.assert_near(grad, plain, roundings=4)
+
+
+@MULTIPLYING
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("rows", "width", "pieces"),
+    [(1, 2, 3), (5, 4, 7), (385, 6, 1025), (400, 4, 1024), (800, 130, 2051)],
+)
+def test_the_compiled_loss_is_torchs_at_sizes_of_every_kind(
+    way, calls, rows, width, pieces, smoothing
+):
+    """Odd ones, too, and those past what is computed at once."""
+    states, targets = leaf(rows, width, dtype=SHORT), torch.arange(rows) * 7 % pieces
+    weight = (normal(pieces, width, seed=1, dtype=torch.float32) / width**0.5).requires_grad_()
+    loss, nll = ProjectedCrossEntropy.apply(states, weight, targets, smoothing)
+    grads = torch.autograd.grad(loss, [states, weight])
+    assert calls == ["projected_cross_entropy"]
+
+    exact = exactly([states, weight.to(SHORT)])
+    expected, expected_nll = plain_loss(*exact, targets, smoothing)
+    torch.testing.assert_close(loss, expected, rtol=0.002, atol=0)
+    torch.testing.assert_close(nll, expected_nll, rtol=0.002, atol=0)
+    for grad, plain in zip(grads, torch.autograd.grad(expected, exact), strict=True):
         way.assert_near(grad, plain, roundings=4)
 
 
@@ -227,7 +354,7 @@ def test_projected_cross_entropy_trains_one_input_while_the_other_is_frozen(froz
     )
 
 
-@EACH_WAY
+@EACH_PRODUCT
 def test_projected_cross_entropy_gives_the_same_values_without_gradients(way, calls):
     states, weight = leaf(5, 3, dtype=way.dtype), leaf(6, 3, seed=1, dtype=way.dtype)
     targets = torch.tensor([0, 4, 4, 2, 1])
@@ -245,7 +372,7 @@ def test_the_nll_carries_no_gradient():
     assert not nll.requires_grad
 
 
-@EACH_WAY
+@EACH_PRODUCT
 def test_the_loss_of_no_token_is_zero(way, calls):
     states, weight = leaf(0, 3, dtype=way.dtype), leaf(6, 3, dtype=way.dtype)
     loss, nll = ProjectedCrossEntropy.apply(states, weight, torch.zeros(0, dtype=torch.long), 0.1)
@@ -306,6 +433,16 @@ def test_the_loss_never_holds_the_logits_of_a_whole_batch(way, calls):
     assert chunk_bytes < memory.most < num_chunks * chunk_bytes
 
 
+@MULTIPLYING
+def test_the_compiled_loss_never_holds_the_logits_of_a_whole_batch(way, calls):
+    """They would be 160 MB."""
+    done = subprocess.run(
+        [sys.executable, "-c", SAY_GROWTH], capture_output=True, text=True, check=False, timeout=240
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert int(done.stdout) < 40_000
+
+
 def test_compiled_powers_are_right_to_the_last_places(calls):
     """The gradient of the piece that was not wanted is its probability."""
     x = torch.linspace(-86, 0, 4001)
@@ -316,7 +453,7 @@ def test_compiled_powers_are_right_to_the_last_places(calls):
     torch.testing.assert_close(logits[:, 1].double(), x.double().sigmoid(), rtol=3e-7, atol=0)
 
 
-@EACH_WAY
+@EACH_PRODUCT
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("place", [0, 4, 5, 19])

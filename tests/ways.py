@@ -28,9 +28,11 @@ class Way(NamedTuple):
 
     is_compiled: bool
     dtype: torch.dtype
+    multiplies: bool = False  # products are compiled, too
 
     def __str__(self) -> str:
-        return f"{'compiled' if self.is_compiled else 'plain'}-{str(self.dtype)[6:]}"
+        kind = "plain" if not self.is_compiled else "multiplied" if self.multiplies else "compiled"
+        return f"{kind}-{str(self.dtype)[6:]}"
 
     @property
     def roundings(self) -> int:
@@ -55,7 +57,9 @@ class Way(NamedTuple):
 
 PLAIN = [Way(False, dtype) for dtype in (torch.float64, torch.float32, SHORT)]
 COMPILED = [Way(True, dtype) for dtype in (torch.float32, SHORT)]
+MULTIPLIED = Way(True, SHORT, multiplies=True)
 EACH_WAY = pytest.mark.parametrize("way", PLAIN + COMPILED, ids=str)
+EACH_PRODUCT = pytest.mark.parametrize("way", [*PLAIN, *COMPILED, MULTIPLIED], ids=str)
 BOTH_PATHS = pytest.mark.parametrize("way", [PLAIN[1], COMPILED[0]], ids=str)
 
 
