@@ -14,9 +14,8 @@ from peers.job import Done, Epoch, Job, Meter, serve
 
 from mtrain import __version__, prepare, tokenizer, training
 from mtrain import config as configs
-from mtrain.batch import Batch
 from mtrain.config import Config
-from mtrain.data import Position, TrainingData
+from mtrain.data import Deal, Dealt, Position, TrainingData
 from mtrain.rundir import RunDir
 from mtrain.runlog import Stderr
 
@@ -32,12 +31,12 @@ def train(job: Job, meter: Meter) -> dict[str, str]:
     torch.set_num_threads(job.threads)
 
     class Watched(TrainingData):
-        """The data of the run; the meter sees each batch on its way to the trainer."""
+        """The data of the run; the meter sees each update on its way to the trainer."""
 
-        def batches(self, batch_tokens: int, start: Position) -> Iterator[tuple[Batch, Position]]:
-            for batch, position in super().batches(batch_tokens, start):
-                meter.begin(batch.num_tgt_tokens)
-                yield batch, position
+        def updates(self, batch_tokens: int, start: Position, deal: Deal) -> Iterator[Dealt]:
+            for dealt in super().updates(batch_tokens, start, deal):
+                meter.begin(dealt.num_tokens)
+                yield dealt
 
     training.TrainingData = Watched  # type: ignore[misc]
     with tempfile.TemporaryDirectory() as folder:
@@ -48,7 +47,9 @@ def train(job: Job, meter: Meter) -> dict[str, str]:
         with suppress(Done):
             training.train(config, run)
         for line in run.metrics_path.read_text("utf-8").splitlines():
-            meter.note_loss(json.loads(line)["loss"], _LOG_EVERY)
+            numbers = json.loads(line)
+            if "loss" in numbers:
+                meter.note_loss(numbers["loss"], _LOG_EVERY)
     return {"mtrain": __version__, "torch": torch.__version__}
 
 
