@@ -9,38 +9,13 @@
 #ifndef STORE
 
 #include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
 
-#define LANES 16
+#include "numbers.h"
+
 #define BLOCK 64     /* logits whose greatest is noted */
 
 typedef float lanes __attribute__((vector_size(4 * LANES)));
 typedef float quarter __attribute__((vector_size(LANES)));
-typedef uint16_t bf16;
-
-static inline float bits_to_float(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-static inline uint32_t float_to_bits(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-static inline float load_bf16(bf16 x) { return bits_to_float((uint32_t)x << 16); }
-
-static inline bf16 store_bf16(float x) { /* to the nearest, ties to even */
-    uint32_t bits = float_to_bits(x);
-    return (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-static inline float load_float(float x) { return x; }
-static inline float store_float(float x) { return x; }
 
 /* e^x to about one unit in the last place; 0 below the smallest normal number. */
 static inline float exp_(float x) {
@@ -77,13 +52,7 @@ static inline float sum_of(lanes x) {
     return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-static inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
-
-/* So many zeros, from where whole lanes are loaded: a vector across two lines of cache costs two. */
-static inline float *zeros(int64_t count) {
-    int64_t size = round_up(count * (int64_t)sizeof(float), sizeof(lanes));
-    return memset(aligned_alloc(sizeof(lanes), size), 0, size);
-}
+static inline float *zeros(int64_t count) { return memset(room(count), 0, 4 * count); }
 
 /* c = a b for small matrices; element (r, i) of a lies at r * a_row + i * a_column. The rows come in
  * fours, and b and c have rows of whole lanes. */
@@ -451,14 +420,14 @@ void NAME(top_pieces)(const STORE *logits, const int64_t *never, int64_t *ids, f
     free(tops);
 }
 
-/* Turn logits into the gradient of their label-smoothed cross-entropy, in place, and add up the
- * loss and the negative log-likelihood of the rows. */
+/* Turn logits, whose rows are `stride` apart, into the gradient of their label-smoothed
+ * cross-entropy, in place, and add up the loss and the negative log-likelihood of the rows. */
 void NAME(cross_entropy)(STORE *logits, const int64_t *targets, int64_t rows, int64_t width,
-                         float smoothing, int with_grad, double *loss_and_nll) {
+                         int64_t stride, float smoothing, int with_grad, double *loss_and_nll) {
     float *power = malloc(width * sizeof(float));
     float even = smoothing / (float)width;
     for (int64_t r = 0; r < rows; r++) {
-        STORE *row = logits + r * width;
+        STORE *row = logits + r * stride;
         float top = -INFINITY, sum = 0.0f, total = 0.0f, wanted = LOAD(row[targets[r]]);
 #pragma omp simd reduction(max : top)
         for (int64_t i = 0; i < width; i++) top = LOAD(row[i]) > top ? LOAD(row[i]) : top;

@@ -330,16 +330,8 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
         return torch.float32
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    fast = device.type == "cpu" and _cpu_multiplies_bfloat16()
+    fast = device.type == "cpu" and native.processor_has("avx512_bf16", "amx_tile")
     return torch.bfloat16 if fast else torch.float32
-
-
-def _cpu_multiplies_bfloat16() -> bool:
-    cpu = torch.cpu
-    checks = [
-        getattr(cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    ]
-    return any(check() for check in checks if check is not None)
 
 
 def keep_freed_memory() -> None:

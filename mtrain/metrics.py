@@ -45,9 +45,9 @@ class Score:
     verbose: str = ""
 
     def shown(self) -> str:
-        """Return the value and the interval, written as sacreBLEU writes them."""
+        """Return the value and the interval, if not all is zero, as sacreBLEU writes them."""
         text = number(self.metric, self.value)
-        if self.mean is None or self.half_width is None:
+        if not self.mean or self.half_width is None:
             return text
         mean, half_width = (number(self.metric, own) for own in (self.mean, self.half_width))
         return f"{text} (μ = {mean} ± {half_width})"

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "products.c"))
+_HEADER = Path(__file__).with_name("numbers.h")
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = (
     "-std=gnu11",
@@ -86,6 +87,12 @@ def processor() -> str:
         lines = []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.processor() or platform.machine())
+
+
+def processor_has(*features: str) -> bool:
+    """Tell whether PyTorch finds one of these in the processor, such as "amx_tile"."""
+    checks = [getattr(torch.cpu, f"_is_{name}_supported", None) for name in features]
+    return any(check() for check in checks if check is not None)
 
 
 class Functions(NamedTuple):
@@ -179,7 +186,7 @@ def _compiles(compiler: str, machine_flags: tuple[str, ...], output: Path) -> bo
 def _fingerprint() -> str:
     """Tell one source, compilation and processor from another: home folders are shared."""
     parts = [
-        *(source.read_bytes() for source in _SOURCES),
+        *(source.read_bytes() for source in (*_SOURCES, _HEADER)),
         repr((_FLAGS, _FLAGS_OF_MACHINES)).encode(),
     ]
     parts.append(repr((platform.system(), platform.machine(), platform.processor())).encode())
@@ -206,7 +213,7 @@ _SIGNATURES = {
     "attention_grad": [_SHAPE, *[_POINTER] * 8],
     "attend": [*[_POINTER] * 4, *[_INT] * 6, _REAL],
     "top_pieces": [*[_POINTER] * 4, *[_INT] * 4],
-    "cross_entropy": [_POINTER, _POINTER, _INT, _INT, _REAL, ctypes.c_int, _POINTER],
+    "cross_entropy": [_POINTER, _POINTER, *[_INT] * 3, _REAL, ctypes.c_int, _POINTER],
 }
 _PRODUCTS = {  # of some processors, and of one type of storage
     "linear_bf16": [*[_POINTER] * 4, *[_INT] * 3],

@@ -18,11 +18,9 @@
 #ifdef __AVX512BF16__
 
 #include <immintrin.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
 
-#define LANES 16
+#include "numbers.h"
+
 #define VECTORS 4
 #define PANEL (LANES * VECTORS)
 #define ROWS 6
@@ -31,7 +29,6 @@
 #define CHUNK 384          /* tokens whose logits are held at once */
 #define DEPTH 1024         /* pieces whose share of a gradient is added up at once */
 
-typedef uint16_t bf16;
 typedef uint32_t pair;
 
 /* Where a product's sums go, and how far it is from row to row there. */
@@ -44,28 +41,12 @@ typedef struct {
 } target;
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t num_panels(int64_t columns) { return (columns + PANEL - 1) / PANEL; }
 
 /* Numbers of 4 bytes that panels of so many pairs and columns take. */
 static inline int64_t panel_size(int64_t num_pairs, int64_t columns) {
-    return num_pairs * PANEL * num_panels(columns);
+    return num_pairs * round_up(columns, PANEL);
 }
 
-/* Room for so many numbers of 4 bytes, from where whole vectors are loaded; NULL if there is none. */
-static inline void *room(int64_t size) { return aligned_alloc(64, (4 * size + 63) / 64 * 64); }
-
-static inline uint32_t rounded(float x) { /* to the nearest, ties to even */
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-}
-
-static inline float widened(bf16 x) {
-    uint32_t bits = (uint32_t)x << 16;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
 
 /* Panels of w^T for weights w [m, k]: the numbers of a pair are neighbours in a row of w. */
 static void lay_across(pair *to, const float *w, int64_t m, int64_t k) {
@@ -75,7 +56,7 @@ static void lay_across(pair *to, const float *w, int64_t m, int64_t k) {
             int is_there = first + c < m;
             for (int64_t p = 0; p < k / 2; p++)
                 to[p * PANEL + c] =
-                    is_there ? rounded(row[2 * p]) | rounded(row[2 * p + 1]) << 16 : 0;
+                    is_there ? store_bf16(row[2 * p]) | (pair)store_bf16(row[2 * p + 1]) << 16 : 0;
         }
 }
 
@@ -85,9 +66,9 @@ static void lay_down(pair *to, const float *w, int64_t m, int64_t k) {
         for (int64_t r = 0; r < m; r += 2, to += PANEL) {
             const float *upper = w + r * k + first, *lower = upper + k;
             int64_t width = least(k - first, PANEL);
-            for (int64_t c = 0; c < width; c++) to[c] = rounded(upper[c]);
+            for (int64_t c = 0; c < width; c++) to[c] = store_bf16(upper[c]);
             if (r + 1 < m)
-                for (int64_t c = 0; c < width; c++) to[c] |= rounded(lower[c]) << 16;
+                for (int64_t c = 0; c < width; c++) to[c] |= (pair)store_bf16(lower[c]) << 16;
             for (int64_t c = width; c < PANEL; c++) to[c] = 0;
         }
 }
@@ -216,12 +197,12 @@ int linear_grad_bf16(const bf16 *grad, const bf16 *x, const float *w, bf16 *grad
     if (!grad_bias) return 0;
     memset(grad_bias, 0, m * sizeof(float));
     for (int64_t r = 0; r < n; r++)
-        for (int64_t c = 0; c < m; c++) grad_bias[c] += widened(grad[r * m + c]);
+        for (int64_t c = 0; c < m; c++) grad_bias[c] += load_bf16(grad[r * m + c]);
     return 0;
 }
 
 void cross_entropy_bf16(bf16 *logits, const int64_t *targets, int64_t rows, int64_t width,
-                        float smoothing, int with_grad, double *loss_and_nll);
+                        int64_t stride, float smoothing, int with_grad, double *loss_and_nll);
 
 /* Add up the loss and the negative log-likelihood of targets [n] under logits x w^T, for x [n, k]
  * and w [m, k], and find the gradients, if they are wanted; n is not 0, and k is even. */
@@ -245,16 +226,15 @@ int projected_cross_entropy_bf16(const bf16 *x, const float *w, const int64_t *t
         const bf16 *own = x + start * k;
         target to_logits = {logits, NULL, NULL, 0, stride};
         multiply(to_logits, rows, m, (const pair *)own, k / 2, 1, across, k / 2);
-        for (int64_t r = 0; r < rows; r++)
-            cross_entropy_bf16(logits + r * stride, targets + start + r, 1, m, smoothing,
-                               grad_w != NULL, loss_and_nll);
+        cross_entropy_bf16(logits, targets + start, rows, m, stride, smoothing, grad_w != NULL,
+                           loss_and_nll);
         if (!grad_w) continue;
         for (int64_t first = 0; first < m; first += DEPTH) {
             target to_sums = {NULL, NULL, sums, first > 0, k};
             multiply(to_sums, rows, k, (const pair *)(logits + first), stride / 2, 1,
                      down + first / DEPTH * block_size, (least(m - first, DEPTH) + 1) / 2);
         }
-        for (int64_t i = 0; i < rows * k; i++) grad_x[start * k + i] = (bf16)rounded(sums[i]);
+        for (int64_t i = 0; i < rows * k; i++) grad_x[start * k + i] = store_bf16(sums[i]);
         multiply_across(grad_w, start > 0, logits, stride, own, rows, k, m, work);
     }
     free(across);

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtrain.errors import ConfigError
-from mtrain.native import Functions, functions_for
+from mtrain.native import Functions, functions_for, processor_has
 
 _ROUND_ROWS = 128  # short products have a multiple of this many rows
 _CHUNK_TOKENS = 512  # tokens whose logits the loss holds at once
@@ -28,13 +28,15 @@ class Linear(nn.Linear):
         """Return `input @ weight.T + bias` in the type of `input`."""
         if input.dtype == self.weight.dtype:
             return F.linear(input, self.weight, self.bias)
-        functions = None
-        if torch.is_grad_enabled() and self.out_features % 2 == 0:
-            functions = _compiled_products(input, self.weight)
-        kind = _ShortLinear if functions is None else _CompiledLinear
-        result: Tensor = kind.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, functions
-        )
+        functions = _compiled_products(input, self.weight)
+        # to lay out the weights pays for many rows, and decoding has few
+        is_paid = torch.is_grad_enabled() and self.out_features % 2 == 0
+        tensors = (input, self.weight, self.bias)
+        result: Tensor
+        if functions is not None and is_paid:
+            result = _CompiledLinear.apply(*tensors, functions)  # type: ignore[no-untyped-call]
+        else:
+            result = _ShortLinear.apply(*tensors)  # type: ignore[no-untyped-call]
         return result
 
 
@@ -66,7 +68,7 @@ class _ShortLinear(torch.autograd.Function):
     """A linear map in the type of its input; the gradients of its weights are as long as they."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, _: None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         rows, short_weight = _fill_rows(flat), weight.to(x.dtype)
         ctx.save_for_backward(rows, short_weight)
@@ -75,27 +77,22 @@ class _ShortLinear(torch.autograd.Function):
         return out[: len(flat)].view(*x.shape[:-1], len(weight))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         rows, short_weight = ctx.saved_tensors
         flat = grad.reshape(-1, grad.shape[-1])
         filled = _fill_rows(flat)
         grad_x = torch.mm(filled, short_weight)[: len(flat)].view(*grad.shape[:-1], rows.shape[1])
         grad_weight = torch.mm(filled.t(), rows).to(ctx.weight_dtype)
         grad_bias = None if ctx.bias_dtype is None else flat.sum(0).to(ctx.bias_dtype)
-        return grad_x, grad_weight, grad_bias, None
+        return grad_x, grad_weight, grad_bias
 
 
 def _compiled_products(x: Tensor, weight: Tensor) -> Functions | None:
     """Return the compiled functions, if they multiply these tensors, and faster than PyTorch."""
     functions = functions_for(x, is_training=True)
-    if functions is None or not functions.multiply() or _cpu_has_tiles():
+    if functions is None or not functions.multiply() or processor_has("amx_tile"):
         return None
     return functions if weight.dtype == torch.float32 and x.shape[-1] % 2 == 0 else None
-
-
-def _cpu_has_tiles() -> bool:
-    check = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return check is not None and bool(check())
 
 
 def _sizes(x: Tensor, weight: Tensor) -> tuple[int, int, int]:
@@ -202,7 +199,7 @@ def _cross_entropy(
     functions = functions_for(logits, is_training=True)
     if functions is not None:
         tensors = (logits, targets.contiguous())
-        shape = (*logits.shape, smoothing, int(with_grad))
+        shape = (*logits.shape, logits.stride(0), smoothing, int(with_grad))
         functions.call("cross_entropy", tensors, *shape, sums.data_ptr())
         return
     wide = logits if logits.dtype == torch.float64 else logits.float()

@@ -883,13 +883,6 @@ def test_a_named_precision_decides_the_type_of_states_and_products(kind):
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_automatic_precision_is_bfloat16_where_the_processor_has_it(fast, monkeypatch):
-    monkeypatch.setattr(kernels, "_cpu_multiplies_bfloat16", lambda: fast)
-    found = kernels.compute_dtype("auto", torch.device("cpu"))
-    assert found is (torch.bfloat16 if fast else torch.float32)
-
-
-@pytest.mark.parametrize("fast", [True, False])
 def test_automatic_precision_is_bfloat16_where_the_gpu_has_it(fast, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: fast)
     found = kernels.compute_dtype("auto", torch.device("cuda"))
@@ -899,15 +892,13 @@ def test_automatic_precision_is_bfloat16_where_the_gpu_has_it(fast, monkeypatch)
 @pytest.mark.parametrize(
     ("checks", "expected"),
     [
-        ({}, False),
-        ({"_is_avx512_bf16_supported": False}, False),
-        ({"_is_avx512_bf16_supported": False, "_is_amx_tile_supported": True}, True),
-        ({"_is_avx512_bf16_supported": True}, True),
+        ({}, torch.float32),  # a PyTorch that knows nothing of the processor
+        ({"_is_avx512_bf16_supported": False}, torch.float32),
+        ({"_is_avx512_bf16_supported": False, "_is_amx_tile_supported": True}, torch.bfloat16),
+        ({"_is_avx512_bf16_supported": True}, torch.bfloat16),
     ],
 )
-def test_a_pytorch_that_knows_nothing_of_the_processor_takes_it_for_slow(
-    checks, expected, monkeypatch
-):
+def test_automatic_precision_is_bfloat16_where_the_processor_has_it(checks, expected, monkeypatch):
     known = SimpleNamespace(**{name: lambda fast=fast: fast for name, fast in checks.items()})
     monkeypatch.setattr(torch, "cpu", known)
-    assert kernels._cpu_multiplies_bfloat16() is expected
+    assert kernels.compute_dtype("auto", torch.device("cpu")) is expected

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import Cli
 from tasks import write_task
+from ways import EMULATED
 
 from mtrain import native
 
@@ -338,7 +339,7 @@ def test_the_sources_are_part_of_the_package():
 
 
 @needs_compiler
-@pytest.mark.parametrize("machine_flags", native._FLAGS_OF_MACHINES, ids=str)
+@pytest.mark.parametrize("machine_flags", [*native._FLAGS_OF_MACHINES, EMULATED], ids=str)
 def test_the_sources_compile_without_a_warning(machine_flags):
     compiler = next(name for name in native._COMPILERS if shutil.which(name))
     strict = ["-O0", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]

@@ -78,8 +78,10 @@ def test_a_run_is_compared_with_a_run_and_a_file_by_paired_tests(
     lines = cli("eval", *arguments).lines
     assert re.fullmatch(r"held_out  BLEU +difference   p \(bs\)   p \(ar\)", lines[0])
     assert lines[1].endswith(f"  {names[0]}")
+    difference = re.escape(f"{by_noise['difference']:.2f}")
+    assert difference.startswith(r"\-")
     assert re.fullmatch(
-        r"  0\.\d\d \(μ = \S+ ± \S+\) +-\d+\.\d\d  0\.0010\*  0\.0001\*  .*", lines[2]
+        rf"  0\.\d\d( \(μ = \S+ ± \S+\))? +{difference}  0\.0010\*  0\.0001\*  .*", lines[2]
     )
     assert lines[2].endswith(f"  {names[1]}")
     assert re.fullmatch(r"  \S+ \(μ = \S+ ± \S+\) +-\d\.\d\d  0\.\d{4}.  0\.\d{4}.  .*", lines[3])

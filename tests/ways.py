@@ -1,11 +1,14 @@
 """The ways in which an operation computes, plain or compiled, held to the same in float64."""
 
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+# flags that give every processor the instruction of products.c, written out in plain C
+EMULATED = (f"-I{Path(__file__).with_name('emulated')}", "-D__AVX512BF16__")
 SAME = {"rtol": 1e-10, "atol": 1e-12}
 SHORT = torch.bfloat16
 LONG = {torch.float64: torch.float64, torch.float32: torch.float32, SHORT: torch.float32}
