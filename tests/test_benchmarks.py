@@ -1,0 +1,71 @@
+"""The benchmark that trains mtrain beside others: mtrain's own part in it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tasks import REPOSITORY, prepared, write_task
+
+from mtrain import config as configs
+
+JOB = {
+    "num_layers": 1,
+    "d_model": 16,
+    "d_ff": 32,
+    "num_heads": 2,
+    "vocab_size": 285,
+    "dropout": 0.1,
+    "label_smoothing": 0.1,
+    "batch_tokens": 192,
+    "lr": 0.01,
+    "warmup_steps": 4,
+    "adam_betas": [0.9, 0.98],
+    "max_grad_norm": 1.0,
+    "precision": "float32",
+    "threads": 1,
+    "seconds": 0.5,
+    "warm_up_s": 0.1,
+    "overrides": ["data.clean=[]"],
+}
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A prepared corpus, as the benchmark lays it down."""
+    config = configs.load(write_task(tmp_path), JOB["overrides"], str(tmp_path / "run"))
+    prepared(config)
+    return tmp_path
+
+
+def answer(corpus: Path, *options: str) -> dict[str, Any]:
+    """Return what the worker prints for a job on the corpus."""
+    path = corpus / "job.json"
+    path.write_text(json.dumps({"corpus": str(corpus), **JOB}), encoding="utf-8")
+    command = [sys.executable, "-m", "peers.with_mtrain", path, *options]
+    variables = os.environ | {"PYTHONPATH": str(REPOSITORY / "benchmarks")}
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def test_mtrain_is_timed_until_the_time_is_over_and_reads_what_it_says(corpus: Path) -> None:
+    timed, epoch = answer(corpus), answer(corpus, "--count")
+    assert timed["seconds"] >= 0.5
+    assert timed["all_updates"] - timed["updates"] >= 20  # before anything is timed
+    assert timed["updates"] > 0
+    assert timed["loss"] < timed["first_loss"]
+    mean = epoch["tgt_tokens"] / epoch["batches"]
+    assert timed["tgt_tokens"] / timed["updates"] == pytest.approx(mean, rel=0.5)
+
+
+def test_an_epoch_is_every_pair_of_the_corpus_once(corpus: Path) -> None:
+    epoch = answer(corpus, "--count")
+    lines = (corpus / "train.tgt").read_text("utf-8").splitlines()
+    assert epoch["pairs"] == len(lines)
+    assert epoch["batches"] > 1
+    assert epoch["cells"] >= epoch["src_tokens"] + epoch["tgt_tokens"]
+    assert epoch["tgt_tokens"] >= len(lines) + sum(len(line.split()) for line in lines)
