@@ -12,10 +12,19 @@
 
 #include "numbers.h"
 
-#define BLOCK 64     /* logits whose greatest is noted */
+/* Floats of the widest vector: compilers keep wider ones in memory. */
+#if defined __AVX512F__
+#define LANES 16
+#elif defined __AVX__
+#define LANES 8
+#else
+#define LANES 4
+#endif
+
+#define BLOCK 64 /* logits whose greatest is noted */
 
 typedef float lanes __attribute__((vector_size(4 * LANES)));
-typedef float quarter __attribute__((vector_size(LANES)));
+typedef float four __attribute__((vector_size(16)));
 
 /* e^x to about one unit in the last place; 0 below the smallest normal number. */
 static inline float exp_(float x) {
@@ -46,30 +55,43 @@ static inline float kept(float x, uint32_t index, uint32_t seed, uint32_t cut, f
 }
 
 static inline float sum_of(lanes x) {
-    quarter parts[4];
+    four parts[LANES / 4];
     memcpy(parts, &x, sizeof x);
-    quarter sums = (parts[0] + parts[1]) + (parts[2] + parts[3]);
-    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    for (int half = LANES / 8; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) parts[i] += parts[i + half];
+    return (parts[0][0] + parts[0][1]) + (parts[0][2] + parts[0][3]);
 }
 
 static inline float *zeros(int64_t count) { return memset(room(count), 0, 4 * count); }
+
+/* Four rows of c = a b, some vectors of their width; a constant where it is inlined. */
+static inline __attribute__((always_inline)) void product_tile(float *c, const float *a,
+                                                               const float *b, int64_t inner,
+                                                               int64_t width, int64_t a_row,
+                                                               int64_t a_column, int vectors) {
+    lanes sums[4][2] = {{{0}}};
+    for (int64_t i = 0; i < inner; i++)
+        for (int v = 0; v < vectors; v++) {
+            lanes values;
+            memcpy(&values, b + i * width + v * LANES, sizeof values);
+            for (int j = 0; j < 4; j++) sums[j][v] += a[j * a_row + i * a_column] * values;
+        }
+    for (int j = 0; j < 4; j++) memcpy(c + j * width, sums[j], vectors * sizeof(lanes));
+}
 
 /* c = a b for small matrices; element (r, i) of a lies at r * a_row + i * a_column. The rows come in
  * fours, and b and c have rows of whole lanes. */
 static inline void product(float *restrict c, const float *restrict a, const float *restrict b,
                            int64_t rows, int64_t inner, int64_t width, int64_t a_row,
                            int64_t a_column) {
-    for (int64_t r = 0; r < rows; r += 4)
-        for (int64_t w = 0; w < width; w += LANES) {
-            lanes sums[4] = {{0}, {0}, {0}, {0}};
-            const float *ar = a + r * a_row;
-            for (int64_t i = 0; i < inner; i++) {
-                lanes values;
-                memcpy(&values, b + i * width + w, sizeof values);
-                for (int j = 0; j < 4; j++) sums[j] += ar[j * a_row + i * a_column] * values;
-            }
-            for (int j = 0; j < 4; j++) memcpy(c + (r + j) * width + w, &sums[j], sizeof sums[j]);
-        }
+    for (int64_t r = 0; r < rows; r += 4) {
+        const float *ar = a + r * a_row;
+        int64_t w = 0;
+        for (; w + 2 * LANES <= width; w += 2 * LANES)
+            product_tile(c + r * width + w, ar, b + w, inner, width, a_row, a_column, 2);
+        if (w < width)
+            product_tile(c + r * width + w, ar, b + w, inner, width, a_row, a_column, 1);
+    }
 }
 
 /* An attention's shape: b sentences, h heads, t queries, s keys, heads k wide; and its strides,
@@ -229,13 +251,13 @@ void NAME(attention)(const attention_shape *at, const STORE *q, const STORE *k, 
             NAME(unpack_across)(ks_across, k + b * kt[0] + h * kt[1], kt[2], at->s, at->k, cols);
             NAME(unpack)(vs, v + b * vt[0] + h * vt[1], vt[2], at->s, at->k, wide);
             product(probs, qs, ks_across, rows, at->k, cols, wide, 1);
-            uint32_t first = (uint32_t)((b * at->h + h) * at->t * cols);
+            uint32_t first = (uint32_t)((b * at->h + h) * at->t * at->s);
             for (int64_t i = 0; i < at->t; i++) {
                 float *row = probs + i * cols;
                 softmax_row(row, bias + i * cols, cols, at->scale);
                 if (at->cut)
                     for (int64_t j = 0; j < cols; j++)
-                        row[j] = kept(row[j], first + (uint32_t)(i * cols + j), at->seed, at->cut,
+                        row[j] = kept(row[j], first + (uint32_t)(i * at->s + j), at->seed, at->cut,
                                       at->dropout_scale);
             }
             product(mixed, probs, vs, rows, at->s, wide, cols, 1);
@@ -272,14 +294,14 @@ void NAME(attention_grad)(const attention_shape *at, const STORE *grad, const ST
             NAME(unpack_across)(vs_across, v + b * vt[0] + h * vt[1], vt[2], at->s, at->k, cols);
             product(probs, qs, ks_across, rows, at->k, cols, wide, 1);
             product(slopes, gs, vs_across, rows, at->k, cols, wide, 1);
-            uint32_t first = (uint32_t)((b * at->h + h) * at->t * cols);
+            uint32_t first = (uint32_t)((b * at->h + h) * at->t * at->s);
             for (int64_t i = 0; i < at->t; i++) {
                 float *restrict row = probs + i * cols, *restrict slope = slopes + i * cols;
                 float along = 0.0f;
                 softmax_row(row, bias + i * cols, cols, at->scale);
                 if (at->cut)
                     for (int64_t j = 0; j < cols; j++)
-                        shares[j] = kept(1.0f, first + (uint32_t)(i * cols + j), at->seed, at->cut,
+                        shares[j] = kept(1.0f, first + (uint32_t)(i * at->s + j), at->seed, at->cut,
                                          at->dropout_scale);
 #pragma omp simd reduction(+ : along)
                 for (int64_t j = 0; j < cols; j++) along += slope[j] * shares[j] * row[j];
@@ -333,12 +355,15 @@ static inline __attribute__((always_inline)) void NAME(attend_rows)(
             sum += sum_of(powers);
         }
         float share = 1.0f / sum;
-        for (int64_t i = 0; i < k; i += LANES) {
-            lanes mix = {0};
+        for (int64_t first = 0; first < k; first += 4 * LANES) {
+            lanes mix[4] = {{0}};
             for (int64_t t = 0; t < length; t++)
-                mix += probs[t] * NAME(load_lanes)(seen[t] + (heads + h) * k + i, k - i);
-            for (int64_t j = 0; j < LANES && i + j < k; j++)
-                out[h * k + i + j] = SAVE(mix[j] * share);
+                for (int64_t i = 0; i < 4 && first + i * LANES < k; i++)
+                    mix[i] += probs[t] * NAME(load_lanes)(
+                                             seen[t] + (heads + h) * k + first + i * LANES,
+                                             k - first - i * LANES);
+            for (int64_t i = 0; i < 4 * LANES && first + i < k; i++)
+                out[h * k + first + i] = SAVE(mix[i / LANES][i % LANES] * share);
         }
     }
 }

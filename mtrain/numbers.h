@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define LANES 16 /* floats of the widest vector */
+#define ALIGNMENT 64 /* of a line of cache, and of the widest vector */
 
 typedef uint16_t bf16;
 
@@ -36,5 +36,5 @@ static inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) 
 /* Room for so many numbers of 4 bytes, from where whole vectors are loaded: one that lies across two
  * lines of cache costs two. NULL if there is none. */
 static inline void *room(int64_t count) {
-    return aligned_alloc(4 * LANES, round_up(4 * count, 4 * LANES));
+    return aligned_alloc(ALIGNMENT, round_up(4 * count, ALIGNMENT));
 }

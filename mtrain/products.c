@@ -21,6 +21,7 @@
 
 #include "numbers.h"
 
+#define LANES 16
 #define VECTORS 4
 #define PANEL (LANES * VECTORS)
 #define ROWS 6
