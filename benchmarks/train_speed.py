@@ -361,7 +361,11 @@ def row(name: str, measured: list[Measurement], ratio: str, ceiling: Ceiling) ->
     speeds = [measurement.tokens_per_s for measurement in measured]
     speed = median(speeds)
     gflops = speed * ceiling.gflop_per_token
-    shares = [f"{gflops / ceiling.gflops[dtype]:.0%}" for dtype in ("float32", "bfloat16")]
+    has_bfloat16 = ceiling.gflops["bfloat16"] > ceiling.gflops["float32"]
+    shares = [
+        f"{gflops / ceiling.gflops['float32']:.0%}",
+        f"{gflops / ceiling.gflops['bfloat16']:.0%}" if has_bfloat16 else "-",
+    ]
     last = measured[-1]
     return [
         name,
