@@ -9,6 +9,7 @@ import io
 import os
 import pty
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -47,6 +48,9 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 settings.load_profile("nightly" if "MTRAIN_FUZZ" in os.environ else "repeatable")
+
+# a shell that starts the tests in the background lets them, and all that they start, ignore Ctrl-C
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SETTLED = {  # enough for the copy task to be learned almost without fault
     "max_steps": 500,
