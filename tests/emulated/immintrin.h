@@ -2,8 +2,7 @@
  * its tests run on every machine. */
 #pragma once
 
-#include <stdint.h>
-#include <string.h>
+#include "../../mtrain/numbers.h"
 
 typedef float __m512 __attribute__((vector_size(64)));
 typedef uint32_t __m512i __attribute__((vector_size(64)));
@@ -11,19 +10,6 @@ typedef uint16_t __m512bh __attribute__((vector_size(64)));
 typedef uint32_t __m256i __attribute__((vector_size(32)));
 typedef uint16_t __m256bh __attribute__((vector_size(32)));
 typedef uint16_t __mmask16;
-
-static inline float emulated_load(uint16_t x) {
-    uint32_t bits = (uint32_t)x << 16;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-static inline uint16_t emulated_store(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
 
 static inline __m512 _mm512_setzero_ps(void) { return (__m512){0}; }
 static inline __m512 _mm512_add_ps(__m512 a, __m512 b) { return a + b; }
@@ -51,11 +37,11 @@ static inline __m512 _mm512_maskz_loadu_ps(__mmask16 mask, const float *from) {
 
 static inline __m256bh _mm512_cvtneps_pbh(__m512 a) {
     __m256bh b = {0};
-    for (int i = 0; i < 16; i++) b[i] = emulated_store(a[i]);
+    for (int i = 0; i < 16; i++) b[i] = store_bf16(a[i]);
     return b;
 }
 
 static inline __m512 _mm512_dpbf16_ps(__m512 sums, __m512bh a, __m512bh b) {
-    for (int i = 0; i < 32; i++) sums[i / 2] += emulated_load(a[i]) * emulated_load(b[i]);
+    for (int i = 0; i < 32; i++) sums[i / 2] += load_bf16(a[i]) * load_bf16(b[i]);
     return sums;
 }
