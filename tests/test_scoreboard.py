@@ -81,7 +81,7 @@ def test_a_run_is_compared_with_a_run_and_a_file_by_paired_tests(
     difference = re.escape(f"{by_noise['difference']:.2f}")
     assert difference.startswith(r"\-")
     assert re.fullmatch(
-        rf"  0\.\d\d( \(μ = \S+ ± \S+\))? +{difference}  0\.0010\*  0\.0001\*  .*", lines[2]
+        rf"  (0\.00|0\.\d\d \(μ = \S+ ± \S+\)) +{difference}  0\.0010\*  0\.0001\*  .*", lines[2]
     )
     assert lines[2].endswith(f"  {names[1]}")
     assert re.fullmatch(r"  \S+ \(μ = \S+ ± \S+\) +-\d\.\d\d  0\.\d{4}.  0\.\d{4}.  .*", lines[3])
