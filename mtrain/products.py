@@ -28,12 +28,13 @@ class Linear(nn.Linear):
         """Return `input @ weight.T + bias` in the type of `input`."""
         if input.dtype == self.weight.dtype:
             return F.linear(input, self.weight, self.bias)
-        functions = _compiled_products(input, self.weight)
-        # to lay out the weights pays for many rows, and decoding has few
-        is_paid = torch.is_grad_enabled() and self.out_features % 2 == 0
         tensors = (input, self.weight, self.bias)
+        functions = None
+        if torch.is_grad_enabled() and self.out_features % 2 == 0:
+            # to lay out the weights pays for many rows, and decoding has few
+            functions = _compiled_products(input, self.weight)
         result: Tensor
-        if functions is not None and is_paid:
+        if functions is not None:
             result = _CompiledLinear.apply(*tensors, functions)  # type: ignore[no-untyped-call]
         else:
             result = _ShortLinear.apply(*tensors)  # type: ignore[no-untyped-call]

@@ -308,6 +308,7 @@ def test_a_line_of_two_hundred_thousand_characters_costs_no_other_line(
     said = rf"mtrain: line 2: has [\d,]+ tokens; translated in {num_whole + 1:,} parts\."
     assert re.match(said, outcome.err)
     part = cli("translate", trained.path, "--beam", "1", stdin=b"ba ce di fo. " * num_sentences)
+    assert part.lines[0].startswith("ba ce")
     assert long.startswith(" ".join(part.lines * num_whole))
 
 
