@@ -75,6 +75,7 @@ class Measurement:
     sentences_per_s: float
     tgt_tokens_per_s: float
     texts: list[str]
+    lengths: list[int]  # in tokens, eos included
     max_rss_mib: int
     cores: float
     versions: str
@@ -191,7 +192,7 @@ def read_task(options: argparse.Namespace) -> Task:
         alpha=options.alpha,
         batch_size=options.batch,
         max_tokens=options.max_tokens,
-        forced_tokens=0,
+        lengths=[],
         precision="float32",
         threads=options.threads,
         seconds=options.seconds,
@@ -221,8 +222,7 @@ def measure_pair(options: argparse.Namespace, task: Task, name: str, number: int
     base = translate(BASE, task.job, task.vocabulary)
     job = replace(task.job, precision=SYSTEMS[name].precision)
     if not SYSTEMS[name].is_trained:
-        mean_tokens = base.tgt_tokens_per_s / base.sentences_per_s
-        job = replace(job, forced_tokens=round(mean_tokens))
+        job = replace(job, lengths=base.lengths)
     pair = Pair(base, translate(name, job, task.vocabulary))
     say(
         f"{name}, pair {number} of {options.pairs}: {BASE} "
@@ -248,12 +248,13 @@ def translate(name: str, job: Job, vocabulary: Tokenizer) -> Measurement:
     )
     outputs = answer["outputs"]
     texts = outputs if system.environment is None else vocabulary.tgt.decode(outputs)
-    num_tokens = sum(len(ids) + 1 for ids in vocabulary.tgt.encode(texts))
+    lengths = [len(ids) + 1 for ids in vocabulary.tgt.encode(texts)]
     seconds = answer["seconds"] or float("inf")
     return Measurement(
         len(texts) / seconds,
-        (num_tokens if system.is_trained else job.forced_tokens * len(texts)) / seconds,
+        sum(lengths if system.is_trained else job.lengths) / seconds,
         texts,
+        lengths,
         answer["max_rss_mib"],
         answer["cores"],
         " ".join(f"{package} {version}" for package, version in answer["versions"].items()),

@@ -37,7 +37,8 @@ def load(job: Job) -> Loaded:
     pieces = vocabulary(job.vocab_size)
     ids_of = {piece: index for index, piece in enumerate(pieces)}
 
-    def decode(sources: Ids) -> Ids:
+    def decode(rows: list[int]) -> Ids:
+        sources = [job.sources[row] for row in rows]
         found = translator.translate_batch(
             [[pieces[index] for index in ids] for ids in sources],
             beam_size=job.beam,

@@ -1,7 +1,7 @@
 """Decode with eole's own search, by a model of the same sizes with random weights.
 
 eole has no post-norm decoder, which could carry the weights of the trained model. So every output
-is as long as mtrain's are on average, whatever it says.
+ends where mtrain's does, whatever it says.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 from eole.bin.run.train import train as eole_train
 from eole.config.run import PredictConfig, TrainConfig
 from eole.predict import build_predictor
+from eole.predict.decode_strategy import DecodeStrategy
+from eole.predict.greedy_search import GreedySearch
 from peers.decoding import Ids, Job, Loaded, in_batches, run_apart, serve
 from peers.with_eole import model_settings
 from peers.worker import NUM_SPECIAL, PAD
@@ -38,28 +40,41 @@ def load(job: Job) -> Loaded:
             top_k=1 if job.beam == 1 else 0,  # its greedy search
             length_penalty="wu",
             alpha=job.alpha,
-            min_length=job.forced_tokens,
-            max_length=job.forced_tokens,
+            min_length=max(job.lengths),  # no eos: `end_after` decides
+            max_length=max(job.lengths),
             max_length_ratio=0,
             fuse_kvq=True,
         )
         predictor = build_predictor(config, device_id=-1)
     draw_weights(predictor.model)
 
-    def decode(sources: Ids) -> Ids:
+    def decode(rows: list[int]) -> Ids:
+        sources, lengths = ([of[row] for row in rows] for of in (job.sources, job.lengths))
         width = max(map(len, sources))
         batch = {
             "src": torch.tensor([ids + [PAD] * (width - len(ids)) for ids in sources]),
             "srclen": torch.tensor([len(ids) for ids in sources]),
             "ind_in_bucket": list(range(len(sources))),
         }
+        end_after(lengths)
         found = predictor.predict_batch(batch, attn_debug=False)
         outputs = [hypotheses[0].tolist() for hypotheses in found["predictions"]]
-        lengths = {len(ids) for ids in outputs}
-        assert lengths == {job.forced_tokens}, f"{lengths}, not {job.forced_tokens}"
+        assert [len(ids) for ids in outputs] == lengths
         return outputs
 
     return Loaded(in_batches(job, decode), {"eole": version("eole"), "torch": torch.__version__})
+
+
+def end_after(lengths: list[int]) -> None:
+    """Let the outputs of eole's next batch have these lengths, eos included, in every place."""
+
+    def ensure_max_length(self: DecodeStrategy) -> None:
+        is_greedy = isinstance(self, GreedySearch)
+        rows = self.original_batch_idx if is_greedy else self._batch_offset
+        ends = [len(self) - 1 == lengths[row] for row in rows.tolist()]
+        self.is_finished_list = [[is_end] * self.parallel_paths for is_end in ends]
+
+    DecodeStrategy.ensure_max_length = ensure_max_length
 
 
 @torch.no_grad()

@@ -62,7 +62,8 @@ def load(job: Job) -> Loaded:
     )
 
     @torch.inference_mode()
-    def decode(sources: Ids) -> Ids:
+    def decode(rows: list[int]) -> Ids:
+        sources = [job.sources[row] for row in rows]
         width = max(map(len, sources))
         src = torch.tensor([ids + [PAD] * (width - len(ids)) for ids in sources])
         keep = (src != PAD).long()

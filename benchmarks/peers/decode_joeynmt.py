@@ -62,7 +62,8 @@ def load(job: Job) -> Loaded:
         if isinstance(module, torch.nn.LayerNorm):
             module.eps = _EPS
 
-    def decode(sources: Ids) -> Ids:
+    def decode(rows: list[int]) -> Ids:
+        sources = [job.sources[row] for row in rows]
         outputs, _, _ = search(
             model=model,
             batch=make_batch(model, sources),

@@ -37,7 +37,7 @@ class Job:
     alpha: float
     batch_size: int  # sentences
     max_tokens: int  # of an output
-    forced_tokens: int  # of every output of a model with random weights, eos included
+    lengths: list[int]  # of the outputs of a model with random weights, eos included
     precision: str
     threads: int
     seconds: float  # of whole passes that are timed, at least; 0 for one pass without a stopwatch
@@ -56,15 +56,18 @@ class Loaded:
     versions: dict[str, str]
 
 
-def in_batches(job: Job, decode: Callable[[Ids], Ids]) -> Callable[[], Ids]:
-    """Return a pass over the sources, sorted by length, a batch at a time; its outputs in order."""
+def in_batches(job: Job, decode: Callable[[list[int]], Ids]) -> Callable[[], Ids]:
+    """Return a pass over the sources, sorted by length, a batch at a time; its outputs in order.
+
+    `decode` gets the numbers of some sources, and returns their outputs.
+    """
     rows = sorted(range(len(job.sources)), key=lambda row: len(job.sources[row]))
     batches = [rows[at : at + job.batch_size] for at in range(0, len(rows), job.batch_size)]
 
     def translate() -> Ids:
         found: dict[int, list[int]] = {}
         for batch in batches:
-            found.update(zip(batch, decode([job.sources[row] for row in batch]), strict=True))
+            found.update(zip(batch, decode(batch), strict=True))
         return [found[row] for row in range(len(rows))]
 
     return translate
