@@ -62,7 +62,8 @@ def build(directory: Path) -> Path:
     print(
         f"{wheel.name}: {wheel.stat().st_size:,} bytes, {len(names)} files, {unpacked:,} unpacked"
     )
-    wanted = ("kernels.c", "products.c", "numbers.h", "py.typed", "config.schema.json")
+    sources = ("kernels.c", "products.c", "projection.c", "numbers.h")
+    wanted = (*sources, "py.typed", "config.schema.json")
     assert {f"mtrain/{name}" for name in wanted} <= set(names)
     assert all(name.startswith(("mtrain/", "mtrain-")) for name in names)
     return wheel

@@ -255,7 +255,7 @@ class _Closed(Ensemble):
 
     def step(self, ids_N: Tensor, state: EnsembleState) -> Tensor:
         """Return the logits [N, V] of the piece that follows `ids_N`, and advance `state`."""
-        return self._close(super().step(ids_N, state))
+        return self._close(super().step(ids_N, state)[:])
 
     def log_probs(self, sources: Sequence[Padded], tgt_in_BT: Tensor) -> Tensor:
         """Return the log-probabilities [B, T, V] of every piece at every place, in float64."""

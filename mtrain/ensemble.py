@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mtrain.model import DecoderState, Transformer
+from mtrain.products import Logits
 
 
 class Padded(NamedTuple):
@@ -37,12 +38,12 @@ class Ensemble:
             ]
         )
 
-    def step(self, ids_N: Tensor, state: EnsembleState) -> Tensor:
+    def step(self, ids_N: Tensor, state: EnsembleState) -> Logits:
         """Return the logits [N, V] of the piece that follows `ids_N`, and advance `state`."""
         logits = [
             model.step(ids_N, own) for model, own in zip(self.models, state.states, strict=True)
         ]
-        return logits[0] if len(logits) == 1 else _log_mean(logits)
+        return logits[0] if len(logits) == 1 else _log_mean([own[:] for own in logits])
 
     def log_probs(self, sources: Sequence[Padded], tgt_in_BT: Tensor) -> Tensor:
         """Return the log-probabilities [B, T, V] of every piece at every place, in float64."""

@@ -12,18 +12,8 @@
 
 #include "numbers.h"
 
-/* Floats of the widest vector: compilers keep wider ones in memory. */
-#if defined __AVX512F__
-#define LANES 16
-#elif defined __AVX__
-#define LANES 8
-#else
-#define LANES 4
-#endif
-
 #define BLOCK 64 /* logits whose greatest is noted */
 
-typedef float lanes __attribute__((vector_size(4 * LANES)));
 typedef float four __attribute__((vector_size(16)));
 
 /* e^x to about one unit in the last place; 0 below the smallest normal number. */

@@ -292,34 +292,6 @@ def _next_seed() -> int:
     return int(torch.randint(2**32, ()))
 
 
-class TopPieces(NamedTuple):
-    """The best pieces of each row, best first, and their log-probabilities."""
-
-    ids_NC: Tensor
-    log_prob_NC: Tensor
-
-
-def top_pieces(logits_NV: Tensor, never: list[int], count: int) -> TopPieces:
-    """Return the `count` likeliest pieces of each row, apart from those that are never written.
-
-    The log-probabilities are over the whole vocabulary, those never written too.
-    """
-    count = min(count, logits_NV.shape[1] - len(never))
-    functions = functions_for(logits_NV)
-    if functions is not None:
-        logits_NV, banned = logits_NV.contiguous(), torch.tensor(never, dtype=torch.int64)
-        ids_NC = banned.new_empty((len(logits_NV), count))
-        log_prob_NC = torch.empty((len(logits_NV), count))
-        sizes = (*logits_NV.shape, len(never), count)
-        functions.call("top_pieces", (logits_NV, banned, ids_NC, log_prob_NC), *sizes)
-        return TopPieces(ids_NC, log_prob_NC)
-    log_total_N1 = logits_NV.logsumexp(-1, keepdim=True)
-    allowed_NV = logits_NV.clone()
-    allowed_NV[:, never] = -torch.inf
-    top_NC, ids_NC = allowed_NV.topk(count, dim=-1)
-    return TopPieces(ids_NC, top_NC - log_total_N1)
-
-
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
     """Return the type of a model's states and products for `precision`."""
     if precision == "bfloat16":

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mtrain.config import ModelConfig
 from mtrain.kernels import Dropout, LayerNorm, add_norm, attend, attention
-from mtrain.products import Linear
+from mtrain.products import Linear, Logits, Projection
 
 Sublayer = Callable[[Tensor], Tensor]
 
@@ -43,7 +43,7 @@ class Transformer(nn.Module):
         )
         self.encoder_norm = LayerNorm(d_model) if pre_norm else nn.Identity()
         self.decoder_norm = LayerNorm(d_model) if pre_norm else nn.Identity()
-        self.output = Linear(d_model, num_tgt_pieces, bias=False)
+        self.output = Projection(d_model, num_tgt_pieces)
         self.dropout = Dropout(config.dropout)
         self.compute_dtype: torch.dtype | None = None
         self._initialise()
@@ -83,15 +83,14 @@ class Transformer(nn.Module):
         sources = [layer.cross_attention.source_keys_values(memory_BSD) for layer in self.decoder]
         return DecoderState([source_BSX.flatten(0, 1) for source_BSX in sources], src_keep_BS)
 
-    def step(self, ids_N: Tensor, state: DecoderState) -> Tensor:
+    def step(self, ids_N: Tensor, state: DecoderState) -> Logits:
         """Return the logits [N, V] of the piece that follows `ids_N`, and advance `state`."""
         stop = state.max_length + 1
         x_ND = self._embed(self.tgt_embedding, self.tgt_positions, ids_N, state.length_N, stop)
         state.advance()
         for index, layer in enumerate(self.decoder):
             x_ND = layer.step(x_ND, state, index)
-        logits_NV: Tensor = self.output(self.decoder_norm(x_ND))
-        return logits_NV.to(self.output.weight.dtype)
+        return self.output.logits(self.decoder_norm(x_ND))
 
     @torch.no_grad()
     def attention_maps(
@@ -300,7 +299,8 @@ class SelfAttention(nn.Module):
         """Return [N, D] for one more position, which sees itself and all before it."""
         d_model = x_ND.shape[1]
         q_ND, own_NX = self.queries_keys_values(x_ND).split([d_model, 2 * d_model], -1)
-        past_RX, places_NT = state.pasts.write(index, own_NX), state.places_NT
+        places_NT = state.places_NT
+        past_RX = state.pasts.write(index, places_NT[:, -1], own_NX)
         if self.window is not None:
             places_NT = places_NT[:, -self.window - 1 :]
         result: Tensor = self.output(attend(q_ND, past_RX, places_NT, self.num_heads))
@@ -373,7 +373,7 @@ class DecoderState:
     """What decoding remembers of each hypothesis: where its source and its past are kept.
 
     Keys and values lie in stores, and each hypothesis has lists of places there: to reorder
-    hypotheses is to reorder lists.
+    hypotheses is to reorder lists, and rows that no list names are written anew.
 
     Attributes:
         sources: the positions of the sources.
@@ -386,9 +386,9 @@ class DecoderState:
     def __init__(self, sources: list[Tensor], src_keep_BS: Tensor) -> None:
         device = src_keep_BS.device
         places_BS = torch.arange(src_keep_BS.numel(), device=device).view_as(src_keep_BS)
-        self.sources = Stores(sources)
+        self.sources = Stores(sources, in_use=True)
         self.src_places_NS = places_BS.masked_fill(~src_keep_BS, -1)
-        self.pasts = Stores([source_RX[:0] for source_RX in sources])
+        self.pasts = Stores([torch.empty_like(source_RX) for source_RX in sources], in_use=False)
         self.places_NT, self.length_N = places_BS[:, :0], torch.zeros_like(places_BS[:, 0])
 
     @property
@@ -398,7 +398,7 @@ class DecoderState:
 
     def advance(self) -> None:
         """Make room for one more piece of each hypothesis."""
-        new_N = self.pasts.grow(len(self.length_N))
+        new_N = self.pasts.take(len(self.length_N), self.places_NT)
         self.places_NT = torch.cat([self.places_NT, new_N[:, None]], 1)
         self.length_N = self.length_N + 1
 
@@ -411,12 +411,15 @@ class DecoderState:
     def extend(self, other: DecoderState) -> None:
         """Let the hypotheses of another state, which has read nothing yet, join after one's own."""
         longest = int(self.length_N.max()) if len(self.length_N) else 0
-        own_NT = self.pasts.tidy(self.places_NT[:, self.max_length - longest :])
+        own_NT = self.places_NT[:, self.max_length - longest :]
         self.places_NT = F.pad(own_NT, (0, 0, 0, len(other.length_N)), value=-1)
         self.length_N = torch.cat([self.length_N, other.length_N])
-        own_NS = self.sources.tidy(self.src_places_NS)
-        first = self.sources.append(other.sources)
-        new_NS = torch.where(other.src_places_NS < 0, -1, other.src_places_NS + first)
+        own_NS, new_NS = self.src_places_NS, other.src_places_NS.clone()
+        is_kept_NS = new_NS >= 0
+        places_K = self.sources.take(int(is_kept_NS.sum()), own_NS)
+        for index, source_RX in enumerate(other.sources.layers):
+            self.sources.write(index, places_K, source_RX[new_NS[is_kept_NS]])
+        new_NS[is_kept_NS] = places_K
         width = max(own_NS.shape[1], new_NS.shape[1])
         both = [F.pad(own, (0, width - own.shape[1]), value=-1) for own in (own_NS, new_NS)]
         self.src_places_NS = torch.cat(both)
@@ -425,52 +428,41 @@ class DecoderState:
 class Stores:
     """Keys and values of positions, a store [R, X] for each layer; R grows as it must.
 
-    The first `num_rows` rows of every store are in use.
+    At first, all rows are in use, or none.
     """
 
-    def __init__(self, layers: list[Tensor]) -> None:
-        self.layers, self.num_rows = layers, len(layers[0])
+    def __init__(self, layers: list[Tensor], in_use: bool) -> None:
+        self.layers = layers
+        self._free_R = torch.arange(0 if in_use else len(layers[0]), device=layers[0].device)
 
-    def grow(self, count: int) -> Tensor:
-        """Take more rows into use, and return their places."""
-        first, self.num_rows = self.num_rows, self.num_rows + count
-        if self.num_rows > len(self.layers[0]):
-            self.layers = [
-                _enlarged(layer_RX, first, 2 * self.num_rows) for layer_RX in self.layers
-            ]
-        return torch.arange(first, self.num_rows, device=self.layers[0].device)
+    def take(self, count: int, in_use: Tensor) -> Tensor:
+        """Return the places of rows to be written, none of them among those `in_use`."""
+        if count > len(self._free_R):
+            self._find_free(count, in_use)
+        taken_N, self._free_R = self._free_R[:count], self._free_R[count:]
+        return taken_N
 
-    def write(self, index: int, rows_NX: Tensor) -> Tensor:
-        """Fill the newest rows of a layer's store, and return the store."""
-        layer_RX = self.layers[index]
-        layer_RX[self.num_rows - len(rows_NX) : self.num_rows] = rows_NX
-        return layer_RX
+    def write(self, index: int, places_N: Tensor, rows_NX: Tensor) -> Tensor:
+        """Fill rows of a layer's store, and return the store."""
+        return self.layers[index].index_copy_(0, places_N, rows_NX)
 
-    def append(self, other: Stores) -> int:
-        """Copy the rows of others, and return the place of the first."""
-        first = self.num_rows
-        self.grow(other.num_rows)
-        for index, layer_RX in enumerate(other.layers):
-            self.write(index, layer_RX[: other.num_rows])
-        return first
-
-    def tidy(self, places: Tensor) -> Tensor:
-        """Forget the rows that no place names, once they are most; return the new places."""
-        is_used_R = torch.zeros(self.num_rows + 1, dtype=torch.bool, device=places.device)
-        is_used_R[places] = True  # -1 is the last, which is no row
-        kept_R = is_used_R[:-1].nonzero()[:, 0]
-        if 2 * len(kept_R) > self.num_rows:
-            return places
-        self.layers = [layer_RX.index_select(0, kept_R) for layer_RX in self.layers]
-        self.num_rows = len(kept_R)
-        new_place_R = torch.full_like(is_used_R, -1, dtype=torch.int64)
-        new_place_R[kept_R] = torch.arange(len(kept_R), device=places.device)
-        return new_place_R[places]
+    def _find_free(self, count: int, in_use: Tensor) -> None:
+        """Find the rows that nobody reads; where they are few, make room for many more."""
+        num_rows = len(self.layers[0])
+        is_free_R = torch.ones(num_rows + 1, dtype=torch.bool, device=in_use.device)
+        is_free_R[in_use] = False  # -1 is the last, which is no row
+        free_R = is_free_R[:-1].nonzero()[:, 0]
+        num_needed = num_rows - len(free_R) + count
+        if num_needed > 3 * num_rows // 4:
+            enough = 2 * num_needed
+            self.layers = [_enlarged(layer_RX, enough) for layer_RX in self.layers]
+            free_R = torch.cat([free_R, torch.arange(num_rows, enough, device=free_R.device)])
+        self._free_R = free_R
 
 
-def _enlarged(layer_RX: Tensor, num_rows: int, capacity: int) -> Tensor:
-    larger_RX = layer_RX.new_empty((capacity, layer_RX.shape[1]))
-    larger_RX[:num_rows] = layer_RX[:num_rows]
+def _enlarged(layer_RX: Tensor, num_rows: int) -> Tensor:
+    larger_RX = layer_RX.new_empty((num_rows, layer_RX.shape[1]))
+    larger_RX[: len(layer_RX)] = layer_RX
     return larger_RX
 
 

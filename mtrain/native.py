@@ -20,7 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "products.c"))
+_SOURCES = tuple(
+    Path(__file__).with_name(name) for name in ("kernels.c", "products.c", "projection.c")
+)
 _HEADER = Path(__file__).with_name("numbers.h")
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = (
@@ -104,6 +106,10 @@ class Functions(NamedTuple):
     def multiply(self) -> bool:
         """Tell whether matrix products are among them."""
         return hasattr(self.library, f"linear_{self.store}")
+
+    def panel_width(self) -> int:
+        """Return how many rows of weights stand side by side where a projection reads them."""
+        return ctypes.c_int64.in_dll(self.library, "panel_width").value
 
     def call(
         self,
@@ -215,10 +221,11 @@ _SIGNATURES = {
     "top_pieces": [*[_POINTER] * 4, *[_INT] * 4],
     "cross_entropy": [_POINTER, _POINTER, *[_INT] * 3, _REAL, ctypes.c_int, _POINTER],
 }
-_PRODUCTS = {  # of some processors, and of one type of storage
+_PRODUCTS = {  # of one type of storage, and most of them of some processors
     "linear_bf16": [*[_POINTER] * 4, *[_INT] * 3],
     "linear_grad_bf16": [*[_POINTER] * 6, *[_INT] * 3],
     "projected_cross_entropy_bf16": [*[_POINTER] * 5, *[_INT] * 3, _REAL, _POINTER],
+    "project_top_pieces_float": [*[_POINTER] * 5, *[_INT] * 5],
 }
 
 

@@ -1,4 +1,4 @@
-/* Numbers as kernels.c and products.c store them, and room for them. */
+/* Numbers as the C files store and compute them, and room for them. */
 #pragma once
 
 #include <stdint.h>
@@ -7,7 +7,17 @@
 
 #define ALIGNMENT 64 /* of a line of cache, and of the widest vector */
 
+/* Floats of the widest vector: compilers keep wider ones in memory. */
+#if defined __AVX512F__
+#define LANES 16
+#elif defined __AVX__
+#define LANES 8
+#else
+#define LANES 4
+#endif
+
 typedef uint16_t bf16;
+typedef float lanes __attribute__((vector_size(4 * LANES)));
 
 static inline float bits_to_float(uint32_t bits) {
     float value;

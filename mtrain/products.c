@@ -21,9 +21,9 @@
 
 #include "numbers.h"
 
-#define LANES 16
+#define SUMS 16 /* of a vector */
 #define VECTORS 4
-#define PANEL (LANES * VECTORS)
+#define PANEL (SUMS * VECTORS)
 #define ROWS 6
 #define STRIPE (16 * ROWS) /* columns of a left factor that are paired at once */
 #define BLOCK 512          /* rows of a batch whose products are added up at once */
@@ -89,18 +89,18 @@ static void pair_down(pair *restrict to, const bf16 *x, int64_t rows, int64_t st
 static inline __attribute__((always_inline)) void finish(const target *to, int64_t row,
                                                          int64_t column, int64_t columns,
                                                          const __m512 *sums) {
-    for (int64_t v = 0; v < VECTORS && column < columns; v++, column += LANES) {
-        int64_t count = least(columns - column, LANES), at = row * to->stride + column;
+    for (int64_t v = 0; v < VECTORS && column < columns; v++, column += SUMS) {
+        int64_t count = least(columns - column, SUMS), at = row * to->stride + column;
         __mmask16 mask = (__mmask16)((1u << count) - 1);
         __m512 sum = sums[v];
         if (to->rounded) {
             if (to->bias) sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(mask, to->bias + column));
             __m256i values = (__m256i)_mm512_cvtneps_pbh(sum);
-            if (count == LANES) _mm256_storeu_si256((__m256i *)(to->rounded + at), values);
+            if (count == SUMS) _mm256_storeu_si256((__m256i *)(to->rounded + at), values);
             else memcpy(to->rounded + at, &values, count * sizeof(bf16));
         } else {
             if (to->adds) sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(mask, to->sums + at));
-            if (count == LANES) _mm512_storeu_ps(to->sums + at, sum);
+            if (count == SUMS) _mm512_storeu_ps(to->sums + at, sum);
             else memcpy(to->sums + at, &sum, count * sizeof(float));
         }
     }
@@ -117,7 +117,7 @@ static inline __attribute__((always_inline)) void tile(const target *to, int64_t
     for (int64_t p = 0; p < num_pairs; p++) {
         __m512bh right[VECTORS];
         for (int v = 0; v < VECTORS; v++)
-            right[v] = (__m512bh)_mm512_loadu_si512(panel + p * PANEL + v * LANES);
+            right[v] = (__m512bh)_mm512_loadu_si512(panel + p * PANEL + v * SUMS);
         for (int r = 0; r < rows; r++) {
             pair own;
             memcpy(&own, left + r * row_step + p * pair_step, sizeof own);

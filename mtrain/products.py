@@ -1,5 +1,5 @@
-"""Linear maps and the loss over a vocabulary: all that multiplies by weights, each equal to a plain
-formula of PyTorch.
+"""Linear maps, the loss over a vocabulary and the likeliest of it: all that multiplies by weights,
+each equal to a plain formula of PyTorch.
 
 They know tensors and nothing of the model. Products run in the type of the states, and sums of
 gradients stay in the type of the weights.
@@ -8,7 +8,8 @@ gradients stay in the type of the weights.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -99,6 +100,82 @@ def _compiled_products(x: Tensor, weight: Tensor) -> Functions | None:
 def _sizes(x: Tensor, weight: Tensor) -> tuple[int, int, int]:
     """Return the rows of `x`, and how wide each is before and after."""
     return x.numel() // x.shape[-1], x.shape[-1], len(weight)
+
+
+class Projection(Linear):
+    """A linear map onto a vocabulary, of which the likeliest pieces may be all that is wanted."""
+
+    def __init__(self, num_features: int, num_pieces: int) -> None:
+        super().__init__(num_features, num_pieces, bias=False)
+        self._panels: Tensor | None = None
+
+    def lay_out(self) -> None:
+        """Lay out a copy of weights that change no more, as compiled functions read them."""
+        functions = functions_for(self.weight, is_training=True)
+        if functions is None or functions.store != "float":
+            return
+        width = functions.panel_width()
+        filled = F.pad(self.weight.detach(), (0, 0, 0, -self.out_features % width))
+        self._panels = filled.view(-1, width, self.in_features).transpose(1, 2).contiguous()
+
+    def logits(self, states_ND: Tensor) -> Logits:
+        """Return logits [N, V] in the type of the weights; `Projected` if those are laid out."""
+        if self._panels is None or states_ND.dtype != self._panels.dtype:
+            logits_NV: Tensor = self(states_ND).to(self.weight.dtype)
+            return logits_NV
+        return Projected(states_ND.contiguous(), self, self._panels)
+
+
+@dataclass(frozen=True)
+class Projected:
+    """Logits [N, V] that are multiplied out where they are asked for: `logits[rows]`."""
+
+    states_ND: Tensor
+    projection: Projection
+    panels: Tensor
+
+    def __getitem__(self, rows: Tensor | slice) -> Tensor:
+        """Return the logits of some rows."""
+        logits: Tensor = self.projection(self.states_ND[rows])
+        return logits
+
+
+Logits = Tensor | Projected
+
+
+class TopPieces(NamedTuple):
+    """The best pieces of each row, best first, and their log-probabilities."""
+
+    ids_NC: Tensor
+    log_prob_NC: Tensor
+
+
+def top_pieces(logits_NV: Logits, never: list[int], count: int) -> TopPieces:
+    """Return the `count` likeliest pieces of each row, apart from those that are never written.
+
+    The log-probabilities are over the whole vocabulary, those never written too.
+    """
+    inputs: tuple[Tensor, ...]
+    if isinstance(logits_NV, Projected):
+        name, inputs = "project_top_pieces", (logits_NV.states_ND, logits_NV.panels)
+        sizes = (*logits_NV.states_ND.shape, logits_NV.projection.out_features)
+    else:
+        name, inputs, sizes = "top_pieces", (logits_NV.contiguous(),), logits_NV.shape
+    count = min(count, sizes[-1] - len(never))
+    functions = functions_for(inputs[0])
+    if functions is not None:
+        banned = torch.tensor(never, dtype=torch.int64)
+        ids_NC = banned.new_empty((sizes[0], count))
+        log_prob_NC = torch.empty((sizes[0], count))
+        tensors = (*inputs, banned, ids_NC, log_prob_NC)
+        functions.call(name, tensors, *sizes, len(never), count)
+        return TopPieces(ids_NC, log_prob_NC)
+    logits_NV = logits_NV[:]
+    log_total_N1 = logits_NV.logsumexp(-1, keepdim=True)
+    allowed_NV = logits_NV.clone()
+    allowed_NV[:, never] = -torch.inf
+    top_NC, ids_NC = allowed_NV.topk(count, dim=-1)
+    return TopPieces(ids_NC, top_NC - log_total_N1)
 
 
 def quantize_int8(model: nn.Module) -> None:

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtrain.kernels import TopPieces, top_pieces
+from mtrain.products import Logits, TopPieces, top_pieces
 
 
 class State(Protocol):
@@ -42,7 +42,7 @@ class State(Protocol):
 
 
 S = TypeVar("S", bound=State)
-Step = Callable[[Tensor, S], Tensor]
+Step = Callable[[Tensor, S], Logits]
 
 NUM_GROUPS = 4  # groups of sentences that grow at once
 _FLOAT = torch.float64  # of sums of log-probabilities, and of scores
@@ -196,7 +196,7 @@ def sample(
     rows, finished = _Rows.start(draw_N, limits), _Finished()
     uniform_NT = uniform_NT.to(device)
     while len(rows.ids_N):
-        drawn = _draw(step(rows.ids_N, state), rows, limits, settings, uniform_NT)
+        drawn = _draw(step(rows.ids_N, state)[:], rows, limits, settings, uniform_NT)
         everyone_N = torch.arange(len(rows.ids_N), device=device)
         rows = rows.grow(everyone_N, drawn.ids_NC[:, 0], drawn.log_prob_NC[:, 0])
         ends_N = rows.ids_N == limits.eos
@@ -396,7 +396,7 @@ class _Beams:
             prefix_BP=self.sentences.prefix_BP if self.sentences.prefix_BP.shape[1] else None,
         )
 
-    def grow(self, logits_NV: Tensor) -> Tensor:
+    def grow(self, logits_NV: Logits) -> Tensor:
         """Continue every open hypothesis by its best pieces; return the rows they continue."""
         top = _best_pieces(logits_NV, self.rows, self.limits, self.settings.width)
         chosen = self._choose(self.rows.log_prob_N[:, None] + top.log_prob_NC)
@@ -463,9 +463,10 @@ class _Chosen(NamedTuple):
     cell_N: Tensor
 
 
-def _best_pieces(logits_NV: Tensor, rows: _Rows, limits: Limits, count: int) -> TopPieces:
+def _best_pieces(logits_NV: Logits, rows: _Rows, limits: Limits, count: int) -> TopPieces:
     """Rank the next pieces of each row, as far as the limits allow any."""
     if limits.no_repeat_ngram:
+        logits_NV = logits_NV[:]
         allowed_NV = _allowed(logits_NV, rows, limits)
         ids_NC = top_pieces(allowed_NV, limits.never, count).ids_NC
         log_total_N1 = logits_NV.logsumexp(-1, keepdim=True)

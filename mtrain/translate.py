@@ -366,6 +366,8 @@ def _load_model(
         if device.type != "cpu":
             raise ConfigError(f"`--quantize` must run on the cpu, but runs on {device} instead.")
         quantize_int8(model)
+    elif loading.precision != "bfloat16":
+        model.output.lay_out()
     return model
 
 

@@ -48,6 +48,10 @@ def search(name: str, old: str, new: str) -> Mutation:
     return Mutation(name, "mtrain/search.py", old, new, "tests/test_search.py")
 
 
+def products(name: str, old: str, new: str) -> Mutation:
+    return Mutation(name, "mtrain/products.py", old, new, "tests/test_products.py")
+
+
 def train(name: str, old: str, new: str, wanted: str) -> Mutation:
     return Mutation(name, "mtrain/training.py", old, new, f"tests/test_train.py -k {wanted}")
 
@@ -185,13 +189,13 @@ MODEL = [
     ),
     model(
         "a larger store forgets the past",
-        "    larger_RX[:num_rows] = layer_RX[:num_rows]\n",
+        "    larger_RX[: len(layer_RX)] = layer_RX\n",
         "    larger_RX[:] = 0\n",
     ),
     model(
         "two steps write to the same places",
-        "first, self.num_rows = self.num_rows, self.num_rows + count",
-        "first, self.num_rows = self.num_rows // 2, self.num_rows // 2 + count",
+        "taken_N, self._free_R = self._free_R[:count], self._free_R[count:]",
+        "taken_N, self._free_R = self._free_R[:count], self._free_R[count // 2 :]",
     ),
     model(
         "those who join see what others have read",
@@ -205,17 +209,17 @@ MODEL = [
     ),
     model(
         "those who join have the sources of others",
-        "torch.where(other.src_places_NS < 0, -1, other.src_places_NS + first)",
-        "other.src_places_NS",
+        "        new_NS[is_kept_NS] = places_K\n",
+        "",
     ),
     model(
-        "places are kept when stores are tidied",
-        "        return new_place_R[places]\n",
-        "        return places\n",
+        "rows that others read are written anew",
+        "        is_free_R[in_use] = False  # -1 is the last, which is no row\n",
+        "",
     ),
     model(
-        "stores are never tidied",
-        "        if 2 * len(kept_R) > self.num_rows:\n",
+        "no row is written anew",
+        "        if num_needed > 3 * num_rows // 4:\n",
         "        if True:\n",
     ),
     model(
@@ -272,6 +276,16 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
         "Drops(cut, _LEVELS / (_LEVELS - cut), _next_seed())",
         "Drops(cut, 1.0, _next_seed())",
         "tests/test_model.py",
+    ),
+    products(
+        "weights are laid out row by row",
+        ".view(-1, width, self.in_features).transpose(1, 2).contiguous()",
+        ".view(-1, self.in_features, width).contiguous()",
+    ),
+    products(
+        "the logits of the first rows for those of any",
+        "self.projection(self.states_ND[rows])",
+        "self.projection(self.states_ND)[: len(self.states_ND[rows])]",
     ),
 ]
 

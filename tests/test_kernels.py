@@ -31,8 +31,8 @@ from mtrain.kernels import (
     attend,
     attention,
     dropout_seeds,
-    top_pieces,
 )
+from mtrain.products import top_pieces
 
 DROPS = Drops(round(0.3 * 2**16), 2**16 / (2**16 - round(0.3 * 2**16)), 0x9E3779B9)
 
@@ -493,113 +493,6 @@ def test_attend_hands_on_what_is_not_finite_to_those_who_read_it(way, calls, val
     out_ND = attend(q_ND.abs(), store_RX, torch.tensor([[3, 7, -1], [4, 5, 6]]), 2)
     assert not out_ND[0].isfinite().all()
     assert out_ND[1].isfinite().all()
-
-
-# top_pieces
-
-WIDTHS = [5, 63, 64, 65, 130, 1000]  # the compiled function reads blocks of 64
-
-
-def ranked(logits_NV: Tensor, never: list[int], count: int) -> Tensor:
-    """The ids of each row, greatest first and of equals the first."""
-    rows = [
-        sorted((piece for piece in range(len(row)) if piece not in never), key=lambda n: -row[n])
-        for row in logits_NV.tolist()
-    ]
-    return torch.tensor([row[:count] for row in rows])
-
-
-@EACH_WAY
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("never", [[], [4, 0, 1]])
-@pytest.mark.parametrize("count", [1, 4, 2000])
-@torch.no_grad()
-def test_top_pieces_are_the_greatest_of_those_allowed(way, calls, width, never, count, monkeypatch):
-    """Those never taken are the greatest of all, and count in the probabilities."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    logits_NV = 3 * normal(7, width, dtype=way.dtype)
-    logits_NV[:, never] += 8
-    before = logits_NV.clone()
-    found = top_pieces(logits_NV, never, count)
-    assert calls == (["top_pieces"] if way.is_compiled else [])
-    assert torch.equal(logits_NV, before)
-
-    expected = ranked(logits_NV, never, count)
-    values_NC = logits_NV.gather(1, found.ids_NC)
-    assert torch.equal(values_NC, logits_NV.gather(1, expected))
-    if way.is_compiled or way.dtype is not SHORT:  # else there are ties, which it may break at will
-        assert torch.equal(found.ids_NC, expected)
-    assert all(len({*row}) == len(row) and not {*row} & {*never} for row in found.ids_NC.tolist())
-    exact = logits_NV.double().log_softmax(-1).gather(1, found.ids_NC)
-    way.assert_near(found.log_prob_NC, exact, way.roundings)
-
-
-def test_compiled_top_pieces_of_ties_are_the_first(calls):
-    """Within a block, across blocks, and where the last place is contested."""
-    logits_NV = torch.zeros(3, 200)
-    logits_NV[1, [150, 70, 199, 5]] = 1.0
-    logits_NV[2] = torch.arange(200) // 50 % 2
-    found = top_pieces(logits_NV, [1, 70], 6)
-    assert calls == ["top_pieces"]
-    expected = [[0, 2, 3, 4, 5, 6], [5, 150, 199, 0, 2, 3], [50, 51, 52, 53, 54, 55]]
-    assert found.ids_NC.tolist() == expected == ranked(logits_NV, [1, 70], 6).tolist()
-
-
-@EACH_WAY
-def test_top_pieces_take_logits_that_are_not_contiguous(way, calls):
-    logits = [normal(100, 7, dtype=way.dtype).T, normal(7, 300, dtype=way.dtype)[:, 50:150]]
-    for logits_NV in logits:
-        found = top_pieces(logits_NV, [2], 5)
-        values_NC = logits_NV.gather(1, found.ids_NC)
-        assert torch.equal(values_NC, logits_NV.gather(1, ranked(logits_NV, [2], 5)))
-        exact = logits_NV.double().log_softmax(-1).gather(1, found.ids_NC)
-        way.assert_near(found.log_prob_NC, exact, way.roundings)
-
-
-@EACH_WAY
-@pytest.mark.parametrize("shift", [-1e4, 1e4, 1e30])
-def test_top_pieces_of_extreme_logits_stay_finite_and_right(way, calls, shift):
-    logits_NV = (shift * (1 + 0.1 * normal(3, 100))).to(way.dtype)
-    found = top_pieces(logits_NV, [0], 3)
-    exact = logits_NV.double().log_softmax(-1).gather(1, found.ids_NC)
-    assert torch.equal(found.ids_NC[:, :1], ranked(logits_NV, [0], 1))
-    way.assert_near(found.log_prob_NC, exact, way.roundings, floor=1e-5)
-
-
-@EACH_WAY
-@pytest.mark.parametrize("few", [0, 2])
-def test_pieces_that_are_forbidden_by_their_logits_come_last(way, calls, few):
-    """They have no probability; with few others, they are taken all the same."""
-    logits_NV = torch.full((2, 130), -math.inf, dtype=way.dtype)
-    logits_NV[:, 100 : 103 + few] = normal(2, 3 + few, dtype=way.dtype)
-    found = top_pieces(logits_NV, [0, 101], 4)
-    exact = logits_NV.double().log_softmax(-1).gather(1, found.ids_NC)
-    num_allowed = min(2 + few, 4)
-    way.assert_near(found.log_prob_NC[:, :num_allowed], exact[:, :num_allowed], way.roundings)
-    assert (found.log_prob_NC[:, num_allowed:] == -math.inf).all()
-    assert found.log_prob_NC[:, :num_allowed].isfinite().all()
-
-
-@EACH_WAY
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("places", [[0], [64], [99], [7, 70], list(range(100))])
-def test_a_logit_that_is_not_finite_leaves_no_number_in_its_row(way, calls, value, places):
-    """The ids are some of the vocabulary in any case, for they are looked up."""
-    logits_NV = normal(3, 100, dtype=way.dtype)
-    whole = top_pieces(logits_NV, [0, 2], 4)
-    logits_NV[1, places] = value
-    found = top_pieces(logits_NV, [0, 2], 4)
-    assert not found.log_prob_NC[1].isfinite().any()
-    assert ((found.ids_NC >= 0) & (found.ids_NC < 100)).all()
-    others = [0, 2]
-    assert torch.equal(found.ids_NC[others], whole.ids_NC[others])
-    assert torch.equal(found.log_prob_NC[others], whole.log_prob_NC[others])
-
-
-@BOTH_PATHS
-def test_no_row_has_no_pieces(way, calls):
-    found = top_pieces(torch.empty(0, 9, dtype=way.dtype), [0], 4)
-    assert found.ids_NC.shape == found.log_prob_NC.shape == (0, 4)
 
 
 # Dropout

@@ -27,28 +27,46 @@ from ways import (
 )
 
 from mtrain import native, products
-from mtrain.products import Linear, ProjectedCrossEntropy
+from mtrain.products import (
+    Linear,
+    Projected,
+    ProjectedCrossEntropy,
+    Projection,
+    TopPieces,
+    top_pieces,
+)
 
 MULTIPLYING = pytest.mark.parametrize("way", [MULTIPLIED], ids=str)
-SAY_GROWTH = """  # how many KiB of memory the loss of a large batch takes at most
+SAY_MOST = """
 import ctypes, sys
 import torch
 from mtrain import native
-from mtrain.products import ProjectedCrossEntropy
+from mtrain.products import ProjectedCrossEntropy, Projection, top_pieces
 
 library = native._typed(ctypes.CDLL(sys.argv[1]))
 native.compiled = lambda: library
-assert native.Functions(library, "bf16").multiply()
 
-def most() -> int:
+def most() -> int:  # KiB
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-
+"""
+SAY_GROWTH_OF_LOSS = f"""{SAY_MOST}
+assert native.Functions(library, "bf16").multiply()
 states = torch.ones(20_000, 2, dtype=torch.bfloat16, requires_grad=True)
 weight, targets = torch.ones(4_000, 2, requires_grad=True), torch.arange(20_000) % 4_000
 ProjectedCrossEntropy.apply(states[:1], weight, targets[:1], 0.1)[0].backward()
 before = most()
 ProjectedCrossEntropy.apply(states, weight, targets, 0.1)[0].backward()
+print(most() - before)
+"""
+SAY_GROWTH_OF_SEARCH = f"""{SAY_MOST}
+torch.set_num_threads(1)
+projection, states = Projection(2, 4_000), torch.ones(20_000, 2)
+projection.lay_out()
+with torch.inference_mode():
+    top_pieces(projection.logits(states[:1]), [0], 5)
+    before = most()
+    top_pieces(projection.logits(states), [0], 5)
 print(most() - before)
 """
 
@@ -442,10 +460,15 @@ def test_the_loss_never_holds_the_logits_of_a_whole_batch(way, calls):
 @MULTIPLYING
 def test_the_compiled_loss_never_holds_the_logits_of_a_whole_batch(way, calls):
     """They would be 160 MB."""
-    command = [sys.executable, "-c", SAY_GROWTH, native.compiled()._name]
+    assert growth(SAY_GROWTH_OF_LOSS) < 40_000
+
+
+def growth(script: str) -> int:
+    """Run a script in a process of its own, and return the KiB that it says."""
+    command = [sys.executable, "-c", script, native.compiled()._name]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
-    assert int(done.stdout) < 40_000
+    return int(done.stdout)
 
 
 def test_compiled_powers_are_right_to_the_last_places(calls):
@@ -485,3 +508,235 @@ def test_a_logit_that_is_not_finite_shows_in_the_loss_and_in_the_gradient(way, c
     assert not sums.isfinite().any()
     assert logits[[0, 2]].isfinite().all()
     assert logits[1].isnan().all()
+
+
+# top_pieces
+
+WIDTHS = [5, 63, 64, 65, 130, 1000]  # the compiled function reads blocks of 64
+
+
+def ranked(logits_NV: Tensor, never: list[int], count: int) -> Tensor:
+    """The ids of each row, greatest first and of equals the first."""
+    rows = [
+        sorted((piece for piece in range(len(row)) if piece not in never), key=lambda n: -row[n])
+        for row in logits_NV.tolist()
+    ]
+    return torch.tensor([row[:count] for row in rows])
+
+
+@EACH_WAY
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("never", [[], [4, 0, 1]])
+@pytest.mark.parametrize("count", [1, 4, 2000])
+@torch.no_grad()
+def test_top_pieces_are_the_greatest_of_those_allowed(way, calls, width, never, count, monkeypatch):
+    """Those never taken are the greatest of all, and count in the probabilities."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    logits_NV = 3 * normal(7, width, dtype=way.dtype)
+    logits_NV[:, never] += 8
+    before = logits_NV.clone()
+    found = top_pieces(logits_NV, never, count)
+    assert calls == (["top_pieces"] if way.is_compiled else [])
+    assert torch.equal(logits_NV, before)
+
+    expected = ranked(logits_NV, never, count)
+    values_NC = logits_NV.gather(1, found.ids_NC)
+    assert torch.equal(values_NC, logits_NV.gather(1, expected))
+    if way.is_compiled or way.dtype is not SHORT:  # else there are ties, which it may break at will
+        assert torch.equal(found.ids_NC, expected)
+    assert all(len({*row}) == len(row) and not {*row} & {*never} for row in found.ids_NC.tolist())
+    exact = logits_NV.double().log_softmax(-1).gather(1, found.ids_NC)
+    way.assert_near(found.log_prob_NC, exact, way.roundings)
+
+
+def test_compiled_top_pieces_of_ties_are_the_first(calls):
+    """Within a block, across blocks, and where the last place is contested."""
+    logits_NV = torch.zeros(3, 200)
+    logits_NV[1, [150, 70, 199, 5]] = 1.0
+    logits_NV[2] = torch.arange(200) // 50 % 2
+    found = top_pieces(logits_NV, [1, 70], 6)
+    assert calls == ["top_pieces"]
+    expected = [[0, 2, 3, 4, 5, 6], [5, 150, 199, 0, 2, 3], [50, 51, 52, 53, 54, 55]]
+    assert found.ids_NC.tolist() == expected == ranked(logits_NV, [1, 70], 6).tolist()
+
+
+@EACH_WAY
+def test_top_pieces_take_logits_that_are_not_contiguous(way, calls):
+    logits = [normal(100, 7, dtype=way.dtype).T, normal(7, 300, dtype=way.dtype)[:, 50:150]]
+    for logits_NV in logits:
+        found = top_pieces(logits_NV, [2], 5)
+        values_NC = logits_NV.gather(1, found.ids_NC)
+        assert torch.equal(values_NC, logits_NV.gather(1, ranked(logits_NV, [2], 5)))
+        exact = logits_NV.double().log_softmax(-1).gather(1, found.ids_NC)
+        way.assert_near(found.log_prob_NC, exact, way.roundings)
+
+
+@EACH_WAY
+@pytest.mark.parametrize("shift", [-1e4, 1e4, 1e30])
+def test_top_pieces_of_extreme_logits_stay_finite_and_right(way, calls, shift):
+    logits_NV = (shift * (1 + 0.1 * normal(3, 100))).to(way.dtype)
+    found = top_pieces(logits_NV, [0], 3)
+    exact = logits_NV.double().log_softmax(-1).gather(1, found.ids_NC)
+    assert torch.equal(found.ids_NC[:, :1], ranked(logits_NV, [0], 1))
+    way.assert_near(found.log_prob_NC, exact, way.roundings, floor=1e-5)
+
+
+@EACH_WAY
+@pytest.mark.parametrize("few", [0, 2])
+def test_pieces_that_are_forbidden_by_their_logits_come_last(way, calls, few):
+    """They have no probability; with few others, they are taken all the same."""
+    logits_NV = torch.full((2, 130), -math.inf, dtype=way.dtype)
+    logits_NV[:, 100 : 103 + few] = normal(2, 3 + few, dtype=way.dtype)
+    found = top_pieces(logits_NV, [0, 101], 4)
+    exact = logits_NV.double().log_softmax(-1).gather(1, found.ids_NC)
+    num_allowed = min(2 + few, 4)
+    way.assert_near(found.log_prob_NC[:, :num_allowed], exact[:, :num_allowed], way.roundings)
+    assert (found.log_prob_NC[:, num_allowed:] == -math.inf).all()
+    assert found.log_prob_NC[:, :num_allowed].isfinite().all()
+
+
+@EACH_WAY
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("places", [[0], [64], [99], [7, 70], list(range(100))])
+def test_a_logit_that_is_not_finite_leaves_no_number_in_its_row(way, calls, value, places):
+    """The ids are some of the vocabulary in any case, for they are looked up."""
+    logits_NV = normal(3, 100, dtype=way.dtype)
+    whole = top_pieces(logits_NV, [0, 2], 4)
+    logits_NV[1, places] = value
+    found = top_pieces(logits_NV, [0, 2], 4)
+    assert not found.log_prob_NC[1].isfinite().any()
+    assert ((found.ids_NC >= 0) & (found.ids_NC < 100)).all()
+    others = [0, 2]
+    assert torch.equal(found.ids_NC[others], whole.ids_NC[others])
+    assert torch.equal(found.log_prob_NC[others], whole.log_prob_NC[others])
+
+
+@BOTH_PATHS
+def test_no_row_has_no_pieces(way, calls):
+    found = top_pieces(torch.empty(0, 9, dtype=way.dtype), [0], 4)
+    assert found.ids_NC.shape == found.log_prob_NC.shape == (0, 4)
+
+
+# Projection
+
+
+def projection(width: int, num_pieces: int, seed: int = 1) -> Projection:
+    """A projection whose weights are laid out, with logits of a few units."""
+    projected = Projection(width, num_pieces)
+    with torch.no_grad():
+        projected.weight.copy_(3 * normal(num_pieces, width, seed=seed) / width**0.5)
+    projected.lay_out()
+    return projected
+
+
+def found(projected: Projection, states_ND: Tensor, never: list[int], count: int) -> TopPieces:
+    """The pieces that are found without logits in memory."""
+    logits = projected.logits(states_ND)
+    assert isinstance(logits, Projected)
+    return top_pieces(logits, never, count)
+
+
+@pytest.fixture
+def one_thread(monkeypatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+
+
+@pytest.mark.parametrize("num_pieces", [5, 16, 31, 64, 65, 130, 1000])
+@pytest.mark.parametrize(("rows", "width"), [(0, 6), (1, 1), (5, 6), (6, 7), (25, 64), (61, 130)])
+@pytest.mark.parametrize(("never", "count"), [([], 1), ([4, 0], 3), ([1], 2000)])
+@torch.no_grad()
+def test_top_pieces_of_a_projection_are_those_of_its_logits(
+    calls, one_thread, rows, width, num_pieces, never, count
+):
+    projected, states = projection(width, num_pieces), normal(rows, width, dtype=torch.float32)
+    top = found(projected, states, never, count)
+    assert calls == (["project_top_pieces"] if rows else [])
+    exact_NV = states.double() @ projected.weight.double().T
+    assert top.ids_NC.shape == (rows, min(count, num_pieces - len(never)))
+    assert all(len({*ids}) == len(ids) and not {*ids} & {*never} for ids in top.ids_NC.tolist())
+    exact_NV = exact_NV.log_softmax(-1)
+    expected = ranked(exact_NV, never, count).long().view(top.ids_NC.shape)
+    for ids_NC in (top.ids_NC, expected):  # apart from ties of float32
+        exact = exact_NV.gather(1, ids_NC)
+        torch.testing.assert_close(top.log_prob_NC.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_what_a_row_of_a_projection_is_does_not_depend_on_the_others(calls, one_thread):
+    projected, states = projection(70, 300), normal(53, 70, dtype=torch.float32)
+    together = found(projected, states, [2], 4)
+    alone = [found(projected, row, [2], 4) for row in states.split(1)]
+    assert torch.equal(together.ids_NC, torch.cat([top.ids_NC for top in alone]))
+    assert torch.equal(together.log_prob_NC, torch.cat([top.log_prob_NC for top in alone]))
+
+
+@torch.no_grad()
+def test_a_projection_gives_the_logits_of_any_rows(calls):
+    projected, states = projection(6, 40), normal(9, 6, dtype=torch.float32)
+    logits = projected.logits(states)
+    plain = F.linear(states, projected.weight)
+    torch.testing.assert_close(logits[:], plain)
+    torch.testing.assert_close(logits[torch.tensor([7, 2])], plain[[7, 2]])
+
+
+@torch.no_grad()
+def test_a_projection_reads_states_that_are_not_contiguous(calls, one_thread):
+    projected, states = projection(6, 40), normal(9, 12, dtype=torch.float32)
+    own = found(projected, states[::2, 3:9], [], 3)
+    assert torch.equal(own.ids_NC, found(projected, states[::2, 3:9].clone(), [], 3).ids_NC)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@torch.no_grad()
+def test_on_several_threads_a_projection_is_torchs(calls, num_threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    projected, states = projection(6, 40), normal(9, 6, dtype=torch.float32)
+    top = found(projected, states, [], 3)
+    assert calls == (["project_top_pieces"] if num_threads == 1 else [])
+    assert torch.equal(top.ids_NC, ranked(states @ projected.weight.T, [], 3))
+
+
+@EACH_WAY
+@torch.no_grad()
+def test_weights_and_states_that_were_not_compiled_take_plain_logits(way, calls, one_thread):
+    """In another type, without a compiler, and before the weights are laid out."""
+    weights = LONG[way.dtype]
+    projected = Projection(6, 40).to(weights)
+    states = normal(9, 6, dtype=way.dtype)
+    plain = projected.logits(states)
+    assert isinstance(plain, Tensor)
+    assert plain.dtype == weights
+    projected.lay_out()
+    is_projected = isinstance(projected.logits(states), Projected)
+    assert is_projected == (way.is_compiled and way.dtype == torch.float32)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@torch.no_grad()
+def test_a_state_that_is_not_finite_leaves_no_number_in_its_row(calls, one_thread, value):
+    projected, states = projection(6, 100), normal(9, 6, dtype=torch.float32)
+    whole = found(projected, states, [0], 4)
+    states[3, 2] = value
+    top = found(projected, states, [0], 4)
+    assert not top.log_prob_NC[3].isfinite().any()
+    assert ((top.ids_NC >= 0) & (top.ids_NC < 100)).all()
+    others = [row for row in range(9) if row != 3]
+    assert torch.equal(top.log_prob_NC[others], whole.log_prob_NC[others])
+
+
+@torch.no_grad()
+def test_top_pieces_that_the_memory_does_not_hold_say_so(calls, one_thread, monkeypatch):
+    projected, states = projection(6, 40), normal(9, 6, dtype=torch.float32)
+    library = SimpleNamespace(project_top_pieces_float=lambda *_: 1)
+    monkeypatch.setattr(native, "compiled", lambda: library)
+    with pytest.raises(MemoryError):
+        found(projected, states, [], 3)
+
+
+def test_a_search_never_holds_the_logits_of_all_its_rows(calls):
+    """They would be 320 MB."""
+    assert growth(SAY_GROWTH_OF_SEARCH) < 20_000
+
+
+def test_a_projection_has_the_weights_of_a_linear_map_without_a_bias():
+    assert set(projection(6, 40).state_dict()) == {"weight"}

@@ -3,6 +3,7 @@
 import math
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -344,6 +345,36 @@ def test_the_weights_of_a_checkpoint_are_those_it_holds(trained: RunDir) -> None
     assert all(torch.equal(own, weights[name]) for name, own in model.named_parameters())
     with pytest.raises(RunError, match=r"must have a checkpoint of step 7, but has those of "):
         translate.load(trained, loading=Loading("cpu", step=7))
+
+
+@pytest.mark.parametrize(
+    ("decoding", "wanted"),
+    [
+        ({"beam": 1}, {}),
+        ({"beam": 5}, {"num_best": 3}),
+        ({"beam": 2, "no_repeat_ngram": 2}, {}),
+        ({}, {"num_best": 2, "sampling": Sampling(top_k=5)}),
+    ],
+)
+def test_weights_that_are_laid_out_translate_like_those_that_are_not(
+    trained: RunDir, decoding: dict[str, object], wanted: dict[str, object]
+) -> None:
+    """However they are searched; a prefix asks for the probabilities of single pieces."""
+    laid_out = translate.load(trained, loading=Loading("cpu"))
+    plain = translate.build_model(trained.load_config().model, laid_out.tokenizer)
+    plain.load_state_dict(laid_out.model.state_dict())
+    given = sources(laid_out)
+    given[:5] = [replace(source, prefix=(7, 9)) for source in given[:5]]
+    found, expected = (
+        with_decoding(own, decoding, **wanted).search(given)
+        for own in (laid_out, laid_out.with_models([plain]))
+    )
+    assert [[own.ids for own in best] for best in found] == [
+        [own.ids for own in best] for best in expected
+    ]
+    for best, others in zip(found, expected, strict=True):
+        for own, other in zip(best, others, strict=True):
+            assert own.log_probs == pytest.approx(other.log_probs, rel=1e-5, abs=1e-5)
 
 
 def test_bfloat16_translates_like_float32(trained: RunDir, translator: Translator) -> None:
