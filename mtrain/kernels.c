@@ -13,12 +13,13 @@
 #include "numbers.h"
 
 #define BLOCK 64 /* logits whose greatest is noted */
+#define PART 512 /* powers that are added up in float */
 
 typedef float four __attribute__((vector_size(16)));
 
-/* e^x to about one unit in the last place; 0 below the smallest normal number. */
+/* e^x for x <= 0, to about one unit in the last place; 0 below the smallest normal number. */
 static inline float exp_(float x) {
-    float bounded = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+    float bounded = x < -87.0f ? -87.0f : x;
     float whole = rintf(bounded * 1.44269504f);
     float rest = bounded - whole * 0.693359375f + whole * 2.12194440e-4f;
     float power = 1.9875691500e-4f;
@@ -82,6 +83,18 @@ static inline void product(float *restrict c, const float *restrict a, const flo
         if (w < width)
             product_tile(c + r * width + w, ar, b + w, inner, width, a_row, a_column, 1);
     }
+}
+
+/* The greatest value but for `count` - 1 others; -INFINITY if there are not so many. */
+static inline float greatest_but_for(const float *values, int64_t n, int64_t count, float *tops) {
+    for (int64_t i = 0; i < count; i++) tops[i] = -INFINITY;
+    for (int64_t i = 0; i < n; i++) {
+        int64_t at = count;
+        for (; at > 0 && tops[at - 1] < values[i]; at--)
+            if (at < count) tops[at] = tops[at - 1];
+        if (at < count) tops[at] = values[i];
+    }
+    return tops[count - 1];
 }
 
 /* An attention's shape: b sentences, h heads, t queries, s keys, heads k wide; and its strides,
@@ -386,12 +399,13 @@ void NAME(attend)(const STORE *q, const STORE *store, const int64_t *places, STO
 }
 
 /* The `count` greatest of each row, apart from the ids never taken, greatest first and of equals
- * the first; and their log-probabilities over the whole row. A row of blocks is searched only
- * where a block's greatest can still be among them. */
+ * the first; and their log-probabilities over the whole row. Of a row only those blocks are searched
+ * whose greatest can be among them: as many blocks as ids that are wanted or never taken, or more
+ * if some are alike. */
 void NAME(top_pieces)(const STORE *logits, const int64_t *never, int64_t *ids, float *log_probs,
                       int64_t rows, int64_t width, int64_t num_never, int64_t count) {
     int64_t blocks = (width + BLOCK - 1) / BLOCK;
-    float *tops = malloc(blocks * sizeof(float));
+    float *tops = malloc((blocks + count + num_never) * sizeof(float));
     for (int64_t r = 0; r < rows; r++) {
         const STORE *row = logits + r * width;
         int64_t *own = ids + r * count, found = 0;
@@ -405,15 +419,16 @@ void NAME(top_pieces)(const STORE *logits, const int64_t *never, int64_t *ids, f
             tops[b] = most;
             top = most > top ? most : top;
         }
-        for (int64_t b = 0; b < blocks; b++) {
-            int64_t end = (b + 1) * BLOCK < width ? (b + 1) * BLOCK : width;
+        for (int64_t first = 0; first < width; first += PART) {
+            int64_t end = first + PART < width ? first + PART : width;
             float part = 0.0f;
 #pragma omp simd reduction(+ : part)
-            for (int64_t i = b * BLOCK; i < end; i++) part += exp_(LOAD(row[i]) - top);
+            for (int64_t i = first; i < end; i++) part += exp_(LOAD(row[i]) - top);
             sum += part;
         }
+        float least = greatest_but_for(tops, blocks, count + num_never, tops + blocks);
         for (int64_t b = 0; b < blocks; b++) {
-            if (found == count && !(tops[b] > best[count - 1])) continue;
+            if (tops[b] < least || (found == count && !(tops[b] > best[count - 1]))) continue;
             int64_t end = (b + 1) * BLOCK < width ? (b + 1) * BLOCK : width;
             for (int64_t i = b * BLOCK; i < end; i++) {
                 float x = LOAD(row[i]);

@@ -42,9 +42,23 @@ def add_norm(x: Tensor, branch: Tensor, dropout: Dropout, norm: LayerNorm) -> Te
     if functions is None or norm.weight.dtype != torch.float32:
         plain: Tensor = norm(x + dropout(branch))
         return plain
-    result: Tensor = _AddNorm.apply(  # type: ignore[no-untyped-call]
-        x, branch, norm.weight, norm.bias, norm.eps, dropout.draw(), functions
-    )
+    return _run(_AddNorm, x, branch, norm.weight, norm.bias, norm.eps, dropout.draw(), functions)
+
+
+class _Forgetful:
+    """The context of a forward pass that no backward pass follows."""
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keep nothing."""
+
+
+def _run(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    """Run a function; where no gradient is wanted, without what keeps it."""
+    result: Tensor
+    if torch.is_grad_enabled():
+        result = function.apply(*arguments)  # type: ignore[no-untyped-call]
+    else:
+        result = function.forward(_Forgetful(), *arguments)
     return result
 
 
@@ -96,10 +110,7 @@ def attention(
     functions = functions_for(q, k, v)
     if functions is not None and q.dim() == 4 and k.shape[-2] <= _SHORT:
         drops = dropout.draw() if dropout is not None else _NO_DROPS
-        result: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-            q, k, v, keep, drops, functions
-        )
-        return result
+        return _run(_Attention, q, k, v, keep, drops, functions)
     rate = dropout.rate if dropout is not None and dropout.training else 0.0
     is_cpu = q.device.type == "cpu"
     is_short = q.dtype in (torch.bfloat16, torch.float16)
