@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from mtrain import cleaning, repeats, rules, shifts
 from mtrain.config import Config
-from mtrain.intake import Advance, FileNotes, Intake, size_of
+from mtrain.intake import FileNotes, Intake, size_of
 from mtrain.languages import Languages
 from mtrain.leaks import Hits as LeakHits
 from mtrain.leaks import Leaks
@@ -26,6 +26,7 @@ from mtrain.mixture import weight_of
 from mtrain.pieces import Coverage
 from mtrain.rules import RULES, Pairs, Rule, Severity, Side, Usual
 from mtrain.shifts import Shift
+from mtrain.sources import Advance
 from mtrain.survey import Survey
 from mtrain.texts import TrainText, corpora_of
 from mtrain.tokenizer import Tokenizer

@@ -14,6 +14,7 @@ from mtrain.config import DataConfig
 from mtrain.files import write_lines
 from mtrain.languages import Languages
 from mtrain.rules import RULES, Pairs, Rule, Usual
+from mtrain.sources import tell_nobody
 from mtrain.survey import Survey
 from mtrain.traits import Ints
 
@@ -98,10 +99,6 @@ def _read(data: DataConfig, records: Path) -> Survey:
     held_out.append(Survey("valid", data.valid, records, None))
     languages, train = Languages(), Survey("train", data.train, records, None)
     for survey in held_out:
-        survey.read(languages, [], True, _tell_nobody)
-    train.read(languages, held_out, False, _tell_nobody)
+        survey.read(languages, [], True, tell_nobody)
+    train.read(languages, held_out, False, tell_nobody)
     return train
-
-
-def _tell_nobody(num_bytes: int) -> None:
-    pass

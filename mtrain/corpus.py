@@ -10,7 +10,7 @@ from typing import NamedTuple
 from mtrain.config import DataConfig
 from mtrain.errors import DataError
 from mtrain.files import read_lines, sha256
-from mtrain.sources import Fault, Source, paths_of, revision_of, sources
+from mtrain.sources import Fault, Source, paths_of, revision_of, sources, tell_nobody
 from mtrain.texts import Corpus, CorpusConfig, TrainText, corpora_of
 
 
@@ -84,14 +84,10 @@ def read_pairs(corpus: TrainText) -> Iterator[Pair]:
 
 
 def _read_rows(source: Source) -> Iterator[Pair]:
-    for number, row in enumerate(source.read(_tell_nobody), start=1):
+    for number, row in enumerate(source.read(tell_nobody), start=1):
         if isinstance(row, Fault):
             raise DataError(f"{source.place(number)}: {row.what}.")
         yield Pair(row.src, row.tgt, source.name, number, row.num_breaks)
-
-
-def _tell_nobody(num_bytes: int) -> None:
-    pass
 
 
 def _read_file_pair(src_file: str, tgt_file: str) -> Iterator[Pair]:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from mtrain.corpus import Pair, read_pairs
 from mtrain.errors import DataError
-from mtrain.intake import Advance
+from mtrain.sources import Advance
 from mtrain.texts import Corpus
 from mtrain.traits import Hashes, Ints, Mark, Records, measure
 

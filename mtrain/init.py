@@ -21,9 +21,9 @@ from mtrain.corpus import count_pairs
 from mtrain.errors import ConfigError, DataError
 from mtrain.files import write_lines
 from mtrain.holdout import Look
-from mtrain.intake import Advance
 from mtrain.runlog import Console
 from mtrain.sizes import Recipe, Tried
+from mtrain.sources import Advance
 from mtrain.texts import CorpusConfig
 from mtrain.tokenizer import Tokenizer
 from mtrain.trial import Sample

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
 from mtrain.errors import DataError
-from mtrain.sources import Fault, Source, paths_of, sources
+from mtrain.sources import Advance, Fault, Source, paths_of, sources
 from mtrain.texts import CorpusConfig, NamedCorpus, TrainText, corpora_of
 
 BLOCK_PAIRS = 4096
 _BLOCK_BYTES = 1 << 20
 _BOM = b"\xef\xbb\xbf"
-
-Advance = Callable[[int], object]
 
 
 @dataclass

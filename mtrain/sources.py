@@ -22,6 +22,10 @@ _BATCH_ROWS = 1024
 _PATIENCE_S = 10.0  # that the hub has for its first answer
 
 
+def tell_nobody(num_bytes: int) -> None:
+    """Be told how far a reading is, and do nothing."""
+
+
 class Row(NamedTuple):
     """A pair; `num_breaks` counts the line breaks that became spaces."""
 

@@ -13,13 +13,14 @@ import numpy as np
 
 from mtrain import repeats
 from mtrain.files import append
-from mtrain.intake import Advance, Block, FileNotes, Intake, Part
+from mtrain.intake import Block, FileNotes, Intake, Part
 from mtrain.languages import Languages
 from mtrain.leaks import Leaks, SideHashes
 from mtrain.pieces import PieceCounts
 from mtrain.repeats import PairHashes, Repeats
 from mtrain.rules import Pairs
 from mtrain.shifts import Window
+from mtrain.sources import Advance
 from mtrain.texts import TrainText
 from mtrain.tokenizer import Tokenizer
 from mtrain.traits import LINE, Hashes, Mark, Measured, Records, add_mark, measure

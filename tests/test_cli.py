@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -677,7 +678,10 @@ def test_ctrl_c_while_stdin_is_awaited_is_quiet(trained: RunDir) -> None:
         process.stdin.write(b"b\xff\n" * 4000)  # its warnings show that reading has begun
         process.stdin.flush()
         assert process.stderr.readline().startswith(b"mtrain: line 1: is not UTF-8")
+        patience = threading.Timer(60, process.kill)
+        patience.start()
         os.kill(process.pid, signal.SIGINT)
         rest = process.stderr.read()
+        patience.cancel()
     assert process.returncode == 130
     assert b"Traceback" not in rest
