@@ -108,22 +108,30 @@ class Projection(Linear):
     def __init__(self, num_features: int, num_pieces: int) -> None:
         super().__init__(num_features, num_pieces, bias=False)
         self._panels: Tensor | None = None
+        self._laid_out = (0, 0)
 
     def lay_out(self) -> None:
-        """Lay out a copy of weights that change no more, as compiled functions read them."""
+        """Lay out a copy of the weights as compiled functions read them, until they change."""
         functions = functions_for(self.weight, is_training=True)
         if functions is None or functions.store != "float":
             return
         width = functions.panel_width()
         filled = F.pad(self.weight.detach(), (0, 0, 0, -self.out_features % width))
         self._panels = filled.view(-1, width, self.in_features).transpose(1, 2).contiguous()
+        self._laid_out = self._state()
+
+    def _state(self) -> tuple[int, int]:
+        """Return what is another once the weights change."""
+        weight = self.weight
+        return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
     def logits(self, states_ND: Tensor) -> Logits:
         """Return logits [N, V] in the type of the weights; `Projected` if those are laid out."""
-        if self._panels is None or states_ND.dtype != self._panels.dtype:
+        panels = self._panels
+        if panels is None or panels.dtype != states_ND.dtype or self._laid_out != self._state():
             logits_NV: Tensor = self(states_ND).to(self.weight.dtype)
             return logits_NV
-        return Projected(states_ND.contiguous(), self, self._panels)
+        return Projected(states_ND.contiguous(), self, panels)
 
 
 @dataclass(frozen=True)

@@ -711,6 +711,31 @@ def test_weights_and_states_that_were_not_compiled_take_plain_logits(way, calls,
     assert is_projected == (way.is_compiled and way.dtype == torch.float32)
 
 
+@pytest.mark.parametrize("how", ["step", "load", "replace"])
+def test_weights_that_change_after_they_were_laid_out_count_as_they_are(calls, one_thread, how):
+    projected, states = projection(6, 40), normal(9, 6, dtype=torch.float32)
+    if how == "step":
+        projected(states).square().sum().backward()
+        torch.optim.SGD(projected.parameters(), lr=0.1).step()
+    elif how == "load":
+        projected.load_state_dict(projection(6, 40, seed=2).state_dict())
+    else:
+        projected.weight = projection(6, 40, seed=2).weight
+    with torch.inference_mode():
+        logits = projected.logits(states)
+        torch.testing.assert_close(logits[:], F.linear(states, projected.weight))
+        assert torch.equal(top_pieces(logits, [], 3).ids_NC, ranked(logits[:], [], 3))
+        projected.lay_out()
+        assert torch.equal(found(projected, states, [], 3).ids_NC, ranked(logits[:], [], 3))
+
+
+def test_weights_that_were_made_where_nothing_is_trained_are_laid_out(calls, one_thread):
+    with torch.inference_mode():
+        projected, states = projection(6, 40), normal(9, 6, dtype=torch.float32)
+        top = found(projected, states, [], 3)
+        assert torch.equal(top.ids_NC, ranked(states @ projected.weight.T, [], 3))
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @torch.no_grad()
 def test_a_state_that_is_not_finite_leaves_no_number_in_its_row(calls, one_thread, value):
