@@ -89,10 +89,10 @@ static inline void product(float *restrict c, const float *restrict a, const flo
 static inline float greatest_but_for(const float *values, int64_t n, int64_t count, float *tops) {
     for (int64_t i = 0; i < count; i++) tops[i] = -INFINITY;
     for (int64_t i = 0; i < n; i++) {
-        int64_t at = count;
-        for (; at > 0 && tops[at - 1] < values[i]; at--)
-            if (at < count) tops[at] = tops[at - 1];
-        if (at < count) tops[at] = values[i];
+        if (!(values[i] > tops[count - 1])) continue;
+        int64_t at = count - 1;
+        for (; at > 0 && tops[at - 1] < values[i]; at--) tops[at] = tops[at - 1];
+        tops[at] = values[i];
     }
     return tops[count - 1];
 }

@@ -386,9 +386,9 @@ class DecoderState:
     def __init__(self, sources: list[Tensor], src_keep_BS: Tensor) -> None:
         device = src_keep_BS.device
         places_BS = torch.arange(src_keep_BS.numel(), device=device).view_as(src_keep_BS)
-        self.sources = Stores(sources, in_use=True)
+        self.sources = Stores(sources, is_full=True)
         self.src_places_NS = places_BS.masked_fill(~src_keep_BS, -1)
-        self.pasts = Stores([torch.empty_like(source_RX) for source_RX in sources], in_use=False)
+        self.pasts = Stores([torch.empty_like(source_RX) for source_RX in sources], is_full=False)
         self.places_NT, self.length_N = places_BS[:, :0], torch.zeros_like(places_BS[:, 0])
 
     @property
@@ -416,9 +416,10 @@ class DecoderState:
         self.length_N = torch.cat([self.length_N, other.length_N])
         own_NS, new_NS = self.src_places_NS, other.src_places_NS.clone()
         is_kept_NS = new_NS >= 0
-        places_K = self.sources.take(int(is_kept_NS.sum()), own_NS)
+        rows_K = new_NS[is_kept_NS]
+        places_K = self.sources.take(len(rows_K), own_NS)
         for index, source_RX in enumerate(other.sources.layers):
-            self.sources.write(index, places_K, source_RX[new_NS[is_kept_NS]])
+            self.sources.write(index, places_K, source_RX[rows_K])
         new_NS[is_kept_NS] = places_K
         width = max(own_NS.shape[1], new_NS.shape[1])
         both = [F.pad(own, (0, width - own.shape[1]), value=-1) for own in (own_NS, new_NS)]
@@ -431,9 +432,9 @@ class Stores:
     At first, all rows are in use, or none.
     """
 
-    def __init__(self, layers: list[Tensor], in_use: bool) -> None:
+    def __init__(self, layers: list[Tensor], is_full: bool) -> None:
         self.layers = layers
-        self._free_R = torch.arange(0 if in_use else len(layers[0]), device=layers[0].device)
+        self._free_R = torch.arange(0 if is_full else len(layers[0]), device=layers[0].device)
 
     def take(self, count: int, in_use: Tensor) -> Tensor:
         """Return the places of rows to be written, none of them among those `in_use`."""

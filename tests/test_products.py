@@ -512,6 +512,12 @@ def test_a_logit_that_is_not_finite_shows_in_the_loss_and_in_the_gradient(way, c
 
 # top_pieces
 
+
+@pytest.fixture
+def one_thread(monkeypatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+
+
 WIDTHS = [5, 63, 64, 65, 130, 1000]  # the compiled function reads blocks of 64
 
 
@@ -529,9 +535,8 @@ def ranked(logits_NV: Tensor, never: list[int], count: int) -> Tensor:
 @pytest.mark.parametrize("never", [[], [4, 0, 1]])
 @pytest.mark.parametrize("count", [1, 4, 2000])
 @torch.no_grad()
-def test_top_pieces_are_the_greatest_of_those_allowed(way, calls, width, never, count, monkeypatch):
+def test_top_pieces_are_the_greatest_of_those_allowed(way, calls, one_thread, width, never, count):
     """Those never taken are the greatest of all, and count in the probabilities."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     logits_NV = 3 * normal(7, width, dtype=way.dtype)
     logits_NV[:, never] += 8
     before = logits_NV.clone()
@@ -629,16 +634,11 @@ def projection(width: int, num_pieces: int, seed: int = 1) -> Projection:
     return projected
 
 
-def found(projected: Projection, states_ND: Tensor, never: list[int], count: int) -> TopPieces:
+def best_of(projected: Projection, states_ND: Tensor, never: list[int], count: int) -> TopPieces:
     """The pieces that are found without logits in memory."""
     logits = projected.logits(states_ND)
     assert isinstance(logits, Projected)
     return top_pieces(logits, never, count)
-
-
-@pytest.fixture
-def one_thread(monkeypatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
 
 
 @pytest.mark.parametrize("num_pieces", [5, 16, 31, 64, 65, 130, 1000])
@@ -649,7 +649,7 @@ def test_top_pieces_of_a_projection_are_those_of_its_logits(
     calls, one_thread, rows, width, num_pieces, never, count
 ):
     projected, states = projection(width, num_pieces), normal(rows, width, dtype=torch.float32)
-    top = found(projected, states, never, count)
+    top = best_of(projected, states, never, count)
     assert calls == (["project_top_pieces"] if rows else [])
     exact_NV = states.double() @ projected.weight.double().T
     assert top.ids_NC.shape == (rows, min(count, num_pieces - len(never)))
@@ -664,8 +664,8 @@ def test_top_pieces_of_a_projection_are_those_of_its_logits(
 @torch.no_grad()
 def test_what_a_row_of_a_projection_is_does_not_depend_on_the_others(calls, one_thread):
     projected, states = projection(70, 300), normal(53, 70, dtype=torch.float32)
-    together = found(projected, states, [2], 4)
-    alone = [found(projected, row, [2], 4) for row in states.split(1)]
+    together = best_of(projected, states, [2], 4)
+    alone = [best_of(projected, row, [2], 4) for row in states.split(1)]
     assert torch.equal(together.ids_NC, torch.cat([top.ids_NC for top in alone]))
     assert torch.equal(together.log_prob_NC, torch.cat([top.log_prob_NC for top in alone]))
 
@@ -682,8 +682,8 @@ def test_a_projection_gives_the_logits_of_any_rows(calls):
 @torch.no_grad()
 def test_a_projection_reads_states_that_are_not_contiguous(calls, one_thread):
     projected, states = projection(6, 40), normal(9, 12, dtype=torch.float32)
-    own = found(projected, states[::2, 3:9], [], 3)
-    assert torch.equal(own.ids_NC, found(projected, states[::2, 3:9].clone(), [], 3).ids_NC)
+    own = best_of(projected, states[::2, 3:9], [], 3)
+    assert torch.equal(own.ids_NC, best_of(projected, states[::2, 3:9].clone(), [], 3).ids_NC)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -691,7 +691,7 @@ def test_a_projection_reads_states_that_are_not_contiguous(calls, one_thread):
 def test_on_several_threads_a_projection_is_torchs(calls, num_threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     projected, states = projection(6, 40), normal(9, 6, dtype=torch.float32)
-    top = found(projected, states, [], 3)
+    top = best_of(projected, states, [], 3)
     assert calls == (["project_top_pieces"] if num_threads == 1 else [])
     assert torch.equal(top.ids_NC, ranked(states @ projected.weight.T, [], 3))
 
@@ -726,13 +726,13 @@ def test_weights_that_change_after_they_were_laid_out_count_as_they_are(calls, o
         torch.testing.assert_close(logits[:], F.linear(states, projected.weight))
         assert torch.equal(top_pieces(logits, [], 3).ids_NC, ranked(logits[:], [], 3))
         projected.lay_out()
-        assert torch.equal(found(projected, states, [], 3).ids_NC, ranked(logits[:], [], 3))
+        assert torch.equal(best_of(projected, states, [], 3).ids_NC, ranked(logits[:], [], 3))
 
 
 def test_weights_that_were_made_where_nothing_is_trained_are_laid_out(calls, one_thread):
     with torch.inference_mode():
         projected, states = projection(6, 40), normal(9, 6, dtype=torch.float32)
-        top = found(projected, states, [], 3)
+        top = best_of(projected, states, [], 3)
         assert torch.equal(top.ids_NC, ranked(states @ projected.weight.T, [], 3))
 
 
@@ -740,9 +740,9 @@ def test_weights_that_were_made_where_nothing_is_trained_are_laid_out(calls, one
 @torch.no_grad()
 def test_a_state_that_is_not_finite_leaves_no_number_in_its_row(calls, one_thread, value):
     projected, states = projection(6, 100), normal(9, 6, dtype=torch.float32)
-    whole = found(projected, states, [0], 4)
+    whole = best_of(projected, states, [0], 4)
     states[3, 2] = value
-    top = found(projected, states, [0], 4)
+    top = best_of(projected, states, [0], 4)
     assert not top.log_prob_NC[3].isfinite().any()
     assert ((top.ids_NC >= 0) & (top.ids_NC < 100)).all()
     others = [row for row in range(9) if row != 3]
@@ -755,7 +755,7 @@ def test_top_pieces_that_the_memory_does_not_hold_say_so(calls, one_thread, monk
     library = SimpleNamespace(project_top_pieces_float=lambda *_: 1)
     monkeypatch.setattr(native, "compiled", lambda: library)
     with pytest.raises(MemoryError):
-        found(projected, states, [], 3)
+        best_of(projected, states, [], 3)
 
 
 def test_a_search_never_holds_the_logits_of_all_its_rows(calls):
