@@ -107,31 +107,50 @@ typedef struct {
     uint32_t cut, seed;
 } attention_shape;
 
-/* What is added to the scores of a head: 0 where a key is kept, else a number that swallows any
- * score, so that a row that keeps nothing is even; no weight at all beyond the last key. */
+/* What is added to the scores of a head, a row for each key: 0 where it is kept, else a number that
+ * swallows any score, so that a query that keeps nothing is even. */
 static inline void fill_bias(float *bias, const uint8_t *keep, const attention_shape *at,
-                             int64_t cols) {
-    for (int64_t i = 0; i < at->t; i++)
-        for (int64_t j = 0; j < cols; j++) {
-            const int64_t *strides = at->keep_strides;
-            int takes_part = keep == NULL || (j < at->s && keep[i * strides[2] + j * strides[3]]);
-            bias[i * cols + j] = j >= at->s ? -INFINITY : takes_part ? 0.0f : -3.40282347e38f;
-        }
+                             int64_t width) {
+    const int64_t *strides = at->keep_strides;
+    for (int64_t j = 0; j < at->s; j++, bias += width)
+        for (int64_t i = 0; i < at->t; i++)
+            bias[i] = keep[i * strides[2] + j * strides[3]] ? 0.0f : -3.40282347e38f;
 }
 
-static inline void softmax_row(float *restrict row, const float *restrict bias, int64_t width,
-                               float scale) {
-    float top = -INFINITY, sum = 0.0f;
-    for (int64_t i = 0; i < width; i++) row[i] = row[i] * scale + bias[i];
-#pragma omp simd reduction(max : top)
-    for (int64_t i = 0; i < width; i++) top = row[i] > top ? row[i] : top;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < width; i++) {
-        row[i] = exp_(row[i] - top);
-        sum += row[i];
+/* Softmax of each column of scores [keys, width], times `scale`, plus a bias. */
+static inline void softmax(float *scores, const float *bias, int64_t keys, int64_t width,
+                           float scale) {
+    for (int64_t w = 0; w < width; w += LANES) {
+        float tops[LANES], sums[LANES];
+        for (int64_t i = 0; i < LANES; i++) tops[i] = -INFINITY, sums[i] = 0.0f;
+        for (int64_t j = 0; j < keys; j++) {
+            float *restrict row = scores + j * width + w;
+            const float *added = bias + j * width + w;
+#pragma omp simd
+            for (int64_t i = 0; i < LANES; i++) {
+                row[i] = row[i] * scale + added[i];
+                tops[i] = row[i] > tops[i] ? row[i] : tops[i];
+            }
+        }
+        for (int64_t j = 0; j < keys; j++) {
+            float *restrict row = scores + j * width + w;
+#pragma omp simd
+            for (int64_t i = 0; i < LANES; i++) {
+                row[i] = exp_(row[i] - tops[i]);
+                sums[i] += row[i];
+            }
+        }
+        for (int64_t i = 0; i < LANES; i++) sums[i] = 1.0f / sums[i];
+        for (int64_t j = 0; j < keys; j++)
+            for (int64_t i = 0; i < LANES; i++) scores[j * width + w + i] *= sums[i];
     }
-    float share = 1.0f / sum;
-    for (int64_t i = 0; i < width; i++) row[i] *= share;
+}
+
+/* What dropout makes of the weights of a key: a factor for each of `width` queries. */
+static inline void fill_shares(float *shares, const attention_shape *at, uint32_t first,
+                               int64_t width) {
+    for (int64_t i = 0; i < width; i++)
+        shares[i] = kept(1.0f, first + (uint32_t)(i * at->s), at->seed, at->cut, at->dropout_scale);
 }
 
 #define PASTE_(a, b) a##_##b
@@ -234,95 +253,111 @@ static inline void NAME(pack)(STORE *restrict to, const float *restrict from, in
         for (int64_t j = 0; j < k; j++) to[i * stride + j] = SAVE(from[i * width + j] * scale);
 }
 
-/* out = dropout(softmax(q k^T scale)) v over the kept keys. */
+/* Ask for the rows of a head before they are read: they lie too far apart to be foreseen. */
+static inline void NAME(ask_for)(const STORE *head, int64_t stride, int64_t n) {
+    for (int64_t i = 0; i < n; i++) __builtin_prefetch(head + i * stride);
+}
+
+/* out = dropout(softmax(q k^T scale)) v over the kept keys. Scores have a row for each key, so that
+ * a vector holds as many queries and nothing is added up within one. */
 void NAME(attention)(const attention_shape *at, const STORE *q, const STORE *k, const STORE *v,
                      const uint8_t *keep, STORE *out) {
-    int64_t rows = round_up(at->t, 4), cols = round_up(at->s, LANES), wide = round_up(at->k, LANES);
+    int64_t rows = round_up(at->t, 4), keys = round_up(at->s, 4);
+    int64_t width = round_up(at->t, LANES), wide = round_up(at->k, LANES);
     const int64_t *qt = at->q_strides, *kt = at->k_strides, *vt = at->v_strides;
     const int64_t *ot = at->out_strides, *mt = at->keep_strides;
-    float *qs = zeros(2 * rows * wide + (at->k + 2 * rows) * cols + at->s * wide);
-    float *mixed = qs + rows * wide, *ks_across = mixed + rows * wide;
-    float *probs = ks_across + at->k * cols, *bias = probs + rows * cols;
-    float *vs = bias + rows * cols;
+    float *qs_across = zeros((at->k + 2 * keys + 1) * width + (2 * keys + rows) * wide);
+    float *probs = qs_across + at->k * width, *bias = probs + keys * width;
+    float *shares = bias + keys * width, *ks = shares + width;
+    float *vs = ks + keys * wide, *mixed = vs + keys * wide;
     const uint8_t *seen = NULL;
-    for (int64_t b = 0; b < at->b; b++)
-        for (int64_t h = 0; h < at->h; h++) {
-            const uint8_t *own = keep ? keep + b * mt[0] + h * mt[1] : NULL;
-            if ((b == 0 && h == 0) || own != seen) fill_bias(bias, own, at, cols);
-            seen = own;
-            NAME(unpack)(qs, q + b * qt[0] + h * qt[1], qt[2], at->t, at->k, wide);
-            NAME(unpack_across)(ks_across, k + b * kt[0] + h * kt[1], kt[2], at->s, at->k, cols);
-            NAME(unpack)(vs, v + b * vt[0] + h * vt[1], vt[2], at->s, at->k, wide);
-            product(probs, qs, ks_across, rows, at->k, cols, wide, 1);
-            uint32_t first = (uint32_t)((b * at->h + h) * at->t * at->s);
-            for (int64_t i = 0; i < at->t; i++) {
-                float *row = probs + i * cols;
-                softmax_row(row, bias + i * cols, cols, at->scale);
-                if (at->cut)
-                    for (int64_t j = 0; j < cols; j++)
-                        row[j] = kept(row[j], first + (uint32_t)(i * at->s + j), at->seed, at->cut,
-                                      at->dropout_scale);
-            }
-            product(mixed, probs, vs, rows, at->s, wide, cols, 1);
-            NAME(pack)(out + b * ot[0] + h * ot[1], mixed, ot[2], at->t, at->k, wide, 1.0f);
+    for (int64_t n = 0; n < at->b * at->h; n++) {
+        int64_t b = n / at->h, h = n % at->h;
+        int64_t next_b = (n + 1) / at->h % at->b, next_h = (n + 1) % at->h;
+        NAME(ask_for)(q + next_b * qt[0] + next_h * qt[1], qt[2], at->t);
+        NAME(ask_for)(k + next_b * kt[0] + next_h * kt[1], kt[2], at->s);
+        NAME(ask_for)(v + next_b * vt[0] + next_h * vt[1], vt[2], at->s);
+        const uint8_t *own = keep ? keep + b * mt[0] + h * mt[1] : NULL;
+        if (own != seen) fill_bias(bias, own, at, width);
+        seen = own;
+        NAME(unpack_across)(qs_across, q + b * qt[0] + h * qt[1], qt[2], at->t, at->k, width);
+        NAME(unpack)(ks, k + b * kt[0] + h * kt[1], kt[2], at->s, at->k, wide);
+        NAME(unpack)(vs, v + b * vt[0] + h * vt[1], vt[2], at->s, at->k, wide);
+        product(probs, ks, qs_across, keys, at->k, width, wide, 1);
+        softmax(probs, bias, at->s, width, at->scale);
+        uint32_t first = (uint32_t)(n * at->t * at->s);
+        for (int64_t j = 0; at->cut && j < at->s; j++) {
+            fill_shares(shares, at, first + (uint32_t)j, width);
+            for (int64_t i = 0; i < width; i++) probs[j * width + i] *= shares[i];
         }
-    free(qs);
+        product(mixed, probs, vs, rows, at->s, wide, 1, width);
+        NAME(pack)(out + b * ot[0] + h * ot[1], mixed, ot[2], at->t, at->k, wide, 1.0f);
+    }
+    free(qs_across);
 }
 
 /* The gradients of attention. */
 void NAME(attention_grad)(const attention_shape *at, const STORE *grad, const STORE *q,
                           const STORE *k, const STORE *v, const uint8_t *keep, STORE *grad_q,
                           STORE *grad_k, STORE *grad_v) {
-    int64_t rows = round_up(at->t, 4), cols = round_up(at->s, LANES), wide = round_up(at->k, LANES);
+    int64_t rows = round_up(at->t, 4), keys = round_up(at->s, 4);
+    int64_t width = round_up(at->t, LANES), wide = round_up(at->k, LANES);
     const int64_t *qt = at->q_strides, *kt = at->k_strides, *vt = at->v_strides;
     const int64_t *ot = at->out_strides, *mt = at->keep_strides, *gq = at->grad_q_strides;
     const int64_t *gk = at->grad_k_strides, *gv = at->grad_v_strides;
-    int64_t tall = rows * wide, across = at->k * cols, square = rows * cols, broad = cols * wide;
-    float *qs = zeros(3 * tall + 2 * across + 3 * square + 2 * broad + cols);
-    float *gs = qs + tall, *result_q = gs + tall, *ks_across = result_q + tall;
-    float *vs_across = ks_across + across, *probs = vs_across + across, *slopes = probs + square;
-    float *bias = slopes + square, *ks = bias + square, *result = ks + broad;
-    float *shares = result + broad;
+    int64_t across = at->k * width, square = keys * width, tall = rows * wide, broad = keys * wide;
+    float *qs = zeros(3 * tall + 3 * broad + 2 * across + 3 * square + 2 * width);
+    float *gs = qs + tall, *result_q = gs + tall, *ks = result_q + tall, *vs = ks + broad;
+    float *result = vs + broad, *qs_across = result + broad, *gs_across = qs_across + across;
+    float *probs = gs_across + across, *slopes = probs + square, *bias = slopes + square;
+    float *shares = bias + square, *along = shares + width;
     const uint8_t *seen = NULL;
-    for (int64_t j = 0; j < cols; j++) shares[j] = 1.0f;
-    for (int64_t b = 0; b < at->b; b++)
-        for (int64_t h = 0; h < at->h; h++) {
-            const uint8_t *own = keep ? keep + b * mt[0] + h * mt[1] : NULL;
-            if ((b == 0 && h == 0) || own != seen) fill_bias(bias, own, at, cols);
-            seen = own;
-            NAME(unpack)(qs, q + b * qt[0] + h * qt[1], qt[2], at->t, at->k, wide);
-            NAME(unpack)(gs, grad + b * ot[0] + h * ot[1], ot[2], at->t, at->k, wide);
-            NAME(unpack)(ks, k + b * kt[0] + h * kt[1], kt[2], at->s, at->k, wide);
-            NAME(unpack_across)(ks_across, k + b * kt[0] + h * kt[1], kt[2], at->s, at->k, cols);
-            NAME(unpack_across)(vs_across, v + b * vt[0] + h * vt[1], vt[2], at->s, at->k, cols);
-            product(probs, qs, ks_across, rows, at->k, cols, wide, 1);
-            product(slopes, gs, vs_across, rows, at->k, cols, wide, 1);
-            uint32_t first = (uint32_t)((b * at->h + h) * at->t * at->s);
-            for (int64_t i = 0; i < at->t; i++) {
-                float *restrict row = probs + i * cols, *restrict slope = slopes + i * cols;
-                float along = 0.0f;
-                softmax_row(row, bias + i * cols, cols, at->scale);
-                if (at->cut)
-                    for (int64_t j = 0; j < cols; j++)
-                        shares[j] = kept(1.0f, first + (uint32_t)(i * at->s + j), at->seed, at->cut,
-                                         at->dropout_scale);
-#pragma omp simd reduction(+ : along)
-                for (int64_t j = 0; j < cols; j++) along += slope[j] * shares[j] * row[j];
-                for (int64_t j = 0; j < cols; j++) {
-                    slope[j] = row[j] * (slope[j] * shares[j] - along);
-                    row[j] *= shares[j];
-                }
+    for (int64_t i = 0; i < width; i++) shares[i] = 1.0f;
+    for (int64_t n = 0; n < at->b * at->h; n++) {
+        int64_t b = n / at->h, h = n % at->h;
+        int64_t next_b = (n + 1) / at->h % at->b, next_h = (n + 1) % at->h;
+        NAME(ask_for)(q + next_b * qt[0] + next_h * qt[1], qt[2], at->t);
+        NAME(ask_for)(grad + next_b * ot[0] + next_h * ot[1], ot[2], at->t);
+        NAME(ask_for)(k + next_b * kt[0] + next_h * kt[1], kt[2], at->s);
+        NAME(ask_for)(v + next_b * vt[0] + next_h * vt[1], vt[2], at->s);
+        const uint8_t *own = keep ? keep + b * mt[0] + h * mt[1] : NULL;
+        if (own != seen) fill_bias(bias, own, at, width);
+        seen = own;
+        const STORE *own_q = q + b * qt[0] + h * qt[1], *own_grad = grad + b * ot[0] + h * ot[1];
+        NAME(unpack)(qs, own_q, qt[2], at->t, at->k, wide);
+        NAME(unpack)(gs, own_grad, ot[2], at->t, at->k, wide);
+        NAME(unpack_across)(qs_across, own_q, qt[2], at->t, at->k, width);
+        NAME(unpack_across)(gs_across, own_grad, ot[2], at->t, at->k, width);
+        NAME(unpack)(ks, k + b * kt[0] + h * kt[1], kt[2], at->s, at->k, wide);
+        NAME(unpack)(vs, v + b * vt[0] + h * vt[1], vt[2], at->s, at->k, wide);
+        product(probs, ks, qs_across, keys, at->k, width, wide, 1);
+        product(slopes, vs, gs_across, keys, at->k, width, wide, 1);
+        softmax(probs, bias, at->s, width, at->scale);
+        uint32_t first = (uint32_t)(n * at->t * at->s);
+        memset(along, 0, width * sizeof(float));
+        for (int64_t j = 0; j < at->s; j++) {
+            const float *weights = probs + j * width;
+            float *restrict slope = slopes + j * width;
+            if (at->cut) fill_shares(shares, at, first + (uint32_t)j, width);
+            for (int64_t i = 0; i < width; i++) {
+                slope[i] *= shares[i];
+                along[i] += slope[i] * weights[i];
             }
-            int64_t keys = round_up(at->s, 4);
-            product(result_q, slopes, ks, rows, at->s, wide, cols, 1);
-            NAME(pack)(grad_q + b * gq[0] + h * gq[1], result_q, gq[2], at->t, at->k, wide,
-                       at->scale);
-            product(result, slopes, qs, keys, at->t, wide, 1, cols);
-            NAME(pack)(grad_k + b * gk[0] + h * gk[1], result, gk[2], at->s, at->k, wide,
-                       at->scale);
-            product(result, probs, gs, keys, at->t, wide, 1, cols);
-            NAME(pack)(grad_v + b * gv[0] + h * gv[1], result, gv[2], at->s, at->k, wide, 1.0f);
         }
+        for (int64_t j = 0; j < at->s; j++) {
+            float *restrict weights = probs + j * width, *restrict slope = slopes + j * width;
+            for (int64_t i = 0; i < width; i++) slope[i] = weights[i] * (slope[i] - along[i]);
+            if (!at->cut) continue;
+            fill_shares(shares, at, first + (uint32_t)j, width);
+            for (int64_t i = 0; i < width; i++) weights[i] *= shares[i];
+        }
+        product(result_q, slopes, ks, rows, at->s, wide, 1, width);
+        NAME(pack)(grad_q + b * gq[0] + h * gq[1], result_q, gq[2], at->t, at->k, wide, at->scale);
+        product(result, slopes, qs, keys, at->t, wide, width, 1);
+        NAME(pack)(grad_k + b * gk[0] + h * gk[1], result, gk[2], at->s, at->k, wide, at->scale);
+        product(result, probs, gs, keys, at->t, wide, width, 1);
+        NAME(pack)(grad_v + b * gv[0] + h * gv[1], result, gv[2], at->s, at->k, wide, 1.0f);
+    }
     free(qs);
 }
 
