@@ -53,6 +53,31 @@ static inline float sum_of(lanes x) {
     return (parts[0][0] + parts[0][1]) + (parts[0][2] + parts[0][3]);
 }
 
+static inline float sum_of_row(const float *row, int64_t n) {
+    lanes sums = {0}, values;
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        memcpy(&values, row + i, sizeof values);
+        sums += values;
+    }
+    float total = sum_of(sums);
+    for (; i < n; i++) total += row[i];
+    return total;
+}
+
+static inline float dot(const float *a, const float *b, int64_t n) {
+    lanes sums = {0}, left, right;
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        memcpy(&left, a + i, sizeof left);
+        memcpy(&right, b + i, sizeof right);
+        sums += left * right;
+    }
+    float total = sum_of(sums);
+    for (; i < n; i++) total += a[i] * b[i];
+    return total;
+}
+
 static inline float *zeros(int64_t count) { return memset(room(count), 0, 4 * count); }
 
 /* Four rows of c = a b, some vectors of their width; a constant where it is inlined. */
@@ -178,22 +203,17 @@ void NAME(dropout)(const STORE *restrict x, STORE *restrict y, int64_t n, uint32
 void NAME(add_norm)(const STORE *x, const STORE *y, const float *gain, const float *bias, STORE *out,
                     float *mean, float *rstd, int64_t rows, int64_t d, float eps, uint32_t cut,
                     float scale, uint32_t seed) {
-    float *sum_row = malloc(d * sizeof(float));
+    float *restrict sum_row = malloc(d * sizeof(float));
     for (int64_t r = 0; r < rows; r++) {
         const STORE *xr = x + r * d, *yr = y + r * d;
         STORE *restrict or = out + r * d;
         uint32_t first = (uint32_t)(r * d);
-        float total = 0.0f, square = 0.0f;
-#pragma omp simd reduction(+ : total)
-        for (int64_t i = 0; i < d; i++) {
+        for (int64_t i = 0; i < d; i++)
             sum_row[i] = LOAD(xr[i]) + kept(LOAD(yr[i]), first + (uint32_t)i, seed, cut, scale);
-            total += sum_row[i];
-        }
-        float m = total / (float)d;
-#pragma omp simd reduction(+ : square)
-        for (int64_t i = 0; i < d; i++) square += (sum_row[i] - m) * (sum_row[i] - m);
-        float s = 1.0f / sqrtf(square / (float)d + eps);
-        for (int64_t i = 0; i < d; i++) or[i] = SAVE((sum_row[i] - m) * s * gain[i] + bias[i]);
+        float m = sum_of_row(sum_row, d) / (float)d;
+        for (int64_t i = 0; i < d; i++) sum_row[i] -= m;
+        float s = 1.0f / sqrtf(dot(sum_row, sum_row, d) / (float)d + eps);
+        for (int64_t i = 0; i < d; i++) or[i] = SAVE(sum_row[i] * s * gain[i] + bias[i]);
         mean[r] = m;
         rstd[r] = s;
     }
@@ -205,13 +225,12 @@ void NAME(add_norm_grad)(const STORE *grad, const STORE *x, const STORE *y, cons
                          const float *mean, const float *rstd, STORE *grad_x, STORE *grad_y,
                          float *grad_gain, float *grad_bias, int64_t rows, int64_t d, uint32_t cut,
                          float scale, uint32_t seed) {
-    float *normal = malloc(2 * d * sizeof(float)), *upstream = normal + d;
+    float *restrict normal = malloc(2 * d * sizeof(float)), *restrict upstream = normal + d;
     for (int64_t r = 0; r < rows; r++) {
         const STORE *gr = grad + r * d, *xr = x + r * d, *yr = y + r * d;
         STORE *restrict gx = grad_x + r * d, *restrict gy = grad_y + r * d;
         uint32_t first = (uint32_t)(r * d);
-        float m = mean[r], s = rstd[r], total = 0.0f, along = 0.0f;
-#pragma omp simd reduction(+ : total, along)
+        float m = mean[r], s = rstd[r];
         for (int64_t i = 0; i < d; i++) {
             float sum = LOAD(xr[i]) + kept(LOAD(yr[i]), first + (uint32_t)i, seed, cut, scale);
             float g = LOAD(gr[i]);
@@ -219,11 +238,9 @@ void NAME(add_norm_grad)(const STORE *grad, const STORE *x, const STORE *y, cons
             grad_gain[i] += g * normal[i];
             grad_bias[i] += g;
             upstream[i] = g * gain[i];
-            total += upstream[i];
-            along += upstream[i] * normal[i];
         }
-        total /= (float)d;
-        along /= (float)d;
+        float total = sum_of_row(upstream, d) / (float)d;
+        float along = dot(upstream, normal, d) / (float)d;
         for (int64_t i = 0; i < d; i++) {
             float g = s * (upstream[i] - total - normal[i] * along);
             gx[i] = SAVE(g);
