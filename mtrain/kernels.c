@@ -225,7 +225,7 @@ void NAME(add_norm_grad)(const STORE *grad, const STORE *x, const STORE *y, cons
                          const float *mean, const float *rstd, STORE *grad_x, STORE *grad_y,
                          float *grad_gain, float *grad_bias, int64_t rows, int64_t d, uint32_t cut,
                          float scale, uint32_t seed) {
-    float *restrict normal = malloc(2 * d * sizeof(float)), *restrict upstream = normal + d;
+    float *normal = malloc(2 * d * sizeof(float)), *upstream = normal + d;
     for (int64_t r = 0; r < rows; r++) {
         const STORE *gr = grad + r * d, *xr = x + r * d, *yr = y + r * d;
         STORE *restrict gx = grad_x + r * d, *restrict gy = grad_y + r * d;
