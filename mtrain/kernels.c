@@ -386,13 +386,25 @@ static inline __attribute__((always_inline)) lanes NAME(load_lanes)(const STORE 
     return values;
 }
 
+/* Ask for what a head will read of the next query's rows: all at once are more than can be on their
+ * way. */
+static inline void NAME(ask_for_rows)(const STORE *const *next, int64_t count, int64_t head,
+                                      int64_t heads, int64_t k) {
+    for (int64_t t = 0; t < count; t++)
+        for (int64_t i = head * k; i < (head + 1) * k; i += 64 / (int64_t)sizeof **next) {
+            __builtin_prefetch(next[t] + i, 0, 2);
+            __builtin_prefetch(next[t] + heads * k + i, 0, 2);
+        }
+}
+
 /* One query's attention over some rows of a store, all heads; k is a constant where it is inlined.
  * `probs` has room for whole lanes. */
 static inline __attribute__((always_inline)) void NAME(attend_rows)(
-    const STORE *query, const STORE *const *seen, int64_t length, float *probs, STORE *out,
-    int64_t heads, int64_t k, float scale) {
+    const STORE *query, const STORE *const *seen, int64_t length, const STORE *const *next,
+    int64_t num_next, float *probs, STORE *out, int64_t heads, int64_t k, float scale) {
     int64_t padded = round_up(length, LANES);
     for (int64_t h = 0; h < heads; h++) {
+        NAME(ask_for_rows)(next, num_next, h, heads, k);
         for (int64_t t = length; t < padded; t++) probs[t] = -INFINITY;
         for (int64_t t = 0; t < length; t++) {
             lanes dots = {0};
@@ -423,30 +435,38 @@ static inline __attribute__((always_inline)) void NAME(attend_rows)(
     }
 }
 
+/* Find the rows of a store, `width` wide, that places name; return how many. */
+static inline int64_t NAME(find_rows)(const STORE **found, const STORE *store,
+                                      const int64_t *places, int64_t count, int64_t width) {
+    int64_t length = 0;
+    for (int64_t t = 0; t < count; t++)
+        if (places[t] >= 0) found[length++] = store + places[t] * width;
+    return length;
+}
+
 /* out = softmax(q k^T scale) v for each head of one query a row, over the rows of the store that
  * its places name; a row of the store is keys, then values, and a negative place is none. */
 void NAME(attend)(const STORE *q, const STORE *store, const int64_t *places, STORE *out,
                   int64_t rows, int64_t count, int64_t heads, int64_t k, int64_t q_stride,
                   int64_t places_stride, float scale) {
     float *probs = malloc(round_up(count, LANES) * sizeof *probs);
-    const STORE **seen = malloc(count * sizeof *seen);
+    const STORE **found = malloc(2 * count * sizeof *found);
+    int64_t width = 2 * heads * k, num_next = NAME(find_rows)(found, store, places, count, width);
     for (int64_t n = 0; n < rows; n++) {
-        const int64_t *own = places + n * places_stride;
+        const STORE **seen = found + n % 2 * count, **next = found + (n + 1) % 2 * count;
         const STORE *query = q + n * q_stride;
-        if (n + 1 < rows)
-            for (int64_t t = 0; t < count; t++)
-                if (own[places_stride + t] >= 0)
-                    for (int64_t i = 0; i < 2 * heads * k; i += 64 / (int64_t)sizeof *store)
-                        __builtin_prefetch(store + own[places_stride + t] * 2 * heads * k + i);
         STORE *to = out + n * heads * k;
-        int64_t length = 0;
-        for (int64_t t = 0; t < count; t++)
-            if (own[t] >= 0) seen[length++] = store + own[t] * 2 * heads * k;
-        if (k == 32) NAME(attend_rows)(query, seen, length, probs, to, heads, 32, scale);
-        else if (k == 64) NAME(attend_rows)(query, seen, length, probs, to, heads, 64, scale);
-        else NAME(attend_rows)(query, seen, length, probs, to, heads, k, scale);
+        int64_t length = num_next;
+        num_next = 0;
+        if (n + 1 < rows)
+            num_next = NAME(find_rows)(next, store, places + (n + 1) * places_stride, count, width);
+#define ATTEND(k) NAME(attend_rows)(query, seen, length, next, num_next, probs, to, heads, k, scale)
+        if (k == 32) ATTEND(32);
+        else if (k == 64) ATTEND(64);
+        else ATTEND(k);
+#undef ATTEND
     }
-    free(seen);
+    free(found);
     free(probs);
 }
 

@@ -225,6 +225,7 @@ _PRODUCTS = {  # of one type of storage, and most of them of some processors
     "linear_bf16": [*[_POINTER] * 4, *[_INT] * 3],
     "linear_grad_bf16": [*[_POINTER] * 6, *[_INT] * 3],
     "projected_cross_entropy_bf16": [*[_POINTER] * 5, *[_INT] * 3, _REAL, _POINTER],
+    "project_float": [*[_POINTER] * 4, *[_INT] * 3],
     "project_top_pieces_float": [*[_POINTER] * 5, *[_INT] * 5],
 }
 

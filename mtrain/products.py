@@ -25,10 +25,20 @@ _CHUNK_TOKENS = 512  # tokens whose logits the loss holds at once
 class Linear(nn.Linear):
     """`nn.Linear` in the type of its input, whatever the type of its weights."""
 
+    _panels: Tensor | None = None
+    _laid_out = (0, 0)
+
     def forward(self, input: Tensor) -> Tensor:
         """Return `input @ weight.T + bias` in the type of `input`."""
         if input.dtype == self.weight.dtype:
-            return F.linear(input, self.weight, self.bias)
+            panels = None if torch.is_grad_enabled() else self._panels_for(input)
+            functions = None if panels is None else functions_for(input)
+            if functions is None:
+                return F.linear(input, self.weight, self.bias)
+            x = input.contiguous()
+            out = x.new_empty((*x.shape[:-1], self.out_features))
+            functions.call("project", (x, panels, self.bias, out), *_sizes(x, self.weight))
+            return out
         tensors = (input, self.weight, self.bias)
         functions = None
         if torch.is_grad_enabled() and self.out_features % 2 == 0:
@@ -40,6 +50,31 @@ class Linear(nn.Linear):
         else:
             result = _ShortLinear.apply(*tensors)  # type: ignore[no-untyped-call]
         return result
+
+    def lay_out(self) -> None:
+        """Lay out a copy of the weights as compiled functions read them, until they change.
+
+        Nothing else changes; where no gradient is wanted, one thread multiplies faster by far.
+        """
+        functions = functions_for(self.weight, is_training=True)
+        if functions is None or functions.store != "float":
+            return
+        width = functions.panel_width()
+        filled = F.pad(self.weight.detach(), (0, 0, 0, -self.out_features % width))
+        self._panels = filled.view(-1, width, self.in_features).transpose(1, 2).contiguous()
+        self._laid_out = self._state()
+
+    def _panels_for(self, x: Tensor) -> Tensor | None:
+        """Return the weights as they were laid out, if they are still the same."""
+        panels = self._panels
+        if panels is None or panels.dtype != x.dtype or self._laid_out != self._state():
+            return None
+        return panels
+
+    def _state(self) -> tuple[int, int]:
+        """Return what is another once the weights change."""
+        weight = self.weight
+        return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
 
 class _CompiledLinear(torch.autograd.Function):
@@ -107,28 +142,11 @@ class Projection(Linear):
 
     def __init__(self, num_features: int, num_pieces: int) -> None:
         super().__init__(num_features, num_pieces, bias=False)
-        self._panels: Tensor | None = None
-        self._laid_out = (0, 0)
-
-    def lay_out(self) -> None:
-        """Lay out a copy of the weights as compiled functions read them, until they change."""
-        functions = functions_for(self.weight, is_training=True)
-        if functions is None or functions.store != "float":
-            return
-        width = functions.panel_width()
-        filled = F.pad(self.weight.detach(), (0, 0, 0, -self.out_features % width))
-        self._panels = filled.view(-1, width, self.in_features).transpose(1, 2).contiguous()
-        self._laid_out = self._state()
-
-    def _state(self) -> tuple[int, int]:
-        """Return what is another once the weights change."""
-        weight = self.weight
-        return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
     def logits(self, states_ND: Tensor) -> Logits:
         """Return logits [N, V] in the type of the weights; `Projected` if those are laid out."""
-        panels = self._panels
-        if panels is None or panels.dtype != states_ND.dtype or self._laid_out != self._state():
+        panels = self._panels_for(states_ND)
+        if panels is None:
             logits_NV: Tensor = self(states_ND).to(self.weight.dtype)
             return logits_NV
         return Projected(states_ND.contiguous(), self, panels)
@@ -184,6 +202,13 @@ def top_pieces(logits_NV: Logits, never: list[int], count: int) -> TopPieces:
     allowed_NV[:, never] = -torch.inf
     top_NC, ids_NC = allowed_NV.topk(count, dim=-1)
     return TopPieces(ids_NC, top_NC - log_total_N1)
+
+
+def lay_out(model: nn.Module) -> None:
+    """Lay out the weights of a model's linear maps for decoding; a copy of them."""
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.lay_out()
 
 
 def quantize_int8(model: nn.Module) -> None:

@@ -1,5 +1,5 @@
-/* The likeliest pieces under a projection onto a vocabulary, whose logits never lie in memory all at
- * once: those of a few rows are made, and searched while they are in the cache.
+/* Linear maps of decoding; and the likeliest pieces under one onto a vocabulary, whose logits never
+ * lie in memory all at once: those of a few rows are made, and searched while they are in the cache.
  *
  * The weights w [m, k] come laid out in panels, PANEL rows wide, so that a product reads them in
  * order; rows that the last one lacks are 0:
@@ -26,11 +26,14 @@ void top_pieces_float(const float *logits, const int64_t *never, int64_t *ids, f
 
 const int64_t panel_width = PANEL;
 
-/* Some rows of x times a panel; the number of rows is a constant where it is inlined. */
+/* Some rows of x times a panel, plus a bias; the number of rows is a constant where it is inlined. */
 static inline __attribute__((always_inline)) void tile(float *out, int64_t stride, int64_t columns,
                                                        const float *x, const float *panel,
-                                                       int64_t k, int rows) {
-    lanes sums[ROWS][VECTORS] = {{{0}}};
+                                                       const float *bias, int64_t k, int rows) {
+    lanes sums[ROWS][VECTORS];
+    float first[PANEL] = {0};
+    if (bias) memcpy(first, bias, (columns < PANEL ? columns : PANEL) * sizeof *bias);
+    for (int r = 0; r < rows; r++) memcpy(sums[r], first, sizeof sums[r]);
     for (int64_t i = 0; i < k; i++) {
         lanes weights[VECTORS];
         for (int v = 0; v < VECTORS; v++)
@@ -43,13 +46,15 @@ static inline __attribute__((always_inline)) void tile(float *out, int64_t strid
         else memcpy(out + r * stride, sums[r], columns * sizeof(float));
 }
 
-/* logits [rows, m] = x w^T for x [rows, k] and the panels of w. */
-static void project(float *logits, const float *x, const float *panels, int64_t rows, int64_t k,
-                    int64_t m) {
+/* out [n, m] = x w^T + bias for x [n, k] and the panels of w [m, k]; the bias may be NULL. Returns 0:
+ * it needs no memory. */
+int project_float(const float *x, const float *panels, const float *bias, float *out, int64_t n,
+                  int64_t k, int64_t m) {
     for (int64_t first = 0; first < m; first += PANEL, panels += k * PANEL)
-        for (int64_t row = 0; row < rows; row += ROWS) {
-#define TILE(n) tile(logits + row * m + first, m, m - first, x + row * k, panels, k, n)
-            switch (rows - row) {
+        for (int64_t row = 0; row < n; row += ROWS) {
+            const float *own = bias ? bias + first : NULL;
+#define TILE(r) tile(out + row * m + first, m, m - first, x + row * k, panels, own, k, r)
+            switch (n - row) {
                 case 1: TILE(1); break;
                 case 2: TILE(2); break;
                 case 3: TILE(3); break;
@@ -58,6 +63,7 @@ static void project(float *logits, const float *x, const float *panels, int64_t 
                 default: TILE(ROWS);
             }
         }
+    return 0;
 }
 
 /* What top_pieces finds in logits x w^T, for x [n, k] and the panels of w [m, k]. Returns 0, or 1 if
@@ -69,7 +75,7 @@ int project_top_pieces_float(const float *x, const float *panels, const int64_t 
     if (!logits) return 1;
     for (int64_t start = 0; start < n; start += CHUNK) {
         int64_t rows = n - start < CHUNK ? n - start : CHUNK;
-        project(logits, x + start * k, panels, rows, k, m);
+        project_float(x + start * k, panels, NULL, logits, rows, k, m);
         top_pieces_float(logits, never, ids + start * count, log_probs + start * count, rows, m,
                          num_never, count);
     }

@@ -21,7 +21,7 @@ from mtrain.errors import ConfigError, RunError
 from mtrain.messages import exchange, exchange_numbers, exchange_tensors
 from mtrain.model import Transformer, count_weights
 from mtrain.parallel import Workers
-from mtrain.products import quantize_int8
+from mtrain.products import lay_out, quantize_int8
 from mtrain.rundir import RunDir
 from mtrain.search import (
     NUM_GROUPS,
@@ -367,7 +367,7 @@ def _load_model(
             raise ConfigError(f"`--quantize` must run on the cpu, but runs on {device} instead.")
         quantize_int8(model)
     elif loading.precision != "bfloat16":
-        model.output.lay_out()
+        lay_out(model)
     return model
 
 

@@ -283,6 +283,11 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
         ".view(-1, self.in_features, width).contiguous()",
     ),
     products(
+        "a linear map that is laid out forgets its bias",
+        "(x, panels, self.bias, out)",
+        "(x, panels, None, out)",
+    ),
+    products(
         "the logits of the first rows for those of any",
         "self.projection(self.states_ND[rows])",
         "self.projection(self.states_ND)[: len(self.states_ND[rows])]",

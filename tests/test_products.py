@@ -622,6 +622,90 @@ def test_no_row_has_no_pieces(way, calls):
     assert found.ids_NC.shape == found.log_prob_NC.shape == (0, 4)
 
 
+# Linear maps of decoding
+
+
+def laid_out(width: int, outputs: int, bias: bool = True, seed: int = 1) -> Linear:
+    layer = Linear(width, outputs, bias)
+    with torch.no_grad():
+        for number, parameter in enumerate(layer.parameters()):
+            parameter.copy_(normal(*parameter.shape, seed=seed + number))
+    layer.lay_out()
+    return layer
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("outputs", [1, 16, 31, 64, 65, 130])
+@pytest.mark.parametrize(
+    ("shape", "width"), [((0,), 6), ((1,), 1), ((5,), 6), ((2, 3), 7), ((25,), 64), ((61,), 130)]
+)
+@torch.no_grad()
+def test_a_linear_map_that_is_laid_out_is_the_plain_formula(
+    calls, one_thread, shape, width, outputs, bias
+):
+    layer, x = laid_out(width, outputs, bias), normal(*shape, width, dtype=torch.float32)
+    out = layer(x)
+    assert calls == (["project"] if x.numel() else [])
+    exact = F.linear(*(tensor.double() for tensor in (x, *layer.parameters())))
+    Way(True, torch.float32).assert_near(out, exact, roundings=2)
+
+
+@torch.no_grad()
+def test_what_a_row_of_a_linear_map_is_does_not_depend_on_the_others(calls, one_thread):
+    layer, x = laid_out(70, 300), normal(53, 70, dtype=torch.float32)
+    assert torch.equal(layer(x), torch.cat([layer(row) for row in x.split(1)]))
+    assert set(calls) == {"project"}
+
+
+@torch.no_grad()
+def test_a_linear_map_that_is_laid_out_reads_what_is_not_contiguous(calls, one_thread):
+    layer, x = laid_out(6, 5), normal(9, 12, dtype=torch.float32)[::2, 3:9]
+    assert torch.equal(layer(x), layer(x.clone()))
+    assert calls == ["project"] * 2
+
+
+def test_a_linear_map_that_is_laid_out_still_learns(calls, one_thread):
+    layer, x = laid_out(6, 5), leaf(9, 6, dtype=torch.float32)
+    found = grads_of(layer(x), normal(9, 5, dtype=torch.float32), [x, *layer.parameters()])
+    plain = F.linear(x, *layer.parameters())
+    expected = grads_of(plain, normal(9, 5, dtype=torch.float32), [x, *layer.parameters()])
+    assert calls == []
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("how", ["step", "load", "replace", "type"])
+@torch.no_grad()
+def test_weights_of_a_linear_map_that_change_count_as_they_are(calls, one_thread, how):
+    layer, x = laid_out(6, 5), normal(9, 6, dtype=torch.float32)
+    if how == "step":
+        layer.weight += 1
+    elif how == "load":
+        layer.load_state_dict(laid_out(6, 5, seed=5).state_dict())
+    elif how == "replace":
+        layer.weight = laid_out(6, 5, seed=5).weight
+    else:
+        layer, x = layer.double(), x.double()
+    torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
+    assert calls == []
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@torch.no_grad()
+def test_on_several_threads_a_linear_map_is_torchs(calls, num_threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    layer, x = laid_out(6, 5), normal(9, 6, dtype=torch.float32)
+    torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
+    assert calls == (["project"] if num_threads == 1 else [])
+
+
+def test_all_linear_maps_of_a_model_are_laid_out(calls, one_thread):
+    model = nn.Sequential(Linear(6, 5), nn.Sequential(nn.LayerNorm(5), Projection(5, 7)))
+    products.lay_out(model)
+    with torch.no_grad():
+        model(normal(4, 6, dtype=torch.float32))
+    assert calls == ["project"] * 2
+
+
 # Projection
 
 
