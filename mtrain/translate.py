@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mtrain import checkpoint, tokenizer
+from mtrain import checkpoint, kernels, tokenizer
 from mtrain.batch import keep_first, pad_right
 from mtrain.config import DecodingConfig, ModelConfig
 from mtrain.ensemble import Ensemble, EnsembleState, Padded
@@ -310,11 +310,14 @@ def load(
 ) -> Translator:
     """Load the model of a run folder, or of several as an ensemble, ready to translate.
 
+    From then on the process keeps the memory that it frees.
+
     Raises:
         RunError: if a folder is not a run, has no trained model, or its parts do not fit, or if
             several have different target vocabularies.
         ConfigError: if the settings cannot be used here.
     """
+    kernels.keep_freed_memory()
     folders = [runs] if isinstance(runs, RunDir) else list(runs)
     config_of = [run.load_config() for run in folders]
     device = pick_device(loading.team.device_name(loading.device))
