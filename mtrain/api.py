@@ -149,6 +149,8 @@ def load(
 ) -> Model:
     """Load a trained run, or several as an ensemble, ready to translate.
 
+    From then on the process keeps the memory that it frees.
+
     Args:
         runs: a run folder, or several.
         beam: its width; 1 is greedy search, None as the run's config says.

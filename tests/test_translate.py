@@ -1,7 +1,10 @@
 """A batch is no different from its lines, order is kept, and what is printed can be recomputed."""
 
 import math
+import platform
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -20,6 +23,22 @@ from mtrain.rundir import RunDir
 from mtrain.search import NUM_GROUPS, Sampling, length_penalty
 from mtrain.translate import Loading, Source, Translator, Wanted
 
+SAY_FAULTS = """
+import resource, sys
+from pathlib import Path
+from mtrain import translate
+from mtrain.rundir import RunDir
+
+def faults() -> int:
+    bytes([1]) * (64 << 20)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    bytes([1]) * (64 << 20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+before = faults()
+translate.load(RunDir(Path(sys.argv[1])), loading=translate.Loading("cpu"))
+print(before, faults())
+"""
 LINES = [
     *(pair.src for pair in copy_task(24, 9)),
     "",
@@ -345,6 +364,16 @@ def test_the_weights_of_a_checkpoint_are_those_it_holds(trained: RunDir) -> None
     assert all(torch.equal(own, weights[name]) for name, own in model.named_parameters())
     with pytest.raises(RunError, match=r"must have a checkpoint of step 7, but has those of "):
         translate.load(trained, loading=Loading("cpu", step=7))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is asked of glibc")
+def test_a_process_that_loaded_a_model_keeps_the_memory_that_it_frees(trained: RunDir) -> None:
+    """Until then, the pages of a large block come from the system again and again."""
+    done = subprocess.run(
+        [sys.executable, "-c", SAY_FAULTS, str(trained.path)], capture_output=True, check=True
+    )
+    before, after = map(int, done.stdout.split())
+    assert before > 4 * after
 
 
 @pytest.mark.parametrize(
