@@ -30,10 +30,7 @@ const int64_t panel_width = PANEL;
 static inline __attribute__((always_inline)) void tile(float *out, int64_t stride, int64_t columns,
                                                        const float *x, const float *panel,
                                                        const float *bias, int64_t k, int rows) {
-    lanes sums[ROWS][VECTORS];
-    float first[PANEL] = {0};
-    if (bias) memcpy(first, bias, (columns < PANEL ? columns : PANEL) * sizeof *bias);
-    for (int r = 0; r < rows; r++) memcpy(sums[r], first, sizeof sums[r]);
+    lanes sums[ROWS][VECTORS] = {{{0}}}, last[VECTORS] = {{0}};
     for (int64_t i = 0; i < k; i++) {
         lanes weights[VECTORS];
         for (int v = 0; v < VECTORS; v++)
@@ -41,6 +38,9 @@ static inline __attribute__((always_inline)) void tile(float *out, int64_t strid
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < VECTORS; v++) sums[r][v] += x[r * k + i] * weights[v];
     }
+    if (bias) memcpy(last, bias, (columns < PANEL ? columns : PANEL) * sizeof *bias);
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < VECTORS; v++) sums[r][v] += last[v];
     for (int r = 0; r < rows; r++)
         if (columns >= PANEL) memcpy(out + r * stride, sums[r], sizeof sums[r]);
         else memcpy(out + r * stride, sums[r], columns * sizeof(float));
