@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 _SOURCES = tuple(
-    Path(__file__).with_name(name) for name in ("kernels.c", "products.c", "projection.c")
+    Path(__file__).with_name(name)
+    for name in ("kernels.c", "attention.c", "products.c", "projection.c")
 )
 _HEADER = Path(__file__).with_name("numbers.h")
 _COMPILERS = ("cc", "gcc", "clang")
@@ -39,7 +40,7 @@ _FLAGS_OF_MACHINES = (("-march=native", "-mprefer-vector-width=512"), ("-march=n
 
 
 class AttentionShape(ctypes.Structure):
-    """The sizes, strides and settings of one attention, as `kernels.c` lays them out."""
+    """The sizes, strides and settings of one attention, as `attention.c` lays them out."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("b", "h", "t", "s", "k")),

@@ -1,6 +1,7 @@
 /* Numbers as the C files store and compute them, and room for them. */
 #pragma once
 
+#include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,8 +17,17 @@
 #define LANES 4
 #endif
 
+/* In files that include themselves once for each type of storage, STORE: its functions, and how its
+ * values become floats and are made of them. */
+#define PASTE_(a, b) a##_##b
+#define PASTE(a, b) PASTE_(a, b)
+#define NAME(name) PASTE(name, STORE)
+#define LOAD PASTE(load, STORE)
+#define SAVE PASTE(store, STORE)
+
 typedef uint16_t bf16;
 typedef float lanes __attribute__((vector_size(4 * LANES)));
+typedef float four __attribute__((vector_size(16)));
 
 static inline float bits_to_float(uint32_t bits) {
     float value;
@@ -47,4 +57,40 @@ static inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) 
  * lines of cache costs two. NULL if there is none. */
 static inline void *room(int64_t count) {
     return aligned_alloc(ALIGNMENT, round_up(4 * count, ALIGNMENT));
+}
+
+/* e^x for x <= 0, to about one unit in the last place; 0 below the smallest normal number. */
+static inline float exp_(float x) {
+    float bounded = x < -87.0f ? -87.0f : x;
+    float whole = rintf(bounded * 1.44269504f);
+    float rest = bounded - whole * 0.693359375f + whole * 2.12194440e-4f;
+    float power = 1.9875691500e-4f;
+    power = power * rest + 1.3981999507e-3f;
+    power = power * rest + 8.3334519073e-3f;
+    power = power * rest + 4.1665795894e-2f;
+    power = power * rest + 1.6666665459e-1f;
+    power = power * rest + 5.0000001201e-1f;
+    power = power * rest * rest + rest + 1.0f;
+    float result = power * bits_to_float((uint32_t)((int32_t)whole + 127) << 23);
+    return x < -87.0f ? 0.0f : result;
+}
+
+/* Whether element `index` survives dropout: 16 of the bits of a hash of seed and index. */
+static inline int survives(uint32_t index, uint32_t seed, uint32_t cut) {
+    uint32_t hash = index * 0x9e3779b1u ^ seed;
+    hash = (hash ^ (hash >> 16)) * 0x85ebca6bu;
+    hash = (hash ^ (hash >> 13)) * 0xc2b2ae35u;
+    return (hash >> 16) >= cut;
+}
+
+static inline float kept(float x, uint32_t index, uint32_t seed, uint32_t cut, float scale) {
+    return survives(index, seed, cut) ? x * scale : 0.0f;
+}
+
+static inline float sum_of(lanes x) {
+    four parts[LANES / 4];
+    memcpy(parts, &x, sizeof x);
+    for (int half = LANES / 8; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) parts[i] += parts[i + half];
+    return (parts[0][0] + parts[0][1]) + (parts[0][2] + parts[0][3]);
 }
