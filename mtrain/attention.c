@@ -9,7 +9,62 @@
 
 #include "numbers.h"
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+#define SCORED 8 /* keys whose scores are added up at once */
+
+/* What is multiplied at once: a float each, or two numbers in bfloat16 side by side. */
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+
 static inline float *zeros(int64_t count) { return memset(room(count), 0, 4 * count); }
+
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* One word of each of two vectors in turn: of their first halves, and of their second. */
+#if LANES == 16
+#define IN_TURN(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)
+#elif LANES == 8
+#define IN_TURN(f) f(0), f(1), f(2), f(3)
+#else
+#define IN_TURN(f) f(0), f(1)
+#endif
+#define FIRST(i) i, i + LANES
+#define SECOND(i) i + LANES / 2, i + LANES / 2 + LANES
+#ifdef __clang__
+#define ZIP(a, b, half) __builtin_shufflevector(a, b, IN_TURN(half))
+#else
+#define ZIP(a, b, half) __builtin_shuffle(a, b, (words){IN_TURN(half)})
+#endif
+
+/* Turn rows of words into columns, in place: as to halve a deck of cards and to riffle the halves
+ * does with the number of each, to zip the halves of the rows turns that of each word by one bit. */
+static inline void transpose(words *rows) {
+    words zipped[LANES];
+    for (int size = 1; size < LANES; size *= 2) {
+        for (int i = 0; i < LANES / 2; i++) {
+            zipped[2 * i] = ZIP(rows[i], rows[i + LANES / 2], FIRST);
+            zipped[2 * i + 1] = ZIP(rows[i], rows[i + LANES / 2], SECOND);
+        }
+        memcpy(rows, zipped, sizeof zipped);
+    }
+}
+
+/* More for sums of products, of one word with each of others. */
+static inline lanes add_float(lanes sums, uint32_t word, words others) {
+    return sums + bits_to_float(word) * (lanes)others;
+}
+
+static inline lanes add_bf16(lanes sums, uint32_t word, words others) {
+#if defined __AVX512BF16__ && LANES == 16
+    words same = word - (words){0};
+    return (lanes)_mm512_dpbf16_ps((__m512)sums, (__m512bh)same, (__m512bh)others);
+#else
+    sums += load_bf16((bf16)word) * (lanes)(others << 16);
+    return sums + load_bf16((bf16)(word >> 16)) * (lanes)(others >> 16 << 16);
+#endif
+}
 
 /* Four rows of c = a b, some vectors of their width; a constant where it is inlined. */
 static inline __attribute__((always_inline)) void product_tile(float *c, const float *a,
@@ -106,18 +161,86 @@ static inline void fill_shares(float *shares, const attention_shape *at, uint32_
 
 #else
 
-/* Copy a head [n, k] into floats [n, width]; the columns beyond the last are left as they are. */
+/* `n` values, at most a lane each, and zeros. */
+static inline __attribute__((always_inline)) lanes NAME(load_lanes)(const STORE *from, int64_t n) {
+    lanes whole, part = {0};
+    if (n >= LANES) {
+        for (int64_t i = 0; i < LANES; i++) whole[i] = LOAD(from[i]);
+        return whole;
+    }
+    for (int64_t i = 0; i < n; i++) part[i] = LOAD(from[i]);
+    return part;
+}
+
+/* Copy a head [n, k] into floats [n, width], and zeros. */
 static inline void NAME(unpack)(float *restrict to, const STORE *restrict from, int64_t stride,
                                 int64_t n, int64_t k, int64_t width) {
     for (int64_t i = 0; i < n; i++)
-        for (int64_t j = 0; j < k; j++) to[i * width + j] = LOAD(from[i * stride + j]);
+        for (int64_t j = 0; j < width; j += LANES) {
+            lanes values = NAME(load_lanes)(from + i * stride + j, k - j);
+            memcpy(to + i * width + j, &values, sizeof values);
+        }
 }
 
-/* The same, transposed, into [k, width]. */
-static inline void NAME(unpack_across)(float *restrict to, const STORE *restrict from,
-                                       int64_t stride, int64_t n, int64_t k, int64_t width) {
-    for (int64_t i = 0; i < n; i++)
-        for (int64_t j = 0; j < k; j++) to[j * width + i] = LOAD(from[i * stride + j]);
+/* A vector of the numbers of a row, of which `left` are left; and zeros. */
+static inline words NAME(load_words)(const STORE *row, int64_t left) {
+    STORE numbers[sizeof(words) / sizeof(STORE)] = {0};
+    words result;
+    if (left * sizeof(STORE) >= sizeof result) return *(words *)memcpy(&result, row, sizeof result);
+    for (int64_t i = 0; i < left; i++) numbers[i] = row[i];
+    return *(words *)memcpy(&result, numbers, sizeof result);
+}
+
+/* Lay a head [n, k] out across: [words of k, width]. */
+static inline void NAME(lay_across)(uint32_t *to, const STORE *from, int64_t stride, int64_t n,
+                                    int64_t k, int64_t width) {
+    int64_t size = 4 / sizeof(STORE), num_words = round_up(k, size) / size;
+    for (int64_t row = 0; row < width; row += LANES)
+        for (int64_t word = 0; word < num_words; word += LANES) {
+            words block[LANES];
+            for (int64_t i = 0; i < LANES; i++) {
+                const STORE *own = from + (row + i) * stride + word * size;
+                block[i] = row + i < n ? NAME(load_words)(own, k - word * size) : (words){0};
+            }
+            transpose(block);
+            for (int64_t i = 0; i < LANES && word + i < num_words; i++)
+                memcpy(to + (word + i) * width + row, &block[i], sizeof *block);
+        }
+}
+
+/* More for the scores of some rows: of their numbers from the one at `at` on. */
+static inline __attribute__((always_inline)) void NAME(add_scores)(lanes *sums,
+                                                                   const STORE *const *rows,
+                                                                   int64_t at, int64_t size,
+                                                                   const uint32_t *across) {
+    words others;
+    memcpy(&others, across, sizeof others);
+    for (int r = 0; r < SCORED; r++) {
+        uint32_t word = 0;
+        memcpy(&word, rows[r] + at, size * sizeof(STORE));
+        sums[r] = NAME(add)(sums[r], word, others);
+    }
+}
+
+/* scores [n, width] = a head [n, k] times another that is laid out across; for n, SCORED more of them
+ * may be written. */
+static inline void NAME(score)(float *scores, const STORE *head, int64_t stride, int64_t n,
+                               int64_t k, const uint32_t *across, int64_t width) {
+    int64_t size = 4 / sizeof(STORE);
+    for (int64_t j = 0; j < n; j += SCORED) {
+        const STORE *rows[SCORED];
+        for (int r = 0; r < SCORED; r++) rows[r] = head + least(j + r, n - 1) * stride;
+        for (int64_t w = 0; w < width; w += LANES) {
+            lanes sums[SCORED] = {{0}};
+            const uint32_t *others = across + w;
+            int64_t i = 0;
+            for (; i + size <= k; i += size, others += width)
+                NAME(add_scores)(sums, rows, i, size, others);
+            if (i < k) NAME(add_scores)(sums, rows, i, 1, others);
+            for (int r = 0; r < SCORED; r++)
+                memcpy(scores + (j + r) * width + w, &sums[r], sizeof(lanes));
+        }
+    }
 }
 
 static inline void NAME(pack)(STORE *restrict to, const float *restrict from, int64_t stride,
@@ -131,32 +254,36 @@ static inline void NAME(ask_for)(const STORE *head, int64_t stride, int64_t n) {
     for (int64_t i = 0; i < n; i++) __builtin_prefetch(head + i * stride);
 }
 
+/* Where a head begins. */
+static inline const STORE *NAME(head)(const STORE *of, const int64_t *strides, int64_t b, int64_t h) {
+    return of + b * strides[0] + h * strides[1];
+}
+
 /* out = dropout(softmax(q k^T scale)) v over the kept keys. Scores have a row for each key, so that
  * a vector holds as many queries and nothing is added up within one. */
 void NAME(attention)(const attention_shape *at, const STORE *q, const STORE *k, const STORE *v,
                      const uint8_t *keep, STORE *out) {
-    int64_t rows = round_up(at->t, 4), keys = round_up(at->s, 4);
+    int64_t rows = round_up(at->t, 4), keys = round_up(at->s, SCORED);
     int64_t width = round_up(at->t, LANES), wide = round_up(at->k, LANES);
     const int64_t *qt = at->q_strides, *kt = at->k_strides, *vt = at->v_strides;
     const int64_t *ot = at->out_strides, *mt = at->keep_strides;
-    float *qs_across = zeros((at->k + 2 * keys + 1) * width + (2 * keys + rows) * wide);
-    float *probs = qs_across + at->k * width, *bias = probs + keys * width;
-    float *shares = bias + keys * width, *ks = shares + width;
-    float *vs = ks + keys * wide, *mixed = vs + keys * wide;
+    float *probs = zeros((at->k + 2 * keys + 1) * width + (at->s + rows) * wide);
+    float *bias = probs + keys * width, *shares = bias + keys * width, *vs = shares + width;
+    float *mixed = vs + at->s * wide;
+    uint32_t *qs_across = (uint32_t *)(mixed + rows * wide);
     const uint8_t *seen = NULL;
     for (int64_t n = 0; n < at->b * at->h; n++) {
         int64_t b = n / at->h, h = n % at->h;
         int64_t next_b = (n + 1) / at->h % at->b, next_h = (n + 1) % at->h;
-        NAME(ask_for)(q + next_b * qt[0] + next_h * qt[1], qt[2], at->t);
-        NAME(ask_for)(k + next_b * kt[0] + next_h * kt[1], kt[2], at->s);
-        NAME(ask_for)(v + next_b * vt[0] + next_h * vt[1], vt[2], at->s);
+        NAME(ask_for)(NAME(head)(q, qt, next_b, next_h), qt[2], at->t);
+        NAME(ask_for)(NAME(head)(k, kt, next_b, next_h), kt[2], at->s);
+        NAME(ask_for)(NAME(head)(v, vt, next_b, next_h), vt[2], at->s);
         const uint8_t *own = keep ? keep + b * mt[0] + h * mt[1] : NULL;
         if (own != seen) fill_bias(bias, own, at, width);
         seen = own;
-        NAME(unpack_across)(qs_across, q + b * qt[0] + h * qt[1], qt[2], at->t, at->k, width);
-        NAME(unpack)(ks, k + b * kt[0] + h * kt[1], kt[2], at->s, at->k, wide);
-        NAME(unpack)(vs, v + b * vt[0] + h * vt[1], vt[2], at->s, at->k, wide);
-        product(probs, ks, qs_across, keys, at->k, width, wide, 1);
+        NAME(lay_across)(qs_across, NAME(head)(q, qt, b, h), qt[2], at->t, at->k, width);
+        NAME(unpack)(vs, NAME(head)(v, vt, b, h), vt[2], at->s, at->k, wide);
+        NAME(score)(probs, NAME(head)(k, kt, b, h), kt[2], at->s, at->k, qs_across, width);
         softmax(probs, bias, at->s, width, at->scale);
         uint32_t first = (uint32_t)(n * at->t * at->s);
         for (int64_t j = 0; at->cut && j < at->s; j++) {
@@ -166,7 +293,7 @@ void NAME(attention)(const attention_shape *at, const STORE *q, const STORE *k, 
         product(mixed, probs, vs, rows, at->s, wide, 1, width);
         NAME(pack)(out + b * ot[0] + h * ot[1], mixed, ot[2], at->t, at->k, wide, 1.0f);
     }
-    free(qs_across);
+    free(probs);
 }
 
 /* The gradients of attention. */
@@ -178,33 +305,34 @@ void NAME(attention_grad)(const attention_shape *at, const STORE *grad, const ST
     const int64_t *qt = at->q_strides, *kt = at->k_strides, *vt = at->v_strides;
     const int64_t *ot = at->out_strides, *mt = at->keep_strides, *gq = at->grad_q_strides;
     const int64_t *gk = at->grad_k_strides, *gv = at->grad_v_strides;
-    int64_t across = at->k * width, square = keys * width, tall = rows * wide, broad = keys * wide;
-    float *qs = zeros(3 * tall + 3 * broad + 2 * across + 3 * square + 2 * width);
-    float *gs = qs + tall, *result_q = gs + tall, *ks = result_q + tall, *vs = ks + broad;
-    float *result = vs + broad, *qs_across = result + broad, *gs_across = qs_across + across;
-    float *probs = gs_across + across, *slopes = probs + square, *bias = slopes + square;
+    int64_t across = at->k * width, square = round_up(at->s, SCORED) * width;
+    int64_t tall = rows * wide, broad = keys * wide;
+    float *qs = zeros(3 * tall + 2 * broad + 2 * across + 3 * square + 2 * width);
+    float *gs = qs + tall, *result_q = gs + tall, *ks = result_q + tall, *result = ks + broad;
+    float *probs = result + broad, *slopes = probs + square, *bias = slopes + square;
     float *shares = bias + square, *along = shares + width;
+    uint32_t *qs_across = (uint32_t *)(along + width), *gs_across = qs_across + across;
     const uint8_t *seen = NULL;
     for (int64_t i = 0; i < width; i++) shares[i] = 1.0f;
     for (int64_t n = 0; n < at->b * at->h; n++) {
         int64_t b = n / at->h, h = n % at->h;
         int64_t next_b = (n + 1) / at->h % at->b, next_h = (n + 1) % at->h;
-        NAME(ask_for)(q + next_b * qt[0] + next_h * qt[1], qt[2], at->t);
-        NAME(ask_for)(grad + next_b * ot[0] + next_h * ot[1], ot[2], at->t);
-        NAME(ask_for)(k + next_b * kt[0] + next_h * kt[1], kt[2], at->s);
-        NAME(ask_for)(v + next_b * vt[0] + next_h * vt[1], vt[2], at->s);
+        NAME(ask_for)(NAME(head)(q, qt, next_b, next_h), qt[2], at->t);
+        NAME(ask_for)(NAME(head)(grad, ot, next_b, next_h), ot[2], at->t);
+        NAME(ask_for)(NAME(head)(k, kt, next_b, next_h), kt[2], at->s);
+        NAME(ask_for)(NAME(head)(v, vt, next_b, next_h), vt[2], at->s);
         const uint8_t *own = keep ? keep + b * mt[0] + h * mt[1] : NULL;
         if (own != seen) fill_bias(bias, own, at, width);
         seen = own;
-        const STORE *own_q = q + b * qt[0] + h * qt[1], *own_grad = grad + b * ot[0] + h * ot[1];
+        const STORE *own_q = NAME(head)(q, qt, b, h), *own_grad = NAME(head)(grad, ot, b, h);
+        const STORE *own_k = NAME(head)(k, kt, b, h), *own_v = NAME(head)(v, vt, b, h);
         NAME(unpack)(qs, own_q, qt[2], at->t, at->k, wide);
         NAME(unpack)(gs, own_grad, ot[2], at->t, at->k, wide);
-        NAME(unpack_across)(qs_across, own_q, qt[2], at->t, at->k, width);
-        NAME(unpack_across)(gs_across, own_grad, ot[2], at->t, at->k, width);
-        NAME(unpack)(ks, k + b * kt[0] + h * kt[1], kt[2], at->s, at->k, wide);
-        NAME(unpack)(vs, v + b * vt[0] + h * vt[1], vt[2], at->s, at->k, wide);
-        product(probs, ks, qs_across, keys, at->k, width, wide, 1);
-        product(slopes, vs, gs_across, keys, at->k, width, wide, 1);
+        NAME(unpack)(ks, own_k, kt[2], at->s, at->k, wide);
+        NAME(lay_across)(qs_across, own_q, qt[2], at->t, at->k, width);
+        NAME(lay_across)(gs_across, own_grad, ot[2], at->t, at->k, width);
+        NAME(score)(probs, own_k, kt[2], at->s, at->k, qs_across, width);
+        NAME(score)(slopes, own_v, vt[2], at->s, at->k, gs_across, width);
         softmax(probs, bias, at->s, width, at->scale);
         uint32_t first = (uint32_t)(n * at->t * at->s);
         memset(along, 0, width * sizeof(float));
@@ -232,14 +360,6 @@ void NAME(attention_grad)(const attention_shape *at, const STORE *grad, const ST
         NAME(pack)(grad_v + b * gv[0] + h * gv[1], result, gv[2], at->s, at->k, wide, 1.0f);
     }
     free(qs);
-}
-
-/* `n` values, at most a lane each, and zeros. */
-static inline __attribute__((always_inline)) lanes NAME(load_lanes)(const STORE *from, int64_t n) {
-    lanes values = {0};
-    for (int64_t i = 0; i < LANES; i++)
-        if (i < n) values[i] = LOAD(from[i]);
-    return values;
 }
 
 /* Ask for what a head will read of the next query's rows: all at once are more than can be on their

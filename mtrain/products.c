@@ -48,7 +48,6 @@ static inline int64_t panel_size(int64_t num_pairs, int64_t columns) {
     return num_pairs * round_up(columns, PANEL);
 }
 
-
 /* Panels of w^T for weights w [m, k]: the numbers of a pair are neighbours in a row of w. */
 static void lay_across(pair *to, const float *w, int64_t m, int64_t k) {
     for (int64_t first = 0; first < m; first += PANEL, to += k / 2 * PANEL)
@@ -79,9 +78,10 @@ static void pair_down(pair *restrict to, const bf16 *x, int64_t rows, int64_t st
                       int64_t columns, int64_t step) {
     for (int64_t r = 0; r < rows; r += 2, to += step) {
         const bf16 *upper = x + r * stride, *lower = upper + stride;
-        for (int64_t c = 0; c < columns; c++) to[c] = upper[c];
         if (r + 1 < rows)
-            for (int64_t c = 0; c < columns; c++) to[c] |= (pair)lower[c] << 16;
+            for (int64_t c = 0; c < columns; c++) to[c] = upper[c] | (pair)lower[c] << 16;
+        else
+            for (int64_t c = 0; c < columns; c++) to[c] = upper[c];
         for (int64_t c = columns; c < step; c++) to[c] = 0;
     }
 }
