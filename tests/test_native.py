@@ -2,6 +2,7 @@
 
 import functools
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,9 @@ print(library._name, sorted(set(y)))
 
 needs_compiler = pytest.mark.skipif(
     not any(shutil.which(name) for name in native._COMPILERS), reason="no C compiler is installed"
+)
+needs_vectors = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="the compiler knows no x86-64-v4"
 )
 
 
@@ -339,7 +343,15 @@ def test_the_sources_are_part_of_the_package():
 
 
 @needs_compiler
-@pytest.mark.parametrize("machine_flags", [*native._FLAGS_OF_MACHINES, EMULATED], ids=str)
+@pytest.mark.parametrize(
+    "machine_flags",
+    [
+        *native._FLAGS_OF_MACHINES,
+        EMULATED,
+        pytest.param(("-march=x86-64-v4", *EMULATED), marks=needs_vectors),
+    ],
+    ids=str,
+)
 def test_the_sources_compile_without_a_warning(machine_flags):
     compiler = next(name for name in native._COMPILERS if shutil.which(name))
     strict = ["-O0", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]

@@ -1,5 +1,5 @@
-/* The vectors of products.c written out in plain C, for processors that lack them: slow, and so that
- * its tests run on every machine. */
+/* The vectors of the C files written out in plain C, for processors that lack them: slow, and so that
+ * their tests run on every machine. */
 #pragma once
 
 #include "../../mtrain/numbers.h"
