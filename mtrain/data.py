@@ -448,11 +448,14 @@ def plan_batches(
     """Cut all pairs into batches of like length, in random order.
 
     A batch's rows times its longest side, source or target, padding included, is at most
-    `batch_tokens`; a single pair that is longer makes a batch of its own.
+    `batch_tokens`; a single pair that is longer makes a batch of its own. Pairs whose longer sides
+    are alike go from long targets to long sources, and back at the next length, so that their
+    shorter sides are alike, too.
     """
     longer = np.maximum(src_lengths, tgt_lengths)
+    difference = np.where(longer % 2, src_lengths - tgt_lengths, tgt_lengths - src_lengths)
     shuffled = rng.permutation(len(longer))
-    by_length = shuffled[np.lexsort((src_lengths[shuffled], longer[shuffled]))]
+    by_length = shuffled[np.lexsort((difference[shuffled], longer[shuffled]))]
     ordered = longer[by_length]
     ends = np.append(np.flatnonzero(np.diff(ordered)) + 1, len(ordered))
     batches = np.split(by_length, _cuts(ordered[ends - 1], ends, batch_tokens))
