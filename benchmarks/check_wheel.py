@@ -62,7 +62,10 @@ def build(directory: Path) -> Path:
     print(
         f"{wheel.name}: {wheel.stat().st_size:,} bytes, {len(names)} files, {unpacked:,} unpacked"
     )
-    sources = ("kernels.c", "attention.c", "products.c", "projection.c", "numbers.h")
+    sources = [
+        path.name for path in (REPOSITORY / "mtrain").iterdir() if path.suffix in (".c", ".h")
+    ]
+    assert sources
     wanted = (*sources, "py.typed", "config.schema.json")
     assert {f"mtrain/{name}" for name in wanted} <= set(names)
     assert all(name.startswith(("mtrain/", "mtrain-")) for name in names)

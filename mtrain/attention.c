@@ -20,8 +20,6 @@ typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 
 static inline float *zeros(int64_t count) { return memset(room(count), 0, 4 * count); }
 
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* One word of each of two vectors in turn: of their first halves, and of their second. */
 #if LANES == 16
 #define IN_TURN(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)

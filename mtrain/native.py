@@ -22,9 +22,9 @@ from torch import Tensor
 
 _SOURCES = tuple(
     Path(__file__).with_name(name)
-    for name in ("kernels.c", "attention.c", "products.c", "projection.c")
+    for name in ("kernels.c", "attention.c", "products.c", "loss.c", "projection.c")
 )
-_HEADER = Path(__file__).with_name("numbers.h")
+_HEADERS = tuple(Path(__file__).with_name(name) for name in ("numbers.h", "tiles.h"))
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = (
     "-std=gnu11",
@@ -193,7 +193,7 @@ def _compiles(compiler: str, machine_flags: tuple[str, ...], output: Path) -> bo
 def _fingerprint() -> str:
     """Tell one source, compilation and processor from another: home folders are shared."""
     parts = [
-        *(source.read_bytes() for source in (*_SOURCES, _HEADER)),
+        *(source.read_bytes() for source in (*_SOURCES, *_HEADERS)),
         repr((_FLAGS, _FLAGS_OF_MACHINES)).encode(),
     ]
     parts.append(repr((platform.system(), platform.machine(), platform.processor())).encode())

@@ -51,6 +51,8 @@ static inline bf16 store_bf16(float x) { /* to the nearest, ties to even */
 static inline float load_float(float x) { return x; }
 static inline float store_float(float x) { return x; }
 
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
 static inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 /* Room for so many numbers of 4 bytes, from where whole vectors are loaded: one that lies across two

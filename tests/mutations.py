@@ -52,6 +52,10 @@ def products(name: str, old: str, new: str) -> Mutation:
     return Mutation(name, "mtrain/products.py", old, new, "tests/test_products.py")
 
 
+def compiled(file: str, name: str, old: str, new: str, tests: str) -> Mutation:
+    return Mutation(name, f"mtrain/{file}.c", old, new, f"tests/test_{tests}.py")
+
+
 def train(name: str, old: str, new: str, wanted: str) -> Mutation:
     return Mutation(name, "mtrain/training.py", old, new, f"tests/test_train.py -k {wanted}")
 
@@ -291,6 +295,35 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
         "the logits of the first rows for those of any",
         "self.projection(self.states_ND[rows])",
         "self.projection(self.states_ND)[: len(self.states_ND[rows])]",
+    ),
+    compiled(
+        "loss",
+        "the target's power stays among those that are multiplied",
+        "in->powers_across[(piece + own) * STRIDE + first + c] = 0;",
+        ";",
+        "products",
+    ),
+    compiled(
+        "loss",
+        "the target's neighbour is struck out",
+        "own % 2 ? 0x0000ffff : 0xffff0000",
+        "own % 2 ? 0xffff0000 : 0x0000ffff",
+        "products",
+    ),
+    compiled("loss", "powers overflow", "while (shift_more(&of, rows));", "while (0);", "products"),
+    compiled(
+        "loss",
+        "the weights' gradient lacks what smoothing gives to all pieces",
+        "is_first ? in->even_x : NULL",
+        "NULL",
+        "products",
+    ),
+    compiled(
+        "attention",
+        "heads of an odd width lack their last number",
+        "if (i < k) NAME(add_scores)(sums, rows, i, 1, others);",
+        "",
+        "kernels",
     ),
 ]
 

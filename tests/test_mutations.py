@@ -1,22 +1,49 @@
 """The list of mutations cannot rot: each still has a text of its own to replace."""
 
 import ast
+import shutil
+import subprocess
 from collections import Counter
+from pathlib import Path
 
 import mutations
 import pytest
 from mutations import MUTATIONS, REPOSITORY, Mutation
+from ways import EMULATED, EMULATED_FOLDER
+
+from mtrain import native
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_a_mutations_text_stands_exactly_once_in_its_file_and_leaves_it_python(
-    mutation: Mutation,
+def test_a_mutations_text_stands_exactly_once_in_its_file_and_leaves_it_code(
+    mutation: Mutation, tmp_path: Path
 ) -> None:
     text = (REPOSITORY / mutation.file).read_text(encoding="utf-8")
     assert text.count(mutation.old) == 1
     changed = mutations.mutated(mutation, text)
-    assert changed != text
-    assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(text))
+    file = tmp_path / mutation.file
+    assert meaning(file, changed) != meaning(file, text)
+
+
+def meaning(file: Path, text: str) -> str:
+    """Return a file without its comments, if it is well formed."""
+    return ast.dump(ast.parse(text)) if file.suffix == ".py" else preprocessed(file, text)
+
+
+def preprocessed(file: Path, text: str) -> str:
+    compiler = next((name for name in native._COMPILERS if shutil.which(name)), None)
+    if compiler is None:
+        pytest.skip("no C compiler is installed")
+    emulated = file.parent.parent / "tests" / "emulated"
+    shutil.copytree(EMULATED_FOLDER, emulated, dirs_exist_ok=True)
+    file.parent.mkdir(exist_ok=True)
+    for header in native._HEADERS:
+        shutil.copy(header, file.parent)
+    file.write_text(text, encoding="utf-8")
+    command = [compiler, *native._FLAGS, f"-I{emulated}", *EMULATED[1:], str(file)]
+    for stage in (["-fsyntax-only"], ["-E", "-P"]):
+        done = subprocess.run([*command, *stage], capture_output=True, text=True, check=True)
+    return done.stdout
 
 
 def test_mutations_have_names_of_their_own_and_tests_that_exist() -> None:

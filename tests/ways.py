@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 # flags that give every processor the instruction of products.c, written out in plain C
-EMULATED = (f"-I{Path(__file__).with_name('emulated')}", "-D__AVX512BF16__")
+EMULATED_FOLDER = Path(__file__).with_name("emulated")
+EMULATED = (f"-I{EMULATED_FOLDER}", "-D__AVX512BF16__")
 SAME = {"rtol": 1e-10, "atol": 1e-12}
 SHORT = torch.bfloat16
 LONG = {torch.float64: torch.float64, torch.float32: torch.float32, SHORT: torch.float32}

@@ -11,10 +11,54 @@ typedef uint32_t __m256i __attribute__((vector_size(32)));
 typedef uint16_t __m256bh __attribute__((vector_size(32)));
 typedef uint16_t __mmask16;
 
+#define _MM_FROUND_TO_NEG_INF 1
+#define _MM_FROUND_NO_EXC 8
+
 static inline __m512 _mm512_setzero_ps(void) { return (__m512){0}; }
 static inline __m512 _mm512_add_ps(__m512 a, __m512 b) { return a + b; }
 static inline void _mm512_storeu_ps(float *to, __m512 a) { memcpy(to, &a, sizeof a); }
 static inline void _mm256_storeu_si256(__m256i *to, __m256i a) { memcpy(to, &a, sizeof a); }
+
+static inline __m512 _mm512_loadu_ps(const float *from) {
+    __m512 a;
+    memcpy(&a, from, sizeof a);
+    return a;
+}
+
+static inline __m512 _mm512_set1_ps(float x) {
+    __m512 a;
+    for (int i = 0; i < 16; i++) a[i] = x;
+    return a;
+}
+
+static inline __m512 _mm512_max_ps(__m512 a, __m512 b) {
+    for (int i = 0; i < 16; i++) a[i] = a[i] > b[i] ? a[i] : b[i];
+    return a;
+}
+
+/* What is left of each number above the integer below it. */
+static inline __m512 _mm512_reduce_ps(__m512 a, int downwards) {
+    (void)downwards;
+    for (int i = 0; i < 16; i++) a[i] -= floorf(a[i]);
+    return a;
+}
+
+static inline __m512 _mm512_scalef_ps(__m512 a, __m512 exponents) {
+    for (int i = 0; i < 16; i++) a[i] *= exp2f(floorf(exponents[i]));
+    return a;
+}
+
+static inline __m512i _mm512_cvtepu16_epi32(__m256i a) {
+    uint16_t numbers[16];
+    memcpy(numbers, &a, sizeof a);
+    __m512i b;
+    for (int i = 0; i < 16; i++) b[i] = numbers[i];
+    return b;
+}
+
+static inline __m512i _mm512_slli_epi32(__m512i a, unsigned count) { return a << count; }
+static inline __m512i _mm512_or_si512(__m512i a, __m512i b) { return a | b; }
+static inline void _mm512_storeu_si512(void *to, __m512i a) { memcpy(to, &a, sizeof a); }
 
 static inline __m512i _mm512_loadu_si512(const void *from) {
     __m512i a;
