@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Ids = Sequence[int] | npt.NDArray[np.int32]
@@ -66,14 +67,14 @@ class Batch:
 
 def collate(src: Sequence[Ids], tgt: Sequence[Ids], pad: int, bos: int, eos: int) -> Batch:
     """Pad encoded pairs: sources are pieces + eos as they come, targets are pieces alone."""
-    tgt_lengths = [len(ids) + 1 for ids in tgt]
-    tgt_in_BT = pad_right([np.append([bos], ids) for ids in tgt], pad)
-    tgt_out_BT = pad_right([np.append(ids, [eos]) for ids in tgt], pad)
-    src_lengths = [len(ids) for ids in src]
+    src_lengths, tgt_lengths = [len(ids) for ids in src], [len(ids) + 1 for ids in tgt]
+    pieces_BT, rows = pad_right(tgt, pad), torch.arange(len(tgt))
+    tgt_out_BT = F.pad(pieces_BT, (0, 1), value=pad)
+    tgt_out_BT[rows, torch.tensor(tgt_lengths) - 1] = eos
     return Batch(
         pad_right(src, pad),
         keep_first(src_lengths),
-        tgt_in_BT,
+        F.pad(pieces_BT, (1, 0), value=bos),
         tgt_out_BT,
         keep_first(tgt_lengths),
         sum(src_lengths),
@@ -83,9 +84,10 @@ def collate(src: Sequence[Ids], tgt: Sequence[Ids], pad: int, bos: int, eos: int
 
 def pad_right(rows: Sequence[Ids], pad: int) -> Tensor:
     """Return the rows as one int64 tensor, filled up on the right with `pad`."""
-    padded = np.full((len(rows), max(len(row) for row in rows)), pad, dtype=np.int64)
-    for index, row in enumerate(rows):
-        padded[index, : len(row)] = row
+    lengths = np.array([len(row) for row in rows])
+    padded = np.full((len(rows), lengths.max()), pad, dtype=np.int64)
+    is_filled = np.arange(padded.shape[1]) < lengths[:, None]
+    padded[is_filled] = np.concatenate(rows, dtype=np.int64, casting="unsafe")
     return torch.from_numpy(padded)
 
 

@@ -561,8 +561,8 @@ TEXT = [
     Mutation(
         "tgt_in shows the piece to predict",
         "mtrain/batch.py",
-        "pad_right([np.append([bos], ids) for ids in tgt], pad)",
-        "pad_right([np.append(ids, [eos]) for ids in tgt], pad)",
+        "F.pad(pieces_BT, (1, 0), value=bos)",
+        "F.pad(pieces_BT, (0, 1), value=bos)",
         "tests/test_batch.py",
     ),
     Mutation(
