@@ -97,17 +97,17 @@ static __attribute__((noinline)) void take_powers(const float *logits, int64_t p
 }
 
 /* Numbers of 4 bytes that each part takes. */
-#define PARTS(PART)       \
-    PART(w, m * k / 2)    \
-    PART(sum_w, k)        \
+#define PARTS(PART)                                                         \
+    PART(w, m * k / 2)                                                      \
+    PART(sum_w, k)                                                          \
     PART(states_across, CHUNK * k / 2)
-#define PARTS_OF_GRADIENTS(PART)                                              \
-    PART(even_x, k)                                                           \
-    PART(w_down, round_up(m, DEPTH) / DEPTH * panel_size(DEPTH / 2, k))       \
-    PART(scaled, CHUNK * k / 2)                                                \
-    PART(states_down, panel_size(CHUNK / 2, k))                               \
-    PART(mixed, CHUNK * k)                                                     \
-    PART(powers_down, DEPTH / 2 * TOKENS)                                     \
+#define PARTS_OF_GRADIENTS(PART)                                            \
+    PART(even_x, k)                                                         \
+    PART(w_down, round_up(m, DEPTH) / DEPTH * panel_size(DEPTH / 2, k))     \
+    PART(scaled, CHUNK * k / 2)                                             \
+    PART(states_down, panel_size(CHUNK / 2, k))                             \
+    PART(mixed, CHUNK * k)                                                  \
+    PART(powers_down, DEPTH / 2 * TOKENS)                                   \
     PART(powers_across, m * STRIDE / 2)
 #define COUNT(name, size) total += round_up(size, SUMS);
 #define TAKE(name, size) in->name = (void *)next, next += round_up(size, SUMS);
@@ -136,7 +136,8 @@ static void lay_weights(rooms *in, const float *w) {
             in->sum_w[i] += load_bf16(rounded[r * k + i]);
         }
     for (int64_t first = 0; in->w_down && first < in->m; first += DEPTH)
-        lay_down(in->w_down + first / DEPTH * block_size, w + first * k, least(in->m - first, DEPTH), k);
+        lay_rows_down(in->w_down + first / DEPTH * block_size, rounded + first * k,
+                      least(in->m - first, DEPTH), k);
 }
 
 /* Lay states [rows, k] out across, and find the logits of their targets and of all in the mean. */
@@ -236,7 +237,7 @@ static void find_grad_x(const rooms *in, tokens *of, const bf16 *x, const int64_
 static void add_grad_w(const rooms *in, const tokens *of, const bf16 *x, const int64_t *targets,
                        int64_t rows, int is_first, float *grad_w) {
     int64_t k = in->k;
-    lay_states_down(in->states_down, in->scaled, rows, k);
+    lay_rows_down(in->states_down, in->scaled, rows, k);
     for (int64_t piece = 0; piece < in->m; piece += STRIPE) {
         target to = {is_first ? in->even_x : NULL, NULL, grad_w + piece * k, !is_first, k};
         const pair *powers = (const pair *)(in->powers_across + piece * STRIDE);

@@ -22,6 +22,19 @@ static void lay_across(pair *to, const float *w, int64_t m, int64_t k) {
         }
 }
 
+/* Panels of weights w [m, k]: the numbers of a pair stand below each other. */
+static void lay_down(pair *to, const float *w, int64_t m, int64_t k) {
+    for (int64_t first = 0; first < k; first += PANEL)
+        for (int64_t r = 0; r < m; r += 2, to += PANEL) {
+            const float *upper = w + r * k + first, *lower = upper + k;
+            int64_t width = least(k - first, PANEL);
+            for (int64_t c = 0; c < width; c++) to[c] = store_bf16(upper[c]);
+            if (r + 1 < m)
+                for (int64_t c = 0; c < width; c++) to[c] |= (pair)store_bf16(lower[c]) << 16;
+            for (int64_t c = width; c < PANEL; c++) to[c] = 0;
+        }
+}
+
 /* out [n, m] = x w^T + bias for x [n, k] and w [m, k]; k is even. */
 int linear_bf16(const bf16 *x, const float *w, const float *bias, bf16 *out, int64_t n, int64_t k,
                 int64_t m) {
@@ -46,7 +59,7 @@ int linear_grad_bf16(const bf16 *grad, const bf16 *x, const float *w, bf16 *grad
     multiply(to_x, n, k, (const pair *)grad, m / 2, 1, down, m / 2);
     for (int64_t start = 0; start < n; start += BLOCK) {
         int64_t rows = least(n - start, BLOCK), num_pairs = (rows + 1) / 2;
-        lay_states_down(states, x + start * k, rows, k);
+        lay_rows_down(states, x + start * k, rows, k);
         for (int64_t first = 0; first < m; first += STRIPE) {
             int64_t columns = least(m - first, STRIPE);
             pair_down(grads, grad + start * m + first, rows, m, columns, STRIPE);

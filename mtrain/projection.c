@@ -38,7 +38,7 @@ static inline __attribute__((always_inline)) void tile(float *out, int64_t strid
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < VECTORS; v++) sums[r][v] += x[r * k + i] * weights[v];
     }
-    if (bias) memcpy(last, bias, (columns < PANEL ? columns : PANEL) * sizeof *bias);
+    if (bias) memcpy(last, bias, least(columns, PANEL) * sizeof *bias);
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < VECTORS; v++) sums[r][v] += last[v];
     for (int r = 0; r < rows; r++)
@@ -74,7 +74,7 @@ int project_top_pieces_float(const float *x, const float *panels, const int64_t 
     float *logits = room(CHUNK * m);
     if (!logits) return 1;
     for (int64_t start = 0; start < n; start += CHUNK) {
-        int64_t rows = n - start < CHUNK ? n - start : CHUNK;
+        int64_t rows = least(n - start, CHUNK);
         project_float(x + start * k, panels, NULL, logits, rows, k, m);
         top_pieces_float(logits, never, ids + start * count, log_probs + start * count, rows, m,
                          num_never, count);

@@ -43,20 +43,7 @@ static inline int64_t panel_size(int64_t num_pairs, int64_t columns) {
     return num_pairs * round_up(columns, PANEL);
 }
 
-/* Panels of weights w [m, k]: the numbers of a pair stand below each other. */
-static inline void lay_down(pair *to, const float *w, int64_t m, int64_t k) {
-    for (int64_t first = 0; first < k; first += PANEL)
-        for (int64_t r = 0; r < m; r += 2, to += PANEL) {
-            const float *upper = w + r * k + first, *lower = upper + k;
-            int64_t width = least(k - first, PANEL);
-            for (int64_t c = 0; c < width; c++) to[c] = store_bf16(upper[c]);
-            if (r + 1 < m)
-                for (int64_t c = 0; c < width; c++) to[c] |= (pair)store_bf16(lower[c]) << 16;
-            for (int64_t c = width; c < PANEL; c++) to[c] = 0;
-        }
-}
-
-/* The same of some columns of numbers [rows, stride]; a row of pairs is `step` of them long. */
+/* Pair some columns of numbers [rows, stride] with those below them; a row of pairs is `step` long. */
 static inline void pair_down(pair *restrict to, const bf16 *x, int64_t rows, int64_t stride,
                              int64_t columns, int64_t step) {
     for (int64_t r = 0; r < rows; r += 2, to += step) {
@@ -69,8 +56,8 @@ static inline void pair_down(pair *restrict to, const bf16 *x, int64_t rows, int
     }
 }
 
-/* Panels of states x [rows, k]. */
-static inline void lay_states_down(pair *to, const bf16 *x, int64_t rows, int64_t k) {
+/* Panels of x [rows, k]: the numbers of a pair stand below each other. */
+static inline void lay_rows_down(pair *to, const bf16 *x, int64_t rows, int64_t k) {
     for (int64_t first = 0; first < k; first += PANEL)
         pair_down(to + first * ((rows + 1) / 2), x + first, rows, k, least(k - first, PANEL), PANEL);
 }
@@ -120,8 +107,9 @@ static inline __attribute__((always_inline)) void tile(const target *to, int64_t
 
 /* Rows of a left factor times all panels of a right one. Pair p of row r of the left factor lies at
  * r * row_step + p * pair_step. */
-static inline void multiply(target to, int64_t rows, int64_t columns, const pair *left, int64_t row_step,
-                     int64_t pair_step, const pair *right, int64_t num_pairs) {
+static inline void multiply(target to, int64_t rows, int64_t columns, const pair *left,
+                            int64_t row_step, int64_t pair_step, const pair *right,
+                            int64_t num_pairs) {
     for (int64_t column = 0; column < columns; column += PANEL, right += num_pairs * PANEL)
         for (int64_t row = 0; row < rows; row += ROWS) {
             const pair *own = left + row * row_step;

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-# flags that give every processor the instruction of products.c, written out in plain C
+# flags that give every processor the instruction of tiles.h, written out in plain C
 EMULATED_FOLDER = Path(__file__).with_name("emulated")
 EMULATED = (f"-I{EMULATED_FOLDER}", "-D__AVX512BF16__")
 SAME = {"rtol": 1e-10, "atol": 1e-12}
