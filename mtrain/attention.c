@@ -9,14 +9,7 @@
 
 #include "numbers.h"
 
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
-
 #define SCORED 8 /* keys whose scores are added up at once */
-
-/* What is multiplied at once: a float each, or two numbers in bfloat16 side by side. */
-typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 
 static inline float *zeros(int64_t count) { return memset(room(count), 0, 4 * count); }
 
@@ -47,21 +40,6 @@ static inline void transpose(words *rows) {
         }
         memcpy(rows, zipped, sizeof zipped);
     }
-}
-
-/* More for sums of products, of one word with each of others. */
-static inline lanes add_float(lanes sums, uint32_t word, words others) {
-    return sums + bits_to_float(word) * (lanes)others;
-}
-
-static inline lanes add_bf16(lanes sums, uint32_t word, words others) {
-#if defined __AVX512BF16__ && LANES == 16
-    words same = word - (words){0};
-    return (lanes)_mm512_dpbf16_ps((__m512)sums, (__m512bh)same, (__m512bh)others);
-#else
-    sums += load_bf16((bf16)word) * (lanes)(others << 16);
-    return sums + load_bf16((bf16)(word >> 16)) * (lanes)(others >> 16 << 16);
-#endif
 }
 
 /* Four rows of c = a b, some vectors of their width; a constant where it is inlined. */

@@ -105,8 +105,8 @@ class Functions(NamedTuple):
     store: str
 
     def multiply(self) -> bool:
-        """Tell whether matrix products are among them."""
-        return hasattr(self.library, f"linear_{self.store}")
+        """Tell whether their matrix products are faster than PyTorch's."""
+        return bool(ctypes.c_int64.in_dll(self.library, f"multiplies_{self.store}").value)
 
     def panel_width(self) -> int:
         """Return how many rows of weights stand side by side where a projection reads them."""
@@ -222,10 +222,12 @@ _SIGNATURES = {
     "top_pieces": [*[_POINTER] * 4, *[_INT] * 4],
     "cross_entropy": [_POINTER, _POINTER, *[_INT] * 3, _REAL, ctypes.c_int, _POINTER],
 }
-_PRODUCTS = {  # of one type of storage, and most of them of some processors
+_LOSS = [*[_POINTER] * 5, *[_INT] * 3, _REAL, _POINTER]
+_PRODUCTS = {
     "linear_bf16": [*[_POINTER] * 4, *[_INT] * 3],
     "linear_grad_bf16": [*[_POINTER] * 6, *[_INT] * 3],
-    "projected_cross_entropy_bf16": [*[_POINTER] * 5, *[_INT] * 3, _REAL, _POINTER],
+    "projected_cross_entropy_bf16": _LOSS,
+    "projected_cross_entropy_float": _LOSS,
     "project_float": [*[_POINTER] * 4, *[_INT] * 3],
     "project_top_pieces_float": [*[_POINTER] * 5, *[_INT] * 5],
 }
@@ -237,7 +239,6 @@ def _typed(functions: ctypes.CDLL) -> ctypes.CDLL:
             function = getattr(functions, f"{name}_{store}")
             function.argtypes, function.restype = types, None
     for name, types in _PRODUCTS.items():
-        if hasattr(functions, name):
-            function = getattr(functions, name)
-            function.argtypes, function.restype = types, ctypes.c_int
+        function = getattr(functions, name)
+        function.argtypes, function.restype = types, ctypes.c_int
     return functions

@@ -6,6 +6,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 #define ALIGNMENT 64 /* of a line of cache, and of the widest vector */
 
 /* Floats of the widest vector: compilers keep wider ones in memory. */
@@ -27,7 +31,11 @@
 
 typedef uint16_t bf16;
 typedef float lanes __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 typedef float four __attribute__((vector_size(16)));
+
+/* What is multiplied at once: a float each, or two numbers in bfloat16 side by side. */
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 
 static inline float bits_to_float(uint32_t bits) {
     float value;
@@ -50,6 +58,39 @@ static inline bf16 store_bf16(float x) { /* to the nearest, ties to even */
 
 static inline float load_float(float x) { return x; }
 static inline float store_float(float x) { return x; }
+
+/* More for sums of products, of one word with each of others. */
+static inline lanes add_float(lanes sums, uint32_t word, words others) {
+    return sums + bits_to_float(word) * (lanes)others;
+}
+
+static inline lanes add_bf16(lanes sums, uint32_t word, words others) {
+#if defined __AVX512BF16__ && LANES == 16
+    words same = word - (words){0};
+    return (lanes)_mm512_dpbf16_ps((__m512)sums, (__m512bh)same, (__m512bh)others);
+#else
+    sums += load_bf16((bf16)word) * (lanes)(others << 16);
+    return sums + load_bf16((bf16)(word >> 16)) * (lanes)(others >> 16 << 16);
+#endif
+}
+
+/* A vector in bfloat16. */
+static inline halves round_lanes(lanes x) {
+#if defined __AVX512BF16__ && LANES == 16
+    return (halves)_mm512_cvtneps_pbh((__m512)x);
+#else
+    words bits = (words)x;
+    return __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, halves);
+#endif
+}
+
+static inline words widened(halves x) {
+#if LANES == 16
+    return (words)_mm512_cvtepu16_epi32((__m256i)x);
+#else
+    return __builtin_convertvector(x, words);
+#endif
+}
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 

@@ -127,9 +127,11 @@ class _ShortLinear(torch.autograd.Function):
 def _compiled_products(x: Tensor, weight: Tensor) -> Functions | None:
     """Return the compiled functions, if they multiply these tensors, and faster than PyTorch."""
     functions = functions_for(x, is_training=True)
-    if functions is None or not functions.multiply() or processor_has("amx_tile"):
+    if functions is None or not functions.multiply() or weight.dtype != torch.float32:
         return None
-    return functions if weight.dtype == torch.float32 and x.shape[-1] % 2 == 0 else None
+    if x.dtype == torch.bfloat16 and (processor_has("amx_tile") or x.shape[-1] % 2 == 1):
+        return None
+    return functions
 
 
 def _sizes(x: Tensor, weight: Tensor) -> tuple[int, int, int]:

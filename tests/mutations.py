@@ -306,8 +306,8 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
     compiled(
         "loss",
         "the target's neighbour is struck out",
-        "own % 2 ? 0x0000ffff : 0xffff0000",
-        "own % 2 ? 0xffff0000 : 0x0000ffff",
+        "word[own % SIZE] = 0;",
+        "word[(own + 1) % SIZE] = 0;",
         "products",
     ),
     compiled("loss", "powers overflow", "while (shift_more(&of, rows));", "while (0);", "products"),

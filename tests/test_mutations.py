@@ -9,7 +9,6 @@ from pathlib import Path
 import mutations
 import pytest
 from mutations import MUTATIONS, REPOSITORY, Mutation
-from ways import EMULATED, EMULATED_FOLDER
 
 from mtrain import native
 
@@ -34,13 +33,11 @@ def preprocessed(file: Path, text: str) -> str:
     compiler = next((name for name in native._COMPILERS if shutil.which(name)), None)
     if compiler is None:
         pytest.skip("no C compiler is installed")
-    emulated = file.parent.parent / "tests" / "emulated"
-    shutil.copytree(EMULATED_FOLDER, emulated, dirs_exist_ok=True)
     file.parent.mkdir(exist_ok=True)
     for header in native._HEADERS:
         shutil.copy(header, file.parent)
     file.write_text(text, encoding="utf-8")
-    command = [compiler, *native._FLAGS, f"-I{emulated}", *EMULATED[1:], str(file)]
+    command = [compiler, *native._FLAGS, str(file)]
     for stage in (["-fsyntax-only"], ["-E", "-P"]):
         done = subprocess.run([*command, *stage], capture_output=True, text=True, check=True)
     return done.stdout

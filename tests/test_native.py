@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from conftest import Cli
 from tasks import write_task
-from ways import EMULATED
 
 from mtrain import native
 
@@ -347,8 +346,7 @@ def test_the_sources_are_part_of_the_package():
     "machine_flags",
     [
         *native._FLAGS_OF_MACHINES,
-        EMULATED,
-        pytest.param(("-mavx512f", *EMULATED), marks=needs_vectors),
+        pytest.param(("-mavx512f",), marks=needs_vectors),
     ],
     ids=str,
 )

@@ -1,15 +1,11 @@
 """The ways in which an operation computes, plain or compiled, held to the same in float64."""
 
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-# flags that give every processor the instruction of tiles.h, written out in plain C
-EMULATED_FOLDER = Path(__file__).with_name("emulated")
-EMULATED = (f"-I{EMULATED_FOLDER}", "-D__AVX512BF16__")
 SAME = {"rtol": 1e-10, "atol": 1e-12}
 SHORT = torch.bfloat16
 LONG = {torch.float64: torch.float64, torch.float32: torch.float32, SHORT: torch.float32}
@@ -61,9 +57,9 @@ class Way(NamedTuple):
 
 PLAIN = [Way(False, dtype) for dtype in (torch.float64, torch.float32, SHORT)]
 COMPILED = [Way(True, dtype) for dtype in (torch.float32, SHORT)]
-MULTIPLIED = Way(True, SHORT, multiplies=True)
+MULTIPLIED = [Way(True, dtype, multiplies=True) for dtype in (torch.float32, SHORT)]
 EACH_WAY = pytest.mark.parametrize("way", PLAIN + COMPILED, ids=str)
-EACH_PRODUCT = pytest.mark.parametrize("way", [*PLAIN, *COMPILED, MULTIPLIED], ids=str)
+EACH_PRODUCT = pytest.mark.parametrize("way", PLAIN + COMPILED + MULTIPLIED, ids=str)
 BOTH_PATHS = pytest.mark.parametrize("way", [PLAIN[1], COMPILED[0]], ids=str)
 
 
