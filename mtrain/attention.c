@@ -1,7 +1,8 @@
 /* Attention and its gradients for training, and that of one query at a time for decoding.
  *
  * Values are stored as float or as bfloat16 (STORE), and computed in float. Every function has a
- * plain twin in kernels.py. One thread runs each call.
+ * plain twin in kernels.py. One thread runs each call, which returns 0, or 1 if the memory does not
+ * hold what it works with.
  *
  * The file includes itself once for each type of storage.
  */
@@ -11,7 +12,10 @@
 
 #define SCORED 8 /* keys whose scores are added up at once */
 
-static inline float *zeros(int64_t count) { return memset(room(count), 0, 4 * count); }
+static inline float *zeros(int64_t count) {
+    float *numbers = room(count);
+    return numbers ? memset(numbers, 0, 4 * count) : NULL;
+}
 
 /* One word of each of two vectors in turn: of their first halves, and of their second. */
 #if LANES == 16
@@ -237,13 +241,14 @@ static inline const STORE *NAME(head)(const STORE *of, const int64_t *strides, i
 
 /* out = dropout(softmax(q k^T scale)) v over the kept keys. Scores have a row for each key, so that
  * a vector holds as many queries and nothing is added up within one. */
-void NAME(attention)(const attention_shape *at, const STORE *q, const STORE *k, const STORE *v,
-                     const uint8_t *keep, STORE *out) {
+int NAME(attention)(const attention_shape *at, const STORE *q, const STORE *k, const STORE *v,
+                    const uint8_t *keep, STORE *out) {
     int64_t rows = round_up(at->t, 4), keys = round_up(at->s, SCORED);
     int64_t width = round_up(at->t, LANES), wide = round_up(at->k, LANES);
     const int64_t *qt = at->q_strides, *kt = at->k_strides, *vt = at->v_strides;
     const int64_t *ot = at->out_strides, *mt = at->keep_strides;
     float *probs = zeros((at->k + 2 * keys + 1) * width + (at->s + rows) * wide);
+    if (!probs) return 1;
     float *bias = probs + keys * width, *shares = bias + keys * width, *vs = shares + width;
     float *mixed = vs + at->s * wide;
     uint32_t *qs_across = (uint32_t *)(mixed + rows * wide);
@@ -270,12 +275,13 @@ void NAME(attention)(const attention_shape *at, const STORE *q, const STORE *k, 
         NAME(pack)(out + b * ot[0] + h * ot[1], mixed, ot[2], at->t, at->k, wide, 1.0f);
     }
     free(probs);
+    return 0;
 }
 
 /* The gradients of attention. */
-void NAME(attention_grad)(const attention_shape *at, const STORE *grad, const STORE *q,
-                          const STORE *k, const STORE *v, const uint8_t *keep, STORE *grad_q,
-                          STORE *grad_k, STORE *grad_v) {
+int NAME(attention_grad)(const attention_shape *at, const STORE *grad, const STORE *q,
+                         const STORE *k, const STORE *v, const uint8_t *keep, STORE *grad_q,
+                         STORE *grad_k, STORE *grad_v) {
     int64_t rows = round_up(at->t, 4), keys = round_up(at->s, 4);
     int64_t width = round_up(at->t, LANES), wide = round_up(at->k, LANES);
     const int64_t *qt = at->q_strides, *kt = at->k_strides, *vt = at->v_strides;
@@ -284,6 +290,7 @@ void NAME(attention_grad)(const attention_shape *at, const STORE *grad, const ST
     int64_t across = at->k * width, square = round_up(at->s, SCORED) * width;
     int64_t tall = rows * wide, broad = keys * wide;
     float *qs = zeros(3 * tall + 2 * broad + 2 * across + 3 * square + 2 * width);
+    if (!qs) return 1;
     float *gs = qs + tall, *result_q = gs + tall, *ks = result_q + tall, *result = ks + broad;
     float *probs = result + broad, *slopes = probs + square, *bias = slopes + square;
     float *shares = bias + square, *along = shares + width;
@@ -336,6 +343,7 @@ void NAME(attention_grad)(const attention_shape *at, const STORE *grad, const ST
         NAME(pack)(grad_v + b * gv[0] + h * gv[1], result, gv[2], at->s, at->k, wide, 1.0f);
     }
     free(qs);
+    return 0;
 }
 
 /* Ask for what a head will read of the next query's rows: all at once are more than can be on their
@@ -398,11 +406,13 @@ static inline int64_t NAME(find_rows)(const STORE **found, const STORE *store,
 
 /* out = softmax(q k^T scale) v for each head of one query a row, over the rows of the store that
  * its places name; a row of the store is keys, then values, and a negative place is none. */
-void NAME(attend)(const STORE *q, const STORE *store, const int64_t *places, STORE *out,
-                  int64_t rows, int64_t count, int64_t heads, int64_t k, int64_t q_stride,
-                  int64_t places_stride, float scale) {
-    float *probs = malloc(round_up(count, LANES) * sizeof *probs);
-    const STORE **found = malloc(2 * count * sizeof *found);
+int NAME(attend)(const STORE *q, const STORE *store, const int64_t *places, STORE *out,
+                 int64_t rows, int64_t count, int64_t heads, int64_t k, int64_t q_stride,
+                 int64_t places_stride, float scale) {
+    int64_t padded = round_up(count, LANES);
+    float *probs = malloc(padded * sizeof *probs + 2 * count * sizeof(STORE *));
+    if (!probs) return 1;
+    const STORE **found = (const STORE **)(probs + padded);
     int64_t width = 2 * heads * k, num_next = NAME(find_rows)(found, store, places, count, width);
     for (int64_t n = 0; n < rows; n++) {
         const STORE **seen = found + n % 2 * count, **next = found + (n + 1) % 2 * count;
@@ -418,8 +428,8 @@ void NAME(attend)(const STORE *q, const STORE *store, const int64_t *places, STO
         else ATTEND(k);
 #undef ATTEND
     }
-    free(found);
     free(probs);
+    return 0;
 }
 
 #endif

@@ -1,8 +1,9 @@
 /* What training does between two matrix products, each in one pass over memory.
  *
  * Values are stored as float or as bfloat16 (STORE), and computed in float. Every function has a
- * plain twin in kernels.py; tests hold the two together. One thread runs each call: training in
- * threads splits the batch, not the operation.
+ * plain twin in kernels.py or products.py; tests hold the two together. One thread runs each call:
+ * training in threads splits the batch, not the operation. A call returns 0, or 1 if the memory does
+ * not hold what it works with.
  *
  * The file includes itself once for each type of storage.
  */
@@ -60,16 +61,18 @@ static inline float greatest_but_for(const float *values, int64_t n, int64_t cou
 #else
 
 /* y = dropout(x); its gradient is the same function of the gradient. */
-void NAME(dropout)(const STORE *restrict x, STORE *restrict y, int64_t n, uint32_t cut, float scale, uint32_t seed) {
+int NAME(dropout)(const STORE *restrict x, STORE *restrict y, int64_t n, uint32_t cut, float scale, uint32_t seed) {
     for (int64_t i = 0; i < n; i++)
         y[i] = SAVE(kept(LOAD(x[i]), (uint32_t)i, seed, cut, scale));
+    return 0;
 }
 
 /* out = LayerNorm(x + dropout(y)), rows of width d; keeps each row's mean and 1 / deviation. */
-void NAME(add_norm)(const STORE *x, const STORE *y, const float *gain, const float *bias, STORE *out,
-                    float *mean, float *rstd, int64_t rows, int64_t d, float eps, uint32_t cut,
-                    float scale, uint32_t seed) {
+int NAME(add_norm)(const STORE *x, const STORE *y, const float *gain, const float *bias, STORE *out,
+                   float *mean, float *rstd, int64_t rows, int64_t d, float eps, uint32_t cut,
+                   float scale, uint32_t seed) {
     float *restrict sum_row = malloc(d * sizeof(float));
+    if (!sum_row) return 1;
     for (int64_t r = 0; r < rows; r++) {
         const STORE *xr = x + r * d, *yr = y + r * d;
         STORE *restrict or = out + r * d;
@@ -84,14 +87,16 @@ void NAME(add_norm)(const STORE *x, const STORE *y, const float *gain, const flo
         rstd[r] = s;
     }
     free(sum_row);
+    return 0;
 }
 
 /* The gradients of add_norm; those of gain and bias are added to what is there. */
-void NAME(add_norm_grad)(const STORE *grad, const STORE *x, const STORE *y, const float *gain,
-                         const float *mean, const float *rstd, STORE *grad_x, STORE *grad_y,
-                         float *grad_gain, float *grad_bias, int64_t rows, int64_t d, uint32_t cut,
-                         float scale, uint32_t seed) {
+int NAME(add_norm_grad)(const STORE *grad, const STORE *x, const STORE *y, const float *gain,
+                        const float *mean, const float *rstd, STORE *grad_x, STORE *grad_y,
+                        float *grad_gain, float *grad_bias, int64_t rows, int64_t d, uint32_t cut,
+                        float scale, uint32_t seed) {
     float *normal = malloc(2 * d * sizeof(float)), *upstream = normal + d;
+    if (!normal) return 1;
     for (int64_t r = 0; r < rows; r++) {
         const STORE *gr = grad + r * d, *xr = x + r * d, *yr = y + r * d;
         STORE *restrict gx = grad_x + r * d, *restrict gy = grad_y + r * d;
@@ -114,16 +119,18 @@ void NAME(add_norm_grad)(const STORE *grad, const STORE *x, const STORE *y, cons
         }
     }
     free(normal);
+    return 0;
 }
 
 /* The `count` greatest of each row, apart from the ids never taken, greatest first and of equals
  * the first; and their log-probabilities over the whole row. Of a row only those blocks are searched
  * whose greatest can be among them: as many blocks as ids that are wanted or never taken, or more
  * if some are alike. */
-void NAME(top_pieces)(const STORE *logits, const int64_t *never, int64_t *ids, float *log_probs,
-                      int64_t rows, int64_t width, int64_t num_never, int64_t count) {
+int NAME(top_pieces)(const STORE *logits, const int64_t *never, int64_t *ids, float *log_probs,
+                     int64_t rows, int64_t width, int64_t num_never, int64_t count) {
     int64_t blocks = (width + BLOCK - 1) / BLOCK;
     float *tops = malloc((blocks + count + num_never) * sizeof(float));
+    if (!tops) return 1;
     for (int64_t r = 0; r < rows; r++) {
         const STORE *row = logits + r * width;
         int64_t *own = ids + r * count, found = 0;
@@ -166,13 +173,15 @@ void NAME(top_pieces)(const STORE *logits, const int64_t *never, int64_t *ids, f
         for (int64_t i = 0; i < count; i++) best[i] = (float)(best[i] - log_sum);
     }
     free(tops);
+    return 0;
 }
 
 /* Turn logits, whose rows are `stride` apart, into the gradient of their label-smoothed
  * cross-entropy, in place, and add up the loss and the negative log-likelihood of the rows. */
-void NAME(cross_entropy)(STORE *logits, const int64_t *targets, int64_t rows, int64_t width,
-                         int64_t stride, float smoothing, int with_grad, double *loss_and_nll) {
+int NAME(cross_entropy)(STORE *logits, const int64_t *targets, int64_t rows, int64_t width,
+                        int64_t stride, float smoothing, int with_grad, double *loss_and_nll) {
     float *power = malloc(width * sizeof(float));
+    if (!power) return 1;
     float even = smoothing / (float)width;
     for (int64_t r = 0; r < rows; r++) {
         STORE *row = logits + r * stride;
@@ -197,6 +206,7 @@ void NAME(cross_entropy)(STORE *logits, const int64_t *targets, int64_t rows, in
         }
     }
     free(power);
+    return 0;
 }
 
 #endif

@@ -263,8 +263,8 @@ static void NAME(add_grad_w)(const NAME(rooms) *in, const tokens *of, const STOR
 }
 
 /* Add up the loss and the negative log-likelihood of targets [n] under logits x w^T, for x [n, k]
- * and w [m, k], and find the gradients, if they are wanted; n is not 0, and k is words. Return 0, or 1
- * if the memory does not hold what this works with. */
+ * and w [m, k], and find the gradients, if they are wanted; n is not 0, and k is whole words. Return
+ * 0, or 1 if the memory does not hold what this works with. */
 int NAME(projected_cross_entropy)(const STORE *x, const float *w, const int64_t *targets,
                                   STORE *grad_x, float *grad_w, int64_t n, int64_t k, int64_t m,
                                   float smoothing, double *loss_and_nll) {

@@ -212,7 +212,7 @@ def _hash(content: bytes) -> str:
 _POINTER, _INT, _COUNT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
 _REAL, _SHAPE = ctypes.c_float, ctypes.POINTER(AttentionShape)
 _DROPOUT = [_COUNT, _REAL, _COUNT]
-_SIGNATURES = {
+_OF_EACH_STORE = {
     "dropout": [_POINTER, _POINTER, _INT, *_DROPOUT],
     "add_norm": [*[_POINTER] * 7, _INT, _INT, _REAL, *_DROPOUT],
     "add_norm_grad": [*[_POINTER] * 10, _INT, _INT, *_DROPOUT],
@@ -221,24 +221,18 @@ _SIGNATURES = {
     "attend": [*[_POINTER] * 4, *[_INT] * 6, _REAL],
     "top_pieces": [*[_POINTER] * 4, *[_INT] * 4],
     "cross_entropy": [_POINTER, _POINTER, *[_INT] * 3, _REAL, ctypes.c_int, _POINTER],
+    "projected_cross_entropy": [*[_POINTER] * 5, *[_INT] * 3, _REAL, _POINTER],
 }
-_LOSS = [*[_POINTER] * 5, *[_INT] * 3, _REAL, _POINTER]
-_PRODUCTS = {
+_OF_ONE_STORE = {
     "linear_bf16": [*[_POINTER] * 4, *[_INT] * 3],
     "linear_grad_bf16": [*[_POINTER] * 6, *[_INT] * 3],
-    "projected_cross_entropy_bf16": _LOSS,
-    "projected_cross_entropy_float": _LOSS,
     "project_float": [*[_POINTER] * 4, *[_INT] * 3],
     "project_top_pieces_float": [*[_POINTER] * 5, *[_INT] * 5],
 }
 
 
 def _typed(functions: ctypes.CDLL) -> ctypes.CDLL:
-    for name, types in _SIGNATURES.items():
-        for store in ("bf16", "float"):
-            function = getattr(functions, f"{name}_{store}")
-            function.argtypes, function.restype = types, None
-    for name, types in _PRODUCTS.items():
-        function = getattr(functions, name)
-        function.argtypes, function.restype = types, ctypes.c_int
+    types = {f"{name}_{s}": own for name, own in _OF_EACH_STORE.items() for s in ("bf16", "float")}
+    for name, own in (types | _OF_ONE_STORE).items():
+        getattr(functions, name).argtypes = own
     return functions

@@ -273,8 +273,8 @@ class ProjectedCrossEntropy(torch.autograd.Function):
         ctx: Any, grad: Tensor, _: Tensor
     ) -> tuple[Tensor, Tensor, None, None]:
         grad_states, grad_weight = ctx.saved_tensors
-        factor = grad.to(grad_weight.dtype)
-        return grad_states * factor.to(grad_states.dtype), grad_weight * factor, None, None
+        factor = grad.to(grad_weight.dtype)  # of no dimension, so that the states keep their type
+        return grad_states * factor, grad_weight * factor, None, None
 
 
 def _projected(

@@ -8,20 +8,19 @@
  *      w[0][0] .. w[PANEL - 1][0]    w[PANEL][0] .. w[2 PANEL - 1][0]
  *      w[0][1] .. w[PANEL - 1][1]    ..
  *
- * One thread runs each call.
+ * One thread runs each call, which returns 0, or 1 if the memory does not hold what it works with.
  */
 #define STORE float
 #include "tiles.h"
 
 #define CHUNK (4 * ROWS) /* rows whose logits are held at once */
 
-void top_pieces_float(const float *logits, const int64_t *never, int64_t *ids, float *log_probs,
-                      int64_t rows, int64_t width, int64_t num_never, int64_t count);
+int top_pieces_float(const float *logits, const int64_t *never, int64_t *ids, float *log_probs,
+                     int64_t rows, int64_t width, int64_t num_never, int64_t count);
 
 const int64_t panel_width = PANEL;
 
-/* out [n, m] = x w^T + bias for x [n, k] and the panels of w [m, k]; the bias may be NULL. Returns 0:
- * it needs no memory. */
+/* out [n, m] = x w^T + bias for x [n, k] and the panels of w [m, k]; the bias may be NULL. */
 int project_float(const float *x, const float *panels, const float *bias, float *out, int64_t n,
                   int64_t k, int64_t m) {
     target to = {bias, NULL, out, 0, m};
@@ -29,19 +28,19 @@ int project_float(const float *x, const float *panels, const float *bias, float 
     return 0;
 }
 
-/* What top_pieces finds in logits x w^T, for x [n, k] and the panels of w [m, k]. Returns 0, or 1 if
- * the memory does not hold the logits of a few rows. */
+/* What top_pieces finds in logits x w^T, for x [n, k] and the panels of w [m, k]. */
 int project_top_pieces_float(const float *x, const float *panels, const int64_t *never,
                              int64_t *ids, float *log_probs, int64_t n, int64_t k, int64_t m,
                              int64_t num_never, int64_t count) {
     float *logits = room(CHUNK * m);
     if (!logits) return 1;
-    for (int64_t start = 0; start < n; start += CHUNK) {
+    int lacks_memory = 0;
+    for (int64_t start = 0; start < n && !lacks_memory; start += CHUNK) {
         int64_t rows = least(n - start, CHUNK);
         project_float(x + start * k, panels, NULL, logits, rows, k, m);
-        top_pieces_float(logits, never, ids + start * count, log_probs + start * count, rows, m,
-                         num_never, count);
+        lacks_memory = top_pieces_float(logits, never, ids + start * count,
+                                        log_probs + start * count, rows, m, num_never, count);
     }
     free(logits);
-    return 0;
+    return lacks_memory;
 }

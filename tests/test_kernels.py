@@ -1,6 +1,8 @@
 """Hold each fast operation, plain and compiled, to the formula that it stands for, in float64."""
 
 import math
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -22,7 +24,7 @@ from ways import (
     normal,
 )
 
-from mtrain import kernels
+from mtrain import kernels, native
 from mtrain.kernels import (
     Dropout,
     Drops,
@@ -376,6 +378,41 @@ def test_attention_of_extreme_scores_stays_finite_and_right(way, calls):
         q *= 1e4
     # where one key takes nearly all, the gradient is a difference of like numbers
     assert_mixed(way, [q, k, v], keep_of("padding", 5, 7), floor=1e-7)
+
+
+RUN_OUT_OF_MEMORY = """
+import ctypes, resource, sys
+import torch
+from mtrain import native
+from mtrain.kernels import attention
+
+library = native._typed(ctypes.CDLL(sys.argv[1]))
+native.compiled = lambda: library
+
+def leave_only(num_bytes: int) -> None:
+    with open("/proc/self/statm") as pages:
+        held = int(pages.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + num_bytes, resource.RLIM_INFINITY))
+
+q, keys = torch.ones(1, 1, 200_000, 1, requires_grad=True), torch.ones(1, 1, 100, 1)
+torch.ones(1, requires_grad=True).sum().backward()  # which starts a thread
+if sys.argv[2] == "backward":
+    out = attention(q, keys, keys, None).sum()
+leave_only(20_000_000)
+try:
+    attention(q, keys, keys, None) if sys.argv[2] == "forward" else out.backward()
+except MemoryError:
+    print("MemoryError")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says how much a process holds")
+@pytest.mark.parametrize("way_through", ["forward", "backward"])
+def test_attention_that_the_memory_does_not_hold_says_so(calls, way_through):
+    """An update is made in halves then."""
+    command = [sys.executable, "-c", RUN_OUT_OF_MEMORY, native.compiled()._name, way_through]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "MemoryError\n", "")
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])

@@ -383,6 +383,20 @@ def test_what_a_sure_and_right_prediction_is_still_wrong_by_is_not_rounded_away(
     torch.testing.assert_close(grad.double(), torch.stack([missing, -missing]), rtol=0.005, atol=0)
 
 
+@MULTIPLYING_PAIRS
+def test_the_mean_over_tokens_scales_the_gradients_of_states_as_exactly_as_those_of_weights(
+    way, calls
+):
+    """One over the number of tokens is not rounded to bfloat16, which would scale all alike."""
+    states, weight = leaf(700, 4, dtype=SHORT), leaf(6, 4, seed=1, dtype=torch.float32)
+    targets = torch.arange(700) % 6
+    loss, _ = ProjectedCrossEntropy.apply(states, weight, targets, 0.1)
+    (whole,) = torch.autograd.grad(loss, states, retain_graph=True)
+    (mean,) = torch.autograd.grad(loss / 3001, states)
+    one_rounding = {"rtol": 2.0**-8, "atol": 0}
+    torch.testing.assert_close(mean.double(), whole.double() / 3001, **one_rounding)
+
+
 @BOTH_PATHS
 def test_targets_may_be_cut_out_of_a_larger_tensor(way, calls):
     states, weight = leaf(5, 4, dtype=torch.float32), leaf(6, 4, seed=1, dtype=torch.float32)
