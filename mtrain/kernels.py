@@ -24,6 +24,7 @@ from mtrain import native
 from mtrain.native import Functions, functions_for
 
 _SHORT = 128  # up to this many keys, plain batched products beat the fused kernel on a CPU
+_MOST_KEYS = {torch.float32: 128, torch.bfloat16: 512}  # that compiled attention wins with
 _LEVELS = 1 << 16  # of a dropout rate
 
 
@@ -108,7 +109,7 @@ def attention(
         dropout: zeroes a share of the weights, while training.
     """
     functions = functions_for(q, k, v)
-    if functions is not None and q.dim() == 4 and k.shape[-2] <= _SHORT:
+    if functions is not None and q.dim() == 4 and k.shape[-2] <= _MOST_KEYS[q.dtype]:
         drops = dropout.draw() if dropout is not None else _NO_DROPS
         return _run(_Attention, q, k, v, keep, drops, functions)
     rate = dropout.rate if dropout is not None and dropout.training else 0.0

@@ -172,6 +172,14 @@ def mixed(
     return (share * power / power.sum(-1, keepdim=True)) @ v
 
 
+BEYOND = sorted(most + 1 for most in kernels._MOST_KEYS.values())
+LIMITS = [count for beyond in BEYOND for count in (beyond - 1, beyond)]
+
+
+def has_compiled_attention(way: Way, num_keys: int) -> bool:
+    return way.is_compiled and num_keys <= kernels._MOST_KEYS[way.dtype]
+
+
 def queries_keys_values(
     num_queries: int, num_keys: int, width: int, dtype: torch.dtype, batch: int = 2, heads: int = 3
 ) -> list[Tensor]:
@@ -191,16 +199,16 @@ def assert_mixed(way: Way, inputs: list[Tensor], keep: Tensor | None, floor: flo
 
 
 @EACH_WAY
-@pytest.mark.parametrize("num_keys", [1, 7, 16, 17, kernels._SHORT, kernels._SHORT + 1])
+@pytest.mark.parametrize("num_keys", [1, 7, 16, 17, *LIMITS])
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_is_the_formula_written_out(way, calls, num_keys, kind):
     inputs = queries_keys_values(5, num_keys, 6, way.dtype)
-    keep, is_short = keep_of(kind, 5, num_keys), num_keys <= kernels._SHORT
-    if kind != "empty" or is_short:
+    keep, is_compiled = keep_of(kind, 5, num_keys), has_compiled_attention(way, num_keys)
+    if kind != "empty" or is_compiled or num_keys <= kernels._SHORT:
         assert_mixed(way, inputs, keep)
     else:  # where nothing is kept, PyTorch's fused kernel has another gradient
         way.assert_near(attention(*inputs, keep), mixed(*exactly(inputs), keep))
-    assert calls == (["attention", "attention_grad"] if way.is_compiled and is_short else [])
+    assert calls == (["attention", "attention_grad"] if is_compiled else [])
 
 
 @EACH_WAY
@@ -291,7 +299,7 @@ def test_all_plain_paths_of_attention_agree(kind, dtype, monkeypatch):
 
 
 @EACH_WAY
-@pytest.mark.parametrize("num_keys", [7, kernels._SHORT + 1])
+@pytest.mark.parametrize("num_keys", [7, *BEYOND])
 def test_a_query_that_keeps_no_key_gets_the_mean_of_all_values(way, calls, num_keys):
     keep = torch.ones(2, 1, 3, num_keys, dtype=torch.bool)
     keep[0, :, 1] = False
@@ -304,7 +312,7 @@ def test_a_query_that_keeps_no_key_gets_the_mean_of_all_values(way, calls, num_k
 
 
 @EACH_WAY
-@pytest.mark.parametrize("num_keys", [7, kernels._SHORT + 1])
+@pytest.mark.parametrize("num_keys", [7, *BEYOND])
 def test_a_key_that_is_not_kept_has_exactly_no_influence(way, calls, num_keys):
     keep = (torch.arange(num_keys) < num_keys - 2)[None, None, None, :]
     q, k, v = queries_keys_values(3, num_keys, 6, way.dtype)
@@ -320,7 +328,7 @@ def test_a_key_that_is_not_kept_has_exactly_no_influence(way, calls, num_keys):
 
 
 @EACH_WAY
-@pytest.mark.parametrize("num_keys", [7, 16, 33, kernels._SHORT + 1])
+@pytest.mark.parametrize("num_keys", [7, 16, 33, *BEYOND])
 @pytest.mark.parametrize("kind", ["everything", "scattered"])
 def test_attention_drops_weights_after_the_softmax_and_the_same_ones_backward(
     way, calls, num_keys, kind
@@ -329,7 +337,7 @@ def test_attention_drops_weights_after_the_softmax_and_the_same_ones_backward(
     upstream = normal(*inputs[0].shape, seed=9, dtype=way.dtype)
     out = attention(*inputs, keep, fixed(Dropout(0.3)))
     ours = grads_of(out, upstream, inputs)
-    assert ("attention_grad" in calls) == (way.is_compiled and num_keys <= kernels._SHORT)
+    assert ("attention_grad" in calls) == has_compiled_attention(way, num_keys)
     share = share_of((2, 3, 5, num_keys))
     assert 0.2 < float((share == 0).double().mean()) < 0.4
     exact = exactly(inputs)
@@ -362,7 +370,7 @@ def test_attention_dropout_is_off_in_eval_mode_and_at_rate_zero(way, calls):
         assert torch.equal(attention(*inputs, None, dropout), whole)
 
 
-@pytest.mark.parametrize("num_keys", [7, kernels._SHORT + 1])
+@pytest.mark.parametrize("num_keys", [7, *BEYOND])
 @pytest.mark.parametrize("kind", ["everything", "scattered"])
 def test_plain_attention_with_dropout_passes_gradcheck(num_keys, kind):
     keep, dropout = keep_of(kind, 2, num_keys), fixed(Dropout(0.3))
