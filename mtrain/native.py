@@ -108,6 +108,10 @@ class Functions(NamedTuple):
         """Tell whether their matrix products are faster than PyTorch's."""
         return bool(ctypes.c_int64.in_dll(self.library, f"multiplies_{self.store}").value)
 
+    def numbers_of_a_word(self) -> int:
+        """Return how many numbers their products add up at once; rows are whole words."""
+        return 2 if self.store == "bf16" else 1
+
     def panel_width(self) -> int:
         """Return how many rows of weights stand side by side where a projection reads them."""
         return ctypes.c_int64.in_dll(self.library, "panel_width").value
@@ -221,11 +225,11 @@ _OF_EACH_STORE = {
     "attend": [*[_POINTER] * 4, *[_INT] * 6, _REAL],
     "top_pieces": [*[_POINTER] * 4, *[_INT] * 4],
     "cross_entropy": [_POINTER, _POINTER, *[_INT] * 3, _REAL, ctypes.c_int, _POINTER],
+    "linear": [*[_POINTER] * 4, *[_INT] * 3],
+    "linear_grad": [*[_POINTER] * 6, *[_INT] * 3],
     "projected_cross_entropy": [*[_POINTER] * 5, *[_INT] * 3, _REAL, _POINTER],
 }
 _OF_ONE_STORE = {
-    "linear_bf16": [*[_POINTER] * 4, *[_INT] * 3],
-    "linear_grad_bf16": [*[_POINTER] * 6, *[_INT] * 3],
     "project_float": [*[_POINTER] * 4, *[_INT] * 3],
     "project_top_pieces_float": [*[_POINTER] * 5, *[_INT] * 5],
 }

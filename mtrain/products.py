@@ -30,26 +30,38 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `input @ weight.T + bias` in the type of `input`."""
-        if input.dtype == self.weight.dtype:
-            panels = None if torch.is_grad_enabled() else self._panels_for(input)
-            functions = None if panels is None else functions_for(input)
-            if functions is None:
-                return F.linear(input, self.weight, self.bias)
-            x = input.contiguous()
-            out = x.new_empty((*x.shape[:-1], self.out_features))
-            functions.call("project", (x, panels, self.bias, out), *_sizes(x, self.weight))
-            return out
-        tensors = (input, self.weight, self.bias)
-        functions = None
-        if torch.is_grad_enabled() and self.out_features % 2 == 0:
-            # to lay out the weights pays for many rows, and decoding has few
-            functions = _compiled_products(input, self.weight)
-        result: Tensor
-        if functions is not None:
-            result = _CompiledLinear.apply(*tensors, functions)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled():  # to lay out weights pays for many rows, and decoding has few
+            result = self._forward_compiled(input)
         else:
-            result = _ShortLinear.apply(*tensors)  # type: ignore[no-untyped-call]
+            result = self._forward_laid_out(input)
+        return self._forward_plain(input) if result is None else result
+
+    def _forward_plain(self, input: Tensor) -> Tensor:
+        if input.dtype == self.weight.dtype:
+            return F.linear(input, self.weight, self.bias)
+        result: Tensor = _ShortLinear.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias
+        )
         return result
+
+    def _forward_compiled(self, input: Tensor) -> Tensor | None:
+        functions = _compiled_products(input, self.weight)
+        if functions is None or self.out_features % functions.numbers_of_a_word():
+            return None
+        result: Tensor = _CompiledLinear.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, functions
+        )
+        return result
+
+    def _forward_laid_out(self, input: Tensor) -> Tensor | None:
+        panels = self._panels_for(input)
+        functions = None if panels is None else functions_for(input)
+        if functions is None:
+            return None
+        x = input.contiguous()
+        out = x.new_empty((*x.shape[:-1], self.out_features))
+        functions.call("project", (x, panels, self.bias, out), *_sizes(x, self.weight))
+        return out
 
     def lay_out(self) -> None:
         """Lay out a copy of the weights as compiled functions read them, until they change.
@@ -78,7 +90,7 @@ class Linear(nn.Linear):
 
 
 class _CompiledLinear(torch.autograd.Function):
-    """A linear map in bfloat16 with weights in float32, in one call each way."""
+    """A linear map with weights in float32, in one call each way."""
 
     @staticmethod
     def forward(
@@ -129,9 +141,9 @@ def _compiled_products(x: Tensor, weight: Tensor) -> Functions | None:
     functions = functions_for(x, is_training=True)
     if functions is None or not functions.multiply() or weight.dtype != torch.float32:
         return None
-    if x.dtype == torch.bfloat16 and (processor_has("amx_tile") or x.shape[-1] % 2 == 1):
+    if x.dtype == torch.bfloat16 and processor_has("amx_tile"):
         return None
-    return functions
+    return None if x.shape[-1] % functions.numbers_of_a_word() else functions
 
 
 def _sizes(x: Tensor, weight: Tensor) -> tuple[int, int, int]:

@@ -116,9 +116,11 @@ def test_filling_up_the_rows_of_a_product_changes_nothing(num_rows):
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-9)
 
 
-def test_linear_of_its_own_type_is_torchs():
+@BOTH_PATHS
+def test_linear_of_its_own_type_is_torchs_where_products_are_not_compiled(way, calls):
     layer, x = linear(), normal(4, 6, dtype=torch.float32)
     assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
+    assert calls == []
 
 
 def test_batches_of_many_sizes_ask_for_products_of_few_sizes(monkeypatch):
@@ -183,26 +185,38 @@ SHAPES = [
 ]
 
 
-@MULTIPLYING_PAIRS
+@MULTIPLYING
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("rows", "width", "outputs"), SHAPES)
 def test_a_compiled_linear_map_is_the_plain_formula(way, calls, rows, width, outputs, bias):
-    layer, x = Linear(width, outputs, bias), leaf(rows, width, dtype=SHORT)
-    upstream = normal(rows, outputs, seed=1, dtype=SHORT)
-    found = grads_of(layer(x), upstream, [x, *layer.parameters()])
+    assert_linear_is_the_formula(way, rows, width, outputs, bias)
     assert calls == ["linear", "linear_grad"]
-    assert [tensor.dtype for tensor in found] == [SHORT, SHORT] + [torch.float32] * (1 + bias)
 
-    exact = exactly([x, layer.weight.to(SHORT), *([layer.bias] if bias else [])])
+
+@pytest.mark.parametrize("way", MULTIPLIED[:1], ids=str)
+@pytest.mark.parametrize(("rows", "width", "outputs"), [(1, 1, 1), (7, 65, 33), (515, 17, 97)])
+def test_a_compiled_linear_map_in_float32_takes_odd_sizes(way, calls, rows, width, outputs):
+    assert_linear_is_the_formula(way, rows, width, outputs, True)
+    assert calls == ["linear", "linear_grad"]
+
+
+def assert_linear_is_the_formula(way: Way, rows: int, width: int, outputs: int, bias: bool) -> None:
+    layer, x = Linear(width, outputs, bias), leaf(rows, width, dtype=way.dtype)
+    upstream = normal(rows, outputs, seed=1, dtype=way.dtype)
+    found = grads_of(layer(x), upstream, [x, *layer.parameters()])
+    dtypes = [tensor.dtype for tensor in found]
+    assert dtypes == [way.dtype, way.dtype] + [torch.float32] * (1 + bias)
+
+    exact = exactly([x, layer.weight.to(way.dtype), *([layer.bias] if bias else [])])
     expected = grads_of(F.linear(*exact), upstream, exact)
     for number, (mine, formula) in enumerate(zip(found, expected, strict=True)):
         kind = way if number < 2 else Way(True, torch.float32)
         kind.assert_near(mine, formula, roundings=1 if number < 2 else 4)
 
 
-@MULTIPLYING_PAIRS
+@MULTIPLYING
 def test_a_row_of_a_compiled_linear_map_does_not_depend_on_the_others(way, calls):
-    layer, x = Linear(66, 70), leaf(23, 66, dtype=SHORT)
+    layer, x = Linear(66, 70), leaf(23, 66, dtype=way.dtype)
     together = layer(x)
     alone = torch.cat([layer(row) for row in x.split(1)])
     assert set(calls) == {"linear"}

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -115,11 +116,17 @@ def test_threads_change_no_translation(
     assert translator.translate(LINES) == alone
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("beam", [1, 4])
 def test_a_found_log_prob_is_that_of_the_same_target_when_it_is_given(
-    translator: Translator, beam: int
+    translator: Translator, beam: int, dtype: torch.dtype
 ) -> None:
-    searching = with_decoding(translator, {"beam": beam, "length_alpha": 0.8}, num_best=beam)
+    decoding = translator.decoding.model_copy(update={"beam": beam, "length_alpha": 0.8})
+    models = [deepcopy(model).to(dtype) for model in translator.ensemble.models]
+    device, tokenizer = translator.device, translator.tokenizer
+    searching = Translator(models, tokenizer, decoding, device, Wanted(num_best=beam))
+    # a piece's is as exact as logits in float32 are, which for an unlikely one is 2e-5
+    of_pieces, of_sums, of_scores = (2e-5, 3e-5, 1e-5) if dtype == torch.float32 else [1e-11] * 3
     own = sources(translator)
     found = searching.search(own)
     for rank in range(beam):
@@ -132,10 +139,10 @@ def test_a_found_log_prob_is_that_of_the_same_target_when_it_is_given(
             [source for source, _ in ranked], [hypothesis.ids for _, hypothesis in ranked]
         )
         for log_probs, (_, hypothesis) in zip(given, ranked, strict=True):
-            assert log_probs == pytest.approx(hypothesis.log_probs, abs=1e-5)
-            assert sum(log_probs) == pytest.approx(hypothesis.log_prob, abs=3e-5)
+            assert log_probs == pytest.approx(hypothesis.log_probs, abs=of_pieces)
+            assert sum(log_probs) == pytest.approx(hypothesis.log_prob, abs=of_sums)
             penalty = length_penalty(len(log_probs), 0.8)
-            assert sum(log_probs) / penalty == pytest.approx(hypothesis.score, abs=1e-5)
+            assert sum(log_probs) / penalty == pytest.approx(hypothesis.score, abs=of_scores)
 
 
 def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours(translator: Translator) -> None:
