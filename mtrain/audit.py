@@ -32,6 +32,7 @@ from mtrain.texts import TrainText, corpora_of
 from mtrain.tokenizer import Tokenizer
 
 TRAIN, VALID = "train", "valid"
+REPORT_FILE = "report.json"  # beside the lists, in every folder of them
 _LEFT_OUT = "Nothing need be done: training leaves them out (`data.clean`)."
 _FEW_LEAKS = 0.01  # the share of held-out lines of which one side may stand elsewhere
 

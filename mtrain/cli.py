@@ -232,16 +232,17 @@ def check(
     """
     settings = api.load_config(config, set_ or [], run)
     from mtrain import audit_page, tokenizer
-    from mtrain.audit import audit, num_bytes
+    from mtrain.audit import REPORT_FILE, audit, num_bytes
     from mtrain.files import whole_dir, write_lines
     from mtrain.rules import Severity
     from mtrain.rundir import RunDir
 
     run_dir = RunDir(Path(settings.run_dir))
     vocabulary = tokenizer.load(run_dir.tokenizer_dir) if run_dir.tokenizer_dir.is_dir() else None
-    with whole_dir(run_dir.check_dir) as directory, _reading(2 * num_bytes(settings)) as advance:
+    replaced = whole_dir(run_dir.check_dir, REPORT_FILE)
+    with replaced as directory, _reading(2 * num_bytes(settings)) as advance:
         report = audit(settings, vocabulary, directory, advance)
-        write_lines(directory / "report.json", audit_page.as_json(report))
+        write_lines(directory / REPORT_FILE, audit_page.as_json(report))
     text = audit_page.as_text(report, run_dir.check_dir)
     _put(audit_page.as_json(report) if json else text, None)
     errors, warnings = report.count(Severity.ERROR), report.count(Severity.WARNING)

@@ -112,7 +112,7 @@ def _export(run: RunDir, directory: Path, wanted: Wanted, say: Say) -> Report:
     translator = translating.load(run, loading=Loading("cpu"))
     held_out = _held_out(run, translator)
     lines = Lines(held_out.src[: wanted.num_lines], held_out.tgt[: wanted.num_lines])
-    with whole_dir(directory) as beside:
+    with whole_dir(directory, _REPORT_FILE) as beside:
         say(f"{directory}: writing, then checking on {len(lines.src)} lines")
         _write(translator, config, beside, wanted)
         copy = _load(beside, wanted.target)

@@ -192,13 +192,22 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def whole_dir(path: Path) -> Iterator[Path]:
+def whole_dir(path: Path, mark: str | None = None) -> Iterator[Path]:
     """Give a folder to fill, which becomes `path` when all went well and vanishes otherwise.
 
+    Args:
+        path: the folder; what it holds before is deleted.
+        mark: a file without which a folder that holds anything is somebody else's, and stays.
+
     Raises:
-        WriteError: if the folder cannot be written.
+        WriteError: if the folder cannot be written, or is somebody else's.
     """
     with _writing(path), _beside(path) as beside:
+        is_filled = path.is_dir() and any(path.iterdir())
+        if mark is not None and is_filled and not (path / mark).is_file():
+            raise WriteError(
+                f"{path}: cannot be replaced: it holds files, but no {mark}; move it away."
+            )
         beside.mkdir()
         yield beside
         for file in beside.rglob("*"):

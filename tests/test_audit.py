@@ -294,6 +294,27 @@ def test_a_check_that_breaks_off_leaves_the_lists_of_the_one_before(
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["check"]
 
 
+def test_a_folder_that_is_no_report_is_not_replaced_by_one(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write_planted(tmp_path, clean(50))
+    directory = tmp_path / "run" / "check"
+    directory.mkdir(parents=True)
+    assert cli("check", config).code == 0, "an empty folder holds nothing to lose"
+    assert cli("check", config).code == 0
+    (directory / "report.json").rename(directory / "notes.txt")
+    kept = (directory / "notes.txt").read_bytes()
+    monkeypatch.setattr(auditing, "audit", lambda *_: pytest.fail("it is refused before the work"))
+    outcome = cli("check", config)
+    assert (outcome.code, outcome.out) == (2, b"")
+    assert outcome.err == (
+        f"mtrain: {directory}: cannot be replaced: it holds files, but no report.json; move it "
+        "away.\n"
+    )
+    assert [path.read_bytes() for path in directory.iterdir()] == [kept]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["check"]
+
+
 def test_a_run_folder_that_holds_only_a_check_can_be_trained_in(cli: Cli, tmp_path: Path) -> None:
     config = write_config(tmp_path / "config.yaml", tiny_tree(tmp_path))
     assert cli("check", config).code == 0

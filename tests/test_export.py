@@ -608,6 +608,19 @@ def test_the_other_engine_is_exported_once_and_again_for_other_weights(
     assert not list(run.path.glob(".*.tmp"))
 
 
+def test_the_other_engine_replaces_no_folder_that_is_no_export(cli: Cli, run: RunDir) -> None:
+    notes = run.path / "ctranslate2" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("precious", encoding="utf-8")
+    outcome = cli("translate", run.path, "--engine", "ctranslate2", stdin=b"ba\n")
+    assert (outcome.code, outcome.out) == (2, b"")
+    assert outcome.err == (
+        f"mtrain: {notes.parent}: cannot be replaced: it holds files, but no export.json; move it "
+        "away.\n"
+    )
+    assert notes.read_text("utf-8") == "precious"
+
+
 @pytest.mark.parametrize(
     "options",
     [
