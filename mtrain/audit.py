@@ -21,6 +21,7 @@ from mtrain.intake import FileNotes, Intake, size_of
 from mtrain.languages import Languages
 from mtrain.leaks import Hits as LeakHits
 from mtrain.leaks import Leaks
+from mtrain.ledger import say_counts, say_what_decides
 from mtrain.lists import Entry, Hits, Lists, nothing_more, place_of
 from mtrain.mixture import weight_of
 from mtrain.pieces import Coverage
@@ -149,6 +150,7 @@ def audit(config: Config, tokenizer: Tokenizer | None, directory: Path, advance:
         findings += _judge(survey, usual, intakes, lists, tally, config.data.clean, advance)
         mixture = _mixture(config, survey, tally) if survey is train else []
         summaries.append(_summary(survey, train, tally, mixture))
+        findings += _left_out_findings(summaries[-1])
         survey.spool.remove()
     return Report(summaries, sorted(findings, key=lambda finding: -finding.severity))
 
@@ -369,6 +371,16 @@ def _file_findings(survey: Survey) -> Iterator[Finding]:
     if survey.intake.num_pairs == 0:
         what = "there is not a single pair"
         yield _of_file(survey.name, "empty", Severity.ERROR, what, "Name files that have some.")
+
+
+def _left_out_findings(summary: Summary) -> Iterator[Finding]:
+    """Find corpora of which training has nothing left."""
+    corpora: Sequence[Summary | MixedSummary] = summary.mixture or [summary]
+    for own in corpora:
+        if 0 < own.num_pairs == sum(own.left_out.values()):
+            what = f"all pairs of {own.name} are left out: {say_counts(own.left_out)}"
+            advice = f"Change {say_what_decides(own.left_out)}; training refuses the corpus."
+            yield _of_file(summary.name, "all-left-out", Severity.ERROR, what, advice)
 
 
 def _notes_findings(corpus: str, notes: FileNotes) -> Iterator[Finding]:

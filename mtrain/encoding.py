@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from mtrain import ledger, shards
 from mtrain.corpus import Pair, read_pairs
-from mtrain.errors import ConfigError, DataError
+from mtrain.errors import ConfigError
 from mtrain.files import whole_file
 from mtrain.ledger import Drop, Ledger
 from mtrain.mixture import share_out, weight_of
@@ -271,8 +271,8 @@ def collect(done: Sequence[Done], work: Work, temperature: float | None, directo
     kept = [own for own in done if own.facts.num_kept]
     for number, named in enumerate(work.corpora):
         if not any(own.facts.corpus == number for own in kept):
-            raise DataError(
-                f"`{named.name}` must have a pair that can be used, but all are left out."
+            raise ledger.none_left(
+                named.name, _left_out([own for own in done if own.facts.corpus == number])
             )
     if len(kept) == 1 and not work.is_mixture:
         _link(kept[0].part.table, directory / shards.TRAIN_FILE)

@@ -17,7 +17,7 @@ from typing import NamedTuple, TextIO
 
 from pydantic import TypeAdapter, ValidationError
 
-from mtrain.errors import RunError
+from mtrain.errors import DataError, RunError
 from mtrain.files import read_lines
 
 LEDGER_FILE = "ledger.jsonl.gz"
@@ -108,6 +108,20 @@ def say_counts(counts: Mapping[str, int]) -> str:
     """Say how many pairs are left out, and why."""
     why = ", ".join(f"{reason} {count:,}" for reason, count in sorted(counts.items()))
     return f"{sum(counts.values()):,}" + (f" ({why})" if why else "")
+
+
+def say_what_decides(reasons: Iterable[str]) -> str:
+    """Say what to change so that pairs are not left out for these reasons."""
+    keys = {"`data.max_tokens`" if reason == "max-tokens" else "`data.clean`" for reason in reasons}
+    return " or ".join(["the text", *sorted(keys)])
+
+
+def none_left(key: str, counts: Mapping[str, int]) -> DataError:
+    """Return what is wrong with a corpus of which all pairs are left out."""
+    return DataError(
+        f"`{key}` must have a pair that can be used, but all are left out: {say_counts(counts)}; "
+        f"change {say_what_decides(counts)}."
+    )
 
 
 def _is_old(directory: Path) -> bool:

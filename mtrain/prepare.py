@@ -239,11 +239,15 @@ def _train_tokenizer(config: Config, judge: Cleaner) -> Tokenizer:
 
 
 def _staying(config: Config, judge: Cleaner) -> Iterator[Pair]:
-    pairs, first = read_pairs(config.data.train), 0
+    """Yield the pairs that stay, and refuse a corpus of which none does."""
+    pairs, first, left_out = read_pairs(config.data.train), 0, Counter[str]()
     while block := list(islice(pairs, _BLOCK_PAIRS)):
         reasons = judge.reasons(first, len(block))
         yield from (pair for pair, why in zip(block, reasons, strict=True) if why is None)
+        left_out.update(why for why in reasons if why is not None)
         first += len(block)
+    if left_out.total() == first:
+        raise ledger.none_left("data.train", left_out)
 
 
 def read_valid(run: RunDir) -> Lines:

@@ -175,7 +175,7 @@ def _sample(lines: Iterable[str], config: TokenizerConfig, seed: int) -> list[st
 
 def _train_vocabulary(config: TokenizerConfig, lines: list[str]) -> Vocabulary:
     if not any(line.strip() for line in lines):
-        raise DataError("`data.train` must have a pair that can be used, but all are left out.")
+        raise DataError("`data.train` must have lines with text, but all that stay are blank.")
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

@@ -118,6 +118,28 @@ def test_check_foretells_what_training_leaves_out(cli: Cli, tmp_path: Path) -> N
     assert f"train: 200 pairs; training leaves out {len(reasons)} ({why})" in page
 
 
+@pytest.mark.parametrize("reason", ["held-out-pair", "max-tokens"])
+def test_check_refuses_a_corpus_of_which_training_has_nothing_left(
+    cli: Cli, tmp_path: Path, reason: str
+) -> None:
+    tree = tiny_tree(tmp_path)
+    config = write_config(tmp_path / "config.yaml", tree)
+    assert cli("tokenize", config).code == 0  # whoever has no tokenizer knows no lengths
+    key = "`data.clean`" if reason == "held-out-pair" else "`data.max_tokens`"
+    change = {"valid": tree["data"]["train"], "clean": [reason]}
+    tree["data"] |= change if reason == "held-out-pair" else {"max_tokens": 2}
+    outcome = cli("check", write_config(config, tree))
+    assert outcome.code == 2
+    page = " ".join(outcome.out.decode().split())
+    assert (
+        f"error train: all pairs of train are left out: 200 ({reason} 200) Change the text or "
+        f"{key}; training refuses the corpus."
+    ) in page
+    tree["run_dir"] = str(tmp_path / "other")
+    said = cli("tokenize", write_config(config, tree)).err
+    assert f"but all are left out: 200 ({reason} 200); change the text or {key}." in said
+
+
 def test_nothing_but_what_is_too_long_is_left_out_if_nothing_is_named(tmp_path: Path) -> None:
     tree = tiny_tree(tmp_path)
     pairs = copy_task(200, 1)

@@ -339,9 +339,22 @@ def test_a_corpus_of_a_mixture_of_which_nothing_is_left_is_named(
     with pytest.raises(DataError) as error:
         make(write_config(tmp_path / "config.yaml", tree), tmp_path / "run")
     assert str(error.value) == (
-        "`data.train[2]` must have a pair that can be used, but all are left out."
+        "`data.train[2]` must have a pair that can be used, but all are left out: 1 "
+        "(blank-side 1); change the text or `data.clean`."
     )
     assert not (tmp_path / "run").exists()
+
+
+def test_check_finds_the_corpus_of_a_mixture_of_which_nothing_is_left(
+    cli: Cli, tmp_path: Path, tree: Tree
+) -> None:
+    tree["data"]["train"] = mixed(tmp_path, 1.0, 1.0, 1.0)
+    tree["data"]["train"][2] |= write_corpus(tmp_path, "blank", [Pair("", "ba")])
+    outcome = cli("check", write_config(tmp_path / "config.yaml", tree), "--json")
+    assert outcome.code == 2
+    (found,) = [own for own in json.loads(outcome.out)["findings"] if own["severity"] == "error"]
+    assert (found["corpus"], found["name"]) == ("train", "all-left-out")
+    assert found["what"] == "all pairs of data.train[2] are left out: 1 (blank-side 1)"
 
 
 def test_check_says_what_becomes_of_each_corpus(cli: Cli, tmp_path: Path, tree: Tree) -> None:

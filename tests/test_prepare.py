@@ -190,16 +190,40 @@ def test_a_fault_in_any_corpus_is_found_before_anything_is_written(
     assert str(error) == said
 
 
-@pytest.mark.parametrize("line", ["", "ba " * 50])
+@pytest.mark.parametrize(
+    ("line", "clean", "why"),
+    [
+        ("", ["blank-side"], "3 (blank-pair 3); change the text or `data.clean`"),
+        ("ba " * 50, ["blank-side"], "3 (max-tokens 3); change the text or `data.max_tokens`"),
+        (
+            "ba " * 50,
+            ["repeated-pair"],
+            "3 (max-tokens 1, repeated-pair 2); change the text or `data.clean` or "
+            "`data.max_tokens`",
+        ),
+    ],
+)
 def test_a_corpus_of_which_no_pair_is_left_is_refused(
-    tmp_path: Path, tree: Tree, line: str
+    tmp_path: Path, tree: Tree, line: str, clean: list[str], why: str
 ) -> None:
+    tree["data"]["clean"] = clean
     for side in ("src", "tgt"):
         write(Path(tree["data"]["train"][side][0]), [line, line, line])
     tree["tokenizer"]["vocab_size"] = 263
     error = refused(tmp_path, tree)
     assert isinstance(error, DataError)
-    assert str(error) == "`data.train` must have a pair that can be used, but all are left out."
+    assert str(error) == (
+        f"`data.train` must have a pair that can be used, but all are left out: {why}."
+    )
+
+
+def test_a_corpus_whose_lines_are_all_blank_is_refused(tmp_path: Path, tree: Tree) -> None:
+    for side in ("src", "tgt"):
+        write(Path(tree["data"]["train"][side][0]), ["", " "])
+    tree["data"]["clean"] = []
+    error = refused(tmp_path, tree)
+    assert isinstance(error, DataError)
+    assert str(error) == "`data.train` must have lines with text, but all that stay are blank."
 
 
 def test_a_vocabulary_that_is_too_large_or_too_small_is_refused_with_the_bound(
