@@ -232,7 +232,8 @@ def _rule_findings(corpus: str, lists: Lists, total: int) -> Iterator[Finding]:
     for rule in RULES:
         if count := lists.counts[rule.name]:
             severity = rule.severity_of(count, total)
-            yield _listed(corpus, rule.name, severity, rule.what, rule.advice, lists, total)
+            advice = rule.advice if corpus == TRAIN else rule.held_out_advice or rule.advice
+            yield _listed(corpus, rule.name, severity, rule.what, advice, lists, total)
 
 
 def _listed(
@@ -320,7 +321,7 @@ class _Leaked:
     def _advice(self) -> str:
         if self._other == TRAIN:
             return f"Delete them from {TRAIN} ({TRAIN}.held-out.jsonl), or scores flatter."
-        return "Take them out of one of the two: what chooses a model must not measure it."
+        return rules.APART
 
 
 class _Found(NamedTuple):

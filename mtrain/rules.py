@@ -93,6 +93,7 @@ class Rule:
         name: of its list, and in JSON.
         what: the pairs or lines that it finds.
         advice: what to do, in one sentence.
+        held_out_advice: the same where training leaves nothing out, in validation and test text.
         judge: tells on which sides each pair has it.
         usual_share: of pairs, up to which it is a note; None if it never is more than that.
         severity: beyond that share.
@@ -106,6 +107,7 @@ class Rule:
     usual_share: float | None = 0.0
     severity: Severity = Severity.WARNING
     refers: Callable[[Pairs], Numbers] | None = None
+    held_out_advice: str | None = None
 
     def severity_of(self, count: int, total: int) -> Severity:
         """Return how serious it is that `count` of `total` pairs have it."""
@@ -199,6 +201,8 @@ def _is_over_tokens(pairs: Pairs, usual: Usual) -> Flags:
     return found
 
 
+APART = "Take them out of one of the two: what chooses a model must not measure it."
+
 RULES = [
     Rule(
         "held-out-pair",
@@ -206,6 +210,7 @@ RULES = [
         "Nothing need be done: training leaves them out, unless `data.clean` says otherwise.",
         on_pairs(lambda pairs, usual: pairs.is_held_pair),
         usual_share=None,
+        held_out_advice=APART,
     ),
     Rule(
         "held-out",
@@ -213,6 +218,7 @@ RULES = [
         "Before you publish a score, delete those that `data.clean` does not leave out.",
         on_pairs(lambda pairs, usual: pairs.is_held),
         usual_share=None,
+        held_out_advice=APART,
     ),
     Rule(
         "not-utf8",
@@ -226,6 +232,7 @@ RULES = [
         "pairs with one blank side",
         "Translate or delete them; training leaves them out.",
         _one_blank,
+        held_out_advice="Translate or delete them.",
     ),
     Rule(
         "blank-pair",
@@ -233,6 +240,7 @@ RULES = [
         "Nothing need be done: training leaves them out.",
         on_pairs(_both_blank),
         usual_share=None,
+        held_out_advice="Nothing need be done: a blank line is translated by a blank line.",
     ),
     Rule(
         "copied",
@@ -342,6 +350,7 @@ RULES = [
         "Split them, or raise `data.max_tokens`; training leaves them out.",
         on_pairs(_is_over_tokens),
         usual_share=0.01,
+        held_out_advice="Split them, or raise `data.max_tokens`; training sees none as long.",
     ),
 ]
 

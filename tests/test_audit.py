@@ -264,6 +264,23 @@ def test_leaks_that_training_leaves_out_need_nothing(
         assert leak["advice"].startswith("Nothing need be done") == is_note
 
 
+def test_advice_on_held_out_text_never_says_that_training_leaves_it_out(
+    cli: Cli, tmp_path: Path
+) -> None:
+    text = clean(600)
+    text.valid[1], text.valid[3] = text.test[1], Pair(text.test[2].src, text.valid[3].tgt)
+    text.valid[5], text.valid[7] = Pair("", ""), Pair("", text.valid[7].tgt)
+    text.train[9] = text.valid[9]
+    found = by_name(shown(cli, write_planted(tmp_path, text)))
+    advice = {name: found[f"valid.{name}"]["advice"] for name in ("held-out", "held-out-pair")}
+    assert set(advice.values()) == {found["tests.held_out.pair-in-valid"]["advice"]}
+    assert {"valid.blank-side", "valid.blank-pair"} <= found.keys()
+    for name, finding in found.items():
+        if not name.startswith("train."):
+            assert "leaves them out" not in finding["advice"] or finding["name"].endswith("-train")
+    assert "leaves them out" in found["train.held-out-pair"]["advice"]
+
+
 def test_json_holds_what_the_lists_hold(cli: Cli, tmp_path: Path, planted: Planted) -> None:
     config = write_planted(tmp_path, planted)
     found = by_name(shown(cli, config))

@@ -112,9 +112,9 @@ def test_a_rule_is_a_note_up_to_its_share() -> None:
 
 def test_every_rule_has_a_name_of_its_own_and_advice_in_one_sentence() -> None:
     assert len(BY_NAME) == len(RULES)
-    for rule in RULES:
-        assert rule.advice[0].isupper() and rule.advice.endswith(".")
-        assert ". " not in rule.advice
+    for advice in (own for rule in RULES for own in (rule.advice, rule.held_out_advice) if own):
+        assert advice[0].isupper() and advice.endswith(".")
+        assert ". " not in advice
 
 
 def test_an_empty_corpus_has_something_usual_too() -> None:
