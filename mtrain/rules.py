@@ -373,6 +373,7 @@ def learn(windows: Iterator[Window], max_tokens: int) -> Usual:
     ratio_of_middle = float(np.exp((middle - _NUM_RATIOS) / _RATIO_STEPS)) if ratios.any() else 1.0
     scripts[:, int(Kind.OTHER)] = 0
     usual = scripts > _RARE_SCRIPT * scripts.sum(1, keepdims=True)
+    usual[~scripts.any(1)] = True  # a side without a letter says of no script that it is strange
     for script, others in _WRITTEN_TOGETHER:
         usual[:, others] |= usual[:, [script]]
     src, tgt = usual

@@ -57,6 +57,15 @@ def test_a_script_that_a_share_of_the_lines_has_is_not_strange() -> None:
     assert judge("strange-script", "собаки", "собаки", usual(mixed, CYRILLIC)) == Side.NONE
 
 
+def test_no_script_is_strange_to_a_side_without_letters() -> None:
+    for of in (usual([], []), usual(["12", ""], ["...", "3"])):
+        assert judge("strange-script", "small dogs", "собаки", of) == Side.NONE
+        assert judge("swapped", "small dogs", "собаки", of) == Side.NONE
+    of = usual(["12"], CYRILLIC[:1])
+    assert judge("strange-script", "small dogs", "small dogs", of) == Side.TGT
+    assert judge("swapped", "собаки", "small dogs", of) == Side.NONE
+
+
 def test_japanese_is_written_in_three_scripts() -> None:
     of = usual(["これはすしです"] * 97, LATIN)
     assert judge("strange-script", "東京都", "dogs", of) == Side.NONE
