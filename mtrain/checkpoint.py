@@ -357,12 +357,24 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 def _write_tensors(
     path: Path, tensors: Mapping[str, Tensor], tokenizer: str, more: Mapping[str, Any] = {}
 ) -> None:
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     # one key: safetensors writes several in random order, and equal weights are to be equal files
     header = {"format": FORMAT, "tokenizer": tokenizer, **more}
+    save_tensors(path, tensors, {_HEADER: json.dumps(header, sort_keys=True)})
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write tensors into a new file, which may be read by whoever may read other new files.
+
+    Raises:
+        OSError: if the disk does not take them.
+    """
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    path.touch()
+    mode = path.stat().st_mode  # safetensors would leave the file to its owner alone
     try:
-        save_file(whole, path, metadata={_HEADER: json.dumps(header, sort_keys=True)})
+        save_file(whole, path, metadata=metadata)
     except SafetensorError as error:
         number = _OS_ERROR.search(str(error))
         why = os.strerror(int(number[1])) if number else str(error)
         raise OSError(int(number[1]) if number else 0, why) from None
+    path.chmod(mode)

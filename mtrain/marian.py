@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mtrain.batch import keep_first, pad_right
+from mtrain.checkpoint import save_tensors
 from mtrain.comparison import Found, Ids
 from mtrain.config import Config, ModelConfig
 from mtrain.errors import ConfigError
@@ -82,7 +82,7 @@ def write(
     """Write a model and its tokenizer into a folder."""
     dtype = getattr(torch, quantization or "float32")
     weights = {name: weight.to(dtype) for name, weight in _weights(model).items()}
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    save_tensors(directory / "model.safetensors", weights, {"format": "pt"})
     limit = num_positions(config)
     with _quiet() as transformers:
         settings = transformers.MarianConfig(**_sizes(model, tokenizer, limit))

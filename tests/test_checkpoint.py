@@ -1,6 +1,8 @@
 """Hold checkpoints to their promise: whole or absent, and the same bits when they come back."""
 
 import json
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -222,6 +224,19 @@ def test_a_checkpoint_of_another_tokenizer_is_an_error(tmp_path):
 
 
 # Interruptions
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_weights_may_be_read_by_whoever_may_read_other_new_files(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        path = save(tmp_path)
+        checkpoint.save_model(tmp_path / "model.safetensors", weights(), OURS)
+    finally:
+        os.umask(before)
+    files = [tmp_path / "model.safetensors", *path.iterdir()]
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o666 & ~umask}
+    assert len(files) == 5
 
 
 class Interrupted(Exception):

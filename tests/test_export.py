@@ -144,6 +144,8 @@ def test_the_folders_hold_what_the_libraries_look_for(
         },
     }
     assert names == both | own[target]
+    modes = {path.stat().st_mode for path in exported[target].directory.iterdir()}
+    assert len(modes) == 1, "whoever may read one file may read them all"
 
 
 def test_the_lines_of_python_on_the_page_translate(
