@@ -17,6 +17,7 @@ from tqdm import tqdm
 from mtrain.board import Board
 from mtrain.errors import WriteError
 from mtrain.files import append, read_lines, write_lines
+from mtrain.terminal import fitted
 
 
 def is_live() -> bool:
@@ -36,7 +37,7 @@ class Stderr:
 
     def say(self, text: str = "") -> None:
         """Show one line."""
-        tqdm.write(text, file=sys.stderr)
+        tqdm.write(fitted(text, sys.stderr), file=sys.stderr)
 
 
 class RunLog:
@@ -68,7 +69,7 @@ class RunLog:
 
     def say(self, text: str = "") -> None:
         """Show one line on stderr."""
-        tqdm.write(text, file=sys.stderr)
+        Stderr().say(text)
 
     def metrics(self, values: Mapping[str, object]) -> None:
         """Append one line to `metrics.jsonl`; if the disk takes none, at the next call."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Cli, open_terminal, sent_to_a_terminal
-from tasks import write_task
+from tasks import tiny_tree, write_config, write_task
 
 import mtrain
 from mtrain import tokenizer
@@ -138,6 +138,23 @@ def test_errors_fit_a_terminal_of_80_columns_between_words(cli: Cli) -> None:
         assert " ".join(rows) == said
         assert len(rows) > 1
         assert all(len(row) <= 80 or " " not in row for row in rows)
+
+
+def test_what_a_run_says_fits_a_terminal_of_80_columns_and_stays_whole_elsewhere(
+    cli: Cli, tmp_path: Path
+) -> None:
+    tree = tiny_tree(tmp_path)
+    tree["data"]["max_tokens"] = 16  # some pairs are left out, and where they are listed is said
+    config = write_config(tmp_path / "config.yaml", tree)
+    said = cli("train", config, "--run", tmp_path / "one").err.splitlines()
+    code, text = sent_to_a_terminal("train", config, "--run", tmp_path / "two")
+    rows = re.split(r"[\r\n]+", text)
+    assert code == 0
+    assert all(len(row) <= 80 or " " not in row for row in rows)
+    shown = " ".join(rows).replace(str(tmp_path / "two"), str(tmp_path / "one"))
+    wide = [line for line in said if len(line) > 80]
+    assert {line.partition(":")[0] for line in wide} >= {"left out", str(tmp_path / "one")}
+    assert all(line in shown for line in wide)
 
 
 def test_a_command_in_a_message_is_never_broken() -> None:
