@@ -36,7 +36,7 @@ class Ranks(Team):
         self._store = store
         self._patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
-    def device_name(self, name: str) -> str:
+    def device_name(self, name: str, key: str = "device") -> str:
         """Return the name of this rank's device: `auto` and `cuda` are a GPU of its own.
 
         Raises:
@@ -48,7 +48,7 @@ class Ranks(Team):
             return f"cuda:{self._local_rank}"
         if name.startswith("cuda"):
             raise ConfigError(
-                f"`device` must be auto, cpu or cuda for the {self.size} processes that torchrun "
+                f"`{key}` must be auto, cpu or cuda for the {self.size} processes that torchrun "
                 f"started, but is {name!r} instead."
             )
         return name

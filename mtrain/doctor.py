@@ -243,7 +243,7 @@ class _Examination:
                 raise _Skip(f"the config changed at step {line['step']:,}")
         made = checkpoint.load_made_with(span.newer)
         try:
-            device = translate.pick_device(config.training.device).type
+            device = translate.pick_device(config.training.device, "training.device").type
         except ConfigError as error:
             raise _Skip(str(error)) from None
         if made is not None and made.device != device:

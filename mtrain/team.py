@@ -22,8 +22,8 @@ class Team:
         """Tell whether this rank writes and speaks for all."""
         return self.rank == 0
 
-    def device_name(self, name: str) -> str:
-        """Return the name of this rank's device, where all are asked for `name`."""
+    def device_name(self, name: str, key: str = "device") -> str:
+        """Return the name of this rank's device, where all are asked for `name` by `key`."""
         return name
 
     def add(self, numbers: Tensor) -> Tensor:

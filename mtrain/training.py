@@ -80,7 +80,7 @@ class Trainer:
     def __init__(self, config: Config, run: RunDir, log: RunLog, team: Team = ALONE) -> None:
         self.config, self.settings, self.run_dir, self.log = config, config.training, run, log
         self.team, self.deal = team, Deal(self.settings.accumulate, team.rank, team.size)
-        self.device = pick_device(team.device_name(self.settings.device))
+        self.device = device_of(config, team)
         torch.manual_seed(config.seed)
         self.tokenizer = tokenizer.load(run.tokenizer_dir)
         self.fingerprint = self.tokenizer.fingerprint()
@@ -512,6 +512,16 @@ class Trainer:
         named = [f"{steps:,} steps"] if steps else []
         named += [f"{minutes:g} minutes"] if minutes else []
         return f"{' or '.join(named)}, or {self.settings.patience} validations without a better one"
+
+
+def device_of(config: Config, team: Team) -> torch.device:
+    """Return the device that a rank of this training runs on.
+
+    Raises:
+        ConfigError: if there is no such device here.
+    """
+    key = "training.device"
+    return pick_device(team.device_name(config.training.device, key), key)
 
 
 def _check_model(config: Config, run: RunDir) -> None:

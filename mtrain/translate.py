@@ -429,8 +429,12 @@ def set_weights(
             parameter.copy_(team.laid_out_as(weights[name], parameter))
 
 
-def pick_device(name: str) -> torch.device:
+def pick_device(name: str, key: str = "device") -> torch.device:
     """Return the device that `name` asks for; `auto` takes a GPU if there is one.
+
+    Args:
+        name: of the device.
+        key: what the user calls the setting.
 
     Raises:
         ConfigError: if there is no such device here.
@@ -442,6 +446,6 @@ def pick_device(name: str) -> torch.device:
         torch.zeros(1, device=device).cpu()  # a device that only pretends fails here
     except (RuntimeError, AssertionError, ImportError):
         raise ConfigError(
-            f"`device` must be one of this machine, such as cpu or cuda, but is {name!r} instead."
+            f"`{key}` must be one of this machine, such as cpu or cuda, but is {name!r} instead."
         ) from None
     return device

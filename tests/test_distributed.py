@@ -295,7 +295,10 @@ def test_when_a_rank_is_killed_the_others_end_with_one_message(
     ("setting", "message"),
     [
         ("model.d_modl=8", "`model.d_modl` is not a key of the config"),
-        ("training.device=cuda:1", "`device` must be auto, cpu or cuda for the 2 processes that"),
+        (
+            "training.device=cuda:1",
+            "`training.device` must be auto, cpu or cuda for the 2 processes",
+        ),
         ("training.exchange=bfloat16", "`training.exchange` must be float32 for `training.para"),
         ("training.lr=1e30", "take a lower `training.lr` or more `training.warmup_steps`"),
         ("data.max_tokens=2", "must have a pair that can be used, but all are left out"),

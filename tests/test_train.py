@@ -803,9 +803,11 @@ def test_a_device_that_is_not_there_is_refused(cli: Cli, source: Path, tmp_path:
     run = tmp_path / "run"
     outcome = cli("train", source, "--run", run, "--set", "training.device=tpu")
     assert outcome.code == 2
-    assert outcome.err.splitlines()[-1] == (
-        "mtrain: `device` must be one of this machine, such as cpu or cuda, but is 'tpu' instead."
+    assert outcome.err == (
+        "mtrain: `training.device` must be one of this machine, such as cpu or cuda, but is 'tpu' "
+        "instead.\n"
     )
+    assert not run.exists()
 
 
 PARTS = ["model.safetensors", "optimizer.safetensors", "progress.json", "checkpoint.json"]
