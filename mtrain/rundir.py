@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mtrain import config as configs
 from mtrain.config import Config
-from mtrain.errors import ConfigError, DataError, RunError, UserError
+from mtrain.errors import ConfigError, DataError, RunError, UserError, WriteError
 from mtrain.files import making, sweep
 
 LOCK_FILE = ".lock"
@@ -71,6 +71,7 @@ class RunDir:
 
         Raises:
             RunError: if another process is at it.
+            WriteError: if nothing can be written in it.
         """
         with self._alone(self._lock_path, "training"):
             yield
@@ -112,6 +113,9 @@ class RunDir:
                 f"{self.path}: another process is {doing} in it; wait until it ends, or take "
                 "another --run."
             ) from None
+        except OSError as error:
+            why = error.strerror or error
+            raise WriteError(f"{lock_path}: cannot be written: {why}.") from None
         try:
             yield
         finally:

@@ -1,5 +1,6 @@
 """Training learns, repeats itself bit for bit, and goes on from where it stopped."""
 
+import errno
 import hashlib
 import json
 import multiprocessing
@@ -891,6 +892,23 @@ def test_a_damaged_checkpoint_is_left_out_of_the_average(
     said = capsys.readouterr().err
     assert f"{harmed}: is damaged: its checksum is another. It is left out." in said
     assert "the average of 2 checkpoints" in said
+
+
+def test_a_run_folder_that_takes_no_lock_is_refused_as_every_file_that_cannot_be_written(
+    cli: Cli, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared(configs.load(source, run_dir=str(tmp_path / "run")))
+
+    def read_only(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path / "run" / ".lock"))
+
+    monkeypatch.setattr("filelock.FileLock.acquire", read_only)
+    monkeypatch.chdir(tmp_path)
+    outcome = cli("train", source, "--run", "run")
+    assert outcome.code == 2
+    assert outcome.err.splitlines()[-1] == (
+        "mtrain: run/.lock: cannot be written: Read-only file system."
+    )
 
 
 def test_a_second_training_is_refused_while_the_first_lives_and_not_when_it_died(
