@@ -63,9 +63,11 @@ def compiled() -> ctypes.CDLL | None:
         return None
     for folder in (_cache, _own_folder):
         try:
-            return _load(folder())
+            library = _load(folder())
         except (OSError, RuntimeError):  # no such folder; it cannot be written; it runs no code
             continue
+        if library is not None or not any(map(shutil.which, _COMPILERS)):
+            return library  # a compiler that made nothing may have had no room
     return None
 
 
@@ -187,8 +189,9 @@ def _own_folder() -> Path:
 
 def _compiles(compiler: str, machine_flags: tuple[str, ...], output: Path) -> bool:
     command = [compiler, *_FLAGS, *machine_flags, *map(str, _SOURCES), "-o", str(output), "-lm"]
+    env = os.environ | {"TMPDIR": str(output.parent)}  # has room, or the library has none either
     try:
-        done = subprocess.run(command, capture_output=True, timeout=120, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=120, check=False, env=env)
     except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0
@@ -203,7 +206,8 @@ def _fingerprint() -> str:
     parts.append(repr((platform.system(), platform.machine(), platform.processor())).encode())
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        parts += [line.encode() for line in lines if line.startswith("flags")][:1]
+        named = ("flags", "Features")  # as Intel's kind calls what a processor can do, and ARM's
+        parts += [line.encode() for line in lines if line.startswith(named)][:1]
     except OSError:
         pass
     return _hash(b"\0".join(parts))

@@ -133,6 +133,16 @@ def test_another_source_or_processor_gets_a_library_of_its_own(tmp_path, monkeyp
     assert native._fingerprint() != first
 
 
+@pytest.mark.parametrize("name", ["flags\t\t", "Features\t"])
+def test_a_processor_that_can_do_more_gets_a_library_of_its_own(monkeypatch, name):
+    found = []
+    for features in ("fp asimd", "fp asimd sve", "fp asimd"):
+        text = f"processor\t: 0\nBogoMIPS\t: {len(found)}\n{name}: {features}\n"
+        monkeypatch.setattr(native.Path, "read_text", lambda path, text=text, **_: text)
+        found.append(native._fingerprint())
+    assert found[0] == found[2] != found[1]
+
+
 @needs_compiler
 @pytest.mark.parametrize("kept_bytes", [0, 100, 4096, -1])
 def test_a_file_that_was_cut_off_is_not_loaded_but_made_again(
@@ -175,6 +185,41 @@ def test_a_cache_that_cannot_be_written_gives_way_to_a_folder_that_goes_with_the
     assert out == "[0.0, 2.0]\n"
     assert list(temporary.iterdir()) == []
     assert (tmp_path / "cache").read_text() == "a file, where a folder should be"
+
+
+@needs_compiler
+def test_a_full_cache_gives_way_to_a_folder_of_the_process(cache, built, monkeypatch, tmp_path):
+    (whole,) = built.rglob("*.so")
+
+    def compiles(compiler: str, flags: tuple[str, ...], output: Path) -> bool:
+        if output.is_relative_to(cache):
+            return False  # as a compiler ends that finds no space on the device
+        shutil.copy(whole, output)
+        return True
+
+    monkeypatch.setattr(native, "_compiles", compiles)
+    monkeypatch.setattr(native, "_own_folder", lambda: tmp_path / "own")
+    library = native.compiled()
+    assert library is not None
+    assert library._name == str(tmp_path / "own" / whole.name)
+
+
+def test_without_a_compiler_no_second_folder_is_tried(cache, monkeypatch):
+    monkeypatch.setattr(native, "_COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr(native, "_own_folder", forbidden)
+    assert native.compiled() is None
+
+
+def test_a_compiler_keeps_its_own_files_beside_the_library(tmp_path, monkeypatch):
+    """The folder for temporary files may be full, though the cache has room."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "full"))
+    monkeypatch.setenv("KEPT", "as it is")
+    compiler, output = tmp_path / "compiler", tmp_path / "cache" / "kernels.so"
+    output.parent.mkdir()
+    compiler.write_text(f'#!/bin/sh\necho "$TMPDIR $KEPT" > {output}\n', encoding="utf-8")
+    compiler.chmod(0o755)
+    assert native._compiles(str(compiler), (), output)
+    assert output.read_text("utf-8") == f"{output.parent} as it is\n"
 
 
 @needs_compiler
