@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 import os
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import sentencepiece
 
 from mtrain.config import TokenizerConfig
 from mtrain.errors import ConfigError, DataError, RunError, UserError
+from mtrain.merges import Merges
 
 _TOO_LARGE = re.compile(r"Vocabulary size too high.*?<= (\d+)")
 _TOO_SMALL = re.compile(r"smaller than required_chars\. \d+ vs (\d+)")
@@ -54,14 +57,61 @@ class Vocabulary:
         Unigram samples among the best segmentations with probabilities to the power of alpha
         (Kudo 2018, arXiv 1804.10959); BPE leaves out merges at the rate alpha (1910.13267).
         """
-        sentencepiece.set_random_generator_seed(seed)
+        rng = random.Random(seed)  # SentencePiece's own draws otherwise in each process
+        sample = self._sample_best if self._is_unigram() else self._sample_merges
         try:
-            ids: list[list[int]] = self._processor.encode(
-                list(lines), enable_sampling=True, alpha=alpha, nbest_size=_NUM_BEST, num_threads=1
-            )
-        except RuntimeError as error:
+            return sample(lines, alpha, rng)
+        except (RuntimeError, ValueError) as error:
             raise RunError(f"the tokenizer cannot sample segmentations: {error}.") from None
-        return ids
+
+    def _is_unigram(self) -> bool:
+        """Tell which kind it is: only unigram has a list of the best segmentations."""
+        try:
+            return bool(self._processor.nbest_encode_as_ids("a", nbest_size=1))
+        except RuntimeError:
+            return False
+
+    def _sample_best(
+        self, lines: Sequence[str], alpha: float, rng: random.Random
+    ) -> list[list[int]]:
+        log_probs = [self._processor.get_score(piece) for piece in range(len(self))]
+        sampled: list[list[int]] = []
+        for line in lines:
+            best = self._processor.nbest_encode_as_ids(line, nbest_size=_NUM_BEST)
+            scores = [sum(map(log_probs.__getitem__, ids)) for ids in best]
+            highest = max(scores)
+            weights = [math.exp(alpha * (score - highest)) for score in scores]
+            sampled += rng.choices(best, weights)
+        return sampled
+
+    def _sample_merges(
+        self, lines: Sequence[str], alpha: float, rng: random.Random
+    ) -> list[list[int]]:
+        own, known, byte_of = self._processor, dict[str, int](), dict[str, int]()
+        for number, piece in enumerate(self.pieces_of(range(len(self)))):
+            if own.is_byte(number):
+                byte_of[piece] = number
+            elif not own.is_control(number) and not own.is_unknown(number):
+                known[piece] = number
+        merges = Merges({piece: own.get_score(number) for piece, number in known.items()})
+
+        def ids_of(piece: str) -> list[int]:
+            if piece in known:
+                return [known[piece]]
+            return [byte_of.get(f"<0x{byte:02X}>", self.unk) for byte in piece.encode()]
+
+        return [
+            self._as_one(chain.from_iterable(map(ids_of, merges.sample(text, alpha, rng))))
+            for text in map(own.normalize, lines)
+        ]
+
+    def _as_one(self, ids: Iterable[int]) -> list[int]:
+        """Return ids with one unk for several in a row, as SentencePiece has it."""
+        kept: list[int] = []
+        for piece in ids:
+            if piece != self.unk or kept[-1:] != [self.unk]:
+                kept.append(piece)
+        return kept
 
     def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
         """Return one line of text for each list of ids; a line break in it becomes a space."""
@@ -148,17 +198,12 @@ def train(config: TokenizerConfig, src: Iterable[str], tgt: Iterable[str], seed:
         DataError: if there is no text, or none that can be learned from.
     """
     if config.shared:
-        shared = _train_vocabulary(config, _sample(_chain(src, tgt), config, seed))
+        shared = _train_vocabulary(config, _sample(chain(src, tgt), config, seed))
         return Tokenizer(shared, shared)
     return Tokenizer(
         _train_vocabulary(config, _sample(src, config, seed)),
         _train_vocabulary(config, _sample(tgt, config, seed)),
     )
-
-
-def _chain(*sources: Iterable[str]) -> Iterator[str]:
-    for source in sources:
-        yield from source
 
 
 def _sample(lines: Iterable[str], config: TokenizerConfig, seed: int) -> list[str]:

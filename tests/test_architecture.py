@@ -29,6 +29,7 @@ RANKS = {
     "grammar": 1,
     "heatmaps": 1,
     "kernels": 1,
+    "merges": 1,
     "products": 1,
     "parallel": 1,
     "signals": 1,

@@ -1,6 +1,13 @@
 """Hold the tokenizer to the text: every character of it comes back."""
 
+import functools
+import itertools
+import math
+import os
 import re
+import subprocess
+import sys
+from collections import Counter
 
 import pytest
 from builders import SRC_LINES, TGT_LINES, vocabularies
@@ -338,3 +345,85 @@ def test_a_sample_is_another_way_to_write_the_same_text(kind):
 def test_a_sample_loses_no_character(kind, line):
     vocabulary = vocabularies(kind).src
     assert vocabulary.decode(vocabulary.sample([line] * 5, 0.5, 3)) == [line] * 5
+
+
+DRAW = """
+import sys
+from pathlib import Path
+from mtrain import tokenizer
+vocabulary = tokenizer.load(Path(sys.argv[1])).src
+print(vocabulary.sample(sys.argv[2:], 0.3, 5))
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sample_is_the_same_in_every_process(kind, tmp_path):
+    vocabularies(kind).save(tmp_path)
+    lines = LINES[::10]
+    drawn = [
+        subprocess.run(
+            [sys.executable, "-c", DRAW, str(tmp_path), *lines],
+            env=os.environ | {"PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    ]
+    assert drawn == [f"{vocabularies(kind).src.sample(lines, 0.3, 5)}\n"] * 2
+
+
+@pytest.mark.parametrize("byte_fallback", [True, False])
+@given(lines=st.lists(any_text, max_size=20))
+@settings(derandomize=True, database=None, deadline=None, max_examples=60)
+def test_with_no_merge_left_out_a_sample_is_the_plain_encoding(byte_fallback, lines):
+    vocabulary = vocabularies("bpe").src
+    if not byte_fallback:
+        vocabulary = without_byte_fallback()
+    for own in (lines, LINES):
+        assert vocabulary.sample(own, 0.0, 5) == vocabulary.encode(own)
+
+
+@functools.cache
+def without_byte_fallback():
+    return train(config("bpe", vocab_size=100, byte_fallback=False)).src
+
+
+def test_the_larger_alpha_the_more_a_unigram_sample_is_the_plain_encoding():
+    vocabulary = vocabularies("unigram").src
+    plain = vocabulary.encode(LINES + UNSEEN)
+    assert vocabulary.sample(LINES + UNSEEN, 1e9, 5) == plain
+    num_same = [
+        sum(map(list.__eq__, plain, vocabulary.sample(LINES + UNSEEN, alpha, 5)))
+        for alpha in (0.0, 0.3, 1.0)
+    ]
+    assert num_same == sorted(num_same)
+
+
+def test_with_every_merge_left_out_there_are_only_characters():
+    vocabulary = vocabularies("bpe").src
+    (ids,) = vocabulary.sample(["The dog"], 1.0, 5)
+    assert vocabulary.pieces_of(ids) == [*"\u2581The\u2581dog"]
+
+
+@pytest.mark.parametrize("alpha", [0.2, 1.0])
+def test_unigram_draws_in_proportion_to_probabilities_to_the_power_of_alpha(alpha):
+    """All ways to cut a word that are pieces, found one by one: fewer than are asked for."""
+    vocabulary, word, num_draws = vocabularies("unigram").src, "mother", 4000
+    pieces = vocabulary.pieces_of(range(len(vocabulary)))
+    score_of = {piece: vocabulary._processor.get_score(i) for i, piece in enumerate(pieces)}
+    text, expected = "\u2581" + word, {}
+    for cuts in itertools.product([False, True], repeat=len(word)):
+        ends = [place for place, cut in enumerate(cuts, start=1) if cut]
+        parts = [text[i:j] for i, j in itertools.pairwise([0, *ends, len(text)])]
+        if all(part in score_of for part in parts):
+            expected[tuple(parts)] = math.exp(alpha * sum(score_of[part] for part in parts))
+    counts = Counter(
+        tuple(vocabulary.pieces_of(ids)) for ids in vocabulary.sample([word] * num_draws, alpha, 1)
+    )
+    total = sum(expected.values())
+    assert 3 < len(expected) < 64
+    assert set(counts) <= set(expected)
+    means = {parts: num_draws * weight / total for parts, weight in expected.items()}
+    chi_square = sum((counts[parts] - mean) ** 2 / mean for parts, mean in means.items())
+    assert chi_square < 3 * len(expected)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import Cli, at_a_terminal
+from conftest import Cli, at_a_terminal, run_mtrain
 from safetensors.torch import load_file
 from tasks import prepared, reverse_task, stop_at, train, write_task
 
@@ -203,6 +203,20 @@ def test_a_stop_with_sampled_segmentations_changes_nothing(
     sampled = ["tokenizer.sampling_alpha=0.3"]
     whole = train(source, *sampled, run=str(tmp_path / "whole"))
     run = stop_and_go_on(monkeypatch, source, str(tmp_path / "run"), 8, *sampled)
+    assert weights(run) == weights(whole)
+
+
+def test_segmentations_are_sampled_alike_in_the_process_that_goes_on(
+    monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
+) -> None:
+    sampled = ["tokenizer.sampling_alpha=0.3", "training.max_steps=6"]
+    whole = train(source, *sampled, run=str(tmp_path / "whole"))
+    run = RunDir(tmp_path / "run")
+    stop_at(monkeypatch, 4)
+    with pytest.raises(Stopped):
+        train(source, *sampled, run=str(run.path))
+    options = [option for key in sampled for option in ("--set", key)]
+    assert run_mtrain("train", source, "--run", run.path, *options).returncode == 0
     assert weights(run) == weights(whole)
 
 

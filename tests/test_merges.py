@@ -1,0 +1,51 @@
+"""Hold the merges to what little ones come to by hand."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from mtrain.merges import Merges
+
+ABC = {"ab": -1.0, "abc": -2.0, "bc": -3.0}
+
+
+def sample(scores, text, alpha=0.0, seed=1):
+    return Merges(scores).sample(text, alpha, random.Random(seed))
+
+
+@pytest.mark.parametrize(
+    ("scores", "text", "pieces"),
+    [
+        (ABC, "abc", ["abc"]),
+        ({"ab": -2.0, "bc": -1.0}, "abc", ["a", "bc"]),
+        ({"ab": -1.0, "bc": -1.0}, "abc", ["ab", "c"]),
+        ({"aa": -1.0, "aaaa": -2.0}, "aaaaa", ["aaaa", "a"]),
+        ({"\u2581a": -1.0, "a\u2581": 0.0}, "\u2581a\u2581a", ["\u2581a", "\u2581a"]),
+        ({}, "\u2581\u2581a\nb", ["\u2581", "\u2581", "a", "\n", "b"]),
+        (ABC, "", []),
+    ],
+)
+def test_what_has_the_higher_score_is_merged_first_and_of_equals_the_left(scores, text, pieces):
+    assert sample(scores, text) == pieces
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.5])
+def test_each_merge_is_left_out_with_the_probability_alpha(alpha):
+    merges, rng, num_draws = Merges(ABC), random.Random(1), 10_000
+    counts = Counter(tuple(merges.sample("abc", alpha, rng)) for _ in range(num_draws))
+    made = 1 - alpha
+    means = {
+        ("abc",): made * made + alpha * made * made,  # ab, abc; or not ab, but bc, abc
+        ("ab", "c"): made * alpha,
+        ("a", "bc"): alpha * made * alpha,
+        ("a", "b", "c"): alpha * alpha,
+    }
+    assert sum(means.values()) == pytest.approx(1)
+    for pieces, mean in means.items():
+        assert counts[pieces] / num_draws == pytest.approx(mean, abs=3 * (mean / num_draws) ** 0.5)
+
+
+def test_draws_follow_from_the_seed():
+    first, again, other = (sample(ABC, "abc" * 20, 0.4, seed) for seed in (1, 1, 2))
+    assert first == again != other
