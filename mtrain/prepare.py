@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from mtrain import __version__, checkpoint, encoding, ledger, tokenizer
+from mtrain import __version__, checkpoint, encoding, ledger, shards, tokenizer
 from mtrain import config as configs
 from mtrain.cleaning import Cleaner, cleaner
 from mtrain.config import Config
@@ -64,7 +64,8 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
     Raises:
         DataError, ConfigError: if the corpora or the settings must change; nothing is written.
         RunError: if the folder was made from other corpora, from files that have changed since,
-            or with another tokenizer, or if another process is tokenizing in it.
+            or with another tokenizer, has a data folder that is not mtrain's, or if another process
+            is tokenizing in it.
     """
     if run.config_path.is_file():
         _check_same_data(config, run)
@@ -72,6 +73,8 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
         _check_same_files(run, console)
         console.say(f"{run.path}: tokenized already")
         return
+    if run.data_dir.is_file() or (run.data_dir.is_dir() and any(run.data_dir.iterdir())):
+        raise RunError(f"{run.data_dir}: is there, and not from mtrain; take another --run.")
     with run.tokenizing() as work_dir, _saying_what_is_kept(run, console):
         begun = _begin(config, run, work_dir, console)
         with cleaner(config.data, work_dir) as judge:
@@ -227,8 +230,11 @@ def _count(config: Config, console: Console) -> int:
 
 
 def is_prepared(run: RunDir) -> bool:
-    """Tell whether the run folder holds encoded pairs; they appear whole, and last."""
-    return run.data_dir.is_dir()
+    """Tell whether the run folder holds encoded pairs; they appear whole, and last.
+
+    A data folder that has lost its pairs still has checksums, and what is gone is asked for later.
+    """
+    return shards.are_in(run.data_dir) or (run.data_dir / _SUMS_FILE).is_file()
 
 
 def _train_tokenizer(config: Config, judge: Cleaner) -> Tokenizer:

@@ -285,6 +285,36 @@ def test_other_training_settings_do_not_ask_for_new_data(tmp_path: Path, tree: T
     assert said[-1].endswith("tokenized already")
 
 
+@pytest.mark.parametrize("name", ["data/train.en", "data"])
+def test_data_that_is_not_from_mtrain_is_refused_and_kept(
+    tmp_path: Path, tree: Tree, name: str
+) -> None:
+    own = Path(tree["run_dir"]) / name
+    own.parent.mkdir(parents=True)
+    own.write_text("mine")
+    for _ in range(2):
+        with pytest.raises(RunError) as error:
+            make(tmp_path, tree)
+        data_dir = Path(tree["run_dir"]) / "data"
+        said = f"{data_dir}: is there, and not from mtrain; take another --run."
+        assert str(error.value) == said
+    assert [path for path in Path(tree["run_dir"]).rglob("*") if path.is_file()] == [own]
+    assert own.read_text() == "mine"
+
+
+def test_a_data_folder_that_is_empty_is_filled(tmp_path: Path, tree: Tree) -> None:
+    (Path(tree["run_dir"]) / "data").mkdir(parents=True)
+    run, _ = make(tmp_path, tree)
+    assert prepare.is_prepared(run)
+
+
+def test_pairs_that_are_gone_are_not_made_again(tmp_path: Path, tree: Tree) -> None:
+    run, _ = make(tmp_path, tree)
+    (run.data_dir / "train.arrow").unlink()
+    _, said = make(tmp_path, tree)
+    assert said[-1].endswith("tokenized already")
+
+
 def test_a_tokenizer_that_weights_may_depend_on_is_kept(tmp_path: Path, tree: Tree) -> None:
     run, _ = make(tmp_path, tree)
     model, pairs = run.tokenizer_dir / "shared.model", run.data_dir / "train.arrow"
