@@ -116,6 +116,7 @@ def train_together(config: Config, team: Team, *, tensorboard: bool) -> Path:
     if tensorboard:
         check_installed()
     if team.is_first:
+        training.check_unfinished(run_dir)  # before tokenizing writes anything
         _prepare(config)
         board = Board(run_dir.board_dir) if tensorboard else None
     team.wait()

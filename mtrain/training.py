@@ -56,10 +56,11 @@ def train(config: Config, run: RunDir, team: Team = ALONE, board: Board | None =
         board: of the first rank, gets the numbers that are logged.
 
     Raises:
-        RunError: if the run folder cannot be trained in, or has reached its target already.
+        RunError: if the run folder cannot be trained in, or is finished already.
         Stopped: on SIGINT or SIGTERM, after saving.
     """
     kernels.keep_freed_memory()
+    check_unfinished(run)
     _check_model(config, run)
     lock = run.locked() if team.is_first else nullcontext()
     log = RunLog(run.metrics_path, board) if team.is_first else Mute(run.metrics_path)
@@ -522,6 +523,15 @@ def device_of(config: Config, team: Team) -> torch.device:
     """
     key = "training.device"
     return pick_device(team.device_name(config.training.device, key), key)
+
+
+def check_unfinished(run: RunDir) -> None:
+    """Refuse to replace a finished model from which no checkpoint goes on: a copy, most likely."""
+    if run.model_path.exists() and not checkpoint.steps(run.checkpoints_dir):
+        raise RunError(
+            f"{run.path}: holds a finished model, but no checkpoint to go on from; take another "
+            f"--run, or delete {run.model_path} to train from the beginning."
+        )
 
 
 def _check_model(config: Config, run: RunDir) -> None:

@@ -498,6 +498,32 @@ def test_a_run_that_reached_its_target_is_left_as_it_is(
     ] == []
 
 
+@pytest.mark.parametrize("copied", ["all", "what translating needs"])
+def test_a_finished_model_without_checkpoints_is_not_replaced(
+    cli: Cli, source: Path, straight: RunDir, tmp_path: Path, copied: str
+) -> None:
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(straight.path, run.path)
+    shutil.rmtree(run.checkpoints_dir)
+    if copied != "all":
+        shutil.rmtree(run.data_dir)
+        run.metrics_path.unlink()
+    before = contents(run)
+    outcome = cli("train", source, "--run", run.path, "--set", "training.max_steps=20")
+    assert outcome.code == 2
+    assert outcome.err == (
+        f"mtrain: {run.path}: holds a finished model, but no checkpoint to go on from; take "
+        f"another --run, or delete {run.model_path} to train from the beginning.\n"
+    )
+    with pytest.raises(RunError, match="holds a finished model"):
+        training.train(configs.load(source, run_dir=str(run.path)), run)
+    assert contents(run) == before
+    run.model_path.unlink()
+    if copied == "all":
+        train(source, run=str(run.path))
+        assert weights(run) == weights(straight)
+
+
 def test_raising_the_target_goes_on_as_if_it_had_been_higher_from_the_start(
     source: Path, straight: RunDir, tmp_path: Path
 ) -> None:
