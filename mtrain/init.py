@@ -138,8 +138,10 @@ def init(wanted: Wanted, console: Console, advance: Advance) -> list[str]:
 
 
 def _beside(wanted: Wanted, name: str) -> Files:
-    stem = wanted.config_path.with_suffix("")
-    return Files(*(Path(f"{stem}.{name}.{own}") for own in (wanted.src_lang, wanted.tgt_lang)))
+    stem, src, tgt = wanted.config_path.with_suffix(""), wanted.src_lang, wanted.tgt_lang
+    if src.lower() == tgt.lower():  # which is one name where case does not count
+        src, tgt = f"src.{src}", f"tgt.{tgt}"
+    return Files(Path(f"{stem}.{name}.{src}"), Path(f"{stem}.{name}.{tgt}"))
 
 
 def _num_held_out(seen: Look, files: Files, num_sets: int) -> int:

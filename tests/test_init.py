@@ -80,6 +80,19 @@ def test_files_of_ones_own_are_named_and_nothing_is_held_out(wanted):
     assert not list(Path().glob("en-de.*.en"))
 
 
+@pytest.mark.parametrize("other", ["en", "EN"])
+def test_held_out_files_of_one_language_on_both_sides_have_a_name_for_each(wanted, other):
+    report = init.init(replace(wanted, tgt_lang=other), Said(), lambda _: None)
+    assert report[0].startswith("wrote     en-de.valid.src.en and en-de.valid.tgt.")
+    config = configs.load(wanted.config_path)
+    held_out = (config.data.valid, config.data.tests["test"])
+    sides = [(read(own.src[0]), read(own.tgt[0])) for own in held_out]
+    assert all([line.upper() for line in src] == tgt for src, tgt in sides)
+    run = RunDir(Path(config.run_dir))
+    prepare(config, run, Said())
+    assert read_counts(run) == {"held-out-pair": 40}
+
+
 def test_the_same_corpus_gives_the_same_held_out_pairs(wanted):
     init.init(wanted, Said(), lambda _: None)
     first = read("en-de.test.en")
