@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mtrain import config as configs
-from mtrain import holdout, schema, sizes, tokenizer, trial
+from mtrain import holdout, opening, schema, sizes, tokenizer, trial
 from mtrain.config import TokenizerConfig
 from mtrain.corpus import count_pairs
 from mtrain.errors import ConfigError, DataError
@@ -25,7 +25,7 @@ from mtrain.runlog import Console
 from mtrain.sizes import Recipe, Tried
 from mtrain.sources import Advance
 from mtrain.texts import CorpusConfig
-from mtrain.tokenizer import Tokenizer
+from mtrain.tokenizer import Tokenizer, VocabularySizeError
 from mtrain.trial import Sample
 
 _MOST_HELD_OUT = 1000  # pairs of a set
@@ -34,6 +34,7 @@ _LEAST_HELD_OUT = 10
 _SMALLEST_VOCABULARY = 300  # the 256 bytes, and some letters
 _SEED = 1
 _LEAST_EPOCHS = 3  # below which a translator has seen too little
+_LANGUAGE = re.compile(r"\w[\w-]*")  # file names are made of it
 _BUDGET = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?$")
 
 
@@ -111,9 +112,15 @@ def init(wanted: Wanted, console: Console, advance: Advance) -> list[str]:
         What is written, and how to go on, line by line.
 
     Raises:
-        ConfigError: if a file to be written is there already, or the device is not.
+        ConfigError: if a language has no code, a file to be written is there already, or the
+            device is not.
         DataError: if the corpus cannot be read, or has too few pairs.
     """
+    for side, code in (("src", wanted.src_lang), ("tgt", wanted.tgt_lang)):
+        if not _LANGUAGE.fullmatch(code):
+            raise ConfigError(
+                f"`--{side}-lang` must be a code such as en or pt-BR, but is {code!r} instead."
+            )
     sets = {"valid": wanted.valid or _beside(wanted, "valid")}
     sets["test"] = wanted.test or _beside(wanted, "test")
     new = [sets[name] for name in sets if getattr(wanted, name) is None]
@@ -174,8 +181,8 @@ def _split_off(wanted: Wanted, seen: Look, new: list[Files], count: int) -> None
 def _plan(wanted: Wanted, seen: Look, num_train: int, console: Console) -> _Plan:
     each = (seen.src_words / seen.num_pairs, seen.tgt_words / seen.num_pairs)
     console.say(
-        f"corpus    {seen.num_pairs:,} pairs, of {each[0]:.1f} source and {each[1]:.1f} target "
-        "words"
+        f"corpus    {opening.count(seen.num_pairs, 'pair')}, of {each[0]:.1f} source and "
+        f"{each[1]:.1f} target words"
     )
     vocabulary = _train_tokenizer(seen, num_train)
     sample = trial.encode(seen.sample, vocabulary)
@@ -200,15 +207,15 @@ def _plan(wanted: Wanted, seen: Look, num_train: int, console: Console) -> _Plan
 def _train_tokenizer(seen: Look, num_train: int) -> Tokenizer:
     """Train the vocabulary that the corpus can fill, on a sample of it."""
     size = sizes.vocabulary_size(num_train)
+    src, tgt = [pair.src for pair in seen.sample], [pair.tgt for pair in seen.sample]
     while True:
-        settings = TokenizerConfig(kind="bpe", vocab_size=size)
-        src, tgt = (pair.src for pair in seen.sample), (pair.tgt for pair in seen.sample)
         try:
-            return tokenizer.train(settings, src, tgt, _SEED)
-        except ConfigError:
-            if size <= _SMALLEST_VOCABULARY:
-                raise
-            size = max(_SMALLEST_VOCABULARY, size // 2)
+            return tokenizer.train(TokenizerConfig(kind="bpe", vocab_size=size), src, tgt, _SEED)
+        except VocabularySizeError as error:
+            if size <= _SMALLEST_VOCABULARY or error.fitting > size:
+                size = error.fitting
+            else:
+                size = max(_SMALLEST_VOCABULARY, size // 2)
 
 
 def _try_sizes(
@@ -228,8 +235,9 @@ def _compose(wanted: Wanted, sets: dict[str, Files], plan: _Plan) -> list[str]:
     """Return the lines of the config."""
     alone = [name for name in sets if getattr(wanted, name) is None]
     held = "  # Held out of the training files; `data.clean` keeps these pairs out of the training."
+    pairs = opening.count(plan.num_train, "pair")
     return [
-        f"# {wanted.src_lang}-{wanted.tgt_lang}, {plan.num_train:,} pairs, by `mtrain init`.",
+        f"# {wanted.src_lang}-{wanted.tgt_lang}, {pairs}, by `mtrain init`.",
         "# Every key that is not here has a default; `mtrain train` writes them all to the run",
         "# folder's config.yaml. All of it can be changed.",
         f"run_dir: {_text(wanted.run_dir)}",
@@ -248,8 +256,9 @@ def _compose(wanted: Wanted, sets: dict[str, Files], plan: _Plan) -> list[str]:
 
 def _model_lines(plan: _Plan) -> list[str]:
     size, recipe, model = plan.tried.size, plan.recipe, plan.tried.size.model
+    pairs = opening.count(plan.num_train, "pair")
     return [
-        f"# As many pieces as {plan.num_train:,} pairs can teach; both languages share them.",
+        f"# As many pieces as {pairs} can teach; both languages share them.",
         f"tokenizer: {{kind: bpe, vocab_size: {len(plan.vocabulary.tgt)}}}",
         f"# The size `{size.name}`: {plan.tried.num_weights:,} weights. The largest that sees",
         f"# {sizes.TOKENS_A_WEIGHT:g} tokens a weight in the time that there is, and that such a "

@@ -24,6 +24,18 @@ _TOO_SMALL = re.compile(r"smaller than required_chars\. \d+ vs (\d+)")
 _NUM_BEST = 64  # segmentations to sample from: over all of them, learning breaks
 
 
+class VocabularySizeError(ConfigError):
+    """A vocabulary that a corpus cannot fill, or that has no room for its characters.
+
+    Attributes:
+        fitting: the nearest size that fits.
+    """
+
+    def __init__(self, message: str, fitting: int) -> None:
+        super().__init__(message)
+        self.fitting = fitting
+
+
 class Vocabulary:
     """The pieces of one side, and the way from text to their ids and back."""
 
@@ -194,7 +206,7 @@ def train(config: TokenizerConfig, src: Iterable[str], tgt: Iterable[str], seed:
     """Train the vocabularies that `config` asks for on the given lines.
 
     Raises:
-        ConfigError: if the text cannot fill the vocabulary, or needs a larger one.
+        VocabularySizeError: if the text cannot fill the vocabulary, or needs a larger one.
         DataError: if there is no text, or none that can be learned from.
     """
     if config.shared:
@@ -252,6 +264,7 @@ def _explain(config: TokenizerConfig, message: str) -> UserError:
             "`data.train` must have lines that SentencePiece can learn from (of at most 4,192 "
             f"bytes, and not of U+2581 alone), but has none for these settings: {message}."
         )
-    return ConfigError(
-        f"`tokenizer.vocab_size` must be {bound}, but is {config.vocab_size} instead."
+    return VocabularySizeError(
+        f"`tokenizer.vocab_size` must be {bound}, but is {config.vocab_size} instead.",
+        int(found[1]),
     )

@@ -193,6 +193,45 @@ def test_a_corpus_of_few_words_gets_the_vocabulary_that_it_can_fill(wanted):
     assert len(init._train_tokenizer(seen, 10**6).tgt) < sizes.vocabulary_size(10**6)
 
 
+def test_a_corpus_of_one_pair_gets_a_config_that_trains_on_it(wanted):
+    write(Path("a.en"), ["a b"])
+    write(Path("a.de"), ["A B"])
+    own = Files(Path("a.en"), Path("a.de"))
+    said = Said()
+    init.init(replace(wanted, valid=own, test=own), said, lambda _: None)
+    assert said.lines[0].startswith("corpus    1 pair, of ")
+    text = wanted.config_path.read_text()
+    assert ", 1 pair, by" in text and " as 1 pair can teach" in text
+    config = configs.load(wanted.config_path, ["data.clean=[]"])
+    assert config.tokenizer.vocab_size < init._SMALLEST_VOCABULARY
+    prepare(config, RunDir(Path(config.run_dir)), Said())
+
+
+def test_a_corpus_of_many_characters_gets_the_vocabulary_that_has_room_for_them(wanted):
+    for name in ("a.en", "a.de"):
+        first = ord("\u4e00") if name == "a.en" else ord("\uac00")
+        write(Path(name), ["".join(map(chr, range(n, n + 9))) for n in range(first, first + 900)])
+    seen = holdout.look(wanted.train.corpus(), 1, lambda _: None)
+    vocabulary = init._train_tokenizer(seen, 900).tgt
+    assert len(vocabulary) > sizes.vocabulary_size(900)
+    assert not {piece for ids in vocabulary.encode(read("a.de")) for piece in ids} & {
+        *vocabulary.byte_pieces
+    }
+
+
+@pytest.mark.parametrize("code", ["", "a/b", "..", "a b", "-x", "a.b", "a\n"])
+@pytest.mark.parametrize("side", ["src", "tgt"])
+def test_a_language_that_is_no_code_is_an_error_before_anything_is_done(wanted, side, code):
+    said, before = Said(), sorted(Path().rglob("*"))
+    with pytest.raises(ConfigError) as error:
+        init.init(replace(wanted, **{f"{side}_lang": code}), said, lambda _: None)
+    assert str(error.value) == (
+        f"`--{side}-lang` must be a code such as en or pt-BR, but is {code!r} instead."
+    )
+    assert said.lines == []
+    assert sorted(Path().rglob("*")) == before
+
+
 @pytest.mark.parametrize(
     ("text", "seconds"), [("90s", 90), ("30m", 1800), ("2h", 7200), ("1h30m", 5400)]
 )
