@@ -30,8 +30,9 @@ Warn = Callable[[str], None]
 
 BLOCK_LINES = 2048  # lines that are sorted by length and translated together, at most
 _MAX_WARNINGS = 5  # of a kind; the others are counted
-_SENTENCE_END = re.compile(
-    r"(?<=[.!?\u2026])[\"'\u201d\u2019)\]\u00bb]*\s+|(?<=[\u3002\uff01\uff1f])"
+_SENTENCE = re.compile(
+    r"\S.*?(?:(?<=[.!?\u2026])[\"'\u201d\u2019)\]\u00bb]*\s+|(?<=[\u3002\uff01\uff1f])|\Z)",
+    re.DOTALL,
 )
 
 
@@ -276,7 +277,7 @@ class Stream:
         tokenizer = self.translator.tokenizer
         room = limit - 1  # for eos
         units: list[list[int]] = []
-        sentences = [text for text in _SENTENCE_END.split(src) if text.strip()]
+        sentences = [text.rstrip() for text in _SENTENCE.findall(src)]
         for sentence, ids in zip(sentences, tokenizer.src.encode(sentences), strict=True):
             units += [ids] if len(ids) <= room else _cut_words(tokenizer.src, sentence, room)
         return [[*part, tokenizer.src.eos] for part in _pack(units, room)]

@@ -189,6 +189,14 @@ def test_split_cuts_at_the_ends_of_sentences_and_joins_what_it_finds(
     assert said == [f"line 1: has {num_tokens(TWO, translator)} tokens; translated in 2 parts."]
 
 
+def test_split_keeps_quotes_and_brackets_that_close_a_sentence(translator: Translator) -> None:
+    line = 'ba (ce "di.") fo gu!'
+    limit = num_tokens('ba (ce "di.")', translator)
+    parts = Stream(translator, Options(), None, never)._split(line, limit)
+    found = translator.tokenizer.src.decode([part[:-1] for part in parts])
+    assert found == ['ba (ce "di.")', "fo gu!"]
+
+
 def test_split_makes_as_few_parts_as_fit(translator: Translator) -> None:
     line = " ".join(f"{word}." for word in WORDS[:6])
     limit = num_tokens(" ".join(f"{word}." for word in WORDS[:3]), translator)
@@ -209,7 +217,7 @@ def test_split_cuts_a_long_sentence_between_words_and_a_long_word_between_pieces
 
 
 @given(
-    text=st.text(st.sampled_from("abc.!?…。 \t\u00a0é☃"), max_size=60),
+    text=st.text(st.sampled_from("abc.!?…。\"'”)]» \t\r\n\u00a0\u2028é☃"), max_size=60),
     limit=st.integers(2, 12),
 )
 def test_split_loses_no_piece_and_keeps_every_part_short(text: str, limit: int) -> None:
