@@ -99,21 +99,23 @@ def _count_repeats(ids: Sequence[object]) -> int:
     return most
 
 
-def align_words(weights_TS: Tensor, src: Sequence[str], tgt: Sequence[str]) -> list[Link]:
+def align_words(weights_TS: Tensor, src_words: Sequence[int], tgt: Sequence[str]) -> list[Link]:
     """Link each target word to the source word that it attends to most.
 
     Args:
         weights_TS: what each target piece gives to each source piece, [T, S] or larger.
-        src, tgt: the pieces of both sides, as SentencePiece writes them.
+        src_words: which word each source piece belongs to.
+        tgt: the target pieces, as SentencePiece writes them.
     """
-    src_words, tgt_words = number_words(src), number_words(tgt)
+    tgt_words = number_words(tgt)
     if not src_words or not tgt_words:
         return []
-    by_word = weights_TS.new_zeros((tgt_words[-1] + 1, src_words[-1] + 1))
+    first = min(src_words)
+    by_word = weights_TS.new_zeros((tgt_words[-1] + 1, max(src_words) - first + 1))
     for place, word in enumerate(tgt_words):
-        own = weights_TS[place, : len(src)]
-        by_word[word].index_add_(0, own.new_tensor(src_words).long(), own)
-    return [Link(int(src_word), word) for word, src_word in enumerate(by_word.argmax(1))]
+        own = weights_TS[place, : len(src_words)]
+        by_word[word].index_add_(0, own.new_tensor(src_words).long() - first, own)
+    return [Link(first + int(src_word), word) for word, src_word in enumerate(by_word.argmax(1))]
 
 
 def number_words(pieces: Sequence[str]) -> list[int]:
@@ -127,21 +129,24 @@ def number_words(pieces: Sequence[str]) -> list[int]:
     return words
 
 
-def join(parts: Sequence[Translation], num_src_words: Sequence[int]) -> Translation:
-    """Join the translations of the parts of a line; their scores are averaged by length."""
+def join(parts: Sequence[Translation]) -> Translation:
+    """Join the translations of the parts of a line; their scores are averaged by length.
+
+    Source words are numbered in the line already, target words in each part.
+    """
     if len(parts) == 1:
         return parts[0]
     pieces = [piece for part in parts for piece in part.pieces]
     weights = [max(len(part.pieces), 1) for part in parts]
     score = sum(w * part.score for w, part in zip(weights, parts, strict=True)) / sum(weights)
     links: list[Link] | None = []
-    first_src = first_tgt = 0
-    for part, num_src in zip(parts, num_src_words, strict=True):
+    first_tgt = 0
+    for part in parts:
         if part.alignment is None or links is None:
             links = None
             break
-        links += [Link(first_src + link.src, first_tgt + link.tgt) for link in part.alignment]
-        first_src, first_tgt = first_src + num_src, first_tgt + len(part.text.split())
+        links += [Link(link.src, first_tgt + link.tgt) for link in part.alignment]
+        first_tgt += sum(word != "" for word in part.text.split(" "))
     return Translation(
         " ".join(part.text for part in parts if part.text),
         pieces,

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from typing import Literal, NamedTuple
 
 from mtrain.corpus import Profile
@@ -34,6 +34,7 @@ _SENTENCE = re.compile(
     r"\S.*?(?:(?<=[.!?\u2026])[\"'\u201d\u2019)\]\u00bb]*\s+|(?<=[\u3002\uff01\uff1f])|\Z)",
     re.DOTALL,
 )
+_WORD = re.compile(r"\S+")
 
 
 @dataclass(frozen=True)
@@ -93,17 +94,18 @@ _FLAWS = {
 }
 
 
+class _Piece(NamedTuple):
+    """A piece of a line, and the word of the line that it belongs to, counted from 0."""
+
+    id: int
+    word: int
+
+
 class _Part(NamedTuple):
-    """A part of a line that is translated on its own."""
+    """A part of a line that is translated on its own, and the line's word of each piece."""
 
     source: Source
-    marks: list[str]
-
-
-class _Cut(NamedTuple):
-    """The pieces of a line's parts, and what was done to it."""
-
-    parts: list[list[int]]
+    words: list[int]
     marks: list[str]
 
 
@@ -147,20 +149,19 @@ class Stream:
     def _translate_block(self, block: list[str], prefixes: list[str]) -> Iterator[Line]:
         numbers = range(self._num_lines + 1, self._num_lines + len(block) + 1)
         parts_of = self._parts(numbers, block, prefixes)
-        found = iter(self._translations([part.source for own in parts_of for part in own]))
+        found = iter(self._translations([part for own in parts_of for part in own]))
         for number, src, own in zip(numbers, block, parts_of, strict=True):
             ranks = zip(*islice(found, len(own)), strict=False)  # the best of each part, and so on
-            num_words = [self._num_words(part) for part in own] if len(own) > 1 else []
-            best = [self._checked(src, own, join(parts, num_words)) for parts in ranks]
+            best = [self._checked(src, own, join(parts)) for parts in ranks]
             if best:
                 self._warn_of(number, best[0])
             yield Line(number, src, best or [NOTHING])
 
-    def _translations(self, sources: list[Source]) -> list[list[Translation]]:
-        """Return the best translations of each source."""
+    def _translations(self, parts: list[_Part]) -> list[list[Translation]]:
+        """Return the best translations of each part."""
         tgt = self.translator.tokenizer.tgt
-        found = self.translator.search(sources)
-        owners = [source for source, own in zip(sources, found, strict=True) for _ in own]
+        found = self.translator.search([part.source for part in parts])
+        owners = [part for part, own in zip(parts, found, strict=True) for _ in own]
         flat = [hypothesis for own in found for hypothesis in own]
         texts = tgt.decode([hypothesis.ids for hypothesis in flat])
         alignments = self._align(owners, flat)
@@ -172,25 +173,22 @@ class Stream:
                 hypothesis.log_prob,
                 hypothesis.score,
                 links,
-                ["limit"] if len(hypothesis.ids) >= self.translator.max_length(source) else [],
+                ["limit"] if len(hypothesis.ids) >= self.translator.max_length(part.source) else [],
             )
-            for text, source, hypothesis, links in zip(texts, owners, flat, alignments, strict=True)
+            for text, part, hypothesis, links in zip(texts, owners, flat, alignments, strict=True)
         )
         return [list(islice(translations, len(own))) for own in found]
 
-    def _align(self, sources: list[Source], found: list[Hypothesis]) -> Sequence[list[Link] | None]:
-        """Link the words of each translation to those of its source, if anybody asked."""
+    def _align(self, parts: list[_Part], found: list[Hypothesis]) -> Sequence[list[Link] | None]:
+        """Link the words of each translation to those of its line, if anybody asked."""
         if not self.options.with_alignment:
-            return [None] * len(sources)
-        tokenizer = self.translator.tokenizer
-        weights = self.translator.attend(sources, [hypothesis.ids for hypothesis in found])
+            return [None] * len(parts)
+        sources, targets = [part.source for part in parts], [own.ids for own in found]
+        weights = self.translator.attend(sources, targets)
+        pieces_of = self.translator.tokenizer.tgt.pieces_of
         return [
-            align_words(
-                own_TS,
-                tokenizer.src.pieces_of(source.ids[:-1]),
-                tokenizer.tgt.pieces_of(hypothesis.ids),
-            )
-            for own_TS, source, hypothesis in zip(weights, sources, found, strict=True)
+            align_words(own_TS, part.words, pieces_of(ids))
+            for own_TS, part, ids in zip(weights, parts, targets, strict=True)
         ]
 
     def _checked(self, src: str, parts: Sequence[_Part], translation: Translation) -> Translation:
@@ -216,33 +214,25 @@ class Stream:
         for number, src, ids, prefix in zip(
             numbers, block, tokenizer.encode_src(block), forced, strict=True
         ):
-            cut = self._cut(number, src, ids) if src.strip() else _Cut([], [])
-            parts_of.append(
-                [
-                    _Part(
-                        Source(own, tuple(prefix) if index == 0 else (), self._seed(number, index)),
-                        cut.marks,
-                    )
-                    for index, own in enumerate(cut.parts)
-                ]
-            )
+            own = self._cut(number, src, ids) if src.strip() else []
+            for index, part in enumerate(own):
+                forced_here = tuple(prefix) if index == 0 else ()
+                source = replace(part.source, prefix=forced_here, seed=self._seed(number, index))
+                own[index] = part._replace(source=source)
+            parts_of.append(own)
         return parts_of
-
-    def _num_words(self, part: _Part) -> int:
-        pieces = self.translator.tokenizer.src.pieces_of(part.source.ids[:-1])
-        return len(set(number_words(pieces)))
 
     def _seed(self, number: int, part: int) -> int:
         """Return what decides the sampling of a part of a line, wherever the line stands."""
         text = f"{self.options.seed} {number} {part}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
-    def _cut(self, number: int, src: str, ids: list[int]) -> _Cut:
+    def _cut(self, number: int, src: str, ids: list[int]) -> list[_Part]:
         """Cut a line that is too long, as the options say, or warn that it is not cut."""
         limit, policy = self.options.long_lines.max_tokens, self.options.long_lines.policy
         if limit is None or len(ids) <= limit:
             self._check_length(number, len(ids))
-            return _Cut([ids], [])
+            return [self._beginning(ids, len(ids), [])]
         if policy == "error":
             raise DataError(
                 f"line {number}: must have at most {limit:,} tokens, but has {len(ids):,} "
@@ -251,11 +241,16 @@ class Stream:
         if policy == "truncate":
             text = f"has {len(ids):,} tokens; all after the first {limit - 1:,} are left out."
             self.warnings.add("cut off", number, text)
-            return _Cut([[*ids[: limit - 1], ids[-1]]], ["truncated"])
+            return [self._beginning(ids, limit, ["truncated"])]
         parts = self._split(src, limit)
         text = f"has {len(ids):,} tokens; translated in {len(parts):,} parts."
         self.warnings.add("translated in parts", number, text)
-        return _Cut(parts, ["split"])
+        return parts
+
+    def _beginning(self, ids: list[int], length: int, marks: list[str]) -> _Part:
+        """Return the first pieces of a line and eos, `length` in all."""
+        pieces = self.translator.tokenizer.src.pieces_of(ids[: length - 1])
+        return _Part(Source([*ids[: length - 1], ids[-1]]), number_words(pieces), marks)
 
     def _check_length(self, number: int, length: int) -> None:
         learned = self.translator.model.config.max_positions
@@ -272,27 +267,53 @@ class Stream:
             )
             self.warnings.add("longer than those of the training", number, text)
 
-    def _split(self, src: str, limit: int) -> list[list[int]]:
+    def _split(self, src: str, limit: int) -> list[_Part]:
         """Cut a line at the ends of its sentences, else between words, else between pieces."""
-        tokenizer = self.translator.tokenizer
+        vocabulary = self.translator.tokenizer.src
         room = limit - 1  # for eos
-        units: list[list[int]] = []
-        sentences = [text.rstrip() for text in _SENTENCE.findall(src)]
-        for sentence, ids in zip(sentences, tokenizer.src.encode(sentences), strict=True):
-            units += [ids] if len(ids) <= room else _cut_words(tokenizer.src, sentence, room)
-        return [[*part, tokenizer.src.eos] for part in _pack(units, room)]
+        begins = (before == " " != here for before, here in pairwise(f" {src}"))
+        words = list(accumulate(begins, initial=-1))[1:]  # of each character
+        sentences = list(_SENTENCE.finditer(src))
+        units: list[list[_Piece]] = []
+        for sentence, pieces in zip(sentences, _encode(vocabulary, sentences, words), strict=True):
+            if len(pieces) <= room:
+                units.append(pieces)
+            else:
+                within = list(_WORD.finditer(src, *sentence.span()))
+                units += _cut_words(_encode(vocabulary, within, words), room)
+        return [
+            _Part(
+                Source([*(piece.id for piece in part), vocabulary.eos]),
+                [piece.word for piece in part],
+                ["split"],
+            )
+            for part in _pack(units, room)
+        ]
 
 
-def _cut_words(vocabulary: Vocabulary, sentence: str, room: int) -> list[list[int]]:
-    """Return the pieces of a sentence as units that fit: words, or runs of pieces of long ones."""
-    words = vocabulary.encode(sentence.split())
-    units = [ids[start : start + room] for ids in words for start in range(0, len(ids), room)]
+def _encode(
+    vocabulary: Vocabulary, texts: list[re.Match[str]], words: list[int]
+) -> list[list[_Piece]]:
+    """Return the pieces of texts out of a line, each of which may begin within a word."""
+    encoded = vocabulary.encode([text[0].rstrip() for text in texts])
+    return [
+        [
+            _Piece(piece, words[text.start()] + word)
+            for piece, word in zip(ids, number_words(vocabulary.pieces_of(ids)), strict=True)
+        ]
+        for text, ids in zip(texts, encoded, strict=True)
+    ]
+
+
+def _cut_words(words: list[list[_Piece]], room: int) -> list[list[_Piece]]:
+    """Return the pieces of words as units that fit: words, or runs of pieces of long ones."""
+    units = [own[start : start + room] for own in words for start in range(0, len(own), room)]
     return _pack(units, room)
 
 
-def _pack(units: list[list[int]], room: int) -> list[list[int]]:
+def _pack(units: list[list[_Piece]], room: int) -> list[list[_Piece]]:
     """Join neighbours as long as they fit."""
-    packed: list[list[int]] = []
+    packed: list[list[_Piece]] = []
     for unit in units:
         if packed and len(packed[-1]) + len(unit) <= room:
             packed[-1] = packed[-1] + unit

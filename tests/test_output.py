@@ -92,8 +92,9 @@ def test_a_target_word_is_linked_to_the_source_word_that_its_pieces_attend_to_mo
             [0.00, 0.00, 0.00, 1.00],  # eos
         ]
     )
-    assert align_words(weights_TS, src, tgt) == [Link(0, 0), Link(1, 1)]
-    assert align_words(weights_TS, src, []) == []
+    assert align_words(weights_TS, number_words(src), tgt) == [Link(0, 0), Link(1, 1)]
+    assert align_words(weights_TS, [5, 6, 6], tgt) == [Link(5, 0), Link(6, 1)]
+    assert align_words(weights_TS, number_words(src), []) == []
     assert align_words(weights_TS, [], tgt) == []
 
 
@@ -103,10 +104,10 @@ def translation(text: str, log_probs: list[float], **others: object) -> Translat
     return Translation(text, pieces, log_probs, log_prob, log_prob / 2, **others)  # type: ignore[arg-type]
 
 
-def test_parts_join_into_one_translation_whose_links_count_on() -> None:
+def test_parts_join_into_one_translation_whose_target_words_count_on() -> None:
     first = translation("x y", [-1.0, -2.0, -3.0], alignment=[Link(0, 1), Link(1, 0)])
-    second = translation("z", [-4.0, -5.0], alignment=[Link(1, 0)], flags=["limit"])
-    whole = join([first, second], [3, 2])
+    second = translation("z", [-4.0, -5.0], alignment=[Link(4, 0)], flags=["limit"])
+    whole = join([first, second])
     assert whole.text == "x y z"
     assert whole.pieces == ["▁x", "▁y", "</s>", "▁z", "</s>"]
     assert whole.log_probs == [-1.0, -2.0, -3.0, -4.0, -5.0]
@@ -114,7 +115,13 @@ def test_parts_join_into_one_translation_whose_links_count_on() -> None:
     assert whole.score == pytest.approx((3 * -3.0 + 2 * -4.5) / 5)
     assert whole.alignment == [Link(0, 1), Link(1, 0), Link(4, 2)]
     assert whole.flags == ["limit"]
-    assert join([first], [3]) is first
+    assert join([first]) is first
+
+
+def test_only_spaces_divide_the_target_words_that_links_count() -> None:
+    first = translation("x\u00a0!", [-1.0], alignment=[Link(0, 0)])
+    second = translation("z", [-1.0], alignment=[Link(1, 0)])
+    assert join([first, second]).alignment == [Link(0, 0), Link(1, 1)]
 
 
 FOUND = Line(

@@ -6,7 +6,7 @@ from itertools import chain, islice
 import pytest
 import torch
 from builders import SRC_LINES, model_config, randomise, vocabularies
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tasks import WORDS, copy_task
 
@@ -189,10 +189,15 @@ def test_split_cuts_at_the_ends_of_sentences_and_joins_what_it_finds(
     assert said == [f"line 1: has {num_tokens(TWO, translator)} tokens; translated in 2 parts."]
 
 
+def split(translator: Translator, line: str, limit: int) -> list[list[int]]:
+    parts = Stream(translator, Options(), None, never)._split(line, limit)
+    return [part.source.ids for part in parts]
+
+
 def test_split_keeps_quotes_and_brackets_that_close_a_sentence(translator: Translator) -> None:
     line = 'ba (ce "di.") fo gu!'
     limit = num_tokens('ba (ce "di.")', translator)
-    parts = Stream(translator, Options(), None, never)._split(line, limit)
+    parts = split(translator, line, limit)
     found = translator.tokenizer.src.decode([part[:-1] for part in parts])
     assert found == ['ba (ce "di.")', "fo gu!"]
 
@@ -200,33 +205,57 @@ def test_split_keeps_quotes_and_brackets_that_close_a_sentence(translator: Trans
 def test_split_makes_as_few_parts_as_fit(translator: Translator) -> None:
     line = " ".join(f"{word}." for word in WORDS[:6])
     limit = num_tokens(" ".join(f"{word}." for word in WORDS[:3]), translator)
-    parts = Stream(translator, Options(), None, never)._split(line, limit)
+    parts = split(translator, line, limit)
     assert [len(part) for part in parts] == [limit, num_tokens(line, translator) - limit + 1]
 
 
 def test_split_cuts_a_long_sentence_between_words_and_a_long_word_between_pieces(
     translator: Translator,
 ) -> None:
-    own = Stream(translator, Options(), None, never)
     src = translator.tokenizer.src
-    words = own._split("ba ce di fo gu", 4)
+    words = split(translator, "ba ce di fo gu", 4)
     assert [src.decode([part[:-1]])[0] for part in words] == ["ba ce di", "fo gu"]
-    pieces = own._split("ba" * 30, 4)
+    pieces = split(translator, "ba" * 30, 4)
     assert "".join(src.decode([part[:-1]])[0] for part in pieces) == "ba" * 30
     assert len(pieces) > 5
 
 
-@given(
-    text=st.text(st.sampled_from("abc.!?…。\"'”)]» \t\r\n\u00a0\u2028é☃"), max_size=60),
-    limit=st.integers(2, 12),
-)
+ODD_TEXT = st.text(st.sampled_from("abc.!?…。\"'”)]» \t\r\n\u00a0\u2028é☃"), max_size=60)
+
+
+@given(text=ODD_TEXT, limit=st.integers(2, 12))
 def test_split_loses_no_piece_and_keeps_every_part_short(text: str, limit: int) -> None:
-    stream_ = Stream(untrained(), Options(), None, never)
     src = vocabularies().src
-    parts = stream_._split(text, limit)
+    parts = split(untrained(), text, limit)
     assert all(2 <= len(part) <= limit and part[-1] == src.eos for part in parts)
     (letters,) = src.decode([[piece for part in parts for piece in part[:-1]]]) or [""]
     assert "".join(letters.split()) == "".join(text.split())
+
+
+@given(text=ODD_TEXT, limit=st.integers(2, 12))
+@example("Aaaabbbbcccc dog", 3)
+@example("a。b。 c", 12)
+def test_every_piece_of_a_split_line_knows_its_word_of_the_line(text: str, limit: int) -> None:
+    pieces_of: dict[int, list[int]] = {}
+    for part in Stream(untrained(), Options(), None, never)._split(text, limit):
+        for piece, word in zip(part.source.ids[:-1], part.words, strict=True):
+            pieces_of.setdefault(word, []).append(piece)
+    words = [word for word in text.split(" ") if word]
+    found = [
+        vocabularies().src.decode([pieces_of.get(place, [])])[0] for place in range(len(words))
+    ]
+    assert ["".join(word.split()) for word in found] == ["".join(word.split()) for word in words]
+    assert set(pieces_of) <= set(range(len(words)))
+
+
+def test_links_of_a_split_line_name_words_that_are_there(translator: Translator) -> None:
+    for line, limit in [("babababababababa ce di", 4), ("ba。ce。di。 fo", 6)]:
+        options = Options(LongLines(limit), with_alignment=True)
+        (found,) = stream(translator, [[line]], options, warn=lambda _: None)
+        (best,) = found.best
+        assert best.alignment is not None
+        assert [link.tgt for link in best.alignment] == list(range(len(best.text.split())))
+        assert max(link.src for link in best.alignment) < len(line.split())
 
 
 def untrained() -> Translator:
