@@ -202,7 +202,7 @@ def top_pieces(logits_NV: Logits, never: list[int], count: int) -> TopPieces:
     else:
         name, inputs, sizes = "top_pieces", (logits_NV.contiguous(),), logits_NV.shape
     count = min(count, sizes[-1] - len(never))
-    functions = functions_for(inputs[0])
+    functions = functions_for(inputs[0]) if count else None  # compiled, they look at the best
     if functions is not None:
         banned = torch.tensor(never, dtype=torch.int64)
         ids_NC = banned.new_empty((sizes[0], count))

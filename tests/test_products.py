@@ -620,6 +620,13 @@ def test_top_pieces_are_the_greatest_of_those_allowed(way, calls, one_thread, wi
     way.assert_near(found.log_prob_NC, exact, way.roundings)
 
 
+@EACH_WAY
+def test_where_no_piece_is_allowed_there_are_no_top_pieces(way, calls):
+    found = top_pieces(normal(2, 3, dtype=way.dtype), [0, 1, 2], 4)
+    assert found.ids_NC.shape == found.log_prob_NC.shape == (2, 0)
+    assert calls == []
+
+
 def test_compiled_top_pieces_of_ties_are_the_first(calls):
     """Within a block, across blocks, and where the last place is contested."""
     logits_NV = torch.zeros(3, 200)
