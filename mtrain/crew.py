@@ -43,7 +43,7 @@ class Leader(Translator):
 
     def _ask(self, what: str, sources: Sequence[Source], targets: Sequence[list[int]]) -> None:
         tree: Tree = {"what": what, "targets": list(targets)}
-        tree["sources"] = [[own.ids, own.prefix, own.seed] for own in sources]
+        tree["sources"] = [[own.ids, own.prefix, own.seed, own.text] for own in sources]
         self.team.send(json.dumps(tree).encode())
 
 
@@ -66,5 +66,5 @@ def follow(own: Translator) -> None:
     }
     while message := own.team.send(b""):
         tree: Tree = json.loads(message)
-        sources = [Source(ids, tuple(prefix), seed) for ids, prefix, seed in tree["sources"]]
+        sources = [Source(ids, tuple(prefix), *rest) for ids, prefix, *rest in tree["sources"]]
         answer_of[tree["what"]](sources, tree["targets"])

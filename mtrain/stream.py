@@ -95,9 +95,10 @@ _FLAWS = {
 
 
 class _Piece(NamedTuple):
-    """A piece of a line, and the word of the line that it belongs to, counted from 0."""
+    """A piece of a line, as an id and as text, and the line's word that it belongs to, from 0."""
 
     id: int
+    text: str
     word: int
 
 
@@ -230,9 +231,11 @@ class Stream:
     def _cut(self, number: int, src: str, ids: list[int]) -> list[_Part]:
         """Cut a line that is too long, as the options say, or warn that it is not cut."""
         limit, policy = self.options.long_lines.max_tokens, self.options.long_lines.policy
+        vocabulary = self.translator.tokenizer.src
         if limit is None or len(ids) <= limit:
             self._check_length(number, len(ids))
-            return [self._beginning(ids, len(ids), [])]
+            words = number_words(vocabulary.pieces_of(ids[:-1]))
+            return [_Part(Source(ids, text=src), words, [])]
         if policy == "error":
             raise DataError(
                 f"line {number}: must have at most {limit:,} tokens, but has {len(ids):,} "
@@ -241,16 +244,13 @@ class Stream:
         if policy == "truncate":
             text = f"has {len(ids):,} tokens; all after the first {limit - 1:,} are left out."
             self.warnings.add("cut off", number, text)
-            return [self._beginning(ids, limit, ["truncated"])]
+            pieces = vocabulary.pieces(src)[: limit - 1]
+            first = Source([*ids[: limit - 1], ids[-1]], text=vocabulary.text_of(pieces))
+            return [_Part(first, number_words(pieces), ["truncated"])]
         parts = self._split(src, limit)
         text = f"has {len(ids):,} tokens; translated in {len(parts):,} parts."
         self.warnings.add("translated in parts", number, text)
         return parts
-
-    def _beginning(self, ids: list[int], length: int, marks: list[str]) -> _Part:
-        """Return the first pieces of a line and eos, `length` in all."""
-        pieces = self.translator.tokenizer.src.pieces_of(ids[: length - 1])
-        return _Part(Source([*ids[: length - 1], ids[-1]]), number_words(pieces), marks)
 
     def _check_length(self, number: int, length: int) -> None:
         learned = self.translator.model.config.max_positions
@@ -283,7 +283,10 @@ class Stream:
                 units += _cut_words(_encode(vocabulary, within, words), room)
         return [
             _Part(
-                Source([*(piece.id for piece in part), vocabulary.eos]),
+                Source(
+                    [*(piece.id for piece in part), vocabulary.eos],
+                    text=vocabulary.text_of([piece.text for piece in part]),
+                ),
                 [piece.word for piece in part],
                 ["split"],
             )
@@ -295,14 +298,13 @@ def _encode(
     vocabulary: Vocabulary, texts: list[re.Match[str]], words: list[int]
 ) -> list[list[_Piece]]:
     """Return the pieces of texts out of a line, each of which may begin within a word."""
-    encoded = vocabulary.encode([text[0].rstrip() for text in texts])
-    return [
-        [
-            _Piece(piece, words[text.start()] + word)
-            for piece, word in zip(ids, number_words(vocabulary.pieces_of(ids)), strict=True)
-        ]
-        for text, ids in zip(texts, encoded, strict=True)
-    ]
+    stripped = [text[0].rstrip() for text in texts]
+    found: list[list[_Piece]] = []
+    for text, line, ids in zip(texts, stripped, vocabulary.encode(stripped), strict=True):
+        pieces, first = vocabulary.pieces(line), words[text.start()]
+        numbers = [first + word for word in number_words(pieces)]
+        found.append([_Piece(*own) for own in zip(ids, pieces, numbers, strict=True)])
+    return found
 
 
 def _cut_words(words: list[list[_Piece]], room: int) -> list[list[_Piece]]:

@@ -131,9 +131,14 @@ class Vocabulary:
         return [re.sub(r"[\r\n]+", " ", line) for line in lines]
 
     def pieces(self, line: str) -> list[str]:
-        """Return the pieces of a line as text."""
+        """Return the pieces of a line as text; unknown ones as they stand in the line."""
         pieces: list[str] = self._processor.encode(line, out_type=str)
         return pieces
+
+    def text_of(self, pieces: Sequence[str]) -> str:
+        """Return the text of pieces as `pieces` has them: what is unknown is there, too."""
+        text: str = self._processor.decode(list(pieces))
+        return text
 
     def pieces_of(self, ids: Sequence[int]) -> list[str]:
         """Return the pieces of ids, special ones too, as SentencePiece writes them."""

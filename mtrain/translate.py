@@ -46,11 +46,13 @@ class Source:
         ids: pieces + eos.
         prefix: the pieces that the target must begin with.
         seed: decides what is sampled, whatever stands beside it in a batch.
+        text: what the pieces are of; needed where another model reads other pieces.
     """
 
     ids: list[int]
     prefix: tuple[int, ...] = ()
     seed: int = 0
+    text: str | None = None
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,9 @@ class Translator:
     def translate(self, lines: Sequence[str]) -> list[str]:
         """Return one line for each line; a blank line gives an empty one."""
         rows = [row for row, line in enumerate(lines) if line.strip()]
-        encoded = self.tokenizer.encode_src([lines[row] for row in rows])
-        found = self.search([Source(ids) for ids in encoded])
+        given = [lines[row] for row in rows]
+        encoded = zip(self.tokenizer.encode_src(given), given, strict=True)
+        found = self.search([Source(ids, text=text) for ids, text in encoded])
         texts = self.tokenizer.tgt.decode([best[0].ids for best in found])
         translated = dict(zip(rows, texts, strict=True))
         return [translated.get(row, "") for row in range(len(lines))]
@@ -171,11 +174,12 @@ class Translator:
 
     def _read(self, sources: Sequence[Source]) -> list[Padded]:
         """Return the sources as each model reads them."""
-        first, src = self.tokenizer.src, [source.ids for source in sources]
-        read = {first: self._pad(first, src)}
+        first = self.tokenizer.src
+        read = {first: self._pad(first, [source.ids for source in sources])}
+        texts = [source.text for source in sources if source.text is not None]
         for reader in self.readers:
             if reader not in read:
-                texts = first.decode([ids[:-1] for ids in src])
+                assert len(texts) == len(sources), "ids do not hold what their vocabulary lacks"
                 read[reader] = self._pad(
                     reader, [[*ids, reader.eos] for ids in reader.encode(texts)]
                 )

@@ -1,5 +1,6 @@
 """One line out for every line in, in order: long, forced and blank ones, and without end."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
@@ -10,8 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tasks import WORDS, copy_task
 
-from mtrain import translate
-from mtrain.config import DecodingConfig
+from mtrain import tokenizer, translate
+from mtrain.config import DecodingConfig, TokenizerConfig
 from mtrain.corpus import Profile
 from mtrain.errors import DataError
 from mtrain.output import Line, Link
@@ -246,6 +247,25 @@ def test_every_piece_of_a_split_line_knows_its_word_of_the_line(text: str, limit
     ]
     assert ["".join(word.split()) for word in found] == ["".join(word.split()) for word in words]
     assert set(pieces_of) <= set(range(len(words)))
+
+
+@given(text=ODD_TEXT, limit=st.integers(2, 12))
+def test_the_text_of_cut_lines_holds_what_their_vocabulary_lacks(text: str, limit: int) -> None:
+    parts = Stream(without_bytes(), Options(), None, never)._split(text, limit)
+    told = [part.source.text or "" for part in parts]
+    assert "".join("".join(told).split()) == "".join(text.split())
+    options = Options(LongLines(limit, "truncate"))
+    for part in Stream(without_bytes(), options, None, lambda _: None)._parts([1], [text], [""])[0]:
+        assert "".join(text.split()).startswith("".join((part.source.text or "").split()))
+        assert len(without_bytes().tokenizer.encode_src([part.source.text or ""])[0]) <= limit
+
+
+@functools.cache
+def without_bytes() -> Translator:
+    config = TokenizerConfig(vocab_size=120, byte_fallback=False)
+    own = tokenizer.train(config, SRC_LINES, [], seed=1)
+    model = translate.build_model(model_config(), own)
+    return Translator([model], own, DecodingConfig(), torch.device("cpu"))
 
 
 def test_links_of_a_split_line_name_words_that_are_there(translator: Translator) -> None:

@@ -17,11 +17,14 @@ from builders import SRC_LINES, TGT_LINES, model_config, randomise, vocabularies
 from tasks import WORDS, copy_task, train, write_task
 
 from mtrain import checkpoint, tokenizer, translate
-from mtrain.config import DecodingConfig
+from mtrain.config import DecodingConfig, TokenizerConfig
+from mtrain.crew import Leader, follow
 from mtrain.errors import ConfigError, RunError
 from mtrain.model import DecoderLayer
 from mtrain.rundir import RunDir
 from mtrain.search import NUM_GROUPS, Sampling, length_penalty
+from mtrain.team import Team
+from mtrain.tokenizer import Tokenizer
 from mtrain.translate import Loading, Source, Translator, Wanted
 
 SAY_FAULTS = """
@@ -65,8 +68,9 @@ def with_decoding(
 
 
 def sources(translator: Translator, lines: Sequence[str] = LINES) -> list[Source]:
-    encoded = translator.tokenizer.encode_src([line for line in lines if line.strip()])
-    return [Source(ids, seed=number) for number, ids in enumerate(encoded)]
+    given = [line for line in lines if line.strip()]
+    encoded = zip(translator.tokenizer.encode_src(given), given, strict=True)
+    return [Source(ids, seed=number, text=text) for number, (ids, text) in enumerate(encoded)]
 
 
 @pytest.mark.parametrize("beam", [1, 2, 5])
@@ -352,6 +356,48 @@ def test_an_ensemble_may_read_in_different_pieces(tmp_path: Path) -> None:
         assert best[0].log_probs == pytest.approx(given, abs=1e-5)
     weights = zip(together.attend(own[0], targets), alone[0].attend(own[0], targets), strict=True)
     assert all(torch.allclose(ours, its, atol=1e-6) for ours, its in weights)
+
+
+def test_each_model_of_an_ensemble_reads_the_characters_that_only_another_lacks() -> None:
+    """What one source vocabulary has no piece for, the models beside it read as it is."""
+    config = TokenizerConfig(vocab_size=120, byte_fallback=False)
+    tgt = vocabularies().tgt
+    models, readers = [], []
+    for number, line in enumerate(["plain", "a snowman \N{SNOWMAN}"]):
+        readers.append(tokenizer.train(config, [*SRC_LINES, line], [], seed=1).src)
+        models.append(translate.build_model(model_config(), Tokenizer(readers[-1], tgt)).double())
+        randomise(models[-1], seed=number)
+    decoding = DecodingConfig(beam=1, max_extra_tokens=3)
+    line, found = "a \N{SNOWMAN} man", []
+    for first, second in ((0, 1), (1, 0)):
+        together = Translator(
+            [models[first], models[second]],
+            Tokenizer(readers[first], tgt),
+            decoding,
+            torch.device("cpu"),
+            readers=[readers[first], readers[second]],
+        )
+        found.append(together.score(sources(together, [line]), [[5, 6, 7]])[0])
+        together.translate([line])
+    assert found[0] == pytest.approx(found[1], abs=1e-9)
+
+
+def test_the_ranks_that_help_are_told_all_of_a_source(trained: RunDir) -> None:
+    class Post(Team):
+        def send(self, message: bytes) -> bytes:
+            if message:
+                sent.append(message)
+            return message or (sent.pop(0) if sent else b"")
+
+    sent: list[bytes] = []
+    asked: list[list[Source]] = []
+    own = translate.load(trained, loading=Loading("cpu"))
+    own.team = Post()
+    own.search = asked.append  # type: ignore[method-assign]
+    given = [Source([5, 3], (6, 7), 2**63, "b\N{SNOWMAN}"), Source([3])]
+    Leader(own)._ask("search", given, [])
+    follow(own)
+    assert asked == [given]
 
 
 def test_an_ensemble_of_other_vocabularies_is_refused(trained: RunDir, tmp_path: Path) -> None:
