@@ -189,13 +189,15 @@ def as_model(run: RunDir, config: Config, translator: Translator) -> Model:
 def evaluate(run: Model | AnyPath, options: ScoringOptions | None = None) -> list[TestResult]:
     """Translate the test sets of a run and score them by sacreBLEU, as `mtrain eval` does.
 
+    What looks wrong is a Python warning with the test set and the line's number.
+
     Raises:
         UserError: if the run cannot be loaded, has no test sets, or their text is gone.
     """
     from mtrain import evaluation
 
     model = run if isinstance(run, Model) else load(run)
-    return evaluation.evaluate(model.run, model.translator, options)
+    return evaluation.evaluate(model.run, model.translator, _warn, options)
 
 
 def _warn(text: str) -> None:

@@ -171,7 +171,7 @@ def demo(
 
     with _saving(directory):
         demonstrating.demo(directory, Stderr())
-    _put(demonstrating.report(directory), None)
+    _put(demonstrating.report(directory, _warn), None)
 
 
 @app.command()

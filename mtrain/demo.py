@@ -11,6 +11,7 @@ from mtrain.files import whole_dir, whole_file
 from mtrain.prepare import prepare
 from mtrain.rundir import RunDir
 from mtrain.runlog import Console
+from mtrain.stream import Warn
 from mtrain.training import train
 
 _CONFIG = """\
@@ -72,10 +73,10 @@ def demo(directory: Path, console: Console) -> None:
         train(config, run)
 
 
-def report(directory: Path) -> list[str]:
+def report(directory: Path, warn: Warn) -> list[str]:
     """Score the demo's test set; return the scores, five translations, and what to do next."""
     run = RunDir(directory)
-    (result,) = evaluation.evaluate(run, translate.load(run))
+    (result,) = evaluation.evaluate(run, translate.load(run), warn)
     lines = evaluation.as_text([result])
     for row in range(0, len(result.hypotheses), len(result.hypotheses) // 5):
         lines.append(f"source       {result.lines.src[row]}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from mtrain import prepare
 from mtrain.errors import RunError
@@ -11,6 +12,7 @@ from mtrain.metrics import Score, ScoringOptions, score
 from mtrain.prepare import Lines
 from mtrain.rundir import RunDir
 from mtrain.search import length_penalty
+from mtrain.stream import BLOCK_LINES, LongLines, Options, Stream, Warn
 from mtrain.translate import Source, Translator
 
 
@@ -44,20 +46,35 @@ def read_tests(run: RunDir, names: Sequence[str] | None = None) -> dict[str, Lin
 def evaluate(
     run: RunDir,
     translator: Translator,
+    warn: Warn,
     options: ScoringOptions | None = None,
     names: Sequence[str] | None = None,
 ) -> list[TestResult]:
-    """Translate and score test sets of a run, all or those that are named.
+    """Translate test sets of a run, all or those that are named, and score them.
+
+    Their lines are cut, and warned of, as `mtrain translate` does where nothing else is asked for.
 
     Raises:
         RunError: if the run has no test sets, or not these, or their text is gone.
     """
     results = []
     for name, lines in read_tests(run, names).items():
-        hypotheses = translator.translate(lines.src)
+        hypotheses = list(_translated(run, translator, partial(_warn_of_test, warn, name), lines))
         scores = score(hypotheses, lines.tgt, options, lines.src)
         results.append(TestResult(name, lines, hypotheses, scores))
     return results
+
+
+def _translated(run: RunDir, translator: Translator, warn: Warn, lines: Lines) -> Iterator[str]:
+    options = Options(LongLines(run.load_config().data.max_tokens))
+    stream = Stream(translator, options, prepare.read_profile(run), warn)
+    firsts = range(0, len(lines.src), BLOCK_LINES)
+    for line in stream.translate(lines.src[first : first + BLOCK_LINES] for first in firsts):
+        yield line.best[0].text
+
+
+def _warn_of_test(warn: Warn, name: str, text: str) -> None:
+    warn(f"{name}: {text}")
 
 
 def reference_scores(

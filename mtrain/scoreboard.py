@@ -6,7 +6,7 @@ A report of each test set. What can be checked is checked before anything is tra
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from mtrain.metrics import ScoringOptions, score
 from mtrain.prepare import Lines
 from mtrain.rundir import RunDir
 from mtrain.significance import Comparison, Output
+from mtrain.stream import Warn
 
-Warn = Callable[[str], None]
 _APART = ("run_dir", "seed")  # what may differ between runs whose scores are averaged
 
 
@@ -101,7 +101,7 @@ def measure(plan: Plan, load: Load, warn: Warn) -> list[TestReport]:
     Args:
         plan: what is measured.
         load: lends the translator of a run.
-        warn: is told what makes runs hard to compare.
+        warn: is told what makes runs hard to compare, and what looks wrong about lines.
 
     Raises:
         ConfigError, DataError, RunError: if what is asked for does not fit together.
@@ -113,7 +113,7 @@ def measure(plan: Plan, load: Load, warn: Warn) -> list[TestReport]:
         warn(text)
     found: dict[str, list[System]] = {name: [] for name in tests}
     for path in plan.paths:
-        for result in _results(path, plan, tests, load):
+        for result in _results(path, plan, tests, load, warn):
             found[result.name].append(System(str(path), result, None))
     return [_report(name, tests[name], systems, plan) for name, systems in found.items()]
 
@@ -176,13 +176,13 @@ def _read_file(path: Path, tests: Mapping[str, Lines]) -> list[str]:
 
 
 def _results(
-    path: Path, plan: Plan, tests: Mapping[str, Lines], load: Load
+    path: Path, plan: Plan, tests: Mapping[str, Lines], load: Load, warn: Warn
 ) -> Iterator[TestResult]:
     """Translate the test sets, or read their translations, and score them."""
     if path.is_dir():
         run = RunDir(path)
         with load(run) as translator:
-            yield from evaluate(run, translator, plan.options, list(tests))
+            yield from evaluate(run, translator, warn, plan.options, list(tests))
         return
     hypotheses = _read_file(path, tests)
     for name, lines in tests.items():

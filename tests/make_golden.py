@@ -38,7 +38,7 @@ def outputs(run: RunDir) -> dict[str, Any]:
     decoding = run.load_config().decoding
     greedy = translate.load(run, decoding.model_copy(update={"beam": 1}), loading)
     beam = translate.load(run, decoding, loading)
-    results = evaluation.evaluate(run, beam)
+    results = evaluation.evaluate(run, beam, print)
     return {
         "greedy": greedy.translate(LINES),
         "greedy_scores": _scores(greedy),

@@ -399,12 +399,19 @@ def torch_threads(count: int) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_scores_are_those_of_one_process(cli: Cli, trained: RunDir, ranks: Ranks) -> None:
-    for settings in (["--json"], ["--score"]):
-        alone = cli("eval", trained.path, *settings)
-        ended = ranks.mtrain(3, "eval", trained.path, *settings)
+def test_scores_are_those_of_one_process(
+    cli: Cli, trained: RunDir, tmp_path: Path, ranks: Ranks
+) -> None:
+    run = RunDir(shutil.copytree(trained.path, tmp_path / "short"))
+    text = run.config_path.read_text("utf-8")
+    run.config_path.write_text(text.replace("max_tokens: 32", "max_tokens: 5"), encoding="utf-8")
+    for settings in (["--json", "--details"], ["--score"]):
+        alone = cli("eval", run.path, *settings)
+        assert ("in 2 parts" in alone.err) == ("--json" in settings)
+        ended = ranks.mtrain(3, "eval", run.path, *settings)
         assert ended.codes == [0, 0, 0], ended.err
         assert ended.out == [alone.out.decode(), "", ""]
+        assert ended.err == [alone.err, "", ""]
 
 
 def test_a_line_that_is_too_long_ends_all_ranks(trained: RunDir, text: Path, ranks: Ranks) -> None:

@@ -17,6 +17,10 @@ from mtrain.metrics import ScoringOptions
 from mtrain.rundir import RunDir
 
 
+def never(text: str) -> None:
+    raise AssertionError(f"warned: {text}")
+
+
 def test_a_way_to_split_words_that_is_not_installed_is_one_line(
     cli: Cli, trained: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -31,7 +35,7 @@ def test_a_way_to_split_words_that_is_not_installed_is_one_line(
 
 def test_a_run_is_scored_on_its_own_test_sets(trained: RunDir) -> None:
     translator = translate.load(trained)
-    (result,) = evaluation.evaluate(trained, translator)
+    (result,) = evaluation.evaluate(trained, translator, never)
     pairs = copy_task(40, 3)
     assert result.name == "held_out"
     assert result.lines.src == [pair.src for pair in pairs]
@@ -41,7 +45,7 @@ def test_a_run_is_scored_on_its_own_test_sets(trained: RunDir) -> None:
 
 
 def test_text_has_the_value_its_interval_and_its_signature(cli: Cli, trained: RunDir) -> None:
-    (result,) = evaluation.evaluate(trained, translate.load(trained))
+    (result,) = evaluation.evaluate(trained, translate.load(trained), never)
     outcome = cli("eval", trained.path)
     assert (outcome.code, outcome.err) == (0, "")
     bleu, chrf = result.scores
@@ -68,7 +72,7 @@ def test_json_has_a_record_for_each_score(cli: Cli, trained: RunDir) -> None:
     outcome = cli("eval", trained.path, "--json", "--tokenize", "none", "--lowercase")
     assert (outcome.code, outcome.err) == (0, "")
     options = ScoringOptions("none", True)
-    (result,) = evaluation.evaluate(trained, translate.load(trained), options)
+    (result,) = evaluation.evaluate(trained, translate.load(trained), never, options)
     assert json.loads(outcome.out) == {
         "held_out": {
             "num_lines": 40,
@@ -90,9 +94,9 @@ def test_json_has_a_record_for_each_score(cli: Cli, trained: RunDir) -> None:
 
 
 @pytest.fixture
-def two_tests(noisy: RunDir, tmp_path: Path) -> RunDir:
+def two_tests(trained: RunDir, tmp_path: Path) -> RunDir:
     """A run with a second test set, `short`, which has five lines of the first."""
-    run = RunDir(Path(shutil.copytree(noisy.path, tmp_path / "two")))
+    run = RunDir(Path(shutil.copytree(trained.path, tmp_path / "two")))
     tree = yaml.safe_load(run.config_path.read_text("utf-8"))
     tree["data"]["tests"]["short"] = tree["data"]["tests"]["held_out"]
     write_config(run.config_path, tree)
@@ -143,7 +147,7 @@ def test_a_test_set_whose_text_is_gone_is_named(cli: Cli, trained: RunDir, tmp_p
         (tmp_path / name).symlink_to(trained.path / name)
     (tmp_path / "tokenizer").symlink_to(trained.tokenizer_dir)
     with pytest.raises(RunError) as error:
-        evaluation.evaluate(RunDir(tmp_path), translate.load(RunDir(tmp_path)))
+        evaluation.evaluate(RunDir(tmp_path), translate.load(RunDir(tmp_path)), never)
     path = tmp_path / "data" / "tests" / "held_out.src"
     assert str(error.value) == f"{path}: is missing; restore it from a copy of the run."
     outcome = cli("eval", tmp_path)
