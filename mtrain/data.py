@@ -295,6 +295,10 @@ class TrainingData:
         most = [int(own.argmax()) for own in (shapes.num_places, shapes.num_pairs_of_places)]
         return [self._collate(window, batches[index]) for index in most]
 
+    def lengths(self) -> tuple[Lengths, Lengths]:
+        """Return the lengths of the pairs of an epoch, or of its first window, with eos."""
+        return self._open(0, 0).lengths
+
     def _collate(self, window: _Window, rows: Indices) -> Batch:
         tgt = self._tokenizer.tgt
         src_ids, tgt_ids = window.take(rows)
@@ -376,6 +380,11 @@ class _Window:
         self.take = pairs.take
         self._src_lengths, self._tgt_lengths = pairs.src_lengths, pairs.tgt_lengths
         self._planned: tuple[int, list[Indices]] = (0, [])
+
+    @property
+    def lengths(self) -> tuple[Lengths, Lengths]:
+        """The lengths of both sides of all pairs, eos included."""
+        return self._src_lengths, self._tgt_lengths
 
     @property
     def num_tokens(self) -> int:

@@ -185,7 +185,7 @@ class BatchSize(NamedTuple):
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of the first epoch in the order of training, and the lengths of all their pairs."""
+    """Batches of the first epoch in the order of training, and the lengths of its pairs."""
 
     first: Batch
     most_padded: Batch
@@ -421,7 +421,7 @@ def read_batches(run: RunDir, config: Config, vocabulary: Tokenizer) -> Batches:
     alpha, budget = config.tokenizer.sampling_alpha, config.training.batch_tokens
     training = TrainingData(run.data_dir, vocabulary, config.seed, alpha)
     sizes: list[BatchSize] = []
-    src, tgt, is_whole_epoch, most_padding = [], [], False, -1.0
+    is_whole_epoch, most_padding = False, -1.0
     for batch, after in islice(training.batches(budget, Position()), _MAX_BATCHES):
         size = batch_size(batch)
         if not sizes:
@@ -429,13 +429,19 @@ def read_batches(run: RunDir, config: Config, vocabulary: Tokenizer) -> Batches:
         if size.padding > most_padding:
             most_padded, most_padding = batch, size.padding
         sizes.append(size)
-        src.append(batch.src_keep_BS.sum(1).numpy())
-        tgt.append(batch.tgt_keep_BT.sum(1).numpy())
         is_whole_epoch = after.epoch > 0
         if is_whole_epoch:
             break
-    lengths = SetLengths("training", np.concatenate(src), np.concatenate(tgt))
-    return Batches(first, most_padded, sizes, lengths, is_whole_epoch)
+    return Batches(first, most_padded, sizes, training_lengths(training), is_whole_epoch)
+
+
+def training_lengths(training: TrainingData) -> SetLengths:
+    """Return the lengths of the training pairs, or of the beginning of many, and say which."""
+    src, tgt = training.lengths()
+    if len(src) < len(training):
+        return SetLengths("training (beginning)", src, tgt)
+    is_mixture = len(training.shares) > 1  # of which an epoch has some pairs often, others never
+    return SetLengths("training (an epoch)" if is_mixture else "training", src, tgt)
 
 
 def batch_size(batch: Batch) -> BatchSize:

@@ -319,7 +319,23 @@ def test_of_a_long_epoch_the_beginning_is_drawn(
     assert found.batches is not None
     assert batches.sizes == found.batches.sizes[:3]
     assert not batches.is_whole_epoch
+    assert batches.lengths.name == "training"
+    assert np.array_equal(batches.lengths.src, found.batches.lengths.src)
+    assert np.array_equal(batches.lengths.tgt, found.batches.lengths.tgt)
     assert "beginning" in plots.draw_batch(batches, 192).get_suptitle()
+
+
+def test_lengths_of_a_part_of_the_training_pairs_are_called_so(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocabulary = tokenizer.load(run.tokenizer_dir)
+    data = TrainingData(run.data_dir, vocabulary, seed=1)
+    assert pictures.training_lengths(data).name == "training"
+    share = data.shares[0]
+    monkeypatch.setattr(TrainingData, "shares", [share, share])
+    assert pictures.training_lengths(data).name == "training (an epoch)"
+    monkeypatch.setattr(TrainingData, "__len__", lambda _: 201)
+    assert pictures.training_lengths(data).name == "training (beginning)"
 
 
 def test_the_lengths_are_those_of_the_texts_and_their_ends(
