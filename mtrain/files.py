@@ -12,7 +12,7 @@ import threading
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -145,9 +145,14 @@ def say_undecodable(error: UnicodeDecodeError) -> str:
 def _read_raw(path: Path | None) -> Iterator[bytes]:
     with (
         _explaining(path),
-        nullcontext(sys.stdin.buffer) if path is None else _open(path) as stream,
+        _open_stdin() if path is None else _open(path) as stream,
     ):
         yield from raw_lines(stream)
+
+
+def _open_stdin() -> BinaryIO:
+    """Open stdin anew: a thread that still reads when Python ends must not hold Python's own."""
+    return os.fdopen(os.dup(sys.stdin.fileno()), "rb")
 
 
 @contextmanager

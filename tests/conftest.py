@@ -12,6 +12,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -97,10 +98,13 @@ class Cli:
 
     def __call__(self, *arguments: str | Path, stdin: bytes = b"") -> Outcome:
         self.monkeypatch.setattr(sys, "argv", ["mtrain", *map(str, arguments)])
-        self.monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
         self.capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main()
+        with tempfile.TemporaryFile() as file, io.TextIOWrapper(file) as opened:
+            file.write(stdin)
+            file.seek(0)
+            self.monkeypatch.setattr(sys, "stdin", opened)
+            with pytest.raises(SystemExit) as stop:
+                main()
         out, err = self.capsys.readouterr()
         assert stop.value.code is None or isinstance(stop.value.code, int)
         return Outcome(stop.value.code or 0, out, err.decode("utf-8"))

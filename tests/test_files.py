@@ -2,6 +2,8 @@
 
 import gzip
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -183,6 +185,20 @@ def test_lines_of_a_pipe_are_given_when_no_more_come(here: Path) -> None:
     finally:
         os.close(writer)
     assert list(blocks) == []
+
+
+def test_python_ends_while_a_pipe_is_still_read() -> None:
+    script = "from mtrain import files; print(next(files.read_blocks(None, print, 9)))"
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        process.stdin.write(b"one\ntwo\n")
+        process.stdin.flush()
+        code = process.wait(60)  # and the pipe is open
+        out, err = process.communicate()
+    assert (code, out, err) == (0, b"['one', 'two']\n", b"")
 
 
 def test_an_error_comes_after_the_lines_before_it(here: Path) -> None:
