@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Event
 from typing import TypeVar
 
 import torch
@@ -22,13 +23,23 @@ class Workers:
     def __init__(self) -> None:
         self.count = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(self.count, "update") if self.count > 1 else None
+        self._is_left = Event()
 
     def map(self, function: Callable[[Task], Result], tasks: Sequence[Task]) -> list[Result]:
         """Return the function's results, in the order of the tasks."""
         if self._pool is None or len(tasks) == 1:
             return [function(task) for task in tasks]
         with self._one_core_each():
-            return list(self._pool.map(function, tasks))
+            try:
+                return list(self._pool.map(function, tasks))
+            except BaseException:  # Ctrl-C among them
+                self._is_left.set()
+                raise
+
+    def stay(self) -> None:
+        """End a task that is long, and asks now and then, once nobody waits for its result."""
+        if self._is_left.is_set():
+            raise CancelledError
 
     def close(self) -> None:
         """End the threads."""

@@ -21,7 +21,7 @@ from mtrain.errors import ConfigError, RunError
 from mtrain.messages import exchange, exchange_numbers, exchange_tensors
 from mtrain.model import Transformer, count_weights
 from mtrain.parallel import Workers
-from mtrain.products import lay_out, quantize_int8
+from mtrain.products import Logits, lay_out, quantize_int8
 from mtrain.rundir import RunDir
 from mtrain.search import (
     NUM_GROUPS,
@@ -31,6 +31,7 @@ from mtrain.search import (
     Limits,
     NotFiniteError,
     Sampling,
+    Step,
     beam,
     sample,
 )
@@ -131,7 +132,9 @@ class Translator:
             count = each * self.team.size
             shares = [rows[first::count] for first in range(count)]
             own = shares[each * self.team.rank : each * (self.team.rank + 1)]
-            found = workers.map(lambda share: self._search([sources[row] for row in share]), own)
+            found = workers.map(
+                lambda share: self._search([sources[row] for row in share], workers), own
+            )
         except NotFiniteError:
             raise RunError(
                 "the model must give numbers, but gives none that is finite; its training went "
@@ -146,31 +149,36 @@ class Translator:
         return best
 
     @torch.inference_mode()
-    def _search(self, sources: list[Source]) -> list[list[Hypothesis]]:
+    def _search(self, sources: list[Source], workers: Workers) -> list[list[Hypothesis]]:
         """Return the best targets of sources that come the longest first."""
+
+        def step(ids_N: Tensor, state: EnsembleState) -> Logits:
+            workers.stay()
+            return self.ensemble.step(ids_N, state)
+
         places = self.wanted.num_best if self.wanted.sampling else self.decoding.beam
         max_cells = self.decoding.batch_tokens / (NUM_GROUPS * places)
         cuts = _cut([len(source.ids) for source in sources], max_cells)
         groups = (sources[cut] for cut in cuts)
         if self.wanted.sampling is not None:
-            return [best for group in groups for best in self._sample(group)]
+            return [best for group in groups for best in self._sample(step, group)]
         settings = Beam(
             self.decoding.beam,
             self.decoding.length_alpha,
             self.wanted.num_best,
             self.decoding.early_stop,
         )
-        return beam(self.ensemble.step, (self._start(group) for group in groups), settings)
+        return beam(step, (self._start(group) for group in groups), settings)
 
     def _start(self, sources: list[Source]) -> Group[EnsembleState]:
         return Group(self.ensemble.start(self._read(sources)), self._limits(sources))
 
-    def _sample(self, sources: list[Source]) -> list[list[Hypothesis]]:
+    def _sample(self, step: Step[EnsembleState], sources: list[Source]) -> list[list[Hypothesis]]:
         assert self.wanted.sampling is not None
         group = self._start(sources)
         length = int(group.limits.max_lengths_B.max()) + 1
         uniform_NT = self._draw_uniform(sources, length)
-        return sample(self.ensemble.step, group, self.wanted.sampling, uniform_NT)
+        return sample(step, group, self.wanted.sampling, uniform_NT)
 
     def _read(self, sources: Sequence[Source]) -> list[Padded]:
         """Return the sources as each model reads them."""

@@ -3,8 +3,11 @@
 import math
 import platform
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -79,6 +82,27 @@ def test_a_batch_of_many_equals_many_batches_of_one(translator: Translator, beam
     together = searching.translate(LINES)
     assert together == [searching.translate([line])[0] for line in LINES]
     assert sum(a == b for a, b in zip(together[:24], LINES[:24], strict=True)) >= 20
+
+
+def test_ctrl_c_ends_a_search_of_several_threads_at_their_next_step(
+    translator: Translator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, taken = translator.ensemble.step, []
+
+    def slow(*arguments: object) -> object:
+        if not taken:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        taken.append(threading.current_thread().name)
+        time.sleep(0.02)
+        return step(*arguments)
+
+    monkeypatch.setattr(translator.ensemble, "step", slow)
+    torch.set_num_threads(2)
+    long = [replace(source, prefix=(5,) * 100) for source in sources(translator)]
+    with pytest.raises(KeyboardInterrupt):
+        translator.search(long)
+    assert threading.main_thread().name not in taken
+    assert 1 <= len(taken) < 100
 
 
 @pytest.mark.parametrize("budget", [1, 20, 60])
