@@ -67,6 +67,7 @@ from mtrain.options import (
     TopPOption,
     TranslateArguments,
 )
+from mtrain.signals import unwind_when_stopped
 from mtrain.team import ALONE, Team
 from mtrain.terminal import fitted
 from mtrain.together import complain, load_each, load_together, one_of_many, refuse_ranks, together
@@ -154,6 +155,8 @@ def _options(
     launch, verb = launched(), context.invoked_subcommand
     if launch is not None and verb not in _SHARED:
         refuse_ranks(f"mtrain {verb}")
+    if launch is None and verb in {"translate", "eval"}:  # ranks may wait where no signal is seen
+        unwind_when_stopped()
 
 
 @app.command()

@@ -1,12 +1,15 @@
-"""Signals that ask a training to stop: remembered, and acted on between two updates."""
+"""Signals that ask to stop: a training remembers them, and acts on them between two updates."""
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
+_BURST_S = 2.0  # after a signal, in which others mean the same
 
 
 class Stopped(Exception):  # noqa: N818 - nothing went wrong
@@ -49,3 +52,18 @@ class Signals:
             return
         for later, handler in self._before.items():
             signal.signal(later, handler)
+
+
+def unwind_when_stopped() -> None:
+    """Let SIGTERM end this process as Ctrl-C does: through all that cleans up, undisturbed."""
+    last = -math.inf
+
+    def unwind(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        if time.monotonic() - last > _BURST_S:
+            last = time.monotonic()
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    for number in STOPPING:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as a shell may have asked for
+            signal.signal(number, unwind)

@@ -31,6 +31,7 @@ from ways import COMPILED
 from mtrain import native
 from mtrain.cli import main
 from mtrain.rundir import RunDir
+from mtrain.signals import STOPPING
 
 settings.register_profile(
     "repeatable",
@@ -88,6 +89,15 @@ class Outcome:
         return text.split("\n")[:-1]
 
 
+@contextlib.contextmanager
+def signals_as_before() -> Iterator[None]:
+    """Leave no handler of a command to the process of the tests."""
+    handlers = {number: signal.getsignal(number) for number in STOPPING}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
 class Cli:
     """Runs `mtrain ARGUMENTS` in this process."""
 
@@ -103,7 +113,7 @@ class Cli:
             file.write(stdin)
             file.seek(0)
             self.monkeypatch.setattr(sys, "stdin", opened)
-            with pytest.raises(SystemExit) as stop:
+            with signals_as_before(), pytest.raises(SystemExit) as stop:
                 main()
         out, err = self.capsys.readouterr()
         assert stop.value.code is None or isinstance(stop.value.code, int)

@@ -685,3 +685,45 @@ def test_ctrl_c_while_stdin_is_awaited_is_quiet(trained: RunDir) -> None:
         patience.cancel()
     assert process.returncode == 130
     assert b"Traceback" not in rest
+
+
+def test_sigterm_leaves_nothing_of_an_output_behind(trained: RunDir, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mtrain", "translate", str(trained.path)]
+    outputs = ["-o", str(tmp_path / "out"), "--alignments", str(tmp_path / "links")]
+    with subprocess.Popen(
+        [*command, *outputs], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        process.stdin.write(b"b\xff\n")
+        process.stdin.flush()
+        assert process.stderr.readline().startswith(b"mtrain: line 1: is not UTF-8")
+        patience = threading.Timer(60, process.kill)
+        patience.start()
+        process.terminate()
+        rest = process.stderr.read()
+        patience.cancel()
+    assert process.returncode == 143
+    assert b"Traceback" not in rest
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_more_signals_do_not_disturb_the_cleaning_up_after_the_first(
+    number: int, code: int
+) -> None:
+    script = f"""
+import signal
+from mtrain.signals import unwind_when_stopped
+unwind_when_stopped()
+try:
+    signal.raise_signal({int(number)})
+except KeyboardInterrupt:
+    raise SystemExit(130)
+finally:
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGTERM)
+    print("clean")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "clean\n", "")
