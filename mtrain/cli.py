@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -361,6 +362,7 @@ def translate(
     drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     _refuse("--sample", searching if sample else {})
     _require("--sample", {} if sample else drawing | {"seed": seed})
+    _check_outputs(output, alignments)
     runs, file = _runs_and_file(paths)
     config = runs[0].load_config()
     others = {"no_repeat_ngram": no_repeat_ngram, "batch_tokens": batch_tokens}
@@ -372,10 +374,9 @@ def translate(
     from mtrain.translate import Wanted
 
     wanted = Wanted(n_best, Sampling(**_given(drawing)) if sample else None)
-    loading = _loading(device, precision, quantize, checkpoint)
+    loading, seed = _loading(device, precision, quantize, checkpoint), 1 if seed is None else seed
     with_alignment = alignments is not None or format_ is Format.JSONL
-    long_lines = LongLines(max_tokens, on_long.value)
-    options = Options(long_lines, with_alignment, 1 if seed is None else seed)
+    options = Options(LongLines(max_tokens, on_long.value), with_alignment, seed)
     with _loaded(context, runs, decoding, loading, wanted, max_tokens) as translator:
         if translator is None:
             return
@@ -460,7 +461,7 @@ def _written(
     with ExitStack() as stack:
         links = None
         if alignments is not None:
-            beside = stack.enter_context(files.whole_file(alignments))
+            beside = stack.enter_context(files.whole_file(files.followed(alignments)))
             links = stack.enter_context(beside.open("w", encoding="utf-8", newline="\n"))
         for line in lines:
             if links is not None:
@@ -548,6 +549,7 @@ def evaluate(
     from mtrain import score_page, scoreboard
     from mtrain.rundir import RunDir
 
+    _check_outputs(output)
     folders, names = [RunDir(run) for run in runs], _listed(tests)
     searching = {"beam": beam, "early_stop": early_stop, "no_repeat_ngram": no_repeat_ngram}
     changes = searching | {"length_alpha": length_alpha, "batch_tokens": batch_tokens}
@@ -712,10 +714,22 @@ def export(
     _put(exporting.as_text(report), None)
 
 
+def _check_outputs(output: Path | None, alignments: Path | None = None) -> None:
+    """Refuse before all the work what cannot be written after it."""
+    from mtrain import files
+
+    given = [path for path in (output, alignments) if path is not None]
+    replaced = [os.path.realpath(path) for path in given if files.is_replaced(path)]
+    if len(set(replaced)) < len(replaced):
+        raise ConfigError(
+            f"`--alignments` must be another file than `--output`, but is {alignments} too."
+        )
+
+
 def _put(lines: Iterable[str], output: Path | None) -> None:
     from mtrain import files
 
     if output is None:
         files.print_lines(lines)
     else:
-        files.write_lines(output, lines)
+        files.write_lines(files.followed(output), lines)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
 import os
 import queue
 import shutil
+import stat
 import sys
 import threading
 import uuid
@@ -23,6 +25,7 @@ _BLOCK_BYTES = 1 << 18  # that are decoded at once
 _LINES_TOLD = 4096  # after which a reader says how far it is
 _PATIENCE_S = 0.05  # that a block waits for one more line
 _MAX_BLOCK_CHARACTERS = 4_000_000
+_MAX_LINKS = 40  # one after the other, as Linux follows them
 
 
 def raw_lines(stream: Iterable[bytes]) -> Iterator[bytes]:
@@ -181,19 +184,51 @@ def _open(path: Path) -> BinaryIO:
 def whole_file(path: Path) -> Iterator[Path]:
     """Give a path to write to, which becomes `path` when all went well and vanishes otherwise.
 
-    A pipe or a device, which cannot be replaced, is given as it is.
+    What cannot be replaced is given as it is; a link is replaced, not what it leads to.
 
     Raises:
         WriteError: if the file cannot be written.
     """
-    if path.exists() and not path.is_file() and not path.is_dir():
-        yield path
+    if not is_replaced(path):
+        with _writing(path):
+            yield path
         return
     with _writing(path), _beside(path) as beside:
         yield beside
         _flush(beside)
         beside.replace(path)
         _flush(path.parent)
+
+
+def is_replaced(path: Path) -> bool:
+    """Tell whether a file takes the place of `path`; a pipe, a device, an open file does not.
+
+    Raises:
+        WriteError: for what can never be a file: a folder, or a name below a file.
+    """
+    with _writing(path):
+        try:
+            mode = path.stat().st_mode
+        except FileNotFoundError:
+            return True
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    return stat.S_ISREG(mode) and not _is_open_file(path)
+
+
+def followed(path: Path) -> Path:
+    """Return where links lead, but go no further than to an open file, such as /dev/stdout."""
+    for _ in range(_MAX_LINKS):
+        if not path.is_symlink() or _is_open_file(path):
+            break
+        path = path.parent / path.readlink()
+    return path
+
+
+def _is_open_file(path: Path) -> bool:
+    """Tell whether this is the name that the system gives to what a process has opened."""
+    folder = Path(os.path.realpath(path.parent))
+    return folder == Path("/dev/fd") or folder.match("/proc/*/fd")
 
 
 @contextmanager

@@ -636,6 +636,50 @@ def test_an_output_that_cannot_be_written_is_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_an_output_that_is_a_folder_is_refused_before_any_model_is_loaded(
+    cli: Cli, trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mtrain import translate
+
+    monkeypatch.setattr(translate, "load", lambda *_: pytest.fail("a model was loaded"))
+    for arguments in (["translate", "-o"], ["translate", "--alignments"], ["eval", "-o"]):
+        said = error_line(cli(*arguments, tmp_path, trained.path))
+        assert said == f"{tmp_path}: cannot be written: Is a directory."
+
+
+def test_two_outputs_are_two_files(cli: Cli, trained: RunDir, tmp_path: Path) -> None:
+    path, link = tmp_path / "out", tmp_path / "link"
+    link.symlink_to(path)
+    for other in (path, link):
+        outputs = ["-o", path, "--alignments", other]
+        said = error_line(cli("translate", trained.path, *outputs, stdin=b"ba\n"))
+        assert said == (f"`--alignments` must be another file than `--output`, but is {other} too.")
+    outputs = ["-o", "/dev/null", "--alignments", "/dev/null"]
+    assert cli("translate", trained.path, *outputs, stdin=b"ba\n").code == 0
+
+
+def test_outputs_may_be_links(cli: Cli, trained: RunDir, tmp_path: Path) -> None:
+    outputs = []
+    for option in ("-o", "--alignments"):
+        (tmp_path / f"link{option}").symlink_to(f"file{option}")
+        outputs += [option, tmp_path / f"link{option}"]
+    assert cli("translate", trained.path, *outputs, stdin=b"ba ce\n").code == 0
+    assert (tmp_path / "file-o").read_bytes() == b"ba ce\n"
+    assert (tmp_path / "file--alignments").read_bytes().startswith(b"0-0")
+    assert (tmp_path / "link-o").is_symlink()
+    assert (tmp_path / "link--alignments").is_symlink()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_of_two_outputs_the_one_that_is_full_is_named(
+    cli: Cli, trained: RunDir, tmp_path: Path
+) -> None:
+    outputs = ["-o", tmp_path / "out", "--alignments", "/dev/full"]
+    said = error_line(cli("translate", trained.path, *outputs, stdin=b"ba\n"))
+    assert said == "/dev/full: cannot be written: No space left on device."
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_output_is_whole_or_not_there(
     cli: Cli, trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -301,3 +301,58 @@ def test_writing_to_a_pipe_goes_through_it(here: Path) -> None:
     os.close(reader)
     assert Path("pipe").is_fifo()
     assert received == b"a\nb\n"
+
+
+def test_an_open_file_is_written_and_its_name_stays_a_link(here: Path) -> None:
+    with Path("out").open("wb") as opened:
+        Path("link").symlink_to(f"/dev/fd/{opened.fileno()}")
+        files.write_lines(files.followed(Path("link")), ["a", "b"])
+    assert Path("link").is_symlink()
+    assert Path("out").read_text() == "a\nb\n"
+    assert left(here) == ["link", "out"]
+
+
+def test_a_link_is_followed_when_somebody_asks_and_is_replaced_otherwise(here: Path) -> None:
+    Path("folder").mkdir()
+    Path("second").symlink_to("folder/file")  # which is not there yet
+    Path("first").symlink_to("second")
+    files.write_lines(files.followed(Path("first")), ["a"])
+    assert Path("first").is_symlink()
+    assert Path("second").is_symlink()
+    assert left(here / "folder") == ["file"]
+    files.write_lines(Path("first"), ["b"])
+    assert not Path("first").is_symlink()
+    assert Path("folder/file").read_text() == "a\n"
+
+
+def test_links_that_go_round_in_a_circle_are_a_message(here: Path) -> None:
+    Path("a").symlink_to("b")
+    Path("b").symlink_to("a")
+    with pytest.raises(WriteError, match=r"^[ab]: cannot be written: Too many levels of symbolic"):
+        files.write_lines(files.followed(Path("a")), ["x"])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("folder", "folder: cannot be written: Is a directory."),
+        ("", ".: cannot be written: Is a directory."),
+        ("/", "/: cannot be written: Is a directory."),
+        ("file/f", "file/f: cannot be written: Not a directory."),
+    ],
+)
+def test_what_can_never_be_a_file_is_refused_before_a_line_is_made(
+    here: Path, name: str, said: str
+) -> None:
+    Path("file").write_text("x")
+    Path("folder").mkdir()
+    with pytest.raises(WriteError) as error:
+        files.write_lines(Path(name), (pytest.fail("a line was made") for _ in range(1)))
+    assert str(error.value) == said
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_device_that_takes_nothing_is_named() -> None:
+    with pytest.raises(WriteError) as error:
+        files.write_lines(Path("/dev/full"), ["x"])
+    assert str(error.value) == "/dev/full: cannot be written: No space left on device."
