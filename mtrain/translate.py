@@ -329,6 +329,8 @@ def load(
             several have different target vocabularies.
         ConfigError: if the settings cannot be used here.
     """
+    if loading.quantize is not None and loading.precision == "bfloat16":
+        raise ConfigError("`--quantize` must not stand beside `--precision bfloat16`, but does.")
     kernels.keep_freed_memory()
     folders = [runs] if isinstance(runs, RunDir) else list(runs)
     config_of = [run.load_config() for run in folders]
