@@ -197,7 +197,7 @@ def _bleu(references: list[list[str]] | None, options: ScoringOptions) -> BLEU:
     try:
         return BLEU(options.lowercase, True, options.tokenize, references=references)
     except (RuntimeError, ImportError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = " ".join(str(error).split())  # how to install it comes last
         raise ConfigError(
             f"`--tokenize {options.tokenize}` cannot be used here: {reason}"
         ) from None

@@ -217,6 +217,18 @@ def test_an_unknown_way_to_split_words_names_the_known_ones() -> None:
     assert str(error.value) == f"`--tokenize` must be one of {known}, but is '14b' instead."
 
 
+def test_a_tokenizer_that_is_not_installed_is_one_line_that_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sacrebleu.tokenizers.tokenizer_ja_mecab.MeCab", None)
+    with pytest.raises(ConfigError) as error:
+        metrics.score(["a"], ["a"], ScoringOptions("ja-mecab"))
+    said = str(error.value)
+    assert said.startswith("`--tokenize ja-mecab` cannot be used here: Japanese tokenization ")
+    assert said.endswith(" pip install sacrebleu[ja]")
+    assert "\\n" not in said
+
+
 def test_metrics_come_in_the_order_of_their_names_and_once() -> None:
     names = [
         score.metric
