@@ -114,6 +114,7 @@ def main() -> NoReturn:
 
     So is what the system says about a file that it names: no room, no permission, no such name.
     """
+    _open_what_is_closed()
     try:
         with one_of_many():
             app(prog_name="mtrain")  # whatever started it: completion goes by the name
@@ -128,6 +129,14 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         sys.exit(130)
     sys.exit(0)
+
+
+def _open_what_is_closed() -> None:
+    """Let a standard stream that the shell has closed (`>&-`) lead nowhere, as /dev/null does."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            nowhere = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 - to the end
+            setattr(sys, name, nowhere)
 
 
 def _show_version(is_asked: bool) -> None:

@@ -721,6 +721,22 @@ def test_a_reader_that_goes_away_ends_it_quietly(trained: RunDir, tmp_path: Path
     assert process.returncode in (0, 128 + signal.SIGPIPE)
 
 
+@pytest.mark.parametrize(
+    ("closing", "asked", "code"),
+    [("<&-", "RUN", 0), ("2>&-", "absent", 2), ("<&- >&- 2>&-", "RUN in", 0)],
+)
+def test_a_stream_that_is_closed_leads_nowhere(
+    trained: RunDir, tmp_path: Path, closing: str, asked: str, code: int
+) -> None:
+    (tmp_path / "in").write_text("ba ce\n", encoding="utf-8")
+    (tmp_path / "RUN").symlink_to(trained.path)
+    command = f"{sys.executable} -m mtrain translate {asked} --alignments links {closing}"
+    done = subprocess.run(command, shell=True, capture_output=True, cwd=tmp_path, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (code, b"", b"")
+    if code == 0:
+        assert (tmp_path / "links").read_text() == ("0-0 1-1\n" if "in" in asked else "")
+
+
 def test_ctrl_c_while_stdin_is_awaited_is_quiet(trained: RunDir) -> None:
     command = [sys.executable, "-m", "mtrain", "translate", str(trained.path)]
     with subprocess.Popen(
