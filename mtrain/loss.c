@@ -31,11 +31,12 @@ typedef struct {
     float slopes[CHUNK];                          /* the gradient of the target's logit */
 } tokens;
 
-/* e^x, to about 1e-7 of it and as much again for each unit of x; 2^-125 where it is smaller. */
+/* e^x, to about 1e-7 of it and as much again for each unit of x; 2^-125 where it is smaller; what
+ * is no number stays none. */
 static inline lanes power_of_e(lanes x) {
     lanes exponent = x * 1.44269504f;
 #pragma omp simd
-    for (int i = 0; i < LANES; i++) exponent[i] = exponent[i] > -125.0f ? exponent[i] : -125.0f;
+    for (int i = 0; i < LANES; i++) exponent[i] = -125.0f > exponent[i] ? -125.0f : exponent[i];
     lanes shifted = exponent + 12582912.0f; /* 1.5 times 2^23, where floats are whole numbers */
     lanes rest = exponent - (shifted - 12582912.0f);
     lanes power = rest * 1.326472725e-3f + 9.671512786e-3f; /* 2^rest, nearest to it over [-0.5, 0.5] */

@@ -387,6 +387,19 @@ def test_the_compiled_loss_is_right_where_a_logit_lies_far_above_the_targets(
 
 
 @MULTIPLYING
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_logit_that_is_no_number_makes_loss_and_nll_none(way, calls, smoothing):
+    """Whatever piece it is of, wanted or not."""
+    weight = leaf(9, 4, seed=1, dtype=torch.float32)
+    with torch.no_grad():
+        weight[7, 2] = math.nan
+    states, targets = leaf(5, 4, dtype=way.dtype), torch.arange(5)
+    sums = ProjectedCrossEntropy.apply(states, weight, targets, smoothing)
+    assert all(bool(own.isnan()) for own in sums)
+    assert calls == ["projected_cross_entropy"]
+
+
+@MULTIPLYING
 def test_what_a_sure_and_right_prediction_is_still_wrong_by_is_not_rounded_away(way, calls):
     """The gradient of its logit is the little that 1 - p leaves."""
     states = torch.full((3, 2), 4.0, dtype=way.dtype, requires_grad=True)
