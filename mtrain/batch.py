@@ -5,7 +5,7 @@ Shapes: B batch, S source length, T target length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,11 +30,16 @@ class Batch:
     num_tgt_tokens: int
 
     def to(self, device: torch.device) -> Batch:
-        """Return the same batch on `device`."""
+        """Return the same batch on `device`; if it is pinned, without waiting for the copies."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> Batch:
+        """Return the same batch where a GPU can fetch it."""
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
         tensors = (self.src_BS, self.src_keep_BS, self.tgt_in_BT, self.tgt_out_BT, self.tgt_keep_BT)
-        src, src_keep, tgt_in, tgt_out, tgt_keep = (
-            tensor.to(device, non_blocking=True) for tensor in tensors
-        )
+        src, src_keep, tgt_in, tgt_out, tgt_keep = map(change, tensors)
         return Batch(
             src, src_keep, tgt_in, tgt_out, tgt_keep, self.num_src_tokens, self.num_tgt_tokens
         )

@@ -184,6 +184,7 @@ class TrainingConfig(Section):
     init_from: FilePath | None = Field(default=None, min_length=1)
     device: str = "auto"
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    compile: bool = True
     log_every: Whole = Field(default=50, ge=1)
     validate_every: Whole = Field(default=500, ge=1)
     save_every: Whole | None = Field(default=None, ge=1)

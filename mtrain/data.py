@@ -9,7 +9,7 @@ nothing that comes before.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -226,7 +226,7 @@ class TrainingData:
         for dealt in self.updates(batch_tokens, start, Deal(1)):
             yield dealt.shares[0].batch, dealt.after
 
-    def updates(self, batch_tokens: int, start: Position, deal: Deal) -> Iterator[Dealt]:
+    def updates(self, batch_tokens: int, start: Position, deal: Deal) -> Generator[Dealt]:
         """Yield one rank's shares of updates for ever from `start` on; it reads no others."""
         planned = self._planned(batch_tokens, start)
         while True:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtrain.products import ProjectedCrossEntropy
+from mtrain.products import Formula, ProjectedCrossEntropy
 
 
 class LossSum(NamedTuple):
@@ -27,6 +27,8 @@ def label_smoothed(
     tgt_out_BT: Tensor,
     tgt_keep_BT: Tensor,
     smoothing: float,
+    num_tokens: int | None = None,
+    formula: Formula | None = None,
 ) -> LossSum:
     """Sum `F.cross_entropy(label_smoothing=smoothing)` over the kept target tokens.
 
@@ -36,13 +38,22 @@ def label_smoothed(
         tgt_out_BT: the ids to predict.
         tgt_keep_BT: bool, True for real tokens.
         smoothing: the share of the target spread evenly over the vocabulary (section 5.4).
+        num_tokens: how many those are, if it is known: a GPU is not waited for then.
+        formula: of the loss of some logits, equal to `products.plain_cross_entropy`.
     """
-    rows = tgt_keep_BT.flatten().nonzero()[:, 0]
+    rows = _places_of_true(tgt_keep_BT.flatten(), num_tokens)
     states_ND = states_BTD.flatten(0, 1).index_select(0, rows)
     targets_N = tgt_out_BT.flatten().index_select(0, rows)
     if not torch.is_grad_enabled():  # the kernel cannot see that no gradient is wanted
         states_ND, weight_VD = states_ND.detach(), weight_VD.detach()
     loss, nll = ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        states_ND, weight_VD, targets_N, smoothing
+        states_ND, weight_VD, targets_N, smoothing, formula
     )
     return LossSum(loss, nll, len(rows))
+
+
+def _places_of_true(is_true_N: Tensor, count: int | None) -> Tensor:
+    """Return where the True ones are, in order."""
+    if count is None:
+        return is_true_N.nonzero()[:, 0]
+    return is_true_N.byte().argsort(descending=True, stable=True)[:count]

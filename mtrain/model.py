@@ -113,6 +113,18 @@ class Transformer(nn.Module):
                 hook.remove()
         return maps
 
+    def compile_layers(self, backend: Any = "inductor", fullgraph: bool = False) -> None:
+        """Let PyTorch compile the layers and the loss for batches of any shape; `step` stays.
+
+        Args:
+            backend, fullgraph: as `torch.compile` takes them.
+        """
+        for layer in (*self.encoder, *self.decoder):
+            layer.compile(backend=backend, fullgraph=fullgraph, dynamic=True)
+        self.output.cross_entropy = torch.compile(
+            self.output.cross_entropy, backend=backend, fullgraph=fullgraph, dynamic=True
+        )
+
     def compute_in(self, dtype: torch.dtype | None) -> None:
         """Keep states and run products in `dtype`; None is the type of the weights."""
         self.compute_dtype = dtype

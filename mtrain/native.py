@@ -142,10 +142,12 @@ def functions_for(*tensors: Tensor, is_training: bool = False) -> Functions | No
 
     They run on one thread: training and translating split their batches over the threads.
     """
-    is_alone = is_training or torch.is_grad_enabled() or torch.get_num_threads() == 1
     first = tensors[0]
+    if first.device.type != "cpu":
+        return None
+    is_alone = is_training or torch.is_grad_enabled() or torch.get_num_threads() == 1
     store = {torch.bfloat16: "bf16", torch.float32: "float"}.get(first.dtype)
-    if not is_alone or store is None or first.device.type != "cpu" or not first.numel():
+    if not is_alone or store is None or not first.numel():
         return None
     if any(tensor.dtype != first.dtype for tensor in tensors):
         return None

@@ -8,6 +8,7 @@ gradients stay in the type of the weights.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from mtrain.native import Functions, functions_for, processor_has
 
 _ROUND_ROWS = 128  # short products have a multiple of this many rows
 _CHUNK_TOKENS = 512  # tokens whose logits the loss holds at once
+Formula = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor | None]]
 
 
 class Linear(nn.Linear):
@@ -39,6 +41,9 @@ class Linear(nn.Linear):
     def _forward_plain(self, input: Tensor) -> Tensor:
         if input.dtype == self.weight.dtype:
             return F.linear(input, self.weight, self.bias)
+        if input.device.type != "cpu":
+            bias = None if self.bias is None else self.bias.to(input.dtype)
+            return F.linear(input, self.weight.to(input.dtype), bias)
         result: Tensor = _ShortLinear.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias
         )
@@ -114,7 +119,10 @@ class _CompiledLinear(torch.autograd.Function):
 
 
 class _ShortLinear(torch.autograd.Function):
-    """A linear map in the type of its input; the gradients of its weights are as long as they."""
+    """A linear map in the type of its input; the gradients of its weights are as long as they.
+
+    For a CPU, whose library wants its rows filled up.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -152,10 +160,15 @@ def _sizes(x: Tensor, weight: Tensor) -> tuple[int, int, int]:
 
 
 class Projection(Linear):
-    """A linear map onto a vocabulary, of which the likeliest pieces may be all that is wanted."""
+    """A linear map onto a vocabulary, of which the likeliest pieces may be all that is wanted.
+
+    Attributes:
+        cross_entropy: the formula of the loss of its logits.
+    """
 
     def __init__(self, num_features: int, num_pieces: int) -> None:
         super().__init__(num_features, num_pieces, bias=False)
+        self.cross_entropy: Formula = plain_cross_entropy
 
     def logits(self, states_ND: Tensor) -> Logits:
         """Return logits [N, V] in the type of the weights; `Projected` if those are laid out."""
@@ -265,16 +278,23 @@ class ProjectedCrossEntropy(torch.autograd.Function):
     """Output projection and label-smoothed cross-entropy, a chunk of tokens at a time.
 
     The gradient is made in the forward pass, so that the logits of a whole batch never exist.
-    `apply(states_ND, weight_VD, targets_N, smoothing)` returns (loss, nll), two sums over the N
-    tokens in float64; only the first carries a gradient. Products run in the type of the states.
+    `apply(states_ND, weight_VD, targets_N, smoothing, formula)` returns (loss, nll), two sums over
+    the N tokens in float64; only the first carries a gradient. Products run in the type of the
+    states; `formula` may stand for `plain_cross_entropy`.
     """
 
     @staticmethod
     def forward(  # noqa: D102
-        ctx: Any, states: Tensor, weight: Tensor, targets: Tensor, smoothing: float
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        smoothing: float,
+        formula: Formula | None = None,
     ) -> tuple[Tensor, Tensor]:
         sums = torch.zeros(2, dtype=torch.float64, device=states.device)
-        grads = _projected(states, weight, targets, smoothing, any(ctx.needs_input_grad), sums)
+        with_grad = any(ctx.needs_input_grad)
+        grads = _projected(states, weight, targets, smoothing, with_grad, sums, formula)
         ctx.save_for_backward(*grads)
         loss, nll = sums[0], sums[1]
         ctx.mark_non_differentiable(nll)
@@ -283,14 +303,20 @@ class ProjectedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(  # noqa: D102
         ctx: Any, grad: Tensor, _: Tensor
-    ) -> tuple[Tensor, Tensor, None, None]:
+    ) -> tuple[Tensor, Tensor, None, None, None]:
         grad_states, grad_weight = ctx.saved_tensors
         factor = grad.to(grad_weight.dtype)  # of no dimension, so that the states keep their type
-        return grad_states * factor, grad_weight * factor, None, None
+        return grad_states * factor, grad_weight * factor, None, None, None
 
 
 def _projected(
-    states: Tensor, weight: Tensor, targets: Tensor, smoothing: float, with_grad: bool, sums: Tensor
+    states: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    smoothing: float,
+    with_grad: bool,
+    sums: Tensor,
+    formula: Formula | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Add loss and nll to `sums`; return the gradients of states and weight, if they are wanted."""
     functions = _compiled_products(states, weight)
@@ -310,7 +336,7 @@ def _projected(
         part = slice(start, start + chunk)
         logits = torch.mm(rows[part], short_weight.t())
         wanted = targets[part]
-        _cross_entropy(logits[: len(wanted)], wanted, smoothing, with_grad, sums)
+        _cross_entropy(logits[: len(wanted)], wanted, smoothing, with_grad, sums, formula)
         if grad_rows is not None and grad_weight is not None:
             torch.mm(logits, short_weight, out=grad_rows[part])
             grad_weight += torch.mm(logits.t(), rows[part])
@@ -318,7 +344,12 @@ def _projected(
 
 
 def _cross_entropy(
-    logits: Tensor, targets: Tensor, smoothing: float, with_grad: bool, sums: Tensor
+    logits: Tensor,
+    targets: Tensor,
+    smoothing: float,
+    with_grad: bool,
+    sums: Tensor,
+    formula: Formula | None = None,
 ) -> None:
     """Turn logits [N, V] into the gradient of their loss, in place; add loss and nll to `sums`."""
     functions = functions_for(logits, is_training=True)
@@ -327,13 +358,24 @@ def _cross_entropy(
         shape = (*logits.shape, logits.stride(0), smoothing, int(with_grad))
         functions.call("cross_entropy", tensors, *shape, sums.data_ptr())
         return
+    added, grad = (formula or plain_cross_entropy)(logits, targets, smoothing, with_grad)
+    sums += added
+    if grad is not None:
+        logits.copy_(grad)
+
+
+def plain_cross_entropy(
+    logits: Tensor, targets: Tensor, smoothing: float, with_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the sums (loss, nll) over N rows of logits [N, V], and the gradient of the loss."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     wanted = targets[:, None]
     log_probs = wide.log_softmax(-1)
     nll = -log_probs.gather(-1, wanted).sum()
     uniform = -log_probs.mean(-1).sum()
-    sums += torch.stack([(1 - smoothing) * nll + smoothing * uniform, nll])
-    if with_grad:
-        grad = log_probs.exp_() - smoothing / logits.shape[1]
-        grad.scatter_add_(-1, wanted, torch.full_like(wanted, smoothing - 1, dtype=grad.dtype))
-        logits.copy_(grad)
+    sums = torch.stack([(1 - smoothing) * nll + smoothing * uniform, nll])
+    if not with_grad:
+        return sums, None
+    grad = log_probs.exp_().sub_(smoothing / logits.shape[1])
+    is_wanted = torch.arange(logits.shape[1], device=logits.device) == wanted
+    return sums, grad.add_(is_wanted, alpha=smoothing - 1).to(logits.dtype)

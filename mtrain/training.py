@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import time
-from contextlib import closing, nullcontext
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 
 import torch
@@ -30,6 +32,8 @@ from mtrain.loss import LossSum
 from mtrain.metrics import bleu
 from mtrain.model import num_parameters
 from mtrain.opening import Opening, count
+from mtrain.outcomes import Outcomes
+from mtrain.readahead import read_ahead
 from mtrain.rundir import RunDir
 from mtrain.runlog import Mute, RunLog
 from mtrain.schedule import learning_rate
@@ -41,6 +45,9 @@ from mtrain.update import Gradients
 from mtrain.window import Window
 
 _MAX_LEFT_OUT = 10  # updates in a row that are not finite
+_BEHIND = 8  # updates that a GPU may be behind
+_AHEAD = 4  # updates that are laid out for a GPU before it comes to them
+_MOST_SHAPES = 32  # kinds of shapes that a layer is compiled for: sides of one place, and so on
 _BAR_INTERVAL_S = 0.5
 
 
@@ -93,6 +100,7 @@ class Trainer:
         self.model = build_model(config.model, self.tokenizer).to(self.device)
         self.compute_dtype = kernels.compute_dtype(self.settings.precision, self.device)
         self.model.compute_in(self.compute_dtype)
+        self.is_compiled = self._compile()
         self.gradients = self._gradients()
         self.parameters = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(  # with no weight decay, this is Adam
@@ -106,8 +114,25 @@ class Trainer:
         self.translator = Translator([self.model], self.tokenizer, greedy, self.device, team=team)
         self.progress, self.signals, self.clock = Progress(), Signals(), time.monotonic()
         self.agreed_signal = 0
-        self.window = Window()
+        self.window, self.outcomes = Window(), Outcomes()
+        is_gpu = self.device.type == "cuda"
+        self.ahead = _AHEAD if is_gpu else 0
+        needs_each = self.compute_dtype is torch.float16  # to choose the factor of the next loss
+        self.behind = _BEHIND if is_gpu and not needs_each else 0
         self.is_saved = False  # as it stands
+
+    def _compile(self) -> bool:
+        """Compile the model for a GPU, if that is wanted and can be done."""
+        is_wanted = self.device.type == "cuda" and self.settings.compile
+        is_whole = self.team.size == 1 or self.settings.parallel == "ddp"
+        if not is_wanted or not is_whole or importlib.util.find_spec("triton") is None:
+            return False
+        import torch._dynamo.config as compiler
+
+        compiler.suppress_errors = True  # what does not compile runs as it is
+        compiler.recompile_limit = max(_MOST_SHAPES, compiler.recompile_limit)
+        self.model.compile_layers()
+        return True
 
     def _gradients(self) -> Gradients:
         alone = Gradients(self.model, self.settings.label_smoothing, self.device, self.log.say)
@@ -189,6 +214,10 @@ class Trainer:
             device += f", {threads}, kernels {circumstances.say_kernels()}"
         self.log.say(f"device   {device}")
         opening.say_ranks(self.deal)
+        if self.is_compiled:
+            self.log.say(
+                "compile  the layers, for a minute or so; `training.compile: false` spares it"
+            )
         self.log.say(f"target   {self._target()}")
 
     def try_largest(self) -> None:
@@ -209,11 +238,25 @@ class Trainer:
             signals: what was received.
             last_step: where to end before that, without a validation that was not due.
         """
-        start = Position(self.progress.epoch, self.progress.batch)
-        updates = self.data.updates(self.settings.batch_tokens, start, self.deal)
         self.signals, self.clock = signals, time.monotonic() - self.progress.elapsed_s
         lossscale.begin(self.progress, self.compute_dtype)
         self.log.open_bar(self._spent())
+        with closing(self._updates()) as updates:
+            self._run(updates, last_step)
+        if self._is_done() and str(self.progress.step) not in self.progress.bleu_of_step:
+            self._validate()
+        self._save_before_leaving()
+        self.log.close_bar()
+
+    def _updates(self) -> Generator[Dealt]:
+        """Yield updates from where the training stands; for a GPU, laid out ahead of time."""
+        start = Position(self.progress.epoch, self.progress.batch)
+        updates = self.data.updates(self.settings.batch_tokens, start, self.deal)
+        if not self.ahead:
+            return updates
+        return read_ahead(map(self.gradients.lay_out, updates), self.ahead)
+
+    def _run(self, updates: Iterator[Dealt], last_step: int | None) -> None:
         while not self._is_done() and self.progress.step != last_step:
             dealt = next(updates)
             self._update(dealt)
@@ -227,16 +270,12 @@ class Trainer:
                 self._validate()
                 self.progress.elapsed_s = self.team.tell(time.monotonic() - self.clock)
             if self.team.size == 1:
-                self.agreed_signal = signals.received  # of ranks, what all know
+                self.agreed_signal = self.signals.received  # of ranks, what all know
             if self.agreed_signal:
                 self._save_before_leaving()
                 raise Stopped(self.agreed_signal)
             if self._is_regular(self.progress.step):
                 self._try_to_save()
-        if self._is_done() and str(self.progress.step) not in self.progress.bleu_of_step:
-            self._validate()
-        self._save_before_leaving()
-        self.log.close_bar()
 
     def finish(self) -> None:
         """Write the better of the averaged and the best checkpoint as the final weights."""
@@ -276,27 +315,26 @@ class Trainer:
         return whole
 
     def _update(self, dealt: Dealt) -> None:
-        """Make one update; its loss is divided by the target tokens of all shares of all ranks."""
+        """Make one update; its loss is divided by the target tokens of all shares of all ranks.
+
+        Where its loss or gradient is not finite, the fused optimizer changes nothing. Whether that
+        is so is read when later updates are under way, if the device is a GPU.
+        """
         sums = self.gradients.add_up(dealt, lossscale.factor(self.progress))
-        sums = self._of_all(sums, dealt.num_tokens)
+        told = self._tell(sums)
         lossscale.undo(self.progress, self.parameters)
-        grad_norm = self._clip()
+        grad_norm = self._clip().double()
+        is_finite = (told[0] + grad_norm).isfinite()
+        self.optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
         step = self.progress.step + 1
-        numbers = [grad_norm.double(), *(own.loss.double() for own in sums)]
-        is_finite = bool(torch.stack(numbers).isfinite().all())
-        lossscale.adapt(self.progress, is_finite)
-        if not is_finite:
-            self._leave_out(step)
-            return
-        self.progress.num_left_out_in_a_row = 0
-        for own in sums:
-            self.window.add(own)
         lr = learning_rate(self.settings, self.config.model.d_model, step, self._spent())
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.window.lr, self.window.grad_norm = lr, grad_norm
+        numbers = torch.cat([torch.stack([is_finite.double(), grad_norm]), told])
+        self.outcomes.add(step, dealt.num_tokens, lr, numbers)
+        self._heed(self.behind)
 
     def _clip(self) -> Tensor:
         """Scale the gradient down to the length that is allowed, and return how long it was."""
@@ -307,29 +345,44 @@ class Trainer:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, limit, length)
         return self.team.whole(length)
 
-    def _of_all(self, sums: list[LossSum], num_tokens: int) -> list[LossSum]:
-        """Return the sums of all ranks, who tell each other signals and the time besides."""
-        if self.team.size == 1:
-            return sums
-        elapsed_s = time.monotonic() - self.clock if self.team.is_first else 0.0
-        told = torch.zeros(3 + len(STOPPING), dtype=torch.float64, device=self.device)
+    def _tell(self, sums: list[LossSum]) -> Tensor:
+        """Return loss and nll of all ranks, who tell each other signals and the time besides."""
+        told = torch.zeros(2, dtype=torch.float64, device=self.device)
         for own in sums:
-            told[0] += own.loss.detach()
-            told[1] += own.nll
-        told[2:] = torch.tensor([elapsed_s, *(self.signals.received == one for one in STOPPING)])
-        told = self.team.add(told)
-        self.progress.elapsed_s, *signalled = told[2:].tolist()
-        received = [one for one, count in zip(STOPPING, signalled, strict=True) if count]
-        self.agreed_signal = max(received, default=0)
-        return [LossSum(told[0], told[1], num_tokens)]
+            told += torch.stack([own.loss.detach(), own.nll])
+        if self.team.size == 1:
+            return told
+        elapsed_s = time.monotonic() - self.clock if self.team.is_first else 0.0
+        besides = [elapsed_s, *(self.signals.received == one for one in STOPPING)]
+        sent = torch.tensor(besides, dtype=told.dtype).to(self.device, non_blocking=True)
+        return self.team.add(torch.cat([told, sent]))
+
+    def _heed(self, behind: int = 0) -> None:
+        """Take in what came out of the updates so far, all but the last `behind`.
+
+        Raises:
+            RunError: if many in a row were left out.
+        """
+        for outcome in self.outcomes.read(behind):
+            is_finite, grad_norm, loss, nll, *besides = outcome.numbers
+            if besides:
+                self.progress.elapsed_s, *signalled = besides
+                received = [one for one, count in zip(STOPPING, signalled, strict=True) if count]
+                self.agreed_signal = max(received, default=0)
+            lossscale.adapt(self.progress, bool(is_finite))
+            if not is_finite:
+                self._leave_out(outcome.step)
+                continue
+            self.progress.num_left_out_in_a_row = 0
+            self.window.add(loss, nll, outcome.num_tokens)
+            self.window.lr, self.window.grad_norm = outcome.lr, grad_norm
 
     def _leave_out(self, step: int) -> None:
-        """Count an update whose loss or gradient is not finite, and change nothing else.
+        """Count an update whose loss or gradient was not finite.
 
         Raises:
             RunError: if it is one of many in a row.
         """
-        self.optimizer.zero_grad(set_to_none=True)
         self.progress.num_left_out += 1
         self.progress.num_left_out_in_a_row += 1
         self.log.say(
@@ -360,9 +413,11 @@ class Trainer:
     def _report(self) -> None:
         """Move the progress bar, and log if a line is due."""
         is_due = self._is_due(self.settings.log_every)
-        if not is_due and not self.log.wants_note(_BAR_INTERVAL_S):
+        if is_due:
+            self._heed()
+        elif not self.log.wants_note(_BAR_INTERVAL_S):
             return
-        if not self.window.num_tokens:  # every update was left out
+        if not self.window.num_tokens:  # every update was left out, or is under way
             return
         rates = self.window.rates()
         note = (
@@ -380,7 +435,7 @@ class Trainer:
                     "perplexity": _perplexity(rates.nll),
                     "lr": self.window.lr,
                     "tgt_tokens_per_s": rates.tokens_per_s,
-                    "grad_norm": float(self.window.grad_norm),
+                    "grad_norm": self.window.grad_norm,
                     "left_out": self.progress.num_left_out,
                     "elapsed_s": self.progress.elapsed_s,
                     "memory_mib": circumstances.memory_mib(self.device),
@@ -390,6 +445,7 @@ class Trainer:
 
     def _validate(self) -> None:
         """Score the model, remember how good it was, and show a few translations."""
+        self._heed()
         self._check_weights()
         step, started = self.progress.step, time.monotonic()
         validation = self._score(show_examples=True)
@@ -417,14 +473,22 @@ class Trainer:
     @torch.no_grad()
     def _score(self, show_examples: bool = False) -> Validation:
         translator = self._translator()
-        loss = self.valid.loss(translator.model, self.settings.label_smoothing, self.team)
-        if not math.isfinite(loss.loss):
-            raise RunError(f"the loss on the validation set is not finite; {self._remedy()}")
-        hypotheses = translator.translate(self.valid.lines.src)
+        with self._as_it_is():
+            loss = self.valid.loss(translator.model, self.settings.label_smoothing, self.team)
+            if not math.isfinite(loss.loss):
+                raise RunError(f"the loss on the validation set is not finite; {self._remedy()}")
+            hypotheses = translator.translate(self.valid.lines.src)
         for line in self.valid.examples(hypotheses) if show_examples else []:
             self.log.say(line)
         found = bleu(hypotheses, self.valid.lines.tgt) if self.team.is_first else 0.0
         return Validation(loss.loss, loss.nll, self.team.tell(found))
+
+    def _as_it_is(self) -> AbstractContextManager[object]:
+        """Compile nothing anew for what happens seldom."""
+        if not self.is_compiled:
+            return nullcontext()
+        stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+        return stance
 
     def _translator(self) -> Translator:
         """Return what translates with the weights as they are; all ranks must ask together."""
@@ -467,6 +531,7 @@ class Trainer:
         Raises:
             WriteError: if the disk does not take it; the checkpoints before it are as they were.
         """
+        self._heed()
         self._check_weights()
         if self.is_saved:
             return

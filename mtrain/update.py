@@ -73,6 +73,13 @@ class Gradients:
         found = [self.accumulate(share.batch, dealt.num_tokens / factor) for share in dealt.shares]
         return [own for parts in found for own in parts]
 
+    def lay_out(self, dealt: Dealt) -> Dealt:
+        """Return an update as it is copied fastest; any thread may ask, ahead of time."""
+        if self.device.type != "cuda":
+            return dealt
+        shares = [share._replace(batch=share.batch.pinned()) for share in dealt.shares]
+        return dealt._replace(shares=shares)
+
     def try_out(self, batch: Batch) -> None:
         """Find out whether the memory holds a batch; leave no trace but what is known of it."""
         self.accumulate(batch, batch.num_tgt_tokens)
@@ -149,7 +156,13 @@ def loss_of(model: Transformer, batch: Batch, smoothing: float) -> LossSum:
     """Return the sums of a batch's loss under a model."""
     states_BTD = model(batch.src_BS, batch.src_keep_BS, batch.tgt_in_BT)
     return label_smoothed(
-        states_BTD, model.output.weight, batch.tgt_out_BT, batch.tgt_keep_BT, smoothing
+        states_BTD,
+        model.output.weight,
+        batch.tgt_out_BT,
+        batch.tgt_keep_BT,
+        smoothing,
+        batch.num_tgt_tokens,
+        model.output.cross_entropy,
     )
 
 

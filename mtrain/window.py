@@ -5,10 +5,7 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from torch import Tensor
-
 from mtrain.checkpoint import Progress
-from mtrain.loss import LossSum
 
 
 class Rates(NamedTuple):
@@ -20,26 +17,24 @@ class Rates(NamedTuple):
 
 
 class Window:
-    """What happened since the last logged step; reading it waits for the device."""
+    """What happened since the last logged step."""
 
     def __init__(self) -> None:
         self.started = time.monotonic()
         self.num_tokens = 0
         self.num_restored_tokens = 0  # they cost no time of this process
-        self.loss: Tensor | float = 0.0
-        self.nll: Tensor | float = 0.0
-        self.lr = 0.0
-        self.grad_norm: Tensor | float = 0.0
+        self.loss = self.nll = 0.0
+        self.lr = self.grad_norm = 0.0  # of the last update
 
-    def add(self, sums: LossSum) -> None:
-        """Count one micro-batch."""
-        self.loss = self.loss + sums.loss.detach()
-        self.nll = self.nll + sums.nll
-        self.num_tokens += sums.num_tokens
+    def add(self, loss: float, nll: float, num_tokens: int) -> None:
+        """Count one update, by its sums."""
+        self.loss += loss
+        self.nll += nll
+        self.num_tokens += num_tokens
 
     def note(self, progress: Progress) -> None:
         """Write the sums into what a checkpoint remembers."""
-        progress.unlogged_loss, progress.unlogged_nll = float(self.loss), float(self.nll)
+        progress.unlogged_loss, progress.unlogged_nll = self.loss, self.nll
         progress.unlogged_tokens = self.num_tokens
 
     def restore(self, progress: Progress) -> None:
@@ -55,4 +50,4 @@ class Window:
         """Return loss and nll per token, and target tokens per second."""
         elapsed_s = max(time.monotonic() - self.started, 1e-9)
         count, new = self.num_tokens, self.num_tokens - self.num_restored_tokens
-        return Rates(float(self.loss) / count, float(self.nll) / count, new / elapsed_s)
+        return Rates(self.loss / count, self.nll / count, new / elapsed_s)

@@ -270,9 +270,37 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
     Mutation(
         "label smoothing over the other pieces",
         "mtrain/loss.py",
-        "states_ND, weight_VD, targets_N, smoothing\n",
+        "states_ND, weight_VD, targets_N, smoothing, formula\n",
         "states_ND, weight_VD, targets_N, smoothing * len(weight_VD) / (len(weight_VD) - 1)\n",
         "tests/test_loss.py",
+    ),
+    Mutation(
+        "padding counts where the number of tokens is known",
+        "mtrain/loss.py",
+        "argsort(descending=True, stable=True)",
+        "argsort(descending=False, stable=True)",
+        "tests/test_loss.py",
+    ),
+    Mutation(
+        "an update that is not finite is made",
+        "mtrain/training.py",
+        "self.optimizer.found_inf = (~is_finite).float()",
+        "self.optimizer.found_inf = (is_finite & ~is_finite).float()",
+        "tests/test_device_loop.py",
+    ),
+    Mutation(
+        "a log line does not wait for the updates that it counts",
+        "mtrain/training.py",
+        "        if is_due:\n            self._heed()\n",
+        "        if is_due:\n            self._heed(self.behind)\n",
+        "tests/test_device_loop.py",
+    ),
+    Mutation(
+        "each update waits for its device",
+        "mtrain/training.py",
+        "        self._heed(self.behind)\n",
+        "        self._heed()\n",
+        "tests/test_device_loop.py",
     ),
     Mutation(
         "dropout does not scale up the rest",

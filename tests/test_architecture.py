@@ -32,6 +32,8 @@ RANKS = {
     "merges": 1,
     "products": 1,
     "parallel": 1,
+    "outcomes": 1,
+    "readahead": 1,
     "signals": 1,
     "launch": 1,
     "team": 1,

@@ -112,6 +112,7 @@ def test_the_defaults_are_those_of_the_design(minimal: Path) -> None:
         "init_from": None,
         "device": "auto",
         "precision": "auto",
+        "compile": True,
         "log_every": 50,
         "validate_every": 500,
         "save_every": None,

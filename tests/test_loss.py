@@ -90,6 +90,16 @@ def test_the_loss_counts_its_tokens():
     assert label_smoothed(*problem([4, 1, 3]), 0.1).num_tokens == 8
 
 
+@pytest.mark.parametrize("lengths", [[4, 1, 3], [2, 2], [1], [40, 3, 17]])
+def test_the_loss_is_the_same_where_the_number_of_tokens_is_known(lengths):
+    inputs = problem(lengths)
+    found = label_smoothed(*inputs, 0.1)
+    known = label_smoothed(*inputs, 0.1, sum(lengths))
+    assert (known.loss, known.nll, known.num_tokens) == (found.loss, found.nll, sum(lengths))
+    grads = [torch.autograd.grad(own.loss, inputs[:2]) for own in (found, known)]
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+
+
 def test_padding_tokens_have_no_influence():
     states_BTD, weight_VD, tgt_out_BT, keep_BT = problem([4, 1, 3])
     before = label_smoothed(states_BTD, weight_VD, tgt_out_BT, keep_BT, 0.1)

@@ -1097,6 +1097,6 @@ def test_tokens_from_before_a_stop_count_for_the_loss_and_not_for_the_speed(
     window = Window()
     progress = checkpoint.Progress(unlogged_loss=300.0, unlogged_nll=200.0, unlogged_tokens=100)
     window.restore(progress)
-    window.add(LossSum(torch.tensor(100.0), torch.tensor(50.0), 100))
+    window.add(100.0, 50.0, 100)
     clock = 104.0
     assert window.rates() == (2.0, 1.25, 25.0)

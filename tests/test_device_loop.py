@@ -1,0 +1,232 @@
+"""The loop that feeds a GPU, run on a CPU: it never waits, and changes nothing of what is trained.
+
+Tensors on PyTorch's meta device have shapes and no values, so that an update that reads a value of
+its device fails there.
+"""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tasks import prepared, reverse_task, write_task
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from mtrain import checkpoint, products, training
+from mtrain import config as configs
+from mtrain.config import ModelConfig
+from mtrain.data import Dealt, Position
+from mtrain.loss import LossSum
+from mtrain.model import Transformer
+from mtrain.outcomes import Outcomes
+from mtrain.readahead import read_ahead
+from mtrain.rundir import RunDir
+from mtrain.runlog import RunLog
+from mtrain.training import Trainer
+from mtrain.update import Gradients
+
+META = torch.device("meta")
+TIMES = {"tgt_tokens_per_s", "elapsed_s", "memory_mib"}
+
+
+def test_what_is_read_ahead_is_the_same_in_the_same_order() -> None:
+    assert list(read_ahead(iter(range(20)), 3)) == list(range(20))
+    assert list(read_ahead(iter([]), 3)) == []
+
+
+def test_no_more_is_made_ahead_than_was_asked_for_and_all_of_it_in_one_other_thread() -> None:
+    made: list[int] = []
+    threads = set()
+
+    def items() -> Iterator[int]:
+        for number in range(100):
+            made.append(number)
+            threads.add(threading.get_ident())
+            yield number
+
+    ahead = read_ahead(items(), 3)
+    for taken in range(5):
+        assert next(ahead) == taken
+        assert len(made) <= taken + 1 + 3
+    ahead.close()
+    assert len(made) < 10 and len(threads) == 1 and threading.get_ident() not in threads
+    assert not [own for own in threading.enumerate() if own.name.startswith("read-ahead")]
+
+
+def test_an_error_ahead_is_raised_after_all_that_came_before_it() -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        yield 2
+        raise OSError("gone")
+
+    ahead = read_ahead(items(), 3)
+    assert [next(ahead), next(ahead)] == [1, 2]
+    with pytest.raises(OSError, match="gone"):
+        next(ahead)
+
+
+def test_outcomes_are_read_once_in_order_and_the_last_ones_later() -> None:
+    outcomes = Outcomes()
+    for step in range(5):
+        outcomes.add(step, 10 * step, 0.5, torch.tensor([1.0, step]))
+    assert [own.step for own in outcomes.read(behind=3)] == [0, 1]
+    assert [own.numbers for own in outcomes.read(behind=0)] == [[1.0, 2], [1.0, 3], [1.0, 4]]
+    assert list(outcomes.read(behind=0)) == []
+
+
+def trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, behind: int, ahead: int
+) -> RunDir:
+    """Train for 12 updates, of which the third has a loss that is no number."""
+    create, add_up, heed = Trainer.__init__, Gradients.add_up, Trainer._heed
+    waiting = []
+
+    def prepared_loop(trainer: Trainer, *arguments: Any) -> None:
+        create(trainer, *arguments)
+        trainer.behind, trainer.ahead = behind, ahead
+
+    def broken(gradients: Gradients, dealt: Dealt, factor: float = 1.0) -> list[LossSum]:
+        sums = add_up(gradients, dealt, factor)
+        numbers.append(len(numbers))
+        is_third = numbers[2:] == [2]
+        return [own._replace(loss=own.loss * torch.nan) for own in sums] if is_third else sums
+
+    def counted(trainer: Trainer, behind: int = 0) -> None:
+        waiting.append(len(trainer.outcomes._unread))
+        heed(trainer, behind)
+
+    numbers: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "__init__", prepared_loop)
+        patch.setattr(Gradients, "add_up", broken)
+        patch.setattr(Trainer, "_heed", counted)
+        settings = ["training.max_steps=12", "training.log_every=5", "training.validate_every=6"]
+        config = configs.load(tmp_path / "config.yaml", settings, str(tmp_path / name))
+        run = prepared(config)
+        training.train(config, run)
+    assert max(waiting) == (5 if behind else 1)  # it reads all when it logs, or saves
+    return run
+
+
+def test_a_loop_that_runs_ahead_of_its_device_trains_logs_and_leaves_out_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_task(tmp_path, reverse_task)
+    runs, said = [], []
+    for name, behind, ahead in (("at-once", 0, 0), ("later", 8, 4)):
+        runs.append(trained(tmp_path, monkeypatch, name, behind, ahead))
+        text = capsys.readouterr().err
+        said.append([line for line in text.splitlines() if "left out (" in line])
+    message = "step 3: the loss or its gradient is not finite; the update is left out (1 so far)"
+    assert said == [[message], [message]]
+    logs, states = [], []
+    for run in runs:
+        lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
+        logs.append([{k: v for k, v in line.items() if k not in TIMES} for line in lines])
+        path = checkpoint.steps(run.checkpoints_dir)[12]
+        states.append(
+            load_file(path / "model.safetensors") | load_file(path / "optimizer.safetensors")
+        )
+    assert logs[0] == logs[1] and len(logs[0]) > 4
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    made = [float(own) for name, own in states[0].items() if name.startswith("step.")]
+    assert set(made) == {11.0}
+
+
+class NoOptimizer(torch.optim.Optimizer):
+    """PyTorch's fused one takes no tensors without values."""
+
+    def __init__(self, parameters: Any, **settings: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
+def test_an_update_never_waits_for_its_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_task(tmp_path, reverse_task)
+    settings = ["training.precision=bfloat16", "model.dropout=0.1", "training.log_every=50"]
+    config = configs.load(source, settings, str(tmp_path / "run"))
+    run = prepared(config)
+    monkeypatch.setattr(training, "device_of", lambda config, team: META)
+    monkeypatch.setattr(torch.optim, "AdamW", NoOptimizer)
+    with RunLog(tmp_path / "metrics.jsonl") as log:
+        trainer = Trainer(config, run, log)
+        trainer.behind = 8
+        updates = trainer.data.updates(192, Position(), trainer.deal)
+        for _ in range(3):
+            trainer._update(next(updates))
+            trainer.progress.step += 1
+            trainer._report()
+    assert len(trainer.outcomes._unread) == 3
+    with pytest.raises((RuntimeError, NotImplementedError)):  # to read does wait
+        trainer._heed()
+
+
+def small_model() -> Transformer:
+    config = ModelConfig(
+        d_model=16, d_ff=32, num_heads=2, num_encoder_layers=2, num_decoder_layers=2, dropout=0.1
+    )
+    return Transformer(config, 50, 50)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # PyTorch's compiler looks at its own
+def test_layers_compile_whole_and_seldom_anew_whatever_shapes_batches_have() -> None:
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("eager")
+    model = small_model().to(META).train()
+    model.compute_in(torch.bfloat16)
+    model.compile_layers(backend=counter, fullgraph=True)
+    counts = []
+    shapes = [(5, 7, 9), (3, 16, 8), (9, 12, 13), (4, 7, 7), (7, 23, 31), (8, 32, 24), (2, 5, 3)]
+    for rows, src_width, tgt_width in shapes:
+        src = torch.zeros(rows, src_width, dtype=torch.long, device=META)
+        tgt = torch.zeros(rows, tgt_width, dtype=torch.long, device=META)
+        states = model(src, torch.ones_like(src, dtype=torch.bool), tgt)
+        logits = states.detach().flatten(0, 1) @ model.output.weight.detach().to(states.dtype).T
+        model.output.cross_entropy(logits, tgt.flatten(), 0.1, True)
+        grads = torch.autograd.grad(states.sum(), list(model.encoder.parameters()))  # type: ignore
+        assert all(own.dtype == torch.float32 for own in grads)
+        counts.append(counter.frame_count)
+    assert counts[0] == 3, "an encoder layer, a decoder layer and the loss"
+    assert counts[-1] <= 6
+    torch.compiler.reset()
+
+
+def test_a_compiled_model_has_the_names_and_decodes_in_the_steps_of_any_other() -> None:
+    plain, compiled = small_model().eval(), small_model().eval()
+    compiled.load_state_dict(plain.state_dict())
+    counter = CompileCounterWithBackend("eager")
+    compiled.compile_layers(backend=counter)
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+    src, keep = torch.tensor([[5, 6, 7]]), torch.ones(1, 3, dtype=torch.bool)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        found = [
+            model.step(torch.tensor([2]), model.start(model.encode(src, keep), keep))
+            for model in (plain, compiled)
+        ]
+    assert torch.equal(*found) and counter.frame_count == 0
+
+
+def test_another_formula_of_the_loss_is_asked_where_it_is_given() -> None:
+    asked = []
+
+    def formula(*arguments: Any) -> tuple[Tensor, Tensor | None]:
+        asked.append(arguments[0].shape)
+        return products.plain_cross_entropy(*arguments)
+
+    states = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    weight = nn.Parameter(torch.randn(7, 4, dtype=torch.float64))
+    inputs = (states, weight, torch.arange(5), 0.1)
+    own, _ = products.ProjectedCrossEntropy.apply(*inputs)
+    other, _ = products.ProjectedCrossEntropy.apply(*inputs, formula)
+    assert torch.equal(own, other) and asked == [(5, 7)]
+    assert torch.equal(*(torch.autograd.grad(loss, weight)[0] for loss in (own, other)))
