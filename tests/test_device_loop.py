@@ -4,6 +4,7 @@ Tensors on PyTorch's meta device have shapes and no values, so that an update th
 its device fails there.
 """
 
+import importlib.machinery
 import json
 import threading
 from collections.abc import Iterator
@@ -230,3 +231,39 @@ def test_another_formula_of_the_loss_is_asked_where_it_is_given() -> None:
     other, _ = products.ProjectedCrossEntropy.apply(*inputs, formula)
     assert torch.equal(own, other) and asked == [(5, 7)]
     assert torch.equal(*(torch.autograd.grad(loss, weight)[0] for loss in (own, other)))
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "has_triton", "is_compiled"),
+    [
+        ("training.compile=true", "cuda", True, True),
+        ("training.compile=false", "cuda", True, False),
+        ("training.compile=true", "cuda", False, False),
+        ("training.compile=true", "cpu", True, False),
+    ],
+)
+def test_a_gpu_compiles_where_it_can_and_may(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    setting: str,
+    device: str,
+    has_triton: bool,
+    is_compiled: bool,
+) -> None:
+    asked = []
+    monkeypatch.setattr(Transformer, "compile_layers", lambda model: asked.append(model))
+    found = importlib.machinery.ModuleSpec("triton", None) if has_triton else None
+    monkeypatch.setattr(training.importlib.util, "find_spec", lambda name: found)
+    config = configs.load(write_task(tmp_path, reverse_task), [setting], str(tmp_path / "run"))
+    run = prepared(config)
+    as_it_comes = torch._dynamo.config.patch(suppress_errors=False, recompile_limit=8)
+    with RunLog(tmp_path / "metrics.jsonl") as log, as_it_comes:
+        trainer = Trainer(config, run, log)
+        trainer.device = torch.device(device)
+        assert trainer._compile() == is_compiled == (asked == [trainer.model])
+        if is_compiled:
+            assert torch._dynamo.config.suppress_errors
+            assert torch._dynamo.config.recompile_limit >= 32
+        trainer.is_compiled = is_compiled
+        with trainer._as_it_is():
+            pass
