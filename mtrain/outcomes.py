@@ -42,9 +42,10 @@ class Outcomes:
         """Note an update; its numbers [n] may still be in the making."""
         arrival = None
         if numbers.device.type == "cuda":
+            stream = torch.cuda.current_stream(numbers.device)  # which need not be the first GPU's
             numbers = numbers.to("cpu", non_blocking=True)
             arrival = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            arrival.record()
+            arrival.record(stream)
         self._unread.append(_Unread(Outcome(step, num_tokens, lr, []), numbers, arrival))
 
     def read(self, behind: int) -> Iterator[Outcome]:

@@ -587,7 +587,10 @@ def device_of(config: Config, team: Team) -> torch.device:
         ConfigError: if there is no such device here.
     """
     key = "training.device"
-    return pick_device(team.device_name(config.training.device, key), key)
+    device = pick_device(team.device_name(config.training.device, key), key)
+    if device.index is not None and device.type == "cuda":
+        torch.cuda.set_device(device)  # whose random numbers are drawn and saved
+    return device
 
 
 def check_unfinished(run: RunDir) -> None:

@@ -77,7 +77,8 @@ class Gradients:
         """Return an update as it is copied fastest; any thread may ask, ahead of time."""
         if self.device.type != "cuda":
             return dealt
-        shares = [share._replace(batch=share.batch.pinned()) for share in dealt.shares]
+        with torch.cuda.device(self.device):  # a thread of its own begins with the first GPU
+            shares = [share._replace(batch=share.batch.pinned()) for share in dealt.shares]
         return dealt._replace(shares=shares)
 
     def try_out(self, batch: Batch) -> None:

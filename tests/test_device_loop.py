@@ -28,6 +28,7 @@ from mtrain.outcomes import Outcomes
 from mtrain.readahead import read_ahead
 from mtrain.rundir import RunDir
 from mtrain.runlog import RunLog
+from mtrain.team import ALONE
 from mtrain.training import Trainer
 from mtrain.update import Gradients
 
@@ -267,3 +268,16 @@ def test_a_gpu_compiles_where_it_can_and_may(
         trainer.is_compiled = is_compiled
         with trainer._as_it_is():
             pass
+
+
+def test_the_gpu_that_is_asked_for_is_the_one_whose_random_numbers_are_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(training, "pick_device", lambda name, key: torch.device(name))
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    source = write_task(tmp_path, reverse_task)
+    for name in ("cpu", "cuda", "cuda:1"):
+        config = configs.load(source, [f"training.device={name}"], str(tmp_path / "run"))
+        assert training.device_of(config, ALONE) == torch.device(name)
+    assert chosen == [torch.device("cuda:1")]
