@@ -16,17 +16,16 @@ from typing import NamedTuple
 
 import torch
 from machine import commit, describe_machine
+from operations import Sizes, Tokens, flop
+from peers.ceiling import gflops
 
 from mtrain import config as configs
 from mtrain import kernels
-from mtrain.config import ModelConfig
 from mtrain.data import Dealt
 from mtrain.prepare import prepare
 from mtrain.rundir import RunDir
 from mtrain.runlog import RunLog
 from mtrain.training import Trainer
-
-_PRODUCTS = 20
 
 
 class Speed(NamedTuple):
@@ -34,8 +33,7 @@ class Speed(NamedTuple):
 
     seconds: float
     waiting_s: float  # for the next update to be laid out
-    num_tgt_tokens: int
-    flop: float
+    tokens: Tokens
 
 
 def main() -> None:
@@ -62,10 +60,12 @@ def main() -> None:
             idle = idle_share(trainer, updates, options.updates)
     name = describe_machine() if trainer.device.type == "cpu" else torch.cuda.get_device_name()
     print(f"{datetime.date.today()}  {name}  commit {commit()}  {options.config}")
-    rate, ceiling = speed.flop / speed.seconds, matrix_rate(trainer)
+    rate = flop(speed.tokens, sizes_of(trainer)) / speed.seconds
+    size = 2048 if trainer.device.type == "cpu" else 8192
+    ceiling = 1e9 * gflops(trainer.compute_dtype, str(trainer.device), size)
     print(f"first update   after {first_s:.1f} s, with what is tried and compiled before it")
     print(f"update         {speed.seconds / options.updates:.4f} s")
-    print(f"speed          {speed.num_tgt_tokens / speed.seconds:,.0f} target tokens/s")
+    print(f"speed          {speed.tokens.tgt / speed.seconds:,.0f} target tokens/s")
     print(f"products       {rate / 1e12:.2f} TFLOP/s, {rate / ceiling:.0%} of {ceiling / 1e12:.2f}")
     print(f"input          {speed.waiting_s / speed.seconds:.1%} of the time waited for")
     print(f"idle           {'not measured' if idle is None else f'{idle:.1%} of the time'}")
@@ -73,48 +73,34 @@ def main() -> None:
 
 def make(trainer: Trainer, updates: Iterator[Dealt], count: int) -> Speed:
     """Make updates, and wait for the device once, in the end."""
-    began, waiting_s, num_tokens, flop = time.monotonic(), 0.0, 0, 0.0
+    began, waiting_s, tokens = time.monotonic(), 0.0, []
     for _ in range(count):
         asked = time.monotonic()
         dealt = next(updates)
         waiting_s += time.monotonic() - asked
         trainer._update(dealt)
         trainer.progress.step += 1
-        num_tokens += dealt.num_tokens
-        flop += flop_of(dealt, trainer.config.model, len(trainer.tokenizer.tgt))
+        tokens.append(tokens_of(dealt))
     trainer._heed()
-    return Speed(time.monotonic() - began, waiting_s, num_tokens, flop)
+    total = Tokens(*(sum(counts) for counts in zip(*tokens, strict=True)))
+    return Speed(time.monotonic() - began, waiting_s, total)
 
 
-def flop_of(dealt: Dealt, model: ModelConfig, num_pieces: int) -> float:
-    """Return the operations of an update's products; the backward pass is two forward passes."""
-    width, total = model.d_model, 0.0
-    projection, feed_forward = 2 * width**2, 4 * width * model.d_ff
+def tokens_of(dealt: Dealt) -> Tokens:
+    """Count what an update reads."""
+    total = torch.zeros(len(Tokens._fields), dtype=torch.float64)
     for batch, _ in dealt.shares:
         src_B, tgt_B = batch.src_keep_BS.sum(1).double(), batch.tgt_keep_BT.sum(1).double()
-        src, tgt = float(src_B.sum()), float(tgt_B.sum())
-        of_self = [float((own**2).sum()) for own in (src_B, tgt_B)]
-        encoder = (4 * projection + feed_forward) * src + 4 * width * of_self[0]
-        decoder = (6 * projection + feed_forward) * tgt + 2 * projection * src
-        decoder += 4 * width * (of_self[1] + float((src_B * tgt_B).sum()))
-        total += model.num_encoder_layers * encoder + model.num_decoder_layers * decoder
-        total += 2 * width * num_pieces * tgt
-    return 3 * total
+        own = Tokens(src_B, tgt_B, src_B.square(), tgt_B.square(), src_B * tgt_B)
+        total += torch.stack([count_B.sum() for count_B in own])
+    return Tokens(*total.tolist())
 
 
-def matrix_rate(trainer: Trainer) -> float:
-    """Return the operations a second of the best of several products of two square matrices."""
-    device = trainer.device
-    size = 8192 if device.type == "cuda" else 2048
-    left, right = (torch.randn(size, size).to(device, trainer.compute_dtype) for _ in range(2))
-    out, times = torch.empty_like(left), []
-    for _ in range(_PRODUCTS):
-        began = time.perf_counter()
-        torch.mm(left, right, out=out)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return 2 * size**3 / min(times)
+def sizes_of(trainer: Trainer) -> Sizes:
+    """Return the sizes of the model that is trained."""
+    model = trainer.config.model
+    layers = (model.num_encoder_layers, model.num_decoder_layers)
+    return Sizes(*layers, model.d_model, model.d_ff, len(trainer.tokenizer.tgt))
 
 
 def idle_share(trainer: Trainer, updates: Iterator[Dealt], count: int) -> float | None:

@@ -22,6 +22,7 @@ from statistics import median
 import environments
 from environments import REPOSITORY, NotMeasured
 from machine import commit, describe_machine
+from operations import Sizes, Tokens, flop
 from peers.job import Epoch, Job
 from report import print_table, say, spread
 
@@ -192,25 +193,12 @@ def best(ceilings: list[Ceiling]) -> Ceiling:
 
 
 def gflop_per_tgt_token(num_layers: int, d_model: int, d_ff: int, num_heads: int) -> float:
-    """Return the operations of the matrix products of one target token, source included.
-
-    They are those of real tokens, without padding; a product and a sum are two operations; a
-    backward pass is two forward passes. The corpus says how many sources go with a target.
-    """
+    """Return what training on one target token takes, and on the sources that go with it."""
     counts = json.loads((CORPUS / "counts.json").read_text("utf-8"))
-    projection = 2 * d_model**2
-    feed_forward = 4 * d_model * d_ff
-    keys_and_values = 2 * projection  # of the source, for the decoder
-    per_src_token = 4 * projection + feed_forward + keys_and_values
-    per_tgt_token = 6 * projection + feed_forward
-    squares = counts["src_squares"] + counts["tgt_squares"] + counts["products"]
-    layers = (
-        per_src_token * counts["src_tokens"]
-        + per_tgt_token * counts["tgt_tokens"]
-        + 4 * d_model * squares  # attention: scores and mixtures, over all heads
-    )
-    output = 2 * d_model * VOCAB_SIZE * counts["tgt_tokens"]
-    return 3 * (num_layers * layers + output) / counts["tgt_tokens"] / 1e9
+    names = ("src_tokens", "tgt_tokens", "src_squares", "tgt_squares", "products")
+    epoch = Tokens(*(counts[name] for name in names))
+    sizes = Sizes(num_layers, num_layers, d_model, d_ff, VOCAB_SIZE)
+    return flop(epoch, sizes) / epoch.tgt / 1e9
 
 
 def measure_pair(options: argparse.Namespace, name: str, number: int) -> Pair:

@@ -1,5 +1,6 @@
-"""The benchmark that trains mtrain beside others: mtrain's own part in it."""
+"""The benchmarks: mtrain's own part beside other toolkits, and what they count."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -8,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tasks import REPOSITORY, prepared, write_task
+from torch.utils.flop_counter import FlopCounterMode
 
 from mtrain import config as configs
 
@@ -69,3 +72,20 @@ def test_an_epoch_is_every_pair_of_the_corpus_once(corpus: Path) -> None:
     assert epoch["batches"] > 1
     assert epoch["cells"] >= epoch["src_tokens"] + epoch["tgt_tokens"]
     assert epoch["tgt_tokens"] >= len(lines) + sum(len(line.split()) for line in lines)
+
+
+def test_the_operations_of_a_training_are_those_that_pytorch_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+    operations = importlib.import_module("operations")
+    num_pairs, src, tgt, width, num_pieces = 3, 5, 7, 16, 40
+    counts = (num_pairs * count for count in (src, tgt, src**2, tgt**2, src * tgt))
+    sizes = operations.Sizes(2, 3, width, 32, num_pieces)
+    model = torch.nn.Transformer(width, 4, 2, 3, 32, batch_first=True)
+    output = torch.nn.Linear(width, num_pieces)
+    states = [torch.randn(num_pairs, count, width, requires_grad=True) for count in (src, tgt)]
+    causal = model.generate_square_subsequent_mask(tgt)
+    with FlopCounterMode(display=False) as counter:
+        output(model(*states, tgt_mask=causal)).sum().backward()
+    assert operations.flop(operations.Tokens(*counts), sizes) == counter.get_total_flops()

@@ -8,7 +8,6 @@ import time
 
 import torch
 
-_SIZE = 2048
 _REPEATS = 10
 _SECONDS = 5.0  # after these no further product begins: some processors crawl in bfloat16
 
@@ -19,16 +18,18 @@ def main() -> None:
     print(json.dumps({name: gflops(dtype) for name, dtype in dtypes.items()}))
 
 
-def gflops(dtype: torch.dtype) -> float:
+def gflops(dtype: torch.dtype, device: str = "cpu", size: int = 2048) -> float:
     """Return the best of several products of two square matrices."""
-    left, right = (torch.randn(_SIZE, _SIZE).to(dtype) for _ in range(2))
+    left, right = (torch.randn(size, size).to(device, dtype) for _ in range(2))
     out = torch.empty_like(left)
     times: list[float] = []
     while len(times) <= _REPEATS and sum(times) < _SECONDS:
         started = time.perf_counter()
         torch.mm(left, right, out=out)
+        if device != "cpu":
+            torch.accelerator.synchronize()
         times.append(time.perf_counter() - started)
-    return round(2 * _SIZE**3 / min(times) / 1e9, 1)
+    return round(2 * size**3 / min(times) / 1e9, 1)
 
 
 if __name__ == "__main__":
