@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtrain.model import DecoderState, Transformer
+from mtrain.decoderstate import DecoderState
+from mtrain.model import Transformer
 from mtrain.products import Logits
 
 

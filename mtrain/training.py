@@ -19,6 +19,7 @@ from mtrain import (
     kernels,
     lossscale,
     prepare,
+    target,
     tokenizer,
     trainstate,
 )
@@ -36,6 +37,7 @@ from mtrain.outcomes import Outcomes
 from mtrain.readahead import read_ahead
 from mtrain.rundir import RunDir
 from mtrain.runlog import Mute, RunLog
+from mtrain.saves import Saves
 from mtrain.schedule import learning_rate
 from mtrain.scoring import Validation, ValidationSet
 from mtrain.signals import STOPPING, Signals, Stopped
@@ -119,7 +121,7 @@ class Trainer:
         self.ahead = _AHEAD if is_gpu else 0
         needs_each = self.compute_dtype is torch.float16  # to choose the factor of the next loss
         self.behind = _BEHIND if is_gpu and not needs_each else 0
-        self.is_saved = False  # as it stands
+        self.saves = Saves(run, self.settings, log, team)
 
     def _compile(self) -> bool:
         """Compile the model for a GPU, if that is wanted and can be done."""
@@ -145,7 +147,7 @@ class Trainer:
 
     def resume(self) -> None:
         """Continue from the newest checkpoint, if there is one."""
-        path = self._newest()
+        path = self.saves.newest()
         if path is None:
             self.log.drop_after(0)
             inherit.start(self.model, self.config, self.fingerprint, self.log, self.team)
@@ -154,21 +156,11 @@ class Trainer:
         self.log.drop_after(self.progress.step)
         if self._is_done() and self.run_dir.model_path.exists():
             raise RunError(
-                f"{self.run_dir.path}: has reached its target ({self._target()}) at step "
-                f"{self.progress.step:,}; to go on, raise `training.max_steps`, "
+                f"{self.run_dir.path}: has reached its target ({target.say(self.settings)}) at "
+                f"step {self.progress.step:,}; to go on, raise `training.max_steps`, "
                 "`training.max_minutes` or `training.patience`."
             )
         self.log.say(f"resuming from {path}")
-
-    def _newest(self) -> Path | None:
-        """Return the newest checkpoint that is whole, as the first rank finds it."""
-        step = -1
-        if self.team.is_first:
-            checkpoint.sweep(self.run_dir.checkpoints_dir)
-            path = checkpoint.newest_whole(self.run_dir.checkpoints_dir, self.log.say)
-            step = -1 if path is None else checkpoint.load_progress(path).step
-        step = int(self.team.tell(step))
-        return None if step < 0 else checkpoint.path_of(self.run_dir.checkpoints_dir, step)
 
     def restore(self, path: Path) -> None:
         """Become what the training was when it saved a checkpoint."""
@@ -178,7 +170,7 @@ class Trainer:
         trainstate.set_optimizer(self.optimizer, self.model, optimizer, self.team)
         trainstate.restore_random_state(optimizer, path)
         self.window.restore(self.progress)
-        self.is_saved = True
+        self.saves.is_current = True
 
     def snapshot(self) -> checkpoint.Checkpoint:
         """Return all that resuming needs, as it is now; all ranks must ask together."""
@@ -218,7 +210,7 @@ class Trainer:
             self.log.say(
                 "compile  the layers, for a minute or so; `training.compile: false` spares it"
             )
-        self.log.say(f"target   {self._target()}")
+        self.log.say(f"target   {target.say(self.settings)}")
 
     def try_largest(self) -> None:
         """Find out at once whether the memory holds the largest batches; leave no trace."""
@@ -260,7 +252,7 @@ class Trainer:
         while not self._is_done() and self.progress.step != last_step:
             dealt = next(updates)
             self._update(dealt)
-            self.is_saved = False
+            self.saves.is_current = False
             self.progress.step += 1
             self.progress.epoch, self.progress.batch = dealt.after.epoch, dealt.after.batch
             if self.team.size == 1:
@@ -274,45 +266,27 @@ class Trainer:
             if self.agreed_signal:
                 self._save_before_leaving()
                 raise Stopped(self.agreed_signal)
-            if self._is_regular(self.progress.step):
+            if self.saves.is_due(self.progress.step, self.progress):
                 self._try_to_save()
 
     def finish(self) -> None:
         """Write the better of the averaged and the best checkpoint as the final weights."""
-        if self.team.is_first:
-            self._prune()  # whoever was killed while saving had no time to
-        self.team.wait()
-        found = self._whole_checkpoints()
-        best_step = next(step for step in self.progress.best_steps() if step in found)
-        last_steps = [step for step in reversed(found) if self._is_regular(step)]
-        best_steps = [step for step in self.progress.best_steps() if step in found]
-        averaged = last_steps if self.settings.average_of == "last" else best_steps
-        averaged = averaged[: self.settings.average]
+        best, averaged, found = self.saves.candidates(self.progress)
         weights = checkpoint.average([found[step] for step in averaged], self.fingerprint)
         set_weights(self.model, weights, self.run_dir.checkpoints_dir, self.team)
         validation = self._score()
-        best_bleu = self.progress.bleu_of_step[str(best_step)]
+        best_bleu = self.progress.bleu_of_step[str(best)]
         name = f"the average of {count(len(averaged), 'checkpoint')}"
         self.log.say(f"{name}: validation BLEU {validation.bleu:.2f}")
-        self.log.say(f"the best checkpoint (step {best_step:,}): validation BLEU {best_bleu:.2f}")
+        self.log.say(f"the best checkpoint (step {best:,}): validation BLEU {best_bleu:.2f}")
         if best_bleu > validation.bleu:
-            name, best = "the best checkpoint", found[best_step] / "model.safetensors"
-            weights, averaged = checkpoint.load_model(best, self.fingerprint), [best_step]
+            name, averaged = "the best checkpoint", [best]
+            path = found[best] / "model.safetensors"
+            weights = checkpoint.load_model(path, self.fingerprint)
         origin = checkpoint.Origin(sorted(averaged), max(best_bleu, validation.bleu))
         if self.team.is_first:
             checkpoint.save_model(self.run_dir.model_path, weights, self.fingerprint, origin)
         self.log.say(f"{self.run_dir.model_path}: {name}")
-
-    def _whole_checkpoints(self) -> dict[int, Path]:
-        """Return the checkpoints that are as they were saved, by step, and warn of the others."""
-        whole = {}
-        for step, path in checkpoint.steps(self.run_dir.checkpoints_dir).items():
-            try:
-                checkpoint.check(path)
-                whole[step] = path
-            except RunError as error:
-                self.log.say(f"{error} It is left out.")
-        return whole
 
     def _update(self, dealt: Dealt) -> None:
         """Make one update; its loss is divided by the target tokens of all shares of all ranks.
@@ -405,10 +379,8 @@ class Trainer:
 
     def _remedy(self) -> str:
         advice = "take a lower `training.lr` or more `training.warmup_steps`"
-        saved = checkpoint.steps(self.run_dir.checkpoints_dir)
-        if not saved:
-            return f"{advice}."
-        return f"{advice}, and the same command goes on from the checkpoint of step {max(saved):,}."
+        start = self.saves.next_start()
+        return f"{advice}, and the same command goes on from {start}." if start else f"{advice}."
 
     def _report(self) -> None:
         """Move the progress bar, and log if a line is due."""
@@ -451,7 +423,7 @@ class Trainer:
         validation = self._score(show_examples=True)
         self.window.pause(time.monotonic() - started)
         self.progress.note_bleu(validation.bleu)
-        self.is_saved = False
+        self.saves.is_current = False
         best_step = self.progress.best_steps()[0]
         self.log.say(
             f"step {step:,}: validation loss {validation.loss:.4f}, "
@@ -519,10 +491,9 @@ class Trainer:
         try:
             self._save()
         except WriteError as error:
-            saved = checkpoint.steps(self.run_dir.checkpoints_dir)
-            where = f"the checkpoint of step {max(saved):,}" if saved else "the beginning"
+            start = self.saves.next_start() or "the beginning"
             raise WriteError(
-                f"{error} Once there is room, the same command goes on from {where}."
+                f"{error} Once there is room, the same command goes on from {start}."
             ) from None
 
     def _save(self) -> None:
@@ -533,51 +504,17 @@ class Trainer:
         """
         self._heed()
         self._check_weights()
-        if self.is_saved:
-            return
-        snapshot, is_saved = self.snapshot(), False
-        try:
-            if self.team.is_first:
-                directory = self.run_dir.checkpoints_dir
-                checkpoint.save(directory, *snapshot, self.fingerprint, self.made_with())
-                is_saved = True
-                self._prune()
-        finally:
-            self.is_saved = bool(self.team.tell(is_saved))
-
-    def _prune(self) -> None:
-        """Delete the checkpoints that are neither of the last nor of the best."""
-        directory = self.run_dir.checkpoints_dir
-        last = [step for step in checkpoint.steps(directory) if self._is_regular(step)]
-        best = self.progress.best_steps()[: self.settings.keep_best]
-        kept = [*last[-self.settings.keep_last :], *best, self.progress.step]
-        checkpoint.prune(directory, kept)
-
-    def _is_regular(self, step: int) -> bool:
-        """Tell whether a checkpoint was due at `step`, and not only saved by a signal."""
-        every = self.settings.save_every
-        is_due = every is not None and step % every == 0
-        return is_due or str(step) in self.progress.bleu_of_step
+        if not self.saves.is_current:
+            self.saves.add(self.snapshot(), self.fingerprint, self.made_with())
 
     def _spent(self) -> float:
-        """Return the share of the budget, steps or minutes, that is used up."""
-        steps, minutes = self.settings.max_steps, self.settings.max_minutes
-        by_steps = self.progress.step / steps if steps else 0.0
-        by_time = self.progress.elapsed_s / (60 * minutes) if minutes else 0.0
-        return max(by_steps, by_time)
+        return target.spent(self.settings, self.progress)
 
     def _is_done(self) -> bool:
-        is_patient = self.progress.num_bad_validations < self.settings.patience
-        return self._spent() >= 1 or not is_patient
+        return target.is_reached(self.settings, self.progress)
 
     def _is_due(self, every: int) -> bool:
         return self.progress.step % every == 0
-
-    def _target(self) -> str:
-        steps, minutes = self.settings.max_steps, self.settings.max_minutes
-        named = [f"{steps:,} steps"] if steps else []
-        named += [f"{minutes:g} minutes"] if minutes else []
-        return f"{' or '.join(named)}, or {self.settings.patience} validations without a better one"
 
 
 def device_of(config: Config, team: Team) -> torch.device:

@@ -44,6 +44,10 @@ def model(name: str, old: str, new: str) -> Mutation:
     return Mutation(name, "mtrain/model.py", old, new, "tests/test_model.py")
 
 
+def state(name: str, old: str, new: str) -> Mutation:
+    return Mutation(name, "mtrain/decoderstate.py", old, new, "tests/test_model.py")
+
+
 def search(name: str, old: str, new: str) -> Mutation:
     return Mutation(name, "mtrain/search.py", old, new, "tests/test_search.py")
 
@@ -71,7 +75,7 @@ MODEL = [
         "        keep = src_keep_BS[:, None, None, :]\n",
         "        keep = torch.ones_like(src_keep_BS)[:, None, None, :]\n",
     ),
-    model(
+    state(
         "no padding mask in cross-attention",
         "places_BS.masked_fill(~src_keep_BS, -1)",
         "places_BS",
@@ -101,7 +105,7 @@ MODEL = [
         "ids_N, state.length_N, stop)",
         "ids_N, state.length_N + 1, stop + 1)",
     ),
-    model(
+    state(
         "cached positions stand still",
         "        self.length_N = self.length_N + 1\n",
         "",
@@ -181,47 +185,47 @@ MODEL = [
         "places_NT[:, -self.window - 1 :]",
         "places_NT[:, -self.window :]",
     ),
-    model(
+    state(
         "cached past not reordered",
         "self.places_NT.index_select(0, rows_N)",
         "self.places_NT.index_select(0, rows_N * 0)",
     ),
-    model(
+    state(
         "sources do not follow their hypotheses",
         "self.src_places_NS.index_select(0, rows_N)",
         "self.src_places_NS.index_select(0, rows_N.sort().values)",
     ),
-    model(
+    state(
         "a larger store forgets the past",
         "    larger_RX[: len(layer_RX)] = layer_RX\n",
         "    larger_RX[:] = 0\n",
     ),
-    model(
+    state(
         "two steps write to the same places",
         "taken_N, self._free_R = self._free_R[:count], self._free_R[count:]",
         "taken_N, self._free_R = self._free_R[:count], self._free_R[count // 2 :]",
     ),
-    model(
+    state(
         "those who join see what others have read",
         "F.pad(own_NT, (0, 0, 0, len(other.length_N)), value=-1)",
         "F.pad(own_NT, (0, 0, 0, len(other.length_N)), value=0)",
     ),
-    model(
+    state(
         "those who join stand where others do",
         "torch.cat([self.length_N, other.length_N])",
         "torch.cat([self.length_N, other.length_N + longest])",
     ),
-    model(
+    state(
         "those who join have the sources of others",
         "        new_NS[is_kept_NS] = places_K\n",
         "",
     ),
-    model(
+    state(
         "rows that others read are written anew",
         "        is_free_R[in_use] = False  # -1 is the last, which is no row\n",
         "",
     ),
-    model(
+    state(
         "no row is written anew",
         "        if num_needed > 3 * num_rows // 4:\n",
         "        if True:\n",

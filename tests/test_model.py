@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from mtrain import checkpoint, native
 from mtrain.config import ModelConfig
+from mtrain.decoderstate import DecoderState
 from mtrain.kernels import Dropout
 from mtrain.model import (
     CrossAttention,
     DecoderLayer,
-    DecoderState,
     EncoderLayer,
     FeedForward,
     Positions,

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from mtrain.batch import pad_right
 from mtrain.config import ModelConfig
-from mtrain.model import DecoderState, Transformer
+from mtrain.decoderstate import DecoderState
+from mtrain.model import Transformer
 from mtrain.search import (
     NUM_GROUPS,
     Beam,

@@ -187,10 +187,12 @@ def test_every_test_that_the_page_names_exists() -> None:
 
 
 def test_every_name_of_the_package_that_the_page_uses_exists() -> None:
-    model = ast.parse((REPOSITORY / "mtrain" / "model.py").read_text(encoding="utf-8"))
-    known = {
-        node.name for node in ast.walk(model) if isinstance(node, ast.FunctionDef | ast.ClassDef)
-    }
+    trees = [
+        ast.parse((REPOSITORY / "mtrain" / name).read_text(encoding="utf-8"))
+        for name in ("model.py", "decoderstate.py")
+    ]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    known = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     named = set(re.findall(r"`([A-Z]\w+)(?:\.\w+)?`", PAGE)) | set(re.findall(r"`(\w+)\(\)`", PAGE))
     others = {"Linear", "Dropout", "LayerNorm", "GELU", "ReLU"}  # of the kernels and of torch
     assert named - known - others == set()
