@@ -46,36 +46,6 @@ static inline void transpose(words *rows) {
     }
 }
 
-/* Four rows of c = a b, some vectors of their width; a constant where it is inlined. */
-static inline __attribute__((always_inline)) void product_tile(float *c, const float *a,
-                                                               const float *b, int64_t inner,
-                                                               int64_t width, int64_t a_row,
-                                                               int64_t a_column, int vectors) {
-    lanes sums[4][2] = {{{0}}};
-    for (int64_t i = 0; i < inner; i++)
-        for (int v = 0; v < vectors; v++) {
-            lanes values;
-            memcpy(&values, b + i * width + v * LANES, sizeof values);
-            for (int j = 0; j < 4; j++) sums[j][v] += a[j * a_row + i * a_column] * values;
-        }
-    for (int j = 0; j < 4; j++) memcpy(c + j * width, sums[j], vectors * sizeof(lanes));
-}
-
-/* c = a b for small matrices; element (r, i) of a lies at r * a_row + i * a_column. The rows come in
- * fours, and b and c have rows of whole lanes. */
-static inline void product(float *restrict c, const float *restrict a, const float *restrict b,
-                           int64_t rows, int64_t inner, int64_t width, int64_t a_row,
-                           int64_t a_column) {
-    for (int64_t r = 0; r < rows; r += 4) {
-        const float *ar = a + r * a_row;
-        int64_t w = 0;
-        for (; w + 2 * LANES <= width; w += 2 * LANES)
-            product_tile(c + r * width + w, ar, b + w, inner, width, a_row, a_column, 2);
-        if (w < width)
-            product_tile(c + r * width + w, ar, b + w, inner, width, a_row, a_column, 1);
-    }
-}
-
 /* An attention's shape: b sentences, h heads, t queries, s keys, heads k wide; and its strides,
  * in elements, for sentence, head and position. */
 typedef struct {
@@ -152,14 +122,88 @@ static inline __attribute__((always_inline)) lanes NAME(load_lanes)(const STORE 
     return part;
 }
 
-/* Copy a head [n, k] into floats [n, width], and zeros. */
-static inline void NAME(unpack)(float *restrict to, const STORE *restrict from, int64_t stride,
-                                int64_t n, int64_t k, int64_t width) {
-    for (int64_t i = 0; i < n; i++)
-        for (int64_t j = 0; j < width; j += LANES) {
-            lanes values = NAME(load_lanes)(from + i * stride + j, k - j);
-            memcpy(to + i * width + j, &values, sizeof values);
+/* The first `n` values of a vector, at most all. */
+static inline __attribute__((always_inline)) void NAME(save_lanes)(STORE *to, lanes values, int64_t n) {
+    if (n >= LANES) NAME(save_whole)(to, values);
+    else
+        for (int64_t i = 0; i < n; i++) to[i] = SAVE(values[i]);
+}
+
+/* Words of rows [n, k] whose numbers stand below each other: [words of n, wide], and zeros. */
+static inline void NAME(lay_down)(uint32_t *to, const STORE *from, int64_t stride, int64_t n,
+                                  int64_t k, int64_t wide) {
+    int64_t size = 4 / sizeof(STORE);
+    for (int64_t i = 0; i < n; i += size)
+        for (int64_t j = 0; j < wide; j += LANES, to += LANES) {
+            const STORE *own = from + i * stride + j;
+            lanes below = {0};
+            if (i + 1 < n) below = NAME(load_lanes)(own + stride, k - j);
+            words both = NAME(stacked)(NAME(load_lanes)(own, k - j), below);
+            memcpy(to, &both, sizeof both);
         }
+}
+
+/* c [n, k] = a b `scale`: a word of a lies at r * a_row + i * a_column, b is laid out down. The rows
+ * of a come in fours. */
+static inline __attribute__((always_inline)) void NAME(product_tile)(
+    STORE *c, int64_t c_row, int64_t n, int64_t k, const STORE *a, int64_t a_row, int64_t a_column,
+    const uint32_t *b, int64_t inner, int64_t wide, float scale, int vectors) {
+    lanes sums[4][2] = {{{0}}};
+    for (int64_t i = 0; i < inner; i++)
+        for (int v = 0; v < vectors; v++) {
+            words others;
+            memcpy(&others, b + i * wide + v * LANES, sizeof others);
+            for (int j = 0; j < 4; j++) {
+                uint32_t word;
+                memcpy(&word, a + j * a_row + i * a_column, sizeof word);
+                sums[j][v] = NAME(add)(sums[j][v], word, others);
+            }
+        }
+    for (int j = 0; j < 4 && j < n; j++)
+        for (int v = 0; v < vectors; v++)
+            NAME(save_lanes)(c + j * c_row + v * LANES, sums[j][v] * scale, k - v * LANES);
+}
+
+static inline void NAME(product)(STORE *restrict c, int64_t c_row, int64_t n, int64_t k,
+                                 const STORE *restrict a, int64_t a_row, int64_t a_column,
+                                 const uint32_t *restrict b, int64_t inner, int64_t wide,
+                                 float scale) {
+    for (int64_t r = 0; r < n; r += 4, a += 4 * a_row, c += 4 * c_row) {
+        int64_t w = 0;
+        for (; w + 2 * LANES <= wide; w += 2 * LANES)
+            NAME(product_tile)(c + w, c_row, n - r, k - w, a, a_row, a_column, b + w, inner, wide,
+                               scale, 2);
+        if (w < wide)
+            NAME(product_tile)(c + w, c_row, n - r, k - w, a, a_row, a_column, b + w, inner, wide,
+                               scale, 1);
+    }
+}
+
+/* Scores [n, width] as a left factor whose rows are their columns; `room` holds it if need be. */
+static inline const STORE *NAME(stack)(STORE *room, const float *scores, int64_t n, int64_t width) {
+    int64_t size = 4 / sizeof(STORE);
+    STORE *to = room;
+    if (size == 1) return (const STORE *)scores;
+    for (int64_t i = 0; i < n; i += size)
+        for (int64_t w = 0; w < width; w += LANES, to += LANES * size) {
+            lanes own, below = {0};
+            memcpy(&own, scores + i * width + w, sizeof own);
+            if (i + 1 < n) memcpy(&below, scores + (i + 1) * width + w, sizeof below);
+            words both = NAME(stacked)(NAME(rounded)(own), NAME(rounded)(below));
+            memcpy(to, &both, sizeof both);
+        }
+    return room;
+}
+
+/* Scores as a left factor whose rows are theirs. */
+static inline const STORE *NAME(pack)(STORE *room, const float *scores, int64_t count) {
+    if (sizeof(STORE) == sizeof(float)) return (const STORE *)scores;
+    for (int64_t i = 0; i < count; i += LANES) {
+        lanes own;
+        memcpy(&own, scores + i, sizeof own);
+        NAME(save_whole)(room + i, own);
+    }
+    return room;
 }
 
 /* A vector of the numbers of a row, of which `left` are left; and zeros. */
@@ -223,12 +267,6 @@ static inline void NAME(score)(float *scores, const STORE *head, int64_t stride,
     }
 }
 
-static inline void NAME(pack)(STORE *restrict to, const float *restrict from, int64_t stride,
-                              int64_t n, int64_t k, int64_t width, float scale) {
-    for (int64_t i = 0; i < n; i++)
-        for (int64_t j = 0; j < k; j++) to[i * stride + j] = SAVE(from[i * width + j] * scale);
-}
-
 /* Ask for the rows of a head before they are read: they lie too far apart to be foreseen. */
 static inline void NAME(ask_for)(const STORE *head, int64_t stride, int64_t n) {
     for (int64_t i = 0; i < n; i++) __builtin_prefetch(head + i * stride);
@@ -243,15 +281,15 @@ static inline const STORE *NAME(head)(const STORE *of, const int64_t *strides, i
  * a vector holds as many queries and nothing is added up within one. */
 int NAME(attention)(const attention_shape *at, const STORE *q, const STORE *k, const STORE *v,
                     const uint8_t *keep, STORE *out) {
-    int64_t rows = round_up(at->t, 4), keys = round_up(at->s, SCORED);
+    int64_t keys = round_up(at->s, SCORED), size = 4 / sizeof(STORE);
     int64_t width = round_up(at->t, LANES), wide = round_up(at->k, LANES);
     const int64_t *qt = at->q_strides, *kt = at->k_strides, *vt = at->v_strides;
     const int64_t *ot = at->out_strides, *mt = at->keep_strides;
-    float *probs = zeros((at->k + 2 * keys + 1) * width + (at->s + rows) * wide);
+    float *probs = zeros((at->k + 3 * keys + 1) * width + keys * wide);
     if (!probs) return 1;
-    float *bias = probs + keys * width, *shares = bias + keys * width, *vs = shares + width;
-    float *mixed = vs + at->s * wide;
-    uint32_t *qs_across = (uint32_t *)(mixed + rows * wide);
+    float *bias = probs + keys * width, *shares = bias + keys * width;
+    STORE *factor = (STORE *)(shares + width);
+    uint32_t *vs_down = (uint32_t *)(shares + (keys + 1) * width), *qs_across = vs_down + keys * wide;
     const uint8_t *seen = NULL;
     for (int64_t n = 0; n < at->b * at->h; n++) {
         int64_t b = n / at->h, h = n % at->h;
@@ -263,7 +301,7 @@ int NAME(attention)(const attention_shape *at, const STORE *q, const STORE *k, c
         if (own != seen) fill_bias(bias, own, at, width);
         seen = own;
         NAME(lay_across)(qs_across, NAME(head)(q, qt, b, h), qt[2], at->t, at->k, width);
-        NAME(unpack)(vs, NAME(head)(v, vt, b, h), vt[2], at->s, at->k, wide);
+        NAME(lay_down)(vs_down, NAME(head)(v, vt, b, h), vt[2], at->s, at->k, wide);
         NAME(score)(probs, NAME(head)(k, kt, b, h), kt[2], at->s, at->k, qs_across, width);
         softmax(probs, bias, at->s, width, at->scale);
         uint32_t first = (uint32_t)(n * at->t * at->s);
@@ -271,8 +309,9 @@ int NAME(attention)(const attention_shape *at, const STORE *q, const STORE *k, c
             fill_shares(shares, at, first + (uint32_t)j, width);
             for (int64_t i = 0; i < width; i++) probs[j * width + i] *= shares[i];
         }
-        product(mixed, probs, vs, rows, at->s, wide, 1, width);
-        NAME(pack)(out + b * ot[0] + h * ot[1], mixed, ot[2], at->t, at->k, wide, 1.0f);
+        NAME(product)(out + b * ot[0] + h * ot[1], ot[2], at->t, at->k,
+                      NAME(stack)(factor, probs, at->s, width), size, size * width, vs_down,
+                      round_up(at->s, size) / size, wide, 1.0f);
     }
     free(probs);
     return 0;
@@ -282,19 +321,20 @@ int NAME(attention)(const attention_shape *at, const STORE *q, const STORE *k, c
 int NAME(attention_grad)(const attention_shape *at, const STORE *grad, const STORE *q,
                          const STORE *k, const STORE *v, const uint8_t *keep, STORE *grad_q,
                          STORE *grad_k, STORE *grad_v) {
-    int64_t rows = round_up(at->t, 4), keys = round_up(at->s, 4);
+    int64_t keys = round_up(at->s, SCORED), size = 4 / sizeof(STORE);
     int64_t width = round_up(at->t, LANES), wide = round_up(at->k, LANES);
+    int64_t num_t = round_up(at->t, size) / size, num_s = round_up(at->s, size) / size;
     const int64_t *qt = at->q_strides, *kt = at->k_strides, *vt = at->v_strides;
     const int64_t *ot = at->out_strides, *mt = at->keep_strides, *gq = at->grad_q_strides;
     const int64_t *gk = at->grad_k_strides, *gv = at->grad_v_strides;
-    int64_t across = at->k * width, square = round_up(at->s, SCORED) * width;
-    int64_t tall = rows * wide, broad = keys * wide;
-    float *qs = zeros(3 * tall + 2 * broad + 2 * across + 3 * square + 2 * width);
-    if (!qs) return 1;
-    float *gs = qs + tall, *result_q = gs + tall, *ks = result_q + tall, *result = ks + broad;
-    float *probs = result + broad, *slopes = probs + square, *bias = slopes + square;
-    float *shares = bias + square, *along = shares + width;
-    uint32_t *qs_across = (uint32_t *)(along + width), *gs_across = qs_across + across;
+    int64_t across = at->k * width, square = keys * width, down = width * wide;
+    float *probs = zeros(4 * square + 2 * across + 2 * down + keys * wide + 2 * width);
+    if (!probs) return 1;
+    float *slopes = probs + square, *bias = slopes + square, *shares = bias + square;
+    float *along = shares + width;
+    STORE *factor = (STORE *)(along + width);
+    uint32_t *qs_across = (uint32_t *)(along + width) + square, *gs_across = qs_across + across;
+    uint32_t *qs_down = gs_across + across, *gs_down = qs_down + down, *ks_down = gs_down + down;
     const uint8_t *seen = NULL;
     for (int64_t i = 0; i < width; i++) shares[i] = 1.0f;
     for (int64_t n = 0; n < at->b * at->h; n++) {
@@ -309,9 +349,9 @@ int NAME(attention_grad)(const attention_shape *at, const STORE *grad, const STO
         seen = own;
         const STORE *own_q = NAME(head)(q, qt, b, h), *own_grad = NAME(head)(grad, ot, b, h);
         const STORE *own_k = NAME(head)(k, kt, b, h), *own_v = NAME(head)(v, vt, b, h);
-        NAME(unpack)(qs, own_q, qt[2], at->t, at->k, wide);
-        NAME(unpack)(gs, own_grad, ot[2], at->t, at->k, wide);
-        NAME(unpack)(ks, own_k, kt[2], at->s, at->k, wide);
+        NAME(lay_down)(qs_down, own_q, qt[2], at->t, at->k, wide);
+        NAME(lay_down)(gs_down, own_grad, ot[2], at->t, at->k, wide);
+        NAME(lay_down)(ks_down, own_k, kt[2], at->s, at->k, wide);
         NAME(lay_across)(qs_across, own_q, qt[2], at->t, at->k, width);
         NAME(lay_across)(gs_across, own_grad, ot[2], at->t, at->k, width);
         NAME(score)(probs, own_k, kt[2], at->s, at->k, qs_across, width);
@@ -335,14 +375,17 @@ int NAME(attention_grad)(const attention_shape *at, const STORE *grad, const STO
             fill_shares(shares, at, first + (uint32_t)j, width);
             for (int64_t i = 0; i < width; i++) weights[i] *= shares[i];
         }
-        product(result_q, slopes, ks, rows, at->s, wide, 1, width);
-        NAME(pack)(grad_q + b * gq[0] + h * gq[1], result_q, gq[2], at->t, at->k, wide, at->scale);
-        product(result, slopes, qs, keys, at->t, wide, width, 1);
-        NAME(pack)(grad_k + b * gk[0] + h * gk[1], result, gk[2], at->s, at->k, wide, at->scale);
-        product(result, probs, gs, keys, at->t, wide, width, 1);
-        NAME(pack)(grad_v + b * gv[0] + h * gv[1], result, gv[2], at->s, at->k, wide, 1.0f);
+        NAME(product)(grad_q + b * gq[0] + h * gq[1], gq[2], at->t, at->k,
+                      NAME(stack)(factor, slopes, at->s, width), size, size * width, ks_down, num_s,
+                      wide, at->scale);
+        NAME(product)(grad_k + b * gk[0] + h * gk[1], gk[2], at->s, at->k,
+                      NAME(pack)(factor, slopes, at->s * width), width, size, qs_down, num_t, wide,
+                      at->scale);
+        NAME(product)(grad_v + b * gv[0] + h * gv[1], gv[2], at->s, at->k,
+                      NAME(pack)(factor, probs, at->s * width), width, size, gs_down, num_t, wide,
+                      1.0f);
     }
-    free(qs);
+    free(probs);
     return 0;
 }
 

@@ -92,6 +92,20 @@ static inline words widened(halves x) {
 #endif
 }
 
+/* Vectors as they are stored, as they are once stored, and two of those in one of words. */
+static inline void save_whole_float(float *to, lanes x) { memcpy(to, &x, sizeof x); }
+static inline void save_whole_bf16(bf16 *to, lanes x) {
+    halves rounded = round_lanes(x);
+    memcpy(to, &rounded, sizeof rounded);
+}
+static inline lanes rounded_float(lanes x) { return x; }
+static inline lanes rounded_bf16(lanes x) { return (lanes)(widened(round_lanes(x)) << 16); }
+static inline words stacked_float(lanes x, lanes below) {
+    (void)below; /* a float fills a word */
+    return (words)x;
+}
+static inline words stacked_bf16(lanes x, lanes below) { return (words)x >> 16 | (words)below; }
+
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }

@@ -357,6 +357,20 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
         "",
         "kernels",
     ),
+    compiled(
+        "attention",
+        "the last two values of a sentence count as one",
+        "        if (i + 1 < n) below = NAME(load_lanes)(own + stride, k - j);",
+        "        if (i + 2 < n) below = NAME(load_lanes)(own + stride, k - j);",
+        "kernels",
+    ),
+    compiled(
+        "attention",
+        "the last two weights of a sentence count as one",
+        "            if (i + 1 < n) memcpy(&below, scores + (i + 1) * width + w, sizeof below);",
+        "            if (i + 2 < n) memcpy(&below, scores + (i + 1) * width + w, sizeof below);",
+        "kernels",
+    ),
 ]
 
 SEARCH = [
