@@ -313,7 +313,8 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
     if precision == "float32":
         return torch.float32
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if has_bfloat16 else torch.float32
     fast = device.type == "cpu" and native.processor_has("avx512_bf16", "amx_tile")
     return torch.bfloat16 if fast else torch.float32
 
