@@ -319,6 +319,14 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
+def avoid_cudnn_attention() -> None:
+    """Keep a GPU from the attention that makes a plan for each shape: batches have thousands.
+
+    PyTorch prefers it on some GPUs, and a plan takes up to a second.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def keep_freed_memory() -> None:
     """Make glibc keep large freed blocks, so that no step faults its memory in again."""
     if not sys.platform.startswith("linux"):

@@ -91,6 +91,7 @@ class Trainer:
         self.config, self.settings, self.run_dir, self.log = config, config.training, run, log
         self.team, self.deal = team, Deal(self.settings.accumulate, team.rank, team.size)
         self.device = device_of(config, team)
+        kernels.avoid_cudnn_attention()
         torch.manual_seed(config.seed)
         self.tokenizer = tokenizer.load(run.tokenizer_dir)
         self.fingerprint = self.tokenizer.fingerprint()

@@ -322,7 +322,7 @@ def load(
 ) -> Translator:
     """Load the model of a run folder, or of several as an ensemble, ready to translate.
 
-    From then on the process keeps the memory that it frees.
+    From then on the process keeps the memory that it frees, and attends without cuDNN.
 
     Raises:
         RunError: if a folder is not a run, has no trained model, or its parts do not fit, or if
@@ -332,6 +332,7 @@ def load(
     if loading.quantize is not None and loading.precision == "bfloat16":
         raise ConfigError("`--quantize` must not stand beside `--precision bfloat16`, but does.")
     kernels.keep_freed_memory()
+    kernels.avoid_cudnn_attention()
     folders = [runs] if isinstance(runs, RunDir) else list(runs)
     config_of = [run.load_config() for run in folders]
     device = pick_device(loading.team.device_name(loading.device))

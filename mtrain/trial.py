@@ -66,6 +66,7 @@ def measure(size: Size, sample: Sample, vocabulary: Tokenizer, device_name: str)
         RunError: if the memory does not hold a single pair.
     """
     kernels.keep_freed_memory()  # as a training does
+    kernels.avoid_cudnn_attention()
     device = pick_device(device_name)
     model = build_model(size.model, vocabulary).to(device)
     model.compute_in(kernels.compute_dtype("auto", device))

@@ -173,6 +173,15 @@ def test_an_update_never_waits_for_its_device(
         trainer._heed()
 
 
+def test_a_training_keeps_a_gpu_from_planning_each_shape_of_its_attention(tmp_path: Path) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    config = configs.load(write_task(tmp_path, reverse_task), [], str(tmp_path / "run"))
+    run = prepared(config)
+    with RunLog(tmp_path / "metrics.jsonl") as log:
+        Trainer(config, run, log)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def small_model() -> Transformer:
     config = ModelConfig(
         d_model=16, d_ff=32, num_heads=2, num_encoder_layers=2, num_decoder_layers=2, dropout=0.1

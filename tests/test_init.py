@@ -3,6 +3,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from tasks import Said, write
 
 from mtrain import config as configs
@@ -106,7 +107,9 @@ def test_a_model_is_tried_by_real_updates_of_its_size(wanted):
     seen = holdout.look(wanted.train.corpus(), 1, lambda _: None)
     vocabulary = init._train_tokenizer(seen, 400)
     sample = trial.encode(seen.sample, vocabulary)
+    torch.backends.cuda.enable_cudnn_sdp(True)
     tried = trial.measure(sizes.SIZES[0], sample, vocabulary, "cpu")
+    assert not torch.backends.cuda.cudnn_sdp_enabled(), "a plan for each shape is what it measures"
     shapes = sizes.SIZES[0].model
     own = len(vocabulary.tgt) * shapes.d_model
     assert tried.num_weights > own + 8 * shapes.d_model * shapes.d_model

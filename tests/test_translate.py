@@ -483,6 +483,12 @@ def test_weights_that_are_laid_out_translate_like_those_that_are_not(
             assert own.log_probs == pytest.approx(other.log_probs, rel=1e-5, abs=1e-5)
 
 
+def test_a_model_that_is_loaded_keeps_a_gpu_from_planning_each_shape(trained: RunDir) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    translate.load(trained, loading=Loading("cpu"))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_bfloat16_translates_like_float32(trained: RunDir, translator: Translator) -> None:
     short = translate.load(trained, loading=Loading("cpu", precision="bfloat16"))
     assert short.model.compute_dtype is torch.bfloat16
