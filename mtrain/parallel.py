@@ -18,10 +18,13 @@ class Workers:
     """As many threads as PyTorch was given, each computing on its own, on one core.
 
     Small products gain little from being split over cores; a batch can be split in any case.
+
+    Args:
+        count: fewer or more threads than that.
     """
 
-    def __init__(self) -> None:
-        self.count = torch.get_num_threads()
+    def __init__(self, count: int | None = None) -> None:
+        self.count = count or torch.get_num_threads()
         self._pool = ThreadPoolExecutor(self.count, "update") if self.count > 1 else None
         self._is_left = Event()
 

@@ -125,7 +125,7 @@ class Translator:
         """
         for model in self.ensemble.models:
             model.eval()
-        workers = Workers()
+        workers = Workers(None if self.device.type == "cpu" else 1)  # a GPU wants larger batches
         try:
             rows = sorted(range(len(sources)), key=lambda row: -len(sources[row].ids))
             each = int(self.team.tell(workers.count))

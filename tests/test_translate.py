@@ -24,6 +24,7 @@ from mtrain.config import DecodingConfig, TokenizerConfig
 from mtrain.crew import Leader, follow
 from mtrain.errors import ConfigError, RunError
 from mtrain.model import DecoderLayer
+from mtrain.parallel import Workers
 from mtrain.rundir import RunDir
 from mtrain.search import NUM_GROUPS, Sampling, length_penalty
 from mtrain.team import Team
@@ -103,6 +104,25 @@ def test_ctrl_c_ends_a_search_of_several_threads_at_their_next_step(
         translator.search(long)
     assert threading.main_thread().name not in taken
     assert 1 <= len(taken) < 100
+
+
+def test_a_gpu_is_searched_on_by_one_thread(
+    translator: Translator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several would take turns, each with a part of what the GPU takes at once."""
+    counts: list[int] = []
+
+    class Counted(Workers):
+        def map(self, function, tasks):  # type: ignore[no-untyped-def]
+            counts.append(len(tasks))
+            return super().map(function, tasks)
+
+    monkeypatch.setattr(translate, "Workers", Counted)
+    torch.set_num_threads(3)
+    for device in ("cpu", "cuda"):
+        own = (translator.tokenizer, translator.decoding, torch.device(device))
+        assert Translator([translator.model], *own).search([]) == []
+    assert counts == [3, 1]
 
 
 @pytest.mark.parametrize("budget", [1, 20, 60])
