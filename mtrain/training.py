@@ -131,8 +131,11 @@ class Trainer:
         if not is_wanted or not is_whole or importlib.util.find_spec("triton") is None:
             return False
         import torch._dynamo.config as compiler
+        import torch._functorch.config as lowering
 
         compiler.suppress_errors = True  # what does not compile runs as it is
+        if hasattr(lowering, "force_non_lazy_backward_lowering"):  # or it is told too late
+            lowering.force_non_lazy_backward_lowering = True
         compiler.recompile_limit = max(_MOST_SHAPES, compiler.recompile_limit)
         self.model.compile_layers()
         return True

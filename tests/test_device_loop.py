@@ -267,12 +267,14 @@ def test_a_gpu_compiles_where_it_can_and_may(
     config = configs.load(write_task(tmp_path, reverse_task), [setting], str(tmp_path / "run"))
     run = prepared(config)
     as_it_comes = torch._dynamo.config.patch(suppress_errors=False, recompile_limit=8)
-    with RunLog(tmp_path / "metrics.jsonl") as log, as_it_comes:
+    lazily = torch._functorch.config.patch(force_non_lazy_backward_lowering=False)
+    with RunLog(tmp_path / "metrics.jsonl") as log, as_it_comes, lazily:
         trainer = Trainer(config, run, log)
         trainer.device = torch.device(device)
         assert trainer._compile() == is_compiled == (asked == [trainer.model])
         if is_compiled:
             assert torch._dynamo.config.suppress_errors
+            assert torch._functorch.config.force_non_lazy_backward_lowering, "errors come in time"
             assert torch._dynamo.config.recompile_limit >= 32
         trainer.is_compiled = is_compiled
         with trainer._as_it_is():
