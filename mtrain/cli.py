@@ -294,7 +294,7 @@ def _reading(total: int | None) -> Iterator[Callable[[int], object]]:
 def tokenize(config: ConfigArgument, set_: SetOption = None, run: RunOption = None) -> None:
     """Train the tokenizer and encode the corpora into the run folder.
 
-    Example: mtrain tokenize configs/demo.yaml --set tokenizer.vocab_size=1000
+    Example: mtrain tokenize configs/demo.yaml --run runs/small --set tokenizer.vocab_size=1000
     """
     api.tokenize(api.load_config(config, set_ or [], run))
 
@@ -312,7 +312,7 @@ def train(
 
     Tokenizes first if that is not done, and resumes from the newest checkpoint.
 
-    Example: mtrain train configs/demo.yaml --set training.max_steps=500
+    Example: mtrain train configs/demo.yaml --run runs/short --set training.max_steps=500
     """
     with together("the same command goes on from the last checkpoint.") as team:
         settings = api.load_config(config, set_ or [], run)

@@ -3,6 +3,7 @@
 import ast
 import re
 import shlex
+import shutil
 import subprocess
 import warnings
 from pathlib import Path
@@ -15,6 +16,7 @@ from conftest import Cli
 from tasks import REPOSITORY, write
 
 from mtrain import config as configs
+from mtrain import demo
 from mtrain.cli import app
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -146,11 +148,14 @@ def small_copy(directory: Path) -> None:
 def test_the_commands_of_the_readme_run_one_after_the_other(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The demo's folder is there by then; each training takes a single step more."""
+    """`mtrain demo` has made runs/demo by then; each training takes a single step more."""
     small_copy(tmp_path)
     monkeypatch.chdir(tmp_path)
     cheap = [word for setting in CHEAP for word in ("--set", setting)]
-    outcome = cli("train", "configs/demo.yaml", *cheap)
+    shutil.copytree("data/demo", "runs/demo/corpus")
+    text = demo.config_text("runs/demo/corpus", "runs/demo")
+    Path("runs/demo/demo.yaml").write_text(text, encoding="utf-8")
+    outcome = cli("train", "runs/demo/demo.yaml", *cheap)
     assert outcome.code == 0, outcome.err
     num_run = 0
     for words, stdin in of_mtrain():
