@@ -25,6 +25,7 @@ _BLOCK_BYTES = 1 << 18  # that are decoded at once
 _LINES_TOLD = 4096  # after which a reader says how far it is
 _PATIENCE_S = 0.05  # that a block waits for one more line
 _MAX_BLOCK_CHARACTERS = 4_000_000
+_MAX_WARNINGS = 5  # of lines that are not UTF-8; the others are counted
 _MAX_LINKS = 40  # one after the other, as Linux follows them
 
 
@@ -70,15 +71,22 @@ def _read_to_the_bad_one(path: Path, block: Iterable[bytes], num_before: int) ->
 def read_forgiving(path: Path | None, warn: Callable[[str], None]) -> Iterator[str]:
     """Yield the lines of a file, or of stdin; replace bytes that are not UTF-8, and warn.
 
+    The first such lines are named, the others counted.
+
     Raises:
         DataError: for a file that cannot be read.
     """
+    num_bad = 0
     for number, line in enumerate(_read_raw(path), start=1):
         try:
             yield line.decode("utf-8")
         except UnicodeDecodeError as error:
-            warn(f"line {number}: is not UTF-8: {_culprit(error)}; replaced by U+FFFD.")
+            num_bad += 1
+            if num_bad <= _MAX_WARNINGS:
+                warn(f"line {number}: is not UTF-8: {_culprit(error)}; replaced by U+FFFD.")
             yield line.decode("utf-8", errors="replace")
+    if num_bad > _MAX_WARNINGS:
+        warn(f"{num_bad - _MAX_WARNINGS:,} more lines: not UTF-8.")
 
 
 def read_blocks(

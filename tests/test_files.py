@@ -127,6 +127,16 @@ def test_forgiving_lines_replace_and_warn_and_go_on(here: Path) -> None:
     ]
 
 
+def test_the_first_lines_that_are_not_utf8_are_named_and_the_others_counted(here: Path) -> None:
+    warnings: list[str] = []
+    (here / "f").write_bytes(b"gr\xfcn\n" * 1205)
+    assert len(list(files.read_forgiving(here / "f", warnings.append))) == 1205
+    assert [text.partition(":")[0] for text in warnings[:-1]] == [
+        f"line {number}" for number in range(1, 6)
+    ]
+    assert warnings[-1] == "1,200 more lines: not UTF-8."
+
+
 no_line_end = st.text(st.characters(codec="utf-8", exclude_characters="\n")).filter(
     lambda line: not line.endswith("\r")
 )
