@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -306,14 +307,14 @@ def _corpus(files: Files) -> str:
 
 def _farewell(wanted: Wanted, plan: _Plan) -> list[str]:
     recipe, size = plan.recipe, plan.tried.size
-    megabytes = 4 * plan.tried.num_weights / 1e6
+    megabytes, path = 4 * plan.tried.num_weights / 1e6, shlex.quote(str(wanted.config_path))
     lines = [
         f"wrote     {wanted.config_path}: the size `{size.name}`, a model of {megabytes:,.0f} MB",
         f"expect    about {recipe.num_updates:,} updates in {_say_time(wanted.budget_s)}, "
         f"{recipe.num_epochs:,.1f} epochs; tokenizing and",
         "          scoring come on top",
-        f"next      mtrain check {wanted.config_path}",
-        f"          mtrain train {wanted.config_path}",
+        f"next      mtrain check {path}",
+        f"          mtrain train {path}",
     ]
     if recipe.num_epochs < _LEAST_EPOCHS:
         lines.insert(

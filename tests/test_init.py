@@ -1,4 +1,5 @@
 import random
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -150,6 +151,12 @@ def test_what_is_measured_and_chosen_is_said(wanted):
     ]
     assert all(len(line) <= 80 for line in [*said.lines, *report])
     assert "warning" not in str(report)
+
+
+def test_the_commands_that_are_shown_last_can_be_pasted_into_a_shell(wanted):
+    report = init.init(replace(wanted, config_path=Path("my own.yaml")), Said(), lambda _: None)
+    commands = [shlex.split(line.removeprefix("next")) for line in report[-2:]]
+    assert commands == [["mtrain", verb, "my own.yaml"] for verb in ("check", "train")]
 
 
 def test_too_little_time_is_warned_of(wanted):
