@@ -360,7 +360,8 @@ def _file_findings(survey: Survey) -> Iterator[Finding]:
     for part in survey.intake.parts:
         for notes in part.notes:
             yield from _notes_findings(survey.name, notes)
-        if part.src.num_lines != part.tgt.num_lines:
+        is_whole = not (part.src.problem or part.tgt.problem)
+        if is_whole and part.src.num_lines != part.tgt.num_lines:
             yield _of_file(
                 survey.name,
                 "unequal-lines",

@@ -125,6 +125,18 @@ def test_a_lost_line_is_an_error_and_the_place_where_it_was_lost_is_named(
     assert found["train.shift"]["examples"][0]["last"]["line"] >= 3990
 
 
+def test_of_a_file_that_is_not_there_nobody_is_told_to_look_for_lost_lines(
+    cli: Cli, tmp_path: Path
+) -> None:
+    config = write_planted(tmp_path, clean())
+    (tmp_path / "train.tgt").unlink()
+    outcome = cli("check", config, "--json")
+    assert outcome.code == 2
+    found = by_name(json.loads(outcome.out))
+    assert "No such file" in found["train.unreadable"]["what"]
+    assert "train.unequal-lines" not in found
+
+
 def test_nothing_is_found_in_clean_text(cli: Cli, tmp_path: Path) -> None:
     config = write_planted(tmp_path, clean())
     outcome = cli("check", config, "--strict")
