@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import sys
 from pathlib import Path
 
 from mtrain import config as configs
 from mtrain import demo_corpus, evaluation, schema, translate
+from mtrain.errors import RunError
 from mtrain.files import whole_dir, whole_file
 from mtrain.prepare import prepare
 from mtrain.rundir import RunDir
@@ -56,8 +59,16 @@ def demo(directory: Path, console: Console) -> None:
     """Write the corpus into `directory`, train there, score, and show translations.
 
     A demo that was finished before is only scored again; one that was stopped goes on.
+
+    Raises:
+        RunError: if the folder holds another run.
     """
     corpus, config_path = directory / "corpus", directory / "demo.yaml"
+    if RunDir(directory).config_path.is_file() and not config_path.is_file():
+        raise RunError(
+            f"{directory}: must be new, or hold a demo, but holds another run instead; name "
+            "another DIR."
+        )
     if not corpus.is_dir():
         with whole_dir(corpus) as beside:
             demo_corpus.write_corpus(beside)
@@ -83,7 +94,13 @@ def report(directory: Path, warn: Warn) -> list[str]:
         lines.append(f"reference    {result.lines.tgt[row]}")
         lines.append(f"translation  {result.hypotheses[row]}")
     lines.append(f"The run folder is {directory}. Translate a sentence with it:")
-    lines.append(
-        f'  echo "The old farmer is tired." | mtrain translate {shlex.quote(str(directory))}'
-    )
+    words = shlex.join([_program(), "translate", str(directory)])
+    lines.append(f'  echo "The old farmer is tired." | {words}')
     return lines
+
+
+def _program() -> str:
+    """Return what starts mtrain in this shell: its name, or the path by which it was started."""
+    started = sys.argv[0]
+    is_found = Path(started).name != "mtrain" or shutil.which("mtrain") is not None
+    return "mtrain" if is_found else started

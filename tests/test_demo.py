@@ -85,6 +85,32 @@ def test_the_command_that_is_shown_last_can_be_pasted_into_a_shell(cli: Cli, tin
     assert shlex.split(cli("demo", "my demo").lines[-1])[-1] == "my demo"
 
 
+def test_where_no_shell_finds_mtrain_the_command_names_the_path_that_started_it(
+    cli: Cli, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = cli("demo")
+    monkeypatch.setattr("sys.argv", [".venv/bin/mtrain", "demo"])
+    monkeypatch.setenv("PATH", str(tiny))
+    command = demo.report(Path("runs/demo"), lambda _: None)[-1].partition(" | ")[2]
+    assert outcome.lines[-1].endswith(" | mtrain translate runs/demo")
+    assert command == ".venv/bin/mtrain translate runs/demo"
+
+
+def test_the_demo_into_another_run_is_refused_and_changes_nothing(cli: Cli, tiny: Path) -> None:
+    Path("mine").mkdir()
+    tiny_corpus(Path("mine"))
+    Path("mine.yaml").write_text(tiny_config_text("mine", "runs/demo"), encoding="utf-8")
+    assert cli("tokenize", "mine.yaml").code == 0
+    before = sorted(Path("runs").rglob("*"))
+    outcome = cli("demo")
+    assert outcome.code == 2
+    assert outcome.err == (
+        "mtrain: runs/demo: must be new, or hold a demo, but holds another run instead; name "
+        "another DIR.\n"
+    )
+    assert sorted(Path("runs").rglob("*")) == before
+
+
 def test_a_demo_that_was_stopped_goes_on(
     cli: Cli, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
