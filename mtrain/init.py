@@ -22,6 +22,7 @@ from mtrain.corpus import count_pairs
 from mtrain.errors import ConfigError, DataError
 from mtrain.files import write_lines
 from mtrain.holdout import Look
+from mtrain.rundir import RunDir
 from mtrain.runlog import Console
 from mtrain.sizes import Recipe, Tried
 from mtrain.sources import Advance
@@ -113,8 +114,8 @@ def init(wanted: Wanted, console: Console, advance: Advance) -> list[str]:
         What is written, and how to go on, line by line.
 
     Raises:
-        ConfigError: if a language has no code, a file to be written is there already, or the
-            device is not.
+        ConfigError: if a language has no code, a file to be written or a run in its folder is
+            there already, or the device is not.
         DataError: if the corpus cannot be read, or has too few pairs.
     """
     for side, code in (("src", wanted.src_lang), ("tgt", wanted.tgt_lang)):
@@ -128,6 +129,8 @@ def init(wanted: Wanted, console: Console, advance: Advance) -> list[str]:
     for path in [wanted.config_path, *(path for files in new for path in files)]:
         if path.exists():
             raise ConfigError(f"{path}: is there already; take another --output, or delete it.")
+    if RunDir(Path(wanted.run_dir)).config_path.exists():
+        raise ConfigError(f"{wanted.run_dir}: holds a run already; take another --run.")
     for name, files in sets.items():
         if files not in new:
             count_pairs(files.corpus(), f"--{name}")
@@ -308,9 +311,10 @@ def _corpus(files: Files) -> str:
 def _farewell(wanted: Wanted, plan: _Plan) -> list[str]:
     recipe, size = plan.recipe, plan.tried.size
     megabytes, path = 4 * plan.tried.num_weights / 1e6, shlex.quote(str(wanted.config_path))
+    updates = opening.count(recipe.num_updates, "update")
     lines = [
         f"wrote     {wanted.config_path}: the size `{size.name}`, a model of {megabytes:,.0f} MB",
-        f"expect    about {recipe.num_updates:,} updates in {_say_time(wanted.budget_s)}, "
+        f"expect    about {updates} in {_say_time(wanted.budget_s)}, "
         f"{recipe.num_epochs:,.1f} epochs; tokenizing and",
         "          scoring come on top",
         f"next      mtrain check {path}",

@@ -188,6 +188,17 @@ def test_no_file_is_written_over(wanted, name):
     assert [path.name for path in Path().glob("en-de*")] == [name]
 
 
+def test_a_run_folder_that_is_taken_is_an_error_before_anything_is_done(wanted):
+    folder = Path(wanted.run_dir)
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("mine\n")
+    said = Said()
+    with pytest.raises(ConfigError, match=r"^runs/en-de: holds a run already; take another --run"):
+        init.init(wanted, said, lambda _: None)
+    assert said.lines == []
+    assert not list(Path().glob("en-de*"))
+
+
 def test_a_corpus_with_too_few_pairs_to_hold_some_out_is_an_error(wanted):
     for name in ("a.en", "a.de"):
         write(Path(name), read(name)[:150])
