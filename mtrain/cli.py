@@ -371,7 +371,7 @@ def translate(
     drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     _refuse("--sample", searching if sample else {})
     _require("--sample", {} if sample else drawing | {"seed": seed})
-    _check_outputs(output, alignments)
+    _check_outputs(output, alignments, read=[*paths, *([prefix] if prefix else [])])
     runs, file = _runs_and_file(paths)
     config = runs[0].load_config()
     others = {"no_repeat_ngram": no_repeat_ngram, "batch_tokens": batch_tokens}
@@ -558,7 +558,7 @@ def evaluate(
     from mtrain import score_page, scoreboard
     from mtrain.rundir import RunDir
 
-    _check_outputs(output)
+    _check_outputs(output, read=compare or [])
     folders, names = [RunDir(run) for run in runs], _listed(tests)
     searching = {"beam": beam, "early_stop": early_stop, "no_repeat_ngram": no_repeat_ngram}
     changes = searching | {"length_alpha": length_alpha, "batch_tokens": batch_tokens}
@@ -723,16 +723,27 @@ def export(
     _put(exporting.as_text(report), None)
 
 
-def _check_outputs(output: Path | None, alignments: Path | None = None) -> None:
-    """Refuse before all the work what cannot be written after it."""
+def _check_outputs(
+    output: Path | None, alignments: Path | None = None, read: Iterable[Path] = ()
+) -> None:
+    """Refuse before all the work what cannot be written after it, or takes the place of a text."""
     from mtrain import files
 
-    given = [path for path in (output, alignments) if path is not None]
-    replaced = [os.path.realpath(path) for path in given if files.is_replaced(path)]
-    if len(set(replaced)) < len(replaced):
+    given = {"--output": output, "--alignments": alignments}
+    replaced = {
+        name: os.path.realpath(path)
+        for name, path in given.items()
+        if path is not None and files.is_replaced(path)
+    }
+    if len({*replaced.values()}) < len(replaced):
         raise ConfigError(
             f"`--alignments` must be another file than `--output`, but is {alignments} too."
         )
+    texts = {os.path.realpath(path): path for path in read}
+    for name, path in replaced.items():
+        if path in texts:
+            said = f"`{name}` must be a file that is not read, but is {texts[path]} instead."
+            raise ConfigError(said)
 
 
 def _put(lines: Iterable[str], output: Path | None) -> None:

@@ -667,6 +667,28 @@ def test_two_outputs_are_two_files(cli: Cli, trained: RunDir, tmp_path: Path) ->
     assert cli("translate", trained.path, *outputs, stdin=b"ba\n").code == 0
 
 
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (["translate", "RUN", "TEXT", "-o", "TEXT"], "--output"),
+        (["translate", "RUN", "TEXT", "-o", "LINK"], "--output"),
+        (["translate", "RUN", "TEXT", "--alignments", "TEXT"], "--alignments"),
+        (["translate", "RUN", "--prefix", "TEXT", "-o", "TEXT"], "--output"),
+        (["eval", "RUN", "--compare", "TEXT", "-o", "TEXT"], "--output"),
+    ],
+)
+def test_no_output_takes_the_place_of_a_text_that_is_read(
+    cli: Cli, trained: RunDir, tmp_path: Path, arguments: list[str], name: str
+) -> None:
+    text, link = tmp_path / "text", tmp_path / "link"
+    text.write_bytes(b"ba ce\n")
+    link.symlink_to(text)
+    paths = {"RUN": trained.path, "TEXT": text, "LINK": link}
+    said = error_line(cli(*(paths.get(word, word) for word in arguments), stdin=b"ba\n"))
+    assert said == f"`{name}` must be a file that is not read, but is {text} instead."
+    assert text.read_bytes() == b"ba ce\n"
+
+
 def test_outputs_may_be_links(cli: Cli, trained: RunDir, tmp_path: Path) -> None:
     outputs = []
     for option in ("-o", "--alignments"):
