@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mtrain import breakdown, files, frequencies, significance, tokenizer
 from mtrain.breakdown import Breakdown, Contrast
@@ -106,19 +106,30 @@ def measure(plan: Plan, load: Load, warn: Warn) -> list[TestReport]:
     Raises:
         ConfigError, DataError, RunError: if what is asked for does not fit together.
     """
-    tests = _checked(plan)
+    tests, translations = _checked(plan)
     if plan.options.comet is not None:
         plan.options.comet.load()
     for text in _differences(plan.runs):
         warn(text)
     found: dict[str, list[System]] = {name: [] for name in tests}
     for path in plan.paths:
-        for result in _results(path, plan, tests, load, warn):
+        if path in translations:
+            results = _scored(translations[path], plan, tests)
+        else:
+            results = _translated(path, plan, tests, load, warn)
+        for result in results:
             found[result.name].append(System(str(path), result, None))
     return [_report(name, tests[name], systems, plan) for name, systems in found.items()]
 
 
-def _checked(plan: Plan) -> dict[str, Lines]:
+class _Checked(NamedTuple):
+    """The test sets, and the lines of each file of translations, which is read but once."""
+
+    tests: dict[str, Lines]
+    translations: dict[Path, list[str]]
+
+
+def _checked(plan: Plan) -> _Checked:
     """Return the test sets of the first run, and see that the other systems are of the same."""
     paths = plan.paths
     places = [path.resolve() for path in paths]
@@ -126,14 +137,15 @@ def _checked(plan: Plan) -> dict[str, Lines]:
         if places.count(place) > 1:
             raise ConfigError(f"{path}: must be named once, but is named twice.")
     tests = read_tests(plan.runs[0], plan.names)
+    translations = {}
     for path in paths[1:]:
         if path.is_dir():
             own = read_tests(RunDir(path), list(tests))
             for name, lines in own.items():
                 _check_references(path, name, lines.tgt, plan, tests[name].tgt)
         else:
-            _read_file(path, tests)
-    return tests
+            translations[path] = _read_file(path, tests)
+    return _Checked(tests, translations)
 
 
 def _check_references(
@@ -175,16 +187,17 @@ def _read_file(path: Path, tests: Mapping[str, Lines]) -> list[str]:
     return lines
 
 
-def _results(
+def _translated(
     path: Path, plan: Plan, tests: Mapping[str, Lines], load: Load, warn: Warn
 ) -> Iterator[TestResult]:
-    """Translate the test sets, or read their translations, and score them."""
-    if path.is_dir():
-        run = RunDir(path)
-        with load(run) as translator:
-            yield from evaluate(run, translator, warn, plan.options, list(tests))
-        return
-    hypotheses = _read_file(path, tests)
+    """Translate the test sets by a run, and score them."""
+    run = RunDir(path)
+    with load(run) as translator:
+        yield from evaluate(run, translator, warn, plan.options, list(tests))
+
+
+def _scored(hypotheses: list[str], plan: Plan, tests: Mapping[str, Lines]) -> Iterator[TestResult]:
+    """Score translations of the one test set."""
     for name, lines in tests.items():
         scores = score(hypotheses, lines.tgt, plan.options, lines.src)
         yield TestResult(name, lines, hypotheses, scores)

@@ -1,6 +1,7 @@
 """Several systems on one test set: seeds, comparisons, details, and what does not fit together."""
 
 import json
+import os
 import re
 import shutil
 import statistics
@@ -287,6 +288,18 @@ def test_a_file_of_translations_needs_one_test_set(
     outcome = cli(*arguments, "--tests", "short", "--json")
     assert outcome.code == 0
     assert json.loads(outcome.out)["short"]["scores"][1]["value"] == pytest.approx(100)
+
+
+def test_translations_may_come_from_a_pipe_which_can_be_read_but_once(
+    cli: Cli, noisy: RunDir
+) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, "\n".join(SOURCES).encode())
+    os.close(writer)
+    outcome = cli("eval", noisy.path, "--compare", f"/dev/fd/{reader}", *GREEDY, "--json")
+    os.close(reader)
+    assert outcome.code == 0
+    assert json.loads(outcome.out)["held_out"]["scores"][1]["value"] == pytest.approx(100)
 
 
 def test_lines_are_cut_and_warned_of_as_the_verb_that_translates_them_does(
