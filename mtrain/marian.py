@@ -64,11 +64,12 @@ def refuse(config: ModelConfig) -> None:
         ),
         ("attention_window", config.attention_window is None, "null", "attends to all positions"),
     )
+    elsewhere = "; `--to ctranslate2` holds it" * (config.attention_window is None)
     for key, is_held, wanted, why in reasons:
         if not is_held:
             raise ConfigError(
                 f"`model.{key}` must be {wanted} for Hugging Face's MarianMTModel, which {why}, "
-                f"but is {getattr(config, key)!r} instead; `--to ctranslate2` may hold it."
+                f"but is {getattr(config, key)!r} instead{elsewhere}."
             )
 
 

@@ -264,8 +264,16 @@ def test_in_float64_the_logits_of_transformers_are_those_of_mtrain(tmp_path: Pat
             {"attention_window": 3},
             "`model.attention_window` must be null for CTranslate2",
         ),
-        ("huggingface", {"attention_window": 3}, "`model.attention_window` must be null for"),
-        ("huggingface", {"norm": "pre"}, "MarianMTModel, which has no pre-norm layers, but is"),
+        (
+            "huggingface",
+            {"attention_window": 3},  # which the other library does not hold either
+            "MarianMTModel, which attends to all positions, but is 3 instead.",
+        ),
+        (
+            "huggingface",
+            {"norm": "pre"},
+            "has no pre-norm layers, but is 'pre' instead; `--to ctranslate2` holds it.",
+        ),
         (
             "huggingface",
             {"positions": "learned", "max_positions": 8},
