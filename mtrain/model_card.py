@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from mtrain import __version__, checkpoint, data, prepare
 from mtrain.config import Config
 from mtrain.corpus import FileMark
@@ -109,20 +111,14 @@ def marian_readme(card: Card, num_positions: int) -> list[str]:
 
 
 def _front_matter(config: Config) -> list[str]:
-    return [
-        "---",
-        "language:",
-        f"- {config.data.src_lang}",
-        f"- {config.data.tgt_lang}",
-        "library_name: transformers",
-        "pipeline_tag: translation",
-        "tags:",
-        "- translation",
-        "- marian",
-        "- mtrain",
-        "---",
-        "",
-    ]
+    tree = {
+        "language": [config.data.src_lang, config.data.tgt_lang],
+        "library_name": "transformers",
+        "pipeline_tag": "translation",
+        "tags": ["translation", "marian", "mtrain"],
+    }
+    lines = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True).splitlines()
+    return ["---", *lines, "---", ""]
 
 
 def _head(config: Config, library: str) -> list[str]:

@@ -705,6 +705,14 @@ def test_the_card_tells_languages_data_and_sizes(
     assert "mtrain" in rest
 
 
+def test_a_language_whose_code_is_a_word_of_yaml_is_still_a_code(noisy: RunDir) -> None:
+    config = noisy.load_config()
+    data = config.data.model_copy(update={"src_lang": "no", "tgt_lang": "x-klingon"})
+    front = model_card._front_matter(config.model_copy(update={"data": data}))
+    (tree, _) = yaml.safe_load_all("\n".join(front))
+    assert tree["language"] == ["no", "x-klingon"]
+
+
 def test_the_card_names_corpora_of_every_kind(tmp_path: Path) -> None:
     gone = str(tmp_path / "gone.tsv")
     assert list(model_card._files(TsvConfig(tsv=[gone]), {})) == ["gone.tsv | not there any more"]
