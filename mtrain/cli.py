@@ -747,9 +747,11 @@ def _check_outputs(
 
 
 def _put(lines: Iterable[str], output: Path | None) -> None:
+    """Print lines, or write them; bytes of a file's name that are no text become escapes."""
     from mtrain import files
 
+    texts = (line.encode(errors="backslashreplace").decode() for line in lines)
     if output is None:
-        files.print_lines(lines)
+        files.print_lines(texts)
     else:
-        files.write_lines(files.followed(output), lines)
+        files.write_lines(files.followed(output), texts)

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import statistics
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -300,6 +301,16 @@ def test_translations_may_come_from_a_pipe_which_can_be_read_but_once(
     os.close(reader)
     assert outcome.code == 0
     assert json.loads(outcome.out)["held_out"]["scores"][1]["value"] == pytest.approx(100)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="every name is text there")
+def test_a_file_whose_name_is_no_text_is_shown_with_escapes(
+    cli: Cli, noisy: RunDir, tmp_path: Path
+) -> None:
+    path = write(tmp_path / os.fsdecode(b"latin-\xe9.de"), SOURCES)
+    outcome = cli("eval", noisy.path, "--compare", path, *GREEDY)
+    assert outcome.code == 0
+    assert "latin-\\udce9.de" in outcome.out.decode()
 
 
 def test_lines_are_cut_and_warned_of_as_the_verb_that_translates_them_does(
