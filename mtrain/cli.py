@@ -91,6 +91,7 @@ app = typer.Typer(
 )
 
 _SHARED = {"train", "translate", "eval"}  # verbs that several processes may share
+_GOING_ON = {"train", "tokenize", "demo"}  # and those that leave what the same command goes on from
 _OF_CTRANSLATE2 = {
     "paths",
     "output",
@@ -165,7 +166,7 @@ def _options(
     launch, verb = launched(), context.invoked_subcommand
     if launch is not None and verb not in _SHARED:
         refuse_ranks(f"mtrain {verb}")
-    if launch is None and verb in {"translate", "eval"}:  # ranks may wait where no signal is seen
+    if launch is None and verb not in _GOING_ON:  # ranks may wait where no signal is seen
         unwind_when_stopped()
 
 

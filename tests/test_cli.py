@@ -799,6 +799,22 @@ def test_sigterm_leaves_nothing_of_an_output_behind(trained: RunDir, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_export_that_is_stopped_leaves_no_half_of_it(trained: RunDir, tmp_path: Path) -> None:
+    script = """
+import signal, sys
+from mtrain import cli, export
+export._require_library = lambda wanted: None
+export._write = lambda *given: signal.raise_signal(signal.SIGTERM)
+sys.argv[0] = "mtrain"
+cli.main()
+"""
+    arguments = ["export", str(trained.path), str(tmp_path / "out"), "--to", "ctranslate2"]
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True)
+    assert done.returncode == 143
+    assert b"Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_more_signals_do_not_disturb_the_cleaning_up_after_the_first(
     number: int, code: int
