@@ -86,10 +86,14 @@ class MadeWith(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The checkpoints that final weights are made of, averaged if several, and their BLEU."""
+    """The checkpoints that final weights are made of, averaged if several, and their BLEU.
+
+    `reached` is the step at which the training had ended; older files do not say it.
+    """
 
     steps: list[Count]
     bleu: float
+    reached: Count | None = None
 
 
 class _Header(BaseModel):

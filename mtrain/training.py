@@ -158,13 +158,20 @@ class Trainer:
             return
         self.restore(path)
         self.log.drop_after(self.progress.step)
-        if self._is_done() and self.run_dir.model_path.exists():
+        if self._is_done() and self._has_final_weights():
             raise RunError(
                 f"{self.run_dir.path}: has reached its target ({target.say(self.settings)}) at "
                 f"step {self.progress.step:,}; to go on, raise `training.max_steps`, "
                 "`training.max_minutes` or `training.patience`."
             )
         self.log.say(f"resuming from {path}")
+
+    def _has_final_weights(self) -> bool:
+        """Tell whether the final weights are there, and not those of an earlier target."""
+        path = self.run_dir.model_path
+        origin = checkpoint.load_origin(path)
+        reached = None if origin is None else origin.reached
+        return path.exists() and reached in (None, self.progress.step)
 
     def restore(self, path: Path) -> None:
         """Become what the training was when it saved a checkpoint."""
@@ -287,7 +294,8 @@ class Trainer:
             name, averaged = "the best checkpoint", [best]
             path = found[best] / "model.safetensors"
             weights = checkpoint.load_model(path, self.fingerprint)
-        origin = checkpoint.Origin(sorted(averaged), max(best_bleu, validation.bleu))
+        best_bleu = max(best_bleu, validation.bleu)
+        origin = checkpoint.Origin(sorted(averaged), best_bleu, self.progress.step)
         if self.team.is_first:
             checkpoint.save_model(self.run_dir.model_path, weights, self.fingerprint, origin)
         self.log.say(f"{self.run_dir.model_path}: {name}")

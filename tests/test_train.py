@@ -537,6 +537,23 @@ def test_raising_the_target_goes_on_as_if_it_had_been_higher_from_the_start(
     assert run.load_config().training.max_steps == 16
 
 
+def test_a_stop_after_the_last_update_of_a_higher_target_does_not_leave_the_old_weights(
+    monkeypatch: pytest.MonkeyPatch, source: Path, straight: RunDir, tmp_path: Path
+) -> None:
+    longer = "training.max_steps=16"
+    whole = train(source, longer, run=str(tmp_path / "whole"))
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(straight.path, run.path)
+    stop_at(monkeypatch, 16)
+    with pytest.raises(Stopped):
+        train(source, longer, run=str(run.path))
+    assert weights(run) == weights(straight)
+    train(source, longer, run=str(run.path))
+    assert run.model_path.read_bytes() == whole.model_path.read_bytes()
+    with pytest.raises(RunError, match="has reached its target"):
+        train(source, longer, run=str(run.path))
+
+
 def test_what_changed_in_the_config_is_said_and_kept(
     source: Path, straight: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
