@@ -18,7 +18,7 @@ import numpy as np
 from mtrain import config as configs
 from mtrain import holdout, opening, schema, sizes, tokenizer, trial
 from mtrain.config import TokenizerConfig
-from mtrain.corpus import count_pairs
+from mtrain.corpus import Pair, count_pairs
 from mtrain.errors import ConfigError, DataError
 from mtrain.files import write_lines
 from mtrain.holdout import Look
@@ -28,6 +28,7 @@ from mtrain.sizes import Recipe, Tried
 from mtrain.sources import Advance
 from mtrain.texts import CorpusConfig
 from mtrain.tokenizer import Tokenizer, VocabularySizeError
+from mtrain.traits import Ints
 from mtrain.trial import Sample
 
 _MOST_HELD_OUT = 1000  # pairs of a set
@@ -136,8 +137,9 @@ def init(wanted: Wanted, console: Console, advance: Advance) -> list[str]:
             count_pairs(files.corpus(), f"--{name}")
     seen = holdout.look(wanted.train.corpus(), _SEED, advance)
     num_held_out = _num_held_out(seen, wanted.train, len(new))
-    plan = _plan(wanted, seen, seen.num_pairs - num_held_out * len(new), console)
-    _split_off(wanted, seen, new, num_held_out)
+    drawn = holdout.draw(seen.alone, [num_held_out] * len(new), _SEED) if new else []
+    plan = _plan(wanted, seen, drawn, console)
+    _split_off(wanted, new, drawn)
     schema_line = schema.put_beside(wanted.config_path).rstrip("\n")
     write_lines(wanted.config_path, [schema_line, *_compose(wanted, sets, plan)])
     configs.load(wanted.config_path)
@@ -169,11 +171,10 @@ def _num_held_out(seen: Look, files: Files, num_sets: int) -> int:
     return count
 
 
-def _split_off(wanted: Wanted, seen: Look, new: list[Files], count: int) -> None:
+def _split_off(wanted: Wanted, new: list[Files], drawn: list[Ints]) -> None:
     """Write pairs of the corpus to new files; training leaves them out by itself."""
     if not new:
         return
-    drawn = holdout.draw(seen.alone, [count] * len(new), _SEED)
     rows = np.sort(np.concatenate(drawn))
     pair_of = dict(zip(rows.tolist(), holdout.collect(wanted.train.corpus(), rows), strict=True))
     for files, own in zip(new, drawn, strict=True):
@@ -182,14 +183,18 @@ def _split_off(wanted: Wanted, seen: Look, new: list[Files], count: int) -> None
         write_lines(files.tgt, (pair.tgt for pair in pairs))
 
 
-def _plan(wanted: Wanted, seen: Look, num_train: int, console: Console) -> _Plan:
+def _plan(wanted: Wanted, seen: Look, drawn: list[Ints], console: Console) -> _Plan:
+    """Find out and choose; the vocabulary is one that the corpus fills without what is drawn."""
+    held_out = {row for own in drawn for row in own.tolist()}
+    num_train = seen.num_pairs - len(held_out)
+    kept = [pair for pair in seen.sample if pair.line - 1 not in held_out]
     each = (seen.src_words / seen.num_pairs, seen.tgt_words / seen.num_pairs)
     console.say(
         f"corpus    {opening.count(seen.num_pairs, 'pair')}, of {each[0]:.1f} source and "
         f"{each[1]:.1f} target words"
     )
-    vocabulary = _train_tokenizer(seen, num_train)
-    sample = trial.encode(seen.sample, vocabulary)
+    vocabulary = _train_tokenizer(kept, num_train)
+    sample = trial.encode(kept, vocabulary)
     num_tokens = round(sample.tgt_tokens_a_pair * num_train)
     console.say(
         f"pieces    {len(vocabulary.tgt):,} shared; {sample.tgt_tokens_a_pair:.1f} target tokens a "
@@ -208,10 +213,10 @@ def _plan(wanted: Wanted, seen: Look, num_train: int, console: Console) -> _Plan
     return _Plan(num_train, num_tokens, vocabulary, chosen, recipe)
 
 
-def _train_tokenizer(seen: Look, num_train: int) -> Tokenizer:
-    """Train the vocabulary that the corpus can fill, on a sample of it."""
+def _train_tokenizer(pairs: list[Pair], num_train: int) -> Tokenizer:
+    """Train the vocabulary that a corpus can fill, on pairs of it."""
     size = sizes.vocabulary_size(num_train)
-    src, tgt = [pair.src for pair in seen.sample], [pair.tgt for pair in seen.sample]
+    src, tgt = [pair.src for pair in pairs], [pair.tgt for pair in pairs]
     while True:
         try:
             return tokenizer.train(TokenizerConfig(kind="bpe", vocab_size=size), src, tgt, _SEED)

@@ -106,7 +106,7 @@ def test_the_same_corpus_gives_the_same_held_out_pairs(wanted):
 
 def test_a_model_is_tried_by_real_updates_of_its_size(wanted):
     seen = holdout.look(wanted.train.corpus(), 1, lambda _: None)
-    vocabulary = init._train_tokenizer(seen, 400)
+    vocabulary = init._train_tokenizer(seen.sample, 400)
     sample = trial.encode(seen.sample, vocabulary)
     torch.backends.cuda.enable_cudnn_sdp(True)
     tried = trial.measure(sizes.SIZES[0], sample, vocabulary, "cpu")
@@ -211,7 +211,20 @@ def test_a_corpus_with_too_few_pairs_to_hold_some_out_is_an_error(wanted):
 
 def test_a_corpus_of_few_words_gets_the_vocabulary_that_it_can_fill(wanted):
     seen = holdout.look(wanted.train.corpus(), 1, lambda _: None)
-    assert len(init._train_tokenizer(seen, 10**6).tgt) < sizes.vocabulary_size(10**6)
+    assert len(init._train_tokenizer(seen.sample, 10**6).tgt) < sizes.vocabulary_size(10**6)
+
+
+def test_a_vocabulary_that_only_the_held_out_pairs_fill_is_not_chosen(wanted):
+    rng, lines = random.Random(5), sentences(400)
+    for row in range(12):  # words that stand once, some of them in what is held out
+        word = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=9))
+        lines[row * 400 // 12] += f" {word}"
+    write(Path("a.en"), lines)
+    write(Path("a.de"), [line.upper() for line in lines])
+    init.init(wanted, Said(), lambda _: None)
+    config = configs.load(wanted.config_path)
+    assert config.tokenizer.vocab_size == sizes.vocabulary_size(360) // 2
+    prepare(config, RunDir(Path(config.run_dir)), Said())
 
 
 def test_a_corpus_of_one_pair_gets_a_config_that_trains_on_it(wanted):
@@ -233,7 +246,7 @@ def test_a_corpus_of_many_characters_gets_the_vocabulary_that_has_room_for_them(
         first = ord("\u4e00") if name == "a.en" else ord("\uac00")
         write(Path(name), ["".join(map(chr, range(n, n + 9))) for n in range(first, first + 900)])
     seen = holdout.look(wanted.train.corpus(), 1, lambda _: None)
-    vocabulary = init._train_tokenizer(seen, 900).tgt
+    vocabulary = init._train_tokenizer(seen.sample, 900).tgt
     assert len(vocabulary) > sizes.vocabulary_size(900)
     assert not {piece for ids in vocabulary.encode(read("a.de")) for piece in ids} & {
         *vocabulary.byte_pieces
