@@ -320,8 +320,8 @@ def _farewell(wanted: Wanted, plan: _Plan) -> list[str]:
     lines = [
         f"wrote     {wanted.config_path}: the size `{size.name}`, a model of {megabytes:,.0f} MB",
         f"expect    about {updates} in {_say_time(wanted.budget_s)}, "
-        f"{recipe.num_epochs:,.1f} epochs; tokenizing and",
-        "          scoring come on top",
+        f"{recipe.num_epochs:,.1f} epochs,",
+        "          less what validations take; tokenizing comes on top",
         f"next      mtrain check {path}",
         f"          mtrain train {path}",
     ]
@@ -338,4 +338,4 @@ def _say_time(seconds: float) -> str:
         return f"{seconds:g} seconds"
     if seconds < 2 * 3600:
         return f"{seconds / 60:.3g} minutes"
-    return f"{seconds / 3600:.3g} hours"
+    return f"{round(seconds / 3600, 1):,g} hours"

@@ -165,7 +165,13 @@ def test_too_little_time_is_warned_of(wanted):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"), [(90, "1.5 minutes"), (45, "45 seconds"), (36_000, "10 hours")]
+    ("seconds", "said"),
+    [
+        (90, "1.5 minutes"),
+        (45, "45 seconds"),
+        (36_000, "10 hours"),
+        (6_000_000, "1,666.7 hours"),
+    ],
 )
 def test_the_time_is_said_in_words(wanted, seconds, said):
     report = init.init(replace(wanted, budget_s=float(seconds)), Said(), lambda _: None)
