@@ -102,6 +102,6 @@ def start(
     weights = checkpoint.check_model(path, fingerprint)
     set_weights(model, weights, path, team)
     log.say(f"weights  those of {path}")
-    if not log.holds("init_from", init_from):
-        digest = checkpoint.digest(weights)
+    digest = checkpoint.digest(weights)
+    if not log.holds("init_weights_sha256", digest):
         log.metrics({"step": 0, "init_from": init_from, "init_weights_sha256": digest})

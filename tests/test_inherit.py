@@ -100,6 +100,23 @@ def test_it_goes_on_from_its_own_checkpoints_though_the_other_run_is_gone(
     assert sum("init_from" in line for line in lines(RunDir(stopped))) == 1
 
 
+def test_weights_that_changed_before_there_is_a_checkpoint_are_put_on_record(
+    base: RunDir, tmp_path: Path
+) -> None:
+    other = RunDir(shutil.copytree(base.path, tmp_path / "other"))
+    config = mtrain.load_config(tuned(other, tmp_path))
+    run, fingerprint = prepared(config), tokenizer.load(other.tokenizer_dir).fingerprint()
+    with RunLog(run.metrics_path) as log:
+        Trainer(config, run, log).resume()
+        weights = checkpoint.load_model(other.model_path, fingerprint)
+        changed = {name: tensor + 1 for name, tensor in weights.items()}
+        checkpoint.save_model(other.model_path, changed, fingerprint)
+        for _ in range(2):
+            Trainer(config, run, log).resume()
+    found = [line["init_weights_sha256"] for line in lines(run) if "init_from" in line]
+    assert found == [checkpoint.digest(weights), checkpoint.digest(changed)]
+
+
 @pytest.mark.parametrize(
     ("key", "wanted", "given"),
     [
