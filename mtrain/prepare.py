@@ -29,7 +29,7 @@ from mtrain.corpus import (
     revisions_of,
 )
 from mtrain.encoding import Done, Work
-from mtrain.errors import RunError
+from mtrain.errors import ConfigError, RunError
 from mtrain.files import read_lines, sha256, sha256_if_readable, whole_dir, write_lines
 from mtrain.mixture import weight_of
 from mtrain.rundir import LOCK_FILE, RunDir
@@ -75,6 +75,7 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
         return
     if run.data_dir.is_file() or (run.data_dir.is_dir() and any(run.data_dir.iterdir())):
         raise RunError(f"{run.data_dir}: is there, and not from mtrain; take another --run.")
+    _check_tokenizer(config, run)
     with run.tokenizing() as work_dir, _saying_what_is_kept(run, console):
         begun = _begin(config, run, work_dir, console)
         with cleaner(config.data, work_dir) as judge:
@@ -184,6 +185,19 @@ def _empty(directory: Path) -> None:
             shutil.rmtree(path)
         elif path.name != LOCK_FILE:
             path.unlink()
+
+
+def _check_tokenizer(config: Config, run: RunDir) -> None:
+    """Refuse a tokenizer that lies in the folder already if it does not have the config's sides."""
+    if not run.tokenizer_dir.is_dir():
+        return
+    own = tokenizer.load(run.tokenizer_dir)
+    wanted, given = own.src is own.tgt, config.tokenizer.shared
+    if given != wanted:
+        raise ConfigError(
+            f"`tokenizer.shared` must be {str(wanted).lower()}, as in {run.tokenizer_dir}, but is "
+            f"{str(given).lower()} instead."
+        )
 
 
 def _say_sample(config: Config, num_pairs: int, console: Console) -> None:

@@ -344,6 +344,25 @@ def test_separate_vocabularies_each_know_their_side(tmp_path: Path, tree: Tree) 
     assert stored_pairs(run) == sorted((pair.src, pair.tgt.upper()) for pair in pairs)
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_tokenizer_of_other_sides_that_lies_in_the_folder_is_refused(
+    tmp_path: Path, tree: Tree, shared: bool
+) -> None:
+    tree["model"] |= {"tie_embeddings": "decoder"}
+    tree["tokenizer"] |= {"shared": shared}
+    run, _ = make(tmp_path, tree)
+    shutil.rmtree(run.data_dir)
+    run.config_path.unlink()
+    tree["tokenizer"] |= {"shared": not shared}
+    words = ("true", "false") if shared else ("false", "true")
+    with pytest.raises(ConfigError) as error:
+        make(tmp_path, tree)
+    assert str(error.value) == (
+        f"`tokenizer.shared` must be {words[0]}, as in {run.tokenizer_dir}, but is {words[1]} "
+        "instead."
+    )
+
+
 def test_a_tokenizer_trained_on_a_sample_is_announced(tmp_path: Path, tree: Tree) -> None:
     tree["tokenizer"]["max_training_lines"] = 399
     _, said = make(tmp_path, tree)
