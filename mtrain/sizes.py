@@ -114,7 +114,8 @@ def recipe(chosen: Tried, budget_s: float, num_tokens: int) -> Recipe:
         num_tokens: target tokens of an epoch.
     """
     tokens = chosen.tokens_per_s * budget_s
-    updates = max(1, round(tokens / (BATCH_TOKENS * chosen.size.accumulate)))
+    each = min(BATCH_TOKENS * chosen.size.accumulate, num_tokens)  # a batch has no pair twice
+    updates = max(1, round(tokens / each))
     epochs = tokens / num_tokens
     dropout = 0.1 if epochs < _FEW_EPOCHS else 0.2 if epochs < _MANY_EPOCHS else 0.3
     return Recipe(
