@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ _SMALLEST_VOCABULARY = 300  # the 256 bytes, and some letters
 _SEED = 1
 _LEAST_EPOCHS = 3  # below which a translator has seen too little
 _LANGUAGE = re.compile(r"\w[\w-]*")  # file names are made of it
+_HALF = re.compile("[\ud800-\udfff]")  # how Python reads a byte of a name that is not UTF-8
 _BUDGET = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?$")
 
 
@@ -115,8 +117,8 @@ def init(wanted: Wanted, console: Console, advance: Advance) -> list[str]:
         What is written, and how to go on, line by line.
 
     Raises:
-        ConfigError: if a language has no code, a file to be written or a run in its folder is
-            there already, or the device is not.
+        ConfigError: if a language has no code, a path cannot be named in a config, a file to be
+            written or a run in its folder is there already, or the device is not.
         DataError: if the corpus cannot be read, or has too few pairs.
     """
     for side, code in (("src", wanted.src_lang), ("tgt", wanted.tgt_lang)):
@@ -124,6 +126,10 @@ def init(wanted: Wanted, console: Console, advance: Advance) -> list[str]:
             raise ConfigError(
                 f"`--{side}-lang` must be a code such as en or pt-BR, but is {code!r} instead."
             )
+    given = [own for own in (wanted.train, wanted.valid, wanted.test) if own is not None]
+    for path in (wanted.run_dir, wanted.config_path, *chain.from_iterable(given)):
+        if _HALF.search(str(path)):
+            raise ConfigError(f"{str(path)!r}: must be UTF-8, as a config is, but is not.")
     sets = {"valid": wanted.valid or _beside(wanted, "valid")}
     sets["test"] = wanted.test or _beside(wanted, "test")
     new = [sets[name] for name in sets if getattr(wanted, name) is None]

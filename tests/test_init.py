@@ -272,6 +272,15 @@ def test_a_language_that_is_no_code_is_an_error_before_anything_is_done(wanted, 
     assert sorted(Path().rglob("*")) == before
 
 
+@pytest.mark.parametrize("key", ["train", "valid", "run_dir", "config_path"])
+def test_a_path_that_no_config_can_name_is_an_error_before_anything_is_done(wanted, key):
+    name = "a\udcff"
+    own = {"run_dir": name, "config_path": Path(name)}.get(key, Files(Path("a.en"), Path(name)))
+    with pytest.raises(ConfigError) as error:
+        init.init(replace(wanted, **{key: own}), Said(), lambda _: None)
+    assert str(error.value) == "'a\\udcff': must be UTF-8, as a config is, but is not."
+
+
 @pytest.mark.parametrize(
     ("text", "seconds"), [("90s", 90), ("30m", 1800), ("2h", 7200), ("1h30m", 5400)]
 )
