@@ -52,7 +52,7 @@ def _counted(report: Report, severity: Severity) -> str:
 
 
 def _what_becomes_of(summary: Summary) -> str:
-    text = f"{summary.name}: {summary.num_pairs:,} pairs"
+    text = f"{summary.name}: {summary.num_pairs:,} pair{'s' * (summary.num_pairs != 1)}"
     if summary.name != "train":
         return text
     text += f"; training leaves out {say_counts(summary.left_out)}"

@@ -226,7 +226,8 @@ def top_pieces(logits_NV: Logits, never: list[int], count: int) -> TopPieces:
     logits_NV = logits_NV[:]
     log_total_N1 = logits_NV.logsumexp(-1, keepdim=True)
     allowed_NV = logits_NV.clone()
-    allowed_NV[:, never] = -torch.inf
+    for index in never:  # a list of them would be copied to a GPU, which waits
+        allowed_NV[:, index] = -torch.inf
     top_NC, ids_NC = allowed_NV.topk(count, dim=-1)
     return TopPieces(ids_NC, top_NC - log_total_N1)
 

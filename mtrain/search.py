@@ -487,7 +487,8 @@ def _best_pieces(logits_NV: Logits, rows: _Rows, limits: Limits, count: int) -> 
 def _allowed(logits_NV: Tensor, rows: _Rows, limits: Limits) -> Tensor:
     """Forbid what is never written, and what would write n pieces in a row a second time."""
     allowed_NV, written_NT, n = logits_NV.clone(), rows.written_NT, limits.no_repeat_ngram
-    allowed_NV[:, limits.never] = -torch.inf
+    for index in limits.never:
+        allowed_NV[:, index] = -torch.inf
     length = written_NT.shape[1]
     if not n or length < n:
         return allowed_NV
