@@ -109,10 +109,10 @@ def train(config: AnyConfig, *, tensorboard: bool = False) -> Path:
 
 def train_together(config: Config, team: Team, *, tensorboard: bool) -> Path:
     """Train as one of several ranks that were started together, each with the same config."""
-    from mtrain import training
+    from mtrain import devices, training
 
     run_dir, board = RunDir(Path(config.run_dir)), None
-    training.device_of(config, team)  # refused now, and not when all is tokenized
+    devices.device_of(config, team)  # refused now, and not when all is tokenized
     if tensorboard:
         check_installed()
     if team.is_first:

@@ -611,8 +611,8 @@ def _scoring_options(
     device: str,
 ) -> ScoringOptions:
     from mtrain import comet_metric
+    from mtrain.devices import pick_device
     from mtrain.metrics import ScoringOptions
-    from mtrain.translate import pick_device
 
     model = None
     if comet is not None:

@@ -12,6 +12,7 @@ from mtrain import checkpoint, data, ledger, prepare, replay, tokenizer, transla
 from mtrain.checkpoint import Weights
 from mtrain.config import Config
 from mtrain.corpus import changed_files
+from mtrain.devices import pick_device
 from mtrain.errors import ConfigError, RunError, UserError, WriteError
 from mtrain.model import num_parameters
 from mtrain.replay import Replayed, Span, read_metrics
@@ -243,7 +244,7 @@ class _Examination:
                 raise _Skip(f"the config changed at step {line['step']:,}")
         made = checkpoint.load_made_with(span.newer)
         try:
-            device = translate.pick_device(config.training.device, "training.device").type
+            device = pick_device(config.training.device, "training.device").type
         except ConfigError as error:
             raise _Skip(str(error)) from None
         if made is not None and made.device != device:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from mtrain import kernels, native
-from mtrain.translate import pick_device
+from mtrain.devices import pick_device
 
 
 def describe() -> Iterator[str]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import time
 from collections.abc import Generator, Iterator
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import torch
@@ -28,6 +27,7 @@ from mtrain.board import Board
 from mtrain.checkpoint import Progress, Weights
 from mtrain.config import Config
 from mtrain.data import Deal, Dealt, Position, TrainingData
+from mtrain.devices import compile_layers, device_of, uncompiled
 from mtrain.errors import RunError, WriteError
 from mtrain.loss import LossSum
 from mtrain.metrics import bleu
@@ -42,14 +42,13 @@ from mtrain.schedule import learning_rate
 from mtrain.scoring import Validation, ValidationSet
 from mtrain.signals import STOPPING, Signals, Stopped
 from mtrain.team import ALONE, Team
-from mtrain.translate import Translator, build_model, pick_device, set_weights
+from mtrain.translate import Translator, build_model, set_weights
 from mtrain.update import Gradients
 from mtrain.window import Window
 
 _MAX_LEFT_OUT = 10  # updates in a row that are not finite
 _BEHIND = 8  # updates that a GPU may be behind
 _AHEAD = 4  # updates that are laid out for a GPU before it comes to them
-_MOST_SHAPES = 32  # kinds of shapes that a layer is compiled for: sides of one place, and so on
 _BAR_INTERVAL_S = 0.5
 
 
@@ -103,7 +102,7 @@ class Trainer:
         self.model = build_model(config.model, self.tokenizer).to(self.device)
         self.compute_dtype = kernels.compute_dtype(self.settings.precision, self.device)
         self.model.compute_in(self.compute_dtype)
-        self.is_compiled = self._compile()
+        self.is_compiled = compile_layers(self.model, self.device, config, team)
         self.gradients = self._gradients()
         self.parameters = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(  # with no weight decay, this is Adam
@@ -123,22 +122,6 @@ class Trainer:
         needs_each = self.compute_dtype is torch.float16  # to choose the factor of the next loss
         self.behind = _BEHIND if is_gpu and not needs_each else 0
         self.saves = Saves(run, self.settings, log, team)
-
-    def _compile(self) -> bool:
-        """Compile the model for a GPU, if that is wanted and can be done."""
-        is_wanted = self.device.type == "cuda" and self.settings.compile
-        is_whole = self.team.size == 1 or self.settings.parallel == "ddp"
-        if not is_wanted or not is_whole or importlib.util.find_spec("triton") is None:
-            return False
-        import torch._dynamo.config as compiler
-        import torch._functorch.config as lowering
-
-        compiler.suppress_errors = True  # what does not compile runs as it is
-        if hasattr(lowering, "force_non_lazy_backward_lowering"):  # or it is told too late
-            lowering.force_non_lazy_backward_lowering = True
-        compiler.recompile_limit = max(_MOST_SHAPES, compiler.recompile_limit)
-        self.model.compile_layers()
-        return True
 
     def _gradients(self) -> Gradients:
         alone = Gradients(self.model, self.settings.label_smoothing, self.device, self.log.say)
@@ -457,7 +440,7 @@ class Trainer:
     @torch.no_grad()
     def _score(self, show_examples: bool = False) -> Validation:
         translator = self._translator()
-        with self._as_it_is():
+        with uncompiled(self.is_compiled):
             loss = self.valid.loss(translator.model, self.settings.label_smoothing, self.team)
             if not math.isfinite(loss.loss):
                 raise RunError(f"the loss on the validation set is not finite; {self._remedy()}")
@@ -466,13 +449,6 @@ class Trainer:
             self.log.say(line)
         found = bleu(hypotheses, self.valid.lines.tgt) if self.team.is_first else 0.0
         return Validation(loss.loss, loss.nll, self.team.tell(found))
-
-    def _as_it_is(self) -> AbstractContextManager[object]:
-        """Compile nothing anew for what happens seldom."""
-        if not self.is_compiled:
-            return nullcontext()
-        stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
-        return stance
 
     def _translator(self) -> Translator:
         """Return what translates with the weights as they are; all ranks must ask together."""
@@ -527,19 +503,6 @@ class Trainer:
 
     def _is_due(self, every: int) -> bool:
         return self.progress.step % every == 0
-
-
-def device_of(config: Config, team: Team) -> torch.device:
-    """Return the device that a rank of this training runs on.
-
-    Raises:
-        ConfigError: if there is no such device here.
-    """
-    key = "training.device"
-    device = pick_device(team.device_name(config.training.device, key), key)
-    if device.index is not None and device.type == "cuda":
-        torch.cuda.set_device(device)  # whose random numbers are drawn and saved
-    return device
 
 
 def check_unfinished(run: RunDir) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from mtrain import checkpoint, kernels, tokenizer
 from mtrain.batch import keep_first, pad_right
 from mtrain.config import DecodingConfig, ModelConfig
+from mtrain.devices import pick_device
 from mtrain.ensemble import Ensemble, EnsembleState, Padded
 from mtrain.errors import ConfigError, RunError
 from mtrain.messages import exchange, exchange_numbers, exchange_tensors
@@ -442,25 +443,3 @@ def set_weights(
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(team.laid_out_as(weights[name], parameter))
-
-
-def pick_device(name: str, key: str = "device") -> torch.device:
-    """Return the device that `name` asks for; `auto` takes a GPU if there is one.
-
-    Args:
-        name: of the device.
-        key: what the user calls the setting.
-
-    Raises:
-        ConfigError: if there is no such device here.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).cpu()  # a device that only pretends fails here
-    except (RuntimeError, AssertionError, ImportError):
-        raise ConfigError(
-            f"`{key}` must be one of this machine, such as cpu or cuda, but is {name!r} instead."
-        ) from None
-    return device

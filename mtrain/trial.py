@@ -16,11 +16,12 @@ from mtrain import kernels, sizes
 from mtrain.batch import Batch
 from mtrain.corpus import Pair
 from mtrain.data import in_batches
+from mtrain.devices import pick_device
 from mtrain.errors import ConfigError
 from mtrain.model import num_parameters
 from mtrain.sizes import Size, Tried
 from mtrain.tokenizer import Tokenizer
-from mtrain.translate import build_model, pick_device
+from mtrain.translate import build_model
 from mtrain.update import Gradients
 
 _LEAST_S, _LEAST_BATCHES = 3.0, 3  # of a measurement

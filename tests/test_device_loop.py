@@ -18,7 +18,7 @@ from tasks import prepared, reverse_task, write_task
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from mtrain import checkpoint, products, training
+from mtrain import checkpoint, devices, products, training
 from mtrain import config as configs
 from mtrain.config import ModelConfig
 from mtrain.data import Dealt, Position
@@ -263,32 +263,30 @@ def test_a_gpu_compiles_where_it_can_and_may(
     asked = []
     monkeypatch.setattr(Transformer, "compile_layers", lambda model: asked.append(model))
     found = importlib.machinery.ModuleSpec("triton", None) if has_triton else None
-    monkeypatch.setattr(training.importlib.util, "find_spec", lambda name: found)
-    config = configs.load(write_task(tmp_path, reverse_task), [setting], str(tmp_path / "run"))
-    run = prepared(config)
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: found)
+    config = configs.load(write_task(tmp_path, reverse_task), [setting])
+    model = small_model()
     as_it_comes = torch._dynamo.config.patch(suppress_errors=False, recompile_limit=8)
     lazily = torch._functorch.config.patch(force_non_lazy_backward_lowering=False)
-    with RunLog(tmp_path / "metrics.jsonl") as log, as_it_comes, lazily:
-        trainer = Trainer(config, run, log)
-        trainer.device = torch.device(device)
-        assert trainer._compile() == is_compiled == (asked == [trainer.model])
+    with as_it_comes, lazily:
+        found_out = devices.compile_layers(model, torch.device(device), config, ALONE)
+        assert found_out == is_compiled == (asked == [model])
         if is_compiled:
             assert torch._dynamo.config.suppress_errors
             assert torch._functorch.config.force_non_lazy_backward_lowering, "errors come in time"
             assert torch._dynamo.config.recompile_limit >= 32
-        trainer.is_compiled = is_compiled
-        with trainer._as_it_is():
-            pass
+    with devices.uncompiled(is_compiled):
+        pass
 
 
 def test_the_gpu_that_is_asked_for_is_the_one_whose_random_numbers_are_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen: list[torch.device] = []
-    monkeypatch.setattr(training, "pick_device", lambda name, key: torch.device(name))
+    monkeypatch.setattr(devices, "pick_device", lambda name, key: torch.device(name))
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     source = write_task(tmp_path, reverse_task)
     for name in ("cpu", "cuda", "cuda:1"):
         config = configs.load(source, [f"training.device={name}"], str(tmp_path / "run"))
-        assert training.device_of(config, ALONE) == torch.device(name)
+        assert devices.device_of(config, ALONE) == torch.device(name)
     assert chosen == [torch.device("cuda:1")]
