@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+import torch
+
+from mtrain import circumstances, ledger, prepare, target
 from mtrain import config as configs
-from mtrain import ledger, prepare
 from mtrain.config import Config
 from mtrain.corpus import changed_files
 from mtrain.data import Deal, TrainingData
@@ -65,6 +67,13 @@ class Opening:
         ):
             self.log.say(line)
 
+    def say_device(self, device: torch.device, dtype: torch.dtype, num_threads: int) -> None:
+        """Say on what it is computed, and in which type."""
+        said = f"{device}, {str(dtype).removeprefix('torch.')}"
+        if device.type == "cpu":
+            said += f", {count(num_threads, 'thread')}, kernels {circumstances.say_kernels()}"
+        self.log.say(f"device   {said}")
+
     def say_ranks(self, deal: Deal) -> None:
         """Say who makes what of an update, if several do, and what one process does not heed."""
         settings = self.config.training
@@ -80,6 +89,14 @@ class Opening:
         self.log.say(f"ranks    {deal.num_ranks:,}, each with {own}: {parts};")
         kept = "the whole model" if settings.parallel == "ddp" else "a part of the model"
         self.log.say(f"         each keeps {kept}; gradients travel in {settings.exchange}")
+
+    def say_target(self, is_compiled: bool) -> None:
+        """Say how long it takes: to compile, if that is done, and then to train."""
+        if is_compiled:
+            self.log.say(
+                "compile  the layers, for a minute or so; `training.compile: false` spares it"
+            )
+        self.log.say(f"target   {target.say(self.config.training)}")
 
 
 def count(number: int, noun: str) -> str:

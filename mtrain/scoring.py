@@ -19,14 +19,6 @@ _NUM_EXAMPLES = 3
 _MAX_EXAMPLE = 145  # columns of an example: two lines of a terminal
 
 
-class Validation(NamedTuple):
-    """How a model does on the validation set: per target token, and in BLEU by greedy search."""
-
-    loss: float
-    nll: float
-    bleu: float
-
-
 class Loss(NamedTuple):
     """Means over the target tokens."""
 

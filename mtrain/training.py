@@ -35,11 +35,12 @@ from mtrain.model import num_parameters
 from mtrain.opening import Opening, count
 from mtrain.outcomes import Outcomes
 from mtrain.readahead import read_ahead
+from mtrain.reports import Reports, Validation
 from mtrain.rundir import RunDir
 from mtrain.runlog import Mute, RunLog
 from mtrain.saves import Saves
 from mtrain.schedule import learning_rate
-from mtrain.scoring import Validation, ValidationSet
+from mtrain.scoring import ValidationSet
 from mtrain.signals import STOPPING, Signals, Stopped
 from mtrain.team import ALONE, Team
 from mtrain.translate import Translator, build_model, set_weights
@@ -121,6 +122,7 @@ class Trainer:
         self.ahead = _AHEAD if is_gpu else 0
         needs_each = self.compute_dtype is torch.float16  # to choose the factor of the next loss
         self.behind = _BEHIND if is_gpu and not needs_each else 0
+        self.reports = Reports(log, self.device)
         self.saves = Saves(run, self.settings, log, team)
 
     def _gradients(self) -> Gradients:
@@ -194,17 +196,9 @@ class Trainer:
         configs.save(self.config, self.run_dir.config_path)
         num_weights = num_parameters(self.model)
         opening.say_header(self.data, self.tokenizer, len(self.valid.lines.src), num_weights)
-        device = f"{self.device}, {str(self.compute_dtype).removeprefix('torch.')}"
-        if self.device.type == "cpu":
-            threads = count(self.gradients.workers.count, "thread")
-            device += f", {threads}, kernels {circumstances.say_kernels()}"
-        self.log.say(f"device   {device}")
+        opening.say_device(self.device, self.compute_dtype, self.gradients.workers.count)
         opening.say_ranks(self.deal)
-        if self.is_compiled:
-            self.log.say(
-                "compile  the layers, for a minute or so; `training.compile: false` spares it"
-            )
-        self.log.say(f"target   {target.say(self.settings)}")
+        opening.say_target(self.is_compiled)
 
     def try_largest(self) -> None:
         """Find out at once whether the memory holds the largest batches; leave no trace."""
@@ -354,12 +348,7 @@ class Trainer:
         """
         self.progress.num_left_out += 1
         self.progress.num_left_out_in_a_row += 1
-        self.log.say(
-            f"step {step:,}: the loss or its gradient is not finite; the update is left out "
-            f"({self.progress.num_left_out:,} so far)"
-        )
-        if self.progress.loss_scale:
-            self.log.say(f"  the loss is multiplied by {self.progress.loss_scale:,.0f} from now on")
+        self.reports.left_out(self.progress, step)
         if self.progress.num_left_out_in_a_row >= _MAX_LEFT_OUT:
             raise RunError(f"{_MAX_LEFT_OUT} updates in a row were left out; {self._remedy()}")
 
@@ -386,56 +375,20 @@ class Trainer:
             return
         if not self.window.num_tokens:  # every update was left out, or is under way
             return
-        rates = self.window.rates()
-        note = (
-            f"step {self.progress.step:,}, loss {rates.loss:.3f}, "
-            f"{rates.tokens_per_s:,.0f} tokens/s, lr {self.window.lr:.2e}"
-        )
-        self.log.advance(self._spent(), note, is_due)
+        self.reports.updates(self.progress, self.window, self._spent(), is_due)
         if is_due:
-            self.log.metrics(
-                {
-                    "step": self.progress.step,
-                    "epoch": self.progress.epoch,
-                    "loss": rates.loss,
-                    "nll": rates.nll,
-                    "perplexity": _perplexity(rates.nll),
-                    "lr": self.window.lr,
-                    "tgt_tokens_per_s": rates.tokens_per_s,
-                    "grad_norm": self.window.grad_norm,
-                    "left_out": self.progress.num_left_out,
-                    "elapsed_s": self.progress.elapsed_s,
-                    "memory_mib": circumstances.memory_mib(self.device),
-                }
-            )
             self.window = Window()
 
     def _validate(self) -> None:
         """Score the model, remember how good it was, and show a few translations."""
         self._heed()
         self._check_weights()
-        step, started = self.progress.step, time.monotonic()
+        started = time.monotonic()
         validation = self._score(show_examples=True)
         self.window.pause(time.monotonic() - started)
         self.progress.note_bleu(validation.bleu)
         self.saves.is_current = False
-        best_step = self.progress.best_steps()[0]
-        self.log.say(
-            f"step {step:,}: validation loss {validation.loss:.4f}, "
-            f"perplexity {_perplexity(validation.nll):.2f}, BLEU {validation.bleu:.2f} "
-            f"(best at step {best_step:,})"
-        )
-        self.log.metrics(
-            {
-                "step": step,
-                "epoch": self.progress.epoch,
-                "valid_loss": validation.loss,
-                "valid_nll": validation.nll,
-                "valid_perplexity": _perplexity(validation.nll),
-                "valid_bleu": validation.bleu,
-                "elapsed_s": self.progress.elapsed_s,
-            }
-        )
+        self.reports.validation(self.progress, validation)
 
     @torch.no_grad()
     def _score(self, show_examples: bool = False) -> Validation:
@@ -523,7 +476,3 @@ def _check_model(config: Config, run: RunDir) -> None:
             f"{run.path}: its checkpoints have another `model.{changed[0]}` "
             f"({getattr(old.model, changed[0])!r}); take another --run, or delete this run folder."
         )
-
-
-def _perplexity(nll: float) -> float:
-    return math.exp(min(nll, 700.0))
