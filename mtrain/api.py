@@ -109,14 +109,14 @@ def train(config: AnyConfig, *, tensorboard: bool = False) -> Path:
 
 def train_together(config: Config, team: Team, *, tensorboard: bool) -> Path:
     """Train as one of several ranks that were started together, each with the same config."""
-    from mtrain import devices, training
+    from mtrain import devices, saves, training
 
     run_dir, board = RunDir(Path(config.run_dir)), None
     devices.device_of(config, team)  # refused now, and not when all is tokenized
     if tensorboard:
         check_installed()
     if team.is_first:
-        training.check_unfinished(run_dir)  # before tokenizing writes anything
+        saves.check_unfinished(run_dir)  # before tokenizing writes anything
         _prepare(config)
         board = Board(run_dir.board_dir) if tensorboard else None
     team.wait()

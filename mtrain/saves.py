@@ -1,4 +1,4 @@
-"""The checkpoints of a training: which are written, which are kept, what its model is made of.
+"""The checkpoints of a training: which are kept, what its model is made of, whether it may go on.
 
 How one lies on disk is the business of `checkpoint`; this room knows no model and no optimizer.
 """
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from mtrain import checkpoint
 from mtrain.checkpoint import Checkpoint, MadeWith, Progress
-from mtrain.config import TrainingConfig
+from mtrain.config import Config, TrainingConfig
 from mtrain.errors import RunError
 from mtrain.rundir import RunDir
 from mtrain.runlog import RunLog
@@ -29,7 +29,7 @@ class Saves:
     """The checkpoints of one run. Of several ranks, the first reads, writes and deletes them."""
 
     def __init__(self, run: RunDir, settings: TrainingConfig, log: RunLog, team: Team) -> None:
-        self.directory, self.settings = run.checkpoints_dir, settings
+        self.run, self.directory, self.settings = run, run.checkpoints_dir, settings
         self.log, self.team = log, team
         self.is_current = False  # the newest holds the training as it stands
 
@@ -97,7 +97,33 @@ class Saves:
                 self.log.say(f"{error} It is left out.")
         return whole
 
+    def has_final_weights(self, step: int) -> bool:
+        """Tell whether the final weights are there, and not those of an earlier target."""
+        origin = checkpoint.load_origin(self.run.model_path)
+        reached = None if origin is None else origin.reached
+        return self.run.model_path.exists() and reached in (None, step)
+
     def next_start(self) -> str | None:
         """Name the checkpoint that the same command would go on from; None if there is none."""
         saved = checkpoint.steps(self.directory)
         return f"the checkpoint of step {max(saved):,}" if saved else None
+
+
+def check_unfinished(run: RunDir) -> None:
+    """Refuse to replace a finished model from which no checkpoint goes on: a copy, most likely."""
+    if run.model_path.exists() and not checkpoint.steps(run.checkpoints_dir):
+        raise RunError(
+            f"{run.path}: holds a finished model, but no checkpoint to go on from; take another "
+            f"--run, or delete {run.model_path} to train from the beginning."
+        )
+
+
+def check_model(config: Config, run: RunDir) -> None:
+    """Refuse to go on from the checkpoints of another model."""
+    old = run.load_config()
+    if checkpoint.steps(run.checkpoints_dir) and config.model != old.model:
+        changed = [key for key, value in config.model if value != getattr(old.model, key)]
+        raise RunError(
+            f"{run.path}: its checkpoints have another `model.{changed[0]}` "
+            f"({getattr(old.model, changed[0])!r}); take another --run, or delete this run folder."
+        )

@@ -38,7 +38,7 @@ from mtrain.readahead import read_ahead
 from mtrain.reports import Reports, Validation
 from mtrain.rundir import RunDir
 from mtrain.runlog import Mute, RunLog
-from mtrain.saves import Saves
+from mtrain.saves import Saves, check_model, check_unfinished
 from mtrain.schedule import learning_rate
 from mtrain.scoring import ValidationSet
 from mtrain.signals import STOPPING, Signals, Stopped
@@ -70,7 +70,7 @@ def train(config: Config, run: RunDir, team: Team = ALONE, board: Board | None =
     """
     kernels.keep_freed_memory()
     check_unfinished(run)
-    _check_model(config, run)
+    check_model(config, run)
     lock = run.locked() if team.is_first else nullcontext()
     log = RunLog(run.metrics_path, board) if team.is_first else Mute(run.metrics_path)
     with lock, log:
@@ -143,20 +143,13 @@ class Trainer:
             return
         self.restore(path)
         self.log.drop_after(self.progress.step)
-        if self._is_done() and self._has_final_weights():
+        if self._is_done() and self.saves.has_final_weights(self.progress.step):
             raise RunError(
                 f"{self.run_dir.path}: has reached its target ({target.say(self.settings)}) at "
                 f"step {self.progress.step:,}; to go on, raise `training.max_steps`, "
                 "`training.max_minutes` or `training.patience`."
             )
         self.log.say(f"resuming from {path}")
-
-    def _has_final_weights(self) -> bool:
-        """Tell whether the final weights are there, and not those of an earlier target."""
-        path = self.run_dir.model_path
-        origin = checkpoint.load_origin(path)
-        reached = None if origin is None else origin.reached
-        return path.exists() and reached in (None, self.progress.step)
 
     def restore(self, path: Path) -> None:
         """Become what the training was when it saved a checkpoint."""
@@ -225,7 +218,7 @@ class Trainer:
             self._run(updates, last_step)
         if self._is_done() and str(self.progress.step) not in self.progress.bleu_of_step:
             self._validate()
-        self._save_before_leaving()
+        self._save(is_leaving=True)
         self.log.close_bar()
 
     def _updates(self) -> Generator[Dealt]:
@@ -252,10 +245,10 @@ class Trainer:
             if self.team.size == 1:
                 self.agreed_signal = self.signals.received  # of ranks, what all know
             if self.agreed_signal:
-                self._save_before_leaving()
+                self._save(is_leaving=True)
                 raise Stopped(self.agreed_signal)
             if self.saves.is_due(self.progress.step, self.progress):
-                self._try_to_save()
+                self._save()
 
     def finish(self) -> None:
         """Write the better of the averaged and the best checkpoint as the final weights."""
@@ -413,40 +406,31 @@ class Trainer:
         set_weights(model, self._weights(), self.run_dir.checkpoints_dir)
         return self.translator.with_models([model])
 
-    def _try_to_save(self) -> None:
-        """Save; if the disk does not take it, say so and train on."""
+    def _save(self, is_leaving: bool = False) -> None:
+        """Write a checkpoint, unless this very state is saved.
+
+        If the disk does not take it, the checkpoints before it are as they were, and training goes
+        on, unless it `is_leaving`.
+
+        Raises:
+            WriteError: in that case, with how to go on.
+        """
+        self._heed()
+        self._check_weights()
+        if self.saves.is_current:
+            return
         try:
-            self._save()
+            self.saves.add(self.snapshot(), self.fingerprint, self.made_with())
         except WriteError as error:
+            if is_leaving:
+                start = self.saves.next_start() or "the beginning"
+                raise WriteError(
+                    f"{error} Once there is room, the same command goes on from {start}."
+                ) from None
             self.log.say(
                 f"step {self.progress.step:,}: nothing is saved: {error} "
                 "Training goes on; the next save tries again"
             )
-
-    def _save_before_leaving(self) -> None:
-        """Save.
-
-        Raises:
-            WriteError: if the disk does not take it, with how to go on.
-        """
-        try:
-            self._save()
-        except WriteError as error:
-            start = self.saves.next_start() or "the beginning"
-            raise WriteError(
-                f"{error} Once there is room, the same command goes on from {start}."
-            ) from None
-
-    def _save(self) -> None:
-        """Write a checkpoint, unless this very state is saved.
-
-        Raises:
-            WriteError: if the disk does not take it; the checkpoints before it are as they were.
-        """
-        self._heed()
-        self._check_weights()
-        if not self.saves.is_current:
-            self.saves.add(self.snapshot(), self.fingerprint, self.made_with())
 
     def _spent(self) -> float:
         return target.spent(self.settings, self.progress)
@@ -456,23 +440,3 @@ class Trainer:
 
     def _is_due(self, every: int) -> bool:
         return self.progress.step % every == 0
-
-
-def check_unfinished(run: RunDir) -> None:
-    """Refuse to replace a finished model from which no checkpoint goes on: a copy, most likely."""
-    if run.model_path.exists() and not checkpoint.steps(run.checkpoints_dir):
-        raise RunError(
-            f"{run.path}: holds a finished model, but no checkpoint to go on from; take another "
-            f"--run, or delete {run.model_path} to train from the beginning."
-        )
-
-
-def _check_model(config: Config, run: RunDir) -> None:
-    """Refuse to go on from the checkpoints of another model."""
-    old = run.load_config()
-    if checkpoint.steps(run.checkpoints_dir) and config.model != old.model:
-        changed = [key for key, value in config.model if value != getattr(old.model, key)]
-        raise RunError(
-            f"{run.path}: its checkpoints have another `model.{changed[0]}` "
-            f"({getattr(old.model, changed[0])!r}); take another --run, or delete this run folder."
-        )
