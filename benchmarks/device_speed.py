@@ -81,7 +81,7 @@ def make(trainer: Trainer, updates: Iterator[Dealt], count: int) -> Speed:
         trainer._update(dealt)
         trainer.progress.step += 1
         tokens.append(tokens_of(dealt))
-    trainer._heed()
+    trainer._read_outcomes()
     total = Tokens(*(sum(counts) for counts in zip(*tokens, strict=True)))
     return Speed(time.monotonic() - began, waiting_s, total)
 

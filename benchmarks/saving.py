@@ -54,7 +54,7 @@ def time_updates(trainer: Trainer, count: int) -> float:
     for _ in range(count):
         started = time.monotonic()
         trainer._update(next(updates))
-        trainer._heed()
+        trainer._read_outcomes()
         trainer.progress.step += 1
         took.append(time.monotonic() - started)
     return median(took[count // 3 :])

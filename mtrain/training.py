@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import closing, nullcontext
 from pathlib import Path
 
@@ -134,6 +134,217 @@ class Trainer:
         kind = Replicas if self.settings.parallel == "ddp" else Shards
         return kind(alone, self.team, self.settings.exchange)
 
+    def run(self, signals: Signals, last_step: int | None = None) -> None:
+        """Train until the target is reached, patience is lost, or a signal comes.
+
+        Args:
+            signals: what was received.
+            last_step: where to end before that, without a validation that was not due.
+        """
+        self.signals, self.clock = signals, time.monotonic() - self.progress.elapsed_s
+        lossscale.begin(self.progress, self.compute_dtype)
+        self.log.open_bar(self._spent())
+        with closing(self._updates()) as updates:
+            while not self._is_done() and self.progress.step != last_step:
+                dealt = next(updates)
+                self._update(dealt)
+                self.saves.is_current = False
+                self.progress.step += 1
+                self.progress.epoch, self.progress.batch = dealt.after.epoch, dealt.after.batch
+                if self.team.size == 1:  # several ranks tell each other the time, and signals
+                    self.progress.elapsed_s = time.monotonic() - self.clock
+                self._report()
+                if self._is_due(self.settings.validate_every):
+                    self._validate()
+                    self.progress.elapsed_s = self.team.tell(time.monotonic() - self.clock)
+                if self.team.size == 1:
+                    self.agreed_signal = self.signals.received
+                if self.agreed_signal:
+                    self._save(is_leaving=True)
+                    raise Stopped(self.agreed_signal)
+                if self.saves.is_due(self.progress.step, self.progress):
+                    self._save()
+        if self._is_done() and str(self.progress.step) not in self.progress.bleu_of_step:
+            self._validate()
+        self._save(is_leaving=True)
+        self.log.close_bar()
+
+    def _updates(self) -> Generator[Dealt]:
+        """Yield updates from where the training stands; for a GPU, laid out ahead of time."""
+        start = Position(self.progress.epoch, self.progress.batch)
+        updates = self.data.updates(self.settings.batch_tokens, start, self.deal)
+        if not self.ahead:
+            return updates
+        return read_ahead(map(self.gradients.lay_out, updates), self.ahead)
+
+    def _update(self, dealt: Dealt) -> None:
+        """Make one update; its loss is divided by the target tokens of all shares of all ranks.
+
+        Where its loss or gradient is not finite, the fused optimizer changes nothing. Whether that
+        is so is read when later updates are under way, if the device is a GPU.
+        """
+        sums = self.gradients.add_up(dealt, lossscale.factor(self.progress))
+        totals = self._add_over_ranks(sums)
+        lossscale.undo(self.progress, self.parameters)
+        grad_norm = self._clip().double()
+        is_finite = (totals[0] + grad_norm).isfinite()
+        self.optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
+        step = self.progress.step + 1
+        lr = learning_rate(self.settings, self.config.model.d_model, step, self._spent())
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        numbers = torch.cat([torch.stack([is_finite.double(), grad_norm]), totals])
+        self.outcomes.add(step, dealt.num_tokens, lr, numbers)
+        self._read_outcomes(self.behind)
+
+    def _add_over_ranks(self, sums: list[LossSum]) -> Tensor:
+        """Return loss and nll of all ranks, who tell each other signals and the time besides."""
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for own in sums:
+            totals += torch.stack([own.loss.detach(), own.nll])
+        if self.team.size == 1:
+            return totals
+        elapsed_s = time.monotonic() - self.clock if self.team.is_first else 0.0
+        besides = [elapsed_s, *(self.signals.received == one for one in STOPPING)]
+        sent = torch.tensor(besides, dtype=totals.dtype).to(self.device, non_blocking=True)
+        return self.team.add(torch.cat([totals, sent]))
+
+    def _clip(self) -> Tensor:
+        """Scale the gradient down to the length that is allowed, and return how long it was."""
+        grads = [weight.grad for weight in self.parameters if weight.grad is not None]
+        length = torch.nn.utils.get_total_norm(grads)
+        if self.settings.max_grad_norm:
+            limit = self.settings.max_grad_norm
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, limit, length)
+        return self.team.whole(length)
+
+    def _read_outcomes(self, behind: int = 0) -> None:
+        """Take in what came out of the updates so far, all but the last `behind`.
+
+        Raises:
+            RunError: if many in a row were left out.
+        """
+        for outcome in self.outcomes.read(behind):
+            is_finite, grad_norm, loss, nll, *besides = outcome.numbers
+            if besides:
+                self.progress.elapsed_s, *signalled = besides
+                received = [one for one, count in zip(STOPPING, signalled, strict=True) if count]
+                self.agreed_signal = max(received, default=0)
+            lossscale.adapt(self.progress, bool(is_finite))
+            if not is_finite:
+                self._leave_out(outcome.step)
+                continue
+            self.progress.num_left_out_in_a_row = 0
+            self.window.add(loss, nll, outcome.num_tokens)
+            self.window.lr, self.window.grad_norm = outcome.lr, grad_norm
+
+    def _leave_out(self, step: int) -> None:
+        """Count an update whose loss or gradient was not finite.
+
+        Raises:
+            RunError: if it is one of many in a row.
+        """
+        self.progress.num_left_out += 1
+        self.progress.num_left_out_in_a_row += 1
+        self.reports.left_out(self.progress, step)
+        if self.progress.num_left_out_in_a_row >= _MAX_LEFT_OUT:
+            raise RunError(f"{_MAX_LEFT_OUT} updates in a row were left out; {self._advice()}")
+
+    def _report(self) -> None:
+        """Move the progress bar, and log if a line is due."""
+        is_due = self._is_due(self.settings.log_every)
+        if is_due:
+            self._read_outcomes()
+        elif not self.log.wants_note(_BAR_INTERVAL_S):
+            return
+        if not self.window.num_tokens:  # every update was left out, or is under way
+            return
+        self.reports.updates(self.progress, self.window, self._spent(), is_due)
+        if is_due:
+            self.window = Window()
+
+    def _validate(self) -> None:
+        """Score the model, remember how good it was, and show a few translations."""
+        self._read_outcomes()
+        self._check_weights()
+        started = time.monotonic()
+        validation = self._score(show_examples=True)
+        self.window.pause(time.monotonic() - started)
+        self.progress.note_bleu(validation.bleu)
+        self.saves.is_current = False
+        self.reports.validation(self.progress, validation)
+
+    @torch.no_grad()
+    def _score(self, show_examples: bool = False) -> Validation:
+        translator = self._translator()
+        with uncompiled(self.is_compiled):
+            loss = self.valid.loss(translator.model, self.settings.label_smoothing, self.team)
+            if not math.isfinite(loss.loss):
+                raise RunError(f"the loss on the validation set is not finite; {self._advice()}")
+            hypotheses = translator.translate(self.valid.lines.src)
+        for line in self.valid.examples(hypotheses) if show_examples else []:
+            self.log.say(line)
+        found = bleu(hypotheses, self.valid.lines.tgt) if self.team.is_first else 0.0
+        return Validation(loss.loss, loss.nll, self.team.tell(found))
+
+    def _translator(self) -> Translator:
+        """Return what translates with the weights as they are; all ranks must ask together."""
+        if self.team.size == 1 or self.settings.parallel == "ddp":
+            return self.translator
+        with torch.random.fork_rng(devices=[]):  # its first weights are drawn in vain
+            model = build_model(self.config.model, self.tokenizer).to(self.device)
+        model.compute_in(self.compute_dtype)
+        set_weights(model, self._weights(), self.run_dir.checkpoints_dir)
+        return self.translator.with_models([model])
+
+    def _save(self, is_leaving: bool = False) -> None:
+        """Write a checkpoint, unless this very state is saved.
+
+        If the disk does not take it, the checkpoints before it are as they were, and training goes
+        on, unless it `is_leaving`.
+
+        Raises:
+            WriteError: in that case, with how to go on.
+        """
+        self._read_outcomes()
+        self._check_weights()
+        if self.saves.is_current:
+            return
+        try:
+            self.saves.add(self.snapshot(), self.fingerprint, self.made_with())
+        except WriteError as error:
+            if is_leaving:
+                start = self.saves.next_start() or "the beginning"
+                raise WriteError(
+                    f"{error} Once there is room, the same command goes on from {start}."
+                ) from None
+            self.log.say(
+                f"step {self.progress.step:,}: nothing is saved: {error} "
+                "Training goes on; the next save tries again"
+            )
+
+    def finish(self) -> None:
+        """Write the better of the averaged and the best checkpoint as the final weights."""
+        best, averaged, found = self.saves.candidates(self.progress)
+        weights = checkpoint.average([found[step] for step in averaged], self.fingerprint)
+        set_weights(self.model, weights, self.run_dir.checkpoints_dir, self.team)
+        validation = self._score()
+        best_bleu = self.progress.bleu_of_step[str(best)]
+        name = f"the average of {count(len(averaged), 'checkpoint')}"
+        self.log.say(f"{name}: validation BLEU {validation.bleu:.2f}")
+        self.log.say(f"the best checkpoint (step {best:,}): validation BLEU {best_bleu:.2f}")
+        if best_bleu > validation.bleu:
+            name, averaged = "the best checkpoint", [best]
+            path = found[best] / "model.safetensors"
+            weights = checkpoint.load_model(path, self.fingerprint)
+        best_bleu = max(best_bleu, validation.bleu)
+        origin = checkpoint.Origin(sorted(averaged), best_bleu, self.progress.step)
+        if self.team.is_first:
+            checkpoint.save_model(self.run_dir.model_path, weights, self.fingerprint, origin)
+        self.log.say(f"{self.run_dir.model_path}: {name}")
+
     def resume(self) -> None:
         """Continue from the newest checkpoint, if there is one."""
         path = self.saves.newest()
@@ -204,147 +415,6 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         trainstate.set_random_state(state)
 
-    def run(self, signals: Signals, last_step: int | None = None) -> None:
-        """Train until the target is reached, patience is lost, or a signal comes.
-
-        Args:
-            signals: what was received.
-            last_step: where to end before that, without a validation that was not due.
-        """
-        self.signals, self.clock = signals, time.monotonic() - self.progress.elapsed_s
-        lossscale.begin(self.progress, self.compute_dtype)
-        self.log.open_bar(self._spent())
-        with closing(self._updates()) as updates:
-            self._run(updates, last_step)
-        if self._is_done() and str(self.progress.step) not in self.progress.bleu_of_step:
-            self._validate()
-        self._save(is_leaving=True)
-        self.log.close_bar()
-
-    def _updates(self) -> Generator[Dealt]:
-        """Yield updates from where the training stands; for a GPU, laid out ahead of time."""
-        start = Position(self.progress.epoch, self.progress.batch)
-        updates = self.data.updates(self.settings.batch_tokens, start, self.deal)
-        if not self.ahead:
-            return updates
-        return read_ahead(map(self.gradients.lay_out, updates), self.ahead)
-
-    def _run(self, updates: Iterator[Dealt], last_step: int | None) -> None:
-        while not self._is_done() and self.progress.step != last_step:
-            dealt = next(updates)
-            self._update(dealt)
-            self.saves.is_current = False
-            self.progress.step += 1
-            self.progress.epoch, self.progress.batch = dealt.after.epoch, dealt.after.batch
-            if self.team.size == 1:
-                self.progress.elapsed_s = time.monotonic() - self.clock
-            self._report()
-            if self._is_due(self.settings.validate_every):
-                self._validate()
-                self.progress.elapsed_s = self.team.tell(time.monotonic() - self.clock)
-            if self.team.size == 1:
-                self.agreed_signal = self.signals.received  # of ranks, what all know
-            if self.agreed_signal:
-                self._save(is_leaving=True)
-                raise Stopped(self.agreed_signal)
-            if self.saves.is_due(self.progress.step, self.progress):
-                self._save()
-
-    def finish(self) -> None:
-        """Write the better of the averaged and the best checkpoint as the final weights."""
-        best, averaged, found = self.saves.candidates(self.progress)
-        weights = checkpoint.average([found[step] for step in averaged], self.fingerprint)
-        set_weights(self.model, weights, self.run_dir.checkpoints_dir, self.team)
-        validation = self._score()
-        best_bleu = self.progress.bleu_of_step[str(best)]
-        name = f"the average of {count(len(averaged), 'checkpoint')}"
-        self.log.say(f"{name}: validation BLEU {validation.bleu:.2f}")
-        self.log.say(f"the best checkpoint (step {best:,}): validation BLEU {best_bleu:.2f}")
-        if best_bleu > validation.bleu:
-            name, averaged = "the best checkpoint", [best]
-            path = found[best] / "model.safetensors"
-            weights = checkpoint.load_model(path, self.fingerprint)
-        best_bleu = max(best_bleu, validation.bleu)
-        origin = checkpoint.Origin(sorted(averaged), best_bleu, self.progress.step)
-        if self.team.is_first:
-            checkpoint.save_model(self.run_dir.model_path, weights, self.fingerprint, origin)
-        self.log.say(f"{self.run_dir.model_path}: {name}")
-
-    def _update(self, dealt: Dealt) -> None:
-        """Make one update; its loss is divided by the target tokens of all shares of all ranks.
-
-        Where its loss or gradient is not finite, the fused optimizer changes nothing. Whether that
-        is so is read when later updates are under way, if the device is a GPU.
-        """
-        sums = self.gradients.add_up(dealt, lossscale.factor(self.progress))
-        told = self._tell(sums)
-        lossscale.undo(self.progress, self.parameters)
-        grad_norm = self._clip().double()
-        is_finite = (told[0] + grad_norm).isfinite()
-        self.optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
-        step = self.progress.step + 1
-        lr = learning_rate(self.settings, self.config.model.d_model, step, self._spent())
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        numbers = torch.cat([torch.stack([is_finite.double(), grad_norm]), told])
-        self.outcomes.add(step, dealt.num_tokens, lr, numbers)
-        self._heed(self.behind)
-
-    def _clip(self) -> Tensor:
-        """Scale the gradient down to the length that is allowed, and return how long it was."""
-        grads = [weight.grad for weight in self.parameters if weight.grad is not None]
-        length = torch.nn.utils.get_total_norm(grads)
-        if self.settings.max_grad_norm:
-            limit = self.settings.max_grad_norm
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, limit, length)
-        return self.team.whole(length)
-
-    def _tell(self, sums: list[LossSum]) -> Tensor:
-        """Return loss and nll of all ranks, who tell each other signals and the time besides."""
-        told = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for own in sums:
-            told += torch.stack([own.loss.detach(), own.nll])
-        if self.team.size == 1:
-            return told
-        elapsed_s = time.monotonic() - self.clock if self.team.is_first else 0.0
-        besides = [elapsed_s, *(self.signals.received == one for one in STOPPING)]
-        sent = torch.tensor(besides, dtype=told.dtype).to(self.device, non_blocking=True)
-        return self.team.add(torch.cat([told, sent]))
-
-    def _heed(self, behind: int = 0) -> None:
-        """Take in what came out of the updates so far, all but the last `behind`.
-
-        Raises:
-            RunError: if many in a row were left out.
-        """
-        for outcome in self.outcomes.read(behind):
-            is_finite, grad_norm, loss, nll, *besides = outcome.numbers
-            if besides:
-                self.progress.elapsed_s, *signalled = besides
-                received = [one for one, count in zip(STOPPING, signalled, strict=True) if count]
-                self.agreed_signal = max(received, default=0)
-            lossscale.adapt(self.progress, bool(is_finite))
-            if not is_finite:
-                self._leave_out(outcome.step)
-                continue
-            self.progress.num_left_out_in_a_row = 0
-            self.window.add(loss, nll, outcome.num_tokens)
-            self.window.lr, self.window.grad_norm = outcome.lr, grad_norm
-
-    def _leave_out(self, step: int) -> None:
-        """Count an update whose loss or gradient was not finite.
-
-        Raises:
-            RunError: if it is one of many in a row.
-        """
-        self.progress.num_left_out += 1
-        self.progress.num_left_out_in_a_row += 1
-        self.reports.left_out(self.progress, step)
-        if self.progress.num_left_out_in_a_row >= _MAX_LEFT_OUT:
-            raise RunError(f"{_MAX_LEFT_OUT} updates in a row were left out; {self._remedy()}")
-
     def _check_weights(self) -> None:
         """Keep weights that are no numbers from being scored and saved.
 
@@ -352,85 +422,12 @@ class Trainer:
             RunError: if there are some.
         """
         if not all(self.team.own(weight).isfinite().all() for weight in self.parameters):
-            raise RunError(f"the weights are no longer finite numbers; {self._remedy()}")
+            raise RunError(f"the weights are no longer finite numbers; {self._advice()}")
 
-    def _remedy(self) -> str:
+    def _advice(self) -> str:
         advice = "take a lower `training.lr` or more `training.warmup_steps`"
         start = self.saves.next_start()
         return f"{advice}, and the same command goes on from {start}." if start else f"{advice}."
-
-    def _report(self) -> None:
-        """Move the progress bar, and log if a line is due."""
-        is_due = self._is_due(self.settings.log_every)
-        if is_due:
-            self._heed()
-        elif not self.log.wants_note(_BAR_INTERVAL_S):
-            return
-        if not self.window.num_tokens:  # every update was left out, or is under way
-            return
-        self.reports.updates(self.progress, self.window, self._spent(), is_due)
-        if is_due:
-            self.window = Window()
-
-    def _validate(self) -> None:
-        """Score the model, remember how good it was, and show a few translations."""
-        self._heed()
-        self._check_weights()
-        started = time.monotonic()
-        validation = self._score(show_examples=True)
-        self.window.pause(time.monotonic() - started)
-        self.progress.note_bleu(validation.bleu)
-        self.saves.is_current = False
-        self.reports.validation(self.progress, validation)
-
-    @torch.no_grad()
-    def _score(self, show_examples: bool = False) -> Validation:
-        translator = self._translator()
-        with uncompiled(self.is_compiled):
-            loss = self.valid.loss(translator.model, self.settings.label_smoothing, self.team)
-            if not math.isfinite(loss.loss):
-                raise RunError(f"the loss on the validation set is not finite; {self._remedy()}")
-            hypotheses = translator.translate(self.valid.lines.src)
-        for line in self.valid.examples(hypotheses) if show_examples else []:
-            self.log.say(line)
-        found = bleu(hypotheses, self.valid.lines.tgt) if self.team.is_first else 0.0
-        return Validation(loss.loss, loss.nll, self.team.tell(found))
-
-    def _translator(self) -> Translator:
-        """Return what translates with the weights as they are; all ranks must ask together."""
-        if self.team.size == 1 or self.settings.parallel == "ddp":
-            return self.translator
-        with torch.random.fork_rng(devices=[]):  # its first weights are drawn in vain
-            model = build_model(self.config.model, self.tokenizer).to(self.device)
-        model.compute_in(self.compute_dtype)
-        set_weights(model, self._weights(), self.run_dir.checkpoints_dir)
-        return self.translator.with_models([model])
-
-    def _save(self, is_leaving: bool = False) -> None:
-        """Write a checkpoint, unless this very state is saved.
-
-        If the disk does not take it, the checkpoints before it are as they were, and training goes
-        on, unless it `is_leaving`.
-
-        Raises:
-            WriteError: in that case, with how to go on.
-        """
-        self._heed()
-        self._check_weights()
-        if self.saves.is_current:
-            return
-        try:
-            self.saves.add(self.snapshot(), self.fingerprint, self.made_with())
-        except WriteError as error:
-            if is_leaving:
-                start = self.saves.next_start() or "the beginning"
-                raise WriteError(
-                    f"{error} Once there is room, the same command goes on from {start}."
-                ) from None
-            self.log.say(
-                f"step {self.progress.step:,}: nothing is saved: {error} "
-                "Training goes on; the next save tries again"
-            )
 
     def _spent(self) -> float:
         return target.spent(self.settings, self.progress)

@@ -295,15 +295,15 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
     Mutation(
         "a log line does not wait for the updates that it counts",
         "mtrain/training.py",
-        "        if is_due:\n            self._heed()\n",
-        "        if is_due:\n            self._heed(self.behind)\n",
+        "        if is_due:\n            self._read_outcomes()\n",
+        "        if is_due:\n            self._read_outcomes(self.behind)\n",
         "tests/test_device_loop.py",
     ),
     Mutation(
         "each update waits for its device",
         "mtrain/training.py",
-        "        self._heed(self.behind)\n",
-        "        self._heed()\n",
+        "        self._read_outcomes(self.behind)\n",
+        "        self._read_outcomes()\n",
         "tests/test_device_loop.py",
     ),
     Mutation(

@@ -85,7 +85,7 @@ def trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, behind: int, ahead: int
 ) -> RunDir:
     """Train for 12 updates, of which the third has a loss that is no number."""
-    create, add_up, heed = Trainer.__init__, Gradients.add_up, Trainer._heed
+    create, add_up, read = Trainer.__init__, Gradients.add_up, Trainer._read_outcomes
     waiting = []
 
     def prepared_loop(trainer: Trainer, *arguments: Any) -> None:
@@ -100,13 +100,13 @@ def trained(
 
     def counted(trainer: Trainer, behind: int = 0) -> None:
         waiting.append(len(trainer.outcomes._unread))
-        heed(trainer, behind)
+        read(trainer, behind)
 
     numbers: list[int] = []
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "__init__", prepared_loop)
         patch.setattr(Gradients, "add_up", broken)
-        patch.setattr(Trainer, "_heed", counted)
+        patch.setattr(Trainer, "_read_outcomes", counted)
         settings = ["training.max_steps=12", "training.log_every=5", "training.validate_every=6"]
         config = configs.load(tmp_path / "config.yaml", settings, str(tmp_path / name))
         run = prepared(config)
@@ -170,7 +170,7 @@ def test_an_update_never_waits_for_its_device(
             trainer._report()
     assert len(trainer.outcomes._unread) == 3
     with pytest.raises((RuntimeError, NotImplementedError)):  # to read does wait
-        trainer._heed()
+        trainer._read_outcomes()
 
 
 def test_a_training_keeps_a_gpu_from_planning_each_shape_of_its_attention(tmp_path: Path) -> None:
