@@ -109,7 +109,7 @@ def work(config: Config, num_updates: int) -> None:
         keep_gradients_at_home(trainer)
     alone_s = timed(update, num_updates)
     save_s = timed(lambda: save(trainer, team), 5)
-    path = trainer._newest()
+    path = trainer.saves.newest()
     assert path is not None
     resume_s = timed(lambda: trainer.restore(path), 5)
     if team.is_first:
@@ -135,7 +135,7 @@ def keep_gradients_at_home(trainer: Trainer) -> None:
 
 def save(trainer: Trainer, team: Team) -> None:
     """Save anew, and wait until it is done."""
-    trainer.is_saved = False
+    trainer.saves.is_current = False
     trainer._save()
     team.wait()
 

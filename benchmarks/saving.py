@@ -66,7 +66,7 @@ def time_saves(trainer: Trainer, count: int) -> float:
     for _ in range(count):
         trainer.progress.step += 1
         trainer.progress.note_bleu(1.0)
-        trainer.is_saved = False
+        trainer.saves.is_current = False
         started = time.monotonic()
         trainer._save()
         took.append(time.monotonic() - started)

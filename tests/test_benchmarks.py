@@ -1,5 +1,6 @@
 """The benchmarks: mtrain's own part beside other toolkits, and what they count."""
 
+import ast
 import importlib
 import json
 import os
@@ -14,6 +15,9 @@ from tasks import REPOSITORY, prepared, write_task
 from torch.utils.flop_counter import FlopCounterMode
 
 from mtrain import config as configs
+from mtrain.rundir import RunDir
+from mtrain.runlog import RunLog
+from mtrain.training import Trainer
 
 JOB = {
     "num_layers": 1,
@@ -89,3 +93,15 @@ def test_the_operations_of_a_training_are_those_that_pytorch_counts(
     with FlopCounterMode(display=False) as counter:
         output(model(*states, tgt_mask=causal)).sum().backward()
     assert operations.flop(operations.Tokens(*counts), sizes) == counter.get_total_flops()
+
+
+def test_a_benchmark_asks_a_trainer_only_for_what_it_has(corpus: Path) -> None:
+    config = configs.load(corpus / "config.yaml", JOB["overrides"], str(corpus / "run"))
+    trainer = Trainer(config, RunDir(corpus / "run"), RunLog(corpus / "metrics.jsonl"))
+    asked = set()
+    for script in (REPOSITORY / "benchmarks").glob("*.py"):
+        for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "trainer":
+                asked.add(node.attr)
+    assert "_save" in asked
+    assert {name for name in asked if not hasattr(trainer, name)} == set()
