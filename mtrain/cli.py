@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -12,65 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
-from mtrain import __version__, api, prompt
+from mtrain import __version__, api, options, printing, prompt
 from mtrain.errors import ConfigError, DataError, UserError
 from mtrain.launch import launched
-from mtrain.options import (
-    AlignmentsOption,
-    AlphaOption,
-    BatchOption,
-    BeamOption,
-    BudgetOption,
-    CheckpointOption,
-    CometOption,
-    CompareOption,
-    ConfigArgument,
-    DetailsOption,
-    DeviceOption,
-    EarlyStopOption,
-    Engine,
-    EngineOption,
-    EvalArguments,
-    Format,
-    FormatOption,
-    HeldOutOption,
-    Log,
-    MaxInputOption,
-    MetricsOption,
-    NBestOption,
-    NewConfigOption,
-    NewRunOption,
-    NoRepeatOption,
-    OnLong,
-    OnLongOption,
-    OutputOption,
-    Precision,
-    PrecisionOption,
-    PrefixOption,
-    Quantize,
-    QuantizeOption,
-    ResamplesOption,
-    RunArgument,
-    RunOption,
-    SampleOption,
-    SeedOption,
-    SetOption,
-    SrcLangOption,
-    SrcOption,
-    Stored,
-    Target,
-    TemperatureOption,
-    TestsOption,
-    TgtLangOption,
-    TgtOption,
-    TokenizeOption,
-    TopKOption,
-    TopPOption,
-    TranslateArguments,
-)
 from mtrain.signals import unwind_when_stopped
 from mtrain.team import ALONE, Team
-from mtrain.terminal import fitted
 from mtrain.together import complain, load_each, load_together, one_of_many, refuse_ranks, together
 
 if TYPE_CHECKING:
@@ -115,7 +60,7 @@ def main() -> NoReturn:
 
     So is what the system says about a file that it names: no room, no permission, no such name.
     """
-    _open_what_is_closed()
+    printing.open_closed_streams()
     try:
         with one_of_many():
             app(prog_name="mtrain")  # whatever started it: completion goes by the name
@@ -132,14 +77,6 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
-def _open_what_is_closed() -> None:
-    """Let a standard stream that the shell has closed (`>&-`) lead nowhere, as /dev/null does."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            nowhere = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 - to the end
-            setattr(sys, name, nowhere)
-
-
 def _show_version(is_asked: bool) -> None:
     if not is_asked:
         return
@@ -149,7 +86,7 @@ def _show_version(is_asked: bool) -> None:
     except (ImportError, OSError) as error:
         print(f"torch      cannot be loaded: {error}")
         raise typer.Exit(2) from None
-    _put(machine.describe(), None)
+    printing.put(machine.describe(), None)
     raise typer.Exit
 
 
@@ -185,21 +122,21 @@ def demo(
 
     with _saving(directory):
         demonstrating.demo(directory, Stderr())
-    _put(demonstrating.report(directory, _warn), None)
+    printing.put(demonstrating.report(directory, printing.warn), None)
 
 
 @app.command()
 def init(
-    src: SrcOption,
-    tgt: TgtOption,
-    src_lang: SrcLangOption,
-    tgt_lang: TgtLangOption,
-    budget: BudgetOption = "30m",
-    device: DeviceOption = "auto",
-    valid: HeldOutOption = None,
-    test: HeldOutOption = None,
-    output: NewConfigOption = None,
-    run: NewRunOption = None,
+    src: options.SrcOption,
+    tgt: options.TgtOption,
+    src_lang: options.SrcLangOption,
+    tgt_lang: options.TgtLangOption,
+    budget: options.BudgetOption = "30m",
+    device: options.DeviceOption = "auto",
+    valid: options.HeldOutOption = None,
+    test: options.HeldOutOption = None,
+    output: options.NewConfigOption = None,
+    run: options.NewRunOption = None,
 ) -> None:
     """Write a config that fits a corpus, a machine and a budget.
 
@@ -225,16 +162,16 @@ def init(
         Files(*test) if test else None,
     )
     is_plain = src.is_file() and tgt.is_file() and ".gz" not in (src.suffix, tgt.suffix)
-    with _reading(src.stat().st_size + tgt.stat().st_size if is_plain else None) as advance:
+    with printing.reading(src.stat().st_size + tgt.stat().st_size if is_plain else None) as advance:
         lines = starting.init(wanted, Stderr(), advance)
-    _put(lines, None)
+    printing.put(lines, None)
 
 
 @app.command()
 def check(
-    config: ConfigArgument,
-    set_: SetOption = None,
-    run: RunOption = None,
+    config: options.ConfigArgument,
+    set_: options.SetOption = None,
+    run: options.RunOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Fail on warnings too.")] = False,
 ) -> None:
@@ -254,11 +191,11 @@ def check(
     run_dir = RunDir(Path(settings.run_dir))
     vocabulary = tokenizer.load(run_dir.tokenizer_dir) if run_dir.tokenizer_dir.is_dir() else None
     replaced = whole_dir(run_dir.check_dir, REPORT_FILE)
-    with replaced as directory, _reading(2 * num_bytes(settings)) as advance:
+    with replaced as directory, printing.reading(2 * num_bytes(settings)) as advance:
         report = audit(settings, vocabulary, directory, advance)
         write_lines(directory / REPORT_FILE, audit_page.as_json(report))
     text = audit_page.as_text(report, run_dir.check_dir)
-    _put(audit_page.as_json(report) if json else text, None)
+    printing.put(audit_page.as_json(report) if json else text, None)
     errors, warnings = report.count(Severity.ERROR), report.count(Severity.WARNING)
     if strict and errors + warnings:
         raise DataError(
@@ -272,27 +209,10 @@ def check(
         )
 
 
-@contextmanager
-def _reading(total: int | None) -> Iterator[Callable[[int], object]]:
-    """Show how much is read, on a terminal only; give what is to be told the bytes."""
-    from tqdm import tqdm
-
-    from mtrain.runlog import is_live
-
-    with tqdm(
-        total=total,
-        unit="B",
-        unit_scale=True,
-        desc="reading",
-        file=sys.stderr,
-        disable=not is_live(),
-        leave=False,
-    ) as bar:
-        yield bar.update
-
-
 @app.command()
-def tokenize(config: ConfigArgument, set_: SetOption = None, run: RunOption = None) -> None:
+def tokenize(
+    config: options.ConfigArgument, set_: options.SetOption = None, run: options.RunOption = None
+) -> None:
     """Train the tokenizer and encode the corpora into the run folder.
 
     Example: mtrain tokenize configs/demo.yaml --run runs/small --set tokenizer.vocab_size=1000
@@ -302,11 +222,11 @@ def tokenize(config: ConfigArgument, set_: SetOption = None, run: RunOption = No
 
 @app.command()
 def train(
-    config: ConfigArgument,
-    set_: SetOption = None,
-    run: RunOption = None,
+    config: options.ConfigArgument,
+    set_: options.SetOption = None,
+    run: options.RunOption = None,
     log: Annotated[
-        Log | None, typer.Option(help="Write the numbers for it too, into RUN/tensorboard.")
+        options.Log | None, typer.Option(help="Write the numbers for it too, into RUN/tensorboard.")
     ] = None,
 ) -> None:
     """Train a translator; go on if it was stopped.
@@ -318,7 +238,7 @@ def train(
     with together("the same command goes on from the last checkpoint.") as team:
         settings = api.load_config(config, set_ or [], run)
         with _saving(settings.run_dir, team):
-            api.train_together(settings, team, tensorboard=log is Log.TENSORBOARD)
+            api.train_together(settings, team, tensorboard=log is options.Log.TENSORBOARD)
 
 
 @contextmanager
@@ -330,7 +250,9 @@ def _saving(run_dir: Path | str, team: Team = ALONE) -> Iterator[None]:
         yield
     except Stopped as stopped:
         if team.is_first:
-            _warn(f"stopped; all is saved in {run_dir}, and the same command goes on from there.")
+            printing.warn(
+                f"stopped; all is saved in {run_dir}, and the same command goes on from there."
+            )
         team.leave()  # torchrun ends all when one has ended
         sys.exit(128 + stopped.signal_number)
 
@@ -338,29 +260,29 @@ def _saving(run_dir: Path | str, team: Team = ALONE) -> Iterator[None]:
 @app.command()
 def translate(
     context: typer.Context,
-    paths: TranslateArguments,
-    output: OutputOption = None,
-    beam: BeamOption = None,
-    length_alpha: AlphaOption = None,
-    early_stop: EarlyStopOption = None,
-    n_best: NBestOption = 1,
-    format_: FormatOption = Format.TEXT,
-    alignments: AlignmentsOption = None,
-    prefix: PrefixOption = None,
-    no_repeat_ngram: NoRepeatOption = None,
-    sample: SampleOption = False,
-    temperature: TemperatureOption = None,
-    top_k: TopKOption = None,
-    top_p: TopPOption = None,
-    seed: SeedOption = None,
-    max_input_tokens: MaxInputOption = None,
-    on_long: OnLongOption = OnLong.SPLIT,
-    checkpoint: CheckpointOption = None,
-    batch_tokens: BatchOption = None,
-    device: DeviceOption = "auto",
-    precision: PrecisionOption = Precision.AUTO,
-    quantize: QuantizeOption = None,
-    engine: EngineOption = Engine.MTRAIN,
+    paths: options.TranslateArguments,
+    output: options.OutputOption = None,
+    beam: options.BeamOption = None,
+    length_alpha: options.AlphaOption = None,
+    early_stop: options.EarlyStopOption = None,
+    n_best: options.NBestOption = 1,
+    format_: options.FormatOption = options.Format.TEXT,
+    alignments: options.AlignmentsOption = None,
+    prefix: options.PrefixOption = None,
+    no_repeat_ngram: options.NoRepeatOption = None,
+    sample: options.SampleOption = False,
+    temperature: options.TemperatureOption = None,
+    top_k: options.TopKOption = None,
+    top_p: options.TopPOption = None,
+    seed: options.SeedOption = None,
+    max_input_tokens: options.MaxInputOption = None,
+    on_long: options.OnLongOption = options.OnLong.SPLIT,
+    checkpoint: options.CheckpointOption = None,
+    batch_tokens: options.BatchOption = None,
+    device: options.DeviceOption = "auto",
+    precision: options.PrecisionOption = options.Precision.AUTO,
+    quantize: options.QuantizeOption = None,
+    engine: options.EngineOption = options.Engine.MTRAIN,
 ) -> None:
     """Translate line by line: as many lines out as in.
 
@@ -370,32 +292,32 @@ def translate(
     """
     searching = {"beam": beam, "length_alpha": length_alpha, "early_stop": early_stop}
     drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    _refuse("--sample", searching if sample else {})
-    _require("--sample", {} if sample else drawing | {"seed": seed})
-    _check_outputs(output, alignments, read=[*paths, *([prefix] if prefix else [])])
+    options.refuse("--sample", searching if sample else {})
+    options.require("--sample", {} if sample else drawing | {"seed": seed})
+    printing.check_outputs(output, alignments, read=[*paths, *([prefix] if prefix else [])])
     runs, file = _runs_and_file(paths)
     config = runs[0].load_config()
     others = {"no_repeat_ngram": no_repeat_ngram, "batch_tokens": batch_tokens}
-    decoding = config.decoding.model_copy(update=_given(searching | others))
+    decoding = config.decoding.model_copy(update=options.given(searching | others))
     _check_n_best(n_best, decoding, sample)
     max_tokens = max_input_tokens or config.data.max_tokens
     from mtrain.search import Sampling
     from mtrain.stream import LongLines, Options
     from mtrain.translate import Wanted
 
-    wanted = Wanted(n_best, Sampling(**_given(drawing)) if sample else None)
+    wanted = Wanted(n_best, Sampling(**options.given(drawing)) if sample else None)
     loading, seed = _loading(device, precision, quantize, checkpoint), 1 if seed is None else seed
-    with_alignment = alignments is not None or format_ is Format.JSONL
-    options = Options(LongLines(max_tokens, on_long.value), with_alignment, seed)
+    with_alignment = alignments is not None or format_ is options.Format.JSONL
+    reading = Options(LongLines(max_tokens, on_long.value), with_alignment, seed)
     with _loaded(context, runs, decoding, loading, wanted, max_tokens) as translator:
         if translator is None:
             return
-        stream = api.as_model(runs[0], config, translator).stream(options, _warn)
+        stream = api.as_model(runs[0], config, translator).stream(reading, printing.warn)
         typed = prompt.ask(config.data.src_lang) if file is None and prompt.is_asked() else None
         lines = _translated(stream, file, typed, prefix, output)
-        written = _written(lines, format_.value, n_best, alignments)
-        is_answer = typed is not None and output is None and format_ is Format.TEXT
-        _put(prompt.answers(written, config.data.tgt_lang) if is_answer else written, output)
+        texts = _written(lines, format_.value, n_best, alignments)
+        is_answer = typed is not None and output is None and format_ is options.Format.TEXT
+        printing.put(prompt.answers(texts, config.data.tgt_lang) if is_answer else texts, output)
 
 
 def _loaded(
@@ -406,7 +328,7 @@ def _loaded(
     wanted: Wanted,
     max_tokens: int,
 ) -> AbstractContextManager[Translator | None]:
-    if context.params["engine"] is Engine.CTRANSLATE2:
+    if context.params["engine"] is options.Engine.CTRANSLATE2:
         return _load_ctranslate2(context, runs, decoding, max_tokens)
     return load_together(runs, decoding, loading, wanted)
 
@@ -425,8 +347,8 @@ def _translated(
     prefixes = files.read_lines(prefix) if prefix is not None else None
     if typed is not None:
         return stream.translate(typed, prefixes)
-    blocks = files.read_blocks(file, _warn, BLOCK_LINES)
-    return _with_progress(stream.translate(blocks, prefixes), output)
+    blocks = files.read_blocks(file, printing.warn, BLOCK_LINES)
+    return printing.with_progress(stream.translate(blocks, prefixes), output)
 
 
 def _check_n_best(n_best: int, decoding: DecodingConfig, sample: bool) -> None:
@@ -446,10 +368,10 @@ def _load_ctranslate2(
     for key in context.params:
         is_given = getattr(context.get_parameter_source(key), "name", "") == "COMMANDLINE"
         if is_given and key not in _OF_CTRANSLATE2:
-            _refuse("--engine ctranslate2", {key: True})
+            options.refuse("--engine ctranslate2", {key: True})
     if len(runs) > 1:
         raise ConfigError(f"`--engine ctranslate2` must have one run, but has {len(runs)} instead.")
-    return nullcontext(load_ctranslate2(runs[0], decoding, max_tokens, _warn))
+    return nullcontext(load_ctranslate2(runs[0], decoding, max_tokens, printing.warn))
 
 
 def _runs_and_file(paths: list[Path]) -> RunsAndFile:
@@ -479,76 +401,42 @@ def _written(
             yield from output.write(line, format_, num_best)
 
 
-def _with_progress(lines: Iterable[Line], output: Path | None) -> Iterable[Line]:
-    """Show sentences a second on a terminal, when the lines themselves go elsewhere."""
-    from tqdm import tqdm
-
-    from mtrain.runlog import is_live
-
-    is_seen = is_live() and not (output is None and sys.stdout.isatty())
-    return tqdm(lines, unit=" sentences", smoothing=0.1, disable=not is_seen)
-
-
-def _given(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in options.items() if value is not None}
-
-
-def _require(needed: str, options: Mapping[str, Any]) -> None:
-    """Refuse options that do nothing without another."""
-    for key in _given(options):
-        raise ConfigError(f"`{_as_option(key)}` must stand beside `{needed}`, but stands alone.")
-
-
-def _refuse(other: str, options: Mapping[str, Any]) -> None:
-    """Refuse options that do nothing beside another."""
-    for key in _given(options):
-        raise ConfigError(f"`{_as_option(key)}` must not stand beside `{other}`, but does.")
-
-
-def _as_option(key: str) -> str:
-    return "--" + key.rstrip("_").replace("_", "-")
-
-
 def _loading(
-    device: str, precision: Precision, quantize: Quantize | None, step: int | None = None
+    device: str,
+    precision: options.Precision,
+    quantize: options.Quantize | None,
+    step: int | None = None,
 ) -> Loading:
     from mtrain.translate import Loading
 
     return Loading(device, precision.value, quantize.value if quantize else None, step)
 
 
-def _warn(text: str) -> None:
-    from tqdm import tqdm
-
-    said = fitted(f"mtrain: {text}", sys.stderr)
-    tqdm.write(said, file=sys.stderr)  # above a bar, if there is one
-
-
 @app.command(name="eval")
 def evaluate(
-    runs: EvalArguments,
-    output: OutputOption = None,
-    tests: TestsOption = None,
-    metrics: MetricsOption = None,
-    tokenize: TokenizeOption = None,
+    runs: options.EvalArguments,
+    output: options.OutputOption = None,
+    tests: options.TestsOption = None,
+    metrics: options.MetricsOption = None,
+    tokenize: options.TokenizeOption = None,
     lowercase: Annotated[bool, typer.Option("--lowercase", help="Ignore case.")] = False,
-    comet: CometOption = None,
-    resamples: ResamplesOption = None,
-    compare: CompareOption = None,
-    details: DetailsOption = False,
+    comet: options.CometOption = None,
+    resamples: options.ResamplesOption = None,
+    compare: options.CompareOption = None,
+    details: options.DetailsOption = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     score: Annotated[
         bool, typer.Option("--score", help="Print how likely the model finds each reference.")
     ] = False,
-    beam: BeamOption = None,
-    length_alpha: AlphaOption = None,
-    early_stop: EarlyStopOption = None,
-    no_repeat_ngram: NoRepeatOption = None,
-    checkpoint: CheckpointOption = None,
-    batch_tokens: BatchOption = None,
-    device: DeviceOption = "auto",
-    precision: PrecisionOption = Precision.AUTO,
-    quantize: QuantizeOption = None,
+    beam: options.BeamOption = None,
+    length_alpha: options.AlphaOption = None,
+    early_stop: options.EarlyStopOption = None,
+    no_repeat_ngram: options.NoRepeatOption = None,
+    checkpoint: options.CheckpointOption = None,
+    batch_tokens: options.BatchOption = None,
+    device: options.DeviceOption = "auto",
+    precision: options.PrecisionOption = options.Precision.AUTO,
+    quantize: options.QuantizeOption = None,
 ) -> None:
     """Translate the test sets and score them, with 95% intervals.
 
@@ -559,7 +447,7 @@ def evaluate(
     from mtrain import score_page, scoreboard
     from mtrain.rundir import RunDir
 
-    _check_outputs(output, read=compare or [])
+    printing.check_outputs(output, read=compare or [])
     folders, names = [RunDir(run) for run in runs], _listed(tests)
     searching = {"beam": beam, "early_stop": early_stop, "no_repeat_ngram": no_repeat_ngram}
     changes = searching | {"length_alpha": length_alpha, "batch_tokens": batch_tokens}
@@ -568,7 +456,7 @@ def evaluate(
         scoring: dict[str, Any] = {"metrics": metrics, "tokenize": tokenize, "comet": comet}
         scoring |= {"resamples": resamples, "compare": compare or None}
         flags = {"lowercase": lowercase, "details": details, "json": json}
-        _refuse("--score", searching | scoring | {key: True for key in flags if flags[key]})
+        options.refuse("--score", searching | scoring | {key: True for key in flags if flags[key]})
         if len(folders) > 1:
             raise ConfigError(f"`--score` must have one run, but has {len(folders)} instead.")
     others = [RunDir(path) for path in compare or [] if path.is_dir()]
@@ -576,13 +464,13 @@ def evaluate(
         if loading is None:
             return
         if score:
-            _put(_reference_scores(folders[0], loading, names), output)
+            printing.put(_reference_scores(folders[0], loading, names), output)
             return
         given = {"metrics": _listed(metrics), "num_resamples": resamples}
-        options = _scoring_options(tokenize, lowercase, given, comet, device)
-        plan = scoreboard.Plan(folders, compare or [], names, options, details)
-        reports = scoreboard.measure(plan, loading, _warn)
-        _put(score_page.as_json(reports) if json else score_page.as_text(reports), output)
+        scoring_options = _scoring_options(tokenize, lowercase, given, comet, device)
+        plan = scoreboard.Plan(folders, compare or [], names, scoring_options, details)
+        reports = scoreboard.measure(plan, loading, printing.warn)
+        printing.put(score_page.as_json(reports) if json else score_page.as_text(reports), output)
 
 
 def _loader(changes: Mapping[str, Any], loading: Loading) -> Callable[[RunDir, Team], Translator]:
@@ -590,7 +478,7 @@ def _loader(changes: Mapping[str, Any], loading: Loading) -> Callable[[RunDir, T
     from mtrain import translate as translating
 
     def load(run: RunDir, team: Team) -> Translator:
-        decoding = run.load_config().decoding.model_copy(update=_given(changes))
+        decoding = run.load_config().decoding.model_copy(update=options.given(changes))
         return translating.load(run, decoding, replace(loading, team=team))
 
     return load
@@ -617,7 +505,7 @@ def _scoring_options(
     model = None
     if comet is not None:
         model = comet_metric.CometModel(comet, int(pick_device(device).type == "cuda"))
-    return ScoringOptions(tokenize, lowercase, **_given(given), comet=model)
+    return ScoringOptions(tokenize, lowercase, **options.given(given), comet=model)
 
 
 def _listed(names: str | None) -> list[str] | None:
@@ -626,7 +514,7 @@ def _listed(names: str | None) -> list[str] | None:
 
 @app.command()
 def plot(
-    run: RunArgument,
+    run: options.RunArgument,
     sentence: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Whose attention to draw.")
     ] = None,
@@ -645,7 +533,7 @@ def plot(
 
     Example: mtrain plot runs/demo --sentence "The old farmer is tired."
     """
-    _require("--watch", {} if watch else {"every": every})
+    options.require("--watch", {} if watch else {"every": every})
     from importlib.util import find_spec
 
     if find_spec("matplotlib") is None:
@@ -655,15 +543,15 @@ def plot(
     from mtrain.rundir import RunDir
 
     directory = out or run / "plots"
-    drawn = plots.draw(RunDir(run), sentence, directory, _warn)
+    drawn = plots.draw(RunDir(run), sentence, directory, printing.warn)
     if watch:
-        drawn = watching.watch(RunDir(run), sentence, directory, _warn, every or 10.0)
-    _put(map(str, drawn), None)
+        drawn = watching.watch(RunDir(run), sentence, directory, printing.warn, every or 10.0)
+    printing.put(map(str, drawn), None)
 
 
 @app.command()
 def doctor(
-    run: RunArgument,
+    run: options.RunArgument,
     replay: Annotated[
         bool,
         typer.Option(
@@ -688,21 +576,21 @@ def doctor(
             verdicts.append(finding.verdict)
             yield finding.line()
 
-    _put(lines(), None)
+    printing.put(lines(), None)
     if "FAILED" in verdicts:
         raise typer.Exit(2)
 
 
 @app.command()
 def export(
-    run: RunArgument,
+    run: options.RunArgument,
     directory: Annotated[
         Path,
         typer.Argument(metavar="DIR", help="The folder to write, new.", show_default=False),
     ],
-    to: Annotated[Target, typer.Option("--to", help="The library.", show_default=False)],
+    to: Annotated[options.Target, typer.Option("--to", help="The library.", show_default=False)],
     quantize: Annotated[
-        Stored | None,
+        options.Stored | None,
         typer.Option(help="Store fewer bits of each weight; int8 for ctranslate2 only."),
     ] = None,
     check_lines: Annotated[
@@ -720,39 +608,5 @@ def export(
     from mtrain.rundir import RunDir
 
     wanted = exporting.Wanted(to.value, quantize.value if quantize else None, check_lines)
-    report = exporting.export(RunDir(run), directory, wanted, _warn)
-    _put(exporting.as_text(report), None)
-
-
-def _check_outputs(
-    output: Path | None, alignments: Path | None = None, read: Iterable[Path] = ()
-) -> None:
-    """Refuse before all the work what cannot be written after it, or takes the place of a text."""
-    from mtrain import files
-
-    given = {"--output": output, "--alignments": alignments}
-    replaced = {
-        name: os.path.realpath(path)
-        for name, path in given.items()
-        if path is not None and files.is_replaced(path)
-    }
-    if len({*replaced.values()}) < len(replaced):
-        raise ConfigError(
-            f"`--alignments` must be another file than `--output`, but is {alignments} too."
-        )
-    texts = {os.path.realpath(path): path for path in read}
-    for name, path in replaced.items():
-        if path in texts:
-            said = f"`{name}` must be a file that is not read, but is {texts[path]} instead."
-            raise ConfigError(said)
-
-
-def _put(lines: Iterable[str], output: Path | None) -> None:
-    """Print lines, or write them; bytes of a file's name that are no text become escapes."""
-    from mtrain import files
-
-    texts = (line.encode(errors="backslashreplace").decode() for line in lines)
-    if output is None:
-        files.print_lines(texts)
-    else:
-        files.write_lines(files.followed(output), texts)
+    report = exporting.export(RunDir(run), directory, wanted, printing.warn)
+    printing.put(exporting.as_text(report), None)

@@ -1,17 +1,19 @@
-"""What users may say on the command line, by name: arguments, options, and their values.
+"""What users may say on the command line: arguments, options, their values, which go together.
 
 Knows the words of the help, and nothing of what the verbs do with them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from mtrain import config as configs
+from mtrain.errors import ConfigError
 
 ConfigArgument = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="The config, one YAML file.", show_default=False)
@@ -215,3 +217,24 @@ HeldOutOption = Annotated[
     tuple[Path, Path] | None,
     typer.Option(metavar="SRC TGT", help="Two files of your own, instead of held-out pairs."),
 ]
+
+
+def given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that stand on the command line."""
+    return {key: value for key, value in options.items() if value is not None}
+
+
+def require(needed: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that do nothing without another."""
+    for key in given(options):
+        raise ConfigError(f"`{_as_option(key)}` must stand beside `{needed}`, but stands alone.")
+
+
+def refuse(other: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that do nothing beside another."""
+    for key in given(options):
+        raise ConfigError(f"`{_as_option(key)}` must not stand beside `{other}`, but does.")
+
+
+def _as_option(key: str) -> str:
+    return "--" + key.rstrip("_").replace("_", "-")
