@@ -15,9 +15,9 @@ from mtrain.corpus import changed_files
 from mtrain.devices import pick_device
 from mtrain.errors import ConfigError, RunError, UserError, WriteError
 from mtrain.model import num_parameters
-from mtrain.replay import Replayed, Span, read_metrics
+from mtrain.replay import Replayed, Span
 from mtrain.rundir import RunDir
-from mtrain.runlog import Console
+from mtrain.runlog import Console, read_metrics
 from mtrain.search import Hypothesis
 from mtrain.tokenizer import Tokenizer
 from mtrain.translate import Loading, Source

@@ -5,10 +5,9 @@ Nothing is written into the run folder: all that a training writes goes to a tem
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +18,8 @@ import torch
 from mtrain import checkpoint, kernels
 from mtrain.checkpoint import Checkpoint, MadeWith, Weights
 from mtrain.config import Config
-from mtrain.files import read_lines
 from mtrain.rundir import RunDir
-from mtrain.runlog import RunLog
+from mtrain.runlog import RunLog, read_metrics
 from mtrain.signals import Signals
 from mtrain.training import Trainer
 
@@ -192,20 +190,3 @@ def _logged(path: Path, span: Span) -> Metrics:
             timeless = {key: value for key, value in line.items() if key not in TIMES}
             found[f"{kind} {step}"] = timeless
     return found
-
-
-def read_metrics(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the lines of `metrics.jsonl` that are whole; none if it is not there.
-
-    Raises:
-        DataError: if the file cannot be read.
-    """
-    if not path.exists():
-        return
-    for text in read_lines(path):
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict):
-            yield line

@@ -7,10 +7,10 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from tqdm import tqdm
 
@@ -164,3 +164,20 @@ class Mute(RunLog):
 
     def open_bar(self, spent: float) -> None:
         """Show no bar."""
+
+
+def read_metrics(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the lines of `metrics.jsonl` that are whole; none if it is not there.
+
+    Raises:
+        DataError: if the file cannot be read.
+    """
+    if not path.exists():
+        return
+    for text in read_lines(path):
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict):
+            yield line
