@@ -184,9 +184,9 @@ def _logged(path: Path, span: Span) -> Metrics:
     """Return what was logged in a span, times aside, by step and kind."""
     found: Metrics = {}
     for line in read_metrics(path):
-        step = line.get("step")
+        step = line["step"]
         kind = next((key for key in ("loss", "valid_loss") if key in line), None)
-        if kind and isinstance(step, int) and span.first_step < step <= span.last_step:
+        if kind and span.first_step < step <= span.last_step:
             timeless = {key: value for key, value in line.items() if key not in TIMES}
             found[f"{kind} {step}"] = timeless
     return found

@@ -167,7 +167,7 @@ class Mute(RunLog):
 
 
 def read_metrics(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the lines of `metrics.jsonl` that are whole; none if it is not there.
+    """Yield the lines of `metrics.jsonl` that are whole and have a step; none if it is not there.
 
     Raises:
         DataError: if the file cannot be read.
@@ -177,7 +177,7 @@ def read_metrics(path: Path) -> Iterator[Mapping[str, Any]]:
     for text in read_lines(path):
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(line, dict):
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
             yield line

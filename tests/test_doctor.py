@@ -544,6 +544,17 @@ def test_metrics_that_are_gone_or_cut_off_are_not_compared(cli: Cli, run: RunDir
 
 
 @pytest.mark.parametrize(
+    "line", ['{"changed": {}}', '{"changed": {}, "step": "twelve"}', "[" * 100_000, "[]"]
+)
+def test_a_line_of_metrics_that_no_training_wrote_is_passed_over(
+    cli: Cli, run: RunDir, line: str
+) -> None:
+    with run.metrics_path.open("a") as stream:
+        stream.write(f"{line}\n")
+    assert facts(examined(cli, run), "resume") == ["steps 9 to 12 made again: the same bytes"]
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         ["tokenizer.sampling_alpha=0.3", "training.max_steps=32", "training.validate_every=16"],
