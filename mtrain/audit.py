@@ -80,7 +80,7 @@ class Summary:
 
     Attributes:
         name: of the corpus.
-        num_pairs: that could be read.
+        num_pairs: that could be read; a row that is no pair is none.
         left_out: how many of them training leaves out, by reason; without a tokenizer, those over
             `data.max_tokens` are not known.
         coverage: of source and target, if there is a tokenizer.
@@ -427,7 +427,7 @@ def _mixture(config: Config, train: Survey, tally: _Tally) -> list[MixedSummary]
     corpora = corpora_of(config.data.train, "data.train")
     sizes = Counter({named.name: 0 for named in corpora})
     for part in train.intake.parts:
-        sizes[part.corpus or ""] += part.num_pairs
+        sizes[part.corpus or ""] += part.num_pairs - part.num_faults
     left_out = [dict(tally.by_corpus.get(named.name, {})) for named in corpora]
     kept = [sizes[own.name] - sum(out.values()) for own, out in zip(corpora, left_out, strict=True)]
     weights = [
@@ -444,7 +444,7 @@ def _summary(survey: Survey, train: Survey, tally: _Tally, mixture: list[MixedSu
     sides = zip(survey.pieces, train.pieces, strict=True)
     return Summary(
         survey.name,
-        survey.intake.num_pairs,
+        sum(part.num_pairs - part.num_faults for part in survey.intake.parts),
         dict(tally.counts),
         [own.coverage(counts) for own, counts in sides],
         mixture,

@@ -54,6 +54,8 @@ class FileNotes:
 class Part:
     """Two files of a corpus, or twice the same, and which of its pairs, from 0, they hold.
 
+    Rows that are no pair are numbered among them.
+
     Of a mixture, `corpus` is what the config calls the corpus that they are of.
     """
 
@@ -62,6 +64,11 @@ class Part:
     first: int
     num_pairs: int = 0
     corpus: str | None = None
+
+    @property
+    def num_faults(self) -> int:
+        """How many of its rows are no pair."""
+        return self.src.num_faults  # lines in two files have none
 
     @property
     def notes(self) -> list[FileNotes]:
@@ -77,6 +84,7 @@ class Block:
         first: the number of the first pair, from 0, in the corpus.
         src, tgt: the lines, with U+FFFD for what is not UTF-8.
         src_bad, tgt_bad: which of them are not UTF-8, from 0 in the block.
+        faults: which rows are no pair, likewise; two blank lines stand in their places.
     """
 
     first: int
@@ -84,6 +92,7 @@ class Block:
     tgt: list[str] = field(default_factory=list)
     src_bad: list[int] = field(default_factory=list)
     tgt_bad: list[int] = field(default_factory=list)
+    faults: list[int] = field(default_factory=list)
 
 
 class Intake:
@@ -142,6 +151,7 @@ class _Line(NamedTuple):
 class _Pair(NamedTuple):
     src: _Line
     tgt: _Line
+    is_fault: bool = False
 
 
 def _read_rows(source: Source, notes: FileNotes, advance: Advance) -> Iterator[_Pair]:
@@ -152,7 +162,7 @@ def _read_rows(source: Source, notes: FileNotes, advance: Advance) -> Iterator[_
             if isinstance(row, Fault):
                 notes.first_fault = notes.first_fault or f"{notes.num_lines}: {row.what}"
                 notes.num_faults += 1
-                yield _Pair(_Line(""), _Line(""))
+                yield _Pair(_Line(""), _Line(""), is_fault=True)
             else:
                 notes.num_broken += row.num_breaks > 0
                 yield _Pair(_Line(row.src), _Line(row.tgt))
@@ -169,7 +179,9 @@ def _read_lines(part: Part, advance: Advance) -> Iterator[_Pair]:
 def _cut(part: Part, pairs: Iterator[_Pair]) -> Iterator[Block]:
     """Cut the pairs of a part into blocks, and count them."""
     block, size = Block(part.first), 0
-    for src, tgt in pairs:
+    for src, tgt, is_fault in pairs:
+        if is_fault:
+            block.faults.append(len(block.src))
         _append(block.src, block.src_bad, src)
         _append(block.tgt, block.tgt_bad, tgt)
         size += len(src.text) + len(tgt.text)

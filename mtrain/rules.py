@@ -147,7 +147,8 @@ def _one_blank(pairs: Pairs, usual: Usual) -> Sides:
 
 
 def _both_blank(pairs: Pairs, usual: Usual) -> Flags:
-    found: Flags = (pairs.src["solid"] == 0) & (pairs.tgt["solid"] == 0)
+    is_blank = (pairs.src["solid"] == 0) & (pairs.tgt["solid"] == 0)
+    found: Flags = is_blank & ~_has(Mark.NO_PAIR)(pairs.src)
     return found
 
 

@@ -105,6 +105,7 @@ class Survey:
             for side, bad in ((src, block.src_bad), (tgt, block.tgt_bad)):
                 side.lines["language"] = languages.scores(side)
                 add_mark(side.lines, Mark.UNDECODABLE, bad)
+                add_mark(side.lines, Mark.NO_PAIR, block.faults)
             self._encode(block, src, tgt)
             exact = SideHashes(_unless_blank(src.lines), _unless_blank(tgt.lines))
             hashes = _BlockHashes(exact, SideHashes(src.keys, tgt.keys))

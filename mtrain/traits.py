@@ -35,6 +35,7 @@ class Mark(IntFlag):
     NOT_NFC = 64
     MOJIBAKE = 128
     UNKNOWN_PIECE = 256
+    NO_PAIR = 512  # its row is none, and it stands for it
 
 
 LINE = np.dtype(

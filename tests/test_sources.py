@@ -376,8 +376,27 @@ def test_a_check_lists_the_first_fault_of_a_file_and_goes_on(cli: Cli, tmp_path:
     findings = {found["name"]: found for found in json.loads(outcome.out)["findings"]}
     assert findings["faulty-row"]["severity"] == "error"
     assert "no pair: 2; the first is row 5: must have 2 columns" in findings["faulty-row"]["what"]
+    assert "blank-pair" not in findings
     assert [entry["line"] for entry in findings["blank-side"]["examples"]] == [20]
     assert findings["blank-side"]["examples"][0]["tgt_file"] == str(tmp_path / "a.tsv")
+
+
+def test_a_row_that_is_no_pair_is_counted_as_that_alone(cli: Cli, tmp_path: Path) -> None:
+    rows = [{"src": pair.src, "tgt": pair.tgt} for pair in copy_task(200, 1)]
+    rows[3], rows[7] = {"src": "ba"}, {"src": " ", "tgt": ""}
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    tree = tiny_tree(tmp_path)
+    one = {"jsonl": [str(tmp_path / "a.jsonl")], "src": "src", "tgt": "tgt"}
+    tree["data"]["train"] = [one]
+    outcome = cli("check", write_config(tmp_path / "config.yaml", tree), "--json")
+    report = json.loads(outcome.out)
+    (train,) = (own for own in report["corpora"] if own["name"] == "train")
+    assert (train["num_pairs"], train["left_out"]["blank-pair"]) == (199, 1)
+    assert train["mixture"][0]["num_pairs"] == 199
+    findings = {found["name"]: found for found in report["findings"]}
+    assert "rows that are no pair: 1" in findings["faulty-row"]["what"]
+    assert [entry["line"] for entry in findings["blank-pair"]["examples"]] == [8]
+    assert findings["blank-pair"]["count"] == 1
 
 
 # Line breaks within fields
