@@ -117,6 +117,7 @@ def train_together(config: Config, team: Team, *, tensorboard: bool) -> Path:
         check_installed()
     if team.is_first:
         saves.check_unfinished(run_dir)  # before tokenizing writes anything
+        inherit.check_weights(config)
         _prepare(config)
         board = Board(run_dir.board_dir) if tensorboard else None
     team.wait()

@@ -14,7 +14,7 @@ import threading
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -289,16 +289,20 @@ def _writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _beside(path: Path) -> Iterator[Path]:
-    """Give a name beside `path`, and leave nothing there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Give a name beside `path`, and leave nothing there, nor a folder that was made in vain."""
+    new = [folder for folder in path.parents if not folder.exists()]
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield beside
     finally:
         if beside.is_dir():
             shutil.rmtree(beside, ignore_errors=True)
         else:
             beside.unlink(missing_ok=True)
+        with suppress(OSError):  # the first that holds something ends it
+            for folder in new:
+                folder.rmdir()
 
 
 def sweep(path: Path) -> None:

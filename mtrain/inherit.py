@@ -69,6 +69,24 @@ def _load(init_from: str, name: str) -> Config:
         raise ConfigError(f"{name}: `training.init_from`: {error}") from None
 
 
+def check_weights(config: Config) -> None:
+    """Refuse to begin with a run that has no weights, before any work is done.
+
+    A run that has checkpoints of its own needs no others.
+
+    Raises:
+        RunError: if they are missing.
+    """
+    from mtrain import checkpoint
+
+    init_from = config.training.init_from
+    if init_from is None or checkpoint.steps(RunDir(Path(config.run_dir)).checkpoints_dir):
+        return
+    path = RunDir(Path(init_from)).model_path
+    if not path.is_file():
+        raise RunError(f"`training.init_from`: {path}: is missing; `mtrain train CONFIG` makes it.")
+
+
 def _check(ours: Section, theirs: Section, prefix: str, init_from: str) -> None:
     """Refuse a key that was given and is another one in the other run."""
     for key in type(ours).model_fields:

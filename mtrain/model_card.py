@@ -180,18 +180,24 @@ def _data(card: Card, config: Config) -> list[str]:
     corpora += [(f"test {name}", corpus) for name, corpus in config.data.tests.items()]
     lines += ["", "| text | file | SHA-256 |", "| --- | --- | --- |"]
     for text, corpus in corpora:
-        lines += [f"| {text} | {own} |" for own in _files(corpus, marks)]
+        lines += [_row([text, *own]) for own in _files(corpus, marks)]
     return lines
 
 
-def _files(corpus: Corpus, marks: Mapping[str, FileMark]) -> Iterator[str]:
+def _row(cells: Sequence[str]) -> str:
+    """Write a row of a table, whatever the names in it hold."""
+    escaped = (" ".join(cell.splitlines()).replace("|", "\\|") for cell in cells)
+    return f"| {' | '.join(escaped)} |"
+
+
+def _files(corpus: Corpus, marks: Mapping[str, FileMark]) -> Iterator[tuple[str, str]]:
     """Yield the files of a corpus, each with its hash when it was tokenized, or now."""
     if isinstance(corpus, HubConfig) and not Path(corpus.hub).is_dir():
-        yield f"{corpus.hub}, {corpus.split} | of the hub"
+        yield f"{corpus.hub}, {corpus.split}", "of the hub"
         return
     for path in paths_of(corpus):
         digest = marks[path].sha256 if path in marks else sha256_if_readable(Path(path))
-        yield f"{Path(path).name} | {f'`{digest}`' if digest else 'not there any more'}"
+        yield Path(path).name, f"`{digest}`" if digest else "not there any more"
 
 
 def _counts(run: RunDir, tokenizer: Tokenizer) -> Iterator[str]:

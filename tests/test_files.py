@@ -1,11 +1,12 @@
 """Lines in, whole files out: what ends a line, what is refused, and what an exception leaves."""
 
+import errno
 import gzip
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import pytest
@@ -259,6 +260,16 @@ def test_an_exception_keeps_the_old_file(here: Path) -> None:
         files.write_lines(Path("f"), broken())
     assert left(here) == ["f"]
     assert Path("f").read_text() == "old"
+
+
+@pytest.mark.parametrize("whole", [files.whole_file, files.whole_dir])
+def test_an_exception_leaves_no_folder_that_was_made_for_what_failed(
+    here: Path, whole: Callable[[Path], AbstractContextManager[Path]]
+) -> None:
+    (here / "kept").mkdir()
+    with pytest.raises(WriteError), whole(here / "kept" / "new" / "a" / "out"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert list(here.rglob("*")) == [here / "kept"]
 
 
 def test_a_whole_file_replaces_the_old_one(here: Path) -> None:

@@ -164,6 +164,17 @@ def test_another_beginning_for_a_run_that_has_begun_is_refused(
         )
 
 
+def test_a_run_without_weights_is_refused_before_any_work(base: RunDir, tmp_path: Path) -> None:
+    other = RunDir(shutil.copytree(base.path, tmp_path / "other"))
+    other.model_path.unlink()
+    with pytest.raises(mtrain.RunError) as error:
+        mtrain.train(tuned(other, tmp_path))
+    assert str(error.value) == (
+        f"`training.init_from`: {other.model_path}: is missing; `mtrain train CONFIG` makes it."
+    )
+    assert not (tmp_path / "run").exists()
+
+
 def test_weights_that_are_missing_or_of_another_tokenizer_are_refused(
     base: RunDir, tmp_path: Path
 ) -> None:
