@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -197,7 +197,7 @@ def _read_parquet(fields: _Fields, path: str, advance: Advance) -> Iterator[Row 
         with ParquetFile(path) as file:
             _check_columns(path, fields, file.schema_arrow.names)
             for batch in file.iter_batches(_BATCH_ROWS, columns=fields.columns):
-                yield from map(fields.of, batch.to_pylist())
+                yield from _rows_of(batch, fields)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or _line(error)}.") from None
     except (pyarrow.ArrowException, ValueError) as error:
@@ -205,8 +205,22 @@ def _read_parquet(fields: _Fields, path: str, advance: Advance) -> Iterator[Row 
     advance(Path(path).stat().st_size)
 
 
-def _check_columns(name: str, fields: _Fields, found: Iterable[str]) -> None:
+def _rows_of(batch: Any, fields: _Fields) -> Iterator[Row | Fault]:
+    """Yield the rows of a batch; one that is not UTF-8 is found by taking them one by one."""
+    try:
+        yield from map(fields.of, batch.to_pylist())
+    except UnicodeDecodeError as error:
+        if len(batch) == 1:
+            yield Fault(f"must be UTF-8, but has byte 0x{error.object[error.start]:02x}")
+        else:
+            for row in range(len(batch)):
+                yield from _rows_of(batch.slice(row, 1), fields)
+
+
+def _check_columns(name: str, fields: _Fields, found: Sequence[str]) -> None:
     for column in fields.columns:
+        if found.count(column) > 1:
+            raise DataError(f"{name}: must have one column `{column}`, but has several.")
         if column not in found:
             raise DataError(
                 f"{name}: must have a column `{column}`, but has {', '.join(found)} instead."

@@ -12,6 +12,7 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -29,8 +30,16 @@ def _check_path(path: str) -> str:
     return path
 
 
+def _differ(name: str, others: ValidationInfo) -> str:
+    if name == others.data.get("src"):
+        raise ValueError(f"must be another field than `src`, but is {name!r} too")
+    return name
+
+
 Whole = Annotated[int, Field(le=2**31 - 1)]
 FilePath = Annotated[str, AfterValidator(_check_path)]
+Name = Annotated[str, Field(min_length=1)]
+OtherName = Annotated[Name, AfterValidator(_differ)]
 
 
 class CorpusConfig(Section):
@@ -67,16 +76,16 @@ class JsonlConfig(Section):
     """Parallel text in lines of JSON; `src` and `tgt` name fields, with dots into objects."""
 
     jsonl: list[FilePath] = Field(min_length=1)
-    src: str = Field(min_length=1)
-    tgt: str = Field(min_length=1)
+    src: Name
+    tgt: OtherName
 
 
 class ParquetConfig(Section):
     """Parallel text in Parquet files; `src` and `tgt` name columns, with dots into structs."""
 
     parquet: list[FilePath] = Field(min_length=1)
-    src: str = Field(min_length=1)
-    tgt: str = Field(min_length=1)
+    src: Name
+    tgt: OtherName
 
 
 class HubConfig(Section):
@@ -85,8 +94,8 @@ class HubConfig(Section):
     hub: FilePath = Field(min_length=1)
     config: str | None = Field(default=None, min_length=1)
     split: str = Field(min_length=1)
-    src: str = Field(min_length=1)
-    tgt: str = Field(min_length=1)
+    src: Name
+    tgt: OtherName
     revision: str | None = Field(default=None, min_length=1)
     streaming: bool = False
 

@@ -427,9 +427,49 @@ def test_a_line_break_within_a_field_is_a_space_and_is_counted(
 # The config
 
 
+def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.parquet")
+    columns = [pyarrow.array(["a"]), pyarrow.array(["b"]), pyarrow.array(["c"])]
+    parquet.write_table(pyarrow.table(columns, names=["s", "t", "t"]), path)
+    tree = {"parquet": [path], "src": "s", "tgt": "t"}
+    assert message(tree) == f"{path}: must have one column `t`, but has several."
+    pair = pyarrow.StructArray.from_arrays(columns, names=["s", "t", "t"])
+    parquet.write_table(pyarrow.table({"x": pair}), path)
+    found = message(tree | {"src": "x.s", "tgt": "x.t"})
+    assert found.startswith(f"{path}: must be a whole Parquet file, but: ")
+
+
+def test_a_row_of_parquet_that_is_not_utf8_is_named_and_the_others_are_read(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.parquet")
+    raw = pyarrow.array([b"a", b"\xff", b"c", b"d\xfe"], pyarrow.binary())
+    bad = pyarrow.Array.from_buffers(pyarrow.utf8(), len(raw), raw.buffers())
+    parquet.write_table(pyarrow.table({"s": ["a", "b", "c", "d"], "t": bad}), path)
+    tree = {"parquet": [path], "src": "s", "tgt": "t"}
+    assert message(tree) == f"{path}: row 2: must be UTF-8, but has byte 0xff."
+    (source,) = sources.sources(corpus_of(tree))
+    assert list(source.read(sources.tell_nobody)) == [
+        sources.Row("a", "a"),
+        sources.Fault("must be UTF-8, but has byte 0xff"),
+        sources.Row("c", "c"),
+        sources.Fault("must be UTF-8, but has byte 0xfe"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("corpus", "said"),
     [
+        (
+            "{jsonl: [a], src: x.y, tgt: x.y}",
+            "`data.train.tgt` must be another field than `src`, but is 'x.y' too.",
+        ),
+        (
+            "{parquet: [a], src: x, tgt: x}",
+            "`data.train.tgt` must be another field than `src`, but is 'x' too.",
+        ),
+        (
+            "{hub: a, split: s, src: x, tgt: x}",
+            "`data.train.tgt` must be another field than `src`, but is 'x' too.",
+        ),
         ("{tsv: []}", "`data.train.tsv` must be a list of at least 1, but is [] instead."),
         ("{tsv: a.tsv}", "`data.train.tsv` must be a list, but is 'a.tsv' instead."),
         ("{jsonl: [a], src: x}", "`data.train.tgt` must be given, but is missing."),
