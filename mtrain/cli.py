@@ -162,8 +162,13 @@ def init(
         Files(*test) if test else None,
     )
     is_plain = src.is_file() and tgt.is_file() and ".gz" not in (src.suffix, tgt.suffix)
-    with printing.reading(src.stat().st_size + tgt.stat().st_size if is_plain else None) as advance:
-        lines = starting.init(wanted, Stderr(), advance)
+    with printing.reading(src.stat().st_size + tgt.stat().st_size if is_plain else None) as bar:
+
+        def turn_to(what: str) -> None:
+            bar.bar_format = "{desc}"
+            bar.set_description_str(what)
+
+        lines = starting.init(wanted, Stderr(), bar.update, turn_to)
     printing.put(lines, None)
 
 
@@ -191,8 +196,8 @@ def check(
     run_dir = RunDir(Path(settings.run_dir))
     vocabulary = tokenizer.load(run_dir.tokenizer_dir) if run_dir.tokenizer_dir.is_dir() else None
     replaced = whole_dir(run_dir.check_dir, REPORT_FILE)
-    with replaced as directory, printing.reading(2 * num_bytes(settings)) as advance:
-        report = audit(settings, vocabulary, directory, advance)
+    with replaced as directory, printing.reading(2 * num_bytes(settings)) as bar:
+        report = audit(settings, vocabulary, directory, bar.update)
         write_lines(directory / REPORT_FILE, audit_page.as_json(report))
     text = audit_page.as_text(report, run_dir.check_dir)
     printing.put(audit_page.as_json(report) if json else text, None)

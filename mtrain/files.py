@@ -267,6 +267,16 @@ def whole_dir(path: Path, mark: str | None = None) -> Iterator[Path]:
         _flush(path.parent)
 
 
+def check_writable(path: Path) -> None:
+    """Refuse a path where no file can be written, before there is work to lose.
+
+    Raises:
+        WriteError: if it is one.
+    """
+    with _writing(path), _beside(path) as beside:
+        beside.touch()
+
+
 @contextmanager
 def making(path: Path) -> Iterator[None]:
     """Make a folder, unless it is there, and explain what its disk does not take.

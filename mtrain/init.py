@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -21,7 +21,7 @@ from mtrain import holdout, opening, schema, sizes, tokenizer, trial
 from mtrain.config import TokenizerConfig
 from mtrain.corpus import Pair, count_pairs
 from mtrain.errors import ConfigError, DataError
-from mtrain.files import write_lines
+from mtrain.files import check_writable, write_lines
 from mtrain.holdout import Look
 from mtrain.rundir import RunDir
 from mtrain.runlog import Console
@@ -105,13 +105,19 @@ class _Plan(NamedTuple):
     recipe: Recipe
 
 
-def init(wanted: Wanted, console: Console, advance: Advance) -> list[str]:
+def init(
+    wanted: Wanted,
+    console: Console,
+    advance: Advance,
+    turn_to: Callable[[str], object] = lambda what: None,
+) -> list[str]:
     """Measure, choose, and write the config and the files that are held out.
 
     Args:
         wanted: what the user has.
         console: is told what is found and chosen.
         advance: is told the bytes that were read.
+        turn_to: is told what is done once all is read.
 
     Returns:
         What is written, and how to go on, line by line.
@@ -120,31 +126,16 @@ def init(wanted: Wanted, console: Console, advance: Advance) -> list[str]:
         ConfigError: if a language has no code, a path cannot be named in a config, a file to be
             written or a run in its folder is there already, or the device is not.
         DataError: if the corpus cannot be read, or has too few pairs.
+        WriteError: if the files cannot be written.
     """
-    for side, code in (("src", wanted.src_lang), ("tgt", wanted.tgt_lang)):
-        if not _LANGUAGE.fullmatch(code):
-            raise ConfigError(
-                f"`--{side}-lang` must be a code such as en or pt-BR, but is {code!r} instead."
-            )
-    given = [own for own in (wanted.train, wanted.valid, wanted.test) if own is not None]
-    for path in (wanted.run_dir, wanted.config_path, *chain.from_iterable(given)):
-        if _HALF.search(str(path)):
-            raise ConfigError(f"{str(path)!r}: must be UTF-8, as a config is, but is not.")
-    sets = {"valid": wanted.valid or _beside(wanted, "valid")}
-    sets["test"] = wanted.test or _beside(wanted, "test")
-    new = [sets[name] for name in sets if getattr(wanted, name) is None]
-    for path in [wanted.config_path, *(path for files in new for path in files)]:
-        if path.exists():
-            raise ConfigError(f"{path}: is there already; take another --output, or delete it.")
-    if RunDir(Path(wanted.run_dir)).config_path.exists():
-        raise ConfigError(f"{wanted.run_dir}: holds a run already; take another --run.")
-    for name, files in sets.items():
-        if files not in new:
-            count_pairs(files.corpus(), f"--{name}")
+    sets = _sets(wanted)
+    new = [files for name, files in sets.items() if getattr(wanted, name) is None]
+    _check(wanted, sets, new)
     seen = holdout.look(wanted.train.corpus(), _SEED, advance)
     num_held_out = _num_held_out(seen, wanted.train, len(new))
     drawn = holdout.draw(seen.alone, [num_held_out] * len(new), _SEED) if new else []
-    plan = _plan(wanted, seen, drawn, console)
+    plan = _plan(wanted, seen, drawn, console, turn_to)
+    turn_to("writing")
     _split_off(wanted, new, drawn)
     schema_line = schema.put_beside(wanted.config_path).rstrip("\n")
     write_lines(wanted.config_path, [schema_line, *_compose(wanted, sets, plan)])
@@ -154,6 +145,36 @@ def init(wanted: Wanted, console: Console, advance: Advance) -> list[str]:
         for files in new
     ]
     return [*held_out, *_farewell(wanted, plan)]
+
+
+def _sets(wanted: Wanted) -> dict[str, Files]:
+    """Return the validation and the test set, given or to be held out."""
+    return {
+        "valid": wanted.valid or _beside(wanted, "valid"),
+        "test": wanted.test or _beside(wanted, "test"),
+    }
+
+
+def _check(wanted: Wanted, sets: dict[str, Files], new: list[Files]) -> None:
+    """Refuse what can be refused before anything is read at length."""
+    for side, code in (("src", wanted.src_lang), ("tgt", wanted.tgt_lang)):
+        if not _LANGUAGE.fullmatch(code):
+            raise ConfigError(
+                f"`--{side}-lang` must be a code such as en or pt-BR, but is {code!r} instead."
+            )
+    given = [own for own in (wanted.train, wanted.valid, wanted.test) if own is not None]
+    for path in (wanted.run_dir, wanted.config_path, *chain.from_iterable(given)):
+        if _HALF.search(str(path)):
+            raise ConfigError(f"{str(path)!r}: must be UTF-8, as a config is, but is not.")
+    for path in [wanted.config_path, *(path for files in new for path in files)]:
+        if path.exists():
+            raise ConfigError(f"{path}: is there already; take another --output, or delete it.")
+    if RunDir(Path(wanted.run_dir)).config_path.exists():
+        raise ConfigError(f"{wanted.run_dir}: holds a run already; take another --run.")
+    check_writable(wanted.config_path)
+    for name, files in sets.items():
+        if files not in new:
+            count_pairs(files.corpus(), f"--{name}")
 
 
 def _beside(wanted: Wanted, name: str) -> Files:
@@ -189,7 +210,13 @@ def _split_off(wanted: Wanted, new: list[Files], drawn: list[Ints]) -> None:
         write_lines(files.tgt, (pair.tgt for pair in pairs))
 
 
-def _plan(wanted: Wanted, seen: Look, drawn: list[Ints], console: Console) -> _Plan:
+def _plan(
+    wanted: Wanted,
+    seen: Look,
+    drawn: list[Ints],
+    console: Console,
+    turn_to: Callable[[str], object],
+) -> _Plan:
     """Find out and choose; the vocabulary is one that the corpus fills without what is drawn."""
     held_out = {row for own in drawn for row in own.tolist()}
     num_train = seen.num_pairs - len(held_out)
@@ -199,6 +226,7 @@ def _plan(wanted: Wanted, seen: Look, drawn: list[Ints], console: Console) -> _P
         f"corpus    {opening.count(seen.num_pairs, 'pair')}, of {each[0]:.1f} source and "
         f"{each[1]:.1f} target words"
     )
+    turn_to("learning pieces")
     vocabulary = _train_tokenizer(kept, num_train)
     sample = trial.encode(kept, vocabulary)
     num_tokens = round(sample.tgt_tokens_a_pair * num_train)
@@ -207,7 +235,7 @@ def _plan(wanted: Wanted, seen: Look, drawn: list[Ints], console: Console) -> _P
         "pair"
     )
     tried = []
-    for own in _try_sizes(wanted, num_train, sample, vocabulary):
+    for own in _try_sizes(wanted, num_train, sample, vocabulary, turn_to):
         epochs = own.tokens_per_s * wanted.budget_s / num_tokens
         console.say(
             f"tried     {own.size.name:<6}  {own.num_weights:>11,} weights  "
@@ -234,12 +262,17 @@ def _train_tokenizer(pairs: list[Pair], num_train: int) -> Tokenizer:
 
 
 def _try_sizes(
-    wanted: Wanted, num_train: int, sample: Sample, vocabulary: Tokenizer
+    wanted: Wanted,
+    num_train: int,
+    sample: Sample,
+    vocabulary: Tokenizer,
+    turn_to: Callable[[str], object],
 ) -> Iterator[Tried]:
     """Try sizes, the smallest first, until one is too large for corpus or budget."""
     for size in sizes.SIZES:
         if num_train < size.least_pairs:
             return
+        turn_to(f"trying {size.name}")
         tried = trial.measure(size, sample, vocabulary, wanted.device)
         yield tried
         if not sizes.fits(tried, wanted.budget_s):
@@ -263,21 +296,24 @@ def _compose(wanted: Wanted, sets: dict[str, Files], plan: _Plan) -> list[str]:
         *([held] if alone else []),
         f"  valid: {_corpus(sets['valid'])}",
         f"  tests: {{test: {_corpus(sets['test'])}}}",
-        *_model_lines(plan),
+        *_model_lines(wanted, plan),
         *_training_lines(wanted, plan),
         "decoding: {beam: 5, length_alpha: 1.0}",
     ]
 
 
-def _model_lines(plan: _Plan) -> list[str]:
+def _model_lines(wanted: Wanted, plan: _Plan) -> list[str]:
     size, recipe, model = plan.tried.size, plan.recipe, plan.tried.size.model
     pairs = opening.count(plan.num_train, "pair")
+    seen = f"{sizes.TOKENS_A_WEIGHT:g} tokens a weight in the time that there is"
+    why = ["The smallest, though it does not see", f"# {seen}."]
+    if sizes.fits(plan.tried, wanted.budget_s):
+        why = ["The largest that sees", f"# {seen}, and that such a corpus can teach."]
     return [
         f"# As many pieces as {pairs} can teach; both languages share them.",
         f"tokenizer: {{kind: bpe, vocab_size: {len(plan.vocabulary.tgt)}}}",
-        f"# The size `{size.name}`: {plan.tried.num_weights:,} weights. The largest that sees",
-        f"# {sizes.TOKENS_A_WEIGHT:g} tokens a weight in the time that there is, and that such a "
-        "corpus can teach.",
+        f"# The size `{size.name}`: {plan.tried.num_weights:,} weights. {why[0]}",
+        why[1],
         f"# Dropout is higher, the more often the corpus is seen: about {recipe.num_epochs:,.0f} "
         "times here.",
         "model:",
@@ -301,6 +337,7 @@ def _training_lines(wanted: Wanted, plan: _Plan) -> list[str]:
         "  schedule: inverse_sqrt  # the rate stays high; averaging checkpoints does the rest",
         f"  lr: {size.lr}  # lower it if the loss jumps",
         f"  warmup_steps: {recipe.warmup_steps}",
+        f"  log_every: {recipe.log_every}",
         f"  validate_every: {recipe.validate_every}",
         f"  save_every: {recipe.save_every}",
         f"  keep_last: {sizes.AVERAGED}",

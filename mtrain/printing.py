@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from mtrain import files
 from mtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 T = TypeVar("T")
 
@@ -64,8 +67,8 @@ def warn(text: str) -> None:
 
 
 @contextmanager
-def reading(total: int | None) -> Iterator[Callable[[int], object]]:
-    """Show how much is read, on a terminal only; give what is to be told the bytes."""
+def reading(total: int | None) -> Iterator[tqdm[NoReturn]]:
+    """Show how much is read, on a terminal only; give the bar, to be told the bytes."""
     from tqdm import tqdm
 
     from mtrain.runlog import is_live
@@ -79,7 +82,7 @@ def reading(total: int | None) -> Iterator[Callable[[int], object]]:
         disable=not is_live(),
         leave=False,
     ) as bar:
-        yield bar.update
+        yield bar
 
 
 def with_progress(lines: Iterable[T], output: Path | None) -> Iterable[T]:

@@ -16,6 +16,7 @@ BATCH_TOKENS = 4096
 _FEW_EPOCHS, _MANY_EPOCHS = 10, 60
 AVERAGED = 20  # checkpoints, over the last part of the training
 _AVERAGED_PART = 0.3
+_LOG_EVERY = 50
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class Recipe(NamedTuple):
         warmup_steps: until the learning rate is at its highest.
         save_every: so that the checkpoints that are averaged lie in the last part.
         validate_every: ten times in all.
+        log_every: twenty times in all, or more often.
     """
 
     num_updates: int
@@ -103,6 +105,7 @@ class Recipe(NamedTuple):
     warmup_steps: int
     save_every: int
     validate_every: int
+    log_every: int
 
 
 def recipe(chosen: Tried, budget_s: float, num_tokens: int) -> Recipe:
@@ -125,4 +128,5 @@ def recipe(chosen: Tried, budget_s: float, num_tokens: int) -> Recipe:
         warmup_steps=min(4000, max(50, updates // 4)),
         save_every=max(1, round(_AVERAGED_PART * updates / AVERAGED)),
         validate_every=max(1, updates // 10),
+        log_every=min(_LOG_EVERY, max(1, updates // 20)),
     )

@@ -9,7 +9,7 @@ from tasks import Said, write
 
 from mtrain import config as configs
 from mtrain import holdout, init, sizes, trial
-from mtrain.errors import ConfigError, DataError
+from mtrain.errors import ConfigError, DataError, WriteError
 from mtrain.init import Files, Wanted
 from mtrain.prepare import prepare, read_counts, read_test, read_valid
 from mtrain.rundir import RunDir
@@ -134,8 +134,10 @@ def test_sizes_are_tried_until_one_is_too_large_for_the_budget_or_the_corpus(wan
         (10**7, 1, ["tiny"]),
     ):
         tried.clear()
-        list(init._try_sizes(replace(wanted, budget_s=budget_s), num_train, None, None))
+        own, told = replace(wanted, budget_s=budget_s), []
+        list(init._try_sizes(own, num_train, None, None, told.append))
         assert tried == names
+        assert told == [f"trying {name}" for name in names]
 
 
 def test_what_is_measured_and_chosen_is_said(wanted):
@@ -183,6 +185,36 @@ def test_every_line_of_the_config_fits_and_every_choice_is_explained(wanted):
     lines = read(wanted.config_path)
     assert all(len(line) <= 100 for line in lines)
     assert sum("#" in line for line in lines) > 10
+
+
+def test_what_is_done_is_told_while_it_is_done(wanted):
+    told = []
+    init.init(wanted, Said(), lambda _: told.append("reading"), told.append)
+    assert list(dict.fromkeys(told))[-3:] == ["learning pieces", "trying tiny", "writing"]
+
+
+def test_only_a_size_that_the_budget_can_teach_is_called_the_largest_that_it_can(wanted):
+    init.init(replace(wanted, budget_s=1e8), Said(), lambda _: None)
+    text = wanted.config_path.read_text("utf-8")
+    assert "The largest that sees\n# 5 tokens a weight in the time" in text
+    brief = replace(wanted, budget_s=0.01, config_path=Path("brief.yaml"))
+    init.init(brief, Said(), lambda _: None)
+    text = brief.config_path.read_text("utf-8")
+    assert "The smallest, though it does not see\n# 5 tokens a weight in the time" in text
+    assert "largest" not in text
+
+
+def test_a_training_of_few_updates_logs_some_of_them(wanted):
+    init.init(replace(wanted, budget_s=0.01), Said(), lambda _: None)
+    assert configs.load(wanted.config_path).training.log_every == 1
+
+
+def test_a_place_that_cannot_be_written_is_an_error_before_anything_is_measured(wanted):
+    Path("file").write_text("x")
+    said, own = Said(), replace(wanted, config_path=Path("file/en-de.yaml"))
+    with pytest.raises(WriteError, match=r"^file/en-de\.yaml: cannot be written: "):
+        init.init(own, said, lambda _: pytest.fail("reads the corpus"))
+    assert said.lines == []
 
 
 @pytest.mark.parametrize("name", ["en-de.yaml", "en-de.valid.en", "en-de.test.de"])

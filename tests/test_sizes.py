@@ -42,6 +42,7 @@ def test_a_budget_of_more_time_gives_more_updates_and_more_dropout():
 def test_updates_and_epochs_are_those_that_the_rate_is_good_for():
     found = sizes.recipe(tried(tokens_per_s=4096), 100, 40_960)
     assert (found.num_updates, found.num_epochs) == (100, 10)
+    assert found.log_every == 5
     assert sizes.recipe(tried(3, tokens_per_s=4096), 600, 40_960).num_updates == 100
     assert sizes.recipe(tried(tokens_per_s=4096), 100, 1024).num_updates == 400
 
