@@ -5,17 +5,26 @@ from __future__ import annotations
 import heapq
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import chain, count, repeat
 
 _WORD = re.compile("\u2581?[^\u2581]+|\u2581")  # no piece reaches into the next word
 
 
 class Merges:
-    """What can be merged, and what is merged first: the higher score, then what is further left."""
+    """What can be merged, and what is merged first: the higher score, then what is further left.
 
-    def __init__(self, scores: Mapping[str, float]) -> None:
+    Args:
+        scores: of each piece that can be made.
+        symbols: pieces that are whole from the start, and are merged with nothing.
+    """
+
+    def __init__(self, scores: Mapping[str, float], symbols: Collection[str] = ()) -> None:
         self._scores = scores
+        longest_first = sorted(symbols, key=len, reverse=True)
+        self._symbol = re.compile(
+            f"({'|'.join(map(re.escape, longest_first))})" if symbols else "$."
+        )
         self._plain: dict[str, list[str]] = {}  # of words
 
     def sample(self, text: str, alpha: float, rng: random.Random) -> list[str]:
@@ -24,7 +33,14 @@ class Merges:
         Each merge is left out for good with the probability alpha when its turn comes: BPE-dropout
         (Provilkov et al. 2020, arXiv 1910.13267) as SentencePiece has it.
         """
-        return [piece for word in _WORD.findall(text) for piece in self._sample(word, alpha, rng)]
+        pieces: list[str] = []
+        for place, part in enumerate(self._symbol.split(text)):
+            if place % 2:
+                pieces.append(part)
+            else:
+                for word in _WORD.findall(part):
+                    pieces += self._sample(word, alpha, rng)
+        return pieces
 
     def _sample(self, word: str, alpha: float, rng: random.Random) -> list[str]:
         """Return the pieces of a word; most have been made before, with no merge left out."""

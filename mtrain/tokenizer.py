@@ -8,7 +8,7 @@ import math
 import os
 import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -105,7 +105,8 @@ class Vocabulary:
                 byte_of[piece] = number
             elif not own.is_control(number) and not own.is_unknown(number):
                 known[piece] = number
-        merges = Merges({piece: own.get_score(number) for piece, number in known.items()})
+        scores = {piece: own.get_score(number) for piece, number in known.items()}
+        merges = Merges(scores, self._symbols(known))
 
         def ids_of(piece: str) -> list[int]:
             if piece in known:
@@ -116,6 +117,12 @@ class Vocabulary:
             self._as_one(chain.from_iterable(map(ids_of, merges.sample(text, alpha, rng))))
             for text in map(own.normalize, lines)
         ]
+
+    def _symbols(self, pieces: Collection[str]) -> list[str]:
+        """Return those that a user defined: they are whole even where all merges are left out."""
+        long = [piece for piece in pieces if len(piece) > 1]
+        apart = self._processor.encode(long, out_type=str, enable_sampling=True, alpha=1.0)
+        return [piece for piece, parts in zip(long, apart, strict=True) if piece in parts]
 
     def _as_one(self, ids: Iterable[int]) -> list[int]:
         """Return ids with one unk for several in a row, as SentencePiece has it."""

@@ -30,6 +30,13 @@ def test_what_has_the_higher_score_is_merged_first_and_of_equals_the_left(scores
     assert sample(scores, text) == pieces
 
 
+@pytest.mark.parametrize(("alpha", "word"), [(0.0, ["ab"]), (1.0, ["a", "b"])])
+def test_a_symbol_is_whole_and_merged_with_nothing_and_the_longest_is_taken(alpha, word):
+    merges = Merges({"ab": -1.0, "ba": -2.0, "b.": -3.0}, ["b.", "b.b.", ".("])
+    drawn = merges.sample("abb.b.abb.a.(", alpha, random.Random(1))
+    assert drawn == [*word, "b.b.", *word, "b.", "a", ".("]
+
+
 @pytest.mark.parametrize("alpha", [0.1, 0.5])
 def test_each_merge_is_left_out_with_the_probability_alpha(alpha):
     merges, rng, num_draws = Merges(ABC), random.Random(1), 10_000

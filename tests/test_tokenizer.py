@@ -1,6 +1,7 @@
 """Hold the tokenizer to the text: every character of it comes back."""
 
 import functools
+import io
 import itertools
 import math
 import os
@@ -10,6 +11,7 @@ import sys
 from collections import Counter
 
 import pytest
+import sentencepiece
 from builders import SRC_LINES, TGT_LINES, vocabularies
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -404,6 +406,34 @@ def test_with_every_merge_left_out_there_are_only_characters():
     vocabulary = vocabularies("bpe").src
     (ids,) = vocabulary.sample(["The dog"], 1.0, 5)
     assert vocabulary.pieces_of(ids) == [*"\u2581The\u2581dog"]
+
+
+def test_a_symbol_that_a_user_defined_stays_whole_whatever_is_left_out():
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES * 20),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=400,
+        byte_fallback=True,
+        user_defined_symbols=["<x>", "<x>y", "a\u2581b", "\u2581tok", "dog"],
+        minloglevel=2,
+    )
+    vocabulary = tokenizer.Vocabulary(model.getvalue())
+    lines = [
+        "The <x>dog<x> x<x>",
+        "<x>y<x>z tok tok a ba",
+        "\u2581tok <x",
+        "dogdog a b",
+        "",
+        *LINES,
+    ]
+    assert vocabulary.sample(lines, 0.0, 5) == vocabulary.encode(lines)
+    (ids,) = vocabulary.sample(["The <x>ydog<x> tok a b"], 1.0, 5)
+    assert vocabulary.pieces_of(ids) == [
+        *"\u2581The\u2581",
+        *["<x>y", "dog", "<x>", "\u2581tok", "\u2581", "a\u2581b"],
+    ]
 
 
 @pytest.mark.parametrize("alpha", [0.2, 1.0])
