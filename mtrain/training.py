@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Generator
@@ -29,6 +30,7 @@ from mtrain.config import Config
 from mtrain.data import Deal, Dealt, Position, TrainingData
 from mtrain.devices import compile_layers, device_of, uncompiled
 from mtrain.errors import RunError, WriteError
+from mtrain.files import sha256_if_readable
 from mtrain.loss import LossSum
 from mtrain.metrics import bleu
 from mtrain.model import num_parameters
@@ -65,10 +67,12 @@ def train(config: Config, run: RunDir, team: Team = ALONE, board: Board | None =
         board: of the first rank, gets the numbers that are logged.
 
     Raises:
-        RunError: if the run folder cannot be trained in, or is finished already.
+        RunError: if the run folder cannot be trained in, is finished already, or is not the same
+            to all ranks.
         Stopped: on SIGINT or SIGTERM, after saving.
     """
     kernels.keep_freed_memory()
+    _check_shared(run, team)
     check_unfinished(run)
     check_model(config, run)
     lock = run.locked() if team.is_first else nullcontext()
@@ -437,3 +441,15 @@ class Trainer:
 
     def _is_due(self, every: int) -> bool:
         return self.progress.step % every == 0
+
+
+def _check_shared(run: RunDir, team: Team) -> None:
+    """Refuse a run folder that is not the first one's on every rank, before any waits for any."""
+    own = [sha256_if_readable(run.config_path), prepare.read_marks(run)]
+    seen = team.gather(json.dumps(own).encode())
+    for rank, message in enumerate(seen):
+        if message != seen[0]:
+            raise RunError(
+                f"{run.path}: must be on a disk that all ranks see, but is another folder to rank "
+                f"{rank}, or none."
+            )

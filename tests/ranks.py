@@ -124,6 +124,12 @@ def command_line(arguments: list[str]) -> None:
     main()
 
 
+def apart(arguments: list[str], directory: Path) -> None:
+    """Do what the command line does, each rank with a disk of its own under `directory`."""
+    os.chdir(directory / os.environ["RANK"])
+    command_line(arguments)
+
+
 CASES = [  # the type of numbers, how many batches an update has, and of how many tokens each
     (dtype, accumulate, batch_tokens)
     for dtype in ("float64", "float32")

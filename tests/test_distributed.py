@@ -13,6 +13,7 @@ import torch
 from conftest import Cli
 from ranks import (
     Ranks,
+    apart,
     failing,
     gradients,
     needs_fork_server,
@@ -264,6 +265,24 @@ def test_an_error_on_one_rank_ends_all_with_one_message_that_names_it(
     ended = ranks(2, failing, command, rank, RunError("the moon must be full, but is not."))
     assert ended.codes == [2, 2]
     assert ended.said == [f"mtrain: rank {rank}: the moon must be full, but is not."]
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_run_folder_that_not_all_ranks_see_is_one_message_at_once(
+    source: Path, tmp_path: Path, ranks: Ranks, is_old: bool
+) -> None:
+    for rank in ("0", "1"):
+        (tmp_path / rank).mkdir()
+    if is_old:  # and is another one, of which the first rank knows nothing
+        train(source, "training.max_steps=2", run=str(tmp_path / "1" / "run"))
+        (tmp_path / "1" / "run" / "model.safetensors").unlink()
+    own = ["train", str(source), "--run", "run"]
+    ended = ranks.ended(ranks.start(2, apart, own, tmp_path), patience_s=40)
+    assert ended.codes == [2, 2], ended.err
+    assert ended.said == [
+        "mtrain: rank 0: run: must be on a disk that all ranks see, but is another folder to rank "
+        "1, or none."
+    ]
 
 
 def test_an_error_of_mtrain_itself_keeps_its_traceback_and_names_the_rank(
