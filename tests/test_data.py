@@ -200,6 +200,21 @@ def test_positions_count_the_batches_of_each_epoch(directory):
 # The plan
 
 
+@pytest.mark.parametrize("batch_tokens", [BATCH_TOKENS // 2, 4 * BATCH_TOKENS])
+def test_with_other_batches_an_epoch_goes_on_at_the_same_number_and_the_next_is_whole(
+    directory, batch_tokens
+):
+    data = training_data(directory)
+    (*_, (_, stop)) = deal(data, Position(), 20)
+    own, following = (pairs_in(epoch(data, number, batch_tokens)) for number in (0, 1))
+    rest = own[stop.batch :]
+    assert (rest == []) == (batch_tokens > BATCH_TOKENS)
+    count = len(rest) + len(following)
+    dealt = itertools.islice(data.batches(batch_tokens, stop), count)
+    assert pairs_in([batch for batch, _ in dealt]) == rest + following
+    assert sorted(itertools.chain(*following)) == sorted(itertools.chain(*own)) == sorted(written())
+
+
 def test_the_plan_is_what_the_first_epoch_deals(directory):
     data = training_data(directory)
     batches = epoch(data, 0)
