@@ -378,7 +378,9 @@ def _farewell(wanted: Wanted, plan: _Plan) -> list[str]:
 
 def _say_time(seconds: float) -> str:
     if seconds < 60:
-        return f"{seconds:g} seconds"
-    if seconds < 2 * 3600:
-        return f"{seconds / 60:.3g} minutes"
-    return f"{round(seconds / 3600, 1):,g} hours"
+        number, unit = f"{seconds:g}", "second"
+    elif seconds < 2 * 3600:
+        number, unit = f"{seconds / 60:.3g}", "minute"
+    else:
+        number, unit = f"{round(seconds / 3600, 1):,g}", "hour"
+    return f"{number} {unit}{'s' * (number != '1')}"
