@@ -27,6 +27,15 @@ _PATIENCE_S = 0.05  # that a block waits for one more line
 _MAX_BLOCK_CHARACTERS = 4_000_000
 _MAX_WARNINGS = 5  # of lines that are not UTF-8; the others are counted
 _MAX_LINKS = 40  # one after the other, as Linux follows them
+_OTHER_FORMS = {  # how files begin that hold no lines of UTF-8
+    b"\x1f\x8b": "which begins as gzip data does: let the file's name end in .gz",
+    b"\xfd7zXZ": "which begins as xz data does: unpack it, or gzip it",
+    b"BZh": "which begins as bzip2 data does: unpack it, or gzip it",
+    b"\x28\xb5\x2f\xfd": "which begins as zstd data does: unpack it, or gzip it",
+    b"PK\x03\x04": "which begins as zip data does: unpack it",
+    b"\xff\xfe": "which begins as UTF-16 text does: convert it, for example with iconv",
+    b"\xfe\xff": "which begins as UTF-16 text does: convert it, for example with iconv",
+}
 
 
 def raw_lines(stream: Iterable[bytes]) -> Iterator[bytes]:
@@ -179,7 +188,14 @@ def _explaining(path: Path | None) -> Iterator[None]:
 
 
 def _culprit(error: UnicodeDecodeError) -> str:
-    return f"byte 0x{error.object[error.start]:02x} at byte {error.start + 1} of the line"
+    line = error.object
+    byte = f"byte 0x{line[error.start]:02x} at byte {error.start + 1} of the line"
+    return f"{byte}, {form}" if (form := other_form(line)) else byte
+
+
+def other_form(line: bytes) -> str:
+    """Say which data that is no text a line begins as, and what to do; nothing if it is none."""
+    return next((said for start, said in _OTHER_FORMS.items() if line.startswith(start)), "")
 
 
 def _open(path: Path) -> BinaryIO:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
 from mtrain.errors import DataError
+from mtrain.files import other_form
 from mtrain.sources import Advance, Fault, Source, paths_of, sources
 from mtrain.texts import CorpusConfig, NamedCorpus, TrainText, corpora_of
 
@@ -206,7 +207,8 @@ def _decode(line: bytes, notes: FileNotes) -> _Line:
     except UnicodeDecodeError as error:
         if not notes.num_undecodable:
             byte = f"byte 0x{line[error.start]:02x} at byte {error.start + 1}"
-            notes.first_undecodable = f"line {notes.num_lines}, {byte}"
+            said = [f"line {notes.num_lines}", byte, other_form(line)]
+            notes.first_undecodable = ", ".join(filter(None, said))
         notes.num_undecodable += 1
         return _Line(line.decode("utf-8", errors="replace"), is_bad=True)
 

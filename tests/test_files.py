@@ -1,7 +1,9 @@
 """Lines in, whole files out: what ends a line, what is refused, and what an exception leaves."""
 
+import bz2
 import errno
 import gzip
+import lzma
 import os
 import subprocess
 import sys
@@ -91,6 +93,32 @@ def test_bytes_that_are_not_utf8_are_refused_with_file_and_line(here: Path) -> N
     with pytest.raises(DataError) as error:
         lines_of(Path("f"), b"a\nb\nlatin \xe4 x\n")
     assert str(error.value) == "f:3: must be UTF-8, but has byte 0xe4 at byte 7 of the line."
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "form"),
+    [
+        ("f.xz", lzma.compress(b"a\n"), "xz data does: unpack it, or gzip it"),
+        ("f.bz2", bz2.compress(b"a\n"), "bzip2 data does: unpack it, or gzip it"),
+        ("f", gzip.compress(b"a\n"), "gzip data does: let the file's name end in .gz"),
+        (
+            "f",
+            "\ufeffä".encode("utf-16-le"),
+            "UTF-16 text does: convert it, for example with iconv",
+        ),
+    ],
+)
+def test_a_file_in_another_form_is_refused_with_the_name_of_the_form(
+    here: Path, name: str, content: bytes, form: str
+) -> None:
+    with pytest.raises(DataError) as error:
+        lines_of(Path(name), content)
+    said = str(error.value)
+    assert said.startswith(f"{name}:1: must be UTF-8, but has byte 0x")
+    assert said.endswith(f" of the line, which begins as {form}.")
+    warnings: list[str] = []
+    assert list(files.read_forgiving(Path(name), warnings.append))
+    assert warnings[0].endswith(f", which begins as {form}; replaced by U+FFFD.")
 
 
 def test_lines_before_the_bad_one_are_yielded(here: Path) -> None:

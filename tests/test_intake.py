@@ -1,6 +1,7 @@
 """Forgiving reading gives what strict reading gives, and goes on where that stops."""
 
 import gzip
+import lzma
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,12 @@ def test_bytes_that_are_no_text_are_replaced_and_counted(tmp_path: Path) -> None
     assert taken.pairs[1:] == [("\ufffdb", "y"), ("c\ufffd", "z")]  # type: ignore[attr-defined]
     assert notes.num_undecodable == 2
     assert notes.first_undecodable == "line 2, byte 0xff at byte 1"
+
+
+def test_a_file_in_another_form_is_named_as_what_it_looks_like(tmp_path: Path) -> None:
+    notes = read(lzma.compress(b"a\n"), b"x\n", tmp_path).parts[0].src
+    said = "line 1, byte 0xfd at byte 1, which begins as xz data does: unpack it, or gzip it"
+    assert notes.first_undecodable == said
 
 
 def test_blocks_are_cut_by_pairs_and_by_bytes_and_numbered(
