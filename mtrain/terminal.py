@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import textwrap
 import unicodedata
 from typing import TextIO
 
@@ -39,7 +38,9 @@ def wrapped(text: str, width: int, max_rows: int) -> list[str]:
 def fitted(text: str, stream: TextIO) -> str:
     """Break text between words where a line would be too long for the terminal, if it is one.
 
-    What stands in backquotes stays whole, so that a command can be copied.
+    What stands in backquotes and what names a file stay whole, so that they can be copied; any
+    other word that is too long, such as a line of Chinese, is broken where the row ends. Rows
+    after a label and two spaces stand below what follows them.
     """
     try:
         columns = os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
@@ -47,15 +48,44 @@ def fitted(text: str, stream: TextIO) -> str:
         columns = 0
     if columns == 0:  # no terminal, or one that does not say
         return text
-    kept = re.sub(r"`[^`]*`", lambda found: found[0].replace(" ", "\0"), text)
-    rows = textwrap.wrap(kept, columns, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(rows).replace("\0", " ")
+    kept = re.sub(r"`[^`]*`", lambda found: found[0].replace(" ", "\0"), text.rstrip())
+    label = re.match(r" *\w+  +", kept)
+    below = " " * (label.end() if label and label.end() < columns // 2 else 0)
+    return "\n".join(_rows(kept, columns, below)).replace("\0", " ")
+
+
+def _rows(text: str, columns: int, below: str) -> list[str]:
+    """Return text in rows of so many columns, all but the first of them after `below`."""
+
+    def is_too_long(row: str) -> bool:
+        return _num_fitting(row, columns) < len(row)
+
+    rows, row = [], ""
+    for gap, word in re.findall(r"( *)([^ ]+)", text):
+        is_whole = "\0" in word or "/" in word
+        longer = row + gap + word
+        if is_too_long(longer) and row and (is_whole or not is_too_long(below + word)):
+            rows.append(row)
+            longer = below + word
+        while is_too_long(longer) and not is_whole:
+            end = max(_num_fitting(longer, columns), len(below) + 1)
+            rows.append(longer[:end])
+            longer = below + longer[end:]
+        row = longer
+    return [*rows, row]
 
 
 def _num_fitting(text: str, width: int) -> int:
     """Return how many characters of text fit into as many columns."""
     for place, character in enumerate(text):
-        width -= 2 if unicodedata.east_asian_width(character) in "WF" else 1
+        width -= _width(character)
         if width < 0:
             return place
     return len(text)
+
+
+def _width(character: str) -> int:
+    """Return the columns of a character: two of an East Asian one, none of a mark upon another."""
+    if unicodedata.category(character) in ("Mn", "Me"):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1

@@ -163,3 +163,39 @@ def test_a_command_in_a_message_is_never_broken() -> None:
     with os.fdopen(master), os.fdopen(stream, "w") as terminal:
         rows = fitted(f"some words before it: {command} and some after it", terminal).split("\n")
     assert rows == ["some words before it:", command, "and some after it"]
+
+
+def rows_of(text: str) -> list[str]:
+    """Return text as a terminal of 80 columns shows it."""
+    master, stream = open_terminal()
+    with os.fdopen(master), os.fdopen(stream, "w") as terminal:
+        return fitted(text, terminal).split("\n")
+
+
+def test_a_long_line_without_spaces_is_broken_where_a_row_ends_below_its_label() -> None:
+    label, below = "  translation  ", " " * 15
+    assert rows_of(f"{label}{'Der' * 30}") == [label + "Der" * 21 + "De", below + "r" + "Der" * 8]
+    chinese = rows_of(f"{label}{'老农夫累了' * 13}")  # each of them is two columns wide
+    assert chinese[0] == label + "老农夫累了" * 6 + "老农"
+    assert chinese[1].startswith(below + "夫累了")
+    assert "".join(row[15:] for row in chinese) == "老农夫累了" * 13
+
+
+def test_a_long_name_of_a_file_is_never_broken() -> None:
+    name = "folder/" * 20 + "file"
+    assert rows_of(f"mtrain: {name}: is there already") == [
+        "mtrain:",
+        f"{name}:",
+        "is there already",
+    ]
+
+
+def test_rows_of_what_has_a_label_stand_below_it() -> None:
+    assert rows_of("pairs    1,356 for training, left out 144 (" + "blank-side 2, " * 6 + ")") == [
+        "pairs    1,356 for training, left out 144 (blank-side 2, blank-side 2,",
+        "         blank-side 2, blank-side 2, blank-side 2, blank-side 2, )",
+    ]
+
+
+def test_marks_upon_letters_take_no_columns() -> None:
+    assert rows_of("a\u0323\u0301 " * 40) == ["a\u0323\u0301 " * 39 + "a\u0323\u0301"]
