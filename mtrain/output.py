@@ -15,6 +15,7 @@ Format = Literal["text", "tsv", "jsonl"]
 
 _MAX_REPEATS = 3  # of a phrase in a row, before it is a loop
 _MAX_PHRASE = 8  # pieces
+_SPACE = "\u2581"  # as SentencePiece writes it
 _USUAL_SHARE = 0.05  # of the training pairs that are copies, from which on a copy is no flaw
 
 
@@ -108,7 +109,7 @@ def align_words(weights_TS: Tensor, src_words: Sequence[int], tgt: Sequence[str]
         tgt: the target pieces, as SentencePiece writes them.
     """
     tgt_words = number_words(tgt)
-    if not src_words or not tgt_words:
+    if not src_words or all(piece == _SPACE for piece in tgt):
         return []
     first = min(src_words)
     by_word = weights_TS.new_zeros((tgt_words[-1] + 1, max(src_words) - first + 1))
@@ -119,14 +120,18 @@ def align_words(weights_TS: Tensor, src_words: Sequence[int], tgt: Sequence[str]
 
 
 def number_words(pieces: Sequence[str]) -> list[int]:
-    """Return which word each piece belongs to; a piece with a leading space begins one."""
-    words, word, is_open = [], -1, False
+    """Return which word each piece belongs to; a piece with a leading space begins one.
+
+    Pieces that are a space alone belong to the word that follows, or at the end to the last one.
+    """
+    words, word, is_open = [], 0, False
     for piece in pieces:
-        if piece.startswith("\u2581") or not is_open:
-            word += 1
-        is_open = True
+        if piece.startswith(_SPACE) and is_open:
+            word, is_open = word + 1, False
+        is_open = is_open or piece != _SPACE
         words.append(word)
-    return words
+    last = word if is_open else max(word - 1, 0)
+    return [min(word, last) for word in words]
 
 
 def join(parts: Sequence[Translation]) -> Translation:

@@ -82,6 +82,15 @@ def test_pieces_are_numbered_by_their_words() -> None:
     assert number_words([]) == []
 
 
+def test_spaces_that_no_letter_follows_are_no_words() -> None:
+    assert number_words(["▁a", "▁", "▁", "▁b", "▁"]) == [0, 1, 1, 1, 1]
+    assert number_words(["▁", "▁a", "▁", "b"]) == [0, 0, 1, 1]
+    assert number_words(["▁", "▁"]) == [0, 0]
+    weights_TS = torch.ones(4, 1)
+    assert align_words(weights_TS, [0], ["▁a", "▁", "▁b", "▁"]) == [Link(0, 0), Link(0, 1)]
+    assert align_words(weights_TS, [0], ["▁", "▁"]) == []
+
+
 def test_a_target_word_is_linked_to_the_source_word_that_its_pieces_attend_to_most() -> None:
     src, tgt = ["▁the", "▁do", "g"], ["▁der", "▁Hu", "nd"]
     weights_TS = torch.tensor(
