@@ -23,6 +23,7 @@ def describe() -> Iterator[str]:
 
 def _device(device: torch.device) -> str:
     if device.type != "cuda":
-        return f"{device}, {native.processor()}, {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        return f"{device}, {native.processor()}, {threads} thread{'s' * (threads != 1)}"
     found = torch.cuda.get_device_properties(device)
     return f"{device}, {found.name}, {found.total_memory / 2**30:,.0f} GiB"

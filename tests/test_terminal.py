@@ -35,6 +35,16 @@ def test_version_says_what_it_runs_on(cli: Cli) -> None:
     assert re.match(r"(bfloat16|float32) in training, float32 in translation", said["precision"])
 
 
+@pytest.mark.parametrize(("num_threads", "said"), [(1, "1 thread"), (8, "8 threads")])
+def test_version_counts_the_threads_in_words(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, num_threads: int, said: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    device = next(line for line in cli("--version").lines if line.startswith("device"))
+    assert device.endswith(f", {said}")
+
+
 def test_version_is_said_though_torch_cannot_be_loaded(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
