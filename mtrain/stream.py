@@ -30,6 +30,7 @@ Warn = Callable[[str], None]
 
 BLOCK_LINES = 2048  # lines that are sorted by length and translated together, at most
 _MAX_WARNINGS = 5  # of a kind; the others are counted
+_MAX_SHOWN = 5  # characters
 _SENTENCE = re.compile(
     r"\S.*?(?:(?<=[.!?\u2026])[\"'\u201d\u2019)\]\u00bb]*\s+|(?<=[\u3002\uff01\uff1f])|\Z)",
     re.DOTALL,
@@ -216,12 +217,28 @@ class Stream:
             numbers, block, tokenizer.encode_src(block), forced, strict=True
         ):
             own = self._cut(number, src, ids) if src.strip() else []
+            marks = self._warn_of_unknown(number, src) if own else []
             for index, part in enumerate(own):
                 forced_here = tuple(prefix) if index == 0 else ()
                 source = replace(part.source, prefix=forced_here, seed=self._seed(number, index))
-                own[index] = part._replace(source=source)
+                own[index] = part._replace(source=source, marks=part.marks + marks)
             parts_of.append(own)
         return parts_of
+
+    def _warn_of_unknown(self, number: int, src: str) -> list[str]:
+        """Return the mark of a line with characters that the tokenizer did not learn."""
+        replaced = "\ufffd"  # whoever read the line has warned of it
+        unknown = self.translator.tokenizer.src.unknown(src.replace(replaced, ""))
+        if not unknown:
+            return []
+        shown = ", ".join(map(repr, unknown[:_MAX_SHOWN]))
+        shown += ", ..." if len(unknown) > _MAX_SHOWN else "."
+        self.warnings.add(
+            "with characters that the tokenizer did not learn",
+            number,
+            f"has characters that the tokenizer did not learn, and the model may not read: {shown}",
+        )
+        return ["unknown"]
 
     def _seed(self, number: int, part: int) -> int:
         """Return what decides the sampling of a part of a line, wherever the line stands."""

@@ -10,6 +10,7 @@ import random
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
@@ -55,6 +56,18 @@ class Vocabulary:
 
     def __len__(self) -> int:
         return int(self._processor.get_piece_size())
+
+    def unknown(self, line: str) -> list[str]:
+        """Return the characters of a line that no piece holds, each once."""
+        return sorted(set(line) - self._characters)
+
+    @cached_property
+    def _characters(self) -> frozenset[str]:
+        """The characters that stand in pieces, and the space."""
+        own, special = self._processor, {self.pad, self.unk, self.bos, self.eos}
+        ids = (piece for piece in range(len(self)) if not own.is_byte(piece))
+        pieces = self.pieces_of([piece for piece in ids if piece not in special])
+        return frozenset(" ".join(pieces)) | {" "}
 
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
         """Return the ids of each line's pieces, without bos or eos."""

@@ -163,7 +163,10 @@ def test_fewer_prefixes_than_lines_are_an_error_that_names_the_line(
 
 # Long lines
 
-TWO = "ba ce. di fo gu!"
+TWO = "ba ce. di fo gu!"  # the tokenizer learned words alone
+OF_TWO = (
+    "line 1: has characters that the tokenizer did not learn, and the model may not read: '!', '.'."
+)
 
 
 def cut(translator: Translator, line: str, limit: int, policy: str, warn: Warn = never) -> Line:
@@ -175,9 +178,11 @@ def cut(translator: Translator, line: str, limit: int, policy: str, warn: Warn =
 def test_a_line_that_fits_is_not_cut(translator: Translator) -> None:
     limit = num_tokens(TWO, translator)
     for policy in ("split", "truncate", "error"):
-        found = cut(translator, TWO, limit, policy)
+        said: list[str] = []
+        found = cut(translator, TWO, limit, policy, said.append)
         assert found.best[0].text == translator.translate([TWO])[0]
-        assert found.best[0].flags == []
+        assert found.best[0].flags == ["unknown"]
+        assert said == [OF_TWO]
 
 
 def test_split_cuts_at_the_ends_of_sentences_and_joins_what_it_finds(
@@ -186,8 +191,25 @@ def test_split_cuts_at_the_ends_of_sentences_and_joins_what_it_finds(
     said: list[str] = []
     found = cut(translator, TWO, num_tokens(TWO, translator) - 1, "split", said.append)
     assert found.best[0].text == " ".join(translator.translate(["ba ce.", "di fo gu!"]))
-    assert found.best[0].flags == ["split"]
-    assert said == [f"line 1: has {num_tokens(TWO, translator)} tokens; translated in 2 parts."]
+    assert found.best[0].flags == ["split", "unknown"]
+    in_parts = f"line 1: has {num_tokens(TWO, translator)} tokens; translated in 2 parts."
+    assert said == [in_parts, OF_TWO]
+
+
+def test_characters_that_the_tokenizer_did_not_learn_are_warned_of(translator: Translator) -> None:
+    said: list[str] = []
+    lines = ["ba ce", "ba\tce", "\xa0", "ba\xa0c\u0301e 123456", " di fo "]
+    found = stream(translator, [lines], warn=said.append)
+    assert [line.best[0].flags for line in found] == [[], ["unknown"], [], ["unknown"], []]
+    learned_not = "has characters that the tokenizer did not learn, and the model may not read"
+    assert said == [
+        f"line 2: {learned_not}: '\\t'.",
+        f"line 4: {learned_not}: '1', '2', '3', '4', '5', ...",
+    ]
+    said.clear()
+    stream(translator, [["ba\t" * 3] * 8], warn=said.append)
+    assert len(said) == 6
+    assert said[-1] == "3 more lines: with characters that the tokenizer did not learn."
 
 
 def split(translator: Translator, line: str, limit: int) -> list[list[int]]:

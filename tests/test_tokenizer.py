@@ -13,7 +13,7 @@ from collections import Counter
 import pytest
 import sentencepiece
 from builders import SRC_LINES, TGT_LINES, vocabularies
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mtrain import tokenizer
@@ -87,6 +87,22 @@ def test_without_byte_fallback_an_unseen_character_is_unknown():
     vocabulary = train(config(vocab_size=100, byte_fallback=False)).src
     (ids,) = vocabulary.encode(["日"])
     assert vocabulary.unk in ids
+    assert vocabulary.unknown("日 日") == ["日"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(line=any_text)
+@example(line="a\tb\xa0c\t")
+@settings(derandomize=True, database=None, deadline=None, max_examples=200)
+def test_unknown_characters_are_those_that_are_written_as_bytes(kind, line):
+    vocabulary = vocabularies(kind).src
+    by_bytes = set(vocabulary.byte_pieces)
+    (ids,) = vocabulary.encode([line])
+    assert bool(vocabulary.unknown(line)) == bool(by_bytes.intersection(ids))
+    each = {character: vocabulary.encode([character])[0] for character in line}
+    assert vocabulary.unknown(line) == sorted(
+        character for character, own in each.items() if by_bytes.intersection(own)
+    )
 
 
 @pytest.mark.parametrize("line", ["<s>", "</s>", "<unk>", "<pad>", "<0x0A>", "a </s> b"])
