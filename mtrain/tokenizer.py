@@ -58,16 +58,16 @@ class Vocabulary:
         return int(self._processor.get_piece_size())
 
     def unknown(self, line: str) -> list[str]:
-        """Return the characters of a line that no piece holds, each once."""
-        return sorted(set(line) - self._characters)
+        """Return the characters that no piece holds, each once, of a line as the model reads it."""
+        return sorted(set(self._processor.normalize(line)) - self._characters)
 
     @cached_property
     def _characters(self) -> frozenset[str]:
-        """The characters that stand in pieces, and the space."""
-        own, special = self._processor, {self.pad, self.unk, self.bos, self.eos}
-        ids = (piece for piece in range(len(self)) if not own.is_byte(piece))
-        pieces = self.pieces_of([piece for piece in ids if piece not in special])
-        return frozenset(" ".join(pieces)) | {" "}
+        """The characters that stand in pieces, and those that stand for a space."""
+        own = self._processor
+        apart = (own.is_byte, own.is_control, own.is_unknown)
+        ids = [piece for piece in range(len(self)) if not any(is_one(piece) for is_one in apart)]
+        return frozenset("".join(self.pieces_of(ids))) | {" ", "\u2581"}
 
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
         """Return the ids of each line's pieces, without bos or eos."""

@@ -51,6 +51,7 @@ def use(directory: Path) -> None:
     assert len(lines) == len(rows) + 1 and not any("\n" in line for line in lines)
     found.tgt.pieces_of(pieces)
     found.src.sample(LINES, 0.1, 1)
+    found.src.unknown(LINES[1])
 
 
 def main(model: Path, count: int) -> None:

@@ -121,6 +121,25 @@ def test_normal_forms_of_a_character_stay_as_they_are():
     assert vocabulary.decode(vocabulary.encode(lines)) == lines
 
 
+def test_a_character_that_a_foreign_model_reads_as_another_is_not_unknown():
+    made = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES),
+        model_writer=made,
+        vocab_size=400,
+        hard_vocab_limit=False,
+        byte_fallback=True,
+        normalization_rule_name="nmt_nfkc_cf",
+        pad_id=3,
+        minloglevel=2,
+    )
+    vocabulary = tokenizer.Vocabulary(made.getvalue())
+    first = LINES[0].split()[0]
+    line = f"{first.upper()}\t{first}\xa0\u2581{first}"
+    assert vocabulary.unknown(line) == []
+    assert vocabulary.unknown(line + "\u65e5") == ["\u65e5"]
+
+
 def test_pieces_are_the_text_of_the_ids():
     vocabulary = vocabularies().src
     for line in LINES:
