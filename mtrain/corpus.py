@@ -98,7 +98,7 @@ def _read_file_pair(src_file: str, tgt_file: str) -> Iterator[Pair]:
             num_tgt = line - 1 + (tgt is not None) + sum(1 for _ in tgt_lines)
             raise DataError(
                 f"{src_file} and {tgt_file} must have the same number of lines, but have "
-                f"{num_src} and {num_tgt} instead."
+                f"{num_src:,} and {num_tgt:,} instead."
             )
         yield Pair(src, tgt, src_file, line)
 

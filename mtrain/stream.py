@@ -141,7 +141,7 @@ class Stream:
             own = list(islice(prefixes, len(block))) if prefixes is not None else [""] * len(block)
             if len(own) < len(block):
                 raise DataError(
-                    f"--prefix must have a line for each line of the input, but ends at line "
+                    f"`--prefix` must have a line for each line of the input, but ends at line "
                     f"{self._num_lines + len(own):,}."
                 )
             yield from self._translate_block(block, own)

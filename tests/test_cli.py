@@ -279,7 +279,7 @@ def test_a_prefix_file_says_how_each_line_begins(cli: Cli, trained: RunDir, tmp_
     assert lines[0].startswith("tu")
     assert lines[1] == "fo gu"
     said = error_line(cli("translate", trained.path, *options, stdin=b"ba\n" * 3))
-    assert said == "--prefix must have a line for each line of the input, but ends at line 2."
+    assert said == "`--prefix` must have a line for each line of the input, but ends at line 2."
 
 
 def test_at_a_terminal_a_bar_says_sentences_a_second_and_warnings_stand_above_it(

@@ -60,6 +60,7 @@ def test_a_gzipped_side_pairs_with_a_plain_one() -> None:
         (b"a\n", b"1\n2", "1 and 2"),
         (b"", b"1\n\n", "0 and 2"),
         (b"a\n\n", b"1\n", "2 and 1"),
+        (b"a\n" * 1500, b"1\n", "1,500 and 1"),
         ("a\u2028b\n".encode(), b"1\n2\n", "1 and 2"),
     ],
 )

@@ -157,7 +157,7 @@ def test_fewer_prefixes_than_lines_are_an_error_that_names_the_line(
     with pytest.raises(DataError) as error:
         stream(translator, [LINES[:2], LINES[2:]], prefixes=["ba"] * 3)
     assert str(error.value) == (
-        "--prefix must have a line for each line of the input, but ends at line 3."
+        "`--prefix` must have a line for each line of the input, but ends at line 3."
     )
 
 
