@@ -392,7 +392,7 @@ def _notes_findings(corpus: str, notes: FileNotes) -> Iterator[Finding]:
     if notes.num_undecodable:
         what = f"{notes.path} is not UTF-8 (lines: {notes.num_undecodable:,}; the first is "
         what += f"{notes.first_undecodable})"
-        advice = "Convert it, for example with iconv; training refuses it."
+        advice = "Unpack or convert it, for example with iconv; training refuses it."
         yield _of_file(corpus, "encoding", Severity.ERROR, what, advice)
     if notes.num_faults:
         what = f"{notes.path} has rows that are no pair: {notes.num_faults:,}; the first is row "

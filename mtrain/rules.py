@@ -224,7 +224,7 @@ RULES = [
     Rule(
         "not-utf8",
         "lines that are not UTF-8",
-        "Convert the file to UTF-8, for example with iconv; training refuses it.",
+        "Unpack the file, or convert it to UTF-8, for example with iconv; training refuses it.",
         on_lines(_has(Mark.UNDECODABLE)),
         severity=Severity.ERROR,
     ),
