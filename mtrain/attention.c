@@ -389,15 +389,13 @@ int NAME(attention_grad)(const attention_shape *at, const STORE *grad, const STO
     return 0;
 }
 
-/* Ask for what a head will read of the next query's rows: all at once are more than can be on their
- * way. */
+/* Ask for the share of the next query's rows that falls to a head of this one: all at once are more
+ * than can be on their way. */
 static inline void NAME(ask_for_rows)(const STORE *const *next, int64_t count, int64_t head,
                                       int64_t heads, int64_t k) {
-    for (int64_t t = 0; t < count; t++)
-        for (int64_t i = head * k; i < (head + 1) * k; i += 64 / (int64_t)sizeof **next) {
+    for (int64_t t = count * head / heads; t < count * (head + 1) / heads; t++)
+        for (int64_t i = 0; i < 2 * heads * k; i += ALIGNMENT / (int64_t)sizeof **next)
             __builtin_prefetch(next[t] + i, 0, 2);
-            __builtin_prefetch(next[t] + heads * k + i, 0, 2);
-        }
 }
 
 /* One query's attention over some rows of a store, all heads; k is a constant where it is inlined.
@@ -411,6 +409,7 @@ static inline __attribute__((always_inline)) void NAME(attend_rows)(
         for (int64_t t = length; t < padded; t++) probs[t] = -INFINITY;
         for (int64_t t = 0; t < length; t++) {
             lanes dots = {0};
+#pragma GCC unroll 8
             for (int64_t i = 0; i < k; i += LANES)
                 dots += NAME(load_lanes)(query + h * k + i, k - i) *
                         NAME(load_lanes)(seen[t] + h * k + i, k - i);
@@ -428,10 +427,12 @@ static inline __attribute__((always_inline)) void NAME(attend_rows)(
         for (int64_t first = 0; first < k; first += 4 * LANES) {
             lanes mix[4] = {{0}};
             for (int64_t t = 0; t < length; t++)
-                for (int64_t i = 0; i < 4 && first + i * LANES < k; i++)
-                    mix[i] += probs[t] * NAME(load_lanes)(
-                                             seen[t] + (heads + h) * k + first + i * LANES,
-                                             k - first - i * LANES);
+#pragma GCC unroll 4
+                for (int64_t i = 0; i < 4; i++) {
+                    int64_t at = first + i * LANES;
+                    const STORE *value = seen[t] + (heads + h) * k + at;
+                    if (at < k) mix[i] += probs[t] * NAME(load_lanes)(value, k - at);
+                }
             for (int64_t i = 0; i < 4 * LANES && first + i < k; i++)
                 out[h * k + first + i] = SAVE(mix[i / LANES][i % LANES] * share);
         }
