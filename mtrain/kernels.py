@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import ctypes.util
+import itertools
 import random
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -156,12 +157,40 @@ class _Attention(torch.autograd.Function):
         q, k, v, keep = ctx.saved_tensors
         if grad.stride(-1) != 1:
             grad = grad.contiguous()
-        grads = [_heads_last(x) for x in (q, k, v)]
+        grads = _grads_like(q, k, v)
         ctx.shape.out_strides[:] = grad.stride()[:3]
         for name, own in zip(("grad_q", "grad_k", "grad_v"), grads, strict=True):
             getattr(ctx.shape, f"{name}_strides")[:] = own.stride()[:3]
         ctx.functions.call("attention_grad", (grad, q, k, v, keep, *grads), shape=ctx.shape)
         return *grads, None, None, None
+
+
+def parts(x: Tensor, count: int) -> Sequence[Tensor]:
+    """Return equal parts of the last dimension of `x`.
+
+    The gradients that attention makes of its parts are one tensor already, and stay where they are.
+    """
+    if not torch.is_grad_enabled() or functions_for(x) is None:
+        return x.chunk(count, -1)
+    result: tuple[Tensor, ...] = _Parts.apply(x, count)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Parts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int) -> tuple[Tensor, ...]:
+        return x.chunk(count, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        first, width = grads[0], grads[0].shape[-1]
+        places = [(_memory(grad), grad.storage_offset()) for grad in grads]
+        here, start = places[0]
+        if places == [(here, start + i * width) for i in range(len(grads))]:
+            whole = first.as_strided((*first.shape[:-1], len(grads) * width), first.stride())
+            if whole.is_contiguous():
+                return whole, None
+        return torch.cat(grads, -1), None
 
 
 def attend(q_ND: Tensor, store_RX: Tensor, places_NT: Tensor, num_heads: int) -> Tensor:
@@ -197,6 +226,25 @@ def _heads_last(x_BHTK: Tensor) -> Tensor:
     """Return an empty [B, H, T, K] whose heads lie side by side, as [B, T, D] wants them."""
     b, h, t, k = x_BHTK.shape
     return x_BHTK.new_empty((b, t, h, k)).transpose(1, 2)
+
+
+def _grads_like(*tensors: Tensor) -> list[Tensor]:
+    """Return empty gradients of [B, H, T, K] tensors, laid out as attention makes them.
+
+    Those of parts of one tensor lie side by side.
+    """
+    grads: list[Tensor] = []
+    for _, group in itertools.groupby(tensors, _memory):
+        same = list(group)
+        b, h, t, k = same[0].shape
+        whole = same[0].new_empty((b, t, len(same), h, k))
+        grads += [whole[:, :, i].transpose(1, 2) for i in range(len(same))]
+    return grads
+
+
+def _memory(x: Tensor) -> tuple[Any, ...]:
+    """Return what two parts of one tensor have in common."""
+    return x.untyped_storage().data_ptr(), x.shape, x.stride()
 
 
 def _attention_shape(

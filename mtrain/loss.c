@@ -124,7 +124,7 @@ static __attribute__((noinline)) void NAME(take_powers)(const float *logits, int
         for (int v = 0; v < VECTORS; v++) {
             words pairs = {0};
             for (int64_t i = 0; i < SIZE && r + i < pieces; i++) {
-                lanes logit = get(logits + (r + i) * TOKENS + v * LANES, LANES);
+                lanes logit = get_float(logits + (r + i) * TOKENS + v * LANES, LANES);
 #pragma omp simd
                 for (int j = 0; j < LANES; j++)
                     tops[v][j] = logit[j] > tops[v][j] ? logit[j] : tops[v][j];
@@ -200,7 +200,7 @@ static void NAME(add_up)(const NAME(rooms) *in, tokens *of, const int64_t *targe
             int64_t pieces = least(in->m - piece, DEPTH), count = least(rows - first, TOKENS);
             for (int64_t own = 0; own < pieces; own += STRIPE) {
                 int64_t few = least(pieces - own, STRIPE);
-                target to_logits = {NULL, NULL, logits, 0, TOKENS};
+                target to_logits = {.sums = logits, .stride = TOKENS};
                 NAME(multiply)(to_logits, few, TOKENS, in->w + (piece + own) * k, num_words, 1,
                                in->states_across + first * num_words, num_words);
                 uint32_t *down = NULL;
@@ -219,7 +219,7 @@ static void NAME(add_up)(const NAME(rooms) *in, tokens *of, const int64_t *targe
                 STORE *word = (STORE *)(in->powers_down + own / SIZE * TOKENS + c);
                 word[own % SIZE] = 0;
             }
-            target to_mixed = {NULL, NULL, in->mixed + first * k, piece > 0, k};
+            target to_mixed = {.sums = in->mixed + first * k, .adds = piece > 0, .stride = k};
             NAME(multiply)(to_mixed, count, k, in->powers_down, 1, TOKENS,
                            in->w_down + piece / DEPTH * panel_size(DEPTH / SIZE, k),
                            (pieces + SIZE - 1) / SIZE);
@@ -252,7 +252,7 @@ static void NAME(add_grad_w)(const NAME(rooms) *in, const tokens *of, const STOR
     int64_t k = in->k;
     NAME(lay_rows_down)(in->states_down, in->scaled, rows, k);
     for (int64_t piece = 0; piece < in->m; piece += STRIPE) {
-        target to = {is_first ? in->even_x : NULL, NULL, grad_w + piece * k, !is_first, k};
+        target to = {.bias = is_first ? in->even_x : NULL, .sums = grad_w + piece * k, .adds = !is_first, .stride = k};
         const STORE *powers = in->powers_across + piece * STRIDE;
         NAME(multiply)(to, least(in->m - piece, STRIPE), k, powers, STRIDE / SIZE, 1,
                        in->states_down, (rows + SIZE - 1) / SIZE);

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from mtrain.config import ModelConfig
 from mtrain.decoderstate import DecoderState
-from mtrain.kernels import Dropout, LayerNorm, add_norm, attend, attention
-from mtrain.products import Linear, Logits, Projection
+from mtrain.kernels import Dropout, LayerNorm, add_norm, attend, attention, parts
+from mtrain.products import Linear, Logits, Projection, rectified
 
 Sublayer = Callable[[Tensor], Tensor]
 
@@ -278,9 +278,12 @@ class FeedForward(nn.Module):
         self.outer = Linear(config.d_ff, config.d_model)
         self.activation = nn.ReLU() if config.activation == "relu" else nn.GELU()
         self.dropout = Dropout(config.activation_dropout)
+        self.is_plain = config.activation == "relu" and config.activation_dropout == 0
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Apply the same network to every position; [B, T, D] to [B, T, D]."""
+        if self.is_plain:
+            return rectified(x_BTD, self.inner, self.outer)
         result: Tensor = self.outer(self.dropout(self.activation(self.inner(x_BTD))))
         return result
 
@@ -319,9 +322,8 @@ class SelfAttention(nn.Module):
         return result
 
     def _project(self, x_BTD: Tensor) -> list[Tensor]:
-        return [
-            split_heads(x, self.num_heads) for x in self.queries_keys_values(x_BTD).chunk(3, -1)
-        ]
+        projected_BTX = self.queries_keys_values(x_BTD)
+        return [split_heads(x, self.num_heads) for x in parts(projected_BTX, 3)]
 
 
 class CrossAttention(nn.Module):
@@ -337,7 +339,7 @@ class CrossAttention(nn.Module):
 
     def keys_values(self, memory_BSD: Tensor) -> KeysValues:
         """Project a memory once, for all positions of the target."""
-        k_BSD, v_BSD = self.source_keys_values(memory_BSD).chunk(2, -1)
+        k_BSD, v_BSD = parts(self.source_keys_values(memory_BSD), 2)
         return KeysValues(split_heads(k_BSD, self.num_heads), split_heads(v_BSD, self.num_heads))
 
     def forward(self, x_BTD: Tensor, source: KeysValues, src_keep_B11S: Tensor) -> Tensor:

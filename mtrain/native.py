@@ -231,12 +231,12 @@ _OF_EACH_STORE = {
     "attend": [*[_POINTER] * 4, *[_INT] * 6, _REAL],
     "top_pieces": [*[_POINTER] * 4, *[_INT] * 4],
     "cross_entropy": [_POINTER, _POINTER, *[_INT] * 3, _REAL, ctypes.c_int, _POINTER],
-    "linear": [*[_POINTER] * 4, *[_INT] * 3],
-    "linear_grad": [*[_POINTER] * 6, *[_INT] * 3],
+    "linear": [*[_POINTER] * 4, *[_INT] * 3, ctypes.c_int],
+    "linear_grad": [*[_POINTER] * 6, *[_INT] * 3, ctypes.c_int],
     "projected_cross_entropy": [*[_POINTER] * 5, *[_INT] * 3, _REAL, _POINTER],
 }
 _OF_ONE_STORE = {
-    "project_float": [*[_POINTER] * 4, *[_INT] * 3],
+    "project_float": [*[_POINTER] * 4, *[_INT] * 3, ctypes.c_int],
     "project_top_pieces_float": [*[_POINTER] * 5, *[_INT] * 5],
 }
 

@@ -58,27 +58,30 @@ static void NAME(lay_weights_down)(uint32_t *to, const float *w, int64_t m, int6
                 to[c] = first + c < k ? NAME(word_of)(w + r * k + first + c, k, m - r) : 0;
 }
 
-/* out [n, m] = x w^T + bias for x [n, k] and w [m, k]; k is whole words. */
+/* out [n, m] = x w^T + bias for x [n, k] and w [m, k], or the greater of this and 0; k is whole
+ * words. */
 int NAME(linear)(const STORE *x, const float *w, const float *bias, STORE *out, int64_t n, int64_t k,
-                 int64_t m) {
+                 int64_t m, int rectifies) {
     uint32_t *right = room(panel_size(k / SIZE, m));
     if (!right) return 1;
     NAME(lay_weights_across)(right, w, m, k);
-    target to = {bias, out, NULL, 0, m};
+    target to = {.bias = bias, .stored = out, .stride = m, .rectifies = rectifies};
     NAME(multiply)(to, n, m, x, k / SIZE, 1, right, k / SIZE);
     free(right);
     return 0;
 }
 
-/* The gradients of linear; n is not 0, and m is whole words. */
+/* The gradients of linear, without those of what made x if that `is_rectified` and 0; n is not 0, and
+ * m is whole words. */
 int NAME(linear_grad)(const STORE *grad, const STORE *x, const float *w, STORE *grad_x,
-                      float *grad_w, float *grad_bias, int64_t n, int64_t k, int64_t m) {
+                      float *grad_w, float *grad_bias, int64_t n, int64_t k, int64_t m,
+                      int is_rectified) {
     int64_t down_size = panel_size(m / SIZE, k), states_size = panel_size(BLOCK / SIZE, k);
     uint32_t *down = room(down_size + states_size + BLOCK / SIZE * STRIPE);
     if (!down) return 1;
     uint32_t *states = down + down_size, *grads = states + states_size;
     NAME(lay_weights_down)(down, w, m, k);
-    target to_x = {NULL, grad_x, NULL, 0, k};
+    target to_x = {.stored = grad_x, .stride = k, .allowed = is_rectified ? x : NULL};
     NAME(multiply)(to_x, n, k, grad, m / SIZE, 1, down, m / SIZE);
     for (int64_t start = 0; start < n; start += BLOCK) {
         int64_t rows = least(n - start, BLOCK), num_words = (rows + SIZE - 1) / SIZE;
@@ -86,7 +89,7 @@ int NAME(linear_grad)(const STORE *grad, const STORE *x, const float *w, STORE *
         for (int64_t first = 0; first < m; first += STRIPE) {
             int64_t columns = least(m - first, STRIPE);
             NAME(lay_down)(grads, grad + start * m + first, rows, m, columns, STRIPE);
-            target to_w = {NULL, NULL, grad_w + first * k, start > 0, k};
+            target to_w = {.sums = grad_w + first * k, .adds = start > 0, .stride = k};
             NAME(multiply)(to_w, columns, k, grads, 1, STRIPE, states, num_words);
         }
     }

@@ -33,9 +33,10 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return `input @ weight.T + bias` in the type of `input`."""
         if torch.is_grad_enabled():  # to lay out weights pays for many rows, and decoding has few
-            result = self._forward_compiled(input)
+            functions = self.functions_for(input)
+            result = None if functions is None else self.forward_compiled(input, functions)
         else:
-            result = self._forward_laid_out(input)
+            result = self.forward_laid_out(input)
         return self._forward_plain(input) if result is None else result
 
     def _forward_plain(self, input: Tensor) -> Tensor:
@@ -49,23 +50,34 @@ class Linear(nn.Linear):
         )
         return result
 
-    def _forward_compiled(self, input: Tensor) -> Tensor | None:
-        functions = _compiled_products(input, self.weight)
+    def functions_for(self, x: Tensor) -> Functions | None:
+        """Return the compiled functions, if they multiply such states by these weights."""
+        functions = _compiled_products(x, self.weight)
         if functions is None or self.out_features % functions.numbers_of_a_word():
             return None
+        return functions
+
+    def forward_compiled(
+        self, x: Tensor, functions: Functions, rectifies: bool = False, is_rectified: bool = False
+    ) -> Tensor:
+        """Return `x @ weight.T + bias`, or the greater of this and 0 if this `rectifies`.
+
+        The gradients of zeros are stopped where they are read, by a map whose `x` `is_rectified`.
+        """
         result: Tensor = _CompiledLinear.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, functions
+            x, self.weight, self.bias, functions, rectifies, is_rectified
         )
         return result
 
-    def _forward_laid_out(self, input: Tensor) -> Tensor | None:
+    def forward_laid_out(self, input: Tensor, rectifies: bool = False) -> Tensor | None:
+        """Return the same as `forward_compiled`, if weights are laid out for such an input."""
         panels = self._panels_for(input)
         functions = None if panels is None else functions_for(input)
         if functions is None:
             return None
         x = input.contiguous()
         out = x.new_empty((*x.shape[:-1], self.out_features))
-        functions.call("project", (x, panels, self.bias, out), *_sizes(x, self.weight))
+        functions.call("project", (x, panels, self.bias, out), *_sizes(x, self.weight), rectifies)
         return out
 
     def lay_out(self) -> None:
@@ -94,18 +106,37 @@ class Linear(nn.Linear):
         return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
 
+def rectified(x: Tensor, inner: Linear, outer: Linear) -> Tensor:
+    """Return outer(max(0, inner(x)))."""
+    if torch.is_grad_enabled():
+        functions = None if outer.functions_for(x) is None else inner.functions_for(x)
+        if functions is not None:
+            hidden = inner.forward_compiled(x, functions, rectifies=True)
+            return outer.forward_compiled(hidden, functions, is_rectified=True)
+    laid_out = None if torch.is_grad_enabled() else inner.forward_laid_out(x, rectifies=True)
+    result: Tensor = outer(F.relu(inner(x)) if laid_out is None else laid_out)
+    return result
+
+
 class _CompiledLinear(torch.autograd.Function):
     """A linear map with weights in float32, in one call each way."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, functions: Functions
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        functions: Functions,
+        rectifies: bool,
+        is_rectified: bool,
     ) -> Tensor:
         x, weight = x.contiguous(), weight.contiguous()
         out = x.new_empty((*x.shape[:-1], len(weight)))
-        functions.call("linear", (x, weight, bias, out), *_sizes(x, weight))
+        functions.call("linear", (x, weight, bias, out), *_sizes(x, weight), rectifies)
         ctx.save_for_backward(x, weight)
         ctx.has_bias, ctx.functions = bias is not None, functions
+        ctx.is_rectified = is_rectified
         return out
 
     @staticmethod
@@ -114,8 +145,8 @@ class _CompiledLinear(torch.autograd.Function):
         grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
         grad_bias = weight.new_empty(len(weight)) if ctx.has_bias else None
         tensors = (grad.contiguous(), x, weight, grad_x, grad_weight, grad_bias)
-        ctx.functions.call("linear_grad", tensors, *_sizes(x, weight))
-        return grad_x, grad_weight, grad_bias, None
+        ctx.functions.call("linear_grad", tensors, *_sizes(x, weight), ctx.is_rectified)
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 class _ShortLinear(torch.autograd.Function):

@@ -20,10 +20,11 @@ int top_pieces_float(const float *logits, const int64_t *never, int64_t *ids, fl
 
 const int64_t panel_width = PANEL;
 
-/* out [n, m] = x w^T + bias for x [n, k] and the panels of w [m, k]; the bias may be NULL. */
+/* out [n, m] = x w^T + bias for x [n, k] and the panels of w [m, k], or the greater of this and 0; the
+ * bias may be NULL. */
 int project_float(const float *x, const float *panels, const float *bias, float *out, int64_t n,
-                  int64_t k, int64_t m) {
-    target to = {bias, NULL, out, 0, m};
+                  int64_t k, int64_t m, int rectifies) {
+    target to = {.bias = bias, .sums = out, .stride = m, .rectifies = rectifies};
     multiply_float(to, n, m, x, k, 1, panels, k);
     return 0;
 }
@@ -37,7 +38,7 @@ int project_top_pieces_float(const float *x, const float *panels, const int64_t 
     int lacks_memory = 0;
     for (int64_t start = 0; start < n && !lacks_memory; start += CHUNK) {
         int64_t rows = least(n - start, CHUNK);
-        project_float(x + start * k, panels, NULL, logits, rows, k, m);
+        project_float(x + start * k, panels, NULL, logits, rows, k, m, 0);
         lacks_memory = top_pieces_float(logits, never, ids + start * count,
                                         log_probs + start * count, rows, m, num_never, count);
     }

@@ -34,6 +34,8 @@ typedef struct {
     float *sums;       /* else here, */
     int adds;          /* to what is there already, if this says so */
     int64_t stride;
+    int rectifies;       /* what is below 0 becomes 0, if this says so, */
+    const void *allowed; /* and all that is not above 0 here, as STORE, if it is not NULL */
 } target;
 
 /* Numbers of 4 bytes that panels of so many words and columns take. */
@@ -42,12 +44,22 @@ static inline int64_t panel_size(int64_t num_words, int64_t columns) {
 }
 
 /* `count` numbers, at most a vector, and zeros. */
-static inline lanes get(const float *from, int64_t count) {
+static inline lanes get_float(const float *from, int64_t count) {
     lanes x = {0};
     if (count == LANES) memcpy(&x, from, sizeof x);
     else memcpy(&x, from, count * sizeof *from);
     return x;
 }
+
+static inline lanes get_bf16(const bf16 *from, int64_t count) {
+    halves x = {0};
+    if (count == LANES) memcpy(&x, from, sizeof x);
+    else memcpy(&x, from, count * sizeof *from);
+    return (lanes)(widened(x) << 16);
+}
+
+/* Zeros where a comparison holds, else x. */
+#define where_not(is_so, x) ((lanes)((words)(x) & ~(words)(is_so)))
 
 static inline void put_float(float *to, lanes x, int64_t count) {
     if (count == LANES) memcpy(to, &x, sizeof x);
@@ -94,8 +106,13 @@ static inline void NAME(lay_rows_down)(uint32_t *to, const STORE *x, int64_t row
 static INLINE void NAME(finish)(const target *to, int64_t row, int64_t column, lanes sums,
                                 int64_t count) {
     int64_t at = row * to->stride + column;
-    if (to->bias) sums += get(to->bias + column, count);
-    if (to->adds) sums += get(to->sums + at, count);
+    if (to->bias) sums += get_float(to->bias + column, count);
+    if (to->adds) sums += get_float(to->sums + at, count);
+    if (to->rectifies) sums = where_not(sums < 0.0f, sums);
+    if (to->allowed) {
+        lanes passed = PASTE(get, STORE)((const STORE *)to->allowed + at, count);
+        sums = where_not(passed <= 0.0f, sums);
+    }
     if (to->stored) PASTE(put, STORE)((STORE *)to->stored + at, sums, count);
     else put_float(to->sums + at, sums, count);
 }

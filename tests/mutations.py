@@ -250,6 +250,11 @@ MODEL = [
         "self.outer(self.activation(self.dropout(self.inner(x_BTD))))",
     ),
     model(
+        "no dropout after a rectifier",
+        'config.activation == "relu" and config.activation_dropout == 0',
+        'config.activation == "relu"',
+    ),
+    model(
         "branches begin at full size",
         "gain = self.config.branch_gain",
         "gain = 1.0",
@@ -322,6 +327,23 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
         "a linear map that is laid out forgets its bias",
         "(x, panels, self.bias, out)",
         "(x, panels, None, out)",
+    ),
+    products(
+        "the gradients of zeros pass a rectifier",
+        "outer.forward_compiled(hidden, functions, is_rectified=True)",
+        "outer.forward_compiled(hidden, functions)",
+    ),
+    products(
+        "weights that are laid out do not rectify",
+        "inner.forward_laid_out(x, rectifies=True)",
+        "inner.forward_laid_out(x)",
+    ),
+    Mutation(
+        "gradients of parts are taken to lie in order",
+        "mtrain/kernels.py",
+        "if places == [(here, start + i * width) for i in range(len(grads))]:",
+        "if [here] * len(grads) == [place[0] for place in places]:",
+        "tests/test_kernels.py",
     ),
     products(
         "the logits of the first rows for those of any",

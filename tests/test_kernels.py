@@ -33,6 +33,7 @@ from mtrain.kernels import (
     attend,
     attention,
     dropout_seeds,
+    parts,
 )
 from mtrain.products import top_pieces
 
@@ -247,6 +248,71 @@ def test_attention_takes_heads_that_lie_side_by_side(way, calls, kind):
     expected = grads_of(whole(exact[0], mixed), upstream, exact)
     for mine, formula in zip(ours, expected, strict=True):
         way.assert_near(mine, formula, roundings_of_attention(way))
+
+
+def projected(x: Tensor, count: int) -> Tensor:
+    """Return what parts are cut out of: a tensor that has a history."""
+    return torch.cat([x * (1 + number) for number in range(count)], -1)
+
+
+def heads(x: Tensor) -> Tensor:
+    return x.view(*x.shape[:2], 2, 3).transpose(1, 2)
+
+
+@EACH_WAY
+@pytest.mark.parametrize("lengths", [(5, 7), (7, 7), (1, 1)])
+def test_parts_are_torchs_chunks_forward_and_backward(way, calls, lengths):
+    """Of a sequence that attends to itself, and of one that attends to another."""
+    found, expected = (
+        [
+            grads_of(attention(*map(heads, cut(projected(x, 3), 3)), None), above, [x]),
+            grads_of(
+                attention(heads(x), *map(heads, cut(projected(y, 2), 2)), None), above, [x, y]
+            ),
+        ]
+        for cut in (parts, lambda tensor, count: tensor.chunk(count, -1))
+        for x, y, above in [
+            (
+                leaf(3, lengths[0], 6, dtype=way.dtype),
+                leaf(3, lengths[1], 6, seed=1, dtype=way.dtype),
+                normal(3, 2, lengths[0], 3, seed=2, dtype=way.dtype),
+            )
+        ]
+    )
+    for mine, theirs in zip(found, expected, strict=True):
+        assert all(map(torch.equal, mine, theirs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, SHORT])
+def test_the_gradients_of_parts_that_attention_made_stay_where_they_are(dtype, monkeypatch):
+    x = leaf(3, 7, 18, dtype=dtype)
+    mixed_up = attention(*map(heads, parts(x, 3)), None)
+    monkeypatch.setattr(torch, "cat", None)
+    mixed_up.backward(normal(3, 2, 7, 3, dtype=dtype))
+    assert x.grad.is_contiguous() and x.grad.count_nonzero() == x.numel()
+
+
+@EACH_WAY
+@pytest.mark.parametrize("used", [[0], [2], [0, 1, 2], [0, 0, 1, 2]])
+def test_the_gradients_of_parts_come_from_anywhere(way, calls, used):
+    """Of parts that nothing reads they are zero."""
+    x = leaf(2, 3, 12, dtype=way.dtype)
+    sums = [parts(x, 3)[number] for number in used]
+    (found,) = torch.autograd.grad(
+        sum((place + 1) * own.sum() for place, own in enumerate(sums)), x
+    )
+    expected = torch.zeros(2, 3, 12, dtype=way.dtype)
+    for place, number in enumerate(used):
+        expected[..., 4 * number : 4 * number + 4] += place + 1
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("order", [(1, 0), (0, 0)])
+def test_gradients_that_lie_side_by_side_in_another_order_are_put_in_theirs(order):
+    x, above = leaf(2, 3, 8, dtype=torch.float32), normal(2, 3, 8, dtype=torch.float32)
+    given = [above.chunk(2, -1)[number] for number in order]
+    (found,) = torch.autograd.grad(parts(x, 2), x, given)
+    assert torch.equal(found, torch.cat(given, -1))
 
 
 @EACH_WAY

@@ -33,6 +33,7 @@ from mtrain.products import (
     ProjectedCrossEntropy,
     Projection,
     TopPieces,
+    rectified,
     top_pieces,
 )
 
@@ -212,6 +213,67 @@ def assert_linear_is_the_formula(way: Way, rows: int, width: int, outputs: int, 
     for number, (mine, formula) in enumerate(zip(found, expected, strict=True)):
         kind = way if number < 2 else Way(True, torch.float32)
         kind.assert_near(mine, formula, roundings=1 if number < 2 else 4)
+
+
+# Two linear maps and a rectifier between them
+
+
+def rectified_plainly(x: Tensor, inner: Linear, outer: Linear) -> Tensor:
+    return outer(F.relu(inner(x)))
+
+
+def maps_around_a_rectifier(bias: bool = True) -> tuple[Linear, Linear]:
+    torch.manual_seed(3)
+    return Linear(10, 70, bias), Linear(70, 6, bias)
+
+
+@EACH_PRODUCT
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(10,), (7, 10), (2, 3, 10), (515, 10)])
+def test_rectified_is_two_linear_maps_and_a_relu_forward_and_backward(way, calls, shape, bias):
+    """To the last bit: the same products, and zeros in the same places."""
+    maps, x = maps_around_a_rectifier(bias), leaf(*shape, dtype=way.dtype)
+    with torch.no_grad():
+        x.view(-1, 10)[0] = 0  # without biases, all of its numbers between the maps are 0
+    upstream = normal(*shape[:-1], 6, seed=1, dtype=way.dtype)
+    inputs = [x, *maps[0].parameters(), *maps[1].parameters()]
+    found = grads_of(rectified(x, *maps), upstream, inputs)
+    assert calls == (["linear"] * 2 + ["linear_grad"] * 2 if way.multiplies else [])
+    expected = grads_of(rectified_plainly(x, *maps), upstream, inputs)
+    assert all(map(torch.equal, found, expected))
+
+
+@EACH_PRODUCT
+def test_rectified_passes_on_what_is_not_a_number(way, calls):
+    maps, x = maps_around_a_rectifier(), leaf(2, 10, dtype=way.dtype)
+    with torch.no_grad():
+        x[0, 0] = torch.nan
+    out = rectified(x, *maps)
+    assert out[0].isnan().all() and out[1].isfinite().all()
+    grads = grads_of(out, torch.ones_like(out), [x, maps[0].weight])
+    assert grads[1].isfinite().all() and grads[2].isnan().any()
+
+
+@MULTIPLYING_PAIRS
+def test_rectified_is_torchs_where_one_of_its_maps_has_no_whole_pairs(way, calls):
+    maps, x = (Linear(10, 70), Linear(70, 5)), leaf(4, 10, dtype=SHORT)
+    out = rectified(x, *maps)
+    assert calls == ["linear"]
+    assert torch.equal(out, rectified_plainly(x, *maps))
+
+
+@BOTH_PATHS
+def test_rectified_is_the_same_with_weights_that_are_laid_out(way, calls, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    maps, x = maps_around_a_rectifier(), normal(4, 10, dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.equal(rectified(x, *maps), rectified_plainly(x, *maps))
+        assert calls == []
+        for layer in maps:
+            layer.lay_out()
+        found = rectified(x, *maps)
+        assert calls == (["project"] * 2 if way.is_compiled else [])
+        assert torch.equal(found, rectified_plainly(x, *maps))
 
 
 @MULTIPLYING
