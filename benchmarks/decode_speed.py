@@ -133,7 +133,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=10, help="of whole passes, at least")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batch", type=int, default=64, help="sentences; not for mtrain")
-    parser.add_argument("--max-tokens", type=int, default=40, help="of an output; not for mtrain")
+    parser.add_argument("--max-tokens", type=int, default=40, help="of an output, eos included")
     parser.add_argument("--lines", type=int, help="take the first ones alone")
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--list", action="store_true", help="list the systems and stop")

@@ -300,6 +300,7 @@ int NAME(attention)(const attention_shape *at, const STORE *q, const STORE *k, c
         const uint8_t *own = keep ? keep + b * mt[0] + h * mt[1] : NULL;
         if (own != seen) fill_bias(bias, own, at, width);
         seen = own;
+        NAME(ask_for)(NAME(head)(out, ot, b, h), ot[2], at->t);
         NAME(lay_across)(qs_across, NAME(head)(q, qt, b, h), qt[2], at->t, at->k, width);
         NAME(lay_down)(vs_down, NAME(head)(v, vt, b, h), vt[2], at->s, at->k, wide);
         NAME(score)(probs, NAME(head)(k, kt, b, h), kt[2], at->s, at->k, qs_across, width);

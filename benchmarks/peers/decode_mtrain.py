@@ -21,6 +21,8 @@ def load(job: Job) -> Loaded:
     overrides = {"beam": job.beam, "length_alpha": job.alpha}
     decoding = run.load_config().decoding.model_copy(update=overrides)
     translator = translate.load(run, decoding, translate.Loading(device="cpu"))
+    usual = translator.max_length
+    translator.max_length = lambda source: min(usual(source), job.max_tokens - 1)
     versions = {"mtrain": __version__, "torch": torch.__version__}
     return Loaded(lambda: translator.translate(job.lines), versions)
 
