@@ -203,11 +203,11 @@ def read_task(options: argparse.Namespace) -> Task:
 def check(name: str, greedy: Job, vocabulary: Tokenizer, expected: Sequence[str]) -> float:
     """Return how many lines are mtrain's when both search greedily, in float32.
 
-    Lines that the peer may not write to their end are left out.
+    Lines that may not be written to their end are left out.
     """
     texts = translate(name, greedy, vocabulary).texts
     lengths = [len(ids) + 1 for ids in vocabulary.tgt.encode(expected)]
-    fits = [row for row, length in enumerate(lengths) if length <= greedy.max_tokens]
+    fits = [row for row, length in enumerate(lengths) if length < greedy.max_tokens]
     share = share_same([texts[row] for row in fits], [expected[row] for row in fits])
     if share < _MIN_SAME:
         say(f"{name}: NOT THE SAME MODEL: only {share:.1%} of its greedy outputs are mtrain's")
