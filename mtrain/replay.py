@@ -50,6 +50,7 @@ class Replayed(NamedTuple):
     elsewhere: str
 
 
+@torch.inference_mode(False)
 def replay(config: Config, run: RunDir, span: Span) -> Replayed:
     """Make the updates between two checkpoints again, and compare.
 

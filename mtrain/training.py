@@ -55,6 +55,7 @@ _AHEAD = 4  # updates that are laid out for a GPU before it comes to them
 _BAR_INTERVAL_S = 0.5
 
 
+@torch.inference_mode(False)  # whatever its caller's mode is
 def train(config: Config, run: RunDir, team: Team = ALONE, board: Board | None = None) -> None:
     """Train in `run`, from its newest checkpoint if it has one, and write its final weights.
 

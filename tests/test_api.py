@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import Cli
 from tasks import copy_task, reverse_task, tiny_tree, write_task
 
@@ -124,6 +125,16 @@ def test_a_mapping_a_file_and_a_config_are_one(tmp_path: Path) -> None:
     assert mtrain.load_config(config) == config
     assert mtrain.load_config(mtrain.load_config(tree), ["seed=3"], tmp_path / "other") == config
     assert "seed" not in tree
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_training_wants_gradients_whatever_its_caller_wants(mode: Any, tmp_path: Path) -> None:
+    tree, few = tiny_tree(tmp_path), ["training.max_steps=4", "training.validate_every=4"]
+    expected = mtrain.train(mtrain.load_config(tree, few, tmp_path / "plain"))
+    with mode():
+        found = mtrain.train(mtrain.load_config(tree, few, tmp_path / "within"))
+    name = "model.safetensors"
+    assert (found / name).read_bytes() == (expected / name).read_bytes()
 
 
 def test_training_from_a_mapping_in_a_thread_gives_what_the_verb_gives(

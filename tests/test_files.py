@@ -107,6 +107,7 @@ def test_bytes_that_are_not_utf8_are_refused_with_file_and_line(here: Path) -> N
             "UTF-16 text does: convert it, for example with iconv",
         ),
     ],
+    ids=["xz", "bzip2", "gzip", "utf-16"],
 )
 def test_a_file_in_another_form_is_refused_with_the_name_of_the_form(
     here: Path, name: str, content: bytes, form: str
