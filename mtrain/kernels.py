@@ -145,7 +145,7 @@ class _Attention(torch.autograd.Function):
         functions: Functions,
     ) -> Tensor:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        out = _heads_last(q)
+        (out,) = _heads_last(q)
         shape = _attention_shape(q, k, v, keep, out, drops)
         functions.call("attention", (q, k, v, keep, out), shape=shape)
         ctx.save_for_backward(q, k, v, keep)
@@ -157,7 +157,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, keep = ctx.saved_tensors
         if grad.stride(-1) != 1:
             grad = grad.contiguous()
-        grads = _grads_like(q, k, v)
+        grads = _heads_last(q, k, v)
         ctx.shape.out_strides[:] = grad.stride()[:3]
         for name, own in zip(("grad_q", "grad_k", "grad_v"), grads, strict=True):
             getattr(ctx.shape, f"{name}_strides")[:] = own.stride()[:3]
@@ -222,24 +222,18 @@ def attend(q_ND: Tensor, store_RX: Tensor, places_NT: Tensor, num_heads: int) ->
     return attention(q_NH1K, k_NHTK, v_NHTK, keep).flatten(1)
 
 
-def _heads_last(x_BHTK: Tensor) -> Tensor:
-    """Return an empty [B, H, T, K] whose heads lie side by side, as [B, T, D] wants them."""
-    b, h, t, k = x_BHTK.shape
-    return x_BHTK.new_empty((b, t, h, k)).transpose(1, 2)
+def _heads_last(*tensors: Tensor) -> list[Tensor]:
+    """Return an empty [B, H, T, K] like each; heads lie side by side, as [B, T, D] wants them.
 
-
-def _grads_like(*tensors: Tensor) -> list[Tensor]:
-    """Return empty gradients of [B, H, T, K] tensors, laid out as attention makes them.
-
-    Those of parts of one tensor lie side by side.
+    Those that are like parts of one tensor are parts of one, too.
     """
-    grads: list[Tensor] = []
+    empty: list[Tensor] = []
     for _, group in itertools.groupby(tensors, _memory):
         same = list(group)
         b, h, t, k = same[0].shape
         whole = same[0].new_empty((b, t, len(same), h, k))
-        grads += [whole[:, :, i].transpose(1, 2) for i in range(len(same))]
-    return grads
+        empty += [whole[:, :, i].transpose(1, 2) for i in range(len(same))]
+    return empty
 
 
 def _memory(x: Tensor) -> tuple[Any, ...]:
