@@ -1,7 +1,7 @@
 """What step-by-step decoding remembers of each hypothesis. It knows tensors, and no model.
 
 Shapes: B batch, S source length, T target length so far, D model width, N hypotheses, R rows of a
-store, X = 2 * D: a key and a value. K counts what is kept.
+store, X = 2 * D: a key and a value.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class DecoderState:
     hypotheses is to reorder lists, and rows that no list names are written anew.
 
     Attributes:
-        sources: the positions of the sources.
+        sources: the positions of the sources, without padding.
         src_places_NS: where each hypothesis finds its source; -1 is padding.
         pasts: the pieces that were read.
         places_NT: where each finds those that it has read, at the right; -1 before them.
@@ -26,12 +26,12 @@ class DecoderState:
     """
 
     def __init__(self, sources: list[Tensor], src_keep_BS: Tensor) -> None:
-        device = src_keep_BS.device
-        places_BS = torch.arange(src_keep_BS.numel(), device=device).view_as(src_keep_BS)
+        """Start with keys and values [R, X] of each layer for the R positions that are kept."""
+        count_BS = src_keep_BS.flatten().cumsum(0).view_as(src_keep_BS)
         self.sources = Stores(sources, is_full=True)
-        self.src_places_NS = places_BS.masked_fill(~src_keep_BS, -1)
+        self.src_places_NS = torch.where(src_keep_BS, count_BS - 1, -1)
         self.pasts = Stores([torch.empty_like(source_RX) for source_RX in sources], is_full=False)
-        self.places_NT, self.length_N = places_BS[:, :0], torch.zeros_like(places_BS[:, 0])
+        self.places_NT, self.length_N = count_BS[:, :0], torch.zeros_like(count_BS[:, 0])
 
     @property
     def max_length(self) -> int:
@@ -56,13 +56,11 @@ class DecoderState:
         own_NT = self.places_NT[:, self.max_length - longest :]
         self.places_NT = F.pad(own_NT, (0, 0, 0, len(other.length_N)), value=-1)
         self.length_N = torch.cat([self.length_N, other.length_N])
-        own_NS, new_NS = self.src_places_NS, other.src_places_NS.clone()
-        is_kept_NS = new_NS >= 0
-        rows_K = new_NS[is_kept_NS]
-        places_K = self.sources.take(len(rows_K), own_NS)
+        own_NS, new_NS = self.src_places_NS, other.src_places_NS
+        taken_R = self.sources.take(len(other.sources.layers[0]), own_NS)
         for index, source_RX in enumerate(other.sources.layers):
-            self.sources.write(index, places_K, source_RX[rows_K])
-        new_NS[is_kept_NS] = places_K
+            self.sources.write(index, taken_R, source_RX)
+        new_NS = F.pad(taken_R, (0, 1), value=-1)[new_NS]  # -1 is the last
         width = max(own_NS.shape[1], new_NS.shape[1])
         both = [F.pad(own, (0, width - own.shape[1]), value=-1) for own in (own_NS, new_NS)]
         self.src_places_NS = torch.cat(both)

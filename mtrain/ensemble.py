@@ -33,10 +33,7 @@ class Ensemble:
     def start(self, sources: Sequence[Padded]) -> EnsembleState:
         """Read the sources and return the state from which `step` decodes."""
         return EnsembleState(
-            [
-                model.start(model.encode(*own), own.src_keep_BS)
-                for model, own in zip(self.models, sources, strict=True)
-            ]
+            [model.start(*own) for model, own in zip(self.models, sources, strict=True)]
         )
 
     def step(self, ids_N: Tensor, state: EnsembleState) -> Logits:

@@ -10,10 +10,11 @@ Masks are `keep`: True takes part.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtrain.config import ModelConfig
@@ -22,6 +23,7 @@ from mtrain.kernels import Dropout, LayerNorm, add_norm, attend, attention, part
 from mtrain.products import Linear, Logits, Projection, rectified
 
 Sublayer = Callable[[Tensor], Tensor]
+_WORTH_READING = 512  # positions of sources of one length that are read apart from others
 
 
 class Transformer(nn.Module):
@@ -78,10 +80,15 @@ class Transformer(nn.Module):
         states_BTD: Tensor = self.decoder_norm(x_BTD)
         return states_BTD
 
-    def start(self, memory_BSD: Tensor, src_keep_BS: Tensor) -> DecoderState:
-        """Return the state from which `step` decodes piece by piece, one row for each sentence."""
-        sources = [layer.cross_attention.source_keys_values(memory_BSD) for layer in self.decoder]
-        return DecoderState([source_BSX.flatten(0, 1) for source_BSX in sources], src_keep_BS)
+    def start(self, src_BS: Tensor, src_keep_BS: Tensor) -> DecoderState:
+        """Read sources; return the state from which `step` decodes, one row for each."""
+        memories = [
+            self._read(src_BS[rows, :width], src_keep_BS[rows, :width])
+            for rows, width in _cut(src_keep_BS)
+        ]
+        memory_RD = torch.cat(memories)
+        sources = [layer.cross_attention.source_keys_values(memory_RD) for layer in self.decoder]
+        return DecoderState(sources, src_keep_BS)
 
     def step(self, ids_N: Tensor, state: DecoderState) -> Logits:
         """Return the logits [N, V] of the piece that follows `ids_N`, and advance `state`."""
@@ -128,6 +135,11 @@ class Transformer(nn.Module):
     def compute_in(self, dtype: torch.dtype | None) -> None:
         """Keep states and run products in `dtype`; None is the type of the weights."""
         self.compute_dtype = dtype
+
+    def _read(self, src_BS: Tensor, src_keep_BS: Tensor) -> Tensor:
+        """Return the memory [R, D] of those positions alone that are kept."""
+        memory_RD = self.encode(src_BS, src_keep_BS).flatten(0, 1)
+        return memory_RD.index_select(0, src_keep_BS.flatten().nonzero()[:, 0])
 
     def _embed_all(self, table: nn.Embedding, positions: Positions, ids_BT: Tensor) -> Tensor:
         """Embed a whole sequence."""
@@ -188,7 +200,7 @@ class Positions(nn.Module):
         Sinusoids have no end; places after the last learned position share it.
         """
         if self.table is None:
-            return self._sinusoids(stop, places.device)[places]
+            return F.embedding(places, self._sinusoids(stop, places.device))
         learned: Tensor = self.table(places.clamp(max=self.table.num_embeddings - 1))
         return learned
 
@@ -398,6 +410,22 @@ def attention_weights(q_BHTK: Tensor, k_BHSK: Tensor, keep: Tensor) -> Tensor:
     """Return softmax(q k^T / sqrt(d_k)) over the kept keys, [B, H, T, S], written out."""
     scores_BHTS = q_BHTK @ k_BHSK.transpose(2, 3) / math.sqrt(q_BHTK.shape[-1])
     return scores_BHTS.masked_fill(~keep, torch.finfo(scores_BHTS.dtype).min).softmax(-1)
+
+
+def _cut(src_keep_BS: Tensor) -> Iterator[tuple[slice, int]]:
+    """Yield neighbours of one length, and how wide they are: a CPU reads padding as it reads text.
+
+    Few are read with those that follow; a GPU reads all at once.
+    """
+    is_cpu, size = src_keep_BS.is_cpu, src_keep_BS.shape[1]
+    widths = (src_keep_BS * torch.arange(1, size + 1)).amax(1).tolist() if is_cpu else [size]
+    first = 0
+    for row in range(1, len(widths)):
+        is_worth = (row - first) * widths[first] >= _WORTH_READING
+        if is_worth and widths[row] != widths[row - 1]:
+            yield slice(first, row), max(widths[first:row])
+            first = row
+    yield slice(first, None), max(widths[first:])
 
 
 def near_keep(length: int, window: int | None, device: torch.device) -> Tensor:

@@ -25,6 +25,7 @@ _SOURCES = tuple(
     for name in ("kernels.c", "attention.c", "products.c", "loss.c", "projection.c")
 )
 _HEADERS = tuple(Path(__file__).with_name(name) for name in ("numbers.h", "tiles.h"))
+_STORES = {torch.bfloat16: "bf16", torch.float32: "float"}
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = (
     "-std=gnu11",
@@ -142,14 +143,13 @@ def functions_for(*tensors: Tensor, is_training: bool = False) -> Functions | No
 
     They run on one thread: training and translating split their batches over the threads.
     """
-    first = tensors[0]
-    if first.device.type != "cpu":
+    first, *others = tensors
+    store = _STORES.get(first.dtype)
+    if store is None or not first.is_cpu or not first.numel():
         return None
-    is_alone = is_training or torch.is_grad_enabled() or torch.get_num_threads() == 1
-    store = {torch.bfloat16: "bf16", torch.float32: "float"}.get(first.dtype)
-    if not is_alone or store is None or not first.numel():
+    if not (is_training or torch.is_grad_enabled() or torch.get_num_threads() == 1):
         return None
-    if any(tensor.dtype != first.dtype for tensor in tensors):
+    if others and any(tensor.dtype != first.dtype for tensor in others):
         return None
     library = compiled()
     return None if library is None else Functions(library, store)

@@ -77,8 +77,8 @@ MODEL = [
     ),
     state(
         "no padding mask in cross-attention",
-        "places_BS.masked_fill(~src_keep_BS, -1)",
-        "places_BS",
+        "torch.where(src_keep_BS, count_BS - 1, -1)",
+        "count_BS - 1",
     ),
     model(
         "cross-attention masks the wrong side",
@@ -217,8 +217,18 @@ MODEL = [
     ),
     state(
         "those who join have the sources of others",
-        "        new_NS[is_kept_NS] = places_K\n",
+        "        new_NS = F.pad(taken_R, (0, 1), value=-1)[new_NS]  # -1 is the last\n",
         "",
+    ),
+    model(
+        "sources are read as far as the first of them",
+        "slice(first, row), max(widths[first:row])",
+        "slice(first, row), widths[first]",
+    ),
+    model(
+        "sources of one length are read with others",
+        "if is_worth and widths[row] != widths[row - 1]:",
+        "if is_worth and widths[row] != widths[0]:",
     ),
     state(
         "rows that others read are written anew",

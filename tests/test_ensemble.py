@@ -63,7 +63,7 @@ def assert_alike(found: list[list[Hypothesis]], expected: list[list[Hypothesis]]
 @torch.no_grad()
 def test_one_model_is_itself():
     together, ids_N = Ensemble([FIRST]), ids(3, seed=4)
-    state = FIRST.start(FIRST.encode(SRC_BS, SRC_KEEP_BS), SRC_KEEP_BS)
+    state = FIRST.start(SRC_BS, SRC_KEEP_BS)
     logits_NV = together.step(ids_N, together.start([SOURCES] * len(together.models)))
     assert torch.equal(logits_NV, FIRST.step(ids_N, state))
     tgt_in_BT, everyone = ids(3, 6, seed=5), torch.arange(3)

@@ -708,7 +708,7 @@ def full_logits(model: Transformer, data: Inputs) -> Tensor:
 def test_cached_decoding_equals_full_decoding(config):
     model, data = transformer(config), inputs()
     expected = full_logits(model, data)
-    state = model.start(model.encode(data.src_BS, data.src_keep_BS), data.src_keep_BS)
+    state = model.start(data.src_BS, data.src_keep_BS)
     for place in range(data.tgt_in_BT.shape[1]):
         logits = model.step(data.tgt_in_BT[:, place], state)
         torch.testing.assert_close(logits, expected[:, place], **SAME)
@@ -722,7 +722,7 @@ def test_cached_decoding_of_three_hypotheses_equals_full_decoding_of_each(config
     tgt_NT = ids(3 * width, 5, seed=8)
     repeated = Inputs(*(x.repeat_interleave(width, 0) for x in (src_BS, src_keep_BS)), tgt_NT)
     expected = full_logits(model, repeated)
-    state = model.start(model.encode(src_BS, src_keep_BS), src_keep_BS)
+    state = model.start(src_BS, src_keep_BS)
     state.reorder(torch.arange(3).repeat_interleave(width))
     for place in range(5):
         logits = model.step(tgt_NT[:, place], state)
@@ -753,7 +753,7 @@ class Grown(NamedTuple):
 
 
 def begin(model: Transformer, data: Inputs) -> DecoderState:
-    return model.start(model.encode(data.src_BS, data.src_keep_BS), data.src_keep_BS)
+    return model.start(data.src_BS, data.src_keep_BS)
 
 
 def grown_by_steps(model: Transformer) -> list[Grown]:
@@ -888,6 +888,30 @@ def test_no_hypothesis_writes_where_another_reads():
     assert len(seen) < num_written // 2  # some were written anew
 
 
+@every_variant
+@torch.no_grad()
+def test_sources_of_one_length_are_read_apart_where_they_are_many(config, monkeypatch):
+    model, shapes, encode = transformer(config), [], Transformer.encode
+    lengths = [5, 5, 5, 3, 3, 2, 4, 1, 6, 6, 2, 1]
+    src_BS, keep_BS = ids(len(lengths), 6, seed=3), left_keep(lengths)
+    memory_RD = model.encode(src_BS, keep_BS)[keep_BS]
+
+    def encode_and_note(own: Transformer, src: Tensor, keep: Tensor) -> Tensor:
+        shapes.append(tuple(src.shape))
+        return encode(own, src, keep)
+
+    monkeypatch.setattr(Transformer, "encode", encode_and_note)
+    monkeypatch.setattr("mtrain.model._WORTH_READING", 6)
+    state = model.start(src_BS, keep_BS)
+    assert shapes == [(3, 5), (2, 3), (3, 4), (2, 6), (2, 2)]
+    for index, layer in enumerate(model.decoder):
+        expected_RX = layer.cross_attention.source_keys_values(memory_RD)
+        torch.testing.assert_close(state.sources.layers[index], expected_RX, **SAME)
+    place_RX = keep_BS.nonzero()
+    assert state.src_places_NS[place_RX[:, 0], place_RX[:, 1]].tolist() == [*range(sum(lengths))]
+    assert (state.src_places_NS[~keep_BS] == -1).all()
+
+
 @torch.no_grad()
 def test_hypotheses_share_one_copy_of_their_source():
     model, data = transformer(model_config()), inputs()
@@ -895,7 +919,7 @@ def test_hypotheses_share_one_copy_of_their_source():
     before = list(state.sources.layers)
     state.reorder(torch.arange(3).repeat_interleave(50))
     assert all(now is one for now, one in zip(state.sources.layers, before, strict=True))
-    assert {len(source_RX) for source_RX in before} == {data.src_BS.numel()}
+    assert {len(source_RX) for source_RX in before} == {int(data.src_keep_BS.sum())}
 
 
 # What must not matter
@@ -928,7 +952,7 @@ def test_a_sentence_that_is_all_padding_gives_numbers_and_disturbs_no_other(conf
     assert all(
         weight.grad.isfinite().all() for weight in model.parameters() if weight.grad is not None
     )
-    state = model.start(model.encode(data.src_BS, keep_BS), keep_BS)
+    state = model.start(data.src_BS, keep_BS)
     assert model.step(data.tgt_in_BT[:, 0], state).isfinite().all()
 
 
@@ -1283,7 +1307,7 @@ def test_states_and_products_are_in_the_type_that_is_asked_for():
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
     assert not torch.equal(short.float(), plain)
     assert float((short.float() - plain).norm() / plain.norm()) < 0.03
-    state = model.start(model.encode(data.src_BS, data.src_keep_BS), data.src_keep_BS)
+    state = model.start(data.src_BS, data.src_keep_BS)
     assert model.step(data.tgt_in_BT[:, 0], state).dtype == torch.float32  # for the search
     model.compute_in(None)
     assert torch.equal(model(*data), plain)

@@ -876,7 +876,7 @@ def read(model: Transformer, src: Sequence[list[int]], padding: int = 0) -> Grou
     more = torch.full((len(src), padding), 5)
     src_BS = torch.cat([pad_right(src, 0), more], 1)
     keep_BS = torch.cat([left_keep(lengths), more != 5], 1)
-    state = model.start(model.encode(src_BS, keep_BS), keep_BS)
+    state = model.start(src_BS, keep_BS)
     bounds = Limits(MODEL_BOS, MODEL_EOS, MODEL_NEVER, torch.tensor(lengths) + 4)
     return Group(state, bounds)
 
