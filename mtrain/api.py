@@ -64,7 +64,8 @@ class Model:
         """
         from mtrain.stream import LongLines, Options
 
-        stream = self.stream(Options(LongLines(self.config.data.max_tokens)), _warn)
+        options = Options(LongLines(self.config.data.max_tokens), with_scores=False)
+        stream = self.stream(options, _warn)
         return [line.best[0].text for line in stream.translate(_blocks(lines))]
 
     def stream(self, options: Options, warn: Callable[[str], None]) -> Stream:

@@ -306,14 +306,13 @@ def translate(
     decoding = config.decoding.model_copy(update=options.given(searching | others))
     _check_n_best(n_best, decoding, sample)
     max_tokens = max_input_tokens or config.data.max_tokens
-    from mtrain.search import Sampling
     from mtrain.stream import LongLines, Options
-    from mtrain.translate import Wanted
 
-    wanted = Wanted(n_best, Sampling(**options.given(drawing)) if sample else None)
+    wanted = _wanted(n_best, options.given(drawing) if sample else None)
     loading, seed = _loading(device, precision, quantize, checkpoint), 1 if seed is None else seed
     with_alignment = alignments is not None or format_ is options.Format.JSONL
-    reading = Options(LongLines(max_tokens, on_long.value), with_alignment, seed)
+    is_text = format_ is options.Format.TEXT
+    reading = Options(LongLines(max_tokens, on_long.value), with_alignment, seed, not is_text)
     with _loaded(context, runs, decoding, loading, wanted, max_tokens) as translator:
         if translator is None:
             return
@@ -321,8 +320,15 @@ def translate(
         typed = prompt.ask(config.data.src_lang) if file is None and prompt.is_asked() else None
         lines = _translated(stream, file, typed, prefix, output)
         texts = _written(lines, format_.value, n_best, alignments)
-        is_answer = typed is not None and output is None and format_ is options.Format.TEXT
+        is_answer = typed is not None and output is None and is_text
         printing.put(prompt.answers(texts, config.data.tgt_lang) if is_answer else texts, output)
+
+
+def _wanted(n_best: int, drawing: dict[str, Any] | None) -> Wanted:
+    from mtrain.search import Sampling
+    from mtrain.translate import Wanted
+
+    return Wanted(n_best, None if drawing is None else Sampling(**drawing))
 
 
 def _loaded(

@@ -26,10 +26,10 @@ class Leader(Translator):
             models, own.tokenizer, own.decoding, own.device, own.wanted, own.readers, own.team
         )
 
-    def search(self, sources: Sequence[Source]) -> list[list[Hypothesis]]:
+    def search(self, sources: Sequence[Source], with_scores: bool = True) -> list[list[Hypothesis]]:
         """Return the best targets of each source, as all ranks find them."""
-        self._ask("search", sources, [])
-        return super().search(sources)
+        self._ask("search" if with_scores else "search without scores", sources, [])
+        return super().search(sources, with_scores)
 
     def score(self, sources: Sequence[Source], targets: Sequence[list[int]]) -> list[list[float]]:
         """Return the log-probability of each piece of a given target, and of its eos."""
@@ -61,6 +61,7 @@ def follow(own: Translator) -> None:
     """Do what the first rank asks for, until it has no more questions."""
     answer_of: dict[str, Callable[[list[Source], list[list[int]]], object]] = {
         "search": lambda sources, _: own.search(sources),
+        "search without scores": lambda sources, _: own.search(sources, with_scores=False),
         "score": own.score,
         "attend": own.attend,
     }

@@ -22,7 +22,7 @@ class CTranslate2Translator(Translator):
         super().__init__(models, translator.tokenizer, translator.decoding, device)
         self._copy = CTranslate2Copy(directory)
 
-    def search(self, sources: Sequence[Source]) -> list[list[Hypothesis]]:
+    def search(self, sources: Sequence[Source], with_scores: bool = True) -> list[list[Hypothesis]]:
         """Return the best target of each source, by mtrain's length penalty."""
         if not sources:
             return []

@@ -66,7 +66,7 @@ def evaluate(
 
 
 def _translated(run: RunDir, translator: Translator, warn: Warn, lines: Lines) -> Iterator[str]:
-    options = Options(LongLines(run.load_config().data.max_tokens))
+    options = Options(LongLines(run.load_config().data.max_tokens), with_scores=False)
     stream = Stream(translator, options, prepare.read_profile(run), warn)
     firsts = range(0, len(lines.src), BLOCK_LINES)
     for line in stream.translate(lines.src[first : first + BLOCK_LINES] for first in firsts):

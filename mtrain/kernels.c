@@ -26,19 +26,6 @@ static inline float sum_of_row(const float *row, int64_t n) {
     return total;
 }
 
-static inline float dot(const float *a, const float *b, int64_t n) {
-    lanes sums = {0}, left, right;
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) {
-        memcpy(&left, a + i, sizeof left);
-        memcpy(&right, b + i, sizeof right);
-        sums += left * right;
-    }
-    float total = sum_of(sums);
-    for (; i < n; i++) total += a[i] * b[i];
-    return total;
-}
-
 /* The greatest value but for `count` - 1 others; -INFINITY if there are not so many. */
 static inline float greatest_but_for(const float *values, int64_t n, int64_t count, float *tops) {
     for (int64_t i = 0; i < count; i++) tops[i] = -INFINITY;

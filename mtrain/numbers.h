@@ -151,3 +151,16 @@ static inline float sum_of(lanes x) {
         for (int i = 0; i < half; i++) parts[i] += parts[i + half];
     return (parts[0][0] + parts[0][1]) + (parts[0][2] + parts[0][3]);
 }
+
+static inline float dot(const float *a, const float *b, int64_t n) {
+    lanes sums = {0}, left, right;
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        memcpy(&left, a + i, sizeof left);
+        memcpy(&right, b + i, sizeof right);
+        sums += left * right;
+    }
+    float total = sum_of(sums);
+    for (; i < n; i++) total += a[i] * b[i];
+    return total;
+}

@@ -88,9 +88,7 @@ class Linear(nn.Linear):
         functions = functions_for(self.weight, is_training=True)
         if functions is None or functions.store != "float":
             return
-        width = functions.panel_width()
-        filled = F.pad(self.weight.detach(), (0, 0, 0, -self.out_features % width))
-        self._panels = filled.view(-1, width, self.in_features).transpose(1, 2).contiguous()
+        self._panels = _in_panels(self.weight.detach(), functions)
         self._laid_out = self._state()
 
     def _panels_for(self, x: Tensor) -> Tensor | None:
@@ -185,6 +183,13 @@ def _compiled_products(x: Tensor, weight: Tensor) -> Functions | None:
     return None if x.shape[-1] % functions.numbers_of_a_word() else functions
 
 
+def _in_panels(words_MK: Tensor, functions: Functions) -> Tensor:
+    """Return rows of words as compiled functions read them: those of a panel side by side."""
+    width = functions.panel_width()
+    filled = F.pad(words_MK, (0, 0, 0, -len(words_MK) % width))
+    return filled.view(-1, width, words_MK.shape[1]).transpose(1, 2).contiguous()
+
+
 def _sizes(x: Tensor, weight: Tensor) -> tuple[int, int, int]:
     """Return the rows of `x`, and how wide each is before and after."""
     return x.numel() // x.shape[-1], x.shape[-1], len(weight)
@@ -197,9 +202,24 @@ class Projection(Linear):
         cross_entropy: the formula of the loss of its logits.
     """
 
+    _rounded: _Rounded | None = None
+
     def __init__(self, num_features: int, num_pieces: int) -> None:
         super().__init__(num_features, num_pieces, bias=False)
         self.cross_entropy: Formula = plain_cross_entropy
+
+    def lay_out(self) -> None:
+        """Lay out a copy of the weights, and one in bfloat16 where that multiplies faster."""
+        super().lay_out()
+        short = self.weight.detach().bfloat16()
+        functions = functions_for(short, is_training=True)
+        self._rounded = None
+        if functions is None or not functions.multiply() or self.in_features % 2:
+            return
+        margins_V = self.weight.detach().double().norm(dim=1) * _rounding(self.in_features)
+        if margins_V.isfinite().all():
+            panels = _in_panels(short.view(torch.int32), functions)
+            self._rounded = _Rounded(panels, margins_V.float())
 
     def logits(self, states_ND: Tensor) -> Logits:
         """Return logits [N, V] in the type of the weights; `Projected` if those are laid out."""
@@ -207,7 +227,29 @@ class Projection(Linear):
         if panels is None:
             logits_NV: Tensor = self(states_ND).to(self.weight.dtype)
             return logits_NV
-        return Projected(states_ND.contiguous(), self, panels)
+        return Projected(states_ND.contiguous(), self, panels, self._rounded)
+
+
+class _Rounded(NamedTuple):
+    """Weights in bfloat16, as compiled functions read them.
+
+    Attributes:
+        panels: the weights.
+        margins_V: how far the product of such a row and a state in bfloat16 may be from the exact
+            one, for a state of length 1.
+    """
+
+    panels: Tensor
+    margins_V: Tensor
+
+
+def _rounding(num_features: int) -> float:
+    """Return how far a sum of rounded products may be from the exact one, as a share.
+
+    The share is of the product of both lengths. A number in bfloat16 is at most 2^-8 of itself
+    away from what was rounded, and each sum in float 2^-24; a little is added for the lengths.
+    """
+    return 1.001 * (2**-7 + 2**-16 + (num_features + 2) * 2**-23)
 
 
 @dataclass(frozen=True)
@@ -217,6 +259,7 @@ class Projected:
     states_ND: Tensor
     projection: Projection
     panels: Tensor
+    rounded: _Rounded | None
 
     def __getitem__(self, rows: Tensor | slice) -> Tensor:
         """Return the logits of some rows."""
@@ -261,6 +304,24 @@ def top_pieces(logits_NV: Logits, never: list[int], count: int) -> TopPieces:
         allowed_NV[:, index] = -torch.inf
     top_NC, ids_NC = allowed_NV.topk(count, dim=-1)
     return TopPieces(ids_NC, top_NC - log_total_N1)
+
+
+def likeliest(logits_NV: Logits, never: list[int]) -> Tensor:
+    """Return the likeliest piece [N, 1] of each row, apart from those that are never written.
+
+    It is -1 where there is none, as the logits are no numbers.
+    """
+    if isinstance(logits_NV, Projected) and logits_NV.rounded is not None:
+        states_ND, weight_VD = logits_NV.states_ND, logits_NV.projection.weight
+        functions = functions_for(states_ND)
+        if functions is not None and weight_VD.is_contiguous():
+            banned = torch.tensor(never, dtype=torch.int64)
+            ids_N1 = banned.new_empty((len(states_ND), 1))
+            tensors = (states_ND, weight_VD, *logits_NV.rounded, banned, ids_N1)
+            functions.call("project_likeliest", tensors, *_sizes(states_ND, weight_VD), len(never))
+            return ids_N1
+    top = top_pieces(logits_NV, never, 1)
+    return torch.where(top.log_prob_NC.isfinite(), top.ids_NC, -1)
 
 
 def lay_out(model: nn.Module) -> None:

@@ -20,6 +20,7 @@ rows_N[n]. As sentences end, others join; what a row has written stands at the r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -28,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtrain.products import Logits, TopPieces, top_pieces
+from mtrain.products import Logits, TopPieces, likeliest, top_pieces
 
 
 class State(Protocol):
@@ -56,7 +57,7 @@ class Hypothesis:
         ids: the pieces.
         log_probs: of each piece, and of eos, after those before it.
         log_prob: their sum.
-        score: `log_prob` over the length penalty.
+        score: `log_prob` over the length penalty; NaN, as that, where nobody asked a greedy search.
     """
 
     ids: list[int]
@@ -104,12 +105,19 @@ class Beam:
         num_best: hypotheses that are wanted of each sentence, at most `width`.
         stops_early: end a sentence when no open hypothesis would win if it ended now. Otherwise
             it goes on until none can win any more, however it goes on.
+        with_scores: say how likely the targets are. A greedy search is faster without.
     """
 
     width: int
     alpha: float = 0.0
     num_best: int = 1
     stops_early: bool = False
+    with_scores: bool = True
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether nothing but the best piece of each step is asked for."""
+        return self.width == 1 and not self.with_scores
 
 
 @dataclass(frozen=True)
@@ -163,7 +171,8 @@ def beam(step: Step[S], groups: Iterator[Group[S]], settings: Beam) -> list[list
             state.extend(waiting.state)
             waiting = next(groups, None)
         if not len(beams.rows.ids_N):
-            return beams.finished.best(beams.num_sentences, settings.num_best)
+            found = beams.finished.best(beams.num_sentences, settings.num_best)
+            return _without_scores(found) if settings.is_blind else found
         logits_NV = step(beams.rows.ids_N, state)
         state.reorder(beams.grow(logits_NV))
 
@@ -398,7 +407,7 @@ class _Beams:
 
     def grow(self, logits_NV: Logits) -> Tensor:
         """Continue every open hypothesis by its best pieces; return the rows they continue."""
-        top = _best_pieces(logits_NV, self.rows, self.limits, self.settings.width)
+        top = _best_pieces(logits_NV, self.rows, self.limits, self.settings)
         chosen = self._choose(self.rows.log_prob_N[:, None] + top.log_prob_NC)
         rows_N, candidate_N = chosen.rows_N, chosen.candidate_N
         ids_N, log_prob_N = top.ids_NC[rows_N, candidate_N], top.log_prob_NC[rows_N, candidate_N]
@@ -463,14 +472,25 @@ class _Chosen(NamedTuple):
     cell_N: Tensor
 
 
-def _best_pieces(logits_NV: Logits, rows: _Rows, limits: Limits, count: int) -> TopPieces:
-    """Rank the next pieces of each row, as far as the limits allow any."""
+def _without_scores(found: list[list[Hypothesis]]) -> list[list[Hypothesis]]:
+    return [[Hypothesis(own.ids, [], math.nan, math.nan) for own in best] for best in found]
+
+
+def _best_pieces(logits_NV: Logits, rows: _Rows, limits: Limits, settings: Beam) -> TopPieces:
+    """Rank the next pieces of each row, as far as the limits allow any.
+
+    To a blind search, whatever is allowed is certain.
+    """
+    count = settings.width
     if limits.no_repeat_ngram:
         logits_NV = logits_NV[:]
         allowed_NV = _allowed(logits_NV, rows, limits)
         ids_NC = top_pieces(allowed_NV, limits.never, count).ids_NC
         log_total_N1 = logits_NV.logsumexp(-1, keepdim=True)
         top = TopPieces(ids_NC, allowed_NV.gather(1, ids_NC) - log_total_N1)
+    elif settings.is_blind:
+        ids_N1 = likeliest(logits_NV, limits.never)
+        top = TopPieces(ids_N1, torch.where(ids_N1 < 0, -torch.inf, 0.0))
     else:
         top = top_pieces(logits_NV, limits.never, count)
     only_N = rows.only_piece(limits)
@@ -480,7 +500,8 @@ def _best_pieces(logits_NV: Logits, rows: _Rows, limits: Limits, count: int) -> 
         only_L1 = only_N[bound_N, None]
         top.log_prob_NC[bound_N] = -torch.inf
         top.ids_NC[bound_N, :1] = only_L1
-        top.log_prob_NC[bound_N, :1] = log_probs_LV.gather(1, only_L1)
+        only_log_prob_L1 = log_probs_LV.gather(1, only_L1)
+        top.log_prob_NC[bound_N, :1] = only_log_prob_L1.to(top.log_prob_NC.dtype)
     return top
 
 

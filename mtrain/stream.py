@@ -60,11 +60,13 @@ class Options:
         long_lines: what becomes of them.
         with_alignment: link the words of both sides.
         seed: decides what is sampled.
+        with_scores: say how likely each is; where nobody asks, greedy search is faster.
     """
 
     long_lines: LongLines = LongLines()
     with_alignment: bool = False
     seed: int = 1
+    with_scores: bool = True
 
 
 class Warnings:
@@ -162,7 +164,8 @@ class Stream:
     def _translations(self, parts: list[_Part]) -> list[list[Translation]]:
         """Return the best translations of each part."""
         tgt = self.translator.tokenizer.tgt
-        found = self.translator.search([part.source for part in parts])
+        sources = [part.source for part in parts]
+        found = self.translator.search(sources, self.options.with_scores)
         owners = [part for part, own in zip(parts, found, strict=True) for _ in own]
         flat = [hypothesis for own in found for hypothesis in own]
         texts = tgt.decode([hypothesis.ids for hypothesis in flat])

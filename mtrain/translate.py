@@ -112,14 +112,18 @@ class Translator:
         rows = [row for row, line in enumerate(lines) if line.strip()]
         given = [lines[row] for row in rows]
         encoded = zip(self.tokenizer.encode_src(given), given, strict=True)
-        found = self.search([Source(ids, text=text) for ids, text in encoded])
+        found = self.search([Source(ids, text=text) for ids, text in encoded], with_scores=False)
         texts = self.tokenizer.tgt.decode([best[0].ids for best in found])
         translated = dict(zip(rows, texts, strict=True))
         return [translated.get(row, "") for row in range(len(lines))]
 
     @torch.inference_mode()
-    def search(self, sources: Sequence[Source]) -> list[list[Hypothesis]]:
+    def search(self, sources: Sequence[Source], with_scores: bool = True) -> list[list[Hypothesis]]:
         """Return the best targets of each source, in the order of the sources.
+
+        Args:
+            sources: what is translated.
+            with_scores: say how likely they are; a greedy search is faster without.
 
         Raises:
             RunError: if the model gives no numbers.
@@ -134,7 +138,8 @@ class Translator:
             shares = [rows[first::count] for first in range(count)]
             own = shares[each * self.team.rank : each * (self.team.rank + 1)]
             found = workers.map(
-                lambda share: self._search([sources[row] for row in share], workers), own
+                lambda share: self._search([sources[row] for row in share], workers, with_scores),
+                own,
             )
         except NotFiniteError:
             raise RunError(
@@ -150,7 +155,9 @@ class Translator:
         return best
 
     @torch.inference_mode()
-    def _search(self, sources: list[Source], workers: Workers) -> list[list[Hypothesis]]:
+    def _search(
+        self, sources: list[Source], workers: Workers, with_scores: bool
+    ) -> list[list[Hypothesis]]:
         """Return the best targets of sources that come the longest first."""
 
         def step(ids_N: Tensor, state: EnsembleState) -> Logits:
@@ -168,6 +175,7 @@ class Translator:
             self.decoding.length_alpha,
             self.wanted.num_best,
             self.decoding.early_stop,
+            with_scores,
         )
         return beam(step, (self._start(group) for group in groups), settings)
 

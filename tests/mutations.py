@@ -330,8 +330,8 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
     ),
     products(
         "weights are laid out row by row",
-        ".view(-1, width, self.in_features).transpose(1, 2).contiguous()",
-        ".view(-1, self.in_features, width).contiguous()",
+        ".view(-1, width, words_MK.shape[1]).transpose(1, 2).contiguous()",
+        ".view(-1, words_MK.shape[1], width).contiguous()",
     ),
     products(
         "a linear map that is laid out forgets its bias",
@@ -354,6 +354,47 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
         "if places == [(here, start + i * width) for i in range(len(grads))]:",
         "if [here] * len(grads) == [place[0] for place in places]:",
         "tests/test_kernels.py",
+    ),
+    products(
+        "the rounding of one factor is forgotten",
+        "1.001 * (2**-7 + 2**-16",
+        "1.001 * (2**-8 + 2**-16",
+    ),
+    products(
+        "weights that are no numbers are rounded",
+        "        if margins_V.isfinite().all():\n",
+        "        if True:\n",
+    ),
+    compiled(
+        "projection",
+        "what is likeliest in bfloat16 is taken as such",
+        "float margin = size * margins[i], high",
+        "float margin = 0.0f * margins[i], high",
+        "products",
+    ),
+    compiled(
+        "projection",
+        "the first that may be the likeliest is taken",
+        "if (exact > best) best = exact, found = i;",
+        "if (found < 0) best = exact, found = i;",
+        "products",
+    ),
+    compiled(
+        "projection",
+        "the likeliest may be one that is never taken",
+        "logits[r * m + never[i]] = -INFINITY;",
+        "logits[r * m + never[i]] += 0.0f;",
+        "products",
+    ),
+    search(
+        "a blind search says how likely its targets are",
+        "return _without_scores(found) if settings.is_blind else found",
+        "return found",
+    ),
+    search(
+        "a beam is searched blindly",
+        "return self.width == 1 and not self.with_scores",
+        "return not self.with_scores",
     ),
     products(
         "the logits of the first rows for those of any",
@@ -504,8 +545,8 @@ SEARCH = [
     ),
     search(
         "a prefix costs nothing",
-        "        top.log_prob_NC[bound_N, :1] = log_probs_LV.gather(1, only_L1)\n",
-        "        top.log_prob_NC[bound_N, :1] = 0.0\n",
+        "        only_log_prob_L1 = log_probs_LV.gather(1, only_L1)\n",
+        "        only_log_prob_L1 = 0 * log_probs_LV.gather(1, only_L1)\n",
     ),
     search(
         "the last ngram may be repeated",

@@ -33,6 +33,7 @@ from mtrain.products import (
     ProjectedCrossEntropy,
     Projection,
     TopPieces,
+    likeliest,
     rectified,
     top_pieces,
 )
@@ -770,6 +771,27 @@ def test_no_row_has_no_pieces(way, calls):
     assert found.ids_NC.shape == found.log_prob_NC.shape == (0, 4)
 
 
+# likeliest
+
+
+@EACH_WAY
+@pytest.mark.parametrize("never", [[], [4, 0, 1]])
+@torch.no_grad()
+def test_the_likeliest_piece_of_logits_is_the_first_top_piece(way, calls, one_thread, never):
+    logits_NV = 3 * normal(7, 130, dtype=way.dtype)
+    logits_NV[:, never] += 8
+    assert torch.equal(likeliest(logits_NV, never), top_pieces(logits_NV, never, 1).ids_NC)
+
+
+@EACH_WAY
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_where_logits_are_no_numbers_no_piece_is_likeliest(way, calls, value):
+    logits_NV = normal(3, 100, dtype=way.dtype)
+    logits_NV[1] = value
+    expected = top_pieces(logits_NV[[0, 2]], [0], 1).ids_NC.flatten().tolist()
+    assert likeliest(logits_NV, [0]).flatten().tolist() == [expected[0], -1, expected[1]]
+
+
 # Linear maps of decoding
 
 
@@ -997,3 +1019,135 @@ def test_a_search_never_holds_the_logits_of_all_its_rows(calls):
 
 def test_a_projection_has_the_weights_of_a_linear_map_without_a_bias():
     assert set(projection(6, 40).state_dict()) == {"weight"}
+
+
+# The likeliest piece of a projection
+
+
+@pytest.fixture
+def rounds(monkeypatch, calls) -> list[str]:
+    """Let projections be laid out in bfloat16 too; return the names of the functions called."""
+    monkeypatch.setattr(native.Functions, "multiply", lambda functions: True)
+    return calls
+
+
+def likeliest_of(projected: Projection, states_ND: Tensor, never: list[int]) -> Tensor:
+    """The pieces that are found without logits in memory."""
+    logits = projected.logits(states_ND)
+    assert isinstance(logits, Projected)
+    return likeliest(logits, never)
+
+
+def assert_likeliest(
+    found_N1: Tensor, projected: Projection, states_ND: Tensor, never: list[int]
+) -> None:
+    """Hold pieces to the greatest logits in float64, apart from ties of float32."""
+    exact_NV = states_ND.double() @ projected.weight.double().T
+    size = float((states_ND.double().abs() @ projected.weight.double().abs().T).max())
+    exact_NV[:, never] = -math.inf
+    short_N = exact_NV.amax(1) - exact_NV.gather(1, found_N1)[:, 0]
+    assert float(short_N.max()) <= 1e-6 * size
+
+
+@pytest.mark.parametrize("num_pieces", [5, 16, 31, 64, 65, 130, 1000])
+@pytest.mark.parametrize(("rows", "width"), [(0, 6), (1, 2), (5, 6), (6, 8), (25, 64), (61, 130)])
+@pytest.mark.parametrize("never", [[], [4, 0]])
+@torch.no_grad()
+def test_the_likeliest_piece_of_a_projection_has_its_greatest_logit(
+    rounds, one_thread, rows, width, num_pieces, never
+):
+    projected, states = projection(width, num_pieces), normal(rows, width, dtype=torch.float32)
+    projected.weight[never] *= 5
+    projected.lay_out()
+    found_N1 = likeliest_of(projected, states, never)
+    assert found_N1.shape == (rows, 1)
+    if rows:
+        assert rounds == ["project_likeliest"]
+        assert_likeliest(found_N1, projected, states, never)
+
+
+@pytest.mark.parametrize("apart", [2.0**-6, 2.0**-9, 2.0**-12, 2.0**-20])
+@torch.no_grad()
+def test_what_bfloat16_cannot_tell_apart_is_told_apart(rounds, one_thread, apart):
+    """However alike the pieces are, and though their order in bfloat16 is another."""
+    projected, states = projection(64, 200), normal(50, 64, dtype=torch.float32)
+    alike = normal(1, 64, seed=3) + apart * normal(200, 64, seed=4)
+    projected.weight.copy_(alike)
+    projected.lay_out()
+    assert_likeliest(likeliest_of(projected, states, [7]), projected, states, [7])
+    short_NV = states.bfloat16().double() @ projected.weight.bfloat16().double().T
+    exact_NV = states.double() @ projected.weight.double().T
+    assert (short_NV.argmax(1) != exact_NV.argmax(1)).sum() >= 3
+    assert rounds == ["project_likeliest"]
+
+
+@pytest.mark.parametrize("width", [2, 64, 1024])
+@torch.no_grad()
+def test_a_rounded_product_is_as_near_to_the_exact_one_as_its_margin_says(rounds, width):
+    """Numbers are as far as they can be from those that they are rounded to."""
+    projected = projection(width, 40)
+    projected.weight[3] = 1 + 2.0**-8 - 2.0**-20
+    projected.lay_out()
+    states = torch.cat([projected.weight[3:4], normal(30, width, dtype=torch.float32)])
+    rounded_NV = states.bfloat16().double() @ projected.weight.bfloat16().double().T
+    apart_NV = (rounded_NV - states.double() @ projected.weight.double().T).abs()
+    assert projected._rounded is not None
+    share_NV = apart_NV / states.double().norm(dim=1)[:, None] / projected._rounded.margins_V
+    assert 0.9 < float(share_NV.max()) <= 1
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 3e38])
+@torch.no_grad()
+def test_a_state_that_is_no_number_has_no_likeliest_piece_and_disturbs_no_other(
+    rounds, one_thread, value
+):
+    projected, states = projection(64, 130), normal(30, 64, dtype=torch.float32)
+    expected = likeliest_of(projected, states, [1]).flatten().tolist()
+    states[9, 5] = value
+    expected[9] = -1
+    assert likeliest_of(projected, states, [1]).flatten().tolist() == expected
+    assert rounds == ["project_likeliest"] * 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@torch.no_grad()
+def test_a_weight_that_is_no_number_leaves_no_likeliest_piece(rounds, one_thread, value):
+    """But where it forbids its own piece alone, and infinitely."""
+    projected, states = projection(64, 130), normal(30, 64, dtype=torch.float32)
+    expected = likeliest_of(projected, states, [1])
+    projected.weight[70, 3] = value
+    projected.lay_out()
+    is_left_N1 = value * states[:, 3:4] == -math.inf
+    expected = torch.where(is_left_N1, expected, -1)
+    assert torch.equal(likeliest_of(projected, states, [1]), expected)
+
+
+@torch.no_grad()
+def test_where_no_piece_is_allowed_none_is_likeliest(rounds, one_thread):
+    projected, states = projection(6, 3), normal(4, 6, dtype=torch.float32)
+    assert likeliest_of(projected, states, [0, 1, 2]).flatten().tolist() == [-1] * 4
+
+
+@torch.no_grad()
+def test_states_without_whole_pairs_and_other_processors_take_exact_logits(
+    rounds, one_thread, monkeypatch
+):
+    states = normal(9, 7, dtype=torch.float32)
+    odd, even = projection(7, 40), projection(6, 40)
+    monkeypatch.setattr(native.Functions, "multiply", lambda functions: False)
+    slow = projection(6, 40)
+    assert_likeliest(likeliest_of(odd, states, [1]), odd, states, [1])
+    found = [likeliest_of(own, states[:, :6], [1]) for own in (slow, even)]
+    assert torch.equal(*found)
+    assert rounds == ["project_top_pieces"] * 2 + ["project_likeliest"]
+
+
+@torch.no_grad()
+def test_weights_that_change_are_not_searched_as_they_were_rounded(rounds, one_thread):
+    projected, states = projection(6, 40), normal(9, 6, dtype=torch.float32)
+    projected.weight.copy_(projection(6, 40, seed=2).weight)
+    logits = projected.logits(states)
+    assert isinstance(logits, Tensor)
+    assert_likeliest(likeliest(logits, [1]), projected, states, [1])
+    projected.lay_out()
+    assert_likeliest(likeliest_of(projected, states, [1]), projected, states, [1])

@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mtrain import native
 from mtrain.batch import pad_right
 from mtrain.config import ModelConfig
 from mtrain.decoderstate import DecoderState
 from mtrain.model import Transformer
+from mtrain.products import lay_out
 from mtrain.search import (
     NUM_GROUPS,
     Beam,
@@ -278,6 +280,26 @@ def test_a_beam_of_one_is_greedy_search(alpha, dtype):
     for stops_early in (False, True):
         found = all_by_beam(model, tasks, Beam(1, alpha, stops_early=stops_early))
         assert [ids_of(best) for best in found] == [[ids] for ids in greedy]
+
+
+@of_each_type
+@pytest.mark.parametrize("n", [0, 2])
+@pytest.mark.parametrize("sizes", [(), (2, 1, 5)], ids=["together", "joining"])
+def test_greedy_search_without_scores_finds_the_same(n, sizes, dtype):
+    """Whether the end is chosen or forced, and with beginnings that are forced."""
+    model = TableModel(NUM_PIECES, dtype=dtype)
+    tasks = [*tasks_of([0, 1, 2, 3, 4, 5] * 4), Task(7, 4, (0, 2)), Task(8, 2, (5, 0, 0))]
+    scored = all_by_beam(model, tasks, Beam(1, 0.6), n, sizes)
+    found = all_by_beam(model, tasks, Beam(1, 0.6, with_scores=False), n, sizes)
+    assert [ids_of(best) for best in found] == [ids_of(best) for best in scored]
+    assert all(best.log_probs == [] for (best,) in found)
+    assert all(math.isnan(best.score) and math.isnan(best.log_prob) for (best,) in found)
+
+
+def test_a_beam_needs_its_scores_whoever_asks_for_them():
+    model, tasks = TableModel(NUM_PIECES), tasks_of([0, 1, 2, 3, 4, 5])
+    found = all_by_beam(model, tasks, Beam(3, 0.6, 2, with_scores=False))
+    assert found == all_by_beam(model, tasks, Beam(3, 0.6, 2))
 
 
 @of_each_type
@@ -780,13 +802,13 @@ def broken(model: TableModel, value: float, after: int) -> TableModel:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize("n", [0, 1])
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("wanted", [Beam(1), Beam(3), Beam(1, with_scores=False)], ids=str)
 @pytest.mark.parametrize("sizes", [(), (1, 1)], ids=["together", "joining"])
-def test_a_beam_of_what_is_no_number_is_an_error(value, after, n, width, sizes, dtype):
+def test_a_beam_of_what_is_no_number_is_an_error(value, after, n, wanted, sizes, dtype):
     model = broken(TableModel(NUM_PIECES, dtype=dtype), value, after)
     model.offsets[EOS] = -20.0
     with pytest.raises(NotFiniteError):
-        all_by_beam(model, tasks_of([4] * 3), Beam(width), n, sizes)
+        all_by_beam(model, tasks_of([4] * 3), wanted, n, sizes)
 
 
 @of_each_type
@@ -1015,6 +1037,20 @@ def test_a_beam_of_one_is_greedy_search_with_a_real_model(seed, dtype):
             is_full = len(written) > len(ids) + 4
             written.append(MODEL_EOS if is_full else int(logits_V.argmax()))
         assert hypothesis.ids == written[1:-1]
+
+
+@of_each_type
+@pytest.mark.parametrize("seed", range(12))
+@torch.no_grad()
+def test_greedy_search_without_scores_finds_the_same_with_a_real_model(seed, dtype, monkeypatch):
+    """Though its products are rounded first, where that is faster."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(native.Functions, "multiply", lambda functions: True)
+    model, src = peaked_transformer(seed, dtype), source(LENGTHS * 3, seed)
+    lay_out(model)
+    scored = translate(model, src, Beam(1), (2, 3))
+    found = translate(model, src, Beam(1, with_scores=False), (2, 3))
+    assert [ids_of(best) for best in found] == [ids_of(best) for best in scored]
 
 
 @of_each_type

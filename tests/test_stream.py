@@ -1,7 +1,9 @@
 """One line out for every line in, in order: long, forced and blank ones, and without end."""
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 
 import pytest
@@ -102,6 +104,24 @@ def test_every_number_that_is_given_belongs_to_the_text(translator: Translator) 
         assert best.alignment is not None
         links += best.alignment
     assert sum(link.src == link.tgt for link in links) > 0.8 * len(links)
+
+
+def test_without_scores_a_stream_says_the_same_of_each_line(translator: Translator) -> None:
+    decoding = translator.decoding.model_copy(update={"beam": 1})
+    models, device = translator.ensemble.models, translator.device
+    greedy = Translator(models, translator.tokenizer, decoding, device)
+    long = " ".join(LINES[:4])
+    options = Options(LongLines(num_tokens(LINES[0], translator) + 1), with_alignment=True)
+    warned: list[str] = []
+    scored = stream(greedy, [["", *LINES, long]], options, warned.append)
+    unscored = replace(options, with_scores=False)
+    found = stream(greedy, [["", *LINES, long]], unscored, lambda _: None)
+    assert any("parts" in text for text in warned)
+    for one, other in zip(found, scored, strict=True):
+        (best,), (expected,) = one.best, other.best
+        assert (best.text, best.pieces) == (expected.text, expected.pieces)
+        assert (best.alignment, best.flags) == (expected.alignment, expected.flags)
+        assert math.isnan(best.score) == (one.src != "")
 
 
 def test_a_list_of_the_best_is_ranked_and_begins_with_the_best(translator: Translator) -> None:

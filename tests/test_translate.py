@@ -426,7 +426,10 @@ def test_each_model_of_an_ensemble_reads_the_characters_that_only_another_lacks(
     assert found[0] == pytest.approx(found[1], abs=1e-9)
 
 
-def test_the_ranks_that_help_are_told_all_of_a_source(trained: RunDir) -> None:
+@pytest.mark.parametrize("with_scores", [True, False])
+def test_the_ranks_that_help_are_told_all_of_a_source(
+    trained: RunDir, monkeypatch: pytest.MonkeyPatch, with_scores: bool
+) -> None:
     class Post(Team):
         def send(self, message: bytes) -> bytes:
             if message:
@@ -434,14 +437,28 @@ def test_the_ranks_that_help_are_told_all_of_a_source(trained: RunDir) -> None:
             return message or (sent.pop(0) if sent else b"")
 
     sent: list[bytes] = []
-    asked: list[list[Source]] = []
+    asked: list[tuple[list[Source], bool]] = []
+
+    def note(_: Translator, sources: list[Source], with_scores: bool = True) -> None:
+        asked.append((sources, with_scores))
+
+    monkeypatch.setattr(Translator, "search", note)
     own = translate.load(trained, loading=Loading("cpu"))
     own.team = Post()
-    own.search = asked.append  # type: ignore[method-assign]
     given = [Source([5, 3], (6, 7), 2**63, "b\N{SNOWMAN}"), Source([3])]
-    Leader(own)._ask("search", given, [])
+    Leader(own).search(given, with_scores)
     follow(own)
-    assert asked == [given]
+    assert asked == [(given, with_scores)] * 2
+
+
+@pytest.mark.parametrize("beam", [1, 4])
+def test_without_scores_a_search_finds_the_same(translator: Translator, beam: int) -> None:
+    searching, own = with_decoding(translator, {"beam": beam}), sources(translator)
+    scored, found = searching.search(own), searching.search(own, with_scores=False)
+    assert [best[0].ids for best in found] == [best[0].ids for best in scored]
+    assert math.isnan(found[0][0].score) == (beam == 1)
+    found_texts = searching.tokenizer.tgt.decode([best[0].ids for best in found])
+    assert [text for text in searching.translate(LINES) if text] == [*filter(None, found_texts)]
 
 
 def test_an_ensemble_of_other_vocabularies_is_refused(trained: RunDir, tmp_path: Path) -> None:
