@@ -237,6 +237,7 @@ _OF_EACH_STORE = {
 }
 _OF_ONE_STORE = {
     "project_float": [*[_POINTER] * 4, *[_INT] * 3, ctypes.c_int],
+    "project_sparse_float": [*[_POINTER] * 4, *[_INT] * 3],
     "project_top_pieces_float": [*[_POINTER] * 5, *[_INT] * 5],
     "project_likeliest_float": [*[_POINTER] * 6, *[_INT] * 4],
 }

@@ -69,15 +69,25 @@ class Linear(nn.Linear):
         )
         return result
 
-    def forward_laid_out(self, input: Tensor, rectifies: bool = False) -> Tensor | None:
-        """Return the same as `forward_compiled`, if weights are laid out for such an input."""
+    def forward_laid_out(
+        self, input: Tensor, rectifies: bool = False, is_rectified: bool = False
+    ) -> Tensor | None:
+        """Return the same as `forward_compiled`, if weights are laid out for such an input.
+
+        What `is_rectified` is mostly zeros, once a model has learned: they are skipped. That map
+        does not rectify in turn.
+        """
         panels = self._panels_for(input)
         functions = None if panels is None else functions_for(input)
         if functions is None:
             return None
         x = input.contiguous()
         out = x.new_empty((*x.shape[:-1], self.out_features))
-        functions.call("project", (x, panels, self.bias, out), *_sizes(x, self.weight), rectifies)
+        tensors, sizes = (x, panels, self.bias, out), _sizes(x, self.weight)
+        if is_rectified:
+            functions.call("project_sparse", tensors, *sizes)
+        else:
+            functions.call("project", tensors, *sizes, rectifies)
         return out
 
     def lay_out(self) -> None:
@@ -111,9 +121,13 @@ def rectified(x: Tensor, inner: Linear, outer: Linear) -> Tensor:
         if functions is not None:
             hidden = inner.forward_compiled(x, functions, rectifies=True)
             return outer.forward_compiled(hidden, functions, is_rectified=True)
-    laid_out = None if torch.is_grad_enabled() else inner.forward_laid_out(x, rectifies=True)
-    result: Tensor = outer(F.relu(inner(x)) if laid_out is None else laid_out)
-    return result
+    else:
+        laid_out = inner.forward_laid_out(x, rectifies=True)
+        result = None if laid_out is None else outer.forward_laid_out(laid_out, is_rectified=True)
+        if result is not None:
+            return result
+    plain: Tensor = outer(F.relu(inner(x)))
+    return plain
 
 
 class _CompiledLinear(torch.autograd.Function):

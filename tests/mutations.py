@@ -367,6 +367,20 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
     ),
     compiled(
         "projection",
+        "what is not 0 is taken for 1",
+        "sums[v] += same * own;",
+        "sums[v] += own;",
+        "products",
+    ),
+    compiled(
+        "projection",
+        "sparse rows are multiplied by the first panels alone",
+        "panels + column * k, k, num)",
+        "panels, k, num)",
+        "products",
+    ),
+    compiled(
+        "projection",
         "what is likeliest in bfloat16 is taken as such",
         "float margin = size * margins[i], high",
         "float margin = 0.0f * margins[i], high",

@@ -273,7 +273,7 @@ def test_rectified_is_the_same_with_weights_that_are_laid_out(way, calls, monkey
         for layer in maps:
             layer.lay_out()
         found = rectified(x, *maps)
-        assert calls == (["project"] * 2 if way.is_compiled else [])
+        assert calls == (["project", "project_sparse"] if way.is_compiled else [])
         assert torch.equal(found, rectified_plainly(x, *maps))
 
 
@@ -818,6 +818,33 @@ def test_a_linear_map_that_is_laid_out_is_the_plain_formula(
     assert calls == (["project"] if x.numel() else [])
     exact = F.linear(*(tensor.double() for tensor in (x, *layer.parameters())))
     Way(True, torch.float32).assert_near(out, exact, roundings=2)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("share", [0.0, 0.04, 0.15, 0.33, 0.34, 0.6, 1.0])
+@pytest.mark.parametrize(
+    ("rows", "width", "outputs"),
+    [(1, 1, 1), (5, 16, 65), (25, 17, 130), (24, 64, 128), (49, 300, 256), (30, 1024, 300)],
+)
+@torch.no_grad()
+def test_zeros_that_are_skipped_change_no_bit(calls, one_thread, rows, width, outputs, share, bias):
+    layer = laid_out(width, outputs, bias)
+    x = normal(rows, width, dtype=torch.float32) * (normal(rows, width, seed=1).abs() < share)
+    x[0] = torch.where(x[0] == 0, -0.0, x[0])
+    found = layer.forward_laid_out(x, is_rectified=True)
+    assert found is not None
+    assert torch.equal(found, layer(x))
+    assert calls == ["project_sparse", "project"]
+
+
+@torch.no_grad()
+def test_what_is_no_number_is_not_skipped_as_zeros_are(calls, one_thread):
+    layer, x = laid_out(40, 70), torch.zeros(30, 40)
+    x[3, 17], x[29, 39] = math.nan, math.inf
+    found = layer.forward_laid_out(x, is_rectified=True)
+    assert found is not None
+    assert found.isfinite().all(1).logical_not().nonzero().flatten().tolist() == [3, 29]
+    assert torch.equal(found[0], layer.bias)
 
 
 @torch.no_grad()
