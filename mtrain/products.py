@@ -230,10 +230,10 @@ class Projection(Linear):
         self._rounded = None
         if functions is None or not functions.multiply() or self.in_features % 2:
             return
-        margins_V = self.weight.detach().double().norm(dim=1) * _rounding(self.in_features)
+        margins_V = self.weight.detach().norm(dim=1) * _rounding(self.in_features)
         if margins_V.isfinite().all():
             panels = _in_panels(short.view(torch.int32), functions)
-            self._rounded = _Rounded(panels, margins_V.float())
+            self._rounded = _Rounded(panels, margins_V)
 
     def logits(self, states_ND: Tensor) -> Logits:
         """Return logits [N, V] in the type of the weights; `Projected` if those are laid out."""

@@ -171,10 +171,11 @@ static int64_t likeliest(const float *x, const float *w, const float *logits, co
 int project_likeliest_float(const float *x, const float *w, const uint32_t *panels,
                             const float *margins, const int64_t *never, int64_t *ids, int64_t n,
                             int64_t k, int64_t m, int64_t num_never) {
-    float *logits = room(CHUNK * m + (m + BLOCK - 1) / BLOCK + CHUNK * k / 2);
+    int64_t blocks = (m + BLOCK - 1) / BLOCK;
+    float *logits = room(CHUNK * m + blocks + CHUNK * k / 2);
     if (!logits) return 1;
     float *tops = logits + CHUNK * m;
-    bf16 *rounded = (bf16 *)(tops + (m + BLOCK - 1) / BLOCK);
+    bf16 *rounded = (bf16 *)(tops + blocks);
     target to = {.sums = logits, .stride = m};
     for (int64_t start = 0; start < n; start += CHUNK) {
         int64_t rows = least(n - start, CHUNK);
