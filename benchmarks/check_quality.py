@@ -19,11 +19,11 @@ from pathlib import Path
 import numpy as np
 from machine import commit, describe_machine
 
-from mtrain import config as configs
-from mtrain import shifts
-from mtrain.audit import audit
-from mtrain.shifts import Window
-from mtrain.traits import Records, measure
+from mtrain.audit import misalignment
+from mtrain.audit.audit import audit
+from mtrain.audit.features import Records, measure
+from mtrain.audit.misalignment import Window
+from mtrain.config import sections
 
 REPOSITORY = Path(__file__).parent.parent
 sys.path.insert(0, str(REPOSITORY / "tests"))
@@ -72,7 +72,7 @@ def main() -> None:
 def audited(planted: Planted) -> dict[str, list[int]]:
     """Audit a corpus; return the lines of each list."""
     with tempfile.TemporaryDirectory() as name:
-        config = configs.load(write_planted(Path(name), planted))
+        config = sections.load(write_planted(Path(name), planted))
         lists = Path(name) / "lists"
         lists.mkdir()
         audit(config, None, lists, lambda num_bytes: None)
@@ -111,7 +111,7 @@ def print_shifts(pairs: list[Pair]) -> None:
             )
             moved = np.roll(tgt[begin : begin + length], offset)
             window = Window(src, np.concatenate([tgt[:begin], moved, tgt[begin + length :]]), 0)
-            seen = shifts.find(partial(iter, [window]))
+            seen = misalignment.find(partial(iter, [window]))
             right = [s for s in seen if s.offset == offset and abs(s.first - begin) < length]
             found, elsewhere = found + bool(right), elsewhere + len(seen) - len(right)
             off += [abs(shift.first - begin) for shift in right]

@@ -21,12 +21,14 @@ from machine import commit, describe_machine
 from peers.decoding import Job
 from report import print_table, say, spread
 
-from mtrain import metrics, prepare, tokenizer
-from mtrain.config import ModelConfig
+from mtrain.config.sections import ModelConfig
+from mtrain.data import prepare
+from mtrain.data.prepare import Lines
 from mtrain.errors import RunError
-from mtrain.prepare import Lines
-from mtrain.rundir import RunDir
-from mtrain.tokenizer import Tokenizer
+from mtrain.evaluate import metrics
+from mtrain.run.run_dir import RunDir
+from mtrain.tokenizer import sentencepiece
+from mtrain.tokenizer.sentencepiece import Tokenizer
 
 _MIN_SAME = 0.99  # of greedy outputs, or the weights were not carried over as they are
 
@@ -177,7 +179,7 @@ def read_task(options: argparse.Namespace) -> Task:
     test = next(iter(config.data.tests))
     pairs = [pair for pair in zip(*prepare.read_test(run, test), strict=True) if pair[0].strip()]
     lines = Lines(*map(list, zip(*pairs[: options.lines], strict=True)))
-    vocabulary = tokenizer.load(run.tokenizer_dir)
+    vocabulary = sentencepiece.load(run.tokenizer_dir)
     job = Job(
         run=str(run.path),
         num_encoder_layers=model.num_encoder_layers,

@@ -19,13 +19,13 @@ from machine import commit, describe_machine
 from operations import Sizes, Tokens, flop
 from peers.ceiling import gflops
 
-from mtrain import config as configs
-from mtrain import kernels
-from mtrain.data import Dealt
-from mtrain.prepare import prepare
-from mtrain.rundir import RunDir
-from mtrain.runlog import RunLog
-from mtrain.training import Trainer
+from mtrain.config import sections
+from mtrain.data.loader import Dealt
+from mtrain.data.prepare import prepare
+from mtrain.ops import attention
+from mtrain.run.logger import RunLog
+from mtrain.run.run_dir import RunDir
+from mtrain.train.trainer import Trainer
 
 
 class Speed(NamedTuple):
@@ -45,8 +45,8 @@ def main() -> None:
     parser.add_argument("--run", default="runs/benchmark_device", help="is tokenized once")
     options = parser.parse_args()
     settings = [*options.set, "training.log_every=1000000"]
-    config, run = configs.load(options.config, settings, options.run), RunDir(Path(options.run))
-    kernels.keep_freed_memory()
+    config, run = sections.load(options.config, settings, options.run), RunDir(Path(options.run))
+    attention.keep_freed_memory()
     with RunLog(run.path.with_suffix(".jsonl")) as log:
         prepare(config, run, log)
         trainer = Trainer(config, run, log)

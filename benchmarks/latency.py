@@ -18,8 +18,9 @@ from pathlib import Path
 
 from machine import commit, describe_machine
 
-from mtrain import prepare, translate
-from mtrain.rundir import RunDir
+from mtrain.data import prepare
+from mtrain.decode.translator import load
+from mtrain.run.run_dir import RunDir
 
 _REPEATS = 11
 
@@ -73,7 +74,7 @@ def measure_start(options: argparse.Namespace, line: str) -> float:
 def measure_sentence(run: RunDir, beam: int, line: str) -> list[float]:
     """Return the seconds of each translation of a sentence by a model that is loaded."""
     decoding = run.load_config().decoding.model_copy(update={"beam": beam})
-    translator = translate.load(run, decoding)
+    translator = load(run, decoding)
     translator.translate([line])
     seconds = []
     for _ in range(_REPEATS):

@@ -17,18 +17,18 @@ from typing import NamedTuple
 
 from machine import commit, describe_machine
 
-from mtrain import config as configs
-from mtrain import kernels
-from mtrain.batch import Batch
-from mtrain.config import Config
-from mtrain.data import Position
-from mtrain.launch import launched
-from mtrain.loss import LossSum
-from mtrain.prepare import prepare
-from mtrain.rundir import RunDir
-from mtrain.runlog import Mute, Stderr
-from mtrain.team import ALONE, Team
-from mtrain.training import Trainer
+from mtrain.config import sections
+from mtrain.config.sections import Config
+from mtrain.data.batch import Batch
+from mtrain.data.loader import Position
+from mtrain.data.prepare import prepare
+from mtrain.ops import attention
+from mtrain.run.logger import Mute, Stderr
+from mtrain.run.run_dir import RunDir
+from mtrain.runtime.process_group import ALONE, Team
+from mtrain.runtime.torchrun_env import launched
+from mtrain.train.loss import LossSum
+from mtrain.train.trainer import Trainer
 
 RUN = Path("runs/benchmark_parallel")
 
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3, help="how often all are measured in turn")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    config = configs.load(options.config, options.set, str(RUN))
+    config = sections.load(options.config, options.set, str(RUN))
     if options.worker:
         work(config, options.updates)
         return
@@ -88,10 +88,10 @@ def work(config: Config, num_updates: int) -> None:
     """Measure as one of the processes; the first prints what all took."""
     place, team = launched(), ALONE
     if place is not None:
-        from mtrain import distributed
+        from mtrain.runtime import torch_process_group
 
-        team = distributed.join(place)
-    kernels.keep_freed_memory()
+        team = torch_process_group.join(place)
+    attention.keep_freed_memory()
     trainer = Trainer(config, RunDir(RUN), Mute(RunDir(RUN).metrics_path), team)
     trainer.try_largest()
     tokens: list[int] = []
@@ -119,7 +119,7 @@ def work(config: Config, num_updates: int) -> None:
 
 def keep_gradients_at_home(trainer: Trainer) -> None:
     """Let ranks make their shares without exchanging gradients."""
-    from mtrain.replicas import Replicas, Shards
+    from mtrain.train.data_parallel import Replicas, Shards
 
     def bare(gradients: Replicas, batch: Batch, divisor: float, is_last: bool) -> list[LossSum]:
         return gradients.accumulate(batch, divisor)

@@ -11,13 +11,14 @@ from statistics import median
 
 from machine import commit, describe_machine
 
-from mtrain import checkpoint, kernels
-from mtrain import config as configs
-from mtrain.data import Position
-from mtrain.prepare import prepare
-from mtrain.rundir import RunDir
-from mtrain.runlog import RunLog
-from mtrain.training import Trainer
+from mtrain.config import sections
+from mtrain.data.loader import Position
+from mtrain.data.prepare import prepare
+from mtrain.ops import attention
+from mtrain.run import checkpoint
+from mtrain.run.logger import RunLog
+from mtrain.run.run_dir import RunDir
+from mtrain.train.trainer import Trainer
 
 
 def main() -> None:
@@ -29,8 +30,8 @@ def main() -> None:
     options = parser.parse_args()
     run = RunDir(Path("runs/benchmark_saving"))
     shutil.rmtree(run.path, ignore_errors=True)
-    config = configs.load(options.config, options.set, str(run.path))
-    kernels.keep_freed_memory()
+    config = sections.load(options.config, options.set, str(run.path))
+    attention.keep_freed_memory()
     with RunLog(run.metrics_path) as log:
         prepare(config, run, log)
         trainer = Trainer(config, run, log)

@@ -27,10 +27,11 @@ import numpy as np
 from check_scale import write
 from machine import commit, describe_machine
 
-from mtrain import shards, tokenizer
-from mtrain.data import Position, TrainingData
-from mtrain.files import read_lines
-from mtrain.shards import SHARD_PAIRS, Contents, EncodedBlock, Mixed, Shard
+from mtrain.data import arrow_shards
+from mtrain.data.arrow_shards import SHARD_PAIRS, Contents, EncodedBlock, Mixed, Shard
+from mtrain.data.loader import Position, TrainingData
+from mtrain.io.atomic import read_lines
+from mtrain.tokenizer import sentencepiece
 
 BLOCK_LINES = 10_000
 BATCH_TOKENS = 4096
@@ -139,18 +140,18 @@ def write_random_pairs(directory: Path, num_pairs: int) -> int:
         src, tgt = (rng.integers(15, 45, count, dtype=np.int32) for _ in range(2))
         src_ids = rng.integers(4, 900, int(src.sum()), dtype=np.int32)
         tgt_ids = rng.integers(4, 900, int(tgt.sum()) - count, dtype=np.int32)
-        path = shards.shard_path(directory, number)
-        shards.write_blocks(path, [EncodedBlock(src_ids, tgt_ids, src, tgt)], with_text=False)
+        path = arrow_shards.shard_path(directory, number)
+        arrow_shards.write_blocks(path, [EncodedBlock(src_ids, tgt_ids, src, tgt)], with_text=False)
         entries.append(Shard(0, count, int(src.sum()), int(tgt.sum())))
         longer += np.bincount(np.maximum(src, tgt), minlength=64)
     mixed = Mixed("data.train", 1.0, longer.tolist())
-    shards.write_contents(directory, Contents([mixed], entries))
+    arrow_shards.write_contents(directory, Contents([mixed], entries))
     return sum(path.stat().st_size for path in directory.glob("*.arrow"))
 
 
 def first_batch(directory: Path) -> float:
     """Return the seconds from opening encoded pairs to the first batch, with what comes between."""
-    vocabulary = tokenizer.load(directory / "tokenizer")
+    vocabulary = sentencepiece.load(directory / "tokenizer")
     began = time.perf_counter()
     data = TrainingData(directory / "data", vocabulary, 1)
     data.plan(BATCH_TOKENS)
@@ -177,7 +178,7 @@ def run(verb: str, directory: Path, settings: list[str]) -> Measured:
 def sentencepiece_speed(directory: Path, num_threads: int, num_lines: int = 100_000) -> float:
     """Return how many pairs a second SentencePiece encodes of lists: the median of three passes."""
     sides = [list(islice(read_lines(directory / f"train.{s}"), num_lines)) for s in ("en", "de")]
-    vocabulary = tokenizer.load(directory / "run" / "tokenizer")
+    vocabulary = sentencepiece.load(directory / "run" / "tokenizer")
     speeds = []
     for _ in range(3):
         began = time.perf_counter()

@@ -29,9 +29,9 @@ __all__ = [
 
 if TYPE_CHECKING:
     from mtrain.api import Model, evaluate, load, load_config, train
-    from mtrain.config import Config
+    from mtrain.config.sections import Config
     from mtrain.errors import ConfigError, DataError, RunError, UserError, WriteError
-    from mtrain.signals import Stopped
+    from mtrain.runtime.signals import Stopped
 else:
 
     def __getattr__(name: str) -> object:
@@ -39,7 +39,7 @@ else:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if name == "Stopped":
-            from mtrain.signals import Stopped
+            from mtrain.runtime.signals import Stopped
 
             return Stopped
         from mtrain import api, errors

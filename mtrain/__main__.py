@@ -1,5 +1,5 @@
 """Run the command line as `python -m mtrain`."""
 
-from mtrain.cli import main
+from mtrain.cli.main import main
 
 main()

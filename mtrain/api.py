@@ -15,20 +15,20 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtrain import config as configs
-from mtrain import inherit
-from mtrain.board import Board, check_installed
-from mtrain.config import Config
+from mtrain.config import sections
+from mtrain.config.sections import Config
 from mtrain.errors import DataError
-from mtrain.rundir import RunDir
-from mtrain.team import ALONE, Team
+from mtrain.run.run_dir import RunDir
+from mtrain.run.tensorboard import Board, check_installed
+from mtrain.runtime.process_group import ALONE, Team
+from mtrain.train import finetune
 
 if TYPE_CHECKING:
-    from mtrain.corpus import Profile
-    from mtrain.evaluation import TestResult
-    from mtrain.metrics import ScoringOptions
-    from mtrain.stream import Options, Stream
-    from mtrain.translate import Translator
+    from mtrain.corpus.reader import Profile
+    from mtrain.decode.pipeline import Options, Stream
+    from mtrain.decode.translator import Translator
+    from mtrain.evaluate.evaluation import TestResult
+    from mtrain.evaluate.metrics import ScoringOptions
 
 AnyPath = str | os.PathLike[str]
 AnyConfig = Config | Mapping[str, Any] | AnyPath
@@ -62,7 +62,7 @@ class Model:
         Raises:
             DataError: if `lines` is one text instead of several, or holds something else.
         """
-        from mtrain.stream import LongLines, Options
+        from mtrain.decode.pipeline import LongLines, Options
 
         options = Options(LongLines(self.config.data.max_tokens), with_scores=False)
         stream = self.stream(options, _warn)
@@ -70,7 +70,7 @@ class Model:
 
     def stream(self, options: Options, warn: Callable[[str], None]) -> Stream:
         """Return what translates lines as they come, with scores and alignments."""
-        from mtrain.stream import Stream
+        from mtrain.decode.pipeline import Stream
 
         return Stream(self.translator, options, self.profile, warn)
 
@@ -90,9 +90,9 @@ def load_config(
     """
     own_dir = None if run_dir is None else os.fspath(run_dir)
     if isinstance(config, str | os.PathLike):
-        return inherit.settle(configs.load(Path(config), overrides, own_dir), str(config))
+        return finetune.settle(sections.load(Path(config), overrides, own_dir), str(config))
     tree = config.model_dump(exclude_unset=True) if isinstance(config, Config) else config
-    return inherit.settle(configs.from_tree(tree, "config", overrides, own_dir), "config")
+    return finetune.settle(sections.from_tree(tree, "config", overrides, own_dir), "config")
 
 
 def train(config: AnyConfig, *, tensorboard: bool = False) -> Path:
@@ -110,19 +110,20 @@ def train(config: AnyConfig, *, tensorboard: bool = False) -> Path:
 
 def train_together(config: Config, team: Team, *, tensorboard: bool) -> Path:
     """Train as one of several ranks that were started together, each with the same config."""
-    from mtrain import devices, saves, training
+    from mtrain.runtime.device import device_of
+    from mtrain.train import checkpoint_manager, trainer
 
     run_dir, board = RunDir(Path(config.run_dir)), None
-    devices.device_of(config, team)  # refused now, and not when all is tokenized
+    device_of(config, team)  # refused now, and not when all is tokenized
     if tensorboard:
         check_installed()
     if team.is_first:
-        saves.check_unfinished(run_dir)  # before tokenizing writes anything
-        inherit.check_weights(config)
+        checkpoint_manager.check_unfinished(run_dir)  # before tokenizing writes anything
+        finetune.check_weights(config)
         _prepare(config)
         board = Board(run_dir.board_dir) if tensorboard else None
     team.wait()
-    training.train(config, run_dir, team, board)
+    trainer.train(config, run_dir, team, board)
     return run_dir.path
 
 
@@ -136,8 +137,8 @@ def tokenize(config: AnyConfig) -> RunDir:
 
 
 def _prepare(config: Config) -> RunDir:
-    from mtrain.prepare import prepare
-    from mtrain.runlog import Stderr
+    from mtrain.data.prepare import prepare
+    from mtrain.run.logger import Stderr
 
     run_dir = RunDir(Path(config.run_dir))
     prepare(config, run_dir, Stderr())
@@ -165,7 +166,7 @@ def load(
         RunError: if a folder is no run, has no trained model, or its parts do not fit.
         ConfigError: if a setting cannot be used.
     """
-    from mtrain import translate as translating
+    from mtrain.decode import translator as translating
 
     paths = [runs] if isinstance(runs, str | os.PathLike) else list(runs)
     if not paths:
@@ -176,14 +177,14 @@ def load(
     asked = {key: value for key, value in given.items() if value is not None}
     tree = config.model_dump()
     changed = tree | {"decoding": tree["decoding"] | asked}
-    decoding = configs.from_tree(changed, "mtrain.load").decoding
+    decoding = sections.from_tree(changed, "mtrain.load").decoding
     translator = translating.load(folders, decoding, translating.Loading(device))
     return as_model(folders[0], config, translator)
 
 
 def as_model(run: RunDir, config: Config, translator: Translator) -> Model:
     """Return what was loaded in another way, as a model of a run."""
-    from mtrain.prepare import read_profile
+    from mtrain.data.prepare import read_profile
 
     return Model(run, config, translator, read_profile(run))
 
@@ -196,7 +197,7 @@ def evaluate(run: Model | AnyPath, options: ScoringOptions | None = None) -> lis
     Raises:
         UserError: if the run cannot be loaded, has no test sets, or their text is gone.
     """
-    from mtrain import evaluation
+    from mtrain.evaluate import evaluation
 
     model = run if isinstance(run, Model) else load(run)
     return evaluation.evaluate(model.run, model.translator, _warn, options)
@@ -207,7 +208,7 @@ def _warn(text: str) -> None:
 
 
 def _blocks(lines: Iterable[str]) -> Iterator[list[str]]:
-    from mtrain.stream import BLOCK_LINES
+    from mtrain.decode.pipeline import BLOCK_LINES
 
     if isinstance(lines, str | bytes):
         raise DataError("`lines` must be a list of lines, but is one text; put it in a list.")

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from mtrain import tokenizer
-from mtrain.config import ModelConfig, TokenizerConfig
-from mtrain.model import Transformer
-from mtrain.tokenizer import Tokenizer
+from mtrain.config.sections import ModelConfig, TokenizerConfig
+from mtrain.model.transformer import Transformer
+from mtrain.tokenizer import sentencepiece
+from mtrain.tokenizer.sentencepiece import Tokenizer
 
 DEMO_DIR = Path(__file__).parent.parent / "data" / "demo"
 SRC_LINES, TGT_LINES = (
@@ -63,7 +63,7 @@ def vocabularies(kind: str = "unigram", shared: bool = True, vocab_size: int = 4
     config = TokenizerConfig.model_validate(
         {"kind": kind, "shared": shared, "vocab_size": vocab_size}
     )
-    return tokenizer.train(config, SRC_LINES, TGT_LINES, seed=1)
+    return sentencepiece.train(config, SRC_LINES, TGT_LINES, seed=1)
 
 
 class Prefixes:

@@ -28,10 +28,10 @@ import torch
 from tasks import copy_task, tiny_tree, train, write_config, write_task
 from ways import COMPILED
 
-from mtrain import native
-from mtrain.cli import main
-from mtrain.rundir import RunDir
-from mtrain.signals import STOPPING
+from mtrain.cli.main import main
+from mtrain.ops import native
+from mtrain.run.run_dir import RunDir
+from mtrain.runtime.signals import STOPPING
 
 settings.register_profile(
     "repeatable",

@@ -14,8 +14,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from mtrain import tokenizer
 from mtrain.errors import RunError
+from mtrain.tokenizer import sentencepiece
 
 LINES = ["ba ce di", "\u4f60\0\u2581 z", "", "<s> <0x0A>"]
 
@@ -43,7 +43,7 @@ def damaged(raw: bytes, rng: random.Random) -> bytes:
 
 def use(directory: Path) -> None:
     """Do with a tokenizer all that mtrain does."""
-    found = tokenizer.load(directory)
+    found = sentencepiece.load(directory)
     rows = found.encode_src(LINES)
     assert all(0 <= piece < len(found.src) for row in rows for piece in row)
     pieces = list(range(len(found.tgt)))

@@ -23,9 +23,9 @@ from typing import Any
 
 from tasks import WORDS, Pair, Tree, train, write_config, write_corpus
 
-from mtrain import evaluation, translate
-from mtrain.rundir import RunDir
-from mtrain.translate import Loading, Source, Translator
+from mtrain.decode.translator import Loading, Source, Translator, load
+from mtrain.evaluate import evaluation
+from mtrain.run.run_dir import RunDir
 
 GOLDEN = Path(__file__).parent / "golden"
 EXPECTED = "expected.json"
@@ -36,8 +36,8 @@ def outputs(run: RunDir) -> dict[str, Any]:
     """Return what a run translates and scores, on a CPU."""
     loading = Loading("cpu")
     decoding = run.load_config().decoding
-    greedy = translate.load(run, decoding.model_copy(update={"beam": 1}), loading)
-    beam = translate.load(run, decoding, loading)
+    greedy = load(run, decoding.model_copy(update={"beam": 1}), loading)
+    beam = load(run, decoding, loading)
     results = evaluation.evaluate(run, beam, print)
     return {
         "greedy": greedy.translate(LINES),

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import mtrain
-from mtrain.config import Config
-from mtrain.schema import SCHEMA_FILE
+from mtrain.config.json_schema import SCHEMA_FILE
+from mtrain.config.sections import Config
 
 PATH = Path(mtrain.__file__).with_name(SCHEMA_FILE)
 

@@ -15,19 +15,22 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mtrain import config as configs
-from mtrain import distributed, replicas, training, update
-from mtrain.batch import Batch
-from mtrain.cli import main
-from mtrain.data import Dealt
-from mtrain.launch import launched
-from mtrain.loss import LossSum
-from mtrain.model import Transformer
-from mtrain.rundir import RunDir
-from mtrain.runlog import RunLog
-from mtrain.team import Team
-from mtrain.training import Trainer
-from mtrain.update import loss_of
+from mtrain.cli.main import main
+from mtrain.config import sections
+from mtrain.data.batch import Batch
+from mtrain.data.loader import Dealt
+from mtrain.model.transformer import Transformer
+from mtrain.run.logger import RunLog
+from mtrain.run.run_dir import RunDir
+from mtrain.runtime import torch_process_group
+from mtrain.runtime.process_group import Team
+from mtrain.runtime.torchrun_env import launched
+from mtrain.train import data_parallel
+from mtrain.train import gradients as gradients_module
+from mtrain.train import trainer as trainer_module
+from mtrain.train.gradients import loss_of
+from mtrain.train.loss import LossSum
+from mtrain.train.trainer import Trainer
 
 PATIENCE_S = 120
 
@@ -61,7 +64,9 @@ class Ranks:
     ) -> list[ForkServerProcess]:
         """Start `function(*arguments)` on each of some ranks."""
         context: ForkServerContext = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["ranks", "datasets", "mtrain.replicas", "mtrain.crew"])
+        context.set_forkserver_preload(
+            ["ranks", "datasets", "mtrain.train.data_parallel", "mtrain.decode.distributed"]
+        )
         self.store = torch.distributed.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False
         )
@@ -140,28 +145,28 @@ CASES = [  # the type of numbers, how many batches an update has, and of how man
 def gradients(source: Path, run: str, team: Team, settings: list[str]) -> dict[str, torch.Tensor]:
     """Return what all ranks together find to be the gradient of an update, in every case."""
     found = {}
-    build = training.build_model
+    build = trainer_module.build_model
     for dtype, accumulate, batch_tokens in CASES:
         own = [*settings, f"training.accumulate={accumulate}", "model.dropout=0.0"]
         own += [f"training.batch_tokens={batch_tokens}"]
-        config = configs.load(source, own, run)
-        training.build_model = lambda *made: build(*made).to(getattr(torch, dtype))  # noqa: B023
+        config = sections.load(source, own, run)
+        trainer_module.build_model = lambda *made: build(*made).to(getattr(torch, dtype))  # noqa: B023
         with RunLog(Path(f"{run}-{team.rank}.jsonl")) as log:
             trainer = Trainer(config, RunDir(Path(run)), log, team)
         trainer.model.compute_in(getattr(torch, dtype))
-        updates = trainer.data.updates(batch_tokens, training.Position(0, 2), trainer.deal)
+        updates = trainer.data.updates(batch_tokens, trainer_module.Position(0, 2), trainer.deal)
         trainer.gradients.add_up(next(updates))
         for name, weight in trainer.model.named_parameters():
             assert weight.grad is not None
             found[f"{dtype} {accumulate} {batch_tokens} {name}"] = team.whole(weight.grad).clone()
-    training.build_model = build
+    trainer_module.build_model = build
     return found
 
 
 def save_gradients(source: Path, run: str, settings: list[str], path: Path) -> None:
     place = launched()
     assert place is not None
-    team = distributed.join(place)
+    team = torch_process_group.join(place)
     found = gradients(source, run, team, settings)
     if team.is_first:
         save_file(found, path)
@@ -214,12 +219,12 @@ def short_of_memory(arguments: list[str], rank: int, num_places: int, first: int
 
     def updated(trainer: Trainer, dealt: Dealt) -> None:
         if trainer.progress.step + 1 == first and is_short:
-            update.loss_of = replicas.loss_of = limited
+            gradients_module.loss_of = data_parallel.loss_of = limited
         make(trainer, dealt)
 
     is_short = place is not None and place.rank == rank
     if first == 0 and is_short:
-        update.loss_of = replicas.loss_of = limited
+        gradients_module.loss_of = data_parallel.loss_of = limited
     Trainer._update = updated  # type: ignore[method-assign]
     command_line(arguments)
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from mtrain import config as configs
-from mtrain import training
-from mtrain.config import Config
-from mtrain.prepare import prepare
-from mtrain.rundir import RunDir
+from mtrain.config import sections
+from mtrain.config.sections import Config
+from mtrain.data.prepare import prepare
+from mtrain.run.run_dir import RunDir
+from mtrain.train import trainer as trainer_module
 
 REPOSITORY = Path(__file__).parent.parent
 WORDS = ["ba", "ce", "di", "fo", "gu", "ha", "je", "ki", "lo", "mu", "na", "pe", "ri", "so", "tu"]
@@ -142,9 +142,9 @@ def write_task(directory: Path, task: Task = copy_task, num_train: int = 200) ->
 
 def train(config_path: Path, *overrides: str, run: str | None = None) -> RunDir:
     """Do what `mtrain train` does, in this process."""
-    config = configs.load(config_path, overrides, run)
+    config = sections.load(config_path, overrides, run)
     run_dir = prepared(config)
-    training.train(config, run_dir)
+    trainer_module.train(config, run_dir)
     return run_dir
 
 
@@ -156,12 +156,12 @@ def prepared(config: Config) -> RunDir:
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIGINT) -> None:
     """Let a signal arrive while update `step` is being made, once."""
-    update = training.Trainer._update
+    update = trainer_module.Trainer._update
 
-    def interrupted(trainer: training.Trainer, dealt: Any) -> None:
+    def interrupted(trainer: trainer_module.Trainer, dealt: Any) -> None:
         update(trainer, dealt)
         if trainer.progress.step + 1 == step:
-            monkeypatch.setattr(training.Trainer, "_update", update)
+            monkeypatch.setattr(trainer_module.Trainer, "_update", update)
             signal.raise_signal(number)
 
-    monkeypatch.setattr(training.Trainer, "_update", interrupted)
+    monkeypatch.setattr(trainer_module.Trainer, "_update", interrupted)

@@ -13,7 +13,7 @@ from conftest import Cli
 from tasks import copy_task, reverse_task, tiny_tree, write_task
 
 import mtrain
-from mtrain.rundir import RunDir
+from mtrain.run.run_dir import RunDir
 
 
 @pytest.fixture(scope="module")

@@ -130,7 +130,7 @@ def test_every_module_says_what_its_room_is_for(module: str) -> None:
 
 
 def test_the_probe_for_loaded_packages_finds_them() -> None:
-    assert loaded_after("import mtrain.batch") == {"torch", "numpy"}
+    assert loaded_after("import mtrain.data.batch") == {"torch", "numpy"}
 
 
 @pytest.mark.parametrize("module", ["api", "cli", "config", "errors", "files", "rundir", "runlog"])
@@ -150,13 +150,13 @@ def test_a_light_room_loads_no_heavy_package(module: str) -> None:
     ],
 )
 def test_help_and_a_config_error_load_no_heavy_package(arguments: list[str]) -> None:
-    code = f"import sys; from mtrain.cli import main; sys.argv = ['mtrain', *{arguments!r}]; main()"
+    code = f"import sys; from mtrain.cli.main import main; sys.argv[1:] = {arguments!r}; main()"
     assert loaded_after(code) == set()
 
 
 def test_a_wrong_key_loads_no_heavy_package(tmp_path: Path) -> None:
     arguments = ["train", str(write_task(tmp_path)), "--set", "model.d_modl=8"]
-    code = f"import sys; from mtrain.cli import main; sys.argv = ['mtrain', *{arguments!r}]; main()"
+    code = f"import sys; from mtrain.cli.main import main; sys.argv[1:] = {arguments!r}; main()"
     assert loaded_after(code) == set()
 
 
@@ -190,5 +190,5 @@ def test_what_a_benchmark_names_is_found(tmp_path: Path) -> None:
     script.write_text("from mtrain import files as own, __version__\nown.nothing()\n")
     assert [(own.__name__, name) for own, name in names_of_mtrain(script)] == [
         ("mtrain", "__version__"),
-        ("mtrain.files", "nothing"),
+        ("mtrain.io.atomic", "nothing"),
     ]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mtrain.batch import Batch, collate, keep_first, pad_right
+from mtrain.data.batch import Batch, collate, keep_first, pad_right
 
 PAD, BOS, EOS = 90, 91, 92  # any ids: the room knows none
 SRC = [[5, 6, EOS], [7, EOS], [8, 9, 10, 11, EOS]]

@@ -14,10 +14,10 @@ import torch
 from tasks import REPOSITORY, prepared, write_task
 from torch.utils.flop_counter import FlopCounterMode
 
-from mtrain import config as configs
-from mtrain.rundir import RunDir
-from mtrain.runlog import RunLog
-from mtrain.training import Trainer
+from mtrain.config import sections
+from mtrain.run.logger import RunLog
+from mtrain.run.run_dir import RunDir
+from mtrain.train.trainer import Trainer
 
 JOB = {
     "num_layers": 1,
@@ -43,7 +43,7 @@ JOB = {
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     """A prepared corpus, as the benchmark lays it down."""
-    config = configs.load(write_task(tmp_path), JOB["overrides"], str(tmp_path / "run"))
+    config = sections.load(write_task(tmp_path), JOB["overrides"], str(tmp_path / "run"))
     prepared(config)
     return tmp_path
 
@@ -96,7 +96,7 @@ def test_the_operations_of_a_training_are_those_that_pytorch_counts(
 
 
 def test_a_benchmark_asks_a_trainer_only_for_what_it_has(corpus: Path) -> None:
-    config = configs.load(corpus / "config.yaml", JOB["overrides"], str(corpus / "run"))
+    config = sections.load(corpus / "config.yaml", JOB["overrides"], str(corpus / "run"))
     trainer = Trainer(config, RunDir(corpus / "run"), RunLog(corpus / "metrics.jsonl"))
     asked = set()
     for script in (REPOSITORY / "benchmarks").glob("*.py"):

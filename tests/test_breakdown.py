@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 from tasks import Said, tiny_tree, write_config
 
-from mtrain import config as configs
-from mtrain import frequencies, metrics, tokenizer
-from mtrain.breakdown import NUM_EXAMPLES, break_down, contrast, line_scores
-from mtrain.frequencies import Unit
-from mtrain.metrics import ScoringOptions
-from mtrain.prepare import Lines, prepare
-from mtrain.rundir import RunDir
-from mtrain.significance import Output
+from mtrain.config import sections
+from mtrain.data.prepare import Lines, prepare
+from mtrain.evaluate import frequencies, metrics
+from mtrain.evaluate.breakdown import NUM_EXAMPLES, break_down, contrast, line_scores
+from mtrain.evaluate.frequencies import Unit
+from mtrain.evaluate.metrics import ScoringOptions
+from mtrain.evaluate.significance import Output
+from mtrain.run.run_dir import RunDir
+from mtrain.tokenizer import sentencepiece
 
 SOURCES = ["one", "two words", "three words here", "four words are here", "five words are in here"]
 TEST = Lines(SOURCES * 8, [f"{line} at last" for line in SOURCES] * 8)
@@ -109,12 +110,12 @@ def test_words_are_counted_in_the_training_pairs_that_stayed(tmp_path: Path, sha
     tree["model"]["tie_embeddings"] = "decoder"
     path = Path(tree["data"]["train"]["src"][0])
     path.write_text(path.read_text("utf-8").replace("ba ", "Ba, "), encoding="utf-8")
-    config = configs.load(write_config(tmp_path / "config.yaml", tree))
+    config = sections.load(write_config(tmp_path / "config.yaml", tree))
     run = RunDir(Path(config.run_dir))
     prepare(config, run, Said())
     expected = Counter(path.read_text("utf-8").lower().replace(",", "").split())
     wanted = {"ba", "ce", "never"}
-    vocabulary = tokenizer.load(run.tokenizer_dir)
+    vocabulary = sentencepiece.load(run.tokenizer_dir)
     found = frequencies.in_training(run, vocabulary, wanted, Unit.WORDS)
     assert found == {"ba": expected["ba"], "ce": expected["ce"], "never": 0}
     (run.data_dir / "train.arrow").unlink()

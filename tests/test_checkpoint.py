@@ -11,9 +11,9 @@ from builders import model_config, transformer
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mtrain import checkpoint
-from mtrain.checkpoint import Progress
 from mtrain.errors import RunError
+from mtrain.run import checkpoint
+from mtrain.run.checkpoint import Progress
 
 OURS, OTHER = "fingerprint-of-ours", "fingerprint-of-another"
 Tensors = dict[str, Tensor]

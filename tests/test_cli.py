@@ -19,12 +19,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tasks import WORDS, copy_task, write_task
 
-from mtrain import cli as command_line
-from mtrain import config as configs
-from mtrain import tokenizer
-from mtrain.output import NOTHING, Line
-from mtrain.rundir import RunDir
-from mtrain.search import Sampling
+from mtrain.cli.main import main
+from mtrain.config import sections
+from mtrain.decode.beam import Sampling
+from mtrain.decode.formats import NOTHING, Line
+from mtrain.run.run_dir import RunDir
+from mtrain.tokenizer import sentencepiece
 
 VERBS = [
     "demo",
@@ -216,29 +216,29 @@ def test_a_run_folder_that_was_moved_still_translates_and_evaluates(
 def test_beam_and_length_alpha_are_taken_from_the_run_unless_given(
     cli: Cli, trained: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mtrain import translate as translating
+    from mtrain.decode import translator
 
     seen = []
 
-    def load(*arguments: Any) -> translating.Translator:
+    def load(*arguments: Any) -> translator.Translator:
         seen.append(arguments[1:])
         return real_load(*arguments)
 
-    real_load = translating.load
-    monkeypatch.setattr(translating, "load", load)
+    real_load = translator.load
+    monkeypatch.setattr(translator, "load", load)
     assert cli("translate", trained.path, stdin=b"ba\n").code == 0
     options = ["--beam", "3", "--length-alpha", "0", "--device", "cpu", "--n-best", "2"]
     options += ["--early-stop", "--no-repeat-ngram", "4", "--batch-tokens", "99"]
     assert cli("translate", trained.path, *options, stdin=b"ba\n").code == 0
     own = trained.load_config().decoding
-    assert seen[0] == (own, translating.Loading(), translating.Wanted())
+    assert seen[0] == (own, translator.Loading(), translator.Wanted())
     changes = {"beam": 3, "length_alpha": 0.0, "early_stop": True}
     changes |= {"no_repeat_ngram": 4, "batch_tokens": 99}
     changed = own.model_copy(update=changes)
-    assert seen[1] == (changed, translating.Loading("cpu"), translating.Wanted(2))
+    assert seen[1] == (changed, translator.Loading("cpu"), translator.Wanted(2))
     options = ["--sample", "--temperature", "0.5", "--top-k", "4", "--top-p", "0.9"]
     assert cli("translate", trained.path, *options, stdin=b"ba\n").code == 0
-    assert seen[2][2] == translating.Wanted(1, Sampling(0.5, 4, 0.9))
+    assert seen[2][2] == translator.Wanted(1, Sampling(0.5, 4, 0.9))
 
 
 def test_every_format_holds_the_same_translations(
@@ -303,7 +303,7 @@ def test_a_line_of_two_hundred_thousand_characters_costs_no_other_line(
     outcome = cli("translate", trained.path, "--beam", "1", stdin=stdin)
     first, long, last = outcome.lines
     assert (outcome.code, first, last) == (0, "ba ce", "lo mu")
-    (sentence,) = tokenizer.load(trained.tokenizer_dir).src.encode(["ba ce di fo."])
+    (sentence,) = sentencepiece.load(trained.tokenizer_dir).src.encode(["ba ce di fo."])
     num_sentences = 31 // len(sentence)  # of 32 tokens, the last of which is eos
     num_whole = len(endless) // 13 // num_sentences
     said = rf"mtrain: line 2: has [\d,]+ tokens; translated in {num_whole + 1:,} parts\."
@@ -388,7 +388,7 @@ def test_a_score_is_the_one_that_the_search_gave_the_same_line(
 
 
 def test_every_verb_is_held_to_these_rules() -> None:
-    assert sorted(typer.main.get_command(command_line.app).commands) == sorted(VERBS)  # type: ignore[attr-defined]
+    assert sorted(typer.main.get_command(main.app).commands) == sorted(VERBS)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -481,7 +481,7 @@ def test_a_bug_keeps_its_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) ->
     def broken(path: Path, overrides: object, run: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(configs, "load", broken)
+    monkeypatch.setattr(sections, "load", broken)
     with pytest.raises(ZeroDivisionError):
         cli("train", "a.yaml")
 
@@ -490,7 +490,7 @@ def test_ctrl_c_exits_with_130(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Non
     def interrupted(path: Path, overrides: object, run: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(configs, "load", interrupted)
+    monkeypatch.setattr(sections, "load", interrupted)
     assert cli("train", "a.yaml").code == 130
 
 
@@ -648,9 +648,9 @@ def test_an_output_that_cannot_be_written_is_one_line(
 def test_an_output_that_is_a_folder_is_refused_before_any_model_is_loaded(
     cli: Cli, trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mtrain import translate
+    from mtrain.decode import translator
 
-    monkeypatch.setattr(translate, "load", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(translator, "load", lambda *_: pytest.fail("a model was loaded"))
     for arguments in (["translate", "-o"], ["translate", "--alignments"], ["eval", "-o"]):
         said = error_line(cli(*arguments, tmp_path, trained.path))
         assert said == f"{tmp_path}: cannot be written: Is a directory."
@@ -714,7 +714,7 @@ def test_of_two_outputs_the_one_that_is_full_is_named(
 def test_an_output_is_whole_or_not_there(
     cli: Cli, trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mtrain.stream import Stream
+    from mtrain.decode.pipeline import Stream
 
     def interrupted(self: Stream, *arguments: object) -> object:
         yield Line(1, "ba", [NOTHING])

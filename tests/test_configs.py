@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from tasks import REPOSITORY
 
-from mtrain import config as configs
-from mtrain import demo, schema
-from mtrain.config import Config
+from mtrain.config import json_schema, sections
+from mtrain.config.sections import Config
+from mtrain.demo import demo
 
 DIRECTORY = REPOSITORY / "configs"
 SHIPPED = sorted(path.relative_to(DIRECTORY).as_posix() for path in DIRECTORY.rglob("*.yaml"))
@@ -15,7 +15,7 @@ VARIANTS = [name for name in SHIPPED if name.startswith("variants/")]
 
 
 def shipped(name: str) -> Config:
-    return configs.load(DIRECTORY / name)
+    return sections.load(DIRECTORY / name)
 
 
 def test_the_configs_that_the_documents_name_are_shipped() -> None:
@@ -38,7 +38,7 @@ def test_a_shipped_config_has_a_run_folder_and_a_test_set_of_its_own(name: str) 
 
 
 def test_the_demo_config_is_what_the_demo_writes() -> None:
-    schema_path = f"../mtrain/{schema.SCHEMA_FILE}"
+    schema_path = f"../mtrain/{json_schema.SCHEMA_FILE}"
     written = demo.config_text("data/demo", "runs/demo", schema_path).encode()
     assert (DIRECTORY / "demo.yaml").read_bytes() == written
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from mtrain import corpus
-from mtrain.corpus import Pair
+from mtrain.config.corpora import CorpusConfig
+from mtrain.corpus import reader
+from mtrain.corpus.reader import Pair
 from mtrain.errors import DataError
-from mtrain.texts import CorpusConfig
 
 
 @pytest.fixture(autouse=True)
@@ -25,12 +25,12 @@ def files(src: bytes, tgt: bytes) -> CorpusConfig:
 
 def message(config: CorpusConfig) -> str:
     with pytest.raises(DataError) as error:
-        list(corpus.read_pairs(config))
+        list(reader.read_pairs(config))
     return str(error.value)
 
 
 def test_line_n_is_paired_with_line_n() -> None:
-    pairs = corpus.read_pairs(files(b"a\nb\n\n", b"1\n\n3"))
+    pairs = reader.read_pairs(files(b"a\nb\n\n", b"1\n\n3"))
     assert list(pairs) == [Pair("a", "1", "s", 1), Pair("b", "", "s", 2), Pair("", "3", "s", 3)]
 
 
@@ -38,7 +38,7 @@ def test_several_files_follow_each_other_each_with_its_own_lines() -> None:
     for name in ("s1", "s2", "t1", "t2"):
         Path(name).write_text(f"{name} a\n{name} b\n")
     config = CorpusConfig(src=["s1", "s2"], tgt=["t1", "t2"])
-    assert list(corpus.read_pairs(config)) == [
+    assert list(reader.read_pairs(config)) == [
         Pair("s1 a", "t1 a", "s1", 1),
         Pair("s1 b", "t1 b", "s1", 2),
         Pair("s2 a", "t2 a", "s2", 1),
@@ -50,7 +50,7 @@ def test_a_gzipped_side_pairs_with_a_plain_one() -> None:
     Path("s.gz").write_bytes(gzip.compress("ä\nb\n".encode()))
     Path("t").write_bytes(b"1\r\n2\r\n")
     config = CorpusConfig(src=["s.gz"], tgt=["t"])
-    assert [(pair.src, pair.tgt) for pair in corpus.read_pairs(config)] == [("ä", "1"), ("b", "2")]
+    assert [(pair.src, pair.tgt) for pair in reader.read_pairs(config)] == [("ä", "1"), ("b", "2")]
 
 
 @pytest.mark.parametrize(
@@ -90,12 +90,12 @@ def test_invalid_utf8_is_named_with_its_line() -> None:
 
 
 def test_counting_reads_everything() -> None:
-    assert corpus.count_pairs(files(b"a\n\nc\n", b"1\n2\n3\n"), "data.train") == (3, 0)
+    assert reader.count_pairs(files(b"a\n\nc\n", b"1\n2\n3\n"), "data.train") == (3, 0)
     with pytest.raises(DataError, match=r"^t:3: must be UTF-8"):
-        corpus.count_pairs(files(b"a\nb\nc\n", b"1\n2\n\xff\n"), "data.train")
+        reader.count_pairs(files(b"a\nb\nc\n", b"1\n2\n\xff\n"), "data.train")
 
 
 def test_an_empty_corpus_is_refused_by_its_key() -> None:
     with pytest.raises(DataError) as error:
-        corpus.count_pairs(files(b"", b""), "data.tests.held_out")
+        reader.count_pairs(files(b"", b""), "data.tests.held_out")
     assert str(error.value) == "`data.tests.held_out` must have at least one pair, but s is empty."

@@ -11,10 +11,10 @@ from builders import SRC_LINES, TGT_LINES, vocabularies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtrain.batch import Batch
-from mtrain.data import Position, TrainingData, plan_batches
+from mtrain.data.arrow_shards import TRAIN_FILE, EncodedPair, write_pairs
+from mtrain.data.batch import Batch
+from mtrain.data.loader import Position, TrainingData, plan_batches
 from mtrain.errors import RunError
-from mtrain.shards import TRAIN_FILE, EncodedPair, write_pairs
 
 BATCH_TOKENS = 64
 NUM_PAIRS = 90

@@ -21,15 +21,19 @@ from tasks import prepared, reverse_task, stop_at, train, write_task
 from test_train import harm
 
 import mtrain
-from mtrain import checkpoint, doctor, native, prepare, tokenizer, update
-from mtrain import config as configs
-from mtrain import replay as replaying
-from mtrain.rundir import RunDir
-from mtrain.runlog import RunLog
-from mtrain.search import Hypothesis
-from mtrain.shards import EncodedPair, write_pairs
-from mtrain.signals import Stopped
-from mtrain.translate import Source, Translator
+from mtrain.config import sections
+from mtrain.data import prepare
+from mtrain.data.arrow_shards import EncodedPair, write_pairs
+from mtrain.decode.beam import Hypothesis
+from mtrain.decode.translator import Source, Translator
+from mtrain.doctor import doctor, replay
+from mtrain.ops import native
+from mtrain.run import checkpoint
+from mtrain.run.logger import RunLog
+from mtrain.run.run_dir import RunDir
+from mtrain.runtime.signals import Stopped
+from mtrain.tokenizer import sentencepiece
+from mtrain.train import gradients
 
 PARTS = ["config", "tokenizer", "data", "corpora", "checkpoints", "model", "translates", "resume"]
 NEWEST, OLDER = "checkpoints/step-00000012", "checkpoints/step-00000008"
@@ -147,7 +151,7 @@ def test_a_healthy_run_is_well_in_every_part(cli: Cli, run: RunDir) -> None:
 def test_without_a_replay_nothing_is_trained(
     cli: Cli, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replaying, "Trainer", None)
+    monkeypatch.setattr(replay, "Trainer", None)
     outcome = examined(cli, run, "--no-replay")
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.lines[-1] == "resume       skipped  `--no-replay` was asked for"
@@ -265,7 +269,7 @@ def test_every_damaged_file_has_a_line_of_its_own(cli: Cli, run: RunDir) -> None
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_no_numbers_are_named(cli: Cli, run: RunDir, value: float) -> None:
     weights = load_file(run.model_path)
-    fingerprint = tokenizer.load(run.tokenizer_dir).fingerprint()
+    fingerprint = sentencepiece.load(run.tokenizer_dir).fingerprint()
     name = next(name for name in weights if name.endswith("bias"))
     weights[name][0] = value
     checkpoint.save_model(run.model_path, weights, fingerprint)
@@ -286,7 +290,7 @@ def test_a_checkpoint_whose_numbers_are_none_is_named(cli: Cli, run: RunDir, par
 
 
 def test_another_tokenizer_is_named(cli: Cli, source: Path, run: RunDir, tmp_path: Path) -> None:
-    config = configs.load(source, ["tokenizer.vocab_size=284"], str(tmp_path / "other"))
+    config = sections.load(source, ["tokenizer.vocab_size=284"], str(tmp_path / "other"))
     shutil.copy(prepared(config).tokenizer_dir / "shared.model", run.tokenizer_dir)
     outcome = examined(cli, run)
     assert "tokenizer" in failed(outcome)
@@ -439,7 +443,7 @@ def test_a_model_that_is_not_made_yet_is_no_damage_and_one_that_is_gone_is(
     assert facts(outcome, "model") == [
         "model.safetensors: is missing; `mtrain train CONFIG` makes it."
     ]
-    fresh = prepared(configs.load(source, run_dir=str(tmp_path / "fresh")))
+    fresh = prepared(sections.load(source, run_dir=str(tmp_path / "fresh")))
     outcome = examined(cli, fresh)
     assert failed(outcome) == []
     assert facts(outcome, "model") == ["not made yet; `mtrain train CONFIG` makes it"]
@@ -576,7 +580,7 @@ def test_many_kinds_of_training_are_made_again_byte_for_byte(
 def test_the_updates_are_made_on_as_many_threads_as_the_training_had(
     cli: Cli, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(update, "LEAST_TOKENS", 8)
+    monkeypatch.setattr(gradients, "LEAST_TOKENS", 8)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
@@ -714,7 +718,7 @@ def test_the_bar_goes_from_one_checkpoint_to_the_other(
     shares: list[float] = []
     monkeypatch.setattr(RunLog, "advance", lambda log, spent, note, is_logged: shares.append(spent))
     found = checkpoint.steps(run.checkpoints_dir)
-    replaying.replay(run.load_config(), run, replaying.Span(8, 12, found[8], found[12]))
+    replay.replay(run.load_config(), run, replay.Span(8, 12, found[8], found[12]))
     assert shares == pytest.approx([0.5, 1.0])
 
 

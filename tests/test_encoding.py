@@ -23,11 +23,13 @@ from tasks import (
     write_corpus,
 )
 
-from mtrain import config as configs
-from mtrain import data, encoding, prepare, survey, tokenizer
-from mtrain.data import TrainingData
+from mtrain.audit import scan
+from mtrain.config import sections
+from mtrain.data import encode, loader, prepare
+from mtrain.data.loader import TrainingData
 from mtrain.errors import ConfigError, DataError, RunError
-from mtrain.rundir import RunDir
+from mtrain.run.run_dir import RunDir
+from mtrain.tokenizer import sentencepiece
 
 PART_PAIRS = 40
 NUM_KILLS = 4
@@ -51,12 +53,12 @@ def tree(tmp_path: Path) -> Tree:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "PART_PAIRS", PART_PAIRS)
-    monkeypatch.setattr(encoding, "_BLOCK_PAIRS", 16)
+    monkeypatch.setattr(encode, "_BLOCK_PAIRS", 16)
 
 
 def make(source: Path, run: Path) -> list[str]:
     """Do what `mtrain tokenize` does; return what was said."""
-    config = configs.load(source, run_dir=str(run))
+    config = sections.load(source, run_dir=str(run))
     said = Said()
     prepare.prepare(config, RunDir(run), said)
     return said.lines
@@ -72,7 +74,7 @@ def contents(run: Path) -> dict[str, bytes]:
 
 def child(source: Path, run: Path, kill_at: int) -> None:
     """Tokenize, and end without a word at the call number `kill_at`; write how many there were."""
-    prepare.PART_PAIRS, encoding._BLOCK_PAIRS = PART_PAIRS, 16
+    prepare.PART_PAIRS, encode._BLOCK_PAIRS = PART_PAIRS, 16
     num_calls = kill_at_call(CALLS, kill_at)
     said = make(source, run)
     Path(f"{run}.said").write_text(json.dumps([num_calls(), said]), "utf-8")
@@ -80,7 +82,7 @@ def child(source: Path, run: Path, kill_at: int) -> None:
 
 def in_child(source: Path, run: Path, kill_at: int = 0) -> int | None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mtrain.prepare", "datasets.arrow_writer"])
+    context.set_forkserver_preload(["mtrain.data.prepare", "datasets.arrow_writer"])
     process = context.Process(target=child, args=(source, run, kill_at))
     process.start()
     process.join(PATIENCE_S)
@@ -110,15 +112,15 @@ def test_tokenizing_that_is_killed_ends_with_the_same_bytes(tmp_path: Path, tree
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, part: int, error: BaseException) -> None:
     """Let an error arrive once, when a part is begun."""
-    encode_part = encoding._encode_part
+    encode_part = encode._encode_part
 
-    def failing(*arguments: Any) -> encoding.Facts:
+    def failing(*arguments: Any) -> encode.Facts:
         if arguments[2].table.name == f"part-{part:05d}.arrow":
-            monkeypatch.setattr(encoding, "_encode_part", encode_part)
+            monkeypatch.setattr(encode, "_encode_part", encode_part)
             raise error
         return encode_part(*arguments)
 
-    monkeypatch.setattr(encoding, "_encode_part", failing)
+    monkeypatch.setattr(encode, "_encode_part", failing)
 
 
 def test_what_was_done_is_not_done_again(
@@ -126,7 +128,7 @@ def test_what_was_done_is_not_done_again(
 ) -> None:
     source, run = write_config(tmp_path / "config.yaml", tree), tmp_path / "run"
     interrupted(monkeypatch, 3, KeyboardInterrupt())
-    config, console = configs.load(source, run_dir=str(run)), Said()
+    config, console = sections.load(source, run_dir=str(run)), Said()
     with pytest.raises(KeyboardInterrupt):
         prepare.prepare(config, RunDir(run), console)
     assert console.lines[-1] == (
@@ -136,8 +138,8 @@ def test_what_was_done_is_not_done_again(
     parts = sorted((run / ".tokenizing").glob("part-*.arrow"))
     stats = [path.stat().st_ino for path in parts]
     again: list[object] = []
-    monkeypatch.setattr(tokenizer, "train", again.append)
-    monkeypatch.setattr(survey.Survey, "read", again.append)
+    monkeypatch.setattr(sentencepiece, "train", again.append)
+    monkeypatch.setattr(scan.Survey, "read", again.append)
     monkeypatch.setattr(prepare, "count_pairs", again.append)
     said = make(source, run)
     assert f"{run}: the tokenizing goes on after 120 training pairs" in said
@@ -207,13 +209,13 @@ def test_the_number_of_threads_and_the_size_of_blocks_change_no_byte(
 ) -> None:
     source = write_config(tmp_path / "config.yaml", tree)
     make(source, tmp_path / "one")
-    monkeypatch.setattr(tokenizer, "_num_threads", lambda lines: 3)
+    monkeypatch.setattr(sentencepiece, "_num_threads", lambda lines: 3)
     make(source, tmp_path / "three")
     assert contents(tmp_path / "one") == contents(tmp_path / "three")
-    monkeypatch.setattr(encoding, "_BLOCK_PAIRS", 7)
+    monkeypatch.setattr(encode, "_BLOCK_PAIRS", 7)
     make(source, tmp_path / "small")
     one, small = (
-        TrainingData(tmp_path / name / "data", tokenizer.load(tmp_path / name / "tokenizer"), 1)
+        TrainingData(tmp_path / name / "data", sentencepiece.load(tmp_path / name / "tokenizer"), 1)
         for name in ("one", "small")
     )
     assert [own.src_BS.tolist() for own in one.largest(200)] == [
@@ -250,7 +252,7 @@ def test_a_part_of_which_nothing_is_left_has_no_table(
     make(write_config(tmp_path / "config.yaml", tree), run)
     page = json.loads((run / "data" / "shards.json").read_text("utf-8"))
     assert len(page["shards"]) == 5 == len(list((run / "data").glob("train-*.arrow")))
-    assert data.check_pairs(run / "data", tokenizer.load(run / "tokenizer")) == 197 - 35
+    assert loader.check_pairs(run / "data", sentencepiece.load(run / "tokenizer")) == 197 - 35
 
 
 # Mixtures
@@ -267,7 +269,7 @@ def mixed(directory: Path, *weights: float | None) -> list[Tree]:
 
 
 def shares(run: Path) -> list[int]:
-    vocabulary = tokenizer.load(run / "tokenizer")
+    vocabulary = sentencepiece.load(run / "tokenizer")
     return [own.num_in_epoch for own in TrainingData(run / "data", vocabulary, 1).shares]
 
 
@@ -310,7 +312,7 @@ def test_a_mixture_of_one_is_the_corpus_itself(tmp_path: Path, tree: Tree) -> No
     tree["data"]["train"] = [tree["data"]["train"]]
     make(write_config(tmp_path / "config.yaml", tree), tmp_path / "mixture")
     one, mixture = (
-        TrainingData(tmp_path / name / "data", tokenizer.load(tmp_path / name / "tokenizer"), 1)
+        TrainingData(tmp_path / name / "data", sentencepiece.load(tmp_path / name / "tokenizer"), 1)
         for name in ("one", "mixture")
     )
     assert one.plan(192) == mixture.plan(192)

@@ -5,9 +5,9 @@ import torch
 from builders import Prefixes, left_keep, model_config, transformer
 from torch import Tensor
 
-from mtrain.ensemble import Ensemble, EnsembleState, Padded
-from mtrain.model import Transformer
-from mtrain.search import Beam, Group, Hypothesis, Limits, beam
+from mtrain.decode.beam import Beam, Group, Hypothesis, Limits, beam
+from mtrain.decode.ensemble import Ensemble, EnsembleState, Padded
+from mtrain.model.transformer import Transformer
 
 SAME = {"rtol": 1e-9, "atol": 1e-11}
 LENGTHS = [5, 2, 4]

@@ -11,10 +11,11 @@ import yaml
 from conftest import Cli
 from tasks import copy_task, write, write_config
 
-from mtrain import evaluation, metrics, translate
+from mtrain.decode.translator import load
 from mtrain.errors import RunError
-from mtrain.metrics import ScoringOptions
-from mtrain.rundir import RunDir
+from mtrain.evaluate import evaluation, metrics
+from mtrain.evaluate.metrics import ScoringOptions
+from mtrain.run.run_dir import RunDir
 
 
 def never(text: str) -> None:
@@ -34,7 +35,7 @@ def test_a_way_to_split_words_that_is_not_installed_is_one_line(
 
 
 def test_a_run_is_scored_on_its_own_test_sets(trained: RunDir) -> None:
-    translator = translate.load(trained)
+    translator = load(trained)
     (result,) = evaluation.evaluate(trained, translator, never)
     pairs = copy_task(40, 3)
     assert result.name == "held_out"
@@ -45,7 +46,7 @@ def test_a_run_is_scored_on_its_own_test_sets(trained: RunDir) -> None:
 
 
 def test_text_has_the_value_its_interval_and_its_signature(cli: Cli, trained: RunDir) -> None:
-    (result,) = evaluation.evaluate(trained, translate.load(trained), never)
+    (result,) = evaluation.evaluate(trained, load(trained), never)
     outcome = cli("eval", trained.path)
     assert (outcome.code, outcome.err) == (0, "")
     bleu, chrf = result.scores
@@ -72,7 +73,7 @@ def test_json_has_a_record_for_each_score(cli: Cli, trained: RunDir) -> None:
     outcome = cli("eval", trained.path, "--json", "--tokenize", "none", "--lowercase")
     assert (outcome.code, outcome.err) == (0, "")
     options = ScoringOptions("none", True)
-    (result,) = evaluation.evaluate(trained, translate.load(trained), never, options)
+    (result,) = evaluation.evaluate(trained, load(trained), never, options)
     assert json.loads(outcome.out) == {
         "held_out": {
             "num_lines": 40,
@@ -147,7 +148,7 @@ def test_a_test_set_whose_text_is_gone_is_named(cli: Cli, trained: RunDir, tmp_p
         (tmp_path / name).symlink_to(trained.path / name)
     (tmp_path / "tokenizer").symlink_to(trained.tokenizer_dir)
     with pytest.raises(RunError) as error:
-        evaluation.evaluate(RunDir(tmp_path), translate.load(RunDir(tmp_path)), never)
+        evaluation.evaluate(RunDir(tmp_path), load(RunDir(tmp_path)), never)
     path = tmp_path / "data" / "tests" / "held_out.src"
     assert str(error.value) == f"{path}: is missing; restore it from a copy of the run."
     outcome = cli("eval", tmp_path)

@@ -20,29 +20,22 @@ from safetensors.torch import load_file
 from tasks import train as train_task
 from tasks import write_task
 
-from mtrain import (
-    checkpoint,
-    comparison,
-    ctranslate2_model,
-    export,
-    marian,
-    model_card,
-    tokenizer,
-    translate,
-)
-from mtrain.comparison import Copy, Found, Ids
-from mtrain.config import Config, DecodingConfig
-from mtrain.corpus import FileMark
-from mtrain.ctranslate2_model import CTranslate2Copy
+from mtrain.config.corpora import HubConfig, TsvConfig
+from mtrain.config.sections import Config, DecodingConfig
+from mtrain.corpus.reader import FileMark
+from mtrain.data.prepare import Lines
+from mtrain.decode.translator import Loading, Source, Translator, load
 from mtrain.errors import ConfigError, RunError
-from mtrain.export import Report, Target, Wanted
-from mtrain.marian import MarianCopy
-from mtrain.model import Transformer, sinusoids
-from mtrain.prepare import Lines
-from mtrain.rundir import RunDir
-from mtrain.texts import HubConfig, TsvConfig
-from mtrain.tokenizer import Tokenizer
-from mtrain.translate import Loading, Source, Translator
+from mtrain.export import ctranslate2, export, huggingface, model_card, parity
+from mtrain.export.ctranslate2 import CTranslate2Copy
+from mtrain.export.export import Report, Target, Wanted
+from mtrain.export.huggingface import MarianCopy
+from mtrain.export.parity import Copy, Found, Ids
+from mtrain.model.transformer import Transformer, sinusoids
+from mtrain.run import checkpoint
+from mtrain.run.run_dir import RunDir
+from mtrain.tokenizer import sentencepiece
+from mtrain.tokenizer.sentencepiece import Tokenizer
 
 PACKAGES = {"ctranslate2": "ctranslate2", "huggingface": "transformers"}
 TARGETS: list[Target] = ["ctranslate2", "huggingface"]
@@ -91,11 +84,11 @@ def random_model(kind: str = "unigram", shared: bool = True, **variant: object) 
 def copied(translator: Translator, target: Target, directory: Path) -> Copy:
     model, tokenizer = translator.model, translator.tokenizer
     if target == "ctranslate2":
-        ctranslate2_model.refuse(model.config)
-        ctranslate2_model.write(model, tokenizer, settings(), directory, None)
+        ctranslate2.refuse(model.config)
+        ctranslate2.write(model, tokenizer, settings(), directory, None)
         return CTranslate2Copy(directory)
-    marian.refuse(model.config)
-    marian.write(model, tokenizer, settings(), directory, None)
+    huggingface.refuse(model.config)
+    huggingface.write(model, tokenizer, settings(), directory, None)
     return MarianCopy(directory)
 
 
@@ -174,7 +167,7 @@ def test_the_lines_of_python_on_the_page_translate(
         exec(code, variables)
     lines = variables["lines"]
     assert isinstance(lines, list)
-    own = translate.load(trained, loading=Loading("cpu")).translate(lines)
+    own = load(trained, loading=Loading("cpu")).translate(lines)
     assert capsys.readouterr().out == f"{own}\n"
 
 
@@ -238,7 +231,7 @@ def test_a_variant_is_exact_in_transformers(variant: dict[str, object], tmp_path
 
 
 def check_exact(translator: Translator, target: Target, directory: Path) -> None:
-    found = comparison.compare(translator, copied(translator, target, directory), LINES)
+    found = parity.compare(translator, copied(translator, target, directory), LINES)
     assert found.problems() == []
     assert found.encoded == found.greedy == found.decoded == (3, 3)
     assert found.reference < EXACT and found.found < EXACT
@@ -329,7 +322,7 @@ def test_a_source_beyond_the_usual_cut_is_read_whole(
     translator = random_model(**variant)  # type: ignore[arg-type]
     copy = copied(translator, "ctranslate2", tmp_path)
     sources, targets = long_pair(translator, 1100)
-    own = comparison._Own(translator, copy.is_closed)
+    own = parity._Own(translator, copy.is_closed)
     assert own.score(sources, targets)[0] == pytest.approx(
         copy.score(sources, targets)[0], abs=EXACT
     )
@@ -372,7 +365,7 @@ def test_odd_text_has_the_same_pieces_and_comes_back_the_same(
 ) -> None:
     directory = exported[target].directory
     copy = CTranslate2Copy(directory) if target == "ctranslate2" else MarianCopy(directory)
-    tokenizer = translate.load(trained, loading=Loading("cpu")).tokenizer
+    tokenizer = load(trained, loading=Loading("cpu")).tokenizer
     assert copy.encode(ODD) == tokenizer.encode_src(ODD)
     ids = tokenizer.tgt.encode(ODD)
     texts = zip(copy.decode(ids), tokenizer.tgt.decode(ids), strict=True)
@@ -434,7 +427,7 @@ class Mirror:
     is_closed = False
 
     def __init__(self, translator: Translator) -> None:
-        self._own = comparison._Own(translator, self.is_closed)
+        self._own = parity._Own(translator, self.is_closed)
         self._tokenizer = translator.tokenizer
 
     def encode(self, lines: Sequence[str]) -> Ids:
@@ -458,14 +451,14 @@ def own() -> Translator:
 
 
 def test_a_model_compared_with_itself_has_no_problems(own: Translator) -> None:
-    found = comparison.compare(own, Mirror(own), LINES)
+    found = parity.compare(own, Mirror(own), LINES)
     assert found.problems() == []
     assert found.beam == (3, 3)
     assert found.reference == found.found == 0
 
 
 def problems_of(own: Translator, copy: Mirror) -> str:
-    return "; ".join(comparison.compare(own, copy, LINES).problems())
+    return "; ".join(parity.compare(own, copy, LINES).problems())
 
 
 def test_each_way_of_being_another_model_is_a_problem(own: Translator) -> None:
@@ -505,7 +498,7 @@ def test_each_way_of_being_another_model_is_a_problem(own: Translator) -> None:
 def test_another_choice_that_is_as_likely_is_none(own: Translator) -> None:
     """Two pieces with the same embedding: which of them is written is left to rounding."""
     model = transformer(own.model.config, len(own.tokenizer.src), len(own.tokenizer.tgt)).float()
-    first = comparison._Own(own, False).search(own.tokenizer.encode_src(LINES.src), 1)[0][0]
+    first = parity._Own(own, False).search(own.tokenizer.encode_src(LINES.src), 1)[0][0]
     twin = first + 1
     with torch.no_grad():
         model.tgt_embedding.weight[twin] = model.tgt_embedding.weight[first]
@@ -518,7 +511,7 @@ def test_another_choice_that_is_as_likely_is_none(own: Translator) -> None:
             swapped = [[swap.get(piece, piece) for piece in one.ids] for one in found]
             return [one._replace(ids=ids) for one, ids in zip(found, swapped, strict=True)]
 
-    found = comparison.compare(same, Twins(same), LINES)
+    found = parity.compare(same, Twins(same), LINES)
     assert found.greedy == (3, 3)
     assert found.beam.num_same < 3
 
@@ -575,7 +568,9 @@ def test_int8_is_refused_for_transformers(cli: Cli, trained: RunDir, tmp_path: P
 def test_a_run_without_validation_text_that_fits_is_refused(
     trained: RunDir, tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mtrain.prepare.read_valid", lambda _: Lines(["", "ba " * 99], ["x", "y"]))
+    monkeypatch.setattr(
+        "mtrain.data.prepare.read_valid", lambda _: Lines(["", "ba " * 99], ["x", "y"])
+    )
     with pytest.raises(RunError, match="must have validation text to check an export"):
         export.export(trained, tmp_path / "out", Wanted(target), lambda _: None)
 
@@ -613,7 +608,7 @@ def test_the_other_engine_is_exported_once_and_again_for_other_weights(
     said = []
     for beam in ("1", "2", "2"):
         if len(said) == 2:  # other weights, of the same numbers
-            weights = translate.load(run, loading=Loading("cpu"))
+            weights = load(run, loading=Loading("cpu"))
             checkpoint.save_model(
                 run.model_path,
                 {name: 1.0001 * own for name, own in weights.model.named_parameters()},
@@ -736,7 +731,7 @@ def test_the_card_names_corpora_of_every_kind(tmp_path: Path) -> None:
 def test_a_name_breaks_no_table_of_the_card(trained: RunDir) -> None:
     config = trained.load_config()
     data = config.data.model_copy(update={"valid": TsvConfig(tsv=["a|b\nc.tsv"])})
-    card = model_card.Card(trained, tokenizer.load(trained.tokenizer_dir), 1, "ba", [])
+    card = model_card.Card(trained, sentencepiece.load(trained.tokenizer_dir), 1, "ba", [])
     rows = model_card._data(card, config.model_copy(update={"data": data}))
     assert "| validation | a\\|b c.tsv | not there any more |" in rows
 

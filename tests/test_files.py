@@ -15,15 +15,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtrain import files
 from mtrain.errors import DataError, WriteError
+from mtrain.io import atomic
 
 NOT_LINE_ENDS = ["\u2028", "\u2029", "\u0085", "\v", "\f", "\x1c", "\x1d", "\x1e", "\r"]
 
 
 def lines_of(path: Path, raw: bytes) -> list[str]:
     path.write_bytes(raw)
-    return list(files.read_lines(path))
+    return list(atomic.read_lines(path))
 
 
 @pytest.fixture
@@ -66,8 +66,8 @@ def test_only_a_line_feed_ends_a_line(here: Path, character: str) -> None:
 def test_a_file_is_split_into_lines(here: Path, raw: bytes, lines: list[str]) -> None:
     assert lines_of(here / "f.txt", raw) == lines
     assert lines_of(here / "f.gz", gzip.compress(raw)) == lines
-    assert list(files.read_forgiving(here / "f.txt", pytest.fail)) == lines
-    assert list(files.read_forgiving(here / "f.gz", pytest.fail)) == lines
+    assert list(atomic.read_forgiving(here / "f.txt", pytest.fail)) == lines
+    assert list(atomic.read_forgiving(here / "f.gz", pytest.fail)) == lines
 
 
 def test_a_truncated_gzip_file_is_refused(here: Path) -> None:
@@ -118,13 +118,13 @@ def test_a_file_in_another_form_is_refused_with_the_name_of_the_form(
     assert said.startswith(f"{name}:1: must be UTF-8, but has byte 0x")
     assert said.endswith(f" of the line, which begins as {form}.")
     warnings: list[str] = []
-    assert list(files.read_forgiving(Path(name), warnings.append))
+    assert list(atomic.read_forgiving(Path(name), warnings.append))
     assert warnings[0].endswith(f", which begins as {form}; replaced by U+FFFD.")
 
 
 def test_lines_before_the_bad_one_are_yielded(here: Path) -> None:
     Path("f").write_bytes(b"a\nb\n\xff\n")
-    lines = files.read_lines(Path("f"))
+    lines = atomic.read_lines(Path("f"))
     assert [next(lines), next(lines)] == ["a", "b"]
     with pytest.raises(DataError):
         next(lines)
@@ -141,17 +141,17 @@ def test_a_surrogate_in_utf8_is_refused(here: Path) -> None:
 def test_a_file_that_cannot_be_read_is_named(here: Path, path: str, why: str) -> None:
     said = f"{path}: cannot be read: {why}."
     with pytest.raises(DataError) as error:
-        list(files.read_lines(Path(path)))
+        list(atomic.read_lines(Path(path)))
     assert str(error.value) == said
     with pytest.raises(DataError) as error:
-        list(files.read_forgiving(Path(path), pytest.fail))
+        list(atomic.read_forgiving(Path(path), pytest.fail))
     assert str(error.value) == said
 
 
 def test_forgiving_lines_replace_and_warn_and_go_on(here: Path) -> None:
     warnings: list[str] = []
     (here / "f").write_bytes(b"a\nb\xffc\nd\n")
-    assert list(files.read_forgiving(here / "f", warnings.append)) == ["a", "b\ufffdc", "d"]
+    assert list(atomic.read_forgiving(here / "f", warnings.append)) == ["a", "b\ufffdc", "d"]
     assert warnings == [
         "line 2: is not UTF-8: byte 0xff at byte 2 of the line; replaced by U+FFFD."
     ]
@@ -160,7 +160,7 @@ def test_forgiving_lines_replace_and_warn_and_go_on(here: Path) -> None:
 def test_the_first_lines_that_are_not_utf8_are_named_and_the_others_counted(here: Path) -> None:
     warnings: list[str] = []
     (here / "f").write_bytes(b"gr\xfcn\n" * 1205)
-    assert len(list(files.read_forgiving(here / "f", warnings.append))) == 1205
+    assert len(list(atomic.read_forgiving(here / "f", warnings.append))) == 1205
     assert [text.partition(":")[0] for text in warnings[:-1]] == [
         f"line {number}" for number in range(1, 6)
     ]
@@ -182,11 +182,11 @@ def test_lines_in_blocks_are_those_that_are_read_one_by_one(
     path = tmp_path_factory.mktemp("lines") / "f"
     path.write_bytes(b"".join(raw))
     warnings: list[str] = []
-    expected = list(files.read_forgiving(path, warnings.append))
+    expected = list(atomic.read_forgiving(path, warnings.append))
     lines = []
     with pytest.MonkeyPatch.context() as patch, suppress(DataError):
-        patch.setattr(files, "_BLOCK_BYTES", block_bytes)
-        for line in files.read_lines(path):
+        patch.setattr(atomic, "_BLOCK_BYTES", block_bytes)
+        for line in atomic.read_lines(path):
             lines.append(line)
     if warnings:
         bad = int(warnings[0].split()[1].removesuffix(":"))
@@ -197,25 +197,25 @@ def test_lines_in_blocks_are_those_that_are_read_one_by_one(
 
 def test_blocks_hold_all_lines_in_order_and_no_more_than_they_may(here: Path) -> None:
     (here / "in").write_text("".join(f"{n}\n" for n in range(10)), encoding="utf-8")
-    blocks = list(files.read_blocks(Path("in"), lambda _: None, 4))
+    blocks = list(atomic.read_blocks(Path("in"), lambda _: None, 4))
     assert [len(block) for block in blocks] == [4, 4, 2]
     assert [line for block in blocks for line in block] == [str(n) for n in range(10)]
     (here / "empty").write_bytes(b"")
-    assert list(files.read_blocks(Path("empty"), lambda _: None, 4)) == []
+    assert list(atomic.read_blocks(Path("empty"), lambda _: None, 4)) == []
 
 
 def test_a_block_ends_when_its_lines_are_very_long(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_MAX_BLOCK_CHARACTERS", 10)
+    monkeypatch.setattr(atomic, "_MAX_BLOCK_CHARACTERS", 10)
     (here / "in").write_text("a" * 11 + "\nb\n" + "c" * 6 + "\n" + "d" * 6 + "\n", "utf-8")
-    blocks = list(files.read_blocks(Path("in"), lambda _: None, 4))
+    blocks = list(atomic.read_blocks(Path("in"), lambda _: None, 4))
     assert [[line[0] for line in block] for block in blocks] == [["a"], ["b", "c", "d"]]
 
 
 def test_lines_of_a_pipe_are_given_when_no_more_come(here: Path) -> None:
     os.mkfifo("pipe")
-    blocks = files.read_blocks(Path("pipe"), lambda _: None, 100)
+    blocks = atomic.read_blocks(Path("pipe"), lambda _: None, 100)
     writer = os.open("pipe", os.O_RDWR)
     try:
         os.write(writer, b"one\ntwo\n")
@@ -228,7 +228,7 @@ def test_lines_of_a_pipe_are_given_when_no_more_come(here: Path) -> None:
 
 
 def test_python_ends_while_a_pipe_is_still_read() -> None:
-    script = "from mtrain import files; print(next(files.read_blocks(None, print, 9)))"
+    script = "from mtrain.io import atomic; print(next(atomic.read_blocks(None, print, 9)))"
     command = [sys.executable, "-c", script]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -243,7 +243,7 @@ def test_python_ends_while_a_pipe_is_still_read() -> None:
 
 def test_an_error_comes_after_the_lines_before_it(here: Path) -> None:
     (here / "in.gz").write_bytes(gzip.compress(b"line\n" * 50_000)[:-20])
-    blocks = files.read_blocks(Path("in.gz"), lambda _: None, 1000)
+    blocks = atomic.read_blocks(Path("in.gz"), lambda _: None, 1000)
     assert next(blocks) == ["line"] * 1000
     with pytest.raises(DataError, match=r"^in\.gz: must be whole"):
         list(blocks)
@@ -254,13 +254,13 @@ def test_what_is_written_reads_back(
     tmp_path_factory: pytest.TempPathFactory, lines: list[str]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "lines"
-    files.write_lines(path, lines)
-    assert list(files.read_lines(path)) == lines
+    atomic.write_lines(path, lines)
+    assert list(atomic.read_lines(path)) == lines
     assert path.read_bytes() == "".join(f"{line}\n" for line in lines).encode()
 
 
 def test_a_whole_file_appears_with_its_folders(here: Path) -> None:
-    with files.whole_file(Path("a/b/f")) as beside:
+    with atomic.whole_file(Path("a/b/f")) as beside:
         beside.write_text("x")
         assert not Path("a/b/f").exists()
     assert Path("a/b/f").read_text() == "x"
@@ -269,7 +269,7 @@ def test_a_whole_file_appears_with_its_folders(here: Path) -> None:
 
 def test_an_exception_leaves_no_file_behind(here: Path) -> None:
     def broken() -> None:
-        with files.whole_file(Path("f")) as beside:
+        with atomic.whole_file(Path("f")) as beside:
             beside.write_text("x")
             raise KeyError
 
@@ -286,12 +286,12 @@ def test_an_exception_keeps_the_old_file(here: Path) -> None:
         raise KeyError
 
     with pytest.raises(KeyError):
-        files.write_lines(Path("f"), broken())
+        atomic.write_lines(Path("f"), broken())
     assert left(here) == ["f"]
     assert Path("f").read_text() == "old"
 
 
-@pytest.mark.parametrize("whole", [files.whole_file, files.whole_dir])
+@pytest.mark.parametrize("whole", [atomic.whole_file, atomic.whole_dir])
 def test_an_exception_leaves_no_folder_that_was_made_for_what_failed(
     here: Path, whole: Callable[[Path], AbstractContextManager[Path]]
 ) -> None:
@@ -302,15 +302,15 @@ def test_an_exception_leaves_no_folder_that_was_made_for_what_failed(
 
 
 def test_a_whole_file_replaces_the_old_one(here: Path) -> None:
-    files.write_lines(Path("f"), ["old", "old"])
-    files.write_lines(Path("f"), ["new"])
+    atomic.write_lines(Path("f"), ["old", "old"])
+    atomic.write_lines(Path("f"), ["new"])
     assert left(here) == ["f"]
     assert Path("f").read_text() == "new\n"
 
 
 def test_a_whole_folder_appears_and_replaces_the_old_one(here: Path) -> None:
     for name in ("old", "new"):
-        with files.whole_dir(Path("a/d")) as beside:
+        with atomic.whole_dir(Path("a/d")) as beside:
             (beside / name).mkdir()
             (beside / name / "f").write_text(name)
     assert left(here / "a") == ["d"]
@@ -318,11 +318,11 @@ def test_a_whole_folder_appears_and_replaces_the_old_one(here: Path) -> None:
 
 
 def test_an_exception_leaves_no_folder_and_keeps_the_old_one(here: Path) -> None:
-    with files.whole_dir(Path("d")) as beside:
+    with atomic.whole_dir(Path("d")) as beside:
         (beside / "old").write_text("old")
 
     def broken(name: str) -> None:
-        with files.whole_dir(Path(name)) as beside:
+        with atomic.whole_dir(Path(name)) as beside:
             (beside / "new").write_text("new")
             raise KeyError
 
@@ -338,7 +338,7 @@ def test_writing_below_a_file_or_onto_a_folder_is_a_message(here: Path) -> None:
     Path("folder").mkdir()
     for path in (Path("file/f"), Path("folder")):
         with pytest.raises(WriteError, match=rf"^{path}: cannot be written: .+\.$"):
-            files.write_lines(path, ["x"])
+            atomic.write_lines(path, ["x"])
     assert left(here) == ["file", "folder"]
 
 
@@ -346,7 +346,7 @@ def test_writing_to_a_pipe_goes_through_it(here: Path) -> None:
     """A pipe or a device, such as /dev/null, is not replaced by a file."""
     os.mkfifo("pipe")
     reader = os.open("pipe", os.O_RDONLY | os.O_NONBLOCK)
-    files.write_lines(Path("pipe"), ["a", "b"])
+    atomic.write_lines(Path("pipe"), ["a", "b"])
     received = os.read(reader, 100)
     os.close(reader)
     assert Path("pipe").is_fifo()
@@ -356,7 +356,7 @@ def test_writing_to_a_pipe_goes_through_it(here: Path) -> None:
 def test_an_open_file_is_written_and_its_name_stays_a_link(here: Path) -> None:
     with Path("out").open("wb") as opened:
         Path("link").symlink_to(f"/dev/fd/{opened.fileno()}")
-        files.write_lines(files.followed(Path("link")), ["a", "b"])
+        atomic.write_lines(atomic.followed(Path("link")), ["a", "b"])
     assert Path("link").is_symlink()
     assert Path("out").read_text() == "a\nb\n"
     assert left(here) == ["link", "out"]
@@ -366,11 +366,11 @@ def test_a_link_is_followed_when_somebody_asks_and_is_replaced_otherwise(here: P
     Path("folder").mkdir()
     Path("second").symlink_to("folder/file")  # which is not there yet
     Path("first").symlink_to("second")
-    files.write_lines(files.followed(Path("first")), ["a"])
+    atomic.write_lines(atomic.followed(Path("first")), ["a"])
     assert Path("first").is_symlink()
     assert Path("second").is_symlink()
     assert left(here / "folder") == ["file"]
-    files.write_lines(Path("first"), ["b"])
+    atomic.write_lines(Path("first"), ["b"])
     assert not Path("first").is_symlink()
     assert Path("folder/file").read_text() == "a\n"
 
@@ -379,7 +379,7 @@ def test_links_that_go_round_in_a_circle_are_a_message(here: Path) -> None:
     Path("a").symlink_to("b")
     Path("b").symlink_to("a")
     with pytest.raises(WriteError, match=r"^[ab]: cannot be written: Too many levels of symbolic"):
-        files.write_lines(files.followed(Path("a")), ["x"])
+        atomic.write_lines(atomic.followed(Path("a")), ["x"])
 
 
 @pytest.mark.parametrize(
@@ -397,12 +397,12 @@ def test_what_can_never_be_a_file_is_refused_before_a_line_is_made(
     Path("file").write_text("x")
     Path("folder").mkdir()
     with pytest.raises(WriteError) as error:
-        files.write_lines(Path(name), (pytest.fail("a line was made") for _ in range(1)))
+        atomic.write_lines(Path(name), (pytest.fail("a line was made") for _ in range(1)))
     assert str(error.value) == said
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
 def test_a_device_that_takes_nothing_is_named() -> None:
     with pytest.raises(WriteError) as error:
-        files.write_lines(Path("/dev/full"), ["x"])
+        atomic.write_lines(Path("/dev/full"), ["x"])
     assert str(error.value) == "/dev/full: cannot be written: No space left on device."

@@ -10,8 +10,8 @@ from conftest import Cli
 from make_golden import EXPECTED, GOLDEN, LINES, files_of, outputs
 from tasks import REPOSITORY, train
 
-from mtrain import checkpoint
-from mtrain.rundir import RunDir
+from mtrain.run import checkpoint
+from mtrain.run.run_dir import RunDir
 
 FOLDERS = sorted(path.parent for path in GOLDEN.glob(f"*/{EXPECTED}"))
 MAX_BYTES = 200_000

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from mtrain import holdout
+from mtrain.autoconfig import split
+from mtrain.config.corpora import CorpusConfig
 from mtrain.errors import DataError
-from mtrain.texts import CorpusConfig
 
 
 def corpus(tmp_path, pairs):
@@ -14,7 +14,7 @@ def corpus(tmp_path, pairs):
 
 
 def look(tmp_path, pairs):
-    return holdout.look(corpus(tmp_path, pairs), 1, lambda _: None)
+    return split.look(corpus(tmp_path, pairs), 1, lambda _: None)
 
 
 GOOD = [(f"sentence number {n} of many", f"Satz Nummer {n} von vielen") for n in range(40)]
@@ -56,7 +56,7 @@ def test_words_are_counted_and_every_pair_of_a_small_corpus_is_in_the_sample(tmp
 
 
 def test_the_sample_of_a_large_corpus_is_from_all_over_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(holdout, "_SAMPLE_PAIRS", 10)
+    monkeypatch.setattr(split, "_SAMPLE_PAIRS", 10)
     lines = [pair.line for pair in look(tmp_path, GOOD).sample]
     assert len(set(lines)) == 10
     assert max(lines) > 20 > min(lines)
@@ -69,18 +69,18 @@ def test_a_corpus_without_a_pair_is_an_error(tmp_path):
 
 def test_sets_are_drawn_without_a_pair_in_common_and_the_same_each_time():
     alone = np.arange(0, 200, 2)
-    first, second = holdout.draw(alone, [10, 20], seed=3)
+    first, second = split.draw(alone, [10, 20], seed=3)
     assert (len(first), len(second)) == (10, 20)
     assert len({*first.tolist(), *second.tolist()}) == 30
     assert {*first.tolist(), *second.tolist()} <= {*alone.tolist()}
     assert (np.diff(first) > 0).all()
-    assert [part.tolist() for part in holdout.draw(alone, [10, 20], seed=3)] == [
+    assert [part.tolist() for part in split.draw(alone, [10, 20], seed=3)] == [
         first.tolist(),
         second.tolist(),
     ]
-    assert holdout.draw(alone, [10], seed=4)[0].tolist() != first.tolist()
+    assert split.draw(alone, [10], seed=4)[0].tolist() != first.tolist()
 
 
 def test_pairs_are_collected_by_their_numbers(tmp_path):
-    found = holdout.collect(corpus(tmp_path, GOOD), np.array([0, 7, 39]))
+    found = split.collect(corpus(tmp_path, GOOD), np.array([0, 7, 39]))
     assert [(pair.src, pair.tgt) for pair in found] == [GOOD[0], GOOD[7], GOOD[39]]

@@ -30,13 +30,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tasks import Said, Tree, tiny_tree, write_config, write_task
 
-from mtrain import config as configs
-from mtrain import files, prepare, tokenizer
-from mtrain.corpus import read_pairs
-from mtrain.data import TrainingData
+from mtrain.config import sections
+from mtrain.config.corpora import CorpusConfig
+from mtrain.corpus.reader import read_pairs
+from mtrain.data import prepare
+from mtrain.data.loader import TrainingData
 from mtrain.errors import ConfigError, DataError, UserError
-from mtrain.rundir import RunDir
-from mtrain.texts import CorpusConfig
+from mtrain.io import atomic
+from mtrain.run.run_dir import RunDir
+from mtrain.tokenizer import sentencepiece
 
 VALID: Tree = {
     "run_dir": "runs/x",
@@ -53,7 +55,7 @@ VALID: Tree = {
     "training": {"max_steps": 2},
     "decoding": {"beam": 2},
 }
-KEYS = configs._all_keys(configs.Config, "")
+KEYS = sections._all_keys(sections.Config, "")
 FRAGMENTS = [
     *("- ", ": ", "? ", "{", "}", "[", "]", ",", "|\n", ">-\n", "\n", "\n  ", "---\n", "...\n"),
     *("&a ", "*a", "<<: ", "*a: ", "!!set ", "!!binary ", "!!omap ", "!!float ", "!!int x", "!x "),
@@ -102,12 +104,12 @@ def check_load(raw: bytes, overrides: Sequence[str] = ()) -> None:
         path = Path(directory) / "config.yaml"
         path.write_bytes(raw)
         try:
-            config = configs.load(path, overrides)
+            config = sections.load(path, overrides)
         except ConfigError as error:
             assert_one_line(error)
             return
-        path.write_text(configs.dump(config), encoding="utf-8")
-        assert configs.load(path) == config
+        path.write_text(sections.dump(config), encoding="utf-8")
+        assert sections.load(path) == config
         assert all(Path("tests", name).parent == Path("tests") for name in config.data.tests)
         assert [entry.name for entry in Path(directory).iterdir()] == ["config.yaml"]
 
@@ -289,7 +291,7 @@ def test_a_damaged_gzip_file_gives_its_lines_or_an_error_of_one_line(
         path = Path(directory) / "a.gz"
         path.write_bytes(packed_raw)
         try:
-            found = list(files.read_lines(path))
+            found = list(atomic.read_lines(path))
         except DataError as error:
             assert_one_line(error)
             return
@@ -305,7 +307,7 @@ def check_prepare(corpus: Sequence[bytes], tokenizing: Tree, is_retry: bool = Fa
             (Path(directory) / path).write_bytes(raw)
         tree["tokenizer"] = tokenizing
         tree["model"]["tie_embeddings"] = "none"
-        config = configs.Config.model_validate(tree)
+        config = sections.Config.model_validate(tree)
         run = RunDir(Path(config.run_dir))
         try:
             prepare.prepare(config, run, Said())
@@ -316,7 +318,7 @@ def check_prepare(corpus: Sequence[bytes], tokenizing: Tree, is_retry: bool = Fa
             if bound and not is_retry:
                 check_prepare(corpus, tokenizing | {"vocab_size": max(8, int(bound[1]))}, True)
         else:
-            vocabulary = tokenizer.load(run.tokenizer_dir)
+            vocabulary = sentencepiece.load(run.tokenizer_dir)
             num_kept = len(TrainingData(run.data_dir, vocabulary, 1))
             num_pairs = len(lines_of(corpus[0]))
             assert num_kept + sum(prepare.read_counts(run).values()) == num_pairs

@@ -36,10 +36,12 @@ from hypothesis import strategies as st
 from tasks import Said, Tree
 from test_architecture import PACKAGE
 
-from mtrain import checkpoint, pictures, plots
-from mtrain import config as configs
+from mtrain.config import sections
 from mtrain.errors import UserError
-from mtrain.rundir import RunDir
+from mtrain.plot import collect
+from mtrain.plot.draw import Page, _encode, draw_curves
+from mtrain.run import checkpoint
+from mtrain.run.run_dir import RunDir
 
 NEWEST = "checkpoints/step-00000003"
 FILES = [
@@ -70,7 +72,7 @@ def check_verb(cli: Cli, run: RunDir, original: RunDir, verb: str) -> Outcome | 
     output.write_bytes(b"as it was")
     if verb == "gather":
         try:
-            found = pictures.gather(run, None)
+            found = collect.gather(run, None)
         except UserError as error:
             assert_one_line(error)
         else:
@@ -528,7 +530,7 @@ def test_no_module_can_read_code_from_a_file(path: Path) -> None:
     assert {ast.unparse(call.func) for call in calls} & forbidden == set()
     loads = [ast.unparse(call) for call in calls if ast.unparse(call.func) == "yaml.load"]
     assert loads == (["yaml.load(text, Loader=_Loader)"] if path.stem == "config" else [])
-    assert issubclass(configs._Loader, yaml.SafeLoader)
+    assert issubclass(sections._Loader, yaml.SafeLoader)
 
 
 def test_a_damaged_tokenizer_never_ends_the_process(noisy: RunDir) -> None:
@@ -550,9 +552,9 @@ def test_any_metrics_are_drawn_or_left_out(noisy: RunDir, data: st.DataObject) -
             lines[place] = json.dumps(change_tree(json.loads(lines[place]), data.draw))
         run.metrics_path.write_text("\n".join(lines), encoding="utf-8")
         try:
-            curves = pictures.read_curves(run, [])
+            curves = collect.read_curves(run, [])
         except UserError as error:
             assert_one_line(error)
         else:
-            drawn = plots._encode(plots.Page("curves", lambda: plots.draw_curves(curves, "x", 0.1)))
+            drawn = _encode(Page("curves", lambda: draw_curves(curves, "x", 0.1)))
             assert drawn["png"].startswith(b"\x89PNG")

@@ -10,10 +10,12 @@ from conftest import Cli
 from tasks import Tree, prepared, reverse_task, stop_at, tiny_tree, write_config
 
 import mtrain
-from mtrain import checkpoint, model_card, tokenizer
-from mtrain.rundir import RunDir
-from mtrain.runlog import RunLog
-from mtrain.training import Stopped, Trainer
+from mtrain.export import model_card
+from mtrain.run import checkpoint
+from mtrain.run.logger import RunLog
+from mtrain.run.run_dir import RunDir
+from mtrain.tokenizer import sentencepiece
+from mtrain.train.trainer import Stopped, Trainer
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +78,7 @@ def test_what_is_learned_stays_and_the_model_card_says_where_it_began(
     some = ["ba ce", "di fo gu"]
     ours, theirs = mtrain.load(run.path).translator, mtrain.load(base.path).translator
     assert ours.translate(some) == theirs.translate(some)
-    card = model_card.Card(run, tokenizer.load(run.tokenizer_dir), 1, "ba", [])
+    card = model_card.Card(run, sentencepiece.load(run.tokenizer_dir), 1, "ba", [])
     wanted = f"- Fine-tuned: the training began with the weights of `{base.path}`."
     assert wanted in model_card.marian_readme(card, 9)
     assert "Fine-tuned" not in str(model_card.marian_readme(dataclasses.replace(card, run=base), 9))
@@ -105,7 +107,7 @@ def test_weights_that_changed_before_there_is_a_checkpoint_are_put_on_record(
 ) -> None:
     other = RunDir(shutil.copytree(base.path, tmp_path / "other"))
     config = mtrain.load_config(tuned(other, tmp_path))
-    run, fingerprint = prepared(config), tokenizer.load(other.tokenizer_dir).fingerprint()
+    run, fingerprint = prepared(config), sentencepiece.load(other.tokenizer_dir).fingerprint()
     with RunLog(run.metrics_path) as log:
         Trainer(config, run, log).resume()
         weights = checkpoint.load_model(other.model_path, fingerprint)
@@ -182,7 +184,7 @@ def test_weights_that_are_missing_or_of_another_tokenizer_are_refused(
     config = mtrain.load_config(tuned(other, tmp_path))
     prepared(config)
     weights = checkpoint.load_model(
-        other.model_path, tokenizer.load(other.tokenizer_dir).fingerprint()
+        other.model_path, sentencepiece.load(other.tokenizer_dir).fingerprint()
     )
     checkpoint.save_model(other.model_path, weights, "another")
     with pytest.raises(mtrain.RunError) as error:

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tasks import Pair, write_corpus
 
-from mtrain import intake
-from mtrain.corpus import read_pairs
-from mtrain.intake import Intake
-from mtrain.texts import CorpusConfig
+from mtrain.config.corpora import CorpusConfig
+from mtrain.corpus import lenient_reader
+from mtrain.corpus.lenient_reader import Intake
+from mtrain.corpus.reader import read_pairs
 
 
 def read(src: bytes, tgt: bytes, directory: Path) -> Intake:
@@ -64,8 +64,8 @@ def test_blocks_are_cut_by_pairs_and_by_bytes_and_numbered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pairs = [Pair("a" * (100 if n == 4 else 1), "b") for n in range(12)]
-    monkeypatch.setattr(intake, "BLOCK_PAIRS", 3)
-    monkeypatch.setattr(intake, "_BLOCK_BYTES", 50)
+    monkeypatch.setattr(lenient_reader, "BLOCK_PAIRS", 3)
+    monkeypatch.setattr(lenient_reader, "_BLOCK_BYTES", 50)
     named = write_corpus(tmp_path, "corpus", pairs)
     twice = CorpusConfig(src=named["src"] * 2, tgt=named["tgt"] * 2)
     taken = Intake(twice)
@@ -83,4 +83,4 @@ def test_the_bytes_that_are_told_are_those_on_disk_also_of_gzip(tmp_path: Path) 
     corpus = CorpusConfig(src=[str(tmp_path / "a.gz")], tgt=[str(tmp_path / "b")])
     told: list[int] = []
     assert sum(len(block.src) for block in Intake(corpus).blocks(told.append)) == 20_000
-    assert sum(told) == intake.size_of(corpus)
+    assert sum(told) == lenient_reader.size_of(corpus)

@@ -24,8 +24,9 @@ from ways import (
     normal,
 )
 
-from mtrain import kernels, native
-from mtrain.kernels import (
+from mtrain.ops import attention as attention_module
+from mtrain.ops import native
+from mtrain.ops.attention import (
     Dropout,
     Drops,
     LayerNorm,
@@ -35,7 +36,7 @@ from mtrain.kernels import (
     dropout_seeds,
     parts,
 )
-from mtrain.products import top_pieces
+from mtrain.ops.linear import top_pieces
 
 DROPS = Drops(round(0.3 * 2**16), 2**16 / (2**16 - round(0.3 * 2**16)), 0x9E3779B9)
 
@@ -131,7 +132,7 @@ def test_add_norm_takes_tensors_that_are_not_contiguous(way, calls):
 
 
 def test_add_norm_without_a_compiler_passes_gradcheck(monkeypatch):
-    monkeypatch.setattr(kernels.native, "compiled", lambda: None)
+    monkeypatch.setattr(attention_module.native, "compiled", lambda: None)
     norm, dropout = norm_of(6, torch.float64), fixed(Dropout(0.3))
     inputs = (leaf(2, 3, 6), leaf(2, 3, 6, seed=1))
     assert torch.autograd.gradcheck(lambda x, branch: add_norm(x, branch, dropout, norm), inputs)
@@ -173,12 +174,12 @@ def mixed(
     return (share * power / power.sum(-1, keepdim=True)) @ v
 
 
-BEYOND = sorted(most + 1 for most in kernels._MOST_KEYS.values())
+BEYOND = sorted(most + 1 for most in attention_module._MOST_KEYS.values())
 LIMITS = [count for beyond in BEYOND for count in (beyond - 1, beyond)]
 
 
 def has_compiled_attention(way: Way, num_keys: int) -> bool:
-    return way.is_compiled and num_keys <= kernels._MOST_KEYS[way.dtype]
+    return way.is_compiled and num_keys <= attention_module._MOST_KEYS[way.dtype]
 
 
 def roundings_of_attention(way: Way) -> int:
@@ -210,7 +211,7 @@ def assert_mixed(way: Way, inputs: list[Tensor], keep: Tensor | None, floor: flo
 def test_attention_is_the_formula_written_out(way, calls, num_keys, kind):
     inputs = queries_keys_values(5, num_keys, 6, way.dtype)
     keep, is_compiled = keep_of(kind, 5, num_keys), has_compiled_attention(way, num_keys)
-    if kind != "empty" or is_compiled or num_keys <= kernels._SHORT:
+    if kind != "empty" or is_compiled or num_keys <= attention_module._SHORT:
         assert_mixed(way, inputs, keep)
     else:  # where nothing is kept, PyTorch's fused kernel has another gradient
         way.assert_near(attention(*inputs, keep), mixed(*exactly(inputs), keep))
@@ -365,7 +366,7 @@ def test_all_plain_paths_of_attention_agree(kind, dtype, monkeypatch):
     q, k, v = queries_keys_values(7, 7, 6, dtype)
     keep = keep_of(kind, 7, 7)
     batched = attention(q, k, v, keep)
-    monkeypatch.setattr(kernels, "_SHORT", 0)
+    monkeypatch.setattr(attention_module, "_SHORT", 0)
     torch.testing.assert_close(attention(q, k, v, keep), batched)
 
 
@@ -885,8 +886,8 @@ def test_dropout_hands_on_what_is_not_finite(way, calls):
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_a_named_precision_decides_the_type_of_states_and_products(kind):
     device = torch.device(kind)
-    assert kernels.compute_dtype("bfloat16", device) is torch.bfloat16
-    assert kernels.compute_dtype("float32", device) is torch.float32
+    assert attention_module.compute_dtype("bfloat16", device) is torch.bfloat16
+    assert attention_module.compute_dtype("float32", device) is torch.float32
 
 
 @pytest.mark.parametrize(("major", "expected"), [(7, torch.float32), (9, torch.bfloat16)])
@@ -896,7 +897,7 @@ def test_automatic_precision_is_bfloat16_where_the_gpu_has_it(major, expected, m
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=major))
     monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda _: True)
-    assert kernels.compute_dtype("auto", torch.device("cuda")) is expected
+    assert attention_module.compute_dtype("auto", torch.device("cuda")) is expected
 
 
 @pytest.mark.parametrize(
@@ -911,4 +912,4 @@ def test_automatic_precision_is_bfloat16_where_the_gpu_has_it(major, expected, m
 def test_automatic_precision_is_bfloat16_where_the_processor_has_it(checks, expected, monkeypatch):
     known = SimpleNamespace(**{name: lambda fast=fast: fast for name, fast in checks.items()})
     monkeypatch.setattr(torch, "cpu", known)
-    assert kernels.compute_dtype("auto", torch.device("cpu")) is expected
+    assert attention_module.compute_dtype("auto", torch.device("cpu")) is expected

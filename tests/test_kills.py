@@ -13,8 +13,8 @@ from hostile import TIMES
 from tasks import REPOSITORY, kill_at_call, reverse_task, train, write_task
 from test_train import timeless, weights
 
-from mtrain import checkpoint
-from mtrain.rundir import RunDir
+from mtrain.run import checkpoint
+from mtrain.run.run_dir import RunDir
 
 SAVING = ["training.save_every=1", "training.keep_last=3", "training.average=3"]
 NUM_KILLS = (6, 30)  # at random moments, and as many inside a save; in make test and make fuzz
@@ -40,7 +40,7 @@ def in_child(
 ) -> int | None:
     """Train in a process of its own; return its exit status, or minus the signal."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mtrain.training"])  # torch is loaded once
+    context.set_forkserver_preload(["mtrain.train.trainer"])  # torch is loaded once
     process = context.Process(target=child, args=(source, run.path, kill_at))
     process.start()
     process.join(PATIENCE_S if kill_after_s is None else kill_after_s)

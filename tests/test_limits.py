@@ -16,14 +16,15 @@ from conftest import Cli
 from tasks import prepared, reverse_task, stop_at, train, write_task
 from test_train import metrics, step_lines, timeless, weights
 
-from mtrain import checkpoint, files, training
-from mtrain import config as configs
-from mtrain.batch import Batch
+from mtrain.config import sections
+from mtrain.data.batch import Batch
 from mtrain.errors import RunError, WriteError
-from mtrain.rundir import RunDir
-from mtrain.runlog import RunLog
-from mtrain.training import Trainer
-from mtrain.update import Gradients, Part, Task
+from mtrain.io import atomic
+from mtrain.run import checkpoint
+from mtrain.run.logger import RunLog
+from mtrain.run.run_dir import RunDir
+from mtrain.train.gradients import Gradients, Part, Task
+from mtrain.train.trainer import Position, Trainer
 
 OFTEN = ["training.save_every=2", "training.keep_last=9", "training.log_every=1"]
 
@@ -35,7 +36,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def trainer_of(source: Path, directory: Path, *overrides: str) -> Iterator[Trainer]:
-    config = configs.load(source, overrides, str(directory / "run"))
+    config = sections.load(source, overrides, str(directory / "run"))
     run = prepared(config)
     with RunLog(directory / "metrics.jsonl") as log:
         yield Trainer(config, run, log)
@@ -131,7 +132,7 @@ def test_the_largest_batches_are_tried_before_the_first_update(
     tried = hold_at_most(monkeypatch, 10**9, MemoryError())
     with trainer_of(source, tmp_path) as trainer:
         trainer.try_largest()
-        batches = trainer.data.batches(192, training.Position())
+        batches = trainer.data.batches(192, Position())
         epoch = [next(batches)[0] for _ in range(trainer.data.plan(192).num_batches)]
         most_places = max(batch.src_BS.numel() + batch.tgt_in_BT.numel() for batch in epoch)
         most_pairs = max(
@@ -177,7 +178,7 @@ def in_little_memory(source: Path, directory: Path) -> None:
 def test_a_real_limit_of_memory_is_survived(tmp_path: Path) -> None:
     source = write_task(tmp_path, reverse_task, num_train=1500)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mtrain.training"])
+    context.set_forkserver_preload(["mtrain.train.trainer"])
     process = context.Process(target=in_little_memory, args=(source, tmp_path))
     process.start()
     process.join(120)
@@ -305,10 +306,10 @@ def test_a_disk_that_is_full_while_tokenizing_leaves_nothing(
 
 def test_a_config_that_the_disk_does_not_take_leaves_the_old_one(tmp_path: Path) -> None:
     source = write_task(tmp_path, reverse_task)
-    config = configs.load(source)
+    config = sections.load(source)
     before = contents(tmp_path)
     with files_at_most(100), pytest.raises(WriteError, match="cannot be written: File too large"):
-        configs.save(config, source)
+        sections.save(config, source)
     assert contents(tmp_path) == before
 
 
@@ -323,9 +324,9 @@ def test_a_stdout_that_takes_nothing_is_one_line(trained: RunDir, tmp_path: Path
 
 def test_appending_is_all_or_nothing(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    files.append(path, b"first\n")
+    atomic.append(path, b"first\n")
     with files_at_most(10), pytest.raises(WriteError):
-        files.append(path, b"second\n")
+        atomic.append(path, b"second\n")
     assert path.read_bytes() == b"first\n"
-    files.append(path, b"third\n")
+    atomic.append(path, b"third\n")
     assert path.read_bytes() == b"first\nthird\n"

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from builders import left_keep
 from torch import Tensor
 
-from mtrain.loss import label_smoothed
+from mtrain.train.loss import label_smoothed
 
 NUM_PIECES, D_MODEL = 9, 5
 

@@ -6,13 +6,14 @@ import torch
 from conftest import Cli
 from tasks import prepared, reverse_task, write_task
 
-from mtrain import checkpoint, lossscale
-from mtrain import config as configs
-from mtrain.checkpoint import Progress
-from mtrain.data import Position, dealt_whole
-from mtrain.rundir import RunDir
-from mtrain.runlog import RunLog
-from mtrain.training import Trainer
+from mtrain.config import sections
+from mtrain.data.loader import Position, dealt_whole
+from mtrain.run import checkpoint
+from mtrain.run.checkpoint import Progress
+from mtrain.run.logger import RunLog
+from mtrain.run.run_dir import RunDir
+from mtrain.train import grad_scaler
+from mtrain.train.trainer import Trainer
 
 
 def scaled(loss_scale: float, num_scaled_well: int = 0) -> Progress:
@@ -22,16 +23,16 @@ def scaled(loss_scale: float, num_scaled_well: int = 0) -> Progress:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_float16_is_scaled(dtype: torch.dtype) -> None:
     progress = scaled(8.0)
-    lossscale.begin(progress, dtype)
-    assert (progress.loss_scale, lossscale.factor(progress)) == (0, 1)
-    lossscale.adapt(progress, is_finite=False)
+    grad_scaler.begin(progress, dtype)
+    assert (progress.loss_scale, grad_scaler.factor(progress)) == (0, 1)
+    grad_scaler.adapt(progress, is_finite=False)
     assert (progress.loss_scale, progress.num_scaled_well) == (0, 0)
 
 
 def test_a_training_that_goes_on_goes_on_with_its_factor() -> None:
     fresh, old = Progress(), scaled(1.0)
-    lossscale.begin(fresh, torch.float16)
-    lossscale.begin(old, torch.float16)
+    grad_scaler.begin(fresh, torch.float16)
+    grad_scaler.begin(old, torch.float16)
     assert (fresh.loss_scale, old.loss_scale) == (2**16, 1)
 
 
@@ -39,22 +40,22 @@ def test_the_factor_is_halved_at_once_and_doubled_after_long() -> None:
     progress = scaled(8.0, num_scaled_well=1998)
     factors = []
     for is_finite in (True, True, False, False, False, False):
-        lossscale.adapt(progress, is_finite)
+        grad_scaler.adapt(progress, is_finite)
         factors.append(progress.loss_scale)
     assert factors == [8, 16, 8, 4, 2, 1]
-    lossscale.adapt(progress, is_finite=False)
+    grad_scaler.adapt(progress, is_finite=False)
     assert (progress.loss_scale, progress.num_scaled_well) == (1, 0)
 
 
 def test_the_factor_has_a_limit() -> None:
     progress = scaled(2.0**24, num_scaled_well=1999)
-    lossscale.adapt(progress, is_finite=True)
+    grad_scaler.adapt(progress, is_finite=True)
     assert progress.loss_scale == 2**24
 
 
 def trainer_of(tmp_path: Path, log: RunLog, *settings: str) -> Trainer:
     source = write_task(tmp_path, reverse_task)
-    config = configs.load(source, ["model.dropout=0", *settings], str(tmp_path / "run"))
+    config = sections.load(source, ["model.dropout=0", *settings], str(tmp_path / "run"))
     return Trainer(config, prepared(config), log)
 
 
@@ -66,7 +67,7 @@ def test_a_scaled_gradient_is_that_of_float32_once_the_factor_is_taken_out(tmp_p
             trainer.progress.loss_scale = factor if precision == "float16" else 0.0
             batch, _ = next(trainer.data.batches(192, Position()))
             trainer.gradients.add_up(dealt_whole([batch]), factor)
-            lossscale.undo(trainer.progress, trainer.parameters)
+            grad_scaler.undo(trainer.progress, trainer.parameters)
             grads[precision] = [own.grad for own in trainer.parameters]
     for exact, short in zip(grads["float32"], grads["float16"], strict=True):
         assert exact is not None and short is not None
@@ -89,7 +90,7 @@ def test_without_the_factor_float16_loses_small_gradients(tmp_path: Path) -> Non
 def test_a_factor_that_is_too_large_costs_updates_and_the_training_learns(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(lossscale, "_FIRST", 2.0**24)
+    monkeypatch.setattr(grad_scaler, "_FIRST", 2.0**24)
     source = write_task(tmp_path, reverse_task)
     outcome = cli("train", source, "--set", "training.precision=float16", "--run", tmp_path / "run")
     assert outcome.code == 0

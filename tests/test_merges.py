@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from mtrain.merges import Merges
+from mtrain.tokenizer.bpe_dropout import Merges
 
 ABC = {"ab": -1.0, "abc": -2.0, "bc": -3.0}
 

@@ -15,12 +15,12 @@ import sacrebleu
 from conftest import Cli
 from tasks import WORDS, write
 
-from mtrain import metrics, significance
-from mtrain.comet_metric import CometModel
 from mtrain.errors import ConfigError
-from mtrain.metrics import Scorer, ScoringOptions
-from mtrain.rundir import RunDir
-from mtrain.significance import Output
+from mtrain.evaluate import metrics, significance
+from mtrain.evaluate.comet import CometModel
+from mtrain.evaluate.metrics import Scorer, ScoringOptions
+from mtrain.evaluate.significance import Output
+from mtrain.run.run_dir import RunDir
 
 HYPOTHESES = [
     "The cat sat on the mat.",

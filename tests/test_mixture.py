@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtrain.mixture import Corpus, Mixture, share_out, weight_of
+from mtrain.data.mixture import Corpus, Mixture, share_out, weight_of
 
 Given = tuple[int, int]  # a table and a row
 

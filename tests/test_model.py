@@ -9,11 +9,10 @@ import torch
 from builders import left_keep, model_config, randomise, transformer, vocabularies
 from torch import Tensor, nn
 
-from mtrain import checkpoint, native
-from mtrain.config import ModelConfig
-from mtrain.decoderstate import DecoderState
-from mtrain.kernels import Dropout
-from mtrain.model import (
+from mtrain.config.sections import ModelConfig
+from mtrain.decode.translator import build_model, set_weights
+from mtrain.model.kv_cache import DecoderState
+from mtrain.model.transformer import (
     CrossAttention,
     DecoderLayer,
     EncoderLayer,
@@ -27,8 +26,10 @@ from mtrain.model import (
     sinusoids,
     split_heads,
 )
-from mtrain.products import Linear
-from mtrain.translate import build_model, set_weights
+from mtrain.ops import native
+from mtrain.ops.attention import Dropout
+from mtrain.ops.linear import Linear
+from mtrain.run import checkpoint
 
 NORMS = ["post", "pre"]
 LAYERS = [("post", "relu"), ("pre", "relu"), ("post", "gelu")]
@@ -901,7 +902,7 @@ def test_sources_of_one_length_are_read_apart_where_they_are_many(config, monkey
         return encode(own, src, keep)
 
     monkeypatch.setattr(Transformer, "encode", encode_and_note)
-    monkeypatch.setattr("mtrain.model._WORTH_READING", 6)
+    monkeypatch.setattr("mtrain.model.transformer._WORTH_READING", 6)
     state = model.start(src_BS, keep_BS)
     assert shapes == [(3, 5), (2, 3), (3, 4), (2, 6), (2, 2)]
     for index, layer in enumerate(model.decoder):

@@ -9,7 +9,7 @@ import pytest
 from conftest import Cli
 from tasks import REPOSITORY, Tree, tiny_tree, write, write_config
 
-from mtrain.rundir import RunDir
+from mtrain.run.run_dir import RunDir
 
 TEST = "test_2016_flickr"
 

@@ -10,7 +10,7 @@ import mutations
 import pytest
 from mutations import MUTATIONS, REPOSITORY, Mutation
 
-from mtrain import native
+from mtrain.ops import native
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)

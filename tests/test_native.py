@@ -13,7 +13,7 @@ import pytest
 from conftest import Cli
 from tasks import write_task
 
-from mtrain import native
+from mtrain.ops import native
 
 FLAGS = tuple(flag for flag in native._FLAGS if flag != "-O3")  # compiled sooner
 SAY_LIBRARY = f"""  # load the library, and run one of its functions

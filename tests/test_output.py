@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from mtrain.corpus import Profile
-from mtrain.output import (
+from mtrain.corpus.reader import Profile
+from mtrain.decode.formats import (
     NOTHING,
     Line,
     Link,

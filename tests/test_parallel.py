@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtrain.parallel import Workers
+from mtrain.runtime.thread_pool import Workers
 
 PATIENCE_S = 60
 

@@ -22,14 +22,18 @@ from PIL import Image
 from safetensors.torch import load_file
 from tasks import prepared, reverse_task, train, write_task
 
-from mtrain import checkpoint, heatmaps, pictures, plots, tokenizer, training
-from mtrain import config as configs
-from mtrain import translate as translating
-from mtrain.batch import collate
-from mtrain.data import TrainingData
+from mtrain.config import sections
+from mtrain.data.batch import collate
+from mtrain.data.loader import TrainingData
+from mtrain.decode import translator
 from mtrain.errors import RunError
-from mtrain.heatmaps import Panels
-from mtrain.rundir import RunDir
+from mtrain.plot import collect, heatmaps
+from mtrain.plot import draw as draw_module
+from mtrain.plot.heatmaps import Panels
+from mtrain.run import checkpoint
+from mtrain.run.run_dir import RunDir
+from mtrain.tokenizer import sentencepiece
+from mtrain.train.trainer import Trainer, Validation
 
 SENTENCE = "ba ce di fo gu"
 ODD_SENTENCE = (
@@ -64,13 +68,13 @@ def copied(run: RunDir, tmp_path: Path) -> RunDir:
 
 
 @pytest.fixture(scope="module")
-def found(run: RunDir) -> pictures.Pictures:
-    return pictures.gather(run, None)
+def found(run: RunDir) -> collect.Pictures:
+    return collect.gather(run, None)
 
 
 @pytest.fixture(scope="module")
-def attention(run: RunDir) -> pictures.Attention:
-    found = pictures.gather(run, SENTENCE).attention
+def attention(run: RunDir) -> collect.Attention:
+    found = collect.gather(run, SENTENCE).attention
     assert found is not None
     return found
 
@@ -87,7 +91,7 @@ def names(outcome_lines: list[str]) -> list[str]:
     return [path.stem for path in paths[::2]]
 
 
-def test_the_curves_are_what_was_logged(run: RunDir, found: pictures.Pictures) -> None:
+def test_the_curves_are_what_was_logged(run: RunDir, found: collect.Pictures) -> None:
     curves = found.curves
     assert curves is not None
     for curve, key, steps in (
@@ -106,16 +110,16 @@ def test_a_loss_that_was_not_finite_is_a_gap(copied: RunDir) -> None:
     line = {"step": 14, "loss": math.inf, "lr": 0.1, "tgt_tokens_per_s": 1.0}
     with copied.metrics_path.open("a") as stream:
         stream.write(json.dumps(line) + "\n")
-    curves = pictures.read_curves(copied, [])
+    curves = collect.read_curves(copied, [])
     assert math.isnan(curves.loss.values[-1])
     assert np.isfinite(curves.loss.values[:-1]).all()
 
 
 def test_a_line_of_metrics_that_was_cut_off_is_left_out_and_named(copied: RunDir) -> None:
-    whole, left_out = pictures.read_curves(copied, []), []
+    whole, left_out = collect.read_curves(copied, []), []
     with copied.metrics_path.open("a") as stream:
         stream.write('{"step": 14, "lo')
-    curves = pictures.read_curves(copied, left_out)
+    curves = collect.read_curves(copied, left_out)
     assert curves.loss.steps.tolist() == whole.loss.steps.tolist()
     assert left_out == [f"curves: a line left out: {copied.metrics_path}:11: is cut off."]
 
@@ -126,12 +130,12 @@ def test_the_mark_names_the_checkpoints_that_the_final_weights_are_made_of(
 ) -> None:
     bleu = iter([50 + gain, 50 + 2 * gain, 50 + 3 * gain, 50 + 4 * gain])
 
-    def scored(trainer: training.Trainer, show_examples: bool = False) -> training.Validation:
-        return training.Validation(1.0, 1.0, next(bleu))
+    def scored(trainer: Trainer, show_examples: bool = False) -> Validation:
+        return Validation(1.0, 1.0, next(bleu))
 
-    monkeypatch.setattr(training.Trainer, "_score", scored)
+    monkeypatch.setattr(Trainer, "_score", scored)
     run = train(config_path, "training.average=2", run=str(tmp_path / "run"))
-    mark = pictures.read_curves(run, []).mark
+    mark = collect.read_curves(run, []).mark
     assert mark is not None
     made_of = [8, 12] if gain > 0 else [4]
     assert [mark.first_step, mark.last_step] == [made_of[0], made_of[-1]]
@@ -157,15 +161,15 @@ def test_without_a_record_of_what_was_chosen_the_best_validation_is_marked(
     checkpoint.save_model(copied.model_path, load_file(copied.model_path), "a tokenizer")
     if not is_trained:
         copied.model_path.unlink()
-    mark = pictures.read_curves(copied, []).mark
+    mark = collect.read_curves(copied, []).mark
     unsaid = " (the run does not say what was chosen)" if is_trained else ""
-    assert mark == pictures.Mark(8, 8, 9.0, f"best validation, step 8{unsaid}")
+    assert mark == collect.Mark(8, 8, 9.0, f"best validation, step 8{unsaid}")
 
 
 def test_the_attention_of_the_first_encoder_layer_is_that_of_plain_arithmetic(
-    run: RunDir, attention: pictures.Attention
+    run: RunDir, attention: collect.Attention
 ) -> None:
-    model, vocabulary = run.load_config().model, tokenizer.load(run.tokenizer_dir)
+    model, vocabulary = run.load_config().model, sentencepiece.load(run.tokenizer_dir)
     weights = {name: w.double().numpy() for name, w in load_file(run.model_path).items()}
     (name,) = (name for name in weights if name.endswith("_embedding.weight"))
     (ids,), width = vocabulary.encode_src([SENTENCE]), model.d_model // model.num_heads
@@ -186,9 +190,9 @@ def test_the_attention_of_the_first_encoder_layer_is_that_of_plain_arithmetic(
 
 
 def test_the_target_whose_attention_is_drawn_is_what_the_run_translates(
-    run: RunDir, attention: pictures.Attention
+    run: RunDir, attention: collect.Attention
 ) -> None:
-    (translation,) = translating.load(run, loading=translating.Loading("cpu")).translate([SENTENCE])
+    (translation,) = translator.load(run, loading=translator.Loading("cpu")).translate([SENTENCE])
     assert attention.translation == translation
     text = "".join(attention.tgt_out[:-1]).replace("\u2581", " ").strip()
     assert text == translation
@@ -199,7 +203,7 @@ def test_the_target_whose_attention_is_drawn_is_what_the_run_translates(
 
 
 def test_attention_has_a_map_for_each_head_of_each_layer_whose_rows_sum_to_one(
-    attention: pictures.Attention,
+    attention: collect.Attention,
 ) -> None:
     num_src, num_tgt = len(attention.src), len(attention.tgt_in)
     assert num_tgt > 3, "a translation that shows nothing"
@@ -212,7 +216,7 @@ def test_attention_has_a_map_for_each_head_of_each_layer_whose_rows_sum_to_one(
 
 
 def test_the_alignment_is_the_mean_of_all_heads_of_all_layers(
-    attention: pictures.Attention,
+    attention: collect.Attention,
 ) -> None:
     rng = np.random.default_rng(1)
     cross = [rng.random((2, 4, 5)) for _ in range(3)]
@@ -224,19 +228,19 @@ def test_the_alignment_is_the_mean_of_all_heads_of_all_layers(
 
 
 def test_without_a_sentence_one_of_the_validation_set_is_taken_and_named(
-    run: RunDir, found: pictures.Pictures
+    run: RunDir, found: collect.Pictures
 ) -> None:
     lines = (run.data_dir / "valid.src").read_text().splitlines()
     assert found.attention is not None
     row = lines.index(found.attention.source)
     assert found.attention.origin == f"line {row + 1} of the validation set"
-    vocabulary = tokenizer.load(run.tokenizer_dir)
-    assert pictures.choose_sentence(["", lines[row], " "], vocabulary) == 1
-    assert pictures.choose_sentence([" ", "\t", ""], vocabulary) is None
+    vocabulary = sentencepiece.load(run.tokenizer_dir)
+    assert collect.choose_sentence(["", lines[row], " "], vocabulary) == 1
+    assert collect.choose_sentence([" ", "\t", ""], vocabulary) is None
 
 
 def test_products_of_sinusoids_depend_on_the_distance_alone(
-    run: RunDir, found: pictures.Pictures
+    run: RunDir, found: collect.Pictures
 ) -> None:
     (table,), width = found.positions, run.load_config().model.d_model
     spread = table.products_by_distance()
@@ -248,7 +252,7 @@ def test_products_of_sinusoids_depend_on_the_distance_alone(
 
 def test_products_by_distance_are_those_of_all_pairs_that_far_apart() -> None:
     values = np.random.default_rng(2).normal(size=(7, 3))
-    table = pictures.PositionTable("any", values)
+    table = collect.PositionTable("any", values)
     for distance in range(7):
         products = [float(values[i] @ values[i + distance]) for i in range(7 - distance)]
         spread = [side[distance] for side in table.products_by_distance()]
@@ -259,12 +263,12 @@ def test_products_by_distance_are_those_of_all_pairs_that_far_apart() -> None:
 def test_learned_positions_are_those_of_the_model(config_path: Path, tmp_path: Path) -> None:
     learned = ["model.positions=learned", "model.max_positions=32", "training.max_steps=2"]
     run = train(config_path, *learned, run=str(tmp_path / "run"))
-    source, target = pictures.gather(run, None).positions
+    source, target = collect.gather(run, None).positions
     weights = load_file(run.model_path)
     assert (source.name, target.name) == ("learned, source", "learned, target")
     assert np.array_equal(source.table, weights["src_positions.table.weight"].numpy())
     assert np.array_equal(target.table, weights["tgt_positions.table.weight"].numpy())
-    figure = plots.draw_positions([source, target])
+    figure = draw_module.draw_positions([source, target])
     assert len(figure.axes) == 2 * 3 + 4  # two tables and their colour bars
 
 
@@ -272,9 +276,9 @@ def test_learned_positions_are_those_of_the_model(config_path: Path, tmp_path: P
 def test_the_masks_are_those_of_the_batch_place_by_place(window: int | None) -> None:
     src, tgt = [[5, 6, 7, 8, 3], [5, 3], [5, 6, 7, 3]], [[5, 6], [5, 6, 7], [5]]
     batch = collate(src, tgt, pad=0, bos=2, eos=3)
-    size = pictures.batch_size(batch)
-    lengths = pictures.SetLengths("any", np.array([5, 2, 4]), np.array([3, 4, 2]))
-    masks = pictures.masks(pictures.Batches(batch, batch, [size], lengths, True), window)
+    size = collect.batch_size(batch)
+    lengths = collect.SetLengths("any", np.array([5, 2, 4]), np.array([3, 4, 2]))
+    masks = collect.masks(collect.Batches(batch, batch, [size], lengths, True), window)
     assert (masks.number, masks.num_batches, masks.row) == (1, 1, 1)
     for row in range(3):
         assert masks.src_keep_BS[row].tolist() == [place < len(src[row]) for place in range(5)]
@@ -288,7 +292,7 @@ def test_the_masks_are_those_of_the_batch_place_by_place(window: int | None) -> 
         assert masks.decoder_TT[one].tolist() == seen
 
 
-def test_the_masks_are_those_of_the_most_padded_batch(found: pictures.Pictures) -> None:
+def test_the_masks_are_those_of_the_most_padded_batch(found: collect.Pictures) -> None:
     batches, masks = found.batches, found.masks
     assert batches is not None
     assert masks is not None
@@ -298,8 +302,8 @@ def test_the_masks_are_those_of_the_most_padded_batch(found: pictures.Pictures) 
     assert (num_kept, len(masks.src_keep_BS)) == (size.num_tokens, size.rows)
 
 
-def test_the_batches_are_the_plan_of_the_first_epoch(run: RunDir, found: pictures.Pictures) -> None:
-    config, vocabulary = run.load_config(), tokenizer.load(run.tokenizer_dir)
+def test_the_batches_are_the_plan_of_the_first_epoch(run: RunDir, found: collect.Pictures) -> None:
+    config, vocabulary = run.load_config(), sentencepiece.load(run.tokenizer_dir)
     data = TrainingData(run.data_dir, vocabulary, config.seed)
     plan, batches = data.plan(config.training.batch_tokens), found.batches
     assert batches is not None
@@ -311,37 +315,37 @@ def test_the_batches_are_the_plan_of_the_first_epoch(run: RunDir, found: picture
 
 
 def test_of_a_long_epoch_the_beginning_is_drawn(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, found: pictures.Pictures
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, found: collect.Pictures
 ) -> None:
-    monkeypatch.setattr(pictures, "_MAX_BATCHES", 3)
-    config, vocabulary = run.load_config(), tokenizer.load(run.tokenizer_dir)
-    batches = pictures.read_batches(run, config, vocabulary)
+    monkeypatch.setattr(collect, "_MAX_BATCHES", 3)
+    config, vocabulary = run.load_config(), sentencepiece.load(run.tokenizer_dir)
+    batches = collect.read_batches(run, config, vocabulary)
     assert found.batches is not None
     assert batches.sizes == found.batches.sizes[:3]
     assert not batches.is_whole_epoch
     assert batches.lengths.name == "training"
     assert np.array_equal(batches.lengths.src, found.batches.lengths.src)
     assert np.array_equal(batches.lengths.tgt, found.batches.lengths.tgt)
-    assert "beginning" in plots.draw_batch(batches, 192).get_suptitle()
+    assert "beginning" in draw_module.draw_batch(batches, 192).get_suptitle()
 
 
 def test_lengths_of_a_part_of_the_training_pairs_are_called_so(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    vocabulary = tokenizer.load(run.tokenizer_dir)
+    vocabulary = sentencepiece.load(run.tokenizer_dir)
     data = TrainingData(run.data_dir, vocabulary, seed=1)
-    assert pictures.training_lengths(data).name == "training"
+    assert collect.training_lengths(data).name == "training"
     share = data.shares[0]
     monkeypatch.setattr(TrainingData, "shares", [share, share])
-    assert pictures.training_lengths(data).name == "training (an epoch)"
+    assert collect.training_lengths(data).name == "training (an epoch)"
     monkeypatch.setattr(TrainingData, "__len__", lambda _: 201)
-    assert pictures.training_lengths(data).name == "training (beginning)"
+    assert collect.training_lengths(data).name == "training (beginning)"
 
 
 def test_the_lengths_are_those_of_the_texts_and_their_ends(
-    run: RunDir, found: pictures.Pictures
+    run: RunDir, found: collect.Pictures
 ) -> None:
-    vocabulary = tokenizer.load(run.tokenizer_dir)
+    vocabulary = sentencepiece.load(run.tokenizer_dir)
     directory = run.path.parent
     files = {"training": "train", "validation": "valid", "test held_out": "test"}
     assert [one.name for one in found.lengths] == list(files)
@@ -439,29 +443,29 @@ def test_nothing_overlaps_and_nothing_is_cut_off_however_many_pieces_there_are(
 
 
 def drawn_in_style(draw: Callable[[], Figure]) -> Figure:
-    with matplotlib.rc_context(plots._STYLE):
+    with matplotlib.rc_context(draw_module._STYLE):
         figure = draw()
         FigureCanvasAgg(figure).draw()
     return figure
 
 
 def test_nothing_overlaps_and_nothing_is_cut_off_in_the_other_pictures(
-    found: pictures.Pictures,
+    found: collect.Pictures,
 ) -> None:
     assert found.curves is not None
     assert found.masks is not None
     assert found.batches is not None
-    mark = pictures.Mark(20, 60, 37.8, "model.safetensors: mean of 5 checkpoints, steps 20 to 60")
+    mark = collect.Mark(20, 60, 37.8, "model.safetensors: mean of 5 checkpoints, steps 20 to 60")
     curves = found.curves._replace(mark=mark)
     values = np.random.default_rng(4).normal(size=(256, 64))
-    tables = [pictures.PositionTable(f"learned, {side}", values) for side in ("source", "target")]
+    tables = [collect.PositionTable(f"learned, {side}", values) for side in ("source", "target")]
     for draw in (
-        partial(plots.draw_curves, curves, "a_run_with_a_long_name", 0.1),
-        partial(plots.draw_positions, found.positions),
-        partial(plots.draw_positions, tables),
-        partial(plots.draw_masks, found.masks, 120),
-        partial(plots.draw_lengths, found.lengths),
-        partial(plots.draw_batch, found.batches, 4096),
+        partial(draw_module.draw_curves, curves, "a_run_with_a_long_name", 0.1),
+        partial(draw_module.draw_positions, found.positions),
+        partial(draw_module.draw_positions, tables),
+        partial(draw_module.draw_masks, found.masks, 120),
+        partial(draw_module.draw_lengths, found.lengths),
+        partial(draw_module.draw_batch, found.batches, 4096),
     ):
         figure = drawn_in_style(draw)
         boxes = [axes.get_tightbbox() for axes in figure.axes]
@@ -482,7 +486,7 @@ def test_plot_draws_every_picture_and_the_same_bytes_each_time(
 ) -> None:
     first, second, warnings = tmp_path / "first", tmp_path / "second", []
     settings = dict(matplotlib.rcParams)
-    paths = list(plots.draw(run, ODD_SENTENCE, first, warnings.append))
+    paths = list(draw_module.draw(run, ODD_SENTENCE, first, warnings.append))
     assert dict(matplotlib.rcParams) == settings
     outcome = cli("plot", run.path, "--sentence", ODD_SENTENCE, "--out", second)
     assert (outcome.code, outcome.err, warnings) == (0, "", [])
@@ -503,7 +507,7 @@ def test_plot_draws_every_picture_and_the_same_bytes_each_time(
 def test_of_a_run_that_is_not_trained_yet_the_rest_is_drawn(
     cli: Cli, config_path: Path, tmp_path: Path
 ) -> None:
-    run = prepared(configs.load(config_path, run_dir=str(tmp_path / "run")))
+    run = prepared(sections.load(config_path, run_dir=str(tmp_path / "run")))
     outcome = cli("plot", run.path)
     assert (outcome.code, names(outcome.lines)) == (0, OF_DATA)
     assert {Path(line).parent for line in outcome.lines} == {run.path / "plots"}
@@ -541,7 +545,7 @@ def test_curves_without_validations_or_without_steps_say_what_is_missing(
     lines = [json.dumps(line) + "\n" for line in metrics(copied) if kept in line]
     copied.metrics_path.write_text("".join(lines))
     left_out: list[str] = []
-    figure = plots.draw_curves(pictures.read_curves(copied, left_out), "copy", 0.1)
+    figure = draw_module.draw_curves(collect.read_curves(copied, left_out), "copy", 0.1)
     said = f"curves: {missing} left out: {copied.metrics_path}: holds none yet."
     assert left_out == [said]
     assert shown in {text.get_text() for axes in figure.axes for text in axes.texts}
@@ -550,12 +554,12 @@ def test_curves_without_validations_or_without_steps_say_what_is_missing(
 def test_metrics_that_hold_nothing_yet_are_named(copied: RunDir) -> None:
     copied.metrics_path.write_text("")
     with pytest.raises(RunError, match="holds no logged step and no validation yet"):
-        pictures.read_curves(copied, [])
+        collect.read_curves(copied, [])
 
 
 def test_a_run_of_which_nothing_can_be_drawn_is_one_line(cli: Cli, copied: RunDir) -> None:
     learned = ["model.positions=learned", "model.max_positions=32"]
-    configs.save(configs.load(copied.config_path, learned), copied.config_path)
+    sections.save(sections.load(copied.config_path, learned), copied.config_path)
     shutil.rmtree(copied.data_dir)
     copied.metrics_path.unlink()
     copied.model_path.unlink()
@@ -583,7 +587,7 @@ def test_a_sentence_that_is_no_text_is_one_line(
 def test_a_validation_set_without_a_sentence_gives_no_attention(cli: Cli, copied: RunDir) -> None:
     for side in ("src", "tgt"):
         (copied.data_dir / f"valid.{side}").write_text("\n\n")
-    found = pictures.gather(copied, None)
+    found = collect.gather(copied, None)
     assert found.attention is None
     assert found.left_out == [
         f"attention, alignment: left out: {copied.data_dir}: its validation set holds no sentence."

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 from tasks import Pair, Said, Tree, copy_task, tiny_tree, write, write_config, write_corpus
 
-from mtrain import config as configs
-from mtrain import corpus, prepare, tokenizer
-from mtrain.corpus import FileMark, Profile
-from mtrain.data import Position, TrainingData
+from mtrain.config import sections
+from mtrain.corpus import reader
+from mtrain.corpus.reader import FileMark, Profile
+from mtrain.data import prepare
+from mtrain.data.loader import Position, TrainingData
 from mtrain.errors import ConfigError, DataError, RunError, UserError
-from mtrain.rundir import RunDir
+from mtrain.run.run_dir import RunDir
+from mtrain.tokenizer import sentencepiece
 
 
 @pytest.fixture
@@ -26,7 +28,7 @@ def tree(tmp_path: Path) -> Tree:
 
 def make(tmp_path: Path, tree: Tree) -> tuple[RunDir, list[str]]:
     """Prepare a run; return it, and what was said."""
-    config = configs.load(write_config(tmp_path / "config.yaml", tree))
+    config = sections.load(write_config(tmp_path / "config.yaml", tree))
     run, console = RunDir(Path(config.run_dir)), Said()
     prepare.prepare(config, run, console)
     return run, console.lines
@@ -43,7 +45,7 @@ def refused(tmp_path: Path, tree: Tree) -> UserError:
 
 def stored_pairs(run: RunDir) -> list[tuple[str, str]]:
     """Decode what the run folder holds of the training pairs, in one epoch, sorted."""
-    vocabulary = tokenizer.load(run.tokenizer_dir)
+    vocabulary = sentencepiece.load(run.tokenizer_dir)
     table = TrainingData(run.data_dir, vocabulary, seed=1)
     found: list[tuple[str, str]] = []
     for batch, position in table.batches(256, Position()):
@@ -70,7 +72,7 @@ def test_a_run_folder_holds_tokenizer_data_and_the_whole_config(tmp_path: Path, 
     ]
     parts = {"config.yaml", "config.schema.json", "tokenizer", "data"}
     assert {path.name for path in run.path.iterdir()} == parts
-    assert run.load_config() == configs.load(tmp_path / "config.yaml")
+    assert run.load_config() == sections.load(tmp_path / "config.yaml")
     lines = prepare.read_test(run, "held_out")
     assert list(zip(*lines, strict=True)) == copy_task(40, 3)
     assert list(zip(*prepare.read_valid(run), strict=True)) == copy_task(12, 2)
@@ -133,7 +135,7 @@ def test_a_pair_is_too_long_by_its_longer_side_with_eos(
     lines = [f"{pair.src} ba ce" for pair in copy_task(200, 1)]
     write(Path(tree["data"]["train"][longer][0]), lines)
     run, _ = make(tmp_path, tree)
-    lengths = [len(ids) + 1 for ids in tokenizer.load(run.tokenizer_dir).src.encode(lines)]
+    lengths = [len(ids) + 1 for ids in sentencepiece.load(run.tokenizer_dir).src.encode(lines)]
     limit = sorted(lengths)[len(lengths) // 2]
     tree["data"]["max_tokens"] = limit
     tree["run_dir"] = str(tmp_path / "other")
@@ -250,7 +252,7 @@ def test_the_bound_that_is_named_is_the_largest_vocabulary_that_works(
     bound = int(str(refused(tmp_path, tree)).split(" at most ")[1].split()[0])
     tree["tokenizer"]["vocab_size"] = bound
     run, _ = make(tmp_path, tree)
-    assert len(tokenizer.load(run.tokenizer_dir).src) == bound
+    assert len(sentencepiece.load(run.tokenizer_dir).src) == bound
 
 
 def test_a_second_time_nothing_is_done_and_it_is_said(tmp_path: Path, tree: Tree) -> None:
@@ -338,7 +340,7 @@ def test_separate_vocabularies_each_know_their_side(tmp_path: Path, tree: Tree) 
     run, said = make(tmp_path, tree)
     assert said[0] == "tokenizer: unigram, 283 source and 283 target pieces"
     assert {path.name for path in run.tokenizer_dir.iterdir()} == {"src.model", "tgt.model"}
-    vocabulary = tokenizer.load(run.tokenizer_dir)
+    vocabulary = sentencepiece.load(run.tokenizer_dir)
     assert len(vocabulary.src.pieces("ba ce")) < len(vocabulary.tgt.pieces("ba ce"))
     assert len(vocabulary.src.pieces("BA CE")) > len(vocabulary.tgt.pieces("BA CE"))
     assert stored_pairs(run) == sorted((pair.src, pair.tgt.upper()) for pair in pairs)
@@ -414,7 +416,7 @@ def test_a_run_folder_says_what_is_usual_in_its_pairs(tmp_path: Path, tree: Tree
     pairs += copy_task(50, 5)
     tree["data"] |= {"train": write_corpus(tmp_path, "train", pairs), "max_tokens": 99}
     run, _ = make(tmp_path, tree)
-    vocabulary = tokenizer.load(run.tokenizer_dir)
+    vocabulary = sentencepiece.load(run.tokenizer_dir)
     src = [len(ids) for ids in vocabulary.encode_src([pair.src for pair in pairs])]
     tgt = [len(ids) + 1 for ids in vocabulary.tgt.encode([pair.tgt for pair in pairs])]
     ratios = [b / a for a, b in zip(src, tgt, strict=True)]
@@ -520,8 +522,8 @@ def test_a_file_is_read_again_only_if_its_size_or_time_is_another(
 ) -> None:
     make(tmp_path, tree)
     files, read = corpora_of(tree), []
-    sha256 = corpus.sha256
-    monkeypatch.setattr(corpus, "sha256", lambda path: read.append(path) or sha256(path))
+    sha256 = reader.sha256
+    monkeypatch.setattr(reader, "sha256", lambda path: read.append(path) or sha256(path))
     make(tmp_path, tree)
     assert read == []
     touch(files[2])

@@ -26,8 +26,9 @@ from ways import (
     normal,
 )
 
-from mtrain import native, products
-from mtrain.products import (
+from mtrain.ops import linear as linear_module
+from mtrain.ops import native
+from mtrain.ops.linear import (
     Linear,
     Projected,
     ProjectedCrossEntropy,
@@ -137,7 +138,7 @@ def test_batches_of_many_sizes_ask_for_products_of_few_sizes(monkeypatch):
         return map_linearly(x, weight, bias)
 
     monkeypatch.setattr(torch, "mm", note)
-    monkeypatch.setattr(products.F, "linear", note_linear)
+    monkeypatch.setattr(linear_module.F, "linear", note_linear)
     layer, weight = linear(), leaf(9, 5, dtype=torch.float32)
     for num_rows in range(1, 129, 7):
         states = layer(leaf(num_rows, 6, dtype=SHORT))
@@ -350,7 +351,7 @@ def test_the_loss_of_logits_and_its_gradient_are_torchs(way, calls, rows, width,
     logits, targets = normal(rows, width, dtype=way.dtype) * 3, torch.arange(rows) % width
     (exact,) = exactly([logits.clone()])
     sums = torch.full((2,), 0.5, dtype=torch.float64)
-    products._cross_entropy(logits, targets, smoothing, True, sums)
+    linear_module._cross_entropy(logits, targets, smoothing, True, sums)
     assert calls == (["cross_entropy"] if way.is_compiled else [])
     settings = {"reduction": "sum"}
     loss = F.cross_entropy(exact, targets, label_smoothing=smoothing, **settings)
@@ -363,10 +364,10 @@ def test_the_loss_of_logits_and_its_gradient_are_torchs(way, calls, rows, width,
 def test_without_a_gradient_the_logits_are_left_as_they_are(way, calls):
     logits, targets = normal(5, 7, dtype=way.dtype), torch.arange(5)
     before, sums = logits.clone(), torch.zeros(2, dtype=torch.float64)
-    products._cross_entropy(logits, targets, 0.1, False, sums)
+    linear_module._cross_entropy(logits, targets, 0.1, False, sums)
     assert torch.equal(logits, before)
     with_grad = torch.zeros(2, dtype=torch.float64)
-    products._cross_entropy(logits, targets, 0.1, True, with_grad)
+    linear_module._cross_entropy(logits, targets, 0.1, True, with_grad)
     assert torch.equal(sums, with_grad)
 
 
@@ -378,7 +379,7 @@ def test_without_a_gradient_the_logits_are_left_as_they_are(way, calls):
 def test_projected_cross_entropy_is_torchs_on_plain_logits(
     way, calls, num_tokens, chunk_tokens, monkeypatch
 ):
-    monkeypatch.setattr(products, "_CHUNK_TOKENS", chunk_tokens)
+    monkeypatch.setattr(linear_module, "_CHUNK_TOKENS", chunk_tokens)
     weights = LONG[way.dtype]
     states, weight = leaf(num_tokens, 4, dtype=way.dtype), leaf(6, 4, seed=1, dtype=weights)
     targets = torch.arange(num_tokens) % 6
@@ -498,7 +499,7 @@ def test_targets_may_be_cut_out_of_a_larger_tensor(way, calls):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_projected_cross_entropy_passes_gradcheck(smoothing, monkeypatch):
-    monkeypatch.setattr(products, "_CHUNK_TOKENS", 2)
+    monkeypatch.setattr(linear_module, "_CHUNK_TOKENS", 2)
     targets = torch.tensor([0, 4, 4, 2, 1])
 
     def loss(states: Tensor, weight: Tensor) -> Tensor:
@@ -553,7 +554,7 @@ def test_extreme_logits_stay_finite_and_right(way, calls, size):
     logits, targets = normal(9, 6, dtype=way.dtype) * size, torch.arange(9) % 6
     (exact,) = exactly([logits.clone()])
     sums = torch.zeros(2, dtype=torch.float64)
-    products._cross_entropy(logits, targets, 0.1, True, sums)
+    linear_module._cross_entropy(logits, targets, 0.1, True, sums)
     loss = F.cross_entropy(exact, targets, label_smoothing=0.1, reduction="sum")
     nll = F.cross_entropy(exact, targets, reduction="sum")
     torch.testing.assert_close(sums, torch.stack([loss, nll]).detach(), rtol=1e-5, atol=1e-4)
@@ -588,13 +589,13 @@ class LiveMemory(TorchDispatchMode):
 
 @EACH_WAY
 def test_the_loss_never_holds_the_logits_of_a_whole_batch(way, calls):
-    num_tokens, num_pieces = 16 * products._CHUNK_TOKENS, 1000
+    num_tokens, num_pieces = 16 * linear_module._CHUNK_TOKENS, 1000
     weights = LONG[way.dtype]
     states, weight = leaf(num_tokens, 2, dtype=way.dtype), leaf(num_pieces, 2, dtype=weights)
     targets = torch.arange(num_tokens) % num_pieces
     with LiveMemory() as memory:
         ProjectedCrossEntropy.apply(states, weight, targets, 0.1)[0].backward()
-    chunk_bytes = products._CHUNK_TOKENS * num_pieces * way.dtype.itemsize
+    chunk_bytes = linear_module._CHUNK_TOKENS * num_pieces * way.dtype.itemsize
     num_chunks = 2.5 if way.is_compiled else 8  # one is let go when the next is there
     assert chunk_bytes < memory.most < num_chunks * chunk_bytes
 
@@ -618,7 +619,7 @@ def test_compiled_powers_are_right_to_the_last_places(calls):
     x = torch.linspace(-86, 0, 4001)
     logits = torch.stack([torch.zeros_like(x), x], 1)
     sums = torch.zeros(2, dtype=torch.float64)
-    products._cross_entropy(logits, torch.zeros(len(x), dtype=torch.long), 0.0, True, sums)
+    linear_module._cross_entropy(logits, torch.zeros(len(x), dtype=torch.long), 0.0, True, sums)
     assert calls == ["cross_entropy"]
     torch.testing.assert_close(logits[:, 1].double(), x.double().sigmoid(), rtol=3e-7, atol=0)
 
@@ -646,7 +647,7 @@ def test_a_state_that_is_not_finite_shows_in_the_loss_and_in_the_gradient(
 def test_a_logit_that_is_not_finite_shows_in_the_loss_and_in_the_gradient(way, calls, value, place):
     logits, sums = normal(3, 40, dtype=way.dtype), torch.zeros(2, dtype=torch.float64)
     logits[1, place] = value
-    products._cross_entropy(logits, torch.tensor([0, 2, 39]), 0.1, True, sums)
+    linear_module._cross_entropy(logits, torch.tensor([0, 2, 39]), 0.1, True, sums)
     assert not sums.isfinite().any()
     assert logits[[0, 2]].isfinite().all()
     assert logits[1].isnan().all()
@@ -897,7 +898,7 @@ def test_on_several_threads_a_linear_map_is_torchs(calls, num_threads, monkeypat
 
 def test_all_linear_maps_of_a_model_are_laid_out(calls, one_thread):
     model = nn.Sequential(Linear(6, 5), nn.Sequential(nn.LayerNorm(5), Projection(5, 7)))
-    products.lay_out(model)
+    linear_module.lay_out(model)
     with torch.no_grad():
         model(normal(4, 6, dtype=torch.float32))
     assert calls == ["project"] * 2

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from conftest import open_terminal
 
-from mtrain.rundir import RunDir
+from mtrain.run.run_dir import RunDir
 
 ESCAPES = re.compile(r"\x1b\[[?0-9;]*[A-Za-z]")
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtrain import repeats
-from mtrain.leaks import Leaks, SideHashes
-from mtrain.repeats import PairHashes
-from mtrain.traits import Hashes
+from mtrain.audit import duplicates
+from mtrain.audit.contamination import Leaks, SideHashes
+from mtrain.audit.duplicates import PairHashes
+from mtrain.audit.features import Hashes
 
 SIDES = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 4)), max_size=40)
 Sides = list[tuple[int, int]]
@@ -30,8 +30,8 @@ def blocks(pairs: Sides) -> Iterator[PairHashes]:
 @given(pairs=SIDES)
 def test_repeats_are_those_of_dictionaries(pass_pairs: int, pairs: Sides) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(repeats, "_PASS_PAIRS", pass_pairs)
-        found = repeats.find(lambda: blocks(pairs), len(pairs))
+        patch.setattr(duplicates, "_PASS_PAIRS", pass_pairs)
+        found = duplicates.find(lambda: blocks(pairs), len(pairs))
     first_pair: dict[tuple[int, int], int] = {}
     first_src: dict[int, int] = {}
     of_pair, of_src = [], []

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from mtrain.rules import RULES, Pairs, Rule, Severity, Side, Usual, learn
-from mtrain.shifts import Window
-from mtrain.traits import measure
+from mtrain.audit.features import measure
+from mtrain.audit.misalignment import Window
+from mtrain.audit.rules import RULES, Pairs, Rule, Severity, Side, Usual, learn
 
 BY_NAME = {rule.name: rule for rule in RULES}
 LATIN, CYRILLIC = ["ten small dogs"] * 97, ["десять собак там"] * 97

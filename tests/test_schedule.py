@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from tasks import prepared, write_task
 from torch import Tensor
 
-from mtrain.config import TrainingConfig, load
-from mtrain.data import Position, dealt_whole
-from mtrain.runlog import RunLog
-from mtrain.schedule import learning_rate, noam
-from mtrain.training import Trainer
+from mtrain.config.sections import TrainingConfig, load
+from mtrain.data.loader import Position, dealt_whole
+from mtrain.run.logger import RunLog
+from mtrain.train.schedule import learning_rate, noam
+from mtrain.train.trainer import Trainer
 
 SCHEDULES = ["inverse_sqrt", "noam", "linear", "cosine"]
 D_MODEL = 512

@@ -8,9 +8,8 @@ import make_schema
 import pytest
 from tasks import REPOSITORY, Tree, tiny_tree, write_task
 
-from mtrain import config as configs
-from mtrain import schema
-from mtrain.config import Config
+from mtrain.config import json_schema
+from mtrain.config.sections import CLEAN, Config, load, save
 
 HEAD = re.compile(r"# yaml-language-server: \$schema=(\S+)\n")
 SHIPPED = sorted((REPOSITORY / "configs").rglob("*.yaml"))
@@ -34,7 +33,7 @@ def test_every_key_of_the_config_is_in_the_schema_and_no_other_is_allowed() -> N
     for section in [tree, *tree["$defs"].values()]:
         assert section["additionalProperties"] is False
     clean = tree["$defs"]["DataConfig"]["properties"]["clean"]
-    assert clean["items"]["enum"] == list(configs.CLEAN)
+    assert clean["items"]["enum"] == list(CLEAN)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
@@ -45,13 +44,13 @@ def test_a_shipped_config_names_the_schema_of_the_package(path: Path) -> None:
 def test_a_config_that_is_written_names_the_schema_beside_it(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     saved = tmp_path / "elsewhere" / "saved.yaml"
-    config = configs.load(write_task(tmp_path))
-    configs.save(config, saved)
+    config = load(write_task(tmp_path))
+    save(config, saved)
     copy = named_by(saved)
-    assert copy == saved.with_name(schema.SCHEMA_FILE)
+    assert copy == saved.with_name(json_schema.SCHEMA_FILE)
     assert copy.read_bytes() == make_schema.PATH.read_bytes()
     copy.write_bytes(b"of an older mtrain")
-    configs.save(config, saved)
+    save(config, saved)
     assert copy.read_bytes() == make_schema.PATH.read_bytes()
     assert sorted(path.name for path in saved.parent.iterdir()) == [copy.name, saved.name]
 
@@ -73,8 +72,8 @@ def test_a_checker_of_schemas_takes_the_shipped_configs_and_refuses_wrong_ones(
     tree = json.loads(make_schema.PATH.read_bytes())
     check = jsonschema.validators.validator_for(tree)(tree)
     for path in SHIPPED:
-        check.validate(configs.load(path).model_dump(exclude_unset=True))  # as it is written
-    check.validate(configs.load(write_task(tmp_path)).model_dump())
+        check.validate(load(path).model_dump(exclude_unset=True))  # as it is written
+    check.validate(load(write_task(tmp_path)).model_dump())
     for key, value in (
         ("sed", 1),
         ("model.norm", "both"),

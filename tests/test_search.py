@@ -13,13 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mtrain import native
-from mtrain.batch import pad_right
-from mtrain.config import ModelConfig
-from mtrain.decoderstate import DecoderState
-from mtrain.model import Transformer
-from mtrain.products import lay_out
-from mtrain.search import (
+from mtrain.config.sections import ModelConfig
+from mtrain.data.batch import pad_right
+from mtrain.decode.beam import (
     NUM_GROUPS,
     Beam,
     Group,
@@ -31,6 +27,10 @@ from mtrain.search import (
     length_penalty,
     sample,
 )
+from mtrain.model.kv_cache import DecoderState
+from mtrain.model.transformer import Transformer
+from mtrain.ops import native
+from mtrain.ops.linear import lay_out
 
 # The special ids are scattered on purpose: search must know none but those it is told.
 NUM_PIECES, EOS, PAD, BOS = 6, 1, 3, 4

@@ -21,10 +21,10 @@ from test_data import (
     written,
 )
 
-from mtrain import data, shards
-from mtrain.data import Position, TrainingData, check_pairs, read_src
+from mtrain.data import arrow_shards, loader
+from mtrain.data.arrow_shards import Contents, EncodedPair, Mixed, Shard, Tables, write_pairs
+from mtrain.data.loader import Position, TrainingData, check_pairs, read_src
 from mtrain.errors import RunError
-from mtrain.shards import Contents, EncodedPair, Mixed, Shard, Tables, write_pairs
 
 WINDOW_PAIRS = 37
 
@@ -37,7 +37,7 @@ def write_tables(
     parts = [pairs[first:end] for first, end in itertools.pairwise([0, *ends, len(pairs)])]
     entries, lengths = [], []
     for number, part in enumerate(parts):
-        write_pairs(shards.shard_path(directory, number), part, with_text)
+        write_pairs(arrow_shards.shard_path(directory, number), part, with_text)
         longer = [max(len(pair.src), len(pair.tgt) + 1) for pair in part]
         tokens = sum(len(pair.src) for pair in part), sum(len(pair.tgt) + 1 for pair in part)
         entries.append(Shard(number if weights else 0, len(part), *tokens))
@@ -45,14 +45,14 @@ def write_tables(
     counts = [own.tolist() for own in (lengths if weights else [sum(lengths)])]
     names = [f"data.train[{number}]" for number in range(len(counts))]
     mixed = [Mixed(*own) for own in zip(names, weights or [1.0], counts, strict=True)]
-    shards.write_contents(directory, Contents(mixed, entries))
+    arrow_shards.write_contents(directory, Contents(mixed, entries))
     return directory
 
 
 @pytest.fixture
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "WINDOW_PAIRS", WINDOW_PAIRS)
-    monkeypatch.setattr(data, "SAMPLED_WINDOW_PAIRS", 30)
+    monkeypatch.setattr(loader, "WINDOW_PAIRS", WINDOW_PAIRS)
+    monkeypatch.setattr(loader, "SAMPLED_WINDOW_PAIRS", 30)
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     numbers: list[int] = []
     open_ = Tables.open
 
-    def noting(tables: Tables, number: int) -> shards.Table:
+    def noting(tables: Tables, number: int) -> arrow_shards.Table:
         numbers.append(number)
         return open_(tables, number)
 
@@ -84,7 +84,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_several_tables_in_one_window_are_dealt_out_just_as_one_table(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
-    write_pairs(tmp_path / "one" / shards.TRAIN_FILE, encoded_pairs(), with_text=False)
+    write_pairs(tmp_path / "one" / arrow_shards.TRAIN_FILE, encoded_pairs(), with_text=False)
     several = write_tables(tmp_path, encoded_pairs(), [20, 21, 50])
     one, other = training_data(tmp_path / "one"), training_data(several)
     assert one.plan(BATCH_TOKENS) == other.plan(BATCH_TOKENS)
@@ -203,13 +203,13 @@ def assert_refused(directory: Path, message: str) -> None:
 
 
 def test_a_table_that_is_gone_is_named_before_anything_is_read(directory: Path) -> None:
-    path = shards.shard_path(directory, 4)
+    path = arrow_shards.shard_path(directory, 4)
     path.unlink()
     assert_refused(directory, f"{path}: is missing; restore it from a copy of the run.")
 
 
 def test_a_table_in_the_place_of_another_is_noticed(directory: Path) -> None:
-    paths = [shards.shard_path(directory, number) for number in (0, 2)]
+    paths = [arrow_shards.shard_path(directory, number) for number in (0, 2)]
     paths[0].write_bytes(paths[1].read_bytes())
     message = f"{paths[0]}: must hold what shards.json says, but does not; restore both from a "
     with pytest.raises(RunError) as error:
@@ -239,7 +239,7 @@ def changed(page: dict[str, object], key: str, value: object) -> dict[str, objec
 
 @pytest.mark.parametrize("change", PAGES.values(), ids=PAGES)
 def test_a_page_that_lies_is_refused_in_one_line(directory: Path, change: object) -> None:
-    path = directory / shards.SHARDS_FILE
+    path = directory / arrow_shards.SHARDS_FILE
     path.write_text(json.dumps(change(json.loads(path.read_text("utf-8")))), encoding="utf-8")
     assert_refused(
         directory,

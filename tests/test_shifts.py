@@ -9,9 +9,9 @@ from builders import DEMO_DIR
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtrain import shifts
-from mtrain.shifts import MAX_OFFSET, Shift, Window
-from mtrain.traits import Records, measure
+from mtrain.audit import misalignment
+from mtrain.audit.features import Records, measure
+from mtrain.audit.misalignment import MAX_OFFSET, Shift, Window
 
 
 def demo_records(side: str, count: int) -> Records:
@@ -30,7 +30,7 @@ def reader(src: Records, tgt: Records, size: int = 1000) -> Callable[[], Iterato
 
 
 def rises(evidence: list[float], size: int) -> list[tuple[int, int]]:
-    found = shifts._Rises(offset=1)
+    found = misalignment._Rises(offset=1)
     for first in range(0, len(evidence), size):
         found.feed(np.array(evidence[first : first + size]), first)
     return [(shift.first, shift.last) for shift in found.finish()]
@@ -44,12 +44,12 @@ def plain_rises(evidence: list[float]) -> list[tuple[int, int]]:
         if peak:
             if height > peak:
                 peak, peak_at = height, pair
-            if height <= peak - shifts._ENOUGH:
+            if height <= peak - misalignment._ENOUGH:
                 found.append((start, peak_at))
                 height, start, peak = 0.0, pair + 1, 0.0
         elif height <= 0:
             height, start = 0.0, pair + 1
-        elif height >= shifts._ENOUGH:
+        elif height >= misalignment._ENOUGH:
             peak, peak_at = height, pair
     return found + ([(start, peak_at)] if peak else [])
 
@@ -65,13 +65,13 @@ def test_each_window_has_the_targets_before_and_after_it(size: int) -> None:
     tgt = TGT[:700]
     edge = np.zeros(MAX_OFFSET, TGT.dtype)
     whole = np.concatenate([edge, tgt, edge])
-    for window in shifts._overlapping(reader(SRC[:700], tgt, size)()):
+    for window in misalignment._overlapping(reader(SRC[:700], tgt, size)()):
         end = window.first + len(window.src) + 2 * MAX_OFFSET
         assert (window.tgt == whole[window.first : end]).all()
 
 
 def test_pairs_as_they_should_be_have_no_shift() -> None:
-    assert shifts.find(reader(SRC, TGT)) == []
+    assert misalignment.find(reader(SRC, TGT)) == []
 
 
 @pytest.mark.parametrize("size", [37, 1000, 5000])
@@ -83,7 +83,7 @@ def test_a_shift_is_found_with_its_offset_whatever_the_windows(offset: int, size
     else:
         parts = [TGT[:begin], TGT[begin - offset : end], TGT[:-offset], TGT[end:]]
     tgt = np.concatenate(parts)
-    (found,) = shifts.find(reader(SRC, tgt, size))
+    (found,) = misalignment.find(reader(SRC, tgt, size))
     assert found.offset == offset
     assert abs(found.first - begin) <= 4
     assert abs(found.last - end) <= 8
@@ -92,7 +92,7 @@ def test_a_shift_is_found_with_its_offset_whatever_the_windows(offset: int, size
 
 def test_two_shifts_are_two_findings_and_the_second_may_reach_the_end() -> None:
     tgt = np.concatenate([TGT[:500], TGT[501:900], TGT[:1], TGT[900:2000], TGT[2001:], TGT[:1]])
-    first, second = shifts.find(reader(SRC, tgt))
+    first, second = misalignment.find(reader(SRC, tgt))
     assert (first.offset, second.offset) == (-1, -1)
     assert abs(first.first - 500) <= 3 and abs(first.last - 899) <= 5
     assert abs(second.first - 2000) <= 3 and second.last >= 2990
@@ -102,9 +102,9 @@ def test_pairs_that_correspond_at_no_offset_are_no_shift() -> None:
     order = list(range(1000, 2000))
     random.Random(1).shuffle(order)
     tgt = np.concatenate([TGT[:1000], TGT[order], TGT[2000:]])
-    assert shifts.find(reader(SRC, tgt)) == []
+    assert misalignment.find(reader(SRC, tgt)) == []
 
 
 def test_of_stretches_that_overlap_the_one_with_most_evidence_is_kept() -> None:
     strong, weak, apart = Shift(5, 50, 1, 90.0), Shift(40, 60, 2, 30.0), Shift(51, 60, 3, 26.0)
-    assert shifts._strongest([weak, strong, apart]) == [strong, apart]
+    assert misalignment._strongest([weak, strong, apart]) == [strong, apart]

@@ -1,8 +1,8 @@
 import pytest
 
-from mtrain import sizes
-from mtrain.config import Config
-from mtrain.sizes import SIZES, Tried
+from mtrain.autoconfig import presets
+from mtrain.autoconfig.presets import SIZES, Tried
+from mtrain.config.sections import Config
 
 
 def tried(index=0, num_weights=1_000_000, tokens_per_s=10_000):
@@ -17,40 +17,40 @@ def test_sizes_rise_in_weights_and_in_what_they_ask_of_a_corpus():
 
 
 def test_a_larger_corpus_has_no_smaller_vocabulary():
-    found = [sizes.vocabulary_size(10**power) for power in range(2, 9)]
+    found = [presets.vocabulary_size(10**power) for power in range(2, 9)]
     assert found == sorted(found)
     assert (found[0], found[-1]) == (1000, 32_000)
 
 
 def test_the_largest_size_that_fits_the_budget_is_chosen():
     rows = [tried(0, 1_000_000, 10_000), tried(1, 4_000_000, 5000), tried(2, 30_000_000, 1000)]
-    assert sizes.choose(rows, 600).size.name == "tiny"
-    assert sizes.choose(rows, 4000).size.name == "small"
-    assert sizes.choose(rows, 150_000).size.name == "medium"
+    assert presets.choose(rows, 600).size.name == "tiny"
+    assert presets.choose(rows, 4000).size.name == "small"
+    assert presets.choose(rows, 150_000).size.name == "medium"
 
 
 def test_the_smallest_size_is_chosen_if_none_fits():
-    assert sizes.choose([tried(0), tried(1)], 1).size.name == "tiny"
+    assert presets.choose([tried(0), tried(1)], 1).size.name == "tiny"
 
 
 def test_a_budget_of_more_time_gives_more_updates_and_more_dropout():
-    short, longer, longest = (sizes.recipe(tried(), 60 * n, 500_000) for n in (5, 20, 200))
+    short, longer, longest = (presets.recipe(tried(), 60 * n, 500_000) for n in (5, 20, 200))
     assert short.num_updates < longer.num_updates < longest.num_updates
     assert (short.dropout, longer.dropout, longest.dropout) == (0.1, 0.2, 0.3)
 
 
 def test_updates_and_epochs_are_those_that_the_rate_is_good_for():
-    found = sizes.recipe(tried(tokens_per_s=4096), 100, 40_960)
+    found = presets.recipe(tried(tokens_per_s=4096), 100, 40_960)
     assert (found.num_updates, found.num_epochs) == (100, 10)
     assert found.log_every == 5
-    assert sizes.recipe(tried(3, tokens_per_s=4096), 600, 40_960).num_updates == 100
-    assert sizes.recipe(tried(tokens_per_s=4096), 100, 1024).num_updates == 400
+    assert presets.recipe(tried(3, tokens_per_s=4096), 600, 40_960).num_updates == 100
+    assert presets.recipe(tried(tokens_per_s=4096), 100, 1024).num_updates == 400
 
 
 @pytest.mark.parametrize("budget_s", [0.001, 1, 60, 3600, 10**8])
 def test_the_averaged_checkpoints_lie_within_the_training_and_the_config_is_valid(budget_s):
-    found = sizes.recipe(tried(), budget_s, 500_000)
-    assert found.save_every * sizes.AVERAGED <= max(0.35 * found.num_updates, sizes.AVERAGED)
+    found = presets.recipe(tried(), budget_s, 500_000)
+    assert found.save_every * presets.AVERAGED <= max(0.35 * found.num_updates, presets.AVERAGED)
     tree = {
         "run_dir": "run",
         "data": {"src_lang": "en", "tgt_lang": "de"}
@@ -59,8 +59,8 @@ def test_the_averaged_checkpoints_lie_within_the_training_and_the_config_is_vali
             "max_minutes": budget_s / 60,
             "warmup_steps": found.warmup_steps,
             "save_every": found.save_every,
-            "keep_last": sizes.AVERAGED,
-            "average": sizes.AVERAGED,
+            "keep_last": presets.AVERAGED,
+            "average": presets.AVERAGED,
             "validate_every": found.validate_every,
         },
     }

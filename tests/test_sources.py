@@ -20,13 +20,14 @@ from huggingface_hub import HfApi
 from pyarrow import parquet
 from tasks import REPOSITORY, Pair, Tree, copy_task, reverse_task, tiny_tree, write_config
 
-from mtrain import config as configs
-from mtrain import corpus, prepare, sources
-from mtrain.config import Config, DataConfig
+from mtrain.config import sections
+from mtrain.config.corpora import Corpus
+from mtrain.config.sections import Config, DataConfig
+from mtrain.corpus import formats, reader
+from mtrain.corpus.lenient_reader import Intake, size_of
+from mtrain.data import prepare
 from mtrain.errors import ConfigError, DataError
-from mtrain.intake import Intake, size_of
-from mtrain.rundir import RunDir
-from mtrain.texts import Corpus
+from mtrain.run.run_dir import RunDir
 
 Form = Callable[[Path, str, list[Pair]], Tree]
 FIELDS = {"src": "translation.aa", "tgt": "translation.bb"}
@@ -108,7 +109,7 @@ def without_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks the hub in this process finds a closed port; what is cached goes away."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    sources._resolve.cache_clear()
+    formats._resolve.cache_clear()
 
 
 def corpus_of(tree: Tree) -> Corpus:
@@ -130,7 +131,7 @@ def config_with(directory: Path, form: Form) -> Path:
 
 def message(tree: Tree) -> str:
     with pytest.raises(DataError) as error:
-        list(corpus.read_pairs(corpus_of(tree)))
+        list(reader.read_pairs(corpus_of(tree)))
     return str(error.value)
 
 
@@ -155,10 +156,10 @@ def test_every_form_gives_the_run_folder_that_plain_files_give(
     assert outcome.code == 0, outcome.err
     runs = [RunDir(tmp_path / name / "run") for name in ("plain", "other")]
     assert stored(runs[0]) == stored(runs[1])
-    config = configs.load(other)
+    config = sections.load(other)
     assert runs[1].load_config() == config
     marked = set(prepare.read_marks(runs[1]))
-    assert marked == {path for own in corpora(config) for path in sources.paths_of(own)}
+    assert marked == {path for own in corpora(config) for path in formats.paths_of(own)}
     assert all(Path(path).is_file() for path in marked) and marked
 
 
@@ -198,7 +199,7 @@ def test_a_check_counts_the_pairs_of_every_form_and_tells_its_bytes(
 def test_a_changed_file_of_every_form_is_noticed(cli: Cli, tmp_path: Path, form: Form) -> None:
     config = config_with(tmp_path, form)
     assert cli("tokenize", config).code == 0
-    path = Path(sources.paths_of(configs.load(config).data.train)[-1])
+    path = Path(formats.paths_of(sections.load(config).data.train)[-1])
     path.write_bytes(path.read_bytes() + b"\n")
     outcome = cli("tokenize", config)
     assert (outcome.code, "has changed since" in outcome.err) == (2, True)
@@ -293,7 +294,7 @@ def test_code_that_comes_with_a_data_set_is_not_run(tmp_path: Path) -> None:
     tree = {"hub": str(folder), "split": "train", "src": "a", "tgt": "b"}
     assert "cannot be loaded as a data set: " in message(tree)
     assert not (tmp_path / "ran").exists()
-    assert "trust_remote_code" not in Path(sources.__file__).read_text(encoding="utf-8")
+    assert "trust_remote_code" not in Path(formats.__file__).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -411,10 +412,10 @@ def test_a_line_break_within_a_field_is_a_space_and_is_counted(
     tree = tiny_tree(tmp_path)
     tree["data"]["train"] = form(tmp_path, "train", pairs)
     own = corpus_of(tree["data"]["train"])
-    found = list(corpus.read_pairs(own))
+    found = list(reader.read_pairs(own))
     assert found[3][:2] == ("ba ce di", "ba  ce")
     assert found[8][:2] == ("ba\rce", "ba\u2028ce")
-    assert corpus.count_pairs(own, "data.train") == (200, 1)
+    assert reader.count_pairs(own, "data.train") == (200, 1)
     config = write_config(tmp_path / "config.yaml", tree)
     outcome = cli("tokenize", config)
     assert "data.train: line breaks within 1 pairs are spaces now" in outcome.err.splitlines()
@@ -446,12 +447,12 @@ def test_a_row_of_parquet_that_is_not_utf8_is_named_and_the_others_are_read(tmp_
     parquet.write_table(pyarrow.table({"s": ["a", "b", "c", "d"], "t": bad}), path)
     tree = {"parquet": [path], "src": "s", "tgt": "t"}
     assert message(tree) == f"{path}: row 2: must be UTF-8, but has byte 0xff."
-    (source,) = sources.sources(corpus_of(tree))
-    assert list(source.read(sources.tell_nobody)) == [
-        sources.Row("a", "a"),
-        sources.Fault("must be UTF-8, but has byte 0xff"),
-        sources.Row("c", "c"),
-        sources.Fault("must be UTF-8, but has byte 0xfe"),
+    (source,) = formats.sources(corpus_of(tree))
+    assert list(source.read(formats.tell_nobody)) == [
+        formats.Row("a", "a"),
+        formats.Fault("must be UTF-8, but has byte 0xff"),
+        formats.Row("c", "c"),
+        formats.Fault("must be UTF-8, but has byte 0xfe"),
     ]
 
 
@@ -507,7 +508,7 @@ def test_a_form_that_is_not_whole_is_an_error_with_its_key(
     path = write_config(tmp_path / "config.yaml", tree)
     for key in ("data.train", "data.tests.x"):
         with pytest.raises(ConfigError) as error:
-            configs.load(path)
+            sections.load(path)
         assert str(error.value) == f"{path}: {said.replace('data.train', key)}"
         tree["data"]["train"] = {"src": ["a"], "tgt": ["b"]}
         write_config(path, tree)
@@ -522,7 +523,7 @@ def test_every_form_that_the_page_shows_is_one(tmp_path: Path) -> None:
 
 def test_a_change_of_form_is_a_change_of_the_corpus(tmp_path: Path) -> None:
     tree = tiny_tree(tmp_path)
-    old = configs.load(write_config(tmp_path / "a.yaml", tree))
+    old = sections.load(write_config(tmp_path / "a.yaml", tree))
     tree["data"]["train"] = {"tsv": ["a.tsv"]}
-    new = configs.load(write_config(tmp_path / "b.yaml", tree))
-    assert [change.key for change in configs.changes(old, new)] == ["data.train"]
+    new = sections.load(write_config(tmp_path / "b.yaml", tree))
+    assert [change.key for change in sections.changes(old, new)] == ["data.train"]

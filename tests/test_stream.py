@@ -13,15 +13,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tasks import WORDS, copy_task
 
-from mtrain import tokenizer, translate
-from mtrain.config import DecodingConfig, TokenizerConfig
-from mtrain.corpus import Profile
+from mtrain.config.sections import DecodingConfig, TokenizerConfig
+from mtrain.corpus.reader import Profile
+from mtrain.decode.beam import Sampling
+from mtrain.decode.formats import Line, Link
+from mtrain.decode.pipeline import LongLines, Options, Stream, Warn
+from mtrain.decode.translator import Loading, Translator, Wanted, build_model, load
 from mtrain.errors import DataError
-from mtrain.output import Line, Link
-from mtrain.rundir import RunDir
-from mtrain.search import Sampling
-from mtrain.stream import LongLines, Options, Stream, Warn
-from mtrain.translate import Loading, Translator, Wanted
+from mtrain.run.run_dir import RunDir
+from mtrain.tokenizer import sentencepiece
 
 LINES = [pair.src for pair in copy_task(12, 5)]
 USUAL = Profile(longest_src=20, least_ratio=0.1, most_ratio=9.0, share_copied=1.0)
@@ -29,7 +29,7 @@ USUAL = Profile(longest_src=20, least_ratio=0.1, most_ratio=9.0, share_copied=1.
 
 @pytest.fixture(scope="module")
 def translator(trained: RunDir) -> Translator:
-    return translate.load(trained, loading=Loading("cpu"))
+    return load(trained, loading=Loading("cpu"))
 
 
 def never(text: str) -> None:
@@ -305,8 +305,8 @@ def test_the_text_of_cut_lines_holds_what_their_vocabulary_lacks(text: str, limi
 @functools.cache
 def without_bytes() -> Translator:
     config = TokenizerConfig(vocab_size=120, byte_fallback=False)
-    own = tokenizer.train(config, SRC_LINES, [], seed=1)
-    model = translate.build_model(model_config(), own)
+    own = sentencepiece.train(config, SRC_LINES, [], seed=1)
+    model = build_model(model_config(), own)
     return Translator([model], own, DecodingConfig(), torch.device("cpu"))
 
 
@@ -322,7 +322,7 @@ def test_links_of_a_split_line_name_words_that_are_there(translator: Translator)
 
 def untrained() -> Translator:
     torch.manual_seed(1)
-    model = translate.build_model(model_config(), vocabularies()).double()
+    model = build_model(model_config(), vocabularies()).double()
     randomise(model, seed=1)
     return Translator(
         [model], vocabularies(), DecodingConfig(beam=2, max_extra_tokens=3), torch.device("cpu")
@@ -363,7 +363,7 @@ def test_a_line_longer_than_the_learned_positions_is_warned_of() -> None:
     lines = ["a", "", " ".join(SRC_LINES[:2])]
     limit = len(vocabularies().encode_src(lines[2:])[0]) - 1
     config = model_config(positions="learned", max_positions=limit)
-    model = translate.build_model(config, vocabularies()).eval()
+    model = build_model(config, vocabularies()).eval()
     learned = Translator([model], vocabularies(), DecodingConfig(beam=1), torch.device("cpu"))
     said: list[str] = []
     stream(learned, [lines], warn=said.append, profile=None)
@@ -393,7 +393,7 @@ def test_the_first_lines_with_a_flaw_are_named_and_the_others_counted(
 
 def test_output_that_reached_its_limit_is_marked(translator: Translator) -> None:
     decoding = translator.decoding.model_copy(update={"beam": 1, "max_extra_tokens": 0})
-    model = translate.build_model(translator.model.config, translator.tokenizer)
+    model = build_model(translator.model.config, translator.tokenizer)
     with torch.no_grad():
         model.output.weight[translator.tokenizer.tgt.eos] = -100 * model.output.weight.sum(0)
     endless = Translator([model], translator.tokenizer, decoding, translator.device)

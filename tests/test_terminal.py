@@ -13,11 +13,11 @@ from conftest import Cli, open_terminal, sent_to_a_terminal
 from tasks import tiny_tree, write_config, write_task
 
 import mtrain
-from mtrain import tokenizer
-from mtrain.prepare import Lines
-from mtrain.rundir import RunDir
-from mtrain.scoring import ValidationSet
-from mtrain.terminal import fitted
+from mtrain.data.prepare import Lines
+from mtrain.io.text_width import fitted
+from mtrain.run.run_dir import RunDir
+from mtrain.tokenizer import sentencepiece
+from mtrain.train.validation import ValidationSet
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 BAR = re.compile(r"\d+%\|")
@@ -48,7 +48,7 @@ def test_version_counts_the_threads_in_words(
 def test_version_is_said_though_torch_cannot_be_loaded(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "mtrain.machine", raising=False)
+    monkeypatch.delitem(sys.modules, "mtrain.runtime.versions", raising=False)
     monkeypatch.delattr(mtrain, "machine", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     outcome = cli("--version")
@@ -114,7 +114,7 @@ def test_bash_itself_completes_a_verb(tmp_path: Path, monkeypatch: pytest.Monkey
     bash = shutil.which("bash")
     if bash is None:
         pytest.skip("there is no bash here")
-    start = "import sys; sys.argv[0] = 'mtrain'; from mtrain.cli import main; main()"
+    start = "import sys; sys.argv[0] = 'mtrain'; from mtrain.cli.main import main; main()"
     command = tmp_path / "mtrain"
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{start}" "$@"\n', encoding="utf-8")
     command.chmod(0o755)
@@ -131,7 +131,7 @@ def test_bash_itself_completes_a_verb(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_examples_of_a_corpus_with_escapes_do_not_change_the_terminal(trained: RunDir) -> None:
     lines = Lines(["ba \x1b[31m"], ["ce " * 100])
-    valid = ValidationSet(lines, tokenizer.load(trained.tokenizer_dir), 1000)
+    valid = ValidationSet(lines, sentencepiece.load(trained.tokenizer_dir), 1000)
     source, reference, translation = valid.examples(["\x1b]0;title\x07"])
     assert source == r"  source       ba \x1b[31m"
     assert reference.endswith("ce c...")

@@ -16,10 +16,10 @@ from builders import SRC_LINES, TGT_LINES, vocabularies
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mtrain import tokenizer
-from mtrain.config import TokenizerConfig
+from mtrain.config.sections import TokenizerConfig
 from mtrain.errors import ConfigError, RunError, UserError
-from mtrain.tokenizer import Tokenizer
+from mtrain.tokenizer import sentencepiece as sentencepiece_module
+from mtrain.tokenizer.sentencepiece import Tokenizer
 
 KINDS = ["unigram", "bpe"]
 LINES = SRC_LINES + TGT_LINES
@@ -41,7 +41,7 @@ def config(kind: str = "unigram", vocab_size: int = 420, **changes: object) -> T
 
 
 def train(settings_: TokenizerConfig, seed: int = 1) -> Tokenizer:
-    return tokenizer.train(settings_, SRC_LINES, TGT_LINES, seed)
+    return sentencepiece_module.train(settings_, SRC_LINES, TGT_LINES, seed)
 
 
 def without_extra_spaces(line: str) -> str:
@@ -133,7 +133,7 @@ def test_a_character_that_a_foreign_model_reads_as_another_is_not_unknown():
         pad_id=3,
         minloglevel=2,
     )
-    vocabulary = tokenizer.Vocabulary(made.getvalue())
+    vocabulary = sentencepiece_module.Vocabulary(made.getvalue())
     first = LINES[0].split()[0]
     line = f"{first.upper()}\t{first}\xa0\u2581{first}"
     assert vocabulary.unknown(line) == []
@@ -261,12 +261,12 @@ def test_a_vocabulary_that_is_too_small_names_the_smallest_that_works(kind, byte
 @pytest.mark.parametrize("lines", [[], [""], ["   "]])
 def test_training_on_no_text_is_an_error_of_the_user(shared, lines):
     with pytest.raises(UserError):
-        tokenizer.train(config(shared=shared), lines, lines, seed=1)
+        sentencepiece_module.train(config(shared=shared), lines, lines, seed=1)
 
 
 def test_separate_vocabularies_say_that_one_side_is_too_small():
     with pytest.raises(ConfigError, match="must be at most"):
-        tokenizer.train(config(shared=False), SRC_LINES, ["Ja!"], seed=1)
+        sentencepiece_module.train(config(shared=False), SRC_LINES, ["Ja!"], seed=1)
 
 
 # Training again
@@ -293,7 +293,7 @@ def test_lines_beyond_the_limit_have_the_same_chance_as_those_before():
     counts = dict.fromkeys(lines, 0)
     num_draws = 2000
     for seed in range(num_draws):
-        kept = tokenizer._sample(iter(lines), settings_, seed)
+        kept = sentencepiece_module._sample(iter(lines), settings_, seed)
         assert len(kept) == len(set(kept)) == 10
         for line in kept:
             counts[line] += 1
@@ -302,7 +302,7 @@ def test_lines_beyond_the_limit_have_the_same_chance_as_those_before():
 
 
 def test_lines_are_read_once_and_need_not_fit_in_memory():
-    found = tokenizer.train(config(), iter(SRC_LINES), iter(TGT_LINES), seed=1)
+    found = sentencepiece_module.train(config(), iter(SRC_LINES), iter(TGT_LINES), seed=1)
     assert found.fingerprint() == vocabularies().fingerprint()
 
 
@@ -315,7 +315,7 @@ def test_a_tokenizer_is_loaded_as_it_was_saved(shared, tmp_path):
     saved.save(tmp_path)
     names = {"shared.model"} if shared else {"src.model", "tgt.model"}
     assert {path.name for path in tmp_path.iterdir()} == names
-    loaded = tokenizer.load(tmp_path)
+    loaded = sentencepiece_module.load(tmp_path)
     assert (loaded.src is loaded.tgt) == shared
     assert loaded.fingerprint() == saved.fingerprint()
     assert loaded.encode_src(LINES) == saved.encode_src(LINES)
@@ -324,11 +324,11 @@ def test_a_tokenizer_is_loaded_as_it_was_saved(shared, tmp_path):
 
 def test_a_missing_tokenizer_is_an_error_with_the_files_name(tmp_path):
     with pytest.raises(RunError, match=r"shared\.model: is missing"):
-        tokenizer.load(tmp_path)
+        sentencepiece_module.load(tmp_path)
     vocabularies(shared=False).save(tmp_path)
     (tmp_path / "tgt.model").unlink()
     with pytest.raises(RunError, match=r"tgt\.model: .*missing"):
-        tokenizer.load(tmp_path)
+        sentencepiece_module.load(tmp_path)
 
 
 @pytest.mark.parametrize("damage", [b"", b"not a model", None])
@@ -337,7 +337,7 @@ def test_a_damaged_tokenizer_is_an_error_with_the_files_name(damage, tmp_path):
     model = vocabularies().src.model
     path.write_bytes(model[: len(model) // 2] if damage is None else damage)
     with pytest.raises(RunError, match=r"shared\.model: must be a SentencePiece model"):
-        tokenizer.load(tmp_path)
+        sentencepiece_module.load(tmp_path)
 
 
 def test_fingerprints_tell_tokenizers_apart():
@@ -454,7 +454,7 @@ def test_a_symbol_that_a_user_defined_stays_whole_whatever_is_left_out():
         user_defined_symbols=["<x>", "<x>y", "a\u2581b", "\u2581tok", "dog"],
         minloglevel=2,
     )
-    vocabulary = tokenizer.Vocabulary(model.getvalue())
+    vocabulary = sentencepiece_module.Vocabulary(model.getvalue())
     lines = [
         "The <x>dog<x> x<x>",
         "<x>y<x>z tok tok a ba",

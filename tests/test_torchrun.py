@@ -17,8 +17,8 @@ from ranks import Ranks, needs_fork_server, ranks
 from tasks import reverse_task, train, write_task
 from test_train import step_lines, timeless, weights
 
-from mtrain import checkpoint
-from mtrain.rundir import RunDir
+from mtrain.run import checkpoint
+from mtrain.run.run_dir import RunDir
 
 __all__ = ["ranks"]
 

@@ -23,19 +23,23 @@ from conftest import Cli, at_a_terminal, run_mtrain
 from safetensors.torch import load_file
 from tasks import prepared, reverse_task, stop_at, train, write_task
 
-from mtrain import checkpoint, native, tokenizer, training, update
-from mtrain import cli as command_line
-from mtrain import config as configs
-from mtrain.batch import Batch, collate
-from mtrain.data import Dealt, dealt_whole
+from mtrain.cli.main import main
+from mtrain.config import sections
+from mtrain.data.batch import Batch, collate
+from mtrain.data.loader import Dealt, dealt_whole
 from mtrain.errors import RunError
-from mtrain.loss import LossSum
-from mtrain.rundir import RunDir
-from mtrain.runlog import RunLog
-from mtrain.signals import Stopped
-from mtrain.training import Trainer
-from mtrain.update import Gradients, Part, Task
-from mtrain.window import Window
+from mtrain.ops import native
+from mtrain.run import checkpoint
+from mtrain.run.logger import RunLog
+from mtrain.run.run_dir import RunDir
+from mtrain.runtime.signals import Stopped
+from mtrain.tokenizer import sentencepiece
+from mtrain.train import gradients as gradients_module
+from mtrain.train import trainer as trainer_module
+from mtrain.train.gradients import Gradients, Part, Task
+from mtrain.train.loss import LossSum
+from mtrain.train.meters import Window
+from mtrain.train.trainer import Trainer
 
 TIMES = {"tgt_tokens_per_s", "elapsed_s", "memory_mib"}
 STEP_KEYS = [
@@ -263,7 +267,7 @@ def test_training_that_died_goes_on_from_its_last_checkpoint(
 def test_training_that_died_before_its_first_checkpoint_logs_no_step_twice(
     source: Path, straight: RunDir, tmp_path: Path
 ) -> None:
-    run = prepared(configs.load(source, run_dir=str(tmp_path / "run")))
+    run = prepared(sections.load(source, run_dir=str(tmp_path / "run")))
     first = straight.metrics_path.read_text().splitlines(keepends=True)[0]
     run.metrics_path.write_text(first)
     train(source, run=str(run.path))
@@ -286,9 +290,9 @@ def test_a_metrics_line_that_was_cut_off_does_not_stop_resuming(
 def test_two_micro_batches_make_the_update_that_one_batch_of_both_makes(
     source: Path, tmp_path: Path
 ) -> None:
-    config = configs.load(source, SGD_LIKE, str(tmp_path / "run"))
+    config = sections.load(source, SGD_LIKE, str(tmp_path / "run"))
     run = prepared(config)
-    vocabulary = tokenizer.load(run.tokenizer_dir)
+    vocabulary = sentencepiece.load(run.tokenizer_dir)
     lines = [pair.src for pair in reverse_task(9, 5)]
     src, tgt = vocabulary.encode_src(lines), vocabulary.tgt.encode(lines)
     special = vocabulary.tgt
@@ -317,11 +321,11 @@ def test_the_gradient_is_divided_by_the_tokens_of_the_whole_update(
     source: Path, tmp_path: Path
 ) -> None:
     """Uneven micro-batches: a mean of their means would weigh short sentences more."""
-    config = configs.load(source, SGD_LIKE, str(tmp_path / "run"))
+    config = sections.load(source, SGD_LIKE, str(tmp_path / "run"))
     run = prepared(config)
     with RunLog(tmp_path / "metrics.jsonl") as log:
         trainer = Trainer(config, run, log)
-        batches = trainer.data.batches(96, training.Position())
+        batches = trainer.data.batches(96, trainer_module.Position())
         micro_batches = [next(batches)[0] for _ in range(3)]
         num_tokens = [batch.num_tgt_tokens for batch in micro_batches]
         assert len(set(num_tokens)) > 1
@@ -346,7 +350,7 @@ def in_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         parts.append(len(tasks))
         return tasks
 
-    monkeypatch.setattr(update, "LEAST_TOKENS", 8)
+    monkeypatch.setattr(gradients_module, "LEAST_TOKENS", 8)
     monkeypatch.setattr(Gradients, "share_out", noted)
     torch.set_num_threads(3)
     yield parts
@@ -364,12 +368,12 @@ def total(parts: list[Part]) -> list[torch.Tensor]:
 def test_the_gradient_of_a_batch_in_parts_is_that_of_the_whole(
     source: Path, tmp_path: Path, in_threads: list[int], dtype: torch.dtype, norm: str
 ) -> None:
-    config = configs.load(source, (*SGD_LIKE, f"model.norm={norm}"), str(tmp_path / "run"))
+    config = sections.load(source, (*SGD_LIKE, f"model.norm={norm}"), str(tmp_path / "run"))
     with RunLog(tmp_path / "metrics.jsonl") as log:
         trainer = Trainer(config, prepared(config), log)
         trainer.model.to(torch.float64 if dtype == torch.float64 else torch.float32).train()
         trainer.model.compute_in(dtype)
-        batch, _ = next(trainer.data.batches(192, training.Position()))
+        batch, _ = next(trainer.data.batches(192, trainer_module.Position()))
         tasks = trainer.gradients.share_out(batch, batch.num_tgt_tokens)
         assert len(tasks) == 3
         assert len({task.batch.src_BS.shape[1] for task in tasks}) > 1, "parts differ in width"
@@ -384,10 +388,10 @@ def test_the_gradient_of_a_batch_in_parts_is_that_of_the_whole(
 def test_in_bfloat16_every_weight_gets_nearly_the_gradient_of_float32(
     source: Path, tmp_path: Path
 ) -> None:
-    config = configs.load(source, SGD_LIKE, str(tmp_path / "run"))
+    config = sections.load(source, SGD_LIKE, str(tmp_path / "run"))
     with RunLog(tmp_path / "metrics.jsonl") as log:
         trainer = Trainer(config, prepared(config), log)
-        batch, _ = next(trainer.data.batches(192, training.Position()))
+        batch, _ = next(trainer.data.batches(192, trainer_module.Position()))
         (task,) = trainer.gradients.share_out(batch, batch.num_tgt_tokens)
         exact = trainer.gradients.differentiate(task)
         trainer.model.compute_in(torch.bfloat16)
@@ -420,10 +424,10 @@ def test_the_same_number_of_threads_gives_the_same_bytes_also_after_a_stop(
 def test_threads_drop_different_elements_and_others_at_the_next_update(
     source: Path, tmp_path: Path, in_threads: list[int]
 ) -> None:
-    config = configs.load(source, (), str(tmp_path / "run"))
+    config = sections.load(source, (), str(tmp_path / "run"))
     with RunLog(tmp_path / "metrics.jsonl") as log:
         trainer = Trainer(config, prepared(config), log)
-        batch, _ = next(trainer.data.batches(192, training.Position()))
+        batch, _ = next(trainer.data.batches(192, trainer_module.Position()))
         seeds = [task.seed for _ in range(2) for task in trainer.gradients.share_out(batch, 1)]
         torch.manual_seed(config.seed)
         trainer = Trainer(config, trainer.run_dir, log)
@@ -435,12 +439,12 @@ def test_threads_drop_different_elements_and_others_at_the_next_update(
 def test_a_batch_too_small_for_all_threads_is_split_over_fewer(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path, in_threads: list[int]
 ) -> None:
-    config = configs.load(source, (), str(tmp_path / "run"))
+    config = sections.load(source, (), str(tmp_path / "run"))
     with RunLog(tmp_path / "metrics.jsonl") as log:
         trainer = Trainer(config, prepared(config), log)
-        batch, _ = next(trainer.data.batches(192, training.Position()))
+        batch, _ = next(trainer.data.batches(192, trainer_module.Position()))
         for least, parts in ((batch.num_tgt_tokens // 2, 2), (batch.num_tgt_tokens + 1, 1)):
-            monkeypatch.setattr(update, "LEAST_TOKENS", least)
+            monkeypatch.setattr(gradients_module, "LEAST_TOKENS", least)
             tasks = trainer.gradients.share_out(batch, 7)
             assert len(tasks) == parts
             assert sum(task.batch.num_tgt_tokens for task in tasks) == batch.num_tgt_tokens
@@ -516,7 +520,7 @@ def test_a_finished_model_without_checkpoints_is_not_replaced(
         f"another --run, or delete {run.model_path} to train from the beginning.\n"
     )
     with pytest.raises(RunError, match="holds a finished model"):
-        training.train(configs.load(source, run_dir=str(run.path)), run)
+        trainer_module.train(sections.load(source, run_dir=str(run.path)), run)
     assert contents(run) == before
     run.model_path.unlink()
     if copied == "all":
@@ -562,7 +566,7 @@ def test_what_changed_in_the_config_is_said_and_kept(
     config = run.load_config()
     settings = config.training.model_copy(update={"max_steps": 14, "betas": [0.9, 0.99]})
     changed = config.model_copy(update={"training": settings, "seed": 2})
-    training.train(changed, run)
+    trainer_module.train(changed, run)
     said = capsys.readouterr().err
     assert "changed  seed: 1 before, 2 now\n" in said
     assert "changed  training.max_steps: 12 before, 14 now\n" in said
@@ -604,9 +608,9 @@ def test_a_target_below_a_stop_without_validation_still_gives_a_model(
     assert run.model_path.exists()
 
 
-def no_better(trainer: Trainer, show_examples: bool = False) -> training.Validation:
+def no_better(trainer: Trainer, show_examples: bool = False) -> trainer_module.Validation:
     """Pretend that the first validation was the best."""
-    return training.Validation(1.0, 1.0, 50.0 - trainer.progress.step)
+    return trainer_module.Validation(1.0, 1.0, 50.0 - trainer.progress.step)
 
 
 def test_training_stops_when_patience_is_lost(
@@ -656,7 +660,7 @@ def test_the_final_weights_are_the_average_of_the_last_checkpoints_if_that_is_be
 ) -> None:
     bleus = iter([10.0, 30.0, 20.0, 31.0])
     monkeypatch.setattr(
-        Trainer, "_score", lambda trainer, **_: training.Validation(1.0, 1.0, next(bleus))
+        Trainer, "_score", lambda trainer, **_: trainer_module.Validation(1.0, 1.0, next(bleus))
     )
     run = train(source, "training.average=3", run=str(tmp_path / "run"))
     paths = list(checkpoint.steps(run.checkpoints_dir).values())
@@ -673,7 +677,7 @@ def test_the_final_weights_are_the_best_checkpoint_if_the_average_is_worse(
 ) -> None:
     bleus = iter([10.0, 30.0, 20.0, 29.0])
     monkeypatch.setattr(
-        Trainer, "_score", lambda trainer, **_: training.Validation(1.0, 1.0, next(bleus))
+        Trainer, "_score", lambda trainer, **_: trainer_module.Validation(1.0, 1.0, next(bleus))
     )
     run = train(source, "training.average=3", run=str(tmp_path / "run"))
     best = load_file(checkpoint.steps(run.checkpoints_dir)[8] / "model.safetensors")
@@ -687,7 +691,7 @@ def test_the_average_can_be_of_the_best_checkpoints(
 ) -> None:
     bleus = iter([10.0, 40.0, 30.0, 20.0, 15.0, 12.0, 41.0])
     monkeypatch.setattr(
-        Trainer, "_score", lambda trainer, **_: training.Validation(1.0, 1.0, next(bleus))
+        Trainer, "_score", lambda trainer, **_: trainer_module.Validation(1.0, 1.0, next(bleus))
     )
     best = ["training.validate_every=2", "training.keep_best=2", "training.average=2"]
     run = train(source, *best, "training.average_of=best", run=str(tmp_path / "run"))
@@ -712,7 +716,7 @@ def test_minutes_end_the_training_and_the_learning_rate_falls_with_them(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
 ) -> None:
     clock = iter(x / 10 for x in range(10**6))
-    monkeypatch.setattr(training.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(trainer_module.time, "monotonic", lambda: next(clock))
     budget = ["training.max_steps=null", "training.max_minutes=0.2", "training.schedule=linear"]
     settings = ["training.warmup_steps=0", "training.log_every=1", "training.validate_every=1000"]
     run = train(source, *budget, *settings, run=str(tmp_path / "run"))
@@ -728,7 +732,7 @@ def test_minutes_of_an_earlier_part_count(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
 ) -> None:
     clock = iter(float(x) for x in range(10**6))
-    monkeypatch.setattr(training.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(trainer_module.time, "monotonic", lambda: next(clock))
     budget = ["training.max_steps=null", "training.max_minutes=1", "training.log_every=1"]
     budget += ["training.validate_every=1000"]
     run = stop_and_go_on(monkeypatch, source, str(tmp_path / "run"), 5, *budget)
@@ -852,7 +856,7 @@ def test_another_model_is_refused_once_there_are_checkpoints(
 def test_another_model_is_welcome_before_there_are_checkpoints(
     source: Path, tmp_path: Path
 ) -> None:
-    prepared(configs.load(source, run_dir=str(tmp_path / "run")))
+    prepared(sections.load(source, run_dir=str(tmp_path / "run")))
     run = train(source, "model.d_ff=64", "training.max_steps=1", run=str(tmp_path / "run"))
     assert run.load_config().model.d_ff == 64
 
@@ -954,7 +958,7 @@ def test_a_damaged_checkpoint_is_left_out_of_the_average(
 def test_a_run_folder_that_takes_no_lock_is_refused_as_every_file_that_cannot_be_written(
     cli: Cli, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepared(configs.load(source, run_dir=str(tmp_path / "run")))
+    prepared(sections.load(source, run_dir=str(tmp_path / "run")))
 
     def read_only(*_: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path / "run" / ".lock"))
@@ -1086,7 +1090,7 @@ def signalled_twice(source: Path, run: str, number: int) -> None:
 
     Trainer._update = interrupted  # type: ignore[method-assign]
     sys.argv = ["mtrain", "train", str(source), "--run", run, "--set", "training.save_every=1"]
-    command_line.main()
+    main.main()
 
 
 @pytest.mark.skipif(
@@ -1097,7 +1101,7 @@ def test_a_second_signal_stops_at_once_and_keeps_the_last_checkpoint(
     source: Path, tmp_path: Path, number: int, code: int
 ) -> None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mtrain.training"])
+    context.set_forkserver_preload(["mtrain.train.trainer"])
     arguments = (source, str(tmp_path / "run"), number)
     process = context.Process(target=signalled_twice, args=arguments)
     process.start()
@@ -1110,7 +1114,7 @@ def test_tokens_from_before_a_stop_count_for_the_loss_and_not_for_the_speed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = 100.0
-    monkeypatch.setattr(training.time, "monotonic", lambda: clock)
+    monkeypatch.setattr(trainer_module.time, "monotonic", lambda: clock)
     window = Window()
     progress = checkpoint.Progress(unlogged_loss=300.0, unlogged_nll=200.0, unlogged_tokens=100)
     window.restore(progress)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mtrain.characters import kind_of
-from mtrain.traits import MAX_CHARS, Mark, exact_hashes, is_mojibake, measure, mixed
+from mtrain.audit.features import MAX_CHARS, Mark, exact_hashes, is_mojibake, measure, mixed
+from mtrain.audit.unicode_classes import kind_of
 
 line_text = st.text(
     st.one_of(

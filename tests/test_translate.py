@@ -19,17 +19,19 @@ import torch
 from builders import SRC_LINES, TGT_LINES, model_config, randomise, vocabularies
 from tasks import WORDS, copy_task, train, write_task
 
-from mtrain import checkpoint, tokenizer, translate
-from mtrain.config import DecodingConfig, TokenizerConfig
-from mtrain.crew import Leader, follow
+from mtrain.config.sections import DecodingConfig, TokenizerConfig
+from mtrain.decode import translator as translator_module
+from mtrain.decode.beam import NUM_GROUPS, Sampling, length_penalty
+from mtrain.decode.distributed import Leader, follow
+from mtrain.decode.translator import Loading, Source, Translator, Wanted
 from mtrain.errors import ConfigError, RunError
-from mtrain.model import DecoderLayer
-from mtrain.parallel import Workers
-from mtrain.rundir import RunDir
-from mtrain.search import NUM_GROUPS, Sampling, length_penalty
-from mtrain.team import Team
-from mtrain.tokenizer import Tokenizer
-from mtrain.translate import Loading, Source, Translator, Wanted
+from mtrain.model.transformer import DecoderLayer
+from mtrain.run import checkpoint
+from mtrain.run.run_dir import RunDir
+from mtrain.runtime.process_group import Team
+from mtrain.runtime.thread_pool import Workers
+from mtrain.tokenizer import sentencepiece
+from mtrain.tokenizer.sentencepiece import Tokenizer
 
 SAY_FAULTS = """
 import resource, sys
@@ -60,7 +62,7 @@ LINES = [
 
 @pytest.fixture(scope="module")
 def translator(trained: RunDir) -> Translator:
-    return translate.load(trained, loading=Loading("cpu"))
+    return translator_module.load(trained, loading=Loading("cpu"))
 
 
 def with_decoding(
@@ -117,7 +119,7 @@ def test_a_gpu_is_searched_on_by_one_thread(
             counts.append(len(tasks))
             return super().map(function, tasks)
 
-    monkeypatch.setattr(translate, "Workers", Counted)
+    monkeypatch.setattr(translator_module, "Workers", Counted)
     torch.set_num_threads(3)
     for device in ("cpu", "cuda"):
         own = (translator.tokenizer, translator.decoding, torch.device(device))
@@ -245,7 +247,7 @@ def test_no_lines_give_no_lines(translator: Translator) -> None:
 def untrained(**settings: object) -> Translator:
     """A translator that writes nonsense, but always the same for the same line."""
     torch.manual_seed(1)
-    model = translate.build_model(model_config(**settings), vocabularies()).double()
+    model = translator_module.build_model(model_config(**settings), vocabularies()).double()
     randomise(model, seed=1)
     with torch.no_grad():
         for layer in [*model.encoder, *model.decoder]:
@@ -271,13 +273,13 @@ def test_a_translation_has_at_most_the_pieces_of_its_source_and_a_few(
     """An untrained model that never wants to end must end at the limit."""
     decoded: list[int] = []
 
-    def decode(self: tokenizer.Vocabulary, ids: Sequence[Sequence[int]]) -> list[str]:
+    def decode(self: sentencepiece.Vocabulary, ids: Sequence[Sequence[int]]) -> list[str]:
         decoded.extend(len(row) for row in ids)
         return [""] * len(ids)
 
-    monkeypatch.setattr(tokenizer.Vocabulary, "decode", decode)
+    monkeypatch.setattr(sentencepiece.Vocabulary, "decode", decode)
     torch.manual_seed(1)
-    model = translate.build_model(trained.load_config().model, translator.tokenizer)
+    model = translator_module.build_model(trained.load_config().model, translator.tokenizer)
     with torch.no_grad():
         model.output.weight[translator.tokenizer.tgt.eos] = -model.output.weight.sum(0)
     lines = ["ba", "ba ce di fo gu"]
@@ -310,8 +312,10 @@ def test_a_model_in_training_mode_translates_without_dropout(
     trained: RunDir, translator: Translator
 ) -> None:
     config = trained.load_config().model.model_copy(update={"dropout": 0.5})
-    model = translate.build_model(config, translator.tokenizer)
-    translate.set_weights(model, dict(translator.model.named_parameters()), trained.model_path)
+    model = translator_module.build_model(config, translator.tokenizer)
+    translator_module.set_weights(
+        model, dict(translator.model.named_parameters()), trained.model_path
+    )
     model.train()
     same = Translator([model], translator.tokenizer, translator.decoding, translator.device)
     assert same.translate(LINES) == translator.translate(LINES)
@@ -327,7 +331,7 @@ def test_weights_of_another_shape_or_that_lack_a_tensor_are_refused(
     lacking = {key: value for key, value in weights.items() if key != name}
     for tensors, found in ((wrong, (shape[0] - 1, shape[1])), (lacking, "missing")):
         with pytest.raises(RunError) as error:
-            translate.set_weights(translator.model, tensors, trained.model_path)
+            translator_module.set_weights(translator.model, tensors, trained.model_path)
         assert str(error.value) == (
             f"{trained.model_path}: `{name}` must have the shape {shape} that config.yaml asks "
             f"for, but is {found} instead; restore the run's own config.yaml."
@@ -335,11 +339,13 @@ def test_weights_of_another_shape_or_that_lack_a_tensor_are_refused(
 
 
 def test_a_device_is_found_or_refused() -> None:
-    assert translate.pick_device("cpu").type == "cpu"
-    assert translate.pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert translator_module.pick_device("cpu").type == "cpu"
+    assert translator_module.pick_device("auto").type == (
+        "cuda" if torch.cuda.is_available() else "cpu"
+    )
     for name in ("tpu", "cpu:x", "", "meta", "cuda:99"):
         with pytest.raises(ConfigError, match=r"^`device` must be one of this machine"):
-            translate.pick_device(name)
+            translator_module.pick_device(name)
 
 
 @pytest.fixture(scope="module")
@@ -358,15 +364,17 @@ def twin(trained: RunDir, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 def fingerprint(run: RunDir) -> str:
-    return tokenizer.load(run.tokenizer_dir).fingerprint()
+    return sentencepiece.load(run.tokenizer_dir).fingerprint()
 
 
 def test_an_ensemble_gives_the_mean_of_the_probabilities(trained: RunDir, twin: RunDir) -> None:
     cpu = Loading("cpu")
-    both = translate.load([trained, twin], loading=cpu)
+    both = translator_module.load([trained, twin], loading=cpu)
     own = sources(both)
     targets = [best[0].ids for best in both.search(own)]
-    alone = [translate.load(run, loading=cpu).score(own, targets) for run in (trained, twin)]
+    alone = [
+        translator_module.load(run, loading=cpu).score(own, targets) for run in (trained, twin)
+    ]
     assert alone[0] != alone[1]
     for together, first, second in zip(both.score(own, targets), *alone, strict=True):
         means = [
@@ -386,8 +394,8 @@ def test_an_ensemble_may_read_in_different_pieces(tmp_path: Path) -> None:
     other = train(tmp_path / "config.yaml", *apart, finer, run=str(tmp_path / "other"))
     shutil.copy(other.tokenizer_dir / "src.model", second.tokenizer_dir)
     train(tmp_path / "config.yaml", *apart, "seed=2", run=str(second.path))
-    together = translate.load([first, second], loading=Loading("cpu"))
-    alone = [translate.load(run, loading=Loading("cpu")) for run in (first, second)]
+    together = translator_module.load([first, second], loading=Loading("cpu"))
+    alone = [translator_module.load(run, loading=Loading("cpu")) for run in (first, second)]
     own = [sources(one) for one in alone]
     assert [source.ids for source in own[0]] != [source.ids for source in own[1]]
     found = together.search(own[0])
@@ -408,8 +416,10 @@ def test_each_model_of_an_ensemble_reads_the_characters_that_only_another_lacks(
     tgt = vocabularies().tgt
     models, readers = [], []
     for number, line in enumerate(["plain", "a snowman \N{SNOWMAN}"]):
-        readers.append(tokenizer.train(config, [*SRC_LINES, line], [], seed=1).src)
-        models.append(translate.build_model(model_config(), Tokenizer(readers[-1], tgt)).double())
+        readers.append(sentencepiece.train(config, [*SRC_LINES, line], [], seed=1).src)
+        models.append(
+            translator_module.build_model(model_config(), Tokenizer(readers[-1], tgt)).double()
+        )
         randomise(models[-1], seed=number)
     decoding = DecodingConfig(beam=1, max_extra_tokens=3)
     line, found = "a \N{SNOWMAN} man", []
@@ -443,7 +453,7 @@ def test_the_ranks_that_help_are_told_all_of_a_source(
         asked.append((sources, with_scores))
 
     monkeypatch.setattr(Translator, "search", note)
-    own = translate.load(trained, loading=Loading("cpu"))
+    own = translator_module.load(trained, loading=Loading("cpu"))
     own.team = Post()
     given = [Source([5, 3], (6, 7), 2**63, "b\N{SNOWMAN}"), Source([3])]
     Leader(own).search(given, with_scores)
@@ -464,7 +474,7 @@ def test_without_scores_a_search_finds_the_same(translator: Translator, beam: in
 def test_an_ensemble_of_other_vocabularies_is_refused(trained: RunDir, tmp_path: Path) -> None:
     other = train(write_task(tmp_path), "training.max_steps=1", "tokenizer.vocab_size=283")
     with pytest.raises(RunError) as error:
-        translate.load([trained, other], loading=Loading("cpu"))
+        translator_module.load([trained, other], loading=Loading("cpu"))
     assert str(error.value) == (
         f"{other.path}: must have the target vocabulary of the other runs to decode with them, "
         "but has its own; train it with a copy of their tokenizer folder."
@@ -474,10 +484,10 @@ def test_an_ensemble_of_other_vocabularies_is_refused(trained: RunDir, tmp_path:
 def test_the_weights_of_a_checkpoint_are_those_it_holds(trained: RunDir) -> None:
     step, path = max(checkpoint.steps(trained.checkpoints_dir).items())
     weights = checkpoint.load_model(path / "model.safetensors", fingerprint(trained))
-    model = translate.load(trained, loading=Loading("cpu", step=step)).model
+    model = translator_module.load(trained, loading=Loading("cpu", step=step)).model
     assert all(torch.equal(own, weights[name]) for name, own in model.named_parameters())
     with pytest.raises(RunError, match=r"must have a checkpoint of step 7, but has those of "):
-        translate.load(trained, loading=Loading("cpu", step=7))
+        translator_module.load(trained, loading=Loading("cpu", step=7))
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is asked of glibc")
@@ -503,8 +513,8 @@ def test_weights_that_are_laid_out_translate_like_those_that_are_not(
     trained: RunDir, decoding: dict[str, object], wanted: dict[str, object]
 ) -> None:
     """However they are searched; a prefix asks for the probabilities of single pieces."""
-    laid_out = translate.load(trained, loading=Loading("cpu"))
-    plain = translate.build_model(trained.load_config().model, laid_out.tokenizer)
+    laid_out = translator_module.load(trained, loading=Loading("cpu"))
+    plain = translator_module.build_model(trained.load_config().model, laid_out.tokenizer)
     plain.load_state_dict(laid_out.model.state_dict())
     given = sources(laid_out)
     given[:5] = [replace(source, prefix=(7, 9)) for source in given[:5]]
@@ -522,12 +532,12 @@ def test_weights_that_are_laid_out_translate_like_those_that_are_not(
 
 def test_a_model_that_is_loaded_keeps_a_gpu_from_planning_each_shape(trained: RunDir) -> None:
     torch.backends.cuda.enable_cudnn_sdp(True)
-    translate.load(trained, loading=Loading("cpu"))
+    translator_module.load(trained, loading=Loading("cpu"))
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_bfloat16_translates_like_float32(trained: RunDir, translator: Translator) -> None:
-    short = translate.load(trained, loading=Loading("cpu", precision="bfloat16"))
+    short = translator_module.load(trained, loading=Loading("cpu", precision="bfloat16"))
     assert short.model.compute_dtype is torch.bfloat16
     same = zip(short.translate(LINES), translator.translate(LINES), strict=True)
     assert sum(a == b for a, b in same) >= len(LINES) - 3
@@ -536,7 +546,7 @@ def test_bfloat16_translates_like_float32(trained: RunDir, translator: Translato
 def test_eight_bits_translate_like_float32_whatever_stands_beside_a_line(
     trained: RunDir, translator: Translator
 ) -> None:
-    short = translate.load(trained, loading=Loading("cpu", quantize="int8"))
+    short = translator_module.load(trained, loading=Loading("cpu", quantize="int8"))
     weight = short.model.decoder[0].feed_forward.inner.weight
     assert type(weight).__name__ == "Int8Tensor"
     found = short.translate(LINES)
@@ -546,7 +556,7 @@ def test_eight_bits_translate_like_float32_whatever_stands_beside_a_line(
 
 
 def test_weights_that_are_no_numbers_are_an_error(trained: RunDir, translator: Translator) -> None:
-    model = translate.build_model(trained.load_config().model, translator.tokenizer)
+    model = translator_module.build_model(trained.load_config().model, translator.tokenizer)
     with torch.no_grad():
         model.output.weight.fill_(torch.nan)
     broken = Translator([model], translator.tokenizer, translator.decoding, translator.device)

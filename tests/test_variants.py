@@ -12,11 +12,11 @@ from conftest import Cli
 from safetensors.torch import load_file
 from tasks import REPOSITORY, write
 
-from mtrain import config as configs
-from mtrain import translate
-from mtrain.batch import collate
-from mtrain.loss import label_smoothed
-from mtrain.rundir import RunDir
+from mtrain.config import sections
+from mtrain.data.batch import collate
+from mtrain.decode.translator import Loading, load
+from mtrain.run.run_dir import RunDir
+from mtrain.train.loss import label_smoothed
 
 DIRECTORY = REPOSITORY / "configs" / "variants"
 VARIANTS = sorted(path.stem for path in DIRECTORY.glob("*.yaml"))
@@ -89,7 +89,7 @@ def test_a_variant_says_above_its_keys_whose_model_it_is(name: str) -> None:
 
 def test_the_variants_are_what_they_are_named_for() -> None:
     paper, prenorm, learned, padding = (
-        configs.load(DIRECTORY / f"{name}.yaml")
+        sections.load(DIRECTORY / f"{name}.yaml")
         for name in ("paper", "prenorm", "learned", "encoder_padding")
     )
     model = paper.model
@@ -103,7 +103,7 @@ def test_the_variants_are_what_they_are_named_for() -> None:
     assert min(model.dropout, model.attention_dropout, model.activation_dropout) > 0
     assert padding.model.tie_embeddings == "decoder"
     assert not padding.tokenizer.shared
-    windowed = configs.load(DIRECTORY / "window.yaml").model
+    windowed = sections.load(DIRECTORY / "window.yaml").model
     assert windowed == paper.model.model_copy(update={"attention_window": 4})
 
 
@@ -126,9 +126,7 @@ def test_a_line_longer_than_the_learned_positions_is_translated_with_a_warning(
     run, _ = train("learned")
     limit = run.load_config().model.max_positions
     long = "The old farmer is tired. " * 20
-    num_tokens = len(
-        translate.load(run, loading=translate.Loading("cpu")).tokenizer.encode_src([long])[0]
-    )
+    num_tokens = len(load(run, loading=Loading("cpu")).tokenizer.encode_src([long])[0])
     assert limit is not None and num_tokens > limit
     whole = ["--max-input-tokens", str(num_tokens)]
     outcome = cli("translate", run.path, *whole, stdin=f"We wait.\n{long}\n".encode())
@@ -152,7 +150,7 @@ def test_a_run_stores_tables_that_are_one_once(train: Any, name: str, num_tables
 @torch.no_grad()
 def test_no_id_means_padding_to_the_model(train: Any) -> None:
     """The loss of a batch that is padded with 0, as here, or with 1, as in a document."""
-    translator = translate.load(train("encoder_padding").run, loading=translate.Loading("cpu"))
+    translator = load(train("encoder_padding").run, loading=Loading("cpu"))
     translator.model.eval()
     special = translator.tokenizer.tgt
     assert special.pad == translator.tokenizer.src.pad == 0

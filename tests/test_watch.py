@@ -15,8 +15,8 @@ import pytest
 from conftest import Cli
 from tasks import write_task
 
-from mtrain import watch as watching
-from mtrain.rundir import RunDir
+from mtrain.plot import watch
+from mtrain.run.run_dir import RunDir
 
 CURVES = ["curves.png", "curves.svg"]
 
@@ -37,8 +37,8 @@ def watched(
     with ExitStack() as training:
         training.enter_context(run.locked())
         coming = iter([*events, training.close])
-        monkeypatch.setattr(watching, "sleep", lambda seconds: next(coming)())
-        drawn = watching.watch(run, None, run.path / "plots", lambda text: None, 1.0)
+        monkeypatch.setattr(watch, "sleep", lambda seconds: next(coming)())
+        drawn = watch.watch(run, None, run.path / "plots", lambda text: None, 1.0)
         return [path.name for path in drawn]
 
 

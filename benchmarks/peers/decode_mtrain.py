@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from peers.decoding import Job, Loaded, serve
 
-from mtrain import __version__, translate
-from mtrain.rundir import RunDir
+from mtrain import __version__
+from mtrain.decode import translator as translator_module
+from mtrain.run.run_dir import RunDir
 
 
 def main() -> None:
@@ -20,7 +21,7 @@ def load(job: Job) -> Loaded:
     run = RunDir(Path(job.run))
     overrides = {"beam": job.beam, "length_alpha": job.alpha}
     decoding = run.load_config().decoding.model_copy(update=overrides)
-    translator = translate.load(run, decoding, translate.Loading(device="cpu"))
+    translator = translator_module.load(run, decoding, translator_module.Loading(device="cpu"))
     usual = translator.max_length
     translator.max_length = lambda source: min(usual(source), job.max_tokens - 1)
     versions = {"mtrain": __version__, "torch": torch.__version__}

@@ -16,12 +16,13 @@ import yaml
 from datasets import Dataset
 from peers.worker import NUM_SPECIAL
 
-from mtrain import config as configs
-from mtrain import prepare, tokenizer
-from mtrain.files import write_lines
-from mtrain.rundir import RunDir
-from mtrain.runlog import Stderr
-from mtrain.shards import TRAIN_FILE
+from mtrain.config import sections
+from mtrain.data import prepare
+from mtrain.data.arrow_shards import TRAIN_FILE
+from mtrain.io.atomic import write_lines
+from mtrain.run.logger import Stderr
+from mtrain.run.run_dir import RunDir
+from mtrain.tokenizer import sentencepiece
 
 _NUM_VALID = 10  # JoeyNMT wants a validation set, and is stopped before it is used
 
@@ -41,9 +42,9 @@ def main() -> None:
     (out / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     run = RunDir(out / "run")
     run.path.mkdir()
-    prepare.prepare(configs.load(out / "config.yaml"), run, Stderr())
+    prepare.prepare(sections.load(out / "config.yaml"), run, Stderr())
     table = Dataset.from_file(str(run.data_dir / TRAIN_FILE))
-    eos = tokenizer.load(run.tokenizer_dir).tgt.eos
+    eos = sentencepiece.load(run.tokenizer_dir).tgt.eos
     src_ids = [ids[:-1] for ids in table["src"]]  # stored with eos
     tgt_ids = list(table["tgt"])
     write_corpus(out, src_ids, tgt_ids, eos)

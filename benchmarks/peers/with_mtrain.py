@@ -12,12 +12,15 @@ from pathlib import Path
 import torch
 from peers.job import Done, Epoch, Job, Meter, serve
 
-from mtrain import __version__, prepare, tokenizer, training
-from mtrain import config as configs
-from mtrain.config import Config
-from mtrain.data import Deal, Dealt, Position, TrainingData
-from mtrain.rundir import RunDir
-from mtrain.runlog import Stderr
+from mtrain import __version__
+from mtrain.config import sections
+from mtrain.config.sections import Config
+from mtrain.data import prepare
+from mtrain.data.loader import Deal, Dealt, Position, TrainingData
+from mtrain.run.logger import Stderr
+from mtrain.run.run_dir import RunDir
+from mtrain.tokenizer import sentencepiece
+from mtrain.train import trainer
 
 _LOG_EVERY = 10
 _NEVER = 1_000_000_000
@@ -38,14 +41,14 @@ def train(job: Job, meter: Meter) -> dict[str, str]:
                 meter.begin(dealt.num_tokens)
                 yield dealt
 
-    training.TrainingData = Watched  # type: ignore[misc]
+    trainer.TrainingData = Watched  # type: ignore[misc]
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(job, folder)
         run = RunDir(Path(folder))
         shutil.copytree(Path(job.corpus) / "run", folder, dirs_exist_ok=True)
         prepare.prepare(config, run, Stderr())  # objects if the data is not this config's
         with suppress(Done):
-            training.train(config, run)
+            trainer.train(config, run)
         for line in run.metrics_path.read_text("utf-8").splitlines():
             numbers = json.loads(line)
             if "loss" in numbers:
@@ -75,13 +78,13 @@ def load_config(job: Job, run_dir: str) -> Config:
         "training.log_every": _LOG_EVERY,
     }
     overrides = [*(f"{key}={value}" for key, value in values.items()), *job.overrides]
-    return configs.load(Path(job.corpus) / "config.yaml", overrides, run_dir)
+    return sections.load(Path(job.corpus) / "config.yaml", overrides, run_dir)
 
 
 def count(job: Job) -> Epoch:
     run = RunDir(Path(job.corpus) / "run")
     config = load_config(job, str(run.path))
-    vocabulary = tokenizer.load(run.tokenizer_dir)
+    vocabulary = sentencepiece.load(run.tokenizer_dir)
     data = TrainingData(run.data_dir, vocabulary, config.seed)
     epoch = Epoch()
     for batch, after in data.batches(config.training.batch_tokens, Position()):

@@ -1,0 +1,4 @@
+"""What is wrong with a corpus: features of lines, rules, duplicates, contamination, reports.
+
+Reads text through `corpus`. Knows nothing of encoded pairs, batches and models.
+"""

@@ -1,0 +1,70 @@
+"""What a tokenizer makes of a corpus: pieces a word, bytes, unknown and unseen pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mtrain.tokenizer.sentencepiece import Vocabulary
+
+Ints = npt.NDArray[np.int64]
+
+
+class Encoded(NamedTuple):
+    """For each line: how many tokens it has with eos, and whether one of them is unknown."""
+
+    tokens: Ints
+    has_unknown: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How well a vocabulary fits one side of a corpus.
+
+    Attributes:
+        pieces_per_word: words are runs of letters or of digits.
+        byte_share, unknown_share: of pieces.
+        unseen_share: of pieces, those that the training text never has.
+    """
+
+    pieces_per_word: float
+    byte_share: float
+    unknown_share: float
+    unseen_share: float
+
+
+class PieceCounts:
+    """The pieces of one side of a corpus, counted."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._num_words = 0
+        self.counts = np.zeros(len(vocabulary), np.int64)
+
+    def add(self, lines: Sequence[str], num_words: int) -> Encoded:
+        """Encode some lines."""
+        encoded = self._vocabulary.encode(lines)
+        lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+        ids = np.fromiter(chain.from_iterable(encoded), np.int64, int(lengths.sum()))
+        self.counts += np.bincount(ids, minlength=len(self.counts))
+        self._num_words += num_words
+        line_of = np.repeat(np.arange(len(lengths)), lengths)
+        has_unknown = np.zeros(len(lengths), bool)
+        has_unknown[line_of[ids == self._vocabulary.unk]] = True
+        return Encoded(lengths + 1, has_unknown)
+
+    def coverage(self, train: PieceCounts) -> Coverage:
+        """Return the shares, beside what the training text has."""
+        total = max(int(self.counts.sum()), 1)
+        num_bytes = int(self.counts[self._vocabulary.byte_pieces].sum())
+        return Coverage(
+            total / max(self._num_words, 1),
+            num_bytes / total,
+            int(self.counts[self._vocabulary.unk]) / total,
+            int(self.counts[train.counts == 0].sum()) / total,
+        )

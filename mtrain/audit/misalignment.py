@@ -1,0 +1,209 @@
+"""Stretches of a corpus where each source is translated by the target some lines further.
+
+A line that is lost on one side moves all pairs after it. What tells is how well two lines agree in
+length, numbers, names, points and ending; how much each agreement says is learned from the corpus
+itself: how often it is seen in pairs, and how often in lines that have nothing to do with each
+other. A stretch is found where the sum of this evidence for an offset, line by line, outgrows that
+for the pairs as they stand (a CUSUM test); its first line is where the sum began to rise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mtrain.audit.features import NUM_ENDINGS, Records
+
+MAX_OFFSET = 5
+MIN_PAIRS = 200  # of a corpus, below which too little is known
+_ENOUGH = 25.0  # nats of evidence that make a finding
+_MOST = 3.0  # nats that one agreement can say
+
+Floats = npt.NDArray[np.float64]
+_Cells = npt.NDArray[np.int64]
+
+
+class Window(NamedTuple):
+    """Records of both sides of pairs that stand together, and the number of the first."""
+
+    src: Records
+    tgt: Records
+    first: int
+
+
+class Shift(NamedTuple):
+    """A stretch of pairs, first and last from 0, whose targets stand `offset` lines further."""
+
+    first: int
+    last: int
+    offset: int
+    evidence: float
+
+
+Read = Callable[[], Iterator[Window]]
+
+
+def find(read: Read) -> list[Shift]:
+    """Find the stretches of a corpus.
+
+    Its windows must follow each other without a gap, and all but the last must have at least
+    `MAX_OFFSET` pairs.
+    """
+    model = _learn(read)
+    offsets = [k for k in range(-MAX_OFFSET, MAX_OFFSET + 1) if k]
+    rises = {k: _Rises(k) for k in offsets}
+    for window in _overlapping(read()):
+        own = _scores(model, window, 0)
+        for k in offsets:
+            rises[k].feed(_scores(model, window, k) - np.maximum(own, 0.0), window.first)
+    found = [shift for k in offsets for shift in rises[k].finish()]
+    return _strongest(found)
+
+
+def _overlapping(windows: Iterator[Window]) -> Iterator[Window]:
+    """Put `MAX_OFFSET` records before and after each window, of pairs that are its neighbours."""
+    before: Window | None = None
+    held: Window | None = None
+    for window in windows:
+        if held is not None:
+            yield _padded(before, held, window)
+            before = held
+        held = window
+    if held is not None:
+        yield _padded(before, held, None)
+
+
+def _padded(before: Window | None, window: Window, after: Window | None) -> Window:
+    edge = np.zeros(MAX_OFFSET, window.tgt.dtype)
+    left = np.concatenate([edge, before.tgt])[-MAX_OFFSET:] if before else edge
+    right = np.concatenate([after.tgt, edge])[:MAX_OFFSET] if after else edge
+    return Window(window.src, np.concatenate([left, window.tgt, right]), window.first)
+
+
+def _cells(src: Records, tgt: Records) -> list[_Cells]:
+    """Sort pairs of lines into the cells of each table by how they agree."""
+    ratio = np.log((tgt["chars"] + 5.0) / (src["chars"] + 5.0))
+    size = np.minimum(np.log2(src["chars"] + 1.0).astype(np.int64), 9)
+    return [
+        size * 61 + np.clip((ratio * 10).round().astype(np.int64) + 30, 0, 60),
+        _overlaps(src["numbers"], tgt["numbers"]),
+        _overlaps(src["names"], tgt["names"]),
+        src["ending"].astype(np.int64) * NUM_ENDINGS + tgt["ending"],
+        np.minimum(src["points"], 7).astype(np.int64) * 8 + np.minimum(tgt["points"], 7),
+    ]
+
+
+_NUM_CELLS = (610, 64, 64, NUM_ENDINGS**2, 64)
+
+
+def _overlaps(src: Records, tgt: Records) -> _Cells:
+    """Number pairs of bit sets by their sizes and by how many bits they share."""
+    sizes = [np.minimum(_num_bits(side), 3) for side in (src, tgt)]
+    cells: _Cells = sizes[0] * 16 + sizes[1] * 4 + np.minimum(_num_bits(src & tgt), 3)
+    return cells
+
+
+def _num_bits(values: Records) -> _Cells:
+    """Count the bits that are set."""
+    octets = np.ascontiguousarray(values).view(np.uint8).reshape(len(values), -1)
+    counts: _Cells = _BITS[octets].sum(1)
+    return counts
+
+
+_BITS = np.array([bin(value).count("1") for value in range(256)])
+
+
+def _learn(read: Read) -> list[Floats]:
+    """Return what each cell of each table says, in nats; 0 where nothing is known."""
+    together = [np.full(size, 0.5) for size in _NUM_CELLS]
+    apart = [np.full(size, 0.5) for size in _NUM_CELLS]
+    for window in read():
+        other = np.roll(window.tgt, len(window.tgt) // 2 + 1)
+        for counts, tgt in ((together, window.tgt), (apart, other)):
+            for total, cells in zip(counts, _cells(window.src, tgt), strict=True):
+                total += np.bincount(cells, minlength=len(total))
+    return [
+        np.clip(np.log(yes / yes.sum()) - np.log(no / no.sum()), -_MOST, _MOST)
+        for yes, no in zip(together, apart, strict=True)
+    ]
+
+
+def _scores(model: list[Floats], window: Window, offset: int) -> Floats:
+    """Return for each source how much speaks for the target that stands `offset` further."""
+    start = MAX_OFFSET + offset
+    tgt = window.tgt[start : start + len(window.src)]
+    cells = _cells(window.src, tgt)
+    score = sum((table[cell] for table, cell in zip(model, cells, strict=True)), np.zeros(len(tgt)))
+    is_blank = (tgt["solid"] == 0) | (window.src["solid"] == 0)
+    return np.where(is_blank, 0.0, score)
+
+
+class _Rises:
+    """The stretches over which a sum of evidence rises by enough."""
+
+    def __init__(self, offset: int) -> None:
+        self._offset = offset
+        self._found: list[Shift] = []
+        self._height = 0.0  # of the sum above its lowest point, where a stretch may have begun
+        self._start = 0  # the pair after that point
+        self._peak = 0.0  # above 0 while a stretch is open
+        self._peak_at = -1
+
+    def feed(self, evidence: Floats, first: int) -> None:
+        """Add the evidence of the pairs from number `first` on."""
+        while len(evidence):
+            follow = self._descend if self._peak else self._wait
+            num_read = follow(self._height + np.cumsum(evidence), first)
+            evidence, first = evidence[num_read:], first + num_read
+
+    def finish(self) -> list[Shift]:
+        """Return all stretches, also one that goes on to the end."""
+        self._close()
+        return self._found
+
+    def _wait(self, sums: Floats, first: int) -> int:
+        """Read until the sum has risen enough above its lowest point; return how much was read."""
+        lows = np.minimum(np.minimum.accumulate(sums), 0.0)
+        heights = sums - lows
+        high = np.flatnonzero(heights >= _ENOUGH)
+        stop = int(high[0]) + 1 if len(high) else len(sums)
+        lowest = np.flatnonzero(heights[:stop] == 0.0)
+        if len(lowest):
+            self._start = first + int(lowest[-1]) + 1
+        self._height = float(heights[stop - 1])
+        if len(high):
+            self._peak, self._peak_at = self._height, first + stop - 1
+        return stop
+
+    def _descend(self, sums: Floats, first: int) -> int:
+        """Read until the sum has fallen enough below its peak; return how much was read."""
+        peaks = np.maximum(np.maximum.accumulate(sums), self._peak)
+        low = np.flatnonzero(sums <= peaks - _ENOUGH)
+        stop = int(low[0]) + 1 if len(low) else len(sums)
+        place = int(sums[:stop].argmax())
+        if sums[place] > self._peak:
+            self._peak, self._peak_at = float(sums[place]), first + place
+        self._height = float(sums[stop - 1])
+        if len(low):
+            self._close()
+            self._start, self._height = first + stop, 0.0
+        return stop
+
+    def _close(self) -> None:
+        if self._peak:
+            # Where targets are lost, the sources that they translated come first.
+            first = max(self._start + min(self._offset, 0), 0)
+            self._found.append(Shift(first, self._peak_at, self._offset, self._peak))
+        self._peak, self._peak_at = 0.0, -1
+
+
+def _strongest(found: list[Shift]) -> list[Shift]:
+    """Keep, of stretches that overlap, the one with most evidence; sort them by their place."""
+    kept: list[Shift] = []
+    for shift in sorted(found, key=lambda shift: -shift.evidence):
+        if all(shift.last < other.first or shift.first > other.last for other in kept):
+            kept.append(shift)
+    return sorted(kept)

@@ -1,0 +1,106 @@
+"""The report of an audit as a page for people, and as JSON."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from mtrain.audit.audit import Finding, Report, Summary
+from mtrain.audit.finding_lists import Entry
+from mtrain.audit.rules import Severity
+from mtrain.corpus.dropped import say_counts
+from mtrain.io.text_width import shortened, visible
+
+_WIDTH = 80
+_INDENT = " " * 9
+
+
+def as_text(report: Report, directory: Path) -> Iterator[str]:
+    """Yield the lines of a page of at most 80 columns."""
+    for summary in report.corpora:
+        yield from _wrapped(_what_becomes_of(summary), "")
+        for own in summary.mixture:
+            left_out = f"left out {say_counts(own.left_out)}"
+            text = f"{own.name}: {own.num_pairs:,} pairs, {left_out}; {own.share:.1%} of an epoch"
+            yield from _wrapped(text, "  ")
+    if report.corpora[0].coverage:
+        yield ""
+        yield from _coverage(report.corpora)
+    for finding in report.findings:
+        yield ""
+        yield from _finding(finding)
+    yield ""
+    yield ", ".join(_counted(report, severity) for severity in reversed(Severity))
+    yield f"lists of every line: {directory}"
+
+
+def as_json(report: Report) -> Iterator[str]:
+    """Yield the report as one JSON object."""
+    findings = [
+        asdict(found) | {"severity": found.severity.name.lower()} for found in report.findings
+    ]
+    tree = {"corpora": [asdict(summary) for summary in report.corpora], "findings": findings}
+    yield json.dumps(tree, ensure_ascii=False, indent=2)
+
+
+def _counted(report: Report, severity: Severity) -> str:
+    count = report.count(severity)
+    return f"{count} {severity.name.lower()}{'s' * (count != 1)}"
+
+
+def _what_becomes_of(summary: Summary) -> str:
+    text = f"{summary.name}: {summary.num_pairs:,} pair{'s' * (summary.num_pairs != 1)}"
+    if summary.name != "train":
+        return text
+    text += f"; training leaves out {say_counts(summary.left_out)}"
+    return text if summary.coverage else f"{text}, and what is over `data.max_tokens`"
+
+
+def _coverage(summaries: list[Summary]) -> Iterator[str]:
+    yield f"{'tokenizer':<24}{'pieces/word':>13}{'bytes':>10}{'unknown':>10}{'unseen':>10}"
+    for summary in summaries:
+        for side, found in zip(("src", "tgt"), summary.coverage, strict=True):
+            name = shortened(f"{summary.name} {side}", 24)
+            shares = (found.byte_share, found.unknown_share, found.unseen_share)
+            columns = "".join(f"{100 * share:>9.2f}%" for share in shares)
+            yield f"{name:<24}{found.pieces_per_word:>13.2f}{columns}"
+
+
+def _finding(finding: Finding) -> Iterator[str]:
+    what = f"{finding.corpus}: {finding.what}"
+    if finding.list_file:
+        share = 100 * finding.count / max(finding.total, 1)
+        what = f"{finding.corpus}: {finding.what}: {finding.count:,} ({share:.2f}%)"
+    yield from _wrapped(what, f"{finding.severity.name.lower():<9}")
+    for entry in finding.examples:
+        yield from _example(entry)
+    yield from _wrapped(finding.advice, _INDENT)
+
+
+def _example(entry: Entry) -> Iterator[str]:
+    where = f"{entry['src_file']}:{entry['line']}"
+    if entry["side"] == "tgt":
+        where = f"{entry['tgt_file']}:{entry['line']}"
+    if "last" in entry:
+        where += f" to {entry['last']['line']}"
+    elif "first" in entry:
+        where += f", as {entry['first']['file']}:{entry['first']['line']}"
+    yield from _wrapped(where, _INDENT)
+    for side, other in (("src", "tgt"), ("tgt", "src")):
+        if entry["side"] in (side, "both") or not entry[other].strip():
+            text = visible(entry[side]) if entry[side].strip() else "(blank)"
+            yield f"{_INDENT}  {shortened(text, _WIDTH - len(_INDENT) - 2)}"
+
+
+def _wrapped(text: str, first: str) -> list[str]:
+    """Break a sentence into lines; what is too long for a line is cut."""
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=first,
+        subsequent_indent=_INDENT,
+        break_on_hyphens=False,
+    )

@@ -1,0 +1,381 @@
+"""What is found wrong with pairs: each rule with its threshold and its advice, in one place.
+
+A rule judges pairs by their records alone, many at a time. How serious a finding is follows from
+the share of pairs that have it: up to `usual_share`, which clean corpora have, it is a note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mtrain.audit.duplicates import Numbers
+from mtrain.audit.features import Mark, Records
+from mtrain.audit.misalignment import Window
+from mtrain.audit.unicode_classes import Kind, kind_of
+
+_LONG_CHARS = 1000
+_FAR_RATIO = 3.0  # times the corpus's own ratio of lengths
+_SLACK_CHARS = 20  # so that short lines may differ more
+_RARE_SCRIPT = 0.05  # the share of lines from which on a script belongs to a side
+_SIDE_NATS = 2.0  # on each side, that say that it is in the other one's language
+_SWAP_NATS = 8.0  # on both together
+_ODD_SHARE = 0.5
+_RATIO_STEPS, _NUM_RATIOS = 200, 1000  # of the logarithm of ratios, and how far they are counted
+_LEAST_SOLID = 8  # characters, below which a line of digits or points is nothing strange
+
+Sides = npt.NDArray[np.uint8]
+Flags = npt.NDArray[np.bool_]
+
+
+class Side(IntEnum):
+    """Where a rule found something."""
+
+    NONE = 0
+    SRC = 1
+    TGT = 2
+    BOTH = 3
+
+
+class Severity(IntEnum):
+    """How serious a finding is."""
+
+    NOTE = 0
+    WARNING = 1
+    ERROR = 2
+
+
+class Pairs(NamedTuple):
+    """Pairs that stand together in a corpus.
+
+    Attributes:
+        src, tgt: their records.
+        same_pair: an earlier pair that is equal, counted from 1; 0 if there is none.
+        same_src: an earlier pair with the same source and another target, likewise.
+        is_held: whether a side of the pair stands in a held-out corpus too.
+        is_held_pair: whether the pair stands there, to the letter.
+    """
+
+    src: Records
+    tgt: Records
+    same_pair: Numbers
+    same_src: Numbers
+    is_held: Flags
+    is_held_pair: Flags
+
+
+@dataclass(frozen=True)
+class Usual:
+    """What is usual in the training pairs, and the limit of the config.
+
+    Attributes:
+        ratio: the median of target to source lengths.
+        src_scripts, tgt_scripts: which kinds belong to each side, by their numbers.
+        max_tokens: of a training pair.
+    """
+
+    ratio: float
+    src_scripts: Flags
+    tgt_scripts: Flags
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One thing that can be wrong with a pair.
+
+    Attributes:
+        name: of its list, and in JSON.
+        what: the pairs or lines that it finds.
+        advice: what to do, in one sentence.
+        held_out_advice: the same where training leaves nothing out, in validation and test text.
+        judge: tells on which sides each pair has it.
+        usual_share: of pairs, up to which it is a note; None if it never is more than that.
+        severity: beyond that share.
+        refers: whether a finding names an earlier pair.
+    """
+
+    name: str
+    what: str
+    advice: str
+    judge: Callable[[Pairs, Usual], Sides]
+    usual_share: float | None = 0.0
+    severity: Severity = Severity.WARNING
+    refers: Callable[[Pairs], Numbers] | None = None
+    held_out_advice: str | None = None
+
+    def severity_of(self, count: int, total: int) -> Severity:
+        """Return how serious it is that `count` of `total` pairs have it."""
+        if self.usual_share is None or count <= self.usual_share * total:
+            return Severity.NOTE
+        return self.severity
+
+
+def on_lines(judge: Callable[[Records], Flags]) -> Callable[[Pairs, Usual], Sides]:
+    """Judge each side by itself."""
+    return lambda pairs, usual: _sides(judge(pairs.src), judge(pairs.tgt))
+
+
+def on_pairs(judge: Callable[[Pairs, Usual], Flags]) -> Callable[[Pairs, Usual], Sides]:
+    """Judge both sides together."""
+    return lambda pairs, usual: np.where(judge(pairs, usual), Side.BOTH, Side.NONE).astype(np.uint8)
+
+
+def _sides(src: Flags, tgt: Flags) -> Sides:
+    sides: Sides = (src * np.uint8(Side.SRC) + tgt * np.uint8(Side.TGT)).astype(np.uint8)
+    return sides
+
+
+def _has(mark: Mark) -> Callable[[Records], Flags]:
+    return lambda lines: (lines["marks"] & mark) > 0
+
+
+def _is_whole(pairs: Pairs) -> Flags:
+    """Tell which pairs have two sides."""
+    found: Flags = (pairs.src["solid"] > 0) & (pairs.tgt["solid"] > 0)
+    return found
+
+
+def _one_blank(pairs: Pairs, usual: Usual) -> Sides:
+    src, tgt = pairs.src["solid"] == 0, pairs.tgt["solid"] == 0
+    return _sides(src & ~tgt, tgt & ~src)
+
+
+def _both_blank(pairs: Pairs, usual: Usual) -> Flags:
+    is_blank = (pairs.src["solid"] == 0) & (pairs.tgt["solid"] == 0)
+    found: Flags = is_blank & ~_has(Mark.NO_PAIR)(pairs.src)
+    return found
+
+
+def _is_copied(pairs: Pairs, usual: Usual) -> Flags:
+    has_letters = pairs.src["script"] > 0
+    found: Flags = (pairs.src["hash"] == pairs.tgt["hash"]) & has_letters
+    return found
+
+
+def _is_far_in_length(pairs: Pairs, usual: Usual) -> Flags:
+    src, tgt = (side["chars"].astype(np.float64) for side in (pairs.src, pairs.tgt))
+    wanted = src * usual.ratio
+    most = wanted * _FAR_RATIO + _SLACK_CHARS
+    least = (wanted - _SLACK_CHARS) / _FAR_RATIO
+    found: Flags = ((tgt > most) | (tgt < least)) & _is_whole(pairs)
+    return found
+
+
+def _has_strange_script(pairs: Pairs, usual: Usual) -> Sides:
+    src, tgt = pairs.src["script"], pairs.tgt["script"]
+    return _sides(
+        (src > 0) & ~usual.src_scripts[src] & ~_is_swapped(pairs, usual),
+        (tgt > 0) & ~usual.tgt_scripts[tgt] & ~_is_swapped(pairs, usual),
+    )
+
+
+def _is_swapped(pairs: Pairs, usual: Usual) -> Flags:
+    src, tgt = pairs.src["script"], pairs.tgt["script"]
+    by_script = ~usual.src_scripts[src] & usual.tgt_scripts[src] & (src > 0)
+    by_script &= ~usual.tgt_scripts[tgt] & usual.src_scripts[tgt] & (tgt > 0)
+    like_tgt, like_src = -pairs.src["language"], pairs.tgt["language"]
+    by_words = (like_tgt > _SIDE_NATS) & (like_src > _SIDE_NATS)
+    by_words &= like_tgt + like_src > _SWAP_NATS
+    found: Flags = by_script | by_words
+    return found
+
+
+def _is_no_words(lines: Records) -> Flags:
+    found: Flags = (lines["odd"] > _ODD_SHARE * lines["solid"]) & (lines["solid"] >= _LEAST_SOLID)
+    return found
+
+
+def _is_mojibake(lines: Records) -> Flags:
+    found: Flags = _has(Mark.MOJIBAKE)(lines) & ~_has(Mark.UNDECODABLE)(lines)
+    return found
+
+
+def _is_over_tokens(pairs: Pairs, usual: Usual) -> Flags:
+    longest = np.maximum(pairs.src["tokens"], pairs.tgt["tokens"])
+    found: Flags = longest > usual.max_tokens
+    return found
+
+
+APART = "Take them out of one of the two: what chooses a model must not measure it."
+
+RULES = [
+    Rule(
+        "held-out-pair",
+        "pairs of the validation or test sets, to the letter",
+        "Nothing need be done: training leaves them out, unless `data.clean` says otherwise.",
+        on_pairs(lambda pairs, usual: pairs.is_held_pair),
+        usual_share=None,
+        held_out_advice=APART,
+    ),
+    Rule(
+        "held-out",
+        "pairs with a sentence of the validation or test sets",
+        "Before you publish a score, delete those that `data.clean` does not leave out.",
+        on_pairs(lambda pairs, usual: pairs.is_held),
+        usual_share=None,
+        held_out_advice=APART,
+    ),
+    Rule(
+        "not-utf8",
+        "lines that are not UTF-8",
+        "Unpack the file, or convert it to UTF-8, for example with iconv; training refuses it.",
+        on_lines(_has(Mark.UNDECODABLE)),
+        severity=Severity.ERROR,
+    ),
+    Rule(
+        "blank-side",
+        "pairs with one blank side",
+        "Translate or delete them; training leaves them out.",
+        _one_blank,
+        held_out_advice="Translate or delete them.",
+    ),
+    Rule(
+        "blank-pair",
+        "pairs that are blank on both sides",
+        "Nothing need be done: training leaves them out.",
+        on_pairs(_both_blank),
+        usual_share=None,
+        held_out_advice="Nothing need be done: a blank line is translated by a blank line.",
+    ),
+    Rule(
+        "copied",
+        "pairs whose target is the source",
+        "Delete those that need a translation: a model learns to copy from few of them.",
+        on_pairs(_is_copied),
+        usual_share=0.01,
+    ),
+    Rule(
+        "repeated-pair",
+        "pairs that stand there before",
+        "Delete them if they are many: each counts as often as it stands there.",
+        on_pairs(lambda pairs, usual: (pairs.same_pair > 0) & _is_whole(pairs)),
+        usual_share=0.05,
+        refers=lambda pairs: pairs.same_pair,
+    ),
+    Rule(
+        "repeated-source",
+        "sources that stand there before with another target",
+        "See whether both targets are right, and whether the lines belong together.",
+        on_pairs(lambda pairs, usual: (pairs.same_src > 0) & _is_whole(pairs)),
+        usual_share=0.05,
+        refers=lambda pairs: pairs.same_src,
+    ),
+    Rule(
+        "length-ratio",
+        "pairs with one side far too long for the other",
+        "See whether the lines belong together, and delete those that do not.",
+        on_pairs(_is_far_in_length),
+        usual_share=0.005,
+    ),
+    Rule(
+        "long-line",
+        f"lines of more than {_LONG_CHARS:,} characters",
+        "Split them into sentences; training leaves out what exceeds `data.max_tokens`.",
+        on_lines(lambda lines: lines["chars"] > _LONG_CHARS),
+        usual_share=0.01,
+    ),
+    Rule(
+        "strange-script",
+        "lines in a script that the side does not have elsewhere",
+        "Delete the pairs that are in another language.",
+        _has_strange_script,
+        usual_share=0.005,
+    ),
+    Rule(
+        "swapped",
+        "pairs whose sides look swapped",
+        "Put each side into its own file.",
+        on_pairs(_is_swapped),
+    ),
+    Rule(
+        "no-words",
+        "lines mostly of digits, markup or symbols",
+        "Delete the pairs, or remove the markup: there is nothing to learn from them.",
+        on_lines(_is_no_words),
+        usual_share=0.01,
+    ),
+    Rule(
+        "mojibake",
+        "lines that were once decoded in a wrong encoding",
+        "Get the text anew and decode it as what it is, or delete the pairs.",
+        on_lines(_is_mojibake),
+    ),
+    Rule(
+        "line-break",
+        "lines with a character at which other tools break lines",
+        "Replace it by a space (U+2028, U+2029, U+0085, VT, FF, a lone CR, ...).",
+        on_lines(_has(Mark.BREAK)),
+    ),
+    Rule(
+        "control",
+        "lines with control characters",
+        "Delete the characters.",
+        on_lines(_has(Mark.CONTROL)),
+    ),
+    Rule(
+        "invisible",
+        "lines with characters that cannot be seen",
+        "Delete zero-width spaces, soft hyphens and direction marks, unless they are meant.",
+        on_lines(_has(Mark.INVISIBLE)),
+        usual_share=0.01,
+    ),
+    Rule(
+        "not-nfc",
+        "lines whose Unicode is not composed (NFC)",
+        "Normalise all text to NFC, also what you will translate: to a model é and é differ.",
+        on_lines(_has(Mark.NOT_NFC)),
+        usual_share=0.001,
+    ),
+    Rule(
+        "tab",
+        "lines with a tab",
+        "Replace it by a space, and see whether two columns were joined.",
+        on_lines(_has(Mark.TAB)),
+        usual_share=0.01,
+    ),
+    Rule(
+        "unknown-piece",
+        "lines with characters that the tokenizer does not know",
+        "Set `tokenizer.byte_fallback` to true, and tokenize into a new run folder.",
+        on_lines(_has(Mark.UNKNOWN_PIECE)),
+    ),
+    Rule(
+        "max-tokens",
+        "pairs with more than `data.max_tokens` tokens",
+        "Split them, or raise `data.max_tokens`; training leaves them out.",
+        on_pairs(_is_over_tokens),
+        usual_share=0.01,
+        held_out_advice="Split them, or raise `data.max_tokens`; training sees none as long.",
+    ),
+]
+
+
+_WRITTEN_TOGETHER = ((kind_of("HIRAGANA"), [kind_of("CJK"), kind_of("KATAKANA")]),)
+
+
+def learn(windows: Iterator[Window], max_tokens: int) -> Usual:
+    """Return what is usual in the given pairs."""
+    ratios = np.zeros(2 * _NUM_RATIOS + 1, np.int64)
+    scripts = np.zeros((2, 256), np.int64)
+    for window in windows:
+        whole = (window.src["solid"] > 0) & (window.tgt["solid"] > 0)
+        ratio = np.log(window.tgt["chars"][whole] / window.src["chars"][whole])
+        cells = np.clip((ratio * _RATIO_STEPS).round(), -_NUM_RATIOS, _NUM_RATIOS) + _NUM_RATIOS
+        ratios += np.bincount(cells.astype(np.int64), minlength=len(ratios))
+        for counts, side in zip(scripts, (window.src, window.tgt), strict=True):
+            counts += np.bincount(side["script"], minlength=256)
+    middle = int(np.searchsorted(np.cumsum(ratios), ratios.sum() / 2))
+    ratio_of_middle = float(np.exp((middle - _NUM_RATIOS) / _RATIO_STEPS)) if ratios.any() else 1.0
+    scripts[:, int(Kind.OTHER)] = 0
+    usual = scripts > _RARE_SCRIPT * scripts.sum(1, keepdims=True)
+    usual[~scripts.any(1)] = True  # a side without a letter says of no script that it is strange
+    for script, others in _WRITTEN_TOGETHER:
+        usual[:, others] |= usual[:, [script]]
+    src, tgt = usual
+    return Usual(ratio_of_middle, src, tgt, max_tokens)

@@ -1,0 +1,95 @@
+"""What verbs print, write and show meanwhile, and the streams that they do it on.
+
+Part of the command line, and as light. Knows lines, and nothing of what they say.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+from mtrain.errors import ConfigError
+from mtrain.io import atomic
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+T = TypeVar("T")
+
+
+def open_closed_streams() -> None:
+    """Let a standard stream that the shell has closed (`>&-`) lead nowhere, as /dev/null does."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            nowhere = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 - to the end
+            setattr(sys, name, nowhere)
+
+
+def check_outputs(
+    output: Path | None, alignments: Path | None = None, read: Iterable[Path] = ()
+) -> None:
+    """Refuse before all the work what cannot be written after it, or takes the place of a text."""
+    given = {"--output": output, "--alignments": alignments}
+    replaced = {
+        name: os.path.realpath(path)
+        for name, path in given.items()
+        if path is not None and atomic.is_replaced(path)
+    }
+    if len({*replaced.values()}) < len(replaced):
+        raise ConfigError(
+            f"`--alignments` must be another file than `--output`, but is {alignments} too."
+        )
+    texts = {os.path.realpath(path): path for path in read}
+    for name, path in replaced.items():
+        if path in texts:
+            said = f"`{name}` must be a file that is not read, but is {texts[path]} instead."
+            raise ConfigError(said)
+
+
+def put(lines: Iterable[str], output: Path | None) -> None:
+    """Print lines, or write them; bytes of a file's name that are no text become escapes."""
+    texts = (line.encode(errors="backslashreplace").decode() for line in lines)
+    if output is None:
+        atomic.print_lines(texts)
+    else:
+        atomic.write_lines(atomic.followed(output), texts)
+
+
+def warn(text: str) -> None:
+    """Say on stderr what looks wrong, above a progress bar if one is shown."""
+    from mtrain.run.logger import Stderr
+
+    Stderr().say(f"mtrain: {text}")
+
+
+@contextmanager
+def reading(total: int | None) -> Iterator[tqdm[NoReturn]]:
+    """Show how much is read, on a terminal only; give the bar, to be told the bytes."""
+    from tqdm import tqdm
+
+    from mtrain.run.logger import is_live
+
+    with tqdm(
+        total=total,
+        unit="B",
+        unit_scale=True,
+        desc="reading",
+        file=sys.stderr,
+        disable=not is_live(),
+        leave=False,
+    ) as bar:
+        yield bar
+
+
+def with_progress(lines: Iterable[T], output: Path | None) -> Iterable[T]:
+    """Show sentences a second on a terminal, when the lines themselves go elsewhere."""
+    from tqdm import tqdm
+
+    from mtrain.run.logger import is_live
+
+    is_seen = is_live() and not (output is None and sys.stdout.isatty())
+    return tqdm(lines, unit=" sentences", smoothing=0.1, disable=not is_seen)

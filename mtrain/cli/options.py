@@ -1,0 +1,240 @@
+"""What users may say on the command line: arguments, options, their values, which go together.
+
+Knows the words of the help, and nothing of what the verbs do with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mtrain.config import sections
+from mtrain.errors import ConfigError
+
+ConfigArgument = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="The config, one YAML file.", show_default=False)
+]
+RunArgument = Annotated[
+    Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the config; repeatable."),
+]
+RunOption = Annotated[str | None, typer.Option("--run", metavar="DIR", help="Override run_dir.")]
+OutputOption = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", help="Write to a file, whole or not at all."),
+]
+BeamOption = Annotated[
+    int | None,
+    typer.Option(min=1, max=sections.MAX_BEAM, help="Beam width; 1 is greedy search."),
+]
+AlphaOption = Annotated[
+    float | None, typer.Option(min=0.0, max=10.0, help="Length normalisation; 0 is none.")
+]
+EarlyStopOption = Annotated[
+    bool | None,
+    typer.Option("--early-stop/--exact-stop", help="Stop when no open hypothesis leads."),
+]
+NoRepeatOption = Annotated[
+    int | None, typer.Option(min=0, metavar="N", help="Write no N pieces in a row twice.")
+]
+CheckpointOption = Annotated[
+    int | None, typer.Option(min=0, metavar="STEP", help="Take this checkpoint's weights.")
+]
+BatchOption = Annotated[
+    int | None, typer.Option(min=1, help="Source tokens times beam of a batch.")
+]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+
+
+class Precision(str, Enum):
+    """Of states and products; auto is float32."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class Quantize(str, Enum):
+    """How few bits of each weight are kept."""
+
+    INT8 = "int8"
+
+
+class Engine(str, Enum):
+    """What searches for translations."""
+
+    MTRAIN = "mtrain"
+    CTRANSLATE2 = "ctranslate2"
+
+
+class Target(str, Enum):
+    """For which library a model is exported."""
+
+    CTRANSLATE2 = "ctranslate2"
+    HUGGINGFACE = "huggingface"
+
+
+class Stored(str, Enum):
+    """How few bits of each weight are stored."""
+
+    INT8 = "int8"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+
+
+class Log(str, Enum):
+    """Where the numbers of a training go beside `metrics.jsonl`."""
+
+    TENSORBOARD = "tensorboard"
+
+
+class Format(str, Enum):
+    """How translations are written."""
+
+    TEXT = "text"
+    TSV = "tsv"
+    JSONL = "jsonl"
+
+
+class OnLong(str, Enum):
+    """What becomes of a line that is too long."""
+
+    SPLIT = "split"
+    TRUNCATE = "truncate"
+    ERROR = "error"
+
+
+PrecisionOption = Annotated[Precision, typer.Option(help="auto is float32.")]
+QuantizeOption = Annotated[Quantize | None, typer.Option(help="8-bit weights, on a CPU.")]
+EngineOption = Annotated[
+    Engine, typer.Option(help="ctranslate2 exports once, into RUN/ctranslate2; text only.")
+]
+TranslateArguments = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="RUN... [FILE]",
+        help="A run folder, or several as an ensemble; then the text, stdin if absent.",
+        show_default=False,
+    ),
+]
+NBestOption = Annotated[int, typer.Option(min=1, metavar="N", help="Translations of each line.")]
+FormatOption = Annotated[
+    Format,
+    typer.Option("--format", help="tsv is line, rank, score, log-probability, flags, text."),
+]
+AlignmentsOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write which words belong together, as 0-0 1-2."),
+]
+PrefixOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="How each translation must begin, by line.")
+]
+SampleOption = Annotated[bool, typer.Option("--sample", help="Draw instead of searching.")]
+TemperatureOption = Annotated[
+    float | None, typer.Option(min=0.01, max=100.0, help="Of --sample; below 1 is safer.")
+]
+TopKOption = Annotated[
+    int | None, typer.Option(min=1, metavar="K", help="Of --sample: the K likeliest pieces only.")
+]
+TopPOption = Annotated[
+    float | None,
+    typer.Option(min=0.01, max=1.0, metavar="P", help="Of --sample: the likeliest share P only."),
+]
+SeedOption = Annotated[int | None, typer.Option(min=0, help="Of --sample; 1 if absent.")]
+MaxInputOption = Annotated[
+    int | None,
+    typer.Option(
+        min=2, metavar="N", help="Cut lines of more tokens than this; data.max_tokens if absent."
+    ),
+]
+OnLongOption = Annotated[
+    OnLong, typer.Option(help="How those are cut; split is at the ends of sentences.")
+]
+EvalArguments = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="RUN",
+        help="A run folder, or several of other seeds, for a mean and a deviation.",
+        show_default=False,
+    ),
+]
+TokenizeOption = Annotated[
+    str | None, typer.Option(help="sacreBLEU's tokenizer: 13a (default), none, intl, char, ...")
+]
+DetailsOption = Annotated[
+    bool, typer.Option("--details", help="By length, by rare words, and the best and worst lines.")
+]
+TestsOption = Annotated[
+    str | None, typer.Option(metavar="NAME,...", help="Only these test sets of the run.")
+]
+MetricsOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME,...", help="Of bleu, chrf, chrf++, ter; bleu,chrf if absent."),
+]
+CometOption = Annotated[
+    Path | None, typer.Option(metavar="PATH", help="Score with this model of COMET too.")
+]
+ResamplesOption = Annotated[
+    int | None,
+    typer.Option(min=0, metavar="N", help="For intervals; 1000 if absent, 0 is none."),
+]
+CompareOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="RUN_OR_FILE",
+        help="Test the difference to this run, or file of translations; repeatable.",
+    ),
+]
+SrcOption = Annotated[
+    Path, typer.Option("--src", metavar="FILE", help="The source text.", show_default=False)
+]
+TgtOption = Annotated[
+    Path,
+    typer.Option("--tgt", metavar="FILE", help="Its translation, by line.", show_default=False),
+]
+SrcLangOption = Annotated[
+    str, typer.Option(metavar="XX", help="The language of the source.", show_default=False)
+]
+TgtLangOption = Annotated[
+    str, typer.Option(metavar="YY", help="That of the translation.", show_default=False)
+]
+BudgetOption = Annotated[str, typer.Option(metavar="TIME", help="Of training: 90s, 30m, 1h30m.")]
+NewConfigOption = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", metavar="CONFIG", help="To write; XX-YY.yaml if absent."),
+]
+NewRunOption = Annotated[
+    str | None, typer.Option("--run", metavar="DIR", help="Its run_dir; runs/XX-YY if absent.")
+]
+HeldOutOption = Annotated[
+    tuple[Path, Path] | None,
+    typer.Option(metavar="SRC TGT", help="Two files of your own, instead of held-out pairs."),
+]
+
+
+def given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that stand on the command line."""
+    return {key: value for key, value in options.items() if value is not None}
+
+
+def require(needed: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that do nothing without another."""
+    for key in given(options):
+        raise ConfigError(f"`{_as_option(key)}` must stand beside `{needed}`, but stands alone.")
+
+
+def refuse(other: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that do nothing beside another."""
+    for key in given(options):
+        raise ConfigError(f"`{_as_option(key)}` must not stand beside `{other}`, but does.")
+
+
+def _as_option(key: str) -> str:
+    return "--" + key.rstrip("_").replace("_", "-")

@@ -1,0 +1,305 @@
+"""Pairs that stand together in one row: of tab-separated text, JSON lines, Parquet, or the hub.
+
+A row is a pair or a fault; who reads decides whether a fault stops the reading.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mtrain.config.corpora import (
+    Corpus,
+    HubConfig,
+    JsonlConfig,
+    ParquetConfig,
+    TableConfig,
+    TsvConfig,
+)
+from mtrain.errors import DataError
+from mtrain.io.atomic import raw_lines_of, say_undecodable
+
+Advance = Callable[[int], object]
+_BREAK = re.compile(r"\r?\n")
+_BATCH_ROWS = 1024
+_PATIENCE_S = 10.0  # that the hub has for its first answer
+
+
+def tell_nobody(num_bytes: int) -> None:
+    """Be told how far a reading is, and do nothing."""
+
+
+class Row(NamedTuple):
+    """A pair; `num_breaks` counts the line breaks that became spaces."""
+
+    src: str
+    tgt: str
+    num_breaks: int = 0
+
+
+class Fault(NamedTuple):
+    """Why a row is no pair: "must be ..., but is ..."."""
+
+    what: str
+
+
+class Source(NamedTuple):
+    """One file, or one split of a data set.
+
+    Attributes:
+        name: what a ledger calls it.
+        has_lines: whether its rows are lines.
+        read: yields the rows, and tells the bytes that were read; raises DataError for what cannot
+            be read at all.
+    """
+
+    name: str
+    has_lines: bool
+    read: Callable[[Advance], Iterator[Row | Fault]]
+
+    def place(self, row: int) -> str:
+        """Say where a row is, counted from 1."""
+        return f"{self.name}:{row}" if self.has_lines else f"{self.name}: row {row}"
+
+
+def sources(corpus: TableConfig) -> list[Source]:
+    """Return the files of a corpus, or its data set."""
+    if isinstance(corpus, TsvConfig):
+        read = functools.partial(_read_tsv, corpus.columns)
+        return [Source(path, True, functools.partial(read, path)) for path in corpus.tsv]
+    if isinstance(corpus, JsonlConfig):
+        fields = _Fields(corpus.src, corpus.tgt)
+        return [
+            Source(path, True, functools.partial(_read_jsonl, fields, path))
+            for path in corpus.jsonl
+        ]
+    fields = _Fields(corpus.src, corpus.tgt)
+    if isinstance(corpus, ParquetConfig):
+        return [
+            Source(path, False, functools.partial(_read_parquet, fields, path))
+            for path in corpus.parquet
+        ]
+    return [Source(_name_of(corpus), False, functools.partial(_read_hub, fields, corpus))]
+
+
+def paths_of(corpus: Corpus) -> list[str]:
+    """Return the files of a corpus that are on this machine."""
+    if isinstance(corpus, TsvConfig):
+        return corpus.tsv
+    if isinstance(corpus, JsonlConfig):
+        return corpus.jsonl
+    if isinstance(corpus, ParquetConfig):
+        return corpus.parquet
+    if isinstance(corpus, HubConfig):
+        folder = Path(corpus.hub)
+        return sorted(str(path) for path in folder.rglob("*") if _is_part(path, folder))
+    return [*corpus.src, *corpus.tgt]
+
+
+def revision_of(corpus: Corpus) -> dict[str, str]:
+    """Return which state of the hub's data set a corpus is, by its name; nothing if it is local."""
+    if not isinstance(corpus, HubConfig) or Path(corpus.hub).is_dir():
+        return {}
+    return {_name_of(corpus): _resolve(corpus.hub, corpus.revision) or "unknown: read offline"}
+
+
+def _is_part(path: Path, folder: Path) -> bool:
+    return path.is_file() and not any(
+        name.startswith(".") for name in path.relative_to(folder).parts
+    )
+
+
+def _name_of(corpus: HubConfig) -> str:
+    return "/".join(part for part in (corpus.hub.rstrip("/"), corpus.config, corpus.split) if part)
+
+
+def _read_tsv(columns: list[int] | None, path: str, advance: Advance) -> Iterator[Row | Fault]:
+    for raw in raw_lines_of(Path(path), advance):
+        try:
+            cells = raw.decode("utf-8").split("\t")
+        except UnicodeDecodeError as error:
+            yield Fault(say_undecodable(error))
+            continue
+        if columns is None and len(cells) != 2:
+            yield Fault(
+                "must have 2 columns, source TAB target (or `columns` must name two), but has "
+                f"{len(cells)} instead"
+            )
+        elif columns is not None and len(cells) < max(columns):
+            yield Fault(f"must have at least {max(columns)} columns, but has {len(cells)} instead")
+        else:
+            src, tgt = columns or (1, 2)
+            yield Row(cells[src - 1], cells[tgt - 1])
+
+
+class _Fields(NamedTuple):
+    """Where source and target stand in a row; dots lead into objects."""
+
+    src: str
+    tgt: str
+
+    @property
+    def columns(self) -> list[str]:
+        """The outermost names."""
+        return list(dict.fromkeys(path.split(".")[0] for path in self))
+
+    def of(self, row: object) -> Row | Fault:
+        """Take source and target out of a row."""
+        src, tgt = (_field(row, path) for path in self)
+        if isinstance(src, Fault):
+            return src
+        if isinstance(tgt, Fault):
+            return tgt
+        return Row(src.text, tgt.text, src.num_breaks + tgt.num_breaks)
+
+
+class _Text(NamedTuple):
+    text: str
+    num_breaks: int
+
+
+def _field(row: object, path: str) -> _Text | Fault:
+    value = row
+    for key in path.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            return Fault(f"must have `{path}`, but has not")
+        value = value[key]
+    if not isinstance(value, str):
+        return Fault(f"`{path}` must be text, but is {_shown(value)} instead")
+    if re.search("[\ud800-\udfff]", value):
+        return Fault(f"`{path}` must be text, but has half of a surrogate pair")
+    text, num_breaks = _BREAK.subn(" ", value.rstrip("\r\n"))
+    return _Text(text, num_breaks)
+
+
+def _shown(value: object) -> str:
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _read_jsonl(fields: _Fields, path: str, advance: Advance) -> Iterator[Row | Fault]:
+    for raw in raw_lines_of(Path(path), advance):
+        try:
+            row = json.loads(raw.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            yield Fault(say_undecodable(error))
+            continue
+        except (ValueError, RecursionError) as error:
+            yield Fault(f"must be JSON, but is not: {error}")
+            continue
+        yield (
+            fields.of(row) if isinstance(row, dict) else Fault("must be a JSON object, but is not")
+        )
+
+
+def _read_parquet(fields: _Fields, path: str, advance: Advance) -> Iterator[Row | Fault]:
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(path) as file:
+            _check_columns(path, fields, file.schema_arrow.names)
+            for batch in file.iter_batches(_BATCH_ROWS, columns=fields.columns):
+                yield from _rows_of(batch, fields)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or _line(error)}.") from None
+    except (pyarrow.ArrowException, ValueError) as error:
+        raise DataError(f"{path}: must be a whole Parquet file, but: {_line(error)}.") from None
+    advance(Path(path).stat().st_size)
+
+
+def _rows_of(batch: Any, fields: _Fields) -> Iterator[Row | Fault]:
+    """Yield the rows of a batch; one that is not UTF-8 is found by taking them one by one."""
+    try:
+        yield from map(fields.of, batch.to_pylist())
+    except UnicodeDecodeError as error:
+        if len(batch) == 1:
+            yield Fault(f"must be UTF-8, but has byte 0x{error.object[error.start]:02x}")
+        else:
+            for row in range(len(batch)):
+                yield from _rows_of(batch.slice(row, 1), fields)
+
+
+def _check_columns(name: str, fields: _Fields, found: Sequence[str]) -> None:
+    for column in fields.columns:
+        if found.count(column) > 1:
+            raise DataError(f"{name}: must have one column `{column}`, but has several.")
+        if column not in found:
+            raise DataError(
+                f"{name}: must have a column `{column}`, but has {', '.join(found)} instead."
+            )
+
+
+def _read_hub(fields: _Fields, corpus: HubConfig, advance: Advance) -> Iterator[Row | Fault]:
+    name = _name_of(corpus)
+    try:
+        table = _load(corpus)
+        if table.column_names is not None:
+            _check_columns(name, fields, table.column_names)
+            table = table.select_columns(fields.columns)
+        for row in table:
+            yield fields.of(row)
+    except DataError:
+        raise
+    except ConnectionError as error:
+        raise _unreachable(corpus.hub, error) from None
+    except Exception as error:  # what libraries for dozens of formats and protocols raise
+        raise DataError(f"{name}: cannot be loaded as a data set: {_line(error)}.") from None
+    advance(sum(Path(path).stat().st_size for path in paths_of(corpus)))
+
+
+def _load(corpus: HubConfig) -> Any:
+    """Open a data set; this version of the library runs no code that comes with one."""
+    import datasets
+
+    is_here = Path(corpus.hub).is_dir()
+    return datasets.load_dataset(
+        str(Path(corpus.hub).absolute()) if is_here else corpus.hub,
+        corpus.config,
+        split=corpus.split,
+        revision=None if is_here else _resolve(corpus.hub, corpus.revision),
+        streaming=corpus.streaming,
+    )
+
+
+@functools.cache
+def _resolve(hub: str, revision: str | None) -> str | None:
+    """Ask the hub for the commit, so that all readings are of the same; offline, take any.
+
+    Raises:
+        DataError: if the hub cannot be reached, or has no such data set.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import (
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        return HfApi().dataset_info(hub, revision=revision, timeout=_PATIENCE_S).sha
+    except OfflineModeIsEnabled:
+        return revision  # from what was downloaded before, if it was
+    except (HFValidationError, RepositoryNotFoundError):
+        raise DataError(
+            f"{hub}: must be a folder, or a data set of the Hugging Face hub that you may read, "
+            "but is neither."
+        ) from None
+    except Exception as error:  # of whichever HTTP library is installed
+        raise _unreachable(hub, error) from None
+
+
+def _unreachable(hub: str, error: Exception) -> DataError:
+    return DataError(
+        f"{hub}: is no folder, and the Hugging Face hub cannot be reached ({_line(error)}); name a "
+        "folder with a copy of the data set, or its files with `parquet:` or `jsonl:`."
+    )
+
+
+def _line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -1,0 +1,549 @@
+"""Beam search and sampling over any step function. It knows no model, no text and no special id.
+
+Shapes: B sentences, W places of a sentence, N open hypotheses, V vocabulary, T pieces so far,
+P pieces of a prefix, C candidates.
+
+A step function takes the last ids and a state, and returns the logits of the next piece. Its
+state keeps one row for each open hypothesis, at first one for each sentence, and can `reorder`
+them. Open hypotheses of all sentences stand in one flat batch; what has finished, or has fallen
+behind, has no row. With B = 3 and W = 2, when one hypothesis of sentence 1 has finished:
+
+    row         0    1    2    3    4
+    sentence    0    0    1    2    2
+    place       0    1    0    0    1          cell = sentence * W + place
+    cell        0    1    2    4    5
+
+To grow, the candidates of all rows are laid into a table of B * W cells, the best W of each
+sentence are taken, and those that are open become the new rows: row n continues the old row
+rows_N[n]. As sentences end, others join; what a row has written stands at the right, after -1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtrain.ops.linear import Logits, TopPieces, likeliest, top_pieces
+
+
+class State(Protocol):
+    """What a step function remembers of each hypothesis."""
+
+    def reorder(self, rows_N: Tensor) -> None:
+        """Continue with these rows; each may stand once, often, or not at all."""
+
+    def extend(self, other: Any) -> None:
+        """Let the rows of another state, which has read nothing yet, join after one's own."""
+
+
+S = TypeVar("S", bound=State)
+Step = Callable[[Tensor, S], Logits]
+
+NUM_GROUPS = 4  # groups of sentences that grow at once
+_FLOAT = torch.float64  # of sums of log-probabilities, and of scores
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A target: its pieces without bos and eos, and how likely it is.
+
+    Attributes:
+        ids: the pieces.
+        log_probs: of each piece, and of eos, after those before it.
+        log_prob: their sum.
+        score: `log_prob` over the length penalty; NaN, as that, where nobody asked a greedy search.
+    """
+
+    ids: list[int]
+    log_probs: list[float]
+    log_prob: float
+    score: float
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a search may write.
+
+    Attributes:
+        bos: the id that starts a target.
+        eos: the id that ends it.
+        never: ids that are never written.
+        max_lengths_B: pieces that each target may have, eos apart; on the model's device.
+        prefix_BP: pieces that each target begins with; -1 where it has no more.
+        no_repeat_ngram: no n pieces in a row are written twice; 0 allows all.
+    """
+
+    bos: int
+    eos: int
+    never: list[int]
+    max_lengths_B: Tensor
+    prefix_BP: Tensor | None = None
+    no_repeat_ngram: int = 0
+
+
+@dataclass(frozen=True)
+class Group(Generic[S]):
+    """Sentences that start together: what the step function knows of them, and their limits."""
+
+    state: S
+    limits: Limits
+
+
+@dataclass(frozen=True)
+class Beam:
+    """How beam search ranks.
+
+    Attributes:
+        width: hypotheses that a sentence keeps at every step, finished ones too; 1 is greedy.
+        alpha: of the length penalty.
+        num_best: hypotheses that are wanted of each sentence, at most `width`.
+        stops_early: end a sentence when no open hypothesis would win if it ended now. Otherwise
+            it goes on until none can win any more, however it goes on.
+        with_scores: say how likely the targets are. A greedy search is faster without.
+    """
+
+    width: int
+    alpha: float = 0.0
+    num_best: int = 1
+    stops_early: bool = False
+    with_scores: bool = True
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether nothing but the best piece of each step is asked for."""
+        return self.width == 1 and not self.with_scores
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How targets are drawn.
+
+    Attributes:
+        temperature: below 1 the likely pieces become likelier.
+        top_k: pieces to draw from, the likeliest; 0 is all.
+        top_p: draw from the fewest likeliest pieces that together have this probability.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+class NotFiniteError(ArithmeticError):
+    """A step function gave no number for any piece."""
+
+
+Length = TypeVar("Length", float, Tensor)
+
+
+def length_penalty(length: Length, alpha: float) -> Length:
+    """Return ((5 + length) / 6) ^ alpha (Wu et al. 2016, arXiv 1609.08144); eos counts."""
+    penalty: Length = ((5 + length) / 6) ** alpha
+    return penalty
+
+
+@torch.inference_mode()
+def beam(step: Step[S], groups: Iterator[Group[S]], settings: Beam) -> list[list[Hypothesis]]:
+    """Keep the likeliest hypotheses at every step; return the best-scored of each sentence.
+
+    Finished hypotheses keep their places, so that a beam of 1 is greedy search. A sentence ends
+    when every place is finished, or when no open hypothesis can still be among the best. A group
+    joins as soon as there is room, and nothing that is written depends on when.
+
+    Raises:
+        NotFiniteError: if the logits are not numbers.
+    """
+    first = next(groups, None)
+    if first is None:
+        return []
+    state, beams = first.state, _Beams(settings)
+    beams.start(first.limits)
+    waiting = next(groups, None)
+    while True:
+        while waiting is not None and beams.has_room(waiting.limits):
+            beams.join(waiting.limits)
+            state.extend(waiting.state)
+            waiting = next(groups, None)
+        if not len(beams.rows.ids_N):
+            found = beams.finished.best(beams.num_sentences, settings.num_best)
+            return _without_scores(found) if settings.is_blind else found
+        logits_NV = step(beams.rows.ids_N, state)
+        state.reorder(beams.grow(logits_NV))
+
+
+@torch.inference_mode()
+def sample(
+    step: Step[S], group: Group[S], settings: Sampling, uniform_NT: Tensor
+) -> list[list[Hypothesis]]:
+    """Draw targets piece by piece; return those of each sentence, in the order they were drawn.
+
+    Args:
+        step: as in `beam`.
+        group: the sentences.
+        settings: what pieces are drawn from.
+        uniform_NT: numbers in [0, 1) that decide, the same number of rows for each sentence and
+            a column for each piece and eos.
+
+    Raises:
+        NotFiniteError: if the logits are not numbers.
+    """
+    state, limits = group.state, group.limits
+    num_sentences = len(limits.max_lengths_B)
+    per_sentence = len(uniform_NT) // max(num_sentences, 1)
+    device = limits.max_lengths_B.device
+    sentence_N = torch.arange(num_sentences, device=device).repeat_interleave(per_sentence)
+    state.reorder(sentence_N)
+    prefix_NP = None if limits.prefix_BP is None else limits.prefix_BP[sentence_N]
+    limits = replace(limits, max_lengths_B=limits.max_lengths_B[sentence_N], prefix_BP=prefix_NP)
+    draw_N = torch.arange(len(sentence_N), device=device)  # each is as a sentence of its own
+    rows, finished = _Rows.start(draw_N, limits), _Finished()
+    uniform_NT = uniform_NT.to(device)
+    while len(rows.ids_N):
+        drawn = _draw(step(rows.ids_N, state)[:], rows, limits, settings, uniform_NT)
+        everyone_N = torch.arange(len(rows.ids_N), device=device)
+        rows = rows.grow(everyone_N, drawn.ids_NC[:, 0], drawn.log_prob_NC[:, 0])
+        ends_N = rows.ids_N == limits.eos
+        ended = rows.take(ends_N.nonzero()[:, 0])
+        finished.add(ended, ended.sentence_N, ended.log_prob_N)
+        open_N = (~ends_N).nonzero()[:, 0]
+        rows, uniform_NT = rows.take(open_N), uniform_NT[open_N]
+        state.reorder(open_N)
+    samples = [only for (only,) in finished.in_order(len(sentence_N))]
+    firsts = range(0, len(samples), max(per_sentence, 1))
+    return [samples[first : first + per_sentence] for first in firsts]
+
+
+class _Rows(NamedTuple):
+    """The open hypotheses, in the order of their sentences.
+
+    Attributes:
+        sentence_N: whose they are.
+        ids_N: the last piece of each.
+        length_N: how many pieces each has written.
+        log_prob_N: their sum, in float64.
+        written_NT: the pieces, at the right; -1 before them.
+        log_probs_NT: of each piece.
+    """
+
+    sentence_N: Tensor
+    ids_N: Tensor
+    length_N: Tensor
+    log_prob_N: Tensor
+    written_NT: Tensor
+    log_probs_NT: Tensor
+
+    @staticmethod
+    def start(sentence_N: Tensor, limits: Limits) -> _Rows:
+        """Open a hypothesis for each of these sentences."""
+        ids_N, length_N = torch.full_like(sentence_N, limits.bos), torch.zeros_like(sentence_N)
+        log_prob_N = torch.zeros_like(sentence_N, dtype=torch.float64)
+        written_NT, log_probs_NT = ids_N[:, None][:, :0], log_prob_N[:, None][:, :0]
+        return _Rows(sentence_N, ids_N, length_N, log_prob_N, written_NT, log_probs_NT)
+
+    def grow(self, rows_N: Tensor, ids_N: Tensor, log_prob_N: Tensor) -> _Rows:
+        """Continue old rows by one piece each; `log_prob_N` is that of the piece alone."""
+        log_prob_N = log_prob_N.double()
+        return _Rows(
+            self.sentence_N[rows_N],
+            ids_N,
+            self.length_N[rows_N] + 1,
+            self.log_prob_N[rows_N] + log_prob_N,
+            torch.cat([self.written_NT[rows_N], ids_N[:, None]], 1),
+            torch.cat([self.log_probs_NT[rows_N], log_prob_N[:, None]], 1),
+        )
+
+    def take(self, rows_N: Tensor) -> _Rows:
+        """Return the given rows, in the given order."""
+        return _Rows(*(field[rows_N] for field in self))
+
+    def join(self, others: _Rows) -> _Rows:
+        """Return these rows and then others, which have written nothing yet."""
+        width = int(self.length_N.max()) if len(self.length_N) else 0
+        first = self.written_NT.shape[1] - width
+        own = self._replace(
+            written_NT=self.written_NT[:, first:], log_probs_NT=self.log_probs_NT[:, first:]
+        )
+        padded = others._replace(
+            written_NT=own.written_NT.new_full((len(others.ids_N), width), -1),
+            log_probs_NT=own.log_probs_NT.new_zeros((len(others.ids_N), width)),
+        )
+        return _Rows(*(torch.cat(pair) for pair in zip(own, padded, strict=True)))
+
+    def only_piece(self, limits: Limits) -> Tensor:
+        """Return the one piece that each row may write next, or -1 for any."""
+        is_full_N = limits.max_lengths_B[self.sentence_N] <= self.length_N
+        only_N = torch.where(is_full_N, limits.eos, -1)
+        if limits.prefix_BP is None:
+            return only_N
+        num_forced = limits.prefix_BP.shape[1]
+        place_N = self.length_N.clamp(max=num_forced - 1)
+        forced_N = limits.prefix_BP[self.sentence_N, place_N]
+        return torch.where((self.length_N < num_forced) & (forced_N >= 0), forced_N, only_N)
+
+
+class _Finished:
+    """The hypotheses that have ended, in the order in which they did."""
+
+    def __init__(self) -> None:
+        self._ended: list[tuple[Tensor, ...]] = []
+
+    def add(self, rows: _Rows, number_N: Tensor, score_N: Tensor) -> None:
+        """Keep rows that end with eos, of the sentences with these numbers."""
+        fields = (number_N, rows.length_N, rows.written_NT, rows.log_probs_NT, rows.log_prob_N)
+        self._ended.append((*fields, score_N))
+
+    def in_order(self, num_sentences: int) -> list[list[Hypothesis]]:
+        """Return those of each sentence, in the order in which they ended.
+
+        Raises:
+            NotFiniteError: if a sentence has none.
+        """
+        found: list[list[Hypothesis]] = [[] for _ in range(num_sentences)]
+        for fields in self._ended:
+            columns = [field.tolist() for field in fields]
+            for number, length, ids, log_probs, log_prob, score in zip(*columns, strict=True):
+                hypothesis = Hypothesis(ids[-length:-1], log_probs[-length:], log_prob, score)
+                found[number].append(hypothesis)
+        if not all(found):
+            raise NotFiniteError
+        return found
+
+    def best(self, num_sentences: int, count: int) -> list[list[Hypothesis]]:
+        """Return the best of each sentence, best first; of equals, the first that ended."""
+        ranked = self.in_order(num_sentences)
+        for hypotheses in ranked:
+            hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
+        return [hypotheses[:count] for hypotheses in ranked]
+
+
+class _Sentences(NamedTuple):
+    """The sentences that have open hypotheses.
+
+    Attributes:
+        number_B: which of all sentences each is.
+        num_places_B: places that no finished hypothesis has taken.
+        best_BM: the M best scores so far.
+        max_lengths_B, prefix_BP: as in `Limits`.
+    """
+
+    number_B: Tensor
+    num_places_B: Tensor
+    best_BM: Tensor
+    max_lengths_B: Tensor
+    prefix_BP: Tensor
+
+    @staticmethod
+    def start(limits: Limits, settings: Beam, first: int) -> _Sentences:
+        """Begin with the sentences of a group, numbered from `first`."""
+        lengths_B = limits.max_lengths_B
+        prefix_BP = lengths_B[:, None][:, :0] if limits.prefix_BP is None else limits.prefix_BP
+        return _Sentences(
+            torch.arange(first, first + len(lengths_B), device=lengths_B.device),
+            torch.full_like(lengths_B, settings.width),
+            lengths_B.new_full((len(lengths_B), settings.num_best), -torch.inf, dtype=_FLOAT),
+            lengths_B,
+            prefix_BP,
+        )
+
+    def take(self, sentences_B: Tensor) -> _Sentences:
+        """Return the given sentences."""
+        return _Sentences(*(field[sentences_B] for field in self))
+
+    def join(self, others: _Sentences) -> _Sentences:
+        """Return these sentences and then others."""
+        width = max(self.prefix_BP.shape[1], others.prefix_BP.shape[1])
+        both = [
+            own._replace(
+                prefix_BP=F.pad(own.prefix_BP, (0, width - own.prefix_BP.shape[1]), value=-1)
+            )
+            for own in (self, others)
+        ]
+        return _Sentences(*(torch.cat(pair) for pair in zip(*both, strict=True)))
+
+
+class _Beams:
+    """The beams of all sentences while they grow; `cell_N` is where each row stands."""
+
+    def __init__(self, settings: Beam) -> None:
+        self.settings, self.finished, self.num_sentences = settings, _Finished(), 0
+
+    def start(self, limits: Limits) -> None:
+        """Begin with a group."""
+        self.limits = limits
+        self.sentences = _Sentences.start(limits, self.settings, self.num_sentences)
+        self.num_sentences += len(limits.max_lengths_B)
+        local_B = self.sentences.number_B - self.sentences.number_B[:1]
+        self.rows, self.cell_N = _Rows.start(local_B, limits), local_B * self.settings.width
+
+    def has_room(self, limits: Limits) -> bool:
+        """Tell whether another group may join."""
+        num_new = len(limits.max_lengths_B) * self.settings.width
+        open_B = torch.unique(self.rows.sentence_N)
+        num_places = int(self.sentences.num_places_B[open_B].sum())
+        return num_places <= (NUM_GROUPS - 1) * num_new
+
+    def join(self, limits: Limits) -> None:
+        """Let a group join, and sentences that are done leave."""
+        sentences, rows, cell_N = self.sentences, self.rows, self.cell_N
+        open_B, local_N = torch.unique(rows.sentence_N, return_inverse=True)
+        place_N, width = cell_N % self.settings.width, self.settings.width
+        self.start(limits)
+        new_cell_N = (len(open_B) + self.rows.sentence_N) * width
+        self.cell_N = torch.cat([local_N * width + place_N, new_cell_N])
+        new = self.rows._replace(sentence_N=self.rows.sentence_N + len(open_B))
+        self.rows = rows._replace(sentence_N=local_N).join(new)
+        self.sentences = sentences.take(open_B).join(self.sentences)
+        self.limits = replace(
+            limits,
+            max_lengths_B=self.sentences.max_lengths_B,
+            prefix_BP=self.sentences.prefix_BP if self.sentences.prefix_BP.shape[1] else None,
+        )
+
+    def grow(self, logits_NV: Logits) -> Tensor:
+        """Continue every open hypothesis by its best pieces; return the rows they continue."""
+        top = _best_pieces(logits_NV, self.rows, self.limits, self.settings)
+        chosen = self._choose(self.rows.log_prob_N[:, None] + top.log_prob_NC)
+        rows_N, candidate_N = chosen.rows_N, chosen.candidate_N
+        ids_N, log_prob_N = top.ids_NC[rows_N, candidate_N], top.log_prob_NC[rows_N, candidate_N]
+        grown = self.rows.grow(rows_N, ids_N, log_prob_N)
+        ends_N = ids_N == self.limits.eos
+        if ends_N.any():
+            self._finish(grown.take(ends_N.nonzero()[:, 0]), chosen.cell_N[ends_N])
+        open_N = (~ends_N).nonzero()[:, 0]
+        open_N = open_N[self._can_win(grown.take(open_N))]
+        self.rows, self.cell_N = grown.take(open_N), chosen.cell_N[open_N]
+        return rows_N[open_N]
+
+    def _choose(self, total_NC: Tensor) -> _Chosen:
+        """Take the best candidates of each sentence, as many as it has places."""
+        width, num_candidates = self.settings.width, total_NC.shape[1]
+        num_cells = len(self.sentences.number_B) * width
+        table_RC = total_NC.new_full((num_cells, num_candidates), -torch.inf)
+        table_RC[self.cell_N] = total_NC
+        best_BW, choice_BW = table_RC.view(-1, width * num_candidates).topk(width)
+        place_W = torch.arange(width, device=total_NC.device)
+        is_taken_BW = best_BW.isfinite() & (place_W < self.sentences.num_places_B[:, None])
+        cell_N = is_taken_BW.flatten().nonzero()[:, 0]
+        choice_N = choice_BW.flatten()[cell_N]
+        row_of_cell_R = torch.zeros(num_cells, dtype=torch.int64, device=total_NC.device)
+        row_of_cell_R[self.cell_N] = torch.arange(len(total_NC), device=total_NC.device)
+        parent_N = cell_N // width * width + choice_N // num_candidates
+        return _Chosen(row_of_cell_R[parent_N], choice_N % num_candidates, cell_N)
+
+    def _finish(self, ended: _Rows, cell_N: Tensor) -> None:
+        """Close the places of hypotheses that have ended, and note their scores."""
+        width, sentences = self.settings.width, self.sentences
+        num_sentences = len(sentences.number_B)
+        score_N = ended.log_prob_N / length_penalty(ended.length_N.double(), self.settings.alpha)
+        self.finished.add(ended, sentences.number_B[ended.sentence_N], score_N)
+        num_ended_B = torch.bincount(ended.sentence_N, minlength=num_sentences)
+        score_R = score_N.new_full((num_sentences * width,), -torch.inf)
+        score_R[cell_N] = score_N
+        scores = torch.cat([sentences.best_BM, score_R.view(-1, width)], 1)
+        self.sentences = sentences._replace(
+            num_places_B=sentences.num_places_B - num_ended_B,
+            best_BM=scores.topk(self.settings.num_best)[0],
+        )
+
+    def _can_win(self, still_open: _Rows) -> Tensor:
+        """Tell for each open hypothesis whether its sentence may still find better."""
+        sentence_N = still_open.sentence_N
+        length_N = self.sentences.max_lengths_B[sentence_N]
+        if self.settings.stops_early:
+            length_N = still_open.length_N
+        penalty_N = length_penalty(length_N.double() + 1, self.settings.alpha)
+        bound_N = still_open.log_prob_N / penalty_N
+        bound_B = torch.full_like(self.sentences.best_BM[:, 0], -torch.inf)
+        bound_B.scatter_reduce_(0, sentence_N, bound_N, "amax")
+        return (bound_B > self.sentences.best_BM[:, -1])[sentence_N]
+
+
+class _Chosen(NamedTuple):
+    """The candidates that live on: which row each continues, by which candidate, and its cell."""
+
+    rows_N: Tensor
+    candidate_N: Tensor
+    cell_N: Tensor
+
+
+def _without_scores(found: list[list[Hypothesis]]) -> list[list[Hypothesis]]:
+    return [[Hypothesis(own.ids, [], math.nan, math.nan) for own in best] for best in found]
+
+
+def _best_pieces(logits_NV: Logits, rows: _Rows, limits: Limits, settings: Beam) -> TopPieces:
+    """Rank the next pieces of each row, as far as the limits allow any.
+
+    To a blind search, whatever is allowed is certain.
+    """
+    count = settings.width
+    if limits.no_repeat_ngram:
+        logits_NV = logits_NV[:]
+        allowed_NV = _allowed(logits_NV, rows, limits)
+        ids_NC = top_pieces(allowed_NV, limits.never, count).ids_NC
+        log_total_N1 = logits_NV.logsumexp(-1, keepdim=True)
+        top = TopPieces(ids_NC, allowed_NV.gather(1, ids_NC) - log_total_N1)
+    elif settings.is_blind:
+        ids_N1 = likeliest(logits_NV, limits.never)
+        top = TopPieces(ids_N1, torch.where(ids_N1 < 0, -torch.inf, 0.0))
+    else:
+        top = top_pieces(logits_NV, limits.never, count)
+    only_N = rows.only_piece(limits)
+    bound_N = (only_N >= 0).nonzero()[:, 0]
+    if len(bound_N):
+        log_probs_LV = logits_NV[bound_N].log_softmax(-1)
+        only_L1 = only_N[bound_N, None]
+        top.log_prob_NC[bound_N] = -torch.inf
+        top.ids_NC[bound_N, :1] = only_L1
+        only_log_prob_L1 = log_probs_LV.gather(1, only_L1)
+        top.log_prob_NC[bound_N, :1] = only_log_prob_L1.to(top.log_prob_NC.dtype)
+    return top
+
+
+def _allowed(logits_NV: Tensor, rows: _Rows, limits: Limits) -> Tensor:
+    """Forbid what is never written, and what would write n pieces in a row a second time."""
+    allowed_NV, written_NT, n = logits_NV.clone(), rows.written_NT, limits.no_repeat_ngram
+    for index in limits.never:
+        allowed_NV[:, index] = -torch.inf
+    length = written_NT.shape[1]
+    if not n or length < n:
+        return allowed_NV
+    windows_NLn = written_NT.unfold(1, n, 1)
+    last_N1n = written_NT[:, None, length - n + 1 :]
+    is_repeat_NL = (windows_NLn[:, :, :-1] == last_N1n).all(-1) & (windows_NLn >= 0).all(-1)
+    row, window = is_repeat_NL.nonzero(as_tuple=True)
+    allowed_NV[row, windows_NLn[row, window, -1]] = -torch.inf
+    return allowed_NV
+
+
+def _draw(
+    logits_NV: Tensor, rows: _Rows, limits: Limits, settings: Sampling, uniform_NT: Tensor
+) -> TopPieces:
+    """Draw the next piece of each row; its log-probability is the model's own."""
+    allowed_NV = _allowed(logits_NV, rows, limits)
+    only_N = rows.only_piece(limits)
+    bound_N = (only_N >= 0).nonzero()[:, 0]
+    allowed_NV[bound_N] = -torch.inf
+    allowed_NV[bound_N, only_N[bound_N]] = 0.0
+    if 0 < settings.top_k < allowed_NV.shape[1]:
+        least_N1 = allowed_NV.topk(settings.top_k)[0][:, -1:]
+        allowed_NV = allowed_NV.masked_fill(allowed_NV < least_N1, -torch.inf)
+    probs_NV = (allowed_NV.double() / settings.temperature).softmax(-1)
+    if settings.top_p < 1:
+        sorted_NV, order_NV = probs_NV.sort(dim=-1, descending=True, stable=True)
+        is_beyond_NV = sorted_NV.cumsum(-1) - sorted_NV >= settings.top_p
+        probs_NV.scatter_(1, order_NV, sorted_NV.masked_fill(is_beyond_NV, 0.0))
+    below_NV = probs_NV.cumsum(-1)
+    if not below_NV[:, -1].isfinite().all():
+        raise NotFiniteError
+    point_N1 = uniform_NT[:, rows.written_NT.shape[1], None] * below_NV[:, -1:]
+    ids_N1 = torch.searchsorted(below_NV, point_N1, right=True).clamp(max=below_NV.shape[1] - 1)
+    log_prob_N1 = logits_NV.double().log_softmax(-1).gather(1, ids_N1)
+    if not log_prob_N1.isfinite().all():
+        raise NotFiniteError
+    return TopPieces(ids_N1, log_prob_N1)

@@ -1,0 +1,203 @@
+"""A translated line, what looks wrong about it, and how it is written. Knows no model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+from mtrain.corpus.reader import Profile
+
+Format = Literal["text", "tsv", "jsonl"]
+
+_MAX_REPEATS = 3  # of a phrase in a row, before it is a loop
+_MAX_PHRASE = 8  # pieces
+_SPACE = "\u2581"  # as SentencePiece writes it
+_USUAL_SHARE = 0.05  # of the training pairs that are copies, from which on a copy is no flaw
+
+
+class Link(NamedTuple):
+    """A source word and a target word that belong together, counted from 0."""
+
+    src: int
+    tgt: int
+
+
+@dataclass(frozen=True)
+class Translation:
+    """One translation of a line.
+
+    Attributes:
+        text: the translation.
+        pieces: its pieces as text, eos last.
+        log_probs: of each piece.
+        log_prob: their sum.
+        score: what it was ranked by.
+        alignment: words that belong together; None if nobody asked.
+        flags: what looks wrong about it.
+    """
+
+    text: str
+    pieces: list[str]
+    log_probs: list[float]
+    log_prob: float
+    score: float
+    alignment: list[Link] | None = None
+    flags: list[str] = field(default_factory=list)
+
+
+NOTHING = Translation("", [], [], 0.0, 0.0, [])
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the input, numbered from 1, and its translations, best first."""
+
+    number: int
+    src: str
+    best: list[Translation]
+
+
+def find_flaws(
+    src: str,
+    tgt: str,
+    src_ids: Sequence[int],
+    tgt_pieces: Sequence[str],
+    profile: Profile | None,
+) -> list[str]:
+    """Name what looks wrong about a translation.
+
+    Args:
+        src, tgt: the text of both sides.
+        src_ids, tgt_pieces: the pieces of both sides, without bos and eos.
+        profile: of the training corpus, if it is known.
+    """
+    flaws = []
+    repeats = _count_repeats(tgt_pieces)
+    if repeats > _MAX_REPEATS and repeats > _count_repeats(src_ids):
+        flaws.append("loop")
+    if not tgt.strip():
+        flaws.append("empty")
+    elif tgt.strip() == src.strip():
+        if profile is None or profile.share_copied < _USUAL_SHARE:
+            flaws.append("copy")
+    elif profile is not None and not profile.holds(len(src_ids) + 1, len(tgt_pieces) + 1):
+        flaws.append("length")
+    return flaws
+
+
+def _count_repeats(ids: Sequence[object]) -> int:
+    """Count how often a phrase stands in a row, at most."""
+    most = 1 if ids else 0
+    for size in range(1, min(_MAX_PHRASE, len(ids) // 2) + 1):
+        same = 0
+        for place in range(size, len(ids)):
+            same = same + 1 if ids[place] == ids[place - size] else 0
+            most = max(most, 1 + same // size)
+    return most
+
+
+def align_words(weights_TS: Tensor, src_words: Sequence[int], tgt: Sequence[str]) -> list[Link]:
+    """Link each target word to the source word that it attends to most.
+
+    Args:
+        weights_TS: what each target piece gives to each source piece, [T, S] or larger.
+        src_words: which word each source piece belongs to.
+        tgt: the target pieces, as SentencePiece writes them.
+    """
+    tgt_words = number_words(tgt)
+    if not src_words or all(piece == _SPACE for piece in tgt):
+        return []
+    first = min(src_words)
+    by_word = weights_TS.new_zeros((tgt_words[-1] + 1, max(src_words) - first + 1))
+    for place, word in enumerate(tgt_words):
+        own = weights_TS[place, : len(src_words)]
+        by_word[word].index_add_(0, own.new_tensor(src_words).long() - first, own)
+    return [Link(first + int(src_word), word) for word, src_word in enumerate(by_word.argmax(1))]
+
+
+def number_words(pieces: Sequence[str]) -> list[int]:
+    """Return which word each piece belongs to; a piece with a leading space begins one.
+
+    Pieces that are a space alone belong to the word that follows, or at the end to the last one.
+    """
+    words, word, is_open = [], 0, False
+    for piece in pieces:
+        if piece.startswith(_SPACE) and is_open:
+            word, is_open = word + 1, False
+        is_open = is_open or piece != _SPACE
+        words.append(word)
+    last = word if is_open else max(word - 1, 0)
+    return [min(word, last) for word in words]
+
+
+def join(parts: Sequence[Translation]) -> Translation:
+    """Join the translations of the parts of a line; their scores are averaged by length.
+
+    Source words are numbered in the line already, target words in each part.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    pieces = [piece for part in parts for piece in part.pieces]
+    weights = [max(len(part.pieces), 1) for part in parts]
+    score = sum(w * part.score for w, part in zip(weights, parts, strict=True)) / sum(weights)
+    links: list[Link] | None = []
+    first_tgt = 0
+    for part in parts:
+        if part.alignment is None or links is None:
+            links = None
+            break
+        links += [Link(link.src, first_tgt + link.tgt) for link in part.alignment]
+        first_tgt += sum(word != "" for word in part.text.split(" "))
+    return Translation(
+        " ".join(part.text for part in parts if part.text),
+        pieces,
+        [log_prob for part in parts for log_prob in part.log_probs],
+        sum(part.log_prob for part in parts),
+        score,
+        links,
+        sorted({flag for part in parts for flag in part.flags}),
+    )
+
+
+def write(line: Line, format: Format, num_best: int) -> Iterator[str]:
+    """Write a line as `format` says.
+
+    text: `num_best` lines, each a translation. tsv: as many, each the line's number, rank, score,
+    log-probability, flags and translation. jsonl: one object.
+    """
+    if format == "jsonl":
+        yield json.dumps(_as_tree(line, num_best), ensure_ascii=False)
+        return
+    for rank in range(num_best):
+        found = line.best[rank] if rank < len(line.best) else NOTHING
+        if format == "text":
+            yield found.text
+        else:
+            numbers = f"{line.number}\t{rank + 1}\t{found.score:.6f}\t{found.log_prob:.6f}"
+            yield f"{numbers}\t{','.join(found.flags)}\t{found.text.replace(chr(9), ' ')}"
+
+
+def _as_tree(line: Line, num_best: int) -> dict[str, Any]:
+    trees = [
+        {
+            "translation": found.text,
+            "score": found.score,
+            "log_prob": found.log_prob,
+            "pieces": found.pieces,
+            "piece_log_probs": found.log_probs,
+            "alignment": found.alignment,
+            "flags": found.flags,
+        }
+        for found in line.best
+    ]
+    tree: dict[str, Any] = {"line": line.number, "source": line.src, **trees[0]}
+    return tree if num_best == 1 else tree | {"n_best": trees}
+
+
+def as_pharaoh(links: Sequence[Link] | None) -> str:
+    """Write an alignment as `source-target` pairs of words, counted from 0."""
+    return " ".join(f"{link.src}-{link.tgt}" for link in links or [])

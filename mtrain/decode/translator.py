@@ -1,0 +1,455 @@
+"""From text to targets and back: encode, search in batches, decode. Knows one line, not streams."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtrain.config.sections import DecodingConfig, ModelConfig
+from mtrain.data.batch import keep_first, pad_right
+from mtrain.decode.beam import (
+    NUM_GROUPS,
+    Beam,
+    Group,
+    Hypothesis,
+    Limits,
+    NotFiniteError,
+    Sampling,
+    Step,
+    beam,
+    sample,
+)
+from mtrain.decode.ensemble import Ensemble, EnsembleState, Padded
+from mtrain.decode.gather import exchange, exchange_numbers, exchange_tensors
+from mtrain.errors import ConfigError, RunError
+from mtrain.model.transformer import Transformer, count_weights
+from mtrain.ops import attention
+from mtrain.ops.linear import Logits, lay_out, quantize_int8
+from mtrain.run import checkpoint
+from mtrain.run.run_dir import RunDir
+from mtrain.runtime.device import pick_device
+from mtrain.runtime.process_group import ALONE, Team
+from mtrain.runtime.thread_pool import Workers
+from mtrain.tokenizer import sentencepiece
+from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
+
+
+@dataclass(frozen=True)
+class Source:
+    """A line as the search reads it.
+
+    Attributes:
+        ids: pieces + eos.
+        prefix: the pieces that the target must begin with.
+        seed: decides what is sampled, whatever stands beside it in a batch.
+        text: what the pieces are of; needed where another model reads other pieces.
+    """
+
+    ids: list[int]
+    prefix: tuple[int, ...] = ()
+    seed: int = 0
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a search gives for each source.
+
+    Attributes:
+        num_best: hypotheses, best first; of a beam at most its width.
+        sampling: draw instead of searching.
+    """
+
+    num_best: int = 1
+    sampling: Sampling | None = None
+
+
+class Translator:
+    """A model or several, their tokenizer, and how to search.
+
+    Args:
+        models: of the same target vocabulary.
+        tokenizer: sources come as its pieces.
+        decoding: how to search.
+        device: where the models are.
+        wanted: what a search gives.
+        readers: the source vocabulary of each model, where they are not all the tokenizer's.
+        team: ranks that call the same methods with the same arguments, and share the work.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Transformer],
+        tokenizer: Tokenizer,
+        decoding: DecodingConfig,
+        device: torch.device,
+        wanted: Wanted = Wanted(),
+        readers: Sequence[Vocabulary] = (),
+        team: Team = ALONE,
+    ) -> None:
+        self.ensemble, self.tokenizer = Ensemble(models), tokenizer
+        self.readers = readers or [tokenizer.src] * len(models)
+        self.decoding, self.device, self.wanted, self.team = decoding, device, wanted, team
+
+    @property
+    def model(self) -> Transformer:
+        """The first model."""
+        return self.ensemble.models[0]
+
+    def with_models(self, models: Sequence[Transformer]) -> Translator:
+        """Return a translator that differs in its models alone."""
+        own = (self.tokenizer, self.decoding, self.device, self.wanted, self.readers, self.team)
+        return Translator(models, *own)
+
+    def translate(self, lines: Sequence[str]) -> list[str]:
+        """Return one line for each line; a blank line gives an empty one."""
+        rows = [row for row, line in enumerate(lines) if line.strip()]
+        given = [lines[row] for row in rows]
+        encoded = zip(self.tokenizer.encode_src(given), given, strict=True)
+        found = self.search([Source(ids, text=text) for ids, text in encoded], with_scores=False)
+        texts = self.tokenizer.tgt.decode([best[0].ids for best in found])
+        translated = dict(zip(rows, texts, strict=True))
+        return [translated.get(row, "") for row in range(len(lines))]
+
+    @torch.inference_mode()
+    def search(self, sources: Sequence[Source], with_scores: bool = True) -> list[list[Hypothesis]]:
+        """Return the best targets of each source, in the order of the sources.
+
+        Args:
+            sources: what is translated.
+            with_scores: say how likely they are; a greedy search is faster without.
+
+        Raises:
+            RunError: if the model gives no numbers.
+        """
+        for model in self.ensemble.models:
+            model.eval()
+        workers = Workers(None if self.device.type == "cpu" else 1)  # a GPU wants larger batches
+        try:
+            rows = sorted(range(len(sources)), key=lambda row: -len(sources[row].ids))
+            each = int(self.team.tell(workers.count))
+            count = each * self.team.size
+            shares = [rows[first::count] for first in range(count)]
+            own = shares[each * self.team.rank : each * (self.team.rank + 1)]
+            found = workers.map(
+                lambda share: self._search([sources[row] for row in share], workers, with_scores),
+                own,
+            )
+        except NotFiniteError:
+            raise RunError(
+                "the model must give numbers, but gives none that is finite; its training went "
+                "astray, or its weights are damaged."
+            ) from None
+        finally:
+            workers.close()
+        best: list[list[Hypothesis]] = [[] for _ in sources]
+        for share, of_share in zip(shares, exchange(self.team, found), strict=True):
+            for row, hypotheses in zip(share, of_share, strict=True):
+                best[row] = hypotheses
+        return best
+
+    @torch.inference_mode()
+    def _search(
+        self, sources: list[Source], workers: Workers, with_scores: bool
+    ) -> list[list[Hypothesis]]:
+        """Return the best targets of sources that come the longest first."""
+
+        def step(ids_N: Tensor, state: EnsembleState) -> Logits:
+            workers.stay()
+            return self.ensemble.step(ids_N, state)
+
+        places = self.wanted.num_best if self.wanted.sampling else self.decoding.beam
+        max_cells = self.decoding.batch_tokens / (NUM_GROUPS * places)
+        cuts = _cut([len(source.ids) for source in sources], max_cells)
+        groups = (sources[cut] for cut in cuts)
+        if self.wanted.sampling is not None:
+            return [best for group in groups for best in self._sample(step, group)]
+        settings = Beam(
+            self.decoding.beam,
+            self.decoding.length_alpha,
+            self.wanted.num_best,
+            self.decoding.early_stop,
+            with_scores,
+        )
+        return beam(step, (self._start(group) for group in groups), settings)
+
+    def _start(self, sources: list[Source]) -> Group[EnsembleState]:
+        return Group(self.ensemble.start(self._read(sources)), self._limits(sources))
+
+    def _sample(self, step: Step[EnsembleState], sources: list[Source]) -> list[list[Hypothesis]]:
+        assert self.wanted.sampling is not None
+        group = self._start(sources)
+        length = int(group.limits.max_lengths_B.max()) + 1
+        uniform_NT = self._draw_uniform(sources, length)
+        return sample(step, group, self.wanted.sampling, uniform_NT)
+
+    def _read(self, sources: Sequence[Source]) -> list[Padded]:
+        """Return the sources as each model reads them."""
+        first = self.tokenizer.src
+        read = {first: self._pad(first, [source.ids for source in sources])}
+        texts = [source.text for source in sources if source.text is not None]
+        for reader in self.readers:
+            if reader not in read:
+                assert len(texts) == len(sources), "ids do not hold what their vocabulary lacks"
+                read[reader] = self._pad(
+                    reader, [[*ids, reader.eos] for ids in reader.encode(texts)]
+                )
+        return [read[reader] for reader in self.readers]
+
+    def _pad(self, vocabulary: Vocabulary, src: list[list[int]]) -> Padded:
+        src_BS = pad_right(src, vocabulary.pad).to(self.device)
+        return Padded(src_BS, keep_first([len(ids) for ids in src]).to(self.device))
+
+    def max_length(self, source: Source) -> int:
+        """Return how many pieces the target of a source may have, eos apart."""
+        return max(len(source.ids) - 1 + self.decoding.max_extra_tokens, len(source.prefix))
+
+    def _limits(self, sources: list[Source]) -> Limits:
+        tgt = self.tokenizer.tgt
+        lengths = [self.max_length(source) for source in sources]
+        prefix_BP = None
+        if any(source.prefix for source in sources):
+            prefix_BP = pad_right([list(source.prefix) for source in sources], -1).to(self.device)
+        return Limits(
+            tgt.bos,
+            tgt.eos,
+            [tgt.pad, tgt.bos],
+            torch.tensor(lengths, device=self.device),
+            prefix_BP,
+            self.decoding.no_repeat_ngram,
+        )
+
+    def _draw_uniform(self, sources: list[Source], length: int) -> Tensor:
+        """Draw numbers for each wanted sample of each source, from its own seed."""
+        rows = []
+        for source in sources:
+            rng = random.Random(source.seed)
+            for _ in range(self.wanted.num_best):
+                own = random.Random(rng.getrandbits(64))
+                rows.append([own.random() for _ in range(length)])
+        return torch.tensor(rows, dtype=torch.float64)
+
+    @torch.inference_mode()
+    def score(self, sources: Sequence[Source], targets: Sequence[list[int]]) -> list[list[float]]:
+        """Return the log-probability of each piece of a given target, and of its eos.
+
+        Args:
+            sources: what is translated.
+            targets: pieces without bos and eos.
+        """
+        found: dict[int, list[float]] = {}
+        for pairs in self._batches_of_pairs(sources, targets):
+            log_probs_BTV = self.ensemble.log_probs(pairs.read, pairs.tgt_in_BT)
+            for row, own_TV in zip(pairs.rows, log_probs_BTV, strict=True):
+                tgt_out = [*targets[row], self.tokenizer.tgt.eos]
+                wanted_T1 = torch.tensor(tgt_out, device=self.device)[:, None]
+                found[row] = own_TV[: len(tgt_out)].gather(1, wanted_T1)[:, 0].tolist()
+        of_all = exchange_numbers(self.team, found)
+        return [of_all[row] for row in range(len(sources))]
+
+    @torch.inference_mode()
+    def attend(self, sources: Sequence[Source], targets: Sequence[list[int]]) -> list[Tensor]:
+        """Return what each piece of a given target, and its eos, gives to each source piece.
+
+        Each is [T, S], the mean of all heads and layers; the pieces are those read so far, so
+        that row t is the attention with which piece t was written.
+        """
+        found: dict[int, Tensor] = {}
+        for pairs in self._batches_of_pairs(sources, targets):
+            weights_BTS = self.ensemble.cross_attention(pairs.read, pairs.tgt_in_BT).cpu()
+            for row, own_TS in zip(pairs.rows, weights_BTS, strict=True):
+                found[row] = own_TS[: len(targets[row]) + 1, : len(sources[row].ids)]
+        of_all = exchange_tensors(self.team, found)
+        return [of_all[row] for row in range(len(sources))]
+
+    def _batches_of_pairs(
+        self, sources: Sequence[Source], targets: Sequence[list[int]]
+    ) -> Iterator[_Pairs]:
+        """Yield this rank's batches of pairs of like length, under the budget of tokens."""
+        lengths = [
+            max(len(source.ids), len(target) + 1)
+            for source, target in zip(sources, targets, strict=True)
+        ]
+        rows = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+        cuts = _cut([lengths[row] for row in rows], self.decoding.batch_tokens // 4)
+        for cut in islice(cuts, self.team.rank, None, self.team.size):
+            own = rows[cut]
+            tgt_in = [[self.tokenizer.tgt.bos, *targets[row]] for row in own]
+            tgt_in_BT = pad_right(tgt_in, self.tokenizer.tgt.pad).to(self.device)
+            yield _Pairs(own, self._read([sources[row] for row in own]), tgt_in_BT)
+
+
+class _Pairs(NamedTuple):
+    """Sources with given targets, and the rows at which they stood."""
+
+    rows: list[int]
+    read: list[Padded]
+    tgt_in_BT: Tensor
+
+
+def _cut(lengths: Sequence[int], max_cells: float) -> Iterator[slice]:
+    """Cut rows that come the longest first, so that each cut has few cells, or a single row."""
+    first = 0
+    for row in range(1, len(lengths)):
+        if (row - first + 1) * lengths[first] > max_cells:
+            yield slice(first, row)
+            first = row
+    if lengths:
+        yield slice(first, len(lengths))
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How models are loaded.
+
+    Attributes:
+        device: `auto`, cpu, cuda, ...
+        precision: of states and products; `auto` is float32.
+        quantize: int8 keeps and multiplies 8 bits of each weight, on a CPU.
+        step: the weights of this checkpoint, instead of the run's result.
+        team: the ranks that share the work, each on a device of its own.
+    """
+
+    device: str = "auto"
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    quantize: Literal["int8"] | None = None
+    step: int | None = None
+    team: Team = ALONE
+
+
+def load(
+    runs: RunDir | Sequence[RunDir],
+    decoding: DecodingConfig | None = None,
+    loading: Loading = Loading(),
+    wanted: Wanted = Wanted(),
+) -> Translator:
+    """Load the model of a run folder, or of several as an ensemble, ready to translate.
+
+    From then on the process keeps the memory that it frees, and attends without cuDNN.
+
+    Raises:
+        RunError: if a folder is not a run, has no trained model, or its parts do not fit, or if
+            several have different target vocabularies.
+        ConfigError: if the settings cannot be used here.
+    """
+    if loading.quantize is not None and loading.precision == "bfloat16":
+        raise ConfigError("`--quantize` must not stand beside `--precision bfloat16`, but does.")
+    attention.keep_freed_memory()
+    attention.avoid_cudnn_attention()
+    folders = [runs] if isinstance(runs, RunDir) else list(runs)
+    config_of = [run.load_config() for run in folders]
+    device = pick_device(loading.team.device_name(loading.device))
+    tokenizers = [sentencepiece.load(run.tokenizer_dir) for run in folders]
+    readers = _readers(folders, tokenizers)
+    models = [
+        _load_model(run, config.model, own, loading, device)
+        for run, config, own in zip(folders, config_of, tokenizers, strict=True)
+    ]
+    settings = decoding or config_of[0].decoding
+    return Translator(models, tokenizers[0], settings, device, wanted, readers, loading.team)
+
+
+def _readers(folders: list[RunDir], tokenizers: list[Tokenizer]) -> list[Vocabulary]:
+    """Return the source vocabulary of each run, the same one for those that have the same.
+
+    Raises:
+        RunError: if they do not write the same pieces.
+    """
+    readers: list[Vocabulary] = []
+    for run, own in zip(folders, tokenizers, strict=True):
+        if own.tgt.model != tokenizers[0].tgt.model:
+            raise RunError(
+                f"{run.path}: must have the target vocabulary of the other runs to decode with "
+                "them, but has its own; train it with a copy of their tokenizer folder."
+            )
+        readers.append(next((one for one in readers if one.model == own.src.model), own.src))
+    return readers
+
+
+def _load_model(
+    run: RunDir, config: ModelConfig, vocabulary: Tokenizer, loading: Loading, device: torch.device
+) -> Transformer:
+    path = _weights_path(run, loading.step)
+    weights = checkpoint.load_model(path, vocabulary.fingerprint())
+    held = sum(tensor.numel() for tensor in weights.values())
+    needed = count_weights(config, len(vocabulary.src), len(vocabulary.tgt))
+    if needed > held:  # before a model takes the memory that only its config asks for
+        raise RunError(
+            f"{path}: `model` of config.yaml asks for {needed:,} weights, but it holds {held:,} "
+            "instead; restore the run's own config.yaml."
+        )
+    model = build_model(config, vocabulary)
+    set_weights(model, weights, path)
+    model.to(device).eval()
+    if loading.precision == "bfloat16":
+        model.compute_in(torch.bfloat16)
+    if loading.quantize is not None:
+        if device.type != "cpu":
+            raise ConfigError(f"`--quantize` must run on the cpu, but runs on {device} instead.")
+        quantize_int8(model)
+    elif loading.precision != "bfloat16":
+        lay_out(model)
+    return model
+
+
+def _weights_path(run: RunDir, step: int | None) -> Path:
+    if step is None:
+        return run.model_path
+    found = checkpoint.steps(run.checkpoints_dir)
+    if step not in found:
+        raise RunError(
+            f"{run.path}: must have a checkpoint of step {step:,}, but has those of "
+            f"{', '.join(f'{own:,}' for own in found) or 'none'} instead."
+        )
+    return found[step] / "model.safetensors"
+
+
+def build_model(config: ModelConfig, vocabulary: Tokenizer) -> Transformer:
+    """Return an untrained model for these vocabularies.
+
+    Raises:
+        ConfigError: if this machine has not the memory for its weights.
+    """
+    num_src, num_tgt = len(vocabulary.src), len(vocabulary.tgt)
+    needed = 4 * count_weights(config, num_src, num_tgt)
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise ConfigError(
+            f"`model` must fit into this machine's memory of {there / 2**30:,.1f} GiB, but its "
+            f"weights need {needed / 2**30:,.1f} GiB."
+        )
+    return Transformer(config, num_src, num_tgt)
+
+
+def set_weights(
+    model: Transformer, weights: checkpoint.Weights, path: Path, team: Team = ALONE
+) -> None:
+    """Fill `model` with weights that were read from `path`; tied weights were stored once.
+
+    Raises:
+        RunError: if the weights are those of another model.
+    """
+    own = dict(model.named_parameters())
+    for name, parameter in own.items():
+        if name not in weights or weights[name].shape != parameter.shape:
+            found = tuple(weights[name].shape) if name in weights else "missing"
+            raise RunError(
+                f"{path}: `{name}` must have the shape {tuple(parameter.shape)} that config.yaml "
+                f"asks for, but is {found} instead; restore the run's own config.yaml."
+            )
+        if not weights[name].is_floating_point():
+            raise RunError(
+                f"{path}: `{name}` must hold floating-point numbers, but holds "
+                f"{weights[name].dtype} instead."
+            )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(team.laid_out_as(weights[name], parameter))

@@ -1,0 +1,108 @@
+"""The whole path on the corpus that ships with mtrain, in minutes."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from mtrain import demo_corpus
+from mtrain.config import json_schema, sections
+from mtrain.data.prepare import prepare
+from mtrain.decode import translator
+from mtrain.decode.pipeline import Warn
+from mtrain.errors import RunError
+from mtrain.evaluate import evaluation
+from mtrain.io.atomic import whole_dir, whole_file
+from mtrain.run.logger import Console
+from mtrain.run.run_dir import RunDir
+from mtrain.train.trainer import train
+
+_CONFIG = """\
+{head}\
+# The demo: a small Transformer on a small grammar, minutes on a laptop.
+run_dir: "{run_dir}"
+data:
+  src_lang: en
+  tgt_lang: de
+  train: {{src: ["{corpus}/train.en"], tgt: ["{corpus}/train.de"]}}
+  valid: {{src: ["{corpus}/valid.en"], tgt: ["{corpus}/valid.de"]}}
+  tests:
+    demo: {{src: ["{corpus}/test.en"], tgt: ["{corpus}/test.de"]}}
+tokenizer: {{vocab_size: 1200}}
+model: {{d_model: 128, d_ff: 256, num_encoder_layers: 2, num_decoder_layers: 2, dropout: 0.0}}
+training:
+  max_steps: 2500
+  batch_tokens: 1024
+  schedule: linear
+  lr: 0.003
+  warmup_steps: 300
+  validate_every: 500
+  log_every: 50
+  keep_last: 3
+  average: 3
+  save_every: 50
+"""
+
+
+def config_text(corpus: str, run_dir: str, schema_path: str = json_schema.SCHEMA_FILE) -> str:
+    """Return the demo's config for a corpus folder and a run folder."""
+    head = json_schema.head(schema_path)
+    return _CONFIG.format(corpus=_escape(corpus), run_dir=_escape(run_dir), head=head)
+
+
+def _escape(path: str) -> str:
+    """Escape a path for a double-quoted YAML string."""
+    return path.replace("\\", "\\\\").replace('"', '\\"')
+
+
+def demo(directory: Path, console: Console) -> None:
+    """Write the corpus into `directory`, train there, score, and show translations.
+
+    A demo that was finished before is only scored again; one that was stopped goes on.
+
+    Raises:
+        RunError: if the folder holds another run.
+    """
+    corpus, config_path = directory / "corpus", directory / "demo.yaml"
+    if RunDir(directory).config_path.is_file() and not config_path.is_file():
+        raise RunError(
+            f"{directory}: must be new, or hold a demo, but holds another run instead; name "
+            "another DIR."
+        )
+    if not corpus.is_dir():
+        with whole_dir(corpus) as beside:
+            demo_corpus.write_corpus(beside)
+    if not config_path.is_file():
+        with whole_file(config_path) as beside:
+            beside.write_text(config_text(str(corpus), str(directory)), encoding="utf-8")
+            json_schema.put_beside(config_path)
+    config, run = sections.load(config_path), RunDir(directory)
+    prepare(config, run, console)
+    if run.model_path.exists():
+        console.say(f"{directory}: trained already")
+    else:
+        train(config, run)
+
+
+def report(directory: Path, warn: Warn) -> list[str]:
+    """Score the demo's test set; return the scores, five translations, and what to do next."""
+    run = RunDir(directory)
+    (result,) = evaluation.evaluate(run, translator.load(run), warn)
+    lines = evaluation.as_text([result])
+    for row in range(0, len(result.hypotheses), len(result.hypotheses) // 5):
+        lines.append(f"source       {result.lines.src[row]}")
+        lines.append(f"reference    {result.lines.tgt[row]}")
+        lines.append(f"translation  {result.hypotheses[row]}")
+    lines.append(f"The run folder is {directory}. Translate a sentence with it:")
+    words = shlex.join([_program(), "translate", str(directory)])
+    lines.append(f'  echo "The old farmer is tired." | {words}')
+    return lines
+
+
+def _program() -> str:
+    """Return what starts mtrain in this shell: its name, or the path by which it was started."""
+    started = sys.argv[0]
+    is_found = Path(started).name != "mtrain" or shutil.which("mtrain") is not None
+    return "mtrain" if is_found else started

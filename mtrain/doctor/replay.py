@@ -1,0 +1,194 @@
+"""A part of a training made again, from one checkpoint to the next, and the two compared.
+
+Nothing is written into the run folder: all that a training writes goes to a temporary folder.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from mtrain.config.sections import Config
+from mtrain.ops import attention
+from mtrain.run import checkpoint
+from mtrain.run.checkpoint import Checkpoint, MadeWith, Weights
+from mtrain.run.logger import RunLog, read_metrics
+from mtrain.run.run_dir import RunDir
+from mtrain.runtime.signals import Signals
+from mtrain.train.trainer import Trainer
+
+TIMES = {"tgt_tokens_per_s", "elapsed_s", "memory_mib"}  # what no two trainings share
+Metrics = dict[str, dict[str, Any]]
+
+
+class Span(NamedTuple):
+    """Two checkpoints of a run, the updates between which are made again."""
+
+    first_step: int
+    last_step: int
+    older: Path
+    newer: Path
+
+
+class Replayed(NamedTuple):
+    """How the part that was made again compares with what the run holds.
+
+    Attributes:
+        differing: what is not the same, bit for bit.
+        distance: between the weights, as a share of the way that they went from one to the other.
+        elsewhere: in what this machine differs from the one that trained, in words.
+    """
+
+    differing: list[str]
+    distance: float
+    elsewhere: str
+
+
+@torch.inference_mode(False)
+def replay(config: Config, run: RunDir, span: Span) -> Replayed:
+    """Make the updates between two checkpoints again, and compare.
+
+    Raises:
+        RunError, ConfigError: if the training cannot go on from the older checkpoint here.
+        WriteError: if the temporary folder cannot be written.
+    """
+    attention.keep_freed_memory()
+    made = checkpoint.load_made_with(span.newer)
+    with tempfile.TemporaryDirectory(prefix="mtrain-") as folder, _threads(made):
+        scratch = _Scratch(Path(folder), run)
+        with _Log(scratch.metrics_path, config, span) as log:
+            trainer = Trainer(config, scratch, log)
+            with closing(trainer.gradients.workers):
+                trainer.restore(span.older)
+                trainer.try_largest()
+                trainer.run(Signals(), span.last_step)
+        found = trainer.snapshot()
+        stored = checkpoint.load(span.newer, trainer.fingerprint)
+        before = checkpoint.load(span.older, trainer.fingerprint)
+        differing = _differing(found, stored)
+        if not differing and _logged_otherwise(scratch, run, span):
+            differing = ["metrics.jsonl"]
+        return Replayed(
+            differing,
+            _distance(found.weights, stored.weights, before.weights),
+            _elsewhere(span, trainer.made_with()),
+        )
+
+
+@dataclass(frozen=True)
+class _Scratch(RunDir):
+    """A run folder of its own, but with the tokenizer and the data of another."""
+
+    original: RunDir
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        return self.original.tokenizer_dir
+
+    @property
+    def data_dir(self) -> Path:
+        return self.original.data_dir
+
+
+class _Log(RunLog):
+    """Says nothing, and moves the bar from the first step of a span to the last."""
+
+    def __init__(self, metrics_path: Path, config: Config, span: Span) -> None:
+        super().__init__(metrics_path)
+        total = config.training.max_steps or span.last_step
+        self._first, self._last = span.first_step / total, span.last_step / total
+
+    def say(self, text: str = "") -> None:
+        pass
+
+    def open_bar(self, spent: float) -> None:
+        super().open_bar(0.0)
+
+    def advance(self, spent: float, note: str, is_logged: bool) -> None:
+        super().advance((spent - self._first) / (self._last - self._first), note, is_logged)
+
+
+@contextmanager
+def _threads(made: MadeWith | None) -> Iterator[None]:
+    """Compute on as many threads as the training did."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(made.threads if made else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _differing(found: Checkpoint, stored: Checkpoint) -> list[str]:
+    """Name what two checkpoints do not share, bit for bit; the clock apart."""
+    differing = []
+    if not _same(found.weights, stored.weights):
+        differing.append("weights")
+    if not _same(_of_device(found), _of_device(stored)):
+        differing.append("optimizer")
+    timeless = [own.progress.model_copy(update={"elapsed_s": 0.0}) for own in (found, stored)]
+    if timeless[0] != timeless[1]:
+        differing.append("progress")
+    return differing
+
+
+def _of_device(own: Checkpoint) -> Weights:
+    """Return the optimizer's state without a GPU's random state, which a CPU does not use."""
+    return {name: tensor for name, tensor in own.optimizer.items() if name != "random.cuda"}
+
+
+def _same(one: Weights, other: Weights) -> bool:
+    """Tell whether tensors have the same names, types, shapes and bits."""
+    return checkpoint.digest(one) == checkpoint.digest(other)
+
+
+def _distance(found: Weights, stored: Weights, before: Weights) -> float:
+    way = _norm_of_difference(stored, before)
+    return _norm_of_difference(found, stored) / way if way else 0.0
+
+
+def _norm_of_difference(one: Weights, other: Weights) -> float:
+    squares = [
+        (tensor.cpu().double() - other[name].double()).square().sum()
+        for name, tensor in one.items()
+    ]
+    return float(torch.stack(squares).sum().sqrt())
+
+
+def _elsewhere(span: Span, here: MadeWith) -> str:
+    """Say why bits may differ; nothing if all is as it was, on a CPU."""
+    for path in (span.newer, span.older):
+        made = checkpoint.load_made_with(path)
+        if made is None:
+            return "the checkpoint does not say what it was made with"
+        here = here._replace(threads=min(made.threads, os.cpu_count() or 1))
+        for name, then in made._asdict().items():
+            now = getattr(here, name)
+            if then != now:
+                return f"made with {name} {then}, here is {now}"
+    return "a GPU adds in any order" if here.device != "cpu" else ""
+
+
+def _logged_otherwise(scratch: RunDir, run: RunDir, span: Span) -> bool:
+    """Tell whether the run has a line of metrics that was not logged again just so."""
+    again = _logged(scratch.metrics_path, span)
+    return any(again.get(key) != line for key, line in _logged(run.metrics_path, span).items())
+
+
+def _logged(path: Path, span: Span) -> Metrics:
+    """Return what was logged in a span, times aside, by step and kind."""
+    found: Metrics = {}
+    for line in read_metrics(path):
+        step = line["step"]
+        kind = next((key for key in ("loss", "valid_loss") if key in line), None)
+        if kind and span.first_step < step <= span.last_step:
+            timeless = {key: value for key, value in line.items() if key not in TIMES}
+            found[f"{kind} {step}"] = timeless
+    return found

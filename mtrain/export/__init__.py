@@ -1,0 +1,4 @@
+"""Trained models written for other libraries, each checked with that library before it is kept.
+
+Knows nothing of training.
+"""

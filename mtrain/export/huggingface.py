@@ -1,0 +1,315 @@
+"""A model as Hugging Face's MarianMTModel has it: write it, and translate with it.
+
+Its positions hold all sines before all cosines, where mtrain's alternate. The axis of the residual
+stream is reordered accordingly wherever a weight touches it, which changes no result.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mtrain.config.sections import Config, ModelConfig
+from mtrain.data.batch import keep_first, pad_right
+from mtrain.errors import ConfigError
+from mtrain.export.parity import Found, Ids
+from mtrain.model.transformer import Transformer
+from mtrain.run.checkpoint import save_tensors
+from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
+
+Quantization = Literal["float16", "bfloat16"]
+_NUM_POSITIONS = 1024  # at least: the library computes them, which takes time
+_BATCH = 32
+_LAYER = re.compile(r"(encoder|decoder)\.(\d+)\.(.+)\.(weight|bias)")
+_PARTS = {  # of a layer; a matrix is cut by rows into as many as are named
+    "self_attention.queries_keys_values": [
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+    ],
+    "self_attention.output": ["self_attn.out_proj"],
+    "cross_attention.queries": ["encoder_attn.q_proj"],
+    "cross_attention.source_keys_values": ["encoder_attn.k_proj", "encoder_attn.v_proj"],
+    "cross_attention.output": ["encoder_attn.out_proj"],
+    "feed_forward.inner": ["fc1"],
+    "feed_forward.outer": ["fc2"],
+    "residual_1.norm": ["self_attn_layer_norm"],
+    "residual_3.norm": ["final_layer_norm"],
+}
+_SECOND_NORM = {"encoder": "final_layer_norm", "decoder": "encoder_attn_layer_norm"}
+
+
+def refuse(config: ModelConfig) -> None:
+    """Refuse a model that MarianMTModel cannot hold.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    reasons = (
+        ("norm", config.norm == "post", "'post'", "has no pre-norm layers"),
+        (
+            "positions",
+            config.positions == "sinusoidal",
+            "'sinusoidal'",
+            "forgets any other table when it is saved again",
+        ),
+        ("attention_window", config.attention_window is None, "null", "attends to all positions"),
+    )
+    elsewhere = "; `--to ctranslate2` holds it" * (config.attention_window is None)
+    for key, is_held, wanted, why in reasons:
+        if not is_held:
+            raise ConfigError(
+                f"`model.{key}` must be {wanted} for Hugging Face's MarianMTModel, which {why}, "
+                f"but is {getattr(config, key)!r} instead{elsewhere}."
+            )
+
+
+def write(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    config: Config,
+    directory: Path,
+    quantization: Quantization | None,
+) -> None:
+    """Write a model and its tokenizer into a folder."""
+    dtype = getattr(torch, quantization or "float32")
+    weights = {name: weight.to(dtype) for name, weight in _weights(model).items()}
+    save_tensors(directory / "model.safetensors", weights, {"format": "pt"})
+    limit = num_positions(config)
+    with _quiet() as transformers:
+        settings = transformers.MarianConfig(**_sizes(model, tokenizer, limit))
+        settings.dtype = dtype
+        settings.save_pretrained(directory)
+        searching = _searching(tokenizer.tgt, config, limit)
+        transformers.GenerationConfig(**searching).save_pretrained(directory)
+    _write_tokenizer(tokenizer, config, limit, directory)
+
+
+def num_positions(config: Config) -> int:
+    """Return how many pieces a source may have, and a target."""
+    return max(_NUM_POSITIONS, config.data.max_tokens + config.decoding.max_extra_tokens + 1)
+
+
+def _sizes(model: Transformer, tokenizer: Tokenizer, limit: int) -> dict[str, Any]:
+    config = model.config
+    return {
+        "architectures": ["MarianMTModel"],
+        "vocab_size": len(tokenizer.src),
+        "decoder_vocab_size": len(tokenizer.tgt),
+        "d_model": config.d_model,
+        "encoder_layers": config.num_encoder_layers,
+        "decoder_layers": config.num_decoder_layers,
+        "encoder_attention_heads": config.num_heads,
+        "decoder_attention_heads": config.num_heads,
+        "encoder_ffn_dim": config.d_ff,
+        "decoder_ffn_dim": config.d_ff,
+        "activation_function": config.activation,
+        "dropout": config.dropout,
+        "attention_dropout": config.attention_dropout,
+        "activation_dropout": config.activation_dropout,
+        "scale_embedding": True,
+        "share_encoder_decoder_embeddings": config.tie_embeddings == "all",
+        "tie_word_embeddings": config.tie_embeddings != "none",
+        "max_position_embeddings": limit,
+        **_special(tokenizer.tgt),
+    }
+
+
+def _searching(tgt: Vocabulary, config: Config, limit: int) -> dict[str, Any]:
+    """Return how to search by default: as mtrain does, but for the length penalty."""
+    decoding, max_tokens = config.decoding, config.data.max_tokens
+    return {
+        "num_beams": decoding.beam,
+        "length_penalty": decoding.length_alpha if decoding.beam > 1 else 1.0,
+        "max_length": min(limit, max_tokens + decoding.max_extra_tokens),
+        "suppress_tokens": [tgt.pad, tgt.bos],  # never written
+        **_special(tgt),
+    }
+
+
+def _special(tgt: Vocabulary) -> dict[str, int]:
+    return {
+        "pad_token_id": tgt.pad,
+        "bos_token_id": tgt.bos,
+        "eos_token_id": tgt.eos,
+        "forced_eos_token_id": tgt.eos,
+        "decoder_start_token_id": tgt.bos,
+    }
+
+
+def _write_tokenizer(tokenizer: Tokenizer, config: Config, limit: int, directory: Path) -> None:
+    """Write what MarianTokenizer reads; pieces of separate vocabularies have their own ids."""
+    (directory / "source.spm").write_bytes(tokenizer.src.model)
+    (directory / "target.spm").write_bytes(tokenizer.tgt.model)
+    _write_ids(tokenizer.src, directory / "vocab.json")
+    is_separate = tokenizer.src is not tokenizer.tgt
+    if is_separate:
+        _write_ids(tokenizer.tgt, directory / "target_vocab.json")
+    special = tokenizer.src
+    unk, eos, pad = special.pieces_of([special.unk, special.eos, special.pad])
+    settings = {
+        "tokenizer_class": "MarianTokenizer",
+        "source_lang": config.data.src_lang,
+        "target_lang": config.data.tgt_lang,
+        "separate_vocabs": is_separate,
+        "unk_token": unk,
+        "eos_token": eos,
+        "pad_token": pad,
+        "model_max_length": limit,
+        "clean_up_tokenization_spaces": False,  # of " ." and the like
+        "split_special_tokens": True,  # "</s>" in a text is text
+    }
+    _write_json(settings, directory / "tokenizer_config.json")
+
+
+def _write_ids(vocabulary: Vocabulary, path: Path) -> None:
+    pieces = vocabulary.pieces_of(range(len(vocabulary)))
+    _write_json({piece: number for number, piece in enumerate(pieces)}, path)
+
+
+def _write_json(tree: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(tree, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _weights(model: Transformer) -> dict[str, Tensor]:
+    """Return a model's weights by their names here, one table once."""
+    tie, d_model = model.config.tie_embeddings, model.config.d_model
+    order = [*range(0, d_model, 2), *range(1, d_model, 2)]
+    own = {
+        name: _reordered(name, weight.detach().cpu(), order)
+        for name, weight in model.state_dict().items()
+    }
+    found = dict(_of_layers(own))
+    if tie == "all":
+        found["model.shared.weight"] = own["src_embedding.weight"]
+    else:
+        found["model.encoder.embed_tokens.weight"] = own["src_embedding.weight"]
+        found["model.decoder.embed_tokens.weight"] = own["tgt_embedding.weight"]
+    if tie == "none":
+        found["lm_head.weight"] = own["output.weight"]
+    found["final_logits_bias"] = torch.zeros(1, len(own["output.weight"]))
+    return {name: weight.contiguous() for name, weight in found.items()}
+
+
+def _of_layers(own: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for name, weight in own.items():
+        if match := _LAYER.fullmatch(name):
+            stack, index, module, kind = match.groups()
+            second = [_SECOND_NORM[stack]] if module == "residual_2.norm" else []
+            parts = second or _PARTS[module]
+            for part, rows in zip(parts, weight.chunk(len(parts)), strict=True):
+                yield f"model.{stack}.layers.{index}.{part}.{kind}", rows
+
+
+def _reordered(name: str, weight: Tensor, order: list[int]) -> Tensor:
+    """Reorder the axis of the residual stream, which a module reads, writes or normalises."""
+    module = name.rpartition(".")[0]
+    if module.endswith((".norm", ".output", ".outer")):
+        return weight[order]
+    return weight[:, order] if weight.dim() == 2 else weight
+
+
+class MarianCopy:
+    """A folder that `write` has filled, loaded by transformers on the CPU."""
+
+    is_closed = False  # a search leaves out what is never written; the model does not
+
+    def __init__(self, directory: Path) -> None:
+        with _quiet() as transformers:
+            self.model = transformers.AutoModelForSeq2SeqLM.from_pretrained(directory).eval()
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+        special = self.model.generation_config
+        self._pad, self._eos = int(special.pad_token_id), int(special.eos_token_id)
+        self._bos = int(special.decoder_start_token_id)
+
+    def encode(self, lines: Sequence[str]) -> Ids:
+        """Return pieces + eos for each line."""
+        return [self._tokenizer(line)["input_ids"] for line in lines]
+
+    def decode(self, ids: Ids) -> list[str]:
+        """Return the text of each list of pieces."""
+        return [self._tokenizer.decode(row, skip_special_tokens=True) for row in ids]
+
+    @torch.inference_mode()
+    def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[Found]:
+        """Return the likeliest target of each source, its score not divided by its length."""
+        found: dict[int, Found] = {}
+        for rows in _batches([len(ids) for ids in sources]):
+            own = self._search(
+                [sources[row] for row in rows], beam, max(max_lengths[row] for row in rows) + 1
+            )
+            found.update(zip(rows, own, strict=True))
+        return [found[row] for row in range(len(sources))]
+
+    def _search(self, sources: Ids, beam: int, max_new_tokens: int) -> list[Found]:
+        with _quiet():
+            result = self.model.generate(
+                pad_right(sources, self._pad),
+                attention_mask=keep_first([len(ids) for ids in sources]).long(),
+                num_beams=beam,
+                length_penalty=0.0 if beam > 1 else 1.0,
+                max_new_tokens=max_new_tokens,
+                return_dict_in_generate=True,
+                output_scores=beam > 1,
+            )
+        log_probs = result.sequences_scores.tolist() if beam > 1 else [0.0] * len(sources)
+        found = []
+        for row, log_prob in zip(result.sequences[:, 1:].tolist(), log_probs, strict=True):
+            length = row.index(self._eos)  # forced, if nothing else
+            found.append(Found(row[:length], log_prob, length + 1 < max_new_tokens))
+        return found
+
+    @torch.inference_mode()
+    def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
+        """Return the log-probability of each piece of a given target, and of its eos."""
+        found: dict[int, list[float]] = {}
+        lengths = [max(len(src), len(tgt)) for src, tgt in zip(sources, targets, strict=True)]
+        for rows in _batches(lengths):
+            own = self._score([sources[row] for row in rows], [targets[row] for row in rows])
+            found.update(zip(rows, own, strict=True))
+        return [found[row] for row in range(len(sources))]
+
+    def _score(self, sources: Ids, targets: Ids) -> list[list[float]]:
+        logits = self.model(
+            input_ids=pad_right(sources, self._pad),
+            attention_mask=keep_first([len(ids) for ids in sources]).long(),
+            decoder_input_ids=pad_right([[self._bos, *ids] for ids in targets], self._pad),
+        ).logits
+        tgt_out_BT = pad_right([[*ids, self._eos] for ids in targets], self._pad)
+        log_probs_BT = logits.double().log_softmax(-1).gather(2, tgt_out_BT[:, :, None])[:, :, 0]
+        return [
+            own[: len(ids) + 1] for own, ids in zip(log_probs_BT.tolist(), targets, strict=True)
+        ]
+
+
+def _batches(lengths: list[int]) -> Iterator[list[int]]:
+    """Yield the rows of like length together."""
+    rows = sorted(range(len(lengths)), key=lambda row: lengths[row])
+    for first in range(0, len(rows), _BATCH):
+        yield rows[first : first + _BATCH]
+
+
+@contextmanager
+def _quiet() -> Iterator[Any]:
+    """Give the library without its bars, its advice and its warnings."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import transformers
+            from transformers.utils.logging import disable_progress_bar, enable_progress_bar
+
+            disable_progress_bar()
+            yield transformers
+            enable_progress_bar()
+    finally:
+        logging.disable(logging.NOTSET)

@@ -1,0 +1,476 @@
+"""The Transformer of "Attention Is All You Need" (Vaswani et al. 2017), whole, top to bottom.
+
+It knows ids and tensors; nothing of text, batches, losses or search.
+
+Shapes: B batch, S source length, T target length, D model width, F feed-forward width,
+H heads, K width of a head, V vocabulary, N hypotheses, R rows of a store, X = 2 * D.
+Masks are `keep`: True takes part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mtrain.config.sections import ModelConfig
+from mtrain.model.kv_cache import DecoderState
+from mtrain.ops.attention import Dropout, LayerNorm, add_norm, attend, attention, parts
+from mtrain.ops.linear import Linear, Logits, Projection, rectified
+
+Sublayer = Callable[[Tensor], Tensor]
+_WORTH_READING = 512  # positions of sources of one length that are read apart from others
+
+
+class Transformer(nn.Module):
+    """Encoder and decoder stacks between embeddings and an output projection (section 3)."""
+
+    def __init__(self, config: ModelConfig, num_src_pieces: int, num_tgt_pieces: int) -> None:
+        super().__init__()
+        self.config = config
+        d_model, pre_norm = config.d_model, config.norm == "pre"
+        self.src_embedding = nn.Embedding(num_src_pieces, d_model)
+        self.tgt_embedding = nn.Embedding(num_tgt_pieces, d_model)
+        self.src_positions = Positions(config)
+        self.tgt_positions = Positions(config)
+        self.encoder: Sequence[EncoderLayer] = nn.ModuleList(  # type: ignore[assignment]
+            EncoderLayer(config) for _ in range(config.num_encoder_layers)
+        )
+        self.decoder: Sequence[DecoderLayer] = nn.ModuleList(  # type: ignore[assignment]
+            DecoderLayer(config) for _ in range(config.num_decoder_layers)
+        )
+        self.encoder_norm = LayerNorm(d_model) if pre_norm else nn.Identity()
+        self.decoder_norm = LayerNorm(d_model) if pre_norm else nn.Identity()
+        self.output = Projection(d_model, num_tgt_pieces)
+        self.dropout = Dropout(config.dropout)
+        self.compute_dtype: torch.dtype | None = None
+        self._initialise()
+        self._tie(config.tie_embeddings)
+
+    def forward(self, src_BS: Tensor, src_keep_BS: Tensor, tgt_in_BT: Tensor) -> Tensor:
+        """Return the decoder's states [B, T, D]; `output` turns them into logits."""
+        return self.decode(tgt_in_BT, self.encode(src_BS, src_keep_BS), src_keep_BS)
+
+    def encode(self, src_BS: Tensor, src_keep_BS: Tensor) -> Tensor:
+        """Return the memory [B, S, D] of a source."""
+        x_BSD = self._embed_all(self.src_embedding, self.src_positions, src_BS)
+        keep = src_keep_BS[:, None, None, :]
+        if self.config.attention_window is not None:
+            keep = keep & near_keep(src_BS.shape[1], self.config.attention_window, x_BSD.device)
+        for layer in self.encoder:
+            x_BSD = layer(x_BSD, keep)
+        memory_BSD: Tensor = self.encoder_norm(x_BSD)
+        return memory_BSD
+
+    def decode(self, tgt_in_BT: Tensor, memory_BSD: Tensor, src_keep_BS: Tensor) -> Tensor:
+        """Return the states [B, T, D] of a whole target at once.
+
+        Padding stands on the right, so that causality alone keeps it from every real position.
+        """
+        x_BTD = self._embed_all(self.tgt_embedding, self.tgt_positions, tgt_in_BT)
+        length = tgt_in_BT.shape[1]
+        causal_keep_TT = near_keep(length, self.config.attention_window, x_BTD.device).tril()
+        src_keep_B11S = src_keep_BS[:, None, None, :]
+        for layer in self.decoder:
+            x_BTD = layer(x_BTD, causal_keep_TT, memory_BSD, src_keep_B11S)
+        states_BTD: Tensor = self.decoder_norm(x_BTD)
+        return states_BTD
+
+    def start(self, src_BS: Tensor, src_keep_BS: Tensor) -> DecoderState:
+        """Read sources; return the state from which `step` decodes, one row for each."""
+        memories = [
+            self._read(src_BS[rows, :width], src_keep_BS[rows, :width])
+            for rows, width in _cut(src_keep_BS)
+        ]
+        memory_RD = torch.cat(memories)
+        sources = [layer.cross_attention.source_keys_values(memory_RD) for layer in self.decoder]
+        return DecoderState(sources, src_keep_BS)
+
+    def step(self, ids_N: Tensor, state: DecoderState) -> Logits:
+        """Return the logits [N, V] of the piece that follows `ids_N`, and advance `state`."""
+        stop = state.max_length + 1
+        x_ND = self._embed(self.tgt_embedding, self.tgt_positions, ids_N, state.length_N, stop)
+        state.advance()
+        for index, layer in enumerate(self.decoder):
+            x_ND = layer.step(x_ND, state, index)
+        return self.output.logits(self.decoder_norm(x_ND))
+
+    @torch.no_grad()
+    def attention_maps(
+        self, src_BS: Tensor, src_keep_BS: Tensor, tgt_in_BT: Tensor
+    ) -> AttentionMaps:
+        """Return how much each head of each layer attends to each position.
+
+        The weights are written out beside the model's own pass, from the same inputs.
+        """
+        maps = AttentionMaps([], [], [])
+        hooks = []
+        for stack, own in ((self.encoder, maps.encoder), (self.decoder, maps.decoder)):
+            for layer in stack:
+                hooks.append(_record(layer.self_attention, own))
+        hooks += [_record(layer.cross_attention, maps.cross) for layer in self.decoder]
+        try:
+            self(src_BS, src_keep_BS, tgt_in_BT)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return maps
+
+    def compile_layers(self, backend: Any = "inductor", fullgraph: bool = False) -> None:
+        """Let PyTorch compile the layers and the loss for batches of any shape; `step` stays.
+
+        Args:
+            backend, fullgraph: as `torch.compile` takes them.
+        """
+        for layer in (*self.encoder, *self.decoder):
+            layer.compile(backend=backend, fullgraph=fullgraph, dynamic=True)
+        self.output.cross_entropy = torch.compile(
+            self.output.cross_entropy, backend=backend, fullgraph=fullgraph, dynamic=True
+        )
+
+    def compute_in(self, dtype: torch.dtype | None) -> None:
+        """Keep states and run products in `dtype`; None is the type of the weights."""
+        self.compute_dtype = dtype
+
+    def _read(self, src_BS: Tensor, src_keep_BS: Tensor) -> Tensor:
+        """Return the memory [R, D] of those positions alone that are kept."""
+        memory_RD = self.encode(src_BS, src_keep_BS).flatten(0, 1)
+        return memory_RD.index_select(0, src_keep_BS.flatten().nonzero()[:, 0])
+
+    def _embed_all(self, table: nn.Embedding, positions: Positions, ids_BT: Tensor) -> Tensor:
+        """Embed a whole sequence."""
+        length = ids_BT.shape[1]
+        places_T = torch.arange(length, device=ids_BT.device)
+        return self._embed(table, positions, ids_BT, places_T, length)
+
+    def _embed(
+        self, table: nn.Embedding, positions: Positions, ids: Tensor, places: Tensor, stop: int
+    ) -> Tensor:
+        """Embed ids (section 3.4) and say where each stands (3.5), below `stop`."""
+        x = table(ids) * math.sqrt(self.config.d_model)
+        embedded: Tensor = self.dropout(x + positions(places, stop).to(x.dtype))
+        return embedded.to(self.compute_dtype or embedded.dtype)
+
+    def _initialise(self) -> None:
+        """Draw the weights, and let each residual branch begin almost silent.
+
+        The last projection of every branch starts at a share of its Xavier size, `branch_gain`:
+        the paper says nothing of initialisation, and with full-sized branches the many LayerNorms
+        of a post-norm stack drown the residual signal, and the model learns late.
+        """
+        gain = self.config.branch_gain
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=self.config.d_model**-0.5)
+        nn.init.normal_(self.output.weight, std=self.config.d_model**-0.5)
+        for module in self.modules():
+            if isinstance(module, FeedForward):
+                nn.init.xavier_uniform_(module.outer.weight, gain=gain)
+            elif isinstance(module, (SelfAttention, CrossAttention)):
+                nn.init.xavier_uniform_(module.output.weight, gain=gain)
+
+    def _tie(self, tie: Literal["all", "decoder", "none"]) -> None:
+        if tie != "none":
+            self.output.weight = self.tgt_embedding.weight
+        if tie == "all":
+            self.src_embedding.weight = self.tgt_embedding.weight
+
+
+class Positions(nn.Module):
+    """What is added to an embedding to say where it stands (section 3.5)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.d_model, self.table = config.d_model, None
+        self._known_TD = sinusoids(0, config.d_model)
+        if config.max_positions is not None:
+            self.table = nn.Embedding(config.max_positions, config.d_model)
+
+    def forward(self, places: Tensor, stop: int) -> Tensor:
+        """Return [..., D] for places [...] below `stop`.
+
+        Sinusoids have no end; places after the last learned position share it.
+        """
+        if self.table is None:
+            return F.embedding(places, self._sinusoids(stop, places.device))
+        learned: Tensor = self.table(places.clamp(max=self.table.num_embeddings - 1))
+        return learned
+
+    def _sinusoids(self, stop: int, device: torch.device) -> Tensor:
+        """Return at least `stop` rows, computed once."""
+        known_TD = self._known_TD
+        if len(known_TD) < stop or known_TD.device != device:
+            with torch.inference_mode(False):
+                self._known_TD = known_TD = sinusoids(2 * stop, self.d_model, device=device)
+        return known_TD
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention, then a feed-forward network (section 3.1)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.self_attention = SelfAttention(config)
+        self.feed_forward = FeedForward(config)
+        self.residual_1 = Residual(config)
+        self.residual_2 = Residual(config)
+
+    def forward(self, x_BSD: Tensor, keep: Tensor) -> Tensor:
+        """Return the layer's output [B, S, D]; `keep` broadcasts to [B, H, S, S]."""
+        x_BSD = self.residual_1(x_BSD, lambda x: self.self_attention(x, keep))
+        x_BSD = self.residual_2(x_BSD, self.feed_forward)
+        return x_BSD
+
+
+class DecoderLayer(nn.Module):
+    """Self-attention, attention to the source, then a feed-forward network (section 3.1)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.self_attention = SelfAttention(config)
+        self.cross_attention = CrossAttention(config)
+        self.feed_forward = FeedForward(config)
+        self.residual_1 = Residual(config)
+        self.residual_2 = Residual(config)
+        self.residual_3 = Residual(config)
+
+    def forward(
+        self, x_BTD: Tensor, causal_keep_TT: Tensor, memory_BSD: Tensor, src_keep_B11S: Tensor
+    ) -> Tensor:
+        """Return the layer's output [B, T, D] for a whole target."""
+        source = self.cross_attention.keys_values(memory_BSD)
+        x_BTD = self.residual_1(x_BTD, lambda x: self.self_attention(x, causal_keep_TT))
+        x_BTD = self.residual_2(x_BTD, lambda x: self.cross_attention(x, source, src_keep_B11S))
+        x_BTD = self.residual_3(x_BTD, self.feed_forward)
+        return x_BTD
+
+    def step(self, x_ND: Tensor, state: DecoderState, index: int) -> Tensor:
+        """Return the layer's output [N, D] for one more position."""
+        x_ND = self.residual_1(x_ND, lambda x: self.self_attention.step(x, state, index))
+        x_ND = self.residual_2(x_ND, lambda x: self.cross_attention.step(x, state, index))
+        x_ND = self.residual_3(x_ND, self.feed_forward)
+        return x_ND
+
+
+class Residual(nn.Module):
+    """A residual connection around a sublayer, with LayerNorm after it or before it.
+
+    Post-norm is the paper's LayerNorm(x + Dropout(Sublayer(x))) (sections 3.1 and 5.4); pre-norm
+    is x + Dropout(Sublayer(LayerNorm(x))).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = LayerNorm(config.d_model, eps=1e-5)
+        self.dropout = Dropout(config.dropout)
+        self.is_post = config.norm == "post"
+
+    def forward(self, x: Tensor, sublayer: Sublayer) -> Tensor:
+        """Return `x` with the sublayer's output added, normalised; the same shape."""
+        if self.is_post:
+            return add_norm(x, sublayer(x), self.dropout, self.norm)
+        result: Tensor = x + self.dropout(sublayer(self.norm(x)))
+        return result
+
+
+class FeedForward(nn.Module):
+    """max(0, x W1 + b1) W2 + b2 (section 3.3)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.inner = Linear(config.d_model, config.d_ff)
+        self.outer = Linear(config.d_ff, config.d_model)
+        self.activation = nn.ReLU() if config.activation == "relu" else nn.GELU()
+        self.dropout = Dropout(config.activation_dropout)
+        self.is_plain = config.activation == "relu" and config.activation_dropout == 0
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Apply the same network to every position; [B, T, D] to [B, T, D]."""
+        if self.is_plain:
+            return rectified(x_BTD, self.inner, self.outer)
+        result: Tensor = self.outer(self.dropout(self.activation(self.inner(x_BTD))))
+        return result
+
+
+class SelfAttention(nn.Module):
+    """Multi-head attention of a sequence to itself (section 3.2.2)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_heads, self.window = config.num_heads, config.attention_window
+        self.queries_keys_values = Linear(config.d_model, 3 * config.d_model)
+        self.output = Linear(config.d_model, config.d_model)
+        self.dropout = Dropout(config.attention_dropout)
+
+    def forward(self, x_BTD: Tensor, keep: Tensor) -> Tensor:
+        """Return [B, T, D]; `keep` broadcasts to [B, H, T, T]."""
+        q_BHTK, k_BHTK, v_BHTK = self._project(x_BTD)
+        mixed_BHTK = attention(q_BHTK, k_BHTK, v_BHTK, keep, self.dropout)
+        result: Tensor = self.output(merge_heads(mixed_BHTK))
+        return result
+
+    def weights(self, x_BTD: Tensor, keep: Tensor) -> Tensor:
+        """Return what each head gives to each position, [B, H, T, T]."""
+        q_BHTK, k_BHTK, _ = self._project(x_BTD)
+        return attention_weights(q_BHTK, k_BHTK, keep)
+
+    def step(self, x_ND: Tensor, state: DecoderState, index: int) -> Tensor:
+        """Return [N, D] for one more position, which sees itself and all before it."""
+        d_model = x_ND.shape[1]
+        q_ND, own_NX = self.queries_keys_values(x_ND).split([d_model, 2 * d_model], -1)
+        places_NT = state.places_NT
+        past_RX = state.pasts.write(index, places_NT[:, -1], own_NX)
+        if self.window is not None:
+            places_NT = places_NT[:, -self.window - 1 :]
+        result: Tensor = self.output(attend(q_ND, past_RX, places_NT, self.num_heads))
+        return result
+
+    def _project(self, x_BTD: Tensor) -> list[Tensor]:
+        projected_BTX = self.queries_keys_values(x_BTD)
+        return [split_heads(x, self.num_heads) for x in parts(projected_BTX, 3)]
+
+
+class CrossAttention(nn.Module):
+    """Multi-head attention of a target to its source (section 3.2.3)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.queries = Linear(config.d_model, config.d_model)
+        self.source_keys_values = Linear(config.d_model, 2 * config.d_model)
+        self.output = Linear(config.d_model, config.d_model)
+        self.dropout = Dropout(config.attention_dropout)
+
+    def keys_values(self, memory_BSD: Tensor) -> KeysValues:
+        """Project a memory once, for all positions of the target."""
+        k_BSD, v_BSD = parts(self.source_keys_values(memory_BSD), 2)
+        return KeysValues(split_heads(k_BSD, self.num_heads), split_heads(v_BSD, self.num_heads))
+
+    def forward(self, x_BTD: Tensor, source: KeysValues, src_keep_B11S: Tensor) -> Tensor:
+        """Return [B, T, D]."""
+        q_BHTK = split_heads(self.queries(x_BTD), self.num_heads)
+        mixed_BHTK = attention(q_BHTK, source.keys, source.values, src_keep_B11S, self.dropout)
+        result: Tensor = self.output(merge_heads(mixed_BHTK))
+        return result
+
+    def weights(self, x_BTD: Tensor, source: KeysValues, src_keep_B11S: Tensor) -> Tensor:
+        """Return what each head gives to each source position, [B, H, T, S]."""
+        q_BHTK = split_heads(self.queries(x_BTD), self.num_heads)
+        return attention_weights(q_BHTK, source.keys, src_keep_B11S)
+
+    def step(self, x_ND: Tensor, state: DecoderState, index: int) -> Tensor:
+        """Return [N, D] for one more position."""
+        source_RX, places_NS = state.sources.layers[index], state.src_places_NS
+        mixed_ND = attend(self.queries(x_ND), source_RX, places_NS, self.num_heads)
+        result: Tensor = self.output(mixed_ND)
+        return result
+
+
+class KeysValues(NamedTuple):
+    """Keys and values [B, H, S, K] of one attention."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class AttentionMaps(NamedTuple):
+    """Attention weights of a batch, one tensor for each layer.
+
+    Attributes:
+        encoder: each source position's, over the source, [B, H, S, S].
+        decoder: each target position's, over the target so far, [B, H, T, T].
+        cross: each target position's, over the source, [B, H, T, S].
+    """
+
+    encoder: list[Tensor]
+    decoder: list[Tensor]
+    cross: list[Tensor]
+
+
+def split_heads(x_BTD: Tensor, num_heads: int) -> Tensor:
+    """Turn [B, T, D] into [B, H, T, K]."""
+    heads_BTHK = x_BTD.view(*x_BTD.shape[:2], num_heads, -1)
+    return heads_BTHK.transpose(1, 2)
+
+
+def merge_heads(x_BHTK: Tensor) -> Tensor:
+    """Turn [B, H, T, K] back into [B, T, D]."""
+    return x_BHTK.transpose(1, 2).flatten(2)
+
+
+def attention_weights(q_BHTK: Tensor, k_BHSK: Tensor, keep: Tensor) -> Tensor:
+    """Return softmax(q k^T / sqrt(d_k)) over the kept keys, [B, H, T, S], written out."""
+    scores_BHTS = q_BHTK @ k_BHSK.transpose(2, 3) / math.sqrt(q_BHTK.shape[-1])
+    return scores_BHTS.masked_fill(~keep, torch.finfo(scores_BHTS.dtype).min).softmax(-1)
+
+
+def _cut(src_keep_BS: Tensor) -> Iterator[tuple[slice, int]]:
+    """Yield neighbours of one length, and how wide they are: a CPU reads padding as it reads text.
+
+    Few are read with those that follow; a GPU reads all at once.
+    """
+    is_cpu, size = src_keep_BS.is_cpu, src_keep_BS.shape[1]
+    widths = (src_keep_BS * torch.arange(1, size + 1)).amax(1).tolist() if is_cpu else [size]
+    first = 0
+    for row in range(1, len(widths)):
+        is_worth = (row - first) * widths[first] >= _WORTH_READING
+        if is_worth and widths[row] != widths[row - 1]:
+            yield slice(first, row), max(widths[first:row])
+            first = row
+    yield slice(first, None), max(widths[first:])
+
+
+def near_keep(length: int, window: int | None, device: torch.device) -> Tensor:
+    """Return a keep-mask [T, T] of the positions that are at most `window` apart; None: all."""
+    keep_TT = torch.ones(length, length, dtype=torch.bool, device=device)
+    return keep_TT if window is None else keep_TT.tril(window).triu(-window)
+
+
+def _record(
+    attention: SelfAttention | CrossAttention, maps: list[Tensor]
+) -> torch.utils.hooks.RemovableHandle:
+    """Keep what an attention gives to each position, whenever it is called."""
+
+    def keep(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        maps.append(attention.weights(*inputs))
+
+    return attention.register_forward_pre_hook(keep)
+
+
+def sinusoids(
+    length: int, d_model: int, first: int = 0, device: torch.device | None = None
+) -> Tensor:
+    """Return the positional encoding [length, D] of section 3.5 from position `first` on.
+
+    PE(pos, 2i) = sin(pos / 10000^(2i / D)) and PE(pos, 2i + 1) = cos(the same), in float64.
+    """
+    position_T1 = torch.arange(first, first + length, dtype=torch.float64, device=device)[:, None]
+    exponent_K = torch.arange(0, d_model, 2, dtype=torch.float64, device=device) / d_model
+    angle_TK = position_T1 / 10_000.0**exponent_K
+    return torch.stack([angle_TK.sin(), angle_TK.cos()], -1).flatten(1)
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Count the weights, tied ones once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def count_weights(config: ModelConfig, num_src_pieces: int, num_tgt_pieces: int) -> int:
+    """Count the weights that a model would have, without making one."""
+    width = config.d_model
+    attention, norm = 4 * width * (width + 1), 2 * width
+    feed_forward = 2 * width * config.d_ff + config.d_ff + width
+    encoder = config.num_encoder_layers * (attention + feed_forward + 2 * norm)
+    decoder = config.num_decoder_layers * (2 * attention + feed_forward + 3 * norm)
+    tables = {"all": 1, "decoder": 1, "none": 2}[config.tie_embeddings] * num_tgt_pieces
+    rows = tables + (0 if config.tie_embeddings == "all" else num_src_pieces)
+    rows += 2 * (config.max_positions or 0)
+    return width * rows + encoder + decoder + (2 * norm if config.norm == "pre" else 0)

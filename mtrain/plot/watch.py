@@ -1,0 +1,54 @@
+"""Draws a run again and again while it is trained. Knows when, not what is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import sleep
+
+from mtrain.errors import UserError
+from mtrain.plot import draw
+from mtrain.run.run_dir import RunDir
+
+
+def watch(
+    run: RunDir,
+    sentence: str | None,
+    directory: Path,
+    warn: Callable[[str], None],
+    every_s: float,
+) -> Iterator[Path]:
+    """Draw all, the curves whenever more was logged, and all again when the training ends.
+
+    Yields each file once it is written.
+
+    Raises:
+        UserError: if nobody is training and nothing can be drawn, or if files cannot be written.
+    """
+    if not run.is_locked():
+        warn(f"nobody is training in {run.path}; it is drawn once.")
+        yield from draw.draw(run, sentence, directory, warn)
+        return
+    size = _size(run)
+    try:
+        yield from draw.draw(run, sentence, directory, warn)
+    except UserError as error:
+        warn(f"{error} It is tried again when more was logged.")
+    while run.is_locked():
+        sleep(every_s)
+        grown = _size(run)
+        if grown != size and run.is_locked():
+            size = grown
+            yield from _curves(run, directory, warn)
+    yield from draw.draw(run, sentence, directory, warn)
+
+
+def _curves(run: RunDir, directory: Path, warn: Callable[[str], None]) -> Iterator[Path]:
+    try:
+        yield from draw.draw_progress(run, directory)
+    except UserError as error:
+        warn(str(error))
+
+
+def _size(run: RunDir) -> int:
+    return run.metrics_path.stat().st_size if run.metrics_path.exists() else 0

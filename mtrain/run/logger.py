@@ -1,0 +1,183 @@
+"""What a run says: lines and a progress bar on stderr, and `metrics.jsonl`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Protocol
+
+from tqdm import tqdm
+
+from mtrain.errors import WriteError
+from mtrain.io.atomic import append, read_lines, write_lines
+from mtrain.io.text_width import fitted
+from mtrain.run.tensorboard import Board
+
+
+def is_live() -> bool:
+    """Tell whether stderr can show a line that changes: a terminal, and not a dumb one."""
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
+class Console(Protocol):
+    """Anything that can say a line to the user."""
+
+    def say(self, text: str = "") -> None:
+        """Show one line."""
+
+
+class Stderr:
+    """Says lines on stderr, above a progress bar if one is shown."""
+
+    def say(self, text: str = "") -> None:
+        """Show one line."""
+        tqdm.write(fitted(text, sys.stderr), file=sys.stderr)
+
+
+class RunLog:
+    """The console, the progress bar and the metrics of one training.
+
+    Args:
+        metrics_path: of `metrics.jsonl`.
+        board: what gets the same numbers.
+    """
+
+    def __init__(self, metrics_path: Path, board: Board | None = None) -> None:
+        self._path, self._board = metrics_path, board
+        self._bar: tqdm[NoReturn] | None = None
+        self._last_note_s = 0.0
+        self._unwritten = b""
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close_bar()
+        if self._board is not None:
+            self._board.close()
+
+    def say(self, text: str = "") -> None:
+        """Show one line on stderr."""
+        Stderr().say(text)
+
+    def metrics(self, values: Mapping[str, object]) -> None:
+        """Append one line to `metrics.jsonl`; if the disk takes none, at the next call."""
+        self._show(values)
+        is_first = not self._unwritten
+        self._unwritten += json.dumps(values).encode() + b"\n"
+        try:
+            append(self._path, self._unwritten)
+        except WriteError as error:
+            if is_first:
+                self.say(str(error))
+            return
+        self._unwritten = b""
+
+    def _show(self, values: Mapping[str, object]) -> None:
+        """Give the numbers to the board; one that cannot be written is left alone from then on."""
+        if self._board is None:
+            return
+        try:
+            self._board.add(values)
+        except OSError as error:
+            self.say(f"tensorboard: cannot be written: {error}; the training goes on without it")
+            self._board = None
+
+    def holds(self, key: str, value: object) -> bool:
+        """Tell whether a line of `metrics.jsonl` has this value; it must be whole."""
+        if not self._path.exists():
+            return False
+        return any(json.loads(line).get(key) == value for line in read_lines(self._path))
+
+    def drop_after(self, step: int) -> None:
+        """Forget the metrics of later steps, which are about to be made again."""
+        if self._board is not None:
+            self._board.drop_after(step)
+        if self._path.exists():
+            write_lines(
+                self._path, [line for line in read_lines(self._path) if _step(line) <= step]
+            )
+
+    def open_bar(self, spent: float) -> None:
+        """Show a progress bar that stands at the share `spent`, on a terminal only."""
+        self._bar = tqdm(
+            total=1.0,
+            initial=spent,
+            file=sys.stderr,
+            disable=not is_live(),
+            dynamic_ncols=True,
+            bar_format="{percentage:3.0f}%|{bar}| {desc}, {remaining} left",
+        )
+
+    def wants_note(self, interval_s: float) -> bool:
+        """Tell whether a bar is shown whose last note is older than `interval_s`."""
+        is_shown = self._bar is not None and not self._bar.disable
+        return is_shown and time.monotonic() - self._last_note_s > interval_s
+
+    def advance(self, spent: float, note: str, is_logged: bool) -> None:
+        """Move the bar to the share `spent`; without a bar, say what is logged."""
+        if self._bar is None or self._bar.disable:
+            if is_logged:
+                self.say(note)
+            return
+        self._last_note_s = time.monotonic()
+        self._bar.n = min(spent, 1.0)
+        self._bar.set_description_str(note)
+
+    def close_bar(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _step(line: str) -> float:
+    """Return the step of a line of metrics; of one that is none, infinity."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
+        return math.inf
+
+
+class Mute(RunLog):
+    """The log of a rank that is not the first: it says and writes nothing."""
+
+    def say(self, text: str = "") -> None:
+        """Say nothing."""
+
+    def metrics(self, values: Mapping[str, object]) -> None:
+        """Write nothing."""
+
+    def drop_after(self, step: int) -> None:
+        """Forget nothing."""
+
+    def open_bar(self, spent: float) -> None:
+        """Show no bar."""
+
+
+def read_metrics(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the lines of `metrics.jsonl` that are whole and have a step; none if it is not there.
+
+    Raises:
+        DataError: if the file cannot be read.
+    """
+    if not path.exists():
+        return
+    for text in read_lines(path):
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            yield line

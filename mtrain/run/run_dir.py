@@ -1,0 +1,171 @@
+"""The run folder: what lies where in it. Opens no weights and no corpora."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtrain.config import sections
+from mtrain.config.sections import Config
+from mtrain.errors import ConfigError, DataError, RunError, UserError, WriteError
+from mtrain.io.atomic import making, sweep
+
+LOCK_FILE = ".lock"
+
+_WAIT_S = 0.2  # for one who only asks whether somebody trains, and holds the lock for an instant
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The paths of a run folder."""
+
+    path: Path
+
+    @property
+    def config_path(self) -> Path:
+        """The config that the run was made with, every key spelled out."""
+        return self.path / "config.yaml"
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        """The SentencePiece models."""
+        return self.path / "tokenizer"
+
+    @property
+    def data_dir(self) -> Path:
+        """The encoded training pairs, the ledger of those left out, validation and test text."""
+        return self.path / "data"
+
+    @property
+    def check_dir(self) -> Path:
+        """The lists of the last `mtrain check`."""
+        return self.path / "check"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        """One folder for each checkpoint that is kept."""
+        return self.path / "checkpoints"
+
+    @property
+    def model_path(self) -> Path:
+        """The weights that translate: the result of the training."""
+        return self.path / "model.safetensors"
+
+    @property
+    def metrics_path(self) -> Path:
+        """One JSON object for each logged step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def board_dir(self) -> Path:
+        """What TensorBoard shows of the run."""
+        return self.path / "tensorboard"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Let no other process train in the folder meanwhile; a dead one holds nothing.
+
+        Raises:
+            RunError: if another process is at it.
+            WriteError: if nothing can be written in it.
+        """
+        with self._alone(self._lock_path, "training"):
+            yield
+
+    @contextmanager
+    def tokenizing(self) -> Iterator[Path]:
+        """Give a folder for what is half done, which the next process finds if this one ends.
+
+        It vanishes when all went well, when the user must change something, and when the disk is
+        full before any part is done.
+
+        Raises:
+            RunError: if another process is at it.
+        """
+        path = self.path / ".tokenizing"
+        with making(path), self._alone(path / LOCK_FILE, "tokenizing"):
+            sweep(self.data_dir)
+            sweep(self.tokenizer_dir)
+            try:
+                yield path
+            except (UserError, OSError) as error:
+                is_of_use = any(path.glob("part-*.json"))
+                if isinstance(error, ConfigError | DataError) or not is_of_use:
+                    shutil.rmtree(path)
+                    with suppress(OSError):  # it holds something else
+                        self.path.rmdir()
+                raise
+            shutil.rmtree(path)
+
+    @contextmanager
+    def _alone(self, lock_path: Path, doing: str) -> Iterator[None]:
+        from filelock import FileLock, Timeout  # translating needs no lock, and starts sooner
+
+        lock = FileLock(lock_path, timeout=_WAIT_S)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise RunError(
+                f"{self.path}: another process is {doing} in it; wait until it ends, or take "
+                "another --run."
+            ) from None
+        except OSError as error:
+            why = error.strerror or error
+            raise WriteError(f"{lock_path}: cannot be written: {why}.") from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    @contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """Let no other process train in the folder meanwhile, and leave no trace in it.
+
+        Where nobody ever trained, or nobody may, there is no lock to hold.
+
+        Raises:
+            RunError: if another process is at it.
+        """
+        if self._lock_path.exists() and os.access(self._lock_path, os.W_OK):
+            with self.locked():
+                yield
+        else:
+            yield
+
+    @property
+    def _lock_path(self) -> Path:
+        return self.path / LOCK_FILE
+
+    def is_locked(self) -> bool:
+        """Tell whether a process is training in the folder now, as far as one may know."""
+        if not self._lock_path.exists() or not os.access(self._lock_path, os.W_OK):
+            return False
+        try:
+            with self.locked():
+                return False
+        except RunError:
+            return True
+
+    def load_config(self) -> Config:
+        """Read the config of an existing run.
+
+        Raises:
+            RunError: if this is not a run folder, or its config cannot be used.
+        """
+        if self.path.is_file():
+            raise RunError(f"{self.path}: must be a run folder, but is a file instead.")
+        if not self.path.is_dir():
+            raise RunError(f"{self.path}: must be a run folder, but does not exist.")
+        if not self.config_path.is_file():
+            raise RunError(
+                f"{self.path}: must be a run folder, but has no {self.config_path.name}; "
+                "`mtrain train CONFIG` makes one."
+            )
+        try:
+            return sections.load(self.config_path)
+        except ConfigError as error:
+            raise RunError(f"{error} Restore the file from the run's own copy.") from None

@@ -1,0 +1,29 @@
+"""What this machine trains and translates with, in words. Knows no run."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+
+import torch
+
+from mtrain.ops import attention, native
+from mtrain.runtime.device import pick_device
+
+
+def describe() -> Iterator[str]:
+    """Yield versions, the device that `auto` takes, and the precision that `auto` is there."""
+    device = pick_device("auto")
+    dtype = str(attention.compute_dtype("auto", device)).removeprefix("torch.")
+    yield f"python     {platform.python_version()}"
+    yield f"torch      {torch.__version__}"
+    yield f"device     {_device(device)}"
+    yield f"precision  {dtype} in training, float32 in translation, unless asked otherwise"
+
+
+def _device(device: torch.device) -> str:
+    if device.type != "cuda":
+        threads = torch.get_num_threads()
+        return f"{device}, {native.processor()}, {threads} thread{'s' * (threads != 1)}"
+    found = torch.cuda.get_device_properties(device)
+    return f"{device}, {found.name}, {found.total_memory / 2**30:,.0f} GiB"

@@ -1,0 +1,295 @@
+"""SentencePiece: train, load, encode, decode. The only room that knows the special ids."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import os
+import random
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+
+import sentencepiece
+
+from mtrain.config.sections import TokenizerConfig
+from mtrain.errors import ConfigError, DataError, RunError, UserError
+from mtrain.tokenizer.bpe_dropout import Merges
+
+_TOO_LARGE = re.compile(r"Vocabulary size too high.*?<= (\d+)")
+_TOO_SMALL = re.compile(r"smaller than required_chars\. \d+ vs (\d+)")
+_NUM_BEST = 64  # segmentations to sample from: over all of them, learning breaks
+
+
+class VocabularySizeError(ConfigError):
+    """A vocabulary that a corpus cannot fill, or that has no room for its characters.
+
+    Attributes:
+        fitting: the nearest size that fits.
+    """
+
+    def __init__(self, message: str, fitting: int) -> None:
+        super().__init__(message)
+        self.fitting = fitting
+
+
+class Vocabulary:
+    """The pieces of one side, and the way from text to their ids and back."""
+
+    def __init__(self, model: bytes) -> None:
+        self.model = model
+        self._processor = sentencepiece.SentencePieceProcessor()
+        self._processor.load_from_serialized_proto(model)
+        self.pad: int = self._processor.pad_id()
+        self.unk: int = self._processor.unk_id()
+        self.bos: int = self._processor.bos_id()
+        self.eos: int = self._processor.eos_id()
+
+    @property
+    def byte_pieces(self) -> list[int]:
+        """The ids of the pieces that stand for single bytes."""
+        return [piece for piece in range(len(self)) if self._processor.is_byte(piece)]
+
+    def __len__(self) -> int:
+        return int(self._processor.get_piece_size())
+
+    def unknown(self, line: str) -> list[str]:
+        """Return the characters that no piece holds, each once, of a line as the model reads it."""
+        return sorted(set(self._processor.normalize(line)) - self._characters)
+
+    @cached_property
+    def _characters(self) -> frozenset[str]:
+        """The characters that stand in pieces, and those that stand for a space."""
+        own = self._processor
+        apart = (own.is_byte, own.is_control, own.is_unknown)
+        ids = [piece for piece in range(len(self)) if not any(is_one(piece) for is_one in apart)]
+        return frozenset("".join(self.pieces_of(ids))) | {" ", "\u2581"}
+
+    def encode(self, lines: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each line's pieces, without bos or eos."""
+        if not lines:
+            return []
+        ids: list[list[int]] = self._processor.encode(list(lines), num_threads=_num_threads(lines))
+        return ids
+
+    def sample(self, lines: Sequence[str], alpha: float, seed: int) -> list[list[int]]:
+        """Return the ids of one sampled segmentation of each line; smaller alpha, more noise.
+
+        Unigram samples among the best segmentations with probabilities to the power of alpha
+        (Kudo 2018, arXiv 1804.10959); BPE leaves out merges at the rate alpha (1910.13267).
+        """
+        rng = random.Random(seed)  # SentencePiece's own draws otherwise in each process
+        sample = self._sample_best if self._is_unigram() else self._sample_merges
+        try:
+            return sample(lines, alpha, rng)
+        except (RuntimeError, ValueError) as error:
+            raise RunError(f"the tokenizer cannot sample segmentations: {error}.") from None
+
+    def _is_unigram(self) -> bool:
+        """Tell which kind it is: only unigram has a list of the best segmentations."""
+        try:
+            return bool(self._processor.nbest_encode_as_ids("a", nbest_size=1))
+        except RuntimeError:
+            return False
+
+    def _sample_best(
+        self, lines: Sequence[str], alpha: float, rng: random.Random
+    ) -> list[list[int]]:
+        log_probs = [self._processor.get_score(piece) for piece in range(len(self))]
+        sampled: list[list[int]] = []
+        for line in lines:
+            best = self._processor.nbest_encode_as_ids(line, nbest_size=_NUM_BEST)
+            scores = [sum(map(log_probs.__getitem__, ids)) for ids in best]
+            highest = max(scores)
+            weights = [math.exp(alpha * (score - highest)) for score in scores]
+            sampled += rng.choices(best, weights)
+        return sampled
+
+    def _sample_merges(
+        self, lines: Sequence[str], alpha: float, rng: random.Random
+    ) -> list[list[int]]:
+        own, known, byte_of = self._processor, dict[str, int](), dict[str, int]()
+        for number, piece in enumerate(self.pieces_of(range(len(self)))):
+            if own.is_byte(number):
+                byte_of[piece] = number
+            elif not own.is_control(number) and not own.is_unknown(number):
+                known[piece] = number
+        scores = {piece: own.get_score(number) for piece, number in known.items()}
+        merges = Merges(scores, self._symbols(known))
+
+        def ids_of(piece: str) -> list[int]:
+            if piece in known:
+                return [known[piece]]
+            return [byte_of.get(f"<0x{byte:02X}>", self.unk) for byte in piece.encode()]
+
+        return [
+            self._as_one(chain.from_iterable(map(ids_of, merges.sample(text, alpha, rng))))
+            for text in map(own.normalize, lines)
+        ]
+
+    def _symbols(self, pieces: Collection[str]) -> list[str]:
+        """Return those that a user defined: they are whole even where all merges are left out."""
+        long = [piece for piece in pieces if len(piece) > 1]
+        apart = self._processor.encode(long, out_type=str, enable_sampling=True, alpha=1.0)
+        return [piece for piece, parts in zip(long, apart, strict=True) if piece in parts]
+
+    def _as_one(self, ids: Iterable[int]) -> list[int]:
+        """Return ids with one unk for several in a row, as SentencePiece has it."""
+        kept: list[int] = []
+        for piece in ids:
+            if piece != self.unk or kept[-1:] != [self.unk]:
+                kept.append(piece)
+        return kept
+
+    def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
+        """Return one line of text for each list of ids; a line break in it becomes a space."""
+        lines: list[str] = self._processor.decode([list(row) for row in ids]) if ids else []
+        return [re.sub(r"[\r\n]+", " ", line) for line in lines]
+
+    def pieces(self, line: str) -> list[str]:
+        """Return the pieces of a line as text; unknown ones as they stand in the line."""
+        pieces: list[str] = self._processor.encode(line, out_type=str)
+        return pieces
+
+    def text_of(self, pieces: Sequence[str]) -> str:
+        """Return the text of pieces as `pieces` has them: what is unknown is there, too."""
+        text: str = self._processor.decode(list(pieces))
+        return text
+
+    def pieces_of(self, ids: Sequence[int]) -> list[str]:
+        """Return the pieces of ids, special ones too, as SentencePiece writes them."""
+        pieces: list[str] = self._processor.id_to_piece(list(ids))
+        return pieces
+
+
+def _num_threads(lines: Sequence[str]) -> int:
+    """Return one thread for a few lines: starting more costs more than they save."""
+    return min(os.cpu_count() or 1, 1 + len(lines) // 1000)
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """The vocabularies of both sides; one and the same when they are shared."""
+
+    src: Vocabulary
+    tgt: Vocabulary
+
+    def encode_src(self, lines: Sequence[str]) -> list[list[int]]:
+        """Return pieces + eos for each line, as the encoder reads them."""
+        return [[*ids, self.src.eos] for ids in self.src.encode(lines)]
+
+    def fingerprint(self) -> str:
+        """Return a hash of both models, which weights carry to name their tokenizer."""
+        return hashlib.sha256(self.src.model + b"\0" + self.tgt.model).hexdigest()
+
+    def save(self, directory: Path) -> None:
+        """Write `shared.model`, or `src.model` and `tgt.model`, into an existing folder."""
+        if self.src is self.tgt:
+            (directory / "shared.model").write_bytes(self.src.model)
+        else:
+            (directory / "src.model").write_bytes(self.src.model)
+            (directory / "tgt.model").write_bytes(self.tgt.model)
+
+
+def load(directory: Path) -> Tokenizer:
+    """Read what `Tokenizer.save` wrote.
+
+    Raises:
+        RunError: if a file is missing or is not a SentencePiece model.
+    """
+    src, tgt = directory / "src.model", directory / "tgt.model"
+    if src.exists() or tgt.exists():
+        return Tokenizer(_load_vocabulary(src), _load_vocabulary(tgt))
+    shared = _load_vocabulary(directory / "shared.model")
+    return Tokenizer(shared, shared)
+
+
+def _load_vocabulary(path: Path) -> Vocabulary:
+    try:
+        vocabulary = Vocabulary(path.read_bytes())
+        vocabulary.pieces_of(range(len(vocabulary)))  # each must be UTF-8
+    except OSError:
+        raise RunError(f"{path}: is missing; restore it from a copy of the run.") from None
+    except (RuntimeError, UnicodeDecodeError):
+        raise RunError(
+            f"{path}: must be a SentencePiece model, but is not; restore it from a copy of the run."
+        ) from None
+    special = [vocabulary.pad, vocabulary.unk, vocabulary.bos, vocabulary.eos]
+    if special != list(range(len(special))):
+        raise RunError(
+            f"{path}: must have the special pieces of mtrain, but has another model's; restore it "
+            "from a copy of the run."
+        )
+    return vocabulary
+
+
+def train(config: TokenizerConfig, src: Iterable[str], tgt: Iterable[str], seed: int) -> Tokenizer:
+    """Train the vocabularies that `config` asks for on the given lines.
+
+    Raises:
+        VocabularySizeError: if the text cannot fill the vocabulary, or needs a larger one.
+        DataError: if there is no text, or none that can be learned from.
+    """
+    if config.shared:
+        shared = _train_vocabulary(config, _sample(chain(src, tgt), config, seed))
+        return Tokenizer(shared, shared)
+    return Tokenizer(
+        _train_vocabulary(config, _sample(src, config, seed)),
+        _train_vocabulary(config, _sample(tgt, config, seed)),
+    )
+
+
+def _sample(lines: Iterable[str], config: TokenizerConfig, seed: int) -> list[str]:
+    """Keep a uniform sample of at most `max_training_lines` lines, in one pass."""
+    rng = random.Random(seed)
+    kept: list[str] = []
+    for index, line in enumerate(lines):
+        if index < config.max_training_lines:
+            kept.append(line)
+        elif (slot := rng.randrange(index + 1)) < config.max_training_lines:
+            kept[slot] = line
+    return kept
+
+
+def _train_vocabulary(config: TokenizerConfig, lines: list[str]) -> Vocabulary:
+    if not any(line.strip() for line in lines):
+        raise DataError("`data.train` must have lines with text, but all that stay are blank.")
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            model_type=config.kind,
+            vocab_size=config.vocab_size,
+            character_coverage=config.character_coverage,
+            byte_fallback=config.byte_fallback,
+            normalization_rule_name="identity",  # no character of a user's text is lost
+            pad_id=0,
+            unk_id=1,
+            bos_id=2,
+            eos_id=3,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise _explain(config, str(error)) from None
+    return Vocabulary(model.getvalue())
+
+
+def _explain(config: TokenizerConfig, message: str) -> UserError:
+    if found := _TOO_LARGE.search(message):
+        bound = f"at most {found[1]} for this corpus"
+    elif found := _TOO_SMALL.search(message):
+        bound = f"at least {found[1]} for this corpus (every character and byte has a piece)"
+    else:
+        return DataError(
+            "`data.train` must have lines that SentencePiece can learn from (of at most 4,192 "
+            f"bytes, and not of U+2581 alone), but has none for these settings: {message}."
+        )
+    return VocabularySizeError(
+        f"`tokenizer.vocab_size` must be {bound}, but is {config.vocab_size} instead.",
+        int(found[1]),
+    )

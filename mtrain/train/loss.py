@@ -1,0 +1,59 @@
+"""Label-smoothed cross-entropy as a sum and a count; the caller divides, once per update.
+
+Shapes: B batch, T target length, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mtrain.ops.linear import Formula, ProjectedCrossEntropy
+
+
+class LossSum(NamedTuple):
+    """Sums over the tokens of some targets; only `loss` carries a gradient."""
+
+    loss: Tensor
+    nll: Tensor
+    num_tokens: int
+
+
+def label_smoothed(
+    states_BTD: Tensor,
+    weight_VD: Tensor,
+    tgt_out_BT: Tensor,
+    tgt_keep_BT: Tensor,
+    smoothing: float,
+    num_tokens: int | None = None,
+    formula: Formula | None = None,
+) -> LossSum:
+    """Sum `F.cross_entropy(label_smoothing=smoothing)` over the kept target tokens.
+
+    Args:
+        states_BTD: the decoder's states.
+        weight_VD: the output projection.
+        tgt_out_BT: the ids to predict.
+        tgt_keep_BT: bool, True for real tokens.
+        smoothing: the share of the target spread evenly over the vocabulary (section 5.4).
+        num_tokens: how many those are, if it is known: a GPU is not waited for then.
+        formula: of the loss of some logits, equal to `products.plain_cross_entropy`.
+    """
+    rows = _places_of_true(tgt_keep_BT.flatten(), num_tokens)
+    states_ND = states_BTD.flatten(0, 1).index_select(0, rows)
+    targets_N = tgt_out_BT.flatten().index_select(0, rows)
+    if not torch.is_grad_enabled():  # the kernel cannot see that no gradient is wanted
+        states_ND, weight_VD = states_ND.detach(), weight_VD.detach()
+    loss, nll = ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        states_ND, weight_VD, targets_N, smoothing, formula
+    )
+    return LossSum(loss, nll, len(rows))
+
+
+def _places_of_true(is_true_N: Tensor, count: int | None) -> Tensor:
+    """Return where the True ones are, in order."""
+    if count is None:
+        return is_true_N.nonzero()[:, 0]
+    return is_true_N.byte().argsort(descending=True, stable=True)[:count]

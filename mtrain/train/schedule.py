@@ -1,0 +1,33 @@
+"""Learning rates as pure functions of the step and of the share of the budget that is spent."""
+
+from __future__ import annotations
+
+import math
+
+from mtrain.config.sections import TrainingConfig
+
+
+def learning_rate(config: TrainingConfig, d_model: int, step: int, spent: float) -> float:
+    """Return the rate of update `step`, counted from 1.
+
+    Args:
+        config: `schedule`, `lr` (for noam: the factor) and `warmup_steps`.
+        d_model: the model's width, which noam uses.
+        step: the update that is about to be made.
+        spent: the share of the budget, steps or minutes, that is used up, in [0, 1].
+    """
+    if config.schedule == "noam":
+        return config.lr * noam(step, config.warmup_steps, d_model)
+    warm = min(1.0, step / config.warmup_steps) if config.warmup_steps else 1.0
+    if config.schedule == "inverse_sqrt":
+        return config.lr * warm * min(1.0, math.sqrt(max(config.warmup_steps, 1) / step))
+    left = 1.0 - min(max(spent, 0.0), 1.0)
+    if config.schedule == "linear":
+        return config.lr * min(warm, 1.0) * left
+    return config.lr * warm * 0.5 * (1.0 - math.cos(math.pi * left))
+
+
+def noam(step: int, warmup_steps: int, d_model: int) -> float:
+    """Return d_model^-0.5 * min(step^-0.5, step * warmup^-1.5) (section 5.3)."""
+    warm = step * warmup_steps**-1.5 if warmup_steps else math.inf
+    return float(d_model**-0.5 * min(step**-0.5, warm))

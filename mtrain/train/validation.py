@@ -1,0 +1,61 @@
+"""The validation set: its loss under a model, and examples of how a model translates it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from mtrain.data.loader import in_batches
+from mtrain.data.prepare import Lines
+from mtrain.io.text_width import shortened, visible
+from mtrain.model.transformer import Transformer
+from mtrain.runtime.process_group import Team
+from mtrain.tokenizer.sentencepiece import Tokenizer
+from mtrain.train.gradients import loss_of
+
+_NUM_EXAMPLES = 3
+_MAX_EXAMPLE = 145  # columns of an example: two lines of a terminal
+
+
+class Loss(NamedTuple):
+    """Means over the target tokens."""
+
+    loss: float
+    nll: float
+
+
+class ValidationSet:
+    """The text that tells how good a model is, in batches of like length."""
+
+    def __init__(self, lines: Lines, tokenizer: Tokenizer, batch_tokens: int) -> None:
+        self.lines = lines
+        src, tgt = tokenizer.encode_src(lines.src), tokenizer.tgt.encode(lines.tgt)
+        self._batches = in_batches(src, tgt, tokenizer, batch_tokens)
+
+    @torch.no_grad()
+    def loss(self, model: Transformer, smoothing: float, team: Team) -> Loss:
+        """Return the loss under a model; all ranks ask together, and share the batches."""
+        model.eval()
+        device = model.output.weight.device
+        own = self._batches[team.rank :: team.size]
+        sums = [loss_of(model, batch.to(device), smoothing) for batch in own]
+        totals = [sum(float(value) for value in values) for values in zip(*sums, strict=True)]
+        told = torch.tensor(totals or [0.0, 0.0, 0.0], dtype=torch.float64, device=device)
+        loss, nll, num_tokens = team.add(told).tolist()
+        return Loss(loss / num_tokens, nll / num_tokens)
+
+    def examples(self, hypotheses: Sequence[str]) -> Iterator[str]:
+        """Yield lines that show translations of sentences from all over the set."""
+        count = min(_NUM_EXAMPLES, len(hypotheses))
+        for index in range(count):
+            row = (2 * index + 1) * len(hypotheses) // (2 * count)
+            yield f"  source       {_clip(self.lines.src[row])}"
+            yield f"  reference    {_clip(self.lines.tgt[row])}"
+            yield f"  translation  {_clip(hypotheses[row])}"
+
+
+def _clip(text: str) -> str:
+    """Write a line for the screen: an early model repeats itself, a corpus may hold escapes."""
+    return shortened(visible(text), _MAX_EXAMPLE)
