@@ -23,7 +23,7 @@ from mtrain.audit import misalignment
 from mtrain.audit.audit import audit
 from mtrain.audit.features import Records, measure
 from mtrain.audit.misalignment import Window
-from mtrain.config import sections
+from mtrain.config import config_file
 
 REPOSITORY = Path(__file__).parent.parent
 sys.path.insert(0, str(REPOSITORY / "tests"))
@@ -72,7 +72,7 @@ def main() -> None:
 def audited(planted: Planted) -> dict[str, list[int]]:
     """Audit a corpus; return the lines of each list."""
     with tempfile.TemporaryDirectory() as name:
-        config = sections.load(write_planted(Path(name), planted))
+        config = config_file.load(write_planted(Path(name), planted))
         lists = Path(name) / "lists"
         lists.mkdir()
         audit(config, None, lists, lambda num_bytes: None)

@@ -19,12 +19,12 @@ from machine import commit, describe_machine
 from operations import Sizes, Tokens, flop
 from peers.ceiling import gflops
 
-from mtrain.config import sections
-from mtrain.data.loader import Dealt
+from mtrain.config import config_file
 from mtrain.data.prepare import prepare
-from mtrain.ops import attention
+from mtrain.data.sampler import Dealt
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
+from mtrain.runtime import device
 from mtrain.train.trainer import Trainer
 
 
@@ -45,8 +45,8 @@ def main() -> None:
     parser.add_argument("--run", default="runs/benchmark_device", help="is tokenized once")
     options = parser.parse_args()
     settings = [*options.set, "training.log_every=1000000"]
-    config, run = sections.load(options.config, settings, options.run), RunDir(Path(options.run))
-    attention.keep_freed_memory()
+    config, run = config_file.load(options.config, settings, options.run), RunDir(Path(options.run))
+    device.keep_freed_memory()
     with RunLog(run.path.with_suffix(".jsonl")) as log:
         prepare(config, run, log)
         trainer = Trainer(config, run, log)

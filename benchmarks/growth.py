@@ -101,10 +101,10 @@ def train(point: Point, seconds: float) -> Cost:
     from mtrain.config.sections import ModelConfig
     from mtrain.data.batch import collate
     from mtrain.model.transformer import Transformer
-    from mtrain.ops import attention
+    from mtrain.runtime import device
     from mtrain.train.loss import label_smoothed
 
-    attention.keep_freed_memory()
+    device.keep_freed_memory()
     torch.manual_seed(1)
     d_model, d_ff, num_heads, num_layers = SIZES[point.model]
     config = ModelConfig(
@@ -115,7 +115,7 @@ def train(point: Point, seconds: float) -> Cost:
         num_decoder_layers=num_layers,
     )
     model = Transformer(config, point.vocabulary, point.vocabulary)
-    model.compute_in(attention.compute_dtype("auto", torch.device("cpu")))
+    model.compute_in(device.compute_dtype("auto", torch.device("cpu")))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     rows = max(1, point.batch_tokens // point.length)
     ids = torch.randint(4, point.vocabulary, (2, rows, point.length - 1)).tolist()

@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 from machine import commit, describe_machine
 
-from mtrain.config import sections
+from mtrain.config import config_file
 from mtrain.config.sections import Config
 from mtrain.data.batch import Batch
-from mtrain.data.loader import Position
 from mtrain.data.prepare import prepare
-from mtrain.ops import attention
+from mtrain.data.sampler import Position
 from mtrain.run.logger import Mute, Stderr
 from mtrain.run.run_dir import RunDir
+from mtrain.runtime import device
 from mtrain.runtime.process_group import ALONE, Team
 from mtrain.runtime.torchrun_env import launched
 from mtrain.train.loss import LossSum
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3, help="how often all are measured in turn")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    config = sections.load(options.config, options.set, str(RUN))
+    config = config_file.load(options.config, options.set, str(RUN))
     if options.worker:
         work(config, options.updates)
         return
@@ -91,7 +91,7 @@ def work(config: Config, num_updates: int) -> None:
         from mtrain.runtime import torch_process_group
 
         team = torch_process_group.join(place)
-    attention.keep_freed_memory()
+    device.keep_freed_memory()
     trainer = Trainer(config, RunDir(RUN), Mute(RunDir(RUN).metrics_path), team)
     trainer.try_largest()
     tokens: list[int] = []

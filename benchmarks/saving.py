@@ -11,13 +11,13 @@ from statistics import median
 
 from machine import commit, describe_machine
 
-from mtrain.config import sections
-from mtrain.data.loader import Position
+from mtrain.config import config_file
 from mtrain.data.prepare import prepare
-from mtrain.ops import attention
+from mtrain.data.sampler import Position
 from mtrain.run import checkpoint
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
+from mtrain.runtime import device
 from mtrain.train.trainer import Trainer
 
 
@@ -30,8 +30,8 @@ def main() -> None:
     options = parser.parse_args()
     run = RunDir(Path("runs/benchmark_saving"))
     shutil.rmtree(run.path, ignore_errors=True)
-    config = sections.load(options.config, options.set, str(run.path))
-    attention.keep_freed_memory()
+    config = config_file.load(options.config, options.set, str(run.path))
+    device.keep_freed_memory()
     with RunLog(run.metrics_path) as log:
         prepare(config, run, log)
         trainer = Trainer(config, run, log)

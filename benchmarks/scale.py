@@ -29,8 +29,9 @@ from machine import commit, describe_machine
 
 from mtrain.data import arrow_shards
 from mtrain.data.arrow_shards import SHARD_PAIRS, Contents, EncodedBlock, Mixed, Shard
-from mtrain.data.loader import Position, TrainingData
-from mtrain.io.atomic import read_lines
+from mtrain.data.loader import TrainingData
+from mtrain.data.sampler import Position
+from mtrain.io.lines import read_lines
 from mtrain.tokenizer import sentencepiece
 
 BLOCK_LINES = 10_000

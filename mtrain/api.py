@@ -15,16 +15,17 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtrain.config import sections
+from mtrain.config import config_file
 from mtrain.config.sections import Config
 from mtrain.errors import DataError
+from mtrain.run import finetune_config
 from mtrain.run.run_dir import RunDir
 from mtrain.run.tensorboard import Board, check_installed
 from mtrain.runtime.process_group import ALONE, Team
 from mtrain.train import finetune
 
 if TYPE_CHECKING:
-    from mtrain.corpus.reader import Profile
+    from mtrain.corpus.length_stats import Profile
     from mtrain.decode.pipeline import Options, Stream
     from mtrain.decode.translator import Translator
     from mtrain.evaluate.evaluation import TestResult
@@ -90,9 +91,13 @@ def load_config(
     """
     own_dir = None if run_dir is None else os.fspath(run_dir)
     if isinstance(config, str | os.PathLike):
-        return finetune.settle(sections.load(Path(config), overrides, own_dir), str(config))
+        return finetune_config.settle(
+            config_file.load(Path(config), overrides, own_dir), str(config)
+        )
     tree = config.model_dump(exclude_unset=True) if isinstance(config, Config) else config
-    return finetune.settle(sections.from_tree(tree, "config", overrides, own_dir), "config")
+    return finetune_config.settle(
+        config_file.from_tree(tree, "config", overrides, own_dir), "config"
+    )
 
 
 def train(config: AnyConfig, *, tensorboard: bool = False) -> Path:
@@ -110,8 +115,8 @@ def train(config: AnyConfig, *, tensorboard: bool = False) -> Path:
 
 def train_together(config: Config, team: Team, *, tensorboard: bool) -> Path:
     """Train as one of several ranks that were started together, each with the same config."""
-    from mtrain.runtime.device import device_of
     from mtrain.train import checkpoint_manager, trainer
+    from mtrain.train.compilation import device_of
 
     run_dir, board = RunDir(Path(config.run_dir)), None
     device_of(config, team)  # refused now, and not when all is tokenized
@@ -167,6 +172,7 @@ def load(
         ConfigError: if a setting cannot be used.
     """
     from mtrain.decode import translator as translating
+    from mtrain.run import load_model
 
     paths = [runs] if isinstance(runs, str | os.PathLike) else list(runs)
     if not paths:
@@ -177,8 +183,8 @@ def load(
     asked = {key: value for key, value in given.items() if value is not None}
     tree = config.model_dump()
     changed = tree | {"decoding": tree["decoding"] | asked}
-    decoding = sections.from_tree(changed, "mtrain.load").decoding
-    translator = translating.load(folders, decoding, translating.Loading(device))
+    decoding = config_file.from_tree(changed, "mtrain.load").decoding
+    translator = translating.load(folders, decoding, load_model.Loading(device))
     return as_model(folders[0], config, translator)
 
 

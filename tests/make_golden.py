@@ -23,8 +23,9 @@ from typing import Any
 
 from tasks import WORDS, Pair, Tree, train, write_config, write_corpus
 
-from mtrain.decode.translator import Loading, Source, Translator, load
+from mtrain.decode.translator import Source, Translator, load
 from mtrain.evaluate import evaluation
+from mtrain.run.load_model import Loading
 from mtrain.run.run_dir import RunDir
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 from mtrain.cli.main import main
-from mtrain.config import sections
+from mtrain.config import config_file
 from mtrain.data.batch import Batch
-from mtrain.data.loader import Dealt
+from mtrain.data.sampler import Dealt
 from mtrain.model.transformer import Transformer
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
@@ -149,7 +149,7 @@ def gradients(source: Path, run: str, team: Team, settings: list[str]) -> dict[s
     for dtype, accumulate, batch_tokens in CASES:
         own = [*settings, f"training.accumulate={accumulate}", "model.dropout=0.0"]
         own += [f"training.batch_tokens={batch_tokens}"]
-        config = sections.load(source, own, run)
+        config = config_file.load(source, own, run)
         trainer_module.build_model = lambda *made: build(*made).to(getattr(torch, dtype))  # noqa: B023
         with RunLog(Path(f"{run}-{team.rank}.jsonl")) as log:
             trainer = Trainer(config, RunDir(Path(run)), log, team)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from mtrain.config import sections
+from mtrain.config import config_file
 from mtrain.config.sections import Config
 from mtrain.data.prepare import prepare
 from mtrain.run.run_dir import RunDir
@@ -142,7 +142,7 @@ def write_task(directory: Path, task: Task = copy_task, num_train: int = 200) ->
 
 def train(config_path: Path, *overrides: str, run: str | None = None) -> RunDir:
     """Do what `mtrain train` does, in this process."""
-    config = sections.load(config_path, overrides, run)
+    config = config_file.load(config_path, overrides, run)
     run_dir = prepared(config)
     trainer_module.train(config, run_dir)
     return run_dir

@@ -21,7 +21,7 @@ from tasks import REPOSITORY, Pair, copy_task, tiny_tree, write, write_config
 from mtrain.audit import audit as auditing
 from mtrain.audit import duplicates, scan
 from mtrain.audit.audit import audit
-from mtrain.config import sections
+from mtrain.config import config_file
 from mtrain.corpus import lenient_reader
 from mtrain.run.run_dir import RunDir
 
@@ -71,7 +71,7 @@ def planted() -> Planted:
 @pytest.fixture(scope="module")
 def lists(planted: Planted, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
     directory = tmp_path_factory.mktemp("planted")
-    config = sections.load(write_planted(directory, planted))
+    config = config_file.load(write_planted(directory, planted))
     audit(config, None, directory, lambda num_bytes: None)
     return found_lines(directory)
 
@@ -105,7 +105,7 @@ def test_the_first_line_of_a_shift_is_named_within_a_few_lines(tmp_path: Path, s
 
 
 def _shifts(text: Planted, directory: Path) -> list[auditing.Finding]:
-    config = sections.load(write_planted(directory, text))
+    config = config_file.load(write_planted(directory, text))
     report = audit(config, None, directory, lambda num_bytes: None)
     return [finding for finding in report.findings if finding.name == "shift"]
 
@@ -182,7 +182,7 @@ def test_files_that_cannot_be_read_are_all_named(cli: Cli, tmp_path: Path) -> No
     config = write_planted(tmp_path, clean(500))
     (tmp_path / "train.src").unlink()
     raw = gzip.compress((tmp_path / "valid.src").read_bytes())
-    tree = sections.load(config).model_dump()
+    tree = config_file.load(config).model_dump()
     (tmp_path / "valid.src.gz").write_bytes(raw[: len(raw) // 2])
     tree["data"]["valid"]["src"] = [str(tmp_path / "valid.src.gz")]
     outcome = cli("check", write_config(config, tree), "--json")
@@ -213,7 +213,7 @@ def test_gzip_and_several_files_give_what_one_plain_file_gives(cli: Cli, tmp_pat
     text.train[450] = text.train[20]
     plain = by_name(shown(cli, write_planted(tmp_path, text)))["train.repeated-pair"]
     config = tmp_path / "config.yaml"
-    tree = sections.load(config).model_dump()
+    tree = config_file.load(config).model_dump()
     for side in ("src", "tgt"):
         lines = (tmp_path / f"train.{side}").read_bytes().split(b"\n")
         (tmp_path / f"one.{side}.gz").write_bytes(gzip.compress(b"\n".join(lines[:400]) + b"\n"))
@@ -267,7 +267,7 @@ def test_leaks_that_training_leaves_out_need_nothing(
     if other == "by its words":
         text.train[40] = Pair(text.test[0].src.upper(), text.test[0].tgt.upper())
     config = write_planted(tmp_path, text)
-    tree = sections.load(config).model_dump()
+    tree = config_file.load(config).model_dump()
     tree["data"]["clean"] = names
     found = by_name(shown(cli, write_config(config, tree)))
     leaks = [found["valid.pair-in-train"], found["tests.held_out.pair-in-train"]]
@@ -388,7 +388,7 @@ def test_memory_grows_by_less_than_sixteen_bytes_a_pair(
     peaks = []
     for num_pairs in (2000, 20_000):
         directory = tmp_path / str(num_pairs)
-        config = sections.load(write_planted(directory, clean(num_pairs)))
+        config = config_file.load(write_planted(directory, clean(num_pairs)))
         audit(config, None, directory, lambda num_bytes: None)  # what is kept of characters
         tracemalloc.start()
         audit(config, None, directory, lambda num_bytes: None)
@@ -399,7 +399,7 @@ def test_memory_grows_by_less_than_sixteen_bytes_a_pair(
 
 
 def test_progress_is_told_all_bytes_twice(tmp_path: Path) -> None:
-    config = sections.load(write_planted(tmp_path, clean(5000)))
+    config = config_file.load(write_planted(tmp_path, clean(5000)))
     told = []
     audit(config, None, tmp_path, told.append)
     assert sum(told) == 2 * auditing.num_bytes(config)

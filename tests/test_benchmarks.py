@@ -14,7 +14,7 @@ import torch
 from tasks import REPOSITORY, prepared, write_task
 from torch.utils.flop_counter import FlopCounterMode
 
-from mtrain.config import sections
+from mtrain.config import config_file
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
 from mtrain.train.trainer import Trainer
@@ -43,7 +43,7 @@ JOB = {
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     """A prepared corpus, as the benchmark lays it down."""
-    config = sections.load(write_task(tmp_path), JOB["overrides"], str(tmp_path / "run"))
+    config = config_file.load(write_task(tmp_path), JOB["overrides"], str(tmp_path / "run"))
     prepared(config)
     return tmp_path
 
@@ -96,7 +96,7 @@ def test_the_operations_of_a_training_are_those_that_pytorch_counts(
 
 
 def test_a_benchmark_asks_a_trainer_only_for_what_it_has(corpus: Path) -> None:
-    config = sections.load(corpus / "config.yaml", JOB["overrides"], str(corpus / "run"))
+    config = config_file.load(corpus / "config.yaml", JOB["overrides"], str(corpus / "run"))
     trainer = Trainer(config, RunDir(corpus / "run"), RunLog(corpus / "metrics.jsonl"))
     asked = set()
     for script in (REPOSITORY / "benchmarks").glob("*.py"):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tasks import Said, tiny_tree, write_config
 
-from mtrain.config import sections
+from mtrain.config import config_file
 from mtrain.data.prepare import Lines, prepare
 from mtrain.evaluate import frequencies, metrics
 from mtrain.evaluate.breakdown import NUM_EXAMPLES, break_down, contrast, line_scores
@@ -110,7 +110,7 @@ def test_words_are_counted_in_the_training_pairs_that_stayed(tmp_path: Path, sha
     tree["model"]["tie_embeddings"] = "decoder"
     path = Path(tree["data"]["train"]["src"][0])
     path.write_text(path.read_text("utf-8").replace("ba ", "Ba, "), encoding="utf-8")
-    config = sections.load(write_config(tmp_path / "config.yaml", tree))
+    config = config_file.load(write_config(tmp_path / "config.yaml", tree))
     run = RunDir(Path(config.run_dir))
     prepare(config, run, Said())
     expected = Counter(path.read_text("utf-8").lower().replace(",", "").split())

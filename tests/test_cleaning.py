@@ -15,7 +15,7 @@ from test_multi30k import FOLDER
 from mtrain.audit.audit import audit
 from mtrain.audit.pair_filter import cleaner
 from mtrain.audit.rules import RULES
-from mtrain.config import sections
+from mtrain.config import config_file
 from mtrain.config.sections import CLEAN, Config
 from mtrain.data import prepare
 from mtrain.errors import ConfigError
@@ -59,7 +59,9 @@ def planted() -> Planted:
 @pytest.fixture(scope="module")
 def lists(planted: Planted, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
     directory = tmp_path_factory.mktemp("planted")
-    audit(sections.load(write_planted(directory, planted)), None, directory, lambda num_bytes: None)
+    audit(
+        config_file.load(write_planted(directory, planted)), None, directory, lambda num_bytes: None
+    )
     return found_lines(directory)
 
 
@@ -72,7 +74,7 @@ def test_a_rule_leaves_out_what_the_check_lists(
     planted: Planted, lists: dict[str, list[int]], tmp_path: Path, name: str
 ) -> None:
     path = write_planted(tmp_path, planted)
-    config = sections.load(path, [f"data.clean=[{name}]"])
+    config = config_file.load(path, [f"data.clean=[{name}]"])
     expected = {name: lists[f"train.{name}"]}
     if name == "blank-side":
         expected["blank-pair"] = lists["train.blank-pair"]
@@ -88,7 +90,7 @@ def test_a_pair_with_many_faults_has_one_reason(tmp_path: Path) -> None:
     tree["data"]["train"] = write_corpus(tmp_path, "train", pairs)
     tree["data"]["valid"] = write_corpus(tmp_path, "valid", [pairs[3]])
     tree["data"]["clean"] = ["repeated-pair", "held-out-pair"]
-    config = sections.load(write_config(tmp_path / "config.yaml", tree))
+    config = config_file.load(write_config(tmp_path / "config.yaml", tree))
     found = left_out(config, tmp_path, 200)
     assert {4, 151} <= set(found["held-out-pair"])
     lines = [line for own in found.values() for line in own]
@@ -146,7 +148,7 @@ def test_nothing_but_what_is_too_long_is_left_out_if_nothing_is_named(tmp_path: 
     pairs[7], pairs[9] = Pair("", "ba"), Pair("", "ba " * 40)
     tree["data"]["train"] = write_corpus(tmp_path, "train", pairs)
     tree["data"]["clean"] = []
-    run = prepared(sections.load(write_config(tmp_path / "config.yaml", tree)))
+    run = prepared(config_file.load(write_config(tmp_path / "config.yaml", tree)))
     assert [(entry["line"], entry["reason"]) for entry in entries(run)] == [(10, "max-tokens")]
 
 
@@ -156,7 +158,7 @@ def test_the_tokenizer_learns_nothing_from_pairs_that_are_left_out(tmp_path: Pat
     tree["data"]["train"] = write_corpus(tmp_path, "train", [*copy_task(200, 1), odd])
     tree["data"]["valid"] = write_corpus(tmp_path, "valid", [odd])
     tree["data"]["clean"] = ["held-out-pair"]
-    run = prepared(sections.load(write_config(tmp_path / "config.yaml", tree)))
+    run = prepared(config_file.load(write_config(tmp_path / "config.yaml", tree)))
     assert "б".encode() not in (run.tokenizer_dir / "shared.model").read_bytes()
 
 
@@ -166,7 +168,7 @@ def test_a_ledger_of_the_same_pairs_is_the_same_file(tmp_path: Path) -> None:
         tree = tiny_tree(tmp_path)
         tree["data"]["clean"] = ["held-out-pair"]
         tree["run_dir"] = str(tmp_path / name)
-        run = prepared(sections.load(write_config(tmp_path / "config.yaml", tree)))
+        run = prepared(config_file.load(write_config(tmp_path / "config.yaml", tree)))
         raw.add((run.data_dir / "ledger.jsonl.gz").read_bytes())
         assert entries(run)
     assert len(raw) == 1
@@ -202,12 +204,12 @@ def test_an_unknown_kind_of_pair_is_an_error_that_names_the_nearest(
 ) -> None:
     path = write_config(tmp_path / "config.yaml", tiny_tree(tmp_path))
     with pytest.raises(ConfigError) as error:
-        sections.load(path, [f"data.clean={clean}"])
+        config_file.load(path, [f"data.clean={clean}"])
     assert str(error.value) == f"{path}: `data.clean` {said}."
 
 
 def test_the_default_leaves_out_of_the_demo_what_is_held_out(tmp_path: Path) -> None:
-    config = sections.load(REPOSITORY / "configs" / "demo.yaml")
+    config = config_file.load(REPOSITORY / "configs" / "demo.yaml")
     assert config.data.clean == ["blank-side", "held-out-pair"]
     assert left_out(config, tmp_path, 20_000) == {}
 
@@ -220,5 +222,5 @@ def test_the_default_leaves_out_of_multi30k_what_is_held_out(tmp_path: Path) -> 
     tree: Tree = {"run_dir": str(tmp_path / "run"), "data": {"src_lang": "en", "tgt_lang": "de"}}
     tree["data"] |= {"train": named("train"), "valid": named("val")}
     tree["data"]["tests"] = {"flickr2016": named("test_2016_flickr")}
-    config = sections.load(write_config(tmp_path / "config.yaml", tree))
+    config = config_file.load(write_config(tmp_path / "config.yaml", tree))
     assert left_out(config, tmp_path, 29_000) == {}

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from tasks import WORDS, copy_task, write_task
 
 from mtrain.cli.main import main
-from mtrain.config import sections
-from mtrain.decode.beam import Sampling
+from mtrain.config import config_file
 from mtrain.decode.formats import NOTHING, Line
+from mtrain.decode.sampling import Sampling
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
 
@@ -216,29 +216,30 @@ def test_a_run_folder_that_was_moved_still_translates_and_evaluates(
 def test_beam_and_length_alpha_are_taken_from_the_run_unless_given(
     cli: Cli, trained: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mtrain.decode import translator
+    from mtrain.decode import translator as translator_module
+    from mtrain.run import load_model
 
     seen = []
 
-    def load(*arguments: Any) -> translator.Translator:
+    def load(*arguments: Any) -> translator_module.Translator:
         seen.append(arguments[1:])
         return real_load(*arguments)
 
-    real_load = translator.load
-    monkeypatch.setattr(translator, "load", load)
+    real_load = translator_module.load
+    monkeypatch.setattr(translator_module, "load", load)
     assert cli("translate", trained.path, stdin=b"ba\n").code == 0
     options = ["--beam", "3", "--length-alpha", "0", "--device", "cpu", "--n-best", "2"]
     options += ["--early-stop", "--no-repeat-ngram", "4", "--batch-tokens", "99"]
     assert cli("translate", trained.path, *options, stdin=b"ba\n").code == 0
     own = trained.load_config().decoding
-    assert seen[0] == (own, translator.Loading(), translator.Wanted())
+    assert seen[0] == (own, load_model.Loading(), translator_module.Wanted())
     changes = {"beam": 3, "length_alpha": 0.0, "early_stop": True}
     changes |= {"no_repeat_ngram": 4, "batch_tokens": 99}
     changed = own.model_copy(update=changes)
-    assert seen[1] == (changed, translator.Loading("cpu"), translator.Wanted(2))
+    assert seen[1] == (changed, load_model.Loading("cpu"), translator_module.Wanted(2))
     options = ["--sample", "--temperature", "0.5", "--top-k", "4", "--top-p", "0.9"]
     assert cli("translate", trained.path, *options, stdin=b"ba\n").code == 0
-    assert seen[2][2] == translator.Wanted(1, Sampling(0.5, 4, 0.9))
+    assert seen[2][2] == translator_module.Wanted(1, Sampling(0.5, 4, 0.9))
 
 
 def test_every_format_holds_the_same_translations(
@@ -481,7 +482,7 @@ def test_a_bug_keeps_its_traceback(cli: Cli, monkeypatch: pytest.MonkeyPatch) ->
     def broken(path: Path, overrides: object, run: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(sections, "load", broken)
+    monkeypatch.setattr(config_file, "load", broken)
     with pytest.raises(ZeroDivisionError):
         cli("train", "a.yaml")
 
@@ -490,7 +491,7 @@ def test_ctrl_c_exits_with_130(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Non
     def interrupted(path: Path, overrides: object, run: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sections, "load", interrupted)
+    monkeypatch.setattr(config_file, "load", interrupted)
     assert cli("train", "a.yaml").code == 130
 
 
@@ -648,9 +649,9 @@ def test_an_output_that_cannot_be_written_is_one_line(
 def test_an_output_that_is_a_folder_is_refused_before_any_model_is_loaded(
     cli: Cli, trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mtrain.decode import translator
+    from mtrain.decode import translator as translator_module
 
-    monkeypatch.setattr(translator, "load", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(translator_module, "load", lambda *_: pytest.fail("a model was loaded"))
     for arguments in (["translate", "-o"], ["translate", "--alignments"], ["eval", "-o"]):
         said = error_line(cli(*arguments, tmp_path, trained.path))
         assert said == f"{tmp_path}: cannot be written: Is a directory."

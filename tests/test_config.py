@@ -7,7 +7,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtrain.config import sections
+from mtrain.config import config_file
 from mtrain.config.corpora import corpora_of
 from mtrain.config.sections import Config
 from mtrain.errors import ConfigError
@@ -42,7 +42,7 @@ def minimal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def message(path: Path, *overrides: str, run: str | None = None) -> str:
     with pytest.raises(ConfigError) as error:
-        sections.load(path, overrides, run)
+        config_file.load(path, overrides, run)
     text = str(error.value)
     assert "\n" not in text
     return text
@@ -55,7 +55,7 @@ def message_of(text: str | bytes) -> str:
 
 
 def test_the_defaults_are_those_of_the_design(minimal: Path) -> None:
-    tree = sections.load(minimal).model_dump()
+    tree = config_file.load(minimal).model_dump()
     assert tree.pop("run_dir") == "runs/x"
     assert tree.pop("seed") == 1
     assert tree.pop("data") == {
@@ -383,7 +383,7 @@ def test_a_test_set_named_by_a_number_is_refused_in_words(minimal: Path) -> None
     ],
 )
 def test_values_at_the_edge_are_accepted(minimal: Path, overrides: list[str]) -> None:
-    sections.load(minimal, overrides)
+    config_file.load(minimal, overrides)
 
 
 @pytest.mark.parametrize(
@@ -441,7 +441,7 @@ def test_a_file_that_is_not_utf8_is_refused(minimal: Path) -> None:
 
 def test_a_byte_order_mark_is_no_part_of_the_first_key(minimal: Path) -> None:
     minimal.write_bytes(b"\xef\xbb\xbf" + MINIMAL.encode())
-    assert sections.load(minimal).run_dir == "runs/x"
+    assert config_file.load(minimal).run_dir == "runs/x"
 
 
 def test_a_missing_file_and_a_folder_are_refused(minimal: Path) -> None:
@@ -472,18 +472,18 @@ def test_bad_yaml_in_an_override_names_the_override(minimal: Path) -> None:
 
 
 def test_overrides_apply_in_order_and_may_make_a_section(minimal: Path) -> None:
-    config = sections.load(minimal, ["training.lr=1", "model.d_ff=8", "training.lr=2.5e-1"])
+    config = config_file.load(minimal, ["training.lr=1", "model.d_ff=8", "training.lr=2.5e-1"])
     assert (config.training.lr, config.model.d_ff) == (0.25, 8)
 
 
 def test_an_equals_sign_in_a_value_belongs_to_the_value(minimal: Path) -> None:
-    assert sections.load(minimal, ["run_dir=a=b"]).run_dir == "a=b"
+    assert config_file.load(minimal, ["run_dir=a=b"]).run_dir == "a=b"
 
 
 def test_run_takes_precedence_over_the_file_and_over_set(minimal: Path) -> None:
-    config = sections.load(minimal, ["run_dir=from_set"], "from_run")
+    config = config_file.load(minimal, ["run_dir=from_set"], "from_run")
     assert config.run_dir == "from_run"
-    assert sections.load(minimal, ["run_dir=from_set"]).run_dir == "from_set"
+    assert config_file.load(minimal, ["run_dir=from_set"]).run_dir == "from_set"
 
 
 def test_an_empty_run_is_refused(minimal: Path) -> None:
@@ -499,28 +499,28 @@ def test_numbers_may_be_written_as_programmers_write_them(
     minimal: Path, text: str, value: float
 ) -> None:
     minimal.write_text(f"{MINIMAL}training: {{lr: {text}}}\n", encoding="utf-8")
-    assert sections.load(minimal).training.lr == value
-    assert sections.load(minimal, [f"training.lr={text}"]).training.lr == value
+    assert config_file.load(minimal).training.lr == value
+    assert config_file.load(minimal, [f"training.lr={text}"]).training.lr == value
 
 
 @pytest.mark.parametrize("word", ["no", "yes", "on", "off", "y", "n", "NO"])
 def test_a_language_may_be_called_no(minimal: Path, word: str) -> None:
     minimal.write_text(MINIMAL.replace("src_lang: en", f"src_lang: {word}"), encoding="utf-8")
-    assert sections.load(minimal).data.src_lang == word
+    assert config_file.load(minimal).data.src_lang == word
 
 
 def test_a_run_may_be_called_by_its_date(minimal: Path) -> None:
-    assert sections.load(minimal, ["run_dir=2024-01-31"]).run_dir == "2024-01-31"
+    assert config_file.load(minimal, ["run_dir=2024-01-31"]).run_dir == "2024-01-31"
 
 
 @pytest.mark.parametrize(("word", "value"), [("true", True), ("False", False), ("TRUE", True)])
 def test_true_and_false_are_truth_values(minimal: Path, word: str, value: bool) -> None:
     overrides = [f"tokenizer.shared={word}", "model.tie_embeddings=none"]
-    assert sections.load(minimal, overrides).tokenizer.shared is value
+    assert config_file.load(minimal, overrides).tokenizer.shared is value
 
 
 def test_a_saved_config_reads_back_as_the_same(minimal: Path) -> None:
-    config = sections.load(
+    config = config_file.load(
         minimal,
         [
             "training.lr=5e-5",
@@ -530,16 +530,16 @@ def test_a_saved_config_reads_back_as_the_same(minimal: Path) -> None:
             "run_dir='runs/a: b # c'",
         ],
     )
-    sections.save(config, Path("saved.yaml"))
-    assert sections.load(Path("saved.yaml")) == config
-    assert config != sections.load(minimal)
+    config_file.save(config, Path("saved.yaml"))
+    assert config_file.load(Path("saved.yaml")) == config
+    assert config != config_file.load(minimal)
 
 
 @pytest.mark.parametrize("run", ["1e5", "5e-3", "1.5", "no", "null", "0x1f", "é", "a\x85b", "~"])
 def test_a_run_dir_survives_saving_whatever_it_looks_like(minimal: Path, run: str) -> None:
-    config = sections.load(minimal, run_dir=run)
-    sections.save(config, Path("saved.yaml"))
-    assert sections.load(Path("saved.yaml")).run_dir == run
+    config = config_file.load(minimal, run_dir=run)
+    config_file.save(config, Path("saved.yaml"))
+    assert config_file.load(Path("saved.yaml")).run_dir == run
 
 
 @given(
@@ -555,18 +555,18 @@ def test_any_valid_config_survives_a_dump(
     tree["data"]["src_lang"] = lang
     config = Config.model_validate(tree)
     path = tmp_path_factory.mktemp("dump") / "c.yaml"
-    path.write_bytes(sections.dump(config).encode())
-    assert sections.load(path) == config
+    path.write_bytes(config_file.dump(config).encode())
+    assert config_file.load(path) == config
 
 
 def test_a_saved_config_spells_every_key_out(minimal: Path) -> None:
-    tree = yaml.safe_load(sections.dump(sections.load(minimal)))
+    tree = yaml.safe_load(config_file.dump(config_file.load(minimal)))
     assert set(tree) == set(Config.model_fields)
     assert "patience" in tree["training"]
 
 
 def test_a_config_cannot_be_changed_by_accident(minimal: Path) -> None:
-    config = sections.load(minimal)
+    config = config_file.load(minimal)
     with pytest.raises(ValueError, match="frozen"):
         config.seed = 2  # type: ignore[misc]
 
@@ -579,17 +579,17 @@ def test_a_mixture_of_corpora_in_any_form_reads_back_as_the_same(minimal: Path) 
     corpora += "{jsonl: [c.jsonl], src: a, tgt: b, weight: 1}, "
     corpora += "{parquet: [c.parquet], src: a, tgt: b, weight: 1}, "
     corpora += "{hub: x/y, split: train, src: a, tgt: b, weight: 1}]"
-    config = sections.load(minimal, [f"data.train={corpora}"])
-    sections.save(config, Path("saved.yaml"))
-    assert sections.load(Path("saved.yaml")) == config
+    config = config_file.load(minimal, [f"data.train={corpora}"])
+    config_file.save(config, Path("saved.yaml"))
+    assert config_file.load(Path("saved.yaml")) == config
     named = corpora_of(config.data.train, "data.train")
     assert [own.name for own in named] == [f"data.train[{number}]" for number in range(5)]
     assert [own.weight for own in named] == [2, 0.5, 1, 1, 1]
 
 
 def test_one_corpus_is_saved_without_a_weight(minimal: Path) -> None:
-    config = sections.load(minimal)
-    assert set(yaml.safe_load(sections.dump(config))["data"]["train"]) == {"src", "tgt"}
+    config = config_file.load(minimal)
+    assert set(yaml.safe_load(config_file.dump(config))["data"]["train"]) == {"src", "tgt"}
     (named,) = corpora_of(config.data.train, "data.train")
     assert named == ("data.train", config.data.train, None)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tasks import REPOSITORY
 
-from mtrain.config import json_schema, sections
+from mtrain.config import config_file, json_schema
 from mtrain.config.sections import Config
 from mtrain.demo import demo
 
@@ -15,7 +15,7 @@ VARIANTS = [name for name in SHIPPED if name.startswith("variants/")]
 
 
 def shipped(name: str) -> Config:
-    return sections.load(DIRECTORY / name)
+    return config_file.load(DIRECTORY / name)
 
 
 def test_the_configs_that_the_documents_name_are_shipped() -> None:

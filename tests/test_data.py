@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from mtrain.data.arrow_shards import TRAIN_FILE, EncodedPair, write_pairs
 from mtrain.data.batch import Batch
-from mtrain.data.loader import Position, TrainingData, plan_batches
+from mtrain.data.loader import TrainingData
+from mtrain.data.sampler import Position, plan_batches
 from mtrain.errors import RunError
 
 BATCH_TOKENS = 64

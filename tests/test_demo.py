@@ -9,7 +9,7 @@ import yaml
 from conftest import Cli, Outcome
 from tasks import REPOSITORY, Said, stop_at, write
 
-from mtrain.config import sections
+from mtrain.config import config_file
 from mtrain.demo import demo
 from mtrain.run.run_dir import RunDir
 
@@ -130,7 +130,7 @@ def test_a_demo_that_died_between_its_corpus_and_its_config_goes_on(
     tiny_corpus(Path("d/corpus"))
     monkeypatch.setattr(demo, "train", lambda config, run: None)
     demo.demo(Path("d"), Said())
-    assert sections.load(Path("d/demo.yaml")).run_dir == "d"
+    assert config_file.load(Path("d/demo.yaml")).run_dir == "d"
 
 
 def test_the_demo_into_a_file_is_one_line(cli: Cli, tiny: Path) -> None:
@@ -147,7 +147,7 @@ def test_the_demo_into_a_file_is_one_line(cli: Cli, tiny: Path) -> None:
 def test_the_demo_config_is_valid_in_any_folder(tmp_path: Path, directory: str) -> None:
     path = tmp_path / "demo.yaml"
     path.write_text(demo.config_text(f"{directory}/corpus", directory), encoding="utf-8")
-    config = sections.load(path)
+    config = config_file.load(path)
     assert config.run_dir == directory
     assert config.data.train.src == [f"{directory}/corpus/train.en"]
     assert config.data.tests["demo"].tgt == [f"{directory}/corpus/test.de"]

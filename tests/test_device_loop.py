@@ -18,21 +18,22 @@ from tasks import prepared, reverse_task, write_task
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from mtrain.config import sections
+from mtrain.config import config_file
 from mtrain.config.sections import ModelConfig
-from mtrain.data.loader import Dealt, Position
+from mtrain.data.sampler import Dealt, Position
 from mtrain.model.transformer import Transformer
-from mtrain.ops import linear
+from mtrain.ops import cross_entropy
 from mtrain.run import checkpoint
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime import device as device_module
 from mtrain.runtime.prefetch import read_ahead
 from mtrain.runtime.process_group import ALONE
+from mtrain.train import compilation
 from mtrain.train import trainer as trainer_module
 from mtrain.train.gradients import Gradients
 from mtrain.train.loss import LossSum
-from mtrain.train.outcomes import Outcomes
+from mtrain.train.meters import Outcomes
 from mtrain.train.trainer import Trainer
 
 META = torch.device("meta")
@@ -111,7 +112,7 @@ def trained(
         patch.setattr(Gradients, "add_up", broken)
         patch.setattr(Trainer, "_read_outcomes", counted)
         settings = ["training.max_steps=12", "training.log_every=5", "training.validate_every=6"]
-        config = sections.load(tmp_path / "config.yaml", settings, str(tmp_path / name))
+        config = config_file.load(tmp_path / "config.yaml", settings, str(tmp_path / name))
         run = prepared(config)
         trainer_module.train(config, run)
     assert max(waiting) == (5 if behind else 1)  # it reads all when it logs, or saves
@@ -159,7 +160,7 @@ def test_an_update_never_waits_for_its_device(
 ) -> None:
     source = write_task(tmp_path, reverse_task)
     settings = ["training.precision=bfloat16", "model.dropout=0.1", "training.log_every=50"]
-    config = sections.load(source, settings, str(tmp_path / "run"))
+    config = config_file.load(source, settings, str(tmp_path / "run"))
     run = prepared(config)
     monkeypatch.setattr(trainer_module, "device_of", lambda config, team: META)
     monkeypatch.setattr(torch.optim, "AdamW", NoOptimizer)
@@ -178,7 +179,7 @@ def test_an_update_never_waits_for_its_device(
 
 def test_a_training_keeps_a_gpu_from_planning_each_shape_of_its_attention(tmp_path: Path) -> None:
     torch.backends.cuda.enable_cudnn_sdp(True)
-    config = sections.load(write_task(tmp_path, reverse_task), [], str(tmp_path / "run"))
+    config = config_file.load(write_task(tmp_path, reverse_task), [], str(tmp_path / "run"))
     run = prepared(config)
     with RunLog(tmp_path / "metrics.jsonl") as log:
         Trainer(config, run, log)
@@ -234,13 +235,13 @@ def test_another_formula_of_the_loss_is_asked_where_it_is_given() -> None:
 
     def formula(*arguments: Any) -> tuple[Tensor, Tensor | None]:
         asked.append(arguments[0].shape)
-        return linear.plain_cross_entropy(*arguments)
+        return cross_entropy.plain_cross_entropy(*arguments)
 
     states = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     weight = nn.Parameter(torch.randn(7, 4, dtype=torch.float64))
     inputs = (states, weight, torch.arange(5), 0.1)
-    own, _ = linear.ProjectedCrossEntropy.apply(*inputs)
-    other, _ = linear.ProjectedCrossEntropy.apply(*inputs, formula)
+    own, _ = cross_entropy.ProjectedCrossEntropy.apply(*inputs)
+    other, _ = cross_entropy.ProjectedCrossEntropy.apply(*inputs, formula)
     assert torch.equal(own, other) and asked == [(5, 7)]
     assert torch.equal(*(torch.autograd.grad(loss, weight)[0] for loss in (own, other)))
 
@@ -266,18 +267,18 @@ def test_a_gpu_compiles_where_it_can_and_may(
     monkeypatch.setattr(Transformer, "compile_layers", lambda model: asked.append(model))
     found = importlib.machinery.ModuleSpec("triton", None) if has_triton else None
     monkeypatch.setattr(device_module.importlib.util, "find_spec", lambda name: found)
-    config = sections.load(write_task(tmp_path, reverse_task), [setting])
+    config = config_file.load(write_task(tmp_path, reverse_task), [setting])
     model = small_model()
     as_it_comes = torch._dynamo.config.patch(suppress_errors=False, recompile_limit=8)
     lazily = torch._functorch.config.patch(force_non_lazy_backward_lowering=False)
     with as_it_comes, lazily:
-        found_out = device_module.compile_layers(model, torch.device(device), config, ALONE)
+        found_out = compilation.compile_layers(model, torch.device(device), config, ALONE)
         assert found_out == is_compiled == (asked == [model])
         if is_compiled:
             assert torch._dynamo.config.suppress_errors
             assert torch._functorch.config.force_non_lazy_backward_lowering, "errors come in time"
             assert torch._dynamo.config.recompile_limit >= 32
-    with device_module.uncompiled(is_compiled):
+    with compilation.uncompiled(is_compiled):
         pass
 
 
@@ -289,6 +290,6 @@ def test_the_gpu_that_is_asked_for_is_the_one_whose_random_numbers_are_drawn(
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     source = write_task(tmp_path, reverse_task)
     for name in ("cpu", "cuda", "cuda:1"):
-        config = sections.load(source, [f"training.device={name}"], str(tmp_path / "run"))
-        assert device_module.device_of(config, ALONE) == torch.device(name)
+        config = config_file.load(source, [f"training.device={name}"], str(tmp_path / "run"))
+        assert compilation.device_of(config, ALONE) == torch.device(name)
     assert chosen == [torch.device("cuda:1")]

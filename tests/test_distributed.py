@@ -26,8 +26,9 @@ from safetensors.torch import load_file
 from tasks import prepared, reverse_task, train, write_task
 from test_train import step_lines, timeless, weights
 
-from mtrain.config import sections
-from mtrain.data.loader import Deal, Dealt, Position, TrainingData
+from mtrain.config import config_file
+from mtrain.data.loader import TrainingData
+from mtrain.data.sampler import Deal, Dealt, Position
 from mtrain.errors import RunError
 from mtrain.run import checkpoint
 from mtrain.run.run_dir import RunDir
@@ -54,7 +55,9 @@ def options(*settings: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def expected(source: Path) -> dict[str, torch.Tensor]:
-    run = prepared(sections.load(source, ["training.batch_tokens=32"], str(source.parent / "grad")))
+    run = prepared(
+        config_file.load(source, ["training.batch_tokens=32"], str(source.parent / "grad"))
+    )
     return gradients(source, str(run.path), ALONE, [])
 
 
@@ -104,7 +107,9 @@ def test_gradients_that_travel_in_bfloat16_are_nearly_the_same(
 def test_all_ranks_have_equally_many_shares_and_all_rows_once(
     source: Path, num_batches: int, num_ranks: int
 ) -> None:
-    run = prepared(sections.load(source, ["training.batch_tokens=32"], str(source.parent / "grad")))
+    run = prepared(
+        config_file.load(source, ["training.batch_tokens=32"], str(source.parent / "grad"))
+    )
     data = TrainingData(run.data_dir, sentencepiece.load(run.tokenizer_dir), 1)
     deals = [Deal(num_batches, rank, num_ranks) for rank in range(num_ranks)]
     updates = [data.updates(48, Position(0, 3), deal) for deal in deals]

@@ -21,7 +21,7 @@ from tasks import prepared, reverse_task, stop_at, train, write_task
 from test_train import harm
 
 import mtrain
-from mtrain.config import sections
+from mtrain.config import config_file
 from mtrain.data import prepare
 from mtrain.data.arrow_shards import EncodedPair, write_pairs
 from mtrain.decode.beam import Hypothesis
@@ -290,7 +290,7 @@ def test_a_checkpoint_whose_numbers_are_none_is_named(cli: Cli, run: RunDir, par
 
 
 def test_another_tokenizer_is_named(cli: Cli, source: Path, run: RunDir, tmp_path: Path) -> None:
-    config = sections.load(source, ["tokenizer.vocab_size=284"], str(tmp_path / "other"))
+    config = config_file.load(source, ["tokenizer.vocab_size=284"], str(tmp_path / "other"))
     shutil.copy(prepared(config).tokenizer_dir / "shared.model", run.tokenizer_dir)
     outcome = examined(cli, run)
     assert "tokenizer" in failed(outcome)
@@ -443,7 +443,7 @@ def test_a_model_that_is_not_made_yet_is_no_damage_and_one_that_is_gone_is(
     assert facts(outcome, "model") == [
         "model.safetensors: is missing; `mtrain train CONFIG` makes it."
     ]
-    fresh = prepared(sections.load(source, run_dir=str(tmp_path / "fresh")))
+    fresh = prepared(config_file.load(source, run_dir=str(tmp_path / "fresh")))
     outcome = examined(cli, fresh)
     assert failed(outcome) == []
     assert facts(outcome, "model") == ["not made yet; `mtrain train CONFIG` makes it"]

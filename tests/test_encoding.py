@@ -24,7 +24,7 @@ from tasks import (
 )
 
 from mtrain.audit import scan
-from mtrain.config import sections
+from mtrain.config import config_file
 from mtrain.data import encode, loader, prepare
 from mtrain.data.loader import TrainingData
 from mtrain.errors import ConfigError, DataError, RunError
@@ -58,7 +58,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make(source: Path, run: Path) -> list[str]:
     """Do what `mtrain tokenize` does; return what was said."""
-    config = sections.load(source, run_dir=str(run))
+    config = config_file.load(source, run_dir=str(run))
     said = Said()
     prepare.prepare(config, RunDir(run), said)
     return said.lines
@@ -128,7 +128,7 @@ def test_what_was_done_is_not_done_again(
 ) -> None:
     source, run = write_config(tmp_path / "config.yaml", tree), tmp_path / "run"
     interrupted(monkeypatch, 3, KeyboardInterrupt())
-    config, console = sections.load(source, run_dir=str(run)), Said()
+    config, console = config_file.load(source, run_dir=str(run)), Said()
     with pytest.raises(KeyboardInterrupt):
         prepare.prepare(config, RunDir(run), console)
     assert console.lines[-1] == (

@@ -24,7 +24,7 @@ from mtrain.config.corpora import HubConfig, TsvConfig
 from mtrain.config.sections import Config, DecodingConfig
 from mtrain.corpus.reader import FileMark
 from mtrain.data.prepare import Lines
-from mtrain.decode.translator import Loading, Source, Translator, load
+from mtrain.decode.translator import Source, Translator, load
 from mtrain.errors import ConfigError, RunError
 from mtrain.export import ctranslate2, export, huggingface, model_card, parity
 from mtrain.export.ctranslate2 import CTranslate2Copy
@@ -33,6 +33,7 @@ from mtrain.export.huggingface import MarianCopy
 from mtrain.export.parity import Copy, Found, Ids
 from mtrain.model.transformer import Transformer, sinusoids
 from mtrain.run import checkpoint
+from mtrain.run.load_model import Loading
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer

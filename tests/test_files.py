@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 
 from mtrain.errors import DataError, WriteError
 from mtrain.io import atomic
+from mtrain.io import lines as lines_module
 
 NOT_LINE_ENDS = ["\u2028", "\u2029", "\u0085", "\v", "\f", "\x1c", "\x1d", "\x1e", "\r"]
 
 
 def lines_of(path: Path, raw: bytes) -> list[str]:
     path.write_bytes(raw)
-    return list(atomic.read_lines(path))
+    return list(lines_module.read_lines(path))
 
 
 @pytest.fixture
@@ -66,8 +67,8 @@ def test_only_a_line_feed_ends_a_line(here: Path, character: str) -> None:
 def test_a_file_is_split_into_lines(here: Path, raw: bytes, lines: list[str]) -> None:
     assert lines_of(here / "f.txt", raw) == lines
     assert lines_of(here / "f.gz", gzip.compress(raw)) == lines
-    assert list(atomic.read_forgiving(here / "f.txt", pytest.fail)) == lines
-    assert list(atomic.read_forgiving(here / "f.gz", pytest.fail)) == lines
+    assert list(lines_module.read_forgiving(here / "f.txt", pytest.fail)) == lines
+    assert list(lines_module.read_forgiving(here / "f.gz", pytest.fail)) == lines
 
 
 def test_a_truncated_gzip_file_is_refused(here: Path) -> None:
@@ -118,13 +119,13 @@ def test_a_file_in_another_form_is_refused_with_the_name_of_the_form(
     assert said.startswith(f"{name}:1: must be UTF-8, but has byte 0x")
     assert said.endswith(f" of the line, which begins as {form}.")
     warnings: list[str] = []
-    assert list(atomic.read_forgiving(Path(name), warnings.append))
+    assert list(lines_module.read_forgiving(Path(name), warnings.append))
     assert warnings[0].endswith(f", which begins as {form}; replaced by U+FFFD.")
 
 
 def test_lines_before_the_bad_one_are_yielded(here: Path) -> None:
     Path("f").write_bytes(b"a\nb\n\xff\n")
-    lines = atomic.read_lines(Path("f"))
+    lines = lines_module.read_lines(Path("f"))
     assert [next(lines), next(lines)] == ["a", "b"]
     with pytest.raises(DataError):
         next(lines)
@@ -141,17 +142,17 @@ def test_a_surrogate_in_utf8_is_refused(here: Path) -> None:
 def test_a_file_that_cannot_be_read_is_named(here: Path, path: str, why: str) -> None:
     said = f"{path}: cannot be read: {why}."
     with pytest.raises(DataError) as error:
-        list(atomic.read_lines(Path(path)))
+        list(lines_module.read_lines(Path(path)))
     assert str(error.value) == said
     with pytest.raises(DataError) as error:
-        list(atomic.read_forgiving(Path(path), pytest.fail))
+        list(lines_module.read_forgiving(Path(path), pytest.fail))
     assert str(error.value) == said
 
 
 def test_forgiving_lines_replace_and_warn_and_go_on(here: Path) -> None:
     warnings: list[str] = []
     (here / "f").write_bytes(b"a\nb\xffc\nd\n")
-    assert list(atomic.read_forgiving(here / "f", warnings.append)) == ["a", "b\ufffdc", "d"]
+    assert list(lines_module.read_forgiving(here / "f", warnings.append)) == ["a", "b\ufffdc", "d"]
     assert warnings == [
         "line 2: is not UTF-8: byte 0xff at byte 2 of the line; replaced by U+FFFD."
     ]
@@ -160,7 +161,7 @@ def test_forgiving_lines_replace_and_warn_and_go_on(here: Path) -> None:
 def test_the_first_lines_that_are_not_utf8_are_named_and_the_others_counted(here: Path) -> None:
     warnings: list[str] = []
     (here / "f").write_bytes(b"gr\xfcn\n" * 1205)
-    assert len(list(atomic.read_forgiving(here / "f", warnings.append))) == 1205
+    assert len(list(lines_module.read_forgiving(here / "f", warnings.append))) == 1205
     assert [text.partition(":")[0] for text in warnings[:-1]] == [
         f"line {number}" for number in range(1, 6)
     ]
@@ -182,11 +183,11 @@ def test_lines_in_blocks_are_those_that_are_read_one_by_one(
     path = tmp_path_factory.mktemp("lines") / "f"
     path.write_bytes(b"".join(raw))
     warnings: list[str] = []
-    expected = list(atomic.read_forgiving(path, warnings.append))
+    expected = list(lines_module.read_forgiving(path, warnings.append))
     lines = []
     with pytest.MonkeyPatch.context() as patch, suppress(DataError):
-        patch.setattr(atomic, "_BLOCK_BYTES", block_bytes)
-        for line in atomic.read_lines(path):
+        patch.setattr(lines_module, "_BLOCK_BYTES", block_bytes)
+        for line in lines_module.read_lines(path):
             lines.append(line)
     if warnings:
         bad = int(warnings[0].split()[1].removesuffix(":"))
@@ -197,25 +198,25 @@ def test_lines_in_blocks_are_those_that_are_read_one_by_one(
 
 def test_blocks_hold_all_lines_in_order_and_no_more_than_they_may(here: Path) -> None:
     (here / "in").write_text("".join(f"{n}\n" for n in range(10)), encoding="utf-8")
-    blocks = list(atomic.read_blocks(Path("in"), lambda _: None, 4))
+    blocks = list(lines_module.read_blocks(Path("in"), lambda _: None, 4))
     assert [len(block) for block in blocks] == [4, 4, 2]
     assert [line for block in blocks for line in block] == [str(n) for n in range(10)]
     (here / "empty").write_bytes(b"")
-    assert list(atomic.read_blocks(Path("empty"), lambda _: None, 4)) == []
+    assert list(lines_module.read_blocks(Path("empty"), lambda _: None, 4)) == []
 
 
 def test_a_block_ends_when_its_lines_are_very_long(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(atomic, "_MAX_BLOCK_CHARACTERS", 10)
+    monkeypatch.setattr(lines_module, "_MAX_BLOCK_CHARACTERS", 10)
     (here / "in").write_text("a" * 11 + "\nb\n" + "c" * 6 + "\n" + "d" * 6 + "\n", "utf-8")
-    blocks = list(atomic.read_blocks(Path("in"), lambda _: None, 4))
+    blocks = list(lines_module.read_blocks(Path("in"), lambda _: None, 4))
     assert [[line[0] for line in block] for block in blocks] == [["a"], ["b", "c", "d"]]
 
 
 def test_lines_of_a_pipe_are_given_when_no_more_come(here: Path) -> None:
     os.mkfifo("pipe")
-    blocks = atomic.read_blocks(Path("pipe"), lambda _: None, 100)
+    blocks = lines_module.read_blocks(Path("pipe"), lambda _: None, 100)
     writer = os.open("pipe", os.O_RDWR)
     try:
         os.write(writer, b"one\ntwo\n")
@@ -243,7 +244,7 @@ def test_python_ends_while_a_pipe_is_still_read() -> None:
 
 def test_an_error_comes_after_the_lines_before_it(here: Path) -> None:
     (here / "in.gz").write_bytes(gzip.compress(b"line\n" * 50_000)[:-20])
-    blocks = atomic.read_blocks(Path("in.gz"), lambda _: None, 1000)
+    blocks = lines_module.read_blocks(Path("in.gz"), lambda _: None, 1000)
     assert next(blocks) == ["line"] * 1000
     with pytest.raises(DataError, match=r"^in\.gz: must be whole"):
         list(blocks)
@@ -255,7 +256,7 @@ def test_what_is_written_reads_back(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "lines"
     atomic.write_lines(path, lines)
-    assert list(atomic.read_lines(path)) == lines
+    assert list(lines_module.read_lines(path)) == lines
     assert path.read_bytes() == "".join(f"{line}\n" for line in lines).encode()
 
 

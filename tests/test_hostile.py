@@ -30,13 +30,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tasks import Said, Tree, tiny_tree, write_config, write_task
 
-from mtrain.config import sections
+from mtrain.config import config_file, sections
 from mtrain.config.corpora import CorpusConfig
 from mtrain.corpus.reader import read_pairs
 from mtrain.data import prepare
 from mtrain.data.loader import TrainingData
 from mtrain.errors import ConfigError, DataError, UserError
-from mtrain.io import atomic
+from mtrain.io.lines import read_lines
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
 
@@ -55,7 +55,7 @@ VALID: Tree = {
     "training": {"max_steps": 2},
     "decoding": {"beam": 2},
 }
-KEYS = sections._all_keys(sections.Config, "")
+KEYS = config_file._all_keys(sections.Config, "")
 FRAGMENTS = [
     *("- ", ": ", "? ", "{", "}", "[", "]", ",", "|\n", ">-\n", "\n", "\n  ", "---\n", "...\n"),
     *("&a ", "*a", "<<: ", "*a: ", "!!set ", "!!binary ", "!!omap ", "!!float ", "!!int x", "!x "),
@@ -104,12 +104,12 @@ def check_load(raw: bytes, overrides: Sequence[str] = ()) -> None:
         path = Path(directory) / "config.yaml"
         path.write_bytes(raw)
         try:
-            config = sections.load(path, overrides)
+            config = config_file.load(path, overrides)
         except ConfigError as error:
             assert_one_line(error)
             return
-        path.write_text(sections.dump(config), encoding="utf-8")
-        assert sections.load(path) == config
+        path.write_text(config_file.dump(config), encoding="utf-8")
+        assert config_file.load(path) == config
         assert all(Path("tests", name).parent == Path("tests") for name in config.data.tests)
         assert [entry.name for entry in Path(directory).iterdir()] == ["config.yaml"]
 
@@ -291,7 +291,7 @@ def test_a_damaged_gzip_file_gives_its_lines_or_an_error_of_one_line(
         path = Path(directory) / "a.gz"
         path.write_bytes(packed_raw)
         try:
-            found = list(atomic.read_lines(path))
+            found = list(read_lines(path))
         except DataError as error:
             assert_one_line(error)
             return

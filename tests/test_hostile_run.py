@@ -36,7 +36,7 @@ from hypothesis import strategies as st
 from tasks import Said, Tree
 from test_architecture import PACKAGE
 
-from mtrain.config import sections
+from mtrain.config import config_file
 from mtrain.errors import UserError
 from mtrain.plot import collect
 from mtrain.plot.draw import Page, _encode, draw_curves
@@ -530,7 +530,7 @@ def test_no_module_can_read_code_from_a_file(path: Path) -> None:
     assert {ast.unparse(call.func) for call in calls} & forbidden == set()
     loads = [ast.unparse(call) for call in calls if ast.unparse(call.func) == "yaml.load"]
     assert loads == (["yaml.load(text, Loader=_Loader)"] if path.stem == "config" else [])
-    assert issubclass(sections._Loader, yaml.SafeLoader)
+    assert issubclass(config_file._Loader, yaml.SafeLoader)
 
 
 def test_a_damaged_tokenizer_never_ends_the_process(noisy: RunDir) -> None:

@@ -9,7 +9,7 @@ from tasks import Said, write
 
 from mtrain.autoconfig import benchmark, presets, split, write_config
 from mtrain.autoconfig.write_config import Files, Wanted
-from mtrain.config import sections
+from mtrain.config import config_file
 from mtrain.data.prepare import prepare, read_counts, read_test, read_valid
 from mtrain.errors import ConfigError, DataError, WriteError
 from mtrain.run.run_dir import RunDir
@@ -53,7 +53,7 @@ def read(path):
 
 def test_the_config_that_is_written_trains_on_the_corpus_without_what_is_held_out(wanted):
     write_config.init(wanted, Said(), lambda _: None)
-    config = sections.load(wanted.config_path)
+    config = config_file.load(wanted.config_path)
     run = RunDir(Path(config.run_dir))
     prepare(config, run, Said())
     assert read_counts(run) == {"held-out-pair": 40}
@@ -76,7 +76,7 @@ def test_files_of_ones_own_are_named_and_nothing_is_held_out(wanted):
     write(Path("v.de"), ["eins zwei"])
     own = Files(Path("v.en"), Path("v.de"))
     report = write_config.init(replace(wanted, valid=own, test=own), Said(), lambda _: None)
-    config = sections.load(wanted.config_path)
+    config = config_file.load(wanted.config_path)
     assert config.data.valid == config.data.tests["test"] == own.corpus()
     assert not any("held out" in line for line in report)
     assert not list(Path().glob("en-de.*.en"))
@@ -86,7 +86,7 @@ def test_files_of_ones_own_are_named_and_nothing_is_held_out(wanted):
 def test_held_out_files_of_one_language_on_both_sides_have_a_name_for_each(wanted, other):
     report = write_config.init(replace(wanted, tgt_lang=other), Said(), lambda _: None)
     assert report[0].startswith("wrote     en-de.valid.src.en and en-de.valid.tgt.")
-    config = sections.load(wanted.config_path)
+    config = config_file.load(wanted.config_path)
     held_out = (config.data.valid, config.data.tests["test"])
     sides = [(read(own.src[0]), read(own.tgt[0])) for own in held_out]
     assert all([line.upper() for line in src] == tgt for src, tgt in sides)
@@ -210,7 +210,7 @@ def test_only_a_size_that_the_budget_can_teach_is_called_the_largest_that_it_can
 
 def test_a_training_of_few_updates_logs_some_of_them(wanted):
     write_config.init(replace(wanted, budget_s=0.01), Said(), lambda _: None)
-    assert sections.load(wanted.config_path).training.log_every == 1
+    assert config_file.load(wanted.config_path).training.log_every == 1
 
 
 def test_a_place_that_cannot_be_written_is_an_error_before_anything_is_measured(wanted):
@@ -266,7 +266,7 @@ def test_a_vocabulary_that_only_the_held_out_pairs_fill_is_not_chosen(wanted):
     write(Path("a.en"), lines)
     write(Path("a.de"), [line.upper() for line in lines])
     write_config.init(wanted, Said(), lambda _: None)
-    config = sections.load(wanted.config_path)
+    config = config_file.load(wanted.config_path)
     assert config.tokenizer.vocab_size == presets.vocabulary_size(360) // 2
     prepare(config, RunDir(Path(config.run_dir)), Said())
 
@@ -280,7 +280,7 @@ def test_a_corpus_of_one_pair_gets_a_config_that_trains_on_it(wanted):
     assert said.lines[0].startswith("corpus    1 pair, of ")
     text = wanted.config_path.read_text()
     assert ", 1 pair, by" in text and " as 1 pair can teach" in text
-    config = sections.load(wanted.config_path, ["data.clean=[]"])
+    config = config_file.load(wanted.config_path, ["data.clean=[]"])
     assert config.tokenizer.vocab_size < write_config._SMALLEST_VOCABULARY
     prepare(config, RunDir(Path(config.run_dir)), Said())
 
@@ -338,7 +338,7 @@ def test_odd_names_of_files_and_languages_are_written_so_that_they_are_read_back
     tgt.write_text(Path("a.de").read_text())
     odd = replace(wanted, train=Files(src, tgt), src_lang="no", run_dir="runs/null")
     write_config.init(odd, Said(), lambda _: None)
-    config = sections.load(wanted.config_path)
+    config = config_file.load(wanted.config_path)
     assert (config.data.src_lang, config.run_dir) == ("no", "runs/null")
     assert config.data.train == odd.train.corpus()
 
@@ -357,5 +357,5 @@ def test_the_verb_writes_what_it_says_and_its_messages_go_where_they_belong(
     captured = capfdbinary.readouterr()
     assert captured.out.decode().splitlines()[0].startswith("wrote     mine.valid.en and ")
     assert b"corpus    400 pairs" in captured.err
-    config = sections.load(Path("mine.yaml"))
+    config = config_file.load(Path("mine.yaml"))
     assert (config.run_dir, config.training.max_minutes) == ("there", 5)

@@ -26,17 +26,11 @@ from ways import (
 
 from mtrain.ops import attention as attention_module
 from mtrain.ops import native
-from mtrain.ops.attention import (
-    Dropout,
-    Drops,
-    LayerNorm,
-    add_norm,
-    attend,
-    attention,
-    dropout_seeds,
-    parts,
-)
-from mtrain.ops.linear import top_pieces
+from mtrain.ops.attention import attend, attention, parts
+from mtrain.ops.dropout import Dropout, Drops, dropout_seeds
+from mtrain.ops.layer_norm import LayerNorm, add_norm
+from mtrain.ops.topk import top_pieces
+from mtrain.runtime.device import compute_dtype
 
 DROPS = Drops(round(0.3 * 2**16), 2**16 / (2**16 - round(0.3 * 2**16)), 0x9E3779B9)
 
@@ -886,8 +880,8 @@ def test_dropout_hands_on_what_is_not_finite(way, calls):
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_a_named_precision_decides_the_type_of_states_and_products(kind):
     device = torch.device(kind)
-    assert attention_module.compute_dtype("bfloat16", device) is torch.bfloat16
-    assert attention_module.compute_dtype("float32", device) is torch.float32
+    assert compute_dtype("bfloat16", device) is torch.bfloat16
+    assert compute_dtype("float32", device) is torch.float32
 
 
 @pytest.mark.parametrize(("major", "expected"), [(7, torch.float32), (9, torch.bfloat16)])
@@ -897,7 +891,7 @@ def test_automatic_precision_is_bfloat16_where_the_gpu_has_it(major, expected, m
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=major))
     monkeypatch.setattr(torch.cuda, "_check_bf16_tensor_supported", lambda _: True)
-    assert attention_module.compute_dtype("auto", torch.device("cuda")) is expected
+    assert compute_dtype("auto", torch.device("cuda")) is expected
 
 
 @pytest.mark.parametrize(
@@ -912,4 +906,4 @@ def test_automatic_precision_is_bfloat16_where_the_gpu_has_it(major, expected, m
 def test_automatic_precision_is_bfloat16_where_the_processor_has_it(checks, expected, monkeypatch):
     known = SimpleNamespace(**{name: lambda fast=fast: fast for name, fast in checks.items()})
     monkeypatch.setattr(torch, "cpu", known)
-    assert attention_module.compute_dtype("auto", torch.device("cpu")) is expected
+    assert compute_dtype("auto", torch.device("cpu")) is expected

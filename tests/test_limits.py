@@ -16,7 +16,7 @@ from conftest import Cli
 from tasks import prepared, reverse_task, stop_at, train, write_task
 from test_train import metrics, step_lines, timeless, weights
 
-from mtrain.config import sections
+from mtrain.config import config_file
 from mtrain.data.batch import Batch
 from mtrain.errors import RunError, WriteError
 from mtrain.io import atomic
@@ -36,7 +36,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def trainer_of(source: Path, directory: Path, *overrides: str) -> Iterator[Trainer]:
-    config = sections.load(source, overrides, str(directory / "run"))
+    config = config_file.load(source, overrides, str(directory / "run"))
     run = prepared(config)
     with RunLog(directory / "metrics.jsonl") as log:
         yield Trainer(config, run, log)
@@ -306,10 +306,10 @@ def test_a_disk_that_is_full_while_tokenizing_leaves_nothing(
 
 def test_a_config_that_the_disk_does_not_take_leaves_the_old_one(tmp_path: Path) -> None:
     source = write_task(tmp_path, reverse_task)
-    config = sections.load(source)
+    config = config_file.load(source)
     before = contents(tmp_path)
     with files_at_most(100), pytest.raises(WriteError, match="cannot be written: File too large"):
-        sections.save(config, source)
+        config_file.save(config, source)
     assert contents(tmp_path) == before
 
 

@@ -6,8 +6,8 @@ import torch
 from conftest import Cli
 from tasks import prepared, reverse_task, write_task
 
-from mtrain.config import sections
-from mtrain.data.loader import Position, dealt_whole
+from mtrain.config import config_file
+from mtrain.data.sampler import Position, dealt_whole
 from mtrain.run import checkpoint
 from mtrain.run.checkpoint import Progress
 from mtrain.run.logger import RunLog
@@ -55,7 +55,7 @@ def test_the_factor_has_a_limit() -> None:
 
 def trainer_of(tmp_path: Path, log: RunLog, *settings: str) -> Trainer:
     source = write_task(tmp_path, reverse_task)
-    config = sections.load(source, ["model.dropout=0", *settings], str(tmp_path / "run"))
+    config = config_file.load(source, ["model.dropout=0", *settings], str(tmp_path / "run"))
     return Trainer(config, prepared(config), log)
 
 

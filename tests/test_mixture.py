@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtrain.data.mixture import Corpus, Mixture, share_out, weight_of
+from mtrain.config.corpora import weight_of
+from mtrain.data.mixture import Corpus, Mixture, share_out
 
 Given = tuple[int, int]  # a table and a row
 

@@ -10,7 +10,6 @@ from builders import left_keep, model_config, randomise, transformer, vocabulari
 from torch import Tensor, nn
 
 from mtrain.config.sections import ModelConfig
-from mtrain.decode.translator import build_model, set_weights
 from mtrain.model.kv_cache import DecoderState
 from mtrain.model.transformer import (
     CrossAttention,
@@ -27,9 +26,10 @@ from mtrain.model.transformer import (
     split_heads,
 )
 from mtrain.ops import native
-from mtrain.ops.attention import Dropout
+from mtrain.ops.dropout import Dropout
 from mtrain.ops.linear import Linear
 from mtrain.run import checkpoint
+from mtrain.run.load_model import build_model, set_weights
 
 NORMS = ["post", "pre"]
 LAYERS = [("post", "relu"), ("pre", "relu"), ("post", "gelu")]

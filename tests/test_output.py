@@ -6,19 +6,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from mtrain.corpus.reader import Profile
-from mtrain.decode.formats import (
-    NOTHING,
-    Line,
-    Link,
-    Translation,
-    align_words,
-    as_pharaoh,
-    find_flaws,
-    join,
-    number_words,
-    write,
-)
+from mtrain.corpus.length_stats import Profile
+from mtrain.decode.alignment import Link, align_words, number_words
+from mtrain.decode.flags import find_flaws
+from mtrain.decode.formats import NOTHING, Line, Translation, as_pharaoh, join, write
 
 USUAL = Profile(longest_src=20, least_ratio=0.5, most_ratio=2.0, share_copied=0.0)
 

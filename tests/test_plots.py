@@ -22,7 +22,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from tasks import prepared, reverse_task, train, write_task
 
-from mtrain.config import sections
+from mtrain.config import config_file
 from mtrain.data.batch import collate
 from mtrain.data.loader import TrainingData
 from mtrain.decode import translator
@@ -30,7 +30,7 @@ from mtrain.errors import RunError
 from mtrain.plot import collect, heatmaps
 from mtrain.plot import draw as draw_module
 from mtrain.plot.heatmaps import Panels
-from mtrain.run import checkpoint
+from mtrain.run import checkpoint, load_model
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
 from mtrain.train.trainer import Trainer, Validation
@@ -192,7 +192,7 @@ def test_the_attention_of_the_first_encoder_layer_is_that_of_plain_arithmetic(
 def test_the_target_whose_attention_is_drawn_is_what_the_run_translates(
     run: RunDir, attention: collect.Attention
 ) -> None:
-    (translation,) = translator.load(run, loading=translator.Loading("cpu")).translate([SENTENCE])
+    (translation,) = translator.load(run, loading=load_model.Loading("cpu")).translate([SENTENCE])
     assert attention.translation == translation
     text = "".join(attention.tgt_out[:-1]).replace("\u2581", " ").strip()
     assert text == translation
@@ -507,7 +507,7 @@ def test_plot_draws_every_picture_and_the_same_bytes_each_time(
 def test_of_a_run_that_is_not_trained_yet_the_rest_is_drawn(
     cli: Cli, config_path: Path, tmp_path: Path
 ) -> None:
-    run = prepared(sections.load(config_path, run_dir=str(tmp_path / "run")))
+    run = prepared(config_file.load(config_path, run_dir=str(tmp_path / "run")))
     outcome = cli("plot", run.path)
     assert (outcome.code, names(outcome.lines)) == (0, OF_DATA)
     assert {Path(line).parent for line in outcome.lines} == {run.path / "plots"}
@@ -559,7 +559,7 @@ def test_metrics_that_hold_nothing_yet_are_named(copied: RunDir) -> None:
 
 def test_a_run_of_which_nothing_can_be_drawn_is_one_line(cli: Cli, copied: RunDir) -> None:
     learned = ["model.positions=learned", "model.max_positions=32"]
-    sections.save(sections.load(copied.config_path, learned), copied.config_path)
+    config_file.save(config_file.load(copied.config_path, learned), copied.config_path)
     shutil.rmtree(copied.data_dir)
     copied.metrics_path.unlink()
     copied.model_path.unlink()

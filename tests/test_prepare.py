@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 from tasks import Pair, Said, Tree, copy_task, tiny_tree, write, write_config, write_corpus
 
-from mtrain.config import sections
+from mtrain.config import config_file
 from mtrain.corpus import reader
-from mtrain.corpus.reader import FileMark, Profile
+from mtrain.corpus.length_stats import Profile
+from mtrain.corpus.reader import FileMark
 from mtrain.data import prepare
-from mtrain.data.loader import Position, TrainingData
+from mtrain.data.loader import TrainingData
+from mtrain.data.sampler import Position
 from mtrain.errors import ConfigError, DataError, RunError, UserError
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
@@ -28,7 +30,7 @@ def tree(tmp_path: Path) -> Tree:
 
 def make(tmp_path: Path, tree: Tree) -> tuple[RunDir, list[str]]:
     """Prepare a run; return it, and what was said."""
-    config = sections.load(write_config(tmp_path / "config.yaml", tree))
+    config = config_file.load(write_config(tmp_path / "config.yaml", tree))
     run, console = RunDir(Path(config.run_dir)), Said()
     prepare.prepare(config, run, console)
     return run, console.lines
@@ -72,7 +74,7 @@ def test_a_run_folder_holds_tokenizer_data_and_the_whole_config(tmp_path: Path, 
     ]
     parts = {"config.yaml", "config.schema.json", "tokenizer", "data"}
     assert {path.name for path in run.path.iterdir()} == parts
-    assert run.load_config() == sections.load(tmp_path / "config.yaml")
+    assert run.load_config() == config_file.load(tmp_path / "config.yaml")
     lines = prepare.read_test(run, "held_out")
     assert list(zip(*lines, strict=True)) == copy_task(40, 3)
     assert list(zip(*prepare.read_valid(run), strict=True)) == copy_task(12, 2)

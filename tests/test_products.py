@@ -26,18 +26,11 @@ from ways import (
     normal,
 )
 
+from mtrain.ops import cross_entropy, native
 from mtrain.ops import linear as linear_module
-from mtrain.ops import native
-from mtrain.ops.linear import (
-    Linear,
-    Projected,
-    ProjectedCrossEntropy,
-    Projection,
-    TopPieces,
-    likeliest,
-    rectified,
-    top_pieces,
-)
+from mtrain.ops.cross_entropy import ProjectedCrossEntropy
+from mtrain.ops.linear import Linear, rectified
+from mtrain.ops.topk import Projected, Projection, TopPieces, likeliest, top_pieces
 
 MULTIPLYING = pytest.mark.parametrize("way", MULTIPLIED, ids=str)
 MULTIPLYING_PAIRS = pytest.mark.parametrize("way", MULTIPLIED[1:], ids=str)
@@ -351,7 +344,7 @@ def test_the_loss_of_logits_and_its_gradient_are_torchs(way, calls, rows, width,
     logits, targets = normal(rows, width, dtype=way.dtype) * 3, torch.arange(rows) % width
     (exact,) = exactly([logits.clone()])
     sums = torch.full((2,), 0.5, dtype=torch.float64)
-    linear_module._cross_entropy(logits, targets, smoothing, True, sums)
+    cross_entropy._cross_entropy(logits, targets, smoothing, True, sums)
     assert calls == (["cross_entropy"] if way.is_compiled else [])
     settings = {"reduction": "sum"}
     loss = F.cross_entropy(exact, targets, label_smoothing=smoothing, **settings)
@@ -364,10 +357,10 @@ def test_the_loss_of_logits_and_its_gradient_are_torchs(way, calls, rows, width,
 def test_without_a_gradient_the_logits_are_left_as_they_are(way, calls):
     logits, targets = normal(5, 7, dtype=way.dtype), torch.arange(5)
     before, sums = logits.clone(), torch.zeros(2, dtype=torch.float64)
-    linear_module._cross_entropy(logits, targets, 0.1, False, sums)
+    cross_entropy._cross_entropy(logits, targets, 0.1, False, sums)
     assert torch.equal(logits, before)
     with_grad = torch.zeros(2, dtype=torch.float64)
-    linear_module._cross_entropy(logits, targets, 0.1, True, with_grad)
+    cross_entropy._cross_entropy(logits, targets, 0.1, True, with_grad)
     assert torch.equal(sums, with_grad)
 
 
@@ -379,7 +372,7 @@ def test_without_a_gradient_the_logits_are_left_as_they_are(way, calls):
 def test_projected_cross_entropy_is_torchs_on_plain_logits(
     way, calls, num_tokens, chunk_tokens, monkeypatch
 ):
-    monkeypatch.setattr(linear_module, "_CHUNK_TOKENS", chunk_tokens)
+    monkeypatch.setattr(cross_entropy, "_CHUNK_TOKENS", chunk_tokens)
     weights = LONG[way.dtype]
     states, weight = leaf(num_tokens, 4, dtype=way.dtype), leaf(6, 4, seed=1, dtype=weights)
     targets = torch.arange(num_tokens) % 6
@@ -499,7 +492,7 @@ def test_targets_may_be_cut_out_of_a_larger_tensor(way, calls):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_projected_cross_entropy_passes_gradcheck(smoothing, monkeypatch):
-    monkeypatch.setattr(linear_module, "_CHUNK_TOKENS", 2)
+    monkeypatch.setattr(cross_entropy, "_CHUNK_TOKENS", 2)
     targets = torch.tensor([0, 4, 4, 2, 1])
 
     def loss(states: Tensor, weight: Tensor) -> Tensor:
@@ -554,7 +547,7 @@ def test_extreme_logits_stay_finite_and_right(way, calls, size):
     logits, targets = normal(9, 6, dtype=way.dtype) * size, torch.arange(9) % 6
     (exact,) = exactly([logits.clone()])
     sums = torch.zeros(2, dtype=torch.float64)
-    linear_module._cross_entropy(logits, targets, 0.1, True, sums)
+    cross_entropy._cross_entropy(logits, targets, 0.1, True, sums)
     loss = F.cross_entropy(exact, targets, label_smoothing=0.1, reduction="sum")
     nll = F.cross_entropy(exact, targets, reduction="sum")
     torch.testing.assert_close(sums, torch.stack([loss, nll]).detach(), rtol=1e-5, atol=1e-4)
@@ -589,13 +582,13 @@ class LiveMemory(TorchDispatchMode):
 
 @EACH_WAY
 def test_the_loss_never_holds_the_logits_of_a_whole_batch(way, calls):
-    num_tokens, num_pieces = 16 * linear_module._CHUNK_TOKENS, 1000
+    num_tokens, num_pieces = 16 * cross_entropy._CHUNK_TOKENS, 1000
     weights = LONG[way.dtype]
     states, weight = leaf(num_tokens, 2, dtype=way.dtype), leaf(num_pieces, 2, dtype=weights)
     targets = torch.arange(num_tokens) % num_pieces
     with LiveMemory() as memory:
         ProjectedCrossEntropy.apply(states, weight, targets, 0.1)[0].backward()
-    chunk_bytes = linear_module._CHUNK_TOKENS * num_pieces * way.dtype.itemsize
+    chunk_bytes = cross_entropy._CHUNK_TOKENS * num_pieces * way.dtype.itemsize
     num_chunks = 2.5 if way.is_compiled else 8  # one is let go when the next is there
     assert chunk_bytes < memory.most < num_chunks * chunk_bytes
 
@@ -619,7 +612,7 @@ def test_compiled_powers_are_right_to_the_last_places(calls):
     x = torch.linspace(-86, 0, 4001)
     logits = torch.stack([torch.zeros_like(x), x], 1)
     sums = torch.zeros(2, dtype=torch.float64)
-    linear_module._cross_entropy(logits, torch.zeros(len(x), dtype=torch.long), 0.0, True, sums)
+    cross_entropy._cross_entropy(logits, torch.zeros(len(x), dtype=torch.long), 0.0, True, sums)
     assert calls == ["cross_entropy"]
     torch.testing.assert_close(logits[:, 1].double(), x.double().sigmoid(), rtol=3e-7, atol=0)
 
@@ -647,7 +640,7 @@ def test_a_state_that_is_not_finite_shows_in_the_loss_and_in_the_gradient(
 def test_a_logit_that_is_not_finite_shows_in_the_loss_and_in_the_gradient(way, calls, value, place):
     logits, sums = normal(3, 40, dtype=way.dtype), torch.zeros(2, dtype=torch.float64)
     logits[1, place] = value
-    linear_module._cross_entropy(logits, torch.tensor([0, 2, 39]), 0.1, True, sums)
+    cross_entropy._cross_entropy(logits, torch.tensor([0, 2, 39]), 0.1, True, sums)
     assert not sums.isfinite().any()
     assert logits[[0, 2]].isfinite().all()
     assert logits[1].isnan().all()

@@ -16,7 +16,7 @@ from conftest import Cli
 from tasks import REPOSITORY, write
 
 from mtrain.cli.main import app
-from mtrain.config import sections
+from mtrain.config import config_file
 from mtrain.demo import demo
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -105,7 +105,7 @@ def test_a_config_that_a_command_of_the_readme_names_takes_its_overrides(
     overrides = [b for a, b in zip(command.words, command.words[1:], strict=False) if a == "--set"]
     for word in command.words:
         if word.endswith((".yaml", ".yml")):
-            sections.load(REPOSITORY / word, overrides)
+            config_file.load(REPOSITORY / word, overrides)
 
 
 @pytest.mark.parametrize("target", of_make())
@@ -120,7 +120,7 @@ def test_a_make_target_of_the_readme_exists(target: str) -> None:
 def test_a_config_of_the_readme_loads(tmp_path: Path, text: str) -> None:
     if "run_dir" in (yaml.safe_load(text) or {}):
         (tmp_path / "c.yaml").write_text(text, encoding="utf-8")
-        sections.load(tmp_path / "c.yaml")
+        config_file.load(tmp_path / "c.yaml")
 
 
 def links() -> list[str]:
@@ -176,7 +176,7 @@ def test_the_python_of_the_readme_runs(
     """On a demo that is made smaller; its steps are cut in the text itself."""
     small_copy(tmp_path)
     monkeypatch.chdir(tmp_path)
-    sections.save(sections.load(Path("configs/demo.yaml"), CHEAP), Path("configs/demo.yaml"))
+    config_file.save(config_file.load(Path("configs/demo.yaml"), CHEAP), Path("configs/demo.yaml"))
     (text,) = blocks("python")
     cheap = re.sub(r"max_steps=\d+", "max_steps=1", text).replace("runs/demo", "runs/short")
     assert cheap != text

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from tasks import prepared, write_task
 from torch import Tensor
 
-from mtrain.config.sections import TrainingConfig, load
-from mtrain.data.loader import Position, dealt_whole
+from mtrain.config.config_file import load
+from mtrain.config.sections import TrainingConfig
+from mtrain.data.sampler import Position, dealt_whole
 from mtrain.run.logger import RunLog
 from mtrain.train.schedule import learning_rate, noam
 from mtrain.train.trainer import Trainer

@@ -9,7 +9,8 @@ import pytest
 from tasks import REPOSITORY, Tree, tiny_tree, write_task
 
 from mtrain.config import json_schema
-from mtrain.config.sections import CLEAN, Config, load, save
+from mtrain.config.config_file import load, save
+from mtrain.config.sections import CLEAN, Config
 
 HEAD = re.compile(r"# yaml-language-server: \$schema=(\S+)\n")
 SHIPPED = sorted((REPOSITORY / "configs").rglob("*.yaml"))

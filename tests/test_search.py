@@ -22,11 +22,10 @@ from mtrain.decode.beam import (
     Hypothesis,
     Limits,
     NotFiniteError,
-    Sampling,
     beam,
     length_penalty,
-    sample,
 )
+from mtrain.decode.sampling import Sampling, sample
 from mtrain.model.kv_cache import DecoderState
 from mtrain.model.transformer import Transformer
 from mtrain.ops import native

@@ -23,7 +23,8 @@ from test_data import (
 
 from mtrain.data import arrow_shards, loader
 from mtrain.data.arrow_shards import Contents, EncodedPair, Mixed, Shard, Tables, write_pairs
-from mtrain.data.loader import Position, TrainingData, check_pairs, read_src
+from mtrain.data.loader import TrainingData, check_pairs, read_src
+from mtrain.data.sampler import Position
 from mtrain.errors import RunError
 
 WINDOW_PAIRS = 37

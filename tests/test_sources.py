@@ -20,7 +20,7 @@ from huggingface_hub import HfApi
 from pyarrow import parquet
 from tasks import REPOSITORY, Pair, Tree, copy_task, reverse_task, tiny_tree, write_config
 
-from mtrain.config import sections
+from mtrain.config import config_file
 from mtrain.config.corpora import Corpus
 from mtrain.config.sections import Config, DataConfig
 from mtrain.corpus import formats, reader
@@ -156,7 +156,7 @@ def test_every_form_gives_the_run_folder_that_plain_files_give(
     assert outcome.code == 0, outcome.err
     runs = [RunDir(tmp_path / name / "run") for name in ("plain", "other")]
     assert stored(runs[0]) == stored(runs[1])
-    config = sections.load(other)
+    config = config_file.load(other)
     assert runs[1].load_config() == config
     marked = set(prepare.read_marks(runs[1]))
     assert marked == {path for own in corpora(config) for path in formats.paths_of(own)}
@@ -199,7 +199,7 @@ def test_a_check_counts_the_pairs_of_every_form_and_tells_its_bytes(
 def test_a_changed_file_of_every_form_is_noticed(cli: Cli, tmp_path: Path, form: Form) -> None:
     config = config_with(tmp_path, form)
     assert cli("tokenize", config).code == 0
-    path = Path(formats.paths_of(sections.load(config).data.train)[-1])
+    path = Path(formats.paths_of(config_file.load(config).data.train)[-1])
     path.write_bytes(path.read_bytes() + b"\n")
     outcome = cli("tokenize", config)
     assert (outcome.code, "has changed since" in outcome.err) == (2, True)
@@ -508,7 +508,7 @@ def test_a_form_that_is_not_whole_is_an_error_with_its_key(
     path = write_config(tmp_path / "config.yaml", tree)
     for key in ("data.train", "data.tests.x"):
         with pytest.raises(ConfigError) as error:
-            sections.load(path)
+            config_file.load(path)
         assert str(error.value) == f"{path}: {said.replace('data.train', key)}"
         tree["data"]["train"] = {"src": ["a"], "tgt": ["b"]}
         write_config(path, tree)
@@ -523,7 +523,7 @@ def test_every_form_that_the_page_shows_is_one(tmp_path: Path) -> None:
 
 def test_a_change_of_form_is_a_change_of_the_corpus(tmp_path: Path) -> None:
     tree = tiny_tree(tmp_path)
-    old = sections.load(write_config(tmp_path / "a.yaml", tree))
+    old = config_file.load(write_config(tmp_path / "a.yaml", tree))
     tree["data"]["train"] = {"tsv": ["a.tsv"]}
-    new = sections.load(write_config(tmp_path / "b.yaml", tree))
-    assert [change.key for change in sections.changes(old, new)] == ["data.train"]
+    new = config_file.load(write_config(tmp_path / "b.yaml", tree))
+    assert [change.key for change in config_file.changes(old, new)] == ["data.train"]

@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from tasks import WORDS, copy_task
 
 from mtrain.config.sections import DecodingConfig, TokenizerConfig
-from mtrain.corpus.reader import Profile
-from mtrain.decode.beam import Sampling
-from mtrain.decode.formats import Line, Link
+from mtrain.corpus.length_stats import Profile
+from mtrain.decode.alignment import Link
+from mtrain.decode.formats import Line
 from mtrain.decode.pipeline import LongLines, Options, Stream, Warn
-from mtrain.decode.translator import Loading, Translator, Wanted, build_model, load
+from mtrain.decode.sampling import Sampling
+from mtrain.decode.translator import Translator, Wanted, load
 from mtrain.errors import DataError
+from mtrain.run.load_model import Loading, build_model
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
 

@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 from tasks import prepared, reverse_task, stop_at, train, write_task
 
 from mtrain.cli.main import main
-from mtrain.config import sections
+from mtrain.config import config_file
 from mtrain.data.batch import Batch, collate
-from mtrain.data.loader import Dealt, dealt_whole
+from mtrain.data.sampler import Dealt, dealt_whole
 from mtrain.errors import RunError
 from mtrain.ops import native
 from mtrain.run import checkpoint
@@ -267,7 +267,7 @@ def test_training_that_died_goes_on_from_its_last_checkpoint(
 def test_training_that_died_before_its_first_checkpoint_logs_no_step_twice(
     source: Path, straight: RunDir, tmp_path: Path
 ) -> None:
-    run = prepared(sections.load(source, run_dir=str(tmp_path / "run")))
+    run = prepared(config_file.load(source, run_dir=str(tmp_path / "run")))
     first = straight.metrics_path.read_text().splitlines(keepends=True)[0]
     run.metrics_path.write_text(first)
     train(source, run=str(run.path))
@@ -290,7 +290,7 @@ def test_a_metrics_line_that_was_cut_off_does_not_stop_resuming(
 def test_two_micro_batches_make_the_update_that_one_batch_of_both_makes(
     source: Path, tmp_path: Path
 ) -> None:
-    config = sections.load(source, SGD_LIKE, str(tmp_path / "run"))
+    config = config_file.load(source, SGD_LIKE, str(tmp_path / "run"))
     run = prepared(config)
     vocabulary = sentencepiece.load(run.tokenizer_dir)
     lines = [pair.src for pair in reverse_task(9, 5)]
@@ -321,7 +321,7 @@ def test_the_gradient_is_divided_by_the_tokens_of_the_whole_update(
     source: Path, tmp_path: Path
 ) -> None:
     """Uneven micro-batches: a mean of their means would weigh short sentences more."""
-    config = sections.load(source, SGD_LIKE, str(tmp_path / "run"))
+    config = config_file.load(source, SGD_LIKE, str(tmp_path / "run"))
     run = prepared(config)
     with RunLog(tmp_path / "metrics.jsonl") as log:
         trainer = Trainer(config, run, log)
@@ -368,7 +368,7 @@ def total(parts: list[Part]) -> list[torch.Tensor]:
 def test_the_gradient_of_a_batch_in_parts_is_that_of_the_whole(
     source: Path, tmp_path: Path, in_threads: list[int], dtype: torch.dtype, norm: str
 ) -> None:
-    config = sections.load(source, (*SGD_LIKE, f"model.norm={norm}"), str(tmp_path / "run"))
+    config = config_file.load(source, (*SGD_LIKE, f"model.norm={norm}"), str(tmp_path / "run"))
     with RunLog(tmp_path / "metrics.jsonl") as log:
         trainer = Trainer(config, prepared(config), log)
         trainer.model.to(torch.float64 if dtype == torch.float64 else torch.float32).train()
@@ -388,7 +388,7 @@ def test_the_gradient_of_a_batch_in_parts_is_that_of_the_whole(
 def test_in_bfloat16_every_weight_gets_nearly_the_gradient_of_float32(
     source: Path, tmp_path: Path
 ) -> None:
-    config = sections.load(source, SGD_LIKE, str(tmp_path / "run"))
+    config = config_file.load(source, SGD_LIKE, str(tmp_path / "run"))
     with RunLog(tmp_path / "metrics.jsonl") as log:
         trainer = Trainer(config, prepared(config), log)
         batch, _ = next(trainer.data.batches(192, trainer_module.Position()))
@@ -424,7 +424,7 @@ def test_the_same_number_of_threads_gives_the_same_bytes_also_after_a_stop(
 def test_threads_drop_different_elements_and_others_at_the_next_update(
     source: Path, tmp_path: Path, in_threads: list[int]
 ) -> None:
-    config = sections.load(source, (), str(tmp_path / "run"))
+    config = config_file.load(source, (), str(tmp_path / "run"))
     with RunLog(tmp_path / "metrics.jsonl") as log:
         trainer = Trainer(config, prepared(config), log)
         batch, _ = next(trainer.data.batches(192, trainer_module.Position()))
@@ -439,7 +439,7 @@ def test_threads_drop_different_elements_and_others_at_the_next_update(
 def test_a_batch_too_small_for_all_threads_is_split_over_fewer(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path, in_threads: list[int]
 ) -> None:
-    config = sections.load(source, (), str(tmp_path / "run"))
+    config = config_file.load(source, (), str(tmp_path / "run"))
     with RunLog(tmp_path / "metrics.jsonl") as log:
         trainer = Trainer(config, prepared(config), log)
         batch, _ = next(trainer.data.batches(192, trainer_module.Position()))
@@ -520,7 +520,7 @@ def test_a_finished_model_without_checkpoints_is_not_replaced(
         f"another --run, or delete {run.model_path} to train from the beginning.\n"
     )
     with pytest.raises(RunError, match="holds a finished model"):
-        trainer_module.train(sections.load(source, run_dir=str(run.path)), run)
+        trainer_module.train(config_file.load(source, run_dir=str(run.path)), run)
     assert contents(run) == before
     run.model_path.unlink()
     if copied == "all":
@@ -856,7 +856,7 @@ def test_another_model_is_refused_once_there_are_checkpoints(
 def test_another_model_is_welcome_before_there_are_checkpoints(
     source: Path, tmp_path: Path
 ) -> None:
-    prepared(sections.load(source, run_dir=str(tmp_path / "run")))
+    prepared(config_file.load(source, run_dir=str(tmp_path / "run")))
     run = train(source, "model.d_ff=64", "training.max_steps=1", run=str(tmp_path / "run"))
     assert run.load_config().model.d_ff == 64
 
@@ -958,7 +958,7 @@ def test_a_damaged_checkpoint_is_left_out_of_the_average(
 def test_a_run_folder_that_takes_no_lock_is_refused_as_every_file_that_cannot_be_written(
     cli: Cli, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepared(sections.load(source, run_dir=str(tmp_path / "run")))
+    prepared(config_file.load(source, run_dir=str(tmp_path / "run")))
 
     def read_only(*_: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(tmp_path / "run" / ".lock"))

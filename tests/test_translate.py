@@ -21,12 +21,14 @@ from tasks import WORDS, copy_task, train, write_task
 
 from mtrain.config.sections import DecodingConfig, TokenizerConfig
 from mtrain.decode import translator as translator_module
-from mtrain.decode.beam import NUM_GROUPS, Sampling, length_penalty
+from mtrain.decode.beam import NUM_GROUPS, length_penalty
 from mtrain.decode.distributed import Leader, follow
-from mtrain.decode.translator import Loading, Source, Translator, Wanted
+from mtrain.decode.sampling import Sampling
+from mtrain.decode.translator import Source, Translator, Wanted
 from mtrain.errors import ConfigError, RunError
 from mtrain.model.transformer import DecoderLayer
-from mtrain.run import checkpoint
+from mtrain.run import checkpoint, load_model
+from mtrain.run.load_model import Loading
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.process_group import Team
 from mtrain.runtime.thread_pool import Workers
@@ -247,7 +249,7 @@ def test_no_lines_give_no_lines(translator: Translator) -> None:
 def untrained(**settings: object) -> Translator:
     """A translator that writes nonsense, but always the same for the same line."""
     torch.manual_seed(1)
-    model = translator_module.build_model(model_config(**settings), vocabularies()).double()
+    model = load_model.build_model(model_config(**settings), vocabularies()).double()
     randomise(model, seed=1)
     with torch.no_grad():
         for layer in [*model.encoder, *model.decoder]:
@@ -279,7 +281,7 @@ def test_a_translation_has_at_most_the_pieces_of_its_source_and_a_few(
 
     monkeypatch.setattr(sentencepiece.Vocabulary, "decode", decode)
     torch.manual_seed(1)
-    model = translator_module.build_model(trained.load_config().model, translator.tokenizer)
+    model = load_model.build_model(trained.load_config().model, translator.tokenizer)
     with torch.no_grad():
         model.output.weight[translator.tokenizer.tgt.eos] = -model.output.weight.sum(0)
     lines = ["ba", "ba ce di fo gu"]
@@ -312,10 +314,8 @@ def test_a_model_in_training_mode_translates_without_dropout(
     trained: RunDir, translator: Translator
 ) -> None:
     config = trained.load_config().model.model_copy(update={"dropout": 0.5})
-    model = translator_module.build_model(config, translator.tokenizer)
-    translator_module.set_weights(
-        model, dict(translator.model.named_parameters()), trained.model_path
-    )
+    model = load_model.build_model(config, translator.tokenizer)
+    load_model.set_weights(model, dict(translator.model.named_parameters()), trained.model_path)
     model.train()
     same = Translator([model], translator.tokenizer, translator.decoding, translator.device)
     assert same.translate(LINES) == translator.translate(LINES)
@@ -331,7 +331,7 @@ def test_weights_of_another_shape_or_that_lack_a_tensor_are_refused(
     lacking = {key: value for key, value in weights.items() if key != name}
     for tensors, found in ((wrong, (shape[0] - 1, shape[1])), (lacking, "missing")):
         with pytest.raises(RunError) as error:
-            translator_module.set_weights(translator.model, tensors, trained.model_path)
+            load_model.set_weights(translator.model, tensors, trained.model_path)
         assert str(error.value) == (
             f"{trained.model_path}: `{name}` must have the shape {shape} that config.yaml asks "
             f"for, but is {found} instead; restore the run's own config.yaml."
@@ -417,9 +417,7 @@ def test_each_model_of_an_ensemble_reads_the_characters_that_only_another_lacks(
     models, readers = [], []
     for number, line in enumerate(["plain", "a snowman \N{SNOWMAN}"]):
         readers.append(sentencepiece.train(config, [*SRC_LINES, line], [], seed=1).src)
-        models.append(
-            translator_module.build_model(model_config(), Tokenizer(readers[-1], tgt)).double()
-        )
+        models.append(load_model.build_model(model_config(), Tokenizer(readers[-1], tgt)).double())
         randomise(models[-1], seed=number)
     decoding = DecodingConfig(beam=1, max_extra_tokens=3)
     line, found = "a \N{SNOWMAN} man", []
@@ -514,7 +512,7 @@ def test_weights_that_are_laid_out_translate_like_those_that_are_not(
 ) -> None:
     """However they are searched; a prefix asks for the probabilities of single pieces."""
     laid_out = translator_module.load(trained, loading=Loading("cpu"))
-    plain = translator_module.build_model(trained.load_config().model, laid_out.tokenizer)
+    plain = load_model.build_model(trained.load_config().model, laid_out.tokenizer)
     plain.load_state_dict(laid_out.model.state_dict())
     given = sources(laid_out)
     given[:5] = [replace(source, prefix=(7, 9)) for source in given[:5]]
@@ -556,7 +554,7 @@ def test_eight_bits_translate_like_float32_whatever_stands_beside_a_line(
 
 
 def test_weights_that_are_no_numbers_are_an_error(trained: RunDir, translator: Translator) -> None:
-    model = translator_module.build_model(trained.load_config().model, translator.tokenizer)
+    model = load_model.build_model(trained.load_config().model, translator.tokenizer)
     with torch.no_grad():
         model.output.weight.fill_(torch.nan)
     broken = Translator([model], translator.tokenizer, translator.decoding, translator.device)

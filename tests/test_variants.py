@@ -12,9 +12,10 @@ from conftest import Cli
 from safetensors.torch import load_file
 from tasks import REPOSITORY, write
 
-from mtrain.config import sections
+from mtrain.config import config_file
 from mtrain.data.batch import collate
-from mtrain.decode.translator import Loading, load
+from mtrain.decode.translator import load
+from mtrain.run.load_model import Loading
 from mtrain.run.run_dir import RunDir
 from mtrain.train.loss import label_smoothed
 
@@ -89,7 +90,7 @@ def test_a_variant_says_above_its_keys_whose_model_it_is(name: str) -> None:
 
 def test_the_variants_are_what_they_are_named_for() -> None:
     paper, prenorm, learned, padding = (
-        sections.load(DIRECTORY / f"{name}.yaml")
+        config_file.load(DIRECTORY / f"{name}.yaml")
         for name in ("paper", "prenorm", "learned", "encoder_padding")
     )
     model = paper.model
@@ -103,7 +104,7 @@ def test_the_variants_are_what_they_are_named_for() -> None:
     assert min(model.dropout, model.attention_dropout, model.activation_dropout) > 0
     assert padding.model.tie_embeddings == "decoder"
     assert not padding.tokenizer.shared
-    windowed = sections.load(DIRECTORY / "window.yaml").model
+    windowed = config_file.load(DIRECTORY / "window.yaml").model
     assert windowed == paper.model.model_copy(update={"attention_window": 4})
 
 

@@ -9,6 +9,7 @@ from peers.decoding import Job, Loaded, serve
 
 from mtrain import __version__
 from mtrain.decode import translator as translator_module
+from mtrain.run import load_model
 from mtrain.run.run_dir import RunDir
 
 
@@ -21,7 +22,7 @@ def load(job: Job) -> Loaded:
     run = RunDir(Path(job.run))
     overrides = {"beam": job.beam, "length_alpha": job.alpha}
     decoding = run.load_config().decoding.model_copy(update=overrides)
-    translator = translator_module.load(run, decoding, translator_module.Loading(device="cpu"))
+    translator = translator_module.load(run, decoding, load_model.Loading(device="cpu"))
     usual = translator.max_length
     translator.max_length = lambda source: min(usual(source), job.max_tokens - 1)
     versions = {"mtrain": __version__, "torch": torch.__version__}

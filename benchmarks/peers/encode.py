@@ -16,7 +16,7 @@ import yaml
 from datasets import Dataset
 from peers.worker import NUM_SPECIAL
 
-from mtrain.config import sections
+from mtrain.config import config_file
 from mtrain.data import prepare
 from mtrain.data.arrow_shards import TRAIN_FILE
 from mtrain.io.atomic import write_lines
@@ -42,7 +42,7 @@ def main() -> None:
     (out / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     run = RunDir(out / "run")
     run.path.mkdir()
-    prepare.prepare(sections.load(out / "config.yaml"), run, Stderr())
+    prepare.prepare(config_file.load(out / "config.yaml"), run, Stderr())
     table = Dataset.from_file(str(run.data_dir / TRAIN_FILE))
     eos = sentencepiece.load(run.tokenizer_dir).tgt.eos
     src_ids = [ids[:-1] for ids in table["src"]]  # stored with eos

@@ -13,10 +13,11 @@ import torch
 from peers.job import Done, Epoch, Job, Meter, serve
 
 from mtrain import __version__
-from mtrain.config import sections
+from mtrain.config import config_file
 from mtrain.config.sections import Config
 from mtrain.data import prepare
-from mtrain.data.loader import Deal, Dealt, Position, TrainingData
+from mtrain.data.loader import TrainingData
+from mtrain.data.sampler import Deal, Dealt, Position
 from mtrain.run.logger import Stderr
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
@@ -78,7 +79,7 @@ def load_config(job: Job, run_dir: str) -> Config:
         "training.log_every": _LOG_EVERY,
     }
     overrides = [*(f"{key}={value}" for key, value in values.items()), *job.overrides]
-    return sections.load(Path(job.corpus) / "config.yaml", overrides, run_dir)
+    return config_file.load(Path(job.corpus) / "config.yaml", overrides, run_dir)
 
 
 def count(job: Job) -> Epoch:

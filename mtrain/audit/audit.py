@@ -24,12 +24,11 @@ from mtrain.audit.misalignment import Shift
 from mtrain.audit.rules import RULES, Pairs, Rule, Severity, Side, Usual
 from mtrain.audit.scan import Survey
 from mtrain.audit.side_classifier import Languages
-from mtrain.config.corpora import TrainText, corpora_of
+from mtrain.config.corpora import TrainText, corpora_of, weight_of
 from mtrain.config.sections import Config
 from mtrain.corpus.dropped import say_counts, say_what_decides
 from mtrain.corpus.formats import Advance
 from mtrain.corpus.lenient_reader import FileNotes, Intake, size_of
-from mtrain.data.mixture import weight_of
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
 TRAIN, VALID = "train", "valid"

@@ -17,11 +17,15 @@ from mtrain.autoconfig.presets import Size, Tried
 from mtrain.corpus.reader import Pair
 from mtrain.data.batch import Batch
 from mtrain.data.loader import in_batches
-from mtrain.decode.translator import build_model
 from mtrain.errors import ConfigError
 from mtrain.model.transformer import num_parameters
-from mtrain.ops import attention
-from mtrain.runtime.device import pick_device
+from mtrain.run.load_model import build_model
+from mtrain.runtime.device import (
+    avoid_cudnn_attention,
+    compute_dtype,
+    keep_freed_memory,
+    pick_device,
+)
 from mtrain.tokenizer.sentencepiece import Tokenizer
 from mtrain.train.gradients import Gradients
 
@@ -67,11 +71,11 @@ def measure(size: Size, sample: Sample, vocabulary: Tokenizer, device_name: str)
         ConfigError: if there is no such device.
         RunError: if the memory does not hold a single pair.
     """
-    attention.keep_freed_memory()  # as a training does
-    attention.avoid_cudnn_attention()
+    keep_freed_memory()  # as a training does
+    avoid_cudnn_attention()
     device = pick_device(device_name)
     model = build_model(size.model, vocabulary).to(device)
-    model.compute_in(attention.compute_dtype("auto", device))
+    model.compute_in(compute_dtype("auto", device))
     gradients = Gradients(model, _SMOOTHING, device, lambda text: None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
     num_tokens = num_batches = 0

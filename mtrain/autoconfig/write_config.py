@@ -21,18 +21,18 @@ from mtrain.autoconfig import benchmark, presets, split
 from mtrain.autoconfig.benchmark import Sample
 from mtrain.autoconfig.presets import Recipe, Tried
 from mtrain.autoconfig.split import Look
-from mtrain.config import json_schema, sections
+from mtrain.config import config_file, json_schema
 from mtrain.config.corpora import CorpusConfig
 from mtrain.config.sections import TokenizerConfig
 from mtrain.corpus.formats import Advance
 from mtrain.corpus.reader import Pair, count_pairs
 from mtrain.errors import ConfigError, DataError
+from mtrain.io import text_width
 from mtrain.io.atomic import check_writable, write_lines
 from mtrain.run.logger import Console
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer, VocabularySizeError
-from mtrain.train import reporting
 
 _MOST_HELD_OUT = 1000  # pairs of a set
 _SHARE_HELD_OUT = 0.05
@@ -141,7 +141,7 @@ def init(
     _split_off(wanted, new, drawn)
     schema_line = json_schema.put_beside(wanted.config_path).rstrip("\n")
     write_lines(wanted.config_path, [schema_line, *_compose(wanted, sets, plan)])
-    sections.load(wanted.config_path)
+    config_file.load(wanted.config_path)
     held_out = [
         f"wrote     {files.src} and {files.tgt.name}: {num_held_out:,} pairs, held out"
         for files in new
@@ -225,7 +225,7 @@ def _plan(
     kept = [pair for pair in seen.sample if pair.line - 1 not in held_out]
     each = (seen.src_words / seen.num_pairs, seen.tgt_words / seen.num_pairs)
     console.say(
-        f"corpus    {reporting.count(seen.num_pairs, 'pair')}, of {each[0]:.1f} source and "
+        f"corpus    {text_width.count(seen.num_pairs, 'pair')}, of {each[0]:.1f} source and "
         f"{each[1]:.1f} target words"
     )
     turn_to("learning pieces")
@@ -287,7 +287,7 @@ def _compose(wanted: Wanted, sets: dict[str, Files], plan: _Plan) -> list[str]:
     """Return the lines of the config."""
     alone = [name for name in sets if getattr(wanted, name) is None]
     held = "  # Held out of the training files; `data.clean` keeps these pairs out of the training."
-    pairs = reporting.count(plan.num_train, "pair")
+    pairs = text_width.count(plan.num_train, "pair")
     return [
         f"# {wanted.src_lang}-{wanted.tgt_lang}, {pairs}, by `mtrain init`.",
         "# Every key that is not here has a default; `mtrain train` writes them all to the run",
@@ -308,7 +308,7 @@ def _compose(wanted: Wanted, sets: dict[str, Files], plan: _Plan) -> list[str]:
 
 def _model_lines(wanted: Wanted, plan: _Plan) -> list[str]:
     size, recipe, model = plan.tried.size, plan.recipe, plan.tried.size.model
-    pairs = reporting.count(plan.num_train, "pair")
+    pairs = text_width.count(plan.num_train, "pair")
     seen = f"{presets.TOKENS_A_WEIGHT:g} tokens a weight in the time that there is"
     why = ["The smallest, though it does not see", f"# {seen}."]
     if presets.fits(plan.tried, wanted.budget_s):
@@ -336,7 +336,7 @@ def _training_lines(wanted: Wanted, plan: _Plan) -> list[str]:
         "training:",
         f"  max_minutes: {minutes:g}  # about {recipe.num_updates:,} updates on this machine",
         "  max_steps: null",
-        f"  batch_tokens: {presets.BATCH_TOKENS}  # of a batch, padding too; less takes less memory",
+        f"  batch_tokens: {presets.BATCH_TOKENS}  # of a batch, padding included; affects memory",
         f"  accumulate: {size.accumulate}  # batches of an update",
         "  schedule: inverse_sqrt  # the rate stays high; averaging checkpoints does the rest",
         f"  lr: {size.lr}  # lower it if the loss jumps",
@@ -363,7 +363,7 @@ def _corpus(files: Files) -> str:
 def _farewell(wanted: Wanted, plan: _Plan) -> list[str]:
     recipe, size = plan.recipe, plan.tried.size
     megabytes, path = 4 * plan.tried.num_weights / 1e6, shlex.quote(str(wanted.config_path))
-    updates = reporting.count(recipe.num_updates, "update")
+    updates = text_width.count(recipe.num_updates, "update")
     lines = [
         f"wrote     {wanted.config_path}: the size `{size.name}`, a model of {megabytes:,.0f} MB",
         f"expect    about {updates} in {_say_time(wanted.budget_s)}, "

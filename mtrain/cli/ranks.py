@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from mtrain.cli import console
 from mtrain.errors import ConfigError, LostError, UserError
 from mtrain.io.text_width import fitted
 from mtrain.runtime.process_group import ALONE, Team
@@ -24,7 +25,8 @@ from mtrain.runtime.torchrun_env import launched
 if TYPE_CHECKING:
     from mtrain.config.sections import DecodingConfig
     from mtrain.decode.distributed import Load
-    from mtrain.decode.translator import Loading, Translator, Wanted
+    from mtrain.decode.translator import Translator, Wanted
+    from mtrain.run.load_model import Loading
     from mtrain.run.run_dir import RunDir
 
 
@@ -172,3 +174,19 @@ def load_each(
             for run in runs:
                 follow(load(run, team))
             yield None
+
+
+@contextmanager
+def exit_when_stopped(run_dir: Path | str, team: Team = ALONE) -> Iterator[None]:
+    """Turn a training that a signal stopped into the exit code that shells expect."""
+    from mtrain.runtime.signals import Stopped
+
+    try:
+        yield
+    except Stopped as stopped:
+        if team.is_first:
+            console.warn(
+                f"stopped; all is saved in {run_dir}, and the same command goes on from there."
+            )
+        team.leave()  # torchrun ends all when one has ended
+        sys.exit(128 + stopped.signal_number)

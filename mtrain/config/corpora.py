@@ -190,3 +190,11 @@ def corpora_of(text: TrainText, name: str) -> list[NamedCorpus]:
     if not isinstance(text, list):
         return [NamedCorpus(name, text)]
     return [NamedCorpus(f"{name}[{number}]", own, own.weight) for number, own in enumerate(text)]
+
+
+def weight_of(num_pairs: int, weight: float | None, temperature: float | None) -> float:
+    """Return what a corpus weighs: what the config says, or what follows from its size.
+
+    Without weights, a corpus of n pairs weighs n ** (1 / temperature), and n without either.
+    """
+    return float(num_pairs ** (1 / (temperature or 1.0)) if weight is None else weight)

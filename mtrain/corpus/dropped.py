@@ -18,7 +18,7 @@ from typing import NamedTuple, TextIO
 from pydantic import TypeAdapter, ValidationError
 
 from mtrain.errors import DataError, RunError
-from mtrain.io.atomic import read_lines
+from mtrain.io.lines import read_lines
 
 LEDGER_FILE = "ledger.jsonl.gz"
 _COUNTS_FILE = "ledger.json"

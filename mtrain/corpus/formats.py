@@ -21,7 +21,7 @@ from mtrain.config.corpora import (
     TsvConfig,
 )
 from mtrain.errors import DataError
-from mtrain.io.atomic import raw_lines_of, say_undecodable
+from mtrain.io.lines import raw_lines_of, say_undecodable
 
 Advance = Callable[[int], object]
 _BREAK = re.compile(r"\r?\n")

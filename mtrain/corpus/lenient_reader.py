@@ -16,7 +16,7 @@ from typing import BinaryIO, NamedTuple, cast
 from mtrain.config.corpora import CorpusConfig, NamedCorpus, TrainText, corpora_of
 from mtrain.corpus.formats import Advance, Fault, Source, paths_of, sources
 from mtrain.errors import DataError
-from mtrain.io.atomic import other_form
+from mtrain.io.lines import other_form
 
 BLOCK_PAIRS = 4096
 _BLOCK_BYTES = 1 << 20

@@ -11,7 +11,8 @@ from mtrain.config.corpora import Corpus, CorpusConfig, TrainText, corpora_of
 from mtrain.config.sections import DataConfig
 from mtrain.corpus.formats import Fault, Source, paths_of, revision_of, sources, tell_nobody
 from mtrain.errors import DataError
-from mtrain.io.atomic import read_lines, sha256
+from mtrain.io.atomic import sha256
+from mtrain.io.lines import read_lines
 
 
 class Pair(NamedTuple):
@@ -40,29 +41,6 @@ class FileMark(NamedTuple):
     size: int
     mtime_ns: int
     sha256: str
-
-
-_SLACK_TOKENS = 5  # by which a target may leave the range of length ratios
-
-
-class Profile(NamedTuple):
-    """What is usual in a training corpus; lengths are tokens with eos.
-
-    Attributes:
-        longest_src: the longest source.
-        least_ratio, most_ratio: of target to source lengths, of almost all pairs.
-        share_copied: of the pairs, how many have a target that is the source.
-    """
-
-    longest_src: int
-    least_ratio: float
-    most_ratio: float
-    share_copied: float
-
-    def holds(self, num_src: int, num_tgt: int) -> bool:
-        """Tell whether a target's length is like those of the corpus."""
-        least, most = self.least_ratio * num_src, self.most_ratio * num_src
-        return least - _SLACK_TOKENS <= num_tgt <= most + _SLACK_TOKENS
 
 
 def read_pairs(corpus: TrainText) -> Iterator[Pair]:

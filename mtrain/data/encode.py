@@ -21,13 +21,13 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
-from mtrain.config.corpora import NamedCorpus
+from mtrain.config.corpora import NamedCorpus, weight_of
 from mtrain.corpus import dropped
 from mtrain.corpus.dropped import Drop, Ledger
 from mtrain.corpus.reader import Pair, read_pairs
 from mtrain.data import arrow_shards
 from mtrain.data.arrow_shards import Contents, EncodedBlock, Lengths, Mixed, Shard
-from mtrain.data.mixture import share_out, weight_of
+from mtrain.data.mixture import share_out
 from mtrain.errors import ConfigError
 from mtrain.io.atomic import whole_file
 from mtrain.tokenizer.sentencepiece import Tokenizer

@@ -8,25 +8,32 @@ nothing that comes before.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from mtrain.data.arrow_shards import Lengths, Table, Tables
 from mtrain.data.batch import Batch, collate
 from mtrain.data.mixture import Corpus, Mixture, Take
+from mtrain.data.sampler import (
+    BatchPart,
+    Deal,
+    Dealt,
+    Indices,
+    Plan,
+    Position,
+    Share,
+    batch_cuts,
+    plan_batches,
+)
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
 WINDOW_PAIRS = 1 << 19  # that are shuffled together
 SAMPLED_WINDOW_PAIRS = 1 << 18  # sampled ids are in memory, others stay on disk
 _PAIRS_READ = 1024
-Indices = npt.NDArray[np.int64]
 
 
 def check_pairs(directory: Path, tokenizer: Tokenizer) -> int:
@@ -50,91 +57,6 @@ def read_src(directory: Path, tokenizer: Tokenizer) -> Iterator[list[list[int]]]
         for first in range(0, len(table), _PAIRS_READ):
             src, _ = table.take(np.arange(first, min(first + _PAIRS_READ, len(table))))
             yield [ids[:-1].tolist() for ids in src]
-
-
-@dataclass(frozen=True)
-class Position:
-    """The next micro-batch to read: batch `batch` of epoch `epoch`, both from 0.
-
-    The batches of an epoch's second window are numbered from the number of pairs in the first one
-    on, and so forth: a number says in which window it is, whatever the batches before it were.
-    """
-
-    epoch: int = 0
-    batch: int = 0
-
-
-class Share(NamedTuple):
-    """Pairs that one rank works on at a time; those that do not count are there for company."""
-
-    batch: Batch
-    counts: bool = True
-
-
-class Deal(NamedTuple):
-    """How the batches of an update are dealt out.
-
-    Every batch is cut into as few parts as give all ranks equally many, and the parts are dealt in
-    turn: whole batches if the ranks divide their number, rows of each if not. What an update is
-    made of does not depend on how many ranks there are.
-    """
-
-    num_batches: int
-    rank: int = 0
-    num_ranks: int = 1
-
-    @property
-    def num_parts(self) -> int:
-        """Into how many parts a batch is cut."""
-        return self.num_ranks // math.gcd(self.num_batches, self.num_ranks)
-
-    @property
-    def num_shares(self) -> int:
-        """How many shares an update has, of all ranks."""
-        return self.num_batches * self.num_parts
-
-    def of_rank(self) -> list[_Cut]:
-        """Return this rank's shares."""
-        return [
-            _Cut(*divmod(number, self.num_parts))
-            for number in range(self.rank, self.num_shares, self.num_ranks)
-        ]
-
-
-class _Cut(NamedTuple):
-    """A part of a batch of an update."""
-
-    batch: int
-    part: int
-
-
-class Dealt(NamedTuple):
-    """What one rank does of an update.
-
-    Attributes:
-        shares: its own.
-        num_tokens: target tokens of the whole update, of all ranks.
-        after: the position that follows the update.
-        deal: how the update was dealt out.
-    """
-
-    shares: list[Share]
-    num_tokens: int
-    after: Position
-    deal: Deal
-
-
-def dealt_whole(batches: Sequence[Batch], after: Position = Position()) -> Dealt:
-    """Return an update that a single rank makes."""
-    num_tokens = sum(batch.num_tgt_tokens for batch in batches)
-    return Dealt([Share(batch) for batch in batches], num_tokens, after, Deal(len(batches)))
-
-
-class Plan(NamedTuple):
-    """What an epoch looks like: its batches, and the share of their cells that is padding."""
-
-    num_batches: int
-    padding: float
 
 
 class Portion(NamedTuple):
@@ -237,7 +159,7 @@ class TrainingData:
             del batches  # they hold on to their windows
             yield Dealt(shares, num_tokens, after, deal)
 
-    def _share(self, planned: _Planned, cut: _Cut, deal: Deal) -> Share:
+    def _share(self, planned: _Planned, cut: BatchPart, deal: Deal) -> Share:
         """Read a part of a batch; of a batch with too few rows, one that does not count."""
         rows = np.array_split(planned.rows, deal.num_parts)[cut.part]
         own = rows if len(rows) else planned.rows[:1]
@@ -283,7 +205,7 @@ class TrainingData:
         )
         windows = self._mixture.num_windows
         ends = np.cumsum(total / windows).round().astype(np.int64)
-        return windows * (len(_cuts(np.arange(longest), ends, batch_tokens)) + 1)
+        return windows * (len(batch_cuts(np.arange(longest), ends, batch_tokens)) + 1)
 
     def largest(self, batch_tokens: int) -> list[Batch]:
         """Return the batches of an epoch, or of its first window, that take the most memory.
@@ -449,41 +371,3 @@ def in_batches(
         )
         for rows in plan
     ]
-
-
-def plan_batches(
-    src_lengths: Lengths, tgt_lengths: Lengths, batch_tokens: int, rng: np.random.Generator
-) -> list[Indices]:
-    """Cut all pairs into batches of like length, in random order.
-
-    A batch's rows times its longest side, source or target, padding included, is at most
-    `batch_tokens`; a single pair that is longer makes a batch of its own. Pairs whose longer sides
-    are alike go from long targets to long sources, and back at the next length, so that their
-    shorter sides are alike, too.
-    """
-    longer = np.maximum(src_lengths, tgt_lengths)
-    difference = np.where(longer % 2, src_lengths - tgt_lengths, tgt_lengths - src_lengths)
-    shuffled = rng.permutation(len(longer))
-    by_length = shuffled[np.lexsort((difference[shuffled], longer[shuffled]))]
-    ordered = longer[by_length]
-    ends = np.append(np.flatnonzero(np.diff(ordered)) + 1, len(ordered))
-    batches = np.split(by_length, _cuts(ordered[ends - 1], ends, batch_tokens))
-    return [batches[index] for index in rng.permutation(len(batches))]
-
-
-def _cuts(lengths: npt.NDArray[np.integer], ends: Indices, batch_tokens: int) -> list[int]:
-    """Return where pairs, sorted by length, are cut into batches.
-
-    Args:
-        lengths: those that there are, in order.
-        ends: for each, how many pairs are not longer.
-        batch_tokens: the budget.
-    """
-    cuts: list[int] = []
-    first = begin = 0  # of the batch, and of the pairs of a length
-    for length, end in zip(lengths.tolist(), ends.tolist(), strict=True):
-        room = max(1, batch_tokens // max(1, length))
-        here = range(max(begin, first + room), end, room)
-        cuts += here
-        first, begin = here[-1] if here else first, end
-    return cuts

@@ -109,14 +109,6 @@ class Mixture:
         return np.random.default_rng([self._seed, turn, what, table])
 
 
-def weight_of(num_pairs: int, weight: float | None, temperature: float | None) -> float:
-    """Return what a corpus weighs: what the config says, or what follows from its size.
-
-    Without weights, a corpus of n pairs weighs n ** (1 / temperature), and n without either.
-    """
-    return float(num_pairs ** (1 / (temperature or 1.0)) if weight is None else weight)
-
-
 def share_out(total: int, weights: Sequence[float]) -> list[int]:
     """Cut a number into whole parts that are as the weights; what is left goes to the nearest."""
     whole = sum(map(Fraction, weights))

@@ -15,14 +15,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from mtrain import __version__
 from mtrain.audit.pair_filter import Cleaner, cleaner
-from mtrain.config import sections
-from mtrain.config.corpora import Corpus, NamedCorpus, corpora_of
+from mtrain.config import config_file
+from mtrain.config.corpora import Corpus, NamedCorpus, corpora_of, weight_of
 from mtrain.config.sections import Config
 from mtrain.corpus import dropped as dropped_module
+from mtrain.corpus.length_stats import Profile
 from mtrain.corpus.reader import (
     FileMark,
     Pair,
-    Profile,
     changed_files,
     count_pairs,
     files_of,
@@ -33,9 +33,9 @@ from mtrain.corpus.reader import (
 from mtrain.data import arrow_shards, encode
 from mtrain.data.arrow_shards import SHARD_PAIRS
 from mtrain.data.encode import Done, Work
-from mtrain.data.mixture import weight_of
 from mtrain.errors import ConfigError, RunError
-from mtrain.io.atomic import read_lines, sha256, sha256_if_readable, whole_dir, write_lines
+from mtrain.io.atomic import sha256, sha256_if_readable, whole_dir, write_lines
+from mtrain.io.lines import read_lines
 from mtrain.run import checkpoint
 from mtrain.run.logger import Console
 from mtrain.run.run_dir import LOCK_FILE, RunDir
@@ -100,7 +100,7 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
             if not run.tokenizer_dir.is_dir():
                 with whole_dir(run.tokenizer_dir) as tokenizer_dir:
                     vocabulary.save(tokenizer_dir)
-            sections.save(config, run.config_path)
+            config_file.save(config, run.config_path)
     num_kept = begun.num_pairs - sum(dropped.values())
     console.say(f"{run.path}: tokenized {num_kept:,} training pairs")
 

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtrain.ops.linear import Logits, TopPieces, likeliest, top_pieces
+from mtrain.ops.topk import Logits, TopPieces, likeliest, top_pieces
 
 
 class State(Protocol):
@@ -44,7 +44,6 @@ class State(Protocol):
 
 S = TypeVar("S", bound=State)
 Step = Callable[[Tensor, S], Logits]
-
 NUM_GROUPS = 4  # groups of sentences that grow at once
 _FLOAT = torch.float64  # of sums of log-probabilities, and of scores
 
@@ -120,21 +119,6 @@ class Beam:
         return self.width == 1 and not self.with_scores
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How targets are drawn.
-
-    Attributes:
-        temperature: below 1 the likely pieces become likelier.
-        top_k: pieces to draw from, the likeliest; 0 is all.
-        top_p: draw from the fewest likeliest pieces that together have this probability.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-
 class NotFiniteError(ArithmeticError):
     """A step function gave no number for any piece."""
 
@@ -177,49 +161,7 @@ def beam(step: Step[S], groups: Iterator[Group[S]], settings: Beam) -> list[list
         state.reorder(beams.grow(logits_NV))
 
 
-@torch.inference_mode()
-def sample(
-    step: Step[S], group: Group[S], settings: Sampling, uniform_NT: Tensor
-) -> list[list[Hypothesis]]:
-    """Draw targets piece by piece; return those of each sentence, in the order they were drawn.
-
-    Args:
-        step: as in `beam`.
-        group: the sentences.
-        settings: what pieces are drawn from.
-        uniform_NT: numbers in [0, 1) that decide, the same number of rows for each sentence and
-            a column for each piece and eos.
-
-    Raises:
-        NotFiniteError: if the logits are not numbers.
-    """
-    state, limits = group.state, group.limits
-    num_sentences = len(limits.max_lengths_B)
-    per_sentence = len(uniform_NT) // max(num_sentences, 1)
-    device = limits.max_lengths_B.device
-    sentence_N = torch.arange(num_sentences, device=device).repeat_interleave(per_sentence)
-    state.reorder(sentence_N)
-    prefix_NP = None if limits.prefix_BP is None else limits.prefix_BP[sentence_N]
-    limits = replace(limits, max_lengths_B=limits.max_lengths_B[sentence_N], prefix_BP=prefix_NP)
-    draw_N = torch.arange(len(sentence_N), device=device)  # each is as a sentence of its own
-    rows, finished = _Rows.start(draw_N, limits), _Finished()
-    uniform_NT = uniform_NT.to(device)
-    while len(rows.ids_N):
-        drawn = _draw(step(rows.ids_N, state)[:], rows, limits, settings, uniform_NT)
-        everyone_N = torch.arange(len(rows.ids_N), device=device)
-        rows = rows.grow(everyone_N, drawn.ids_NC[:, 0], drawn.log_prob_NC[:, 0])
-        ends_N = rows.ids_N == limits.eos
-        ended = rows.take(ends_N.nonzero()[:, 0])
-        finished.add(ended, ended.sentence_N, ended.log_prob_N)
-        open_N = (~ends_N).nonzero()[:, 0]
-        rows, uniform_NT = rows.take(open_N), uniform_NT[open_N]
-        state.reorder(open_N)
-    samples = [only for (only,) in finished.in_order(len(sentence_N))]
-    firsts = range(0, len(samples), max(per_sentence, 1))
-    return [samples[first : first + per_sentence] for first in firsts]
-
-
-class _Rows(NamedTuple):
+class OpenRows(NamedTuple):
     """The open hypotheses, in the order of their sentences.
 
     Attributes:
@@ -239,17 +181,17 @@ class _Rows(NamedTuple):
     log_probs_NT: Tensor
 
     @staticmethod
-    def start(sentence_N: Tensor, limits: Limits) -> _Rows:
+    def start(sentence_N: Tensor, limits: Limits) -> OpenRows:
         """Open a hypothesis for each of these sentences."""
         ids_N, length_N = torch.full_like(sentence_N, limits.bos), torch.zeros_like(sentence_N)
         log_prob_N = torch.zeros_like(sentence_N, dtype=torch.float64)
         written_NT, log_probs_NT = ids_N[:, None][:, :0], log_prob_N[:, None][:, :0]
-        return _Rows(sentence_N, ids_N, length_N, log_prob_N, written_NT, log_probs_NT)
+        return OpenRows(sentence_N, ids_N, length_N, log_prob_N, written_NT, log_probs_NT)
 
-    def grow(self, rows_N: Tensor, ids_N: Tensor, log_prob_N: Tensor) -> _Rows:
+    def grow(self, rows_N: Tensor, ids_N: Tensor, log_prob_N: Tensor) -> OpenRows:
         """Continue old rows by one piece each; `log_prob_N` is that of the piece alone."""
         log_prob_N = log_prob_N.double()
-        return _Rows(
+        return OpenRows(
             self.sentence_N[rows_N],
             ids_N,
             self.length_N[rows_N] + 1,
@@ -258,11 +200,11 @@ class _Rows(NamedTuple):
             torch.cat([self.log_probs_NT[rows_N], log_prob_N[:, None]], 1),
         )
 
-    def take(self, rows_N: Tensor) -> _Rows:
+    def take(self, rows_N: Tensor) -> OpenRows:
         """Return the given rows, in the given order."""
-        return _Rows(*(field[rows_N] for field in self))
+        return OpenRows(*(field[rows_N] for field in self))
 
-    def join(self, others: _Rows) -> _Rows:
+    def join(self, others: OpenRows) -> OpenRows:
         """Return these rows and then others, which have written nothing yet."""
         width = int(self.length_N.max()) if len(self.length_N) else 0
         first = self.written_NT.shape[1] - width
@@ -273,7 +215,7 @@ class _Rows(NamedTuple):
             written_NT=own.written_NT.new_full((len(others.ids_N), width), -1),
             log_probs_NT=own.log_probs_NT.new_zeros((len(others.ids_N), width)),
         )
-        return _Rows(*(torch.cat(pair) for pair in zip(own, padded, strict=True)))
+        return OpenRows(*(torch.cat(pair) for pair in zip(own, padded, strict=True)))
 
     def only_piece(self, limits: Limits) -> Tensor:
         """Return the one piece that each row may write next, or -1 for any."""
@@ -287,13 +229,13 @@ class _Rows(NamedTuple):
         return torch.where((self.length_N < num_forced) & (forced_N >= 0), forced_N, only_N)
 
 
-class _Finished:
+class FinishedHypotheses:
     """The hypotheses that have ended, in the order in which they did."""
 
     def __init__(self) -> None:
         self._ended: list[tuple[Tensor, ...]] = []
 
-    def add(self, rows: _Rows, number_N: Tensor, score_N: Tensor) -> None:
+    def add(self, rows: OpenRows, number_N: Tensor, score_N: Tensor) -> None:
         """Keep rows that end with eos, of the sentences with these numbers."""
         fields = (number_N, rows.length_N, rows.written_NT, rows.log_probs_NT, rows.log_prob_N)
         self._ended.append((*fields, score_N))
@@ -371,7 +313,7 @@ class _Beams:
     """The beams of all sentences while they grow; `cell_N` is where each row stands."""
 
     def __init__(self, settings: Beam) -> None:
-        self.settings, self.finished, self.num_sentences = settings, _Finished(), 0
+        self.settings, self.finished, self.num_sentences = settings, FinishedHypotheses(), 0
 
     def start(self, limits: Limits) -> None:
         """Begin with a group."""
@@ -379,7 +321,7 @@ class _Beams:
         self.sentences = _Sentences.start(limits, self.settings, self.num_sentences)
         self.num_sentences += len(limits.max_lengths_B)
         local_B = self.sentences.number_B - self.sentences.number_B[:1]
-        self.rows, self.cell_N = _Rows.start(local_B, limits), local_B * self.settings.width
+        self.rows, self.cell_N = OpenRows.start(local_B, limits), local_B * self.settings.width
 
     def has_room(self, limits: Limits) -> bool:
         """Tell whether another group may join."""
@@ -436,7 +378,7 @@ class _Beams:
         parent_N = cell_N // width * width + choice_N // num_candidates
         return _Chosen(row_of_cell_R[parent_N], choice_N % num_candidates, cell_N)
 
-    def _finish(self, ended: _Rows, cell_N: Tensor) -> None:
+    def _finish(self, ended: OpenRows, cell_N: Tensor) -> None:
         """Close the places of hypotheses that have ended, and note their scores."""
         width, sentences = self.settings.width, self.sentences
         num_sentences = len(sentences.number_B)
@@ -451,7 +393,7 @@ class _Beams:
             best_BM=scores.topk(self.settings.num_best)[0],
         )
 
-    def _can_win(self, still_open: _Rows) -> Tensor:
+    def _can_win(self, still_open: OpenRows) -> Tensor:
         """Tell for each open hypothesis whether its sentence may still find better."""
         sentence_N = still_open.sentence_N
         length_N = self.sentences.max_lengths_B[sentence_N]
@@ -476,7 +418,7 @@ def _without_scores(found: list[list[Hypothesis]]) -> list[list[Hypothesis]]:
     return [[Hypothesis(own.ids, [], math.nan, math.nan) for own in best] for best in found]
 
 
-def _best_pieces(logits_NV: Logits, rows: _Rows, limits: Limits, settings: Beam) -> TopPieces:
+def _best_pieces(logits_NV: Logits, rows: OpenRows, limits: Limits, settings: Beam) -> TopPieces:
     """Rank the next pieces of each row, as far as the limits allow any.
 
     To a blind search, whatever is allowed is certain.
@@ -484,7 +426,7 @@ def _best_pieces(logits_NV: Logits, rows: _Rows, limits: Limits, settings: Beam)
     count = settings.width
     if limits.no_repeat_ngram:
         logits_NV = logits_NV[:]
-        allowed_NV = _allowed(logits_NV, rows, limits)
+        allowed_NV = allowed_tokens(logits_NV, rows, limits)
         ids_NC = top_pieces(allowed_NV, limits.never, count).ids_NC
         log_total_N1 = logits_NV.logsumexp(-1, keepdim=True)
         top = TopPieces(ids_NC, allowed_NV.gather(1, ids_NC) - log_total_N1)
@@ -505,7 +447,7 @@ def _best_pieces(logits_NV: Logits, rows: _Rows, limits: Limits, settings: Beam)
     return top
 
 
-def _allowed(logits_NV: Tensor, rows: _Rows, limits: Limits) -> Tensor:
+def allowed_tokens(logits_NV: Tensor, rows: OpenRows, limits: Limits) -> Tensor:
     """Forbid what is never written, and what would write n pieces in a row a second time."""
     allowed_NV, written_NT, n = logits_NV.clone(), rows.written_NT, limits.no_repeat_ngram
     for index in limits.never:
@@ -519,31 +461,3 @@ def _allowed(logits_NV: Tensor, rows: _Rows, limits: Limits) -> Tensor:
     row, window = is_repeat_NL.nonzero(as_tuple=True)
     allowed_NV[row, windows_NLn[row, window, -1]] = -torch.inf
     return allowed_NV
-
-
-def _draw(
-    logits_NV: Tensor, rows: _Rows, limits: Limits, settings: Sampling, uniform_NT: Tensor
-) -> TopPieces:
-    """Draw the next piece of each row; its log-probability is the model's own."""
-    allowed_NV = _allowed(logits_NV, rows, limits)
-    only_N = rows.only_piece(limits)
-    bound_N = (only_N >= 0).nonzero()[:, 0]
-    allowed_NV[bound_N] = -torch.inf
-    allowed_NV[bound_N, only_N[bound_N]] = 0.0
-    if 0 < settings.top_k < allowed_NV.shape[1]:
-        least_N1 = allowed_NV.topk(settings.top_k)[0][:, -1:]
-        allowed_NV = allowed_NV.masked_fill(allowed_NV < least_N1, -torch.inf)
-    probs_NV = (allowed_NV.double() / settings.temperature).softmax(-1)
-    if settings.top_p < 1:
-        sorted_NV, order_NV = probs_NV.sort(dim=-1, descending=True, stable=True)
-        is_beyond_NV = sorted_NV.cumsum(-1) - sorted_NV >= settings.top_p
-        probs_NV.scatter_(1, order_NV, sorted_NV.masked_fill(is_beyond_NV, 0.0))
-    below_NV = probs_NV.cumsum(-1)
-    if not below_NV[:, -1].isfinite().all():
-        raise NotFiniteError
-    point_N1 = uniform_NT[:, rows.written_NT.shape[1], None] * below_NV[:, -1:]
-    ids_N1 = torch.searchsorted(below_NV, point_N1, right=True).clamp(max=below_NV.shape[1] - 1)
-    log_prob_N1 = logits_NV.double().log_softmax(-1).gather(1, ids_N1)
-    if not log_prob_N1.isfinite().all():
-        raise NotFiniteError
-    return TopPieces(ids_N1, log_prob_N1)

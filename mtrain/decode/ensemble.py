@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mtrain.model.kv_cache import DecoderState
 from mtrain.model.transformer import Transformer
-from mtrain.ops.linear import Logits
+from mtrain.ops.topk import Logits
 
 
 class Padded(NamedTuple):

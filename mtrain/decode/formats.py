@@ -5,25 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from torch import Tensor
-
-from mtrain.corpus.reader import Profile
+from mtrain.decode.alignment import Link
 
 Format = Literal["text", "tsv", "jsonl"]
-
-_MAX_REPEATS = 3  # of a phrase in a row, before it is a loop
-_MAX_PHRASE = 8  # pieces
-_SPACE = "\u2581"  # as SentencePiece writes it
-_USUAL_SHARE = 0.05  # of the training pairs that are copies, from which on a copy is no flaw
-
-
-class Link(NamedTuple):
-    """A source word and a target word that belong together, counted from 0."""
-
-    src: int
-    tgt: int
 
 
 @dataclass(frozen=True)
@@ -59,79 +45,6 @@ class Line:
     number: int
     src: str
     best: list[Translation]
-
-
-def find_flaws(
-    src: str,
-    tgt: str,
-    src_ids: Sequence[int],
-    tgt_pieces: Sequence[str],
-    profile: Profile | None,
-) -> list[str]:
-    """Name what looks wrong about a translation.
-
-    Args:
-        src, tgt: the text of both sides.
-        src_ids, tgt_pieces: the pieces of both sides, without bos and eos.
-        profile: of the training corpus, if it is known.
-    """
-    flaws = []
-    repeats = _count_repeats(tgt_pieces)
-    if repeats > _MAX_REPEATS and repeats > _count_repeats(src_ids):
-        flaws.append("loop")
-    if not tgt.strip():
-        flaws.append("empty")
-    elif tgt.strip() == src.strip():
-        if profile is None or profile.share_copied < _USUAL_SHARE:
-            flaws.append("copy")
-    elif profile is not None and not profile.holds(len(src_ids) + 1, len(tgt_pieces) + 1):
-        flaws.append("length")
-    return flaws
-
-
-def _count_repeats(ids: Sequence[object]) -> int:
-    """Count how often a phrase stands in a row, at most."""
-    most = 1 if ids else 0
-    for size in range(1, min(_MAX_PHRASE, len(ids) // 2) + 1):
-        same = 0
-        for place in range(size, len(ids)):
-            same = same + 1 if ids[place] == ids[place - size] else 0
-            most = max(most, 1 + same // size)
-    return most
-
-
-def align_words(weights_TS: Tensor, src_words: Sequence[int], tgt: Sequence[str]) -> list[Link]:
-    """Link each target word to the source word that it attends to most.
-
-    Args:
-        weights_TS: what each target piece gives to each source piece, [T, S] or larger.
-        src_words: which word each source piece belongs to.
-        tgt: the target pieces, as SentencePiece writes them.
-    """
-    tgt_words = number_words(tgt)
-    if not src_words or all(piece == _SPACE for piece in tgt):
-        return []
-    first = min(src_words)
-    by_word = weights_TS.new_zeros((tgt_words[-1] + 1, max(src_words) - first + 1))
-    for place, word in enumerate(tgt_words):
-        own = weights_TS[place, : len(src_words)]
-        by_word[word].index_add_(0, own.new_tensor(src_words).long() - first, own)
-    return [Link(first + int(src_word), word) for word, src_word in enumerate(by_word.argmax(1))]
-
-
-def number_words(pieces: Sequence[str]) -> list[int]:
-    """Return which word each piece belongs to; a piece with a leading space begins one.
-
-    Pieces that are a space alone belong to the word that follows, or at the end to the last one.
-    """
-    words, word, is_open = [], 0, False
-    for piece in pieces:
-        if piece.startswith(_SPACE) and is_open:
-            word, is_open = word + 1, False
-        is_open = is_open or piece != _SPACE
-        words.append(word)
-    last = word if is_open else max(word - 1, 0)
-    return [min(word, last) for word in words]
 
 
 def join(parts: Sequence[Translation]) -> Translation:

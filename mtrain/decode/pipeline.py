@@ -10,18 +10,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, islice, pairwise
 from typing import Literal, NamedTuple
 
-from mtrain.corpus.reader import Profile
+from mtrain.corpus.length_stats import Profile
+from mtrain.decode.alignment import Link, align_words, number_words
 from mtrain.decode.beam import Hypothesis
-from mtrain.decode.formats import (
-    NOTHING,
-    Line,
-    Link,
-    Translation,
-    align_words,
-    find_flaws,
-    join,
-    number_words,
-)
+from mtrain.decode.flags import find_flaws
+from mtrain.decode.formats import NOTHING, Line, Translation, join
 from mtrain.decode.translator import Source, Translator
 from mtrain.errors import DataError
 from mtrain.tokenizer.sentencepiece import Vocabulary

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mtrain.config.sections import DecodingConfig, ModelConfig
+from mtrain.config.sections import DecodingConfig
 from mtrain.data.batch import keep_first, pad_right
 from mtrain.decode.beam import (
     NUM_GROUPS,
@@ -22,20 +20,18 @@ from mtrain.decode.beam import (
     Hypothesis,
     Limits,
     NotFiniteError,
-    Sampling,
     Step,
     beam,
-    sample,
 )
 from mtrain.decode.ensemble import Ensemble, EnsembleState, Padded
 from mtrain.decode.gather import exchange, exchange_numbers, exchange_tensors
+from mtrain.decode.sampling import Sampling, sample
 from mtrain.errors import ConfigError, RunError
-from mtrain.model.transformer import Transformer, count_weights
-from mtrain.ops import attention
-from mtrain.ops.linear import Logits, lay_out, quantize_int8
-from mtrain.run import checkpoint
+from mtrain.model.transformer import Transformer
+from mtrain.ops.topk import Logits
+from mtrain.run.load_model import Loading, load_model
 from mtrain.run.run_dir import RunDir
-from mtrain.runtime.device import pick_device
+from mtrain.runtime.device import avoid_cudnn_attention, keep_freed_memory, pick_device
 from mtrain.runtime.process_group import ALONE, Team
 from mtrain.runtime.thread_pool import Workers
 from mtrain.tokenizer import sentencepiece
@@ -306,29 +302,10 @@ def _cut(lengths: Sequence[int], max_cells: float) -> Iterator[slice]:
         yield slice(first, len(lengths))
 
 
-@dataclass(frozen=True)
-class Loading:
-    """How models are loaded.
-
-    Attributes:
-        device: `auto`, cpu, cuda, ...
-        precision: of states and products; `auto` is float32.
-        quantize: int8 keeps and multiplies 8 bits of each weight, on a CPU.
-        step: the weights of this checkpoint, instead of the run's result.
-        team: the ranks that share the work, each on a device of its own.
-    """
-
-    device: str = "auto"
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    quantize: Literal["int8"] | None = None
-    step: int | None = None
-    team: Team = ALONE
-
-
 def load(
     runs: RunDir | Sequence[RunDir],
     decoding: DecodingConfig | None = None,
-    loading: Loading = Loading(),
+    loading: Loading = Loading(),  # noqa: B008 - frozen
     wanted: Wanted = Wanted(),
 ) -> Translator:
     """Load the model of a run folder, or of several as an ensemble, ready to translate.
@@ -342,15 +319,15 @@ def load(
     """
     if loading.quantize is not None and loading.precision == "bfloat16":
         raise ConfigError("`--quantize` must not stand beside `--precision bfloat16`, but does.")
-    attention.keep_freed_memory()
-    attention.avoid_cudnn_attention()
+    keep_freed_memory()
+    avoid_cudnn_attention()
     folders = [runs] if isinstance(runs, RunDir) else list(runs)
     config_of = [run.load_config() for run in folders]
     device = pick_device(loading.team.device_name(loading.device))
     tokenizers = [sentencepiece.load(run.tokenizer_dir) for run in folders]
     readers = _readers(folders, tokenizers)
     models = [
-        _load_model(run, config.model, own, loading, device)
+        load_model(run, config.model, own, loading, device)
         for run, config, own in zip(folders, config_of, tokenizers, strict=True)
     ]
     settings = decoding or config_of[0].decoding
@@ -372,84 +349,3 @@ def _readers(folders: list[RunDir], tokenizers: list[Tokenizer]) -> list[Vocabul
             )
         readers.append(next((one for one in readers if one.model == own.src.model), own.src))
     return readers
-
-
-def _load_model(
-    run: RunDir, config: ModelConfig, vocabulary: Tokenizer, loading: Loading, device: torch.device
-) -> Transformer:
-    path = _weights_path(run, loading.step)
-    weights = checkpoint.load_model(path, vocabulary.fingerprint())
-    held = sum(tensor.numel() for tensor in weights.values())
-    needed = count_weights(config, len(vocabulary.src), len(vocabulary.tgt))
-    if needed > held:  # before a model takes the memory that only its config asks for
-        raise RunError(
-            f"{path}: `model` of config.yaml asks for {needed:,} weights, but it holds {held:,} "
-            "instead; restore the run's own config.yaml."
-        )
-    model = build_model(config, vocabulary)
-    set_weights(model, weights, path)
-    model.to(device).eval()
-    if loading.precision == "bfloat16":
-        model.compute_in(torch.bfloat16)
-    if loading.quantize is not None:
-        if device.type != "cpu":
-            raise ConfigError(f"`--quantize` must run on the cpu, but runs on {device} instead.")
-        quantize_int8(model)
-    elif loading.precision != "bfloat16":
-        lay_out(model)
-    return model
-
-
-def _weights_path(run: RunDir, step: int | None) -> Path:
-    if step is None:
-        return run.model_path
-    found = checkpoint.steps(run.checkpoints_dir)
-    if step not in found:
-        raise RunError(
-            f"{run.path}: must have a checkpoint of step {step:,}, but has those of "
-            f"{', '.join(f'{own:,}' for own in found) or 'none'} instead."
-        )
-    return found[step] / "model.safetensors"
-
-
-def build_model(config: ModelConfig, vocabulary: Tokenizer) -> Transformer:
-    """Return an untrained model for these vocabularies.
-
-    Raises:
-        ConfigError: if this machine has not the memory for its weights.
-    """
-    num_src, num_tgt = len(vocabulary.src), len(vocabulary.tgt)
-    needed = 4 * count_weights(config, num_src, num_tgt)
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > there:
-        raise ConfigError(
-            f"`model` must fit into this machine's memory of {there / 2**30:,.1f} GiB, but its "
-            f"weights need {needed / 2**30:,.1f} GiB."
-        )
-    return Transformer(config, num_src, num_tgt)
-
-
-def set_weights(
-    model: Transformer, weights: checkpoint.Weights, path: Path, team: Team = ALONE
-) -> None:
-    """Fill `model` with weights that were read from `path`; tied weights were stored once.
-
-    Raises:
-        RunError: if the weights are those of another model.
-    """
-    own = dict(model.named_parameters())
-    for name, parameter in own.items():
-        if name not in weights or weights[name].shape != parameter.shape:
-            found = tuple(weights[name].shape) if name in weights else "missing"
-            raise RunError(
-                f"{path}: `{name}` must have the shape {tuple(parameter.shape)} that config.yaml "
-                f"asks for, but is {found} instead; restore the run's own config.yaml."
-            )
-        if not weights[name].is_floating_point():
-            raise RunError(
-                f"{path}: `{name}` must hold floating-point numbers, but holds "
-                f"{weights[name].dtype} instead."
-            )
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(team.laid_out_as(weights[name], parameter))

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from mtrain import demo_corpus
-from mtrain.config import json_schema, sections
+from mtrain.config import config_file, json_schema
 from mtrain.data.prepare import prepare
 from mtrain.decode import translator
 from mtrain.decode.pipeline import Warn
@@ -78,7 +78,7 @@ def demo(directory: Path, console: Console) -> None:
         with whole_file(config_path) as beside:
             beside.write_text(config_text(str(corpus), str(directory)), encoding="utf-8")
             json_schema.put_beside(config_path)
-    config, run = sections.load(config_path), RunDir(directory)
+    config, run = config_file.load(config_path), RunDir(directory)
     prepare(config, run, console)
     if run.model_path.exists():
         console.say(f"{directory}: trained already")

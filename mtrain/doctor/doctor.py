@@ -13,13 +13,14 @@ from mtrain.corpus import dropped
 from mtrain.corpus.reader import changed_files
 from mtrain.data import loader, prepare
 from mtrain.decode.beam import Hypothesis
-from mtrain.decode.translator import Loading, Source, build_model, load, set_weights
+from mtrain.decode.translator import Source, load
 from mtrain.doctor import replay
 from mtrain.doctor.replay import Replayed, Span
 from mtrain.errors import ConfigError, RunError, UserError, WriteError
 from mtrain.model.transformer import num_parameters
 from mtrain.run import checkpoint
 from mtrain.run.checkpoint import Weights
+from mtrain.run.load_model import Loading, build_model, set_weights
 from mtrain.run.logger import Console, read_metrics
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.device import pick_device

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 
 from mtrain.config.sections import Config
-from mtrain.ops import attention
 from mtrain.run import checkpoint
 from mtrain.run.checkpoint import Checkpoint, MadeWith, Weights
 from mtrain.run.logger import RunLog, read_metrics
 from mtrain.run.run_dir import RunDir
+from mtrain.runtime import device
 from mtrain.runtime.signals import Signals
 from mtrain.train.trainer import Trainer
 
@@ -59,7 +59,7 @@ def replay(config: Config, run: RunDir, span: Span) -> Replayed:
         RunError, ConfigError: if the training cannot go on from the older checkpoint here.
         WriteError: if the temporary folder cannot be written.
     """
-    attention.keep_freed_memory()
+    device.keep_freed_memory()
     made = checkpoint.load_made_with(span.newer)
     with tempfile.TemporaryDirectory(prefix="mtrain-") as folder, _threads(made):
         scratch = _Scratch(Path(folder), run)

@@ -20,7 +20,7 @@ from mtrain.evaluate.breakdown import Breakdown, Contrast
 from mtrain.evaluate.evaluation import TestResult, evaluate, read_tests
 from mtrain.evaluate.metrics import ScoringOptions, score
 from mtrain.evaluate.significance import Comparison, Output
-from mtrain.io import atomic
+from mtrain.io.lines import read_lines
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
 
@@ -179,7 +179,7 @@ def _read_file(path: Path, tests: Mapping[str, Lines]) -> list[str]:
             f"{path}: must be compared on one test set, but there are {', '.join(tests)}; choose "
             "one with `--tests`."
         )
-    lines = list(atomic.read_lines(path))
+    lines = list(read_lines(path))
     for name, test in tests.items():
         if len(lines) != len(test.tgt):
             raise ConfigError(

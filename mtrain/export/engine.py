@@ -7,10 +7,11 @@ from pathlib import Path
 
 from mtrain.config.sections import DecodingConfig
 from mtrain.decode.beam import Hypothesis, length_penalty
-from mtrain.decode.translator import Loading, Source, Translator, load
+from mtrain.decode.translator import Source, Translator, load
 from mtrain.errors import ConfigError
 from mtrain.export.ctranslate2 import CTranslate2Copy, num_positions
 from mtrain.export.export import Say, ensure
+from mtrain.run.load_model import Loading
 from mtrain.run.run_dir import RunDir
 
 

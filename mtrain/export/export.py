@@ -14,7 +14,7 @@ from mtrain import __version__
 from mtrain.config.sections import Config
 from mtrain.data import prepare
 from mtrain.data.prepare import Lines
-from mtrain.decode.translator import Loading, Source, Translator, load
+from mtrain.decode.translator import Source, Translator, load
 from mtrain.errors import ConfigError, RunError
 from mtrain.evaluate import metrics
 from mtrain.export import ctranslate2, huggingface, parity
@@ -22,6 +22,7 @@ from mtrain.export.model_card import Card, ctranslate2_readme, marian_readme
 from mtrain.export.parity import Comparison, Copy
 from mtrain.io.atomic import sha256_if_readable, whole_dir, write_lines
 from mtrain.model.transformer import num_parameters
+from mtrain.run.load_model import Loading
 from mtrain.run.run_dir import RunDir
 
 Target = Literal["ctranslate2", "huggingface"]

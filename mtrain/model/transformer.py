@@ -19,8 +19,11 @@ from torch import Tensor, nn
 
 from mtrain.config.sections import ModelConfig
 from mtrain.model.kv_cache import DecoderState
-from mtrain.ops.attention import Dropout, LayerNorm, add_norm, attend, attention, parts
-from mtrain.ops.linear import Linear, Logits, Projection, rectified
+from mtrain.ops.attention import attend, attention, parts
+from mtrain.ops.dropout import Dropout
+from mtrain.ops.layer_norm import LayerNorm, add_norm
+from mtrain.ops.linear import Linear, rectified
+from mtrain.ops.topk import Logits, Projection
 
 Sublayer = Callable[[Tensor], Tensor]
 _WORTH_READING = 512  # positions of sources of one length that are read apart from others

@@ -7,44 +7,21 @@ in the plain formula that stands beside them. A test checks each against the for
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import ctypes.util
 import itertools
-import random
-import sys
-import threading
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from mtrain.ops import native
+from mtrain.ops.dropout import NO_DROPOUT, Dropout, Drops
 from mtrain.ops.native import Functions, functions_for
 
 _SHORT = 128  # up to this many keys, plain batched products beat the fused kernel on a CPU
 _MOST_KEYS = {torch.float32: 128, torch.bfloat16: 512}  # that compiled attention wins with
-_LEVELS = 1 << 16  # of a dropout rate
-
-
-class LayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm` that computes in the type of its weights, and answers in that of its input."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return `input` normalised over its last dimension."""
-        result: Tensor = super().forward(input.to(self.weight.dtype)).to(input.dtype)
-        return result
-
-
-def add_norm(x: Tensor, branch: Tensor, dropout: Dropout, norm: LayerNorm) -> Tensor:
-    """Return LayerNorm(x + Dropout(branch))."""
-    functions = functions_for(x, branch)
-    if functions is None or norm.weight.dtype != torch.float32:
-        plain: Tensor = norm(x + dropout(branch))
-        return plain
-    return _run(_AddNorm, x, branch, norm.weight, norm.bias, norm.eps, dropout.draw(), functions)
+DROPOUT_LEVELS = 1 << 16  # of a dropout rate
 
 
 class _Forgetful:
@@ -54,7 +31,7 @@ class _Forgetful:
         """Keep nothing."""
 
 
-def _run(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+def run_compiled(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     """Run a function; where no gradient is wanted, without what keeps it."""
     result: Tensor
     if torch.is_grad_enabled():
@@ -62,39 +39,6 @@ def _run(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     else:
         result = function.forward(_Forgetful(), *arguments)
     return result
-
-
-class _AddNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        branch: Tensor,
-        gain: Tensor,
-        bias: Tensor,
-        eps: float,
-        drops: Drops,
-        functions: Functions,
-    ) -> Tensor:
-        x, branch = x.contiguous(), branch.contiguous()
-        width = x.shape[-1]
-        rows = x.numel() // width
-        out, mean, rstd = torch.empty_like(x), gain.new_empty(rows), gain.new_empty(rows)
-        tensors = (x, branch, gain, bias, out, mean, rstd)
-        functions.call("add_norm", tensors, rows, width, eps, *drops)
-        ctx.save_for_backward(x, branch, gain, mean, rstd)
-        ctx.drops, ctx.functions = drops, functions
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, branch, gain, mean, rstd = ctx.saved_tensors
-        grad_x, grad_branch = torch.empty_like(x), torch.empty_like(x)
-        grad_gain, grad_bias = torch.zeros_like(gain), torch.zeros_like(gain)
-        grads = (grad_x, grad_branch, grad_gain, grad_bias)
-        tensors = (grad.contiguous(), x, branch, gain, mean, rstd, *grads)
-        ctx.functions.call("add_norm_grad", tensors, len(mean), len(gain), *ctx.drops)
-        return *grads, None, None, None
 
 
 def attention(
@@ -111,8 +55,8 @@ def attention(
     """
     functions = functions_for(q, k, v)
     if functions is not None and q.dim() == 4 and k.shape[-2] <= _MOST_KEYS[q.dtype]:
-        drops = dropout.draw() if dropout is not None else _NO_DROPS
-        return _run(_Attention, q, k, v, keep, drops, functions)
+        drops = dropout.draw() if dropout is not None else NO_DROPOUT
+        return run_compiled(_Attention, q, k, v, keep, drops, functions)
     rate = dropout.rate if dropout is not None and dropout.training else 0.0
     is_cpu = q.device.type == "cpu"
     is_short = q.dtype in (torch.bfloat16, torch.float16)
@@ -252,132 +196,3 @@ def _attention_shape(
     shape.scale = q.shape[-1] ** -0.5
     shape.cut, shape.dropout_scale, shape.seed = drops
     return shape
-
-
-class Drops(NamedTuple):
-    """What one call of dropout drops: 16 bits of a hash of (seed, place) below `cut`."""
-
-    cut: int
-    scale: float
-    seed: int
-
-
-_NO_DROPS = Drops(0, 1.0, 0)
-
-
-class Dropout(nn.Module):
-    """`nn.Dropout` from 16 random bits an element: on a CPU a fraction of the time."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
-
-    def draw(self) -> Drops:
-        """Decide what the next call drops: nothing, unless training."""
-        if not self.training or self.rate == 0:
-            return _NO_DROPS
-        cut = min(max(round(self.rate * _LEVELS), 1), _LEVELS - 1)
-        return Drops(cut, _LEVELS / (_LEVELS - cut), _next_seed())
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Zero a share `rate` of `x` and scale the rest, while training."""
-        if not self.training or self.rate == 0:
-            return x
-        if x.device.type != "cpu":
-            return F.dropout(x, self.rate)
-        result: Tensor = _Dropout.apply(  # type: ignore[no-untyped-call]
-            x, self.draw(), functions_for(x)
-        )
-        return result
-
-
-class _Dropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, drops: Drops, functions: Functions | None) -> Tensor:
-        ctx.drops, ctx.functions = drops, functions
-        if functions is not None:
-            return _drop(x, drops, functions)
-        rng = torch.Generator().manual_seed(drops.seed)
-        words = torch.empty((x.numel() + 3) // 4, dtype=torch.int64)
-        words.random_(-(2**63), None, generator=rng)
-        bits = words.view(torch.int16)[: x.numel()].view(x.shape)
-        keep = bits >= drops.cut - _LEVELS // 2
-        ctx.save_for_backward(keep)
-        return torch.ops.aten.native_dropout_backward(x, keep, drops.scale)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.functions is not None:
-            return _drop(grad, ctx.drops, ctx.functions), None, None
-        (keep,) = ctx.saved_tensors
-        return torch.ops.aten.native_dropout_backward(grad, keep, ctx.drops.scale), None, None
-
-
-def _drop(x: Tensor, drops: Drops, functions: Functions) -> Tensor:
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    functions.call("dropout", (x, out), x.numel(), *drops)
-    return out
-
-
-class _Seeds(threading.local):
-    source: random.Random | None = None
-
-
-_SEEDS = _Seeds()
-
-
-@contextlib.contextmanager
-def dropout_seeds(seed: int | None) -> Iterator[None]:
-    """Let all dropout of this thread follow from `seed`, whatever other threads draw.
-
-    With None it follows from PyTorch's own generator.
-    """
-    _SEEDS.source = None if seed is None else random.Random(seed)
-    try:
-        yield
-    finally:
-        _SEEDS.source = None
-
-
-def _next_seed() -> int:
-    if _SEEDS.source is not None:
-        return _SEEDS.source.getrandbits(32)
-    return int(torch.randint(2**32, ()))
-
-
-def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """Return the type of a model's states and products for `precision`."""
-    if precision == "bfloat16":
-        return torch.bfloat16
-    if precision == "float16":
-        return torch.float16
-    if precision == "float32":
-        return torch.float32
-    if device.type == "cuda":
-        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if has_bfloat16 else torch.float32
-    fast = device.type == "cpu" and native.processor_has("avx512_bf16", "amx_tile")
-    return torch.bfloat16 if fast else torch.float32
-
-
-def avoid_cudnn_attention() -> None:
-    """Keep a GPU from the attention that makes a plan for each shape: batches have thousands.
-
-    PyTorch prefers it on some GPUs, and a plan takes up to a second.
-    """
-    torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-def keep_freed_memory() -> None:
-    """Make glibc keep large freed blocks, so that no step faults its memory in again."""
-    if not sys.platform.startswith("linux"):
-        return
-    try:
-        mallopt = ctypes.CDLL(ctypes.util.find_library("c")).mallopt
-    except (OSError, AttributeError):
-        return
-    trim_threshold, top_pad, mmap_max = -1, -2, -4
-    mallopt(mmap_max, 0)
-    mallopt(trim_threshold, 2**31 - 1)
-    mallopt(top_pad, 256 << 20)

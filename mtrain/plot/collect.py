@@ -22,12 +22,14 @@ from mtrain.config.sections import Config
 from mtrain.data import prepare
 from mtrain.data.arrow_shards import Lengths
 from mtrain.data.batch import Batch, collate
-from mtrain.data.loader import Position, TrainingData
-from mtrain.decode.translator import Loading, Source, Translator, load
+from mtrain.data.loader import TrainingData
+from mtrain.data.sampler import Position
+from mtrain.decode.translator import Source, Translator, load
 from mtrain.errors import ConfigError, RunError, UserError
-from mtrain.io.atomic import read_lines
+from mtrain.io.lines import read_lines
 from mtrain.model.transformer import near_keep, sinusoids
 from mtrain.run import checkpoint
+from mtrain.run.load_model import Loading
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer

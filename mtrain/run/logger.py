@@ -15,7 +15,8 @@ from typing import Any, NoReturn, Protocol
 from tqdm import tqdm
 
 from mtrain.errors import WriteError
-from mtrain.io.atomic import append, read_lines, write_lines
+from mtrain.io.atomic import append, write_lines
+from mtrain.io.lines import read_lines
 from mtrain.io.text_width import fitted
 from mtrain.run.tensorboard import Board
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtrain.config import sections
+from mtrain.config import config_file
 from mtrain.config.sections import Config
 from mtrain.errors import ConfigError, DataError, RunError, UserError, WriteError
 from mtrain.io.atomic import making, sweep
@@ -166,6 +166,6 @@ class RunDir:
                 "`mtrain train CONFIG` makes one."
             )
         try:
-            return sections.load(self.config_path)
+            return config_file.load(self.config_path)
         except ConfigError as error:
             raise RunError(f"{error} Restore the file from the run's own copy.") from None

@@ -5,17 +5,13 @@ Knows that a model can compile its layers, and nothing of what they compute.
 
 from __future__ import annotations
 
-import importlib.util
-from contextlib import AbstractContextManager, nullcontext
+import ctypes.util
+import sys
 
 import torch
 
-from mtrain.config.sections import Config
 from mtrain.errors import ConfigError
-from mtrain.model.transformer import Transformer
-from mtrain.runtime.process_group import Team
-
-_MOST_SHAPES = 32  # kinds of shapes that a layer is compiled for: sides of one place, and so on
+from mtrain.ops import native
 
 
 def pick_device(name: str, key: str = "device") -> torch.device:
@@ -40,40 +36,38 @@ def pick_device(name: str, key: str = "device") -> torch.device:
     return device
 
 
-def device_of(config: Config, team: Team) -> torch.device:
-    """Return the device that a rank of this training runs on.
+def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """Return the type of a model's states and products for `precision`."""
+    if precision == "bfloat16":
+        return torch.bfloat16
+    if precision == "float16":
+        return torch.float16
+    if precision == "float32":
+        return torch.float32
+    if device.type == "cuda":
+        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if has_bfloat16 else torch.float32
+    fast = device.type == "cpu" and native.processor_has("avx512_bf16", "amx_tile")
+    return torch.bfloat16 if fast else torch.float32
 
-    Raises:
-        ConfigError: if there is no such device here.
+
+def avoid_cudnn_attention() -> None:
+    """Keep a GPU from the attention that makes a plan for each shape: batches have thousands.
+
+    PyTorch prefers it on some GPUs, and a plan takes up to a second.
     """
-    key = "training.device"
-    device = pick_device(team.device_name(config.training.device, key), key)
-    if device.index is not None and device.type == "cuda":
-        torch.cuda.set_device(device)  # whose random numbers are drawn and saved
-    return device
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def compile_layers(model: Transformer, device: torch.device, config: Config, team: Team) -> bool:
-    """Compile a model that is trained on a GPU, if that is wanted and can be done; tell whether."""
-    settings = config.training
-    is_wanted = device.type == "cuda" and settings.compile
-    is_whole = team.size == 1 or settings.parallel == "ddp"
-    if not is_wanted or not is_whole or importlib.util.find_spec("triton") is None:
-        return False
-    import torch._dynamo.config as compiler
-    import torch._functorch.config as lowering
-
-    compiler.suppress_errors = True  # what does not compile runs as it is
-    if hasattr(lowering, "force_non_lazy_backward_lowering"):  # or it is told too late
-        lowering.force_non_lazy_backward_lowering = True
-    compiler.recompile_limit = max(_MOST_SHAPES, compiler.recompile_limit)
-    model.compile_layers()
-    return True
-
-
-def uncompiled(is_compiled: bool) -> AbstractContextManager[object]:
-    """Compile nothing anew for what happens seldom, if layers are compiled."""
-    if not is_compiled:
-        return nullcontext()
-    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
-    return stance
+def keep_freed_memory() -> None:
+    """Make glibc keep large freed blocks, so that no step faults its memory in again."""
+    if not sys.platform.startswith("linux"):
+        return
+    try:
+        mallopt = ctypes.CDLL(ctypes.util.find_library("c")).mallopt
+    except (OSError, AttributeError):
+        return
+    trim_threshold, top_pad, mmap_max = -1, -2, -4
+    mallopt(mmap_max, 0)
+    mallopt(trim_threshold, 2**31 - 1)
+    mallopt(top_pad, 256 << 20)

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import torch
 
-from mtrain.ops import attention, native
-from mtrain.runtime.device import pick_device
+from mtrain.ops import native
+from mtrain.runtime.device import compute_dtype, pick_device
 
 
 def describe() -> Iterator[str]:
     """Yield versions, the device that `auto` takes, and the precision that `auto` is there."""
     device = pick_device("auto")
-    dtype = str(attention.compute_dtype("auto", device)).removeprefix("torch.")
+    dtype = str(compute_dtype("auto", device)).removeprefix("torch.")
     yield f"python     {platform.python_version()}"
     yield f"torch      {torch.__version__}"
     yield f"device     {_device(device)}"

@@ -21,10 +21,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from mtrain.data.batch import Batch
-from mtrain.data.loader import Dealt
+from mtrain.data.sampler import Dealt
 from mtrain.errors import ConfigError, RunError
 from mtrain.model.transformer import Transformer
-from mtrain.ops import attention
+from mtrain.ops import dropout
 from mtrain.runtime.process_group import Team
 from mtrain.train.gradients import Gradients, Part, Task, is_out_of_memory, loss_of
 from mtrain.train.loss import LossSum
@@ -157,7 +157,7 @@ class Replicas(SharedGradients):
             RunError: if the memory runs out later, when other ranks count on this one.
         """
         self._seed_device(task)
-        with attention.dropout_seeds(task.seed):
+        with dropout.dropout_seeds(task.seed):
             try:
                 sums: LossSum | None = self._replica(task.batch)
             except (MemoryError, RuntimeError) as error:
@@ -203,7 +203,7 @@ class Shards(SharedGradients):
         self._sharded.set_requires_gradient_sync(is_last)
         (task,) = self.share_out(batch, divisor)
         self._seed_device(task)
-        with attention.dropout_seeds(task.seed):
+        with dropout.dropout_seeds(task.seed):
             return [_with_memory(lambda: _backward(self._call(task.batch), task))]
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from mtrain.data.batch import Batch
-from mtrain.data.loader import Dealt
+from mtrain.data.sampler import Dealt
 from mtrain.errors import RunError
 from mtrain.model.transformer import Transformer
-from mtrain.ops import attention
+from mtrain.ops import dropout
 from mtrain.runtime.thread_pool import Workers
 from mtrain.train.loss import LossSum, label_smoothed
 
@@ -143,7 +143,7 @@ class Gradients:
 
     def differentiate(self, task: Task) -> Part:
         """Return a batch's loss and its gradients, as a share of the update's tokens."""
-        with attention.dropout_seeds(task.seed):
+        with dropout.dropout_seeds(task.seed):
             sums = self.loss(task.batch)
             grads = torch.autograd.grad(sums.loss / task.num_tokens, self.parameters)
         return Part(sums, grads)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtrain.ops.linear import Formula, ProjectedCrossEntropy
+from mtrain.ops.cross_entropy import Formula, ProjectedCrossEntropy
 
 
 class LossSum(NamedTuple):

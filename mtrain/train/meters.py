@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Iterator
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from mtrain.run.checkpoint import Progress
 
@@ -51,3 +56,45 @@ class Window:
         elapsed_s = max(time.monotonic() - self.started, 1e-9)
         count, new = self.num_tokens, self.num_tokens - self.num_restored_tokens
         return Rates(self.loss / count, self.nll / count, new / elapsed_s)
+
+
+class Outcome(NamedTuple):
+    """An update, and numbers that came out of it."""
+
+    step: int
+    num_tokens: int
+    lr: float
+    numbers: list[float]
+
+
+class _Unread(NamedTuple):
+    """The same while its numbers are under way."""
+
+    outcome: Outcome
+    numbers: Tensor
+    arrival: torch.cuda.Event | None
+
+
+class Outcomes:
+    """Updates whose numbers nobody has read yet, the oldest first."""
+
+    def __init__(self) -> None:
+        self._unread: deque[_Unread] = deque()
+
+    def add(self, step: int, num_tokens: int, lr: float, numbers: Tensor) -> None:
+        """Note an update; its numbers [n] may still be in the making."""
+        arrival = None
+        if numbers.device.type == "cuda":
+            stream = torch.cuda.current_stream(numbers.device)  # which need not be the first GPU's
+            numbers = numbers.to("cpu", non_blocking=True)
+            arrival = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            arrival.record(stream)
+        self._unread.append(_Unread(Outcome(step, num_tokens, lr, []), numbers, arrival))
+
+    def read(self, behind: int) -> Iterator[Outcome]:
+        """Yield what came out of all updates but the last `behind`, once, in their order."""
+        while len(self._unread) > behind:
+            outcome, numbers, arrival = self._unread.popleft()
+            if arrival is not None:
+                arrival.synchronize()
+            yield outcome._replace(numbers=numbers.tolist())

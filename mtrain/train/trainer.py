@@ -12,34 +12,35 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mtrain.config import sections
+from mtrain.config import config_file
 from mtrain.config.sections import Config
 from mtrain.data import prepare
-from mtrain.data.loader import Deal, Dealt, Position, TrainingData
-from mtrain.decode.translator import Translator, build_model, set_weights
+from mtrain.data.loader import TrainingData
+from mtrain.data.sampler import Deal, Dealt, Position
+from mtrain.decode.translator import Translator
 from mtrain.errors import RunError, WriteError
 from mtrain.evaluate.metrics import bleu
 from mtrain.io.atomic import sha256_if_readable
+from mtrain.io.text_width import count
 from mtrain.model.transformer import num_parameters
-from mtrain.ops import attention
 from mtrain.run import checkpoint
 from mtrain.run.checkpoint import Progress, Weights
+from mtrain.run.load_model import build_model, set_weights
 from mtrain.run.logger import Mute, RunLog
 from mtrain.run.run_dir import RunDir
 from mtrain.run.tensorboard import Board
-from mtrain.runtime.device import compile_layers, device_of, uncompiled
+from mtrain.runtime import device
 from mtrain.runtime.prefetch import read_ahead
 from mtrain.runtime.process_group import ALONE, Team
 from mtrain.runtime.signals import STOPPING, Signals, Stopped
 from mtrain.tokenizer import sentencepiece
 from mtrain.train import environment, finetune, grad_scaler, optimizer_state, stopping
 from mtrain.train.checkpoint_manager import Saves, check_model, check_unfinished
+from mtrain.train.compilation import compile_layers, device_of, uncompiled
 from mtrain.train.gradients import Gradients
 from mtrain.train.loss import LossSum
-from mtrain.train.meters import Window
-from mtrain.train.outcomes import Outcomes
-from mtrain.train.reporting import Opening, count
-from mtrain.train.reports import Reports, Validation
+from mtrain.train.meters import Outcomes, Window
+from mtrain.train.reporting import Opening, Reports, Validation
 from mtrain.train.schedule import learning_rate
 from mtrain.train.validation import ValidationSet
 
@@ -66,7 +67,7 @@ def train(config: Config, run: RunDir, team: Team = ALONE, board: Board | None =
             to all ranks.
         Stopped: on SIGINT or SIGTERM, after saving.
     """
-    attention.keep_freed_memory()
+    device.keep_freed_memory()
     _check_shared(run, team)
     check_unfinished(run)
     check_model(config, run)
@@ -90,7 +91,7 @@ class Trainer:
         self.config, self.settings, self.run_dir, self.log = config, config.training, run, log
         self.team, self.deal = team, Deal(self.settings.accumulate, team.rank, team.size)
         self.device = device_of(config, team)
-        attention.avoid_cudnn_attention()
+        device.avoid_cudnn_attention()
         torch.manual_seed(config.seed)
         self.tokenizer = sentencepiece.load(run.tokenizer_dir)
         self.fingerprint = self.tokenizer.fingerprint()
@@ -100,7 +101,7 @@ class Trainer:
         valid, batch_tokens = prepare.read_valid(run), self.settings.batch_tokens
         self.valid = ValidationSet(valid, self.tokenizer, batch_tokens)
         self.model = build_model(config.model, self.tokenizer).to(self.device)
-        self.compute_dtype = attention.compute_dtype(self.settings.precision, self.device)
+        self.compute_dtype = device.compute_dtype(self.settings.precision, self.device)
         self.model.compute_in(self.compute_dtype)
         self.is_compiled = compile_layers(self.model, self.device, config, team)
         self.gradients = self._gradients()
@@ -399,7 +400,7 @@ class Trainer:
         opening.say_changes(old)
         opening.note_changed_corpora()
         opening.note_left_out(len(self.data))
-        sections.save(self.config, self.run_dir.config_path)
+        config_file.save(self.config, self.run_dir.config_path)
         num_weights = num_parameters(self.model)
         opening.say_header(self.data, self.tokenizer, len(self.valid.lines.src), num_weights)
         opening.say_device(self.device, self.compute_dtype, self.gradients.workers.count)

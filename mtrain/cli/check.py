@@ -1,0 +1,59 @@
+"""The verb `mtrain check`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mtrain import api
+from mtrain.cli import console, options
+from mtrain.errors import DataError
+
+if TYPE_CHECKING:
+    pass
+
+
+def check(
+    config: options.ConfigArgument,
+    set_: options.SetOption = None,
+    run: options.RunOption = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail on warnings too.")] = False,
+) -> None:
+    """Audit the corpora before training; train nothing.
+
+    Lists every line that it finds in RUN/check. Exits with 2 on errors.
+
+    Example: mtrain check configs/demo.yaml --strict
+    """
+    settings = api.load_config(config, set_ or [], run)
+    from mtrain.audit.audit import REPORT_FILE, audit, num_bytes
+    from mtrain.audit.report import as_json, as_text
+    from mtrain.audit.rules import Severity
+    from mtrain.io.atomic import whole_dir, write_lines
+    from mtrain.run.run_dir import RunDir
+    from mtrain.tokenizer import sentencepiece
+
+    run_dir = RunDir(Path(settings.run_dir))
+    vocabulary = (
+        sentencepiece.load(run_dir.tokenizer_dir) if run_dir.tokenizer_dir.is_dir() else None
+    )
+    replaced = whole_dir(run_dir.check_dir, REPORT_FILE)
+    with replaced as directory, console.reading(2 * num_bytes(settings)) as bar:
+        report = audit(settings, vocabulary, directory, bar.update)
+        write_lines(directory / REPORT_FILE, as_json(report))
+    text = as_text(report, run_dir.check_dir)
+    console.put(as_json(report) if json else text, None)
+    errors, warnings = report.count(Severity.ERROR), report.count(Severity.WARNING)
+    if strict and errors + warnings:
+        raise DataError(
+            f"{config}: must have no errors and no warnings, but has {errors} and {warnings} "
+            f"instead; {run_dir.check_dir} lists them."
+        )
+    if errors:
+        raise DataError(
+            f"{config}: must have no errors, but has {errors} instead; {run_dir.check_dir} "
+            "lists them."
+        )

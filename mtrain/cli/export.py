@@ -1,0 +1,43 @@
+"""The verb `mtrain export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mtrain.cli import console, options
+
+if TYPE_CHECKING:
+    pass
+
+
+def export(
+    run: options.RunArgument,
+    directory: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="The folder to write, new.", show_default=False),
+    ],
+    to: Annotated[options.Target, typer.Option("--to", help="The library.", show_default=False)],
+    quantize: Annotated[
+        options.Stored | None,
+        typer.Option(help="Store fewer bits of each weight; int8 for ctranslate2 only."),
+    ] = None,
+    check_lines: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Compare on N lines of the validation text.")
+    ] = 100,
+) -> None:
+    """Write the model for another library, and check it there.
+
+    What it prints is how the copy compares with the model. One that is not quantised and does not
+    translate as the model does is an error, and nothing is written.
+
+    Example: mtrain export runs/demo demo-ct2 --to ctranslate2 --quantize int8
+    """
+    from mtrain.export import export as exporting
+    from mtrain.run.run_dir import RunDir
+
+    wanted = exporting.Wanted(to.value, quantize.value if quantize else None, check_lines)
+    report = exporting.export(RunDir(run), directory, wanted, console.warn)
+    console.put(exporting.as_text(report), None)

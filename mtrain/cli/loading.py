@@ -1,0 +1,22 @@
+"""Options that say how runs are loaded, turned into settings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mtrain.cli import options
+
+if TYPE_CHECKING:
+    from mtrain.run.load_model import Loading
+
+
+def load_options(
+    device: str,
+    precision: options.Precision,
+    quantize: options.Quantize | None,
+    step: int | None = None,
+) -> Loading:
+    """Return how the command line wants runs to be loaded."""
+    from mtrain.run.load_model import Loading
+
+    return Loading(device, precision.value, quantize.value if quantize else None, step)

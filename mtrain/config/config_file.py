@@ -1,0 +1,306 @@
+"""Read, validate, change and write a config; say what is wrong with one."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import re
+from collections.abc import Hashable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from mtrain.config import json_schema
+from mtrain.config.corpora import FORMS, MIXED_FORMS, MIXTURE, Section
+from mtrain.config.sections import Config, Tree, format_value
+from mtrain.errors import ConfigError, WriteError
+
+
+def load(path: Path, overrides: Iterable[str] = (), run_dir: str | None = None) -> Config:
+    """Read `path`, apply `key.key=value` overrides, and validate.
+
+    Raises:
+        ConfigError: with the file and the key, in one line.
+    """
+    return from_tree(_read_yaml(path), str(path), overrides, run_dir)
+
+
+def from_tree(
+    tree: Mapping[str, Any], name: str, overrides: Iterable[str] = (), run_dir: str | None = None
+) -> Config:
+    """Validate a tree of keys, which its errors call `name`, after the same changes.
+
+    Raises:
+        ConfigError: with the name and the key, in one line.
+    """
+    changed = copy.deepcopy(dict(tree))
+    for override in overrides:
+        _apply_override(changed, override)
+    if run_dir is not None:
+        changed["run_dir"] = run_dir
+    try:
+        return Config.model_validate(changed)
+    except ValidationError as error:
+        findings = sorted(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
+        raise ConfigError(f"{name}: {_sentence(findings[0])}") from None
+
+
+def save(config: Config, path: Path) -> None:
+    """Write `config` as YAML, its schema beside it, and check that it reads back the same.
+
+    Raises:
+        WriteError: if the disk does not take it.
+    """
+    beside = path.with_name(f".{path.name}.tmp")
+    try:
+        beside.write_text(json_schema.put_beside(path) + dump(config), encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise WriteError(f"{path}: cannot be written: {error.strerror}.") from None
+    assert load(path) == config, f"{path} does not read back as the config that was written"
+
+
+def dump(config: Config) -> str:
+    """Return `config` as YAML, every key spelled out."""
+    return yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, width=100)
+
+
+class Change(NamedTuple):
+    """A key of the config whose value is another one now."""
+
+    key: str
+    old: Any
+    new: Any
+
+
+def changes(old: Section, new: Section, prefix: str = "") -> list[Change]:
+    """Return the keys on which two configs differ, in the order of the config."""
+    found = []
+    for name, before in old:
+        after = getattr(new, name)
+        if isinstance(before, Section) and type(before) is type(after):
+            found += changes(before, after, f"{prefix}{name}.")
+        elif before != after:
+            found.append(Change(prefix + name, before, after))
+    return found
+
+
+_MAX_DIGITS = 80  # of 64 bits, in any base, with signs and underscores
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML without its traps: 1e-3 is a number, no is a word.
+
+    A repeated key, a tag and a number of more than 64 bits are errors.
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - the library's own attribute
+        first: [
+            (tag, pattern)
+            for tag, pattern in resolvers
+            if not tag.endswith((":bool", ":float", ":timestamp"))
+        ]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        tag = getattr(event, "tag", None)
+        if tag is not None:
+            line = event.start_mark.line + 1
+            raise ConfigError(f"line {line}: must have no YAML tag, but has {format_value(tag)}.")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Hashable] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                break  # the library says it
+            if key in seen:
+                line = key_node.start_mark.line + 1
+                raise ConfigError(f"line {line}: `{key}` must stand once, but is repeated.")
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        text = self.construct_scalar(node)
+        value = super().construct_yaml_int(node) if len(text) <= _MAX_DIGITS else None
+        if value is None or abs(value) >= 2**64:
+            line, shown = node.start_mark.line + 1, format_value(text)
+            raise ConfigError(f"line {line}: must be a number of 64 bits, but is {shown} instead.")
+        return int(value)
+
+
+_FLOAT = re.compile(
+    r"[-+]?(?:[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+|[0-9]*\.[0-9]+(?:[eE][-+]?[0-9]+)?|[0-9]+\.)$"
+)
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what `_Loader` would take for something other than text."""
+
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+def _parse(text: str) -> Any:
+    """Read YAML; what is nested too deeply for the parser is not valid either."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+
+
+def _read_yaml(path: Path) -> Tree:
+    try:
+        tree = _parse(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: must be UTF-8 text, but is not.") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{path}: {_yaml_problem(error)}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: must be a YAML mapping of keys to values, but is not.")
+    return tree
+
+
+def _yaml_problem(error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    where = f"line {mark.line + 1}: " if mark else ""
+    return f"{where}must be valid YAML, but is not: {problem}."
+
+
+def _apply_override(tree: Tree, override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    if not equals or not all(dotted.split(".")):
+        raise ConfigError(f"--set must be KEY=VALUE, but is {override!r} instead.")
+    try:
+        value = _parse(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"--set {dotted}: {_yaml_problem(error)}") from None
+    except ConfigError as error:
+        raise ConfigError(f"--set {dotted}: {error}") from None
+    *sections, key = dotted.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise ConfigError(f"--set {dotted}: `{section}` is not a section of the config.")
+    tree[key] = value
+
+
+class _Place(NamedTuple):
+    """Where the validator stood: the section that it read, and the key as users write it."""
+
+    section: type[Section] | None
+    key: str
+
+
+def _place(location: tuple[int | str, ...]) -> _Place:
+    forms = FORMS
+    if location[:3] == ("data", "train", MIXTURE):
+        location, forms = location[:2] + location[3:], MIXED_FORMS
+    is_one_of_some = location[:2] == ("data", "tests") or forms is MIXED_FORMS
+    form_at = 3 if is_one_of_some else 2  # the form of a corpus is no key
+    if location[:1] == ("data",) and location[form_at : form_at + 1]:
+        form = forms.get(str(location[form_at]))
+        if form is not None and location[1] in ("train", "valid", "tests"):
+            is_key_of_it = len(location) == form_at + 2
+            key = _dotted(location[:form_at] + location[form_at + 1 :])
+            return _Place(form if is_key_of_it else None, key)
+    section: type[Section] | None = Config
+    for part in location[:-1]:
+        field = section.model_fields.get(str(part)) if section else None
+        annotation: Any = field.annotation if field else None
+        is_section = isinstance(annotation, type) and issubclass(annotation, Section)
+        section = annotation if is_section else None
+    return _Place(section, _dotted(location))
+
+
+def _dotted(location: tuple[int | str, ...]) -> str:
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return text.removeprefix(".")
+
+
+def _sentence(error: ErrorDetails) -> str:
+    """Turn one finding of the validator into the house's error grammar."""
+    place = _place(error["loc"])
+    if error["loc"][-1:] == ("[key]",):
+        return (
+            f"`{_dotted(error['loc'][:-2])}` must name its test sets by text, but has "
+            f"{format_value(error['input'])} instead; write it in quotes."
+        )
+    if error["type"] == "extra_forbidden":
+        return f"`{place.key}` is not a key of the config{_suggestion(place)}"
+    if error["type"] == "missing":
+        return f"`{place.key}` must be given, but is missing."
+    if error["type"] == "value_error":
+        return (
+            f"`{place.key}` {error['ctx']['error']}." if place.key else f"{error['ctx']['error']}."
+        )
+    return f"`{place.key}` must be {_wanted(error)}, but is {format_value(error['input'])} instead."
+
+
+_WANTED: Mapping[str, str] = {
+    "greater_than": "> {gt}",
+    "greater_than_equal": ">= {ge}",
+    "less_than": "< {lt}",
+    "less_than_equal": "<= {le}",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "string_too_short": "at least {min_length} character long",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "too_short": "a list of at least {min_length}",
+    "too_long": "a list of at most {max_length}",
+    "dict_type": "a mapping of names to values",
+    "model_type": "a section of keys",
+    "union_tag_invalid": "one corpus, and no list of them",
+    "model_attributes_type": "a section of keys",
+    "literal_error": "{expected}",
+}
+
+
+def _wanted(error: ErrorDetails) -> str:
+    template = _WANTED.get(error["type"])
+    return template.format(**error.get("ctx", {})) if template else error["msg"]
+
+
+def _suggestion(place: _Place) -> str:
+    """Name the nearest known key: the same word elsewhere, a like word here, or elsewhere."""
+    *parents, wrong = place.key.split(".")
+    here = list(place.section.model_fields) if place.section else []
+    everywhere = {path.rsplit(".", 1)[-1]: path for path in _all_keys(Config, "")}
+    if wrong in everywhere:
+        return f"; did you mean `{everywhere[wrong]}`?"
+    if near := difflib.get_close_matches(wrong, here, n=1):
+        return f"; did you mean `{'.'.join([*parents, near[0]])}`?"
+    if far := difflib.get_close_matches(wrong, everywhere, n=1, cutoff=0.75):
+        return f"; did you mean `{everywhere[far[0]]}`?"
+    return f"; known here: {', '.join(here)}." if here else "."
+
+
+def _all_keys(section: type[Section], prefix: str) -> list[str]:
+    keys = []
+    for name, field in section.model_fields.items():
+        keys.append(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            keys += _all_keys(field.annotation, f"{prefix}{name}.")
+    return keys

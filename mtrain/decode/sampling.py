@@ -1,0 +1,106 @@
+"""Sampling of targets from a step function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mtrain.decode.beam import (
+    FinishedHypotheses,
+    Group,
+    Hypothesis,
+    Limits,
+    NotFiniteError,
+    OpenRows,
+    S,
+    Step,
+    allowed_tokens,
+)
+from mtrain.ops.topk import TopPieces
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How targets are drawn.
+
+    Attributes:
+        temperature: below 1 the likely pieces become likelier.
+        top_k: pieces to draw from, the likeliest; 0 is all.
+        top_p: draw from the fewest likeliest pieces that together have this probability.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+@torch.inference_mode()
+def sample(
+    step: Step[S], group: Group[S], settings: Sampling, uniform_NT: Tensor
+) -> list[list[Hypothesis]]:
+    """Draw targets piece by piece; return those of each sentence, in the order they were drawn.
+
+    Args:
+        step: as in `beam`.
+        group: the sentences.
+        settings: what pieces are drawn from.
+        uniform_NT: numbers in [0, 1) that decide, the same number of rows for each sentence and
+            a column for each piece and eos.
+
+    Raises:
+        NotFiniteError: if the logits are not numbers.
+    """
+    state, limits = group.state, group.limits
+    num_sentences = len(limits.max_lengths_B)
+    per_sentence = len(uniform_NT) // max(num_sentences, 1)
+    device = limits.max_lengths_B.device
+    sentence_N = torch.arange(num_sentences, device=device).repeat_interleave(per_sentence)
+    state.reorder(sentence_N)
+    prefix_NP = None if limits.prefix_BP is None else limits.prefix_BP[sentence_N]
+    limits = replace(limits, max_lengths_B=limits.max_lengths_B[sentence_N], prefix_BP=prefix_NP)
+    draw_N = torch.arange(len(sentence_N), device=device)  # each is as a sentence of its own
+    rows, finished = OpenRows.start(draw_N, limits), FinishedHypotheses()
+    uniform_NT = uniform_NT.to(device)
+    while len(rows.ids_N):
+        drawn = _draw(step(rows.ids_N, state)[:], rows, limits, settings, uniform_NT)
+        everyone_N = torch.arange(len(rows.ids_N), device=device)
+        rows = rows.grow(everyone_N, drawn.ids_NC[:, 0], drawn.log_prob_NC[:, 0])
+        ends_N = rows.ids_N == limits.eos
+        ended = rows.take(ends_N.nonzero()[:, 0])
+        finished.add(ended, ended.sentence_N, ended.log_prob_N)
+        open_N = (~ends_N).nonzero()[:, 0]
+        rows, uniform_NT = rows.take(open_N), uniform_NT[open_N]
+        state.reorder(open_N)
+    samples = [only for (only,) in finished.in_order(len(sentence_N))]
+    firsts = range(0, len(samples), max(per_sentence, 1))
+    return [samples[first : first + per_sentence] for first in firsts]
+
+
+def _draw(
+    logits_NV: Tensor, rows: OpenRows, limits: Limits, settings: Sampling, uniform_NT: Tensor
+) -> TopPieces:
+    """Draw the next piece of each row; its log-probability is the model's own."""
+    allowed_NV = allowed_tokens(logits_NV, rows, limits)
+    only_N = rows.only_piece(limits)
+    bound_N = (only_N >= 0).nonzero()[:, 0]
+    allowed_NV[bound_N] = -torch.inf
+    allowed_NV[bound_N, only_N[bound_N]] = 0.0
+    if 0 < settings.top_k < allowed_NV.shape[1]:
+        least_N1 = allowed_NV.topk(settings.top_k)[0][:, -1:]
+        allowed_NV = allowed_NV.masked_fill(allowed_NV < least_N1, -torch.inf)
+    probs_NV = (allowed_NV.double() / settings.temperature).softmax(-1)
+    if settings.top_p < 1:
+        sorted_NV, order_NV = probs_NV.sort(dim=-1, descending=True, stable=True)
+        is_beyond_NV = sorted_NV.cumsum(-1) - sorted_NV >= settings.top_p
+        probs_NV.scatter_(1, order_NV, sorted_NV.masked_fill(is_beyond_NV, 0.0))
+    below_NV = probs_NV.cumsum(-1)
+    if not below_NV[:, -1].isfinite().all():
+        raise NotFiniteError
+    point_N1 = uniform_NT[:, rows.written_NT.shape[1], None] * below_NV[:, -1:]
+    ids_N1 = torch.searchsorted(below_NV, point_N1, right=True).clamp(max=below_NV.shape[1] - 1)
+    log_prob_N1 = logits_NV.double().log_softmax(-1).gather(1, ids_N1)
+    if not log_prob_N1.isfinite().all():
+        raise NotFiniteError
+    return TopPieces(ids_N1, log_prob_N1)

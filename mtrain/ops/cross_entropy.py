@@ -1,0 +1,122 @@
+"""Label-smoothed cross-entropy of a projection onto a vocabulary, without all its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mtrain.ops.linear import functions_for_linear, matmul_sizes, pad_rows
+from mtrain.ops.native import functions_for
+
+_CHUNK_TOKENS = 512  # tokens whose logits the loss holds at once
+Formula = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor | None]]
+
+
+class ProjectedCrossEntropy(torch.autograd.Function):
+    """Output projection and label-smoothed cross-entropy, a chunk of tokens at a time.
+
+    The gradient is made in the forward pass, so that the logits of a whole batch never exist.
+    `apply(states_ND, weight_VD, targets_N, smoothing, formula)` returns (loss, nll), two sums over
+    the N tokens in float64; only the first carries a gradient. Products run in the type of the
+    states; `formula` may stand for `plain_cross_entropy`.
+    """
+
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        smoothing: float,
+        formula: Formula | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        sums = torch.zeros(2, dtype=torch.float64, device=states.device)
+        with_grad = any(ctx.needs_input_grad)
+        grads = _projected(states, weight, targets, smoothing, with_grad, sums, formula)
+        ctx.save_for_backward(*grads)
+        loss, nll = sums[0], sums[1]
+        ctx.mark_non_differentiable(nll)
+        return loss, nll
+
+    @staticmethod
+    def backward(  # noqa: D102
+        ctx: Any, grad: Tensor, _: Tensor
+    ) -> tuple[Tensor, Tensor, None, None, None]:
+        grad_states, grad_weight = ctx.saved_tensors
+        factor = grad.to(grad_weight.dtype)  # of no dimension, so that the states keep their type
+        return grad_states * factor, grad_weight * factor, None, None, None
+
+
+def _projected(
+    states: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    smoothing: float,
+    with_grad: bool,
+    sums: Tensor,
+    formula: Formula | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Add loss and nll to `sums`; return the gradients of states and weight, if they are wanted."""
+    functions = functions_for_linear(states, weight)
+    if functions is not None:
+        states, weight = states.contiguous(), weight.contiguous()
+        grads = (torch.empty_like(states), torch.empty_like(weight)) if with_grad else (None, None)
+        tensors = (states, weight, targets.contiguous(), *grads)
+        sizes = matmul_sizes(states, weight)
+        functions.call("projected_cross_entropy", tensors, *sizes, smoothing, sums.data_ptr())
+        return grads
+    rows = pad_rows(states) if states.dtype == torch.bfloat16 else states
+    short_weight = weight.to(states.dtype)
+    grad_rows = torch.empty_like(rows) if with_grad else None
+    grad_weight = torch.zeros_like(weight) if with_grad else None
+    chunk = _CHUNK_TOKENS if states.device.type == "cpu" else 16 * _CHUNK_TOKENS
+    for start in range(0, len(rows), chunk):
+        part = slice(start, start + chunk)
+        logits = torch.mm(rows[part], short_weight.t())
+        wanted = targets[part]
+        _cross_entropy(logits[: len(wanted)], wanted, smoothing, with_grad, sums, formula)
+        if grad_rows is not None and grad_weight is not None:
+            torch.mm(logits, short_weight, out=grad_rows[part])
+            grad_weight += torch.mm(logits.t(), rows[part])
+    return grad_rows[: len(states)] if grad_rows is not None else None, grad_weight
+
+
+def _cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    smoothing: float,
+    with_grad: bool,
+    sums: Tensor,
+    formula: Formula | None = None,
+) -> None:
+    """Turn logits [N, V] into the gradient of their loss, in place; add loss and nll to `sums`."""
+    functions = functions_for(logits, is_training=True)
+    if functions is not None:
+        tensors = (logits, targets.contiguous())
+        shape = (*logits.shape, logits.stride(0), smoothing, int(with_grad))
+        functions.call("cross_entropy", tensors, *shape, sums.data_ptr())
+        return
+    added, grad = (formula or plain_cross_entropy)(logits, targets, smoothing, with_grad)
+    sums += added
+    if grad is not None:
+        logits.copy_(grad)
+
+
+def plain_cross_entropy(
+    logits: Tensor, targets: Tensor, smoothing: float, with_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the sums (loss, nll) over N rows of logits [N, V], and the gradient of the loss."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    wanted = targets[:, None]
+    log_probs = wide.log_softmax(-1)
+    nll = -log_probs.gather(-1, wanted).sum()
+    uniform = -log_probs.mean(-1).sum()
+    sums = torch.stack([(1 - smoothing) * nll + smoothing * uniform, nll])
+    if not with_grad:
+        return sums, None
+    grad = log_probs.exp_().sub_(smoothing / logits.shape[1])
+    is_wanted = torch.arange(logits.shape[1], device=logits.device) == wanted
+    return sums, grad.add_(is_wanted, alpha=smoothing - 1).to(logits.dtype)

@@ -1,0 +1,65 @@
+"""Residual addition and layer normalisation in one pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mtrain.ops.attention import run_compiled
+from mtrain.ops.dropout import Dropout, Drops
+from mtrain.ops.native import Functions, functions_for
+
+
+class LayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm` that computes in the type of its weights, and answers in that of its input."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return `input` normalised over its last dimension."""
+        result: Tensor = super().forward(input.to(self.weight.dtype)).to(input.dtype)
+        return result
+
+
+def add_norm(x: Tensor, branch: Tensor, dropout: Dropout, norm: LayerNorm) -> Tensor:
+    """Return LayerNorm(x + Dropout(branch))."""
+    functions = functions_for(x, branch)
+    if functions is None or norm.weight.dtype != torch.float32:
+        plain: Tensor = norm(x + dropout(branch))
+        return plain
+    return run_compiled(
+        _AddNorm, x, branch, norm.weight, norm.bias, norm.eps, dropout.draw(), functions
+    )
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        branch: Tensor,
+        gain: Tensor,
+        bias: Tensor,
+        eps: float,
+        drops: Drops,
+        functions: Functions,
+    ) -> Tensor:
+        x, branch = x.contiguous(), branch.contiguous()
+        width = x.shape[-1]
+        rows = x.numel() // width
+        out, mean, rstd = torch.empty_like(x), gain.new_empty(rows), gain.new_empty(rows)
+        tensors = (x, branch, gain, bias, out, mean, rstd)
+        functions.call("add_norm", tensors, rows, width, eps, *drops)
+        ctx.save_for_backward(x, branch, gain, mean, rstd)
+        ctx.drops, ctx.functions = drops, functions
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, branch, gain, mean, rstd = ctx.saved_tensors
+        grad_x, grad_branch = torch.empty_like(x), torch.empty_like(x)
+        grad_gain, grad_bias = torch.zeros_like(gain), torch.zeros_like(gain)
+        grads = (grad_x, grad_branch, grad_gain, grad_bias)
+        tensors = (grad.contiguous(), x, branch, gain, mean, rstd, *grads)
+        ctx.functions.call("add_norm_grad", tensors, len(mean), len(gain), *ctx.drops)
+        return *grads, None, None, None

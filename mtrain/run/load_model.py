@@ -1,0 +1,125 @@
+"""Build a model, and load the trained weights of a run folder into it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from mtrain.config.sections import ModelConfig
+from mtrain.errors import ConfigError, RunError
+from mtrain.model.transformer import Transformer, count_weights
+from mtrain.ops.linear import lay_out, quantize_int8
+from mtrain.run import checkpoint
+from mtrain.run.run_dir import RunDir
+from mtrain.runtime.process_group import ALONE, Team
+from mtrain.tokenizer.sentencepiece import Tokenizer
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How models are loaded.
+
+    Attributes:
+        device: `auto`, cpu, cuda, ...
+        precision: of states and products; `auto` is float32.
+        quantize: int8 keeps and multiplies 8 bits of each weight, on a CPU.
+        step: the weights of this checkpoint, instead of the run's result.
+        team: the ranks that share the work, each on a device of its own.
+    """
+
+    device: str = "auto"
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    quantize: Literal["int8"] | None = None
+    step: int | None = None
+    team: Team = ALONE
+
+
+def load_model(
+    run: RunDir, config: ModelConfig, vocabulary: Tokenizer, loading: Loading, device: torch.device
+) -> Transformer:
+    """Return a run's trained model on `device`, ready to translate.
+
+    Raises:
+        RunError: if the weights are missing, damaged, or do not fit the config or the tokenizer.
+        ConfigError: if the settings cannot be used on this device.
+    """
+    path = _weights_path(run, loading.step)
+    weights = checkpoint.load_model(path, vocabulary.fingerprint())
+    held = sum(tensor.numel() for tensor in weights.values())
+    needed = count_weights(config, len(vocabulary.src), len(vocabulary.tgt))
+    if needed > held:  # before a model takes the memory that only its config asks for
+        raise RunError(
+            f"{path}: `model` of config.yaml asks for {needed:,} weights, but it holds {held:,} "
+            "instead; restore the run's own config.yaml."
+        )
+    model = build_model(config, vocabulary)
+    set_weights(model, weights, path)
+    model.to(device).eval()
+    if loading.precision == "bfloat16":
+        model.compute_in(torch.bfloat16)
+    if loading.quantize is not None:
+        if device.type != "cpu":
+            raise ConfigError(f"`--quantize` must run on the cpu, but runs on {device} instead.")
+        quantize_int8(model)
+    elif loading.precision != "bfloat16":
+        lay_out(model)
+    return model
+
+
+def _weights_path(run: RunDir, step: int | None) -> Path:
+    if step is None:
+        return run.model_path
+    found = checkpoint.steps(run.checkpoints_dir)
+    if step not in found:
+        raise RunError(
+            f"{run.path}: must have a checkpoint of step {step:,}, but has those of "
+            f"{', '.join(f'{own:,}' for own in found) or 'none'} instead."
+        )
+    return found[step] / "model.safetensors"
+
+
+def build_model(config: ModelConfig, vocabulary: Tokenizer) -> Transformer:
+    """Return an untrained model for these vocabularies.
+
+    Raises:
+        ConfigError: if this machine has not the memory for its weights.
+    """
+    num_src, num_tgt = len(vocabulary.src), len(vocabulary.tgt)
+    needed = 4 * count_weights(config, num_src, num_tgt)
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise ConfigError(
+            f"`model` must fit into this machine's memory of {there / 2**30:,.1f} GiB, but its "
+            f"weights need {needed / 2**30:,.1f} GiB."
+        )
+    return Transformer(config, num_src, num_tgt)
+
+
+def set_weights(
+    model: Transformer, weights: checkpoint.Weights, path: Path, team: Team = ALONE
+) -> None:
+    """Fill `model` with weights that were read from `path`; tied weights were stored once.
+
+    Raises:
+        RunError: if the weights are those of another model.
+    """
+    own = dict(model.named_parameters())
+    for name, parameter in own.items():
+        if name not in weights or weights[name].shape != parameter.shape:
+            found = tuple(weights[name].shape) if name in weights else "missing"
+            raise RunError(
+                f"{path}: `{name}` must have the shape {tuple(parameter.shape)} that config.yaml "
+                f"asks for, but is {found} instead; restore the run's own config.yaml."
+            )
+        if not weights[name].is_floating_point():
+            raise RunError(
+                f"{path}: `{name}` must hold floating-point numbers, but holds "
+                f"{weights[name].dtype} instead."
+            )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(team.laid_out_as(weights[name], parameter))
