@@ -21,10 +21,9 @@ REPOSITORY = Path(__file__).parent.parent
 SENTENCE = b"The old farmer is tired.\n"
 QUICK = """\
 import mtrain
-from mtrain import demo_corpus
+from mtrain.demo.demo import write_corpus
 from pathlib import Path
-Path("corpus").mkdir()
-demo_corpus.write_corpus(Path("corpus"))
+write_corpus(Path("corpus"))
 mtrain.train({
     "run_dir": "run",
     "data": {

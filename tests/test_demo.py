@@ -44,7 +44,7 @@ def tiny_config_text(corpus: str, run_dir: str) -> str:
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Make the demo small; return the working directory."""
-    monkeypatch.setattr(demo.demo_corpus, "write_corpus", tiny_corpus)
+    monkeypatch.setattr(demo, "write_corpus", tiny_corpus)
     monkeypatch.setattr(demo, "config_text", tiny_config_text)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Annotated, NoReturn
 
 import typer
@@ -86,8 +87,17 @@ def _options(
         unwind_when_stopped()
 
 
-for _verb in (demo, init, check, tokenize, train, translate):
-    app.command()(_verb)
-app.command(name="eval")(evaluate)
-for _verb in (plot, doctor, export):
-    app.command()(_verb)
+VERBS: dict[str, Callable[..., None]] = {
+    "demo": demo,
+    "init": init,
+    "check": check,
+    "tokenize": tokenize,
+    "train": train,
+    "translate": translate,
+    "eval": evaluate,
+    "plot": plot,
+    "doctor": doctor,
+    "export": export,
+}
+for _name, _verb in VERBS.items():
+    app.command(_name)(_verb)

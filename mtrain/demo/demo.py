@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import lzma
 import shlex
 import shutil
 import sys
 from pathlib import Path
 
-from mtrain import demo_corpus
 from mtrain.config import config_file, json_schema
 from mtrain.data.prepare import prepare
 from mtrain.decode import translator
@@ -57,6 +57,13 @@ def _escape(path: str) -> str:
     return path.replace("\\", "\\\\").replace('"', '\\"')
 
 
+def write_corpus(directory: Path) -> None:
+    """Unpack the demo corpus into `directory`: `{train,valid,test}.{en,de}`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in sorted(Path(__file__).with_name("corpus").glob("*.xz")):
+        (directory / path.stem).write_bytes(lzma.decompress(path.read_bytes()))
+
+
 def demo(directory: Path, console: Console) -> None:
     """Write the corpus into `directory`, train there, score, and show translations.
 
@@ -73,7 +80,7 @@ def demo(directory: Path, console: Console) -> None:
         )
     if not corpus.is_dir():
         with whole_dir(corpus) as beside:
-            demo_corpus.write_corpus(beside)
+            write_corpus(beside)
     if not config_path.is_file():
         with whole_file(config_path) as beside:
             beside.write_text(config_text(str(corpus), str(directory)), encoding="utf-8")

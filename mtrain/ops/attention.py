@@ -21,7 +21,6 @@ from mtrain.ops.native import Functions, functions_for
 
 _SHORT = 128  # up to this many keys, plain batched products beat the fused kernel on a CPU
 _MOST_KEYS = {torch.float32: 128, torch.bfloat16: 512}  # that compiled attention wins with
-DROPOUT_LEVELS = 1 << 16  # of a dropout rate
 
 
 class _Forgetful:

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtrain.ops.attention import DROPOUT_LEVELS
 from mtrain.ops.native import Functions, functions_for
+
+_LEVELS = 1 << 16  # of a dropout rate
 
 
 class Drops(NamedTuple):
@@ -38,8 +39,8 @@ class Dropout(nn.Module):
         """Decide what the next call drops: nothing, unless training."""
         if not self.training or self.rate == 0:
             return NO_DROPOUT
-        cut = min(max(round(self.rate * DROPOUT_LEVELS), 1), DROPOUT_LEVELS - 1)
-        return Drops(cut, DROPOUT_LEVELS / (DROPOUT_LEVELS - cut), _next_seed())
+        cut = min(max(round(self.rate * _LEVELS), 1), _LEVELS - 1)
+        return Drops(cut, _LEVELS / (_LEVELS - cut), _next_seed())
 
     def forward(self, x: Tensor) -> Tensor:
         """Zero a share `rate` of `x` and scale the rest, while training."""
@@ -63,7 +64,7 @@ class _Dropout(torch.autograd.Function):
         words = torch.empty((x.numel() + 3) // 4, dtype=torch.int64)
         words.random_(-(2**63), None, generator=rng)
         bits = words.view(torch.int16)[: x.numel()].view(x.shape)
-        keep = bits >= drops.cut - DROPOUT_LEVELS // 2
+        keep = bits >= drops.cut - _LEVELS // 2
         ctx.save_for_backward(keep)
         return torch.ops.aten.native_dropout_backward(x, keep, drops.scale)  # type: ignore[no-any-return]
 

@@ -2,7 +2,7 @@
 
 Read it from top to bottom: noun phrases, then clauses with their verbs, then whole sentences, each
 spelled out once for English and once for German. A sentence is built as a tree of meanings, and
-both languages are read off the same tree. The words are in `mtrain.lexicon`. This room knows
+both languages are read off the same tree. The words are in `lexicon`. This module knows
 nothing of chance: which sentences are said, and how often, is not for it to know. Nor does it know
 of files or of training.
 """
@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from mtrain import lexicon
-from mtrain.lexicon import (
+import lexicon
+from lexicon import (
     Adjective,
     Agreement,
     Case,

@@ -1,7 +1,7 @@
 """Hold the words of the demo corpus, English and German side by side, and how they change.
 
 Every English word in its frame has exactly one German counterpart, so that an English sentence
-determines its translation. The rules that join the words are in `mtrain.grammar`.
+determines its translation. The rules that join the words are in `grammar`.
 """
 
 from typing import Literal, NamedTuple

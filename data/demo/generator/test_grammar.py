@@ -1,10 +1,10 @@
 """Hold the words and the rules of the grammar to English and German."""
 
+import grammar
+import lexicon
 import pytest
-
-from mtrain import grammar, lexicon
-from mtrain.grammar import NONE, Argument, Clause, NounPhrase, Pair, Relative
-from mtrain.lexicon import Case, Determiner, Modal, Phrase, Pronoun
+from grammar import NONE, Argument, Clause, NounPhrase, Pair, Relative
+from lexicon import Case, Determiner, Modal, Phrase, Pronoun
 
 CASES: tuple[Case, ...] = ("nom", "acc", "dat")
 NOUNS = {noun.en: noun for noun in lexicon.NOUNS}

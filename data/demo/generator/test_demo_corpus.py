@@ -1,15 +1,19 @@
 """Hold the demo corpus to its generator, its shipped files, and what it promises to hold."""
 
+import lzma
 import re
 from collections import Counter
 from pathlib import Path
 
+import demo_corpus
+import lexicon
 import pytest
+from grammar import Pair
 
-from mtrain import demo_corpus, lexicon
-from mtrain.grammar import Pair
+import mtrain.demo
 
-DEMO_DIR = Path(__file__).parent.parent / "data" / "demo"
+DEMO_DIR = Path(__file__).parent.parent
+FILES = sorted(path for path in DEMO_DIR.iterdir() if path.is_file())
 
 
 @pytest.fixture(scope="module")
@@ -27,15 +31,25 @@ def words(line: str) -> list[str]:
 def test_files_in_data_demo_equal_the_generators_output(tmp_path: Path) -> None:
     demo_corpus.write_corpus(tmp_path)
     written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    shipped = {path.name: path.read_bytes() for path in DEMO_DIR.iterdir()}
+    shipped = {path.name: path.read_bytes() for path in FILES}
     assert sorted(shipped) == sorted(written)
     assert len(written) == 2 * len(demo_corpus.SPLITS) + 1
     for name in written:
-        assert shipped[name] == written[name], f"{name} differs: run python -m mtrain.demo_corpus"
+        assert shipped[name] == written[name], f"{name} differs: run demo_corpus.py"
+
+
+def test_the_package_carries_the_same_files_compressed() -> None:
+    packaged = {
+        path.name: lzma.decompress(path.read_bytes())
+        for path in (Path(mtrain.demo.__file__).parent / "corpus").iterdir()
+    }
+    assert packaged == {
+        f"{path.name}.xz": path.read_bytes() for path in FILES if path.suffix in {".en", ".de"}
+    }
 
 
 def test_files_end_their_lines_with_a_line_feed_alone() -> None:
-    for path in DEMO_DIR.iterdir():
+    for path in FILES:
         data = path.read_bytes()
         assert data.endswith(b"\n") and b"\r" not in data and not data.endswith(b"\n\n")
 

@@ -1,8 +1,10 @@
-"""Draw the demo corpus from the grammar, and write it: `python -m mtrain.demo_corpus DIR`.
+"""Draw the demo corpus from the grammar, and write it.
+
+    python data/demo/generator/demo_corpus.py DIR
 
 Read it from top to bottom: noun phrases at random, then clauses, then a recipe for each kind of
-sentence; then the corpus, which is the same for the same seed. This room decides what is said and
-how often; how it is put into words is for `mtrain.grammar`. It knows nothing of training.
+sentence; then the corpus, which is the same for the same seed. This module decides what is said and
+how often; how it is put into words is for `grammar`. It knows nothing of training.
 """
 
 import random
@@ -12,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from mtrain import lexicon
-from mtrain.grammar import (
+import lexicon
+from grammar import (
     ALTHOUGH,
     AND,
     BECAUSE,
@@ -45,7 +47,7 @@ from mtrain.grammar import (
     statement,
     sub_then_main,
 )
-from mtrain.lexicon import (
+from lexicon import (
     Adjective,
     Determiner,
     Kinds,
@@ -771,10 +773,12 @@ English and German sentences for a first training run: {counts}
 lines, in `*.en` and `*.de`, one sentence per line, UTF-8. It was written for mtrain, is part of
 it, and has its licence (MIT).
 
-No line was collected anywhere: `mtrain.demo_corpus` generates all of them from the seed {SEED},
-and a test holds that these files equal what it generates. `python -m mtrain.demo_corpus DIR`
-writes them again. No English sentence is in two splits, none occurs twice, and each has one
-translation: the grammar is made so that the English determines the German.
+No line was collected anywhere: `generator/demo_corpus.py` draws all of them from the seed {SEED},
+and a test holds that these files equal what it generates. From the root of the repository,
+`python data/demo/generator/demo_corpus.py data/demo` writes them again. The package carries the
+same files, compressed, under `mtrain/demo/corpus/`. No English sentence is in two splits, none
+occurs twice, and each has one translation: the grammar is made so that the English determines the
+German.
 
 What a model has to learn here:
 
