@@ -22,7 +22,7 @@ from machine import commit, describe_machine
 from mtrain.audit import misalignment
 from mtrain.audit.audit import audit
 from mtrain.audit.features import Records, measure
-from mtrain.audit.misalignment import Window
+from mtrain.audit.misalignment import PairWindow
 from mtrain.config import config_file
 
 REPOSITORY = Path(__file__).parent.parent
@@ -110,7 +110,7 @@ def print_shifts(pairs: list[Pair]) -> None:
                 rng.choice([-2, -1, 1, 2]),
             )
             moved = np.roll(tgt[begin : begin + length], offset)
-            window = Window(src, np.concatenate([tgt[:begin], moved, tgt[begin + length :]]), 0)
+            window = PairWindow(src, np.concatenate([tgt[:begin], moved, tgt[begin + length :]]), 0)
             seen = misalignment.find(partial(iter, [window]))
             right = [s for s in seen if s.offset == offset and abs(s.first - begin) < length]
             found, elsewhere = found + bool(right), elsewhere + len(seen) - len(right)

@@ -23,7 +23,7 @@ from report import print_table, say, spread
 
 from mtrain.config.sections import ModelConfig
 from mtrain.data import prepare
-from mtrain.data.prepare import Lines
+from mtrain.data.prepare import ParallelLines
 from mtrain.errors import RunError
 from mtrain.evaluate import metrics
 from mtrain.run.run_dir import RunDir
@@ -64,7 +64,7 @@ class Task:
     """What is translated, and by which model."""
 
     test: str
-    lines: Lines
+    lines: ParallelLines
     model: ModelConfig
     vocabulary: Tokenizer
     job: Job
@@ -178,7 +178,7 @@ def read_task(options: argparse.Namespace) -> Task:
             )
     test = next(iter(config.data.tests))
     pairs = [pair for pair in zip(*prepare.read_test(run, test), strict=True) if pair[0].strip()]
-    lines = Lines(*map(list, zip(*pairs[: options.lines], strict=True)))
+    lines = ParallelLines(*map(list, zip(*pairs[: options.lines], strict=True)))
     vocabulary = sentencepiece.load(run.tokenizer_dir)
     job = Job(
         run=str(run.path),

@@ -21,7 +21,7 @@ from peers.ceiling import gflops
 
 from mtrain.config import config_file
 from mtrain.data.prepare import prepare
-from mtrain.data.sampler import Dealt
+from mtrain.data.sampler import UpdateBatches
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime import device
@@ -71,7 +71,7 @@ def main() -> None:
     print(f"idle           {'not measured' if idle is None else f'{idle:.1%} of the time'}")
 
 
-def make(trainer: Trainer, updates: Iterator[Dealt], count: int) -> Speed:
+def make(trainer: Trainer, updates: Iterator[UpdateBatches], count: int) -> Speed:
     """Make updates, and wait for the device once, in the end."""
     began, waiting_s, tokens = time.monotonic(), 0.0, []
     for _ in range(count):
@@ -86,7 +86,7 @@ def make(trainer: Trainer, updates: Iterator[Dealt], count: int) -> Speed:
     return Speed(time.monotonic() - began, waiting_s, total)
 
 
-def tokens_of(dealt: Dealt) -> Tokens:
+def tokens_of(dealt: UpdateBatches) -> Tokens:
     """Count what an update reads."""
     total = torch.zeros(len(Tokens._fields), dtype=torch.float64)
     for batch, _ in dealt.shares:
@@ -103,7 +103,7 @@ def sizes_of(trainer: Trainer) -> Sizes:
     return Sizes(*layers, model.d_model, model.d_ff, len(trainer.tokenizer.tgt))
 
 
-def idle_share(trainer: Trainer, updates: Iterator[Dealt], count: int) -> float | None:
+def idle_share(trainer: Trainer, updates: Iterator[UpdateBatches], count: int) -> float | None:
     """Return how much of the time nothing runs on a GPU; None where there is none."""
     if trainer.device.type != "cuda":
         return None

@@ -22,11 +22,11 @@ from mtrain.config.sections import Config
 from mtrain.data.batch import Batch
 from mtrain.data.prepare import prepare
 from mtrain.data.sampler import Position
-from mtrain.run.logger import Mute, Stderr
+from mtrain.run.logger import NullLogger, Stderr
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime import device
-from mtrain.runtime.process_group import ALONE, Team
-from mtrain.runtime.torchrun_env import launched
+from mtrain.runtime.process_group import SINGLE, ProcessGroup
+from mtrain.runtime.torchrun_env import read_torchrun_env
 from mtrain.train.loss import LossSum
 from mtrain.train.trainer import Trainer
 
@@ -86,13 +86,13 @@ def measure(count: int) -> Measured:
 
 def work(config: Config, num_updates: int) -> None:
     """Measure as one of the processes; the first prints what all took."""
-    place, team = launched(), ALONE
+    place, process_group = read_torchrun_env(), SINGLE
     if place is not None:
         from mtrain.runtime import torch_process_group
 
-        team = torch_process_group.join(place)
+        process_group = torch_process_group.join(place)
     device.keep_freed_memory()
-    trainer = Trainer(config, RunDir(RUN), Mute(RunDir(RUN).metrics_path), team)
+    trainer = Trainer(config, RunDir(RUN), NullLogger(RunDir(RUN).metrics_path), process_group)
     trainer.try_largest()
     tokens: list[int] = []
     updates = trainer.data.updates(config.training.batch_tokens, Position(), trainer.deal)
@@ -105,39 +105,41 @@ def work(config: Config, num_updates: int) -> None:
 
     update_s = timed(update, num_updates)
     tokens_per_s = median(tokens) / update_s
-    if team.size > 1:
+    if process_group.size > 1:
         keep_gradients_at_home(trainer)
     alone_s = timed(update, num_updates)
-    save_s = timed(lambda: save(trainer, team), 5)
+    save_s = timed(lambda: save(trainer, process_group), 5)
     path = trainer.saves.newest()
     assert path is not None
     resume_s = timed(lambda: trainer.restore(path), 5)
-    if team.is_first:
+    if process_group.is_first:
         print(json.dumps(Measured(tokens_per_s, update_s, alone_s, save_s, resume_s)._asdict()))
-    team.leave()
+    process_group.close()
 
 
 def keep_gradients_at_home(trainer: Trainer) -> None:
     """Let ranks make their shares without exchanging gradients."""
-    from mtrain.train.data_parallel import Replicas, Shards
+    from mtrain.train.data_parallel import DDPGradients, FSDPGradients
 
-    def bare(gradients: Replicas, batch: Batch, divisor: float, is_last: bool) -> list[LossSum]:
+    def bare(gradients: DDPGradients, batch: Batch, divisor: float, is_last: bool) -> list[LossSum]:
         return gradients.accumulate(batch, divisor)
 
-    make = Shards._make
+    make = FSDPGradients._make
 
-    def unexchanged(own: Shards, batch: Batch, divisor: float, is_last: bool) -> list[LossSum]:
+    def unexchanged(
+        own: FSDPGradients, batch: Batch, divisor: float, is_last: bool
+    ) -> list[LossSum]:
         return make(own, batch, divisor, is_last=False)
 
-    Replicas._make = bare  # type: ignore[method-assign]
-    Shards._make = unexchanged  # type: ignore[method-assign]
+    DDPGradients._make = bare  # type: ignore[method-assign]
+    FSDPGradients._make = unexchanged  # type: ignore[method-assign]
 
 
-def save(trainer: Trainer, team: Team) -> None:
+def save(trainer: Trainer, process_group: ProcessGroup) -> None:
     """Save anew, and wait until it is done."""
     trainer.saves.is_current = False
     trainer._save()
-    team.wait()
+    process_group.barrier()
 
 
 def timed(work: Callable[[], None], count: int) -> float:

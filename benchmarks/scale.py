@@ -28,7 +28,7 @@ from check_scale import write
 from machine import commit, describe_machine
 
 from mtrain.data import arrow_shards
-from mtrain.data.arrow_shards import SHARD_PAIRS, Contents, EncodedBlock, Mixed, Shard
+from mtrain.data.arrow_shards import SHARD_PAIRS, CorpusEntry, EncodedBlock, Manifest, Shard
 from mtrain.data.loader import TrainingData
 from mtrain.data.sampler import Position
 from mtrain.io.lines import read_lines
@@ -145,8 +145,8 @@ def write_random_pairs(directory: Path, num_pairs: int) -> int:
         arrow_shards.write_blocks(path, [EncodedBlock(src_ids, tgt_ids, src, tgt)], with_text=False)
         entries.append(Shard(0, count, int(src.sum()), int(tgt.sum())))
         longer += np.bincount(np.maximum(src, tgt), minlength=64)
-    mixed = Mixed("data.train", 1.0, longer.tolist())
-    arrow_shards.write_contents(directory, Contents([mixed], entries))
+    mixed = CorpusEntry("data.train", 1.0, longer.tolist())
+    arrow_shards.write_contents(directory, Manifest([mixed], entries))
     return sum(path.stat().st_size for path in directory.glob("*.arrow"))
 
 

@@ -21,12 +21,12 @@ from mtrain.errors import DataError
 from mtrain.run import finetune_config
 from mtrain.run.run_dir import RunDir
 from mtrain.run.tensorboard import Board, check_installed
-from mtrain.runtime.process_group import ALONE, Team
+from mtrain.runtime.process_group import SINGLE, ProcessGroup
 from mtrain.train import finetune
 
 if TYPE_CHECKING:
-    from mtrain.corpus.length_stats import Profile
-    from mtrain.decode.pipeline import Options, Stream
+    from mtrain.corpus.length_stats import CorpusStats
+    from mtrain.decode.pipeline import LineTranslator, Options
     from mtrain.decode.translator import Translator
     from mtrain.evaluate.evaluation import TestResult
     from mtrain.evaluate.metrics import ScoringOptions
@@ -51,7 +51,7 @@ class Model:
     run: RunDir
     config: Config
     translator: Translator
-    profile: Profile | None
+    profile: CorpusStats | None
 
     def translate(self, lines: Iterable[str]) -> list[str]:
         """Return one translation for each line, in order, as `mtrain translate` writes them.
@@ -69,11 +69,11 @@ class Model:
         stream = self.stream(options, _warn)
         return [line.best[0].text for line in stream.translate(_blocks(lines))]
 
-    def stream(self, options: Options, warn: Callable[[str], None]) -> Stream:
+    def stream(self, options: Options, warn: Callable[[str], None]) -> LineTranslator:
         """Return what translates lines as they come, with scores and alignments."""
-        from mtrain.decode.pipeline import Stream
+        from mtrain.decode.pipeline import LineTranslator
 
-        return Stream(self.translator, options, self.profile, warn)
+        return LineTranslator(self.translator, options, self.profile, warn)
 
 
 def load_config(
@@ -91,11 +91,11 @@ def load_config(
     """
     own_dir = None if run_dir is None else os.fspath(run_dir)
     if isinstance(config, str | os.PathLike):
-        return finetune_config.settle(
+        return finetune_config.complete_config(
             config_file.load(Path(config), overrides, own_dir), str(config)
         )
     tree = config.model_dump(exclude_unset=True) if isinstance(config, Config) else config
-    return finetune_config.settle(
+    return finetune_config.complete_config(
         config_file.from_tree(tree, "config", overrides, own_dir), "config"
     )
 
@@ -110,25 +110,25 @@ def train(config: AnyConfig, *, tensorboard: bool = False) -> Path:
         UserError: if the config, the corpora or the run folder must change.
         Stopped: on SIGINT (a notebook's stop button) or SIGTERM, after saving.
     """
-    return train_together(load_config(config), ALONE, tensorboard=tensorboard)
+    return train_together(load_config(config), SINGLE, tensorboard=tensorboard)
 
 
-def train_together(config: Config, team: Team, *, tensorboard: bool) -> Path:
+def train_together(config: Config, process_group: ProcessGroup, *, tensorboard: bool) -> Path:
     """Train as one of several ranks that were started together, each with the same config."""
     from mtrain.train import checkpoint_manager, trainer
     from mtrain.train.compilation import device_of
 
     run_dir, board = RunDir(Path(config.run_dir)), None
-    device_of(config, team)  # refused now, and not when all is tokenized
+    device_of(config, process_group)  # refused now, and not when all is tokenized
     if tensorboard:
         check_installed()
-    if team.is_first:
+    if process_group.is_first:
         checkpoint_manager.check_unfinished(run_dir)  # before tokenizing writes anything
         finetune.check_weights(config)
         _prepare(config)
         board = Board(run_dir.board_dir) if tensorboard else None
-    team.wait()
-    trainer.train(config, run_dir, team, board)
+    process_group.barrier()
+    trainer.train(config, run_dir, process_group, board)
     return run_dir.path
 
 
@@ -184,7 +184,7 @@ def load(
     tree = config.model_dump()
     changed = tree | {"decoding": tree["decoding"] | asked}
     decoding = config_file.from_tree(changed, "mtrain.load").decoding
-    translator = translating.load(folders, decoding, load_model.Loading(device))
+    translator = translating.load(folders, decoding, load_model.LoadOptions(device))
     return as_model(folders[0], config, translator)
 
 

@@ -23,9 +23,9 @@ from typing import Any
 
 from tasks import WORDS, Pair, Tree, train, write_config, write_corpus
 
-from mtrain.decode.translator import Source, Translator, load
+from mtrain.decode.translator import EncodedSource, Translator, load
 from mtrain.evaluate import evaluation
-from mtrain.run.load_model import Loading
+from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -35,7 +35,7 @@ LINES = ["ba ce di", "tu", "", "fo gu ha", "lo fo", "na\u00efve \u2603 ba", "ri 
 
 def outputs(run: RunDir) -> dict[str, Any]:
     """Return what a run translates and scores, on a CPU."""
-    loading = Loading("cpu")
+    loading = LoadOptions("cpu")
     decoding = run.load_config().decoding
     greedy = load(run, decoding.model_copy(update={"beam": 1}), loading)
     beam = load(run, decoding, loading)
@@ -57,7 +57,7 @@ def outputs(run: RunDir) -> dict[str, Any]:
 
 def _scores(translator: Translator) -> list[float]:
     sources = translator.tokenizer.encode_src([line for line in LINES if line])
-    return [best[0].score for best in translator.search([Source(ids) for ids in sources])]
+    return [best[0].score for best in translator.search([EncodedSource(ids) for ids in sources])]
 
 
 def files_of(directory: Path) -> list[str]:

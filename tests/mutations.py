@@ -643,13 +643,14 @@ TRAINING = [
     ),
     train(
         "resumes without Adam's moments",
-        "        trainstate.set_optimizer(self.optimizer, self.model, optimizer, self.team)\n",
+        "        optimizer_state.set_optimizer(self.optimizer, self.model, optimizer, "
+        "self.process_group)\n",
         "",
         "stopped_and_went_on",
     ),
     train(
         "resumes without the random state",
-        "        trainstate.restore_random_state(optimizer, path)\n",
+        "        optimizer_state.restore_random_state(optimizer, path)\n",
         "",
         "stopped_and_went_on",
     ),

@@ -18,13 +18,13 @@ from safetensors.torch import save_file
 from mtrain.cli.main import main
 from mtrain.config import config_file
 from mtrain.data.batch import Batch
-from mtrain.data.sampler import Dealt
+from mtrain.data.sampler import UpdateBatches
 from mtrain.model.transformer import Transformer
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime import torch_process_group
-from mtrain.runtime.process_group import Team
-from mtrain.runtime.torchrun_env import launched
+from mtrain.runtime.process_group import ProcessGroup
+from mtrain.runtime.torchrun_env import read_torchrun_env
 from mtrain.train import data_parallel
 from mtrain.train import gradients as gradients_module
 from mtrain.train import trainer as trainer_module
@@ -142,7 +142,9 @@ CASES = [  # the type of numbers, how many batches an update has, and of how man
 ]
 
 
-def gradients(source: Path, run: str, team: Team, settings: list[str]) -> dict[str, torch.Tensor]:
+def gradients(
+    source: Path, run: str, process_group: ProcessGroup, settings: list[str]
+) -> dict[str, torch.Tensor]:
     """Return what all ranks together find to be the gradient of an update, in every case."""
     found = {}
     build = trainer_module.build_model
@@ -151,26 +153,28 @@ def gradients(source: Path, run: str, team: Team, settings: list[str]) -> dict[s
         own += [f"training.batch_tokens={batch_tokens}"]
         config = config_file.load(source, own, run)
         trainer_module.build_model = lambda *made: build(*made).to(getattr(torch, dtype))  # noqa: B023
-        with RunLog(Path(f"{run}-{team.rank}.jsonl")) as log:
-            trainer = Trainer(config, RunDir(Path(run)), log, team)
+        with RunLog(Path(f"{run}-{process_group.rank}.jsonl")) as log:
+            trainer = Trainer(config, RunDir(Path(run)), log, process_group)
         trainer.model.compute_in(getattr(torch, dtype))
         updates = trainer.data.updates(batch_tokens, trainer_module.Position(0, 2), trainer.deal)
-        trainer.gradients.add_up(next(updates))
+        trainer.gradients.backward_update(next(updates))
         for name, weight in trainer.model.named_parameters():
             assert weight.grad is not None
-            found[f"{dtype} {accumulate} {batch_tokens} {name}"] = team.whole(weight.grad).clone()
+            found[f"{dtype} {accumulate} {batch_tokens} {name}"] = process_group.full_tensor(
+                weight.grad
+            ).clone()
     trainer_module.build_model = build
     return found
 
 
 def save_gradients(source: Path, run: str, settings: list[str], path: Path) -> None:
-    place = launched()
+    place = read_torchrun_env()
     assert place is not None
-    team = torch_process_group.join(place)
-    found = gradients(source, run, team, settings)
-    if team.is_first:
+    process_group = torch_process_group.join(place)
+    found = gradients(source, run, process_group, settings)
+    if process_group.is_first:
         save_file(found, path)
-    team.leave()
+    process_group.close()
 
 
 def stopped(arguments: list[str], step: int, number: int, is_late: bool) -> None:
@@ -178,10 +182,10 @@ def stopped(arguments: list[str], step: int, number: int, is_late: bool) -> None
 
     It comes before the update, or after the one before it, when the ranks have told each other.
     """
-    place, make = launched(), Trainer._update
+    place, make = read_torchrun_env(), Trainer._update
     is_last = place is not None and place.rank == place.size - 1
 
-    def interrupted(trainer: Trainer, dealt: Dealt) -> None:
+    def interrupted(trainer: Trainer, dealt: UpdateBatches) -> None:
         if is_last and not is_late and trainer.progress.step + 1 == step:
             os.kill(os.getpid(), number)
         make(trainer, dealt)
@@ -194,7 +198,7 @@ def stopped(arguments: list[str], step: int, number: int, is_late: bool) -> None
 
 def failing(arguments: list[str], rank: int, error: BaseException | None) -> None:
     """Do what the command line does; before its third update a rank fails, or is killed."""
-    place, make = launched(), Trainer._update
+    place, make = read_torchrun_env(), Trainer._update
 
     def broken(trainer: Trainer, dealt: Any) -> None:
         if trainer.progress.step == 2 and place is not None and place.rank == rank:
@@ -210,14 +214,14 @@ def failing(arguments: list[str], rank: int, error: BaseException | None) -> Non
 
 def short_of_memory(arguments: list[str], rank: int, num_places: int, first: int) -> None:
     """Do what the command line does; from an update on, or from the start, a rank lacks memory."""
-    place, make = launched(), Trainer._update
+    place, make = read_torchrun_env(), Trainer._update
 
     def limited(model: Transformer, batch: Batch, smoothing: float) -> LossSum:
         if batch.num_places > num_places:
             raise MemoryError
         return loss_of(model, batch, smoothing)
 
-    def updated(trainer: Trainer, dealt: Dealt) -> None:
+    def updated(trainer: Trainer, dealt: UpdateBatches) -> None:
         if trainer.progress.step + 1 == first and is_short:
             gradients_module.loss_of = data_parallel.loss_of = limited
         make(trainer, dealt)

@@ -104,7 +104,7 @@ def test_the_first_line_of_a_shift_is_named_within_a_few_lines(tmp_path: Path, s
     assert example["offset"] == -1
 
 
-def _shifts(text: Planted, directory: Path) -> list[auditing.Finding]:
+def _shifts(text: Planted, directory: Path) -> list[auditing.AuditFinding]:
     config = config_file.load(write_planted(directory, text))
     report = audit(config, None, directory, lambda num_bytes: None)
     return [finding for finding in report.findings if finding.name == "shift"]

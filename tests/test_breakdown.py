@@ -7,18 +7,20 @@ import pytest
 from tasks import Said, tiny_tree, write_config
 
 from mtrain.config import config_file
-from mtrain.data.prepare import Lines, prepare
+from mtrain.data.prepare import ParallelLines, prepare
 from mtrain.evaluate import frequencies, metrics
 from mtrain.evaluate.breakdown import NUM_EXAMPLES, break_down, contrast, line_scores
 from mtrain.evaluate.frequencies import Unit
 from mtrain.evaluate.metrics import ScoringOptions
-from mtrain.evaluate.significance import Output
+from mtrain.evaluate.significance import SystemOutput
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
 
 SOURCES = ["one", "two words", "three words here", "four words are here", "five words are in here"]
-TEST = Lines(SOURCES * 8, [f"{line} at last" for line in SOURCES] * 8)
-OUTPUT = Output("system", [line.replace("words", "birds") + " at last" for line in SOURCES] * 8)
+TEST = ParallelLines(SOURCES * 8, [f"{line} at last" for line in SOURCES] * 8)
+OUTPUT = SystemOutput(
+    "system", [line.replace("words", "birds") + " at last" for line in SOURCES] * 8
+)
 OPTIONS = ScoringOptions(metrics=("bleu", "ter"))
 COMMON = dict.fromkeys(["four", "words", "are", "in", "here"], 5000)
 TRAINING = COMMON | {"one": 0, "two": 9, "three": 10, "five": 1000}
@@ -55,8 +57,8 @@ def test_groups_by_length_hold_every_line_once_and_their_own_scores() -> None:
 
 
 def test_groups_by_rarity_go_by_the_rarest_word_of_the_source() -> None:
-    test = Lines([*TEST.src, "..."], [*TEST.tgt, "..."])
-    found = break_down(test, Output("", [*OUTPUT.hypotheses, "..."]), OPTIONS, TRAINING)
+    test = ParallelLines([*TEST.src, "..."], [*TEST.tgt, "..."])
+    found = break_down(test, SystemOutput("", [*OUTPUT.hypotheses, "..."]), OPTIONS, TRAINING)
     assert found.by_rarity is not None
     assert [(own.first, own.last, own.num_lines) for own in found.by_rarity] == [
         (0, 0, 8),
@@ -77,13 +79,13 @@ def test_the_best_and_the_worst_lines_are_those_by_chrf_and_the_longest_first() 
     row = one.line - 1
     assert (one.source, one.reference) == (TEST.src[row], TEST.tgt[row])
     assert one.translations[0].text == OUTPUT.hypotheses[row]
-    same = Lines(["a b", "a b c d", "a b c"], ["x", "xyz", "xy"])
-    found = break_down(same, Output("", same.tgt), OPTIONS, None)
+    same = ParallelLines(["a b", "a b c d", "a b c"], ["x", "xyz", "xy"])
+    found = break_down(same, SystemOutput("", same.tgt), OPTIONS, None)
     assert [own.line for own in found.best] == [2, 3, 1] == [own.line for own in found.worst]
 
 
 def test_contrasts_are_the_lines_of_the_largest_differences_on_either_side() -> None:
-    other = Output("other", [*TEST.tgt[:20], *["nothing"] * 20])
+    other = SystemOutput("other", [*TEST.tgt[:20], *["nothing"] * 20])
     found = contrast(TEST, OUTPUT, other, OPTIONS)
     ours, theirs = line_scores(TEST, OUTPUT, OPTIONS), line_scores(TEST, other, OPTIONS)
     gains = sorted(their - our for our, their in zip(ours, theirs, strict=True))
@@ -97,7 +99,7 @@ def test_contrasts_are_the_lines_of_the_largest_differences_on_either_side() -> 
 
 
 def test_case_counts_in_lines_as_it_does_in_scores() -> None:
-    upper = Output("", [line.upper() for line in TEST.tgt])
+    upper = SystemOutput("", [line.upper() for line in TEST.tgt])
     assert max(line_scores(TEST, upper, OPTIONS)) < 100
     lowercased = ScoringOptions(lowercase=True)
     assert min(line_scores(TEST, upper, lowercased)) == 100

@@ -126,7 +126,7 @@ def test_a_folder_that_a_user_named_is_neither_counted_nor_pruned(tmp_path):
     save(tmp_path, 3)
     save(tmp_path, 4)
     (tmp_path / "step-00000003-good").mkdir()
-    checkpoint.prune(tmp_path, [4])
+    checkpoint.delete_all_but(tmp_path, [4])
     assert list(checkpoint.steps(tmp_path)) == [4]
     assert names_in(tmp_path)[0] == "step-00000003-good"
 
@@ -312,7 +312,7 @@ def test_a_save_that_is_cancelled_leaves_nothing_behind(tmp_path, monkeypatch):
 def test_pruning_keeps_what_is_wanted_and_nothing_else(wanted, kept, tmp_path):
     for step in range(10, 60, 10):
         save(tmp_path, step)
-    checkpoint.prune(tmp_path, wanted)
+    checkpoint.delete_all_but(tmp_path, wanted)
     assert list(checkpoint.steps(tmp_path)) == kept
     assert len(list(tmp_path.iterdir())) == len(kept)
 

@@ -13,7 +13,7 @@ from tasks import REPOSITORY, Pair, Tree, copy_task, prepared, tiny_tree, write_
 from test_multi30k import FOLDER
 
 from mtrain.audit.audit import audit
-from mtrain.audit.pair_filter import cleaner
+from mtrain.audit.pair_filter import pair_filter_for
 from mtrain.audit.rules import RULES
 from mtrain.config import config_file
 from mtrain.config.sections import CLEAN, Config
@@ -26,7 +26,7 @@ DEMO = REPOSITORY / "data" / "demo"
 
 def left_out(config: Config, directory: Path, num_pairs: int) -> dict[str, list[int]]:
     """Return the lines, from 1, that are left out of the training, by reason."""
-    with cleaner(config.data, directory) as judge:
+    with pair_filter_for(config.data, directory) as judge:
         reasons = judge.reasons(0, num_pairs)
     found: dict[str, list[int]] = {}
     for line, reason in enumerate(reasons, start=1):

@@ -21,7 +21,7 @@ from tasks import WORDS, copy_task, write_task
 
 from mtrain.cli.main import main
 from mtrain.config import config_file
-from mtrain.decode.formats import NOTHING, Line
+from mtrain.decode.formats import NOTHING, TranslatedLine
 from mtrain.decode.sampling import Sampling
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
@@ -216,30 +216,30 @@ def test_a_run_folder_that_was_moved_still_translates_and_evaluates(
 def test_beam_and_length_alpha_are_taken_from_the_run_unless_given(
     cli: Cli, trained: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mtrain.decode import translator as translator_module
+    from mtrain.decode import translator
     from mtrain.run import load_model
 
     seen = []
 
-    def load(*arguments: Any) -> translator_module.Translator:
+    def load(*arguments: Any) -> translator.Translator:
         seen.append(arguments[1:])
         return real_load(*arguments)
 
-    real_load = translator_module.load
-    monkeypatch.setattr(translator_module, "load", load)
+    real_load = translator.load
+    monkeypatch.setattr(translator, "load", load)
     assert cli("translate", trained.path, stdin=b"ba\n").code == 0
     options = ["--beam", "3", "--length-alpha", "0", "--device", "cpu", "--n-best", "2"]
     options += ["--early-stop", "--no-repeat-ngram", "4", "--batch-tokens", "99"]
     assert cli("translate", trained.path, *options, stdin=b"ba\n").code == 0
     own = trained.load_config().decoding
-    assert seen[0] == (own, load_model.Loading(), translator_module.Wanted())
+    assert seen[0] == (own, load_model.LoadOptions(), translator.DecodeRequest())
     changes = {"beam": 3, "length_alpha": 0.0, "early_stop": True}
     changes |= {"no_repeat_ngram": 4, "batch_tokens": 99}
     changed = own.model_copy(update=changes)
-    assert seen[1] == (changed, load_model.Loading("cpu"), translator_module.Wanted(2))
+    assert seen[1] == (changed, load_model.LoadOptions("cpu"), translator.DecodeRequest(2))
     options = ["--sample", "--temperature", "0.5", "--top-k", "4", "--top-p", "0.9"]
     assert cli("translate", trained.path, *options, stdin=b"ba\n").code == 0
-    assert seen[2][2] == translator_module.Wanted(1, Sampling(0.5, 4, 0.9))
+    assert seen[2][2] == translator.DecodeRequest(1, Sampling(0.5, 4, 0.9))
 
 
 def test_every_format_holds_the_same_translations(
@@ -649,9 +649,9 @@ def test_an_output_that_cannot_be_written_is_one_line(
 def test_an_output_that_is_a_folder_is_refused_before_any_model_is_loaded(
     cli: Cli, trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mtrain.decode import translator as translator_module
+    from mtrain.decode import translator
 
-    monkeypatch.setattr(translator_module, "load", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(translator, "load", lambda *_: pytest.fail("a model was loaded"))
     for arguments in (["translate", "-o"], ["translate", "--alignments"], ["eval", "-o"]):
         said = error_line(cli(*arguments, tmp_path, trained.path))
         assert said == f"{tmp_path}: cannot be written: Is a directory."
@@ -715,13 +715,13 @@ def test_of_two_outputs_the_one_that_is_full_is_named(
 def test_an_output_is_whole_or_not_there(
     cli: Cli, trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mtrain.decode.pipeline import Stream
+    from mtrain.decode.pipeline import LineTranslator
 
-    def interrupted(self: Stream, *arguments: object) -> object:
-        yield Line(1, "ba", [NOTHING])
+    def interrupted(self: LineTranslator, *arguments: object) -> object:
+        yield TranslatedLine(1, "ba", [NOTHING])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Stream, "translate", interrupted)
+    monkeypatch.setattr(LineTranslator, "translate", interrupted)
     outputs = ["-o", tmp_path / "out", "--alignments", tmp_path / "links"]
     outcome = cli("translate", trained.path, *outputs, stdin=b"ba\nce\n")
     assert outcome.code == 130

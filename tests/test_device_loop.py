@@ -20,7 +20,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from mtrain.config import config_file
 from mtrain.config.sections import ModelConfig
-from mtrain.data.sampler import Dealt, Position
+from mtrain.data.sampler import Position, UpdateBatches
 from mtrain.model.transformer import Transformer
 from mtrain.ops import cross_entropy
 from mtrain.run import checkpoint
@@ -28,12 +28,12 @@ from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime import device as device_module
 from mtrain.runtime.prefetch import read_ahead
-from mtrain.runtime.process_group import ALONE
+from mtrain.runtime.process_group import SINGLE
 from mtrain.train import compilation
 from mtrain.train import trainer as trainer_module
 from mtrain.train.gradients import Gradients
 from mtrain.train.loss import LossSum
-from mtrain.train.meters import Outcomes
+from mtrain.train.meters import AsyncScalars
 from mtrain.train.trainer import Trainer
 
 META = torch.device("meta")
@@ -77,7 +77,7 @@ def test_an_error_ahead_is_raised_after_all_that_came_before_it() -> None:
 
 
 def test_outcomes_are_read_once_in_order_and_the_last_ones_later() -> None:
-    outcomes = Outcomes()
+    outcomes = AsyncScalars()
     for step in range(5):
         outcomes.add(step, 10 * step, 0.5, torch.tensor([1.0, step]))
     assert [own.step for own in outcomes.read(behind=3)] == [0, 1]
@@ -89,15 +89,19 @@ def trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, behind: int, ahead: int
 ) -> RunDir:
     """Train for 12 updates, of which the third has a loss that is no number."""
-    create, add_up, read = Trainer.__init__, Gradients.add_up, Trainer._read_outcomes
+    create, backward_update, read = (
+        Trainer.__init__,
+        Gradients.backward_update,
+        Trainer._read_outcomes,
+    )
     waiting = []
 
     def prepared_loop(trainer: Trainer, *arguments: Any) -> None:
         create(trainer, *arguments)
         trainer.behind, trainer.ahead = behind, ahead
 
-    def broken(gradients: Gradients, dealt: Dealt, factor: float = 1.0) -> list[LossSum]:
-        sums = add_up(gradients, dealt, factor)
+    def broken(gradients: Gradients, dealt: UpdateBatches, factor: float = 1.0) -> list[LossSum]:
+        sums = backward_update(gradients, dealt, factor)
         numbers.append(len(numbers))
         is_third = numbers[2:] == [2]
         return [own._replace(loss=own.loss * torch.nan) for own in sums] if is_third else sums
@@ -109,7 +113,7 @@ def trained(
     numbers: list[int] = []
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "__init__", prepared_loop)
-        patch.setattr(Gradients, "add_up", broken)
+        patch.setattr(Gradients, "backward_update", broken)
         patch.setattr(Trainer, "_read_outcomes", counted)
         settings = ["training.max_steps=12", "training.log_every=5", "training.validate_every=6"]
         config = config_file.load(tmp_path / "config.yaml", settings, str(tmp_path / name))
@@ -162,7 +166,7 @@ def test_an_update_never_waits_for_its_device(
     settings = ["training.precision=bfloat16", "model.dropout=0.1", "training.log_every=50"]
     config = config_file.load(source, settings, str(tmp_path / "run"))
     run = prepared(config)
-    monkeypatch.setattr(trainer_module, "device_of", lambda config, team: META)
+    monkeypatch.setattr(trainer_module, "device_of", lambda config, process_group: META)
     monkeypatch.setattr(torch.optim, "AdamW", NoOptimizer)
     with RunLog(tmp_path / "metrics.jsonl") as log:
         trainer = Trainer(config, run, log)
@@ -272,7 +276,7 @@ def test_a_gpu_compiles_where_it_can_and_may(
     as_it_comes = torch._dynamo.config.patch(suppress_errors=False, recompile_limit=8)
     lazily = torch._functorch.config.patch(force_non_lazy_backward_lowering=False)
     with as_it_comes, lazily:
-        found_out = compilation.compile_layers(model, torch.device(device), config, ALONE)
+        found_out = compilation.compile_layers(model, torch.device(device), config, SINGLE)
         assert found_out == is_compiled == (asked == [model])
         if is_compiled:
             assert torch._dynamo.config.suppress_errors
@@ -291,5 +295,5 @@ def test_the_gpu_that_is_asked_for_is_the_one_whose_random_numbers_are_drawn(
     source = write_task(tmp_path, reverse_task)
     for name in ("cpu", "cuda", "cuda:1"):
         config = config_file.load(source, [f"training.device={name}"], str(tmp_path / "run"))
-        assert compilation.device_of(config, ALONE) == torch.device(name)
+        assert compilation.device_of(config, SINGLE) == torch.device(name)
     assert chosen == [torch.device("cuda:1")]

@@ -28,11 +28,11 @@ from test_train import step_lines, timeless, weights
 
 from mtrain.config import config_file
 from mtrain.data.loader import TrainingData
-from mtrain.data.sampler import Deal, Dealt, Position
+from mtrain.data.sampler import MicroBatchSplit, Position, UpdateBatches
 from mtrain.errors import RunError
 from mtrain.run import checkpoint
 from mtrain.run.run_dir import RunDir
-from mtrain.runtime.process_group import ALONE
+from mtrain.runtime.process_group import SINGLE
 from mtrain.tokenizer import sentencepiece
 
 __all__ = ["ranks"]
@@ -58,7 +58,7 @@ def expected(source: Path) -> dict[str, torch.Tensor]:
     run = prepared(
         config_file.load(source, ["training.batch_tokens=32"], str(source.parent / "grad"))
     )
-    return gradients(source, str(run.path), ALONE, [])
+    return gradients(source, str(run.path), SINGLE, [])
 
 
 BOUNDS = {"float64": 1e-12, "float32": 1e-5}
@@ -111,9 +111,9 @@ def test_all_ranks_have_equally_many_shares_and_all_rows_once(
         config_file.load(source, ["training.batch_tokens=32"], str(source.parent / "grad"))
     )
     data = TrainingData(run.data_dir, sentencepiece.load(run.tokenizer_dir), 1)
-    deals = [Deal(num_batches, rank, num_ranks) for rank in range(num_ranks)]
+    deals = [MicroBatchSplit(num_batches, rank, num_ranks) for rank in range(num_ranks)]
     updates = [data.updates(48, Position(0, 3), deal) for deal in deals]
-    whole = data.updates(48, Position(0, 3), Deal(num_batches))
+    whole = data.updates(48, Position(0, 3), MicroBatchSplit(num_batches))
     for _ in range(3):
         dealt, one = [next(own) for own in updates], next(whole)
         assert {len(own.shares) for own in dealt} == {len(deals[0].of_rank())}
@@ -124,7 +124,7 @@ def test_all_ranks_have_equally_many_shares_and_all_rows_once(
     assert (deals[0].num_parts == 1) == is_whole
 
 
-def rows_of(dealt: list[Dealt]) -> list[list[int]]:
+def rows_of(dealt: list[UpdateBatches]) -> list[list[int]]:
     """Return the targets of all shares that count, in any order."""
     return sorted(
         row[keep].tolist()
@@ -179,7 +179,7 @@ def test_a_training_is_that_of_one_process_to_rounding(
     assert "".join(ended.out) == "".join(ended.err[1:]) == ""
     (line,) = [line for line in ended.err[0].splitlines() if line.startswith("ranks ")]
     assert line.startswith(f"ranks    {size}, each with ")
-    made = checkpoint.load_made_with(next(iter(checkpoint.steps(run.checkpoints_dir).values())))
+    made = checkpoint.load_environment(next(iter(checkpoint.steps(run.checkpoints_dir).values())))
     assert made is not None
     assert made.ranks == size
 

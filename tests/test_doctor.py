@@ -25,7 +25,7 @@ from mtrain.config import config_file
 from mtrain.data import prepare
 from mtrain.data.arrow_shards import EncodedPair, write_pairs
 from mtrain.decode.beam import Hypothesis
-from mtrain.decode.translator import Source, Translator
+from mtrain.decode.translator import EncodedSource, Translator
 from mtrain.doctor import doctor, replay
 from mtrain.ops import native
 from mtrain.run import checkpoint
@@ -387,7 +387,7 @@ def test_a_model_that_translates_otherwise_in_company_is_found_if_it_is_no_tie(
 ) -> None:
     search = Translator.search
 
-    def by_company(self: Translator, sources: list[Source]) -> list[list[Hypothesis]]:
+    def by_company(self: Translator, sources: list[EncodedSource]) -> list[list[Hypothesis]]:
         found = search(self, sources)
         if len(sources) > 1:
             found[1][0] = replace(found[1][0], ids=[7], log_prob=found[1][0].log_prob + by)
@@ -586,7 +586,7 @@ def test_the_updates_are_made_on_as_many_threads_as_the_training_had(
     torch.set_num_threads(3)
     run = train(source, run=str(tmp_path / "run"))
     torch.set_num_threads(before)
-    made = checkpoint.load_made_with(run.path / NEWEST)
+    made = checkpoint.load_environment(run.path / NEWEST)
     assert made is not None
     assert made.threads == 3
     assert facts(examined(cli, run), "resume") == ["steps 9 to 12 made again: the same bytes"]
@@ -649,7 +649,7 @@ def test_checkpoints_that_do_not_say_what_they_were_made_with_still_load(
     assert outcome.code == 0
     assert facts(outcome, "resume") == ["the checkpoint does not say what it was made with"]
     train(source, "training.max_steps=14", run=str(run.path))
-    made = checkpoint.load_made_with(run.checkpoints_dir / "step-00000014")
+    made = checkpoint.load_environment(run.checkpoints_dir / "step-00000014")
     assert made is not None
     assert (made.torch, made.device, made.precision) == (torch.__version__, "cpu", "float32")
 
@@ -723,4 +723,4 @@ def test_the_bar_goes_from_one_checkpoint_to_the_other(
 
 
 def test_a_finding_is_one_aligned_line() -> None:
-    assert doctor.Finding("data", "FAILED", "a: b").line() == "data         FAILED   a: b"
+    assert doctor.CheckResult("data", "FAILED", "a: b").line() == "data         FAILED   a: b"

@@ -114,7 +114,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, part: int, error: BaseException
     """Let an error arrive once, when a part is begun."""
     encode_part = encode._encode_part
 
-    def failing(*arguments: Any) -> encode.Facts:
+    def failing(*arguments: Any) -> encode.PartStats:
         if arguments[2].table.name == f"part-{part:05d}.arrow":
             monkeypatch.setattr(encode, "_encode_part", encode_part)
             raise error
@@ -139,7 +139,7 @@ def test_what_was_done_is_not_done_again(
     stats = [path.stat().st_ino for path in parts]
     again: list[object] = []
     monkeypatch.setattr(sentencepiece, "train", again.append)
-    monkeypatch.setattr(scan.Survey, "read", again.append)
+    monkeypatch.setattr(scan.Scan, "read", again.append)
     monkeypatch.setattr(prepare, "count_pairs", again.append)
     said = make(source, run)
     assert f"{run}: the tokenizing goes on after 120 training pairs" in said

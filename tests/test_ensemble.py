@@ -5,7 +5,7 @@ import torch
 from builders import Prefixes, left_keep, model_config, transformer
 from torch import Tensor
 
-from mtrain.decode.beam import Beam, Group, Hypothesis, Limits, beam
+from mtrain.decode.beam import BeamSettings, Constraints, Hypothesis, RequestGroup, beam
 from mtrain.decode.ensemble import Ensemble, EnsembleState, Padded
 from mtrain.model.transformer import Transformer
 
@@ -44,13 +44,13 @@ def decode(models: list[Transformer], width: int = 3) -> list[list[Hypothesis]]:
     """Search in two groups, of which the second joins."""
     together = Ensemble(models)
     groups = (
-        Group(
+        RequestGroup(
             together.start([Padded(SRC_BS[rows], SRC_KEEP_BS[rows])] * len(models)),
-            Limits(2, 3, [0, 2], torch.tensor(LENGTHS[rows])),
+            Constraints(2, 3, [0, 2], torch.tensor(LENGTHS[rows])),
         )
         for rows in (slice(0, 1), slice(1, 3))
     )
-    return beam(together.step, groups, Beam(width, 0.6, width))
+    return beam(together.step, groups, BeamSettings(width, 0.6, width))
 
 
 def assert_alike(found: list[list[Hypothesis]], expected: list[list[Hypothesis]]) -> None:

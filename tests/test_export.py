@@ -23,17 +23,17 @@ from tasks import write_task
 from mtrain.config.corpora import HubConfig, TsvConfig
 from mtrain.config.sections import Config, DecodingConfig
 from mtrain.corpus.reader import FileMark
-from mtrain.data.prepare import Lines
-from mtrain.decode.translator import Source, Translator, load
+from mtrain.data.prepare import ParallelLines
+from mtrain.decode.translator import EncodedSource, Translator, load
 from mtrain.errors import ConfigError, RunError
 from mtrain.export import ctranslate2, export, huggingface, model_card, parity
 from mtrain.export.ctranslate2 import CTranslate2Copy
-from mtrain.export.export import Report, Target, Wanted
+from mtrain.export.export import ExportReport, ExportRequest, Target
 from mtrain.export.huggingface import MarianCopy
-from mtrain.export.parity import Copy, Found, Ids
+from mtrain.export.parity import Copy, CopyOutput, Ids
 from mtrain.model.transformer import Transformer, sinusoids
 from mtrain.run import checkpoint
-from mtrain.run.load_model import Loading
+from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer
@@ -41,7 +41,7 @@ from mtrain.tokenizer.sentencepiece import Tokenizer
 PACKAGES = {"ctranslate2": "ctranslate2", "huggingface": "transformers"}
 TARGETS: list[Target] = ["ctranslate2", "huggingface"]
 EXACT = 1e-4  # of a log-probability in float32
-LINES = Lines(SRC_LINES[:3], TGT_LINES[:3])
+LINES = ParallelLines(SRC_LINES[:3], TGT_LINES[:3])
 ODD = [
     "a </s> b <pad> <unk> <s> c",
     "two  spaces , and a space before a point .",
@@ -95,7 +95,7 @@ def copied(translator: Translator, target: Target, directory: Path) -> Copy:
 
 class Exported(NamedTuple):
     directory: Path
-    report: Report
+    report: ExportReport
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def exported(trained: RunDir, tmp_path_factory: pytest.TempPathFactory) -> dict[
             target, _, quantization = name.partition(" ")
             need(target)
             directory = tmp_path_factory.mktemp("exports") / name.replace(" ", "-")
-            wanted = Wanted(target, quantization or None)  # type: ignore[arg-type]
+            wanted = ExportRequest(target, quantization or None)  # type: ignore[arg-type]
             report = export.export(trained, directory, wanted, lambda _: None)
             self[name] = Exported(directory, report)
             return self[name]
@@ -168,7 +168,7 @@ def test_the_lines_of_python_on_the_page_translate(
         exec(code, variables)
     lines = variables["lines"]
     assert isinstance(lines, list)
-    own = load(trained, loading=Loading("cpu")).translate(lines)
+    own = load(trained, loading=LoadOptions("cpu")).translate(lines)
     assert capsys.readouterr().out == f"{own}\n"
 
 
@@ -254,7 +254,7 @@ def test_in_float64_the_logits_of_transformers_are_those_of_mtrain(tmp_path: Pat
     translator.model.double()
     sources = translator.tokenizer.encode_src(LINES.src)
     targets = translator.tokenizer.tgt.encode(LINES.tgt)
-    own = translator.score([Source(ids) for ids in sources], targets)
+    own = translator.score([EncodedSource(ids) for ids in sources], targets)
     for ours, theirs in zip(own, copy.score(sources, targets), strict=True):
         assert ours == pytest.approx(theirs, abs=1e-10, rel=0)
 
@@ -366,7 +366,7 @@ def test_odd_text_has_the_same_pieces_and_comes_back_the_same(
 ) -> None:
     directory = exported[target].directory
     copy = CTranslate2Copy(directory) if target == "ctranslate2" else MarianCopy(directory)
-    tokenizer = load(trained, loading=Loading("cpu")).tokenizer
+    tokenizer = load(trained, loading=LoadOptions("cpu")).tokenizer
     assert copy.encode(ODD) == tokenizer.encode_src(ODD)
     ids = tokenizer.tgt.encode(ODD)
     texts = zip(copy.decode(ids), tokenizer.tgt.decode(ids), strict=True)
@@ -437,10 +437,10 @@ class Mirror:
     def decode(self, ids: Ids) -> list[str]:
         return self._tokenizer.tgt.decode(ids)
 
-    def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[Found]:
+    def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[CopyOutput]:
         ids = self._own.search(sources, beam)
         sums = [sum(own) for own in self.score(sources, ids)]
-        return [Found(own, total, True) for own, total in zip(ids, sums, strict=True)]
+        return [CopyOutput(own, total, True) for own, total in zip(ids, sums, strict=True)]
 
     def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
         return self._own.score(sources, targets)
@@ -472,12 +472,12 @@ def test_each_way_of_being_another_model_is_a_problem(own: Translator) -> None:
             return [text + "." for text in super().decode(ids)]
 
     class OtherChoice(Mirror):
-        def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[Found]:
+        def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[CopyOutput]:
             found = super().search(sources, beam, max_lengths)
             return [one._replace(ids=[*one.ids[:1], 7]) for one in found] if beam == 1 else found
 
     class OtherSums(Mirror):
-        def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[Found]:
+        def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[CopyOutput]:
             found = super().search(sources, beam, max_lengths)
             return [one._replace(log_prob=one.log_prob + 0.01) for one in found]
 
@@ -506,7 +506,7 @@ def test_another_choice_that_is_as_likely_is_none(own: Translator) -> None:
     same = translator_of(model, own.tokenizer)
 
     class Twins(Mirror):
-        def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[Found]:
+        def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[CopyOutput]:
             swap = {first: twin, twin: first}
             found = super().search(sources, beam, max_lengths)
             swapped = [[swap.get(piece, piece) for piece in one.ids] for one in found]
@@ -570,10 +570,10 @@ def test_a_run_without_validation_text_that_fits_is_refused(
     trained: RunDir, tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "mtrain.data.prepare.read_valid", lambda _: Lines(["", "ba " * 99], ["x", "y"])
+        "mtrain.data.prepare.read_valid", lambda _: ParallelLines(["", "ba " * 99], ["x", "y"])
     )
     with pytest.raises(RunError, match="must have validation text to check an export"):
-        export.export(trained, tmp_path / "out", Wanted(target), lambda _: None)
+        export.export(trained, tmp_path / "out", ExportRequest(target), lambda _: None)
 
 
 # mtrain translate --engine ctranslate2
@@ -609,7 +609,7 @@ def test_the_other_engine_is_exported_once_and_again_for_other_weights(
     said = []
     for beam in ("1", "2", "2"):
         if len(said) == 2:  # other weights, of the same numbers
-            weights = load(run, loading=Loading("cpu"))
+            weights = load(run, loading=LoadOptions("cpu"))
             checkpoint.save_model(
                 run.model_path,
                 {name: 1.0001 * own for name, own in weights.model.named_parameters()},
@@ -697,7 +697,9 @@ def test_the_card_tells_languages_data_and_sizes(
     run = train_task(config_path, "training.max_steps=1")
     was = hashlib.sha256((corpus / "valid.src").read_bytes()).hexdigest()
     (corpus / "valid.src").unlink()
-    export.export(run, tmp_path / "out", Wanted("huggingface", "bfloat16", 2), lambda _: None)
+    export.export(
+        run, tmp_path / "out", ExportRequest("huggingface", "bfloat16", 2), lambda _: None
+    )
     page = (tmp_path / "out" / "README.md").read_text("utf-8")
     _, front, rest = page.split("---\n", 2)
     assert yaml.safe_load(front)["language"] == ["aa", "bb"]

@@ -357,7 +357,7 @@ def test_writing_to_a_pipe_goes_through_it(here: Path) -> None:
 def test_an_open_file_is_written_and_its_name_stays_a_link(here: Path) -> None:
     with Path("out").open("wb") as opened:
         Path("link").symlink_to(f"/dev/fd/{opened.fileno()}")
-        atomic.write_lines(atomic.followed(Path("link")), ["a", "b"])
+        atomic.write_lines(atomic.resolve_links(Path("link")), ["a", "b"])
     assert Path("link").is_symlink()
     assert Path("out").read_text() == "a\nb\n"
     assert left(here) == ["link", "out"]
@@ -367,7 +367,7 @@ def test_a_link_is_followed_when_somebody_asks_and_is_replaced_otherwise(here: P
     Path("folder").mkdir()
     Path("second").symlink_to("folder/file")  # which is not there yet
     Path("first").symlink_to("second")
-    atomic.write_lines(atomic.followed(Path("first")), ["a"])
+    atomic.write_lines(atomic.resolve_links(Path("first")), ["a"])
     assert Path("first").is_symlink()
     assert Path("second").is_symlink()
     assert left(here / "folder") == ["file"]
@@ -380,7 +380,7 @@ def test_links_that_go_round_in_a_circle_are_a_message(here: Path) -> None:
     Path("a").symlink_to("b")
     Path("b").symlink_to("a")
     with pytest.raises(WriteError, match=r"^[ab]: cannot be written: Too many levels of symbolic"):
-        atomic.write_lines(atomic.followed(Path("a")), ["x"])
+        atomic.write_lines(atomic.resolve_links(Path("a")), ["x"])
 
 
 @pytest.mark.parametrize(

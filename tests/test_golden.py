@@ -67,7 +67,7 @@ def test_training_goes_on_from_the_checkpoint_of_a_golden_run(
     assert f"resuming from {run.checkpoints_dir / f'step-{last:08}'}" in capsys.readouterr().err
     assert max(steps(run)) == last + 2
     assert checkpoint.load_progress(run.checkpoints_dir / f"step-{last + 2:08}").epoch > 0
-    origin = checkpoint.load_origin(run.model_path)
+    origin = checkpoint.load_final_weights_info(run.model_path)
     assert origin is not None
     assert origin.bleu > 20
 

@@ -8,7 +8,7 @@ import torch
 from tasks import Said, write
 
 from mtrain.autoconfig import benchmark, presets, split, write_config
-from mtrain.autoconfig.write_config import Files, Wanted
+from mtrain.autoconfig.write_config import Files, InitRequest
 from mtrain.config import config_file
 from mtrain.data.prepare import prepare, read_counts, read_test, read_valid
 from mtrain.errors import ConfigError, DataError, WriteError
@@ -34,7 +34,7 @@ def wanted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = sentences(400)
     src, tgt = write(Path("a.en"), lines), write(Path("a.de"), [line.upper() for line in lines])
-    return Wanted(
+    return InitRequest(
         train=Files(Path(src), Path(tgt)),
         src_lang="en",
         tgt_lang="de",

@@ -11,14 +11,14 @@ from tasks import Pair, write_corpus
 
 from mtrain.config.corpora import CorpusConfig
 from mtrain.corpus import lenient_reader
-from mtrain.corpus.lenient_reader import Intake
+from mtrain.corpus.lenient_reader import Reader
 from mtrain.corpus.reader import read_pairs
 
 
-def read(src: bytes, tgt: bytes, directory: Path) -> Intake:
+def read(src: bytes, tgt: bytes, directory: Path) -> Reader:
     (directory / "src").write_bytes(src)
     (directory / "tgt").write_bytes(tgt)
-    taken = Intake(CorpusConfig(src=[str(directory / "src")], tgt=[str(directory / "tgt")]))
+    taken = Reader(CorpusConfig(src=[str(directory / "src")], tgt=[str(directory / "tgt")]))
     taken.pairs = [  # type: ignore[attr-defined]
         pair
         for block in taken.blocks(lambda num_bytes: None)
@@ -68,7 +68,7 @@ def test_blocks_are_cut_by_pairs_and_by_bytes_and_numbered(
     monkeypatch.setattr(lenient_reader, "_BLOCK_BYTES", 50)
     named = write_corpus(tmp_path, "corpus", pairs)
     twice = CorpusConfig(src=named["src"] * 2, tgt=named["tgt"] * 2)
-    taken = Intake(twice)
+    taken = Reader(twice)
     blocks = list(taken.blocks(lambda num_bytes: None))
     sizes = [len(block.src) for block in blocks]
     assert sizes == [3, 2, 3, 3, 1] * 2
@@ -82,5 +82,5 @@ def test_the_bytes_that_are_told_are_those_on_disk_also_of_gzip(tmp_path: Path) 
     (tmp_path / "b").write_bytes(raw)
     corpus = CorpusConfig(src=[str(tmp_path / "a.gz")], tgt=[str(tmp_path / "b")])
     told: list[int] = []
-    assert sum(len(block.src) for block in Intake(corpus).blocks(told.append)) == 20_000
+    assert sum(len(block.src) for block in Reader(corpus).blocks(told.append)) == 20_000
     assert sum(told) == lenient_reader.size_of(corpus)

@@ -26,22 +26,22 @@ from ways import (
 
 from mtrain.ops import attention as attention_module
 from mtrain.ops import native
-from mtrain.ops.attention import attend, attention, parts
-from mtrain.ops.dropout import Dropout, Drops, dropout_seeds
+from mtrain.ops.attention import attention, paged_attention, parts
+from mtrain.ops.dropout import Dropout, DropoutMask, dropout_seeds
 from mtrain.ops.layer_norm import LayerNorm, add_norm
-from mtrain.ops.topk import top_pieces
+from mtrain.ops.topk import top_tokens
 from mtrain.runtime.device import compute_dtype
 
-DROPS = Drops(round(0.3 * 2**16), 2**16 / (2**16 - round(0.3 * 2**16)), 0x9E3779B9)
+DROPS = DropoutMask(round(0.3 * 2**16), 2**16 / (2**16 - round(0.3 * 2**16)), 0x9E3779B9)
 
 
-def fixed(dropout: Dropout, drops: Drops = DROPS) -> Dropout:
+def fixed(dropout: Dropout, drops: DropoutMask = DROPS) -> Dropout:
     """Let a dropout drop the same at every call."""
     dropout.draw = lambda: drops
     return dropout.train()
 
 
-def share_of(shape: tuple[int, ...], drops: Drops = DROPS) -> Tensor:
+def share_of(shape: tuple[int, ...], drops: DropoutMask = DROPS) -> Tensor:
     """Return what dropout multiplies with: 0 or the scale."""
     return (fixed(Dropout(0.3), drops)(torch.ones(shape)) != 0).double() * drops.scale
 
@@ -88,7 +88,7 @@ def test_layer_norm_is_the_formula_written_out_in_the_type_of_its_weights(width,
 
 
 @EACH_WAY
-@pytest.mark.parametrize("drops", [Drops(0, 1.0, 0), DROPS], ids=["whole", "dropped"])
+@pytest.mark.parametrize("drops", [DropoutMask(0, 1.0, 0), DROPS], ids=["whole", "dropped"])
 @pytest.mark.parametrize(
     ("rows", "width"), [(5, 1), (5, 2), (5, 6), (1, 17), (5, 17), (129, 128), (7, 130), (300, 6)]
 )
@@ -500,8 +500,8 @@ def test_what_is_not_trained_is_compiled_on_one_thread_alone(calls, num_threads,
         attention(*inputs, None)
         add_norm(inputs[0], inputs[0], Dropout(0.0), norm_of(6))
         Dropout(0.5).train()(inputs[0])
-        attend(store_RX[:2, :6], store_RX, places_NT, 2)
-        top_pieces(store_RX, [0], 3)
+        paged_attention(store_RX[:2, :6], store_RX, places_NT, 2)
+        top_tokens(store_RX, [0], 3)
     compiled = ["attention", "add_norm", "dropout", "attend", "top_pieces"]
     assert calls == (compiled if num_threads == 1 else [])
 
@@ -512,8 +512,11 @@ def test_types_that_were_not_compiled_take_the_plain_formula(calls, dtype):
     assert attention(x, x, x, None).dtype == dtype
     assert Dropout(0.5).train()(x).dtype == dtype
     assert add_norm(x, x, Dropout(0.5).train(), norm_of(6)).dtype == dtype
-    assert attend(x[0, 0, :, :3], x[0, 0], torch.zeros(5, 1, dtype=torch.long), 1).dtype == dtype
-    assert top_pieces(x[0, 0], [], 2).log_prob_NC.dtype == dtype
+    assert (
+        paged_attention(x[0, 0, :, :3], x[0, 0], torch.zeros(5, 1, dtype=torch.long), 1).dtype
+        == dtype
+    )
+    assert top_tokens(x[0, 0], [], 2).log_prob_NC.dtype == dtype
     assert calls == []
 
 
@@ -559,7 +562,7 @@ def test_attend_is_the_formula_written_out(way, calls, num_heads, width, count, 
     q_ND = normal(5, d_model, dtype=way.dtype)
     store_RX = normal(20, 2 * d_model, seed=1, dtype=way.dtype)
     places_NT = places_of(5, count, 20)
-    out_ND = attend(q_ND, store_RX, places_NT, num_heads)
+    out_ND = paged_attention(q_ND, store_RX, places_NT, num_heads)
     assert out_ND.dtype == way.dtype
     assert calls == (["attend"] if way.is_compiled else [])
     way.assert_near(out_ND, attended(q_ND, store_RX, places_NT, num_heads))
@@ -572,7 +575,7 @@ def test_attend_takes_queries_and_places_that_are_not_contiguous(way, calls):
     queries = normal(5, 36, dtype=way.dtype)[:, 12:24], normal(12, 5, dtype=way.dtype).T
     for q_ND in queries:
         for own_NT in (places_NT[:, -3:], places_NT.T.contiguous().T, places_NT[:, -1:]):
-            found = attend(q_ND, store_RX, own_NT, 2)
+            found = paged_attention(q_ND, store_RX, own_NT, 2)
             way.assert_near(found, attended(q_ND, store_RX, own_NT, 2))
     assert calls == ["attend"] * (6 if way.is_compiled else 0)
 
@@ -583,16 +586,16 @@ def test_attend_reads_no_row_that_is_not_named(way, calls):
     q_ND, store_RX = normal(5, 12, dtype=way.dtype), normal(20, 24, seed=1, dtype=way.dtype)
     places_NT = 1 + places_of(5, 11, 9)
     places_NT[places_NT == 0] = -1
-    expected = attend(q_ND, store_RX, places_NT, 2)
+    expected = paged_attention(q_ND, store_RX, places_NT, 2)
     store_RX[10:] = math.nan
-    assert torch.equal(attend(q_ND, store_RX, places_NT, 2), expected)
+    assert torch.equal(paged_attention(q_ND, store_RX, places_NT, 2), expected)
 
 
 @EACH_WAY
 def test_attend_of_extreme_scores_stays_finite_and_right(way, calls):
     q_ND, store_RX = normal(5, 12, dtype=way.dtype) * 1e4, normal(20, 24, seed=1, dtype=way.dtype)
     places_NT = places_of(5, 11, 20)
-    found = attend(q_ND, store_RX, places_NT, 2)
+    found = paged_attention(q_ND, store_RX, places_NT, 2)
     way.assert_near(found, attended(q_ND, store_RX, places_NT, 2), floor=1e-7)
 
 
@@ -602,7 +605,7 @@ def test_attend_of_extreme_scores_stays_finite_and_right(way, calls):
 def test_attend_hands_on_what_is_not_finite_to_those_who_read_it(way, calls, value, column):
     q_ND, store_RX = normal(2, 12, dtype=way.dtype), normal(20, 24, seed=1, dtype=way.dtype)
     store_RX[7, column] = value
-    out_ND = attend(q_ND.abs(), store_RX, torch.tensor([[3, 7, -1], [4, 5, 6]]), 2)
+    out_ND = paged_attention(q_ND.abs(), store_RX, torch.tensor([[3, 7, -1], [4, 5, 6]]), 2)
     assert not out_ND[0].isfinite().all()
     assert out_ND[1].isfinite().all()
 
@@ -703,7 +706,7 @@ def test_dropout_takes_an_input_and_a_gradient_that_are_not_contiguous(way, call
 def test_dropout_is_the_identity_in_eval_mode_and_at_rate_zero(module):
     x = normal(3, 4)
     assert module(x) is x
-    assert module.draw() == Drops(0, 1.0, 0)
+    assert module.draw() == DropoutMask(0, 1.0, 0)
 
 
 @BOTH_PATHS
@@ -724,7 +727,7 @@ def test_dropout_draws_anew_at_every_call(way, calls):
 @BOTH_PATHS
 @pytest.mark.parametrize("cut", [1, 2**16 - 1])
 def test_one_level_of_dropout_is_neither_none_nor_two(way, calls, cut):
-    num_kept = int((share_of((MANY_ELEMENTS,), Drops(cut, 1.0, 3)) != 0).sum())
+    num_kept = int((share_of((MANY_ELEMENTS,), DropoutMask(cut, 1.0, 3)) != 0).sum())
     exceptions = num_kept if cut > 1 else MANY_ELEMENTS - num_kept
     assert 0 < exceptions < 12  # four, as chance has it
 
@@ -805,7 +808,7 @@ def test_each_thread_has_a_seed_of_its_own():
 def test_compiled_functions_round_to_bfloat16_as_pytorch_does(calls):
     """To the nearest, ties to even: half of these products lie between two numbers."""
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(SHORT)
-    found = fixed(Dropout(0.3), Drops(0, 1.5, 1))(x)
+    found = fixed(Dropout(0.3), DropoutMask(0, 1.5, 1))(x)
     assert calls == ["dropout"]
     assert torch.equal(found.isnan(), x.isnan())
     expected = (x.float() * 1.5).to(SHORT)
@@ -856,7 +859,7 @@ def test_gradients_that_are_not_finite_are_handed_on(way, calls, value):
     for out in (
         attention(*inputs, None),
         add_norm(inputs[0], inputs[0], Dropout(0.0), norm),
-        fixed(Dropout(0.3), Drops(1, 1.0, 1))(inputs[0]),
+        fixed(Dropout(0.3), DropoutMask(1, 1.0, 1))(inputs[0]),
     ):
         (grad,) = torch.autograd.grad(out, inputs[:1], upstream)
         assert not grad.isfinite().all()
@@ -868,7 +871,7 @@ def test_dropout_hands_on_what_is_not_finite(way, calls):
     with torch.no_grad():
         x[1] = math.nan
         x[2] = math.inf
-    out = fixed(Dropout(0.3), Drops(1, 1.0, 1))(x)
+    out = fixed(Dropout(0.3), DropoutMask(1, 1.0, 1))(x)
     assert out[0].isfinite().all()
     assert out[1].isnan().all()
     assert not out[2].isfinite().any()

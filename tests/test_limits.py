@@ -23,7 +23,7 @@ from mtrain.io import atomic
 from mtrain.run import checkpoint
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
-from mtrain.train.gradients import Gradients, Part, Task
+from mtrain.train.gradients import GradientPart, Gradients, GradientTask
 from mtrain.train.trainer import Position, Trainer
 
 OFTEN = ["training.save_every=2", "training.keep_last=9", "training.log_every=1"]
@@ -44,15 +44,15 @@ def trainer_of(source: Path, directory: Path, *overrides: str) -> Iterator[Train
 
 def hold_at_most(monkeypatch: pytest.MonkeyPatch, num_places: int, error: Exception) -> list[int]:
     """Let larger batches run out of memory; return the places of each that was tried."""
-    differentiate, tried = Gradients.differentiate, []
+    backward, tried = Gradients.backward, []
 
-    def limited(gradients: Gradients, task: Task) -> Part:
+    def limited(gradients: Gradients, task: GradientTask) -> GradientPart:
         tried.append(task.batch.num_places)
         if task.batch.num_places > num_places:
             raise error
-        return differentiate(gradients, task)
+        return backward(gradients, task)
 
-    monkeypatch.setattr(Gradients, "differentiate", limited)
+    monkeypatch.setattr(Gradients, "backward", limited)
     return tried
 
 

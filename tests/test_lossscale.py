@@ -7,7 +7,7 @@ from conftest import Cli
 from tasks import prepared, reverse_task, write_task
 
 from mtrain.config import config_file
-from mtrain.data.sampler import Position, dealt_whole
+from mtrain.data.sampler import Position, single_rank_update
 from mtrain.run import checkpoint
 from mtrain.run.checkpoint import Progress
 from mtrain.run.logger import RunLog
@@ -66,7 +66,7 @@ def test_a_scaled_gradient_is_that_of_float32_once_the_factor_is_taken_out(tmp_p
             trainer = trainer_of(tmp_path, log, f"training.precision={precision}")
             trainer.progress.loss_scale = factor if precision == "float16" else 0.0
             batch, _ = next(trainer.data.batches(192, Position()))
-            trainer.gradients.add_up(dealt_whole([batch]), factor)
+            trainer.gradients.add_up(single_rank_update([batch]), factor)
             grad_scaler.undo(trainer.progress, trainer.parameters)
             grads[precision] = [own.grad for own in trainer.parameters]
     for exact, short in zip(grads["float32"], grads["float16"], strict=True):
@@ -80,7 +80,7 @@ def test_without_the_factor_float16_loses_small_gradients(tmp_path: Path) -> Non
         for factor in (1.0, 2.0**16):
             trainer = trainer_of(tmp_path, log, "training.precision=float16")
             batch, _ = next(trainer.data.batches(192, Position()))
-            update = dealt_whole([batch])._replace(num_tokens=10**6)  # one of many batches
+            update = single_rank_update([batch])._replace(num_tokens=10**6)  # one of many batches
             trainer.gradients.add_up(update, factor)
             found = torch.cat([own.grad.flatten() for own in trainer.parameters])  # type: ignore
             kept[factor] = int(found.count_nonzero())

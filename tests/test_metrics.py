@@ -19,7 +19,7 @@ from mtrain.errors import ConfigError
 from mtrain.evaluate import metrics, significance
 from mtrain.evaluate.comet import CometModel
 from mtrain.evaluate.metrics import Scorer, ScoringOptions
-from mtrain.evaluate.significance import Output
+from mtrain.evaluate.significance import SystemOutput
 from mtrain.run.run_dir import RunDir
 
 HYPOTHESES = [
@@ -119,7 +119,7 @@ def test_paired_tests_are_those_of_the_sacrebleu_command(
     systems = [ONE, TWO, THREE]
     told = ["bleu"] if kind == "bs" else ["bleu", "chrf"]  # others are float32, which fails there
     shown = json.loads(by_command(tmp_path, systems, "-m", *told, f"--paired-{kind}"))
-    outputs = [Output(str(place), lines) for place, lines in enumerate(systems)]
+    outputs = [SystemOutput(str(place), lines) for place, lines in enumerate(systems)]
     options = ScoringOptions(metrics=("bleu", "chrf", "ter"))
     found = {(one.metric, one.system): one for one in significance.compare(outputs, LINES, options)}
     assert len(found) == 6
@@ -348,7 +348,7 @@ def test_comet_is_one_more_metric_with_intervals_and_tests(comet: Path) -> None:
     assert 0 < score.half_width < 0.1
     name = "wmt22-comet-da@9a129038d9a0"
     assert score.signature == f"nrefs:1|bs:1000|seed:12345|model:{name}|version:2.2.7"
-    outputs = [Output("one", ONE), Output("two", TWO), Output("three", THREE)]
+    outputs = [SystemOutput("one", ONE), SystemOutput("two", TWO), SystemOutput("three", THREE)]
     compared = significance.compare(outputs, LINES, options, LINES)[2:]
     assert [own.metric for own in compared] == ["COMET", "COMET"]
     assert compared[1].difference < -0.05

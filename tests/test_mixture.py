@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain.config.corpora import weight_of
-from mtrain.data.mixture import Corpus, Mixture, share_out
+from mtrain.data.mixture import Mixture, MixtureCorpus, share_out
 
 Given = tuple[int, int]  # a table and a row
 
 
-def numbered(sizes: list[list[int]], weights: list[float]) -> list[Corpus]:
+def numbered(sizes: list[list[int]], weights: list[float]) -> list[MixtureCorpus]:
     tables = itertools.count()
     return [
-        Corpus([next(tables) for _ in own], own, weight)
+        MixtureCorpus([next(tables) for _ in own], own, weight)
         for own, weight in zip(sizes, weights, strict=True)
     ]
 

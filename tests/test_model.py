@@ -10,7 +10,7 @@ from builders import left_keep, model_config, randomise, transformer, vocabulari
 from torch import Tensor, nn
 
 from mtrain.config.sections import ModelConfig
-from mtrain.model.kv_cache import DecoderState
+from mtrain.model.kv_cache import KVCache
 from mtrain.model.transformer import (
     CrossAttention,
     DecoderLayer,
@@ -753,7 +753,7 @@ class Grown(NamedTuple):
     logits_V: Tensor
 
 
-def begin(model: Transformer, data: Inputs) -> DecoderState:
+def begin(model: Transformer, data: Inputs) -> KVCache:
     return model.start(data.src_BS, data.src_keep_BS)
 
 

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from mtrain.corpus.length_stats import Profile
+from mtrain.corpus.length_stats import CorpusStats
 from mtrain.decode.alignment import Link, align_words, number_words
-from mtrain.decode.flags import find_flaws
-from mtrain.decode.formats import NOTHING, Line, Translation, as_pharaoh, join, write
+from mtrain.decode.flags import find_flags
+from mtrain.decode.formats import NOTHING, TranslatedLine, Translation, as_pharaoh, join, write
 
-USUAL = Profile(longest_src=20, least_ratio=0.5, most_ratio=2.0, share_copied=0.0)
+USUAL = CorpusStats(longest_src=20, least_ratio=0.5, most_ratio=2.0, share_copied=0.0)
 
 
 def flaws(
-    src_ids: Sequence[int], tgt: Sequence[str], profile: Profile | None = USUAL, src: str = "in"
+    src_ids: Sequence[int], tgt: Sequence[str], profile: CorpusStats | None = USUAL, src: str = "in"
 ) -> list[str]:
-    return find_flaws(src, " ".join(tgt), src_ids, tgt, profile)
+    return find_flags(src, " ".join(tgt), src_ids, tgt, profile)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_only_spaces_divide_the_target_words_that_links_count() -> None:
     assert join([first, second]).alignment == [Link(0, 0), Link(1, 1)]
 
 
-FOUND = Line(
+FOUND = TranslatedLine(
     7,
     "in\there",
     [
@@ -137,7 +137,7 @@ FOUND = Line(
 def test_text_is_as_many_lines_as_translations_are_wanted() -> None:
     assert list(write(FOUND, "text", 1)) == ["out\tthere"]
     assert list(write(FOUND, "text", 3)) == ["out\tthere", "about", ""]
-    assert list(write(Line(1, "", [NOTHING]), "text", 2)) == ["", ""]
+    assert list(write(TranslatedLine(1, "", [NOTHING]), "text", 2)) == ["", ""]
 
 
 def test_tsv_has_six_columns_whatever_the_text_holds() -> None:

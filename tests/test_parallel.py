@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtrain.runtime.thread_pool import Workers
+from mtrain.runtime.thread_pool import ThreadPool
 
 PATIENCE_S = 60
 
@@ -25,8 +25,8 @@ def num_threads() -> Iterator[None]:
 
 
 @pytest.fixture
-def workers(num_threads: None) -> Iterator[Workers]:
-    made = Workers()
+def workers(num_threads: None) -> Iterator[ThreadPool]:
+    made = ThreadPool()
     yield made
     made.close()
 
@@ -35,14 +35,16 @@ def names() -> set[str]:
     return {thread.name for thread in threading.enumerate()}
 
 
-def test_there_are_as_many_workers_as_pytorch_has_threads(workers: Workers) -> None:
+def test_there_are_as_many_workers_as_pytorch_has_threads(workers: ThreadPool) -> None:
     assert workers.count == 3
     together = threading.Barrier(3)
     found = workers.map(lambda _: together.wait(PATIENCE_S), range(3))
     assert sorted(found) == [0, 1, 2], "three were there at one time"
 
 
-def test_results_come_in_the_order_of_the_tasks_whichever_is_done_first(workers: Workers) -> None:
+def test_results_come_in_the_order_of_the_tasks_whichever_is_done_first(
+    workers: ThreadPool,
+) -> None:
     second_is_done = threading.Event()
 
     def square(task: int) -> int:
@@ -55,13 +57,13 @@ def test_results_come_in_the_order_of_the_tasks_whichever_is_done_first(workers:
 
 
 def test_each_thread_computes_on_one_core_and_afterwards_all_is_as_before(
-    workers: Workers,
+    workers: ThreadPool,
 ) -> None:
     assert workers.map(lambda _: torch.get_num_threads(), range(6)) == [1] * 6
     assert torch.get_num_threads() == 3
 
 
-def test_a_single_task_has_all_cores_and_the_callers_thread(workers: Workers) -> None:
+def test_a_single_task_has_all_cores_and_the_callers_thread(workers: ThreadPool) -> None:
     here = threading.get_ident()
     assert workers.map(lambda _: (torch.get_num_threads(), threading.get_ident()), [0]) == [
         (3, here)
@@ -72,13 +74,13 @@ def test_with_one_thread_all_is_done_by_the_caller(
     num_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(1)
-    workers, here = Workers(), threading.get_ident()
+    workers, here = ThreadPool(), threading.get_ident()
     assert workers.count == 1
     assert workers.map(lambda _: threading.get_ident(), range(3)) == [here] * 3
     workers.close()
 
 
-def test_no_task_has_no_result(workers: Workers) -> None:
+def test_no_task_has_no_result(workers: ThreadPool) -> None:
     assert workers.map(lambda task: task, []) == []
     assert torch.get_num_threads() == 3
 
@@ -89,7 +91,7 @@ def fail_at_two(task: int) -> int:
     return task
 
 
-def test_an_error_comes_out_with_the_place_where_it_happened(workers: Workers) -> None:
+def test_an_error_comes_out_with_the_place_where_it_happened(workers: ThreadPool) -> None:
     with pytest.raises(ZeroDivisionError, match="this task has gone wrong") as error:
         workers.map(fail_at_two, range(4))
     frames = traceback.extract_tb(error.value.__traceback__)
@@ -98,7 +100,7 @@ def test_an_error_comes_out_with_the_place_where_it_happened(workers: Workers) -
     assert workers.map(fail_at_two, [5, 6, 7]) == [5, 6, 7], "the workers are still there"
 
 
-def test_a_task_that_nobody_waits_for_ends_where_it_asks(workers: Workers) -> None:
+def test_a_task_that_nobody_waits_for_ends_where_it_asks(workers: ThreadPool) -> None:
     """A task that fails leaves the map, as Ctrl-C does."""
     begun, ended = threading.Event(), threading.Event()
 
@@ -119,7 +121,7 @@ def test_a_task_that_nobody_waits_for_ends_where_it_asks(workers: Workers) -> No
     assert ended.wait(PATIENCE_S)
 
 
-def test_each_thread_differentiates_on_its_own(workers: Workers) -> None:
+def test_each_thread_differentiates_on_its_own(workers: ThreadPool) -> None:
     weight = torch.tensor([2.0, 3.0], requires_grad=True)
 
     def gradient(power: int) -> Tensor:
@@ -132,7 +134,7 @@ def test_each_thread_differentiates_on_its_own(workers: Workers) -> None:
 
 def test_closed_workers_leave_no_thread(num_threads: None) -> None:
     before = names()
-    workers = Workers()
+    workers = ThreadPool()
     workers.map(lambda task: task, range(3))
     assert any(name.startswith("update") for name in names() - before)
     workers.close()

@@ -73,7 +73,7 @@ def found(run: RunDir) -> collect.Pictures:
 
 
 @pytest.fixture(scope="module")
-def attention(run: RunDir) -> collect.Attention:
+def attention(run: RunDir) -> collect.AttentionPicture:
     found = collect.gather(run, SENTENCE).attention
     assert found is not None
     return found
@@ -163,11 +163,11 @@ def test_without_a_record_of_what_was_chosen_the_best_validation_is_marked(
         copied.model_path.unlink()
     mark = collect.read_curves(copied, []).mark
     unsaid = " (the run does not say what was chosen)" if is_trained else ""
-    assert mark == collect.Mark(8, 8, 9.0, f"best validation, step 8{unsaid}")
+    assert mark == collect.CheckpointMark(8, 8, 9.0, f"best validation, step 8{unsaid}")
 
 
 def test_the_attention_of_the_first_encoder_layer_is_that_of_plain_arithmetic(
-    run: RunDir, attention: collect.Attention
+    run: RunDir, attention: collect.AttentionPicture
 ) -> None:
     model, vocabulary = run.load_config().model, sentencepiece.load(run.tokenizer_dir)
     weights = {name: w.double().numpy() for name, w in load_file(run.model_path).items()}
@@ -190,9 +190,11 @@ def test_the_attention_of_the_first_encoder_layer_is_that_of_plain_arithmetic(
 
 
 def test_the_target_whose_attention_is_drawn_is_what_the_run_translates(
-    run: RunDir, attention: collect.Attention
+    run: RunDir, attention: collect.AttentionPicture
 ) -> None:
-    (translation,) = translator.load(run, loading=load_model.Loading("cpu")).translate([SENTENCE])
+    (translation,) = translator.load(run, loading=load_model.LoadOptions("cpu")).translate(
+        [SENTENCE]
+    )
     assert attention.translation == translation
     text = "".join(attention.tgt_out[:-1]).replace("\u2581", " ").strip()
     assert text == translation
@@ -203,7 +205,7 @@ def test_the_target_whose_attention_is_drawn_is_what_the_run_translates(
 
 
 def test_attention_has_a_map_for_each_head_of_each_layer_whose_rows_sum_to_one(
-    attention: collect.Attention,
+    attention: collect.AttentionPicture,
 ) -> None:
     num_src, num_tgt = len(attention.src), len(attention.tgt_in)
     assert num_tgt > 3, "a translation that shows nothing"
@@ -216,7 +218,7 @@ def test_attention_has_a_map_for_each_head_of_each_layer_whose_rows_sum_to_one(
 
 
 def test_the_alignment_is_the_mean_of_all_heads_of_all_layers(
-    attention: collect.Attention,
+    attention: collect.AttentionPicture,
 ) -> None:
     rng = np.random.default_rng(1)
     cross = [rng.random((2, 4, 5)) for _ in range(3)]
@@ -455,7 +457,9 @@ def test_nothing_overlaps_and_nothing_is_cut_off_in_the_other_pictures(
     assert found.curves is not None
     assert found.masks is not None
     assert found.batches is not None
-    mark = collect.Mark(20, 60, 37.8, "model.safetensors: mean of 5 checkpoints, steps 20 to 60")
+    mark = collect.CheckpointMark(
+        20, 60, 37.8, "model.safetensors: mean of 5 checkpoints, steps 20 to 60"
+    )
     curves = found.curves._replace(mark=mark)
     values = np.random.default_rng(4).normal(size=(256, 64))
     tables = [collect.PositionTable(f"learned, {side}", values) for side in ("source", "target")]

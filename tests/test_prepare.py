@@ -13,7 +13,7 @@ from tasks import Pair, Said, Tree, copy_task, tiny_tree, write, write_config, w
 
 from mtrain.config import config_file
 from mtrain.corpus import reader
-from mtrain.corpus.length_stats import Profile
+from mtrain.corpus.length_stats import CorpusStats
 from mtrain.corpus.reader import FileMark
 from mtrain.data import prepare
 from mtrain.data.loader import TrainingData
@@ -423,7 +423,7 @@ def test_a_run_folder_says_what_is_usual_in_its_pairs(tmp_path: Path, tree: Tree
     tgt = [len(ids) + 1 for ids in vocabulary.tgt.encode([pair.tgt for pair in pairs])]
     ratios = [b / a for a, b in zip(src, tgt, strict=True)]
     profile = prepare.read_profile(run)
-    assert profile == Profile(max(src), min(ratios), max(ratios), 0.25)
+    assert profile == CorpusStats(max(src), min(ratios), max(ratios), 0.25)
     (run.data_dir / "profile.json").unlink()
     assert prepare.read_profile(run) is None
 

@@ -29,8 +29,8 @@ from ways import (
 from mtrain.ops import cross_entropy, native
 from mtrain.ops import linear as linear_module
 from mtrain.ops.cross_entropy import ProjectedCrossEntropy
-from mtrain.ops.linear import Linear, rectified
-from mtrain.ops.topk import Projected, Projection, TopPieces, likeliest, top_pieces
+from mtrain.ops.linear import Linear, relu_ffn
+from mtrain.ops.topk import LazyLogits, Projection, TopTokens, argmax_tokens, top_tokens
 
 MULTIPLYING = pytest.mark.parametrize("way", MULTIPLIED, ids=str)
 MULTIPLYING_PAIRS = pytest.mark.parametrize("way", MULTIPLIED[1:], ids=str)
@@ -232,7 +232,7 @@ def test_rectified_is_two_linear_maps_and_a_relu_forward_and_backward(way, calls
         x.view(-1, 10)[0] = 0  # without biases, all of its numbers between the maps are 0
     upstream = normal(*shape[:-1], 6, seed=1, dtype=way.dtype)
     inputs = [x, *maps[0].parameters(), *maps[1].parameters()]
-    found = grads_of(rectified(x, *maps), upstream, inputs)
+    found = grads_of(relu_ffn(x, *maps), upstream, inputs)
     assert calls == (["linear"] * 2 + ["linear_grad"] * 2 if way.multiplies else [])
     expected = grads_of(rectified_plainly(x, *maps), upstream, inputs)
     assert all(map(torch.equal, found, expected))
@@ -243,7 +243,7 @@ def test_rectified_passes_on_what_is_not_a_number(way, calls):
     maps, x = maps_around_a_rectifier(), leaf(2, 10, dtype=way.dtype)
     with torch.no_grad():
         x[0, 0] = torch.nan
-    out = rectified(x, *maps)
+    out = relu_ffn(x, *maps)
     assert out[0].isnan().all() and out[1].isfinite().all()
     grads = grads_of(out, torch.ones_like(out), [x, maps[0].weight])
     assert grads[1].isfinite().all() and grads[2].isnan().any()
@@ -252,7 +252,7 @@ def test_rectified_passes_on_what_is_not_a_number(way, calls):
 @MULTIPLYING_PAIRS
 def test_rectified_is_torchs_where_one_of_its_maps_has_no_whole_pairs(way, calls):
     maps, x = (Linear(10, 70), Linear(70, 5)), leaf(4, 10, dtype=SHORT)
-    out = rectified(x, *maps)
+    out = relu_ffn(x, *maps)
     assert calls == ["linear"]
     assert torch.equal(out, rectified_plainly(x, *maps))
 
@@ -262,11 +262,11 @@ def test_rectified_is_the_same_with_weights_that_are_laid_out(way, calls, monkey
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     maps, x = maps_around_a_rectifier(), normal(4, 10, dtype=torch.float32)
     with torch.no_grad():
-        assert torch.equal(rectified(x, *maps), rectified_plainly(x, *maps))
+        assert torch.equal(relu_ffn(x, *maps), rectified_plainly(x, *maps))
         assert calls == []
         for layer in maps:
             layer.lay_out()
-        found = rectified(x, *maps)
+        found = relu_ffn(x, *maps)
         assert calls == (["project", "project_sparse"] if way.is_compiled else [])
         assert torch.equal(found, rectified_plainly(x, *maps))
 
@@ -676,7 +676,7 @@ def test_top_pieces_are_the_greatest_of_those_allowed(way, calls, one_thread, wi
     logits_NV = 3 * normal(7, width, dtype=way.dtype)
     logits_NV[:, never] += 8
     before = logits_NV.clone()
-    found = top_pieces(logits_NV, never, count)
+    found = top_tokens(logits_NV, never, count)
     assert calls == (["top_pieces"] if way.is_compiled else [])
     assert torch.equal(logits_NV, before)
 
@@ -692,7 +692,7 @@ def test_top_pieces_are_the_greatest_of_those_allowed(way, calls, one_thread, wi
 
 @EACH_WAY
 def test_where_no_piece_is_allowed_there_are_no_top_pieces(way, calls):
-    found = top_pieces(normal(2, 3, dtype=way.dtype), [0, 1, 2], 4)
+    found = top_tokens(normal(2, 3, dtype=way.dtype), [0, 1, 2], 4)
     assert found.ids_NC.shape == found.log_prob_NC.shape == (2, 0)
     assert calls == []
 
@@ -702,7 +702,7 @@ def test_compiled_top_pieces_of_ties_are_the_first(calls):
     logits_NV = torch.zeros(3, 200)
     logits_NV[1, [150, 70, 199, 5]] = 1.0
     logits_NV[2] = torch.arange(200) // 50 % 2
-    found = top_pieces(logits_NV, [1, 70], 6)
+    found = top_tokens(logits_NV, [1, 70], 6)
     assert calls == ["top_pieces"]
     expected = [[0, 2, 3, 4, 5, 6], [5, 150, 199, 0, 2, 3], [50, 51, 52, 53, 54, 55]]
     assert found.ids_NC.tolist() == expected == ranked(logits_NV, [1, 70], 6).tolist()
@@ -712,7 +712,7 @@ def test_compiled_top_pieces_of_ties_are_the_first(calls):
 def test_top_pieces_take_logits_that_are_not_contiguous(way, calls):
     logits = [normal(100, 7, dtype=way.dtype).T, normal(7, 300, dtype=way.dtype)[:, 50:150]]
     for logits_NV in logits:
-        found = top_pieces(logits_NV, [2], 5)
+        found = top_tokens(logits_NV, [2], 5)
         values_NC = logits_NV.gather(1, found.ids_NC)
         assert torch.equal(values_NC, logits_NV.gather(1, ranked(logits_NV, [2], 5)))
         exact = logits_NV.double().log_softmax(-1).gather(1, found.ids_NC)
@@ -723,7 +723,7 @@ def test_top_pieces_take_logits_that_are_not_contiguous(way, calls):
 @pytest.mark.parametrize("shift", [-1e4, 1e4, 1e30])
 def test_top_pieces_of_extreme_logits_stay_finite_and_right(way, calls, shift):
     logits_NV = (shift * (1 + 0.1 * normal(3, 100))).to(way.dtype)
-    found = top_pieces(logits_NV, [0], 3)
+    found = top_tokens(logits_NV, [0], 3)
     exact = logits_NV.double().log_softmax(-1).gather(1, found.ids_NC)
     assert torch.equal(found.ids_NC[:, :1], ranked(logits_NV, [0], 1))
     way.assert_near(found.log_prob_NC, exact, way.roundings, floor=1e-5)
@@ -735,7 +735,7 @@ def test_pieces_that_are_forbidden_by_their_logits_come_last(way, calls, few):
     """They have no probability; with few others, they are taken all the same."""
     logits_NV = torch.full((2, 130), -math.inf, dtype=way.dtype)
     logits_NV[:, 100 : 103 + few] = normal(2, 3 + few, dtype=way.dtype)
-    found = top_pieces(logits_NV, [0, 101], 4)
+    found = top_tokens(logits_NV, [0, 101], 4)
     exact = logits_NV.double().log_softmax(-1).gather(1, found.ids_NC)
     num_allowed = min(2 + few, 4)
     way.assert_near(found.log_prob_NC[:, :num_allowed], exact[:, :num_allowed], way.roundings)
@@ -749,9 +749,9 @@ def test_pieces_that_are_forbidden_by_their_logits_come_last(way, calls, few):
 def test_a_logit_that_is_not_finite_leaves_no_number_in_its_row(way, calls, value, places):
     """The ids are some of the vocabulary in any case, for they are looked up."""
     logits_NV = normal(3, 100, dtype=way.dtype)
-    whole = top_pieces(logits_NV, [0, 2], 4)
+    whole = top_tokens(logits_NV, [0, 2], 4)
     logits_NV[1, places] = value
-    found = top_pieces(logits_NV, [0, 2], 4)
+    found = top_tokens(logits_NV, [0, 2], 4)
     assert not found.log_prob_NC[1].isfinite().any()
     assert ((found.ids_NC >= 0) & (found.ids_NC < 100)).all()
     others = [0, 2]
@@ -761,7 +761,7 @@ def test_a_logit_that_is_not_finite_leaves_no_number_in_its_row(way, calls, valu
 
 @BOTH_PATHS
 def test_no_row_has_no_pieces(way, calls):
-    found = top_pieces(torch.empty(0, 9, dtype=way.dtype), [0], 4)
+    found = top_tokens(torch.empty(0, 9, dtype=way.dtype), [0], 4)
     assert found.ids_NC.shape == found.log_prob_NC.shape == (0, 4)
 
 
@@ -774,7 +774,7 @@ def test_no_row_has_no_pieces(way, calls):
 def test_the_likeliest_piece_of_logits_is_the_first_top_piece(way, calls, one_thread, never):
     logits_NV = 3 * normal(7, 130, dtype=way.dtype)
     logits_NV[:, never] += 8
-    assert torch.equal(likeliest(logits_NV, never), top_pieces(logits_NV, never, 1).ids_NC)
+    assert torch.equal(argmax_tokens(logits_NV, never), top_tokens(logits_NV, never, 1).ids_NC)
 
 
 @EACH_WAY
@@ -782,8 +782,8 @@ def test_the_likeliest_piece_of_logits_is_the_first_top_piece(way, calls, one_th
 def test_where_logits_are_no_numbers_no_piece_is_likeliest(way, calls, value):
     logits_NV = normal(3, 100, dtype=way.dtype)
     logits_NV[1] = value
-    expected = top_pieces(logits_NV[[0, 2]], [0], 1).ids_NC.flatten().tolist()
-    assert likeliest(logits_NV, [0]).flatten().tolist() == [expected[0], -1, expected[1]]
+    expected = top_tokens(logits_NV[[0, 2]], [0], 1).ids_NC.flatten().tolist()
+    assert argmax_tokens(logits_NV, [0]).flatten().tolist() == [expected[0], -1, expected[1]]
 
 
 # Linear maps of decoding
@@ -891,7 +891,7 @@ def test_on_several_threads_a_linear_map_is_torchs(calls, num_threads, monkeypat
 
 def test_all_linear_maps_of_a_model_are_laid_out(calls, one_thread):
     model = nn.Sequential(Linear(6, 5), nn.Sequential(nn.LayerNorm(5), Projection(5, 7)))
-    linear_module.lay_out(model)
+    linear_module.pack_weights(model)
     with torch.no_grad():
         model(normal(4, 6, dtype=torch.float32))
     assert calls == ["project"] * 2
@@ -909,11 +909,11 @@ def projection(width: int, num_pieces: int, seed: int = 1) -> Projection:
     return projected
 
 
-def best_of(projected: Projection, states_ND: Tensor, never: list[int], count: int) -> TopPieces:
+def best_of(projected: Projection, states_ND: Tensor, never: list[int], count: int) -> TopTokens:
     """The pieces that are found without logits in memory."""
     logits = projected.logits(states_ND)
-    assert isinstance(logits, Projected)
-    return top_pieces(logits, never, count)
+    assert isinstance(logits, LazyLogits)
+    return top_tokens(logits, never, count)
 
 
 @pytest.mark.parametrize("num_pieces", [5, 16, 31, 64, 65, 130, 1000])
@@ -982,7 +982,7 @@ def test_weights_and_states_that_were_not_compiled_take_plain_logits(way, calls,
     assert isinstance(plain, Tensor)
     assert plain.dtype == weights
     projected.lay_out()
-    is_projected = isinstance(projected.logits(states), Projected)
+    is_projected = isinstance(projected.logits(states), LazyLogits)
     assert is_projected == (way.is_compiled and way.dtype == torch.float32)
 
 
@@ -999,7 +999,7 @@ def test_weights_that_change_after_they_were_laid_out_count_as_they_are(calls, o
     with torch.inference_mode():
         logits = projected.logits(states)
         torch.testing.assert_close(logits[:], F.linear(states, projected.weight))
-        assert torch.equal(top_pieces(logits, [], 3).ids_NC, ranked(logits[:], [], 3))
+        assert torch.equal(top_tokens(logits, [], 3).ids_NC, ranked(logits[:], [], 3))
         projected.lay_out()
         assert torch.equal(best_of(projected, states, [], 3).ids_NC, ranked(logits[:], [], 3))
 
@@ -1055,8 +1055,8 @@ def rounds(monkeypatch, calls) -> list[str]:
 def likeliest_of(projected: Projection, states_ND: Tensor, never: list[int]) -> Tensor:
     """The pieces that are found without logits in memory."""
     logits = projected.logits(states_ND)
-    assert isinstance(logits, Projected)
-    return likeliest(logits, never)
+    assert isinstance(logits, LazyLogits)
+    return argmax_tokens(logits, never)
 
 
 def assert_likeliest(
@@ -1169,6 +1169,6 @@ def test_weights_that_change_are_not_searched_as_they_were_rounded(rounds, one_t
     projected.weight.copy_(projection(6, 40, seed=2).weight)
     logits = projected.logits(states)
     assert isinstance(logits, Tensor)
-    assert_likeliest(likeliest(logits, [1]), projected, states, [1])
+    assert_likeliest(argmax_tokens(logits, [1]), projected, states, [1])
     projected.lay_out()
     assert_likeliest(likeliest_of(projected, states, [1]), projected, states, [1])

@@ -6,35 +6,37 @@ import numpy as np
 import pytest
 
 from mtrain.audit.features import measure
-from mtrain.audit.misalignment import Window
-from mtrain.audit.rules import RULES, Pairs, Rule, Severity, Side, Usual, learn
+from mtrain.audit.misalignment import PairWindow
+from mtrain.audit.rules import RULES, PairBlock, Rule, Severity, SideName, UsualRatios, learn
 
 BY_NAME = {rule.name: rule for rule in RULES}
 LATIN, CYRILLIC = ["ten small dogs"] * 97, ["десять собак там"] * 97
 
 
-def usual(src: list[str], tgt: list[str]) -> Usual:
-    def windows() -> Iterator[Window]:
-        yield Window(measure(src).lines, measure(tgt).lines, 0)
+def usual(src: list[str], tgt: list[str]) -> UsualRatios:
+    def windows() -> Iterator[PairWindow]:
+        yield PairWindow(measure(src).lines, measure(tgt).lines, 0)
 
     return learn(windows(), max_tokens=50)
 
 
-def judge(name: str, src: str, tgt: str, of: Usual) -> Side:
+def judge(name: str, src: str, tgt: str, of: UsualRatios) -> SideName:
     none = np.zeros(1, np.uint32)
     lines = measure([src]).lines, measure([tgt]).lines
-    return Side(int(BY_NAME[name].judge(Pairs(*lines, none, none, none > 0, none > 0), of)[0]))
+    return SideName(
+        int(BY_NAME[name].judge(PairBlock(*lines, none, none, none > 0, none > 0), of)[0])
+    )
 
 
 def test_scripts_are_strange_or_swapped_by_what_each_side_has() -> None:
     of = usual(LATIN, CYRILLIC)
-    assert judge("strange-script", "small dogs", "собаки", of) == Side.NONE
-    assert judge("strange-script", "small dogs", "small cats", of) == Side.TGT
-    assert judge("strange-script", "σκύλοι", "寿司", of) == Side.BOTH
-    assert judge("strange-script", "12 + 3", "...", of) == Side.NONE
-    assert judge("swapped", "собаки", "small dogs", of) == Side.BOTH
-    assert judge("strange-script", "собаки", "small dogs", of) == Side.NONE
-    assert judge("swapped", "small dogs", "small dogs", of) == Side.NONE
+    assert judge("strange-script", "small dogs", "собаки", of) == SideName.NONE
+    assert judge("strange-script", "small dogs", "small cats", of) == SideName.TGT
+    assert judge("strange-script", "σκύλοι", "寿司", of) == SideName.BOTH
+    assert judge("strange-script", "12 + 3", "...", of) == SideName.NONE
+    assert judge("swapped", "собаки", "small dogs", of) == SideName.BOTH
+    assert judge("strange-script", "собаки", "small dogs", of) == SideName.NONE
+    assert judge("swapped", "small dogs", "small dogs", of) == SideName.NONE
 
 
 @pytest.mark.parametrize(
@@ -47,32 +49,32 @@ def test_words_say_that_sides_are_swapped_when_both_do(
     lines = measure(["dogs"]).lines, measure(["cats"]).lines
     lines[0]["language"], lines[1]["language"] = src, tgt
     none = np.zeros(1, np.uint32)
-    pairs = Pairs(*lines, none, none, none > 0, none > 0)
+    pairs = PairBlock(*lines, none, none, none > 0, none > 0)
     found = BY_NAME["swapped"].judge(pairs, usual(LATIN, LATIN))
-    assert found[0] == (Side.BOTH if is_swapped else Side.NONE)
+    assert found[0] == (SideName.BOTH if is_swapped else SideName.NONE)
 
 
 def test_a_script_that_a_share_of_the_lines_has_is_not_strange() -> None:
     mixed = [*LATIN[:90], *CYRILLIC[:7]]
-    assert judge("strange-script", "собаки", "собаки", usual(mixed, CYRILLIC)) == Side.NONE
+    assert judge("strange-script", "собаки", "собаки", usual(mixed, CYRILLIC)) == SideName.NONE
 
 
 def test_no_script_is_strange_to_a_side_without_letters() -> None:
     for of in (usual([], []), usual(["12", ""], ["...", "3"])):
-        assert judge("strange-script", "small dogs", "собаки", of) == Side.NONE
-        assert judge("swapped", "small dogs", "собаки", of) == Side.NONE
+        assert judge("strange-script", "small dogs", "собаки", of) == SideName.NONE
+        assert judge("swapped", "small dogs", "собаки", of) == SideName.NONE
     of = usual(["12"], CYRILLIC[:1])
-    assert judge("strange-script", "small dogs", "small dogs", of) == Side.TGT
-    assert judge("swapped", "собаки", "small dogs", of) == Side.NONE
+    assert judge("strange-script", "small dogs", "small dogs", of) == SideName.TGT
+    assert judge("swapped", "собаки", "small dogs", of) == SideName.NONE
 
 
 def test_japanese_is_written_in_three_scripts() -> None:
     of = usual(["これはすしです"] * 97, LATIN)
-    assert judge("strange-script", "東京都", "dogs", of) == Side.NONE
-    assert judge("strange-script", "コンピューター", "dogs", of) == Side.NONE
-    assert judge("strange-script", "собаки", "dogs", of) == Side.SRC
+    assert judge("strange-script", "東京都", "dogs", of) == SideName.NONE
+    assert judge("strange-script", "コンピューター", "dogs", of) == SideName.NONE
+    assert judge("strange-script", "собаки", "dogs", of) == SideName.SRC
     of = usual(["東京都東京"] * 97, LATIN)
-    assert judge("strange-script", "これはすしです", "dogs", of) == Side.SRC
+    assert judge("strange-script", "これはすしです", "dogs", of) == SideName.SRC
 
 
 @pytest.mark.parametrize(
@@ -85,30 +87,30 @@ def test_lengths_are_far_apart_beyond_three_times_the_usual(
 ) -> None:
     of = usual(["a" * 10] * 5, ["b" * 20] * 5)
     assert of.ratio == pytest.approx(2, rel=0.01)
-    assert (judge("length-ratio", "a" * src, "b" * tgt, of) == Side.BOTH) == is_far
+    assert (judge("length-ratio", "a" * src, "b" * tgt, of) == SideName.BOTH) == is_far
 
 
 def test_a_copy_needs_a_letter_to_be_one() -> None:
     of = usual(LATIN, LATIN)
-    assert judge("copied", "dogs", "dogs", of) == Side.BOTH
-    assert judge("copied", "12 + 3", "12 + 3", of) == Side.NONE
-    assert judge("copied", "dogs", "Dogs", of) == Side.NONE
+    assert judge("copied", "dogs", "dogs", of) == SideName.BOTH
+    assert judge("copied", "12 + 3", "12 + 3", of) == SideName.NONE
+    assert judge("copied", "dogs", "Dogs", of) == SideName.NONE
 
 
 def test_blank_sides_are_named() -> None:
     of = usual(LATIN, LATIN)
-    assert judge("blank-side", "", "dogs", of) == Side.SRC
-    assert judge("blank-side", "dogs", " \u3000", of) == Side.TGT
-    assert judge("blank-side", "", " ", of) == Side.NONE
-    assert judge("blank-pair", "", " ", of) == Side.BOTH
-    assert judge("blank-side", "\u3000\u00a0\t\u2028", "dogs", of) == Side.SRC
-    assert judge("blank-side", ".", "0", of) == Side.NONE
+    assert judge("blank-side", "", "dogs", of) == SideName.SRC
+    assert judge("blank-side", "dogs", " \u3000", of) == SideName.TGT
+    assert judge("blank-side", "", " ", of) == SideName.NONE
+    assert judge("blank-pair", "", " ", of) == SideName.BOTH
+    assert judge("blank-side", "\u3000\u00a0\t\u2028", "dogs", of) == SideName.SRC
+    assert judge("blank-side", ".", "0", of) == SideName.NONE
 
 
 def test_half_of_a_line_may_be_no_words() -> None:
     of = usual(LATIN, LATIN)
-    assert judge("no-words", "abcd 1234", "abc 12345", of) == Side.TGT
-    assert judge("no-words", "(1) 23", "...", of) == Side.NONE  # too short to be strange
+    assert judge("no-words", "abcd 1234", "abc 12345", of) == SideName.TGT
+    assert judge("no-words", "(1) 23", "...", of) == SideName.NONE  # too short to be strange
 
 
 def test_a_rule_is_a_note_up_to_its_share() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mtrain.config.config_file import load
 from mtrain.config.sections import TrainingConfig
-from mtrain.data.sampler import Position, dealt_whole
+from mtrain.data.sampler import Position, single_rank_update
 from mtrain.run.logger import RunLog
 from mtrain.train.schedule import learning_rate, noam
 from mtrain.train.trainer import Trainer
@@ -150,7 +150,7 @@ def test_an_update_of_the_trainer_is_adam_with_the_papers_rate_written_out(tmp_p
         moments = [(torch.zeros_like(weight), torch.zeros_like(weight)) for weight in weights]
         batches = trainer.data.batches(96, Position())
         for step in range(1, 8):
-            trainer._update(dealt_whole([next(batches)[0]]))
+            trainer._update(single_rank_update([next(batches)[0]]))
             trainer.progress.step = step
             norm = torch.cat([gradient.flatten() for gradient in seen[-1]]).norm()
             assert norm.item() == pytest.approx(min(limit, trainer.window.grad_norm), rel=1e-5)

@@ -20,7 +20,7 @@ import mtrain
 from mtrain.decode.translator import Translator, load
 from mtrain.evaluate import evaluation, metrics, significance
 from mtrain.evaluate.metrics import ScoringOptions
-from mtrain.evaluate.significance import Output
+from mtrain.evaluate.significance import SystemOutput
 from mtrain.run.run_dir import RunDir
 
 SOURCES = [pair.src for pair in copy_task(40, 3)]
@@ -79,7 +79,8 @@ def test_a_run_is_compared_with_a_run_and_a_file_by_paired_tests(
     assert [own["system"] for own in tree["scores"]] == names
     noise = load(noisy).translate(SOURCES)
     outputs = [
-        Output(name, lines) for name, lines in zip(names, (hypotheses, noise, worse), strict=True)
+        SystemOutput(name, lines)
+        for name, lines in zip(names, (hypotheses, noise, worse), strict=True)
     ]
     expected = significance.compare(outputs, SOURCES, ScoringOptions(metrics=["bleu"]))
     assert tree["comparisons"] == [vars(own) for own in expected]

@@ -17,19 +17,19 @@ from mtrain.config.sections import ModelConfig
 from mtrain.data.batch import pad_right
 from mtrain.decode.beam import (
     NUM_GROUPS,
-    Beam,
-    Group,
+    BeamSettings,
+    Constraints,
     Hypothesis,
-    Limits,
     NotFiniteError,
+    RequestGroup,
     beam,
     length_penalty,
 )
 from mtrain.decode.sampling import Sampling, sample
-from mtrain.model.kv_cache import DecoderState
+from mtrain.model.kv_cache import KVCache
 from mtrain.model.transformer import Transformer
 from mtrain.ops import native
-from mtrain.ops.linear import lay_out
+from mtrain.ops.linear import pack_weights
 
 # The special ids are scattered on purpose: search must know none but those it is told.
 NUM_PIECES, EOS, PAD, BOS = 6, 1, 3, 4
@@ -61,19 +61,21 @@ def tasks_of(max_lengths: Iterable[int]) -> list[Task]:
     return [Task(sentence, length) for sentence, length in enumerate(max_lengths)]
 
 
-def limits_of(tasks: Sequence[Task], never: list[int] = NEVER, no_repeat_ngram: int = 0) -> Limits:
+def limits_of(
+    tasks: Sequence[Task], never: list[int] = NEVER, no_repeat_ngram: int = 0
+) -> Constraints:
     prefix_BP = None
     if any(task.prefix for task in tasks):
         prefix_BP = pad_right([list(task.prefix) for task in tasks], -1)
     max_lengths_B = torch.tensor([task.max_length for task in tasks], dtype=torch.long)
-    return Limits(BOS, EOS, never, max_lengths_B, prefix_BP, no_repeat_ngram)
+    return Constraints(BOS, EOS, never, max_lengths_B, prefix_BP, no_repeat_ngram)
 
 
 def group_of(
     tasks: Sequence[Task], never: list[int] = NEVER, no_repeat_ngram: int = 0
-) -> Group[Prefixes]:
+) -> RequestGroup[Prefixes]:
     bounds = limits_of(tasks, never, no_repeat_ngram)
-    return Group(Prefixes([task.sentence for task in tasks]), bounds)
+    return RequestGroup(Prefixes([task.sentence for task in tasks]), bounds)
 
 
 def cut(items: Sequence[Item], sizes: Sequence[int]) -> Iterator[Sequence[Item]]:
@@ -88,7 +90,7 @@ def cut(items: Sequence[Item], sizes: Sequence[int]) -> Iterator[Sequence[Item]]
 def all_by_beam(
     model: TableModel,
     tasks: Sequence[Task],
-    wanted: Beam,
+    wanted: BeamSettings,
     no_repeat_ngram: int = 0,
     sizes: Sequence[int] = (),
 ) -> list[list[Hypothesis]]:
@@ -101,7 +103,9 @@ def by_beam(
     model: TableModel, max_lengths: Sequence[int], width: int, alpha: float = 0.0
 ) -> list[Hypothesis]:
     """The best target of each sentence."""
-    return [best for (best,) in all_by_beam(model, tasks_of(max_lengths), Beam(width, alpha))]
+    return [
+        best for (best,) in all_by_beam(model, tasks_of(max_lengths), BeamSettings(width, alpha))
+    ]
 
 
 def all_by_sampling(
@@ -171,7 +175,7 @@ def plain_greedy(model: TableModel, task: Task, n: int = 0) -> tuple[int, ...]:
     return ids[:-1]
 
 
-def plain_beam(model: TableModel, task: Task, wanted: Beam, n: int = 0) -> list[Found]:
+def plain_beam(model: TableModel, task: Task, wanted: BeamSettings, n: int = 0) -> list[Found]:
     """Beam search in lists: finished hypotheses keep their places.
 
     Nothing stops before all places are finished, unless `wanted.stops_early`.
@@ -277,7 +281,7 @@ def test_a_beam_of_one_is_greedy_search(alpha, dtype):
     greedy = [plain_greedy(model, task) for task in tasks]
     assert len({len(ids) for ids in greedy}) > 3
     for stops_early in (False, True):
-        found = all_by_beam(model, tasks, Beam(1, alpha, stops_early=stops_early))
+        found = all_by_beam(model, tasks, BeamSettings(1, alpha, stops_early=stops_early))
         assert [ids_of(best) for best in found] == [[ids] for ids in greedy]
 
 
@@ -288,8 +292,8 @@ def test_greedy_search_without_scores_finds_the_same(n, sizes, dtype):
     """Whether the end is chosen or forced, and with beginnings that are forced."""
     model = TableModel(NUM_PIECES, dtype=dtype)
     tasks = [*tasks_of([0, 1, 2, 3, 4, 5] * 4), Task(7, 4, (0, 2)), Task(8, 2, (5, 0, 0))]
-    scored = all_by_beam(model, tasks, Beam(1, 0.6), n, sizes)
-    found = all_by_beam(model, tasks, Beam(1, 0.6, with_scores=False), n, sizes)
+    scored = all_by_beam(model, tasks, BeamSettings(1, 0.6), n, sizes)
+    found = all_by_beam(model, tasks, BeamSettings(1, 0.6, with_scores=False), n, sizes)
     assert [ids_of(best) for best in found] == [ids_of(best) for best in scored]
     assert all(best.log_probs == [] for (best,) in found)
     assert all(math.isnan(best.score) and math.isnan(best.log_prob) for (best,) in found)
@@ -297,8 +301,8 @@ def test_greedy_search_without_scores_finds_the_same(n, sizes, dtype):
 
 def test_a_beam_needs_its_scores_whoever_asks_for_them():
     model, tasks = TableModel(NUM_PIECES), tasks_of([0, 1, 2, 3, 4, 5])
-    found = all_by_beam(model, tasks, Beam(3, 0.6, 2, with_scores=False))
-    assert found == all_by_beam(model, tasks, Beam(3, 0.6, 2))
+    found = all_by_beam(model, tasks, BeamSettings(3, 0.6, 2, with_scores=False))
+    assert found == all_by_beam(model, tasks, BeamSettings(3, 0.6, 2))
 
 
 @of_each_type
@@ -309,7 +313,7 @@ def test_a_beam_as_wide_as_the_space_ranks_all_targets(alpha, seed, dtype):
     every = [exhaustive(model, *task[:2], alpha) for task in tasks]
     assert [len(ranked) for ranked in every] == [40, 1, 13, 4, 40, 40]
     for num_best in (1, 3, 40, WIDE):
-        found = all_by_beam(model, tasks, Beam(WIDE, alpha, num_best))
+        found = all_by_beam(model, tasks, BeamSettings(WIDE, alpha, num_best))
         for hypotheses, ranked in zip(found, every, strict=True):
             assert_found(hypotheses, ranked[:num_best], dtype)
 
@@ -337,7 +341,7 @@ def test_a_beam_is_the_beam_written_in_plain_python(
     seed, width, share, max_lengths, sizes, alpha, stops_early, dtype
 ):
     model, tasks = TableModel(NUM_PIECES, seed, dtype=dtype), tasks_of(max_lengths)
-    wanted = Beam(width, alpha, 1 + round(share * (width - 1)), stops_early)
+    wanted = BeamSettings(width, alpha, 1 + round(share * (width - 1)), stops_early)
     found = all_by_beam(model, tasks, wanted, sizes=sizes)
     for task, hypotheses in zip(tasks, found, strict=True):
         assert_found(hypotheses, plain_beam(model, task, wanted), dtype)
@@ -349,7 +353,7 @@ def test_many_beams_are_the_beam_in_plain_python(width: int, alpha: float) -> No
     """A finished hypothesis that gives its place away shows in one sentence of many."""
     for seed in range(20, 40):
         model, tasks = TableModel(NUM_PIECES, seed), tasks_of([5] * 4)
-        for wanted in (Beam(width, alpha), Beam(width, alpha, 2)):
+        for wanted in (BeamSettings(width, alpha), BeamSettings(width, alpha, 2)):
             found = all_by_beam(model, tasks, wanted)
             expected = [[one.ids for one in plain_beam(model, task, wanted)] for task in tasks]
             assert [ids_of(hypotheses) for hypotheses in found] == expected, seed
@@ -363,7 +367,7 @@ def test_stopping_early_is_its_rule_and_changes_some_results(num_best):
         model, tasks = TableModel(NUM_PIECES, seed, spread=4.0), tasks_of([6] * 4)
         rows_read, ranked = [], []
         for stops_early in (True, False):
-            wanted, before = Beam(4, 2.0, num_best, stops_early), model.num_rows_read
+            wanted, before = BeamSettings(4, 2.0, num_best, stops_early), model.num_rows_read
             found = all_by_beam(model, tasks, wanted)
             for task, hypotheses in zip(tasks, found, strict=True):
                 assert_found(hypotheses, plain_beam(model, task, wanted), torch.float32)
@@ -393,9 +397,9 @@ def test_finished_hypotheses_and_sentences_are_read_no_more():
     # one piece and eos: of each sentence one place finishes at once, and the others are read once
     model = TableModel(NUM_PIECES)
     model.offsets[EOS] = -2.0
-    all_by_beam(model, tasks_of([1] * 5), Beam(4, 0.0, num_best=4))
+    all_by_beam(model, tasks_of([1] * 5), BeamSettings(4, 0.0, num_best=4))
     assert model.num_rows_read == 5 + 5 * 3
-    all_by_beam(model, tasks_of([0] * 5), Beam(4))
+    all_by_beam(model, tasks_of([0] * 5), BeamSettings(4))
     assert model.num_rows_read == 5 + 5 * 3 + 5
 
 
@@ -421,8 +425,8 @@ def test_a_hypothesis_that_is_better_by_a_hair_is_waited_for(alpha):
         begin = end * gain * (1 - hair)
         first = [begin, end, math.log(1 - math.exp(begin) - math.exp(end))]
         script = Script([first, *[on] * (length - 1), last])
-        group = Group(Prefixes([0]), Limits(0, 1, [2], torch.tensor([length])))
-        ((found,),) = beam(script.step, iter([group]), Beam(2, alpha))
+        group = RequestGroup(Prefixes([0]), Constraints(0, 1, [2], torch.tensor([length])))
+        ((found,),) = beam(script.step, iter([group]), BeamSettings(2, alpha))
         assert found.ids == [0] * length
 
 
@@ -459,7 +463,10 @@ MIXED = [Task(7, 4), Task(2, 0), Task(9, 6, (2, 0)), Task(4, 1), Task(5, 3), Tas
 
 
 @of_each_type
-@pytest.mark.parametrize("wanted", [Beam(1), Beam(3, 0.6), Beam(4, 1.0, 4), Beam(4, 1.0, 2, True)])
+@pytest.mark.parametrize(
+    "wanted",
+    [BeamSettings(1), BeamSettings(3, 0.6), BeamSettings(4, 1.0, 4), BeamSettings(4, 1.0, 2, True)],
+)
 @pytest.mark.parametrize("no_repeat_ngram", [0, 1])
 def test_the_beams_of_a_sentence_do_not_depend_on_its_neighbours(wanted, no_repeat_ngram, dtype):
     model = TableModel(NUM_PIECES, dtype=dtype)
@@ -493,7 +500,9 @@ def test_translations_come_in_the_order_of_their_sentences(way):
         if way == "sample":
             found = all_by_sampling(model, picked, Sampling(), uniform_NT[list(order)])
         else:
-            found = all_by_beam(model, picked, Beam(1 if way == "greedy" else 3), 0, (3, 1, 2))
+            found = all_by_beam(
+                model, picked, BeamSettings(1 if way == "greedy" else 3), 0, (3, 1, 2)
+            )
         return [ids_of(hypotheses) for hypotheses in found]
 
     forward = translate(range(8))
@@ -504,7 +513,7 @@ def test_translations_come_in_the_order_of_their_sentences(way):
 @pytest.mark.parametrize("num_groups", [0, 1, 3])
 def test_no_sentence_gives_no_translation(num_groups):
     model, empty = TableModel(NUM_PIECES), [group_of([]) for _ in range(num_groups)]
-    assert beam(model.step, iter(empty), Beam(3)) == []
+    assert beam(model.step, iter(empty), BeamSettings(3)) == []
     assert all_by_sampling(model, [], Sampling(), uniform(0, 5)) == []
     assert model.num_rows_read == 0
 
@@ -517,12 +526,12 @@ def test_groups_join_while_others_grow_and_never_take_more_than_their_room():
     lengths = itertools.cycle([2, 9, 5, 3])
     tasks = [Task(sentence, next(lengths)) for sentence in range(num_groups * size)]
 
-    def groups() -> Iterator[Group[Prefixes]]:
+    def groups() -> Iterator[RequestGroup[Prefixes]]:
         for part in cut(tasks, [size] * num_groups):
             waits.append(len(model.rows_read))
             yield group_of(part)
 
-    found = beam(model.step, groups(), Beam(width))
+    found = beam(model.step, groups(), BeamSettings(width))
     assert [len(best.ids) for (best,) in found] == [task.max_length for task in tasks]
     assert max(model.rows_read) <= NUM_GROUPS * size * width
     assert sum(model.rows_read[:-9]) / len(model.rows_read[:-9]) > (NUM_GROUPS - 2) * size * width
@@ -559,7 +568,7 @@ def test_ids_that_are_never_written_are_not_written(width, no_repeat_ngram, dtyp
     # they are the likeliest of all, and still count in the normalisation
     model, tasks = TableModel(NUM_PIECES, dtype=dtype), tasks_of([4] * 6)
     model.offsets[NEVER] = 10.0
-    searched = all_by_beam(model, tasks, Beam(width, 0.0, width), no_repeat_ngram)
+    searched = all_by_beam(model, tasks, BeamSettings(width, 0.0, width), no_repeat_ngram)
     sampled = all_by_sampling(model, tasks, Sampling(), uniform(12, 5), no_repeat_ngram)
     for found in (searched, sampled):
         for sentence, hypotheses in enumerate(found):
@@ -572,7 +581,7 @@ def test_ids_that_are_never_written_are_not_written(width, no_repeat_ngram, dtyp
 def test_with_nothing_forbidden_any_piece_may_be_written():
     model = TableModel(NUM_PIECES)
     model.offsets[PAD] = 10.0
-    (searched,) = beam(model.step, iter([group_of(tasks_of([3]), never=[])]), Beam(2))
+    (searched,) = beam(model.step, iter([group_of(tasks_of([3]), never=[])]), BeamSettings(2))
     group = group_of(tasks_of([3]), never=[])
     (sampled,) = sample(model.step, group, Sampling(top_k=1), uniform(1, 4))
     assert searched[0].ids == sampled[0].ids == [PAD] * 3
@@ -599,7 +608,7 @@ def test_with_prefixes_and_without_repeats_a_beam_is_the_beam_in_plain_python(
     model = TableModel(NUM_PIECES, seed, dtype=dtype)
     model.offsets[NEVER] = 3.0
     tasks = [Task(sentence, *one) for sentence, one in enumerate(asked)]
-    wanted = Beam(width, alpha, (width + 1) // 2, stops_early)
+    wanted = BeamSettings(width, alpha, (width + 1) // 2, stops_early)
     for task, found in zip(tasks, all_by_beam(model, tasks, wanted, n, sizes), strict=True):
         assert_found(found, plain_beam(model, task, wanted, n), dtype)
         for hypothesis in found:
@@ -614,7 +623,7 @@ def test_a_prefix_is_paid_for_and_longer_than_the_limit_it_is_written_whole(widt
     model = TableModel(NUM_PIECES)
     model.offsets[2] = model.offsets[PAD] = -12.0
     tasks = [Task(0, 1, (2, PAD, 2)), Task(1, 3, (2, PAD, 2)), Task(2, 4, (2,)), Task(3, 4)]
-    searched = all_by_beam(model, tasks, Beam(width))
+    searched = all_by_beam(model, tasks, BeamSettings(width))
     sampled = all_by_sampling(model, tasks, Sampling(0.5, top_k=1), uniform(4, 5))
     for found in (searched, sampled):
         for task, (hypothesis,) in zip(tasks, found, strict=True):
@@ -627,7 +636,7 @@ def test_a_prefix_is_paid_for_and_longer_than_the_limit_it_is_written_whole(widt
 
 
 def test_a_prefix_of_what_is_found_anyway_changes_nothing():
-    model, wanted = TableModel(NUM_PIECES, 5), Beam(1)
+    model, wanted = TableModel(NUM_PIECES, 5), BeamSettings(1)
     model.offsets[EOS] = -1.0
     tasks = tasks_of([5] * 8)
     free = all_by_beam(model, tasks, wanted)
@@ -648,7 +657,7 @@ def test_no_ngram_is_written_twice(n):
     model, tasks = TableModel(NUM_PIECES, spread=0.5), tasks_of([12] * 6)
     model.offsets[EOS] = -4.0
     for no_repeat in (0, n):
-        searched = all_by_beam(model, tasks, Beam(4, 0.0, 4), no_repeat)
+        searched = all_by_beam(model, tasks, BeamSettings(4, 0.0, 4), no_repeat)
         sampled = all_by_sampling(model, tasks, Sampling(), uniform(24, 13), no_repeat)
         for found in (searched, sampled):
             counts: list[int] = []
@@ -665,7 +674,7 @@ def test_no_ngram_is_written_twice(n):
 def test_greedy_search_without_repeats_takes_the_best_of_the_rest(n):
     model, tasks = TableModel(NUM_PIECES, spread=1.0), tasks_of([8] * 10)
     model.offsets[EOS] = -2.0
-    found = [hypothesis for (hypothesis,) in all_by_beam(model, tasks, Beam(1), n)]
+    found = [hypothesis for (hypothesis,) in all_by_beam(model, tasks, BeamSettings(1), n)]
     assert ids_of(found) == [plain_greedy(model, task, n) for task in tasks]
     assert ids_of(found) != [plain_greedy(model, task) for task in tasks]
 
@@ -720,7 +729,7 @@ def test_samples_come_in_the_order_of_their_numbers():
 @pytest.mark.parametrize("n", [0, 2])
 def test_sampling_from_the_likeliest_piece_is_greedy_search(temperature, n, dtype):
     model, tasks = TableModel(NUM_PIECES, dtype=dtype), tasks_of([0, 1, 2, 3, 4, 5] * 2)
-    greedy = [best for (best,) in all_by_beam(model, tasks, Beam(1), n)]
+    greedy = [best for (best,) in all_by_beam(model, tasks, BeamSettings(1), n)]
     for wanted in (Sampling(temperature, top_k=1), Sampling(temperature, top_p=1e-6)):
         drawn = [best for (best,) in all_by_sampling(model, tasks, wanted, uniform(12, 6), n)]
         assert_same(drawn, greedy)
@@ -801,7 +810,9 @@ def broken(model: TableModel, value: float, after: int) -> TableModel:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize("n", [0, 1])
-@pytest.mark.parametrize("wanted", [Beam(1), Beam(3), Beam(1, with_scores=False)], ids=str)
+@pytest.mark.parametrize(
+    "wanted", [BeamSettings(1), BeamSettings(3), BeamSettings(1, with_scores=False)], ids=str
+)
 @pytest.mark.parametrize("sizes", [(), (1, 1)], ids=["together", "joining"])
 def test_a_beam_of_what_is_no_number_is_an_error(value, after, n, wanted, sizes, dtype):
     model = broken(TableModel(NUM_PIECES, dtype=dtype), value, after)
@@ -829,7 +840,7 @@ def test_what_is_no_number_is_an_error_where_only_one_piece_may_be_written_too(v
     group = group_of([task])
     with pytest.raises(NotFiniteError):
         _ = (
-            beam(model.step, iter([group]), Beam(2))
+            beam(model.step, iter([group]), BeamSettings(2))
             if way == "beam"
             else sample(model.step, group, Sampling(), uniform(1, 5))
         )
@@ -843,7 +854,7 @@ def test_what_is_no_number_is_an_error_where_only_one_piece_may_be_written_too(v
 @pytest.mark.parametrize("width", [1, 3])
 def test_a_score_is_the_log_prob_over_the_length_penalty(alpha, width, dtype):
     model, tasks = TableModel(NUM_PIECES, dtype=dtype), tasks_of([5] * 8)
-    for sentence, found in enumerate(all_by_beam(model, tasks, Beam(width, alpha, width))):
+    for sentence, found in enumerate(all_by_beam(model, tasks, BeamSettings(width, alpha, width))):
         assert len(found) == width
         scores = [hypothesis.score for hypothesis in found]
         assert scores == sorted(scores, reverse=True)
@@ -891,20 +902,20 @@ def source(lengths: Sequence[int], seed: int = 2) -> list[list[int]]:
     return [torch.randint(4, 12, (length,), generator=rng).tolist() for length in lengths]
 
 
-def read(model: Transformer, src: Sequence[list[int]], padding: int = 0) -> Group[DecoderState]:
+def read(model: Transformer, src: Sequence[list[int]], padding: int = 0) -> RequestGroup[KVCache]:
     """Encode a batch, padded on the right by `padding` columns more than it needs."""
     lengths = [len(ids) for ids in src]
     more = torch.full((len(src), padding), 5)
     src_BS = torch.cat([pad_right(src, 0), more], 1)
     keep_BS = torch.cat([left_keep(lengths), more != 5], 1)
     state = model.start(src_BS, keep_BS)
-    bounds = Limits(MODEL_BOS, MODEL_EOS, MODEL_NEVER, torch.tensor(lengths) + 4)
-    return Group(state, bounds)
+    bounds = Constraints(MODEL_BOS, MODEL_EOS, MODEL_NEVER, torch.tensor(lengths) + 4)
+    return RequestGroup(state, bounds)
 
 
 @torch.inference_mode()
 def translate(
-    model: Transformer, src: list[list[int]], wanted: Beam, sizes: Sequence[int] = ()
+    model: Transformer, src: list[list[int]], wanted: BeamSettings, sizes: Sequence[int] = ()
 ) -> list[list[Hypothesis]]:
     """Search in groups of these sizes, each padded as it must, and every other one more."""
     parts = enumerate(cut(src, sizes))
@@ -950,7 +961,9 @@ def assert_is_itself(found: list[Hypothesis], alone: list[Hypothesis], dtype: to
 
 batches = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 a_beam = st.builds(
-    lambda width, alpha, share, early: Beam(width, alpha, 1 + round(share * (width - 1)), early),
+    lambda width, alpha, share, early: BeamSettings(
+        width, alpha, 1 + round(share * (width - 1)), early
+    ),
     st.integers(1, 6),
     alphas,
     st.floats(0, 1),
@@ -1016,7 +1029,9 @@ def test_the_models_above_translate_in_many_ways():
     found = [
         hypothesis
         for seed in SEEDS
-        for (hypothesis,) in translate(peaked_transformer(seed), source(LENGTHS), Beam(3, 0.6))
+        for (hypothesis,) in translate(
+            peaked_transformer(seed), source(LENGTHS), BeamSettings(3, 0.6)
+        )
     ]
     assert len(set(ids_of(found))) > 6
     assert len({len(hypothesis.ids) for hypothesis in found}) > 3
@@ -1027,7 +1042,7 @@ def test_the_models_above_translate_in_many_ways():
 @torch.no_grad()
 def test_a_beam_of_one_is_greedy_search_with_a_real_model(seed, dtype):
     model, src = peaked_transformer(seed, dtype), source(LENGTHS)
-    for ids, (hypothesis,) in zip(src, translate(model, src, Beam(1, 0.6)), strict=True):
+    for ids, (hypothesis,) in zip(src, translate(model, src, BeamSettings(1, 0.6)), strict=True):
         src_1S, written = torch.tensor([ids]), [MODEL_BOS]
         while written[-1] != MODEL_EOS:
             states_1TD = model(src_1S, torch.ones_like(src_1S).bool(), torch.tensor([written]))
@@ -1046,18 +1061,20 @@ def test_greedy_search_without_scores_finds_the_same_with_a_real_model(seed, dty
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(native.Functions, "multiply", lambda functions: True)
     model, src = peaked_transformer(seed, dtype), source(LENGTHS * 3, seed)
-    lay_out(model)
-    scored = translate(model, src, Beam(1), (2, 3))
-    found = translate(model, src, Beam(1, with_scores=False), (2, 3))
+    pack_weights(model)
+    scored = translate(model, src, BeamSettings(1), (2, 3))
+    found = translate(model, src, BeamSettings(1, with_scores=False), (2, 3))
     assert [ids_of(best) for best in found] == [ids_of(best) for best in scored]
 
 
 @of_each_type
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("wanted", [Beam(1), Beam(4, 0.6, 4), Beam(6, 1.0, 2, True), Sampling()])
+@pytest.mark.parametrize(
+    "wanted", [BeamSettings(1), BeamSettings(4, 0.6, 4), BeamSettings(6, 1.0, 2, True), Sampling()]
+)
 def test_log_probs_are_those_of_the_whole_target_decoded_at_once(seed, wanted, dtype):
     model, src = peaked_transformer(seed, dtype), source(LENGTHS)
-    if isinstance(wanted, Beam):
+    if isinstance(wanted, BeamSettings):
         found_by_all = translate(model, src, wanted, (1, 2))
     else:
         found_by_all = draw(model, src, wanted, uniform(8, 12))
@@ -1066,6 +1083,6 @@ def test_log_probs_are_those_of_the_whole_target_decoded_at_once(seed, wanted, d
             expected = forced_by(model, ids, hypothesis.ids)
             assert hypothesis.log_probs == pytest.approx(expected, abs=SUM_OF[dtype])
             assert hypothesis.log_prob == pytest.approx(sum(expected), abs=SUM_OF[dtype])
-            alpha = wanted.alpha if isinstance(wanted, Beam) else 0.0
+            alpha = wanted.alpha if isinstance(wanted, BeamSettings) else 0.0
             penalty = length_penalty(len(hypothesis.log_probs), alpha)
             assert hypothesis.score == pytest.approx(hypothesis.log_prob / penalty, rel=1e-12)

@@ -22,7 +22,14 @@ from test_data import (
 )
 
 from mtrain.data import arrow_shards, loader
-from mtrain.data.arrow_shards import Contents, EncodedPair, Mixed, Shard, Tables, write_pairs
+from mtrain.data.arrow_shards import (
+    CorpusEntry,
+    EncodedPair,
+    Manifest,
+    Shard,
+    ShardSet,
+    write_pairs,
+)
 from mtrain.data.loader import TrainingData, check_pairs, read_src
 from mtrain.data.sampler import Position
 from mtrain.errors import RunError
@@ -45,8 +52,8 @@ def write_tables(
         lengths.append(np.bincount(longer, minlength=200))
     counts = [own.tolist() for own in (lengths if weights else [sum(lengths)])]
     names = [f"data.train[{number}]" for number in range(len(counts))]
-    mixed = [Mixed(*own) for own in zip(names, weights or [1.0], counts, strict=True)]
-    arrow_shards.write_contents(directory, Contents(mixed, entries))
+    mixed = [CorpusEntry(*own) for own in zip(names, weights or [1.0], counts, strict=True)]
+    arrow_shards.write_contents(directory, Manifest(mixed, entries))
     return directory
 
 
@@ -73,13 +80,13 @@ def text_directory(tmp_path: Path, small_windows: None) -> Path:
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Note which tables are opened."""
     numbers: list[int] = []
-    open_ = Tables.open
+    open_ = ShardSet.open
 
-    def noting(tables: Tables, number: int) -> arrow_shards.Table:
+    def noting(tables: ShardSet, number: int) -> arrow_shards.ShardTable:
         numbers.append(number)
         return open_(tables, number)
 
-    monkeypatch.setattr(Tables, "open", noting)
+    monkeypatch.setattr(ShardSet, "open", noting)
     return numbers
 
 

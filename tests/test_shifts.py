@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mtrain.audit import misalignment
 from mtrain.audit.features import Records, measure
-from mtrain.audit.misalignment import MAX_OFFSET, Shift, Window
+from mtrain.audit.misalignment import MAX_OFFSET, PairWindow, Shift
 
 
 def demo_records(side: str, count: int) -> Records:
@@ -21,10 +21,10 @@ def demo_records(side: str, count: int) -> Records:
 SRC, TGT = demo_records("en", 3000), demo_records("de", 3000)
 
 
-def reader(src: Records, tgt: Records, size: int = 1000) -> Callable[[], Iterator[Window]]:
-    def read() -> Iterator[Window]:
+def reader(src: Records, tgt: Records, size: int = 1000) -> Callable[[], Iterator[PairWindow]]:
+    def read() -> Iterator[PairWindow]:
         for first in range(0, len(src), size):
-            yield Window(src[first : first + size], tgt[first : first + size], first)
+            yield PairWindow(src[first : first + size], tgt[first : first + size], first)
 
     return read
 

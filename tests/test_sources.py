@@ -24,7 +24,7 @@ from mtrain.config import config_file
 from mtrain.config.corpora import Corpus
 from mtrain.config.sections import Config, DataConfig
 from mtrain.corpus import formats, reader
-from mtrain.corpus.lenient_reader import Intake, size_of
+from mtrain.corpus.lenient_reader import Reader, size_of
 from mtrain.data import prepare
 from mtrain.errors import ConfigError, DataError
 from mtrain.run.run_dir import RunDir
@@ -188,7 +188,7 @@ def test_a_check_counts_the_pairs_of_every_form_and_tells_its_bytes(
 ) -> None:
     own = corpus_of(form(tmp_path, "corpus", copy_task(5000, 1)))
     told: list[int] = []
-    intake = Intake(own)
+    intake = Reader(own)
     found = [pair for b in intake.blocks(told.append) for pair in zip(b.src, b.tgt, strict=True)]
     assert found == copy_task(5000, 1)
     assert intake.num_pairs == 5000

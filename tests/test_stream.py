@@ -14,24 +14,24 @@ from hypothesis import strategies as st
 from tasks import WORDS, copy_task
 
 from mtrain.config.sections import DecodingConfig, TokenizerConfig
-from mtrain.corpus.length_stats import Profile
+from mtrain.corpus.length_stats import CorpusStats
 from mtrain.decode.alignment import Link
-from mtrain.decode.formats import Line
-from mtrain.decode.pipeline import LongLines, Options, Stream, Warn
+from mtrain.decode.formats import TranslatedLine
+from mtrain.decode.pipeline import LineTranslator, LongLines, Options, Warn
 from mtrain.decode.sampling import Sampling
-from mtrain.decode.translator import Translator, Wanted, load
+from mtrain.decode.translator import DecodeRequest, Translator, load
 from mtrain.errors import DataError
-from mtrain.run.load_model import Loading, build_model
+from mtrain.run.load_model import LoadOptions, build_model
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
 
 LINES = [pair.src for pair in copy_task(12, 5)]
-USUAL = Profile(longest_src=20, least_ratio=0.1, most_ratio=9.0, share_copied=1.0)
+USUAL = CorpusStats(longest_src=20, least_ratio=0.1, most_ratio=9.0, share_copied=1.0)
 
 
 @pytest.fixture(scope="module")
 def translator(trained: RunDir) -> Translator:
-    return load(trained, loading=Loading("cpu"))
+    return load(trained, loading=LoadOptions("cpu"))
 
 
 def never(text: str) -> None:
@@ -44,17 +44,17 @@ def stream(
     options: Options = Options(),  # noqa: B008
     warn: Warn = never,
     prefixes: Sequence[str] | None = None,
-    profile: Profile | None = USUAL,
-) -> list[Line]:
+    profile: CorpusStats | None = USUAL,
+) -> list[TranslatedLine]:
     forced = iter(prefixes) if prefixes is not None else None
-    return list(Stream(translator, options, profile, warn).translate(blocks, forced))
+    return list(LineTranslator(translator, options, profile, warn).translate(blocks, forced))
 
 
-def texts(lines: Sequence[Line]) -> list[str]:
+def texts(lines: Sequence[TranslatedLine]) -> list[str]:
     return [line.best[0].text for line in lines]
 
 
-def assert_same(some: Sequence[Line], others: Sequence[Line]) -> None:
+def assert_same(some: Sequence[TranslatedLine], others: Sequence[TranslatedLine]) -> None:
     """Equal but for the rounding of the numbers, which depends on the batch."""
     for one, other in zip(some, others, strict=True):
         assert (one.number, one.src) == (other.number, other.src)
@@ -86,7 +86,7 @@ def test_an_endless_input_is_read_a_block_at_a_time(translator: Translator) -> N
             num_read += 1
             yield LINES[:3]
 
-    found = Stream(translator, Options(), USUAL, never).translate(endless())
+    found = LineTranslator(translator, Options(), USUAL, never).translate(endless())
     for index, line in enumerate(islice(found, 9)):
         assert num_read == index // 3 + 1
         assert line.number == index + 1
@@ -129,7 +129,7 @@ def test_without_scores_a_stream_says_the_same_of_each_line(translator: Translat
 def test_a_list_of_the_best_is_ranked_and_begins_with_the_best(translator: Translator) -> None:
     decoding = translator.decoding.model_copy(update={"beam": 4})
     models, device = translator.ensemble.models, translator.device
-    ranking = Translator(models, translator.tokenizer, decoding, device, Wanted(num_best=3))
+    ranking = Translator(models, translator.tokenizer, decoding, device, DecodeRequest(num_best=3))
     single = Translator(models, translator.tokenizer, decoding, device)
     ranked = stream(ranking, [["", *LINES]])
     assert texts(ranked) == single.translate(["", *LINES])
@@ -144,7 +144,7 @@ def test_a_list_of_the_best_is_ranked_and_begins_with_the_best(translator: Trans
 def test_samples_depend_on_the_seed_and_the_line_and_on_nothing_else(
     translator: Translator,
 ) -> None:
-    wanted = Wanted(num_best=2, sampling=Sampling(temperature=2.5))
+    wanted = DecodeRequest(num_best=2, sampling=Sampling(temperature=2.5))
     drawing = Translator(
         translator.ensemble.models,
         translator.tokenizer,
@@ -191,7 +191,9 @@ OF_TWO = (
 )
 
 
-def cut(translator: Translator, line: str, limit: int, policy: str, warn: Warn = never) -> Line:
+def cut(
+    translator: Translator, line: str, limit: int, policy: str, warn: Warn = never
+) -> TranslatedLine:
     options = Options(LongLines(limit, policy))  # type: ignore[arg-type]
     (found,) = stream(translator, [[line]], options, warn)
     return found
@@ -235,7 +237,7 @@ def test_characters_that_the_tokenizer_did_not_learn_are_warned_of(translator: T
 
 
 def split(translator: Translator, line: str, limit: int) -> list[list[int]]:
-    parts = Stream(translator, Options(), None, never)._split(line, limit)
+    parts = LineTranslator(translator, Options(), None, never)._split(line, limit)
     return [part.source.ids for part in parts]
 
 
@@ -282,7 +284,7 @@ def test_split_loses_no_piece_and_keeps_every_part_short(text: str, limit: int) 
 @example("a。b。 c", 12)
 def test_every_piece_of_a_split_line_knows_its_word_of_the_line(text: str, limit: int) -> None:
     pieces_of: dict[int, list[int]] = {}
-    for part in Stream(untrained(), Options(), None, never)._split(text, limit):
+    for part in LineTranslator(untrained(), Options(), None, never)._split(text, limit):
         for piece, word in zip(part.source.ids[:-1], part.words, strict=True):
             pieces_of.setdefault(word, []).append(piece)
     words = [word for word in text.split(" ") if word]
@@ -295,11 +297,13 @@ def test_every_piece_of_a_split_line_knows_its_word_of_the_line(text: str, limit
 
 @given(text=ODD_TEXT, limit=st.integers(2, 12))
 def test_the_text_of_cut_lines_holds_what_their_vocabulary_lacks(text: str, limit: int) -> None:
-    parts = Stream(without_bytes(), Options(), None, never)._split(text, limit)
+    parts = LineTranslator(without_bytes(), Options(), None, never)._split(text, limit)
     told = [part.source.text or "" for part in parts]
     assert "".join("".join(told).split()) == "".join(text.split())
     options = Options(LongLines(limit, "truncate"))
-    for part in Stream(without_bytes(), options, None, lambda _: None)._parts([1], [text], [""])[0]:
+    for part in LineTranslator(without_bytes(), options, None, lambda _: None)._parts(
+        [1], [text], [""]
+    )[0]:
         assert "".join(text.split()).startswith("".join((part.source.text or "").split()))
         assert len(without_bytes().tokenizer.encode_src([part.source.text or ""])[0]) <= limit
 

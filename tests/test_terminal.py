@@ -13,7 +13,7 @@ from conftest import Cli, open_terminal, sent_to_a_terminal
 from tasks import tiny_tree, write_config, write_task
 
 import mtrain
-from mtrain.data.prepare import Lines
+from mtrain.data.prepare import ParallelLines
 from mtrain.io.text_width import fitted
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
@@ -130,7 +130,7 @@ def test_bash_itself_completes_a_verb(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_examples_of_a_corpus_with_escapes_do_not_change_the_terminal(trained: RunDir) -> None:
-    lines = Lines(["ba \x1b[31m"], ["ce " * 100])
+    lines = ParallelLines(["ba \x1b[31m"], ["ce " * 100])
     valid = ValidationSet(lines, sentencepiece.load(trained.tokenizer_dir), 1000)
     source, reference, translation = valid.examples(["\x1b]0;title\x07"])
     assert source == r"  source       ba \x1b[31m"

@@ -26,7 +26,7 @@ from tasks import prepared, reverse_task, stop_at, train, write_task
 from mtrain.cli.main import main
 from mtrain.config import config_file
 from mtrain.data.batch import Batch, collate
-from mtrain.data.sampler import Dealt, dealt_whole
+from mtrain.data.sampler import UpdateBatches, single_rank_update
 from mtrain.errors import RunError
 from mtrain.ops import native
 from mtrain.run import checkpoint
@@ -36,9 +36,9 @@ from mtrain.runtime.signals import Stopped
 from mtrain.tokenizer import sentencepiece
 from mtrain.train import gradients as gradients_module
 from mtrain.train import trainer as trainer_module
-from mtrain.train.gradients import Gradients, Part, Task
+from mtrain.train.gradients import GradientPart, Gradients, GradientTask
 from mtrain.train.loss import LossSum
-from mtrain.train.meters import Window
+from mtrain.train.meters import RunningMeter
 from mtrain.train.trainer import Trainer
 
 TIMES = {"tgt_tokens_per_s", "elapsed_s", "memory_mib"}
@@ -304,7 +304,7 @@ def test_two_micro_batches_make_the_update_that_one_batch_of_both_makes(
     for micro_batches in ([whole], [first, second]):
         with RunLog(tmp_path / "metrics.jsonl") as log:
             trainer = Trainer(config, run, log)
-            trainer._update(dealt_whole(micro_batches))
+            trainer._update(single_rank_update(micro_batches))
         rates = trainer.window.rates()
         weights = {name: w.detach() for name, w in trainer.model.named_parameters()}
         results.append((float(trainer.window.grad_norm), rates.loss, rates.nll, weights))
@@ -335,7 +335,7 @@ def test_the_gradient_is_divided_by_the_tokens_of_the_whole_update(
         gradients = [parameter.grad for parameter in trainer.model.parameters()]
         expected = torch.cat([grad.flatten() for grad in gradients if grad is not None]).norm()
         trainer.optimizer.zero_grad(set_to_none=True)
-        trainer._update(dealt_whole(micro_batches))
+        trainer._update(single_rank_update(micro_batches))
     assert float(trainer.window.grad_norm) == pytest.approx(float(expected), rel=1e-4)
 
 
@@ -343,21 +343,21 @@ def test_the_gradient_is_divided_by_the_tokens_of_the_whole_update(
 def in_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Split every batch over three threads; return the number of parts of each update."""
     before, parts = torch.get_num_threads(), []
-    share_out = Gradients.share_out
+    split_over_threads = Gradients.split_over_threads
 
-    def noted(gradients: Gradients, batch: Batch, num_tokens: int) -> list[Task]:
-        tasks = share_out(gradients, batch, num_tokens)
+    def noted(gradients: Gradients, batch: Batch, num_tokens: int) -> list[GradientTask]:
+        tasks = split_over_threads(gradients, batch, num_tokens)
         parts.append(len(tasks))
         return tasks
 
     monkeypatch.setattr(gradients_module, "LEAST_TOKENS", 8)
-    monkeypatch.setattr(Gradients, "share_out", noted)
+    monkeypatch.setattr(Gradients, "split_over_threads", noted)
     torch.set_num_threads(3)
     yield parts
     torch.set_num_threads(before)
 
 
-def total(parts: list[Part]) -> list[torch.Tensor]:
+def total(parts: list[GradientPart]) -> list[torch.Tensor]:
     """Return loss, nll and gradients of all parts together."""
     sums = [sum(part.sums.loss for part in parts).detach(), sum(part.sums.nll for part in parts)]
     return sums + [sum(grads) for grads in zip(*(part.grads for part in parts), strict=True)]
@@ -374,11 +374,11 @@ def test_the_gradient_of_a_batch_in_parts_is_that_of_the_whole(
         trainer.model.to(torch.float64 if dtype == torch.float64 else torch.float32).train()
         trainer.model.compute_in(dtype)
         batch, _ = next(trainer.data.batches(192, trainer_module.Position()))
-        tasks = trainer.gradients.share_out(batch, batch.num_tgt_tokens)
+        tasks = trainer.gradients.split_over_threads(batch, batch.num_tgt_tokens)
         assert len(tasks) == 3
         assert len({task.batch.src_BS.shape[1] for task in tasks}) > 1, "parts differ in width"
-        found = total(trainer.gradients.workers.map(trainer.gradients.differentiate, tasks))
-        expected = total([trainer.gradients.differentiate(tasks[0]._replace(batch=batch))])
+        found = total(trainer.gradients.workers.map(trainer.gradients.backward, tasks))
+        expected = total([trainer.gradients.backward(tasks[0]._replace(batch=batch))])
         trainer.gradients.workers.close()
     bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
     for mine, whole in zip(found, expected, strict=True):
@@ -392,10 +392,10 @@ def test_in_bfloat16_every_weight_gets_nearly_the_gradient_of_float32(
     with RunLog(tmp_path / "metrics.jsonl") as log:
         trainer = Trainer(config, prepared(config), log)
         batch, _ = next(trainer.data.batches(192, trainer_module.Position()))
-        (task,) = trainer.gradients.share_out(batch, batch.num_tgt_tokens)
-        exact = trainer.gradients.differentiate(task)
+        (task,) = trainer.gradients.split_over_threads(batch, batch.num_tgt_tokens)
+        exact = trainer.gradients.backward(task)
         trainer.model.compute_in(torch.bfloat16)
-        short = trainer.gradients.differentiate(task)
+        short = trainer.gradients.backward(task)
     assert {grad.dtype for grad in short.grads} == {torch.float32}
     loss, exact_loss = short.sums.loss.item(), exact.sums.loss.item()
     assert loss == pytest.approx(exact_loss, rel=0.002)
@@ -428,10 +428,14 @@ def test_threads_drop_different_elements_and_others_at_the_next_update(
     with RunLog(tmp_path / "metrics.jsonl") as log:
         trainer = Trainer(config, prepared(config), log)
         batch, _ = next(trainer.data.batches(192, trainer_module.Position()))
-        seeds = [task.seed for _ in range(2) for task in trainer.gradients.share_out(batch, 1)]
+        seeds = [
+            task.seed for _ in range(2) for task in trainer.gradients.split_over_threads(batch, 1)
+        ]
         torch.manual_seed(config.seed)
         trainer = Trainer(config, trainer.run_dir, log)
-        again = [task.seed for _ in range(2) for task in trainer.gradients.share_out(batch, 1)]
+        again = [
+            task.seed for _ in range(2) for task in trainer.gradients.split_over_threads(batch, 1)
+        ]
     assert len(set(seeds)) == 6
     assert seeds == again
 
@@ -445,7 +449,7 @@ def test_a_batch_too_small_for_all_threads_is_split_over_fewer(
         batch, _ = next(trainer.data.batches(192, trainer_module.Position()))
         for least, parts in ((batch.num_tgt_tokens // 2, 2), (batch.num_tgt_tokens + 1, 1)):
             monkeypatch.setattr(gradients_module, "LEAST_TOKENS", least)
-            tasks = trainer.gradients.share_out(batch, 7)
+            tasks = trainer.gradients.split_over_threads(batch, 7)
             assert len(tasks) == parts
             assert sum(task.batch.num_tgt_tokens for task in tasks) == batch.num_tgt_tokens
             assert {task.num_tokens for task in tasks} == {7}
@@ -464,7 +468,7 @@ def test_an_error_in_a_thread_comes_out_with_its_traceback_and_no_thread_stays(
     with pytest.raises(ZeroDivisionError, match="in a thread") as error:
         train(source, run=str(tmp_path / "run"))
     frames = [frame.name for frame in traceback.extract_tb(error.value.__traceback__)]
-    assert frames[-2:] == ["differentiate", "broken"]
+    assert frames[-2:] == ["backward", "broken"]
     assert not any(thread.name.startswith("update") for thread in threading.enumerate())
     assert torch.get_num_threads() == 3
 
@@ -766,18 +770,18 @@ def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int], value: float) -> Non
     """Let one number of the gradient be no number at some steps."""
     make = Trainer._update
 
-    def spoilt(trainer: Trainer, dealt: Dealt) -> None:
+    def spoilt(trainer: Trainer, dealt: UpdateBatches) -> None:
         with monkeypatch.context() as patch:
             if trainer.progress.step + 1 in steps:
-                patch.setattr(Gradients, "differentiate", spoilt_part)
+                patch.setattr(Gradients, "backward", spoilt_part)
             make(trainer, dealt)
 
-    def spoilt_part(gradients: Gradients, task: Task) -> Part:
-        part = differentiate(gradients, task)
+    def spoilt_part(gradients: Gradients, task: GradientTask) -> GradientPart:
+        part = backward(gradients, task)
         part.grads[3].view(-1)[-1] = value
         return part
 
-    differentiate = Gradients.differentiate
+    backward = Gradients.backward
     monkeypatch.setattr(Trainer, "_update", spoilt)
 
 
@@ -1082,7 +1086,7 @@ def signalled_twice(source: Path, run: str, number: int) -> None:
     """Do what `mtrain train` does, with two signals in the middle of its third update."""
     update = Trainer._update
 
-    def interrupted(trainer: Trainer, dealt: Dealt) -> None:
+    def interrupted(trainer: Trainer, dealt: UpdateBatches) -> None:
         if trainer.progress.step == 2:
             signal.raise_signal(number)
             signal.raise_signal(number)
@@ -1115,7 +1119,7 @@ def test_tokens_from_before_a_stop_count_for_the_loss_and_not_for_the_speed(
 ) -> None:
     clock = 100.0
     monkeypatch.setattr(trainer_module.time, "monotonic", lambda: clock)
-    window = Window()
+    window = RunningMeter()
     progress = checkpoint.Progress(unlogged_loss=300.0, unlogged_nll=200.0, unlogged_tokens=100)
     window.restore(progress)
     window.add(100.0, 50.0, 100)

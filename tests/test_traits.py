@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mtrain.audit.features import MAX_CHARS, Mark, exact_hashes, is_mojibake, measure, mixed
+from mtrain.audit.features import MAX_CHARS, LineFlag, exact_hashes, is_mojibake, measure, mixed
 from mtrain.audit.unicode_classes import kind_of
 
 line_text = st.text(
@@ -20,8 +20,8 @@ line_text = st.text(
 LINES = st.lists(line_text, max_size=8)
 
 
-def marks(line: str) -> Mark:
-    return Mark(int(measure(["x", line, "y"]).lines["marks"][1]))
+def marks(line: str) -> LineFlag:
+    return LineFlag(int(measure(["x", line, "y"]).lines["marks"][1]))
 
 
 def plain_key(line: str) -> str:
@@ -106,19 +106,19 @@ def test_lines_end_in_a_way(line: str, ending: int) -> None:
 @pytest.mark.parametrize(
     ("line", "mark"),
     [
-        ("a\tb", Mark.TAB),
-        *((f"a{c}b", Mark.BREAK) for c in "\r\x0b\x0c\x1c\x85\u2028\u2029"),
-        *((f"a{c}b", Mark.CONTROL) for c in "\x00\x07\x1b\x7f\x9f"),
-        *((f"a{c}b", Mark.INVISIBLE) for c in "\u200b\u00ad\ufeff\u202e\u2060"),
-        ("e\u0301", Mark.NOT_NFC),
-        ("fÃ¼r", Mark.MOJIBAKE),
-        ("donâ€™t", Mark.MOJIBAKE),
-        ("a\ufffdb", Mark.MOJIBAKE),
-        (" \u3000", Mark.BLANK),
-        ("", Mark.BLANK),
+        ("a\tb", LineFlag.TAB),
+        *((f"a{c}b", LineFlag.BREAK) for c in "\r\x0b\x0c\x1c\x85\u2028\u2029"),
+        *((f"a{c}b", LineFlag.CONTROL) for c in "\x00\x07\x1b\x7f\x9f"),
+        *((f"a{c}b", LineFlag.INVISIBLE) for c in "\u200b\u00ad\ufeff\u202e\u2060"),
+        ("e\u0301", LineFlag.NOT_NFC),
+        ("fÃ¼r", LineFlag.MOJIBAKE),
+        ("donâ€™t", LineFlag.MOJIBAKE),
+        ("a\ufffdb", LineFlag.MOJIBAKE),
+        (" \u3000", LineFlag.BLANK),
+        ("", LineFlag.BLANK),
     ],
 )
-def test_a_mark_is_set_where_it_belongs_and_no_other(line: str, mark: Mark) -> None:
+def test_a_mark_is_set_where_it_belongs_and_no_other(line: str, mark: LineFlag) -> None:
     assert marks(line) == mark
     assert measure([line, "für é ç – “x” नमस्ते می\u200cخواهم 👩\u200d🚀"]).lines["marks"][1] == 0
 

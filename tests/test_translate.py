@@ -22,16 +22,16 @@ from tasks import WORDS, copy_task, train, write_task
 from mtrain.config.sections import DecodingConfig, TokenizerConfig
 from mtrain.decode import translator as translator_module
 from mtrain.decode.beam import NUM_GROUPS, length_penalty
-from mtrain.decode.distributed import Leader, follow
+from mtrain.decode.distributed import DistributedTranslator, follow
 from mtrain.decode.sampling import Sampling
-from mtrain.decode.translator import Source, Translator, Wanted
+from mtrain.decode.translator import DecodeRequest, EncodedSource, Translator
 from mtrain.errors import ConfigError, RunError
 from mtrain.model.transformer import DecoderLayer
 from mtrain.run import checkpoint, load_model
-from mtrain.run.load_model import Loading
+from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
-from mtrain.runtime.process_group import Team
-from mtrain.runtime.thread_pool import Workers
+from mtrain.runtime.process_group import ProcessGroup
+from mtrain.runtime.thread_pool import ThreadPool
 from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
@@ -64,7 +64,7 @@ LINES = [
 
 @pytest.fixture(scope="module")
 def translator(trained: RunDir) -> Translator:
-    return translator_module.load(trained, loading=Loading("cpu"))
+    return translator_module.load(trained, loading=LoadOptions("cpu"))
 
 
 def with_decoding(
@@ -72,13 +72,15 @@ def with_decoding(
 ) -> Translator:
     decoding = translator.decoding.model_copy(update=changes)
     models, tokenizer = translator.ensemble.models, translator.tokenizer
-    return Translator(models, tokenizer, decoding, translator.device, Wanted(**wanted))
+    return Translator(models, tokenizer, decoding, translator.device, DecodeRequest(**wanted))
 
 
-def sources(translator: Translator, lines: Sequence[str] = LINES) -> list[Source]:
+def sources(translator: Translator, lines: Sequence[str] = LINES) -> list[EncodedSource]:
     given = [line for line in lines if line.strip()]
     encoded = zip(translator.tokenizer.encode_src(given), given, strict=True)
-    return [Source(ids, seed=number, text=text) for number, (ids, text) in enumerate(encoded)]
+    return [
+        EncodedSource(ids, seed=number, text=text) for number, (ids, text) in enumerate(encoded)
+    ]
 
 
 @pytest.mark.parametrize("beam", [1, 2, 5])
@@ -116,7 +118,7 @@ def test_a_gpu_is_searched_on_by_one_thread(
     """Several would take turns, each with a part of what the GPU takes at once."""
     counts: list[int] = []
 
-    class Counted(Workers):
+    class Counted(ThreadPool):
         def map(self, function, tasks):  # type: ignore[no-untyped-def]
             counts.append(len(tasks))
             return super().map(function, tasks)
@@ -144,7 +146,7 @@ def test_groups_are_full_under_their_share_of_the_budget(
     shapes: list[list[int]] = []
     start = Translator._start
 
-    def spy(self: Translator, group: list[Source]) -> object:
+    def spy(self: Translator, group: list[EncodedSource]) -> object:
         shapes.append([len(source.ids) for source in group])
         return start(self, group)
 
@@ -176,7 +178,7 @@ def test_a_found_log_prob_is_that_of_the_same_target_when_it_is_given(
     decoding = translator.decoding.model_copy(update={"beam": beam, "length_alpha": 0.8})
     models = [deepcopy(model).to(dtype) for model in translator.ensemble.models]
     device, tokenizer = translator.device, translator.tokenizer
-    searching = Translator(models, tokenizer, decoding, device, Wanted(num_best=beam))
+    searching = Translator(models, tokenizer, decoding, device, DecodeRequest(num_best=beam))
     # a piece's is as exact as logits in float32 are, which for an unlikely one is 2e-5
     of_pieces, of_sums, of_scores = (2e-5, 3e-5, 1e-5) if dtype == torch.float32 else [1e-11] * 3
     own = sources(translator)
@@ -206,7 +208,7 @@ def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours(translator: Tran
     assert together == [drawing.search([source])[0] for source in own]
     assert together == drawing.search(own)
     assert sum(first.ids != second.ids for first, second in together) > len(own) // 2
-    other = drawing.search([Source(source.ids, seed=source.seed + 1000) for source in own])
+    other = drawing.search([EncodedSource(source.ids, seed=source.seed + 1000) for source in own])
     assert sum(a != b for a, b in zip(together, other, strict=True)) > len(own) // 2
 
 
@@ -214,9 +216,9 @@ def test_a_prefix_begins_the_translation_and_is_written_whole(translator: Transl
     (src,) = translator.tokenizer.encode_src(["ba ce di"])
     (prefix,) = translator.tokenizer.tgt.encode(["gu ha je ki lo mu na pe ri so tu"])
     for forced in (prefix[:2], prefix * 3):
-        ((best,),) = translator.search([Source(src, tuple(forced))])
+        ((best,),) = translator.search([EncodedSource(src, tuple(forced))])
         assert best.ids[: len(forced)] == forced
-        (given,) = translator.score([Source(src)], [best.ids])
+        (given,) = translator.score([EncodedSource(src)], [best.ids])
         assert given == pytest.approx(best.log_probs, abs=1e-5)
 
 
@@ -368,7 +370,7 @@ def fingerprint(run: RunDir) -> str:
 
 
 def test_an_ensemble_gives_the_mean_of_the_probabilities(trained: RunDir, twin: RunDir) -> None:
-    cpu = Loading("cpu")
+    cpu = LoadOptions("cpu")
     both = translator_module.load([trained, twin], loading=cpu)
     own = sources(both)
     targets = [best[0].ids for best in both.search(own)]
@@ -394,8 +396,8 @@ def test_an_ensemble_may_read_in_different_pieces(tmp_path: Path) -> None:
     other = train(tmp_path / "config.yaml", *apart, finer, run=str(tmp_path / "other"))
     shutil.copy(other.tokenizer_dir / "src.model", second.tokenizer_dir)
     train(tmp_path / "config.yaml", *apart, "seed=2", run=str(second.path))
-    together = translator_module.load([first, second], loading=Loading("cpu"))
-    alone = [translator_module.load(run, loading=Loading("cpu")) for run in (first, second)]
+    together = translator_module.load([first, second], loading=LoadOptions("cpu"))
+    alone = [translator_module.load(run, loading=LoadOptions("cpu")) for run in (first, second)]
     own = [sources(one) for one in alone]
     assert [source.ids for source in own[0]] != [source.ids for source in own[1]]
     found = together.search(own[0])
@@ -438,23 +440,23 @@ def test_each_model_of_an_ensemble_reads_the_characters_that_only_another_lacks(
 def test_the_ranks_that_help_are_told_all_of_a_source(
     trained: RunDir, monkeypatch: pytest.MonkeyPatch, with_scores: bool
 ) -> None:
-    class Post(Team):
+    class Post(ProcessGroup):
         def send(self, message: bytes) -> bytes:
             if message:
                 sent.append(message)
             return message or (sent.pop(0) if sent else b"")
 
     sent: list[bytes] = []
-    asked: list[tuple[list[Source], bool]] = []
+    asked: list[tuple[list[EncodedSource], bool]] = []
 
-    def note(_: Translator, sources: list[Source], with_scores: bool = True) -> None:
+    def note(_: Translator, sources: list[EncodedSource], with_scores: bool = True) -> None:
         asked.append((sources, with_scores))
 
     monkeypatch.setattr(Translator, "search", note)
-    own = translator_module.load(trained, loading=Loading("cpu"))
-    own.team = Post()
-    given = [Source([5, 3], (6, 7), 2**63, "b\N{SNOWMAN}"), Source([3])]
-    Leader(own).search(given, with_scores)
+    own = translator_module.load(trained, loading=LoadOptions("cpu"))
+    own.process_group = Post()
+    given = [EncodedSource([5, 3], (6, 7), 2**63, "b\N{SNOWMAN}"), EncodedSource([3])]
+    DistributedTranslator(own).search(given, with_scores)
     follow(own)
     assert asked == [(given, with_scores)] * 2
 
@@ -472,7 +474,7 @@ def test_without_scores_a_search_finds_the_same(translator: Translator, beam: in
 def test_an_ensemble_of_other_vocabularies_is_refused(trained: RunDir, tmp_path: Path) -> None:
     other = train(write_task(tmp_path), "training.max_steps=1", "tokenizer.vocab_size=283")
     with pytest.raises(RunError) as error:
-        translator_module.load([trained, other], loading=Loading("cpu"))
+        translator_module.load([trained, other], loading=LoadOptions("cpu"))
     assert str(error.value) == (
         f"{other.path}: must have the target vocabulary of the other runs to decode with them, "
         "but has its own; train it with a copy of their tokenizer folder."
@@ -482,10 +484,10 @@ def test_an_ensemble_of_other_vocabularies_is_refused(trained: RunDir, tmp_path:
 def test_the_weights_of_a_checkpoint_are_those_it_holds(trained: RunDir) -> None:
     step, path = max(checkpoint.steps(trained.checkpoints_dir).items())
     weights = checkpoint.load_model(path / "model.safetensors", fingerprint(trained))
-    model = translator_module.load(trained, loading=Loading("cpu", step=step)).model
+    model = translator_module.load(trained, loading=LoadOptions("cpu", step=step)).model
     assert all(torch.equal(own, weights[name]) for name, own in model.named_parameters())
     with pytest.raises(RunError, match=r"must have a checkpoint of step 7, but has those of "):
-        translator_module.load(trained, loading=Loading("cpu", step=7))
+        translator_module.load(trained, loading=LoadOptions("cpu", step=7))
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is asked of glibc")
@@ -511,7 +513,7 @@ def test_weights_that_are_laid_out_translate_like_those_that_are_not(
     trained: RunDir, decoding: dict[str, object], wanted: dict[str, object]
 ) -> None:
     """However they are searched; a prefix asks for the probabilities of single pieces."""
-    laid_out = translator_module.load(trained, loading=Loading("cpu"))
+    laid_out = translator_module.load(trained, loading=LoadOptions("cpu"))
     plain = load_model.build_model(trained.load_config().model, laid_out.tokenizer)
     plain.load_state_dict(laid_out.model.state_dict())
     given = sources(laid_out)
@@ -530,12 +532,12 @@ def test_weights_that_are_laid_out_translate_like_those_that_are_not(
 
 def test_a_model_that_is_loaded_keeps_a_gpu_from_planning_each_shape(trained: RunDir) -> None:
     torch.backends.cuda.enable_cudnn_sdp(True)
-    translator_module.load(trained, loading=Loading("cpu"))
+    translator_module.load(trained, loading=LoadOptions("cpu"))
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_bfloat16_translates_like_float32(trained: RunDir, translator: Translator) -> None:
-    short = translator_module.load(trained, loading=Loading("cpu", precision="bfloat16"))
+    short = translator_module.load(trained, loading=LoadOptions("cpu", precision="bfloat16"))
     assert short.model.compute_dtype is torch.bfloat16
     same = zip(short.translate(LINES), translator.translate(LINES), strict=True)
     assert sum(a == b for a, b in same) >= len(LINES) - 3
@@ -544,7 +546,7 @@ def test_bfloat16_translates_like_float32(trained: RunDir, translator: Translato
 def test_eight_bits_translate_like_float32_whatever_stands_beside_a_line(
     trained: RunDir, translator: Translator
 ) -> None:
-    short = translator_module.load(trained, loading=Loading("cpu", quantize="int8"))
+    short = translator_module.load(trained, loading=LoadOptions("cpu", quantize="int8"))
     weight = short.model.decoder[0].feed_forward.inner.weight
     assert type(weight).__name__ == "Int8Tensor"
     found = short.translate(LINES)

@@ -15,7 +15,7 @@ from tasks import REPOSITORY, write
 from mtrain.config import config_file
 from mtrain.data.batch import collate
 from mtrain.decode.translator import load
-from mtrain.run.load_model import Loading
+from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
 from mtrain.train.loss import label_smoothed
 
@@ -127,7 +127,7 @@ def test_a_line_longer_than_the_learned_positions_is_translated_with_a_warning(
     run, _ = train("learned")
     limit = run.load_config().model.max_positions
     long = "The old farmer is tired. " * 20
-    num_tokens = len(load(run, loading=Loading("cpu")).tokenizer.encode_src([long])[0])
+    num_tokens = len(load(run, loading=LoadOptions("cpu")).tokenizer.encode_src([long])[0])
     assert limit is not None and num_tokens > limit
     whole = ["--max-input-tokens", str(num_tokens)]
     outcome = cli("translate", run.path, *whole, stdin=f"We wait.\n{long}\n".encode())
@@ -151,7 +151,7 @@ def test_a_run_stores_tables_that_are_one_once(train: Any, name: str, num_tables
 @torch.no_grad()
 def test_no_id_means_padding_to_the_model(train: Any) -> None:
     """The loss of a batch that is padded with 0, as here, or with 1, as in a document."""
-    translator = load(train("encoder_padding").run, loading=Loading("cpu"))
+    translator = load(train("encoder_padding").run, loading=LoadOptions("cpu"))
     translator.model.eval()
     special = translator.tokenizer.tgt
     assert special.pad == translator.tokenizer.src.pad == 0

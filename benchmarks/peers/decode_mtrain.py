@@ -22,7 +22,7 @@ def load(job: Job) -> Loaded:
     run = RunDir(Path(job.run))
     overrides = {"beam": job.beam, "length_alpha": job.alpha}
     decoding = run.load_config().decoding.model_copy(update=overrides)
-    translator = translator_module.load(run, decoding, load_model.Loading(device="cpu"))
+    translator = translator_module.load(run, decoding, load_model.LoadOptions(device="cpu"))
     usual = translator.max_length
     translator.max_length = lambda source: min(usual(source), job.max_tokens - 1)
     versions = {"mtrain": __version__, "torch": torch.__version__}

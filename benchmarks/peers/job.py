@@ -138,7 +138,7 @@ def serve(train: Callable[[Job, Meter], dict[str, str]], count: Callable[[Job], 
     """Do the job that the command line names and print one JSON line.
 
     Args:
-        train: trains until the meter raises `Done`; returns the versions of what it ran.
+        train: trains until the meter raises `EncodedPart`; returns the versions of what it ran.
         count: reads one epoch without training on it.
     """
     parser = argparse.ArgumentParser()

@@ -17,7 +17,7 @@ from mtrain.config import config_file
 from mtrain.config.sections import Config
 from mtrain.data import prepare
 from mtrain.data.loader import TrainingData
-from mtrain.data.sampler import Deal, Dealt, Position
+from mtrain.data.sampler import MicroBatchSplit, Position, UpdateBatches
 from mtrain.run.logger import Stderr
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
@@ -37,7 +37,9 @@ def train(job: Job, meter: Meter) -> dict[str, str]:
     class Watched(TrainingData):
         """The data of the run; the meter sees each update on its way to the trainer."""
 
-        def updates(self, batch_tokens: int, start: Position, deal: Deal) -> Iterator[Dealt]:
+        def updates(
+            self, batch_tokens: int, start: Position, deal: MicroBatchSplit
+        ) -> Iterator[UpdateBatches]:
             for dealt in super().updates(batch_tokens, start, deal):
                 meter.begin(dealt.num_tokens)
                 yield dealt

@@ -16,19 +16,18 @@ import numpy as np
 import numpy.typing as npt
 
 from mtrain.audit import duplicates, misalignment, pair_filter, rules
-from mtrain.audit.contamination import Hits as LeakHits
-from mtrain.audit.contamination import Leaks
+from mtrain.audit.contamination import LeakHits, Leaks
 from mtrain.audit.coverage import Coverage
-from mtrain.audit.finding_lists import Entry, Hits, Lists, nothing_more, place_of
+from mtrain.audit.finding_lists import Entry, FindingLists, RuleHits, nothing_more, place_of
 from mtrain.audit.misalignment import Shift
-from mtrain.audit.rules import RULES, Pairs, Rule, Severity, Side, Usual
-from mtrain.audit.scan import Survey
+from mtrain.audit.rules import RULES, PairBlock, Rule, Severity, SideName, UsualRatios
+from mtrain.audit.scan import Scan
 from mtrain.audit.side_classifier import Languages
 from mtrain.config.corpora import TrainText, corpora_of, weight_of
 from mtrain.config.sections import Config
-from mtrain.corpus.dropped import say_counts, say_what_decides
+from mtrain.corpus.dropped import format_counts, format_precedence
 from mtrain.corpus.formats import Advance
-from mtrain.corpus.lenient_reader import FileNotes, Intake, size_of
+from mtrain.corpus.lenient_reader import FileNotes, Reader, size_of
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
 TRAIN, VALID = "train", "valid"
@@ -38,7 +37,7 @@ _FEW_LEAKS = 0.01  # the share of held-out lines of which one side may stand els
 
 
 @dataclass(frozen=True)
-class Finding:
+class AuditFinding:
     """One thing that is wrong with a corpus.
 
     Attributes:
@@ -74,7 +73,7 @@ class MixedSummary:
 
 
 @dataclass(frozen=True)
-class Summary:
+class CorpusSummary:
     """A corpus, and what becomes of its pairs.
 
     Attributes:
@@ -94,11 +93,11 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Report:
+class AuditReport:
     """All corpora, training first, and all findings, the most serious first."""
 
-    corpora: list[Summary]
-    findings: list[Finding]
+    corpora: list[CorpusSummary]
+    findings: list[AuditFinding]
 
     def count(self, severity: Severity) -> int:
         """Count the findings that are that serious."""
@@ -124,7 +123,9 @@ def num_bytes(config: Config) -> int:
     return sum(size_of(corpus) for _, corpus in corpora(config))
 
 
-def audit(config: Config, tokenizer: Tokenizer | None, directory: Path, advance: Advance) -> Report:
+def audit(
+    config: Config, tokenizer: Tokenizer | None, directory: Path, advance: Advance
+) -> AuditReport:
     """Audit all corpora of a config.
 
     Args:
@@ -133,7 +134,7 @@ def audit(config: Config, tokenizer: Tokenizer | None, directory: Path, advance:
         directory: where the lists go.
         advance: is told the bytes that have been read; twice those of the corpora in the end.
     """
-    surveys = [Survey(name, corpus, directory, tokenizer) for name, corpus in corpora(config)]
+    surveys = [Scan(name, corpus, directory, tokenizer) for name, corpus in corpora(config)]
     languages = Languages()
     for survey in surveys:
         held_out = [other for other in surveys if _is_held_out_of(other.name, survey.name)]
@@ -143,7 +144,7 @@ def audit(config: Config, tokenizer: Tokenizer | None, directory: Path, advance:
     chosen = pair_filter.rules_of(config.data.clean)
     summaries, findings = [], []
     for survey in reversed(surveys):
-        lists = Lists(directory, survey.name, survey.intake)
+        lists = FindingLists(directory, survey.name, survey.intake)
         tally = _Tally(chosen if survey is train else [], usual)
         intakes = {s.name: s.intake for s in surveys}
         findings += _judge(survey, usual, intakes, lists, tally, config.data.clean, advance)
@@ -151,7 +152,7 @@ def audit(config: Config, tokenizer: Tokenizer | None, directory: Path, advance:
         summaries.append(_summary(survey, train, tally, mixture))
         findings += _left_out_findings(summaries[-1])
         survey.spool.remove()
-    return Report(summaries, sorted(findings, key=lambda finding: -finding.severity))
+    return AuditReport(summaries, sorted(findings, key=lambda finding: -finding.severity))
 
 
 def _is_held_out_of(name: str, other: str) -> bool:
@@ -160,20 +161,20 @@ def _is_held_out_of(name: str, other: str) -> bool:
 
 
 def _judge(
-    survey: Survey,
-    usual: Usual,
-    intakes: dict[str, Intake],
-    lists: Lists,
+    survey: Scan,
+    usual: UsualRatios,
+    intakes: dict[str, Reader],
+    lists: FindingLists,
     tally: _Tally,
     clean: list[str],
     advance: Advance,
-) -> list[Finding]:
+) -> list[AuditFinding]:
     """Judge all pairs of a corpus, write its lists, and return the findings."""
     total = survey.intake.num_pairs
     survey.find_repeats()
     moved = misalignment.find(survey.windows) if total >= misalignment.MIN_PAIRS else []
     leaked = [_Leaked(name, intakes[name], leaks, clean) for name, leaks in survey.leaks.items()]
-    for block in Intake(survey.corpus).blocks(advance):
+    for block in Reader(survey.corpus).blocks(advance):
         first, last = block.first, block.first + len(block.src)
         pairs = survey.pairs(first, len(block.src))
         tally.add(pairs, survey.intake.part_of(first).corpus)
@@ -195,12 +196,12 @@ def _judge(
 class _Tally:
     """How many pairs training leaves out, by reason."""
 
-    def __init__(self, chosen: Sequence[Rule], usual: Usual) -> None:
+    def __init__(self, chosen: Sequence[Rule], usual: UsualRatios) -> None:
         self._chosen, self._usual = chosen, usual
         self.counts: Counter[str] = Counter()
         self.by_corpus: dict[str, Counter[str]] = {}
 
-    def add(self, pairs: Pairs, corpus: str | None) -> None:
+    def add(self, pairs: PairBlock, corpus: str | None) -> None:
         """Judge some more pairs as training does; `corpus` says of which part of a mixture."""
         found = pair_filter.reasons(self._chosen, pairs, self._usual)
         counts = Counter(reason for reason in found if reason is not None)
@@ -209,25 +210,25 @@ class _Tally:
             self.by_corpus.setdefault(corpus, Counter()).update(counts)
 
 
-def _rule_hits(pairs: Pairs, usual: Usual, intake: Intake) -> Iterator[Hits]:
+def _rule_hits(pairs: PairBlock, usual: UsualRatios, intake: Reader) -> Iterator[RuleHits]:
     for rule in RULES:
         sides = rule.judge(pairs, usual)
         if rule.refers is None:
-            yield Hits(rule.name, sides, nothing_more)
+            yield RuleHits(rule.name, sides, nothing_more)
         else:
             earlier = rule.refers(pairs)
-            yield Hits(rule.name, sides, _Earlier(earlier, intake).describe)
+            yield RuleHits(rule.name, sides, _Earlier(earlier, intake).describe)
 
 
 class _Earlier(NamedTuple):
     numbers: duplicates.Numbers
-    intake: Intake
+    intake: Reader
 
     def describe(self, place: int) -> Entry:
         return {"first": place_of(self.intake, int(self.numbers[place]) - 1)}
 
 
-def _rule_findings(corpus: str, lists: Lists, total: int) -> Iterator[Finding]:
+def _rule_findings(corpus: str, lists: FindingLists, total: int) -> Iterator[AuditFinding]:
     for rule in RULES:
         if count := lists.counts[rule.name]:
             severity = rule.severity_of(count, total)
@@ -236,33 +237,41 @@ def _rule_findings(corpus: str, lists: Lists, total: int) -> Iterator[Finding]:
 
 
 def _listed(
-    corpus: str, name: str, severity: Severity, what: str, advice: str, lists: Lists, total: int
-) -> Finding:
+    corpus: str,
+    name: str,
+    severity: Severity,
+    what: str,
+    advice: str,
+    lists: FindingLists,
+    total: int,
+) -> AuditFinding:
     examples, file = lists.examples[name], lists.file_of(name)
     count = lists.counts[name]
-    return Finding(corpus, name, severity, what, advice, count, total, examples, file)
+    return AuditFinding(corpus, name, severity, what, advice, count, total, examples, file)
 
 
-def _shift_hits(moved: Sequence[Shift], first: int, last: int, intake: Intake) -> Iterator[Hits]:
+def _shift_hits(
+    moved: Sequence[Shift], first: int, last: int, intake: Reader
+) -> Iterator[RuleHits]:
     """Mark the first pair of each stretch."""
     here = {shift.first - first: shift for shift in moved if first <= shift.first < last}
     sides = np.zeros(last - first, np.uint8)
-    sides[list(here)] = Side.BOTH
+    sides[list(here)] = SideName.BOTH
 
     def describe(place: int) -> Entry:
         shift = here[place]
         return {"last": place_of(intake, shift.last), "offset": shift.offset}
 
-    yield Hits("shift", sides, describe)
+    yield RuleHits("shift", sides, describe)
 
 
 def _shift_findings(
-    corpus: str, moved: Sequence[Shift], lists: Lists, total: int
-) -> Iterator[Finding]:
+    corpus: str, moved: Sequence[Shift], lists: FindingLists, total: int
+) -> Iterator[AuditFinding]:
     for shift, example in zip(moved, lists.examples.get("shift", []), strict=False):
         lines = "a line" if abs(shift.offset) == 1 else f"{abs(shift.offset)} lines"
         where = "after" if shift.offset > 0 else "before"
-        yield Finding(
+        yield AuditFinding(
             corpus,
             "shift",
             Severity.WARNING,
@@ -278,24 +287,26 @@ def _shift_findings(
 class _Leaked:
     """What of a held-out corpus stands in another one, as findings."""
 
-    def __init__(self, other: str, intake: Intake, leaks: Leaks, clean: list[str]) -> None:
+    def __init__(self, other: str, intake: Reader, leaks: Leaks, clean: list[str]) -> None:
         self._other, self._intake, self._clean = other, intake, clean
         exact, by_words = leaks.exact, leaks.by_words
-        pairs = _Found.of(by_words.pairs.hits(), exact.pairs.hits())
+        pairs = _LeakCounts.of(by_words.pairs.hits(), exact.pairs.hits())
         self._found = {
             "pair": pairs,
-            "source": _Found.of(by_words.src.hits(), exact.src.hits()).without(pairs),
-            "target": _Found.of(by_words.tgt.hits(), exact.tgt.hits()).without(pairs),
+            "source": _LeakCounts.of(by_words.src.hits(), exact.src.hits()).without(pairs),
+            "target": _LeakCounts.of(by_words.tgt.hits(), exact.tgt.hits()).without(pairs),
         }
 
-    def hits(self, first: int, last: int) -> Iterator[Hits]:
+    def hits(self, first: int, last: int) -> Iterator[RuleHits]:
         """Mark the held-out pairs from number `first` to the one before `last`."""
-        sides = {"pair": Side.BOTH, "source": Side.SRC, "target": Side.TGT}
+        sides = {"pair": SideName.BOTH, "source": SideName.SRC, "target": SideName.TGT}
         for kind, found in self._found.items():
-            marks = np.where(found.times[first:last] > 0, sides[kind], Side.NONE).astype(np.uint8)
-            yield Hits(self._name(kind), marks, _At(found, first, self._intake).describe)
+            marks = np.where(found.times[first:last] > 0, sides[kind], SideName.NONE).astype(
+                np.uint8
+            )
+            yield RuleHits(self._name(kind), marks, _At(found, first, self._intake).describe)
 
-    def findings(self, corpus: str, lists: Lists, total: int) -> Iterator[Finding]:
+    def findings(self, corpus: str, lists: FindingLists, total: int) -> Iterator[AuditFinding]:
         """Return a finding for each kind of leak."""
         for kind, found in self._found.items():
             if count := lists.counts[self._name(kind)]:
@@ -323,7 +334,7 @@ class _Leaked:
         return rules.APART
 
 
-class _Found(NamedTuple):
+class _LeakCounts(NamedTuple):
     """Of each held-out pair: how often it was found, where first, and whether to the letter."""
 
     times: duplicates.Numbers
@@ -331,20 +342,20 @@ class _Found(NamedTuple):
     is_exact: rules.Flags
 
     @classmethod
-    def of(cls, by_words: LeakHits, exact: LeakHits) -> _Found:
+    def of(cls, by_words: LeakHits, exact: LeakHits) -> _LeakCounts:
         is_exact = exact.times > 0
         first = np.where(is_exact, exact.first, by_words.first)
         return cls(np.maximum(by_words.times, exact.times), first, is_exact)
 
-    def without(self, others: _Found) -> _Found:
+    def without(self, others: _LeakCounts) -> _LeakCounts:
         times = np.where(others.times > 0, np.uint32(0), self.times)
-        return _Found(times, self.first, self.is_exact)
+        return _LeakCounts(times, self.first, self.is_exact)
 
 
 class _At(NamedTuple):
-    found: _Found
+    found: _LeakCounts
     offset: int
-    intake: Intake
+    intake: Reader
 
     def describe(self, place: int) -> Entry:
         pair = self.offset + place
@@ -355,7 +366,7 @@ class _At(NamedTuple):
         }
 
 
-def _file_findings(survey: Survey) -> Iterator[Finding]:
+def _file_findings(survey: Scan) -> Iterator[AuditFinding]:
     for part in survey.intake.parts:
         for notes in part.notes:
             yield from _notes_findings(survey.name, notes)
@@ -374,17 +385,17 @@ def _file_findings(survey: Survey) -> Iterator[Finding]:
         yield _of_file(survey.name, "empty", Severity.ERROR, what, "Name files that have some.")
 
 
-def _left_out_findings(summary: Summary) -> Iterator[Finding]:
+def _left_out_findings(summary: CorpusSummary) -> Iterator[AuditFinding]:
     """Find corpora of which training has nothing left."""
-    corpora: Sequence[Summary | MixedSummary] = summary.mixture or [summary]
+    corpora: Sequence[CorpusSummary | MixedSummary] = summary.mixture or [summary]
     for own in corpora:
         if 0 < own.num_pairs == sum(own.left_out.values()):
-            what = f"all pairs of {own.name} are left out: {say_counts(own.left_out)}"
-            advice = f"Change {say_what_decides(own.left_out)}; training refuses the corpus."
+            what = f"all pairs of {own.name} are left out: {format_counts(own.left_out)}"
+            advice = f"Change {format_precedence(own.left_out)}; training refuses the corpus."
             yield _of_file(summary.name, "all-left-out", Severity.ERROR, what, advice)
 
 
-def _notes_findings(corpus: str, notes: FileNotes) -> Iterator[Finding]:
+def _notes_findings(corpus: str, notes: FileNotes) -> Iterator[AuditFinding]:
     if notes.problem:
         what = f"{notes.path} cannot be read to its end: {notes.problem}"
         yield _of_file(corpus, "unreadable", Severity.ERROR, what, "Put the whole file there.")
@@ -415,11 +426,11 @@ def _notes_findings(corpus: str, notes: FileNotes) -> Iterator[Finding]:
         yield _of_file(corpus, "line-ends", severity, what, advice)
 
 
-def _of_file(corpus: str, name: str, severity: Severity, what: str, advice: str) -> Finding:
-    return Finding(corpus, name, severity, what, advice, 1, 1, [])
+def _of_file(corpus: str, name: str, severity: Severity, what: str, advice: str) -> AuditFinding:
+    return AuditFinding(corpus, name, severity, what, advice, 1, 1, [])
 
 
-def _mixture(config: Config, train: Survey, tally: _Tally) -> list[MixedSummary]:
+def _mixture(config: Config, train: Scan, tally: _Tally) -> list[MixedSummary]:
     """Return what becomes of the corpora of a mixture; nothing if there is one corpus."""
     if not isinstance(config.data.train, list):
         return []
@@ -439,9 +450,11 @@ def _mixture(config: Config, train: Survey, tally: _Tally) -> list[MixedSummary]
     ]
 
 
-def _summary(survey: Survey, train: Survey, tally: _Tally, mixture: list[MixedSummary]) -> Summary:
+def _summary(
+    survey: Scan, train: Scan, tally: _Tally, mixture: list[MixedSummary]
+) -> CorpusSummary:
     sides = zip(survey.pieces, train.pieces, strict=True)
-    return Summary(
+    return CorpusSummary(
         survey.name,
         sum(part.num_pairs - part.num_faults for part in survey.intake.parts),
         dict(tally.counts),

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from mtrain.audit.features import Hashes, mixed
 
 
-class Hits(NamedTuple):
+class LeakHits(NamedTuple):
     """For each held-out line: how often it stands in the other corpus, and where first.
 
     Attributes:
@@ -42,9 +42,9 @@ class HashTable:
         self._first[slots[places[is_new]]] = places[is_new] + first
         return is_hit
 
-    def hits(self) -> Hits:
+    def hits(self) -> LeakHits:
         """Return what was found, for each held-out line."""
-        return Hits(self._times[self._group], self._first[self._group])
+        return LeakHits(self._times[self._group], self._first[self._group])
 
 
 class Held(NamedTuple):
@@ -66,7 +66,7 @@ class SideHashes(NamedTuple):
         return np.where(whole, mixed(self.src, self.tgt), np.uint64(0))
 
 
-class Tables:
+class HashTables:
     """One table for the sources, one for the targets, one for the pairs of a held-out corpus."""
 
     def __init__(self, hashes: SideHashes) -> None:
@@ -84,7 +84,7 @@ class Leaks:
     """What of one held-out corpus stands in another, to the letter and by its words."""
 
     def __init__(self, exact: SideHashes, keys: SideHashes) -> None:
-        self.exact, self.by_words = Tables(exact), Tables(keys)
+        self.exact, self.by_words = HashTables(exact), HashTables(keys)
 
     def look_up(self, exact: SideHashes, keys: SideHashes, first: int) -> Held:
         """Look a block of the other corpus up; tell which of its pairs are held out."""

@@ -15,7 +15,7 @@ from mtrain.tokenizer.sentencepiece import Vocabulary
 Ints = npt.NDArray[np.int64]
 
 
-class Encoded(NamedTuple):
+class EncodedLines(NamedTuple):
     """For each line: how many tokens it has with eos, and whether one of them is unknown."""
 
     tokens: Ints
@@ -46,7 +46,7 @@ class PieceCounts:
         self._num_words = 0
         self.counts = np.zeros(len(vocabulary), np.int64)
 
-    def add(self, lines: Sequence[str], num_words: int) -> Encoded:
+    def add(self, lines: Sequence[str], num_words: int) -> EncodedLines:
         """Encode some lines."""
         encoded = self._vocabulary.encode(lines)
         lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
@@ -56,7 +56,7 @@ class PieceCounts:
         line_of = np.repeat(np.arange(len(lengths)), lengths)
         has_unknown = np.zeros(len(lengths), bool)
         has_unknown[line_of[ids == self._vocabulary.unk]] = True
-        return Encoded(lengths + 1, has_unknown)
+        return EncodedLines(lengths + 1, has_unknown)
 
     def coverage(self, train: PieceCounts) -> Coverage:
         """Return the shares, beside what the training text has."""

@@ -23,7 +23,7 @@ Hashes = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]
 
 
-class Mark(IntFlag):
+class LineFlag(IntFlag):
     """What is true of a line."""
 
     UNDECODABLE = 1
@@ -95,9 +95,11 @@ def measure(lines: Sequence[str]) -> Measured:
     records["chars"] = [len(line) for line in lines]
     text = "".join(line[:MAX_CHARS] + "\n" for line in lines)
     if not unicodedata.is_normalized("NFC", text):
-        add_mark(records, Mark.NOT_NFC, _not_normalized(lines))
+        add_mark(records, LineFlag.NOT_NFC, _not_normalized(lines))
     if _MOJIBAKE.search(text):
-        add_mark(records, Mark.MOJIBAKE, (n for n, line in enumerate(lines) if is_mojibake(line)))
+        add_mark(
+            records, LineFlag.MOJIBAKE, (n for n, line in enumerate(lines) if is_mojibake(line))
+        )
     view = _View(text)
     _count(records, view)
     if "<" in text or "&" in text or "{" in text or "://" in text:
@@ -139,7 +141,7 @@ def _one_byte(character: str) -> bytes:
         return character.encode("latin-1", errors="replace")
 
 
-def add_mark(records: Records, mark: Mark, lines: Iterable[int]) -> None:
+def add_mark(records: Records, mark: LineFlag, lines: Iterable[int]) -> None:
     """Mark some of the lines."""
     for line in lines:
         records["marks"][line] |= np.uint16(mark)
@@ -194,14 +196,14 @@ def _count(records: Records, view: _View) -> None:
     records["points"] = np.minimum(counts[:, Kind.POINT], 255)
     records["ending"] = _endings(view)
     for kind, mark in (
-        (Kind.TAB, Mark.TAB),
-        (Kind.BREAK, Mark.BREAK),
-        (Kind.CONTROL, Mark.CONTROL),
-        (Kind.INVISIBLE, Mark.INVISIBLE),
-        (Kind.LOST, Mark.MOJIBAKE),
+        (Kind.TAB, LineFlag.TAB),
+        (Kind.BREAK, LineFlag.BREAK),
+        (Kind.CONTROL, LineFlag.CONTROL),
+        (Kind.INVISIBLE, LineFlag.INVISIBLE),
+        (Kind.LOST, LineFlag.MOJIBAKE),
     ):
         records["marks"] |= np.where(counts[:, kind] > 0, np.uint16(mark), np.uint16(0))
-    records["marks"] |= np.where(solid == 0, np.uint16(Mark.BLANK), np.uint16(0))
+    records["marks"] |= np.where(solid == 0, np.uint16(LineFlag.BLANK), np.uint16(0))
 
 
 def _endings(view: _View) -> npt.NDArray[np.uint8]:

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
-from mtrain.audit.rules import Side, Sides
-from mtrain.corpus.lenient_reader import Block, Intake, Part
+from mtrain.audit.rules import SideName, Sides
+from mtrain.corpus.lenient_reader import FilePair, Reader, TextBlock
 
 NUM_EXAMPLES = 2  # of each list, that are remembered
 
 Entry = dict[str, Any]
 
 
-class Hits(NamedTuple):
+class RuleHits(NamedTuple):
     """What one rule found among the pairs of a block.
 
     Attributes:
@@ -37,20 +37,20 @@ def nothing_more(place: int) -> Entry:
     return {}
 
 
-def place_of(intake: Intake, pair: int) -> Entry:
+def place_of(intake: Reader, pair: int) -> Entry:
     """Return the source file and the line of a pair."""
     part = intake.part_of(pair)
     return {"file": part.src.path, "line": pair - part.first + 1} | _corpus_of(part)
 
 
-def _corpus_of(part: Part) -> Entry:
+def _corpus_of(part: FilePair) -> Entry:
     return {} if part.corpus is None else {"corpus": part.corpus}
 
 
-class Lists:
+class FindingLists:
     """The lists of one corpus; each is one file of JSON lines."""
 
-    def __init__(self, directory: Path, corpus: str, intake: Intake) -> None:
+    def __init__(self, directory: Path, corpus: str, intake: Reader) -> None:
         self.counts: Counter[str] = Counter()
         self.examples: dict[str, list[Entry]] = {}
         self._directory, self._corpus, self._intake = directory, corpus, intake
@@ -60,10 +60,10 @@ class Lists:
         """Return the name of a list's file."""
         return f"{self._corpus}.{name}.jsonl"
 
-    def add(self, hits: Hits, block: Block) -> None:
+    def add(self, hits: RuleHits, block: TextBlock) -> None:
         """Write down what was found in a block."""
         for place in np.flatnonzero(hits.sides).tolist():
-            entry = self._entry(block, place, Side(int(hits.sides[place])))
+            entry = self._entry(block, place, SideName(int(hits.sides[place])))
             entry |= hits.describe(place)
             self.counts[hits.name] += 1
             examples = self.examples.setdefault(hits.name, [])
@@ -76,7 +76,7 @@ class Lists:
         for stream in self._streams.values():
             stream.close()
 
-    def _entry(self, block: Block, place: int, side: Side) -> Entry:
+    def _entry(self, block: TextBlock, place: int, side: SideName) -> Entry:
         part = self._intake.part_of(block.first + place)
         return {
             "src_file": part.src.path,

@@ -26,7 +26,7 @@ Floats = npt.NDArray[np.float64]
 _Cells = npt.NDArray[np.int64]
 
 
-class Window(NamedTuple):
+class PairWindow(NamedTuple):
     """Records of both sides of pairs that stand together, and the number of the first."""
 
     src: Records
@@ -43,7 +43,7 @@ class Shift(NamedTuple):
     evidence: float
 
 
-Read = Callable[[], Iterator[Window]]
+Read = Callable[[], Iterator[PairWindow]]
 
 
 def find(read: Read) -> list[Shift]:
@@ -63,10 +63,10 @@ def find(read: Read) -> list[Shift]:
     return _strongest(found)
 
 
-def _overlapping(windows: Iterator[Window]) -> Iterator[Window]:
+def _overlapping(windows: Iterator[PairWindow]) -> Iterator[PairWindow]:
     """Put `MAX_OFFSET` records before and after each window, of pairs that are its neighbours."""
-    before: Window | None = None
-    held: Window | None = None
+    before: PairWindow | None = None
+    held: PairWindow | None = None
     for window in windows:
         if held is not None:
             yield _padded(before, held, window)
@@ -76,11 +76,11 @@ def _overlapping(windows: Iterator[Window]) -> Iterator[Window]:
         yield _padded(before, held, None)
 
 
-def _padded(before: Window | None, window: Window, after: Window | None) -> Window:
+def _padded(before: PairWindow | None, window: PairWindow, after: PairWindow | None) -> PairWindow:
     edge = np.zeros(MAX_OFFSET, window.tgt.dtype)
     left = np.concatenate([edge, before.tgt])[-MAX_OFFSET:] if before else edge
     right = np.concatenate([after.tgt, edge])[:MAX_OFFSET] if after else edge
-    return Window(window.src, np.concatenate([left, window.tgt, right]), window.first)
+    return PairWindow(window.src, np.concatenate([left, window.tgt, right]), window.first)
 
 
 def _cells(src: Records, tgt: Records) -> list[_Cells]:
@@ -131,7 +131,7 @@ def _learn(read: Read) -> list[Floats]:
     ]
 
 
-def _scores(model: list[Floats], window: Window, offset: int) -> Floats:
+def _scores(model: list[Floats], window: PairWindow, offset: int) -> Floats:
     """Return for each source how much speaks for the target that stands `offset` further."""
     start = MAX_OFFSET + offset
     tgt = window.tgt[start : start + len(window.src)]

@@ -11,8 +11,8 @@ import numpy as np
 
 from mtrain.audit import rules
 from mtrain.audit.features import Ints
-from mtrain.audit.rules import RULES, Pairs, Rule, Usual
-from mtrain.audit.scan import Survey
+from mtrain.audit.rules import RULES, PairBlock, Rule, UsualRatios
+from mtrain.audit.scan import Scan
 from mtrain.audit.side_classifier import Languages
 from mtrain.config.sections import DataConfig
 from mtrain.corpus.formats import tell_nobody
@@ -33,7 +33,7 @@ def rules_of(clean: Iterable[str]) -> list[Rule]:
     return [rule for rule in RULES if rule.name in names]
 
 
-def reasons(chosen: Sequence[Rule], pairs: Pairs, usual: Usual) -> Reasons:
+def reasons(chosen: Sequence[Rule], pairs: PairBlock, usual: UsualRatios) -> Reasons:
     """Return for each pair the first rule that finds it; None if it may stay."""
     found: Reasons = [None] * len(pairs.src)
     for rule in reversed(chosen):
@@ -42,10 +42,10 @@ def reasons(chosen: Sequence[Rule], pairs: Pairs, usual: Usual) -> Reasons:
     return found
 
 
-class Cleaner:
+class PairFilter:
     """Says of training pairs, in any order, why they are left out."""
 
-    def __init__(self, data: DataConfig, train: Survey) -> None:
+    def __init__(self, data: DataConfig, train: Scan) -> None:
         self._rules, self._train = rules_of(data.clean), train
         self._usual = rules.learn(train.windows(), data.max_tokens)
         if any(rule.refers for rule in self._rules):
@@ -63,7 +63,7 @@ class Cleaner:
 
 
 @contextmanager
-def cleaner(data: DataConfig, directory: Path) -> Iterator[Cleaner]:
+def pair_filter_for(data: DataConfig, directory: Path) -> Iterator[PairFilter]:
     """Read the corpora and give a judge of the training pairs; it keeps records on disk meanwhile.
 
     Args:
@@ -74,14 +74,14 @@ def cleaner(data: DataConfig, directory: Path) -> Iterator[Cleaner]:
     records = directory / ".records"
     read = records / "read.json"
     if (num_pairs := _num_read(read)) is not None:
-        train = Survey("train", data.train, records, None)
+        train = Scan("train", data.train, records, None)
         train.take_over(num_pairs)
     else:
         shutil.rmtree(records, ignore_errors=True)
         records.mkdir(parents=True)
         train = _read(data, records)
         write_lines(read, [str(train.intake.num_pairs)])
-    yield Cleaner(data, train)
+    yield PairFilter(data, train)
     shutil.rmtree(records)
 
 
@@ -93,11 +93,11 @@ def _num_read(path: Path) -> int | None:
         return None
 
 
-def _read(data: DataConfig, records: Path) -> Survey:
+def _read(data: DataConfig, records: Path) -> Scan:
     """Read all corpora, and make the records of the training pairs."""
-    held_out = [Survey(f"tests.{name}", own, records, None) for name, own in data.tests.items()]
-    held_out.append(Survey("valid", data.valid, records, None))
-    languages, train = Languages(), Survey("train", data.train, records, None)
+    held_out = [Scan(f"tests.{name}", own, records, None) for name, own in data.tests.items()]
+    held_out.append(Scan("valid", data.valid, records, None))
+    languages, train = Languages(), Scan("train", data.train, records, None)
     for survey in held_out:
         survey.read(languages, [], True, tell_nobody)
     train.read(languages, held_out, False, tell_nobody)

@@ -8,22 +8,22 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from mtrain.audit.audit import Finding, Report, Summary
+from mtrain.audit.audit import AuditFinding, AuditReport, CorpusSummary
 from mtrain.audit.finding_lists import Entry
 from mtrain.audit.rules import Severity
-from mtrain.corpus.dropped import say_counts
+from mtrain.corpus.dropped import format_counts
 from mtrain.io.text_width import shortened, visible
 
 _WIDTH = 80
 _INDENT = " " * 9
 
 
-def as_text(report: Report, directory: Path) -> Iterator[str]:
+def as_text(report: AuditReport, directory: Path) -> Iterator[str]:
     """Yield the lines of a page of at most 80 columns."""
     for summary in report.corpora:
         yield from _wrapped(_what_becomes_of(summary), "")
         for own in summary.mixture:
-            left_out = f"left out {say_counts(own.left_out)}"
+            left_out = f"left out {format_counts(own.left_out)}"
             text = f"{own.name}: {own.num_pairs:,} pairs, {left_out}; {own.share:.1%} of an epoch"
             yield from _wrapped(text, "  ")
     if report.corpora[0].coverage:
@@ -37,7 +37,7 @@ def as_text(report: Report, directory: Path) -> Iterator[str]:
     yield f"lists of every line: {directory}"
 
 
-def as_json(report: Report) -> Iterator[str]:
+def as_json(report: AuditReport) -> Iterator[str]:
     """Yield the report as one JSON object."""
     findings = [
         asdict(found) | {"severity": found.severity.name.lower()} for found in report.findings
@@ -46,20 +46,20 @@ def as_json(report: Report) -> Iterator[str]:
     yield json.dumps(tree, ensure_ascii=False, indent=2)
 
 
-def _counted(report: Report, severity: Severity) -> str:
+def _counted(report: AuditReport, severity: Severity) -> str:
     count = report.count(severity)
     return f"{count} {severity.name.lower()}{'s' * (count != 1)}"
 
 
-def _what_becomes_of(summary: Summary) -> str:
+def _what_becomes_of(summary: CorpusSummary) -> str:
     text = f"{summary.name}: {summary.num_pairs:,} pair{'s' * (summary.num_pairs != 1)}"
     if summary.name != "train":
         return text
-    text += f"; training leaves out {say_counts(summary.left_out)}"
+    text += f"; training leaves out {format_counts(summary.left_out)}"
     return text if summary.coverage else f"{text}, and what is over `data.max_tokens`"
 
 
-def _coverage(summaries: list[Summary]) -> Iterator[str]:
+def _coverage(summaries: list[CorpusSummary]) -> Iterator[str]:
     yield f"{'tokenizer':<24}{'pieces/word':>13}{'bytes':>10}{'unknown':>10}{'unseen':>10}"
     for summary in summaries:
         for side, found in zip(("src", "tgt"), summary.coverage, strict=True):
@@ -69,7 +69,7 @@ def _coverage(summaries: list[Summary]) -> Iterator[str]:
             yield f"{name:<24}{found.pieces_per_word:>13.2f}{columns}"
 
 
-def _finding(finding: Finding) -> Iterator[str]:
+def _finding(finding: AuditFinding) -> Iterator[str]:
     what = f"{finding.corpus}: {finding.what}"
     if finding.list_file:
         share = 100 * finding.count / max(finding.total, 1)

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mtrain.audit.duplicates import Numbers
-from mtrain.audit.features import Mark, Records
-from mtrain.audit.misalignment import Window
+from mtrain.audit.features import LineFlag, Records
+from mtrain.audit.misalignment import PairWindow
 from mtrain.audit.unicode_classes import Kind, kind_of
 
 _LONG_CHARS = 1000
@@ -33,7 +33,7 @@ Sides = npt.NDArray[np.uint8]
 Flags = npt.NDArray[np.bool_]
 
 
-class Side(IntEnum):
+class SideName(IntEnum):
     """Where a rule found something."""
 
     NONE = 0
@@ -50,7 +50,7 @@ class Severity(IntEnum):
     ERROR = 2
 
 
-class Pairs(NamedTuple):
+class PairBlock(NamedTuple):
     """Pairs that stand together in a corpus.
 
     Attributes:
@@ -70,7 +70,7 @@ class Pairs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Usual:
+class UsualRatios:
     """What is usual in the training pairs, and the limit of the config.
 
     Attributes:
@@ -103,10 +103,10 @@ class Rule:
     name: str
     what: str
     advice: str
-    judge: Callable[[Pairs, Usual], Sides]
+    judge: Callable[[PairBlock, UsualRatios], Sides]
     usual_share: float | None = 0.0
     severity: Severity = Severity.WARNING
-    refers: Callable[[Pairs], Numbers] | None = None
+    refers: Callable[[PairBlock], Numbers] | None = None
     held_out_advice: str | None = None
 
     def severity_of(self, count: int, total: int) -> Severity:
@@ -116,49 +116,53 @@ class Rule:
         return self.severity
 
 
-def on_lines(judge: Callable[[Records], Flags]) -> Callable[[Pairs, Usual], Sides]:
+def on_lines(judge: Callable[[Records], Flags]) -> Callable[[PairBlock, UsualRatios], Sides]:
     """Judge each side by itself."""
     return lambda pairs, usual: _sides(judge(pairs.src), judge(pairs.tgt))
 
 
-def on_pairs(judge: Callable[[Pairs, Usual], Flags]) -> Callable[[Pairs, Usual], Sides]:
+def on_pairs(
+    judge: Callable[[PairBlock, UsualRatios], Flags],
+) -> Callable[[PairBlock, UsualRatios], Sides]:
     """Judge both sides together."""
-    return lambda pairs, usual: np.where(judge(pairs, usual), Side.BOTH, Side.NONE).astype(np.uint8)
+    return lambda pairs, usual: np.where(judge(pairs, usual), SideName.BOTH, SideName.NONE).astype(
+        np.uint8
+    )
 
 
 def _sides(src: Flags, tgt: Flags) -> Sides:
-    sides: Sides = (src * np.uint8(Side.SRC) + tgt * np.uint8(Side.TGT)).astype(np.uint8)
+    sides: Sides = (src * np.uint8(SideName.SRC) + tgt * np.uint8(SideName.TGT)).astype(np.uint8)
     return sides
 
 
-def _has(mark: Mark) -> Callable[[Records], Flags]:
+def _has(mark: LineFlag) -> Callable[[Records], Flags]:
     return lambda lines: (lines["marks"] & mark) > 0
 
 
-def _is_whole(pairs: Pairs) -> Flags:
+def _is_whole(pairs: PairBlock) -> Flags:
     """Tell which pairs have two sides."""
     found: Flags = (pairs.src["solid"] > 0) & (pairs.tgt["solid"] > 0)
     return found
 
 
-def _one_blank(pairs: Pairs, usual: Usual) -> Sides:
+def _one_blank(pairs: PairBlock, usual: UsualRatios) -> Sides:
     src, tgt = pairs.src["solid"] == 0, pairs.tgt["solid"] == 0
     return _sides(src & ~tgt, tgt & ~src)
 
 
-def _both_blank(pairs: Pairs, usual: Usual) -> Flags:
+def _both_blank(pairs: PairBlock, usual: UsualRatios) -> Flags:
     is_blank = (pairs.src["solid"] == 0) & (pairs.tgt["solid"] == 0)
-    found: Flags = is_blank & ~_has(Mark.NO_PAIR)(pairs.src)
+    found: Flags = is_blank & ~_has(LineFlag.NO_PAIR)(pairs.src)
     return found
 
 
-def _is_copied(pairs: Pairs, usual: Usual) -> Flags:
+def _is_copied(pairs: PairBlock, usual: UsualRatios) -> Flags:
     has_letters = pairs.src["script"] > 0
     found: Flags = (pairs.src["hash"] == pairs.tgt["hash"]) & has_letters
     return found
 
 
-def _is_far_in_length(pairs: Pairs, usual: Usual) -> Flags:
+def _is_far_in_length(pairs: PairBlock, usual: UsualRatios) -> Flags:
     src, tgt = (side["chars"].astype(np.float64) for side in (pairs.src, pairs.tgt))
     wanted = src * usual.ratio
     most = wanted * _FAR_RATIO + _SLACK_CHARS
@@ -167,7 +171,7 @@ def _is_far_in_length(pairs: Pairs, usual: Usual) -> Flags:
     return found
 
 
-def _has_strange_script(pairs: Pairs, usual: Usual) -> Sides:
+def _has_strange_script(pairs: PairBlock, usual: UsualRatios) -> Sides:
     src, tgt = pairs.src["script"], pairs.tgt["script"]
     return _sides(
         (src > 0) & ~usual.src_scripts[src] & ~_is_swapped(pairs, usual),
@@ -175,7 +179,7 @@ def _has_strange_script(pairs: Pairs, usual: Usual) -> Sides:
     )
 
 
-def _is_swapped(pairs: Pairs, usual: Usual) -> Flags:
+def _is_swapped(pairs: PairBlock, usual: UsualRatios) -> Flags:
     src, tgt = pairs.src["script"], pairs.tgt["script"]
     by_script = ~usual.src_scripts[src] & usual.tgt_scripts[src] & (src > 0)
     by_script &= ~usual.tgt_scripts[tgt] & usual.src_scripts[tgt] & (tgt > 0)
@@ -192,11 +196,11 @@ def _is_no_words(lines: Records) -> Flags:
 
 
 def _is_mojibake(lines: Records) -> Flags:
-    found: Flags = _has(Mark.MOJIBAKE)(lines) & ~_has(Mark.UNDECODABLE)(lines)
+    found: Flags = _has(LineFlag.MOJIBAKE)(lines) & ~_has(LineFlag.UNDECODABLE)(lines)
     return found
 
 
-def _is_over_tokens(pairs: Pairs, usual: Usual) -> Flags:
+def _is_over_tokens(pairs: PairBlock, usual: UsualRatios) -> Flags:
     longest = np.maximum(pairs.src["tokens"], pairs.tgt["tokens"])
     found: Flags = longest > usual.max_tokens
     return found
@@ -225,7 +229,7 @@ RULES = [
         "not-utf8",
         "lines that are not UTF-8",
         "Unpack the file, or convert it to UTF-8, for example with iconv; training refuses it.",
-        on_lines(_has(Mark.UNDECODABLE)),
+        on_lines(_has(LineFlag.UNDECODABLE)),
         severity=Severity.ERROR,
     ),
     Rule(
@@ -310,40 +314,40 @@ RULES = [
         "line-break",
         "lines with a character at which other tools break lines",
         "Replace it by a space (U+2028, U+2029, U+0085, VT, FF, a lone CR, ...).",
-        on_lines(_has(Mark.BREAK)),
+        on_lines(_has(LineFlag.BREAK)),
     ),
     Rule(
         "control",
         "lines with control characters",
         "Delete the characters.",
-        on_lines(_has(Mark.CONTROL)),
+        on_lines(_has(LineFlag.CONTROL)),
     ),
     Rule(
         "invisible",
         "lines with characters that cannot be seen",
         "Delete zero-width spaces, soft hyphens and direction marks, unless they are meant.",
-        on_lines(_has(Mark.INVISIBLE)),
+        on_lines(_has(LineFlag.INVISIBLE)),
         usual_share=0.01,
     ),
     Rule(
         "not-nfc",
         "lines whose Unicode is not composed (NFC)",
         "Normalise all text to NFC, also what you will translate: to a model é and é differ.",
-        on_lines(_has(Mark.NOT_NFC)),
+        on_lines(_has(LineFlag.NOT_NFC)),
         usual_share=0.001,
     ),
     Rule(
         "tab",
         "lines with a tab",
         "Replace it by a space, and see whether two columns were joined.",
-        on_lines(_has(Mark.TAB)),
+        on_lines(_has(LineFlag.TAB)),
         usual_share=0.01,
     ),
     Rule(
         "unknown-piece",
         "lines with characters that the tokenizer does not know",
         "Set `tokenizer.byte_fallback` to true, and tokenize into a new run folder.",
-        on_lines(_has(Mark.UNKNOWN_PIECE)),
+        on_lines(_has(LineFlag.UNKNOWN_PIECE)),
     ),
     Rule(
         "max-tokens",
@@ -359,7 +363,7 @@ RULES = [
 _WRITTEN_TOGETHER = ((kind_of("HIRAGANA"), [kind_of("CJK"), kind_of("KATAKANA")]),)
 
 
-def learn(windows: Iterator[Window], max_tokens: int) -> Usual:
+def learn(windows: Iterator[PairWindow], max_tokens: int) -> UsualRatios:
     """Return what is usual in the given pairs."""
     ratios = np.zeros(2 * _NUM_RATIOS + 1, np.int64)
     scripts = np.zeros((2, 256), np.int64)
@@ -378,4 +382,4 @@ def learn(windows: Iterator[Window], max_tokens: int) -> Usual:
     for script, others in _WRITTEN_TOGETHER:
         usual[:, others] |= usual[:, [script]]
     src, tgt = usual
-    return Usual(ratio_of_middle, src, tgt, max_tokens)
+    return UsualRatios(ratio_of_middle, src, tgt, max_tokens)

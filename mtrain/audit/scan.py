@@ -15,13 +15,13 @@ from mtrain.audit import duplicates
 from mtrain.audit.contamination import Leaks, SideHashes
 from mtrain.audit.coverage import PieceCounts
 from mtrain.audit.duplicates import PairHashes, Repeats
-from mtrain.audit.features import LINE, Hashes, Mark, Measured, Records, add_mark, measure
-from mtrain.audit.misalignment import Window
-from mtrain.audit.rules import Pairs
+from mtrain.audit.features import LINE, Hashes, LineFlag, Measured, Records, add_mark, measure
+from mtrain.audit.misalignment import PairWindow
+from mtrain.audit.rules import PairBlock
 from mtrain.audit.side_classifier import Languages
 from mtrain.config.corpora import TrainText
 from mtrain.corpus.formats import Advance
-from mtrain.corpus.lenient_reader import Block, FileNotes, Intake, Part
+from mtrain.corpus.lenient_reader import FileNotes, FilePair, Reader, TextBlock
 from mtrain.io.atomic import append
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
@@ -29,7 +29,7 @@ PAIR = np.dtype([("src", LINE), ("tgt", LINE), ("is_held", np.bool_), ("is_held_
 _WINDOW_PAIRS = 1 << 16  # of records that are in memory together
 
 
-class Spool:
+class RecordFile:
     """Records of pairs on disk, written once and read in order as often as one asks."""
 
     def __init__(self, path: Path) -> None:
@@ -64,7 +64,7 @@ class _BlockHashes(NamedTuple):
     keys: SideHashes
 
 
-class Survey:
+class Scan:
     """One corpus, read or to be read.
 
     Attributes:
@@ -81,8 +81,8 @@ class Survey:
         self, name: str, corpus: TrainText, directory: Path, tokenizer: Tokenizer | None
     ) -> None:
         self.name, self.corpus = name, corpus
-        self.intake = Intake(corpus)
-        self.spool = Spool(directory / f".{name}.records")
+        self.intake = Reader(corpus)
+        self.spool = RecordFile(directory / f".{name}.records")
         self.leaks: dict[str, Leaks] = {}
         self.pieces: list[PieceCounts] = []
         if tokenizer is not None:
@@ -93,7 +93,7 @@ class Survey:
     def read(
         self,
         languages: Languages,
-        held_out: Sequence[Survey],
+        held_out: Sequence[Scan],
         is_held_out: bool,
         advance: Advance,
     ) -> None:
@@ -104,8 +104,8 @@ class Survey:
             languages.learn(src, tgt)
             for side, bad in ((src, block.src_bad), (tgt, block.tgt_bad)):
                 side.lines["language"] = languages.scores(side)
-                add_mark(side.lines, Mark.UNDECODABLE, bad)
-                add_mark(side.lines, Mark.NO_PAIR, block.faults)
+                add_mark(side.lines, LineFlag.UNDECODABLE, bad)
+                add_mark(side.lines, LineFlag.NO_PAIR, block.faults)
             self._encode(block, src, tgt)
             exact = SideHashes(_unless_blank(src.lines), _unless_blank(tgt.lines))
             hashes = _BlockHashes(exact, SideHashes(src.keys, tgt.keys))
@@ -124,20 +124,20 @@ class Survey:
     def take_over(self, num_pairs: int) -> None:
         """Go on with the records of so many pairs, which an earlier reading has left."""
         nowhere = FileNotes("")
-        self.intake.parts = [Part(nowhere, nowhere, 0, num_pairs)]
+        self.intake.parts = [FilePair(nowhere, nowhere, 0, num_pairs)]
 
     def find_repeats(self) -> None:
         """Look for pairs and sources that stand in the corpus before."""
         self.repeats = duplicates.find(self._pair_hashes, self.intake.num_pairs)
 
-    def pairs(self, first: int, count: int) -> Pairs:
+    def pairs(self, first: int, count: int) -> PairBlock:
         """Return some pairs as rules judge them; nothing is repeated unless it was looked for."""
         records = self.spool.part(first, count)
         same_pair = same_src = np.zeros(count, np.uint32)
         if self.repeats is not None:
             here = slice(first, first + count)
             same_pair, same_src = self.repeats.of_pair[here], self.repeats.of_src[here]
-        return Pairs(
+        return PairBlock(
             records["src"],
             records["tgt"],
             same_pair,
@@ -153,21 +153,21 @@ class Survey:
             yield PairHashes(records["src"]["hash"], records["tgt"]["hash"], first)
             first += len(records)
 
-    def windows(self) -> Iterator[Window]:
+    def windows(self) -> Iterator[PairWindow]:
         """Yield the records of all pairs."""
         first = 0
         for records in self.spool.windows():
-            yield Window(records["src"], records["tgt"], first)
+            yield PairWindow(records["src"], records["tgt"], first)
             first += len(records)
 
-    def _encode(self, block: Block, src: Measured, tgt: Measured) -> None:
+    def _encode(self, block: TextBlock, src: Measured, tgt: Measured) -> None:
         if not self.pieces:
             return
         sides = ((block.src, src), (block.tgt, tgt))
         for counts, (lines, measured) in zip(self.pieces, sides, strict=True):
             encoded = counts.add(lines, len(measured.words))
             measured.lines["tokens"] = encoded.tokens
-            add_mark(measured.lines, Mark.UNKNOWN_PIECE, np.flatnonzero(encoded.has_unknown))
+            add_mark(measured.lines, LineFlag.UNKNOWN_PIECE, np.flatnonzero(encoded.has_unknown))
 
     def _table(self) -> Leaks:
         return Leaks(

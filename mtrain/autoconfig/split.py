@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mtrain.audit.features import Hashes, Ints, Mark, Records, measure
+from mtrain.audit.features import Hashes, Ints, LineFlag, Records, measure
 from mtrain.config.corpora import Corpus
 from mtrain.corpus.formats import Advance
 from mtrain.corpus.reader import Pair, read_pairs
@@ -80,7 +80,7 @@ def _is_fit(src: Records, tgt: Records) -> Flags:
     fit = np.ones(len(src), bool)
     for side in (src, tgt):
         fit &= (side["chars"] >= _LEAST_CHARS) & (side["chars"] <= _MOST_CHARS)
-        fit &= side["marks"] & np.uint16(Mark.BLANK | Mark.MOJIBAKE | Mark.CONTROL) == 0
+        fit &= side["marks"] & np.uint16(LineFlag.BLANK | LineFlag.MOJIBAKE | LineFlag.CONTROL) == 0
         fit &= 2 * side["odd"] < side["solid"]
     longer = np.maximum(src["chars"], tgt["chars"])
     fit &= longer <= _MOST_RATIO * np.minimum(src["chars"], tgt["chars"])

@@ -57,7 +57,7 @@ class Files(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class InitRequest:
     """What a user has.
 
     Attributes:
@@ -97,7 +97,7 @@ def parse_budget(text: str) -> float:
     return float(total)
 
 
-class _Plan(NamedTuple):
+class _ChosenPlan(NamedTuple):
     """All that was found out and chosen."""
 
     num_train: int
@@ -108,7 +108,7 @@ class _Plan(NamedTuple):
 
 
 def init(
-    wanted: Wanted,
+    wanted: InitRequest,
     console: Console,
     advance: Advance,
     turn_to: Callable[[str], object] = lambda what: None,
@@ -149,7 +149,7 @@ def init(
     return [*held_out, *_farewell(wanted, plan)]
 
 
-def _sets(wanted: Wanted) -> dict[str, Files]:
+def _sets(wanted: InitRequest) -> dict[str, Files]:
     """Return the validation and the test set, given or to be held out."""
     return {
         "valid": wanted.valid or _beside(wanted, "valid"),
@@ -157,7 +157,7 @@ def _sets(wanted: Wanted) -> dict[str, Files]:
     }
 
 
-def _check(wanted: Wanted, sets: dict[str, Files], new: list[Files]) -> None:
+def _check(wanted: InitRequest, sets: dict[str, Files], new: list[Files]) -> None:
     """Refuse what can be refused before anything is read at length."""
     for side, code in (("src", wanted.src_lang), ("tgt", wanted.tgt_lang)):
         if not _LANGUAGE.fullmatch(code):
@@ -179,7 +179,7 @@ def _check(wanted: Wanted, sets: dict[str, Files], new: list[Files]) -> None:
             count_pairs(files.corpus(), f"--{name}")
 
 
-def _beside(wanted: Wanted, name: str) -> Files:
+def _beside(wanted: InitRequest, name: str) -> Files:
     stem, src, tgt = wanted.config_path.with_suffix(""), wanted.src_lang, wanted.tgt_lang
     if src.lower() == tgt.lower():  # which is one name where case does not count
         src, tgt = f"src.{src}", f"tgt.{tgt}"
@@ -200,7 +200,7 @@ def _num_held_out(seen: Look, files: Files, num_sets: int) -> int:
     return count
 
 
-def _split_off(wanted: Wanted, new: list[Files], drawn: list[Ints]) -> None:
+def _split_off(wanted: InitRequest, new: list[Files], drawn: list[Ints]) -> None:
     """Write pairs of the corpus to new files; training leaves them out by itself."""
     if not new:
         return
@@ -213,12 +213,12 @@ def _split_off(wanted: Wanted, new: list[Files], drawn: list[Ints]) -> None:
 
 
 def _plan(
-    wanted: Wanted,
+    wanted: InitRequest,
     seen: Look,
     drawn: list[Ints],
     console: Console,
     turn_to: Callable[[str], object],
-) -> _Plan:
+) -> _ChosenPlan:
     """Find out and choose; the vocabulary is one that the corpus fills without what is drawn."""
     held_out = {row for own in drawn for row in own.tolist()}
     num_train = seen.num_pairs - len(held_out)
@@ -246,7 +246,7 @@ def _plan(
         tried.append(own)
     chosen = presets.choose(tried, wanted.budget_s)
     recipe = presets.recipe(chosen, wanted.budget_s, num_tokens)
-    return _Plan(num_train, num_tokens, vocabulary, chosen, recipe)
+    return _ChosenPlan(num_train, num_tokens, vocabulary, chosen, recipe)
 
 
 def _train_tokenizer(pairs: list[Pair], num_train: int) -> Tokenizer:
@@ -266,7 +266,7 @@ def _train_tokenizer(pairs: list[Pair], num_train: int) -> Tokenizer:
 
 
 def _try_sizes(
-    wanted: Wanted,
+    wanted: InitRequest,
     num_train: int,
     sample: Sample,
     vocabulary: Tokenizer,
@@ -283,7 +283,7 @@ def _try_sizes(
             return
 
 
-def _compose(wanted: Wanted, sets: dict[str, Files], plan: _Plan) -> list[str]:
+def _compose(wanted: InitRequest, sets: dict[str, Files], plan: _ChosenPlan) -> list[str]:
     """Return the lines of the config."""
     alone = [name for name in sets if getattr(wanted, name) is None]
     held = "  # Held out of the training files; `data.clean` keeps these pairs out of the training."
@@ -306,7 +306,7 @@ def _compose(wanted: Wanted, sets: dict[str, Files], plan: _Plan) -> list[str]:
     ]
 
 
-def _model_lines(wanted: Wanted, plan: _Plan) -> list[str]:
+def _model_lines(wanted: InitRequest, plan: _ChosenPlan) -> list[str]:
     size, recipe, model = plan.tried.size, plan.recipe, plan.tried.size.model
     pairs = text_width.count(plan.num_train, "pair")
     seen = f"{presets.TOKENS_A_WEIGHT:g} tokens a weight in the time that there is"
@@ -330,7 +330,7 @@ def _model_lines(wanted: Wanted, plan: _Plan) -> list[str]:
     ]
 
 
-def _training_lines(wanted: Wanted, plan: _Plan) -> list[str]:
+def _training_lines(wanted: InitRequest, plan: _ChosenPlan) -> list[str]:
     size, recipe, minutes = plan.tried.size, plan.recipe, wanted.budget_s / 60
     return [
         "training:",
@@ -360,7 +360,7 @@ def _corpus(files: Files) -> str:
     return f"{{src: [{_text(str(files.src))}], tgt: [{_text(str(files.tgt))}]}}"
 
 
-def _farewell(wanted: Wanted, plan: _Plan) -> list[str]:
+def _farewell(wanted: InitRequest, plan: _ChosenPlan) -> list[str]:
     recipe, size = plan.recipe, plan.tried.size
     megabytes, path = 4 * plan.tried.num_weights / 1e6, shlex.quote(str(wanted.config_path))
     updates = text_width.count(recipe.num_updates, "update")

@@ -56,7 +56,7 @@ def put(lines: Iterable[str], output: Path | None) -> None:
     if output is None:
         atomic.print_lines(texts)
     else:
-        atomic.write_lines(atomic.followed(output), texts)
+        atomic.write_lines(atomic.resolve_links(output), texts)
 
 
 def warn(text: str) -> None:

@@ -13,13 +13,13 @@ from mtrain.cli import console, options
 from mtrain.cli.loading import load_options
 from mtrain.cli.ranks import load_each
 from mtrain.errors import ConfigError
-from mtrain.runtime.process_group import Team
+from mtrain.runtime.process_group import ProcessGroup
 
 if TYPE_CHECKING:
     from mtrain.decode.distributed import Load
     from mtrain.decode.translator import Translator
     from mtrain.evaluate.metrics import ScoringOptions
-    from mtrain.run.load_model import Loading
+    from mtrain.run.load_model import LoadOptions
     from mtrain.run.run_dir import RunDir
 
 
@@ -79,18 +79,20 @@ def evaluate(
             return
         given = {"metrics": _listed(metrics), "num_resamples": resamples}
         scoring_options = _scoring_options(tokenize, lowercase, given, comet, device)
-        plan = scoreboard.Plan(folders, compare or [], names, scoring_options, details)
+        plan = scoreboard.EvaluationPlan(folders, compare or [], names, scoring_options, details)
         reports = scoreboard.measure(plan, loading, console.warn)
         console.put(as_json(reports) if json else as_text(reports), output)
 
 
-def _loader(changes: Mapping[str, Any], loading: Loading) -> Callable[[RunDir, Team], Translator]:
+def _loader(
+    changes: Mapping[str, Any], loading: LoadOptions
+) -> Callable[[RunDir, ProcessGroup], Translator]:
     """Return what loads a run, with its own settings of the search but for `changes`."""
     from mtrain.decode import translator as translating
 
-    def load(run: RunDir, team: Team) -> Translator:
+    def load(run: RunDir, process_group: ProcessGroup) -> Translator:
         decoding = run.load_config().decoding.model_copy(update=options.given(changes))
-        return translating.load(run, decoding, replace(loading, team=team))
+        return translating.load(run, decoding, replace(loading, process_group=process_group))
 
     return load
 

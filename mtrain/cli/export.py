@@ -21,7 +21,7 @@ def export(
     ],
     to: Annotated[options.Target, typer.Option("--to", help="The library.", show_default=False)],
     quantize: Annotated[
-        options.Stored | None,
+        options.StoredType | None,
         typer.Option(help="Store fewer bits of each weight; int8 for ctranslate2 only."),
     ] = None,
     check_lines: Annotated[
@@ -38,6 +38,6 @@ def export(
     from mtrain.export import export as exporting
     from mtrain.run.run_dir import RunDir
 
-    wanted = exporting.Wanted(to.value, quantize.value if quantize else None, check_lines)
+    wanted = exporting.ExportRequest(to.value, quantize.value if quantize else None, check_lines)
     report = exporting.export(RunDir(run), directory, wanted, console.warn)
     console.put(exporting.as_text(report), None)

@@ -31,7 +31,7 @@ def init(
     from mtrain.run.logger import Stderr
 
     name = f"{src_lang}-{tgt_lang}"
-    wanted = write_config.Wanted(
+    wanted = write_config.InitRequest(
         Files(src, tgt),
         src_lang,
         tgt_lang,

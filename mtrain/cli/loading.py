@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from mtrain.cli import options
 
 if TYPE_CHECKING:
-    from mtrain.run.load_model import Loading
+    from mtrain.run.load_model import LoadOptions
 
 
 def load_options(
@@ -15,8 +15,8 @@ def load_options(
     precision: options.Precision,
     quantize: options.Quantize | None,
     step: int | None = None,
-) -> Loading:
+) -> LoadOptions:
     """Return how the command line wants runs to be loaded."""
-    from mtrain.run.load_model import Loading
+    from mtrain.run.load_model import LoadOptions
 
-    return Loading(device, precision.value, quantize.value if quantize else None, step)
+    return LoadOptions(device, precision.value, quantize.value if quantize else None, step)

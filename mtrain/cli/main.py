@@ -17,13 +17,13 @@ from mtrain.cli.evaluate import evaluate
 from mtrain.cli.export import export
 from mtrain.cli.init import init
 from mtrain.cli.plot import plot
-from mtrain.cli.ranks import complain, one_of_many, refuse_ranks
+from mtrain.cli.ranks import refuse_ranks, report_error, silence_other_ranks
 from mtrain.cli.tokenize import tokenize
 from mtrain.cli.train import train
 from mtrain.cli.translate import translate
 from mtrain.errors import UserError
 from mtrain.runtime.signals import unwind_when_stopped
-from mtrain.runtime.torchrun_env import launched
+from mtrain.runtime.torchrun_env import read_torchrun_env
 
 app = typer.Typer(
     help="Train a translator from parallel text, and measure it.",
@@ -42,15 +42,15 @@ def main() -> NoReturn:
     """
     console.open_closed_streams()
     try:
-        with one_of_many():
+        with silence_other_ranks():
             app(prog_name="mtrain")  # whatever started it: completion goes by the name
     except UserError as error:
-        complain(error)
+        report_error(error)
         sys.exit(2)
     except OSError as error:
         if error.filename is None:
             raise
-        complain(UserError(f"{error.filename}: {error.strerror}."))
+        report_error(UserError(f"{error.filename}: {error.strerror}."))
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -80,7 +80,7 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    launch, verb = launched(), context.invoked_subcommand
+    launch, verb = read_torchrun_env(), context.invoked_subcommand
     if launch is not None and verb not in _SHARED:
         refuse_ranks(f"mtrain {verb}")
     if launch is None and verb not in _GOING_ON:  # ranks may wait where no signal is seen

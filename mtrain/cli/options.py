@@ -81,7 +81,7 @@ class Target(str, Enum):
     HUGGINGFACE = "huggingface"
 
 
-class Stored(str, Enum):
+class StoredType(str, Enum):
     """How few bits of each weight are stored."""
 
     INT8 = "int8"
@@ -89,7 +89,7 @@ class Stored(str, Enum):
     BFLOAT16 = "bfloat16"
 
 
-class Log(str, Enum):
+class LogTarget(str, Enum):
     """Where the numbers of a training go beside `metrics.jsonl`."""
 
     TENSORBOARD = "tensorboard"

@@ -19,27 +19,27 @@ from typing import TYPE_CHECKING, TextIO
 from mtrain.cli import console
 from mtrain.errors import ConfigError, LostError, UserError
 from mtrain.io.text_width import fitted
-from mtrain.runtime.process_group import ALONE, Team
-from mtrain.runtime.torchrun_env import launched
+from mtrain.runtime.process_group import SINGLE, ProcessGroup
+from mtrain.runtime.torchrun_env import read_torchrun_env
 
 if TYPE_CHECKING:
     from mtrain.config.sections import DecodingConfig
     from mtrain.decode.distributed import Load
-    from mtrain.decode.translator import Translator, Wanted
-    from mtrain.run.load_model import Loading
+    from mtrain.decode.translator import DecodeRequest, Translator
+    from mtrain.run.load_model import LoadOptions
     from mtrain.run.run_dir import RunDir
 
 
 def rank() -> str:
     """Return this process's name, where there are several and it has one."""
     try:
-        launch = launched()
+        launch = read_torchrun_env()
     except ConfigError:
         return ""
     return f"rank {launch.rank}: " if launch is not None else ""
 
 
-def complain(error: UserError) -> None:
+def report_error(error: UserError) -> None:
     """Say on stderr what the user must change, and let torchrun say it again at its end."""
     said = f"mtrain: {rank()}{error}"
     print(fitted(said, sys.stderr), file=sys.stderr)
@@ -53,7 +53,7 @@ def complain(error: UserError) -> None:
 
 def refuse_ranks(what: str) -> None:
     """Refuse to do in several processes what only one can do."""
-    launch = launched()
+    launch = read_torchrun_env()
     if launch is not None:
         raise ConfigError(
             f"`{what}` must run in one process, but torchrun started {launch.size}; leave torchrun "
@@ -62,30 +62,30 @@ def refuse_ranks(what: str) -> None:
 
 
 @contextmanager
-def one_of_many() -> Iterator[None]:
+def silence_other_ranks() -> Iterator[None]:
     """Keep every rank but the first silent until all have met.
 
     The first has the same command line, and says what is wrong with it.
     """
-    launch = launched()
+    launch = read_torchrun_env()
     if launch is None or launch.rank == 0:
         yield
         return
     out, err = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _Nowhere(out), _Nowhere(err)
+    sys.stdout, sys.stderr = _NullStream(out), _NullStream(err)
     try:
         yield
     except LostError:
         raise
     except (UserError, SystemExit):
-        if isinstance(sys.stderr, _Nowhere):
+        if isinstance(sys.stderr, _NullStream):
             sys.exit(0)
         raise
     finally:
         sys.stdout, sys.stderr = out, err
 
 
-class _Nowhere(io.StringIO):
+class _NullStream(io.StringIO):
     """Takes what nobody is to hear, in the place of another stream."""
 
     def __init__(self, instead_of: TextIO) -> None:
@@ -98,29 +98,29 @@ class _Nowhere(io.StringIO):
 
 
 @contextmanager
-def together(advice: str) -> Iterator[Team]:
+def joined_process_group(advice: str) -> Iterator[ProcessGroup]:
     """Meet the ranks that torchrun started. Of all that goes wrong, one rank says one thing.
 
     Args:
         advice: how to go on where a rank has ended without a word.
     """
-    launch = launched()
+    launch = read_torchrun_env()
     if launch is None:
-        yield ALONE
+        yield SINGLE
         return
     from mtrain.runtime import torch_process_group  # and with it torch
 
-    team = torch_process_group.join(launch)
-    if isinstance(sys.stderr, _Nowhere):
+    process_group = torch_process_group.join(launch)
+    if isinstance(sys.stderr, _NullStream):
         sys.stderr = sys.stderr.instead_of
     try:
-        yield team
-        team.leave()
+        yield process_group
+        process_group.close()
     except (UserError, OSError):
-        _leave_unless_first_to_speak(team)
+        _leave_unless_first_to_speak(process_group)
         raise
     except RuntimeError as error:
-        _leave_unless_first_to_speak(team)
+        _leave_unless_first_to_speak(process_group)
         if torch_process_group.is_lost(error):
             raise LostError(
                 f"another rank has ended without a word: killed, or its machine is gone; {advice}"
@@ -129,23 +129,23 @@ def together(advice: str) -> Iterator[Team]:
         raise
 
 
-def _leave_unless_first_to_speak(team: Team) -> None:
+def _leave_unless_first_to_speak(process_group: ProcessGroup) -> None:
     """End silently if another rank has said why all end."""
-    if not team.may_speak():
+    if not process_group.claim_error_report():
         sys.exit(2)
 
 
 @contextmanager
 def load_together(
-    runs: list[RunDir], decoding: DecodingConfig, loading: Loading, wanted: Wanted
+    runs: list[RunDir], decoding: DecodingConfig, loading: LoadOptions, wanted: DecodeRequest
 ) -> Iterator[Translator | None]:
     """Load runs on every rank; only the first is given a translator, for which the others work."""
     from mtrain.decode.distributed import follow, leading
     from mtrain.decode.translator import load
 
-    with together("run it again.") as team:
-        own = load(runs, decoding, replace(loading, team=team), wanted)
-        if team.is_first:
+    with joined_process_group("run it again.") as process_group:
+        own = load(runs, decoding, replace(loading, process_group=process_group), wanted)
+        if process_group.is_first:
             with leading(own) as translator:
                 yield translator
         else:
@@ -155,7 +155,7 @@ def load_together(
 
 @contextmanager
 def load_each(
-    runs: list[RunDir], load: Callable[[RunDir, Team], Translator]
+    runs: list[RunDir], load: Callable[[RunDir, ProcessGroup], Translator]
 ) -> Iterator[Load | None]:
     """Give the first rank what loads one run after the other, on every rank.
 
@@ -165,28 +165,28 @@ def load_each(
         runs: all that the first will load, in that order.
         load: loads one for a rank.
     """
-    with together("run it again.") as team:
+    with joined_process_group("run it again.") as process_group:
         from mtrain.decode.distributed import follow, leading
 
-        if team.is_first:
-            yield lambda run: leading(load(run, team))
+        if process_group.is_first:
+            yield lambda run: leading(load(run, process_group))
         else:
             for run in runs:
-                follow(load(run, team))
+                follow(load(run, process_group))
             yield None
 
 
 @contextmanager
-def exit_when_stopped(run_dir: Path | str, team: Team = ALONE) -> Iterator[None]:
+def exit_when_stopped(run_dir: Path | str, process_group: ProcessGroup = SINGLE) -> Iterator[None]:
     """Turn a training that a signal stopped into the exit code that shells expect."""
     from mtrain.runtime.signals import Stopped
 
     try:
         yield
     except Stopped as stopped:
-        if team.is_first:
+        if process_group.is_first:
             console.warn(
                 f"stopped; all is saved in {run_dir}, and the same command goes on from there."
             )
-        team.leave()  # torchrun ends all when one has ended
+        process_group.close()  # torchrun ends all when one has ended
         sys.exit(128 + stopped.signal_number)

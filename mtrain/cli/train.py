@@ -8,7 +8,7 @@ import typer
 
 from mtrain import api
 from mtrain.cli import options
-from mtrain.cli.ranks import exit_when_stopped, together
+from mtrain.cli.ranks import exit_when_stopped, joined_process_group
 
 
 def train(
@@ -16,7 +16,8 @@ def train(
     set_: options.SetOption = None,
     run: options.RunOption = None,
     log: Annotated[
-        options.Log | None, typer.Option(help="Write the numbers for it too, into RUN/tensorboard.")
+        options.LogTarget | None,
+        typer.Option(help="Write the numbers for it too, into RUN/tensorboard."),
     ] = None,
 ) -> None:
     """Train a translator; go on if it was stopped.
@@ -25,7 +26,11 @@ def train(
 
     Example: mtrain train configs/demo.yaml --run runs/short --set training.max_steps=500
     """
-    with together("the same command goes on from the last checkpoint.") as team:
+    with joined_process_group(
+        "the same command goes on from the last checkpoint."
+    ) as process_group:
         settings = api.load_config(config, set_ or [], run)
-        with exit_when_stopped(settings.run_dir, team):
-            api.train_together(settings, team, tensorboard=log is options.Log.TENSORBOARD)
+        with exit_when_stopped(settings.run_dir, process_group):
+            api.train_together(
+                settings, process_group, tensorboard=log is options.LogTarget.TENSORBOARD
+            )

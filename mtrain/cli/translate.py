@@ -17,10 +17,10 @@ from mtrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from mtrain.config.sections import DecodingConfig
-    from mtrain.decode.formats import Format, Line
-    from mtrain.decode.pipeline import Stream
-    from mtrain.decode.translator import Translator, Wanted
-    from mtrain.run.load_model import Loading
+    from mtrain.decode.formats import Format, TranslatedLine
+    from mtrain.decode.pipeline import LineTranslator
+    from mtrain.decode.translator import DecodeRequest, Translator
+    from mtrain.run.load_model import LoadOptions
     from mtrain.run.run_dir import RunDir
 
 
@@ -112,19 +112,19 @@ def translate(
         )
 
 
-def _wanted(n_best: int, drawing: dict[str, Any] | None) -> Wanted:
+def _wanted(n_best: int, drawing: dict[str, Any] | None) -> DecodeRequest:
     from mtrain.decode.sampling import Sampling
-    from mtrain.decode.translator import Wanted
+    from mtrain.decode.translator import DecodeRequest
 
-    return Wanted(n_best, None if drawing is None else Sampling(**drawing))
+    return DecodeRequest(n_best, None if drawing is None else Sampling(**drawing))
 
 
 def _loaded(
     context: typer.Context,
     runs: list[RunDir],
     decoding: DecodingConfig,
-    loading: Loading,
-    wanted: Wanted,
+    loading: LoadOptions,
+    wanted: DecodeRequest,
     max_tokens: int,
 ) -> AbstractContextManager[Translator | None]:
     if context.params["engine"] is options.Engine.CTRANSLATE2:
@@ -133,12 +133,12 @@ def _loaded(
 
 
 def _translated(
-    stream: Stream,
+    stream: LineTranslator,
     file: Path | None,
     typed: Iterable[list[str]] | None,
     prefix: Path | None,
     output: Path | None,
-) -> Iterable[Line]:
+) -> Iterable[TranslatedLine]:
     """Yield what becomes of the lines of a file, of stdin, or of those that are typed."""
     from mtrain.decode.pipeline import BLOCK_LINES
     from mtrain.io.lines import read_blocks, read_lines
@@ -184,16 +184,16 @@ def _runs_and_file(paths: list[Path]) -> RunsAndFile:
 
 
 def _written(
-    lines: Iterable[Line], format_: Format, num_best: int, alignments: Path | None
+    lines: Iterable[TranslatedLine], format_: Format, num_best: int, alignments: Path | None
 ) -> Iterator[str]:
     """Yield lines as they are written, and write their alignments beside."""
     from mtrain.decode.formats import as_pharaoh, write
-    from mtrain.io.atomic import followed, whole_file
+    from mtrain.io.atomic import resolve_links, whole_file
 
     with ExitStack() as stack:
         links = None
         if alignments is not None:
-            beside = stack.enter_context(whole_file(followed(alignments)))
+            beside = stack.enter_context(whole_file(resolve_links(alignments)))
             links = stack.enter_context(beside.open("w", encoding="utf-8", newline="\n"))
         for line in lines:
             if links is not None:

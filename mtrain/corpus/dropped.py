@@ -25,7 +25,7 @@ _COUNTS_FILE = "ledger.json"
 _OLD_LEDGER_FILE, _OLD_COUNTS_FILE = "dropped.tsv", "dropped.json"
 
 
-class Drop(NamedTuple):
+class DroppedPair(NamedTuple):
     """A pair that is left out of the training, and why: the name of a rule of the audit.
 
     Of a mixture, `corpus` is what the config calls the corpus.
@@ -37,32 +37,32 @@ class Drop(NamedTuple):
     corpus: str | None = None
 
 
-class Ledger:
+class DroppedWriter:
     """A ledger that is being written."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self.counts: Counter[str] = Counter()
 
-    def add(self, drop: Drop) -> None:
+    def add(self, drop: DroppedPair) -> None:
         """Enter a pair."""
         self.counts[drop.reason] += 1
         entry = {key: value for key, value in drop._asdict().items() if value is not None}
         self._stream.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
 
-_COUNTS, _DROP = TypeAdapter(dict[str, int]), TypeAdapter(Drop)
+_COUNTS, _DROP = TypeAdapter(dict[str, int]), TypeAdapter(DroppedPair)
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[Ledger]:
+def writing(path: Path) -> Iterator[DroppedWriter]:
     """Give a ledger to write, or a part of one; the same entries give the same bytes."""
     with (
         path.open("wb") as raw,
         gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as zipped,
         io.TextIOWrapper(zipped, "utf-8", newline="\n") as stream,
     ):
-        yield Ledger(stream)
+        yield DroppedWriter(stream)
 
 
 def join(parts: Iterable[Path], counts: Mapping[str, int], directory: Path) -> None:
@@ -104,13 +104,13 @@ def check(directory: Path) -> None:
         raise RunError(f"{path}: must list what {counts_path.name} counts, but does not.")
 
 
-def say_counts(counts: Mapping[str, int]) -> str:
+def format_counts(counts: Mapping[str, int]) -> str:
     """Say how many pairs are left out, and why."""
     why = ", ".join(f"{reason} {count:,}" for reason, count in sorted(counts.items()))
     return f"{sum(counts.values()):,}" + (f" ({why})" if why else "")
 
 
-def say_what_decides(reasons: Iterable[str]) -> str:
+def format_precedence(reasons: Iterable[str]) -> str:
     """Say what to change so that pairs are not left out for these reasons."""
     keys = {"`data.max_tokens`" if reason == "max-tokens" else "`data.clean`" for reason in reasons}
     return " or ".join(["the text", *sorted(keys)])
@@ -119,8 +119,9 @@ def say_what_decides(reasons: Iterable[str]) -> str:
 def none_left(key: str, counts: Mapping[str, int]) -> DataError:
     """Return what is wrong with a corpus of which all pairs are left out."""
     return DataError(
-        f"`{key}` must have a pair that can be used, but all are left out: {say_counts(counts)}; "
-        f"change {say_what_decides(counts)}."
+        f"`{key}` must have a pair that can be used, but all are left out: "
+        f"{format_counts(counts)}; "
+        f"change {format_precedence(counts)}."
     )
 
 

@@ -21,7 +21,7 @@ from mtrain.config.corpora import (
     TsvConfig,
 )
 from mtrain.errors import DataError
-from mtrain.io.lines import raw_lines_of, say_undecodable
+from mtrain.io.lines import format_undecodable, raw_lines_of
 
 Advance = Callable[[int], object]
 _BREAK = re.compile(r"\r?\n")
@@ -47,7 +47,7 @@ class Fault(NamedTuple):
     what: str
 
 
-class Source(NamedTuple):
+class TableReader(NamedTuple):
     """One file, or one split of a data set.
 
     Attributes:
@@ -66,24 +66,24 @@ class Source(NamedTuple):
         return f"{self.name}:{row}" if self.has_lines else f"{self.name}: row {row}"
 
 
-def sources(corpus: TableConfig) -> list[Source]:
+def sources(corpus: TableConfig) -> list[TableReader]:
     """Return the files of a corpus, or its data set."""
     if isinstance(corpus, TsvConfig):
         read = functools.partial(_read_tsv, corpus.columns)
-        return [Source(path, True, functools.partial(read, path)) for path in corpus.tsv]
+        return [TableReader(path, True, functools.partial(read, path)) for path in corpus.tsv]
     if isinstance(corpus, JsonlConfig):
         fields = _Fields(corpus.src, corpus.tgt)
         return [
-            Source(path, True, functools.partial(_read_jsonl, fields, path))
+            TableReader(path, True, functools.partial(_read_jsonl, fields, path))
             for path in corpus.jsonl
         ]
     fields = _Fields(corpus.src, corpus.tgt)
     if isinstance(corpus, ParquetConfig):
         return [
-            Source(path, False, functools.partial(_read_parquet, fields, path))
+            TableReader(path, False, functools.partial(_read_parquet, fields, path))
             for path in corpus.parquet
         ]
-    return [Source(_name_of(corpus), False, functools.partial(_read_hub, fields, corpus))]
+    return [TableReader(_name_of(corpus), False, functools.partial(_read_hub, fields, corpus))]
 
 
 def paths_of(corpus: Corpus) -> list[str]:
@@ -122,7 +122,7 @@ def _read_tsv(columns: list[int] | None, path: str, advance: Advance) -> Iterato
         try:
             cells = raw.decode("utf-8").split("\t")
         except UnicodeDecodeError as error:
-            yield Fault(say_undecodable(error))
+            yield Fault(format_undecodable(error))
             continue
         if columns is None and len(cells) != 2:
             yield Fault(
@@ -186,7 +186,7 @@ def _read_jsonl(fields: _Fields, path: str, advance: Advance) -> Iterator[Row | 
         try:
             row = json.loads(raw.decode("utf-8"))
         except UnicodeDecodeError as error:
-            yield Fault(say_undecodable(error))
+            yield Fault(format_undecodable(error))
             continue
         except (ValueError, RecursionError) as error:
             yield Fault(f"must be JSON, but is not: {error}")

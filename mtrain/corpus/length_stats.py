@@ -7,7 +7,7 @@ from typing import NamedTuple
 _SLACK_TOKENS = 5  # by which a target may leave the range of length ratios
 
 
-class Profile(NamedTuple):
+class CorpusStats(NamedTuple):
     """What is usual in a training corpus; lengths are tokens with eos.
 
     Attributes:

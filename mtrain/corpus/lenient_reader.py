@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
 from mtrain.config.corpora import CorpusConfig, NamedCorpus, TrainText, corpora_of
-from mtrain.corpus.formats import Advance, Fault, Source, paths_of, sources
+from mtrain.corpus.formats import Advance, Fault, TableReader, paths_of, sources
 from mtrain.errors import DataError
 from mtrain.io.lines import other_form
 
@@ -52,7 +52,7 @@ class FileNotes:
 
 
 @dataclass
-class Part:
+class FilePair:
     """Two files of a corpus, or twice the same, and which of its pairs, from 0, they hold.
 
     Rows that are no pair are numbered among them.
@@ -78,7 +78,7 @@ class Part:
 
 
 @dataclass
-class Block:
+class TextBlock:
     """Some pairs of a corpus that stand together.
 
     Attributes:
@@ -96,29 +96,29 @@ class Block:
     faults: list[int] = field(default_factory=list)
 
 
-class Intake:
+class Reader:
     """One corpus, or a mixture, read as often as one asks; the notes are of the last reading."""
 
     def __init__(self, text: TrainText) -> None:
         self._text = text
-        self.parts: list[Part] = []
+        self.parts: list[FilePair] = []
 
     @property
     def num_pairs(self) -> int:
         """How many pairs were read."""
         return sum(part.num_pairs for part in self.parts)
 
-    def part_of(self, pair: int) -> Part:
+    def part_of(self, pair: int) -> FilePair:
         """Return the files that hold a pair."""
         return next(part for part in self.parts if pair < part.first + part.num_pairs)
 
-    def blocks(self, advance: Advance) -> Iterator[Block]:
+    def blocks(self, advance: Advance) -> Iterator[TextBlock]:
         """Yield all pairs, as far as both files of a part go; tell `advance` the bytes read."""
         self.parts = []
         for named in corpora_of(self._text, "data.train"):
             yield from self._blocks_of(named, advance)
 
-    def _blocks_of(self, named: NamedCorpus, advance: Advance) -> Iterator[Block]:
+    def _blocks_of(self, named: NamedCorpus, advance: Advance) -> Iterator[TextBlock]:
         corpus, name = named.corpus, named.name if isinstance(self._text, list) else None
         if isinstance(corpus, CorpusConfig):
             for src_file, tgt_file in zip(corpus.src, corpus.tgt, strict=True):
@@ -130,8 +130,8 @@ class Intake:
                 part = self._open(notes, notes, name)
                 yield from _cut(part, _read_rows(source, notes, advance))
 
-    def _open(self, src: FileNotes, tgt: FileNotes, corpus: str | None) -> Part:
-        self.parts.append(Part(src, tgt, self.num_pairs, corpus=corpus))
+    def _open(self, src: FileNotes, tgt: FileNotes, corpus: str | None) -> FilePair:
+        self.parts.append(FilePair(src, tgt, self.num_pairs, corpus=corpus))
         return self.parts[-1]
 
 
@@ -142,20 +142,20 @@ def size_of(text: TrainText) -> int:
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 
-class _Line(NamedTuple):
+class _DecodedLine(NamedTuple):
     """A line, and whether something was replaced in it."""
 
     text: str
     is_bad: bool = False
 
 
-class _Pair(NamedTuple):
-    src: _Line
-    tgt: _Line
+class _LenientPair(NamedTuple):
+    src: _DecodedLine
+    tgt: _DecodedLine
     is_fault: bool = False
 
 
-def _read_rows(source: Source, notes: FileNotes, advance: Advance) -> Iterator[_Pair]:
+def _read_rows(source: TableReader, notes: FileNotes, advance: Advance) -> Iterator[_LenientPair]:
     """Yield the pairs of a file; in the place of a row that is none stands a blank pair."""
     try:
         for row in source.read(advance):
@@ -163,23 +163,23 @@ def _read_rows(source: Source, notes: FileNotes, advance: Advance) -> Iterator[_
             if isinstance(row, Fault):
                 notes.first_fault = notes.first_fault or f"{notes.num_lines}: {row.what}"
                 notes.num_faults += 1
-                yield _Pair(_Line(""), _Line(""), is_fault=True)
+                yield _LenientPair(_DecodedLine(""), _DecodedLine(""), is_fault=True)
             else:
                 notes.num_broken += row.num_breaks > 0
-                yield _Pair(_Line(row.src), _Line(row.tgt))
+                yield _LenientPair(_DecodedLine(row.src), _DecodedLine(row.tgt))
     except DataError as error:
         notes.problem = str(error).removeprefix(f"{notes.path}: ").removesuffix(".")
 
 
-def _read_lines(part: Part, advance: Advance) -> Iterator[_Pair]:
+def _read_lines(part: FilePair, advance: Advance) -> Iterator[_LenientPair]:
     for src, tgt in zip_longest(_lines(part.src, advance), _lines(part.tgt, advance)):
         if src is not None and tgt is not None:  # the longer file is only counted
-            yield _Pair(_decode(src, part.src), _decode(tgt, part.tgt))
+            yield _LenientPair(_decode(src, part.src), _decode(tgt, part.tgt))
 
 
-def _cut(part: Part, pairs: Iterator[_Pair]) -> Iterator[Block]:
+def _cut(part: FilePair, pairs: Iterator[_LenientPair]) -> Iterator[TextBlock]:
     """Cut the pairs of a part into blocks, and count them."""
-    block, size = Block(part.first), 0
+    block, size = TextBlock(part.first), 0
     for src, tgt, is_fault in pairs:
         if is_fault:
             block.faults.append(len(block.src))
@@ -189,28 +189,28 @@ def _cut(part: Part, pairs: Iterator[_Pair]) -> Iterator[Block]:
         if len(block.src) == BLOCK_PAIRS or size > _BLOCK_BYTES:
             part.num_pairs += len(block.src)
             yield block
-            block, size = Block(part.first + part.num_pairs), 0
+            block, size = TextBlock(part.first + part.num_pairs), 0
     if block.src:
         part.num_pairs += len(block.src)
         yield block
 
 
-def _append(lines: list[str], bad: list[int], line: _Line) -> None:
+def _append(lines: list[str], bad: list[int], line: _DecodedLine) -> None:
     if line.is_bad:
         bad.append(len(lines))
     lines.append(line.text)
 
 
-def _decode(line: bytes, notes: FileNotes) -> _Line:
+def _decode(line: bytes, notes: FileNotes) -> _DecodedLine:
     try:
-        return _Line(line.decode("utf-8"))
+        return _DecodedLine(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         if not notes.num_undecodable:
             byte = f"byte 0x{line[error.start]:02x} at byte {error.start + 1}"
             said = [f"line {notes.num_lines}", byte, other_form(line)]
             notes.first_undecodable = ", ".join(filter(None, said))
         notes.num_undecodable += 1
-        return _Line(line.decode("utf-8", errors="replace"), is_bad=True)
+        return _DecodedLine(line.decode("utf-8", errors="replace"), is_bad=True)
 
 
 def _lines(notes: FileNotes, advance: Advance) -> Iterator[bytes]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from mtrain.config.corpora import Corpus, CorpusConfig, TrainText, corpora_of
 from mtrain.config.sections import DataConfig
-from mtrain.corpus.formats import Fault, Source, paths_of, revision_of, sources, tell_nobody
+from mtrain.corpus.formats import Fault, TableReader, paths_of, revision_of, sources, tell_nobody
 from mtrain.errors import DataError
 from mtrain.io.atomic import sha256
 from mtrain.io.lines import read_lines
@@ -28,7 +28,7 @@ class Pair(NamedTuple):
     num_breaks: int = 0
 
 
-class Count(NamedTuple):
+class PairCount(NamedTuple):
     """How many pairs a corpus has, and of how many a line break became a space."""
 
     num_pairs: int
@@ -61,7 +61,7 @@ def read_pairs(corpus: TrainText) -> Iterator[Pair]:
             yield from _read_rows(source)
 
 
-def _read_rows(source: Source) -> Iterator[Pair]:
+def _read_rows(source: TableReader) -> Iterator[Pair]:
     for number, row in enumerate(source.read(tell_nobody), start=1):
         if isinstance(row, Fault):
             raise DataError(f"{source.place(number)}: {row.what}.")
@@ -81,7 +81,7 @@ def _read_file_pair(src_file: str, tgt_file: str) -> Iterator[Pair]:
         yield Pair(src, tgt, src_file, line)
 
 
-def count_pairs(corpus: Corpus, key: str) -> Count:
+def count_pairs(corpus: Corpus, key: str) -> PairCount:
     """Read a corpus once, to find every error before anything is written.
 
     Raises:
@@ -94,7 +94,7 @@ def count_pairs(corpus: Corpus, key: str) -> Count:
     if num_pairs == 0:
         name = corpus.src[0] if isinstance(corpus, CorpusConfig) else sources(corpus)[0].name
         raise DataError(f"`{key}` must have at least one pair, but {name} is empty.")
-    return Count(num_pairs, num_broken)
+    return PairCount(num_pairs, num_broken)
 
 
 def files_of(data: DataConfig) -> list[str]:

@@ -120,14 +120,14 @@ def _plain(numbers: Lengths) -> Any:
     return pa.Array.from_buffers(pa.int32(), len(own), [None, pa.py_buffer(own)])
 
 
-class _Part(NamedTuple):
+class _IdStretch(NamedTuple):
     """The ids of one side in one stretch of a table, where they lie on disk."""
 
     ids: Lengths
     offsets: Lengths
 
 
-class Table:
+class ShardTable:
     """An Arrow table of pairs, mapped into memory and checked.
 
     Attributes:
@@ -157,14 +157,14 @@ class Table:
         return src.to_pylist(), tgt.to_pylist()
 
 
-def _cut(parts: list[_Part], number: int, row: int) -> Lengths:
+def _cut(parts: list[_IdStretch], number: int, row: int) -> Lengths:
     part = parts[number]
     return part.ids[part.offsets[row] : part.offsets[row + 1]]
 
 
-def _parts(table: Any, side: str) -> list[_Part]:
+def _parts(table: Any, side: str) -> list[_IdStretch]:
     chunks = table.column(side).chunks
-    return [_Part(chunk.values.to_numpy(), chunk.offsets.to_numpy()) for chunk in chunks]
+    return [_IdStretch(chunk.values.to_numpy(), chunk.offsets.to_numpy()) for chunk in chunks]
 
 
 def _numbers(table: Any, name: str) -> Lengths:
@@ -222,14 +222,14 @@ class Shard(NamedTuple):
     num_tgt_tokens: int
 
     @classmethod
-    def of(cls, corpus: int, table: Table) -> Shard:
+    def of(cls, corpus: int, table: ShardTable) -> Shard:
         """Count what a table holds."""
         sums = (int(own.sum(dtype=np.int64)) for own in (table.src_lengths, table.tgt_lengths))
         return cls(corpus, len(table), *sums)
 
 
 @dataclass(frozen=True)
-class Mixed:
+class CorpusEntry:
     """A corpus of a mixture.
 
     Attributes:
@@ -244,10 +244,10 @@ class Mixed:
 
 
 @dataclass(frozen=True)
-class Contents:
+class Manifest:
     """What all tables of a training corpus hold, in their order."""
 
-    corpora: list[Mixed]
+    corpora: list[CorpusEntry]
     shards: list[Shard]
 
     def of_corpus(self, corpus: int) -> list[int]:
@@ -259,7 +259,7 @@ class Contents:
         return sum(own.num_pairs for own in self.shards if own.corpus == corpus)
 
 
-_CONTENTS = TypeAdapter(Contents)
+_CONTENTS = TypeAdapter(Manifest)
 
 
 def shard_path(directory: Path, number: int) -> Path:
@@ -272,12 +272,12 @@ def are_in(directory: Path) -> bool:
     return any((directory / name).is_file() for name in (TRAIN_FILE, SHARDS_FILE))
 
 
-def write_contents(directory: Path, contents: Contents) -> None:
+def write_contents(directory: Path, contents: Manifest) -> None:
     """Write the page of several tables."""
     (directory / SHARDS_FILE).write_bytes(_CONTENTS.dump_json(contents))
 
 
-class Tables:
+class ShardSet:
     """The tables of a training corpus, opened when they are asked for."""
 
     def __init__(
@@ -293,7 +293,7 @@ class Tables:
                 raise RunError(f"{path}: is missing; restore it from a copy of the run.")
 
     @cached_property
-    def contents(self) -> Contents:
+    def contents(self) -> Manifest:
         """What the tables hold.
 
         Raises:
@@ -301,8 +301,8 @@ class Tables:
         """
         if self.is_one:
             longer = np.maximum(self._only.src_lengths, self._only.tgt_lengths)
-            corpus = Mixed("data.train", 1.0, np.bincount(longer).tolist())
-            return Contents([corpus], [Shard.of(0, self._only)])
+            corpus = CorpusEntry("data.train", 1.0, np.bincount(longer).tolist())
+            return Manifest([corpus], [Shard.of(0, self._only)])
         path = self._directory / SHARDS_FILE
         try:
             contents = _CONTENTS.validate_json(path.read_bytes(), strict=True)
@@ -312,7 +312,7 @@ class Tables:
             raise _lying(path)
         return contents
 
-    def open(self, number: int) -> Table:
+    def open(self, number: int) -> ShardTable:
         """Open a table.
 
         Raises:
@@ -329,16 +329,16 @@ class Tables:
             )
         return table
 
-    def all(self) -> Iterator[Table]:
+    def all(self) -> Iterator[ShardTable]:
         """Open one table after the other."""
         for number in range(len(self.contents.shards)):
             yield self.open(number)
 
-    def _open(self, path: Path) -> Table:
-        return Table(path, self._num_pieces, self._with_text)
+    def _open(self, path: Path) -> ShardTable:
+        return ShardTable(path, self._num_pieces, self._with_text)
 
 
-def _agrees(contents: Contents) -> bool:
+def _agrees(contents: Manifest) -> bool:
     """Tell whether a page says one thing: every corpus has pairs, and lengths for all of them."""
     if not contents.corpora or any(own.num_pairs < 1 for own in contents.shards):
         return False

@@ -23,11 +23,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from mtrain.config.corpora import NamedCorpus, weight_of
 from mtrain.corpus import dropped
-from mtrain.corpus.dropped import Drop, Ledger
+from mtrain.corpus.dropped import DroppedPair, DroppedWriter
 from mtrain.corpus.reader import Pair, read_pairs
 from mtrain.data import arrow_shards
-from mtrain.data.arrow_shards import Contents, EncodedBlock, Lengths, Mixed, Shard
-from mtrain.data.mixture import share_out
+from mtrain.data.arrow_shards import CorpusEntry, EncodedBlock, Lengths, Manifest, Shard
+from mtrain.data.mixture import split_over_threads
 from mtrain.errors import ConfigError
 from mtrain.io.atomic import whole_file
 from mtrain.tokenizer.sentencepiece import Tokenizer
@@ -38,7 +38,7 @@ Ints = npt.NDArray[np.int64]
 LengthCounts = list[tuple[int, int, int]]  # source and target length, and how many pairs have them
 
 
-class Judge(Protocol):
+class Filter(Protocol):
     """Says why pairs are left out."""
 
     def reasons_of_encoded(
@@ -48,7 +48,7 @@ class Judge(Protocol):
 
 
 @dataclass
-class Facts:
+class PartStats:
     """What became of a part of the text.
 
     Attributes:
@@ -71,10 +71,10 @@ class Facts:
         return sum(count for _, _, count in self.lengths)
 
 
-_FACTS = TypeAdapter(Facts)
+_FACTS = TypeAdapter(PartStats)
 
 
-class Part(NamedTuple):
+class PartFiles(NamedTuple):
     """The files of a part in the folder of those that are done."""
 
     table: Path
@@ -82,12 +82,12 @@ class Part(NamedTuple):
     facts: Path
 
     @classmethod
-    def number(cls, directory: Path, number: int) -> Part:
+    def number(cls, directory: Path, number: int) -> PartFiles:
         """Name the files of a part."""
         stem = directory / f"part-{number:05d}"
         return cls(*(stem.with_suffix(end) for end in (".arrow", ".jsonl.gz", ".json")))
 
-    def read_facts(self) -> Facts | None:
+    def read_facts(self) -> PartStats | None:
         """Return what became of the part; None if it is not done."""
         try:
             return _FACTS.validate_json(self.facts.read_bytes(), strict=True)
@@ -95,7 +95,7 @@ class Part(NamedTuple):
             return None
 
 
-class Work(NamedTuple):
+class EncodeJob(NamedTuple):
     """What it takes to encode.
 
     Attributes:
@@ -110,51 +110,53 @@ class Work(NamedTuple):
     corpora: Sequence[NamedCorpus]
     is_mixture: bool
     vocabulary: Tokenizer
-    judge: Judge
+    judge: Filter
     directory: Path
     with_text: bool
 
 
-class Done(NamedTuple):
+class EncodedPart(NamedTuple):
     """A part that is done, and what became of it."""
 
-    part: Part
-    facts: Facts
+    part: PartFiles
+    facts: PartStats
 
 
 def num_done(directory: Path) -> int:
     """Return how many pairs were read for the parts that are done, up to the first that is not."""
     total = number = 0
-    while facts := Part.number(directory, number).read_facts():
+    while facts := PartFiles.number(directory, number).read_facts():
         total, number = total + facts.num_read, number + 1
     return total
 
 
-def encode(work: Work, part_pairs: int) -> list[Done]:
+def encode(work: EncodeJob, part_pairs: int) -> list[EncodedPart]:
     """Encode all pairs that stay, but for the parts that are done; return all parts.
 
     Raises:
         DataError: for text that cannot be read.
         WriteError: if the disk does not take the parts.
     """
-    done: list[Done] = []
+    done: list[EncodedPart] = []
     first = 0
     for number, named in enumerate(work.corpora):
         pairs = read_pairs(named.corpus)
         while head := list(islice(pairs, 1)):
             text = chain(head, islice(pairs, part_pairs - 1))
-            part = Part.number(work.directory, len(done))
+            part = PartFiles.number(work.directory, len(done))
             facts = part.read_facts()
             if facts is None:
-                facts = _encode_part(text, first, part, work, Facts(number))
+                facts = _encode_part(text, first, part, work, PartStats(number))
             else:
                 deque(text, maxlen=0)  # read, and let go
-            done.append(Done(part, facts))
+            done.append(EncodedPart(part, facts))
             first += facts.num_read
     return done
 
 
-def _encode_part(text: Iterator[Pair], first: int, part: Part, work: Work, facts: Facts) -> Facts:
+def _encode_part(
+    text: Iterator[Pair], first: int, part: PartFiles, work: EncodeJob, facts: PartStats
+) -> PartStats:
     name = work.corpora[facts.corpus].name if work.is_mixture else None
     lengths: Counter[tuple[int, int]] = Counter()
     with (
@@ -185,29 +187,29 @@ def _encode_part(text: Iterator[Pair], first: int, part: Part, work: Work, facts
     return facts
 
 
-class _Side(NamedTuple):
+class _EncodedSide(NamedTuple):
     """The ids of many lines, one after the other, without bos and eos; lengths count eos."""
 
     ids: Lengths
     lengths: Ints
 
-    def only(self, kept: npt.NDArray[np.bool_]) -> _Side:
-        return _Side(self.ids[np.repeat(kept, self.lengths - 1)], self.lengths[kept])
+    def only(self, kept: npt.NDArray[np.bool_]) -> _EncodedSide:
+        return _EncodedSide(self.ids[np.repeat(kept, self.lengths - 1)], self.lengths[kept])
 
 
-class _Block(NamedTuple):
+class _EncodedPairs(NamedTuple):
     """Pairs that stand together in the text, and their ids."""
 
     pairs: list[Pair]
-    src: _Side
-    tgt: _Side
+    src: _EncodedSide
+    tgt: _EncodedSide
     eos: int
 
 
-def _encoded(text: Iterator[Pair], vocabulary: Tokenizer) -> Iterator[_Block]:
+def _encoded(text: Iterator[Pair], vocabulary: Tokenizer) -> Iterator[_EncodedPairs]:
     """Cut text into blocks and encode them, some of them ahead of whoever takes them."""
     with ThreadPoolExecutor(1, "encode") as pool:
-        ahead: deque[Future[_Block]] = deque()
+        ahead: deque[Future[_EncodedPairs]] = deque()
         while pairs := list(islice(text, _BLOCK_PAIRS)):
             ahead.append(pool.submit(_encode_block, pairs, vocabulary))
             if len(ahead) > _NUM_AHEAD:
@@ -216,26 +218,26 @@ def _encoded(text: Iterator[Pair], vocabulary: Tokenizer) -> Iterator[_Block]:
             yield ahead.popleft().result()
 
 
-def _encode_block(pairs: list[Pair], vocabulary: Tokenizer) -> _Block:
+def _encode_block(pairs: list[Pair], vocabulary: Tokenizer) -> _EncodedPairs:
     src = _side(vocabulary.src.encode([pair.src for pair in pairs]))
     tgt = _side(vocabulary.tgt.encode([pair.tgt for pair in pairs]))
-    return _Block(pairs, src, tgt, vocabulary.src.eos)
+    return _EncodedPairs(pairs, src, tgt, vocabulary.src.eos)
 
 
-def _side(ids: list[list[int]]) -> _Side:
+def _side(ids: list[list[int]]) -> _EncodedSide:
     lengths = np.fromiter(map(len, ids), np.int64, len(ids))
     pieces = np.fromiter(chain.from_iterable(ids), np.int32, int(lengths.sum()))
-    return _Side(pieces, lengths + 1)
+    return _EncodedSide(pieces, lengths + 1)
 
 
-def _only(block: _Block, kept: npt.NDArray[np.bool_]) -> _Block:
+def _only(block: _EncodedPairs, kept: npt.NDArray[np.bool_]) -> _EncodedPairs:
     if kept.all():
         return block
     pairs = [block.pairs[place] for place in np.flatnonzero(kept).tolist()]
-    return _Block(pairs, block.src.only(kept), block.tgt.only(kept), block.eos)
+    return _EncodedPairs(pairs, block.src.only(kept), block.tgt.only(kept), block.eos)
 
 
-def _for_table(block: _Block, with_text: bool) -> EncodedBlock:
+def _for_table(block: _EncodedPairs, with_text: bool) -> EncodedBlock:
     ends = np.cumsum(block.src.lengths - 1)
     return EncodedBlock(
         np.insert(block.src.ids, ends, block.eos),
@@ -248,14 +250,16 @@ def _for_table(block: _Block, with_text: bool) -> EncodedBlock:
 
 
 def _enter(
-    left_out: Ledger, pairs: list[Pair], reasons: Sequence[str | None], corpus: str | None
+    left_out: DroppedWriter, pairs: list[Pair], reasons: Sequence[str | None], corpus: str | None
 ) -> None:
     for pair, reason in zip(pairs, reasons, strict=True):
         if reason is not None:
-            left_out.add(Drop(pair.src_file, pair.line, reason, corpus))
+            left_out.add(DroppedPair(pair.src_file, pair.line, reason, corpus))
 
 
-def collect(done: Sequence[Done], work: Work, temperature: float | None, directory: Path) -> None:
+def collect(
+    done: Sequence[EncodedPart], work: EncodeJob, temperature: float | None, directory: Path
+) -> None:
     """Give the tables and the ledger of all parts to a data folder, and keep them where they are.
 
     Args:
@@ -289,7 +293,7 @@ def collect(done: Sequence[Done], work: Work, temperature: float | None, directo
     )
 
 
-def _left_out(done: Sequence[Done]) -> Counter[str]:
+def _left_out(done: Sequence[EncodedPart]) -> Counter[str]:
     total: Counter[str] = Counter()
     for own in done:
         total.update(own.facts.left_out)
@@ -305,8 +309,8 @@ def _link(path: Path, target: Path) -> None:
 
 
 def _contents(
-    kept: Sequence[Done], corpora: Sequence[NamedCorpus], temperature: float | None
-) -> Contents:
+    kept: Sequence[EncodedPart], corpora: Sequence[NamedCorpus], temperature: float | None
+) -> Manifest:
     mixed = []
     for number, named in enumerate(corpora):
         longer: Counter[int] = Counter()
@@ -316,11 +320,11 @@ def _contents(
                     longer[max(src, tgt)] += count
         weight = weight_of(longer.total(), named.weight, temperature)
         lengths = [longer[length] for length in range(max(longer) + 1)]
-        mixed.append(Mixed(named.name, weight, lengths))
-    return Contents(mixed, [_shard(own.facts) for own in kept])
+        mixed.append(CorpusEntry(named.name, weight, lengths))
+    return Manifest(mixed, [_shard(own.facts) for own in kept])
 
 
-def _shard(facts: Facts) -> Shard:
+def _shard(facts: PartStats) -> Shard:
     num_src = sum(src * count for src, _, count in facts.lengths)
     num_tgt = sum(tgt * count for _, tgt, count in facts.lengths)
     return Shard(facts.corpus, facts.num_kept, num_src, num_tgt)
@@ -332,7 +336,7 @@ def check_shares(names: Sequence[str], weights: Sequence[float], num_pairs: int)
     Raises:
         ConfigError: if one has none.
     """
-    for name, count in zip(names, share_out(num_pairs, weights), strict=True):
+    for name, count in zip(names, split_over_threads(num_pairs, weights), strict=True):
         if count == 0:
             raise ConfigError(
                 f"`{name}.weight` must be enough for one of the {num_pairs:,} pairs of an epoch, "

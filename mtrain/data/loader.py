@@ -15,17 +15,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mtrain.data.arrow_shards import Lengths, Table, Tables
+from mtrain.data.arrow_shards import Lengths, ShardSet, ShardTable
 from mtrain.data.batch import Batch, collate
-from mtrain.data.mixture import Corpus, Mixture, Take
+from mtrain.data.mixture import Mixture, MixtureCorpus, RowSelection
 from mtrain.data.sampler import (
     BatchPart,
-    Deal,
-    Dealt,
+    EpochPlan,
     Indices,
-    Plan,
+    MicroBatch,
+    MicroBatchSplit,
     Position,
-    Share,
+    UpdateBatches,
     batch_cuts,
     plan_batches,
 )
@@ -42,7 +42,7 @@ def check_pairs(directory: Path, tokenizer: Tokenizer) -> int:
     Raises:
         RunError: if a file is missing or damaged, or a pair does not fit.
     """
-    tables = Tables(directory, len(tokenizer.src), len(tokenizer.tgt), with_text=False)
+    tables = ShardSet(directory, len(tokenizer.src), len(tokenizer.tgt), with_text=False)
     return sum(len(table) for table in tables.all())
 
 
@@ -52,14 +52,14 @@ def read_src(directory: Path, tokenizer: Tokenizer) -> Iterator[list[list[int]]]
     Raises:
         RunError: if a file is missing or damaged, or a pair does not fit.
     """
-    tables = Tables(directory, len(tokenizer.src), len(tokenizer.tgt), with_text=False)
+    tables = ShardSet(directory, len(tokenizer.src), len(tokenizer.tgt), with_text=False)
     for table in tables.all():
         for first in range(0, len(table), _PAIRS_READ):
             src, _ = table.take(np.arange(first, min(first + _PAIRS_READ, len(table))))
             yield [ids[:-1].tolist() for ids in src]
 
 
-class Portion(NamedTuple):
+class CorpusShare(NamedTuple):
     """A corpus of a mixture: its name, its pairs, and how many pairs of an epoch are its own."""
 
     name: str
@@ -91,18 +91,18 @@ class TrainingData:
     ) -> None:
         self._tokenizer, self._seed, self._alpha = tokenizer, seed, sampling_alpha
         sizes = len(tokenizer.src), len(tokenizer.tgt)
-        self._tables = Tables(directory, *sizes, with_text=sampling_alpha > 0)
+        self._tables = ShardSet(directory, *sizes, with_text=sampling_alpha > 0)
         self._contents = self._tables.contents
         shards = self._contents.shards
         corpora = [
-            Corpus(own, [shards[table].num_pairs for table in own], mixed.weight)
+            MixtureCorpus(own, [shards[table].num_pairs for table in own], mixed.weight)
             for number, mixed in enumerate(self._contents.corpora)
             for own in [self._contents.of_corpus(number)]
         ]
         window_pairs = SAMPLED_WINDOW_PAIRS if sampling_alpha else WINDOW_PAIRS
         one_window = self._tables.is_one  # as it was before there could be more
         self._mixture = Mixture(corpora, seed, None if one_window else window_pairs)
-        self._window: _Window | None = None
+        self._window: _ShuffleWindow | None = None
 
     def __len__(self) -> int:
         return self._mixture.num_pairs
@@ -125,11 +125,11 @@ class TrainingData:
         return total
 
     @property
-    def shares(self) -> list[Portion]:
+    def shares(self) -> list[CorpusShare]:
         """What each corpus gives to an epoch."""
         corpora = self._contents.corpora
         return [
-            Portion(own.name, self._contents.num_pairs(number), count)
+            CorpusShare(own.name, self._contents.num_pairs(number), count)
             for number, (own, count) in enumerate(zip(corpora, self._mixture.counts, strict=True))
         ]
 
@@ -145,10 +145,12 @@ class TrainingData:
 
     def batches(self, batch_tokens: int, start: Position) -> Iterator[tuple[Batch, Position]]:
         """Yield batches for ever from `start` on, each with the position that follows it."""
-        for dealt in self.updates(batch_tokens, start, Deal(1)):
+        for dealt in self.updates(batch_tokens, start, MicroBatchSplit(1)):
             yield dealt.shares[0].batch, dealt.after
 
-    def updates(self, batch_tokens: int, start: Position, deal: Deal) -> Generator[Dealt]:
+    def updates(
+        self, batch_tokens: int, start: Position, deal: MicroBatchSplit
+    ) -> Generator[UpdateBatches]:
         """Yield one rank's shares of updates for ever from `start` on; it reads no others."""
         planned = self._planned(batch_tokens, start)
         while True:
@@ -157,15 +159,15 @@ class TrainingData:
             shares = [self._share(batches[cut.batch], cut, deal) for cut in deal.of_rank()]
             after = batches[-1].after
             del batches  # they hold on to their windows
-            yield Dealt(shares, num_tokens, after, deal)
+            yield UpdateBatches(shares, num_tokens, after, deal)
 
-    def _share(self, planned: _Planned, cut: BatchPart, deal: Deal) -> Share:
+    def _share(self, planned: _PlannedBatch, cut: BatchPart, deal: MicroBatchSplit) -> MicroBatch:
         """Read a part of a batch; of a batch with too few rows, one that does not count."""
         rows = np.array_split(planned.rows, deal.num_parts)[cut.part]
         own = rows if len(rows) else planned.rows[:1]
-        return Share(self._collate(planned.window, own), bool(len(rows)))
+        return MicroBatch(self._collate(planned.window, own), bool(len(rows)))
 
-    def _planned(self, batch_tokens: int, start: Position) -> Iterator[_Planned]:
+    def _planned(self, batch_tokens: int, start: Position) -> Iterator[_PlannedBatch]:
         """Yield what is in each batch, unread."""
         epoch, place = start.epoch, start.batch
         while True:
@@ -178,11 +180,11 @@ class TrainingData:
             for index in range(place - first, len(plan)):
                 is_end = index + 1 == len(plan)
                 after = following if is_end else Position(epoch, first + index + 1)
-                yield _Planned(window, plan[index], after)
+                yield _PlannedBatch(window, plan[index], after)
             del window  # the next one takes its memory
             epoch, place = following.epoch, following.batch
 
-    def plan(self, batch_tokens: int) -> Plan:
+    def plan(self, batch_tokens: int) -> EpochPlan:
         """Say what an epoch looks like, before any is read; sampled ones differ a little.
 
         Of more than one window, the padding is that of the first, and the number of batches
@@ -192,8 +194,8 @@ class TrainingData:
         batches, shapes = window.plan(batch_tokens), window.shapes(batch_tokens)
         padding = 1 - window.num_tokens / int(shapes.num_places.sum())
         if self._mixture.num_windows == 1:
-            return Plan(len(batches), padding)
-        return Plan(self._count_batches(batch_tokens), padding)
+            return EpochPlan(len(batches), padding)
+        return EpochPlan(self._count_batches(batch_tokens), padding)
 
     def _count_batches(self, batch_tokens: int) -> int:
         counts = [np.array(own.lengths) for own in self._contents.corpora]
@@ -221,27 +223,29 @@ class TrainingData:
         """Return the lengths of the pairs of an epoch, or of its first window, with eos."""
         return self._open(0, 0).lengths
 
-    def _collate(self, window: _Window, rows: Indices) -> Batch:
+    def _collate(self, window: _ShuffleWindow, rows: Indices) -> Batch:
         tgt = self._tokenizer.tgt
         src_ids, tgt_ids = window.take(rows)
         return collate(src_ids, tgt_ids, tgt.pad, tgt.bos, tgt.eos)
 
-    def _open(self, epoch: int, number: int) -> _Window:
+    def _open(self, epoch: int, number: int) -> _ShuffleWindow:
         """Return a window; the one before it is let go first."""
         seed = [self._seed, epoch, number] if number else [self._seed, epoch]
         if self._window is None or self._window.seed != seed:
             self._window = None
-            pairs = _Stored(self._tables, self._mixture.takes(epoch, number))
-            sampled = _Sampled(pairs, self._tokenizer, self._alpha, seed) if self._alpha else pairs
-            self._window = _Window(sampled, seed)
+            pairs = _StoredPairs(self._tables, self._mixture.takes(epoch, number))
+            sampled = (
+                _SampledPairs(pairs, self._tokenizer, self._alpha, seed) if self._alpha else pairs
+            )
+            self._window = _ShuffleWindow(sampled, seed)
         return self._window
 
 
-class _Stored:
+class _StoredPairs:
     """Pairs as they lie in the tables."""
 
-    def __init__(self, tables: Tables, takes: list[Take]) -> None:
-        opened: dict[int, Table] = {}
+    def __init__(self, tables: ShardSet, takes: list[RowSelection]) -> None:
+        opened: dict[int, ShardTable] = {}
         for take in takes:
             if take.table not in opened:
                 opened[take.table] = tables.open(take.table)
@@ -276,10 +280,12 @@ class _Stored:
         return src, tgt
 
 
-class _Sampled:
+class _SampledPairs:
     """Pairs segmented anew from their text."""
 
-    def __init__(self, pairs: _Stored, tokenizer: Tokenizer, alpha: float, seed: list[int]) -> None:
+    def __init__(
+        self, pairs: _StoredPairs, tokenizer: Tokenizer, alpha: float, seed: list[int]
+    ) -> None:
         eos = tokenizer.src.eos
         src_seed, tgt_seed = (int(x) for x in np.random.SeedSequence(seed).generate_state(2))
         src_text, tgt_text = pairs.texts()
@@ -294,10 +300,10 @@ class _Sampled:
         return [self._src[row] for row in rows], [self._tgt[row] for row in rows]
 
 
-class _Window:
+class _ShuffleWindow:
     """The pairs that are shuffled together, and the order that their batches have."""
 
-    def __init__(self, pairs: _Stored | _Sampled, seed: list[int]) -> None:
+    def __init__(self, pairs: _StoredPairs | _SampledPairs, seed: list[int]) -> None:
         self.seed = seed
         self.take = pairs.take
         self._src_lengths, self._tgt_lengths = pairs.src_lengths, pairs.tgt_lengths
@@ -338,10 +344,10 @@ class _Window:
         return _Shapes(num_rows, src, tgt)
 
 
-class _Planned(NamedTuple):
+class _PlannedBatch(NamedTuple):
     """A batch that is not read yet, and the position that follows it."""
 
-    window: _Window
+    window: _ShuffleWindow
     rows: Indices
     after: Position
 

@@ -21,14 +21,14 @@ Indices = npt.NDArray[np.int64]
 _ORDER, _ROWS = 1, 2  # what a random order is of: tables, or pairs of a table
 
 
-class Take(NamedTuple):
+class RowSelection(NamedTuple):
     """Pairs of one table."""
 
     table: int
     rows: Indices
 
 
-class Corpus(NamedTuple):
+class MixtureCorpus(NamedTuple):
     """A corpus of a mixture: the numbers and sizes of its tables, and its weight."""
 
     tables: Sequence[int]
@@ -50,10 +50,12 @@ class Mixture:
         num_windows: of an epoch.
     """
 
-    def __init__(self, corpora: Sequence[Corpus], seed: int, window_pairs: int | None) -> None:
+    def __init__(
+        self, corpora: Sequence[MixtureCorpus], seed: int, window_pairs: int | None
+    ) -> None:
         self._corpora, self._seed = corpora, seed
         self.num_pairs = sum(own.num_pairs for own in corpora)
-        self.counts = share_out(self.num_pairs, [own.weight for own in corpora])
+        self.counts = split_over_threads(self.num_pairs, [own.weight for own in corpora])
         self.num_windows = -(-self.num_pairs // (window_pairs or self.num_pairs))
         self.firsts = np.cumsum([0, *(self._size(number) for number in range(self.num_windows))])
 
@@ -69,29 +71,31 @@ class Mixture:
         """Return the window that holds a place, counted in pairs from the epoch's first."""
         return int(np.searchsorted(self.firsts[1:-1], place, side="right"))
 
-    def takes(self, epoch: int, window: int) -> list[Take]:
+    def takes(self, epoch: int, window: int) -> list[RowSelection]:
         """Return the pairs of a window."""
-        found: list[Take] = []
+        found: list[RowSelection] = []
         for corpus, count in zip(self._corpora, self.counts, strict=True):
             first = epoch * count + self._until(count, window)
             found += self._stretch(corpus, first, epoch * count + self._until(count, window + 1))
         return sorted(found, key=lambda take: take.table)
 
-    def _stretch(self, corpus: Corpus, first: int, last: int) -> Iterator[Take]:
+    def _stretch(self, corpus: MixtureCorpus, first: int, last: int) -> Iterator[RowSelection]:
         """Yield the pairs from number `first` to the one before `last` of a corpus without end."""
         while first < last:
             turn, begin = divmod(first, corpus.num_pairs)
             num_turns = (last - first) // corpus.num_pairs if begin == 0 else 0
             if num_turns:  # whole ones: plans shuffle the pairs of a window anyway
                 for table, size in zip(corpus.tables, corpus.sizes, strict=True):
-                    yield Take(table, np.tile(np.arange(size), num_turns))
+                    yield RowSelection(table, np.tile(np.arange(size), num_turns))
                 first += num_turns * corpus.num_pairs
             else:
                 end = min(corpus.num_pairs, begin + last - first)
                 yield from self._part_of_turn(corpus, turn, begin, end)
                 first += end - begin
 
-    def _part_of_turn(self, corpus: Corpus, turn: int, begin: int, end: int) -> Iterator[Take]:
+    def _part_of_turn(
+        self, corpus: MixtureCorpus, turn: int, begin: int, end: int
+    ) -> Iterator[RowSelection]:
         """Yield the pairs `begin` to `end` of a corpus that is gone through for the time `turn`."""
         order = self._random(turn, _ORDER, corpus.tables[0]).permutation(len(corpus.tables))
         firsts = np.cumsum([0, *(corpus.sizes[place] for place in order)]).tolist()
@@ -99,9 +103,9 @@ class Mixture:
             low, high = max(begin, first), min(end, last)
             if low < high:
                 rows = self._rows(corpus, place, turn, is_whole=high - low == last - first)
-                yield Take(corpus.tables[place], rows[low - first : high - first])
+                yield RowSelection(corpus.tables[place], rows[low - first : high - first])
 
-    def _rows(self, corpus: Corpus, place: int, turn: int, is_whole: bool) -> Indices:
+    def _rows(self, corpus: MixtureCorpus, place: int, turn: int, is_whole: bool) -> Indices:
         table, size = corpus.tables[place], corpus.sizes[place]
         return np.arange(size) if is_whole else self._random(turn, _ROWS, table).permutation(size)
 
@@ -109,7 +113,7 @@ class Mixture:
         return np.random.default_rng([self._seed, turn, what, table])
 
 
-def share_out(total: int, weights: Sequence[float]) -> list[int]:
+def split_over_threads(total: int, weights: Sequence[float]) -> list[int]:
     """Cut a number into whole parts that are as the weights; what is left goes to the nearest."""
     whole = sum(map(Fraction, weights))
     exact = [total * Fraction(weight) / whole for weight in weights]

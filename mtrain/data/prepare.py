@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 from pydantic import TypeAdapter, ValidationError
 
 from mtrain import __version__
-from mtrain.audit.pair_filter import Cleaner, cleaner
+from mtrain.audit.pair_filter import PairFilter, pair_filter_for
 from mtrain.config import config_file
 from mtrain.config.corpora import Corpus, NamedCorpus, corpora_of, weight_of
 from mtrain.config.sections import Config
 from mtrain.corpus import dropped as dropped_module
-from mtrain.corpus.length_stats import Profile
+from mtrain.corpus.length_stats import CorpusStats
 from mtrain.corpus.reader import (
     FileMark,
     Pair,
@@ -32,7 +32,7 @@ from mtrain.corpus.reader import (
 )
 from mtrain.data import arrow_shards, encode
 from mtrain.data.arrow_shards import SHARD_PAIRS
-from mtrain.data.encode import Done, Work
+from mtrain.data.encode import EncodedPart, EncodeJob
 from mtrain.errors import ConfigError, RunError
 from mtrain.io.atomic import sha256, sha256_if_readable, whole_dir, write_lines
 from mtrain.io.lines import read_lines
@@ -48,12 +48,12 @@ _PROFILE_FILE = "profile.json"
 _MARKS_FILE = "corpora.json"
 _SUMS_FILE = "checksums.json"
 _BEGUN_FILE = "begun.json"
-_PROFILE = TypeAdapter(Profile)
+_PROFILE = TypeAdapter(CorpusStats)
 Tree = dict[str, Any]
 _RARE = 0.0005  # the share of pairs whose length ratio is out of range, on either side
 
 
-class Lines(NamedTuple):
+class ParallelLines(NamedTuple):
     """The two sides of a small corpus, in memory."""
 
     src: list[str]
@@ -82,16 +82,18 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
     _check_tokenizer(config, run)
     with run.tokenizing() as work_dir, _saying_what_is_kept(run, console):
         begun = _begin(config, run, work_dir, console)
-        with cleaner(config.data, work_dir) as judge:
+        with pair_filter_for(config.data, work_dir) as judge:
             if not (run.tokenizer_dir.is_dir() or (work_dir / "tokenizer").is_dir()):
                 _say_sample(config, begun.num_pairs, console)
             vocabulary = _vocabulary(config, run, judge, work_dir)
             owner = f", those of {config.training.init_from}" if config.training.init_from else ""
-            console.say(f"tokenizer: {config.tokenizer.kind}, {say_sizes(vocabulary)}{owner}")
+            console.say(
+                f"tokenizer: {config.tokenizer.kind}, {format_vocabulary_sizes(vocabulary)}{owner}"
+            )
             with_text = config.tokenizer.sampling_alpha > 0
             is_mixture = isinstance(config.data.train, list)
             corpora = corpora_of(config.data.train, "data.train")
-            work = Work(corpora, is_mixture, vocabulary, judge, work_dir, with_text)
+            work = EncodeJob(corpora, is_mixture, vocabulary, judge, work_dir, with_text)
             done = encode.encode(work, PART_PAIRS)
         with whole_dir(run.data_dir) as directory:
             _write_data(config, begun, done, work, directory)
@@ -115,7 +117,7 @@ def _saying_what_is_kept(run: RunDir, console: Console) -> Iterator[None]:
 
 
 def _write_data(
-    config: Config, begun: _Begun, done: list[Done], work: Work, directory: Path
+    config: Config, begun: _Begun, done: list[EncodedPart], work: EncodeJob, directory: Path
 ) -> None:
     """Fill the data folder with all that was made."""
     (directory / _MARKS_FILE).write_text(json.dumps(begun.marks, indent=2), encoding="utf-8")
@@ -214,7 +216,7 @@ def _say_sample(config: Config, num_pairs: int, console: Console) -> None:
         )
 
 
-def _vocabulary(config: Config, run: RunDir, judge: Cleaner, work_dir: Path) -> Tokenizer:
+def _vocabulary(config: Config, run: RunDir, judge: PairFilter, work_dir: Path) -> Tokenizer:
     """Return the run's tokenizer, on which weights may depend, another run's, or a new one."""
     if run.tokenizer_dir.is_dir():
         return sentencepiece.load(run.tokenizer_dir)
@@ -255,14 +257,14 @@ def is_prepared(run: RunDir) -> bool:
     return arrow_shards.are_in(run.data_dir) or (run.data_dir / _SUMS_FILE).is_file()
 
 
-def _train_tokenizer(config: Config, judge: Cleaner) -> Tokenizer:
+def _train_tokenizer(config: Config, judge: PairFilter) -> Tokenizer:
     """Train the vocabularies on the pairs that stay, long ones among them."""
     src = (pair.src for pair in _staying(config, judge))
     tgt = (pair.tgt for pair in _staying(config, judge))
     return sentencepiece.train(config.tokenizer, src, tgt, config.seed)
 
 
-def _staying(config: Config, judge: Cleaner) -> Iterator[Pair]:
+def _staying(config: Config, judge: PairFilter) -> Iterator[Pair]:
     """Yield the pairs that stay, and refuse a corpus of which none does."""
     pairs, first, left_out = read_pairs(config.data.train), 0, Counter[str]()
     while block := list(islice(pairs, _BLOCK_PAIRS)):
@@ -274,12 +276,12 @@ def _staying(config: Config, judge: Cleaner) -> Iterator[Pair]:
         raise dropped_module.none_left("data.train", left_out)
 
 
-def read_valid(run: RunDir) -> Lines:
+def read_valid(run: RunDir) -> ParallelLines:
     """Return the validation text that the run folder holds."""
     return _read_text(run.data_dir / "valid")
 
 
-def read_test(run: RunDir, name: str) -> Lines:
+def read_test(run: RunDir, name: str) -> ParallelLines:
     """Return the text of a test set that the run folder holds."""
     return _read_text(run.data_dir / "tests" / name)
 
@@ -289,7 +291,7 @@ def read_counts(run: RunDir) -> dict[str, int]:
     return dropped_module.read_counts(run.data_dir)
 
 
-def read_profile(run: RunDir) -> Profile | None:
+def read_profile(run: RunDir) -> CorpusStats | None:
     """Return what is usual in the training pairs; None if the run folder does not say."""
     try:
         raw = (run.data_dir / _PROFILE_FILE).read_bytes()
@@ -367,7 +369,7 @@ def _check_same_data(config: Config, run: RunDir) -> None:
             )
 
 
-def _write_profile(done: list[Done], path: Path) -> None:
+def _write_profile(done: list[EncodedPart], path: Path) -> None:
     """Write what is usual in the training pairs."""
     num_copied = sum(own.facts.num_copied for own in done)
     lengths: Counter[tuple[int, int]] = Counter()
@@ -378,7 +380,7 @@ def _write_profile(done: list[Done], path: Path) -> None:
     least = next(ratio for ratio, below in _accumulated(by_ratio) if below > rare)
     most = next(ratio for ratio, above in _accumulated(by_ratio[::-1]) if above > rare)
     longest = max(src for src, _ in lengths)
-    profile = Profile(longest, least, most, num_copied / lengths.total())
+    profile = CorpusStats(longest, least, most, num_copied / lengths.total())
     path.write_text(json.dumps(profile._asdict()), encoding="utf-8")
 
 
@@ -397,7 +399,7 @@ def _say_left_out(console: Console, counts: Mapping[str, int], num_pairs: int, r
         )
 
 
-def say_sizes(vocabulary: Tokenizer) -> str:
+def format_vocabulary_sizes(vocabulary: Tokenizer) -> str:
     """Say how many pieces each side has."""
     if vocabulary.src is vocabulary.tgt:
         return f"{len(vocabulary.src):,} shared pieces"
@@ -409,12 +411,12 @@ def _write_text(corpus: Corpus, stem: Path) -> None:
     write_lines(stem.with_name(stem.name + ".tgt"), (pair.tgt for pair in read_pairs(corpus)))
 
 
-def _read_text(stem: Path) -> Lines:
+def _read_text(stem: Path) -> ParallelLines:
     paths = [stem.with_name(stem.name + side) for side in (".src", ".tgt")]
     for path in paths:
         if not path.is_file():
             raise RunError(f"{path}: is missing; restore it from a copy of the run.")
-    lines = Lines(*(list(read_lines(path)) for path in paths))
+    lines = ParallelLines(*(list(read_lines(path)) for path in paths))
     if not len(lines.src) == len(lines.tgt) > 0:
         raise RunError(
             f"{paths[0]} and {paths[1].name} must have the same number of lines, and not 0, but "

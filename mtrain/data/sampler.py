@@ -28,14 +28,14 @@ class Position:
     batch: int = 0
 
 
-class Share(NamedTuple):
+class MicroBatch(NamedTuple):
     """Pairs that one rank works on at a time; those that do not count are there for company."""
 
     batch: Batch
     counts: bool = True
 
 
-class Deal(NamedTuple):
+class MicroBatchSplit(NamedTuple):
     """How the batches of an update are dealt out.
 
     Every batch is cut into as few parts as give all ranks equally many, and the parts are dealt in
@@ -72,7 +72,7 @@ class BatchPart(NamedTuple):
     part: int
 
 
-class Dealt(NamedTuple):
+class UpdateBatches(NamedTuple):
     """What one rank does of an update.
 
     Attributes:
@@ -82,19 +82,21 @@ class Dealt(NamedTuple):
         deal: how the update was dealt out.
     """
 
-    shares: list[Share]
+    shares: list[MicroBatch]
     num_tokens: int
     after: Position
-    deal: Deal
+    deal: MicroBatchSplit
 
 
-def dealt_whole(batches: Sequence[Batch], after: Position = Position()) -> Dealt:
+def single_rank_update(batches: Sequence[Batch], after: Position = Position()) -> UpdateBatches:
     """Return an update that a single rank makes."""
     num_tokens = sum(batch.num_tgt_tokens for batch in batches)
-    return Dealt([Share(batch) for batch in batches], num_tokens, after, Deal(len(batches)))
+    return UpdateBatches(
+        [MicroBatch(batch) for batch in batches], num_tokens, after, MicroBatchSplit(len(batches))
+    )
 
 
-class Plan(NamedTuple):
+class EpochPlan(NamedTuple):
     """What an epoch looks like: its batches, and the share of their cells that is padding."""
 
     num_batches: int

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtrain.ops.topk import Logits, TopPieces, likeliest, top_pieces
+from mtrain.ops.topk import Logits, TopTokens, argmax_tokens, top_tokens
 
 
 class State(Protocol):
@@ -66,7 +66,7 @@ class Hypothesis:
 
 
 @dataclass(frozen=True)
-class Limits:
+class Constraints:
     """What a search may write.
 
     Attributes:
@@ -87,15 +87,15 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Group(Generic[S]):
+class RequestGroup(Generic[S]):
     """Sentences that start together: what the step function knows of them, and their limits."""
 
     state: S
-    limits: Limits
+    limits: Constraints
 
 
 @dataclass(frozen=True)
-class Beam:
+class BeamSettings:
     """How beam search ranks.
 
     Attributes:
@@ -133,7 +133,9 @@ def length_penalty(length: Length, alpha: float) -> Length:
 
 
 @torch.inference_mode()
-def beam(step: Step[S], groups: Iterator[Group[S]], settings: Beam) -> list[list[Hypothesis]]:
+def beam(
+    step: Step[S], groups: Iterator[RequestGroup[S]], settings: BeamSettings
+) -> list[list[Hypothesis]]:
     """Keep the likeliest hypotheses at every step; return the best-scored of each sentence.
 
     Finished hypotheses keep their places, so that a beam of 1 is greedy search. A sentence ends
@@ -181,7 +183,7 @@ class OpenRows(NamedTuple):
     log_probs_NT: Tensor
 
     @staticmethod
-    def start(sentence_N: Tensor, limits: Limits) -> OpenRows:
+    def start(sentence_N: Tensor, limits: Constraints) -> OpenRows:
         """Open a hypothesis for each of these sentences."""
         ids_N, length_N = torch.full_like(sentence_N, limits.bos), torch.zeros_like(sentence_N)
         log_prob_N = torch.zeros_like(sentence_N, dtype=torch.float64)
@@ -217,7 +219,7 @@ class OpenRows(NamedTuple):
         )
         return OpenRows(*(torch.cat(pair) for pair in zip(own, padded, strict=True)))
 
-    def only_piece(self, limits: Limits) -> Tensor:
+    def only_piece(self, limits: Constraints) -> Tensor:
         """Return the one piece that each row may write next, or -1 for any."""
         is_full_N = limits.max_lengths_B[self.sentence_N] <= self.length_N
         only_N = torch.where(is_full_N, limits.eos, -1)
@@ -271,7 +273,7 @@ class _Sentences(NamedTuple):
         number_B: which of all sentences each is.
         num_places_B: places that no finished hypothesis has taken.
         best_BM: the M best scores so far.
-        max_lengths_B, prefix_BP: as in `Limits`.
+        max_lengths_B, prefix_BP: as in `Constraints`.
     """
 
     number_B: Tensor
@@ -281,7 +283,7 @@ class _Sentences(NamedTuple):
     prefix_BP: Tensor
 
     @staticmethod
-    def start(limits: Limits, settings: Beam, first: int) -> _Sentences:
+    def start(limits: Constraints, settings: BeamSettings, first: int) -> _Sentences:
         """Begin with the sentences of a group, numbered from `first`."""
         lengths_B = limits.max_lengths_B
         prefix_BP = lengths_B[:, None][:, :0] if limits.prefix_BP is None else limits.prefix_BP
@@ -312,10 +314,10 @@ class _Sentences(NamedTuple):
 class _Beams:
     """The beams of all sentences while they grow; `cell_N` is where each row stands."""
 
-    def __init__(self, settings: Beam) -> None:
+    def __init__(self, settings: BeamSettings) -> None:
         self.settings, self.finished, self.num_sentences = settings, FinishedHypotheses(), 0
 
-    def start(self, limits: Limits) -> None:
+    def start(self, limits: Constraints) -> None:
         """Begin with a group."""
         self.limits = limits
         self.sentences = _Sentences.start(limits, self.settings, self.num_sentences)
@@ -323,14 +325,14 @@ class _Beams:
         local_B = self.sentences.number_B - self.sentences.number_B[:1]
         self.rows, self.cell_N = OpenRows.start(local_B, limits), local_B * self.settings.width
 
-    def has_room(self, limits: Limits) -> bool:
+    def has_room(self, limits: Constraints) -> bool:
         """Tell whether another group may join."""
         num_new = len(limits.max_lengths_B) * self.settings.width
         open_B = torch.unique(self.rows.sentence_N)
         num_places = int(self.sentences.num_places_B[open_B].sum())
         return num_places <= (NUM_GROUPS - 1) * num_new
 
-    def join(self, limits: Limits) -> None:
+    def join(self, limits: Constraints) -> None:
         """Let a group join, and sentences that are done leave."""
         sentences, rows, cell_N = self.sentences, self.rows, self.cell_N
         open_B, local_N = torch.unique(rows.sentence_N, return_inverse=True)
@@ -418,7 +420,9 @@ def _without_scores(found: list[list[Hypothesis]]) -> list[list[Hypothesis]]:
     return [[Hypothesis(own.ids, [], math.nan, math.nan) for own in best] for best in found]
 
 
-def _best_pieces(logits_NV: Logits, rows: OpenRows, limits: Limits, settings: Beam) -> TopPieces:
+def _best_pieces(
+    logits_NV: Logits, rows: OpenRows, limits: Constraints, settings: BeamSettings
+) -> TopTokens:
     """Rank the next pieces of each row, as far as the limits allow any.
 
     To a blind search, whatever is allowed is certain.
@@ -427,14 +431,14 @@ def _best_pieces(logits_NV: Logits, rows: OpenRows, limits: Limits, settings: Be
     if limits.no_repeat_ngram:
         logits_NV = logits_NV[:]
         allowed_NV = allowed_tokens(logits_NV, rows, limits)
-        ids_NC = top_pieces(allowed_NV, limits.never, count).ids_NC
+        ids_NC = top_tokens(allowed_NV, limits.never, count).ids_NC
         log_total_N1 = logits_NV.logsumexp(-1, keepdim=True)
-        top = TopPieces(ids_NC, allowed_NV.gather(1, ids_NC) - log_total_N1)
+        top = TopTokens(ids_NC, allowed_NV.gather(1, ids_NC) - log_total_N1)
     elif settings.is_blind:
-        ids_N1 = likeliest(logits_NV, limits.never)
-        top = TopPieces(ids_N1, torch.where(ids_N1 < 0, -torch.inf, 0.0))
+        ids_N1 = argmax_tokens(logits_NV, limits.never)
+        top = TopTokens(ids_N1, torch.where(ids_N1 < 0, -torch.inf, 0.0))
     else:
-        top = top_pieces(logits_NV, limits.never, count)
+        top = top_tokens(logits_NV, limits.never, count)
     only_N = rows.only_piece(limits)
     bound_N = (only_N >= 0).nonzero()[:, 0]
     if len(bound_N):
@@ -447,7 +451,7 @@ def _best_pieces(logits_NV: Logits, rows: OpenRows, limits: Limits, settings: Be
     return top
 
 
-def allowed_tokens(logits_NV: Tensor, rows: OpenRows, limits: Limits) -> Tensor:
+def allowed_tokens(logits_NV: Tensor, rows: OpenRows, limits: Constraints) -> Tensor:
     """Forbid what is never written, and what would write n pieces in a row a second time."""
     allowed_NV, written_NT, n = logits_NV.clone(), rows.written_NT, limits.no_repeat_ngram
     for index in limits.never:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtrain.model.kv_cache import DecoderState
+from mtrain.model.kv_cache import KVCache
 from mtrain.model.transformer import Transformer
 from mtrain.ops.topk import Logits
 
@@ -68,7 +68,7 @@ class Ensemble:
 class EnsembleState:
     """The states of all models."""
 
-    def __init__(self, states: list[DecoderState]) -> None:
+    def __init__(self, states: list[KVCache]) -> None:
         self.states = states
 
     def reorder(self, rows_N: Tensor) -> None:

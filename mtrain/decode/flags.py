@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mtrain.corpus.length_stats import Profile
+from mtrain.corpus.length_stats import CorpusStats
 
 _MAX_REPEATS = 3  # of a phrase in a row, before it is a loop
 _MAX_PHRASE = 8  # pieces
 _USUAL_SHARE = 0.05  # of the training pairs that are copies, from which on a copy is no flaw
 
 
-def find_flaws(
+def find_flags(
     src: str,
     tgt: str,
     src_ids: Sequence[int],
     tgt_pieces: Sequence[str],
-    profile: Profile | None,
+    profile: CorpusStats | None,
 ) -> list[str]:
     """Name what looks wrong about a translation.
 

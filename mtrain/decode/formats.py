@@ -39,7 +39,7 @@ NOTHING = Translation("", [], [], 0.0, 0.0, [])
 
 
 @dataclass(frozen=True)
-class Line:
+class TranslatedLine:
     """A line of the input, numbered from 1, and its translations, best first."""
 
     number: int
@@ -76,7 +76,7 @@ def join(parts: Sequence[Translation]) -> Translation:
     )
 
 
-def write(line: Line, format: Format, num_best: int) -> Iterator[str]:
+def write(line: TranslatedLine, format: Format, num_best: int) -> Iterator[str]:
     """Write a line as `format` says.
 
     text: `num_best` lines, each a translation. tsv: as many, each the line's number, rank, score,
@@ -94,7 +94,7 @@ def write(line: Line, format: Format, num_best: int) -> Iterator[str]:
             yield f"{numbers}\t{','.join(found.flags)}\t{found.text.replace(chr(9), ' ')}"
 
 
-def _as_tree(line: Line, num_best: int) -> dict[str, Any]:
+def _as_tree(line: TranslatedLine, num_best: int) -> dict[str, Any]:
     trees = [
         {
             "translation": found.text,

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, islice, pairwise
 from typing import Literal, NamedTuple
 
-from mtrain.corpus.length_stats import Profile
+from mtrain.corpus.length_stats import CorpusStats
 from mtrain.decode.alignment import Link, align_words, number_words
 from mtrain.decode.beam import Hypothesis
-from mtrain.decode.flags import find_flaws
-from mtrain.decode.formats import NOTHING, Line, Translation, join
-from mtrain.decode.translator import Source, Translator
+from mtrain.decode.flags import find_flags
+from mtrain.decode.formats import NOTHING, TranslatedLine, Translation, join
+from mtrain.decode.translator import EncodedSource, Translator
 from mtrain.errors import DataError
 from mtrain.tokenizer.sentencepiece import Vocabulary
 
@@ -81,7 +81,7 @@ class Warnings:
                 self._warn(f"{count - _MAX_WARNINGS:,} more lines: {kind}.")
 
 
-_FLAWS = {
+_FLAG_TEXTS = {
     "empty": "is empty",
     "copy": "is the line itself",
     "loop": "repeats itself",
@@ -90,7 +90,7 @@ _FLAWS = {
 }
 
 
-class _Piece(NamedTuple):
+class _LineToken(NamedTuple):
     """A piece of a line, as an id and as text, and the line's word that it belongs to, from 0."""
 
     id: int
@@ -98,22 +98,22 @@ class _Piece(NamedTuple):
     word: int
 
 
-class _Part(NamedTuple):
+class _LinePart(NamedTuple):
     """A part of a line that is translated on its own, and the line's word of each piece."""
 
-    source: Source
+    source: EncodedSource
     words: list[int]
     marks: list[str]
 
 
-class Stream:
+class LineTranslator:
     """Translates blocks of lines, and warns of what it notices."""
 
     def __init__(
         self,
         translator: Translator,
         options: Options,
-        profile: Profile | None,
+        profile: CorpusStats | None,
         warn: Warn,
     ) -> None:
         self.translator, self.options, self.profile = translator, options, profile
@@ -122,7 +122,7 @@ class Stream:
 
     def translate(
         self, blocks: Iterable[list[str]], prefixes: Iterator[str] | None = None
-    ) -> Iterator[Line]:
+    ) -> Iterator[TranslatedLine]:
         """Yield what becomes of each line, as soon as its block is done.
 
         Args:
@@ -143,7 +143,7 @@ class Stream:
             self._num_lines += len(block)
         self.warnings.close()
 
-    def _translate_block(self, block: list[str], prefixes: list[str]) -> Iterator[Line]:
+    def _translate_block(self, block: list[str], prefixes: list[str]) -> Iterator[TranslatedLine]:
         numbers = range(self._num_lines + 1, self._num_lines + len(block) + 1)
         parts_of = self._parts(numbers, block, prefixes)
         found = iter(self._translations([part for own in parts_of for part in own]))
@@ -152,9 +152,9 @@ class Stream:
             best = [self._checked(src, own, join(parts)) for parts in ranks]
             if best:
                 self._warn_of(number, best[0])
-            yield Line(number, src, best or [NOTHING])
+            yield TranslatedLine(number, src, best or [NOTHING])
 
-    def _translations(self, parts: list[_Part]) -> list[list[Translation]]:
+    def _translations(self, parts: list[_LinePart]) -> list[list[Translation]]:
         """Return the best translations of each part."""
         tgt = self.translator.tokenizer.tgt
         sources = [part.source for part in parts]
@@ -177,7 +177,9 @@ class Stream:
         )
         return [list(islice(translations, len(own))) for own in found]
 
-    def _align(self, parts: list[_Part], found: list[Hypothesis]) -> Sequence[list[Link] | None]:
+    def _align(
+        self, parts: list[_LinePart], found: list[Hypothesis]
+    ) -> Sequence[list[Link] | None]:
         """Link the words of each translation to those of its line, if anybody asked."""
         if not self.options.with_alignment:
             return [None] * len(parts)
@@ -189,26 +191,28 @@ class Stream:
             for own_TS, part, ids in zip(weights, parts, targets, strict=True)
         ]
 
-    def _checked(self, src: str, parts: Sequence[_Part], translation: Translation) -> Translation:
+    def _checked(
+        self, src: str, parts: Sequence[_LinePart], translation: Translation
+    ) -> Translation:
         """Mark what looks wrong about the translation of a line."""
         src_ids = [piece for part in parts for piece in part.source.ids[:-1]]
-        flaws = find_flaws(src, translation.text, src_ids, translation.pieces[:-1], self.profile)
+        flaws = find_flags(src, translation.text, src_ids, translation.pieces[:-1], self.profile)
         marks = {mark for part in parts for mark in part.marks}
         return replace(translation, flags=sorted({*marks, *translation.flags, *flaws}))
 
     def _warn_of(self, number: int, translation: Translation) -> None:
-        flaws = [words for flag, words in _FLAWS.items() if flag in translation.flags]
+        flaws = [words for flag, words in _FLAG_TEXTS.items() if flag in translation.flags]
         if flaws:
             text = f"the translation {', and '.join(flaws)}"
             self.warnings.add(text, number, f"{text}.")
 
     def _parts(
         self, numbers: Iterable[int], block: list[str], prefixes: list[str]
-    ) -> list[list[_Part]]:
+    ) -> list[list[_LinePart]]:
         """Encode each line as the parts that are translated; a blank line has none."""
         tokenizer = self.translator.tokenizer
         forced = tokenizer.tgt.encode(prefixes)
-        parts_of: list[list[_Part]] = []
+        parts_of: list[list[_LinePart]] = []
         for number, src, ids, prefix in zip(
             numbers, block, tokenizer.encode_src(block), forced, strict=True
         ):
@@ -241,14 +245,14 @@ class Stream:
         text = f"{self.options.seed} {number} {part}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
-    def _cut(self, number: int, src: str, ids: list[int]) -> list[_Part]:
+    def _cut(self, number: int, src: str, ids: list[int]) -> list[_LinePart]:
         """Cut a line that is too long, as the options say, or warn that it is not cut."""
         limit, policy = self.options.long_lines.max_tokens, self.options.long_lines.policy
         vocabulary = self.translator.tokenizer.src
         if limit is None or len(ids) <= limit:
             self._check_length(number, len(ids))
             words = number_words(vocabulary.pieces_of(ids[:-1]))
-            return [_Part(Source(ids, text=src), words, [])]
+            return [_LinePart(EncodedSource(ids, text=src), words, [])]
         if policy == "error":
             raise DataError(
                 f"line {number}: must have at most {limit:,} tokens, but has {len(ids):,} "
@@ -258,8 +262,8 @@ class Stream:
             text = f"has {len(ids):,} tokens; all after the first {limit - 1:,} are left out."
             self.warnings.add("cut off", number, text)
             pieces = vocabulary.pieces(src)[: limit - 1]
-            first = Source([*ids[: limit - 1], ids[-1]], text=vocabulary.text_of(pieces))
-            return [_Part(first, number_words(pieces), ["truncated"])]
+            first = EncodedSource([*ids[: limit - 1], ids[-1]], text=vocabulary.text_of(pieces))
+            return [_LinePart(first, number_words(pieces), ["truncated"])]
         parts = self._split(src, limit)
         text = f"has {len(ids):,} tokens; translated in {len(parts):,} parts."
         self.warnings.add("translated in parts", number, text)
@@ -280,14 +284,14 @@ class Stream:
             )
             self.warnings.add("longer than those of the training", number, text)
 
-    def _split(self, src: str, limit: int) -> list[_Part]:
+    def _split(self, src: str, limit: int) -> list[_LinePart]:
         """Cut a line at the ends of its sentences, else between words, else between pieces."""
         vocabulary = self.translator.tokenizer.src
         room = limit - 1  # for eos
         begins = (before == " " != here for before, here in pairwise(f" {src}"))
         words = list(accumulate(begins, initial=-1))[1:]  # of each character
         sentences = list(_SENTENCE.finditer(src))
-        units: list[list[_Piece]] = []
+        units: list[list[_LineToken]] = []
         for sentence, pieces in zip(sentences, _encode(vocabulary, sentences, words), strict=True):
             if len(pieces) <= room:
                 units.append(pieces)
@@ -295,8 +299,8 @@ class Stream:
                 within = list(_WORD.finditer(src, *sentence.span()))
                 units += _cut_words(_encode(vocabulary, within, words), room)
         return [
-            _Part(
-                Source(
+            _LinePart(
+                EncodedSource(
                     [*(piece.id for piece in part), vocabulary.eos],
                     text=vocabulary.text_of([piece.text for piece in part]),
                 ),
@@ -309,26 +313,26 @@ class Stream:
 
 def _encode(
     vocabulary: Vocabulary, texts: list[re.Match[str]], words: list[int]
-) -> list[list[_Piece]]:
+) -> list[list[_LineToken]]:
     """Return the pieces of texts out of a line, each of which may begin within a word."""
     stripped = [text[0].rstrip() for text in texts]
-    found: list[list[_Piece]] = []
+    found: list[list[_LineToken]] = []
     for text, line, ids in zip(texts, stripped, vocabulary.encode(stripped), strict=True):
         pieces, first = vocabulary.pieces(line), words[text.start()]
         numbers = [first + word for word in number_words(pieces)]
-        found.append([_Piece(*own) for own in zip(ids, pieces, numbers, strict=True)])
+        found.append([_LineToken(*own) for own in zip(ids, pieces, numbers, strict=True)])
     return found
 
 
-def _cut_words(words: list[list[_Piece]], room: int) -> list[list[_Piece]]:
+def _cut_words(words: list[list[_LineToken]], room: int) -> list[list[_LineToken]]:
     """Return the pieces of words as units that fit: words, or runs of pieces of long ones."""
     units = [own[start : start + room] for own in words for start in range(0, len(own), room)]
     return _pack(units, room)
 
 
-def _pack(units: list[list[_Piece]], room: int) -> list[list[_Piece]]:
+def _pack(units: list[list[_LineToken]], room: int) -> list[list[_LineToken]]:
     """Join neighbours as long as they fit."""
-    packed: list[list[_Piece]] = []
+    packed: list[list[_LineToken]] = []
     for unit in units:
         if packed and len(packed[-1]) + len(unit) <= room:
             packed[-1] = packed[-1] + unit

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from mtrain.decode.beam import (
+    Constraints,
     FinishedHypotheses,
-    Group,
     Hypothesis,
-    Limits,
     NotFiniteError,
     OpenRows,
+    RequestGroup,
     S,
     Step,
     allowed_tokens,
 )
-from mtrain.ops.topk import TopPieces
+from mtrain.ops.topk import TopTokens
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Sampling:
 
 @torch.inference_mode()
 def sample(
-    step: Step[S], group: Group[S], settings: Sampling, uniform_NT: Tensor
+    step: Step[S], group: RequestGroup[S], settings: Sampling, uniform_NT: Tensor
 ) -> list[list[Hypothesis]]:
     """Draw targets piece by piece; return those of each sentence, in the order they were drawn.
 
@@ -79,8 +79,8 @@ def sample(
 
 
 def _draw(
-    logits_NV: Tensor, rows: OpenRows, limits: Limits, settings: Sampling, uniform_NT: Tensor
-) -> TopPieces:
+    logits_NV: Tensor, rows: OpenRows, limits: Constraints, settings: Sampling, uniform_NT: Tensor
+) -> TopTokens:
     """Draw the next piece of each row; its log-probability is the model's own."""
     allowed_NV = allowed_tokens(logits_NV, rows, limits)
     only_N = rows.only_piece(limits)
@@ -103,4 +103,4 @@ def _draw(
     log_prob_N1 = logits_NV.double().log_softmax(-1).gather(1, ids_N1)
     if not log_prob_N1.isfinite().all():
         raise NotFiniteError
-    return TopPieces(ids_N1, log_prob_N1)
+    return TopTokens(ids_N1, log_prob_N1)

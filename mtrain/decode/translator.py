@@ -15,11 +15,11 @@ from mtrain.config.sections import DecodingConfig
 from mtrain.data.batch import keep_first, pad_right
 from mtrain.decode.beam import (
     NUM_GROUPS,
-    Beam,
-    Group,
+    BeamSettings,
+    Constraints,
     Hypothesis,
-    Limits,
     NotFiniteError,
+    RequestGroup,
     Step,
     beam,
 )
@@ -29,17 +29,17 @@ from mtrain.decode.sampling import Sampling, sample
 from mtrain.errors import ConfigError, RunError
 from mtrain.model.transformer import Transformer
 from mtrain.ops.topk import Logits
-from mtrain.run.load_model import Loading, load_model
+from mtrain.run.load_model import LoadOptions, load_model
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.device import avoid_cudnn_attention, keep_freed_memory, pick_device
-from mtrain.runtime.process_group import ALONE, Team
-from mtrain.runtime.thread_pool import Workers
+from mtrain.runtime.process_group import SINGLE, ProcessGroup
+from mtrain.runtime.thread_pool import ThreadPool
 from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
 
 
 @dataclass(frozen=True)
-class Source:
+class EncodedSource:
     """A line as the search reads it.
 
     Attributes:
@@ -56,7 +56,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class DecodeRequest:
     """What a search gives for each source.
 
     Attributes:
@@ -78,7 +78,7 @@ class Translator:
         device: where the models are.
         wanted: what a search gives.
         readers: the source vocabulary of each model, where they are not all the tokenizer's.
-        team: ranks that call the same methods with the same arguments, and share the work.
+        process_group: ranks that call the same methods with the same arguments, and share the work.
     """
 
     def __init__(
@@ -87,13 +87,18 @@ class Translator:
         tokenizer: Tokenizer,
         decoding: DecodingConfig,
         device: torch.device,
-        wanted: Wanted = Wanted(),
+        wanted: DecodeRequest = DecodeRequest(),
         readers: Sequence[Vocabulary] = (),
-        team: Team = ALONE,
+        process_group: ProcessGroup = SINGLE,
     ) -> None:
         self.ensemble, self.tokenizer = Ensemble(models), tokenizer
         self.readers = readers or [tokenizer.src] * len(models)
-        self.decoding, self.device, self.wanted, self.team = decoding, device, wanted, team
+        self.decoding, self.device, self.wanted, self.process_group = (
+            decoding,
+            device,
+            wanted,
+            process_group,
+        )
 
     @property
     def model(self) -> Transformer:
@@ -102,7 +107,14 @@ class Translator:
 
     def with_models(self, models: Sequence[Transformer]) -> Translator:
         """Return a translator that differs in its models alone."""
-        own = (self.tokenizer, self.decoding, self.device, self.wanted, self.readers, self.team)
+        own = (
+            self.tokenizer,
+            self.decoding,
+            self.device,
+            self.wanted,
+            self.readers,
+            self.process_group,
+        )
         return Translator(models, *own)
 
     def translate(self, lines: Sequence[str]) -> list[str]:
@@ -110,13 +122,17 @@ class Translator:
         rows = [row for row, line in enumerate(lines) if line.strip()]
         given = [lines[row] for row in rows]
         encoded = zip(self.tokenizer.encode_src(given), given, strict=True)
-        found = self.search([Source(ids, text=text) for ids, text in encoded], with_scores=False)
+        found = self.search(
+            [EncodedSource(ids, text=text) for ids, text in encoded], with_scores=False
+        )
         texts = self.tokenizer.tgt.decode([best[0].ids for best in found])
         translated = dict(zip(rows, texts, strict=True))
         return [translated.get(row, "") for row in range(len(lines))]
 
     @torch.inference_mode()
-    def search(self, sources: Sequence[Source], with_scores: bool = True) -> list[list[Hypothesis]]:
+    def search(
+        self, sources: Sequence[EncodedSource], with_scores: bool = True
+    ) -> list[list[Hypothesis]]:
         """Return the best targets of each source, in the order of the sources.
 
         Args:
@@ -128,13 +144,13 @@ class Translator:
         """
         for model in self.ensemble.models:
             model.eval()
-        workers = Workers(None if self.device.type == "cpu" else 1)  # a GPU wants larger batches
+        workers = ThreadPool(None if self.device.type == "cpu" else 1)  # a GPU wants larger batches
         try:
             rows = sorted(range(len(sources)), key=lambda row: -len(sources[row].ids))
-            each = int(self.team.tell(workers.count))
-            count = each * self.team.size
+            each = int(self.process_group.broadcast_float(workers.count))
+            count = each * self.process_group.size
             shares = [rows[first::count] for first in range(count)]
-            own = shares[each * self.team.rank : each * (self.team.rank + 1)]
+            own = shares[each * self.process_group.rank : each * (self.process_group.rank + 1)]
             found = workers.map(
                 lambda share: self._search([sources[row] for row in share], workers, with_scores),
                 own,
@@ -147,14 +163,14 @@ class Translator:
         finally:
             workers.close()
         best: list[list[Hypothesis]] = [[] for _ in sources]
-        for share, of_share in zip(shares, exchange(self.team, found), strict=True):
+        for share, of_share in zip(shares, exchange(self.process_group, found), strict=True):
             for row, hypotheses in zip(share, of_share, strict=True):
                 best[row] = hypotheses
         return best
 
     @torch.inference_mode()
     def _search(
-        self, sources: list[Source], workers: Workers, with_scores: bool
+        self, sources: list[EncodedSource], workers: ThreadPool, with_scores: bool
     ) -> list[list[Hypothesis]]:
         """Return the best targets of sources that come the longest first."""
 
@@ -168,7 +184,7 @@ class Translator:
         groups = (sources[cut] for cut in cuts)
         if self.wanted.sampling is not None:
             return [best for group in groups for best in self._sample(step, group)]
-        settings = Beam(
+        settings = BeamSettings(
             self.decoding.beam,
             self.decoding.length_alpha,
             self.wanted.num_best,
@@ -177,17 +193,19 @@ class Translator:
         )
         return beam(step, (self._start(group) for group in groups), settings)
 
-    def _start(self, sources: list[Source]) -> Group[EnsembleState]:
-        return Group(self.ensemble.start(self._read(sources)), self._limits(sources))
+    def _start(self, sources: list[EncodedSource]) -> RequestGroup[EnsembleState]:
+        return RequestGroup(self.ensemble.start(self._read(sources)), self._limits(sources))
 
-    def _sample(self, step: Step[EnsembleState], sources: list[Source]) -> list[list[Hypothesis]]:
+    def _sample(
+        self, step: Step[EnsembleState], sources: list[EncodedSource]
+    ) -> list[list[Hypothesis]]:
         assert self.wanted.sampling is not None
         group = self._start(sources)
         length = int(group.limits.max_lengths_B.max()) + 1
         uniform_NT = self._draw_uniform(sources, length)
         return sample(step, group, self.wanted.sampling, uniform_NT)
 
-    def _read(self, sources: Sequence[Source]) -> list[Padded]:
+    def _read(self, sources: Sequence[EncodedSource]) -> list[Padded]:
         """Return the sources as each model reads them."""
         first = self.tokenizer.src
         read = {first: self._pad(first, [source.ids for source in sources])}
@@ -204,17 +222,17 @@ class Translator:
         src_BS = pad_right(src, vocabulary.pad).to(self.device)
         return Padded(src_BS, keep_first([len(ids) for ids in src]).to(self.device))
 
-    def max_length(self, source: Source) -> int:
+    def max_length(self, source: EncodedSource) -> int:
         """Return how many pieces the target of a source may have, eos apart."""
         return max(len(source.ids) - 1 + self.decoding.max_extra_tokens, len(source.prefix))
 
-    def _limits(self, sources: list[Source]) -> Limits:
+    def _limits(self, sources: list[EncodedSource]) -> Constraints:
         tgt = self.tokenizer.tgt
         lengths = [self.max_length(source) for source in sources]
         prefix_BP = None
         if any(source.prefix for source in sources):
             prefix_BP = pad_right([list(source.prefix) for source in sources], -1).to(self.device)
-        return Limits(
+        return Constraints(
             tgt.bos,
             tgt.eos,
             [tgt.pad, tgt.bos],
@@ -223,7 +241,7 @@ class Translator:
             self.decoding.no_repeat_ngram,
         )
 
-    def _draw_uniform(self, sources: list[Source], length: int) -> Tensor:
+    def _draw_uniform(self, sources: list[EncodedSource], length: int) -> Tensor:
         """Draw numbers for each wanted sample of each source, from its own seed."""
         rows = []
         for source in sources:
@@ -234,7 +252,9 @@ class Translator:
         return torch.tensor(rows, dtype=torch.float64)
 
     @torch.inference_mode()
-    def score(self, sources: Sequence[Source], targets: Sequence[list[int]]) -> list[list[float]]:
+    def score(
+        self, sources: Sequence[EncodedSource], targets: Sequence[list[int]]
+    ) -> list[list[float]]:
         """Return the log-probability of each piece of a given target, and of its eos.
 
         Args:
@@ -248,11 +268,13 @@ class Translator:
                 tgt_out = [*targets[row], self.tokenizer.tgt.eos]
                 wanted_T1 = torch.tensor(tgt_out, device=self.device)[:, None]
                 found[row] = own_TV[: len(tgt_out)].gather(1, wanted_T1)[:, 0].tolist()
-        of_all = exchange_numbers(self.team, found)
+        of_all = exchange_numbers(self.process_group, found)
         return [of_all[row] for row in range(len(sources))]
 
     @torch.inference_mode()
-    def attend(self, sources: Sequence[Source], targets: Sequence[list[int]]) -> list[Tensor]:
+    def attend(
+        self, sources: Sequence[EncodedSource], targets: Sequence[list[int]]
+    ) -> list[Tensor]:
         """Return what each piece of a given target, and its eos, gives to each source piece.
 
         Each is [T, S], the mean of all heads and layers; the pieces are those read so far, so
@@ -263,12 +285,12 @@ class Translator:
             weights_BTS = self.ensemble.cross_attention(pairs.read, pairs.tgt_in_BT).cpu()
             for row, own_TS in zip(pairs.rows, weights_BTS, strict=True):
                 found[row] = own_TS[: len(targets[row]) + 1, : len(sources[row].ids)]
-        of_all = exchange_tensors(self.team, found)
+        of_all = exchange_tensors(self.process_group, found)
         return [of_all[row] for row in range(len(sources))]
 
     def _batches_of_pairs(
-        self, sources: Sequence[Source], targets: Sequence[list[int]]
-    ) -> Iterator[_Pairs]:
+        self, sources: Sequence[EncodedSource], targets: Sequence[list[int]]
+    ) -> Iterator[_ScoringBatch]:
         """Yield this rank's batches of pairs of like length, under the budget of tokens."""
         lengths = [
             max(len(source.ids), len(target) + 1)
@@ -276,14 +298,14 @@ class Translator:
         ]
         rows = sorted(range(len(lengths)), key=lambda row: -lengths[row])
         cuts = _cut([lengths[row] for row in rows], self.decoding.batch_tokens // 4)
-        for cut in islice(cuts, self.team.rank, None, self.team.size):
+        for cut in islice(cuts, self.process_group.rank, None, self.process_group.size):
             own = rows[cut]
             tgt_in = [[self.tokenizer.tgt.bos, *targets[row]] for row in own]
             tgt_in_BT = pad_right(tgt_in, self.tokenizer.tgt.pad).to(self.device)
-            yield _Pairs(own, self._read([sources[row] for row in own]), tgt_in_BT)
+            yield _ScoringBatch(own, self._read([sources[row] for row in own]), tgt_in_BT)
 
 
-class _Pairs(NamedTuple):
+class _ScoringBatch(NamedTuple):
     """Sources with given targets, and the rows at which they stood."""
 
     rows: list[int]
@@ -305,8 +327,8 @@ def _cut(lengths: Sequence[int], max_cells: float) -> Iterator[slice]:
 def load(
     runs: RunDir | Sequence[RunDir],
     decoding: DecodingConfig | None = None,
-    loading: Loading = Loading(),  # noqa: B008 - frozen
-    wanted: Wanted = Wanted(),
+    loading: LoadOptions = LoadOptions(),  # noqa: B008 - frozen
+    wanted: DecodeRequest = DecodeRequest(),
 ) -> Translator:
     """Load the model of a run folder, or of several as an ensemble, ready to translate.
 
@@ -323,7 +345,7 @@ def load(
     avoid_cudnn_attention()
     folders = [runs] if isinstance(runs, RunDir) else list(runs)
     config_of = [run.load_config() for run in folders]
-    device = pick_device(loading.team.device_name(loading.device))
+    device = pick_device(loading.process_group.device_name(loading.device))
     tokenizers = [sentencepiece.load(run.tokenizer_dir) for run in folders]
     readers = _readers(folders, tokenizers)
     models = [
@@ -331,7 +353,9 @@ def load(
         for run, config, own in zip(folders, config_of, tokenizers, strict=True)
     ]
     settings = decoding or config_of[0].decoding
-    return Translator(models, tokenizers[0], settings, device, wanted, readers, loading.team)
+    return Translator(
+        models, tokenizers[0], settings, device, wanted, readers, loading.process_group
+    )
 
 
 def _readers(folders: list[RunDir], tokenizers: list[Tokenizer]) -> list[Vocabulary]:

@@ -13,14 +13,14 @@ from mtrain.corpus import dropped
 from mtrain.corpus.reader import changed_files
 from mtrain.data import loader, prepare
 from mtrain.decode.beam import Hypothesis
-from mtrain.decode.translator import Source, load
+from mtrain.decode.translator import EncodedSource, load
 from mtrain.doctor import replay
 from mtrain.doctor.replay import Replayed, Span
 from mtrain.errors import ConfigError, RunError, UserError, WriteError
 from mtrain.model.transformer import num_parameters
 from mtrain.run import checkpoint
 from mtrain.run.checkpoint import Weights
-from mtrain.run.load_model import Loading, build_model, set_weights
+from mtrain.run.load_model import LoadOptions, build_model, set_weights
 from mtrain.run.logger import Console, read_metrics
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.device import pick_device
@@ -33,7 +33,7 @@ _TIE = 1e-3  # by which the log-probabilities of two translations differ that ro
 _ROUNDING = 0.01  # of the way that the weights went
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     """A part of a run folder, how it is, and a short fact or what to do."""
 
     part: str
@@ -45,7 +45,7 @@ class Finding(NamedTuple):
         return f"{self.part:<12} {self.verdict:<8} {self.fact}"
 
 
-def examine(run: RunDir, console: Console, wants_replay: bool = True) -> Iterator[Finding]:
+def examine(run: RunDir, console: Console, wants_replay: bool = True) -> Iterator[CheckResult]:
     """Yield what was found of each part of a run folder, as it is found.
 
     Raises:
@@ -72,8 +72,8 @@ class _Examination:
         self.has_data = self.has_model = False
         self.whole: dict[int, Path] = {}
 
-    def findings(self) -> Iterator[Finding]:
-        checks: dict[str, Callable[[], Iterator[Finding | str]]] = {
+    def findings(self) -> Iterator[CheckResult]:
+        checks: dict[str, Callable[[], Iterator[CheckResult | str]]] = {
             "config": self._check_config,
             "tokenizer": self._check_tokenizer,
             "data": self._check_data,
@@ -86,20 +86,22 @@ class _Examination:
         for part, check in checks.items():
             try:
                 for found in check():
-                    yield found if isinstance(found, Finding) else Finding(part, "ok", found)
+                    yield (
+                        found if isinstance(found, CheckResult) else CheckResult(part, "ok", found)
+                    )
             except _Skip as reason:
-                yield Finding(part, "skipped", str(reason))
+                yield CheckResult(part, "skipped", str(reason))
             except UserError as error:
                 yield self._failed(part, str(error))
 
-    def _failed(self, part: str, text: str) -> Finding:
-        return Finding(part, "FAILED", text.replace(f"{self.run.path}/", ""))
+    def _failed(self, part: str, text: str) -> CheckResult:
+        return CheckResult(part, "FAILED", text.replace(f"{self.run.path}/", ""))
 
-    def _check_config(self) -> Iterator[Finding | str]:
+    def _check_config(self) -> Iterator[CheckResult | str]:
         self.config = self.run.load_config()
         yield "reads back, nothing unknown"
 
-    def _check_tokenizer(self) -> Iterator[Finding | str]:
+    def _check_tokenizer(self) -> Iterator[CheckResult | str]:
         self.vocabulary = sentencepiece.load(self.run.tokenizer_dir)
         steps = checkpoint.steps(self.run.checkpoints_dir).values()
         paths = [self.run.model_path, *(path / "model.safetensors" for path in steps)]
@@ -110,9 +112,9 @@ class _Examination:
                 f"{self.run.tokenizer_dir} from a copy of the run."
             )
         fits = "fits the weights" if named else "no weights yet"
-        yield f"{prepare.say_sizes(self.vocabulary)}; {fits}"
+        yield f"{prepare.format_vocabulary_sizes(self.vocabulary)}; {fits}"
 
-    def _check_data(self) -> Iterator[Finding | str]:
+    def _check_data(self) -> Iterator[CheckResult | str]:
         if not self.run.data_dir.exists() and not checkpoint.steps(self.run.checkpoints_dir):
             raise _Skip("not here; translating does not need it")
         problems = [
@@ -129,7 +131,7 @@ class _Examination:
             self.has_data = True
             yield f"{num_pairs:,} pairs, all ids within the vocabulary"
 
-    def _check_corpora(self) -> Iterator[Finding | str]:
+    def _check_corpora(self) -> Iterator[CheckResult | str]:
         marks = prepare.read_marks(self.run)
         if not marks:
             raise _Skip("the run does not say which files it was made of")
@@ -138,17 +140,17 @@ class _Examination:
             raise _Skip("the files are not here")
         changed = changed_files(marks, trust_times=False)
         for path in changed:
-            yield Finding("corpora", "changed", f"{path}: not the file that was tokenized")
+            yield CheckResult("corpora", "changed", f"{path}: not the file that was tokenized")
         if not changed:
             gone = len(marks) - len(here)
             rest = f", {gone:,} not here" if gone else ""
             yield f"{len(here):,} files as they were tokenized{rest}"
 
-    def _check_checkpoints(self) -> Iterator[Finding | str]:
+    def _check_checkpoints(self) -> Iterator[CheckResult | str]:
         found = checkpoint.steps(self.run.checkpoints_dir)
         for path in sorted(self.run.checkpoints_dir.glob("damaged-*")):
             text = f"{path.name}: was left out by a training; look at it or delete it"
-            yield Finding("checkpoints", "warn", text)
+            yield CheckResult("checkpoints", "warn", text)
         if not found:
             raise _Skip("none here; translating needs none")
         fingerprint = self._needs_vocabulary().fingerprint()
@@ -162,7 +164,7 @@ class _Examination:
         if len(self.whole) == len(found):
             yield f"{len(found):,} whole, {_say_steps(list(found))}"
 
-    def _check_model(self) -> Iterator[Finding | str]:
+    def _check_model(self) -> Iterator[CheckResult | str]:
         path = self.run.model_path
         if not path.exists() and self._is_unfinished():
             raise _Skip("not made yet; `mtrain train CONFIG` makes it")
@@ -186,17 +188,17 @@ class _Examination:
         has_patience = progress.num_bad_validations < settings.patience
         return has_patience and progress.step < (settings.max_steps or progress.step + 1)
 
-    def _check_translations(self) -> Iterator[Finding | str]:
+    def _check_translations(self) -> Iterator[CheckResult | str]:
         config, step = self._needs_config(), None
         self._needs_vocabulary()
         if not self.has_model:
             if not self.whole:
                 raise _Skip("there is no model that could")
             step = max(self.whole)
-        translator = load(self.run, config.decoding, Loading(step=step))
+        translator = load(self.run, config.decoding, LoadOptions(step=step))
         real = self._validation_lines()
         lines = real or _made_up(translator.tokenizer)
-        sources = [Source(ids) for ids in translator.tokenizer.encode_src(lines)]
+        sources = [EncodedSource(ids) for ids in translator.tokenizer.encode_src(lines)]
         together = [best[0] for best in translator.search(sources)]
         alone = [translator.search([source])[0][0] for source in sources]
         for number, (one, other) in enumerate(zip(together, alone, strict=True), start=1):
@@ -214,7 +216,7 @@ class _Examination:
             return []
         return [line for line in lines if line.strip()][:_NUM_LINES]
 
-    def _check_resume(self) -> Iterator[Finding | str]:
+    def _check_resume(self) -> Iterator[CheckResult | str]:
         if not self.wants_replay:
             raise _Skip("`--no-replay` was asked for")
         config, span = self._needs_config(), self._span()
@@ -247,7 +249,7 @@ class _Examination:
         for line in read_metrics(self.run.metrics_path):
             if "changed" in line and line["step"] > span.first_step:
                 raise _Skip(f"the config changed at step {line['step']:,}")
-        made = checkpoint.load_made_with(span.newer)
+        made = checkpoint.load_environment(span.newer)
         try:
             device = pick_device(config.training.device, "training.device").type
         except ConfigError as error:
@@ -317,13 +319,13 @@ def _agree(one: Hypothesis, other: Hypothesis) -> bool:
     return one.ids == other.ids or abs(one.log_prob - other.log_prob) < _TIE
 
 
-def _judge(found: Replayed, span: Span) -> Finding | str:
+def _judge(found: Replayed, span: Span) -> CheckResult | str:
     again = f"steps {span.first_step + 1:,} to {span.last_step:,} made again"
     if not found.differing:
         return f"{again}: the same bytes"
     if not found.elsewhere:
         text = f"{again} differ in {', '.join(found.differing)}; restore {span.older.name} and "
-        return Finding("resume", "FAILED", f"{text}{span.newer.name} from a copy of the run.")
+        return CheckResult("resume", "FAILED", f"{text}{span.newer.name} from a copy of the run.")
     if found.distance <= _ROUNDING:
         return f"{again}: the same to rounding ({found.elsewhere})"
-    return Finding("resume", "skipped", found.elsewhere)
+    return CheckResult("resume", "skipped", found.elsewhere)

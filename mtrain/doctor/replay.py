@@ -17,7 +17,7 @@ import torch
 
 from mtrain.config.sections import Config
 from mtrain.run import checkpoint
-from mtrain.run.checkpoint import Checkpoint, MadeWith, Weights
+from mtrain.run.checkpoint import Checkpoint, Environment, Weights
 from mtrain.run.logger import RunLog, read_metrics
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime import device
@@ -60,10 +60,10 @@ def replay(config: Config, run: RunDir, span: Span) -> Replayed:
         WriteError: if the temporary folder cannot be written.
     """
     device.keep_freed_memory()
-    made = checkpoint.load_made_with(span.newer)
+    made = checkpoint.load_environment(span.newer)
     with tempfile.TemporaryDirectory(prefix="mtrain-") as folder, _threads(made):
-        scratch = _Scratch(Path(folder), run)
-        with _Log(scratch.metrics_path, config, span) as log:
+        scratch = _ScratchRun(Path(folder), run)
+        with _ReplayLog(scratch.metrics_path, config, span) as log:
             trainer = Trainer(config, scratch, log)
             with closing(trainer.gradients.workers):
                 trainer.restore(span.older)
@@ -83,7 +83,7 @@ def replay(config: Config, run: RunDir, span: Span) -> Replayed:
 
 
 @dataclass(frozen=True)
-class _Scratch(RunDir):
+class _ScratchRun(RunDir):
     """A run folder of its own, but with the tokenizer and the data of another."""
 
     original: RunDir
@@ -97,7 +97,7 @@ class _Scratch(RunDir):
         return self.original.data_dir
 
 
-class _Log(RunLog):
+class _ReplayLog(RunLog):
     """Says nothing, and moves the bar from the first step of a span to the last."""
 
     def __init__(self, metrics_path: Path, config: Config, span: Span) -> None:
@@ -116,7 +116,7 @@ class _Log(RunLog):
 
 
 @contextmanager
-def _threads(made: MadeWith | None) -> Iterator[None]:
+def _threads(made: Environment | None) -> Iterator[None]:
     """Compute on as many threads as the training did."""
     before = torch.get_num_threads()
     torch.set_num_threads(made.threads if made else before)
@@ -162,10 +162,10 @@ def _norm_of_difference(one: Weights, other: Weights) -> float:
     return float(torch.stack(squares).sum().sqrt())
 
 
-def _elsewhere(span: Span, here: MadeWith) -> str:
+def _elsewhere(span: Span, here: Environment) -> str:
     """Say why bits may differ; nothing if all is as it was, on a CPU."""
     for path in (span.newer, span.older):
-        made = checkpoint.load_made_with(path)
+        made = checkpoint.load_environment(path)
         if made is None:
             return "the checkpoint does not say what it was made with"
         here = here._replace(threads=min(made.threads, os.cpu_count() or 1))

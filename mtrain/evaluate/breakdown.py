@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from sacrebleu.metrics.chrf import CHRF
 
-from mtrain.data.prepare import Lines
+from mtrain.data.prepare import ParallelLines
 from mtrain.evaluate.frequencies import Unit, split, unit_of
 from mtrain.evaluate.metrics import Scorer, ScoringOptions
-from mtrain.evaluate.significance import Output
+from mtrain.evaluate.significance import SystemOutput
 
 NUM_EXAMPLES = 5  # lines of a kind that are shown
 _NUM_GROUPS = 4
@@ -22,7 +22,7 @@ _FREQUENCIES = (0, 1, 10, 100, 1000)  # where the groups begin
 
 
 @dataclass(frozen=True)
-class Group:
+class LineGroup:
     """Lines that have something in common.
 
     Attributes:
@@ -39,7 +39,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Translation:
+class ScoredLine:
     """What a system made of a line, and the line's chrF2."""
 
     system: str
@@ -54,7 +54,7 @@ class Example:
     line: int
     source: str
     reference: str
-    translations: list[Translation]
+    translations: list[ScoredLine]
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class Breakdown:
     """
 
     unit: Unit
-    by_length: list[Group]
-    by_rarity: list[Group] | None
+    by_length: list[LineGroup]
+    by_rarity: list[LineGroup] | None
     best: list[Example]
     worst: list[Example]
 
@@ -87,7 +87,10 @@ class Contrast:
 
 
 def break_down(
-    test: Lines, output: Output, options: ScoringOptions, training: Mapping[str, int] | None
+    test: ParallelLines,
+    output: SystemOutput,
+    options: ScoringOptions,
+    training: Mapping[str, int] | None,
 ) -> Breakdown:
     """Take a system's score apart.
 
@@ -117,7 +120,9 @@ def break_down(
     )
 
 
-def contrast(test: Lines, baseline: Output, system: Output, options: ScoringOptions) -> Contrast:
+def contrast(
+    test: ParallelLines, baseline: SystemOutput, system: SystemOutput, options: ScoringOptions
+) -> Contrast:
     """Find the lines in which a system is most above the baseline, and most below it."""
     ours, theirs = (line_scores(test, output, options) for output in (baseline, system))
     gains = [their - our for our, their in zip(ours, theirs, strict=True)]
@@ -133,9 +138,11 @@ def contrast(test: Lines, baseline: Output, system: Output, options: ScoringOpti
     return Contrast(baseline.name, system.name, examples(better), examples(worse))
 
 
-def _example(test: Lines, row: int, outputs: Sequence[tuple[Output, float]]) -> Example:
+def _example(
+    test: ParallelLines, row: int, outputs: Sequence[tuple[SystemOutput, float]]
+) -> Example:
     translations = [
-        Translation(output.name, score, output.hypotheses[row]) for output, score in outputs
+        ScoredLine(output.name, score, output.hypotheses[row]) for output, score in outputs
     ]
     return Example(row + 1, test.src[row], test.tgt[row], translations)
 
@@ -147,12 +154,12 @@ def _quantiles(values: Sequence[int]) -> list[int]:
 
 
 def _groups(
-    test: Lines,
-    output: Output,
+    test: ParallelLines,
+    output: SystemOutput,
     options: ScoringOptions,
     values: Sequence[int | None],
     starts: Sequence[int],
-) -> list[Group]:
+) -> list[LineGroup]:
     """Score the lines from each of `starts` to the next one; a group without lines is left out."""
     members: dict[int, list[int]] = {}
     for row, value in enumerate(values):
@@ -160,7 +167,7 @@ def _groups(
             members.setdefault(bisect_right(starts, value) - 1, []).append(row)
     lasts = [start - 1 for start in starts[1:]]
     return [
-        Group(
+        LineGroup(
             starts[place],
             lasts[place] if place < len(lasts) else None,
             len(rows),
@@ -171,7 +178,7 @@ def _groups(
 
 
 def _score(
-    test: Lines, output: Output, options: ScoringOptions, rows: Sequence[int]
+    test: ParallelLines, output: SystemOutput, options: ScoringOptions, rows: Sequence[int]
 ) -> dict[str, float]:
     sources, references, hypotheses = (
         [lines[row] for row in rows] for lines in (*test, output.hypotheses)
@@ -179,7 +186,7 @@ def _score(
     return Scorer(references, options, sources).values(hypotheses)
 
 
-def line_scores(test: Lines, output: Output, options: ScoringOptions) -> list[float]:
+def line_scores(test: ParallelLines, output: SystemOutput, options: ScoringOptions) -> list[float]:
     """Return the chrF2 of each line, which means more of a single line than BLEU does."""
     metric = CHRF(lowercase=options.lowercase)
     pairs = zip(output.hypotheses, test.tgt, strict=True)

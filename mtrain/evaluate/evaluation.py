@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from mtrain.data import prepare
-from mtrain.data.prepare import Lines
+from mtrain.data.prepare import ParallelLines
 from mtrain.decode.beam import length_penalty
-from mtrain.decode.pipeline import BLOCK_LINES, LongLines, Options, Stream, Warn
-from mtrain.decode.translator import Source, Translator
+from mtrain.decode.pipeline import BLOCK_LINES, LineTranslator, LongLines, Options, Warn
+from mtrain.decode.translator import EncodedSource, Translator
 from mtrain.errors import RunError
 from mtrain.evaluate.metrics import Score, ScoringOptions, score
 from mtrain.run.run_dir import RunDir
@@ -21,12 +21,12 @@ class TestResult:
     """The translations of one test set beside their references, and the scores."""
 
     name: str
-    lines: Lines
+    lines: ParallelLines
     hypotheses: list[str]
     scores: list[Score]
 
 
-def read_tests(run: RunDir, names: Sequence[str] | None = None) -> dict[str, Lines]:
+def read_tests(run: RunDir, names: Sequence[str] | None = None) -> dict[str, ParallelLines]:
     """Return the text of a run's test sets, all or those that are named.
 
     Raises:
@@ -65,9 +65,11 @@ def evaluate(
     return results
 
 
-def _translated(run: RunDir, translator: Translator, warn: Warn, lines: Lines) -> Iterator[str]:
+def _translated(
+    run: RunDir, translator: Translator, warn: Warn, lines: ParallelLines
+) -> Iterator[str]:
     options = Options(LongLines(run.load_config().data.max_tokens), with_scores=False)
-    stream = Stream(translator, options, prepare.read_profile(run), warn)
+    stream = LineTranslator(translator, options, prepare.read_profile(run), warn)
     firsts = range(0, len(lines.src), BLOCK_LINES)
     for line in stream.translate(lines.src[first : first + BLOCK_LINES] for first in firsts):
         yield line.best[0].text
@@ -86,7 +88,7 @@ def reference_scores(
     of tokens, eos among them.
     """
     for name, lines in read_tests(run, names).items():
-        sources = [Source(ids) for ids in translator.tokenizer.encode_src(lines.src)]
+        sources = [EncodedSource(ids) for ids in translator.tokenizer.encode_src(lines.src)]
         targets = translator.tokenizer.tgt.encode(lines.tgt)
         for number, log_probs in enumerate(translator.score(sources, targets), start=1):
             penalty = length_penalty(len(log_probs), translator.decoding.length_alpha)

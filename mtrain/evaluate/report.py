@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from mtrain.evaluate import evaluation
-from mtrain.evaluate.breakdown import Breakdown, Contrast, Example, Group
+from mtrain.evaluate.breakdown import Breakdown, Contrast, Example, LineGroup
 from mtrain.evaluate.metrics import number
 from mtrain.evaluate.scoreboard import System, TestReport
-from mtrain.evaluate.significance import Comparison
+from mtrain.evaluate.significance import SystemComparison
 from mtrain.io.text_width import visible, wrapped
 
 _WIDTH = 80
@@ -82,7 +82,7 @@ def _table(report: TestReport, place: int) -> Iterator[str]:
     yield from sorted({f"  {own.randomization_signature}" for own in against.values()})
 
 
-def _columns(metric: str, comparison: Comparison | None) -> str:
+def _columns(metric: str, comparison: SystemComparison | None) -> str:
     if comparison is None:
         return " " * 30
     difference = number(metric, comparison.difference)
@@ -109,7 +109,7 @@ def _parts(name: str, system: System, parts: Breakdown) -> Iterator[str]:
     yield from _examples("worst lines, by chrF2", parts.worst)
 
 
-def _groups(title: str, groups: Sequence[Group], unit: str = "") -> Iterator[str]:
+def _groups(title: str, groups: Sequence[LineGroup], unit: str = "") -> Iterator[str]:
     if groups:
         metrics = "".join(f"{metric:>9}" for metric in groups[0].scores)
         yield f"  {title:<34}{'lines':>8}{metrics}"

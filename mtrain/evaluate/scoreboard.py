@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mtrain.data.prepare import Lines
+from mtrain.data.prepare import ParallelLines
 from mtrain.decode.distributed import Load
 from mtrain.decode.pipeline import Warn
 from mtrain.errors import ConfigError, RunError
@@ -19,7 +19,7 @@ from mtrain.evaluate import breakdown, frequencies, significance
 from mtrain.evaluate.breakdown import Breakdown, Contrast
 from mtrain.evaluate.evaluation import TestResult, evaluate, read_tests
 from mtrain.evaluate.metrics import ScoringOptions, score
-from mtrain.evaluate.significance import Comparison, Output
+from mtrain.evaluate.significance import SystemComparison, SystemOutput
 from mtrain.io.lines import read_lines
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
@@ -28,7 +28,7 @@ _APART = ("run_dir", "seed")  # what may differ between runs whose scores are av
 
 
 @dataclass(frozen=True)
-class Plan:
+class EvaluationPlan:
     """What is to be measured.
 
     Attributes:
@@ -58,7 +58,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Summary:
+class ScoreSummary:
     """The scores of several runs by one metric: their mean and sample standard deviation."""
 
     metric: str
@@ -92,12 +92,12 @@ class TestReport:
     name: str
     num_lines: int
     systems: list[System]
-    summary: list[Summary]
-    comparisons: list[Comparison]
+    summary: list[ScoreSummary]
+    comparisons: list[SystemComparison]
     contrasts: list[Contrast]
 
 
-def measure(plan: Plan, load: Load, warn: Warn) -> list[TestReport]:
+def measure(plan: EvaluationPlan, load: Load, warn: Warn) -> list[TestReport]:
     """Translate and score test sets; return a report of each.
 
     Args:
@@ -127,11 +127,11 @@ def measure(plan: Plan, load: Load, warn: Warn) -> list[TestReport]:
 class _Checked(NamedTuple):
     """The test sets, and the lines of each file of translations, which is read but once."""
 
-    tests: dict[str, Lines]
+    tests: dict[str, ParallelLines]
     translations: dict[Path, list[str]]
 
 
-def _checked(plan: Plan) -> _Checked:
+def _checked(plan: EvaluationPlan) -> _Checked:
     """Return the test sets of the first run, and see that the other systems are of the same."""
     paths = plan.paths
     places = [path.resolve() for path in paths]
@@ -151,7 +151,7 @@ def _checked(plan: Plan) -> _Checked:
 
 
 def _check_references(
-    path: Path, name: str, own: Sequence[str], plan: Plan, wanted: Sequence[str]
+    path: Path, name: str, own: Sequence[str], plan: EvaluationPlan, wanted: Sequence[str]
 ) -> None:
     """Refuse a run whose references are not those of the first run."""
     first = plan.runs[0].path
@@ -170,7 +170,7 @@ def _check_references(
         )
 
 
-def _read_file(path: Path, tests: Mapping[str, Lines]) -> list[str]:
+def _read_file(path: Path, tests: Mapping[str, ParallelLines]) -> list[str]:
     """Read a file of translations, which can be of one test set only."""
     if not path.exists():
         raise ConfigError(f"{path}: must be a run folder or a file of translations, but is none.")
@@ -190,7 +190,7 @@ def _read_file(path: Path, tests: Mapping[str, Lines]) -> list[str]:
 
 
 def _translated(
-    path: Path, plan: Plan, tests: Mapping[str, Lines], load: Load, warn: Warn
+    path: Path, plan: EvaluationPlan, tests: Mapping[str, ParallelLines], load: Load, warn: Warn
 ) -> Iterator[TestResult]:
     """Translate the test sets by a run, and score them."""
     run = RunDir(path)
@@ -198,15 +198,19 @@ def _translated(
         yield from evaluate(run, translator, warn, plan.options, list(tests))
 
 
-def _scored(hypotheses: list[str], plan: Plan, tests: Mapping[str, Lines]) -> Iterator[TestResult]:
+def _scored(
+    hypotheses: list[str], plan: EvaluationPlan, tests: Mapping[str, ParallelLines]
+) -> Iterator[TestResult]:
     """Score translations of the one test set."""
     for name, lines in tests.items():
         scores = score(hypotheses, lines.tgt, plan.options, lines.src)
         yield TestResult(name, lines, hypotheses, scores)
 
 
-def _report(name: str, lines: Lines, systems: list[System], plan: Plan) -> TestReport:
-    outputs = [Output(system.name, system.result.hypotheses) for system in systems]
+def _report(
+    name: str, lines: ParallelLines, systems: list[System], plan: EvaluationPlan
+) -> TestReport:
+    outputs = [SystemOutput(system.name, system.result.hypotheses) for system in systems]
     comparisons, contrasts = [], []
     if plan.others:
         comparisons = significance.compare(outputs, lines.tgt, plan.options, lines.src)
@@ -229,12 +233,12 @@ def _training_counts(run: RunDir, sources: Sequence[str]) -> Mapping[str, int] |
     return frequencies.in_training(run, sentencepiece.load(run.tokenizer_dir), words, unit)
 
 
-def _summary(systems: Sequence[System]) -> list[Summary]:
+def _summary(systems: Sequence[System]) -> list[ScoreSummary]:
     found = []
     for scores in zip(*(system.result.scores for system in systems), strict=True):
         values = [score.value for score in scores]
         mean, std = statistics.mean(values), statistics.stdev(values)
-        found.append(Summary(scores[0].metric, len(values), mean, std))
+        found.append(ScoreSummary(scores[0].metric, len(values), mean, std))
     return found
 
 

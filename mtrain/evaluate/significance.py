@@ -16,7 +16,7 @@ from sacrebleu.significance import PairedTest, Result
 from mtrain.evaluate.metrics import Scorer, ScoringOptions
 
 
-class Output(NamedTuple):
+class SystemOutput(NamedTuple):
     """The translations of a test set by one system."""
 
     name: str
@@ -24,7 +24,7 @@ class Output(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SystemComparison:
     """A system beside the baseline, by one metric.
 
     Attributes:
@@ -49,11 +49,11 @@ class Comparison:
 
 
 def compare(
-    outputs: Sequence[Output],
+    outputs: Sequence[SystemOutput],
     references: Sequence[str],
     options: ScoringOptions,
     sources: Sequence[str] = (),
-) -> list[Comparison]:
+) -> list[SystemComparison]:
     """Compare each system with the first one, by every metric.
 
     Args:
@@ -73,7 +73,7 @@ def compare(
         ):
             difference = float(one.score - baseline)
             found.append(
-                Comparison(
+                SystemComparison(
                     by_bootstrap.metric,
                     outputs[0].name,
                     output.name,
@@ -105,7 +105,7 @@ class _Tested(NamedTuple):
     signature: str
 
 
-def _test(outputs: Sequence[Output], metric: Metric, kind: str, num_samples: int) -> _Tested:
+def _test(outputs: Sequence[SystemOutput], metric: Metric, kind: str, num_samples: int) -> _Tested:
     """Run a test: bs is the paired bootstrap, ar randomisation; 0 is sacreBLEU's number."""
     systems: list[tuple[str, Sequence[str]]] = [(own.name, own.hypotheses) for own in outputs]
     test = PairedTest(systems, {"": metric}, None, test_type=kind, n_samples=num_samples)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mtrain.config.sections import Config, ModelConfig
 from mtrain.errors import ConfigError
-from mtrain.export.parity import Found, Ids
+from mtrain.export.parity import CopyOutput, Ids
 from mtrain.model.transformer import Transformer, sinusoids
 from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
 
@@ -174,13 +174,13 @@ class CTranslate2Copy:
         """Return the text of each list of pieces."""
         return self._tgt.decode(ids)
 
-    def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[Found]:
+    def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[CopyOutput]:
         """Return the likeliest target of each source, its score not divided by its length."""
         return [best[0] for best in self.search_best(sources, beam, max_lengths, num_best=1)]
 
     def search_best(
         self, sources: Ids, beam: int, max_lengths: list[int], num_best: int
-    ) -> list[list[Found]]:
+    ) -> list[list[CopyOutput]]:
         """Return the likeliest targets of each source, at most `num_best`."""
         results = self._translator.translate_batch(
             self._read(sources),
@@ -199,10 +199,10 @@ class CTranslate2Copy:
             for result in results
         ]
 
-    def _found(self, pieces: list[str], log_prob: float) -> Found:
+    def _found(self, pieces: list[str], log_prob: float) -> CopyOutput:
         ids = [self._ids_of[piece] for piece in pieces]
         has_ended = ids[-1:] == [self._tgt.eos]
-        return Found(ids[:-1] if has_ended else ids, log_prob, has_ended)
+        return CopyOutput(ids[:-1] if has_ended else ids, log_prob, has_ended)
 
     def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
         """Return the log-probability of each piece of a given target, and of its eos."""

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from mtrain.config.sections import DecodingConfig
 from mtrain.decode.beam import Hypothesis, length_penalty
-from mtrain.decode.translator import Source, Translator, load
+from mtrain.decode.translator import EncodedSource, Translator, load
 from mtrain.errors import ConfigError
 from mtrain.export.ctranslate2 import CTranslate2Copy, num_positions
 from mtrain.export.export import Say, ensure
-from mtrain.run.load_model import Loading
+from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
 
 
@@ -23,7 +23,9 @@ class CTranslate2Translator(Translator):
         super().__init__(models, translator.tokenizer, translator.decoding, device)
         self._copy = CTranslate2Copy(directory)
 
-    def search(self, sources: Sequence[Source], with_scores: bool = True) -> list[list[Hypothesis]]:
+    def search(
+        self, sources: Sequence[EncodedSource], with_scores: bool = True
+    ) -> list[list[Hypothesis]]:
         """Return the best target of each source, by mtrain's length penalty."""
         if not sources:
             return []
@@ -72,4 +74,4 @@ def load_ctranslate2(
             f"{max_tokens} instead."
         )
     directory = ensure(run, say)
-    return CTranslate2Translator(load(run, decoding, Loading("cpu")), directory)
+    return CTranslate2Translator(load(run, decoding, LoadOptions("cpu")), directory)

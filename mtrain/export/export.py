@@ -13,16 +13,16 @@ from typing import Literal, NamedTuple
 from mtrain import __version__
 from mtrain.config.sections import Config
 from mtrain.data import prepare
-from mtrain.data.prepare import Lines
-from mtrain.decode.translator import Source, Translator, load
+from mtrain.data.prepare import ParallelLines
+from mtrain.decode.translator import EncodedSource, Translator, load
 from mtrain.errors import ConfigError, RunError
 from mtrain.evaluate import metrics
 from mtrain.export import ctranslate2, huggingface, parity
 from mtrain.export.model_card import Card, ctranslate2_readme, marian_readme
-from mtrain.export.parity import Comparison, Copy
+from mtrain.export.parity import Copy, ParityReport
 from mtrain.io.atomic import sha256_if_readable, whole_dir, write_lines
 from mtrain.model.transformer import num_parameters
-from mtrain.run.load_model import Loading
+from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
 
 Target = Literal["ctranslate2", "huggingface"]
@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ExportRequest:
     """What to export, and on how many lines of the validation text to check it."""
 
     target: Target
@@ -47,7 +47,7 @@ class Bleu(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Report:
+class ExportReport:
     """What became of an export.
 
     Attributes:
@@ -65,7 +65,7 @@ class Report:
     precision: str
     num_bytes: int
     weights: str | None
-    comparison: Comparison
+    comparison: ParityReport
     bleu: Bleu | None
 
 
@@ -73,7 +73,7 @@ _REPORT_FILE = "export.json"
 _PACKAGES: dict[Target, str] = {"ctranslate2": "ctranslate2", "huggingface": "transformers"}
 
 
-def export(run: RunDir, directory: Path, wanted: Wanted, say: Say) -> Report:
+def export(run: RunDir, directory: Path, wanted: ExportRequest, say: Say) -> ExportReport:
     """Write a run's model as a folder for another library, and check it with that library.
 
     Raises:
@@ -92,7 +92,7 @@ def ensure(run: RunDir, say: Say) -> Path:
     Raises:
         ConfigError, RunError: as `export` does.
     """
-    directory, wanted = run.path / "ctranslate2", Wanted("ctranslate2")
+    directory, wanted = run.path / "ctranslate2", ExportRequest("ctranslate2")
     _require_library(wanted)
     try:
         made_of = json.loads((directory / _REPORT_FILE).read_text("utf-8"))["weights"]
@@ -108,13 +108,13 @@ def _weights(run: RunDir) -> str | None:
     return sha256_if_readable(run.model_path)
 
 
-def _export(run: RunDir, directory: Path, wanted: Wanted, say: Say) -> Report:
+def _export(run: RunDir, directory: Path, wanted: ExportRequest, say: Say) -> ExportReport:
     config = run.load_config()
     _require_library(wanted)
     _refuse(config, wanted)
-    translator = load(run, loading=Loading("cpu"))
+    translator = load(run, loading=LoadOptions("cpu"))
     held_out = _held_out(run, translator)
-    lines = Lines(held_out.src[: wanted.num_lines], held_out.tgt[: wanted.num_lines])
+    lines = ParallelLines(held_out.src[: wanted.num_lines], held_out.tgt[: wanted.num_lines])
     with whole_dir(directory, _REPORT_FILE) as beside:
         say(f"{directory}: writing, then checking on {len(lines.src)} lines")
         _write(translator, config, beside, wanted)
@@ -123,7 +123,7 @@ def _export(run: RunDir, directory: Path, wanted: Wanted, say: Say) -> Report:
         if wanted.quantization is None:
             _require_equal(directory, compared)
         bleu = _bleu(translator, copy, held_out, say) if wanted.quantization else None
-        report = Report(
+        report = ExportReport(
             wanted.target,
             importlib.metadata.version(_PACKAGES[wanted.target]),
             wanted.quantization or "float32",
@@ -136,7 +136,7 @@ def _export(run: RunDir, directory: Path, wanted: Wanted, say: Say) -> Report:
     return report
 
 
-def _require_library(wanted: Wanted) -> None:
+def _require_library(wanted: ExportRequest) -> None:
     package = _PACKAGES[wanted.target]
     if find_spec(package) is None:
         raise ConfigError(
@@ -145,7 +145,7 @@ def _require_library(wanted: Wanted) -> None:
         )
 
 
-def _refuse(config: Config, wanted: Wanted) -> None:
+def _refuse(config: Config, wanted: ExportRequest) -> None:
     if wanted.target == "ctranslate2":
         ctranslate2.refuse(config.model)
         return
@@ -157,7 +157,7 @@ def _refuse(config: Config, wanted: Wanted) -> None:
         )
 
 
-def _held_out(run: RunDir, translator: Translator) -> Lines:
+def _held_out(run: RunDir, translator: Translator) -> ParallelLines:
     """Return the pairs of the validation text that are neither blank nor too long."""
     valid = prepare.read_valid(run)
     limit = run.load_config().data.max_tokens
@@ -170,10 +170,10 @@ def _held_out(run: RunDir, translator: Translator) -> Lines:
     ]
     if not rows:
         raise RunError(f"{run.path}: must have validation text to check an export, but has none.")
-    return Lines([valid.src[row] for row in rows], [valid.tgt[row] for row in rows])
+    return ParallelLines([valid.src[row] for row in rows], [valid.tgt[row] for row in rows])
 
 
-def _write(translator: Translator, config: Config, directory: Path, wanted: Wanted) -> None:
+def _write(translator: Translator, config: Config, directory: Path, wanted: ExportRequest) -> None:
     model, tokenizer = translator.model, translator.tokenizer
     if wanted.target == "ctranslate2":
         ctranslate2.write(model, tokenizer, config, directory, wanted.quantization)
@@ -188,16 +188,16 @@ def _load(directory: Path, target: Target) -> Copy:
     return huggingface.MarianCopy(directory)
 
 
-def _require_equal(directory: Path, compared: Comparison) -> None:
+def _require_equal(directory: Path, compared: ParityReport) -> None:
     if problems := compared.problems():
         raise RunError(f"{directory}: nothing is exported: {'; '.join(problems)}.")
 
 
-def _bleu(translator: Translator, copy: Copy, lines: Lines, say: Say) -> Bleu:
+def _bleu(translator: Translator, copy: Copy, lines: ParallelLines, say: Say) -> Bleu:
     """Return the BLEU of both."""
     say(f"translating {len(lines.src):,} lines of validation text with both")
     sources = translator.tokenizer.encode_src(lines.src)
-    limits = [translator.max_length(Source(ids)) for ids in sources]
+    limits = [translator.max_length(EncodedSource(ids)) for ids in sources]
     found = copy.search(sources, translator.decoding.beam, limits)
     theirs = translator.tokenizer.tgt.decode([own.ids for own in found])
     ours = parity.translate(translator, sources)
@@ -205,7 +205,7 @@ def _bleu(translator: Translator, copy: Copy, lines: Lines, say: Say) -> Bleu:
 
 
 def _describe(
-    run: RunDir, translator: Translator, report: Report, lines: Lines, directory: Path
+    run: RunDir, translator: Translator, report: ExportReport, lines: ParallelLines, directory: Path
 ) -> None:
     """Write the page and the report beside the model."""
     example = min(lines.src, key=len)
@@ -220,7 +220,7 @@ def _describe(
     write_lines(directory / _REPORT_FILE, as_json(report))
 
 
-def as_text(report: Report) -> list[str]:
+def as_text(report: ExportReport) -> list[str]:
     """Return the report as a table of lines."""
     found = report.comparison
     rows = [
@@ -241,7 +241,7 @@ def as_text(report: Report) -> list[str]:
     return [f"{name:<{width}}  {value}" for name, value in rows]
 
 
-def as_json(report: Report) -> list[str]:
+def as_json(report: ExportReport) -> list[str]:
     """Return the report as lines of one JSON object."""
     tree = {"mtrain": __version__, **asdict(report)}
     return json.dumps(tree, indent=2, ensure_ascii=False).split("\n")

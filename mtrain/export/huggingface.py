@@ -21,7 +21,7 @@ from torch import Tensor
 from mtrain.config.sections import Config, ModelConfig
 from mtrain.data.batch import keep_first, pad_right
 from mtrain.errors import ConfigError
-from mtrain.export.parity import Found, Ids
+from mtrain.export.parity import CopyOutput, Ids
 from mtrain.model.transformer import Transformer
 from mtrain.run.checkpoint import save_tensors
 from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
@@ -240,9 +240,9 @@ class MarianCopy:
         return [self._tokenizer.decode(row, skip_special_tokens=True) for row in ids]
 
     @torch.inference_mode()
-    def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[Found]:
+    def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[CopyOutput]:
         """Return the likeliest target of each source, its score not divided by its length."""
-        found: dict[int, Found] = {}
+        found: dict[int, CopyOutput] = {}
         for rows in _batches([len(ids) for ids in sources]):
             own = self._search(
                 [sources[row] for row in rows], beam, max(max_lengths[row] for row in rows) + 1
@@ -250,7 +250,7 @@ class MarianCopy:
             found.update(zip(rows, own, strict=True))
         return [found[row] for row in range(len(sources))]
 
-    def _search(self, sources: Ids, beam: int, max_new_tokens: int) -> list[Found]:
+    def _search(self, sources: Ids, beam: int, max_new_tokens: int) -> list[CopyOutput]:
         with _quiet():
             result = self.model.generate(
                 pad_right(sources, self._pad),
@@ -265,7 +265,7 @@ class MarianCopy:
         found = []
         for row, log_prob in zip(result.sequences[:, 1:].tolist(), log_probs, strict=True):
             length = row.index(self._eos)  # forced, if nothing else
-            found.append(Found(row[:length], log_prob, length + 1 < max_new_tokens))
+            found.append(CopyOutput(row[:length], log_prob, length + 1 < max_new_tokens))
         return found
 
     @torch.inference_mode()

@@ -161,7 +161,7 @@ def _sizes(card: Card, config: Config) -> list[str]:
         f"heads, feed-forward width {model.d_ff}, {model.norm}-norm, {model.activation}.",
         f"- SentencePiece {config.tokenizer.kind}: {src:,} {shared} pieces.",
     ]
-    origin = checkpoint.load_origin(card.run.model_path)
+    origin = checkpoint.load_final_weights_info(card.run.model_path)
     if origin is not None:
         lines.append(
             f"- BLEU of the validation text: {origin.bleu:.2f} (sacreBLEU, greedy search)."

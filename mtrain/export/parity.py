@@ -13,9 +13,9 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from mtrain.config.sections import DecodingConfig
-from mtrain.data.prepare import Lines
+from mtrain.data.prepare import ParallelLines
 from mtrain.decode.ensemble import Ensemble, EnsembleState, Padded
-from mtrain.decode.translator import Source, Translator
+from mtrain.decode.translator import EncodedSource, Translator
 
 Ids = list[list[int]]
 
@@ -25,7 +25,7 @@ _SHOWN = 40  # characters of a line
 _NEVER = -1e9  # a logit that no other is below
 
 
-class Found(NamedTuple):
+class CopyOutput(NamedTuple):
     """What a copy has found for a source.
 
     Attributes:
@@ -52,7 +52,7 @@ class Copy(Protocol):
     def decode(self, ids: Ids) -> list[str]:
         """Return the text of each list of pieces."""
 
-    def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[Found]:
+    def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[CopyOutput]:
         """Return the likeliest target of each source, its score not divided by its length.
 
         None ends before its own limit, eos apart, unless it is likelier to.
@@ -73,7 +73,7 @@ class Same(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ParityReport:
     """How a model and its copy compare.
 
     Attributes:
@@ -122,7 +122,7 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
-def compare(translator: Translator, copy: Copy, lines: Lines) -> Comparison:
+def compare(translator: Translator, copy: Copy, lines: ParallelLines) -> ParityReport:
     """Let both translate the sources and score the references.
 
     Args:
@@ -134,7 +134,7 @@ def compare(translator: Translator, copy: Copy, lines: Lines) -> Comparison:
     encoded = translator.tokenizer.encode_src(lines.src)
     sources = copy.encode(lines.src)
     same_encoded = _count(a == b for a, b in zip(encoded, sources, strict=True))
-    limits = [own.translator.max_length(Source(ids)) for ids in encoded]
+    limits = [own.translator.max_length(EncodedSource(ids)) for ids in encoded]
     greedy = own.search(encoded, beam=1)
     found = [
         found.ids[:limit]
@@ -146,7 +146,7 @@ def compare(translator: Translator, copy: Copy, lines: Lines) -> Comparison:
     references = translator.tokenizer.tgt.encode(lines.tgt)
     apart = _apart(own.score(encoded, references), copy.score(encoded, references))
     worst = max(range(len(apart)), key=lambda row: apart[row])
-    return Comparison(
+    return ParityReport(
         same_encoded,
         _count(own.are_as_likely(encoded, greedy, found)),
         _count(ids == other.ids for ids, other in zip(beams, copied, strict=True)),
@@ -177,7 +177,7 @@ def _apart(own: list[list[float]], other: list[list[float]]) -> list[float]:
     ]
 
 
-def _apart_in_sum(own: list[list[float]], copied: list[Found]) -> float:
+def _apart_in_sum(own: list[list[float]], copied: list[CopyOutput]) -> float:
     return max(
         _difference(sum(log_probs if found.has_ended else log_probs[:-1]), found.log_prob)
         for log_probs, found in zip(own, copied, strict=True)
@@ -220,11 +220,11 @@ class _Own:
         decoding = self.translator.decoding.model_copy(update={"beam": beam})
         searching = _with(self.translator, decoding)
         searching.ensemble = self.translator.ensemble
-        return [best[0].ids for best in searching.search([Source(ids) for ids in sources])]
+        return [best[0].ids for best in searching.search([EncodedSource(ids) for ids in sources])]
 
     def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
         """Return the log-probability of each piece of a given target, and of its eos."""
-        return self.translator.score([Source(ids) for ids in sources], targets)
+        return self.translator.score([EncodedSource(ids) for ids in sources], targets)
 
     def are_as_likely(self, sources: Ids, greedy: Ids, others: Ids) -> list[bool]:
         """Tell for each greedy output whether another is the same, or was as likely a choice."""

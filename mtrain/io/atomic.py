@@ -54,7 +54,7 @@ def is_replaced(path: Path) -> bool:
     return stat.S_ISREG(mode) and not _is_open_file(path)
 
 
-def followed(path: Path) -> Path:
+def resolve_links(path: Path) -> Path:
     """Return where links lead, but go no further than to an open file, such as /dev/stdout."""
     for _ in range(_MAX_LINKS):
         if not path.is_symlink() or _is_open_file(path):
@@ -108,7 +108,7 @@ def check_writable(path: Path) -> None:
 
 
 @contextmanager
-def making(path: Path) -> Iterator[None]:
+def writable_dir(path: Path) -> Iterator[None]:
     """Make a folder, unless it is there, and explain what its disk does not take.
 
     Raises:

@@ -67,7 +67,7 @@ def _read_to_the_bad_one(path: Path, block: Iterable[bytes], num_before: int) ->
         try:
             text = (line.removeprefix(_BOM) if number == 1 else line).decode("utf-8")
         except UnicodeDecodeError as error:
-            raise DataError(f"{path}:{number}: {say_undecodable(error)}.") from None
+            raise DataError(f"{path}:{number}: {format_undecodable(error)}.") from None
         yield text.removesuffix("\n").removesuffix("\r")
 
 
@@ -151,7 +151,7 @@ def raw_lines_of(path: Path, advance: Callable[[int], object]) -> Iterator[bytes
         advance(raw.tell() - position)
 
 
-def say_undecodable(error: UnicodeDecodeError) -> str:
+def format_undecodable(error: UnicodeDecodeError) -> str:
     """Say what is wrong with a line that is not UTF-8."""
     return f"must be UTF-8, but has {_culprit(error)}"
 

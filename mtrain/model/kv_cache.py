@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class DecoderState:
+class KVCache:
     """What decoding remembers of each hypothesis: where its source and its past are kept.
 
     Keys and values lie in stores, and each hypothesis has lists of places there: to reorder
@@ -28,9 +28,9 @@ class DecoderState:
     def __init__(self, sources: list[Tensor], src_keep_BS: Tensor) -> None:
         """Start with keys and values [R, X] of each layer for the R positions that are kept."""
         count_BS = src_keep_BS.flatten().cumsum(0).view_as(src_keep_BS)
-        self.sources = Stores(sources, is_full=True)
+        self.sources = KVPool(sources, is_full=True)
         self.src_places_NS = torch.where(src_keep_BS, count_BS - 1, -1)
-        self.pasts = Stores([torch.empty_like(source_RX) for source_RX in sources], is_full=False)
+        self.pasts = KVPool([torch.empty_like(source_RX) for source_RX in sources], is_full=False)
         self.places_NT, self.length_N = count_BS[:, :0], torch.zeros_like(count_BS[:, 0])
 
     @property
@@ -50,7 +50,7 @@ class DecoderState:
         self.src_places_NS = self.src_places_NS.index_select(0, rows_N)
         self.length_N = self.length_N.index_select(0, rows_N)
 
-    def extend(self, other: DecoderState) -> None:
+    def extend(self, other: KVCache) -> None:
         """Let the hypotheses of another state, which has read nothing yet, join after one's own."""
         longest = int(self.length_N.max()) if len(self.length_N) else 0
         own_NT = self.places_NT[:, self.max_length - longest :]
@@ -66,7 +66,7 @@ class DecoderState:
         self.src_places_NS = torch.cat(both)
 
 
-class Stores:
+class KVPool:
     """Keys and values of positions, a store [R, X] for each layer; R grows as it must.
 
     At first, all rows are in use, or none.

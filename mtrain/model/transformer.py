@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtrain.config.sections import ModelConfig
-from mtrain.model.kv_cache import DecoderState
-from mtrain.ops.attention import attend, attention, parts
+from mtrain.model.kv_cache import KVCache
+from mtrain.ops.attention import attention, paged_attention, parts
 from mtrain.ops.dropout import Dropout
 from mtrain.ops.layer_norm import LayerNorm, add_norm
-from mtrain.ops.linear import Linear, rectified
+from mtrain.ops.linear import Linear, relu_ffn
 from mtrain.ops.topk import Logits, Projection
 
 Sublayer = Callable[[Tensor], Tensor]
@@ -83,7 +83,7 @@ class Transformer(nn.Module):
         states_BTD: Tensor = self.decoder_norm(x_BTD)
         return states_BTD
 
-    def start(self, src_BS: Tensor, src_keep_BS: Tensor) -> DecoderState:
+    def start(self, src_BS: Tensor, src_keep_BS: Tensor) -> KVCache:
         """Read sources; return the state from which `step` decodes, one row for each."""
         memories = [
             self._read(src_BS[rows, :width], src_keep_BS[rows, :width])
@@ -91,9 +91,9 @@ class Transformer(nn.Module):
         ]
         memory_RD = torch.cat(memories)
         sources = [layer.cross_attention.source_keys_values(memory_RD) for layer in self.decoder]
-        return DecoderState(sources, src_keep_BS)
+        return KVCache(sources, src_keep_BS)
 
-    def step(self, ids_N: Tensor, state: DecoderState) -> Logits:
+    def step(self, ids_N: Tensor, state: KVCache) -> Logits:
         """Return the logits [N, V] of the piece that follows `ids_N`, and advance `state`."""
         stop = state.max_length + 1
         x_ND = self._embed(self.tgt_embedding, self.tgt_positions, ids_N, state.length_N, stop)
@@ -255,7 +255,7 @@ class DecoderLayer(nn.Module):
         x_BTD = self.residual_3(x_BTD, self.feed_forward)
         return x_BTD
 
-    def step(self, x_ND: Tensor, state: DecoderState, index: int) -> Tensor:
+    def step(self, x_ND: Tensor, state: KVCache, index: int) -> Tensor:
         """Return the layer's output [N, D] for one more position."""
         x_ND = self.residual_1(x_ND, lambda x: self.self_attention.step(x, state, index))
         x_ND = self.residual_2(x_ND, lambda x: self.cross_attention.step(x, state, index))
@@ -298,7 +298,7 @@ class FeedForward(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Apply the same network to every position; [B, T, D] to [B, T, D]."""
         if self.is_plain:
-            return rectified(x_BTD, self.inner, self.outer)
+            return relu_ffn(x_BTD, self.inner, self.outer)
         result: Tensor = self.outer(self.dropout(self.activation(self.inner(x_BTD))))
         return result
 
@@ -325,7 +325,7 @@ class SelfAttention(nn.Module):
         q_BHTK, k_BHTK, _ = self._project(x_BTD)
         return attention_weights(q_BHTK, k_BHTK, keep)
 
-    def step(self, x_ND: Tensor, state: DecoderState, index: int) -> Tensor:
+    def step(self, x_ND: Tensor, state: KVCache, index: int) -> Tensor:
         """Return [N, D] for one more position, which sees itself and all before it."""
         d_model = x_ND.shape[1]
         q_ND, own_NX = self.queries_keys_values(x_ND).split([d_model, 2 * d_model], -1)
@@ -333,7 +333,7 @@ class SelfAttention(nn.Module):
         past_RX = state.pasts.write(index, places_NT[:, -1], own_NX)
         if self.window is not None:
             places_NT = places_NT[:, -self.window - 1 :]
-        result: Tensor = self.output(attend(q_ND, past_RX, places_NT, self.num_heads))
+        result: Tensor = self.output(paged_attention(q_ND, past_RX, places_NT, self.num_heads))
         return result
 
     def _project(self, x_BTD: Tensor) -> list[Tensor]:
@@ -369,10 +369,10 @@ class CrossAttention(nn.Module):
         q_BHTK = split_heads(self.queries(x_BTD), self.num_heads)
         return attention_weights(q_BHTK, source.keys, src_keep_B11S)
 
-    def step(self, x_ND: Tensor, state: DecoderState, index: int) -> Tensor:
+    def step(self, x_ND: Tensor, state: KVCache, index: int) -> Tensor:
         """Return [N, D] for one more position."""
         source_RX, places_NS = state.sources.layers[index], state.src_places_NS
-        mixed_ND = attend(self.queries(x_ND), source_RX, places_NS, self.num_heads)
+        mixed_ND = paged_attention(self.queries(x_ND), source_RX, places_NS, self.num_heads)
         result: Tensor = self.output(mixed_ND)
         return result
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtrain.ops import native
-from mtrain.ops.dropout import NO_DROPOUT, Dropout, Drops
+from mtrain.ops.dropout import NO_DROPOUT, Dropout, DropoutMask
 from mtrain.ops.native import Functions, functions_for
 
 _SHORT = 128  # up to this many keys, plain batched products beat the fused kernel on a CPU
@@ -55,7 +55,7 @@ def attention(
     functions = functions_for(q, k, v)
     if functions is not None and q.dim() == 4 and k.shape[-2] <= _MOST_KEYS[q.dtype]:
         drops = dropout.draw() if dropout is not None else NO_DROPOUT
-        return run_compiled(_Attention, q, k, v, keep, drops, functions)
+        return run_compiled(_AttentionFunction, q, k, v, keep, drops, functions)
     rate = dropout.rate if dropout is not None and dropout.training else 0.0
     is_cpu = q.device.type == "cpu"
     is_short = q.dtype in (torch.bfloat16, torch.float16)
@@ -76,7 +76,7 @@ def attention(
     return torch.matmul(weights if dropout is None else dropout(weights), v.to(dtype)).to(q.dtype)
 
 
-class _Attention(torch.autograd.Function):
+class _AttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -84,7 +84,7 @@ class _Attention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         keep: Tensor | None,
-        drops: Drops,
+        drops: DropoutMask,
         functions: Functions,
     ) -> Tensor:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -115,11 +115,11 @@ def parts(x: Tensor, count: int) -> Sequence[Tensor]:
     """
     if not torch.is_grad_enabled() or functions_for(x) is None:
         return x.chunk(count, -1)
-    result: tuple[Tensor, ...] = _Parts.apply(x, count)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, ...] = _PartsFunction.apply(x, count)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Parts(torch.autograd.Function):
+class _PartsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: int) -> tuple[Tensor, ...]:
         return x.chunk(count, -1)
@@ -136,7 +136,7 @@ class _Parts(torch.autograd.Function):
         return torch.cat(grads, -1), None
 
 
-def attend(q_ND: Tensor, store_RX: Tensor, places_NT: Tensor, num_heads: int) -> Tensor:
+def paged_attention(q_ND: Tensor, store_RX: Tensor, places_NT: Tensor, num_heads: int) -> Tensor:
     """Return the attention [N, D] of one query each to the rows of a store that it names.
 
     Args:
@@ -185,7 +185,7 @@ def _memory(x: Tensor) -> tuple[Any, ...]:
 
 
 def _attention_shape(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, out: Tensor, drops: Drops
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, out: Tensor, drops: DropoutMask
 ) -> native.AttentionShape:
     shape = native.AttentionShape(*q.shape[:3], *k.shape[2:])
     for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):

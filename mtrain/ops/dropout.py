@@ -17,7 +17,7 @@ from mtrain.ops.native import Functions, functions_for
 _LEVELS = 1 << 16  # of a dropout rate
 
 
-class Drops(NamedTuple):
+class DropoutMask(NamedTuple):
     """What one call of dropout drops: 16 bits of a hash of (seed, place) below `cut`."""
 
     cut: int
@@ -25,7 +25,7 @@ class Drops(NamedTuple):
     seed: int
 
 
-NO_DROPOUT = Drops(0, 1.0, 0)
+NO_DROPOUT = DropoutMask(0, 1.0, 0)
 
 
 class Dropout(nn.Module):
@@ -35,12 +35,12 @@ class Dropout(nn.Module):
         super().__init__()
         self.rate = rate
 
-    def draw(self) -> Drops:
+    def draw(self) -> DropoutMask:
         """Decide what the next call drops: nothing, unless training."""
         if not self.training or self.rate == 0:
             return NO_DROPOUT
         cut = min(max(round(self.rate * _LEVELS), 1), _LEVELS - 1)
-        return Drops(cut, _LEVELS / (_LEVELS - cut), _next_seed())
+        return DropoutMask(cut, _LEVELS / (_LEVELS - cut), _next_seed())
 
     def forward(self, x: Tensor) -> Tensor:
         """Zero a share `rate` of `x` and scale the rest, while training."""
@@ -48,15 +48,15 @@ class Dropout(nn.Module):
             return x
         if x.device.type != "cpu":
             return F.dropout(x, self.rate)
-        result: Tensor = _Dropout.apply(  # type: ignore[no-untyped-call]
+        result: Tensor = _DropoutFunction.apply(  # type: ignore[no-untyped-call]
             x, self.draw(), functions_for(x)
         )
         return result
 
 
-class _Dropout(torch.autograd.Function):
+class _DropoutFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, drops: Drops, functions: Functions | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, drops: DropoutMask, functions: Functions | None) -> Tensor:
         ctx.drops, ctx.functions = drops, functions
         if functions is not None:
             return _drop(x, drops, functions)
@@ -76,7 +76,7 @@ class _Dropout(torch.autograd.Function):
         return torch.ops.aten.native_dropout_backward(grad, keep, ctx.drops.scale), None, None
 
 
-def _drop(x: Tensor, drops: Drops, functions: Functions) -> Tensor:
+def _drop(x: Tensor, drops: DropoutMask, functions: Functions) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     functions.call("dropout", (x, out), x.numel(), *drops)

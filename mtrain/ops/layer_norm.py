@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mtrain.ops.attention import run_compiled
-from mtrain.ops.dropout import Dropout, Drops
+from mtrain.ops.dropout import Dropout, DropoutMask
 from mtrain.ops.native import Functions, functions_for
 
 
@@ -28,11 +28,11 @@ def add_norm(x: Tensor, branch: Tensor, dropout: Dropout, norm: LayerNorm) -> Te
         plain: Tensor = norm(x + dropout(branch))
         return plain
     return run_compiled(
-        _AddNorm, x, branch, norm.weight, norm.bias, norm.eps, dropout.draw(), functions
+        _AddNormFunction, x, branch, norm.weight, norm.bias, norm.eps, dropout.draw(), functions
     )
 
 
-class _AddNorm(torch.autograd.Function):
+class _AddNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -41,7 +41,7 @@ class _AddNorm(torch.autograd.Function):
         gain: Tensor,
         bias: Tensor,
         eps: float,
-        drops: Drops,
+        drops: DropoutMask,
         functions: Functions,
     ) -> Tensor:
         x, branch = x.contiguous(), branch.contiguous()

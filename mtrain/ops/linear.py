@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtrain.errors import ConfigError
-from mtrain.ops.native import Functions, functions_for, processor_has
+from mtrain.ops.native import Functions, functions_for
+from mtrain.runtime.device import processor_has
 
 _ROUND_ROWS = 128  # short products have a multiple of this many rows
 
@@ -110,7 +111,7 @@ class Linear(nn.Linear):
         return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
 
-def rectified(x: Tensor, inner: Linear, outer: Linear) -> Tensor:
+def relu_ffn(x: Tensor, inner: Linear, outer: Linear) -> Tensor:
     """Return outer(max(0, inner(x)))."""
     if torch.is_grad_enabled():
         functions = None if outer.functions_for(x) is None else inner.functions_for(x)
@@ -205,7 +206,7 @@ def matmul_sizes(x: Tensor, weight: Tensor) -> tuple[int, int, int]:
     return x.numel() // x.shape[-1], x.shape[-1], len(weight)
 
 
-def lay_out(model: nn.Module) -> None:
+def pack_weights(model: nn.Module) -> None:
     """Lay out the weights of a model's linear maps for decoding; a copy of them."""
     for module in model.modules():
         if isinstance(module, Linear):

@@ -86,22 +86,6 @@ def name() -> str:
     return "compiled " + Path(library._name).stem.rpartition("-")[2]
 
 
-def processor() -> str:
-    """Return the name of this machine's processor, as well as the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
-
-
-def processor_has(*features: str) -> bool:
-    """Tell whether PyTorch finds one of these in the processor, such as "amx_tile"."""
-    checks = [getattr(torch.cpu, f"_is_{name}_supported", None) for name in features]
-    return any(check() for check in checks if check is not None)
-
-
 class Functions(NamedTuple):
     """The compiled functions for values that are stored in one type."""
 

@@ -40,12 +40,12 @@ class Projection(Linear):
             self._rounded = _Rounded(panels, margins_V)
 
     def logits(self, states_ND: Tensor) -> Logits:
-        """Return logits [N, V] in the type of the weights; `Projected` if those are laid out."""
+        """Return logits [N, V] in the type of the weights; `LazyLogits` if those are laid out."""
         panels = self._panels_for(states_ND)
         if panels is None:
             logits_NV: Tensor = self(states_ND).to(self.weight.dtype)
             return logits_NV
-        return Projected(states_ND.contiguous(), self, panels, self._rounded)
+        return LazyLogits(states_ND.contiguous(), self, panels, self._rounded)
 
 
 class _Rounded(NamedTuple):
@@ -71,7 +71,7 @@ def _rounding(num_features: int) -> float:
 
 
 @dataclass(frozen=True)
-class Projected:
+class LazyLogits:
     """Logits [N, V] that are multiplied out where they are asked for: `logits[rows]`."""
 
     states_ND: Tensor
@@ -85,23 +85,23 @@ class Projected:
         return logits
 
 
-Logits = Tensor | Projected
+Logits = Tensor | LazyLogits
 
 
-class TopPieces(NamedTuple):
+class TopTokens(NamedTuple):
     """The best pieces of each row, best first, and their log-probabilities."""
 
     ids_NC: Tensor
     log_prob_NC: Tensor
 
 
-def top_pieces(logits_NV: Logits, never: list[int], count: int) -> TopPieces:
+def top_tokens(logits_NV: Logits, never: list[int], count: int) -> TopTokens:
     """Return the `count` likeliest pieces of each row, apart from those that are never written.
 
     The log-probabilities are over the whole vocabulary, those never written too.
     """
     inputs: tuple[Tensor, ...]
-    if isinstance(logits_NV, Projected):
+    if isinstance(logits_NV, LazyLogits):
         name, inputs = "project_top_pieces", (logits_NV.states_ND, logits_NV.panels)
         sizes = (*logits_NV.states_ND.shape, logits_NV.projection.out_features)
     else:
@@ -114,22 +114,22 @@ def top_pieces(logits_NV: Logits, never: list[int], count: int) -> TopPieces:
         log_prob_NC = torch.empty((sizes[0], count))
         tensors = (*inputs, banned, ids_NC, log_prob_NC)
         functions.call(name, tensors, *sizes, len(never), count)
-        return TopPieces(ids_NC, log_prob_NC)
+        return TopTokens(ids_NC, log_prob_NC)
     logits_NV = logits_NV[:]
     log_total_N1 = logits_NV.logsumexp(-1, keepdim=True)
     allowed_NV = logits_NV.clone()
     for index in never:  # a list of them would be copied to a GPU, which waits
         allowed_NV[:, index] = -torch.inf
     top_NC, ids_NC = allowed_NV.topk(count, dim=-1)
-    return TopPieces(ids_NC, top_NC - log_total_N1)
+    return TopTokens(ids_NC, top_NC - log_total_N1)
 
 
-def likeliest(logits_NV: Logits, never: list[int]) -> Tensor:
+def argmax_tokens(logits_NV: Logits, never: list[int]) -> Tensor:
     """Return the likeliest piece [N, 1] of each row, apart from those that are never written.
 
     It is -1 where there is none, as the logits are no numbers.
     """
-    if isinstance(logits_NV, Projected) and logits_NV.rounded is not None:
+    if isinstance(logits_NV, LazyLogits) and logits_NV.rounded is not None:
         states_ND, weight_VD = logits_NV.states_ND, logits_NV.projection.weight
         functions = functions_for(states_ND)
         if functions is not None and weight_VD.is_contiguous():
@@ -140,5 +140,5 @@ def likeliest(logits_NV: Logits, never: list[int]) -> Tensor:
                 "project_likeliest", tensors, *matmul_sizes(states_ND, weight_VD), len(never)
             )
             return ids_N1
-    top = top_pieces(logits_NV, never, 1)
+    top = top_tokens(logits_NV, never, 1)
     return torch.where(top.log_prob_NC.isfinite(), top.ids_NC, -1)

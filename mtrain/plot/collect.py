@@ -24,12 +24,12 @@ from mtrain.data.arrow_shards import Lengths
 from mtrain.data.batch import Batch, collate
 from mtrain.data.loader import TrainingData
 from mtrain.data.sampler import Position
-from mtrain.decode.translator import Source, Translator, load
+from mtrain.decode.translator import EncodedSource, Translator, load
 from mtrain.errors import ConfigError, RunError, UserError
 from mtrain.io.lines import read_lines
 from mtrain.model.transformer import near_keep, sinusoids
 from mtrain.run import checkpoint
-from mtrain.run.load_model import Loading
+from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer
@@ -52,7 +52,7 @@ class Curve(NamedTuple):
     values: Floats
 
 
-class Mark(NamedTuple):
+class CheckpointMark(NamedTuple):
     """A checkpoint, or an average of those from `first_step` to `last_step`, and what it is."""
 
     first_step: int
@@ -69,10 +69,10 @@ class Curves(NamedTuple):
     valid_bleu: Curve
     lr: Curve
     tgt_tokens_per_s: Curve
-    mark: Mark | None
+    mark: CheckpointMark | None
 
 
-class Attention(NamedTuple):
+class AttentionPicture(NamedTuple):
     """What each head of each layer attends to in one sentence, and the pieces it consists of.
 
     Attributes:
@@ -209,7 +209,7 @@ class Pictures:
 
     config: Config
     curves: Curves | None = None
-    attention: Attention | None = None
+    attention: AttentionPicture | None = None
     positions: list[PositionTable] = field(default_factory=list)
     masks: Masks | None = None
     lengths: list[SetLengths] = field(default_factory=list)
@@ -236,7 +236,7 @@ def gather(run: RunDir, sentence: str | None) -> Pictures:
         _gather_data(pictures, run, vocabulary)
     is_learned = config.model.positions == "learned"
     what = "attention, alignment, positions" if is_learned else "attention, alignment"
-    translator = _unless(what, left_out, lambda: load(run, loading=Loading(device="cpu")))
+    translator = _unless(what, left_out, lambda: load(run, loading=LoadOptions(device="cpu")))
     if translator is not None:
         pictures.attention = _unless(
             "attention, alignment", left_out, lambda: _attention_of_run(translator, run, sentence)
@@ -330,22 +330,24 @@ def _curve(lines: list[dict[str, float]], key: str) -> Curve:
     return Curve(np.array([line["step"] for line in lines]), np.array(values))
 
 
-def _mark(run: RunDir, validations: list[dict[str, float]]) -> Mark | None:
+def _mark(run: RunDir, validations: list[dict[str, float]]) -> CheckpointMark | None:
     """Return what `model.safetensors` was made of, or the best validation if nothing says that."""
-    if origin := checkpoint.load_origin(run.model_path):
+    if origin := checkpoint.load_final_weights_info(run.model_path):
         first, last, count = origin.steps[0], origin.steps[-1], len(origin.steps)
         of_many = f"mean of {count} checkpoints, steps {first:,} to {last:,}"
         made_of = f"step {last:,}" if count == 1 else of_many
-        return Mark(first, last, origin.bleu, f"model.safetensors: {made_of}")
+        return CheckpointMark(first, last, origin.bleu, f"model.safetensors: {made_of}")
     if not validations:
         return None
     best = max(validations, key=lambda line: (line["valid_bleu"], -line["step"]))
     step = int(best["step"])
     unsaid = " (the run does not say what was chosen)" if run.model_path.is_file() else ""
-    return Mark(step, step, best["valid_bleu"], f"best validation, step {step:,}{unsaid}")
+    return CheckpointMark(step, step, best["valid_bleu"], f"best validation, step {step:,}{unsaid}")
 
 
-def _attention_of_run(translator: Translator, run: RunDir, sentence: str | None) -> Attention:
+def _attention_of_run(
+    translator: Translator, run: RunDir, sentence: str | None
+) -> AttentionPicture:
     if sentence is not None:
         return attention(translator, sentence, "the given sentence")
     lines = prepare.read_valid(run).src
@@ -363,14 +365,14 @@ def choose_sentence(lines: Sequence[str], vocabulary: Tokenizer) -> int | None:
     return min(lengths, key=lambda row: abs(lengths[row] - _IDEAL_LENGTH), default=None)
 
 
-def attention(translator: Translator, sentence: str, origin: str) -> Attention:
+def attention(translator: Translator, sentence: str, origin: str) -> AttentionPicture:
     """Translate a sentence as the run does, and return what the model attends to meanwhile."""
     vocabulary = translator.tokenizer
     src, tgt = vocabulary.encode_src([sentence]), vocabulary.tgt
-    ids = [best[0].ids for best in translator.search([Source(own) for own in src])]
+    ids = [best[0].ids for best in translator.search([EncodedSource(own) for own in src])]
     batch = collate(src, ids, tgt.pad, tgt.bos, tgt.eos).to(translator.device)
     maps = translator.model.attention_maps(batch.src_BS, batch.src_keep_BS, batch.tgt_in_BT)
-    return Attention(
+    return AttentionPicture(
         origin,
         sentence,
         tgt.decode(ids)[0],
@@ -452,7 +454,7 @@ def batch_size(batch: Batch) -> BatchSize:
     return BatchSize(rows, src_width, tgt_width, batch.num_src_tokens, batch.num_tgt_tokens)
 
 
-def _set_lengths(name: str, lines: prepare.Lines, vocabulary: Tokenizer) -> SetLengths:
+def _set_lengths(name: str, lines: prepare.ParallelLines, vocabulary: Tokenizer) -> SetLengths:
     src = [len(ids) for ids in vocabulary.encode_src(lines.src)]
     tgt = [len(ids) + 1 for ids in vocabulary.tgt.encode(lines.tgt)]
     return SetLengths(name, np.array(src, dtype=np.int32), np.array(tgt, dtype=np.int32))

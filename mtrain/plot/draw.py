@@ -24,12 +24,12 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from mtrain.io.atomic import whole_file
 from mtrain.plot import heatmaps
 from mtrain.plot.collect import (
-    Attention,
+    AttentionPicture,
     Batches,
+    CheckpointMark,
     Curve,
     Curves,
     Keeps,
-    Mark,
     Masks,
     Pictures,
     PositionTable,
@@ -182,7 +182,7 @@ def _line(axes: Axes, curve: Curve, color: str, style: str, label: str | None) -
         axes.plot(*curve, style + marker, color=color, label=label, markersize=4)
 
 
-def _draw_mark(loss: Axes, bleu: Axes, mark: Mark) -> None:
+def _draw_mark(loss: Axes, bleu: Axes, mark: CheckpointMark) -> None:
     for axes in (loss, bleu):
         label = mark.text if axes is loss else None
         if mark.first_step == mark.last_step:
@@ -206,7 +206,7 @@ def _name(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set_ylabel(y)
 
 
-def _notes(attention: Attention, remark: str) -> list[str]:
+def _notes(attention: AttentionPicture, remark: str) -> list[str]:
     return [
         f"source ({attention.origin}): {attention.source}",
         f"translation (the model's own): {attention.translation}",
@@ -217,7 +217,7 @@ def _notes(attention: Attention, remark: str) -> list[str]:
 _ROWS_SUM = "Each row sums to 1; white cells are exactly 0."
 
 
-def draw_encoder(attention: Attention, layer: int) -> Figure:
+def draw_encoder(attention: AttentionPicture, layer: int) -> Figure:
     """Draw what each head of an encoder layer attends to."""
     maps, src = attention.encoder, attention.src
     title = f"Encoder self-attention, layer {layer + 1} of {len(maps)}"
@@ -225,7 +225,7 @@ def draw_encoder(attention: Attention, layer: int) -> Figure:
     return draw_panels(title, _notes(attention, _ROWS_SUM), panels, heatmaps.MANY)
 
 
-def draw_decoder(attention: Attention, layer: int) -> Figure:
+def draw_decoder(attention: AttentionPicture, layer: int) -> Figure:
     """Draw what each head of a decoder layer attends to in the target so far."""
     maps, rows, columns = attention.decoder, attention.tgt_out, attention.tgt_in
     title = f"Decoder self-attention, layer {layer + 1} of {len(maps)}"
@@ -235,7 +235,7 @@ def draw_decoder(attention: Attention, layer: int) -> Figure:
     return draw_panels(title, _notes(attention, _ROWS_SUM), panels, heatmaps.MANY)
 
 
-def draw_cross(attention: Attention, layer: int) -> Figure:
+def draw_cross(attention: AttentionPicture, layer: int) -> Figure:
     """Draw what each head of a decoder layer attends to in the source."""
     maps, rows, columns = attention.cross, attention.tgt_out, attention.src
     title = f"Cross-attention, layer {layer + 1} of {len(maps)}"
@@ -251,7 +251,7 @@ def _heads(
     return Panels(titles, list(maps), rows, columns, row_name, column_name, value_name)
 
 
-def draw_alignment(attention: Attention) -> Figure:
+def draw_alignment(attention: AttentionPicture) -> Figure:
     """Draw the mean cross-attention, with a ring around the largest weight of each row."""
     mean = attention.alignment()
     remark = "Each row sums to 1; a ring marks its largest weight."

@@ -124,18 +124,18 @@ def draw_panels(title: str, notes: Sequence[str], panels: Panels, scale: Scale) 
     return figure
 
 
-class _Side(NamedTuple):
+class _AxisLabels(NamedTuple):
     """One side of a panel: its length, and which labels have room: every `stride`-th."""
 
     length: float
     stride: int
 
     @staticmethod
-    def fit(count: int, longest: int, scale: Scale, least: float) -> _Side:
+    def fit(count: int, longest: int, scale: Scale, least: float) -> _AxisLabels:
         """Give cells the room of a label, more to few of them, less to very many."""
         cell = max(min(scale.pitch, _MAX_PANEL / count), scale.least_panel / longest)
         length = max(count * min(cell, _MAX_CELL), least)
-        return _Side(length, math.ceil(round(scale.pitch * count / length, 6)))
+        return _AxisLabels(length, math.ceil(round(scale.pitch * count / length, 6)))
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,8 @@ class _Layout:
         self.rows = [label(piece) for piece in panels.rows]
         self.columns = [label(piece) for piece in panels.columns]
         longest = max(len(self.rows), len(self.columns))
-        self.row = _Side.fit(len(self.rows), longest, scale, _MIN_HEIGHT)
-        self.column = _Side.fit(len(self.columns), longest, scale, _MIN_WIDTH)
+        self.row = _AxisLabels.fit(len(self.rows), longest, scale, _MIN_HEIGHT)
+        self.column = _AxisLabels.fit(len(self.columns), longest, scale, _MIN_WIDTH)
         self.width, self.height = self.column.length, self.row.length
         self.notes = notes if self.row.stride == self.column.stride == 1 else [*notes, _CROWDED]
         self.left = 0.15 + _AXIS_NAME + _widest(self.rows, scale.label_pt)

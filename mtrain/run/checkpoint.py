@@ -71,7 +71,7 @@ class Checkpoint(NamedTuple):
     progress: Progress
 
 
-class MadeWith(NamedTuple):
+class Environment(NamedTuple):
     """What decides the last bits of a training: where one differs, sums are rounded otherwise."""
 
     mtrain: str
@@ -85,7 +85,7 @@ class MadeWith(NamedTuple):
     ranks: int = 1
 
 
-class Origin(NamedTuple):
+class FinalWeightsInfo(NamedTuple):
     """The checkpoints that final weights are made of, averaged if several, and their BLEU.
 
     `reached` is the step at which the training had ended; older files do not say it.
@@ -103,12 +103,15 @@ class _Header(BaseModel):
 
     format: str = "something else"
     tokenizer: str = ""
-    origin: Origin | None = None
+    origin: FinalWeightsInfo | None = None
     sha256: str | None = None
 
 
 def save_model(
-    path: Path, weights: Mapping[str, Tensor], tokenizer: str, origin: Origin | None = None
+    path: Path,
+    weights: Mapping[str, Tensor],
+    tokenizer: str,
+    origin: FinalWeightsInfo | None = None,
 ) -> None:
     """Write weights, with the fingerprint of the tokenizer that they fit, and their origin."""
     header: dict[str, Any] = {"sha256": digest(weights)}
@@ -118,7 +121,7 @@ def save_model(
         _write_tensors(beside, weights, tokenizer, header)
 
 
-def load_origin(path: Path) -> Origin | None:
+def load_final_weights_info(path: Path) -> FinalWeightsInfo | None:
     """Return what final weights are made of; None if they do not say, or cannot be read."""
     try:
         origin = _read_header(path).origin
@@ -192,7 +195,7 @@ def save(
     optimizer: Mapping[str, Tensor],
     progress: Progress,
     tokenizer: str,
-    made_with: MadeWith | None = None,
+    made_with: Environment | None = None,
 ) -> Path:
     """Write a checkpoint folder, named after its step, whole or not at all.
 
@@ -232,10 +235,10 @@ def check(path: Path) -> None:
             raise RunError(f"{path / name}: is damaged: its checksum is another.")
 
 
-def load_made_with(path: Path) -> MadeWith | None:
+def load_environment(path: Path) -> Environment | None:
     """Return what a whole checkpoint was made with; None if it is too old to say."""
     try:
-        return MadeWith(**json.loads((path / _SEAL).read_bytes())["made_with"])
+        return Environment(**json.loads((path / _SEAL).read_bytes())["made_with"])
     except (TypeError, KeyError):
         return None
 
@@ -326,14 +329,14 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def prune(directory: Path, kept: Collection[int]) -> None:
+def delete_all_but(directory: Path, kept: Collection[int]) -> None:
     """Delete the checkpoints of all steps but the `kept` ones."""
     for step, path in steps(directory).items():
         if step not in kept:
             shutil.rmtree(path)
 
 
-def sweep(directory: Path) -> None:
+def delete_unfinished(directory: Path) -> None:
     """Delete what is left of saves that a kill cut off; nobody else may be saving."""
     for path in directory.glob(".step-*.tmp"):
         shutil.rmtree(path)

@@ -14,7 +14,7 @@ from mtrain.run.run_dir import RunDir
 _FREE = {"dropout", "attention_dropout", "activation_dropout", "sampling_alpha"}
 
 
-def settle(config: Config, name: str) -> Config:
+def complete_config(config: Config, name: str) -> Config:
     """Return a config that is complete: `tokenizer` and `model` as in `training.init_from`.
 
     A run that has begun knows these sections itself, so that the other one may be gone by then.

@@ -12,15 +12,15 @@ import torch
 from mtrain.config.sections import ModelConfig
 from mtrain.errors import ConfigError, RunError
 from mtrain.model.transformer import Transformer, count_weights
-from mtrain.ops.linear import lay_out, quantize_int8
+from mtrain.ops.linear import pack_weights, quantize_int8
 from mtrain.run import checkpoint
 from mtrain.run.run_dir import RunDir
-from mtrain.runtime.process_group import ALONE, Team
+from mtrain.runtime.process_group import SINGLE, ProcessGroup
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
 
 @dataclass(frozen=True)
-class Loading:
+class LoadOptions:
     """How models are loaded.
 
     Attributes:
@@ -28,18 +28,22 @@ class Loading:
         precision: of states and products; `auto` is float32.
         quantize: int8 keeps and multiplies 8 bits of each weight, on a CPU.
         step: the weights of this checkpoint, instead of the run's result.
-        team: the ranks that share the work, each on a device of its own.
+        process_group: the ranks that share the work, each on a device of its own.
     """
 
     device: str = "auto"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     quantize: Literal["int8"] | None = None
     step: int | None = None
-    team: Team = ALONE
+    process_group: ProcessGroup = SINGLE
 
 
 def load_model(
-    run: RunDir, config: ModelConfig, vocabulary: Tokenizer, loading: Loading, device: torch.device
+    run: RunDir,
+    config: ModelConfig,
+    vocabulary: Tokenizer,
+    loading: LoadOptions,
+    device: torch.device,
 ) -> Transformer:
     """Return a run's trained model on `device`, ready to translate.
 
@@ -66,7 +70,7 @@ def load_model(
             raise ConfigError(f"`--quantize` must run on the cpu, but runs on {device} instead.")
         quantize_int8(model)
     elif loading.precision != "bfloat16":
-        lay_out(model)
+        pack_weights(model)
     return model
 
 
@@ -100,7 +104,10 @@ def build_model(config: ModelConfig, vocabulary: Tokenizer) -> Transformer:
 
 
 def set_weights(
-    model: Transformer, weights: checkpoint.Weights, path: Path, team: Team = ALONE
+    model: Transformer,
+    weights: checkpoint.Weights,
+    path: Path,
+    process_group: ProcessGroup = SINGLE,
 ) -> None:
     """Fill `model` with weights that were read from `path`; tied weights were stored once.
 
@@ -122,4 +129,4 @@ def set_weights(
             )
     with torch.no_grad():
         for name, parameter in own.items():
-            parameter.copy_(team.laid_out_as(weights[name], parameter))
+            parameter.copy_(process_group.distribute_like(weights[name], parameter))

@@ -151,7 +151,7 @@ def _step(line: str) -> float:
         return math.inf
 
 
-class Mute(RunLog):
+class NullLogger(RunLog):
     """The log of a rank that is not the first: it says and writes nothing."""
 
     def say(self, text: str = "") -> None:

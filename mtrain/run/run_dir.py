@@ -12,7 +12,7 @@ from pathlib import Path
 from mtrain.config import config_file
 from mtrain.config.sections import Config
 from mtrain.errors import ConfigError, DataError, RunError, UserError, WriteError
-from mtrain.io.atomic import making, sweep
+from mtrain.io.atomic import sweep, writable_dir
 
 LOCK_FILE = ".lock"
 
@@ -87,7 +87,7 @@ class RunDir:
             RunError: if another process is at it.
         """
         path = self.path / ".tokenizing"
-        with making(path), self._alone(path / LOCK_FILE, "tokenizing"):
+        with writable_dir(path), self._alone(path / LOCK_FILE, "tokenizing"):
             sweep(self.data_dir)
             sweep(self.tokenizer_dir)
             try:

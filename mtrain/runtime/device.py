@@ -6,12 +6,13 @@ Knows that a model can compile its layers, and nothing of what they compute.
 from __future__ import annotations
 
 import ctypes.util
+import platform
 import sys
+from pathlib import Path
 
 import torch
 
 from mtrain.errors import ConfigError
-from mtrain.ops import native
 
 
 def pick_device(name: str, key: str = "device") -> torch.device:
@@ -47,7 +48,7 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if has_bfloat16 else torch.float32
-    fast = device.type == "cpu" and native.processor_has("avx512_bf16", "amx_tile")
+    fast = device.type == "cpu" and processor_has("avx512_bf16", "amx_tile")
     return torch.bfloat16 if fast else torch.float32
 
 
@@ -71,3 +72,19 @@ def keep_freed_memory() -> None:
     mallopt(mmap_max, 0)
     mallopt(trim_threshold, 2**31 - 1)
     mallopt(top_pad, 256 << 20)
+
+
+def processor() -> str:
+    """Return the name of this machine's processor, as well as the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def processor_has(*features: str) -> bool:
+    """Tell whether PyTorch finds one of these in the processor, such as "amx_tile"."""
+    checks = [getattr(torch.cpu, f"_is_{name}_supported", None) for name in features]
+    return any(check() for check in checks if check is not None)

@@ -14,7 +14,7 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 
-class Workers:
+class ThreadPool:
     """As many threads as PyTorch was given, each computing on its own, on one core.
 
     Small products gain little from being split over cores; a batch can be split in any case.

@@ -17,8 +17,8 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mtrain.errors import ConfigError, LostError
-from mtrain.runtime.process_group import Team
-from mtrain.runtime.torchrun_env import Launch
+from mtrain.runtime.process_group import ProcessGroup
+from mtrain.runtime.torchrun_env import TorchrunEnv
 
 # A rank that dies is noticed at once, when its connections close; this is for a machine that
 # vanishes without closing any.
@@ -28,10 +28,10 @@ _HEAD_START_S = 0.5  # what is wrong on all ranks alike, the first is to say
 _LOST = ("gloo", "connection closed by peer", "connection reset by peer", "broken pipe", "nccl")
 
 
-class Ranks(Team):
+class TorchProcessGroup(ProcessGroup):
     """Processes that torchrun started, this one among them."""
 
-    def __init__(self, launch: Launch, store: Store) -> None:
+    def __init__(self, launch: TorchrunEnv, store: Store) -> None:
         self.rank, self.size, self._local_rank = launch.rank, launch.size, launch.local_rank
         self._store = store
         self._patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
@@ -53,32 +53,32 @@ class Ranks(Team):
             )
         return name
 
-    def add(self, numbers: Tensor) -> Tensor:
+    def all_reduce_sum(self, numbers: Tensor) -> Tensor:
         """Return the sums of all ranks' numbers, the same bits everywhere."""
         total = numbers.clone()
         dist.all_reduce(total)
         return total
 
-    def least(self, number: float) -> float:
+    def all_reduce_min(self, number: float) -> float:
         """Return the least of all ranks' numbers, however long that takes."""
         least = torch.tensor([number], dtype=torch.float64)
         dist.all_reduce(least, dist.ReduceOp.MIN, group=self._patient)
         return float(least)
 
-    def tell(self, number: float) -> float:
+    def broadcast_float(self, number: float) -> float:
         """Return the first rank's number."""
         told = torch.tensor([number], dtype=torch.float64)
         dist.broadcast(told, 0, group=self._patient)
         return float(told)
 
-    def send(self, message: bytes) -> bytes:
+    def broadcast_bytes(self, message: bytes) -> bytes:
         """Return the first rank's message, however long that takes."""
-        length = int(self.tell(len(message)))
+        length = int(self.broadcast_float(len(message)))
         sent = _as_tensor(message, length) if self.is_first else _empty(length)
         dist.broadcast(sent, 0, group=self._patient)
         return sent.numpy().tobytes()
 
-    def gather(self, message: bytes) -> list[bytes]:
+    def all_gather_bytes(self, message: bytes) -> list[bytes]:
         """Return the messages of all ranks, in their order, however long that takes."""
         own = torch.tensor([len(message)])
         lengths = [torch.zeros_like(own) for _ in range(self.size)]
@@ -89,26 +89,26 @@ class Ranks(Team):
         pairs = zip(padded, lengths, strict=True)
         return [part[: int(length)].numpy().tobytes() for part, length in pairs]
 
-    def whole(self, tensor: Tensor) -> Tensor:
+    def full_tensor(self, tensor: Tensor) -> Tensor:
         """Return a tensor that may lie in shards as a whole one; all ranks must ask together."""
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def own(self, tensor: Tensor) -> Tensor:
+    def to_local(self, tensor: Tensor) -> Tensor:
         """Return this rank's part of a tensor that may lie in shards."""
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
-    def laid_out_as(self, tensor: Tensor, pattern: Tensor) -> Tensor:
+    def distribute_like(self, tensor: Tensor, pattern: Tensor) -> Tensor:
         """Return a whole tensor where the pattern is, in shards if that is."""
         if not isinstance(pattern, DTensor):
             return tensor.to(pattern.device)
         mesh = pattern.device_mesh
         return distribute_tensor(tensor.to(mesh.device_type), mesh, pattern.placements)
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Wait until all ranks are here, however long that takes."""
         dist.barrier(group=self._patient)
 
-    def may_speak(self) -> bool:
+    def claim_error_report(self) -> bool:
         """Tell whether no rank has said why it ends; from now on, one has."""
         try:
             if self._store.add("said", 0):  # at once: its keeper may end soon
@@ -119,9 +119,9 @@ class Ranks(Team):
         except RuntimeError:  # the machine that kept the store is gone
             return True
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Wait for all, and let go of them."""
-        self.wait()
+        self.barrier()
         dist.destroy_process_group()
 
 
@@ -138,7 +138,7 @@ def _as_tensor(message: bytes, length: int) -> Tensor:
     return padded
 
 
-def join(launch: Launch) -> Ranks:
+def join(launch: TorchrunEnv) -> TorchProcessGroup:
     """Meet the other ranks.
 
     Raises:
@@ -157,7 +157,7 @@ def join(launch: Launch) -> Ranks:
             world_size=size,
             timeout=_TIMEOUT,
         )
-        return Ranks(launch, PrefixStore(f"mtrain/{attempt}/words", store))
+        return TorchProcessGroup(launch, PrefixStore(f"mtrain/{attempt}/words", store))
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from mtrain.errors import ConfigError
 
 
-class Launch(NamedTuple):
+class TorchrunEnv(NamedTuple):
     """This process among several.
 
     Attributes:
@@ -22,11 +22,11 @@ class Launch(NamedTuple):
     local_rank: int
 
 
-def launched() -> Launch | None:
+def read_torchrun_env() -> TorchrunEnv | None:
     """Return this process's place among those that torchrun started; None if it is alone."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
-    launch = Launch(_number("RANK"), _number("WORLD_SIZE"), _number("LOCAL_RANK"))
+    launch = TorchrunEnv(_number("RANK"), _number("WORLD_SIZE"), _number("LOCAL_RANK"))
     return launch if launch.size > 1 else None
 
 

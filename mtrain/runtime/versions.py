@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from mtrain.ops import native
-from mtrain.runtime.device import compute_dtype, pick_device
+from mtrain.runtime.device import compute_dtype, pick_device, processor
 
 
 def describe() -> Iterator[str]:
@@ -24,6 +23,6 @@ def describe() -> Iterator[str]:
 def _device(device: torch.device) -> str:
     if device.type != "cuda":
         threads = torch.get_num_threads()
-        return f"{device}, {native.processor()}, {threads} thread{'s' * (threads != 1)}"
+        return f"{device}, {processor()}, {threads} thread{'s' * (threads != 1)}"
     found = torch.cuda.get_device_properties(device)
     return f"{device}, {found.name}, {found.total_memory / 2**30:,.0f} GiB"

@@ -11,13 +11,13 @@ from typing import NamedTuple
 from mtrain.config.sections import Config, TrainingConfig
 from mtrain.errors import RunError
 from mtrain.run import checkpoint
-from mtrain.run.checkpoint import Checkpoint, MadeWith, Progress
+from mtrain.run.checkpoint import Checkpoint, Environment, Progress
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
-from mtrain.runtime.process_group import Team
+from mtrain.runtime.process_group import ProcessGroup
 
 
-class Candidates(NamedTuple):
+class FinalCandidates(NamedTuple):
     """Of what the final weights may be made: the best checkpoint, or the mean of several."""
 
     best: int  # a step
@@ -25,12 +25,14 @@ class Candidates(NamedTuple):
     paths: dict[int, Path]  # of all that are whole
 
 
-class Saves:
+class CheckpointManager:
     """The checkpoints of one run. Of several ranks, the first reads, writes and deletes them."""
 
-    def __init__(self, run: RunDir, settings: TrainingConfig, log: RunLog, team: Team) -> None:
+    def __init__(
+        self, run: RunDir, settings: TrainingConfig, log: RunLog, process_group: ProcessGroup
+    ) -> None:
         self.run, self.directory, self.settings = run, run.checkpoints_dir, settings
-        self.log, self.team = log, team
+        self.log, self.process_group = log, process_group
         self.is_current = False  # the newest holds the training as it stands
 
     def newest(self) -> Path | None:
@@ -40,14 +42,14 @@ class Saves:
             RunError: if there are checkpoints, but none is whole.
         """
         step = -1
-        if self.team.is_first:
-            checkpoint.sweep(self.directory)
+        if self.process_group.is_first:
+            checkpoint.delete_unfinished(self.directory)
             path = checkpoint.newest_whole(self.directory, self.log.say)
             step = -1 if path is None else checkpoint.load_progress(path).step
-        step = int(self.team.tell(step))
+        step = int(self.process_group.broadcast_float(step))
         return None if step < 0 else checkpoint.path_of(self.directory, step)
 
-    def add(self, snapshot: Checkpoint, tokenizer: str, made_with: MadeWith) -> None:
+    def add(self, snapshot: Checkpoint, tokenizer: str, made_with: Environment) -> None:
         """Write a checkpoint, and delete those that are not to be kept beside it.
 
         Raises:
@@ -55,19 +57,19 @@ class Saves:
         """
         is_saved = False
         try:
-            if self.team.is_first:
+            if self.process_group.is_first:
                 checkpoint.save(self.directory, *snapshot, tokenizer, made_with)
                 is_saved = True
                 self.prune(snapshot.progress)
         finally:
-            self.is_current = bool(self.team.tell(is_saved))
+            self.is_current = bool(self.process_group.broadcast_float(is_saved))
 
     def prune(self, progress: Progress) -> None:
         """Delete the checkpoints that are neither of the last nor of the best."""
         last = [step for step in checkpoint.steps(self.directory) if self.is_due(step, progress)]
         best = progress.best_steps()[: self.settings.keep_best]
         kept = [*last[-self.settings.keep_last :], *best, progress.step]
-        checkpoint.prune(self.directory, kept)
+        checkpoint.delete_all_but(self.directory, kept)
 
     def is_due(self, step: int, progress: Progress) -> bool:
         """Tell whether a checkpoint is due at `step`; a signal saves others besides."""
@@ -75,16 +77,16 @@ class Saves:
         is_regular = every is not None and step % every == 0
         return is_regular or str(step) in progress.bleu_of_step
 
-    def candidates(self, progress: Progress) -> Candidates:
+    def candidates(self, progress: Progress) -> FinalCandidates:
         """Return what the final weights may be made of, and warn of what is damaged."""
-        if self.team.is_first:
+        if self.process_group.is_first:
             self.prune(progress)  # whoever was killed while saving had no time to
-        self.team.wait()
+        self.process_group.barrier()
         found = self._whole()
         best_steps = [step for step in progress.best_steps() if step in found]
         last_steps = [step for step in reversed(found) if self.is_due(step, progress)]
         averaged = last_steps if self.settings.average_of == "last" else best_steps
-        return Candidates(best_steps[0], averaged[: self.settings.average], found)
+        return FinalCandidates(best_steps[0], averaged[: self.settings.average], found)
 
     def _whole(self) -> dict[int, Path]:
         """Return the checkpoints that are as they were saved, by step, and warn of the others."""
@@ -99,7 +101,7 @@ class Saves:
 
     def has_final_weights(self, step: int) -> bool:
         """Tell whether the final weights are there, and not those of an earlier target."""
-        origin = checkpoint.load_origin(self.run.model_path)
+        origin = checkpoint.load_final_weights_info(self.run.model_path)
         reached = None if origin is None else origin.reached
         return self.run.model_path.exists() and reached in (None, step)
 

@@ -21,12 +21,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from mtrain.data.batch import Batch
-from mtrain.data.sampler import Dealt
+from mtrain.data.sampler import UpdateBatches
 from mtrain.errors import ConfigError, RunError
 from mtrain.model.transformer import Transformer
 from mtrain.ops import dropout
-from mtrain.runtime.process_group import Team
-from mtrain.train.gradients import Gradients, Part, Task, is_out_of_memory, loss_of
+from mtrain.runtime.process_group import ProcessGroup
+from mtrain.train.gradients import GradientPart, Gradients, GradientTask, is_out_of_memory, loss_of
 from mtrain.train.loss import LossSum
 
 Exchange = Literal["float32", "bfloat16"]
@@ -53,12 +53,12 @@ class SharedGradients(Gradients, ABC):
     that share is worked on.
     """
 
-    def __init__(self, alone: Gradients, team: Team) -> None:
+    def __init__(self, alone: Gradients, process_group: ProcessGroup) -> None:
         super().__init__(alone.model, alone.smoothing, alone.device, alone.say)
-        self.team = team
+        self.process_group = process_group
         self._seeds: Iterator[int] = _seeds_from(0)
 
-    def add_up(self, dealt: Dealt, factor: float = 1.0) -> list[LossSum]:
+    def backward_update(self, dealt: UpdateBatches, factor: float = 1.0) -> list[LossSum]:
         """Add the gradients of an update, `factor` times as large; return this rank's sums.
 
         Raises:
@@ -66,8 +66,12 @@ class SharedGradients(Gradients, ABC):
         """
         self.model.train()
         seeds = torch.randint(2**62, (dealt.deal.num_shares,)).tolist()
-        own = zip(dealt.shares, seeds[self.team.rank :: self.team.size], strict=True)
-        each = dealt.num_tokens / (factor * self.team.size)  # the exchange is a mean over the ranks
+        own = zip(
+            dealt.shares, seeds[self.process_group.rank :: self.process_group.size], strict=True
+        )
+        each = dealt.num_tokens / (
+            factor * self.process_group.size
+        )  # the exchange is a mean over the ranks
         sums = []
         for number, (share, seed) in enumerate(own, start=1):
             self._seeds = _seeds_from(seed)
@@ -80,29 +84,29 @@ class SharedGradients(Gradients, ABC):
     def _make(self, batch: Batch, divisor: float, is_last: bool) -> list[LossSum]:
         """Add a share's gradients; exchange all that were added if it is the last."""
 
-    def share_out(self, batch: Batch, num_tokens: float) -> list[Task]:
+    def split_over_threads(self, batch: Batch, num_tokens: float) -> list[GradientTask]:
         """Return a batch as the one task of this rank."""
-        return [Task(batch.to(self.device), num_tokens, next(self._seeds))]
+        return [GradientTask(batch.to(self.device), num_tokens, next(self._seeds))]
 
-    def differentiate(self, task: Task) -> Part:
+    def backward(self, task: GradientTask) -> GradientPart:
         """Return a batch's loss and its gradients, as a share of the update's tokens."""
         self._seed_device(task)
-        return super().differentiate(task)
+        return super().backward(task)
 
-    def _seed_device(self, task: Task) -> None:
+    def _seed_device(self, task: GradientTask) -> None:
         if self.device.type == "cuda" and task.seed is not None:
             torch.cuda.manual_seed(task.seed)
 
 
-class Replicas(SharedGradients):
+class DDPGradients(SharedGradients):
     """Every rank has the whole model, and all make the same update of it.
 
     Raises:
         ConfigError: if gradients are to travel in a type that PyTorch's hook does not take here.
     """
 
-    def __init__(self, alone: Gradients, team: Team, exchange: Exchange) -> None:
-        super().__init__(alone, team)
+    def __init__(self, alone: Gradients, process_group: ProcessGroup, exchange: Exchange) -> None:
+        super().__init__(alone, process_group)
         if exchange == "bfloat16" and self.device.type != "cuda":
             raise ConfigError(
                 "`training.exchange` must be float32 for `training.parallel: ddp` on a CPU, where "
@@ -114,11 +118,11 @@ class Replicas(SharedGradients):
         if exchange == "bfloat16":
             self._replica.register_comm_hook(None, bf16_compress_hook)
 
-    def try_out(self, batch: Batch) -> None:
+    def probe_memory(self, batch: Batch) -> None:
         """Find out whether any rank's memory is too small for a batch."""
         self._seeds = _seeds_from(0)
         self.accumulate(batch, batch.num_tgt_tokens)
-        least = self.team.least(self.room)
+        least = self.process_group.all_reduce_min(self.room)
         if least < self.room:
             self.say(
                 f"memory   of another rank does not hold a share of {least:,.0f} places; such "
@@ -142,15 +146,15 @@ class Replicas(SharedGradients):
     def _exchange(self, batch: Batch, divisor: float) -> list[LossSum]:
         """Add a batch's gradients and exchange all; in halves, the last of which exchanges."""
         if batch.num_places < self.room or len(batch.src_BS) == 1:
-            (task,) = self.share_out(batch, divisor)
+            (task,) = self.split_over_threads(batch, divisor)
             sums = self._try_exchange(task)
             if sums is not None:
                 return [sums]
-            self.note_room(batch)
+            self.note_oom(batch)
         first, last = batch.split(2)
         return self.accumulate(first, divisor) + self._exchange(last, divisor)
 
-    def _try_exchange(self, task: Task) -> LossSum | None:
+    def _try_exchange(self, task: GradientTask) -> LossSum | None:
         """Add a task's gradients and exchange all; None if the memory does not hold its states.
 
         Raises:
@@ -171,15 +175,15 @@ class Replicas(SharedGradients):
             return _with_memory(lambda: _backward(sums, task))
 
 
-class Shards(SharedGradients):
+class FSDPGradients(SharedGradients):
     """Every rank has a part of each weight and of what the optimizer remembers of it.
 
     A layer's weights are whole while it computes. All ranks make all calls together, so that none
     can halve a batch alone.
     """
 
-    def __init__(self, alone: Gradients, team: Team, exchange: Exchange) -> None:
-        mesh = init_device_mesh(alone.device.type, (team.size,))
+    def __init__(self, alone: Gradients, process_group: ProcessGroup, exchange: Exchange) -> None:
+        mesh = init_device_mesh(alone.device.type, (process_group.size,))
         policy = MixedPrecisionPolicy(
             reduce_dtype=torch.bfloat16 if exchange == "bfloat16" else None
         )
@@ -188,9 +192,9 @@ class Shards(SharedGradients):
         whole = LossModel(alone.model, alone.smoothing)
         self._sharded = fully_shard(whole, mesh=mesh, mp_policy=policy)
         self._call = whole
-        super().__init__(alone, team)
+        super().__init__(alone, process_group)
 
-    def try_out(self, batch: Batch) -> None:
+    def probe_memory(self, batch: Batch) -> None:
         """Find out whether all ranks' memory holds a batch.
 
         Raises:
@@ -201,7 +205,7 @@ class Shards(SharedGradients):
 
     def _make(self, batch: Batch, divisor: float, is_last: bool) -> list[LossSum]:
         self._sharded.set_requires_gradient_sync(is_last)
-        (task,) = self.share_out(batch, divisor)
+        (task,) = self.split_over_threads(batch, divisor)
         self._seed_device(task)
         with dropout.dropout_seeds(task.seed):
             return [_with_memory(lambda: _backward(self._call(task.batch), task))]
@@ -224,7 +228,7 @@ def _with_memory(work: Callable[[], Result]) -> Result:
     )
 
 
-def _backward(sums: LossSum, task: Task) -> LossSum:
+def _backward(sums: LossSum, task: GradientTask) -> LossSum:
     """Add a task's gradients to those of the parameters."""
     (sums.loss / task.num_tokens).backward()  # type: ignore[no-untyped-call]
     return sums._replace(loss=sums.loss.detach())

@@ -10,19 +10,20 @@ import torch
 
 from mtrain import __version__
 from mtrain.ops import native
-from mtrain.run.checkpoint import MadeWith
+from mtrain.run.checkpoint import Environment
+from mtrain.runtime.device import processor
 
 
-def made_with(
+def current_environment(
     device: torch.device, dtype: torch.dtype, threads: int, room: float, ranks: int
-) -> MadeWith:
+) -> Environment:
     """Return what decides the last bits of this training."""
-    processor = f"{native.processor()}, {torch.backends.cpu.get_cpu_capability()}"
-    return MadeWith(
+    cpu = f"{processor()}, {torch.backends.cpu.get_cpu_capability()}"
+    return Environment(
         __version__,
         torch.__version__,
         device.type,
-        torch.cuda.get_device_name() if device.type == "cuda" else processor,
+        torch.cuda.get_device_name() if device.type == "cuda" else cpu,
         str(dtype).removeprefix("torch."),
         threads,
         native.name(),
@@ -31,7 +32,7 @@ def made_with(
     )
 
 
-def say_kernels() -> str:
+def describe_kernels() -> str:
     """Say which operations run between the matrix products, and why."""
     if native.compiled() is not None:
         return "compiled"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mtrain.config.sections import Config
 from mtrain.errors import RunError
 from mtrain.run.run_dir import RunDir
-from mtrain.runtime.process_group import ALONE, Team
+from mtrain.runtime.process_group import SINGLE, ProcessGroup
 
 if TYPE_CHECKING:
     from mtrain.model.transformer import Transformer
@@ -27,10 +27,10 @@ def check_weights(config: Config) -> None:
     Raises:
         RunError: if they are missing.
     """
-    from mtrain.run import checkpoint as checkpoint_module
+    from mtrain.run import checkpoint
 
     init_from = config.training.init_from
-    if init_from is None or checkpoint_module.steps(RunDir(Path(config.run_dir)).checkpoints_dir):
+    if init_from is None or checkpoint.steps(RunDir(Path(config.run_dir)).checkpoints_dir):
         return
     path = RunDir(Path(init_from)).model_path
     if not path.is_file():
@@ -38,7 +38,11 @@ def check_weights(config: Config) -> None:
 
 
 def start(
-    model: Transformer, config: Config, fingerprint: str, log: RunLog, team: Team = ALONE
+    model: Transformer,
+    config: Config,
+    fingerprint: str,
+    log: RunLog,
+    process_group: ProcessGroup = SINGLE,
 ) -> None:
     """Fill a model that is to be trained with the weights that it begins with, if any.
 
@@ -48,18 +52,18 @@ def start(
     init_from = config.training.init_from
     if init_from is None:
         return
-    from mtrain.run import checkpoint as checkpoint_module
+    from mtrain.run import checkpoint
     from mtrain.run.load_model import set_weights
 
     path = RunDir(Path(init_from)).model_path
-    if checkpoint_module.load_fingerprint(path) not in (None, fingerprint):
+    if checkpoint.load_fingerprint(path) not in (None, fingerprint):
         raise RunError(
             f"{path}: must belong to the tokenizer that {config.run_dir} was tokenized with, but "
             "was trained with another one since; take another --run."
         )
-    weights = checkpoint_module.check_model(path, fingerprint)
-    set_weights(model, weights, path, team)
+    weights = checkpoint.check_model(path, fingerprint)
+    set_weights(model, weights, path, process_group)
     log.say(f"weights  those of {path}")
-    digest = checkpoint_module.digest(weights)
+    digest = checkpoint.digest(weights)
     if not log.holds("init_weights_sha256", digest):
         log.metrics({"step": 0, "init_from": init_from, "init_weights_sha256": digest})

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from mtrain.data.batch import Batch
-from mtrain.data.sampler import Dealt
+from mtrain.data.sampler import UpdateBatches
 from mtrain.errors import RunError
 from mtrain.model.transformer import Transformer
 from mtrain.ops import dropout
-from mtrain.runtime.thread_pool import Workers
+from mtrain.runtime.thread_pool import ThreadPool
 from mtrain.train.loss import LossSum, label_smoothed
 
 LEAST_TOKENS = 256  # target tokens that are worth a thread of their own
 _OUT_OF_MEMORY = ("can't allocate memory", "could not create a primitive")  # PyTorch, oneDNN
 
 
-class Task(NamedTuple):
+class GradientTask(NamedTuple):
     """A part of an update: its pairs, what its loss is divided by, and what to drop.
 
     A single rank divides by the target tokens of the whole update.
@@ -35,7 +35,7 @@ class Task(NamedTuple):
     seed: int | None
 
 
-class Part(NamedTuple):
+class GradientPart(NamedTuple):
     """What came out of it; a gradient for each of the model's parameters."""
 
     sums: LossSum
@@ -61,10 +61,10 @@ class Gradients:
     ) -> None:
         self.model, self.smoothing, self.device, self.say = model, smoothing, device, say
         self.parameters = list(model.parameters())
-        self.workers = Workers()
+        self.workers = ThreadPool()
         self.room = math.inf  # places of a batch that the memory did not hold
 
-    def add_up(self, dealt: Dealt, factor: float = 1.0) -> list[LossSum]:
+    def backward_update(self, dealt: UpdateBatches, factor: float = 1.0) -> list[LossSum]:
         """Add the gradients of an update, `factor` times as large; return the sums of its parts.
 
         Raises:
@@ -73,7 +73,7 @@ class Gradients:
         found = [self.accumulate(share.batch, dealt.num_tokens / factor) for share in dealt.shares]
         return [own for parts in found for own in parts]
 
-    def lay_out(self, dealt: Dealt) -> Dealt:
+    def lay_out(self, dealt: UpdateBatches) -> UpdateBatches:
         """Return an update as it is copied fastest; any thread may ask, ahead of time."""
         if self.device.type != "cuda":
             return dealt
@@ -81,7 +81,7 @@ class Gradients:
             shares = [share._replace(batch=share.batch.pinned()) for share in dealt.shares]
         return dealt._replace(shares=shares)
 
-    def try_out(self, batch: Batch) -> None:
+    def probe_memory(self, batch: Batch) -> None:
         """Find out whether the memory holds a batch; leave no trace but what is known of it."""
         self.accumulate(batch, batch.num_tgt_tokens)
 
@@ -96,18 +96,18 @@ class Gradients:
         """
         self.model.train()
         if batch.num_places < self.room or len(batch.src_BS) == 1:
-            parts = self._try(self.share_out(batch, num_tokens))
+            parts = self._try(self.split_over_threads(batch, num_tokens))
             if parts is not None:
                 for part in parts:
                     _add_grads(self.parameters, part.grads)
                 return [part.sums for part in parts]
-            self.note_room(batch)
+            self.note_oom(batch)
         return [own for half in batch.split(2) for own in self.accumulate(half, num_tokens)]
 
-    def _try(self, tasks: list[Task]) -> list[Part] | None:
+    def _try(self, tasks: list[GradientTask]) -> list[GradientPart] | None:
         """Return what comes out of the tasks; None if the memory does not hold them."""
         try:
-            return self.workers.map(self.differentiate, tasks)
+            return self.workers.map(self.backward, tasks)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -115,7 +115,7 @@ class Gradients:
             torch.cuda.empty_cache()
         return None
 
-    def note_room(self, batch: Batch) -> None:
+    def note_oom(self, batch: Batch) -> None:
         """Remember the size of a batch that the memory does not hold, and say it.
 
         Raises:
@@ -132,21 +132,23 @@ class Gradients:
             "in halves, and the updates stay the same"
         )
 
-    def share_out(self, batch: Batch, num_tokens: float) -> list[Task]:
+    def split_over_threads(self, batch: Batch, num_tokens: float) -> list[GradientTask]:
         """Split a batch over the threads of a CPU; a GPU takes it whole."""
         if self.device.type != "cpu":
-            return [Task(batch.to(self.device), num_tokens, None)]
+            return [GradientTask(batch.to(self.device), num_tokens, None)]
         parts = min(self.workers.count, max(1, batch.num_tgt_tokens // LEAST_TOKENS))
         seeds = torch.randint(2**62, (parts,)).tolist()
         batches = batch.split(parts) if parts > 1 else [batch]
-        return [Task(part, num_tokens, seed) for part, seed in zip(batches, seeds, strict=False)]
+        return [
+            GradientTask(part, num_tokens, seed) for part, seed in zip(batches, seeds, strict=False)
+        ]
 
-    def differentiate(self, task: Task) -> Part:
+    def backward(self, task: GradientTask) -> GradientPart:
         """Return a batch's loss and its gradients, as a share of the update's tokens."""
         with dropout.dropout_seeds(task.seed):
             sums = self.loss(task.batch)
             grads = torch.autograd.grad(sums.loss / task.num_tokens, self.parameters)
-        return Part(sums, grads)
+        return GradientPart(sums, grads)
 
     def loss(self, batch: Batch) -> LossSum:
         """Return the sums of a batch's loss, with a gradient where one is wanted."""

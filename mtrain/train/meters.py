@@ -21,7 +21,7 @@ class Rates(NamedTuple):
     tokens_per_s: float
 
 
-class Window:
+class RunningMeter:
     """What happened since the last logged step."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Window:
         return Rates(self.loss / count, self.nll / count, new / elapsed_s)
 
 
-class Outcome(NamedTuple):
+class UpdateScalars(NamedTuple):
     """An update, and numbers that came out of it."""
 
     step: int
@@ -67,19 +67,19 @@ class Outcome(NamedTuple):
     numbers: list[float]
 
 
-class _Unread(NamedTuple):
+class _UnreadScalars(NamedTuple):
     """The same while its numbers are under way."""
 
-    outcome: Outcome
+    outcome: UpdateScalars
     numbers: Tensor
     arrival: torch.cuda.Event | None
 
 
-class Outcomes:
+class AsyncScalars:
     """Updates whose numbers nobody has read yet, the oldest first."""
 
     def __init__(self) -> None:
-        self._unread: deque[_Unread] = deque()
+        self._unread: deque[_UnreadScalars] = deque()
 
     def add(self, step: int, num_tokens: int, lr: float, numbers: Tensor) -> None:
         """Note an update; its numbers [n] may still be in the making."""
@@ -89,9 +89,11 @@ class Outcomes:
             numbers = numbers.to("cpu", non_blocking=True)
             arrival = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             arrival.record(stream)
-        self._unread.append(_Unread(Outcome(step, num_tokens, lr, []), numbers, arrival))
+        self._unread.append(
+            _UnreadScalars(UpdateScalars(step, num_tokens, lr, []), numbers, arrival)
+        )
 
-    def read(self, behind: int) -> Iterator[Outcome]:
+    def read(self, behind: int) -> Iterator[UpdateScalars]:
         """Yield what came out of all updates but the last `behind`, once, in their order."""
         while len(self._unread) > behind:
             outcome, numbers, arrival = self._unread.popleft()

@@ -8,17 +8,17 @@ import torch
 
 from mtrain.errors import RunError
 from mtrain.run.checkpoint import Weights
-from mtrain.runtime.process_group import ALONE, Team
+from mtrain.runtime.process_group import SINGLE, ProcessGroup
 
 _ADAM = ("step", "exp_avg", "exp_avg_sq")  # what it keeps of each parameter
 
 
 def optimizer_tensors(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module, team: Team = ALONE
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, process_group: ProcessGroup = SINGLE
 ) -> Weights:
     """Return what the optimizer remembers of each parameter, whole."""
     return {
-        f"{key}.{name}": team.whole(value)
+        f"{key}.{name}": process_group.full_tensor(value)
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state[parameter].items()
     }
@@ -45,7 +45,7 @@ def set_optimizer(
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
     tensors: Weights,
-    team: Team = ALONE,
+    process_group: ProcessGroup = SINGLE,
 ) -> None:
     """Let the optimizer remember what it did when a checkpoint was saved."""
     for name, parameter in model.named_parameters():
@@ -53,7 +53,9 @@ def set_optimizer(
             value = tensors[f"{key}.{name}"]
             is_alike = key != "step"  # which is one number
             optimizer.state[parameter][key] = (
-                team.laid_out_as(value, parameter) if is_alike else value.to(parameter.device)
+                process_group.distribute_like(value, parameter)
+                if is_alike
+                else value.to(parameter.device)
             )
 
 

@@ -13,17 +13,17 @@ from mtrain.corpus import dropped
 from mtrain.corpus.reader import changed_files
 from mtrain.data import prepare
 from mtrain.data.loader import TrainingData
-from mtrain.data.sampler import Deal
+from mtrain.data.sampler import MicroBatchSplit
 from mtrain.io.text_width import count
 from mtrain.run.checkpoint import Progress
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer.sentencepiece import Tokenizer
 from mtrain.train import environment, stopping
-from mtrain.train.meters import Window
+from mtrain.train.meters import RunningMeter
 
 
-class Opening:
+class HeaderLogger:
     """The first words of a training that is about to make the update after `step`."""
 
     def __init__(self, config: Config, run: RunDir, log: RunLog, step: int) -> None:
@@ -59,12 +59,12 @@ class Opening:
         """Say how large the model and the corpora are, and what an update is."""
         settings = self.config.training
         plan = data.plan(settings.batch_tokens)
-        left_out = dropped.say_counts(prepare.read_counts(self.run))
+        left_out = dropped.format_counts(prepare.read_counts(self.run))
         tokens = f"{data.num_src_tokens:,} source and {data.num_tgt_tokens:,} target"
         updates = math.ceil(plan.num_batches / settings.accumulate)
         for line in (
             f"model    {num_parameters:,} parameters",
-            f"pieces   {prepare.say_sizes(tokenizer)}",
+            f"pieces   {prepare.format_vocabulary_sizes(tokenizer)}",
             f"pairs    {len(data):,} for training, left out {left_out},",
             f"         {num_valid:,} for validation",
             *(f"mixed    {share}" for share in data.say_shares()),
@@ -78,10 +78,10 @@ class Opening:
         """Say on what it is computed, and in which type."""
         said = f"{device}, {str(dtype).removeprefix('torch.')}"
         if device.type == "cpu":
-            said += f", {count(num_threads, 'thread')}, kernels {environment.say_kernels()}"
+            said += f", {count(num_threads, 'thread')}, kernels {environment.describe_kernels()}"
         self.log.say(f"device   {said}")
 
-    def say_ranks(self, deal: Deal) -> None:
+    def say_ranks(self, deal: MicroBatchSplit) -> None:
         """Say who makes what of an update, if several do, and what one process does not heed."""
         settings = self.config.training
         if deal.num_ranks == 1:
@@ -103,7 +103,7 @@ class Opening:
             self.log.say(
                 "compile  the layers, for a minute or so; `training.compile: false` spares it"
             )
-        self.log.say(f"target   {stopping.say(self.config.training)}")
+        self.log.say(f"target   {stopping.format_rule(self.config.training)}")
 
 
 class Validation(NamedTuple):
@@ -114,7 +114,7 @@ class Validation(NamedTuple):
     bleu: float
 
 
-class Reports:
+class TrainingLogger:
     """Says how one training goes, and keeps it on record.
 
     Args:
@@ -125,7 +125,7 @@ class Reports:
     def __init__(self, log: RunLog, device: torch.device) -> None:
         self.log, self.device = log, device
 
-    def updates(self, progress: Progress, window: Window, spent: float, is_due: bool) -> None:
+    def updates(self, progress: Progress, window: RunningMeter, spent: float, is_due: bool) -> None:
         """Move the progress bar to the share `spent` of the budget; if a line is due, log one."""
         rates = window.rates()
         note = (

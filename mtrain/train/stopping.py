@@ -6,7 +6,7 @@ from mtrain.config.sections import TrainingConfig
 from mtrain.run.checkpoint import Progress
 
 
-def spent(settings: TrainingConfig, progress: Progress) -> float:
+def budget_spent(settings: TrainingConfig, progress: Progress) -> float:
     """Return the share of the budget, steps or minutes, that is used up."""
     steps, minutes = settings.max_steps, settings.max_minutes
     by_steps = progress.step / steps if steps else 0.0
@@ -17,10 +17,10 @@ def spent(settings: TrainingConfig, progress: Progress) -> float:
 def is_reached(settings: TrainingConfig, progress: Progress) -> bool:
     """Tell whether the budget is used up, or patience is."""
     is_patient = progress.num_bad_validations < settings.patience
-    return spent(settings, progress) >= 1 or not is_patient
+    return budget_spent(settings, progress) >= 1 or not is_patient
 
 
-def say(settings: TrainingConfig) -> str:
+def format_rule(settings: TrainingConfig) -> str:
     """Write the target in words."""
     steps, minutes = settings.max_steps, settings.max_minutes
     named = [f"{steps:,} steps"] if steps else []

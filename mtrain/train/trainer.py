@@ -16,7 +16,7 @@ from mtrain.config import config_file
 from mtrain.config.sections import Config
 from mtrain.data import prepare
 from mtrain.data.loader import TrainingData
-from mtrain.data.sampler import Deal, Dealt, Position
+from mtrain.data.sampler import MicroBatchSplit, Position, UpdateBatches
 from mtrain.decode.translator import Translator
 from mtrain.errors import RunError, WriteError
 from mtrain.evaluate.metrics import bleu
@@ -26,21 +26,21 @@ from mtrain.model.transformer import num_parameters
 from mtrain.run import checkpoint
 from mtrain.run.checkpoint import Progress, Weights
 from mtrain.run.load_model import build_model, set_weights
-from mtrain.run.logger import Mute, RunLog
+from mtrain.run.logger import NullLogger, RunLog
 from mtrain.run.run_dir import RunDir
 from mtrain.run.tensorboard import Board
 from mtrain.runtime import device
 from mtrain.runtime.prefetch import read_ahead
-from mtrain.runtime.process_group import ALONE, Team
+from mtrain.runtime.process_group import SINGLE, ProcessGroup
 from mtrain.runtime.signals import STOPPING, Signals, Stopped
 from mtrain.tokenizer import sentencepiece
 from mtrain.train import environment, finetune, grad_scaler, optimizer_state, stopping
-from mtrain.train.checkpoint_manager import Saves, check_model, check_unfinished
+from mtrain.train.checkpoint_manager import CheckpointManager, check_model, check_unfinished
 from mtrain.train.compilation import compile_layers, device_of, uncompiled
 from mtrain.train.gradients import Gradients
 from mtrain.train.loss import LossSum
-from mtrain.train.meters import Outcomes, Window
-from mtrain.train.reporting import Opening, Reports, Validation
+from mtrain.train.meters import AsyncScalars, RunningMeter
+from mtrain.train.reporting import HeaderLogger, TrainingLogger, Validation
 from mtrain.train.schedule import learning_rate
 from mtrain.train.validation import ValidationSet
 
@@ -51,7 +51,9 @@ _BAR_INTERVAL_S = 0.5
 
 
 @torch.inference_mode(False)  # whatever its caller's mode is
-def train(config: Config, run: RunDir, team: Team = ALONE, board: Board | None = None) -> None:
+def train(
+    config: Config, run: RunDir, process_group: ProcessGroup = SINGLE, board: Board | None = None
+) -> None:
     """Train in `run`, from its newest checkpoint if it has one, and write its final weights.
 
     Of several ranks, each with the same config, the first writes and speaks.
@@ -59,7 +61,7 @@ def train(config: Config, run: RunDir, team: Team = ALONE, board: Board | None =
     Args:
         config: of the training.
         run: its folder, prepared.
-        team: the ranks.
+        process_group: the ranks.
         board: of the first rank, gets the numbers that are logged.
 
     Raises:
@@ -68,17 +70,22 @@ def train(config: Config, run: RunDir, team: Team = ALONE, board: Board | None =
         Stopped: on SIGINT or SIGTERM, after saving.
     """
     device.keep_freed_memory()
-    _check_shared(run, team)
+    _check_shared(run, process_group)
     check_unfinished(run)
     check_model(config, run)
-    lock = run.locked() if team.is_first else nullcontext()
-    log = RunLog(run.metrics_path, board) if team.is_first else Mute(run.metrics_path)
+    lock = run.locked() if process_group.is_first else nullcontext()
+    log = (
+        RunLog(run.metrics_path, board) if process_group.is_first else NullLogger(run.metrics_path)
+    )
     with lock, log:
-        trainer = Trainer(config, run, log, team)
+        trainer = Trainer(config, run, log, process_group)
         trainer.resume()
-        if team.is_first:
+        if process_group.is_first:
             trainer.open(run.load_config())
-        with Signals(may_repeat=team.size > 1) as signals, closing(trainer.gradients.workers):
+        with (
+            Signals(may_repeat=process_group.size > 1) as signals,
+            closing(trainer.gradients.workers),
+        ):
             trainer.try_largest()
             trainer.run(signals)
         trainer.finish()
@@ -87,10 +94,15 @@ def train(config: Config, run: RunDir, team: Team = ALONE, board: Board | None =
 class Trainer:
     """A model in training: one update after the other, with what happens between them."""
 
-    def __init__(self, config: Config, run: RunDir, log: RunLog, team: Team = ALONE) -> None:
+    def __init__(
+        self, config: Config, run: RunDir, log: RunLog, process_group: ProcessGroup = SINGLE
+    ) -> None:
         self.config, self.settings, self.run_dir, self.log = config, config.training, run, log
-        self.team, self.deal = team, Deal(self.settings.accumulate, team.rank, team.size)
-        self.device = device_of(config, team)
+        self.process_group, self.deal = (
+            process_group,
+            MicroBatchSplit(self.settings.accumulate, process_group.rank, process_group.size),
+        )
+        self.device = device_of(config, process_group)
         device.avoid_cudnn_attention()
         torch.manual_seed(config.seed)
         self.tokenizer = sentencepiece.load(run.tokenizer_dir)
@@ -103,7 +115,7 @@ class Trainer:
         self.model = build_model(config.model, self.tokenizer).to(self.device)
         self.compute_dtype = device.compute_dtype(self.settings.precision, self.device)
         self.model.compute_in(self.compute_dtype)
-        self.is_compiled = compile_layers(self.model, self.device, config, team)
+        self.is_compiled = compile_layers(self.model, self.device, config, process_group)
         self.gradients = self._gradients()
         self.parameters = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(  # with no weight decay, this is Adam
@@ -114,28 +126,27 @@ class Trainer:
             fused=True,
         )
         greedy = config.decoding.model_copy(update={"beam": 1})
-        self.translator = Translator([self.model], self.tokenizer, greedy, self.device, team=team)
+        self.translator = Translator(
+            [self.model], self.tokenizer, greedy, self.device, process_group=process_group
+        )
         self.progress, self.signals, self.clock = Progress(), Signals(), time.monotonic()
         self.agreed_signal = 0
-        self.window, self.outcomes = Window(), Outcomes()
+        self.window, self.outcomes = RunningMeter(), AsyncScalars()
         is_gpu = self.device.type == "cuda"
         self.ahead = _AHEAD if is_gpu else 0
         needs_each = self.compute_dtype is torch.float16  # to choose the factor of the next loss
         self.behind = _BEHIND if is_gpu and not needs_each else 0
-        self.reports = Reports(log, self.device)
-        self.saves = Saves(run, self.settings, log, team)
+        self.reports = TrainingLogger(log, self.device)
+        self.saves = CheckpointManager(run, self.settings, log, process_group)
 
     def _gradients(self) -> Gradients:
         alone = Gradients(self.model, self.settings.label_smoothing, self.device, self.log.say)
-        if self.team.size == 1:
+        if self.process_group.size == 1:
             return alone
-        from mtrain.train.data_parallel import (  # a second of imports that one process spares
-            Replicas,
-            Shards,
-        )
+        from mtrain.train.data_parallel import DDPGradients, FSDPGradients
 
-        kind = Replicas if self.settings.parallel == "ddp" else Shards
-        return kind(alone, self.team, self.settings.exchange)
+        kind = DDPGradients if self.settings.parallel == "ddp" else FSDPGradients
+        return kind(alone, self.process_group, self.settings.exchange)
 
     def run(self, signals: Signals, last_step: int | None = None) -> None:
         """Train until the target is reached, patience is lost, or a signal comes.
@@ -154,13 +165,17 @@ class Trainer:
                 self.saves.is_current = False
                 self.progress.step += 1
                 self.progress.epoch, self.progress.batch = dealt.after.epoch, dealt.after.batch
-                if self.team.size == 1:  # several ranks tell each other the time, and signals
+                if (
+                    self.process_group.size == 1
+                ):  # several ranks tell each other the time, and signals
                     self.progress.elapsed_s = time.monotonic() - self.clock
                 self._report()
                 if self._is_due(self.settings.validate_every):
                     self._validate()
-                    self.progress.elapsed_s = self.team.tell(time.monotonic() - self.clock)
-                if self.team.size == 1:
+                    self.progress.elapsed_s = self.process_group.broadcast_float(
+                        time.monotonic() - self.clock
+                    )
+                if self.process_group.size == 1:
                     self.agreed_signal = self.signals.received
                 if self.agreed_signal:
                     self._save(is_leaving=True)
@@ -172,7 +187,7 @@ class Trainer:
         self._save(is_leaving=True)
         self.log.close_bar()
 
-    def _updates(self) -> Generator[Dealt]:
+    def _updates(self) -> Generator[UpdateBatches]:
         """Yield updates from where the training stands; for a GPU, laid out ahead of time."""
         start = Position(self.progress.epoch, self.progress.batch)
         updates = self.data.updates(self.settings.batch_tokens, start, self.deal)
@@ -180,13 +195,13 @@ class Trainer:
             return updates
         return read_ahead(map(self.gradients.lay_out, updates), self.ahead)
 
-    def _update(self, dealt: Dealt) -> None:
+    def _update(self, dealt: UpdateBatches) -> None:
         """Make one update; its loss is divided by the target tokens of all shares of all ranks.
 
         Where its loss or gradient is not finite, the fused optimizer changes nothing. Whether that
         is so is read when later updates are under way, if the device is a GPU.
         """
-        sums = self.gradients.add_up(dealt, grad_scaler.factor(self.progress))
+        sums = self.gradients.backward_update(dealt, grad_scaler.factor(self.progress))
         totals = self._add_over_ranks(sums)
         grad_scaler.undo(self.progress, self.parameters)
         grad_norm = self._clip().double()
@@ -207,12 +222,12 @@ class Trainer:
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         for own in sums:
             totals += torch.stack([own.loss.detach(), own.nll])
-        if self.team.size == 1:
+        if self.process_group.size == 1:
             return totals
-        elapsed_s = time.monotonic() - self.clock if self.team.is_first else 0.0
+        elapsed_s = time.monotonic() - self.clock if self.process_group.is_first else 0.0
         besides = [elapsed_s, *(self.signals.received == one for one in STOPPING)]
         sent = torch.tensor(besides, dtype=totals.dtype).to(self.device, non_blocking=True)
-        return self.team.add(torch.cat([totals, sent]))
+        return self.process_group.all_reduce_sum(torch.cat([totals, sent]))
 
     def _clip(self) -> Tensor:
         """Scale the gradient down to the length that is allowed, and return how long it was."""
@@ -221,7 +236,7 @@ class Trainer:
         if self.settings.max_grad_norm:
             limit = self.settings.max_grad_norm
             torch.nn.utils.clip_grads_with_norm_(self.parameters, limit, length)
-        return self.team.whole(length)
+        return self.process_group.full_tensor(length)
 
     def _read_outcomes(self, behind: int = 0) -> None:
         """Take in what came out of the updates so far, all but the last `behind`.
@@ -266,7 +281,7 @@ class Trainer:
             return
         self.reports.updates(self.progress, self.window, self._spent(), is_due)
         if is_due:
-            self.window = Window()
+            self.window = RunningMeter()
 
     def _validate(self) -> None:
         """Score the model, remember how good it was, and show a few translations."""
@@ -283,18 +298,20 @@ class Trainer:
     def _score(self, show_examples: bool = False) -> Validation:
         translator = self._translator()
         with uncompiled(self.is_compiled):
-            loss = self.valid.loss(translator.model, self.settings.label_smoothing, self.team)
+            loss = self.valid.loss(
+                translator.model, self.settings.label_smoothing, self.process_group
+            )
             if not math.isfinite(loss.loss):
                 raise RunError(f"the loss on the validation set is not finite; {self._advice()}")
             hypotheses = translator.translate(self.valid.lines.src)
         for line in self.valid.examples(hypotheses) if show_examples else []:
             self.log.say(line)
-        found = bleu(hypotheses, self.valid.lines.tgt) if self.team.is_first else 0.0
-        return Validation(loss.loss, loss.nll, self.team.tell(found))
+        found = bleu(hypotheses, self.valid.lines.tgt) if self.process_group.is_first else 0.0
+        return Validation(loss.loss, loss.nll, self.process_group.broadcast_float(found))
 
     def _translator(self) -> Translator:
         """Return what translates with the weights as they are; all ranks must ask together."""
-        if self.team.size == 1 or self.settings.parallel == "ddp":
+        if self.process_group.size == 1 or self.settings.parallel == "ddp":
             return self.translator
         with torch.random.fork_rng(devices=[]):  # its first weights are drawn in vain
             model = build_model(self.config.model, self.tokenizer).to(self.device)
@@ -332,7 +349,7 @@ class Trainer:
         """Write the better of the averaged and the best checkpoint as the final weights."""
         best, averaged, found = self.saves.candidates(self.progress)
         weights = checkpoint.average([found[step] for step in averaged], self.fingerprint)
-        set_weights(self.model, weights, self.run_dir.checkpoints_dir, self.team)
+        set_weights(self.model, weights, self.run_dir.checkpoints_dir, self.process_group)
         validation = self._score()
         best_bleu = self.progress.bleu_of_step[str(best)]
         name = f"the average of {count(len(averaged), 'checkpoint')}"
@@ -343,8 +360,8 @@ class Trainer:
             path = found[best] / "model.safetensors"
             weights = checkpoint.load_model(path, self.fingerprint)
         best_bleu = max(best_bleu, validation.bleu)
-        origin = checkpoint.Origin(sorted(averaged), best_bleu, self.progress.step)
-        if self.team.is_first:
+        origin = checkpoint.FinalWeightsInfo(sorted(averaged), best_bleu, self.progress.step)
+        if self.process_group.is_first:
             checkpoint.save_model(self.run_dir.model_path, weights, self.fingerprint, origin)
         self.log.say(f"{self.run_dir.model_path}: {name}")
 
@@ -353,13 +370,14 @@ class Trainer:
         path = self.saves.newest()
         if path is None:
             self.log.drop_after(0)
-            finetune.start(self.model, self.config, self.fingerprint, self.log, self.team)
+            finetune.start(self.model, self.config, self.fingerprint, self.log, self.process_group)
             return
         self.restore(path)
         self.log.drop_after(self.progress.step)
         if self._is_done() and self.saves.has_final_weights(self.progress.step):
             raise RunError(
-                f"{self.run_dir.path}: has reached its target ({stopping.say(self.settings)}) at "
+                f"{self.run_dir.path}: has reached its target "
+                f"({stopping.format_rule(self.settings)}) at "
                 f"step {self.progress.step:,}; to go on, raise `training.max_steps`, "
                 "`training.max_minutes` or `training.patience`."
             )
@@ -368,9 +386,9 @@ class Trainer:
     def restore(self, path: Path) -> None:
         """Become what the training was when it saved a checkpoint."""
         weights, optimizer, self.progress = checkpoint.load(path, self.fingerprint)
-        set_weights(self.model, weights, path / "model.safetensors", self.team)
+        set_weights(self.model, weights, path / "model.safetensors", self.process_group)
         optimizer_state.check_optimizer(self.model, optimizer, path)
-        optimizer_state.set_optimizer(self.optimizer, self.model, optimizer, self.team)
+        optimizer_state.set_optimizer(self.optimizer, self.model, optimizer, self.process_group)
         optimizer_state.restore_random_state(optimizer, path)
         self.window.restore(self.progress)
         self.saves.is_current = True
@@ -378,25 +396,25 @@ class Trainer:
     def snapshot(self) -> checkpoint.Checkpoint:
         """Return all that resuming needs, as it is now; all ranks must ask together."""
         self.window.note(self.progress)
-        state = optimizer_state.optimizer_tensors(self.optimizer, self.model, self.team)
+        state = optimizer_state.optimizer_tensors(self.optimizer, self.model, self.process_group)
         return checkpoint.Checkpoint(
             self._weights(), state | optimizer_state.random_state(), self.progress
         )
 
     def _weights(self) -> Weights:
         named = self.model.named_parameters()
-        return {name: self.team.whole(weight.detach()) for name, weight in named}
+        return {name: self.process_group.full_tensor(weight.detach()) for name, weight in named}
 
-    def made_with(self) -> checkpoint.MadeWith:
+    def made_with(self) -> checkpoint.Environment:
         """Return what decides the last bits of this training."""
         own = self.gradients
-        return environment.made_with(
-            self.device, self.compute_dtype, own.workers.count, own.room, self.team.size
+        return environment.current_environment(
+            self.device, self.compute_dtype, own.workers.count, own.room, self.process_group.size
         )
 
     def open(self, old: Config) -> None:
         """Say what is about to be trained, and keep its config, which was `old` before."""
-        opening = Opening(self.config, self.run_dir, self.log, self.progress.step)
+        opening = HeaderLogger(self.config, self.run_dir, self.log, self.progress.step)
         opening.say_changes(old)
         opening.note_changed_corpora()
         opening.note_left_out(len(self.data))
@@ -412,7 +430,7 @@ class Trainer:
         state = optimizer_state.random_state()
         for batch in self.data.largest(self.settings.batch_tokens):
             share = batch.split(self.deal.num_parts)[0]
-            self.gradients.try_out(share)
+            self.gradients.probe_memory(share)
         self.optimizer.zero_grad(set_to_none=True)
         self.gradients.settle(share)
         self.optimizer.zero_grad(set_to_none=True)
@@ -424,7 +442,9 @@ class Trainer:
         Raises:
             RunError: if there are some.
         """
-        if not all(self.team.own(weight).isfinite().all() for weight in self.parameters):
+        if not all(
+            self.process_group.to_local(weight).isfinite().all() for weight in self.parameters
+        ):
             raise RunError(f"the weights are no longer finite numbers; {self._advice()}")
 
     def _advice(self) -> str:
@@ -433,7 +453,7 @@ class Trainer:
         return f"{advice}, and the same command goes on from {start}." if start else f"{advice}."
 
     def _spent(self) -> float:
-        return stopping.spent(self.settings, self.progress)
+        return stopping.budget_spent(self.settings, self.progress)
 
     def _is_done(self) -> bool:
         return stopping.is_reached(self.settings, self.progress)
@@ -442,10 +462,10 @@ class Trainer:
         return self.progress.step % every == 0
 
 
-def _check_shared(run: RunDir, team: Team) -> None:
+def _check_shared(run: RunDir, process_group: ProcessGroup) -> None:
     """Refuse a run folder that is not the first one's on every rank, before any waits for any."""
     own = [sha256_if_readable(run.config_path), prepare.read_marks(run)]
-    seen = team.gather(json.dumps(own).encode())
+    seen = process_group.all_gather_bytes(json.dumps(own).encode())
     for rank, message in enumerate(seen):
         if message != seen[0]:
             raise RunError(

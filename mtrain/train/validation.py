@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 
 from mtrain.data.loader import in_batches
-from mtrain.data.prepare import Lines
+from mtrain.data.prepare import ParallelLines
 from mtrain.io.text_width import shortened, visible
 from mtrain.model.transformer import Transformer
-from mtrain.runtime.process_group import Team
+from mtrain.runtime.process_group import ProcessGroup
 from mtrain.tokenizer.sentencepiece import Tokenizer
 from mtrain.train.gradients import loss_of
 
@@ -29,21 +29,21 @@ class Loss(NamedTuple):
 class ValidationSet:
     """The text that tells how good a model is, in batches of like length."""
 
-    def __init__(self, lines: Lines, tokenizer: Tokenizer, batch_tokens: int) -> None:
+    def __init__(self, lines: ParallelLines, tokenizer: Tokenizer, batch_tokens: int) -> None:
         self.lines = lines
         src, tgt = tokenizer.encode_src(lines.src), tokenizer.tgt.encode(lines.tgt)
         self._batches = in_batches(src, tgt, tokenizer, batch_tokens)
 
     @torch.no_grad()
-    def loss(self, model: Transformer, smoothing: float, team: Team) -> Loss:
+    def loss(self, model: Transformer, smoothing: float, process_group: ProcessGroup) -> Loss:
         """Return the loss under a model; all ranks ask together, and share the batches."""
         model.eval()
         device = model.output.weight.device
-        own = self._batches[team.rank :: team.size]
+        own = self._batches[process_group.rank :: process_group.size]
         sums = [loss_of(model, batch.to(device), smoothing) for batch in own]
         totals = [sum(float(value) for value in values) for values in zip(*sums, strict=True)]
         told = torch.tensor(totals or [0.0, 0.0, 0.0], dtype=torch.float64, device=device)
-        loss, nll, num_tokens = team.add(told).tolist()
+        loss, nll, num_tokens = process_group.all_reduce_sum(told).tolist()
         return Loss(loss / num_tokens, nll / num_tokens)
 
     def examples(self, hypotheses: Sequence[str]) -> Iterator[str]:
