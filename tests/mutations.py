@@ -41,27 +41,31 @@ class Outcome(NamedTuple):
 
 
 def model(name: str, old: str, new: str) -> Mutation:
-    return Mutation(name, "mtrain/model/transformer.py", old, new, "tests/test_model.py")
+    return Mutation(
+        name, "mtrain/model/transformer.py", old, new, "tests/model/test_transformer.py"
+    )
 
 
 def state(name: str, old: str, new: str) -> Mutation:
-    return Mutation(name, "mtrain/model/kv_cache.py", old, new, "tests/test_model.py")
+    return Mutation(name, "mtrain/model/kv_cache.py", old, new, "tests/model/test_transformer.py")
 
 
 def search(name: str, old: str, new: str) -> Mutation:
-    return Mutation(name, "mtrain/decode/beam.py", old, new, "tests/test_search.py")
+    return Mutation(name, "mtrain/decode/beam.py", old, new, "tests/decode/test_beam.py")
 
 
 def products(name: str, old: str, new: str) -> Mutation:
-    return Mutation(name, "mtrain/ops/linear.py", old, new, "tests/test_products.py")
+    return Mutation(name, "mtrain/ops/linear.py", old, new, "tests/ops/test_linear.py")
 
 
 def compiled(file: str, name: str, old: str, new: str, tests: str) -> Mutation:
-    return Mutation(name, f"mtrain/ops/csrc/{file}.c", old, new, f"tests/test_{tests}.py")
+    return Mutation(name, f"mtrain/ops/csrc/{file}.c", old, new, f"tests/ops/test_{tests}.py")
 
 
 def train(name: str, old: str, new: str, wanted: str) -> Mutation:
-    return Mutation(name, "mtrain/train/trainer.py", old, new, f"tests/test_train.py -k {wanted}")
+    return Mutation(
+        name, "mtrain/train/trainer.py", old, new, f"tests/train/test_trainer.py -k {wanted}"
+    )
 
 
 MODEL = [
@@ -277,56 +281,56 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
         "mtrain/ops/attention.py",
         "torch.matmul(q.to(dtype) * q.shape[-1] ** -0.5, ",
         "torch.matmul(q.to(dtype) / (q.shape[-1] ** 1 / 2), ",
-        "tests/test_model.py",
+        "tests/model/test_transformer.py",
     ),
     Mutation(
         "compiled scores by hid_dim ** 1/2",
         "mtrain/ops/attention.py",
         "shape.scale = q.shape[-1] ** -0.5",
         "shape.scale = 1 / (q.shape[-1] ** 1 / 2)",
-        "tests/test_model.py",
+        "tests/model/test_transformer.py",
     ),
     Mutation(
         "label smoothing over the other pieces",
         "mtrain/train/loss.py",
         "states_ND, weight_VD, targets_N, smoothing, formula\n",
         "states_ND, weight_VD, targets_N, smoothing * len(weight_VD) / (len(weight_VD) - 1)\n",
-        "tests/test_loss.py",
+        "tests/train/test_loss.py",
     ),
     Mutation(
         "padding counts where the number of tokens is known",
         "mtrain/train/loss.py",
         "argsort(descending=True, stable=True)",
         "argsort(descending=False, stable=True)",
-        "tests/test_loss.py",
+        "tests/train/test_loss.py",
     ),
     Mutation(
         "an update that is not finite is made",
         "mtrain/train/trainer.py",
         "self.optimizer.found_inf = (~is_finite).float()",
         "self.optimizer.found_inf = (is_finite & ~is_finite).float()",
-        "tests/test_device_loop.py",
+        "tests/train/test_device_loop.py",
     ),
     Mutation(
         "a log line does not wait for the updates that it counts",
         "mtrain/train/trainer.py",
         "        if is_due:\n            self._read_outcomes()\n",
         "        if is_due:\n            self._read_outcomes(self.behind)\n",
-        "tests/test_device_loop.py",
+        "tests/train/test_device_loop.py",
     ),
     Mutation(
         "each update waits for its device",
         "mtrain/train/trainer.py",
         "        self._read_outcomes(self.behind)\n",
         "        self._read_outcomes()\n",
-        "tests/test_device_loop.py",
+        "tests/train/test_device_loop.py",
     ),
     Mutation(
         "dropout does not scale up the rest",
         "mtrain/ops/attention.py",
         "Drops(cut, _LEVELS / (_LEVELS - cut), _next_seed())",
         "Drops(cut, 1.0, _next_seed())",
-        "tests/test_model.py",
+        "tests/model/test_transformer.py",
     ),
     products(
         "weights are laid out row by row",
@@ -353,7 +357,7 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
         "mtrain/ops/attention.py",
         "if places == [(here, start + i * width) for i in range(len(grads))]:",
         "if [here] * len(grads) == [place[0] for place in places]:",
-        "tests/test_kernels.py",
+        "tests/ops/test_attention.py",
     ),
     products(
         "the rounding of one factor is forgotten",
@@ -370,7 +374,7 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
         "what is not 0 is taken for 1",
         "sums[v] += same * own;",
         "sums[v] += own;",
-        "products",
+        "linear",
     ),
     compiled(
         "decode_linear",
@@ -384,21 +388,21 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
         "what is likeliest in bfloat16 is taken as such",
         "float margin = size * margins[i], high",
         "float margin = 0.0f * margins[i], high",
-        "products",
+        "linear",
     ),
     compiled(
         "decode_linear",
         "the first that may be the likeliest is taken",
         "if (exact > best) best = exact, found = i;",
         "if (found < 0) best = exact, found = i;",
-        "products",
+        "linear",
     ),
     compiled(
         "decode_linear",
         "the likeliest may be one that is never taken",
         "logits[r * m + never[i]] = -INFINITY;",
         "logits[r * m + never[i]] += 0.0f;",
-        "products",
+        "linear",
     ),
     search(
         "a blind search says how likely its targets are",
@@ -420,14 +424,14 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
         "the target's power stays among those that are multiplied",
         "in->powers_across[(piece + own) * STRIDE + first + c] = 0;",
         ";",
-        "products",
+        "linear",
     ),
     compiled(
         "cross_entropy",
         "the target's neighbour is struck out",
         "word[own % SIZE] = 0;",
         "word[(own + 1) % SIZE] = 0;",
-        "products",
+        "linear",
     ),
     compiled(
         "cross_entropy",
@@ -441,21 +445,21 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
         "the weights' gradient lacks what smoothing gives to all pieces",
         "is_first ? in->even_x : NULL",
         "NULL",
-        "products",
+        "linear",
     ),
     compiled(
         "attention",
         "heads of an odd width lack their last number",
         "if (i < k) NAME(add_scores)(sums, rows, i, 1, others);",
         "",
-        "kernels",
+        "attention",
     ),
     compiled(
         "attention",
         "the last two values of a sentence count as one",
         "        if (i + 1 < n) below = NAME(load_lanes)(own + stride, k - j);",
         "        if (i + 2 < n) below = NAME(load_lanes)(own + stride, k - j);",
-        "kernels",
+        "attention",
     ),
     compiled(
         "attention",
@@ -603,21 +607,21 @@ SEARCH = [
         "mtrain/decode/ensemble.py",
         "torch.stack([own.log_softmax(-1) for own in logits])",
         "torch.stack([own for own in logits])",
-        "tests/test_ensemble.py",
+        "tests/decode/test_ensemble.py",
     ),
     Mutation(
         "only one model of an ensemble is reordered",
         "mtrain/decode/ensemble.py",
         "        for state in self.states:\n            state.reorder(rows_N)\n",
         "        self.states[0].reorder(rows_N)\n",
-        "tests/test_ensemble.py",
+        "tests/decode/test_ensemble.py",
     ),
     Mutation(
         "only one model of an ensemble hears who joins",
         "mtrain/decode/ensemble.py",
         "zip(self.states, other.states, strict=True):\n            state.extend(new)\n",
         "zip(self.states[:1], other.states[:1], strict=True):\n            state.extend(new)\n",
-        "tests/test_ensemble.py",
+        "tests/decode/test_ensemble.py",
     ),
 ]
 
@@ -627,7 +631,7 @@ TRAINING = [
         "mtrain/train/gradients.py",
         "sums.loss / task.num_tokens,",
         "sums.loss / sums.num_tokens,",
-        "tests/test_train.py -k divided_by_the_tokens",
+        "tests/train/test_trainer.py -k divided_by_the_tokens",
     ),
     train(
         "gradients not cleared",
@@ -665,35 +669,35 @@ TRAINING = [
         "mtrain/train/trainer.py",
         "self.config.model.d_model, step, self._spent())",
         "self.config.model.d_model, max(step - 1, 1), self._spent())",
-        "tests/test_schedule.py",
+        "tests/train/test_schedule.py",
     ),
     Mutation(
         "gradients never clipped",
         "mtrain/train/trainer.py",
         "        if self.settings.max_grad_norm:\n",
         "        if False:\n",
-        "tests/test_schedule.py",
+        "tests/train/test_schedule.py",
     ),
     Mutation(
         "weight decay by default",
         "mtrain/train/trainer.py",
         "weight_decay=self.settings.weight_decay,",
         "weight_decay=0.01,",
-        "tests/test_schedule.py",
+        "tests/train/test_schedule.py",
     ),
     Mutation(
         "warmup to the power of -1",
         "mtrain/train/schedule.py",
         "step * warmup_steps**-1.5",
         "step * warmup_steps**-1.0",
-        "tests/test_schedule.py",
+        "tests/train/test_schedule.py",
     ),
     Mutation(
         "averages weigh the last most",
         "mtrain/run/checkpoint.py",
         "total[name] = total[name] + tensor.double() if name in total else tensor.double()",
         "total[name] = tensor.double() * len(paths)",
-        "tests/test_checkpoint.py",
+        "tests/run/test_checkpoint.py",
     ),
 ]
 
@@ -703,70 +707,70 @@ TEXT = [
         "mtrain/data/batch.py",
         "F.pad(pieces_BT, (1, 0), value=bos)",
         "F.pad(pieces_BT, (0, 1), value=bos)",
-        "tests/test_batch.py",
+        "tests/data/test_batch.py",
     ),
     Mutation(
         "one place of padding is kept",
         "mtrain/data/batch.py",
         "torch.arange(max(lengths)) < lengths_B[:, None]",
         "torch.arange(max(lengths)) <= lengths_B[:, None]",
-        "tests/test_batch.py",
+        "tests/data/test_batch.py",
     ),
     Mutation(
         "every epoch in the same order",
         "mtrain/data/loader.py",
         "if number else [self._seed, epoch]",
         "if number else [self._seed]",
-        "tests/test_data.py",
+        "tests/data/test_loader.py",
     ),
     Mutation(
         "all windows of an epoch in the same order",
         "mtrain/data/loader.py",
         "[self._seed, epoch, number] if number",
         "[self._seed, epoch] if number",
-        "tests/test_shards.py",
+        "tests/data/test_arrow_shards.py",
     ),
     Mutation(
         "a corpus begins anew in each epoch",
         "mtrain/data/mixture.py",
         "first = epoch * count + self._until(count, window)",
         "first = self._until(count, window)",
-        "tests/test_mixture.py",
+        "tests/data/test_mixture.py",
     ),
     Mutation(
         "a table is not held to its page",
         "mtrain/data/arrow_shards.py",
         "if Shard.of(said.corpus, table) != said:",
         "if False:",
-        "tests/test_shards.py",
+        "tests/data/test_arrow_shards.py",
     ),
     Mutation(
         "parts of other text are taken for done",
         "mtrain/data/prepare.py",
         "is_same = is_same and not changed_files(_file_marks(begun.marks))",
         "is_same = is_same and bool(begun.marks)",
-        "tests/test_encoding.py",
+        "tests/data/test_encode.py",
     ),
     Mutation(
         "pairs that are left out are encoded",
         "mtrain/data/encode.py",
         "    if kept.all():",
         "    if True:",
-        "tests/test_encoding.py",
+        "tests/data/test_encode.py",
     ),
     Mutation(
         "budget looks at sources alone",
         "mtrain/data/loader.py",
         "longer = np.maximum(src_lengths, tgt_lengths)",
         "longer = src_lengths",
-        "tests/test_data.py",
+        "tests/data/test_loader.py",
     ),
     Mutation(
         "sources without eos",
         "mtrain/tokenizer/sentencepiece.py",
         "[[*ids, self.src.eos] for ids in self.src.encode(lines)]",
         "self.src.encode(lines)",
-        "tests/test_tokenizer.py",
+        "tests/tokenizer/test_sentencepiece.py",
     ),
     Mutation(
         "lines end at U+2028 too",
@@ -774,21 +778,21 @@ TEXT = [
         "        yield from raw_lines(stream)\n",
         "        for line in raw_lines(stream):\n"
         "            yield from line.split(b'\\xe2\\x80\\xa8')\n",
-        "tests/test_files.py",
+        "tests/io/test_lines_and_atomic.py",
     ),
     Mutation(
         "translations in the order of length",
         "mtrain/decode/translator.py",
         'translated.get(row, "") for row in range(len(lines))',
         'translated.get(row, "") for row in sorted(range(len(lines)), key=lambda n: len(lines[n]))',
-        "tests/test_translate.py -k own_translation",
+        "tests/decode/test_translator.py -k own_translation",
     ),
     Mutation(
         "warns one place too late",
         "mtrain/decode/pipeline.py",
         "if learned is not None and length > learned:",
         "if learned is not None and length > learned + 1:",
-        "tests/test_stream.py -k learned_positions",
+        "tests/decode/test_pipeline.py -k learned_positions",
     ),
 ]
 
@@ -798,91 +802,91 @@ AUDIT = [
         "mtrain/audit/misalignment.py",
         "- np.maximum(own, 0.0), window.first)",
         "- own, window.first)",
-        "tests/test_shifts.py",
+        "tests/audit/test_misalignment.py",
     ),
     Mutation(
         "a shift begins where the sum began to rise, lost lines or not",
         "mtrain/audit/misalignment.py",
         "first = max(self._start + min(self._offset, 0), 0)",
         "first = self._start",
-        "tests/test_shifts.py",
+        "tests/audit/test_misalignment.py",
     ),
     Mutation(
         "windows have no neighbours",
         "mtrain/audit/misalignment.py",
         "right = np.concatenate([after.tgt, edge])[:MAX_OFFSET] if after else edge",
         "right = edge",
-        "tests/test_shifts.py",
+        "tests/audit/test_misalignment.py",
     ),
     Mutation(
         "a rise across windows is forgotten",
         "mtrain/audit/misalignment.py",
         "self._height = float(heights[stop - 1])",
         "self._height = 0.0",
-        "tests/test_shifts.py",
+        "tests/audit/test_misalignment.py",
     ),
     Mutation(
         "repeats by source alone",
         "mtrain/audit/duplicates.py",
         "is_new_pair = is_new_src | _differs(tgt)",
         "is_new_pair = is_new_src",
-        "tests/test_repeats.py",
+        "tests/audit/test_duplicates.py",
     ),
     Mutation(
         "blank lines leak",
         "mtrain/audit/contamination.py",
         "& (hashes != 0)",
         "& (hashes == hashes)",
-        "tests/test_repeats.py",
+        "tests/audit/test_duplicates.py",
     ),
     Mutation(
         "the last leak is called the first",
         "mtrain/audit/contamination.py",
         "np.flatnonzero(is_hit)[::-1]",
         "np.flatnonzero(is_hit)",
-        "tests/test_repeats.py",
+        "tests/audit/test_duplicates.py",
     ),
     Mutation(
         "keys keep case",
         "mtrain/audit/features.py",
         "_scrambled(CHARACTERS.folded(view.codes[places]).astype(np.uint64)",
         "_scrambled(view.codes[places].astype(np.uint64)",
-        "tests/test_traits.py",
+        "tests/audit/test_features.py",
     ),
     Mutation(
         "keys do not know the order of letters",
         "mtrain/audit/features.py",
         "return _sums(values * _POWERS[np.arange(len(places)) - firsts[lines]], firsts)",
         "return _sums(values * _POWERS[0], firsts)",
-        "tests/test_traits.py",
+        "tests/audit/test_features.py",
     ),
     Mutation(
         "swapped by one side alone",
         "mtrain/audit/rules.py",
         "by_words = (like_tgt > _SIDE_NATS) & (like_src > _SIDE_NATS)",
         "by_words = like_tgt > _SIDE_NATS",
-        "tests/test_rules.py",
+        "tests/audit/test_rules.py",
     ),
     Mutation(
         "validation text is not looked for in training",
         "mtrain/audit/audit.py",
         "return name != other and (other == TRAIN or",
         "return name not in (other, VALID) and (other == TRAIN or",
-        "tests/test_audit.py -k planted_defect",
+        "tests/audit/test_audit.py -k planted_defect",
     ),
     Mutation(
         "an audit stops where the shorter file ends",
         "mtrain/corpus/lenient_reader.py",
         "        if src is not None and tgt is not None:  # the longer file is only counted",
         "        if src is None or tgt is None:\n            break\n        else:",
-        "tests/test_intake.py",
+        "tests/corpus/test_lenient_reader.py",
     ),
     Mutation(
         "notes fail a strict check",
         "mtrain/cli/main.py",
         "if strict and errors + warnings:",
         "if strict and report.findings:",
-        "tests/test_audit.py -k strict",
+        "tests/audit/test_audit.py -k strict",
     ),
 ]
 

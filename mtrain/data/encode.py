@@ -27,7 +27,7 @@ from mtrain.corpus.dropped import DroppedPair, DroppedWriter
 from mtrain.corpus.reader import Pair, read_pairs
 from mtrain.data import arrow_shards
 from mtrain.data.arrow_shards import CorpusEntry, EncodedBlock, Lengths, Manifest, Shard
-from mtrain.data.mixture import split_over_threads
+from mtrain.data.mixture import apportion
 from mtrain.errors import ConfigError
 from mtrain.io.atomic import whole_file
 from mtrain.tokenizer.sentencepiece import Tokenizer
@@ -336,7 +336,7 @@ def check_shares(names: Sequence[str], weights: Sequence[float], num_pairs: int)
     Raises:
         ConfigError: if one has none.
     """
-    for name, count in zip(names, split_over_threads(num_pairs, weights), strict=True):
+    for name, count in zip(names, apportion(num_pairs, weights), strict=True):
         if count == 0:
             raise ConfigError(
                 f"`{name}.weight` must be enough for one of the {num_pairs:,} pairs of an epoch, "

@@ -55,7 +55,7 @@ class Mixture:
     ) -> None:
         self._corpora, self._seed = corpora, seed
         self.num_pairs = sum(own.num_pairs for own in corpora)
-        self.counts = split_over_threads(self.num_pairs, [own.weight for own in corpora])
+        self.counts = apportion(self.num_pairs, [own.weight for own in corpora])
         self.num_windows = -(-self.num_pairs // (window_pairs or self.num_pairs))
         self.firsts = np.cumsum([0, *(self._size(number) for number in range(self.num_windows))])
 
@@ -113,7 +113,7 @@ class Mixture:
         return np.random.default_rng([self._seed, turn, what, table])
 
 
-def split_over_threads(total: int, weights: Sequence[float]) -> list[int]:
+def apportion(total: int, weights: Sequence[float]) -> list[int]:
     """Cut a number into whole parts that are as the weights; what is left goes to the nearest."""
     whole = sum(map(Fraction, weights))
     exact = [total * Fraction(weight) / whole for weight in weights]

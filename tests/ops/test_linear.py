@@ -37,8 +37,9 @@ MULTIPLYING_PAIRS = pytest.mark.parametrize("way", MULTIPLIED[1:], ids=str)
 SAY_MOST = """
 import ctypes, sys
 import torch
-from mtrain import native
-from mtrain.products import ProjectedCrossEntropy, Projection, top_pieces
+from mtrain.ops import native
+from mtrain.ops.cross_entropy import ProjectedCrossEntropy
+from mtrain.ops.topk import Projection, top_tokens
 
 library = native._typed(ctypes.CDLL(sys.argv[1]))
 native.compiled = lambda: library
@@ -61,9 +62,9 @@ torch.set_num_threads(1)
 projection, states = Projection(2, 4_000), torch.ones(20_000, 2)
 projection.lay_out()
 with torch.inference_mode():
-    top_pieces(projection.logits(states[:1]), [0], 5)
+    top_tokens(projection.logits(states[:1]), [0], 5)
     before = most()
-    top_pieces(projection.logits(states), [0], 5)
+    top_tokens(projection.logits(states), [0], 5)
 print(most() - before)
 """
 

@@ -24,7 +24,7 @@ from ranks import (
 )
 from safetensors.torch import load_file
 from tasks import prepared, reverse_task, train, write_task
-from test_train import step_lines, timeless, weights
+from test_trainer import step_lines, timeless, weights
 
 from mtrain.config import config_file
 from mtrain.data.loader import TrainingData

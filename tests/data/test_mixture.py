@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain.config.corpora import weight_of
-from mtrain.data.mixture import Mixture, MixtureCorpus, share_out
+from mtrain.data.mixture import Mixture, MixtureCorpus, apportion
 
 Given = tuple[int, int]  # a table and a row
 
@@ -122,7 +122,7 @@ def test_a_corpus_far_over_its_size_is_given_whole_again_and_again() -> None:
 
 def test_shares_are_exact_for_numbers_that_floats_cannot_tell_apart() -> None:
     sizes = [10**9 + 7, 3 * 10**9 + 1, 5]
-    assert share_out(sum(sizes), [float(size) for size in sizes]) == sizes
+    assert apportion(sum(sizes), [float(size) for size in sizes]) == sizes
 
 
 @pytest.mark.parametrize(

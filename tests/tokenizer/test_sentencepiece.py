@@ -387,8 +387,8 @@ def test_a_sample_loses_no_character(kind, line):
 DRAW = """
 import sys
 from pathlib import Path
-from mtrain import tokenizer
-vocabulary = tokenizer.load(Path(sys.argv[1])).src
+from mtrain.tokenizer import sentencepiece
+vocabulary = sentencepiece.load(Path(sys.argv[1])).src
 print(vocabulary.sample(sys.argv[2:], 0.3, 5))
 """
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hostile import TIMES
 from tasks import REPOSITORY, kill_at_call, reverse_task, train, write_task
-from test_train import timeless, weights
+from test_trainer import timeless, weights
 
 from mtrain.run import checkpoint
 from mtrain.run.run_dir import RunDir

@@ -33,7 +33,7 @@ from hostile import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from tasks import Said, Tree
+from tasks import REPOSITORY, Said, Tree
 from test_architecture import PACKAGE
 
 from mtrain.config import config_file
@@ -535,7 +535,7 @@ def test_no_module_can_read_code_from_a_file(path: Path) -> None:
 
 def test_a_damaged_tokenizer_never_ends_the_process(noisy: RunDir) -> None:
     """In a process of its own, for SentencePiece is C++."""
-    script, count = Path(__file__).with_name("hostile_tokenizers.py"), 100 * TIMES
+    script, count = REPOSITORY / "tests" / "hostile_tokenizers.py", 100 * TIMES
     model = noisy.tokenizer_dir / "shared.model"
     command = [sys.executable, str(script), str(model), str(count)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=600)

@@ -38,8 +38,9 @@ from mtrain.tokenizer.sentencepiece import Tokenizer
 SAY_FAULTS = """
 import resource, sys
 from pathlib import Path
-from mtrain import translate
-from mtrain.rundir import RunDir
+from mtrain.decode import translator
+from mtrain.run.load_model import LoadOptions
+from mtrain.run.run_dir import RunDir
 
 def faults() -> int:
     bytes([1]) * (64 << 20)
@@ -48,7 +49,7 @@ def faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 before = faults()
-translate.load(RunDir(Path(sys.argv[1])), loading=translate.Loading("cpu"))
+translator.load(RunDir(Path(sys.argv[1])), loading=LoadOptions("cpu"))
 print(before, faults())
 """
 LINES = [

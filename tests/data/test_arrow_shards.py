@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders import SRC_LINES, TGT_LINES, vocabularies
-from test_data import (
+from test_loader import (
     BATCH_TOKENS,
     NUM_PAIRS,
     Dealt,

@@ -18,7 +18,7 @@ from mtrain.ops import native
 FLAGS = tuple(flag for flag in native._FLAGS if flag != "-O3")  # compiled sooner
 SAY_LIBRARY = f"""  # load the library, and run one of its functions
 import ctypes
-from mtrain import native
+from mtrain.ops import native
 native._FLAGS = {FLAGS!r}
 library = native.compiled()
 x, y = (ctypes.c_float * 100)(*[1.0] * 100), (ctypes.c_float * 100)()
@@ -382,7 +382,9 @@ def test_with_a_compiler_the_header_says_that_the_kernels_are_compiled(
 
 
 def test_the_sources_are_part_of_the_package():
-    assert {source.parent for source in native._SOURCES} == {Path(native.__file__).parent}
+    assert {source.parent for source in native._SOURCES} == {
+        Path(native.__file__).with_name("csrc")
+    }
     assert all(source.is_file() for source in native._SOURCES)
 
 

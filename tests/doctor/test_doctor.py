@@ -18,7 +18,7 @@ import yaml
 from conftest import Cli, Outcome
 from safetensors.torch import load_file
 from tasks import prepared, reverse_task, stop_at, train, write_task
-from test_train import harm
+from test_trainer import harm
 
 import mtrain
 from mtrain.config import config_file

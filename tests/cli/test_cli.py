@@ -803,11 +803,12 @@ def test_sigterm_leaves_nothing_of_an_output_behind(trained: RunDir, tmp_path: P
 def test_an_export_that_is_stopped_leaves_no_half_of_it(trained: RunDir, tmp_path: Path) -> None:
     script = """
 import signal, sys
-from mtrain import cli, export
+from mtrain.cli import main
+from mtrain.export import export
 export._require_library = lambda wanted: None
 export._write = lambda *given: signal.raise_signal(signal.SIGTERM)
 sys.argv[0] = "mtrain"
-cli.main()
+main.main()
 """
     arguments = ["export", str(trained.path), str(tmp_path / "out"), "--to", "ctranslate2"]
     done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True)
@@ -822,7 +823,7 @@ def test_more_signals_do_not_disturb_the_cleaning_up_after_the_first(
 ) -> None:
     script = f"""
 import signal
-from mtrain.signals import unwind_when_stopped
+from mtrain.runtime.signals import unwind_when_stopped
 unwind_when_stopped()
 try:
     signal.raise_signal({int(number)})

@@ -458,8 +458,8 @@ def test_attention_of_extreme_scores_stays_finite_and_right(way, calls):
 RUN_OUT_OF_MEMORY = """
 import ctypes, resource, sys
 import torch
-from mtrain import native
-from mtrain.kernels import attention
+from mtrain.ops import native
+from mtrain.ops.attention import attention
 
 library = native._typed(ctypes.CDLL(sys.argv[1]))
 native.compiled = lambda: library

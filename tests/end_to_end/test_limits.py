@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import Cli
 from tasks import prepared, reverse_task, stop_at, train, write_task
-from test_train import metrics, step_lines, timeless, weights
+from test_trainer import metrics, step_lines, timeless, weights
 
 from mtrain.config import config_file
 from mtrain.data.batch import Batch
