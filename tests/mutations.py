@@ -58,6 +58,14 @@ def products(name: str, old: str, new: str) -> Mutation:
     return Mutation(name, "mtrain/ops/linear.py", old, new, "tests/ops/test_linear.py")
 
 
+def top_k(name: str, old: str, new: str) -> Mutation:
+    return Mutation(name, "mtrain/ops/topk.py", old, new, "tests/ops/test_linear.py")
+
+
+def sampling(name: str, old: str, new: str) -> Mutation:
+    return Mutation(name, "mtrain/decode/sampling.py", old, new, "tests/decode/test_beam.py")
+
+
 def compiled(file: str, name: str, old: str, new: str, tests: str) -> Mutation:
     return Mutation(name, f"mtrain/ops/csrc/{file}.c", old, new, f"tests/ops/test_{tests}.py")
 
@@ -327,10 +335,10 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
     ),
     Mutation(
         "dropout does not scale up the rest",
-        "mtrain/ops/attention.py",
-        "Drops(cut, _LEVELS / (_LEVELS - cut), _next_seed())",
-        "Drops(cut, 1.0, _next_seed())",
-        "tests/model/test_transformer.py",
+        "mtrain/ops/dropout.py",
+        "DropoutMask(cut, _LEVELS / (_LEVELS - cut), _next_seed())",
+        "DropoutMask(cut, 1.0, _next_seed())",
+        "tests/ops/test_attention.py",
     ),
     products(
         "weights are laid out row by row",
@@ -359,12 +367,12 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
         "if [here] * len(grads) == [place[0] for place in places]:",
         "tests/ops/test_attention.py",
     ),
-    products(
+    top_k(
         "the rounding of one factor is forgotten",
         "1.001 * (2**-7 + 2**-16",
         "1.001 * (2**-8 + 2**-16",
     ),
-    products(
+    top_k(
         "weights that are no numbers are rounded",
         "        if margins_V.isfinite().all():\n",
         "        if True:\n",
@@ -381,7 +389,7 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
         "sparse rows are multiplied by the first panels alone",
         "panels + column * k, k, num)",
         "panels, k, num)",
-        "products",
+        "linear",
     ),
     compiled(
         "decode_linear",
@@ -414,7 +422,7 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
         "return self.width == 1 and not self.with_scores",
         "return not self.with_scores",
     ),
-    products(
+    top_k(
         "the logits of the first rows for those of any",
         "self.projection(self.states_ND[rows])",
         "self.projection(self.states_ND)[: len(self.states_ND[rows])]",
@@ -438,7 +446,7 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
         "powers overflow",
         "while (shift_more(&of, rows));",
         "while (0);",
-        "products",
+        "linear",
     ),
     compiled(
         "cross_entropy",
@@ -466,7 +474,7 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
         "the last two weights of a sentence count as one",
         "            if (i + 1 < n) memcpy(&below, scores + (i + 1) * width + w, sizeof below);",
         "            if (i + 2 < n) memcpy(&below, scores + (i + 1) * width + w, sizeof below);",
-        "kernels",
+        "attention",
     ),
 ]
 
@@ -534,8 +542,8 @@ SEARCH = [
     ),
     search(
         "padding may be written",
-        "        top = top_pieces(logits_NV, limits.never, count)\n",
-        "        top = top_pieces(logits_NV, [], count)\n",
+        "        top = top_tokens(logits_NV, limits.never, count)\n",
+        "        top = top_tokens(logits_NV, [], count)\n",
     ),
     search(
         "a prefix ends at the limit",
@@ -577,27 +585,27 @@ SEARCH = [
         "    if not n or length < n:\n",
         "    if not n or length <= n:\n",
     ),
-    search(
+    sampling(
         "samples have the tempered log-probabilities",
         "logits_NV.double().log_softmax(-1)",
         "(logits_NV.double() / settings.temperature).log_softmax(-1)",
     ),
-    search(
+    sampling(
         "heat makes the likely likelier",
         "allowed_NV.double() / settings.temperature",
         "allowed_NV.double() * settings.temperature",
     ),
-    search(
+    sampling(
         "top_p leaves out the piece that reaches it",
         "sorted_NV.cumsum(-1) - sorted_NV >= settings.top_p",
         "sorted_NV.cumsum(-1) >= settings.top_p",
     ),
-    search(
+    sampling(
         "one number draws all pieces",
         "uniform_NT[:, rows.written_NT.shape[1], None]",
         "uniform_NT[:, :1]",
     ),
-    search(
+    sampling(
         "numbers do not follow their samples",
         "        rows, uniform_NT = rows.take(open_N), uniform_NT[open_N]\n",
         "        rows = rows.take(open_N)\n",
@@ -760,7 +768,7 @@ TEXT = [
     ),
     Mutation(
         "budget looks at sources alone",
-        "mtrain/data/loader.py",
+        "mtrain/data/sampler.py",
         "longer = np.maximum(src_lengths, tgt_lengths)",
         "longer = src_lengths",
         "tests/data/test_loader.py",
@@ -774,7 +782,7 @@ TEXT = [
     ),
     Mutation(
         "lines end at U+2028 too",
-        "mtrain/io/atomic.py",
+        "mtrain/io/lines.py",
         "        yield from raw_lines(stream)\n",
         "        for line in raw_lines(stream):\n"
         "            yield from line.split(b'\\xe2\\x80\\xa8')\n",
@@ -883,7 +891,7 @@ AUDIT = [
     ),
     Mutation(
         "notes fail a strict check",
-        "mtrain/cli/main.py",
+        "mtrain/cli/check.py",
         "if strict and errors + warnings:",
         "if strict and report.findings:",
         "tests/audit/test_audit.py -k strict",

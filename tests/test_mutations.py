@@ -33,7 +33,7 @@ def preprocessed(file: Path, text: str) -> str:
     compiler = next((name for name in native._COMPILERS if shutil.which(name)), None)
     if compiler is None:
         pytest.skip("no C compiler is installed")
-    file.parent.mkdir(exist_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     for header in native._HEADERS:
         shutil.copy(header, file.parent)
     file.write_text(text, encoding="utf-8")
