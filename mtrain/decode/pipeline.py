@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice, pairwise
@@ -17,12 +16,12 @@ from mtrain.decode.flags import find_flags
 from mtrain.decode.formats import NOTHING, TranslatedLine, Translation, join
 from mtrain.decode.translator import EncodedSource, Translator
 from mtrain.errors import DataError
+from mtrain.io.lines import LineWarnings
 from mtrain.tokenizer.sentencepiece import Vocabulary
 
 Warn = Callable[[str], None]
 
 BLOCK_LINES = 2048  # lines that are sorted by length and translated together, at most
-_MAX_WARNINGS = 5  # of a kind; the others are counted
 _MAX_SHOWN = 5  # characters
 _SENTENCE = re.compile(
     r"\S.*?(?:(?<=[.!?\u2026])[\"'\u201d\u2019)\]\u00bb]*\s+|(?<=[\u3002\uff01\uff1f])|\Z)",
@@ -62,25 +61,6 @@ class Options:
     with_scores: bool = True
 
 
-class Warnings:
-    """Warnings about lines: the first of each kind, and in the end how many more there were."""
-
-    def __init__(self, warn: Warn) -> None:
-        self._warn, self._counts = warn, Counter[str]()
-
-    def add(self, kind: str, number: int, text: str) -> None:
-        """Warn of a line, unless the kind was often warned of."""
-        self._counts[kind] += 1
-        if self._counts[kind] <= _MAX_WARNINGS:
-            self._warn(f"line {number}: {text}")
-
-    def close(self) -> None:
-        """Say how many lines there were that nobody was warned of."""
-        for kind, count in self._counts.items():
-            if count > _MAX_WARNINGS:
-                self._warn(f"{count - _MAX_WARNINGS:,} more lines: {kind}.")
-
-
 _FLAG_TEXTS = {
     "empty": "is empty",
     "copy": "is the line itself",
@@ -117,7 +97,7 @@ class LineTranslator:
         warn: Warn,
     ) -> None:
         self.translator, self.options, self.profile = translator, options, profile
-        self.warnings = Warnings(warn)
+        self.warnings = LineWarnings(warn)
         self._num_lines = 0
 
     def translate(

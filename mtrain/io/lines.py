@@ -8,6 +8,7 @@ import queue
 import sys
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ _BLOCK_BYTES = 1 << 18  # that are decoded at once
 _LINES_TOLD = 4096  # after which a reader says how far it is
 _PATIENCE_S = 0.05  # that a block waits for one more line
 _MAX_BLOCK_CHARACTERS = 4_000_000
-_MAX_WARNINGS = 5  # of lines that are not UTF-8; the others are counted
+_MAX_WARNINGS = 5  # of each kind; the others are counted
 _OTHER_FORMS = {  # how files begin that hold no lines of UTF-8
     b"\x1f\x8b": "which begins as gzip data does: let the file's name end in .gz",
     b"\xfd7zXZ": "which begins as xz data does: unpack it, or gzip it",
@@ -30,6 +31,25 @@ _OTHER_FORMS = {  # how files begin that hold no lines of UTF-8
     b"\xff\xfe": "which begins as UTF-16 text does: convert it, for example with iconv",
     b"\xfe\xff": "which begins as UTF-16 text does: convert it, for example with iconv",
 }
+
+
+class LineWarnings:
+    """Warns of the first lines of each kind, and counts the others."""
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn, self._counts = warn, Counter[str]()
+
+    def add(self, kind: str, number: int, text: str) -> None:
+        """Warn of line `number`, unless `kind` has reached its limit."""
+        self._counts[kind] += 1
+        if self._counts[kind] <= _MAX_WARNINGS:
+            self._warn(f"line {number}: {text}")
+
+    def close(self) -> None:
+        """Warn of the number of further lines of each kind."""
+        for kind, count in self._counts.items():
+            if count > _MAX_WARNINGS:
+                self._warn(f"{count - _MAX_WARNINGS:,} more lines: {kind}.")
 
 
 def raw_lines(stream: Iterable[bytes]) -> Iterator[bytes]:
@@ -79,17 +99,15 @@ def read_forgiving(path: Path | None, warn: Callable[[str], None]) -> Iterator[s
     Raises:
         DataError: for a file that cannot be read.
     """
-    num_bad = 0
+    warnings = LineWarnings(warn)
     for number, line in enumerate(_read_raw(path), start=1):
         try:
             yield line.decode("utf-8")
         except UnicodeDecodeError as error:
-            num_bad += 1
-            if num_bad <= _MAX_WARNINGS:
-                warn(f"line {number}: is not UTF-8: {_culprit(error)}; replaced by U+FFFD.")
+            text = f"is not UTF-8: {_culprit(error)}; replaced by U+FFFD."
+            warnings.add("not UTF-8", number, text)
             yield line.decode("utf-8", errors="replace")
-    if num_bad > _MAX_WARNINGS:
-        warn(f"{num_bad - _MAX_WARNINGS:,} more lines: not UTF-8.")
+    warnings.close()
 
 
 def read_blocks(

@@ -16,6 +16,11 @@ def visible(text: str) -> str:
     )
 
 
+def num_columns(text: str) -> int:
+    """Return how many columns of a terminal the text takes."""
+    return sum(map(_width, text))
+
+
 def shortened(text: str, width: int) -> str:
     """Cut text to as many columns."""
     if _num_fitting(text, width) == len(text):
