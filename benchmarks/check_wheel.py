@@ -61,12 +61,13 @@ def build(directory: Path) -> Path:
     print(
         f"{wheel.name}: {wheel.stat().st_size:,} bytes, {len(names)} files, {unpacked:,} unpacked"
     )
-    sources = [
-        path.name for path in (REPOSITORY / "mtrain").iterdir() if path.suffix in (".c", ".h")
+    files = [
+        path.relative_to(REPOSITORY).as_posix()
+        for path in (REPOSITORY / "mtrain").rglob("*")
+        if path.suffix in (".c", ".h", ".xz") or path.name == "py.typed"
     ]
-    assert sources
-    wanted = (*sources, "py.typed", "config.schema.json")
-    assert {f"mtrain/{name}" for name in wanted} <= set(names)
+    assert {Path(file).suffix for file in files} == {".c", ".h", ".xz", ""}
+    assert set(files) <= set(names)
     assert all(name.startswith(("mtrain/", "mtrain-")) for name in names)
     return wheel
 

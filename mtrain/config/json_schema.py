@@ -1,34 +1,52 @@
-"""The JSON schema by which editors complete and check a config. Knows no config itself.
+"""The JSON schema by which editors complete and check a config.
 
-The schema is a file of the package, made from `config` by tests/make_schema.py. It is copied beside
-every config that mtrain writes, so that the two stay together wherever they go.
+It is written beside every config that mtrain writes, so that the two stay together.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
+
+from mtrain.config.sections import Config
 
 SCHEMA_FILE = "config.schema.json"
+HEAD = f"# yaml-language-server: $schema={SCHEMA_FILE}\n"  # the first line of a config
 
 
-def head(schema: str = SCHEMA_FILE) -> str:
-    """Return a config's first line, which says where its schema lies, seen from the config."""
-    return f"# yaml-language-server: $schema={schema}\n"
+def schema() -> str:
+    """Return the JSON schema of `Config` without pydantic's titles, which repeat the keys."""
+    tree = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A config of mtrain",
+        **_untitled(Config.model_json_schema()),
+    }
+    return json.dumps(tree, indent=1) + "\n"
+
+
+def _untitled(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {
+            key: _untitled(value)
+            for key, value in node.items()
+            if key != "title" or not isinstance(value, str)  # a key `title` would be a mapping
+        }
+    return [_untitled(item) for item in node] if isinstance(node, list) else node
 
 
 def put_beside(config_path: Path) -> str:
-    """Copy the schema into a config's folder, and return the config's first line.
+    """Write the schema into a config's folder, and return the config's first line.
 
     Raises:
         OSError: if it cannot be written.
     """
-    text = Path(__file__).with_name(SCHEMA_FILE).read_bytes()
-    copy = config_path.with_name(SCHEMA_FILE)
-    if not copy.is_file() or copy.read_bytes() != text:
-        beside = copy.with_name(f".{copy.name}.tmp")
+    path, text = config_path.with_name(SCHEMA_FILE), schema().encode()
+    if not path.is_file() or path.read_bytes() != text:
+        beside = path.with_name(f".{path.name}.tmp")
         try:
             beside.write_bytes(text)
-            beside.replace(copy)
+            beside.replace(path)
         finally:
             beside.unlink(missing_ok=True)
-    return head()
+    return HEAD

@@ -46,10 +46,9 @@ training:
 """
 
 
-def config_text(corpus: str, run_dir: str, schema_path: str = json_schema.SCHEMA_FILE) -> str:
+def config_text(corpus: str, run_dir: str) -> str:
     """Return the demo's config for a corpus folder and a run folder."""
-    head = json_schema.head(schema_path)
-    return _CONFIG.format(corpus=_escape(corpus), run_dir=_escape(run_dir), head=head)
+    return _CONFIG.format(corpus=_escape(corpus), run_dir=_escape(run_dir), head=json_schema.HEAD)
 
 
 def _escape(path: str) -> str:

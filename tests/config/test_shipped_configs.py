@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tasks import REPOSITORY
 
-from mtrain.config import config_file, json_schema
+from mtrain.config import config_file
 from mtrain.config.sections import Config
 from mtrain.demo import demo
 
@@ -38,8 +38,7 @@ def test_a_shipped_config_has_a_run_folder_and_a_test_set_of_its_own(name: str) 
 
 
 def test_the_demo_config_is_what_the_demo_writes() -> None:
-    schema_path = f"../mtrain/{json_schema.SCHEMA_FILE}"
-    written = demo.config_text("data/demo", "runs/demo", schema_path).encode()
+    written = demo.config_text("data/demo", "runs/demo").encode()
     assert (DIRECTORY / "demo.yaml").read_bytes() == written
 
 
