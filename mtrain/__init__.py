@@ -10,7 +10,7 @@ Importing it loads nothing: what the names below need is imported when one is fi
 
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Config",
     "ConfigError",

@@ -1,7 +1,7 @@
 """Which model, vocabulary and schedule fit a corpus and a budget. Knows no files and no tensors.
 
 The settings are those that were published, or measured here, for corpora of such a size;
-docs/decisions.md says which, and what lost against them.
+docs/experiments.md says which, and what lost against them.
 """
 
 from __future__ import annotations
