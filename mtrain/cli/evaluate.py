@@ -46,7 +46,6 @@ def evaluate(
     batch_tokens: options.BatchOption = None,
     device: options.DeviceOption = "auto",
     precision: options.PrecisionOption = options.Precision.AUTO,
-    quantize: options.QuantizeOption = None,
 ) -> None:
     """Translate the test sets and score them, with 95% intervals.
 
@@ -62,7 +61,7 @@ def evaluate(
     folders, names = [RunDir(run) for run in runs], _listed(tests)
     searching = {"beam": beam, "early_stop": early_stop, "no_repeat_ngram": no_repeat_ngram}
     changes = searching | {"length_alpha": length_alpha, "batch_tokens": batch_tokens}
-    load = _loader(changes, load_options(device, precision, quantize, checkpoint))
+    load = _loader(changes, load_options(device, precision, checkpoint))
     if score:
         scoring: dict[str, Any] = {"metrics": metrics, "tokenize": tokenize, "comet": comet}
         scoring |= {"resamples": resamples, "compare": compare or None}

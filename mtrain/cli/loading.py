@@ -10,13 +10,8 @@ if TYPE_CHECKING:
     from mtrain.run.load_model import LoadOptions
 
 
-def load_options(
-    device: str,
-    precision: options.Precision,
-    quantize: options.Quantize | None,
-    step: int | None = None,
-) -> LoadOptions:
+def load_options(device: str, precision: options.Precision, step: int | None = None) -> LoadOptions:
     """Return how the command line wants runs to be loaded."""
     from mtrain.run.load_model import LoadOptions
 
-    return LoadOptions(device, precision.value, quantize.value if quantize else None, step)
+    return LoadOptions(device, precision.value, step)

@@ -61,12 +61,6 @@ class Precision(str, Enum):
     BFLOAT16 = "bfloat16"
 
 
-class Quantize(str, Enum):
-    """How few bits of each weight are kept."""
-
-    INT8 = "int8"
-
-
 class Engine(str, Enum):
     """What searches for translations."""
 
@@ -112,7 +106,6 @@ class OnLong(str, Enum):
 
 
 PrecisionOption = Annotated[Precision, typer.Option(help="auto is float32.")]
-QuantizeOption = Annotated[Quantize | None, typer.Option(help="8-bit weights, on a CPU.")]
 EngineOption = Annotated[
     Engine, typer.Option(help="ctranslate2 exports once, into RUN/ctranslate2; text only.")
 ]

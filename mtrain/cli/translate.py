@@ -65,7 +65,6 @@ def translate(
     batch_tokens: options.BatchOption = None,
     device: options.DeviceOption = "auto",
     precision: options.PrecisionOption = options.Precision.AUTO,
-    quantize: options.QuantizeOption = None,
     engine: options.EngineOption = options.Engine.MTRAIN,
 ) -> None:
     """Translate line by line: as many lines out as in.
@@ -89,7 +88,7 @@ def translate(
 
     wanted = _wanted(n_best, options.given(drawing) if sample else None)
     loading, seed = (
-        load_options(device, precision, quantize, checkpoint),
+        load_options(device, precision, checkpoint),
         1 if seed is None else seed,
     )
     with_alignment = alignments is not None or format_ is options.Format.JSONL

@@ -26,7 +26,7 @@ from mtrain.decode.beam import (
 from mtrain.decode.ensemble import Ensemble, EnsembleState, Padded
 from mtrain.decode.gather import exchange, exchange_numbers, exchange_tensors
 from mtrain.decode.sampling import Sampling, sample
-from mtrain.errors import ConfigError, RunError
+from mtrain.errors import RunError
 from mtrain.model.transformer import Transformer
 from mtrain.ops.topk import Logits
 from mtrain.run.load_model import LoadOptions, load_model
@@ -339,8 +339,6 @@ def load(
             several have different target vocabularies.
         ConfigError: if the settings cannot be used here.
     """
-    if loading.quantize is not None and loading.precision == "bfloat16":
-        raise ConfigError("`--quantize` must not stand beside `--precision bfloat16`, but does.")
     keep_freed_memory()
     avoid_cudnn_attention()
     folders = [runs] if isinstance(runs, RunDir) else list(runs)

@@ -7,14 +7,12 @@ gradients stay in the type of the weights.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtrain.errors import ConfigError
 from mtrain.ops.native import Functions, functions_for
 from mtrain.runtime.device import processor_has
 
@@ -211,28 +209,6 @@ def pack_weights(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Linear):
             module.lay_out()
-
-
-def quantize_int8(model: nn.Module) -> None:
-    """Keep 8 bits of each weight of a model's linear maps, and of what they read; CPU only.
-
-    Each output of a map has a scale, and each row that it reads: no row depends on another.
-
-    Raises:
-        ConfigError: if torchao, which does it, is not installed.
-    """
-    logging.disable(logging.WARNING)  # the library warns of what it lacks for GPUs
-    try:
-        from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
-    except ImportError:
-        raise ConfigError(
-            "`--quantize int8` must have torchao: pip install 'mtrain[int8]' adds it."
-        ) from None
-    finally:
-        logging.disable(logging.NOTSET)
-    quantize_(
-        model, Int8DynamicActivationInt8WeightConfig(), lambda module, _: isinstance(module, Linear)
-    )
 
 
 def pad_rows(rows: Tensor) -> Tensor:

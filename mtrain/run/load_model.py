@@ -12,7 +12,7 @@ import torch
 from mtrain.config.sections import ModelConfig
 from mtrain.errors import ConfigError, RunError
 from mtrain.model.transformer import Transformer, count_weights
-from mtrain.ops.linear import pack_weights, quantize_int8
+from mtrain.ops.linear import pack_weights
 from mtrain.run import checkpoint
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.process_group import SINGLE, ProcessGroup
@@ -26,14 +26,12 @@ class LoadOptions:
     Attributes:
         device: `auto`, cpu, cuda, ...
         precision: of states and products; `auto` is float32.
-        quantize: int8 keeps and multiplies 8 bits of each weight, on a CPU.
         step: the weights of this checkpoint, instead of the run's result.
         process_group: the ranks that share the work, each on a device of its own.
     """
 
     device: str = "auto"
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    quantize: Literal["int8"] | None = None
     step: int | None = None
     process_group: ProcessGroup = SINGLE
 
@@ -49,7 +47,7 @@ def load_model(
 
     Raises:
         RunError: if the weights are missing, damaged, or do not fit the config or the tokenizer.
-        ConfigError: if the settings cannot be used on this device.
+        ConfigError: if this machine has not the memory for its weights.
     """
     path = _weights_path(run, loading.step)
     weights = checkpoint.load_model(path, vocabulary.fingerprint())
@@ -65,11 +63,7 @@ def load_model(
     model.to(device).eval()
     if loading.precision == "bfloat16":
         model.compute_in(torch.bfloat16)
-    if loading.quantize is not None:
-        if device.type != "cpu":
-            raise ConfigError(f"`--quantize` must run on the cpu, but runs on {device} instead.")
-        quantize_int8(model)
-    elif loading.precision != "bfloat16":
+    else:
         pack_weights(model)
     return model
 

@@ -601,15 +601,6 @@ def test_a_device_that_is_not_there_is_refused(cli: Cli, trained: RunDir, device
     )
 
 
-@pytest.mark.parametrize("verb", ["translate", "eval"])
-def test_weights_are_either_quantized_or_computed_with_in_half_the_bits(
-    cli: Cli, trained: RunDir, verb: str
-) -> None:
-    both = ["--quantize", "int8", "--precision", "bfloat16"]
-    said = error_line(cli(verb, trained.path, *both))
-    assert said == "`--quantize` must not stand beside `--precision bfloat16`, but does."
-
-
 def test_an_input_that_cannot_be_read_is_one_line(
     cli: Cli, trained: RunDir, tmp_path: Path
 ) -> None:

@@ -650,7 +650,6 @@ def test_the_other_engine_replaces_no_folder_that_is_no_export(cli: Cli, run: Ru
         ["--batch-tokens", "100"],
         ["--device", "cpu"],
         ["--precision", "bfloat16"],
-        ["--quantize", "int8"],
     ],
     ids=lambda options: options[0],
 )
