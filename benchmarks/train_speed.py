@@ -155,12 +155,10 @@ def list_systems() -> None:
 
 
 def find_multi30k() -> Path:
-    """Return the folder of the corpus, from where the tests look for it too."""
-    named = [os.environ["MTRAIN_MULTI30K"]] if "MTRAIN_MULTI30K" in os.environ else []
-    beside = [REPOSITORY / "data" / "multi30k", REPOSITORY.parent / "shared" / "data" / "multi30k"]
-    for folder in [*map(Path, named), *beside]:
-        if (folder / "train.en").is_file():
-            return folder
+    """Return the folder of the corpus: that of MTRAIN_MULTI30K, or `data/multi30k`."""
+    folder = Path(os.environ.get("MTRAIN_MULTI30K") or REPOSITORY / "data" / "multi30k")
+    if (folder / "train.en").is_file():
+        return folder
     sys.exit("Multi30k is neither in MTRAIN_MULTI30K nor in data/multi30k; see data/README.md.")
 
 

@@ -3,15 +3,12 @@
 import json
 from pathlib import Path
 
-import pytest
 from conftest import Cli
 from defects import found_lines
+from multi30k import FOLDER, needs_multi30k
 from tasks import Tree, write_config
-from test_multi30k import FOLDER
 
-pytestmark = pytest.mark.skipif(
-    FOLDER is None, reason="Multi30k is neither in MTRAIN_MULTI30K nor in data/multi30k"
-)
+pytestmark = needs_multi30k
 
 
 def named(split: str) -> dict[str, list[str]]:

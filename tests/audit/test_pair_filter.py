@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from conftest import Cli
 from defects import Planted, found_lines, plant, write_planted
+from multi30k import FOLDER, needs_multi30k
 from tasks import REPOSITORY, Pair, Tree, copy_task, prepared, tiny_tree, write_config, write_corpus
-from test_multi30k import FOLDER
 
 from mtrain.audit.audit import audit
 from mtrain.audit.pair_filter import pair_filter_for
@@ -214,7 +214,7 @@ def test_the_default_leaves_out_of_the_demo_what_is_held_out(tmp_path: Path) -> 
     assert left_out(config, tmp_path, 20_000) == {}
 
 
-@pytest.mark.skipif(FOLDER is None, reason="Multi30k is not at hand")
+@needs_multi30k
 def test_the_default_leaves_out_of_multi30k_what_is_held_out(tmp_path: Path) -> None:
     def named(split: str) -> dict[str, list[str]]:
         return {"src": [f"{FOLDER}/{split}.en"], "tgt": [f"{FOLDER}/{split}.de"]}

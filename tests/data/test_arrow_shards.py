@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders import SRC_LINES, TGT_LINES, vocabularies
-from test_loader import (
+from encoded_pairs import (
     BATCH_TOKENS,
     NUM_PAIRS,
     Dealt,

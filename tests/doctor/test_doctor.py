@@ -16,9 +16,9 @@ import pytest
 import torch
 import yaml
 from conftest import Cli, Outcome
+from run_folders import harm
 from safetensors.torch import load_file
 from tasks import prepared, reverse_task, stop_at, train, write_task
-from test_trainer import harm
 
 import mtrain
 from mtrain.config import config_file

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from hostile import TIMES
+from run_folders import timeless, weights
 from tasks import REPOSITORY, kill_at_call, reverse_task, train, write_task
-from test_trainer import timeless, weights
 
 from mtrain.run import checkpoint
 from mtrain.run.run_dir import RunDir

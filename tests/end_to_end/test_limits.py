@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Cli
+from run_folders import metrics, step_lines, timeless, weights
 from tasks import prepared, reverse_task, stop_at, train, write_task
-from test_trainer import metrics, step_lines, timeless, weights
 
 from mtrain.config import config_file
 from mtrain.data.batch import Batch

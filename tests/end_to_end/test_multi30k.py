@@ -1,38 +1,22 @@
 """A few dozen updates on Multi30k, where it is at hand: real text, from files to a score."""
 
 import json
-import os
 from itertools import islice
 from pathlib import Path
 
 import pytest
 from conftest import Cli
-from tasks import REPOSITORY, Tree, tiny_tree, write, write_config
+from multi30k import FOLDER, needs_multi30k
+from tasks import Tree, tiny_tree, write, write_config
 
 from mtrain.run.run_dir import RunDir
 
+pytestmark = needs_multi30k
 TEST = "test_2016_flickr"
-
-
-def find() -> Path | None:
-    """Return the folder of the corpus: from MTRAIN_MULTI30K, or beside the code."""
-    named = [os.environ["MTRAIN_MULTI30K"]] if "MTRAIN_MULTI30K" in os.environ else []
-    beside = [REPOSITORY / "data" / "multi30k", REPOSITORY.parent / "shared" / "data" / "multi30k"]
-    for folder in [*map(Path, named), *beside]:
-        if (folder / "train.en").is_file():
-            return folder
-    return None
-
-
-FOLDER = find()
-pytestmark = pytest.mark.skipif(
-    FOLDER is None, reason="Multi30k is neither in MTRAIN_MULTI30K nor in data/multi30k"
-)
 
 
 def head(directory: Path, name: str, count: int) -> dict[str, list[str]]:
     """Write the first lines of both sides of a split; return them as a config names them."""
-    assert FOLDER is not None
     paths = []
     for side in ("en", "de"):
         with (FOLDER / f"{name}.{side}").open(encoding="utf-8", newline="\n") as stream:

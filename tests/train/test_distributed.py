@@ -22,9 +22,9 @@ from ranks import (
     short_of_memory,
     stopped,
 )
+from run_folders import step_lines, timeless, weights
 from safetensors.torch import load_file
 from tasks import prepared, reverse_task, train, write_task
-from test_trainer import step_lines, timeless, weights
 
 from mtrain.config import config_file
 from mtrain.data.loader import TrainingData

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from ranks import Ranks, needs_fork_server, ranks
+from run_folders import step_lines, timeless, weights
 from tasks import reverse_task, train, write_task
-from test_trainer import step_lines, timeless, weights
 
 from mtrain.run import checkpoint
 from mtrain.run.run_dir import RunDir

@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import json
 import multiprocessing
 import os
 import re
@@ -14,12 +13,12 @@ import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
 from conftest import Cli, at_a_terminal, run_mtrain
+from run_folders import harm, metrics, step_lines, timeless, weights
 from safetensors.torch import load_file
 from tasks import prepared, reverse_task, stop_at, train, write_task
 
@@ -41,7 +40,6 @@ from mtrain.train.loss import LossSum
 from mtrain.train.meters import RunningMeter
 from mtrain.train.trainer import Trainer
 
-TIMES = {"tgt_tokens_per_s", "elapsed_s", "memory_mib"}
 STEP_KEYS = [
     "step",
     "epoch",
@@ -77,29 +75,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def straight(source: Path) -> RunDir:
     """Twelve updates without a stop. Tests only read it."""
     return train(source, run=str(source.parent / "straight"))
-
-
-def metrics(run: RunDir) -> list[dict[str, Any]]:
-    lines = run.metrics_path.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def timeless(run: RunDir) -> list[dict[str, Any]]:
-    """Return the metrics without what a clock or the machine decides, or the user changed."""
-    return [
-        {key: value for key, value in line.items() if key not in TIMES}
-        for line in metrics(run)
-        if "changed" not in line
-    ]
-
-
-def weights(run: RunDir) -> dict[str, bytes]:
-    """Return the final weights bit for bit."""
-    return {name: tensor.numpy().tobytes() for name, tensor in load_file(run.model_path).items()}
-
-
-def step_lines(run: RunDir) -> list[dict[str, Any]]:
-    return [line for line in metrics(run) if "loss" in line]
 
 
 def stop_and_go_on(
@@ -877,17 +852,6 @@ def test_a_device_that_is_not_there_is_refused(cli: Cli, source: Path, tmp_path:
 
 
 PARTS = ["model.safetensors", "optimizer.safetensors", "progress.json", "checkpoint.json"]
-
-
-def harm(path: Path, damage: str) -> None:
-    content = bytearray(path.read_bytes())
-    if damage == "flipped":
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
-    elif damage == "truncated":
-        path.write_bytes(content[:-1])
-    else:
-        path.unlink()
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
