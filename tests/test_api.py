@@ -156,4 +156,4 @@ def test_training_from_a_mapping_in_a_thread_gives_what_the_verb_gives(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         (result,) = mtrain.evaluate(run)
-    assert by_verb.lines[0] == f"held_out  BLEU {result.scores[0].shown()}"
+    assert by_verb.lines[0] == f"held_out  BLEU {result.scores[0].format()}"

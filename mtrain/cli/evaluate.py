@@ -53,7 +53,7 @@ def evaluate(
 
     Example: mtrain eval runs/demo --compare runs/wide
     """
-    from mtrain.evaluate import scoreboard
+    from mtrain.evaluate import evaluation
     from mtrain.evaluate.report import as_json, as_text
     from mtrain.run.run_dir import RunDir
 
@@ -78,8 +78,8 @@ def evaluate(
             return
         given = {"metrics": _listed(metrics), "num_resamples": resamples}
         scoring_options = _scoring_options(tokenize, lowercase, given, comet, device)
-        plan = scoreboard.EvaluationPlan(folders, compare or [], names, scoring_options, details)
-        reports = scoreboard.measure(plan, loading, console.warn)
+        plan = evaluation.EvaluationPlan(folders, compare or [], names, scoring_options, details)
+        reports = evaluation.evaluate_systems(plan, loading, console.warn)
         console.put(as_json(reports) if json else as_text(reports), output)
 
 

@@ -14,6 +14,7 @@ from mtrain.decode import translator
 from mtrain.decode.pipeline import Warn
 from mtrain.errors import RunError
 from mtrain.evaluate import evaluation
+from mtrain.evaluate.report import format_scores
 from mtrain.io.atomic import whole_dir, whole_file
 from mtrain.run.logger import Console
 from mtrain.run.run_dir import RunDir
@@ -96,7 +97,7 @@ def report(directory: Path, warn: Warn) -> list[str]:
     """Score the demo's test set; return the scores, five translations, and what to do next."""
     run = RunDir(directory)
     (result,) = evaluation.evaluate(run, translator.load(run), warn)
-    lines = evaluation.as_text([result])
+    lines = list(format_scores(result))
     for row in range(0, len(result.hypotheses), len(result.hypotheses) // 5):
         lines.append(f"source       {result.lines.src[row]}")
         lines.append(f"reference    {result.lines.tgt[row]}")

@@ -1,34 +1,43 @@
-"""Where a translation is good and where it is not: by length, by rare words, line by line.
-
-Knows lines, no runs.
-"""
+"""Where a translation is good and where it is not: by length, by rare words, line by line."""
 
 from __future__ import annotations
 
+import unicodedata
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from statistics import median
 
 from sacrebleu.metrics.chrf import CHRF
 
+from mtrain.data import arrow_shards, loader
 from mtrain.data.prepare import ParallelLines
-from mtrain.evaluate.frequencies import Unit, split, unit_of
-from mtrain.evaluate.metrics import Scorer, ScoringOptions
-from mtrain.evaluate.significance import SystemOutput
+from mtrain.evaluate.metrics import Scorer, ScoringOptions, SystemOutput
+from mtrain.run.run_dir import RunDir
+from mtrain.tokenizer.sentencepiece import Tokenizer
 
 NUM_EXAMPLES = 5  # lines of a kind that are shown
-_NUM_GROUPS = 4
-_FREQUENCIES = (0, 1, 10, 100, 1000)  # where the groups begin
+_NUM_LENGTH_GROUPS = 4
+_COUNT_GROUPS = (0, 1, 10, 100, 1000)  # the least training count of each group by rarity
+
+
+class Unit(str, Enum):
+    """What the length of a line is counted in."""
+
+    WORDS = "words"
+    CHARACTERS = "characters"
 
 
 @dataclass(frozen=True)
 class LineGroup:
-    """Lines that have something in common.
+    """Lines whose length, or whose rarest word's training count, is in one interval.
 
     Attributes:
-        first: the least of what they have in common.
-        last: the most of it; None is no bound.
-        num_lines: how many they are.
+        first, last: the interval's bounds, inclusive; None is no bound.
+        num_lines: of the group.
         scores: of these lines alone, by metric.
     """
 
@@ -40,7 +49,7 @@ class LineGroup:
 
 @dataclass(frozen=True)
 class ScoredLine:
-    """What a system made of a line, and the line's chrF2."""
+    """A system's translation of a line, and its chrF2."""
 
     system: str
     score: float
@@ -59,14 +68,14 @@ class Example:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """The parts of a system's score.
+    """A system's scores by groups of lines, and its best and worst lines.
 
     Attributes:
-        unit: what lengths are counted in.
+        unit: of lengths.
         by_length: groups of about equally many lines, by the length of the source.
-        by_rarity: groups of lines by how often the rarest word of the source stands in the
-            training text; None if that is not known. A line without a word is in none.
-        best, worst: lines by their chrF2, the longest first of those that are equal.
+        by_rarity: groups by how often the rarest word of the source occurs in the training text;
+            None if that is unknown. A line without words is in no group.
+        best, worst: lines by their chrF2; of equal ones, the longest come first.
     """
 
     unit: Unit
@@ -78,7 +87,7 @@ class Breakdown:
 
 @dataclass(frozen=True)
 class Contrast:
-    """The lines in which a system differs most from the baseline, by their chrF2."""
+    """The lines whose chrF2 differs most from the baseline's, in either direction."""
 
     baseline: str
     system: str
@@ -86,51 +95,102 @@ class Contrast:
     worse: list[Example]
 
 
+def split_words(line: str, unit: Unit) -> list[str]:
+    """Return a line's words in lower case, without the punctuation around them.
+
+    Characters are letters, digits and combining marks.
+    """
+    if unit is Unit.CHARACTERS:
+        return [character for character in line.lower() if _is_word_character(character)]
+    return [stripped for word in line.split() if (stripped := _strip_punctuation(word))]
+
+
+def _is_word_character(character: str) -> bool:
+    return unicodedata.category(character)[0] in "LNM"
+
+
+@lru_cache(maxsize=1 << 16)
+def _strip_punctuation(word: str) -> str:
+    indices = [index for index, character in enumerate(word) if _is_word_character(character)]
+    return word[indices[0] : indices[-1] + 1].lower() if indices else ""
+
+
+def unit_of(lines: Sequence[str]) -> Unit:
+    """Return words, or characters where most lines have no space within."""
+    return Unit.WORDS if median(len(line.split()) for line in lines) > 1 else Unit.CHARACTERS
+
+
+def count_in_training(
+    run: RunDir, tokenizer: Tokenizer, words: Iterable[str], unit: Unit
+) -> Counter[str] | None:
+    """Return how often each word occurs in the source side of the encoded training pairs.
+
+    None if the run folder holds no encoded pairs.
+
+    Raises:
+        RunError: if they are damaged.
+    """
+    if not arrow_shards.are_in(run.data_dir):
+        return None
+    counts = Counter(dict.fromkeys(words, 0))
+    for ids in loader.read_src(run.data_dir, tokenizer):
+        for line in tokenizer.src.decode(ids):
+            counts.update(word for word in split_words(line, unit) if word in counts)
+    return counts
+
+
 def break_down(
     test: ParallelLines,
-    output: SystemOutput,
+    outputs: Sequence[SystemOutput],
     options: ScoringOptions,
-    training: Mapping[str, int] | None,
-) -> Breakdown:
-    """Take a system's score apart.
+    training_counts: Mapping[str, int] | None,
+) -> list[Breakdown]:
+    """Return the parts of each system's score.
 
     Args:
         test: the test set.
-        output: its translation.
-        options: how is scored.
-        training: how often each word of the sources stands in the training text, if known.
+        outputs: its translation by each system.
+        options: of the scores.
+        training_counts: of each word of the sources in the training text, if known.
     """
     unit = unit_of(test.src)
-    words = [split(line, unit) for line in test.src]
+    words = [split_words(line, unit) for line in test.src]
     lengths = [len(line) for line in words]
-    by_rarity = None
-    if training is not None:
-        rarest = [min(training[word] for word in line) if line else None for line in words]
-        by_rarity = _groups(test, output, options, rarest, _FREQUENCIES)
-    scores = line_scores(test, output, options)
-    rows = sorted(range(len(scores)), key=lambda row: -len(test.tgt[row]))
-    best = sorted(rows, key=lambda row: -scores[row])[:NUM_EXAMPLES]
-    worst = sorted(rows, key=lambda row: scores[row])[:NUM_EXAMPLES]
-    return Breakdown(
-        unit,
-        _groups(test, output, options, lengths, _quantiles(lengths)),
-        by_rarity,
-        [_example(test, row, [(output, scores[row])]) for row in best],
-        [_example(test, row, [(output, scores[row])]) for row in worst],
-    )
+    ranked = sorted(lengths)
+    quantiles = {
+        ranked[len(ranked) * part // _NUM_LENGTH_GROUPS] for part in range(_NUM_LENGTH_GROUPS)
+    }
+    by_length = _groups(test, outputs, options, lengths, sorted(quantiles))
+    by_rarity: list[list[LineGroup]] | list[None] = [None] * len(outputs)
+    if training_counts is not None:
+        rarest = [min(map(training_counts.__getitem__, line)) if line else None for line in words]
+        by_rarity = _groups(test, outputs, options, rarest, _COUNT_GROUPS)
+    breakdowns = []
+    for output, length_groups, rarity_groups in zip(outputs, by_length, by_rarity, strict=True):
+        scores = line_scores(test, output, options)
+        rows = sorted(range(len(scores)), key=lambda row: -len(test.tgt[row]))
+        best, worst = (
+            [
+                _example(test, row, [(output, scores[row])])
+                for row in sorted(rows, key=lambda row: sign * scores[row])[:NUM_EXAMPLES]
+            ]
+            for sign in (-1, 1)
+        )
+        breakdowns.append(Breakdown(unit, length_groups, rarity_groups, best, worst))
+    return breakdowns
 
 
 def contrast(
     test: ParallelLines, baseline: SystemOutput, system: SystemOutput, options: ScoringOptions
 ) -> Contrast:
-    """Find the lines in which a system is most above the baseline, and most below it."""
-    ours, theirs = (line_scores(test, output, options) for output in (baseline, system))
-    gains = [their - our for our, their in zip(ours, theirs, strict=True)]
+    """Return the lines in which a system is most above the baseline, and most below it."""
+    before, after = (line_scores(test, output, options) for output in (baseline, system))
+    gains = [new - old for old, new in zip(before, after, strict=True)]
     rows = sorted(range(len(gains)), key=lambda row: gains[row])
 
     def examples(chosen: Sequence[int]) -> list[Example]:
         return [
-            _example(test, row, [(baseline, ours[row]), (system, theirs[row])]) for row in chosen
+            _example(test, row, [(baseline, before[row]), (system, after[row])]) for row in chosen
         ]
 
     better = [row for row in rows[::-1][:NUM_EXAMPLES] if gains[row] > 0]
@@ -147,47 +207,34 @@ def _example(
     return Example(row + 1, test.src[row], test.tgt[row], translations)
 
 
-def _quantiles(values: Sequence[int]) -> list[int]:
-    """Return where groups of about equally many lines begin."""
-    ranked = sorted(values)
-    return sorted({ranked[len(ranked) * part // _NUM_GROUPS] for part in range(_NUM_GROUPS)})
-
-
 def _groups(
     test: ParallelLines,
-    output: SystemOutput,
+    outputs: Sequence[SystemOutput],
     options: ScoringOptions,
     values: Sequence[int | None],
     starts: Sequence[int],
-) -> list[LineGroup]:
-    """Score the lines from each of `starts` to the next one; a group without lines is left out."""
-    members: dict[int, list[int]] = {}
+) -> list[list[LineGroup]]:
+    """Score the lines whose value is from each of `starts` to the next, for each system.
+
+    A group without lines is not listed.
+    """
+    rows_of: dict[int, list[int]] = {}
     for row, value in enumerate(values):
         if value is not None:
-            members.setdefault(bisect_right(starts, value) - 1, []).append(row)
-    lasts = [start - 1 for start in starts[1:]]
-    return [
-        LineGroup(
-            starts[place],
-            lasts[place] if place < len(lasts) else None,
-            len(rows),
-            _score(test, output, options, rows),
-        )
-        for place, rows in sorted(members.items())
-    ]
-
-
-def _score(
-    test: ParallelLines, output: SystemOutput, options: ScoringOptions, rows: Sequence[int]
-) -> dict[str, float]:
-    sources, references, hypotheses = (
-        [lines[row] for row in rows] for lines in (*test, output.hypotheses)
-    )
-    return Scorer(references, options, sources).values(hypotheses)
+            rows_of.setdefault(bisect_right(starts, value) - 1, []).append(row)
+    groups: list[list[LineGroup]] = [[] for _ in outputs]
+    for index, rows in sorted(rows_of.items()):
+        sources, references = ([lines[row] for row in rows] for lines in test)
+        scorer = Scorer(references, options, sources)
+        last = starts[index + 1] - 1 if index + 1 < len(starts) else None
+        for groups_of_system, output in zip(groups, outputs, strict=True):
+            scores = scorer.values([output.hypotheses[row] for row in rows])
+            groups_of_system.append(LineGroup(starts[index], last, len(rows), scores))
+    return groups
 
 
 def line_scores(test: ParallelLines, output: SystemOutput, options: ScoringOptions) -> list[float]:
-    """Return the chrF2 of each line, which means more of a single line than BLEU does."""
+    """Return the chrF2 of each line; BLEU of a single line says little."""
     metric = CHRF(lowercase=options.lowercase)
     pairs = zip(output.hypotheses, test.tgt, strict=True)
     return [float(metric.sentence_score(text, [reference]).score) for text, reference in pairs]

@@ -1,42 +1,44 @@
-"""COMET, a metric that is a neural network, in the form of sacreBLEU's metrics.
+"""COMET, a neural metric, with the intervals and paired tests that sacreBLEU has for its metrics.
 
-So that its intervals and tests are made by the code that makes those of BLEU. The package
-unbabel-comet and the model's file are the user's; nothing is fetched here.
+The package unbabel-comet and the model's file are the user's; nothing is downloaded here.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sacrebleu.metrics.base import Metric, Score, Signature
+import numpy as np
+import numpy.typing as npt
 
 from mtrain.errors import ConfigError
 from mtrain.io.atomic import sha256
 
+NUM_TRIALS = 10_000  # of approximate randomisation, sacreBLEU's default
 _CHECKPOINT = Path("checkpoints") / "model.ckpt"  # within the folder that comet downloads
 _BATCH_LINES = 16
 _SHOWN_DIGITS = 12  # of the checksum, in a signature
 
+Floats = npt.NDArray[np.float64]
 
-class Segment(NamedTuple):
-    """What COMET reads of a line."""
 
-    source: str
-    reference: str
-    translation: str
+class _Segment(NamedTuple):
+    src: str
+    mt: str
+    ref: str
 
 
 class CometModel:
-    """A COMET model on disk, and the lines that it has scored already.
+    """A COMET model on disk, and a cache of the lines that it has scored.
 
     Args:
         path: the checkpoint, or the folder that holds `checkpoints/model.ckpt`. A checkpoint is a
-            pickle: loading one runs what its author wrote.
+            pickle: loading it runs code of its author.
         num_gpus: how many are used.
 
     Raises:
@@ -54,11 +56,11 @@ class CometModel:
             )
         self._num_gpus = num_gpus
         self._model: Any = None
-        self._known: dict[Segment, float] = {}
-        self.name = self.version = ""
+        self._cache: dict[_Segment, float] = {}
+        self._version = ""
 
     def load(self) -> None:
-        """Load the model, which takes its time.
+        """Load the model.
 
         Raises:
             ConfigError: if comet cannot.
@@ -74,25 +76,33 @@ class CometModel:
                     f"`--comet` must be a model of COMET, but {self._path} cannot be loaded: "
                     f"{reason.removesuffix('.')}."
                 ) from None
-        self.version = str(comet.__version__)
-        self.name = f"{self._path.parent.parent.name}@{sha256(self._path)[:_SHOWN_DIGITS]}"
+        name = f"{self._path.parent.parent.name}@{sha256(self._path)[:_SHOWN_DIGITS]}"
+        self._version = f"model:{name}|version:{comet.__version__}"
 
-    def score(self, segments: Sequence[Segment]) -> list[float]:
-        """Return the score of each line; one that was seen before is not computed again."""
-        new = list(dict.fromkeys(one for one in segments if one not in self._known))
+    def score(
+        self, sources: Sequence[str], references: Sequence[str], hypotheses: Sequence[str]
+    ) -> Floats:
+        """Return the score of each line; a segment that was seen before is not computed again."""
+        segments = list(map(_Segment, sources, hypotheses, references))
+        new = list(dict.fromkeys(segment for segment in segments if segment not in self._cache))
         if new:
-            data = [{"src": one.source, "mt": one.translation, "ref": one.reference} for one in new]
+            data = [segment._asdict() for segment in new]
             with _quiet_logging():
-                found = self._model.predict(
+                prediction = self._model.predict(
                     data, batch_size=_BATCH_LINES, gpus=self._num_gpus, progress_bar=False
                 )
-            self._known.update(zip(new, map(float, found.scores), strict=True))
-        return [self._known[one] for one in segments]
+            self._cache.update(zip(new, map(float, prediction.scores), strict=True))
+        return np.array([self._cache[segment] for segment in segments])
+
+    def signature(self, test: str = "", num_samples: int = 0) -> str:
+        """Return sacreBLEU's form of a signature; `test` is bs or ar, with so many samples."""
+        drawn = f"{test}:{num_samples}|seed:{_seed().lower()}|" if test else ""
+        return f"nrefs:1|{drawn}{self._version}"
 
 
 @contextmanager
 def _quiet_logging() -> Iterator[None]:
-    """Undo what comet does to the logging of the whole process when it is imported."""
+    """Undo what importing comet does to the logging of the whole process."""
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
     try:
@@ -102,45 +112,34 @@ def _quiet_logging() -> Iterator[None]:
         root.handlers[:] = handlers
 
 
-class _CometSignature(Signature):  # type: ignore[misc, unused-ignore]
-    """Says which model scored, and the version of unbabel-comet."""
-
-    def __init__(self, args: dict[str, Any]) -> None:
-        super().__init__(args | {"num_refs": 1})
-        self.info["model"] = args["model"].name
-        self.info["version"] = args["model"].version
+def resampled_means(values: Floats, num_samples: int) -> Floats:
+    """Return the mean of each bootstrap resample; the lines drawn are those of sacreBLEU."""
+    rows = _random().choice(len(values), size=(num_samples, len(values)), replace=True)
+    means: Floats = values[rows].mean(1)
+    return means
 
 
-class Comet(Metric):  # type: ignore[misc, unused-ignore]
-    """The mean of the scores that a COMET model gives to lines."""
+def paired_p_values(baseline: Floats, system: Floats, num_resamples: int) -> tuple[float, float]:
+    """Return the p-values of the paired bootstrap and of approximate randomisation.
 
-    _SIGNATURE_TYPE = _CometSignature
+    The statistics are those of `sacrebleu.significance`, whose score is here a mean of lines.
+    """
+    gain = abs(system.mean() - baseline.mean())
+    drawn = np.abs(
+        resampled_means(system, num_resamples) - resampled_means(baseline, num_resamples)
+    )
+    is_kept = _random().integers(2, size=(NUM_TRIALS, len(system)), dtype=bool)
+    first = is_kept @ baseline + ~is_kept @ system
+    second = ~is_kept @ baseline + is_kept @ system
+    swapped = np.abs(first - second) / len(system)
+    bootstrap, randomization = (drawn - drawn.mean() > gain).sum(), (swapped > gain).sum()
+    return (int(bootstrap) + 1) / (num_resamples + 1), (int(randomization) + 1) / (NUM_TRIALS + 1)
 
-    def __init__(
-        self, model: CometModel, sources: Sequence[str], references: Sequence[str]
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.model = model
-        self._ref_cache = self._cache_references([list(sources), list(references)])
 
-    def _extract_corpus_statistics(self, hypotheses: Sequence[str], references: Any) -> Any:
-        cached = zip(hypotheses, self._ref_cache or [], strict=True)
-        self.model.score([Segment(**info, translation=text) for text, info in cached])
-        return super()._extract_corpus_statistics(hypotheses, references)
+def _seed() -> str:
+    return os.environ.get("SACREBLEU_SEED", "12345")
 
-    def _preprocess_segment(self, sent: str) -> str:
-        return sent
 
-    def _extract_reference_info(self, refs: Sequence[str]) -> dict[str, str]:
-        source, reference = refs
-        return {"source": source, "reference": reference}
-
-    def _compute_segment_statistics(self, hypothesis: str, ref_kwargs: dict[str, str]) -> Any:
-        return [*self.model.score([Segment(**ref_kwargs, translation=hypothesis)]), 1.0]
-
-    def _compute_score_from_stats(self, stats: Any) -> Score:
-        total, count = stats
-        return Score("COMET", float(total) / float(count))
-
-    def _aggregate_and_compute(self, stats: Any) -> Score:
-        return self._compute_score_from_stats([sum(column) for column in zip(*stats, strict=True)])
+def _random() -> np.random.Generator:
+    seed = _seed()
+    return np.random.default_rng(None if seed.lower() == "none" else int(seed))

@@ -1,38 +1,118 @@
-"""Translate the test sets of a run and score them, or score their references by the model."""
+"""Translate test sets by one or several systems, score them, and compare the systems.
+
+A system is a run, or a file of translations. What can be checked is checked before translating.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
+from mtrain.config.sections import Config
 from mtrain.data import prepare
 from mtrain.data.prepare import ParallelLines
 from mtrain.decode.beam import length_penalty
+from mtrain.decode.distributed import Load
 from mtrain.decode.pipeline import BLOCK_LINES, LineTranslator, LongLines, Options, Warn
 from mtrain.decode.translator import EncodedSource, Translator
-from mtrain.errors import RunError
-from mtrain.evaluate.metrics import Score, ScoringOptions, score
+from mtrain.errors import ConfigError, RunError
+from mtrain.evaluate import breakdown, significance
+from mtrain.evaluate.breakdown import Breakdown, Contrast
+from mtrain.evaluate.metrics import Score, Scorer, ScoringOptions, SystemOutput
+from mtrain.evaluate.significance import SystemComparison
+from mtrain.io.lines import read_lines
 from mtrain.run.run_dir import RunDir
+from mtrain.tokenizer import sentencepiece
+
+_KEYS_OF_A_SEED = ("run_dir", "seed")  # that may differ between runs whose scores are averaged
 
 
 @dataclass(frozen=True)
 class TestResult:
-    """The translations of one test set beside their references, and the scores."""
+    """A test set, its translations by one system, and their scores.
+
+    Attributes:
+        name: of the test set.
+        system: the run folder or the file of translations.
+        lines: the test set.
+        hypotheses: one for each line.
+        scores: one for each metric.
+        breakdown: the scores of groups of lines, if asked for.
+    """
 
     name: str
+    system: str
     lines: ParallelLines
     hypotheses: list[str]
     scores: list[Score]
+    breakdown: Breakdown | None = None
 
 
-def read_tests(run: RunDir, names: Sequence[str] | None = None) -> dict[str, ParallelLines]:
+@dataclass(frozen=True)
+class ScoreSummary:
+    """The scores of several runs by one metric: their mean and sample standard deviation."""
+
+    metric: str
+    num_runs: int
+    mean: float
+    std: float
+
+
+@dataclass(frozen=True)
+class TestReport:
+    """The evaluation of one test set.
+
+    Attributes:
+        results: of each system, in the order of the command line.
+        summary: of several runs, by metric.
+        comparisons: of each other system with the first, by metric.
+        contrasts: of each other system with the first, if details were asked for.
+    """
+
+    results: list[TestResult]
+    summary: list[ScoreSummary]
+    comparisons: list[SystemComparison]
+    contrasts: list[Contrast]
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """What to evaluate.
+
+    Attributes:
+        runs: one, or several of different seeds.
+        others: what a single run is compared with: run folders and files of translations.
+        names: the test sets; None for all of the first run.
+        options: of the scores.
+        with_details: whether scores are broken down.
+    """
+
+    runs: list[RunDir]
+    others: list[Path]
+    names: list[str] | None
+    options: ScoringOptions
+    with_details: bool = False
+
+    def __post_init__(self) -> None:
+        if self.others and len(self.runs) > 1:
+            raise ConfigError(f"`--compare` must have one run, but has {len(self.runs)} instead.")
+        if self.others and self.options.num_resamples == 0:
+            raise ConfigError("`--resamples` must not be 0 beside `--compare`, but is.")
+
+
+def read_tests(
+    run: RunDir, config: Config, names: Sequence[str] | None = None
+) -> dict[str, ParallelLines]:
     """Return the text of a run's test sets, all or those that are named.
 
     Raises:
-        RunError: if the run has no test sets, or not these, or their text is gone.
+        RunError: if the run has no test sets, or not these, or their text is missing.
     """
-    known = list(run.load_config().data.tests)
+    known = list(config.data.tests)
     if not known:
         raise RunError(f"{run.config_path}: `data.tests` must name a test set, but is empty.")
     for name in names or []:
@@ -52,27 +132,35 @@ def evaluate(
 ) -> list[TestResult]:
     """Translate test sets of a run, all or those that are named, and score them.
 
-    Their lines are cut, and warned of, as `mtrain translate` does where nothing else is asked for.
+    Lines are translated, and warned of, as `mtrain translate` does with its default options.
 
     Raises:
-        RunError: if the run has no test sets, or not these, or their text is gone.
+        RunError: if the run has no test sets, or not these, or their text is missing.
     """
-    results = []
-    for name, lines in read_tests(run, names).items():
-        hypotheses = list(_translated(run, translator, partial(_warn_of_test, warn, name), lines))
-        scores = score(hypotheses, lines.tgt, options, lines.src)
-        results.append(TestResult(name, lines, hypotheses, scores))
+    config, results = run.load_config(), []
+    tests = read_tests(run, config, names)
+    for name, hypotheses in _translate(run, config, translator, tests, warn):
+        lines = tests[name]
+        scores = Scorer(lines.tgt, options or ScoringOptions(), lines.src).score(hypotheses)
+        results.append(TestResult(name, str(run.path), lines, hypotheses, scores))
     return results
 
 
-def _translated(
-    run: RunDir, translator: Translator, warn: Warn, lines: ParallelLines
-) -> Iterator[str]:
-    options = Options(LongLines(run.load_config().data.max_tokens), with_scores=False)
-    stream = LineTranslator(translator, options, prepare.read_profile(run), warn)
-    firsts = range(0, len(lines.src), BLOCK_LINES)
-    for line in stream.translate(lines.src[first : first + BLOCK_LINES] for first in firsts):
-        yield line.best[0].text
+def _translate(
+    run: RunDir,
+    config: Config,
+    translator: Translator,
+    tests: Mapping[str, ParallelLines],
+    warn: Warn,
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield the name of each test set with its translations."""
+    options = Options(LongLines(config.data.max_tokens), with_scores=False)
+    stats = prepare.read_profile(run)
+    for name, lines in tests.items():
+        pipeline = LineTranslator(translator, options, stats, partial(_warn_of_test, warn, name))
+        firsts = range(0, len(lines.src), BLOCK_LINES)
+        blocks = (lines.src[first : first + BLOCK_LINES] for first in firsts)
+        yield name, [line.best[0].text for line in pipeline.translate(blocks)]
 
 
 def _warn_of_test(warn: Warn, name: str, text: str) -> None:
@@ -82,12 +170,12 @@ def _warn_of_test(warn: Warn, name: str, text: str) -> None:
 def reference_scores(
     run: RunDir, translator: Translator, names: Sequence[str] | None = None
 ) -> Iterator[str]:
-    """Yield what the model gives to each reference of test sets, tab-separated.
+    """Yield the model's score of each reference of test sets, tab-separated.
 
     The columns are the test set, the line from 1, the score, the log-probability, and the number
     of tokens, eos among them.
     """
-    for name, lines in read_tests(run, names).items():
+    for name, lines in read_tests(run, run.load_config(), names).items():
         sources = [EncodedSource(ids) for ids in translator.tokenizer.encode_src(lines.src)]
         targets = translator.tokenizer.tgt.encode(lines.tgt)
         for number, log_probs in enumerate(translator.score(sources, targets), start=1):
@@ -96,11 +184,143 @@ def reference_scores(
             yield f"{name}\t{number}\t{log_prob / penalty:.6f}\t{log_prob:.6f}\t{len(log_probs)}"
 
 
-def as_text(results: Sequence[TestResult]) -> list[str]:
-    """Return two lines a score: the value with its interval, and the signature."""
-    lines = []
-    for result in results:
-        for own in result.scores:
-            lines.append(f"{result.name}  {own.metric} {own.shown()}")
-            lines.append(f"  {own.signature}")
+def evaluate_systems(plan: EvaluationPlan, load: Load, warn: Warn) -> list[TestReport]:
+    """Translate and score test sets by all systems of a plan; return a report of each test set.
+
+    The text of the first run's test sets is what all systems are scored against.
+
+    Args:
+        plan: what to evaluate.
+        load: gives the translator of a run.
+        warn: gets differences between runs, and warnings about lines.
+
+    Raises:
+        ConfigError, DataError, RunError: if the systems and options do not fit together.
+    """
+    paths = [run.path for run in plan.runs] + plan.others
+    resolved = [path.resolve() for path in paths]
+    for path, place in zip(paths, resolved, strict=True):
+        if resolved.count(place) > 1:
+            raise ConfigError(f"{path}: must be named once, but is named twice.")
+    first = plan.runs[0]
+    configs = {first.path: first.load_config()}
+    tests_of = {first.path: read_tests(first, configs[first.path], plan.names)}
+    tests = tests_of[first.path]
+    outputs: dict[str, list[SystemOutput]] = {name: [] for name in tests}
+    translations = {}
+    for path in paths[1:]:
+        if path.is_dir():
+            configs[path] = RunDir(path).load_config()
+            tests_of[path] = read_tests(RunDir(path), configs[path], list(tests))
+            for name, lines in tests_of[path].items():
+                _check_references(path, name, lines.tgt, plan, tests[name].tgt)
+        else:
+            translations[path] = _read_translations(path, tests)
+    if plan.options.comet is not None:
+        plan.options.comet.load()
+    for text in _differences({run.path: configs[run.path] for run in plan.runs}):
+        warn(text)
+    for path in paths:
+        if path in translations:
+            (name,) = tests
+            outputs[name].append(SystemOutput(str(path), translations[path]))
+            continue
+        run = RunDir(path)
+        with load(run) as translator:
+            for name, hypotheses in _translate(
+                run, configs[path], translator, tests_of[path], warn
+            ):
+                outputs[name].append(SystemOutput(str(path), hypotheses))
+    return [_report(name, tests[name], outputs[name], plan) for name in tests]
+
+
+def _check_references(
+    path: Path, name: str, references: Sequence[str], plan: EvaluationPlan, first: Sequence[str]
+) -> None:
+    """Refuse a run whose references are not those of the first run."""
+    first_path = plan.runs[0].path
+    if len(references) != len(first):
+        raise RunError(
+            f"{path}: must have the {len(first):,} lines of {name!r} that {first_path} has, but "
+            f"has {len(references):,} instead."
+        )
+    pairs = list(zip(references, first, strict=True))
+    differing = [number for number, (line, other) in enumerate(pairs, start=1) if line != other]
+    is_case = all(line.lower() == other.lower() for line, other in pairs)
+    if differing and not (is_case and plan.options.lowercase):
+        raise RunError(
+            f"{path}: must have the references of {name!r} that {first_path} has, but line "
+            f"{differing[0]:,} is another{'; `--lowercase` takes both' * is_case}."
+        )
+
+
+def _read_translations(path: Path, tests: Mapping[str, ParallelLines]) -> list[str]:
+    """Read a file of translations, which can be of one test set only."""
+    if not path.exists():
+        raise ConfigError(f"{path}: must be a run folder or a file of translations, but is none.")
+    if len(tests) > 1:
+        raise ConfigError(
+            f"{path}: must be compared on one test set, but there are {', '.join(tests)}; choose "
+            "one with `--tests`."
+        )
+    lines = list(read_lines(path))
+    for name, test in tests.items():
+        if len(lines) != len(test.tgt):
+            raise ConfigError(
+                f"{path}: must have a line for each of the {len(test.tgt):,} lines of {name!r}, "
+                f"but has {len(lines):,} instead."
+            )
     return lines
+
+
+def _report(
+    name: str, lines: ParallelLines, outputs: Sequence[SystemOutput], plan: EvaluationPlan
+) -> TestReport:
+    scorer = Scorer(lines.tgt, plan.options, lines.src)
+    results = [
+        TestResult(name, output.name, lines, output.hypotheses, scorer.score(output.hypotheses))
+        for output in outputs
+    ]
+    summary, comparisons, contrasts = [], [], []
+    if len(plan.runs) > 1:
+        for scores in zip(*(result.scores for result in results), strict=True):
+            values = [score.value for score in scores]
+            mean, std = statistics.mean(values), statistics.stdev(values)
+            summary.append(ScoreSummary(scores[0].metric, len(values), mean, std))
+    if plan.others:
+        comparisons = significance.compare(scorer, outputs)
+    if plan.with_details:
+        unit = breakdown.unit_of(lines.src)
+        words = {word for line in lines.src for word in breakdown.split_words(line, unit)}
+        tokenizer = sentencepiece.load(plan.runs[0].tokenizer_dir)
+        counts = breakdown.count_in_training(plan.runs[0], tokenizer, words, unit)
+        breakdowns = breakdown.break_down(lines, outputs, plan.options, counts)
+        results = [
+            replace(result, breakdown=parts)
+            for result, parts in zip(results, breakdowns, strict=True)
+        ]
+        others = outputs[1:] if plan.others else []
+        contrasts = [breakdown.contrast(lines, outputs[0], other, plan.options) for other in others]
+    return TestReport(results, summary, comparisons, contrasts)
+
+
+def _differences(configs: Mapping[Path, Config]) -> Iterator[str]:
+    """Yield which runs differ from the first in more than the seed, or have its seed."""
+    (first_path, first), *others = (
+        (path, dict(_flatten(config.model_dump()))) for path, config in configs.items()
+    )
+    for path, values in others:
+        keys = [key for key in first | values if first.get(key) != values.get(key)]
+        if "seed" not in keys:
+            yield f"{path}: has the seed of {first_path}, {values['seed']}."
+        differing = [f"`{key}`" for key in keys if key not in _KEYS_OF_A_SEED]
+        if differing:
+            yield f"{path}: differs from {first_path} in {', '.join(differing)}."
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and prefix != "data.":
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

@@ -1,7 +1,6 @@
 """Scores of translations by sacreBLEU, each with its interval and its signature.
 
-Knows lines, no runs: a translation may come from anywhere. What is computed here, and how, is what
-the `sacrebleu` command computes on the same lines.
+They are those that the `sacrebleu` command prints for the same lines. Knows lines, no runs.
 """
 
 from __future__ import annotations
@@ -15,26 +14,33 @@ from sacrebleu.metrics.base import Metric
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 from sacrebleu.metrics.ter import TER
-from sacrebleu.significance import PairedTest
+from sacrebleu.significance import PairedTest, estimate_ci
 
 from mtrain.errors import ConfigError
-from mtrain.evaluate.comet import Comet, CometModel
+from mtrain.evaluate.comet import CometModel, Floats, resampled_means
 
 METRICS = ("bleu", "chrf", "chrf++", "ter")  # as the user names them
-_LEAST_RESAMPLES = 40  # an interval of 95% leaves out one in 40 on either side
+_LEAST_RESAMPLES = 40  # an interval of 95% cuts one in 40 on either side
+
+
+class SystemOutput(NamedTuple):
+    """The translations of a test set by one system."""
+
+    name: str
+    hypotheses: list[str]
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a metric says of a translation.
+    """The score of a translation by one metric.
 
     Attributes:
         metric: its name, as sacreBLEU prints it.
         value: the score.
-        signature: says how it was computed.
-        mean: of the scores of the resampled test sets; None if there are none.
+        signature: sacreBLEU's, with the version and all settings.
+        mean: of the scores of the bootstrap resamples; None if there are none.
         half_width: of the interval around `mean` that holds 95% of them.
-        verbose: what sacreBLEU says beside the score: BLEU's precisions and lengths.
+        verbose: BLEU's precisions and lengths, as sacreBLEU prints them.
     """
 
     metric: str
@@ -44,34 +50,34 @@ class Score:
     half_width: float | None = None
     verbose: str = ""
 
-    def shown(self) -> str:
-        """Return the value and the interval, if not all is zero, as sacreBLEU writes them."""
-        text = number(self.metric, self.value)
+    def format(self) -> str:
+        """Return the value and the interval, if not all is zero, as sacreBLEU prints them."""
+        text = format_value(self.metric, self.value)
         if not self.mean or self.half_width is None:
             return text
-        mean, half_width = (number(self.metric, own) for own in (self.mean, self.half_width))
-        return f"{text} (μ = {mean} ± {half_width})"
+        mean = format_value(self.metric, self.mean)
+        return f"{text} (μ = {mean} ± {format_value(self.metric, self.half_width)})"
 
 
-def number(metric: str, value: float) -> str:
-    """Write a score with as many digits as are usual; COMET's scores end at about 1."""
+def format_value(metric: str, value: float) -> str:
+    """Return a score with the usual number of digits; COMET's scores end at about 1."""
     return f"{value:.{4 if metric == 'COMET' else 2}f}"
 
 
 @dataclass(frozen=True)
 class ScoringOptions:
-    """What is computed.
+    """Which metrics are computed, and how.
 
     Attributes:
-        tokenize: how BLEU splits words; None is sacreBLEU's default, 13a.
+        tokenize: BLEU's tokenizer; None is sacreBLEU's default, 13a.
         lowercase: whether BLEU and chrF ignore case. TER always does, COMET never.
         metrics: some of `METRICS`.
-        num_resamples: test sets drawn from the test set for intervals and for the paired
-            bootstrap; 0 leaves intervals out. Memory grows with this times the number of lines.
-        comet: one more metric, if there is a model.
+        num_resamples: bootstrap resamples of the test set, for intervals and for the paired
+            bootstrap; 0 computes no intervals. Memory grows with this times the number of lines.
+        comet: the model of one more metric, if any.
 
     Raises:
-        ConfigError: if one of them cannot be.
+        ConfigError: if an option is invalid, or does not apply to the metrics.
     """
 
     tokenize: str | None = None
@@ -88,7 +94,7 @@ class ScoringOptions:
                     f"{'; `--comet PATH` asks for COMET' * (name == 'comet')}."
                 )
         if self.tokenize is not None and self.tokenize not in BLEU.TOKENIZERS:
-            known = ", ".join(sorted(name for name in BLEU.TOKENIZERS))
+            known = ", ".join(sorted(BLEU.TOKENIZERS))
             raise ConfigError(
                 f"`--tokenize` must be one of {known}, but is {self.tokenize!r} instead."
             )
@@ -111,7 +117,7 @@ class ScoringOptions:
 
 
 class Scorer:
-    """The metrics of a test set, which reads its references once for all systems.
+    """The metrics of a test set; the references are processed once for all systems.
 
     Args:
         references: one for each line, raw text.
@@ -122,50 +128,60 @@ class Scorer:
     def __init__(
         self, references: Sequence[str], options: ScoringOptions, sources: Sequence[str] = ()
     ) -> None:
-        self._num_resamples = options.num_resamples
-        names = dict.fromkeys(options.metrics)
-        self.metrics = [_metric(name, [list(references)], options) for name in names]
-        if options.comet is not None:
-            self.metrics.append(Comet(options.comet, sources, references))
+        self.options = options
+        self.metrics = [
+            _metric(name, [list(references)], options) for name in dict.fromkeys(options.metrics)
+        ]
+        self._sources, self._references = sources, references
 
     def score(self, hypotheses: Sequence[str]) -> list[Score]:
         """Return the score of detokenised lines by each metric."""
-        return [self._score(metric, list(hypotheses)) for metric in self.metrics]
+        scores = [self._score(metric, list(hypotheses)) for metric in self.metrics]
+        comet, num_resamples = self.options.comet, self.options.num_resamples
+        if comet is not None:
+            values = self.comet_values(hypotheses)
+            value, signature = float(values.mean()), comet.signature()
+            mean = half_width = None
+            if num_resamples:
+                mean, half_width = map(float, estimate_ci(resampled_means(values, num_resamples)))
+                signature = comet.signature("bs", num_resamples)
+            scores.append(Score("COMET", value, signature, mean, half_width))
+        return scores
 
     def _score(self, metric: Metric, hypotheses: list[str]) -> Score:
-        found = metric.corpus_score(hypotheses, None)
-        name, value, verbose = found.name, float(found.score), str(found._verbose)
-        if not self._num_resamples:
-            return Score(name, value, str(metric.get_signature()), verbose=verbose)
-        interval = _interval(metric, hypotheses, self._num_resamples)
-        signature = str(metric.get_signature())  # which names the resampling, once it is done
-        return Score(name, value, signature, interval.mean, interval.half_width, verbose)
+        """Return a score with the interval that the `sacrebleu` command shows.
+
+        sacreBLEU 2.6 fails where some resamples score 0: it cannot take the mean of their Python
+        floats and the others' float32. Its paired test of one system can, and differs in the last
+        digits of a float32 only.
+        """
+        num_resamples = self.options.num_resamples
+        mean = half_width = None
+        try:
+            result = metric.corpus_score(hypotheses, None, n_bootstrap=num_resamples or 1)
+            if num_resamples:
+                mean, half_width = float(result._mean), float(result._ci)
+        except TypeError:
+            result = metric.corpus_score(hypotheses, None)
+            test = PairedTest([("", hypotheses)], {"": metric}, None, "bs", num_resamples)
+            drawn: Any = test()[1][result.name][0]
+            mean, half_width = float(drawn.mean), float(drawn.ci)
+        signature = str(metric.get_signature())  # names the resampling, if there was one
+        value, verbose = float(result.score), str(result._verbose)
+        return Score(result.name, value, signature, mean, half_width, verbose)
 
     def values(self, hypotheses: Sequence[str]) -> dict[str, float]:
         """Return the scores alone, by the names of their metrics."""
-        found = [metric.corpus_score(list(hypotheses), None) for metric in self.metrics]
-        return {score.name: float(score.score) for score in found}
+        results = [metric.corpus_score(list(hypotheses), None) for metric in self.metrics]
+        values = {result.name: float(result.score) for result in results}
+        if self.options.comet is not None:
+            values["COMET"] = float(self.comet_values(hypotheses).mean())
+        return values
 
-
-class _Interval(NamedTuple):
-    mean: float
-    half_width: float
-
-
-def _interval(metric: Metric, hypotheses: list[str], num_resamples: int) -> _Interval:
-    """Return the interval that the `sacrebleu` command shows, by private fields of its score.
-
-    sacreBLEU 2.6 fails where some of the drawn test sets score 0: it cannot take the mean of their
-    Python floats and the others' float32. Its paired test of one system can, and differs in the
-    last digits of a float32 only.
-    """
-    try:
-        found = metric.corpus_score(hypotheses, None, n_bootstrap=num_resamples)
-        return _Interval(float(found._mean), float(found._ci))
-    except TypeError:
-        test = PairedTest([("", hypotheses)], {"": metric}, None, "bs", num_resamples)
-        result: Any = next(found[0] for key, found in test()[1].items() if key != "System")
-        return _Interval(float(result.mean), float(result.ci))
+    def comet_values(self, hypotheses: Sequence[str]) -> Floats:
+        """Return COMET's score of each line."""
+        assert self.options.comet is not None
+        return self.options.comet.score(self._sources, self._references, hypotheses)
 
 
 def score(

@@ -1,26 +1,20 @@
-"""Is the difference of two translations more than chance? By sacreBLEU's paired tests.
+"""Is the difference of two systems more than chance? By sacreBLEU's paired tests.
 
-Knows lines, no runs. Clark et al. 2011 and Riezler and Maxwell 2005 describe approximate
-randomisation, Koehn 2004 the paired bootstrap.
+Approximate randomisation: Clark et al. 2011, Riezler and Maxwell 2005. Paired bootstrap: Koehn
+2004. Knows lines, no runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from sacrebleu.metrics.base import Metric
-from sacrebleu.significance import PairedTest, Result
+from sacrebleu.significance import PairedTest
 
-from mtrain.evaluate.metrics import Scorer, ScoringOptions
-
-
-class SystemOutput(NamedTuple):
-    """The translations of a test set by one system."""
-
-    name: str
-    hypotheses: list[str]
+from mtrain.evaluate.comet import NUM_TRIALS, paired_p_values
+from mtrain.evaluate.metrics import Scorer, SystemOutput
 
 
 @dataclass(frozen=True)
@@ -32,10 +26,10 @@ class SystemComparison:
         baseline: the first system.
         system: the other one.
         difference: the system's score less the baseline's.
-        p_bootstrap: how likely such a difference is by chance, by the paired bootstrap.
-        p_randomization: the same, by approximate randomisation.
-        bootstrap_signature: says how the first was computed.
-        randomization_signature: says how the second was computed.
+        p_bootstrap: the p-value of the paired bootstrap.
+        p_randomization: the p-value of approximate randomisation.
+        bootstrap_signature: sacreBLEU's, of the first.
+        randomization_signature: sacreBLEU's, of the second.
     """
 
     metric: str
@@ -48,67 +42,71 @@ class SystemComparison:
     randomization_signature: str
 
 
-def compare(
-    outputs: Sequence[SystemOutput],
-    references: Sequence[str],
-    options: ScoringOptions,
-    sources: Sequence[str] = (),
-) -> list[SystemComparison]:
-    """Compare each system with the first one, by every metric.
+def compare(scorer: Scorer, outputs: Sequence[SystemOutput]) -> list[SystemComparison]:
+    """Compare each system with the first one, by every metric of `scorer`.
+
+    Equal scores have p = 1: sacreBLEU counts the draws that differ more, of which equal outputs
+    have none, and would call them different.
 
     Args:
+        scorer: of the test set; its `num_resamples` must not be 0.
         outputs: the baseline, and at least one other; their names differ.
-        references: one for each line.
-        options: how is scored; `num_resamples` must not be 0.
-        sources: one for each line; only COMET reads them.
     """
-    scorer = Scorer(references, options, sources)  # one that has made no intervals yet
-    found = []
+    options, comparisons = scorer.options, []
+    baseline, *others = outputs
     for metric in scorer.metrics:
-        by_bootstrap = _test(outputs, metric, "bs", options.num_resamples)
-        by_randomization = _test(outputs, metric, "ar", 0)
-        baseline = by_bootstrap.results[0].score
-        for output, one, other in zip(
-            outputs[1:], by_bootstrap.results[1:], by_randomization.results[1:], strict=True
-        ):
-            difference = float(one.score - baseline)
-            found.append(
-                SystemComparison(
-                    by_bootstrap.metric,
-                    outputs[0].name,
-                    output.name,
-                    difference,
-                    _p_value(one, difference),
-                    _p_value(other, difference),
-                    by_bootstrap.signature,
-                    by_randomization.signature,
-                )
+        metric.n_bootstrap = metric.seed = None  # else an interval stays in the signatures
+        name, bs_signature, bs_results = _paired_test(outputs, metric, "bs", options.num_resamples)
+        _, ar_signature, ar_results = _paired_test(outputs, metric, "ar", NUM_TRIALS)
+        for output, by_bs, by_ar in zip(others, bs_results[1:], ar_results[1:], strict=True):
+            difference = float(by_bs.score - bs_results[0].score)
+            p_values = (float(by_bs.p_value or 0.0), float(by_ar.p_value or 0.0))
+            signatures = (bs_signature, ar_signature)
+            comparisons.append(
+                _comparison(name, baseline, output, difference, p_values, signatures)
             )
-    return found
+    if options.comet is not None:
+        signatures = (
+            options.comet.signature("bs", options.num_resamples),
+            options.comet.signature("ar", NUM_TRIALS),
+        )
+        values = scorer.comet_values(baseline.hypotheses)
+        for output in others:
+            other = scorer.comet_values(output.hypotheses)
+            difference = float(other.mean() - values.mean())
+            p_values = paired_p_values(values, other, options.num_resamples)
+            comparisons.append(
+                _comparison("COMET", baseline, output, difference, p_values, signatures)
+            )
+    return comparisons
 
 
-def _p_value(result: Result, difference: float) -> float:
-    """Return sacreBLEU's number, but 1 if there is no difference.
+def _comparison(
+    metric: str,
+    baseline: SystemOutput,
+    system: SystemOutput,
+    difference: float,
+    p_values: tuple[float, float],
+    signatures: tuple[str, str],
+) -> SystemComparison:
+    if not difference:
+        p_values = (1.0, 1.0)
+    return SystemComparison(metric, baseline.name, system.name, difference, *p_values, *signatures)
 
-    It counts the draws that differ more, of which equal outputs have none, and would call them
-    different.
+
+def _paired_test(
+    outputs: Sequence[SystemOutput], metric: Metric, kind: str, num_samples: int
+) -> tuple[str, str, list[Any]]:
+    """Return the metric's name, the test's signature and a result for each system.
+
+    Args:
+        outputs: the systems, the baseline first.
+        metric: with its references.
+        kind: bs is the paired bootstrap, ar approximate randomisation.
+        num_samples: resamples or trials.
     """
-    assert result.p_value is not None
-    return float(result.p_value) if difference else 1.0
-
-
-class _Tested(NamedTuple):
-    """What sacreBLEU says of all systems by one metric."""
-
-    metric: str
-    results: list[Any]
-    signature: str
-
-
-def _test(outputs: Sequence[SystemOutput], metric: Metric, kind: str, num_samples: int) -> _Tested:
-    """Run a test: bs is the paired bootstrap, ar randomisation; 0 is sacreBLEU's number."""
-    systems: list[tuple[str, Sequence[str]]] = [(own.name, own.hypotheses) for own in outputs]
+    systems: list[tuple[str, Sequence[str]]] = [(*output,) for output in outputs]
     test = PairedTest(systems, {"": metric}, None, test_type=kind, n_samples=num_samples)
     signatures, results = test()
     (name,) = signatures
-    return _Tested(name, results[name], str(signatures[name]))
+    return name, str(signatures[name]), list(results[name])

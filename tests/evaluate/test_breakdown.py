@@ -8,11 +8,9 @@ from tasks import Said, tiny_tree, write_config
 
 from mtrain.config import config_file
 from mtrain.data.prepare import ParallelLines, prepare
-from mtrain.evaluate import frequencies, metrics
-from mtrain.evaluate.breakdown import NUM_EXAMPLES, break_down, contrast, line_scores
-from mtrain.evaluate.frequencies import Unit
-from mtrain.evaluate.metrics import ScoringOptions
-from mtrain.evaluate.significance import SystemOutput
+from mtrain.evaluate import breakdown, metrics
+from mtrain.evaluate.breakdown import NUM_EXAMPLES, Unit, break_down, contrast, line_scores
+from mtrain.evaluate.metrics import ScoringOptions, SystemOutput
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
 
@@ -28,20 +26,20 @@ TRAINING = COMMON | {"one": 0, "two": 9, "three": 10, "five": 1000}
 
 def test_words_are_in_lower_case_and_without_the_marks_around_them() -> None:
     line = " \u201eDer Hund,  don't -- (E-Mail) 3,5% \u0939\u093f\u0928\u094d\u0926\u0940\u0964"
-    assert frequencies.split(line, Unit.WORDS) == [
+    assert breakdown.split_words(line, Unit.WORDS) == [
         *("der", "hund", "don't", "e-mail", "3,5"),
         "\u0939\u093f\u0928\u094d\u0926\u0940",
     ]
-    assert frequencies.split("中文，ABC。", Unit.CHARACTERS) == [*"中文abc"]
+    assert breakdown.split_words("中文，ABC。", Unit.CHARACTERS) == [*"中文abc"]
 
 
 def test_lines_without_spaces_are_counted_in_characters() -> None:
-    assert frequencies.unit_of(["a b", "c d e", "f"]) is Unit.WORDS
-    assert frequencies.unit_of(["中文句子", "很好", "a b"]) is Unit.CHARACTERS
+    assert breakdown.unit_of(["a b", "c d e", "f"]) is Unit.WORDS
+    assert breakdown.unit_of(["中文句子", "很好", "a b"]) is Unit.CHARACTERS
 
 
 def test_groups_by_length_hold_every_line_once_and_their_own_scores() -> None:
-    found = break_down(TEST, OUTPUT, OPTIONS, None)
+    (found,) = break_down(TEST, [OUTPUT], OPTIONS, None)
     assert [(own.first, own.last, own.num_lines) for own in found.by_length] == [
         (1, 1, 8),
         (2, 2, 8),
@@ -58,7 +56,8 @@ def test_groups_by_length_hold_every_line_once_and_their_own_scores() -> None:
 
 def test_groups_by_rarity_go_by_the_rarest_word_of_the_source() -> None:
     test = ParallelLines([*TEST.src, "..."], [*TEST.tgt, "..."])
-    found = break_down(test, SystemOutput("", [*OUTPUT.hypotheses, "..."]), OPTIONS, TRAINING)
+    output = SystemOutput("", [*OUTPUT.hypotheses, "..."])
+    (found,) = break_down(test, [output], OPTIONS, TRAINING)
     assert found.by_rarity is not None
     assert [(own.first, own.last, own.num_lines) for own in found.by_rarity] == [
         (0, 0, 8),
@@ -71,7 +70,7 @@ def test_groups_by_rarity_go_by_the_rarest_word_of_the_source() -> None:
 
 def test_the_best_and_the_worst_lines_are_those_by_chrf_and_the_longest_first() -> None:
     scores = line_scores(TEST, OUTPUT, OPTIONS)
-    found = break_down(TEST, OUTPUT, OPTIONS, None)
+    (found,) = break_down(TEST, [OUTPUT], OPTIONS, None)
     assert [own.line for own in found.best] == [1, 6, 11, 16, 21]
     ends = sorted(scores)[:NUM_EXAMPLES]
     assert [own.translations[0].score for own in found.worst] == ends
@@ -80,7 +79,7 @@ def test_the_best_and_the_worst_lines_are_those_by_chrf_and_the_longest_first() 
     assert (one.source, one.reference) == (TEST.src[row], TEST.tgt[row])
     assert one.translations[0].text == OUTPUT.hypotheses[row]
     same = ParallelLines(["a b", "a b c d", "a b c"], ["x", "xyz", "xy"])
-    found = break_down(same, SystemOutput("", same.tgt), OPTIONS, None)
+    (found,) = break_down(same, [SystemOutput("", same.tgt)], OPTIONS, None)
     assert [own.line for own in found.best] == [2, 3, 1] == [own.line for own in found.worst]
 
 
@@ -118,7 +117,7 @@ def test_words_are_counted_in_the_training_pairs_that_stayed(tmp_path: Path, sha
     expected = Counter(path.read_text("utf-8").lower().replace(",", "").split())
     wanted = {"ba", "ce", "never"}
     vocabulary = sentencepiece.load(run.tokenizer_dir)
-    found = frequencies.in_training(run, vocabulary, wanted, Unit.WORDS)
+    found = breakdown.count_in_training(run, vocabulary, wanted, Unit.WORDS)
     assert found == {"ba": expected["ba"], "ce": expected["ce"], "never": 0}
     (run.data_dir / "train.arrow").unlink()
-    assert frequencies.in_training(run, vocabulary, wanted, Unit.WORDS) is None
+    assert breakdown.count_in_training(run, vocabulary, wanted, Unit.WORDS) is None

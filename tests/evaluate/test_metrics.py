@@ -18,8 +18,7 @@ from tasks import WORDS, write
 from mtrain.errors import ConfigError
 from mtrain.evaluate import metrics, significance
 from mtrain.evaluate.comet import CometModel
-from mtrain.evaluate.metrics import Scorer, ScoringOptions
-from mtrain.evaluate.significance import SystemOutput
+from mtrain.evaluate.metrics import Scorer, ScoringOptions, SystemOutput
 from mtrain.run.run_dir import RunDir
 
 HYPOTHESES = [
@@ -105,7 +104,7 @@ def test_a_score_is_shown_as_the_sacrebleu_command_shows_it(
     scores = metrics.score(
         lines, LINES, ScoringOptions(metrics=["chrf++", "ter"], num_resamples=200)
     )
-    ours = [f"{score.metric}|{score.signature} = {score.shown()}" for score in scores]
+    ours = [f"{score.metric}|{score.signature} = {score.format()}" for score in scores]
     assert [line.lstrip() for line in shown.splitlines()] == ours
     assert ours[1].endswith(" = 0.00") == (lines is LINES)
     assert scores[0].metric == "chrF2++"
@@ -121,7 +120,9 @@ def test_paired_tests_are_those_of_the_sacrebleu_command(
     shown = json.loads(by_command(tmp_path, systems, "-m", *told, f"--paired-{kind}"))
     outputs = [SystemOutput(str(place), lines) for place, lines in enumerate(systems)]
     options = ScoringOptions(metrics=("bleu", "chrf", "ter"))
-    found = {(one.metric, one.system): one for one in significance.compare(outputs, LINES, options)}
+    scorer = Scorer(LINES, options)
+    scorer.score(ONE)  # whose resampling is none of the tests'
+    found = {(one.metric, one.system): one for one in significance.compare(scorer, outputs)}
     assert len(found) == 6
     assert {one.baseline for one in found.values()} == {"0"}
 
@@ -349,7 +350,7 @@ def test_comet_is_one_more_metric_with_intervals_and_tests(comet: Path) -> None:
     name = "wmt22-comet-da@9a129038d9a0"
     assert score.signature == f"nrefs:1|bs:1000|seed:12345|model:{name}|version:2.2.7"
     outputs = [SystemOutput("one", ONE), SystemOutput("two", TWO), SystemOutput("three", THREE)]
-    compared = significance.compare(outputs, LINES, options, LINES)[2:]
+    compared = significance.compare(Scorer(LINES, options, LINES), outputs)[2:]
     assert [own.metric for own in compared] == ["COMET", "COMET"]
     assert compared[1].difference < -0.05
     assert compared[1].p_bootstrap < 0.01 > compared[1].p_randomization

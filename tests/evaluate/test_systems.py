@@ -19,8 +19,7 @@ from tasks import copy_task, write, write_config
 import mtrain
 from mtrain.decode.translator import Translator, load
 from mtrain.evaluate import evaluation, metrics, significance
-from mtrain.evaluate.metrics import ScoringOptions
-from mtrain.evaluate.significance import SystemOutput
+from mtrain.evaluate.metrics import Scorer, ScoringOptions, SystemOutput
 from mtrain.run.run_dir import RunDir
 
 SOURCES = [pair.src for pair in copy_task(40, 3)]
@@ -82,7 +81,7 @@ def test_a_run_is_compared_with_a_run_and_a_file_by_paired_tests(
         SystemOutput(name, lines)
         for name, lines in zip(names, (hypotheses, noise, worse), strict=True)
     ]
-    expected = significance.compare(outputs, SOURCES, ScoringOptions(metrics=["bleu"]))
+    expected = significance.compare(Scorer(SOURCES, ScoringOptions(metrics=["bleu"])), outputs)
     assert tree["comparisons"] == [vars(own) for own in expected]
     by_noise = tree["comparisons"][0]
     assert by_noise["system"] == names[1]
@@ -192,7 +191,7 @@ def test_details_are_the_scores_of_parts_and_the_lines_at_both_ends(
     text = cli(*arguments).out.decode()
     label = f"line {worst['line']}"
     assert f"\nheld_out  {trained.path}\n  words in the source " in text
-    assert "\n    100 to 999 times                      40 " in text
+    assert f"\n    100 to 999 times{'':20}40 " in text
     assert f"\n    {label:<11}{worst['source']}\n    reference  {worst['source']}\n" in text
     assert "\n  better lines, by chrF2: none\n" in text
 
