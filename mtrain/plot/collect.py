@@ -1,6 +1,6 @@
-"""What the pictures of a run show, as numbers and words. Knows nothing of how they are drawn.
+"""Read the numbers that the pictures of a run show. Knows nothing of how they are drawn.
 
-Shapes: B batch, S source length, T target length, D model width, H heads, P positions.
+B batch, S source length, T target length, D model width, H heads, P positions.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ Floats = npt.NDArray[np.floating[Any]]
 Keeps = npt.NDArray[np.bool_]
 T = TypeVar("T")
 
-_MAX_BATCHES = 1000  # of the first epoch; they come in random order, so that these are a sample
+_MAX_BATCHES = 1000  # of the first epoch, whose batches come in random order
 _SINUSOIDAL_POSITIONS = 100
-_OF_STEP = ("loss", "lr", "tgt_tokens_per_s")  # of a logged step, what is drawn
-_OF_VALIDATION = ("valid_loss", "valid_bleu")
+_STEP_KEYS = ("loss", "lr", "tgt_tokens_per_s")  # drawn from a logged step
+_VALIDATION_KEYS = ("valid_loss", "valid_bleu")
 _IDEAL_LENGTH = 12  # tokens of the validation sentence whose attention is drawn
 
 
@@ -53,7 +53,7 @@ class Curve(NamedTuple):
 
 
 class CheckpointMark(NamedTuple):
-    """A checkpoint, or an average of those from `first_step` to `last_step`, and what it is."""
+    """A checkpoint, or an average of those from `first_step` to `last_step`, and its label."""
 
     first_step: int
     last_step: int
@@ -62,7 +62,7 @@ class CheckpointMark(NamedTuple):
 
 
 class Curves(NamedTuple):
-    """How a training went: losses in nats per target token, BLEU, learning rate, speed."""
+    """Losses in nats per target token, BLEU, learning rate and speed of a training."""
 
     loss: Curve
     valid_loss: Curve
@@ -73,11 +73,11 @@ class Curves(NamedTuple):
 
 
 class AttentionPicture(NamedTuple):
-    """What each head of each layer attends to in one sentence, and the pieces it consists of.
+    """The attention weights of all heads and layers for one sentence, with its tokens.
 
     Attributes:
         origin: where the sentence comes from.
-        tgt_in, tgt_out: the pieces that the decoder reads, and those that it then writes.
+        tgt_in, tgt_out: the decoder's input and output tokens.
         encoder, decoder, cross: one array for each layer, [H, S, S], [H, T, T] and [H, T, S].
     """
 
@@ -102,16 +102,8 @@ class AttentionPicture(NamedTuple):
         return mean
 
 
-class Spread(NamedTuple):
-    """The mean, the least and the largest of several values, by distance."""
-
-    mean: Floats
-    low: Floats
-    high: Floats
-
-
 class PositionTable(NamedTuple):
-    """What the model adds to the embeddings of one side, [P, D]."""
+    """The positional encodings [P, D] that are added to the embeddings of one side."""
 
     name: str
     table: Floats
@@ -122,26 +114,23 @@ class PositionTable(NamedTuple):
         products: Floats = table @ table.T
         return products
 
-    def products_by_distance(self) -> Spread:
-        """Return the products of the positions that are 0, 1, ... P - 1 apart."""
+    def products_by_distance(self) -> tuple[Floats, Floats, Floats]:
+        """Return mean, minimum and maximum [P] of the products at distances 0, 1, ... P - 1."""
         products = self.products()
         diagonals = [np.diagonal(products, distance) for distance in range(len(products))]
-        return Spread(
-            np.array([diagonal.mean() for diagonal in diagonals]),
-            np.array([diagonal.min() for diagonal in diagonals]),
-            np.array([diagonal.max() for diagonal in diagonals]),
-        )
+        mean, low, high = zip(*((d.mean(), d.min(), d.max()) for d in diagonals), strict=True)
+        return np.array(mean), np.array(low), np.array(high)
 
 
 class Masks(NamedTuple):
-    """The keep-masks of a batch: True takes part.
+    """The keep-masks of the batch with the most padding; True takes part.
 
     Attributes:
-        number: the place of the batch in its epoch, from 1.
-        num_batches: those among which it has the most padding.
-        row: the sentence with the most padding, counted from 0.
-        encoder_SS: what each source position of that sentence may see.
-        decoder_TT: what each target position of any sentence may see.
+        number: the batch's number in its epoch, from 1.
+        num_batches: the batches that were compared.
+        row: the sentence with the most padding, from 0.
+        encoder_SS: the self-attention mask of that sentence.
+        decoder_TT: the self-attention mask of every target.
     """
 
     number: int
@@ -162,7 +151,7 @@ class SetLengths(NamedTuple):
 
 
 class BatchSize(NamedTuple):
-    """What one batch holds."""
+    """The shape of a batch, and how many tokens are no padding."""
 
     rows: int
     src_width: int
@@ -172,17 +161,17 @@ class BatchSize(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """The cells of both sides that hold a token."""
+        """The tokens of both sides, without padding."""
         return self.num_src_tokens + self.num_tgt_tokens
 
     @property
     def num_cells(self) -> int:
-        """The cells of both sides."""
+        """The tokens of both sides, with padding."""
         return self.rows * (self.src_width + self.tgt_width)
 
     @property
     def padding(self) -> float:
-        """The share of the cells that is padding."""
+        """The fraction of the cells that is padding."""
         return 1 - self.num_tokens / self.num_cells
 
 
@@ -198,7 +187,7 @@ class Batches:
 
     @property
     def padding(self) -> float:
-        """The share of all cells that is padding."""
+        """The fraction of all cells that is padding."""
         tokens = sum(size.num_tokens for size in self.sizes)
         return 1 - tokens / sum(size.num_cells for size in self.sizes)
 
@@ -214,32 +203,32 @@ class Pictures:
     masks: Masks | None = None
     lengths: list[SetLengths] = field(default_factory=list)
     batches: Batches | None = None
-    left_out: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
 
 
 def gather(run: RunDir, sentence: str | None) -> Pictures:
-    """Collect what the pictures of a run show.
+    """Read everything that can be drawn of a run.
 
     Raises:
-        ConfigError: if `sentence` is no text.
+        ConfigError: if `sentence` is blank or not UTF-8.
         RunError: if this is no run folder, or nothing of it can be drawn.
     """
     _check_sentence(sentence)
     config = run.load_config()
     pictures = Pictures(config)
-    left_out = pictures.left_out
-    vocabulary = _unless(
-        "lengths, batch, masks", left_out, lambda: sentencepiece.load(run.tokenizer_dir)
+    skipped = pictures.skipped
+    tokenizer = _read_or_skip(
+        "lengths, batch, masks", skipped, lambda: sentencepiece.load(run.tokenizer_dir)
     )
-    pictures.curves = _unless("curves", left_out, lambda: read_curves(run, left_out))
-    if vocabulary is not None:
-        _gather_data(pictures, run, vocabulary)
+    pictures.curves = _read_or_skip("curves", skipped, lambda: read_curves(run, skipped))
+    if tokenizer is not None:
+        _gather_data(pictures, run, tokenizer)
     is_learned = config.model.positions == "learned"
-    what = "attention, alignment, positions" if is_learned else "attention, alignment"
-    translator = _unless(what, left_out, lambda: load(run, loading=LoadOptions(device="cpu")))
+    names = "attention, alignment, positions" if is_learned else "attention, alignment"
+    translator = _read_or_skip(names, skipped, lambda: load(run, loading=LoadOptions(device="cpu")))
     if translator is not None:
-        pictures.attention = _unless(
-            "attention, alignment", left_out, lambda: _attention_of_run(translator, run, sentence)
+        pictures.attention = _read_or_skip(
+            "attention, alignment", skipped, lambda: _attention_of_run(translator, run, sentence)
         )
     if translator is not None or not is_learned:
         pictures.positions = position_tables(config, translator)
@@ -259,9 +248,9 @@ def _check_sentence(sentence: str | None) -> None:
         raise ConfigError("--sentence must be UTF-8 text, but is not.") from None
 
 
-def _gather_data(pictures: Pictures, run: RunDir, vocabulary: Tokenizer) -> None:
-    config, left_out = pictures.config, pictures.left_out
-    batches = _unless("batch, masks", left_out, lambda: read_batches(run, config, vocabulary))
+def _gather_data(pictures: Pictures, run: RunDir, tokenizer: Tokenizer) -> None:
+    config, skipped = pictures.config, pictures.skipped
+    batches = _read_or_skip("batch, masks", skipped, lambda: read_batches(run, config, tokenizer))
     if batches is not None:
         pictures.batches = batches
         pictures.masks = masks(batches, config.model.attention_window)
@@ -269,22 +258,26 @@ def _gather_data(pictures: Pictures, run: RunDir, vocabulary: Tokenizer) -> None
     sets = {"validation": partial(prepare.read_valid, run)}
     sets |= {f"test {name}": partial(prepare.read_test, run, name) for name in config.data.tests}
     for name, read in sets.items():
-        lines = _unless(f"lengths of {name}", left_out, read)
+        lines = _read_or_skip(f"lengths of {name}", skipped, read)
         if lines is not None and lines.src:
-            pictures.lengths.append(_set_lengths(name, lines, vocabulary))
+            src = [len(ids) for ids in tokenizer.encode_src(lines.src)]
+            tgt = [len(ids) + 1 for ids in tokenizer.tgt.encode(lines.tgt)]
+            pictures.lengths.append(
+                SetLengths(name, np.array(src, dtype=np.int32), np.array(tgt, dtype=np.int32))
+            )
 
 
-def _unless(name: str, left_out: list[str], read: Callable[[], T]) -> T | None:
-    """Return what `read` returns; if a user's error stops it, say that `name` is left out."""
+def _read_or_skip(name: str, skipped: list[str], read: Callable[[], T]) -> T | None:
+    """Return what `read` returns; on a user's error, note that `name` is skipped."""
     try:
         return read()
     except UserError as error:
-        left_out.append(f"{name}: left out: {error}")
+        skipped.append(f"{name}: skipped: {error}")
         return None
 
 
-def read_curves(run: RunDir, left_out: list[str]) -> Curves:
-    """Read how a training went from `metrics.jsonl`.
+def read_curves(run: RunDir, skipped: list[str]) -> Curves:
+    """Read the curves of `metrics.jsonl`; note in `skipped` what is missing or damaged.
 
     Raises:
         RunError: if nothing was logged yet.
@@ -295,16 +288,16 @@ def read_curves(run: RunDir, left_out: list[str]) -> Curves:
     lines = []
     for number, text in enumerate(read_lines(path), start=1):
         try:
-            lines.append(_read_metrics(text))
+            lines.append(_parse_metrics(text))
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            left_out.append(f"curves: a line left out: {path}:{number}: is cut off.")
+            skipped.append(f"curves: a line skipped: {path}:{number}: is cut off.")
     steps = [line for line in lines if "loss" in line]
     validations = [line for line in lines if "valid_loss" in line]
     if not steps and not validations:
         raise RunError(f"{path}: holds no logged step and no validation yet.")
-    for name, found in (("training loss", steps), ("validation loss and BLEU", validations)):
-        if not found:
-            left_out.append(f"curves: {name} left out: {path}: holds none yet.")
+    for name, rows in (("training loss", steps), ("validation loss and BLEU", validations)):
+        if not rows:
+            skipped.append(f"curves: {name} skipped: {path}: holds none yet.")
     return Curves(
         _curve(steps, "loss"),
         _curve(validations, "valid_loss"),
@@ -315,14 +308,13 @@ def read_curves(run: RunDir, left_out: list[str]) -> Curves:
     )
 
 
-def _read_metrics(text: str) -> dict[str, float]:
-    """Return what is drawn of a line of metrics."""
+def _parse_metrics(text: str) -> dict[str, float]:
     line = json.loads(text)
-    keys = _OF_STEP if "loss" in line else _OF_VALIDATION if "valid_loss" in line else ()
-    step, numbers = int(line["step"]), {key: float(line[key]) for key in keys}
+    keys = _STEP_KEYS if "loss" in line else _VALIDATION_KEYS if "valid_loss" in line else ()
+    step, values = int(line["step"]), {key: float(line[key]) for key in keys}
     if not 0 <= step < 2**53:
         raise ValueError
-    return numbers | {"step": step}
+    return values | {"step": step}
 
 
 def _curve(lines: list[dict[str, float]], key: str) -> Curve:
@@ -331,7 +323,7 @@ def _curve(lines: list[dict[str, float]], key: str) -> Curve:
 
 
 def _mark(run: RunDir, validations: list[dict[str, float]]) -> CheckpointMark | None:
-    """Return what `model.safetensors` was made of, or the best validation if nothing says that."""
+    """Return what `model.safetensors` was made of, or else the best validation."""
     if origin := checkpoint.load_final_weights_info(run.model_path):
         first, last, count = origin.steps[0], origin.steps[-1], len(origin.steps)
         of_many = f"mean of {count} checkpoints, steps {first:,} to {last:,}"
@@ -341,8 +333,8 @@ def _mark(run: RunDir, validations: list[dict[str, float]]) -> CheckpointMark | 
         return None
     best = max(validations, key=lambda line: (line["valid_bleu"], -line["step"]))
     step = int(best["step"])
-    unsaid = " (the run does not say what was chosen)" if run.model_path.is_file() else ""
-    return CheckpointMark(step, step, best["valid_bleu"], f"best validation, step {step:,}{unsaid}")
+    note = " (the run does not say what was chosen)" if run.model_path.is_file() else ""
+    return CheckpointMark(step, step, best["valid_bleu"], f"best validation, step {step:,}{note}")
 
 
 def _attention_of_run(
@@ -357,52 +349,48 @@ def _attention_of_run(
     return attention(translator, lines[row], f"line {row + 1:,} of the validation set")
 
 
-def choose_sentence(lines: Sequence[str], vocabulary: Tokenizer) -> int | None:
-    """Return the row of the first sentence of a good length for a picture, if there is any."""
+def choose_sentence(lines: Sequence[str], tokenizer: Tokenizer) -> int | None:
+    """Return the row whose token count is nearest to _IDEAL_LENGTH; None if all are blank."""
     lengths = {
-        row: len(ids) for row, ids in enumerate(vocabulary.encode_src(lines)) if lines[row].strip()
+        row: len(ids) for row, ids in enumerate(tokenizer.encode_src(lines)) if lines[row].strip()
     }
     return min(lengths, key=lambda row: abs(lengths[row] - _IDEAL_LENGTH), default=None)
 
 
 def attention(translator: Translator, sentence: str, origin: str) -> AttentionPicture:
-    """Translate a sentence as the run does, and return what the model attends to meanwhile."""
-    vocabulary = translator.tokenizer
-    src, tgt = vocabulary.encode_src([sentence]), vocabulary.tgt
-    ids = [best[0].ids for best in translator.search([EncodedSource(own) for own in src])]
+    """Translate a sentence as the run does, and return the attention weights of that."""
+    tokenizer = translator.tokenizer
+    src, tgt = tokenizer.encode_src([sentence]), tokenizer.tgt
+    ids = [best[0].ids for best in translator.search([EncodedSource(src_ids) for src_ids in src])]
     batch = collate(src, ids, tgt.pad, tgt.bos, tgt.eos).to(translator.device)
     maps = translator.model.attention_maps(batch.src_BS, batch.src_keep_BS, batch.tgt_in_BT)
     return AttentionPicture(
         origin,
         sentence,
         tgt.decode(ids)[0],
-        vocabulary.src.pieces_of(batch.src_BS[0].tolist()),
+        tokenizer.src.pieces_of(batch.src_BS[0].tolist()),
         tgt.pieces_of(batch.tgt_in_BT[0].tolist()),
         tgt.pieces_of(batch.tgt_out_BT[0].tolist()),
-        *([_numbers(layer_BHTS[0]) for layer_BHTS in layers] for layers in maps),
+        *([_as_array(layer_BHTS[0]) for layer_BHTS in layers] for layers in maps),
     )
 
 
 def position_tables(config: Config, translator: Translator | None) -> list[PositionTable]:
-    """Return what is added to the embeddings; learned positions are those of the model."""
+    """Return the positional encodings; learned ones are those of the translator's model."""
     if config.model.positions == "sinusoidal":
         table = sinusoids(_SINUSOIDAL_POSITIONS, config.model.d_model)
-        return [PositionTable("sinusoidal", _numbers(table))]
-    assert translator is not None, "learned positions lie in the model"
+        return [PositionTable("sinusoidal", _as_array(table))]
+    assert translator is not None, "learned positions are weights of the model"
     model, count = translator.model, config.model.max_positions or 0
+    indices = torch.arange(count, device=translator.device)
     return [
-        PositionTable(
-            name, _numbers(positions(torch.arange(count, device=translator.device), count))
-        )
-        for name, positions in (
-            ("learned, source", model.src_positions),
-            ("learned, target", model.tgt_positions),
-        )
+        PositionTable("learned, source", _as_array(model.src_positions(indices, count))),
+        PositionTable("learned, target", _as_array(model.tgt_positions(indices, count))),
     ]
 
 
 def masks(batches: Batches, window: int | None) -> Masks:
-    """Return the keep-masks that a model makes of the batch with the most padding."""
+    """Return the keep-masks of the batch with the most padding."""
     batch, cpu = batches.most_padded, torch.device("cpu")
     row = int((batch.src_keep_BS.sum(1) + batch.tgt_keep_BT.sum(1)).argmin())
     src_keep_S = batch.src_keep_BS[row]
@@ -419,10 +407,10 @@ def masks(batches: Batches, window: int | None) -> Masks:
     )
 
 
-def read_batches(run: RunDir, config: Config, vocabulary: Tokenizer) -> Batches:
-    """Read the first epoch as training does, or the beginning of a long one."""
+def read_batches(run: RunDir, config: Config, tokenizer: Tokenizer) -> Batches:
+    """Read the batches of the first epoch as training does, at most _MAX_BATCHES."""
     alpha, budget = config.tokenizer.sampling_alpha, config.training.batch_tokens
-    training = TrainingData(run.data_dir, vocabulary, config.seed, alpha)
+    training = TrainingData(run.data_dir, tokenizer, config.seed, alpha)
     sizes: list[BatchSize] = []
     is_whole_epoch, most_padding = False, -1.0
     for batch, after in islice(training.batches(budget, Position()), _MAX_BATCHES):
@@ -439,27 +427,21 @@ def read_batches(run: RunDir, config: Config, vocabulary: Tokenizer) -> Batches:
 
 
 def training_lengths(training: TrainingData) -> SetLengths:
-    """Return the lengths of the training pairs, or of the beginning of many, and say which."""
+    """Return the lengths of the training pairs, or of the first of very many, named so."""
     src, tgt = training.lengths()
     if len(src) < len(training):
         return SetLengths("training (beginning)", src, tgt)
-    is_mixture = len(training.shares) > 1  # of which an epoch has some pairs often, others never
+    is_mixture = len(training.shares) > 1  # an epoch may repeat or omit pairs
     return SetLengths("training (an epoch)" if is_mixture else "training", src, tgt)
 
 
 def batch_size(batch: Batch) -> BatchSize:
-    """Return what `batch` holds."""
+    """Return the size of a batch."""
     rows, src_width = batch.src_BS.shape
     tgt_width = batch.tgt_in_BT.shape[1]
     return BatchSize(rows, src_width, tgt_width, batch.num_src_tokens, batch.num_tgt_tokens)
 
 
-def _set_lengths(name: str, lines: prepare.ParallelLines, vocabulary: Tokenizer) -> SetLengths:
-    src = [len(ids) for ids in vocabulary.encode_src(lines.src)]
-    tgt = [len(ids) + 1 for ids in vocabulary.tgt.encode(lines.tgt)]
-    return SetLengths(name, np.array(src, dtype=np.int32), np.array(tgt, dtype=np.int32))
-
-
-def _numbers(tensor: Tensor) -> Floats:
-    numbers: Floats = tensor.detach().cpu().numpy()
-    return numbers
+def _as_array(tensor: Tensor) -> Floats:
+    array: Floats = tensor.detach().cpu().numpy()
+    return array

@@ -1,7 +1,7 @@
-"""Draws the pictures of a run, as PNG and SVG. What they show comes from `pictures`.
+"""Draw the pictures of a run, as PNG and SVG, from the numbers that `collect` reads.
 
-Colours are cividis and those of Okabe and Ito, which differ in brightness too; lines also differ
-in style. Nothing here touches pyplot, which remembers figures.
+The colours, cividis and those of Okabe and Ito, are told apart in grey and by the colour-blind.
+pyplot, which keeps every figure alive, is not used.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib.style
 import numpy as np
@@ -42,7 +42,7 @@ from mtrain.run.run_dir import RunDir
 
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, RED, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
-_KEPT, _LEFT_OUT = "#00336f", "#e8d868"  # near the two ends of cividis
+_KEPT, _MASKED = "#00336f", "#e8d868"  # near the two ends of cividis
 _MAX_GRID = 50  # cells of a side between which lines are drawn
 _MAX_ROWS = 24  # sentences of a batch whose masks are drawn
 _THOUSANDS = FuncFormatter(lambda value, _: f"{value:,.0f}")
@@ -68,7 +68,7 @@ _STYLE: dict[str, Any] = {
 
 
 class Page(NamedTuple):
-    """A picture's name, and what draws it."""
+    """A picture's file name without suffix, and the function that draws it."""
 
     name: str
     draw: Callable[[], Figure]
@@ -83,14 +83,14 @@ def draw(
         UserError: if nothing can be drawn, or the files cannot be written.
     """
     pictures = gather(run, sentence)
-    for line in pictures.left_out:
+    for line in pictures.skipped:
         warn(line)
     for page in _pages(pictures, run.path.resolve().name):
         yield from _write(page, directory)
 
 
 def draw_progress(run: RunDir, directory: Path) -> Iterator[Path]:
-    """Draw only how the training goes, from what is logged so far.
+    """Draw only the curves, from what is logged so far.
 
     Raises:
         UserError: if nothing was logged yet, or the files cannot be written.
@@ -109,7 +109,7 @@ def _write(page: Page, directory: Path) -> Iterator[Path]:
 
 
 def _encode(page: Page) -> dict[str, bytes]:
-    """Return the picture as PNG and as SVG: the same bytes whenever it is drawn."""
+    """Return the picture as PNG and as SVG, with the same bytes on each call."""
     with matplotlib.style.context(["default", _STYLE | {"font.family": heatmaps.fonts()}]):
         figure, png, svg = page.draw(), io.BytesIO(), io.BytesIO()
         figure.savefig(png, format="png", pil_kwargs={"optimize": True})
@@ -118,17 +118,19 @@ def _encode(page: Page) -> dict[str, bytes]:
 
 
 def _pages(pictures: Pictures, run_name: str) -> Iterator[Page]:
-    config, found = pictures.config, pictures.attention
+    config, attention = pictures.config, pictures.attention
     if pictures.curves:
         smoothing = config.training.label_smoothing
         yield Page("curves", partial(draw_curves, pictures.curves, run_name, smoothing))
-    if found:
-        yield Page("alignment", partial(draw_alignment, found))
-        for layer in range(len(found.encoder)):
-            yield Page(f"attention_encoder_{layer + 1}", partial(draw_encoder, found, layer))
-        for layer in range(len(found.decoder)):
-            yield Page(f"attention_decoder_{layer + 1}", partial(draw_decoder, found, layer))
-            yield Page(f"attention_cross_{layer + 1}", partial(draw_cross, found, layer))
+    if attention:
+        yield Page("alignment", partial(draw_alignment, attention))
+        for layer in range(len(attention.encoder)):
+            name = f"attention_encoder_{layer + 1}"
+            yield Page(name, partial(draw_attention, attention, "encoder", layer))
+        for layer in range(len(attention.decoder)):
+            for kind in ("decoder", "cross"):
+                name = f"attention_{kind}_{layer + 1}"
+                yield Page(name, partial(draw_attention, attention, kind, layer))
     if pictures.positions:
         yield Page("positions", partial(draw_positions, pictures.positions))
     if pictures.masks:
@@ -206,117 +208,92 @@ def _name(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set_ylabel(y)
 
 
-def _notes(attention: AttentionPicture, remark: str) -> list[str]:
-    return [
-        f"source ({attention.origin}): {attention.source}",
-        f"translation (the model's own): {attention.translation}",
-        remark + " ␣ marks the start of a word.",
-    ]
-
-
-_ROWS_SUM = "Each row sums to 1; white cells are exactly 0."
-
-
-def draw_encoder(attention: AttentionPicture, layer: int) -> Figure:
-    """Draw what each head of an encoder layer attends to."""
-    maps, src = attention.encoder, attention.src
-    title = f"Encoder self-attention, layer {layer + 1} of {len(maps)}"
-    panels = _heads(maps[layer], src, src, "source piece", "attends to source piece")
-    return draw_panels(title, _notes(attention, _ROWS_SUM), panels, heatmaps.MANY)
-
-
-def draw_decoder(attention: AttentionPicture, layer: int) -> Figure:
-    """Draw what each head of a decoder layer attends to in the target so far."""
-    maps, rows, columns = attention.decoder, attention.tgt_out, attention.tgt_in
-    title = f"Decoder self-attention, layer {layer + 1} of {len(maps)}"
-    panels = _heads(
-        maps[layer], rows, columns, "piece being written", "attends to piece written so far"
-    )
-    return draw_panels(title, _notes(attention, _ROWS_SUM), panels, heatmaps.MANY)
-
-
-def draw_cross(attention: AttentionPicture, layer: int) -> Figure:
-    """Draw what each head of a decoder layer attends to in the source."""
-    maps, rows, columns = attention.cross, attention.tgt_out, attention.src
-    title = f"Cross-attention, layer {layer + 1} of {len(maps)}"
-    panels = _heads(maps[layer], rows, columns, "piece being written", "attends to source piece")
-    return draw_panels(title, _notes(attention, _ROWS_SUM), panels, heatmaps.MANY)
-
-
-def _heads(
-    maps: heatmaps.Floats, rows: list[str], columns: list[str], row_name: str, column_name: str
-) -> Panels:
-    titles = [f"head {head + 1}" for head in range(len(maps))]
-    value_name = "attention weight\n(share of 1)"
-    return Panels(titles, list(maps), rows, columns, row_name, column_name, value_name)
+def draw_attention(attention: AttentionPicture, kind: str, layer: int) -> Figure:
+    """Draw the attention weights of each head of a layer; `kind` is encoder, decoder or cross."""
+    src, tgt_in, tgt_out = attention.src, attention.tgt_in, attention.tgt_out
+    title, maps, rows, columns, row_name, column_name = {
+        "encoder": (
+            *("Encoder self-attention", attention.encoder, src, src),
+            *("source token", "attends to source token"),
+        ),
+        "decoder": (
+            *("Decoder self-attention", attention.decoder, tgt_out, tgt_in),
+            *("predicted token", "attends to previous token"),
+        ),
+        "cross": (
+            *("Cross-attention", attention.cross, tgt_out, src),
+            *("predicted token", "attends to source token"),
+        ),
+    }[kind]
+    titles = [f"head {head + 1}" for head in range(len(maps[layer]))]
+    names = (row_name, column_name, "attention weight\n(fraction of 1)")
+    panels = Panels(titles, list(maps[layer]), rows, columns, *names)
+    notes = _notes(attention, "Each row sums to 1; white cells are exactly 0.")
+    title = f"{title}, layer {layer + 1} of {len(maps)}"
+    return draw_panels(title, notes, panels, heatmaps.MANY)
 
 
 def draw_alignment(attention: AttentionPicture) -> Figure:
     """Draw the mean cross-attention, with a ring around the largest weight of each row."""
     mean = attention.alignment()
-    remark = "Each row sums to 1; a ring marks its largest weight."
-    panels = Panels(
-        [f"mean of {attention.num_cross_heads} heads"],
-        [mean],
-        attention.tgt_out,
-        attention.src,
-        "piece being written",
-        "source piece",
-        "mean attention weight\n(share of 1)",
-    )
+    names = ("predicted token", "source token", "mean attention weight\n(fraction of 1)")
+    titles = [f"mean of {attention.num_cross_heads} heads"]
+    panels = Panels(titles, [mean], attention.tgt_out, attention.src, *names)
+    notes = _notes(attention, "Each row sums to 1; a ring marks its largest weight.")
     title = "Alignment: cross-attention, mean of all heads of all layers"
-    figure = draw_panels(title, _notes(attention, remark), panels, heatmaps.ALONE)
+    figure = draw_panels(title, notes, panels, heatmaps.ALONE)
     axes, largest, rows = figure.axes[0], mean.argmax(1), np.arange(len(mean))
     extent = axes.get_window_extent()
     cell_px = min(extent.height / mean.shape[0], extent.width / mean.shape[1])
     size_pt = min(7.0, 0.6 * cell_px * 72 / figure.dpi)
-    for color, width in ((BLACK, 2.5), ("white", 1.2)):  # seen on any ground
+    for color, width in ((BLACK, 2.5), ("white", 1.2)):  # visible on any background
         axes.plot(largest, rows, "o", mfc="none", mec=color, mew=width, ms=size_pt)
     return figure
 
 
+def _notes(attention: AttentionPicture, remark: str) -> list[str]:
+    return [
+        f"source ({attention.origin}): {attention.source}",
+        f"translation (by this model): {attention.translation}",
+        f"{remark} ␣ marks the start of a word.",
+    ]
+
+
 def draw_positions(tables: Sequence[PositionTable]) -> Figure:
-    """Draw each table, the products of all pairs of its rows, and these by distance."""
+    """Draw each table, the dot products of all pairs of its rows, and these by distance."""
     figure = Figure(figsize=(14, 0.6 + 4.2 * len(tables)), layout="constrained")
     figure.suptitle("Positional encoding, as it is added to the embeddings")
-    for row, (name, values, products, by_distance) in enumerate(
-        (table.name, table.table, table.products(), table.products_by_distance())
-        for table in tables
-    ):
-        places = [figure.add_subplot(len(tables), 3, 3 * row + column) for column in (1, 2, 3)]
-        _draw_matrix(figure, places[0], values, "auto", "PE(i), no unit")
-        title = f"PE ({name}): {values.shape[0]} positions x {values.shape[1]} dimensions"
-        _name(places[0], title, "dimension (index)", "position i (tokens)")
-        _draw_matrix(figure, places[1], products, "equal", "PE(i)·PE(j), no unit")
+    for row, table in enumerate(tables):
+        values, products = table.table, table.products()
+        encoding, pairs, by_distance = (
+            figure.add_subplot(len(tables), 3, 3 * row + column) for column in (1, 2, 3)
+        )
+        image = encoding.imshow(values, aspect="auto")
+        figure.colorbar(image, ax=encoding, label="PE(i), no unit", shrink=0.8).ax.grid(False)
+        title = f"PE ({table.name}): {values.shape[0]} positions x {values.shape[1]} dimensions"
+        _name(encoding, title, "dimension (index)", "position i (tokens)")
+        image = pairs.imshow(products, aspect="equal")
+        figure.colorbar(image, ax=pairs, label="PE(i)·PE(j), no unit", shrink=0.8).ax.grid(False)
         title = "Products PE(i)·PE(j) of all pairs"
-        _name(places[1], title, "position j (tokens)", "position i (tokens)")
-        distances = np.arange(len(products))
-        mean, low, high = by_distance
-        if np.allclose(low, high):
-            places[2].plot(distances, mean, color=BLUE, label="the same for every i")
-        else:
-            places[2].fill_between(distances, low, high, color=SKY, alpha=0.5, label="range over i")
-            places[2].plot(distances, mean, color=BLUE, label="mean over i")
-        places[2].legend(loc="upper right")
+        _name(pairs, title, "position j (tokens)", "position i (tokens)")
+        for axes in (encoding, pairs):
+            axes.grid(visible=False)
+        mean, low, high = table.products_by_distance()
+        distances, label = np.arange(len(products)), "the same for every i"
+        if not np.allclose(low, high):
+            by_distance.fill_between(
+                distances, low, high, color=SKY, alpha=0.5, label="range over i"
+            )
+            label = "mean over i"
+        by_distance.plot(distances, mean, color=BLUE, label=label)
+        by_distance.legend(loc="upper right")
         title = "Products PE(i)·PE(i + k) by distance"
-        _name(places[2], title, "distance k (tokens)", "PE(i)·PE(i + k), no unit")
+        _name(by_distance, title, "distance k (tokens)", "PE(i)·PE(i + k), no unit")
     return figure
 
 
-def _draw_matrix(
-    figure: Figure,
-    axes: Axes,
-    values: heatmaps.Floats,
-    aspect: Literal["auto", "equal"],
-    name: str,
-) -> None:
-    image = axes.imshow(values, aspect=aspect)
-    axes.grid(visible=False)
-    figure.colorbar(image, ax=axes, label=name, shrink=0.8).ax.grid(visible=False)
-
-
 def draw_masks(masks: Masks, window: int | None) -> Figure:
-    """Draw the padding masks of a batch, and what the two self-attentions of it may see."""
+    """Draw the padding masks of a batch, and the masks of both self-attentions."""
     figure = Figure(figsize=(12, 9), layout="constrained")
     figure.suptitle(
         f"Keep-masks of training batch {masks.number}, the most padded of {masks.num_batches}"
@@ -335,19 +312,29 @@ def draw_masks(masks: Masks, window: int | None) -> Figure:
     near = f", at most {window} away" if window is not None else ""
     _draw_keep(encoder, masks.encoder_SS, 0)
     title = f"Encoder self-attention, sentence {masks.row + 1}: no padding{near}"
-    _name(encoder, title, "source position that is seen (token)", "source position (token)")
+    _name(
+        encoder,
+        title,
+        "key position in the source (tokens)",
+        "query position in the source (tokens)",
+    )
     _draw_keep(decoder, masks.decoder_TT, 0)
     title = f"Decoder self-attention, every sentence: nothing later{near}"
-    _name(decoder, title, "target position that is seen (token)", "target position (token)")
-    _add_key(figure, "kept: takes part", "left out")
+    _name(
+        decoder,
+        title,
+        "key position in the target (tokens)",
+        "query position in the target (tokens)",
+    )
+    _add_key(figure, "kept: takes part", "masked")
     return figure
 
 
 def _draw_keep(axes: Axes, keep: Keeps, first: int) -> None:
-    """Draw a mask [R, C] whose row 0 is number `first` + 1; columns count from 1."""
+    """Draw a mask [R, C]; its first row has number `first` + 1, its first column number 1."""
     rows, columns = keep.shape
     extent = (0.5, columns + 0.5, first + rows + 0.5, first + 0.5)
-    colours = ListedColormap([_LEFT_OUT, _KEPT])
+    colours = ListedColormap([_MASKED, _KEPT])
     axes.imshow(keep, aspect="auto", cmap=colours, vmin=0, vmax=1, extent=extent)
     axes.grid(visible=False)
     axes.tick_params(which="minor", length=0)
@@ -358,46 +345,46 @@ def _draw_keep(axes: Axes, keep: Keeps, first: int) -> None:
         axis.set_major_locator(MaxNLocator(nbins=12, integer=True, min_n_ticks=1))
 
 
-def _add_key(figure: Figure, kept: str, left_out: str) -> None:
+def _add_key(figure: Figure, kept: str, masked: str) -> None:
     patches = [
         Patch(facecolor=colour, label=label, edgecolor=BLACK, linewidth=0.5)
-        for colour, label in ((_KEPT, kept), (_LEFT_OUT, left_out))
+        for colour, label in ((_KEPT, kept), (_MASKED, masked))
     ]
     figure.legend(handles=patches, loc="outside lower center", ncols=2)
 
 
 def draw_lengths(sets: Sequence[SetLengths]) -> Figure:
-    """Draw how long the sentences of each corpus are."""
+    """Draw a histogram of the lengths of each corpus, by side."""
     figure = Figure(figsize=(12, 5), layout="constrained")
     figure.suptitle("Lengths of the corpora")
-    longest = max(int(max(one.src.max(), one.tgt.max())) for one in sets)
-    bins = np.arange(0.5, longest + 1.5, max(1, longest // 60))
-    bins = np.append(bins, bins[-1] + max(1, longest // 60))
-    both = figure.subplots(1, 2, sharey=True)
-    for axes, side in zip(both, ("source", "target"), strict=True):
-        colours = cycle((BLUE, RED, GREEN, PURPLE, ORANGE, SKY, BLACK))
-        for one, colour, style in zip(sets, colours, cycle(("-", "--", "-.", ":"))):
-            lengths = one.src if side == "source" else one.tgt
+    longest = max(int(max(corpus.src.max(), corpus.tgt.max())) for corpus in sets)
+    bin_width = max(1, longest // 60)
+    bins = np.arange(0.5, longest + 0.5 + bin_width, bin_width)
+    left, right = figure.subplots(1, 2, sharey=True)
+    for axes, side in ((left, "source"), (right, "target")):
+        colors = cycle((BLUE, RED, GREEN, PURPLE, ORANGE, SKY, BLACK))
+        for corpus, color, style in zip(sets, colors, cycle(("-", "--", "-.", ":"))):
+            lengths = corpus.src if side == "source" else corpus.tgt
             counts, _ = np.histogram(lengths, bins)
             label = (
-                f"{one.name}: {len(lengths):,} pairs, median {np.median(lengths):.0f}, "
+                f"{corpus.name}: {len(lengths):,} pairs, median {np.median(lengths):.0f}, "
                 f"longest {lengths.max()}"
             )
-            share = 100 * counts / len(lengths)
-            axes.stairs(share, bins, color=colour, linestyle=style, label=label, linewidth=1.5)
+            percent = 100 * counts / len(lengths)
+            axes.stairs(percent, bins, color=color, linestyle=style, label=label, linewidth=1.5)
         axes.legend(loc="upper right")
-        name = f"length (tokens, eos included; bars of {bins[1] - bins[0]:.0f})"
-        _name(axes, side.capitalize(), name, "share of the pairs (%)")
-    both[0].set_ylim(0, both[0].get_ylim()[1] * (1 + 0.06 * len(sets)))  # for the legends
+        name = f"length (tokens, eos included; bins of {bin_width})"
+        _name(axes, side.capitalize(), name, "pairs (%)")
+    left.set_ylim(0, left.get_ylim()[1] * (1 + 0.06 * len(sets)))  # for the legends
     return figure
 
 
 def draw_batch(batches: Batches, budget: int) -> Figure:
-    """Draw one batch cell by cell, and tokens against padding of all batches."""
+    """Draw the tokens and padding of one batch cell by cell, and of all batches by size."""
     figure = Figure(figsize=(12, 7.5), layout="constrained")
-    whole = "the first epoch" if batches.is_whole_epoch else "the beginning of the first epoch"
+    part = "the first epoch" if batches.is_whole_epoch else "the beginning of the first epoch"
     figure.suptitle(
-        f"Batches of {whole}: {len(batches.sizes):,}, {batches.padding:.1%} padding; "
+        f"Batches of {part}: {len(batches.sizes):,}, {batches.padding:.1%} padding; "
         f"budget {budget:,} tokens on the longer side, padding included"
     )
     grid = figure.add_gridspec(2, 2)
@@ -413,16 +400,16 @@ def draw_batch(batches: Batches, budget: int) -> Figure:
 
 
 def _draw_sizes(axes: Axes, batches: Batches) -> None:
-    """Draw the cells of each batch, those of the shortest sentences first."""
+    """Draw the tokens and the padding of each batch, by length of its sentences."""
     sizes = sorted(batches.sizes, key=lambda size: max(size.src_width, size.tgt_width))
     edges = np.arange(len(sizes) + 1) + 0.5
     tokens = np.array([size.num_tokens for size in sizes])
     cells = np.array([size.num_cells for size in sizes])
     axes.stairs(tokens, edges, fill=True, color=_KEPT)
-    axes.stairs(cells, edges, baseline=tokens, fill=True, color=_LEFT_OUT)
+    axes.stairs(cells, edges, baseline=tokens, fill=True, color=_MASKED)
     axes.yaxis.set_major_formatter(_THOUSANDS)
     axes.xaxis.set_major_formatter(_THOUSANDS)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.margins(x=0.01)
     name = "batch (number, shortest sentences first)"
-    _name(axes, "Tokens and padding of each batch", name, "cells of both sides (tokens)")
+    _name(axes, "Tokens and padding of each batch", name, "tokens of both sides")

@@ -1,4 +1,4 @@
-"""Draws a run again and again while it is trained. Knows when, not what is drawn."""
+"""Draw a run again and again while it is trained. Knows when to draw, not what."""
 
 from __future__ import annotations
 
@@ -20,10 +20,18 @@ def watch(
 ) -> Iterator[Path]:
     """Draw all, the curves whenever more was logged, and all again when the training ends.
 
-    Yields each file once it is written.
+    Args:
+        run: the run folder.
+        sentence: the one whose attention is drawn; None takes a validation sentence.
+        directory: of the pictures.
+        warn: called with each warning.
+        every_s: seconds between two looks at the log.
+
+    Yields:
+        The path of each file once it is written.
 
     Raises:
-        UserError: if nobody is training and nothing can be drawn, or if files cannot be written.
+        UserError: if no process is training and nothing can be drawn, or on a failed write.
     """
     if not run.is_locked():
         warn(f"nobody is training in {run.path}; it is drawn once.")
@@ -36,18 +44,14 @@ def watch(
         warn(f"{error} It is tried again when more was logged.")
     while run.is_locked():
         sleep(every_s)
-        grown = _size(run)
-        if grown != size and run.is_locked():
-            size = grown
-            yield from _curves(run, directory, warn)
+        new_size = _size(run)
+        if new_size != size and run.is_locked():
+            size = new_size
+            try:
+                yield from draw.draw_progress(run, directory)
+            except UserError as error:
+                warn(str(error))
     yield from draw.draw(run, sentence, directory, warn)
-
-
-def _curves(run: RunDir, directory: Path, warn: Callable[[str], None]) -> Iterator[Path]:
-    try:
-        yield from draw.draw_progress(run, directory)
-    except UserError as error:
-        warn(str(error))
 
 
 def _size(run: RunDir) -> int:

@@ -77,7 +77,7 @@ def check_verb(cli: Cli, run: RunDir, original: RunDir, verb: str) -> Outcome | 
         except UserError as error:
             assert_one_line(error)
         else:
-            assert all(is_one_line(line) for line in found.left_out)
+            assert all(is_one_line(line) for line in found.skipped)
         return None
     device = ["--device", "cpu"]
     arguments: dict[str, list[str | Path]] = {
@@ -548,7 +548,7 @@ def test_a_damaged_tokenizer_never_ends_the_process(noisy: RunDir) -> None:
 
 @cases(1)
 @given(st.data())
-def test_any_metrics_are_drawn_or_left_out(noisy: RunDir, data: st.DataObject) -> None:
+def test_any_metrics_are_drawn_or_skipped(noisy: RunDir, data: st.DataObject) -> None:
     with copied(noisy) as run, bounded("curves"):
         lines = run.metrics_path.read_text(encoding="utf-8").splitlines()
         for place in data.draw(st.lists(st.integers(0, len(lines) - 1), max_size=4)):

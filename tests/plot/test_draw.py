@@ -115,13 +115,13 @@ def test_a_loss_that_was_not_finite_is_a_gap(copied: RunDir) -> None:
     assert np.isfinite(curves.loss.values[:-1]).all()
 
 
-def test_a_line_of_metrics_that_was_cut_off_is_left_out_and_named(copied: RunDir) -> None:
-    whole, left_out = collect.read_curves(copied, []), []
+def test_a_line_of_metrics_that_was_cut_off_is_skipped_and_named(copied: RunDir) -> None:
+    whole, skipped = collect.read_curves(copied, []), []
     with copied.metrics_path.open("a") as stream:
         stream.write('{"step": 14, "lo')
-    curves = collect.read_curves(copied, left_out)
+    curves = collect.read_curves(copied, skipped)
     assert curves.loss.steps.tolist() == whole.loss.steps.tolist()
-    assert left_out == [f"curves: a line left out: {copied.metrics_path}:11: is cut off."]
+    assert skipped == [f"curves: a line skipped: {copied.metrics_path}:11: is cut off."]
 
 
 @pytest.mark.parametrize("gain", [-1.0, 1.0])
@@ -248,7 +248,7 @@ def test_products_of_sinusoids_depend_on_the_distance_alone(
     spread = table.products_by_distance()
     for distance in range(len(table.table)):
         cosines = [math.cos(distance / 10_000 ** (2 * i / width)) for i in range(width // 2)]
-        for value in (spread.mean, spread.low, spread.high):
+        for value in spread:
             assert value[distance] == pytest.approx(sum(cosines), abs=1e-9)
 
 
@@ -516,9 +516,9 @@ def test_of_a_run_that_is_not_trained_yet_the_rest_is_drawn(
     assert (outcome.code, names(outcome.lines)) == (0, OF_DATA)
     assert {Path(line).parent for line in outcome.lines} == {run.path / "plots"}
     assert outcome.err.splitlines() == [
-        f"mtrain: curves: left out: {run.metrics_path}: is missing; `mtrain train CONFIG` "
+        f"mtrain: curves: skipped: {run.metrics_path}: is missing; `mtrain train CONFIG` "
         "writes it.",
-        f"mtrain: attention, alignment: left out: {run.model_path}: is missing; "
+        f"mtrain: attention, alignment: skipped: {run.model_path}: is missing; "
         "`mtrain train CONFIG` makes it.",
     ]
 
@@ -533,7 +533,7 @@ def test_of_a_run_without_its_data_the_model_is_drawn(cli: Cli, copied: RunDir) 
     ]
     outcome = cli("plot", copied.path)
     assert (outcome.code, names(outcome.lines)) == (0, ["positions"])
-    assert "mtrain: attention, alignment: left out: " in outcome.err
+    assert "mtrain: attention, alignment: skipped: " in outcome.err
 
 
 @pytest.mark.parametrize(
@@ -548,10 +548,10 @@ def test_curves_without_validations_or_without_steps_say_what_is_missing(
 ) -> None:
     lines = [json.dumps(line) + "\n" for line in metrics(copied) if kept in line]
     copied.metrics_path.write_text("".join(lines))
-    left_out: list[str] = []
-    figure = draw_module.draw_curves(collect.read_curves(copied, left_out), "copy", 0.1)
-    said = f"curves: {missing} left out: {copied.metrics_path}: holds none yet."
-    assert left_out == [said]
+    skipped: list[str] = []
+    figure = draw_module.draw_curves(collect.read_curves(copied, skipped), "copy", 0.1)
+    said = f"curves: {missing} skipped: {copied.metrics_path}: holds none yet."
+    assert skipped == [said]
     assert shown in {text.get_text() for axes in figure.axes for text in axes.texts}
 
 
@@ -593,8 +593,8 @@ def test_a_validation_set_without_a_sentence_gives_no_attention(cli: Cli, copied
         (copied.data_dir / f"valid.{side}").write_text("\n\n")
     found = collect.gather(copied, None)
     assert found.attention is None
-    assert found.left_out == [
-        f"attention, alignment: left out: {copied.data_dir}: its validation set holds no sentence."
+    assert found.skipped == [
+        f"attention, alignment: skipped: {copied.data_dir}: its validation set holds no sentence."
     ]
 
 
