@@ -1,4 +1,4 @@
-"""Trained models written for other libraries, each checked with that library before it is kept.
+"""Export trained models to other libraries; each export is checked with that library.
 
 Knows nothing of training.
 """

@@ -9,7 +9,7 @@ from mtrain.config.sections import DecodingConfig
 from mtrain.decode.beam import Hypothesis, length_penalty
 from mtrain.decode.translator import EncodedSource, Translator, load
 from mtrain.errors import ConfigError
-from mtrain.export.ctranslate2 import CTranslate2Copy, num_positions
+from mtrain.export.ctranslate2 import CTranslate2Model, num_positions
 from mtrain.export.export import Say, ensure
 from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
@@ -21,7 +21,7 @@ class CTranslate2Translator(Translator):
     def __init__(self, translator: Translator, directory: Path) -> None:
         models, device = translator.ensemble.models, translator.device
         super().__init__(models, translator.tokenizer, translator.decoding, device)
-        self._copy = CTranslate2Copy(directory)
+        self._exported = CTranslate2Model(directory)
 
     def search(
         self, sources: Sequence[EncodedSource], with_scores: bool = True
@@ -30,7 +30,7 @@ class CTranslate2Translator(Translator):
         if not sources:
             return []
         beam, limits = self.decoding.beam, [self.max_length(source) for source in sources]
-        found = self._copy.search_best([source.ids for source in sources], beam, limits, beam)
+        found = self._exported.search_best([source.ids for source in sources], beam, limits, beam)
         return [
             [
                 max(

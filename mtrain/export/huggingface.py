@@ -1,7 +1,7 @@
-"""A model as Hugging Face's MarianMTModel has it: write it, and translate with it.
+"""Write a model as Hugging Face's MarianMTModel, and run what was written.
 
-Its positions hold all sines before all cosines, where mtrain's alternate. The axis of the residual
-stream is reordered accordingly wherever a weight touches it, which changes no result.
+Marian's sinusoids have all sines before all cosines, mtrain's alternate. The model dimension of
+every weight is permuted accordingly, which changes no output.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch import Tensor
 from mtrain.config.sections import Config, ModelConfig
 from mtrain.data.batch import keep_first, pad_right
 from mtrain.errors import ConfigError
-from mtrain.export.parity import CopyOutput, Ids
+from mtrain.export.parity import ExportedHypothesis, Ids
 from mtrain.model.transformer import Transformer
 from mtrain.run.checkpoint import save_tensors
 from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
 
 Quantization = Literal["float16", "bfloat16"]
-_NUM_POSITIONS = 1024  # at least: the library computes them, which takes time
-_BATCH = 32
+_MIN_POSITIONS = 1024  # not more, because transformers computes them whenever it loads
+_BATCH_SIZE = 32
 _LAYER = re.compile(r"(encoder|decoder)\.(\d+)\.(.+)\.(weight|bias)")
-_PARTS = {  # of a layer; a matrix is cut by rows into as many as are named
+_MODULES = {  # of a layer; a weight is split by rows into those of several modules
     "self_attention.queries_keys_values": [
         "self_attn.q_proj",
         "self_attn.k_proj",
@@ -48,12 +48,8 @@ _PARTS = {  # of a layer; a matrix is cut by rows into as many as are named
 _SECOND_NORM = {"encoder": "final_layer_norm", "decoder": "encoder_attn_layer_norm"}
 
 
-def refuse(config: ModelConfig) -> None:
-    """Refuse a model that MarianMTModel cannot hold.
-
-    Raises:
-        ConfigError: with the reason.
-    """
+def check_supported(config: ModelConfig) -> None:
+    """Raise ConfigError for a model that MarianMTModel does not support."""
     reasons = (
         ("norm", config.norm == "post", "'post'", "has no pre-norm layers"),
         (
@@ -65,10 +61,10 @@ def refuse(config: ModelConfig) -> None:
         ("attention_window", config.attention_window is None, "null", "attends to all positions"),
     )
     elsewhere = "; `--to ctranslate2` holds it" * (config.attention_window is None)
-    for key, is_held, wanted, why in reasons:
-        if not is_held:
+    for key, is_supported, value, why in reasons:
+        if not is_supported:
             raise ConfigError(
-                f"`model.{key}` must be {wanted} for Hugging Face's MarianMTModel, which {why}, "
+                f"`model.{key}` must be {value} for Hugging Face's MarianMTModel, which {why}, "
                 f"but is {getattr(config, key)!r} instead{elsewhere}."
             )
 
@@ -80,26 +76,26 @@ def write(
     directory: Path,
     quantization: Quantization | None,
 ) -> None:
-    """Write a model and its tokenizer into a folder."""
+    """Write a model and its tokenizer into `directory`."""
     dtype = getattr(torch, quantization or "float32")
     weights = {name: weight.to(dtype) for name, weight in _weights(model).items()}
     save_tensors(directory / "model.safetensors", weights, {"format": "pt"})
     limit = num_positions(config)
     with _quiet() as transformers:
-        settings = transformers.MarianConfig(**_sizes(model, tokenizer, limit))
+        settings = transformers.MarianConfig(**_model_settings(model, tokenizer, limit))
         settings.dtype = dtype
         settings.save_pretrained(directory)
-        searching = _searching(tokenizer.tgt, config, limit)
-        transformers.GenerationConfig(**searching).save_pretrained(directory)
+        generation = _generation_settings(tokenizer.tgt, config, limit)
+        transformers.GenerationConfig(**generation).save_pretrained(directory)
     _write_tokenizer(tokenizer, config, limit, directory)
 
 
 def num_positions(config: Config) -> int:
-    """Return how many pieces a source may have, and a target."""
-    return max(_NUM_POSITIONS, config.data.max_tokens + config.decoding.max_extra_tokens + 1)
+    """Return the most tokens of a source, and of a target."""
+    return max(_MIN_POSITIONS, config.data.max_tokens + config.decoding.max_extra_tokens + 1)
 
 
-def _sizes(model: Transformer, tokenizer: Tokenizer, limit: int) -> dict[str, Any]:
+def _model_settings(model: Transformer, tokenizer: Tokenizer, limit: int) -> dict[str, Any]:
     config = model.config
     return {
         "architectures": ["MarianMTModel"],
@@ -120,23 +116,23 @@ def _sizes(model: Transformer, tokenizer: Tokenizer, limit: int) -> dict[str, An
         "share_encoder_decoder_embeddings": config.tie_embeddings == "all",
         "tie_word_embeddings": config.tie_embeddings != "none",
         "max_position_embeddings": limit,
-        **_special(tokenizer.tgt),
+        **_special_ids(tokenizer.tgt),
     }
 
 
-def _searching(tgt: Vocabulary, config: Config, limit: int) -> dict[str, Any]:
-    """Return how to search by default: as mtrain does, but for the length penalty."""
+def _generation_settings(tgt: Vocabulary, config: Config, limit: int) -> dict[str, Any]:
+    """Return the defaults of `generate`: as in mtrain, but for the length penalty."""
     decoding, max_tokens = config.decoding, config.data.max_tokens
     return {
         "num_beams": decoding.beam,
         "length_penalty": decoding.length_alpha if decoding.beam > 1 else 1.0,
         "max_length": min(limit, max_tokens + decoding.max_extra_tokens),
-        "suppress_tokens": [tgt.pad, tgt.bos],  # never written
-        **_special(tgt),
+        "suppress_tokens": [tgt.pad, tgt.bos],  # never generated
+        **_special_ids(tgt),
     }
 
 
-def _special(tgt: Vocabulary) -> dict[str, int]:
+def _special_ids(tgt: Vocabulary) -> dict[str, int]:
     return {
         "pad_token_id": tgt.pad,
         "bos_token_id": tgt.bos,
@@ -147,15 +143,15 @@ def _special(tgt: Vocabulary) -> dict[str, int]:
 
 
 def _write_tokenizer(tokenizer: Tokenizer, config: Config, limit: int, directory: Path) -> None:
-    """Write what MarianTokenizer reads; pieces of separate vocabularies have their own ids."""
+    """Write the files of a MarianTokenizer, with a second vocabulary if it is not shared."""
     (directory / "source.spm").write_bytes(tokenizer.src.model)
     (directory / "target.spm").write_bytes(tokenizer.tgt.model)
     _write_ids(tokenizer.src, directory / "vocab.json")
     is_separate = tokenizer.src is not tokenizer.tgt
     if is_separate:
         _write_ids(tokenizer.tgt, directory / "target_vocab.json")
-    special = tokenizer.src
-    unk, eos, pad = special.pieces_of([special.unk, special.eos, special.pad])
+    src = tokenizer.src
+    unk, eos, pad = src.pieces_of([src.unk, src.eos, src.pad])
     settings = {
         "tokenizer_class": "MarianTokenizer",
         "source_lang": config.data.src_lang,
@@ -181,47 +177,47 @@ def _write_json(tree: dict[str, Any], path: Path) -> None:
 
 
 def _weights(model: Transformer) -> dict[str, Tensor]:
-    """Return a model's weights by their names here, one table once."""
+    """Return a model's weights by their Marian names; a tied embedding is stored once."""
     tie, d_model = model.config.tie_embeddings, model.config.d_model
     order = [*range(0, d_model, 2), *range(1, d_model, 2)]
-    own = {
+    weights = {
         name: _reordered(name, weight.detach().cpu(), order)
         for name, weight in model.state_dict().items()
     }
-    found = dict(_of_layers(own))
+    renamed = dict(_rename_layers(weights))
     if tie == "all":
-        found["model.shared.weight"] = own["src_embedding.weight"]
+        renamed["model.shared.weight"] = weights["src_embedding.weight"]
     else:
-        found["model.encoder.embed_tokens.weight"] = own["src_embedding.weight"]
-        found["model.decoder.embed_tokens.weight"] = own["tgt_embedding.weight"]
+        renamed["model.encoder.embed_tokens.weight"] = weights["src_embedding.weight"]
+        renamed["model.decoder.embed_tokens.weight"] = weights["tgt_embedding.weight"]
     if tie == "none":
-        found["lm_head.weight"] = own["output.weight"]
-    found["final_logits_bias"] = torch.zeros(1, len(own["output.weight"]))
-    return {name: weight.contiguous() for name, weight in found.items()}
+        renamed["lm_head.weight"] = weights["output.weight"]
+    renamed["final_logits_bias"] = torch.zeros(1, len(weights["output.weight"]))
+    return {name: weight.contiguous() for name, weight in renamed.items()}
 
 
-def _of_layers(own: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    for name, weight in own.items():
+def _rename_layers(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for name, weight in weights.items():
         if match := _LAYER.fullmatch(name):
             stack, index, module, kind = match.groups()
-            second = [_SECOND_NORM[stack]] if module == "residual_2.norm" else []
-            parts = second or _PARTS[module]
-            for part, rows in zip(parts, weight.chunk(len(parts)), strict=True):
-                yield f"model.{stack}.layers.{index}.{part}.{kind}", rows
+            is_second_norm = module == "residual_2.norm"
+            names = [_SECOND_NORM[stack]] if is_second_norm else _MODULES[module]
+            for new_name, rows in zip(names, weight.chunk(len(names)), strict=True):
+                yield f"model.{stack}.layers.{index}.{new_name}.{kind}", rows
 
 
 def _reordered(name: str, weight: Tensor, order: list[int]) -> Tensor:
-    """Reorder the axis of the residual stream, which a module reads, writes or normalises."""
+    """Permute the model dimension: rows of a norm or of what is added, columns of the others."""
     module = name.rpartition(".")[0]
     if module.endswith((".norm", ".output", ".outer")):
         return weight[order]
     return weight[:, order] if weight.dim() == 2 else weight
 
 
-class MarianCopy:
-    """A folder that `write` has filled, loaded by transformers on the CPU."""
+class MarianModel:
+    """An exported folder, loaded by transformers on the CPU."""
 
-    is_closed = False  # a search leaves out what is never written; the model does not
+    masks_special = False  # `generate` suppresses <pad> and <s>; the model's scores do not
 
     def __init__(self, directory: Path) -> None:
         with _quiet() as transformers:
@@ -232,25 +228,24 @@ class MarianCopy:
         self._bos = int(special.decoder_start_token_id)
 
     def encode(self, lines: Sequence[str]) -> Ids:
-        """Return pieces + eos for each line."""
+        """Return tokens + eos for each line."""
         return [self._tokenizer(line)["input_ids"] for line in lines]
 
     def decode(self, ids: Ids) -> list[str]:
-        """Return the text of each list of pieces."""
+        """Return the text of each list of tokens."""
         return [self._tokenizer.decode(row, skip_special_tokens=True) for row in ids]
 
     @torch.inference_mode()
-    def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[CopyOutput]:
-        """Return the likeliest target of each source, its score not divided by its length."""
-        found: dict[int, CopyOutput] = {}
+    def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[ExportedHypothesis]:
+        """Return the target of the highest log-probability of each source."""
+        hypotheses: dict[int, ExportedHypothesis] = {}
         for rows in _batches([len(ids) for ids in sources]):
-            own = self._search(
-                [sources[row] for row in rows], beam, max(max_lengths[row] for row in rows) + 1
-            )
-            found.update(zip(rows, own, strict=True))
-        return [found[row] for row in range(len(sources))]
+            max_new_tokens = max(max_lengths[row] for row in rows) + 1
+            best = self._search([sources[row] for row in rows], beam, max_new_tokens)
+            hypotheses.update(zip(rows, best, strict=True))
+        return [hypotheses[row] for row in range(len(sources))]
 
-    def _search(self, sources: Ids, beam: int, max_new_tokens: int) -> list[CopyOutput]:
+    def _search(self, sources: Ids, beam: int, max_new_tokens: int) -> list[ExportedHypothesis]:
         with _quiet():
             result = self.model.generate(
                 pad_right(sources, self._pad),
@@ -262,21 +257,22 @@ class MarianCopy:
                 output_scores=beam > 1,
             )
         log_probs = result.sequences_scores.tolist() if beam > 1 else [0.0] * len(sources)
-        found = []
+        hypotheses = []
         for row, log_prob in zip(result.sequences[:, 1:].tolist(), log_probs, strict=True):
-            length = row.index(self._eos)  # forced, if nothing else
-            found.append(CopyOutput(row[:length], log_prob, length + 1 < max_new_tokens))
-        return found
+            length = row.index(self._eos)  # forced at the limit
+            has_ended = length + 1 < max_new_tokens
+            hypotheses.append(ExportedHypothesis(row[:length], log_prob, has_ended))
+        return hypotheses
 
     @torch.inference_mode()
     def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
-        """Return the log-probability of each piece of a given target, and of its eos."""
-        found: dict[int, list[float]] = {}
+        """Return the log-probability of each token of a given target, and of its eos."""
+        scores: dict[int, list[float]] = {}
         lengths = [max(len(src), len(tgt)) for src, tgt in zip(sources, targets, strict=True)]
         for rows in _batches(lengths):
-            own = self._score([sources[row] for row in rows], [targets[row] for row in rows])
-            found.update(zip(rows, own, strict=True))
-        return [found[row] for row in range(len(sources))]
+            batch = self._score([sources[row] for row in rows], [targets[row] for row in rows])
+            scores.update(zip(rows, batch, strict=True))
+        return [scores[row] for row in range(len(sources))]
 
     def _score(self, sources: Ids, targets: Ids) -> list[list[float]]:
         logits = self.model(
@@ -287,20 +283,21 @@ class MarianCopy:
         tgt_out_BT = pad_right([[*ids, self._eos] for ids in targets], self._pad)
         log_probs_BT = logits.double().log_softmax(-1).gather(2, tgt_out_BT[:, :, None])[:, :, 0]
         return [
-            own[: len(ids) + 1] for own, ids in zip(log_probs_BT.tolist(), targets, strict=True)
+            log_probs_T[: len(ids) + 1]
+            for log_probs_T, ids in zip(log_probs_BT.tolist(), targets, strict=True)
         ]
 
 
 def _batches(lengths: list[int]) -> Iterator[list[int]]:
-    """Yield the rows of like length together."""
+    """Yield the rows in batches of similar length."""
     rows = sorted(range(len(lengths)), key=lambda row: lengths[row])
-    for first in range(0, len(rows), _BATCH):
-        yield rows[first : first + _BATCH]
+    for first in range(0, len(rows), _BATCH_SIZE):
+        yield rows[first : first + _BATCH_SIZE]
 
 
 @contextmanager
 def _quiet() -> Iterator[Any]:
-    """Give the library without its bars, its advice and its warnings."""
+    """Yield transformers, without its progress bars and warnings."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():

@@ -27,10 +27,10 @@ from mtrain.data.prepare import ParallelLines
 from mtrain.decode.translator import EncodedSource, Translator, load
 from mtrain.errors import ConfigError, RunError
 from mtrain.export import ctranslate2, export, huggingface, model_card, parity
-from mtrain.export.ctranslate2 import CTranslate2Copy
-from mtrain.export.export import ExportReport, ExportRequest, Target
-from mtrain.export.huggingface import MarianCopy
-from mtrain.export.parity import Copy, CopyOutput, Ids
+from mtrain.export.ctranslate2 import CTranslate2Model
+from mtrain.export.export import ExportReport, ExportRequest, Library
+from mtrain.export.huggingface import MarianModel
+from mtrain.export.parity import ExportedHypothesis, ExportedModel, Ids
 from mtrain.model.transformer import Transformer, sinusoids
 from mtrain.run import checkpoint
 from mtrain.run.load_model import LoadOptions
@@ -39,7 +39,7 @@ from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
 PACKAGES = {"ctranslate2": "ctranslate2", "huggingface": "transformers"}
-TARGETS: list[Target] = ["ctranslate2", "huggingface"]
+LIBRARIES: list[Library] = ["ctranslate2", "huggingface"]
 EXACT = 1e-4  # of a log-probability in float32
 LINES = ParallelLines(SRC_LINES[:3], TGT_LINES[:3])
 ODD = [
@@ -51,14 +51,14 @@ ODD = [
 ]
 
 
-def need(target: str) -> None:
-    package = PACKAGES[target]
+def need(library: str) -> None:
+    package = PACKAGES[library]
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
 
 
-@pytest.fixture(params=TARGETS)
-def target(request: pytest.FixtureRequest) -> Target:
+@pytest.fixture(params=LIBRARIES)
+def library(request: pytest.FixtureRequest) -> Library:
     need(request.param)
     return request.param  # type: ignore[no-any-return]
 
@@ -82,15 +82,15 @@ def random_model(kind: str = "unigram", shared: bool = True, **variant: object) 
     return translator_of(model, tokenizer)
 
 
-def copied(translator: Translator, target: Target, directory: Path) -> Copy:
+def copied(translator: Translator, library: Library, directory: Path) -> ExportedModel:
     model, tokenizer = translator.model, translator.tokenizer
-    if target == "ctranslate2":
-        ctranslate2.refuse(model.config)
+    if library == "ctranslate2":
+        ctranslate2.check_supported(model.config)
         ctranslate2.write(model, tokenizer, settings(), directory, None)
-        return CTranslate2Copy(directory)
-    huggingface.refuse(model.config)
+        return CTranslate2Model(directory)
+    huggingface.check_supported(model.config)
     huggingface.write(model, tokenizer, settings(), directory, None)
-    return MarianCopy(directory)
+    return MarianModel(directory)
 
 
 class Exported(NamedTuple):
@@ -104,10 +104,10 @@ def exported(trained: RunDir, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
     class Made(dict[str, Exported]):
         def __missing__(self, name: str) -> Exported:
-            target, _, quantization = name.partition(" ")
-            need(target)
+            library, _, quantization = name.partition(" ")
+            need(library)
             directory = tmp_path_factory.mktemp("exports") / name.replace(" ", "-")
-            wanted = ExportRequest(target, quantization or None)  # type: ignore[arg-type]
+            wanted = ExportRequest(library, quantization or None)  # type: ignore[arg-type]
             report = export.export(trained, directory, wanted, lambda _: None)
             self[name] = Exported(directory, report)
             return self[name]
@@ -119,23 +119,23 @@ def exported(trained: RunDir, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 def test_a_trained_model_is_the_same_in_other_hands(
-    exported: dict[str, Exported], target: Target
+    exported: dict[str, Exported], library: Library
 ) -> None:
-    directory, report = exported[target]
-    found = report.comparison
-    for same in (found.encoded, found.greedy, found.beam, found.decoded):
+    directory, report = exported[library]
+    found = report.parity
+    for same in (found.same_source, found.same_greedy, found.same_beam, found.same_text):
         assert same == (12, 12)  # the whole validation text
-    assert found.reference < EXACT and found.found < EXACT
+    assert found.reference_diff < EXACT and found.beam_diff < EXACT
     assert report.bleu is None
     kept = json.loads((directory / "export.json").read_text("utf-8"))
-    assert kept["comparison"]["greedy"] == [12, 12]
+    assert kept["parity"]["same_greedy"] == [12, 12]
     assert export.as_text(report)[0] in (directory / "README.md").read_text("utf-8")
 
 
 def test_the_folders_hold_what_the_libraries_look_for(
-    exported: dict[str, Exported], target: Target
+    exported: dict[str, Exported], library: Library
 ) -> None:
-    names = {path.name for path in exported[target].directory.iterdir()}
+    names = {path.name for path in exported[library].directory.iterdir()}
     both = {"README.md", "export.json", "source.spm", "target.spm", "config.json"}
     own = {
         "ctranslate2": {"model.bin", "shared_vocabulary.json"},
@@ -146,19 +146,19 @@ def test_the_folders_hold_what_the_libraries_look_for(
             "generation_config.json",
         },
     }
-    assert names == both | own[target]
-    modes = {path.stat().st_mode for path in exported[target].directory.iterdir()}
+    assert names == both | own[library]
+    modes = {path.stat().st_mode for path in exported[library].directory.iterdir()}
     assert len(modes) == 1, "whoever may read one file may read them all"
 
 
 def test_the_lines_of_python_on_the_page_translate(
     exported: dict[str, Exported],
-    target: Target,
+    library: Library,
     trained: RunDir,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    directory = exported[target].directory
+    directory = exported[library].directory
     page = (directory / "README.md").read_text("utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     monkeypatch.chdir(directory)
@@ -185,15 +185,15 @@ def test_the_lines_of_python_on_the_page_translate(
 def test_a_quantised_model_is_smaller_and_says_what_it_costs(
     exported: dict[str, Exported], name: str, part: float
 ) -> None:
-    target, _, quantization = name.partition(" ")
-    weights = {"ctranslate2": "model.bin", "huggingface": "model.safetensors"}[target]
+    library, _, quantization = name.partition(" ")
+    weights = {"ctranslate2": "model.bin", "huggingface": "model.safetensors"}[library]
     size = (exported[name].directory / weights).stat().st_size
-    assert size < part * (exported[target].directory / weights).stat().st_size
+    assert size < part * (exported[library].directory / weights).stat().st_size
     report = exported[name].report
     assert report.precision == quantization
     assert report.bleu is not None
-    assert report.bleu.model > 90 and abs(report.bleu.copy - report.bleu.model) < 5
-    assert 0 < report.comparison.reference < 0.5
+    assert report.bleu.model > 90 and abs(report.bleu.exported - report.bleu.model) < 5
+    assert 0 < report.parity.reference_diff < 0.5
     last = export.as_text(report)[-1]
     assert re.match(r"validation BLEU, exported +\d+\.\d\d \([+-]\d+\.\d\d\)$", last)
 
@@ -231,18 +231,18 @@ def test_a_variant_is_exact_in_transformers(variant: dict[str, object], tmp_path
     check_exact(random_model(**variant), "huggingface", tmp_path)  # type: ignore[arg-type]
 
 
-def check_exact(translator: Translator, target: Target, directory: Path) -> None:
-    found = parity.compare(translator, copied(translator, target, directory), LINES)
+def check_exact(translator: Translator, library: Library, directory: Path) -> None:
+    found = parity.compare(translator, copied(translator, library, directory), LINES)
     assert found.problems() == []
-    assert found.encoded == found.greedy == found.decoded == (3, 3)
-    assert found.reference < EXACT and found.found < EXACT
+    assert found.same_source == found.same_greedy == found.same_text == (3, 3)
+    assert found.reference_diff < EXACT and found.beam_diff < EXACT
 
 
 def test_in_float64_the_logits_of_transformers_are_those_of_mtrain(tmp_path: Path) -> None:
     need("huggingface")
     translator = random_model(tie_embeddings="none")
     copy = copied(translator, "huggingface", tmp_path)
-    assert isinstance(copy, MarianCopy)
+    assert isinstance(copy, MarianModel)
     copy.model.double()
     for stack in (copy.model.model.encoder, copy.model.model.decoder):
         table = stack.embed_positions.weight
@@ -260,7 +260,7 @@ def test_in_float64_the_logits_of_transformers_are_those_of_mtrain(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("target", "variant", "words"),
+    ("library", "variant", "words"),
     [
         (
             "ctranslate2",
@@ -285,16 +285,16 @@ def test_in_float64_the_logits_of_transformers_are_those_of_mtrain(tmp_path: Pat
     ],
 )
 def test_a_variant_that_a_library_cannot_hold_is_refused_by_name(
-    target: Target, variant: dict[str, object], words: str, tmp_path: Path
+    library: Library, variant: dict[str, object], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
-        copied(random_model(**variant), target, tmp_path)  # type: ignore[arg-type]
+        copied(random_model(**variant), library, tmp_path)  # type: ignore[arg-type]
 
 
 def test_what_is_said_of_learned_positions_is_true(tmp_path: Path) -> None:
     need("huggingface")
     copy = copied(random_model(tie_embeddings="all"), "huggingface", tmp_path)
-    assert isinstance(copy, MarianCopy)
+    assert isinstance(copy, MarianModel)
     copy.model.model.encoder.embed_positions.weight.data.zero_()
     copy.model.save_pretrained(tmp_path / "again")
     again = load_file(tmp_path / "again" / "model.safetensors")
@@ -323,7 +323,7 @@ def test_a_source_beyond_the_usual_cut_is_read_whole(
     translator = random_model(**variant)  # type: ignore[arg-type]
     copy = copied(translator, "ctranslate2", tmp_path)
     sources, targets = long_pair(translator, 1100)
-    own = parity._Own(translator, copy.is_closed)
+    own = parity.LogProbSearcher(translator, copy.masks_special)
     assert own.score(sources, targets)[0] == pytest.approx(
         copy.score(sources, targets)[0], abs=EXACT
     )
@@ -335,18 +335,18 @@ def test_a_source_beyond_the_usual_cut_is_read_whole(
 
 
 def test_a_source_beyond_the_tables_is_an_error_and_not_cut(
-    exported: dict[str, Exported], target: Target
+    exported: dict[str, Exported], library: Library
 ) -> None:
-    directory = exported[target].directory
-    length = {"ctranslate2": 4096, "huggingface": 1024}[target]
-    copy = CTranslate2Copy(directory) if target == "ctranslate2" else MarianCopy(directory)
+    directory = exported[library].directory
+    length = {"ctranslate2": 4096, "huggingface": 1024}[library]
+    copy = CTranslate2Model(directory) if library == "ctranslate2" else MarianModel(directory)
     (pieces,) = copy.encode(["ba " * 10])
     sources = [[*(pieces[0] for _ in range(length)), pieces[-1]]]
     with pytest.raises((RuntimeError, IndexError)):
         copy.search(sources, 1, [2])
 
 
-def test_padding_and_bos_are_never_written(target: Target, tmp_path: Path) -> None:
+def test_padding_and_bos_are_never_written(library: Library, tmp_path: Path) -> None:
     translator = random_model(tie_embeddings="none", num_decoder_layers=1)
     norm = translator.model.decoder[0].residual_3.norm
     with torch.no_grad():
@@ -354,7 +354,7 @@ def test_padding_and_bos_are_never_written(target: Target, tmp_path: Path) -> No
         tgt = translator.tokenizer.tgt
         weight = translator.model.output.weight
         weight[tgt.pad] = weight[tgt.bos] = norm.bias
-    copy = copied(translator, target, tmp_path)
+    copy = copied(translator, library, tmp_path)
     sources = translator.tokenizer.encode_src(LINES.src)
     for beam in (1, 3):
         for found in copy.search(sources, beam, [4] * len(sources)):
@@ -362,10 +362,10 @@ def test_padding_and_bos_are_never_written(target: Target, tmp_path: Path) -> No
 
 
 def test_odd_text_has_the_same_pieces_and_comes_back_the_same(
-    exported: dict[str, Exported], target: Target, trained: RunDir
+    exported: dict[str, Exported], library: Library, trained: RunDir
 ) -> None:
-    directory = exported[target].directory
-    copy = CTranslate2Copy(directory) if target == "ctranslate2" else MarianCopy(directory)
+    directory = exported[library].directory
+    copy = CTranslate2Model(directory) if library == "ctranslate2" else MarianModel(directory)
     tokenizer = load(trained, loading=LoadOptions("cpu")).tokenizer
     assert copy.encode(ODD) == tokenizer.encode_src(ODD)
     ids = tokenizer.tgt.encode(ODD)
@@ -376,7 +376,7 @@ def test_odd_text_has_the_same_pieces_and_comes_back_the_same(
 def test_an_empty_line_gives_ctranslate2_an_empty_translation(
     exported: dict[str, Exported],
 ) -> None:
-    copy = CTranslate2Copy(exported["ctranslate2"].directory)
+    copy = CTranslate2Model(exported["ctranslate2"].directory)
     assert copy._translator.translate_batch([[]])[0].hypotheses == [[]]
 
 
@@ -396,13 +396,13 @@ def test_an_empty_line_gives_ctranslate2_an_empty_translation(
 def test_one_altered_weight_fails_the_export_and_leaves_no_folder(
     cli: Cli,
     trained: RunDir,
-    target: Target,
+    library: Library,
     name: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Transformer, "state_dict", altered(Transformer.state_dict, name))
-    outcome = cli("export", trained.path, tmp_path / "out", "--to", target)
+    outcome = cli("export", trained.path, tmp_path / "out", "--to", library)
     assert (outcome.code, outcome.out) == (2, b"")
     *_, last = outcome.err.splitlines()
     assert last.startswith(f"mtrain: {tmp_path / 'out'}: nothing is exported: ")
@@ -425,10 +425,10 @@ def altered(state_dict: object, name: str) -> object:
 class Mirror:
     """The model itself, as if it were its copy."""
 
-    is_closed = False
+    masks_special = False
 
     def __init__(self, translator: Translator) -> None:
-        self._own = parity._Own(translator, self.is_closed)
+        self._own = parity.LogProbSearcher(translator, self.masks_special)
         self._tokenizer = translator.tokenizer
 
     def encode(self, lines: Sequence[str]) -> Ids:
@@ -437,10 +437,10 @@ class Mirror:
     def decode(self, ids: Ids) -> list[str]:
         return self._tokenizer.tgt.decode(ids)
 
-    def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[CopyOutput]:
+    def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[ExportedHypothesis]:
         ids = self._own.search(sources, beam)
         sums = [sum(own) for own in self.score(sources, ids)]
-        return [CopyOutput(own, total, True) for own, total in zip(ids, sums, strict=True)]
+        return [ExportedHypothesis(own, total, True) for own, total in zip(ids, sums, strict=True)]
 
     def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
         return self._own.score(sources, targets)
@@ -454,8 +454,8 @@ def own() -> Translator:
 def test_a_model_compared_with_itself_has_no_problems(own: Translator) -> None:
     found = parity.compare(own, Mirror(own), LINES)
     assert found.problems() == []
-    assert found.beam == (3, 3)
-    assert found.reference == found.found == 0
+    assert found.same_beam == (3, 3)
+    assert found.reference_diff == found.beam_diff == 0
 
 
 def problems_of(own: Translator, copy: Mirror) -> str:
@@ -472,12 +472,16 @@ def test_each_way_of_being_another_model_is_a_problem(own: Translator) -> None:
             return [text + "." for text in super().decode(ids)]
 
     class OtherChoice(Mirror):
-        def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[CopyOutput]:
+        def search(
+            self, sources: Ids, beam: int, max_lengths: list[int]
+        ) -> list[ExportedHypothesis]:
             found = super().search(sources, beam, max_lengths)
             return [one._replace(ids=[*one.ids[:1], 7]) for one in found] if beam == 1 else found
 
     class OtherSums(Mirror):
-        def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[CopyOutput]:
+        def search(
+            self, sources: Ids, beam: int, max_lengths: list[int]
+        ) -> list[ExportedHypothesis]:
             found = super().search(sources, beam, max_lengths)
             return [one._replace(log_prob=one.log_prob + 0.01) for one in found]
 
@@ -486,7 +490,7 @@ def test_each_way_of_being_another_model_is_a_problem(own: Translator) -> None:
             return [[float("nan")] * len(row) for row in super().score(sources, targets)]
 
     assert problems_of(own, OtherPieces(own)) == (
-        "the source pieces must be the same on all lines, but is on 0 of 3"
+        "the source tokens must be the same on all lines, but is on 0 of 3"
     )
     assert "the text of an output" in problems_of(own, OtherText(own))
     assert "greedy output must be the same on all lines" in problems_of(own, OtherChoice(own))
@@ -499,22 +503,24 @@ def test_each_way_of_being_another_model_is_a_problem(own: Translator) -> None:
 def test_another_choice_that_is_as_likely_is_none(own: Translator) -> None:
     """Two pieces with the same embedding: which of them is written is left to rounding."""
     model = transformer(own.model.config, len(own.tokenizer.src), len(own.tokenizer.tgt)).float()
-    first = parity._Own(own, False).search(own.tokenizer.encode_src(LINES.src), 1)[0][0]
+    first = parity.LogProbSearcher(own, False).search(own.tokenizer.encode_src(LINES.src), 1)[0][0]
     twin = first + 1
     with torch.no_grad():
         model.tgt_embedding.weight[twin] = model.tgt_embedding.weight[first]
     same = translator_of(model, own.tokenizer)
 
     class Twins(Mirror):
-        def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[CopyOutput]:
+        def search(
+            self, sources: Ids, beam: int, max_lengths: list[int]
+        ) -> list[ExportedHypothesis]:
             swap = {first: twin, twin: first}
             found = super().search(sources, beam, max_lengths)
             swapped = [[swap.get(piece, piece) for piece in one.ids] for one in found]
             return [one._replace(ids=ids) for one, ids in zip(found, swapped, strict=True)]
 
     found = parity.compare(same, Twins(same), LINES)
-    assert found.greedy == (3, 3)
-    assert found.beam.num_same < 3
+    assert found.same_greedy == (3, 3)
+    assert found.same_beam.num_same < 3
 
 
 # The command
@@ -532,10 +538,10 @@ def test_the_command_prints_the_table(cli: Cli, trained: RunDir, tmp_path: Path)
 
 
 def test_a_folder_that_is_there_is_left_as_it_is(
-    cli: Cli, trained: RunDir, tmp_path: Path, target: Target
+    cli: Cli, trained: RunDir, tmp_path: Path, library: Library
 ) -> None:
     (tmp_path / "mine.txt").write_text("x")
-    outcome = cli("export", trained.path, tmp_path, "--to", target)
+    outcome = cli("export", trained.path, tmp_path, "--to", library)
     assert (outcome.code, outcome.out) == (2, b"")
     assert outcome.err == (
         f"mtrain: {tmp_path}: must not be there yet, but is; name another folder.\n"
@@ -546,13 +552,13 @@ def test_a_folder_that_is_there_is_left_as_it_is(
 def test_a_missing_library_is_one_line(
     cli: Cli, trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for target, package in PACKAGES.items():
+    for library, package in PACKAGES.items():
         monkeypatch.setitem(sys.modules, package, None)
-        outcome = cli("export", trained.path, tmp_path / "out", "--to", target)
+        outcome = cli("export", trained.path, tmp_path / "out", "--to", library)
         assert outcome.code == 2
         assert outcome.err == (
-            f"mtrain: `mtrain export --to {target}` must have {package}: pip install "
-            f"'mtrain[{target}]' adds it.\n"
+            f"mtrain: `mtrain export --to {library}` must have {package}: pip install "
+            f"'mtrain[{library}]' adds it.\n"
         )
 
 
@@ -567,13 +573,13 @@ def test_int8_is_refused_for_transformers(cli: Cli, trained: RunDir, tmp_path: P
 
 
 def test_a_run_without_validation_text_that_fits_is_refused(
-    trained: RunDir, tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+    trained: RunDir, tmp_path: Path, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "mtrain.data.prepare.read_valid", lambda _: ParallelLines(["", "ba " * 99], ["x", "y"])
     )
     with pytest.raises(RunError, match="must have validation text to check an export"):
-        export.export(trained, tmp_path / "out", ExportRequest(target), lambda _: None)
+        export.export(trained, tmp_path / "out", ExportRequest(library), lambda _: None)
 
 
 # mtrain translate --engine ctranslate2
@@ -740,6 +746,6 @@ def test_a_name_breaks_no_table_of_the_card(trained: RunDir) -> None:
 
 def test_a_report_says_what_was_asked_of_it(exported: dict[str, Exported]) -> None:
     report = exported["ctranslate2"].report
-    worse = replace(report, bleu=export.Bleu(40.0, 39.5))
+    worse = replace(report, bleu=export.BleuPair(40.0, 39.5))
     assert export.as_text(worse)[-1].endswith("39.50 (-0.50)")
     assert json.loads("\n".join(export.as_json(worse)))["bleu"] == [40.0, 39.5]
