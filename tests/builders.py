@@ -78,7 +78,7 @@ class Prefixes:
         self.sentences = [self.sentences[row] for row in rows]
         self.rows = [self.rows[row] for row in rows]
 
-    def extend(self, other: "Prefixes") -> None:
+    def admit(self, other: "Prefixes") -> None:
         assert not any(other.rows), "they have read something"
         self.sentences += other.sentences
         self.rows += other.rows

@@ -239,7 +239,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> li
     elif native.compiled() is None:
         pytest.skip("nothing on this machine compiles C, or MTRAIN_NATIVE=0")
     else:  # whatever is faster on this processor
-        monkeypatch.setattr(native.Functions, "multiply", lambda functions: way.multiplies)
+        monkeypatch.setattr(native.Functions, "has_fast_matmul", lambda functions: way.multiplies)
     names: list[str] = []
     call = native.Functions.call
 

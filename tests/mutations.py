@@ -114,8 +114,8 @@ MODEL = [
     ),
     model(
         "cached positions one too far",
-        "ids_N, state.length_N, stop)",
-        "ids_N, state.length_N + 1, stop + 1)",
+        "ids_N, cache.length_N, stop)",
+        "ids_N, cache.length_N + 1, stop + 1)",
     ),
     state(
         "cached positions stand still",
@@ -139,8 +139,8 @@ MODEL = [
     ),
     model(
         "learned positions start again",
-        "places.clamp(max=self.table.num_embeddings - 1)",
-        "places % self.table.num_embeddings",
+        "position.clamp(max=self.table.num_embeddings - 1)",
+        "position % self.table.num_embeddings",
     ),
     model(
         "both sides share learned positions",
@@ -194,18 +194,18 @@ MODEL = [
     ),
     model(
         "cached window one too narrow",
-        "places_NT[:, -self.window - 1 :]",
-        "places_NT[:, -self.window :]",
+        "slots_NT[:, -self.window - 1 :]",
+        "slots_NT[:, -self.window :]",
     ),
     state(
         "cached past not reordered",
-        "self.places_NT.index_select(0, rows_N)",
-        "self.places_NT.index_select(0, rows_N * 0)",
+        "self.slots_NT.index_select(0, rows_N)",
+        "self.slots_NT.index_select(0, rows_N * 0)",
     ),
     state(
         "sources do not follow their hypotheses",
-        "self.src_places_NS.index_select(0, rows_N)",
-        "self.src_places_NS.index_select(0, rows_N.sort().values)",
+        "self.src_slots_NS.index_select(0, rows_N)",
+        "self.src_slots_NS.index_select(0, rows_N.sort().values)",
     ),
     state(
         "a larger store forgets the past",
@@ -214,13 +214,13 @@ MODEL = [
     ),
     state(
         "two steps write to the same places",
-        "taken_N, self._free_R = self._free_R[:count], self._free_R[count:]",
-        "taken_N, self._free_R = self._free_R[:count], self._free_R[count // 2 :]",
+        "slots_N, self._free_R = self._free_R[:count], self._free_R[count:]",
+        "slots_N, self._free_R = self._free_R[:count], self._free_R[count // 2 :]",
     ),
     state(
         "those who join see what others have read",
-        "F.pad(own_NT, (0, 0, 0, len(other.length_N)), value=-1)",
-        "F.pad(own_NT, (0, 0, 0, len(other.length_N)), value=0)",
+        "F.pad(old_NT, (0, 0, 0, len(other.length_N)), value=-1)",
+        "F.pad(old_NT, (0, 0, 0, len(other.length_N)), value=0)",
     ),
     state(
         "those who join stand where others do",
@@ -229,8 +229,8 @@ MODEL = [
     ),
     state(
         "those who join have the sources of others",
-        "        new_NS = F.pad(taken_R, (0, 1), value=-1)[new_NS]  # -1 is the last\n",
-        "",
+        "F.pad(slots_R, (0, 1), value=-1)[new_NS]",
+        "new_NS",
     ),
     model(
         "sources are read as far as the first of them",
@@ -239,23 +239,23 @@ MODEL = [
     ),
     model(
         "sources of one length are read with others",
-        "if is_worth and widths[row] != widths[row - 1]:",
-        "if is_worth and widths[row] != widths[0]:",
+        "if is_large and widths[row] != widths[row - 1]:",
+        "if is_large and widths[row] != widths[0]:",
     ),
     state(
         "rows that others read are written anew",
-        "        is_free_R[in_use] = False  # -1 is the last, which is no row\n",
+        "        is_free_R[in_use] = False  # index -1, the last, is padding\n",
         "",
     ),
     state(
         "no row is written anew",
-        "        if num_needed > 3 * num_rows // 4:\n",
+        "        if num_needed > 3 * num_slots // 4:\n",
         "        if True:\n",
     ),
     model(
         "no dropout on embeddings",
-        "self.dropout(x + positions(places, stop).to(x.dtype))",
-        "x + positions(places, stop).to(x.dtype)",
+        "self.dropout(x + encoding(position, stop).to(x.dtype))",
+        "x + encoding(position, stop).to(x.dtype)",
     ),
     model(
         "attention dropout at another rate",
@@ -342,29 +342,29 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
     ),
     products(
         "weights are laid out row by row",
-        ".view(-1, width, words_MK.shape[1]).transpose(1, 2).contiguous()",
-        ".view(-1, words_MK.shape[1], width).contiguous()",
+        ".view(-1, width, weight_MK.shape[1]).transpose(1, 2).contiguous()",
+        ".view(-1, weight_MK.shape[1], width).contiguous()",
     ),
     products(
         "a linear map that is laid out forgets its bias",
-        "(x, panels, self.bias, out)",
-        "(x, panels, None, out)",
+        "(x, packed, self.bias, out)",
+        "(x, packed, None, out)",
     ),
     products(
         "the gradients of zeros pass a rectifier",
-        "outer.forward_compiled(hidden, functions, is_rectified=True)",
+        "outer.forward_compiled(hidden, functions, input_is_relu=True)",
         "outer.forward_compiled(hidden, functions)",
     ),
     products(
         "weights that are laid out do not rectify",
-        "inner.forward_laid_out(x, rectifies=True)",
-        "inner.forward_laid_out(x)",
+        "inner.forward_packed(x, apply_relu=True)",
+        "inner.forward_packed(x)",
     ),
     Mutation(
         "gradients of parts are taken to lie in order",
         "mtrain/ops/attention.py",
-        "if places == [(here, start + i * width) for i in range(len(grads))]:",
-        "if [here] * len(grads) == [place[0] for place in places]:",
+        "if views == [(layout, start + i * width) for i in range(len(grads))]:",
+        "if [layout] * len(grads) == [view[0] for view in views]:",
         "tests/ops/test_attention.py",
     ),
     top_k(
@@ -627,8 +627,8 @@ SEARCH = [
     Mutation(
         "only one model of an ensemble hears who joins",
         "mtrain/decode/ensemble.py",
-        "zip(self.states, other.states, strict=True):\n            state.extend(new)\n",
-        "zip(self.states[:1], other.states[:1], strict=True):\n            state.extend(new)\n",
+        "zip(self.states, other.states, strict=True):\n            state.admit(new)\n",
+        "zip(self.states[:1], other.states[:1], strict=True):\n            state.admit(new)\n",
         "tests/decode/test_ensemble.py",
     ),
 ]

@@ -38,7 +38,7 @@ class State(Protocol):
     def reorder(self, rows_N: Tensor) -> None:
         """Continue with these rows; each may stand once, often, or not at all."""
 
-    def extend(self, other: Any) -> None:
+    def admit(self, other: Any) -> None:
         """Let the rows of another state, which has read nothing yet, join after one's own."""
 
 
@@ -154,7 +154,7 @@ def beam(
     while True:
         while waiting is not None and beams.has_room(waiting.limits):
             beams.join(waiting.limits)
-            state.extend(waiting.state)
+            state.admit(waiting.state)
             waiting = next(groups, None)
         if not len(beams.rows.ids_N):
             found = beams.finished.best(beams.num_sentences, settings.num_best)

@@ -39,7 +39,8 @@ class Ensemble:
     def step(self, ids_N: Tensor, state: EnsembleState) -> Logits:
         """Return the logits [N, V] of the piece that follows `ids_N`, and advance `state`."""
         logits = [
-            model.step(ids_N, own) for model, own in zip(self.models, state.states, strict=True)
+            model.decode_step(ids_N, cache)
+            for model, cache in zip(self.models, state.states, strict=True)
         ]
         return logits[0] if len(logits) == 1 else _log_mean([own[:] for own in logits])
 
@@ -76,10 +77,10 @@ class EnsembleState:
         for state in self.states:
             state.reorder(rows_N)
 
-    def extend(self, other: EnsembleState) -> None:
-        """Let the hypotheses of other states, which have read nothing yet, join."""
+    def admit(self, other: EnsembleState) -> None:
+        """Append the hypotheses of newly admitted sentences."""
         for state, new in zip(self.states, other.states, strict=True):
-            state.extend(new)
+            state.admit(new)
 
 
 def _log_mean(logits: list[Tensor]) -> Tensor:

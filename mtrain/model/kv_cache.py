@@ -1,7 +1,7 @@
-"""What step-by-step decoding remembers of each hypothesis. It knows tensors, and no model.
+"""A paged key-value cache for continuous batching; it knows tensors and no model.
 
-Shapes: B batch, S source length, T target length so far, D model width, N hypotheses, R rows of a
-store, X = 2 * D: a key and a value.
+Shapes: B batch, S source length, T target length so far, D model width, N hypotheses, R slots of a
+pool, X = 2 * D: a key and a value.
 """
 
 from __future__ import annotations
@@ -12,96 +12,97 @@ from torch import Tensor
 
 
 class KVCache:
-    """What decoding remembers of each hypothesis: where its source and its past are kept.
+    """The keys and values of the hypotheses of a search, in pools of slots.
 
-    Keys and values lie in stores, and each hypothesis has lists of places there: to reorder
-    hypotheses is to reorder lists, and rows that no list names are written anew.
+    A slot holds the key and value of one position. Each hypothesis has a list of slots; hypotheses
+    share the slots of a common prefix. To reorder hypotheses is to reorder lists; a slot in no list
+    is free. New sentences are admitted while others are being decoded (continuous batching).
 
     Attributes:
-        sources: the positions of the sources, without padding.
-        src_places_NS: where each hypothesis finds its source; -1 is padding.
-        pasts: the pieces that were read.
-        places_NT: where each finds those that it has read, at the right; -1 before them.
-        length_N: how many those are.
+        sources: the pool of the source positions, without padding.
+        src_slots_NS: the slots of each hypothesis' source; -1 is padding.
+        pasts: the pool of the target positions.
+        slots_NT: the slots of each hypothesis' target so far, right-aligned; -1 is padding.
+        length_N: the target positions of each hypothesis.
     """
 
     def __init__(self, sources: list[Tensor], src_keep_BS: Tensor) -> None:
-        """Start with keys and values [R, X] of each layer for the R positions that are kept."""
+        """Take the source keys and values [R, X] of each layer, R the kept positions in order."""
         count_BS = src_keep_BS.flatten().cumsum(0).view_as(src_keep_BS)
         self.sources = KVPool(sources, is_full=True)
-        self.src_places_NS = torch.where(src_keep_BS, count_BS - 1, -1)
+        self.src_slots_NS = torch.where(src_keep_BS, count_BS - 1, -1)
         self.pasts = KVPool([torch.empty_like(source_RX) for source_RX in sources], is_full=False)
-        self.places_NT, self.length_N = count_BS[:, :0], torch.zeros_like(count_BS[:, 0])
+        self.slots_NT, self.length_N = count_BS[:, :0], torch.zeros_like(count_BS[:, 0])
 
     @property
     def max_length(self) -> int:
-        """How many pieces a hypothesis has read, at most."""
-        return self.places_NT.shape[1]
+        """The target positions of the longest hypothesis, or more."""
+        return self.slots_NT.shape[1]
 
     def advance(self) -> None:
-        """Make room for one more piece of each hypothesis."""
-        new_N = self.pasts.take(len(self.length_N), self.places_NT)
-        self.places_NT = torch.cat([self.places_NT, new_N[:, None]], 1)
+        """Allocate a slot for one more position of each hypothesis."""
+        new_N = self.pasts.allocate(len(self.length_N), self.slots_NT)
+        self.slots_NT = torch.cat([self.slots_NT, new_N[:, None]], 1)
         self.length_N = self.length_N + 1
 
     def reorder(self, rows_N: Tensor) -> None:
-        """Continue with these hypotheses; each may stand once, often, or not at all."""
-        self.places_NT = self.places_NT.index_select(0, rows_N)
-        self.src_places_NS = self.src_places_NS.index_select(0, rows_N)
+        """Replace the hypotheses by these rows; each may occur once, several times or never."""
+        self.slots_NT = self.slots_NT.index_select(0, rows_N)
+        self.src_slots_NS = self.src_slots_NS.index_select(0, rows_N)
         self.length_N = self.length_N.index_select(0, rows_N)
 
-    def extend(self, other: KVCache) -> None:
-        """Let the hypotheses of another state, which has read nothing yet, join after one's own."""
+    def admit(self, other: KVCache) -> None:
+        """Append the rows of newly admitted sentences, of which no position is decoded yet."""
         longest = int(self.length_N.max()) if len(self.length_N) else 0
-        own_NT = self.places_NT[:, self.max_length - longest :]
-        self.places_NT = F.pad(own_NT, (0, 0, 0, len(other.length_N)), value=-1)
+        old_NT = self.slots_NT[:, self.max_length - longest :]
+        self.slots_NT = F.pad(old_NT, (0, 0, 0, len(other.length_N)), value=-1)
         self.length_N = torch.cat([self.length_N, other.length_N])
-        own_NS, new_NS = self.src_places_NS, other.src_places_NS
-        taken_R = self.sources.take(len(other.sources.layers[0]), own_NS)
+        old_NS, new_NS = self.src_slots_NS, other.src_slots_NS
+        slots_R = self.sources.allocate(len(other.sources.layers[0]), old_NS)
         for index, source_RX in enumerate(other.sources.layers):
-            self.sources.write(index, taken_R, source_RX)
-        new_NS = F.pad(taken_R, (0, 1), value=-1)[new_NS]  # -1 is the last
-        width = max(own_NS.shape[1], new_NS.shape[1])
-        both = [F.pad(own, (0, width - own.shape[1]), value=-1) for own in (own_NS, new_NS)]
-        self.src_places_NS = torch.cat(both)
+            self.sources.write(index, slots_R, source_RX)
+        new_NS = F.pad(slots_R, (0, 1), value=-1)[new_NS]  # index -1, the last, is padding
+        width = max(old_NS.shape[1], new_NS.shape[1])
+        both = [F.pad(x_NS, (0, width - x_NS.shape[1]), value=-1) for x_NS in (old_NS, new_NS)]
+        self.src_slots_NS = torch.cat(both)
 
 
 class KVPool:
-    """Keys and values of positions, a store [R, X] for each layer; R grows as it must.
+    """Slots for the keys and values of positions, a tensor [R, X] for each layer.
 
-    At first, all rows are in use, or none.
+    R grows when few slots are free. At first all slots are in use, or none.
     """
 
     def __init__(self, layers: list[Tensor], is_full: bool) -> None:
         self.layers = layers
         self._free_R = torch.arange(0 if is_full else len(layers[0]), device=layers[0].device)
 
-    def take(self, count: int, in_use: Tensor) -> Tensor:
-        """Return the places of rows to be written, none of them among those `in_use`."""
+    def allocate(self, count: int, in_use: Tensor) -> Tensor:
+        """Return `count` free slots [count], none of them among those `in_use`."""
         if count > len(self._free_R):
             self._find_free(count, in_use)
-        taken_N, self._free_R = self._free_R[:count], self._free_R[count:]
-        return taken_N
+        slots_N, self._free_R = self._free_R[:count], self._free_R[count:]
+        return slots_N
 
-    def write(self, index: int, places_N: Tensor, rows_NX: Tensor) -> Tensor:
-        """Fill rows of a layer's store, and return the store."""
-        return self.layers[index].index_copy_(0, places_N, rows_NX)
+    def write(self, index: int, slots_N: Tensor, rows_NX: Tensor) -> Tensor:
+        """Write keys and values into slots of a layer; return all of the layer's [R, X]."""
+        return self.layers[index].index_copy_(0, slots_N, rows_NX)
 
     def _find_free(self, count: int, in_use: Tensor) -> None:
-        """Find the rows that nobody reads; where they are few, make room for many more."""
-        num_rows = len(self.layers[0])
-        is_free_R = torch.ones(num_rows + 1, dtype=torch.bool, device=in_use.device)
-        is_free_R[in_use] = False  # -1 is the last, which is no row
+        """Collect the slots that are not in use; enlarge a pool of which less than 1/4 is free."""
+        num_slots = len(self.layers[0])
+        is_free_R = torch.ones(num_slots + 1, dtype=torch.bool, device=in_use.device)
+        is_free_R[in_use] = False  # index -1, the last, is padding
         free_R = is_free_R[:-1].nonzero()[:, 0]
-        num_needed = num_rows - len(free_R) + count
-        if num_needed > 3 * num_rows // 4:
-            enough = 2 * num_needed
-            self.layers = [_enlarged(layer_RX, enough) for layer_RX in self.layers]
-            free_R = torch.cat([free_R, torch.arange(num_rows, enough, device=free_R.device)])
+        num_needed = num_slots - len(free_R) + count
+        if num_needed > 3 * num_slots // 4:
+            new_size = 2 * num_needed
+            self.layers = [_enlarged(layer_RX, new_size) for layer_RX in self.layers]
+            free_R = torch.cat([free_R, torch.arange(num_slots, new_size, device=free_R.device)])
         self._free_R = free_R
 
 
-def _enlarged(layer_RX: Tensor, num_rows: int) -> Tensor:
-    larger_RX = layer_RX.new_empty((num_rows, layer_RX.shape[1]))
+def _enlarged(layer_RX: Tensor, num_slots: int) -> Tensor:
+    larger_RX = layer_RX.new_empty((num_slots, layer_RX.shape[1]))
     larger_RX[: len(layer_RX)] = layer_RX
     return larger_RX

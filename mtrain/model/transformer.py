@@ -1,9 +1,9 @@
-"""The Transformer of "Attention Is All You Need" (Vaswani et al. 2017), whole, top to bottom.
+"""The Transformer of "Attention Is All You Need" (Vaswani et al. 2017), top to bottom.
 
 It knows ids and tensors; nothing of text, batches, losses or search.
 
 Shapes: B batch, S source length, T target length, D model width, F feed-forward width,
-H heads, K width of a head, V vocabulary, N hypotheses, R rows of a store, X = 2 * D.
+H heads, K width of a head, V vocabulary, N hypotheses, R slots of a cache, X = 2 * D.
 Masks are `keep`: True takes part.
 """
 
@@ -19,25 +19,25 @@ from torch import Tensor, nn
 
 from mtrain.config.sections import ModelConfig
 from mtrain.model.kv_cache import KVCache
-from mtrain.ops.attention import attention, paged_attention, parts
+from mtrain.ops.attention import attention, chunk_last, paged_attention
 from mtrain.ops.dropout import Dropout
 from mtrain.ops.layer_norm import LayerNorm, add_norm
 from mtrain.ops.linear import Linear, relu_ffn
 from mtrain.ops.topk import Logits, Projection
 
 Sublayer = Callable[[Tensor], Tensor]
-_WORTH_READING = 512  # positions of sources of one length that are read apart from others
+_MIN_GROUP_POSITIONS = 512  # of sources of one length that are encoded apart from others
 
 
 class Transformer(nn.Module):
     """Encoder and decoder stacks between embeddings and an output projection (section 3)."""
 
-    def __init__(self, config: ModelConfig, num_src_pieces: int, num_tgt_pieces: int) -> None:
+    def __init__(self, config: ModelConfig, num_src_tokens: int, num_tgt_tokens: int) -> None:
         super().__init__()
         self.config = config
         d_model, pre_norm = config.d_model, config.norm == "pre"
-        self.src_embedding = nn.Embedding(num_src_pieces, d_model)
-        self.tgt_embedding = nn.Embedding(num_tgt_pieces, d_model)
+        self.src_embedding = nn.Embedding(num_src_tokens, d_model)
+        self.tgt_embedding = nn.Embedding(num_tgt_tokens, d_model)
         self.src_positions = Positions(config)
         self.tgt_positions = Positions(config)
         self.encoder: Sequence[EncoderLayer] = nn.ModuleList(  # type: ignore[assignment]
@@ -48,18 +48,18 @@ class Transformer(nn.Module):
         )
         self.encoder_norm = LayerNorm(d_model) if pre_norm else nn.Identity()
         self.decoder_norm = LayerNorm(d_model) if pre_norm else nn.Identity()
-        self.output = Projection(d_model, num_tgt_pieces)
+        self.output = Projection(d_model, num_tgt_tokens)
         self.dropout = Dropout(config.dropout)
         self.compute_dtype: torch.dtype | None = None
         self._initialise()
         self._tie(config.tie_embeddings)
 
     def forward(self, src_BS: Tensor, src_keep_BS: Tensor, tgt_in_BT: Tensor) -> Tensor:
-        """Return the decoder's states [B, T, D]; `output` turns them into logits."""
+        """Return the decoder's states [B, T, D]; `output` maps them to logits [B, T, V]."""
         return self.decode(tgt_in_BT, self.encode(src_BS, src_keep_BS), src_keep_BS)
 
     def encode(self, src_BS: Tensor, src_keep_BS: Tensor) -> Tensor:
-        """Return the memory [B, S, D] of a source."""
+        """Return the memory [B, S, D], the encoder's output for a source."""
         x_BSD = self._embed_all(self.src_embedding, self.src_positions, src_BS)
         keep = src_keep_BS[:, None, None, :]
         if self.config.attention_window is not None:
@@ -70,9 +70,9 @@ class Transformer(nn.Module):
         return memory_BSD
 
     def decode(self, tgt_in_BT: Tensor, memory_BSD: Tensor, src_keep_BS: Tensor) -> Tensor:
-        """Return the states [B, T, D] of a whole target at once.
+        """Return the decoder's states [B, T, D] for a whole target.
 
-        Padding stands on the right, so that causality alone keeps it from every real position.
+        Target padding is on the right, where the causal mask hides it from every real position.
         """
         x_BTD = self._embed_all(self.tgt_embedding, self.tgt_positions, tgt_in_BT)
         length = tgt_in_BT.shape[1]
@@ -84,37 +84,38 @@ class Transformer(nn.Module):
         return states_BTD
 
     def start(self, src_BS: Tensor, src_keep_BS: Tensor) -> KVCache:
-        """Read sources; return the state from which `step` decodes, one row for each."""
-        memories = [
-            self._read(src_BS[rows, :width], src_keep_BS[rows, :width])
-            for rows, width in _cut(src_keep_BS)
-        ]
+        """Encode sources; return the cache for `decode_step`, with one row for each source."""
+        memories = []
+        for rows, width in _group_by_length(src_keep_BS):
+            keep_BS = src_keep_BS[rows, :width]
+            memory_RD = self.encode(src_BS[rows, :width], keep_BS).flatten(0, 1)
+            memories.append(memory_RD.index_select(0, keep_BS.flatten().nonzero()[:, 0]))
         memory_RD = torch.cat(memories)
         sources = [layer.cross_attention.source_keys_values(memory_RD) for layer in self.decoder]
         return KVCache(sources, src_keep_BS)
 
-    def step(self, ids_N: Tensor, state: KVCache) -> Logits:
-        """Return the logits [N, V] of the piece that follows `ids_N`, and advance `state`."""
-        stop = state.max_length + 1
-        x_ND = self._embed(self.tgt_embedding, self.tgt_positions, ids_N, state.length_N, stop)
-        state.advance()
+    def decode_step(self, ids_N: Tensor, cache: KVCache) -> Logits:
+        """Return the logits [N, V] of the tokens that follow `ids_N`, and advance the cache."""
+        stop = cache.max_length + 1
+        x_ND = self._embed(self.tgt_embedding, self.tgt_positions, ids_N, cache.length_N, stop)
+        cache.advance()
         for index, layer in enumerate(self.decoder):
-            x_ND = layer.step(x_ND, state, index)
+            x_ND = layer.decode_step(x_ND, cache, index)
         return self.output.logits(self.decoder_norm(x_ND))
 
     @torch.no_grad()
     def attention_maps(
         self, src_BS: Tensor, src_keep_BS: Tensor, tgt_in_BT: Tensor
     ) -> AttentionMaps:
-        """Return how much each head of each layer attends to each position.
+        """Return the attention weights of each head of each layer.
 
-        The weights are written out beside the model's own pass, from the same inputs.
+        They are computed by `attention_weights` from the inputs of each attention of a forward
+        pass, which does not hold them itself.
         """
         maps = AttentionMaps([], [], [])
         hooks = []
-        for stack, own in ((self.encoder, maps.encoder), (self.decoder, maps.decoder)):
-            for layer in stack:
-                hooks.append(_record(layer.self_attention, own))
+        hooks += [_record(layer.self_attention, maps.encoder) for layer in self.encoder]
+        hooks += [_record(layer.self_attention, maps.decoder) for layer in self.decoder]
         hooks += [_record(layer.cross_attention, maps.cross) for layer in self.decoder]
         try:
             self(src_BS, src_keep_BS, tgt_in_BT)
@@ -124,10 +125,10 @@ class Transformer(nn.Module):
         return maps
 
     def compile_layers(self, backend: Any = "inductor", fullgraph: bool = False) -> None:
-        """Let PyTorch compile the layers and the loss for batches of any shape; `step` stays.
+        """Compile the layers and the loss with `torch.compile`, not `decode_step`.
 
         Args:
-            backend, fullgraph: as `torch.compile` takes them.
+            backend, fullgraph: arguments of `torch.compile`.
         """
         for layer in (*self.encoder, *self.decoder):
             layer.compile(backend=backend, fullgraph=fullgraph, dynamic=True)
@@ -136,34 +137,31 @@ class Transformer(nn.Module):
         )
 
     def compute_in(self, dtype: torch.dtype | None) -> None:
-        """Keep states and run products in `dtype`; None is the type of the weights."""
+        """Keep states and run products in `dtype`; None is the dtype of the weights."""
         self.compute_dtype = dtype
 
-    def _read(self, src_BS: Tensor, src_keep_BS: Tensor) -> Tensor:
-        """Return the memory [R, D] of those positions alone that are kept."""
-        memory_RD = self.encode(src_BS, src_keep_BS).flatten(0, 1)
-        return memory_RD.index_select(0, src_keep_BS.flatten().nonzero()[:, 0])
-
     def _embed_all(self, table: nn.Embedding, positions: Positions, ids_BT: Tensor) -> Tensor:
-        """Embed a whole sequence."""
+        """Return the embeddings [B, T, D] of whole sequences."""
         length = ids_BT.shape[1]
-        places_T = torch.arange(length, device=ids_BT.device)
-        return self._embed(table, positions, ids_BT, places_T, length)
+        position_T = torch.arange(length, device=ids_BT.device)
+        return self._embed(table, positions, ids_BT, position_T, length)
 
     def _embed(
-        self, table: nn.Embedding, positions: Positions, ids: Tensor, places: Tensor, stop: int
+        self, table: nn.Embedding, encoding: Positions, ids: Tensor, position: Tensor, stop: int
     ) -> Tensor:
-        """Embed ids (section 3.4) and say where each stands (3.5), below `stop`."""
+        """Return Dropout(embedding * sqrt(d_model) + positional encoding) (sections 3.4, 3.5).
+
+        All positions are below `stop`.
+        """
         x = table(ids) * math.sqrt(self.config.d_model)
-        embedded: Tensor = self.dropout(x + positions(places, stop).to(x.dtype))
+        embedded: Tensor = self.dropout(x + encoding(position, stop).to(x.dtype))
         return embedded.to(self.compute_dtype or embedded.dtype)
 
     def _initialise(self) -> None:
-        """Draw the weights, and let each residual branch begin almost silent.
+        """Draw Xavier-uniform weights; those of the last map of each sublayer times `branch_gain`.
 
-        The last projection of every branch starts at a share of its Xavier size, `branch_gain`:
-        the paper says nothing of initialisation, and with full-sized branches the many LayerNorms
-        of a post-norm stack drown the residual signal, and the model learns late.
+        The paper does not specify the initialisation. With sublayers at full size the LayerNorms
+        of a post-norm stack attenuate the residual signal, and the model learns late.
         """
         gain = self.config.branch_gain
         for module in self.modules():
@@ -188,36 +186,36 @@ class Transformer(nn.Module):
 
 
 class Positions(nn.Module):
-    """What is added to an embedding to say where it stands (section 3.5)."""
+    """The positional encoding, sinusoidal or learned (section 3.5)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.d_model, self.table = config.d_model, None
-        self._known_TD = sinusoids(0, config.d_model)
+        self._cached_TD = sinusoids(0, config.d_model)
         if config.max_positions is not None:
             self.table = nn.Embedding(config.max_positions, config.d_model)
 
-    def forward(self, places: Tensor, stop: int) -> Tensor:
-        """Return [..., D] for places [...] below `stop`.
+    def forward(self, position: Tensor, stop: int) -> Tensor:
+        """Return the encoding [..., D] of positions [...], all below `stop`.
 
-        Sinusoids have no end; places after the last learned position share it.
+        Sinusoids exist for any position; positions after the last learned one share its encoding.
         """
         if self.table is None:
-            return F.embedding(places, self._sinusoids(stop, places.device))
-        learned: Tensor = self.table(places.clamp(max=self.table.num_embeddings - 1))
+            return F.embedding(position, self._sinusoids(stop, position.device))
+        learned: Tensor = self.table(position.clamp(max=self.table.num_embeddings - 1))
         return learned
 
     def _sinusoids(self, stop: int, device: torch.device) -> Tensor:
-        """Return at least `stop` rows, computed once."""
-        known_TD = self._known_TD
-        if len(known_TD) < stop or known_TD.device != device:
+        """Return the cached rows [at least `stop`, D], twice as many when they are too few."""
+        cached_TD = self._cached_TD
+        if len(cached_TD) < stop or cached_TD.device != device:
             with torch.inference_mode(False):
-                self._known_TD = known_TD = sinusoids(2 * stop, self.d_model, device=device)
-        return known_TD
+                self._cached_TD = cached_TD = sinusoids(2 * stop, self.d_model, device=device)
+        return cached_TD
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention, then a feed-forward network (section 3.1)."""
+    """Self-attention, then a feed-forward network, each in a residual connection (section 3.1)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -234,7 +232,7 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Self-attention, attention to the source, then a feed-forward network (section 3.1)."""
+    """Self-attention, cross-attention, then a feed-forward network (section 3.1)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -255,16 +253,16 @@ class DecoderLayer(nn.Module):
         x_BTD = self.residual_3(x_BTD, self.feed_forward)
         return x_BTD
 
-    def step(self, x_ND: Tensor, state: KVCache, index: int) -> Tensor:
-        """Return the layer's output [N, D] for one more position."""
-        x_ND = self.residual_1(x_ND, lambda x: self.self_attention.step(x, state, index))
-        x_ND = self.residual_2(x_ND, lambda x: self.cross_attention.step(x, state, index))
+    def decode_step(self, x_ND: Tensor, cache: KVCache, index: int) -> Tensor:
+        """Return the output [N, D] of layer `index` for the newest position of the cache."""
+        x_ND = self.residual_1(x_ND, lambda x: self.self_attention.decode_step(x, cache, index))
+        x_ND = self.residual_2(x_ND, lambda x: self.cross_attention.decode_step(x, cache, index))
         x_ND = self.residual_3(x_ND, self.feed_forward)
         return x_ND
 
 
 class Residual(nn.Module):
-    """A residual connection around a sublayer, with LayerNorm after it or before it.
+    """A residual connection around a sublayer, with dropout and LayerNorm.
 
     Post-norm is the paper's LayerNorm(x + Dropout(Sublayer(x))) (sections 3.1 and 5.4); pre-norm
     is x + Dropout(Sublayer(LayerNorm(x))).
@@ -277,7 +275,7 @@ class Residual(nn.Module):
         self.is_post = config.norm == "post"
 
     def forward(self, x: Tensor, sublayer: Sublayer) -> Tensor:
-        """Return `x` with the sublayer's output added, normalised; the same shape."""
+        """Return the residual sum [..., D] of `x` and the sublayer."""
         if self.is_post:
             return add_norm(x, sublayer(x), self.dropout, self.norm)
         result: Tensor = x + self.dropout(sublayer(self.norm(x)))
@@ -293,18 +291,18 @@ class FeedForward(nn.Module):
         self.outer = Linear(config.d_ff, config.d_model)
         self.activation = nn.ReLU() if config.activation == "relu" else nn.GELU()
         self.dropout = Dropout(config.activation_dropout)
-        self.is_plain = config.activation == "relu" and config.activation_dropout == 0
+        self.is_relu_ffn = config.activation == "relu" and config.activation_dropout == 0
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Apply the same network to every position; [B, T, D] to [B, T, D]."""
-        if self.is_plain:
+        """Map each position on its own, [..., D] to [..., D]."""
+        if self.is_relu_ffn:
             return relu_ffn(x_BTD, self.inner, self.outer)
         result: Tensor = self.outer(self.dropout(self.activation(self.inner(x_BTD))))
         return result
 
 
 class SelfAttention(nn.Module):
-    """Multi-head attention of a sequence to itself (section 3.2.2)."""
+    """Multi-head attention of a sequence to itself: Concat(head_1, ..., head_h) W_O (3.2.2)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -321,24 +319,24 @@ class SelfAttention(nn.Module):
         return result
 
     def weights(self, x_BTD: Tensor, keep: Tensor) -> Tensor:
-        """Return what each head gives to each position, [B, H, T, T]."""
+        """Return the attention weights [B, H, T, T]."""
         q_BHTK, k_BHTK, _ = self._project(x_BTD)
         return attention_weights(q_BHTK, k_BHTK, keep)
 
-    def step(self, x_ND: Tensor, state: KVCache, index: int) -> Tensor:
-        """Return [N, D] for one more position, which sees itself and all before it."""
+    def decode_step(self, x_ND: Tensor, cache: KVCache, index: int) -> Tensor:
+        """Return [N, D] for the newest position, which attends to itself and all before it."""
         d_model = x_ND.shape[1]
-        q_ND, own_NX = self.queries_keys_values(x_ND).split([d_model, 2 * d_model], -1)
-        places_NT = state.places_NT
-        past_RX = state.pasts.write(index, places_NT[:, -1], own_NX)
+        q_ND, new_NX = self.queries_keys_values(x_ND).split([d_model, 2 * d_model], -1)
+        slots_NT = cache.slots_NT
+        past_RX = cache.pasts.write(index, slots_NT[:, -1], new_NX)
         if self.window is not None:
-            places_NT = places_NT[:, -self.window - 1 :]
-        result: Tensor = self.output(paged_attention(q_ND, past_RX, places_NT, self.num_heads))
+            slots_NT = slots_NT[:, -self.window - 1 :]
+        result: Tensor = self.output(paged_attention(q_ND, past_RX, slots_NT, self.num_heads))
         return result
 
     def _project(self, x_BTD: Tensor) -> list[Tensor]:
         projected_BTX = self.queries_keys_values(x_BTD)
-        return [split_heads(x, self.num_heads) for x in parts(projected_BTX, 3)]
+        return [split_heads(x, self.num_heads) for x in chunk_last(projected_BTX, 3)]
 
 
 class CrossAttention(nn.Module):
@@ -353,8 +351,8 @@ class CrossAttention(nn.Module):
         self.dropout = Dropout(config.attention_dropout)
 
     def keys_values(self, memory_BSD: Tensor) -> KeysValues:
-        """Project a memory once, for all positions of the target."""
-        k_BSD, v_BSD = parts(self.source_keys_values(memory_BSD), 2)
+        """Return the keys and values of a memory, for all positions of the target."""
+        k_BSD, v_BSD = chunk_last(self.source_keys_values(memory_BSD), 2)
         return KeysValues(split_heads(k_BSD, self.num_heads), split_heads(v_BSD, self.num_heads))
 
     def forward(self, x_BTD: Tensor, source: KeysValues, src_keep_B11S: Tensor) -> Tensor:
@@ -365,14 +363,14 @@ class CrossAttention(nn.Module):
         return result
 
     def weights(self, x_BTD: Tensor, source: KeysValues, src_keep_B11S: Tensor) -> Tensor:
-        """Return what each head gives to each source position, [B, H, T, S]."""
+        """Return the attention weights [B, H, T, S]."""
         q_BHTK = split_heads(self.queries(x_BTD), self.num_heads)
         return attention_weights(q_BHTK, source.keys, src_keep_B11S)
 
-    def step(self, x_ND: Tensor, state: KVCache, index: int) -> Tensor:
-        """Return [N, D] for one more position."""
-        source_RX, places_NS = state.sources.layers[index], state.src_places_NS
-        mixed_ND = paged_attention(self.queries(x_ND), source_RX, places_NS, self.num_heads)
+    def decode_step(self, x_ND: Tensor, cache: KVCache, index: int) -> Tensor:
+        """Return [N, D] for the newest position."""
+        source_RX, slots_NS = cache.sources.layers[index], cache.src_slots_NS
+        mixed_ND = paged_attention(self.queries(x_ND), source_RX, slots_NS, self.num_heads)
         result: Tensor = self.output(mixed_ND)
         return result
 
@@ -388,9 +386,9 @@ class AttentionMaps(NamedTuple):
     """Attention weights of a batch, one tensor for each layer.
 
     Attributes:
-        encoder: each source position's, over the source, [B, H, S, S].
-        decoder: each target position's, over the target so far, [B, H, T, T].
-        cross: each target position's, over the source, [B, H, T, S].
+        encoder: source to source, [B, H, S, S].
+        decoder: target to the target so far, [B, H, T, T].
+        cross: target to source, [B, H, T, S].
     """
 
     encoder: list[Tensor]
@@ -410,22 +408,22 @@ def merge_heads(x_BHTK: Tensor) -> Tensor:
 
 
 def attention_weights(q_BHTK: Tensor, k_BHSK: Tensor, keep: Tensor) -> Tensor:
-    """Return softmax(q k^T / sqrt(d_k)) over the kept keys, [B, H, T, S], written out."""
+    """Return softmax(q k^T / sqrt(d_k)) over the kept keys, [B, H, T, S]."""
     scores_BHTS = q_BHTK @ k_BHSK.transpose(2, 3) / math.sqrt(q_BHTK.shape[-1])
     return scores_BHTS.masked_fill(~keep, torch.finfo(scores_BHTS.dtype).min).softmax(-1)
 
 
-def _cut(src_keep_BS: Tensor) -> Iterator[tuple[slice, int]]:
-    """Yield neighbours of one length, and how wide they are: a CPU reads padding as it reads text.
+def _group_by_length(src_keep_BS: Tensor) -> Iterator[tuple[slice, int]]:
+    """Yield (rows, width) of neighbours of one length, to encode without padding on a CPU.
 
-    Few are read with those that follow; a GPU reads all at once.
+    Groups of few positions are joined with those that follow; on a GPU all rows are one group.
     """
     is_cpu, size = src_keep_BS.is_cpu, src_keep_BS.shape[1]
     widths = (src_keep_BS * torch.arange(1, size + 1)).amax(1).tolist() if is_cpu else [size]
     first = 0
     for row in range(1, len(widths)):
-        is_worth = (row - first) * widths[first] >= _WORTH_READING
-        if is_worth and widths[row] != widths[row - 1]:
+        is_large = (row - first) * widths[first] >= _MIN_GROUP_POSITIONS
+        if is_large and widths[row] != widths[row - 1]:
             yield slice(first, row), max(widths[first:row])
             first = row
     yield slice(first, None), max(widths[first:])
@@ -440,12 +438,12 @@ def near_keep(length: int, window: int | None, device: torch.device) -> Tensor:
 def _record(
     attention: SelfAttention | CrossAttention, maps: list[Tensor]
 ) -> torch.utils.hooks.RemovableHandle:
-    """Keep what an attention gives to each position, whenever it is called."""
+    """Append the weights of an attention to `maps` whenever it is called."""
 
-    def keep(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def append(module: nn.Module, inputs: tuple[Any, ...]) -> None:
         maps.append(attention.weights(*inputs))
 
-    return attention.register_forward_pre_hook(keep)
+    return attention.register_forward_pre_hook(append)
 
 
 def sinusoids(
@@ -462,18 +460,18 @@ def sinusoids(
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Count the weights, tied ones once."""
+    """Return the number of weights of a model; tied ones count once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def count_weights(config: ModelConfig, num_src_pieces: int, num_tgt_pieces: int) -> int:
+def count_weights(config: ModelConfig, num_src_tokens: int, num_tgt_tokens: int) -> int:
     """Count the weights that a model would have, without making one."""
     width = config.d_model
     attention, norm = 4 * width * (width + 1), 2 * width
     feed_forward = 2 * width * config.d_ff + config.d_ff + width
     encoder = config.num_encoder_layers * (attention + feed_forward + 2 * norm)
     decoder = config.num_decoder_layers * (2 * attention + feed_forward + 3 * norm)
-    tables = {"all": 1, "decoder": 1, "none": 2}[config.tie_embeddings] * num_tgt_pieces
-    rows = tables + (0 if config.tie_embeddings == "all" else num_src_pieces)
+    tables = {"all": 1, "decoder": 1, "none": 2}[config.tie_embeddings] * num_tgt_tokens
+    rows = tables + (0 if config.tie_embeddings == "all" else num_src_tokens)
     rows += 2 * (config.max_positions or 0)
     return width * rows + encoder + decoder + (2 * norm if config.norm == "pre" else 0)

@@ -1,5 +1,6 @@
 """Operations that are compiled for the CPU, each equal to a plain PyTorch formula beside it.
 
-Callers see functions and modules of tensors. How the C in `csrc/` is compiled and called is known
-to `native` alone; nothing here knows the model, batches or text.
+`attention`, `layer_norm`, `dropout`, `linear`, `cross_entropy` and `topk` are functions and modules
+of tensors; `csrc/` holds the C, which `native` compiles and calls. Outside this package nothing
+imports `native` but for the name of the library. It must not know the model, batches or text.
 """

@@ -1,4 +1,4 @@
-"""Label-smoothed cross-entropy of a projection onto a vocabulary, without all its logits."""
+"""Output projection and label-smoothed cross-entropy, without the logits of a whole batch."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from torch import Tensor
 from mtrain.ops.linear import functions_for_linear, matmul_sizes, pad_rows
 from mtrain.ops.native import functions_for
 
-_CHUNK_TOKENS = 512  # tokens whose logits the loss holds at once
+_CHUNK_TOKENS = 512  # logits exist for so many tokens at a time
 Formula = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor | None]]
 
 
 class ProjectedCrossEntropy(torch.autograd.Function):
-    """Output projection and label-smoothed cross-entropy, a chunk of tokens at a time.
+    """Output projection and label-smoothed cross-entropy, computed in chunks of tokens.
 
-    The gradient is made in the forward pass, so that the logits of a whole batch never exist.
-    `apply(states_ND, weight_VD, targets_N, smoothing, formula)` returns (loss, nll), two sums over
-    the N tokens in float64; only the first carries a gradient. Products run in the type of the
-    states; `formula` may stand for `plain_cross_entropy`.
+    `apply(states_ND, weight_VD, targets_N, smoothing, formula)` returns (loss, nll), the sums over
+    the N tokens in float64 that `F.cross_entropy(states @ weight.T, targets, label_smoothing,
+    reduction="sum")` gives with and without smoothing; only the loss has a gradient. Products run
+    in the dtype of the states. The gradient is computed in the forward pass, so that the logits
+    [N, V] are never stored. `formula` replaces `plain_cross_entropy`, for example compiled.
     """
 
     @staticmethod
@@ -46,7 +47,7 @@ class ProjectedCrossEntropy(torch.autograd.Function):
         ctx: Any, grad: Tensor, _: Tensor
     ) -> tuple[Tensor, Tensor, None, None, None]:
         grad_states, grad_weight = ctx.saved_tensors
-        factor = grad.to(grad_weight.dtype)  # of no dimension, so that the states keep their type
+        factor = grad.to(grad_weight.dtype)  # a scalar tensor does not promote the states' dtype
         return grad_states * factor, grad_weight * factor, None, None, None
 
 
@@ -59,7 +60,7 @@ def _projected(
     sums: Tensor,
     formula: Formula | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Add loss and nll to `sums`; return the gradients of states and weight, if they are wanted."""
+    """Add loss and nll to `sums`; return the gradients of states and weight, if `with_grad`."""
     functions = functions_for_linear(states, weight)
     if functions is not None:
         states, weight = states.contiguous(), weight.contiguous()
@@ -69,17 +70,18 @@ def _projected(
         functions.call("projected_cross_entropy", tensors, *sizes, smoothing, sums.data_ptr())
         return grads
     rows = pad_rows(states) if states.dtype == torch.bfloat16 else states
-    short_weight = weight.to(states.dtype)
+    cast_weight = weight.to(states.dtype)
     grad_rows = torch.empty_like(rows) if with_grad else None
     grad_weight = torch.zeros_like(weight) if with_grad else None
     chunk = _CHUNK_TOKENS if states.device.type == "cpu" else 16 * _CHUNK_TOKENS
     for start in range(0, len(rows), chunk):
         part = slice(start, start + chunk)
-        logits = torch.mm(rows[part], short_weight.t())
-        wanted = targets[part]
-        _cross_entropy(logits[: len(wanted)], wanted, smoothing, with_grad, sums, formula)
+        logits = torch.mm(rows[part], cast_weight.t())
+        part_targets = targets[part]
+        part_logits = logits[: len(part_targets)]  # without the padded rows
+        _cross_entropy(part_logits, part_targets, smoothing, with_grad, sums, formula)
         if grad_rows is not None and grad_weight is not None:
-            torch.mm(logits, short_weight, out=grad_rows[part])
+            torch.mm(logits, cast_weight, out=grad_rows[part])
             grad_weight += torch.mm(logits.t(), rows[part])
     return grad_rows[: len(states)] if grad_rows is not None else None, grad_weight
 
@@ -92,7 +94,7 @@ def _cross_entropy(
     sums: Tensor,
     formula: Formula | None = None,
 ) -> None:
-    """Turn logits [N, V] into the gradient of their loss, in place; add loss and nll to `sums`."""
+    """Add loss and nll to `sums`; overwrite logits [N, V] with their gradient, if `with_grad`."""
     functions = functions_for(logits, is_training=True)
     if functions is not None:
         tensors = (logits, targets.contiguous())
@@ -108,15 +110,15 @@ def _cross_entropy(
 def plain_cross_entropy(
     logits: Tensor, targets: Tensor, smoothing: float, with_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the sums (loss, nll) over N rows of logits [N, V], and the gradient of the loss."""
+    """Return the sums (loss, nll) over logits [N, V], and the gradient of the loss [N, V]."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
-    wanted = targets[:, None]
+    targets_N1 = targets[:, None]
     log_probs = wide.log_softmax(-1)
-    nll = -log_probs.gather(-1, wanted).sum()
+    nll = -log_probs.gather(-1, targets_N1).sum()
     uniform = -log_probs.mean(-1).sum()
     sums = torch.stack([(1 - smoothing) * nll + smoothing * uniform, nll])
     if not with_grad:
         return sums, None
     grad = log_probs.exp_().sub_(smoothing / logits.shape[1])
-    is_wanted = torch.arange(logits.shape[1], device=logits.device) == wanted
-    return sums, grad.add_(is_wanted, alpha=smoothing - 1).to(logits.dtype)
+    is_target = torch.arange(logits.shape[1], device=logits.device) == targets_N1
+    return sums, grad.add_(is_target, alpha=smoothing - 1).to(logits.dtype)

@@ -1,4 +1,4 @@
-"""Residual addition and layer normalisation in one pass."""
+"""Layer normalisation; with the residual sum and dropout of a sublayer in one pass."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mtrain.ops.attention import run_compiled
 from mtrain.ops.dropout import Dropout, DropoutMask
-from mtrain.ops.native import Functions, functions_for
+from mtrain.ops.native import Functions, functions_for, run_compiled
 
 
 class LayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm` that computes in the type of its weights, and answers in that of its input."""
+    """`nn.LayerNorm` that computes in the dtype of its weights and returns that of its input."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return `input` normalised over its last dimension."""
+        """Return `input` [..., D], normalised over D."""
         result: Tensor = super().forward(input.to(self.weight.dtype)).to(input.dtype)
         return result
 
 
 def add_norm(x: Tensor, branch: Tensor, dropout: Dropout, norm: LayerNorm) -> Tensor:
-    """Return LayerNorm(x + Dropout(branch))."""
+    """Return LayerNorm(x + Dropout(branch)), all [..., D], in the dtype of `x` (section 5.4)."""
     functions = functions_for(x, branch)
     if functions is None or norm.weight.dtype != torch.float32:
         plain: Tensor = norm(x + dropout(branch))
@@ -41,7 +40,7 @@ class _AddNormFunction(torch.autograd.Function):
         gain: Tensor,
         bias: Tensor,
         eps: float,
-        drops: DropoutMask,
+        mask: DropoutMask,
         functions: Functions,
     ) -> Tensor:
         x, branch = x.contiguous(), branch.contiguous()
@@ -49,9 +48,9 @@ class _AddNormFunction(torch.autograd.Function):
         rows = x.numel() // width
         out, mean, rstd = torch.empty_like(x), gain.new_empty(rows), gain.new_empty(rows)
         tensors = (x, branch, gain, bias, out, mean, rstd)
-        functions.call("add_norm", tensors, rows, width, eps, *drops)
+        functions.call("add_norm", tensors, rows, width, eps, *mask)
         ctx.save_for_backward(x, branch, gain, mean, rstd)
-        ctx.drops, ctx.functions = drops, functions
+        ctx.mask, ctx.functions = mask, functions
         return out
 
     @staticmethod
@@ -61,5 +60,5 @@ class _AddNormFunction(torch.autograd.Function):
         grad_gain, grad_bias = torch.zeros_like(gain), torch.zeros_like(gain)
         grads = (grad_x, grad_branch, grad_gain, grad_bias)
         tensors = (grad.contiguous(), x, branch, gain, mean, rstd, *grads)
-        ctx.functions.call("add_norm_grad", tensors, len(mean), len(gain), *ctx.drops)
+        ctx.functions.call("add_norm_grad", tensors, len(mean), len(gain), *ctx.mask)
         return *grads, None, None, None

@@ -1,8 +1,7 @@
-"""Linear maps, the loss over a vocabulary and the likeliest of it: all that multiplies by weights,
-each equal to a plain formula of PyTorch.
+"""Linear maps for training and decoding, in the dtype of their input.
 
-They know tensors and nothing of the model. Products run in the type of the states, and sums of
-gradients stay in the type of the weights.
+Weights are float32 parameters; in training the products run in the dtype of the states, and the
+gradients of weights have the dtype of the weights. For decoding, weights are packed once.
 """
 
 from __future__ import annotations
@@ -16,117 +15,128 @@ from torch import Tensor, nn
 from mtrain.ops.native import Functions, functions_for
 from mtrain.runtime.device import processor_has
 
-_ROUND_ROWS = 128  # short products have a multiple of this many rows
+_ROW_MULTIPLE = 128  # products in bfloat16 are padded to a multiple of this many rows
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` in the type of its input, whatever the type of its weights."""
+    """`nn.Linear` in the dtype of its input, whatever the dtype of its weights."""
 
-    _panels: Tensor | None = None
-    _laid_out = (0, 0)
+    _packed: Tensor | None = None
+    _packed_id = (0, 0)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return `input @ weight.T + bias` in the type of `input`."""
-        if torch.is_grad_enabled():  # to lay out weights pays for many rows, and decoding has few
-            functions = self.functions_for(input)
+        """Return `input @ weight.T + bias`, [..., in_features] to [..., out_features]."""
+        if torch.is_grad_enabled():  # packing the weights in each call pays for many rows only
+            functions = self.compiled_functions(input)
             result = None if functions is None else self.forward_compiled(input, functions)
         else:
-            result = self.forward_laid_out(input)
-        return self._forward_plain(input) if result is None else result
-
-    def _forward_plain(self, input: Tensor) -> Tensor:
+            result = self.forward_packed(input)
+        if result is not None:
+            return result
         if input.dtype == self.weight.dtype:
             return F.linear(input, self.weight, self.bias)
         if input.device.type != "cpu":
             bias = None if self.bias is None else self.bias.to(input.dtype)
             return F.linear(input, self.weight.to(input.dtype), bias)
-        result: Tensor = _ShortLinear.apply(  # type: ignore[no-untyped-call]
+        mixed: Tensor = _MixedDtypeLinear.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias
         )
-        return result
+        return mixed
 
-    def functions_for(self, x: Tensor) -> Functions | None:
-        """Return the compiled functions, if they multiply such states by these weights."""
+    def compiled_functions(self, x: Tensor) -> Functions | None:
+        """Return the compiled functions if they multiply `x` by these weights, else None."""
         functions = functions_for_linear(x, self.weight)
-        if functions is None or self.out_features % functions.numbers_of_a_word():
+        if functions is None or self.out_features % functions.k_group_size():
             return None
         return functions
 
     def forward_compiled(
-        self, x: Tensor, functions: Functions, rectifies: bool = False, is_rectified: bool = False
+        self,
+        x: Tensor,
+        functions: Functions,
+        apply_relu: bool = False,
+        input_is_relu: bool = False,
     ) -> Tensor:
-        """Return `x @ weight.T + bias`, or the greater of this and 0 if this `rectifies`.
+        """Return `x @ weight.T + bias`, with a gradient.
 
-        The gradients of zeros are stopped where they are read, by a map whose `x` `is_rectified`.
+        Args:
+            x: [..., in_features], float32 or bfloat16.
+            functions: what `compiled_functions` returned for `x`.
+            apply_relu: return max(0, the same). Its gradient mask is applied by the next map:
+            input_is_relu: `x` was made with `apply_relu`; the gradient of its zeros is zero.
         """
         result: Tensor = _CompiledLinear.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.bias, functions, rectifies, is_rectified
+            x, self.weight, self.bias, functions, apply_relu, input_is_relu
         )
         return result
 
-    def forward_laid_out(
-        self, input: Tensor, rectifies: bool = False, is_rectified: bool = False
+    def forward_packed(
+        self, input: Tensor, apply_relu: bool = False, input_is_relu: bool = False
     ) -> Tensor | None:
-        """Return the same as `forward_compiled`, if weights are laid out for such an input.
+        """Return `input @ weight.T + bias` from packed weights; None if there are none for `input`.
 
-        What `is_rectified` is mostly zeros, once a model has learned: they are skipped. That map
-        does not rectify in turn.
+        Args:
+            input: [..., in_features], float32.
+            apply_relu: return max(0, the same); not together with `input_is_relu`.
+            input_is_relu: skip the zeros of `input`, which are most of it in a trained model; the
+                result is the same, bit for bit.
         """
-        panels = self._panels_for(input)
-        functions = None if panels is None else functions_for(input)
+        packed = self._packed_for(input)
+        functions = None if packed is None else functions_for(input)
         if functions is None:
             return None
         x = input.contiguous()
         out = x.new_empty((*x.shape[:-1], self.out_features))
-        tensors, sizes = (x, panels, self.bias, out), matmul_sizes(x, self.weight)
-        if is_rectified:
-            functions.call("project_sparse", tensors, *sizes)
+        tensors, sizes = (x, packed, self.bias, out), matmul_sizes(x, self.weight)
+        if input_is_relu:
+            functions.call("packed_linear_sparse", tensors, *sizes)
         else:
-            functions.call("project", tensors, *sizes, rectifies)
+            functions.call("packed_linear", tensors, *sizes, apply_relu)
         return out
 
-    def lay_out(self) -> None:
-        """Lay out a copy of the weights as compiled functions read them, until they change.
+    def pack_weights(self) -> None:
+        """Store a packed copy of the weights for decoding; it is used until they change.
 
-        Nothing else changes; where no gradient is wanted, one thread multiplies faster by far.
+        A packed product of a few rows is several times as fast as PyTorch's on one thread.
         """
         functions = functions_for(self.weight, is_training=True)
-        if functions is None or functions.store != "float":
+        if functions is None or functions.dtype_name != "float":
             return
-        self._panels = pack_panels(self.weight.detach(), functions)
-        self._laid_out = self._state()
+        self._packed = pack_rows(self.weight.detach(), functions)
+        self._packed_id = self._weight_id()
 
-    def _panels_for(self, x: Tensor) -> Tensor | None:
-        """Return the weights as they were laid out, if they are still the same."""
-        panels = self._panels
-        if panels is None or panels.dtype != x.dtype or self._laid_out != self._state():
+    def _packed_for(self, x: Tensor) -> Tensor | None:
+        """Return the packed weights if they are in the dtype of `x` and still up to date."""
+        packed = self._packed
+        if packed is None or packed.dtype != x.dtype or self._packed_id != self._weight_id():
             return None
-        return panels
+        return packed
 
-    def _state(self) -> tuple[int, int]:
-        """Return what is another once the weights change."""
+    def _weight_id(self) -> tuple[int, int]:
+        """Return (data_ptr, version) of the weights, which changes whenever they do."""
         weight = self.weight
         return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
 
 def relu_ffn(x: Tensor, inner: Linear, outer: Linear) -> Tensor:
-    """Return outer(max(0, inner(x)))."""
+    """Return outer(max(0, inner(x))), [..., D] to [..., D] (section 3.3)."""
     if torch.is_grad_enabled():
-        functions = None if outer.functions_for(x) is None else inner.functions_for(x)
+        functions = None if outer.compiled_functions(x) is None else inner.compiled_functions(x)
         if functions is not None:
-            hidden = inner.forward_compiled(x, functions, rectifies=True)
-            return outer.forward_compiled(hidden, functions, is_rectified=True)
+            hidden = inner.forward_compiled(x, functions, apply_relu=True)
+            return outer.forward_compiled(hidden, functions, input_is_relu=True)
     else:
-        laid_out = inner.forward_laid_out(x, rectifies=True)
-        result = None if laid_out is None else outer.forward_laid_out(laid_out, is_rectified=True)
-        if result is not None:
-            return result
+        packed_hidden = inner.forward_packed(x, apply_relu=True)
+        if packed_hidden is not None:
+            result = outer.forward_packed(packed_hidden, input_is_relu=True)
+            if result is not None:
+                return result
     plain: Tensor = outer(F.relu(inner(x)))
     return plain
 
 
 class _CompiledLinear(torch.autograd.Function):
-    """A linear map with weights in float32, in one call each way."""
+    """A linear map with float32 weights; one compiled call each for forward and backward."""
 
     @staticmethod
     def forward(
@@ -135,15 +145,15 @@ class _CompiledLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         functions: Functions,
-        rectifies: bool,
-        is_rectified: bool,
+        apply_relu: bool,
+        input_is_relu: bool,
     ) -> Tensor:
         x, weight = x.contiguous(), weight.contiguous()
         out = x.new_empty((*x.shape[:-1], len(weight)))
-        functions.call("linear", (x, weight, bias, out), *matmul_sizes(x, weight), rectifies)
+        functions.call("linear", (x, weight, bias, out), *matmul_sizes(x, weight), apply_relu)
         ctx.save_for_backward(x, weight)
         ctx.has_bias, ctx.functions = bias is not None, functions
-        ctx.is_rectified = is_rectified
+        ctx.input_is_relu = input_is_relu
         return out
 
     @staticmethod
@@ -152,74 +162,74 @@ class _CompiledLinear(torch.autograd.Function):
         grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
         grad_bias = weight.new_empty(len(weight)) if ctx.has_bias else None
         tensors = (grad.contiguous(), x, weight, grad_x, grad_weight, grad_bias)
-        ctx.functions.call("linear_grad", tensors, *matmul_sizes(x, weight), ctx.is_rectified)
+        ctx.functions.call("linear_grad", tensors, *matmul_sizes(x, weight), ctx.input_is_relu)
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
-class _ShortLinear(torch.autograd.Function):
-    """A linear map in the type of its input; the gradients of its weights are as long as they.
-
-    For a CPU, whose library wants its rows filled up.
-    """
+class _MixedDtypeLinear(torch.autograd.Function):
+    """A linear map on a CPU in the dtype of its input, with gradients in that of its weights."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        rows, short_weight = pad_rows(flat), weight.to(x.dtype)
-        ctx.save_for_backward(rows, short_weight)
+        rows, cast_weight = pad_rows(flat), weight.to(x.dtype)
+        ctx.save_for_backward(rows, cast_weight)
         ctx.bias_dtype, ctx.weight_dtype = bias.dtype if bias is not None else None, weight.dtype
-        out = F.linear(rows, short_weight, None if bias is None else bias.to(x.dtype))
+        out = F.linear(rows, cast_weight, None if bias is None else bias.to(x.dtype))
         return out[: len(flat)].view(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        rows, short_weight = ctx.saved_tensors
+        rows, cast_weight = ctx.saved_tensors
         flat = grad.reshape(-1, grad.shape[-1])
-        filled = pad_rows(flat)
-        grad_x = torch.mm(filled, short_weight)[: len(flat)].view(*grad.shape[:-1], rows.shape[1])
-        grad_weight = torch.mm(filled.t(), rows).to(ctx.weight_dtype)
+        padded = pad_rows(flat)
+        grad_x = torch.mm(padded, cast_weight)[: len(flat)].view(*grad.shape[:-1], rows.shape[1])
+        grad_weight = torch.mm(padded.t(), rows).to(ctx.weight_dtype)
         grad_bias = None if ctx.bias_dtype is None else flat.sum(0).to(ctx.bias_dtype)
         return grad_x, grad_weight, grad_bias
 
 
 def functions_for_linear(x: Tensor, weight: Tensor) -> Functions | None:
-    """Return the compiled functions, if they multiply these tensors, and faster than PyTorch."""
+    """Return the compiled functions if they multiply `x` by `weight` faster than PyTorch does."""
     functions = functions_for(x, is_training=True)
-    if functions is None or not functions.multiply() or weight.dtype != torch.float32:
+    if functions is None or not functions.has_fast_matmul() or weight.dtype != torch.float32:
         return None
     if x.dtype == torch.bfloat16 and processor_has("amx_tile"):
         return None
-    return None if x.shape[-1] % functions.numbers_of_a_word() else functions
+    return None if x.shape[-1] % functions.k_group_size() else functions
 
 
-def pack_panels(words_MK: Tensor, functions: Functions) -> Tensor:
-    """Return rows of words as compiled functions read them: those of a panel side by side."""
-    width = functions.panel_width()
-    filled = F.pad(words_MK, (0, 0, 0, -len(words_MK) % width))
-    return filled.view(-1, width, words_MK.shape[1]).transpose(1, 2).contiguous()
+def pack_rows(weight_MK: Tensor, functions: Functions) -> Tensor:
+    """Return weights [M, K] packed for the compiled functions, [M / P, K, P], padded with zeros.
+
+    P is the number of output columns of one tile; element [i, k, p] is weight [i * P + p, k].
+    """
+    width = functions.tile_columns()
+    padded = F.pad(weight_MK, (0, 0, 0, -len(weight_MK) % width))
+    return padded.view(-1, width, weight_MK.shape[1]).transpose(1, 2).contiguous()
 
 
 def matmul_sizes(x: Tensor, weight: Tensor) -> tuple[int, int, int]:
-    """Return the rows of `x`, and how wide each is before and after."""
+    """Return (n, k, m) of the product of `x` [..., k], n rows in all, and `weight` [m, k]^T."""
     return x.numel() // x.shape[-1], x.shape[-1], len(weight)
 
 
 def pack_weights(model: nn.Module) -> None:
-    """Lay out the weights of a model's linear maps for decoding; a copy of them."""
+    """Pack the weights of all linear maps of a model for decoding; takes as much memory again."""
     for module in model.modules():
         if isinstance(module, Linear):
-            module.lay_out()
+            module.pack_weights()
 
 
 def pad_rows(rows: Tensor) -> Tensor:
-    """Fill rows up with zeros to a multiple of `_ROUND_ROWS`.
+    """Pad rows [N, D] with zeros to a multiple of `_ROW_MULTIPLE` on a CPU.
 
-    A CPU's library compiles a short product anew for each number of rows, and batches have many.
+    oneDNN compiles a bfloat16 product anew for each number of rows, and batches have many.
     """
-    missing = -len(rows) % _ROUND_ROWS
+    missing = -len(rows) % _ROW_MULTIPLE
     if not missing or rows.device.type != "cpu":
         return rows
-    filled = rows.new_empty((len(rows) + missing, rows.shape[1]))
-    filled[: len(rows)] = rows
-    filled[len(rows) :] = 0
-    return filled
+    padded = rows.new_empty((len(rows) + missing, rows.shape[1]))
+    padded[: len(rows)] = rows
+    padded[len(rows) :] = 0
+    return padded

@@ -1,6 +1,6 @@
-"""Compile the C files once with the machine's own compiler, and call their functions with tensors.
+"""Compile the C files with the machine's compiler, once, and call their functions with tensors.
 
-Without a compiler there is no library, and `kernels` and `products` take their plain formulas.
+Without a compiler there is no library, and the operations use their plain PyTorch formulas.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ _SOURCES = tuple(
     for name in ("layer_norm", "attention", "linear", "cross_entropy", "decode_linear")
 )
 _HEADERS = (_CSRC / "vec.h", _CSRC / "gemm.h")
-_STORES = {torch.bfloat16: "bf16", torch.float32: "float"}
+_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "float"}  # the suffixes of C functions
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = (
     "-std=gnu11",
@@ -38,11 +38,11 @@ _FLAGS = (
     "-fno-trapping-math",
     "-Wno-psabi",
 )
-_FLAGS_OF_MACHINES = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ())
+_MACHINE_FLAGS = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ())
 
 
 class AttentionShape(ctypes.Structure):
-    """The sizes, strides and settings of one attention, as `attention.c` lays them out."""
+    """`attention_shape` of `attention.c`: sizes, strides in elements, scale and dropout."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("b", "h", "t", "s", "k")),
@@ -60,49 +60,56 @@ class AttentionShape(ctypes.Structure):
 
 @functools.cache
 def compiled() -> ctypes.CDLL | None:
-    """Return the compiled functions, or None where nothing compiles them or they are not wanted."""
-    if not is_wanted():
+    """Return the library, compiled or from the cache; None without a compiler or if disabled."""
+    if not is_enabled():
         return None
-    for folder in (_cache, _own_folder):
+    for folder in (_cache_dir, _process_dir):
         try:
             library = _load(folder())
-        except (OSError, RuntimeError):  # no such folder; it cannot be written; it runs no code
+        except (OSError, RuntimeError):  # no home; not writable; mounted without execution
             continue
         if library is not None or not any(map(shutil.which, _COMPILERS)):
-            return library  # a compiler that made nothing may have had no room
+            return library  # a compiler that failed may have found no space in the folder
     return None
 
 
-def is_wanted() -> bool:
-    """Tell whether the environment lets us compile: `MTRAIN_NATIVE=0` asks for plain formulas."""
+def is_enabled() -> bool:
+    """Tell whether compiled functions may be used: `MTRAIN_NATIVE=0` turns them off."""
     return os.environ.get("MTRAIN_NATIVE") != "0"
 
 
 def name() -> str:
-    """Return what tells the functions in use from others: "plain", or a hash of the library."""
+    """Return "plain", or "compiled" and the hash of the library."""
     library = compiled()
     if library is None:
         return "plain"
     return "compiled " + Path(library._name).stem.rpartition("-")[2]
 
 
+def describe() -> str:
+    """Return "compiled", or "plain" and the reason, for the header of a training."""
+    if compiled() is not None:
+        return "compiled"
+    return f"plain ({'no C compiler was found' if is_enabled() else 'MTRAIN_NATIVE=0'})"
+
+
 class Functions(NamedTuple):
-    """The compiled functions for values that are stored in one type."""
+    """The compiled functions for tensors of one dtype."""
 
     library: ctypes.CDLL
-    store: str
+    dtype_name: str
 
-    def multiply(self) -> bool:
-        """Tell whether their matrix products are faster than PyTorch's."""
-        return bool(ctypes.c_int64.in_dll(self.library, f"multiplies_{self.store}").value)
+    def has_fast_matmul(self) -> bool:
+        """Tell whether their matrix products are faster than PyTorch's on this processor."""
+        return bool(ctypes.c_int64.in_dll(self.library, f"fast_matmul_{self.dtype_name}").value)
 
-    def numbers_of_a_word(self) -> int:
-        """Return how many numbers their products add up at once; rows are whole words."""
-        return 2 if self.store == "bf16" else 1
+    def k_group_size(self) -> int:
+        """Return the values that one multiply-add takes; inner sizes are multiples of it."""
+        return 2 if self.dtype_name == "bf16" else 1
 
-    def panel_width(self) -> int:
-        """Return how many rows of weights stand side by side where a projection reads them."""
-        return ctypes.c_int64.in_dll(self.library, "panel_width").value
+    def tile_columns(self) -> int:
+        """Return the number of output columns in one tile of packed weights."""
+        return ctypes.c_int64.in_dll(self.library, "tile_columns").value
 
     def call(
         self,
@@ -111,12 +118,12 @@ class Functions(NamedTuple):
         *numbers: float,
         shape: AttentionShape | None = None,
     ) -> None:
-        """Run a function on tensors that are laid out as it wants them.
+        """Call a C function with the data pointers of `tensors`, which it takes as contiguous.
 
         Raises:
-            MemoryError: if the memory does not hold what it works with.
+            MemoryError: if it cannot allocate its work space.
         """
-        function = getattr(self.library, f"{name}_{self.store}")
+        function = getattr(self.library, f"{name}_{self.dtype_name}")
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         shapes = () if shape is None else (shape,)
         if function(*shapes, *pointers, *numbers):
@@ -124,59 +131,74 @@ class Functions(NamedTuple):
 
 
 def functions_for(*tensors: Tensor, is_training: bool = False) -> Functions | None:
-    """Return the compiled functions for these tensors, if there are any and they pay.
+    """Return the compiled functions for these tensors, or None where the plain formula is used.
 
-    They run on one thread: training and translating split their batches over the threads.
+    The functions run on one thread: training and translating split their batches over threads.
     """
     first, *others = tensors
-    store = _STORES.get(first.dtype)
-    if store is None or not first.is_cpu or not first.numel():
+    dtype_name = _DTYPE_NAMES.get(first.dtype)
+    if dtype_name is None or not first.is_cpu or not first.numel():
         return None
     if not (is_training or torch.is_grad_enabled() or torch.get_num_threads() == 1):
         return None
     if others and any(tensor.dtype != first.dtype for tensor in others):
         return None
     library = compiled()
-    return None if library is None else Functions(library, store)
+    return None if library is None else Functions(library, dtype_name)
+
+
+class _NoContext:
+    """The context of a forward pass without a backward pass."""
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Discard the tensors."""
+
+
+def run_compiled(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    """Return `function.apply(...)`, or its forward pass alone where gradients are disabled."""
+    result: Tensor
+    if torch.is_grad_enabled():
+        result = function.apply(*arguments)  # type: ignore[no-untyped-call]
+    else:
+        result = function.forward(_NoContext(), *arguments)
+    return result
 
 
 def _load(folder: Path) -> ctypes.CDLL | None:
-    """Return the library that lies in `folder`, or is put there now; None if nothing compiles it.
+    """Load the library from `folder`, compiling it if it is missing; None if no compiler can.
 
-    Its name ends in a hash of its content: to load a file that was cut off ends the process.
+    Its name ends in a hash of its content: loading a truncated file would kill the process.
     """
     prefix = f"kernels-{_fingerprint()}-"
     for built in folder.glob(f"{prefix}*.so"):
         if built.name == f"{prefix}{_hash(built.read_bytes())}.so":
             return _typed(ctypes.CDLL(str(built)))
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as beside:
-        made = Path(beside) / "kernels.so"
+    with tempfile.TemporaryDirectory(dir=folder) as build_dir:
+        output = Path(build_dir) / "kernels.so"
         if not any(
-            _compiles(compiler, flags, made)
-            for compiler in _COMPILERS
-            for flags in _FLAGS_OF_MACHINES
+            _compile(compiler, flags, output) for compiler in _COMPILERS for flags in _MACHINE_FLAGS
         ):
             return None
-        built = made.replace(folder / f"{prefix}{_hash(made.read_bytes())}.so")
+        built = output.replace(folder / f"{prefix}{_hash(output.read_bytes())}.so")
     return _typed(ctypes.CDLL(str(built)))
 
 
-def _cache() -> Path:
-    named = os.environ.get("XDG_CACHE_HOME")
-    return (Path(named) if named else Path.home() / ".cache") / "mtrain"
+def _cache_dir() -> Path:
+    cache_home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache_home) if cache_home else Path.home() / ".cache") / "mtrain"
 
 
-def _own_folder() -> Path:
-    """Make a folder of this process alone, which goes when it ends."""
+def _process_dir() -> Path:
+    """Make a temporary folder that is deleted when the process ends."""
     folder = Path(tempfile.mkdtemp(prefix="mtrain-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
-def _compiles(compiler: str, machine_flags: tuple[str, ...], output: Path) -> bool:
+def _compile(compiler: str, machine_flags: tuple[str, ...], output: Path) -> bool:
     command = [compiler, *_FLAGS, *machine_flags, *map(str, _SOURCES), "-o", str(output), "-lm"]
-    env = os.environ | {"TMPDIR": str(output.parent)}  # has room, or the library has none either
+    env = os.environ | {"TMPDIR": str(output.parent)}  # /tmp may be full
     try:
         done = subprocess.run(command, capture_output=True, timeout=120, check=False, env=env)
     except (OSError, subprocess.TimeoutExpired):
@@ -185,16 +207,16 @@ def _compiles(compiler: str, machine_flags: tuple[str, ...], output: Path) -> bo
 
 
 def _fingerprint() -> str:
-    """Tell one source, compilation and processor from another: home folders are shared."""
+    """Return a hash of sources, flags and processor: a home folder may be shared by machines."""
     parts = [
         *(source.read_bytes() for source in (*_SOURCES, *_HEADERS)),
-        repr((_FLAGS, _FLAGS_OF_MACHINES)).encode(),
+        repr((_FLAGS, _MACHINE_FLAGS)).encode(),
     ]
     parts.append(repr((platform.system(), platform.machine(), platform.processor())).encode())
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        named = ("flags", "Features")  # as Intel's kind calls what a processor can do, and ARM's
-        parts += [line.encode() for line in lines if line.startswith(named)][:1]
+        # instruction sets, as x86 and ARM kernels name them
+        parts += [line.encode() for line in lines if line.startswith(("flags", "Features"))][:1]
     except OSError:
         pass
     return _hash(b"\0".join(parts))
@@ -207,29 +229,31 @@ def _hash(content: bytes) -> str:
 _POINTER, _INT, _COUNT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
 _REAL, _SHAPE = ctypes.c_float, ctypes.POINTER(AttentionShape)
 _DROPOUT = [_COUNT, _REAL, _COUNT]
-_OF_EACH_STORE = {
+_SIGNATURES = {
     "dropout": [_POINTER, _POINTER, _INT, *_DROPOUT],
     "add_norm": [*[_POINTER] * 7, _INT, _INT, _REAL, *_DROPOUT],
     "add_norm_grad": [*[_POINTER] * 10, _INT, _INT, *_DROPOUT],
     "attention": [_SHAPE, *[_POINTER] * 5],
     "attention_grad": [_SHAPE, *[_POINTER] * 8],
-    "attend": [*[_POINTER] * 4, *[_INT] * 6, _REAL],
-    "top_pieces": [*[_POINTER] * 4, *[_INT] * 4],
+    "paged_attention": [*[_POINTER] * 4, *[_INT] * 6, _REAL],
+    "topk": [*[_POINTER] * 4, *[_INT] * 4],
     "cross_entropy": [_POINTER, _POINTER, *[_INT] * 3, _REAL, ctypes.c_int, _POINTER],
     "linear": [*[_POINTER] * 4, *[_INT] * 3, ctypes.c_int],
     "linear_grad": [*[_POINTER] * 6, *[_INT] * 3, ctypes.c_int],
     "projected_cross_entropy": [*[_POINTER] * 5, *[_INT] * 3, _REAL, _POINTER],
 }
-_OF_ONE_STORE = {
-    "project_float": [*[_POINTER] * 4, *[_INT] * 3, ctypes.c_int],
-    "project_sparse_float": [*[_POINTER] * 4, *[_INT] * 3],
-    "project_top_pieces_float": [*[_POINTER] * 5, *[_INT] * 5],
-    "project_likeliest_float": [*[_POINTER] * 6, *[_INT] * 4],
+_FLOAT_SIGNATURES = {
+    "packed_linear_float": [*[_POINTER] * 4, *[_INT] * 3, ctypes.c_int],
+    "packed_linear_sparse_float": [*[_POINTER] * 4, *[_INT] * 3],
+    "packed_topk_float": [*[_POINTER] * 5, *[_INT] * 5],
+    "packed_argmax_float": [*[_POINTER] * 6, *[_INT] * 4],
 }
 
 
-def _typed(functions: ctypes.CDLL) -> ctypes.CDLL:
-    types = {f"{name}_{s}": own for name, own in _OF_EACH_STORE.items() for s in ("bf16", "float")}
-    for name, own in (types | _OF_ONE_STORE).items():
-        getattr(functions, name).argtypes = own
-    return functions
+def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
+    for name, types in _SIGNATURES.items():
+        for dtype_name in _DTYPE_NAMES.values():
+            getattr(library, f"{name}_{dtype_name}").argtypes = types
+    for name, types in _FLOAT_SIGNATURES.items():
+        getattr(library, name).argtypes = types
+    return library

@@ -32,13 +32,6 @@ def current_environment(
     )
 
 
-def describe_kernels() -> str:
-    """Say which operations run between the matrix products, and why."""
-    if native.compiled() is not None:
-        return "compiled"
-    return f"plain ({'no C compiler was found' if native.is_wanted() else 'MTRAIN_NATIVE=0'})"
-
-
 def memory_mib(device: torch.device) -> float:
     """Return the most memory that was in use: the device's, or the process's."""
     if device.type == "cuda":

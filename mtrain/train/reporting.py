@@ -15,6 +15,7 @@ from mtrain.data import prepare
 from mtrain.data.loader import TrainingData
 from mtrain.data.sampler import MicroBatchSplit
 from mtrain.io.text_width import count
+from mtrain.ops import native
 from mtrain.run.checkpoint import Progress
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
@@ -78,7 +79,7 @@ class HeaderLogger:
         """Say on what it is computed, and in which type."""
         said = f"{device}, {str(dtype).removeprefix('torch.')}"
         if device.type == "cpu":
-            said += f", {count(num_threads, 'thread')}, kernels {environment.describe_kernels()}"
+            said += f", {count(num_threads, 'thread')}, kernels {native.describe()}"
         self.log.say(f"device   {said}")
 
     def say_ranks(self, deal: MicroBatchSplit) -> None:

@@ -1059,7 +1059,7 @@ def test_a_beam_of_one_is_greedy_search_with_a_real_model(seed, dtype):
 def test_greedy_search_without_scores_finds_the_same_with_a_real_model(seed, dtype, monkeypatch):
     """Though its products are rounded first, where that is faster."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr(native.Functions, "multiply", lambda functions: True)
+    monkeypatch.setattr(native.Functions, "has_fast_matmul", lambda functions: True)
     model, src = peaked_transformer(seed, dtype), source(LENGTHS * 3, seed)
     pack_weights(model)
     scored = translate(model, src, BeamSettings(1), (2, 3))

@@ -65,7 +65,7 @@ def test_one_model_is_itself():
     together, ids_N = Ensemble([FIRST]), ids(3, seed=4)
     state = FIRST.start(SRC_BS, SRC_KEEP_BS)
     logits_NV = together.step(ids_N, together.start([SOURCES] * len(together.models)))
-    assert torch.equal(logits_NV, FIRST.step(ids_N, state))
+    assert torch.equal(logits_NV, FIRST.decode_step(ids_N, state))
     tgt_in_BT, everyone = ids(3, 6, seed=5), torch.arange(3)
     torch.testing.assert_close(
         together.log_probs([SOURCES] * len(together.models), tgt_in_BT),
@@ -103,7 +103,7 @@ def test_step_by_step_after_any_reorders_and_when_others_join_they_give_the_same
         sentence_N, tgt_NT = sentence_N[rows], torch.cat([tgt_NT[rows], new_N1], 1)
         expected = mean_of(models, sentence_N, tgt_NT)[:, -1]
         torch.testing.assert_close(together.step(new_N1[:, 0], state), expected, **SAME)
-    state.extend(together.start([SOURCES] * len(together.models)))
+    state.admit(together.start([SOURCES] * len(together.models)))
     new_N = ids(5, seed=20)
     own = mean_of(models, sentence_N, torch.cat([tgt_NT, new_N[:2, None]], 1))[:, -1]
     joined = mean_of(models, torch.arange(3), new_N[2:, None])[:, -1]

@@ -711,7 +711,7 @@ def test_cached_decoding_equals_full_decoding(config):
     expected = full_logits(model, data)
     state = model.start(data.src_BS, data.src_keep_BS)
     for place in range(data.tgt_in_BT.shape[1]):
-        logits = model.step(data.tgt_in_BT[:, place], state)
+        logits = model.decode_step(data.tgt_in_BT[:, place], state)
         torch.testing.assert_close(logits, expected[:, place], **SAME)
 
 
@@ -726,7 +726,7 @@ def test_cached_decoding_of_three_hypotheses_equals_full_decoding_of_each(config
     state = model.start(src_BS, src_keep_BS)
     state.reorder(torch.arange(3).repeat_interleave(width))
     for place in range(5):
-        logits = model.step(tgt_NT[:, place], state)
+        logits = model.decode_step(tgt_NT[:, place], state)
         torch.testing.assert_close(logits, expected[:, place], **SAME)
 
 
@@ -767,7 +767,7 @@ def grown_by_steps(model: Transformer) -> list[Grown]:
         if isinstance(rows, str):
             keep_BS = left_keep([7, 3])
             joining_BS = ids(2, 7, seed=80 + place)
-            state.extend(begin(model, Inputs(joining_BS, keep_BS, joining_BS)))
+            state.admit(begin(model, Inputs(joining_BS, keep_BS, joining_BS)))
             src += [joining_BS[0].tolist(), joining_BS[1, :3].tolist()]
             tgt += [[], []]
         else:
@@ -776,7 +776,7 @@ def grown_by_steps(model: Transformer) -> list[Grown]:
         assert state.length_N.tolist() == [len(own) for own in tgt]
         new_N = ids(len(tgt), 1, seed=50 + place)[:, 0]
         tgt = [[*own, new] for own, new in zip(tgt, new_N.tolist(), strict=True)]
-        logits_NV = model.step(new_N, state)
+        logits_NV = model.decode_step(new_N, state)
         grown += [Grown(*one) for one in zip(src, tgt, logits_NV, strict=True)]
     return grown
 
@@ -810,7 +810,7 @@ def test_cached_decoding_in_float32_is_what_float64_decodes(config, is_compiled,
         native.Functions, "call", lambda own, *a, **b: [names.append(a[0]), call(own, *a, **b)]
     )
     grown = grown_by_steps(transformer(config).float())
-    assert names.count("attend") == (2 * 2 * len(REORDERS) if is_compiled else 0)
+    assert names.count("paged_attention") == (2 * 2 * len(REORDERS) if is_compiled else 0)
     for one in grown:
         expected = grown_at_once(exact, one)
         size = float(expected.abs().max())
@@ -826,15 +826,15 @@ def test_states_join_however_far_those_before_have_read():
     starts = [begin(model, Inputs(own, all_kept(own), own)) for own in src_BS.split(1)]
     state = starts[0]
     for joining in starts[1:3]:
-        state.extend(joining)
+        state.admit(joining)
     for place in range(4):
-        logits = model.step(tgt_in_BT[:3, place], state)
+        logits = model.decode_step(tgt_in_BT[:3, place], state)
         torch.testing.assert_close(logits, expected[:3, place], **SAME)
     state.reorder(torch.tensor([], dtype=torch.long))
-    state.extend(starts[3])
-    state.extend(starts[4])
+    state.admit(starts[3])
+    state.admit(starts[4])
     for place in range(6):
-        logits = model.step(tgt_in_BT[3:, place], state)
+        logits = model.decode_step(tgt_in_BT[3:, place], state)
         torch.testing.assert_close(logits, expected[3:, place], **SAME)
 
 
@@ -845,15 +845,14 @@ def test_stores_hold_at_most_twice_what_was_read_at_once():
     state, most, most_read = begin(model, data), 0, [0, 0]
     for turn in range(20):
         for place in range(6):
-            model.step(ids(len(state.length_N), 1, seed=place)[:, 0], state)
+            model.decode_step(ids(len(state.length_N), 1, seed=place)[:, 0], state)
             read = [
-                len(places[places >= 0].unique())
-                for places in (state.src_places_NS, state.places_NT)
+                len(places[places >= 0].unique()) for places in (state.src_slots_NS, state.slots_NT)
             ]
             most_read = list(map(max, most_read, read))
         state.reorder(torch.arange(len(state.length_N))[-3 + turn % 2 :])
-        state.extend(begin(model, data))
-        most = max(most, *state.places_NT.shape)
+        state.admit(begin(model, data))
+        most = max(most, *state.slots_NT.shape)
     assert most <= 20
     for stores, num_read in zip((state.sources, state.pasts), most_read, strict=True):
         (size,) = {len(layer_RX) for layer_RX in stores.layers}
@@ -866,10 +865,12 @@ def test_a_state_that_joins_is_left_as_it_was():
     joining, apart = begin(model, data), begin(model, data)
     state = begin(model, data)
     for _ in range(3):
-        state.extend(joining)
-        model.step(torch.zeros(len(state.length_N), dtype=torch.long), state)
+        state.admit(joining)
+        model.decode_step(torch.zeros(len(state.length_N), dtype=torch.long), state)
     new_N = torch.arange(3)
-    torch.testing.assert_close(model.step(new_N, joining), model.step(new_N, apart), **SAME)
+    torch.testing.assert_close(
+        model.decode_step(new_N, joining), model.decode_step(new_N, apart), **SAME
+    )
 
 
 @torch.no_grad()
@@ -881,10 +882,10 @@ def test_no_hypothesis_writes_where_another_reads():
         rows = REORDERS[turn % 3]
         assert isinstance(rows, list)
         state.reorder(torch.tensor(rows))
-        model.step(torch.zeros(len(rows), dtype=torch.long), state)
-        newest = state.places_NT[:, -1].tolist()
+        model.decode_step(torch.zeros(len(rows), dtype=torch.long), state)
+        newest = state.slots_NT[:, -1].tolist()
         assert len({*newest}) == len(rows)
-        assert not {*newest} & {*state.places_NT[:, :-1].flatten().tolist()}
+        assert not {*newest} & {*state.slots_NT[:, :-1].flatten().tolist()}
         seen, num_written = seen | {*newest}, num_written + len(newest)
     assert len(seen) < num_written // 2  # some were written anew
 
@@ -902,15 +903,15 @@ def test_sources_of_one_length_are_read_apart_where_they_are_many(config, monkey
         return encode(own, src, keep)
 
     monkeypatch.setattr(Transformer, "encode", encode_and_note)
-    monkeypatch.setattr("mtrain.model.transformer._WORTH_READING", 6)
+    monkeypatch.setattr("mtrain.model.transformer._MIN_GROUP_POSITIONS", 6)
     state = model.start(src_BS, keep_BS)
     assert shapes == [(3, 5), (2, 3), (3, 4), (2, 6), (2, 2)]
     for index, layer in enumerate(model.decoder):
         expected_RX = layer.cross_attention.source_keys_values(memory_RD)
         torch.testing.assert_close(state.sources.layers[index], expected_RX, **SAME)
     place_RX = keep_BS.nonzero()
-    assert state.src_places_NS[place_RX[:, 0], place_RX[:, 1]].tolist() == [*range(sum(lengths))]
-    assert (state.src_places_NS[~keep_BS] == -1).all()
+    assert state.src_slots_NS[place_RX[:, 0], place_RX[:, 1]].tolist() == [*range(sum(lengths))]
+    assert (state.src_slots_NS[~keep_BS] == -1).all()
 
 
 @torch.no_grad()
@@ -954,7 +955,7 @@ def test_a_sentence_that_is_all_padding_gives_numbers_and_disturbs_no_other(conf
         weight.grad.isfinite().all() for weight in model.parameters() if weight.grad is not None
     )
     state = model.start(data.src_BS, keep_BS)
-    assert model.step(data.tgt_in_BT[:, 0], state).isfinite().all()
+    assert model.decode_step(data.tgt_in_BT[:, 0], state).isfinite().all()
 
 
 @every_variant
@@ -1309,7 +1310,7 @@ def test_states_and_products_are_in_the_type_that_is_asked_for():
     assert not torch.equal(short.float(), plain)
     assert float((short.float() - plain).norm() / plain.norm()) < 0.03
     state = model.start(data.src_BS, data.src_keep_BS)
-    assert model.step(data.tgt_in_BT[:, 0], state).dtype == torch.float32  # for the search
+    assert model.decode_step(data.tgt_in_BT[:, 0], state).dtype == torch.float32  # for the search
     model.compute_in(None)
     assert torch.equal(model(*data), plain)
 

@@ -26,7 +26,7 @@ from ways import (
 
 from mtrain.ops import attention as attention_module
 from mtrain.ops import native
-from mtrain.ops.attention import attention, paged_attention, parts
+from mtrain.ops.attention import attention, chunk_last, paged_attention
 from mtrain.ops.dropout import Dropout, DropoutMask, dropout_seeds
 from mtrain.ops.layer_norm import LayerNorm, add_norm
 from mtrain.ops.topk import top_tokens
@@ -168,12 +168,12 @@ def mixed(
     return (share * power / power.sum(-1, keepdim=True)) @ v
 
 
-BEYOND = sorted(most + 1 for most in attention_module._MOST_KEYS.values())
+BEYOND = sorted(most + 1 for most in attention_module._MAX_COMPILED_KEYS.values())
 LIMITS = [count for beyond in BEYOND for count in (beyond - 1, beyond)]
 
 
 def has_compiled_attention(way: Way, num_keys: int) -> bool:
-    return way.is_compiled and num_keys <= attention_module._MOST_KEYS[way.dtype]
+    return way.is_compiled and num_keys <= attention_module._MAX_COMPILED_KEYS[way.dtype]
 
 
 def roundings_of_attention(way: Way) -> int:
@@ -205,7 +205,7 @@ def assert_mixed(way: Way, inputs: list[Tensor], keep: Tensor | None, floor: flo
 def test_attention_is_the_formula_written_out(way, calls, num_keys, kind):
     inputs = queries_keys_values(5, num_keys, 6, way.dtype)
     keep, is_compiled = keep_of(kind, 5, num_keys), has_compiled_attention(way, num_keys)
-    if kind != "empty" or is_compiled or num_keys <= attention_module._SHORT:
+    if kind != "empty" or is_compiled or num_keys <= attention_module._MAX_MATMUL_KEYS:
         assert_mixed(way, inputs, keep)
     else:  # where nothing is kept, PyTorch's fused kernel has another gradient
         way.assert_near(attention(*inputs, keep), mixed(*exactly(inputs), keep))
@@ -265,7 +265,7 @@ def test_parts_are_torchs_chunks_forward_and_backward(way, calls, lengths):
                 attention(heads(x), *map(heads, cut(projected(y, 2), 2)), None), above, [x, y]
             ),
         ]
-        for cut in (parts, lambda tensor, count: tensor.chunk(count, -1))
+        for cut in (chunk_last, lambda tensor, count: tensor.chunk(count, -1))
         for x, y, above in [
             (
                 leaf(3, lengths[0], 6, dtype=way.dtype),
@@ -281,7 +281,7 @@ def test_parts_are_torchs_chunks_forward_and_backward(way, calls, lengths):
 @pytest.mark.parametrize("dtype", [torch.float32, SHORT])
 def test_the_gradients_of_parts_that_attention_made_stay_where_they_are(dtype, monkeypatch):
     x = leaf(3, 7, 18, dtype=dtype)
-    mixed_up = attention(*map(heads, parts(x, 3)), None)
+    mixed_up = attention(*map(heads, chunk_last(x, 3)), None)
     monkeypatch.setattr(torch, "cat", None)
     mixed_up.backward(normal(3, 2, 7, 3, dtype=dtype))
     assert x.grad.is_contiguous() and x.grad.count_nonzero() == x.numel()
@@ -292,7 +292,7 @@ def test_the_gradients_of_parts_that_attention_made_stay_where_they_are(dtype, m
 def test_the_gradients_of_parts_come_from_anywhere(way, calls, used):
     """Of parts that nothing reads they are zero."""
     x = leaf(2, 3, 12, dtype=way.dtype)
-    sums = [parts(x, 3)[number] for number in used]
+    sums = [chunk_last(x, 3)[number] for number in used]
     (found,) = torch.autograd.grad(
         sum((place + 1) * own.sum() for place, own in enumerate(sums)), x
     )
@@ -306,7 +306,7 @@ def test_the_gradients_of_parts_come_from_anywhere(way, calls, used):
 def test_gradients_that_lie_side_by_side_in_another_order_are_put_in_theirs(order):
     x, above = leaf(2, 3, 8, dtype=torch.float32), normal(2, 3, 8, dtype=torch.float32)
     given = [above.chunk(2, -1)[number] for number in order]
-    (found,) = torch.autograd.grad(parts(x, 2), x, given)
+    (found,) = torch.autograd.grad(chunk_last(x, 2), x, given)
     assert torch.equal(found, torch.cat(given, -1))
 
 
@@ -360,7 +360,7 @@ def test_all_plain_paths_of_attention_agree(kind, dtype, monkeypatch):
     q, k, v = queries_keys_values(7, 7, 6, dtype)
     keep = keep_of(kind, 7, 7)
     batched = attention(q, k, v, keep)
-    monkeypatch.setattr(attention_module, "_SHORT", 0)
+    monkeypatch.setattr(attention_module, "_MAX_MATMUL_KEYS", 0)
     torch.testing.assert_close(attention(q, k, v, keep), batched)
 
 
@@ -495,14 +495,14 @@ def test_what_is_not_trained_is_compiled_on_one_thread_alone(calls, num_threads,
     """With several, a plain formula splits its work over them, and a compiled function does not."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     inputs = queries_keys_values(5, 7, 6, torch.float32)
-    store_RX, places_NT = normal(9, 12, dtype=torch.float32), torch.tensor([[0, 8], [2, -1]])
+    cache_RX, slots_NT = normal(9, 12, dtype=torch.float32), torch.tensor([[0, 8], [2, -1]])
     with torch.inference_mode():
         attention(*inputs, None)
         add_norm(inputs[0], inputs[0], Dropout(0.0), norm_of(6))
         Dropout(0.5).train()(inputs[0])
-        paged_attention(store_RX[:2, :6], store_RX, places_NT, 2)
-        top_tokens(store_RX, [0], 3)
-    compiled = ["attention", "add_norm", "dropout", "attend", "top_pieces"]
+        paged_attention(cache_RX[:2, :6], cache_RX, slots_NT, 2)
+        top_tokens(cache_RX, [0], 3)
+    compiled = ["attention", "add_norm", "dropout", "paged_attention", "topk"]
     assert calls == (compiled if num_threads == 1 else [])
 
 
@@ -532,11 +532,11 @@ def test_types_that_are_mixed_take_the_plain_formula(calls):
 HEADS = [(1, 1), (2, 6), (3, 16), (1, 17), (3, 32), (2, 64), (1, 257)]  # how many, width
 
 
-def attended(q_ND: Tensor, store_RX: Tensor, places_NT: Tensor, num_heads: int) -> Tensor:
+def attended(q_ND: Tensor, cache_RX: Tensor, slots_NT: Tensor, num_heads: int) -> Tensor:
     """Each query over the rows that it names, written out."""
     rows = []
-    for q_D, places_T in zip(q_ND.double(), places_NT.tolist(), strict=True):
-        seen_TX = store_RX.double()[[place for place in places_T if place >= 0]]
+    for q_D, slots_T in zip(q_ND.double(), slots_NT.tolist(), strict=True):
+        seen_TX = cache_RX.double()[[place for place in slots_T if place >= 0]]
         k_HTK, v_HTK = (
             x.unflatten(-1, (num_heads, -1)).transpose(0, 1) for x in seen_TX.chunk(2, -1)
         )
@@ -544,12 +544,12 @@ def attended(q_ND: Tensor, store_RX: Tensor, places_NT: Tensor, num_heads: int) 
     return torch.stack(rows)
 
 
-def places_of(num_rows: int, count: int, num_stored: int, seed: int = 0) -> Tensor:
+def slots_of(num_rows: int, count: int, num_stored: int, seed: int = 0) -> Tensor:
     """Rows of the store in any order, some of them none; each query names at least one."""
     rng = torch.Generator().manual_seed(seed)
-    places_NT = torch.randint(-num_stored // 2, num_stored, (num_rows, count), generator=rng)
-    places_NT[:, -1].clamp_(min=0)
-    return places_NT.clamp(min=-1)
+    slots_NT = torch.randint(-num_stored // 2, num_stored, (num_rows, count), generator=rng)
+    slots_NT[:, -1].clamp_(min=0)
+    return slots_NT.clamp(min=-1)
 
 
 @EACH_WAY
@@ -560,52 +560,52 @@ def test_attend_is_the_formula_written_out(way, calls, num_heads, width, count, 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     d_model = num_heads * width
     q_ND = normal(5, d_model, dtype=way.dtype)
-    store_RX = normal(20, 2 * d_model, seed=1, dtype=way.dtype)
-    places_NT = places_of(5, count, 20)
-    out_ND = paged_attention(q_ND, store_RX, places_NT, num_heads)
+    cache_RX = normal(20, 2 * d_model, seed=1, dtype=way.dtype)
+    slots_NT = slots_of(5, count, 20)
+    out_ND = paged_attention(q_ND, cache_RX, slots_NT, num_heads)
     assert out_ND.dtype == way.dtype
-    assert calls == (["attend"] if way.is_compiled else [])
-    way.assert_near(out_ND, attended(q_ND, store_RX, places_NT, num_heads))
+    assert calls == (["paged_attention"] if way.is_compiled else [])
+    way.assert_near(out_ND, attended(q_ND, cache_RX, slots_NT, num_heads))
 
 
 @EACH_WAY
 def test_attend_takes_queries_and_places_that_are_not_contiguous(way, calls):
     """As the model cuts them: queries out of one product, a window out of all places."""
-    store_RX, places_NT = normal(20, 24, seed=1, dtype=way.dtype), places_of(5, 11, 20)
+    cache_RX, slots_NT = normal(20, 24, seed=1, dtype=way.dtype), slots_of(5, 11, 20)
     queries = normal(5, 36, dtype=way.dtype)[:, 12:24], normal(12, 5, dtype=way.dtype).T
     for q_ND in queries:
-        for own_NT in (places_NT[:, -3:], places_NT.T.contiguous().T, places_NT[:, -1:]):
-            found = paged_attention(q_ND, store_RX, own_NT, 2)
-            way.assert_near(found, attended(q_ND, store_RX, own_NT, 2))
-    assert calls == ["attend"] * (6 if way.is_compiled else 0)
+        for own_NT in (slots_NT[:, -3:], slots_NT.T.contiguous().T, slots_NT[:, -1:]):
+            found = paged_attention(q_ND, cache_RX, own_NT, 2)
+            way.assert_near(found, attended(q_ND, cache_RX, own_NT, 2))
+    assert calls == ["paged_attention"] * (6 if way.is_compiled else 0)
 
 
 @EACH_WAY
 def test_attend_reads_no_row_that_is_not_named(way, calls):
     """A store is larger than what was written into it."""
-    q_ND, store_RX = normal(5, 12, dtype=way.dtype), normal(20, 24, seed=1, dtype=way.dtype)
-    places_NT = 1 + places_of(5, 11, 9)
-    places_NT[places_NT == 0] = -1
-    expected = paged_attention(q_ND, store_RX, places_NT, 2)
-    store_RX[10:] = math.nan
-    assert torch.equal(paged_attention(q_ND, store_RX, places_NT, 2), expected)
+    q_ND, cache_RX = normal(5, 12, dtype=way.dtype), normal(20, 24, seed=1, dtype=way.dtype)
+    slots_NT = 1 + slots_of(5, 11, 9)
+    slots_NT[slots_NT == 0] = -1
+    expected = paged_attention(q_ND, cache_RX, slots_NT, 2)
+    cache_RX[10:] = math.nan
+    assert torch.equal(paged_attention(q_ND, cache_RX, slots_NT, 2), expected)
 
 
 @EACH_WAY
 def test_attend_of_extreme_scores_stays_finite_and_right(way, calls):
-    q_ND, store_RX = normal(5, 12, dtype=way.dtype) * 1e4, normal(20, 24, seed=1, dtype=way.dtype)
-    places_NT = places_of(5, 11, 20)
-    found = paged_attention(q_ND, store_RX, places_NT, 2)
-    way.assert_near(found, attended(q_ND, store_RX, places_NT, 2), floor=1e-7)
+    q_ND, cache_RX = normal(5, 12, dtype=way.dtype) * 1e4, normal(20, 24, seed=1, dtype=way.dtype)
+    slots_NT = slots_of(5, 11, 20)
+    found = paged_attention(q_ND, cache_RX, slots_NT, 2)
+    way.assert_near(found, attended(q_ND, cache_RX, slots_NT, 2), floor=1e-7)
 
 
 @EACH_WAY
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("column", [3, 15])
 def test_attend_hands_on_what_is_not_finite_to_those_who_read_it(way, calls, value, column):
-    q_ND, store_RX = normal(2, 12, dtype=way.dtype), normal(20, 24, seed=1, dtype=way.dtype)
-    store_RX[7, column] = value
-    out_ND = paged_attention(q_ND.abs(), store_RX, torch.tensor([[3, 7, -1], [4, 5, 6]]), 2)
+    q_ND, cache_RX = normal(2, 12, dtype=way.dtype), normal(20, 24, seed=1, dtype=way.dtype)
+    cache_RX[7, column] = value
+    out_ND = paged_attention(q_ND.abs(), cache_RX, torch.tensor([[3, 7, -1], [4, 5, 6]]), 2)
     assert not out_ND[0].isfinite().all()
     assert out_ND[1].isfinite().all()
 

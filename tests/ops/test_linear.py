@@ -49,7 +49,7 @@ def most() -> int:  # KiB
         return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 """
 SAY_GROWTH_OF_LOSS = f"""{SAY_MOST}
-native.Functions.multiply = lambda functions: True
+native.Functions.has_fast_matmul = lambda functions: True
 states = torch.ones(20_000, 2, dtype=getattr(torch, sys.argv[2]), requires_grad=True)
 weight, targets = torch.ones(4_000, 2, requires_grad=True), torch.arange(20_000) % 4_000
 ProjectedCrossEntropy.apply(states[:1], weight, targets[:1], 0.1)[0].backward()
@@ -60,7 +60,7 @@ print(most() - before)
 SAY_GROWTH_OF_SEARCH = f"""{SAY_MOST}
 torch.set_num_threads(1)
 projection, states = Projection(2, 4_000), torch.ones(20_000, 2)
-projection.lay_out()
+projection.pack_weights()
 with torch.inference_mode():
     top_tokens(projection.logits(states[:1]), [0], 5)
     before = most()
@@ -266,9 +266,9 @@ def test_rectified_is_the_same_with_weights_that_are_laid_out(way, calls, monkey
         assert torch.equal(relu_ffn(x, *maps), rectified_plainly(x, *maps))
         assert calls == []
         for layer in maps:
-            layer.lay_out()
+            layer.pack_weights()
         found = relu_ffn(x, *maps)
-        assert calls == (["project", "project_sparse"] if way.is_compiled else [])
+        assert calls == (["packed_linear", "packed_linear_sparse"] if way.is_compiled else [])
         assert torch.equal(found, rectified_plainly(x, *maps))
 
 
@@ -678,7 +678,7 @@ def test_top_pieces_are_the_greatest_of_those_allowed(way, calls, one_thread, wi
     logits_NV[:, never] += 8
     before = logits_NV.clone()
     found = top_tokens(logits_NV, never, count)
-    assert calls == (["top_pieces"] if way.is_compiled else [])
+    assert calls == (["topk"] if way.is_compiled else [])
     assert torch.equal(logits_NV, before)
 
     expected = ranked(logits_NV, never, count)
@@ -704,7 +704,7 @@ def test_compiled_top_pieces_of_ties_are_the_first(calls):
     logits_NV[1, [150, 70, 199, 5]] = 1.0
     logits_NV[2] = torch.arange(200) // 50 % 2
     found = top_tokens(logits_NV, [1, 70], 6)
-    assert calls == ["top_pieces"]
+    assert calls == ["topk"]
     expected = [[0, 2, 3, 4, 5, 6], [5, 150, 199, 0, 2, 3], [50, 51, 52, 53, 54, 55]]
     assert found.ids_NC.tolist() == expected == ranked(logits_NV, [1, 70], 6).tolist()
 
@@ -795,7 +795,7 @@ def laid_out(width: int, outputs: int, bias: bool = True, seed: int = 1) -> Line
     with torch.no_grad():
         for number, parameter in enumerate(layer.parameters()):
             parameter.copy_(normal(*parameter.shape, seed=seed + number))
-    layer.lay_out()
+    layer.pack_weights()
     return layer
 
 
@@ -810,7 +810,7 @@ def test_a_linear_map_that_is_laid_out_is_the_plain_formula(
 ):
     layer, x = laid_out(width, outputs, bias), normal(*shape, width, dtype=torch.float32)
     out = layer(x)
-    assert calls == (["project"] if x.numel() else [])
+    assert calls == (["packed_linear"] if x.numel() else [])
     exact = F.linear(*(tensor.double() for tensor in (x, *layer.parameters())))
     Way(True, torch.float32).assert_near(out, exact, roundings=2)
 
@@ -826,17 +826,17 @@ def test_zeros_that_are_skipped_change_no_bit(calls, one_thread, rows, width, ou
     layer = laid_out(width, outputs, bias)
     x = normal(rows, width, dtype=torch.float32) * (normal(rows, width, seed=1).abs() < share)
     x[0] = torch.where(x[0] == 0, -0.0, x[0])
-    found = layer.forward_laid_out(x, is_rectified=True)
+    found = layer.forward_packed(x, input_is_relu=True)
     assert found is not None
     assert torch.equal(found, layer(x))
-    assert calls == ["project_sparse", "project"]
+    assert calls == ["packed_linear_sparse", "packed_linear"]
 
 
 @torch.no_grad()
 def test_what_is_no_number_is_not_skipped_as_zeros_are(calls, one_thread):
     layer, x = laid_out(40, 70), torch.zeros(30, 40)
     x[3, 17], x[29, 39] = math.nan, math.inf
-    found = layer.forward_laid_out(x, is_rectified=True)
+    found = layer.forward_packed(x, input_is_relu=True)
     assert found is not None
     assert found.isfinite().all(1).logical_not().nonzero().flatten().tolist() == [3, 29]
     assert torch.equal(found[0], layer.bias)
@@ -846,14 +846,14 @@ def test_what_is_no_number_is_not_skipped_as_zeros_are(calls, one_thread):
 def test_what_a_row_of_a_linear_map_is_does_not_depend_on_the_others(calls, one_thread):
     layer, x = laid_out(70, 300), normal(53, 70, dtype=torch.float32)
     assert torch.equal(layer(x), torch.cat([layer(row) for row in x.split(1)]))
-    assert set(calls) == {"project"}
+    assert set(calls) == {"packed_linear"}
 
 
 @torch.no_grad()
 def test_a_linear_map_that_is_laid_out_reads_what_is_not_contiguous(calls, one_thread):
     layer, x = laid_out(6, 5), normal(9, 12, dtype=torch.float32)[::2, 3:9]
     assert torch.equal(layer(x), layer(x.clone()))
-    assert calls == ["project"] * 2
+    assert calls == ["packed_linear"] * 2
 
 
 def test_a_linear_map_that_is_laid_out_still_learns(calls, one_thread):
@@ -887,7 +887,7 @@ def test_on_several_threads_a_linear_map_is_torchs(calls, num_threads, monkeypat
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     layer, x = laid_out(6, 5), normal(9, 6, dtype=torch.float32)
     torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
-    assert calls == (["project"] if num_threads == 1 else [])
+    assert calls == (["packed_linear"] if num_threads == 1 else [])
 
 
 def test_all_linear_maps_of_a_model_are_laid_out(calls, one_thread):
@@ -895,7 +895,7 @@ def test_all_linear_maps_of_a_model_are_laid_out(calls, one_thread):
     linear_module.pack_weights(model)
     with torch.no_grad():
         model(normal(4, 6, dtype=torch.float32))
-    assert calls == ["project"] * 2
+    assert calls == ["packed_linear"] * 2
 
 
 # Projection
@@ -906,7 +906,7 @@ def projection(width: int, num_pieces: int, seed: int = 1) -> Projection:
     projected = Projection(width, num_pieces)
     with torch.no_grad():
         projected.weight.copy_(3 * normal(num_pieces, width, seed=seed) / width**0.5)
-    projected.lay_out()
+    projected.pack_weights()
     return projected
 
 
@@ -926,7 +926,7 @@ def test_top_pieces_of_a_projection_are_those_of_its_logits(
 ):
     projected, states = projection(width, num_pieces), normal(rows, width, dtype=torch.float32)
     top = best_of(projected, states, never, count)
-    assert calls == (["project_top_pieces"] if rows else [])
+    assert calls == (["packed_topk"] if rows else [])
     exact_NV = states.double() @ projected.weight.double().T
     assert top.ids_NC.shape == (rows, min(count, num_pieces - len(never)))
     assert all(len({*ids}) == len(ids) and not {*ids} & {*never} for ids in top.ids_NC.tolist())
@@ -968,7 +968,7 @@ def test_on_several_threads_a_projection_is_torchs(calls, num_threads, monkeypat
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     projected, states = projection(6, 40), normal(9, 6, dtype=torch.float32)
     top = best_of(projected, states, [], 3)
-    assert calls == (["project_top_pieces"] if num_threads == 1 else [])
+    assert calls == (["packed_topk"] if num_threads == 1 else [])
     assert torch.equal(top.ids_NC, ranked(states @ projected.weight.T, [], 3))
 
 
@@ -982,7 +982,7 @@ def test_weights_and_states_that_were_not_compiled_take_plain_logits(way, calls,
     plain = projected.logits(states)
     assert isinstance(plain, Tensor)
     assert plain.dtype == weights
-    projected.lay_out()
+    projected.pack_weights()
     is_projected = isinstance(projected.logits(states), LazyLogits)
     assert is_projected == (way.is_compiled and way.dtype == torch.float32)
 
@@ -1001,7 +1001,7 @@ def test_weights_that_change_after_they_were_laid_out_count_as_they_are(calls, o
         logits = projected.logits(states)
         torch.testing.assert_close(logits[:], F.linear(states, projected.weight))
         assert torch.equal(top_tokens(logits, [], 3).ids_NC, ranked(logits[:], [], 3))
-        projected.lay_out()
+        projected.pack_weights()
         assert torch.equal(best_of(projected, states, [], 3).ids_NC, ranked(logits[:], [], 3))
 
 
@@ -1028,7 +1028,7 @@ def test_a_state_that_is_not_finite_leaves_no_number_in_its_row(calls, one_threa
 @torch.no_grad()
 def test_top_pieces_that_the_memory_does_not_hold_say_so(calls, one_thread, monkeypatch):
     projected, states = projection(6, 40), normal(9, 6, dtype=torch.float32)
-    library = SimpleNamespace(project_top_pieces_float=lambda *_: 1)
+    library = SimpleNamespace(packed_topk_float=lambda *_: 1)
     monkeypatch.setattr(native, "compiled", lambda: library)
     with pytest.raises(MemoryError):
         best_of(projected, states, [], 3)
@@ -1049,7 +1049,7 @@ def test_a_projection_has_the_weights_of_a_linear_map_without_a_bias():
 @pytest.fixture
 def rounds(monkeypatch, calls) -> list[str]:
     """Let projections be laid out in bfloat16 too; return the names of the functions called."""
-    monkeypatch.setattr(native.Functions, "multiply", lambda functions: True)
+    monkeypatch.setattr(native.Functions, "has_fast_matmul", lambda functions: True)
     return calls
 
 
@@ -1080,11 +1080,11 @@ def test_the_likeliest_piece_of_a_projection_has_its_greatest_logit(
 ):
     projected, states = projection(width, num_pieces), normal(rows, width, dtype=torch.float32)
     projected.weight[never] *= 5
-    projected.lay_out()
+    projected.pack_weights()
     found_N1 = likeliest_of(projected, states, never)
     assert found_N1.shape == (rows, 1)
     if rows:
-        assert rounds == ["project_likeliest"]
+        assert rounds == ["packed_argmax"]
         assert_likeliest(found_N1, projected, states, never)
 
 
@@ -1095,12 +1095,12 @@ def test_what_bfloat16_cannot_tell_apart_is_told_apart(rounds, one_thread, apart
     projected, states = projection(64, 200), normal(50, 64, dtype=torch.float32)
     alike = normal(1, 64, seed=3) + apart * normal(200, 64, seed=4)
     projected.weight.copy_(alike)
-    projected.lay_out()
+    projected.pack_weights()
     assert_likeliest(likeliest_of(projected, states, [7]), projected, states, [7])
     short_NV = states.bfloat16().double() @ projected.weight.bfloat16().double().T
     exact_NV = states.double() @ projected.weight.double().T
     assert (short_NV.argmax(1) != exact_NV.argmax(1)).sum() >= 3
-    assert rounds == ["project_likeliest"]
+    assert rounds == ["packed_argmax"]
 
 
 @pytest.mark.parametrize("width", [2, 64, 1024])
@@ -1109,12 +1109,12 @@ def test_a_rounded_product_is_as_near_to_the_exact_one_as_its_margin_says(rounds
     """Numbers are as far as they can be from those that they are rounded to."""
     projected = projection(width, 40)
     projected.weight[3] = 1 + 2.0**-8 - 2.0**-20
-    projected.lay_out()
+    projected.pack_weights()
     states = torch.cat([projected.weight[3:4], normal(30, width, dtype=torch.float32)])
     rounded_NV = states.bfloat16().double() @ projected.weight.bfloat16().double().T
     apart_NV = (rounded_NV - states.double() @ projected.weight.double().T).abs()
-    assert projected._rounded is not None
-    share_NV = apart_NV / states.double().norm(dim=1)[:, None] / projected._rounded.margins_V
+    assert projected._bf16 is not None
+    share_NV = apart_NV / states.double().norm(dim=1)[:, None] / projected._bf16.margins_V
     assert 0.9 < float(share_NV.max()) <= 1
 
 
@@ -1128,7 +1128,7 @@ def test_a_state_that_is_no_number_has_no_likeliest_piece_and_disturbs_no_other(
     states[9, 5] = value
     expected[9] = -1
     assert likeliest_of(projected, states, [1]).flatten().tolist() == expected
-    assert rounds == ["project_likeliest"] * 2
+    assert rounds == ["packed_argmax"] * 2
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -1138,7 +1138,7 @@ def test_a_weight_that_is_no_number_leaves_no_likeliest_piece(rounds, one_thread
     projected, states = projection(64, 130), normal(30, 64, dtype=torch.float32)
     expected = likeliest_of(projected, states, [1])
     projected.weight[70, 3] = value
-    projected.lay_out()
+    projected.pack_weights()
     is_left_N1 = value * states[:, 3:4] == -math.inf
     expected = torch.where(is_left_N1, expected, -1)
     assert torch.equal(likeliest_of(projected, states, [1]), expected)
@@ -1156,12 +1156,12 @@ def test_states_without_whole_pairs_and_other_processors_take_exact_logits(
 ):
     states = normal(9, 7, dtype=torch.float32)
     odd, even = projection(7, 40), projection(6, 40)
-    monkeypatch.setattr(native.Functions, "multiply", lambda functions: False)
+    monkeypatch.setattr(native.Functions, "has_fast_matmul", lambda functions: False)
     slow = projection(6, 40)
     assert_likeliest(likeliest_of(odd, states, [1]), odd, states, [1])
     found = [likeliest_of(own, states[:, :6], [1]) for own in (slow, even)]
     assert torch.equal(*found)
-    assert rounds == ["project_top_pieces"] * 2 + ["project_likeliest"]
+    assert rounds == ["packed_topk"] * 2 + ["packed_argmax"]
 
 
 @torch.no_grad()
@@ -1171,5 +1171,5 @@ def test_weights_that_change_are_not_searched_as_they_were_rounded(rounds, one_t
     logits = projected.logits(states)
     assert isinstance(logits, Tensor)
     assert_likeliest(argmax_tokens(logits, [1]), projected, states, [1])
-    projected.lay_out()
+    projected.pack_weights()
     assert_likeliest(likeliest_of(projected, states, [1]), projected, states, [1])

@@ -93,7 +93,7 @@ def test_the_library_is_compiled_into_the_cache_folder(cache, monkeypatch):
 
 @needs_compiler
 def test_a_second_call_compiles_nothing(cache, built, monkeypatch):
-    monkeypatch.setattr(native, "_compiles", forbidden)
+    monkeypatch.setattr(native, "_compile", forbidden)
     monkeypatch.setenv("XDG_CACHE_HOME", str(built))
     assert native.compiled() is not None
 
@@ -158,7 +158,7 @@ def test_a_file_that_was_cut_off_is_not_loaded_but_made_again(
         shutil.copy(whole, output)
         return True
 
-    monkeypatch.setattr(native, "_compiles", copied)
+    monkeypatch.setattr(native, "_compile", copied)
     library = native.compiled()
     assert library is not None
     assert library._name == str(damaged)
@@ -169,7 +169,7 @@ def test_a_file_of_another_making_is_left_alone(cache, monkeypatch):
     folder = cache / "mtrain"
     folder.mkdir(parents=True)
     (folder / "kernels-0123456789abcdef-0123456789abcdef.so").write_bytes(b"of another source")
-    monkeypatch.setattr(native, "_compiles", lambda *_: False)
+    monkeypatch.setattr(native, "_compile", lambda *_: False)
     assert native.compiled() is None
     assert files(cache) == ["kernels-0123456789abcdef-0123456789abcdef.so"]
 
@@ -197,8 +197,8 @@ def test_a_full_cache_gives_way_to_a_folder_of_the_process(cache, built, monkeyp
         shutil.copy(whole, output)
         return True
 
-    monkeypatch.setattr(native, "_compiles", compiles)
-    monkeypatch.setattr(native, "_own_folder", lambda: tmp_path / "own")
+    monkeypatch.setattr(native, "_compile", compiles)
+    monkeypatch.setattr(native, "_process_dir", lambda: tmp_path / "own")
     library = native.compiled()
     assert library is not None
     assert library._name == str(tmp_path / "own" / whole.name)
@@ -206,7 +206,7 @@ def test_a_full_cache_gives_way_to_a_folder_of_the_process(cache, built, monkeyp
 
 def test_without_a_compiler_no_second_folder_is_tried(cache, monkeypatch):
     monkeypatch.setattr(native, "_COMPILERS", ("no-such-compiler",))
-    monkeypatch.setattr(native, "_own_folder", forbidden)
+    monkeypatch.setattr(native, "_process_dir", forbidden)
     assert native.compiled() is None
 
 
@@ -218,7 +218,7 @@ def test_a_compiler_keeps_its_own_files_beside_the_library(tmp_path, monkeypatch
     output.parent.mkdir()
     compiler.write_text(f'#!/bin/sh\necho "$TMPDIR $KEPT" > {output}\n', encoding="utf-8")
     compiler.chmod(0o755)
-    assert native._compiles(str(compiler), (), output)
+    assert native._compile(str(compiler), (), output)
     assert output.read_text("utf-8") == f"{output.parent} as it is\n"
 
 
@@ -229,7 +229,7 @@ def test_a_user_without_a_home_gets_the_library_too(cache, built, monkeypatch, t
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(native.Path, "home", homeless)
-    monkeypatch.setattr(native, "_own_folder", lambda: built / "mtrain")
+    monkeypatch.setattr(native, "_process_dir", lambda: built / "mtrain")
     assert native.compiled() is not None
 
 
@@ -259,7 +259,7 @@ def test_a_library_that_cannot_be_loaded_from_the_cache_is_loaded_from_elsewhere
     own = tmp_path / "own"
     shutil.copytree(built / "mtrain", own)
     monkeypatch.setattr(native.ctypes, "CDLL", refused)
-    monkeypatch.setattr(native, "_own_folder", lambda: own)
+    monkeypatch.setattr(native, "_process_dir", lambda: own)
     library = native.compiled()
     assert library is not None
     assert library._name.startswith(str(own))
@@ -268,7 +268,7 @@ def test_a_library_that_cannot_be_loaded_from_the_cache_is_loaded_from_elsewhere
 @needs_compiler
 def test_those_who_compile_at_once_do_not_disturb_each_other(cache, monkeypatch):
     """Each compiles beside the others; the last one's file stays, and it is whole."""
-    together, compiles = threading.Barrier(2), native._compiles
+    together, compiles = threading.Barrier(2), native._compile
 
     def at_once(compiler: str, flags: tuple[str, ...], output: Path) -> bool:
         together.wait(timeout=120)
@@ -276,7 +276,7 @@ def test_those_who_compile_at_once_do_not_disturb_each_other(cache, monkeypatch)
         together.wait(timeout=120)
         return done
 
-    monkeypatch.setattr(native, "_compiles", at_once)
+    monkeypatch.setattr(native, "_compile", at_once)
     found = []
     threads = [threading.Thread(target=lambda: found.append(native.compiled())) for _ in range(2)]
     for thread in threads:
@@ -285,7 +285,7 @@ def test_those_who_compile_at_once_do_not_disturb_each_other(cache, monkeypatch)
         thread.join()
     assert len(found) == 2
     assert None not in found
-    monkeypatch.setattr(native, "_compiles", forbidden)
+    monkeypatch.setattr(native, "_compile", forbidden)
     native.compiled.cache_clear()
     assert native.compiled() is not None
 
@@ -313,15 +313,15 @@ def test_two_processes_that_compile_at_once_both_get_the_library(tmp_path):
 
 @needs_compiler
 def test_a_compiler_that_refuses_the_flags_of_the_machine_is_asked_without_them(cache, monkeypatch):
-    asked, compiles = [], native._compiles
+    asked, compiles = [], native._compile
 
     def picky(compiler: str, flags: tuple[str, ...], output: Path) -> bool:
         asked.append((compiler, flags))
         return not flags and compiles(compiler, flags, output)
 
-    monkeypatch.setattr(native, "_compiles", picky)
+    monkeypatch.setattr(native, "_compile", picky)
     assert native.compiled() is not None
-    assert asked == [(native._COMPILERS[0], flags) for flags in native._FLAGS_OF_MACHINES]
+    assert asked == [(native._COMPILERS[0], flags) for flags in native._MACHINE_FLAGS]
 
 
 def test_a_source_that_does_not_compile_gives_no_library(cache, tmp_path, monkeypatch):
@@ -342,10 +342,10 @@ def test_a_compiler_that_never_ends_gives_no_library(cache, monkeypatch):
 def test_the_environment_can_ask_for_the_plain_formulas(cache, monkeypatch):
     monkeypatch.setattr(native, "_load", forbidden)
     monkeypatch.setenv("MTRAIN_NATIVE", "0")
-    assert not native.is_wanted()
+    assert not native.is_enabled()
     assert native.compiled() is None
     monkeypatch.setenv("MTRAIN_NATIVE", "1")
-    assert native.is_wanted()
+    assert native.is_enabled()
 
 
 def trained(cli: Cli, tmp_path: Path) -> str:
@@ -392,7 +392,7 @@ def test_the_sources_are_part_of_the_package():
 @pytest.mark.parametrize(
     "machine_flags",
     [
-        *native._FLAGS_OF_MACHINES,
+        *native._MACHINE_FLAGS,
         pytest.param(("-mavx512f",), marks=needs_vectors),
     ],
     ids=str,
@@ -407,7 +407,8 @@ def test_the_sources_compile_without_a_warning(machine_flags):
 
 @needs_compiler
 def test_without_the_flags_of_the_machine_there_are_no_products(cache, monkeypatch):
-    monkeypatch.setattr(native, "_FLAGS_OF_MACHINES", ((),))
+    monkeypatch.setattr(native, "_MACHINE_FLAGS", ((),))
     assert not any(
-        native.Functions(native.compiled(), store).multiply() for store in ("bf16", "float")
+        native.Functions(native.compiled(), dtype_name).has_fast_matmul()
+        for dtype_name in ("bf16", "float")
     )

@@ -229,7 +229,8 @@ def test_a_compiled_model_has_the_names_and_decodes_in_the_steps_of_any_other() 
     src, keep = torch.tensor([[5, 6, 7]]), torch.ones(1, 3, dtype=torch.bool)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         found = [
-            model.step(torch.tensor([2]), model.start(src, keep)) for model in (plain, compiled)
+            model.decode_step(torch.tensor([2]), model.start(src, keep))
+            for model in (plain, compiled)
         ]
     assert torch.equal(*found) and counter.frame_count == 0
 

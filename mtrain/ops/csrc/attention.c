@@ -451,7 +451,7 @@ static inline int64_t NAME(find_rows)(const STORE **found, const STORE *store,
 
 /* out = softmax(q k^T scale) v for each head of one query a row, over the rows of the store that
  * its places name; a row of the store is keys, then values, and a negative place is none. */
-int NAME(attend)(const STORE *q, const STORE *store, const int64_t *places, STORE *out,
+int NAME(paged_attention)(const STORE *q, const STORE *store, const int64_t *places, STORE *out,
                  int64_t rows, int64_t count, int64_t heads, int64_t k, int64_t q_stride,
                  int64_t places_stride, float scale) {
     int64_t padded = round_up(count, LANES);

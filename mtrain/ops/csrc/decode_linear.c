@@ -23,14 +23,14 @@
 #define BESIDE (8 / VECTORS) /* panels whose sums are added up side by side, if most of x is 0 */
 #define FEW(k) ((k) / 3)     /* numbers of a row of which so few are not 0 that the others are skipped */
 
-int top_pieces_float(const float *logits, const int64_t *never, int64_t *ids, float *log_probs,
+int topk_float(const float *logits, const int64_t *never, int64_t *ids, float *log_probs,
                      int64_t rows, int64_t width, int64_t num_never, int64_t count);
 
-const int64_t panel_width = PANEL;
+const int64_t tile_columns = PANEL;
 
 /* out [n, m] = x w^T + bias for x [n, k] and the panels of w [m, k], or the greater of this and 0; the
  * bias may be NULL. */
-int project_float(const float *x, const float *panels, const float *bias, float *out, int64_t n,
+int packed_linear_float(const float *x, const float *panels, const float *bias, float *out, int64_t n,
                   int64_t k, int64_t m, int rectifies) {
     target to = {.bias = bias, .sums = out, .stride = m, .rectifies = rectifies};
     multiply_float(to, n, m, x, k, 1, panels, k);
@@ -84,9 +84,9 @@ static INLINE void sparse_tile(const target *to, int64_t row, int64_t column, in
     }
 }
 
-/* What project_float does, and faster where most of x is 0, as most of what ReLU leaves is (Li et al.
+/* What packed_linear_float does, and faster where most of x is 0, as most of what ReLU leaves is (Li et al.
  * 2022, arXiv 2210.06313). */
-int project_sparse_float(const float *x, const float *panels, const float *bias, float *out,
+int packed_linear_sparse_float(const float *x, const float *panels, const float *bias, float *out,
                          int64_t n, int64_t k, int64_t m) {
     int64_t room_of_row = k + LANES, counts[CHUNK];
     int32_t *places = room(CHUNK * room_of_row);
@@ -119,7 +119,7 @@ int project_sparse_float(const float *x, const float *panels, const float *bias,
 }
 
 /* What top_pieces finds in logits x w^T, for x [n, k] and the panels of w [m, k]. */
-int project_top_pieces_float(const float *x, const float *panels, const int64_t *never,
+int packed_topk_float(const float *x, const float *panels, const int64_t *never,
                              int64_t *ids, float *log_probs, int64_t n, int64_t k, int64_t m,
                              int64_t num_never, int64_t count) {
     float *logits = room(CHUNK * m);
@@ -127,8 +127,8 @@ int project_top_pieces_float(const float *x, const float *panels, const int64_t 
     int lacks_memory = 0;
     for (int64_t start = 0; start < n && !lacks_memory; start += CHUNK) {
         int64_t rows = least(n - start, CHUNK);
-        project_float(x + start * k, panels, NULL, logits, rows, k, m, 0);
-        lacks_memory = top_pieces_float(logits, never, ids + start * count,
+        packed_linear_float(x + start * k, panels, NULL, logits, rows, k, m, 0);
+        lacks_memory = topk_float(logits, never, ids + start * count,
                                         log_probs + start * count, rows, m, num_never, count);
     }
     free(logits);
@@ -168,7 +168,7 @@ static int64_t likeliest(const float *x, const float *w, const float *logits, co
 /* For each row of x [n, k] the piece of its greatest logit x w^T, apart from those never taken; -1 if
  * none is finite. The panels are of w [m, k] in bfloat16, k is even, and margins[i] is how much what
  * is rounded may change the product of w_i and a vector of length 1. */
-int project_likeliest_float(const float *x, const float *w, const uint32_t *panels,
+int packed_argmax_float(const float *x, const float *w, const uint32_t *panels,
                             const float *margins, const int64_t *never, int64_t *ids, int64_t n,
                             int64_t k, int64_t m, int64_t num_never) {
     int64_t blocks = (m + BLOCK - 1) / BLOCK;

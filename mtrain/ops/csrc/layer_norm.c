@@ -113,7 +113,7 @@ int NAME(add_norm_grad)(const STORE *grad, const STORE *x, const STORE *y, const
  * the first; and their log-probabilities over the whole row. Of a row only those blocks are searched
  * whose greatest can be among them: as many blocks as ids that are wanted or never taken, or more
  * if some are alike. */
-int NAME(top_pieces)(const STORE *logits, const int64_t *never, int64_t *ids, float *log_probs,
+int NAME(topk)(const STORE *logits, const int64_t *never, int64_t *ids, float *log_probs,
                      int64_t rows, int64_t width, int64_t num_never, int64_t count) {
     int64_t blocks = (width + BLOCK - 1) / BLOCK;
     float *tops = malloc((blocks + count + num_never) * sizeof(float));

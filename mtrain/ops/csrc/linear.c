@@ -10,14 +10,14 @@
 
 /* Whether our products are faster than PyTorch's, as far as that was measured. */
 #if defined __AVX512BF16__ && LANES == 16
-const int64_t multiplies_bf16 = 1;
+const int64_t fast_matmul_bf16 = 1;
 #else
-const int64_t multiplies_bf16 = 0;
+const int64_t fast_matmul_bf16 = 0;
 #endif
 #if defined __x86_64__ && LANES > 4
-const int64_t multiplies_float = 1;
+const int64_t fast_matmul_float = 1;
 #else
-const int64_t multiplies_float = 0;
+const int64_t fast_matmul_float = 0;
 #endif
 
 #define BLOCK 512 /* rows of a batch whose products are added up at once */
