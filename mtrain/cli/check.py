@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from mtrain import api
 from mtrain.cli import console, options
 from mtrain.errors import DataError
-
-if TYPE_CHECKING:
-    pass
 
 
 def check(

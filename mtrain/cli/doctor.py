@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from mtrain.cli import console, options
-
-if TYPE_CHECKING:
-    pass
 
 
 def doctor(

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from mtrain.cli import console, options
-
-if TYPE_CHECKING:
-    pass
 
 
 def export(
@@ -19,9 +16,12 @@ def export(
         Path,
         typer.Argument(metavar="DIR", help="The folder to write, new.", show_default=False),
     ],
-    to: Annotated[options.Target, typer.Option("--to", help="The library.", show_default=False)],
+    to: Annotated[
+        Literal["ctranslate2", "huggingface"],
+        typer.Option("--to", help="The library.", show_default=False),
+    ],
     quantize: Annotated[
-        options.StoredType | None,
+        Literal["int8", "float16", "bfloat16"] | None,
         typer.Option(help="Store fewer bits of each weight; int8 for ctranslate2 only."),
     ] = None,
     check_lines: Annotated[
@@ -38,6 +38,6 @@ def export(
     from mtrain.export import export as exporting
     from mtrain.run.run_dir import RunDir
 
-    wanted = exporting.ExportRequest(to.value, quantize.value if quantize else None, check_lines)
-    report = exporting.export(RunDir(run), directory, wanted, console.warn)
+    request = exporting.ExportRequest(to, quantize, check_lines)
+    report = exporting.export(RunDir(run), directory, request, console.warn)
     console.put(exporting.as_text(report), None)

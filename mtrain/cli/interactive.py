@@ -1,4 +1,4 @@
-"""Lines that somebody types at a terminal, one at a time. Knows nothing of what becomes of them."""
+"""Lines typed at a terminal, each translated at once."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ import sys
 from collections.abc import Iterable, Iterator
 
 
-def is_asked() -> bool:
-    """Tell whether somebody sits at a terminal, and stdin is that terminal."""
+def is_at_terminal() -> bool:
+    """Tell whether stdin and stderr are a terminal."""
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 
-def mark(language: str) -> str:
-    """Return what stands before a line in this language."""
+def _prompt(language: str) -> str:
     return "".join(char for char in language if char.isprintable())[:20] + "> "
 
 
-def answers(lines: Iterable[str], language: str) -> Iterable[str]:
-    """Return lines as they are shown to somebody: behind a mark, unless stdout is a file."""
-    return (mark(language) + line for line in lines) if sys.stdout.isatty() else lines
+def with_prompt(lines: Iterable[str], language: str) -> Iterable[str]:
+    """Put the prompt of a language before each line, unless stdout is a file."""
+    return (_prompt(language) + line for line in lines) if sys.stdout.isatty() else lines
 
 
-def ask(language: str) -> Iterator[list[str]]:
+def read_typed(language: str) -> Iterator[list[str]]:
     """Yield each line that is typed, as a block of its own, until Ctrl-D.
 
     Where stdout is the terminal too, the arrow keys edit the line and bring back those before it.
@@ -31,12 +30,12 @@ def ask(language: str) -> Iterator[list[str]]:
     """
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="replace")
-    print(f"One line of {mark(language)[:-2]} at a time; Ctrl-D ends.", file=sys.stderr)
+    print(f"One line of {_prompt(language)[:-2]} at a time; Ctrl-D ends.", file=sys.stderr)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - `input` uses it once it is there
     try:
         while True:
-            yield [_line(mark(language))]
+            yield [_input(_prompt(language))]
     except EOFError:
         print(file=sys.stderr)
     except KeyboardInterrupt:
@@ -44,15 +43,15 @@ def ask(language: str) -> Iterator[list[str]]:
         raise
 
 
-def _line(mark: str) -> str:
-    """Return what is typed after `mark`, which never goes into a file.
+def _input(prompt: str) -> str:
+    """Return a line typed after `prompt`, which is shown on stderr where stdout is a file.
 
     Raises:
         EOFError: at the end of the input.
     """
     if sys.stdout.isatty():
-        return input(mark)
-    print(mark, end="", file=sys.stderr, flush=True)
+        return input(prompt)
+    print(prompt, end="", file=sys.stderr, flush=True)
     line = sys.stdin.readline()
     if not line:
         raise EOFError

@@ -6,9 +6,8 @@ Knows the words of the help, and nothing of what the verbs do with them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -51,63 +50,12 @@ BatchOption = Annotated[
     int | None, typer.Option(min=1, help="Source tokens times beam of a batch.")
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
-
-
-class Precision(str, Enum):
-    """Of states and products; auto is float32."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-
-class Engine(str, Enum):
-    """What searches for translations."""
-
-    MTRAIN = "mtrain"
-    CTRANSLATE2 = "ctranslate2"
-
-
-class Target(str, Enum):
-    """For which library a model is exported."""
-
-    CTRANSLATE2 = "ctranslate2"
-    HUGGINGFACE = "huggingface"
-
-
-class StoredType(str, Enum):
-    """How few bits of each weight are stored."""
-
-    INT8 = "int8"
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
-
-
-class LogTarget(str, Enum):
-    """Where the numbers of a training go beside `metrics.jsonl`."""
-
-    TENSORBOARD = "tensorboard"
-
-
-class Format(str, Enum):
-    """How translations are written."""
-
-    TEXT = "text"
-    TSV = "tsv"
-    JSONL = "jsonl"
-
-
-class OnLong(str, Enum):
-    """What becomes of a line that is too long."""
-
-    SPLIT = "split"
-    TRUNCATE = "truncate"
-    ERROR = "error"
-
-
-PrecisionOption = Annotated[Precision, typer.Option(help="auto is float32.")]
+PrecisionOption = Annotated[
+    Literal["auto", "float32", "bfloat16"], typer.Option(help="auto is float32.")
+]
 EngineOption = Annotated[
-    Engine, typer.Option(help="ctranslate2 exports once, into RUN/ctranslate2; text only.")
+    Literal["mtrain", "ctranslate2"],
+    typer.Option(help="ctranslate2 exports once, into RUN/ctranslate2; text only."),
 ]
 TranslateArguments = Annotated[
     list[Path],
@@ -119,7 +67,7 @@ TranslateArguments = Annotated[
 ]
 NBestOption = Annotated[int, typer.Option(min=1, metavar="N", help="Translations of each line.")]
 FormatOption = Annotated[
-    Format,
+    Literal["text", "tsv", "jsonl"],
     typer.Option("--format", help="tsv is line, rank, score, log-probability, flags, text."),
 ]
 AlignmentsOption = Annotated[
@@ -148,7 +96,8 @@ MaxInputOption = Annotated[
     ),
 ]
 OnLongOption = Annotated[
-    OnLong, typer.Option(help="How those are cut; split is at the ends of sentences.")
+    Literal["split", "truncate", "error"],
+    typer.Option(help="How those are cut; split is at the ends of sentences."),
 ]
 EvalArguments = Annotated[
     list[Path],

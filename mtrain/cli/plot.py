@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from mtrain.cli import console, options
 from mtrain.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 
 def plot(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -16,7 +16,7 @@ def train(
     set_: options.SetOption = None,
     run: options.RunOption = None,
     log: Annotated[
-        options.LogTarget | None,
+        Literal["tensorboard"] | None,
         typer.Option(help="Write the numbers for it too, into RUN/tensorboard."),
     ] = None,
 ) -> None:
@@ -31,6 +31,4 @@ def train(
     ) as process_group:
         settings = api.load_config(config, set_ or [], run)
         with exit_when_stopped(settings.run_dir, process_group):
-            api.train_together(
-                settings, process_group, tensorboard=log is options.LogTarget.TENSORBOARD
-            )
+            api.train_together(settings, process_group, tensorboard=log == "tensorboard")

@@ -19,7 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tasks import WORDS, copy_task, write_task
 
-from mtrain.cli.main import main
+from mtrain.cli.main import app
 from mtrain.config import config_file
 from mtrain.decode.formats import NOTHING, TranslatedLine
 from mtrain.decode.sampling import Sampling
@@ -389,7 +389,7 @@ def test_a_score_is_the_one_that_the_search_gave_the_same_line(
 
 
 def test_every_verb_is_held_to_these_rules() -> None:
-    assert sorted(typer.main.get_command(main.app).commands) == sorted(VERBS)  # type: ignore[attr-defined]
+    assert sorted(typer.main.get_command(app).commands) == sorted(VERBS)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("verb", VERBS)
