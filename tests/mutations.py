@@ -387,8 +387,8 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
     compiled(
         "decode_linear",
         "sparse rows are multiplied by the first panels alone",
-        "panels + column * k, k, num)",
-        "panels, k, num)",
+        "packed + column * k, k, num)",
+        "packed, k, num)",
         "linear",
     ),
     compiled(
@@ -437,8 +437,8 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
     compiled(
         "cross_entropy",
         "the target's neighbour is struck out",
-        "word[own % SIZE] = 0;",
-        "word[(own + 1) % SIZE] = 0;",
+        "group[own % K_GROUP] = 0;",
+        "group[(own + 1) % K_GROUP] = 0;",
         "linear",
     ),
     compiled(
@@ -458,15 +458,15 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
     compiled(
         "attention",
         "heads of an odd width lack their last number",
-        "if (i < k) NAME(add_scores)(sums, rows, i, 1, others);",
+        "if (i < k) NAME(add_products)(sums, rows, i, 1, others);",
         "",
         "attention",
     ),
     compiled(
         "attention",
         "the last two values of a sentence count as one",
-        "        if (i + 1 < n) below = NAME(load_lanes)(own + stride, k - j);",
-        "        if (i + 2 < n) below = NAME(load_lanes)(own + stride, k - j);",
+        "        if (i + 1 < n) below = NAME(load_vec)(own + stride, k - j);",
+        "        if (i + 2 < n) below = NAME(load_vec)(own + stride, k - j);",
         "attention",
     ),
     compiled(

@@ -1,53 +1,53 @@
-/* The label-smoothed cross-entropy over a vocabulary, with its output projection.
+/* projected_cross_entropy: label-smoothed cross-entropy over a vocabulary with its output projection,
+ * for states x [n, k], weights w [m, k] and targets [n]; its sums, and the gradients [n, k] and [m, k].
  *
- * For token t and piece v let e_tv = exp(logit_tv - shift_t), and s_t the sum of e_tv over all v. The
+ * For position t and vocabulary entry v let e_tv = exp(logit_tv - shift_t), and s_t the sum of e_tv over all v. The
  * gradient of logit_tv is
  *
  *      e_tv / s_t - even - (1 - smoothing) [v is the target of t],  with even = smoothing / m
  *
  * where only e_tv varies with both t and v. So logits are never stored: the powers e_tv are, rounded
- * once, and both gradients are products of these; what divides, shifts and smooths goes to the other
- * factor, or is added at the end. The slope of the target alone, where 1 - smoothing may cancel all
- * but a little, is kept apart, as a float. A token's shift is the logit of its target, so that not all
- * of its powers vanish; if one could overflow, they are made again below its greatest logit.
+ * once, and both gradients are products of these; division, shift and smoothing are applied to the
+ * other factor, or at the end. The gradient of the target's logit, where 1 - smoothing may cancel most
+ * of it, is kept apart, as a float. The shift of a position is the logit of its target, so that not
+ * all of its powers underflow; if one could overflow, they are computed again with the greatest logit.
  *
- * States are float or bfloat16, STORE, and so are powers; weights are floats, and rounded on the way.
- * One thread runs each call. The file includes itself once for each type of storage.
+ * States are float or bfloat16 (ELEM), and so are powers; weights are floats, rounded to ELEM. Calls run
+ * on one thread. The file includes itself once for each ELEM.
  */
-#ifndef STORE
+#ifndef ELEM
 
 #include "gemm.h"
 
-#define TOKENS PANEL /* whose logits lie side by side */
-#define CHUNK 512    /* tokens whose powers are held at once */
-#define DEPTH 512    /* pieces whose share of a gradient is added up at once */
-#define STRIDE (CHUNK + 32) /* of a piece's powers: powers of two share few lines of a cache */
-#define GREATEST 60.0f /* logit whose power is taken, after the shift */
+#define TOKENS TILE_COLUMNS /* positions in a tile of logits */
+#define CHUNK 512    /* positions whose powers are held at once */
+#define DEPTH 512    /* vocabulary entries that are multiplied with their powers at once */
+#define STRIDE (CHUNK + 32) /* of an entry's powers; a power of two would map rows to the same cache sets */
+#define GREATEST 60.0f /* shifted logit whose power is used */
 
-/* What is known of the tokens of a chunk. */
+/* Numbers of each position of a chunk. */
 typedef struct {
     float shift[CHUNK], sums[CHUNK], tops[CHUNK]; /* tops: the greatest logits */
-    float wanted[CHUNK], means[CHUNK];            /* logits: of the target, and of all in the mean */
+    float wanted[CHUNK], means[CHUNK];            /* the target's logit, and the mean of all */
     float slopes[CHUNK];                          /* the gradient of the target's logit */
 } tokens;
 
-/* e^x, to about 1e-7 of it and as much again for each unit of x; 2^-125 where it is smaller; what
- * is no number stays none. */
-static inline lanes power_of_e(lanes x) {
-    lanes exponent = x * 1.44269504f;
+/* e^x, with a relative error of about 1e-7 (1 + |x|); at least 2^-125; NaN stays NaN. */
+static inline vec_float power_of_e(vec_float x) {
+    vec_float exponent = x * 1.44269504f;
 #pragma omp simd
     for (int i = 0; i < LANES; i++) exponent[i] = -125.0f > exponent[i] ? -125.0f : exponent[i];
-    lanes shifted = exponent + 12582912.0f; /* 1.5 times 2^23, where floats are whole numbers */
-    lanes rest = exponent - (shifted - 12582912.0f);
-    lanes power = rest * 1.326472725e-3f + 9.671512786e-3f; /* 2^rest, nearest to it over [-0.5, 0.5] */
+    vec_float shifted = exponent + 12582912.0f; /* 1.5 times 2^23, where floats are whole numbers */
+    vec_float rest = exponent - (shifted - 12582912.0f);
+    vec_float power = rest * 1.326472725e-3f + 9.671512786e-3f; /* 2^rest, nearest to it over [-0.5, 0.5] */
     power = power * rest + 5.550733744e-2f;
     power = power * rest + 2.402224208e-1f;
     power = power * rest + 6.931469776e-1f;
     power = power * rest + 1.0f;
-    return (lanes)((words)power + ((words)shifted << 23));
+    return (vec_float)((vec_u32)power + ((vec_u32)shifted << 23));
 }
 
-/* Take the greatest logit off those of tokens whose powers could overflow; tell whether there were any. */
+/* Use the greatest logit as the shift where powers could overflow; return whether there was any. */
 static int shift_more(tokens *of, int64_t rows) {
     int is_any = 0;
     for (int64_t c = 0; c < rows; c++)
@@ -55,7 +55,7 @@ static int shift_more(tokens *of, int64_t rows) {
     return is_any;
 }
 
-/* Add up the loss and the negative log-likelihood of a chunk. */
+/* Add the loss and the negative log-likelihood of a chunk to loss_and_nll [2]. */
 static void add_losses(const tokens *of, int64_t rows, float smoothing, double *loss_and_nll) {
     for (int64_t c = 0; c < rows; c++) {
         float log_sum = of->shift[c] + logf(of->sums[c]), nll = log_sum - of->wanted[c];
@@ -64,98 +64,98 @@ static void add_losses(const tokens *of, int64_t rows, float smoothing, double *
     }
 }
 
-/* Numbers of 4 bytes that each part of what a call works with takes. */
-#define PARTS(PART)                                                         \
-    PART(w, m * k / SIZE)                                                   \
+/* The buffers of a call, and their sizes in numbers of 4 bytes. */
+#define BUFFERS(PART)                                                         \
+    PART(w, m * k / K_GROUP)                                                   \
     PART(sum_w, k)                                                          \
-    PART(states_across, CHUNK * k / SIZE)
-#define PARTS_OF_GRADIENTS(PART)                                            \
+    PART(states_across, CHUNK * k / K_GROUP)
+#define GRADIENT_BUFFERS(PART)                                            \
     PART(even_x, k)                                                         \
-    PART(w_down, round_up(m, DEPTH) / DEPTH * panel_size(DEPTH / SIZE, k))  \
-    PART(scaled, CHUNK * k / SIZE)                                          \
-    PART(states_down, panel_size(CHUNK / SIZE, k))                          \
+    PART(w_down, round_up(m, DEPTH) / DEPTH * packed_size(DEPTH / K_GROUP, k))  \
+    PART(scaled, CHUNK * k / K_GROUP)                                          \
+    PART(states_down, packed_size(CHUNK / K_GROUP, k))                          \
     PART(mixed, CHUNK * k)                                                  \
-    PART(powers_down, DEPTH / SIZE * TOKENS)                                \
-    PART(powers_across, m * STRIDE / SIZE)
+    PART(powers_down, DEPTH / K_GROUP * TOKENS)                                \
+    PART(powers_across, m * STRIDE / K_GROUP)
 #define COUNT(name, size) total += round_up(size, LANES);
 #define TAKE(name, size) in->name = (void *)next, next += round_up(size, LANES);
 
-#define STORE bf16
+#define ELEM bf16
 #include "cross_entropy.c"
-#undef STORE
-#define STORE float
+#undef ELEM
+#define ELEM float
 #include "cross_entropy.c"
-#undef STORE
+#undef ELEM
 
 #else
 #include "gemm.h"
 
-/* What a call works with. */
+/* The buffers of a call. */
 typedef struct {
-    int64_t k, m, num_words; /* of a row of k numbers */
-    STORE *w;                /* weights [m, k], rounded, */
-    uint32_t *w_down;        /* and in panels, DEPTH pieces at a time */
-    float *sum_w, *even_x;   /* the sum of the rows of w, and of those of x times -even */
-    uint32_t *states_across; /* x^T of a chunk in panels of TOKENS columns, */
-    uint32_t *states_down;   /* and x / sum, in panels */
-    STORE *scaled;           /* x / sum */
+    int64_t k, m, num_groups; /* num_groups: k-groups of a row */
+    ELEM *w;                /* weights [m, k], rounded */
+    uint32_t *w_down;        /* the same packed, DEPTH entries at a time */
+    float *sum_w, *even_x;   /* [k]: the sum of the rows of w; the sum of the rows of x times -even */
+    uint32_t *states_across; /* x^T of a chunk, packed, TOKENS columns a tile */
+    uint32_t *states_down;   /* x / sum, packed */
+    ELEM *scaled;           /* x / sum */
     float *mixed;            /* powers times w [CHUNK, k] */
-    uint32_t *powers_down;   /* of DEPTH pieces and TOKENS tokens, words of pieces: [.., TOKENS] */
-    STORE *powers_across;    /* of a chunk, words of tokens: [m, STRIDE] */
-} NAME(rooms);
+    uint32_t *powers_down;   /* of DEPTH entries and TOKENS positions, k-groups of entries: [.., TOKENS] */
+    ELEM *powers_across;    /* of a chunk, k-groups of positions: [m, STRIDE] */
+} NAME(workspace);
 
-/* A vector of powers in the low bits of words, as they are stored. */
-static inline words NAME(words_of)(lanes powers) {
-    return SIZE == 1 ? (words)powers : widened(round_lanes(powers));
+/* Powers rounded to ELEM, in the low bits of 32. */
+static inline vec_u32 NAME(to_groups)(vec_float powers) {
+    return K_GROUP == 1 ? (vec_u32)powers : widen(round_to_half(powers));
 }
 
-/* Take the powers of logits [pieces, TOKENS] of the tokens from `first` on, less their shifts; note the
- * sums and the greatest logits; store the powers, if `down` is not NULL. Not part of its caller: its
- * constants would take registers from the sums of tiles. */
-static __attribute__((noinline)) void NAME(take_powers)(const float *logits, int64_t pieces,
+/* Compute e^(logit - shift) for logits [pieces, TOKENS] of the positions from `first` on; update their sums
+ * and greatest logits; store the powers, if `down` is not NULL. Not inlined: its constants would take
+ * registers from the sums of tiles. */
+static __attribute__((noinline)) void NAME(store_powers)(const float *logits, int64_t pieces,
                                                         tokens *of, int64_t first, uint32_t *down,
-                                                        STORE *across) {
-    lanes shifts[VECTORS], sums[VECTORS], tops[VECTORS];
+                                                        ELEM *across) {
+    vec_float shifts[VECTORS], sums[VECTORS], tops[VECTORS];
     memcpy(shifts, of->shift + first, sizeof shifts);
     memcpy(sums, of->sums + first, sizeof sums);
     memcpy(tops, of->tops + first, sizeof tops);
-    for (int64_t r = 0; r < pieces; r += SIZE)
+    for (int64_t r = 0; r < pieces; r += K_GROUP)
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) {
-            words pairs = {0};
-            for (int64_t i = 0; i < SIZE && r + i < pieces; i++) {
-                lanes logit = get_float(logits + (r + i) * TOKENS + v * LANES, LANES);
+            vec_u32 pairs = {0};
+            for (int64_t i = 0; i < K_GROUP && r + i < pieces; i++) {
+                vec_float logit = load_vec_float(logits + (r + i) * TOKENS + v * LANES, LANES);
 #pragma omp simd
                 for (int j = 0; j < LANES; j++)
                     tops[v][j] = logit[j] > tops[v][j] ? logit[j] : tops[v][j];
-                lanes power = power_of_e(logit - shifts[v]);
+                vec_float power = power_of_e(logit - shifts[v]);
                 sums[v] += power;
                 if (!down) continue;
-                pairs |= NAME(words_of)(power) << (uint32_t)(16 * i);
-                PASTE(put, STORE)(across + (r + i) * STRIDE + v * LANES, power, LANES);
+                pairs |= NAME(to_groups)(power) << (uint32_t)(16 * i);
+                PASTE(store_vec, ELEM)(across + (r + i) * STRIDE + v * LANES, power, LANES);
             }
-            if (down) memcpy(down + r / SIZE * TOKENS + v * LANES, &pairs, sizeof pairs);
+            if (down) memcpy(down + r / K_GROUP * TOKENS + v * LANES, &pairs, sizeof pairs);
         }
     memcpy(of->sums + first, sums, sizeof sums);
     memcpy(of->tops + first, tops, sizeof tops);
 }
 
-/* Find room; return 1 if there is none. */
-static int NAME(find_room)(NAME(rooms) *in, int64_t k, int64_t m, int with_grad) {
+/* Allocate the buffers in one block, which starts at `w`; return 1 if there is no memory. */
+static int NAME(alloc_workspace)(NAME(workspace) *in, int64_t k, int64_t m, int with_grad) {
     int64_t total = 0;
-    PARTS(COUNT)
-    if (with_grad) { PARTS_OF_GRADIENTS(COUNT) }
-    uint32_t *next = room(total);
+    BUFFERS(COUNT)
+    if (with_grad) { GRADIENT_BUFFERS(COUNT) }
+    uint32_t *next = alloc_floats(total);
     if (!next) return 1;
-    *in = (NAME(rooms)){.k = k, .m = m, .num_words = k / SIZE};
-    PARTS(TAKE)
-    if (with_grad) { PARTS_OF_GRADIENTS(TAKE) }
+    *in = (NAME(workspace)){.k = k, .m = m, .num_groups = k / K_GROUP};
+    BUFFERS(TAKE)
+    if (with_grad) { GRADIENT_BUFFERS(TAKE) }
     return 0;
 }
 
-/* Round weights [m, k], lay them out, and add up their rows. */
-static void NAME(lay_weights)(NAME(rooms) *in, const float *w) {
-    int64_t k = in->k, block_size = panel_size(DEPTH / SIZE, k);
+/* Round weights [m, k], pack them, and sum their rows. */
+static void NAME(prepare_weights)(NAME(workspace) *in, const float *w) {
+    int64_t k = in->k, block_size = packed_size(DEPTH / K_GROUP, k);
     memset(in->sum_w, 0, k * sizeof(float));
     for (int64_t r = 0; r < in->m; r++)
         for (int64_t i = 0; i < k; i++) {
@@ -163,22 +163,22 @@ static void NAME(lay_weights)(NAME(rooms) *in, const float *w) {
             in->sum_w[i] += LOAD(in->w[r * k + i]);
         }
     for (int64_t first = 0; in->w_down && first < in->m; first += DEPTH)
-        NAME(lay_rows_down)(in->w_down + first / DEPTH * block_size, in->w + first * k,
-                            least(in->m - first, DEPTH), k);
+        NAME(pack_rows)(in->w_down + first / DEPTH * block_size, in->w + first * k,
+                            min_of(in->m - first, DEPTH), k);
 }
 
-/* Lay states [rows, k] out across, and find the logits of their targets and of all in the mean. */
-static void NAME(lay_states)(const NAME(rooms) *in, tokens *of, const STORE *x,
+/* Pack states [rows, k]^T, and compute the logits of their targets and the mean logits. */
+static void NAME(prepare_states)(const NAME(workspace) *in, tokens *of, const ELEM *x,
                              const int64_t *targets, int64_t rows) {
     for (int64_t c = 0; c < round_up(rows, TOKENS); c++) {
-        const STORE *own = x + c * in->k, *w = in->w;
-        uint32_t *to = in->states_across + c / TOKENS * TOKENS * in->num_words + c % TOKENS;
+        const ELEM *own = x + c * in->k, *w = in->w;
+        uint32_t *to = in->states_across + c / TOKENS * TOKENS * in->num_groups + c % TOKENS;
         float wanted = 0.0f, total = 0.0f;
         of->shift[c] = 0.0f;
-        for (int64_t i = 0; i < in->num_words; i++) to[i * TOKENS] = 0;
+        for (int64_t i = 0; i < in->num_groups; i++) to[i * TOKENS] = 0;
         if (c >= rows) continue;
-        for (int64_t i = 0; i < in->num_words; i++)
-            memcpy(to + i * TOKENS, own + i * SIZE, sizeof *to);
+        for (int64_t i = 0; i < in->num_groups; i++)
+            memcpy(to + i * TOKENS, own + i * K_GROUP, sizeof *to);
         w += targets[c] * in->k;
 #pragma omp simd reduction(+ : wanted, total)
         for (int64_t i = 0; i < in->k; i++) {
@@ -190,54 +190,54 @@ static void NAME(lay_states)(const NAME(rooms) *in, tokens *of, const STORE *x,
     }
 }
 
-/* Take the powers of all logits of a chunk; multiply them by the weights, but for those of targets. */
-static void NAME(add_up)(const NAME(rooms) *in, tokens *of, const int64_t *targets, int64_t rows) {
-    float logits[STRIPE * TOKENS] __attribute__((aligned(ALIGNMENT)));
-    int64_t k = in->k, num_words = in->num_words;
+/* Compute the powers of all logits of a chunk, and their product with the weights, targets left out. */
+static void NAME(accumulate_powers)(const NAME(workspace) *in, tokens *of, const int64_t *targets, int64_t rows) {
+    float logits[ROW_BLOCK * TOKENS] __attribute__((aligned(ALIGNMENT)));
+    int64_t k = in->k, num_groups = in->num_groups;
     for (int64_t c = 0; c < CHUNK; c++) of->sums[c] = 0.0f, of->tops[c] = -INFINITY;
     for (int64_t piece = 0; piece < in->m; piece += DEPTH)
         for (int64_t first = 0; first < rows; first += TOKENS) {
-            int64_t pieces = least(in->m - piece, DEPTH), count = least(rows - first, TOKENS);
-            for (int64_t own = 0; own < pieces; own += STRIPE) {
-                int64_t few = least(pieces - own, STRIPE);
-                target to_logits = {.sums = logits, .stride = TOKENS};
-                NAME(multiply)(to_logits, few, TOKENS, in->w + (piece + own) * k, num_words, 1,
-                               in->states_across + first * num_words, num_words);
+            int64_t pieces = min_of(in->m - piece, DEPTH), count = min_of(rows - first, TOKENS);
+            for (int64_t own = 0; own < pieces; own += ROW_BLOCK) {
+                int64_t few = min_of(pieces - own, ROW_BLOCK);
+                gemm_out to_logits = {.sums = logits, .stride = TOKENS};
+                NAME(gemm)(to_logits, few, TOKENS, in->w + (piece + own) * k, num_groups, 1,
+                               in->states_across + first * num_groups, num_groups);
                 uint32_t *down = NULL;
-                STORE *across = NULL;
+                ELEM *across = NULL;
                 if (in->powers_down) {
-                    down = in->powers_down + own / SIZE * TOKENS;
+                    down = in->powers_down + own / K_GROUP * TOKENS;
                     across = in->powers_across + (piece + own) * STRIDE + first;
                 }
-                NAME(take_powers)(logits, few, of, first, down, across);
+                NAME(store_powers)(logits, few, of, first, down, across);
             }
             if (!in->powers_down) continue;
             for (int64_t c = 0; c < count; c++) {
                 int64_t own = targets[first + c] - piece;
                 if (own < 0 || own >= pieces) continue;
                 in->powers_across[(piece + own) * STRIDE + first + c] = 0;
-                STORE *word = (STORE *)(in->powers_down + own / SIZE * TOKENS + c);
-                word[own % SIZE] = 0;
+                ELEM *group = (ELEM *)(in->powers_down + own / K_GROUP * TOKENS + c);
+                group[own % K_GROUP] = 0;
             }
-            target to_mixed = {.sums = in->mixed + first * k, .adds = piece > 0, .stride = k};
-            NAME(multiply)(to_mixed, count, k, in->powers_down, 1, TOKENS,
-                           in->w_down + piece / DEPTH * panel_size(DEPTH / SIZE, k),
-                           (pieces + SIZE - 1) / SIZE);
+            gemm_out to_mixed = {.sums = in->mixed + first * k, .accumulate = piece > 0, .stride = k};
+            NAME(gemm)(to_mixed, count, k, in->powers_down, 1, TOKENS,
+                           in->w_down + piece / DEPTH * packed_size(DEPTH / K_GROUP, k),
+                           (pieces + K_GROUP - 1) / K_GROUP);
         }
 }
 
-/* Find the gradients of the states of a chunk, and scale these for those of the weights. */
-static void NAME(find_grad_x)(const NAME(rooms) *in, tokens *of, const STORE *x,
+/* Compute the gradients of the states of a chunk, and x / sum for those of the weights. */
+static void NAME(write_grad_x)(const NAME(workspace) *in, tokens *of, const ELEM *x,
                               const int64_t *targets, int64_t rows, float smoothing,
-                              STORE *grad_x) {
+                              ELEM *grad_x) {
     int64_t k = in->k;
     float even = smoothing / (float)in->m;
     for (int64_t c = 0; c < rows; c++) {
         float share = 1.0f / of->sums[c];
         float slope = expf(of->wanted[c] - of->shift[c]) * share - (1.0f - smoothing);
-        const STORE *own = x + c * k, *w = in->w + targets[c] * k;
+        const ELEM *own = x + c * k, *w = in->w + targets[c] * k;
         const float *mixed = in->mixed + c * k;
-        STORE *restrict grad = grad_x + c * k, *restrict scaled = in->scaled + c * k;
+        ELEM *restrict grad = grad_x + c * k, *restrict scaled = in->scaled + c * k;
         for (int64_t i = 0; i < k; i++) {
             grad[i] = SAVE(mixed[i] * share + slope * LOAD(w[i]) - even * in->sum_w[i]);
             scaled[i] = SAVE(LOAD(own[i]) * share);
@@ -246,16 +246,16 @@ static void NAME(find_grad_x)(const NAME(rooms) *in, tokens *of, const STORE *x,
     }
 }
 
-/* Add up the gradients of the weights, or, in the first chunk, begin with `even_x` for each. */
-static void NAME(add_grad_w)(const NAME(rooms) *in, const tokens *of, const STORE *x,
+/* Accumulate the gradients of the weights; in the first chunk they begin with `even_x`. */
+static void NAME(add_grad_w)(const NAME(workspace) *in, const tokens *of, const ELEM *x,
                              const int64_t *targets, int64_t rows, int is_first, float *grad_w) {
     int64_t k = in->k;
-    NAME(lay_rows_down)(in->states_down, in->scaled, rows, k);
-    for (int64_t piece = 0; piece < in->m; piece += STRIPE) {
-        target to = {.bias = is_first ? in->even_x : NULL, .sums = grad_w + piece * k, .adds = !is_first, .stride = k};
-        const STORE *powers = in->powers_across + piece * STRIDE;
-        NAME(multiply)(to, least(in->m - piece, STRIPE), k, powers, STRIDE / SIZE, 1,
-                       in->states_down, (rows + SIZE - 1) / SIZE);
+    NAME(pack_rows)(in->states_down, in->scaled, rows, k);
+    for (int64_t piece = 0; piece < in->m; piece += ROW_BLOCK) {
+        gemm_out to = {.bias = is_first ? in->even_x : NULL, .sums = grad_w + piece * k, .accumulate = !is_first, .stride = k};
+        const ELEM *powers = in->powers_across + piece * STRIDE;
+        NAME(gemm)(to, min_of(in->m - piece, ROW_BLOCK), k, powers, STRIDE / K_GROUP, 1,
+                       in->states_down, (rows + K_GROUP - 1) / K_GROUP);
     }
     for (int64_t c = 0; c < rows; c++) {
         float *restrict grad = grad_w + targets[c] * k;
@@ -263,28 +263,28 @@ static void NAME(add_grad_w)(const NAME(rooms) *in, const tokens *of, const STOR
     }
 }
 
-/* Add up the loss and the negative log-likelihood of targets [n] under logits x w^T, for x [n, k]
- * and w [m, k], and find the gradients, if they are wanted; n is not 0, and k is whole words. Return
- * 0, or 1 if the memory does not hold what this works with. */
-int NAME(projected_cross_entropy)(const STORE *x, const float *w, const int64_t *targets,
-                                  STORE *grad_x, float *grad_w, int64_t n, int64_t k, int64_t m,
+/* Add the loss and the negative log-likelihood of targets [n] under logits x w^T, for x [n, k] and w
+ * [m, k], to loss_and_nll [2]; write the gradients unless grad_w is NULL. n is not 0, and k is a
+ * multiple of K_GROUP. Return 0, or 1 if there is no memory. */
+int NAME(projected_cross_entropy)(const ELEM *x, const float *w, const int64_t *targets,
+                                  ELEM *grad_x, float *grad_w, int64_t n, int64_t k, int64_t m,
                                   float smoothing, double *loss_and_nll) {
-    NAME(rooms) in;
+    NAME(workspace) in;
     tokens of;
-    if (NAME(find_room)(&in, k, m, grad_w != NULL)) return 1;
-    NAME(lay_weights)(&in, w);
+    if (NAME(alloc_workspace)(&in, k, m, grad_w != NULL)) return 1;
+    NAME(prepare_weights)(&in, w);
     if (grad_w) memset(in.even_x, 0, k * sizeof(float));
     for (int64_t r = 0; grad_w && r < n; r++)
         for (int64_t i = 0; i < k; i++) in.even_x[i] -= smoothing / (float)m * LOAD(x[r * k + i]);
     for (int64_t start = 0; start < n; start += CHUNK) {
-        int64_t rows = least(n - start, CHUNK);
-        const STORE *own = x + start * k;
-        NAME(lay_states)(&in, &of, own, targets + start, rows);
-        do NAME(add_up)(&in, &of, targets + start, rows);
+        int64_t rows = min_of(n - start, CHUNK);
+        const ELEM *own = x + start * k;
+        NAME(prepare_states)(&in, &of, own, targets + start, rows);
+        do NAME(accumulate_powers)(&in, &of, targets + start, rows);
         while (shift_more(&of, rows));
         add_losses(&of, rows, smoothing, loss_and_nll);
         if (!grad_w) continue;
-        NAME(find_grad_x)(&in, &of, own, targets + start, rows, smoothing, grad_x + start * k);
+        NAME(write_grad_x)(&in, &of, own, targets + start, rows, smoothing, grad_x + start * k);
         NAME(add_grad_w)(&in, &of, own, targets + start, rows, start == 0, grad_w);
     }
     free(in.w);

@@ -1,133 +1,137 @@
-/* Linear maps of decoding; and the likeliest pieces under one onto a vocabulary, whose logits never
- * lie in memory all at once: those of a few rows are made, and searched while they are in the cache.
- * Where the likeliest alone is wanted, most of the work is done in bfloat16, and nothing is lost; nor
- * is it where zeros are skipped.
+/* Linear maps of decoding with packed weights, in float:
  *
- * The weights w [m, k] come laid out in panels, as gemm.h reads them; rows that the last one lacks
+ *      packed_linear          x [n, k] -> out [n, m] = x w^T + bias, or max(0, the same)
+ *      packed_linear_sparse   the same, skipping the zeros of x
+ *      packed_topk            x -> ids, log_probs [n, count]: the best tokens of logits x w^T
+ *      packed_argmax          x -> ids [n]: the best token; scanned in bfloat16, the result is exact
+ *
+ * Logits [n, m] are never stored: those of a few rows are computed, and searched while they are in the
+ * cache. The weights w [m, k] are packed in tiles, T = TILE_COLUMNS, as gemm.h reads them; missing rows
  * are 0:
  *
- *      panel 0                       panel 1
- *      w[0][0] .. w[PANEL - 1][0]    w[PANEL][0] .. w[2 PANEL - 1][0]
- *      w[0][1] .. w[PANEL - 1][1]    ..
+ *      tile 0                    tile 1
+ *      w[0][0] .. w[T - 1][0]    w[T][0] .. w[2 T - 1][0]
+ *      w[0][1] .. w[T - 1][1]    ..
  *
- * One thread runs each call, which returns 0, or 1 if the memory does not hold what it works with.
+ * Calls run on one thread and return 0, or 1 if there is no memory.
  */
-#define STORE bf16
+#define ELEM bf16
 #include "gemm.h"
-#undef STORE
-#define STORE float
+#undef ELEM
+#define ELEM float
 #include "gemm.h"
 
-#define CHUNK (4 * ROWS)     /* rows whose logits, or places, are held at once */
-#define BLOCK 64             /* logits whose greatest is noted */
-#define BESIDE (8 / VECTORS) /* panels whose sums are added up side by side, if most of x is 0 */
-#define FEW(k) ((k) / 3)     /* numbers of a row of which so few are not 0 that the others are skipped */
+#define CHUNK (4 * TILE_ROWS)     /* rows whose logits, or nonzero indices, are held at once */
+#define BLOCK 64             /* logits for which one maximum is kept */
+#define SPARSE_TILES (8 / VECTORS) /* tiles that are multiplied at once, if most of x is 0 */
+#define MAX_NONZERO(k) ((k) / 3)     /* zeros are skipped in rows with at most so many nonzero numbers */
 
 int topk_float(const float *logits, const int64_t *never, int64_t *ids, float *log_probs,
                      int64_t rows, int64_t width, int64_t num_never, int64_t count);
 
-const int64_t tile_columns = PANEL;
+const int64_t tile_columns = TILE_COLUMNS;
 
-/* out [n, m] = x w^T + bias for x [n, k] and the panels of w [m, k], or the greater of this and 0; the
- * bias may be NULL. */
-int packed_linear_float(const float *x, const float *panels, const float *bias, float *out, int64_t n,
-                  int64_t k, int64_t m, int rectifies) {
-    target to = {.bias = bias, .sums = out, .stride = m, .rectifies = rectifies};
-    multiply_float(to, n, m, x, k, 1, panels, k);
+/* out [n, m] = x w^T + bias for x [n, k] and packed w [m, k], or max(0, the same); the bias may be
+ * NULL. */
+int packed_linear_float(const float *x, const float *packed, const float *bias, float *out, int64_t n,
+                  int64_t k, int64_t m, int apply_relu) {
+    gemm_out to = {.bias = bias, .sums = out, .stride = m, .apply_relu = apply_relu};
+    gemm_float(to, n, m, x, k, 1, packed, k);
     return 0;
 }
 
-/* Note where x [k] is not 0, and return how often; there is room for a vector more than k places. */
-static int64_t find(int32_t *places, const float *x, int64_t k) {
+/* Write the indices of the nonzero numbers of x [k], and return their count; the array has room for a
+ * vector more than k. */
+static int64_t find_nonzero(int32_t *nonzero, const float *x, int64_t k) {
     int64_t count = 0;
 #ifdef __AVX512F__
     __m512i here = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     for (int64_t i = 0; i < k; i += LANES) {
-        lanes own = get_float(x + i, least(k - i, LANES));
+        vec_float own = load_vec_float(x + i, min_of(k - i, LANES));
         uint16_t is_there = _mm512_cmp_ps_mask((__m512)own, _mm512_setzero_ps(), _CMP_NEQ_UQ);
-        _mm512_storeu_si512(places + count, _mm512_maskz_compress_epi32(is_there, here));
+        _mm512_storeu_si512(nonzero + count, _mm512_maskz_compress_epi32(is_there, here));
         count += __builtin_popcount(is_there);
         here = _mm512_add_epi32(here, _mm512_set1_epi32(LANES));
     }
 #else
     for (int64_t i = 0; i < k; i++) {
-        places[count] = (int32_t)i;
+        nonzero[count] = (int32_t)i;
         count += x[i] != 0.0f;
     }
 #endif
     return count;
 }
 
-/* What `tile` in gemm.h does for a row of which only some numbers are not 0, and panels side by side:
- * sums begin at 0 and take the others in the same order, so that they are the same to the last bit. */
-static INLINE void sparse_tile(const target *to, int64_t row, int64_t column, int64_t columns,
-                               const float *x, const int32_t *places, int64_t count,
-                               const float *panels, int64_t k, int num_panels) {
-    lanes sums[BESIDE * VECTORS];
+/* `tile` of gemm.h for one row with few nonzero numbers, and neighbouring tiles: sums begin at 0 and
+ * add the others in the same order, so that the result is the same, bit for bit. */
+static INLINE void sparse_tile(const gemm_out *to, int64_t row, int64_t column, int64_t columns,
+                               const float *x, const int32_t *nonzero, int64_t count,
+                               const float *packed, int64_t k, int num_tiles) {
+    vec_float sums[SPARSE_TILES * VECTORS];
 #pragma GCC unroll 8
-    for (int v = 0; v < num_panels * VECTORS; v++) sums[v] = (lanes){0};
+    for (int v = 0; v < num_tiles * VECTORS; v++) sums[v] = (vec_float){0};
     for (int64_t i = 0; i < count; i++) {
-        const float *right = panels + places[i] * PANEL;
-        lanes same = x[places[i]] - (lanes){0};
+        const float *right = packed + nonzero[i] * TILE_COLUMNS;
+        vec_float same = x[nonzero[i]] - (vec_float){0};
 #pragma GCC unroll 8
-        for (int v = 0; v < num_panels * VECTORS; v++) {
-            lanes own;
-            memcpy(&own, right + v / VECTORS * k * PANEL + v % VECTORS * LANES, sizeof own);
+        for (int v = 0; v < num_tiles * VECTORS; v++) {
+            vec_float own;
+            memcpy(&own, right + v / VECTORS * k * TILE_COLUMNS + v % VECTORS * LANES, sizeof own);
             sums[v] += same * own;
         }
     }
 #pragma GCC unroll 8
-    for (int v = 0; v < num_panels * VECTORS; v++) {
+    for (int v = 0; v < num_tiles * VECTORS; v++) {
         int64_t first = column + v * LANES;
-        if (columns - first >= LANES) finish_float(to, row, first, sums[v], LANES);
-        else if (first < columns) finish_few_float(to, row, first, sums[v], columns - first);
+        if (columns - first >= LANES) write_vec_float(to, row, first, sums[v], LANES);
+        else if (first < columns) write_vec_tail_float(to, row, first, sums[v], columns - first);
     }
 }
 
-/* What packed_linear_float does, and faster where most of x is 0, as most of what ReLU leaves is (Li et al.
- * 2022, arXiv 2210.06313). */
-int packed_linear_sparse_float(const float *x, const float *panels, const float *bias, float *out,
+/* packed_linear_float, faster where most of x is 0, as most of the output of ReLU is (Li et al. 2022,
+ * arXiv 2210.06313). */
+int packed_linear_sparse_float(const float *x, const float *packed, const float *bias, float *out,
                          int64_t n, int64_t k, int64_t m) {
-    int64_t room_of_row = k + LANES, counts[CHUNK];
-    int32_t *places = room(CHUNK * room_of_row);
-    if (!places) return 1;
+    int64_t nonzero_stride = k + LANES, counts[CHUNK];
+    int32_t *nonzero = alloc_floats(CHUNK * nonzero_stride);
+    if (!nonzero) return 1;
     for (int64_t start = 0; start < n; start += CHUNK) {
-        int64_t rows = least(n - start, CHUNK), total = 0;
+        int64_t rows = min_of(n - start, CHUNK), total = 0;
         const float *own = x + start * k;
-        target to = {.bias = bias, .sums = out + start * m, .stride = m};
+        gemm_out to = {.bias = bias, .sums = out + start * m, .stride = m};
         for (int64_t r = 0; r < rows; r++)
-            total += counts[r] = find(places + r * room_of_row, own + r * k, k);
-        if (total > rows * FEW(k)) {
-            multiply_float(to, rows, m, own, k, 1, panels, k);
+            total += counts[r] = find_nonzero(nonzero + r * nonzero_stride, own + r * k, k);
+        if (total > rows * MAX_NONZERO(k)) {
+            gemm_float(to, rows, m, own, k, 1, packed, k);
             continue;
         }
         for (int64_t column = 0, step; column < m; column += step) {
-            int is_wide = m - column > (BESIDE - 1) * PANEL;
-            step = is_wide ? BESIDE * PANEL : PANEL;
+            int is_wide = m - column > (SPARSE_TILES - 1) * TILE_COLUMNS;
+            step = is_wide ? SPARSE_TILES * TILE_COLUMNS : TILE_COLUMNS;
             for (int64_t r = 0; r < rows; r++) {
 #define TILE(num) \
-    sparse_tile(&to, r, column, m, own + r * k, places + r * room_of_row, counts[r], \
-                panels + column * k, k, num)
-                if (is_wide) TILE(BESIDE);
+    sparse_tile(&to, r, column, m, own + r * k, nonzero + r * nonzero_stride, counts[r], \
+                packed + column * k, k, num)
+                if (is_wide) TILE(SPARSE_TILES);
                 else TILE(1);
 #undef TILE
             }
         }
     }
-    free(places);
+    free(nonzero);
     return 0;
 }
 
-/* What top_pieces finds in logits x w^T, for x [n, k] and the panels of w [m, k]. */
-int packed_topk_float(const float *x, const float *panels, const int64_t *never,
+/* topk of the logits x w^T, for x [n, k] and packed w [m, k]. */
+int packed_topk_float(const float *x, const float *packed, const int64_t *never,
                              int64_t *ids, float *log_probs, int64_t n, int64_t k, int64_t m,
                              int64_t num_never, int64_t count) {
-    float *logits = room(CHUNK * m);
+    float *logits = alloc_floats(CHUNK * m);
     if (!logits) return 1;
     int lacks_memory = 0;
     for (int64_t start = 0; start < n && !lacks_memory; start += CHUNK) {
-        int64_t rows = least(n - start, CHUNK);
-        packed_linear_float(x + start * k, panels, NULL, logits, rows, k, m, 0);
+        int64_t rows = min_of(n - start, CHUNK);
+        packed_linear_float(x + start * k, packed, NULL, logits, rows, k, m, 0);
         lacks_memory = topk_float(logits, never, ids + start * count,
                                         log_probs + start * count, rows, m, num_never, count);
     }
@@ -135,15 +139,14 @@ int packed_topk_float(const float *x, const float *panels, const int64_t *never,
     return lacks_memory;
 }
 
-/* The piece of the greatest logit of states x [k], apart from those whose `logits` are -INFINITY; -1 if
- * none is finite. The logits that are given are at most |x| margins[i] away from x w_i: only those
- * that may be the greatest, mostly a single one, are multiplied out. `tops` has room for a number of
- * each block. */
-static int64_t likeliest(const float *x, const float *w, const float *logits, const float *margins,
+/* The token of the greatest logit x w_i of a state x [k], except those whose `logits` are -INFINITY; -1
+ * if none is finite. `logits` [m] are at most |x| margins[i] away from x w_i: only those that may be
+ * the greatest, mostly a single one, are computed exactly. `tops` holds a number for each block. */
+static int64_t argmax(const float *x, const float *w, const float *logits, const float *margins,
                          float *tops, int64_t k, int64_t m) {
     float size = sqrtf(dot(x, x, k)), least_top = -INFINITY, best = -INFINITY;
     for (int64_t first = 0; first < m; first += BLOCK) {
-        int64_t end = least(first + BLOCK, m);
+        int64_t end = min_of(first + BLOCK, m);
         float top = -INFINITY;
 #pragma omp simd reduction(max : top, least_top)
         for (int64_t i = first; i < end; i++) {
@@ -156,7 +159,7 @@ static int64_t likeliest(const float *x, const float *w, const float *logits, co
     int64_t found = -1;
     for (int64_t first = 0; first < m && least_top > -INFINITY; first += BLOCK) {
         if (tops[first / BLOCK] < least_top) continue;
-        for (int64_t i = first; i < least(first + BLOCK, m); i++) {
+        for (int64_t i = first; i < min_of(first + BLOCK, m); i++) {
             if (!(logits[i] + size * margins[i] >= least_top)) continue;
             float exact = dot(x, w + i * k, k);
             if (exact > best) best = exact, found = i;
@@ -165,29 +168,29 @@ static int64_t likeliest(const float *x, const float *w, const float *logits, co
     return best < INFINITY ? found : -1;
 }
 
-/* For each row of x [n, k] the piece of its greatest logit x w^T, apart from those never taken; -1 if
- * none is finite. The panels are of w [m, k] in bfloat16, k is even, and margins[i] is how much what
- * is rounded may change the product of w_i and a vector of length 1. */
-int packed_argmax_float(const float *x, const float *w, const uint32_t *panels,
+/* ids [n]: the token of the greatest logit x w^T of each row of x [n, k], except those in `never`; -1 if
+ * none is finite. `packed` is w [m, k] in bfloat16, k is even, and margins[i] bounds the rounding error
+ * of the product of w_i and a vector of length 1. */
+int packed_argmax_float(const float *x, const float *w, const uint32_t *packed,
                             const float *margins, const int64_t *never, int64_t *ids, int64_t n,
                             int64_t k, int64_t m, int64_t num_never) {
     int64_t blocks = (m + BLOCK - 1) / BLOCK;
-    float *logits = room(CHUNK * m + blocks + CHUNK * k / 2);
+    float *logits = alloc_floats(CHUNK * m + blocks + CHUNK * k / 2);
     if (!logits) return 1;
     float *tops = logits + CHUNK * m;
     bf16 *rounded = (bf16 *)(tops + blocks);
-    target to = {.sums = logits, .stride = m};
+    gemm_out to = {.sums = logits, .stride = m};
     for (int64_t start = 0; start < n; start += CHUNK) {
-        int64_t rows = least(n - start, CHUNK);
+        int64_t rows = min_of(n - start, CHUNK);
         const float *own = x + start * k;
         for (int64_t i = 0; i < rows * k; i += LANES) {
-            int64_t count = least(rows * k - i, LANES);
-            put_bf16(rounded + i, get_float(own + i, count), count);
+            int64_t count = min_of(rows * k - i, LANES);
+            store_vec_bf16(rounded + i, load_vec_float(own + i, count), count);
         }
-        multiply_bf16(to, rows, m, rounded, k / 2, 1, panels, k / 2);
+        gemm_bf16(to, rows, m, rounded, k / 2, 1, packed, k / 2);
         for (int64_t r = 0; r < rows; r++) {
             for (int64_t i = 0; i < num_never; i++) logits[r * m + never[i]] = -INFINITY;
-            ids[start + r] = likeliest(own + r * k, w, logits + r * m, margins, tops, k, m);
+            ids[start + r] = argmax(own + r * k, w, logits + r * m, margins, tops, k, m);
         }
     }
     free(logits);

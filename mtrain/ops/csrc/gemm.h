@@ -1,19 +1,20 @@
-/* Products of matrices, added up in float.
+/* Matrix products with float sums: out [rows, columns] = left [rows, k] right [k, columns].
  *
- * What one step adds is a word of 4 bytes: a float, or a pair in bfloat16. The right factor of a
- * product is laid out in panels, PANEL columns wide, word after word, so that it is read in order:
+ * One multiply-add takes a k-group of 4 bytes: one float, or two neighbours in k in bfloat16 (the
+ * layout that dpbf16ps reads). The right factor is packed in tiles of TILE_COLUMNS columns, k-group
+ * after k-group, so that it is read in order:
  *
- *      left [rows, W words]           right: panel 0             panel 1
- *      row 0  (w0)(w1) .. (wW)        w0: column 0 .. PANEL - 1  w0: column PANEL ..
- *      row 1  (w0)(w1) .. (wW)        w1: column 0 .. PANEL - 1  w1: ..
- *      ...                            ..                         ..
+ *      left [rows, G groups]          right: tile 0                      tile 1
+ *      row 0  (g0)(g1) .. (gG)        g0: column 0 .. TILE_COLUMNS - 1   g0: column TILE_COLUMNS ..
+ *      row 1  (g0)(g1) .. (gG)        g1: column 0 .. TILE_COLUMNS - 1   g1: ..
+ *      ...                            ..                                 ..
  *
- * ROWS rows times one panel make a tile, whose sums stay in registers from the first word to the
- * last: each vector of the panel that is loaded serves ROWS rows.
+ * The sums of TILE_ROWS rows times one tile stay in registers over all of k: each vector of the
+ * tile is loaded once for TILE_ROWS rows.
  *
- * A file includes this once for each type of storage, STORE, that it multiplies.
+ * A file includes this once for each element type ELEM that it multiplies.
  */
-#ifndef PANEL
+#ifndef TILE_COLUMNS
 
 #include "vec.h"
 
@@ -22,69 +23,68 @@
 #else
 #define VECTORS 2
 #endif
-#define PANEL (LANES * VECTORS)
-#define ROWS 6
+#define TILE_COLUMNS (LANES * VECTORS)
+#define TILE_ROWS 6
 #define INLINE inline __attribute__((always_inline))
-#define STRIPE (16 * ROWS) /* columns of a left factor that are laid out, or multiplied, at once */
+#define ROW_BLOCK (16 * TILE_ROWS) /* rows of a left factor that are packed or multiplied at once */
 
-/* Where a product's sums go, and how far it is from row to row there. */
+/* The output of a product [rows, columns], and what is done before a sum is written. */
 typedef struct {
-    const float *bias; /* a number for each column is added first, if it is not NULL; */
-    void *stored;      /* then they go here, as STORE, if it is not NULL, */
-    float *sums;       /* else here, */
-    int adds;          /* to what is there already, if this says so */
+    const float *bias; /* [columns], added; or NULL */
+    void *out;      /* [rows, stride] of ELEM; or NULL, then: */
+    float *sums;       /* [rows, stride] of float, */
+    int accumulate;          /* added to instead of overwritten, if set */
     int64_t stride;
-    int rectifies;       /* what is below 0 becomes 0, if this says so, */
-    const void *allowed; /* and all that is not above 0 here, as STORE, if it is not NULL */
-} target;
+    int apply_relu;       /* max(0, sum), if set */
+    const void *relu_input; /* [rows, stride] of ELEM: 0 where this is <= 0; or NULL */
+} gemm_out;
 
-/* Numbers of 4 bytes that panels of so many words and columns take. */
-static inline int64_t panel_size(int64_t num_words, int64_t columns) {
-    return num_words * round_up(columns, PANEL);
+/* The 4-byte numbers in a packed factor of so many k-groups and columns. */
+static inline int64_t packed_size(int64_t num_groups, int64_t columns) {
+    return num_groups * round_up(columns, TILE_COLUMNS);
 }
 
-/* `count` numbers, at most a vector, and zeros. */
-static inline lanes get_float(const float *from, int64_t count) {
-    lanes x = {0};
+/* Load `count` numbers, at most a vector, and zeros. */
+static inline vec_float load_vec_float(const float *from, int64_t count) {
+    vec_float x = {0};
     if (count == LANES) memcpy(&x, from, sizeof x);
     else memcpy(&x, from, count * sizeof *from);
     return x;
 }
 
-static inline lanes get_bf16(const bf16 *from, int64_t count) {
-    halves x = {0};
+static inline vec_float load_vec_bf16(const bf16 *from, int64_t count) {
+    vec_half x = {0};
     if (count == LANES) memcpy(&x, from, sizeof x);
     else memcpy(&x, from, count * sizeof *from);
-    return (lanes)(widened(x) << 16);
+    return (vec_float)(widen(x) << 16);
 }
 
 /* Zeros where a comparison holds, else x. */
-#define where_not(is_so, x) ((lanes)((words)(x) & ~(words)(is_so)))
+#define zero_where(is_so, x) ((vec_float)((vec_u32)(x) & ~(vec_u32)(is_so)))
 
-static inline void put_float(float *to, lanes x, int64_t count) {
+static inline void store_vec_float(float *to, vec_float x, int64_t count) {
     if (count == LANES) memcpy(to, &x, sizeof x);
     else memcpy(to, &x, count * sizeof *to);
 }
 
-static inline void put_bf16(bf16 *to, lanes x, int64_t count) {
-    halves rounded = round_lanes(x);
+static inline void store_vec_bf16(bf16 *to, vec_float x, int64_t count) {
+    vec_half rounded = round_to_half(x);
     if (count == LANES) memcpy(to, &rounded, sizeof rounded);
     else memcpy(to, &rounded, count * sizeof *to);
 }
 
 #endif
-#ifdef STORE
+#ifdef ELEM
 
-#undef SIZE
-#define SIZE (4 / (int64_t)sizeof(STORE)) /* numbers of a word */
+#undef K_GROUP
+#define K_GROUP (4 / (int64_t)sizeof(ELEM)) /* values in a k-group */
 
-/* Make words of some columns of numbers [rows, stride], of those of a word that stand below each
- * other; a row of words is `step` long. */
-static inline void NAME(lay_down)(uint32_t *restrict to, const STORE *x, int64_t rows,
+/* Pack columns of x [rows, stride], rows as k, into k-groups [rows / K_GROUP, step], zero-padded. */
+static inline void NAME(pack_columns)(uint32_t *restrict to, const ELEM *x, int64_t rows,
                                   int64_t stride, int64_t columns, int64_t step) {
-    for (int64_t r = 0; r < rows; r += SIZE, to += step) {
-        const STORE *upper = x + r * stride, *lower = upper + stride;
-        if (SIZE == 1)
+    for (int64_t r = 0; r < rows; r += K_GROUP, to += step) {
+        const ELEM *upper = x + r * stride, *lower = upper + stride;
+        if (K_GROUP == 1)
             memcpy(to, upper, columns * sizeof *to);
         else if (r + 1 < rows)
             for (int64_t c = 0; c < columns; c++) to[c] = (bf16)upper[c] | (uint32_t)lower[c] << 16;
@@ -94,55 +94,55 @@ static inline void NAME(lay_down)(uint32_t *restrict to, const STORE *x, int64_t
     }
 }
 
-/* Panels of x [rows, k]. */
-static inline void NAME(lay_rows_down)(uint32_t *to, const STORE *x, int64_t rows, int64_t k) {
-    for (int64_t first = 0; first < k; first += PANEL) {
-        int64_t columns = least(k - first, PANEL);
-        NAME(lay_down)(to + first * ((rows + SIZE - 1) / SIZE), x + first, rows, k, columns, PANEL);
+/* Pack x [rows, k] as a right factor, rows as its inner dimension. */
+static inline void NAME(pack_rows)(uint32_t *to, const ELEM *x, int64_t rows, int64_t k) {
+    for (int64_t first = 0; first < k; first += TILE_COLUMNS) {
+        int64_t columns = min_of(k - first, TILE_COLUMNS);
+        NAME(pack_columns)(to + first * ((rows + K_GROUP - 1) / K_GROUP), x + first, rows, k, columns, TILE_COLUMNS);
     }
 }
 
-/* Take `count` sums, at most a vector, to where they go. */
-static INLINE void NAME(finish)(const target *to, int64_t row, int64_t column, lanes sums,
+/* Write `count` sums, at most a vector, to row `row` of the output from `column` on. */
+static INLINE void NAME(write_vec)(const gemm_out *to, int64_t row, int64_t column, vec_float sums,
                                 int64_t count) {
     int64_t at = row * to->stride + column;
-    if (to->bias) sums += get_float(to->bias + column, count);
-    if (to->adds) sums += get_float(to->sums + at, count);
-    if (to->rectifies) sums = where_not(sums < 0.0f, sums);
-    if (to->allowed) {
-        lanes passed = PASTE(get, STORE)((const STORE *)to->allowed + at, count);
-        sums = where_not(passed <= 0.0f, sums);
+    if (to->bias) sums += load_vec_float(to->bias + column, count);
+    if (to->accumulate) sums += load_vec_float(to->sums + at, count);
+    if (to->apply_relu) sums = zero_where(sums < 0.0f, sums);
+    if (to->relu_input) {
+        vec_float passed = PASTE(load_vec, ELEM)((const ELEM *)to->relu_input + at, count);
+        sums = zero_where(passed <= 0.0f, sums);
     }
-    if (to->stored) PASTE(put, STORE)((STORE *)to->stored + at, sums, count);
-    else put_float(to->sums + at, sums, count);
+    if (to->out) PASTE(store_vec, ELEM)((ELEM *)to->out + at, sums, count);
+    else store_vec_float(to->sums + at, sums, count);
 }
 
-/* The same at the end of a row, in one place for all: its code is long. */
-static __attribute__((noinline)) void NAME(finish_few)(const target *to, int64_t row,
-                                                       int64_t column, lanes sums, int64_t count) {
-    NAME(finish)(to, row, column, sums, least(count, LANES));
+/* The same at the end of a row; not inlined, to keep the code of a tile small. */
+static __attribute__((noinline)) void NAME(write_vec_tail)(const gemm_out *to, int64_t row,
+                                                       int64_t column, vec_float sums, int64_t count) {
+    NAME(write_vec)(to, row, column, sums, min_of(count, LANES));
 }
 
-/* Some rows of a left factor times a panel. `rows` is a constant where this is inlined, and every
- * loop over sums is unrolled: what is reached by a number lies in memory. */
-static INLINE void NAME(tile)(const target *to, int64_t row, int64_t column, int64_t columns,
-                              const uint32_t *left, int64_t row_step, int64_t word_step,
-                              const uint32_t *panel, int64_t num_words, int rows) {
-    lanes sums[ROWS][VECTORS];
+/* `rows` rows of a left factor times a tile. `rows` is a constant where this is inlined, and every
+ * loop over sums is unrolled, so that the sums are registers. */
+static INLINE void NAME(tile)(const gemm_out *to, int64_t row, int64_t column, int64_t columns,
+                              const uint32_t *left, int64_t row_step, int64_t group_step,
+                              const uint32_t *tile, int64_t num_groups, int rows) {
+    vec_float sums[TILE_ROWS][VECTORS];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) sums[r][v] = (lanes){0};
-    for (int64_t w = 0; w < num_words; w++, panel += PANEL) {
-        words right[VECTORS];
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = (vec_float){0};
+    for (int64_t w = 0; w < num_groups; w++, tile += TILE_COLUMNS) {
+        vec_u32 right[VECTORS];
 #pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) memcpy(&right[v], panel + v * LANES, sizeof right[v]);
+        for (int v = 0; v < VECTORS; v++) memcpy(&right[v], tile + v * LANES, sizeof right[v]);
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
             uint32_t own;
-            memcpy(&own, left + r * row_step + w * word_step, sizeof own);
+            memcpy(&own, left + r * row_step + w * group_step, sizeof own);
 #pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) sums[r][v] = NAME(add)(sums[r][v], own, right[v]);
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = NAME(mul_add)(sums[r][v], own, right[v]);
         }
     }
 #pragma GCC unroll 6
@@ -150,23 +150,23 @@ static INLINE void NAME(tile)(const target *to, int64_t row, int64_t column, int
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) {
             int64_t first = column + v * LANES;
-            if (columns - column >= PANEL) NAME(finish)(to, row + r, first, sums[r][v], LANES);
-            else if (first < columns) NAME(finish_few)(to, row + r, first, sums[r][v], columns - first);
+            if (columns - column >= TILE_COLUMNS) NAME(write_vec)(to, row + r, first, sums[r][v], LANES);
+            else if (first < columns) NAME(write_vec_tail)(to, row + r, first, sums[r][v], columns - first);
         }
 }
 
-/* Rows of a left factor times all panels of a right one. Word w of row r of the left factor lies at
- * r * row_step + w * word_step. */
-static inline void NAME(multiply)(target to, int64_t rows, int64_t columns, const void *left,
-                                  int64_t row_step, int64_t word_step, const void *right,
-                                  int64_t num_words) {
-    const uint32_t *panel = right;
-    for (int64_t column = 0; column < columns; column += PANEL, panel += num_words * PANEL)
-        for (int64_t row = 0; row < rows; row += ROWS) {
+/* out [rows, columns] = left times a packed right factor. k-group g of row r of the left factor is at
+ * r * row_step + g * group_step. */
+static inline void NAME(gemm)(gemm_out to, int64_t rows, int64_t columns, const void *left,
+                                  int64_t row_step, int64_t group_step, const void *right,
+                                  int64_t num_groups) {
+    const uint32_t *tile = right;
+    for (int64_t column = 0; column < columns; column += TILE_COLUMNS, tile += num_groups * TILE_COLUMNS)
+        for (int64_t row = 0; row < rows; row += TILE_ROWS) {
             const uint32_t *own = (const uint32_t *)left + row * row_step;
 #define TILE(n) \
-    NAME(tile)(&to, row, column, columns, own, row_step, word_step, panel, num_words, n)
-            switch (least(rows - row, ROWS)) {
+    NAME(tile)(&to, row, column, columns, own, row_step, group_step, tile, num_groups, n)
+            switch (min_of(rows - row, TILE_ROWS)) {
                 case 6: TILE(6); break;
                 case 5: TILE(5); break;
                 case 4: TILE(4); break;

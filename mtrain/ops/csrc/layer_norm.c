@@ -1,21 +1,24 @@
-/* What training does between two matrix products, each in one pass over memory.
+/* Operations between matrix products, each in one pass over memory:
  *
- * Values are stored as float or as bfloat16 (STORE), and computed in float. Every function has a
- * plain twin in kernels.py or products.py; tests hold the two together. One thread runs each call:
- * training in threads splits the batch, not the operation. A call returns 0, or 1 if the memory does
- * not hold what it works with.
+ *      dropout         x [n] -> y [n]
+ *      add_norm        x, y [rows, d] -> out = LayerNorm(x + dropout(y)); and its gradients
+ *      topk            logits [rows, width] -> ids, log_probs [rows, count]
+ *      cross_entropy   logits [rows, width] -> their gradient, in place, and the sums of the loss
  *
- * The file includes itself once for each type of storage.
+ * Values are stored as float or as bfloat16 (ELEM), and computed in float. The plain formula of each is
+ * in the Python module of its name. Calls run on one thread: training splits the batch over threads,
+ * not the operation. They return 0, or 1 if there is no memory. The file includes itself once for each
+ * ELEM.
  */
-#ifndef STORE
+#ifndef ELEM
 
 #include "vec.h"
 
-#define BLOCK 64 /* logits whose greatest is noted */
-#define PART 512 /* powers that are added up in float */
+#define BLOCK 64 /* logits for which one maximum is kept */
+#define PART 512 /* powers that are summed in float; their sums are summed in double */
 
 static inline float sum_of_row(const float *row, int64_t n) {
-    lanes sums = {0}, values;
+    vec_float sums = {0}, values;
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES) {
         memcpy(&values, row + i, sizeof values);
@@ -26,8 +29,8 @@ static inline float sum_of_row(const float *row, int64_t n) {
     return total;
 }
 
-/* The greatest value but for `count` - 1 others; -INFINITY if there are not so many. */
-static inline float greatest_but_for(const float *values, int64_t n, int64_t count, float *tops) {
+/* The `count`-th greatest value; -INFINITY if there are fewer. `tops` holds `count` numbers. */
+static inline float nth_greatest(const float *values, int64_t n, int64_t count, float *tops) {
     for (int64_t i = 0; i < count; i++) tops[i] = -INFINITY;
     for (int64_t i = 0; i < n; i++) {
         if (!(values[i] > tops[count - 1])) continue;
@@ -38,34 +41,34 @@ static inline float greatest_but_for(const float *values, int64_t n, int64_t cou
     return tops[count - 1];
 }
 
-#define STORE bf16
+#define ELEM bf16
 #include "layer_norm.c"
-#undef STORE
-#define STORE float
+#undef ELEM
+#define ELEM float
 #include "layer_norm.c"
-#undef STORE
+#undef ELEM
 
 #else
 
 /* y = dropout(x); its gradient is the same function of the gradient. */
-int NAME(dropout)(const STORE *restrict x, STORE *restrict y, int64_t n, uint32_t cut, float scale, uint32_t seed) {
+int NAME(dropout)(const ELEM *restrict x, ELEM *restrict y, int64_t n, uint32_t cut, float scale, uint32_t seed) {
     for (int64_t i = 0; i < n; i++)
-        y[i] = SAVE(kept(LOAD(x[i]), (uint32_t)i, seed, cut, scale));
+        y[i] = SAVE(apply_dropout(LOAD(x[i]), (uint32_t)i, seed, cut, scale));
     return 0;
 }
 
-/* out = LayerNorm(x + dropout(y)), rows of width d; keeps each row's mean and 1 / deviation. */
-int NAME(add_norm)(const STORE *x, const STORE *y, const float *gain, const float *bias, STORE *out,
+/* out [rows, d] = LayerNorm(x + dropout(y)); stores each row's mean and 1 / sqrt(variance + eps). */
+int NAME(add_norm)(const ELEM *x, const ELEM *y, const float *gain, const float *bias, ELEM *out,
                    float *mean, float *rstd, int64_t rows, int64_t d, float eps, uint32_t cut,
                    float scale, uint32_t seed) {
     float *restrict sum_row = malloc(d * sizeof(float));
     if (!sum_row) return 1;
     for (int64_t r = 0; r < rows; r++) {
-        const STORE *xr = x + r * d, *yr = y + r * d;
-        STORE *restrict or = out + r * d;
+        const ELEM *xr = x + r * d, *yr = y + r * d;
+        ELEM *restrict or = out + r * d;
         uint32_t first = (uint32_t)(r * d);
         for (int64_t i = 0; i < d; i++)
-            sum_row[i] = LOAD(xr[i]) + kept(LOAD(yr[i]), first + (uint32_t)i, seed, cut, scale);
+            sum_row[i] = LOAD(xr[i]) + apply_dropout(LOAD(yr[i]), first + (uint32_t)i, seed, cut, scale);
         float m = sum_of_row(sum_row, d) / (float)d;
         for (int64_t i = 0; i < d; i++) sum_row[i] -= m;
         float s = 1.0f / sqrtf(dot(sum_row, sum_row, d) / (float)d + eps);
@@ -77,20 +80,20 @@ int NAME(add_norm)(const STORE *x, const STORE *y, const float *gain, const floa
     return 0;
 }
 
-/* The gradients of add_norm; those of gain and bias are added to what is there. */
-int NAME(add_norm_grad)(const STORE *grad, const STORE *x, const STORE *y, const float *gain,
-                        const float *mean, const float *rstd, STORE *grad_x, STORE *grad_y,
+/* The gradients of add_norm; those of gain and bias [d] are accumulated. */
+int NAME(add_norm_grad)(const ELEM *grad, const ELEM *x, const ELEM *y, const float *gain,
+                        const float *mean, const float *rstd, ELEM *grad_x, ELEM *grad_y,
                         float *grad_gain, float *grad_bias, int64_t rows, int64_t d, uint32_t cut,
                         float scale, uint32_t seed) {
     float *normal = malloc(2 * d * sizeof(float)), *upstream = normal + d;
     if (!normal) return 1;
     for (int64_t r = 0; r < rows; r++) {
-        const STORE *gr = grad + r * d, *xr = x + r * d, *yr = y + r * d;
-        STORE *restrict gx = grad_x + r * d, *restrict gy = grad_y + r * d;
+        const ELEM *gr = grad + r * d, *xr = x + r * d, *yr = y + r * d;
+        ELEM *restrict gx = grad_x + r * d, *restrict gy = grad_y + r * d;
         uint32_t first = (uint32_t)(r * d);
         float m = mean[r], s = rstd[r];
         for (int64_t i = 0; i < d; i++) {
-            float sum = LOAD(xr[i]) + kept(LOAD(yr[i]), first + (uint32_t)i, seed, cut, scale);
+            float sum = LOAD(xr[i]) + apply_dropout(LOAD(yr[i]), first + (uint32_t)i, seed, cut, scale);
             float g = LOAD(gr[i]);
             normal[i] = (sum - m) * s;
             grad_gain[i] += g * normal[i];
@@ -102,24 +105,23 @@ int NAME(add_norm_grad)(const STORE *grad, const STORE *x, const STORE *y, const
         for (int64_t i = 0; i < d; i++) {
             float g = s * (upstream[i] - total - normal[i] * along);
             gx[i] = SAVE(g);
-            gy[i] = SAVE(kept(g, first + (uint32_t)i, seed, cut, scale));
+            gy[i] = SAVE(apply_dropout(g, first + (uint32_t)i, seed, cut, scale));
         }
     }
     free(normal);
     return 0;
 }
 
-/* The `count` greatest of each row, apart from the ids never taken, greatest first and of equals
- * the first; and their log-probabilities over the whole row. Of a row only those blocks are searched
- * whose greatest can be among them: as many blocks as ids that are wanted or never taken, or more
- * if some are alike. */
-int NAME(topk)(const STORE *logits, const int64_t *never, int64_t *ids, float *log_probs,
+/* ids [rows, count] of the greatest logits of each row, except those in `never`, greatest first and among
+ * equals the first; and their log-probabilities over the whole row. Of a row only those blocks are
+ * searched whose maximum can be among them: count + num_never blocks, or more where maxima are equal. */
+int NAME(topk)(const ELEM *logits, const int64_t *never, int64_t *ids, float *log_probs,
                      int64_t rows, int64_t width, int64_t num_never, int64_t count) {
     int64_t blocks = (width + BLOCK - 1) / BLOCK;
     float *tops = malloc((blocks + count + num_never) * sizeof(float));
     if (!tops) return 1;
     for (int64_t r = 0; r < rows; r++) {
-        const STORE *row = logits + r * width;
+        const ELEM *row = logits + r * width;
         int64_t *own = ids + r * count, found = 0;
         float *best = log_probs + r * count, top = -INFINITY;
         double sum = 0.0;
@@ -138,9 +140,9 @@ int NAME(topk)(const STORE *logits, const int64_t *never, int64_t *ids, float *l
             for (int64_t i = first; i < end; i++) part += exp_(LOAD(row[i]) - top);
             sum += part;
         }
-        float least = greatest_but_for(tops, blocks, count + num_never, tops + blocks);
+        float threshold = nth_greatest(tops, blocks, count + num_never, tops + blocks);
         for (int64_t b = 0; b < blocks; b++) {
-            if (tops[b] < least || (found == count && !(tops[b] > best[count - 1]))) continue;
+            if (tops[b] < threshold || (found == count && !(tops[b] > best[count - 1]))) continue;
             int64_t end = (b + 1) * BLOCK < width ? (b + 1) * BLOCK : width;
             for (int64_t i = b * BLOCK; i < end; i++) {
                 float x = LOAD(row[i]);
@@ -163,15 +165,15 @@ int NAME(topk)(const STORE *logits, const int64_t *never, int64_t *ids, float *l
     return 0;
 }
 
-/* Turn logits, whose rows are `stride` apart, into the gradient of their label-smoothed
- * cross-entropy, in place, and add up the loss and the negative log-likelihood of the rows. */
-int NAME(cross_entropy)(STORE *logits, const int64_t *targets, int64_t rows, int64_t width,
+/* Add the label-smoothed cross-entropy and the negative log-likelihood of logits [rows, width], whose
+ * rows are `stride` apart, to loss_and_nll [2]; overwrite them with the gradient if `with_grad`. */
+int NAME(cross_entropy)(ELEM *logits, const int64_t *targets, int64_t rows, int64_t width,
                         int64_t stride, float smoothing, int with_grad, double *loss_and_nll) {
     float *power = malloc(width * sizeof(float));
     if (!power) return 1;
     float even = smoothing / (float)width;
     for (int64_t r = 0; r < rows; r++) {
-        STORE *row = logits + r * stride;
+        ELEM *row = logits + r * stride;
         float top = -INFINITY, sum = 0.0f, total = 0.0f, wanted = LOAD(row[targets[r]]);
 #pragma omp simd reduction(max : top)
         for (int64_t i = 0; i < width; i++) top = LOAD(row[i]) > top ? LOAD(row[i]) : top;

@@ -1,14 +1,17 @@
-/* Linear maps and their gradients. Inputs are float or bfloat16, STORE; weights are floats, and
- * rounded on the way.
+/* Linear maps and their gradients for training:
  *
- * One thread runs each call, which returns 0, or 1 if the memory does not hold what it works with.
- * The file includes itself once for each type of storage.
+ *      linear        x [n, k], w [m, k], bias [m] -> out [n, m] = x w^T + bias, or max(0, the same)
+ *      linear_grad   grad [n, m], x, w -> grad_x [n, k], grad_w [m, k], grad_bias [m]
+ *
+ * x, out and their gradients are float or bfloat16 (ELEM); w, bias and their gradients are float, and w
+ * is rounded to ELEM before it is multiplied. Sums are float. Calls run on one thread and return 0, or
+ * 1 if there is no memory. The file includes itself once for each ELEM.
  */
-#ifndef STORE
+#ifndef ELEM
 
 #include "gemm.h"
 
-/* Whether our products are faster than PyTorch's, as far as that was measured. */
+/* Whether these products were measured to be faster than PyTorch's. */
 #if defined __AVX512BF16__ && LANES == 16
 const int64_t fast_matmul_bf16 = 1;
 #else
@@ -20,77 +23,76 @@ const int64_t fast_matmul_float = 1;
 const int64_t fast_matmul_float = 0;
 #endif
 
-#define BLOCK 512 /* rows of a batch whose products are added up at once */
+#define BLOCK 512 /* rows of a batch whose share of grad_w is computed at once */
 
-#define STORE bf16
+#define ELEM bf16
 #include "linear.c"
-#undef STORE
-#define STORE float
+#undef ELEM
+#define ELEM float
 #include "linear.c"
-#undef STORE
+#undef ELEM
 
 #else
 #include "gemm.h"
 
-/* A word of some numbers that are `step` apart, of which `count` are there. */
-static inline uint32_t NAME(word_of)(const float *numbers, int64_t step, int64_t count) {
-    STORE rounded[SIZE] = {0};
-    uint32_t word;
-    for (int64_t i = 0; i < SIZE && i < count; i++) rounded[i] = SAVE(numbers[i * step]);
-    memcpy(&word, rounded, sizeof word);
-    return word;
+/* Round numbers that are `step` apart to a k-group; those past `count` are 0. */
+static inline uint32_t NAME(round_group)(const float *numbers, int64_t step, int64_t count) {
+    ELEM rounded[K_GROUP] = {0};
+    uint32_t group;
+    for (int64_t i = 0; i < K_GROUP && i < count; i++) rounded[i] = SAVE(numbers[i * step]);
+    memcpy(&group, rounded, sizeof group);
+    return group;
 }
 
-/* Panels of w^T for weights w [m, k]: the numbers of a word are neighbours in a row of w. */
-static void NAME(lay_weights_across)(uint32_t *to, const float *w, int64_t m, int64_t k) {
-    for (int64_t first = 0; first < m; first += PANEL, to += k / SIZE * PANEL)
-        for (int64_t c = 0; c < PANEL; c++)
-            for (int64_t i = 0; i < k; i += SIZE)
-                to[i / SIZE * PANEL + c] =
-                    first + c < m ? NAME(word_of)(w + (first + c) * k + i, 1, SIZE) : 0;
+/* Pack w^T for weights w [m, k]: the inner dimension is k. */
+static void NAME(pack_weights_transposed)(uint32_t *to, const float *w, int64_t m, int64_t k) {
+    for (int64_t first = 0; first < m; first += TILE_COLUMNS, to += k / K_GROUP * TILE_COLUMNS)
+        for (int64_t c = 0; c < TILE_COLUMNS; c++)
+            for (int64_t i = 0; i < k; i += K_GROUP)
+                to[i / K_GROUP * TILE_COLUMNS + c] =
+                    first + c < m ? NAME(round_group)(w + (first + c) * k + i, 1, K_GROUP) : 0;
 }
 
-/* Panels of weights w [m, k]: the numbers of a word stand below each other. */
-static void NAME(lay_weights_down)(uint32_t *to, const float *w, int64_t m, int64_t k) {
-    for (int64_t first = 0; first < k; first += PANEL)
-        for (int64_t r = 0; r < m; r += SIZE, to += PANEL)
-            for (int64_t c = 0; c < PANEL; c++)
-                to[c] = first + c < k ? NAME(word_of)(w + r * k + first + c, k, m - r) : 0;
+/* Pack weights w [m, k]: the inner dimension is m. */
+static void NAME(pack_weights)(uint32_t *to, const float *w, int64_t m, int64_t k) {
+    for (int64_t first = 0; first < k; first += TILE_COLUMNS)
+        for (int64_t r = 0; r < m; r += K_GROUP, to += TILE_COLUMNS)
+            for (int64_t c = 0; c < TILE_COLUMNS; c++)
+                to[c] = first + c < k ? NAME(round_group)(w + r * k + first + c, k, m - r) : 0;
 }
 
-/* out [n, m] = x w^T + bias for x [n, k] and w [m, k], or the greater of this and 0; k is whole
- * words. */
-int NAME(linear)(const STORE *x, const float *w, const float *bias, STORE *out, int64_t n, int64_t k,
-                 int64_t m, int rectifies) {
-    uint32_t *right = room(panel_size(k / SIZE, m));
+/* out [n, m] = x w^T + bias for x [n, k] and w [m, k], or max(0, the same); k is a multiple of K_GROUP. */
+int NAME(linear)(const ELEM *x, const float *w, const float *bias, ELEM *out, int64_t n, int64_t k,
+                 int64_t m, int apply_relu) {
+    uint32_t *right = alloc_floats(packed_size(k / K_GROUP, m));
     if (!right) return 1;
-    NAME(lay_weights_across)(right, w, m, k);
-    target to = {.bias = bias, .stored = out, .stride = m, .rectifies = rectifies};
-    NAME(multiply)(to, n, m, x, k / SIZE, 1, right, k / SIZE);
+    NAME(pack_weights_transposed)(right, w, m, k);
+    gemm_out to = {.bias = bias, .out = out, .stride = m, .apply_relu = apply_relu};
+    NAME(gemm)(to, n, m, x, k / K_GROUP, 1, right, k / K_GROUP);
     free(right);
     return 0;
 }
 
-/* The gradients of linear, without those of what made x if that `is_rectified` and 0; n is not 0, and
- * m is whole words. */
-int NAME(linear_grad)(const STORE *grad, const STORE *x, const float *w, STORE *grad_x,
+/* The gradients of linear. If `input_is_relu`, x was made by max(0, .), and grad_x is 0 where x is. n is
+ * not 0, and m is a multiple of K_GROUP. */
+int NAME(linear_grad)(const ELEM *grad, const ELEM *x, const float *w, ELEM *grad_x,
                       float *grad_w, float *grad_bias, int64_t n, int64_t k, int64_t m,
-                      int is_rectified) {
-    int64_t down_size = panel_size(m / SIZE, k), states_size = panel_size(BLOCK / SIZE, k);
-    uint32_t *down = room(down_size + states_size + BLOCK / SIZE * STRIPE);
+                      int input_is_relu) {
+    int64_t down_size = packed_size(m / K_GROUP, k), states_size = packed_size(BLOCK / K_GROUP, k);
+    uint32_t *down = alloc_floats(down_size + states_size + BLOCK / K_GROUP * ROW_BLOCK);
     if (!down) return 1;
     uint32_t *states = down + down_size, *grads = states + states_size;
-    NAME(lay_weights_down)(down, w, m, k);
-    target to_x = {.stored = grad_x, .stride = k, .allowed = is_rectified ? x : NULL};
-    NAME(multiply)(to_x, n, k, grad, m / SIZE, 1, down, m / SIZE);
+    NAME(pack_weights)(down, w, m, k);
+    gemm_out to_x = {.out = grad_x, .stride = k, .relu_input = input_is_relu ? x : NULL};
+    NAME(gemm)(to_x, n, k, grad, m / K_GROUP, 1, down, m / K_GROUP);
     for (int64_t start = 0; start < n; start += BLOCK) {
-        int64_t rows = least(n - start, BLOCK), num_words = (rows + SIZE - 1) / SIZE;
-        NAME(lay_rows_down)(states, x + start * k, rows, k);
-        for (int64_t first = 0; first < m; first += STRIPE) {
-            int64_t columns = least(m - first, STRIPE);
-            NAME(lay_down)(grads, grad + start * m + first, rows, m, columns, STRIPE);
-            target to_w = {.sums = grad_w + first * k, .adds = start > 0, .stride = k};
-            NAME(multiply)(to_w, columns, k, grads, 1, STRIPE, states, num_words);
+        int64_t rows = min_of(n - start, BLOCK), num_groups = (rows + K_GROUP - 1) / K_GROUP;
+        NAME(pack_rows)(states, x + start * k, rows, k);
+        for (int64_t first = 0; first < m; first += ROW_BLOCK) {
+            int64_t columns = min_of(m - first, ROW_BLOCK);
+            NAME(pack_columns)(grads, grad + start * m + first, rows, m, columns, ROW_BLOCK);
+            gemm_out to_w = {.sums = grad_w + first * k, .accumulate = start > 0, .stride = k};
+            NAME(gemm)(to_w, columns, k, grads, 1, ROW_BLOCK, states, num_groups);
         }
     }
     free(down);

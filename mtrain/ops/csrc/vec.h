@@ -1,4 +1,5 @@
-/* Numbers as the C files store and compute them, and room for them. */
+/* Element types, vectors, and the scalar functions that all files share: conversion to and from
+ * bfloat16, aligned memory, exp, dropout masks, sums and dot products. */
 #pragma once
 
 #include <math.h>
@@ -12,7 +13,7 @@
 
 #define ALIGNMENT 64 /* of a line of cache, and of the widest vector */
 
-/* Floats of the widest vector: compilers keep wider ones in memory. */
+/* The floats of the widest vector register. */
 #if defined __AVX512F__
 #define LANES 16
 #elif defined __AVX__
@@ -21,21 +22,21 @@
 #define LANES 4
 #endif
 
-/* In files that include themselves once for each type of storage, STORE: its functions, and how its
- * values become floats and are made of them. */
+/* For files that include themselves once for each element type ELEM, float or bf16: NAME(f) is
+ * f_float or f_bf16, LOAD converts an element to float and SAVE a float to an element. */
 #define PASTE_(a, b) a##_##b
 #define PASTE(a, b) PASTE_(a, b)
-#define NAME(name) PASTE(name, STORE)
-#define LOAD PASTE(load, STORE)
-#define SAVE PASTE(store, STORE)
+#define NAME(name) PASTE(name, ELEM)
+#define LOAD PASTE(load, ELEM)
+#define SAVE PASTE(store, ELEM)
 
 typedef uint16_t bf16;
-typedef float lanes __attribute__((vector_size(4 * LANES)));
-typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
-typedef float four __attribute__((vector_size(16)));
+typedef float vec_float __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vec_half __attribute__((vector_size(2 * LANES)));
+typedef float vec_float4 __attribute__((vector_size(16)));
 
-/* What is multiplied at once: a float each, or two numbers in bfloat16 side by side. */
-typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+/* A vector of 32-bit k-groups: the values of one multiply-add, one float or a pair of bfloat16. */
+typedef uint32_t vec_u32 __attribute__((vector_size(4 * LANES)));
 
 static inline float bits_to_float(uint32_t bits) {
     float value;
@@ -59,60 +60,60 @@ static inline bf16 store_bf16(float x) { /* to the nearest, ties to even */
 static inline float load_float(float x) { return x; }
 static inline float store_float(float x) { return x; }
 
-/* More for sums of products, of one word with each of others. */
-static inline lanes add_float(lanes sums, uint32_t word, words others) {
-    return sums + bits_to_float(word) * (lanes)others;
+/* sums + the products of one k-group with each of others. */
+static inline vec_float mul_add_float(vec_float sums, uint32_t group, vec_u32 others) {
+    return sums + bits_to_float(group) * (vec_float)others;
 }
 
-static inline lanes add_bf16(lanes sums, uint32_t word, words others) {
+static inline vec_float mul_add_bf16(vec_float sums, uint32_t group, vec_u32 others) {
 #if defined __AVX512BF16__ && LANES == 16
-    words same = word - (words){0};
-    return (lanes)_mm512_dpbf16_ps((__m512)sums, (__m512bh)same, (__m512bh)others);
+    vec_u32 same = group - (vec_u32){0};
+    return (vec_float)_mm512_dpbf16_ps((__m512)sums, (__m512bh)same, (__m512bh)others);
 #else
-    sums += load_bf16((bf16)word) * (lanes)(others << 16);
-    return sums + load_bf16((bf16)(word >> 16)) * (lanes)(others >> 16 << 16);
+    sums += load_bf16((bf16)group) * (vec_float)(others << 16);
+    return sums + load_bf16((bf16)(group >> 16)) * (vec_float)(others >> 16 << 16);
 #endif
 }
 
-/* A vector in bfloat16. */
-static inline halves round_lanes(lanes x) {
+/* A vector of floats rounded to bfloat16. */
+static inline vec_half round_to_half(vec_float x) {
 #if defined __AVX512BF16__ && LANES == 16
-    return (halves)_mm512_cvtneps_pbh((__m512)x);
+    return (vec_half)_mm512_cvtneps_pbh((__m512)x);
 #else
-    words bits = (words)x;
-    return __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, halves);
+    vec_u32 bits = (vec_u32)x;
+    return __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, vec_half);
 #endif
 }
 
-static inline words widened(halves x) {
+static inline vec_u32 widen(vec_half x) {
 #if LANES == 16
-    return (words)_mm512_cvtepu16_epi32((__m256i)x);
+    return (vec_u32)_mm512_cvtepu16_epi32((__m256i)x);
 #else
-    return __builtin_convertvector(x, words);
+    return __builtin_convertvector(x, vec_u32);
 #endif
 }
 
-/* Vectors as they are stored, as they are once stored, and two of those in one of words. */
-static inline void save_whole_float(float *to, lanes x) { memcpy(to, &x, sizeof x); }
-static inline void save_whole_bf16(bf16 *to, lanes x) {
-    halves rounded = round_lanes(x);
+/* Store a vector as ELEM; round it to ELEM and back; pair two rounded vectors, k above k + 1, as
+ * k-groups. */
+static inline void store_full_float(float *to, vec_float x) { memcpy(to, &x, sizeof x); }
+static inline void store_full_bf16(bf16 *to, vec_float x) {
+    vec_half rounded = round_to_half(x);
     memcpy(to, &rounded, sizeof rounded);
 }
-static inline lanes rounded_float(lanes x) { return x; }
-static inline lanes rounded_bf16(lanes x) { return (lanes)(widened(round_lanes(x)) << 16); }
-static inline words stacked_float(lanes x, lanes below) {
-    (void)below; /* a float fills a word */
-    return (words)x;
+static inline vec_float round_trip_float(vec_float x) { return x; }
+static inline vec_float round_trip_bf16(vec_float x) { return (vec_float)(widen(round_to_half(x)) << 16); }
+static inline vec_u32 pair_float(vec_float x, vec_float below) {
+    (void)below; /* a float fills a k-group */
+    return (vec_u32)x;
 }
-static inline words stacked_bf16(lanes x, lanes below) { return (words)x >> 16 | (words)below; }
+static inline vec_u32 pair_bf16(vec_float x, vec_float below) { return (vec_u32)x >> 16 | (vec_u32)below; }
 
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-/* Room for so many numbers of 4 bytes, from where whole vectors are loaded: one that lies across two
- * lines of cache costs two. NULL if there is none. */
-static inline void *room(int64_t count) {
+/* Allocate `count` numbers of 4 bytes, aligned to a cache line; NULL if there is no memory. */
+static inline void *alloc_floats(int64_t count) {
     return aligned_alloc(ALIGNMENT, round_up(4 * count, ALIGNMENT));
 }
 
@@ -133,19 +134,19 @@ static inline float exp_(float x) {
 }
 
 /* Whether element `index` survives dropout: 16 of the bits of a hash of seed and index. */
-static inline int survives(uint32_t index, uint32_t seed, uint32_t cut) {
+static inline int is_kept(uint32_t index, uint32_t seed, uint32_t cut) {
     uint32_t hash = index * 0x9e3779b1u ^ seed;
     hash = (hash ^ (hash >> 16)) * 0x85ebca6bu;
     hash = (hash ^ (hash >> 13)) * 0xc2b2ae35u;
     return (hash >> 16) >= cut;
 }
 
-static inline float kept(float x, uint32_t index, uint32_t seed, uint32_t cut, float scale) {
-    return survives(index, seed, cut) ? x * scale : 0.0f;
+static inline float apply_dropout(float x, uint32_t index, uint32_t seed, uint32_t cut, float scale) {
+    return is_kept(index, seed, cut) ? x * scale : 0.0f;
 }
 
-static inline float sum_of(lanes x) {
-    four parts[LANES / 4];
+static inline float sum_of(vec_float x) {
+    vec_float4 parts[LANES / 4];
     memcpy(parts, &x, sizeof x);
     for (int half = LANES / 8; half > 0; half /= 2)
         for (int i = 0; i < half; i++) parts[i] += parts[i + half];
@@ -153,7 +154,7 @@ static inline float sum_of(lanes x) {
 }
 
 static inline float dot(const float *a, const float *b, int64_t n) {
-    lanes sums = {0}, left, right;
+    vec_float sums = {0}, left, right;
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES) {
         memcpy(&left, a + i, sizeof left);
