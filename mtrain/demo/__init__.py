@@ -1,4 +1,4 @@
 """Train, evaluate and show a translator on the corpus that ships with mtrain.
 
-Uses the interface in `api` as any program would.
+Goes the path of `mtrain train`, `eval` and `translate`. Knows nothing of the command line.
 """

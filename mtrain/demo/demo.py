@@ -1,4 +1,4 @@
-"""The whole path on the corpus that ships with mtrain, in minutes."""
+"""Train and score a small model on the corpus that ships with mtrain, in minutes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ training:
 
 
 def config_text(corpus: str, run_dir: str) -> str:
-    """Return the demo's config for a corpus folder and a run folder."""
+    """Return the YAML text of the demo's config."""
     return _CONFIG.format(corpus=_escape(corpus), run_dir=_escape(run_dir), head=json_schema.HEAD)
 
 
@@ -65,9 +65,7 @@ def write_corpus(directory: Path) -> None:
 
 
 def demo(directory: Path, console: Console) -> None:
-    """Write the corpus into `directory`, train there, score, and show translations.
-
-    A demo that was finished before is only scored again; one that was stopped goes on.
+    """Write corpus and config into `directory` and train there; a stopped demo is resumed.
 
     Raises:
         RunError: if the folder holds another run.
@@ -79,11 +77,11 @@ def demo(directory: Path, console: Console) -> None:
             "another DIR."
         )
     if not corpus.is_dir():
-        with whole_dir(corpus) as beside:
-            write_corpus(beside)
+        with whole_dir(corpus) as partial_dir:
+            write_corpus(partial_dir)
     if not config_path.is_file():
-        with whole_file(config_path) as beside:
-            beside.write_text(config_text(str(corpus), str(directory)), encoding="utf-8")
+        with whole_file(config_path) as partial_path:
+            partial_path.write_text(config_text(str(corpus), str(directory)), encoding="utf-8")
             json_schema.put_beside(config_path)
     config, run = config_file.load(config_path), RunDir(directory)
     prepare(config, run, console)
@@ -109,7 +107,7 @@ def report(directory: Path, warn: Warn) -> list[str]:
 
 
 def _program() -> str:
-    """Return what starts mtrain in this shell: its name, or the path by which it was started."""
+    """Return `mtrain` if the shell finds it, or else the path by which it was started."""
     started = sys.argv[0]
-    is_found = Path(started).name != "mtrain" or shutil.which("mtrain") is not None
-    return "mtrain" if is_found else started
+    is_on_path = Path(started).name != "mtrain" or shutil.which("mtrain") is not None
+    return "mtrain" if is_on_path else started
