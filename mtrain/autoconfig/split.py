@@ -1,7 +1,7 @@
-"""Look a new corpus over, and hold pairs of it out. Knows neither models nor ids.
+"""Read a new corpus, and draw held-out pairs from it. Knows neither models nor ids.
 
-A pair that is held out stands once: neither of its sides is in any other pair, not even with
-another case, punctuation or spacing.
+A pair can be held out if neither of its sides occurs in another pair, also not with other case,
+punctuation or spacing.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ Flags = npt.NDArray[np.bool_]
 
 _BLOCK_PAIRS = 4096
 _SAMPLE_PAIRS = 50_000
-_LEAST_CHARS, _MOST_CHARS = 6, 500  # of a line that tells something of a translator
-_MOST_RATIO = 3.0  # of the characters of two sides, but for short lines
+_MIN_CHARS, _MAX_CHARS = 6, 500  # of a held-out line
+_MAX_RATIO = 3.0  # of the characters of the two sides
 
 
-class Look(NamedTuple):
-    """What a corpus is like.
+class CorpusOverview(NamedTuple):
+    """The size of a corpus, a sample of it, and the pairs that can be held out.
 
     Attributes:
-        num_pairs: of which a side may be blank.
+        num_pairs: of all, blank ones too.
         src_words, tgt_words: in all; letters, where words have no spaces.
-        sample: pairs from all over it.
-        alone: the numbers, from 0, of pairs that can be held out.
+        sample: pairs drawn uniformly.
+        unique_rows: the rows, from 0, of the pairs that can be held out.
     """
 
     num_pairs: int
     src_words: int
     tgt_words: int
     sample: list[Pair]
-    alone: Ints
+    unique_rows: Ints
 
 
-def look(corpus: Corpus, seed: int, advance: Advance) -> Look:
-    """Read a corpus once.
+def read_overview(corpus: Corpus, seed: int, advance: Advance) -> CorpusOverview:
+    """Read a corpus once; `advance` is called with the bytes read since its last call.
 
     Raises:
         DataError: as `corpus.read_pairs`, and if there is no pair.
@@ -71,44 +71,45 @@ def look(corpus: Corpus, seed: int, advance: Advance) -> Look:
         advance(sum(len(pair.src.encode()) + len(pair.tgt.encode()) + 2 for pair in block))
     if not num_pairs:
         raise DataError("the corpus must have at least one pair, but is empty.")
-    alone = np.concatenate(is_fit) & _stand_once(src_keys) & _stand_once(tgt_keys)
-    return Look(num_pairs, int(words[0]), int(words[1]), sample, np.flatnonzero(alone))
+    is_unique = _occur_once(src_keys) & _occur_once(tgt_keys)
+    unique_rows = np.flatnonzero(np.concatenate(is_fit) & is_unique)
+    return CorpusOverview(num_pairs, int(words[0]), int(words[1]), sample, unique_rows)
 
 
 def _is_fit(src: Records, tgt: Records) -> Flags:
-    """Tell which pairs are worth translating, by the look of them."""
+    """Return which pairs look like translations of usual length."""
     fit = np.ones(len(src), bool)
     for side in (src, tgt):
-        fit &= (side["chars"] >= _LEAST_CHARS) & (side["chars"] <= _MOST_CHARS)
+        fit &= (side["chars"] >= _MIN_CHARS) & (side["chars"] <= _MAX_CHARS)
         fit &= side["marks"] & np.uint16(LineFlag.BLANK | LineFlag.MOJIBAKE | LineFlag.CONTROL) == 0
         fit &= 2 * side["odd"] < side["solid"]
     longer = np.maximum(src["chars"], tgt["chars"])
-    fit &= longer <= _MOST_RATIO * np.minimum(src["chars"], tgt["chars"])
+    fit &= longer <= _MAX_RATIO * np.minimum(src["chars"], tgt["chars"])
     differ: Flags = src["hash"] != tgt["hash"]
     return fit & differ
 
 
-def _stand_once(blocks: Sequence[Hashes]) -> Flags:
+def _occur_once(blocks: Sequence[Hashes]) -> Flags:
     keys = np.concatenate(blocks)
-    _, place, times = np.unique(keys, return_inverse=True, return_counts=True)
-    once: Flags = (times[place] == 1) & (keys != 0)
+    _, index, count = np.unique(keys, return_inverse=True, return_counts=True)
+    once: Flags = (count[index] == 1) & (keys != 0)
     return once
 
 
-def draw(alone: Ints, sizes: Sequence[int], seed: int) -> list[Ints]:
-    """Draw sets of pairs that have none in common, each in the order of the corpus."""
-    drawn = np.random.default_rng(seed).choice(alone, sum(sizes), replace=False)
+def draw(rows: Ints, sizes: Sequence[int], seed: int) -> list[Ints]:
+    """Draw disjoint sets of rows, each in ascending order."""
+    drawn = np.random.default_rng(seed).choice(rows, sum(sizes), replace=False)
     ends = np.cumsum(sizes)
     return [np.sort(part) for part in np.split(drawn, ends[:-1])]
 
 
 def collect(corpus: Corpus, rows: Ints) -> Iterator[Pair]:
-    """Yield the pairs with these numbers, which rise."""
-    wanted = iter(rows.tolist())
-    row = next(wanted, None)
+    """Yield the pairs of `rows`, which ascend."""
+    remaining = iter(rows.tolist())
+    row = next(remaining, None)
     for number, pair in enumerate(read_pairs(corpus)):
         if number == row:
             yield pair
-            row = next(wanted, None)
+            row = next(remaining, None)
             if row is None:
                 return

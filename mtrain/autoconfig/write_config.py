@@ -1,7 +1,4 @@
-"""Write a config that fits a corpus, a machine and a budget of time. Trains nothing for good.
-
-What it measures and chooses, it says; what it writes is a config like any other, with comments.
-"""
+"""Write a commented config for a corpus, a machine and a time budget."""
 
 from __future__ import annotations
 
@@ -19,8 +16,8 @@ import numpy as np
 from mtrain.audit.features import Ints
 from mtrain.autoconfig import benchmark, presets, split
 from mtrain.autoconfig.benchmark import Sample
-from mtrain.autoconfig.presets import Recipe, Tried
-from mtrain.autoconfig.split import Look
+from mtrain.autoconfig.presets import MeasuredPreset, TrainingPlan
+from mtrain.autoconfig.split import CorpusOverview
 from mtrain.config import config_file, json_schema
 from mtrain.config.corpora import CorpusConfig
 from mtrain.config.sections import TokenizerConfig
@@ -34,14 +31,13 @@ from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer, VocabularySizeError
 
-_MOST_HELD_OUT = 1000  # pairs of a set
-_SHARE_HELD_OUT = 0.05
-_LEAST_HELD_OUT = 10
-_SMALLEST_VOCABULARY = 300  # the 256 bytes, and some letters
+_MAX_HELD_OUT, _MIN_HELD_OUT = 1000, 10  # pairs of a set
+_HELD_OUT_FRACTION = 0.05
+_MIN_VOCABULARY = 300  # the 256 bytes, and some letters
 _SEED = 1
-_LEAST_EPOCHS = 3  # below which a translator has seen too little
-_LANGUAGE = re.compile(r"\w[\w-]*")  # file names are made of it
-_HALF = re.compile("[\ud800-\udfff]")  # how Python reads a byte of a name that is not UTF-8
+_MIN_EPOCHS = 3  # below, a warning
+_LANGUAGE = re.compile(r"\w[\w-]*")  # part of file names
+_SURROGATE = re.compile("[\ud800-\udfff]")  # stands for a byte of a path that is not UTF-8
 _BUDGET = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?$")
 
 
@@ -52,23 +48,13 @@ class Files(NamedTuple):
     tgt: Path
 
     def corpus(self) -> CorpusConfig:
-        """Return them as a config names them."""
+        """Return the corpus as in a config."""
         return CorpusConfig(src=[str(self.src)], tgt=[str(self.tgt)])
 
 
 @dataclass(frozen=True)
 class InitRequest:
-    """What a user has.
-
-    Attributes:
-        train: the corpus.
-        src_lang, tgt_lang: its languages.
-        budget_s: seconds of training.
-        device: auto, cpu, cuda, ...
-        config_path: to write.
-        run_dir: of the training to come.
-        valid, test: None if pairs of the corpus are to be held out.
-    """
+    """The options of `mtrain init`; without `valid` or `test`, pairs of `train` are held out."""
 
     train: Files
     src_lang: str
@@ -85,7 +71,7 @@ def parse_budget(text: str) -> float:
     """Return the seconds of `90s`, `30m`, `2h` or `1h30m`.
 
     Raises:
-        ConfigError: if it is none of these, or no time at all.
+        ConfigError: if it is none of these, or zero.
     """
     match = _BUDGET.match(text)
     hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0)
@@ -97,160 +83,155 @@ def parse_budget(text: str) -> float:
     return float(total)
 
 
-class _ChosenPlan(NamedTuple):
-    """All that was found out and chosen."""
+class _Choice(NamedTuple):
+    """The chosen tokenizer, preset and schedule, and the number of training pairs."""
 
     num_train: int
-    num_tokens: int
-    vocabulary: Tokenizer
-    tried: Tried
-    recipe: Recipe
+    tokenizer: Tokenizer
+    measured: MeasuredPreset
+    training: TrainingPlan
 
 
 def init(
-    wanted: InitRequest,
+    request: InitRequest,
     console: Console,
     advance: Advance,
-    turn_to: Callable[[str], object] = lambda what: None,
+    set_status: Callable[[str], object] = lambda what: None,
 ) -> list[str]:
-    """Measure, choose, and write the config and the files that are held out.
+    """Measure, choose, and write the config and the held-out files.
 
     Args:
-        wanted: what the user has.
-        console: is told what is found and chosen.
-        advance: is told the bytes that were read.
-        turn_to: is told what is done once all is read.
+        request: the options.
+        console: prints measurements and choices.
+        advance: called with numbers of bytes read from the corpus.
+        set_status: called with the name of each later stage.
 
     Returns:
-        What is written, and how to go on, line by line.
+        A report of what was written and what to run next, line by line.
 
     Raises:
-        ConfigError: if a language has no code, a path cannot be named in a config, a file to be
-            written or a run in its folder is there already, or the device is not.
+        ConfigError: if a language code, a path or the device is invalid, or a file to be written
+            or the run exists.
         DataError: if the corpus cannot be read, or has too few pairs.
         WriteError: if the files cannot be written.
     """
-    sets = _sets(wanted)
-    new = [files for name, files in sets.items() if getattr(wanted, name) is None]
-    _check(wanted, sets, new)
-    seen = split.look(wanted.train.corpus(), _SEED, advance)
-    num_held_out = _num_held_out(seen, wanted.train, len(new))
-    drawn = split.draw(seen.alone, [num_held_out] * len(new), _SEED) if new else []
-    plan = _plan(wanted, seen, drawn, console, turn_to)
-    turn_to("writing")
-    _split_off(wanted, new, drawn)
-    schema_line = json_schema.put_beside(wanted.config_path).rstrip("\n")
-    write_lines(wanted.config_path, [schema_line, *_compose(wanted, sets, plan)])
-    config_file.load(wanted.config_path)
+    sets = {
+        "valid": request.valid or _held_out_files(request, "valid"),
+        "test": request.test or _held_out_files(request, "test"),
+    }
+    new = [files for name, files in sets.items() if getattr(request, name) is None]
+    _check(request, sets, new)
+    overview = split.read_overview(request.train.corpus(), _SEED, advance)
+    num_held_out = _num_held_out(overview, request.train, len(new))
+    drawn = split.draw(overview.unique_rows, [num_held_out] * len(new), _SEED) if new else []
+    choice = _choose(request, overview, drawn, console, set_status)
+    set_status("writing")
+    _write_held_out(request, new, drawn)
+    schema_line = json_schema.put_beside(request.config_path).rstrip("\n")
+    write_lines(request.config_path, [schema_line, *_config_lines(request, sets, choice)])
+    config_file.load(request.config_path)
     held_out = [
         f"wrote     {files.src} and {files.tgt.name}: {num_held_out:,} pairs, held out"
         for files in new
     ]
-    return [*held_out, *_farewell(wanted, plan)]
+    return [*held_out, *_summary(request, choice)]
 
 
-def _sets(wanted: InitRequest) -> dict[str, Files]:
-    """Return the validation and the test set, given or to be held out."""
-    return {
-        "valid": wanted.valid or _beside(wanted, "valid"),
-        "test": wanted.test or _beside(wanted, "test"),
-    }
-
-
-def _check(wanted: InitRequest, sets: dict[str, Files], new: list[Files]) -> None:
-    """Refuse what can be refused before anything is read at length."""
-    for side, code in (("src", wanted.src_lang), ("tgt", wanted.tgt_lang)):
+def _check(request: InitRequest, sets: dict[str, Files], new: list[Files]) -> None:
+    """Raise errors that need no reading of the corpus."""
+    for side, code in (("src", request.src_lang), ("tgt", request.tgt_lang)):
         if not _LANGUAGE.fullmatch(code):
             raise ConfigError(
                 f"`--{side}-lang` must be a code such as en or pt-BR, but is {code!r} instead."
             )
-    given = [own for own in (wanted.train, wanted.valid, wanted.test) if own is not None]
-    for path in (wanted.run_dir, wanted.config_path, *chain.from_iterable(given)):
-        if _HALF.search(str(path)):
+    given = [files for files in (request.train, request.valid, request.test) if files is not None]
+    for path in (request.run_dir, request.config_path, *chain.from_iterable(given)):
+        if _SURROGATE.search(str(path)):
             raise ConfigError(f"{str(path)!r}: must be UTF-8, as a config is, but is not.")
-    for path in [wanted.config_path, *(path for files in new for path in files)]:
+    for path in [request.config_path, *(path for files in new for path in files)]:
         if path.exists():
             raise ConfigError(f"{path}: is there already; take another --output, or delete it.")
-    if RunDir(Path(wanted.run_dir)).config_path.exists():
-        raise ConfigError(f"{wanted.run_dir}: holds a run already; take another --run.")
-    check_writable(wanted.config_path)
+    if RunDir(Path(request.run_dir)).config_path.exists():
+        raise ConfigError(f"{request.run_dir}: holds a run already; take another --run.")
+    check_writable(request.config_path)
     for name, files in sets.items():
         if files not in new:
             count_pairs(files.corpus(), f"--{name}")
 
 
-def _beside(wanted: InitRequest, name: str) -> Files:
-    stem, src, tgt = wanted.config_path.with_suffix(""), wanted.src_lang, wanted.tgt_lang
-    if src.lower() == tgt.lower():  # which is one name where case does not count
+def _held_out_files(request: InitRequest, name: str) -> Files:
+    stem, src, tgt = request.config_path.with_suffix(""), request.src_lang, request.tgt_lang
+    if src.lower() == tgt.lower():  # one name on a file system without case
         src, tgt = f"src.{src}", f"tgt.{tgt}"
     return Files(Path(f"{stem}.{name}.{src}"), Path(f"{stem}.{name}.{tgt}"))
 
 
-def _num_held_out(seen: Look, files: Files, num_sets: int) -> int:
-    """Return how many pairs each new set has."""
+def _num_held_out(overview: CorpusOverview, files: Files, num_sets: int) -> int:
+    """Return the number of pairs of each new set."""
     if not num_sets:
         return 0
-    count = min(_MOST_HELD_OUT, int(_SHARE_HELD_OUT * len(seen.alone)))
-    if count < _LEAST_HELD_OUT:
-        least = int(_LEAST_HELD_OUT / _SHARE_HELD_OUT)
+    count = min(_MAX_HELD_OUT, int(_HELD_OUT_FRACTION * len(overview.unique_rows)))
+    if count < _MIN_HELD_OUT:
+        min_pairs = int(_MIN_HELD_OUT / _HELD_OUT_FRACTION)
         raise DataError(
-            f"{files.src} must have at least {least:,} pairs that stand in it once, of which some "
-            f"can be held out, but has {len(seen.alone):,} instead; give --valid and --test."
+            f"{files.src} must have at least {min_pairs:,} pairs that stand in it once, of "
+            f"which some can be held out, but has {len(overview.unique_rows):,} instead; give "
+            "--valid and --test."
         )
     return count
 
 
-def _split_off(wanted: InitRequest, new: list[Files], drawn: list[Ints]) -> None:
-    """Write pairs of the corpus to new files; training leaves them out by itself."""
+def _write_held_out(request: InitRequest, new: list[Files], drawn: list[Ints]) -> None:
+    """Write the held-out pairs to new files; `data.clean` drops them from the training."""
     if not new:
         return
     rows = np.sort(np.concatenate(drawn))
-    pair_of = dict(zip(rows.tolist(), split.collect(wanted.train.corpus(), rows), strict=True))
-    for files, own in zip(new, drawn, strict=True):
-        pairs = [pair_of[row] for row in own.tolist()]
+    pair_of = dict(zip(rows.tolist(), split.collect(request.train.corpus(), rows), strict=True))
+    for files, set_rows in zip(new, drawn, strict=True):
+        pairs = [pair_of[row] for row in set_rows.tolist()]
         write_lines(files.src, (pair.src for pair in pairs))
         write_lines(files.tgt, (pair.tgt for pair in pairs))
 
 
-def _plan(
-    wanted: InitRequest,
-    seen: Look,
+def _choose(
+    request: InitRequest,
+    overview: CorpusOverview,
     drawn: list[Ints],
     console: Console,
-    turn_to: Callable[[str], object],
-) -> _ChosenPlan:
-    """Find out and choose; the vocabulary is one that the corpus fills without what is drawn."""
-    held_out = {row for own in drawn for row in own.tolist()}
-    num_train = seen.num_pairs - len(held_out)
-    kept = [pair for pair in seen.sample if pair.line - 1 not in held_out]
-    each = (seen.src_words / seen.num_pairs, seen.tgt_words / seen.num_pairs)
+    set_status: Callable[[str], object],
+) -> _Choice:
+    """Train a tokenizer on the pairs not held out, measure presets, and choose one."""
+    held_out = {row for rows in drawn for row in rows.tolist()}
+    num_train = overview.num_pairs - len(held_out)
+    kept = [pair for pair in overview.sample if pair.line - 1 not in held_out]
     console.say(
-        f"corpus    {text_width.count(seen.num_pairs, 'pair')}, of {each[0]:.1f} source and "
-        f"{each[1]:.1f} target words"
+        f"corpus    {text_width.count(overview.num_pairs, 'pair')}, of "
+        f"{overview.src_words / overview.num_pairs:.1f} source and "
+        f"{overview.tgt_words / overview.num_pairs:.1f} target words"
     )
-    turn_to("learning pieces")
-    vocabulary = _train_tokenizer(kept, num_train)
-    sample = benchmark.encode(kept, vocabulary)
-    num_tokens = round(sample.tgt_tokens_a_pair * num_train)
+    set_status("learning pieces")
+    tokenizer = _train_tokenizer(kept, num_train)
+    sample = benchmark.encode(kept, tokenizer)
+    num_tokens = round(sample.tgt_tokens_per_pair * num_train)
     console.say(
-        f"pieces    {len(vocabulary.tgt):,} shared; {sample.tgt_tokens_a_pair:.1f} target tokens a "
-        "pair"
+        f"pieces    {len(tokenizer.tgt):,} shared; {sample.tgt_tokens_per_pair:.1f} target "
+        "tokens a pair"
     )
-    tried = []
-    for own in _try_sizes(wanted, num_train, sample, vocabulary, turn_to):
-        epochs = own.tokens_per_s * wanted.budget_s / num_tokens
+    candidates = []
+    for measured in _measure_presets(request, num_train, sample, tokenizer, set_status):
+        epochs = measured.tokens_per_s * request.budget_s / num_tokens
         console.say(
-            f"tried     {own.size.name:<6}  {own.num_weights:>11,} weights  "
-            f"{own.tokens_per_s:>7,.0f} tokens/s  {epochs:>6,.1f} epochs"
+            f"tried     {measured.preset.name:<6}  {measured.num_parameters:>11,} weights  "
+            f"{measured.tokens_per_s:>7,.0f} tokens/s  {epochs:>6,.1f} epochs"
         )
-        tried.append(own)
-    chosen = presets.choose(tried, wanted.budget_s)
-    recipe = presets.recipe(chosen, wanted.budget_s, num_tokens)
-    return _ChosenPlan(num_train, num_tokens, vocabulary, chosen, recipe)
+        candidates.append(measured)
+    chosen = presets.choose(candidates, request.budget_s)
+    training = presets.plan_training(chosen, request.budget_s, num_tokens)
+    return _Choice(num_train, tokenizer, chosen, training)
 
 
 def _train_tokenizer(pairs: list[Pair], num_train: int) -> Tokenizer:
-    """Train the vocabulary that a corpus can fill, on pairs of it."""
+    """Train a tokenizer, with a smaller vocabulary if the pairs do not fill the preset one."""
     size = presets.vocabulary_size(num_train)
     src, tgt = [pair.src for pair in pairs], [pair.tgt for pair in pairs]
     while True:
@@ -259,95 +240,81 @@ def _train_tokenizer(pairs: list[Pair], num_train: int) -> Tokenizer:
                 TokenizerConfig(kind="bpe", vocab_size=size), src, tgt, _SEED
             )
         except VocabularySizeError as error:
-            if size <= _SMALLEST_VOCABULARY or error.fitting > size:
+            if size <= _MIN_VOCABULARY or error.fitting > size:
                 size = error.fitting
             else:
-                size = max(_SMALLEST_VOCABULARY, size // 2)
+                size = max(_MIN_VOCABULARY, size // 2)
 
 
-def _try_sizes(
-    wanted: InitRequest,
+def _measure_presets(
+    request: InitRequest,
     num_train: int,
     sample: Sample,
-    vocabulary: Tokenizer,
-    turn_to: Callable[[str], object],
-) -> Iterator[Tried]:
-    """Try sizes, the smallest first, until one is too large for corpus or budget."""
-    for size in presets.SIZES:
-        if num_train < size.least_pairs:
+    tokenizer: Tokenizer,
+    set_status: Callable[[str], object],
+) -> Iterator[MeasuredPreset]:
+    """Yield measured presets, the smallest first, until one is too large for corpus or budget."""
+    for preset in presets.PRESETS:
+        if num_train < preset.min_pairs:
             return
-        turn_to(f"trying {size.name}")
-        tried = benchmark.measure(size, sample, vocabulary, wanted.device)
-        yield tried
-        if not presets.fits(tried, wanted.budget_s):
+        set_status(f"trying {preset.name}")
+        measured = benchmark.measure(preset, sample, tokenizer, request.device)
+        yield measured
+        if not presets.fits(measured, request.budget_s):
             return
 
 
-def _compose(wanted: InitRequest, sets: dict[str, Files], plan: _ChosenPlan) -> list[str]:
+def _config_lines(request: InitRequest, sets: dict[str, Files], choice: _Choice) -> list[str]:
     """Return the lines of the config."""
-    alone = [name for name in sets if getattr(wanted, name) is None]
+    preset, training, model = choice.measured.preset, choice.training, choice.measured.preset.model
+    pairs, minutes = text_width.count(choice.num_train, "pair"), request.budget_s / 60
+    has_held_out = request.valid is None or request.test is None
     held = "  # Held out of the training files; `data.clean` keeps these pairs out of the training."
-    pairs = text_width.count(plan.num_train, "pair")
-    return [
-        f"# {wanted.src_lang}-{wanted.tgt_lang}, {pairs}, by `mtrain init`.",
-        "# Every key that is not here has a default; `mtrain train` writes them all to the run",
-        "# folder's config.yaml. All of it can be changed.",
-        f"run_dir: {_text(wanted.run_dir)}",
-        "data:",
-        f"  src_lang: {_text(wanted.src_lang)}",
-        f"  tgt_lang: {_text(wanted.tgt_lang)}",
-        f"  train: {_corpus(wanted.train)}",
-        *([held] if alone else []),
-        f"  valid: {_corpus(sets['valid'])}",
-        f"  tests: {{test: {_corpus(sets['test'])}}}",
-        *_model_lines(wanted, plan),
-        *_training_lines(wanted, plan),
-        "decoding: {beam: 5, length_alpha: 1.0}",
-    ]
-
-
-def _model_lines(wanted: InitRequest, plan: _ChosenPlan) -> list[str]:
-    size, recipe, model = plan.tried.size, plan.recipe, plan.tried.size.model
-    pairs = text_width.count(plan.num_train, "pair")
-    seen = f"{presets.TOKENS_A_WEIGHT:g} tokens a weight in the time that there is"
+    seen = f"{presets.MIN_TOKENS_PER_PARAMETER:g} tokens a weight in the time that there is"
     why = ["The smallest, though it does not see", f"# {seen}."]
-    if presets.fits(plan.tried, wanted.budget_s):
+    if presets.fits(choice.measured, request.budget_s):
         why = ["The largest that sees", f"# {seen}, and that such a corpus can teach."]
     return [
+        f"# {request.src_lang}-{request.tgt_lang}, {pairs}, by `mtrain init`.",
+        "# Every key that is not here has a default; `mtrain train` writes them all to the run",
+        "# folder's config.yaml. All of it can be changed.",
+        f"run_dir: {_text(request.run_dir)}",
+        "data:",
+        f"  src_lang: {_text(request.src_lang)}",
+        f"  tgt_lang: {_text(request.tgt_lang)}",
+        f"  train: {_corpus(request.train)}",
+        *([held] if has_held_out else []),
+        f"  valid: {_corpus(sets['valid'])}",
+        f"  tests: {{test: {_corpus(sets['test'])}}}",
         f"# As many pieces as {pairs} can teach; both languages share them.",
-        f"tokenizer: {{kind: bpe, vocab_size: {len(plan.vocabulary.tgt)}}}",
-        f"# The size `{size.name}`: {plan.tried.num_weights:,} weights. {why[0]}",
+        f"tokenizer: {{kind: bpe, vocab_size: {len(choice.tokenizer.tgt)}}}",
+        f"# The size `{preset.name}`: {choice.measured.num_parameters:,} weights. {why[0]}",
         why[1],
-        f"# Dropout is higher, the more often the corpus is seen: about {recipe.num_epochs:,.0f} "
-        "times here.",
+        f"# Dropout is higher, the more often the corpus is seen: about "
+        f"{training.num_epochs:,.0f} times here.",
         "model:",
         f"  d_model: {model.d_model}",
         f"  num_heads: {model.num_heads}",
         f"  d_ff: {model.d_ff}",
         f"  num_encoder_layers: {model.num_encoder_layers}",
         f"  num_decoder_layers: {model.num_decoder_layers}",
-        f"  dropout: {recipe.dropout}",
-    ]
-
-
-def _training_lines(wanted: InitRequest, plan: _ChosenPlan) -> list[str]:
-    size, recipe, minutes = plan.tried.size, plan.recipe, wanted.budget_s / 60
-    return [
+        f"  dropout: {training.dropout}",
         "training:",
-        f"  max_minutes: {minutes:g}  # about {recipe.num_updates:,} updates on this machine",
+        f"  max_minutes: {minutes:g}  # about {training.num_updates:,} updates on this machine",
         "  max_steps: null",
         f"  batch_tokens: {presets.BATCH_TOKENS}  # of a batch, padding included; affects memory",
-        f"  accumulate: {size.accumulate}  # batches of an update",
+        f"  accumulate: {preset.accumulate}  # batches of an update",
         "  schedule: inverse_sqrt  # the rate stays high; averaging checkpoints does the rest",
-        f"  lr: {size.lr}  # lower it if the loss jumps",
-        f"  warmup_steps: {recipe.warmup_steps}",
-        f"  log_every: {recipe.log_every}",
-        f"  validate_every: {recipe.validate_every}",
-        f"  save_every: {recipe.save_every}",
-        f"  keep_last: {presets.AVERAGED}",
-        f"  average: {presets.AVERAGED}  # the checkpoints of the last third of the training",
+        f"  lr: {preset.lr}  # lower it if the loss jumps",
+        f"  warmup_steps: {training.warmup_steps}",
+        f"  log_every: {training.log_every}",
+        f"  validate_every: {training.validate_every}",
+        f"  save_every: {training.save_every}",
+        f"  keep_last: {presets.NUM_AVERAGED}",
+        f"  average: {presets.NUM_AVERAGED}  # the checkpoints of the last third of the training",
         "  patience: 100  # validations; with a budget of time, train to its end",
-        f"  device: {_text(wanted.device)}",
+        f"  device: {_text(request.device)}",
+        "decoding: {beam: 5, length_alpha: 1.0}",
     ]
 
 
@@ -360,19 +327,21 @@ def _corpus(files: Files) -> str:
     return f"{{src: [{_text(str(files.src))}], tgt: [{_text(str(files.tgt))}]}}"
 
 
-def _farewell(wanted: InitRequest, plan: _ChosenPlan) -> list[str]:
-    recipe, size = plan.recipe, plan.tried.size
-    megabytes, path = 4 * plan.tried.num_weights / 1e6, shlex.quote(str(wanted.config_path))
-    updates = text_width.count(recipe.num_updates, "update")
+def _summary(request: InitRequest, choice: _Choice) -> list[str]:
+    training, preset = choice.training, choice.measured.preset
+    megabytes = 4 * choice.measured.num_parameters / 1e6
+    path = shlex.quote(str(request.config_path))
+    updates = text_width.count(training.num_updates, "update")
     lines = [
-        f"wrote     {wanted.config_path}: the size `{size.name}`, a model of {megabytes:,.0f} MB",
-        f"expect    about {updates} in {_say_time(wanted.budget_s)}, "
-        f"{recipe.num_epochs:,.1f} epochs,",
+        f"wrote     {request.config_path}: the size `{preset.name}`, a model of "
+        f"{megabytes:,.0f} MB",
+        f"expect    about {updates} in {_format_time(request.budget_s)}, "
+        f"{training.num_epochs:,.1f} epochs,",
         "          less what validations take; tokenizing comes on top",
         f"next      mtrain check {path}",
         f"          mtrain train {path}",
     ]
-    if recipe.num_epochs < _LEAST_EPOCHS:
+    if training.num_epochs < _MIN_EPOCHS:
         lines.insert(
             3,
             "warning   that is little time for this corpus: take a longer --budget",
@@ -380,7 +349,7 @@ def _farewell(wanted: InitRequest, plan: _ChosenPlan) -> list[str]:
     return lines
 
 
-def _say_time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     if seconds < 60:
         number, unit = f"{seconds:g}", "second"
     elif seconds < 2 * 3600:

@@ -14,7 +14,7 @@ def corpus(tmp_path, pairs):
 
 
 def look(tmp_path, pairs):
-    return split.look(corpus(tmp_path, pairs), 1, lambda _: None)
+    return split.read_overview(corpus(tmp_path, pairs), 1, lambda _: None)
 
 
 GOOD = [(f"sentence number {n} of many", f"Satz Nummer {n} von vielen") for n in range(40)]
@@ -29,7 +29,7 @@ def test_a_pair_is_alone_if_neither_side_stands_in_another_pair_however_it_is_wr
     ]
     found = look(tmp_path, GOOD + others)
     assert found.num_pairs == 44
-    assert found.alone.tolist() == [n for n in range(40) if n not in (3, 5)]
+    assert found.unique_rows.tolist() == [n for n in range(40) if n not in (3, 5)]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_pair_is_alone_if_neither_side_stands_in_another_pair_however_it_is_wr
 )
 def test_a_pair_that_says_nothing_of_a_translator_is_not_held_out(tmp_path, src, tgt):
     found = look(tmp_path, [*GOOD, (src, tgt)])
-    assert found.alone.tolist() == list(range(40))
+    assert found.unique_rows.tolist() == list(range(40))
 
 
 def test_words_are_counted_and_every_pair_of_a_small_corpus_is_in_the_sample(tmp_path):

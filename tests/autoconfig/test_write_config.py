@@ -25,8 +25,8 @@ def sentences(count, seed=1):
 @pytest.fixture(autouse=True)
 def short_trials(monkeypatch):
     """Measure for no time at all: what is tested is what is chosen and written."""
-    monkeypatch.setattr(benchmark, "_LEAST_S", 0.0)
-    monkeypatch.setattr(benchmark, "_LEAST_BATCHES", 2)
+    monkeypatch.setattr(benchmark, "_MIN_S", 0.0)
+    monkeypatch.setattr(benchmark, "_MIN_BATCHES", 2)
 
 
 @pytest.fixture
@@ -105,18 +105,18 @@ def test_the_same_corpus_gives_the_same_held_out_pairs(wanted):
 
 
 def test_a_model_is_tried_by_real_updates_of_its_size(wanted):
-    seen = split.look(wanted.train.corpus(), 1, lambda _: None)
+    seen = split.read_overview(wanted.train.corpus(), 1, lambda _: None)
     vocabulary = write_config._train_tokenizer(seen.sample, 400)
     sample = benchmark.encode(seen.sample, vocabulary)
     torch.backends.cuda.enable_cudnn_sdp(True)
-    tried = benchmark.measure(presets.SIZES[0], sample, vocabulary, "cpu")
+    tried = benchmark.measure(presets.PRESETS[0], sample, vocabulary, "cpu")
     assert not torch.backends.cuda.cudnn_sdp_enabled(), "a plan for each shape is what it measures"
-    shapes = presets.SIZES[0].model
+    shapes = presets.PRESETS[0].model
     own = len(vocabulary.tgt) * shapes.d_model
-    assert tried.num_weights > own + 8 * shapes.d_model * shapes.d_model
+    assert tried.num_parameters > own + 8 * shapes.d_model * shapes.d_model
     assert tried.tokens_per_s > 0
     lengths = [len(ids) + 1 for ids in vocabulary.tgt.encode([p.tgt for p in seen.sample])]
-    assert sample.tgt_tokens_a_pair == pytest.approx(sum(lengths) / 400)
+    assert sample.tgt_tokens_per_pair == pytest.approx(sum(lengths) / 400)
 
 
 def test_sizes_are_tried_until_one_is_too_large_for_the_budget_or_the_corpus(wanted, monkeypatch):
@@ -124,7 +124,7 @@ def test_sizes_are_tried_until_one_is_too_large_for_the_budget_or_the_corpus(wan
 
     def measure(size, sample, vocabulary, device):
         tried.append(size.name)
-        return presets.Tried(size, 10 ** (6 + len(tried)), 10_000 / len(tried))
+        return presets.MeasuredPreset(size, 10 ** (6 + len(tried)), 10_000 / len(tried))
 
     monkeypatch.setattr(benchmark, "measure", measure)
     for num_train, budget_s, names in (
@@ -135,7 +135,7 @@ def test_sizes_are_tried_until_one_is_too_large_for_the_budget_or_the_corpus(wan
     ):
         tried.clear()
         own, told = replace(wanted, budget_s=budget_s), []
-        list(write_config._try_sizes(own, num_train, None, None, told.append))
+        list(write_config._measure_presets(own, num_train, None, None, told.append))
         assert tried == names
         assert told == [f"trying {name}" for name in names]
 
@@ -252,7 +252,7 @@ def test_a_corpus_with_too_few_pairs_to_hold_some_out_is_an_error(wanted):
 
 
 def test_a_corpus_of_few_words_gets_the_vocabulary_that_it_can_fill(wanted):
-    seen = split.look(wanted.train.corpus(), 1, lambda _: None)
+    seen = split.read_overview(wanted.train.corpus(), 1, lambda _: None)
     assert len(write_config._train_tokenizer(seen.sample, 10**6).tgt) < presets.vocabulary_size(
         10**6
     )
@@ -281,7 +281,7 @@ def test_a_corpus_of_one_pair_gets_a_config_that_trains_on_it(wanted):
     text = wanted.config_path.read_text()
     assert ", 1 pair, by" in text and " as 1 pair can teach" in text
     config = config_file.load(wanted.config_path, ["data.clean=[]"])
-    assert config.tokenizer.vocab_size < write_config._SMALLEST_VOCABULARY
+    assert config.tokenizer.vocab_size < write_config._MIN_VOCABULARY
     prepare(config, RunDir(Path(config.run_dir)), Said())
 
 
@@ -289,7 +289,7 @@ def test_a_corpus_of_many_characters_gets_the_vocabulary_that_has_room_for_them(
     for name in ("a.en", "a.de"):
         first = ord("\u4e00") if name == "a.en" else ord("\uac00")
         write(Path(name), ["".join(map(chr, range(n, n + 9))) for n in range(first, first + 900)])
-    seen = split.look(wanted.train.corpus(), 1, lambda _: None)
+    seen = split.read_overview(wanted.train.corpus(), 1, lambda _: None)
     vocabulary = write_config._train_tokenizer(seen.sample, 900).tgt
     assert len(vocabulary) > presets.vocabulary_size(900)
     assert not {piece for ids in vocabulary.encode(read("a.de")) for piece in ids} & {
@@ -352,7 +352,7 @@ def test_the_verb_writes_what_it_says_and_its_messages_go_where_they_belong(
     arguments += ["--budget", "5m", "--device", "cpu", "-o", "mine.yaml", "--run", "there"]
     monkeypatch.setattr("sys.argv", ["mtrain", "init", *arguments])
     with pytest.raises(SystemExit) as outcome:
-        main.main()
+        main()
     assert outcome.value.code == 0
     captured = capfdbinary.readouterr()
     assert captured.out.decode().splitlines()[0].startswith("wrote     mine.valid.en and ")
