@@ -1,10 +1,10 @@
-"""Is a run folder as it should be? Looks at every part of it, and changes none."""
+"""Check every part of a run folder; change nothing in it."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -12,10 +12,9 @@ from mtrain.config.sections import Config
 from mtrain.corpus import dropped
 from mtrain.corpus.reader import changed_files
 from mtrain.data import loader, prepare
-from mtrain.decode.beam import Hypothesis
 from mtrain.decode.translator import EncodedSource, load
 from mtrain.doctor import replay
-from mtrain.doctor.replay import Replayed, Span
+from mtrain.doctor.replay import Span
 from mtrain.errors import ConfigError, RunError, UserError, WriteError
 from mtrain.model.transformer import num_parameters
 from mtrain.run import checkpoint
@@ -29,12 +28,12 @@ from mtrain.tokenizer.sentencepiece import Tokenizer
 
 Verdict = Literal["ok", "skipped", "changed", "warn", "FAILED"]
 _NUM_LINES = 5
-_TIE = 1e-3  # by which the log-probabilities of two translations differ that rounding may swap
-_ROUNDING = 0.01  # of the way that the weights went
+_TIE = 1e-3  # difference of log-probability below which rounding may choose either translation
+_ROUNDING = 0.01  # distance of replayed weights, relative to the change between the checkpoints
 
 
 class CheckResult(NamedTuple):
-    """A part of a run folder, how it is, and a short fact or what to do."""
+    """The verdict on a part of a run folder, with a short fact or what to do."""
 
     part: str
     verdict: Verdict
@@ -46,7 +45,7 @@ class CheckResult(NamedTuple):
 
 
 def examine(run: RunDir, console: Console, wants_replay: bool = True) -> Iterator[CheckResult]:
-    """Yield what was found of each part of a run folder, as it is found.
+    """Check each part of a run folder; yield each result once it is known.
 
     Raises:
         RunError: if this is no run folder, or another process is training in it.
@@ -55,24 +54,24 @@ def examine(run: RunDir, console: Console, wants_replay: bool = True) -> Iterato
     if not any(path.exists() for path in parts):
         run.load_config()
     with run.left_alone():
-        yield from _Examination(run, console, wants_replay).findings()
+        yield from _RunChecker(run, console, wants_replay).results()
 
 
 class _Skip(Exception):  # noqa: N818 - nothing went wrong
-    """A part cannot be looked at; the text says why."""
+    """A part cannot be checked; the text is the reason."""
 
 
-class _Examination:
-    """One look at a run folder; what a check has read, later ones need not read again."""
+class _RunChecker:
+    """The checks of a run folder, and what they have loaded for the checks that follow."""
 
     def __init__(self, run: RunDir, console: Console, wants_replay: bool) -> None:
         self.run, self.console, self.wants_replay = run, console, wants_replay
         self.config: Config | None = None
-        self.vocabulary: Tokenizer | None = None
+        self.tokenizer: Tokenizer | None = None
         self.has_data = self.has_model = False
-        self.whole: dict[int, Path] = {}
+        self.whole: dict[int, Path] = {}  # the checkpoints without damage, by step
 
-    def findings(self) -> Iterator[CheckResult]:
+    def results(self) -> Iterator[CheckResult]:
         checks: dict[str, Callable[[], Iterator[CheckResult | str]]] = {
             "config": self._check_config,
             "tokenizer": self._check_tokenizer,
@@ -85,10 +84,10 @@ class _Examination:
         }
         for part, check in checks.items():
             try:
-                for found in check():
-                    yield (
-                        found if isinstance(found, CheckResult) else CheckResult(part, "ok", found)
-                    )
+                for result in check():
+                    if isinstance(result, str):
+                        result = CheckResult(part, "ok", result)
+                    yield result
             except _Skip as reason:
                 yield CheckResult(part, "skipped", str(reason))
             except UserError as error:
@@ -102,17 +101,17 @@ class _Examination:
         yield "reads back, nothing unknown"
 
     def _check_tokenizer(self) -> Iterator[CheckResult | str]:
-        self.vocabulary = sentencepiece.load(self.run.tokenizer_dir)
+        self.tokenizer = sentencepiece.load(self.run.tokenizer_dir)
         steps = checkpoint.steps(self.run.checkpoints_dir).values()
         paths = [self.run.model_path, *(path / "model.safetensors" for path in steps)]
-        named = {checkpoint.load_fingerprint(path) for path in paths} - {None}
-        if named and self.vocabulary.fingerprint() not in named:
+        fingerprints = {checkpoint.load_fingerprint(path) for path in paths} - {None}
+        if fingerprints and self.tokenizer.fingerprint() not in fingerprints:
             raise RunError(
                 "is not the one that the weights were trained with; restore the folder "
                 f"{self.run.tokenizer_dir} from a copy of the run."
             )
-        fits = "fits the weights" if named else "no weights yet"
-        yield f"{prepare.format_vocabulary_sizes(self.vocabulary)}; {fits}"
+        fits = "fits the weights" if fingerprints else "no weights yet"
+        yield f"{prepare.format_vocabulary_sizes(self.tokenizer)}; {fits}"
 
     def _check_data(self) -> Iterator[CheckResult | str]:
         if not self.run.data_dir.exists() and not checkpoint.steps(self.run.checkpoints_dir):
@@ -123,9 +122,18 @@ class _Examination:
         ]
         num_pairs = 0
         if not problems:
-            config, vocabulary = self._needs_config(), self._needs_vocabulary()
-            num_pairs = loader.check_pairs(self.run.data_dir, vocabulary)
-            problems += _problems_of_text(self.run, config)
+            config, tokenizer = self._needs_config(), self._needs_tokenizer()
+            num_pairs = loader.check_pairs(self.run.data_dir, tokenizer)
+            checks: list[Callable[[], object]] = [
+                partial(dropped.check, self.run.data_dir),
+                partial(prepare.read_valid, self.run),
+                *(partial(prepare.read_test, self.run, name) for name in config.data.tests),
+            ]
+            for check in checks:
+                try:
+                    check()
+                except UserError as error:
+                    problems.append(str(error))
         yield from (self._failed("data", problem) for problem in problems)
         if not problems:
             self.has_data = True
@@ -142,42 +150,47 @@ class _Examination:
         for path in changed:
             yield CheckResult("corpora", "changed", f"{path}: not the file that was tokenized")
         if not changed:
-            gone = len(marks) - len(here)
-            rest = f", {gone:,} not here" if gone else ""
-            yield f"{len(here):,} files as they were tokenized{rest}"
+            num_missing = len(marks) - len(here)
+            missing = f", {num_missing:,} not here" if num_missing else ""
+            yield f"{len(here):,} files as they were tokenized{missing}"
 
     def _check_checkpoints(self) -> Iterator[CheckResult | str]:
-        found = checkpoint.steps(self.run.checkpoints_dir)
+        paths = checkpoint.steps(self.run.checkpoints_dir)
         for path in sorted(self.run.checkpoints_dir.glob("damaged-*")):
-            text = f"{path.name}: was left out by a training; look at it or delete it"
+            text = f"{path.name}: was skipped by a training; look at it or delete it"
             yield CheckResult("checkpoints", "warn", text)
-        if not found:
+        if not paths:
             raise _Skip("none here; translating needs none")
-        fingerprint = self._needs_vocabulary().fingerprint()
-        for step, path in found.items():
+        fingerprint = self._needs_tokenizer().fingerprint()
+        for step, path in paths.items():
             try:
-                _check_checkpoint(path, fingerprint)
+                checkpoint.check(path)
+                weights, optimizer, _ = checkpoint.load(path, fingerprint)
+                _check_finite(path / "model.safetensors", weights)
+                _check_finite(path / "optimizer.safetensors", optimizer)
                 self.whole[step] = path
             except UserError as error:
                 advice = f"Restore {path.name} from a copy of the run, or delete it."
                 yield self._failed("checkpoints", f"{error} {advice}")
-        if len(self.whole) == len(found):
-            yield f"{len(found):,} whole, {_say_steps(list(found))}"
+        if len(self.whole) == len(paths):
+            first, last = min(paths), max(paths)
+            steps = f"step {last:,}" if first == last else f"steps {first:,} to {last:,}"
+            yield f"{len(paths):,} whole, {steps}"
 
     def _check_model(self) -> Iterator[CheckResult | str]:
         path = self.run.model_path
         if not path.exists() and self._is_unfinished():
             raise _Skip("not made yet; `mtrain train CONFIG` makes it")
-        config, vocabulary = self._needs_config(), self._needs_vocabulary()
-        weights = checkpoint.check_model(path, vocabulary.fingerprint())
-        model = build_model(config.model, vocabulary)
+        config, tokenizer = self._needs_config(), self._needs_tokenizer()
+        weights = checkpoint.check_model(path, tokenizer.fingerprint())
+        model = build_model(config.model, tokenizer)
         set_weights(model, weights, path)
         _check_finite(path, weights)
         self.has_model = True
         yield f"{num_parameters(model):,} parameters, all finite, format {checkpoint.FORMAT}"
 
     def _is_unfinished(self) -> bool:
-        """Tell whether the training may be on its way, and has made no final weights so far."""
+        """Return whether the training may not have ended, so that there are no final weights."""
         if not checkpoint.steps(self.run.checkpoints_dir):
             logged = read_metrics(self.run.metrics_path)
             return self.run.data_dir.exists() and all("valid_loss" not in line for line in logged)
@@ -190,26 +203,26 @@ class _Examination:
 
     def _check_translations(self) -> Iterator[CheckResult | str]:
         config, step = self._needs_config(), None
-        self._needs_vocabulary()
+        self._needs_tokenizer()
         if not self.has_model:
             if not self.whole:
                 raise _Skip("there is no model that could")
             step = max(self.whole)
         translator = load(self.run, config.decoding, LoadOptions(step=step))
-        real = self._validation_lines()
-        lines = real or _made_up(translator.tokenizer)
+        valid_lines = self._validation_lines()
+        lines = valid_lines or _synthetic_lines(translator.tokenizer)
         sources = [EncodedSource(ids) for ids in translator.tokenizer.encode_src(lines)]
-        together = [best[0] for best in translator.search(sources)]
-        alone = [translator.search([source])[0][0] for source in sources]
-        for number, (one, other) in enumerate(zip(together, alone, strict=True), start=1):
-            if not _agree(one, other):
+        batched = [best[0] for best in translator.search(sources)]
+        single = [translator.search([source])[0][0] for source in sources]
+        for number, (one, other) in enumerate(zip(batched, single, strict=True), start=1):
+            if one.ids != other.ids and not abs(one.log_prob - other.log_prob) < _TIE:
                 raise RunError(f"line {number} of {len(lines)} differs alone and with the others.")
-        name = "validation lines" if real else "made-up lines"
+        name = "validation lines" if valid_lines else "made-up lines"
         by = "" if step is None else f" (by the checkpoint of step {step:,})"
         yield f"{len(lines)} {name}, the same alone and together{by}"
 
     def _validation_lines(self) -> list[str]:
-        """Return the first lines that are not blank; none if there is no such text."""
+        """Return the first validation lines that are not blank; none if they cannot be read."""
         try:
             lines = prepare.read_valid(self.run).src
         except UserError:
@@ -220,18 +233,28 @@ class _Examination:
         if not self.wants_replay:
             raise _Skip("`--no-replay` was asked for")
         config, span = self._needs_config(), self._span()
-        self._needs_vocabulary()
+        self._needs_tokenizer()
         self._check_repeatable(config, span)
         count, first, last = span.last_step - span.first_step, span.first_step + 1, span.last_step
         self.console.say(
             f"resume: {count:,} updates are made again, steps {first:,} to {last:,} "
-            "(`--no-replay` leaves them out)"
+            "(`--no-replay` skips this)"
         )
         try:
-            found = replay.replay(config, self.run, span)
+            replayed = replay.replay(config, self.run, span)
         except WriteError:
             raise _Skip(f"the disk of {tempfile.gettempdir()} takes no checkpoint") from None
-        yield _judge(found, span)
+        again = f"steps {first:,} to {last:,} made again"
+        if not replayed.differing:
+            yield f"{again}: the same bytes"
+        elif not replayed.elsewhere:
+            parts, older, newer = ", ".join(replayed.differing), span.older.name, span.newer.name
+            advice = f"restore {older} and {newer} from a copy of the run."
+            yield CheckResult("resume", "FAILED", f"{again} differ in {parts}; {advice}")
+        elif replayed.distance <= _ROUNDING:
+            yield f"{again}: the same to rounding ({replayed.elsewhere})"
+        else:
+            raise _Skip(replayed.elsewhere)
 
     def _span(self) -> Span:
         """Return the newest whole checkpoint and the one before it."""
@@ -243,7 +266,7 @@ class _Examination:
         return Span(first, last, self.whole[first], self.whole[last])
 
     def _check_repeatable(self, config: Config, span: Span) -> None:
-        """Skip what nobody can make again here."""
+        """Skip the replay of updates that are not repeatable on this machine."""
         if config.training.max_minutes is not None:
             raise _Skip("follows the clock (`training.max_minutes`): not repeatable")
         for line in read_metrics(self.run.metrics_path):
@@ -262,38 +285,10 @@ class _Examination:
             raise _Skip("needs the config")
         return self.config
 
-    def _needs_vocabulary(self) -> Tokenizer:
-        if self.vocabulary is None:
+    def _needs_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
             raise _Skip("needs the tokenizer")
-        return self.vocabulary
-
-
-def _problems_of_text(run: RunDir, config: Config) -> list[str]:
-    """Return what is wrong with the ledger of pairs left out, and with validation and test text."""
-    problems: list[str] = []
-    with _noting(problems):
-        dropped.check(run.data_dir)
-    with _noting(problems):
-        prepare.read_valid(run)
-    for name in config.data.tests:
-        with _noting(problems):
-            prepare.read_test(run, name)
-    return problems
-
-
-@contextmanager
-def _noting(problems: list[str]) -> Iterator[None]:
-    try:
-        yield
-    except UserError as error:
-        problems.append(str(error))
-
-
-def _check_checkpoint(path: Path, fingerprint: str) -> None:
-    checkpoint.check(path)
-    weights, optimizer, _ = checkpoint.load(path, fingerprint)
-    _check_finite(path / "model.safetensors", weights)
-    _check_finite(path / "optimizer.safetensors", optimizer)
+        return self.tokenizer
 
 
 def _check_finite(path: Path, tensors: Weights) -> None:
@@ -302,30 +297,8 @@ def _check_finite(path: Path, tensors: Weights) -> None:
             raise RunError(f"{path}: `{name}` must be finite numbers, but is not.")
 
 
-def _say_steps(steps: list[int]) -> str:
-    first, last = f"{steps[0]:,}", f"{steps[-1]:,}"
-    return f"step {last}" if len(steps) == 1 else f"steps {first} to {last}"
-
-
-def _made_up(vocabulary: Tokenizer) -> list[str]:
-    """Return lines of the vocabulary's own pieces, for want of real ones."""
-    size = len(vocabulary.src)
+def _synthetic_lines(tokenizer: Tokenizer) -> list[str]:
+    """Return lines made of the tokenizer's rarer pieces."""
+    size = len(tokenizer.src)
     ids = [range(size - 1 - line, size // 2, -_NUM_LINES) for line in range(_NUM_LINES)]
-    return vocabulary.src.decode([list(own)[: 4 + line] for line, own in enumerate(ids)])
-
-
-def _agree(one: Hypothesis, other: Hypothesis) -> bool:
-    """Tell whether two translations of a line are one, or so close that rounding swaps them."""
-    return one.ids == other.ids or abs(one.log_prob - other.log_prob) < _TIE
-
-
-def _judge(found: Replayed, span: Span) -> CheckResult | str:
-    again = f"steps {span.first_step + 1:,} to {span.last_step:,} made again"
-    if not found.differing:
-        return f"{again}: the same bytes"
-    if not found.elsewhere:
-        text = f"{again} differ in {', '.join(found.differing)}; restore {span.older.name} and "
-        return CheckResult("resume", "FAILED", f"{text}{span.newer.name} from a copy of the run.")
-    if found.distance <= _ROUNDING:
-        return f"{again}: the same to rounding ({found.elsewhere})"
-    return CheckResult("resume", "skipped", found.elsewhere)
+    return tokenizer.src.decode([list(row)[: 4 + line] for line, row in enumerate(ids)])

@@ -144,7 +144,7 @@ def test_a_healthy_run_is_well_in_every_part(cli: Cli, run: RunDir) -> None:
         "resume       ok       steps 9 to 12 made again: the same bytes",
     ]
     assert outcome.err.splitlines() == [
-        "resume: 4 updates are made again, steps 9 to 12 (`--no-replay` leaves them out)"
+        "resume: 4 updates are made again, steps 9 to 12 (`--no-replay` skips this)"
     ]
 
 
@@ -483,7 +483,7 @@ def test_what_a_training_left_out_as_damaged_is_pointed_at(cli: Cli, run: RunDir
     outcome = examined(cli, run)
     assert (outcome.code, verdicts(outcome)["checkpoints"]) == (0, "warn")
     assert facts(outcome, "checkpoints") == [
-        "damaged-step-00000008: was left out by a training; look at it or delete it",
+        "damaged-step-00000008: was skipped by a training; look at it or delete it",
         "2 whole, steps 4 to 12",
     ]
     assert facts(outcome, "resume") == ["steps 5 to 12 made again: the same bytes"]
