@@ -21,8 +21,7 @@ from machine import commit, describe_machine
 
 from mtrain.audit import misalignment
 from mtrain.audit.audit import audit
-from mtrain.audit.features import Records, measure
-from mtrain.audit.misalignment import PairWindow
+from mtrain.audit.features import PairWindow, Records, measure
 from mtrain.config import config_file
 
 REPOSITORY = Path(__file__).parent.parent

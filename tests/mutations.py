@@ -857,8 +857,8 @@ AUDIT = [
     Mutation(
         "keys keep case",
         "mtrain/audit/features.py",
-        "_scrambled(CHARACTERS.folded(view.codes[places]).astype(np.uint64)",
-        "_scrambled(view.codes[places].astype(np.uint64)",
+        "_scrambled(CHARACTERS.folded(block.codes[places]).astype(np.uint64)",
+        "_scrambled(block.codes[places].astype(np.uint64)",
         "tests/audit/test_features.py",
     ),
     Mutation(

@@ -1,7 +1,7 @@
-"""Audit the corpora of a config: what is wrong with them, where, and how serious it is.
+"""Audit the corpora of a config: which problems they have, where, and how serious they are.
 
-Each corpus is read once, into records on disk; the rules judge the records, and a second look at
-the text fills the lists. Knows no page and no command line.
+Each corpus is read once into records on disk; the rules judge the records, and a second reading
+of the text fills the lists.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from mtrain.audit import duplicates, misalignment, pair_filter, rules
-from mtrain.audit.contamination import LeakHits, Leaks
+from mtrain.audit.contamination import HashTable, Leaks
 from mtrain.audit.coverage import Coverage
-from mtrain.audit.finding_lists import Entry, FindingLists, RuleHits, nothing_more, place_of
+from mtrain.audit.features import SideClassifier
+from mtrain.audit.finding_lists import Entry, FindingLists, RuleHits, no_details, place_of
 from mtrain.audit.misalignment import Shift
-from mtrain.audit.rules import RULES, PairBlock, Rule, Severity, SideName, UsualRatios
+from mtrain.audit.rules import RULES, CorpusProfile, Severity, SideName
 from mtrain.audit.scan import Scan
-from mtrain.audit.side_classifier import Languages
 from mtrain.config.corpora import TrainText, corpora_of, weight_of
 from mtrain.config.sections import Config
 from mtrain.corpus.dropped import format_counts, format_precedence
@@ -32,23 +32,23 @@ from mtrain.tokenizer.sentencepiece import Tokenizer
 
 TRAIN, VALID = "train", "valid"
 REPORT_FILE = "report.json"  # beside the lists, in every folder of them
-_LEFT_OUT = "Nothing need be done: training leaves them out (`data.clean`)."
-_FEW_LEAKS = 0.01  # the share of held-out lines of which one side may stand elsewhere
+_DROPPED = "Nothing need be done: training leaves them out (`data.clean`)."
+_USUAL_LEAK_SHARE = 0.01  # of held-out lines of which one side occurs elsewhere
 
 
 @dataclass(frozen=True)
 class AuditFinding:
-    """One thing that is wrong with a corpus.
+    """One kind of problem of a corpus.
 
     Attributes:
-        corpus: which one.
+        corpus: its name.
         name: of the rule, and of the list.
-        severity: how serious it is.
-        what: what was found, without its number.
+        severity: of the problem.
+        what: the problem, without its count.
         advice: what to do, in one sentence.
-        count, total: how many have it, of how many.
+        count, total: the pairs with the problem, and all pairs.
         examples: the first entries of the list.
-        list_file: the name of the file with all of them, if there is one.
+        list_file: the name of the file with all entries, if there is one.
     """
 
     corpus: str
@@ -64,7 +64,7 @@ class AuditFinding:
 
 @dataclass(frozen=True)
 class MixedSummary:
-    """A corpus of a mixture: as `Summary`, and its share of an epoch's pairs."""
+    """A corpus of a mixture: as `CorpusSummary`, and its share of the pairs of an epoch."""
 
     name: str
     num_pairs: int
@@ -74,15 +74,15 @@ class MixedSummary:
 
 @dataclass(frozen=True)
 class CorpusSummary:
-    """A corpus, and what becomes of its pairs.
+    """A corpus, and what training does with its pairs.
 
     Attributes:
         name: of the corpus.
-        num_pairs: that could be read; a row that is no pair is none.
-        left_out: how many of them training leaves out, by reason; without a tokenizer, those over
-            `data.max_tokens` are not known.
+        num_pairs: without rows that are no pair.
+        left_out: how many of them training drops, by reason; without a tokenizer, those over
+            `data.max_tokens` are unknown.
         coverage: of source and target, if there is a tokenizer.
-        mixture: the corpora that it is mixed of.
+        mixture: its corpora, if it is a mixture.
     """
 
     name: str
@@ -100,27 +100,19 @@ class AuditReport:
     findings: list[AuditFinding]
 
     def count(self, severity: Severity) -> int:
-        """Count the findings that are that serious."""
-        return sum(found.severity == severity for found in self.findings)
+        """Return the number of findings of a severity."""
+        return sum(finding.severity == severity for finding in self.findings)
 
 
-class NamedText(NamedTuple):
-    """A corpus, or a mixture, and what a report calls it."""
-
-    name: str
-    text: TrainText
-
-
-def corpora(config: Config) -> list[NamedText]:
-    """Return the corpora in the order in which they are read: training comes last."""
-    tests = [NamedText(f"tests.{name}", corpus) for name, corpus in config.data.tests.items()]
-    valid, train = NamedText(VALID, config.data.valid), NamedText(TRAIN, config.data.train)
-    return [*tests, valid, train]
+def corpora(config: Config) -> dict[str, TrainText]:
+    """Return the corpora by name, in the order in which they are read: training comes last."""
+    tests = {f"tests.{name}": corpus for name, corpus in config.data.tests.items()}
+    return {**tests, VALID: config.data.valid, TRAIN: config.data.train}
 
 
 def num_bytes(config: Config) -> int:
     """Return the bytes of all corpora on disk."""
-    return sum(size_of(corpus) for _, corpus in corpora(config))
+    return sum(size_of(corpus) for corpus in corpora(config).values())
 
 
 def audit(
@@ -130,110 +122,94 @@ def audit(
 
     Args:
         config: names them.
-        tokenizer: the run's own, if it has one.
-        directory: where the lists go.
-        advance: is told the bytes that have been read; twice those of the corpora in the end.
+        tokenizer: of the run, if it has one.
+        directory: of the lists.
+        advance: is called with the bytes read; the sum is twice the size of the corpora.
     """
-    surveys = [Scan(name, corpus, directory, tokenizer) for name, corpus in corpora(config)]
-    languages = Languages()
-    for survey in surveys:
-        held_out = [other for other in surveys if _is_held_out_of(other.name, survey.name)]
-        survey.read(languages, held_out, survey.name != TRAIN, advance)
-    train = surveys[-1]
-    usual = rules.learn(train.windows(), config.data.max_tokens)
-    chosen = pair_filter.rules_of(config.data.clean)
+    scans = [Scan(name, text, directory, tokenizer) for name, text in corpora(config).items()]
+    classifier = SideClassifier()
+    for scan in scans:
+        held_out = [other for other in scans if _is_held_out_of(other.name, scan.name)]
+        scan.read(classifier, held_out, scan.name != TRAIN, advance)
+    train = scans[-1]
+    profile = rules.learn(train.records.windows(), config.data.max_tokens)
+    readers = {scan.name: scan.reader for scan in scans}
     summaries, findings = [], []
-    for survey in reversed(surveys):
-        lists = FindingLists(directory, survey.name, survey.intake)
-        tally = _Tally(chosen if survey is train else [], usual)
-        intakes = {s.name: s.intake for s in surveys}
-        findings += _judge(survey, usual, intakes, lists, tally, config.data.clean, advance)
-        mixture = _mixture(config, survey, tally) if survey is train else []
-        summaries.append(_summary(survey, train, tally, mixture))
-        findings += _left_out_findings(summaries[-1])
-        survey.spool.remove()
+    for scan in reversed(scans):
+        lists = FindingLists(directory, scan.name, scan.reader)
+        found, dropped = _judge(scan, profile, readers, lists, config.data.clean, advance)
+        summary = CorpusSummary(
+            scan.name,
+            sum(part.num_pairs - part.num_faults for part in scan.reader.parts),
+            dict(sum(dropped.values(), Counter())),
+            [
+                counts.coverage(of_train)
+                for counts, of_train in zip(scan.piece_counts, train.piece_counts, strict=True)
+            ],
+            _mixture(config, scan, dropped) if scan is train else [],
+        )
+        summaries.append(summary)
+        findings += [*found, *_all_dropped_findings(summary)]
+        scan.records.remove()
     return AuditReport(summaries, sorted(findings, key=lambda finding: -finding.severity))
 
 
 def _is_held_out_of(name: str, other: str) -> bool:
-    """Tell whether no sentence of one corpus should stand in the other."""
+    """Return whether no sentence of one corpus should occur in the other."""
     return name != other and (other == TRAIN or (other == VALID and name != TRAIN))
 
 
 def _judge(
-    survey: Scan,
-    usual: UsualRatios,
-    intakes: dict[str, Reader],
+    scan: Scan,
+    profile: CorpusProfile,
+    readers: dict[str, Reader],
     lists: FindingLists,
-    tally: _Tally,
     clean: list[str],
     advance: Advance,
-) -> list[AuditFinding]:
-    """Judge all pairs of a corpus, write its lists, and return the findings."""
-    total = survey.intake.num_pairs
-    survey.find_repeats()
-    moved = misalignment.find(survey.windows) if total >= misalignment.MIN_PAIRS else []
-    leaked = [_Leaked(name, intakes[name], leaks, clean) for name, leaks in survey.leaks.items()]
-    for block in Reader(survey.corpus).blocks(advance):
+) -> tuple[list[AuditFinding], dict[str | None, Counter[str]]]:
+    """Judge all pairs of a corpus and write its lists.
+
+    Returns the findings, and for each corpus of a mixture the dropped pairs by reason.
+    """
+    chosen = pair_filter.rules_of(clean) if scan.name == TRAIN else []
+    dropped: dict[str | None, Counter[str]] = {}
+    total = scan.reader.num_pairs
+    scan.find_repeats()
+    shifts = misalignment.find(scan.records.windows) if total >= misalignment.MIN_PAIRS else []
+    leaks = [_LeakFinder(name, readers[name], own, clean) for name, own in scan.leaks.items()]
+    for block in Reader(scan.corpus).blocks(advance):
         first, last = block.first, block.first + len(block.src)
-        pairs = survey.pairs(first, len(block.src))
-        tally.add(pairs, survey.intake.part_of(first).corpus)
-        for hits in [
-            *_rule_hits(pairs, usual, survey.intake),
-            *_shift_hits(moved, first, last, survey.intake),
-            *(hits for leak in leaked for hits in leak.hits(first, last)),
-        ]:
+        pairs = scan.pairs(first, len(block.src))
+        counts = dropped.setdefault(scan.reader.part_of(first).corpus, Counter())
+        counts.update(filter(None, pair_filter.reasons(chosen, pairs, profile)))
+        for rule in RULES:
+            details = no_details
+            if rule.refers is not None:
+                details = partial(_earlier, scan.reader, rule.refers(pairs))
+            lists.add(RuleHits(rule.name, rule.judge(pairs, profile), details), block)
+        for hits in (
+            _shift_hits(shifts, first, last, scan.reader),
+            *(hits for leak in leaks for hits in leak.hits(first, last)),
+        ):
             lists.add(hits, block)
     lists.close()
-    return [
-        *_file_findings(survey),
-        *_shift_findings(survey.name, moved, lists, total),
-        *(found for leak in leaked for found in leak.findings(survey.name, lists, total)),
-        *_rule_findings(survey.name, lists, total),
+    findings = [
+        *_file_findings(scan),
+        *_shift_findings(scan.name, shifts, lists, total),
+        *(finding for leak in leaks for finding in leak.findings(scan.name, lists, total)),
     ]
-
-
-class _Tally:
-    """How many pairs training leaves out, by reason."""
-
-    def __init__(self, chosen: Sequence[Rule], usual: UsualRatios) -> None:
-        self._chosen, self._usual = chosen, usual
-        self.counts: Counter[str] = Counter()
-        self.by_corpus: dict[str, Counter[str]] = {}
-
-    def add(self, pairs: PairBlock, corpus: str | None) -> None:
-        """Judge some more pairs as training does; `corpus` says of which part of a mixture."""
-        found = pair_filter.reasons(self._chosen, pairs, self._usual)
-        counts = Counter(reason for reason in found if reason is not None)
-        self.counts.update(counts)
-        if corpus is not None:
-            self.by_corpus.setdefault(corpus, Counter()).update(counts)
-
-
-def _rule_hits(pairs: PairBlock, usual: UsualRatios, intake: Reader) -> Iterator[RuleHits]:
-    for rule in RULES:
-        sides = rule.judge(pairs, usual)
-        if rule.refers is None:
-            yield RuleHits(rule.name, sides, nothing_more)
-        else:
-            earlier = rule.refers(pairs)
-            yield RuleHits(rule.name, sides, _Earlier(earlier, intake).describe)
-
-
-class _Earlier(NamedTuple):
-    numbers: duplicates.Numbers
-    intake: Reader
-
-    def describe(self, place: int) -> Entry:
-        return {"first": place_of(self.intake, int(self.numbers[place]) - 1)}
-
-
-def _rule_findings(corpus: str, lists: FindingLists, total: int) -> Iterator[AuditFinding]:
     for rule in RULES:
         if count := lists.counts[rule.name]:
+            advice = rule.advice if scan.name == TRAIN else rule.held_out_advice or rule.advice
             severity = rule.severity_of(count, total)
-            advice = rule.advice if corpus == TRAIN else rule.held_out_advice or rule.advice
-            yield _listed(corpus, rule.name, severity, rule.what, advice, lists, total)
+            findings.append(
+                _listed(scan.name, rule.name, severity, rule.what, advice, lists, total)
+            )
+    return findings, dropped
+
+
+def _earlier(reader: Reader, numbers: duplicates.Numbers, row: int) -> Entry:
+    return {"first": place_of(reader, int(numbers[row]) - 1)}
 
 
 def _listed(
@@ -250,25 +226,23 @@ def _listed(
     return AuditFinding(corpus, name, severity, what, advice, count, total, examples, file)
 
 
-def _shift_hits(
-    moved: Sequence[Shift], first: int, last: int, intake: Reader
-) -> Iterator[RuleHits]:
-    """Mark the first pair of each stretch."""
-    here = {shift.first - first: shift for shift in moved if first <= shift.first < last}
+def _shift_hits(shifts: Sequence[Shift], first: int, last: int, reader: Reader) -> RuleHits:
+    """Return the first pair of each stretch as a hit."""
+    here = {shift.first - first: shift for shift in shifts if first <= shift.first < last}
     sides = np.zeros(last - first, np.uint8)
     sides[list(here)] = SideName.BOTH
 
-    def describe(place: int) -> Entry:
-        shift = here[place]
-        return {"last": place_of(intake, shift.last), "offset": shift.offset}
+    def details(row: int) -> Entry:
+        shift = here[row]
+        return {"last": place_of(reader, shift.last), "offset": shift.offset}
 
-    yield RuleHits("shift", sides, describe)
+    return RuleHits("shift", sides, details)
 
 
 def _shift_findings(
-    corpus: str, moved: Sequence[Shift], lists: FindingLists, total: int
+    corpus: str, shifts: Sequence[Shift], lists: FindingLists, total: int
 ) -> Iterator[AuditFinding]:
-    for shift, example in zip(moved, lists.examples.get("shift", []), strict=False):
+    for shift, example in zip(shifts, lists.examples.get("shift", []), strict=False):
         lines = "a line" if abs(shift.offset) == 1 else f"{abs(shift.offset)} lines"
         where = "after" if shift.offset > 0 else "before"
         yield AuditFinding(
@@ -284,114 +258,100 @@ def _shift_findings(
         )
 
 
-class _Leaked:
-    """What of a held-out corpus stands in another one, as findings."""
+_LEAK_SIDES = {"pair": SideName.BOTH, "source": SideName.SRC, "target": SideName.TGT}
 
-    def __init__(self, other: str, intake: Reader, leaks: Leaks, clean: list[str]) -> None:
-        self._other, self._intake, self._clean = other, intake, clean
-        exact, by_words = leaks.exact, leaks.by_words
-        pairs = _LeakCounts.of(by_words.pairs.hits(), exact.pairs.hits())
-        self._found = {
-            "pair": pairs,
-            "source": _LeakCounts.of(by_words.src.hits(), exact.src.hits()).without(pairs),
-            "target": _LeakCounts.of(by_words.tgt.hits(), exact.tgt.hits()).without(pairs),
+
+class _LeakFinder:
+    """The lines of a held-out corpus that occur in another one, as findings."""
+
+    def __init__(self, other: str, reader: Reader, leaks: Leaks, clean: list[str]) -> None:
+        self._other, self._reader, self._clean = other, reader, clean
+        exact, by_key = leaks.exact, leaks.by_key
+        self._counts = {
+            "pair": _LeakCounts(by_key.pairs, exact.pairs),
+            "source": _LeakCounts(by_key.src, exact.src),
+            "target": _LeakCounts(by_key.tgt, exact.tgt),
         }
+        is_pair = self._counts["pair"].times > 0
+        for kind in ("source", "target"):
+            self._counts[kind].times[is_pair] = 0
 
     def hits(self, first: int, last: int) -> Iterator[RuleHits]:
-        """Mark the held-out pairs from number `first` to the one before `last`."""
-        sides = {"pair": SideName.BOTH, "source": SideName.SRC, "target": SideName.TGT}
-        for kind, found in self._found.items():
-            marks = np.where(found.times[first:last] > 0, sides[kind], SideName.NONE).astype(
-                np.uint8
-            )
-            yield RuleHits(self._name(kind), marks, _At(found, first, self._intake).describe)
+        """Yield those of the held-out pairs from number `first` to the one before `last`."""
+        for kind, counts in self._counts.items():
+            is_hit = counts.times[first:last] > 0
+            sides = (is_hit * np.uint8(_LEAK_SIDES[kind])).astype(np.uint8)
+            yield RuleHits(self._name(kind), sides, partial(self._details, counts, first))
+
+    def _details(self, counts: _LeakCounts, first: int, row: int) -> Entry:
+        return {
+            "first": place_of(self._reader, int(counts.first[first + row])),
+            "times": int(counts.times[first + row]),
+            "to_the_letter": bool(counts.is_exact[first + row]),
+        }
 
     def findings(self, corpus: str, lists: FindingLists, total: int) -> Iterator[AuditFinding]:
-        """Return a finding for each kind of leak."""
-        for kind, found in self._found.items():
+        """Yield a finding for each kind of leak."""
+        for kind, counts in self._counts.items():
             if count := lists.counts[self._name(kind)]:
-                few = 0 if kind == "pair" else _FEW_LEAKS * total
-                exact = int((found.is_exact & (found.times > 0)).sum())
-                is_open = not self._is_left_out(kind, count, exact)
-                severity = Severity.WARNING if is_open and count > few else Severity.NOTE
-                what = f"{kind}s that stand in {self._other} too ({exact:,} to the letter)"
-                advice = self._advice() if is_open else _LEFT_OUT
+                usual = 0 if kind == "pair" else _USUAL_LEAK_SHARE * total
+                num_exact = int((counts.is_exact & (counts.times > 0)).sum())
+                # Does training drop all of them, by `data.clean`?
+                is_exact_pair = kind == "pair" and num_exact == count
+                is_dropped = self._other == TRAIN and (
+                    "held-out" in self._clean or ("held-out-pair" in self._clean and is_exact_pair)
+                )
+                severity = Severity.WARNING if not is_dropped and count > usual else Severity.NOTE
+                what = f"{kind}s that stand in {self._other} too ({num_exact:,} to the letter)"
+                advice = rules.APART
+                if is_dropped:
+                    advice = _DROPPED
+                elif self._other == TRAIN:
+                    advice = (
+                        f"Delete them from {TRAIN} ({TRAIN}.held-out.jsonl), or scores flatter."
+                    )
                 yield _listed(corpus, self._name(kind), severity, what, advice, lists, total)
-
-    def _is_left_out(self, kind: str, count: int, exact: int) -> bool:
-        """Tell whether training does without all that was found, as `data.clean` says."""
-        if self._other != TRAIN:
-            return False
-        is_whole_pair = kind == "pair" and exact == count
-        return "held-out" in self._clean or ("held-out-pair" in self._clean and is_whole_pair)
 
     def _name(self, kind: str) -> str:
         return f"{kind}-in-{self._other}"
 
-    def _advice(self) -> str:
-        if self._other == TRAIN:
-            return f"Delete them from {TRAIN} ({TRAIN}.held-out.jsonl), or scores flatter."
-        return rules.APART
+
+class _LeakCounts:
+    """The occurrences of each held-out line or pair: how many, the first, whether any is exact."""
+
+    def __init__(self, by_key: HashTable, exact: HashTable) -> None:
+        exact_hits, key_hits = exact.hits(), by_key.hits()
+        self.times = np.maximum(key_hits.times, exact_hits.times)
+        self.is_exact: npt.NDArray[np.bool_] = exact_hits.times > 0
+        self.first = np.where(self.is_exact, exact_hits.first, key_hits.first)
 
 
-class _LeakCounts(NamedTuple):
-    """Of each held-out pair: how often it was found, where first, and whether to the letter."""
-
-    times: duplicates.Numbers
-    first: npt.NDArray[np.int64]
-    is_exact: rules.Flags
-
-    @classmethod
-    def of(cls, by_words: LeakHits, exact: LeakHits) -> _LeakCounts:
-        is_exact = exact.times > 0
-        first = np.where(is_exact, exact.first, by_words.first)
-        return cls(np.maximum(by_words.times, exact.times), first, is_exact)
-
-    def without(self, others: _LeakCounts) -> _LeakCounts:
-        times = np.where(others.times > 0, np.uint32(0), self.times)
-        return _LeakCounts(times, self.first, self.is_exact)
-
-
-class _At(NamedTuple):
-    found: _LeakCounts
-    offset: int
-    intake: Reader
-
-    def describe(self, place: int) -> Entry:
-        pair = self.offset + place
-        return {
-            "first": place_of(self.intake, int(self.found.first[pair])),
-            "times": int(self.found.times[pair]),
-            "to_the_letter": bool(self.found.is_exact[pair]),
-        }
-
-
-def _file_findings(survey: Scan) -> Iterator[AuditFinding]:
-    for part in survey.intake.parts:
+def _file_findings(scan: Scan) -> Iterator[AuditFinding]:
+    for part in scan.reader.parts:
         for notes in part.notes:
-            yield from _notes_findings(survey.name, notes)
-        is_whole = not (part.src.problem or part.tgt.problem)
-        if is_whole and part.src.num_lines != part.tgt.num_lines:
+            yield from _notes_findings(scan.name, notes)
+        is_complete = not (part.src.problem or part.tgt.problem)
+        if is_complete and part.src.num_lines != part.tgt.num_lines:
             yield _of_file(
-                survey.name,
+                scan.name,
                 "unequal-lines",
                 Severity.ERROR,
                 f"{part.src.path} has {part.src.num_lines:,} lines and {part.tgt.path} has "
                 f"{part.tgt.num_lines:,}",
                 "Find the lines that are lost or one too many; training refuses the files.",
             )
-    if survey.intake.num_pairs == 0:
+    if scan.reader.num_pairs == 0:
         what = "there is not a single pair"
-        yield _of_file(survey.name, "empty", Severity.ERROR, what, "Name files that have some.")
+        yield _of_file(scan.name, "empty", Severity.ERROR, what, "Name files that have some.")
 
 
-def _left_out_findings(summary: CorpusSummary) -> Iterator[AuditFinding]:
-    """Find corpora of which training has nothing left."""
+def _all_dropped_findings(summary: CorpusSummary) -> Iterator[AuditFinding]:
+    """Yield the corpora of which training keeps no pair."""
     corpora: Sequence[CorpusSummary | MixedSummary] = summary.mixture or [summary]
-    for own in corpora:
-        if 0 < own.num_pairs == sum(own.left_out.values()):
-            what = f"all pairs of {own.name} are left out: {format_counts(own.left_out)}"
-            advice = f"Change {format_precedence(own.left_out)}; training refuses the corpus."
+    for corpus in corpora:
+        if 0 < corpus.num_pairs == sum(corpus.left_out.values()):
+            what = f"all pairs of {corpus.name} are left out: {format_counts(corpus.left_out)}"
+            advice = f"Change {format_precedence(corpus.left_out)}; training refuses the corpus."
             yield _of_file(summary.name, "all-left-out", Severity.ERROR, what, advice)
 
 
@@ -430,34 +390,22 @@ def _of_file(corpus: str, name: str, severity: Severity, what: str, advice: str)
     return AuditFinding(corpus, name, severity, what, advice, 1, 1, [])
 
 
-def _mixture(config: Config, train: Scan, tally: _Tally) -> list[MixedSummary]:
-    """Return what becomes of the corpora of a mixture; nothing if there is one corpus."""
+def _mixture(
+    config: Config, train: Scan, dropped: dict[str | None, Counter[str]]
+) -> list[MixedSummary]:
+    """Return a summary of each corpus of a mixture; nothing if there is one corpus."""
     if not isinstance(config.data.train, list):
         return []
-    corpora = corpora_of(config.data.train, "data.train")
-    sizes = Counter({named.name: 0 for named in corpora})
-    for part in train.intake.parts:
+    mixed = corpora_of(config.data.train, "data.train")
+    sizes = Counter({corpus.name: 0 for corpus in mixed})
+    for part in train.reader.parts:
         sizes[part.corpus or ""] += part.num_pairs - part.num_faults
-    left_out = [dict(tally.by_corpus.get(named.name, {})) for named in corpora]
-    kept = [sizes[own.name] - sum(out.values()) for own, out in zip(corpora, left_out, strict=True)]
+    left_out = [dict(dropped.get(corpus.name, {})) for corpus in mixed]
     weights = [
-        weight_of(count, own.weight, config.data.temperature)
-        for own, count in zip(corpora, kept, strict=True)
+        weight_of(sizes[corpus.name] - sum(counts.values()), corpus.weight, config.data.temperature)
+        for corpus, counts in zip(mixed, left_out, strict=True)
     ]
     return [
-        MixedSummary(own.name, sizes[own.name], out, weight / (sum(weights) or 1.0))
-        for own, out, weight in zip(corpora, left_out, weights, strict=True)
+        MixedSummary(corpus.name, sizes[corpus.name], counts, weight / (sum(weights) or 1.0))
+        for corpus, counts, weight in zip(mixed, left_out, weights, strict=True)
     ]
-
-
-def _summary(
-    survey: Scan, train: Scan, tally: _Tally, mixture: list[MixedSummary]
-) -> CorpusSummary:
-    sides = zip(survey.pieces, train.pieces, strict=True)
-    return CorpusSummary(
-        survey.name,
-        sum(part.num_pairs - part.num_faults for part in survey.intake.parts),
-        dict(tally.counts),
-        [own.coverage(counts) for own, counts in sides],
-        mixture,
-    )

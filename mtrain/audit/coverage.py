@@ -1,25 +1,16 @@
-"""What a tokenizer makes of a corpus: pieces a word, bytes, unknown and unseen pieces."""
+"""How well a tokenizer fits a corpus: pieces per word, bytes, unknown and unseen pieces."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from mtrain.audit.features import Ints
 from mtrain.tokenizer.sentencepiece import Vocabulary
-
-Ints = npt.NDArray[np.int64]
-
-
-class EncodedLines(NamedTuple):
-    """For each line: how many tokens it has with eos, and whether one of them is unknown."""
-
-    tokens: Ints
-    has_unknown: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -39,15 +30,15 @@ class Coverage:
 
 
 class PieceCounts:
-    """The pieces of one side of a corpus, counted."""
+    """Counts of the pieces in one side of a corpus."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._num_words = 0
         self.counts = np.zeros(len(vocabulary), np.int64)
 
-    def add(self, lines: Sequence[str], num_words: int) -> EncodedLines:
-        """Encode some lines."""
+    def add(self, lines: Sequence[str], num_words: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
+        """Encode lines; return the tokens of each, with eos, and whether one is unknown."""
         encoded = self._vocabulary.encode(lines)
         lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
         ids = np.fromiter(chain.from_iterable(encoded), np.int64, int(lengths.sum()))
@@ -56,10 +47,10 @@ class PieceCounts:
         line_of = np.repeat(np.arange(len(lengths)), lengths)
         has_unknown = np.zeros(len(lengths), bool)
         has_unknown[line_of[ids == self._vocabulary.unk]] = True
-        return EncodedLines(lengths + 1, has_unknown)
+        return lengths + 1, has_unknown
 
     def coverage(self, train: PieceCounts) -> Coverage:
-        """Return the shares, beside what the training text has."""
+        """Return the coverage; unseen are pieces without a count in `train`."""
         total = max(int(self.counts.sum()), 1)
         num_bytes = int(self.counts[self._vocabulary.byte_pieces].sum())
         return Coverage(

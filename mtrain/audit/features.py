@@ -1,7 +1,7 @@
-"""What lines are like, in numbers: one fixed-size record for each. Knows no files and no pairs.
+"""Features of lines: one fixed-size record for each line. Knows no files.
 
-A block of lines is one array of code points, so that nothing here is a loop over lines or
-characters but for hashing and what is rare.
+A block of lines is one array of code points, so that nothing here loops over lines or characters
+in Python but hashing and what is rare.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntFlag
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from mtrain.audit.unicode_classes import CHARACTERS, IS_UNSPACED, NUM_KINDS, Kind
+from mtrain.audit.unicode_classes import BLANKS, CHARACTERS, IS_UNSPACED, NUM_KINDS, Kind
 
 Records = npt.NDArray[Any]
 Hashes = npt.NDArray[np.uint64]
@@ -24,7 +24,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class LineFlag(IntFlag):
-    """What is true of a line."""
+    """Properties of a line that it has or has not."""
 
     UNDECODABLE = 1
     BLANK = 2
@@ -35,27 +35,43 @@ class LineFlag(IntFlag):
     NOT_NFC = 64
     MOJIBAKE = 128
     UNKNOWN_PIECE = 256
-    NO_PAIR = 512  # its row is none, and it stands for it
+    NO_PAIR = 512  # the row could not be read as a pair; both sides are blank in its place
+
+
+class Feature(IntFlag):
+    """Groups of features that are computed together; `measure` computes those that are asked for.
+
+    The length in characters and whether a line is blank are always computed.
+    """
+
+    NONE = 0
+    HASH = 1  # the field `hash`
+    KEY = 2  # `LineFeatures.keys`
+    CHARACTERS = 4  # solid, odd, script, points, ending; TAB, BREAK, CONTROL, INVISIBLE
+    WORDS = 8  # numbers, names; `LineFeatures.words`; with them, `language`
+    NFC = 16  # NOT_NFC
+    MOJIBAKE = 32  # MOJIBAKE
+    ALL = 63
 
 
 LINE = np.dtype(
     [
-        ("hash", np.uint64),  # of the text as it stands
-        ("names", np.uint64),  # a bit for each word that may be written alike in both languages
-        ("numbers", np.uint32),  # a bit for each run of digits
+        ("hash", np.uint64),  # of the exact text
+        ("names", np.uint64),  # a Bloom filter of the words that may be names
+        ("numbers", np.uint32),  # a Bloom filter of the runs of digits
         ("chars", np.uint32),
-        ("solid", np.uint32),  # characters that are no spaces
+        ("solid", np.uint32),  # characters other than spaces; without CHARACTERS, 1 if any
         ("odd", np.uint32),  # digits, punctuation, symbols and markup among them
         ("tokens", np.uint32),  # with eos; 0 without a tokenizer
-        ("marks", np.uint16),
-        ("language", np.float32),  # above 0: like the source side, below: like the target side
-        ("script", np.uint8),  # of most letters, as a kind; 0 if there are none
-        ("ending", np.uint8),  # what the line ends with
-        ("points", np.uint8),  # punctuation marks
+        ("flags", np.uint16),  # of `LineFlag`
+        ("language", np.float32),  # > 0: like the source side, < 0: like the target side
+        ("script", np.uint8),  # of most letters, as a kind; 0 without letters
+        ("ending", np.uint8),  # class of the last character
+        ("points", np.uint8),  # punctuation characters
     ]
 )
 NUM_ENDINGS = 8
-MAX_CHARS = 20_000  # of a line that are looked at; its hash and its length are of the whole line
+MAX_CHARS = 20_000  # of a line that are analysed; its hash and its length are of the whole line
 
 _ENDINGS = np.zeros(0x3100, np.uint8)  # 0: a letter or a digit, 1: anything else
 for _number, _members in enumerate(
@@ -65,21 +81,29 @@ for _number, _members in enumerate(
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _POWERS = np.cumprod(np.full(MAX_CHARS + 2, _FACTOR | np.uint64(1), np.uint64), dtype=np.uint64)
-_NAME_LETTERS = 5  # by which words of two languages are compared
+_STEM_LETTERS = 5  # by which words of two languages are compared
 _MARKUP = re.compile(r"</?[A-Za-z][^<>]*>|&(?:#\d+|[A-Za-z]{2,8});|\{[^{}]*\}|https?://\S+")
-# UTF-8 that was read as Latin-1 or as Windows-1252: a lead byte, then the bytes that follow it.
+# UTF-8 that was read as Latin-1 or as Windows-1252: a lead byte, then continuation bytes.
 _TRAIL = "[\u0080-\u00bf€‚ƒ„…†‡ˆ‰Š‹ŒŽ‘’“”•–—˜™š›œžŸ]"
 _MOJIBAKE = re.compile(f"[\u00c2-\u00df]{_TRAIL}|[\u00e0-\u00ef]{_TRAIL}{{2}}|\u00f0{_TRAIL}{{3}}")
 
 
-class Measured(NamedTuple):
-    """Records of lines, with what is needed only while the lines are at hand.
+class PairWindow(NamedTuple):
+    """Records of both sides of consecutive pairs, and the number of the first pair, from 0."""
+
+    src: Records
+    tgt: Records
+    first: int
+
+
+class LineFeatures(NamedTuple):
+    """Records of lines, and features that are not kept in them.
 
     Attributes:
         lines: one record each.
-        keys: hashes without case, punctuation and spaces; 0 if nothing is left.
-        words: a hash of each word of all the lines.
-        word_lines: the line that each word stands in.
+        keys: hashes without case, punctuation and spaces; 0 where nothing is left.
+        words: a hash of each word of all lines.
+        word_lines: the line of each word.
     """
 
     lines: Records
@@ -88,26 +112,38 @@ class Measured(NamedTuple):
     word_lines: Ints
 
 
-def measure(lines: Sequence[str]) -> Measured:
-    """Return a record for each line; no line may hold a line feed."""
+def measure(lines: Sequence[str], features: Feature = Feature.ALL) -> LineFeatures:
+    """Compute features of lines, none of which may hold a line feed; the others are 0."""
     records = np.zeros(len(lines), LINE)
-    records["hash"] = exact_hashes(lines)
+    keys, words = np.zeros(len(lines), np.uint64), np.zeros(0, np.uint64)
+    word_lines = np.zeros(0, np.int64)
     records["chars"] = [len(line) for line in lines]
+    if Feature.HASH in features:
+        records["hash"] = exact_hashes(lines)
     text = "".join(line[:MAX_CHARS] + "\n" for line in lines)
-    if not unicodedata.is_normalized("NFC", text):
-        add_mark(records, LineFlag.NOT_NFC, _not_normalized(lines))
-    if _MOJIBAKE.search(text):
-        add_mark(
-            records, LineFlag.MOJIBAKE, (n for n, line in enumerate(lines) if is_mojibake(line))
-        )
-    view = _View(text)
-    _count(records, view)
-    if "<" in text or "&" in text or "{" in text or "://" in text:
-        _add_markup(records, lines)
-    words = _Words(view)
-    records["numbers"] = words.bits(words.is_number, 32)
-    records["names"] = words.bits(words.is_name, 64)
-    return Measured(records, _keys(view), words.hashes, words.lines)
+    if Feature.NFC in features and not unicodedata.is_normalized("NFC", text):
+        is_nfc = (unicodedata.is_normalized("NFC", line) for line in lines)
+        add_flag(records, LineFlag.NOT_NFC, (n for n, is_good in enumerate(is_nfc) if not is_good))
+    if Feature.MOJIBAKE in features and ("\ufffd" in text or _MOJIBAKE.search(text)):
+        found = (n for n, line in enumerate(lines) if is_mojibake(line))
+        add_flag(records, LineFlag.MOJIBAKE, found)
+    if features & (Feature.CHARACTERS | Feature.KEY | Feature.WORDS):
+        block = _CharacterBlock(text)
+        if Feature.CHARACTERS in features:
+            _count_characters(records, block)
+            if "<" in text or "&" in text or "{" in text or "://" in text:
+                _add_markup(records, lines)
+        if Feature.KEY in features:
+            keys = _keys(block)
+        if Feature.WORDS in features:
+            split = _WordBlock(block)
+            records["numbers"] = split.bloom_filters(split.is_number, 32)
+            records["names"] = split.bloom_filters(split.is_name, 64)
+            words, word_lines = split.hashes, split.lines
+    if Feature.CHARACTERS not in features:
+        records["solid"] = [bool(line[:MAX_CHARS].strip(BLANKS)) for line in lines]
+    records["flags"] |= np.where(records["solid"] == 0, np.uint16(LineFlag.BLANK), np.uint16(0))
+    return LineFeatures(records, keys, words, word_lines)
 
 
 def exact_hashes(lines: Sequence[str]) -> Hashes:
@@ -117,13 +153,15 @@ def exact_hashes(lines: Sequence[str]) -> Hashes:
 
 
 def mixed(first: Hashes, second: Hashes) -> Hashes:
-    """Return one hash for two, in this order."""
+    """Return one hash for each two, dependent on their order."""
     return _scrambled(first * _FACTOR + _scrambled(second))
 
 
 def is_mojibake(line: str) -> bool:
-    """Tell whether the line holds UTF-8 that was read as a one-byte encoding."""
-    return any(_decodes(match[0]) for match in _MOJIBAKE.finditer(line))
+    """Tell whether the line holds UTF-8 decoded as a one-byte encoding, or U+FFFD."""
+    if "\ufffd" in line[:MAX_CHARS]:
+        return True
+    return any(_decodes(match[0]) for match in _MOJIBAKE.finditer(line[:MAX_CHARS]))
 
 
 def _decodes(text: str) -> bool:
@@ -141,33 +179,27 @@ def _one_byte(character: str) -> bytes:
         return character.encode("latin-1", errors="replace")
 
 
-def add_mark(records: Records, mark: LineFlag, lines: Iterable[int]) -> None:
-    """Mark some of the lines."""
+def add_flag(records: Records, flag: LineFlag, lines: Iterable[int]) -> None:
+    """Set a flag of some of the lines."""
     for line in lines:
-        records["marks"][line] |= np.uint16(mark)
-
-
-def _not_normalized(lines: Sequence[str]) -> Iterator[int]:
-    return (n for n, line in enumerate(lines) if not unicodedata.is_normalized("NFC", line))
+        records["flags"][line] |= np.uint16(flag)
 
 
 def _add_markup(records: Records, lines: Sequence[str]) -> None:
-    """Count the letters of tags, entities and addresses as what they are: no words."""
+    """Count the letters of tags, entities and addresses as odd characters."""
     for number, line in enumerate(lines):
         if "<" in line or "&" in line or "{" in line or "://" in line:
-            inside = sum(
-                sum(map(str.isalpha, match[0])) for match in _MARKUP.finditer(line[:MAX_CHARS])
-            )
-            records["odd"][number] += inside
+            matches = _MARKUP.finditer(line[:MAX_CHARS])
+            records["odd"][number] += sum(sum(map(str.isalpha, match[0])) for match in matches)
 
 
-class _View:
-    """A block of text, character by character.
+class _CharacterBlock:
+    """The characters of a block of lines.
 
     Attributes:
         codes, kinds: of each character.
-        lines: the line that each character stands in.
-        ends: where each line ends.
+        lines: the line of each character.
+        starts, ends: of each line; an end is the index of its "\\n".
         num_lines: of the block.
     """
 
@@ -176,54 +208,50 @@ class _View:
         self.kinds = CHARACTERS.kinds(self.codes)
         self.ends = np.flatnonzero(self.codes == 10)
         self.num_lines = len(self.ends)
-        lengths = np.diff(self.ends, prepend=-1)
-        self.lines = np.repeat(np.arange(self.num_lines), lengths)
-
-    def starts(self) -> Ints:
-        """Return where each line starts."""
-        return np.concatenate([[0], self.ends[:-1] + 1])[: self.num_lines]
+        self.starts = np.concatenate([[0], self.ends[:-1] + 1])[: self.num_lines]
+        self.lines = np.repeat(np.arange(self.num_lines), np.diff(self.ends, prepend=-1))
 
 
-def _count(records: Records, view: _View) -> None:
-    """Fill in what follows from counting characters by kind."""
-    cells = np.bincount(view.lines * NUM_KINDS + view.kinds, minlength=view.num_lines * NUM_KINDS)
-    counts = cells.reshape(view.num_lines, NUM_KINDS)
+def _count_characters(records: Records, block: _CharacterBlock) -> None:
+    """Set the fields and flags that follow from counts of characters by kind."""
+    cells = np.bincount(
+        block.lines * NUM_KINDS + block.kinds, minlength=block.num_lines * NUM_KINDS
+    )
+    counts = cells.reshape(block.num_lines, NUM_KINDS)
     solid = counts.sum(1) - counts[:, [Kind.END, Kind.SPACE, Kind.TAB, Kind.BREAK]].sum(1)
     letters = counts[:, Kind.LETTER :]
     records["solid"] = solid
     records["odd"] = solid - letters.sum(1) - counts[:, [Kind.CONTROL, Kind.INVISIBLE]].sum(1)
     records["script"] = np.where(letters.any(1), letters.argmax(1) + int(Kind.LETTER), 0)
     records["points"] = np.minimum(counts[:, Kind.POINT], 255)
-    records["ending"] = _endings(view)
-    for kind, mark in (
+    records["ending"] = _endings(block)
+    for kind, flag in (
         (Kind.TAB, LineFlag.TAB),
         (Kind.BREAK, LineFlag.BREAK),
         (Kind.CONTROL, LineFlag.CONTROL),
         (Kind.INVISIBLE, LineFlag.INVISIBLE),
-        (Kind.LOST, LineFlag.MOJIBAKE),
     ):
-        records["marks"] |= np.where(counts[:, kind] > 0, np.uint16(mark), np.uint16(0))
-    records["marks"] |= np.where(solid == 0, np.uint16(LineFlag.BLANK), np.uint16(0))
+        records["flags"] |= np.where(counts[:, kind] > 0, np.uint16(flag), np.uint16(0))
 
 
-def _endings(view: _View) -> npt.NDArray[np.uint8]:
-    """Return what each line ends with."""
-    is_solid = (view.kinds > Kind.BREAK) | (view.kinds == Kind.OTHER)
-    places = np.maximum.accumulate(np.where(is_solid, np.arange(len(view.codes)), -1))[view.ends]
-    codes, kinds = view.codes[places], view.kinds[places]
+def _endings(block: _CharacterBlock) -> npt.NDArray[np.uint8]:
+    """Return the class of the last solid character of each line."""
+    is_solid = (block.kinds > Kind.BREAK) | (block.kinds == Kind.OTHER)
+    last = np.maximum.accumulate(np.where(is_solid, np.arange(len(block.codes)), -1))[block.ends]
+    codes, kinds = block.codes[last], block.kinds[last]
     listed = np.where(codes < len(_ENDINGS), _ENDINGS[np.minimum(codes, len(_ENDINGS) - 1)], 0)
     is_word = (kinds >= Kind.LETTER) | (kinds == Kind.DIGIT)
-    endings = np.where(is_word, 0, np.maximum(listed, 1))
-    found: npt.NDArray[np.uint8] = np.where(places >= view.starts(), endings, 0).astype(np.uint8)
-    return found
+    classes = np.where(is_word, 0, np.maximum(listed, 1))
+    endings: npt.NDArray[np.uint8] = np.where(last >= block.starts, classes, 0).astype(np.uint8)
+    return endings
 
 
-def _keys(view: _View) -> Hashes:
+def _keys(block: _CharacterBlock) -> Hashes:
     """Hash the letters and digits of each line, without their case."""
-    places = np.flatnonzero((view.kinds >= Kind.LETTER) | (view.kinds == Kind.DIGIT))
-    firsts = np.searchsorted(places, view.starts())
-    lines = view.lines[places]
-    values = _scrambled(CHARACTERS.folded(view.codes[places]).astype(np.uint64) + np.uint64(1))
+    places = np.flatnonzero((block.kinds >= Kind.LETTER) | (block.kinds == Kind.DIGIT))
+    firsts = np.searchsorted(places, block.starts)
+    lines = block.lines[places]
+    values = _scrambled(CHARACTERS.folded(block.codes[places]).astype(np.uint64) + np.uint64(1))
     return _sums(values * _POWERS[np.arange(len(places)) - firsts[lines]], firsts)
 
 
@@ -235,54 +263,52 @@ def _sums(values: Hashes, firsts: Ints) -> Hashes:
     return sums
 
 
-class _Words:
-    """The runs of letters or digits of a block; where words have no spaces, each letter is one.
+class _WordBlock:
+    """The runs of letters or digits of a block; in scripts without spaces, each letter is a word.
 
     Attributes:
-        hashes: of the first letters of each word, without case.
-        lines: the line that each stands in.
-        is_number: made of digits.
-        is_name: long enough, or written large within a line, to be alike in two languages.
+        hashes: of each word, without case.
+        lines: the line of each word.
+        is_number: whether it consists of digits.
+        is_name: capitalised within a line and of three letters or more.
     """
 
-    def __init__(self, view: _View) -> None:
-        is_digit = view.kinds == Kind.DIGIT
-        is_part = (view.kinds >= Kind.LETTER) | is_digit
+    def __init__(self, block: _CharacterBlock) -> None:
+        is_digit = block.kinds == Kind.DIGIT
+        is_part = (block.kinds >= Kind.LETTER) | is_digit
         group = is_part.astype(np.int8) + is_digit  # 0: none, 1: letters, 2: digits
         is_first = is_part & (group != np.concatenate([[0], group[:-1]]))
         unspaced = np.zeros(256, bool)
         unspaced[:NUM_KINDS] = IS_UNSPACED
-        is_first |= unspaced[view.kinds]
+        is_first |= unspaced[block.kinds]
         places = np.flatnonzero(is_part)
         firsts = np.flatnonzero(is_first[places])
-        offsets = np.arange(len(places)) - np.repeat(
-            firsts, np.diff(np.append(firsts, len(places)))
-        )
-        folded = CHARACTERS.folded(view.codes[places])
+        lengths = np.diff(np.append(firsts, len(places)))
+        offsets = np.arange(len(places)) - np.repeat(firsts, lengths)
+        folded = CHARACTERS.folded(block.codes[places])
         values = _scrambled(folded.astype(np.uint64) + np.uint64(1))
         values *= _POWERS[np.minimum(offsets, MAX_CHARS)]
         starts = places[firsts]
-        self.num_lines = view.num_lines
-        self.lines = view.lines[starts]
+        self._num_lines = block.num_lines
+        self.lines = block.lines[starts]
         self.is_number = is_digit[starts]
         self.hashes = _scrambled(_sums(values, firsts))
-        values[offsets >= _NAME_LETTERS] = 0
+        values[offsets >= _STEM_LETTERS] = 0
         self._stems = _scrambled(_sums(values, firsts))
-        lengths = np.diff(np.append(firsts, len(places)))
-        is_large = view.codes[starts] != folded[firsts]
+        is_upper = block.codes[starts] != folded[firsts]
         opens = np.concatenate([[True], self.lines[1:] != self.lines[:-1]])[: len(starts)]
-        self.is_name = ~self.is_number & (lengths >= 3) & is_large & ~opens
+        self.is_name = ~self.is_number & (lengths >= 3) & is_upper & ~opens
 
-    def bits(self, chosen: npt.NDArray[np.bool_], width: int) -> Hashes:
-        """Return for each line one bit, of `width`, for each chosen word."""
-        found = np.zeros(self.num_lines, np.uint64)
-        lines = self.lines[chosen]
+    def bloom_filters(self, is_member: npt.NDArray[np.bool_], width: int) -> Hashes:
+        """Return for each line a set of words, as one bit of `width` for the stem of each."""
+        filters = np.zeros(self._num_lines, np.uint64)
+        lines = self.lines[is_member]
         if len(lines):
             shift = np.uint64(64 - width.bit_length() + 1)
-            bits = np.uint64(1) << (self._stems[chosen] >> shift)
+            bits = np.uint64(1) << (self._stems[is_member] >> shift)
             firsts = np.flatnonzero(np.concatenate([[True], lines[1:] != lines[:-1]]))
-            found[lines[firsts]] = np.bitwise_or.reduceat(bits, firsts)
-        return found
+            filters[lines[firsts]] = np.bitwise_or.reduceat(bits, firsts)
+        return filters
 
 
 def _scrambled(values: Hashes) -> Hashes:
@@ -293,3 +319,32 @@ def _scrambled(values: Hashes) -> Hashes:
     values = values * np.uint64(0x94D049BB133111EB)
     spread: Hashes = values ^ (values >> np.uint64(31))
     return spread
+
+
+_NUM_CELLS = 1 << 16
+_MAX_NATS = 3.0  # of one word
+
+
+class SideClassifier:
+    """Tells which side of a corpus a line reads like: naive Bayes over hashed words."""
+
+    def __init__(self) -> None:
+        self._counts = np.zeros((2, _NUM_CELLS), np.int64)
+
+    def learn(self, src: LineFeatures, tgt: LineFeatures) -> None:
+        """Count the words of some pairs."""
+        for counts, side in zip(self._counts, (src, tgt), strict=True):
+            counts += np.bincount(_word_cells(side.words), minlength=_NUM_CELLS)
+
+    def scores(self, side: LineFeatures) -> npt.NDArray[np.float32]:
+        """Return the log-odds of the source side for each line, in nats."""
+        words = _word_cells(side.words)
+        rates = (self._counts[:, words] + 1.0) / (self._counts.sum(1, keepdims=True) + 1.0)
+        nats = np.clip(np.log(rates[0] / rates[1]), -_MAX_NATS, _MAX_NATS)
+        sums = np.bincount(side.word_lines, weights=nats, minlength=len(side.lines))
+        return sums.astype(np.float32)
+
+
+def _word_cells(words: Hashes) -> Ints:
+    cells: Ints = (words % np.uint64(_NUM_CELLS)).astype(np.int64)
+    return cells

@@ -1,4 +1,4 @@
-"""The lists of an audit: every pair that a rule found, with its place and its text."""
+"""The lists of an audit: every pair that a rule hits, with its place and its text."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ import numpy as np
 from mtrain.audit.rules import SideName, Sides
 from mtrain.corpus.lenient_reader import FilePair, Reader, TextBlock
 
-NUM_EXAMPLES = 2  # of each list, that are remembered
+NUM_EXAMPLES = 2  # of each list, for the report
 
 Entry = dict[str, Any]
 
 
 class RuleHits(NamedTuple):
-    """What one rule found among the pairs of a block.
+    """The pairs of a block that one rule hits.
 
     Attributes:
         name: of the list.
-        sides: for each pair, where it was found.
-        describe: what else to say of a pair, by its place in the block.
+        sides: for each pair, the sides that are hit.
+        details: returns more fields of an entry, given the row in the block.
     """
 
     name: str
     sides: Sides
-    describe: Callable[[int], Entry]
+    details: Callable[[int], Entry]
 
 
-def nothing_more(place: int) -> Entry:
-    """Say nothing else of a pair."""
+def no_details(row: int) -> Entry:
+    """Return no more fields of an entry."""
     return {}
 
 
-def place_of(intake: Reader, pair: int) -> Entry:
+def place_of(reader: Reader, pair: int) -> Entry:
     """Return the source file and the line of a pair."""
-    part = intake.part_of(pair)
+    part = reader.part_of(pair)
     return {"file": part.src.path, "line": pair - part.first + 1} | _corpus_of(part)
 
 
@@ -50,10 +50,10 @@ def _corpus_of(part: FilePair) -> Entry:
 class FindingLists:
     """The lists of one corpus; each is one file of JSON lines."""
 
-    def __init__(self, directory: Path, corpus: str, intake: Reader) -> None:
+    def __init__(self, directory: Path, corpus: str, reader: Reader) -> None:
         self.counts: Counter[str] = Counter()
         self.examples: dict[str, list[Entry]] = {}
-        self._directory, self._corpus, self._intake = directory, corpus, intake
+        self._directory, self._corpus, self._reader = directory, corpus, reader
         self._streams: dict[str, TextIO] = {}
 
     def file_of(self, name: str) -> str:
@@ -61,10 +61,10 @@ class FindingLists:
         return f"{self._corpus}.{name}.jsonl"
 
     def add(self, hits: RuleHits, block: TextBlock) -> None:
-        """Write down what was found in a block."""
-        for place in np.flatnonzero(hits.sides).tolist():
-            entry = self._entry(block, place, SideName(int(hits.sides[place])))
-            entry |= hits.describe(place)
+        """Write the hits in a block."""
+        for row in np.flatnonzero(hits.sides).tolist():
+            entry = self._entry(block, row, SideName(int(hits.sides[row])))
+            entry |= hits.details(row)
             self.counts[hits.name] += 1
             examples = self.examples.setdefault(hits.name, [])
             if len(examples) < NUM_EXAMPLES:
@@ -76,15 +76,15 @@ class FindingLists:
         for stream in self._streams.values():
             stream.close()
 
-    def _entry(self, block: TextBlock, place: int, side: SideName) -> Entry:
-        part = self._intake.part_of(block.first + place)
+    def _entry(self, block: TextBlock, row: int, side: SideName) -> Entry:
+        part = self._reader.part_of(block.first + row)
         return {
             "src_file": part.src.path,
             "tgt_file": part.tgt.path,
-            "line": block.first + place - part.first + 1,
+            "line": block.first + row - part.first + 1,
             "side": side.name.lower(),
-            "src": block.src[place],
-            "tgt": block.tgt[place],
+            "src": block.src[row],
+            "tgt": block.tgt[row],
         } | _corpus_of(part)
 
     def _stream(self, name: str) -> TextIO:

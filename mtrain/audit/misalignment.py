@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mtrain.audit.features import NUM_ENDINGS, Records
+from mtrain.audit.features import NUM_ENDINGS, PairWindow, Records
 
 MAX_OFFSET = 5
 MIN_PAIRS = 200  # of a corpus, below which too little is known
@@ -24,14 +24,6 @@ _MOST = 3.0  # nats that one agreement can say
 
 Floats = npt.NDArray[np.float64]
 _Cells = npt.NDArray[np.int64]
-
-
-class PairWindow(NamedTuple):
-    """Records of both sides of pairs that stand together, and the number of the first."""
-
-    src: Records
-    tgt: Records
-    first: int
 
 
 class Shift(NamedTuple):

@@ -1,7 +1,7 @@
-"""What is found wrong with pairs: each rule with its threshold and its advice, in one place.
+"""The rules of the audit, each with its threshold, its advice and the features that it reads.
 
-A rule judges pairs by their records alone, many at a time. How serious a finding is follows from
-the share of pairs that have it: up to `usual_share`, which clean corpora have, it is a note.
+A rule judges many pairs at a time, by their records alone. The severity of a finding follows from
+its share of the pairs: up to `usual_share`, which clean corpora have, it is a note.
 """
 
 from __future__ import annotations
@@ -15,26 +15,25 @@ import numpy as np
 import numpy.typing as npt
 
 from mtrain.audit.duplicates import Numbers
-from mtrain.audit.features import LineFlag, Records
-from mtrain.audit.misalignment import PairWindow
+from mtrain.audit.features import Feature, LineFlag, PairWindow, Records
 from mtrain.audit.unicode_classes import Kind, kind_of
 
 _LONG_CHARS = 1000
 _FAR_RATIO = 3.0  # times the corpus's own ratio of lengths
 _SLACK_CHARS = 20  # so that short lines may differ more
-_RARE_SCRIPT = 0.05  # the share of lines from which on a script belongs to a side
-_SIDE_NATS = 2.0  # on each side, that say that it is in the other one's language
-_SWAP_NATS = 8.0  # on both together
+_RARE_SCRIPT = 0.05  # of the lines of a side, above which a script belongs to it
+_SIDE_NATS = 2.0  # log-odds of the other side's language, for each side of a swapped pair
+_SWAP_NATS = 8.0  # for both together
 _ODD_SHARE = 0.5
-_RATIO_STEPS, _NUM_RATIOS = 200, 1000  # of the logarithm of ratios, and how far they are counted
-_LEAST_SOLID = 8  # characters, below which a line of digits or points is nothing strange
+_RATIO_STEPS, _NUM_RATIOS = 200, 1000  # histogram of the logarithm of ratios: bins per unit, range
+_MIN_SOLID = 8  # characters; shorter lines of digits or punctuation are not listed
 
 Sides = npt.NDArray[np.uint8]
 Flags = npt.NDArray[np.bool_]
 
 
 class SideName(IntEnum):
-    """Where a rule found something."""
+    """The sides of a pair to which a rule applies."""
 
     NONE = 0
     SRC = 1
@@ -43,7 +42,7 @@ class SideName(IntEnum):
 
 
 class Severity(IntEnum):
-    """How serious a finding is."""
+    """The severity of a finding."""
 
     NOTE = 0
     WARNING = 1
@@ -51,14 +50,14 @@ class Severity(IntEnum):
 
 
 class PairBlock(NamedTuple):
-    """Pairs that stand together in a corpus.
+    """Consecutive pairs of a corpus.
 
     Attributes:
         src, tgt: their records.
         same_pair: an earlier pair that is equal, counted from 1; 0 if there is none.
         same_src: an earlier pair with the same source and another target, likewise.
-        is_held: whether a side of the pair stands in a held-out corpus too.
-        is_held_pair: whether the pair stands there, to the letter.
+        is_held: whether a side of the pair is in a held-out corpus, by its key or exactly.
+        is_held_pair: whether the exact pair is.
     """
 
     src: Records
@@ -70,12 +69,12 @@ class PairBlock(NamedTuple):
 
 
 @dataclass(frozen=True)
-class UsualRatios:
-    """What is usual in the training pairs, and the limit of the config.
+class CorpusProfile:
+    """Statistics of the training pairs, and the limit of the config.
 
     Attributes:
-        ratio: the median of target to source lengths.
-        src_scripts, tgt_scripts: which kinds belong to each side, by their numbers.
+        ratio: the median of target to source lengths in characters.
+        src_scripts, tgt_scripts: for each kind of character, whether it is a script of the side.
         max_tokens: of a training pair.
     """
 
@@ -85,49 +84,51 @@ class UsualRatios:
     max_tokens: int
 
 
+Judge = Callable[[PairBlock, CorpusProfile], Sides]
+
+
 @dataclass(frozen=True)
 class Rule:
-    """One thing that can be wrong with a pair.
+    """One kind of problem of a pair.
 
     Attributes:
         name: of its list, and in JSON.
-        what: the pairs or lines that it finds.
+        what: the pairs or lines with the problem.
         advice: what to do, in one sentence.
-        held_out_advice: the same where training leaves nothing out, in validation and test text.
-        judge: tells on which sides each pair has it.
-        usual_share: of pairs, up to which it is a note; None if it never is more than that.
+        judge: returns the sides with the problem, for each pair.
+        features: what `judge` reads beside the length in characters and blank lines.
+        usual_share: of pairs, up to which it is a note; None if it is always a note.
         severity: beyond that share.
-        refers: whether a finding names an earlier pair.
+        refers: returns the earlier pair that a finding names.
+        held_out_advice: replaces `advice` for validation and test text, of which training drops
+            nothing.
     """
 
     name: str
     what: str
     advice: str
-    judge: Callable[[PairBlock, UsualRatios], Sides]
+    judge: Judge
+    features: Feature = Feature.NONE
     usual_share: float | None = 0.0
     severity: Severity = Severity.WARNING
     refers: Callable[[PairBlock], Numbers] | None = None
     held_out_advice: str | None = None
 
     def severity_of(self, count: int, total: int) -> Severity:
-        """Return how serious it is that `count` of `total` pairs have it."""
+        """Return the severity of `count` findings among `total` pairs."""
         if self.usual_share is None or count <= self.usual_share * total:
             return Severity.NOTE
         return self.severity
 
 
-def on_lines(judge: Callable[[Records], Flags]) -> Callable[[PairBlock, UsualRatios], Sides]:
+def on_lines(judge: Callable[[Records], Flags]) -> Judge:
     """Judge each side by itself."""
-    return lambda pairs, usual: _sides(judge(pairs.src), judge(pairs.tgt))
+    return lambda pairs, profile: _sides(judge(pairs.src), judge(pairs.tgt))
 
 
-def on_pairs(
-    judge: Callable[[PairBlock, UsualRatios], Flags],
-) -> Callable[[PairBlock, UsualRatios], Sides]:
+def on_pairs(judge: Callable[[PairBlock, CorpusProfile], Flags]) -> Judge:
     """Judge both sides together."""
-    return lambda pairs, usual: np.where(judge(pairs, usual), SideName.BOTH, SideName.NONE).astype(
-        np.uint8
-    )
+    return lambda pairs, profile: (judge(pairs, profile) * np.uint8(SideName.BOTH)).astype(np.uint8)
 
 
 def _sides(src: Flags, tgt: Flags) -> Sides:
@@ -135,75 +136,75 @@ def _sides(src: Flags, tgt: Flags) -> Sides:
     return sides
 
 
-def _has(mark: LineFlag) -> Callable[[Records], Flags]:
-    return lambda lines: (lines["marks"] & mark) > 0
+def _has(flag: LineFlag) -> Callable[[Records], Flags]:
+    return lambda lines: (lines["flags"] & flag) > 0
 
 
-def _is_whole(pairs: PairBlock) -> Flags:
-    """Tell which pairs have two sides."""
-    found: Flags = (pairs.src["solid"] > 0) & (pairs.tgt["solid"] > 0)
-    return found
+def _is_whole(pairs: PairBlock | PairWindow) -> Flags:
+    """Return which pairs have no blank side."""
+    is_whole: Flags = (pairs.src["solid"] > 0) & (pairs.tgt["solid"] > 0)
+    return is_whole
 
 
-def _one_blank(pairs: PairBlock, usual: UsualRatios) -> Sides:
+def _one_blank(pairs: PairBlock, profile: CorpusProfile) -> Sides:
     src, tgt = pairs.src["solid"] == 0, pairs.tgt["solid"] == 0
     return _sides(src & ~tgt, tgt & ~src)
 
 
-def _both_blank(pairs: PairBlock, usual: UsualRatios) -> Flags:
+def _both_blank(pairs: PairBlock, profile: CorpusProfile) -> Flags:
     is_blank = (pairs.src["solid"] == 0) & (pairs.tgt["solid"] == 0)
-    found: Flags = is_blank & ~_has(LineFlag.NO_PAIR)(pairs.src)
-    return found
+    both_blank: Flags = is_blank & ~_has(LineFlag.NO_PAIR)(pairs.src)
+    return both_blank
 
 
-def _is_copied(pairs: PairBlock, usual: UsualRatios) -> Flags:
+def _is_copied(pairs: PairBlock, profile: CorpusProfile) -> Flags:
     has_letters = pairs.src["script"] > 0
-    found: Flags = (pairs.src["hash"] == pairs.tgt["hash"]) & has_letters
-    return found
+    is_copied: Flags = (pairs.src["hash"] == pairs.tgt["hash"]) & has_letters
+    return is_copied
 
 
-def _is_far_in_length(pairs: PairBlock, usual: UsualRatios) -> Flags:
+def _is_far_in_length(pairs: PairBlock, profile: CorpusProfile) -> Flags:
     src, tgt = (side["chars"].astype(np.float64) for side in (pairs.src, pairs.tgt))
-    wanted = src * usual.ratio
-    most = wanted * _FAR_RATIO + _SLACK_CHARS
-    least = (wanted - _SLACK_CHARS) / _FAR_RATIO
-    found: Flags = ((tgt > most) | (tgt < least)) & _is_whole(pairs)
-    return found
+    expected = src * profile.ratio
+    most = expected * _FAR_RATIO + _SLACK_CHARS
+    least = (expected - _SLACK_CHARS) / _FAR_RATIO
+    is_far: Flags = ((tgt > most) | (tgt < least)) & _is_whole(pairs)
+    return is_far
 
 
-def _has_strange_script(pairs: PairBlock, usual: UsualRatios) -> Sides:
+def _has_strange_script(pairs: PairBlock, profile: CorpusProfile) -> Sides:
     src, tgt = pairs.src["script"], pairs.tgt["script"]
     return _sides(
-        (src > 0) & ~usual.src_scripts[src] & ~_is_swapped(pairs, usual),
-        (tgt > 0) & ~usual.tgt_scripts[tgt] & ~_is_swapped(pairs, usual),
+        (src > 0) & ~profile.src_scripts[src] & ~_is_swapped(pairs, profile),
+        (tgt > 0) & ~profile.tgt_scripts[tgt] & ~_is_swapped(pairs, profile),
     )
 
 
-def _is_swapped(pairs: PairBlock, usual: UsualRatios) -> Flags:
+def _is_swapped(pairs: PairBlock, profile: CorpusProfile) -> Flags:
     src, tgt = pairs.src["script"], pairs.tgt["script"]
-    by_script = ~usual.src_scripts[src] & usual.tgt_scripts[src] & (src > 0)
-    by_script &= ~usual.tgt_scripts[tgt] & usual.src_scripts[tgt] & (tgt > 0)
+    by_script = ~profile.src_scripts[src] & profile.tgt_scripts[src] & (src > 0)
+    by_script &= ~profile.tgt_scripts[tgt] & profile.src_scripts[tgt] & (tgt > 0)
     like_tgt, like_src = -pairs.src["language"], pairs.tgt["language"]
     by_words = (like_tgt > _SIDE_NATS) & (like_src > _SIDE_NATS)
     by_words &= like_tgt + like_src > _SWAP_NATS
-    found: Flags = by_script | by_words
-    return found
+    is_swapped: Flags = by_script | by_words
+    return is_swapped
 
 
 def _is_no_words(lines: Records) -> Flags:
-    found: Flags = (lines["odd"] > _ODD_SHARE * lines["solid"]) & (lines["solid"] >= _LEAST_SOLID)
-    return found
+    is_odd: Flags = (lines["odd"] > _ODD_SHARE * lines["solid"]) & (lines["solid"] >= _MIN_SOLID)
+    return is_odd
 
 
 def _is_mojibake(lines: Records) -> Flags:
-    found: Flags = _has(LineFlag.MOJIBAKE)(lines) & ~_has(LineFlag.UNDECODABLE)(lines)
-    return found
+    is_mojibake: Flags = _has(LineFlag.MOJIBAKE)(lines) & ~_has(LineFlag.UNDECODABLE)(lines)
+    return is_mojibake
 
 
-def _is_over_tokens(pairs: PairBlock, usual: UsualRatios) -> Flags:
+def _is_over_tokens(pairs: PairBlock, profile: CorpusProfile) -> Flags:
     longest = np.maximum(pairs.src["tokens"], pairs.tgt["tokens"])
-    found: Flags = longest > usual.max_tokens
-    return found
+    is_over: Flags = longest > profile.max_tokens
+    return is_over
 
 
 APART = "Take them out of one of the two: what chooses a model must not measure it."
@@ -213,7 +214,8 @@ RULES = [
         "held-out-pair",
         "pairs of the validation or test sets, to the letter",
         "Nothing need be done: training leaves them out, unless `data.clean` says otherwise.",
-        on_pairs(lambda pairs, usual: pairs.is_held_pair),
+        on_pairs(lambda pairs, profile: pairs.is_held_pair),
+        Feature.HASH,
         usual_share=None,
         held_out_advice=APART,
     ),
@@ -221,7 +223,8 @@ RULES = [
         "held-out",
         "pairs with a sentence of the validation or test sets",
         "Before you publish a score, delete those that `data.clean` does not leave out.",
-        on_pairs(lambda pairs, usual: pairs.is_held),
+        on_pairs(lambda pairs, profile: pairs.is_held),
+        Feature.HASH | Feature.KEY,
         usual_share=None,
         held_out_advice=APART,
     ),
@@ -252,13 +255,15 @@ RULES = [
         "pairs whose target is the source",
         "Delete those that need a translation: a model learns to copy from few of them.",
         on_pairs(_is_copied),
+        Feature.HASH | Feature.CHARACTERS,
         usual_share=0.01,
     ),
     Rule(
         "repeated-pair",
         "pairs that stand there before",
         "Delete them if they are many: each counts as often as it stands there.",
-        on_pairs(lambda pairs, usual: (pairs.same_pair > 0) & _is_whole(pairs)),
+        on_pairs(lambda pairs, profile: (pairs.same_pair > 0) & _is_whole(pairs)),
+        Feature.HASH,
         usual_share=0.05,
         refers=lambda pairs: pairs.same_pair,
     ),
@@ -266,7 +271,8 @@ RULES = [
         "repeated-source",
         "sources that stand there before with another target",
         "See whether both targets are right, and whether the lines belong together.",
-        on_pairs(lambda pairs, usual: (pairs.same_src > 0) & _is_whole(pairs)),
+        on_pairs(lambda pairs, profile: (pairs.same_src > 0) & _is_whole(pairs)),
+        Feature.HASH,
         usual_share=0.05,
         refers=lambda pairs: pairs.same_src,
     ),
@@ -289,6 +295,7 @@ RULES = [
         "lines in a script that the side does not have elsewhere",
         "Delete the pairs that are in another language.",
         _has_strange_script,
+        Feature.CHARACTERS | Feature.WORDS,
         usual_share=0.005,
     ),
     Rule(
@@ -296,12 +303,14 @@ RULES = [
         "pairs whose sides look swapped",
         "Put each side into its own file.",
         on_pairs(_is_swapped),
+        Feature.CHARACTERS | Feature.WORDS,
     ),
     Rule(
         "no-words",
         "lines mostly of digits, markup or symbols",
         "Delete the pairs, or remove the markup: there is nothing to learn from them.",
         on_lines(_is_no_words),
+        Feature.CHARACTERS,
         usual_share=0.01,
     ),
     Rule(
@@ -309,24 +318,28 @@ RULES = [
         "lines that were once decoded in a wrong encoding",
         "Get the text anew and decode it as what it is, or delete the pairs.",
         on_lines(_is_mojibake),
+        Feature.MOJIBAKE,
     ),
     Rule(
         "line-break",
         "lines with a character at which other tools break lines",
         "Replace it by a space (U+2028, U+2029, U+0085, VT, FF, a lone CR, ...).",
         on_lines(_has(LineFlag.BREAK)),
+        Feature.CHARACTERS,
     ),
     Rule(
         "control",
         "lines with control characters",
         "Delete the characters.",
         on_lines(_has(LineFlag.CONTROL)),
+        Feature.CHARACTERS,
     ),
     Rule(
         "invisible",
         "lines with characters that cannot be seen",
         "Delete zero-width spaces, soft hyphens and direction marks, unless they are meant.",
         on_lines(_has(LineFlag.INVISIBLE)),
+        Feature.CHARACTERS,
         usual_share=0.01,
     ),
     Rule(
@@ -334,6 +347,7 @@ RULES = [
         "lines whose Unicode is not composed (NFC)",
         "Normalise all text to NFC, also what you will translate: to a model é and é differ.",
         on_lines(_has(LineFlag.NOT_NFC)),
+        Feature.NFC,
         usual_share=0.001,
     ),
     Rule(
@@ -341,6 +355,7 @@ RULES = [
         "lines with a tab",
         "Replace it by a space, and see whether two columns were joined.",
         on_lines(_has(LineFlag.TAB)),
+        Feature.CHARACTERS,
         usual_share=0.01,
     ),
     Rule(
@@ -363,12 +378,12 @@ RULES = [
 _WRITTEN_TOGETHER = ((kind_of("HIRAGANA"), [kind_of("CJK"), kind_of("KATAKANA")]),)
 
 
-def learn(windows: Iterator[PairWindow], max_tokens: int) -> UsualRatios:
-    """Return what is usual in the given pairs."""
+def learn(windows: Iterator[PairWindow], max_tokens: int) -> CorpusProfile:
+    """Return the statistics of the given pairs."""
     ratios = np.zeros(2 * _NUM_RATIOS + 1, np.int64)
     scripts = np.zeros((2, 256), np.int64)
     for window in windows:
-        whole = (window.src["solid"] > 0) & (window.tgt["solid"] > 0)
+        whole = _is_whole(window)
         ratio = np.log(window.tgt["chars"][whole] / window.src["chars"][whole])
         cells = np.clip((ratio * _RATIO_STEPS).round(), -_NUM_RATIOS, _NUM_RATIOS) + _NUM_RATIOS
         ratios += np.bincount(cells.astype(np.int64), minlength=len(ratios))
@@ -378,8 +393,8 @@ def learn(windows: Iterator[PairWindow], max_tokens: int) -> UsualRatios:
     ratio_of_middle = float(np.exp((middle - _NUM_RATIOS) / _RATIO_STEPS)) if ratios.any() else 1.0
     scripts[:, int(Kind.OTHER)] = 0
     usual = scripts > _RARE_SCRIPT * scripts.sum(1, keepdims=True)
-    usual[~scripts.any(1)] = True  # a side without a letter says of no script that it is strange
+    usual[~scripts.any(1)] = True  # of a side without letters, no script is strange
     for script, others in _WRITTEN_TOGETHER:
         usual[:, others] |= usual[:, [script]]
     src, tgt = usual
-    return UsualRatios(ratio_of_middle, src, tgt, max_tokens)
+    return CorpusProfile(ratio_of_middle, src, tgt, max_tokens)

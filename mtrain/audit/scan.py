@@ -1,4 +1,4 @@
-"""Read a corpus once, for an audit: a record of each pair goes to disk, its files are noted.
+"""Read a corpus once: the records of its pairs go to a file, its faults are noted.
 
 Memory holds a block of pairs and, of a held-out corpus, its hashes.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -15,10 +14,18 @@ from mtrain.audit import duplicates
 from mtrain.audit.contamination import Leaks, SideHashes
 from mtrain.audit.coverage import PieceCounts
 from mtrain.audit.duplicates import PairHashes, Repeats
-from mtrain.audit.features import LINE, Hashes, LineFlag, Measured, Records, add_mark, measure
-from mtrain.audit.misalignment import PairWindow
+from mtrain.audit.features import (
+    LINE,
+    Feature,
+    LineFeatures,
+    LineFlag,
+    PairWindow,
+    Records,
+    SideClassifier,
+    add_flag,
+    measure,
+)
 from mtrain.audit.rules import PairBlock
-from mtrain.audit.side_classifier import Languages
 from mtrain.config.corpora import TrainText
 from mtrain.corpus.formats import Advance
 from mtrain.corpus.lenient_reader import FileNotes, FilePair, Reader, TextBlock
@@ -30,7 +37,7 @@ _WINDOW_PAIRS = 1 << 16  # of records that are in memory together
 
 
 class RecordFile:
-    """Records of pairs on disk, written once and read in order as often as one asks."""
+    """A file of the records of pairs, appended to once and then read in order."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -45,94 +52,108 @@ class RecordFile:
         append(self._path, records.tobytes())
 
     def part(self, first: int, count: int) -> Records:
-        """Return the records of some pairs that stand together."""
+        """Return the records of `count` consecutive pairs."""
         return np.fromfile(self._path, PAIR, count, offset=first * PAIR.itemsize)
 
-    def windows(self) -> Iterator[Records]:
+    def windows(self) -> Iterator[PairWindow]:
         """Yield all records, many at a time."""
+        first = 0
         with self._path.open("rb") as stream:
             while len(records := np.fromfile(stream, PAIR, _WINDOW_PAIRS)):
-                yield records
+                yield PairWindow(records["src"], records["tgt"], first)
+                first += len(records)
 
     def remove(self) -> None:
-        """Delete them."""
+        """Delete the file."""
         self._path.unlink()
 
 
-class _BlockHashes(NamedTuple):
-    exact: SideHashes
-    keys: SideHashes
-
-
 class Scan:
-    """One corpus, read or to be read.
+    """One corpus, its notes and its records.
 
     Attributes:
         name: of the corpus.
         corpus: its files.
-        intake: the notes on them.
-        spool: a record for each pair.
-        leaks: what of it stands in another corpus, by the name of that one.
-        pieces: of source and target, if there is a tokenizer.
-        repeats: what stands in it before, once it was looked for.
+        reader: the notes on them.
+        records: of each pair.
+        leaks: the occurrences of this held-out corpus in others, by their names.
+        piece_counts: of source and target, if there is a tokenizer.
+        repeats: the duplicates, once `find_repeats` was called.
     """
 
     def __init__(
         self, name: str, corpus: TrainText, directory: Path, tokenizer: Tokenizer | None
     ) -> None:
         self.name, self.corpus = name, corpus
-        self.intake = Reader(corpus)
-        self.spool = RecordFile(directory / f".{name}.records")
+        self.reader = Reader(corpus)
+        self.records = RecordFile(directory / f".{name}.records")
         self.leaks: dict[str, Leaks] = {}
-        self.pieces: list[PieceCounts] = []
+        self.piece_counts: list[PieceCounts] = []
         if tokenizer is not None:
-            self.pieces = [PieceCounts(tokenizer.src), PieceCounts(tokenizer.tgt)]
+            self.piece_counts = [PieceCounts(tokenizer.src), PieceCounts(tokenizer.tgt)]
         self.repeats: Repeats | None = None
-        self._hashes: list[_BlockHashes] = []
+        self._hashes: list[tuple[SideHashes, SideHashes]] = []  # exact and keys, of each block
 
     def read(
         self,
-        languages: Languages,
+        classifier: SideClassifier,
         held_out: Sequence[Scan],
         is_held_out: bool,
         advance: Advance,
+        features: Feature = Feature.ALL,
     ) -> None:
-        """Read the corpus: write its records, and look for the sentences of held-out ones."""
+        """Read the corpus, write its records, and look up the sentences of held-out corpora.
+
+        Args:
+            classifier: learns from every block, in the order of reading.
+            held_out: corpora read before with `is_held_out`.
+            is_held_out: keep the hashes, so that other corpora can be looked up.
+            advance: is called with the bytes read.
+            features: to compute; the others are 0 in the records.
+        """
         tables = [other._table() for other in held_out]
-        for block in self.intake.blocks(advance):
-            src, tgt = measure(block.src), measure(block.tgt)
-            languages.learn(src, tgt)
-            for side, bad in ((src, block.src_bad), (tgt, block.tgt_bad)):
-                side.lines["language"] = languages.scores(side)
-                add_mark(side.lines, LineFlag.UNDECODABLE, bad)
-                add_mark(side.lines, LineFlag.NO_PAIR, block.faults)
+        for block in self.reader.blocks(advance):
+            src, tgt = measure(block.src, features), measure(block.tgt, features)
+            if Feature.WORDS in features:
+                classifier.learn(src, tgt)
+                for side in (src, tgt):
+                    side.lines["language"] = classifier.scores(side)
+            for side, undecodable in ((src, block.src_bad), (tgt, block.tgt_bad)):
+                add_flag(side.lines, LineFlag.UNDECODABLE, undecodable)
+                add_flag(side.lines, LineFlag.NO_PAIR, block.faults)
             self._encode(block, src, tgt)
-            exact = SideHashes(_unless_blank(src.lines), _unless_blank(tgt.lines))
-            hashes = _BlockHashes(exact, SideHashes(src.keys, tgt.keys))
+            zero = np.uint64(0)
+            exact = SideHashes(
+                *(
+                    np.where(side.lines["solid"] > 0, side.lines["hash"], zero)
+                    for side in (src, tgt)
+                )
+            )
+            keys = SideHashes(src.keys, tgt.keys)
             records = np.zeros(len(block.src), PAIR)
             records["src"], records["tgt"] = src.lines, tgt.lines
             for table in tables:
-                held = table.look_up(hashes.exact, hashes.keys, block.first)
-                records["is_held"] |= held.side
-                records["is_held_pair"] |= held.pair
-            self.spool.append(records)
+                is_held, is_held_pair = table.look_up(exact, keys, block.first)
+                records["is_held"] |= is_held
+                records["is_held_pair"] |= is_held_pair
+            self.records.append(records)
             if is_held_out:
-                self._hashes.append(hashes)
+                self._hashes.append((exact, keys))
         for other, table in zip(held_out, tables, strict=True):
             other.leaks[self.name] = table
 
-    def take_over(self, num_pairs: int) -> None:
-        """Go on with the records of so many pairs, which an earlier reading has left."""
+    def resume(self, num_pairs: int) -> None:
+        """Use the records of `num_pairs` pairs that an earlier process has written."""
         nowhere = FileNotes("")
-        self.intake.parts = [FilePair(nowhere, nowhere, 0, num_pairs)]
+        self.reader.parts = [FilePair(nowhere, nowhere, 0, num_pairs)]
 
     def find_repeats(self) -> None:
-        """Look for pairs and sources that stand in the corpus before."""
-        self.repeats = duplicates.find(self._pair_hashes, self.intake.num_pairs)
+        """Find pairs and sources that occur earlier in the corpus."""
+        self.repeats = duplicates.find(self._pair_hashes, self.reader.num_pairs)
 
     def pairs(self, first: int, count: int) -> PairBlock:
-        """Return some pairs as rules judge them; nothing is repeated unless it was looked for."""
-        records = self.spool.part(first, count)
+        """Return consecutive pairs for the rules; without `find_repeats`, none is repeated."""
+        records = self.records.part(first, count)
         same_pair = same_src = np.zeros(count, np.uint32)
         if self.repeats is not None:
             here = slice(first, first + count)
@@ -147,41 +168,23 @@ class Scan:
         )
 
     def _pair_hashes(self) -> Iterator[PairHashes]:
-        """Yield the hashes of all pairs."""
-        first = 0
-        for records in self.spool.windows():
-            yield PairHashes(records["src"]["hash"], records["tgt"]["hash"], first)
-            first += len(records)
+        for window in self.records.windows():
+            yield PairHashes(window.src["hash"], window.tgt["hash"], window.first)
 
-    def windows(self) -> Iterator[PairWindow]:
-        """Yield the records of all pairs."""
-        first = 0
-        for records in self.spool.windows():
-            yield PairWindow(records["src"], records["tgt"], first)
-            first += len(records)
-
-    def _encode(self, block: TextBlock, src: Measured, tgt: Measured) -> None:
-        if not self.pieces:
+    def _encode(self, block: TextBlock, src: LineFeatures, tgt: LineFeatures) -> None:
+        if not self.piece_counts:
             return
         sides = ((block.src, src), (block.tgt, tgt))
-        for counts, (lines, measured) in zip(self.pieces, sides, strict=True):
-            encoded = counts.add(lines, len(measured.words))
-            measured.lines["tokens"] = encoded.tokens
-            add_mark(measured.lines, LineFlag.UNKNOWN_PIECE, np.flatnonzero(encoded.has_unknown))
+        for counts, (lines, measured) in zip(self.piece_counts, sides, strict=True):
+            num_tokens, has_unknown = counts.add(lines, len(measured.words))
+            measured.lines["tokens"] = num_tokens
+            add_flag(measured.lines, LineFlag.UNKNOWN_PIECE, np.flatnonzero(has_unknown))
 
     def _table(self) -> Leaks:
-        return Leaks(
-            _joined([block.exact for block in self._hashes]),
-            _joined([block.keys for block in self._hashes]),
+        """Return the hashes of all blocks as tables."""
+        empty = SideHashes(np.zeros(0, np.uint64), np.zeros(0, np.uint64))
+        exact, keys = (
+            SideHashes(*(np.concatenate(side) for side in zip(*blocks, strict=True)))
+            for blocks in zip(*(self._hashes or [(empty, empty)]), strict=True)
         )
-
-
-def _joined(blocks: Sequence[SideHashes]) -> SideHashes:
-    if not blocks:
-        return SideHashes(np.zeros(0, np.uint64), np.zeros(0, np.uint64))
-    src = np.concatenate([block.src for block in blocks])
-    return SideHashes(src, np.concatenate([block.tgt for block in blocks]))
-
-
-def _unless_blank(lines: Records) -> Hashes:
-    return np.where(lines["solid"] > 0, lines["hash"], np.uint64(0))
+        return Leaks(exact, keys)

@@ -1,4 +1,4 @@
-"""What kind each character is: of which script, or what it does to a line. Knows no files."""
+"""The class of each character: its script, or its effect on a line. Knows no files."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ Codes = npt.NDArray[np.uint32]
 
 
 class Kind(IntEnum):
-    """What a character is to a corpus; from `LETTER` on, a letter, by its script."""
+    """The class of a character; from `LETTER` on, letters by their script."""
 
     OTHER = 0
-    END = 1  # the "\n" that ends a line
+    END = 1  # "\n"
     SPACE = 2
     TAB = 3
     BREAK = 4  # other tools split lines here
     CONTROL = 5
     INVISIBLE = 6
-    LOST = 7  # U+FFFD: what stood here could not be decoded once
-    DIGIT = 8
-    POINT = 9  # punctuation
-    LETTER = 10  # of no script below
+    DIGIT = 7
+    POINT = 8  # punctuation
+    LETTER = 9  # of no script below
 
 
 # The scripts of living languages with text on the web; names are the first words of Unicode's.
@@ -40,13 +39,15 @@ _UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "
 IS_UNSPACED = np.array([False] * (Kind.LETTER + 1) + [name in _UNSPACED for name in SCRIPTS])
 
 _BREAKS = "\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
-# Of the format characters, those that join or part letters in Persian, Indic scripts and emoji.
-_USEFUL = "\u200c\u200d"
+_SPACES = "".join(chr(code) for code in range(0x3001) if unicodedata.category(chr(code))[0] == "Z")
+BLANKS = "\t" + _BREAKS + _SPACES  # all characters of `Kind` SPACE, TAB and BREAK
+# The format characters that join or part letters in Persian, Indic scripts and emoji.
+_JOINERS = "\u200c\u200d"
 _UNKNOWN = 255
 
 
 class Characters:
-    """The kinds and the lower-case forms of characters, looked up once for each that occurs."""
+    """Kinds and case-folded forms of characters, computed once for each that occurs."""
 
     def __init__(self) -> None:
         self._kinds = np.full(0x110000, _UNKNOWN, np.uint8)
@@ -54,21 +55,21 @@ class Characters:
 
     def kinds(self, codes: Codes) -> npt.NDArray[np.uint8]:
         """Return the `Kind` of each code point, or the number of its script after `LETTER`."""
-        found = self._kinds[codes]
-        if (found == _UNKNOWN).any():
-            for code in np.unique(codes[found == _UNKNOWN]).tolist():
+        kinds = self._kinds[codes]
+        if (kinds == _UNKNOWN).any():
+            for code in np.unique(codes[kinds == _UNKNOWN]).tolist():
                 self._kinds[code] = _kind(chr(code))
                 self._folded[code] = _fold(chr(code))
-            found = self._kinds[codes]
-        return found
+            kinds = self._kinds[codes]
+        return kinds
 
     def folded(self, codes: Codes) -> Codes:
-        """Return code points without their case; `kinds` must have seen them."""
+        """Return case-folded code points; `kinds` must have been called with them."""
         return self._folded[codes]
 
 
 def kind_of(script: str) -> int:
-    """Return the number of a script's letters."""
+    """Return the kind of a script's letters."""
     return Kind.LETTER + 1 + SCRIPTS.index(script)
 
 
@@ -76,13 +77,11 @@ def _kind(character: str) -> int:
     for kind, members in ((Kind.END, "\n"), (Kind.TAB, "\t"), (Kind.BREAK, _BREAKS)):
         if character in members:
             return kind
-    if character == "\ufffd":
-        return Kind.LOST
     category = unicodedata.category(character)
     if category[0] in "LM":
         return _script(character)
     if category == "Cf":
-        return Kind.OTHER if character in _USEFUL else Kind.INVISIBLE
+        return Kind.OTHER if character in _JOINERS else Kind.INVISIBLE
     by_group = {"N": Kind.DIGIT, "Z": Kind.SPACE, "P": Kind.POINT, "C": Kind.CONTROL}
     return by_group.get(category[0], Kind.OTHER)
 

@@ -317,7 +317,7 @@ def test_a_check_that_breaks_off_leaves_the_lists_of_the_one_before(
     def broken(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(auditing, "_summary", broken)
+    monkeypatch.setattr(auditing, "_mixture", broken)
     assert cli("check", config).code == 130
     after = {path.name: path.read_bytes() for path in (tmp_path / "run" / "check").iterdir()}
     assert before == after

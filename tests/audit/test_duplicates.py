@@ -56,11 +56,11 @@ def test_leaks_are_those_of_dictionaries(held_out: Sides, train: Sides) -> None:
     pair_marks: list[bool] = []
     for first in range(0, len(train), 7):
         part = side_hashes(train[first : first + 7])
-        held = leaks.look_up(
+        is_held, is_held_pair = leaks.look_up(
             part, SideHashes(hashes([0] * len(part.src)), part.tgt * np.uint64(0)), first
         )
-        marks += held.side.tolist()
-        pair_marks += held.pair.tolist()
+        marks += is_held.tolist()
+        pair_marks += is_held_pair.tolist()
     sources, targets = {src for src, _ in held_out}, {tgt for _, tgt in held_out}
     assert marks == [src in sources or tgt in targets for src, tgt in train]
     assert pair_marks == [pair in held_out for pair in train]
@@ -78,5 +78,5 @@ def test_leaks_are_those_of_dictionaries(held_out: Sides, train: Sides) -> None:
 def test_a_line_without_a_hash_leaks_nowhere() -> None:
     nothing = SideHashes(hashes([0]), hashes([0]))
     leaks = Leaks(nothing, nothing)
-    assert leaks.look_up(nothing, nothing, 0).side.tolist() == [False]
+    assert leaks.look_up(nothing, nothing, 0)[0].tolist() == [False]
     assert leaks.exact.pairs.hits().times.tolist() == [0]

@@ -7,7 +7,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mtrain.audit.features import MAX_CHARS, LineFlag, exact_hashes, is_mojibake, measure, mixed
+from mtrain.audit.features import (
+    LINE,
+    MAX_CHARS,
+    Feature,
+    LineFlag,
+    exact_hashes,
+    is_mojibake,
+    measure,
+    mixed,
+)
 from mtrain.audit.unicode_classes import kind_of
 
 line_text = st.text(
@@ -21,7 +30,7 @@ LINES = st.lists(line_text, max_size=8)
 
 
 def marks(line: str) -> LineFlag:
-    return LineFlag(int(measure(["x", line, "y"]).lines["marks"][1]))
+    return LineFlag(int(measure(["x", line, "y"]).lines["flags"][1]))
 
 
 def plain_key(line: str) -> str:
@@ -76,6 +85,24 @@ def test_a_line_is_measured_as_if_it_stood_alone(lines: list[str]) -> None:
         assert alone.words.tolist() == together.words[together.word_lines == number].tolist()
 
 
+@example(["", " ", "\x1f", "\x1c\u2028\u3000\r"])
+@given(LINES)
+def test_what_is_not_asked_for_is_not_computed_and_blank_lines_are_the_same(
+    lines: list[str],
+) -> None:
+    whole, least = measure(lines), measure(lines, Feature.NONE)
+    assert ((whole.lines["solid"] > 0) == (least.lines["solid"] > 0)).all()
+    blank = LineFlag.BLANK
+    assert (least.lines["flags"] == (whole.lines["flags"] & blank)).all()
+    computed = {name for name in LINE.names if least.lines[name].any()}
+    assert computed <= {"chars", "solid", "flags"}
+    assert not least.keys.any() and not least.words.size
+    for feature in Feature:
+        part = measure(lines, feature)
+        for name in set(LINE.names) - {"solid", "flags"}:
+            assert not part.lines[name].any() or (part.lines[name] == whole.lines[name]).all()
+
+
 def test_words_are_runs_of_letters_or_of_digits_and_single_letters_without_spaces() -> None:
     measured = measure(["Two dogs, 12ab", "寿司か", "TWO"])
     assert measured.word_lines.tolist() == [0, 0, 0, 0, 1, 1, 1, 2]
@@ -120,7 +147,7 @@ def test_lines_end_in_a_way(line: str, ending: int) -> None:
 )
 def test_a_mark_is_set_where_it_belongs_and_no_other(line: str, mark: LineFlag) -> None:
     assert marks(line) == mark
-    assert measure([line, "für é ç – “x” नमस्ते می\u200cخواهم 👩\u200d🚀"]).lines["marks"][1] == 0
+    assert measure([line, "für é ç – “x” नमस्ते می\u200cخواهم 👩\u200d🚀"]).lines["flags"][1] == 0
 
 
 @pytest.mark.parametrize("line", ["NÃO", "Â", "café", "Ã la", "naïve", "São Paulo", "ÀÉ"])

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain.audit import misalignment
-from mtrain.audit.features import Records, measure
-from mtrain.audit.misalignment import MAX_OFFSET, PairWindow, Shift
+from mtrain.audit.features import PairWindow, Records, measure
+from mtrain.audit.misalignment import MAX_OFFSET, Shift
 
 
 def demo_records(side: str, count: int) -> Records:

@@ -12,6 +12,7 @@ from defects import Planted, found_lines, plant, write_planted
 from multi30k import FOLDER, needs_multi30k
 from tasks import REPOSITORY, Pair, Tree, copy_task, prepared, tiny_tree, write_config, write_corpus
 
+from mtrain.audit import features
 from mtrain.audit.audit import audit
 from mtrain.audit.pair_filter import pair_filter_for
 from mtrain.audit.rules import RULES
@@ -81,6 +82,23 @@ def test_a_rule_leaves_out_what_the_check_lists(
     assert len(expected[name]) >= 4
     assert left_out(config, tmp_path, len(planted.train)) == expected
     assert not (tmp_path / ".records").exists()
+
+
+def test_features_that_no_rule_reads_are_not_computed(
+    planted: Planted, lists: dict[str, list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise AssertionError("computed in vain")
+
+    for name in ("_CharacterBlock", "_WordBlock", "_keys", "is_mojibake", "_MOJIBAKE"):
+        monkeypatch.setattr(features, name, fail)
+    monkeypatch.setattr(features.SideClassifier, "learn", fail)
+    config = config_file.load(write_planted(tmp_path, planted))
+    assert config.data.clean == ["blank-side", "held-out-pair"]
+    names = ("blank-pair", "blank-side", "held-out-pair")
+    expected = {name: lists[f"train.{name}"] for name in names}
+    found = left_out(config, tmp_path, len(planted.train))
+    assert {name: found[name] for name in names} == expected
 
 
 def test_a_pair_with_many_faults_has_one_reason(tmp_path: Path) -> None:

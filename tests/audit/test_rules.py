@@ -5,22 +5,21 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from mtrain.audit.features import measure
-from mtrain.audit.misalignment import PairWindow
-from mtrain.audit.rules import RULES, PairBlock, Rule, Severity, SideName, UsualRatios, learn
+from mtrain.audit.features import PairWindow, measure
+from mtrain.audit.rules import RULES, CorpusProfile, PairBlock, Rule, Severity, SideName, learn
 
 BY_NAME = {rule.name: rule for rule in RULES}
 LATIN, CYRILLIC = ["ten small dogs"] * 97, ["десять собак там"] * 97
 
 
-def usual(src: list[str], tgt: list[str]) -> UsualRatios:
+def usual(src: list[str], tgt: list[str]) -> CorpusProfile:
     def windows() -> Iterator[PairWindow]:
         yield PairWindow(measure(src).lines, measure(tgt).lines, 0)
 
     return learn(windows(), max_tokens=50)
 
 
-def judge(name: str, src: str, tgt: str, of: UsualRatios) -> SideName:
+def judge(name: str, src: str, tgt: str, of: CorpusProfile) -> SideName:
     none = np.zeros(1, np.uint32)
     lines = measure([src]).lines, measure([tgt]).lines
     return SideName(
