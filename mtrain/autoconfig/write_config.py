@@ -19,7 +19,7 @@ from mtrain.autoconfig.benchmark import Sample
 from mtrain.autoconfig.presets import MeasuredPreset, TrainingPlan
 from mtrain.autoconfig.split import CorpusOverview
 from mtrain.config import config_file, json_schema
-from mtrain.config.corpora import CorpusConfig
+from mtrain.config.corpora import FilesCorpus
 from mtrain.config.sections import TokenizerConfig
 from mtrain.corpus.formats import Advance
 from mtrain.corpus.reader import Pair, count_pairs
@@ -47,9 +47,9 @@ class Files(NamedTuple):
     src: Path
     tgt: Path
 
-    def corpus(self) -> CorpusConfig:
+    def corpus(self) -> FilesCorpus:
         """Return the corpus as in a config."""
-        return CorpusConfig(src=[str(self.src)], tgt=[str(self.tgt)])
+        return FilesCorpus(src=[str(self.src)], tgt=[str(self.tgt)])
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from mtrain.config import json_schema
-from mtrain.config.corpora import FORMS, MIXED_FORMS, MIXTURE, Section
+from mtrain.config.corpora import FORMS, MIXTURE, Section
 from mtrain.config.sections import Config, Tree, format_value
 from mtrain.errors import ConfigError, WriteError
 
@@ -201,32 +201,26 @@ def _apply_override(tree: Tree, override: str) -> None:
     tree[key] = value
 
 
-class _Place(NamedTuple):
-    """Where the validator stood: the section that it read, and the key as users write it."""
-
-    section: type[Section] | None
-    key: str
-
-
-def _place(location: tuple[int | str, ...]) -> _Place:
-    forms = FORMS
-    if location[:3] == ("data", "train", MIXTURE):
-        location, forms = location[:2] + location[3:], MIXED_FORMS
-    is_one_of_some = location[:2] == ("data", "tests") or forms is MIXED_FORMS
-    form_at = 3 if is_one_of_some else 2  # the form of a corpus is no key
+def _place(location: tuple[int | str, ...]) -> tuple[list[str], str]:
+    """Return the keys known where the validator stood, and the key as users write it."""
+    is_mixed = location[:3] == ("data", "train", MIXTURE)
+    if is_mixed:
+        location = location[:2] + location[3:]
+    form_at = 3 if is_mixed or location[:2] == ("data", "tests") else 2  # the form is no key
     if location[:1] == ("data",) and location[form_at : form_at + 1]:
-        form = forms.get(str(location[form_at]))
+        form = FORMS.get(str(location[form_at]))
         if form is not None and location[1] in ("train", "valid", "tests"):
             is_key_of_it = len(location) == form_at + 2
+            known = [name for name in form.model_fields if is_mixed or name != "weight"]
             key = _dotted(location[:form_at] + location[form_at + 1 :])
-            return _Place(form if is_key_of_it else None, key)
+            return known if is_key_of_it else [], key
     section: type[Section] | None = Config
     for part in location[:-1]:
         field = section.model_fields.get(str(part)) if section else None
         annotation: Any = field.annotation if field else None
         is_section = isinstance(annotation, type) and issubclass(annotation, Section)
         section = annotation if is_section else None
-    return _Place(section, _dotted(location))
+    return list(section.model_fields) if section else [], _dotted(location)
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:
@@ -237,25 +231,26 @@ def _dotted(location: tuple[int | str, ...]) -> str:
 
 
 def _sentence(error: ErrorDetails) -> str:
-    """Turn one finding of the validator into the house's error grammar."""
-    place = _place(error["loc"])
-    if error["loc"][-1:] == ("[key]",):
+    """Return one finding of the validator as a sentence that names the key."""
+    location, kind, value = error["loc"], error["type"], format_value(error["input"])
+    known, key = _place(location)
+    if location[-1:] == ("[key]",):
         return (
-            f"`{_dotted(error['loc'][:-2])}` must name its test sets by text, but has "
-            f"{format_value(error['input'])} instead; write it in quotes."
+            f"`{_dotted(location[:-2])}` must name its test sets by text, but has {value} "
+            "instead; write it in quotes."
         )
-    if error["type"] == "extra_forbidden":
-        return f"`{place.key}` is not a key of the config{_suggestion(place)}"
-    if error["type"] == "missing":
-        return f"`{place.key}` must be given, but is missing."
-    if error["type"] == "value_error":
-        return (
-            f"`{place.key}` {error['ctx']['error']}." if place.key else f"{error['ctx']['error']}."
-        )
-    return f"`{place.key}` must be {_wanted(error)}, but is {format_value(error['input'])} instead."
+    if kind == "extra_forbidden":
+        return f"`{key}` is not a key of the config{_suggestion(key, known)}"
+    if kind == "missing":
+        return f"`{key}` must be given, but is missing."
+    if kind == "value_error":
+        return f"`{key}` {error['ctx']['error']}." if key else f"{error['ctx']['error']}."
+    template = _EXPECTED.get(kind)
+    expected = template.format(**error.get("ctx", {})) if template else error["msg"]
+    return f"`{key}` must be {expected}, but is {value} instead."
 
 
-_WANTED: Mapping[str, str] = {
+_EXPECTED: Mapping[str, str] = {
     "greater_than": "> {gt}",
     "greater_than_equal": ">= {ge}",
     "less_than": "< {lt}",
@@ -278,15 +273,9 @@ _WANTED: Mapping[str, str] = {
 }
 
 
-def _wanted(error: ErrorDetails) -> str:
-    template = _WANTED.get(error["type"])
-    return template.format(**error.get("ctx", {})) if template else error["msg"]
-
-
-def _suggestion(place: _Place) -> str:
+def _suggestion(key: str, here: list[str]) -> str:
     """Name the nearest known key: the same word elsewhere, a like word here, or elsewhere."""
-    *parents, wrong = place.key.split(".")
-    here = list(place.section.model_fields) if place.section else []
+    *parents, wrong = key.split(".")
     everywhere = {path.rsplit(".", 1)[-1]: path for path in _all_keys(Config, "")}
     if wrong in everywhere:
         return f"; did you mean `{everywhere[wrong]}`?"

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
+    SerializerFunctionWrapHandler,
     Tag,
+    ValidationError,
     ValidationInfo,
     field_validator,
+    model_serializer,
     model_validator,
 )
+from pydantic_core import InitErrorDetails
 
 
 class Section(BaseModel):
@@ -42,14 +47,27 @@ Name = Annotated[str, Field(min_length=1)]
 OtherName = Annotated[Name, AfterValidator(_differ)]
 
 
-class CorpusConfig(Section):
+class _CorpusSection(Section):
+    """Parallel text; in a mixture, its part of an epoch is its weight over the sum of all."""
+
+    weight: float | None = Field(default=None, gt=0)
+
+    @model_serializer(mode="wrap")
+    def _without_absent_weight(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        tree: dict[str, Any] = handler(self)
+        if tree.get("weight") is None:
+            tree.pop("weight", None)
+        return tree
+
+
+class FilesCorpus(_CorpusSection):
     """Parallel text: line n of the source files is translated by line n of the target files."""
 
     src: list[FilePath] = Field(min_length=1)
     tgt: list[FilePath] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _pair_the_files(self) -> CorpusConfig:
+    def _pair_the_files(self) -> FilesCorpus:
         if len(self.src) != len(self.tgt):
             raise ValueError(
                 f"must name as many source as target files, but names {len(self.src)} "
@@ -58,7 +76,7 @@ class CorpusConfig(Section):
         return self
 
 
-class TsvConfig(Section):
+class TsvCorpus(_CorpusSection):
     """Parallel text in columns that tabs part: source and target, or those that `columns` names."""
 
     tsv: list[FilePath] = Field(min_length=1)
@@ -72,7 +90,7 @@ class TsvConfig(Section):
         return columns
 
 
-class JsonlConfig(Section):
+class JsonlCorpus(_CorpusSection):
     """Parallel text in lines of JSON; `src` and `tgt` name fields, with dots into objects."""
 
     jsonl: list[FilePath] = Field(min_length=1)
@@ -80,7 +98,7 @@ class JsonlConfig(Section):
     tgt: OtherName
 
 
-class ParquetConfig(Section):
+class ParquetCorpus(_CorpusSection):
     """Parallel text in Parquet files; `src` and `tgt` name columns, with dots into structs."""
 
     parquet: list[FilePath] = Field(min_length=1)
@@ -88,7 +106,7 @@ class ParquetConfig(Section):
     tgt: OtherName
 
 
-class HubConfig(Section):
+class HubCorpus(_CorpusSection):
     """A data set of the Hugging Face hub, or a folder in its form; code in it is never run."""
 
     hub: FilePath = Field(min_length=1)
@@ -100,48 +118,15 @@ class HubConfig(Section):
     streaming: bool = False
 
 
-TableConfig = TsvConfig | JsonlConfig | ParquetConfig | HubConfig
+TableCorpus = TsvCorpus | JsonlCorpus | ParquetCorpus | HubCorpus
 
 
-class _Weighted(Section):
-    """A corpus of a mixture: its part of an epoch is its weight, beside those of the others."""
-
-    weight: float | None = Field(default=None, gt=0)
-
-
-class _MixedFiles(CorpusConfig, _Weighted):
-    pass
-
-
-class _MixedTsv(TsvConfig, _Weighted):
-    pass
-
-
-class _MixedJsonl(JsonlConfig, _Weighted):
-    pass
-
-
-class _MixedParquet(ParquetConfig, _Weighted):
-    pass
-
-
-class _MixedHub(HubConfig, _Weighted):
-    pass
-
-
-FORMS: dict[str, type[Section]] = {
-    "files": CorpusConfig,
-    "tsv": TsvConfig,
-    "jsonl": JsonlConfig,
-    "parquet": ParquetConfig,
-    "hub": HubConfig,
-}
-MIXED_FORMS: dict[str, type[Section]] = {
-    "files": _MixedFiles,
-    "tsv": _MixedTsv,
-    "jsonl": _MixedJsonl,
-    "parquet": _MixedParquet,
-    "hub": _MixedHub,
+FORMS: dict[str, type[FilesCorpus | TableCorpus]] = {
+    "files": FilesCorpus,
+    "tsv": TsvCorpus,
+    "jsonl": JsonlCorpus,
+    "parquet": ParquetCorpus,
+    "hub": HubCorpus,
 }
 MIXTURE = "mixture"
 
@@ -154,26 +139,30 @@ def _form(corpus: object) -> str:
     return next((form for form in FORMS if form in names), "files")
 
 
-_Plain = (
-    Annotated[CorpusConfig, Tag("files")]
-    | Annotated[TsvConfig, Tag("tsv")]
-    | Annotated[JsonlConfig, Tag("jsonl")]
-    | Annotated[ParquetConfig, Tag("parquet")]
-    | Annotated[HubConfig, Tag("hub")]
-)
-Corpus = Annotated[_Plain, Discriminator(_form)]
+def _refuse_weight(corpus: object) -> object:
+    """Refuse the weight of a corpus outside a mixture, as any unknown key."""
+    keys = corpus if isinstance(corpus, dict) else getattr(corpus, "model_fields_set", ())
+    if "weight" in keys:
+        unknown = InitErrorDetails(
+            type="extra_forbidden", loc=(_form(corpus), "weight"), input=corpus
+        )
+        raise ValidationError.from_exception_data("corpus", [unknown])
+    return corpus
 
-MixedCorpus = Annotated[
-    Annotated[_MixedFiles, Tag("files")]
-    | Annotated[_MixedTsv, Tag("tsv")]
-    | Annotated[_MixedJsonl, Tag("jsonl")]
-    | Annotated[_MixedParquet, Tag("parquet")]
-    | Annotated[_MixedHub, Tag("hub")],
-    Discriminator(_form),
-]
+
+_AnyForm = (
+    Annotated[FilesCorpus, Tag("files")]
+    | Annotated[TsvCorpus, Tag("tsv")]
+    | Annotated[JsonlCorpus, Tag("jsonl")]
+    | Annotated[ParquetCorpus, Tag("parquet")]
+    | Annotated[HubCorpus, Tag("hub")]
+)
+_Mixture = Annotated[list[Annotated[_AnyForm, Discriminator(_form)]], Field(min_length=1)]
+Corpus = Annotated[_AnyForm, Discriminator(_form), BeforeValidator(_refuse_weight)]
 TrainText = Annotated[
-    _Plain | Annotated[list[MixedCorpus], Field(min_length=1), Tag(MIXTURE)],
+    _AnyForm | Annotated[_Mixture, Tag(MIXTURE)],
     Discriminator(_form),
+    BeforeValidator(_refuse_weight),
 ]
 
 

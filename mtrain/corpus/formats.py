@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from mtrain.config.corpora import (
     Corpus,
-    HubConfig,
-    JsonlConfig,
-    ParquetConfig,
-    TableConfig,
-    TsvConfig,
+    HubCorpus,
+    JsonlCorpus,
+    ParquetCorpus,
+    TableCorpus,
+    TsvCorpus,
 )
 from mtrain.errors import DataError
 from mtrain.io.lines import format_undecodable, raw_lines_of
@@ -66,19 +66,19 @@ class TableReader(NamedTuple):
         return f"{self.name}:{row}" if self.has_lines else f"{self.name}: row {row}"
 
 
-def sources(corpus: TableConfig) -> list[TableReader]:
+def sources(corpus: TableCorpus) -> list[TableReader]:
     """Return the files of a corpus, or its data set."""
-    if isinstance(corpus, TsvConfig):
+    if isinstance(corpus, TsvCorpus):
         read = functools.partial(_read_tsv, corpus.columns)
         return [TableReader(path, True, functools.partial(read, path)) for path in corpus.tsv]
-    if isinstance(corpus, JsonlConfig):
+    if isinstance(corpus, JsonlCorpus):
         fields = _Fields(corpus.src, corpus.tgt)
         return [
             TableReader(path, True, functools.partial(_read_jsonl, fields, path))
             for path in corpus.jsonl
         ]
     fields = _Fields(corpus.src, corpus.tgt)
-    if isinstance(corpus, ParquetConfig):
+    if isinstance(corpus, ParquetCorpus):
         return [
             TableReader(path, False, functools.partial(_read_parquet, fields, path))
             for path in corpus.parquet
@@ -88,13 +88,13 @@ def sources(corpus: TableConfig) -> list[TableReader]:
 
 def paths_of(corpus: Corpus) -> list[str]:
     """Return the files of a corpus that are on this machine."""
-    if isinstance(corpus, TsvConfig):
+    if isinstance(corpus, TsvCorpus):
         return corpus.tsv
-    if isinstance(corpus, JsonlConfig):
+    if isinstance(corpus, JsonlCorpus):
         return corpus.jsonl
-    if isinstance(corpus, ParquetConfig):
+    if isinstance(corpus, ParquetCorpus):
         return corpus.parquet
-    if isinstance(corpus, HubConfig):
+    if isinstance(corpus, HubCorpus):
         folder = Path(corpus.hub)
         return sorted(str(path) for path in folder.rglob("*") if _is_part(path, folder))
     return [*corpus.src, *corpus.tgt]
@@ -102,7 +102,7 @@ def paths_of(corpus: Corpus) -> list[str]:
 
 def revision_of(corpus: Corpus) -> dict[str, str]:
     """Return which state of the hub's data set a corpus is, by its name; nothing if it is local."""
-    if not isinstance(corpus, HubConfig) or Path(corpus.hub).is_dir():
+    if not isinstance(corpus, HubCorpus) or Path(corpus.hub).is_dir():
         return {}
     return {_name_of(corpus): _resolve(corpus.hub, corpus.revision) or "unknown: read offline"}
 
@@ -113,7 +113,7 @@ def _is_part(path: Path, folder: Path) -> bool:
     )
 
 
-def _name_of(corpus: HubConfig) -> str:
+def _name_of(corpus: HubCorpus) -> str:
     return "/".join(part for part in (corpus.hub.rstrip("/"), corpus.config, corpus.split) if part)
 
 
@@ -234,7 +234,7 @@ def _check_columns(name: str, fields: _Fields, found: Sequence[str]) -> None:
             )
 
 
-def _read_hub(fields: _Fields, corpus: HubConfig, advance: Advance) -> Iterator[Row | Fault]:
+def _read_hub(fields: _Fields, corpus: HubCorpus, advance: Advance) -> Iterator[Row | Fault]:
     name = _name_of(corpus)
     try:
         table = _load(corpus)
@@ -252,7 +252,7 @@ def _read_hub(fields: _Fields, corpus: HubConfig, advance: Advance) -> Iterator[
     advance(sum(Path(path).stat().st_size for path in paths_of(corpus)))
 
 
-def _load(corpus: HubConfig) -> Any:
+def _load(corpus: HubCorpus) -> Any:
     """Open a data set; this version of the library runs no code that comes with one."""
     import datasets
 

@@ -13,7 +13,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
-from mtrain.config.corpora import CorpusConfig, NamedCorpus, TrainText, corpora_of
+from mtrain.config.corpora import FilesCorpus, NamedCorpus, TrainText, corpora_of
 from mtrain.corpus.formats import Advance, Fault, TableReader, paths_of, sources
 from mtrain.errors import DataError
 from mtrain.io.lines import other_form
@@ -120,7 +120,7 @@ class Reader:
 
     def _blocks_of(self, named: NamedCorpus, advance: Advance) -> Iterator[TextBlock]:
         corpus, name = named.corpus, named.name if isinstance(self._text, list) else None
-        if isinstance(corpus, CorpusConfig):
+        if isinstance(corpus, FilesCorpus):
             for src_file, tgt_file in zip(corpus.src, corpus.tgt, strict=True):
                 part = self._open(FileNotes(src_file), FileNotes(tgt_file), name)
                 yield from _cut(part, _read_lines(part, advance))

@@ -7,7 +7,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
-from mtrain.config.corpora import Corpus, CorpusConfig, TrainText, corpora_of
+from mtrain.config.corpora import Corpus, FilesCorpus, TrainText, corpora_of
 from mtrain.config.sections import DataConfig
 from mtrain.corpus.formats import Fault, TableReader, paths_of, revision_of, sources, tell_nobody
 from mtrain.errors import DataError
@@ -53,7 +53,7 @@ def read_pairs(corpus: TrainText) -> Iterator[Pair]:
     if isinstance(corpus, list):
         for own in corpus:
             yield from read_pairs(own)
-    elif isinstance(corpus, CorpusConfig):
+    elif isinstance(corpus, FilesCorpus):
         for src_file, tgt_file in zip(corpus.src, corpus.tgt, strict=True):
             yield from _read_file_pair(src_file, tgt_file)
     else:
@@ -92,7 +92,7 @@ def count_pairs(corpus: Corpus, key: str) -> PairCount:
         num_pairs += 1
         num_broken += pair.num_breaks > 0
     if num_pairs == 0:
-        name = corpus.src[0] if isinstance(corpus, CorpusConfig) else sources(corpus)[0].name
+        name = corpus.src[0] if isinstance(corpus, FilesCorpus) else sources(corpus)[0].name
         raise DataError(f"`{key}` must have at least one pair, but {name} is empty.")
     return PairCount(num_pairs, num_broken)
 

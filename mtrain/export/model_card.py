@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from mtrain import __version__
-from mtrain.config.corpora import Corpus, HubConfig, corpora_of
+from mtrain.config.corpora import Corpus, HubCorpus, corpora_of
 from mtrain.config.sections import Config
 from mtrain.corpus.formats import paths_of
 from mtrain.corpus.reader import FileMark
@@ -194,7 +194,7 @@ def _row(cells: Sequence[str]) -> str:
 
 def _files(corpus: Corpus, marks: Mapping[str, FileMark]) -> Iterator[tuple[str, str]]:
     """Yield the files of a corpus, each with its hash when it was tokenized, or now."""
-    if isinstance(corpus, HubConfig) and not Path(corpus.hub).is_dir():
+    if isinstance(corpus, HubCorpus) and not Path(corpus.hub).is_dir():
         yield f"{corpus.hub}, {corpus.split}", "of the hub"
         return
     for path in paths_of(corpus):

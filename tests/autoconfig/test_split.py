@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from mtrain.autoconfig import split
-from mtrain.config.corpora import CorpusConfig
+from mtrain.config.corpora import FilesCorpus
 from mtrain.errors import DataError
 
 
@@ -10,7 +10,7 @@ def corpus(tmp_path, pairs):
     for side, name in enumerate(("a.en", "a.de")):
         text = "".join(f"{pair[side]}\n" for pair in pairs)
         (tmp_path / name).write_text(text, encoding="utf-8")
-    return CorpusConfig(src=[str(tmp_path / "a.en")], tgt=[str(tmp_path / "a.de")])
+    return FilesCorpus(src=[str(tmp_path / "a.en")], tgt=[str(tmp_path / "a.de")])
 
 
 def look(tmp_path, pairs):

@@ -638,6 +638,14 @@ def test_one_corpus_is_saved_without_a_weight(minimal: Path) -> None:
             "`data.train.weight` is not a key of the config; known here: src, tgt.",
         ),
         (
+            ["valid={tsv: [a], weight: 2}"],
+            "`data.valid.weight` is not a key of the config; known here: tsv, columns.",
+        ),
+        (
+            ["tests={t: {src: [a], tgt: [b], weight: null}}"],
+            "`data.tests.t.weight` is not a key of the config; known here: src, tgt.",
+        ),
+        (
             ["valid=[{src: [a], tgt: [b]}]"],
             "`data.valid` must be one corpus, and no list of them, but is [{'src': ['a'], 'tgt': "
             "['b']}] instead.",

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tasks import Pair, write_corpus
 
-from mtrain.config.corpora import CorpusConfig
+from mtrain.config.corpora import FilesCorpus
 from mtrain.corpus import lenient_reader
 from mtrain.corpus.lenient_reader import Reader
 from mtrain.corpus.reader import read_pairs
@@ -18,7 +18,7 @@ from mtrain.corpus.reader import read_pairs
 def read(src: bytes, tgt: bytes, directory: Path) -> Reader:
     (directory / "src").write_bytes(src)
     (directory / "tgt").write_bytes(tgt)
-    taken = Reader(CorpusConfig(src=[str(directory / "src")], tgt=[str(directory / "tgt")]))
+    taken = Reader(FilesCorpus(src=[str(directory / "src")], tgt=[str(directory / "tgt")]))
     taken.pairs = [  # type: ignore[attr-defined]
         pair
         for block in taken.blocks(lambda num_bytes: None)
@@ -34,7 +34,7 @@ def test_what_training_reads_an_audit_reads(
     directory = tmp_path_factory.mktemp("intake")
     raw = "\n".join(lines).encode()
     taken = read(raw, raw, directory)
-    corpus = CorpusConfig(src=[str(directory / "src")], tgt=[str(directory / "tgt")])
+    corpus = FilesCorpus(src=[str(directory / "src")], tgt=[str(directory / "tgt")])
     assert taken.pairs == [(pair.src, pair.tgt) for pair in read_pairs(corpus)]  # type: ignore[attr-defined]
     assert taken.num_pairs == len(taken.pairs)  # type: ignore[attr-defined]
 
@@ -67,7 +67,7 @@ def test_blocks_are_cut_by_pairs_and_by_bytes_and_numbered(
     monkeypatch.setattr(lenient_reader, "BLOCK_PAIRS", 3)
     monkeypatch.setattr(lenient_reader, "_BLOCK_BYTES", 50)
     named = write_corpus(tmp_path, "corpus", pairs)
-    twice = CorpusConfig(src=named["src"] * 2, tgt=named["tgt"] * 2)
+    twice = FilesCorpus(src=named["src"] * 2, tgt=named["tgt"] * 2)
     taken = Reader(twice)
     blocks = list(taken.blocks(lambda num_bytes: None))
     sizes = [len(block.src) for block in blocks]
@@ -80,7 +80,7 @@ def test_the_bytes_that_are_told_are_those_on_disk_also_of_gzip(tmp_path: Path) 
     raw = b"some line\n" * 20_000
     (tmp_path / "a.gz").write_bytes(gzip.compress(raw))
     (tmp_path / "b").write_bytes(raw)
-    corpus = CorpusConfig(src=[str(tmp_path / "a.gz")], tgt=[str(tmp_path / "b")])
+    corpus = FilesCorpus(src=[str(tmp_path / "a.gz")], tgt=[str(tmp_path / "b")])
     told: list[int] = []
     assert sum(len(block.src) for block in Reader(corpus).blocks(told.append)) == 20_000
     assert sum(told) == lenient_reader.size_of(corpus)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain.config.corpora import CorpusConfig
+from mtrain.config.corpora import FilesCorpus
 from mtrain.corpus import reader
 from mtrain.corpus.reader import Pair
 from mtrain.errors import DataError
@@ -17,13 +17,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def files(src: bytes, tgt: bytes) -> CorpusConfig:
+def files(src: bytes, tgt: bytes) -> FilesCorpus:
     Path("s").write_bytes(src)
     Path("t").write_bytes(tgt)
-    return CorpusConfig(src=["s"], tgt=["t"])
+    return FilesCorpus(src=["s"], tgt=["t"])
 
 
-def message(config: CorpusConfig) -> str:
+def message(config: FilesCorpus) -> str:
     with pytest.raises(DataError) as error:
         list(reader.read_pairs(config))
     return str(error.value)
@@ -37,7 +37,7 @@ def test_line_n_is_paired_with_line_n() -> None:
 def test_several_files_follow_each_other_each_with_its_own_lines() -> None:
     for name in ("s1", "s2", "t1", "t2"):
         Path(name).write_text(f"{name} a\n{name} b\n")
-    config = CorpusConfig(src=["s1", "s2"], tgt=["t1", "t2"])
+    config = FilesCorpus(src=["s1", "s2"], tgt=["t1", "t2"])
     assert list(reader.read_pairs(config)) == [
         Pair("s1 a", "t1 a", "s1", 1),
         Pair("s1 b", "t1 b", "s1", 2),
@@ -49,7 +49,7 @@ def test_several_files_follow_each_other_each_with_its_own_lines() -> None:
 def test_a_gzipped_side_pairs_with_a_plain_one() -> None:
     Path("s.gz").write_bytes(gzip.compress("ä\nb\n".encode()))
     Path("t").write_bytes(b"1\r\n2\r\n")
-    config = CorpusConfig(src=["s.gz"], tgt=["t"])
+    config = FilesCorpus(src=["s.gz"], tgt=["t"])
     assert [(pair.src, pair.tgt) for pair in reader.read_pairs(config)] == [("ä", "1"), ("b", "2")]
 
 
@@ -74,7 +74,7 @@ def test_unequal_numbers_of_lines_are_refused_with_both_counts(
 def test_two_unequal_files_are_refused_even_if_their_sums_are_equal() -> None:
     for name, text in (("s1", "a\nb\n"), ("t1", "1\n"), ("s2", "c\n"), ("t2", "2\n3\n")):
         Path(name).write_text(text)
-    said = message(CorpusConfig(src=["s1", "s2"], tgt=["t1", "t2"]))
+    said = message(FilesCorpus(src=["s1", "s2"], tgt=["t1", "t2"]))
     assert said == "s1 and t1 must have the same number of lines, but have 2 and 1 instead."
 
 

@@ -31,7 +31,7 @@ from hypothesis import strategies as st
 from tasks import Said, Tree, tiny_tree, write_config, write_task
 
 from mtrain.config import config_file, sections
-from mtrain.config.corpora import CorpusConfig
+from mtrain.config.corpora import FilesCorpus
 from mtrain.corpus.reader import read_pairs
 from mtrain.data import prepare
 from mtrain.data.loader import TrainingData
@@ -264,7 +264,7 @@ def test_any_files_are_pairs_line_by_line_or_an_error_of_one_line(corpus: list[b
         paths = [Path(directory) / name for name in ("a", "b")]
         for path, raw in zip(paths, corpus, strict=True):
             path.write_bytes(raw)
-        named = CorpusConfig(src=[str(paths[0])], tgt=[str(paths[1])])
+        named = FilesCorpus(src=[str(paths[0])], tgt=[str(paths[1])])
         try:
             src, tgt = map(lines_of, corpus)
         except UnicodeDecodeError:

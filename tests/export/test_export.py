@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from tasks import train as train_task
 from tasks import write_task
 
-from mtrain.config.corpora import HubConfig, TsvConfig
+from mtrain.config.corpora import HubCorpus, TsvCorpus
 from mtrain.config.sections import Config, DecodingConfig
 from mtrain.corpus.reader import FileMark
 from mtrain.data.prepare import ParallelLines
@@ -727,18 +727,18 @@ def test_a_language_whose_code_is_a_word_of_yaml_is_still_a_code(noisy: RunDir) 
 
 def test_the_card_names_corpora_of_every_kind(tmp_path: Path) -> None:
     gone = str(tmp_path / "gone.tsv")
-    assert list(model_card._files(TsvConfig(tsv=[gone]), {})) == [
+    assert list(model_card._files(TsvCorpus(tsv=[gone]), {})) == [
         ("gone.tsv", "not there any more")
     ]
     marks = {gone: FileMark(1, 2, "abc")}
-    assert list(model_card._files(TsvConfig(tsv=[gone]), marks)) == [("gone.tsv", "`abc`")]
-    hub = HubConfig(hub="wmt/wmt14", split="train", src="de", tgt="en")
+    assert list(model_card._files(TsvCorpus(tsv=[gone]), marks)) == [("gone.tsv", "`abc`")]
+    hub = HubCorpus(hub="wmt/wmt14", split="train", src="de", tgt="en")
     assert list(model_card._files(hub, {})) == [("wmt/wmt14, train", "of the hub")]
 
 
 def test_a_name_breaks_no_table_of_the_card(trained: RunDir) -> None:
     config = trained.load_config()
-    data = config.data.model_copy(update={"valid": TsvConfig(tsv=["a|b\nc.tsv"])})
+    data = config.data.model_copy(update={"valid": TsvCorpus(tsv=["a|b\nc.tsv"])})
     card = model_card.Card(trained, sentencepiece.load(trained.tokenizer_dir), 1, "ba", [])
     rows = model_card._data(card, config.model_copy(update={"data": data}))
     assert "| validation | a\\|b c.tsv | not there any more |" in rows
