@@ -52,7 +52,7 @@ def main() -> None:
         trainer = Trainer(config, run, log)
         began = time.monotonic()
         with closing(trainer.gradients.workers), closing(trainer._updates()) as updates:
-            trainer.try_largest()
+            trainer.probe_memory()
             make(trainer, updates, 1)
             first_s = time.monotonic() - began
             make(trainer, updates, options.warm_up)
@@ -79,9 +79,9 @@ def make(trainer: Trainer, updates: Iterator[UpdateBatches], count: int) -> Spee
         dealt = next(updates)
         waiting_s += time.monotonic() - asked
         trainer._update(dealt)
-        trainer.progress.step += 1
+        trainer.state.progress.step += 1
         tokens.append(tokens_of(dealt))
-    trainer._read_outcomes()
+    trainer._read_results()
     total = Tokens(*(sum(counts) for counts in zip(*tokens, strict=True)))
     return Speed(time.monotonic() - began, waiting_s, total)
 

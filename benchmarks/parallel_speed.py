@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -93,15 +93,15 @@ def work(config: Config, num_updates: int) -> None:
         process_group = torch_process_group.join(place)
     device.keep_freed_memory()
     trainer = Trainer(config, RunDir(RUN), NullLogger(RunDir(RUN).metrics_path), process_group)
-    trainer.try_largest()
+    trainer.probe_memory()
     tokens: list[int] = []
-    updates = trainer.data.updates(config.training.batch_tokens, Position(), trainer.deal)
+    updates = trainer.data.updates(config.training.batch_tokens, Position(), trainer.split)
 
     def update() -> None:
         dealt = next(updates)
         tokens.append(dealt.num_tokens)
         trainer._update(dealt)
-        trainer.progress.step += 1
+        trainer.state.progress.step += 1
 
     update_s = timed(update, num_updates)
     tokens_per_s = median(tokens) / update_s
@@ -109,7 +109,7 @@ def work(config: Config, num_updates: int) -> None:
         keep_gradients_at_home(trainer)
     alone_s = timed(update, num_updates)
     save_s = timed(lambda: save(trainer, process_group), 5)
-    path = trainer.saves.newest()
+    path = trainer.checkpoints.newest()
     assert path is not None
     resume_s = timed(lambda: trainer.restore(path), 5)
     if process_group.is_first:
@@ -121,23 +121,25 @@ def keep_gradients_at_home(trainer: Trainer) -> None:
     """Let ranks make their shares without exchanging gradients."""
     from mtrain.train.data_parallel import DDPGradients, FSDPGradients
 
-    def bare(gradients: DDPGradients, batch: Batch, divisor: float, is_last: bool) -> list[LossSum]:
-        return gradients.accumulate(batch, divisor)
+    by_fsdp = FSDPGradients.backward_micro_batch
 
-    make = FSDPGradients._make
+    def bare(
+        gradients: DDPGradients, batch: Batch, tokens: float, seeds: Iterator[int], is_last: bool
+    ) -> list[LossSum]:
+        return gradients.backward_batch(batch, tokens, seeds)
 
     def unexchanged(
-        own: FSDPGradients, batch: Batch, divisor: float, is_last: bool
+        gradients: FSDPGradients, batch: Batch, tokens: float, seeds: Iterator[int], is_last: bool
     ) -> list[LossSum]:
-        return make(own, batch, divisor, is_last=False)
+        return by_fsdp(gradients, batch, tokens, seeds, is_last=False)
 
-    DDPGradients._make = bare  # type: ignore[method-assign]
-    FSDPGradients._make = unexchanged  # type: ignore[method-assign]
+    DDPGradients.backward_micro_batch = bare  # type: ignore[method-assign]
+    FSDPGradients.backward_micro_batch = unexchanged  # type: ignore[method-assign]
 
 
 def save(trainer: Trainer, process_group: ProcessGroup) -> None:
     """Save anew, and wait until it is done."""
-    trainer.saves.is_current = False
+    trainer.checkpoints.is_current = False
     trainer._save()
     process_group.barrier()
 

@@ -50,13 +50,13 @@ def main() -> None:
 
 def time_updates(trainer: Trainer, count: int) -> float:
     """Return the median seconds of an update, after a third that do not count."""
-    updates = trainer.data.updates(trainer.settings.batch_tokens, Position(), trainer.deal)
+    updates = trainer.data.updates(trainer.settings.batch_tokens, Position(), trainer.split)
     took = []
     for _ in range(count):
         started = time.monotonic()
         trainer._update(next(updates))
-        trainer._read_outcomes()
-        trainer.progress.step += 1
+        trainer._read_results()
+        trainer.state.progress.step += 1
         took.append(time.monotonic() - started)
     return median(took[count // 3 :])
 
@@ -65,9 +65,9 @@ def time_saves(trainer: Trainer, count: int) -> float:
     """Return the median seconds of a save, flushed to the disk, with what it prunes."""
     took = []
     for _ in range(count):
-        trainer.progress.step += 1
-        trainer.progress.note_bleu(1.0)
-        trainer.saves.is_current = False
+        trainer.state.progress.step += 1
+        trainer.state.progress.note_bleu(1.0)
+        trainer.checkpoints.is_current = False
         started = time.monotonic()
         trainer._save()
         took.append(time.monotonic() - started)

@@ -156,7 +156,7 @@ def gradients(
         with RunLog(Path(f"{run}-{process_group.rank}.jsonl")) as log:
             trainer = Trainer(config, RunDir(Path(run)), log, process_group)
         trainer.model.compute_in(getattr(torch, dtype))
-        updates = trainer.data.updates(batch_tokens, trainer_module.Position(0, 2), trainer.deal)
+        updates = trainer.data.updates(batch_tokens, trainer_module.Position(0, 2), trainer.split)
         trainer.gradients.backward_update(next(updates))
         for name, weight in trainer.model.named_parameters():
             assert weight.grad is not None
@@ -186,10 +186,10 @@ def stopped(arguments: list[str], step: int, number: int, is_late: bool) -> None
     is_last = place is not None and place.rank == place.size - 1
 
     def interrupted(trainer: Trainer, dealt: UpdateBatches) -> None:
-        if is_last and not is_late and trainer.progress.step + 1 == step:
+        if is_last and not is_late and trainer.state.progress.step + 1 == step:
             os.kill(os.getpid(), number)
         make(trainer, dealt)
-        if is_last and is_late and trainer.progress.step + 2 == step:
+        if is_last and is_late and trainer.state.progress.step + 2 == step:
             os.kill(os.getpid(), number)
 
     Trainer._update = interrupted  # type: ignore[method-assign]
@@ -201,7 +201,7 @@ def failing(arguments: list[str], rank: int, error: BaseException | None) -> Non
     place, make = read_torchrun_env(), Trainer._update
 
     def broken(trainer: Trainer, dealt: Any) -> None:
-        if trainer.progress.step == 2 and place is not None and place.rank == rank:
+        if trainer.state.progress.step == 2 and place is not None and place.rank == rank:
             if error is None:
                 os.kill(os.getpid(), signal.SIGKILL)
             else:
@@ -222,7 +222,7 @@ def short_of_memory(arguments: list[str], rank: int, num_places: int, first: int
         return loss_of(model, batch, smoothing)
 
     def updated(trainer: Trainer, dealt: UpdateBatches) -> None:
-        if trainer.progress.step + 1 == first and is_short:
+        if trainer.state.progress.step + 1 == first and is_short:
             gradients_module.loss_of = data_parallel.loss_of = limited
         make(trainer, dealt)
 

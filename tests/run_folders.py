@@ -21,7 +21,7 @@ def timeless(run: RunDir) -> list[dict[str, Any]]:
     return [
         {key: value for key, value in line.items() if key not in TIMES}
         for line in metrics(run)
-        if "changed" not in line
+        if "changed_config" not in line
     ]
 
 

@@ -160,7 +160,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIG
 
     def interrupted(trainer: trainer_module.Trainer, dealt: Any) -> None:
         update(trainer, dealt)
-        if trainer.progress.step + 1 == step:
+        if trainer.state.progress.step + 1 == step:
             monkeypatch.setattr(trainer_module.Trainer, "_update", update)
             signal.raise_signal(number)
 

@@ -82,7 +82,7 @@ def measure(
         started = time.monotonic()
         while time.monotonic() - started < _MIN_S or num_batches < _WARMUP_BATCHES + _MIN_BATCHES:
             batch = sample.batches[num_batches % len(sample.batches)]
-            gradients.accumulate(batch, batch.num_tgt_tokens)
+            gradients.backward_batch(batch, batch.num_tgt_tokens)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             if device.type == "cuda":

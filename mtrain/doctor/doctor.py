@@ -182,7 +182,7 @@ class _RunChecker:
         if not path.exists() and self._is_unfinished():
             raise _Skip("not made yet; `mtrain train CONFIG` makes it")
         config, tokenizer = self._needs_config(), self._needs_tokenizer()
-        weights = checkpoint.check_model(path, tokenizer.fingerprint())
+        weights = checkpoint.load_model(path, tokenizer.fingerprint(), verify=True)
         model = build_model(config.model, tokenizer)
         set_weights(model, weights, path)
         _check_finite(path, weights)
@@ -270,7 +270,7 @@ class _RunChecker:
         if config.training.max_minutes is not None:
             raise _Skip("follows the clock (`training.max_minutes`): not repeatable")
         for line in read_metrics(self.run.metrics_path):
-            if "changed" in line and line["step"] > span.first_step:
+            if "changed_config" in line and line["step"] > span.first_step:
                 raise _Skip(f"the config changed at step {line['step']:,}")
         made = checkpoint.load_environment(span.newer)
         try:

@@ -9,7 +9,6 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,66 +59,37 @@ def replay(config: Config, run: RunDir, span: Span) -> Replayed:
         WriteError: if the temporary folder cannot be written.
     """
     device.keep_freed_memory()
-    made = checkpoint.load_environment(span.newer)
-    with tempfile.TemporaryDirectory(prefix="mtrain-") as folder, _threads(made):
-        scratch = _ScratchRun(Path(folder), run)
-        with _ReplayLog(scratch.metrics_path, config, span) as log:
+    saved_in = checkpoint.load_environment(span.newer)
+    with tempfile.TemporaryDirectory(prefix="mtrain-") as folder, _threads(saved_in):
+        scratch = RunDir(Path(folder))
+        scratch.tokenizer_dir.symlink_to(run.tokenizer_dir.resolve())
+        scratch.data_dir.symlink_to(run.data_dir.resolve())
+        budget = config.training.max_steps or span.last_step
+        bar = (span.first_step / budget, span.last_step / budget)
+        with RunLog(scratch.metrics_path, is_quiet=True, bar=bar) as log:
             trainer = Trainer(config, scratch, log)
             with closing(trainer.gradients.workers):
                 trainer.restore(span.older)
-                trainer.try_largest()
+                trainer.probe_memory()
                 trainer.run(Signals(), span.last_step)
-        found = trainer.snapshot()
+        replayed = trainer.state.to_checkpoint()
         stored = checkpoint.load(span.newer, trainer.fingerprint)
         before = checkpoint.load(span.older, trainer.fingerprint)
-        differing = _differing(found, stored)
+        differing = _differing(replayed, stored)
         if not differing and _logged_otherwise(scratch, run, span):
             differing = ["metrics.jsonl"]
         return Replayed(
             differing,
-            _distance(found.weights, stored.weights, before.weights),
-            _elsewhere(span, trainer.made_with()),
+            _distance(replayed.weights, stored.weights, before.weights),
+            _elsewhere(span, trainer.current_environment()),
         )
 
 
-@dataclass(frozen=True)
-class _ScratchRun(RunDir):
-    """A run folder of its own, but with the tokenizer and the data of another."""
-
-    original: RunDir
-
-    @property
-    def tokenizer_dir(self) -> Path:
-        return self.original.tokenizer_dir
-
-    @property
-    def data_dir(self) -> Path:
-        return self.original.data_dir
-
-
-class _ReplayLog(RunLog):
-    """Says nothing, and moves the bar from the first step of a span to the last."""
-
-    def __init__(self, metrics_path: Path, config: Config, span: Span) -> None:
-        super().__init__(metrics_path)
-        total = config.training.max_steps or span.last_step
-        self._first, self._last = span.first_step / total, span.last_step / total
-
-    def say(self, text: str = "") -> None:
-        pass
-
-    def open_bar(self, spent: float) -> None:
-        super().open_bar(0.0)
-
-    def advance(self, spent: float, note: str, is_logged: bool) -> None:
-        super().advance((spent - self._first) / (self._last - self._first), note, is_logged)
-
-
 @contextmanager
-def _threads(made: Environment | None) -> Iterator[None]:
+def _threads(saved_in: Environment | None) -> Iterator[None]:
     """Compute on as many threads as the training did."""
     before = torch.get_num_threads()
-    torch.set_num_threads(made.threads if made else before)
+    torch.set_num_threads(saved_in.num_threads if saved_in else before)
     try:
         yield
     finally:
@@ -165,11 +135,11 @@ def _norm_of_difference(one: Weights, other: Weights) -> float:
 def _elsewhere(span: Span, here: Environment) -> str:
     """Say why bits may differ; nothing if all is as it was, on a CPU."""
     for path in (span.newer, span.older):
-        made = checkpoint.load_environment(path)
-        if made is None:
+        saved_in = checkpoint.load_environment(path)
+        if saved_in is None:
             return "the checkpoint does not say what it was made with"
-        here = here._replace(threads=min(made.threads, os.cpu_count() or 1))
-        for name, then in made._asdict().items():
+        here = here._replace(num_threads=min(saved_in.num_threads, os.cpu_count() or 1))
+        for name, then in saved_in._asdict().items():
             now = getattr(here, name)
             if then != now:
                 return f"made with {name} {then}, here is {now}"

@@ -1,6 +1,8 @@
-"""Weights and training state on disk: saved whole or not at all, checked when loaded, averaged.
+"""Weights and checkpoints on disk: written atomically, verified when loaded, averaged.
 
-Tensors are safetensors, everything else is JSON; nothing is pickled.
+A checkpoint is a folder `step-NNNNNNNN` with model.safetensors, optimizer.safetensors (with the
+random state), progress.json, and checkpoint.json: the format, the SHA-256 of each of the other
+files, and the environment. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -23,17 +25,29 @@ from mtrain.errors import RunError
 from mtrain.io.atomic import sha256, whole_dir, whole_file
 
 FORMAT = "1"
-_HEADER = "mtrain"  # the one key of a file's metadata
+_HEADER = "mtrain"  # the one metadata key of our safetensors files
 _PARTS = ("model.safetensors", "optimizer.safetensors", "progress.json")
-_SEAL = "checkpoint.json"  # the format, and a checksum of every part
-_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how safetensors names one
+_MANIFEST = "checkpoint.json"
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # in a message of safetensors
 Weights = dict[str, Tensor]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 StepName = Annotated[str, Field(pattern="^[0-9]{1,15}$")]
 
 
 class Progress(BaseModel):
-    """How far a training is: everything that resuming needs besides tensors."""
+    """The counters of a training: all that resuming needs besides tensors (progress.json).
+
+    Attributes:
+        step: updates made.
+        epoch, batch: position of the next micro-batch, see `data.sampler.Position`.
+        elapsed_s: spent on training and validation, over all processes.
+        num_bad_validations: in a row, without a better BLEU.
+        num_skipped, num_skipped_in_a_row: updates whose loss or gradient was not finite.
+        unlogged_loss, unlogged_nll, unlogged_tokens: sums since the last log line.
+        loss_scale: of float16; 0 if the loss is not scaled.
+        growth_tracker: finite updates in a row at this scale.
+        bleu_of_step: validation BLEU by step.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -42,29 +56,29 @@ class Progress(BaseModel):
     batch: Count = 0
     elapsed_s: float = 0.0
     num_bad_validations: Count = 0
-    num_left_out: Count = 0
-    num_left_out_in_a_row: Count = 0
+    num_skipped: Count = 0
+    num_skipped_in_a_row: Count = 0
     unlogged_loss: float = 0.0
     unlogged_nll: float = 0.0
     unlogged_tokens: Count = 0
-    loss_scale: Annotated[float, Field(ge=0, le=2**24)] = 0.0  # none
-    num_scaled_well: Count = 0
+    loss_scale: Annotated[float, Field(ge=0, le=2**24)] = 0.0
+    growth_tracker: Count = 0
     bleu_of_step: dict[StepName, float] = {}
 
     def note_bleu(self, bleu: float) -> None:
-        """Remember the validation BLEU of this step, and whether it was the best so far."""
+        """Record the validation BLEU of this step, and reset the patience if it is the best."""
         is_better = bleu > max(self.bleu_of_step.values(), default=-1.0)
         self.num_bad_validations = 0 if is_better else self.num_bad_validations + 1
         self.bleu_of_step[str(self.step)] = bleu
 
     def best_steps(self) -> list[int]:
-        """Return the validated steps, best BLEU first; of equals, the earlier."""
+        """Return the validated steps by descending BLEU, the earlier of equal ones first."""
         by_bleu = sorted(self.bleu_of_step.items(), key=lambda item: (-item[1], int(item[0])))
         return [int(step) for step, _ in by_bleu]
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint as it was loaded."""
+    """The content of a checkpoint folder; `optimizer` holds the random state, too."""
 
     weights: Weights
     optimizer: Weights
@@ -72,32 +86,39 @@ class Checkpoint(NamedTuple):
 
 
 class Environment(NamedTuple):
-    """What decides the last bits of a training: where one differs, sums are rounded otherwise."""
+    """What determines the last bits of a training, because sums are rounded differently.
+
+    Attributes:
+        batches: "whole", or from which size on they were halved for want of memory.
+    """
 
     mtrain: str
     torch: str
     device: str
     processor: str
     precision: str
-    threads: int
+    num_threads: int
     kernels: str
-    batches: str = "whole"  # or made in halves, for want of memory
-    ranks: int = 1
+    batches: str
+    num_ranks: int
 
 
 class FinalWeightsInfo(NamedTuple):
-    """The checkpoints that final weights are made of, averaged if several, and their BLEU.
+    """The origin of final weights.
 
-    `reached` is the step at which the training had ended; older files do not say it.
+    Attributes:
+        steps: of the checkpoints that were averaged.
+        bleu: on the validation set.
+        last_step: at which the training ended.
     """
 
     steps: list[Count]
     bleu: float
-    reached: Count | None = None
+    last_step: Count
 
 
 class _Header(BaseModel):
-    """What mtrain writes into a file of tensors."""
+    """The metadata of a safetensors file of mtrain."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -111,35 +132,40 @@ def save_model(
     path: Path,
     weights: Mapping[str, Tensor],
     tokenizer: str,
-    origin: FinalWeightsInfo | None = None,
+    info: FinalWeightsInfo | None = None,
 ) -> None:
-    """Write weights, with the fingerprint of the tokenizer that they fit, and their origin."""
+    """Write final weights, with the fingerprint of their tokenizer, a digest and their origin."""
     header: dict[str, Any] = {"sha256": digest(weights)}
-    if origin is not None:
-        header["origin"] = origin._asdict()
+    if info is not None:
+        header["origin"] = info._asdict()
     with whole_file(path) as beside:
         _write_tensors(beside, weights, tokenizer, header)
 
 
 def load_final_weights_info(path: Path) -> FinalWeightsInfo | None:
-    """Return what final weights are made of; None if they do not say, or cannot be read."""
+    """Return the origin of final weights; None if it is not stored, or cannot be read."""
     try:
-        origin = _read_header(path).origin
+        info = _read_header(path).origin
     except (SafetensorError, OSError):
         return None
-    return origin if origin is not None and origin.steps else None
+    return info if info is not None and info.steps else None
 
 
 def load_fingerprint(path: Path) -> str | None:
-    """Return that of the tokenizer which weights belong to; None if they cannot be read."""
+    """Return the fingerprint of the tokenizer of some weights; None if it cannot be read."""
     try:
         return _read_header(path).tokenizer or None
     except (SafetensorError, OSError):
         return None
 
 
-def load_model(path: Path, tokenizer: str) -> Weights:
+def load_model(path: Path, tokenizer: str, verify: bool = False) -> Weights:
     """Read weights and check that they were trained with this tokenizer.
+
+    Args:
+        path: of the file.
+        tokenizer: its fingerprint.
+        verify: compare the digest of final weights, too.
 
     Raises:
         RunError: if the file is missing, damaged, or made for another tokenizer.
@@ -162,18 +188,7 @@ def load_model(path: Path, tokenizer: str) -> Weights:
             f"{path}: must belong to the tokenizer beside it, but was trained with another one; "
             "restore the run's own tokenizer folder, or train again."
         )
-    return weights
-
-
-def check_model(path: Path, tokenizer: str) -> Weights:
-    """Read final weights as `load_model` does, and check that they are those that were saved.
-
-    Raises:
-        RunError: as `load_model`, or if the weights have another checksum.
-    """
-    weights = load_model(path, tokenizer)
-    expected = _read_header(path).sha256  # older files have none
-    if expected is not None and expected != digest(weights):
+    if verify and header.sha256 not in (None, digest(weights)):  # a checkpoint's has none
         raise RunError(
             f"{path}: is damaged: its checksum is another; restore it from a copy of the run, or "
             "delete it, and `mtrain train CONFIG` makes it again from the checkpoints."
@@ -195,9 +210,9 @@ def save(
     optimizer: Mapping[str, Tensor],
     progress: Progress,
     tokenizer: str,
-    made_with: Environment | None = None,
+    environment: Environment,
 ) -> Path:
-    """Write a checkpoint folder, named after its step, whole or not at all.
+    """Write a checkpoint folder, named after its step, atomically.
 
     Raises:
         WriteError: if the disk does not take it.
@@ -208,45 +223,43 @@ def save(
         _write_tensors(beside / "optimizer.safetensors", optimizer, tokenizer)
         (beside / "progress.json").write_text(progress.model_dump_json(), encoding="utf-8")
         sums = {name: sha256(beside / name) for name in _PARTS}
-        seal: dict[str, Any] = {"format": FORMAT, "sha256": sums}
-        if made_with is not None:
-            seal["made_with"] = made_with._asdict()
-        (beside / _SEAL).write_text(json.dumps(seal, indent=2), encoding="utf-8")
+        manifest = {"format": FORMAT, "sha256": sums, "environment": environment._asdict()}
+        (beside / _MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
     return path
 
 
 def check(path: Path) -> None:
-    """Check that a checkpoint folder is whole: every file is the one that was saved.
+    """Check the digest of every file of a checkpoint folder.
 
     Raises:
-        RunError: if a file is missing or is another.
+        RunError: if a file is missing or differs.
     """
     try:
-        seal = json.loads((path / _SEAL).read_bytes())
-        sums = {name: str(seal["sha256"][name]) for name in _PARTS}
+        manifest = json.loads((path / _MANIFEST).read_bytes())
+        sums = {name: str(manifest["sha256"][name]) for name in _PARTS}
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        raise RunError(f"{path / _SEAL}: is missing or damaged.") from None
+        raise RunError(f"{path / _MANIFEST}: is missing or damaged.") from None
     for name, expected in sums.items():
         try:
-            found = sha256(path / name)
+            actual = sha256(path / name)
         except OSError as error:
             raise RunError(f"{path / name}: cannot be read: {error.strerror}.") from None
-        if found != expected:
+        if actual != expected:
             raise RunError(f"{path / name}: is damaged: its checksum is another.")
 
 
 def load_environment(path: Path) -> Environment | None:
-    """Return what a whole checkpoint was made with; None if it is too old to say."""
+    """Return the environment that a whole checkpoint was saved in; None if it cannot be read."""
     try:
-        return Environment(**json.loads((path / _SEAL).read_bytes())["made_with"])
+        return Environment(**json.loads((path / _MANIFEST).read_bytes())["environment"])
     except (TypeError, KeyError):
         return None
 
 
 def newest_whole(directory: Path, warn: Callable[[str], None]) -> Path | None:
-    """Return the newest checkpoint that is whole; None if there is none at all.
+    """Return the newest whole checkpoint, or None if there are no checkpoints.
 
-    Those after it, which are damaged, are renamed, so that nothing takes them for whole.
+    Later ones, which are damaged, are renamed to `damaged-step-NNNNNNNN`.
 
     Raises:
         RunError: if there are checkpoints, but none is whole; then nothing is changed.
@@ -260,7 +273,11 @@ def newest_whole(directory: Path, warn: Callable[[str], None]) -> Path | None:
             damaged.append(path)
             continue
         for other in damaged:
-            _set_aside(other)
+            number, renamed = 1, other.with_name(f"damaged-{other.name}")
+            while renamed.exists():
+                number += 1
+                renamed = other.with_name(f"damaged-{other.name}-{number}")
+            other.replace(renamed)
         return path
     if damaged:
         raise RunError(
@@ -268,15 +285,6 @@ def newest_whole(directory: Path, warn: Callable[[str], None]) -> Path | None:
             "from a copy, or delete the folder to train from the beginning."
         )
     return None
-
-
-def _set_aside(path: Path) -> None:
-    """Rename a damaged checkpoint, whatever else has been damaged before."""
-    number, aside = 1, path.with_name(f"damaged-{path.name}")
-    while aside.exists():
-        number += 1
-        aside = path.with_name(f"damaged-{path.name}-{number}")
-    path.replace(aside)
 
 
 def load(path: Path, tokenizer: str) -> Checkpoint:
@@ -291,7 +299,7 @@ def load(path: Path, tokenizer: str) -> Checkpoint:
 
 
 def load_progress(path: Path) -> Progress:
-    """Read how far a training was when it saved a checkpoint.
+    """Read the counters of a checkpoint.
 
     Raises:
         RunError: if it is missing or damaged.
@@ -316,7 +324,7 @@ def steps(directory: Path) -> dict[int, Path]:
     """Return the checkpoints of a run by their step, oldest first."""
     numbers = [path.name.removeprefix("step-") for path in directory.glob("step-*")]
     known = sorted(int(number) for number in numbers if number.isdecimal())
-    paths = {step: directory / _name(step) for step in known}  # its own name, and no other
+    paths = {step: directory / _name(step) for step in known}  # `step-1` is not one of our names
     return {step: path for step, path in paths.items() if path.is_dir() and not path.is_symlink()}
 
 
@@ -337,13 +345,13 @@ def delete_all_but(directory: Path, kept: Collection[int]) -> None:
 
 
 def delete_unfinished(directory: Path) -> None:
-    """Delete what is left of saves that a kill cut off; nobody else may be saving."""
+    """Delete what killed saves have left; the caller holds the lock of the run."""
     for path in directory.glob(".step-*.tmp"):
         shutil.rmtree(path)
 
 
 def average(paths: Sequence[Path], tokenizer: str) -> Weights:
-    """Return the mean of the weights of several checkpoints, summed in float64."""
+    """Return the mean weights of several checkpoints, summed in float64."""
     total: Weights = {}
     for path in paths:
         for name, tensor in load_model(path / "model.safetensors", tokenizer).items():
@@ -352,32 +360,32 @@ def average(paths: Sequence[Path], tokenizer: str) -> Weights:
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return a checksum of tensors by name, type, shape and bits."""
-    digest = hashlib.sha256()
+    """Return the SHA-256 of tensors: of names, types, shapes and bits."""
+    sha = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.flatten().view(uint8).numpy().data)
-    return digest.hexdigest()
+        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        sha.update(tensor.flatten().view(uint8).numpy().data)
+    return sha.hexdigest()
 
 
 def _write_tensors(
     path: Path, tensors: Mapping[str, Tensor], tokenizer: str, more: Mapping[str, Any] = {}
 ) -> None:
-    # one key: safetensors writes several in random order, and equal weights are to be equal files
+    # one key, because safetensors writes several in random order: equal weights, equal files
     header = {"format": FORMAT, "tokenizer": tokenizer, **more}
     save_tensors(path, tensors, {_HEADER: json.dumps(header, sort_keys=True)})
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write tensors into a new file, which may be read by whoever may read other new files.
+    """Write tensors into a new file, with the permissions of any new file.
 
     Raises:
         OSError: if the disk does not take them.
     """
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     path.touch()
-    mode = path.stat().st_mode  # safetensors would leave the file to its owner alone
+    mode = path.stat().st_mode  # safetensors would make it readable by its owner alone
     try:
         save_file(whole, path, metadata=metadata)
     except SafetensorError as error:

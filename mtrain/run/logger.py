@@ -1,4 +1,4 @@
-"""What a run says: lines and a progress bar on stderr, and `metrics.jsonl`."""
+"""The log of a run: lines and a progress bar on stderr, and `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from mtrain.run.tensorboard import Board
 
 
 def is_live() -> bool:
-    """Tell whether stderr can show a line that changes: a terminal, and not a dumb one."""
+    """Tell whether stderr can redraw a line: it is a terminal, and `TERM` is not dumb."""
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 class Console(Protocol):
-    """Anything that can say a line to the user."""
+    """Where lines for the user go."""
 
     def say(self, text: str = "") -> None:
         """Show one line."""
 
 
 class Stderr:
-    """Says lines on stderr, above a progress bar if one is shown."""
+    """Prints lines on stderr, above a progress bar if there is one."""
 
     def say(self, text: str = "") -> None:
         """Show one line."""
@@ -46,11 +46,20 @@ class RunLog:
 
     Args:
         metrics_path: of `metrics.jsonl`.
-        board: what gets the same numbers.
+        board: TensorBoard's, gets the same numbers.
+        is_quiet: print no lines.
+        bar: the fractions of the budget at which the progress bar begins and ends.
     """
 
-    def __init__(self, metrics_path: Path, board: Board | None = None) -> None:
-        self._path, self._board = metrics_path, board
+    def __init__(
+        self,
+        metrics_path: Path,
+        board: Board | None = None,
+        is_quiet: bool = False,
+        bar: tuple[float, float] = (0.0, 1.0),
+    ) -> None:
+        self._path, self._board, self._is_quiet = metrics_path, board, is_quiet
+        self._bar_start, self._bar_end = bar
         self._bar: tqdm[NoReturn] | None = None
         self._last_note_s = 0.0
         self._unwritten = b""
@@ -69,12 +78,19 @@ class RunLog:
             self._board.close()
 
     def say(self, text: str = "") -> None:
-        """Show one line on stderr."""
-        Stderr().say(text)
+        """Print one line on stderr."""
+        if not self._is_quiet:
+            Stderr().say(text)
 
     def metrics(self, values: Mapping[str, object]) -> None:
-        """Append one line to `metrics.jsonl`; if the disk takes none, at the next call."""
-        self._show(values)
+        """Append one line to `metrics.jsonl`; if the disk is full, the next call writes it."""
+        if self._board is not None:
+            try:
+                self._board.add(values)
+            except OSError as error:
+                why = "the training goes on without it"
+                self.say(f"tensorboard: cannot be written: {error}; {why}")
+                self._board = None
         is_first = not self._unwritten
         self._unwritten += json.dumps(values).encode() + b"\n"
         try:
@@ -85,24 +101,14 @@ class RunLog:
             return
         self._unwritten = b""
 
-    def _show(self, values: Mapping[str, object]) -> None:
-        """Give the numbers to the board; one that cannot be written is left alone from then on."""
-        if self._board is None:
-            return
-        try:
-            self._board.add(values)
-        except OSError as error:
-            self.say(f"tensorboard: cannot be written: {error}; the training goes on without it")
-            self._board = None
-
     def holds(self, key: str, value: object) -> bool:
-        """Tell whether a line of `metrics.jsonl` has this value; it must be whole."""
+        """Tell whether a line of `metrics.jsonl` has this value; no line may be cut off."""
         if not self._path.exists():
             return False
         return any(json.loads(line).get(key) == value for line in read_lines(self._path))
 
     def drop_after(self, step: int) -> None:
-        """Forget the metrics of later steps, which are about to be made again."""
+        """Delete the metrics of later steps, which are about to be repeated."""
         if self._board is not None:
             self._board.drop_after(step)
         if self._path.exists():
@@ -111,10 +117,10 @@ class RunLog:
             )
 
     def open_bar(self, spent: float) -> None:
-        """Show a progress bar that stands at the share `spent`, on a terminal only."""
+        """Show a progress bar at the fraction `spent` of the budget, on a terminal only."""
         self._bar = tqdm(
             total=1.0,
-            initial=spent,
+            initial=self._bar_position(spent),
             file=sys.stderr,
             disable=not is_live(),
             dynamic_ncols=True,
@@ -122,29 +128,32 @@ class RunLog:
         )
 
     def wants_note(self, interval_s: float) -> bool:
-        """Tell whether a bar is shown whose last note is older than `interval_s`."""
+        """Tell whether a bar is shown that was last updated over `interval_s` ago."""
         is_shown = self._bar is not None and not self._bar.disable
         return is_shown and time.monotonic() - self._last_note_s > interval_s
 
     def advance(self, spent: float, note: str, is_logged: bool) -> None:
-        """Move the bar to the share `spent`; without a bar, say what is logged."""
+        """Move the bar to the fraction `spent`, with a note; without a bar, print a logged note."""
         if self._bar is None or self._bar.disable:
             if is_logged:
                 self.say(note)
             return
         self._last_note_s = time.monotonic()
-        self._bar.n = min(spent, 1.0)
+        self._bar.n = min(self._bar_position(spent), 1.0)
         self._bar.set_description_str(note)
 
+    def _bar_position(self, spent: float) -> float:
+        return (spent - self._bar_start) / (self._bar_end - self._bar_start)
+
     def close_bar(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
 
 def _step(line: str) -> float:
-    """Return the step of a line of metrics; of one that is none, infinity."""
+    """Return the step of a line of metrics; infinity if the line is damaged."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
@@ -152,23 +161,23 @@ def _step(line: str) -> float:
 
 
 class NullLogger(RunLog):
-    """The log of a rank that is not the first: it says and writes nothing."""
+    """The log of a rank other than the first: prints and writes nothing."""
 
     def say(self, text: str = "") -> None:
-        """Say nothing."""
+        """Print nothing."""
 
     def metrics(self, values: Mapping[str, object]) -> None:
         """Write nothing."""
 
     def drop_after(self, step: int) -> None:
-        """Forget nothing."""
+        """Delete nothing."""
 
     def open_bar(self, spent: float) -> None:
         """Show no bar."""
 
 
 def read_metrics(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the lines of `metrics.jsonl` that are whole and have a step; none if it is not there.
+    """Yield the lines of `metrics.jsonl` that are JSON and have a step; none without a file.
 
     Raises:
         DataError: if the file cannot be read.

@@ -1,12 +1,11 @@
-"""The checkpoints of a training: which are kept, what its model is made of, whether it may go on.
+"""Which checkpoints of a run stay, and which of them its final weights are made of.
 
-How one lies on disk is the business of `checkpoint`; this room knows no model and no optimizer.
+The one place that deletes checkpoints; how one lies on disk is the business of `run.checkpoint`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 from mtrain.config.sections import Config, TrainingConfig
 from mtrain.errors import RunError
@@ -17,26 +16,22 @@ from mtrain.run.run_dir import RunDir
 from mtrain.runtime.process_group import ProcessGroup
 
 
-class FinalCandidates(NamedTuple):
-    """Of what the final weights may be made: the best checkpoint, or the mean of several."""
-
-    best: int  # a step
-    averaged: list[int]  # steps
-    paths: dict[int, Path]  # of all that are whole
-
-
 class CheckpointManager:
-    """The checkpoints of one run. Of several ranks, the first reads, writes and deletes them."""
+    """The checkpoints of one run; of several ranks, the first reads, writes and deletes them.
+
+    Attributes:
+        is_current: the newest checkpoint holds the training as it stands.
+    """
 
     def __init__(
-        self, run: RunDir, settings: TrainingConfig, log: RunLog, process_group: ProcessGroup
+        self, run: RunDir, config: TrainingConfig, log: RunLog, process_group: ProcessGroup
     ) -> None:
-        self.run, self.directory, self.settings = run, run.checkpoints_dir, settings
+        self.run, self.directory, self.config = run, run.checkpoints_dir, config
         self.log, self.process_group = log, process_group
-        self.is_current = False  # the newest holds the training as it stands
+        self.is_current = False
 
     def newest(self) -> Path | None:
-        """Return the newest checkpoint that is whole, as the first rank finds it.
+        """Return the newest whole checkpoint, as the first rank sees it, or None.
 
         Raises:
             RunError: if there are checkpoints, but none is whole.
@@ -49,70 +44,72 @@ class CheckpointManager:
         step = int(self.process_group.broadcast_float(step))
         return None if step < 0 else checkpoint.path_of(self.directory, step)
 
-    def add(self, snapshot: Checkpoint, tokenizer: str, made_with: Environment) -> None:
-        """Write a checkpoint, and delete those that are not to be kept beside it.
+    def save(self, state: Checkpoint, fingerprint: str, environment: Environment) -> None:
+        """Write a checkpoint, then delete those that need not stay beside it.
 
         Raises:
-            WriteError: if the disk does not take it; the checkpoints before it are as they were.
+            WriteError: if the disk does not take it; the older checkpoints are as they were.
         """
         is_saved = False
         try:
             if self.process_group.is_first:
-                checkpoint.save(self.directory, *snapshot, tokenizer, made_with)
+                checkpoint.save(self.directory, *state, fingerprint, environment)
                 is_saved = True
-                self.prune(snapshot.progress)
+                self.prune(state.progress)
         finally:
             self.is_current = bool(self.process_group.broadcast_float(is_saved))
 
     def prune(self, progress: Progress) -> None:
-        """Delete the checkpoints that are neither of the last nor of the best."""
-        last = [step for step in checkpoint.steps(self.directory) if self.is_due(step, progress)]
-        best = progress.best_steps()[: self.settings.keep_best]
-        kept = [*last[-self.settings.keep_last :], *best, progress.step]
+        """Delete all checkpoints but the last `keep_last`, the `keep_best` and the current one."""
+        regular = [step for step in checkpoint.steps(self.directory) if self.is_due(step, progress)]
+        best = progress.best_steps()[: self.config.keep_best]
+        kept = [*regular[-self.config.keep_last :], *best, progress.step]
         checkpoint.delete_all_but(self.directory, kept)
 
     def is_due(self, step: int, progress: Progress) -> bool:
-        """Tell whether a checkpoint is due at `step`; a signal saves others besides."""
-        every = self.settings.save_every
-        is_regular = every is not None and step % every == 0
-        return is_regular or str(step) in progress.bleu_of_step
+        """Tell whether a checkpoint is due at `step`: by `save_every`, or after a validation."""
+        every = self.config.save_every
+        return (every is not None and step % every == 0) or str(step) in progress.bleu_of_step
 
-    def candidates(self, progress: Progress) -> FinalCandidates:
-        """Return what the final weights may be made of, and warn of what is damaged."""
+    def final_candidates(self, progress: Progress) -> tuple[int, list[int], dict[int, Path]]:
+        """Return what the final weights may be made of, and warn of damaged checkpoints.
+
+        Returns:
+            The step of the best checkpoint, the steps of those to average, and all whole
+            checkpoints by step.
+        """
         if self.process_group.is_first:
-            self.prune(progress)  # whoever was killed while saving had no time to
+            self.prune(progress)  # a process killed inside a save had not pruned yet
         self.process_group.barrier()
-        found = self._whole()
-        best_steps = [step for step in progress.best_steps() if step in found]
-        last_steps = [step for step in reversed(found) if self.is_due(step, progress)]
-        averaged = last_steps if self.settings.average_of == "last" else best_steps
-        return FinalCandidates(best_steps[0], averaged[: self.settings.average], found)
-
-    def _whole(self) -> dict[int, Path]:
-        """Return the checkpoints that are as they were saved, by step, and warn of the others."""
         whole = {}
         for step, path in checkpoint.steps(self.directory).items():
             try:
                 checkpoint.check(path)
                 whole[step] = path
             except RunError as error:
-                self.log.say(f"{error} It is left out.")
-        return whole
+                self.log.say(f"{error} It is skipped.")
+        best = [step for step in progress.best_steps() if step in whole]
+        last = [step for step in reversed(whole) if self.is_due(step, progress)]
+        averaged = last if self.config.average_of == "last" else best
+        return best[0], averaged[: self.config.average], whole
 
     def has_final_weights(self, step: int) -> bool:
-        """Tell whether the final weights are there, and not those of an earlier target."""
-        origin = checkpoint.load_final_weights_info(self.run.model_path)
-        reached = None if origin is None else origin.reached
-        return self.run.model_path.exists() and reached in (None, step)
+        """Tell whether the run has final weights, and not those of a training that was shorter."""
+        info = checkpoint.load_final_weights_info(self.run.model_path)
+        return self.run.model_path.exists() and (info is None or info.last_step == step)
 
     def next_start(self) -> str | None:
-        """Name the checkpoint that the same command would go on from; None if there is none."""
+        """Name the checkpoint that the same command would resume from, or None."""
         saved = checkpoint.steps(self.directory)
         return f"the checkpoint of step {max(saved):,}" if saved else None
 
 
 def check_unfinished(run: RunDir) -> None:
-    """Refuse to replace a finished model from which no checkpoint goes on: a copy, most likely."""
+    """Refuse to replace a finished model without checkpoints to resume from: a copy, most likely.
+
+    Raises:
+        RunError: if that would happen.
+    """
     if run.model_path.exists() and not checkpoint.steps(run.checkpoints_dir):
         raise RunError(
             f"{run.path}: holds a finished model, but no checkpoint to go on from; take another "
@@ -120,8 +117,12 @@ def check_unfinished(run: RunDir) -> None:
         )
 
 
-def check_model(config: Config, run: RunDir) -> None:
-    """Refuse to go on from the checkpoints of another model."""
+def check_model_config(config: Config, run: RunDir) -> None:
+    """Refuse to resume from the checkpoints of another model.
+
+    Raises:
+        RunError: if `model` is not as in the run's own config.
+    """
     old = run.load_config()
     if checkpoint.steps(run.checkpoints_dir) and config.model != old.model:
         changed = [key for key, value in config.model if value != getattr(old.model, key)]

@@ -1,4 +1,4 @@
-"""Compile the layers of a model that is trained on a GPU."""
+"""The device of a rank, and torch.compile for models that are trained on a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtrain.model.transformer import Transformer
 from mtrain.runtime.device import pick_device
 from mtrain.runtime.process_group import ProcessGroup
 
-_MOST_SHAPES = 32  # kinds of shapes that a layer is compiled for: sides of one place, and so on
+_RECOMPILE_LIMIT = 32  # graphs of a layer: sides of width 1, for example, need their own
 
 
 def device_of(config: Config, process_group: ProcessGroup) -> torch.device:
@@ -24,32 +24,38 @@ def device_of(config: Config, process_group: ProcessGroup) -> torch.device:
     key = "training.device"
     device = pick_device(process_group.device_name(config.training.device, key), key)
     if device.index is not None and device.type == "cuda":
-        torch.cuda.set_device(device)  # whose random numbers are drawn and saved
+        torch.cuda.set_device(device)  # the default of PyTorch's random state
     return device
 
 
 def compile_layers(
     model: Transformer, device: torch.device, config: Config, process_group: ProcessGroup
 ) -> bool:
-    """Compile a model that is trained on a GPU, if that is wanted and can be done; tell whether."""
+    """Compile the layers if the config asks for it and they can be; return whether.
+
+    That needs a GPU, triton, and whole parameters (no fsdp).
+    """
     settings = config.training
-    is_wanted = device.type == "cuda" and settings.compile
-    is_whole = process_group.size == 1 or settings.parallel == "ddp"
-    if not is_wanted or not is_whole or importlib.util.find_spec("triton") is None:
+    is_sharded = process_group.size > 1 and settings.parallel == "fsdp"
+    if device.type != "cuda" or not settings.compile or is_sharded:
+        return False
+    if importlib.util.find_spec("triton") is None:
         return False
     import torch._dynamo.config as compiler
     import torch._functorch.config as lowering
 
-    compiler.suppress_errors = True  # what does not compile runs as it is
-    if hasattr(lowering, "force_non_lazy_backward_lowering"):  # or it is told too late
+    compiler.suppress_errors = True  # a layer that does not compile runs eagerly
+    if hasattr(
+        lowering, "force_non_lazy_backward_lowering"
+    ):  # or errors come too late to be suppressed
         lowering.force_non_lazy_backward_lowering = True
-    compiler.recompile_limit = max(_MOST_SHAPES, compiler.recompile_limit)
+    compiler.recompile_limit = max(_RECOMPILE_LIMIT, compiler.recompile_limit)
     model.compile_layers()
     return True
 
 
 def uncompiled(is_compiled: bool) -> AbstractContextManager[object]:
-    """Compile nothing anew for what happens seldom, if layers are compiled."""
+    """Run compiled layers eagerly in this context, so that rare shapes compile nothing."""
     if not is_compiled:
         return nullcontext()
     stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")

@@ -1,8 +1,7 @@
-"""The gradient of an update that several ranks make together, each from its shares.
+"""Gradients of an update over several ranks: PyTorch's DistributedDataParallel and fully_shard.
 
-PyTorch's own DistributedDataParallel keeps the model whole on every rank, its fully_shard keeps a
-part of it there. Either exchanges gradients in pieces while the backward pass goes on, and only in
-the last of a rank's shares. What is dealt to whom is decided in `data`.
+Each rank computes its own micro-batches, as `data.sampler` splits them. Gradients are exchanged
+once an update, bucket by bucket, during the backward pass of a rank's last micro-batch.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from mtrain.errors import ConfigError, RunError
 from mtrain.model.transformer import Transformer
 from mtrain.ops import dropout
 from mtrain.runtime.process_group import ProcessGroup
-from mtrain.train.gradients import GradientPart, Gradients, GradientTask, is_out_of_memory, loss_of
+from mtrain.train.gradients import Gradients, GradientTask, is_out_of_memory, loss_of
 from mtrain.train.loss import LossSum
 
 Exchange = Literal["float32", "bfloat16"]
@@ -34,75 +33,60 @@ Result = TypeVar("Result")
 
 
 class LossModel(nn.Module):
-    """A model that answers with its loss, so that all its weights are used within one call."""
+    """The model and its loss in one `forward`, as DDP and FSDP require of all uses of weights."""
 
     def __init__(self, model: Transformer, smoothing: float) -> None:
         super().__init__()
         self.model, self.smoothing = model, smoothing
 
     def forward(self, batch: Batch) -> LossSum:
-        """Return the sums of a batch's loss; no views, which fully_shard warns of."""
+        """Return the sums of a batch's loss; clones, because fully_shard warns of views."""
         sums = loss_of(self.model, batch, self.smoothing)
         return LossSum(sums.loss.clone(), sums.nll.clone(), sums.num_tokens)
 
 
-class SharedGradients(Gradients, ABC):
-    """Adds up the gradients of an update over all ranks.
+class DataParallelGradients(Gradients, ABC):
+    """Accumulates the gradients of an update and averages them over all ranks.
 
-    Each rank works in its own thread alone, and drops what the seed of each share says, wherever
-    that share is worked on.
+    A rank computes each micro-batch as one task in one thread. The dropout of a micro-batch follows
+    from a seed that all ranks draw alike, so that it does not depend on the rank that computes it.
     """
 
     def __init__(self, alone: Gradients, process_group: ProcessGroup) -> None:
         super().__init__(alone.model, alone.smoothing, alone.device, alone.say)
         self.process_group = process_group
-        self._seeds: Iterator[int] = _seeds_from(0)
 
-    def backward_update(self, dealt: UpdateBatches, factor: float = 1.0) -> list[LossSum]:
-        """Add the gradients of an update, `factor` times as large; return this rank's sums.
+    def backward_update(self, update: UpdateBatches, scale: float = 1.0) -> list[LossSum]:
+        """Add the gradients of an update, times `scale`; return the sums of this rank's parts.
+
+        A dummy micro-batch, which only keeps the ranks in step, is divided by infinity.
 
         Raises:
-            RunError: if the memory does not hold a single pair, or runs out amid an exchange.
+            RunError: if memory runs out where no half can be tried.
         """
         self.model.train()
-        seeds = torch.randint(2**62, (dealt.deal.num_shares,)).tolist()
-        own = zip(
-            dealt.shares, seeds[self.process_group.rank :: self.process_group.size], strict=True
-        )
-        each = dealt.num_tokens / (
-            factor * self.process_group.size
-        )  # the exchange is a mean over the ranks
+        rank, size = self.process_group.rank, self.process_group.size
+        seeds = torch.randint(2**62, (update.deal.num_shares,)).tolist()[rank::size]
+        num_tokens = update.num_tokens / (scale * size)  # the exchange is a mean over the ranks
         sums = []
-        for number, (share, seed) in enumerate(own, start=1):
-            self._seeds = _seeds_from(seed)
-            divisor = each if share.counts else math.inf
-            found = self._make(share.batch, divisor, is_last=number == len(dealt.shares))
-            sums += found if share.counts else []
+        for index, (share, seed) in enumerate(zip(update.shares, seeds, strict=True), start=1):
+            divisor, is_last = num_tokens if share.counts else math.inf, index == len(update.shares)
+            parts = self.backward_micro_batch(share.batch, divisor, _seeds_from(seed), is_last)
+            sums += parts if share.counts else []
         return sums
 
     @abstractmethod
-    def _make(self, batch: Batch, divisor: float, is_last: bool) -> list[LossSum]:
-        """Add a share's gradients; exchange all that were added if it is the last."""
-
-    def split_over_threads(self, batch: Batch, num_tokens: float) -> list[GradientTask]:
-        """Return a batch as the one task of this rank."""
-        return [GradientTask(batch.to(self.device), num_tokens, next(self._seeds))]
-
-    def backward(self, task: GradientTask) -> GradientPart:
-        """Return a batch's loss and its gradients, as a share of the update's tokens."""
-        self._seed_device(task)
-        return super().backward(task)
-
-    def _seed_device(self, task: GradientTask) -> None:
-        if self.device.type == "cuda" and task.seed is not None:
-            torch.cuda.manual_seed(task.seed)
+    def backward_micro_batch(
+        self, batch: Batch, num_tokens: float, seeds: Iterator[int], is_last: bool
+    ) -> list[LossSum]:
+        """Add a micro-batch's gradients; exchange all of the update's if it is the last."""
 
 
-class DDPGradients(SharedGradients):
-    """Every rank has the whole model, and all make the same update of it.
+class DDPGradients(DataParallelGradients):
+    """Every rank has the whole model and optimizer, and makes the same update.
 
     Raises:
-        ConfigError: if gradients are to travel in a type that PyTorch's hook does not take here.
+        ConfigError: if `exchange` is a type that DDP does not support on this device.
     """
 
     def __init__(self, alone: Gradients, process_group: ProcessGroup, exchange: Exchange) -> None:
@@ -112,58 +96,61 @@ class DDPGradients(SharedGradients):
                 "`training.exchange` must be float32 for `training.parallel: ddp` on a CPU, where "
                 "PyTorch has no hook for it, but is 'bfloat16' instead."
             )
-        self._replica = DistributedDataParallel(
+        self._ddp = DistributedDataParallel(
             LossModel(self.model, self.smoothing), gradient_as_bucket_view=True
         )
         if exchange == "bfloat16":
-            self._replica.register_comm_hook(None, bf16_compress_hook)
+            self._ddp.register_comm_hook(None, bf16_compress_hook)
 
     def probe_memory(self, batch: Batch) -> None:
-        """Find out whether any rank's memory is too small for a batch."""
-        self._seeds = _seeds_from(0)
-        self.accumulate(batch, batch.num_tgt_tokens)
-        least = self.process_group.all_reduce_min(self.room)
-        if least < self.room:
+        """Run a batch to set `oom_size`, to the least of all ranks."""
+        self.backward_batch(batch, batch.num_tgt_tokens, _seeds_from(0))
+        least = self.process_group.all_reduce_min(self.oom_size)
+        if least < self.oom_size:
             self.say(
-                f"memory   of another rank does not hold a share of {least:,.0f} places; such "
-                "shares are made in halves, and the updates stay the same"
+                f"memory   of another rank does not hold a micro-batch of {least:,.0f} tokens; "
+                "such micro-batches are made in halves, and the updates stay the same"
             )
-        self.room = least
+        self.oom_size = least
 
-    def settle(self, batch: Batch) -> None:
-        """Exchange gradients once, of a single pair.
+    def warm_up(self, batch: Batch) -> None:
+        """Exchange the gradients of a single pair.
 
-        PyTorch orders the pieces by which gradients were ready first, from the second exchange on;
-        so a training that goes on adds in the same order as one that did not stop.
+        From the second exchange on DDP orders its buckets by which gradients were ready first; so a
+        resumed training adds in the same order as one that did not stop.
         """
-        self._seeds = _seeds_from(0)
-        self._exchange(batch.split(len(batch.src_BS))[0], math.inf)
+        self._exchange(batch.split(len(batch.src_BS))[0], math.inf, _seeds_from(0))
 
-    def _make(self, batch: Batch, divisor: float, is_last: bool) -> list[LossSum]:
-        """Add a share's gradients, on the bare model, which exchanges nothing, or its replica."""
-        return self._exchange(batch, divisor) if is_last else self.accumulate(batch, divisor)
+    def backward_micro_batch(
+        self, batch: Batch, num_tokens: float, seeds: Iterator[int], is_last: bool
+    ) -> list[LossSum]:
+        """Add a micro-batch's gradients, by the bare model, or by DDP, which exchanges them."""
+        step = self._exchange if is_last else self.backward_batch
+        return step(batch, num_tokens, seeds)
 
-    def _exchange(self, batch: Batch, divisor: float) -> list[LossSum]:
-        """Add a batch's gradients and exchange all; in halves, the last of which exchanges."""
-        if batch.num_places < self.room or len(batch.src_BS) == 1:
-            (task,) = self.split_over_threads(batch, divisor)
+    def _exchange(self, batch: Batch, num_tokens: float, seeds: Iterator[int]) -> list[LossSum]:
+        """Add a batch's gradients and exchange all; of halves, the last one exchanges."""
+        if self.may_fit(batch):
+            (task,) = self.split_over_threads(batch, num_tokens, seeds)
             sums = self._try_exchange(task)
             if sums is not None:
                 return [sums]
             self.note_oom(batch)
         first, last = batch.split(2)
-        return self.accumulate(first, divisor) + self._exchange(last, divisor)
+        return self.backward_batch(first, num_tokens, seeds) + self._exchange(
+            last, num_tokens, seeds
+        )
 
     def _try_exchange(self, task: GradientTask) -> LossSum | None:
-        """Add a task's gradients and exchange all; None if the memory does not hold its states.
+        """Add a task's gradients and exchange all; None if its forward does not fit into memory.
 
         Raises:
-            RunError: if the memory runs out later, when other ranks count on this one.
+            RunError: if memory runs out in the backward pass, in which other ranks take part.
         """
-        self._seed_device(task)
+        self.seed_gpu(task)
         with dropout.dropout_seeds(task.seed):
             try:
-                sums: LossSum | None = self._replica(task.batch)
+                sums: LossSum | None = self._ddp(task.batch)
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -172,14 +159,14 @@ class DDPGradients(SharedGradients):
                 if self.device.type == "cuda":
                     torch.cuda.empty_cache()
                 return None
-            return _with_memory(lambda: _backward(sums, task))
+            return _must_fit(lambda: _backward(sums, task))
 
 
-class FSDPGradients(SharedGradients):
-    """Every rank has a part of each weight and of what the optimizer remembers of it.
+class FSDPGradients(DataParallelGradients):
+    """Every rank has a shard of each parameter and of its optimizer state.
 
-    A layer's weights are whole while it computes. All ranks make all calls together, so that none
-    can halve a batch alone.
+    A layer's weights are gathered while it computes. All ranks make the same calls in the same
+    order, so that none can split a batch by itself.
     """
 
     def __init__(self, alone: Gradients, process_group: ProcessGroup, exchange: Exchange) -> None:
@@ -189,33 +176,34 @@ class FSDPGradients(SharedGradients):
         )
         for layer in (*alone.model.encoder, *alone.model.decoder):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
-        whole = LossModel(alone.model, alone.smoothing)
-        self._sharded = fully_shard(whole, mesh=mesh, mp_policy=policy)
-        self._call = whole
+        self._loss_model = LossModel(alone.model, alone.smoothing)
+        self._fsdp = fully_shard(self._loss_model, mesh=mesh, mp_policy=policy)  # the same object
         super().__init__(alone, process_group)
 
     def probe_memory(self, batch: Batch) -> None:
-        """Find out whether all ranks' memory holds a batch.
+        """Run a batch.
 
         Raises:
-            RunError: if one's does not.
+            RunError: if it does not fit into the memory of a rank.
         """
-        self._seeds = _seeds_from(0)
-        self._make(batch, batch.num_tgt_tokens, is_last=True)
+        self.backward_micro_batch(batch, batch.num_tgt_tokens, _seeds_from(0), is_last=True)
 
-    def _make(self, batch: Batch, divisor: float, is_last: bool) -> list[LossSum]:
-        self._sharded.set_requires_gradient_sync(is_last)
-        (task,) = self.split_over_threads(batch, divisor)
-        self._seed_device(task)
+    def backward_micro_batch(
+        self, batch: Batch, num_tokens: float, seeds: Iterator[int], is_last: bool
+    ) -> list[LossSum]:
+        """Add a micro-batch's gradients; reduce-scatter them if it is the last."""
+        self._fsdp.set_requires_gradient_sync(is_last)
+        (task,) = self.split_over_threads(batch, num_tokens, seeds)
+        self.seed_gpu(task)
         with dropout.dropout_seeds(task.seed):
-            return [_with_memory(lambda: _backward(self._call(task.batch), task))]
+            return [_must_fit(lambda: _backward(self._loss_model(task.batch), task))]
 
 
-def _with_memory(work: Callable[[], Result]) -> Result:
-    """Do what cannot be tried again, because other ranks count on it.
+def _must_fit(work: Callable[[], Result]) -> Result:
+    """Do what cannot be repeated in halves, because other ranks take part.
 
     Raises:
-        RunError: if the memory does not hold it.
+        RunError: if memory runs out.
     """
     try:
         return work()
@@ -223,19 +211,19 @@ def _with_memory(work: Callable[[], Result]) -> Result:
         if not is_out_of_memory(error):
             raise
     raise RunError(
-        "the memory must hold a rank's share of a batch, but does not; take a lower "
+        "the memory must hold a rank's micro-batch, but does not; take a lower "
         "`training.batch_tokens` and a higher `training.accumulate`, or more ranks."
     )
 
 
 def _backward(sums: LossSum, task: GradientTask) -> LossSum:
-    """Add a task's gradients to those of the parameters."""
+    """Add a task's gradients to `parameter.grad`; return its sums."""
     (sums.loss / task.num_tokens).backward()  # type: ignore[no-untyped-call]
     return sums._replace(loss=sums.loss.detach())
 
 
 def _seeds_from(seed: int) -> Iterator[int]:
-    """Yield the seed of a share, then those of its halves, if it comes to that."""
+    """Yield the seed of a micro-batch, then those of its halves."""
     yield seed
     rng = random.Random(seed)
     while True:

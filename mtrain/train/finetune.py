@@ -1,7 +1,6 @@
-"""Begin a training with the weights and the tokenizer of another run: fine-tuning.
+"""Fine-tuning: start a training with the weights of another run, `training.init_from`.
 
-What the config leaves open about the tokenizer and the model is as in that run; what it says
-otherwise is an error. Reads no weights, and loads nothing heavy, before the training begins.
+Imports nothing heavy before it is needed: `check_weights` runs before the corpora are read.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 from mtrain.config.sections import Config
 from mtrain.errors import RunError
 from mtrain.run.run_dir import RunDir
-from mtrain.runtime.process_group import SINGLE, ProcessGroup
+from mtrain.runtime.process_group import ProcessGroup
 
 if TYPE_CHECKING:
     from mtrain.model.transformer import Transformer
@@ -20,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def check_weights(config: Config) -> None:
-    """Refuse to begin with a run that has no weights, before any work is done.
+    """Refuse, before any work is done, to start from a run without weights.
 
-    A run that has checkpoints of its own needs no others.
+    A run that has checkpoints resumes from those and needs no other weights.
 
     Raises:
-        RunError: if they are missing.
+        RunError: if the weights are missing.
     """
     from mtrain.run import checkpoint
 
@@ -37,14 +36,10 @@ def check_weights(config: Config) -> None:
         raise RunError(f"`training.init_from`: {path}: is missing; `mtrain train CONFIG` makes it.")
 
 
-def start(
-    model: Transformer,
-    config: Config,
-    fingerprint: str,
-    log: RunLog,
-    process_group: ProcessGroup = SINGLE,
+def load_initial_weights(
+    model: Transformer, config: Config, fingerprint: str, log: RunLog, process_group: ProcessGroup
 ) -> None:
-    """Fill a model that is to be trained with the weights that it begins with, if any.
+    """Load the weights of `training.init_from` into a model, if it is set, and log their digest.
 
     Raises:
         RunError: if they are missing, damaged, or belong to another tokenizer.
@@ -61,7 +56,7 @@ def start(
             f"{path}: must belong to the tokenizer that {config.run_dir} was tokenized with, but "
             "was trained with another one since; take another --run."
         )
-    weights = checkpoint.check_model(path, fingerprint)
+    weights = checkpoint.load_model(path, fingerprint, verify=True)
     set_weights(model, weights, path, process_group)
     log.say(f"weights  those of {path}")
     digest = checkpoint.digest(weights)

@@ -1,12 +1,12 @@
-"""The gradient of an update: a batch's shares on the threads, in halves if the memory needs it.
+"""Gradients of an update: forward and backward over threads, out-of-memory halving, loss scaling.
 
-It knows the model and its loss; nothing of optimizers, checkpoints or when an update is due.
+Knows the model and its loss; nothing of optimizers, checkpoints or process groups.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -20,14 +20,18 @@ from mtrain.ops import dropout
 from mtrain.runtime.thread_pool import ThreadPool
 from mtrain.train.loss import LossSum, label_smoothed
 
-LEAST_TOKENS = 256  # target tokens that are worth a thread of their own
+LEAST_TOKENS = 256  # target tokens below which a further thread does not pay
+INITIAL_SCALE, MAX_SCALE, GROWTH_INTERVAL = 2.0**16, 2.0**24, 2000  # of float16; in updates
 _OUT_OF_MEMORY = ("can't allocate memory", "could not create a primitive")  # PyTorch, oneDNN
 
 
 class GradientTask(NamedTuple):
-    """A part of an update: its pairs, what its loss is divided by, and what to drop.
+    """One forward and backward pass.
 
-    A single rank divides by the target tokens of the whole update.
+    Attributes:
+        batch: on the device of the model.
+        num_tokens: divisor of the summed loss: the target tokens of the whole update.
+        seed: of dropout; None draws from PyTorch's own generator.
     """
 
     batch: Batch
@@ -36,20 +40,25 @@ class GradientTask(NamedTuple):
 
 
 class GradientPart(NamedTuple):
-    """What came out of it; a gradient for each of the model's parameters."""
+    """The result of a task: the sums of its loss, and one gradient for each parameter."""
 
     sums: LossSum
     grads: tuple[Tensor, ...]
 
 
 class Gradients:
-    """Adds up the gradients of an update in the parameters of a model.
+    """Accumulates the gradients of an update in `parameter.grad`, on one rank.
+
+    `backward_update` calls `backward_batch` for each micro-batch, which runs the tasks of
+    `split_over_threads` with `backward`, one a thread, and adds up their gradients. A batch that
+    does not fit into memory is split in halves, and so is every later batch of at least its size;
+    the divisor is that of the whole update, so that the gradient stays the same.
 
     Args:
         model: in training.
-        smoothing: of the loss.
-        device: where the model is.
-        say: is told once how large a batch the memory does not hold.
+        smoothing: of the labels.
+        device: of the model.
+        say: takes the message that a batch does not fit into memory.
     """
 
     def __init__(
@@ -62,50 +71,64 @@ class Gradients:
         self.model, self.smoothing, self.device, self.say = model, smoothing, device, say
         self.parameters = list(model.parameters())
         self.workers = ThreadPool()
-        self.room = math.inf  # places of a batch that the memory did not hold
+        self.oom_size = math.inf  # `num_places` of the smallest batch that did not fit
 
-    def backward_update(self, dealt: UpdateBatches, factor: float = 1.0) -> list[LossSum]:
-        """Add the gradients of an update, `factor` times as large; return the sums of its parts.
+    def backward_update(self, update: UpdateBatches, scale: float = 1.0) -> list[LossSum]:
+        """Add the gradients of an update, times `scale`; return the sums of its parts.
 
         Raises:
-            RunError: if the memory does not hold a single pair.
+            RunError: if a single pair does not fit into memory.
         """
-        found = [self.accumulate(share.batch, dealt.num_tokens / factor) for share in dealt.shares]
-        return [own for parts in found for own in parts]
+        divisor = update.num_tokens / scale
+        return [
+            part for share in update.shares for part in self.backward_batch(share.batch, divisor)
+        ]
 
-    def lay_out(self, dealt: UpdateBatches) -> UpdateBatches:
-        """Return an update as it is copied fastest; any thread may ask, ahead of time."""
+    def pin(self, update: UpdateBatches) -> UpdateBatches:
+        """Return an update in pinned memory if the device is a GPU; any thread may call it."""
         if self.device.type != "cuda":
-            return dealt
-        with torch.cuda.device(self.device):  # a thread of its own begins with the first GPU
-            shares = [share._replace(batch=share.batch.pinned()) for share in dealt.shares]
-        return dealt._replace(shares=shares)
+            return update
+        with torch.cuda.device(self.device):  # a new thread begins with the first GPU
+            shares = [share._replace(batch=share.batch.pinned()) for share in update.shares]
+        return update._replace(shares=shares)
 
     def probe_memory(self, batch: Batch) -> None:
-        """Find out whether the memory holds a batch; leave no trace but what is known of it."""
-        self.accumulate(batch, batch.num_tgt_tokens)
+        """Run a batch to set `oom_size` if it does not fit; the caller discards the gradients."""
+        self.backward_batch(batch, batch.num_tgt_tokens)
 
-    def settle(self, batch: Batch) -> None:
-        """Be ready for the first update, after what was tried out, `batch` among it."""
+    def warm_up(self, batch: Batch) -> None:
+        """Do what must precede the first update; `batch` has been probed."""
 
-    def accumulate(self, batch: Batch, num_tokens: float) -> list[LossSum]:
-        """Add a batch's gradients to those of the update, in halves if the memory needs it.
+    def backward_batch(
+        self, batch: Batch, num_tokens: float, seeds: Iterator[int] | None = None
+    ) -> list[LossSum]:
+        """Add a batch's gradients; return the sums of the parts that it was computed in.
+
+        Args:
+            batch: on the CPU, or pinned.
+            num_tokens: divisor of the loss.
+            seeds: see `split_over_threads`.
 
         Raises:
-            RunError: if the memory does not hold a single pair.
+            RunError: if a single pair does not fit into memory.
         """
         self.model.train()
-        if batch.num_places < self.room or len(batch.src_BS) == 1:
-            parts = self._try(self.split_over_threads(batch, num_tokens))
+        if self.may_fit(batch):
+            parts = self._try(self.split_over_threads(batch, num_tokens, seeds))
             if parts is not None:
                 for part in parts:
-                    _add_grads(self.parameters, part.grads)
+                    self._accumulate(part.grads)
                 return [part.sums for part in parts]
             self.note_oom(batch)
-        return [own for half in batch.split(2) for own in self.accumulate(half, num_tokens)]
+        halves = batch.split(2)
+        return [part for half in halves for part in self.backward_batch(half, num_tokens, seeds)]
+
+    def may_fit(self, batch: Batch) -> bool:
+        """Tell whether a batch is worth a try: it is below `oom_size`, or cannot be split."""
+        return batch.num_places < self.oom_size or len(batch.src_BS) == 1
 
     def _try(self, tasks: list[GradientTask]) -> list[GradientPart] | None:
-        """Return what comes out of the tasks; None if the memory does not hold them."""
+        """Return the results of the tasks, or None if they do not fit into memory."""
         try:
             return self.workers.map(self.backward, tasks)
         except (MemoryError, RuntimeError) as error:
@@ -116,7 +139,7 @@ class Gradients:
         return None
 
     def note_oom(self, batch: Batch) -> None:
-        """Remember the size of a batch that the memory does not hold, and say it.
+        """Remember and report the size of a batch that does not fit into memory.
 
         Raises:
             RunError: if it is a single pair.
@@ -126,33 +149,96 @@ class Gradients:
                 "the memory must hold a single training pair, but does not; take a smaller model "
                 "or a lower `data.max_tokens`."
             )
-        self.room = batch.num_places
+        self.oom_size = batch.num_places
         self.say(
             f"memory   does not hold a batch of {len(batch.src_BS):,} pairs; such batches are made "
             "in halves, and the updates stay the same"
         )
 
-    def split_over_threads(self, batch: Batch, num_tokens: float) -> list[GradientTask]:
-        """Split a batch over the threads of a CPU; a GPU takes it whole."""
+    def split_over_threads(
+        self, batch: Batch, num_tokens: float, seeds: Iterator[int] | None = None
+    ) -> list[GradientTask]:
+        """Return a batch as tasks: one a thread on a CPU, a single one on a GPU.
+
+        Args:
+            batch: to split by rows.
+            num_tokens: divisor of the loss.
+            seeds: of dropout, one for each batch that is tried; the batch is then a single task,
+                because each of several ranks computes in one thread. None draws them from
+                PyTorch's generator, and none on a GPU, whose dropout draws there.
+        """
+        if seeds is not None:
+            return [GradientTask(batch.to(self.device), num_tokens, next(seeds))]
         if self.device.type != "cpu":
             return [GradientTask(batch.to(self.device), num_tokens, None)]
         parts = min(self.workers.count, max(1, batch.num_tgt_tokens // LEAST_TOKENS))
-        seeds = torch.randint(2**62, (parts,)).tolist()
+        drawn = torch.randint(2**62, (parts,)).tolist()
         batches = batch.split(parts) if parts > 1 else [batch]
         return [
-            GradientTask(part, num_tokens, seed) for part, seed in zip(batches, seeds, strict=False)
+            GradientTask(part, num_tokens, seed) for part, seed in zip(batches, drawn, strict=False)
         ]
 
     def backward(self, task: GradientTask) -> GradientPart:
-        """Return a batch's loss and its gradients, as a share of the update's tokens."""
+        """Return the loss of a task and its gradients; adds nothing to `parameter.grad`."""
+        self.seed_gpu(task)
         with dropout.dropout_seeds(task.seed):
             sums = self.loss(task.batch)
             grads = torch.autograd.grad(sums.loss / task.num_tokens, self.parameters)
         return GradientPart(sums, grads)
 
+    def seed_gpu(self, task: GradientTask) -> None:
+        """Seed the GPU's generator, from which PyTorch's dropout draws there."""
+        if self.device.type == "cuda" and task.seed is not None:
+            torch.cuda.manual_seed(task.seed)
+
     def loss(self, batch: Batch) -> LossSum:
-        """Return the sums of a batch's loss, with a gradient where one is wanted."""
+        """Return the sums of a batch's loss."""
         return loss_of(self.model, batch, self.smoothing)
+
+    def _accumulate(self, grads: tuple[Tensor, ...]) -> None:
+        for parameter, grad in zip(self.parameters, grads, strict=True):
+            if parameter.grad is None:
+                parameter.grad = grad
+            else:
+                parameter.grad += grad
+
+
+class GradScaler:
+    """Dynamic loss scaling for float16, "Mixed Precision Training" (arXiv 1710.03740), section 3.2.
+
+    The scale is halved when a gradient is not finite, and doubled after `GROWTH_INTERVAL` finite
+    ones. It is a power of two, so that scaling rounds nothing.
+
+    Args:
+        dtype: of the matrix products; for others than float16 the scale stays 1.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.is_enabled = dtype is torch.float16
+        self.scale = INITIAL_SCALE if self.is_enabled else 1.0
+        self.growth_tracker = 0  # finite gradients in a row at this scale
+
+    def restore(self, scale: float, growth_tracker: int) -> None:
+        """Go on with the scale of a checkpoint; 0 is that of a training without one."""
+        if self.is_enabled and scale:
+            self.scale, self.growth_tracker = scale, growth_tracker
+
+    def unscale(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Divide the gradients by the scale, in place."""
+        if self.is_enabled:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad /= self.scale
+
+    def update(self, is_finite: bool) -> None:
+        """Choose the next scale, given whether the last gradient was finite."""
+        if not self.is_enabled:
+            return
+        self.growth_tracker = self.growth_tracker + 1 if is_finite else 0
+        if not is_finite:
+            self.scale = max(1.0, self.scale / 2)
+        elif self.growth_tracker == GROWTH_INTERVAL:
+            self.scale, self.growth_tracker = min(MAX_SCALE, 2 * self.scale), 0
 
 
 def loss_of(model: Transformer, batch: Batch, smoothing: float) -> LossSum:
@@ -169,16 +255,8 @@ def loss_of(model: Transformer, batch: Batch, smoothing: float) -> LossSum:
     )
 
 
-def _add_grads(parameters: list[torch.nn.Parameter], grads: tuple[Tensor, ...]) -> None:
-    for parameter, grad in zip(parameters, grads, strict=True):
-        if parameter.grad is None:
-            parameter.grad = grad
-        else:
-            parameter.grad += grad
-
-
 def is_out_of_memory(error: Exception) -> bool:
-    """Tell whether an error says that the memory does not hold something."""
+    """Tell whether an error of PyTorch or Python means that memory ran out."""
     if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
         return True
     return any(words in str(error) for words in _OUT_OF_MEMORY)

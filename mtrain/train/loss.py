@@ -14,7 +14,7 @@ from mtrain.ops.cross_entropy import Formula, ProjectedCrossEntropy
 
 
 class LossSum(NamedTuple):
-    """Sums over the tokens of some targets; only `loss` carries a gradient."""
+    """Sums over target tokens: the label-smoothed loss and the nll; only `loss` has a gradient."""
 
     loss: Tensor
     nll: Tensor
@@ -33,18 +33,18 @@ def label_smoothed(
     """Sum `F.cross_entropy(label_smoothing=smoothing)` over the kept target tokens.
 
     Args:
-        states_BTD: the decoder's states.
+        states_BTD: the decoder's output.
         weight_VD: the output projection.
         tgt_out_BT: the ids to predict.
         tgt_keep_BT: bool, True for real tokens.
-        smoothing: the share of the target spread evenly over the vocabulary (section 5.4).
-        num_tokens: how many those are, if it is known: a GPU is not waited for then.
-        formula: of the loss of some logits, equal to `products.plain_cross_entropy`.
+        smoothing: the probability mass spread evenly over the vocabulary (section 5.4).
+        num_tokens: the number of kept tokens, if known: counting them would wait for a GPU.
+        formula: computes the loss of logits, like `ops.cross_entropy.plain_cross_entropy`.
     """
-    rows = _places_of_true(tgt_keep_BT.flatten(), num_tokens)
+    rows = _rows_of_true(tgt_keep_BT.flatten(), num_tokens)
     states_ND = states_BTD.flatten(0, 1).index_select(0, rows)
     targets_N = tgt_out_BT.flatten().index_select(0, rows)
-    if not torch.is_grad_enabled():  # the kernel cannot see that no gradient is wanted
+    if not torch.is_grad_enabled():  # forward of a Function cannot see it
         states_ND, weight_VD = states_ND.detach(), weight_VD.detach()
     loss, nll = ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         states_ND, weight_VD, targets_N, smoothing, formula
@@ -52,8 +52,8 @@ def label_smoothed(
     return LossSum(loss, nll, len(rows))
 
 
-def _places_of_true(is_true_N: Tensor, count: int | None) -> Tensor:
-    """Return where the True ones are, in order."""
+def _rows_of_true(is_true_N: Tensor, count: int | None) -> Tensor:
+    """Return the indices of the True values, in order."""
     if count is None:
         return is_true_N.nonzero()[:, 0]
     return is_true_N.byte().argsort(descending=True, stable=True)[:count]

@@ -1,4 +1,4 @@
-"""What a training did since it last logged: sums of losses and tokens, and the time they took."""
+"""Scalars of updates: read late from a GPU, and summed up from one log line to the next."""
 
 from __future__ import annotations
 
@@ -10,24 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtrain.run.checkpoint import Progress
-
-
-class Rates(NamedTuple):
-    """Means over the tokens of a window, and its speed."""
-
-    loss: float
-    nll: float
-    tokens_per_s: float
-
 
 class RunningMeter:
-    """What happened since the last logged step."""
+    """Sums of losses, tokens and seconds since the last log line."""
 
     def __init__(self) -> None:
         self.started = time.monotonic()
         self.num_tokens = 0
-        self.num_restored_tokens = 0  # they cost no time of this process
+        self.num_restored_tokens = 0  # of them, in a process before this one
         self.loss = self.nll = 0.0
         self.lr = self.grad_norm = 0.0  # of the last update
 
@@ -37,66 +27,54 @@ class RunningMeter:
         self.nll += nll
         self.num_tokens += num_tokens
 
-    def note(self, progress: Progress) -> None:
-        """Write the sums into what a checkpoint remembers."""
-        progress.unlogged_loss, progress.unlogged_nll = self.loss, self.nll
-        progress.unlogged_tokens = self.num_tokens
-
-    def restore(self, progress: Progress) -> None:
-        """Go on from the sums that a checkpoint remembers."""
-        self.loss, self.nll = progress.unlogged_loss, progress.unlogged_nll
-        self.num_tokens = self.num_restored_tokens = progress.unlogged_tokens
+    def restore(self, loss: float, nll: float, num_tokens: int) -> None:
+        """Go on from the sums of a checkpoint."""
+        self.loss, self.nll = loss, nll
+        self.num_tokens = self.num_restored_tokens = num_tokens
 
     def pause(self, seconds: float) -> None:
-        """Leave out time that was not spent on training."""
+        """Exclude time that was not spent on training."""
         self.started += seconds
 
-    def rates(self) -> Rates:
-        """Return loss and nll per token, and target tokens per second."""
+    def rates(self) -> tuple[float, float, float]:
+        """Return loss and nll per target token, and target tokens per second."""
         elapsed_s = max(time.monotonic() - self.started, 1e-9)
-        count, new = self.num_tokens, self.num_tokens - self.num_restored_tokens
-        return Rates(self.loss / count, self.nll / count, new / elapsed_s)
+        num_new = self.num_tokens - self.num_restored_tokens
+        return self.loss / self.num_tokens, self.nll / self.num_tokens, num_new / elapsed_s
 
 
 class UpdateScalars(NamedTuple):
-    """An update, and numbers that came out of it."""
+    """An update and the scalars that it computed on the device."""
 
     step: int
     num_tokens: int
     lr: float
-    numbers: list[float]
-
-
-class _UnreadScalars(NamedTuple):
-    """The same while its numbers are under way."""
-
-    outcome: UpdateScalars
-    numbers: Tensor
-    arrival: torch.cuda.Event | None
+    values: list[float]
 
 
 class AsyncScalars:
-    """Updates whose numbers nobody has read yet, the oldest first."""
+    """A queue of updates whose scalars are still on their way from the device, oldest first."""
 
     def __init__(self) -> None:
-        self._unread: deque[_UnreadScalars] = deque()
+        self._queue: deque[tuple[UpdateScalars, Tensor, torch.cuda.Event | None]] = deque()
 
-    def add(self, step: int, num_tokens: int, lr: float, numbers: Tensor) -> None:
-        """Note an update; its numbers [n] may still be in the making."""
-        arrival = None
-        if numbers.device.type == "cuda":
-            stream = torch.cuda.current_stream(numbers.device)  # which need not be the first GPU's
-            numbers = numbers.to("cpu", non_blocking=True)
-            arrival = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            arrival.record(stream)
-        self._unread.append(
-            _UnreadScalars(UpdateScalars(step, num_tokens, lr, []), numbers, arrival)
-        )
+    def add(self, step: int, num_tokens: int, lr: float, values: Tensor) -> None:
+        """Enqueue an update; its values [n] are copied to the CPU without waiting for them."""
+        copied = None
+        if values.device.type == "cuda":
+            stream = torch.cuda.current_stream(values.device)  # which need not be the first GPU's
+            values = values.to("cpu", non_blocking=True)
+            copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            copied.record(stream)
+        self._queue.append((UpdateScalars(step, num_tokens, lr, []), values, copied))
 
-    def read(self, behind: int) -> Iterator[UpdateScalars]:
-        """Yield what came out of all updates but the last `behind`, once, in their order."""
-        while len(self._unread) > behind:
-            outcome, numbers, arrival = self._unread.popleft()
-            if arrival is not None:
-                arrival.synchronize()
-            yield outcome._replace(numbers=numbers.tolist())
+    def read(self, num_pending: int) -> Iterator[UpdateScalars]:
+        """Wait for all updates but the last `num_pending`, and yield each once, in order."""
+        while len(self._queue) > num_pending:
+            update, values, copied = self._queue.popleft()
+            if copied is not None:
+                copied.synchronize()
+            yield update._replace(values=values.tolist())
+
+    def __len__(self) -> int:
+        return len(self._queue)

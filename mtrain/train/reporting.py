@@ -1,14 +1,16 @@
-"""What a training says and keeps on record before its first update: what, on what, and where."""
+"""What a training prints on stderr and appends to `metrics.jsonl`."""
 
 from __future__ import annotations
 
 import math
+import resource
+import sys
 from typing import NamedTuple
 
 import torch
 
 from mtrain.config import config_file
-from mtrain.config.sections import Config
+from mtrain.config.sections import Config, TrainingConfig
 from mtrain.corpus import dropped
 from mtrain.corpus.reader import changed_files
 from mtrain.data import prepare
@@ -20,95 +22,12 @@ from mtrain.run.checkpoint import Progress
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer.sentencepiece import Tokenizer
-from mtrain.train import environment, stopping
 from mtrain.train.meters import RunningMeter
-
-
-class HeaderLogger:
-    """The first words of a training that is about to make the update after `step`."""
-
-    def __init__(self, config: Config, run: RunDir, log: RunLog, step: int) -> None:
-        self.config, self.run, self.log, self.step = config, run, log, step
-
-    def say_changes(self, old: Config) -> None:
-        """Say what the config of a training that goes on was before, and keep it on record."""
-        if not self.step:
-            return
-        changed = [own for own in config_file.changes(old, self.config) if own.key != "run_dir"]
-        for change in changed:
-            self.log.say(f"changed  {change.key}: {change.old!r} before, {change.new!r} now")
-        if changed:
-            before = {change.key: [change.old, change.new] for change in changed}
-            self.log.metrics({"step": self.step, "changed": before})
-
-    def note_changed_corpora(self) -> None:
-        """Keep on record, once, that corpora are no longer those that were tokenized."""
-        marks = prepare.read_marks(self.run)
-        changed = {path: [marks[path].sha256, now] for path, now in changed_files(marks).items()}
-        if self.step and changed and not self.log.holds("changed_corpora", changed):
-            self.log.metrics({"step": self.step, "changed_corpora": changed})
-
-    def note_left_out(self, num_pairs: int) -> None:
-        """Keep on record, at the start, how many pairs there are and were left out."""
-        counts = prepare.read_counts(self.run)
-        if not self.step and not self.log.holds("pairs_left_out", counts):
-            self.log.metrics({"step": 0, "num_pairs": num_pairs, "pairs_left_out": counts})
-
-    def say_header(
-        self, data: TrainingData, tokenizer: Tokenizer, num_valid: int, num_parameters: int
-    ) -> None:
-        """Say how large the model and the corpora are, and what an update is."""
-        settings = self.config.training
-        plan = data.plan(settings.batch_tokens)
-        left_out = dropped.format_counts(prepare.read_counts(self.run))
-        tokens = f"{data.num_src_tokens:,} source and {data.num_tgt_tokens:,} target"
-        updates = math.ceil(plan.num_batches / settings.accumulate)
-        for line in (
-            f"model    {num_parameters:,} parameters",
-            f"pieces   {prepare.format_vocabulary_sizes(tokenizer)}",
-            f"pairs    {len(data):,} for training, left out {left_out},",
-            f"         {num_valid:,} for validation",
-            *(f"mixed    {share}" for share in data.say_shares()),
-            f"tokens   {tokens} an epoch",
-            f"batches  {plan.num_batches:,} an epoch, {plan.padding:.1%} padding",
-            f"updates  {updates:,} an epoch, of {count(settings.accumulate, 'batch')}",
-        ):
-            self.log.say(line)
-
-    def say_device(self, device: torch.device, dtype: torch.dtype, num_threads: int) -> None:
-        """Say on what it is computed, and in which type."""
-        said = f"{device}, {str(dtype).removeprefix('torch.')}"
-        if device.type == "cpu":
-            said += f", {count(num_threads, 'thread')}, kernels {native.describe()}"
-        self.log.say(f"device   {said}")
-
-    def say_ranks(self, deal: MicroBatchSplit) -> None:
-        """Say who makes what of an update, if several do, and what one process does not heed."""
-        settings = self.config.training
-        if deal.num_ranks == 1:
-            for key, default in (("parallel", "ddp"), ("exchange", "float32")):
-                if (value := getattr(settings, key)) != default:
-                    self.log.say(
-                        f"ranks    1, to which `training.{key}: {value}` makes no difference"
-                    )
-            return
-        parts = f"every batch is cut in {deal.num_parts}" if deal.num_parts > 1 else "whole batches"
-        own = f"{len(deal.of_rank()):,} of the {deal.num_shares:,} shares of an update"
-        self.log.say(f"ranks    {deal.num_ranks:,}, each with {own}: {parts};")
-        kept = "the whole model" if settings.parallel == "ddp" else "a part of the model"
-        self.log.say(f"         each keeps {kept}; gradients travel in {settings.exchange}")
-
-    def say_target(self, is_compiled: bool) -> None:
-        """Say how long it takes: to compile, if that is done, and then to train."""
-        if is_compiled:
-            self.log.say(
-                "compile  the layers, for a minute or so; `training.compile: false` spares it"
-            )
-        self.log.say(f"target   {stopping.format_rule(self.config.training)}")
+from mtrain.train.schedule import format_stopping_rule
 
 
 class Validation(NamedTuple):
-    """How a model does on the validation set: per target token, and in BLEU by greedy search."""
+    """Scores on the validation set: means per target token, and BLEU by greedy search."""
 
     loss: float
     nll: float
@@ -116,70 +35,158 @@ class Validation(NamedTuple):
 
 
 class TrainingLogger:
-    """Says how one training goes, and keeps it on record.
+    """Logs one training.
 
     Args:
         log: where.
-        device: whose memory is looked at.
+        device: whose peak memory is logged.
     """
 
     def __init__(self, log: RunLog, device: torch.device) -> None:
         self.log, self.device = log, device
 
-    def updates(self, progress: Progress, window: RunningMeter, spent: float, is_due: bool) -> None:
-        """Move the progress bar to the share `spent` of the budget; if a line is due, log one."""
-        rates = window.rates()
+    def log_changes(self, run: RunDir, old: Config, config: Config, step: int) -> None:
+        """Log how the config and the corpora of a resumed training differ from before.
+
+        Args:
+            run: its folder.
+            old: the config before.
+            config: the config now.
+            step: of the checkpoint that it resumes from; at 0 nothing is resumed.
+        """
+        if not step:
+            return
+        changes = [change for change in config_file.changes(old, config) if change.key != "run_dir"]
+        for change in changes:
+            self.log.say(f"changed  {change.key}: {change.old!r} before, {change.new!r} now")
+        if changes:
+            by_key = {change.key: [change.old, change.new] for change in changes}
+            self.log.metrics({"step": step, "changed_config": by_key})
+        marks = prepare.read_marks(run)
+        changed = {path: [marks[path].sha256, now] for path, now in changed_files(marks).items()}
+        if changed and not self.log.holds("changed_corpora", changed):
+            self.log.metrics({"step": step, "changed_corpora": changed})
+
+    def log_data(
+        self,
+        run: RunDir,
+        config: TrainingConfig,
+        data: TrainingData,
+        tokenizer: Tokenizer,
+        num_valid: int,
+        step: int,
+    ) -> None:
+        """Log how large the corpora are, and what an update and an epoch are."""
+        counts = prepare.read_counts(run)
+        if not step and not self.log.holds("pairs_dropped", counts):
+            self.log.metrics({"step": 0, "num_pairs": len(data), "pairs_dropped": counts})
+        plan = data.plan(config.batch_tokens)
+        tokens = f"{data.num_src_tokens:,} source and {data.num_tgt_tokens:,} target"
+        num_updates = math.ceil(plan.num_batches / config.accumulate)
+        for line in (
+            f"pieces   {prepare.format_vocabulary_sizes(tokenizer)}",
+            f"pairs    {len(data):,} for training, dropped {dropped.format_counts(counts)},",
+            f"         {num_valid:,} for validation",
+            *(f"mixed    {share}" for share in data.say_shares()),
+            f"tokens   {tokens} an epoch",
+            f"batches  {plan.num_batches:,} an epoch, {plan.padding:.1%} padding",
+            f"updates  {num_updates:,} an epoch, of {count(config.accumulate, 'batch')}",
+        ):
+            self.log.say(line)
+
+    def log_device(self, dtype: torch.dtype, num_threads: int) -> None:
+        """Log what computes, and in which type."""
+        text = f"{self.device}, {str(dtype).removeprefix('torch.')}"
+        if self.device.type == "cpu":
+            text += f", {count(num_threads, 'thread')}, kernels {native.describe()}"
+        self.log.say(f"device   {text}")
+
+    def log_ranks(self, config: TrainingConfig, split: MicroBatchSplit) -> None:
+        """Log how ranks split an update, or, of a single rank, which settings have no effect."""
+        if split.num_ranks == 1:
+            for key, default in (("parallel", "ddp"), ("exchange", "float32")):
+                if (value := getattr(config, key)) != default:
+                    self.log.say(
+                        f"ranks    1, to which `training.{key}: {value}` makes no difference"
+                    )
+            return
+        parts = "whole batches"
+        if split.num_parts > 1:
+            parts = f"every batch is cut in {split.num_parts}"
+        shares = f"{len(split.of_rank()):,} of the {split.num_shares:,} micro-batches of an update"
+        self.log.say(f"ranks    {split.num_ranks:,}, each with {shares}: {parts};")
+        kept = "the whole model" if config.parallel == "ddp" else "a part of the model"
+        self.log.say(f"         each keeps {kept}; gradients travel in {config.exchange}")
+
+    def log_duration(self, config: TrainingConfig, is_compiled: bool) -> None:
+        """Log whether layers are compiled first, and when the training ends."""
+        if is_compiled:
+            self.log.say(
+                "compile  the layers, for a minute or so; `training.compile: false` spares it"
+            )
+        self.log.say(f"target   {format_stopping_rule(config)}")
+
+    def log_step(self, progress: Progress, meter: RunningMeter, spent: float, is_due: bool) -> None:
+        """Move the progress bar to the fraction `spent` of the budget; log a line if it is due."""
+        loss, nll, tokens_per_s = meter.rates()
         note = (
-            f"step {progress.step:,}, loss {rates.loss:.3f}, "
-            f"{rates.tokens_per_s:,.0f} tokens/s, lr {window.lr:.2e}"
+            f"step {progress.step:,}, loss {loss:.3f}, {tokens_per_s:,.0f} tokens/s, "
+            f"lr {meter.lr:.2e}"
         )
         self.log.advance(spent, note, is_due)
-        if not is_due:
-            return
-        self.log.metrics(
-            {
-                "step": progress.step,
-                "epoch": progress.epoch,
-                "loss": rates.loss,
-                "nll": rates.nll,
-                "perplexity": _perplexity(rates.nll),
-                "lr": window.lr,
-                "tgt_tokens_per_s": rates.tokens_per_s,
-                "grad_norm": window.grad_norm,
-                "left_out": progress.num_left_out,
-                "elapsed_s": progress.elapsed_s,
-                "memory_mib": environment.memory_mib(self.device),
-            }
-        )
+        if is_due:
+            self.log.metrics(
+                {
+                    "step": progress.step,
+                    "epoch": progress.epoch,
+                    "loss": loss,
+                    "nll": nll,
+                    "perplexity": _perplexity(nll),
+                    "lr": meter.lr,
+                    "tgt_tokens_per_s": tokens_per_s,
+                    "grad_norm": meter.grad_norm,
+                    "updates_skipped": progress.num_skipped,
+                    "elapsed_s": progress.elapsed_s,
+                    "memory_mib": _peak_memory_mib(self.device),
+                }
+            )
 
-    def validation(self, progress: Progress, found: Validation) -> None:
-        """Say how good the model is, and at which step it was best."""
+    def log_validation(self, progress: Progress, scores: Validation) -> None:
+        """Log the scores of a step, and which step was best so far."""
         self.log.say(
-            f"step {progress.step:,}: validation loss {found.loss:.4f}, "
-            f"perplexity {_perplexity(found.nll):.2f}, BLEU {found.bleu:.2f} "
+            f"step {progress.step:,}: validation loss {scores.loss:.4f}, "
+            f"perplexity {_perplexity(scores.nll):.2f}, BLEU {scores.bleu:.2f} "
             f"(best at step {progress.best_steps()[0]:,})"
         )
         self.log.metrics(
             {
                 "step": progress.step,
                 "epoch": progress.epoch,
-                "valid_loss": found.loss,
-                "valid_nll": found.nll,
-                "valid_perplexity": _perplexity(found.nll),
-                "valid_bleu": found.bleu,
+                "valid_loss": scores.loss,
+                "valid_nll": scores.nll,
+                "valid_perplexity": _perplexity(scores.nll),
+                "valid_bleu": scores.bleu,
                 "elapsed_s": progress.elapsed_s,
             }
         )
 
-    def left_out(self, progress: Progress, step: int) -> None:
-        """Say that the update of a step was not finite."""
+    def log_skipped(self, step: int, num_skipped: int, new_scale: float | None) -> None:
+        """Log that the update of a step was skipped, and the loss scale from now on, if any."""
         self.log.say(
-            f"step {step:,}: the loss or its gradient is not finite; the update is left out "
-            f"({progress.num_left_out:,} so far)"
+            f"step {step:,}: the loss or its gradient is not finite; the update is skipped "
+            f"({num_skipped:,} so far)"
         )
-        if progress.loss_scale:
-            self.log.say(f"  the loss is multiplied by {progress.loss_scale:,.0f} from now on")
+        if new_scale is not None:
+            self.log.say(f"  the loss is multiplied by {new_scale:,.0f} from now on")
 
 
 def _perplexity(nll: float) -> float:
     return math.exp(min(nll, 700.0))
+
+
+def _peak_memory_mib(device: torch.device) -> float:
+    """Return the peak memory of the GPU, or of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit

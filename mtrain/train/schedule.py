@@ -1,10 +1,11 @@
-"""Learning rates as pure functions of the step and of the share of the budget that is spent."""
+"""Learning rates, and when a training ends: pure functions of the step and the budget spent."""
 
 from __future__ import annotations
 
 import math
 
 from mtrain.config.sections import TrainingConfig
+from mtrain.run.checkpoint import Progress
 
 
 def learning_rate(config: TrainingConfig, d_model: int, step: int, spent: float) -> float:
@@ -14,7 +15,7 @@ def learning_rate(config: TrainingConfig, d_model: int, step: int, spent: float)
         config: `schedule`, `lr` (for noam: the factor) and `warmup_steps`.
         d_model: the model's width, which noam uses.
         step: the update that is about to be made.
-        spent: the share of the budget, steps or minutes, that is used up, in [0, 1].
+        spent: the fraction of the budget, steps or minutes, that is used up, in [0, 1].
     """
     if config.schedule == "noam":
         return config.lr * noam(step, config.warmup_steps, d_model)
@@ -31,3 +32,25 @@ def noam(step: int, warmup_steps: int, d_model: int) -> float:
     """Return d_model^-0.5 * min(step^-0.5, step * warmup^-1.5) (section 5.3)."""
     warm = step * warmup_steps**-1.5 if warmup_steps else math.inf
     return float(d_model**-0.5 * min(step**-0.5, warm))
+
+
+def budget_spent(config: TrainingConfig, progress: Progress) -> float:
+    """Return the fraction of the budget, steps or minutes, that is used up."""
+    steps, minutes = config.max_steps, config.max_minutes
+    by_steps = progress.step / steps if steps else 0.0
+    by_time = progress.elapsed_s / (60 * minutes) if minutes else 0.0
+    return max(by_steps, by_time)
+
+
+def is_finished(config: TrainingConfig, progress: Progress) -> bool:
+    """Tell whether the budget is used up, or the patience is (early stopping)."""
+    has_patience = progress.num_bad_validations < config.patience
+    return budget_spent(config, progress) >= 1 or not has_patience
+
+
+def format_stopping_rule(config: TrainingConfig) -> str:
+    """Write in words when the training ends."""
+    steps, minutes = config.max_steps, config.max_minutes
+    named = [f"{steps:,} steps"] if steps else []
+    named += [f"{minutes:g} minutes"] if minutes else []
+    return f"{' or '.join(named)}, or {config.patience} validations without a better one"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -19,15 +18,8 @@ _NUM_EXAMPLES = 3
 _MAX_EXAMPLE = 145  # columns of an example: two lines of a terminal
 
 
-class Loss(NamedTuple):
-    """Means over the target tokens."""
-
-    loss: float
-    nll: float
-
-
 class ValidationSet:
-    """The text that tells how good a model is, in batches of like length."""
+    """The validation text, and its batches of pairs of similar length."""
 
     def __init__(self, lines: ParallelLines, tokenizer: Tokenizer, batch_tokens: int) -> None:
         self.lines = lines
@@ -35,27 +27,27 @@ class ValidationSet:
         self._batches = in_batches(src, tgt, tokenizer, batch_tokens)
 
     @torch.no_grad()
-    def loss(self, model: Transformer, smoothing: float, process_group: ProcessGroup) -> Loss:
-        """Return the loss under a model; all ranks ask together, and share the batches."""
+    def loss(
+        self, model: Transformer, smoothing: float, process_group: ProcessGroup
+    ) -> tuple[float, float]:
+        """Return loss and nll per target token; all ranks must call it, and share the batches."""
         model.eval()
         device = model.output.weight.device
-        own = self._batches[process_group.rank :: process_group.size]
-        sums = [loss_of(model, batch.to(device), smoothing) for batch in own]
+        batches = self._batches[process_group.rank :: process_group.size]
+        sums = [loss_of(model, batch.to(device), smoothing) for batch in batches]
         totals = [sum(float(value) for value in values) for values in zip(*sums, strict=True)]
-        told = torch.tensor(totals or [0.0, 0.0, 0.0], dtype=torch.float64, device=device)
-        loss, nll, num_tokens = process_group.all_reduce_sum(told).tolist()
-        return Loss(loss / num_tokens, nll / num_tokens)
+        local = torch.tensor(totals or [0.0, 0.0, 0.0], dtype=torch.float64, device=device)
+        loss, nll, num_tokens = process_group.all_reduce_sum(local).tolist()
+        return loss / num_tokens, nll / num_tokens
 
     def examples(self, hypotheses: Sequence[str]) -> Iterator[str]:
         """Yield lines that show translations of sentences from all over the set."""
         count = min(_NUM_EXAMPLES, len(hypotheses))
         for index in range(count):
             row = (2 * index + 1) * len(hypotheses) // (2 * count)
-            yield f"  source       {_clip(self.lines.src[row])}"
-            yield f"  reference    {_clip(self.lines.tgt[row])}"
-            yield f"  translation  {_clip(hypotheses[row])}"
-
-
-def _clip(text: str) -> str:
-    """Write a line for the screen: an early model repeats itself, a corpus may hold escapes."""
-    return shortened(visible(text), _MAX_EXAMPLE)
+            for name, line in (
+                ("source", self.lines.src[row]),
+                ("reference", self.lines.tgt[row]),
+                ("translation", hypotheses[row]),
+            ):  # shortened: an early model repeats itself; visible: a corpus may hold escapes
+                yield f"  {name:<11}  {shortened(visible(line), _MAX_EXAMPLE)}"

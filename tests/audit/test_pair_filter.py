@@ -198,12 +198,12 @@ def test_the_start_of_a_training_says_what_was_left_out_once(cli: Cli, tmp_path:
     tree["training"]["max_steps"] = 4
     config = write_config(tmp_path / "config.yaml", tree)
     outcome = cli("train", config)
-    assert "pairs    200 for training, left out 1 (blank-side 1)," in outcome.err.splitlines()
+    assert "pairs    200 for training, dropped 1 (blank-side 1)," in outcome.err.splitlines()
     assert cli("train", config, "--set", "training.max_steps=6").code == 0
     path = RunDir(tmp_path / "run").metrics_path
     lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    assert lines[0] == {"step": 0, "num_pairs": 200, "pairs_left_out": {"blank-side": 1}}
-    assert sum("pairs_left_out" in line for line in lines) == 1
+    assert lines[0] == {"step": 0, "num_pairs": 200, "pairs_dropped": {"blank-side": 1}}
+    assert sum("pairs_dropped" in line for line in lines) == 1
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def test_every_form_can_be_checked_and_trained(cli: Cli, tmp_path: Path, form: F
     assert held["examples"][0]["src"] == reverse_task(200, 1)[line - 1].src
     outcome = cli("train", config, "--set", "training.max_steps=2")
     assert outcome.code == 0, outcome.err
-    assert "pairs    200 for training, left out 0," in outcome.err
+    assert "pairs    200 for training, dropped 0," in outcome.err
 
 
 @each_form

@@ -548,7 +548,8 @@ def test_metrics_that_are_gone_or_cut_off_are_not_compared(cli: Cli, run: RunDir
 
 
 @pytest.mark.parametrize(
-    "line", ['{"changed": {}}', '{"changed": {}, "step": "twelve"}', "[" * 100_000, "[]"]
+    "line",
+    ['{"changed_config": {}}', '{"changed_config": {}, "step": "twelve"}', "[" * 100_000, "[]"],
 )
 def test_a_line_of_metrics_that_no_training_wrote_is_passed_over(
     cli: Cli, run: RunDir, line: str
@@ -588,15 +589,15 @@ def test_the_updates_are_made_on_as_many_threads_as_the_training_had(
     torch.set_num_threads(before)
     made = checkpoint.load_environment(run.path / NEWEST)
     assert made is not None
-    assert made.threads == 3
+    assert made.num_threads == 3
     assert facts(examined(cli, run), "resume") == ["steps 9 to 12 made again: the same bytes"]
     assert torch.get_num_threads() == before
-    edit_seal(run.path / NEWEST, lambda seal: seal["made_with"].update(threads=1))
+    edit_seal(run.path / NEWEST, lambda seal: seal["environment"].update(num_threads=1))
     assert failed(examined(cli, run)) == ["resume"]
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    edit_seal(run.path / NEWEST, lambda seal: seal["made_with"].update(threads=3))
+    edit_seal(run.path / NEWEST, lambda seal: seal["environment"].update(num_threads=3))
     tamper(run.path / NEWEST, "model.safetensors", 1.0)
-    assert facts(examined(cli, run), "resume") == ["made with threads 3, here is 2"]
+    assert facts(examined(cli, run), "resume") == ["made with num_threads 3, here is 2"]
 
 
 @pytest.mark.parametrize("name", [NEWEST, OLDER])
@@ -605,13 +606,13 @@ def test_the_updates_are_made_on_as_many_threads_as_the_training_had(
     [
         ("mtrain", "0.0", mtrain.__version__),
         ("torch", "1.0", torch.__version__),
-        ("batches", "halved from 64 places", "whole"),
+        ("batches", "halved from 64 tokens", "whole"),
     ],
 )
 def test_where_the_training_was_made_elsewhere_other_bytes_are_no_damage(
     cli: Cli, run: RunDir, name: str, key: str, then: str, now: str
 ) -> None:
-    edit_seal(run.path / name, lambda seal: seal["made_with"].update({key: then}))
+    edit_seal(run.path / name, lambda seal: seal["environment"].update({key: then}))
     assert facts(examined(cli, run), "resume") == ["steps 9 to 12 made again: the same bytes"]
     here = f"made with {key} {then}, here is {now}"
     tamper(run.path / NEWEST, "model.safetensors", 1e-4)
@@ -642,7 +643,7 @@ def test_checkpoints_that_do_not_say_what_they_were_made_with_still_load(
     cli: Cli, source: Path, run: RunDir
 ) -> None:
     for path in checkpoint.steps(run.checkpoints_dir).values():
-        edit_seal(path, lambda seal: seal.pop("made_with"))
+        edit_seal(path, lambda seal: seal.pop("environment"))
     assert facts(examined(cli, run), "resume") == ["steps 9 to 12 made again: the same bytes"]
     tamper(run.path / NEWEST, "model.safetensors", 0.5)
     outcome = examined(cli, run)
@@ -687,7 +688,7 @@ def test_less_than_two_checkpoints_are_too_few(cli: Cli, run: RunDir, num_checkp
 
 
 def test_a_training_on_another_kind_of_device_is_not_made_again(cli: Cli, run: RunDir) -> None:
-    edit_seal(run.path / NEWEST, lambda seal: seal["made_with"].update(device="cuda"))
+    edit_seal(run.path / NEWEST, lambda seal: seal["environment"].update(device="cuda"))
     outcome = examined(cli, run)
     assert outcome.code == 0
     assert facts(outcome, "resume") == ["made on device cuda, here is cpu"]
@@ -716,7 +717,9 @@ def test_the_bar_goes_from_one_checkpoint_to_the_other(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shares: list[float] = []
-    monkeypatch.setattr(RunLog, "advance", lambda log, spent, note, is_logged: shares.append(spent))
+    monkeypatch.setattr(
+        RunLog, "advance", lambda log, spent, *_: shares.append(log._bar_position(spent))
+    )
     found = checkpoint.steps(run.checkpoints_dir)
     replay.replay(run.load_config(), run, replay.Span(8, 12, found[8], found[12]))
     assert shares == pytest.approx([0.5, 1.0])

@@ -57,9 +57,11 @@ def hold_at_most(monkeypatch: pytest.MonkeyPatch, num_places: int, error: Except
 
 
 def gradients(trainer: Trainer, batch: Batch) -> torch.Tensor:
-    trainer.gradients.accumulate(batch, batch.num_tgt_tokens)
-    found = torch.cat([own.grad.flatten() for own in trainer.parameters if own.grad is not None])
-    trainer.optimizer.zero_grad(set_to_none=True)
+    trainer.gradients.backward_batch(batch, batch.num_tgt_tokens)
+    found = torch.cat(
+        [own.grad.flatten() for own in trainer.state.parameters if own.grad is not None]
+    )
+    trainer.state.optimizer.zero_grad(set_to_none=True)
     return found
 
 
@@ -131,7 +133,7 @@ def test_the_largest_batches_are_tried_before_the_first_update(
 ) -> None:
     tried = hold_at_most(monkeypatch, 10**9, MemoryError())
     with trainer_of(source, tmp_path) as trainer:
-        trainer.try_largest()
+        trainer.probe_memory()
         batches = trainer.data.batches(192, Position())
         epoch = [next(batches)[0] for _ in range(trainer.data.plan(192).num_batches)]
         most_places = max(batch.src_BS.numel() + batch.tgt_in_BT.numel() for batch in epoch)
@@ -145,14 +147,14 @@ def test_the_largest_batches_are_tried_before_the_first_update(
         s, t = second.src_BS.shape[1], second.tgt_in_BT.shape[1]
         assert len(second.src_BS) * (s * s + s * t + t * t) == most_pairs
         assert len(tried) == 2
-        assert all(parameter.grad is None for parameter in trainer.parameters)
+        assert all(parameter.grad is None for parameter in trainer.state.parameters)
 
 
 def test_trying_the_largest_batches_leaves_no_trace(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
 ) -> None:
     with_trial = train(source, run=str(tmp_path / "with"))
-    monkeypatch.setattr(Trainer, "try_largest", lambda trainer: None)
+    monkeypatch.setattr(Trainer, "probe_memory", lambda trainer: None)
     without = train(source, run=str(tmp_path / "without"))
     assert weights(with_trial) == weights(without)
     assert timeless(with_trial) == timeless(without)
@@ -169,7 +171,7 @@ def in_little_memory(source: Path, directory: Path) -> None:
         size = next(int(line.split()[1]) for line in status.splitlines() if "VmSize" in line)
         resource.setrlimit(resource.RLIMIT_AS, (size * 1024 + 2**25, -1))
         halved = gradients(trainer, batch)
-        assert trainer.gradients.room < float("inf"), "the limit was never reached"
+        assert trainer.gradients.oom_size < float("inf"), "the limit was never reached"
         torch.testing.assert_close(halved, whole, atol=1e-6, rtol=1e-4)
         assert len(expected) == len(halved)
 

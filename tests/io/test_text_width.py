@@ -201,8 +201,8 @@ def test_a_long_name_of_a_file_is_never_broken() -> None:
 
 
 def test_rows_of_what_has_a_label_stand_below_it() -> None:
-    assert rows_of("pairs    1,356 for training, left out 144 (" + "blank-side 2, " * 6 + ")") == [
-        "pairs    1,356 for training, left out 144 (blank-side 2, blank-side 2,",
+    assert rows_of("pairs    1,356 for training, dropped 144 (" + "blank-side 2, " * 6 + ")") == [
+        "pairs    1,356 for training, dropped 144 (blank-side 2, blank-side 2,",
         "         blank-side 2, blank-side 2, blank-side 2, blank-side 2, )",
     ]
 

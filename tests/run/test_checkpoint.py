@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mtrain.errors import RunError
 from mtrain.run import checkpoint
-from mtrain.run.checkpoint import Progress
+from mtrain.run.checkpoint import Environment, Progress
 
 OURS, OTHER = "fingerprint-of-ours", "fingerprint-of-another"
 Tensors = dict[str, Tensor]
@@ -47,8 +47,11 @@ def progress(step: int = 7) -> Progress:
     )
 
 
+ENVIRONMENT = Environment("0.2.0", "2.13.0", "cpu", "x86", "float32", 2, "plain", "whole", 1)
+
+
 def save(directory: Path, step: int = 7, seed: int = 0) -> Path:
-    return checkpoint.save(directory, weights(seed), optimizer(), progress(step), OURS)
+    return checkpoint.save(directory, weights(seed), optimizer(), progress(step), OURS, ENVIRONMENT)
 
 
 def assert_same_bits(found: Tensors, expected: Tensors) -> None:
@@ -325,7 +328,9 @@ def test_an_average_is_the_mean_of_the_weights(tmp_path):
     for step in range(1, 4):
         rng = torch.Generator().manual_seed(step)
         tensors = {"a": torch.randn(4, 3, generator=rng), "b": torch.randn(5, generator=rng)}
-        paths.append(checkpoint.save(tmp_path, tensors, optimizer(), progress(step), OURS))
+        paths.append(
+            checkpoint.save(tmp_path, tensors, optimizer(), progress(step), OURS, ENVIRONMENT)
+        )
     mean = checkpoint.average(paths, OURS)
     for name in ("a", "b"):
         stacked = torch.stack([checkpoint.load(path, OURS).weights[name] for path in paths])
@@ -335,7 +340,9 @@ def test_an_average_is_the_mean_of_the_weights(tmp_path):
 
 def test_an_average_does_not_lose_what_is_small_beside_what_is_large(tmp_path):
     paths = [
-        checkpoint.save(tmp_path, {"w": torch.tensor([value])}, {}, progress(step), OURS)
+        checkpoint.save(
+            tmp_path, {"w": torch.tensor([value])}, {}, progress(step), OURS, ENVIRONMENT
+        )
         for step, value in enumerate([1e8, 1.0, -1e8])
     ]
     mean = checkpoint.average(paths, OURS)
@@ -344,14 +351,14 @@ def test_an_average_does_not_lose_what_is_small_beside_what_is_large(tmp_path):
 
 def test_an_average_of_one_is_itself(tmp_path):
     tensors = {"w": torch.randn(7, generator=torch.Generator().manual_seed(1))}
-    path = checkpoint.save(tmp_path, tensors, {}, progress(), OURS)
+    path = checkpoint.save(tmp_path, tensors, {}, progress(), OURS, ENVIRONMENT)
     assert_same_bits(checkpoint.average([path], OURS), tensors)
 
 
 def test_an_average_over_another_tokenizer_is_an_error(tmp_path):
     tensors = {"w": torch.zeros(2)}
-    ours = checkpoint.save(tmp_path, tensors, {}, progress(1), OURS)
-    others = checkpoint.save(tmp_path, tensors, {}, progress(2), OTHER)
+    ours = checkpoint.save(tmp_path, tensors, {}, progress(1), OURS, ENVIRONMENT)
+    others = checkpoint.save(tmp_path, tensors, {}, progress(2), OTHER, ENVIRONMENT)
     with pytest.raises(RunError, match="tokenizer"):
         checkpoint.average([ours, others], OURS)
 

@@ -80,9 +80,9 @@ def test_outcomes_are_read_once_in_order_and_the_last_ones_later() -> None:
     outcomes = AsyncScalars()
     for step in range(5):
         outcomes.add(step, 10 * step, 0.5, torch.tensor([1.0, step]))
-    assert [own.step for own in outcomes.read(behind=3)] == [0, 1]
-    assert [own.numbers for own in outcomes.read(behind=0)] == [[1.0, 2], [1.0, 3], [1.0, 4]]
-    assert list(outcomes.read(behind=0)) == []
+    assert [own.step for own in outcomes.read(3)] == [0, 1]
+    assert [own.values for own in outcomes.read(0)] == [[1.0, 2], [1.0, 3], [1.0, 4]]
+    assert list(outcomes.read(0)) == []
 
 
 def trained(
@@ -92,13 +92,13 @@ def trained(
     create, backward_update, read = (
         Trainer.__init__,
         Gradients.backward_update,
-        Trainer._read_outcomes,
+        Trainer._read_results,
     )
     waiting = []
 
     def prepared_loop(trainer: Trainer, *arguments: Any) -> None:
         create(trainer, *arguments)
-        trainer.behind, trainer.ahead = behind, ahead
+        trainer.max_pending, trainer.num_prefetched = behind, ahead
 
     def broken(gradients: Gradients, dealt: UpdateBatches, factor: float = 1.0) -> list[LossSum]:
         sums = backward_update(gradients, dealt, factor)
@@ -106,15 +106,15 @@ def trained(
         is_third = numbers[2:] == [2]
         return [own._replace(loss=own.loss * torch.nan) for own in sums] if is_third else sums
 
-    def counted(trainer: Trainer, behind: int = 0) -> None:
-        waiting.append(len(trainer.outcomes._unread))
-        read(trainer, behind)
+    def counted(trainer: Trainer, max_pending: int = 0) -> None:
+        waiting.append(len(trainer.pending))
+        read(trainer, max_pending)
 
     numbers: list[int] = []
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "__init__", prepared_loop)
         patch.setattr(Gradients, "backward_update", broken)
-        patch.setattr(Trainer, "_read_outcomes", counted)
+        patch.setattr(Trainer, "_read_results", counted)
         settings = ["training.max_steps=12", "training.log_every=5", "training.validate_every=6"]
         config = config_file.load(tmp_path / "config.yaml", settings, str(tmp_path / name))
         run = prepared(config)
@@ -131,8 +131,8 @@ def test_a_loop_that_runs_ahead_of_its_device_trains_logs_and_leaves_out_the_sam
     for name, behind, ahead in (("at-once", 0, 0), ("later", 8, 4)):
         runs.append(trained(tmp_path, monkeypatch, name, behind, ahead))
         text = capsys.readouterr().err
-        said.append([line for line in text.splitlines() if "left out (" in line])
-    message = "step 3: the loss or its gradient is not finite; the update is left out (1 so far)"
+        said.append([line for line in text.splitlines() if "is skipped (" in line])
+    message = "step 3: the loss or its gradient is not finite; the update is skipped (1 so far)"
     assert said == [[message], [message]]
     logs, states = [], []
     for run in runs:
@@ -170,15 +170,15 @@ def test_an_update_never_waits_for_its_device(
     monkeypatch.setattr(torch.optim, "AdamW", NoOptimizer)
     with RunLog(tmp_path / "metrics.jsonl") as log:
         trainer = Trainer(config, run, log)
-        trainer.behind = 8
-        updates = trainer.data.updates(192, Position(), trainer.deal)
+        trainer.max_pending = 8
+        updates = trainer.data.updates(192, Position(), trainer.split)
         for _ in range(3):
             trainer._update(next(updates))
-            trainer.progress.step += 1
+            trainer.state.progress.step += 1
             trainer._report()
-    assert len(trainer.outcomes._unread) == 3
+    assert len(trainer.pending) == 3
     with pytest.raises((RuntimeError, NotImplementedError)):  # to read does wait
-        trainer._read_outcomes()
+        trainer._read_results()
 
 
 def test_a_training_keeps_a_gpu_from_planning_each_shape_of_its_attention(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_a_training_is_that_of_one_process_to_rounding(
     assert line.startswith(f"ranks    {size}, each with ")
     made = checkpoint.load_environment(next(iter(checkpoint.steps(run.checkpoints_dir).values())))
     assert made is not None
-    assert made.ranks == size
+    assert made.num_ranks == size
 
 
 @pytest.mark.parametrize(("size", "parallel"), [(4, "ddp"), (2, "fsdp")])
@@ -220,7 +220,7 @@ def test_a_rank_short_of_memory_halves_its_shares_alone_and_the_updates_stay_the
     command = ["train", str(source), *options(*PLAIN), "--run", str(tmp_path / "run")]
     ended = ranks(2, short_of_memory, command, 1, 100, first)
     assert ended.codes == [0, 0], ended.err
-    said = "memory   of another rank does not hold a share of "
+    said = "memory   of another rank does not hold a micro-batch of "
     assert (said in ended.err[0]) == (first == 0)
     assert losses(RunDir(tmp_path / "run")) == pytest.approx(losses(alone), rel=1e-4)
 
@@ -245,7 +245,7 @@ def test_memory_that_does_not_hold_a_share_of_a_sharded_model_is_an_error(
     ended = ranks(2, short_of_memory, [*command, "--run", str(tmp_path / "run")], 1, 100, 2)
     assert ended.codes == [2, 2]
     assert ended.said == [
-        "mtrain: rank 1: the memory must hold a rank's share of a batch, but does not; take a "
+        "mtrain: rank 1: the memory must hold a rank's micro-batch, but does not; take a "
         "lower `training.batch_tokens` and a higher `training.accumulate`, or more ranks."
     ]
 

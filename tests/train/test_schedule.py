@@ -143,7 +143,7 @@ def test_an_update_of_the_trainer_is_adam_with_the_papers_rate_written_out(tmp_p
         trainer.model.double()
         weights = list(trainer.model.parameters())
         seen: list[list[Tensor]] = []
-        trainer.optimizer.register_step_pre_hook(
+        trainer.state.optimizer.register_step_pre_hook(
             lambda *_: seen.append([weight.grad.clone() for weight in weights])
         )
         expected = [weight.detach().clone() for weight in weights]
@@ -151,9 +151,9 @@ def test_an_update_of_the_trainer_is_adam_with_the_papers_rate_written_out(tmp_p
         batches = trainer.data.batches(96, Position())
         for step in range(1, 8):
             trainer._update(single_rank_update([next(batches)[0]]))
-            trainer.progress.step = step
+            trainer.state.progress.step = step
             norm = torch.cat([gradient.flatten() for gradient in seen[-1]]).norm()
-            assert norm.item() == pytest.approx(min(limit, trainer.window.grad_norm), rel=1e-5)
+            assert norm.item() == pytest.approx(min(limit, trainer.state.meter.grad_norm), rel=1e-5)
             d_model = config.model.d_model
             rate = factor * d_model**-0.5 * min(step**-0.5, step * warmup_steps**-1.5)
             for index, gradient in enumerate(seen[-1]):
@@ -163,8 +163,8 @@ def test_an_update_of_the_trainer_is_adam_with_the_papers_rate_written_out(tmp_p
                 moments[index] = (m, v)
                 m_hat, v_hat = m / (1 - betas[0] ** step), v / (1 - betas[1] ** step)
                 expected[index] -= rate * m_hat / (v_hat.sqrt() + eps)
-            assert trainer.window.lr == pytest.approx(rate, rel=1e-14)
+            assert trainer.state.meter.lr == pytest.approx(rate, rel=1e-14)
             for weight, ours in zip(weights, expected, strict=True):
                 torch.testing.assert_close(weight.detach(), ours, rtol=1e-9, atol=1e-11)
     assert len(seen) == 7
-    assert trainer.window.grad_norm > limit
+    assert trainer.state.meter.grad_norm > limit

@@ -49,7 +49,7 @@ STEP_KEYS = [
     "lr",
     "tgt_tokens_per_s",
     "grad_norm",
-    "left_out",
+    "updates_skipped",
     "elapsed_s",
     "memory_mib",
 ]
@@ -104,7 +104,7 @@ def test_the_loss_falls_and_its_lines_say_how(source: Path, tmp_path: Path) -> N
 
 def test_metrics_have_exactly_the_documented_keys(straight: RunDir) -> None:
     first, *lines = metrics(straight)
-    assert first == {"step": 0, "num_pairs": 200, "pairs_left_out": {}}
+    assert first == {"step": 0, "num_pairs": 200, "pairs_dropped": {}}
     assert [line["step"] for line in lines] == [2, 4, 4, 6, 8, 8, 10, 12, 12]
     for line in lines:
         assert list(line) == (STEP_KEYS if "loss" in line else VALID_KEYS)
@@ -223,7 +223,7 @@ def test_training_that_died_goes_on_from_its_last_checkpoint(
     monkeypatch: pytest.MonkeyPatch, source: Path, straight: RunDir, tmp_path: Path
 ) -> None:
     def died(trainer: Trainer) -> None:
-        if trainer.progress.step == 7:
+        if trainer.state.progress.step == 7:
             raise MemoryError
         report(trainer)
 
@@ -280,9 +280,9 @@ def test_two_micro_batches_make_the_update_that_one_batch_of_both_makes(
         with RunLog(tmp_path / "metrics.jsonl") as log:
             trainer = Trainer(config, run, log)
             trainer._update(single_rank_update(micro_batches))
-        rates = trainer.window.rates()
+        loss, nll, _ = trainer.state.meter.rates()
         weights = {name: w.detach() for name, w in trainer.model.named_parameters()}
-        results.append((float(trainer.window.grad_norm), rates.loss, rates.nll, weights))
+        results.append((float(trainer.state.meter.grad_norm), loss, nll, weights))
     (one_norm, one_loss, one_nll, one_weights), (two_norm, two_loss, two_nll, _) = results
     assert two_norm == pytest.approx(one_norm, rel=1e-4)
     assert (two_loss, two_nll) == pytest.approx((one_loss, one_nll), rel=1e-5)
@@ -309,9 +309,9 @@ def test_the_gradient_is_divided_by_the_tokens_of_the_whole_update(
         (sum(part.loss for part in sums) / sum(num_tokens)).backward()
         gradients = [parameter.grad for parameter in trainer.model.parameters()]
         expected = torch.cat([grad.flatten() for grad in gradients if grad is not None]).norm()
-        trainer.optimizer.zero_grad(set_to_none=True)
+        trainer.state.optimizer.zero_grad(set_to_none=True)
         trainer._update(single_rank_update(micro_batches))
-    assert float(trainer.window.grad_norm) == pytest.approx(float(expected), rel=1e-4)
+    assert float(trainer.state.meter.grad_norm) == pytest.approx(float(expected), rel=1e-4)
 
 
 @pytest.fixture
@@ -320,8 +320,10 @@ def in_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     before, parts = torch.get_num_threads(), []
     split_over_threads = Gradients.split_over_threads
 
-    def noted(gradients: Gradients, batch: Batch, num_tokens: int) -> list[GradientTask]:
-        tasks = split_over_threads(gradients, batch, num_tokens)
+    def noted(
+        gradients: Gradients, batch: Batch, num_tokens: int, seeds: Iterator[int] | None = None
+    ) -> list[GradientTask]:
+        tasks = split_over_threads(gradients, batch, num_tokens, seeds)
         parts.append(len(tasks))
         return tasks
 
@@ -550,10 +552,10 @@ def test_what_changed_in_the_config_is_said_and_kept(
     assert "changed  seed: 1 before, 2 now\n" in said
     assert "changed  training.max_steps: 12 before, 14 now\n" in said
     assert "changed  training.betas: [0.9, 0.98] before, [0.9, 0.99] now\n" in said
-    (line,) = [line for line in metrics(run) if "changed" in line]
+    (line,) = [line for line in metrics(run) if "changed_config" in line]
     assert line["step"] == 12
-    assert line["changed"]["training.max_steps"] == [12, 14]
-    assert set(line["changed"]) == {"seed", "training.max_steps", "training.betas"}
+    assert line["changed_config"]["training.max_steps"] == [12, 14]
+    assert set(line["changed_config"]) == {"seed", "training.max_steps", "training.betas"}
 
 
 def test_corpora_that_changed_are_kept_on_record_once(
@@ -589,7 +591,7 @@ def test_a_target_below_a_stop_without_validation_still_gives_a_model(
 
 def no_better(trainer: Trainer, show_examples: bool = False) -> trainer_module.Validation:
     """Pretend that the first validation was the best."""
-    return trainer_module.Validation(1.0, 1.0, 50.0 - trainer.progress.step)
+    return trainer_module.Validation(1.0, 1.0, 50.0 - trainer.state.progress.step)
 
 
 def test_training_stops_when_patience_is_lost(
@@ -747,7 +749,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int], value: float) -> Non
 
     def spoilt(trainer: Trainer, dealt: UpdateBatches) -> None:
         with monkeypatch.context() as patch:
-            if trainer.progress.step + 1 in steps:
+            if trainer.state.progress.step + 1 in steps:
                 patch.setattr(Gradients, "backward", spoilt_part)
             make(trainer, dealt)
 
@@ -777,14 +779,14 @@ def test_an_update_that_is_not_finite_is_left_out_counted_and_said(
     )
     assert all(torch.equal(before[name], left_out[name]) for name in before)
     assert not all(torch.equal(left_out[name], after[name]) for name in before)
-    counts = {line["step"]: line["left_out"] for line in step_lines(run)}
+    counts = {line["step"]: line["updates_skipped"] for line in step_lines(run)}
     assert counts == {1: 0, 2: 0, 3: 0, 4: 0, 6: 1, **dict.fromkeys(range(8, 13), 2)}
     said = capsys.readouterr().err
     assert (
-        "step 5: the loss or its gradient is not finite; the update is left out (1 so far)" in said
+        "step 5: the loss or its gradient is not finite; the update is skipped (1 so far)" in said
     )
     assert (
-        "step 7: the loss or its gradient is not finite; the update is left out (2 so far)" in said
+        "step 7: the loss or its gradient is not finite; the update is skipped (2 so far)" in said
     )
 
 
@@ -806,7 +808,7 @@ def test_ten_updates_left_out_in_a_row_stop_the_run_and_keep_its_last_checkpoint
     with pytest.raises(RunError) as error:
         train(source, "training.max_steps=40", run=str(run.path))
     assert str(error.value) == (
-        "10 updates in a row were left out; take a lower `training.lr` or more "
+        "10 updates in a row were skipped; take a lower `training.lr` or more "
         "`training.warmup_steps`, and the same command goes on from the checkpoint of step 12."
     )
     path = checkpoint.steps(run.checkpoints_dir)[12]
@@ -919,7 +921,7 @@ def test_a_damaged_checkpoint_is_left_out_of_the_average(
     harm(harmed, "flipped")
     train(source, "training.average=3", run=str(run.path))
     said = capsys.readouterr().err
-    assert f"{harmed}: is damaged: its checksum is another. It is left out." in said
+    assert f"{harmed}: is damaged: its checksum is another. It is skipped." in said
     assert "the average of 2 checkpoints" in said
 
 
@@ -990,7 +992,7 @@ def test_the_header_says_what_is_about_to_be_trained(
     assert "pieces   285 shared pieces" in said
     assert "target   2 steps, or 10 validations without a better one" in said
     assert sum(line.startswith("  translation  ") for line in said) == 3
-    assert "pairs    200 for training, left out 0," in said
+    assert "pairs    200 for training, dropped 0," in said
 
 
 def test_examples_of_an_early_model_are_cut_for_the_screen(
@@ -1051,7 +1053,7 @@ def signalled_twice(source: Path, run: str, number: int) -> None:
     update = Trainer._update
 
     def interrupted(trainer: Trainer, dealt: UpdateBatches) -> None:
-        if trainer.progress.step == 2:
+        if trainer.state.progress.step == 2:
             signal.raise_signal(number)
             signal.raise_signal(number)
         update(trainer, dealt)
@@ -1084,8 +1086,7 @@ def test_tokens_from_before_a_stop_count_for_the_loss_and_not_for_the_speed(
     clock = 100.0
     monkeypatch.setattr(trainer_module.time, "monotonic", lambda: clock)
     window = RunningMeter()
-    progress = checkpoint.Progress(unlogged_loss=300.0, unlogged_nll=200.0, unlogged_tokens=100)
-    window.restore(progress)
+    window.restore(300.0, 200.0, 100)
     window.add(100.0, 50.0, 100)
     clock = 104.0
     assert window.rates() == (2.0, 1.25, 25.0)
