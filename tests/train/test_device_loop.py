@@ -26,7 +26,6 @@ from mtrain.ops import cross_entropy
 from mtrain.run import checkpoint
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
-from mtrain.runtime import device as device_module
 from mtrain.runtime.prefetch import read_ahead
 from mtrain.runtime.process_group import SINGLE
 from mtrain.train import compilation
@@ -271,7 +270,7 @@ def test_a_gpu_compiles_where_it_can_and_may(
     asked = []
     monkeypatch.setattr(Transformer, "compile_layers", lambda model: asked.append(model))
     found = importlib.machinery.ModuleSpec("triton", None) if has_triton else None
-    monkeypatch.setattr(device_module.importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(compilation.importlib.util, "find_spec", lambda name: found)
     config = config_file.load(write_task(tmp_path, reverse_task), [setting])
     model = small_model()
     as_it_comes = torch._dynamo.config.patch(suppress_errors=False, recompile_limit=8)
@@ -291,7 +290,7 @@ def test_the_gpu_that_is_asked_for_is_the_one_whose_random_numbers_are_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen: list[torch.device] = []
-    monkeypatch.setattr(device_module, "pick_device", lambda name, key: torch.device(name))
+    monkeypatch.setattr(compilation, "pick_device", lambda name, key: torch.device(name))
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     source = write_task(tmp_path, reverse_task)
     for name in ("cpu", "cuda", "cuda:1"):
