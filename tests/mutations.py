@@ -809,8 +809,8 @@ AUDIT = [
     Mutation(
         "an offset need not beat no relation at all",
         "mtrain/audit/misalignment.py",
-        "- np.maximum(own, 0.0), window.first)",
-        "- own, window.first)",
+        "- np.maximum(aligned, 0.0), window.first)",
+        "- aligned, window.first)",
         "tests/audit/test_misalignment.py",
     ),
     Mutation(

@@ -1,10 +1,10 @@
 """Stretches of a corpus where each source is translated by the target some lines further.
 
-A line that is lost on one side moves all pairs after it. What tells is how well two lines agree in
-length, numbers, names, points and ending; how much each agreement says is learned from the corpus
-itself: how often it is seen in pairs, and how often in lines that have nothing to do with each
-other. A stretch is found where the sum of this evidence for an offset, line by line, outgrows that
-for the pairs as they stand (a CUSUM test); its first line is where the sum began to rise.
+A line that is lost on one side moves all pairs after it. Two lines are compared by length, numbers,
+names, punctuation and ending; the log-likelihood ratio of each agreement is learned from the
+corpus: its frequency in pairs against that in unrelated lines. A CUSUM test finds the stretches
+where the evidence for an offset exceeds that for the pairs as they stand; a stretch begins where
+the sum began to rise.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy.typing as npt
 from mtrain.audit.features import NUM_ENDINGS, PairWindow, Records
 
 MAX_OFFSET = 5
-MIN_PAIRS = 200  # of a corpus, below which too little is known
-_ENOUGH = 25.0  # nats of evidence that make a finding
-_MOST = 3.0  # nats that one agreement can say
+MIN_PAIRS = 200  # of a corpus; fewer are too few to learn from
+_THRESHOLD = 25.0  # nats of evidence that make a finding
+_MAX_NATS = 3.0  # of one agreement
 
 Floats = npt.NDArray[np.float64]
 _Cells = npt.NDArray[np.int64]
@@ -46,17 +46,16 @@ def find(read: Read) -> list[Shift]:
     """
     model = _learn(read)
     offsets = [k for k in range(-MAX_OFFSET, MAX_OFFSET + 1) if k]
-    rises = {k: _Rises(k) for k in offsets}
+    tests = {k: _CusumTest(k) for k in offsets}
     for window in _overlapping(read()):
-        own = _scores(model, window, 0)
+        aligned = _scores(model, window, 0)
         for k in offsets:
-            rises[k].feed(_scores(model, window, k) - np.maximum(own, 0.0), window.first)
-    found = [shift for k in offsets for shift in rises[k].finish()]
-    return _strongest(found)
+            tests[k].feed(_scores(model, window, k) - np.maximum(aligned, 0.0), window.first)
+    return _strongest([shift for k in offsets for shift in tests[k].finish()])
 
 
 def _overlapping(windows: Iterator[PairWindow]) -> Iterator[PairWindow]:
-    """Put `MAX_OFFSET` records before and after each window, of pairs that are its neighbours."""
+    """Add to the targets of each window the `MAX_OFFSET` before and after it."""
     before: PairWindow | None = None
     held: PairWindow | None = None
     for window in windows:
@@ -76,7 +75,7 @@ def _padded(before: PairWindow | None, window: PairWindow, after: PairWindow | N
 
 
 def _cells(src: Records, tgt: Records) -> list[_Cells]:
-    """Sort pairs of lines into the cells of each table by how they agree."""
+    """Return the cell of each pair of lines in each table of agreements."""
     ratio = np.log((tgt["chars"] + 5.0) / (src["chars"] + 5.0))
     size = np.minimum(np.log2(src["chars"] + 1.0).astype(np.int64), 9)
     return [
@@ -92,7 +91,7 @@ _NUM_CELLS = (610, 64, 64, NUM_ENDINGS**2, 64)
 
 
 def _overlaps(src: Records, tgt: Records) -> _Cells:
-    """Number pairs of bit sets by their sizes and by how many bits they share."""
+    """Return cells of pairs of bit sets, by their sizes and the size of their intersection."""
     sizes = [np.minimum(_num_bits(side), 3) for side in (src, tgt)]
     cells: _Cells = sizes[0] * 16 + sizes[1] * 4 + np.minimum(_num_bits(src & tgt), 3)
     return cells
@@ -109,7 +108,7 @@ _BITS = np.array([bin(value).count("1") for value in range(256)])
 
 
 def _learn(read: Read) -> list[Floats]:
-    """Return what each cell of each table says, in nats; 0 where nothing is known."""
+    """Return the log-likelihood ratio of each cell of each table, in nats; 0 without counts."""
     together = [np.full(size, 0.5) for size in _NUM_CELLS]
     apart = [np.full(size, 0.5) for size in _NUM_CELLS]
     for window in read():
@@ -118,13 +117,13 @@ def _learn(read: Read) -> list[Floats]:
             for total, cells in zip(counts, _cells(window.src, tgt), strict=True):
                 total += np.bincount(cells, minlength=len(total))
     return [
-        np.clip(np.log(yes / yes.sum()) - np.log(no / no.sum()), -_MOST, _MOST)
+        np.clip(np.log(yes / yes.sum()) - np.log(no / no.sum()), -_MAX_NATS, _MAX_NATS)
         for yes, no in zip(together, apart, strict=True)
     ]
 
 
 def _scores(model: list[Floats], window: PairWindow, offset: int) -> Floats:
-    """Return for each source how much speaks for the target that stands `offset` further."""
+    """Return for each source the evidence for the target `offset` further, in nats."""
     start = MAX_OFFSET + offset
     tgt = window.tgt[start : start + len(window.src)]
     cells = _cells(window.src, tgt)
@@ -133,12 +132,12 @@ def _scores(model: list[Floats], window: PairWindow, offset: int) -> Floats:
     return np.where(is_blank, 0.0, score)
 
 
-class _Rises:
-    """The stretches over which a sum of evidence rises by enough."""
+class _CusumTest:
+    """Finds the stretches over which a sum of evidence rises by `_THRESHOLD`."""
 
     def __init__(self, offset: int) -> None:
         self._offset = offset
-        self._found: list[Shift] = []
+        self._shifts: list[Shift] = []
         self._height = 0.0  # of the sum above its lowest point, where a stretch may have begun
         self._start = 0  # the pair after that point
         self._peak = 0.0  # above 0 while a stretch is open
@@ -154,13 +153,13 @@ class _Rises:
     def finish(self) -> list[Shift]:
         """Return all stretches, also one that goes on to the end."""
         self._close()
-        return self._found
+        return self._shifts
 
     def _wait(self, sums: Floats, first: int) -> int:
         """Read until the sum has risen enough above its lowest point; return how much was read."""
         lows = np.minimum(np.minimum.accumulate(sums), 0.0)
         heights = sums - lows
-        high = np.flatnonzero(heights >= _ENOUGH)
+        high = np.flatnonzero(heights >= _THRESHOLD)
         stop = int(high[0]) + 1 if len(high) else len(sums)
         lowest = np.flatnonzero(heights[:stop] == 0.0)
         if len(lowest):
@@ -173,7 +172,7 @@ class _Rises:
     def _descend(self, sums: Floats, first: int) -> int:
         """Read until the sum has fallen enough below its peak; return how much was read."""
         peaks = np.maximum(np.maximum.accumulate(sums), self._peak)
-        low = np.flatnonzero(sums <= peaks - _ENOUGH)
+        low = np.flatnonzero(sums <= peaks - _THRESHOLD)
         stop = int(low[0]) + 1 if len(low) else len(sums)
         place = int(sums[:stop].argmax())
         if sums[place] > self._peak:
@@ -188,14 +187,14 @@ class _Rises:
         if self._peak:
             # Where targets are lost, the sources that they translated come first.
             first = max(self._start + min(self._offset, 0), 0)
-            self._found.append(Shift(first, self._peak_at, self._offset, self._peak))
+            self._shifts.append(Shift(first, self._peak_at, self._offset, self._peak))
         self._peak, self._peak_at = 0.0, -1
 
 
-def _strongest(found: list[Shift]) -> list[Shift]:
-    """Keep, of stretches that overlap, the one with most evidence; sort them by their place."""
+def _strongest(shifts: list[Shift]) -> list[Shift]:
+    """Keep the strongest of overlapping stretches; sort them by position."""
     kept: list[Shift] = []
-    for shift in sorted(found, key=lambda shift: -shift.evidence):
+    for shift in sorted(shifts, key=lambda shift: -shift.evidence):
         if all(shift.last < other.first or shift.first > other.last for other in kept):
             kept.append(shift)
     return sorted(kept)

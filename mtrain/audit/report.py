@@ -1,4 +1,4 @@
-"""The report of an audit as a page for people, and as JSON."""
+"""The report of an audit as text for a terminal, and as JSON."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mtrain.audit.audit import AuditFinding, AuditReport, CorpusSummary
 from mtrain.audit.finding_lists import Entry
 from mtrain.audit.rules import Severity
 from mtrain.corpus.dropped import format_counts
+from mtrain.io.table import format_table
 from mtrain.io.text_width import shortened, visible
 
 _WIDTH = 80
@@ -19,54 +20,48 @@ _INDENT = " " * 9
 
 
 def as_text(report: AuditReport, directory: Path) -> Iterator[str]:
-    """Yield the lines of a page of at most 80 columns."""
+    """Yield lines of at most 80 columns."""
     for summary in report.corpora:
-        yield from _wrapped(_what_becomes_of(summary), "")
-        for own in summary.mixture:
-            left_out = f"left out {format_counts(own.left_out)}"
-            text = f"{own.name}: {own.num_pairs:,} pairs, {left_out}; {own.share:.1%} of an epoch"
+        yield from _wrapped(_format_summary(summary), "")
+        for part in summary.mixture:
+            left_out = f"left out {format_counts(part.left_out)}"
+            text = (
+                f"{part.name}: {part.num_pairs:,} pairs, {left_out}; {part.share:.1%} of an epoch"
+            )
             yield from _wrapped(text, "  ")
     if report.corpora[0].coverage:
         yield ""
-        yield from _coverage(report.corpora)
+        rows = [["tokenizer", "pieces/word", "bytes", "unknown", "unseen"]]
+        for summary in report.corpora:
+            for side, coverage in zip(("src", "tgt"), summary.coverage, strict=True):
+                shares = (coverage.byte_share, coverage.unknown_share, coverage.unseen_share)
+                cells = [f"{coverage.pieces_per_word:.2f}", *(f"{share:.2%}" for share in shares)]
+                rows.append([shortened(f"{summary.name} {side}", 24), *cells])
+        yield from format_table(rows, "<>>>>")
     for finding in report.findings:
         yield ""
         yield from _finding(finding)
     yield ""
-    yield ", ".join(_counted(report, severity) for severity in reversed(Severity))
+    counts = [(report.count(severity), severity.name.lower()) for severity in reversed(Severity)]
+    yield ", ".join(f"{count} {name}{'s' * (count != 1)}" for count, name in counts)
     yield f"lists of every line: {directory}"
 
 
 def as_json(report: AuditReport) -> Iterator[str]:
     """Yield the report as one JSON object."""
     findings = [
-        asdict(found) | {"severity": found.severity.name.lower()} for found in report.findings
+        asdict(finding) | {"severity": finding.severity.name.lower()} for finding in report.findings
     ]
     tree = {"corpora": [asdict(summary) for summary in report.corpora], "findings": findings}
     yield json.dumps(tree, ensure_ascii=False, indent=2)
 
 
-def _counted(report: AuditReport, severity: Severity) -> str:
-    count = report.count(severity)
-    return f"{count} {severity.name.lower()}{'s' * (count != 1)}"
-
-
-def _what_becomes_of(summary: CorpusSummary) -> str:
+def _format_summary(summary: CorpusSummary) -> str:
     text = f"{summary.name}: {summary.num_pairs:,} pair{'s' * (summary.num_pairs != 1)}"
     if summary.name != "train":
         return text
     text += f"; training leaves out {format_counts(summary.left_out)}"
     return text if summary.coverage else f"{text}, and what is over `data.max_tokens`"
-
-
-def _coverage(summaries: list[CorpusSummary]) -> Iterator[str]:
-    yield f"{'tokenizer':<24}{'pieces/word':>13}{'bytes':>10}{'unknown':>10}{'unseen':>10}"
-    for summary in summaries:
-        for side, found in zip(("src", "tgt"), summary.coverage, strict=True):
-            name = shortened(f"{summary.name} {side}", 24)
-            shares = (found.byte_share, found.unknown_share, found.unseen_share)
-            columns = "".join(f"{100 * share:>9.2f}%" for share in shares)
-            yield f"{name:<24}{found.pieces_per_word:>13.2f}{columns}"
 
 
 def _finding(finding: AuditFinding) -> Iterator[str]:

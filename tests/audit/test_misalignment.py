@@ -30,7 +30,7 @@ def reader(src: Records, tgt: Records, size: int = 1000) -> Callable[[], Iterato
 
 
 def rises(evidence: list[float], size: int) -> list[tuple[int, int]]:
-    found = misalignment._Rises(offset=1)
+    found = misalignment._CusumTest(offset=1)
     for first in range(0, len(evidence), size):
         found.feed(np.array(evidence[first : first + size]), first)
     return [(shift.first, shift.last) for shift in found.finish()]
@@ -44,12 +44,12 @@ def plain_rises(evidence: list[float]) -> list[tuple[int, int]]:
         if peak:
             if height > peak:
                 peak, peak_at = height, pair
-            if height <= peak - misalignment._ENOUGH:
+            if height <= peak - misalignment._THRESHOLD:
                 found.append((start, peak_at))
                 height, start, peak = 0.0, pair + 1, 0.0
         elif height <= 0:
             height, start = 0.0, pair + 1
-        elif height >= misalignment._ENOUGH:
+        elif height >= misalignment._THRESHOLD:
             peak, peak_at = height, pair
     return found + ([(start, peak_at)] if peak else [])
 
