@@ -213,7 +213,13 @@ def gather(run: RunDir, sentence: str | None) -> Pictures:
         ConfigError: if `sentence` is blank or not UTF-8.
         RunError: if this is no run folder, or nothing of it can be drawn.
     """
-    _check_sentence(sentence)
+    if sentence is not None:
+        if not sentence.strip():
+            raise ConfigError("--sentence must have text, but is blank.")
+        try:
+            sentence.encode()
+        except UnicodeEncodeError:
+            raise ConfigError("--sentence must be UTF-8 text, but is not.") from None
     config = run.load_config()
     pictures = Pictures(config)
     skipped = pictures.skipped
@@ -235,17 +241,6 @@ def gather(run: RunDir, sentence: str | None) -> Pictures:
     if not (pictures.curves or pictures.positions or pictures.lengths):
         raise RunError(f"{run.path}: holds nothing to draw yet; `mtrain train CONFIG` fills it.")
     return pictures
-
-
-def _check_sentence(sentence: str | None) -> None:
-    if sentence is None:
-        return
-    if not sentence.strip():
-        raise ConfigError("--sentence must have text, but is blank.")
-    try:
-        sentence.encode()
-    except UnicodeEncodeError:
-        raise ConfigError("--sentence must be UTF-8 text, but is not.") from None
 
 
 def _gather_data(pictures: Pictures, run: RunDir, tokenizer: Tokenizer) -> None:

@@ -211,23 +211,18 @@ def _name(axes: Axes, title: str, x: str, y: str) -> None:
 def draw_attention(attention: AttentionPicture, kind: str, layer: int) -> Figure:
     """Draw the attention weights of each head of a layer; `kind` is encoder, decoder or cross."""
     src, tgt_in, tgt_out = attention.src, attention.tgt_in, attention.tgt_out
-    title, maps, rows, columns, row_name, column_name = {
-        "encoder": (
-            *("Encoder self-attention", attention.encoder, src, src),
-            *("source token", "attends to source token"),
-        ),
-        "decoder": (
-            *("Decoder self-attention", attention.decoder, tgt_out, tgt_in),
-            *("predicted token", "attends to previous token"),
-        ),
-        "cross": (
-            *("Cross-attention", attention.cross, tgt_out, src),
-            *("predicted token", "attends to source token"),
-        ),
-    }[kind]
+    if kind == "encoder":
+        title, maps, rows, columns = "Encoder self-attention", attention.encoder, src, src
+        names = ["source token", "attends to source token"]
+    elif kind == "decoder":
+        title, maps, rows, columns = "Decoder self-attention", attention.decoder, tgt_out, tgt_in
+        names = ["predicted token", "attends to previous token"]
+    else:
+        title, maps, rows, columns = "Cross-attention", attention.cross, tgt_out, src
+        names = ["predicted token", "attends to source token"]
     titles = [f"head {head + 1}" for head in range(len(maps[layer]))]
-    names = (row_name, column_name, "attention weight\n(fraction of 1)")
-    panels = Panels(titles, list(maps[layer]), rows, columns, *names)
+    value_name = "attention weight\n(fraction of 1)"
+    panels = Panels(titles, list(maps[layer]), rows, columns, names[0], names[1], value_name)
     notes = _notes(attention, "Each row sums to 1; white cells are exactly 0.")
     title = f"{title}, layer {layer + 1} of {len(maps)}"
     return draw_panels(title, notes, panels, heatmaps.MANY)
