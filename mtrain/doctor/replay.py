@@ -1,6 +1,6 @@
-"""A part of a training made again, from one checkpoint to the next, and the two compared.
+"""Repeat the updates between two checkpoints, and compare the results with the later one.
 
-Nothing is written into the run folder: all that a training writes goes to a temporary folder.
+Nothing is written into the run folder; the repeated training writes to a temporary folder.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from mtrain.runtime import device
 from mtrain.runtime.signals import Signals
 from mtrain.train.trainer import Trainer
 
-TIMES = {"tgt_tokens_per_s", "elapsed_s", "memory_mib"}  # what no two trainings share
+TIMES = {"tgt_tokens_per_s", "elapsed_s", "memory_mib"}  # these differ between equal trainings
 Metrics = dict[str, dict[str, Any]]
 
 
 class Span(NamedTuple):
-    """Two checkpoints of a run, the updates between which are made again."""
+    """Two checkpoints of a run, whose updates in between are repeated."""
 
     first_step: int
     last_step: int
@@ -37,12 +37,12 @@ class Span(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """How the part that was made again compares with what the run holds.
+    """How the repeated updates compare with the stored checkpoint.
 
     Attributes:
-        differing: what is not the same, bit for bit.
-        distance: between the weights, as a share of the way that they went from one to the other.
-        elsewhere: in what this machine differs from the one that trained, in words.
+        differing: the parts that are not bit-identical.
+        distance: of repeated and stored weights, relative to that of the two checkpoints (L2).
+        elsewhere: how this machine differs from the one that trained; empty if it does not.
     """
 
     differing: list[str]
@@ -97,7 +97,7 @@ def _threads(saved_in: Environment | None) -> Iterator[None]:
 
 
 def _differing(found: Checkpoint, stored: Checkpoint) -> list[str]:
-    """Name what two checkpoints do not share, bit for bit; the clock apart."""
+    """Return the parts of two checkpoints that are not bit-identical; elapsed time is ignored."""
     differing = []
     if not _same(found.weights, stored.weights):
         differing.append("weights")
@@ -110,12 +110,12 @@ def _differing(found: Checkpoint, stored: Checkpoint) -> list[str]:
 
 
 def _of_device(own: Checkpoint) -> Weights:
-    """Return the optimizer's state without a GPU's random state, which a CPU does not use."""
+    """Return the optimizer state without that of the GPU's random generator."""
     return {name: tensor for name, tensor in own.optimizer.items() if name != "random.cuda"}
 
 
 def _same(one: Weights, other: Weights) -> bool:
-    """Tell whether tensors have the same names, types, shapes and bits."""
+    """Return whether both have the same names, types, shapes and bits."""
     return checkpoint.digest(one) == checkpoint.digest(other)
 
 
@@ -147,13 +147,13 @@ def _elsewhere(span: Span, here: Environment) -> str:
 
 
 def _logged_otherwise(scratch: RunDir, run: RunDir, span: Span) -> bool:
-    """Tell whether the run has a line of metrics that was not logged again just so."""
+    """Return whether a logged line of the run differs from its repetition."""
     again = _logged(scratch.metrics_path, span)
     return any(again.get(key) != line for key, line in _logged(run.metrics_path, span).items())
 
 
 def _logged(path: Path, span: Span) -> Metrics:
-    """Return what was logged in a span, times aside, by step and kind."""
+    """Return the lines logged in a span, without times, by kind and step."""
     found: Metrics = {}
     for line in read_metrics(path):
         step = line["step"]
