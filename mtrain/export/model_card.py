@@ -1,4 +1,4 @@
-"""What stands in the README.md of an exported model. Knows the run folder, no library."""
+"""Write the README.md of an exported model. Knows the run folder, no library."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ target = sentencepiece.SentencePieceProcessor(model_file="target.spm")
 translator = ctranslate2.Translator(".")
 
 lines = [{line!r}]
-found = translator.translate_batch(
+results = translator.translate_batch(
     source.encode(lines, out_type=str),
     beam_size={beam},
     length_penalty={alpha:g},
     max_input_length=0,
     max_decoding_length={max_length},
 )
-print(target.decode([result.hypotheses[0] for result in found]))
+print(target.decode([result.hypotheses[0] for result in results]))
 """
 _CTRANSLATE2_NOTES = """\
-- `max_input_length=0` is needed: without it CTranslate2 cuts a source after 1,024 pieces and says
-  nothing. The model's own limit is {num_positions:,} pieces, and a longer source is an error.
+- `max_input_length=0` is needed: without it CTranslate2 silently cuts a source after 1,024
+  tokens. The model's own limit is {num_positions:,} tokens, and a longer source is an error.
 - An empty line gives an empty translation.
 - CTranslate2 divides a score by length^alpha, mtrain by ((5 + length) / 6)^alpha, so that their
-  beams rank a little differently. It never writes an empty translation of a line that is not empty
-  unless `min_decoding_length=0` is given; mtrain may.
+  beams rank a little differently. Only with `min_decoding_length=0` can the translation of a line
+  that is not empty be empty, as in mtrain.
 """
 _MARIAN_USE = """\
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
@@ -54,32 +54,24 @@ model = AutoModelForSeq2SeqLM.from_pretrained(".")
 
 lines = [{line!r}]
 batch = tokenizer(lines, return_tensors="pt", padding=True)
-found = model.generate(**batch)
-print(tokenizer.batch_decode(found, skip_special_tokens=True))
+outputs = model.generate(**batch)
+print(tokenizer.batch_decode(outputs, skip_special_tokens=True))
 """
 _MARIAN_NOTES = """\
-- Where the model has a name on the Hub, that name stands instead of `"."`.
+- If the model is on the Hub, use its name there instead of `"."`.
 - transformers before version 5 has `pipeline("translation", model=".")` too.
-- A source of more than {num_positions:,} pieces is an error; an output ends after {max_length}.
-- It divides a score by length^alpha, mtrain by ((5 + length) / 6)^alpha, so that their beams rank a
-  little differently.
-- A blank line does not give an empty one: leave such lines out.
+- A source of more than {num_positions:,} tokens is an error; an output ends after {max_length}.
+- transformers divides a score by length^alpha, mtrain by ((5 + length) / 6)^alpha, so that
+  their beams rank a little differently.
+- A blank line does not give an empty translation: remove such lines.
 - `>>x<<` at the beginning of a line is read as a language code; mtrain reads it as text.
-- "Recommended: pip install sacremoses" is a warning of the tokenizer's that does not matter here.
+- "Recommended: pip install sacremoses" is a warning of the tokenizer that can be ignored.
 """
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a model card is made of.
-
-    Attributes:
-        run: the run folder.
-        tokenizer: of the run.
-        num_parameters: of the model.
-        example: a line to translate.
-        table: how the export compares with the model.
-    """
+    """The contents of a model card: `example` is a line to translate, `table` the comparison."""
 
     run: RunDir
     tokenizer: Tokenizer
@@ -89,15 +81,15 @@ class Card:
 
 
 def ctranslate2_readme(card: Card, num_positions: int) -> list[str]:
-    """Return a short page: what it is, how to use it, and what was checked."""
+    """Return the lines of a short page: use, limits, and the comparison with the run."""
     config = card.run.load_config()
     notes = _CTRANSLATE2_NOTES.format(num_positions=num_positions)
     use = _use(_CTRANSLATE2_USE, card, config)
-    return [*_head(config, "CTranslate2"), *use, "", *notes.splitlines(), *_checked(card)]
+    return [*_head(config, "CTranslate2"), *use, "", *notes.splitlines(), *_comparison(card)]
 
 
 def marian_readme(card: Card, num_positions: int) -> list[str]:
-    """Return a model card: what it is, its data and sizes, how to use it, what was checked."""
+    """Return the lines of a model card: use, limits, sizes, data, and the comparison."""
     config = card.run.load_config()
     limits = {"num_positions": num_positions, "max_length": _max_length(config)}
     return [
@@ -108,7 +100,7 @@ def marian_readme(card: Card, num_positions: int) -> list[str]:
         *_MARIAN_NOTES.format(**limits).splitlines(),
         *_sizes(card, config),
         *_data(card, config),
-        *_checked(card),
+        *_comparison(card),
     ]
 
 
@@ -182,18 +174,18 @@ def _data(card: Card, config: Config) -> list[str]:
     corpora += [(f"test {name}", corpus) for name, corpus in config.data.tests.items()]
     lines += ["", "| text | file | SHA-256 |", "| --- | --- | --- |"]
     for text, corpus in corpora:
-        lines += [_row([text, *own]) for own in _files(corpus, marks)]
+        lines += [_row([text, *file]) for file in _files(corpus, marks)]
     return lines
 
 
 def _row(cells: Sequence[str]) -> str:
-    """Write a row of a table, whatever the names in it hold."""
+    """Return a row of a Markdown table, with escaped cells."""
     escaped = (" ".join(cell.splitlines()).replace("|", "\\|") for cell in cells)
     return f"| {' | '.join(escaped)} |"
 
 
 def _files(corpus: Corpus, marks: Mapping[str, FileMark]) -> Iterator[tuple[str, str]]:
-    """Yield the files of a corpus, each with its hash when it was tokenized, or now."""
+    """Yield the name of each file and its hash when it was tokenized, or else now."""
     if isinstance(corpus, HubCorpus) and not Path(corpus.hub).is_dir():
         yield f"{corpus.hub}, {corpus.split}", "of the hub"
         return
@@ -203,7 +195,7 @@ def _files(corpus: Corpus, marks: Mapping[str, FileMark]) -> Iterator[tuple[str,
 
 
 def _counts(run: RunDir, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield how many pairs were kept and dropped, as far as the run folder knows."""
+    """Yield how many training pairs were kept and dropped."""
     try:
         num_kept = len(loader.TrainingData(run.data_dir, tokenizer, seed=0))
         dropped = prepare.read_counts(run)
@@ -215,5 +207,5 @@ def _counts(run: RunDir, tokenizer: Tokenizer) -> Iterator[str]:
     yield f"{total} ({reasons})." if reasons else f"{total}."
 
 
-def _checked(card: Card) -> list[str]:
+def _comparison(card: Card) -> list[str]:
     return ["", "## What was checked", "", "```", *card.table, "```"]
