@@ -22,12 +22,12 @@ class DataError(UserError):
 
 
 class WriteError(UserError):
-    """A file that the disk does not take; what was there before is as it was."""
+    """A file that cannot be written; its previous content is unchanged."""
 
 
 class RunError(UserError):
-    """A run folder that is not one, is incomplete, or does not fit its own parts."""
+    """A run folder that is none, is incomplete, or whose parts do not fit each other."""
 
 
 class LostError(UserError):
-    """Processes that do not find each other, or have lost each other."""
+    """Ranks that cannot join their process group, or have left it."""

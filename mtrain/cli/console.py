@@ -1,6 +1,6 @@
-"""What verbs print, write and show meanwhile, and the streams that they do it on.
+"""Standard streams, output files, warnings and progress bars of the verbs.
 
-Part of the command line, and as light. Knows lines, and nothing of what they say.
+Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def open_closed_streams() -> None:
-    """Let a standard stream that the shell has closed (`>&-`) lead nowhere, as /dev/null does."""
+    """Connect a standard stream that the shell has closed (`>&-`) to /dev/null."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             nowhere = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 - to the end
@@ -32,7 +32,7 @@ def open_closed_streams() -> None:
 def check_outputs(
     output: Path | None, alignments: Path | None = None, read: Iterable[Path] = ()
 ) -> None:
-    """Refuse before all the work what cannot be written after it, or takes the place of a text."""
+    """Refuse outputs that cannot be written, are the same file, or would replace an input."""
     given = {"--output": output, "--alignments": alignments}
     replaced = {
         name: os.path.realpath(path)
@@ -46,12 +46,13 @@ def check_outputs(
     texts = {os.path.realpath(path): path for path in read}
     for name, path in replaced.items():
         if path in texts:
-            said = f"`{name}` must be a file that is not read, but is {texts[path]} instead."
-            raise ConfigError(said)
+            raise ConfigError(
+                f"`{name}` must be a file that is not read, but is {texts[path]} instead."
+            )
 
 
 def put(lines: Iterable[str], output: Path | None) -> None:
-    """Print lines, or write them; bytes of a file's name that are no text become escapes."""
+    """Print lines, or write them to a file; unpaired surrogates become escapes."""
     texts = (line.encode(errors="backslashreplace").decode() for line in lines)
     if output is None:
         atomic.print_lines(texts)
@@ -60,7 +61,7 @@ def put(lines: Iterable[str], output: Path | None) -> None:
 
 
 def warn(text: str) -> None:
-    """Say on stderr what looks wrong, above a progress bar if one is shown."""
+    """Print a warning on stderr, above a progress bar if one is shown."""
     from mtrain.run.logger import Stderr
 
     Stderr().say(f"mtrain: {text}")
@@ -68,7 +69,7 @@ def warn(text: str) -> None:
 
 @contextmanager
 def reading(total: int | None) -> Iterator[tqdm[NoReturn]]:
-    """Show how much is read, on a terminal only; give the bar, to be told the bytes."""
+    """Show a progress bar of bytes read, on a terminal only; yield it, to be updated."""
     from tqdm import tqdm
 
     from mtrain.run.logger import is_live

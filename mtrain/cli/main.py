@@ -1,4 +1,4 @@
-"""The verbs that users type. The only room that catches a user's errors."""
+"""The verbs, and the exit codes of errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _GOING_ON = {"train", "tokenize", "demo"}  # and those that leave what the same 
 def main() -> NoReturn:
     """Run the command line; a user's error is one line on stderr and exit code 2.
 
-    So is what the system says about a file that it names: no room, no permission, no such name.
+    So is an OSError that names a file: a full disk, no permission, no such file.
     """
     console.open_closed_streams()
     try:

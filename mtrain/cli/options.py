@@ -1,7 +1,4 @@
-"""What users may say on the command line: arguments, options, their values, which go together.
-
-Knows the words of the help, and nothing of what the verbs do with them.
-"""
+"""Arguments and options of the verbs, their help, and which options exclude each other."""
 
 from __future__ import annotations
 
@@ -162,18 +159,18 @@ HeldOutOption = Annotated[
 
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that stand on the command line."""
+    """Return the options that are given, without their None values."""
     return {key: value for key, value in options.items() if value is not None}
 
 
 def require(needed: str, options: Mapping[str, Any]) -> None:
-    """Refuse options that do nothing without another."""
+    """Refuse options that have no effect without `needed`."""
     for key in given(options):
         raise ConfigError(f"`{_as_option(key)}` must stand beside `{needed}`, but stands alone.")
 
 
 def refuse(other: str, options: Mapping[str, Any]) -> None:
-    """Refuse options that do nothing beside another."""
+    """Refuse options that have no effect beside `other`."""
     for key in given(options):
         raise ConfigError(f"`{_as_option(key)}` must not stand beside `{other}`, but does.")
 

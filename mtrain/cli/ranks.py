@@ -1,6 +1,6 @@
-"""A verb in several processes: how they meet, who writes, and who says what went wrong.
+"""A verb under torchrun: joining the process group, and one error message for all ranks.
 
-Part of the command line, and as light: a process that is alone loads nothing for it.
+Imports torch only where there are several ranks.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from mtrain.run.run_dir import RunDir
 
 
-def rank() -> str:
-    """Return this process's name, where there are several and it has one."""
+def _rank_prefix() -> str:
+    """Return the rank of this process for messages; empty without torchrun."""
     try:
         launch = read_torchrun_env()
     except ConfigError:
@@ -40,19 +40,19 @@ def rank() -> str:
 
 
 def report_error(error: UserError) -> None:
-    """Say on stderr what the user must change, and let torchrun say it again at its end."""
-    said = f"mtrain: {rank()}{error}"
-    print(fitted(said, sys.stderr), file=sys.stderr)
+    """Print an error on stderr, and hand it to torchrun, which repeats it at its end."""
+    message = f"mtrain: {_rank_prefix()}{error}"
+    print(fitted(message, sys.stderr), file=sys.stderr)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is not None and rank():
-        details = {"py_callstack": said, "timestamp": str(int(time.time()))}
-        tree = {"message": {"message": said, "extraInfo": details}}
+    if path is not None and _rank_prefix():
+        details = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        tree = {"message": {"message": message, "extraInfo": details}}
         with suppress(OSError):
             Path(path).write_text(json.dumps(tree), encoding="utf-8")
 
 
 def refuse_ranks(what: str) -> None:
-    """Refuse to do in several processes what only one can do."""
+    """Raise ConfigError under torchrun, for a verb that runs in one process."""
     launch = read_torchrun_env()
     if launch is not None:
         raise ConfigError(
@@ -63,9 +63,9 @@ def refuse_ranks(what: str) -> None:
 
 @contextmanager
 def silence_other_ranks() -> Iterator[None]:
-    """Keep every rank but the first silent until all have met.
+    """Silence all ranks but 0 until the process group is joined.
 
-    The first has the same command line, and says what is wrong with it.
+    All have the same command line; rank 0 reports what is wrong with it.
     """
     launch = read_torchrun_env()
     if launch is None or launch.rank == 0:
@@ -86,23 +86,23 @@ def silence_other_ranks() -> Iterator[None]:
 
 
 class _NullStream(io.StringIO):
-    """Takes what nobody is to hear, in the place of another stream."""
+    """Discards text in place of another stream."""
 
     def __init__(self, instead_of: TextIO) -> None:
         super().__init__()
         self.instead_of = instead_of
 
     def write(self, text: str) -> int:
-        """Forget it."""
+        """Discard the text."""
         return len(text)
 
 
 @contextmanager
 def joined_process_group(advice: str) -> Iterator[ProcessGroup]:
-    """Meet the ranks that torchrun started. Of all that goes wrong, one rank says one thing.
+    """Join the process group of torchrun, if any; one rank reports an error for all.
 
     Args:
-        advice: how to go on where a rank has ended without a word.
+        advice: what to do after a rank was killed, for the error message.
     """
     launch = read_torchrun_env()
     if launch is None:
@@ -117,34 +117,37 @@ def joined_process_group(advice: str) -> Iterator[ProcessGroup]:
         yield process_group
         process_group.close()
     except (UserError, OSError):
-        _leave_unless_first_to_speak(process_group)
+        _exit_unless_first_to_report(process_group)
         raise
     except RuntimeError as error:
-        _leave_unless_first_to_speak(process_group)
+        _exit_unless_first_to_report(process_group)
         if torch_process_group.is_lost(error):
             raise LostError(
                 f"another rank has ended without a word: killed, or its machine is gone; {advice}"
             ) from None
-        print(f"mtrain: {rank()}has failed, and all ranks end; where it failed:", file=sys.stderr)
+        print(
+            f"mtrain: {_rank_prefix()}has failed, and all ranks end; where it failed:",
+            file=sys.stderr,
+        )
         raise
 
 
-def _leave_unless_first_to_speak(process_group: ProcessGroup) -> None:
-    """End silently if another rank has said why all end."""
+def _exit_unless_first_to_report(process_group: ProcessGroup) -> None:
+    """Exit silently if another rank has reported an error."""
     if not process_group.claim_error_report():
         sys.exit(2)
 
 
 @contextmanager
 def load_together(
-    runs: list[RunDir], decoding: DecodingConfig, loading: LoadOptions, wanted: DecodeRequest
+    runs: list[RunDir], decoding: DecodingConfig, loading: LoadOptions, request: DecodeRequest
 ) -> Iterator[Translator | None]:
-    """Load runs on every rank; only the first is given a translator, for which the others work."""
+    """Load an ensemble on every rank; yield its translator on rank 0, None on the others."""
     from mtrain.decode.distributed import follow, leading
     from mtrain.decode.translator import load
 
     with joined_process_group("run it again.") as process_group:
-        own = load(runs, decoding, replace(loading, process_group=process_group), wanted)
+        own = load(runs, decoding, replace(loading, process_group=process_group), request)
         if process_group.is_first:
             with leading(own) as translator:
                 yield translator
@@ -157,13 +160,11 @@ def load_together(
 def load_each(
     runs: list[RunDir], load: Callable[[RunDir, ProcessGroup], Translator]
 ) -> Iterator[Load | None]:
-    """Give the first rank what loads one run after the other, on every rank.
-
-    The others load them as the first one does, and work for it.
+    """Yield a function on rank 0 that loads a run on all ranks; None on the others.
 
     Args:
-        runs: all that the first will load, in that order.
-        load: loads one for a rank.
+        runs: those that rank 0 will load, in that order.
+        load: loads a run on a rank.
     """
     with joined_process_group("run it again.") as process_group:
         from mtrain.decode.distributed import follow, leading
@@ -178,7 +179,7 @@ def load_each(
 
 @contextmanager
 def exit_when_stopped(run_dir: Path | str, process_group: ProcessGroup = SINGLE) -> Iterator[None]:
-    """Turn a training that a signal stopped into the exit code that shells expect."""
+    """Exit with 128 plus the signal's number after a training that it stopped."""
     from mtrain.runtime.signals import Stopped
 
     try:

@@ -70,7 +70,7 @@ def dump(config: Config) -> str:
 
 
 class Change(NamedTuple):
-    """A key of the config whose value is another one now."""
+    """A key whose value differs between two configs."""
 
     key: str
     old: Any

@@ -1,4 +1,4 @@
-"""In which forms a config names text: one corpus, or several that are mixed. Reads none of it."""
+"""The forms in which a config names a corpus, or a mixture of several."""
 
 from __future__ import annotations
 

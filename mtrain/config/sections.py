@@ -47,7 +47,7 @@ def format_value(value: object) -> str:
 
 
 class DataConfig(Section):
-    """The corpora and their languages; `clean` names what is left out of the training."""
+    """The corpora and their languages; `clean` names the rules that drop pairs."""
 
     src_lang: str = Field(min_length=1)
     tgt_lang: str = Field(min_length=1)

@@ -1,4 +1,4 @@
-"""Bytes on disk: lines in, whole files out. Knows nothing of what the lines mean."""
+"""Atomic writes: a file or a folder is written whole or not at all."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _MAX_LINKS = 40  # one after the other, as Linux follows them
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Give a path to write to, which becomes `path` when all went well and vanishes otherwise.
+    """Yield a temporary path that replaces `path` on success and is deleted on failure.
 
-    What cannot be replaced is given as it is; a link is replaced, not what it leads to.
+    A pipe or a device is yielded itself; a link is replaced, not its target.
 
     Raises:
         WriteError: if the file cannot be written.
@@ -39,7 +39,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def is_replaced(path: Path) -> bool:
-    """Tell whether a file takes the place of `path`; a pipe, a device, an open file does not.
+    """Tell whether a write replaces `path`; a pipe, a device or an open file is written to.
 
     Raises:
         WriteError: for what can never be a file: a folder, or a name below a file.
@@ -55,7 +55,7 @@ def is_replaced(path: Path) -> bool:
 
 
 def resolve_links(path: Path) -> Path:
-    """Return where links lead, but go no further than to an open file, such as /dev/stdout."""
+    """Follow links, but no further than to an open file, such as /dev/stdout."""
     for _ in range(_MAX_LINKS):
         if not path.is_symlink() or _is_open_file(path):
             break
@@ -64,21 +64,21 @@ def resolve_links(path: Path) -> Path:
 
 
 def _is_open_file(path: Path) -> bool:
-    """Tell whether this is the name that the system gives to what a process has opened."""
+    """Tell whether this is the name of a file descriptor, such as /proc/self/fd/1."""
     folder = Path(os.path.realpath(path.parent))
     return folder == Path("/dev/fd") or folder.match("/proc/*/fd")
 
 
 @contextmanager
 def whole_dir(path: Path, mark: str | None = None) -> Iterator[Path]:
-    """Give a folder to fill, which becomes `path` when all went well and vanishes otherwise.
+    """Yield a temporary folder that replaces `path` on success and is deleted on failure.
 
     Args:
-        path: the folder; what it holds before is deleted.
-        mark: a file without which a folder that holds anything is somebody else's, and stays.
+        path: the folder; its previous content is deleted.
+        mark: a file that a filled folder must have to be replaced.
 
     Raises:
-        WriteError: if the folder cannot be written, or is somebody else's.
+        WriteError: if the folder cannot be written, or is filled and has no `mark`.
     """
     with _writing(path), _beside(path) as beside:
         is_filled = path.is_dir() and any(path.iterdir())
@@ -109,7 +109,7 @@ def check_writable(path: Path) -> None:
 
 @contextmanager
 def writable_dir(path: Path) -> Iterator[None]:
-    """Make a folder, unless it is there, and explain what its disk does not take.
+    """Make a folder if needed, and turn errors of the disk within into WriteError.
 
     Raises:
         WriteError: if it cannot be written.
@@ -129,7 +129,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _beside(path: Path) -> Iterator[Path]:
-    """Give a name beside `path`, and leave nothing there, nor a folder that was made in vain."""
+    """Yield a temporary name beside `path`; delete it at the end, and new folders left empty."""
     new = [folder for folder in path.parents if not folder.exists()]
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
@@ -146,7 +146,7 @@ def _beside(path: Path) -> Iterator[Path]:
 
 
 def sweep(path: Path) -> None:
-    """Delete what processes that were killed have left beside `path`; let no other be at it."""
+    """Delete temporary files that killed processes left beside `path`, which must be locked."""
     for beside in path.parent.glob(f".{path.name}.*.tmp"):
         if beside.is_dir():
             shutil.rmtree(beside, ignore_errors=True)
@@ -162,7 +162,7 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Add bytes at the end of a file, all of them or none.
+    """Append bytes to a file, all or none.
 
     Raises:
         WriteError: if the disk does not take them.
@@ -178,7 +178,7 @@ def append(path: Path, data: bytes) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Return the checksum of a file's bytes, compressed or not."""
+    """Return the SHA-256 of a file's bytes."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while part := file.read(1 << 20):
@@ -187,7 +187,7 @@ def sha256(path: Path) -> str:
 
 
 def sha256_if_readable(path: Path) -> str | None:
-    """Return the checksum of a file; None if it cannot be read."""
+    """Return the SHA-256 of a file's bytes; None if it cannot be read."""
     try:
         return sha256(path)
     except OSError:
@@ -195,7 +195,7 @@ def sha256_if_readable(path: Path) -> str | None:
 
 
 def _flush(path: Path) -> None:
-    """Ask the disk to keep what was written; folders too, where the system can."""
+    """Flush a file, or a folder where the system can, to disk."""
     if os.name == "nt" and path.is_dir():
         return
     handle = os.open(path, os.O_RDONLY)
@@ -206,7 +206,7 @@ def _flush(path: Path) -> None:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Write lines to stdout as UTF-8, each at once; a reader that has gone away ends it quietly.
+    """Write lines to stdout as UTF-8, flushing each; end silently on a broken pipe.
 
     Raises:
         WriteError: if stdout goes to a disk that does not take them.

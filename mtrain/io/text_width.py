@@ -1,4 +1,4 @@
-"""Text for a terminal of so many columns, whatever it holds. Knows no other room."""
+"""Text fitted to the columns of a terminal, by the width of its characters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TextIO
 
 
 def visible(text: str) -> str:
-    """Write what cannot be seen as an escape."""
+    """Replace unprintable characters by escapes."""
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode()
         for character in text
@@ -22,14 +22,14 @@ def num_columns(text: str) -> int:
 
 
 def shortened(text: str, width: int) -> str:
-    """Cut text to as many columns."""
+    """Cut text to `width` columns."""
     if _num_fitting(text, width) == len(text):
         return text
     return text[: _num_fitting(text, width - 3)] + "..."
 
 
 def wrapped(text: str, width: int, max_rows: int) -> list[str]:
-    """Break text between words, or within one that is too long; cut what is over `max_rows`."""
+    """Break text between words, or within a word that is too long; cut it after `max_rows`."""
     rows: list[str] = []
     while text and len(rows) < max_rows - 1:
         end = _num_fitting(text, width)
@@ -60,7 +60,7 @@ def fitted(text: str, stream: TextIO) -> str:
 
 
 def _rows(text: str, columns: int, below: str) -> list[str]:
-    """Return text in rows of so many columns, all but the first of them after `below`."""
+    """Return text in rows of `columns`, all but the first indented by `below`."""
 
     def is_too_long(row: str) -> bool:
         return _num_fitting(row, columns) < len(row)
@@ -81,22 +81,22 @@ def _rows(text: str, columns: int, below: str) -> list[str]:
 
 
 def _num_fitting(text: str, width: int) -> int:
-    """Return how many characters of text fit into as many columns."""
-    for place, character in enumerate(text):
+    """Return how many characters of text fit into `width` columns."""
+    for position, character in enumerate(text):
         width -= _width(character)
         if width < 0:
-            return place
+            return position
     return len(text)
 
 
 def _width(character: str) -> int:
-    """Return the columns of a character: two of an East Asian one, none of a mark upon another."""
+    """Return the columns of a character: 2 if East Asian wide, 0 if combining, else 1."""
     if unicodedata.category(character) in ("Mn", "Me"):
         return 0
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
 def count(number: int, noun: str) -> str:
-    """Write a number and what is counted, in the plural if it is several."""
+    """Format a number and its noun, in the plural unless it is 1."""
     plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number:,} {noun}{plural}"

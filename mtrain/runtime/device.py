@@ -1,7 +1,4 @@
-"""What models run on: which device, and whether layers are compiled for it.
-
-Knows that a model can compile its layers, and nothing of what they compute.
-"""
+"""The device, its compute type, and process-wide settings of memory and attention."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ def pick_device(name: str, key: str = "device") -> torch.device:
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """Return the type of a model's states and products for `precision`."""
+    """Return the dtype of activations and matrix products for `precision`."""
     if precision == "bfloat16":
         return torch.bfloat16
     if precision == "float16":
@@ -53,9 +50,9 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
 
 
 def avoid_cudnn_attention() -> None:
-    """Keep a GPU from the attention that makes a plan for each shape: batches have thousands.
+    """Disable cuDNN attention, which plans each new shape for up to a second.
 
-    PyTorch prefers it on some GPUs, and a plan takes up to a second.
+    PyTorch prefers it on some GPUs; batches have thousands of shapes.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -75,7 +72,7 @@ def keep_freed_memory() -> None:
 
 
 def processor() -> str:
-    """Return the name of this machine's processor, as well as the system tells it."""
+    """Return the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -85,6 +82,6 @@ def processor() -> str:
 
 
 def processor_has(*features: str) -> bool:
-    """Tell whether PyTorch finds one of these in the processor, such as "amx_tile"."""
+    """Tell whether the processor has one of these features, such as "amx_tile"."""
     checks = [getattr(torch.cpu, f"_is_{name}_supported", None) for name in features]
     return any(check() for check in checks if check is not None)

@@ -1,4 +1,4 @@
-"""Items that are made in a thread of their own, some of them ahead of whoever takes them."""
+"""Prefetching: a background thread produces items ahead of their consumer."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ Item = TypeVar("Item")
 
 
 def read_ahead(items: Iterator[Item], count: int) -> Generator[Item]:
-    """Yield the same items in the same order, at most `count` of them made before they are wanted.
+    """Yield `items` in order; a thread produces up to `count` of them ahead.
 
-    To close it ends the thread. The first error that an item raises is raised where it is wanted.
+    Closing the generator ends the thread. An error of `items` is raised in the consumer, at the
+    item that raised it.
     """
     end = object()
     pool = ThreadPoolExecutor(1, "read-ahead")

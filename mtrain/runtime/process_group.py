@@ -1,6 +1,6 @@
-"""Processes that work together, each with a rank; here the one that works alone.
+"""The interface of a process group, and the group of size 1.
 
-Rooms that may work together ask a process_group; only `distributed` knows how the answers travel.
+Callers take a `ProcessGroup`; only `torch_process_group` calls `torch.distributed`.
 """
 
 from __future__ import annotations
@@ -12,61 +12,61 @@ if TYPE_CHECKING:
 
 
 class ProcessGroup:
-    """Processes that work together; this one works alone, and all questions are answered here."""
+    """A process group of size 1; the base class of `TorchProcessGroup`."""
 
     rank = 0
     size = 1
 
     @property
     def is_first(self) -> bool:
-        """Tell whether this rank writes and speaks for all."""
+        """Tell whether this is rank 0, which writes files and messages."""
         return self.rank == 0
 
     def device_name(self, name: str, key: str = "device") -> str:
-        """Return the name of this rank's device, where all are asked for `name` by `key`."""
+        """Return the device of this rank for the setting `key`, whose value is `name`."""
         return name
 
     def all_reduce_sum(self, numbers: Tensor) -> Tensor:
-        """Return the sums of all ranks' numbers."""
+        """Return the elementwise sum over all ranks."""
         return numbers
 
     def all_reduce_min(self, number: float) -> float:
-        """Return the least of all ranks' numbers, however long that takes."""
+        """Return the minimum over all ranks; wait for them without a timeout."""
         return number
 
     def broadcast_float(self, number: float) -> float:
-        """Return the first rank's number."""
+        """Return the number of rank 0."""
         return number
 
     def broadcast_bytes(self, message: bytes) -> bytes:
-        """Return the first rank's message, however long that takes."""
+        """Return the message of rank 0; wait for it without a timeout."""
         return message
 
     def all_gather_bytes(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks, in their order."""
+        """Return the messages of all ranks, in the order of ranks."""
         return [message]
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that may lie in shards as a whole one; all ranks must ask together."""
+        """Return an fsdp tensor gathered whole; every rank must call this."""
         return tensor
 
     def to_local(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of a tensor that may lie in shards."""
+        """Return this rank's part of an fsdp tensor."""
         return tensor
 
     def distribute_like(self, tensor: Tensor, pattern: Tensor) -> Tensor:
-        """Return a whole tensor where the pattern is, in shards if that is."""
+        """Return a whole tensor on the device of `pattern`, sharded as `pattern` is."""
         return tensor.to(pattern.device)
 
     def barrier(self) -> None:
-        """Wait until all ranks are here, however long that takes."""
+        """Wait for all ranks, without a timeout."""
 
     def claim_error_report(self) -> bool:
-        """Tell whether no rank has said why it ends; from now on, one has."""
+        """Return True for the first rank that reports an error, False for every later one."""
         return True
 
     def close(self) -> None:
-        """Wait for all, and let go of them."""
+        """Wait for all ranks, and leave the group."""
 
 
 SINGLE = ProcessGroup()

@@ -1,4 +1,4 @@
-"""Signals that ask to stop: a training remembers them, and acts on them between two updates."""
+"""SIGINT and SIGTERM: training stops between two updates, other verbs unwind at once."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Signals:
 
 
 def unwind_when_stopped() -> None:
-    """Let SIGTERM end this process as Ctrl-C does: through all that cleans up, undisturbed."""
+    """Make SIGTERM raise SystemExit, as Ctrl-C raises KeyboardInterrupt; ignore repeats."""
     last = -math.inf
 
     def unwind(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Threads that share the work of one update. Knows neither models nor batches."""
+"""A thread pool for the micro-batches of an update, each thread on one core."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ Result = TypeVar("Result")
 
 
 class ThreadPool:
-    """As many threads as PyTorch was given, each computing on its own, on one core.
+    """A pool of threads that each run PyTorch operations on one core.
 
-    Small products gain little from being split over cores; a batch can be split in any case.
+    Small matrix products gain little from several cores; splitting the batch always does.
 
     Args:
-        count: fewer or more threads than that.
+        count: number of threads; PyTorch's if None.
     """
 
     def __init__(self, count: int | None = None) -> None:
         self.count = count or torch.get_num_threads()
         self._pool = ThreadPoolExecutor(self.count, "update") if self.count > 1 else None
-        self._is_left = Event()
+        self._is_cancelled = Event()
 
     def map(self, function: Callable[[Task], Result], tasks: Sequence[Task]) -> list[Result]:
-        """Return the function's results, in the order of the tasks."""
+        """Return the results of `function`, in the order of `tasks`."""
         if self._pool is None or len(tasks) == 1:
             return [function(task) for task in tasks]
         with self._one_core_each():
             try:
                 return list(self._pool.map(function, tasks))
             except BaseException:  # Ctrl-C among them
-                self._is_left.set()
+                self._is_cancelled.set()
                 raise
 
     def stay(self) -> None:
-        """End a task that is long, and asks now and then, once nobody waits for its result."""
-        if self._is_left.is_set():
+        """Raise CancelledError in a long task whose `map` has ended."""
+        if self._is_cancelled.is_set():
             raise CancelledError
 
     def close(self) -> None:
-        """End the threads."""
+        """Shut the pool down."""
         if self._pool is not None:
             self._pool.shutdown()
 

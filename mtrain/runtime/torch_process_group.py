@@ -1,6 +1,6 @@
-"""The few calls to `torch.distributed`: processes that work together, each with a rank.
+"""The process group that torchrun starts, by `torch.distributed`.
 
-`torchrun` starts them and PyTorch connects them. What they compute is known elsewhere.
+Knows nothing of what the ranks compute.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from mtrain.runtime.torchrun_env import TorchrunEnv
 # A rank that dies is noticed at once, when its connections close; this is for a machine that
 # vanishes without closing any.
 _TIMEOUT = timedelta(minutes=10)
-_PATIENCE = timedelta(days=30)  # while one rank does what the others wait for
-_HEAD_START_S = 0.5  # what is wrong on all ranks alike, the first is to say
+_NO_TIMEOUT = timedelta(days=30)  # while one rank does what the others wait for
+_HEAD_START_S = 0.5  # of rank 0, which reports an error that all ranks have
 _LOST = ("gloo", "connection closed by peer", "connection reset by peer", "broken pipe", "nccl")
 
 
 class TorchProcessGroup(ProcessGroup):
-    """Processes that torchrun started, this one among them."""
+    """The ranks that torchrun started."""
 
     def __init__(self, launch: TorchrunEnv, store: Store) -> None:
         self.rank, self.size, self._local_rank = launch.rank, launch.size, launch.local_rank
         self._store = store
-        self._patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self._untimed_group = dist.new_group(backend="gloo", timeout=_NO_TIMEOUT)
 
     def device_name(self, name: str, key: str = "device") -> str:
         """Return the name of this rank's device: `auto` and `cuda` are a GPU of its own.
@@ -54,62 +54,62 @@ class TorchProcessGroup(ProcessGroup):
         return name
 
     def all_reduce_sum(self, numbers: Tensor) -> Tensor:
-        """Return the sums of all ranks' numbers, the same bits everywhere."""
+        """Return the elementwise sum over all ranks, the same bits on each."""
         total = numbers.clone()
         dist.all_reduce(total)
         return total
 
     def all_reduce_min(self, number: float) -> float:
-        """Return the least of all ranks' numbers, however long that takes."""
+        """Return the minimum over all ranks; wait for them without a timeout."""
         least = torch.tensor([number], dtype=torch.float64)
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=self._patient)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self._untimed_group)
         return float(least)
 
     def broadcast_float(self, number: float) -> float:
-        """Return the first rank's number."""
-        told = torch.tensor([number], dtype=torch.float64)
-        dist.broadcast(told, 0, group=self._patient)
-        return float(told)
+        """Return the number of rank 0."""
+        tensor = torch.tensor([number], dtype=torch.float64)
+        dist.broadcast(tensor, 0, group=self._untimed_group)
+        return float(tensor)
 
     def broadcast_bytes(self, message: bytes) -> bytes:
-        """Return the first rank's message, however long that takes."""
+        """Return the message of rank 0; wait for it without a timeout."""
         length = int(self.broadcast_float(len(message)))
         sent = _as_tensor(message, length) if self.is_first else _empty(length)
-        dist.broadcast(sent, 0, group=self._patient)
+        dist.broadcast(sent, 0, group=self._untimed_group)
         return sent.numpy().tobytes()
 
     def all_gather_bytes(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks, in their order, however long that takes."""
-        own = torch.tensor([len(message)])
-        lengths = [torch.zeros_like(own) for _ in range(self.size)]
-        dist.all_gather(lengths, own, group=self._patient)
+        """Return the messages of all ranks, in the order of ranks; wait without a timeout."""
+        length = torch.tensor([len(message)])
+        lengths = [torch.zeros_like(length) for _ in range(self.size)]
+        dist.all_gather(lengths, length, group=self._untimed_group)
         longest = max(int(length) for length in lengths)
         padded = [_empty(longest) for _ in range(self.size)]
-        dist.all_gather(padded, _as_tensor(message, longest), group=self._patient)
+        dist.all_gather(padded, _as_tensor(message, longest), group=self._untimed_group)
         pairs = zip(padded, lengths, strict=True)
         return [part[: int(length)].numpy().tobytes() for part, length in pairs]
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that may lie in shards as a whole one; all ranks must ask together."""
+        """Return an fsdp tensor gathered whole; every rank must call this."""
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def to_local(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part of a tensor that may lie in shards."""
+        """Return this rank's part of an fsdp tensor."""
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def distribute_like(self, tensor: Tensor, pattern: Tensor) -> Tensor:
-        """Return a whole tensor where the pattern is, in shards if that is."""
+        """Return a whole tensor on the device of `pattern`, sharded as `pattern` is."""
         if not isinstance(pattern, DTensor):
             return tensor.to(pattern.device)
         mesh = pattern.device_mesh
         return distribute_tensor(tensor.to(mesh.device_type), mesh, pattern.placements)
 
     def barrier(self) -> None:
-        """Wait until all ranks are here, however long that takes."""
-        dist.barrier(group=self._patient)
+        """Wait for all ranks, without a timeout."""
+        dist.barrier(group=self._untimed_group)
 
     def claim_error_report(self) -> bool:
-        """Tell whether no rank has said why it ends; from now on, one has."""
+        """Return True for the first rank that reports an error, False for every later one."""
         try:
             if self._store.add("said", 0):  # at once: its keeper may end soon
                 return False
@@ -120,7 +120,7 @@ class TorchProcessGroup(ProcessGroup):
             return True
 
     def close(self) -> None:
-        """Wait for all, and let go of them."""
+        """Wait for all ranks, and leave the group."""
         self.barrier()
         dist.destroy_process_group()
 
@@ -130,7 +130,7 @@ def _empty(length: int) -> Tensor:
 
 
 def _as_tensor(message: bytes, length: int) -> Tensor:
-    """Return bytes as a tensor, filled up to `length`."""
+    """Return bytes as a uint8 tensor, zero-padded to `length`."""
     padded = _empty(length)
     padded[: len(message)] = torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[
         : len(message)
@@ -139,10 +139,10 @@ def _as_tensor(message: bytes, length: int) -> Tensor:
 
 
 def join(launch: TorchrunEnv) -> TorchProcessGroup:
-    """Meet the other ranks.
+    """Join the process group of torchrun.
 
     Raises:
-        LostError: if they do not come.
+        LostError: if the other ranks do not join in time.
     """
     has_gpu = torch.cuda.is_available()
     if has_gpu and launch.local_rank < torch.cuda.device_count():

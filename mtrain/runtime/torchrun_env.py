@@ -1,4 +1,4 @@
-"""What torchrun says of the processes that it started. Reads the environment, and nothing else."""
+"""Rank and world size of this process, from the environment that torchrun sets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mtrain.errors import ConfigError
 
 
 class TorchrunEnv(NamedTuple):
-    """This process among several.
+    """The rank of this process.
 
     Attributes:
         rank: its number, from 0.
@@ -23,7 +23,7 @@ class TorchrunEnv(NamedTuple):
 
 
 def read_torchrun_env() -> TorchrunEnv | None:
-    """Return this process's place among those that torchrun started; None if it is alone."""
+    """Return the rank of this process; None without torchrun, or in a world of one."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
     launch = TorchrunEnv(_number("RANK"), _number("WORLD_SIZE"), _number("LOCAL_RANK"))

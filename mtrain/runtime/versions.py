@@ -1,4 +1,4 @@
-"""What this machine trains and translates with, in words. Knows no run."""
+"""Versions of Python and PyTorch, the device and its precision, for `mtrain --version`."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ def _device(device: torch.device) -> str:
     if device.type != "cuda":
         threads = torch.get_num_threads()
         return f"{device}, {processor()}, {threads} thread{'s' * (threads != 1)}"
-    found = torch.cuda.get_device_properties(device)
-    return f"{device}, {found.name}, {found.total_memory / 2**30:,.0f} GiB"
+    properties = torch.cuda.get_device_properties(device)
+    return f"{device}, {properties.name}, {properties.total_memory / 2**30:,.0f} GiB"

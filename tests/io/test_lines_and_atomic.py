@@ -229,7 +229,7 @@ def test_lines_of_a_pipe_are_given_when_no_more_come(here: Path) -> None:
 
 
 def test_python_ends_while_a_pipe_is_still_read() -> None:
-    script = "from mtrain.io import atomic; print(next(atomic.read_blocks(None, print, 9)))"
+    script = "from mtrain.io import lines; print(next(lines.read_blocks(None, print, 9)))"
     command = [sys.executable, "-c", script]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
