@@ -1,4 +1,4 @@
-"""The run folder: what lies where in it. Opens no weights and no corpora."""
+"""The run folder: its paths and locks. Opens no weights and no corpora."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mtrain.io.atomic import sweep, writable_dir
 
 LOCK_FILE = ".lock"
 
-_WAIT_S = 0.2  # for one who only asks whether somebody trains, and holds the lock for an instant
+_WAIT_S = 0.2  # `is_locked` of another process holds the lock for an instant
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class RunDir:
 
     @property
     def data_dir(self) -> Path:
-        """The encoded training pairs, the ledger of those left out, validation and test text."""
+        """The encoded training pairs, the list of dropped ones, validation and test text."""
         return self.path / "data"
 
     @property
@@ -62,15 +62,15 @@ class RunDir:
 
     @property
     def board_dir(self) -> Path:
-        """What TensorBoard shows of the run."""
+        """TensorBoard event files."""
         return self.path / "tensorboard"
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Let no other process train in the folder meanwhile; a dead one holds nothing.
+        """Hold the lock of the folder; the lock of a dead process does not count.
 
         Raises:
-            RunError: if another process is at it.
+            RunError: if another process holds it.
             WriteError: if nothing can be written in it.
         """
         with self._alone(self._lock_path, "training"):
@@ -78,13 +78,13 @@ class RunDir:
 
     @contextmanager
     def tokenizing(self) -> Iterator[Path]:
-        """Give a folder for what is half done, which the next process finds if this one ends.
+        """Yield a folder for unfinished work, which the next process finds if this one ends.
 
         It vanishes when all went well, when the user must change something, and when the disk is
         full before any part is done.
 
         Raises:
-            RunError: if another process is at it.
+            RunError: if another process holds it.
         """
         path = self.path / ".tokenizing"
         with writable_dir(path), self._alone(path / LOCK_FILE, "tokenizing"):
@@ -123,12 +123,12 @@ class RunDir:
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:
-        """Let no other process train in the folder meanwhile, and leave no trace in it.
+        """Hold the lock of the folder if it has one, and write nothing into it.
 
-        Where nobody ever trained, or nobody may, there is no lock to hold.
+        Without a lock file, or without the right to write it, there is no lock to hold.
 
         Raises:
-            RunError: if another process is at it.
+            RunError: if another process holds it.
         """
         if self._lock_path.exists() and os.access(self._lock_path, os.W_OK):
             with self.locked():
@@ -141,7 +141,7 @@ class RunDir:
         return self.path / LOCK_FILE
 
     def is_locked(self) -> bool:
-        """Tell whether a process is training in the folder now, as far as one may know."""
+        """Tell whether a process is training in the folder; False if the lock cannot be written."""
         if not self._lock_path.exists() or not os.access(self._lock_path, os.W_OK):
             return False
         try:

@@ -1,6 +1,6 @@
-"""What TensorBoard shows of a run: the numbers of `metrics.jsonl`, step by step, as scalars.
+"""TensorBoard: the numbers of `metrics.jsonl` as scalars.
 
-Loads nothing until the first number comes. Knows no training.
+Imports tensorboard at the first number.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from mtrain.errors import ConfigError
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
 
-_VALIDATION = "valid_"  # how the names of a validation's numbers begin
+_VALIDATION = "valid_"  # prefix of the metrics of a validation
 
 
 def check_installed() -> None:
-    """Refuse to begin without the package.
+    """Check that tensorboard is installed.
 
     Raises:
         ConfigError: with how to install it.
@@ -39,7 +39,7 @@ class Board:
         self._last_step = 0
 
     def drop_after(self, step: int) -> None:
-        """Let TensorBoard forget the later steps, which are about to be made again."""
+        """Purge later steps, which are about to be repeated."""
         self._last_step = step
 
     def add(self, values: Mapping[str, object]) -> None:
