@@ -12,7 +12,7 @@ import torch
 from conftest import Cli, open_terminal, sent_to_a_terminal
 from tasks import tiny_tree, write_config, write_task
 
-import mtrain
+import mtrain.runtime
 from mtrain.data.prepare import ParallelLines
 from mtrain.io.text_width import fitted
 from mtrain.run.run_dir import RunDir
@@ -49,7 +49,7 @@ def test_version_is_said_though_torch_cannot_be_loaded(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "mtrain.runtime.versions", raising=False)
-    monkeypatch.delattr(mtrain, "machine", raising=False)
+    monkeypatch.delattr(mtrain.runtime, "versions", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     outcome = cli("--version")
     assert outcome.code == 2
