@@ -46,8 +46,10 @@ class Dealt(NamedTuple):
     after: Position
 
 
-def deal(data: TrainingData, start: Position, count: int) -> list[Dealt]:
-    dealt = data.batches(BATCH_TOKENS, start)
+def deal(
+    data: TrainingData, start: Position, count: int, batch_tokens: int = BATCH_TOKENS
+) -> list[Dealt]:
+    dealt = data.batches(batch_tokens, start)
     return [Dealt(*item) for item in itertools.islice(dealt, count)]
 
 
@@ -80,11 +82,11 @@ def written() -> list[Pair]:
     return [(tuple(pair.src), tuple(pair.tgt)) for pair in encoded_pairs()]
 
 
-def assert_continues(data: TrainingData, count: int) -> None:
+def assert_continues(data: TrainingData, count: int, batch_tokens: int = BATCH_TOKENS) -> None:
     """Stop after each batch in turn, start again there, and compare all that follows."""
-    straight = deal(data, Position(), count)
+    straight = deal(data, Position(), count, batch_tokens)
     for stop in range(1, count):
-        resumed = deal(data, straight[stop - 1].after, count - stop)
+        resumed = deal(data, straight[stop - 1].after, count - stop, batch_tokens)
         for one, other in zip(resumed, straight[stop:], strict=True):
             assert one.after == other.after
             assert torch.equal(one.batch.src_BS, other.batch.src_BS)

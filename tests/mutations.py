@@ -76,6 +76,28 @@ def train(name: str, old: str, new: str, wanted: str) -> Mutation:
     )
 
 
+def data_parallel(name: str, old: str, new: str, tests: str) -> Mutation:
+    file = "tests/train/test_distributed.py"
+    return Mutation(name, "mtrain/train/data_parallel.py", old, new, f"{file} -k {tests}")
+
+
+def manager(name: str, old: str, new: str, tests: str) -> Mutation:
+    file = "tests/train/test_trainer.py"
+    return Mutation(name, "mtrain/train/checkpoint_manager.py", old, new, f"{file} -k {tests}")
+
+
+def config(file: str, name: str, old: str, new: str) -> Mutation:
+    return Mutation(name, f"mtrain/config/{file}.py", old, new, "tests/config/test_config_file.py")
+
+
+def metrics(name: str, old: str, new: str) -> Mutation:
+    return Mutation(name, "mtrain/evaluate/metrics.py", old, new, "tests/evaluate/test_metrics.py")
+
+
+def export(file: str, name: str, old: str, new: str) -> Mutation:
+    return Mutation(name, f"mtrain/export/{file}.py", old, new, "tests/export/test_export.py")
+
+
 MODEL = [
     model(
         "causal mask flipped",
@@ -899,7 +921,245 @@ AUDIT = [
     ),
 ]
 
-MUTATIONS = [*MODEL, *KERNELS, *SEARCH, *TRAINING, *TEXT, *AUDIT]
+DATA_PARALLEL = [
+    data_parallel(
+        "the exchange is taken for a sum over the ranks",
+        "update.num_tokens / (scale * size)",
+        "update.num_tokens / scale",
+        "gradient_of_an_update_is",
+    ),
+    data_parallel(
+        "the batches that only fill up a rank's number count",
+        "num_tokens if share.counts else math.inf,",
+        "num_tokens,",
+        "gradient_of_an_update_is",
+    ),
+    data_parallel(
+        "all ranks drop the same elements",
+        ".tolist()[rank::size]",
+        ".tolist()[: len(update.shares)]",
+        "training_is_that_of_one_process",
+    ),
+    data_parallel(
+        "a rank does not hear of another's lack of memory",
+        "self.process_group.all_reduce_min(self.oom_size)",
+        "self.oom_size",
+        "rank_short_of_memory",
+    ),
+    data_parallel(
+        "gradients always travel in float32",
+        "torch.bfloat16 if exchange",
+        "torch.float32 if exchange",
+        "travel_in_bfloat16",
+    ),
+    data_parallel(
+        "gradients always travel in bfloat16",
+        'if exchange == "bfloat16" else None',
+        "if exchange else None",
+        "gradient_of_an_update_is",
+    ),
+]
+
+CHECKPOINTS = [
+    manager(
+        "the first checkpoints are kept instead of the last",
+        "regular[-self.config.keep_last :]",
+        "regular[: self.config.keep_last]",
+        "checkpoints_are_kept",
+    ),
+    manager(
+        "the best checkpoints are not kept",
+        "progress.best_steps()[: self.config.keep_best]",
+        "progress.best_steps()[:0]",
+        "checkpoints_are_kept",
+    ),
+    manager(
+        "nothing is saved between validations",
+        "return (every is not None and step % every == 0) or str(step)",
+        "return str(step)",
+        "saved_between_validations",
+    ),
+    manager(
+        "the last are averaged when the best are asked for",
+        'self.config.average_of == "last"',
+        "self.config.average_of",
+        "average_can_be_of_the_best",
+    ),
+    manager(
+        "a stop off the grid takes the place of a checkpoint that is due",
+        "for step in checkpoint.steps(self.directory) if self.is_due(step, progress)",
+        "for step in checkpoint.steps(self.directory)",
+        "stop_off_the_grid",
+    ),
+    manager(
+        "damaged checkpoints are averaged",
+        "                checkpoint.check(path)\n",
+        "",
+        "damaged_checkpoint_is_left_out",
+    ),
+    manager(
+        "checkpoints of another model are taken",
+        " and config.model != old.model:",
+        " and config.model is None:",
+        "another_model_is_refused",
+    ),
+    manager(
+        "the final weights of a lower target are taken for those of a higher one",
+        "info.last_step == step",
+        "info.last_step > 0",
+        "higher_target_does_not_leave",
+    ),
+]
+
+CONFIG = [
+    config("config_file", "a repeated key is taken", "if key in seen:", "if False:"),
+    config("config_file", "tags of YAML are taken", "if tag is not None:", "if False:"),
+    config(
+        "config_file", "whole numbers of any size are taken", "abs(value) >= 2**64", "value == ''"
+    ),
+    config("config_file", "no is false", '(":bool", ":float",', '(":float",'),
+    config(
+        "config_file",
+        "a wrong value is named before an unknown key",
+        '!= "extra_forbidden")',
+        '== "extra_forbidden")',
+    ),
+    config(
+        "config_file",
+        "the run folder of the file beats the one of the command line",
+        "    if run_dir is not None:\n",
+        '    if run_dir is not None and "run_dir" not in changed:\n',
+    ),
+    config("corpora", "unknown keys are taken", 'extra="forbid"', 'extra="ignore"'),
+    config("corpora", "text is taken for numbers", "strict=True", "strict=False"),
+    config("corpora", "infinity is taken", "allow_inf_nan=False", "allow_inf_nan=True"),
+    config(
+        "corpora",
+        "sources may have fewer files than targets",
+        "len(self.src) != len(self.tgt)",
+        "len(self.src) > len(self.tgt)",
+    ),
+    Mutation(
+        "columns count from 0",
+        "mtrain/config/corpora.py",
+        "== 2 <= 1 + min(columns)",
+        "== 2",
+        "tests/corpus/test_formats.py -k refused",
+    ),
+]
+
+EVALUATION = [
+    metrics(
+        "chrF++ counts single words alone",
+        'word_order = 2 if name == "chrf++"',
+        "word_order = 1 if name",
+    ),
+    metrics("BLEU heeds case", "BLEU(options.lowercase,", "BLEU(False,"),
+    metrics("chrF heeds case", "lowercase=options.lowercase", "lowercase=False"),
+    metrics("COMET is shown as if it were a percentage", "{4 if metric", "{2 if metric"),
+    metrics("an interval is shown at half its width", "float(result._ci)", "float(result._ci) / 2"),
+    metrics(
+        "a score is that of the resampled test sets",
+        "value, verbose = float(result.score)",
+        "value, verbose = float(mean or result.score)",
+    ),
+    metrics(
+        "no number of resamples is too low",
+        "if 0 < self.num_resamples <",
+        "if 0 > self.num_resamples <",
+    ),
+]
+
+EXPORTS = [
+    export(
+        "huggingface",
+        "sines and cosines stay where they alternate",
+        "[*range(0, d_model, 2), *range(1, d_model, 2)]",
+        "[*range(d_model)]",
+    ),
+    export(
+        "huggingface",
+        "embeddings are not scaled",
+        '"scale_embedding": True',
+        '"scale_embedding": False',
+    ),
+    export(
+        "huggingface",
+        "transformers may write padding",
+        '"suppress_tokens": [tgt.pad, tgt.bos]',
+        '"suppress_tokens": [tgt.bos]',
+    ),
+    export(
+        "huggingface",
+        "the name of eos in a text ends it",
+        '"split_special_tokens": True',
+        '"split_special_tokens": False',
+    ),
+    export(
+        "huggingface",
+        "tables end where sources of training do",
+        "max(_MIN_POSITIONS, config",
+        "min(_MIN_POSITIONS, config",
+    ),
+    export(
+        "ctranslate2",
+        "embeddings go out unscaled",
+        "scale_embeddings = True",
+        "scale_embeddings = False",
+    ),
+    export(
+        "ctranslate2",
+        "the eps of the norms is the library's",
+        "layer_norm_epsilon = 1e-5",
+        "layer_norm_epsilon = 1e-3",
+    ),
+    export(
+        "ctranslate2",
+        "padding and bos are likely",
+        "bias[masked_ids] = _MASKED_BIAS",
+        "bias[masked_ids] = 0",
+    ),
+    export(
+        "ctranslate2",
+        "the last norms do not go out",
+        "norms.insert(1, spec.attention.layer_norm)",
+        "norms.insert(0, spec.attention.layer_norm)",
+    ),
+    export("parity", "what is no number is equal", 'else float("inf")', "else 0.0"),
+    export("parity", "the nearest reference is compared", "worst = max(range", "worst = min(range"),
+    export(
+        "parity",
+        "beams may score anything",
+        "not self.beam_diff <= _SUM_TOLERANCE",
+        "self.beam_diff != self.beam_diff",
+    ),
+    export(
+        "export",
+        "a copy that differs is kept",
+        "if request.quantization is None else",
+        "if False else",
+    ),
+    export(
+        "export",
+        "an export of other weights is used again",
+        "exported_weights != sha256_if_readable(run.model_path)",
+        "exported_weights == 0",
+    ),
+]
+
+MUTATIONS = [
+    *MODEL,
+    *KERNELS,
+    *SEARCH,
+    *TRAINING,
+    *DATA_PARALLEL,
+    *CHECKPOINTS,
+    *CONFIG,
+    *TEXT,
+    *AUDIT,
+    *EVALUATION,
+    *EXPORTS,
+]
 
 
 def mutated(mutation: Mutation, text: str) -> str:

@@ -12,6 +12,8 @@ from mtrain.autoconfig.write_config import Files, InitRequest
 from mtrain.config import config_file
 from mtrain.data.prepare import prepare, read_counts, read_test, read_valid
 from mtrain.errors import ConfigError, DataError, WriteError
+from mtrain.model.transformer import num_parameters
+from mtrain.run.load_model import build_model
 from mtrain.run.run_dir import RunDir
 
 WORDS = [f"{a}{b}" for a in ("ba", "ce", "di", "fo", "gu") for b in ("ha", "je", "ki", "lo", "mu")]
@@ -22,11 +24,28 @@ def sentences(count, seed=1):
     return [" ".join(rng.choices(WORDS, k=rng.randint(4, 9))) for _ in range(count)]
 
 
+measure = benchmark.measure
+
+
 @pytest.fixture(autouse=True)
-def short_trials(monkeypatch):
-    """Measure for no time at all: what is tested is what is chosen and written."""
+def no_trials(monkeypatch):
+    """Train no model, but count its weights: what is tested is what is chosen and written."""
+
+    def counted(size, sample, vocabulary, device):
+        return presets.MeasuredPreset(
+            size, num_parameters(build_model(size.model, vocabulary)), 20_000.0
+        )
+
+    monkeypatch.setattr(benchmark, "measure", counted)
+
+
+@pytest.fixture
+def short_trials(monkeypatch, no_trials):
+    """Train each model that is tried for two updates."""
+    monkeypatch.setattr(benchmark, "measure", measure)
     monkeypatch.setattr(benchmark, "_MIN_S", 0.0)
-    monkeypatch.setattr(benchmark, "_MIN_BATCHES", 2)
+    monkeypatch.setattr(benchmark, "_WARMUP_BATCHES", 1)
+    monkeypatch.setattr(benchmark, "_MIN_BATCHES", 1)
 
 
 @pytest.fixture
@@ -104,7 +123,7 @@ def test_the_same_corpus_gives_the_same_held_out_pairs(wanted):
     assert read("en-de.test.en") == first
 
 
-def test_a_model_is_tried_by_real_updates_of_its_size(wanted):
+def test_a_model_is_tried_by_real_updates_of_its_size(wanted, short_trials):
     seen = split.read_overview(wanted.train.corpus(), 1, lambda _: None)
     vocabulary = write_config._train_tokenizer(seen.sample, 400)
     sample = benchmark.encode(seen.sample, vocabulary)
@@ -140,7 +159,7 @@ def test_sizes_are_tried_until_one_is_too_large_for_the_budget_or_the_corpus(wan
         assert told == [f"trying {name}" for name in names]
 
 
-def test_what_is_measured_and_chosen_is_said(wanted):
+def test_what_is_measured_and_chosen_is_said(wanted, short_trials):
     said = Said()
     report = write_config.init(wanted, said, lambda _: None)
     assert said.lines[0] == "corpus    400 pairs, of 6.4 source and 6.4 target words"
@@ -344,7 +363,7 @@ def test_odd_names_of_files_and_languages_are_written_so_that_they_are_read_back
 
 
 def test_the_verb_writes_what_it_says_and_its_messages_go_where_they_belong(
-    wanted, monkeypatch, capfdbinary
+    wanted, short_trials, monkeypatch, capfdbinary
 ):
     from mtrain.cli.main import main
 

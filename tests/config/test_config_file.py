@@ -309,6 +309,10 @@ def test_a_value_out_of_range_is_shown_with_its_bound(
             "`data.train` must name as many source as target files, but names 2 and 1 instead.",
         ),
         (
+            "data.train={src: [a], tgt: [b, c]}",
+            "`data.train` must name as many source as target files, but names 1 and 2 instead.",
+        ),
+        (
             "data.tests.a/b={src: [x], tgt: [y]}",
             "`data` must name its test sets with letters, digits, '_', '-' and '.', "
             "but has 'a/b' instead.",
@@ -412,6 +416,12 @@ def test_a_file_that_is_not_a_mapping_is_refused(minimal: Path, text: str) -> No
 )
 def test_bad_yaml_is_refused_with_its_line(minimal: Path, text: str, where: str) -> None:
     assert message_of(text).startswith(f"c.yaml: {where}: must be valid YAML, but is not: ")
+
+
+@pytest.mark.parametrize("number", [2**64, -(2**64), 10**300])
+def test_a_number_of_more_than_64_bits_is_refused_with_its_line(minimal: Path, number: int) -> None:
+    said = message_of(f"seed: 1\nrun_dir: {number}\n")
+    assert said.startswith("c.yaml: line 2: must be a number of 64 bits, but is ")
 
 
 @pytest.mark.parametrize("text", ["a: 2024-13-45\n", "!!int x: 3\n", "a: \x00\n"])

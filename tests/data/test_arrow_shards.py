@@ -35,6 +35,7 @@ from mtrain.data.sampler import Position
 from mtrain.errors import RunError
 
 WINDOW_PAIRS = 37
+SAMPLED_BATCH_TOKENS = 256  # few batches: a start in a window samples the whole window
 
 
 def write_tables(
@@ -162,7 +163,9 @@ def test_sampled_windows_hold_all_text_and_can_be_sought(text_directory: Path) -
     texts = sorted(zip(SRC_LINES, TGT_LINES, strict=True))
     assert texts_of(epoch(dealt, 0)) == texts_of(epoch(dealt, 1)) == texts
     assert sorted(pairs_in(epoch(dealt, 0))) != sorted(pairs_in(epoch(dealt, 1)))
-    assert_continues(dealt, 2 * len(epoch(dealt, 0)))
+    num_batches = len(epoch(dealt, 0, SAMPLED_BATCH_TOKENS))
+    assert num_batches > dealt._mixture.num_windows
+    assert_continues(dealt, 2 * num_batches, SAMPLED_BATCH_TOKENS)
 
 
 def test_the_windows_of_an_epoch_are_sampled_apart(text_directory: Path) -> None:

@@ -357,6 +357,15 @@ def test_comet_is_one_more_metric_with_intervals_and_tests(comet: Path) -> None:
     assert compared[0].p_randomization > compared[1].p_randomization
 
 
+def test_a_score_of_comet_is_shown_with_four_digits_and_any_other_with_two() -> None:
+    comet, bleu = (
+        metrics.Score(name, 0.81234, "", mean=0.81236, half_width=0.01)
+        for name in ("COMET", "BLEU")
+    )
+    assert comet.format() == "0.8123 (μ = 0.8124 ± 0.0100)"
+    assert bleu.format() == "0.81 (μ = 0.81 ± 0.01)"
+
+
 def test_comet_reads_a_line_once_and_leaves_logging_and_the_screen_alone(
     comet: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
