@@ -14,11 +14,14 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from machine import commit, describe_machine
 
 from mtrain.data import prepare
+from mtrain.decode.options import DecodingOptions
+from mtrain.decode.pipeline import translate_lines
 from mtrain.decode.translator import load
 from mtrain.run.run_dir import RunDir
 
@@ -73,13 +76,13 @@ def measure_start(options: argparse.Namespace, line: str) -> float:
 
 def measure_sentence(run: RunDir, beam: int, line: str) -> list[float]:
     """Return the seconds of each translation of a sentence by a model that is loaded."""
-    decoding = run.load_config().decoding.model_copy(update={"beam": beam})
-    translator = load(run, decoding)
-    translator.translate([line])
+    options = replace(DecodingOptions.from_config(run.load_config()), beam=beam, with_scores=False)
+    translator = load(run, options)
+    translate_lines(translator, [line])
     seconds = []
     for _ in range(_REPEATS):
         began = time.perf_counter()
-        translator.translate([line])
+        translate_lines(translator, [line])
         seconds.append(time.perf_counter() - began)
     return seconds
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,6 @@ from mtrain.train import finetune
 
 if TYPE_CHECKING:
     from mtrain.corpus.length_stats import CorpusStats
-    from mtrain.decode.pipeline import LineTranslator, Options
     from mtrain.decode.translator import Translator
     from mtrain.evaluate.evaluation import TestResult
     from mtrain.evaluate.metrics import ScoringOptions
@@ -63,17 +61,9 @@ class Model:
         Raises:
             DataError: if `lines` is one text instead of several, or holds something else.
         """
-        from mtrain.decode.pipeline import LongLines, Options
+        from mtrain.decode.pipeline import translate_lines
 
-        options = Options(LongLines(self.config.data.max_tokens), with_scores=False)
-        stream = self.stream(options, _warn)
-        return [line.best[0].text for line in stream.translate(_blocks(lines))]
-
-    def stream(self, options: Options, warn: Callable[[str], None]) -> LineTranslator:
-        """Return what translates lines as they come, with scores and alignments."""
-        from mtrain.decode.pipeline import LineTranslator
-
-        return LineTranslator(self.translator, options, self.profile, warn)
+        return translate_lines(self.translator, _clean(lines), self.profile, _warn)
 
 
 def load_config(
@@ -171,8 +161,10 @@ def load(
         RunError: if a folder is no run, has no trained model, or its parts do not fit.
         ConfigError: if a setting cannot be used.
     """
+    from mtrain.data.prepare import read_profile
     from mtrain.decode import translator as translating
-    from mtrain.run import load_model
+    from mtrain.decode.options import DecodingOptions
+    from mtrain.run.load_model import LoadOptions
 
     paths = [runs] if isinstance(runs, str | os.PathLike) else list(runs)
     if not paths:
@@ -183,16 +175,10 @@ def load(
     asked = {key: value for key, value in given.items() if value is not None}
     tree = config.model_dump()
     changed = tree | {"decoding": tree["decoding"] | asked}
-    decoding = config_file.from_tree(changed, "mtrain.load").decoding
-    translator = translating.load(folders, decoding, load_model.LoadOptions(device))
-    return as_model(folders[0], config, translator)
-
-
-def as_model(run: RunDir, config: Config, translator: Translator) -> Model:
-    """Return what was loaded in another way, as a model of a run."""
-    from mtrain.data.prepare import read_profile
-
-    return Model(run, config, translator, read_profile(run))
+    checked = config_file.from_tree(changed, "mtrain.load")
+    options = replace(DecodingOptions.from_config(checked), with_scores=False)
+    translator = translating.load(folders, options, LoadOptions(device))
+    return Model(folders[0], config, translator, read_profile(folders[0]))
 
 
 def evaluate(run: Model | AnyPath, options: ScoringOptions | None = None) -> list[TestResult]:
@@ -213,14 +199,10 @@ def _warn(text: str) -> None:
     warnings.warn(f"mtrain: {text}", stacklevel=2)
 
 
-def _blocks(lines: Iterable[str]) -> Iterator[list[str]]:
-    from mtrain.decode.pipeline import BLOCK_LINES
-
+def _clean(lines: Iterable[str]) -> Iterator[str]:
     if isinstance(lines, str | bytes):
         raise DataError("`lines` must be a list of lines, but is one text; put it in a list.")
-    clean = (_as_line(number, line) for number, line in enumerate(lines, start=1))
-    while block := list(islice(clean, BLOCK_LINES)):
-        yield block
+    return (_as_line(number, line) for number, line in enumerate(lines, start=1))
 
 
 def _as_line(number: int, line: object) -> str:

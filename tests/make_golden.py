@@ -18,11 +18,14 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tasks import WORDS, Pair, Tree, train, write_config, write_corpus
 
+from mtrain.decode.options import DecodingOptions
+from mtrain.decode.pipeline import translate_lines
 from mtrain.decode.translator import EncodedSource, Translator, load
 from mtrain.evaluate import evaluation
 from mtrain.run.load_model import LoadOptions
@@ -36,14 +39,14 @@ LINES = ["ba ce di", "tu", "", "fo gu ha", "lo fo", "na\u00efve \u2603 ba", "ri 
 def outputs(run: RunDir) -> dict[str, Any]:
     """Return what a run translates and scores, on a CPU."""
     loading = LoadOptions("cpu")
-    decoding = run.load_config().decoding
-    greedy = load(run, decoding.model_copy(update={"beam": 1}), loading)
-    beam = load(run, decoding, loading)
+    options = DecodingOptions.from_config(run.load_config())
+    greedy = load(run, replace(options, beam=1), loading)
+    beam = load(run, options, loading)
     results = evaluation.evaluate(run, beam, print)
     return {
-        "greedy": greedy.translate(LINES),
+        "greedy": translate_lines(greedy, LINES),
         "greedy_scores": _scores(greedy),
-        "beam": beam.translate(LINES),
+        "beam": translate_lines(beam, LINES),
         "beam_scores": _scores(beam),
         "eval": [hypothesis for result in results for hypothesis in result.hypotheses],
         "eval_scores": [score.value for result in results for score in result.scores],

@@ -436,13 +436,15 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
     ),
     search(
         "a blind search says how likely its targets are",
-        "return _without_scores(found) if settings.is_blind else found",
+        "return _without_scores(found) if options.argmax_only else found",
         "return found",
     ),
-    search(
+    Mutation(
         "a beam is searched blindly",
-        "return self.width == 1 and not self.with_scores",
+        "mtrain/decode/options.py",
+        "return self.beam == 1 and not self.with_scores",
         "return not self.with_scores",
+        "tests/decode/test_beam.py",
     ),
     top_k(
         "the logits of the first rows for those of any",
@@ -544,7 +546,7 @@ SEARCH = [
     ),
     search(
         "early stop is ignored",
-        "        if self.settings.stops_early:\n",
+        "        if self.options.early_stop:\n",
         "        if False:\n",
     ),
     search(
@@ -554,17 +556,17 @@ SEARCH = [
     ),
     search(
         "no length penalty",
-        "score_N = ended.log_prob_N / length_penalty(ended.length_N.double(), self.settings.alpha)",
+        "score_N = ended.log_prob_N / penalty_N",
         "score_N = ended.log_prob_N",
     ),
     search(
         "eos not counted in the length",
-        "length_penalty(ended.length_N.double(), self.settings.alpha)",
-        "length_penalty(ended.length_N.double() - 1, self.settings.alpha)",
+        "length_penalty(ended.length_N.double(), self.options.length_alpha)",
+        "length_penalty(ended.length_N.double() - 1, self.options.length_alpha)",
     ),
     search(
         "padding may be written",
-        "        top = top_tokens(logits_NV, limits.never, count)\n",
+        "        top = top_tokens(logits_NV, constraints.never, count)\n",
         "        top = top_tokens(logits_NV, [], count)\n",
     ),
     search(
@@ -589,12 +591,12 @@ SEARCH = [
     ),
     search(
         "groups wait for all others to end",
-        "while waiting is not None and beams.has_room(waiting.limits):",
+        "while waiting is not None and beams.can_admit(waiting.constraints):",
         "while waiting is not None and not len(beams.rows.ids_N):",
     ),
     search(
         "groups never wait",
-        "while waiting is not None and beams.has_room(waiting.limits):",
+        "while waiting is not None and beams.can_admit(waiting.constraints):",
         "while waiting is not None:",
     ),
     search(
@@ -814,8 +816,8 @@ TEXT = [
     Mutation(
         "translations in the order of length",
         "mtrain/decode/translator.py",
-        'translated.get(row, "") for row in range(len(lines))',
-        'translated.get(row, "") for row in sorted(range(len(lines)), key=lambda n: len(lines[n]))',
+        "return [best[row] for row in range(len(sources))]",
+        "return list(best.values())",
         "tests/decode/test_translator.py -k own_translation",
     ),
     Mutation(

@@ -65,7 +65,7 @@ class Ranks:
         """Start `function(*arguments)` on each of some ranks."""
         context: ForkServerContext = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
-            ["ranks", "datasets", "mtrain.train.data_parallel", "mtrain.decode.distributed"]
+            ["ranks", "datasets", "mtrain.train.data_parallel", "mtrain.decode.translator"]
         )
         self.store = torch.distributed.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False

@@ -2,8 +2,10 @@
 
 import ast
 import re
+import shutil
 import threading
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,15 @@ from conftest import Cli
 from tasks import copy_task, reverse_task, tiny_tree, write_task
 
 import mtrain
+from mtrain import api
+from mtrain.data.prepare import read_test
+from mtrain.decode.options import DecodingOptions
+from mtrain.run import checkpoint
+from mtrain.run.load_model import set_weights
+from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
+from mtrain.train.trainer import Trainer
+from mtrain.train.validation import ValidationSet
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +101,10 @@ def test_what_is_no_list_of_lines_is_an_error(model: mtrain.Model, lines: Any, s
 
 
 def test_settings_are_taken_from_the_run_unless_given(trained: RunDir) -> None:
-    own = trained.load_config().decoding
-    assert mtrain.load(trained.path).translator.decoding == own
+    own = replace(DecodingOptions.from_config(trained.load_config()), with_scores=False)
+    assert mtrain.load(trained.path).translator.options == own
     changed = mtrain.load([trained.path], beam=1, length_alpha=0.0, device="cpu")
-    expected = own.model_copy(update={"beam": 1, "length_alpha": 0.0})
-    assert changed.translator.decoding == expected
+    assert changed.translator.options == replace(own, beam=1, length_alpha=0.0)
 
 
 def test_mistakes_are_exceptions_in_the_grammar_of_the_command_line(
@@ -157,3 +166,26 @@ def test_training_from_a_mapping_in_a_thread_gives_what_the_verb_gives(
         warnings.simplefilter("ignore")
         (result,) = mtrain.evaluate(run)
     assert by_verb.lines[0] == f"held_out  BLEU {result.scores[0].format()}"
+
+
+def test_a_long_line_has_the_same_translation_in_validation_eval_translate_and_the_api(
+    cli: Cli, trained: RunDir, tmp_path: Path
+) -> None:
+    run = RunDir(shutil.copytree(trained.path, tmp_path / "short"))
+    text = run.config_path.read_text("utf-8")
+    run.config_path.write_text(text.replace("max_tokens: 32", "max_tokens: 5"), encoding="utf-8")
+    config, lines = run.load_config(), read_test(run, "held_out")
+    with RunLog(tmp_path / "metrics.jsonl") as log:
+        trainer = Trainer(config, run, log)
+    weights = checkpoint.load_model(run.model_path, trainer.fingerprint)
+    set_weights(trainer.model, weights, run.model_path)
+    validation = ValidationSet(lines, trainer.tokenizer, 512).translations(trainer.translator)
+    assert sum(len(ids) > 5 for ids in trainer.tokenizer.encode_src(lines.src)) > 10
+    model = mtrain.load(run.path, beam=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of lines that are translated in parts
+        assert model.translate(lines.src) == validation
+        (result,) = api.evaluate(model)
+    assert result.hypotheses == validation
+    stdin = "".join(line + "\n" for line in lines.src).encode()
+    assert cli("translate", run.path, "--beam", "1", stdin=stdin).lines == validation

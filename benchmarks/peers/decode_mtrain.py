@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,6 +10,8 @@ from peers.decoding import Job, Loaded, serve
 
 from mtrain import __version__
 from mtrain.decode import translator as translator_module
+from mtrain.decode.options import DecodingOptions
+from mtrain.decode.pipeline import translate_lines
 from mtrain.run import load_model
 from mtrain.run.run_dir import RunDir
 
@@ -20,13 +23,20 @@ def main() -> None:
 def load(job: Job) -> Loaded:
     torch.set_num_threads(job.threads)
     run = RunDir(Path(job.run))
-    overrides = {"beam": job.beam, "length_alpha": job.alpha}
-    decoding = run.load_config().decoding.model_copy(update=overrides)
-    translator = translator_module.load(run, decoding, load_model.LoadOptions(device="cpu"))
+    options = replace(
+        DecodingOptions.from_config(run.load_config()),
+        beam=job.beam,
+        length_alpha=job.alpha,
+        max_input_tokens=None,
+        with_scores=False,
+    )
+    translator = translator_module.load(run, options, load_model.LoadOptions(device="cpu"))
     usual = translator.max_length
     translator.max_length = lambda source: min(usual(source), job.max_tokens - 1)
     versions = {"mtrain": __version__, "torch": torch.__version__}
-    return Loaded(lambda: translator.translate(job.lines), versions)
+    return Loaded(
+        lambda: translate_lines(translator, job.lines, block_lines=len(job.lines)), versions
+    )
 
 
 if __name__ == "__main__":

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mtrain.cli import console, options
-from mtrain.cli.ranks import load_each
+from mtrain.cli.ranks import joined_process_group
 from mtrain.errors import ConfigError
 from mtrain.run.run_dir import RunDir
 
 if TYPE_CHECKING:
     from mtrain.decode.translator import Translator
-    from mtrain.runtime.process_group import ProcessGroup
 
 
 def evaluate(
@@ -49,13 +49,14 @@ def evaluate(
     console.check_outputs(output, read=compare or [])
     searching = {"beam": beam, "early_stop": early_stop, "no_repeat_ngram": no_repeat_ngram}
     if score:
-        scoring: dict[str, Any] = {"metrics": metrics, "tokenize": tokenize, "comet": comet}
-        scoring |= {"resamples": resamples, "compare": compare or None}
+        unused: dict[str, Any] = {"metrics": metrics, "tokenize": tokenize, "comet": comet}
+        unused |= {"resamples": resamples, "compare": compare or None}
         flags = {"lowercase": lowercase, "details": details, "json": json}
-        options.refuse("--score", searching | scoring | {key: True for key in flags if flags[key]})
+        options.refuse("--score", searching | unused | {key: True for key in flags if flags[key]})
         if len(runs) > 1:
             raise ConfigError(f"`--score` must have one run, but has {len(runs)} instead.")
     from mtrain.decode import translator as translating
+    from mtrain.decode.options import DecodingOptions
     from mtrain.evaluate import evaluation
     from mtrain.evaluate.comet import CometModel
     from mtrain.evaluate.metrics import ScoringOptions
@@ -65,29 +66,34 @@ def evaluate(
 
     changes = searching | {"length_alpha": length_alpha, "batch_tokens": batch_tokens}
 
-    def load(run: RunDir, process_group: ProcessGroup) -> Translator:
-        decoding = run.load_config().decoding.model_copy(update=options.given(changes))
-        load_options = LoadOptions(device, precision, checkpoint, process_group)
-        return translating.load(run, decoding, load_options)
+    folders, names = [RunDir(run) for run in runs], _names(tests)
+    with joined_process_group("run it again.") as process_group:
 
-    folders = [RunDir(run) for run in runs]
-    compared = [RunDir(path) for path in compare or [] if path.is_dir()]
-    names = _names(tests)
-    with load_each([*folders, *compared], load) as loading:
-        if loading is None:  # this rank has worked for the first one
-            return
+        def load(run: RunDir) -> Translator:
+            decoding = DecodingOptions.from_config(run.load_config())
+            decoding = replace(decoding, **options.given(changes), with_scores=False)
+            load_options = LoadOptions(device, precision, checkpoint, process_group)
+            return translating.load(run, decoding, load_options)
+
         if score:
-            with loading(folders[0]) as translator:
-                scores = evaluation.reference_scores(folders[0], translator, names)
+            scores = evaluation.reference_scores(folders[0], load(folders[0]), names)
+            if process_group.is_first:
                 console.put(scores, output)
-            return
-        given = options.given({"metrics": _names(metrics), "num_resamples": resamples})
-        if comet is not None:
-            given["comet"] = CometModel(comet, int(pick_device(device).type == "cuda"))
-        scoring_options = ScoringOptions(tokenize, lowercase, **given)
-        plan = evaluation.EvaluationPlan(folders, compare or [], names, scoring_options, details)
-        reports = evaluation.evaluate_systems(plan, loading, console.warn)
-        console.put(as_json(reports) if json else as_text(reports), output)
+            else:
+                list(scores)
+        elif process_group.is_first:
+            given = options.given({"metrics": _names(metrics), "num_resamples": resamples})
+            if comet is not None:
+                given["comet"] = CometModel(comet, int(pick_device(device).type == "cuda"))
+            scoring = ScoringOptions(tokenize, lowercase, **given)
+            plan = evaluation.EvaluationPlan(folders, compare or [], names, scoring, details)
+            reports = evaluation.evaluate_systems(plan, load, console.warn)
+            console.put(as_json(reports) if json else as_text(reports), output)
+        else:  # translate what the first rank translates
+            known = list(evaluation.read_tests(folders[0], folders[0].load_config(), names))
+            for run in [*folders, *(RunDir(path) for path in compare or [] if path.is_dir())]:
+                texts = evaluation.read_tests(run, run.load_config(), known)
+                list(evaluation.translate_tests(run, load(run), texts, console.warn))
 
 
 def _names(text: str | None) -> list[str] | None:

@@ -10,24 +10,16 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from mtrain.cli import console
 from mtrain.errors import ConfigError, LostError, UserError
 from mtrain.io.text_width import fitted
 from mtrain.runtime.process_group import SINGLE, ProcessGroup
 from mtrain.runtime.torchrun_env import read_torchrun_env
-
-if TYPE_CHECKING:
-    from mtrain.config.sections import DecodingConfig
-    from mtrain.decode.distributed import Load
-    from mtrain.decode.translator import DecodeRequest, Translator
-    from mtrain.run.load_model import LoadOptions
-    from mtrain.run.run_dir import RunDir
 
 
 def _rank_prefix() -> str:
@@ -136,45 +128,6 @@ def _exit_unless_first_to_report(process_group: ProcessGroup) -> None:
     """Exit silently if another rank has reported an error."""
     if not process_group.claim_error_report():
         sys.exit(2)
-
-
-@contextmanager
-def load_together(
-    runs: list[RunDir], decoding: DecodingConfig, loading: LoadOptions, request: DecodeRequest
-) -> Iterator[Translator | None]:
-    """Load an ensemble on every rank; yield its translator on rank 0, None on the others."""
-    from mtrain.decode.distributed import follow, leading
-    from mtrain.decode.translator import load
-
-    with joined_process_group("run it again.") as process_group:
-        own = load(runs, decoding, replace(loading, process_group=process_group), request)
-        if process_group.is_first:
-            with leading(own) as translator:
-                yield translator
-        else:
-            follow(own)
-            yield None
-
-
-@contextmanager
-def load_each(
-    runs: list[RunDir], load: Callable[[RunDir, ProcessGroup], Translator]
-) -> Iterator[Load | None]:
-    """Yield a function on rank 0 that loads a run on all ranks; None on the others.
-
-    Args:
-        runs: those that rank 0 will load, in that order.
-        load: loads a run on a rank.
-    """
-    with joined_process_group("run it again.") as process_group:
-        from mtrain.decode.distributed import follow, leading
-
-        if process_group.is_first:
-            yield lambda run: leading(load(run, process_group))
-        else:
-            for run in runs:
-                follow(load(run, process_group))
-            yield None
 
 
 @contextmanager

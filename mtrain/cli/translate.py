@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from mtrain import api
 from mtrain.cli import console, interactive, options
-from mtrain.cli.ranks import load_together, refuse_ranks
+from mtrain.cli.ranks import joined_process_group, refuse_ranks
 from mtrain.errors import ConfigError
 from mtrain.io.atomic import resolve_links, whole_file
 from mtrain.io.lines import read_blocks, read_lines
 from mtrain.run.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from mtrain.config.sections import DecodingConfig
     from mtrain.decode.formats import Format, TranslatedLine
-    from mtrain.decode.translator import Translator
+    from mtrain.decode.pipeline import SearchEngine
 
 
 _OF_CTRANSLATE2 = {
@@ -66,53 +65,60 @@ def translate(
     console.check_outputs(output, alignments, read=[*paths, *([prefix] if prefix else [])])
     has_file = len(paths) > 1 and not paths[-1].is_dir()
     runs = [RunDir(path) for path in (paths[:-1] if has_file else paths)]
-    config = runs[0].load_config()
-    others = {"no_repeat_ngram": no_repeat_ngram, "batch_tokens": batch_tokens}
-    decoding = config.decoding.model_copy(update=options.given(searching | others))
+    config, is_text = runs[0].load_config(), format_ == "text"
+    from mtrain.data.prepare import read_profile
+    from mtrain.decode import translator as translating
+    from mtrain.decode.options import DecodingOptions, Sampling
+    from mtrain.decode.pipeline import BLOCK_LINES, LineTranslator
+    from mtrain.run.load_model import LoadOptions
+
+    others = {"no_repeat_ngram": no_repeat_ngram, "batch_tokens": batch_tokens, "seed": seed}
+    others |= {"max_input_tokens": max_input_tokens}
+    decoding = replace(
+        DecodingOptions.from_config(config),
+        **options.given(searching | others),
+        num_best=n_best,
+        sampling=Sampling(**options.given(drawing)) if sample else None,
+        on_long=on_long,
+        with_alignment=alignments is not None or format_ == "jsonl",
+        with_scores=not is_text,
+    )
     if n_best > decoding.beam and not sample:
         raise ConfigError(
             f"`--n-best` must be at most the beam ({decoding.beam}), but is {n_best} instead."
         )
-    from mtrain.decode.pipeline import BLOCK_LINES, LongLines, Options
-    from mtrain.decode.sampling import Sampling
-    from mtrain.decode.translator import DecodeRequest
-    from mtrain.run.load_model import LoadOptions
-
-    max_tokens = max_input_tokens or config.data.max_tokens
-    loading: AbstractContextManager[Translator | None]
     if engine == "ctranslate2":
-        loading = _load_ctranslate2(context, runs, decoding, max_tokens)
-    else:
-        request = DecodeRequest(n_best, Sampling(**options.given(drawing)) if sample else None)
-        load_options = LoadOptions(device, precision, checkpoint)
-        loading = load_together(runs, decoding, load_options, request)
-    with_alignments, is_text = alignments is not None or format_ == "jsonl", format_ == "text"
-    long_lines, seed = LongLines(max_tokens, on_long), 1 if seed is None else seed
-    line_options = Options(long_lines, with_alignments, seed, with_scores=not is_text)
-    with loading as translator:
-        if translator is None:  # this rank has worked for the first one
+        _check_ctranslate2(context, runs)
+    with joined_process_group("run it again.") as process_group:
+        translator: SearchEngine
+        if engine == "ctranslate2":
+            from mtrain.export.engine import load_ctranslate2
+
+            translator = load_ctranslate2(runs[0], decoding, console.warn)
+        else:
+            loading = LoadOptions(device, precision, checkpoint, process_group)
+            translator = translating.load(runs, decoding, loading)
+        line_translator = LineTranslator(translator, read_profile(runs[0]), console.warn)
+        if not process_group.is_first:
+            for _ in line_translator.translate([]):  # the first rank's lines, which it writes
+                pass
             return
-        stream = api.as_model(runs[0], config, translator).stream(line_options, console.warn)
         prefixes = read_lines(prefix) if prefix is not None else None
         if has_file or not interactive.is_at_terminal():
             blocks = read_blocks(paths[-1] if has_file else None, console.warn, BLOCK_LINES)
-            lines = console.with_progress(stream.translate(blocks, prefixes), output)
+            lines = console.with_progress(line_translator.translate(blocks, prefixes), output)
             console.put(_formatted(lines, format_, n_best, alignments), output)
             return
-        lines = stream.translate(interactive.read_typed(config.data.src_lang), prefixes)
-        texts = _formatted(lines, format_, n_best, alignments)
+        typed = interactive.read_typed(config.data.src_lang)
+        texts = _formatted(line_translator.translate(typed, prefixes), format_, n_best, alignments)
         is_answer = is_text and output is None
         console.put(
             interactive.with_prompt(texts, config.data.tgt_lang) if is_answer else texts, output
         )
 
 
-def _load_ctranslate2(
-    context: typer.Context, runs: list[RunDir], decoding: DecodingConfig, max_tokens: int
-) -> nullcontext[Translator]:
-    """Load a run for CTranslate2, and refuse every option that it does not honour."""
-    from mtrain.export.engine import load_ctranslate2
-
+def _check_ctranslate2(context: typer.Context, runs: list[RunDir]) -> None:
+    """Refuse ranks, ensembles, and every option that CTranslate2 does not honour."""
     refuse_ranks("mtrain translate --engine ctranslate2")
     for key in context.params:
         is_given = getattr(context.get_parameter_source(key), "name", "") == "COMMANDLINE"
@@ -120,7 +126,6 @@ def _load_ctranslate2(
             options.refuse("--engine ctranslate2", {key: True})
     if len(runs) > 1:
         raise ConfigError(f"`--engine ctranslate2` must have one run, but has {len(runs)} instead.")
-    return nullcontext(load_ctranslate2(runs[0], decoding, max_tokens, console.warn))
 
 
 def _formatted(

@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtrain.decode.options import DecodingOptions
 from mtrain.ops.topk import Logits, TopTokens, argmax_tokens, top_tokens
 
 
@@ -39,7 +40,7 @@ class State(Protocol):
         """Continue with these rows; each may stand once, often, or not at all."""
 
     def admit(self, other: Any) -> None:
-        """Let the rows of another state, which has read nothing yet, join after one's own."""
+        """Append the rows of another state, which has decoded nothing yet."""
 
 
 S = TypeVar("S", bound=State)
@@ -88,35 +89,10 @@ class Constraints:
 
 @dataclass(frozen=True)
 class RequestGroup(Generic[S]):
-    """Sentences that start together: what the step function knows of them, and their limits."""
+    """Sentences that start together: their state in the step function, and their constraints."""
 
     state: S
-    limits: Constraints
-
-
-@dataclass(frozen=True)
-class BeamSettings:
-    """How beam search ranks.
-
-    Attributes:
-        width: hypotheses that a sentence keeps at every step, finished ones too; 1 is greedy.
-        alpha: of the length penalty.
-        num_best: hypotheses that are wanted of each sentence, at most `width`.
-        stops_early: end a sentence when no open hypothesis would win if it ended now. Otherwise
-            it goes on until none can win any more, however it goes on.
-        with_scores: say how likely the targets are. A greedy search is faster without.
-    """
-
-    width: int
-    alpha: float = 0.0
-    num_best: int = 1
-    stops_early: bool = False
-    with_scores: bool = True
-
-    @property
-    def is_blind(self) -> bool:
-        """Whether nothing but the best piece of each step is asked for."""
-        return self.width == 1 and not self.with_scores
+    constraints: Constraints
 
 
 class NotFiniteError(ArithmeticError):
@@ -134,7 +110,7 @@ def length_penalty(length: Length, alpha: float) -> Length:
 
 @torch.inference_mode()
 def beam(
-    step: Step[S], groups: Iterator[RequestGroup[S]], settings: BeamSettings
+    step: Step[S], groups: Iterator[RequestGroup[S]], options: DecodingOptions
 ) -> list[list[Hypothesis]]:
     """Keep the likeliest hypotheses at every step; return the best-scored of each sentence.
 
@@ -148,17 +124,17 @@ def beam(
     first = next(groups, None)
     if first is None:
         return []
-    state, beams = first.state, _Beams(settings)
-    beams.start(first.limits)
+    state, beams = first.state, _Beams(options)
+    beams.start(first.constraints)
     waiting = next(groups, None)
     while True:
-        while waiting is not None and beams.has_room(waiting.limits):
-            beams.join(waiting.limits)
+        while waiting is not None and beams.can_admit(waiting.constraints):
+            beams.admit(waiting.constraints)
             state.admit(waiting.state)
             waiting = next(groups, None)
         if not len(beams.rows.ids_N):
-            found = beams.finished.best(beams.num_sentences, settings.num_best)
-            return _without_scores(found) if settings.is_blind else found
+            found = beams.finished.best(beams.num_sentences, options.num_best)
+            return _without_scores(found) if options.argmax_only else found
         logits_NV = step(beams.rows.ids_N, state)
         state.reorder(beams.grow(logits_NV))
 
@@ -183,9 +159,9 @@ class OpenRows(NamedTuple):
     log_probs_NT: Tensor
 
     @staticmethod
-    def start(sentence_N: Tensor, limits: Constraints) -> OpenRows:
+    def start(sentence_N: Tensor, constraints: Constraints) -> OpenRows:
         """Open a hypothesis for each of these sentences."""
-        ids_N, length_N = torch.full_like(sentence_N, limits.bos), torch.zeros_like(sentence_N)
+        ids_N, length_N = torch.full_like(sentence_N, constraints.bos), torch.zeros_like(sentence_N)
         log_prob_N = torch.zeros_like(sentence_N, dtype=torch.float64)
         written_NT, log_probs_NT = ids_N[:, None][:, :0], log_prob_N[:, None][:, :0]
         return OpenRows(sentence_N, ids_N, length_N, log_prob_N, written_NT, log_probs_NT)
@@ -219,15 +195,15 @@ class OpenRows(NamedTuple):
         )
         return OpenRows(*(torch.cat(pair) for pair in zip(own, padded, strict=True)))
 
-    def only_piece(self, limits: Constraints) -> Tensor:
+    def forced_token(self, constraints: Constraints) -> Tensor:
         """Return the one piece that each row may write next, or -1 for any."""
-        is_full_N = limits.max_lengths_B[self.sentence_N] <= self.length_N
-        only_N = torch.where(is_full_N, limits.eos, -1)
-        if limits.prefix_BP is None:
+        is_full_N = constraints.max_lengths_B[self.sentence_N] <= self.length_N
+        only_N = torch.where(is_full_N, constraints.eos, -1)
+        if constraints.prefix_BP is None:
             return only_N
-        num_forced = limits.prefix_BP.shape[1]
+        num_forced = constraints.prefix_BP.shape[1]
         place_N = self.length_N.clamp(max=num_forced - 1)
-        forced_N = limits.prefix_BP[self.sentence_N, place_N]
+        forced_N = constraints.prefix_BP[self.sentence_N, place_N]
         return torch.where((self.length_N < num_forced) & (forced_N >= 0), forced_N, only_N)
 
 
@@ -283,14 +259,16 @@ class _Sentences(NamedTuple):
     prefix_BP: Tensor
 
     @staticmethod
-    def start(limits: Constraints, settings: BeamSettings, first: int) -> _Sentences:
+    def start(constraints: Constraints, options: DecodingOptions, first: int) -> _Sentences:
         """Begin with the sentences of a group, numbered from `first`."""
-        lengths_B = limits.max_lengths_B
-        prefix_BP = lengths_B[:, None][:, :0] if limits.prefix_BP is None else limits.prefix_BP
+        lengths_B = constraints.max_lengths_B
+        prefix_BP = (
+            lengths_B[:, None][:, :0] if constraints.prefix_BP is None else constraints.prefix_BP
+        )
         return _Sentences(
             torch.arange(first, first + len(lengths_B), device=lengths_B.device),
-            torch.full_like(lengths_B, settings.width),
-            lengths_B.new_full((len(lengths_B), settings.num_best), -torch.inf, dtype=_FLOAT),
+            torch.full_like(lengths_B, options.beam),
+            lengths_B.new_full((len(lengths_B), options.num_best), -torch.inf, dtype=_FLOAT),
             lengths_B,
             prefix_BP,
         )
@@ -314,49 +292,49 @@ class _Sentences(NamedTuple):
 class _Beams:
     """The beams of all sentences while they grow; `cell_N` is where each row stands."""
 
-    def __init__(self, settings: BeamSettings) -> None:
-        self.settings, self.finished, self.num_sentences = settings, FinishedHypotheses(), 0
+    def __init__(self, options: DecodingOptions) -> None:
+        self.options, self.finished, self.num_sentences = options, FinishedHypotheses(), 0
 
-    def start(self, limits: Constraints) -> None:
+    def start(self, constraints: Constraints) -> None:
         """Begin with a group."""
-        self.limits = limits
-        self.sentences = _Sentences.start(limits, self.settings, self.num_sentences)
-        self.num_sentences += len(limits.max_lengths_B)
+        self.constraints = constraints
+        self.sentences = _Sentences.start(constraints, self.options, self.num_sentences)
+        self.num_sentences += len(constraints.max_lengths_B)
         local_B = self.sentences.number_B - self.sentences.number_B[:1]
-        self.rows, self.cell_N = OpenRows.start(local_B, limits), local_B * self.settings.width
+        self.rows, self.cell_N = OpenRows.start(local_B, constraints), local_B * self.options.beam
 
-    def has_room(self, limits: Constraints) -> bool:
+    def can_admit(self, constraints: Constraints) -> bool:
         """Tell whether another group may join."""
-        num_new = len(limits.max_lengths_B) * self.settings.width
+        num_new = len(constraints.max_lengths_B) * self.options.beam
         open_B = torch.unique(self.rows.sentence_N)
         num_places = int(self.sentences.num_places_B[open_B].sum())
         return num_places <= (NUM_GROUPS - 1) * num_new
 
-    def join(self, limits: Constraints) -> None:
+    def admit(self, constraints: Constraints) -> None:
         """Let a group join, and sentences that are done leave."""
         sentences, rows, cell_N = self.sentences, self.rows, self.cell_N
         open_B, local_N = torch.unique(rows.sentence_N, return_inverse=True)
-        place_N, width = cell_N % self.settings.width, self.settings.width
-        self.start(limits)
+        place_N, width = cell_N % self.options.beam, self.options.beam
+        self.start(constraints)
         new_cell_N = (len(open_B) + self.rows.sentence_N) * width
         self.cell_N = torch.cat([local_N * width + place_N, new_cell_N])
         new = self.rows._replace(sentence_N=self.rows.sentence_N + len(open_B))
         self.rows = rows._replace(sentence_N=local_N).join(new)
         self.sentences = sentences.take(open_B).join(self.sentences)
-        self.limits = replace(
-            limits,
+        self.constraints = replace(
+            constraints,
             max_lengths_B=self.sentences.max_lengths_B,
             prefix_BP=self.sentences.prefix_BP if self.sentences.prefix_BP.shape[1] else None,
         )
 
     def grow(self, logits_NV: Logits) -> Tensor:
         """Continue every open hypothesis by its best pieces; return the rows they continue."""
-        top = _best_pieces(logits_NV, self.rows, self.limits, self.settings)
+        top = _best_tokens(logits_NV, self.rows, self.constraints, self.options)
         chosen = self._choose(self.rows.log_prob_N[:, None] + top.log_prob_NC)
         rows_N, candidate_N = chosen.rows_N, chosen.candidate_N
         ids_N, log_prob_N = top.ids_NC[rows_N, candidate_N], top.log_prob_NC[rows_N, candidate_N]
         grown = self.rows.grow(rows_N, ids_N, log_prob_N)
-        ends_N = ids_N == self.limits.eos
+        ends_N = ids_N == self.constraints.eos
         if ends_N.any():
             self._finish(grown.take(ends_N.nonzero()[:, 0]), chosen.cell_N[ends_N])
         open_N = (~ends_N).nonzero()[:, 0]
@@ -366,7 +344,7 @@ class _Beams:
 
     def _choose(self, total_NC: Tensor) -> _Chosen:
         """Take the best candidates of each sentence, as many as it has places."""
-        width, num_candidates = self.settings.width, total_NC.shape[1]
+        width, num_candidates = self.options.beam, total_NC.shape[1]
         num_cells = len(self.sentences.number_B) * width
         table_RC = total_NC.new_full((num_cells, num_candidates), -torch.inf)
         table_RC[self.cell_N] = total_NC
@@ -382,9 +360,10 @@ class _Beams:
 
     def _finish(self, ended: OpenRows, cell_N: Tensor) -> None:
         """Close the places of hypotheses that have ended, and note their scores."""
-        width, sentences = self.settings.width, self.sentences
+        width, sentences = self.options.beam, self.sentences
         num_sentences = len(sentences.number_B)
-        score_N = ended.log_prob_N / length_penalty(ended.length_N.double(), self.settings.alpha)
+        penalty_N = length_penalty(ended.length_N.double(), self.options.length_alpha)
+        score_N = ended.log_prob_N / penalty_N
         self.finished.add(ended, sentences.number_B[ended.sentence_N], score_N)
         num_ended_B = torch.bincount(ended.sentence_N, minlength=num_sentences)
         score_R = score_N.new_full((num_sentences * width,), -torch.inf)
@@ -392,16 +371,16 @@ class _Beams:
         scores = torch.cat([sentences.best_BM, score_R.view(-1, width)], 1)
         self.sentences = sentences._replace(
             num_places_B=sentences.num_places_B - num_ended_B,
-            best_BM=scores.topk(self.settings.num_best)[0],
+            best_BM=scores.topk(self.options.num_best)[0],
         )
 
     def _can_win(self, still_open: OpenRows) -> Tensor:
         """Tell for each open hypothesis whether its sentence may still find better."""
         sentence_N = still_open.sentence_N
         length_N = self.sentences.max_lengths_B[sentence_N]
-        if self.settings.stops_early:
+        if self.options.early_stop:
             length_N = still_open.length_N
-        penalty_N = length_penalty(length_N.double() + 1, self.settings.alpha)
+        penalty_N = length_penalty(length_N.double() + 1, self.options.length_alpha)
         bound_N = still_open.log_prob_N / penalty_N
         bound_B = torch.full_like(self.sentences.best_BM[:, 0], -torch.inf)
         bound_B.scatter_reduce_(0, sentence_N, bound_N, "amax")
@@ -420,26 +399,26 @@ def _without_scores(found: list[list[Hypothesis]]) -> list[list[Hypothesis]]:
     return [[Hypothesis(own.ids, [], math.nan, math.nan) for own in best] for best in found]
 
 
-def _best_pieces(
-    logits_NV: Logits, rows: OpenRows, limits: Constraints, settings: BeamSettings
+def _best_tokens(
+    logits_NV: Logits, rows: OpenRows, constraints: Constraints, options: DecodingOptions
 ) -> TopTokens:
-    """Rank the next pieces of each row, as far as the limits allow any.
+    """Rank the next pieces of each row, as far as the constraints allow any.
 
     To a blind search, whatever is allowed is certain.
     """
-    count = settings.width
-    if limits.no_repeat_ngram:
+    count = options.beam
+    if constraints.no_repeat_ngram:
         logits_NV = logits_NV[:]
-        allowed_NV = allowed_tokens(logits_NV, rows, limits)
-        ids_NC = top_tokens(allowed_NV, limits.never, count).ids_NC
+        allowed_NV = allowed_tokens(logits_NV, rows, constraints)
+        ids_NC = top_tokens(allowed_NV, constraints.never, count).ids_NC
         log_total_N1 = logits_NV.logsumexp(-1, keepdim=True)
         top = TopTokens(ids_NC, allowed_NV.gather(1, ids_NC) - log_total_N1)
-    elif settings.is_blind:
-        ids_N1 = argmax_tokens(logits_NV, limits.never)
+    elif options.argmax_only:
+        ids_N1 = argmax_tokens(logits_NV, constraints.never)
         top = TopTokens(ids_N1, torch.where(ids_N1 < 0, -torch.inf, 0.0))
     else:
-        top = top_tokens(logits_NV, limits.never, count)
-    only_N = rows.only_piece(limits)
+        top = top_tokens(logits_NV, constraints.never, count)
+    only_N = rows.forced_token(constraints)
     bound_N = (only_N >= 0).nonzero()[:, 0]
     if len(bound_N):
         log_probs_LV = logits_NV[bound_N].log_softmax(-1)
@@ -451,10 +430,10 @@ def _best_pieces(
     return top
 
 
-def allowed_tokens(logits_NV: Tensor, rows: OpenRows, limits: Constraints) -> Tensor:
+def allowed_tokens(logits_NV: Tensor, rows: OpenRows, constraints: Constraints) -> Tensor:
     """Forbid what is never written, and what would write n pieces in a row a second time."""
-    allowed_NV, written_NT, n = logits_NV.clone(), rows.written_NT, limits.no_repeat_ngram
-    for index in limits.never:
+    allowed_NV, written_NT, n = logits_NV.clone(), rows.written_NT, constraints.no_repeat_ngram
+    for index in constraints.never:
         allowed_NV[:, index] = -torch.inf
     length = written_NT.shape[1]
     if not n or length < n:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,22 +18,8 @@ from mtrain.decode.beam import (
     Step,
     allowed_tokens,
 )
+from mtrain.decode.options import Sampling
 from mtrain.ops.topk import TopTokens
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How targets are drawn.
-
-    Attributes:
-        temperature: below 1 the likely pieces become likelier.
-        top_k: pieces to draw from, the likeliest; 0 is all.
-        top_p: draw from the fewest likeliest pieces that together have this probability.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
 
 
 @torch.inference_mode()
@@ -52,22 +38,24 @@ def sample(
     Raises:
         NotFiniteError: if the logits are not numbers.
     """
-    state, limits = group.state, group.limits
-    num_sentences = len(limits.max_lengths_B)
+    state, constraints = group.state, group.constraints
+    num_sentences = len(constraints.max_lengths_B)
     per_sentence = len(uniform_NT) // max(num_sentences, 1)
-    device = limits.max_lengths_B.device
+    device = constraints.max_lengths_B.device
     sentence_N = torch.arange(num_sentences, device=device).repeat_interleave(per_sentence)
     state.reorder(sentence_N)
-    prefix_NP = None if limits.prefix_BP is None else limits.prefix_BP[sentence_N]
-    limits = replace(limits, max_lengths_B=limits.max_lengths_B[sentence_N], prefix_BP=prefix_NP)
+    prefix_NP = None if constraints.prefix_BP is None else constraints.prefix_BP[sentence_N]
+    constraints = replace(
+        constraints, max_lengths_B=constraints.max_lengths_B[sentence_N], prefix_BP=prefix_NP
+    )
     draw_N = torch.arange(len(sentence_N), device=device)  # each is as a sentence of its own
-    rows, finished = OpenRows.start(draw_N, limits), FinishedHypotheses()
+    rows, finished = OpenRows.start(draw_N, constraints), FinishedHypotheses()
     uniform_NT = uniform_NT.to(device)
     while len(rows.ids_N):
-        drawn = _draw(step(rows.ids_N, state)[:], rows, limits, settings, uniform_NT)
+        drawn = _draw(step(rows.ids_N, state)[:], rows, constraints, settings, uniform_NT)
         everyone_N = torch.arange(len(rows.ids_N), device=device)
         rows = rows.grow(everyone_N, drawn.ids_NC[:, 0], drawn.log_prob_NC[:, 0])
-        ends_N = rows.ids_N == limits.eos
+        ends_N = rows.ids_N == constraints.eos
         ended = rows.take(ends_N.nonzero()[:, 0])
         finished.add(ended, ended.sentence_N, ended.log_prob_N)
         open_N = (~ends_N).nonzero()[:, 0]
@@ -79,11 +67,15 @@ def sample(
 
 
 def _draw(
-    logits_NV: Tensor, rows: OpenRows, limits: Constraints, settings: Sampling, uniform_NT: Tensor
+    logits_NV: Tensor,
+    rows: OpenRows,
+    constraints: Constraints,
+    settings: Sampling,
+    uniform_NT: Tensor,
 ) -> TopTokens:
     """Draw the next piece of each row; its log-probability is the model's own."""
-    allowed_NV = allowed_tokens(logits_NV, rows, limits)
-    only_N = rows.only_piece(limits)
+    allowed_NV = allowed_tokens(logits_NV, rows, constraints)
+    only_N = rows.forced_token(constraints)
     bound_N = (only_N >= 0).nonzero()[:, 0]
     allowed_NV[bound_N] = -torch.inf
     allowed_NV[bound_N, only_N[bound_N]] = 0.0

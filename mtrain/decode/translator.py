@@ -1,31 +1,30 @@
-"""From text to targets and back: encode, search in batches, decode. Knows one line, not streams."""
+"""Encoded sources to targets: search, sampling and scoring with one model or several."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import islice
-from typing import NamedTuple
 
 import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from mtrain.config.sections import DecodingConfig
 from mtrain.data.batch import keep_first, pad_right
 from mtrain.decode.beam import (
     NUM_GROUPS,
-    BeamSettings,
     Constraints,
     Hypothesis,
     NotFiniteError,
     RequestGroup,
-    Step,
     beam,
 )
 from mtrain.decode.ensemble import Ensemble, EnsembleState, Padded
-from mtrain.decode.gather import exchange, exchange_numbers, exchange_tensors
-from mtrain.decode.sampling import Sampling, sample
+from mtrain.decode.options import DecodingOptions
+from mtrain.decode.sampling import sample
 from mtrain.errors import RunError
 from mtrain.model.transformer import Transformer
 from mtrain.ops.topk import Logits
@@ -40,13 +39,13 @@ from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
 
 @dataclass(frozen=True)
 class EncodedSource:
-    """A line as the search reads it.
+    """A source as the search reads it.
 
     Attributes:
-        ids: pieces + eos.
-        prefix: the pieces that the target must begin with.
-        seed: decides what is sampled, whatever stands beside it in a batch.
-        text: what the pieces are of; needed where another model reads other pieces.
+        ids: tokens + eos.
+        prefix: the tokens that the target must begin with.
+        seed: decides what is sampled, independently of the batch.
+        text: the text of the tokens; models with another source vocabulary encode it themselves.
     """
 
     ids: list[int]
@@ -54,106 +53,78 @@ class EncodedSource:
     seed: int = 0
     text: str | None = None
 
-
-@dataclass(frozen=True)
-class DecodeRequest:
-    """What a search gives for each source.
-
-    Attributes:
-        num_best: hypotheses, best first; of a beam at most its width.
-        sampling: draw instead of searching.
-    """
-
-    num_best: int = 1
-    sampling: Sampling | None = None
+    def max_target_length(self, max_extra_tokens: int) -> int:
+        """Return the most tokens that the target may have, without eos."""
+        return max(len(self.ids) - 1 + max_extra_tokens, len(self.prefix))
 
 
 class Translator:
-    """A model or several, their tokenizer, and how to search.
+    """A model or an ensemble, its tokenizer, and the options of its searches.
 
     Args:
         models: of the same target vocabulary.
-        tokenizer: sources come as its pieces.
-        decoding: how to search.
+        tokenizer: encodes the sources, and decodes the targets.
+        options: of the search.
         device: where the models are.
-        wanted: what a search gives.
-        readers: the source vocabulary of each model, where they are not all the tokenizer's.
-        process_group: ranks that call the same methods with the same arguments, and share the work.
+        src_vocabularies: of each model; by default the tokenizer's.
+        process_group: ranks that call the same methods with the same arguments. Each searches for
+            a part of the sources, and all return all results.
     """
 
     def __init__(
         self,
         models: Sequence[Transformer],
         tokenizer: Tokenizer,
-        decoding: DecodingConfig,
+        options: DecodingOptions,
         device: torch.device,
-        wanted: DecodeRequest = DecodeRequest(),
-        readers: Sequence[Vocabulary] = (),
+        src_vocabularies: Sequence[Vocabulary] = (),
         process_group: ProcessGroup = SINGLE,
     ) -> None:
-        self.ensemble, self.tokenizer = Ensemble(models), tokenizer
-        self.readers = readers or [tokenizer.src] * len(models)
-        self.decoding, self.device, self.wanted, self.process_group = (
-            decoding,
-            device,
-            wanted,
-            process_group,
-        )
+        self.ensemble, self.tokenizer, self.options = Ensemble(models), tokenizer, options
+        self.device, self.process_group = device, process_group
+        self.src_vocabularies = src_vocabularies or [tokenizer.src] * len(models)
 
     @property
     def model(self) -> Transformer:
         """The first model."""
         return self.ensemble.models[0]
 
+    @property
+    def max_positions(self) -> int | None:
+        """The number of learned positions; None if positions are sinusoids."""
+        return self.model.config.max_positions
+
     def with_models(self, models: Sequence[Transformer]) -> Translator:
-        """Return a translator that differs in its models alone."""
-        own = (
+        """Return a copy with other models."""
+        return Translator(
+            models,
             self.tokenizer,
-            self.decoding,
+            self.options,
             self.device,
-            self.wanted,
-            self.readers,
+            self.src_vocabularies,
             self.process_group,
         )
-        return Translator(models, *own)
-
-    def translate(self, lines: Sequence[str]) -> list[str]:
-        """Return one line for each line; a blank line gives an empty one."""
-        rows = [row for row, line in enumerate(lines) if line.strip()]
-        given = [lines[row] for row in rows]
-        encoded = zip(self.tokenizer.encode_src(given), given, strict=True)
-        found = self.search(
-            [EncodedSource(ids, text=text) for ids, text in encoded], with_scores=False
-        )
-        texts = self.tokenizer.tgt.decode([best[0].ids for best in found])
-        translated = dict(zip(rows, texts, strict=True))
-        return [translated.get(row, "") for row in range(len(lines))]
 
     @torch.inference_mode()
-    def search(
-        self, sources: Sequence[EncodedSource], with_scores: bool = True
-    ) -> list[list[Hypothesis]]:
+    def search(self, sources: Sequence[EncodedSource]) -> list[list[Hypothesis]]:
         """Return the best targets of each source, in the order of the sources.
 
-        Args:
-            sources: what is translated.
-            with_scores: say how likely they are; a greedy search is faster without.
+        The sources are sorted by length and dealt in turn to the threads of all ranks.
 
         Raises:
-            RunError: if the model gives no numbers.
+            RunError: if the logits are not finite.
         """
         for model in self.ensemble.models:
             model.eval()
         workers = ThreadPool(None if self.device.type == "cpu" else 1)  # a GPU wants larger batches
         try:
             rows = sorted(range(len(sources)), key=lambda row: -len(sources[row].ids))
-            each = int(self.process_group.broadcast_float(workers.count))
-            count = each * self.process_group.size
-            shares = [rows[first::count] for first in range(count)]
-            own = shares[each * self.process_group.rank : each * (self.process_group.rank + 1)]
-            found = workers.map(
-                lambda share: self._search([sources[row] for row in share], workers, with_scores),
-                own,
+            per_rank = int(self.process_group.broadcast_float(workers.count))
+            count = per_rank * self.process_group.size
+            first = per_rank * self.process_group.rank
+            rows_of = [rows[start::count] for start in range(first, first + per_rank)]
+            hypotheses_of = workers.map(
+                lambda rows: self._search([sources[row] for row in rows], workers), rows_of
             )
         except NotFiniteError:
             raise RunError(
@@ -162,155 +133,148 @@ class Translator:
             ) from None
         finally:
             workers.close()
-        best: list[list[Hypothesis]] = [[] for _ in sources]
-        for share, of_share in zip(shares, exchange(self.process_group, found), strict=True):
-            for row, hypotheses in zip(share, of_share, strict=True):
-                best[row] = hypotheses
-        return best
+        best = {
+            row: hypotheses
+            for rows, found in zip(rows_of, hypotheses_of, strict=True)
+            for row, hypotheses in zip(rows, found, strict=True)
+        }
+        if self.process_group.size > 1:
+            message = [(row, [astuple(one) for one in best[row]]) for row in best]
+            best = {
+                row: [Hypothesis(*one) for one in hypotheses]
+                for part in self.process_group.all_gather_bytes(json.dumps(message).encode())
+                for row, hypotheses in json.loads(part)
+            }
+        return [best[row] for row in range(len(sources))]
 
     @torch.inference_mode()
-    def _search(
-        self, sources: list[EncodedSource], workers: ThreadPool, with_scores: bool
-    ) -> list[list[Hypothesis]]:
-        """Return the best targets of sources that come the longest first."""
+    def _search(self, sources: list[EncodedSource], workers: ThreadPool) -> list[list[Hypothesis]]:
+        """Return the best targets of sources that are sorted by length, the longest first."""
 
         def step(ids_N: Tensor, state: EnsembleState) -> Logits:
             workers.stay()
             return self.ensemble.step(ids_N, state)
 
-        places = self.wanted.num_best if self.wanted.sampling else self.decoding.beam
-        max_cells = self.decoding.batch_tokens / (NUM_GROUPS * places)
+        sampling = self.options.sampling
+        per_source = self.options.num_best if sampling else self.options.beam
+        max_cells = self.options.batch_tokens / (NUM_GROUPS * per_source)
         cuts = _cut([len(source.ids) for source in sources], max_cells)
         groups = (sources[cut] for cut in cuts)
-        if self.wanted.sampling is not None:
-            return [best for group in groups for best in self._sample(step, group)]
-        settings = BeamSettings(
-            self.decoding.beam,
-            self.decoding.length_alpha,
-            self.wanted.num_best,
-            self.decoding.early_stop,
-            with_scores,
-        )
-        return beam(step, (self._start(group) for group in groups), settings)
+        if sampling is None:
+            return beam(step, (self._start(group) for group in groups), self.options)
+        hypotheses = []
+        for group in groups:
+            started = self._start(group)
+            length = int(started.constraints.max_lengths_B.max()) + 1
+            uniform_NT = _draw_uniform(group, self.options.num_best, length)
+            hypotheses += sample(step, started, sampling, uniform_NT)
+        return hypotheses
 
     def _start(self, sources: list[EncodedSource]) -> RequestGroup[EnsembleState]:
-        return RequestGroup(self.ensemble.start(self._read(sources)), self._limits(sources))
+        tgt = self.tokenizer.tgt
+        lengths = [self.max_length(source) for source in sources]
+        prefix_BP = None
+        if any(source.prefix for source in sources):
+            prefix_BP = pad_right([list(source.prefix) for source in sources], -1).to(self.device)
+        constraints = Constraints(
+            tgt.bos,
+            tgt.eos,
+            [tgt.pad, tgt.bos],
+            torch.tensor(lengths, device=self.device),
+            prefix_BP,
+            self.options.no_repeat_ngram,
+        )
+        return RequestGroup(self.ensemble.start(self._pad_for_models(sources)), constraints)
 
-    def _sample(
-        self, step: Step[EnsembleState], sources: list[EncodedSource]
-    ) -> list[list[Hypothesis]]:
-        assert self.wanted.sampling is not None
-        group = self._start(sources)
-        length = int(group.limits.max_lengths_B.max()) + 1
-        uniform_NT = self._draw_uniform(sources, length)
-        return sample(step, group, self.wanted.sampling, uniform_NT)
-
-    def _read(self, sources: Sequence[EncodedSource]) -> list[Padded]:
-        """Return the sources as each model reads them."""
+    def _pad_for_models(self, sources: Sequence[EncodedSource]) -> list[Padded]:
+        """Return the sources in the source vocabulary of each model."""
         first = self.tokenizer.src
-        read = {first: self._pad(first, [source.ids for source in sources])}
+        padded = {first: self._pad(first, [source.ids for source in sources])}
         texts = [source.text for source in sources if source.text is not None]
-        for reader in self.readers:
-            if reader not in read:
+        for vocabulary in self.src_vocabularies:
+            if vocabulary not in padded:
                 assert len(texts) == len(sources), "ids do not hold what their vocabulary lacks"
-                read[reader] = self._pad(
-                    reader, [[*ids, reader.eos] for ids in reader.encode(texts)]
-                )
-        return [read[reader] for reader in self.readers]
+                ids = [[*ids, vocabulary.eos] for ids in vocabulary.encode(texts)]
+                padded[vocabulary] = self._pad(vocabulary, ids)
+        return [padded[vocabulary] for vocabulary in self.src_vocabularies]
 
     def _pad(self, vocabulary: Vocabulary, src: list[list[int]]) -> Padded:
         src_BS = pad_right(src, vocabulary.pad).to(self.device)
         return Padded(src_BS, keep_first([len(ids) for ids in src]).to(self.device))
 
     def max_length(self, source: EncodedSource) -> int:
-        """Return how many pieces the target of a source may have, eos apart."""
-        return max(len(source.ids) - 1 + self.decoding.max_extra_tokens, len(source.prefix))
-
-    def _limits(self, sources: list[EncodedSource]) -> Constraints:
-        tgt = self.tokenizer.tgt
-        lengths = [self.max_length(source) for source in sources]
-        prefix_BP = None
-        if any(source.prefix for source in sources):
-            prefix_BP = pad_right([list(source.prefix) for source in sources], -1).to(self.device)
-        return Constraints(
-            tgt.bos,
-            tgt.eos,
-            [tgt.pad, tgt.bos],
-            torch.tensor(lengths, device=self.device),
-            prefix_BP,
-            self.decoding.no_repeat_ngram,
-        )
-
-    def _draw_uniform(self, sources: list[EncodedSource], length: int) -> Tensor:
-        """Draw numbers for each wanted sample of each source, from its own seed."""
-        rows = []
-        for source in sources:
-            rng = random.Random(source.seed)
-            for _ in range(self.wanted.num_best):
-                own = random.Random(rng.getrandbits(64))
-                rows.append([own.random() for _ in range(length)])
-        return torch.tensor(rows, dtype=torch.float64)
+        """Return the most tokens that the target of a source may have, without eos."""
+        return source.max_target_length(self.options.max_extra_tokens)
 
     @torch.inference_mode()
     def score(
         self, sources: Sequence[EncodedSource], targets: Sequence[list[int]]
     ) -> list[list[float]]:
-        """Return the log-probability of each piece of a given target, and of its eos.
+        """Return the log-probability of each token of a given target, and of its eos.
 
         Args:
             sources: what is translated.
-            targets: pieces without bos and eos.
+            targets: tokens without bos and eos.
         """
-        found: dict[int, list[float]] = {}
-        for pairs in self._batches_of_pairs(sources, targets):
-            log_probs_BTV = self.ensemble.log_probs(pairs.read, pairs.tgt_in_BT)
-            for row, own_TV in zip(pairs.rows, log_probs_BTV, strict=True):
+        log_probs: dict[int, list[float]] = {}
+        for rows, padded, tgt_in_BT in self._batches_of_pairs(sources, targets):
+            log_probs_BTV = self.ensemble.log_probs(padded, tgt_in_BT)
+            for row, log_probs_TV in zip(rows, log_probs_BTV, strict=True):
                 tgt_out = [*targets[row], self.tokenizer.tgt.eos]
-                wanted_T1 = torch.tensor(tgt_out, device=self.device)[:, None]
-                found[row] = own_TV[: len(tgt_out)].gather(1, wanted_T1)[:, 0].tolist()
-        of_all = exchange_numbers(self.process_group, found)
-        return [of_all[row] for row in range(len(sources))]
+                tgt_out_T1 = torch.tensor(tgt_out, device=self.device)[:, None]
+                log_probs_T1 = log_probs_TV[: len(tgt_out)].gather(1, tgt_out_T1)
+                log_probs[row] = log_probs_T1[:, 0].tolist()
+        if self.process_group.size > 1:
+            message = json.dumps(list(log_probs.items())).encode()
+            for part in self.process_group.all_gather_bytes(message):
+                log_probs |= dict(json.loads(part))
+        return [log_probs[row] for row in range(len(sources))]
 
     @torch.inference_mode()
     def attend(
         self, sources: Sequence[EncodedSource], targets: Sequence[list[int]]
     ) -> list[Tensor]:
-        """Return what each piece of a given target, and its eos, gives to each source piece.
+        """Return the cross-attention weights of given targets, each [T, S] with eos on both sides.
 
-        Each is [T, S], the mean of all heads and layers; the pieces are those read so far, so
-        that row t is the attention with which piece t was written.
+        They are the means of all heads and layers. Row t is the attention with which token t is
+        predicted.
         """
-        found: dict[int, Tensor] = {}
-        for pairs in self._batches_of_pairs(sources, targets):
-            weights_BTS = self.ensemble.cross_attention(pairs.read, pairs.tgt_in_BT).cpu()
-            for row, own_TS in zip(pairs.rows, weights_BTS, strict=True):
-                found[row] = own_TS[: len(targets[row]) + 1, : len(sources[row].ids)]
-        of_all = exchange_tensors(self.process_group, found)
-        return [of_all[row] for row in range(len(sources))]
+        weights: dict[int, Tensor] = {}
+        for rows, padded, tgt_in_BT in self._batches_of_pairs(sources, targets):
+            weights_BTS = self.ensemble.cross_attention(padded, tgt_in_BT).cpu()
+            for row, weights_TS in zip(rows, weights_BTS, strict=True):
+                weights[row] = weights_TS[: len(targets[row]) + 1, : len(sources[row].ids)]
+        if self.process_group.size > 1:
+            tensors = {str(row): weights_TS.contiguous() for row, weights_TS in weights.items()}
+            for part in self.process_group.all_gather_bytes(save_tensors(tensors)):
+                weights |= {int(row): weights_TS for row, weights_TS in load_tensors(part).items()}
+        return [weights[row] for row in range(len(sources))]
 
     def _batches_of_pairs(
         self, sources: Sequence[EncodedSource], targets: Sequence[list[int]]
-    ) -> Iterator[_ScoringBatch]:
-        """Yield this rank's batches of pairs of like length, under the budget of tokens."""
+    ) -> Iterator[tuple[list[int], list[Padded], Tensor]]:
+        """Yield this rank's batches: row numbers, sources for each model, and tgt_in [B, T]."""
         lengths = [
             max(len(source.ids), len(target) + 1)
             for source, target in zip(sources, targets, strict=True)
         ]
         rows = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-        cuts = _cut([lengths[row] for row in rows], self.decoding.batch_tokens // 4)
+        cuts = _cut([lengths[row] for row in rows], self.options.batch_tokens // 4)
         for cut in islice(cuts, self.process_group.rank, None, self.process_group.size):
-            own = rows[cut]
-            tgt_in = [[self.tokenizer.tgt.bos, *targets[row]] for row in own]
+            tgt_in = [[self.tokenizer.tgt.bos, *targets[row]] for row in rows[cut]]
             tgt_in_BT = pad_right(tgt_in, self.tokenizer.tgt.pad).to(self.device)
-            yield _ScoringBatch(own, self._read([sources[row] for row in own]), tgt_in_BT)
+            yield rows[cut], self._pad_for_models([sources[row] for row in rows[cut]]), tgt_in_BT
 
 
-class _ScoringBatch(NamedTuple):
-    """Sources with given targets, and the rows at which they stood."""
-
-    rows: list[int]
-    read: list[Padded]
-    tgt_in_BT: Tensor
+def _draw_uniform(sources: list[EncodedSource], num_samples: int, length: int) -> Tensor:
+    """Return uniform numbers [B * num_samples, length], drawn from the seed of each source."""
+    rows = []
+    for source in sources:
+        seeds = random.Random(source.seed)
+        for _ in range(num_samples):
+            rng = random.Random(seeds.getrandbits(64))
+            rows.append([rng.random() for _ in range(length)])
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 def _cut(lengths: Sequence[int], max_cells: float) -> Iterator[slice]:
@@ -326,13 +290,17 @@ def _cut(lengths: Sequence[int], max_cells: float) -> Iterator[slice]:
 
 def load(
     runs: RunDir | Sequence[RunDir],
-    decoding: DecodingConfig | None = None,
+    options: DecodingOptions | None = None,
     loading: LoadOptions = LoadOptions(),  # noqa: B008 - frozen
-    wanted: DecodeRequest = DecodeRequest(),
 ) -> Translator:
     """Load the model of a run folder, or of several as an ensemble, ready to translate.
 
     From then on the process keeps the memory that it frees, and attends without cuDNN.
+
+    Args:
+        runs: a run folder, or several.
+        options: of the search; those of the first run's config if absent.
+        loading: how the models are loaded.
 
     Raises:
         RunError: if a folder is not a run, has no trained model, or its parts do not fit, or if
@@ -342,32 +310,23 @@ def load(
     keep_freed_memory()
     avoid_cudnn_attention()
     folders = [runs] if isinstance(runs, RunDir) else list(runs)
-    config_of = [run.load_config() for run in folders]
+    configs = [run.load_config() for run in folders]
     device = pick_device(loading.process_group.device_name(loading.device))
     tokenizers = [sentencepiece.load(run.tokenizer_dir) for run in folders]
-    readers = _readers(folders, tokenizers)
-    models = [
-        load_model(run, config.model, own, loading, device)
-        for run, config, own in zip(folders, config_of, tokenizers, strict=True)
-    ]
-    settings = decoding or config_of[0].decoding
-    return Translator(
-        models, tokenizers[0], settings, device, wanted, readers, loading.process_group
-    )
-
-
-def _readers(folders: list[RunDir], tokenizers: list[Tokenizer]) -> list[Vocabulary]:
-    """Return the source vocabulary of each run, the same one for those that have the same.
-
-    Raises:
-        RunError: if they do not write the same pieces.
-    """
-    readers: list[Vocabulary] = []
-    for run, own in zip(folders, tokenizers, strict=True):
-        if own.tgt.model != tokenizers[0].tgt.model:
+    src_vocabularies: list[Vocabulary] = []  # the same object for models that have the same
+    for run, tokenizer in zip(folders, tokenizers, strict=True):
+        if tokenizer.tgt.model != tokenizers[0].tgt.model:
             raise RunError(
                 f"{run.path}: must have the target vocabulary of the other runs to decode with "
                 "them, but has its own; train it with a copy of their tokenizer folder."
             )
-        readers.append(next((one for one in readers if one.model == own.src.model), own.src))
-    return readers
+        same = (other for other in src_vocabularies if other.model == tokenizer.src.model)
+        src_vocabularies.append(next(same, tokenizer.src))
+    models = [
+        load_model(run, config.model, tokenizer, loading, device)
+        for run, config, tokenizer in zip(folders, configs, tokenizers, strict=True)
+    ]
+    options = options or DecodingOptions.from_config(configs[0])
+    return Translator(
+        models, tokenizers[0], options, device, src_vocabularies, loading.process_group
+    )

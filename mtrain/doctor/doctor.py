@@ -202,13 +202,14 @@ class _RunChecker:
         return has_patience and progress.step < (settings.max_steps or progress.step + 1)
 
     def _check_translations(self) -> Iterator[CheckResult | str]:
-        config, step = self._needs_config(), None
+        step = None
+        self._needs_config()
         self._needs_tokenizer()
         if not self.has_model:
             if not self.whole:
                 raise _Skip("there is no model that could")
             step = max(self.whole)
-        translator = load(self.run, config.decoding, LoadOptions(step=step))
+        translator = load(self.run, loading=LoadOptions(step=step))
         valid_lines = self._validation_lines()
         lines = valid_lines or _synthetic_lines(translator.tokenizer)
         sources = [EncodedSource(ids) for ids in translator.tokenizer.encode_src(lines)]

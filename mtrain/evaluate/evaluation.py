@@ -6,7 +6,7 @@ A system is a run, or a file of translations. What can be checked is checked bef
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,7 @@ from mtrain.config.sections import Config
 from mtrain.data import prepare
 from mtrain.data.prepare import ParallelLines
 from mtrain.decode.beam import length_penalty
-from mtrain.decode.distributed import Load
-from mtrain.decode.pipeline import BLOCK_LINES, LineTranslator, LongLines, Options, Warn
+from mtrain.decode.pipeline import Warn, translate_lines
 from mtrain.decode.translator import EncodedSource, Translator
 from mtrain.errors import ConfigError, RunError
 from mtrain.evaluate import breakdown, significance
@@ -137,30 +136,22 @@ def evaluate(
     Raises:
         RunError: if the run has no test sets, or not these, or their text is missing.
     """
-    config, results = run.load_config(), []
-    tests = read_tests(run, config, names)
-    for name, hypotheses in _translate(run, config, translator, tests, warn):
+    tests, results = read_tests(run, run.load_config(), names), []
+    for name, hypotheses in translate_tests(run, translator, tests, warn):
         lines = tests[name]
         scores = Scorer(lines.tgt, options or ScoringOptions(), lines.src).score(hypotheses)
         results.append(TestResult(name, str(run.path), lines, hypotheses, scores))
     return results
 
 
-def _translate(
-    run: RunDir,
-    config: Config,
-    translator: Translator,
-    tests: Mapping[str, ParallelLines],
-    warn: Warn,
+def translate_tests(
+    run: RunDir, translator: Translator, tests: Mapping[str, ParallelLines], warn: Warn
 ) -> Iterator[tuple[str, list[str]]]:
-    """Yield the name of each test set with its translations."""
-    options = Options(LongLines(config.data.max_tokens), with_scores=False)
+    """Yield the name of each test set with its translations; all ranks call together."""
     stats = prepare.read_profile(run)
     for name, lines in tests.items():
-        pipeline = LineTranslator(translator, options, stats, partial(_warn_of_test, warn, name))
-        firsts = range(0, len(lines.src), BLOCK_LINES)
-        blocks = (lines.src[first : first + BLOCK_LINES] for first in firsts)
-        yield name, [line.best[0].text for line in pipeline.translate(blocks)]
+        warn_of_test = partial(_warn_of_test, warn, name)
+        yield name, translate_lines(translator, lines.src, stats, warn_of_test)
 
 
 def _warn_of_test(warn: Warn, name: str, text: str) -> None:
@@ -179,19 +170,21 @@ def reference_scores(
         sources = [EncodedSource(ids) for ids in translator.tokenizer.encode_src(lines.src)]
         targets = translator.tokenizer.tgt.encode(lines.tgt)
         for number, log_probs in enumerate(translator.score(sources, targets), start=1):
-            penalty = length_penalty(len(log_probs), translator.decoding.length_alpha)
+            penalty = length_penalty(len(log_probs), translator.options.length_alpha)
             log_prob = sum(log_probs)
             yield f"{name}\t{number}\t{log_prob / penalty:.6f}\t{log_prob:.6f}\t{len(log_probs)}"
 
 
-def evaluate_systems(plan: EvaluationPlan, load: Load, warn: Warn) -> list[TestReport]:
+def evaluate_systems(
+    plan: EvaluationPlan, load: Callable[[RunDir], Translator], warn: Warn
+) -> list[TestReport]:
     """Translate and score test sets by all systems of a plan; return a report of each test set.
 
     The text of the first run's test sets is what all systems are scored against.
 
     Args:
         plan: what to evaluate.
-        load: gives the translator of a run.
+        load: loads the translator of a run.
         warn: gets differences between runs, and warnings about lines.
 
     Raises:
@@ -226,11 +219,8 @@ def evaluate_systems(plan: EvaluationPlan, load: Load, warn: Warn) -> list[TestR
             outputs[name].append(SystemOutput(str(path), translations[path]))
             continue
         run = RunDir(path)
-        with load(run) as translator:
-            for name, hypotheses in _translate(
-                run, configs[path], translator, tests_of[path], warn
-            ):
-                outputs[name].append(SystemOutput(str(path), hypotheses))
+        for name, hypotheses in translate_tests(run, load(run), tests_of[path], warn):
+            outputs[name].append(SystemOutput(str(path), hypotheses))
     return [_report(name, tests[name], outputs[name], plan) for name in tests]
 
 

@@ -191,7 +191,7 @@ def _bleu(
     say(f"translating {len(lines.src):,} lines of validation text with both")
     sources = translator.tokenizer.encode_src(lines.src)
     limits = [translator.max_length(EncodedSource(ids)) for ids in sources]
-    outputs = exported.search(sources, translator.decoding.beam, limits)
+    outputs = exported.search(sources, translator.options.beam, limits)
     theirs = translator.tokenizer.tgt.decode([output.ids for output in outputs])
     ours = parity.translate(translator, sources)
     return BleuPair(metrics.bleu(ours, lines.tgt), metrics.bleu(theirs, lines.tgt))

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from mtrain.config.sections import DecodingConfig
 from mtrain.data.prepare import ParallelLines
 from mtrain.decode.ensemble import Ensemble, EnsembleState, Padded
+from mtrain.decode.options import DecodingOptions
 from mtrain.decode.translator import EncodedSource, Translator
 
 Ids = list[list[int]]
@@ -133,7 +133,7 @@ def compare(translator: Translator, exported: ExportedModel, lines: ParallelLine
         lines: text that the model was not trained on; no source is blank.
     """
     searcher = LogProbSearcher(translator, exported.masks_special)
-    tokenizer, beam = translator.tokenizer, translator.decoding.beam
+    tokenizer, beam = translator.tokenizer, translator.options.beam
     encoded = tokenizer.encode_src(lines.src)
     same_source = _count(a == b for a, b in zip(encoded, exported.encode(lines.src), strict=True))
     limits = [searcher.translator.max_length(EncodedSource(ids)) for ids in encoded]
@@ -170,7 +170,7 @@ def compare(translator: Translator, exported: ExportedModel, lines: ParallelLine
 def translate(translator: Translator, sources: Ids) -> list[str]:
     """Return the translations of the highest log-probability, not normalised by length."""
     searcher = LogProbSearcher(translator, masks_special=False)
-    return translator.tokenizer.tgt.decode(searcher.search(sources, translator.decoding.beam))
+    return translator.tokenizer.tgt.decode(searcher.search(sources, translator.options.beam))
 
 
 def _count(same: Iterable[bool]) -> Agreement:
@@ -201,18 +201,18 @@ class LogProbSearcher:
     """The run's model searched as other libraries do: by log-probability, without other options."""
 
     def __init__(self, translator: Translator, masks_special: bool) -> None:
-        by_log_prob = translator.decoding.model_copy(
-            update={"length_alpha": 0.0, "no_repeat_ngram": 0, "early_stop": False}
+        by_log_prob = replace(
+            translator.options, length_alpha=0.0, no_repeat_ngram=0, early_stop=False
         )
-        self.translator = _with_decoding(translator, by_log_prob)
+        self.translator = _with_options(translator, by_log_prob)
         if masks_special:
             tgt = translator.tokenizer.tgt
             self.translator.ensemble = MaskedEnsemble(translator.ensemble, [tgt.pad, tgt.bos])
 
     def search(self, sources: Ids, beam: int) -> Ids:
         """Return the best target of each source."""
-        decoding = self.translator.decoding.model_copy(update={"beam": beam})
-        translator = _with_decoding(self.translator, decoding)
+        options = replace(self.translator.options, beam=beam)
+        translator = _with_options(self.translator, options)
         translator.ensemble = self.translator.ensemble
         return [best[0].ids for best in translator.search([EncodedSource(ids) for ids in sources])]
 
@@ -236,8 +236,8 @@ class LogProbSearcher:
         return same
 
 
-def _with_decoding(translator: Translator, decoding: DecodingConfig) -> Translator:
-    return Translator(translator.ensemble.models, translator.tokenizer, decoding, translator.device)
+def _with_options(translator: Translator, options: DecodingOptions) -> Translator:
+    return Translator(translator.ensemble.models, translator.tokenizer, options, translator.device)
 
 
 class MaskedEnsemble(Ensemble):

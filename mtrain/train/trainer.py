@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Generator
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from mtrain.config.sections import Config
 from mtrain.data import prepare
 from mtrain.data.loader import TrainingData
 from mtrain.data.sampler import MicroBatchSplit, Position, UpdateBatches
+from mtrain.decode.options import DecodingOptions
 from mtrain.decode.translator import Translator
 from mtrain.errors import RunError, WriteError
 from mtrain.evaluate.metrics import bleu
@@ -150,7 +152,7 @@ class Trainer:
             kind = DDPGradients if self.settings.parallel == "ddp" else FSDPGradients
             self.gradients = kind(self.gradients, process_group, self.settings.exchange)
         self.state = TrainingState(self.model, self.settings, self.compute_dtype, process_group)
-        greedy = config.decoding.model_copy(update={"beam": 1})
+        greedy = replace(DecodingOptions.from_config(config), beam=1, with_scores=False)
         self.translator = Translator(
             [self.model], self.tokenizer, greedy, self.device, process_group=process_group
         )
@@ -322,7 +324,7 @@ class Trainer:
             )
             if not math.isfinite(loss):
                 raise RunError(f"the loss on the validation set is not finite; {self._advice()}")
-            hypotheses = translator.translate(self.valid.lines.src)
+            hypotheses = self.valid.translations(translator)
         for line in self.valid.examples(hypotheses) if show_examples else []:
             self.log.say(line)
         score = bleu(hypotheses, self.valid.lines.tgt) if self.process_group.is_first else 0.0

@@ -8,6 +8,8 @@ import torch
 
 from mtrain.data.loader import in_batches
 from mtrain.data.prepare import ParallelLines
+from mtrain.decode.pipeline import translate_lines
+from mtrain.decode.translator import Translator
 from mtrain.io.text_width import shortened, visible
 from mtrain.model.transformer import Transformer
 from mtrain.runtime.process_group import ProcessGroup
@@ -39,6 +41,11 @@ class ValidationSet:
         local = torch.tensor(totals or [0.0, 0.0, 0.0], dtype=torch.float64, device=device)
         loss, nll, num_tokens = process_group.all_reduce_sum(local).tolist()
         return loss / num_tokens, nll / num_tokens
+
+    def translations(self, translator: Translator) -> list[str]:
+        """Return the translation of each source; all ranks call together, and share the work."""
+        src = self.lines.src
+        return translate_lines(translator, src, block_lines=max(len(src), 1))
 
     def examples(self, hypotheses: Sequence[str]) -> Iterator[str]:
         """Yield lines that show translations of sentences from all over the set."""

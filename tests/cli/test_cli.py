@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tasks import WORDS, copy_task, write_task
 from mtrain.cli.main import app
 from mtrain.config import config_file
 from mtrain.decode.formats import NOTHING, TranslatedLine
-from mtrain.decode.sampling import Sampling
+from mtrain.decode.options import DecodingOptions, Sampling
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
 
@@ -231,15 +232,21 @@ def test_beam_and_length_alpha_are_taken_from_the_run_unless_given(
     options = ["--beam", "3", "--length-alpha", "0", "--device", "cpu", "--n-best", "2"]
     options += ["--early-stop", "--no-repeat-ngram", "4", "--batch-tokens", "99"]
     assert cli("translate", trained.path, *options, stdin=b"ba\n").code == 0
-    own = trained.load_config().decoding
-    assert seen[0] == (own, load_model.LoadOptions(), translator.DecodeRequest())
-    changes = {"beam": 3, "length_alpha": 0.0, "early_stop": True}
-    changes |= {"no_repeat_ngram": 4, "batch_tokens": 99}
-    changed = own.model_copy(update=changes)
-    assert seen[1] == (changed, load_model.LoadOptions("cpu"), translator.DecodeRequest(2))
+    own = replace(DecodingOptions.from_config(trained.load_config()), with_scores=False)
+    assert seen[0] == (own, load_model.LoadOptions())
+    changed = replace(
+        own,
+        beam=3,
+        length_alpha=0.0,
+        early_stop=True,
+        no_repeat_ngram=4,
+        batch_tokens=99,
+        num_best=2,
+    )
+    assert seen[1] == (changed, load_model.LoadOptions("cpu"))
     options = ["--sample", "--temperature", "0.5", "--top-k", "4", "--top-p", "0.9"]
     assert cli("translate", trained.path, *options, stdin=b"ba\n").code == 0
-    assert seen[2][2] == translator.DecodeRequest(1, Sampling(0.5, 4, 0.9))
+    assert seen[2][0] == replace(own, sampling=Sampling(0.5, 4, 0.9))
 
 
 def test_every_format_holds_the_same_translations(

@@ -17,7 +17,6 @@ from mtrain.config.sections import ModelConfig
 from mtrain.data.batch import pad_right
 from mtrain.decode.beam import (
     NUM_GROUPS,
-    BeamSettings,
     Constraints,
     Hypothesis,
     NotFiniteError,
@@ -25,7 +24,8 @@ from mtrain.decode.beam import (
     beam,
     length_penalty,
 )
-from mtrain.decode.sampling import Sampling, sample
+from mtrain.decode.options import DecodingOptions, Sampling
+from mtrain.decode.sampling import sample
 from mtrain.model.kv_cache import KVCache
 from mtrain.model.transformer import Transformer
 from mtrain.ops import native
@@ -42,6 +42,23 @@ SUM_OF = {torch.float32: 1e-5, torch.float64: 1e-9}  # how exact a sum of log-pr
 of_each_type = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 
 Item = TypeVar("Item")
+
+
+def beam_options(
+    beam: int,
+    length_alpha: float = 0.0,
+    num_best: int = 1,
+    early_stop: bool = False,
+    with_scores: bool = True,
+) -> DecodingOptions:
+    return DecodingOptions(
+        beam=beam,
+        length_alpha=length_alpha,
+        num_best=num_best,
+        early_stop=early_stop,
+        with_scores=with_scores,
+    )
+
 
 dtypes = st.sampled_from(DTYPES)
 alphas = st.sampled_from(ALPHAS)
@@ -90,7 +107,7 @@ def cut(items: Sequence[Item], sizes: Sequence[int]) -> Iterator[Sequence[Item]]
 def all_by_beam(
     model: TableModel,
     tasks: Sequence[Task],
-    wanted: BeamSettings,
+    wanted: DecodingOptions,
     no_repeat_ngram: int = 0,
     sizes: Sequence[int] = (),
 ) -> list[list[Hypothesis]]:
@@ -104,7 +121,7 @@ def by_beam(
 ) -> list[Hypothesis]:
     """The best target of each sentence."""
     return [
-        best for (best,) in all_by_beam(model, tasks_of(max_lengths), BeamSettings(width, alpha))
+        best for (best,) in all_by_beam(model, tasks_of(max_lengths), beam_options(width, alpha))
     ]
 
 
@@ -175,10 +192,10 @@ def plain_greedy(model: TableModel, task: Task, n: int = 0) -> tuple[int, ...]:
     return ids[:-1]
 
 
-def plain_beam(model: TableModel, task: Task, wanted: BeamSettings, n: int = 0) -> list[Found]:
+def plain_beam(model: TableModel, task: Task, wanted: DecodingOptions, n: int = 0) -> list[Found]:
     """Beam search in lists: finished hypotheses keep their places.
 
-    Nothing stops before all places are finished, unless `wanted.stops_early`.
+    Nothing stops before all places are finished, unless `wanted.early_stop`.
     """
     still_open: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     finished: list[Found] = []
@@ -188,18 +205,18 @@ def plain_beam(model: TableModel, task: Task, wanted: BeamSettings, n: int = 0) 
             log_probs = model.log_probs(task.sentence, [BOS, *ids])
             pieces = pieces_after(task, ids, n)
             continued += [(log_prob + log_probs[piece], (*ids, piece)) for piece in pieces]
-        survivors = sorted(continued, reverse=True)[: wanted.width - len(finished)]
+        survivors = sorted(continued, reverse=True)[: wanted.beam - len(finished)]
         still_open = [(log_prob, ids) for log_prob, ids in survivors if ids[-1] != EOS]
         finished += [
-            Found(log_prob / length_penalty(len(ids), wanted.alpha), ids[:-1])
+            Found(log_prob / length_penalty(len(ids), wanted.length_alpha), ids[:-1])
             for log_prob, ids in survivors
             if ids[-1] == EOS
         ]
         finished.sort(reverse=True)
-        if wanted.stops_early and len(finished) >= wanted.num_best:
+        if wanted.early_stop and len(finished) >= wanted.num_best:
             to_beat = finished[wanted.num_best - 1].score
             now = [
-                log_prob / length_penalty(len(ids) + 1, wanted.alpha)
+                log_prob / length_penalty(len(ids) + 1, wanted.length_alpha)
                 for log_prob, ids in still_open
             ]
             if not any(score > to_beat for score in now):
@@ -281,7 +298,7 @@ def test_a_beam_of_one_is_greedy_search(alpha, dtype):
     greedy = [plain_greedy(model, task) for task in tasks]
     assert len({len(ids) for ids in greedy}) > 3
     for stops_early in (False, True):
-        found = all_by_beam(model, tasks, BeamSettings(1, alpha, stops_early=stops_early))
+        found = all_by_beam(model, tasks, beam_options(1, alpha, early_stop=stops_early))
         assert [ids_of(best) for best in found] == [[ids] for ids in greedy]
 
 
@@ -292,8 +309,8 @@ def test_greedy_search_without_scores_finds_the_same(n, sizes, dtype):
     """Whether the end is chosen or forced, and with beginnings that are forced."""
     model = TableModel(NUM_PIECES, dtype=dtype)
     tasks = [*tasks_of([0, 1, 2, 3, 4, 5] * 4), Task(7, 4, (0, 2)), Task(8, 2, (5, 0, 0))]
-    scored = all_by_beam(model, tasks, BeamSettings(1, 0.6), n, sizes)
-    found = all_by_beam(model, tasks, BeamSettings(1, 0.6, with_scores=False), n, sizes)
+    scored = all_by_beam(model, tasks, beam_options(1, 0.6), n, sizes)
+    found = all_by_beam(model, tasks, beam_options(1, 0.6, with_scores=False), n, sizes)
     assert [ids_of(best) for best in found] == [ids_of(best) for best in scored]
     assert all(best.log_probs == [] for (best,) in found)
     assert all(math.isnan(best.score) and math.isnan(best.log_prob) for (best,) in found)
@@ -301,8 +318,8 @@ def test_greedy_search_without_scores_finds_the_same(n, sizes, dtype):
 
 def test_a_beam_needs_its_scores_whoever_asks_for_them():
     model, tasks = TableModel(NUM_PIECES), tasks_of([0, 1, 2, 3, 4, 5])
-    found = all_by_beam(model, tasks, BeamSettings(3, 0.6, 2, with_scores=False))
-    assert found == all_by_beam(model, tasks, BeamSettings(3, 0.6, 2))
+    found = all_by_beam(model, tasks, beam_options(3, 0.6, 2, with_scores=False))
+    assert found == all_by_beam(model, tasks, beam_options(3, 0.6, 2))
 
 
 @of_each_type
@@ -313,7 +330,7 @@ def test_a_beam_as_wide_as_the_space_ranks_all_targets(alpha, seed, dtype):
     every = [exhaustive(model, *task[:2], alpha) for task in tasks]
     assert [len(ranked) for ranked in every] == [40, 1, 13, 4, 40, 40]
     for num_best in (1, 3, 40, WIDE):
-        found = all_by_beam(model, tasks, BeamSettings(WIDE, alpha, num_best))
+        found = all_by_beam(model, tasks, beam_options(WIDE, alpha, num_best))
         for hypotheses, ranked in zip(found, every, strict=True):
             assert_found(hypotheses, ranked[:num_best], dtype)
 
@@ -341,7 +358,7 @@ def test_a_beam_is_the_beam_written_in_plain_python(
     seed, width, share, max_lengths, sizes, alpha, stops_early, dtype
 ):
     model, tasks = TableModel(NUM_PIECES, seed, dtype=dtype), tasks_of(max_lengths)
-    wanted = BeamSettings(width, alpha, 1 + round(share * (width - 1)), stops_early)
+    wanted = beam_options(width, alpha, 1 + round(share * (width - 1)), stops_early)
     found = all_by_beam(model, tasks, wanted, sizes=sizes)
     for task, hypotheses in zip(tasks, found, strict=True):
         assert_found(hypotheses, plain_beam(model, task, wanted), dtype)
@@ -353,7 +370,7 @@ def test_many_beams_are_the_beam_in_plain_python(width: int, alpha: float) -> No
     """A finished hypothesis that gives its place away shows in one sentence of many."""
     for seed in range(20, 40):
         model, tasks = TableModel(NUM_PIECES, seed), tasks_of([5] * 4)
-        for wanted in (BeamSettings(width, alpha), BeamSettings(width, alpha, 2)):
+        for wanted in (beam_options(width, alpha), beam_options(width, alpha, 2)):
             found = all_by_beam(model, tasks, wanted)
             expected = [[one.ids for one in plain_beam(model, task, wanted)] for task in tasks]
             assert [ids_of(hypotheses) for hypotheses in found] == expected, seed
@@ -367,7 +384,7 @@ def test_stopping_early_is_its_rule_and_changes_some_results(num_best):
         model, tasks = TableModel(NUM_PIECES, seed, spread=4.0), tasks_of([6] * 4)
         rows_read, ranked = [], []
         for stops_early in (True, False):
-            wanted, before = BeamSettings(4, 2.0, num_best, stops_early), model.num_rows_read
+            wanted, before = beam_options(4, 2.0, num_best, stops_early), model.num_rows_read
             found = all_by_beam(model, tasks, wanted)
             for task, hypotheses in zip(tasks, found, strict=True):
                 assert_found(hypotheses, plain_beam(model, task, wanted), torch.float32)
@@ -397,9 +414,9 @@ def test_finished_hypotheses_and_sentences_are_read_no_more():
     # one piece and eos: of each sentence one place finishes at once, and the others are read once
     model = TableModel(NUM_PIECES)
     model.offsets[EOS] = -2.0
-    all_by_beam(model, tasks_of([1] * 5), BeamSettings(4, 0.0, num_best=4))
+    all_by_beam(model, tasks_of([1] * 5), beam_options(4, 0.0, num_best=4))
     assert model.num_rows_read == 5 + 5 * 3
-    all_by_beam(model, tasks_of([0] * 5), BeamSettings(4))
+    all_by_beam(model, tasks_of([0] * 5), beam_options(4))
     assert model.num_rows_read == 5 + 5 * 3 + 5
 
 
@@ -426,7 +443,7 @@ def test_a_hypothesis_that_is_better_by_a_hair_is_waited_for(alpha):
         first = [begin, end, math.log(1 - math.exp(begin) - math.exp(end))]
         script = Script([first, *[on] * (length - 1), last])
         group = RequestGroup(Prefixes([0]), Constraints(0, 1, [2], torch.tensor([length])))
-        ((found,),) = beam(script.step, iter([group]), BeamSettings(2, alpha))
+        ((found,),) = beam(script.step, iter([group]), beam_options(2, alpha))
         assert found.ids == [0] * length
 
 
@@ -465,7 +482,7 @@ MIXED = [Task(7, 4), Task(2, 0), Task(9, 6, (2, 0)), Task(4, 1), Task(5, 3), Tas
 @of_each_type
 @pytest.mark.parametrize(
     "wanted",
-    [BeamSettings(1), BeamSettings(3, 0.6), BeamSettings(4, 1.0, 4), BeamSettings(4, 1.0, 2, True)],
+    [beam_options(1), beam_options(3, 0.6), beam_options(4, 1.0, 4), beam_options(4, 1.0, 2, True)],
 )
 @pytest.mark.parametrize("no_repeat_ngram", [0, 1])
 def test_the_beams_of_a_sentence_do_not_depend_on_its_neighbours(wanted, no_repeat_ngram, dtype):
@@ -501,7 +518,7 @@ def test_translations_come_in_the_order_of_their_sentences(way):
             found = all_by_sampling(model, picked, Sampling(), uniform_NT[list(order)])
         else:
             found = all_by_beam(
-                model, picked, BeamSettings(1 if way == "greedy" else 3), 0, (3, 1, 2)
+                model, picked, beam_options(1 if way == "greedy" else 3), 0, (3, 1, 2)
             )
         return [ids_of(hypotheses) for hypotheses in found]
 
@@ -513,7 +530,7 @@ def test_translations_come_in_the_order_of_their_sentences(way):
 @pytest.mark.parametrize("num_groups", [0, 1, 3])
 def test_no_sentence_gives_no_translation(num_groups):
     model, empty = TableModel(NUM_PIECES), [group_of([]) for _ in range(num_groups)]
-    assert beam(model.step, iter(empty), BeamSettings(3)) == []
+    assert beam(model.step, iter(empty), beam_options(3)) == []
     assert all_by_sampling(model, [], Sampling(), uniform(0, 5)) == []
     assert model.num_rows_read == 0
 
@@ -531,7 +548,7 @@ def test_groups_join_while_others_grow_and_never_take_more_than_their_room():
             waits.append(len(model.rows_read))
             yield group_of(part)
 
-    found = beam(model.step, groups(), BeamSettings(width))
+    found = beam(model.step, groups(), beam_options(width))
     assert [len(best.ids) for (best,) in found] == [task.max_length for task in tasks]
     assert max(model.rows_read) <= NUM_GROUPS * size * width
     assert sum(model.rows_read[:-9]) / len(model.rows_read[:-9]) > (NUM_GROUPS - 2) * size * width
@@ -568,7 +585,7 @@ def test_ids_that_are_never_written_are_not_written(width, no_repeat_ngram, dtyp
     # they are the likeliest of all, and still count in the normalisation
     model, tasks = TableModel(NUM_PIECES, dtype=dtype), tasks_of([4] * 6)
     model.offsets[NEVER] = 10.0
-    searched = all_by_beam(model, tasks, BeamSettings(width, 0.0, width), no_repeat_ngram)
+    searched = all_by_beam(model, tasks, beam_options(width, 0.0, width), no_repeat_ngram)
     sampled = all_by_sampling(model, tasks, Sampling(), uniform(12, 5), no_repeat_ngram)
     for found in (searched, sampled):
         for sentence, hypotheses in enumerate(found):
@@ -581,7 +598,7 @@ def test_ids_that_are_never_written_are_not_written(width, no_repeat_ngram, dtyp
 def test_with_nothing_forbidden_any_piece_may_be_written():
     model = TableModel(NUM_PIECES)
     model.offsets[PAD] = 10.0
-    (searched,) = beam(model.step, iter([group_of(tasks_of([3]), never=[])]), BeamSettings(2))
+    (searched,) = beam(model.step, iter([group_of(tasks_of([3]), never=[])]), beam_options(2))
     group = group_of(tasks_of([3]), never=[])
     (sampled,) = sample(model.step, group, Sampling(top_k=1), uniform(1, 4))
     assert searched[0].ids == sampled[0].ids == [PAD] * 3
@@ -608,7 +625,7 @@ def test_with_prefixes_and_without_repeats_a_beam_is_the_beam_in_plain_python(
     model = TableModel(NUM_PIECES, seed, dtype=dtype)
     model.offsets[NEVER] = 3.0
     tasks = [Task(sentence, *one) for sentence, one in enumerate(asked)]
-    wanted = BeamSettings(width, alpha, (width + 1) // 2, stops_early)
+    wanted = beam_options(width, alpha, (width + 1) // 2, stops_early)
     for task, found in zip(tasks, all_by_beam(model, tasks, wanted, n, sizes), strict=True):
         assert_found(found, plain_beam(model, task, wanted, n), dtype)
         for hypothesis in found:
@@ -623,7 +640,7 @@ def test_a_prefix_is_paid_for_and_longer_than_the_limit_it_is_written_whole(widt
     model = TableModel(NUM_PIECES)
     model.offsets[2] = model.offsets[PAD] = -12.0
     tasks = [Task(0, 1, (2, PAD, 2)), Task(1, 3, (2, PAD, 2)), Task(2, 4, (2,)), Task(3, 4)]
-    searched = all_by_beam(model, tasks, BeamSettings(width))
+    searched = all_by_beam(model, tasks, beam_options(width))
     sampled = all_by_sampling(model, tasks, Sampling(0.5, top_k=1), uniform(4, 5))
     for found in (searched, sampled):
         for task, (hypothesis,) in zip(tasks, found, strict=True):
@@ -636,7 +653,7 @@ def test_a_prefix_is_paid_for_and_longer_than_the_limit_it_is_written_whole(widt
 
 
 def test_a_prefix_of_what_is_found_anyway_changes_nothing():
-    model, wanted = TableModel(NUM_PIECES, 5), BeamSettings(1)
+    model, wanted = TableModel(NUM_PIECES, 5), beam_options(1)
     model.offsets[EOS] = -1.0
     tasks = tasks_of([5] * 8)
     free = all_by_beam(model, tasks, wanted)
@@ -657,7 +674,7 @@ def test_no_ngram_is_written_twice(n):
     model, tasks = TableModel(NUM_PIECES, spread=0.5), tasks_of([12] * 6)
     model.offsets[EOS] = -4.0
     for no_repeat in (0, n):
-        searched = all_by_beam(model, tasks, BeamSettings(4, 0.0, 4), no_repeat)
+        searched = all_by_beam(model, tasks, beam_options(4, 0.0, 4), no_repeat)
         sampled = all_by_sampling(model, tasks, Sampling(), uniform(24, 13), no_repeat)
         for found in (searched, sampled):
             counts: list[int] = []
@@ -674,7 +691,7 @@ def test_no_ngram_is_written_twice(n):
 def test_greedy_search_without_repeats_takes_the_best_of_the_rest(n):
     model, tasks = TableModel(NUM_PIECES, spread=1.0), tasks_of([8] * 10)
     model.offsets[EOS] = -2.0
-    found = [hypothesis for (hypothesis,) in all_by_beam(model, tasks, BeamSettings(1), n)]
+    found = [hypothesis for (hypothesis,) in all_by_beam(model, tasks, beam_options(1), n)]
     assert ids_of(found) == [plain_greedy(model, task, n) for task in tasks]
     assert ids_of(found) != [plain_greedy(model, task) for task in tasks]
 
@@ -729,7 +746,7 @@ def test_samples_come_in_the_order_of_their_numbers():
 @pytest.mark.parametrize("n", [0, 2])
 def test_sampling_from_the_likeliest_piece_is_greedy_search(temperature, n, dtype):
     model, tasks = TableModel(NUM_PIECES, dtype=dtype), tasks_of([0, 1, 2, 3, 4, 5] * 2)
-    greedy = [best for (best,) in all_by_beam(model, tasks, BeamSettings(1), n)]
+    greedy = [best for (best,) in all_by_beam(model, tasks, beam_options(1), n)]
     for wanted in (Sampling(temperature, top_k=1), Sampling(temperature, top_p=1e-6)):
         drawn = [best for (best,) in all_by_sampling(model, tasks, wanted, uniform(12, 6), n)]
         assert_same(drawn, greedy)
@@ -811,7 +828,7 @@ def broken(model: TableModel, value: float, after: int) -> TableModel:
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize("n", [0, 1])
 @pytest.mark.parametrize(
-    "wanted", [BeamSettings(1), BeamSettings(3), BeamSettings(1, with_scores=False)], ids=str
+    "wanted", [beam_options(1), beam_options(3), beam_options(1, with_scores=False)], ids=str
 )
 @pytest.mark.parametrize("sizes", [(), (1, 1)], ids=["together", "joining"])
 def test_a_beam_of_what_is_no_number_is_an_error(value, after, n, wanted, sizes, dtype):
@@ -840,7 +857,7 @@ def test_what_is_no_number_is_an_error_where_only_one_piece_may_be_written_too(v
     group = group_of([task])
     with pytest.raises(NotFiniteError):
         _ = (
-            beam(model.step, iter([group]), BeamSettings(2))
+            beam(model.step, iter([group]), beam_options(2))
             if way == "beam"
             else sample(model.step, group, Sampling(), uniform(1, 5))
         )
@@ -854,7 +871,7 @@ def test_what_is_no_number_is_an_error_where_only_one_piece_may_be_written_too(v
 @pytest.mark.parametrize("width", [1, 3])
 def test_a_score_is_the_log_prob_over_the_length_penalty(alpha, width, dtype):
     model, tasks = TableModel(NUM_PIECES, dtype=dtype), tasks_of([5] * 8)
-    for sentence, found in enumerate(all_by_beam(model, tasks, BeamSettings(width, alpha, width))):
+    for sentence, found in enumerate(all_by_beam(model, tasks, beam_options(width, alpha, width))):
         assert len(found) == width
         scores = [hypothesis.score for hypothesis in found]
         assert scores == sorted(scores, reverse=True)
@@ -915,7 +932,7 @@ def read(model: Transformer, src: Sequence[list[int]], padding: int = 0) -> Requ
 
 @torch.inference_mode()
 def translate(
-    model: Transformer, src: list[list[int]], wanted: BeamSettings, sizes: Sequence[int] = ()
+    model: Transformer, src: list[list[int]], wanted: DecodingOptions, sizes: Sequence[int] = ()
 ) -> list[list[Hypothesis]]:
     """Search in groups of these sizes, each padded as it must, and every other one more."""
     parts = enumerate(cut(src, sizes))
@@ -961,7 +978,7 @@ def assert_is_itself(found: list[Hypothesis], alone: list[Hypothesis], dtype: to
 
 batches = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 a_beam = st.builds(
-    lambda width, alpha, share, early: BeamSettings(
+    lambda width, alpha, share, early: beam_options(
         width, alpha, 1 + round(share * (width - 1)), early
     ),
     st.integers(1, 6),
@@ -1030,7 +1047,7 @@ def test_the_models_above_translate_in_many_ways():
         hypothesis
         for seed in SEEDS
         for (hypothesis,) in translate(
-            peaked_transformer(seed), source(LENGTHS), BeamSettings(3, 0.6)
+            peaked_transformer(seed), source(LENGTHS), beam_options(3, 0.6)
         )
     ]
     assert len(set(ids_of(found))) > 6
@@ -1042,7 +1059,7 @@ def test_the_models_above_translate_in_many_ways():
 @torch.no_grad()
 def test_a_beam_of_one_is_greedy_search_with_a_real_model(seed, dtype):
     model, src = peaked_transformer(seed, dtype), source(LENGTHS)
-    for ids, (hypothesis,) in zip(src, translate(model, src, BeamSettings(1, 0.6)), strict=True):
+    for ids, (hypothesis,) in zip(src, translate(model, src, beam_options(1, 0.6)), strict=True):
         src_1S, written = torch.tensor([ids]), [MODEL_BOS]
         while written[-1] != MODEL_EOS:
             states_1TD = model(src_1S, torch.ones_like(src_1S).bool(), torch.tensor([written]))
@@ -1062,19 +1079,19 @@ def test_greedy_search_without_scores_finds_the_same_with_a_real_model(seed, dty
     monkeypatch.setattr(native.Functions, "has_fast_matmul", lambda functions: True)
     model, src = peaked_transformer(seed, dtype), source(LENGTHS * 3, seed)
     pack_weights(model)
-    scored = translate(model, src, BeamSettings(1), (2, 3))
-    found = translate(model, src, BeamSettings(1, with_scores=False), (2, 3))
+    scored = translate(model, src, beam_options(1), (2, 3))
+    found = translate(model, src, beam_options(1, with_scores=False), (2, 3))
     assert [ids_of(best) for best in found] == [ids_of(best) for best in scored]
 
 
 @of_each_type
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
-    "wanted", [BeamSettings(1), BeamSettings(4, 0.6, 4), BeamSettings(6, 1.0, 2, True), Sampling()]
+    "wanted", [beam_options(1), beam_options(4, 0.6, 4), beam_options(6, 1.0, 2, True), Sampling()]
 )
 def test_log_probs_are_those_of_the_whole_target_decoded_at_once(seed, wanted, dtype):
     model, src = peaked_transformer(seed, dtype), source(LENGTHS)
-    if isinstance(wanted, BeamSettings):
+    if isinstance(wanted, DecodingOptions):
         found_by_all = translate(model, src, wanted, (1, 2))
     else:
         found_by_all = draw(model, src, wanted, uniform(8, 12))
@@ -1083,6 +1100,6 @@ def test_log_probs_are_those_of_the_whole_target_decoded_at_once(seed, wanted, d
             expected = forced_by(model, ids, hypothesis.ids)
             assert hypothesis.log_probs == pytest.approx(expected, abs=SUM_OF[dtype])
             assert hypothesis.log_prob == pytest.approx(sum(expected), abs=SUM_OF[dtype])
-            alpha = wanted.alpha if isinstance(wanted, BeamSettings) else 0.0
+            alpha = wanted.length_alpha if isinstance(wanted, DecodingOptions) else 0.0
             penalty = length_penalty(len(hypothesis.log_probs), alpha)
             assert hypothesis.score == pytest.approx(hypothesis.log_prob / penalty, rel=1e-12)

@@ -5,8 +5,9 @@ import torch
 from builders import Prefixes, left_keep, model_config, transformer
 from torch import Tensor
 
-from mtrain.decode.beam import BeamSettings, Constraints, Hypothesis, RequestGroup, beam
+from mtrain.decode.beam import Constraints, Hypothesis, RequestGroup, beam
 from mtrain.decode.ensemble import Ensemble, EnsembleState, Padded
+from mtrain.decode.options import DecodingOptions
 from mtrain.model.transformer import Transformer
 
 SAME = {"rtol": 1e-9, "atol": 1e-11}
@@ -50,7 +51,9 @@ def decode(models: list[Transformer], width: int = 3) -> list[list[Hypothesis]]:
         )
         for rows in (slice(0, 1), slice(1, 3))
     )
-    return beam(together.step, groups, BeamSettings(width, 0.6, width))
+    return beam(
+        together.step, groups, DecodingOptions(beam=width, length_alpha=0.6, num_best=width)
+    )
 
 
 def assert_alike(found: list[list[Hypothesis]], expected: list[list[Hypothesis]]) -> None:

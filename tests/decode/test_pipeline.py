@@ -13,16 +13,19 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tasks import WORDS, copy_task
 
-from mtrain.config.sections import DecodingConfig, TokenizerConfig
+from mtrain.config.sections import TokenizerConfig
 from mtrain.corpus.length_stats import CorpusStats
 from mtrain.decode.alignment import Link
+from mtrain.decode.beam import Hypothesis
 from mtrain.decode.formats import TranslatedLine
-from mtrain.decode.pipeline import LineTranslator, LongLines, Options, Warn
-from mtrain.decode.sampling import Sampling
-from mtrain.decode.translator import DecodeRequest, Translator, load
+from mtrain.decode.options import DecodingOptions, Sampling
+from mtrain.decode.pipeline import LineTranslator, Warn, translate_lines
+from mtrain.decode.split_long import split_line
+from mtrain.decode.translator import EncodedSource, Translator, load
 from mtrain.errors import DataError
 from mtrain.run.load_model import LoadOptions, build_model
 from mtrain.run.run_dir import RunDir
+from mtrain.runtime.process_group import ProcessGroup
 from mtrain.tokenizer import sentencepiece
 
 LINES = [pair.src for pair in copy_task(12, 5)]
@@ -41,13 +44,17 @@ def never(text: str) -> None:
 def stream(
     translator: Translator,
     blocks: Sequence[list[str]],
-    options: Options = Options(),  # noqa: B008
     warn: Warn = never,
     prefixes: Sequence[str] | None = None,
-    profile: CorpusStats | None = USUAL,
+    stats: CorpusStats | None = USUAL,
 ) -> list[TranslatedLine]:
     forced = iter(prefixes) if prefixes is not None else None
-    return list(LineTranslator(translator, options, profile, warn).translate(blocks, forced))
+    return list(LineTranslator(translator, stats, warn).translate(blocks, forced))
+
+
+def with_options(translator: Translator, **changes: object) -> Translator:
+    options = replace(translator.options, **changes)  # type: ignore[arg-type]
+    return Translator(translator.ensemble.models, translator.tokenizer, options, translator.device)
 
 
 def texts(lines: Sequence[TranslatedLine]) -> list[str]:
@@ -71,7 +78,7 @@ def num_tokens(line: str, translator: Translator) -> int:
 def test_blocks_change_nothing_but_when_a_line_comes(translator: Translator) -> None:
     lines = ["", *LINES[:5], "  ", *LINES[5:], "\t"]
     whole = stream(translator, [lines])
-    assert texts(whole) == translator.translate(lines)
+    assert texts(whole) == translate_lines(translator, lines)
     assert [(line.number, line.src) for line in whole] == list(enumerate(lines, start=1))
     parts = stream(translator, [lines[:1], lines[1:4], [], lines[4:]])
     assert_same(parts, whole)
@@ -86,14 +93,14 @@ def test_an_endless_input_is_read_a_block_at_a_time(translator: Translator) -> N
             num_read += 1
             yield LINES[:3]
 
-    found = LineTranslator(translator, Options(), USUAL, never).translate(endless())
+    found = LineTranslator(translator, USUAL, never).translate(endless())
     for index, line in enumerate(islice(found, 9)):
         assert num_read == index // 3 + 1
         assert line.number == index + 1
 
 
 def test_every_number_that_is_given_belongs_to_the_text(translator: Translator) -> None:
-    found = stream(translator, [LINES], Options(with_alignment=True))
+    found = stream(with_options(translator, with_alignment=True), [LINES])
     copies = [line for line in found if line.best[0].text == line.src]
     assert len(copies) >= 8
     links: list[Link] = []
@@ -109,15 +116,12 @@ def test_every_number_that_is_given_belongs_to_the_text(translator: Translator) 
 
 
 def test_without_scores_a_stream_says_the_same_of_each_line(translator: Translator) -> None:
-    decoding = translator.decoding.model_copy(update={"beam": 1})
-    models, device = translator.ensemble.models, translator.device
-    greedy = Translator(models, translator.tokenizer, decoding, device)
-    long = " ".join(LINES[:4])
-    options = Options(LongLines(num_tokens(LINES[0], translator) + 1), with_alignment=True)
+    long, limit = " ".join(LINES[:4]), num_tokens(LINES[0], translator) + 1
+    greedy = with_options(translator, beam=1, max_input_tokens=limit, with_alignment=True)
     warned: list[str] = []
-    scored = stream(greedy, [["", *LINES, long]], options, warned.append)
-    unscored = replace(options, with_scores=False)
-    found = stream(greedy, [["", *LINES, long]], unscored, lambda _: None)
+    scored = stream(greedy, [["", *LINES, long]], warned.append)
+    unscored = with_options(greedy, with_scores=False)
+    found = stream(unscored, [["", *LINES, long]], lambda _: None)
     assert any("parts" in text for text in warned)
     for one, other in zip(found, scored, strict=True):
         (best,), (expected,) = one.best, other.best
@@ -127,12 +131,10 @@ def test_without_scores_a_stream_says_the_same_of_each_line(translator: Translat
 
 
 def test_a_list_of_the_best_is_ranked_and_begins_with_the_best(translator: Translator) -> None:
-    decoding = translator.decoding.model_copy(update={"beam": 4})
-    models, device = translator.ensemble.models, translator.device
-    ranking = Translator(models, translator.tokenizer, decoding, device, DecodeRequest(num_best=3))
-    single = Translator(models, translator.tokenizer, decoding, device)
+    single = with_options(translator, beam=4)
+    ranking = with_options(single, num_best=3)
     ranked = stream(ranking, [["", *LINES]])
-    assert texts(ranked) == single.translate(["", *LINES])
+    assert texts(ranked) == translate_lines(single, ["", *LINES])
     assert ranked[0].best[0].text == ""
     for line in ranked[1:]:
         scores = [best.score for best in line.best]
@@ -144,21 +146,65 @@ def test_a_list_of_the_best_is_ranked_and_begins_with_the_best(translator: Trans
 def test_samples_depend_on_the_seed_and_the_line_and_on_nothing_else(
     translator: Translator,
 ) -> None:
-    wanted = DecodeRequest(num_best=2, sampling=Sampling(temperature=2.5))
-    drawing = Translator(
-        translator.ensemble.models,
-        translator.tokenizer,
-        translator.decoding,
-        translator.device,
-        wanted,
-    )
+    drawing = with_options(translator, num_best=2, sampling=Sampling(temperature=2.5))
     same = ["ba ce di"] * 8
-    first = stream(drawing, [same], Options(seed=1), warn=lambda _: None)
-    parts = stream(drawing, [same[:3], same[3:]], Options(seed=1), warn=lambda _: None)
+    first = stream(drawing, [same], warn=lambda _: None)
+    parts = stream(drawing, [same[:3], same[3:]], warn=lambda _: None)
     assert_same(parts, first)
-    other = stream(drawing, [same], Options(seed=2), warn=lambda _: None)
+    other = stream(with_options(drawing, seed=2), [same], warn=lambda _: None)
     assert texts(other) != texts(first)
     assert len({tuple(best.text for best in line.best) for line in first}) > 4
+
+
+# Ranks
+
+
+class Rank(ProcessGroup):
+    """One of two ranks; what the first one sends is in `sent`."""
+
+    size = 2
+
+    def __init__(self, rank: int, sent: list[bytes]) -> None:
+        self.rank, self.sent = rank, sent
+
+    def broadcast_bytes(self, message: bytes) -> bytes:
+        if self.is_first:
+            self.sent.append(message)
+            return message
+        return self.sent.pop(0)
+
+
+def test_all_ranks_search_for_the_lines_and_prefixes_of_the_first(
+    translator: Translator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[EncodedSource]] = []
+
+    def search(self: Translator, sources: list[EncodedSource]) -> list[list[Hypothesis]]:
+        asked.append(list(sources))
+        return [[Hypothesis([], [], 0.0, 0.0)] for _ in sources]
+
+    monkeypatch.setattr(Translator, "search", search)
+    sent: list[bytes] = []
+    models, tokenizer = translator.ensemble.models, translator.tokenizer
+    first, second = (
+        Translator(
+            models,
+            tokenizer,
+            translator.options,
+            translator.device,
+            process_group=Rank(rank, sent),
+        )
+        for rank in range(2)
+    )
+    blocks, prefixes = [["ba", "", "b\N{SNOWMAN}"], [], ["ce"]], ["tu", "", "gu", ""]
+    said: list[str] = []
+    lines = stream(first, blocks, said.append, prefixes)
+    assert said
+    assert stream(second, [], never) == lines
+    assert sent == []
+    assert asked[: len(blocks)] == asked[len(blocks) :]
+    assert [source.text for source in asked[0]] == ["ba", "b\N{SNOWMAN}"]
+    assert asked[0][0].prefix == tuple(tokenizer.tgt.encode(["tu"])[0])
 
 
 # Prefixes
@@ -169,8 +215,8 @@ def test_a_translation_begins_as_its_prefix_says(translator: Translator) -> None
     found = stream(translator, [LINES[:2], LINES[2:3]], prefixes=prefixes, warn=lambda _: None)
     for line, prefix in zip(found, prefixes, strict=True):
         assert line.best[0].text.startswith(prefix)
-    assert found[1].best[0].text == translator.translate(LINES[1:2])[0]
-    assert not translator.translate(LINES[:1])[0].startswith("tu so")
+    assert found[1].best[0].text == translate_lines(translator, LINES[1:2])[0]
+    assert not translate_lines(translator, LINES[:1])[0].startswith("tu so")
 
 
 def test_fewer_prefixes_than_lines_are_an_error_that_names_the_line(
@@ -194,8 +240,8 @@ OF_TWO = (
 def cut(
     translator: Translator, line: str, limit: int, policy: str, warn: Warn = never
 ) -> TranslatedLine:
-    options = Options(LongLines(limit, policy))  # type: ignore[arg-type]
-    (found,) = stream(translator, [[line]], options, warn)
+    cutting = with_options(translator, max_input_tokens=limit, on_long=policy)
+    (found,) = stream(cutting, [[line]], warn)
     return found
 
 
@@ -204,7 +250,7 @@ def test_a_line_that_fits_is_not_cut(translator: Translator) -> None:
     for policy in ("split", "truncate", "error"):
         said: list[str] = []
         found = cut(translator, TWO, limit, policy, said.append)
-        assert found.best[0].text == translator.translate([TWO])[0]
+        assert found.best[0].text == translate_lines(translator, [TWO])[0]
         assert found.best[0].flags == ["unknown"]
         assert said == [OF_TWO]
 
@@ -214,7 +260,7 @@ def test_split_cuts_at_the_ends_of_sentences_and_joins_what_it_finds(
 ) -> None:
     said: list[str] = []
     found = cut(translator, TWO, num_tokens(TWO, translator) - 1, "split", said.append)
-    assert found.best[0].text == " ".join(translator.translate(["ba ce.", "di fo gu!"]))
+    assert found.best[0].text == " ".join(translate_lines(translator, ["ba ce.", "di fo gu!"]))
     assert found.best[0].flags == ["split", "unknown"]
     in_parts = f"line 1: has {num_tokens(TWO, translator)} tokens; translated in 2 parts."
     assert said == [in_parts, OF_TWO]
@@ -237,8 +283,7 @@ def test_characters_that_the_tokenizer_did_not_learn_are_warned_of(translator: T
 
 
 def split(translator: Translator, line: str, limit: int) -> list[list[int]]:
-    parts = LineTranslator(translator, Options(), None, never)._split(line, limit)
-    return [part.source.ids for part in parts]
+    return [part.source.ids for part in split_line(line, translator.tokenizer.src, limit)]
 
 
 def test_split_keeps_quotes_and_brackets_that_close_a_sentence(translator: Translator) -> None:
@@ -284,7 +329,7 @@ def test_split_loses_no_piece_and_keeps_every_part_short(text: str, limit: int) 
 @example("a。b。 c", 12)
 def test_every_piece_of_a_split_line_knows_its_word_of_the_line(text: str, limit: int) -> None:
     pieces_of: dict[int, list[int]] = {}
-    for part in LineTranslator(untrained(), Options(), None, never)._split(text, limit):
+    for part in split_line(text, vocabularies().src, limit):
         for piece, word in zip(part.source.ids[:-1], part.words, strict=True):
             pieces_of.setdefault(word, []).append(piece)
     words = [word for word in text.split(" ") if word]
@@ -297,13 +342,11 @@ def test_every_piece_of_a_split_line_knows_its_word_of_the_line(text: str, limit
 
 @given(text=ODD_TEXT, limit=st.integers(2, 12))
 def test_the_text_of_cut_lines_holds_what_their_vocabulary_lacks(text: str, limit: int) -> None:
-    parts = LineTranslator(without_bytes(), Options(), None, never)._split(text, limit)
+    parts = split_line(text, without_bytes().tokenizer.src, limit)
     told = [part.source.text or "" for part in parts]
     assert "".join("".join(told).split()) == "".join(text.split())
-    options = Options(LongLines(limit, "truncate"))
-    for part in LineTranslator(without_bytes(), options, None, lambda _: None)._parts(
-        [1], [text], [""]
-    )[0]:
+    cutting = with_options(without_bytes(), max_input_tokens=limit, on_long="truncate")
+    for part in LineTranslator(cutting)._parts([1], [text], None)[0]:
         assert "".join(text.split()).startswith("".join((part.source.text or "").split()))
         assert len(without_bytes().tokenizer.encode_src([part.source.text or ""])[0]) <= limit
 
@@ -313,13 +356,13 @@ def without_bytes() -> Translator:
     config = TokenizerConfig(vocab_size=120, byte_fallback=False)
     own = sentencepiece.train(config, SRC_LINES, [], seed=1)
     model = build_model(model_config(), own)
-    return Translator([model], own, DecodingConfig(), torch.device("cpu"))
+    return Translator([model], own, DecodingOptions(), torch.device("cpu"))
 
 
 def test_links_of_a_split_line_name_words_that_are_there(translator: Translator) -> None:
     for line, limit in [("babababababababa ce di", 4), ("ba。ce。di。 fo", 6)]:
-        options = Options(LongLines(limit), with_alignment=True)
-        (found,) = stream(translator, [[line]], options, warn=lambda _: None)
+        linking = with_options(translator, max_input_tokens=limit, with_alignment=True)
+        (found,) = stream(linking, [[line]], warn=lambda _: None)
         (best,) = found.best
         assert best.alignment is not None
         assert [link.tgt for link in best.alignment] == list(range(len(best.text.split())))
@@ -331,14 +374,14 @@ def untrained() -> Translator:
     model = build_model(model_config(), vocabularies()).double()
     randomise(model, seed=1)
     return Translator(
-        [model], vocabularies(), DecodingConfig(beam=2, max_extra_tokens=3), torch.device("cpu")
+        [model], vocabularies(), DecodingOptions(beam=2, max_extra_tokens=3), torch.device("cpu")
     )
 
 
 def test_truncate_translates_the_beginning_and_says_so(translator: Translator) -> None:
     said: list[str] = []
     found = cut(translator, "ba ce di fo gu", 4, "truncate", said.append)
-    assert found.best[0].text == translator.translate(["ba ce di"])[0]
+    assert found.best[0].text == translate_lines(translator, ["ba ce di"])[0]
     assert found.best[0].flags == ["truncated"]
     assert said == ["line 1: has 6 tokens; all after the first 3 are left out."]
 
@@ -357,8 +400,8 @@ def test_a_line_longer_than_those_of_the_training_is_translated_whole_with_a_war
 ) -> None:
     said: list[str] = []
     usual = USUAL._replace(longest_src=4)
-    found = stream(translator, [["ba ce di", "ba ce di fo"]], warn=said.append, profile=usual)
-    assert texts(found) == translator.translate(["ba ce di", "ba ce di fo"])
+    found = stream(translator, [["ba ce di", "ba ce di fo"]], warn=said.append, stats=usual)
+    assert texts(found) == translate_lines(translator, ["ba ce di", "ba ce di fo"])
     assert said == [
         "line 2: has 5 tokens, the longest of the training 4; translated whole. "
         "`--max-input-tokens` cuts such lines."
@@ -370,9 +413,9 @@ def test_a_line_longer_than_the_learned_positions_is_warned_of() -> None:
     limit = len(vocabularies().encode_src(lines[2:])[0]) - 1
     config = model_config(positions="learned", max_positions=limit)
     model = build_model(config, vocabularies()).eval()
-    learned = Translator([model], vocabularies(), DecodingConfig(beam=1), torch.device("cpu"))
+    learned = Translator([model], vocabularies(), DecodingOptions(beam=1), torch.device("cpu"))
     said: list[str] = []
-    stream(learned, [lines], warn=said.append, profile=None)
+    stream(learned, [lines], warn=said.append, stats=None)
     assert said[0] == (
         f"line 3: has {limit + 1} tokens, but the model learned {limit} positions; the tokens "
         "after them share the last one. `--max-input-tokens` cuts such lines."
@@ -388,7 +431,7 @@ def test_the_first_lines_with_a_flaw_are_named_and_the_others_counted(
     said: list[str] = []
     copies = ["ba ce", "fo", *LINES]
     unusual = USUAL._replace(share_copied=0.0)
-    found = stream(translator, [copies[:3], copies[3:]], warn=said.append, profile=unusual)
+    found = stream(translator, [copies[:3], copies[3:]], warn=said.append, stats=unusual)
     numbers = [line.number for line in found if line.best[0].flags == ["copy"]]
     assert len(numbers) > 7
     assert said == [
@@ -398,11 +441,11 @@ def test_the_first_lines_with_a_flaw_are_named_and_the_others_counted(
 
 
 def test_output_that_reached_its_limit_is_marked(translator: Translator) -> None:
-    decoding = translator.decoding.model_copy(update={"beam": 1, "max_extra_tokens": 0})
+    options = replace(translator.options, beam=1, max_extra_tokens=0)
     model = build_model(translator.model.config, translator.tokenizer)
     with torch.no_grad():
         model.output.weight[translator.tokenizer.tgt.eos] = -100 * model.output.weight.sum(0)
-    endless = Translator([model], translator.tokenizer, decoding, translator.device)
+    endless = Translator([model], translator.tokenizer, options, translator.device)
     said: list[str] = []
     (line,) = stream(endless, [["ba ce di"]], warn=said.append)
     if len(line.best[0].pieces) == num_tokens("ba ce di", translator):

@@ -19,18 +19,17 @@ import torch
 from builders import SRC_LINES, TGT_LINES, model_config, randomise, vocabularies
 from tasks import WORDS, copy_task, train, write_task
 
-from mtrain.config.sections import DecodingConfig, TokenizerConfig
+from mtrain.config.sections import TokenizerConfig
 from mtrain.decode import translator as translator_module
 from mtrain.decode.beam import NUM_GROUPS, length_penalty
-from mtrain.decode.distributed import DistributedTranslator, follow
-from mtrain.decode.sampling import Sampling
-from mtrain.decode.translator import DecodeRequest, EncodedSource, Translator
+from mtrain.decode.options import DecodingOptions, Sampling
+from mtrain.decode.pipeline import translate_lines
+from mtrain.decode.translator import EncodedSource, Translator
 from mtrain.errors import ConfigError, RunError
 from mtrain.model.transformer import DecoderLayer
 from mtrain.run import checkpoint, load_model
 from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
-from mtrain.runtime.process_group import ProcessGroup
 from mtrain.runtime.thread_pool import ThreadPool
 from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer
@@ -68,12 +67,9 @@ def translator(trained: RunDir) -> Translator:
     return translator_module.load(trained, loading=LoadOptions("cpu"))
 
 
-def with_decoding(
-    translator: Translator, changes: dict[str, object], **wanted: object
-) -> Translator:
-    decoding = translator.decoding.model_copy(update=changes)
-    models, tokenizer = translator.ensemble.models, translator.tokenizer
-    return Translator(models, tokenizer, decoding, translator.device, DecodeRequest(**wanted))
+def with_options(translator: Translator, **changes: object) -> Translator:
+    options = replace(translator.options, **changes)  # type: ignore[arg-type]
+    return Translator(translator.ensemble.models, translator.tokenizer, options, translator.device)
 
 
 def sources(translator: Translator, lines: Sequence[str] = LINES) -> list[EncodedSource]:
@@ -86,9 +82,9 @@ def sources(translator: Translator, lines: Sequence[str] = LINES) -> list[Encode
 
 @pytest.mark.parametrize("beam", [1, 2, 5])
 def test_a_batch_of_many_equals_many_batches_of_one(translator: Translator, beam: int) -> None:
-    searching = with_decoding(translator, {"beam": beam})
-    together = searching.translate(LINES)
-    assert together == [searching.translate([line])[0] for line in LINES]
+    searching = with_options(translator, beam=beam)
+    together = translate_lines(searching, LINES)
+    assert together == [translate_lines(searching, [line])[0] for line in LINES]
     assert sum(a == b for a, b in zip(together[:24], LINES[:24], strict=True)) >= 20
 
 
@@ -127,7 +123,7 @@ def test_a_gpu_is_searched_on_by_one_thread(
     monkeypatch.setattr(translator_module, "ThreadPool", Counted)
     torch.set_num_threads(3)
     for device in ("cpu", "cuda"):
-        own = (translator.tokenizer, translator.decoding, torch.device(device))
+        own = (translator.tokenizer, translator.options, torch.device(device))
         assert Translator([translator.model], *own).search([]) == []
     assert counts == [3, 1]
 
@@ -136,8 +132,8 @@ def test_a_gpu_is_searched_on_by_one_thread(
 def test_the_size_of_the_batches_changes_no_translation(
     translator: Translator, budget: int
 ) -> None:
-    small = with_decoding(translator, {"batch_tokens": budget})
-    assert small.translate(LINES) == translator.translate(LINES)
+    small = with_options(translator, batch_tokens=budget)
+    assert translate_lines(small, LINES) == translate_lines(translator, LINES)
 
 
 @pytest.mark.parametrize(("budget", "beam"), [(1, 1), (160, 1), (160, 4), (4000, 2)])
@@ -152,7 +148,7 @@ def test_groups_are_full_under_their_share_of_the_budget(
         return start(self, group)
 
     monkeypatch.setattr(Translator, "_start", spy)
-    with_decoding(translator, {"batch_tokens": budget, "beam": beam}).translate(LINES)
+    translate_lines(with_options(translator, batch_tokens=budget, beam=beam), LINES)
     assert sum(map(len, shapes)) == len(LINES) - 2
     for lengths in shapes:
         assert lengths == sorted(lengths, reverse=True)
@@ -166,9 +162,9 @@ def test_groups_are_full_under_their_share_of_the_budget(
 def test_threads_change_no_translation(
     translator: Translator, monkeypatch: pytest.MonkeyPatch, num_threads: int
 ) -> None:
-    alone = translator.translate(LINES)
+    alone = translate_lines(translator, LINES)
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
-    assert translator.translate(LINES) == alone
+    assert translate_lines(translator, LINES) == alone
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -176,10 +172,10 @@ def test_threads_change_no_translation(
 def test_a_found_log_prob_is_that_of_the_same_target_when_it_is_given(
     translator: Translator, beam: int, dtype: torch.dtype
 ) -> None:
-    decoding = translator.decoding.model_copy(update={"beam": beam, "length_alpha": 0.8})
+    options = replace(translator.options, beam=beam, length_alpha=0.8, num_best=beam)
     models = [deepcopy(model).to(dtype) for model in translator.ensemble.models]
     device, tokenizer = translator.device, translator.tokenizer
-    searching = Translator(models, tokenizer, decoding, device, DecodeRequest(num_best=beam))
+    searching = Translator(models, tokenizer, options, device)
     # a piece's is as exact as logits in float32 are, which for an unlikely one is 2e-5
     of_pieces, of_sums, of_scores = (2e-5, 3e-5, 1e-5) if dtype == torch.float32 else [1e-11] * 3
     own = sources(translator)
@@ -201,8 +197,8 @@ def test_a_found_log_prob_is_that_of_the_same_target_when_it_is_given(
 
 
 def test_a_sample_depends_on_its_seed_and_not_on_its_neighbours(translator: Translator) -> None:
-    drawing = with_decoding(
-        translator, {"batch_tokens": 40}, num_best=2, sampling=Sampling(temperature=3.0)
+    drawing = with_options(
+        translator, batch_tokens=40, num_best=2, sampling=Sampling(temperature=3.0)
     )
     own = sources(translator)
     together = drawing.search(own)
@@ -236,17 +232,17 @@ def test_attention_goes_to_the_word_that_is_copied(translator: Translator) -> No
 
 
 def test_order_is_kept_whatever_the_lengths(translator: Translator) -> None:
-    backwards = translator.translate(LINES[::-1])
-    assert backwards[::-1] == translator.translate(LINES)
+    backwards = translate_lines(translator, LINES[::-1])
+    assert backwards[::-1] == translate_lines(translator, LINES)
 
 
 def test_blank_lines_give_empty_ones(translator: Translator) -> None:
     lines = ["", " ", "\t", "\u3000", "\u2028", "\x0b\x0c"]
-    assert translator.translate(lines) == [""] * len(lines)
+    assert translate_lines(translator, lines) == [""] * len(lines)
 
 
 def test_no_lines_give_no_lines(translator: Translator) -> None:
-    assert translator.translate([]) == []
+    assert translate_lines(translator, []) == []
 
 
 def untrained(**settings: object) -> Translator:
@@ -260,16 +256,16 @@ def untrained(**settings: object) -> Translator:
                 weight *= 3
             if isinstance(layer, DecoderLayer):
                 layer.cross_attention.output.weight *= 30  # else no source is heard
-    decoding = DecodingConfig(beam=2, max_extra_tokens=3)
+    decoding = DecodingOptions(beam=2, max_extra_tokens=3)
     return Translator([model], vocabularies(), decoding, torch.device("cpu"))
 
 
 def test_each_line_gets_its_own_translation_whatever_stands_beside_it() -> None:
     translator, lines = untrained(), ["", *TGT_LINES[:6], "a", " ", *SRC_LINES[:6]]
-    alone = [translator.translate([line])[0] for line in lines]
+    alone = [translate_lines(translator, [line])[0] for line in lines]
     assert len(set(alone)) > 8
-    assert translator.translate(lines) == alone
-    assert translator.translate(lines[::-1]) == alone[::-1]
+    assert translate_lines(translator, lines) == alone
+    assert translate_lines(translator, lines[::-1]) == alone[::-1]
 
 
 def test_a_translation_has_at_most_the_pieces_of_its_source_and_a_few(
@@ -291,9 +287,9 @@ def test_a_translation_has_at_most_the_pieces_of_its_source_and_a_few(
     lengths = sorted(len(ids) for ids in translator.tokenizer.src.encode(lines))
     for beam, extra in ((1, 0), (1, 7), (3, 4)):
         decoded.clear()
-        changes = {"beam": beam, "max_extra_tokens": extra}
-        decoding = translator.decoding.model_copy(update=changes)
-        Translator([model], translator.tokenizer, decoding, translator.device).translate(lines)
+        options = replace(translator.options, beam=beam, max_extra_tokens=extra)
+        limited = Translator([model], translator.tokenizer, options, translator.device)
+        translate_lines(limited, lines)
         assert all(n <= limit + extra for n, limit in zip(decoded, lengths, strict=True))
 
 
@@ -309,8 +305,8 @@ def test_a_greedy_translation_is_the_best_piece_at_every_place(translator: Trans
         while written[-1] != vocabulary.tgt.eos:
             states_BTD = model(src_BS, keep_BS, torch.tensor([written]))
             written.append(int(model.output(states_BTD[0, -1]).argmax()))
-    greedy = with_decoding(translator, {"beam": 1})
-    assert greedy.translate([line]) == vocabulary.tgt.decode([written[1:-1]])
+    greedy = with_options(translator, beam=1)
+    assert translate_lines(greedy, [line]) == vocabulary.tgt.decode([written[1:-1]])
 
 
 def test_a_model_in_training_mode_translates_without_dropout(
@@ -320,8 +316,8 @@ def test_a_model_in_training_mode_translates_without_dropout(
     model = load_model.build_model(config, translator.tokenizer)
     load_model.set_weights(model, dict(translator.model.named_parameters()), trained.model_path)
     model.train()
-    same = Translator([model], translator.tokenizer, translator.decoding, translator.device)
-    assert same.translate(LINES) == translator.translate(LINES)
+    same = Translator([model], translator.tokenizer, translator.options, translator.device)
+    assert translate_lines(same, LINES) == translate_lines(translator, LINES)
 
 
 def test_weights_of_another_shape_or_that_lack_a_tensor_are_refused(
@@ -422,7 +418,7 @@ def test_each_model_of_an_ensemble_reads_the_characters_that_only_another_lacks(
         readers.append(sentencepiece.train(config, [*SRC_LINES, line], [], seed=1).src)
         models.append(load_model.build_model(model_config(), Tokenizer(readers[-1], tgt)).double())
         randomise(models[-1], seed=number)
-    decoding = DecodingConfig(beam=1, max_extra_tokens=3)
+    decoding = DecodingOptions(beam=1, max_extra_tokens=3)
     line, found = "a \N{SNOWMAN} man", []
     for first, second in ((0, 1), (1, 0)):
         together = Translator(
@@ -430,46 +426,24 @@ def test_each_model_of_an_ensemble_reads_the_characters_that_only_another_lacks(
             Tokenizer(readers[first], tgt),
             decoding,
             torch.device("cpu"),
-            readers=[readers[first], readers[second]],
+            src_vocabularies=[readers[first], readers[second]],
         )
         found.append(together.score(sources(together, [line]), [[5, 6, 7]])[0])
-        together.translate([line])
+        translate_lines(together, [line])
     assert found[0] == pytest.approx(found[1], abs=1e-9)
-
-
-@pytest.mark.parametrize("with_scores", [True, False])
-def test_the_ranks_that_help_are_told_all_of_a_source(
-    trained: RunDir, monkeypatch: pytest.MonkeyPatch, with_scores: bool
-) -> None:
-    class Post(ProcessGroup):
-        def send(self, message: bytes) -> bytes:
-            if message:
-                sent.append(message)
-            return message or (sent.pop(0) if sent else b"")
-
-    sent: list[bytes] = []
-    asked: list[tuple[list[EncodedSource], bool]] = []
-
-    def note(_: Translator, sources: list[EncodedSource], with_scores: bool = True) -> None:
-        asked.append((sources, with_scores))
-
-    monkeypatch.setattr(Translator, "search", note)
-    own = translator_module.load(trained, loading=LoadOptions("cpu"))
-    own.process_group = Post()
-    given = [EncodedSource([5, 3], (6, 7), 2**63, "b\N{SNOWMAN}"), EncodedSource([3])]
-    DistributedTranslator(own).search(given, with_scores)
-    follow(own)
-    assert asked == [(given, with_scores)] * 2
 
 
 @pytest.mark.parametrize("beam", [1, 4])
 def test_without_scores_a_search_finds_the_same(translator: Translator, beam: int) -> None:
-    searching, own = with_decoding(translator, {"beam": beam}), sources(translator)
-    scored, found = searching.search(own), searching.search(own, with_scores=False)
+    searching, own = with_options(translator, beam=beam), sources(translator)
+    unscored = with_options(searching, with_scores=False)
+    scored, found = searching.search(own), unscored.search(own)
     assert [best[0].ids for best in found] == [best[0].ids for best in scored]
     assert math.isnan(found[0][0].score) == (beam == 1)
     found_texts = searching.tokenizer.tgt.decode([best[0].ids for best in found])
-    assert [text for text in searching.translate(LINES) if text] == [*filter(None, found_texts)]
+    assert [text for text in translate_lines(searching, LINES) if text] == [
+        *filter(None, found_texts)
+    ]
 
 
 def test_an_ensemble_of_other_vocabularies_is_refused(trained: RunDir, tmp_path: Path) -> None:
@@ -502,16 +476,16 @@ def test_a_process_that_loaded_a_model_keeps_the_memory_that_it_frees(trained: R
 
 
 @pytest.mark.parametrize(
-    ("decoding", "wanted"),
+    "changes",
     [
-        ({"beam": 1}, {}),
-        ({"beam": 5}, {"num_best": 3}),
-        ({"beam": 2, "no_repeat_ngram": 2}, {}),
-        ({}, {"num_best": 2, "sampling": Sampling(top_k=5)}),
+        {"beam": 1},
+        {"beam": 5, "num_best": 3},
+        {"beam": 2, "no_repeat_ngram": 2},
+        {"num_best": 2, "sampling": Sampling(top_k=5)},
     ],
 )
 def test_weights_that_are_laid_out_translate_like_those_that_are_not(
-    trained: RunDir, decoding: dict[str, object], wanted: dict[str, object]
+    trained: RunDir, changes: dict[str, object]
 ) -> None:
     """However they are searched; a prefix asks for the probabilities of single pieces."""
     laid_out = translator_module.load(trained, loading=LoadOptions("cpu"))
@@ -520,7 +494,7 @@ def test_weights_that_are_laid_out_translate_like_those_that_are_not(
     given = sources(laid_out)
     given[:5] = [replace(source, prefix=(7, 9)) for source in given[:5]]
     found, expected = (
-        with_decoding(own, decoding, **wanted).search(given)
+        with_options(own, **changes).search(given)
         for own in (laid_out, laid_out.with_models([plain]))
     )
     assert [[own.ids for own in best] for best in found] == [
@@ -540,7 +514,7 @@ def test_a_model_that_is_loaded_keeps_a_gpu_from_planning_each_shape(trained: Ru
 def test_bfloat16_translates_like_float32(trained: RunDir, translator: Translator) -> None:
     short = translator_module.load(trained, loading=LoadOptions("cpu", precision="bfloat16"))
     assert short.model.compute_dtype is torch.bfloat16
-    same = zip(short.translate(LINES), translator.translate(LINES), strict=True)
+    same = zip(translate_lines(short, LINES), translate_lines(translator, LINES), strict=True)
     assert sum(a == b for a, b in same) >= len(LINES) - 3
 
 
@@ -548,6 +522,6 @@ def test_weights_that_are_no_numbers_are_an_error(trained: RunDir, translator: T
     model = load_model.build_model(trained.load_config().model, translator.tokenizer)
     with torch.no_grad():
         model.output.weight.fill_(torch.nan)
-    broken = Translator([model], translator.tokenizer, translator.decoding, translator.device)
+    broken = Translator([model], translator.tokenizer, translator.options, translator.device)
     with pytest.raises(RunError, match=r"^the model must give numbers, but gives none"):
-        broken.translate(LINES)
+        translate_lines(broken, LINES)

@@ -11,6 +11,7 @@ import yaml
 from conftest import Cli
 from tasks import copy_task, write, write_config
 
+from mtrain.decode.pipeline import translate_lines
 from mtrain.decode.translator import load
 from mtrain.errors import RunError
 from mtrain.evaluate import evaluation, metrics
@@ -41,7 +42,7 @@ def test_a_run_is_scored_on_its_own_test_sets(trained: RunDir) -> None:
     assert result.name == "held_out"
     assert result.lines.src == [pair.src for pair in pairs]
     assert result.lines.tgt == [pair.tgt for pair in pairs]
-    assert result.hypotheses == translator.translate(result.lines.src)
+    assert result.hypotheses == translate_lines(translator, result.lines.src)
     assert result.scores == metrics.score(result.hypotheses, result.lines.tgt)
 
 

@@ -17,6 +17,7 @@ from conftest import Cli
 from tasks import copy_task, write, write_config
 
 import mtrain
+from mtrain.decode.pipeline import translate_lines
 from mtrain.decode.translator import Translator, load
 from mtrain.evaluate import evaluation, metrics, significance
 from mtrain.evaluate.metrics import Scorer, ScoringOptions, SystemOutput
@@ -65,7 +66,7 @@ def without_warnings_of_lines(outcome: Any) -> list[str]:
 def test_a_run_is_compared_with_a_run_and_a_file_by_paired_tests(
     cli: Cli, trained: RunDir, noisy: RunDir, tmp_path: Path
 ) -> None:
-    hypotheses = load(trained).translate(SOURCES)
+    hypotheses = translate_lines(load(trained), SOURCES)
     worse = [*hypotheses[:-2], "ba", "ce"]
     path = write(tmp_path / "worse.txt", worse)
     arguments = [trained.path, "--compare", noisy.path, "--compare", path, "--metrics", "bleu"]
@@ -76,7 +77,7 @@ def test_a_run_is_compared_with_a_run_and_a_file_by_paired_tests(
     assert set(tree) == {"num_lines", "scores", "comparisons"}
     names = [str(trained.path), str(noisy.path), path]
     assert [own["system"] for own in tree["scores"]] == names
-    noise = load(noisy).translate(SOURCES)
+    noise = translate_lines(load(noisy), SOURCES)
     outputs = [
         SystemOutput(name, lines)
         for name, lines in zip(names, (hypotheses, noise, worse), strict=True)
@@ -162,7 +163,7 @@ def test_details_are_the_scores_of_parts_and_the_lines_at_both_ends(
     arguments = ["eval", trained.path, "--compare", noisy.path, "--metrics", "chrf", "--details"]
     tree = json.loads(cli(*arguments, "--json").out)["held_out"]
     own = tree["details"][str(trained.path)]
-    hypotheses = load(trained).translate(SOURCES)
+    hypotheses = translate_lines(load(trained), SOURCES)
     assert own["unit"] == "words"
     assert sum(group["num_lines"] for group in own["by_length"]) == 40
     for group in own["by_length"]:
@@ -223,7 +224,7 @@ def test_training_pairs_that_are_damaged_are_one_line(
 def test_systems_that_cannot_be_compared_are_refused_before_anything_is_translated(
     cli: Cli, noisy: RunDir, changed: Changed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(Translator, "translate")
+    monkeypatch.delattr(Translator, "search")
     short, run = write(tmp_path / "short", SOURCES[:-1]), noisy.path
     fewer = changed("fewer", src=SOURCES[:3], tgt=SOURCES[:3]).path
     other = changed("other", tgt=[*SOURCES[:6], "other", *SOURCES[7:]]).path

@@ -21,9 +21,11 @@ from tasks import train as train_task
 from tasks import write_task
 
 from mtrain.config.corpora import HubCorpus, TsvCorpus
-from mtrain.config.sections import Config, DecodingConfig
+from mtrain.config.sections import Config
 from mtrain.corpus.reader import FileMark
 from mtrain.data.prepare import ParallelLines
+from mtrain.decode.options import DecodingOptions
+from mtrain.decode.pipeline import translate_lines
 from mtrain.decode.translator import EncodedSource, Translator, load
 from mtrain.errors import ConfigError, RunError
 from mtrain.export import ctranslate2, export, huggingface, model_card, parity
@@ -70,8 +72,8 @@ def settings(**data: object) -> Config:
 
 
 def translator_of(model: Transformer, tokenizer: Tokenizer) -> Translator:
-    decoding = DecodingConfig(beam=3, max_extra_tokens=2)
-    return Translator([model], tokenizer, decoding, torch.device("cpu"))
+    options = DecodingOptions(beam=3, max_extra_tokens=2)
+    return Translator([model], tokenizer, options, torch.device("cpu"))
 
 
 def random_model(kind: str = "unigram", shared: bool = True, **variant: object) -> Translator:
@@ -168,7 +170,7 @@ def test_the_lines_of_python_on_the_page_translate(
         exec(code, variables)
     lines = variables["lines"]
     assert isinstance(lines, list)
-    own = load(trained, loading=LoadOptions("cpu")).translate(lines)
+    own = translate_lines(load(trained, loading=LoadOptions("cpu")), lines)
     assert capsys.readouterr().out == f"{own}\n"
 
 

@@ -26,6 +26,7 @@ from mtrain.config import config_file
 from mtrain.data.batch import collate
 from mtrain.data.loader import TrainingData
 from mtrain.decode import translator
+from mtrain.decode.pipeline import translate_lines
 from mtrain.errors import RunError
 from mtrain.plot import collect, heatmaps
 from mtrain.plot import draw as draw_module
@@ -190,9 +191,8 @@ def test_the_attention_of_the_first_encoder_layer_is_that_of_plain_arithmetic(
 def test_the_target_whose_attention_is_drawn_is_what_the_run_translates(
     run: RunDir, attention: collect.AttentionPicture
 ) -> None:
-    (translation,) = translator.load(run, loading=load_model.LoadOptions("cpu")).translate(
-        [SENTENCE]
-    )
+    loaded = translator.load(run, loading=load_model.LoadOptions("cpu"))
+    (translation,) = translate_lines(loaded, [SENTENCE])
     assert attention.translation == translation
     text = "".join(attention.tgt_out[:-1]).replace("\u2581", " ").strip()
     assert text == translation

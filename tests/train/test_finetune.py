@@ -76,7 +76,7 @@ def test_what_is_learned_stays_and_the_model_card_says_where_it_began(
     run = RunDir(tmp_path / "run")
     assert run.load_config().model == base.load_config().model.model_copy(update={"dropout": 0.0})
     some = ["ba ce", "di fo gu"]
-    ours, theirs = mtrain.load(run.path).translator, mtrain.load(base.path).translator
+    ours, theirs = mtrain.load(run.path), mtrain.load(base.path)
     assert ours.translate(some) == theirs.translate(some)
     card = model_card.Card(run, sentencepiece.load(run.tokenizer_dir), 1, "ba", [])
     wanted = f"- Fine-tuned: the training began with the weights of `{base.path}`."

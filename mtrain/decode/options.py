@@ -1,0 +1,75 @@
+"""How lines are translated: one object, made of a config and of what the user asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mtrain.config.sections import Config, DecodingConfig
+
+_DEFAULTS = DecodingConfig()
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How targets are drawn.
+
+    Attributes:
+        temperature: divides the logits; below 1 likely tokens become likelier.
+        top_k: draw from the `top_k` likeliest tokens only; 0 is all.
+        top_p: draw from the fewest likeliest tokens that together have this probability.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class DecodingOptions:
+    """How lines are translated.
+
+    Attributes:
+        beam: hypotheses that a sentence keeps at every position, finished ones too; 1 is greedy.
+        length_alpha: exponent of the length penalty.
+        early_stop: end a sentence when no open hypothesis would win if it ended now. Otherwise
+            it goes on until none can win any more, however it goes on.
+        no_repeat_ngram: write no n tokens in a row twice; 0 allows all.
+        max_extra_tokens: the limit of a target's length, beyond the length of its source.
+        batch_tokens: source tokens times hypotheses of a batch.
+        num_best: translations of each line, best first; at most `beam` unless they are sampled.
+        sampling: draw the translations instead of searching.
+        seed: decides what is drawn.
+        max_input_tokens: lines of more tokens, eos included, are long; None translates each line
+            whole, in memory and time that grow with the square of its length.
+        on_long: `split` translates the sentences of a long line in as few parts as fit;
+            `truncate` drops what does not fit; `error` stops.
+        with_alignment: link the words of both sides.
+        with_scores: compute log-probabilities. Greedy search is faster without.
+    """
+
+    beam: int = _DEFAULTS.beam
+    length_alpha: float = _DEFAULTS.length_alpha
+    early_stop: bool = _DEFAULTS.early_stop
+    no_repeat_ngram: int = _DEFAULTS.no_repeat_ngram
+    max_extra_tokens: int = _DEFAULTS.max_extra_tokens
+    batch_tokens: int = _DEFAULTS.batch_tokens
+    num_best: int = 1
+    sampling: Sampling | None = None
+    seed: int = 1
+    max_input_tokens: int | None = None
+    on_long: Literal["split", "truncate", "error"] = "split"
+    with_alignment: bool = False
+    with_scores: bool = True
+
+    @staticmethod
+    def from_config(config: Config) -> DecodingOptions:
+        """Return the options of a run's config."""
+        return DecodingOptions(
+            **config.decoding.model_dump(), max_input_tokens=config.data.max_tokens
+        )
+
+    @property
+    def argmax_only(self) -> bool:
+        """Whether the search asks for nothing but the best token of each position."""
+        return self.beam == 1 and not self.with_scores

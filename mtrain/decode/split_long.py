@@ -1,0 +1,98 @@
+"""Split a line that is too long into parts: sentences, else words, else runs of tokens."""
+
+from __future__ import annotations
+
+import re
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from mtrain.decode.alignment import number_words
+from mtrain.decode.translator import EncodedSource
+from mtrain.tokenizer.sentencepiece import Vocabulary
+
+_SENTENCE = re.compile(
+    r"\S.*?(?:(?<=[.!?\u2026])[\"'\u201d\u2019)\]\u00bb]*\s+|(?<=[\u3002\uff01\uff1f])|\Z)",
+    re.DOTALL,
+)
+_WORD = re.compile(r"\S+")
+
+
+class LinePart(NamedTuple):
+    """A part of a line that is translated on its own.
+
+    Attributes:
+        source: its tokens.
+        words: the number of each token's word in the whole line.
+        flags: of its translation.
+    """
+
+    source: EncodedSource
+    words: list[int]
+    flags: list[str]
+
+
+class _Token(NamedTuple):
+    """A token of a line, and the number of its word in the line, from 0."""
+
+    id: int
+    piece: str
+    word: int
+
+
+def split_line(src: str, vocabulary: Vocabulary, max_tokens: int) -> list[LinePart]:
+    """Split a line at the ends of its sentences, else between words, else between tokens.
+
+    Returns:
+        as few parts as fit, each of at most `max_tokens` tokens, eos included.
+    """
+    limit = max_tokens - 1  # for eos
+    is_word_start = (before == " " != here for before, here in pairwise(f" {src}"))
+    words = list(accumulate(is_word_start, initial=-1))[1:]  # of each character
+    sentences = list(_SENTENCE.finditer(src))
+    units: list[list[_Token]] = []
+    for sentence, tokens in zip(sentences, _encode(vocabulary, sentences, words), strict=True):
+        if len(tokens) <= limit:
+            units.append(tokens)
+            continue
+        tokens_of_words = _encode(vocabulary, list(_WORD.finditer(src, *sentence.span())), words)
+        fragments = [
+            tokens[start : start + limit]
+            for tokens in tokens_of_words
+            for start in range(0, len(tokens), limit)
+        ]
+        units += _pack(fragments, limit)
+    return [
+        LinePart(
+            EncodedSource(
+                [*(token.id for token in part), vocabulary.eos],
+                text=vocabulary.text_of([token.piece for token in part]),
+            ),
+            [token.word for token in part],
+            ["split"],
+        )
+        for part in _pack(units, limit)
+    ]
+
+
+def _encode(
+    vocabulary: Vocabulary, matches: list[re.Match[str]], words: list[int]
+) -> list[list[_Token]]:
+    """Return the tokens of passages of a line, each of which may begin within a word."""
+    passages = [match[0].rstrip() for match in matches]
+    tokens_of: list[list[_Token]] = []
+    for match, text, ids in zip(matches, passages, vocabulary.encode(passages), strict=True):
+        pieces, first = vocabulary.pieces(text), words[match.start()]
+        numbers = [first + word for word in number_words(pieces)]
+        tokens_of.append([_Token(*token) for token in zip(ids, pieces, numbers, strict=True)])
+    return tokens_of
+
+
+def _pack(units: list[list[_Token]], limit: int) -> list[list[_Token]]:
+    """Join neighbouring units while they have at most `limit` tokens."""
+    packed: list[list[_Token]] = []
+    for unit in units:
+        if packed and len(packed[-1]) + len(unit) <= limit:
+            packed[-1] = packed[-1] + unit
+        else:
+            packed.append(unit)
+    return packed
