@@ -1046,7 +1046,7 @@ CONFIG = [
         "mtrain/config/corpora.py",
         "== 2 <= 1 + min(columns)",
         "== 2",
-        "tests/corpus/test_formats.py -k refused",
+        "tests/corpus/test_formats.py -k a_form_that_is_not_whole_is_an_error_with_its_key",
     ),
 ]
 
