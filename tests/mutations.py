@@ -1098,12 +1098,6 @@ EXPORTS = [
         '"split_special_tokens": False',
     ),
     export(
-        "huggingface",
-        "tables end where sources of training do",
-        "max(_MIN_POSITIONS, config",
-        "min(_MIN_POSITIONS, config",
-    ),
-    export(
         "ctranslate2",
         "embeddings go out unscaled",
         "scale_embeddings = True",
