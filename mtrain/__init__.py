@@ -8,6 +8,8 @@
 Importing it loads nothing: what the names below need is imported when one is first used.
 """
 
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 __version__ = "0.2.0"
@@ -34,8 +36,17 @@ if TYPE_CHECKING:
     from mtrain.runtime.signals import Stopped
 else:
 
+    class _Package(ModuleType):
+        """Keeps `train` and `evaluate` functions when the packages of these names are imported."""
+
+        def __setattr__(self, name: str, value: object) -> None:
+            if not (name in __all__ and isinstance(value, ModuleType)):
+                super().__setattr__(name, value)
+
+    sys.modules[__name__].__class__ = _Package
+
     def __getattr__(name: str) -> object:
-        """Import what is asked for, once it is."""
+        """Import `name` from the module that defines it, when it is first used."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if name == "Stopped":

@@ -3,6 +3,8 @@
 import ast
 import re
 import shutil
+import subprocess
+import sys
 import threading
 import warnings
 from dataclasses import replace
@@ -29,6 +31,13 @@ from mtrain.train.validation import ValidationSet
 @pytest.fixture(scope="module")
 def model(trained: RunDir) -> mtrain.Model:
     return mtrain.load(trained.path)
+
+
+def test_the_functions_keep_their_names_when_the_packages_of_these_names_are_imported() -> None:
+    code = "import mtrain, mtrain.train.trainer, mtrain.evaluate.evaluation, mtrain.api as api; "
+    code += "print(mtrain.train is api.train, mtrain.evaluate is api.evaluate)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True"]
 
 
 def test_every_name_of_the_interface_is_there_and_is_what_type_checkers_are_told() -> None:
