@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from mtrain.cli import console, interactive, options
+from mtrain.cli import console, options
+from mtrain.cli.console import is_at_terminal, read_typed, with_prompt
 from mtrain.cli.ranks import joined_process_group, refuse_ranks
 from mtrain.errors import ConfigError
 from mtrain.io.atomic import resolve_links, whole_file
@@ -104,17 +105,15 @@ def translate(
                 pass
             return
         prefixes = read_lines(prefix) if prefix is not None else None
-        if has_file or not interactive.is_at_terminal():
+        if has_file or not is_at_terminal():
             blocks = read_blocks(paths[-1] if has_file else None, console.warn, BLOCK_LINES)
             lines = console.with_progress(line_translator.translate(blocks, prefixes), output)
             console.put(_formatted(lines, format_, n_best, alignments), output)
             return
-        typed = interactive.read_typed(config.data.src_lang)
+        typed = read_typed(config.data.src_lang)
         texts = _formatted(line_translator.translate(typed, prefixes), format_, n_best, alignments)
         is_answer = is_text and output is None
-        console.put(
-            interactive.with_prompt(texts, config.data.tgt_lang) if is_answer else texts, output
-        )
+        console.put(with_prompt(texts, config.data.tgt_lang) if is_answer else texts, output)
 
 
 def _check_ctranslate2(context: typer.Context, runs: list[RunDir]) -> None:
