@@ -146,7 +146,7 @@ def write_random_pairs(directory: Path, num_pairs: int) -> int:
         entries.append(Shard(0, count, int(src.sum()), int(tgt.sum())))
         longer += np.bincount(np.maximum(src, tgt), minlength=64)
     mixed = CorpusEntry("data.train", 1.0, longer.tolist())
-    arrow_shards.write_contents(directory, Manifest([mixed], entries))
+    arrow_shards.write_manifest(directory, Manifest([mixed], entries))
     return sum(path.stat().st_size for path in directory.glob("*.arrow"))
 
 

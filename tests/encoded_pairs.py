@@ -1,6 +1,7 @@
 """Encoded pairs of many lengths, and the batches that a loader makes of them."""
 
 import itertools
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,7 +9,15 @@ import numpy as np
 import torch
 from builders import vocabularies
 
-from mtrain.data.arrow_shards import EncodedPair
+from mtrain.data.arrow_shards import (
+    CorpusEntry,
+    EncodedBlock,
+    Manifest,
+    Shard,
+    shard_path,
+    write_blocks,
+    write_manifest,
+)
 from mtrain.data.batch import Batch
 from mtrain.data.loader import TrainingData
 from mtrain.data.sampler import Position
@@ -20,6 +29,53 @@ NUM_PAIRS = 90
 
 
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class EncodedPair(NamedTuple):
+    """Source ids with eos, target ids without, and the text if training samples from it."""
+
+    src: list[int]
+    tgt: list[int]
+    src_text: str | None = None
+    tgt_text: str | None = None
+
+
+def write_pairs(path: Path, pairs: Iterable[EncodedPair], with_text: bool) -> int:
+    """Write encoded pairs as an Arrow table; return their number."""
+    rows = list(pairs)
+    block = EncodedBlock(
+        np.array([token for row in rows for token in row.src], np.int32),
+        np.array([token for row in rows for token in row.tgt], np.int32),
+        np.array([len(row.src) for row in rows], np.int32),
+        np.array([len(row.tgt) + 1 for row in rows], np.int32),
+        [row.src_text or "" for row in rows] if with_text else None,
+        [row.tgt_text or "" for row in rows] if with_text else None,
+    )
+    return write_blocks(path, [block], with_text)
+
+
+def write_shards(
+    directory: Path,
+    pairs: Iterable[EncodedPair],
+    ends: Sequence[int] = (),
+    weights: Sequence[float] | None = None,
+) -> Path:
+    """Write shards that end at the given rows, and the manifest; with weights, each is a corpus."""
+    rows = list(pairs)
+    with_text = rows[0].src_text is not None
+    parts = [rows[first:end] for first, end in itertools.pairwise([0, *ends, len(rows)])]
+    shards, lengths = [], []
+    for number, part in enumerate(parts):
+        assert write_pairs(shard_path(directory, number), part, with_text) == len(part)
+        longer = [max(len(pair.src), len(pair.tgt) + 1) for pair in part]
+        tokens = sum(len(pair.src) for pair in part), sum(len(pair.tgt) + 1 for pair in part)
+        shards.append(Shard(number if weights else 0, len(part), *tokens))
+        lengths.append(np.bincount(longer, minlength=200))
+    counts = [count.tolist() for count in (lengths if weights else [sum(lengths)])]
+    names = [f"data.train[{number}]" for number in range(len(counts))]
+    entries = [CorpusEntry(*row) for row in zip(names, weights or [1.0], counts, strict=True)]
+    write_manifest(directory, Manifest(entries, shards))
+    return directory
 
 
 def encoded_pairs() -> list[EncodedPair]:

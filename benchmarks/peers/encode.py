@@ -18,7 +18,7 @@ from peers.worker import NUM_SPECIAL
 
 from mtrain.config import config_file
 from mtrain.data import prepare
-from mtrain.data.arrow_shards import TRAIN_FILE
+from mtrain.data.arrow_shards import shard_path
 from mtrain.io.atomic import write_lines
 from mtrain.run.logger import Stderr
 from mtrain.run.run_dir import RunDir
@@ -43,7 +43,7 @@ def main() -> None:
     run = RunDir(out / "run")
     run.path.mkdir()
     prepare.prepare(config_file.load(out / "config.yaml"), run, Stderr())
-    table = Dataset.from_file(str(run.data_dir / TRAIN_FILE))
+    table = Dataset.from_file(str(shard_path(run.data_dir, 0)))
     eos = sentencepiece.load(run.tokenizer_dir).tgt.eos
     src_ids = [ids[:-1] for ids in table["src"]]  # stored with eos
     tgt_ids = list(table["tgt"])

@@ -25,9 +25,9 @@ from mtrain.audit.rules import RULES, CorpusProfile, Severity, SideName
 from mtrain.audit.scan import Scan
 from mtrain.config.corpora import TrainText, corpora_of, weight_of
 from mtrain.config.sections import Config
-from mtrain.corpus.dropped import format_counts, format_precedence
-from mtrain.corpus.formats import Advance
-from mtrain.corpus.lenient_reader import FileNotes, Reader, size_of
+from mtrain.corpus.dropped import format_counts, format_remedy
+from mtrain.corpus.reader import FileNotes, Reader, size_of
+from mtrain.io.lines import Advance
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
 TRAIN, VALID = "train", "valid"
@@ -351,7 +351,7 @@ def _all_dropped_findings(summary: CorpusSummary) -> Iterator[AuditFinding]:
     for corpus in corpora:
         if 0 < corpus.num_pairs == sum(corpus.left_out.values()):
             what = f"all pairs of {corpus.name} are left out: {format_counts(corpus.left_out)}"
-            advice = f"Change {format_precedence(corpus.left_out)}; training refuses the corpus."
+            advice = f"Change {format_remedy(corpus.left_out)}; training refuses the corpus."
             yield _of_file(summary.name, "all-left-out", Severity.ERROR, what, advice)
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 
 from mtrain.audit.rules import SideName, Sides
-from mtrain.corpus.lenient_reader import FilePair, Reader, TextBlock
+from mtrain.corpus.reader import FilePair, Reader, TextBlock
 
 NUM_EXAMPLES = 2  # of each list, for the report
 

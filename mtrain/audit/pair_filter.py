@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -16,8 +14,6 @@ from mtrain.audit.features import Feature, Ints, SideClassifier
 from mtrain.audit.rules import RULES, CorpusProfile, PairBlock, Rule
 from mtrain.audit.scan import Scan
 from mtrain.config.sections import DataConfig
-from mtrain.corpus.formats import tell_nobody
-from mtrain.io.atomic import write_lines
 
 Reasons = list[str | None]
 
@@ -63,41 +59,31 @@ class PairFilter:
         return reasons(self._rules, pairs, self._profile)
 
 
-@contextmanager
-def pair_filter_for(data: DataConfig, directory: Path) -> Iterator[PairFilter]:
-    """Read the corpora and give a filter of the training pairs; records are on disk meanwhile.
+def scan_corpora(data: DataConfig, directory: Path) -> list[Scan]:
+    """Read all corpora once, strictly: the held-out ones first, the training text last.
 
     Only the features that the rules of `data.clean` read are computed.
 
     Args:
-        data: the corpora; every line of the training text must be UTF-8.
-        directory: of the records. Those that an interrupted call has left there are of the same
-            settings and corpora, and are used.
+        data: the corpora.
+        directory: where the records of the pairs go.
+
+    Raises:
+        DataError: as a strict `Reader`.
     """
-    records_dir = directory / ".records"
-    done_path = records_dir / "read.json"
-    try:
-        num_pairs = int(done_path.read_text("utf-8"))
-    except (OSError, ValueError):
-        shutil.rmtree(records_dir, ignore_errors=True)
-        records_dir.mkdir(parents=True)
-        train = _read(data, records_dir)
-        write_lines(done_path, [str(train.reader.num_pairs)])
-    else:
-        train = Scan("train", data.train, records_dir, None)
-        train.resume(num_pairs)
-    yield PairFilter(data, train)
-    shutil.rmtree(records_dir)
-
-
-def _read(data: DataConfig, records_dir: Path) -> Scan:
-    """Read all corpora, and write the records of the training pairs."""
     features = reduce(or_, (rule.features for rule in rules_of(data.clean)), Feature.NONE)
     classifier, held_out = SideClassifier(), []
     corpora = {f"tests.{name}": test for name, test in data.tests.items()} | {"valid": data.valid}
     for name, corpus in corpora.items():
-        held_out.append(Scan(name, corpus, records_dir, None))
-        held_out[-1].read(classifier, [], True, tell_nobody, features)
-    train = Scan("train", data.train, records_dir, None)
-    train.read(classifier, held_out, False, tell_nobody, features)
+        held_out.append(Scan(name, corpus, directory, is_strict=True))
+        held_out[-1].read(classifier, [], True, features=features)
+    train = Scan("train", data.train, directory, is_strict=True)
+    train.read(classifier, held_out, False, features=features)
+    return [*held_out, train]
+
+
+def reopen_scan(data: DataConfig, directory: Path, num_pairs: int) -> Scan:
+    """Return the scan of the training text whose records `scan_corpora` has left in a folder."""
+    train = Scan("train", data.train, directory)
+    train.resume(num_pairs)
     return train

@@ -27,9 +27,9 @@ from mtrain.audit.features import (
 )
 from mtrain.audit.rules import PairBlock
 from mtrain.config.corpora import TrainText
-from mtrain.corpus.formats import Advance
-from mtrain.corpus.lenient_reader import FileNotes, FilePair, Reader, TextBlock
+from mtrain.corpus.reader import FileNotes, FilePair, Reader, TextBlock
 from mtrain.io.atomic import append
+from mtrain.io.lines import Advance, tell_nobody
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
 PAIR = np.dtype([("src", LINE), ("tgt", LINE), ("is_held", np.bool_), ("is_held_pair", np.bool_)])
@@ -82,10 +82,15 @@ class Scan:
     """
 
     def __init__(
-        self, name: str, corpus: TrainText, directory: Path, tokenizer: Tokenizer | None
+        self,
+        name: str,
+        corpus: TrainText,
+        directory: Path,
+        tokenizer: Tokenizer | None = None,
+        is_strict: bool = False,
     ) -> None:
         self.name, self.corpus = name, corpus
-        self.reader = Reader(corpus)
+        self.reader = Reader(corpus, is_strict, has_checksums=is_strict)
         self.records = RecordFile(directory / f".{name}.records")
         self.leaks: dict[str, Leaks] = {}
         self.piece_counts: list[PieceCounts] = []
@@ -99,7 +104,7 @@ class Scan:
         classifier: SideClassifier,
         held_out: Sequence[Scan],
         is_held_out: bool,
-        advance: Advance,
+        advance: Advance = tell_nobody,
         features: Feature = Feature.ALL,
     ) -> None:
         """Read the corpus, write its records, and look up the sentences of held-out corpora.

@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from mtrain.audit.features import Hashes, Ints, LineFlag, Records, measure
 from mtrain.config.corpora import Corpus
-from mtrain.corpus.formats import Advance
 from mtrain.corpus.reader import Pair, read_pairs
 from mtrain.errors import DataError
+from mtrain.io.lines import Advance
 
 Flags = npt.NDArray[np.bool_]
 

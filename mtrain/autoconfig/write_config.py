@@ -21,11 +21,11 @@ from mtrain.autoconfig.split import CorpusOverview
 from mtrain.config import config_file, json_schema
 from mtrain.config.corpora import FilesCorpus
 from mtrain.config.sections import TokenizerConfig
-from mtrain.corpus.formats import Advance
 from mtrain.corpus.reader import Pair, count_pairs
 from mtrain.errors import ConfigError, DataError
 from mtrain.io import text_width
 from mtrain.io.atomic import check_writable, write_lines
+from mtrain.io.lines import Advance
 from mtrain.run.logger import Console
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece

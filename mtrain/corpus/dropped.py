@@ -1,7 +1,4 @@
-"""What was left out of the training: every pair with its place and the reason, and their counts.
-
-Older runs have `dropped.tsv` and `dropped.json` instead, which are read too.
-"""
+"""The list of pairs that were dropped from training, each with its place and reason."""
 
 from __future__ import annotations
 
@@ -20,15 +17,18 @@ from pydantic import TypeAdapter, ValidationError
 from mtrain.errors import DataError, RunError
 from mtrain.io.lines import read_lines
 
-LEDGER_FILE = "ledger.jsonl.gz"
-_COUNTS_FILE = "ledger.json"
-_OLD_LEDGER_FILE, _OLD_COUNTS_FILE = "dropped.tsv", "dropped.json"
+DROPPED_FILE = "dropped.jsonl.gz"
+_COUNTS_FILE = "dropped.json"
 
 
 class DroppedPair(NamedTuple):
-    """A pair that is left out of the training, and why: the name of a rule of the audit.
+    """A pair that is dropped from training, and why.
 
-    Of a mixture, `corpus` is what the config calls the corpus.
+    Attributes:
+        file: the source file.
+        line: its line, from 1.
+        reason: the name of a rule of the audit.
+        corpus: of a mixture, what the config calls the corpus.
     """
 
     file: str
@@ -38,25 +38,25 @@ class DroppedPair(NamedTuple):
 
 
 class DroppedWriter:
-    """A ledger that is being written."""
+    """Writes a list of dropped pairs, and counts them by reason."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self.counts: Counter[str] = Counter()
 
-    def add(self, drop: DroppedPair) -> None:
-        """Enter a pair."""
-        self.counts[drop.reason] += 1
-        entry = {key: value for key, value in drop._asdict().items() if value is not None}
+    def add(self, pair: DroppedPair) -> None:
+        """Write a pair."""
+        self.counts[pair.reason] += 1
+        entry = {key: value for key, value in pair._asdict().items() if value is not None}
         self._stream.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
 
-_COUNTS, _DROP = TypeAdapter(dict[str, int]), TypeAdapter(DroppedPair)
+_COUNTS, _PAIR = TypeAdapter(dict[str, int]), TypeAdapter(DroppedPair)
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[DroppedWriter]:
-    """Give a ledger to write, or a part of one; the same entries give the same bytes."""
+def open_writer(path: Path) -> Iterator[DroppedWriter]:
+    """Open a list, or a part of one, for writing; the same pairs give the same bytes."""
     with (
         path.open("wb") as raw,
         gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as zipped,
@@ -66,8 +66,8 @@ def writing(path: Path) -> Iterator[DroppedWriter]:
 
 
 def join(parts: Iterable[Path], counts: Mapping[str, int], directory: Path) -> None:
-    """Make one ledger of its parts, with their counts."""
-    with (directory / LEDGER_FILE).open("wb") as whole:
+    """Write the list whose parts are given, and the counts."""
+    with (directory / DROPPED_FILE).open("wb") as whole:
         for part in parts:
             with part.open("rb") as stream:
                 shutil.copyfileobj(stream, whole)
@@ -75,12 +75,12 @@ def join(parts: Iterable[Path], counts: Mapping[str, int], directory: Path) -> N
 
 
 def read_counts(directory: Path) -> dict[str, int]:
-    """Return how many pairs were left out, by reason.
+    """Return how many pairs were dropped, by reason.
 
     Raises:
         RunError: if the file is missing or damaged.
     """
-    path = _counts_path(directory)
+    path = directory / _COUNTS_FILE
     try:
         return _COUNTS.validate_json(path.read_bytes(), strict=True)
     except OSError:
@@ -93,52 +93,36 @@ def read_counts(directory: Path) -> dict[str, int]:
 
 
 def check(directory: Path) -> None:
-    """Hold the ledger to list what was counted.
+    """Check that the list has as many pairs of each reason as were counted.
 
     Raises:
-        RunError, DataError: if it does not, or cannot be read.
+        RunError, DataError: if it has not, or cannot be read.
     """
-    counts_path = _counts_path(directory)
-    path = directory / (_OLD_LEDGER_FILE if _is_old(directory) else LEDGER_FILE)
-    if Counter(_reasons(path)) != read_counts(directory):
-        raise RunError(f"{path}: must list what {counts_path.name} counts, but does not.")
+    path, counts = directory / DROPPED_FILE, Counter[str]()
+    for line in read_lines(path):
+        try:
+            counts[_PAIR.validate_json(line, strict=True).reason] += 1
+        except ValidationError:
+            raise RunError(f"{path}: is damaged; restore it from a copy of the run.") from None
+    if counts != read_counts(directory):
+        raise RunError(f"{path}: must list what {_COUNTS_FILE} counts, but does not.")
 
 
 def format_counts(counts: Mapping[str, int]) -> str:
-    """Say how many pairs are left out, and why."""
+    """Format how many pairs are dropped, and why: "3 (blank-side 2, max-tokens 1)"."""
     why = ", ".join(f"{reason} {count:,}" for reason, count in sorted(counts.items()))
     return f"{sum(counts.values()):,}" + (f" ({why})" if why else "")
 
 
-def format_precedence(reasons: Iterable[str]) -> str:
-    """Say what to change so that pairs are not left out for these reasons."""
+def format_remedy(reasons: Iterable[str]) -> str:
+    """Format what to change so that pairs are not dropped for these reasons."""
     keys = {"`data.max_tokens`" if reason == "max-tokens" else "`data.clean`" for reason in reasons}
     return " or ".join(["the text", *sorted(keys)])
 
 
 def none_left(key: str, counts: Mapping[str, int]) -> DataError:
-    """Return what is wrong with a corpus of which all pairs are left out."""
+    """Return the error of a corpus of which all pairs are dropped."""
     return DataError(
-        f"`{key}` must have a pair that can be used, but all are left out: "
-        f"{format_counts(counts)}; "
-        f"change {format_precedence(counts)}."
+        f"`{key}` must have a pair that can be used, but all are dropped: "
+        f"{format_counts(counts)}; change {format_remedy(counts)}."
     )
-
-
-def _is_old(directory: Path) -> bool:
-    return (directory / _OLD_COUNTS_FILE).exists() or (directory / _OLD_LEDGER_FILE).exists()
-
-
-def _counts_path(directory: Path) -> Path:
-    return directory / (_OLD_COUNTS_FILE if _is_old(directory) else _COUNTS_FILE)
-
-
-def _reasons(path: Path) -> Iterator[str]:
-    for line in read_lines(path):
-        if path.name == _OLD_LEDGER_FILE:
-            yield line.rpartition("\t")[2]
-            continue
-        try:
-            yield _DROP.validate_json(line, strict=True).reason
-        except ValidationError:
-            raise RunError(f"{path}: is damaged; restore it from a copy of the run.") from None

@@ -21,16 +21,11 @@ from mtrain.config.corpora import (
     TsvCorpus,
 )
 from mtrain.errors import DataError
-from mtrain.io.lines import format_undecodable, raw_lines_of
+from mtrain.io.lines import Advance, Digest, format_undecodable, open_lines, raw_lines
 
-Advance = Callable[[int], object]
 _BREAK = re.compile(r"\r?\n")
 _BATCH_ROWS = 1024
 _PATIENCE_S = 10.0  # that the hub has for its first answer
-
-
-def tell_nobody(num_bytes: int) -> None:
-    """Be told how far a reading is, and do nothing."""
 
 
 class Row(NamedTuple):
@@ -48,41 +43,36 @@ class Fault(NamedTuple):
 
 
 class TableReader(NamedTuple):
-    """One file, or one split of a data set.
+    """Reads one file, or one split of a data set.
 
     Attributes:
-        name: what a ledger calls it.
-        has_lines: whether its rows are lines.
-        read: yields the rows, and tells the bytes that were read; raises DataError for what cannot
-            be read at all.
+        name: the file, or the data set with its split.
+        has_lines: whether its rows are lines of text.
+        read: yields the rows; tells the bytes read, and adds those of lines to a checksum; raises
+            DataError for what cannot be read at all.
     """
 
     name: str
     has_lines: bool
-    read: Callable[[Advance], Iterator[Row | Fault]]
+    read: Callable[[Advance, Digest | None], Iterator[Row | Fault]]
 
     def place(self, row: int) -> str:
         """Say where a row is, counted from 1."""
         return f"{self.name}:{row}" if self.has_lines else f"{self.name}: row {row}"
 
 
-def sources(corpus: TableCorpus) -> list[TableReader]:
-    """Return the files of a corpus, or its data set."""
+def table_readers(corpus: TableCorpus) -> list[TableReader]:
+    """Return a reader for each file of a corpus, or for its data set."""
     if isinstance(corpus, TsvCorpus):
         read = functools.partial(_read_tsv, corpus.columns)
         return [TableReader(path, True, functools.partial(read, path)) for path in corpus.tsv]
-    if isinstance(corpus, JsonlCorpus):
-        fields = _Fields(corpus.src, corpus.tgt)
-        return [
-            TableReader(path, True, functools.partial(_read_jsonl, fields, path))
-            for path in corpus.jsonl
-        ]
     fields = _Fields(corpus.src, corpus.tgt)
+    if isinstance(corpus, JsonlCorpus):
+        read = functools.partial(_read_jsonl, fields)
+        return [TableReader(path, True, functools.partial(read, path)) for path in corpus.jsonl]
     if isinstance(corpus, ParquetCorpus):
-        return [
-            TableReader(path, False, functools.partial(_read_parquet, fields, path))
-            for path in corpus.parquet
-        ]
+        read = functools.partial(_read_parquet, fields)
+        return [TableReader(path, False, functools.partial(read, path)) for path in corpus.parquet]
     return [TableReader(_name_of(corpus), False, functools.partial(_read_hub, fields, corpus))]
 
 
@@ -117,8 +107,15 @@ def _name_of(corpus: HubCorpus) -> str:
     return "/".join(part for part in (corpus.hub.rstrip("/"), corpus.config, corpus.split) if part)
 
 
-def _read_tsv(columns: list[int] | None, path: str, advance: Advance) -> Iterator[Row | Fault]:
-    for raw in raw_lines_of(Path(path), advance):
+def _raw_lines(path: str, advance: Advance, digest: Digest | None) -> Iterator[bytes]:
+    with open_lines(Path(path), advance, digest) as stream:
+        yield from raw_lines(stream)
+
+
+def _read_tsv(
+    columns: list[int] | None, path: str, advance: Advance, digest: Digest | None
+) -> Iterator[Row | Fault]:
+    for raw in _raw_lines(path, advance, digest):
         try:
             cells = raw.decode("utf-8").split("\t")
         except UnicodeDecodeError as error:
@@ -181,8 +178,10 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _read_jsonl(fields: _Fields, path: str, advance: Advance) -> Iterator[Row | Fault]:
-    for raw in raw_lines_of(Path(path), advance):
+def _read_jsonl(
+    fields: _Fields, path: str, advance: Advance, digest: Digest | None
+) -> Iterator[Row | Fault]:
+    for raw in _raw_lines(path, advance, digest):
         try:
             row = json.loads(raw.decode("utf-8"))
         except UnicodeDecodeError as error:
@@ -196,7 +195,9 @@ def _read_jsonl(fields: _Fields, path: str, advance: Advance) -> Iterator[Row | 
         )
 
 
-def _read_parquet(fields: _Fields, path: str, advance: Advance) -> Iterator[Row | Fault]:
+def _read_parquet(
+    fields: _Fields, path: str, advance: Advance, digest: Digest | None
+) -> Iterator[Row | Fault]:
     import pyarrow
     from pyarrow.parquet import ParquetFile
 
@@ -234,7 +235,9 @@ def _check_columns(name: str, fields: _Fields, found: Sequence[str]) -> None:
             )
 
 
-def _read_hub(fields: _Fields, corpus: HubCorpus, advance: Advance) -> Iterator[Row | Fault]:
+def _read_hub(
+    fields: _Fields, corpus: HubCorpus, advance: Advance, digest: Digest | None
+) -> Iterator[Row | Fault]:
     name = _name_of(corpus)
     try:
         table = _load(corpus)

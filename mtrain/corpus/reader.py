@@ -1,110 +1,317 @@
-"""Parallel text: read it, check it, account for every pair. Knows nothing of ids."""
+"""The reader of parallel text: strict for training, lenient for an audit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import zip_longest
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import count, repeat, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 from mtrain.config.corpora import Corpus, FilesCorpus, TrainText, corpora_of
 from mtrain.config.sections import DataConfig
-from mtrain.corpus.formats import Fault, TableReader, paths_of, revision_of, sources, tell_nobody
+from mtrain.corpus.formats import Fault, TableReader, paths_of, revision_of, table_readers
 from mtrain.errors import DataError
 from mtrain.io.atomic import sha256
-from mtrain.io.lines import read_lines
+from mtrain.io.lines import BOM, Advance, open_lines, other_form, read_lines, tell_nobody
+
+BLOCK_PAIRS = 4096
+_BLOCK_CHARACTERS = 1 << 20
 
 
 class Pair(NamedTuple):
-    """A source line, its translation, and where they stand: a source file and a line from 1.
-
-    `num_breaks` counts the line breaks within them that became spaces.
-    """
+    """A source line and its translation; `line` counts from 1 in the source file."""
 
     src: str
     tgt: str
     src_file: str
     line: int
-    num_breaks: int = 0
-
-
-class PairCount(NamedTuple):
-    """How many pairs a corpus has, and of how many a line break became a space."""
-
-    num_pairs: int
-    num_broken: int
 
 
 class FileMark(NamedTuple):
-    """What tells a file from another: its size and time at a glance, its checksum for certain."""
+    """The size, modification time and checksum of a file, to notice when it has changed."""
 
     size: int
     mtime_ns: int
     sha256: str
 
 
-def read_pairs(corpus: TrainText) -> Iterator[Pair]:
+@dataclass
+class FileNotes:
+    """What a reading notes about one file.
+
+    Attributes:
+        num_lines: how many lines or rows could be read.
+        num_crlf: how many lines end in CR LF (lenient reading only).
+        num_undecodable: how many lines are not UTF-8.
+        first_undecodable: the first of those, from 1, and what is wrong with it.
+        has_bom: whether the file begins with a byte-order mark (lenient reading only).
+        num_faults: how many rows are no pair.
+        first_fault: the first of those, from 1, and what is wrong with it.
+        num_broken: how many rows have a line break within a field, which becomes a space.
+        problem: why the file could not be read to its end.
+        sha256: checksum of the bytes on disk, if the reader computes it.
+    """
+
+    path: str
+    num_lines: int = 0
+    num_crlf: int = 0
+    num_undecodable: int = 0
+    first_undecodable: str = ""
+    has_bom: bool = False
+    num_faults: int = 0
+    first_fault: str = ""
+    num_broken: int = 0
+    problem: str = ""
+    sha256: str = ""
+
+
+@dataclass
+class FilePair:
+    """A source file and a target file, or one table, and the range of pairs that they hold.
+
+    Attributes:
+        src, tgt: the notes on the files; the same object for a table.
+        first: number of the first pair, from 0, in the whole text; faulty rows count too.
+        num_pairs: of them.
+        corpus: what the config calls the corpus of a mixture; None if there is no mixture.
+    """
+
+    src: FileNotes
+    tgt: FileNotes
+    first: int
+    num_pairs: int = 0
+    corpus: str | None = None
+
+    @property
+    def num_faults(self) -> int:
+        """How many of the rows are no pair."""
+        return self.src.num_faults  # lines in two files have none
+
+    @property
+    def notes(self) -> list[FileNotes]:
+        """The notes on the files, each once."""
+        return [self.src] if self.tgt is self.src else [self.src, self.tgt]
+
+
+@dataclass
+class TextBlock:
+    """Consecutive pairs of one `FilePair`.
+
+    Attributes:
+        first: the number of the first pair, from 0, in the whole text.
+        src, tgt: the lines, with U+FFFD for what is not UTF-8.
+        src_bad, tgt_bad: indices in the block of lines that are not UTF-8.
+        faults: indices of rows that are no pair; both lines are empty there.
+    """
+
+    first: int
+    src: list[str] = field(default_factory=list)
+    tgt: list[str] = field(default_factory=list)
+    src_bad: list[int] = field(default_factory=list)
+    tgt_bad: list[int] = field(default_factory=list)
+    faults: list[int] = field(default_factory=list)
+
+
+_Line = tuple[str, bool]  # its text, and whether bytes that are not UTF-8 were replaced
+_Row = tuple[_Line, _Line, bool]  # source, target, and whether the row is no pair
+
+
+class Reader:
+    """Reads a corpus or a mixture block by block; `parts` describes the last reading.
+
+    A strict reader raises DataError at the first fault: a file that cannot be read, a line that is
+    not UTF-8, two files with different numbers of lines, a row that is no pair. A lenient one notes
+    faults and goes on, as far as both files of a part go.
+    """
+
+    def __init__(
+        self, text: TrainText, is_strict: bool = False, has_checksums: bool = False
+    ) -> None:
+        self._text = text
+        self._is_strict, self._has_checksums = is_strict, has_checksums
+        self.parts: list[FilePair] = []
+
+    @property
+    def num_pairs(self) -> int:
+        """How many pairs were read."""
+        return sum(part.num_pairs for part in self.parts)
+
+    def part_of(self, pair: int) -> FilePair:
+        """Return the files that hold a pair, given its number from 0."""
+        return self.parts[bisect_right(self.parts, pair, key=lambda part: part.first) - 1]
+
+    def blocks(self, advance: Advance = tell_nobody) -> Iterator[TextBlock]:
+        """Yield all pairs; tell `advance` the bytes read from disk."""
+        self.parts = []
+        for named in corpora_of(self._text, "data.train"):
+            name = named.name if isinstance(self._text, list) else None
+            if isinstance(named.corpus, FilesCorpus):
+                for src_file, tgt_file in zip(named.corpus.src, named.corpus.tgt, strict=True):
+                    part = self._add_part(FileNotes(src_file), FileNotes(tgt_file), name)
+                    yield from _blocks(part, self._read_lines(part, advance))
+            else:
+                for table in table_readers(named.corpus):
+                    notes = FileNotes(table.name)
+                    part = self._add_part(notes, notes, name)
+                    yield from _blocks(part, self._read_rows(table, notes, advance))
+
+    def check_not_empty(self, name: str) -> None:
+        """Check that the corpus, or each of the mixture, had pairs.
+
+        Args:
+            name: the key of the text in the config.
+
+        Raises:
+            DataError: if one had none.
+        """
+        for named in corpora_of(self._text, name):
+            parts = [part for part in self.parts if part.corpus in (None, named.name)]
+            if not any(part.num_pairs for part in parts):
+                raise DataError(
+                    f"`{named.name}` must have at least one pair, but {parts[0].src.path} is empty."
+                )
+
+    def _add_part(self, src: FileNotes, tgt: FileNotes, corpus: str | None) -> FilePair:
+        self.parts.append(FilePair(src, tgt, self.num_pairs, corpus=corpus))
+        return self.parts[-1]
+
+    def _read_lines(self, part: FilePair, advance: Advance) -> Iterator[_Row]:
+        read = self._strict_lines if self._is_strict else _lenient_lines
+        for src, tgt in zip_longest(read(part.src, advance), read(part.tgt, advance)):
+            if src is not None and tgt is not None:  # the longer file is only counted
+                yield src, tgt, False
+        if self._is_strict and part.src.num_lines != part.tgt.num_lines:
+            raise DataError(
+                f"{part.src.path} and {part.tgt.path} must have the same number of lines, but have "
+                f"{part.src.num_lines:,} and {part.tgt.num_lines:,} instead."
+            )
+
+    def _strict_lines(self, notes: FileNotes, advance: Advance) -> Iterator[_Line]:
+        digest = hashlib.sha256() if self._has_checksums else None
+        for line in read_lines(Path(notes.path), advance, digest):
+            notes.num_lines += 1
+            yield line, False
+        notes.sha256 = digest.hexdigest() if digest else ""
+
+    def _read_rows(self, table: TableReader, notes: FileNotes, advance: Advance) -> Iterator[_Row]:
+        digest = hashlib.sha256() if self._has_checksums and table.has_lines else None
+        try:
+            for row in table.read(advance, digest):
+                notes.num_lines += 1
+                if not isinstance(row, Fault):
+                    notes.num_broken += row.num_breaks > 0
+                    yield (row.src, False), (row.tgt, False), False
+                elif self._is_strict:
+                    raise DataError(f"{table.place(notes.num_lines)}: {row.what}.")
+                else:
+                    notes.first_fault = notes.first_fault or f"{notes.num_lines}: {row.what}"
+                    notes.num_faults += 1
+                    yield ("", False), ("", False), True
+        except DataError as error:
+            if self._is_strict:
+                raise
+            notes.problem = _problem(notes, error)
+        notes.sha256 = digest.hexdigest() if digest else ""
+
+
+def _problem(notes: FileNotes, error: DataError) -> str:
+    text = str(error).removeprefix(f"{notes.path}: ").removesuffix(".")
+    return text.removeprefix("cannot be read: ").removeprefix("must be whole, but ")
+
+
+def _lenient_lines(notes: FileNotes, advance: Advance) -> Iterator[_Line]:
+    """Yield the lines of a file without their ends, as far as it can be read."""
+    try:
+        with open_lines(Path(notes.path), advance) as stream:
+            for line in stream:
+                text = line.removesuffix(b"\n")
+                notes.num_crlf += text.endswith(b"\r")
+                if notes.num_lines == 0 and text.startswith(BOM):
+                    notes.has_bom, text = True, text.removeprefix(BOM)
+                notes.num_lines += 1
+                yield _decode(text.removesuffix(b"\r"), notes)
+    except DataError as error:
+        notes.problem = _problem(notes, error)
+
+
+def _decode(line: bytes, notes: FileNotes) -> _Line:
+    try:
+        return line.decode("utf-8"), False
+    except UnicodeDecodeError as error:
+        if not notes.num_undecodable:
+            byte = f"byte 0x{line[error.start]:02x} at byte {error.start + 1}"
+            described = [f"line {notes.num_lines}", byte, other_form(line)]
+            notes.first_undecodable = ", ".join(filter(None, described))
+        notes.num_undecodable += 1
+        return line.decode("utf-8", errors="replace"), True
+
+
+def _blocks(part: FilePair, rows: Iterator[_Row]) -> Iterator[TextBlock]:
+    """Cut the pairs of a part into blocks, and count them."""
+    block, size = TextBlock(part.first), 0
+    for (src, is_src_bad), (tgt, is_tgt_bad), is_fault in rows:
+        if is_src_bad:
+            block.src_bad.append(len(block.src))
+        if is_tgt_bad:
+            block.tgt_bad.append(len(block.src))
+        if is_fault:
+            block.faults.append(len(block.src))
+        block.src.append(src)
+        block.tgt.append(tgt)
+        size += len(src) + len(tgt)
+        if len(block.src) == BLOCK_PAIRS or size > _BLOCK_CHARACTERS:
+            part.num_pairs += len(block.src)
+            yield block
+            block, size = TextBlock(part.first + part.num_pairs), 0
+    if block.src:
+        part.num_pairs += len(block.src)
+        yield block
+
+
+def read_pairs(text: TrainText) -> Iterator[Pair]:
     """Yield every pair of a corpus, or of all those of a mixture, file by file, in order.
 
     Raises:
-        DataError: for a file that cannot be read, a line that is not UTF-8, two files whose
-            numbers of lines differ, or a row that is no pair.
+        DataError: as a strict `Reader`.
     """
-    if isinstance(corpus, list):
-        for own in corpus:
-            yield from read_pairs(own)
-    elif isinstance(corpus, FilesCorpus):
-        for src_file, tgt_file in zip(corpus.src, corpus.tgt, strict=True):
-            yield from _read_file_pair(src_file, tgt_file)
-    else:
-        for source in sources(corpus):
-            yield from _read_rows(source)
+    reader = Reader(text, is_strict=True)
+    for block in reader.blocks():
+        part = reader.parts[-1]
+        lines = count(block.first - part.first + 1)
+        yield from map(Pair, block.src, block.tgt, repeat(part.src.path), lines)
 
 
-def _read_rows(source: TableReader) -> Iterator[Pair]:
-    for number, row in enumerate(source.read(tell_nobody), start=1):
-        if isinstance(row, Fault):
-            raise DataError(f"{source.place(number)}: {row.what}.")
-        yield Pair(row.src, row.tgt, source.name, number, row.num_breaks)
-
-
-def _read_file_pair(src_file: str, tgt_file: str) -> Iterator[Pair]:
-    src_lines, tgt_lines = read_lines(Path(src_file)), read_lines(Path(tgt_file))
-    for line, (src, tgt) in enumerate(zip_longest(src_lines, tgt_lines), start=1):
-        if src is None or tgt is None:
-            num_src = line - 1 + (src is not None) + sum(1 for _ in src_lines)
-            num_tgt = line - 1 + (tgt is not None) + sum(1 for _ in tgt_lines)
-            raise DataError(
-                f"{src_file} and {tgt_file} must have the same number of lines, but have "
-                f"{num_src:,} and {num_tgt:,} instead."
-            )
-        yield Pair(src, tgt, src_file, line)
-
-
-def count_pairs(corpus: Corpus, key: str) -> PairCount:
-    """Read a corpus once, to find every error before anything is written.
+def count_pairs(corpus: Corpus, name: str) -> int:
+    """Read a corpus to find every error in it; return the number of its pairs.
 
     Raises:
-        DataError: as `read_pairs`, and for a corpus without a single pair.
+        DataError: as a strict `Reader`, and if there is no pair.
     """
-    num_pairs = num_broken = 0
-    for pair in read_pairs(corpus):
-        num_pairs += 1
-        num_broken += pair.num_breaks > 0
-    if num_pairs == 0:
-        name = corpus.src[0] if isinstance(corpus, FilesCorpus) else sources(corpus)[0].name
-        raise DataError(f"`{key}` must have at least one pair, but {name} is empty.")
-    return PairCount(num_pairs, num_broken)
+    reader = Reader(corpus, is_strict=True)
+    for _ in reader.blocks():
+        pass
+    reader.check_not_empty(name)
+    return reader.num_pairs
+
+
+def size_of(text: TrainText) -> int:
+    """Return the bytes of a corpus, or of a mixture, on disk, as far as its files are there."""
+    corpora = corpora_of(text, "data.train")
+    paths = [Path(path) for named in corpora for path in paths_of(named.corpus)]
+    return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def files_of(data: DataConfig) -> list[str]:
     """Return every file that a config's corpora name, once."""
-    return list(dict.fromkeys(path for own in _corpora(data) for path in paths_of(own)))
+    return list(dict.fromkeys(path for corpus in _corpora(data) for path in paths_of(corpus)))
 
 
 def revisions_of(data: DataConfig) -> dict[str, str]:
     """Return the revision of every data set of the hub that a config names."""
-    return {name: own for each in _corpora(data) for name, own in revision_of(each).items()}
+    return {name: rev for corpus in _corpora(data) for name, rev in revision_of(corpus).items()}
 
 
 def _corpora(data: DataConfig) -> list[Corpus]:
@@ -112,17 +319,8 @@ def _corpora(data: DataConfig) -> list[Corpus]:
     return [*train, data.valid, *data.tests.values()]
 
 
-def mark(paths: Iterable[str]) -> dict[str, FileMark]:
-    """Return what the files are now, to know them again."""
-    marks = {}
-    for path in paths:
-        stat = Path(path).stat()
-        marks[path] = FileMark(stat.st_size, stat.st_mtime_ns, sha256(Path(path)))
-    return marks
-
-
 def changed_files(marks: Mapping[str, FileMark], trust_times: bool = True) -> dict[str, str]:
-    """Return the files that are no longer as they were marked, each with its checksum now.
+    """Return the files that differ from their marks, each with its checksum now.
 
     A file that is gone, or cannot be read, has not changed.
 
@@ -136,9 +334,9 @@ def changed_files(marks: Mapping[str, FileMark], trust_times: bool = True) -> di
             stat = Path(path).stat()
             if trust_times and (stat.st_size, stat.st_mtime_ns) == (old.size, old.mtime_ns):
                 continue
-            now = sha256(Path(path))
+            checksum = sha256(Path(path))
         except OSError:
             continue
-        if now != old.sha256:
-            changed[path] = now
+        if checksum != old.sha256:
+            changed[path] = checksum
     return changed

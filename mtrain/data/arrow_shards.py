@@ -1,14 +1,13 @@
-"""Encoded pairs on disk: Arrow tables, and for several of them a page that says what they hold.
+"""Encoded pairs on disk: shards, which are Arrow tables, and a manifest of what they hold.
 
-Knows neither text files nor batches. A table is checked when it is opened, so that one that lies is
-an error and never a crash; the page is believed only as far as the tables say the same.
+Knows neither text files nor batches. A table is checked when it is opened, so that a damaged one is
+an error and never a crash; the manifest is checked against the tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -18,27 +17,17 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from mtrain.errors import RunError
 
-TRAIN_FILE = "train.arrow"  # of a corpus that fits in one table
-SHARDS_FILE = "shards.json"
+MANIFEST_FILE = "shards.json"
 SHARD_PAIRS = 1 << 17  # of text, that go into one table
 Indices = npt.NDArray[np.int64]
 Lengths = npt.NDArray[np.int32]
 
 
-class EncodedPair(NamedTuple):
-    """Source ids with eos, target ids without, and the text if training samples from it."""
-
-    src: list[int]
-    tgt: list[int]
-    src_text: str | None
-    tgt_text: str | None
-
-
 class EncodedBlock(NamedTuple):
-    """Encoded pairs, many at a time.
+    """Many encoded pairs.
 
     Attributes:
-        src_ids, tgt_ids: of all pairs, one after the other; sources with eos, targets without.
+        src_ids, tgt_ids: of all pairs, concatenated; sources with eos, targets without.
         src_lengths, tgt_lengths: with eos, of each pair.
         src_text, tgt_text: of each pair, if training samples from it.
     """
@@ -49,19 +38,6 @@ class EncodedBlock(NamedTuple):
     tgt_lengths: Lengths
     src_text: list[str] | None = None
     tgt_text: list[str] | None = None
-
-    @classmethod
-    def of(cls, pairs: Iterable[EncodedPair], with_text: bool) -> EncodedBlock:
-        """Put pairs together."""
-        rows = list(pairs)
-        return cls(
-            np.array([piece for row in rows for piece in row.src], np.int32),
-            np.array([piece for row in rows for piece in row.tgt], np.int32),
-            np.array([len(row.src) for row in rows], np.int32),
-            np.array([len(row.tgt) + 1 for row in rows], np.int32),
-            [row.src_text or "" for row in rows] if with_text else None,
-            [row.tgt_text or "" for row in rows] if with_text else None,
-        )
 
 
 def write_blocks(path: Path, blocks: Iterable[EncodedBlock], with_text: bool) -> int:
@@ -74,11 +50,6 @@ def write_blocks(path: Path, blocks: Iterable[EncodedBlock], with_text: bool) ->
             writer.write_batch(_as_batch(block, with_text))
             num_pairs += len(block.src_lengths)
     return num_pairs
-
-
-def write_pairs(path: Path, pairs: Iterable[EncodedPair], with_text: bool) -> int:
-    """Write a few encoded pairs as an Arrow table; return their number."""
-    return write_blocks(path, [EncodedBlock.of(pairs, with_text)], with_text)
 
 
 def _schema(with_text: bool) -> Any:
@@ -113,15 +84,15 @@ def _lists(ids: Lengths, lengths: Lengths) -> Any:
 
 
 def _plain(numbers: Lengths) -> Any:
-    """Give numbers to Arrow as they lie in memory; `pyarrow.array` would import pandas first."""
+    """Wrap numbers in an Arrow array without a copy; `pyarrow.array` would import pandas first."""
     import pyarrow as pa
 
-    own = np.ascontiguousarray(numbers, np.int32)
-    return pa.Array.from_buffers(pa.int32(), len(own), [None, pa.py_buffer(own)])
+    array = np.ascontiguousarray(numbers, np.int32)
+    return pa.Array.from_buffers(pa.int32(), len(array), [None, pa.py_buffer(array)])
 
 
-class _IdStretch(NamedTuple):
-    """The ids of one side in one stretch of a table, where they lie on disk."""
+class _IdChunk(NamedTuple):
+    """The ids of one side in one chunk of a table, mapped from disk."""
 
     ids: Lengths
     offsets: Lengths
@@ -134,11 +105,11 @@ class ShardTable:
         src_lengths, tgt_lengths: with eos, of each pair.
     """
 
-    def __init__(self, path: Path, num_pieces: tuple[int, int], with_text: bool) -> None:
-        self._table = _read(path, num_pieces, with_text)
+    def __init__(self, path: Path, num_tokens: tuple[int, int], with_text: bool) -> None:
+        self._table = _read(path, num_tokens, with_text)
         self.src_lengths: Lengths = _numbers(self._table, "src_length")
         self.tgt_lengths: Lengths = _numbers(self._table, "tgt_length")
-        self._src, self._tgt = _parts(self._table, "src"), _parts(self._table, "tgt")
+        self._src, self._tgt = _chunks(self._table, "src"), _chunks(self._table, "tgt")
         chunks = self._table.column("src").chunks
         self._firsts = np.cumsum([0, *(len(chunk) for chunk in chunks)])
 
@@ -147,9 +118,11 @@ class ShardTable:
 
     def take(self, rows: Indices) -> tuple[list[Lengths], list[Lengths]]:
         """Return the ids of some pairs: sources with eos, targets without."""
-        numbers = np.searchsorted(self._firsts, rows, side="right") - 1
-        places = list(zip(numbers.tolist(), (rows - self._firsts[numbers]).tolist(), strict=True))
-        return [_cut(self._src, *own) for own in places], [_cut(self._tgt, *own) for own in places]
+        chunks = np.searchsorted(self._firsts, rows, side="right") - 1
+        slots = list(zip(chunks.tolist(), (rows - self._firsts[chunks]).tolist(), strict=True))
+        return [_ids(self._src, *slot) for slot in slots], [
+            _ids(self._tgt, *slot) for slot in slots
+        ]
 
     def texts(self, rows: Indices) -> tuple[list[str], list[str]]:
         """Return the text of some pairs."""
@@ -157,21 +130,21 @@ class ShardTable:
         return src.to_pylist(), tgt.to_pylist()
 
 
-def _cut(parts: list[_IdStretch], number: int, row: int) -> Lengths:
-    part = parts[number]
-    return part.ids[part.offsets[row] : part.offsets[row + 1]]
+def _ids(chunks: list[_IdChunk], number: int, row: int) -> Lengths:
+    chunk = chunks[number]
+    return chunk.ids[chunk.offsets[row] : chunk.offsets[row + 1]]
 
 
-def _parts(table: Any, side: str) -> list[_IdStretch]:
+def _chunks(table: Any, side: str) -> list[_IdChunk]:
     chunks = table.column(side).chunks
-    return [_IdStretch(chunk.values.to_numpy(), chunk.offsets.to_numpy()) for chunk in chunks]
+    return [_IdChunk(chunk.values.to_numpy(), chunk.offsets.to_numpy()) for chunk in chunks]
 
 
 def _numbers(table: Any, name: str) -> Lengths:
     return np.asarray(table.column(name), dtype=np.int32)
 
 
-def _read(path: Path, num_pieces: tuple[int, int], with_text: bool) -> Any:
+def _read(path: Path, num_tokens: tuple[int, int], with_text: bool) -> Any:
     """Map a table of pairs into memory, and check that it is whole and fits the tokenizer.
 
     Raises:
@@ -181,16 +154,16 @@ def _read(path: Path, num_pieces: tuple[int, int], with_text: bool) -> Any:
 
     if not path.is_file():
         raise RunError(f"{path}: is missing; restore it from a copy of the run.")
-    wanted = _schema(with_text)
+    schema = _schema(with_text)
     try:
         table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all().replace_schema_metadata()
-        table = table.select(wanted.names)
-        if table.schema.types != wanted.types:
+        table = table.select(schema.names)
+        if table.schema.types != schema.types:
             raise ValueError
         table.validate(full=True)  # its offsets too, so that nothing is read beyond its end
         fits = len(table) > 0 and not any(column.null_count for column in table.columns)
-        fits = fits and _fits(table, "src", num_pieces[0], 0)
-        fits = fits and _fits(table, "tgt", num_pieces[1], 1)
+        fits = fits and _fits(table, "src", num_tokens[0], 0)
+        fits = fits and _fits(table, "tgt", num_tokens[1], 1)
     except (pa.ArrowException, OSError, ValueError, LookupError):
         fits = False
     if not fits:
@@ -201,8 +174,8 @@ def _read(path: Path, num_pieces: tuple[int, int], with_text: bool) -> Any:
     return table
 
 
-def _fits(table: Any, side: str, num_pieces: int, num_added: int) -> bool:
-    """Tell whether all ids are pieces, and the lengths those of the ids and of what is added."""
+def _fits(table: Any, side: str, num_tokens: int, num_added: int) -> bool:
+    """Tell whether all ids are in the vocabulary, and all lengths are `num_added` more than ids."""
     import pyarrow.compute as pc
 
     lists, lengths = table.column(side), table.column(f"{side}_length")
@@ -210,11 +183,11 @@ def _fits(table: Any, side: str, num_pieces: int, num_added: int) -> bool:
     if ids.null_count or not pc.all(pc.equal(pc.add(counts, num_added), lengths)).as_py():
         return False
     ends = pc.min_max(ids).as_py()
-    return (ends["min"] or 0) >= 0 and (ends["max"] or 0) < num_pieces
+    return (ends["min"] or 0) >= 0 and (ends["max"] or 0) < num_tokens
 
 
 class Shard(NamedTuple):
-    """What one of several tables holds: pairs of a corpus, by its number; tokens with eos."""
+    """What a table holds: pairs of one corpus, given by its number; tokens count eos."""
 
     corpus: int
     num_pairs: int
@@ -224,18 +197,21 @@ class Shard(NamedTuple):
     @classmethod
     def of(cls, corpus: int, table: ShardTable) -> Shard:
         """Count what a table holds."""
-        sums = (int(own.sum(dtype=np.int64)) for own in (table.src_lengths, table.tgt_lengths))
-        return cls(corpus, len(table), *sums)
+        num_src, num_tgt = (
+            table.src_lengths.sum(dtype=np.int64),
+            table.tgt_lengths.sum(dtype=np.int64),
+        )
+        return cls(corpus, len(table), int(num_src), int(num_tgt))
 
 
 @dataclass(frozen=True)
 class CorpusEntry:
-    """A corpus of a mixture.
+    """A corpus of the training text.
 
     Attributes:
         name: what the config calls it.
-        weight: its part of the mixture, as large as those of the others make it.
-        lengths: for each length from 0 on, how many pairs have it as that of their longer side.
+        weight: its part of a mixture, relative to the weights of the others.
+        lengths: for each length from 0 on, how many pairs have a longer side of that length.
     """
 
     name: str
@@ -245,113 +221,98 @@ class CorpusEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What all tables of a training corpus hold, in their order."""
+    """What all shards of the training text hold, in order."""
 
     corpora: list[CorpusEntry]
     shards: list[Shard]
 
     def of_corpus(self, corpus: int) -> list[int]:
-        """Return the numbers of the tables of a corpus."""
-        return [number for number, own in enumerate(self.shards) if own.corpus == corpus]
+        """Return the numbers of the shards of a corpus."""
+        return [number for number, shard in enumerate(self.shards) if shard.corpus == corpus]
 
     def num_pairs(self, corpus: int) -> int:
         """Return how many pairs a corpus has."""
-        return sum(own.num_pairs for own in self.shards if own.corpus == corpus)
+        return sum(shard.num_pairs for shard in self.shards if shard.corpus == corpus)
 
 
-_CONTENTS = TypeAdapter(Manifest)
+_MANIFEST = TypeAdapter(Manifest)
 
 
 def shard_path(directory: Path, number: int) -> Path:
-    """Return where a table is, of several."""
+    """Return the path of a shard."""
     return directory / f"train-{number:05d}.arrow"
 
 
 def are_in(directory: Path) -> bool:
     """Tell whether a folder holds encoded pairs, whole or not."""
-    return any((directory / name).is_file() for name in (TRAIN_FILE, SHARDS_FILE))
+    return (directory / MANIFEST_FILE).is_file()
 
 
-def write_contents(directory: Path, contents: Manifest) -> None:
-    """Write the page of several tables."""
-    (directory / SHARDS_FILE).write_bytes(_CONTENTS.dump_json(contents))
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write the manifest of the shards in a folder."""
+    (directory / MANIFEST_FILE).write_bytes(_MANIFEST.dump_json(manifest))
 
 
 class ShardSet:
-    """The tables of a training corpus, opened when they are asked for."""
+    """The shards of the training text, opened when they are asked for.
+
+    Attributes:
+        manifest: what they hold.
+
+    Raises:
+        RunError: if the manifest or a shard is missing, or the manifest is damaged.
+    """
 
     def __init__(
-        self, directory: Path, num_src_pieces: int, num_tgt_pieces: int, with_text: bool
+        self, directory: Path, num_src_tokens: int, num_tgt_tokens: int, with_text: bool
     ) -> None:
-        self._directory, self._num_pieces = directory, (num_src_pieces, num_tgt_pieces)
+        self._directory, self._num_tokens = directory, (num_src_tokens, num_tgt_tokens)
         self._with_text = with_text
-        self.is_one = not (directory / SHARDS_FILE).exists()
-        if self.is_one:
-            self._only = self._open(directory / TRAIN_FILE)
-        for number in range(len(self.contents.shards)) if not self.is_one else ():
+        path = directory / MANIFEST_FILE
+        if not path.is_file():
+            raise RunError(f"{path}: is missing; restore it from a copy of the run.")
+        try:
+            self.manifest = _MANIFEST.validate_json(path.read_bytes(), strict=True)
+            is_sound = _is_consistent(self.manifest)
+        except (OSError, ValidationError):
+            is_sound = False
+        if not is_sound:
+            raise RunError(
+                f"{path}: must say what each table of pairs holds, but does not; restore it from a "
+                "copy of the run."
+            )
+        for number in range(len(self.manifest.shards)):
             if not (path := shard_path(directory, number)).is_file():
                 raise RunError(f"{path}: is missing; restore it from a copy of the run.")
 
-    @cached_property
-    def contents(self) -> Manifest:
-        """What the tables hold.
-
-        Raises:
-            RunError: if the page does not say so.
-        """
-        if self.is_one:
-            longer = np.maximum(self._only.src_lengths, self._only.tgt_lengths)
-            corpus = CorpusEntry("data.train", 1.0, np.bincount(longer).tolist())
-            return Manifest([corpus], [Shard.of(0, self._only)])
-        path = self._directory / SHARDS_FILE
-        try:
-            contents = _CONTENTS.validate_json(path.read_bytes(), strict=True)
-        except (OSError, ValidationError):
-            raise _lying(path) from None
-        if not _agrees(contents):
-            raise _lying(path)
-        return contents
-
     def open(self, number: int) -> ShardTable:
-        """Open a table.
+        """Open a shard.
 
         Raises:
-            RunError: if it is damaged, does not fit, or holds something else than is said of it.
+            RunError: if it is damaged, does not fit, or is not what the manifest says.
         """
-        if self.is_one:
-            return self._only
-        path, said = shard_path(self._directory, number), self.contents.shards[number]
-        table = self._open(path)
-        if Shard.of(said.corpus, table) != said:
+        path, shard = shard_path(self._directory, number), self.manifest.shards[number]
+        table = ShardTable(path, self._num_tokens, self._with_text)
+        if Shard.of(shard.corpus, table) != shard:
             raise RunError(
-                f"{path}: must hold what {SHARDS_FILE} says, but does not; restore both from a "
+                f"{path}: must hold what {MANIFEST_FILE} says, but does not; restore both from a "
                 "copy of the run."
             )
         return table
 
     def all(self) -> Iterator[ShardTable]:
-        """Open one table after the other."""
-        for number in range(len(self.contents.shards)):
+        """Open one shard after the other."""
+        for number in range(len(self.manifest.shards)):
             yield self.open(number)
 
-    def _open(self, path: Path) -> ShardTable:
-        return ShardTable(path, self._num_pieces, self._with_text)
 
-
-def _agrees(contents: Manifest) -> bool:
-    """Tell whether a page says one thing: every corpus has pairs, and lengths for all of them."""
-    if not contents.corpora or any(own.num_pairs < 1 for own in contents.shards):
+def _is_consistent(manifest: Manifest) -> bool:
+    """Tell whether every corpus has pairs, and lengths for all of them."""
+    if not manifest.corpora or any(shard.num_pairs < 1 for shard in manifest.shards):
         return False
-    if not all(0 <= own.corpus < len(contents.corpora) for own in contents.shards):
+    if not all(0 <= shard.corpus < len(manifest.corpora) for shard in manifest.shards):
         return False
     return all(
-        min(own.lengths, default=-1) >= 0 and sum(own.lengths) == contents.num_pairs(number) > 0
-        for number, own in enumerate(contents.corpora)
-    )
-
-
-def _lying(path: Path) -> RunError:
-    return RunError(
-        f"{path}: must say what each table of pairs holds, but does not; restore it from a copy "
-        "of the run."
+        min(entry.lengths, default=-1) >= 0 and sum(entry.lengths) == manifest.num_pairs(number) > 0
+        for number, entry in enumerate(manifest.corpora)
     )

@@ -34,7 +34,7 @@ class Batch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> Batch:
-        """Return the same batch where a GPU can fetch it."""
+        """Return the same batch in pinned memory."""
         return self._each(Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -46,7 +46,7 @@ class Batch:
 
     @property
     def num_places(self) -> int:
-        """Places on both sides, padding included."""
+        """Positions on both sides, padding included."""
         return self.src_BS.numel() + self.tgt_in_BT.numel()
 
     def split(self, parts: int) -> list[Batch]:
@@ -71,15 +71,15 @@ class Batch:
 
 
 def collate(src: Sequence[Ids], tgt: Sequence[Ids], pad: int, bos: int, eos: int) -> Batch:
-    """Pad encoded pairs: sources are pieces + eos as they come, targets are pieces alone."""
+    """Pad encoded pairs: sources end in eos already, targets have tokens alone."""
     src_lengths, tgt_lengths = [len(ids) for ids in src], [len(ids) + 1 for ids in tgt]
-    pieces_BT, rows = pad_right(tgt, pad), torch.arange(len(tgt))
-    tgt_out_BT = F.pad(pieces_BT, (0, 1), value=pad)
+    tokens_BT, rows = pad_right(tgt, pad), torch.arange(len(tgt))
+    tgt_out_BT = F.pad(tokens_BT, (0, 1), value=pad)
     tgt_out_BT[rows, torch.tensor(tgt_lengths) - 1] = eos
     return Batch(
         pad_right(src, pad),
         keep_first(src_lengths),
-        F.pad(pieces_BT, (1, 0), value=bos),
+        F.pad(tokens_BT, (1, 0), value=bos),
         tgt_out_BT,
         keep_first(tgt_lengths),
         sum(src_lengths),
@@ -97,6 +97,6 @@ def pad_right(rows: Sequence[Ids], pad: int) -> Tensor:
 
 
 def keep_first(lengths: Sequence[int]) -> Tensor:
-    """Return a bool tensor whose row i is True at its first `lengths[i]` places."""
+    """Return a bool tensor whose row i is True at its first `lengths[i]` positions."""
     lengths_B = torch.tensor(lengths)
     return torch.arange(max(lengths)) < lengths_B[:, None]

@@ -1,8 +1,8 @@
 """From text to encoded pairs, part by part: what is done stays done, whatever ends the process.
 
-A part is a stretch of one corpus. Its table appears first and its facts last; one that has facts is
-not made again. The same text, tokenizer and judgements give the same bytes, on any number of
-cores. Knows no config: who calls says which corpora there are, and which pairs stay.
+A part is a range of one corpus. Its table appears first and its statistics last; a part with
+statistics is not made again. The same text, tokenizer and filter give the same bytes, on any number
+of cores. Knows no config: the caller says which corpora there are, and which pairs are kept.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -23,7 +23,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from mtrain.config.corpora import NamedCorpus, weight_of
 from mtrain.corpus import dropped
-from mtrain.corpus.dropped import DroppedPair, DroppedWriter
+from mtrain.corpus.dropped import DroppedPair
+from mtrain.corpus.length_stats import CorpusStats
 from mtrain.corpus.reader import Pair, read_pairs
 from mtrain.data import arrow_shards
 from mtrain.data.arrow_shards import CorpusEntry, EncodedBlock, Lengths, Manifest, Shard
@@ -34,36 +35,36 @@ from mtrain.tokenizer.sentencepiece import Tokenizer
 
 _BLOCK_PAIRS = 1 << 14  # that are encoded together
 _NUM_AHEAD = 2  # blocks that are encoded while one is written
+_RARE = 0.0005  # fraction of pairs whose length ratio is out of the usual range, on either side
 Ints = npt.NDArray[np.int64]
-LengthCounts = list[tuple[int, int, int]]  # source and target length, and how many pairs have them
 
 
 class Filter(Protocol):
-    """Says why pairs are left out."""
+    """Tells why pairs are dropped."""
 
     def reasons_of_encoded(
         self, first: int, src_tokens: Ints, tgt_tokens: Ints
     ) -> Sequence[str | None]:
-        """Judge pairs from number `first` on, given how many tokens, eos included, they have."""
+        """Judge pairs from number `first` on, given their lengths in tokens, eos included."""
 
 
 @dataclass
 class PartStats:
-    """What became of a part of the text.
+    """Statistics of a part of the text.
 
     Attributes:
         corpus: the number of the corpus.
         num_read: how many pairs the text has.
         num_copied: of those kept, how many have a target that is the source.
-        lengths: of those kept.
-        left_out: how many are not kept, by reason.
+        lengths: of those kept: source length, target length, and how many pairs have them.
+        dropped: how many are dropped, by reason.
     """
 
     corpus: int
     num_read: int = 0
     num_copied: int = 0
-    lengths: LengthCounts = field(default_factory=list)
-    left_out: dict[str, int] = field(default_factory=dict)
+    lengths: list[tuple[int, int, int]] = field(default_factory=list)
+    dropped: dict[str, int] = field(default_factory=dict)
 
     @property
     def num_kept(self) -> int:
@@ -71,15 +72,15 @@ class PartStats:
         return sum(count for _, _, count in self.lengths)
 
 
-_FACTS = TypeAdapter(PartStats)
+_STATS = TypeAdapter(PartStats)
 
 
 class PartFiles(NamedTuple):
-    """The files of a part in the folder of those that are done."""
+    """The files of a part in the working folder."""
 
     table: Path
-    left_out: Path
-    facts: Path
+    dropped: Path
+    stats: Path
 
     @classmethod
     def number(cls, directory: Path, number: int) -> PartFiles:
@@ -87,251 +88,240 @@ class PartFiles(NamedTuple):
         stem = directory / f"part-{number:05d}"
         return cls(*(stem.with_suffix(end) for end in (".arrow", ".jsonl.gz", ".json")))
 
-    def read_facts(self) -> PartStats | None:
-        """Return what became of the part; None if it is not done."""
+    def read_stats(self) -> PartStats | None:
+        """Return the statistics of the part; None if it is not done."""
         try:
-            return _FACTS.validate_json(self.facts.read_bytes(), strict=True)
+            return _STATS.validate_json(self.stats.read_bytes(), strict=True)
         except (OSError, ValidationError):
             return None
 
 
 class EncodeJob(NamedTuple):
-    """What it takes to encode.
+    """What to encode, and how.
 
     Attributes:
-        corpora: those of a mixture, or the one.
+        corpora: those of a mixture, or a single one.
         is_mixture: which of the two.
-        vocabulary: the tokenizer.
-        judge: who says which pairs stay.
+        tokenizer: gives the ids.
+        pair_filter: tells which pairs are dropped.
         directory: of the parts.
         with_text: whether the tables have the text, too.
     """
 
     corpora: Sequence[NamedCorpus]
     is_mixture: bool
-    vocabulary: Tokenizer
-    judge: Filter
+    tokenizer: Tokenizer
+    pair_filter: Filter
     directory: Path
     with_text: bool
 
 
 class EncodedPart(NamedTuple):
-    """A part that is done, and what became of it."""
+    """A part that is done."""
 
-    part: PartFiles
-    facts: PartStats
+    files: PartFiles
+    stats: PartStats
 
 
 def num_done(directory: Path) -> int:
     """Return how many pairs were read for the parts that are done, up to the first that is not."""
     total = number = 0
-    while facts := PartFiles.number(directory, number).read_facts():
-        total, number = total + facts.num_read, number + 1
+    while stats := PartFiles.number(directory, number).read_stats():
+        total, number = total + stats.num_read, number + 1
     return total
 
 
-def encode(work: EncodeJob, part_pairs: int) -> list[EncodedPart]:
-    """Encode all pairs that stay, but for the parts that are done; return all parts.
+def encode(job: EncodeJob, part_pairs: int) -> list[EncodedPart]:
+    """Encode all pairs that are kept, but for the parts that are done; return all parts.
 
     Raises:
         DataError: for text that cannot be read.
         WriteError: if the disk does not take the parts.
     """
-    done: list[EncodedPart] = []
+    parts: list[EncodedPart] = []
     first = 0
-    for number, named in enumerate(work.corpora):
+    for number, named in enumerate(job.corpora):
         pairs = read_pairs(named.corpus)
         while head := list(islice(pairs, 1)):
             text = chain(head, islice(pairs, part_pairs - 1))
-            part = PartFiles.number(work.directory, len(done))
-            facts = part.read_facts()
-            if facts is None:
-                facts = _encode_part(text, first, part, work, PartStats(number))
+            files = PartFiles.number(job.directory, len(parts))
+            stats = files.read_stats()
+            if stats is None:
+                stats = _encode_part(text, first, files, job, PartStats(number))
             else:
-                deque(text, maxlen=0)  # read, and let go
-            done.append(EncodedPart(part, facts))
-            first += facts.num_read
-    return done
+                deque(text, maxlen=0)  # read and discard
+            parts.append(EncodedPart(files, stats))
+            first += stats.num_read
+    return parts
 
 
 def _encode_part(
-    text: Iterator[Pair], first: int, part: PartFiles, work: EncodeJob, facts: PartStats
+    text: Iterator[Pair], first: int, files: PartFiles, job: EncodeJob, stats: PartStats
 ) -> PartStats:
-    name = work.corpora[facts.corpus].name if work.is_mixture else None
+    corpus = job.corpora[stats.corpus].name if job.is_mixture else None
     lengths: Counter[tuple[int, int]] = Counter()
     with (
-        whole_file(part.table) as table_path,
-        whole_file(part.left_out) as left_out_path,
-        dropped.writing(left_out_path) as left_out,
+        whole_file(files.table) as table_path,
+        whole_file(files.dropped) as dropped_path,
+        dropped.open_writer(dropped_path) as writer,
     ):
 
         def blocks() -> Iterator[EncodedBlock]:
-            for block in _encoded(text, work.vocabulary):
-                reasons = work.judge.reasons_of_encoded(
-                    first + facts.num_read, block.src.lengths, block.tgt.lengths
+            for block in _encoded(text, job.tokenizer):
+                reasons = job.pair_filter.reasons_of_encoded(
+                    first + stats.num_read, block.src.lengths, block.tgt.lengths
                 )
-                _enter(left_out, block.pairs, reasons, name)
+                for pair, reason in zip(block.pairs, reasons, strict=True):
+                    if reason is not None:
+                        writer.add(DroppedPair(pair.src_file, pair.line, reason, corpus))
+                stats.num_read += len(block.pairs)
                 kept = _only(block, np.array([reason is None for reason in reasons]))
-                facts.num_read += len(block.pairs)
-                facts.num_copied += sum(pair.src == pair.tgt for pair in kept.pairs)
+                stats.num_copied += sum(pair.src == pair.tgt for pair in kept.pairs)
                 lengths.update(
                     zip(kept.src.lengths.tolist(), kept.tgt.lengths.tolist(), strict=True)
                 )
-                yield _for_table(kept, work.with_text)
+                ends = np.cumsum(kept.src.lengths - 1)
+                yield EncodedBlock(
+                    np.insert(kept.src.ids, ends, job.tokenizer.src.eos),
+                    kept.tgt.ids,
+                    kept.src.lengths.astype(np.int32),
+                    kept.tgt.lengths.astype(np.int32),
+                    [pair.src for pair in kept.pairs] if job.with_text else None,
+                    [pair.tgt for pair in kept.pairs] if job.with_text else None,
+                )
 
-        arrow_shards.write_blocks(table_path, blocks(), work.with_text)
-    facts.left_out = dict(left_out.counts)
-    facts.lengths = sorted((*sides, count) for sides, count in lengths.items())
-    with whole_file(part.facts) as path:
-        path.write_bytes(_FACTS.dump_json(facts))
-    return facts
+        arrow_shards.write_blocks(table_path, blocks(), job.with_text)
+    stats.dropped = dict(writer.counts)
+    stats.lengths = sorted((*sides, count) for sides, count in lengths.items())
+    with whole_file(files.stats) as path:
+        path.write_bytes(_STATS.dump_json(stats))
+    return stats
 
 
 class _EncodedSide(NamedTuple):
-    """The ids of many lines, one after the other, without bos and eos; lengths count eos."""
+    """The ids of many lines, concatenated, without bos and eos; lengths count eos."""
 
     ids: Lengths
     lengths: Ints
 
-    def only(self, kept: npt.NDArray[np.bool_]) -> _EncodedSide:
-        return _EncodedSide(self.ids[np.repeat(kept, self.lengths - 1)], self.lengths[kept])
+    def only(self, is_kept: npt.NDArray[np.bool_]) -> _EncodedSide:
+        return _EncodedSide(self.ids[np.repeat(is_kept, self.lengths - 1)], self.lengths[is_kept])
 
 
 class _EncodedPairs(NamedTuple):
-    """Pairs that stand together in the text, and their ids."""
+    """Consecutive pairs of the text, and their ids."""
 
     pairs: list[Pair]
     src: _EncodedSide
     tgt: _EncodedSide
-    eos: int
 
 
-def _encoded(text: Iterator[Pair], vocabulary: Tokenizer) -> Iterator[_EncodedPairs]:
-    """Cut text into blocks and encode them, some of them ahead of whoever takes them."""
+def _encoded(text: Iterator[Pair], tokenizer: Tokenizer) -> Iterator[_EncodedPairs]:
+    """Cut text into blocks and encode them in a thread, some blocks ahead of the consumer."""
     with ThreadPoolExecutor(1, "encode") as pool:
         ahead: deque[Future[_EncodedPairs]] = deque()
         while pairs := list(islice(text, _BLOCK_PAIRS)):
-            ahead.append(pool.submit(_encode_block, pairs, vocabulary))
+            ahead.append(pool.submit(_encode_block, pairs, tokenizer))
             if len(ahead) > _NUM_AHEAD:
                 yield ahead.popleft().result()
         while ahead:
             yield ahead.popleft().result()
 
 
-def _encode_block(pairs: list[Pair], vocabulary: Tokenizer) -> _EncodedPairs:
-    src = _side(vocabulary.src.encode([pair.src for pair in pairs]))
-    tgt = _side(vocabulary.tgt.encode([pair.tgt for pair in pairs]))
-    return _EncodedPairs(pairs, src, tgt, vocabulary.src.eos)
+def _encode_block(pairs: list[Pair], tokenizer: Tokenizer) -> _EncodedPairs:
+    src = _side(tokenizer.src.encode([pair.src for pair in pairs]))
+    tgt = _side(tokenizer.tgt.encode([pair.tgt for pair in pairs]))
+    return _EncodedPairs(pairs, src, tgt)
 
 
 def _side(ids: list[list[int]]) -> _EncodedSide:
     lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-    pieces = np.fromiter(chain.from_iterable(ids), np.int32, int(lengths.sum()))
-    return _EncodedSide(pieces, lengths + 1)
+    tokens = np.fromiter(chain.from_iterable(ids), np.int32, int(lengths.sum()))
+    return _EncodedSide(tokens, lengths + 1)
 
 
 def _only(block: _EncodedPairs, kept: npt.NDArray[np.bool_]) -> _EncodedPairs:
     if kept.all():
         return block
-    pairs = [block.pairs[place] for place in np.flatnonzero(kept).tolist()]
-    return _EncodedPairs(pairs, block.src.only(kept), block.tgt.only(kept), block.eos)
-
-
-def _for_table(block: _EncodedPairs, with_text: bool) -> EncodedBlock:
-    ends = np.cumsum(block.src.lengths - 1)
-    return EncodedBlock(
-        np.insert(block.src.ids, ends, block.eos),
-        block.tgt.ids,
-        block.src.lengths.astype(np.int32),
-        block.tgt.lengths.astype(np.int32),
-        [pair.src for pair in block.pairs] if with_text else None,
-        [pair.tgt for pair in block.pairs] if with_text else None,
-    )
-
-
-def _enter(
-    left_out: DroppedWriter, pairs: list[Pair], reasons: Sequence[str | None], corpus: str | None
-) -> None:
-    for pair, reason in zip(pairs, reasons, strict=True):
-        if reason is not None:
-            left_out.add(DroppedPair(pair.src_file, pair.line, reason, corpus))
+    pairs = [block.pairs[index] for index in np.flatnonzero(kept).tolist()]
+    return _EncodedPairs(pairs, block.src.only(kept), block.tgt.only(kept))
 
 
 def collect(
-    done: Sequence[EncodedPart], work: EncodeJob, temperature: float | None, directory: Path
+    parts: Sequence[EncodedPart], job: EncodeJob, temperature: float | None, directory: Path
 ) -> None:
-    """Give the tables and the ledger of all parts to a data folder, and keep them where they are.
+    """Put the tables and the dropped pairs of all parts into a data folder; keep the parts.
 
     Args:
-        done: the parts.
-        work: that made them.
+        parts: all that `encode` returned.
+        job: what made them.
         temperature: of corpora without weights.
         directory: the data folder.
 
     Raises:
-        DataError: if of a corpus no pair is left.
+        DataError: if no pair of a corpus is left.
         ConfigError: if a weight is so small that an epoch has no pair of the corpus.
     """
-    dropped.join([own.part.left_out for own in done], _left_out(done), directory)
-    kept = [own for own in done if own.facts.num_kept]
-    for number, named in enumerate(work.corpora):
-        if not any(own.facts.corpus == number for own in kept):
-            raise dropped.none_left(
-                named.name, _left_out([own for own in done if own.facts.corpus == number])
-            )
-    if len(kept) == 1 and not work.is_mixture:
-        _link(kept[0].part.table, directory / arrow_shards.TRAIN_FILE)
-        return
-    for number, own in enumerate(kept):
-        _link(own.part.table, arrow_shards.shard_path(directory, number))
-    contents = _contents(kept, work.corpora, temperature)
-    arrow_shards.write_contents(directory, contents)
+    dropped.join([part.files.dropped for part in parts], _num_dropped(parts), directory)
+    kept = [part for part in parts if part.stats.num_kept]
+    entries = []
+    for number, named in enumerate(job.corpora):
+        longer: Counter[int] = Counter()
+        for part in kept:
+            if part.stats.corpus == number:
+                for src, tgt, count in part.stats.lengths:
+                    longer[max(src, tgt)] += count
+        if not longer:
+            of_corpus = [part for part in parts if part.stats.corpus == number]
+            raise dropped.none_left(named.name, _num_dropped(of_corpus))
+        weight = weight_of(longer.total(), named.weight, temperature)
+        lengths = [longer[length] for length in range(max(longer) + 1)]
+        entries.append(CorpusEntry(named.name, weight, lengths))
+    shards = []
+    for number, (files, stats) in enumerate(kept):
+        path = arrow_shards.shard_path(directory, number)
+        try:
+            os.link(files.table, path)
+        except OSError:  # the file system has no links
+            shutil.copyfile(files.table, path)
+        num_src = sum(src * count for src, _, count in stats.lengths)
+        num_tgt = sum(tgt * count for _, tgt, count in stats.lengths)
+        shards.append(Shard(stats.corpus, stats.num_kept, num_src, num_tgt))
+    arrow_shards.write_manifest(directory, Manifest(entries, shards))
     check_shares(
-        [own.name for own in contents.corpora],
-        [own.weight for own in contents.corpora],
-        sum(own.num_pairs for own in contents.shards),
+        [entry.name for entry in entries],
+        [entry.weight for entry in entries],
+        sum(shard.num_pairs for shard in shards),
     )
 
 
-def _left_out(done: Sequence[EncodedPart]) -> Counter[str]:
+def _num_dropped(parts: Sequence[EncodedPart]) -> Counter[str]:
     total: Counter[str] = Counter()
-    for own in done:
-        total.update(own.facts.left_out)
+    for part in parts:
+        total.update(part.stats.dropped)
     return total
 
 
-def _link(path: Path, target: Path) -> None:
-    """Give a file a second name; where the disk knows no such thing, copy it."""
-    try:
-        os.link(path, target)
-    except OSError:
-        shutil.copyfile(path, target)
+def corpus_stats(parts: Sequence[EncodedPart]) -> CorpusStats:
+    """Return what is usual in the pairs that are kept."""
+    lengths: Counter[tuple[int, int]] = Counter()
+    for part in parts:
+        lengths.update({(src, tgt): count for src, tgt, count in part.stats.lengths})
+    num_copied = sum(part.stats.num_copied for part in parts)
+    ratios = sorted((tgt / src, count) for (src, tgt), count in lengths.items())
 
+    def first_usual(ratios: list[tuple[float, int]]) -> float:
+        totals = accumulate(count for _, count in ratios)
+        rare = _RARE * lengths.total()
+        return next(ratio for (ratio, _), total in zip(ratios, totals, strict=True) if total > rare)
 
-def _contents(
-    kept: Sequence[EncodedPart], corpora: Sequence[NamedCorpus], temperature: float | None
-) -> Manifest:
-    mixed = []
-    for number, named in enumerate(corpora):
-        longer: Counter[int] = Counter()
-        for own in kept:
-            if own.facts.corpus == number:
-                for src, tgt, count in own.facts.lengths:
-                    longer[max(src, tgt)] += count
-        weight = weight_of(longer.total(), named.weight, temperature)
-        lengths = [longer[length] for length in range(max(longer) + 1)]
-        mixed.append(CorpusEntry(named.name, weight, lengths))
-    return Manifest(mixed, [_shard(own.facts) for own in kept])
-
-
-def _shard(facts: PartStats) -> Shard:
-    num_src = sum(src * count for src, _, count in facts.lengths)
-    num_tgt = sum(tgt * count for _, tgt, count in facts.lengths)
-    return Shard(facts.corpus, facts.num_kept, num_src, num_tgt)
+    longest_src = max(src for src, _ in lengths)
+    least, most = first_usual(ratios), first_usual(ratios[::-1])
+    return CorpusStats(longest_src, least, most, num_copied / lengths.total())
 
 
 def check_shares(names: Sequence[str], weights: Sequence[float], num_pairs: int) -> None:
-    """Hold the corpora of a mixture to have at least one of an epoch's pairs each.
+    """Check that each corpus of a mixture has at least one of an epoch's pairs.
 
     Raises:
         ConfigError: if one has none.

@@ -1,9 +1,8 @@
-"""Encoded pairs dealt out in batches.
+"""Batches of the encoded pairs, in an order that can be resumed anywhere.
 
-Batches hold pairs of like length under a budget that counts padding. A large corpus is dealt out
-window by window; the pairs of a window are planned together, and no more of them are in memory.
-All follows from (seed, epoch, window), so that a position is two numbers and seeking to it reads
-nothing that comes before.
+A batch holds pairs of like length under a budget that counts padding. A large corpus is shuffled
+window by window, and only one window is in memory. The order follows from (seed, epoch, window), so
+that a position is two numbers, and seeking to it reads nothing that comes before.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from mtrain.data.arrow_shards import Lengths, ShardSet, ShardTable
 from mtrain.data.batch import Batch, collate
 from mtrain.data.mixture import Mixture, MixtureCorpus, RowSelection
 from mtrain.data.sampler import (
-    BatchPart,
     EpochPlan,
     Indices,
     MicroBatch,
@@ -37,30 +35,30 @@ _PAIRS_READ = 1024
 
 
 def check_pairs(directory: Path, tokenizer: Tokenizer) -> int:
-    """Check that every encoded pair fits the vocabularies; return their number.
+    """Check that all ids of the pairs are in the vocabularies; return the number of pairs.
 
     Raises:
         RunError: if a file is missing or damaged, or a pair does not fit.
     """
-    tables = ShardSet(directory, len(tokenizer.src), len(tokenizer.tgt), with_text=False)
-    return sum(len(table) for table in tables.all())
+    shards = ShardSet(directory, len(tokenizer.src), len(tokenizer.tgt), with_text=False)
+    return sum(len(table) for table in shards.all())
 
 
 def read_src(directory: Path, tokenizer: Tokenizer) -> Iterator[list[list[int]]]:
-    """Yield the source pieces of all pairs, without eos, some pairs at a time.
+    """Yield the source tokens of all pairs, without eos, some pairs at a time.
 
     Raises:
         RunError: if a file is missing or damaged, or a pair does not fit.
     """
-    tables = ShardSet(directory, len(tokenizer.src), len(tokenizer.tgt), with_text=False)
-    for table in tables.all():
+    shards = ShardSet(directory, len(tokenizer.src), len(tokenizer.tgt), with_text=False)
+    for table in shards.all():
         for first in range(0, len(table), _PAIRS_READ):
             src, _ = table.take(np.arange(first, min(first + _PAIRS_READ, len(table))))
             yield [ids[:-1].tolist() for ids in src]
 
 
 class CorpusShare(NamedTuple):
-    """A corpus of a mixture: its name, its pairs, and how many pairs of an epoch are its own."""
+    """A corpus, the number of its pairs, and how many pairs of an epoch are taken from it."""
 
     name: str
     num_pairs: int
@@ -68,40 +66,38 @@ class CorpusShare(NamedTuple):
 
 
 class _Shapes(NamedTuple):
-    """How many rows batches have, and places on either side, padding included."""
+    """Numbers of rows, source positions and target positions of batches, padding included."""
 
     num_rows: Indices
     num_src: Indices
     num_tgt: Indices
 
     @property
-    def num_places(self) -> Indices:
+    def num_positions(self) -> Indices:
         return self.num_rows * (self.num_src + self.num_tgt)
 
     @property
-    def num_pairs_of_places(self) -> Indices:
+    def num_attention_scores(self) -> Indices:
         return self.num_rows * (self.num_src**2 + self.num_tgt**2 + self.num_src * self.num_tgt)
 
 
 class TrainingData:
-    """The encoded training pairs, dealt out in batches."""
+    """The encoded training pairs, in batches."""
 
     def __init__(
         self, directory: Path, tokenizer: Tokenizer, seed: int, sampling_alpha: float = 0.0
     ) -> None:
         self._tokenizer, self._seed, self._alpha = tokenizer, seed, sampling_alpha
         sizes = len(tokenizer.src), len(tokenizer.tgt)
-        self._tables = ShardSet(directory, *sizes, with_text=sampling_alpha > 0)
-        self._contents = self._tables.contents
-        shards = self._contents.shards
-        corpora = [
-            MixtureCorpus(own, [shards[table].num_pairs for table in own], mixed.weight)
-            for number, mixed in enumerate(self._contents.corpora)
-            for own in [self._contents.of_corpus(number)]
-        ]
+        self._shards = ShardSet(directory, *sizes, with_text=sampling_alpha > 0)
+        self._manifest = self._shards.manifest
+        corpora = []
+        for corpus, entry in enumerate(self._manifest.corpora):
+            numbers = self._manifest.of_corpus(corpus)
+            num_pairs = [self._manifest.shards[number].num_pairs for number in numbers]
+            corpora.append(MixtureCorpus(numbers, num_pairs, entry.weight))
         window_pairs = SAMPLED_WINDOW_PAIRS if sampling_alpha else WINDOW_PAIRS
-        one_window = self._tables.is_one  # as it was before there could be more
-        self._mixture = Mixture(corpora, seed, None if one_window else window_pairs)
+        self._mixture = Mixture(corpora, seed, window_pairs)
         self._window: _ShuffleWindow | None = None
 
     def __len__(self) -> int:
@@ -110,100 +106,99 @@ class TrainingData:
     @property
     def num_src_tokens(self) -> int:
         """Source tokens of an epoch, eos included; of a mixture, about so many."""
-        return self._num_tokens([own.num_src_tokens for own in self._contents.shards])
+        return self._num_tokens([shard.num_src_tokens for shard in self._manifest.shards])
 
     @property
     def num_tgt_tokens(self) -> int:
         """Target tokens of an epoch, eos included; of a mixture, about so many."""
-        return self._num_tokens([own.num_tgt_tokens for own in self._contents.shards])
+        return self._num_tokens([shard.num_tgt_tokens for shard in self._manifest.shards])
 
     def _num_tokens(self, of_shards: list[int]) -> int:
         total = 0
-        for number, own in enumerate(self.shares):
-            tokens = sum(of_shards[table] for table in self._contents.of_corpus(number))
-            total += tokens * own.num_in_epoch // own.num_pairs
+        for corpus, share in enumerate(self.shares):
+            tokens = sum(of_shards[number] for number in self._manifest.of_corpus(corpus))
+            total += tokens * share.num_in_epoch // share.num_pairs
         return total
 
     @property
     def shares(self) -> list[CorpusShare]:
-        """What each corpus gives to an epoch."""
-        corpora = self._contents.corpora
+        """The part of each corpus in an epoch."""
+        entries = zip(self._manifest.corpora, self._mixture.counts, strict=True)
         return [
-            CorpusShare(own.name, self._contents.num_pairs(number), count)
-            for number, (own, count) in enumerate(zip(corpora, self._mixture.counts, strict=True))
+            CorpusShare(entry.name, self._manifest.num_pairs(corpus), count)
+            for corpus, (entry, count) in enumerate(entries)
         ]
 
     def say_shares(self) -> list[str]:
-        """Say what each corpus of a mixture gives to an epoch; nothing of one corpus."""
+        """Return a line for each corpus of a mixture about its part in an epoch."""
         if len(self.shares) == 1:
             return []
         return [
-            f"{own.name}: {own.num_in_epoch / len(self):.1%} of an epoch, each of its "
-            f"{own.num_pairs:,} pairs {own.num_in_epoch / own.num_pairs:.3g} times"
-            for own in self.shares
+            f"{share.name}: {share.num_in_epoch / len(self):.1%} of an epoch, each of its "
+            f"{share.num_pairs:,} pairs {share.num_in_epoch / share.num_pairs:.3g} times"
+            for share in self.shares
         ]
 
     def batches(self, batch_tokens: int, start: Position) -> Iterator[tuple[Batch, Position]]:
         """Yield batches for ever from `start` on, each with the position that follows it."""
-        for dealt in self.updates(batch_tokens, start, MicroBatchSplit(1)):
-            yield dealt.shares[0].batch, dealt.after
+        for update in self.updates(batch_tokens, start, MicroBatchSplit(1)):
+            yield update.shares[0].batch, update.after
 
     def updates(
         self, batch_tokens: int, start: Position, deal: MicroBatchSplit
     ) -> Generator[UpdateBatches]:
-        """Yield one rank's shares of updates for ever from `start` on; it reads no others."""
+        """Yield one rank's micro-batches of updates, endlessly from `start` on; read no others."""
         planned = self._planned(batch_tokens, start)
         while True:
             batches = list(islice(planned, deal.num_batches))
-            num_tokens = sum(own.window.num_tgt_tokens(own.rows) for own in batches)
-            shares = [self._share(batches[cut.batch], cut, deal) for cut in deal.of_rank()]
+            num_tokens = sum(batch.window.num_tgt_tokens(batch.rows) for batch in batches)
+            micro_batches = []
+            for number, part in deal.of_rank():
+                window, rows, _ = batches[number]
+                part_rows = np.array_split(rows, deal.num_parts)[part]
+                has_rows = len(part_rows) > 0
+                batch = self._collate(window, part_rows if has_rows else rows[:1])
+                micro_batches.append(MicroBatch(batch, has_rows))
             after = batches[-1].after
-            del batches  # they hold on to their windows
-            yield UpdateBatches(shares, num_tokens, after, deal)
-
-    def _share(self, planned: _PlannedBatch, cut: BatchPart, deal: MicroBatchSplit) -> MicroBatch:
-        """Read a part of a batch; of a batch with too few rows, one that does not count."""
-        rows = np.array_split(planned.rows, deal.num_parts)[cut.part]
-        own = rows if len(rows) else planned.rows[:1]
-        return MicroBatch(self._collate(planned.window, own), bool(len(rows)))
+            del batches, window  # free the memory of the windows
+            yield UpdateBatches(micro_batches, num_tokens, after, deal)
 
     def _planned(self, batch_tokens: int, start: Position) -> Iterator[_PlannedBatch]:
-        """Yield what is in each batch, unread."""
-        epoch, place = start.epoch, start.batch
+        """Yield the rows of each batch, without reading them."""
+        epoch, first_batch = start.epoch, start.batch
         while True:
-            number = self._mixture.window_at(place)
+            number = self._mixture.window_at(first_batch)
             window = self._open(epoch, number)
             plan, first = window.plan(batch_tokens), int(self._mixture.firsts[number])
             following = Position(epoch, int(self._mixture.firsts[number + 1]))
             if number + 1 == self._mixture.num_windows:
                 following = Position(epoch + 1, 0)
-            for index in range(place - first, len(plan)):
+            for index in range(first_batch - first, len(plan)):
                 is_end = index + 1 == len(plan)
                 after = following if is_end else Position(epoch, first + index + 1)
                 yield _PlannedBatch(window, plan[index], after)
             del window  # the next one takes its memory
-            epoch, place = following.epoch, following.batch
+            epoch, first_batch = following.epoch, following.batch
 
     def plan(self, batch_tokens: int) -> EpochPlan:
-        """Say what an epoch looks like, before any is read; sampled ones differ a little.
+        """Estimate the batches and the padding of an epoch; exact for a single window.
 
-        Of more than one window, the padding is that of the first, and the number of batches
-        supposes that all have pairs of the same lengths.
+        With several windows, the padding is that of the first, and the number of batches assumes
+        that all have pairs of the same lengths. Sampled segmentations differ a little.
         """
         window = self._open(0, 0)
         batches, shapes = window.plan(batch_tokens), window.shapes(batch_tokens)
-        padding = 1 - window.num_tokens / int(shapes.num_places.sum())
+        padding = 1 - window.num_tokens / int(shapes.num_positions.sum())
         if self._mixture.num_windows == 1:
             return EpochPlan(len(batches), padding)
         return EpochPlan(self._count_batches(batch_tokens), padding)
 
     def _count_batches(self, batch_tokens: int) -> int:
-        counts = [np.array(own.lengths) for own in self._contents.corpora]
+        counts = [np.array(entry.lengths) for entry in self._manifest.corpora]
         longest = max(map(len, counts))
-        shares = [own.num_in_epoch / own.num_pairs for own in self.shares]
         total = sum(
-            np.pad(own, (0, longest - len(own))) * share
-            for own, share in zip(counts, shares, strict=True)
+            np.pad(count, (0, longest - len(count))) * (share.num_in_epoch / share.num_pairs)
+            for count, share in zip(counts, self.shares, strict=True)
         )
         windows = self._mixture.num_windows
         ends = np.cumsum(total / windows).round().astype(np.int64)
@@ -212,12 +207,14 @@ class TrainingData:
     def largest(self, batch_tokens: int) -> list[Batch]:
         """Return the batches of an epoch, or of its first window, that take the most memory.
 
-        One has the most places, the other the most pairs of places, which attention looks at.
+        One has the most positions, the other the most attention scores.
         """
         window = self._open(0, 0)
         batches, shapes = window.plan(batch_tokens), window.shapes(batch_tokens)
-        most = [int(own.argmax()) for own in (shapes.num_places, shapes.num_pairs_of_places)]
-        return [self._collate(window, batches[index]) for index in most]
+        largest = [
+            int(sizes.argmax()) for sizes in (shapes.num_positions, shapes.num_attention_scores)
+        ]
+        return [self._collate(window, batches[index]) for index in largest]
 
     def lengths(self) -> tuple[Lengths, Lengths]:
         """Return the lengths of the pairs of an epoch, or of its first window, with eos."""
@@ -229,11 +226,11 @@ class TrainingData:
         return collate(src_ids, tgt_ids, tgt.pad, tgt.bos, tgt.eos)
 
     def _open(self, epoch: int, number: int) -> _ShuffleWindow:
-        """Return a window; the one before it is let go first."""
+        """Return a window; the memory of the one before it is freed first."""
         seed = [self._seed, epoch, number] if number else [self._seed, epoch]
         if self._window is None or self._window.seed != seed:
             self._window = None
-            pairs = _StoredPairs(self._tables, self._mixture.takes(epoch, number))
+            pairs = _StoredPairs(self._shards, self._mixture.select(epoch, number))
             sampled = (
                 _SampledPairs(pairs, self._tokenizer, self._alpha, seed) if self._alpha else pairs
             )
@@ -242,19 +239,19 @@ class TrainingData:
 
 
 class _StoredPairs:
-    """Pairs as they lie in the tables."""
+    """Selected rows of the shards."""
 
-    def __init__(self, tables: ShardSet, takes: list[RowSelection]) -> None:
+    def __init__(self, shards: ShardSet, selections: list[RowSelection]) -> None:
         opened: dict[int, ShardTable] = {}
-        for take in takes:
-            if take.table not in opened:
-                opened[take.table] = tables.open(take.table)
-        self._tables = [opened[take.table] for take in takes]
-        self._rows = np.concatenate([take.rows for take in takes])
-        self._firsts = np.cumsum([0, *(len(take.rows) for take in takes)])
-        parts = list(zip(self._tables, (take.rows for take in takes), strict=True))
-        self.src_lengths: Lengths = np.concatenate([own.src_lengths[rows] for own, rows in parts])
-        self.tgt_lengths: Lengths = np.concatenate([own.tgt_lengths[rows] for own, rows in parts])
+        for number, _ in selections:
+            if number not in opened:
+                opened[number] = shards.open(number)
+        self._tables = [opened[number] for number, _ in selections]
+        self._rows = np.concatenate([rows for _, rows in selections])
+        self._firsts = np.cumsum([0, *(len(rows) for _, rows in selections)])
+        parts = list(zip(self._tables, (rows for _, rows in selections), strict=True))
+        self.src_lengths: Lengths = np.concatenate([tab.src_lengths[rows] for tab, rows in parts])
+        self.tgt_lengths: Lengths = np.concatenate([tab.tgt_lengths[rows] for tab, rows in parts])
 
     def take(self, rows: Indices) -> tuple[list[Lengths], list[Lengths]]:
         """Return the ids of some pairs: sources with eos, targets without."""
@@ -262,10 +259,10 @@ class _StoredPairs:
         src: list[Lengths] = [np.empty(0, np.int32)] * len(rows)
         tgt = src.copy()
         for number in np.unique(numbers).tolist():
-            places = np.flatnonzero(numbers == number)
-            found = self._tables[number].take(self._rows[rows[places]])
-            for place, src_ids, tgt_ids in zip(places.tolist(), *found, strict=True):
-                src[place], tgt[place] = src_ids, tgt_ids
+            indices = np.flatnonzero(numbers == number)
+            ids = self._tables[number].take(self._rows[rows[indices]])
+            for index, src_ids, tgt_ids in zip(indices.tolist(), *ids, strict=True):
+                src[index], tgt[index] = src_ids, tgt_ids
         return src, tgt
 
     def texts(self) -> tuple[list[str], list[str]]:
@@ -281,7 +278,7 @@ class _StoredPairs:
 
 
 class _SampledPairs:
-    """Pairs segmented anew from their text."""
+    """Pairs with segmentations sampled from their text."""
 
     def __init__(
         self, pairs: _StoredPairs, tokenizer: Tokenizer, alpha: float, seed: list[int]
@@ -301,7 +298,7 @@ class _SampledPairs:
 
 
 class _ShuffleWindow:
-    """The pairs that are shuffled together, and the order that their batches have."""
+    """The pairs that are shuffled together, and the order of their batches."""
 
     def __init__(self, pairs: _StoredPairs | _SampledPairs, seed: list[int]) -> None:
         self.seed = seed
@@ -338,8 +335,7 @@ class _ShuffleWindow:
         num_rows = np.array([len(rows) for rows in plan], np.int64)
         firsts, rows = np.cumsum(num_rows) - num_rows, np.concatenate(plan)
         src, tgt = (
-            np.maximum.reduceat(own[rows], firsts).astype(np.int64)
-            for own in (self._src_lengths, self._tgt_lengths)
+            np.maximum.reduceat(lengths[rows], firsts).astype(np.int64) for lengths in self.lengths
         )
         return _Shapes(num_rows, src, tgt)
 

@@ -1,11 +1,11 @@
-"""Which pairs an epoch has, and in which order they are looked at: arithmetic, and nothing else.
+"""Which pairs an epoch has, and in which order: arithmetic only.
 
-An epoch has as many pairs as all corpora together. Each corpus gives its share of them: it goes
-through its pairs in random order, begins anew when all were given, and goes on in the next epoch
-where it stopped, so that no pair is given twice as often as another. An epoch is cut into windows,
-each with the same mixture, whose pairs are shuffled together; the tables of a corpus are taken in
-random order, whole ones if a window has room, so that a window touches few of them.
-All follows from (seed, epoch, window): nothing need be replayed to begin anywhere.
+An epoch has as many pairs as all corpora together. The pairs of a corpus are taken in random order,
+again from the start when all were taken; the next epoch continues where the last one stopped, so
+that no pair is used twice as often as another. An epoch is cut into windows with the same mixture,
+whose pairs are shuffled together; the shards of a corpus are taken in random order, whole ones if
+they fit, so that a window reads few of them. All follows from (seed, epoch, window): resuming
+anywhere needs no replay.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import numpy as np
 import numpy.typing as npt
 
 Indices = npt.NDArray[np.int64]
-_ORDER, _ROWS = 1, 2  # what a random order is of: tables, or pairs of a table
+_ORDER, _ROWS = 1, 2  # what a random order is of: shards, or pairs of a shard
 
 
 class RowSelection(NamedTuple):
-    """Pairs of one table."""
+    """Pairs of one shard."""
 
-    table: int
+    shard: int
     rows: Indices
 
 
 class MixtureCorpus(NamedTuple):
-    """A corpus of a mixture: the numbers and sizes of its tables, and its weight."""
+    """A corpus of a mixture: the numbers and sizes of its shards, and its weight."""
 
-    tables: Sequence[int]
+    shards: Sequence[int]
     sizes: Sequence[int]
     weight: float
 
@@ -46,17 +46,15 @@ class Mixture:
 
     Attributes:
         num_pairs: of an epoch.
-        counts: of each corpus, how many pairs of an epoch are its own.
+        counts: for each corpus, how many pairs of an epoch are taken from it.
         num_windows: of an epoch.
     """
 
-    def __init__(
-        self, corpora: Sequence[MixtureCorpus], seed: int, window_pairs: int | None
-    ) -> None:
+    def __init__(self, corpora: Sequence[MixtureCorpus], seed: int, window_pairs: int) -> None:
         self._corpora, self._seed = corpora, seed
-        self.num_pairs = sum(own.num_pairs for own in corpora)
-        self.counts = apportion(self.num_pairs, [own.weight for own in corpora])
-        self.num_windows = -(-self.num_pairs // (window_pairs or self.num_pairs))
+        self.num_pairs = sum(corpus.num_pairs for corpus in corpora)
+        self.counts = apportion(self.num_pairs, [corpus.weight for corpus in corpora])
+        self.num_windows = -(-self.num_pairs // window_pairs)
         self.firsts = np.cumsum([0, *(self._size(number) for number in range(self.num_windows))])
 
     def _size(self, window: int) -> int:
@@ -67,26 +65,27 @@ class Mixture:
     def _until(self, count: int, window: int) -> int:
         return count * window // self.num_windows
 
-    def window_at(self, place: int) -> int:
-        """Return the window that holds a place, counted in pairs from the epoch's first."""
-        return int(np.searchsorted(self.firsts[1:-1], place, side="right"))
+    def window_at(self, pair: int) -> int:
+        """Return the window that holds a pair, given its number in the epoch."""
+        return int(np.searchsorted(self.firsts[1:-1], pair, side="right"))
 
-    def takes(self, epoch: int, window: int) -> list[RowSelection]:
+    def select(self, epoch: int, window: int) -> list[RowSelection]:
         """Return the pairs of a window."""
-        found: list[RowSelection] = []
+        selections: list[RowSelection] = []
         for corpus, count in zip(self._corpora, self.counts, strict=True):
             first = epoch * count + self._until(count, window)
-            found += self._stretch(corpus, first, epoch * count + self._until(count, window + 1))
-        return sorted(found, key=lambda take: take.table)
+            last = epoch * count + self._until(count, window + 1)
+            selections += self._range(corpus, first, last)
+        return sorted(selections, key=lambda selection: selection.shard)
 
-    def _stretch(self, corpus: MixtureCorpus, first: int, last: int) -> Iterator[RowSelection]:
-        """Yield the pairs from number `first` to the one before `last` of a corpus without end."""
+    def _range(self, corpus: MixtureCorpus, first: int, last: int) -> Iterator[RowSelection]:
+        """Yield the pairs from number `first` to the one before `last` of an endless corpus."""
         while first < last:
             turn, begin = divmod(first, corpus.num_pairs)
             num_turns = (last - first) // corpus.num_pairs if begin == 0 else 0
             if num_turns:  # whole ones: plans shuffle the pairs of a window anyway
-                for table, size in zip(corpus.tables, corpus.sizes, strict=True):
-                    yield RowSelection(table, np.tile(np.arange(size), num_turns))
+                for shard, size in zip(corpus.shards, corpus.sizes, strict=True):
+                    yield RowSelection(shard, np.tile(np.arange(size), num_turns))
                 first += num_turns * corpus.num_pairs
             else:
                 end = min(corpus.num_pairs, begin + last - first)
@@ -96,29 +95,28 @@ class Mixture:
     def _part_of_turn(
         self, corpus: MixtureCorpus, turn: int, begin: int, end: int
     ) -> Iterator[RowSelection]:
-        """Yield the pairs `begin` to `end` of a corpus that is gone through for the time `turn`."""
-        order = self._random(turn, _ORDER, corpus.tables[0]).permutation(len(corpus.tables))
-        firsts = np.cumsum([0, *(corpus.sizes[place] for place in order)]).tolist()
-        for place, first, last in zip(order.tolist(), firsts[:-1], firsts[1:], strict=True):
+        """Yield the pairs `begin` to `end` of the pass number `turn` through a corpus."""
+        order = self._random(turn, _ORDER, corpus.shards[0]).permutation(len(corpus.shards))
+        firsts = np.cumsum([0, *(corpus.sizes[index] for index in order)]).tolist()
+        for index, first, last in zip(order.tolist(), firsts[:-1], firsts[1:], strict=True):
             low, high = max(begin, first), min(end, last)
             if low < high:
-                rows = self._rows(corpus, place, turn, is_whole=high - low == last - first)
-                yield RowSelection(corpus.tables[place], rows[low - first : high - first])
+                shard, size = corpus.shards[index], corpus.sizes[index]
+                rows = np.arange(size)
+                if high - low < size:  # the batches of a whole shard are shuffled anyway
+                    rows = self._random(turn, _ROWS, shard).permutation(size)
+                yield RowSelection(shard, rows[low - first : high - first])
 
-    def _rows(self, corpus: MixtureCorpus, place: int, turn: int, is_whole: bool) -> Indices:
-        table, size = corpus.tables[place], corpus.sizes[place]
-        return np.arange(size) if is_whole else self._random(turn, _ROWS, table).permutation(size)
-
-    def _random(self, turn: int, what: int, table: int) -> np.random.Generator:
-        return np.random.default_rng([self._seed, turn, what, table])
+    def _random(self, turn: int, what: int, shard: int) -> np.random.Generator:
+        return np.random.default_rng([self._seed, turn, what, shard])
 
 
 def apportion(total: int, weights: Sequence[float]) -> list[int]:
-    """Cut a number into whole parts that are as the weights; what is left goes to the nearest."""
+    """Split a number into integers in proportion to the weights, by largest remainder."""
     whole = sum(map(Fraction, weights))
     exact = [total * Fraction(weight) / whole for weight in weights]
-    parts = [int(own) for own in exact]
-    by_rest = sorted(range(len(parts)), key=lambda place: parts[place] - exact[place])
-    for place in by_rest[: total - sum(parts)]:
-        parts[place] += 1
+    parts = [int(share) for share in exact]
+    by_remainder = sorted(range(len(parts)), key=lambda index: parts[index] - exact[index])
+    for index in by_remainder[: total - sum(parts)]:
+        parts[index] += 1
     return parts

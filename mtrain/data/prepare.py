@@ -5,34 +5,26 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from itertools import islice
+from collections.abc import Iterable
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from mtrain import __version__
-from mtrain.audit.pair_filter import PairFilter, pair_filter_for
+from mtrain.audit.pair_filter import PairFilter, reopen_scan, scan_corpora
+from mtrain.audit.scan import Scan
 from mtrain.config import config_file
-from mtrain.config.corpora import Corpus, NamedCorpus, corpora_of, weight_of
-from mtrain.config.sections import Config
-from mtrain.corpus import dropped as dropped_module
+from mtrain.config.corpora import Corpus, corpora_of, weight_of
+from mtrain.config.sections import Config, DataConfig, TokenizerConfig
+from mtrain.corpus import dropped
 from mtrain.corpus.length_stats import CorpusStats
-from mtrain.corpus.reader import (
-    FileMark,
-    Pair,
-    changed_files,
-    count_pairs,
-    files_of,
-    mark,
-    read_pairs,
-    revisions_of,
-)
+from mtrain.corpus.reader import FileMark, changed_files, files_of, read_pairs, revisions_of
 from mtrain.data import arrow_shards, encode
 from mtrain.data.arrow_shards import SHARD_PAIRS
-from mtrain.data.encode import EncodedPart, EncodeJob
+from mtrain.data.encode import EncodeJob
 from mtrain.errors import ConfigError, RunError
 from mtrain.io.atomic import sha256, sha256_if_readable, whole_dir, write_lines
 from mtrain.io.lines import read_lines
@@ -46,11 +38,10 @@ PART_PAIRS = SHARD_PAIRS  # of text, that are encoded for good
 _BLOCK_PAIRS = 10_000
 _PROFILE_FILE = "profile.json"
 _MARKS_FILE = "corpora.json"
-_SUMS_FILE = "checksums.json"
-_BEGUN_FILE = "begun.json"
+_CHECKSUMS_FILE = "checksums.json"
+_SCAN_FILE = "scan.json"
 _PROFILE = TypeAdapter(CorpusStats)
 Tree = dict[str, Any]
-_RARE = 0.0005  # the share of pairs whose length ratio is out of range, on either side
 
 
 class ParallelLines(NamedTuple):
@@ -63,7 +54,9 @@ class ParallelLines(NamedTuple):
 def prepare(config: Config, run: RunDir, console: Console) -> None:
     """Make the run folder's tokenizer and data, unless they are there already.
 
-    What was done before the process ended is found again, unless text or settings have changed.
+    The training text is read three times: to find errors and judge its pairs, to train the
+    tokenizer, and to encode it. What was done before the process ended is used again, unless text
+    or settings have changed.
 
     Raises:
         DataError, ConfigError: if the corpora or the settings must change; nothing is written.
@@ -79,174 +72,172 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
         return
     if run.data_dir.is_file() or (run.data_dir.is_dir() and any(run.data_dir.iterdir())):
         raise RunError(f"{run.data_dir}: is there, and not from mtrain; take another --run.")
-    _check_tokenizer(config, run)
-    with run.tokenizing() as work_dir, _saying_what_is_kept(run, console):
-        begun = _begin(config, run, work_dir, console)
-        with pair_filter_for(config.data, work_dir) as judge:
-            if not (run.tokenizer_dir.is_dir() or (work_dir / "tokenizer").is_dir()):
-                _say_sample(config, begun.num_pairs, console)
-            vocabulary = _vocabulary(config, run, judge, work_dir)
-            owner = f", those of {config.training.init_from}" if config.training.init_from else ""
-            console.say(
-                f"tokenizer: {config.tokenizer.kind}, {format_vocabulary_sizes(vocabulary)}{owner}"
-            )
-            with_text = config.tokenizer.sampling_alpha > 0
-            is_mixture = isinstance(config.data.train, list)
-            corpora = corpora_of(config.data.train, "data.train")
-            work = EncodeJob(corpora, is_mixture, vocabulary, judge, work_dir, with_text)
-            done = encode.encode(work, PART_PAIRS)
-        with whole_dir(run.data_dir) as directory:
-            _write_data(config, begun, done, work, directory)
-            dropped = dropped_module.read_counts(directory)
-            _say_left_out(console, dropped, begun.num_pairs, run)
-            if not run.tokenizer_dir.is_dir():
-                with whole_dir(run.tokenizer_dir) as tokenizer_dir:
-                    vocabulary.save(tokenizer_dir)
-            config_file.save(config, run.config_path)
-    num_kept = begun.num_pairs - sum(dropped.values())
-    console.say(f"{run.path}: tokenized {num_kept:,} training pairs")
-
-
-@contextmanager
-def _saying_what_is_kept(run: RunDir, console: Console) -> Iterator[None]:
+    _check_tokenizer(config.tokenizer, run)
     try:
-        yield
+        with run.tokenizing() as work_dir:
+            num_kept = _tokenize(config, run, work_dir, console)
     except KeyboardInterrupt:
         console.say(f"{run.path}: stopped; what is done is kept, and the same command goes on")
         raise
+    console.say(f"{run.path}: tokenized {num_kept:,} training pairs")
 
 
-def _write_data(
-    config: Config, begun: _Begun, done: list[EncodedPart], work: EncodeJob, directory: Path
-) -> None:
-    """Fill the data folder with all that was made."""
-    (directory / _MARKS_FILE).write_text(json.dumps(begun.marks, indent=2), encoding="utf-8")
-    encode.collect(done, work, config.data.temperature, directory)
-    _write_profile(done, directory / _PROFILE_FILE)
-    _write_text(config.data.valid, directory / "valid")
-    for name, test in config.data.tests.items():
-        _write_text(test, directory / "tests" / name)
-    _write_sums(directory)
+def _tokenize(config: Config, run: RunDir, work_dir: Path, console: Console) -> int:
+    """Fill the run folder; return how many training pairs were kept."""
+    data, init_from = config.data, config.training.init_from
+    marks, num_pairs = _scan(config, run, work_dir, console)
+    pair_filter = PairFilter(data, reopen_scan(data, work_dir, num_pairs))
+    tokenizer_dir = run.tokenizer_dir  # weights may depend on the tokenizer that is there
+    if not tokenizer_dir.is_dir():
+        tokenizer_dir = work_dir / "tokenizer"
+        if not tokenizer_dir.is_dir():
+            if init_from is None:
+                tokenizer = _train_tokenizer(config, pair_filter, num_pairs, console)
+            else:
+                tokenizer = sentencepiece.load(RunDir(Path(init_from)).tokenizer_dir)
+            with whole_dir(tokenizer_dir) as directory:
+                tokenizer.save(directory)
+    tokenizer = sentencepiece.load(tokenizer_dir)
+    origin = f", those of {init_from}" if init_from else ""
+    sizes = format_vocabulary_sizes(tokenizer)
+    console.say(f"tokenizer: {config.tokenizer.kind}, {sizes}{origin}")
+    job = EncodeJob(
+        corpora_of(data.train, "data.train"),
+        isinstance(data.train, list),
+        tokenizer,
+        pair_filter,
+        work_dir,
+        with_text=config.tokenizer.sampling_alpha > 0,
+    )
+    parts = encode.encode(job, PART_PAIRS)
+    with whole_dir(run.data_dir) as directory:
+        (directory / _MARKS_FILE).write_text(json.dumps(marks, indent=2), encoding="utf-8")
+        encode.collect(parts, job, data.temperature, directory)
+        profile = encode.corpus_stats(parts)
+        (directory / _PROFILE_FILE).write_text(json.dumps(profile._asdict()), encoding="utf-8")
+        _write_text(data.valid, directory / "valid")
+        for name, test in data.tests.items():
+            _write_text(test, directory / "tests" / name)
+        _write_checksums(directory)
+        counts = dropped.read_counts(directory)
+        for reason, count in sorted(counts.items()):
+            console.say(
+                f"dropped: {count:,} of {num_pairs:,} training pairs ({reason}); "
+                f"listed in {run.data_dir / dropped.DROPPED_FILE}"
+            )
+        if not run.tokenizer_dir.is_dir():
+            with whole_dir(run.tokenizer_dir) as tokenizer_dir:
+                tokenizer.save(tokenizer_dir)
+        config_file.save(config, run.config_path)
+    return num_pairs - sum(counts.values())
 
 
-class _Begun(NamedTuple):
-    """What a tokenizing is of: the marks of all corpora, and how many training pairs they have."""
+def _scan(config: Config, run: RunDir, work_dir: Path, console: Console) -> tuple[Tree, int]:
+    """Return the marks of all corpora, and the number of training pairs.
 
-    marks: Tree
-    num_pairs: int
-
-
-def _begin(config: Config, run: RunDir, work_dir: Path, console: Console) -> _Begun:
-    """Read all corpora once; keep what was done before only if nothing has changed since."""
-    settings, path = _settings(config, run), work_dir / _BEGUN_FILE
-    begun = _read_begun(path, settings, config)
-    if begun is None:
-        num_pairs = _count(config, console)
-        _empty(work_dir)
-        marks = {name: own._asdict() for name, own in mark(files_of(config.data)).items()}
-        for name, revision in revisions_of(config.data).items():
-            marks[name] = {"revision": revision}
-        begun = _Begun(marks, num_pairs)
-        tree = {"settings": settings, **begun._asdict()}
-        write_lines(path, [json.dumps(tree)])
-    elif num_done := encode.num_done(work_dir):
-        console.say(f"{run.path}: the tokenizing goes on after {num_done:,} training pairs")
-    return begun
-
-
-def _read_begun(path: Path, settings: Tree, config: Config) -> _Begun | None:
-    """Return what was begun; None if there is nothing, or of other text, or with other settings."""
-    try:
-        old = json.loads(path.read_text("utf-8"))
-        begun = _Begun(dict(old["marks"]), int(old["num_pairs"]))
-        is_same = old["settings"] == settings and list(begun.marks) == _names(config)
-        is_same = is_same and not changed_files(_file_marks(begun.marks))
-    except (OSError, ValueError, TypeError, LookupError):
-        return None
-    return begun if is_same else None
-
-
-def _settings(config: Config, run: RunDir) -> Tree:
-    """Return all that decides what the parts of a tokenizing hold, but for the text."""
+    All corpora are read once, into records in the working folder, unless those that an earlier
+    process left there are of the same text and settings; otherwise all that it left is deleted.
+    """
+    data, path = config.data, work_dir / _SCAN_FILE
     kept = sentencepiece.load(run.tokenizer_dir) if run.tokenizer_dir.is_dir() else None
-    return {
+    settings = {
         "mtrain": __version__,
         "part_pairs": PART_PAIRS,
         "seed": config.seed,
-        "data": config.data.model_dump(),
+        "data": data.model_dump(),
         "tokenizer": config.tokenizer.model_dump(),
         "init_from": config.training.init_from,
         "kept_tokenizer": kept.fingerprint() if kept else None,
     }
+    files = files_of(data)
+    revisions = {name: {"revision": revision} for name, revision in revisions_of(data).items()}
+    try:
+        earlier = json.loads(path.read_text("utf-8"))
+        marks, num_pairs = dict(earlier["marks"]), int(earlier["num_pairs"])
+        is_same = earlier["settings"] == settings and list(marks) == [*files, *revisions]
+        is_same = is_same and marks == marks | revisions and not changed_files(_file_marks(marks))
+    except (OSError, ValueError, TypeError, LookupError):
+        is_same = False
+    if is_same:
+        if num_done := encode.num_done(work_dir):
+            console.say(f"{run.path}: the tokenizing goes on after {num_done:,} training pairs")
+        return marks, num_pairs
+    for stale in work_dir.iterdir():
+        if stale.is_dir():
+            shutil.rmtree(stale)
+        elif stale.name != LOCK_FILE:
+            stale.unlink()
+    stats = {file: Path(file).stat() for file in files if Path(file).exists()}  # before reading
+    scans = scan_corpora(data, work_dir)
+    _check_scans(scans, data, console)
+    checksums = {
+        notes.path: notes.sha256
+        for scan in scans
+        for part in scan.reader.parts
+        for notes in part.notes
+    }
+    marks = {
+        file: FileMark(
+            stat.st_size, stat.st_mtime_ns, checksums.get(file) or sha256(Path(file))
+        )._asdict()
+        for file, stat in stats.items()
+    } | revisions
+    num_pairs = scans[-1].reader.num_pairs
+    write_lines(path, [json.dumps({"settings": settings, "marks": marks, "num_pairs": num_pairs})])
+    return marks, num_pairs
 
 
-def _names(config: Config) -> list[str]:
-    return [*files_of(config.data), *revisions_of(config.data)]
+def _check_scans(scans: Iterable[Scan], data: DataConfig, console: Console) -> None:
+    """Refuse corpora without pairs, and weights that give one no pair of an epoch."""
+    num_pairs, num_broken = Counter[str](), Counter[str]()
+    for scan in scans:
+        scan.reader.check_not_empty(f"data.{scan.name}")
+        for part in scan.reader.parts:
+            name = part.corpus or f"data.{scan.name}"
+            num_pairs[name] += part.num_pairs
+            num_broken[name] += part.src.num_broken
+    for name, count in num_broken.items():
+        if count:
+            console.say(f"{name}: line breaks within {count:,} pairs are spaces now")
+    train = corpora_of(data.train, "data.train")
+    weights = [weight_of(num_pairs[own.name], own.weight, data.temperature) for own in train]
+    total = sum(num_pairs[corpus.name] for corpus in train)
+    encode.check_shares([corpus.name for corpus in train], weights, total)
 
 
-def _empty(directory: Path) -> None:
-    """Delete what an earlier tokenizing has left, but for the lock."""
-    for path in directory.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name != LOCK_FILE:
-            path.unlink()
-
-
-def _check_tokenizer(config: Config, run: RunDir) -> None:
-    """Refuse a tokenizer that lies in the folder already if it does not have the config's sides."""
+def _check_tokenizer(config: TokenizerConfig, run: RunDir) -> None:
+    """Refuse a tokenizer that is in the folder already if it does not have the config's sides."""
     if not run.tokenizer_dir.is_dir():
         return
-    own = sentencepiece.load(run.tokenizer_dir)
-    wanted, given = own.src is own.tgt, config.tokenizer.shared
-    if given != wanted:
+    tokenizer = sentencepiece.load(run.tokenizer_dir)
+    is_shared = tokenizer.src is tokenizer.tgt
+    if config.shared != is_shared:
         raise ConfigError(
-            f"`tokenizer.shared` must be {str(wanted).lower()}, as in {run.tokenizer_dir}, but is "
-            f"{str(given).lower()} instead."
+            f"`tokenizer.shared` must be {str(is_shared).lower()}, as in {run.tokenizer_dir}, but "
+            f"is {str(config.shared).lower()} instead."
         )
 
 
-def _say_sample(config: Config, num_pairs: int, console: Console) -> None:
-    num_lines = num_pairs * (2 if config.tokenizer.shared else 1)
-    init_from = config.training.init_from
-    if num_lines > config.tokenizer.max_training_lines and init_from is None:
+def _train_tokenizer(
+    config: Config, pair_filter: PairFilter, num_pairs: int, console: Console
+) -> Tokenizer:
+    """Train the tokenizer on the pairs that are kept, those over `data.max_tokens` among them."""
+    max_lines = config.tokenizer.max_training_lines
+    if num_pairs * (2 if config.tokenizer.shared else 1) > max_lines:
         console.say(
-            f"tokenizer: trained on a sample of {config.tokenizer.max_training_lines:,} lines "
+            f"tokenizer: trained on a sample of {max_lines:,} lines "
             "(`tokenizer.max_training_lines`)"
         )
-
-
-def _vocabulary(config: Config, run: RunDir, judge: PairFilter, work_dir: Path) -> Tokenizer:
-    """Return the run's tokenizer, on which weights may depend, another run's, or a new one."""
-    if run.tokenizer_dir.is_dir():
-        return sentencepiece.load(run.tokenizer_dir)
-    path = work_dir / "tokenizer"
-    if not path.is_dir():
-        with whole_dir(path) as directory:
-            init_from = config.training.init_from
-            if init_from is not None:
-                sentencepiece.load(RunDir(Path(init_from)).tokenizer_dir).save(directory)
-            else:
-                _train_tokenizer(config, judge).save(directory)
-    return sentencepiece.load(path)
-
-
-def _count(config: Config, console: Console) -> int:
-    """Read all corpora once; return how many training pairs there are."""
-    train = corpora_of(config.data.train, "data.train")
-    tests = [NamedCorpus(f"data.tests.{name}", own) for name, own in config.data.tests.items()]
-    counts: dict[str, int] = {}
-    for named in [*train, NamedCorpus("data.valid", config.data.valid), *tests]:
-        count = count_pairs(named.corpus, named.name)
-        if count.num_broken:
-            broken = f"{count.num_broken:,} pairs"
-            console.say(f"{named.name}: line breaks within {broken} are spaces now")
-        counts[named.name] = count.num_pairs
-    num_pairs = sum(counts[named.name] for named in train)
-    temperature = config.data.temperature
-    weights = [weight_of(counts[own.name], own.weight, temperature) for own in train]
-    encode.check_shares([own.name for own in train], weights, num_pairs)
-    return num_pairs
+    is_kept, counts = np.zeros(num_pairs, bool), Counter[str]()
+    for first in range(0, num_pairs, _BLOCK_PAIRS):
+        reasons = pair_filter.reasons(first, min(_BLOCK_PAIRS, num_pairs - first))
+        is_kept[first : first + len(reasons)] = [reason is None for reason in reasons]
+        counts.update(reason for reason in reasons if reason is not None)
+    if not is_kept.any():
+        raise dropped.none_left("data.train", counts)
+    kept = compress(read_pairs(config.data.train), is_kept)
+    lines = ((pair.src, pair.tgt) for pair in kept)
+    return sentencepiece.train_on_pairs(config.tokenizer, lines, int(is_kept.sum()), config.seed)
 
 
 def is_prepared(run: RunDir) -> bool:
@@ -254,26 +245,7 @@ def is_prepared(run: RunDir) -> bool:
 
     A data folder that has lost its pairs still has checksums, and what is gone is asked for later.
     """
-    return arrow_shards.are_in(run.data_dir) or (run.data_dir / _SUMS_FILE).is_file()
-
-
-def _train_tokenizer(config: Config, judge: PairFilter) -> Tokenizer:
-    """Train the vocabularies on the pairs that stay, long ones among them."""
-    src = (pair.src for pair in _staying(config, judge))
-    tgt = (pair.tgt for pair in _staying(config, judge))
-    return sentencepiece.train(config.tokenizer, src, tgt, config.seed)
-
-
-def _staying(config: Config, judge: PairFilter) -> Iterator[Pair]:
-    """Yield the pairs that stay, and refuse a corpus of which none does."""
-    pairs, first, left_out = read_pairs(config.data.train), 0, Counter[str]()
-    while block := list(islice(pairs, _BLOCK_PAIRS)):
-        reasons = judge.reasons(first, len(block))
-        yield from (pair for pair, why in zip(block, reasons, strict=True) if why is None)
-        left_out.update(why for why in reasons if why is not None)
-        first += len(block)
-    if left_out.total() == first:
-        raise dropped_module.none_left("data.train", left_out)
+    return arrow_shards.are_in(run.data_dir) or (run.data_dir / _CHECKSUMS_FILE).is_file()
 
 
 def read_valid(run: RunDir) -> ParallelLines:
@@ -287,8 +259,8 @@ def read_test(run: RunDir, name: str) -> ParallelLines:
 
 
 def read_counts(run: RunDir) -> dict[str, int]:
-    """Return how many training pairs were left out, by reason."""
-    return dropped_module.read_counts(run.data_dir)
+    """Return how many training pairs were dropped, by reason."""
+    return dropped.read_counts(run.data_dir)
 
 
 def read_profile(run: RunDir) -> CorpusStats | None:
@@ -301,7 +273,7 @@ def read_profile(run: RunDir) -> CorpusStats | None:
 
 
 def read_marks(run: RunDir) -> dict[str, FileMark]:
-    """Return what the corpora were when they were tokenized; nothing if the folder is too old."""
+    """Return what the corpora were when they were tokenized; nothing if the folder does not say."""
     try:
         return _file_marks(json.loads((run.data_dir / _MARKS_FILE).read_text("utf-8")))
     except (OSError, ValueError, TypeError, AttributeError):
@@ -309,30 +281,25 @@ def read_marks(run: RunDir) -> dict[str, FileMark]:
 
 
 def _file_marks(tree: Tree) -> dict[str, FileMark]:
-    return {path: FileMark(**own) for path, own in tree.items() if "sha256" in own}
+    return {path: FileMark(**mark) for path, mark in tree.items() if "sha256" in mark}
 
 
-def _write_sums(directory: Path) -> None:
-    """Write the checksum of every file that the data folder holds."""
+def _write_checksums(directory: Path) -> None:
+    """Write the checksum of every file in the data folder."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
-    sums = {path.relative_to(directory).as_posix(): sha256(path) for path in files}
-    (directory / _SUMS_FILE).write_text(json.dumps(sums, indent=2), encoding="utf-8")
+    checksums = {path.relative_to(directory).as_posix(): sha256(path) for path in files}
+    (directory / _CHECKSUMS_FILE).write_text(json.dumps(checksums, indent=2), encoding="utf-8")
 
 
 def damaged_files(run: RunDir) -> list[Path]:
-    """Return the files of the data folder that are gone, or are not those that were written.
-
-    A folder that is too old to have checksums is taken as it is.
-    """
-    path = run.data_dir / _SUMS_FILE
-    if not path.exists():
-        return []
+    """Return the files of the data folder that are gone, or are not those that were written."""
+    path = run.data_dir / _CHECKSUMS_FILE
     try:
-        sums = dict(json.loads(path.read_text("utf-8")))
+        checksums = dict(json.loads(path.read_text("utf-8")))
     except (OSError, ValueError, TypeError):
         return [path]
-    files = {run.data_dir / name: expected for name, expected in sums.items()}
-    return [own for own, expected in files.items() if sha256_if_readable(own) != expected]
+    files = {run.data_dir / name: expected for name, expected in checksums.items()}
+    return [file for file, expected in files.items() if sha256_if_readable(file) != expected]
 
 
 def _check_same_files(run: RunDir, console: Console) -> None:
@@ -369,46 +336,17 @@ def _check_same_data(config: Config, run: RunDir) -> None:
             )
 
 
-def _write_profile(done: list[EncodedPart], path: Path) -> None:
-    """Write what is usual in the training pairs."""
-    num_copied = sum(own.facts.num_copied for own in done)
-    lengths: Counter[tuple[int, int]] = Counter()
-    for own in done:
-        lengths.update({(src, tgt): count for src, tgt, count in own.facts.lengths})
-    by_ratio = sorted((tgt / src, count) for (src, tgt), count in lengths.items())
-    rare = _RARE * lengths.total()
-    least = next(ratio for ratio, below in _accumulated(by_ratio) if below > rare)
-    most = next(ratio for ratio, above in _accumulated(by_ratio[::-1]) if above > rare)
-    longest = max(src for src, _ in lengths)
-    profile = CorpusStats(longest, least, most, num_copied / lengths.total())
-    path.write_text(json.dumps(profile._asdict()), encoding="utf-8")
-
-
-def _accumulated(counts: list[tuple[float, int]]) -> Iterator[tuple[float, int]]:
-    total = 0
-    for value, count in counts:
-        total += count
-        yield value, total
-
-
-def _say_left_out(console: Console, counts: Mapping[str, int], num_pairs: int, run: RunDir) -> None:
-    for reason, count in sorted(counts.items()):
-        console.say(
-            f"left out: {count:,} of {num_pairs:,} training pairs ({reason}); "
-            f"listed in {run.data_dir / dropped_module.LEDGER_FILE}"
-        )
-
-
-def format_vocabulary_sizes(vocabulary: Tokenizer) -> str:
-    """Say how many pieces each side has."""
-    if vocabulary.src is vocabulary.tgt:
-        return f"{len(vocabulary.src):,} shared pieces"
-    return f"{len(vocabulary.src):,} source and {len(vocabulary.tgt):,} target pieces"
+def format_vocabulary_sizes(tokenizer: Tokenizer) -> str:
+    """Format how many pieces each side has."""
+    if tokenizer.src is tokenizer.tgt:
+        return f"{len(tokenizer.src):,} shared pieces"
+    return f"{len(tokenizer.src):,} source and {len(tokenizer.tgt):,} target pieces"
 
 
 def _write_text(corpus: Corpus, stem: Path) -> None:
-    write_lines(stem.with_name(stem.name + ".src"), (pair.src for pair in read_pairs(corpus)))
-    write_lines(stem.with_name(stem.name + ".tgt"), (pair.tgt for pair in read_pairs(corpus)))
+    pairs = list(read_pairs(corpus))
+    write_lines(stem.with_name(stem.name + ".src"), (pair.src for pair in pairs))
+    write_lines(stem.with_name(stem.name + ".tgt"), (pair.tgt for pair in pairs))
 
 
 def _read_text(stem: Path) -> ParallelLines:

@@ -29,18 +29,24 @@ class Position:
 
 
 class MicroBatch(NamedTuple):
-    """Pairs that one rank works on at a time; those that do not count are there for company."""
+    """Pairs that one rank computes at a time.
+
+    Attributes:
+        batch: the pairs.
+        counts: False if its gradients are discarded: it only keeps the ranks in step where a batch
+            has fewer rows than there are ranks.
+    """
 
     batch: Batch
     counts: bool = True
 
 
 class MicroBatchSplit(NamedTuple):
-    """How the batches of an update are dealt out.
+    """How the batches of an update are split into the micro-batches of all ranks.
 
-    Every batch is cut into as few parts as give all ranks equally many, and the parts are dealt in
-    turn: whole batches if the ranks divide their number, rows of each if not. What an update is
-    made of does not depend on how many ranks there are.
+    Every batch is cut into as few parts as give all ranks equally many, and the parts are assigned
+    in turn: whole batches if the ranks divide their number, rows of each if not. The pairs of an
+    update do not depend on the number of ranks.
     """
 
     num_batches: int
@@ -54,32 +60,23 @@ class MicroBatchSplit(NamedTuple):
 
     @property
     def num_shares(self) -> int:
-        """How many shares an update has, of all ranks."""
+        """How many micro-batches an update has, of all ranks."""
         return self.num_batches * self.num_parts
 
-    def of_rank(self) -> list[BatchPart]:
-        """Return this rank's shares."""
-        return [
-            BatchPart(*divmod(number, self.num_parts))
-            for number in range(self.rank, self.num_shares, self.num_ranks)
-        ]
-
-
-class BatchPart(NamedTuple):
-    """A part of a batch of an update."""
-
-    batch: int
-    part: int
+    def of_rank(self) -> list[tuple[int, int]]:
+        """Return this rank's micro-batches: the number of the batch, and the part of it."""
+        numbers = range(self.rank, self.num_shares, self.num_ranks)
+        return [divmod(number, self.num_parts) for number in numbers]
 
 
 class UpdateBatches(NamedTuple):
-    """What one rank does of an update.
+    """What one rank computes of an update.
 
     Attributes:
-        shares: its own.
+        shares: the micro-batches of the rank.
         num_tokens: target tokens of the whole update, of all ranks.
         after: the position that follows the update.
-        deal: how the update was dealt out.
+        deal: how the update was split.
     """
 
     shares: list[MicroBatch]
@@ -97,7 +94,7 @@ def single_rank_update(batches: Sequence[Batch], after: Position = Position()) -
 
 
 class EpochPlan(NamedTuple):
-    """What an epoch looks like: its batches, and the share of their cells that is padding."""
+    """The number of batches of an epoch, and the fraction of their tokens that is padding."""
 
     num_batches: int
     padding: float
@@ -134,8 +131,8 @@ def batch_cuts(lengths: npt.NDArray[np.integer], ends: Indices, batch_tokens: in
     cuts: list[int] = []
     first = begin = 0  # of the batch, and of the pairs of a length
     for length, end in zip(lengths.tolist(), ends.tolist(), strict=True):
-        room = max(1, batch_tokens // max(1, length))
-        here = range(max(begin, first + room), end, room)
-        cuts += here
-        first, begin = here[-1] if here else first, end
+        max_rows = max(1, batch_tokens // max(1, length))
+        new_cuts = range(max(begin, first + max_rows), end, max_rows)
+        cuts += new_cuts
+        first, begin = new_cuts[-1] if new_cuts else first, end
     return cuts

@@ -108,7 +108,7 @@ def _breakdown(result: TestResult, breakdown: Breakdown) -> Iterator[str]:
         rows += _group_rows("training text has the rarest word", breakdown.by_rarity, " times")
     yield from format_table(rows, "<" + ">" * (len(rows[0]) - 1))
     if breakdown.by_rarity is None:
-        yield "  by rare words: not known, for the first run has no data/train.arrow"
+        yield "  by rare words: not known, for the first run has no data/shards.json"
     yield from _examples("best lines, by chrF2", breakdown.best)
     yield from _examples("worst lines, by chrF2", breakdown.worst)
 

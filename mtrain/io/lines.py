@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import os
 import queue
 import sys
@@ -12,13 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, Protocol, cast
 
 from mtrain.errors import DataError
 
-_BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
 _BLOCK_BYTES = 1 << 18  # that are decoded at once
-_LINES_TOLD = 4096  # after which a reader says how far it is
 _PATIENCE_S = 0.05  # that a block waits for one more line
 _MAX_BLOCK_CHARACTERS = 4_000_000
 _MAX_WARNINGS = 5  # of each kind; the others are counted
@@ -52,40 +52,95 @@ class LineWarnings:
                 self._warn(f"{count - _MAX_WARNINGS:,} more lines: {kind}.")
 
 
-def raw_lines(stream: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield lines without their ends: split at "\\n" only, one trailing "\\r" removed.
+Advance = Callable[[int], object]
+
+
+class Digest(Protocol):
+    """A checksum, such as `hashlib.sha256()`."""
+
+    def update(self, data: memoryview, /) -> object:
+        """Add some bytes."""
+
+
+class _CountedFile(io.RawIOBase):
+    """A file that reports how many bytes are read from it, and adds them to a checksum."""
+
+    def __init__(self, file: io.FileIO, advance: Advance, digest: Digest | None) -> None:
+        self._file, self._advance, self._digest = file, advance, digest
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        num_bytes = self._file.readinto(buffer)
+        self._advance(num_bytes)
+        if self._digest is not None:
+            self._digest.update(memoryview(buffer)[:num_bytes])
+        return num_bytes
+
+
+def tell_nobody(num_bytes: int) -> None:
+    """Ignore the progress of a reading."""
+
+
+@contextmanager
+def open_lines(
+    path: Path, advance: Advance = tell_nobody, digest: Digest | None = None
+) -> Iterator[BinaryIO]:
+    """Open a file, plain or gzipped, to read its bytes.
 
     Args:
-        stream: a binary file, which Python itself splits at "\\n" alone.
+        path: of the file; it is unzipped if its name ends in .gz.
+        advance: is told how many bytes were read from disk, again and again.
+        digest: is updated with the bytes as they are on disk; complete at the end of the file.
+
+    Raises:
+        DataError: within the context too, if the file cannot be read.
+    """
+    with (
+        _explaining(path),
+        path.open("rb", buffering=0) as file,
+        io.BufferedReader(_CountedFile(file, advance, digest), _BLOCK_BYTES) as raw,
+    ):
+        yield cast(BinaryIO, gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw)
+
+
+def raw_lines(stream: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield lines without their ends: split at "\n" only, one trailing "\\r" removed.
+
+    Args:
+        stream: a binary file, which Python itself splits at "\n" alone.
     """
     for number, line in enumerate(stream):
         text = line.removesuffix(b"\n").removesuffix(b"\r")
-        yield text.removeprefix(_BOM) if number == 0 else text
+        yield text.removeprefix(BOM) if number == 0 else text
 
 
-def read_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file, plain or gzipped.
+def read_lines(
+    path: Path, advance: Advance = tell_nobody, digest: Digest | None = None
+) -> Iterator[str]:
+    """Yield the lines of a UTF-8 file, plain or gzipped; `advance` and `digest` as `open_lines`.
 
     Raises:
         DataError: for a file that cannot be read, or a line that is not UTF-8.
     """
     num_read = 0
-    with _explaining(path), _open(path) as stream:
+    with open_lines(path, advance, digest) as stream:
         while block := stream.readlines(_BLOCK_BYTES):
             whole = b"".join(block)
             try:
-                text = (whole if num_read else whole.removeprefix(_BOM)).decode("utf-8")
+                text = (whole if num_read else whole.removeprefix(BOM)).decode("utf-8")
             except UnicodeDecodeError:
-                yield from _read_to_the_bad_one(path, block, num_read)
+                yield from _read_to_undecodable(path, block, num_read)
             lines = text.removesuffix("\n").split("\n")  # faster than line by line
             yield from (line.removesuffix("\r") for line in lines) if "\r" in text else lines
             num_read += len(lines)
 
 
-def _read_to_the_bad_one(path: Path, block: Iterable[bytes], num_before: int) -> Iterator[str]:
+def _read_to_undecodable(path: Path, block: Iterable[bytes], num_before: int) -> Iterator[str]:
     for number, line in enumerate(block, start=num_before + 1):
         try:
-            text = (line.removeprefix(_BOM) if number == 1 else line).decode("utf-8")
+            text = (line.removeprefix(BOM) if number == 1 else line).decode("utf-8")
         except UnicodeDecodeError as error:
             raise DataError(f"{path}:{number}: {format_undecodable(error)}.") from None
         yield text.removesuffix("\n").removesuffix("\r")
@@ -152,39 +207,21 @@ def read_blocks(
         item = lines.get() if isinstance(item, str) else None
 
 
-def raw_lines_of(path: Path, advance: Callable[[int], object]) -> Iterator[bytes]:
-    """Yield the lines of a file, plain or gzipped, as they are; tell `advance` the bytes read.
-
-    Raises:
-        DataError: for a file that cannot be read.
-    """
-    with _explaining(path), path.open("rb") as raw:
-        position = 0
-        stream = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if path.suffix == ".gz" else raw
-        for number, line in enumerate(raw_lines(stream)):
-            if number % _LINES_TOLD == 0:
-                advance(raw.tell() - position)
-                position = raw.tell()
-            yield line
-        advance(raw.tell() - position)
-
-
 def format_undecodable(error: UnicodeDecodeError) -> str:
     """Say what is wrong with a line that is not UTF-8."""
     return f"must be UTF-8, but has {_culprit(error)}"
 
 
 def _read_raw(path: Path | None) -> Iterator[bytes]:
-    with (
-        _explaining(path),
-        _open_stdin() if path is None else _open(path) as stream,
-    ):
+    with open_lines(path) if path is not None else _open_stdin() as stream:
         yield from raw_lines(stream)
 
 
-def _open_stdin() -> BinaryIO:
+@contextmanager
+def _open_stdin() -> Iterator[BinaryIO]:
     """Open stdin anew: a thread that still reads when Python ends must not hold Python's own."""
-    return os.fdopen(os.dup(sys.stdin.fileno()), "rb")
+    with _explaining(None), os.fdopen(os.dup(sys.stdin.fileno()), "rb") as stream:
+        yield stream
 
 
 @contextmanager
@@ -208,9 +245,3 @@ def _culprit(error: UnicodeDecodeError) -> str:
 def other_form(line: bytes) -> str:
     """Say which data that is no text a line begins as, and what to do; nothing if it is none."""
     return next((said for start, said in _OTHER_FORMS.items() if line.startswith(start)), "")
-
-
-def _open(path: Path) -> BinaryIO:
-    if path.suffix == ".gz":
-        return cast(BinaryIO, gzip.open(path, "rb"))
-    return path.open("rb")

@@ -1,4 +1,4 @@
-"""Byte-pair encoding that leaves out merges at random. It knows no ids and no files."""
+"""BPE-dropout: byte-pair encoding that drops merges at random. Knows no ids and no files."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _WORD = re.compile("\u2581?[^\u2581]+|\u2581")  # no piece reaches into the next
 
 
 class Merges:
-    """What can be merged, and what is merged first: the higher score, then what is further left.
+    """The merges of a BPE model; the highest score is merged first, then the leftmost pair.
 
     Args:
-        scores: of each piece that can be made.
-        symbols: pieces that are whole from the start, and are merged with nothing.
+        scores: of each piece that a merge can make.
+        symbols: pieces that are whole from the start, and are never merged.
     """
 
     def __init__(self, scores: Mapping[str, float], symbols: Collection[str] = ()) -> None:
@@ -30,12 +30,12 @@ class Merges:
     def sample(self, text: str, alpha: float, rng: random.Random) -> list[str]:
         """Return the pieces of a normalised text, unknown characters one by one.
 
-        Each merge is left out for good with the probability alpha when its turn comes: BPE-dropout
+        Each merge is dropped for good with probability alpha when its turn comes: BPE-dropout
         (Provilkov et al. 2020, arXiv 1910.13267) as SentencePiece has it.
         """
         pieces: list[str] = []
-        for place, part in enumerate(self._symbol.split(text)):
-            if place % 2:
+        for index, part in enumerate(self._symbol.split(text)):
+            if index % 2:
                 pieces.append(part)
             else:
                 for word in _WORD.findall(part):
@@ -43,7 +43,7 @@ class Merges:
         return pieces
 
     def _sample(self, word: str, alpha: float, rng: random.Random) -> list[str]:
-        """Return the pieces of a word; most have been made before, with no merge left out."""
+        """Return the pieces of a word; those without a dropped merge are cached."""
         if word not in self._plain:
             self._plain[word] = self._merge(word, repeat(False))
         plain = self._plain[word]
@@ -52,8 +52,11 @@ class Merges:
             return plain
         return self._merge(word, chain(first, (rng.random() < alpha for _ in count())))
 
-    def _merge(self, word: str, left_out: Iterator[bool]) -> list[str]:
-        pieces, last = list(word), len(word) - 1  # a piece stands at its first character's place
+    def _merge(self, word: str, is_dropped: Iterator[bool]) -> list[str]:
+        pieces, last = (
+            list(word),
+            len(word) - 1,
+        )  # a piece stands at the index of its first character
         before, after = list(range(-1, last)), list(range(1, last + 2))
         agenda: list[tuple[float, int, int, int]] = []
 
@@ -63,12 +66,12 @@ class Merges:
                 if piece in self._scores:
                     heapq.heappush(agenda, (-self._scores[piece], left, right, len(piece)))
 
-        for place in range(last):
-            propose(place, place + 1)
+        for index in range(last):
+            propose(index, index + 1)
         while agenda:
             _, left, right, length = heapq.heappop(agenda)
             is_there = pieces[left] and pieces[right]
-            if not is_there or len(pieces[left]) + len(pieces[right]) != length or next(left_out):
+            if not is_there or len(pieces[left]) + len(pieces[right]) != length or next(is_dropped):
                 continue
             pieces[left] += pieces[right]
             pieces[right] = ""

@@ -1,4 +1,4 @@
-"""SentencePiece: train, load, encode, decode. The only room that knows the special ids."""
+"""SentencePiece: train, load, encode, decode. The only module that knows the special ids."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NUM_BEST = 64  # segmentations to sample from: over all of them, learning break
 
 
 class VocabularySizeError(ConfigError):
-    """A vocabulary that a corpus cannot fill, or that has no room for its characters.
+    """A vocabulary that a corpus cannot fill, or that is too small for its characters.
 
     Attributes:
         fitting: the nearest size that fits.
@@ -38,7 +38,7 @@ class VocabularySizeError(ConfigError):
 
 
 class Vocabulary:
-    """The pieces of one side, and the way from text to their ids and back."""
+    """The SentencePiece model of one side: text to token ids and back."""
 
     def __init__(self, model: bytes) -> None:
         self.model = model
@@ -64,9 +64,9 @@ class Vocabulary:
     @cached_property
     def _characters(self) -> frozenset[str]:
         """The characters that stand in pieces, and those that stand for a space."""
-        own = self._processor
-        apart = (own.is_byte, own.is_control, own.is_unknown)
-        ids = [piece for piece in range(len(self)) if not any(is_one(piece) for is_one in apart)]
+        processor = self._processor
+        special = (processor.is_byte, processor.is_control, processor.is_unknown)
+        ids = [piece for piece in range(len(self)) if not any(test(piece) for test in special)]
         return frozenset("".join(self.pieces_of(ids))) | {" ", "\u2581"}
 
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
@@ -80,7 +80,7 @@ class Vocabulary:
         """Return the ids of one sampled segmentation of each line; smaller alpha, more noise.
 
         Unigram samples among the best segmentations with probabilities to the power of alpha
-        (Kudo 2018, arXiv 1804.10959); BPE leaves out merges at the rate alpha (1910.13267).
+        (Kudo 2018, arXiv 1804.10959); BPE drops merges with probability alpha (1910.13267).
         """
         rng = random.Random(seed)  # SentencePiece's own draws otherwise in each process
         sample = self._sample_best if self._is_unigram() else self._sample_merges
@@ -112,13 +112,13 @@ class Vocabulary:
     def _sample_merges(
         self, lines: Sequence[str], alpha: float, rng: random.Random
     ) -> list[list[int]]:
-        own, known, byte_of = self._processor, dict[str, int](), dict[str, int]()
+        processor, known, byte_of = self._processor, dict[str, int](), dict[str, int]()
         for number, piece in enumerate(self.pieces_of(range(len(self)))):
-            if own.is_byte(number):
+            if processor.is_byte(number):
                 byte_of[piece] = number
-            elif not own.is_control(number) and not own.is_unknown(number):
+            elif not processor.is_control(number) and not processor.is_unknown(number):
                 known[piece] = number
-        scores = {piece: own.get_score(number) for piece, number in known.items()}
+        scores = {piece: processor.get_score(number) for piece, number in known.items()}
         merges = Merges(scores, self._symbols(known))
 
         def ids_of(piece: str) -> list[int]:
@@ -128,11 +128,11 @@ class Vocabulary:
 
         return [
             self._as_one(chain.from_iterable(map(ids_of, merges.sample(text, alpha, rng))))
-            for text in map(own.normalize, lines)
+            for text in map(processor.normalize, lines)
         ]
 
     def _symbols(self, pieces: Collection[str]) -> list[str]:
-        """Return those that a user defined: they are whole even where all merges are left out."""
+        """Return those that a user defined: they stay whole even when all merges are dropped."""
         long = [piece for piece in pieces if len(piece) > 1]
         apart = self._processor.encode(long, out_type=str, enable_sampling=True, alpha=1.0)
         return [piece for piece, parts in zip(long, apart, strict=True) if piece in parts]
@@ -227,37 +227,61 @@ def _load_vocabulary(path: Path) -> Vocabulary:
     return vocabulary
 
 
-def train(config: TokenizerConfig, src: Iterable[str], tgt: Iterable[str], seed: int) -> Tokenizer:
-    """Train the vocabularies that `config` asks for on the given lines.
+def train(config: TokenizerConfig, src: Sequence[str], tgt: Sequence[str], seed: int) -> Tokenizer:
+    """Train the vocabularies that `config` asks for on the given lines, or on a sample of them.
 
     Raises:
         VocabularySizeError: if the text cannot fill the vocabulary, or needs a larger one.
         DataError: if there is no text, or none that can be learned from.
     """
+    sides = [[*src, *tgt]] if config.shared else [src, tgt]
+    vocabularies = []
+    for lines in sides:
+        chosen = _sample(len(lines), config.max_training_lines, seed)
+        vocabularies.append(_train_vocabulary(config, [lines[number] for number in chosen]))
+    return Tokenizer(vocabularies[0], vocabularies[-1])
+
+
+def train_on_pairs(
+    config: TokenizerConfig, pairs: Iterable[tuple[str, str]], num_pairs: int, seed: int
+) -> Tokenizer:
+    """Train as `train` does, but go through the text once and keep only the sample in memory.
+
+    Args:
+        config: of the tokenizer.
+        pairs: source and target lines.
+        num_pairs: their number.
+        seed: of the sample.
+    """
+    num_lines, first_tgt = (2 * num_pairs, num_pairs) if config.shared else (num_pairs, 0)
+    chosen = _sample(num_lines, config.max_training_lines, seed)
+    slots = {number: slot for slot, number in enumerate(chosen)}
+    src_lines = [""] * len(chosen)
+    tgt_lines = src_lines if config.shared else src_lines.copy()
+    for number, (src, tgt) in enumerate(pairs):
+        if (slot := slots.get(number)) is not None:
+            src_lines[slot] = src
+        if (slot := slots.get(first_tgt + number)) is not None:
+            tgt_lines[slot] = tgt
+    vocabulary = _train_vocabulary(config, src_lines)
     if config.shared:
-        shared = _train_vocabulary(config, _sample(chain(src, tgt), config, seed))
-        return Tokenizer(shared, shared)
-    return Tokenizer(
-        _train_vocabulary(config, _sample(src, config, seed)),
-        _train_vocabulary(config, _sample(tgt, config, seed)),
-    )
+        return Tokenizer(vocabulary, vocabulary)
+    return Tokenizer(vocabulary, _train_vocabulary(config, tgt_lines))
 
 
-def _sample(lines: Iterable[str], config: TokenizerConfig, seed: int) -> list[str]:
-    """Keep a uniform sample of at most `max_training_lines` lines, in one pass."""
+def _sample(num_lines: int, max_lines: int, seed: int) -> list[int]:
+    """Return the numbers of a uniform sample of at most `max_lines` lines, by reservoir."""
     rng = random.Random(seed)
-    kept: list[str] = []
-    for index, line in enumerate(lines):
-        if index < config.max_training_lines:
-            kept.append(line)
-        elif (slot := rng.randrange(index + 1)) < config.max_training_lines:
-            kept[slot] = line
-    return kept
+    chosen = list(range(min(num_lines, max_lines)))
+    for number in range(max_lines, num_lines):
+        if (slot := rng.randrange(number + 1)) < max_lines:
+            chosen[slot] = number
+    return chosen
 
 
 def _train_vocabulary(config: TokenizerConfig, lines: list[str]) -> Vocabulary:
     if not any(line.strip() for line in lines):
-        raise DataError("`data.train` must have lines with text, but all that stay are blank.")
+        raise DataError("`data.train` must have lines with text, but all that are kept are blank.")
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -280,10 +304,10 @@ def _train_vocabulary(config: TokenizerConfig, lines: list[str]) -> Vocabulary:
 
 
 def _explain(config: TokenizerConfig, message: str) -> UserError:
-    if found := _TOO_LARGE.search(message):
-        bound = f"at most {found[1]} for this corpus"
-    elif found := _TOO_SMALL.search(message):
-        bound = f"at least {found[1]} for this corpus (every character and byte has a piece)"
+    if bounds := _TOO_LARGE.search(message):
+        bound = f"at most {bounds[1]} for this corpus"
+    elif bounds := _TOO_SMALL.search(message):
+        bound = f"at least {bounds[1]} for this corpus (every character and byte has a piece)"
     else:
         return DataError(
             "`data.train` must have lines that SentencePiece can learn from (of at most 4,192 "
@@ -291,5 +315,5 @@ def _explain(config: TokenizerConfig, message: str) -> UserError:
         )
     return VocabularySizeError(
         f"`tokenizer.vocab_size` must be {bound}, but is {config.vocab_size} instead.",
-        int(found[1]),
+        int(bounds[1]),
     )

@@ -22,7 +22,7 @@ from mtrain.audit import audit as auditing
 from mtrain.audit import duplicates, scan
 from mtrain.audit.audit import audit
 from mtrain.config import config_file
-from mtrain.corpus import lenient_reader
+from mtrain.corpus import reader
 from mtrain.run.run_dir import RunDir
 
 NUM_PAIRS, NUM_HELD_OUT, TIMES = 4000, 60, 4
@@ -382,7 +382,7 @@ def test_memory_grows_by_less_than_sixteen_bytes_a_pair(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What holds many pairs at a time is made small first, so that growth shows."""
-    monkeypatch.setattr(lenient_reader, "BLOCK_PAIRS", 256)
+    monkeypatch.setattr(reader, "BLOCK_PAIRS", 256)
     monkeypatch.setattr(scan, "_WINDOW_PAIRS", 256)
     monkeypatch.setattr(duplicates, "_PASS_PAIRS", 512)
     peaks = []

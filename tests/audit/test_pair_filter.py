@@ -14,7 +14,7 @@ from tasks import REPOSITORY, Pair, Tree, copy_task, prepared, tiny_tree, write_
 
 from mtrain.audit import features
 from mtrain.audit.audit import audit
-from mtrain.audit.pair_filter import pair_filter_for
+from mtrain.audit.pair_filter import PairFilter, reopen_scan, scan_corpora
 from mtrain.audit.rules import RULES
 from mtrain.config import config_file
 from mtrain.config.sections import CLEAN, Config
@@ -27,8 +27,9 @@ DEMO = REPOSITORY / "data" / "demo"
 
 def left_out(config: Config, directory: Path, num_pairs: int) -> dict[str, list[int]]:
     """Return the lines, from 1, that are left out of the training, by reason."""
-    with pair_filter_for(config.data, directory) as judge:
-        reasons = judge.reasons(0, num_pairs)
+    assert scan_corpora(config.data, directory)[-1].reader.num_pairs == num_pairs
+    pair_filter = PairFilter(config.data, reopen_scan(config.data, directory, num_pairs))
+    reasons = pair_filter.reasons(0, num_pairs)
     found: dict[str, list[int]] = {}
     for line, reason in enumerate(reasons, start=1):
         if reason is not None:
@@ -37,7 +38,7 @@ def left_out(config: Config, directory: Path, num_pairs: int) -> dict[str, list[
 
 
 def entries(run: RunDir) -> list[dict[str, Any]]:
-    raw = gzip.decompress((run.data_dir / "ledger.jsonl.gz").read_bytes())
+    raw = gzip.decompress((run.data_dir / "dropped.jsonl.gz").read_bytes())
     return [json.loads(line) for line in raw.splitlines()]
 
 
@@ -81,7 +82,6 @@ def test_a_rule_leaves_out_what_the_check_lists(
         expected["blank-pair"] = lists["train.blank-pair"]
     assert len(expected[name]) >= 4
     assert left_out(config, tmp_path, len(planted.train)) == expected
-    assert not (tmp_path / ".records").exists()
 
 
 def test_features_that_no_rule_reads_are_not_computed(
@@ -157,7 +157,7 @@ def test_check_refuses_a_corpus_of_which_training_has_nothing_left(
     ) in page
     tree["run_dir"] = str(tmp_path / "other")
     said = cli("tokenize", write_config(config, tree)).err
-    assert f"but all are left out: 200 ({reason} 200); change the text or {key}." in said
+    assert f"but all are dropped: 200 ({reason} 200); change the text or {key}." in said
 
 
 def test_nothing_but_what_is_too_long_is_left_out_if_nothing_is_named(tmp_path: Path) -> None:
@@ -180,14 +180,14 @@ def test_the_tokenizer_learns_nothing_from_pairs_that_are_left_out(tmp_path: Pat
     assert "б".encode() not in (run.tokenizer_dir / "shared.model").read_bytes()
 
 
-def test_a_ledger_of_the_same_pairs_is_the_same_file(tmp_path: Path) -> None:
+def test_the_list_of_the_same_dropped_pairs_is_the_same_file(tmp_path: Path) -> None:
     raw = set()
     for name in ("one", "two"):
         tree = tiny_tree(tmp_path)
         tree["data"]["clean"] = ["held-out-pair"]
         tree["run_dir"] = str(tmp_path / name)
         run = prepared(config_file.load(write_config(tmp_path / "config.yaml", tree)))
-        raw.add((run.data_dir / "ledger.jsonl.gz").read_bytes())
+        raw.add((run.data_dir / "dropped.jsonl.gz").read_bytes())
         assert entries(run)
     assert len(raw) == 1
 

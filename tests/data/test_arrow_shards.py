@@ -12,50 +12,25 @@ from encoded_pairs import (
     BATCH_TOKENS,
     NUM_PAIRS,
     Dealt,
+    EncodedPair,
     assert_continues,
     encoded_pairs,
     epoch,
     pairs_in,
     texts_of,
     training_data,
+    write_shards,
     written,
 )
 
 from mtrain.data import arrow_shards, loader
-from mtrain.data.arrow_shards import (
-    CorpusEntry,
-    EncodedPair,
-    Manifest,
-    Shard,
-    ShardSet,
-    write_pairs,
-)
+from mtrain.data.arrow_shards import ShardSet
 from mtrain.data.loader import TrainingData, check_pairs, read_src
 from mtrain.data.sampler import Position
 from mtrain.errors import RunError
 
 WINDOW_PAIRS = 37
 SAMPLED_BATCH_TOKENS = 256  # few batches: a start in a window samples the whole window
-
-
-def write_tables(
-    directory: Path, pairs: list[EncodedPair], ends: list[int], weights: list[float] | None = None
-) -> Path:
-    """Write tables that end where one asks; with weights, each is a corpus of its own."""
-    with_text = pairs[0].src_text is not None
-    parts = [pairs[first:end] for first, end in itertools.pairwise([0, *ends, len(pairs)])]
-    entries, lengths = [], []
-    for number, part in enumerate(parts):
-        write_pairs(arrow_shards.shard_path(directory, number), part, with_text)
-        longer = [max(len(pair.src), len(pair.tgt) + 1) for pair in part]
-        tokens = sum(len(pair.src) for pair in part), sum(len(pair.tgt) + 1 for pair in part)
-        entries.append(Shard(number if weights else 0, len(part), *tokens))
-        lengths.append(np.bincount(longer, minlength=200))
-    counts = [own.tolist() for own in (lengths if weights else [sum(lengths)])]
-    names = [f"data.train[{number}]" for number in range(len(counts))]
-    mixed = [CorpusEntry(*own) for own in zip(names, weights or [1.0], counts, strict=True)]
-    arrow_shards.write_contents(directory, Manifest(mixed, entries))
-    return directory
 
 
 @pytest.fixture
@@ -66,7 +41,7 @@ def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def directory(tmp_path: Path, small_windows: None) -> Path:
-    return write_tables(tmp_path, encoded_pairs(), [20, 21, 50, 60, 85])
+    return write_shards(tmp_path, encoded_pairs(), [20, 21, 50, 60, 85])
 
 
 @pytest.fixture
@@ -75,7 +50,7 @@ def text_directory(tmp_path: Path, small_windows: None) -> Path:
     ids = zip(tokenizer.encode_src(SRC_LINES), tokenizer.tgt.encode(TGT_LINES), strict=True)
     texts = zip(SRC_LINES, TGT_LINES, strict=True)
     pairs = [EncodedPair(*own, *text) for own, text in zip(ids, texts, strict=True)]
-    return write_tables(tmp_path, pairs, [len(pairs) // 3, len(pairs) // 2])
+    return write_shards(tmp_path, pairs, [len(pairs) // 3, len(pairs) // 2])
 
 
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -93,8 +68,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_several_tables_in_one_window_are_dealt_out_just_as_one_table(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
-    write_pairs(tmp_path / "one" / arrow_shards.TRAIN_FILE, encoded_pairs(), with_text=False)
-    several = write_tables(tmp_path, encoded_pairs(), [20, 21, 50])
+    write_shards(tmp_path / "one", encoded_pairs())
+    several = write_shards(tmp_path, encoded_pairs(), [20, 21, 50])
     one, other = training_data(tmp_path / "one"), training_data(several)
     assert one.plan(BATCH_TOKENS) == other.plan(BATCH_TOKENS)
     assert (one.num_src_tokens, one.num_tgt_tokens) == (other.num_src_tokens, other.num_tgt_tokens)
@@ -175,7 +150,7 @@ def test_the_windows_of_an_epoch_are_sampled_apart(text_directory: Path) -> None
 
 
 def test_a_mixture_deals_out_each_corpus_by_its_weight(tmp_path: Path, small_windows: None) -> None:
-    directory = write_tables(tmp_path, encoded_pairs(), [10], weights=[3.0, 1.0])
+    directory = write_shards(tmp_path, encoded_pairs(), [10], weights=[3.0, 1.0])
     dealt = training_data(directory)
     assert [own.num_in_epoch for own in dealt.shares] == [68, 22]
     assert dealt.say_shares() == [
@@ -250,7 +225,7 @@ def changed(page: dict[str, object], key: str, value: object) -> dict[str, objec
 
 @pytest.mark.parametrize("change", PAGES.values(), ids=PAGES)
 def test_a_page_that_lies_is_refused_in_one_line(directory: Path, change: object) -> None:
-    path = directory / arrow_shards.SHARDS_FILE
+    path = directory / arrow_shards.MANIFEST_FILE
     path.write_text(json.dumps(change(json.loads(path.read_text("utf-8")))), encoding="utf-8")
     assert_refused(
         directory,

@@ -138,9 +138,8 @@ def test_what_was_done_is_not_done_again(
     parts = sorted((run / ".tokenizing").glob("part-*.arrow"))
     stats = [path.stat().st_ino for path in parts]
     again: list[object] = []
-    monkeypatch.setattr(sentencepiece, "train", again.append)
+    monkeypatch.setattr(sentencepiece, "train_on_pairs", again.append)
     monkeypatch.setattr(scan.Scan, "read", again.append)
-    monkeypatch.setattr(prepare, "count_pairs", again.append)
     said = make(source, run)
     assert f"{run}: the tokenizing goes on after 120 training pairs" in said
     assert again == []
@@ -235,11 +234,11 @@ def test_many_parts_hold_what_one_part_holds(
     tables = {f"data/train-{number:05d}.arrow" for number in range(6)}
     assert differing == {
         *tables,
-        *("data/train.arrow", "data/shards.json", "data/checksums.json", "data/ledger.jsonl.gz"),
+        *("data/shards.json", "data/checksums.json", "data/dropped.jsonl.gz"),
     }
-    ledgers = [gzip.decompress(own["data/ledger.jsonl.gz"]) for own in (one, many)]
-    assert ledgers[0] == ledgers[1]
-    assert ledgers[0].count(b"\n") == 33
+    lists = [gzip.decompress(own["data/dropped.jsonl.gz"]) for own in (one, many)]
+    assert lists[0] == lists[1]
+    assert lists[0].count(b"\n") == 33
 
 
 def test_a_part_of_which_nothing_is_left_has_no_table(
@@ -294,7 +293,7 @@ def test_a_mixture_accounts_for_each_pair_with_its_corpus(tmp_path: Path, tree: 
     tree["data"]["train"] = mixed(tmp_path, 1.0, 1.0, 1.0)
     run = tmp_path / "run"
     make(write_config(tmp_path / "config.yaml", tree), run)
-    lines = gzip.decompress((run / "data" / "ledger.jsonl.gz").read_bytes()).splitlines()
+    lines = gzip.decompress((run / "data" / "dropped.jsonl.gz").read_bytes()).splitlines()
     entries = [json.loads(line) for line in lines]
     counts = Counter(entry["corpus"] for entry in entries)
     assert counts == {"data.train[1]": 7, "data.train[2]": 1}
@@ -341,7 +340,7 @@ def test_a_corpus_of_a_mixture_of_which_nothing_is_left_is_named(
     with pytest.raises(DataError) as error:
         make(write_config(tmp_path / "config.yaml", tree), tmp_path / "run")
     assert str(error.value) == (
-        "`data.train[2]` must have a pair that can be used, but all are left out: 1 "
+        "`data.train[2]` must have a pair that can be used, but all are dropped: 1 "
         "(blank-side 1); change the text or `data.clean`."
     )
     assert not (tmp_path / "run").exists()

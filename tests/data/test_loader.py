@@ -10,6 +10,7 @@ from encoded_pairs import (
     BATCH_TOKENS,
     NUM_PAIRS,
     Dealt,
+    EncodedPair,
     Pair,
     assert_continues,
     deal,
@@ -19,12 +20,13 @@ from encoded_pairs import (
     pairs_of,
     texts_of,
     training_data,
+    write_pairs,
+    write_shards,
     written,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtrain.data.arrow_shards import TRAIN_FILE, EncodedPair, write_pairs
 from mtrain.data.batch import Batch
 from mtrain.data.sampler import Position, plan_batches
 from mtrain.errors import RunError
@@ -32,8 +34,7 @@ from mtrain.errors import RunError
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    assert write_pairs(tmp_path / TRAIN_FILE, iter(encoded_pairs()), with_text=False) == NUM_PAIRS
-    return tmp_path
+    return write_shards(tmp_path, encoded_pairs())
 
 
 @pytest.fixture
@@ -43,8 +44,7 @@ def text_directory(tmp_path: Path) -> Path:
         tokenizer.encode_src(SRC_LINES), tokenizer.tgt.encode(TGT_LINES), SRC_LINES, TGT_LINES,
         strict=True,
     )  # fmt: skip
-    write_pairs(tmp_path / TRAIN_FILE, (EncodedPair(*row) for row in rows), with_text=True)
-    return tmp_path
+    return write_shards(tmp_path, [EncodedPair(*row) for row in rows])
 
 
 # An epoch
@@ -194,7 +194,7 @@ def test_a_plan_pads_both_sides_little_though_a_source_says_nothing_of_its_targe
 def test_pairs_with_an_empty_target_are_read_back(tmp_path):
     eos = vocabularies().src.eos
     pairs = [EncodedPair([7, eos], [], None, None), EncodedPair([eos], [8, 9], None, None)]
-    write_pairs(tmp_path / TRAIN_FILE, pairs, with_text=False)
+    write_shards(tmp_path, pairs)
     (batch,) = epoch(training_data(tmp_path), 0)
     assert sorted(pairs_of(batch)) == [((eos,), (8, 9)), ((7, eos), ())]
 
@@ -203,7 +203,8 @@ def test_more_pairs_than_arrow_writes_at_once_are_read_back(tmp_path):
     count, eos = 2500, vocabularies().src.eos
     keys = [(4 + number // 400, 4 + number % 400) for number in range(count)]
     pairs = (EncodedPair([*key, eos], list(key), None, None) for key in keys)
-    assert write_pairs(tmp_path / TRAIN_FILE, pairs, with_text=False) == count
+    write_shards(tmp_path, pairs)
+    assert len(training_data(tmp_path)) == count
     batches = pairs_in(epoch(training_data(tmp_path), 0, batch_tokens=3000))
     assert sorted(itertools.chain(*batches)) == [((*key, eos), key) for key in keys]
 
@@ -217,7 +218,7 @@ def test_text_is_stored_only_when_it_is_asked_for(tmp_path):
 
 
 def test_missing_pairs_are_an_error_that_names_the_file_and_the_remedy(tmp_path):
-    with pytest.raises(RunError, match=r"train\.arrow: is missing; restore it"):
+    with pytest.raises(RunError, match=r"shards\.json: is missing; restore it"):
         training_data(tmp_path)
 
 
@@ -268,7 +269,7 @@ def test_the_sides_of_a_pair_are_sampled_apart(tmp_path):
         EncodedPair([*row, tokenizer.src.eos], row, line, line)
         for row, line in zip(ids, TGT_LINES, strict=True)
     ]
-    write_pairs(tmp_path / TRAIN_FILE, pairs, with_text=True)
+    write_shards(tmp_path, pairs)
     sampled = sorted_pairs(epoch(training_data(tmp_path, sampling_alpha=0.3), 0))
     assert sum(src[:-1] != tgt for src, tgt in sampled) > len(sampled) / 2
 

@@ -23,8 +23,8 @@ def numbered(sizes: list[list[int]], weights: list[float]) -> list[MixtureCorpus
 
 
 def window(mixture: Mixture, epoch: int, number: int) -> list[Given]:
-    takes = mixture.takes(epoch, number)
-    return [(take.table, row) for take in takes for row in take.rows.tolist()]
+    takes = mixture.select(epoch, number)
+    return [(take.shard, row) for take in takes for row in take.rows.tolist()]
 
 
 def epoch(mixture: Mixture, number: int) -> list[Given]:
@@ -52,12 +52,12 @@ def test_each_corpus_gives_its_share_of_every_window_and_none_of_its_pairs_twice
         pairs = epoch(mixture, number)
         total.update(pairs)
         for own, count in zip(parts, mixture.counts, strict=True):
-            assert sum(table in own.tables for table, _ in pairs) == count
+            assert sum(table in own.shards for table, _ in pairs) == count
             share = mixture.num_pairs * own.weight / sum(weights)
             assert abs(count - share) < 1
             times = [
                 total[table, row]
-                for table, size in zip(own.tables, own.sizes, strict=True)
+                for table, size in zip(own.shards, own.sizes, strict=True)
                 for row in range(size)
             ]
             assert max(times) - min(times) <= 1
@@ -67,7 +67,7 @@ def test_each_corpus_gives_its_share_of_every_window_and_none_of_its_pairs_twice
         assert len(inside) == mixture.firsts[number + 1] - mixture.firsts[number]
         assert len(inside) <= window_pairs + len(parts)
         for own, count in zip(parts, mixture.counts, strict=True):
-            found = sum(table in own.tables for table, _ in inside)
+            found = sum(table in own.shards for table, _ in inside)
             assert abs(found - count / mixture.num_windows) < 1
 
 
@@ -91,16 +91,16 @@ def test_one_corpus_in_one_window_is_all_its_pairs_in_order() -> None:
 
 def test_a_window_touches_few_tables_and_epochs_put_others_together() -> None:
     mixture = Mixture(numbered([[100] * 20], [1.0]), 1, 500)
-    touched = [[take.table for take in mixture.takes(0, number)] for number in range(4)]
+    touched = [[take.shard for take in mixture.select(0, number)] for number in range(4)]
     assert [len(own) for own in touched] == [5] * 4
     assert sorted(itertools.chain(*touched)) == list(range(20))
-    assert touched != [[take.table for take in mixture.takes(1, number)] for number in range(4)]
+    assert touched != [[take.shard for take in mixture.select(1, number)] for number in range(4)]
     assert touched != [sorted(range(first, first + 5)) for first in range(0, 20, 5)]
 
 
 def test_the_pairs_of_a_table_that_two_windows_share_are_drawn_from_all_over_it() -> None:
     mixture = Mixture(numbered([[1000]], [1.0]), 1, 500)
-    first, second = (np.concatenate([own.rows for own in mixture.takes(0, n)]) for n in (0, 1))
+    first, second = (np.concatenate([own.rows for own in mixture.select(0, n)]) for n in (0, 1))
     assert sorted([*first.tolist(), *second.tolist()]) == list(range(1000))
     assert 300 < np.median(first) < 700
     assert 300 < np.median(second) < 700

@@ -5,6 +5,10 @@ import hashlib
 import json
 import os
 import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,22 +51,22 @@ def refused(tmp_path: Path, tree: Tree) -> UserError:
 
 def stored_pairs(run: RunDir) -> list[tuple[str, str]]:
     """Decode what the run folder holds of the training pairs, in one epoch, sorted."""
-    vocabulary = sentencepiece.load(run.tokenizer_dir)
-    table = TrainingData(run.data_dir, vocabulary, seed=1)
+    tokenizer = sentencepiece.load(run.tokenizer_dir)
+    table = TrainingData(run.data_dir, tokenizer, seed=1)
     found: list[tuple[str, str]] = []
     for batch, position in table.batches(256, Position()):
         src_ids = [row[keep] for row, keep in zip(batch.src_BS, batch.src_keep_BS, strict=True)]
         tgt_ids = [row[keep] for row, keep in zip(batch.tgt_out_BT, batch.tgt_keep_BT, strict=True)]
-        src = vocabulary.src.decode([ids.tolist()[:-1] for ids in src_ids])
-        tgt = vocabulary.tgt.decode([ids.tolist()[:-1] for ids in tgt_ids])
+        src = tokenizer.src.decode([ids.tolist()[:-1] for ids in src_ids])
+        tgt = tokenizer.tgt.decode([ids.tolist()[:-1] for ids in tgt_ids])
         found += zip(src, tgt, strict=True)
         if position.epoch == 1:
             return sorted(found)
     raise AssertionError("batches go on for ever")
 
 
-def ledger_of(run: RunDir) -> list[dict[str, Any]]:
-    raw = gzip.decompress((run.data_dir / "ledger.jsonl.gz").read_bytes())
+def dropped_of(run: RunDir) -> list[dict[str, Any]]:
+    raw = gzip.decompress((run.data_dir / "dropped.jsonl.gz").read_bytes())
     return [json.loads(line) for line in raw.splitlines()]
 
 
@@ -112,7 +116,7 @@ def test_pairs_left_out_are_counted_and_listed_with_file_line_and_reason(
     src_path = write(tmp_path / "a.src", src)
     tree["data"]["train"] = {"src": [src_path], "tgt": [write(tmp_path / "a.tgt", tgt)]}
     run, said = make(tmp_path, tree)
-    assert ledger_of(run) == [
+    assert dropped_of(run) == [
         {"file": src_path, "line": 1, "reason": "blank-side"},
         {"file": src_path, "line": 5, "reason": "blank-side"},
         {"file": src_path, "line": 6, "reason": "blank-side"},
@@ -121,11 +125,11 @@ def test_pairs_left_out_are_counted_and_listed_with_file_line_and_reason(
         {"file": src_path, "line": 10, "reason": "max-tokens"},
     ]
     assert prepare.read_counts(run) == {"blank-side": 3, "blank-pair": 1, "max-tokens": 2}
-    ledger = run.data_dir / "ledger.jsonl.gz"
+    path = run.data_dir / "dropped.jsonl.gz"
     assert said[1:4] == [
-        f"left out: 1 of 200 training pairs (blank-pair); listed in {ledger}",
-        f"left out: 3 of 200 training pairs (blank-side); listed in {ledger}",
-        f"left out: 2 of 200 training pairs (max-tokens); listed in {ledger}",
+        f"dropped: 1 of 200 training pairs (blank-pair); listed in {path}",
+        f"dropped: 3 of 200 training pairs (blank-side); listed in {path}",
+        f"dropped: 2 of 200 training pairs (max-tokens); listed in {path}",
     ]
     assert said[-1] == f"{run.path}: tokenized 194 training pairs"
 
@@ -217,7 +221,7 @@ def test_a_corpus_of_which_no_pair_is_left_is_refused(
     error = refused(tmp_path, tree)
     assert isinstance(error, DataError)
     assert str(error) == (
-        f"`data.train` must have a pair that can be used, but all are left out: {why}."
+        f"`data.train` must have a pair that can be used, but all are dropped: {why}."
     )
 
 
@@ -227,7 +231,7 @@ def test_a_corpus_whose_lines_are_all_blank_is_refused(tmp_path: Path, tree: Tre
     tree["data"]["clean"] = []
     error = refused(tmp_path, tree)
     assert isinstance(error, DataError)
-    assert str(error) == "`data.train` must have lines with text, but all that stay are blank."
+    assert str(error) == "`data.train` must have lines with text, but all that are kept are blank."
 
 
 def test_a_vocabulary_that_is_too_large_or_too_small_is_refused_with_the_bound(
@@ -314,14 +318,14 @@ def test_a_data_folder_that_is_empty_is_filled(tmp_path: Path, tree: Tree) -> No
 
 def test_pairs_that_are_gone_are_not_made_again(tmp_path: Path, tree: Tree) -> None:
     run, _ = make(tmp_path, tree)
-    (run.data_dir / "train.arrow").unlink()
+    (run.data_dir / "train-00000.arrow").unlink()
     _, said = make(tmp_path, tree)
     assert said[-1].endswith("tokenized already")
 
 
 def test_a_tokenizer_that_weights_may_depend_on_is_kept(tmp_path: Path, tree: Tree) -> None:
     run, _ = make(tmp_path, tree)
-    model, pairs = run.tokenizer_dir / "shared.model", run.data_dir / "train.arrow"
+    model, pairs = run.tokenizer_dir / "shared.model", run.data_dir / "train-00000.arrow"
     before, encoded = model.read_bytes(), pairs.read_bytes()
     shutil.rmtree(run.data_dir)
     train_src = Path(tree["data"]["train"]["src"][0])
@@ -342,9 +346,9 @@ def test_separate_vocabularies_each_know_their_side(tmp_path: Path, tree: Tree) 
     run, said = make(tmp_path, tree)
     assert said[0] == "tokenizer: unigram, 283 source and 283 target pieces"
     assert {path.name for path in run.tokenizer_dir.iterdir()} == {"src.model", "tgt.model"}
-    vocabulary = sentencepiece.load(run.tokenizer_dir)
-    assert len(vocabulary.src.pieces("ba ce")) < len(vocabulary.tgt.pieces("ba ce"))
-    assert len(vocabulary.src.pieces("BA CE")) > len(vocabulary.tgt.pieces("BA CE"))
+    tokenizer = sentencepiece.load(run.tokenizer_dir)
+    assert len(tokenizer.src.pieces("ba ce")) < len(tokenizer.tgt.pieces("ba ce"))
+    assert len(tokenizer.src.pieces("BA CE")) > len(tokenizer.tgt.pieces("BA CE"))
     assert stored_pairs(run) == sorted((pair.src, pair.tgt.upper()) for pair in pairs)
 
 
@@ -397,7 +401,7 @@ def test_text_travels_with_the_ids_only_if_segmentations_are_sampled(
         tree["tokenizer"]["sampling_alpha"] = alpha
         tree["run_dir"] = str(tmp_path / f"run{alpha}")
         run, _ = make(tmp_path, tree)
-        columns = set(Dataset.from_file(str(run.data_dir / "train.arrow")).column_names)
+        columns = set(Dataset.from_file(str(run.data_dir / "train-00000.arrow")).column_names)
         assert columns == {"src", "tgt", "src_length", "tgt_length"} | names
 
 
@@ -418,14 +422,63 @@ def test_a_run_folder_says_what_is_usual_in_its_pairs(tmp_path: Path, tree: Tree
     pairs += copy_task(50, 5)
     tree["data"] |= {"train": write_corpus(tmp_path, "train", pairs), "max_tokens": 99}
     run, _ = make(tmp_path, tree)
-    vocabulary = sentencepiece.load(run.tokenizer_dir)
-    src = [len(ids) for ids in vocabulary.encode_src([pair.src for pair in pairs])]
-    tgt = [len(ids) + 1 for ids in vocabulary.tgt.encode([pair.tgt for pair in pairs])]
+    tokenizer = sentencepiece.load(run.tokenizer_dir)
+    src = [len(ids) for ids in tokenizer.encode_src([pair.src for pair in pairs])]
+    tgt = [len(ids) + 1 for ids in tokenizer.tgt.encode([pair.tgt for pair in pairs])]
     ratios = [b / a for a, b in zip(src, tgt, strict=True)]
     profile = prepare.read_profile(run)
     assert profile == CorpusStats(max(src), min(ratios), max(ratios), 0.25)
     (run.data_dir / "profile.json").unlink()
     assert prepare.read_profile(run) is None
+
+
+_counting: list[Counter[str]] = []
+_hooks: list[object] = []
+
+
+def _count_open(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open" and _counting:
+        _counting[-1][str(arguments[0])] += 1
+
+
+@contextmanager
+def opened() -> Iterator[Counter[str]]:
+    """Count how often this process opens each file."""
+    if _count_open not in _hooks:
+        _hooks.append(_count_open)
+        sys.addaudithook(_count_open)  # which nobody can take away again
+    _counting.append(Counter())
+    try:
+        yield _counting[-1]
+    finally:
+        _counting.pop()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("form", ["files", "mixture"])
+def test_tokenizing_reads_each_training_file_three_times(
+    tmp_path: Path, tree: Tree, form: str, shared: bool
+) -> None:
+    files = tree["data"]["train"]
+    zipped = tmp_path / "more.src.gz"
+    zipped.write_bytes(gzip.compress(Path(files["src"][0]).read_bytes()))
+    files = {"src": [*files["src"], str(zipped)], "tgt": [*files["tgt"], files["tgt"][0] + ".2"]}
+    shutil.copy(files["tgt"][0], files["tgt"][1])
+    paths = [*files["src"], *files["tgt"]]
+    tree["data"]["train"] = files
+    if form == "mixture":
+        (tmp_path / "a.tsv").write_text("ba\tba\n", encoding="utf-8")
+        (tmp_path / "a.jsonl").write_text('{"a": "ce", "b": "ce"}\n', encoding="utf-8")
+        tsv = {"tsv": [str(tmp_path / "a.tsv")]}
+        jsonl = {"jsonl": [str(tmp_path / "a.jsonl")], "src": "a", "tgt": "b"}
+        tree["data"]["train"] = [files, tsv, jsonl]
+        paths += [*tsv["tsv"], *jsonl["jsonl"]]
+    tree["tokenizer"]["shared"] = shared
+    tree["tokenizer"]["vocab_size"] = 283
+    tree["model"]["tie_embeddings"] = "decoder"
+    with opened() as counts:
+        make(tmp_path, tree)
+    assert {counts[path] for path in paths} == {3}
 
 
 def test_a_run_dir_that_is_a_file_is_refused(tmp_path: Path, tree: Tree) -> None:
@@ -437,7 +490,7 @@ def test_a_run_dir_that_is_a_file_is_refused(tmp_path: Path, tree: Tree) -> None
 
 def test_the_counts_are_valid_json_that_a_script_can_read(tmp_path: Path, tree: Tree) -> None:
     run, _ = make(tmp_path, tree)
-    assert json.loads((run.data_dir / "ledger.json").read_text(encoding="utf-8")) == {}
+    assert json.loads((run.data_dir / "dropped.json").read_text(encoding="utf-8")) == {}
 
 
 def corpora_of(tree: Tree) -> list[Path]:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from conftest import Cli, Outcome
+from encoded_pairs import EncodedPair, write_pairs
 from run_folders import harm
 from safetensors.torch import load_file
 from tasks import prepared, reverse_task, stop_at, train, write_task
@@ -23,7 +24,6 @@ from tasks import prepared, reverse_task, stop_at, train, write_task
 import mtrain
 from mtrain.config import config_file
 from mtrain.data import prepare
-from mtrain.data.arrow_shards import EncodedPair, write_pairs
 from mtrain.decode.beam import Hypothesis
 from mtrain.decode.translator import EncodedSource, Translator
 from mtrain.doctor import doctor, replay
@@ -96,7 +96,7 @@ def failed(outcome: Outcome) -> list[str]:
 def rewrite_sums(run: RunDir) -> None:
     """Make the data folder's checksums those of the files that lie there."""
     (run.data_dir / "checksums.json").unlink()
-    prepare._write_sums(run.data_dir)
+    prepare._write_checksums(run.data_dir)
 
 
 def reseal(path: Path) -> None:
@@ -166,9 +166,10 @@ def test_a_run_that_nobody_trained_in_gets_no_lock(cli: Cli, run: RunDir) -> Non
 # Damage
 
 DATA_FILES = [
-    "train.arrow",
-    "ledger.json",
-    "ledger.jsonl.gz",
+    "train-00000.arrow",
+    "shards.json",
+    "dropped.json",
+    "dropped.jsonl.gz",
     "profile.json",
     "corpora.json",
     "valid.src",
@@ -219,42 +220,54 @@ def test_a_damaged_config_is_named(cli: Cli, run: RunDir, damage: str) -> None:
     assert verdicts(outcome)["checkpoints"] == verdicts(outcome)["tokenizer"] == "ok"
 
 
-@pytest.mark.parametrize("content", ["{", "[3]", "null", '{"train.arrow": 3}'])
+@pytest.mark.parametrize("content", ["{", "[3]", "null", '{"train-00000.arrow": 3}'])
 def test_damaged_checksums_are_named(cli: Cli, run: RunDir, content: str) -> None:
     (run.data_dir / "checksums.json").write_text(content)
     outcome = examined(cli, run, "--no-replay")
     assert failed(outcome) == ["data"]
-    named = "train.arrow" if "arrow" in content else "checksums.json"
+    named = "train-00000.arrow" if "arrow" in content else "checksums.json"
     assert facts(outcome, "data") == [
         f"data/{named}: is missing or damaged; restore it from a copy of the run."
     ]
 
 
-ARROW_CUT = ("train.arrow", "truncated")
+def test_checksums_that_are_gone_are_named(cli: Cli, run: RunDir) -> None:
+    (run.data_dir / "checksums.json").unlink()
+    outcome = examined(cli, run, "--no-replay")
+    assert failed(outcome) == ["data"]
+    assert facts(outcome, "data") == [
+        "data/checksums.json: is missing or damaged; restore it from a copy of the run."
+    ]
+
+
+ARROW_CUT = ("train-00000.arrow", "truncated")
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])
-@pytest.mark.parametrize("name", ["train.arrow", "ledger.json", "valid.src", "tests/held_out.tgt"])
-def test_damage_in_an_old_run_without_checksums_is_no_crash(
+@pytest.mark.parametrize(
+    "name", ["train-00000.arrow", "shards.json", "dropped.json", "valid.src", "tests/held_out.tgt"]
+)
+def test_damage_that_the_checksums_were_made_of_is_no_crash(
     cli: Cli, run: RunDir, name: str, damage: str
 ) -> None:
-    (run.data_dir / "checksums.json").unlink()
     harm(run.data_dir / name, damage)
+    rewrite_sums(run)
     outcome = examined(cli, run, "--no-replay")
     found = failed(outcome)
-    if damage == "missing" or name == "ledger.json" or (name, damage) == ARROW_CUT:
+    is_json = name in ("dropped.json", "shards.json")
+    if damage == "missing" or is_json or (name, damage) == ARROW_CUT:
         assert found == ["data"]
         assert facts(outcome, "data")[0].startswith(f"data/{name}: ")
 
 
 def test_every_damaged_file_has_a_line_of_its_own(cli: Cli, run: RunDir) -> None:
-    for name in ("data/ledger.json", "data/valid.src", f"{NEWEST}/progress.json"):
+    for name in ("data/dropped.json", "data/valid.src", f"{NEWEST}/progress.json"):
         harm(run.path / name, "missing")
     harm(run.path / OLDER / "model.safetensors", "flipped")
     outcome = examined(cli, run)
     assert failed(outcome) == ["data", "checkpoints"]
     assert [fact.split(":")[0] for fact in facts(outcome, "data")] == [
-        "data/ledger.json",
+        "data/dropped.json",
         "data/valid.src",
     ]
     assert facts(outcome, "checkpoints") == [
@@ -323,26 +336,26 @@ def test_ids_outside_the_vocabulary_are_found(
 ) -> None:
     pairs = [EncodedPair([5, 6, 3], [5], None, None)] * 200
     pairs[row] = EncodedPair([5, src, 3], [6, 6, tgt], None, None)
-    write_pairs(run.data_dir / "train.arrow", pairs, with_text=False)
+    write_pairs(run.data_dir / "train-00000.arrow", pairs, with_text=False)
     rewrite_sums(run)
     outcome = examined(cli, run)
     assert failed(outcome) == ["data"]
     assert facts(outcome, "data") == [
-        "data/train.arrow: must be a whole table of pairs of this run's tokenizer, but is not; "
-        "restore it from a copy of the run."
+        "data/train-00000.arrow: must be a whole table of pairs of this run's tokenizer, but is "
+        "not; restore it from a copy of the run."
     ]
     assert facts(outcome, "resume") == ["needs whole data"]
 
 
 def test_lengths_that_are_not_those_of_the_ids_are_found(cli: Cli, run: RunDir) -> None:
     pairs = [EncodedPair([5, 3], [5], None, None)] * 3
-    write_pairs(run.data_dir / "train.arrow", pairs, with_text=False)
-    with pyarrow.OSFile(str(run.data_dir / "train.arrow")) as file:
+    write_pairs(run.data_dir / "train-00000.arrow", pairs, with_text=False)
+    with pyarrow.OSFile(str(run.data_dir / "train-00000.arrow")) as file:
         table = pyarrow.ipc.open_stream(file).read_all()
     lengths = pyarrow.array([2, 2, 7], pyarrow.int32())
     table = table.set_column(table.schema.get_field_index("tgt_length"), "tgt_length", lengths)
     with (
-        pyarrow.OSFile(str(run.data_dir / "train.arrow"), "wb") as file,
+        pyarrow.OSFile(str(run.data_dir / "train-00000.arrow"), "wb") as file,
         pyarrow.ipc.new_stream(file, table.schema) as stream,
     ):
         stream.write_table(table)
@@ -350,14 +363,16 @@ def test_lengths_that_are_not_those_of_the_ids_are_found(cli: Cli, run: RunDir) 
     assert "must be a whole table of pairs" in facts(examined(cli, run), "data")[0]
 
 
-def test_a_ledger_that_does_not_list_what_was_counted_is_found(cli: Cli, run: RunDir) -> None:
+def test_a_list_of_dropped_pairs_that_does_not_list_what_was_counted_is_found(
+    cli: Cli, run: RunDir
+) -> None:
     entry = b'{"file": "train.src", "line": 3, "reason": "blank-side"}\n'
-    (run.data_dir / "ledger.jsonl.gz").write_bytes(gzip.compress(entry))
+    (run.data_dir / "dropped.jsonl.gz").write_bytes(gzip.compress(entry))
     rewrite_sums(run)
     outcome = examined(cli, run, "--no-replay")
     assert failed(outcome) == ["data"]
     assert facts(outcome, "data") == [
-        "data/ledger.jsonl.gz: must list what ledger.json counts, but does not."
+        "data/dropped.jsonl.gz: must list what dropped.json counts, but does not."
     ]
 
 
@@ -431,7 +446,7 @@ def test_checkpoints_without_data_to_go_on_with_are_damage(cli: Cli, run: RunDir
     shutil.rmtree(run.data_dir)
     outcome = examined(cli, run)
     assert failed(outcome) == ["data"]
-    assert "data/train.arrow: is missing" in facts(outcome, "data")[0]
+    assert "data/checksums.json: is missing" in facts(outcome, "data")[0]
 
 
 def test_a_model_that_is_not_made_yet_is_no_damage_and_one_that_is_gone_is(

@@ -1,4 +1,4 @@
-"""Run folders that older versions made still translate, score, and go on, just as they did."""
+"""Stored run folders translate, score, and continue training just as when they were made."""
 
 import json
 import shutil

@@ -47,12 +47,12 @@ PACKAGE = Path(mtrain.__file__).parent
 NEWEST = "checkpoints/step-00000003"
 FILES = [
     *("config.yaml", "tokenizer/shared.model", "model.safetensors", "metrics.jsonl", ".lock"),
-    *("data/train.arrow", "data/valid.src", "data/valid.tgt", "data/ledger.json"),
-    *("data/profile.json", "data/ledger.jsonl.gz", "data/tests/held_out.src"),
+    *("data/train-00000.arrow", "data/valid.src", "data/valid.tgt", "data/dropped.json"),
+    *("data/profile.json", "data/dropped.jsonl.gz", "data/tests/held_out.src"),
     *("data/tests/held_out.tgt", "data", "data/tests", "checkpoints", "tokenizer", NEWEST),
     *(f"{NEWEST}/{part}" for part in (*checkpoint._PARTS, "checkpoint.json")),
 ]
-JSON_FILES = ["data/ledger.json", "data/profile.json", f"{NEWEST}/checkpoint.json"]
+JSON_FILES = ["data/dropped.json", "data/profile.json", f"{NEWEST}/checkpoint.json"]
 JSON_FILES += [f"{NEWEST}/progress.json", "metrics.jsonl"]
 TENSORS = ["model.safetensors", f"{NEWEST}/model.safetensors", f"{NEWEST}/optimizer.safetensors"]
 VERBS = ["translate", "eval", "score", "train", "gather", "checkpoint"]
@@ -458,15 +458,15 @@ def assert_table(
     change: tuple[bytes, bytes] = (b"", b""),
 ) -> None:
     with copied(noisy) as run, bounded("tables"):
-        with pa.ipc.new_stream(str(run.data_dir / "train.arrow"), table.schema) as stream:
+        with pa.ipc.new_stream(str(run.data_dir / "train-00000.arrow"), table.schema) as stream:
             stream.write_table(table)
-        raw = (run.data_dir / "train.arrow").read_bytes()
+        raw = (run.data_dir / "train-00000.arrow").read_bytes()
         assert not change[0] or raw.count(change[0]) == 1
-        (run.data_dir / "train.arrow").write_bytes(raw.replace(*change) if change[0] else raw)
+        (run.data_dir / "train-00000.arrow").write_bytes(raw.replace(*change) if change[0] else raw)
         check_verb(cli, run, noisy, "gather")
         outcome = check_verb(cli, run, noisy, "train")
         assert outcome is not None and (outcome.code == 0) == is_whole
-        assert is_whole or "train.arrow: must be a whole table of pairs" in outcome.err
+        assert is_whole or "train-00000.arrow: must be a whole table of pairs" in outcome.err
 
 
 TAGS = [

@@ -119,5 +119,5 @@ def test_words_are_counted_in_the_training_pairs_that_stayed(tmp_path: Path, sha
     vocabulary = sentencepiece.load(run.tokenizer_dir)
     found = breakdown.count_in_training(run, vocabulary, wanted, Unit.WORDS)
     assert found == {"ba": expected["ba"], "ce": expected["ce"], "never": 0}
-    (run.data_dir / "train.arrow").unlink()
+    (run.data_dir / "shards.json").unlink()
     assert breakdown.count_in_training(run, vocabulary, wanted, Unit.WORDS) is None

@@ -201,10 +201,10 @@ def test_without_the_training_pairs_rare_words_are_said_to_be_unknown(
     cli: Cli, noisy: RunDir, changed: Changed
 ) -> None:
     run = changed("moved")
-    (run.data_dir / "train.arrow").unlink()
+    (run.data_dir / "shards.json").unlink()
     outcome = cli("eval", run.path, *GREEDY, "--details")
     assert outcome.code == 0
-    assert "  by rare words: not known, for the first run has no data/train.arrow" in outcome.lines
+    assert "  by rare words: not known, for the first run has no data/shards.json" in outcome.lines
     tree = json.loads(cli("eval", run.path, *GREEDY, "--details", "--json").out)["held_out"]
     assert tree["details"][str(run.path)]["by_rarity"] is None
 
@@ -213,7 +213,7 @@ def test_training_pairs_that_are_damaged_are_one_line(
     cli: Cli, trained: RunDir, changed: Changed
 ) -> None:
     run = changed("damaged", origin=trained)
-    path = run.data_dir / "train.arrow"
+    path = run.data_dir / "train-00000.arrow"
     path.write_bytes(path.read_bytes()[:1000])
     assert error_line(cli("eval", run.path, *GREEDY, "--details")) == (
         f"{path}: must be a whole table of pairs of this run's tokenizer, but is not; restore it "

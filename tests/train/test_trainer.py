@@ -964,7 +964,8 @@ def test_a_second_training_is_refused_while_the_first_lives_and_not_when_it_died
 
 
 @pytest.mark.parametrize(
-    "name", ["tokenizer/shared.model", "data/train.arrow", "data/ledger.json", "data/valid.src"]
+    "name",
+    ["tokenizer/shared.model", "data/train-00000.arrow", "data/dropped.json", "data/valid.src"],
 )
 def test_a_part_of_the_run_folder_that_is_gone_is_named_with_advice_that_helps(
     source: Path, straight: RunDir, tmp_path: Path, name: str
