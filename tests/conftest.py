@@ -249,3 +249,8 @@ def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> li
 
     monkeypatch.setattr(native.Functions, "call", noted)
     return names
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)

@@ -59,7 +59,7 @@ def products(name: str, old: str, new: str) -> Mutation:
 
 
 def top_k(name: str, old: str, new: str) -> Mutation:
-    return Mutation(name, "mtrain/ops/topk.py", old, new, "tests/ops/test_linear.py")
+    return Mutation(name, "mtrain/ops/topk.py", old, new, "tests/ops/test_topk.py")
 
 
 def sampling(name: str, old: str, new: str) -> Mutation:
@@ -418,21 +418,21 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
         "what is likeliest in bfloat16 is taken as such",
         "float margin = size * margins[i], high",
         "float margin = 0.0f * margins[i], high",
-        "linear",
+        "topk",
     ),
     compiled(
         "decode_linear",
         "the first that may be the likeliest is taken",
         "if (exact > best) best = exact, found = i;",
         "if (found < 0) best = exact, found = i;",
-        "linear",
+        "topk",
     ),
     compiled(
         "decode_linear",
         "the likeliest may be one that is never taken",
         "logits[r * m + never[i]] = -INFINITY;",
         "logits[r * m + never[i]] += 0.0f;",
-        "linear",
+        "topk",
     ),
     search(
         "a blind search says how likely its targets are",
@@ -456,28 +456,28 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
         "the target's power stays among those that are multiplied",
         "in->powers_across[(piece + own) * STRIDE + first + c] = 0;",
         ";",
-        "linear",
+        "cross_entropy",
     ),
     compiled(
         "cross_entropy",
         "the target's neighbour is struck out",
         "group[own % K_GROUP] = 0;",
         "group[(own + 1) % K_GROUP] = 0;",
-        "linear",
+        "cross_entropy",
     ),
     compiled(
         "cross_entropy",
         "powers overflow",
         "while (shift_more(&of, rows));",
         "while (0);",
-        "linear",
+        "cross_entropy",
     ),
     compiled(
         "cross_entropy",
         "the weights' gradient lacks what smoothing gives to all pieces",
         "is_first ? in->even_x : NULL",
         "NULL",
-        "linear",
+        "cross_entropy",
     ),
     compiled(
         "attention",

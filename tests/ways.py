@@ -1,10 +1,17 @@
 """The ways in which an operation computes, plain or compiled, held to the same in float64."""
 
+import math
+import subprocess
+import sys
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
+
+from mtrain.ops import native
+from mtrain.ops.dropout import Dropout, DropoutMask
+from mtrain.ops.layer_norm import LayerNorm
 
 SAME = {"rtol": 1e-10, "atol": 1e-12}
 SHORT = torch.bfloat16
@@ -70,3 +77,62 @@ def grads_of(out: Tensor, upstream: Tensor, inputs: list[Tensor]) -> list[Tensor
 def exactly(tensors: list[Tensor]) -> list[Tensor]:
     """Return float64 leaves of the same values."""
     return [tensor.detach().double().requires_grad_() for tensor in tensors]
+
+
+DROPS = DropoutMask(round(0.3 * 2**16), 2**16 / (2**16 - round(0.3 * 2**16)), 0x9E3779B9)
+
+
+def fixed(dropout: Dropout, drops: DropoutMask = DROPS) -> Dropout:
+    """Let a dropout drop the same at every call."""
+    dropout.draw = lambda: drops
+    return dropout.train()
+
+
+def share_of(shape: tuple[int, ...], drops: DropoutMask = DROPS) -> Tensor:
+    """Return what dropout multiplies with: 0 or the scale."""
+    return (fixed(Dropout(0.3), drops)(torch.ones(shape)) != 0).double() * drops.scale
+
+
+def norm_of(width: int, dtype: torch.dtype = torch.float32) -> LayerNorm:
+    norm = LayerNorm(width)
+    with torch.no_grad():
+        norm.weight.copy_(1 + 0.3 * normal(width, seed=11))
+        norm.bias.copy_(0.3 * normal(width, seed=12))
+    return norm.to(dtype)
+
+
+def queries_keys_values(
+    num_queries: int, num_keys: int, width: int, dtype: torch.dtype, batch: int = 2, heads: int = 3
+) -> list[Tensor]:
+    lengths = (num_queries, num_keys, num_keys)
+    return [leaf(batch, heads, n, width, seed=i, dtype=dtype) for i, n in enumerate(lengths)]
+
+
+def five_deviations(rate: float, count: int) -> float:
+    return 5 * math.sqrt(rate * (1 - rate) / count)
+
+
+MULTIPLYING = pytest.mark.parametrize("way", MULTIPLIED, ids=str)
+MULTIPLYING_PAIRS = pytest.mark.parametrize("way", MULTIPLIED[1:], ids=str)
+SAY_MOST = """
+import ctypes, sys
+import torch
+from mtrain.ops import native
+from mtrain.ops.cross_entropy import ProjectedCrossEntropy
+from mtrain.ops.topk import Projection, top_tokens
+
+library = native._typed(ctypes.CDLL(sys.argv[1]))
+native.compiled = lambda: library
+
+def most() -> int:  # KiB
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+"""
+
+
+def growth(script: str, *arguments: str) -> int:
+    """Run a script in a process of its own, and return the KiB that it says."""
+    command = [sys.executable, "-c", script, native.compiled()._name, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert (done.returncode, done.stderr) == (0, "")
+    return int(done.stdout)

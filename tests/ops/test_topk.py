@@ -1,0 +1,422 @@
+"""Hold the most probable tokens, of logits and of a projection, to a sort of the logits."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from ways import BOTH_PATHS, EACH_WAY, LONG, SAY_MOST, SHORT, growth, normal
+
+from mtrain.ops import native
+from mtrain.ops.topk import LazyLogits, Projection, TopTokens, argmax_tokens, top_tokens
+
+SAY_GROWTH_OF_SEARCH = f"""{SAY_MOST}
+torch.set_num_threads(1)
+projection, states = Projection(2, 4_000), torch.ones(20_000, 2)
+projection.pack_weights()
+with torch.inference_mode():
+    top_tokens(projection.logits(states[:1]), [0], 5)
+    before = most()
+    top_tokens(projection.logits(states), [0], 5)
+print(most() - before)
+"""
+WIDTHS = [5, 63, 64, 65, 130, 1000]  # the compiled function reads blocks of 64
+
+
+def ranked(logits_NV: Tensor, never: list[int], count: int) -> Tensor:
+    """The ids of each row, greatest first and of equals the first."""
+    rows = [
+        sorted((piece for piece in range(len(row)) if piece not in never), key=lambda n: -row[n])
+        for row in logits_NV.tolist()
+    ]
+    return torch.tensor([row[:count] for row in rows])
+
+
+@EACH_WAY
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("never", [[], [4, 0, 1]])
+@pytest.mark.parametrize("count", [1, 4, 2000])
+@torch.no_grad()
+def test_top_pieces_are_the_greatest_of_those_allowed(way, calls, one_thread, width, never, count):
+    """Those never taken are the greatest of all, and count in the probabilities."""
+    logits_NV = 3 * normal(7, width, dtype=way.dtype)
+    logits_NV[:, never] += 8
+    before = logits_NV.clone()
+    found = top_tokens(logits_NV, never, count)
+    assert calls == (["topk"] if way.is_compiled else [])
+    assert torch.equal(logits_NV, before)
+
+    expected = ranked(logits_NV, never, count)
+    values_NC = logits_NV.gather(1, found.ids_NC)
+    assert torch.equal(values_NC, logits_NV.gather(1, expected))
+    if way.is_compiled or way.dtype is not SHORT:  # else there are ties, which it may break at will
+        assert torch.equal(found.ids_NC, expected)
+    assert all(len({*row}) == len(row) and not {*row} & {*never} for row in found.ids_NC.tolist())
+    exact = logits_NV.double().log_softmax(-1).gather(1, found.ids_NC)
+    way.assert_near(found.log_prob_NC, exact, way.roundings)
+
+
+@EACH_WAY
+def test_where_no_piece_is_allowed_there_are_no_top_pieces(way, calls):
+    found = top_tokens(normal(2, 3, dtype=way.dtype), [0, 1, 2], 4)
+    assert found.ids_NC.shape == found.log_prob_NC.shape == (2, 0)
+    assert calls == []
+
+
+def test_compiled_top_pieces_of_ties_are_the_first(calls):
+    """Within a block, across blocks, and where the last place is contested."""
+    logits_NV = torch.zeros(3, 200)
+    logits_NV[1, [150, 70, 199, 5]] = 1.0
+    logits_NV[2] = torch.arange(200) // 50 % 2
+    found = top_tokens(logits_NV, [1, 70], 6)
+    assert calls == ["topk"]
+    expected = [[0, 2, 3, 4, 5, 6], [5, 150, 199, 0, 2, 3], [50, 51, 52, 53, 54, 55]]
+    assert found.ids_NC.tolist() == expected == ranked(logits_NV, [1, 70], 6).tolist()
+
+
+@EACH_WAY
+def test_top_pieces_take_logits_that_are_not_contiguous(way, calls):
+    logits = [normal(100, 7, dtype=way.dtype).T, normal(7, 300, dtype=way.dtype)[:, 50:150]]
+    for logits_NV in logits:
+        found = top_tokens(logits_NV, [2], 5)
+        values_NC = logits_NV.gather(1, found.ids_NC)
+        assert torch.equal(values_NC, logits_NV.gather(1, ranked(logits_NV, [2], 5)))
+        exact = logits_NV.double().log_softmax(-1).gather(1, found.ids_NC)
+        way.assert_near(found.log_prob_NC, exact, way.roundings)
+
+
+@EACH_WAY
+@pytest.mark.parametrize("shift", [-1e4, 1e4, 1e30])
+def test_top_pieces_of_extreme_logits_stay_finite_and_right(way, calls, shift):
+    logits_NV = (shift * (1 + 0.1 * normal(3, 100))).to(way.dtype)
+    found = top_tokens(logits_NV, [0], 3)
+    exact = logits_NV.double().log_softmax(-1).gather(1, found.ids_NC)
+    assert torch.equal(found.ids_NC[:, :1], ranked(logits_NV, [0], 1))
+    way.assert_near(found.log_prob_NC, exact, way.roundings, floor=1e-5)
+
+
+@EACH_WAY
+@pytest.mark.parametrize("few", [0, 2])
+def test_pieces_that_are_forbidden_by_their_logits_come_last(way, calls, few):
+    """They have no probability; with few others, they are taken all the same."""
+    logits_NV = torch.full((2, 130), -math.inf, dtype=way.dtype)
+    logits_NV[:, 100 : 103 + few] = normal(2, 3 + few, dtype=way.dtype)
+    found = top_tokens(logits_NV, [0, 101], 4)
+    exact = logits_NV.double().log_softmax(-1).gather(1, found.ids_NC)
+    num_allowed = min(2 + few, 4)
+    way.assert_near(found.log_prob_NC[:, :num_allowed], exact[:, :num_allowed], way.roundings)
+    assert (found.log_prob_NC[:, num_allowed:] == -math.inf).all()
+    assert found.log_prob_NC[:, :num_allowed].isfinite().all()
+
+
+@EACH_WAY
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("places", [[0], [64], [99], [7, 70], list(range(100))])
+def test_a_logit_that_is_not_finite_leaves_no_number_in_its_row(way, calls, value, places):
+    """The ids are some of the vocabulary in any case, for they are looked up."""
+    logits_NV = normal(3, 100, dtype=way.dtype)
+    whole = top_tokens(logits_NV, [0, 2], 4)
+    logits_NV[1, places] = value
+    found = top_tokens(logits_NV, [0, 2], 4)
+    assert not found.log_prob_NC[1].isfinite().any()
+    assert ((found.ids_NC >= 0) & (found.ids_NC < 100)).all()
+    others = [0, 2]
+    assert torch.equal(found.ids_NC[others], whole.ids_NC[others])
+    assert torch.equal(found.log_prob_NC[others], whole.log_prob_NC[others])
+
+
+@BOTH_PATHS
+def test_no_row_has_no_pieces(way, calls):
+    found = top_tokens(torch.empty(0, 9, dtype=way.dtype), [0], 4)
+    assert found.ids_NC.shape == found.log_prob_NC.shape == (0, 4)
+
+
+@EACH_WAY
+@pytest.mark.parametrize("never", [[], [4, 0, 1]])
+@torch.no_grad()
+def test_the_likeliest_piece_of_logits_is_the_first_top_piece(way, calls, one_thread, never):
+    logits_NV = 3 * normal(7, 130, dtype=way.dtype)
+    logits_NV[:, never] += 8
+    assert torch.equal(argmax_tokens(logits_NV, never), top_tokens(logits_NV, never, 1).ids_NC)
+
+
+@EACH_WAY
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_where_logits_are_no_numbers_no_piece_is_likeliest(way, calls, value):
+    logits_NV = normal(3, 100, dtype=way.dtype)
+    logits_NV[1] = value
+    expected = top_tokens(logits_NV[[0, 2]], [0], 1).ids_NC.flatten().tolist()
+    assert argmax_tokens(logits_NV, [0]).flatten().tolist() == [expected[0], -1, expected[1]]
+
+
+def projection(width: int, num_pieces: int, seed: int = 1) -> Projection:
+    """A projection whose weights are laid out, with logits of a few units."""
+    projected = Projection(width, num_pieces)
+    with torch.no_grad():
+        projected.weight.copy_(3 * normal(num_pieces, width, seed=seed) / width**0.5)
+    projected.pack_weights()
+    return projected
+
+
+def best_of(projected: Projection, states_ND: Tensor, never: list[int], count: int) -> TopTokens:
+    """The pieces that are found without logits in memory."""
+    logits = projected.logits(states_ND)
+    assert isinstance(logits, LazyLogits)
+    return top_tokens(logits, never, count)
+
+
+@pytest.mark.parametrize("num_pieces", [5, 16, 31, 64, 65, 130, 1000])
+@pytest.mark.parametrize(("rows", "width"), [(0, 6), (1, 1), (5, 6), (6, 7), (25, 64), (61, 130)])
+@pytest.mark.parametrize(("never", "count"), [([], 1), ([4, 0], 3), ([1], 2000)])
+@torch.no_grad()
+def test_top_pieces_of_a_projection_are_those_of_its_logits(
+    calls, one_thread, rows, width, num_pieces, never, count
+):
+    projected, states = projection(width, num_pieces), normal(rows, width, dtype=torch.float32)
+    top = best_of(projected, states, never, count)
+    assert calls == (["packed_topk"] if rows else [])
+    exact_NV = states.double() @ projected.weight.double().T
+    assert top.ids_NC.shape == (rows, min(count, num_pieces - len(never)))
+    assert all(len({*ids}) == len(ids) and not {*ids} & {*never} for ids in top.ids_NC.tolist())
+    exact_NV = exact_NV.log_softmax(-1)
+    expected = ranked(exact_NV, never, count).long().view(top.ids_NC.shape)
+    for ids_NC in (top.ids_NC, expected):  # apart from ties of float32
+        exact = exact_NV.gather(1, ids_NC)
+        torch.testing.assert_close(top.log_prob_NC.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_what_a_row_of_a_projection_is_does_not_depend_on_the_others(calls, one_thread):
+    projected, states = projection(70, 300), normal(53, 70, dtype=torch.float32)
+    together = best_of(projected, states, [2], 4)
+    alone = [best_of(projected, row, [2], 4) for row in states.split(1)]
+    assert torch.equal(together.ids_NC, torch.cat([top.ids_NC for top in alone]))
+    assert torch.equal(together.log_prob_NC, torch.cat([top.log_prob_NC for top in alone]))
+
+
+@torch.no_grad()
+def test_a_projection_gives_the_logits_of_any_rows(calls):
+    projected, states = projection(6, 40), normal(9, 6, dtype=torch.float32)
+    logits = projected.logits(states)
+    plain = F.linear(states, projected.weight)
+    torch.testing.assert_close(logits[:], plain)
+    torch.testing.assert_close(logits[torch.tensor([7, 2])], plain[[7, 2]])
+
+
+@torch.no_grad()
+def test_a_projection_reads_states_that_are_not_contiguous(calls, one_thread):
+    projected, states = projection(6, 40), normal(9, 12, dtype=torch.float32)
+    own = best_of(projected, states[::2, 3:9], [], 3)
+    assert torch.equal(own.ids_NC, best_of(projected, states[::2, 3:9].clone(), [], 3).ids_NC)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@torch.no_grad()
+def test_on_several_threads_a_projection_is_torchs(calls, num_threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    projected, states = projection(6, 40), normal(9, 6, dtype=torch.float32)
+    top = best_of(projected, states, [], 3)
+    assert calls == (["packed_topk"] if num_threads == 1 else [])
+    assert torch.equal(top.ids_NC, ranked(states @ projected.weight.T, [], 3))
+
+
+@EACH_WAY
+@torch.no_grad()
+def test_weights_and_states_that_were_not_compiled_take_plain_logits(way, calls, one_thread):
+    """In another type, without a compiler, and before the weights are laid out."""
+    weights = LONG[way.dtype]
+    projected = Projection(6, 40).to(weights)
+    states = normal(9, 6, dtype=way.dtype)
+    plain = projected.logits(states)
+    assert isinstance(plain, Tensor)
+    assert plain.dtype == weights
+    projected.pack_weights()
+    is_projected = isinstance(projected.logits(states), LazyLogits)
+    assert is_projected == (way.is_compiled and way.dtype == torch.float32)
+
+
+@pytest.mark.parametrize("how", ["step", "load", "replace"])
+def test_weights_that_change_after_they_were_laid_out_count_as_they_are(calls, one_thread, how):
+    projected, states = projection(6, 40), normal(9, 6, dtype=torch.float32)
+    if how == "step":
+        projected(states).square().sum().backward()
+        torch.optim.SGD(projected.parameters(), lr=0.1).step()
+    elif how == "load":
+        projected.load_state_dict(projection(6, 40, seed=2).state_dict())
+    else:
+        projected.weight = projection(6, 40, seed=2).weight
+    with torch.inference_mode():
+        logits = projected.logits(states)
+        torch.testing.assert_close(logits[:], F.linear(states, projected.weight))
+        assert torch.equal(top_tokens(logits, [], 3).ids_NC, ranked(logits[:], [], 3))
+        projected.pack_weights()
+        assert torch.equal(best_of(projected, states, [], 3).ids_NC, ranked(logits[:], [], 3))
+
+
+def test_weights_that_were_made_where_nothing_is_trained_are_laid_out(calls, one_thread):
+    with torch.inference_mode():
+        projected, states = projection(6, 40), normal(9, 6, dtype=torch.float32)
+        top = best_of(projected, states, [], 3)
+        assert torch.equal(top.ids_NC, ranked(states @ projected.weight.T, [], 3))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@torch.no_grad()
+def test_a_state_that_is_not_finite_leaves_no_number_in_its_row(calls, one_thread, value):
+    projected, states = projection(6, 100), normal(9, 6, dtype=torch.float32)
+    whole = best_of(projected, states, [0], 4)
+    states[3, 2] = value
+    top = best_of(projected, states, [0], 4)
+    assert not top.log_prob_NC[3].isfinite().any()
+    assert ((top.ids_NC >= 0) & (top.ids_NC < 100)).all()
+    others = [row for row in range(9) if row != 3]
+    assert torch.equal(top.log_prob_NC[others], whole.log_prob_NC[others])
+
+
+@torch.no_grad()
+def test_top_pieces_that_the_memory_does_not_hold_say_so(calls, one_thread, monkeypatch):
+    projected, states = projection(6, 40), normal(9, 6, dtype=torch.float32)
+    library = SimpleNamespace(packed_topk_float=lambda *_: 1)
+    monkeypatch.setattr(native, "compiled", lambda: library)
+    with pytest.raises(MemoryError):
+        best_of(projected, states, [], 3)
+
+
+def test_a_search_never_holds_the_logits_of_all_its_rows(calls):
+    """They would be 320 MB."""
+    assert growth(SAY_GROWTH_OF_SEARCH) < 20_000
+
+
+def test_a_projection_has_the_weights_of_a_linear_map_without_a_bias():
+    assert set(projection(6, 40).state_dict()) == {"weight"}
+
+
+@pytest.fixture
+def rounds(monkeypatch, calls) -> list[str]:
+    """Let projections be laid out in bfloat16 too; return the names of the functions called."""
+    monkeypatch.setattr(native.Functions, "has_fast_matmul", lambda functions: True)
+    return calls
+
+
+def likeliest_of(projected: Projection, states_ND: Tensor, never: list[int]) -> Tensor:
+    """The pieces that are found without logits in memory."""
+    logits = projected.logits(states_ND)
+    assert isinstance(logits, LazyLogits)
+    return argmax_tokens(logits, never)
+
+
+def assert_likeliest(
+    found_N1: Tensor, projected: Projection, states_ND: Tensor, never: list[int]
+) -> None:
+    """Hold pieces to the greatest logits in float64, apart from ties of float32."""
+    exact_NV = states_ND.double() @ projected.weight.double().T
+    size = float((states_ND.double().abs() @ projected.weight.double().abs().T).max())
+    exact_NV[:, never] = -math.inf
+    short_N = exact_NV.amax(1) - exact_NV.gather(1, found_N1)[:, 0]
+    assert float(short_N.max()) <= 1e-6 * size
+
+
+@pytest.mark.parametrize("num_pieces", [5, 16, 31, 64, 65, 130, 1000])
+@pytest.mark.parametrize(("rows", "width"), [(0, 6), (1, 2), (5, 6), (6, 8), (25, 64), (61, 130)])
+@pytest.mark.parametrize("never", [[], [4, 0]])
+@torch.no_grad()
+def test_the_likeliest_piece_of_a_projection_has_its_greatest_logit(
+    rounds, one_thread, rows, width, num_pieces, never
+):
+    projected, states = projection(width, num_pieces), normal(rows, width, dtype=torch.float32)
+    projected.weight[never] *= 5
+    projected.pack_weights()
+    found_N1 = likeliest_of(projected, states, never)
+    assert found_N1.shape == (rows, 1)
+    if rows:
+        assert rounds == ["packed_argmax"]
+        assert_likeliest(found_N1, projected, states, never)
+
+
+@pytest.mark.parametrize("apart", [2.0**-6, 2.0**-9, 2.0**-12, 2.0**-20])
+@torch.no_grad()
+def test_what_bfloat16_cannot_tell_apart_is_told_apart(rounds, one_thread, apart):
+    """However alike the pieces are, and though their order in bfloat16 is another."""
+    projected, states = projection(64, 200), normal(50, 64, dtype=torch.float32)
+    alike = normal(1, 64, seed=3) + apart * normal(200, 64, seed=4)
+    projected.weight.copy_(alike)
+    projected.pack_weights()
+    assert_likeliest(likeliest_of(projected, states, [7]), projected, states, [7])
+    short_NV = states.bfloat16().double() @ projected.weight.bfloat16().double().T
+    exact_NV = states.double() @ projected.weight.double().T
+    assert (short_NV.argmax(1) != exact_NV.argmax(1)).sum() >= 3
+    assert rounds == ["packed_argmax"]
+
+
+@pytest.mark.parametrize("width", [2, 64, 1024])
+@torch.no_grad()
+def test_a_rounded_product_is_as_near_to_the_exact_one_as_its_margin_says(rounds, width):
+    """Numbers are as far as they can be from those that they are rounded to."""
+    projected = projection(width, 40)
+    projected.weight[3] = 1 + 2.0**-8 - 2.0**-20
+    projected.pack_weights()
+    states = torch.cat([projected.weight[3:4], normal(30, width, dtype=torch.float32)])
+    rounded_NV = states.bfloat16().double() @ projected.weight.bfloat16().double().T
+    apart_NV = (rounded_NV - states.double() @ projected.weight.double().T).abs()
+    assert projected._bf16 is not None
+    share_NV = apart_NV / states.double().norm(dim=1)[:, None] / projected._bf16.margins_V
+    assert 0.9 < float(share_NV.max()) <= 1
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 3e38])
+@torch.no_grad()
+def test_a_state_that_is_no_number_has_no_likeliest_piece_and_disturbs_no_other(
+    rounds, one_thread, value
+):
+    projected, states = projection(64, 130), normal(30, 64, dtype=torch.float32)
+    expected = likeliest_of(projected, states, [1]).flatten().tolist()
+    states[9, 5] = value
+    expected[9] = -1
+    assert likeliest_of(projected, states, [1]).flatten().tolist() == expected
+    assert rounds == ["packed_argmax"] * 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@torch.no_grad()
+def test_a_weight_that_is_no_number_leaves_no_likeliest_piece(rounds, one_thread, value):
+    """But where it forbids its own piece alone, and infinitely."""
+    projected, states = projection(64, 130), normal(30, 64, dtype=torch.float32)
+    expected = likeliest_of(projected, states, [1])
+    projected.weight[70, 3] = value
+    projected.pack_weights()
+    is_left_N1 = value * states[:, 3:4] == -math.inf
+    expected = torch.where(is_left_N1, expected, -1)
+    assert torch.equal(likeliest_of(projected, states, [1]), expected)
+
+
+@torch.no_grad()
+def test_where_no_piece_is_allowed_none_is_likeliest(rounds, one_thread):
+    projected, states = projection(6, 3), normal(4, 6, dtype=torch.float32)
+    assert likeliest_of(projected, states, [0, 1, 2]).flatten().tolist() == [-1] * 4
+
+
+@torch.no_grad()
+def test_states_without_whole_pairs_and_other_processors_take_exact_logits(
+    rounds, one_thread, monkeypatch
+):
+    states = normal(9, 7, dtype=torch.float32)
+    odd, even = projection(7, 40), projection(6, 40)
+    monkeypatch.setattr(native.Functions, "has_fast_matmul", lambda functions: False)
+    slow = projection(6, 40)
+    assert_likeliest(likeliest_of(odd, states, [1]), odd, states, [1])
+    found = [likeliest_of(own, states[:, :6], [1]) for own in (slow, even)]
+    assert torch.equal(*found)
+    assert rounds == ["packed_topk"] * 2 + ["packed_argmax"]
+
+
+@torch.no_grad()
+def test_weights_that_change_are_not_searched_as_they_were_rounded(rounds, one_thread):
+    projected, states = projection(6, 40), normal(9, 6, dtype=torch.float32)
+    projected.weight.copy_(projection(6, 40, seed=2).weight)
+    logits = projected.logits(states)
+    assert isinstance(logits, Tensor)
+    assert_likeliest(argmax_tokens(logits, [1]), projected, states, [1])
+    projected.pack_weights()
+    assert_likeliest(likeliest_of(projected, states, [1]), projected, states, [1])
