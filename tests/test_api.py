@@ -56,7 +56,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 
 
 def test_the_functions_stay_functions_whatever_was_imported(trained: RunDir) -> None:
-    """A room of the same name would take their place as soon as anything imports it."""
+    """A package of the same name would replace a function once anything imports it."""
     mtrain.evaluate(trained.path)
     for name in mtrain.__all__:
         assert type(getattr(mtrain, name)).__name__ != "module", name

@@ -46,12 +46,13 @@ def write(
     from ctranslate2.specs import TransformerSpec
     from ctranslate2.specs.common_spec import Activation
 
+    activations = {"relu": Activation.RELU, "gelu": Activation.GELU}
     sizes = model.config
     spec = TransformerSpec.from_config(
         (sizes.num_encoder_layers, sizes.num_decoder_layers),
         sizes.num_heads,
         pre_norm=sizes.norm == "pre",
-        activation=Activation.RELU if sizes.activation == "relu" else Activation.GELU,
+        activation=activations[sizes.activation],
     )
     tgt = tokenizer.tgt
     _SpecFiller(model, num_positions(config)).fill(spec, masked_ids=[tgt.pad, tgt.bos])

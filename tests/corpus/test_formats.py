@@ -107,7 +107,7 @@ each_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 
 @pytest.fixture(autouse=True)
 def without_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks the hub in this process finds a closed port; what is cached goes away."""
+    """Requests to the hub from this process reach a closed port; its cache is empty."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     formats._resolve.cache_clear()

@@ -8,7 +8,7 @@ import torch
 
 from mtrain.data.batch import Batch, collate, keep_first, pad_right
 
-PAD, BOS, EOS = 90, 91, 92  # any ids: the room knows none
+PAD, BOS, EOS = 90, 91, 92  # any ids: batches know none
 SRC = [[5, 6, EOS], [7, EOS], [8, 9, 10, 11, EOS]]
 TGT = [[15], [16, 17, 18], []]
 
