@@ -20,7 +20,9 @@ from mtrain.run.run_dir import RunDir
 
 if TYPE_CHECKING:
     from mtrain.decode.formats import Format, TranslatedLine
+    from mtrain.decode.options import DecodingOptions
     from mtrain.decode.pipeline import SearchEngine
+    from mtrain.run.load_model import LoadOptions
 
 
 _OF_CTRANSLATE2 = {
@@ -68,7 +70,6 @@ def translate(
     runs = [RunDir(path) for path in (paths[:-1] if has_file else paths)]
     config, is_text = runs[0].load_config(), format_ == "text"
     from mtrain.data.prepare import read_profile
-    from mtrain.decode import translator as translating
     from mtrain.decode.options import DecodingOptions, Sampling
     from mtrain.decode.pipeline import BLOCK_LINES, LineTranslator
     from mtrain.run.load_model import LoadOptions
@@ -91,14 +92,8 @@ def translate(
     if engine == "ctranslate2":
         _check_ctranslate2(context, runs)
     with joined_process_group("run it again.") as process_group:
-        translator: SearchEngine
-        if engine == "ctranslate2":
-            from mtrain.export.engine import load_ctranslate2
-
-            translator = load_ctranslate2(runs[0], decoding, console.warn)
-        else:
-            loading = LoadOptions(device, precision, checkpoint, process_group)
-            translator = translating.load(runs, decoding, loading)
+        loading = LoadOptions(device, precision, checkpoint, process_group)
+        translator = _load(engine, runs, decoding, loading)
         line_translator = LineTranslator(translator, read_profile(runs[0]), console.warn)
         if not process_group.is_first:
             for _ in line_translator.translate([]):  # the first rank's lines, which it writes
@@ -114,6 +109,18 @@ def translate(
         texts = _formatted(line_translator.translate(typed, prefixes), format_, n_best, alignments)
         is_answer = is_text and output is None
         console.put(with_prompt(texts, config.data.tgt_lang) if is_answer else texts, output)
+
+
+def _load(
+    engine: str, runs: list[RunDir], decoding: DecodingOptions, loading: LoadOptions
+) -> SearchEngine:
+    if engine == "ctranslate2":
+        from mtrain.export.engine import load_ctranslate2
+
+        return load_ctranslate2(runs[0], decoding, console.warn)
+    from mtrain.decode import translator
+
+    return translator.load(runs, decoding, loading)
 
 
 def _check_ctranslate2(context: typer.Context, runs: list[RunDir]) -> None:
