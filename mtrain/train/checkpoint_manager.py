@@ -1,6 +1,6 @@
-"""Which checkpoints of a run stay, and which of them its final weights are made of.
+"""Choose which checkpoints to keep, and which to average into the final weights.
 
-The one place that deletes checkpoints; how one lies on disk is the business of `run.checkpoint`.
+Only this module deletes checkpoints; `run.checkpoint` defines their files.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from mtrain.runtime.process_group import ProcessGroup
 
 
 class CheckpointManager:
-    """The checkpoints of one run; of several ranks, the first reads, writes and deletes them.
+    """The checkpoints of one run; only rank 0 writes and deletes them.
 
     Attributes:
-        is_current: the newest checkpoint holds the training as it stands.
+        is_current: whether the newest checkpoint holds the current training state.
     """
 
     def __init__(
@@ -31,10 +31,10 @@ class CheckpointManager:
         self.is_current = False
 
     def newest(self) -> Path | None:
-        """Return the newest whole checkpoint, as the first rank sees it, or None.
+        """Return the newest undamaged checkpoint that rank 0 reads, or None.
 
         Raises:
-            RunError: if there are checkpoints, but none is whole.
+            RunError: if there are checkpoints, but all are damaged.
         """
         step = -1
         if self.process_group.is_first:
@@ -45,10 +45,10 @@ class CheckpointManager:
         return None if step < 0 else checkpoint.path_of(self.directory, step)
 
     def save(self, state: Checkpoint, fingerprint: str, environment: Environment) -> None:
-        """Write a checkpoint, then delete those that need not stay beside it.
+        """Write a checkpoint, then prune the older ones.
 
         Raises:
-            WriteError: if the disk does not take it; the older checkpoints are as they were.
+            WriteError: if the write fails; the older checkpoints are unchanged.
         """
         is_saved = False
         try:
@@ -67,19 +67,19 @@ class CheckpointManager:
         checkpoint.delete_all_but(self.directory, kept)
 
     def is_due(self, step: int, progress: Progress) -> bool:
-        """Tell whether a checkpoint is due at `step`: by `save_every`, or after a validation."""
+        """Return whether `save_every` or a validation makes a checkpoint due at `step`."""
         every = self.config.save_every
         return (every is not None and step % every == 0) or str(step) in progress.bleu_of_step
 
     def final_candidates(self, progress: Progress) -> tuple[int, list[int], dict[int, Path]]:
-        """Return what the final weights may be made of, and warn of damaged checkpoints.
+        """Choose the checkpoints for the final weights, and warn of damaged ones.
 
         Returns:
-            The step of the best checkpoint, the steps of those to average, and all whole
-            checkpoints by step.
+            The step of the best checkpoint, the steps of the checkpoints to average, and the
+            paths of all undamaged checkpoints by step.
         """
         if self.process_group.is_first:
-            self.prune(progress)  # a process killed inside a save had not pruned yet
+            self.prune(progress)  # a process killed during a save did not prune
         self.process_group.barrier()
         whole = {}
         for step, path in checkpoint.steps(self.directory).items():
@@ -94,21 +94,21 @@ class CheckpointManager:
         return best[0], averaged[: self.config.average], whole
 
     def has_final_weights(self, step: int) -> bool:
-        """Tell whether the run has final weights, and not those of a training that was shorter."""
+        """Return whether the run has final weights that include the training up to `step`."""
         info = checkpoint.load_final_weights_info(self.run.model_path)
         return self.run.model_path.exists() and (info is None or info.last_step == step)
 
     def next_start(self) -> str | None:
-        """Name the checkpoint that the same command would resume from, or None."""
+        """Describe the checkpoint that the same command resumes from; None without checkpoints."""
         saved = checkpoint.steps(self.directory)
         return f"the checkpoint of step {max(saved):,}" if saved else None
 
 
 def check_unfinished(run: RunDir) -> None:
-    """Refuse to replace a finished model without checkpoints to resume from: a copy, most likely.
+    """Refuse to overwrite a finished model that has no checkpoints, such as a copied run folder.
 
     Raises:
-        RunError: if that would happen.
+        RunError: if the run folder holds such a model.
     """
     if run.model_path.exists() and not checkpoint.steps(run.checkpoints_dir):
         raise RunError(
@@ -118,10 +118,10 @@ def check_unfinished(run: RunDir) -> None:
 
 
 def check_model_config(config: Config, run: RunDir) -> None:
-    """Refuse to resume from the checkpoints of another model.
+    """Refuse to resume from checkpoints of a different architecture.
 
     Raises:
-        RunError: if `model` is not as in the run's own config.
+        RunError: if `model` differs from the config saved in the run folder.
     """
     old = run.load_config()
     if checkpoint.steps(run.checkpoints_dir) and config.model != old.model:

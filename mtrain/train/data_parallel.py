@@ -33,14 +33,14 @@ Result = TypeVar("Result")
 
 
 class LossModel(nn.Module):
-    """The model and its loss in one `forward`, as DDP and FSDP require of all uses of weights."""
+    """The model and its loss in one `forward`; DDP and FSDP only hook `forward`."""
 
     def __init__(self, model: Transformer, smoothing: float) -> None:
         super().__init__()
         self.model, self.smoothing = model, smoothing
 
     def forward(self, batch: Batch) -> LossSum:
-        """Return the sums of a batch's loss; clones, because fully_shard warns of views."""
+        """Return the loss sums of a batch, cloned because fully_shard warns about views."""
         sums = loss_of(self.model, batch, self.smoothing)
         return LossSum(sums.loss.clone(), sums.nll.clone(), sums.num_tokens)
 
@@ -48,8 +48,8 @@ class LossModel(nn.Module):
 class DataParallelGradients(Gradients, ABC):
     """Accumulates the gradients of an update and averages them over all ranks.
 
-    A rank computes each micro-batch as one task in one thread. The dropout of a micro-batch follows
-    from a seed that all ranks draw alike, so that it does not depend on the rank that computes it.
+    A rank computes each micro-batch as one task in one thread. All ranks draw the same dropout
+    seed for a micro-batch, so its dropout does not depend on the rank that computes it.
     """
 
     def __init__(self, alone: Gradients, process_group: ProcessGroup) -> None:
@@ -57,17 +57,17 @@ class DataParallelGradients(Gradients, ABC):
         self.process_group = process_group
 
     def backward_update(self, update: UpdateBatches, scale: float = 1.0) -> list[LossSum]:
-        """Add the gradients of an update, times `scale`; return the sums of this rank's parts.
+        """Add the gradients of an update, times `scale`; return this rank's loss sums.
 
-        A dummy micro-batch, which only keeps the ranks in step, is divided by infinity.
+        The loss of a dummy micro-batch, which only takes part in collectives, is divided by inf.
 
         Raises:
-            RunError: if memory runs out where no half can be tried.
+            RunError: if memory runs out and the batch cannot be halved.
         """
         self.model.train()
         rank, size = self.process_group.rank, self.process_group.size
         seeds = torch.randint(2**62, (update.deal.num_shares,)).tolist()[rank::size]
-        num_tokens = update.num_tokens / (scale * size)  # the exchange is a mean over the ranks
+        num_tokens = update.num_tokens / (scale * size)  # the all-reduce averages over the ranks
         sums = []
         for index, (share, seed) in enumerate(zip(update.shares, seeds, strict=True), start=1):
             divisor, is_last = num_tokens if share.counts else math.inf, index == len(update.shares)
@@ -79,14 +79,14 @@ class DataParallelGradients(Gradients, ABC):
     def backward_micro_batch(
         self, batch: Batch, num_tokens: float, seeds: Iterator[int], is_last: bool
     ) -> list[LossSum]:
-        """Add a micro-batch's gradients; exchange all of the update's if it is the last."""
+        """Add a micro-batch's gradients; if it is the last, reduce the update's over the ranks."""
 
 
 class DDPGradients(DataParallelGradients):
-    """Every rank has the whole model and optimizer, and makes the same update.
+    """DistributedDataParallel: every rank holds the full model and optimizer state.
 
     Raises:
-        ConfigError: if `exchange` is a type that DDP does not support on this device.
+        ConfigError: if DDP does not support the dtype `exchange` on this device.
     """
 
     def __init__(self, alone: Gradients, process_group: ProcessGroup, exchange: Exchange) -> None:
@@ -103,7 +103,7 @@ class DDPGradients(DataParallelGradients):
             self._ddp.register_comm_hook(None, bf16_compress_hook)
 
     def probe_memory(self, batch: Batch) -> None:
-        """Run a batch to set `oom_size`, to the least of all ranks."""
+        """Run a batch, and set `oom_size` to the minimum over all ranks."""
         self.backward_batch(batch, batch.num_tgt_tokens, _seeds_from(0))
         least = self.process_group.all_reduce_min(self.oom_size)
         if least < self.oom_size:
@@ -114,22 +114,22 @@ class DDPGradients(DataParallelGradients):
         self.oom_size = least
 
     def warm_up(self, batch: Batch) -> None:
-        """Exchange the gradients of a single pair.
+        """All-reduce the gradients of a single pair.
 
-        From the second exchange on DDP orders its buckets by which gradients were ready first; so a
-        resumed training adds in the same order as one that did not stop.
+        DDP rebuilds its buckets after the first all-reduce, in the order in which gradients became
+        ready; after a warm-up, resumed and uninterrupted training sum in the same order.
         """
         self._exchange(batch.split(len(batch.src_BS))[0], math.inf, _seeds_from(0))
 
     def backward_micro_batch(
         self, batch: Batch, num_tokens: float, seeds: Iterator[int], is_last: bool
     ) -> list[LossSum]:
-        """Add a micro-batch's gradients, by the bare model, or by DDP, which exchanges them."""
+        """Add a micro-batch's gradients; only the last one runs through DDP, which all-reduces."""
         step = self._exchange if is_last else self.backward_batch
         return step(batch, num_tokens, seeds)
 
     def _exchange(self, batch: Batch, num_tokens: float, seeds: Iterator[int]) -> list[LossSum]:
-        """Add a batch's gradients and exchange all; of halves, the last one exchanges."""
+        """Add a batch's gradients and all-reduce; if it is halved, the last half all-reduces."""
         if self.may_fit(batch):
             (task,) = self.split_over_threads(batch, num_tokens, seeds)
             sums = self._try_exchange(task)
@@ -142,10 +142,10 @@ class DDPGradients(DataParallelGradients):
         )
 
     def _try_exchange(self, task: GradientTask) -> LossSum | None:
-        """Add a task's gradients and exchange all; None if its forward does not fit into memory.
+        """Add a task's gradients and all-reduce; return None if the forward runs out of memory.
 
         Raises:
-            RunError: if memory runs out in the backward pass, in which other ranks take part.
+            RunError: if memory runs out in the backward pass, which contains collectives.
         """
         self.seed_gpu(task)
         with dropout.dropout_seeds(task.seed):
@@ -163,10 +163,10 @@ class DDPGradients(DataParallelGradients):
 
 
 class FSDPGradients(DataParallelGradients):
-    """Every rank has a shard of each parameter and of its optimizer state.
+    """fully_shard: every rank holds a shard of each parameter and of its optimizer state.
 
-    A layer's weights are gathered while it computes. All ranks make the same calls in the same
-    order, so that none can split a batch by itself.
+    A layer's weights are all-gathered while it computes. All ranks must issue the same collectives
+    in the same order, so a single rank cannot halve a batch.
     """
 
     def __init__(self, alone: Gradients, process_group: ProcessGroup, exchange: Exchange) -> None:
@@ -177,7 +177,7 @@ class FSDPGradients(DataParallelGradients):
         for layer in (*alone.model.encoder, *alone.model.decoder):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         self._loss_model = LossModel(alone.model, alone.smoothing)
-        self._fsdp = fully_shard(self._loss_model, mesh=mesh, mp_policy=policy)  # the same object
+        self._fsdp = fully_shard(self._loss_model, mesh=mesh, mp_policy=policy)  # modified in place
         super().__init__(alone, process_group)
 
     def probe_memory(self, batch: Batch) -> None:
@@ -200,7 +200,7 @@ class FSDPGradients(DataParallelGradients):
 
 
 def _must_fit(work: Callable[[], Result]) -> Result:
-    """Do what cannot be repeated in halves, because other ranks take part.
+    """Run `work`, which contains collectives and therefore cannot be retried in halves.
 
     Raises:
         RunError: if memory runs out.
@@ -217,13 +217,13 @@ def _must_fit(work: Callable[[], Result]) -> Result:
 
 
 def _backward(sums: LossSum, task: GradientTask) -> LossSum:
-    """Add a task's gradients to `parameter.grad`; return its sums."""
+    """Add a task's gradients to `parameter.grad`; return its loss sums."""
     (sums.loss / task.num_tokens).backward()  # type: ignore[no-untyped-call]
     return sums._replace(loss=sums.loss.detach())
 
 
 def _seeds_from(seed: int) -> Iterator[int]:
-    """Yield the seed of a micro-batch, then those of its halves."""
+    """Yield the dropout seed of a micro-batch, then the seeds of its halves."""
     yield seed
     rng = random.Random(seed)
     while True:

@@ -1,6 +1,6 @@
-"""Fine-tuning: start a training with the weights of another run, `training.init_from`.
+"""Fine-tuning: initialise a training from the weights of another run, `training.init_from`.
 
-Imports nothing heavy before it is needed: `check_weights` runs before the corpora are read.
+Imports torch lazily: `check_weights` runs before the corpora are read.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def check_weights(config: Config) -> None:
-    """Refuse, before any work is done, to start from a run without weights.
+    """Check that the run `training.init_from` has weights.
 
-    A run that has checkpoints resumes from those and needs no other weights.
+    Not checked if this run has checkpoints, because it resumes from them.
 
     Raises:
         RunError: if the weights are missing.
@@ -39,7 +39,7 @@ def check_weights(config: Config) -> None:
 def load_initial_weights(
     model: Transformer, config: Config, fingerprint: str, log: RunLog, process_group: ProcessGroup
 ) -> None:
-    """Load the weights of `training.init_from` into a model, if it is set, and log their digest.
+    """Load the weights of `training.init_from`, if set, into a model, and log their SHA-256.
 
     Raises:
         RunError: if they are missing, damaged, or belong to another tokenizer.

@@ -1,6 +1,6 @@
-"""Gradients of an update: forward and backward over threads, out-of-memory halving, loss scaling.
+"""Gradients of an update: forward and backward in threads, out-of-memory halving, loss scaling.
 
-Knows the model and its loss; nothing of optimizers, checkpoints or process groups.
+Knows nothing of optimizers, checkpoints or process groups.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mtrain.ops import dropout
 from mtrain.runtime.thread_pool import ThreadPool
 from mtrain.train.loss import LossSum, label_smoothed
 
-LEAST_TOKENS = 256  # target tokens below which a further thread does not pay
+LEAST_TOKENS = 256  # target tokens per thread; with fewer, another thread saves no time
 INITIAL_SCALE, MAX_SCALE, GROWTH_INTERVAL = 2.0**16, 2.0**24, 2000  # of float16; in updates
 _OUT_OF_MEMORY = ("can't allocate memory", "could not create a primitive")  # PyTorch, oneDNN
 
@@ -30,8 +30,8 @@ class GradientTask(NamedTuple):
 
     Attributes:
         batch: on the device of the model.
-        num_tokens: divisor of the summed loss: the target tokens of the whole update.
-        seed: of dropout; None draws from PyTorch's own generator.
+        num_tokens: divisor of the summed loss, usually the target tokens of the whole update.
+        seed: of dropout; None uses PyTorch's default generator.
     """
 
     batch: Batch
@@ -40,7 +40,7 @@ class GradientTask(NamedTuple):
 
 
 class GradientPart(NamedTuple):
-    """The result of a task: the sums of its loss, and one gradient for each parameter."""
+    """The result of a task: its loss sums, and one gradient per parameter."""
 
     sums: LossSum
     grads: tuple[Tensor, ...]
@@ -49,16 +49,16 @@ class GradientPart(NamedTuple):
 class Gradients:
     """Accumulates the gradients of an update in `parameter.grad`, on one rank.
 
-    `backward_update` calls `backward_batch` for each micro-batch, which runs the tasks of
-    `split_over_threads` with `backward`, one a thread, and adds up their gradients. A batch that
-    does not fit into memory is split in halves, and so is every later batch of at least its size;
-    the divisor is that of the whole update, so that the gradient stays the same.
+    `backward_update` calls `backward_batch` for each micro-batch, which runs `backward` on the
+    tasks of `split_over_threads`, one per thread, and sums their gradients. A batch that does not
+    fit into memory is halved, and so is every later batch of at least its size; the divisor is
+    the token count of the whole update, so the gradient does not change.
 
     Args:
         model: in training.
-        smoothing: of the labels.
+        smoothing: label smoothing.
         device: of the model.
-        say: takes the message that a batch does not fit into memory.
+        say: called with a message when a batch does not fit into memory.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Gradients:
         self.oom_size = math.inf  # `num_places` of the smallest batch that did not fit
 
     def backward_update(self, update: UpdateBatches, scale: float = 1.0) -> list[LossSum]:
-        """Add the gradients of an update, times `scale`; return the sums of its parts.
+        """Add the gradients of an update, times `scale`; return the loss sums of its parts.
 
         Raises:
             RunError: if a single pair does not fit into memory.
@@ -85,10 +85,10 @@ class Gradients:
         ]
 
     def pin(self, update: UpdateBatches) -> UpdateBatches:
-        """Return an update in pinned memory if the device is a GPU; any thread may call it."""
+        """Return an update in pinned memory if the device is a GPU; thread-safe."""
         if self.device.type != "cuda":
             return update
-        with torch.cuda.device(self.device):  # a new thread begins with the first GPU
+        with torch.cuda.device(self.device):  # a new thread starts on cuda:0
             shares = [share._replace(batch=share.batch.pinned()) for share in update.shares]
         return update._replace(shares=shares)
 
@@ -97,12 +97,12 @@ class Gradients:
         self.backward_batch(batch, batch.num_tgt_tokens)
 
     def warm_up(self, batch: Batch) -> None:
-        """Do what must precede the first update; `batch` has been probed."""
+        """Prepare the first update; `batch` has passed `probe_memory`."""
 
     def backward_batch(
         self, batch: Batch, num_tokens: float, seeds: Iterator[int] | None = None
     ) -> list[LossSum]:
-        """Add a batch's gradients; return the sums of the parts that it was computed in.
+        """Add a batch's gradients; return the loss sums of the parts into which it was split.
 
         Args:
             batch: on the CPU, or pinned.
@@ -124,11 +124,11 @@ class Gradients:
         return [part for half in halves for part in self.backward_batch(half, num_tokens, seeds)]
 
     def may_fit(self, batch: Batch) -> bool:
-        """Tell whether a batch is worth a try: it is below `oom_size`, or cannot be split."""
+        """Return whether to try a batch: it is smaller than `oom_size`, or cannot be split."""
         return batch.num_places < self.oom_size or len(batch.src_BS) == 1
 
     def _try(self, tasks: list[GradientTask]) -> list[GradientPart] | None:
-        """Return the results of the tasks, or None if they do not fit into memory."""
+        """Return the results of the tasks; None if memory runs out."""
         try:
             return self.workers.map(self.backward, tasks)
         except (MemoryError, RuntimeError) as error:
@@ -139,7 +139,7 @@ class Gradients:
         return None
 
     def note_oom(self, batch: Batch) -> None:
-        """Remember and report the size of a batch that does not fit into memory.
+        """Set `oom_size` to the size of a batch that does not fit into memory, and report it.
 
         Raises:
             RunError: if it is a single pair.
@@ -158,14 +158,14 @@ class Gradients:
     def split_over_threads(
         self, batch: Batch, num_tokens: float, seeds: Iterator[int] | None = None
     ) -> list[GradientTask]:
-        """Return a batch as tasks: one a thread on a CPU, a single one on a GPU.
+        """Split a batch into tasks: one per thread on a CPU, a single one on a GPU.
 
         Args:
             batch: to split by rows.
             num_tokens: divisor of the loss.
-            seeds: of dropout, one for each batch that is tried; the batch is then a single task,
-                because each of several ranks computes in one thread. None draws them from
-                PyTorch's generator, and none on a GPU, whose dropout draws there.
+            seeds: of dropout, one for each attempt with several ranks, where the batch stays a
+                single task because each rank computes in one thread. If None, a CPU draws the
+                seeds from PyTorch's generator, and a GPU needs none.
         """
         if seeds is not None:
             return [GradientTask(batch.to(self.device), num_tokens, next(seeds))]
@@ -179,7 +179,7 @@ class Gradients:
         ]
 
     def backward(self, task: GradientTask) -> GradientPart:
-        """Return the loss of a task and its gradients; adds nothing to `parameter.grad`."""
+        """Compute the loss sums and gradients of a task; leave `parameter.grad` unchanged."""
         self.seed_gpu(task)
         with dropout.dropout_seeds(task.seed):
             sums = self.loss(task.batch)
@@ -187,12 +187,12 @@ class Gradients:
         return GradientPart(sums, grads)
 
     def seed_gpu(self, task: GradientTask) -> None:
-        """Seed the GPU's generator, from which PyTorch's dropout draws there."""
+        """Seed the GPU's generator, which PyTorch's dropout uses."""
         if self.device.type == "cuda" and task.seed is not None:
             torch.cuda.manual_seed(task.seed)
 
     def loss(self, batch: Batch) -> LossSum:
-        """Return the sums of a batch's loss."""
+        """Return the loss sums of a batch."""
         return loss_of(self.model, batch, self.smoothing)
 
     def _accumulate(self, grads: tuple[Tensor, ...]) -> None:
@@ -206,11 +206,11 @@ class Gradients:
 class GradScaler:
     """Dynamic loss scaling for float16, "Mixed Precision Training" (arXiv 1710.03740), section 3.2.
 
-    The scale is halved when a gradient is not finite, and doubled after `GROWTH_INTERVAL` finite
-    ones. It is a power of two, so that scaling rounds nothing.
+    The scale is halved after a non-finite gradient, and doubled after `GROWTH_INTERVAL` finite
+    gradients in a row. It is a power of two, so scaling is exact.
 
     Args:
-        dtype: of the matrix products; for others than float16 the scale stays 1.
+        dtype: of the matrix products; unless it is float16, the scale stays 1.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -219,7 +219,7 @@ class GradScaler:
         self.growth_tracker = 0  # finite gradients in a row at this scale
 
     def restore(self, scale: float, growth_tracker: int) -> None:
-        """Go on with the scale of a checkpoint; 0 is that of a training without one."""
+        """Restore the scale of a checkpoint; 0 means that it was saved without loss scaling."""
         if self.is_enabled and scale:
             self.scale, self.growth_tracker = scale, growth_tracker
 
@@ -231,7 +231,7 @@ class GradScaler:
                     parameter.grad /= self.scale
 
     def update(self, is_finite: bool) -> None:
-        """Choose the next scale, given whether the last gradient was finite."""
+        """Update the scale after a gradient that was or was not finite."""
         if not self.is_enabled:
             return
         self.growth_tracker = self.growth_tracker + 1 if is_finite else 0
@@ -242,7 +242,7 @@ class GradScaler:
 
 
 def loss_of(model: Transformer, batch: Batch, smoothing: float) -> LossSum:
-    """Return the sums of a batch's loss under a model."""
+    """Return the loss sums of a batch under a model."""
     states_BTD = model(batch.src_BS, batch.src_keep_BS, batch.tgt_in_BT)
     return label_smoothed(
         states_BTD,
@@ -256,7 +256,7 @@ def loss_of(model: Transformer, batch: Batch, smoothing: float) -> LossSum:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Tell whether an error of PyTorch or Python means that memory ran out."""
+    """Return whether an error of PyTorch or Python means that memory ran out."""
     if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
         return True
     return any(words in str(error) for words in _OUT_OF_MEMORY)

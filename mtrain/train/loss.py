@@ -38,13 +38,13 @@ def label_smoothed(
         tgt_out_BT: the ids to predict.
         tgt_keep_BT: bool, True for real tokens.
         smoothing: the probability mass spread evenly over the vocabulary (section 5.4).
-        num_tokens: the number of kept tokens, if known: counting them would wait for a GPU.
-        formula: computes the loss of logits, like `ops.cross_entropy.plain_cross_entropy`.
+        num_tokens: the number of kept tokens, if known; counting them on a GPU synchronises.
+        formula: computes the loss from logits, like `ops.cross_entropy.plain_cross_entropy`.
     """
     rows = _rows_of_true(tgt_keep_BT.flatten(), num_tokens)
     states_ND = states_BTD.flatten(0, 1).index_select(0, rows)
     targets_N = tgt_out_BT.flatten().index_select(0, rows)
-    if not torch.is_grad_enabled():  # forward of a Function cannot see it
+    if not torch.is_grad_enabled():  # inside Function.forward, gradients are always disabled
         states_ND, weight_VD = states_ND.detach(), weight_VD.detach()
     loss, nll = ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         states_ND, weight_VD, targets_N, smoothing, formula
@@ -53,7 +53,7 @@ def label_smoothed(
 
 
 def _rows_of_true(is_true_N: Tensor, count: int | None) -> Tensor:
-    """Return the indices of the True values, in order."""
+    """Return the indices of the True values, ascending."""
     if count is None:
         return is_true_N.nonzero()[:, 0]
     return is_true_N.byte().argsort(descending=True, stable=True)[:count]

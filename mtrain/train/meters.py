@@ -1,4 +1,4 @@
-"""Scalars of updates: read late from a GPU, and summed up from one log line to the next."""
+"""Scalars of updates: copied asynchronously from a GPU, and summed between log lines."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ class RunningMeter:
     def __init__(self) -> None:
         self.started = time.monotonic()
         self.num_tokens = 0
-        self.num_restored_tokens = 0  # of them, in a process before this one
+        self.num_restored_tokens = 0  # of num_tokens, those counted before resuming
         self.loss = self.nll = 0.0
         self.lr = self.grad_norm = 0.0  # of the last update
 
     def add(self, loss: float, nll: float, num_tokens: int) -> None:
-        """Count one update, by its sums."""
+        """Add the loss sums of one update."""
         self.loss += loss
         self.nll += nll
         self.num_tokens += num_tokens
 
     def restore(self, loss: float, nll: float, num_tokens: int) -> None:
-        """Go on from the sums of a checkpoint."""
+        """Restore the sums of a checkpoint."""
         self.loss, self.nll = loss, nll
         self.num_tokens = self.num_restored_tokens = num_tokens
 
     def pause(self, seconds: float) -> None:
-        """Exclude time that was not spent on training."""
+        """Exclude seconds that were not spent on training."""
         self.started += seconds
 
     def rates(self) -> tuple[float, float, float]:
@@ -53,16 +53,16 @@ class UpdateScalars(NamedTuple):
 
 
 class AsyncScalars:
-    """A queue of updates whose scalars are still on their way from the device, oldest first."""
+    """A queue of updates whose scalars are being copied from the device, oldest first."""
 
     def __init__(self) -> None:
         self._queue: deque[tuple[UpdateScalars, Tensor, torch.cuda.Event | None]] = deque()
 
     def add(self, step: int, num_tokens: int, lr: float, values: Tensor) -> None:
-        """Enqueue an update; its values [n] are copied to the CPU without waiting for them."""
+        """Enqueue an update, and start an asynchronous copy of its values [n] to the CPU."""
         copied = None
         if values.device.type == "cuda":
-            stream = torch.cuda.current_stream(values.device)  # which need not be the first GPU's
+            stream = torch.cuda.current_stream(values.device)  # may not be the current device
             values = values.to("cpu", non_blocking=True)
             copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             copied.record(stream)

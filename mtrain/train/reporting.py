@@ -1,4 +1,4 @@
-"""What a training prints on stderr and appends to `metrics.jsonl`."""
+"""Log lines of a training, on stderr and in `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class TrainingLogger:
     """Logs one training.
 
     Args:
-        log: where.
-        device: whose peak memory is logged.
+        log: the log of the run.
+        device: its peak memory is logged.
     """
 
     def __init__(self, log: RunLog, device: torch.device) -> None:
@@ -52,7 +52,7 @@ class TrainingLogger:
             run: its folder.
             old: the config before.
             config: the config now.
-            step: of the checkpoint that it resumes from; at 0 nothing is resumed.
+            step: of the checkpoint that it resumes from; 0 if it starts from the beginning.
         """
         if not step:
             return
@@ -76,7 +76,7 @@ class TrainingLogger:
         num_valid: int,
         step: int,
     ) -> None:
-        """Log how large the corpora are, and what an update and an epoch are."""
+        """Log the sizes of the corpora, of an update and of an epoch."""
         counts = prepare.read_counts(run)
         if not step and not self.log.holds("pairs_dropped", counts):
             self.log.metrics({"step": 0, "num_pairs": len(data), "pairs_dropped": counts})
@@ -95,14 +95,14 @@ class TrainingLogger:
             self.log.say(line)
 
     def log_device(self, dtype: torch.dtype, num_threads: int) -> None:
-        """Log what computes, and in which type."""
+        """Log the device, its threads and the dtype."""
         text = f"{self.device}, {str(dtype).removeprefix('torch.')}"
         if self.device.type == "cpu":
             text += f", {count(num_threads, 'thread')}, kernels {native.describe()}"
         self.log.say(f"device   {text}")
 
     def log_ranks(self, config: TrainingConfig, split: MicroBatchSplit) -> None:
-        """Log how ranks split an update, or, of a single rank, which settings have no effect."""
+        """Log how ranks split an update; for a single rank, which settings have no effect."""
         if split.num_ranks == 1:
             for key, default in (("parallel", "ddp"), ("exchange", "float32")):
                 if (value := getattr(config, key)) != default:
@@ -119,7 +119,7 @@ class TrainingLogger:
         self.log.say(f"         each keeps {kept}; gradients travel in {config.exchange}")
 
     def log_duration(self, config: TrainingConfig, is_compiled: bool) -> None:
-        """Log whether layers are compiled first, and when the training ends."""
+        """Log whether layers are compiled, and the stopping rule."""
         if is_compiled:
             self.log.say(
                 "compile  the layers, for a minute or so; `training.compile: false` spares it"
@@ -152,7 +152,7 @@ class TrainingLogger:
             )
 
     def log_validation(self, progress: Progress, scores: Validation) -> None:
-        """Log the scores of a step, and which step was best so far."""
+        """Log the validation scores of a step, and the best step so far."""
         self.log.say(
             f"step {progress.step:,}: validation loss {scores.loss:.4f}, "
             f"perplexity {_perplexity(scores.nll):.2f}, BLEU {scores.bleu:.2f} "
@@ -171,7 +171,7 @@ class TrainingLogger:
         )
 
     def log_skipped(self, step: int, num_skipped: int, new_scale: float | None) -> None:
-        """Log that the update of a step was skipped, and the loss scale from now on, if any."""
+        """Log that the update of a step was skipped, and the new loss scale, if any."""
         self.log.say(
             f"step {step:,}: the loss or its gradient is not finite; the update is skipped "
             f"({num_skipped:,} so far)"
@@ -185,7 +185,7 @@ def _perplexity(nll: float) -> float:
 
 
 def _peak_memory_mib(device: torch.device) -> float:
-    """Return the peak memory of the GPU, or of the process."""
+    """Return the peak memory of the GPU, or of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     unit = 2**20 if sys.platform == "darwin" else 2**10

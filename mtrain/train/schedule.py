@@ -1,4 +1,4 @@
-"""Learning rates, and when a training ends: pure functions of the step and the budget spent."""
+"""Learning-rate schedules and stopping rules, as pure functions of step and budget."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from mtrain.run.checkpoint import Progress
 
 
 def learning_rate(config: TrainingConfig, d_model: int, step: int, spent: float) -> float:
-    """Return the rate of update `step`, counted from 1.
+    """Return the learning rate of update `step`, counted from 1.
 
     Args:
         config: `schedule`, `lr` (for noam: the factor) and `warmup_steps`.
-        d_model: the model's width, which noam uses.
-        step: the update that is about to be made.
+        d_model: the model width, used by noam.
+        step: the number of the next update.
         spent: the fraction of the budget, steps or minutes, that is used up, in [0, 1].
     """
     if config.schedule == "noam":
@@ -43,13 +43,13 @@ def budget_spent(config: TrainingConfig, progress: Progress) -> float:
 
 
 def is_finished(config: TrainingConfig, progress: Progress) -> bool:
-    """Tell whether the budget is used up, or the patience is (early stopping)."""
+    """Return whether the budget or the patience (early stopping) is used up."""
     has_patience = progress.num_bad_validations < config.patience
     return budget_spent(config, progress) >= 1 or not has_patience
 
 
 def format_stopping_rule(config: TrainingConfig) -> str:
-    """Write in words when the training ends."""
+    """Describe when the training ends."""
     steps, minutes = config.max_steps, config.max_minutes
     named = [f"{steps:,} steps"] if steps else []
     named += [f"{minutes:g} minutes"] if minutes else []

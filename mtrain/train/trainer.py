@@ -61,13 +61,13 @@ from mtrain.train.training_state import (
 )
 from mtrain.train.validation import ValidationSet
 
-_MAX_SKIPPED = 10  # updates in a row that are not finite
-_MAX_PENDING = 8  # updates that a GPU may be behind
-_NUM_PREFETCHED = 4  # updates in pinned memory before a GPU needs them
+_MAX_SKIPPED = 10  # updates in a row with a non-finite loss or gradient
+_MAX_PENDING = 8  # updates whose results have not been read from a GPU
+_NUM_PREFETCHED = 4  # updates copied to pinned memory ahead of use
 _BAR_INTERVAL_S = 0.5
 
 
-@torch.inference_mode(False)  # a caller may be in it
+@torch.inference_mode(False)  # in case the caller enabled it
 def train(
     config: Config, run: RunDir, process_group: ProcessGroup = SINGLE, board: Board | None = None
 ) -> None:
@@ -75,13 +75,13 @@ def train(
 
     Args:
         config: of the training, the same on every rank.
-        run: its prepared folder; the first rank alone writes there.
+        run: its prepared folder; only rank 0 writes there.
         process_group: the ranks.
-        board: TensorBoard's, on the first rank.
+        board: the TensorBoard writer, on rank 0.
 
     Raises:
-        RunError: if the run folder cannot be trained in, is finished already, or is not the same
-            to all ranks.
+        RunError: if the training in the run folder is finished or cannot go on, or if the ranks
+            see different folders.
         Stopped: on SIGINT or SIGTERM, after saving.
     """
     device.keep_freed_memory()
@@ -160,21 +160,21 @@ class Trainer:
             self.device, self.compute_dtype, self.gradients.workers.count, process_group.size
         )
         self.signals, self.clock = Signals(), time.monotonic()
-        self.agreed_signal = 0  # that any rank has received
+        self.agreed_signal = 0  # the signal number that any rank has received, or 0
         self.pending = AsyncScalars()
         is_gpu = self.device.type == "cuda"
         self.num_prefetched = _NUM_PREFETCHED if is_gpu else 0
-        # the loss scale of an update depends on the result of the one before
+        # the loss scale depends on the result of the previous update
         self.max_pending = _MAX_PENDING if is_gpu and not self.state.grad_scaler.is_enabled else 0
         self.logger = TrainingLogger(log, self.device)
         self.checkpoints = CheckpointManager(run, self.settings, log, process_group)
 
     def run(self, signals: Signals, last_step: int | None = None) -> None:
-        """Train until the budget or the patience is used up, or a signal comes.
+        """Train until the budget or the patience is used up, or a signal is received.
 
         Args:
-            signals: what was received.
-            last_step: where to stop before that, without a validation that was not due.
+            signals: the received signals.
+            last_step: stop at this step at the latest, without a final validation.
         """
         progress = self.state.progress
         self.signals, self.clock = signals, time.monotonic() - progress.elapsed_s
@@ -185,7 +185,7 @@ class Trainer:
                 self._update(update)
                 self.checkpoints.is_current = False
                 self.state.advance(update.after)
-                if self.process_group.size == 1:  # several ranks get the first one's time
+                if self.process_group.size == 1:  # several ranks use the time of rank 0
                     progress.elapsed_s = time.monotonic() - self.clock
                 self._report()
                 if self._is_due(self.settings.validate_every):
@@ -215,10 +215,10 @@ class Trainer:
         return read_ahead(map(self.gradients.pin, updates), self.num_prefetched)
 
     def _update(self, update: UpdateBatches) -> None:
-        """Make one update; the loss is divided by the target tokens of all its micro-batches.
+        """Make one update; divide the loss by the target tokens of all its micro-batches.
 
-        Where loss or gradient are not finite, the fused optimizer changes nothing. Whether they are
-        is read when later updates are under way, if the device is a GPU.
+        If loss or gradient is not finite, `found_inf` makes the fused optimizer skip the update. A
+        GPU's result is read later, so that it is not synchronised at each update.
         """
         sums = self.gradients.backward_update(update, self.state.grad_scaler.scale)
         totals = self._add_over_ranks(sums)
@@ -237,7 +237,7 @@ class Trainer:
         self._read_results(self.max_pending)
 
     def _add_over_ranks(self, sums: list[LossSum]) -> Tensor:
-        """Return loss and nll over all ranks; of several ranks, then elapsed time and signals."""
+        """Return loss and nll over all ranks; with several, append elapsed time and signals."""
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         for part in sums:
             totals += torch.stack([part.loss.detach(), part.nll])
@@ -249,7 +249,7 @@ class Trainer:
         return self.process_group.all_reduce_sum(torch.cat([totals, sent]))
 
     def _clip(self) -> Tensor:
-        """Clip the gradient to `max_grad_norm`; return its norm before."""
+        """Clip the gradient to `max_grad_norm`; return its norm before clipping."""
         parameters, limit = self.state.parameters, self.settings.max_grad_norm
         norm = torch.nn.utils.get_total_norm(
             [weight.grad for weight in parameters if weight.grad is not None]
@@ -298,7 +298,7 @@ class Trainer:
             self.state.meter = RunningMeter()
 
     def _validate(self) -> None:
-        """Score the model, record the scores, and show a few translations."""
+        """Score the model on the validation set, log the scores, and show a few translations."""
         self._read_results()
         self._check_weights()
         started = time.monotonic()
@@ -310,10 +310,10 @@ class Trainer:
 
     @torch.no_grad()
     def _score(self, show_examples: bool = False) -> Validation:
-        """Return the scores of the weights as they are; all ranks must call it together."""
+        """Return the validation scores of the current weights; all ranks must call it together."""
         translator = self.translator
         if self.process_group.size > 1 and self.settings.parallel == "fsdp":
-            with torch.random.fork_rng(devices=[]):  # its initial weights are drawn in vain
+            with torch.random.fork_rng(devices=[]):  # the initial weights are overwritten
                 model = build_model(self.config.model, self.tokenizer).to(self.device)
             model.compute_in(self.compute_dtype)
             set_weights(model, self.state.weights(), self.run_dir.checkpoints_dir)
@@ -331,13 +331,12 @@ class Trainer:
         return Validation(loss, nll, self.process_group.broadcast_float(score))
 
     def _save(self, is_leaving: bool = False) -> None:
-        """Write a checkpoint, unless the newest one holds this very state.
+        """Write a checkpoint, unless the newest one holds the current state.
 
-        If the disk does not take it, the older checkpoints are as they were, and training goes on,
-        unless it `is_leaving`.
+        If the write fails, the older checkpoints are unchanged and training continues.
 
         Raises:
-            WriteError: in that case, with how to go on.
+            WriteError: if the write fails and `is_leaving`, with how to go on.
         """
         self._read_results()
         self._check_weights()
@@ -359,7 +358,7 @@ class Trainer:
             )
 
     def finish(self) -> None:
-        """Write the better of the averaged and the best checkpoint as the final weights."""
+        """Write the averaged or the best checkpoint as final weights, by validation BLEU."""
         progress = self.state.progress
         best, averaged, paths = self.checkpoints.final_candidates(progress)
         weights = checkpoint.average([paths[step] for step in averaged], self.fingerprint)
@@ -402,13 +401,13 @@ class Trainer:
         self.checkpoints.is_current = True
 
     def current_environment(self) -> Environment:
-        """Return what determines the last bits of this training."""
+        """Return all that bit-identical training depends on besides config and data."""
         size = self.gradients.oom_size
         batches = "whole" if size == math.inf else f"halved from {size:,.0f} tokens"
         return self.environment._replace(batches=batches)
 
     def log_header(self) -> None:
-        """Log what is about to be trained, and write the config into the run folder."""
+        """Log model, data, device and duration, and write the config into the run folder."""
         logger, step = self.logger, self.state.progress.step
         logger.log_changes(self.run_dir, self.run_dir.load_config(), self.config, step)
         config_file.save(self.config, self.run_dir.config_path)
@@ -420,7 +419,7 @@ class Trainer:
         logger.log_duration(self.settings, self.is_compiled)
 
     def probe_memory(self) -> None:
-        """Try at once whether the largest batches fit into memory; changes no other state."""
+        """Try whether the largest batches fit into memory; restore all other state."""
         state, optimizer = random_state(), self.state.optimizer
         for batch in self.data.largest(self.settings.batch_tokens):
             part = batch.split(self.split.num_parts)[0]
@@ -431,10 +430,10 @@ class Trainer:
         set_random_state(state)
 
     def _check_weights(self) -> None:
-        """Keep weights that are not finite from being scored and saved.
+        """Check the weights before they are scored or saved.
 
         Raises:
-            RunError: if there are any.
+            RunError: if any is not finite.
         """
         if not self.state.is_finite():
             raise RunError(f"the weights are no longer finite numbers; {self._advice()}")
@@ -455,10 +454,10 @@ class Trainer:
 
 
 def _check_shared(run: RunDir, process_group: ProcessGroup) -> None:
-    """Refuse a run folder that is not the same on every rank, before any rank waits for another.
+    """Check that all ranks see the same run folder.
 
     Raises:
-        RunError: with the first rank that sees another folder.
+        RunError: naming the first rank that sees a different folder.
     """
     local = [sha256_if_readable(run.config_path), prepare.read_marks(run)]
     seen = process_group.all_gather_bytes(json.dumps(local).encode())

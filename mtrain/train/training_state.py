@@ -1,4 +1,4 @@
-"""Everything that resuming exactly needs, as live objects here, as tensors and JSON on disk."""
+"""The training state that exact resumption needs, and its conversion to and from checkpoints."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from mtrain.runtime.process_group import ProcessGroup
 from mtrain.train.gradients import GradScaler
 from mtrain.train.meters import RunningMeter
 
-_ADAM = ("step", "exp_avg", "exp_avg_sq")  # the optimizer's state of each parameter
+_ADAM = ("step", "exp_avg", "exp_avg_sq")  # optimizer state of each parameter
 
 
 class TrainingState:
-    """The model and all that changes with it from update to update.
+    """The model, optimizer, progress, loss scale and running sums.
 
     Args:
-        model: in training; its parameters may be sharded.
+        model: the model to train; its parameters may be sharded.
         config: of the training.
         dtype: of the matrix products.
         process_group: the ranks.
@@ -42,7 +42,7 @@ class TrainingState:
     ) -> None:
         self.model, self.process_group = model, process_group
         self.parameters = list(model.parameters())
-        self.optimizer = torch.optim.AdamW(  # with no weight decay, this is Adam
+        self.optimizer = torch.optim.AdamW(  # equals Adam if weight_decay is 0
             self.parameters,
             betas=(config.betas[0], config.betas[1]),
             eps=config.eps,
@@ -54,12 +54,12 @@ class TrainingState:
         self.meter = RunningMeter()
 
     def advance(self, position: Position) -> None:
-        """Count an update, after which the data stand at `position`."""
+        """Count an update; `position` is that of the next one in the data."""
         self.progress.step += 1
         self.progress.epoch, self.progress.batch = position.epoch, position.batch
 
     def count_result(self, is_finite: bool) -> None:
-        """Count whether an update was made or, its gradient not being finite, skipped."""
+        """Update the loss scale, and count an update skipped for a non-finite gradient."""
         self.grad_scaler.update(is_finite)
         if is_finite:
             self.progress.num_skipped_in_a_row = 0
@@ -68,18 +68,18 @@ class TrainingState:
             self.progress.num_skipped_in_a_row += 1
 
     def is_finite(self) -> bool:
-        """Tell whether all weights on this rank are finite."""
+        """Return whether all weights on this rank are finite."""
         return all(
             bool(self.process_group.to_local(weight).isfinite().all()) for weight in self.parameters
         )
 
     def weights(self) -> Weights:
-        """Return the whole weights; all ranks must call it together."""
+        """Return the unsharded weights; all ranks must call it together."""
         named = self.model.named_parameters()
         return {name: self.process_group.full_tensor(weight.detach()) for name, weight in named}
 
     def to_checkpoint(self) -> Checkpoint:
-        """Return the state as a checkpoint holds it; all ranks must call it together."""
+        """Return the state as a `Checkpoint`; all ranks must call it together."""
         optimizer = {
             f"{key}.{name}": self.process_group.full_tensor(value)
             for name, parameter in self.model.named_parameters()
@@ -98,7 +98,7 @@ class TrainingState:
         return Checkpoint(self.weights(), optimizer | random_state(), progress)
 
     def from_checkpoint(self, path: Path, fingerprint: str) -> None:
-        """Restore the state that a checkpoint folder holds.
+        """Restore the state from a checkpoint folder.
 
         Args:
             path: of the folder.
@@ -122,7 +122,7 @@ class TrainingState:
         self.meter.restore(progress.unlogged_loss, progress.unlogged_nll, progress.unlogged_tokens)
 
     def _restore_optimizer(self, tensors: Weights, path: Path) -> None:
-        """Fill the optimizer's state, after checking that all of it fits.
+        """Load the optimizer state, after checking all shapes and dtypes.
 
         Raises:
             RunError: if it belongs to another optimizer or model.
@@ -165,7 +165,7 @@ def set_random_state(tensors: Weights) -> None:
 def current_environment(
     device: torch.device, dtype: torch.dtype, num_threads: int, num_ranks: int
 ) -> Environment:
-    """Return what determines the last bits of a training here."""
+    """Return the software, device and thread counts that bit-identical training depends on."""
     cpu = f"{processor()}, {torch.backends.cpu.get_cpu_capability()}"
     return Environment(
         __version__,

@@ -1,4 +1,4 @@
-"""The validation set: its loss under a model, and examples of how a model translates it."""
+"""The validation set: its loss under a model, and examples of its translations."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mtrain.tokenizer.sentencepiece import Tokenizer
 from mtrain.train.gradients import loss_of
 
 _NUM_EXAMPLES = 3
-_MAX_EXAMPLE = 145  # columns of an example: two lines of a terminal
+_MAX_EXAMPLE = 145  # terminal columns of an example
 
 
 class ValidationSet:
-    """The validation text, and its batches of pairs of similar length."""
+    """The validation text, batched by length."""
 
     def __init__(self, lines: ParallelLines, tokenizer: Tokenizer, batch_tokens: int) -> None:
         self.lines = lines
@@ -32,7 +32,7 @@ class ValidationSet:
     def loss(
         self, model: Transformer, smoothing: float, process_group: ProcessGroup
     ) -> tuple[float, float]:
-        """Return loss and nll per target token; all ranks must call it, and share the batches."""
+        """Return loss and nll per target token; all ranks must call it, each computes a part."""
         model.eval()
         device = model.output.weight.device
         batches = self._batches[process_group.rank :: process_group.size]
@@ -43,12 +43,12 @@ class ValidationSet:
         return loss / num_tokens, nll / num_tokens
 
     def translations(self, translator: Translator) -> list[str]:
-        """Return the translation of each source; all ranks call together, and share the work."""
+        """Return the translation of each source; all ranks must call it, each computes a part."""
         src = self.lines.src
         return translate_lines(translator, src, block_lines=max(len(src), 1))
 
     def examples(self, hypotheses: Sequence[str]) -> Iterator[str]:
-        """Yield lines that show translations of sentences from all over the set."""
+        """Yield lines with source, reference and translation of evenly spaced sentences."""
         count = min(_NUM_EXAMPLES, len(hypotheses))
         for index in range(count):
             row = (2 * index + 1) * len(hypotheses) // (2 * count)
@@ -56,5 +56,5 @@ class ValidationSet:
                 ("source", self.lines.src[row]),
                 ("reference", self.lines.tgt[row]),
                 ("translation", hypotheses[row]),
-            ):  # shortened: an early model repeats itself; visible: a corpus may hold escapes
+            ):  # an early model repeats itself; a corpus may hold control characters
                 yield f"  {name:<11}  {shortened(visible(line), _MAX_EXAMPLE)}"
