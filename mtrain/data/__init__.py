@@ -1,4 +1,4 @@
-"""From text to encoded shards to batches, with a position that can be saved and resumed.
+"""Encode text into shards, and read them as batches from a position that can be saved.
 
-Knows nothing of the model and the training loop.
+Independent of the model and the training loop.
 """

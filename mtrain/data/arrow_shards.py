@@ -1,7 +1,7 @@
-"""Encoded pairs on disk: shards, which are Arrow tables, and a manifest of what they hold.
+"""Encoded pairs on disk: shards, which are Arrow tables, and a manifest of their contents.
 
-Knows neither text files nor batches. A table is checked when it is opened, so that a damaged one is
-an error and never a crash; the manifest is checked against the tables.
+Independent of text files and batches. A table is validated and compared with the manifest when it
+is opened, so that a damaged file raises an error instead of crashing.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from pydantic import Field, TypeAdapter, ValidationError
 from mtrain.errors import RunError
 
 MANIFEST_FILE = "shards.json"
-SHARD_PAIRS = 1 << 17  # of text, that go into one table
+SHARD_PAIRS = 1 << 17  # pairs of the text, kept or dropped, per table
 Indices = npt.NDArray[np.int64]
 Lengths = npt.NDArray[np.int32]
 
 
 class EncodedBlock(NamedTuple):
-    """Many encoded pairs.
+    """A block of encoded pairs.
 
     Attributes:
-        src_ids, tgt_ids: of all pairs, concatenated; sources with eos, targets without.
-        src_lengths, tgt_lengths: with eos, of each pair.
-        src_text, tgt_text: of each pair, if training samples from it.
+        src_ids, tgt_ids: ids of all pairs, concatenated; sources with eos, targets without.
+        src_lengths, tgt_lengths: length of each pair's side, eos included.
+        src_text, tgt_text: text of each pair, if training samples segmentations.
     """
 
     src_ids: Lengths
@@ -41,7 +41,7 @@ class EncodedBlock(NamedTuple):
 
 
 def write_blocks(path: Path, blocks: Iterable[EncodedBlock], with_text: bool) -> int:
-    """Write an Arrow table of encoded pairs, in a stream; return their number."""
+    """Write encoded pairs as an Arrow stream; return the number of pairs."""
     import pyarrow as pa
 
     num_pairs = 0
@@ -84,7 +84,7 @@ def _lists(ids: Lengths, lengths: Lengths) -> Any:
 
 
 def _plain(numbers: Lengths) -> Any:
-    """Wrap numbers in an Arrow array without a copy; `pyarrow.array` would import pandas first."""
+    """Wrap numbers in an Arrow array without a copy; `pyarrow.array` would import pandas."""
     import pyarrow as pa
 
     array = np.ascontiguousarray(numbers, np.int32)
@@ -92,17 +92,17 @@ def _plain(numbers: Lengths) -> Any:
 
 
 class _IdChunk(NamedTuple):
-    """The ids of one side in one chunk of a table, mapped from disk."""
+    """The ids of one side in one chunk of a memory-mapped table."""
 
     ids: Lengths
     offsets: Lengths
 
 
 class ShardTable:
-    """An Arrow table of pairs, mapped into memory and checked.
+    """A memory-mapped, validated Arrow table of pairs.
 
     Attributes:
-        src_lengths, tgt_lengths: with eos, of each pair.
+        src_lengths, tgt_lengths: length of each pair's side, eos included.
     """
 
     def __init__(self, path: Path, num_tokens: tuple[int, int], with_text: bool) -> None:
@@ -117,7 +117,7 @@ class ShardTable:
         return len(self.src_lengths)
 
     def take(self, rows: Indices) -> tuple[list[Lengths], list[Lengths]]:
-        """Return the ids of some pairs: sources with eos, targets without."""
+        """Return the ids of the given rows: sources with eos, targets without."""
         chunks = np.searchsorted(self._firsts, rows, side="right") - 1
         slots = list(zip(chunks.tolist(), (rows - self._firsts[chunks]).tolist(), strict=True))
         return [_ids(self._src, *slot) for slot in slots], [
@@ -125,7 +125,7 @@ class ShardTable:
         ]
 
     def texts(self, rows: Indices) -> tuple[list[str], list[str]]:
-        """Return the text of some pairs."""
+        """Return the text of the given rows."""
         src, tgt = (self._table.column(name).take(rows) for name in ("src_text", "tgt_text"))
         return src.to_pylist(), tgt.to_pylist()
 
@@ -145,10 +145,10 @@ def _numbers(table: Any, name: str) -> Lengths:
 
 
 def _read(path: Path, num_tokens: tuple[int, int], with_text: bool) -> Any:
-    """Map a table of pairs into memory, and check that it is whole and fits the tokenizer.
+    """Memory-map a table of pairs, and check that it is whole and its ids are in the vocabulary.
 
     Raises:
-        RunError: if it does not.
+        RunError: if the table is missing, damaged or from another tokenizer.
     """
     import pyarrow as pa
 
@@ -160,7 +160,7 @@ def _read(path: Path, num_tokens: tuple[int, int], with_text: bool) -> Any:
         table = table.select(schema.names)
         if table.schema.types != schema.types:
             raise ValueError
-        table.validate(full=True)  # its offsets too, so that nothing is read beyond its end
+        table.validate(full=True)  # offsets too: no read past the end
         fits = len(table) > 0 and not any(column.null_count for column in table.columns)
         fits = fits and _fits(table, "src", num_tokens[0], 0)
         fits = fits and _fits(table, "tgt", num_tokens[1], 1)
@@ -175,7 +175,7 @@ def _read(path: Path, num_tokens: tuple[int, int], with_text: bool) -> Any:
 
 
 def _fits(table: Any, side: str, num_tokens: int, num_added: int) -> bool:
-    """Tell whether all ids are in the vocabulary, and all lengths are `num_added` more than ids."""
+    """Return whether all ids are in the vocabulary, and each length is `num_added` + its ids."""
     import pyarrow.compute as pc
 
     lists, lengths = table.column(side), table.column(f"{side}_length")
@@ -187,7 +187,7 @@ def _fits(table: Any, side: str, num_tokens: int, num_added: int) -> bool:
 
 
 class Shard(NamedTuple):
-    """What a table holds: pairs of one corpus, given by its number; tokens count eos."""
+    """The corpus number and the counts of a table; tokens include eos."""
 
     corpus: int
     num_pairs: int
@@ -196,7 +196,7 @@ class Shard(NamedTuple):
 
     @classmethod
     def of(cls, corpus: int, table: ShardTable) -> Shard:
-        """Count what a table holds."""
+        """Count the pairs and tokens of a table."""
         num_src, num_tgt = (
             table.src_lengths.sum(dtype=np.int64),
             table.tgt_lengths.sum(dtype=np.int64),
@@ -209,9 +209,9 @@ class CorpusEntry:
     """A corpus of the training text.
 
     Attributes:
-        name: what the config calls it.
-        weight: its part of a mixture, relative to the weights of the others.
-        lengths: for each length from 0 on, how many pairs have a longer side of that length.
+        name: its key in the config.
+        weight: its weight in a mixture, relative to the other weights.
+        lengths: histogram over pairs of the length of the longer side, from length 0.
     """
 
     name: str
@@ -221,7 +221,7 @@ class CorpusEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What all shards of the training text hold, in order."""
+    """The corpora of the training text, and the contents of its shards in order."""
 
     corpora: list[CorpusEntry]
     shards: list[Shard]
@@ -231,7 +231,7 @@ class Manifest:
         return [number for number, shard in enumerate(self.shards) if shard.corpus == corpus]
 
     def num_pairs(self, corpus: int) -> int:
-        """Return how many pairs a corpus has."""
+        """Return the number of pairs of a corpus."""
         return sum(shard.num_pairs for shard in self.shards if shard.corpus == corpus)
 
 
@@ -244,7 +244,7 @@ def shard_path(directory: Path, number: int) -> Path:
 
 
 def are_in(directory: Path) -> bool:
-    """Tell whether a folder holds encoded pairs, whole or not."""
+    """Return whether a folder has a manifest; its shards are not checked."""
     return (directory / MANIFEST_FILE).is_file()
 
 
@@ -254,10 +254,10 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 class ShardSet:
-    """The shards of the training text, opened when they are asked for.
+    """The shards of the training text, opened on demand.
 
     Attributes:
-        manifest: what they hold.
+        manifest: of the shards.
 
     Raises:
         RunError: if the manifest or a shard is missing, or the manifest is damaged.
@@ -289,7 +289,7 @@ class ShardSet:
         """Open a shard.
 
         Raises:
-            RunError: if it is damaged, does not fit, or is not what the manifest says.
+            RunError: if it is damaged, from another tokenizer, or differs from the manifest.
         """
         path, shard = shard_path(self._directory, number), self.manifest.shards[number]
         table = ShardTable(path, self._num_tokens, self._with_text)
@@ -301,13 +301,13 @@ class ShardSet:
         return table
 
     def all(self) -> Iterator[ShardTable]:
-        """Open one shard after the other."""
+        """Open the shards one after the other."""
         for number in range(len(self.manifest.shards)):
             yield self.open(number)
 
 
 def _is_consistent(manifest: Manifest) -> bool:
-    """Tell whether every corpus has pairs, and lengths for all of them."""
+    """Return whether every corpus has pairs, and its histogram of lengths counts them all."""
     if not manifest.corpora or any(shard.num_pairs < 1 for shard in manifest.shards):
         return False
     if not all(0 <= shard.corpus < len(manifest.corpora) for shard in manifest.shards):

@@ -1,4 +1,4 @@
-"""A batch of encoded pairs: padded ids, keep-masks, counts.
+"""A batch of encoded pairs: padded ids, keep-masks, token counts.
 
 Shapes: B batch, S source length, T target length.
 """
@@ -30,11 +30,11 @@ class Batch:
     num_tgt_tokens: int
 
     def to(self, device: torch.device) -> Batch:
-        """Return the same batch on `device`; if it is pinned, without waiting for the copies."""
+        """Return the batch on `device`; the copies from pinned memory are asynchronous."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> Batch:
-        """Return the same batch in pinned memory."""
+        """Return the batch in pinned memory."""
         return self._each(Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -46,11 +46,11 @@ class Batch:
 
     @property
     def num_places(self) -> int:
-        """Positions on both sides, padding included."""
+        """Number of positions on both sides, padding included."""
         return self.src_BS.numel() + self.tgt_in_BT.numel()
 
     def split(self, parts: int) -> list[Batch]:
-        """Cut into at most `parts` batches of like size, each as narrow as its pairs allow."""
+        """Cut into at most `parts` batches of similar size; trim the padding of each."""
         size = -(-len(self.src_BS) // parts)
         return [
             self._take(slice(first, first + size)) for first in range(0, len(self.src_BS), size)
@@ -71,7 +71,7 @@ class Batch:
 
 
 def collate(src: Sequence[Ids], tgt: Sequence[Ids], pad: int, bos: int, eos: int) -> Batch:
-    """Pad encoded pairs: sources end in eos already, targets have tokens alone."""
+    """Pad encoded pairs into a batch: `src` with eos, `tgt` without bos and eos."""
     src_lengths, tgt_lengths = [len(ids) for ids in src], [len(ids) + 1 for ids in tgt]
     tokens_BT, rows = pad_right(tgt, pad), torch.arange(len(tgt))
     tgt_out_BT = F.pad(tokens_BT, (0, 1), value=pad)
@@ -88,7 +88,7 @@ def collate(src: Sequence[Ids], tgt: Sequence[Ids], pad: int, bos: int, eos: int
 
 
 def pad_right(rows: Sequence[Ids], pad: int) -> Tensor:
-    """Return the rows as one int64 tensor, filled up on the right with `pad`."""
+    """Return the rows as one int64 tensor, padded on the right with `pad`."""
     lengths = np.array([len(row) for row in rows])
     padded = np.full((len(rows), lengths.max()), pad, dtype=np.int64)
     is_filled = np.arange(padded.shape[1]) < lengths[:, None]
@@ -97,6 +97,6 @@ def pad_right(rows: Sequence[Ids], pad: int) -> Tensor:
 
 
 def keep_first(lengths: Sequence[int]) -> Tensor:
-    """Return a bool tensor whose row i is True at its first `lengths[i]` positions."""
+    """Return a bool mask (B, longest length), True at the first `lengths[i]` positions of row i."""
     lengths_B = torch.tensor(lengths)
     return torch.arange(max(lengths)) < lengths_B[:, None]

@@ -1,8 +1,8 @@
-"""From text to encoded pairs, part by part: what is done stays done, whatever ends the process.
+"""Encode text part by part; after an interruption, only unfinished parts are encoded again.
 
-A part is a range of one corpus. Its table appears first and its statistics last; a part with
-statistics is not made again. The same text, tokenizer and filter give the same bytes, on any number
-of cores. Knows no config: the caller says which corpora there are, and which pairs are kept.
+A part is a range of one corpus. Its table is written first and its statistics last: a part with
+statistics is complete. The same text, tokenizer and filter result in the same bytes on any number
+of cores. The caller passes the corpora and the filter of pairs.
 """
 
 from __future__ import annotations
@@ -33,19 +33,22 @@ from mtrain.errors import ConfigError
 from mtrain.io.atomic import whole_file
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
-_BLOCK_PAIRS = 1 << 14  # that are encoded together
-_NUM_AHEAD = 2  # blocks that are encoded while one is written
-_RARE = 0.0005  # fraction of pairs whose length ratio is out of the usual range, on either side
+_BLOCK_PAIRS = 1 << 14  # encoded in one call
+_NUM_AHEAD = 2  # blocks encoded while another is written
+_RARE = 0.0005  # fraction of pairs below, and above, the usual range of length ratios
 Ints = npt.NDArray[np.int64]
 
 
 class Filter(Protocol):
-    """Tells why pairs are dropped."""
+    """Decides which pairs are dropped, and why."""
 
     def reasons_of_encoded(
         self, first: int, src_tokens: Ints, tgt_tokens: Ints
     ) -> Sequence[str | None]:
-        """Judge pairs from number `first` on, given their lengths in tokens, eos included."""
+        """Return the reason to drop each pair from number `first` on, None to keep it.
+
+        Lengths are tokens, eos included.
+        """
 
 
 @dataclass
@@ -54,10 +57,10 @@ class PartStats:
 
     Attributes:
         corpus: the number of the corpus.
-        num_read: how many pairs the text has.
-        num_copied: of those kept, how many have a target that is the source.
-        lengths: of those kept: source length, target length, and how many pairs have them.
-        dropped: how many are dropped, by reason.
+        num_read: number of pairs in the text.
+        num_copied: number of kept pairs whose target equals the source.
+        lengths: (source length, target length, number of kept pairs with them).
+        dropped: number of dropped pairs by reason.
     """
 
     corpus: int
@@ -68,7 +71,7 @@ class PartStats:
 
     @property
     def num_kept(self) -> int:
-        """How many pairs its table has."""
+        """Number of pairs in the table."""
         return sum(count for _, _, count in self.lengths)
 
 
@@ -76,7 +79,7 @@ _STATS = TypeAdapter(PartStats)
 
 
 class PartFiles(NamedTuple):
-    """The files of a part in the working folder."""
+    """The paths of a part's files in the working folder."""
 
     table: Path
     dropped: Path
@@ -84,12 +87,12 @@ class PartFiles(NamedTuple):
 
     @classmethod
     def number(cls, directory: Path, number: int) -> PartFiles:
-        """Name the files of a part."""
+        """Return the paths of part `number`."""
         stem = directory / f"part-{number:05d}"
         return cls(*(stem.with_suffix(end) for end in (".arrow", ".jsonl.gz", ".json")))
 
     def read_stats(self) -> PartStats | None:
-        """Return the statistics of the part; None if it is not done."""
+        """Return the statistics of the part; None if it is not complete."""
         try:
             return _STATS.validate_json(self.stats.read_bytes(), strict=True)
         except (OSError, ValidationError):
@@ -97,15 +100,15 @@ class PartFiles(NamedTuple):
 
 
 class EncodeJob(NamedTuple):
-    """What to encode, and how.
+    """The inputs and settings of `encode`.
 
     Attributes:
-        corpora: those of a mixture, or a single one.
-        is_mixture: which of the two.
-        tokenizer: gives the ids.
-        pair_filter: tells which pairs are dropped.
-        directory: of the parts.
-        with_text: whether the tables have the text, too.
+        corpora: all corpora of a mixture, or a single corpus.
+        is_mixture: whether the config names a mixture.
+        tokenizer: encodes both sides.
+        pair_filter: decides which pairs are dropped.
+        directory: working folder of the parts.
+        with_text: whether the tables also store the text.
     """
 
     corpora: Sequence[NamedCorpus]
@@ -117,14 +120,14 @@ class EncodeJob(NamedTuple):
 
 
 class EncodedPart(NamedTuple):
-    """A part that is done."""
+    """A complete part."""
 
     files: PartFiles
     stats: PartStats
 
 
 def num_done(directory: Path) -> int:
-    """Return how many pairs were read for the parts that are done, up to the first that is not."""
+    """Return the number of pairs read for the parts before the first incomplete part."""
     total = number = 0
     while stats := PartFiles.number(directory, number).read_stats():
         total, number = total + stats.num_read, number + 1
@@ -132,11 +135,11 @@ def num_done(directory: Path) -> int:
 
 
 def encode(job: EncodeJob, part_pairs: int) -> list[EncodedPart]:
-    """Encode all pairs that are kept, but for the parts that are done; return all parts.
+    """Encode the kept pairs of all incomplete parts; return all parts.
 
     Raises:
-        DataError: for text that cannot be read.
-        WriteError: if the disk does not take the parts.
+        DataError: if the text cannot be read.
+        WriteError: if a part cannot be written.
     """
     parts: list[EncodedPart] = []
     first = 0
@@ -199,7 +202,7 @@ def _encode_part(
 
 
 class _EncodedSide(NamedTuple):
-    """The ids of many lines, concatenated, without bos and eos; lengths count eos."""
+    """Concatenated ids of many lines, without bos and eos; lengths include eos."""
 
     ids: Lengths
     lengths: Ints
@@ -217,7 +220,7 @@ class _EncodedPairs(NamedTuple):
 
 
 def _encoded(text: Iterator[Pair], tokenizer: Tokenizer) -> Iterator[_EncodedPairs]:
-    """Cut text into blocks and encode them in a thread, some blocks ahead of the consumer."""
+    """Yield encoded blocks of the text; a thread encodes some blocks ahead of the consumer."""
     with ThreadPoolExecutor(1, "encode") as pool:
         ahead: deque[Future[_EncodedPairs]] = deque()
         while pairs := list(islice(text, _BLOCK_PAIRS)):
@@ -250,16 +253,16 @@ def _only(block: _EncodedPairs, kept: npt.NDArray[np.bool_]) -> _EncodedPairs:
 def collect(
     parts: Sequence[EncodedPart], job: EncodeJob, temperature: float | None, directory: Path
 ) -> None:
-    """Put the tables and the dropped pairs of all parts into a data folder; keep the parts.
+    """Link the tables of all parts into a data folder; write its dropped pairs and manifest.
 
     Args:
-        parts: all that `encode` returned.
-        job: what made them.
-        temperature: of corpora without weights.
+        parts: the result of `encode`.
+        job: the argument of `encode`.
+        temperature: for corpora without weights.
         directory: the data folder.
 
     Raises:
-        DataError: if no pair of a corpus is left.
+        DataError: if all pairs of a corpus are dropped.
         ConfigError: if a weight is so small that an epoch has no pair of the corpus.
     """
     dropped.join([part.files.dropped for part in parts], _num_dropped(parts), directory)
@@ -282,7 +285,7 @@ def collect(
         path = arrow_shards.shard_path(directory, number)
         try:
             os.link(files.table, path)
-        except OSError:  # the file system has no links
+        except OSError:  # the file system does not support hard links
             shutil.copyfile(files.table, path)
         num_src = sum(src * count for src, _, count in stats.lengths)
         num_tgt = sum(tgt * count for _, tgt, count in stats.lengths)
@@ -303,7 +306,7 @@ def _num_dropped(parts: Sequence[EncodedPart]) -> Counter[str]:
 
 
 def corpus_stats(parts: Sequence[EncodedPart]) -> CorpusStats:
-    """Return what is usual in the pairs that are kept."""
+    """Return the length and copy statistics of the kept pairs."""
     lengths: Counter[tuple[int, int]] = Counter()
     for part in parts:
         lengths.update({(src, tgt): count for src, tgt, count in part.stats.lengths})
@@ -321,10 +324,10 @@ def corpus_stats(parts: Sequence[EncodedPart]) -> CorpusStats:
 
 
 def check_shares(names: Sequence[str], weights: Sequence[float], num_pairs: int) -> None:
-    """Check that each corpus of a mixture has at least one of an epoch's pairs.
+    """Check that an epoch has at least one pair of each corpus of a mixture.
 
     Raises:
-        ConfigError: if one has none.
+        ConfigError: if a corpus has none.
     """
     for name, count in zip(names, apportion(num_pairs, weights), strict=True):
         if count == 0:

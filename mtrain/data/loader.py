@@ -1,8 +1,8 @@
-"""Batches of the encoded pairs, in an order that can be resumed anywhere.
+"""Batches of the encoded pairs, in an order that can be resumed at any batch.
 
-A batch holds pairs of like length under a budget that counts padding. A large corpus is shuffled
-window by window, and only one window is in memory. The order follows from (seed, epoch, window), so
-that a position is two numbers, and seeking to it reads nothing that comes before.
+A batch holds pairs of similar length under a budget that counts padding. A large corpus is shuffled
+window by window, with one window in memory. The order depends on (seed, epoch, window) only: a
+position is two numbers, and seeking to it does not read the batches before it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from mtrain.data.sampler import (
 )
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
-WINDOW_PAIRS = 1 << 19  # that are shuffled together
-SAMPLED_WINDOW_PAIRS = 1 << 18  # sampled ids are in memory, others stay on disk
+WINDOW_PAIRS = 1 << 19  # shuffled together
+SAMPLED_WINDOW_PAIRS = 1 << 18  # fewer: sampled ids are in memory, stored ids on disk
 _PAIRS_READ = 1024
 
 
@@ -38,17 +38,17 @@ def check_pairs(directory: Path, tokenizer: Tokenizer) -> int:
     """Check that all ids of the pairs are in the vocabularies; return the number of pairs.
 
     Raises:
-        RunError: if a file is missing or damaged, or a pair does not fit.
+        RunError: if a file is missing or damaged, or an id is not in the vocabulary.
     """
     shards = ShardSet(directory, len(tokenizer.src), len(tokenizer.tgt), with_text=False)
     return sum(len(table) for table in shards.all())
 
 
 def read_src(directory: Path, tokenizer: Tokenizer) -> Iterator[list[list[int]]]:
-    """Yield the source tokens of all pairs, without eos, some pairs at a time.
+    """Yield the source ids of all pairs, without eos, a list of pairs at a time.
 
     Raises:
-        RunError: if a file is missing or damaged, or a pair does not fit.
+        RunError: if a file is missing or damaged, or an id is not in the vocabulary.
     """
     shards = ShardSet(directory, len(tokenizer.src), len(tokenizer.tgt), with_text=False)
     for table in shards.all():
@@ -58,7 +58,7 @@ def read_src(directory: Path, tokenizer: Tokenizer) -> Iterator[list[list[int]]]
 
 
 class CorpusShare(NamedTuple):
-    """A corpus, the number of its pairs, and how many pairs of an epoch are taken from it."""
+    """A corpus, the number of its pairs, and the number of pairs sampled from it per epoch."""
 
     name: str
     num_pairs: int
@@ -66,7 +66,7 @@ class CorpusShare(NamedTuple):
 
 
 class _Shapes(NamedTuple):
-    """Numbers of rows, source positions and target positions of batches, padding included."""
+    """Rows, source width and target width of each batch."""
 
     num_rows: Indices
     num_src: Indices
@@ -105,12 +105,12 @@ class TrainingData:
 
     @property
     def num_src_tokens(self) -> int:
-        """Source tokens of an epoch, eos included; of a mixture, about so many."""
+        """Number of source tokens per epoch, eos included; an estimate for a mixture."""
         return self._num_tokens([shard.num_src_tokens for shard in self._manifest.shards])
 
     @property
     def num_tgt_tokens(self) -> int:
-        """Target tokens of an epoch, eos included; of a mixture, about so many."""
+        """Number of target tokens per epoch, eos included; an estimate for a mixture."""
         return self._num_tokens([shard.num_tgt_tokens for shard in self._manifest.shards])
 
     def _num_tokens(self, of_shards: list[int]) -> int:
@@ -122,7 +122,7 @@ class TrainingData:
 
     @property
     def shares(self) -> list[CorpusShare]:
-        """The part of each corpus in an epoch."""
+        """The share of each corpus in an epoch."""
         entries = zip(self._manifest.corpora, self._mixture.counts, strict=True)
         return [
             CorpusShare(entry.name, self._manifest.num_pairs(corpus), count)
@@ -130,7 +130,7 @@ class TrainingData:
         ]
 
     def say_shares(self) -> list[str]:
-        """Return a line for each corpus of a mixture about its part in an epoch."""
+        """Return a line on the share of each corpus of a mixture; nothing for a single corpus."""
         if len(self.shares) == 1:
             return []
         return [
@@ -140,14 +140,14 @@ class TrainingData:
         ]
 
     def batches(self, batch_tokens: int, start: Position) -> Iterator[tuple[Batch, Position]]:
-        """Yield batches for ever from `start` on, each with the position that follows it."""
+        """Yield batches endlessly from `start` on, each with the position after it."""
         for update in self.updates(batch_tokens, start, MicroBatchSplit(1)):
             yield update.shares[0].batch, update.after
 
     def updates(
         self, batch_tokens: int, start: Position, deal: MicroBatchSplit
     ) -> Generator[UpdateBatches]:
-        """Yield one rank's micro-batches of updates, endlessly from `start` on; read no others."""
+        """Yield updates endlessly from `start` on; read only this rank's micro-batches."""
         planned = self._planned(batch_tokens, start)
         while True:
             batches = list(islice(planned, deal.num_batches))
@@ -160,11 +160,11 @@ class TrainingData:
                 batch = self._collate(window, part_rows if has_rows else rows[:1])
                 micro_batches.append(MicroBatch(batch, has_rows))
             after = batches[-1].after
-            del batches, window  # free the memory of the windows
+            del batches, window  # so that the next window can be loaded in their memory
             yield UpdateBatches(micro_batches, num_tokens, after, deal)
 
     def _planned(self, batch_tokens: int, start: Position) -> Iterator[_PlannedBatch]:
-        """Yield the rows of each batch, without reading them."""
+        """Yield the rows of each batch; their ids are not read."""
         epoch, first_batch = start.epoch, start.batch
         while True:
             number = self._mixture.window_at(first_batch)
@@ -177,14 +177,14 @@ class TrainingData:
                 is_end = index + 1 == len(plan)
                 after = following if is_end else Position(epoch, first + index + 1)
                 yield _PlannedBatch(window, plan[index], after)
-            del window  # the next one takes its memory
+            del window  # frees its memory before the next window is loaded
             epoch, first_batch = following.epoch, following.batch
 
     def plan(self, batch_tokens: int) -> EpochPlan:
-        """Estimate the batches and the padding of an epoch; exact for a single window.
+        """Estimate the number of batches and the padding of an epoch; exact for a single window.
 
-        With several windows, the padding is that of the first, and the number of batches assumes
-        that all have pairs of the same lengths. Sampled segmentations differ a little.
+        With several windows, the padding is measured on the first, and the number of batches
+        assumes the same distribution of lengths in all. Sampled segmentations differ slightly.
         """
         window = self._open(0, 0)
         batches, shapes = window.plan(batch_tokens), window.shapes(batch_tokens)
@@ -205,9 +205,9 @@ class TrainingData:
         return windows * (len(batch_cuts(np.arange(longest), ends, batch_tokens)) + 1)
 
     def largest(self, batch_tokens: int) -> list[Batch]:
-        """Return the batches of an epoch, or of its first window, that take the most memory.
+        """Return the two batches of the first window that need the most memory.
 
-        One has the most positions, the other the most attention scores.
+        The first has the most positions, the second the most attention scores.
         """
         window = self._open(0, 0)
         batches, shapes = window.plan(batch_tokens), window.shapes(batch_tokens)
@@ -217,7 +217,7 @@ class TrainingData:
         return [self._collate(window, batches[index]) for index in largest]
 
     def lengths(self) -> tuple[Lengths, Lengths]:
-        """Return the lengths of the pairs of an epoch, or of its first window, with eos."""
+        """Return the source and target lengths of the first window's pairs, eos included."""
         return self._open(0, 0).lengths
 
     def _collate(self, window: _ShuffleWindow, rows: Indices) -> Batch:
@@ -226,7 +226,7 @@ class TrainingData:
         return collate(src_ids, tgt_ids, tgt.pad, tgt.bos, tgt.eos)
 
     def _open(self, epoch: int, number: int) -> _ShuffleWindow:
-        """Return a window; the memory of the one before it is freed first."""
+        """Load a window; the previous window is freed first."""
         seed = [self._seed, epoch, number] if number else [self._seed, epoch]
         if self._window is None or self._window.seed != seed:
             self._window = None
@@ -239,7 +239,7 @@ class TrainingData:
 
 
 class _StoredPairs:
-    """Selected rows of the shards."""
+    """Selected rows of the shards, read on demand."""
 
     def __init__(self, shards: ShardSet, selections: list[RowSelection]) -> None:
         opened: dict[int, ShardTable] = {}
@@ -254,7 +254,7 @@ class _StoredPairs:
         self.tgt_lengths: Lengths = np.concatenate([tab.tgt_lengths[rows] for tab, rows in parts])
 
     def take(self, rows: Indices) -> tuple[list[Lengths], list[Lengths]]:
-        """Return the ids of some pairs: sources with eos, targets without."""
+        """Return the ids of the given rows: sources with eos, targets without."""
         numbers = np.searchsorted(self._firsts, rows, side="right") - 1
         src: list[Lengths] = [np.empty(0, np.int32)] * len(rows)
         tgt = src.copy()
@@ -278,7 +278,7 @@ class _StoredPairs:
 
 
 class _SampledPairs:
-    """Pairs with segmentations sampled from their text."""
+    """Pairs with segmentations sampled from their text, in memory."""
 
     def __init__(
         self, pairs: _StoredPairs, tokenizer: Tokenizer, alpha: float, seed: list[int]
@@ -298,7 +298,7 @@ class _SampledPairs:
 
 
 class _ShuffleWindow:
-    """The pairs that are shuffled together, and the order of their batches."""
+    """Pairs that are shuffled together, and the order of their batches."""
 
     def __init__(self, pairs: _StoredPairs | _SampledPairs, seed: list[int]) -> None:
         self.seed = seed
@@ -308,21 +308,21 @@ class _ShuffleWindow:
 
     @property
     def lengths(self) -> tuple[Lengths, Lengths]:
-        """The lengths of both sides of all pairs, eos included."""
+        """Source and target lengths of all pairs, eos included."""
         return self._src_lengths, self._tgt_lengths
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of both sides, eos included."""
+        """Number of tokens of both sides, eos included."""
         src, tgt = self._src_lengths, self._tgt_lengths
         return int(src.sum(dtype=np.int64) + tgt.sum(dtype=np.int64))
 
     def num_tgt_tokens(self, rows: Indices) -> int:
-        """Target tokens of some pairs, eos included."""
+        """Return the number of target tokens of the given rows, eos included."""
         return int(self._tgt_lengths[rows].sum(dtype=np.int64))
 
     def plan(self, batch_tokens: int) -> list[Indices]:
-        """Return the batches, in order."""
+        """Return the rows of each batch, in order; cached."""
         if self._planned[0] != batch_tokens:
             rng = np.random.default_rng(self.seed)
             plan = plan_batches(self._src_lengths, self._tgt_lengths, batch_tokens, rng)
@@ -341,7 +341,7 @@ class _ShuffleWindow:
 
 
 class _PlannedBatch(NamedTuple):
-    """A batch that is not read yet, and the position that follows it."""
+    """The rows of a batch, and the position after it."""
 
     window: _ShuffleWindow
     rows: Indices
@@ -351,12 +351,12 @@ class _PlannedBatch(NamedTuple):
 def in_batches(
     src: Sequence[list[int]], tgt: Sequence[list[int]], tokenizer: Tokenizer, batch_tokens: int
 ) -> list[Batch]:
-    """Return encoded pairs in batches of like length, the same each time.
+    """Return encoded pairs in batches of similar length; deterministic.
 
     Args:
-        src: sources with eos.
-        tgt: targets without.
-        tokenizer: that encoded them.
+        src: ids with eos.
+        tgt: ids without eos.
+        tokenizer: of these ids.
         batch_tokens: the budget of `plan_batches`.
     """
     src_lengths = np.array([len(ids) for ids in src], dtype=np.int32)

@@ -1,11 +1,10 @@
-"""Which pairs an epoch has, and in which order: arithmetic only.
+"""Select the pairs of each epoch and window of a mixture; reads no files.
 
-An epoch has as many pairs as all corpora together. The pairs of a corpus are taken in random order,
-again from the start when all were taken; the next epoch continues where the last one stopped, so
-that no pair is used twice as often as another. An epoch is cut into windows with the same mixture,
-whose pairs are shuffled together; the shards of a corpus are taken in random order, whole ones if
-they fit, so that a window reads few of them. All follows from (seed, epoch, window): resuming
-anywhere needs no replay.
+An epoch has as many pairs as all corpora together. Each corpus is an endless sequence of passes,
+each in a new random order; an epoch continues where the last one ended, so that all pairs of a
+corpus are used equally often, up to one. An epoch is cut into windows with the same mixture, whose
+pairs are shuffled together. A pass goes shard by shard, so that a window reads few shards. The
+selection depends on (seed, epoch, window) only: resuming needs no replay.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 Indices = npt.NDArray[np.int64]
-_ORDER, _ROWS = 1, 2  # what a random order is of: shards, or pairs of a shard
+_ORDER, _ROWS = 1, 2  # random streams: the order of shards, and of rows in a shard
 
 
 class RowSelection(NamedTuple):
-    """Pairs of one shard."""
+    """Rows of one shard."""
 
     shard: int
     rows: Indices
@@ -37,17 +36,17 @@ class MixtureCorpus(NamedTuple):
 
     @property
     def num_pairs(self) -> int:
-        """How many pairs it has."""
+        """Number of pairs in all its shards."""
         return sum(self.sizes)
 
 
 class Mixture:
-    """The epochs of some corpora.
+    """The epochs of a mixture of corpora.
 
     Attributes:
-        num_pairs: of an epoch.
-        counts: for each corpus, how many pairs of an epoch are taken from it.
-        num_windows: of an epoch.
+        num_pairs: per epoch.
+        counts: pairs per epoch of each corpus.
+        num_windows: per epoch.
     """
 
     def __init__(self, corpora: Sequence[MixtureCorpus], seed: int, window_pairs: int) -> None:
@@ -66,7 +65,7 @@ class Mixture:
         return count * window // self.num_windows
 
     def window_at(self, pair: int) -> int:
-        """Return the window that holds a pair, given its number in the epoch."""
+        """Return the window of a pair, given the number of the pair in the epoch."""
         return int(np.searchsorted(self.firsts[1:-1], pair, side="right"))
 
     def select(self, epoch: int, window: int) -> list[RowSelection]:
@@ -79,11 +78,11 @@ class Mixture:
         return sorted(selections, key=lambda selection: selection.shard)
 
     def _range(self, corpus: MixtureCorpus, first: int, last: int) -> Iterator[RowSelection]:
-        """Yield the pairs from number `first` to the one before `last` of an endless corpus."""
+        """Yield pairs `first` to `last` - 1 of the endless sequence of a corpus."""
         while first < last:
             turn, begin = divmod(first, corpus.num_pairs)
             num_turns = (last - first) // corpus.num_pairs if begin == 0 else 0
-            if num_turns:  # whole ones: plans shuffle the pairs of a window anyway
+            if num_turns:  # whole passes: batches are shuffled anyway
                 for shard, size in zip(corpus.shards, corpus.sizes, strict=True):
                     yield RowSelection(shard, np.tile(np.arange(size), num_turns))
                 first += num_turns * corpus.num_pairs
@@ -95,7 +94,7 @@ class Mixture:
     def _part_of_turn(
         self, corpus: MixtureCorpus, turn: int, begin: int, end: int
     ) -> Iterator[RowSelection]:
-        """Yield the pairs `begin` to `end` of the pass number `turn` through a corpus."""
+        """Yield pairs `begin` to `end` - 1 of pass `turn` over a corpus."""
         order = self._random(turn, _ORDER, corpus.shards[0]).permutation(len(corpus.shards))
         firsts = np.cumsum([0, *(corpus.sizes[index] for index in order)]).tolist()
         for index, first, last in zip(order.tolist(), firsts[:-1], firsts[1:], strict=True):
@@ -103,7 +102,7 @@ class Mixture:
             if low < high:
                 shard, size = corpus.shards[index], corpus.sizes[index]
                 rows = np.arange(size)
-                if high - low < size:  # the batches of a whole shard are shuffled anyway
+                if high - low < size:  # a whole shard: batches are shuffled anyway
                     rows = self._random(turn, _ROWS, shard).permutation(size)
                 yield RowSelection(shard, rows[low - first : high - first])
 
@@ -112,7 +111,7 @@ class Mixture:
 
 
 def apportion(total: int, weights: Sequence[float]) -> list[int]:
-    """Split a number into integers in proportion to the weights, by largest remainder."""
+    """Split `total` into integers in proportion to the weights (largest-remainder method)."""
     whole = sum(map(Fraction, weights))
     exact = [total * Fraction(weight) / whole for weight in weights]
     parts = [int(share) for share in exact]

@@ -1,4 +1,4 @@
-"""From corpora to a run folder: the tokenizer, the encoded pairs, and what became of each pair."""
+"""Write the tokenizer, the encoded pairs and the list of dropped pairs into a run folder."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from mtrain.run.run_dir import LOCK_FILE, RunDir
 from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
-PART_PAIRS = SHARD_PAIRS  # of text, that are encoded for good
+PART_PAIRS = SHARD_PAIRS  # pairs per part, the unit of resuming
 _BLOCK_PAIRS = 10_000
 _PROFILE_FILE = "profile.json"
 _MARKS_FILE = "corpora.json"
@@ -45,24 +45,24 @@ Tree = dict[str, Any]
 
 
 class ParallelLines(NamedTuple):
-    """The two sides of a small corpus, in memory."""
+    """The lines of both sides of a small corpus, in memory."""
 
     src: list[str]
     tgt: list[str]
 
 
 def prepare(config: Config, run: RunDir, console: Console) -> None:
-    """Make the run folder's tokenizer and data, unless they are there already.
+    """Create the run folder's tokenizer and data, unless they exist.
 
     The training text is read three times: to find errors and judge its pairs, to train the
-    tokenizer, and to encode it. What was done before the process ended is used again, unless text
-    or settings have changed.
+    tokenizer, and to encode it. An interrupted run is continued, unless text or settings have
+    changed.
 
     Raises:
-        DataError, ConfigError: if the corpora or the settings must change; nothing is written.
+        DataError, ConfigError: if the corpora or the settings are invalid; nothing is written.
         RunError: if the folder was made from other corpora, from files that have changed since,
-            or with another tokenizer, has a data folder that is not mtrain's, or if another process
-            is tokenizing in it.
+            or with another tokenizer, has a data folder not written by mtrain, or if another
+            process is tokenizing in it.
     """
     if run.config_path.is_file():
         _check_same_data(config, run)
@@ -83,11 +83,11 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
 
 
 def _tokenize(config: Config, run: RunDir, work_dir: Path, console: Console) -> int:
-    """Fill the run folder; return how many training pairs were kept."""
+    """Fill the run folder; return the number of kept training pairs."""
     data, init_from = config.data, config.training.init_from
     marks, num_pairs = _scan(config, run, work_dir, console)
     pair_filter = PairFilter(data, reopen_scan(data, work_dir, num_pairs))
-    tokenizer_dir = run.tokenizer_dir  # weights may depend on the tokenizer that is there
+    tokenizer_dir = run.tokenizer_dir  # keep it: checkpoints may depend on it
     if not tokenizer_dir.is_dir():
         tokenizer_dir = work_dir / "tokenizer"
         if not tokenizer_dir.is_dir():
@@ -133,10 +133,10 @@ def _tokenize(config: Config, run: RunDir, work_dir: Path, console: Console) -> 
 
 
 def _scan(config: Config, run: RunDir, work_dir: Path, console: Console) -> tuple[Tree, int]:
-    """Return the marks of all corpora, and the number of training pairs.
+    """Return the file marks and revisions of all corpora, and the number of training pairs.
 
-    All corpora are read once, into records in the working folder, unless those that an earlier
-    process left there are of the same text and settings; otherwise all that it left is deleted.
+    Reads all corpora once and writes their records to the working folder. Records of an earlier
+    process are reused if text and settings are the same; if not, its files are deleted.
     """
     data, path = config.data, work_dir / _SCAN_FILE
     kept = sentencepiece.load(run.tokenizer_dir) if run.tokenizer_dir.is_dir() else None
@@ -188,7 +188,7 @@ def _scan(config: Config, run: RunDir, work_dir: Path, console: Console) -> tupl
 
 
 def _check_scans(scans: Iterable[Scan], data: DataConfig, console: Console) -> None:
-    """Refuse corpora without pairs, and weights that give one no pair of an epoch."""
+    """Reject corpora without pairs, and weights with which an epoch has no pair of a corpus."""
     num_pairs, num_broken = Counter[str](), Counter[str]()
     for scan in scans:
         scan.reader.check_not_empty(f"data.{scan.name}")
@@ -200,13 +200,15 @@ def _check_scans(scans: Iterable[Scan], data: DataConfig, console: Console) -> N
         if count:
             console.say(f"{name}: line breaks within {count:,} pairs are spaces now")
     train = corpora_of(data.train, "data.train")
-    weights = [weight_of(num_pairs[own.name], own.weight, data.temperature) for own in train]
+    weights = [
+        weight_of(num_pairs[corpus.name], corpus.weight, data.temperature) for corpus in train
+    ]
     total = sum(num_pairs[corpus.name] for corpus in train)
     encode.check_shares([corpus.name for corpus in train], weights, total)
 
 
 def _check_tokenizer(config: TokenizerConfig, run: RunDir) -> None:
-    """Refuse a tokenizer that is in the folder already if it does not have the config's sides."""
+    """Reject an existing tokenizer that differs from the config in `tokenizer.shared`."""
     if not run.tokenizer_dir.is_dir():
         return
     tokenizer = sentencepiece.load(run.tokenizer_dir)
@@ -221,7 +223,7 @@ def _check_tokenizer(config: TokenizerConfig, run: RunDir) -> None:
 def _train_tokenizer(
     config: Config, pair_filter: PairFilter, num_pairs: int, console: Console
 ) -> Tokenizer:
-    """Train the tokenizer on the pairs that are kept, those over `data.max_tokens` among them."""
+    """Train the tokenizer on the kept pairs, and on those over `data.max_tokens`."""
     max_lines = config.tokenizer.max_training_lines
     if num_pairs * (2 if config.tokenizer.shared else 1) > max_lines:
         console.say(
@@ -241,30 +243,30 @@ def _train_tokenizer(
 
 
 def is_prepared(run: RunDir) -> bool:
-    """Tell whether the run folder holds encoded pairs; they appear whole, and last.
+    """Return whether the run folder has a data folder of mtrain, which is written atomically.
 
-    A data folder that has lost its pairs still has checksums, and what is gone is asked for later.
+    A folder that lost its manifest but not its checksums counts; readers report missing files.
     """
     return arrow_shards.are_in(run.data_dir) or (run.data_dir / _CHECKSUMS_FILE).is_file()
 
 
 def read_valid(run: RunDir) -> ParallelLines:
-    """Return the validation text that the run folder holds."""
+    """Return the validation text in the run folder."""
     return _read_text(run.data_dir / "valid")
 
 
 def read_test(run: RunDir, name: str) -> ParallelLines:
-    """Return the text of a test set that the run folder holds."""
+    """Return the text of a test set in the run folder."""
     return _read_text(run.data_dir / "tests" / name)
 
 
 def read_counts(run: RunDir) -> dict[str, int]:
-    """Return how many training pairs were dropped, by reason."""
+    """Return the number of dropped training pairs by reason."""
     return dropped.read_counts(run.data_dir)
 
 
 def read_profile(run: RunDir) -> CorpusStats | None:
-    """Return what is usual in the training pairs; None if the run folder does not say."""
+    """Return the statistics of the training pairs; None if they are missing or damaged."""
     try:
         raw = (run.data_dir / _PROFILE_FILE).read_bytes()
         return _PROFILE.validate_json(raw, strict=True)
@@ -273,7 +275,7 @@ def read_profile(run: RunDir) -> CorpusStats | None:
 
 
 def read_marks(run: RunDir) -> dict[str, FileMark]:
-    """Return what the corpora were when they were tokenized; nothing if the folder does not say."""
+    """Return the marks of the corpus files at tokenizing; empty if missing or damaged."""
     try:
         return _file_marks(json.loads((run.data_dir / _MARKS_FILE).read_text("utf-8")))
     except (OSError, ValueError, TypeError, AttributeError):
@@ -292,7 +294,7 @@ def _write_checksums(directory: Path) -> None:
 
 
 def damaged_files(run: RunDir) -> list[Path]:
-    """Return the files of the data folder that are gone, or are not those that were written."""
+    """Return the files of the data folder that are missing, or differ from their checksums."""
     path = run.data_dir / _CHECKSUMS_FILE
     try:
         checksums = dict(json.loads(path.read_text("utf-8")))
@@ -303,7 +305,7 @@ def damaged_files(run: RunDir) -> list[Path]:
 
 
 def _check_same_files(run: RunDir, console: Console) -> None:
-    """Refuse corpora that have changed; once there are checkpoints, only warn of them."""
+    """Reject corpora that have changed; if there are checkpoints, only warn."""
     has_checkpoints = bool(checkpoint.steps(run.checkpoints_dir))
     for path in changed_files(read_marks(run)):
         if not has_checkpoints:
@@ -337,7 +339,7 @@ def _check_same_data(config: Config, run: RunDir) -> None:
 
 
 def format_vocabulary_sizes(tokenizer: Tokenizer) -> str:
-    """Format how many pieces each side has."""
+    """Format the vocabulary size of each side."""
     if tokenizer.src is tokenizer.tgt:
         return f"{len(tokenizer.src):,} shared pieces"
     return f"{len(tokenizer.src):,} source and {len(tokenizer.tgt):,} target pieces"

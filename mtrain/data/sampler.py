@@ -1,4 +1,4 @@
-"""Which pairs make a batch, and which rank computes it."""
+"""Group pairs into batches, and assign micro-batches to ranks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Indices = npt.NDArray[np.int64]
 class Position:
     """The next micro-batch to read: batch `batch` of epoch `epoch`, both from 0.
 
-    The batches of an epoch's second window are numbered from the number of pairs in the first one
-    on, and so forth: a number says in which window it is, whatever the batches before it were.
+    A window's batches are numbered from the number of pairs in the windows before it, so that the
+    number alone identifies the window.
     """
 
     epoch: int = 0
@@ -29,12 +29,12 @@ class Position:
 
 
 class MicroBatch(NamedTuple):
-    """Pairs that one rank computes at a time.
+    """One forward and backward of one rank.
 
     Attributes:
         batch: the pairs.
-        counts: False if its gradients are discarded: it only keeps the ranks in step where a batch
-            has fewer rows than there are ranks.
+        counts: False if its gradients are discarded: a dummy for a rank that gets no rows of a
+            small batch, but must take part in the collectives.
     """
 
     batch: Batch
@@ -44,9 +44,9 @@ class MicroBatch(NamedTuple):
 class MicroBatchSplit(NamedTuple):
     """How the batches of an update are split into the micro-batches of all ranks.
 
-    Every batch is cut into as few parts as give all ranks equally many, and the parts are assigned
-    in turn: whole batches if the ranks divide their number, rows of each if not. The pairs of an
-    update do not depend on the number of ranks.
+    Each batch is cut into the smallest number of parts that makes the total divisible by the number
+    of ranks; the parts are assigned round-robin. The pairs of an update do not depend on the number
+    of ranks.
     """
 
     num_batches: int
@@ -55,28 +55,28 @@ class MicroBatchSplit(NamedTuple):
 
     @property
     def num_parts(self) -> int:
-        """Into how many parts a batch is cut."""
+        """Number of parts of a batch."""
         return self.num_ranks // math.gcd(self.num_batches, self.num_ranks)
 
     @property
     def num_shares(self) -> int:
-        """How many micro-batches an update has, of all ranks."""
+        """Number of micro-batches of an update, over all ranks."""
         return self.num_batches * self.num_parts
 
     def of_rank(self) -> list[tuple[int, int]]:
-        """Return this rank's micro-batches: the number of the batch, and the part of it."""
+        """Return (batch number, part number) of each micro-batch of this rank."""
         numbers = range(self.rank, self.num_shares, self.num_ranks)
         return [divmod(number, self.num_parts) for number in numbers]
 
 
 class UpdateBatches(NamedTuple):
-    """What one rank computes of an update.
+    """One rank's micro-batches of an update.
 
     Attributes:
         shares: the micro-batches of the rank.
-        num_tokens: target tokens of the whole update, of all ranks.
-        after: the position that follows the update.
-        deal: how the update was split.
+        num_tokens: target tokens of the whole update, over all ranks.
+        after: the position after the update.
+        deal: the split of the update over ranks.
     """
 
     shares: list[MicroBatch]
@@ -86,7 +86,7 @@ class UpdateBatches(NamedTuple):
 
 
 def single_rank_update(batches: Sequence[Batch], after: Position = Position()) -> UpdateBatches:
-    """Return an update that a single rank makes."""
+    """Return an update of a single rank, with one micro-batch per batch."""
     num_tokens = sum(batch.num_tgt_tokens for batch in batches)
     return UpdateBatches(
         [MicroBatch(batch) for batch in batches], num_tokens, after, MicroBatchSplit(len(batches))
@@ -94,7 +94,7 @@ def single_rank_update(batches: Sequence[Batch], after: Position = Position()) -
 
 
 class EpochPlan(NamedTuple):
-    """The number of batches of an epoch, and the fraction of their tokens that is padding."""
+    """The number of batches of an epoch, and the fraction of positions that are padding."""
 
     num_batches: int
     padding: float
@@ -103,12 +103,11 @@ class EpochPlan(NamedTuple):
 def plan_batches(
     src_lengths: Lengths, tgt_lengths: Lengths, batch_tokens: int, rng: np.random.Generator
 ) -> list[Indices]:
-    """Cut all pairs into batches of like length, in random order.
+    """Return the rows of batches of similar length, in random order.
 
-    A batch's rows times its longest side, source or target, padding included, is at most
-    `batch_tokens`; a single pair that is longer makes a batch of its own. Pairs whose longer sides
-    are alike go from long targets to long sources, and back at the next length, so that their
-    shorter sides are alike, too.
+    A batch's rows times its longest side, source or target, is at most `batch_tokens`; a longer
+    pair is a batch by itself. Pairs are sorted by the length of the longer side, then by source
+    minus target length, in alternating direction, so that the shorter sides are similar, too.
     """
     longer = np.maximum(src_lengths, tgt_lengths)
     difference = np.where(longer % 2, src_lengths - tgt_lengths, tgt_lengths - src_lengths)
@@ -121,12 +120,12 @@ def plan_batches(
 
 
 def batch_cuts(lengths: npt.NDArray[np.integer], ends: Indices, batch_tokens: int) -> list[int]:
-    """Return where pairs, sorted by length, are cut into batches.
+    """Return the indices at which pairs, sorted by length, are cut into batches.
 
     Args:
-        lengths: those that there are, in order.
-        ends: for each, how many pairs are not longer.
-        batch_tokens: the budget.
+        lengths: the distinct lengths, ascending.
+        ends: for each, the number of pairs of at most this length.
+        batch_tokens: the budget of a batch.
     """
     cuts: list[int] = []
     first = begin = 0  # of the batch, and of the pairs of a length

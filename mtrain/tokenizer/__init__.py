@@ -1,4 +1,4 @@
 """Subword tokenizers: SentencePiece models, and segmentations sampled for training.
 
-The only package that knows the special ids. Knows no corpora and no run folders.
+The only package that defines the special ids. Independent of corpora and run folders.
 """

@@ -1,4 +1,4 @@
-"""BPE-dropout: byte-pair encoding that drops merges at random. Knows no ids and no files."""
+"""BPE-dropout: byte-pair encoding that drops merges at random. Works on text, not on ids."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from itertools import chain, count, repeat
 
-_WORD = re.compile("\u2581?[^\u2581]+|\u2581")  # no piece reaches into the next word
+_WORD = re.compile("\u2581?[^\u2581]+|\u2581")  # pieces do not cross word boundaries
 
 
 class Merges:
-    """The merges of a BPE model; the highest score is merged first, then the leftmost pair.
+    """The merges of a BPE model; the highest score is merged first, ties from left to right.
 
     Args:
-        scores: of each piece that a merge can make.
-        symbols: pieces that are whole from the start, and are never merged.
+        scores: the score of each piece that a merge can create.
+        symbols: user-defined pieces, which are never split or merged.
     """
 
     def __init__(self, scores: Mapping[str, float], symbols: Collection[str] = ()) -> None:
@@ -25,13 +25,13 @@ class Merges:
         self._symbol = re.compile(
             f"({'|'.join(map(re.escape, longest_first))})" if symbols else "$."
         )
-        self._plain: dict[str, list[str]] = {}  # of words
+        self._plain: dict[str, list[str]] = {}  # word -> pieces without dropout
 
     def sample(self, text: str, alpha: float, rng: random.Random) -> list[str]:
-        """Return the pieces of a normalised text, unknown characters one by one.
+        """Return the pieces of a normalised text; unknown characters are single pieces.
 
-        Each merge is dropped for good with probability alpha when its turn comes: BPE-dropout
-        (Provilkov et al. 2020, arXiv 1910.13267) as SentencePiece has it.
+        A merge is dropped permanently with probability alpha when it is popped: BPE-dropout
+        (Provilkov et al. 2020, arXiv 1910.13267) as in SentencePiece.
         """
         pieces: list[str] = []
         for index, part in enumerate(self._symbol.split(text)):
@@ -43,7 +43,7 @@ class Merges:
         return pieces
 
     def _sample(self, word: str, alpha: float, rng: random.Random) -> list[str]:
-        """Return the pieces of a word; those without a dropped merge are cached."""
+        """Return the pieces of a word; the segmentation without dropped merges is cached."""
         if word not in self._plain:
             self._plain[word] = self._merge(word, repeat(False))
         plain = self._plain[word]
@@ -53,10 +53,8 @@ class Merges:
         return self._merge(word, chain(first, (rng.random() < alpha for _ in count())))
 
     def _merge(self, word: str, is_dropped: Iterator[bool]) -> list[str]:
-        pieces, last = (
-            list(word),
-            len(word) - 1,
-        )  # a piece stands at the index of its first character
+        # pieces[i] is the piece whose first character has index i; empty if merged into another
+        pieces, last = list(word), len(word) - 1
         before, after = list(range(-1, last)), list(range(1, last + 2))
         agenda: list[tuple[float, int, int, int]] = []
 

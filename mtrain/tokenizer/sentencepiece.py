@@ -1,4 +1,4 @@
-"""SentencePiece: train, load, encode, decode. The only module that knows the special ids."""
+"""SentencePiece: train, load, encode, decode. The only module that defines the special ids."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from mtrain.tokenizer.bpe_dropout import Merges
 
 _TOO_LARGE = re.compile(r"Vocabulary size too high.*?<= (\d+)")
 _TOO_SMALL = re.compile(r"smaller than required_chars\. \d+ vs (\d+)")
-_NUM_BEST = 64  # segmentations to sample from: over all of them, learning breaks
+_NUM_BEST = 64  # segmentations to sample from; sampling from the full lattice breaks training
 
 
 class VocabularySizeError(ConfigError):
-    """A vocabulary that a corpus cannot fill, or that is too small for its characters.
+    """A vocabulary size too large for the corpus, or too small for its characters.
 
     Attributes:
-        fitting: the nearest size that fits.
+        fitting: the nearest valid size.
     """
 
     def __init__(self, message: str, fitting: int) -> None:
@@ -51,38 +51,38 @@ class Vocabulary:
 
     @property
     def byte_pieces(self) -> list[int]:
-        """The ids of the pieces that stand for single bytes."""
+        """The ids of the byte-fallback pieces."""
         return [piece for piece in range(len(self)) if self._processor.is_byte(piece)]
 
     def __len__(self) -> int:
         return int(self._processor.get_piece_size())
 
     def unknown(self, line: str) -> list[str]:
-        """Return the characters that no piece holds, each once, of a line as the model reads it."""
+        """Return the distinct characters of the normalised line that no piece contains."""
         return sorted(set(self._processor.normalize(line)) - self._characters)
 
     @cached_property
     def _characters(self) -> frozenset[str]:
-        """The characters that stand in pieces, and those that stand for a space."""
+        """The characters of all pieces, and those that represent a space."""
         processor = self._processor
         special = (processor.is_byte, processor.is_control, processor.is_unknown)
         ids = [piece for piece in range(len(self)) if not any(test(piece) for test in special)]
         return frozenset("".join(self.pieces_of(ids))) | {" ", "\u2581"}
 
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each line's pieces, without bos or eos."""
+        """Return the ids of each line, without bos and eos."""
         if not lines:
             return []
         ids: list[list[int]] = self._processor.encode(list(lines), num_threads=_num_threads(lines))
         return ids
 
     def sample(self, lines: Sequence[str], alpha: float, seed: int) -> list[list[int]]:
-        """Return the ids of one sampled segmentation of each line; smaller alpha, more noise.
+        """Return the ids of one sampled segmentation of each line, without bos and eos.
 
-        Unigram samples among the best segmentations with probabilities to the power of alpha
+        Unigram samples among the n best segmentations with probabilities to the power of alpha
         (Kudo 2018, arXiv 1804.10959); BPE drops merges with probability alpha (1910.13267).
         """
-        rng = random.Random(seed)  # SentencePiece's own draws otherwise in each process
+        rng = random.Random(seed)  # SentencePiece's own generator differs in each process
         sample = self._sample_best if self._is_unigram() else self._sample_merges
         try:
             return sample(lines, alpha, rng)
@@ -90,7 +90,7 @@ class Vocabulary:
             raise RunError(f"the tokenizer cannot sample segmentations: {error}.") from None
 
     def _is_unigram(self) -> bool:
-        """Tell which kind it is: only unigram has a list of the best segmentations."""
+        """Return whether the model is unigram: only unigram supports n-best segmentation."""
         try:
             return bool(self._processor.nbest_encode_as_ids("a", nbest_size=1))
         except RuntimeError:
@@ -132,13 +132,13 @@ class Vocabulary:
         ]
 
     def _symbols(self, pieces: Collection[str]) -> list[str]:
-        """Return those that a user defined: they stay whole even when all merges are dropped."""
+        """Return the user-defined pieces: they stay whole even when all merges are dropped."""
         long = [piece for piece in pieces if len(piece) > 1]
         apart = self._processor.encode(long, out_type=str, enable_sampling=True, alpha=1.0)
         return [piece for piece, parts in zip(long, apart, strict=True) if piece in parts]
 
     def _as_one(self, ids: Iterable[int]) -> list[int]:
-        """Return ids with one unk for several in a row, as SentencePiece has it."""
+        """Collapse consecutive unk ids into one, as SentencePiece does."""
         kept: list[int] = []
         for piece in ids:
             if piece != self.unk or kept[-1:] != [self.unk]:
@@ -146,44 +146,44 @@ class Vocabulary:
         return kept
 
     def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
-        """Return one line of text for each list of ids; a line break in it becomes a space."""
+        """Return one line of text for each list of ids; line breaks become spaces."""
         lines: list[str] = self._processor.decode([list(row) for row in ids]) if ids else []
         return [re.sub(r"[\r\n]+", " ", line) for line in lines]
 
     def pieces(self, line: str) -> list[str]:
-        """Return the pieces of a line as text; unknown ones as they stand in the line."""
+        """Return the pieces of a line as text; unknown characters unchanged."""
         pieces: list[str] = self._processor.encode(line, out_type=str)
         return pieces
 
     def text_of(self, pieces: Sequence[str]) -> str:
-        """Return the text of pieces as `pieces` has them: what is unknown is there, too."""
+        """Return the text of pieces as returned by `pieces`, unknown characters included."""
         text: str = self._processor.decode(list(pieces))
         return text
 
     def pieces_of(self, ids: Sequence[int]) -> list[str]:
-        """Return the pieces of ids, special ones too, as SentencePiece writes them."""
+        """Return the SentencePiece pieces of ids, special ids included."""
         pieces: list[str] = self._processor.id_to_piece(list(ids))
         return pieces
 
 
 def _num_threads(lines: Sequence[str]) -> int:
-    """Return one thread for a few lines: starting more costs more than they save."""
+    """Return one thread per 1000 lines: starting more costs more than they save."""
     return min(os.cpu_count() or 1, 1 + len(lines) // 1000)
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """The vocabularies of both sides; one and the same when they are shared."""
+    """The vocabularies of both sides; the same object if shared."""
 
     src: Vocabulary
     tgt: Vocabulary
 
     def encode_src(self, lines: Sequence[str]) -> list[list[int]]:
-        """Return pieces + eos for each line, as the encoder reads them."""
+        """Return the ids of each line with eos, as input of the encoder."""
         return [[*ids, self.src.eos] for ids in self.src.encode(lines)]
 
     def fingerprint(self) -> str:
-        """Return a hash of both models, which weights carry to name their tokenizer."""
+        """Return a hash of both models, which is saved with weights to identify their tokenizer."""
         return hashlib.sha256(self.src.model + b"\0" + self.tgt.model).hexdigest()
 
     def save(self, directory: Path) -> None:
@@ -196,7 +196,7 @@ class Tokenizer:
 
 
 def load(directory: Path) -> Tokenizer:
-    """Read what `Tokenizer.save` wrote.
+    """Read a tokenizer written by `Tokenizer.save`.
 
     Raises:
         RunError: if a file is missing or is not a SentencePiece model.
@@ -228,11 +228,11 @@ def _load_vocabulary(path: Path) -> Vocabulary:
 
 
 def train(config: TokenizerConfig, src: Sequence[str], tgt: Sequence[str], seed: int) -> Tokenizer:
-    """Train the vocabularies that `config` asks for on the given lines, or on a sample of them.
+    """Train one shared or two vocabularies on at most `max_training_lines` of the lines.
 
     Raises:
-        VocabularySizeError: if the text cannot fill the vocabulary, or needs a larger one.
-        DataError: if there is no text, or none that can be learned from.
+        VocabularySizeError: if the vocabulary size is too large or too small for the text.
+        DataError: if there is no text, or none that SentencePiece can train on.
     """
     sides = [[*src, *tgt]] if config.shared else [src, tgt]
     vocabularies = []
@@ -245,12 +245,12 @@ def train(config: TokenizerConfig, src: Sequence[str], tgt: Sequence[str], seed:
 def train_on_pairs(
     config: TokenizerConfig, pairs: Iterable[tuple[str, str]], num_pairs: int, seed: int
 ) -> Tokenizer:
-    """Train as `train` does, but go through the text once and keep only the sample in memory.
+    """Train as `train` does, but stream the text and keep only the sample in memory.
 
     Args:
         config: of the tokenizer.
         pairs: source and target lines.
-        num_pairs: their number.
+        num_pairs: the number of pairs.
         seed: of the sample.
     """
     num_lines, first_tgt = (2 * num_pairs, num_pairs) if config.shared else (num_pairs, 0)
@@ -270,7 +270,7 @@ def train_on_pairs(
 
 
 def _sample(num_lines: int, max_lines: int, seed: int) -> list[int]:
-    """Return the numbers of a uniform sample of at most `max_lines` lines, by reservoir."""
+    """Return the numbers of at most `max_lines` uniformly sampled lines (reservoir sampling)."""
     rng = random.Random(seed)
     chosen = list(range(min(num_lines, max_lines)))
     for number in range(max_lines, num_lines):
@@ -291,7 +291,7 @@ def _train_vocabulary(config: TokenizerConfig, lines: list[str]) -> Vocabulary:
             vocab_size=config.vocab_size,
             character_coverage=config.character_coverage,
             byte_fallback=config.byte_fallback,
-            normalization_rule_name="identity",  # no character of a user's text is lost
+            normalization_rule_name="identity",  # keep every character of the text
             pad_id=0,
             unk_id=1,
             bos_id=2,
