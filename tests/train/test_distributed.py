@@ -326,7 +326,7 @@ def test_when_a_rank_is_killed_the_others_end_with_one_message(
         ),
         ("training.exchange=bfloat16", "`training.exchange` must be float32 for `training.para"),
         ("training.lr=1e30", "take a lower `training.lr` or more `training.warmup_steps`"),
-        ("data.max_tokens=2", "must have a pair that can be used, but all are left out"),
+        ("data.max_tokens=2", "must have a pair that can be used, but all are dropped"),
     ],
 )
 def test_what_is_wrong_on_all_ranks_is_said_once_by_the_first(
