@@ -113,7 +113,7 @@ def all_by_beam(
 ) -> list[list[Hypothesis]]:
     """The best targets of each sentence; the sentences join in groups of these sizes."""
     groups = (group_of(part, no_repeat_ngram=no_repeat_ngram) for part in cut(tasks, sizes))
-    return beam(model.decode_step, groups, wanted)
+    return beam((getattr(model, "decode_step", None) or model.step), groups, wanted)
 
 
 def by_beam(
@@ -133,7 +133,7 @@ def all_by_sampling(
     no_repeat_ngram: int = 0,
 ) -> list[list[Hypothesis]]:
     group = group_of(tasks, no_repeat_ngram=no_repeat_ngram)
-    return sample(model.decode_step, group, wanted, uniform_NT)
+    return sample((getattr(model, "decode_step", None) or model.step), group, wanted, uniform_NT)
 
 
 def uniform(num_rows: int, length: int, seed: int = 0) -> Tensor:
@@ -530,7 +530,10 @@ def test_translations_come_in_the_order_of_their_sentences(way):
 @pytest.mark.parametrize("num_groups", [0, 1, 3])
 def test_no_sentence_gives_no_translation(num_groups):
     model, empty = TableModel(NUM_PIECES), [group_of([]) for _ in range(num_groups)]
-    assert beam(model.decode_step, iter(empty), beam_options(3)) == []
+    assert (
+        beam((getattr(model, "decode_step", None) or model.step), iter(empty), beam_options(3))
+        == []
+    )
     assert all_by_sampling(model, [], Sampling(), uniform(0, 5)) == []
     assert model.num_rows_read == 0
 
@@ -548,7 +551,7 @@ def test_groups_join_while_others_grow_and_never_take_more_than_their_room():
             waits.append(len(model.rows_read))
             yield group_of(part)
 
-    found = beam(model.decode_step, groups(), beam_options(width))
+    found = beam((getattr(model, "decode_step", None) or model.step), groups(), beam_options(width))
     assert [len(best.ids) for (best,) in found] == [task.max_length for task in tasks]
     assert max(model.rows_read) <= NUM_GROUPS * size * width
     assert sum(model.rows_read[:-9]) / len(model.rows_read[:-9]) > (NUM_GROUPS - 2) * size * width
@@ -599,10 +602,14 @@ def test_with_nothing_forbidden_any_piece_may_be_written():
     model = TableModel(NUM_PIECES)
     model.offsets[PAD] = 10.0
     (searched,) = beam(
-        model.decode_step, iter([group_of(tasks_of([3]), never=[])]), beam_options(2)
+        (getattr(model, "decode_step", None) or model.step),
+        iter([group_of(tasks_of([3]), never=[])]),
+        beam_options(2),
     )
     group = group_of(tasks_of([3]), never=[])
-    (sampled,) = sample(model.decode_step, group, Sampling(top_k=1), uniform(1, 4))
+    (sampled,) = sample(
+        (getattr(model, "decode_step", None) or model.step), group, Sampling(top_k=1), uniform(1, 4)
+    )
     assert searched[0].ids == sampled[0].ids == [PAD] * 3
 
 
@@ -805,7 +812,12 @@ def test_the_least_and_the_greatest_number_draw_what_may_be_drawn():
     model, tasks = TableModel(NUM_PIECES), tasks_of([5] * 20)
     for number, never, expected in ((0.0, [0, EOS], 2), (1 - 2**-53, [5, EOS], BOS)):
         uniform_NT = torch.full((20, 6), number, dtype=torch.float64)
-        found = sample(model.decode_step, group_of(tasks, never), Sampling(), uniform_NT)
+        found = sample(
+            (getattr(model, "decode_step", None) or model.step),
+            group_of(tasks, never),
+            Sampling(),
+            uniform_NT,
+        )
         assert [ids_of(drawn) for drawn in found] == [[(expected,) * 5]] * 20
 
 
@@ -859,9 +871,16 @@ def test_what_is_no_number_is_an_error_where_only_one_piece_may_be_written_too(v
     group = group_of([task])
     with pytest.raises(NotFiniteError):
         _ = (
-            beam(model.decode_step, iter([group]), beam_options(2))
+            beam(
+                (getattr(model, "decode_step", None) or model.step), iter([group]), beam_options(2)
+            )
             if way == "beam"
-            else sample(model.decode_step, group, Sampling(), uniform(1, 5))
+            else sample(
+                (getattr(model, "decode_step", None) or model.step),
+                group,
+                Sampling(),
+                uniform(1, 5),
+            )
         )
 
 
@@ -938,7 +957,11 @@ def translate(
 ) -> list[list[Hypothesis]]:
     """Search in groups of these sizes, each padded as it must, and every other one more."""
     parts = enumerate(cut(src, sizes))
-    return beam(model.decode_step, (read(model, part, index % 2) for index, part in parts), wanted)
+    return beam(
+        (getattr(model, "decode_step", None) or model.step),
+        (read(model, part, index % 2) for index, part in parts),
+        wanted,
+    )
 
 
 @torch.inference_mode()
@@ -949,7 +972,12 @@ def draw(
     uniform_NT: Tensor,
     padding: int = 0,
 ) -> list[list[Hypothesis]]:
-    return sample(model.decode_step, read(model, src, padding), wanted, uniform_NT)
+    return sample(
+        (getattr(model, "decode_step", None) or model.step),
+        read(model, src, padding),
+        wanted,
+        uniform_NT,
+    )
 
 
 @torch.no_grad()
