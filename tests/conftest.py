@@ -254,25 +254,3 @@ def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> li
 @pytest.fixture
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-
-
-# Tests whose subject changed its name or form and that have not followed yet; see CHANGELOG.md.
-BEHIND = (
-    "test_what_a_table_says_of_itself_does_not_matter",
-    "[tgt_in shows the piece to predict]",
-    "[a table is not held to its page]",
-    "[parts of other text are taken for done]",
-    "[an audit stops where the shorter file ends]",
-    "test_lines_beyond_the_limit_have_the_same_chance_as_those_before",
-    "test_a_second_signal_stops_at_once_and_keeps_the_last_checkpoint",
-    "test_what_a_run_says_fits_a_terminal_of_80_columns_and_stays_whole_elsewhere",
-    "test_rows_of_what_has_a_label_stand_below_it",
-    "test_what_is_learned_stays_and_the_model_card_says_where_it_began",
-)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests that are behind."""
-    for item in items:
-        if any(name in item.nodeid for name in BEHIND):
-            item.add_marker(pytest.mark.skip(reason="has not followed a rename yet"))

@@ -738,8 +738,8 @@ TEXT = [
     Mutation(
         "tgt_in shows the piece to predict",
         "mtrain/data/batch.py",
-        "F.pad(pieces_BT, (1, 0), value=bos)",
-        "F.pad(pieces_BT, (0, 1), value=bos)",
+        "F.pad(tokens_BT, (1, 0), value=bos)",
+        "F.pad(tokens_BT, (0, 1), value=bos)",
         "tests/data/test_batch.py",
     ),
     Mutation(
@@ -773,15 +773,15 @@ TEXT = [
     Mutation(
         "a table is not held to its page",
         "mtrain/data/arrow_shards.py",
-        "if Shard.of(said.corpus, table) != said:",
+        "if Shard.of(shard.corpus, table) != shard:",
         "if False:",
         "tests/data/test_arrow_shards.py",
     ),
     Mutation(
         "parts of other text are taken for done",
         "mtrain/data/prepare.py",
-        "is_same = is_same and not changed_files(_file_marks(begun.marks))",
-        "is_same = is_same and bool(begun.marks)",
+        "marks == marks | revisions and not changed_files(_file_marks(marks))",
+        "marks == marks | revisions and bool(marks)",
         "tests/data/test_encode.py",
     ),
     Mutation(
@@ -910,8 +910,8 @@ AUDIT = [
     Mutation(
         "an audit stops where the shorter file ends",
         "mtrain/corpus/reader.py",
-        "        if src is not None and tgt is not None:  # the longer file is only counted",
-        "        if src is None or tgt is None:\n            break\n        else:",
+        "            if src is not None and tgt is not None:  # the longer file is only counted",
+        "            if src is None or tgt is None:\n                break\n            else:",
         "tests/corpus/test_reader.py",
     ),
     Mutation(

@@ -37,6 +37,7 @@ from tasks import REPOSITORY, Said, Tree
 
 import mtrain
 from mtrain.config import config_file
+from mtrain.data.arrow_shards import MANIFEST_FILE
 from mtrain.errors import UserError
 from mtrain.plot import collect
 from mtrain.plot.draw import Page, _encode, draw_curves
@@ -460,6 +461,13 @@ def assert_table(
     with copied(noisy) as run, bounded("tables"):
         with pa.ipc.new_stream(str(run.data_dir / "train-00000.arrow"), table.schema) as stream:
             stream.write_table(table)
+        if is_whole:  # the manifest says what the shard holds
+            manifest = json.loads((run.data_dir / MANIFEST_FILE).read_text("utf-8"))
+            manifest["shards"] = [
+                {"corpus": 0, "num_pairs": 2, "num_src_tokens": 5, "num_tgt_tokens": 3}
+            ]
+            manifest["corpora"][0]["lengths"] = [0, 0, 1, 1]
+            (run.data_dir / MANIFEST_FILE).write_text(json.dumps(manifest), "utf-8")
         raw = (run.data_dir / "train-00000.arrow").read_bytes()
         assert not change[0] or raw.count(change[0]) == 1
         (run.data_dir / "train-00000.arrow").write_bytes(raw.replace(*change) if change[0] else raw)

@@ -163,7 +163,7 @@ def test_what_a_run_says_fits_a_terminal_of_80_columns_and_stays_whole_elsewhere
     assert all(len(row) <= 80 or " " not in row for row in rows)
     shown = " ".join(rows).replace(str(tmp_path / "two"), str(tmp_path / "one"))
     wide = [line for line in said if len(line) > 80]
-    assert {line.partition(":")[0] for line in wide} >= {"left out", str(tmp_path / "one")}
+    assert {line.partition(":")[0] for line in wide} >= {"dropped", str(tmp_path / "one")}
     assert all(line in shown for line in wide)
 
 
@@ -202,8 +202,8 @@ def test_a_long_name_of_a_file_is_never_broken() -> None:
 
 def test_rows_of_what_has_a_label_stand_below_it() -> None:
     assert rows_of("pairs    1,356 for training, dropped 144 (" + "blank-side 2, " * 6 + ")") == [
-        "pairs    1,356 for training, dropped 144 (blank-side 2, blank-side 2,",
-        "         blank-side 2, blank-side 2, blank-side 2, blank-side 2, )",
+        "pairs    1,356 for training, dropped 144 (blank-side 2, blank-side 2, blank-side",
+        "         2, blank-side 2, blank-side 2, blank-side 2, )",
     ]
 
 

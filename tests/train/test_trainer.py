@@ -1061,7 +1061,7 @@ def signalled_twice(source: Path, run: str, number: int) -> None:
 
     Trainer._update = interrupted  # type: ignore[method-assign]
     sys.argv = ["mtrain", "train", str(source), "--run", run, "--set", "training.save_every=1"]
-    main.main()
+    main()
 
 
 @pytest.mark.skipif(
