@@ -48,7 +48,7 @@ class CTranslate2Translator:
         )
         best = []
         for outputs, limit in zip(outputs_of, limits, strict=True):
-            hypotheses = [self._hypothesis(one.ids[:limit], one.log_prob) for one in outputs]
+            hypotheses = [self._hypothesis(out.ids[:limit], out.log_prob) for out in outputs]
             best.append([max(hypotheses, key=lambda hypothesis: hypothesis.score)])
         return best
 
