@@ -1,4 +1,4 @@
 """Settings: one validated tree of sections, read from one YAML file.
 
-Knows the forms in which a config names corpora, but opens no corpus, and imports nothing heavy.
+Defines how a config names corpora, but opens no corpus; imports no heavy package.
 """

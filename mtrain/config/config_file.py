@@ -1,4 +1,4 @@
-"""Read, validate, change and write a config; say what is wrong with one."""
+"""Read, validate, override, compare and write configs; format validation errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def load(path: Path, overrides: Iterable[str] = (), run_dir: str | None = None) 
     """Read `path`, apply `key.key=value` overrides, and validate.
 
     Raises:
-        ConfigError: with the file and the key, in one line.
+        ConfigError: one line with the file and the key.
     """
     return from_tree(_read_yaml(path), str(path), overrides, run_dir)
 
@@ -31,10 +31,10 @@ def load(path: Path, overrides: Iterable[str] = (), run_dir: str | None = None) 
 def from_tree(
     tree: Mapping[str, Any], name: str, overrides: Iterable[str] = (), run_dir: str | None = None
 ) -> Config:
-    """Validate a tree of keys, which its errors call `name`, after the same changes.
+    """Apply overrides to a tree of keys, and validate it; errors begin with `name`.
 
     Raises:
-        ConfigError: with the name and the key, in one line.
+        ConfigError: one line with the name and the key.
     """
     changed = copy.deepcopy(dict(tree))
     for override in overrides:
@@ -44,15 +44,15 @@ def from_tree(
     try:
         return Config.model_validate(changed)
     except ValidationError as error:
-        findings = sorted(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
+        findings = sorted(error.errors(), key=lambda finding: finding["type"] != "extra_forbidden")
         raise ConfigError(f"{name}: {_sentence(findings[0])}") from None
 
 
 def save(config: Config, path: Path) -> None:
-    """Write `config` as YAML, its schema beside it, and check that it reads back the same.
+    """Write `config` as YAML and the schema into the same folder; check that it loads the same.
 
     Raises:
-        WriteError: if the disk does not take it.
+        WriteError: if the config cannot be written.
     """
     beside = path.with_name(f".{path.name}.tmp")
     try:
@@ -65,7 +65,7 @@ def save(config: Config, path: Path) -> None:
 
 
 def dump(config: Config) -> str:
-    """Return `config` as YAML, every key spelled out."""
+    """Return `config` as YAML, defaults included."""
     return yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, width=100)
 
 
@@ -78,27 +78,27 @@ class Change(NamedTuple):
 
 
 def changes(old: Section, new: Section, prefix: str = "") -> list[Change]:
-    """Return the keys on which two configs differ, in the order of the config."""
-    found = []
+    """Return the keys with different values in two configs, in the order of the config."""
+    changed = []
     for name, before in old:
         after = getattr(new, name)
         if isinstance(before, Section) and type(before) is type(after):
-            found += changes(before, after, f"{prefix}{name}.")
+            changed += changes(before, after, f"{prefix}{name}.")
         elif before != after:
-            found.append(Change(prefix + name, before, after))
-    return found
+            changed.append(Change(prefix + name, before, after))
+    return changed
 
 
 _MAX_DIGITS = 80  # of 64 bits, in any base, with signs and underscores
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML without its traps: 1e-3 is a number, no is a word.
+    """Safe YAML 1.1 in which 1e-3 is a number, and `no` and dates are text.
 
-    A repeated key, a tag and a number of more than 64 bits are errors.
+    Repeated keys, tags and numbers of more than 64 bits are errors.
     """
 
-    yaml_implicit_resolvers = {  # noqa: RUF012 - the library's own attribute
+    yaml_implicit_resolvers = {  # noqa: RUF012 - an attribute of the library
         first: [
             (tag, pattern)
             for tag, pattern in resolvers
@@ -120,7 +120,7 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
-                break  # the library says it
+                break  # the library raises the error
             if key in seen:
                 line = key_node.start_mark.line + 1
                 raise ConfigError(f"line {line}: `{key}` must stand once, but is repeated.")
@@ -147,13 +147,13 @@ _Loader.add_implicit_resolver(
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what `_Loader` would take for something other than text."""
+    """Quotes strings that `_Loader` would not read as text."""
 
     yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 def _parse(text: str) -> Any:
-    """Read YAML; what is nested too deeply for the parser is not valid either."""
+    """Parse YAML; nesting too deep for the parser is a YAMLError, too."""
     try:
         return yaml.load(text, Loader=_Loader)
     except RecursionError:
@@ -202,11 +202,13 @@ def _apply_override(tree: Tree, override: str) -> None:
 
 
 def _place(location: tuple[int | str, ...]) -> tuple[list[str], str]:
-    """Return the keys known where the validator stood, and the key as users write it."""
+    """Return the valid keys at a location of the validator, and the key as users write it."""
     is_mixed = location[:3] == ("data", "train", MIXTURE)
     if is_mixed:
         location = location[:2] + location[3:]
-    form_at = 3 if is_mixed or location[:2] == ("data", "tests") else 2  # the form is no key
+    form_at = (
+        3 if is_mixed or location[:2] == ("data", "tests") else 2
+    )  # the validator adds the form
     if location[:1] == ("data",) and location[form_at : form_at + 1]:
         form = FORMS.get(str(location[form_at]))
         if form is not None and location[1] in ("train", "valid", "tests"):
@@ -231,7 +233,7 @@ def _dotted(location: tuple[int | str, ...]) -> str:
 
 
 def _sentence(error: ErrorDetails) -> str:
-    """Return one finding of the validator as a sentence that names the key."""
+    """Format an error of the validator as a sentence that names the key."""
     location, kind, value = error["loc"], error["type"], format_value(error["input"])
     known, key = _place(location)
     if location[-1:] == ("[key]",):
@@ -274,7 +276,7 @@ _EXPECTED: Mapping[str, str] = {
 
 
 def _suggestion(key: str, here: list[str]) -> str:
-    """Name the nearest known key: the same word elsewhere, a like word here, or elsewhere."""
+    """Suggest a known key: the same in another section, a similar one here, or in another."""
     *parents, wrong = key.split(".")
     everywhere = {path.rsplit(".", 1)[-1]: path for path in _all_keys(Config, "")}
     if wrong in everywhere:

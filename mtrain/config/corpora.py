@@ -1,4 +1,4 @@
-"""The forms in which a config names a corpus, or a mixture of several."""
+"""The forms of a corpus, or a mixture of corpora, in a config."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ OtherName = Annotated[Name, AfterValidator(_differ)]
 
 
 class _CorpusSection(Section):
-    """Parallel text; in a mixture, its part of an epoch is its weight over the sum of all."""
+    """Parallel text; its share of an epoch in a mixture is its weight over the sum of weights."""
 
     weight: float | None = Field(default=None, gt=0)
 
@@ -132,7 +132,7 @@ MIXTURE = "mixture"
 
 
 def _form(corpus: object) -> str:
-    """Tell by its keys, or by its class, in which form a corpus is given."""
+    """Return the form of a corpus, by its keys or its class."""
     if isinstance(corpus, list):
         return MIXTURE
     names = corpus if isinstance(corpus, dict) else getattr(type(corpus), "model_fields", ())
@@ -140,7 +140,7 @@ def _form(corpus: object) -> str:
 
 
 def _refuse_weight(corpus: object) -> object:
-    """Refuse the weight of a corpus outside a mixture, as any unknown key."""
+    """Reject the weight of a corpus outside a mixture as an unknown key."""
     keys = corpus if isinstance(corpus, dict) else getattr(corpus, "model_fields_set", ())
     if "weight" in keys:
         unknown = InitErrorDetails(
@@ -167,7 +167,7 @@ TrainText = Annotated[
 
 
 class NamedCorpus(NamedTuple):
-    """A corpus, and what the config calls it: `data.train`, or `data.train[0]` of a mixture."""
+    """A corpus, and its key in the config: `data.train`, or `data.train[0]` of a mixture."""
 
     name: str
     corpus: Corpus
@@ -175,15 +175,15 @@ class NamedCorpus(NamedTuple):
 
 
 def corpora_of(text: TrainText, name: str) -> list[NamedCorpus]:
-    """Return the corpora of a mixture, or the one."""
+    """Return the corpora of a mixture, or the single corpus."""
     if not isinstance(text, list):
         return [NamedCorpus(name, text)]
-    return [NamedCorpus(f"{name}[{number}]", own, own.weight) for number, own in enumerate(text)]
+    return [NamedCorpus(f"{name}[{i}]", corpus, corpus.weight) for i, corpus in enumerate(text)]
 
 
 def weight_of(num_pairs: int, weight: float | None, temperature: float | None) -> float:
-    """Return what a corpus weighs: what the config says, or what follows from its size.
+    """Return the weight of a corpus: `weight` if set, else num_pairs ** (1 / temperature).
 
-    Without weights, a corpus of n pairs weighs n ** (1 / temperature), and n without either.
+    The default temperature is 1: sampling in proportion to size.
     """
     return float(num_pairs ** (1 / (temperature or 1.0)) if weight is None else weight)

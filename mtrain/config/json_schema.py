@@ -1,6 +1,6 @@
-"""The JSON schema by which editors complete and check a config.
+"""The JSON schema with which editors complete and check a config.
 
-It is written beside every config that mtrain writes, so that the two stay together.
+It is written into the folder of every config that mtrain writes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _untitled(node: Any) -> Any:
         return {
             key: _untitled(value)
             for key, value in node.items()
-            if key != "title" or not isinstance(value, str)  # a key `title` would be a mapping
+            if key != "title" or not isinstance(value, str)  # a config key `title` is a mapping
         }
     return [_untitled(item) for item in node] if isinstance(node, list) else node
 
@@ -39,7 +39,7 @@ def put_beside(config_path: Path) -> str:
     """Write the schema into a config's folder, and return the config's first line.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the schema cannot be written.
     """
     path, text = config_path.with_name(SCHEMA_FILE), schema().encode()
     if not path.is_file() or path.read_bytes() != text:

@@ -1,6 +1,6 @@
-"""One validated tree of settings, read from one YAML file.
+"""The sections of the config, and all defaults.
 
-Defaults stand here and nowhere else. Imports no torch, so that an error answers at once.
+Does not import torch, so that config errors are reported without delay.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mtrain.config.corpora import Corpus, FilePath, Section, TrainText, Whole, c
 
 Tree = dict[str, Any]
 MAX_BEAM = 1000
-# What `data.clean` may name: rules of the audit, in whose own order they are asked.
+# Valid names in `data.clean`: rules of the audit, applied in the order of `RULES`.
 CLEAN = (
     "blank-side",
     "held-out-pair",
@@ -33,13 +33,13 @@ CLEAN = (
 )
 
 
-_SHORT = reprlib.Repr()  # of lists that hold themselves, or the same lists over and over
+_SHORT = reprlib.Repr()  # bounded also for recursive and repeated lists
 _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict = 3, 10, 10
 _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 100
 
 
 def format_value(value: object) -> str:
-    """Return a value as an error message shows it: as in YAML, at most 60 characters."""
+    """Format a value for an error message: as in YAML, at most 60 characters."""
     words: Mapping[object, str] = {None: "null", True: "true", False: "false"}
     is_word = value is None or isinstance(value, bool)
     text = words[value] if is_word else _SHORT.repr(value)
@@ -79,7 +79,7 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _mix_by_one_rule(self) -> DataConfig:
         corpora = corpora_of(self.train, "train")
-        num_weighted = sum(own.weight is not None for own in corpora)
+        num_weighted = sum(corpus.weight is not None for corpus in corpora)
         if 0 < num_weighted < len(corpora):
             raise ValueError(
                 "must give each corpus of `train` a `weight`, or none of them, but gives "

@@ -1,4 +1,4 @@
-"""Parallel text in all its forms: readers, the list of dropped pairs, length statistics.
+"""Parallel text: readers of all formats, the list of dropped pairs, length statistics.
 
-Knows nothing of token ids, batches and models.
+Independent of token ids, batches and models.
 """

@@ -1,4 +1,4 @@
-"""The list of pairs that were dropped from training, each with its place and reason."""
+"""The list of pairs that were dropped from training, each with its file, line and reason."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _COUNTS_FILE = "dropped.json"
 
 
 class DroppedPair(NamedTuple):
-    """A pair that is dropped from training, and why.
+    """A pair that is dropped from training, and the reason.
 
     Attributes:
         file: the source file.
-        line: its line, from 1.
+        line: the line number, from 1.
         reason: the name of a rule of the audit.
-        corpus: of a mixture, what the config calls the corpus.
+        corpus: the key of the corpus in the config; None without a mixture.
     """
 
     file: str
@@ -56,7 +56,7 @@ _COUNTS, _PAIR = TypeAdapter(dict[str, int]), TypeAdapter(DroppedPair)
 
 @contextmanager
 def open_writer(path: Path) -> Iterator[DroppedWriter]:
-    """Open a list, or a part of one, for writing; the same pairs give the same bytes."""
+    """Open a list, or a part of it, for writing; the same pairs result in the same bytes."""
     with (
         path.open("wb") as raw,
         gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as zipped,
@@ -66,7 +66,7 @@ def open_writer(path: Path) -> Iterator[DroppedWriter]:
 
 
 def join(parts: Iterable[Path], counts: Mapping[str, int], directory: Path) -> None:
-    """Write the list whose parts are given, and the counts."""
+    """Concatenate the parts of a list into a folder, and write the counts."""
     with (directory / DROPPED_FILE).open("wb") as whole:
         for part in parts:
             with part.open("rb") as stream:
@@ -75,7 +75,7 @@ def join(parts: Iterable[Path], counts: Mapping[str, int], directory: Path) -> N
 
 
 def read_counts(directory: Path) -> dict[str, int]:
-    """Return how many pairs were dropped, by reason.
+    """Return the number of dropped pairs by reason.
 
     Raises:
         RunError: if the file is missing or damaged.
@@ -93,10 +93,10 @@ def read_counts(directory: Path) -> dict[str, int]:
 
 
 def check(directory: Path) -> None:
-    """Check that the list has as many pairs of each reason as were counted.
+    """Check that the list has as many pairs of each reason as the counts.
 
     Raises:
-        RunError, DataError: if it has not, or cannot be read.
+        RunError, DataError: if they differ, or a file cannot be read.
     """
     path, counts = directory / DROPPED_FILE, Counter[str]()
     for line in read_lines(path):
@@ -109,19 +109,19 @@ def check(directory: Path) -> None:
 
 
 def format_counts(counts: Mapping[str, int]) -> str:
-    """Format how many pairs are dropped, and why: "3 (blank-side 2, max-tokens 1)"."""
+    """Format counts of dropped pairs by reason: "3 (blank-side 2, max-tokens 1)"."""
     why = ", ".join(f"{reason} {count:,}" for reason, count in sorted(counts.items()))
     return f"{sum(counts.values()):,}" + (f" ({why})" if why else "")
 
 
 def format_remedy(reasons: Iterable[str]) -> str:
-    """Format what to change so that pairs are not dropped for these reasons."""
+    """Format what to change to keep the pairs that were dropped for these reasons."""
     keys = {"`data.max_tokens`" if reason == "max-tokens" else "`data.clean`" for reason in reasons}
     return " or ".join(["the text", *sorted(keys)])
 
 
 def none_left(key: str, counts: Mapping[str, int]) -> DataError:
-    """Return the error of a corpus of which all pairs are dropped."""
+    """Return the error for a corpus whose pairs are all dropped."""
     return DataError(
         f"`{key}` must have a pair that can be used, but all are dropped: "
         f"{format_counts(counts)}; change {format_remedy(counts)}."

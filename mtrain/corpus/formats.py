@@ -1,6 +1,6 @@
-"""Pairs that stand together in one row: of tab-separated text, JSON lines, Parquet, or the hub.
+"""Readers of table formats, one pair per row: tab-separated text, JSON lines, Parquet, the hub.
 
-A row is a pair or a fault; who reads decides whether a fault stops the reading.
+A row is a pair or a fault; the caller decides whether a fault is an error.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from mtrain.io.lines import Advance, Digest, format_undecodable, open_lines, raw
 
 _BREAK = re.compile(r"\r?\n")
 _BATCH_ROWS = 1024
-_PATIENCE_S = 10.0  # that the hub has for its first answer
+_PATIENCE_S = 10.0  # timeout of the hub's first response
 
 
 class Row(NamedTuple):
-    """A pair; `num_breaks` counts the line breaks that became spaces."""
+    """A pair; `num_breaks` counts the line breaks that were replaced by spaces."""
 
     src: str
     tgt: str
@@ -37,19 +37,19 @@ class Row(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Why a row is no pair: "must be ..., but is ..."."""
+    """The reason why a row is not a pair: "must be ..., but is ..."."""
 
     what: str
 
 
 class TableReader(NamedTuple):
-    """Reads one file, or one split of a data set.
+    """A reader of one file, or of one split of a data set.
 
     Attributes:
         name: the file, or the data set with its split.
-        has_lines: whether its rows are lines of text.
-        read: yields the rows; tells the bytes read, and adds those of lines to a checksum; raises
-            DataError for what cannot be read at all.
+        has_lines: whether the rows are lines of text.
+        read: yields the rows; reports the bytes read to `advance`, and updates the checksum of a
+            file of lines; raises DataError if the file or data set cannot be read.
     """
 
     name: str
@@ -57,7 +57,7 @@ class TableReader(NamedTuple):
     read: Callable[[Advance, Digest | None], Iterator[Row | Fault]]
 
     def place(self, row: int) -> str:
-        """Say where a row is, counted from 1."""
+        """Format the location of a row, counted from 1, for error messages."""
         return f"{self.name}:{row}" if self.has_lines else f"{self.name}: row {row}"
 
 
@@ -77,7 +77,7 @@ def table_readers(corpus: TableCorpus) -> list[TableReader]:
 
 
 def paths_of(corpus: Corpus) -> list[str]:
-    """Return the files of a corpus that are on this machine."""
+    """Return the local files of a corpus."""
     if isinstance(corpus, TsvCorpus):
         return corpus.tsv
     if isinstance(corpus, JsonlCorpus):
@@ -91,7 +91,7 @@ def paths_of(corpus: Corpus) -> list[str]:
 
 
 def revision_of(corpus: Corpus) -> dict[str, str]:
-    """Return which state of the hub's data set a corpus is, by its name; nothing if it is local."""
+    """Return {name: commit} of a corpus on the hub; empty for a local corpus."""
     if not isinstance(corpus, HubCorpus) or Path(corpus.hub).is_dir():
         return {}
     return {_name_of(corpus): _resolve(corpus.hub, corpus.revision) or "unknown: read offline"}
@@ -134,18 +134,18 @@ def _read_tsv(
 
 
 class _Fields(NamedTuple):
-    """Where source and target stand in a row; dots lead into objects."""
+    """The fields of source and target in a row; dots access nested objects."""
 
     src: str
     tgt: str
 
     @property
     def columns(self) -> list[str]:
-        """The outermost names."""
+        """The top-level columns of both fields."""
         return list(dict.fromkeys(path.split(".")[0] for path in self))
 
     def of(self, row: object) -> Row | Fault:
-        """Take source and target out of a row."""
+        """Return source and target of a row."""
         src, tgt = (_field(row, path) for path in self)
         if isinstance(src, Fault):
             return src
@@ -214,7 +214,7 @@ def _read_parquet(
 
 
 def _rows_of(batch: Any, fields: _Fields) -> Iterator[Row | Fault]:
-    """Yield the rows of a batch; one that is not UTF-8 is found by taking them one by one."""
+    """Yield the rows of a batch; if it is not valid UTF-8, convert row by row to isolate faults."""
     try:
         yield from map(fields.of, batch.to_pylist())
     except UnicodeDecodeError as error:
@@ -250,13 +250,13 @@ def _read_hub(
         raise
     except ConnectionError as error:
         raise _unreachable(corpus.hub, error) from None
-    except Exception as error:  # what libraries for dozens of formats and protocols raise
+    except Exception as error:  # `datasets` and its readers raise many types
         raise DataError(f"{name}: cannot be loaded as a data set: {_line(error)}.") from None
     advance(sum(Path(path).stat().st_size for path in paths_of(corpus)))
 
 
 def _load(corpus: HubCorpus) -> Any:
-    """Open a data set; this version of the library runs no code that comes with one."""
+    """Open a data set; the required version of `datasets` never runs a data set's code."""
     import datasets
 
     is_here = Path(corpus.hub).is_dir()
@@ -271,7 +271,7 @@ def _load(corpus: HubCorpus) -> Any:
 
 @functools.cache
 def _resolve(hub: str, revision: str | None) -> str | None:
-    """Ask the hub for the commit, so that all readings are of the same; offline, take any.
+    """Return the commit on the hub, so that all passes read the same; offline, `revision`.
 
     Raises:
         DataError: if the hub cannot be reached, or has no such data set.
@@ -286,13 +286,13 @@ def _resolve(hub: str, revision: str | None) -> str | None:
     try:
         return HfApi().dataset_info(hub, revision=revision, timeout=_PATIENCE_S).sha
     except OfflineModeIsEnabled:
-        return revision  # from what was downloaded before, if it was
+        return revision  # read from the cache, if it is there
     except (HFValidationError, RepositoryNotFoundError):
         raise DataError(
             f"{hub}: must be a folder, or a data set of the Hugging Face hub that you may read, "
             "but is neither."
         ) from None
-    except Exception as error:  # of whichever HTTP library is installed
+    except Exception as error:  # the type depends on the HTTP library
         raise _unreachable(hub, error) from None
 
 

@@ -1,19 +1,19 @@
-"""Lengths and length ratios that are usual in a training corpus."""
+"""The usual range of lengths and length ratios of a training corpus."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-_SLACK_TOKENS = 5  # by which a target may leave the range of length ratios
+_SLACK_TOKENS = 5  # tolerance around the range of length ratios
 
 
 class CorpusStats(NamedTuple):
-    """What is usual in a training corpus; lengths are tokens with eos.
+    """Statistics of a training corpus; lengths are in tokens, eos included.
 
     Attributes:
-        longest_src: the longest source.
-        least_ratio, most_ratio: of target to source lengths, of almost all pairs.
-        share_copied: of the pairs, how many have a target that is the source.
+        longest_src: length of the longest source.
+        least_ratio, most_ratio: range of target to source lengths, without rare outliers.
+        share_copied: fraction of pairs whose target equals the source.
     """
 
     longest_src: int
@@ -22,6 +22,6 @@ class CorpusStats(NamedTuple):
     share_copied: float
 
     def holds(self, num_src: int, num_tgt: int) -> bool:
-        """Tell whether a target's length is like those of the corpus."""
+        """Return whether a target's length is in the usual range for its source."""
         least, most = self.least_ratio * num_src, self.most_ratio * num_src
         return least - _SLACK_TOKENS <= num_tgt <= most + _SLACK_TOKENS

@@ -31,7 +31,7 @@ class Pair(NamedTuple):
 
 
 class FileMark(NamedTuple):
-    """The size, modification time and checksum of a file, to notice when it has changed."""
+    """The size, modification time and checksum of a file, to detect changes."""
 
     size: int
     mtime_ns: int
@@ -40,17 +40,17 @@ class FileMark(NamedTuple):
 
 @dataclass
 class FileNotes:
-    """What a reading notes about one file.
+    """Counts and problems of one file.
 
     Attributes:
-        num_lines: how many lines or rows could be read.
-        num_crlf: how many lines end in CR LF (lenient reading only).
-        num_undecodable: how many lines are not UTF-8.
-        first_undecodable: the first of those, from 1, and what is wrong with it.
+        num_lines: lines or rows that could be read.
+        num_crlf: lines that end in CR LF (lenient reading only).
+        num_undecodable: lines that are not UTF-8.
+        first_undecodable: the first such line, from 1, and its problem.
         has_bom: whether the file begins with a byte-order mark (lenient reading only).
-        num_faults: how many rows are no pair.
-        first_fault: the first of those, from 1, and what is wrong with it.
-        num_broken: how many rows have a line break within a field, which becomes a space.
+        num_faults: rows that are not a pair.
+        first_fault: the first such row, from 1, and its problem.
+        num_broken: rows with a line break within a field, which is replaced by a space.
         problem: why the file could not be read to its end.
         sha256: checksum of the bytes on disk, if the reader computes it.
     """
@@ -70,13 +70,13 @@ class FileNotes:
 
 @dataclass
 class FilePair:
-    """A source file and a target file, or one table, and the range of pairs that they hold.
+    """A source and a target file, or one table, and their range of pairs in the whole text.
 
     Attributes:
         src, tgt: the notes on the files; the same object for a table.
-        first: number of the first pair, from 0, in the whole text; faulty rows count too.
-        num_pairs: of them.
-        corpus: what the config calls the corpus of a mixture; None if there is no mixture.
+        first: number of the first pair, from 0, in the whole text; faulty rows are counted.
+        num_pairs: number of pairs, faulty rows included.
+        corpus: the key of the corpus in the config; None without a mixture.
     """
 
     src: FileNotes
@@ -87,8 +87,8 @@ class FilePair:
 
     @property
     def num_faults(self) -> int:
-        """How many of the rows are no pair."""
-        return self.src.num_faults  # lines in two files have none
+        """Number of rows that are not a pair."""
+        return self.src.num_faults  # always 0 for two files of lines
 
     @property
     def notes(self) -> list[FileNotes]:
@@ -102,9 +102,9 @@ class TextBlock:
 
     Attributes:
         first: the number of the first pair, from 0, in the whole text.
-        src, tgt: the lines, with U+FFFD for what is not UTF-8.
+        src, tgt: the lines; bytes that are not UTF-8 are replaced by U+FFFD.
         src_bad, tgt_bad: indices in the block of lines that are not UTF-8.
-        faults: indices of rows that are no pair; both lines are empty there.
+        faults: indices in the block of rows that are not a pair; both lines are empty.
     """
 
     first: int
@@ -115,16 +115,16 @@ class TextBlock:
     faults: list[int] = field(default_factory=list)
 
 
-_Line = tuple[str, bool]  # its text, and whether bytes that are not UTF-8 were replaced
-_Row = tuple[_Line, _Line, bool]  # source, target, and whether the row is no pair
+_Line = tuple[str, bool]  # text, whether bytes that are not UTF-8 were replaced
+_Row = tuple[_Line, _Line, bool]  # source, target, whether the row is a fault
 
 
 class Reader:
-    """Reads a corpus or a mixture block by block; `parts` describes the last reading.
+    """A block-by-block reader of a corpus or a mixture; `parts` describes the last pass.
 
     A strict reader raises DataError at the first fault: a file that cannot be read, a line that is
-    not UTF-8, two files with different numbers of lines, a row that is no pair. A lenient one notes
-    faults and goes on, as far as both files of a part go.
+    not UTF-8, two files with different numbers of lines, a row that is not a pair. A lenient reader
+    records faults and continues, up to the end of the shorter file.
     """
 
     def __init__(
@@ -136,15 +136,15 @@ class Reader:
 
     @property
     def num_pairs(self) -> int:
-        """How many pairs were read."""
+        """Number of pairs read so far."""
         return sum(part.num_pairs for part in self.parts)
 
     def part_of(self, pair: int) -> FilePair:
-        """Return the files that hold a pair, given its number from 0."""
+        """Return the part that contains a pair, given its number from 0."""
         return self.parts[bisect_right(self.parts, pair, key=lambda part: part.first) - 1]
 
     def blocks(self, advance: Advance = tell_nobody) -> Iterator[TextBlock]:
-        """Yield all pairs; tell `advance` the bytes read from disk."""
+        """Yield all pairs; report the bytes read from disk to `advance`."""
         self.parts = []
         for named in corpora_of(self._text, "data.train"):
             name = named.name if isinstance(self._text, list) else None
@@ -159,13 +159,13 @@ class Reader:
                     yield from _blocks(part, self._read_rows(table, notes, advance))
 
     def check_not_empty(self, name: str) -> None:
-        """Check that the corpus, or each of the mixture, had pairs.
+        """Check that the corpus, or each corpus of the mixture, had pairs.
 
         Args:
             name: the key of the text in the config.
 
         Raises:
-            DataError: if one had none.
+            DataError: if a corpus had none.
         """
         for named in corpora_of(self._text, name):
             parts = [part for part in self.parts if part.corpus in (None, named.name)]
@@ -223,7 +223,7 @@ def _problem(notes: FileNotes, error: DataError) -> str:
 
 
 def _lenient_lines(notes: FileNotes, advance: Advance) -> Iterator[_Line]:
-    """Yield the lines of a file without their ends, as far as it can be read."""
+    """Yield the lines of a file without line ends, until its end or a read error."""
     try:
         with open_lines(Path(notes.path), advance) as stream:
             for line in stream:
@@ -250,7 +250,7 @@ def _decode(line: bytes, notes: FileNotes) -> _Line:
 
 
 def _blocks(part: FilePair, rows: Iterator[_Row]) -> Iterator[TextBlock]:
-    """Cut the pairs of a part into blocks, and count them."""
+    """Group the rows of a part into blocks; update `part.num_pairs`."""
     block, size = TextBlock(part.first), 0
     for (src, is_src_bad), (tgt, is_tgt_bad), is_fault in rows:
         if is_src_bad:
@@ -272,7 +272,7 @@ def _blocks(part: FilePair, rows: Iterator[_Row]) -> Iterator[TextBlock]:
 
 
 def read_pairs(text: TrainText) -> Iterator[Pair]:
-    """Yield every pair of a corpus, or of all those of a mixture, file by file, in order.
+    """Yield every pair of a corpus or a mixture, file by file, in order.
 
     Raises:
         DataError: as a strict `Reader`.
@@ -285,7 +285,7 @@ def read_pairs(text: TrainText) -> Iterator[Pair]:
 
 
 def count_pairs(corpus: Corpus, name: str) -> int:
-    """Read a corpus to find every error in it; return the number of its pairs.
+    """Read and validate a whole corpus; return the number of its pairs.
 
     Raises:
         DataError: as a strict `Reader`, and if there is no pair.
@@ -298,19 +298,19 @@ def count_pairs(corpus: Corpus, name: str) -> int:
 
 
 def size_of(text: TrainText) -> int:
-    """Return the bytes of a corpus, or of a mixture, on disk, as far as its files are there."""
+    """Return the total size in bytes of the local files of a corpus or a mixture."""
     corpora = corpora_of(text, "data.train")
     paths = [Path(path) for named in corpora for path in paths_of(named.corpus)]
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def files_of(data: DataConfig) -> list[str]:
-    """Return every file that a config's corpora name, once."""
+    """Return the distinct local files of all corpora of a config."""
     return list(dict.fromkeys(path for corpus in _corpora(data) for path in paths_of(corpus)))
 
 
 def revisions_of(data: DataConfig) -> dict[str, str]:
-    """Return the revision of every data set of the hub that a config names."""
+    """Return {name: commit} of all hub data sets of a config."""
     return {name: rev for corpus in _corpora(data) for name, rev in revision_of(corpus).items()}
 
 
@@ -320,13 +320,13 @@ def _corpora(data: DataConfig) -> list[Corpus]:
 
 
 def changed_files(marks: Mapping[str, FileMark], trust_times: bool = True) -> dict[str, str]:
-    """Return the files that differ from their marks, each with its checksum now.
+    """Return {path: current checksum} of the files that differ from their marks.
 
-    A file that is gone, or cannot be read, has not changed.
+    Files that are missing or cannot be read do not count as changed.
 
     Args:
         marks: of the files.
-        trust_times: take a file whose size and time are the same for the same.
+        trust_times: whether equal size and modification time suffice, without a checksum.
     """
     changed = {}
     for path, old in marks.items():
