@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from mtrain.cli.main import main
 from mtrain.config import config_file
+from mtrain.config.sections import TrainingConfig
 from mtrain.data.batch import Batch
 from mtrain.data.sampler import UpdateBatches
 from mtrain.model.transformer import Transformer
@@ -28,8 +29,7 @@ from mtrain.runtime.torchrun_env import read_torchrun_env
 from mtrain.train import data_parallel
 from mtrain.train import gradients as gradients_module
 from mtrain.train import trainer as trainer_module
-from mtrain.train.gradients import loss_of
-from mtrain.train.loss import LossSum
+from mtrain.train.loss import LossSum, loss_of
 from mtrain.train.trainer import Trainer
 
 PATIENCE_S = 120
@@ -216,10 +216,10 @@ def short_of_memory(arguments: list[str], rank: int, num_places: int, first: int
     """Do what the command line does; from an update on, or from the start, a rank lacks memory."""
     place, make = read_torchrun_env(), Trainer._update
 
-    def limited(model: Transformer, batch: Batch, smoothing: float) -> LossSum:
+    def limited(model: Transformer, batch: Batch, config: TrainingConfig) -> LossSum:
         if batch.num_places > num_places:
             raise MemoryError
-        return loss_of(model, batch, smoothing)
+        return loss_of(model, batch, config)
 
     def updated(trainer: Trainer, dealt: UpdateBatches) -> None:
         if trainer.state.progress.step + 1 == first and is_short:

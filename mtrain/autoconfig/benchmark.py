@@ -11,6 +11,7 @@ import torch
 
 from mtrain.autoconfig import presets
 from mtrain.autoconfig.presets import MeasuredPreset, Preset
+from mtrain.config.sections import TrainingConfig
 from mtrain.corpus.reader import Pair
 from mtrain.data.batch import Batch
 from mtrain.data.loader import in_batches
@@ -29,7 +30,6 @@ from mtrain.train.gradients import Gradients
 _MIN_S, _MIN_BATCHES = 3.0, 3  # of a measurement
 _WARMUP_BATCHES = 3  # not measured
 _MAX_TOKENS = 256  # of a side of a pair
-_LABEL_SMOOTHING = 0.1
 
 
 class Sample(NamedTuple):
@@ -75,7 +75,7 @@ def measure(
     device = pick_device(device_name)
     model = build_model(preset.model, tokenizer).to(device)
     model.compute_in(compute_dtype("auto", device))
-    gradients = Gradients(model, _LABEL_SMOOTHING, device, lambda text: None)
+    gradients = Gradients(model, TrainingConfig(), device, lambda text: None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
     num_tokens = num_batches = 0
     with closing(gradients.workers):

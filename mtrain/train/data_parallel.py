@@ -19,14 +19,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from mtrain.config.sections import TrainingConfig
 from mtrain.data.batch import Batch
 from mtrain.data.sampler import UpdateBatches
 from mtrain.errors import ConfigError, RunError
 from mtrain.model.transformer import Transformer
 from mtrain.ops import dropout
 from mtrain.runtime.process_group import ProcessGroup
-from mtrain.train.gradients import Gradients, GradientTask, is_out_of_memory, loss_of
-from mtrain.train.loss import LossSum
+from mtrain.train.gradients import Gradients, GradientTask, is_out_of_memory
+from mtrain.train.loss import LossSum, loss_of
 
 Exchange = Literal["float32", "bfloat16"]
 Result = TypeVar("Result")
@@ -35,13 +36,13 @@ Result = TypeVar("Result")
 class LossModel(nn.Module):
     """The model and its loss in one `forward`; DDP and FSDP only hook `forward`."""
 
-    def __init__(self, model: Transformer, smoothing: float) -> None:
+    def __init__(self, model: Transformer, config: TrainingConfig) -> None:
         super().__init__()
-        self.model, self.smoothing = model, smoothing
+        self.model, self.config = model, config
 
     def forward(self, batch: Batch) -> LossSum:
         """Return the loss sums of a batch, cloned because fully_shard warns about views."""
-        sums = loss_of(self.model, batch, self.smoothing)
+        sums = loss_of(self.model, batch, self.config)
         return LossSum(sums.loss.clone(), sums.nll.clone(), sums.num_tokens)
 
 
@@ -53,7 +54,7 @@ class DataParallelGradients(Gradients, ABC):
     """
 
     def __init__(self, alone: Gradients, process_group: ProcessGroup) -> None:
-        super().__init__(alone.model, alone.smoothing, alone.device, alone.say)
+        super().__init__(alone.model, alone.config, alone.device, alone.say)
         self.process_group = process_group
 
     def backward_update(self, update: UpdateBatches, scale: float = 1.0) -> list[LossSum]:
@@ -97,7 +98,7 @@ class DDPGradients(DataParallelGradients):
                 "PyTorch has no hook for it, but is 'bfloat16' instead."
             )
         self._ddp = DistributedDataParallel(
-            LossModel(self.model, self.smoothing), gradient_as_bucket_view=True
+            LossModel(self.model, self.config), gradient_as_bucket_view=True
         )
         if exchange == "bfloat16":
             self._ddp.register_comm_hook(None, bf16_compress_hook)
@@ -176,7 +177,7 @@ class FSDPGradients(DataParallelGradients):
         )
         for layer in (*alone.model.encoder, *alone.model.decoder):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
-        self._loss_model = LossModel(alone.model, alone.smoothing)
+        self._loss_model = LossModel(alone.model, alone.config)
         self._fsdp = fully_shard(self._loss_model, mesh=mesh, mp_policy=policy)  # modified in place
         super().__init__(alone, process_group)
 

@@ -12,13 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mtrain.config.sections import TrainingConfig
 from mtrain.data.batch import Batch
 from mtrain.data.sampler import UpdateBatches
 from mtrain.errors import RunError
 from mtrain.model.transformer import Transformer
 from mtrain.ops import dropout
 from mtrain.runtime.thread_pool import ThreadPool
-from mtrain.train.loss import LossSum, label_smoothed
+from mtrain.train.loss import LossSum, loss_of
 
 LEAST_TOKENS = 256  # target tokens per thread; with fewer, another thread saves no time
 INITIAL_SCALE, MAX_SCALE, GROWTH_INTERVAL = 2.0**16, 2.0**24, 2000  # of float16; in updates
@@ -56,7 +57,7 @@ class Gradients:
 
     Args:
         model: in training.
-        smoothing: label smoothing.
+        config: of the training; its settings of the loss.
         device: of the model.
         say: called with a message when a batch does not fit into memory.
     """
@@ -64,11 +65,11 @@ class Gradients:
     def __init__(
         self,
         model: Transformer,
-        smoothing: float,
+        config: TrainingConfig,
         device: torch.device,
         say: Callable[[str], None],
     ) -> None:
-        self.model, self.smoothing, self.device, self.say = model, smoothing, device, say
+        self.model, self.config, self.device, self.say = model, config, device, say
         self.parameters = list(model.parameters())
         self.workers = ThreadPool()
         self.oom_size = math.inf  # `num_places` of the smallest batch that did not fit
@@ -193,7 +194,7 @@ class Gradients:
 
     def loss(self, batch: Batch) -> LossSum:
         """Return the loss sums of a batch."""
-        return loss_of(self.model, batch, self.smoothing)
+        return loss_of(self.model, batch, self.config)
 
     def _accumulate(self, grads: tuple[Tensor, ...]) -> None:
         for parameter, grad in zip(self.parameters, grads, strict=True):
@@ -239,20 +240,6 @@ class GradScaler:
             self.scale = max(1.0, self.scale / 2)
         elif self.growth_tracker == GROWTH_INTERVAL:
             self.scale, self.growth_tracker = min(MAX_SCALE, 2 * self.scale), 0
-
-
-def loss_of(model: Transformer, batch: Batch, smoothing: float) -> LossSum:
-    """Return the loss sums of a batch under a model."""
-    states_BTD = model(batch.src_BS, batch.src_keep_BS, batch.tgt_in_BT)
-    return label_smoothed(
-        states_BTD,
-        model.output.weight,
-        batch.tgt_out_BT,
-        batch.tgt_keep_BT,
-        smoothing,
-        batch.num_tgt_tokens,
-        model.output.cross_entropy,
-    )
 
 
 def is_out_of_memory(error: Exception) -> bool:

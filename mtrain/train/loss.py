@@ -10,6 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mtrain.config.sections import TrainingConfig
+from mtrain.data.batch import Batch
+from mtrain.model.transformer import Transformer
 from mtrain.ops.cross_entropy import Formula, ProjectedCrossEntropy
 
 
@@ -19,6 +22,20 @@ class LossSum(NamedTuple):
     loss: Tensor
     nll: Tensor
     num_tokens: int
+
+
+def loss_of(model: Transformer, batch: Batch, config: TrainingConfig) -> LossSum:
+    """Return the loss sums of a batch under a model."""
+    states_BTD = model(batch.src_BS, batch.src_keep_BS, batch.tgt_in_BT)
+    return label_smoothed(
+        states_BTD,
+        model.output.weight,
+        batch.tgt_out_BT,
+        batch.tgt_keep_BT,
+        config.label_smoothing,
+        batch.num_tgt_tokens,
+        model.output.cross_entropy,
+    )
 
 
 def label_smoothed(

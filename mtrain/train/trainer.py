@@ -143,9 +143,7 @@ class Trainer:
         self.compute_dtype = device.compute_dtype(self.settings.precision, self.device)
         self.model.compute_in(self.compute_dtype)
         self.is_compiled = compile_layers(self.model, self.device, config, process_group)
-        self.gradients = Gradients(
-            self.model, self.settings.label_smoothing, self.device, self.log.say
-        )
+        self.gradients = Gradients(self.model, self.settings, self.device, self.log.say)
         if process_group.size > 1:
             from mtrain.train.data_parallel import DDPGradients, FSDPGradients
 
@@ -319,9 +317,7 @@ class Trainer:
             set_weights(model, self.state.weights(), self.run_dir.checkpoints_dir)
             translator = translator.with_models([model])
         with uncompiled(self.is_compiled):
-            loss, nll = self.valid.loss(
-                translator.model, self.settings.label_smoothing, self.process_group
-            )
+            loss, nll = self.valid.loss(translator.model, self.settings, self.process_group)
             if not math.isfinite(loss):
                 raise RunError(f"the loss on the validation set is not finite; {self._advice()}")
             hypotheses = self.valid.translations(translator)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from mtrain.config.sections import TrainingConfig
 from mtrain.data.loader import in_batches
 from mtrain.data.prepare import ParallelLines
 from mtrain.decode.pipeline import translate_lines
@@ -14,7 +15,7 @@ from mtrain.io.text_width import shortened, visible
 from mtrain.model.transformer import Transformer
 from mtrain.runtime.process_group import ProcessGroup
 from mtrain.tokenizer.sentencepiece import Tokenizer
-from mtrain.train.gradients import loss_of
+from mtrain.train.loss import loss_of
 
 _NUM_EXAMPLES = 3
 _MAX_EXAMPLE = 145  # terminal columns of an example
@@ -30,13 +31,13 @@ class ValidationSet:
 
     @torch.no_grad()
     def loss(
-        self, model: Transformer, smoothing: float, process_group: ProcessGroup
+        self, model: Transformer, config: TrainingConfig, process_group: ProcessGroup
     ) -> tuple[float, float]:
         """Return loss and nll per target token; all ranks must call it, each computes a part."""
         model.eval()
         device = model.output.weight.device
         batches = self._batches[process_group.rank :: process_group.size]
-        sums = [loss_of(model, batch.to(device), smoothing) for batch in batches]
+        sums = [loss_of(model, batch.to(device), config) for batch in batches]
         totals = [sum(float(value) for value in values) for values in zip(*sums, strict=True)]
         local = torch.tensor(totals or [0.0, 0.0, 0.0], dtype=torch.float64, device=device)
         loss, nll, num_tokens = process_group.all_reduce_sum(local).tolist()
