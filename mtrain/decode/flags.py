@@ -8,7 +8,7 @@ from mtrain.corpus.length_stats import CorpusStats
 
 _MAX_REPEATS = 3  # of a phrase in a row, before it is a loop
 _MAX_PHRASE = 8  # pieces
-_USUAL_SHARE = 0.05  # of the training pairs that are copies, from which on a copy is no flaw
+_USUAL_SHARE = 0.05  # of the training pairs that are copies, from which on a copy is not flagged
 
 
 def find_flags(
@@ -25,18 +25,20 @@ def find_flags(
         src_ids, tgt_pieces: the pieces of both sides, without bos and eos.
         profile: of the training corpus, if it is known.
     """
-    flaws = []
-    repeats = _count_repeats(tgt_pieces)
-    if repeats > _MAX_REPEATS and repeats > _count_repeats(src_ids):
-        flaws.append("loop")
+    flags = []
+    # a loop repeats a token _MAX_REPEATS times or more; most translations end here
+    if len(tgt_pieces) - len(set(tgt_pieces)) >= _MAX_REPEATS:
+        repeats = _count_repeats(tgt_pieces)
+        if repeats > _MAX_REPEATS and repeats > _count_repeats(src_ids):
+            flags.append("loop")
     if not tgt.strip():
-        flaws.append("empty")
+        flags.append("empty")
     elif tgt.strip() == src.strip():
         if profile is None or profile.share_copied < _USUAL_SHARE:
-            flaws.append("copy")
+            flags.append("copy")
     elif profile is not None and not profile.holds(len(src_ids) + 1, len(tgt_pieces) + 1):
-        flaws.append("length")
-    return flaws
+        flags.append("length")
+    return flags
 
 
 def _count_repeats(ids: Sequence[object]) -> int:

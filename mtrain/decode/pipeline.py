@@ -193,7 +193,8 @@ class LineTranslator:
         src_ids = [token for part in parts for token in part.source.ids[:-1]]
         found = find_flags(src, translation.text, src_ids, translation.pieces[:-1], self.stats)
         of_parts = (flag for part in parts for flag in part.flags)
-        return replace(translation, flags=sorted({*of_parts, *translation.flags, *found}))
+        flags = sorted({*of_parts, *translation.flags, *found})
+        return replace(translation, flags=flags) if flags else translation
 
     def _parts(
         self, numbers: Iterable[int], lines: list[str], prefixes: list[str] | None
@@ -208,15 +209,15 @@ class LineTranslator:
             parts = self._cut(number, src, ids) if src.strip() else []
             flags = self._flag_unknown(number, src) if parts else []
             for index, part in enumerate(parts):
-                # what is sampled depends on the seed, the line and the part only
-                text = f"{self.options.seed} {number} {index}"
-                digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-                source = replace(
-                    part.source,
-                    prefix=tuple(prefix) if index == 0 else (),
-                    seed=int.from_bytes(digest, "big"),
-                )
-                parts[index] = part._replace(source=source, flags=part.flags + flags)
+                part.flags.extend(flags)
+                if index == 0 and prefix:
+                    parts[0] = part._replace(source=replace(part.source, prefix=tuple(prefix)))
+                if self.options.sampling is not None:
+                    # samples depend on the seed, the line number and the part only
+                    text = f"{self.options.seed} {number} {index}"
+                    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+                    source = replace(parts[index].source, seed=int.from_bytes(digest, "big"))
+                    parts[index] = part._replace(source=source)
             parts_of.append(parts)
         return parts_of
 
@@ -240,7 +241,8 @@ class LineTranslator:
         limit, vocabulary = self.options.max_input_tokens, self.translator.tokenizer.src
         if limit is None or len(ids) <= limit:
             self._check_length(number, len(ids))
-            words = number_words(vocabulary.pieces_of(ids[:-1]))
+            with_words = self.options.with_alignment
+            words = number_words(vocabulary.pieces_of(ids[:-1])) if with_words else []
             return [LinePart(EncodedSource(ids, text=src), words, [])]
         if self.options.on_long == "error":
             raise DataError(
