@@ -160,7 +160,7 @@ def read_task(options: argparse.Namespace) -> Task:
         RunError: if the folder is no run, or its model is one that the peers cannot carry.
     """
     run = RunDir(options.run.resolve())
-    config = run.load_config()
+    config = run.config
     if not config.data.tests:
         raise RunError(f"{run.config_path}: `data.tests` must name a test set, but is empty.")
     model = config.model

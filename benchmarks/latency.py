@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--beam", type=int, default=5)
     options = parser.parse_args()
     run = RunDir(options.run)
-    name = next(iter(run.load_config().data.tests))
+    name = next(iter(run.config.data.tests))
     lines = prepare.read_test(run, name).src
     print(f"{describe_machine()}, commit {commit()}, beam {options.beam}, test set {name}")
     starts = [measure_start(options, lines[0]) for _ in range(_REPEATS)]
@@ -76,7 +76,7 @@ def measure_start(options: argparse.Namespace, line: str) -> float:
 
 def measure_sentence(run: RunDir, beam: int, line: str) -> list[float]:
     """Return the seconds of each translation of a sentence by a model that is loaded."""
-    options = replace(DecodingOptions.from_config(run.load_config()), beam=beam, with_scores=False)
+    options = replace(DecodingOptions.from_config(run.config), beam=beam, with_scores=False)
     translator = load(run, options)
     translate_lines(translator, [line])
     seconds = []

@@ -115,7 +115,7 @@ def train_together(config: Config, process_group: ProcessGroup, *, tensorboard: 
     if process_group.is_first:
         checkpoint_manager.check_unfinished(run_dir)  # before tokenizing writes anything
         finetune.check_weights(config)
-        _prepare(config)
+        _prepare(config, run_dir)
         board = Board(run_dir.board_dir) if tensorboard else None
     process_group.barrier()
     trainer.train(config, run_dir, process_group, board)
@@ -128,14 +128,14 @@ def tokenize(config: AnyConfig) -> RunDir:
     Raises:
         UserError: if the config, the corpora or the run folder must change.
     """
-    return _prepare(load_config(config))
+    config = load_config(config)
+    return _prepare(config, RunDir(Path(config.run_dir)))
 
 
-def _prepare(config: Config) -> RunDir:
+def _prepare(config: Config, run_dir: RunDir) -> RunDir:
     from mtrain.data.prepare import prepare
     from mtrain.run.logger import Stderr
 
-    run_dir = RunDir(Path(config.run_dir))
     prepare(config, run_dir, Stderr())
     return run_dir
 
@@ -170,7 +170,7 @@ def load(
     if not paths:
         raise DataError("`runs` must have a run folder, but is empty.")
     folders = [RunDir(Path(path)) for path in paths]
-    config = folders[0].load_config()
+    config = folders[0].config
     given = {"beam": beam, "length_alpha": length_alpha}
     asked = {key: value for key, value in given.items() if value is not None}
     tree = config.model_dump()

@@ -39,7 +39,7 @@ LINES = ["ba ce di", "tu", "", "fo gu ha", "lo fo", "na\u00efve \u2603 ba", "ri 
 def outputs(run: RunDir) -> dict[str, Any]:
     """Return what a run translates and scores, on a CPU."""
     loading = LoadOptions("cpu")
-    options = DecodingOptions.from_config(run.load_config())
+    options = DecodingOptions.from_config(run.config)
     greedy = load(run, replace(options, beam=1), loading)
     beam = load(run, options, loading)
     results = evaluation.evaluate(run, beam, print)

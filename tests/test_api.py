@@ -110,7 +110,7 @@ def test_what_is_no_list_of_lines_is_an_error(model: mtrain.Model, lines: Any, s
 
 
 def test_settings_are_taken_from_the_run_unless_given(trained: RunDir) -> None:
-    own = replace(DecodingOptions.from_config(trained.load_config()), with_scores=False)
+    own = replace(DecodingOptions.from_config(trained.config), with_scores=False)
     assert mtrain.load(trained.path).translator.options == own
     changed = mtrain.load([trained.path], beam=1, length_alpha=0.0, device="cpu")
     assert changed.translator.options == replace(own, beam=1, length_alpha=0.0)
@@ -183,7 +183,7 @@ def test_a_long_line_has_the_same_translation_in_validation_eval_translate_and_t
     run = RunDir(shutil.copytree(trained.path, tmp_path / "short"))
     text = run.config_path.read_text("utf-8")
     run.config_path.write_text(text.replace("max_tokens: 32", "max_tokens: 5"), encoding="utf-8")
-    config, lines = run.load_config(), read_test(run, "held_out")
+    config, lines = run.config, read_test(run, "held_out")
     with RunLog(tmp_path / "metrics.jsonl") as log:
         trainer = Trainer(config, run, log)
     weights = checkpoint.load_model(run.model_path, trainer.fingerprint)

@@ -24,7 +24,7 @@ def load(job: Job) -> Loaded:
     torch.set_num_threads(job.threads)
     run = RunDir(Path(job.run))
     options = replace(
-        DecodingOptions.from_config(run.load_config()),
+        DecodingOptions.from_config(run.config),
         beam=job.beam,
         length_alpha=job.alpha,
         max_input_tokens=None,

@@ -70,7 +70,7 @@ def evaluate(
     with joined_process_group("run it again.") as process_group:
 
         def load(run: RunDir) -> Translator:
-            decoding = DecodingOptions.from_config(run.load_config())
+            decoding = DecodingOptions.from_config(run.config)
             decoding = replace(decoding, **options.given(changes), with_scores=False)
             load_options = LoadOptions(device, precision, checkpoint, process_group)
             return translating.load(run, decoding, load_options)
@@ -90,9 +90,9 @@ def evaluate(
             reports = evaluation.evaluate_systems(plan, load, console.warn)
             console.put(as_json(reports) if json else as_text(reports), output)
         else:  # translate what the first rank translates
-            known = list(evaluation.read_tests(folders[0], folders[0].load_config(), names))
+            known = list(evaluation.read_tests(folders[0], names))
             for run in [*folders, *(RunDir(path) for path in compare or [] if path.is_dir())]:
-                texts = evaluation.read_tests(run, run.load_config(), known)
+                texts = evaluation.read_tests(run, known)
                 list(evaluation.translate_tests(run, load(run), texts, console.warn))
 
 

@@ -40,8 +40,9 @@ def plot(
     from mtrain.plot import watch as watching
     from mtrain.run.run_dir import RunDir
 
-    directory = out or run / "plots"
-    drawn = draw.draw(RunDir(run), sentence, directory, console.warn)
+    run_dir, directory = RunDir(run), out or run / "plots"
     if watch:
-        drawn = watching.watch(RunDir(run), sentence, directory, console.warn, every or 10.0)
+        drawn = watching.watch(run_dir, sentence, directory, console.warn, every or 10.0)
+    else:
+        drawn = draw.draw(run_dir, sentence, directory, console.warn)
     console.put(map(str, drawn), None)

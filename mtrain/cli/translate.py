@@ -68,7 +68,7 @@ def translate(
     console.check_outputs(output, alignments, read=[*paths, *([prefix] if prefix else [])])
     has_file = len(paths) > 1 and not paths[-1].is_dir()
     runs = [RunDir(path) for path in (paths[:-1] if has_file else paths)]
-    config, is_text = runs[0].load_config(), format_ == "text"
+    config, is_text = runs[0].config, format_ == "text"
     from mtrain.data.prepare import read_profile
     from mtrain.decode.options import DecodingOptions, Sampling
     from mtrain.decode.pipeline import BLOCK_LINES, LineTranslator

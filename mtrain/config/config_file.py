@@ -49,19 +49,19 @@ def from_tree(
 
 
 def save(config: Config, path: Path) -> None:
-    """Write `config` as YAML and the schema into the same folder; check that it loads the same.
+    """Write `config` as YAML, once it reads back the same, and the schema into the same folder.
 
     Raises:
         WriteError: if the config cannot be written.
     """
-    beside = path.with_name(f".{path.name}.tmp")
+    beside, text = path.with_name(f".{path.name}.tmp"), dump(config)
+    assert from_tree(_parse(text), str(path)) == config, f"{path}: must read back"
     try:
-        beside.write_text(json_schema.put_beside(path) + dump(config), encoding="utf-8")
+        beside.write_text(json_schema.put_beside(path) + text, encoding="utf-8")
         beside.replace(path)
     except OSError as error:
         beside.unlink(missing_ok=True)
         raise WriteError(f"{path}: cannot be written: {error.strerror}.") from None
-    assert load(path) == config, f"{path} does not read back as the config that was written"
 
 
 def dump(config: Config) -> str:

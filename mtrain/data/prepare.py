@@ -16,7 +16,6 @@ from pydantic import TypeAdapter, ValidationError
 from mtrain import __version__
 from mtrain.audit.pair_filter import PairFilter, reopen_scan, scan_corpora
 from mtrain.audit.scan import Scan
-from mtrain.config import config_file
 from mtrain.config.corpora import Corpus, corpora_of, weight_of
 from mtrain.config.sections import Config, DataConfig, TokenizerConfig
 from mtrain.corpus import dropped
@@ -128,7 +127,7 @@ def _tokenize(config: Config, run: RunDir, work_dir: Path, console: Console) -> 
         if not run.tokenizer_dir.is_dir():
             with whole_dir(run.tokenizer_dir) as tokenizer_dir:
                 tokenizer.save(tokenizer_dir)
-        config_file.save(config, run.config_path)
+        run.save_config(config)
     return num_pairs - sum(counts.values())
 
 
@@ -320,7 +319,7 @@ def _check_same_files(run: RunDir, console: Console) -> None:
 
 
 def _check_same_data(config: Config, run: RunDir) -> None:
-    old = run.load_config()
+    old = run.config
     was, now = old.training.init_from, config.training.init_from
     if was != now:
         raise RunError(

@@ -310,7 +310,7 @@ def load(
     keep_freed_memory()
     avoid_cudnn_attention()
     folders = [runs] if isinstance(runs, RunDir) else list(runs)
-    configs = [run.load_config() for run in folders]
+    configs = [run.config for run in folders]
     device = pick_device(loading.process_group.device_name(loading.device))
     tokenizers = [sentencepiece.load(run.tokenizer_dir) for run in folders]
     src_vocabularies: list[Vocabulary] = []  # the same object for models that have the same

@@ -52,7 +52,7 @@ def examine(run: RunDir, console: Console, wants_replay: bool = True) -> Iterato
     """
     parts = (run.config_path, run.tokenizer_dir, run.model_path)
     if not any(path.exists() for path in parts):
-        run.load_config()
+        run.check_exists()
     with run.left_alone():
         yield from _RunChecker(run, console, wants_replay).results()
 
@@ -97,7 +97,7 @@ class _RunChecker:
         return CheckResult(part, "FAILED", text.replace(f"{self.run.path}/", ""))
 
     def _check_config(self) -> Iterator[CheckResult | str]:
-        self.config = self.run.load_config()
+        self.config = self.run.config
         yield "reads back, nothing unknown"
 
     def _check_tokenizer(self) -> Iterator[CheckResult | str]:

@@ -103,15 +103,13 @@ class EvaluationPlan:
             raise ConfigError("`--resamples` must not be 0 beside `--compare`, but is.")
 
 
-def read_tests(
-    run: RunDir, config: Config, names: Sequence[str] | None = None
-) -> dict[str, ParallelLines]:
+def read_tests(run: RunDir, names: Sequence[str] | None = None) -> dict[str, ParallelLines]:
     """Return the text of a run's test sets, all or those that are named.
 
     Raises:
         RunError: if the run has no test sets, or not these, or their text is missing.
     """
-    known = list(config.data.tests)
+    known = list(run.config.data.tests)
     if not known:
         raise RunError(f"{run.config_path}: `data.tests` must name a test set, but is empty.")
     for name in names or []:
@@ -136,7 +134,7 @@ def evaluate(
     Raises:
         RunError: if the run has no test sets, or not these, or their text is missing.
     """
-    tests, results = read_tests(run, run.load_config(), names), []
+    tests, results = read_tests(run, names), []
     for name, hypotheses in translate_tests(run, translator, tests, warn):
         lines = tests[name]
         scores = Scorer(lines.tgt, options or ScoringOptions(), lines.src).score(hypotheses)
@@ -166,7 +164,7 @@ def reference_scores(
     The columns are the test set, the line from 1, the score, the log-probability, and the number
     of tokens, eos among them.
     """
-    for name, lines in read_tests(run, run.load_config(), names).items():
+    for name, lines in read_tests(run, names).items():
         sources = [EncodedSource(ids) for ids in translator.tokenizer.encode_src(lines.src)]
         targets = translator.tokenizer.tgt.encode(lines.tgt)
         for number, log_probs in enumerate(translator.score(sources, targets), start=1):
@@ -196,29 +194,28 @@ def evaluate_systems(
         if resolved.count(place) > 1:
             raise ConfigError(f"{path}: must be named once, but is named twice.")
     first = plan.runs[0]
-    configs = {first.path: first.load_config()}
-    tests_of = {first.path: read_tests(first, configs[first.path], plan.names)}
-    tests = tests_of[first.path]
+    tests = read_tests(first, plan.names)
+    run_of, tests_of = {run.path: run for run in plan.runs}, {first.path: tests}
     outputs: dict[str, list[SystemOutput]] = {name: [] for name in tests}
     translations = {}
     for path in paths[1:]:
         if path.is_dir():
-            configs[path] = RunDir(path).load_config()
-            tests_of[path] = read_tests(RunDir(path), configs[path], list(tests))
+            run = run_of.setdefault(path, RunDir(path))
+            tests_of[path] = read_tests(run, list(tests))
             for name, lines in tests_of[path].items():
                 _check_references(path, name, lines.tgt, plan, tests[name].tgt)
         else:
             translations[path] = _read_translations(path, tests)
     if plan.options.comet is not None:
         plan.options.comet.load()
-    for text in _differences({run.path: configs[run.path] for run in plan.runs}):
+    for text in _differences({run.path: run.config for run in plan.runs}):
         warn(text)
     for path in paths:
         if path in translations:
             (name,) = tests
             outputs[name].append(SystemOutput(str(path), translations[path]))
             continue
-        run = RunDir(path)
+        run = run_of[path]
         for name, hypotheses in translate_tests(run, load(run), tests_of[path], warn):
             outputs[name].append(SystemOutput(str(path), hypotheses))
     return [_report(name, tests[name], outputs[name], plan) for name in tests]

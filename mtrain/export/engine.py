@@ -31,7 +31,7 @@ class CTranslate2Translator:
 
     def __init__(self, run: RunDir, options: DecodingOptions, directory: Path) -> None:
         self.options, self.tokenizer = options, sentencepiece.load(run.tokenizer_dir)
-        self.max_positions = run.load_config().model.max_positions
+        self.max_positions = run.config.model.max_positions
         self._exported = CTranslate2Model(directory)
 
     def max_length(self, source: EncodedSource) -> int:
@@ -81,7 +81,7 @@ def load_ctranslate2(run: RunDir, options: DecodingOptions, say: Say) -> CTransl
                 f"`decoding.{key}` must be off for `--engine ctranslate2`, but is {value!r} "
                 "instead."
             )
-    limit = num_positions(run.load_config()) - options.max_extra_tokens - 1
+    limit = num_positions(run.config) - options.max_extra_tokens - 1
     if options.max_input_tokens is not None and options.max_input_tokens > limit:
         raise ConfigError(
             f"`--max-input-tokens` must be at most {limit} for `--engine ctranslate2`, but is "

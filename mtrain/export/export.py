@@ -104,7 +104,7 @@ def ensure(run: RunDir, say: Say) -> Path:
 
 
 def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> ExportReport:
-    config = run.load_config()
+    config = run.config
     _require_library(request)
     if request.library == "ctranslate2":
         ctranslate2.check_supported(config.model)

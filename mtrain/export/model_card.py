@@ -82,7 +82,7 @@ class Card:
 
 def ctranslate2_readme(card: Card, num_positions: int) -> list[str]:
     """Return the lines of a short page: use, limits, and the comparison with the run."""
-    config = card.run.load_config()
+    config = card.run.config
     notes = _CTRANSLATE2_NOTES.format(num_positions=num_positions)
     use = _use(_CTRANSLATE2_USE, card, config)
     return [*_head(config, "CTranslate2"), *use, "", *notes.splitlines(), *_comparison(card)]
@@ -90,7 +90,7 @@ def ctranslate2_readme(card: Card, num_positions: int) -> list[str]:
 
 def marian_readme(card: Card, num_positions: int) -> list[str]:
     """Return the lines of a model card: use, limits, sizes, data, and the comparison."""
-    config = card.run.load_config()
+    config = card.run.config
     limits = {"num_positions": num_positions, "max_length": _max_length(config)}
     return [
         *_front_matter(config),

@@ -220,7 +220,7 @@ def gather(run: RunDir, sentence: str | None) -> Pictures:
             sentence.encode()
         except UnicodeEncodeError:
             raise ConfigError("--sentence must be UTF-8 text, but is not.") from None
-    config = run.load_config()
+    config = run.config
     pictures = Pictures(config)
     skipped = pictures.skipped
     tokenizer = _read_or_skip(

@@ -95,7 +95,7 @@ def draw_progress(run: RunDir, directory: Path) -> Iterator[Path]:
     Raises:
         UserError: if nothing was logged yet, or the files cannot be written.
     """
-    curves, smoothing = read_curves(run, []), run.load_config().training.label_smoothing
+    curves, smoothing = read_curves(run, []), run.config.training.label_smoothing
     name = run.path.resolve().name
     yield from _write(Page("curves", partial(draw_curves, curves, name, smoothing)), directory)
 

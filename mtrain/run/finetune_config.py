@@ -48,13 +48,13 @@ def _begun(config: Config) -> Config | None:
     run = RunDir(Path(config.run_dir))
     if not run.config_path.is_file():
         return None
-    own = run.load_config()
+    own = run.config
     return own if own.training.init_from == config.training.init_from else None
 
 
 def _load(init_from: str, name: str) -> Config:
     try:
-        return RunDir(Path(init_from)).load_config()
+        return RunDir(Path(init_from)).config
     except RunError as error:
         raise ConfigError(f"{name}: `training.init_from`: {error}") from None
 

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from mtrain.config import config_file
@@ -150,11 +151,33 @@ class RunDir:
         except RunError:
             return True
 
-    def load_config(self) -> Config:
-        """Read the config of an existing run.
+    def save_config(self, config: Config) -> None:
+        """Write the config of the run.
+
+        Raises:
+            WriteError: if it cannot be written.
+        """
+        config_file.save(config, self.config_path)
+        self.__dict__["config"] = config  # what `config` returns from now on
+
+    @cached_property
+    def config(self) -> Config:
+        """The config of an existing run, read once by each `RunDir`.
 
         Raises:
             RunError: if this is not a run folder, or its config cannot be used.
+        """
+        self.check_exists()
+        try:
+            return config_file.load(self.config_path)
+        except ConfigError as error:
+            raise RunError(f"{error} Restore the file from the run's own copy.") from None
+
+    def check_exists(self) -> None:
+        """Check that the folder has a config.
+
+        Raises:
+            RunError: if not.
         """
         if self.path.is_file():
             raise RunError(f"{self.path}: must be a run folder, but is a file instead.")
@@ -165,7 +188,3 @@ class RunDir:
                 f"{self.path}: must be a run folder, but has no {self.config_path.name}; "
                 "`mtrain train CONFIG` makes one."
             )
-        try:
-            return config_file.load(self.config_path)
-        except ConfigError as error:
-            raise RunError(f"{error} Restore the file from the run's own copy.") from None

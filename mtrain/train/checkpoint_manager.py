@@ -123,7 +123,7 @@ def check_model_config(config: Config, run: RunDir) -> None:
     Raises:
         RunError: if `model` differs from the config saved in the run folder.
     """
-    old = run.load_config()
+    old = run.config
     if checkpoint.steps(run.checkpoints_dir) and config.model != old.model:
         changed = [key for key, value in config.model if value != getattr(old.model, key)]
         raise RunError(

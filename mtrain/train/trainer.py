@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mtrain.config import config_file
 from mtrain.config.sections import Config
 from mtrain.data import prepare
 from mtrain.data.loader import TrainingData
@@ -22,7 +21,6 @@ from mtrain.decode.options import DecodingOptions
 from mtrain.decode.translator import Translator
 from mtrain.errors import RunError, WriteError
 from mtrain.evaluate.metrics import bleu
-from mtrain.io.atomic import sha256_if_readable
 from mtrain.io.text_width import count
 from mtrain.model.transformer import num_parameters
 from mtrain.run import checkpoint
@@ -405,8 +403,9 @@ class Trainer:
     def log_header(self) -> None:
         """Log model, data, device and duration, and write the config into the run folder."""
         logger, step = self.logger, self.state.progress.step
-        logger.log_changes(self.run_dir, self.run_dir.load_config(), self.config, step)
-        config_file.save(self.config, self.run_dir.config_path)
+        logger.log_changes(self.run_dir, self.run_dir.config, self.config, step)
+        if self.run_dir.config != self.config:
+            self.run_dir.save_config(self.config)
         self.log.say(f"model    {num_parameters(self.model):,} parameters")
         num_valid = len(self.valid.lines.src)
         logger.log_data(self.run_dir, self.settings, self.data, self.tokenizer, num_valid, step)
@@ -455,7 +454,8 @@ def _check_shared(run: RunDir, process_group: ProcessGroup) -> None:
     Raises:
         RunError: naming the first rank that sees a different folder.
     """
-    local = [sha256_if_readable(run.config_path), prepare.read_marks(run)]
+    config = run.config.model_dump() if run.config_path.is_file() else None
+    local = [config, prepare.read_marks(run)]
     seen = process_group.all_gather_bytes(json.dumps(local).encode())
     for rank, message in enumerate(seen):
         if message != seen[0]:

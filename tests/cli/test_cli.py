@@ -232,7 +232,7 @@ def test_beam_and_length_alpha_are_taken_from_the_run_unless_given(
     options = ["--beam", "3", "--length-alpha", "0", "--device", "cpu", "--n-best", "2"]
     options += ["--early-stop", "--no-repeat-ngram", "4", "--batch-tokens", "99"]
     assert cli("translate", trained.path, *options, stdin=b"ba\n").code == 0
-    own = replace(DecodingOptions.from_config(trained.load_config()), with_scores=False)
+    own = replace(DecodingOptions.from_config(trained.config), with_scores=False)
     assert seen[0] == (own, load_model.LoadOptions())
     changed = replace(
         own,
@@ -325,7 +325,7 @@ def test_a_long_line_is_cut_at_the_longest_training_pair_unless_asked_otherwise(
     cli: Cli, trained: RunDir
 ) -> None:
     line = b"ba ce di fo. " * 10
-    assert trained.load_config().data.max_tokens == 32
+    assert trained.config.data.max_tokens == 32
     assert "translated in 2 parts" in cli("translate", trained.path, stdin=line).err
     whole = cli("translate", trained.path, "--max-input-tokens", "99", stdin=line)
     assert "translated whole" in whole.err
@@ -470,7 +470,7 @@ def test_set_and_run_override_the_config(cli: Cli, tmp_path: Path) -> None:
     path, run = write_task(tmp_path), RunDir(tmp_path / "other")
     outcome = cli("tokenize", path, "--set", "seed=7", "--set", "model.d_ff=8", "--run", run.path)
     assert (outcome.code, outcome.out) == (0, b"")
-    config = run.load_config()
+    config = run.config
     assert (config.seed, config.model.d_ff, config.run_dir) == (7, 8, str(run.path))
     assert not (tmp_path / "run").exists()
 

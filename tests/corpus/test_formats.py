@@ -158,7 +158,7 @@ def test_every_form_gives_the_run_folder_that_plain_files_give(
     runs = [RunDir(tmp_path / name / "run") for name in ("plain", "other")]
     assert stored(runs[0]) == stored(runs[1])
     config = config_file.load(other)
-    assert runs[1].load_config() == config
+    assert runs[1].config == config
     marked = set(prepare.read_marks(runs[1]))
     assert marked == {path for own in corpora(config) for path in formats.paths_of(own)}
     assert all(Path(path).is_file() for path in marked) and marked

@@ -78,7 +78,7 @@ def test_a_run_folder_holds_tokenizer_data_and_the_whole_config(tmp_path: Path, 
     ]
     parts = {"config.yaml", "config.schema.json", "tokenizer", "data"}
     assert {path.name for path in run.path.iterdir()} == parts
-    assert run.load_config() == config_file.load(tmp_path / "config.yaml")
+    assert run.config == config_file.load(tmp_path / "config.yaml")
     lines = prepare.read_test(run, "held_out")
     assert list(zip(*lines, strict=True)) == copy_task(40, 3)
     assert list(zip(*prepare.read_valid(run), strict=True)) == copy_task(12, 2)

@@ -280,7 +280,7 @@ def test_a_translation_has_at_most_the_pieces_of_its_source_and_a_few(
 
     monkeypatch.setattr(sentencepiece.Vocabulary, "decode", decode)
     torch.manual_seed(1)
-    model = load_model.build_model(trained.load_config().model, translator.tokenizer)
+    model = load_model.build_model(trained.config.model, translator.tokenizer)
     with torch.no_grad():
         model.output.weight[translator.tokenizer.tgt.eos] = -model.output.weight.sum(0)
     lines = ["ba", "ba ce di fo gu"]
@@ -312,7 +312,7 @@ def test_a_greedy_translation_is_the_best_piece_at_every_place(translator: Trans
 def test_a_model_in_training_mode_translates_without_dropout(
     trained: RunDir, translator: Translator
 ) -> None:
-    config = trained.load_config().model.model_copy(update={"dropout": 0.5})
+    config = trained.config.model.model_copy(update={"dropout": 0.5})
     model = load_model.build_model(config, translator.tokenizer)
     load_model.set_weights(model, dict(translator.model.named_parameters()), trained.model_path)
     model.train()
@@ -489,7 +489,7 @@ def test_weights_that_are_laid_out_translate_like_those_that_are_not(
 ) -> None:
     """However they are searched; a prefix asks for the probabilities of single pieces."""
     laid_out = translator_module.load(trained, loading=LoadOptions("cpu"))
-    plain = load_model.build_model(trained.load_config().model, laid_out.tokenizer)
+    plain = load_model.build_model(trained.config.model, laid_out.tokenizer)
     plain.load_state_dict(laid_out.model.state_dict())
     given = sources(laid_out)
     given[:5] = [replace(source, prefix=(7, 9)) for source in given[:5]]
@@ -519,7 +519,7 @@ def test_bfloat16_translates_like_float32(trained: RunDir, translator: Translato
 
 
 def test_weights_that_are_no_numbers_are_an_error(trained: RunDir, translator: Translator) -> None:
-    model = load_model.build_model(trained.load_config().model, translator.tokenizer)
+    model = load_model.build_model(trained.config.model, translator.tokenizer)
     with torch.no_grad():
         model.output.weight.fill_(torch.nan)
     broken = Translator([model], translator.tokenizer, translator.options, translator.device)

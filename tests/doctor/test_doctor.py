@@ -736,7 +736,7 @@ def test_the_bar_goes_from_one_checkpoint_to_the_other(
         RunLog, "advance", lambda log, spent, *_: shares.append(log._bar_position(spent))
     )
     found = checkpoint.steps(run.checkpoints_dir)
-    replay.replay(run.load_config(), run, replay.Span(8, 12, found[8], found[12]))
+    replay.replay(run.config, run, replay.Span(8, 12, found[8], found[12]))
     assert shares == pytest.approx([0.5, 1.0])
 
 

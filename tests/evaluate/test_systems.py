@@ -229,7 +229,7 @@ def test_systems_that_cannot_be_compared_are_refused_before_anything_is_translat
     fewer = changed("fewer", src=SOURCES[:3], tgt=SOURCES[:3]).path
     other = changed("other", tgt=[*SOURCES[:6], "other", *SOURCES[7:]]).path
     upper = changed("upper", tgt=[*SOURCES[:6], SOURCES[6].upper(), *SOURCES[7:]]).path
-    tests = noisy.load_config().data.model_dump()["tests"]
+    tests = noisy.config.data.model_dump()["tests"]
     renamed = changed("renamed", data__tests={"dev": tests["held_out"]}).path
     differs = f"must have the references of 'held_out' that {run} has, but line 7 is another"
     for options, said in [

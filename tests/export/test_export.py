@@ -720,7 +720,7 @@ def test_the_card_tells_languages_data_and_sizes(
 
 
 def test_a_language_whose_code_is_a_word_of_yaml_is_still_a_code(noisy: RunDir) -> None:
-    config = noisy.load_config()
+    config = noisy.config
     data = config.data.model_copy(update={"src_lang": "no", "tgt_lang": "x-klingon"})
     front = model_card._front_matter(config.model_copy(update={"data": data}))
     (tree, _) = yaml.safe_load_all("\n".join(front))
@@ -739,7 +739,7 @@ def test_the_card_names_corpora_of_every_kind(tmp_path: Path) -> None:
 
 
 def test_a_name_breaks_no_table_of_the_card(trained: RunDir) -> None:
-    config = trained.load_config()
+    config = trained.config
     data = config.data.model_copy(update={"valid": TsvCorpus(tsv=["a|b\nc.tsv"])})
     card = model_card.Card(trained, sentencepiece.load(trained.tokenizer_dir), 1, "ba", [])
     rows = model_card._data(card, config.model_copy(update={"data": data}))

@@ -125,7 +125,7 @@ def test_a_line_longer_than_the_learned_positions_is_translated_with_a_warning(
     train: Any, cli: Cli
 ) -> None:
     run, _ = train("learned")
-    limit = run.load_config().model.max_positions
+    limit = run.config.model.max_positions
     long = "The old farmer is tired. " * 20
     num_tokens = len(load(run, loading=LoadOptions("cpu")).tokenizer.encode_src([long])[0])
     assert limit is not None and num_tokens > limit

@@ -168,7 +168,7 @@ def test_without_a_record_of_what_was_chosen_the_best_validation_is_marked(
 def test_the_attention_of_the_first_encoder_layer_is_that_of_plain_arithmetic(
     run: RunDir, attention: collect.AttentionPicture
 ) -> None:
-    model, vocabulary = run.load_config().model, sentencepiece.load(run.tokenizer_dir)
+    model, vocabulary = run.config.model, sentencepiece.load(run.tokenizer_dir)
     weights = {name: w.double().numpy() for name, w in load_file(run.model_path).items()}
     (name,) = (name for name in weights if name.endswith("_embedding.weight"))
     (ids,), width = vocabulary.encode_src([SENTENCE]), model.d_model // model.num_heads
@@ -242,7 +242,7 @@ def test_without_a_sentence_one_of_the_validation_set_is_taken_and_named(
 def test_products_of_sinusoids_depend_on_the_distance_alone(
     run: RunDir, found: collect.Pictures
 ) -> None:
-    (table,), width = found.positions, run.load_config().model.d_model
+    (table,), width = found.positions, run.config.model.d_model
     spread = table.products_by_distance()
     for distance in range(len(table.table)):
         cosines = [math.cos(distance / 10_000 ** (2 * i / width)) for i in range(width // 2)]
@@ -303,7 +303,7 @@ def test_the_masks_are_those_of_the_most_padded_batch(found: collect.Pictures) -
 
 
 def test_the_batches_are_the_plan_of_the_first_epoch(run: RunDir, found: collect.Pictures) -> None:
-    config, vocabulary = run.load_config(), sentencepiece.load(run.tokenizer_dir)
+    config, vocabulary = run.config, sentencepiece.load(run.tokenizer_dir)
     data = TrainingData(run.data_dir, vocabulary, config.seed)
     plan, batches = data.plan(config.training.batch_tokens), found.batches
     assert batches is not None
@@ -318,7 +318,7 @@ def test_of_a_long_epoch_the_beginning_is_drawn(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, found: collect.Pictures
 ) -> None:
     monkeypatch.setattr(collect, "_MAX_BATCHES", 3)
-    config, vocabulary = run.load_config(), sentencepiece.load(run.tokenizer_dir)
+    config, vocabulary = run.config, sentencepiece.load(run.tokenizer_dir)
     batches = collect.read_batches(run, config, vocabulary)
     assert found.batches is not None
     assert batches.sizes == found.batches.sizes[:3]

@@ -45,8 +45,8 @@ def test_it_begins_with_the_weights_the_tokenizer_and_the_sizes_of_the_other_run
 ) -> None:
     config = mtrain.load_config(tuned(base, tmp_path))
     assert (config.model, config.tokenizer) == (
-        base.load_config().model,
-        base.load_config().tokenizer,
+        base.config.model,
+        base.config.tokenizer,
     )
     run = prepared(config)
     model = (run.tokenizer_dir / "shared.model").read_bytes()
@@ -75,7 +75,7 @@ def test_what_is_learned_stays_and_the_model_card_says_where_it_began(
     assert f"weights  those of {base.model_path}\n" in outcome.err
     assert f"tokenizer: bpe, 290 shared pieces, those of {base.path}\n" in outcome.err
     run = RunDir(tmp_path / "run")
-    assert run.load_config().model == base.load_config().model.model_copy(update={"dropout": 0.0})
+    assert run.config.model == base.config.model.model_copy(update={"dropout": 0.0})
     some = ["ba ce", "di fo gu"]
     ours, theirs = mtrain.load(run.path).translator, mtrain.load(base.path).translator
     assert translate_lines(ours, some) == translate_lines(theirs, some)

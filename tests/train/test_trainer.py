@@ -519,7 +519,7 @@ def test_raising_the_target_goes_on_as_if_it_had_been_higher_from_the_start(
     train(source, longer, run=str(run.path))
     assert weights(run) == weights(whole)
     assert timeless(run) == timeless(whole)
-    assert run.load_config().training.max_steps == 16
+    assert run.config.training.max_steps == 16
 
 
 def test_a_stop_after_the_last_update_of_a_higher_target_does_not_leave_the_old_weights(
@@ -544,7 +544,7 @@ def test_what_changed_in_the_config_is_said_and_kept(
 ) -> None:
     run = RunDir(tmp_path / "run")
     shutil.copytree(straight.path, run.path)
-    config = run.load_config()
+    config = run.config
     settings = config.training.model_copy(update={"max_steps": 14, "betas": [0.9, 0.99]})
     changed = config.model_copy(update={"training": settings, "seed": 2})
     trainer_module.train(changed, run)
@@ -575,7 +575,7 @@ def test_corpora_that_changed_are_kept_on_record_once(
     train(source, "training.max_steps=8")
     lines = [line for line in metrics(run) if "changed_corpora" in line]
     assert [line["step"] for line in lines] == [2, 6]
-    assert set(run.load_config().data.train.src) == {str(path)}
+    assert set(run.config.data.train.src) == {str(path)}
     assert [line["step"] for line in step_lines(run)] == [2, 4, 6, 8]
 
 
@@ -839,7 +839,7 @@ def test_another_model_is_welcome_before_there_are_checkpoints(
 ) -> None:
     prepared(config_file.load(source, run_dir=str(tmp_path / "run")))
     run = train(source, "model.d_ff=64", "training.max_steps=1", run=str(tmp_path / "run"))
-    assert run.load_config().model.d_ff == 64
+    assert run.config.model.d_ff == 64
 
 
 def test_a_device_that_is_not_there_is_refused(cli: Cli, source: Path, tmp_path: Path) -> None:

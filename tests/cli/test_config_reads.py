@@ -1,0 +1,71 @@
+"""The config of a run is read once by each command, and handed on."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Cli
+
+from mtrain.run.run_dir import RunDir
+
+opened: list[str] | None = None  # paths, while a test listens
+
+
+def listen(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open" and opened is not None and isinstance(arguments[0], str):
+        opened.append(arguments[0])
+
+
+sys.addaudithook(listen)  # cannot be removed
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    paths: list[str] = []
+    monkeypatch.setattr(sys.modules[__name__], "opened", paths)
+    return paths
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["translate", "RUN", "line"],
+        ["translate", "RUN", "line", "--engine", "ctranslate2"],
+        ["eval", "RUN", "--details"],
+        ["eval", "RUN", "--score"],
+        ["eval", "OTHER", "--compare", "RUN"],
+        ["plot", "RUN", "--out", "plots"],
+        ["export", "RUN", "new", "--to", "ctranslate2"],
+        ["export", "RUN", "new", "--to", "huggingface"],
+        ["doctor", "RUN", "--no-replay"],
+        ["train", "config.yaml"],
+        ["tokenize", "config.yaml"],
+    ],
+    ids=lambda arguments: " ".join(arguments),
+)
+def test_each_command_reads_the_config_of_a_run_once(
+    arguments: list[str],
+    cli: Cli,
+    trained: RunDir,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reads: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run, other = tmp_path / "run", tmp_path / "other"
+    for path in (run, other):
+        shutil.copytree(trained.path, path)
+    text = (run / "config.yaml").read_text("utf-8").replace(str(trained.path), str(run))
+    Path("config.yaml").write_text(text, "utf-8")
+    Path("line").write_text("ba ce\n", "utf-8")
+    given = {"RUN": str(run), "OTHER": str(other)}
+    if arguments[0] == "train":  # go on with it
+        arguments = [*arguments, "--set", "training.max_steps=502"]
+    reads.clear()
+    outcome = cli(*(given.get(word, word) for word in arguments))
+    assert outcome.code == 0, outcome.err
+    assert reads.count(str(run / "config.yaml")) == 1
