@@ -20,8 +20,8 @@ from operations import Sizes, Tokens, flop
 from peers.ceiling import gflops
 
 from mtrain.config import config_file
+from mtrain.data.batch import UpdateBatches
 from mtrain.data.prepare import prepare
-from mtrain.data.sampler import UpdateBatches
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime import device

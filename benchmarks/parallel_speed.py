@@ -19,14 +19,12 @@ from machine import commit, describe_machine
 
 from mtrain.config import config_file
 from mtrain.config.sections import Config
-from mtrain.data.batch import Batch
+from mtrain.data.batch import Batch, Position
 from mtrain.data.prepare import prepare
-from mtrain.data.sampler import Position
 from mtrain.run.logger import NullLogger, Stderr
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime import device
-from mtrain.runtime.process_group import SINGLE, ProcessGroup
-from mtrain.runtime.torchrun_env import read_torchrun_env
+from mtrain.runtime.process_group import SINGLE, ProcessGroup, read_torchrun_env
 from mtrain.train.loss import LossSum
 from mtrain.train.trainer import Trainer
 

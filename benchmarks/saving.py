@@ -12,8 +12,8 @@ from statistics import median
 from machine import commit, describe_machine
 
 from mtrain.config import config_file
+from mtrain.data.batch import Position
 from mtrain.data.prepare import prepare
-from mtrain.data.sampler import Position
 from mtrain.run import checkpoint
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir

@@ -29,8 +29,8 @@ from machine import commit, describe_machine
 
 from mtrain.data import arrow_shards
 from mtrain.data.arrow_shards import SHARD_PAIRS, CorpusEntry, EncodedBlock, Manifest, Shard
+from mtrain.data.batch import Position
 from mtrain.data.loader import TrainingData
-from mtrain.data.sampler import Position
 from mtrain.io.lines import read_lines
 from mtrain.tokenizer import sentencepiece
 

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 from mtrain.config import config_file
 from mtrain.config.sections import Config
 from mtrain.errors import DataError
-from mtrain.run import finetune_config
+from mtrain.run import finetune
+from mtrain.run.logger import Board, check_installed
 from mtrain.run.run_dir import RunDir
-from mtrain.run.tensorboard import Board, check_installed
 from mtrain.runtime.process_group import SINGLE, ProcessGroup
-from mtrain.train import finetune
 
 if TYPE_CHECKING:
     from mtrain.corpus.length_stats import CorpusStats
@@ -81,11 +80,11 @@ def load_config(
     """
     own_dir = None if run_dir is None else os.fspath(run_dir)
     if isinstance(config, str | os.PathLike):
-        return finetune_config.complete_config(
+        return finetune.complete_config(
             config_file.load(Path(config), overrides, own_dir), str(config)
         )
     tree = config.model_dump(exclude_unset=True) if isinstance(config, Config) else config
-    return finetune_config.complete_config(
+    return finetune.complete_config(
         config_file.from_tree(tree, "config", overrides, own_dir), "config"
     )
 

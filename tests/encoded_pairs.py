@@ -18,9 +18,8 @@ from mtrain.data.arrow_shards import (
     write_blocks,
     write_manifest,
 )
-from mtrain.data.batch import Batch
+from mtrain.data.batch import Batch, Position
 from mtrain.data.loader import TrainingData
-from mtrain.data.sampler import Position
 
 BATCH_TOKENS = 64
 

@@ -636,21 +636,21 @@ SEARCH = [
     ),
     Mutation(
         "ensembles mean logits",
-        "mtrain/decode/ensemble.py",
+        "mtrain/decode/translator.py",
         "torch.stack([own.log_softmax(-1) for own in logits])",
         "torch.stack([own for own in logits])",
         "tests/decode/test_ensemble.py",
     ),
     Mutation(
         "only one model of an ensemble is reordered",
-        "mtrain/decode/ensemble.py",
+        "mtrain/decode/translator.py",
         "        for state in self.states:\n            state.reorder(rows_N)\n",
         "        self.states[0].reorder(rows_N)\n",
         "tests/decode/test_ensemble.py",
     ),
     Mutation(
         "only one model of an ensemble hears who joins",
-        "mtrain/decode/ensemble.py",
+        "mtrain/decode/translator.py",
         "zip(self.states, other.states, strict=True):\n            state.admit(new)\n",
         "zip(self.states[:1], other.states[:1], strict=True):\n            state.admit(new)\n",
         "tests/decode/test_ensemble.py",
@@ -793,7 +793,7 @@ TEXT = [
     ),
     Mutation(
         "budget looks at sources alone",
-        "mtrain/data/sampler.py",
+        "mtrain/data/batch.py",
         "longer = np.maximum(src_lengths, tgt_lengths)",
         "longer = src_lengths",
         "tests/data/test_loader.py",

@@ -18,14 +18,12 @@ from safetensors.torch import save_file
 from mtrain.cli.main import main
 from mtrain.config import config_file
 from mtrain.config.sections import TrainingConfig
-from mtrain.data.batch import Batch
-from mtrain.data.sampler import UpdateBatches
+from mtrain.data.batch import Batch, UpdateBatches
 from mtrain.model.transformer import Transformer
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime import torch_process_group
-from mtrain.runtime.process_group import ProcessGroup
-from mtrain.runtime.torchrun_env import read_torchrun_env
+from mtrain.runtime.process_group import ProcessGroup, read_torchrun_env
 from mtrain.train import data_parallel
 from mtrain.train import gradients as gradients_module
 from mtrain.train import trainer as trainer_module

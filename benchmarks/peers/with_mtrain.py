@@ -16,8 +16,8 @@ from mtrain import __version__
 from mtrain.config import config_file
 from mtrain.config.sections import Config
 from mtrain.data import prepare
+from mtrain.data.batch import MicroBatchSplit, Position, UpdateBatches
 from mtrain.data.loader import TrainingData
-from mtrain.data.sampler import MicroBatchSplit, Position, UpdateBatches
 from mtrain.run.logger import Stderr
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece

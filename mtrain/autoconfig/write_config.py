@@ -18,7 +18,8 @@ from mtrain.autoconfig import benchmark, presets, split
 from mtrain.autoconfig.benchmark import Sample
 from mtrain.autoconfig.presets import MeasuredPreset, TrainingPlan
 from mtrain.autoconfig.split import CorpusOverview
-from mtrain.config import config_file, json_schema
+from mtrain.config import config_file
+from mtrain.config.config_file import put_beside
 from mtrain.config.corpora import FilesCorpus
 from mtrain.config.sections import TokenizerConfig
 from mtrain.corpus.reader import Pair, count_pairs
@@ -127,7 +128,7 @@ def init(
     choice = _choose(request, overview, drawn, console, set_status)
     set_status("writing")
     _write_held_out(request, new, drawn)
-    schema_line = json_schema.put_beside(request.config_path).rstrip("\n")
+    schema_line = put_beside(request.config_path).rstrip("\n")
     write_lines(request.config_path, [schema_line, *_config_lines(request, sets, choice)])
     config_file.load(request.config_path)
     held_out = [

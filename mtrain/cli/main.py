@@ -22,8 +22,8 @@ from mtrain.cli.tokenize import tokenize
 from mtrain.cli.train import train
 from mtrain.cli.translate import translate
 from mtrain.errors import UserError
+from mtrain.runtime.process_group import read_torchrun_env
 from mtrain.runtime.signals import unwind_when_stopped
-from mtrain.runtime.torchrun_env import read_torchrun_env
 
 app = typer.Typer(
     help="Train a translator from parallel text, and measure it.",

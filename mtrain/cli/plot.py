@@ -37,12 +37,11 @@ def plot(
     if find_spec("matplotlib") is None:
         raise ConfigError("`mtrain plot` must have matplotlib: pip install 'mtrain[plot]' adds it.")
     from mtrain.plot import draw
-    from mtrain.plot import watch as watching
     from mtrain.run.run_dir import RunDir
 
     run_dir, directory = RunDir(run), out or run / "plots"
     if watch:
-        drawn = watching.watch(run_dir, sentence, directory, console.warn, every or 10.0)
+        drawn = draw.watch(run_dir, sentence, directory, console.warn, every or 10.0)
     else:
         drawn = draw.draw(run_dir, sentence, directory, console.warn)
     console.put(map(str, drawn), None)

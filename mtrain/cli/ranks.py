@@ -18,8 +18,7 @@ from typing import TextIO
 from mtrain.cli import console
 from mtrain.errors import ConfigError, LostError, UserError
 from mtrain.io.text_width import fitted
-from mtrain.runtime.process_group import SINGLE, ProcessGroup
-from mtrain.runtime.torchrun_env import read_torchrun_env
+from mtrain.runtime.process_group import SINGLE, ProcessGroup, read_torchrun_env
 
 
 def _rank_prefix() -> str:

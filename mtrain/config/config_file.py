@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import json
 import re
 from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
@@ -13,7 +14,6 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from mtrain.config import json_schema
 from mtrain.config.corpora import FORMS, MIXTURE, Section
 from mtrain.config.sections import Config, Tree, format_value
 from mtrain.errors import ConfigError, WriteError
@@ -57,7 +57,7 @@ def save(config: Config, path: Path) -> None:
     beside, text = path.with_name(f".{path.name}.tmp"), dump(config)
     assert from_tree(_parse(text), str(path)) == config, f"{path}: must read back"
     try:
-        beside.write_text(json_schema.put_beside(path) + text, encoding="utf-8")
+        beside.write_text(put_beside(path) + text, encoding="utf-8")
         beside.replace(path)
     except OSError as error:
         beside.unlink(missing_ok=True)
@@ -295,3 +295,44 @@ def _all_keys(section: type[Section], prefix: str) -> list[str]:
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             keys += _all_keys(field.annotation, f"{prefix}{name}.")
     return keys
+
+
+SCHEMA_FILE = "config.schema.json"
+HEAD = f"# yaml-language-server: $schema={SCHEMA_FILE}\n"  # the first line of a config
+
+
+def schema() -> str:
+    """Return the JSON schema of `Config` without pydantic's titles, which repeat the keys."""
+    tree = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A config of mtrain",
+        **_untitled(Config.model_json_schema()),
+    }
+    return json.dumps(tree, indent=1) + "\n"
+
+
+def _untitled(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {
+            key: _untitled(value)
+            for key, value in node.items()
+            if key != "title" or not isinstance(value, str)  # a config key `title` is a mapping
+        }
+    return [_untitled(item) for item in node] if isinstance(node, list) else node
+
+
+def put_beside(config_path: Path) -> str:
+    """Write the schema into a config's folder, and return the config's first line.
+
+    Raises:
+        OSError: if the schema cannot be written.
+    """
+    path, text = config_path.with_name(SCHEMA_FILE), schema().encode()
+    if not path.is_file() or path.read_bytes() != text:
+        beside = path.with_name(f".{path.name}.tmp")
+        try:
+            beside.write_bytes(text)
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+    return HEAD

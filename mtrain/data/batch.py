@@ -1,18 +1,22 @@
-"""A batch of encoded pairs: padded ids, keep-masks, token counts.
+"""Batches of encoded pairs: how pairs are grouped, padded, and assigned to ranks.
 
 Shapes: B batch, S source length, T target length.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from mtrain.data.arrow_shards import Lengths
 
 Ids = Sequence[int] | npt.NDArray[np.int32]
 
@@ -100,3 +104,127 @@ def keep_first(lengths: Sequence[int]) -> Tensor:
     """Return a bool mask (B, longest length), True at the first `lengths[i]` positions of row i."""
     lengths_B = torch.tensor(lengths)
     return torch.arange(max(lengths)) < lengths_B[:, None]
+
+
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Position:
+    """The next micro-batch to read: batch `batch` of epoch `epoch`, both from 0.
+
+    A window's batches are numbered from the number of pairs in the windows before it, so that the
+    number alone identifies the window.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+
+
+class MicroBatch(NamedTuple):
+    """One forward and backward of one rank.
+
+    Attributes:
+        batch: the pairs.
+        counts: False if its gradients are discarded: a dummy for a rank that gets no rows of a
+            small batch, but must take part in the collectives.
+    """
+
+    batch: Batch
+    counts: bool = True
+
+
+class MicroBatchSplit(NamedTuple):
+    """How the batches of an update are split into the micro-batches of all ranks.
+
+    Each batch is cut into the smallest number of parts that makes the total divisible by the number
+    of ranks; the parts are assigned round-robin. The pairs of an update do not depend on the number
+    of ranks.
+    """
+
+    num_batches: int
+    rank: int = 0
+    num_ranks: int = 1
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts of a batch."""
+        return self.num_ranks // math.gcd(self.num_batches, self.num_ranks)
+
+    @property
+    def num_shares(self) -> int:
+        """Number of micro-batches of an update, over all ranks."""
+        return self.num_batches * self.num_parts
+
+    def of_rank(self) -> list[tuple[int, int]]:
+        """Return (batch number, part number) of each micro-batch of this rank."""
+        numbers = range(self.rank, self.num_shares, self.num_ranks)
+        return [divmod(number, self.num_parts) for number in numbers]
+
+
+class UpdateBatches(NamedTuple):
+    """One rank's micro-batches of an update.
+
+    Attributes:
+        shares: the micro-batches of the rank.
+        num_tokens: target tokens of the whole update, over all ranks.
+        after: the position after the update.
+        deal: the split of the update over ranks.
+    """
+
+    shares: list[MicroBatch]
+    num_tokens: int
+    after: Position
+    deal: MicroBatchSplit
+
+
+def single_rank_update(batches: Sequence[Batch], after: Position = Position()) -> UpdateBatches:
+    """Return an update of a single rank, with one micro-batch per batch."""
+    num_tokens = sum(batch.num_tgt_tokens for batch in batches)
+    return UpdateBatches(
+        [MicroBatch(batch) for batch in batches], num_tokens, after, MicroBatchSplit(len(batches))
+    )
+
+
+class EpochPlan(NamedTuple):
+    """The number of batches of an epoch, and the fraction of positions that are padding."""
+
+    num_batches: int
+    padding: float
+
+
+def plan_batches(
+    src_lengths: Lengths, tgt_lengths: Lengths, batch_tokens: int, rng: np.random.Generator
+) -> list[Indices]:
+    """Return the rows of batches of similar length, in random order.
+
+    A batch's rows times its longest side, source or target, is at most `batch_tokens`; a longer
+    pair is a batch by itself. Pairs are sorted by the length of the longer side, then by source
+    minus target length, in alternating direction, so that the shorter sides are similar, too.
+    """
+    longer = np.maximum(src_lengths, tgt_lengths)
+    difference = np.where(longer % 2, src_lengths - tgt_lengths, tgt_lengths - src_lengths)
+    shuffled = rng.permutation(len(longer))
+    by_length = shuffled[np.lexsort((difference[shuffled], longer[shuffled]))]
+    ordered = longer[by_length]
+    ends = np.append(np.flatnonzero(np.diff(ordered)) + 1, len(ordered))
+    batches = np.split(by_length, batch_cuts(ordered[ends - 1], ends, batch_tokens))
+    return [batches[index] for index in rng.permutation(len(batches))]
+
+
+def batch_cuts(lengths: npt.NDArray[np.integer], ends: Indices, batch_tokens: int) -> list[int]:
+    """Return the indices at which pairs, sorted by length, are cut into batches.
+
+    Args:
+        lengths: the distinct lengths, ascending.
+        ends: for each, the number of pairs of at most this length.
+        batch_tokens: the budget of a batch.
+    """
+    cuts: list[int] = []
+    first = begin = 0  # of the batch, and of the pairs of a length
+    for length, end in zip(lengths.tolist(), ends.tolist(), strict=True):
+        max_rows = max(1, batch_tokens // max(1, length))
+        new_cuts = range(max(begin, first + max_rows), end, max_rows)
+        cuts += new_cuts
+        first, begin = new_cuts[-1] if new_cuts else first, end
+    return cuts

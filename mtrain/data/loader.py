@@ -15,9 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from mtrain.data.arrow_shards import Lengths, ShardSet, ShardTable
-from mtrain.data.batch import Batch, collate
-from mtrain.data.mixture import Mixture, MixtureCorpus, RowSelection
-from mtrain.data.sampler import (
+from mtrain.data.batch import (
+    Batch,
     EpochPlan,
     Indices,
     MicroBatch,
@@ -25,8 +24,10 @@ from mtrain.data.sampler import (
     Position,
     UpdateBatches,
     batch_cuts,
+    collate,
     plan_batches,
 )
+from mtrain.data.mixture import Mixture, MixtureCorpus, RowSelection
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
 WINDOW_PAIRS = 1 << 19  # shuffled together

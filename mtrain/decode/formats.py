@@ -5,9 +5,58 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from mtrain.decode.alignment import Link
+from torch import Tensor
+
+from mtrain.corpus.length_stats import CorpusStats
+
+_SPACE = "\u2581"  # as SentencePiece writes it
+
+
+class Link(NamedTuple):
+    """A source word and a target word that belong together, counted from 0."""
+
+    src: int
+    tgt: int
+
+
+def align_words(weights_TS: Tensor, src_words: Sequence[int], tgt: Sequence[str]) -> list[Link]:
+    """Link each target word to the source word that it attends to most.
+
+    Args:
+        weights_TS: what each target piece gives to each source piece, [T, S] or larger.
+        src_words: which word each source piece belongs to.
+        tgt: the target pieces, as SentencePiece writes them.
+    """
+    tgt_words = number_words(tgt)
+    if not src_words or all(piece == _SPACE for piece in tgt):
+        return []
+    first = min(src_words)
+    by_word = weights_TS.new_zeros((tgt_words[-1] + 1, max(src_words) - first + 1))
+    for place, word in enumerate(tgt_words):
+        own = weights_TS[place, : len(src_words)]
+        by_word[word].index_add_(0, own.new_tensor(src_words).long() - first, own)
+    return [Link(first + int(src_word), word) for word, src_word in enumerate(by_word.argmax(1))]
+
+
+def number_words(pieces: Sequence[str]) -> list[int]:
+    """Return which word each piece belongs to; a piece with a leading space begins one.
+
+    Pieces that are a space alone belong to the word that follows, or at the end to the last one.
+    """
+    words, word, is_open = [], 0, False
+    for piece in pieces:
+        if piece.startswith(_SPACE) and is_open:
+            word, is_open = word + 1, False
+        is_open = is_open or piece != _SPACE
+        words.append(word)
+    last = word if is_open else max(word - 1, 0)
+    return [min(word, last) for word in words]
+
+
+pass
+
 
 Format = Literal["text", "tsv", "jsonl"]
 
@@ -114,3 +163,49 @@ def _as_tree(line: TranslatedLine, num_best: int) -> dict[str, Any]:
 def as_pharaoh(links: Sequence[Link] | None) -> str:
     """Write an alignment as `source-target` pairs of words, counted from 0."""
     return " ".join(f"{link.src}-{link.tgt}" for link in links or [])
+
+
+_MAX_REPEATS = 3  # of a phrase in a row, before it is a loop
+_MAX_PHRASE = 8  # pieces
+_USUAL_SHARE = 0.05  # of the training pairs that are copies, from which on a copy is not flagged
+
+
+def find_flags(
+    src: str,
+    tgt: str,
+    src_ids: Sequence[int],
+    tgt_pieces: Sequence[str],
+    profile: CorpusStats | None,
+) -> list[str]:
+    """Name what looks wrong about a translation.
+
+    Args:
+        src, tgt: the text of both sides.
+        src_ids, tgt_pieces: the pieces of both sides, without bos and eos.
+        profile: of the training corpus, if it is known.
+    """
+    flags = []
+    # a loop repeats a token _MAX_REPEATS times or more; most translations end here
+    if len(tgt_pieces) - len(set(tgt_pieces)) >= _MAX_REPEATS:
+        repeats = _count_repeats(tgt_pieces)
+        if repeats > _MAX_REPEATS and repeats > _count_repeats(src_ids):
+            flags.append("loop")
+    if not tgt.strip():
+        flags.append("empty")
+    elif tgt.strip() == src.strip():
+        if profile is None or profile.share_copied < _USUAL_SHARE:
+            flags.append("copy")
+    elif profile is not None and not profile.holds(len(src_ids) + 1, len(tgt_pieces) + 1):
+        flags.append("length")
+    return flags
+
+
+def _count_repeats(ids: Sequence[object]) -> int:
+    """Count how often a phrase stands in a row, at most."""
+    most = 1 if ids else 0
+    for size in range(1, min(_MAX_PHRASE, len(ids) // 2) + 1):
+        same = 0
+        for place in range(size, len(ids)):
+            same = same + 1 if ids[place] == ids[place - size] else 0
+            most = max(most, 1 + same // size)
+    return most

@@ -15,10 +15,17 @@ from typing import Protocol
 from torch import Tensor
 
 from mtrain.corpus.length_stats import CorpusStats
-from mtrain.decode.alignment import Link, align_words, number_words
 from mtrain.decode.beam import Hypothesis
-from mtrain.decode.flags import find_flags
-from mtrain.decode.formats import NOTHING, TranslatedLine, Translation, join
+from mtrain.decode.formats import (
+    NOTHING,
+    Link,
+    TranslatedLine,
+    Translation,
+    align_words,
+    find_flags,
+    join,
+    number_words,
+)
 from mtrain.decode.options import DecodingOptions
 from mtrain.decode.split_long import LinePart, split_line
 from mtrain.decode.translator import EncodedSource

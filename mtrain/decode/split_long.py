@@ -6,7 +6,7 @@ import re
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from mtrain.decode.alignment import number_words
+from mtrain.decode.formats import number_words
 from mtrain.decode.translator import EncodedSource
 from mtrain.tokenizer.sentencepiece import Vocabulary
 

@@ -8,7 +8,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from mtrain.config import config_file, json_schema
+from mtrain.config import config_file
+from mtrain.config.config_file import HEAD, put_beside
 from mtrain.data.prepare import prepare
 from mtrain.decode import translator
 from mtrain.decode.pipeline import Warn
@@ -49,7 +50,7 @@ training:
 
 def config_text(corpus: str, run_dir: str) -> str:
     """Return the YAML text of the demo's config."""
-    return _CONFIG.format(corpus=_escape(corpus), run_dir=_escape(run_dir), head=json_schema.HEAD)
+    return _CONFIG.format(corpus=_escape(corpus), run_dir=_escape(run_dir), head=HEAD)
 
 
 def _escape(path: str) -> str:
@@ -82,7 +83,7 @@ def demo(directory: Path, console: Console) -> None:
     if not config_path.is_file():
         with whole_file(config_path) as partial_path:
             partial_path.write_text(config_text(str(corpus), str(directory)), encoding="utf-8")
-            json_schema.put_beside(config_path)
+            put_beside(config_path)
     config, run = config_file.load(config_path), RunDir(directory)
     prepare(config, run, console)
     if run.model_path.exists():

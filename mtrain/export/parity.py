@@ -13,9 +13,8 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from mtrain.data.prepare import ParallelLines
-from mtrain.decode.ensemble import Ensemble, EnsembleState, Padded
 from mtrain.decode.options import DecodingOptions
-from mtrain.decode.translator import EncodedSource, Translator
+from mtrain.decode.translator import EncodedSource, Ensemble, EnsembleState, Padded, Translator
 
 Ids = list[list[int]]
 

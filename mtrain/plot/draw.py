@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import cycle
 from pathlib import Path
+from time import sleep
 from typing import Any, NamedTuple
 
 import matplotlib.style
@@ -21,6 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from mtrain.errors import UserError
 from mtrain.io.atomic import whole_file
 from mtrain.plot import heatmaps
 from mtrain.plot.collect import (
@@ -408,3 +410,50 @@ def _draw_sizes(axes: Axes, batches: Batches) -> None:
     axes.margins(x=0.01)
     name = "batch (number, shortest sentences first)"
     _name(axes, "Tokens and padding of each batch", name, "tokens of both sides")
+
+
+def watch(
+    run: RunDir,
+    sentence: str | None,
+    directory: Path,
+    warn: Callable[[str], None],
+    every_s: float,
+) -> Iterator[Path]:
+    """Draw all, the curves whenever more was logged, and all again when the training ends.
+
+    Args:
+        run: the run folder.
+        sentence: the one whose attention is drawn; None takes a validation sentence.
+        directory: of the pictures.
+        warn: called with each warning.
+        every_s: seconds between two looks at the log.
+
+    Yields:
+        The path of each file once it is written.
+
+    Raises:
+        UserError: if no process is training and nothing can be drawn, or on a failed write.
+    """
+    if not run.is_locked():
+        warn(f"nobody is training in {run.path}; it is drawn once.")
+        yield from draw(run, sentence, directory, warn)
+        return
+    size = _size(run)
+    try:
+        yield from draw(run, sentence, directory, warn)
+    except UserError as error:
+        warn(f"{error} It is tried again when more was logged.")
+    while run.is_locked():
+        sleep(every_s)
+        new_size = _size(run)
+        if new_size != size and run.is_locked():
+            size = new_size
+            try:
+                yield from draw_progress(run, directory)
+            except UserError as error:
+                warn(str(error))
+    yield from draw(run, sentence, directory, warn)
+
+
+def _size(run: RunDir) -> int:
+    return run.metrics_path.stat().st_size if run.metrics_path.exists() else 0

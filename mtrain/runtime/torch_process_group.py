@@ -17,8 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mtrain.errors import ConfigError, LostError
-from mtrain.runtime.process_group import ProcessGroup
-from mtrain.runtime.torchrun_env import TorchrunEnv
+from mtrain.runtime.process_group import ProcessGroup, TorchrunEnv
 
 # A rank that dies is noticed at once, when its connections close; this is for a machine that
 # vanishes without closing any.

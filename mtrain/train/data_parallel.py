@@ -20,8 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from mtrain.config.sections import TrainingConfig
-from mtrain.data.batch import Batch
-from mtrain.data.sampler import UpdateBatches
+from mtrain.data.batch import Batch, UpdateBatches
 from mtrain.errors import ConfigError, RunError
 from mtrain.model.transformer import Transformer
 from mtrain.ops import dropout

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from mtrain.config.sections import TrainingConfig
-from mtrain.data.batch import Batch
-from mtrain.data.sampler import UpdateBatches
+from mtrain.data.batch import Batch, UpdateBatches
 from mtrain.errors import RunError
 from mtrain.model.transformer import Transformer
 from mtrain.ops import dropout

@@ -14,8 +14,8 @@ from mtrain.config.sections import Config, TrainingConfig
 from mtrain.corpus import dropped
 from mtrain.corpus.reader import changed_files
 from mtrain.data import prepare
+from mtrain.data.batch import MicroBatchSplit
 from mtrain.data.loader import TrainingData
-from mtrain.data.sampler import MicroBatchSplit
 from mtrain.io.text_width import count
 from mtrain.ops import native
 from mtrain.run.checkpoint import Progress

@@ -15,26 +15,24 @@ from torch import Tensor
 
 from mtrain.config.sections import Config
 from mtrain.data import prepare
+from mtrain.data.batch import MicroBatchSplit, Position, UpdateBatches
 from mtrain.data.loader import TrainingData
-from mtrain.data.sampler import MicroBatchSplit, Position, UpdateBatches
 from mtrain.decode.options import DecodingOptions
 from mtrain.decode.translator import Translator
 from mtrain.errors import RunError, WriteError
 from mtrain.evaluate.metrics import bleu
 from mtrain.io.text_width import count
 from mtrain.model.transformer import num_parameters
-from mtrain.run import checkpoint
+from mtrain.run import checkpoint, finetune
 from mtrain.run.checkpoint import Environment, FinalWeightsInfo
 from mtrain.run.load_model import build_model, set_weights
-from mtrain.run.logger import NullLogger, RunLog
+from mtrain.run.logger import Board, NullLogger, RunLog
 from mtrain.run.run_dir import RunDir
-from mtrain.run.tensorboard import Board
 from mtrain.runtime import device
 from mtrain.runtime.prefetch import read_ahead
 from mtrain.runtime.process_group import SINGLE, ProcessGroup
 from mtrain.runtime.signals import STOPPING, Signals, Stopped
 from mtrain.tokenizer import sentencepiece
-from mtrain.train import finetune
 from mtrain.train.checkpoint_manager import (
     CheckpointManager,
     check_model_config,

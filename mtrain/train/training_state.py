@@ -8,7 +8,7 @@ import torch
 
 from mtrain import __version__
 from mtrain.config.sections import TrainingConfig
-from mtrain.data.sampler import Position
+from mtrain.data.batch import Position
 from mtrain.errors import RunError
 from mtrain.model.transformer import Transformer
 from mtrain.ops import native

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from tasks import REPOSITORY, Tree, tiny_tree, write_task
 
-from mtrain.config import json_schema
+from mtrain.config import config_file
 from mtrain.config.config_file import load, save
 from mtrain.config.sections import CLEAN, Config
 
 HEAD = re.compile(r"# yaml-language-server: \$schema=(\S+)\n")
-SCHEMA = REPOSITORY / "configs" / json_schema.SCHEMA_FILE
+SCHEMA = REPOSITORY / "configs" / config_file.SCHEMA_FILE
 SHIPPED = sorted((REPOSITORY / "configs").rglob("*.yaml"))
 
 
@@ -25,7 +25,7 @@ def named_by(path: Path) -> Path:
 
 def test_the_schema_beside_the_shipped_configs_is_that_of_the_config() -> None:
     command = "from mtrain.config import json_schema; print(json_schema.schema(), end='')"
-    is_same = SCHEMA.read_text(encoding="utf-8") == json_schema.schema()
+    is_same = SCHEMA.read_text(encoding="utf-8") == config_file.schema()
     assert is_same, f'python -c "{command}" > configs/{SCHEMA.name}'
 
 
@@ -49,7 +49,7 @@ def test_a_config_that_is_written_names_the_schema_beside_it(tmp_path: Path) -> 
     config = load(write_task(tmp_path))
     save(config, saved)
     copy = named_by(saved)
-    assert copy == saved.with_name(json_schema.SCHEMA_FILE)
+    assert copy == saved.with_name(config_file.SCHEMA_FILE)
     assert copy.read_bytes() == SCHEMA.read_bytes()
     copy.write_bytes(b"of an older mtrain")
     save(config, saved)

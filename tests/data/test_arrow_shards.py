@@ -25,8 +25,8 @@ from encoded_pairs import (
 
 from mtrain.data import arrow_shards, loader
 from mtrain.data.arrow_shards import ShardSet
+from mtrain.data.batch import Position
 from mtrain.data.loader import TrainingData, check_pairs, read_src
-from mtrain.data.sampler import Position
 from mtrain.errors import RunError
 
 WINDOW_PAIRS = 37

@@ -27,8 +27,7 @@ from encoded_pairs import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtrain.data.batch import Batch
-from mtrain.data.sampler import Position, plan_batches
+from mtrain.data.batch import Batch, Position, plan_batches
 from mtrain.errors import RunError
 
 

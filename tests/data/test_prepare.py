@@ -20,8 +20,8 @@ from mtrain.corpus import reader
 from mtrain.corpus.length_stats import CorpusStats
 from mtrain.corpus.reader import FileMark
 from mtrain.data import prepare
+from mtrain.data.batch import Position
 from mtrain.data.loader import TrainingData
-from mtrain.data.sampler import Position
 from mtrain.errors import ConfigError, DataError, RunError, UserError
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece

@@ -6,8 +6,8 @@ from builders import Prefixes, left_keep, model_config, transformer
 from torch import Tensor
 
 from mtrain.decode.beam import Constraints, Hypothesis, RequestGroup, beam
-from mtrain.decode.ensemble import Ensemble, EnsembleState, Padded
 from mtrain.decode.options import DecodingOptions
+from mtrain.decode.translator import Ensemble, EnsembleState, Padded
 from mtrain.model.transformer import Transformer
 
 SAME = {"rtol": 1e-9, "atol": 1e-11}

@@ -7,9 +7,18 @@ import pytest
 import torch
 
 from mtrain.corpus.length_stats import CorpusStats
-from mtrain.decode.alignment import Link, align_words, number_words
-from mtrain.decode.flags import find_flags
-from mtrain.decode.formats import NOTHING, TranslatedLine, Translation, as_pharaoh, join, write
+from mtrain.decode.formats import (
+    NOTHING,
+    Link,
+    TranslatedLine,
+    Translation,
+    align_words,
+    as_pharaoh,
+    find_flags,
+    join,
+    number_words,
+    write,
+)
 
 USUAL = CorpusStats(longest_src=20, least_ratio=0.5, most_ratio=2.0, share_copied=0.0)
 

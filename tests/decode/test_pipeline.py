@@ -15,9 +15,8 @@ from tasks import WORDS, copy_task
 
 from mtrain.config.sections import TokenizerConfig
 from mtrain.corpus.length_stats import CorpusStats
-from mtrain.decode.alignment import Link
 from mtrain.decode.beam import Hypothesis
-from mtrain.decode.formats import TranslatedLine
+from mtrain.decode.formats import Link, TranslatedLine
 from mtrain.decode.options import DecodingOptions, Sampling
 from mtrain.decode.pipeline import LineTranslator, Warn, translate_lines
 from mtrain.decode.split_long import split_line

@@ -15,7 +15,7 @@ import pytest
 from conftest import Cli
 from tasks import write_task
 
-from mtrain.plot import watch
+from mtrain.plot import draw
 from mtrain.run.run_dir import RunDir
 
 CURVES = ["curves.png", "curves.svg"]
@@ -37,8 +37,8 @@ def watched(
     with ExitStack() as training:
         training.enter_context(run.locked())
         coming = iter([*events, training.close])
-        monkeypatch.setattr(watch, "sleep", lambda seconds: next(coming)())
-        drawn = watch.watch(run, None, run.path / "plots", lambda text: None, 1.0)
+        monkeypatch.setattr(draw, "sleep", lambda seconds: next(coming)())
+        drawn = draw.watch(run, None, run.path / "plots", lambda text: None, 1.0)
         return [path.name for path in drawn]
 
 

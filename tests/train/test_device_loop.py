@@ -20,7 +20,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from mtrain.config import config_file
 from mtrain.config.sections import ModelConfig
-from mtrain.data.sampler import Position, UpdateBatches
+from mtrain.data.batch import Position, UpdateBatches
 from mtrain.model.transformer import Transformer
 from mtrain.ops import cross_entropy
 from mtrain.run import checkpoint

@@ -27,8 +27,8 @@ from safetensors.torch import load_file
 from tasks import prepared, reverse_task, train, write_task
 
 from mtrain.config import config_file
+from mtrain.data.batch import MicroBatchSplit, Position, UpdateBatches
 from mtrain.data.loader import TrainingData
-from mtrain.data.sampler import MicroBatchSplit, Position, UpdateBatches
 from mtrain.errors import RunError
 from mtrain.run import checkpoint
 from mtrain.run.run_dir import RunDir

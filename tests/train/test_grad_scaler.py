@@ -7,7 +7,7 @@ from conftest import Cli
 from tasks import prepared, reverse_task, write_task
 
 from mtrain.config import config_file
-from mtrain.data.sampler import Position, single_rank_update
+from mtrain.data.batch import Position, single_rank_update
 from mtrain.run import checkpoint
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mtrain.config.config_file import load
 from mtrain.config.sections import TrainingConfig
-from mtrain.data.sampler import Position, single_rank_update
+from mtrain.data.batch import Position, single_rank_update
 from mtrain.run.logger import RunLog
 from mtrain.train.schedule import learning_rate, noam
 from mtrain.train.trainer import Trainer

@@ -24,8 +24,7 @@ from tasks import prepared, reverse_task, stop_at, train, write_task
 
 from mtrain.cli.main import main
 from mtrain.config import config_file
-from mtrain.data.batch import Batch, collate
-from mtrain.data.sampler import UpdateBatches, single_rank_update
+from mtrain.data.batch import Batch, UpdateBatches, collate, single_rank_update
 from mtrain.errors import RunError
 from mtrain.ops import native
 from mtrain.run import checkpoint
