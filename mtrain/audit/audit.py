@@ -68,7 +68,7 @@ class MixedSummary:
 
     name: str
     num_pairs: int
-    left_out: dict[str, int]
+    num_dropped: dict[str, int]
     share: float
 
 
@@ -79,7 +79,7 @@ class CorpusSummary:
     Attributes:
         name: of the corpus.
         num_pairs: without rows that are no pair.
-        left_out: how many of them training drops, by reason; without a tokenizer, those over
+        num_dropped: how many of them training drops, by reason; without a tokenizer, those over
             `data.max_tokens` are unknown.
         coverage: of source and target, if there is a tokenizer.
         mixture: its corpora, if it is a mixture.
@@ -87,7 +87,7 @@ class CorpusSummary:
 
     name: str
     num_pairs: int
-    left_out: dict[str, int]
+    num_dropped: dict[str, int]
     coverage: list[Coverage] = field(default_factory=list)
     mixture: list[MixedSummary] = field(default_factory=list)
 
@@ -349,10 +349,10 @@ def _all_dropped_findings(summary: CorpusSummary) -> Iterator[AuditFinding]:
     """Yield the corpora of which training keeps no pair."""
     corpora: Sequence[CorpusSummary | MixedSummary] = summary.mixture or [summary]
     for corpus in corpora:
-        if 0 < corpus.num_pairs == sum(corpus.left_out.values()):
-            what = f"all pairs of {corpus.name} are left out: {format_counts(corpus.left_out)}"
-            advice = f"Change {format_remedy(corpus.left_out)}; training refuses the corpus."
-            yield _of_file(summary.name, "all-left-out", Severity.ERROR, what, advice)
+        if 0 < corpus.num_pairs == sum(corpus.num_dropped.values()):
+            what = f"all pairs of {corpus.name} are dropped: {format_counts(corpus.num_dropped)}"
+            advice = f"Change {format_remedy(corpus.num_dropped)}; training refuses the corpus."
+            yield _of_file(summary.name, "all-dropped", Severity.ERROR, what, advice)
 
 
 def _notes_findings(corpus: str, notes: FileNotes) -> Iterator[AuditFinding]:
@@ -400,12 +400,12 @@ def _mixture(
     sizes = Counter({corpus.name: 0 for corpus in mixed})
     for part in train.reader.parts:
         sizes[part.corpus or ""] += part.num_pairs - part.num_faults
-    left_out = [dict(dropped.get(corpus.name, {})) for corpus in mixed]
+    counts_of = [dict(dropped.get(corpus.name, {})) for corpus in mixed]
     weights = [
         weight_of(sizes[corpus.name] - sum(counts.values()), corpus.weight, config.data.temperature)
-        for corpus, counts in zip(mixed, left_out, strict=True)
+        for corpus, counts in zip(mixed, counts_of, strict=True)
     ]
     return [
         MixedSummary(corpus.name, sizes[corpus.name], counts, weight / (sum(weights) or 1.0))
-        for corpus, counts, weight in zip(mixed, left_out, weights, strict=True)
+        for corpus, counts, weight in zip(mixed, counts_of, weights, strict=True)
     ]

@@ -24,10 +24,8 @@ def as_text(report: AuditReport, directory: Path) -> Iterator[str]:
     for summary in report.corpora:
         yield from _wrapped(_format_summary(summary), "")
         for part in summary.mixture:
-            left_out = f"left out {format_counts(part.left_out)}"
-            text = (
-                f"{part.name}: {part.num_pairs:,} pairs, {left_out}; {part.share:.1%} of an epoch"
-            )
+            dropped = f"dropped {format_counts(part.num_dropped)}"
+            text = f"{part.name}: {part.num_pairs:,} pairs, {dropped}; {part.share:.1%} of an epoch"
             yield from _wrapped(text, "  ")
     if report.corpora[0].coverage:
         yield ""
@@ -60,7 +58,7 @@ def _format_summary(summary: CorpusSummary) -> str:
     text = f"{summary.name}: {summary.num_pairs:,} pair{'s' * (summary.num_pairs != 1)}"
     if summary.name != "train":
         return text
-    text += f"; training leaves out {format_counts(summary.left_out)}"
+    text += f"; training drops {format_counts(summary.num_dropped)}"
     return text if summary.coverage else f"{text}, and what is over `data.max_tokens`"
 
 

@@ -222,7 +222,7 @@ RULES = [
     Rule(
         "held-out",
         "pairs with a sentence of the validation or test sets",
-        "Before you publish a score, delete those that `data.clean` does not leave out.",
+        "Before you publish a score, delete those that `data.clean` does not drop.",
         on_pairs(lambda pairs, profile: pairs.is_held),
         Feature.HASH | Feature.KEY,
         usual_share=None,
@@ -286,7 +286,7 @@ RULES = [
     Rule(
         "long-line",
         f"lines of more than {_LONG_CHARS:,} characters",
-        "Split them into sentences; training leaves out what exceeds `data.max_tokens`.",
+        "Split them into sentences; training drops what exceeds `data.max_tokens`.",
         on_lines(lambda lines: lines["chars"] > _LONG_CHARS),
         usual_share=0.01,
     ),

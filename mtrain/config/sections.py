@@ -66,7 +66,7 @@ class DataConfig(Section):
         for name in names:
             if name == "max-tokens":
                 raise ValueError(
-                    "need not name 'max-tokens': pairs over `data.max_tokens` are always left out"
+                    "need not name 'max-tokens': pairs over `data.max_tokens` are always dropped"
                 )
             if name not in CLEAN:
                 near = difflib.get_close_matches(name, CLEAN, n=1)

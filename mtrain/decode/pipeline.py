@@ -257,7 +257,7 @@ class LineTranslator:
                 "instead; `--on-long split` or `--on-long truncate` takes it."
             )
         if self.options.on_long == "truncate":
-            text = f"has {len(ids):,} tokens; all after the first {limit - 1:,} are left out."
+            text = f"has {len(ids):,} tokens; all after the first {limit - 1:,} are dropped."
             self.warnings.add("cut off", number, text)
             pieces = vocabulary.pieces(src)[: limit - 1]
             source = EncodedSource([*ids[: limit - 1], ids[-1]], text=vocabulary.text_of(pieces))

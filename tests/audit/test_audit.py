@@ -372,10 +372,10 @@ def test_with_a_tokenizer_its_pieces_are_judged_too(cli: Cli, tmp_path: Path) ->
     assert [entry["line"] for entry in found["valid.unknown-piece"]["examples"]] == [12]
     assert found["valid.unknown-piece"]["severity"] == "warning"
     train, valid, _ = report["corpora"]
-    assert (train["num_pairs"], train["left_out"]) == (300, {"max-tokens": 1})
+    assert (train["num_pairs"], train["num_dropped"]) == (300, {"max-tokens": 1})
     assert valid["coverage"][0]["unknown_share"] > 0 == valid["coverage"][1]["unknown_share"]
     page = cli("check", config).out.decode()
-    assert page.startswith("train: 300 pairs; training leaves out 1 (max-tokens 1)\n")
+    assert page.startswith("train: 300 pairs; training drops 1 (max-tokens 1)\n")
 
 
 def test_memory_grows_by_less_than_sixteen_bytes_a_pair(

@@ -1,4 +1,4 @@
-"""What is left out of a training is what the rules of the audit find, and all of it is listed."""
+"""What is dropped from a training is what the rules of the audit find, and all of it is listed."""
 
 import gzip
 import json
@@ -25,8 +25,8 @@ from mtrain.run.run_dir import RunDir
 DEMO = REPOSITORY / "data" / "demo"
 
 
-def left_out(config: Config, directory: Path, num_pairs: int) -> dict[str, list[int]]:
-    """Return the lines, from 1, that are left out of the training, by reason."""
+def dropped_lines(config: Config, directory: Path, num_pairs: int) -> dict[str, list[int]]:
+    """Return the lines, from 1, that are dropped from the training, by reason."""
     assert scan_corpora(config.data, directory)[-1].reader.num_pairs == num_pairs
     pair_filter = PairFilter(config.data, reopen_scan(config.data, directory, num_pairs))
     reasons = pair_filter.reasons(0, num_pairs)
@@ -81,7 +81,7 @@ def test_a_rule_leaves_out_what_the_check_lists(
     if name == "blank-side":
         expected["blank-pair"] = lists["train.blank-pair"]
     assert len(expected[name]) >= 4
-    assert left_out(config, tmp_path, len(planted.train)) == expected
+    assert dropped_lines(config, tmp_path, len(planted.train)) == expected
 
 
 def test_features_that_no_rule_reads_are_not_computed(
@@ -97,7 +97,7 @@ def test_features_that_no_rule_reads_are_not_computed(
     assert config.data.clean == ["blank-side", "held-out-pair"]
     names = ("blank-pair", "blank-side", "held-out-pair")
     expected = {name: lists[f"train.{name}"] for name in names}
-    found = left_out(config, tmp_path, len(planted.train))
+    found = dropped_lines(config, tmp_path, len(planted.train))
     assert {name: found[name] for name in names} == expected
 
 
@@ -109,7 +109,7 @@ def test_a_pair_with_many_faults_has_one_reason(tmp_path: Path) -> None:
     tree["data"]["valid"] = write_corpus(tmp_path, "valid", [pairs[3]])
     tree["data"]["clean"] = ["repeated-pair", "held-out-pair"]
     config = config_file.load(write_config(tmp_path / "config.yaml", tree))
-    found = left_out(config, tmp_path, 200)
+    found = dropped_lines(config, tmp_path, 200)
     assert {4, 151} <= set(found["held-out-pair"])
     lines = [line for own in found.values() for line in own]
     assert len(lines) == len(set(lines))
@@ -123,19 +123,19 @@ def test_check_foretells_what_training_leaves_out(cli: Cli, tmp_path: Path) -> N
     tree["data"]["valid"] = write_corpus(tmp_path, "valid", [*copy_task(11, 2), pairs[20]])
     tree["data"]["clean"] = ["blank-side", "held-out-pair", "repeated-pair"]
     config = write_config(tmp_path / "config.yaml", tree)
-    before = json.loads(cli("check", config, "--json").out)["corpora"][0]["left_out"]
+    before = json.loads(cli("check", config, "--json").out)["corpora"][0]["num_dropped"]
     assert "and what is over `data.max_tokens`" in cli("check", config).out.decode()
     assert cli("tokenize", config).code == 0
     after = json.loads(cli("check", config, "--json").out)["corpora"]
     counts = prepare.read_counts(RunDir(tmp_path / "run"))
-    assert after[0]["left_out"] == counts == before | {"max-tokens": 1}
+    assert after[0]["num_dropped"] == counts == before | {"max-tokens": 1}
     assert min(counts.values()) > 0
-    assert after[1]["left_out"] == {}
+    assert after[1]["num_dropped"] == {}
     reasons = [entry["reason"] for entry in entries(RunDir(tmp_path / "run"))]
     assert Counter(reasons) == counts
     why = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
     page = " ".join(cli("check", config).out.decode().split())
-    assert f"train: 200 pairs; training leaves out {len(reasons)} ({why})" in page
+    assert f"train: 200 pairs; training drops {len(reasons)} ({why})" in page
 
 
 @pytest.mark.parametrize("reason", ["held-out-pair", "max-tokens"])
@@ -152,7 +152,7 @@ def test_check_refuses_a_corpus_of_which_training_has_nothing_left(
     assert outcome.code == 2
     page = " ".join(outcome.out.decode().split())
     assert (
-        f"error train: all pairs of train are left out: 200 ({reason} 200) Change the text or "
+        f"error train: all pairs of train are dropped: 200 ({reason} 200) Change the text or "
         f"{key}; training refuses the corpus."
     ) in page
     tree["run_dir"] = str(tmp_path / "other")
@@ -160,7 +160,7 @@ def test_check_refuses_a_corpus_of_which_training_has_nothing_left(
     assert f"but all are dropped: 200 ({reason} 200); change the text or {key}." in said
 
 
-def test_nothing_but_what_is_too_long_is_left_out_if_nothing_is_named(tmp_path: Path) -> None:
+def test_nothing_but_what_is_too_long_is_dropped_if_nothing_is_named(tmp_path: Path) -> None:
     tree = tiny_tree(tmp_path)
     pairs = copy_task(200, 1)
     pairs[7], pairs[9] = Pair("", "ba"), Pair("", "ba " * 40)
@@ -170,7 +170,7 @@ def test_nothing_but_what_is_too_long_is_left_out_if_nothing_is_named(tmp_path: 
     assert [(entry["line"], entry["reason"]) for entry in entries(run)] == [(10, "max-tokens")]
 
 
-def test_the_tokenizer_learns_nothing_from_pairs_that_are_left_out(tmp_path: Path) -> None:
+def test_the_tokenizer_learns_nothing_from_pairs_that_are_dropped_lines(tmp_path: Path) -> None:
     tree = tiny_tree(tmp_path)
     odd = Pair("ба це", "ба це")
     tree["data"]["train"] = write_corpus(tmp_path, "train", [*copy_task(200, 1), odd])
@@ -192,7 +192,7 @@ def test_the_list_of_the_same_dropped_pairs_is_the_same_file(tmp_path: Path) -> 
     assert len(raw) == 1
 
 
-def test_the_start_of_a_training_says_what_was_left_out_once(cli: Cli, tmp_path: Path) -> None:
+def test_the_start_of_a_training_says_what_was_dropped_once(cli: Cli, tmp_path: Path) -> None:
     tree = tiny_tree(tmp_path)
     tree["data"]["train"] = write_corpus(tmp_path, "train", [*copy_task(200, 1), Pair("", "ba")])
     tree["training"]["max_steps"] = 4
@@ -213,7 +213,7 @@ def test_the_start_of_a_training_says_what_was_left_out_once(cli: Cli, tmp_path:
         ("[tab]", f"must name kinds of pairs, but has 'tab' instead; known are {', '.join(CLEAN)}"),
         (
             "[blank-side, max-tokens]",
-            "need not name 'max-tokens': pairs over `data.max_tokens` are always left out",
+            "need not name 'max-tokens': pairs over `data.max_tokens` are always dropped",
         ),
     ],
 )
@@ -229,7 +229,7 @@ def test_an_unknown_kind_of_pair_is_an_error_that_names_the_nearest(
 def test_the_default_leaves_out_of_the_demo_what_is_held_out(tmp_path: Path) -> None:
     config = config_file.load(REPOSITORY / "configs" / "demo.yaml")
     assert config.data.clean == ["blank-side", "held-out-pair"]
-    assert left_out(config, tmp_path, 20_000) == {}
+    assert dropped_lines(config, tmp_path, 20_000) == {}
 
 
 @needs_multi30k
@@ -241,4 +241,4 @@ def test_the_default_leaves_out_of_multi30k_what_is_held_out(tmp_path: Path) -> 
     tree["data"] |= {"train": named("train"), "valid": named("val")}
     tree["data"]["tests"] = {"flickr2016": named("test_2016_flickr")}
     config = config_file.load(write_config(tmp_path / "config.yaml", tree))
-    assert left_out(config, tmp_path, 29_000) == {}
+    assert dropped_lines(config, tmp_path, 29_000) == {}

@@ -393,7 +393,7 @@ def test_a_row_that_is_no_pair_is_counted_as_that_alone(cli: Cli, tmp_path: Path
     outcome = cli("check", write_config(tmp_path / "config.yaml", tree), "--json")
     report = json.loads(outcome.out)
     (train,) = (own for own in report["corpora"] if own["name"] == "train")
-    assert (train["num_pairs"], train["left_out"]["blank-pair"]) == (199, 1)
+    assert (train["num_pairs"], train["num_dropped"]["blank-pair"]) == (199, 1)
     assert train["mixture"][0]["num_pairs"] == 199
     findings = {found["name"]: found for found in report["findings"]}
     assert "rows that are no pair: 1" in findings["faulty-row"]["what"]

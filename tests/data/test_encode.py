@@ -38,7 +38,7 @@ CALLS = ("fsync", "replace", "link", "unlink", "rmdir")  # what changes the disk
 
 
 def corpus(count: int, seed: int) -> list[Pair]:
-    """Pairs of which every seventh is left out."""
+    """Pairs of which every seventh is dropped."""
     pairs = reverse_task(count, seed)
     return [Pair("", own.tgt) if place % 7 == 3 else own for place, own in enumerate(pairs)]
 
@@ -354,8 +354,8 @@ def test_check_finds_the_corpus_of_a_mixture_of_which_nothing_is_left(
     outcome = cli("check", write_config(tmp_path / "config.yaml", tree), "--json")
     assert outcome.code == 2
     (found,) = [own for own in json.loads(outcome.out)["findings"] if own["severity"] == "error"]
-    assert (found["corpus"], found["name"]) == ("train", "all-left-out")
-    assert found["what"] == "all pairs of data.train[2] are left out: 1 (blank-side 1)"
+    assert (found["corpus"], found["name"]) == ("train", "all-dropped")
+    assert found["what"] == "all pairs of data.train[2] are dropped: 1 (blank-side 1)"
 
 
 def test_check_says_what_becomes_of_each_corpus(cli: Cli, tmp_path: Path, tree: Tree) -> None:
@@ -363,9 +363,9 @@ def test_check_says_what_becomes_of_each_corpus(cli: Cli, tmp_path: Path, tree: 
     source = write_config(tmp_path / "config.yaml", tree)
     outcome = cli("check", source)
     assert outcome.lines[2:5] == [
-        "  data.train[0]: 120 pairs, left out 0; 25.0% of an epoch",
-        "  data.train[1]: 50 pairs, left out 7 (blank-side 7); 25.0% of an epoch",
-        "  data.train[2]: 9 pairs, left out 1 (blank-side 1); 50.0% of an epoch",
+        "  data.train[0]: 120 pairs, dropped 0; 25.0% of an epoch",
+        "  data.train[1]: 50 pairs, dropped 7 (blank-side 7); 25.0% of an epoch",
+        "  data.train[2]: 9 pairs, dropped 1 (blank-side 1); 50.0% of an epoch",
     ]
     lists = (RunDir(Path(tree["run_dir"])).check_dir / "train.blank-side.jsonl").read_text("utf-8")
     corpora = [json.loads(line)["corpus"] for line in lists.splitlines()]

@@ -105,7 +105,7 @@ def test_pairs_stay_aligned_through_several_files_gzip_and_drops(
     assert stored_pairs(run) == sorted([*copy_task(200, 1), *kept])
 
 
-def test_pairs_left_out_are_counted_and_listed_with_file_line_and_reason(
+def test_dropped_pairs_are_counted_and_listed_with_file_line_and_reason(
     tmp_path: Path, tree: Tree
 ) -> None:
     pairs = copy_task(200, 1)

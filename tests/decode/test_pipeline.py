@@ -382,7 +382,7 @@ def test_truncate_translates_the_beginning_and_says_so(translator: Translator) -
     found = cut(translator, "ba ce di fo gu", 4, "truncate", said.append)
     assert found.best[0].text == translate_lines(translator, ["ba ce di"])[0]
     assert found.best[0].flags == ["truncated"]
-    assert said == ["line 1: has 6 tokens; all after the first 3 are left out."]
+    assert said == ["line 1: has 6 tokens; all after the first 3 are dropped."]
 
 
 def test_error_stops_at_the_line(translator: Translator) -> None:

@@ -154,7 +154,7 @@ def test_what_a_run_says_fits_a_terminal_of_80_columns_and_stays_whole_elsewhere
     cli: Cli, tmp_path: Path
 ) -> None:
     tree = tiny_tree(tmp_path)
-    tree["data"]["max_tokens"] = 16  # some pairs are left out, and where they are listed is said
+    tree["data"]["max_tokens"] = 16  # some pairs are dropped, and where they are listed is said
     config = write_config(tmp_path / "config.yaml", tree)
     said = cli("train", config, "--run", tmp_path / "one").err.splitlines()
     code, text = sent_to_a_terminal("train", config, "--run", tmp_path / "two")
