@@ -89,7 +89,7 @@ def make(trainer: Trainer, updates: Iterator[UpdateBatches], count: int) -> Spee
 def tokens_of(dealt: UpdateBatches) -> Tokens:
     """Count what an update reads."""
     total = torch.zeros(len(Tokens._fields), dtype=torch.float64)
-    for batch, _ in dealt.shares:
+    for batch, _ in dealt.micro_batches:
         src_B, tgt_B = batch.src_keep_BS.sum(1).double(), batch.tgt_keep_BT.sum(1).double()
         own = Tokens(src_B, tgt_B, src_B.square(), tgt_B.square(), src_B * tgt_B)
         total += torch.stack([count_B.sum() for count_B in own])

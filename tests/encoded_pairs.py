@@ -96,16 +96,16 @@ def training_data(directory: Path, seed: int = 1, sampling_alpha: float = 0.0) -
     return TrainingData(directory, vocabularies(), seed, sampling_alpha)
 
 
-class Dealt(NamedTuple):
+class BatchAndPosition(NamedTuple):
     batch: Batch
     after: Position
 
 
 def deal(
     data: TrainingData, start: Position, count: int, batch_tokens: int = BATCH_TOKENS
-) -> list[Dealt]:
+) -> list[BatchAndPosition]:
     dealt = data.batches(batch_tokens, start)
-    return [Dealt(*item) for item in itertools.islice(dealt, count)]
+    return [BatchAndPosition(*item) for item in itertools.islice(dealt, count)]
 
 
 def epoch(data: TrainingData, number: int, batch_tokens: int = BATCH_TOKENS) -> list[Batch]:

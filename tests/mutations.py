@@ -932,14 +932,14 @@ DATA_PARALLEL = [
     ),
     data_parallel(
         "the batches that only fill up a rank's number count",
-        "num_tokens if share.counts else math.inf,",
-        "num_tokens,",
+        "math.inf if micro_batch.is_dummy else num_tokens",
+        "num_tokens",
         "gradient_of_an_update_is",
     ),
     data_parallel(
         "all ranks drop the same elements",
         ".tolist()[rank::size]",
-        ".tolist()[: len(update.shares)]",
+        ".tolist()[: len(update.micro_batches)]",
         "training_is_that_of_one_process",
     ),
     data_parallel(

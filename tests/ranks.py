@@ -210,12 +210,12 @@ def failing(arguments: list[str], rank: int, error: BaseException | None) -> Non
     command_line(arguments)
 
 
-def short_of_memory(arguments: list[str], rank: int, num_places: int, first: int) -> None:
+def short_of_memory(arguments: list[str], rank: int, num_positions: int, first: int) -> None:
     """Do what the command line does; from an update on, or from the start, a rank lacks memory."""
     place, make = read_torchrun_env(), Trainer._update
 
     def limited(model: Transformer, batch: Batch, config: TrainingConfig) -> LossSum:
-        if batch.num_places > num_places:
+        if batch.num_positions > num_positions:
             raise MemoryError
         return loss_of(model, batch, config)
 

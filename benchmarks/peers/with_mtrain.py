@@ -38,9 +38,9 @@ def train(job: Job, meter: Meter) -> dict[str, str]:
         """The data of the run; the meter sees each update on its way to the trainer."""
 
         def updates(
-            self, batch_tokens: int, start: Position, deal: MicroBatchSplit
+            self, batch_tokens: int, start: Position, split: MicroBatchSplit
         ) -> Iterator[UpdateBatches]:
-            for dealt in super().updates(batch_tokens, start, deal):
+            for dealt in super().updates(batch_tokens, start, split):
                 meter.begin(dealt.num_tokens)
                 yield dealt
 

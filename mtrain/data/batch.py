@@ -49,7 +49,7 @@ class Batch:
         )
 
     @property
-    def num_places(self) -> int:
+    def num_positions(self) -> int:
         """Number of positions on both sides, padding included."""
         return self.src_BS.numel() + self.tgt_in_BT.numel()
 
@@ -126,12 +126,12 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         batch: the pairs.
-        counts: False if its gradients are discarded: a dummy for a rank that gets no rows of a
+        is_dummy: True if its gradients are discarded: the batch of a rank that gets no rows of a
             small batch, but must take part in the collectives.
     """
 
     batch: Batch
-    counts: bool = True
+    is_dummy: bool = False
 
 
 class MicroBatchSplit(NamedTuple):
@@ -152,13 +152,13 @@ class MicroBatchSplit(NamedTuple):
         return self.num_ranks // math.gcd(self.num_batches, self.num_ranks)
 
     @property
-    def num_shares(self) -> int:
+    def num_micro_batches(self) -> int:
         """Number of micro-batches of an update, over all ranks."""
         return self.num_batches * self.num_parts
 
     def of_rank(self) -> list[tuple[int, int]]:
         """Return (batch number, part number) of each micro-batch of this rank."""
-        numbers = range(self.rank, self.num_shares, self.num_ranks)
+        numbers = range(self.rank, self.num_micro_batches, self.num_ranks)
         return [divmod(number, self.num_parts) for number in numbers]
 
 
@@ -166,16 +166,16 @@ class UpdateBatches(NamedTuple):
     """One rank's micro-batches of an update.
 
     Attributes:
-        shares: the micro-batches of the rank.
+        micro_batches: of the rank.
         num_tokens: target tokens of the whole update, over all ranks.
         after: the position after the update.
-        deal: the split of the update over ranks.
+        split: of the update over ranks.
     """
 
-    shares: list[MicroBatch]
+    micro_batches: list[MicroBatch]
     num_tokens: int
     after: Position
-    deal: MicroBatchSplit
+    split: MicroBatchSplit
 
 
 def single_rank_update(batches: Sequence[Batch], after: Position = Position()) -> UpdateBatches:

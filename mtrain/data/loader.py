@@ -130,7 +130,7 @@ class TrainingData:
             for corpus, (entry, count) in enumerate(entries)
         ]
 
-    def say_shares(self) -> list[str]:
+    def format_shares(self) -> list[str]:
         """Return a line on the share of each corpus of a mixture; nothing for a single corpus."""
         if len(self.shares) == 1:
             return []
@@ -143,26 +143,26 @@ class TrainingData:
     def batches(self, batch_tokens: int, start: Position) -> Iterator[tuple[Batch, Position]]:
         """Yield batches endlessly from `start` on, each with the position after it."""
         for update in self.updates(batch_tokens, start, MicroBatchSplit(1)):
-            yield update.shares[0].batch, update.after
+            yield update.micro_batches[0].batch, update.after
 
     def updates(
-        self, batch_tokens: int, start: Position, deal: MicroBatchSplit
+        self, batch_tokens: int, start: Position, split: MicroBatchSplit
     ) -> Generator[UpdateBatches]:
         """Yield updates endlessly from `start` on; read only this rank's micro-batches."""
         planned = self._planned(batch_tokens, start)
         while True:
-            batches = list(islice(planned, deal.num_batches))
+            batches = list(islice(planned, split.num_batches))
             num_tokens = sum(batch.window.num_tgt_tokens(batch.rows) for batch in batches)
             micro_batches = []
-            for number, part in deal.of_rank():
+            for number, part in split.of_rank():
                 window, rows, _ = batches[number]
-                part_rows = np.array_split(rows, deal.num_parts)[part]
-                has_rows = len(part_rows) > 0
-                batch = self._collate(window, part_rows if has_rows else rows[:1])
-                micro_batches.append(MicroBatch(batch, has_rows))
+                part_rows = np.array_split(rows, split.num_parts)[part]
+                is_dummy = len(part_rows) == 0
+                batch = self._collate(window, rows[:1] if is_dummy else part_rows)
+                micro_batches.append(MicroBatch(batch, is_dummy))
             after = batches[-1].after
             del batches, window  # so that the next window can be loaded in their memory
-            yield UpdateBatches(micro_batches, num_tokens, after, deal)
+            yield UpdateBatches(micro_batches, num_tokens, after, split)
 
     def _planned(self, batch_tokens: int, start: Position) -> Iterator[_PlannedBatch]:
         """Yield the rows of each batch; their ids are not read."""

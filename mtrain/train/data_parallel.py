@@ -66,13 +66,16 @@ class DataParallelGradients(Gradients, ABC):
         """
         self.model.train()
         rank, size = self.process_group.rank, self.process_group.size
-        seeds = torch.randint(2**62, (update.deal.num_shares,)).tolist()[rank::size]
+        seeds = torch.randint(2**62, (update.split.num_micro_batches,)).tolist()[rank::size]
         num_tokens = update.num_tokens / (scale * size)  # the all-reduce averages over the ranks
         sums = []
-        for index, (share, seed) in enumerate(zip(update.shares, seeds, strict=True), start=1):
-            divisor, is_last = num_tokens if share.counts else math.inf, index == len(update.shares)
-            parts = self.backward_micro_batch(share.batch, divisor, _seeds_from(seed), is_last)
-            sums += parts if share.counts else []
+        for micro_batch, seed in zip(update.micro_batches, seeds, strict=True):
+            divisor = math.inf if micro_batch.is_dummy else num_tokens
+            is_last = micro_batch is update.micro_batches[-1]
+            parts = self.backward_micro_batch(
+                micro_batch.batch, divisor, _seeds_from(seed), is_last
+            )
+            sums += [] if micro_batch.is_dummy else parts
         return sums
 
     @abstractmethod

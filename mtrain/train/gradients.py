@@ -71,7 +71,7 @@ class Gradients:
         self.model, self.config, self.device, self.say = model, config, device, say
         self.parameters = list(model.parameters())
         self.workers = ThreadPool()
-        self.oom_size = math.inf  # `num_places` of the smallest batch that did not fit
+        self.oom_size = math.inf  # `num_positions` of the smallest batch that did not fit
 
     def backward_update(self, update: UpdateBatches, scale: float = 1.0) -> list[LossSum]:
         """Add the gradients of an update, times `scale`; return the loss sums of its parts.
@@ -81,7 +81,9 @@ class Gradients:
         """
         divisor = update.num_tokens / scale
         return [
-            part for share in update.shares for part in self.backward_batch(share.batch, divisor)
+            part
+            for micro_batch in update.micro_batches
+            for part in self.backward_batch(micro_batch.batch, divisor)
         ]
 
     def pin(self, update: UpdateBatches) -> UpdateBatches:
@@ -89,8 +91,11 @@ class Gradients:
         if self.device.type != "cuda":
             return update
         with torch.cuda.device(self.device):  # a new thread starts on cuda:0
-            shares = [share._replace(batch=share.batch.pinned()) for share in update.shares]
-        return update._replace(shares=shares)
+            micro_batches = [
+                micro_batch._replace(batch=micro_batch.batch.pinned())
+                for micro_batch in update.micro_batches
+            ]
+        return update._replace(micro_batches=micro_batches)
 
     def probe_memory(self, batch: Batch) -> None:
         """Run a batch to set `oom_size` if it does not fit; the caller discards the gradients."""
@@ -125,7 +130,7 @@ class Gradients:
 
     def may_fit(self, batch: Batch) -> bool:
         """Return whether to try a batch: it is smaller than `oom_size`, or cannot be split."""
-        return batch.num_places < self.oom_size or len(batch.src_BS) == 1
+        return batch.num_positions < self.oom_size or len(batch.src_BS) == 1
 
     def _try(self, tasks: list[GradientTask]) -> list[GradientPart] | None:
         """Return the results of the tasks; None if memory runs out."""
@@ -149,7 +154,7 @@ class Gradients:
                 "the memory must hold a single training pair, but does not; take a smaller model "
                 "or a lower `data.max_tokens`."
             )
-        self.oom_size = batch.num_places
+        self.oom_size = batch.num_positions
         self.say(
             f"memory   does not hold a batch of {len(batch.src_BS):,} pairs; such batches are made "
             "in halves, and the updates stay the same"

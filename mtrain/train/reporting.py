@@ -87,7 +87,7 @@ class TrainingLogger:
             f"pieces   {prepare.format_vocabulary_sizes(tokenizer)}",
             f"pairs    {len(data):,} for training, dropped {dropped.format_counts(counts)},",
             f"         {num_valid:,} for validation",
-            *(f"mixed    {share}" for share in data.say_shares()),
+            *(f"mixed    {share}" for share in data.format_shares()),
             f"tokens   {tokens} an epoch",
             f"batches  {plan.num_batches:,} an epoch, {plan.padding:.1%} padding",
             f"updates  {num_updates:,} an epoch, of {count(config.accumulate, 'batch')}",
@@ -113,8 +113,9 @@ class TrainingLogger:
         parts = "whole batches"
         if split.num_parts > 1:
             parts = f"every batch is cut in {split.num_parts}"
-        shares = f"{len(split.of_rank()):,} of the {split.num_shares:,} micro-batches of an update"
-        self.log.say(f"ranks    {split.num_ranks:,}, each with {shares}: {parts};")
+        count = f"{len(split.of_rank()):,} of the {split.num_micro_batches:,}"
+        each = f"each with {count} micro-batches of an update"
+        self.log.say(f"ranks    {split.num_ranks:,}, {each}: {parts};")
         kept = "the whole model" if config.parallel == "ddp" else "a part of the model"
         self.log.say(f"         each keeps {kept}; gradients travel in {config.exchange}")
 

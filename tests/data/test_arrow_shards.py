@@ -11,7 +11,7 @@ from builders import SRC_LINES, TGT_LINES, vocabularies
 from encoded_pairs import (
     BATCH_TOKENS,
     NUM_PAIRS,
-    Dealt,
+    BatchAndPosition,
     EncodedPair,
     assert_continues,
     encoded_pairs,
@@ -97,7 +97,7 @@ def test_a_start_at_a_position_of_any_window_gives_exactly_the_continuation(
 def test_a_position_says_its_window_so_that_seeking_opens_no_other(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    straight = [Dealt(*own) for own in itertools.islice(
+    straight = [BatchAndPosition(*own) for own in itertools.islice(
         training_data(directory).batches(BATCH_TOKENS, Position()), 200)]  # fmt: skip
     last = next(place for place, own in enumerate(straight) if own.after.epoch == 1)
     before = straight[last - 1].after
@@ -153,7 +153,7 @@ def test_a_mixture_deals_out_each_corpus_by_its_weight(tmp_path: Path, small_win
     directory = write_shards(tmp_path, encoded_pairs(), [10], weights=[3.0, 1.0])
     dealt = training_data(directory)
     assert [own.num_in_epoch for own in dealt.shares] == [68, 22]
-    assert dealt.say_shares() == [
+    assert dealt.format_shares() == [
         "data.train[0]: 75.6% of an epoch, each of its 10 pairs 6.8 times",
         "data.train[1]: 24.4% of an epoch, each of its 80 pairs 0.275 times",
     ]

@@ -9,7 +9,7 @@ from builders import SRC_LINES, TGT_LINES, vocabularies
 from encoded_pairs import (
     BATCH_TOKENS,
     NUM_PAIRS,
-    Dealt,
+    BatchAndPosition,
     EncodedPair,
     Pair,
     assert_continues,
@@ -275,11 +275,13 @@ def test_the_sides_of_a_pair_are_sampled_apart(tmp_path):
 
 def test_a_start_at_a_position_of_a_sampled_epoch_gives_exactly_the_continuation(text_directory):
     data = training_data(text_directory, sampling_alpha=0.3)
-    straight = [Dealt(*item) for item in itertools.islice(data.batches(500, Position()), 20)]
+    straight = [
+        BatchAndPosition(*item) for item in itertools.islice(data.batches(500, Position()), 20)
+    ]
     assert straight[-1].after.epoch > 0
     for stop in (1, 9, 15, 19):
         resumed = [
-            Dealt(*item)
+            BatchAndPosition(*item)
             for item in itertools.islice(data.batches(500, straight[stop - 1].after), 20 - stop)
         ]
         assert [item.after for item in resumed] == [item.after for item in straight[stop:]]

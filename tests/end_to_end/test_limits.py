@@ -42,13 +42,15 @@ def trainer_of(source: Path, directory: Path, *overrides: str) -> Iterator[Train
         yield Trainer(config, run, log)
 
 
-def hold_at_most(monkeypatch: pytest.MonkeyPatch, num_places: int, error: Exception) -> list[int]:
+def hold_at_most(
+    monkeypatch: pytest.MonkeyPatch, num_positions: int, error: Exception
+) -> list[int]:
     """Let larger batches run out of memory; return the places of each that was tried."""
     backward, tried = Gradients.backward, []
 
     def limited(gradients: Gradients, task: GradientTask) -> GradientPart:
-        tried.append(task.batch.num_places)
-        if task.batch.num_places > num_places:
+        tried.append(task.batch.num_positions)
+        if task.batch.num_positions > num_positions:
             raise error
         return backward(gradients, task)
 
@@ -85,13 +87,13 @@ def test_a_batch_that_memory_does_not_hold_is_made_in_halves_and_the_update_stay
     with trainer_of(source, tmp_path, "model.dropout=0.0") as trainer:
         batch = trainer.data.largest(192)[0]
         expected = gradients(trainer, batch)
-        tried = hold_at_most(monkeypatch, batch.num_places // 3, error)
+        tried = hold_at_most(monkeypatch, batch.num_positions // 3, error)
         torch.testing.assert_close(gradients(trainer, batch), expected, atol=1e-7, rtol=1e-5)
-        assert tried[0] == batch.num_places
-        assert tried.count(batch.num_places) == 1
+        assert tried[0] == batch.num_positions
+        assert tried.count(batch.num_positions) == 1
         before = len(tried)
         torch.testing.assert_close(gradients(trainer, batch), expected, atol=1e-7, rtol=1e-5)
-        assert max(tried[before:]) <= batch.num_places // 3  # it is not tried in vain again
+        assert max(tried[before:]) <= batch.num_positions // 3  # it is not tried in vain again
     said = capsys.readouterr().err
     assert (
         f"memory   does not hold a batch of {len(batch.src_BS)} pairs; such batches are made in "

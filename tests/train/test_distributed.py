@@ -116,7 +116,7 @@ def test_all_ranks_have_equally_many_shares_and_all_rows_once(
     whole = data.updates(48, Position(0, 3), MicroBatchSplit(num_batches))
     for _ in range(3):
         dealt, one = [next(own) for own in updates], next(whole)
-        assert {len(own.shares) for own in dealt} == {len(deals[0].of_rank())}
+        assert {len(own.micro_batches) for own in dealt} == {len(deals[0].of_rank())}
         assert {(own.num_tokens, own.after) for own in dealt} == {(one.num_tokens, one.after)}
         assert rows_of(dealt) == rows_of([one])
         assert sum(len(rows_of([own])) for own in dealt) == len(rows_of([one]))
@@ -129,8 +129,8 @@ def rows_of(dealt: list[UpdateBatches]) -> list[list[int]]:
     return sorted(
         row[keep].tolist()
         for own in dealt
-        for share in own.shares
-        if share.counts
+        for share in own.micro_batches
+        if not share.is_dummy
         for row, keep in zip(share.batch.tgt_out_BT, share.batch.tgt_keep_BT, strict=True)
     )
 
