@@ -436,7 +436,7 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
     ),
     search(
         "a blind search says how likely its targets are",
-        "return _without_scores(found) if options.argmax_only else found",
+        "return _without_scores(best) if options.argmax_only else best",
         "return found",
     ),
     Mutation(
@@ -576,8 +576,8 @@ SEARCH = [
     ),
     search(
         "those who join write on where others are",
-        "written_NT=own.written_NT.new_full((len(others.ids_N), width), -1)",
-        "written_NT=own.written_NT.new_full((len(others.ids_N), width), 0)",
+        "written_NT=trimmed.written_NT.new_full((len(others.ids_N), width), -1)",
+        "written_NT=trimmed.written_NT.new_full((len(others.ids_N), width), 0)",
     ),
     search(
         "sentences that join have the places of others",

@@ -1,21 +1,22 @@
-"""Beam search and sampling over any step function. It knows no model, no text and no special id.
+"""Beam search over any step function, independent of model, tokenizer and special ids.
 
-Shapes: B sentences, W places of a sentence, N open hypotheses, V vocabulary, T pieces so far,
-P pieces of a prefix, C candidates.
+Shapes: B sentences, W beam width (slots of a sentence), N open hypotheses, V vocabulary, T tokens
+so far, P tokens of a prefix, C candidates, R = B * W cells, M hypotheses to return, L rows with a
+forced token, n n-gram order.
 
-A step function takes the last ids and a state, and returns the logits of the next piece. Its
-state keeps one row for each open hypothesis, at first one for each sentence, and can `reorder`
-them. Open hypotheses of all sentences stand in one flat batch; what has finished, or has fallen
-behind, has no row. With B = 3 and W = 2, when one hypothesis of sentence 1 has finished:
+A step function takes the last ids and a state, and returns the logits of the next token. The
+state has one row for each open hypothesis, initially one for each sentence, and can `reorder`
+them. The open hypotheses of all sentences form one flat batch; finished and pruned ones have no
+row. With B = 3 and W = 2, when one hypothesis of sentence 1 has finished:
 
     row         0    1    2    3    4
     sentence    0    0    1    2    2
-    place       0    1    0    0    1          cell = sentence * W + place
+    slot        0    1    0    0    1          cell = sentence * W + slot
     cell        0    1    2    4    5
 
-To grow, the candidates of all rows are laid into a table of B * W cells, the best W of each
-sentence are taken, and those that are open become the new rows: row n continues the old row
-rows_N[n]. As sentences end, others join; what a row has written stands at the right, after -1.
+At each step the candidates of all rows are scattered into a table of B * W cells, the best W of
+each sentence are kept, and the unfinished ones become the new rows: row n continues the old row
+rows_N[n]. When sentences end, others are admitted; rows are right-aligned, padded with -1.
 """
 
 from __future__ import annotations
@@ -34,30 +35,30 @@ from mtrain.ops.topk import Logits, TopTokens, argmax_tokens, top_tokens
 
 
 class State(Protocol):
-    """What a step function remembers of each hypothesis."""
+    """The cache of a step function, one row for each open hypothesis."""
 
     def reorder(self, rows_N: Tensor) -> None:
-        """Continue with these rows; each may stand once, often, or not at all."""
+        """Keep these rows, in this order; a row may be repeated or dropped."""
 
     def admit(self, other: Any) -> None:
-        """Append the rows of another state, which has decoded nothing yet."""
+        """Append the rows of another state, which has decoded no token yet."""
 
 
 S = TypeVar("S", bound=State)
 Step = Callable[[Tensor, S], Logits]
-NUM_GROUPS = 4  # groups of sentences that grow at once
-_FLOAT = torch.float64  # of sums of log-probabilities, and of scores
+NUM_GROUPS = 4  # request groups that are decoded together
+_FLOAT = torch.float64  # sums of log-probabilities, and scores
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A target: its pieces without bos and eos, and how likely it is.
+    """A finished target with its log-probabilities.
 
     Attributes:
-        ids: the pieces.
-        log_probs: of each piece, and of eos, after those before it.
-        log_prob: their sum.
-        score: `log_prob` over the length penalty; NaN, as that, where nobody asked a greedy search.
+        ids: tokens without bos and eos.
+        log_probs: of each token and of eos; empty if a greedy search computes no scores.
+        log_prob: their sum; NaN without scores.
+        score: `log_prob` divided by the length penalty; NaN without scores.
     """
 
     ids: list[int]
@@ -68,15 +69,15 @@ class Hypothesis:
 
 @dataclass(frozen=True)
 class Constraints:
-    """What a search may write.
+    """Constraints on the targets of a group of sentences.
 
     Attributes:
-        bos: the id that starts a target.
-        eos: the id that ends it.
-        never: ids that are never written.
-        max_lengths_B: pieces that each target may have, eos apart; on the model's device.
-        prefix_BP: pieces that each target begins with; -1 where it has no more.
-        no_repeat_ngram: no n pieces in a row are written twice; 0 allows all.
+        bos: the first decoder input.
+        eos: the id that ends a target.
+        never: ids that are never generated.
+        max_lengths_B: the most tokens of each target, without eos; on the model's device.
+        prefix_BP: the tokens that each target begins with, padded with -1.
+        no_repeat_ngram: generate no n-gram of this order twice; 0 allows all.
     """
 
     bos: int
@@ -89,21 +90,21 @@ class Constraints:
 
 @dataclass(frozen=True)
 class RequestGroup(Generic[S]):
-    """Sentences that start together: their state in the step function, and their constraints."""
+    """Sentences that are admitted together: their initial state, and their constraints."""
 
     state: S
     constraints: Constraints
 
 
 class NotFiniteError(ArithmeticError):
-    """A step function gave no number for any piece."""
+    """No token has a finite log-probability."""
 
 
 Length = TypeVar("Length", float, Tensor)
 
 
 def length_penalty(length: Length, alpha: float) -> Length:
-    """Return ((5 + length) / 6) ^ alpha (Wu et al. 2016, arXiv 1609.08144); eos counts."""
+    """Return ((5 + length) / 6) ^ alpha (Wu et al. 2016, arXiv 1609.08144); eos is counted."""
     penalty: Length = ((5 + length) / 6) ** alpha
     return penalty
 
@@ -112,14 +113,14 @@ def length_penalty(length: Length, alpha: float) -> Length:
 def beam(
     step: Step[S], groups: Iterator[RequestGroup[S]], options: DecodingOptions
 ) -> list[list[Hypothesis]]:
-    """Keep the likeliest hypotheses at every step; return the best-scored of each sentence.
+    """Return the `num_best` best hypotheses of each sentence, best first.
 
-    Finished hypotheses keep their places, so that a beam of 1 is greedy search. A sentence ends
-    when every place is finished, or when no open hypothesis can still be among the best. A group
-    joins as soon as there is room, and nothing that is written depends on when.
+    Finished hypotheses keep their slots, so that a beam of 1 is greedy search. A sentence ends
+    when all its slots are finished, or when no open hypothesis can still be among the best.
+    Waiting groups are admitted as rows become free; the results do not depend on when.
 
     Raises:
-        NotFiniteError: if the logits are not numbers.
+        NotFiniteError: if the logits are not finite.
     """
     first = next(groups, None)
     if first is None:
@@ -133,22 +134,22 @@ def beam(
             state.admit(waiting.state)
             waiting = next(groups, None)
         if not len(beams.rows.ids_N):
-            found = beams.finished.best(beams.num_sentences, options.num_best)
-            return _without_scores(found) if options.argmax_only else found
+            best = beams.finished.best(beams.num_sentences, options.num_best)
+            return _without_scores(best) if options.argmax_only else best
         logits_NV = step(beams.rows.ids_N, state)
         state.reorder(beams.grow(logits_NV))
 
 
 class OpenRows(NamedTuple):
-    """The open hypotheses, in the order of their sentences.
+    """The open hypotheses, sorted by sentence.
 
     Attributes:
-        sentence_N: whose they are.
-        ids_N: the last piece of each.
-        length_N: how many pieces each has written.
-        log_prob_N: their sum, in float64.
-        written_NT: the pieces, at the right; -1 before them.
-        log_probs_NT: of each piece.
+        sentence_N: the sentence index of each.
+        ids_N: the last token of each.
+        length_N: the number of tokens of each.
+        log_prob_N: the sum of its log-probabilities, in float64.
+        written_NT: its tokens, right-aligned, padded with -1.
+        log_probs_NT: of each token.
     """
 
     sentence_N: Tensor
@@ -160,14 +161,14 @@ class OpenRows(NamedTuple):
 
     @staticmethod
     def start(sentence_N: Tensor, constraints: Constraints) -> OpenRows:
-        """Open a hypothesis for each of these sentences."""
+        """Return an empty hypothesis for each of these sentences."""
         ids_N, length_N = torch.full_like(sentence_N, constraints.bos), torch.zeros_like(sentence_N)
         log_prob_N = torch.zeros_like(sentence_N, dtype=torch.float64)
         written_NT, log_probs_NT = ids_N[:, None][:, :0], log_prob_N[:, None][:, :0]
         return OpenRows(sentence_N, ids_N, length_N, log_prob_N, written_NT, log_probs_NT)
 
     def grow(self, rows_N: Tensor, ids_N: Tensor, log_prob_N: Tensor) -> OpenRows:
-        """Continue old rows by one piece each; `log_prob_N` is that of the piece alone."""
+        """Append a token with its log-probability to each of the old rows `rows_N`."""
         log_prob_N = log_prob_N.double()
         return OpenRows(
             self.sentence_N[rows_N],
@@ -183,59 +184,59 @@ class OpenRows(NamedTuple):
         return OpenRows(*(field[rows_N] for field in self))
 
     def join(self, others: OpenRows) -> OpenRows:
-        """Return these rows and then others, which have written nothing yet."""
+        """Append other rows, which have no tokens yet."""
         width = int(self.length_N.max()) if len(self.length_N) else 0
         first = self.written_NT.shape[1] - width
-        own = self._replace(
+        trimmed = self._replace(
             written_NT=self.written_NT[:, first:], log_probs_NT=self.log_probs_NT[:, first:]
         )
         padded = others._replace(
-            written_NT=own.written_NT.new_full((len(others.ids_N), width), -1),
-            log_probs_NT=own.log_probs_NT.new_zeros((len(others.ids_N), width)),
+            written_NT=trimmed.written_NT.new_full((len(others.ids_N), width), -1),
+            log_probs_NT=trimmed.log_probs_NT.new_zeros((len(others.ids_N), width)),
         )
-        return OpenRows(*(torch.cat(pair) for pair in zip(own, padded, strict=True)))
+        return OpenRows(*(torch.cat(pair) for pair in zip(trimmed, padded, strict=True)))
 
     def forced_token(self, constraints: Constraints) -> Tensor:
-        """Return the one piece that each row may write next, or -1 for any."""
+        """Return the forced next token of each row (prefix, or eos at the limit), or -1."""
         is_full_N = constraints.max_lengths_B[self.sentence_N] <= self.length_N
         only_N = torch.where(is_full_N, constraints.eos, -1)
         if constraints.prefix_BP is None:
             return only_N
         num_forced = constraints.prefix_BP.shape[1]
-        place_N = self.length_N.clamp(max=num_forced - 1)
-        forced_N = constraints.prefix_BP[self.sentence_N, place_N]
+        position_N = self.length_N.clamp(max=num_forced - 1)
+        forced_N = constraints.prefix_BP[self.sentence_N, position_N]
         return torch.where((self.length_N < num_forced) & (forced_N >= 0), forced_N, only_N)
 
 
 class FinishedHypotheses:
-    """The hypotheses that have ended, in the order in which they did."""
+    """The finished hypotheses, in the order in which they ended."""
 
     def __init__(self) -> None:
         self._ended: list[tuple[Tensor, ...]] = []
 
     def add(self, rows: OpenRows, number_N: Tensor, score_N: Tensor) -> None:
-        """Keep rows that end with eos, of the sentences with these numbers."""
+        """Add rows that end with eos, with their sentence numbers and scores."""
         fields = (number_N, rows.length_N, rows.written_NT, rows.log_probs_NT, rows.log_prob_N)
         self._ended.append((*fields, score_N))
 
     def in_order(self, num_sentences: int) -> list[list[Hypothesis]]:
-        """Return those of each sentence, in the order in which they ended.
+        """Return the hypotheses of each sentence, in the order in which they ended.
 
         Raises:
             NotFiniteError: if a sentence has none.
         """
-        found: list[list[Hypothesis]] = [[] for _ in range(num_sentences)]
+        hypotheses_of: list[list[Hypothesis]] = [[] for _ in range(num_sentences)]
         for fields in self._ended:
             columns = [field.tolist() for field in fields]
             for number, length, ids, log_probs, log_prob, score in zip(*columns, strict=True):
                 hypothesis = Hypothesis(ids[-length:-1], log_probs[-length:], log_prob, score)
-                found[number].append(hypothesis)
-        if not all(found):
+                hypotheses_of[number].append(hypothesis)
+        if not all(hypotheses_of):
             raise NotFiniteError
-        return found
+        return hypotheses_of
 
     def best(self, num_sentences: int, count: int) -> list[list[Hypothesis]]:
-        """Return the best of each sentence, best first; of equals, the first that ended."""
+        """Return the best of each sentence, best first; of equal scores, the first that ended."""
         ranked = self.in_order(num_sentences)
         for hypotheses in ranked:
             hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
@@ -246,9 +247,9 @@ class _Sentences(NamedTuple):
     """The sentences that have open hypotheses.
 
     Attributes:
-        number_B: which of all sentences each is.
-        num_places_B: places that no finished hypothesis has taken.
-        best_BM: the M best scores so far.
+        number_B: the number of each among all sentences.
+        num_places_B: slots without a finished hypothesis.
+        best_BM: the M best finished scores, -inf where there are fewer.
         max_lengths_B, prefix_BP: as in `Constraints`.
     """
 
@@ -260,7 +261,7 @@ class _Sentences(NamedTuple):
 
     @staticmethod
     def start(constraints: Constraints, options: DecodingOptions, first: int) -> _Sentences:
-        """Begin with the sentences of a group, numbered from `first`."""
+        """Return the sentences of a group, numbered from `first`."""
         lengths_B = constraints.max_lengths_B
         prefix_BP = (
             lengths_B[:, None][:, :0] if constraints.prefix_BP is None else constraints.prefix_BP
@@ -278,25 +279,25 @@ class _Sentences(NamedTuple):
         return _Sentences(*(field[sentences_B] for field in self))
 
     def join(self, others: _Sentences) -> _Sentences:
-        """Return these sentences and then others."""
+        """Append other sentences."""
         width = max(self.prefix_BP.shape[1], others.prefix_BP.shape[1])
         both = [
-            own._replace(
-                prefix_BP=F.pad(own.prefix_BP, (0, width - own.prefix_BP.shape[1]), value=-1)
+            part._replace(
+                prefix_BP=F.pad(part.prefix_BP, (0, width - part.prefix_BP.shape[1]), value=-1)
             )
-            for own in (self, others)
+            for part in (self, others)
         ]
         return _Sentences(*(torch.cat(pair) for pair in zip(*both, strict=True)))
 
 
 class _Beams:
-    """The beams of all sentences while they grow; `cell_N` is where each row stands."""
+    """The state of the search of all open sentences; `cell_N` is the cell of each row."""
 
     def __init__(self, options: DecodingOptions) -> None:
         self.options, self.finished, self.num_sentences = options, FinishedHypotheses(), 0
 
     def start(self, constraints: Constraints) -> None:
-        """Begin with a group."""
+        """Replace the open sentences and rows by those of a group."""
         self.constraints = constraints
         self.sentences = _Sentences.start(constraints, self.options, self.num_sentences)
         self.num_sentences += len(constraints.max_lengths_B)
@@ -304,14 +305,14 @@ class _Beams:
         self.rows, self.cell_N = OpenRows.start(local_B, constraints), local_B * self.options.beam
 
     def can_admit(self, constraints: Constraints) -> bool:
-        """Tell whether another group may join."""
+        """Return whether few enough slots are open to admit another group."""
         num_new = len(constraints.max_lengths_B) * self.options.beam
         open_B = torch.unique(self.rows.sentence_N)
         num_places = int(self.sentences.num_places_B[open_B].sum())
         return num_places <= (NUM_GROUPS - 1) * num_new
 
     def admit(self, constraints: Constraints) -> None:
-        """Let a group join, and sentences that are done leave."""
+        """Remove finished sentences and append those of a group."""
         sentences, rows, cell_N = self.sentences, self.rows, self.cell_N
         open_B, local_N = torch.unique(rows.sentence_N, return_inverse=True)
         place_N, width = cell_N % self.options.beam, self.options.beam
@@ -328,7 +329,7 @@ class _Beams:
         )
 
     def grow(self, logits_NV: Logits) -> Tensor:
-        """Continue every open hypothesis by its best pieces; return the rows they continue."""
+        """Extend the open hypotheses by one token; return the old row of each new one."""
         top = _best_tokens(logits_NV, self.rows, self.constraints, self.options)
         chosen = self._choose(self.rows.log_prob_N[:, None] + top.log_prob_NC)
         rows_N, candidate_N = chosen.rows_N, chosen.candidate_N
@@ -343,7 +344,7 @@ class _Beams:
         return rows_N[open_N]
 
     def _choose(self, total_NC: Tensor) -> _Chosen:
-        """Take the best candidates of each sentence, as many as it has places."""
+        """Choose the best candidates of each sentence, as many as it has open slots."""
         width, num_candidates = self.options.beam, total_NC.shape[1]
         num_cells = len(self.sentences.number_B) * width
         table_RC = total_NC.new_full((num_cells, num_candidates), -torch.inf)
@@ -359,7 +360,7 @@ class _Beams:
         return _Chosen(row_of_cell_R[parent_N], choice_N % num_candidates, cell_N)
 
     def _finish(self, ended: OpenRows, cell_N: Tensor) -> None:
-        """Close the places of hypotheses that have ended, and note their scores."""
+        """Store finished hypotheses, and close their slots."""
         width, sentences = self.options.beam, self.sentences
         num_sentences = len(sentences.number_B)
         penalty_N = length_penalty(ended.length_N.double(), self.options.length_alpha)
@@ -375,7 +376,11 @@ class _Beams:
         )
 
     def _can_win(self, still_open: OpenRows) -> Tensor:
-        """Tell for each open hypothesis whether its sentence may still find better."""
+        """Return for each open hypothesis whether its sentence can still improve its M best.
+
+        An open hypothesis is bounded by its log-probability at the longest length, or with
+        `early_stop` at its present length.
+        """
         sentence_N = still_open.sentence_N
         length_N = self.sentences.max_lengths_B[sentence_N]
         if self.options.early_stop:
@@ -388,7 +393,7 @@ class _Beams:
 
 
 class _Chosen(NamedTuple):
-    """The candidates that live on: which row each continues, by which candidate, and its cell."""
+    """The chosen candidates: the old row of each, its candidate index there, and its cell."""
 
     rows_N: Tensor
     candidate_N: Tensor
@@ -396,15 +401,15 @@ class _Chosen(NamedTuple):
 
 
 def _without_scores(found: list[list[Hypothesis]]) -> list[list[Hypothesis]]:
-    return [[Hypothesis(own.ids, [], math.nan, math.nan) for own in best] for best in found]
+    return [[Hypothesis(each.ids, [], math.nan, math.nan) for each in best] for best in found]
 
 
 def _best_tokens(
     logits_NV: Logits, rows: OpenRows, constraints: Constraints, options: DecodingOptions
 ) -> TopTokens:
-    """Rank the next pieces of each row, as far as the constraints allow any.
+    """Return the W best allowed next tokens of each row; -inf where fewer are allowed.
 
-    To a blind search, whatever is allowed is certain.
+    With `argmax_only` the log-probability of the best token is 0.
     """
     count = options.beam
     if constraints.no_repeat_ngram:
@@ -431,7 +436,7 @@ def _best_tokens(
 
 
 def allowed_tokens(logits_NV: Tensor, rows: OpenRows, constraints: Constraints) -> Tensor:
-    """Forbid what is never written, and what would write n pieces in a row a second time."""
+    """Return a copy of the logits with `never` and repeated n-grams at -inf."""
     allowed_NV, written_NT, n = logits_NV.clone(), rows.written_NT, constraints.no_repeat_ngram
     for index in constraints.never:
         allowed_NV[:, index] = -torch.inf

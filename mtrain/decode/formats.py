@@ -15,7 +15,7 @@ _SPACE = "\u2581"  # as SentencePiece writes it
 
 
 class Link(NamedTuple):
-    """A source word and a target word that belong together, counted from 0."""
+    """An aligned pair of word indices, from 0."""
 
     src: int
     tgt: int
@@ -25,25 +25,25 @@ def align_words(weights_TS: Tensor, src_words: Sequence[int], tgt: Sequence[str]
     """Link each target word to the source word that it attends to most.
 
     Args:
-        weights_TS: what each target piece gives to each source piece, [T, S] or larger.
-        src_words: which word each source piece belongs to.
-        tgt: the target pieces, as SentencePiece writes them.
+        weights_TS: cross-attention weights of target and source tokens, [T, S] or larger.
+        src_words: the word index of each source token.
+        tgt: the target tokens as SentencePiece pieces.
     """
     tgt_words = number_words(tgt)
     if not src_words or all(piece == _SPACE for piece in tgt):
         return []
     first = min(src_words)
     by_word = weights_TS.new_zeros((tgt_words[-1] + 1, max(src_words) - first + 1))
-    for place, word in enumerate(tgt_words):
-        own = weights_TS[place, : len(src_words)]
-        by_word[word].index_add_(0, own.new_tensor(src_words).long() - first, own)
+    for position, word in enumerate(tgt_words):
+        weights_S = weights_TS[position, : len(src_words)]
+        by_word[word].index_add_(0, weights_S.new_tensor(src_words).long() - first, weights_S)
     return [Link(first + int(src_word), word) for word, src_word in enumerate(by_word.argmax(1))]
 
 
 def number_words(pieces: Sequence[str]) -> list[int]:
-    """Return which word each piece belongs to; a piece with a leading space begins one.
+    """Return the word index of each piece; a piece with a leading space begins a word.
 
-    Pieces that are a space alone belong to the word that follows, or at the end to the last one.
+    A piece that is only a space belongs to the next word, at the end of the line to the last word.
     """
     words, word, is_open = [], 0, False
     for piece in pieces:
