@@ -37,7 +37,7 @@ from mtrain.tokenizer import sentencepiece
 from mtrain.train.trainer import Trainer, Validation
 
 SENTENCE = "ba ce di fo gu"
-ODD_SENTENCE = "你 ש م \N{GRINNING FACE} e\u0301 $x_1$ \u202eba\u202c \x1b[31m %s {0} \\frac"
+ODD_SENTENCE = "你ש \N{GRINNING FACE} e\u0301 $x$ \u202eb\u202c \x1b[m %s {0} \\f"
 OF_DATA = ["positions", "masks", "lengths", "batch"]
 OF_SENTENCE = [
     *("alignment", "attention_encoder_1", "attention_encoder_2"),
