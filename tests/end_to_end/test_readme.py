@@ -23,6 +23,7 @@ README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 HEADS = {"train": 3000, "valid": 4, "test": 4}
 CHEAP = [
     "model.d_model=16",
+    "model.num_heads=1",
     "model.d_ff=32",
     "model.num_encoder_layers=1",
     "model.num_decoder_layers=1",
