@@ -1111,6 +1111,18 @@ EXPORTS = [
     ),
     export(
         "ctranslate2",
+        "CTranslate2 has too few positions",
+        "max(_MIN_POSITIONS, config",
+        "min(_MIN_POSITIONS, config",
+    ),
+    export(
+        "huggingface",
+        "transformers has too few positions",
+        "max(_MIN_POSITIONS, config",
+        "min(_MIN_POSITIONS, config",
+    ),
+    export(
+        "ctranslate2",
         "padding and bos are likely",
         "bias[masked_ids] = _MASKED_BIAS",
         "bias[masked_ids] = 0",

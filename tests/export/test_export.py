@@ -336,6 +336,20 @@ def test_a_source_beyond_the_usual_cut_is_read_whole(
     assert found.ids == own.search(sources, 1)[0][: len(found.ids)]
 
 
+def test_the_tables_hold_the_longest_source_of_the_config(library: Library, tmp_path: Path) -> None:
+    max_tokens = {"ctranslate2": 4200, "huggingface": 1100}[library]
+    translator = random_model(tie_embeddings="all")
+    tokenizer, config = translator.tokenizer, settings()
+    data = config.data.model_copy(update={"max_tokens": max_tokens})
+    config = config.model_copy(update={"data": data})
+    module = {"ctranslate2": ctranslate2, "huggingface": huggingface}[library]
+    module.write(translator.model, tokenizer, config, tmp_path, None)
+    copy = {"ctranslate2": CTranslate2Model, "huggingface": MarianModel}[library](tmp_path)
+    sources = [[*[tokenizer.src.unk] * (max_tokens - 1), tokenizer.src.eos]]
+    (found,) = copy.search(sources, 1, [2])
+    assert found.ids
+
+
 def test_a_source_beyond_the_tables_is_an_error_and_not_cut(
     exported: dict[str, Exported], library: Library
 ) -> None:
