@@ -637,8 +637,8 @@ SEARCH = [
     Mutation(
         "ensembles mean logits",
         "mtrain/decode/translator.py",
-        "torch.stack([own.log_softmax(-1) for own in logits])",
-        "torch.stack([own for own in logits])",
+        "torch.stack([model_logits.log_softmax(-1) for model_logits in logits])",
+        "torch.stack([model_logits for model_logits in logits])",
         "tests/decode/test_ensemble.py",
     ),
     Mutation(

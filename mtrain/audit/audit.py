@@ -176,7 +176,7 @@ def _judge(
     total = scan.reader.num_pairs
     scan.find_repeats()
     shifts = misalignment.find(scan.records.windows) if total >= misalignment.MIN_PAIRS else []
-    leaks = [_LeakFinder(name, readers[name], own, clean) for name, own in scan.leaks.items()]
+    leaks = [_LeakFinder(name, readers[name], leak, clean) for name, leak in scan.leaks.items()]
     for block in Reader(scan.corpus).blocks(advance):
         first, last = block.first, block.first + len(block.src)
         pairs = scan.pairs(first, len(block.src))

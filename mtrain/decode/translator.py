@@ -58,35 +58,39 @@ class Ensemble:
     def start(self, sources: Sequence[Padded]) -> EnsembleState:
         """Read the sources and return the state from which `step` decodes."""
         return EnsembleState(
-            [model.start(*own) for model, own in zip(self.models, sources, strict=True)]
+            [model.start(*source) for model, source in zip(self.models, sources, strict=True)]
         )
 
     def step(self, ids_N: Tensor, state: EnsembleState) -> Logits:
-        """Return the logits [N, V] of the piece that follows `ids_N`, and advance `state`."""
+        """Return the logits [N, V] of the token after `ids_N`, and advance `state`."""
         logits = [
             model.decode_step(ids_N, cache)
             for model, cache in zip(self.models, state.states, strict=True)
         ]
-        return logits[0] if len(logits) == 1 else _log_mean([own[:] for own in logits])
+        return (
+            logits[0]
+            if len(logits) == 1
+            else _log_mean([model_logits[:] for model_logits in logits])
+        )
 
     def log_probs(self, sources: Sequence[Padded], tgt_in_BT: Tensor) -> Tensor:
-        """Return the log-probabilities [B, T, V] of every piece at every place, in float64."""
+        """Return the log-probabilities [B, T, V] of every token at every position, in float64."""
         logits = [
-            model.output(model(*own, tgt_in_BT)).double()
-            for model, own in zip(self.models, sources, strict=True)
+            model.output(model(*source, tgt_in_BT)).double()
+            for model, source in zip(self.models, sources, strict=True)
         ]
         return _log_mean(logits)
 
     def cross_attention(self, sources: Sequence[Padded], tgt_in_BT: Tensor) -> Tensor:
-        """Return what each target place gives to each source place, [B, T, S].
+        """Return the cross-attention weights [B, T, S], averaged over heads, layers and models.
 
-        It is the mean of all heads, layers and models, as far as they read what the first reads.
+        Models with other source tokens than the first model's do not take part.
         """
         maps = [
             weights_BHTS.double().mean(1)
-            for model, own in zip(self.models, sources, strict=True)
-            if own is sources[0]
-            for weights_BHTS in model.attention_maps(*own, tgt_in_BT).cross
+            for model, source in zip(self.models, sources, strict=True)
+            if source is sources[0]
+            for weights_BHTS in model.attention_maps(*source, tgt_in_BT).cross
         ]
         return torch.stack(maps).mean(0)
 
@@ -110,7 +114,7 @@ class EnsembleState:
 
 def _log_mean(logits: list[Tensor]) -> Tensor:
     """Return the logarithm of the mean of the probabilities."""
-    log_probs = torch.stack([own.log_softmax(-1) for own in logits])
+    log_probs = torch.stack([model_logits.log_softmax(-1) for model_logits in logits])
     return log_probs.logsumexp(0) - math.log(len(logits))
 
 

@@ -76,12 +76,12 @@ def replay(config: Config, run: RunDir, span: Span) -> Replayed:
         stored = checkpoint.load(span.newer, trainer.fingerprint)
         before = checkpoint.load(span.older, trainer.fingerprint)
         differing = _differing(replayed, stored)
-        if not differing and _logged_otherwise(scratch, run, span):
+        if not differing and _metrics_differ(scratch, run, span):
             differing = ["metrics.jsonl"]
         return Replayed(
             differing,
             _distance(replayed.weights, stored.weights, before.weights),
-            _elsewhere(span, trainer.current_environment()),
+            _environment_change(span, trainer.current_environment()),
         )
 
 
@@ -96,22 +96,22 @@ def _threads(saved_in: Environment | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _differing(found: Checkpoint, stored: Checkpoint) -> list[str]:
+def _differing(replayed: Checkpoint, stored: Checkpoint) -> list[str]:
     """Return the parts of two checkpoints that are not bit-identical; elapsed time is ignored."""
     differing = []
-    if not _same(found.weights, stored.weights):
+    if not _same(replayed.weights, stored.weights):
         differing.append("weights")
-    if not _same(_of_device(found), _of_device(stored)):
+    if not _same(_optimizer_state(replayed), _optimizer_state(stored)):
         differing.append("optimizer")
-    timeless = [own.progress.model_copy(update={"elapsed_s": 0.0}) for own in (found, stored)]
-    if timeless[0] != timeless[1]:
+    no_time = {"elapsed_s": 0.0}
+    if replayed.progress.model_copy(update=no_time) != stored.progress.model_copy(update=no_time):
         differing.append("progress")
     return differing
 
 
-def _of_device(own: Checkpoint) -> Weights:
+def _optimizer_state(loaded: Checkpoint) -> Weights:
     """Return the optimizer state without that of the GPU's random generator."""
-    return {name: tensor for name, tensor in own.optimizer.items() if name != "random.cuda"}
+    return {name: tensor for name, tensor in loaded.optimizer.items() if name != "random.cuda"}
 
 
 def _same(one: Weights, other: Weights) -> bool:
@@ -119,9 +119,10 @@ def _same(one: Weights, other: Weights) -> bool:
     return checkpoint.digest(one) == checkpoint.digest(other)
 
 
-def _distance(found: Weights, stored: Weights, before: Weights) -> float:
-    way = _norm_of_difference(stored, before)
-    return _norm_of_difference(found, stored) / way if way else 0.0
+def _distance(replayed: Weights, stored: Weights, before: Weights) -> float:
+    """Return |replayed - stored| / |stored - before|, the error relative to the change replayed."""
+    change = _norm_of_difference(stored, before)
+    return _norm_of_difference(replayed, stored) / change if change else 0.0
 
 
 def _norm_of_difference(one: Weights, other: Weights) -> float:
@@ -132,8 +133,8 @@ def _norm_of_difference(one: Weights, other: Weights) -> float:
     return float(torch.stack(squares).sum().sqrt())
 
 
-def _elsewhere(span: Span, here: Environment) -> str:
-    """Say why bits may differ; nothing if all is as it was, on a CPU."""
+def _environment_change(span: Span, here: Environment) -> str:
+    """Return why bits may differ; "" if the environment is the same and no GPU is used."""
     for path in (span.newer, span.older):
         saved_in = checkpoint.load_environment(path)
         if saved_in is None:
@@ -146,19 +147,21 @@ def _elsewhere(span: Span, here: Environment) -> str:
     return "a GPU adds in any order" if here.device != "cpu" else ""
 
 
-def _logged_otherwise(scratch: RunDir, run: RunDir, span: Span) -> bool:
+def _metrics_differ(scratch: RunDir, run: RunDir, span: Span) -> bool:
     """Return whether a logged line of the run differs from its repetition."""
-    again = _logged(scratch.metrics_path, span)
-    return any(again.get(key) != line for key, line in _logged(run.metrics_path, span).items())
+    again = _metrics_of_span(scratch.metrics_path, span)
+    return any(
+        again.get(key) != line for key, line in _metrics_of_span(run.metrics_path, span).items()
+    )
 
 
-def _logged(path: Path, span: Span) -> Metrics:
+def _metrics_of_span(path: Path, span: Span) -> Metrics:
     """Return the lines logged in a span, without times, by kind and step."""
-    found: Metrics = {}
+    logged: Metrics = {}
     for line in read_metrics(path):
         step = line["step"]
         kind = next((key for key in ("loss", "valid_loss") if key in line), None)
         if kind and span.first_step < step <= span.last_step:
             timeless = {key: value for key, value in line.items() if key not in TIMES}
-            found[f"{kind} {step}"] = timeless
-    return found
+            logged[f"{kind} {step}"] = timeless
+    return logged

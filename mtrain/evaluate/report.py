@@ -78,7 +78,11 @@ def _metric_table(report: TestReport, index: int) -> Iterator[str]:
     """Yield the scores of all systems by one metric."""
     scores = [result.scores[index] for result in report.results]
     metric = scores[0].metric
-    comparisons = {own.system: own for own in report.comparisons if own.metric == metric}
+    comparisons = {
+        comparison.system: comparison
+        for comparison in report.comparisons
+        if comparison.metric == metric
+    }
     heads = ["difference", "p (bs)", "p (ar)"] if comparisons else []
     rows = [[f"{report.results[0].name}  {metric}", *heads, ""]]
     for result, score in zip(report.results, scores, strict=True):
@@ -95,7 +99,7 @@ def _metric_table(report: TestReport, index: int) -> Iterator[str]:
             rows.append([text, f"mean and standard deviation of {summary.num_runs} runs"])
     yield from format_table(rows, f"<{'>' * len(heads)}<")
     yield f"  {scores[0].signature}"
-    yield from sorted({f"  {own.randomization_signature}" for own in comparisons.values()})
+    yield from sorted({f"  {each.randomization_signature}" for each in comparisons.values()})
 
 
 def _breakdown(result: TestResult, breakdown: Breakdown) -> Iterator[str]:

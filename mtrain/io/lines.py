@@ -170,8 +170,8 @@ def read_blocks(
 ) -> Iterator[list[str]]:
     """Yield the lines of a file, or of stdin, as `read_forgiving` does, some at a time.
 
-    A block ends when it is full, or when the next line is long in coming: whoever types at a pipe
-    or waits for one gets an answer. No more than two blocks are held.
+    A block ends when it holds `max_lines`, or when no next line arrives within a short time, so
+    that a user who types lines into a pipe sees each result. At most two blocks are in memory.
 
     Raises:
         DataError: for a file that cannot be read.

@@ -57,8 +57,8 @@ def _begun(config: Config) -> Config | None:
     run = RunDir(Path(config.run_dir))
     if not run.config_path.is_file():
         return None
-    own = run.config
-    return own if own.training.init_from == config.training.init_from else None
+    stored = run.config
+    return stored if stored.training.init_from == config.training.init_from else None
 
 
 def _load(init_from: str, name: str) -> Config:

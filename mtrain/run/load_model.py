@@ -75,7 +75,7 @@ def _weights_path(run: RunDir, step: int | None) -> Path:
     if step not in found:
         raise RunError(
             f"{run.path}: must have a checkpoint of step {step:,}, but has those of "
-            f"{', '.join(f'{own:,}' for own in found) or 'none'} instead."
+            f"{', '.join(f'{size:,}' for size in found) or 'none'} instead."
         )
     return found[step] / "model.safetensors"
 
@@ -108,8 +108,8 @@ def set_weights(
     Raises:
         RunError: if the weights are those of another model.
     """
-    own = dict(model.named_parameters())
-    for name, parameter in own.items():
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
         if name not in weights or weights[name].shape != parameter.shape:
             found = tuple(weights[name].shape) if name in weights else "missing"
             raise RunError(
@@ -122,5 +122,5 @@ def set_weights(
                 f"{weights[name].dtype} instead."
             )
     with torch.no_grad():
-        for name, parameter in own.items():
+        for name, parameter in parameters.items():
             parameter.copy_(process_group.distribute_like(weights[name], parameter))
