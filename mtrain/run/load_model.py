@@ -75,7 +75,7 @@ def _weights_path(run: RunDir, step: int | None) -> Path:
     if step not in found:
         raise RunError(
             f"{run.path}: must have a checkpoint of step {step:,}, but has those of "
-            f"{', '.join(f'{size:,}' for size in found) or 'none'} instead."
+            f"{', '.join(f'{saved:,}' for saved in found) or 'none'} instead."
         )
     return found[step] / "model.safetensors"
 
