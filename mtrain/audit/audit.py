@@ -6,34 +6,35 @@ of the text fills the lists.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 import numpy.typing as npt
 
-from mtrain.audit import duplicates, misalignment, pair_filter, rules
-from mtrain.audit.contamination import HashTable, Leaks
-from mtrain.audit.coverage import Coverage
-from mtrain.audit.features import SideClassifier
-from mtrain.audit.finding_lists import Entry, FindingLists, RuleHits, no_details, place_of
+from mtrain.audit import misalignment, rules
+from mtrain.audit.duplicates import Numbers
+from mtrain.audit.features import Flags, Ints, SideClassifier
 from mtrain.audit.misalignment import Shift
 from mtrain.audit.rules import RULES, CorpusProfile, Severity, SideName
-from mtrain.audit.scan import Scan
-from mtrain.config.corpora import TrainText, corpora_of, weight_of
+from mtrain.audit.scan import TRAIN, VALID, Coverage, Scan, corpora
+from mtrain.config.corpora import corpora_of, weight_of
 from mtrain.config.sections import Config
 from mtrain.corpus.dropped import format_counts, format_remedy
-from mtrain.corpus.reader import FileNotes, Reader, size_of
+from mtrain.corpus.reader import FileNotes, FilePair, Reader, TextBlock, size_of
 from mtrain.io.lines import Advance
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
-TRAIN, VALID = "train", "valid"
 REPORT_FILE = "report.json"  # beside the lists, in every folder of them
-_DROPPED = "Nothing need be done: training leaves them out (`data.clean`)."
+_NUM_EXAMPLES = 2  # of each list, for the report
 _USUAL_LEAK_SHARE = 0.01  # of held-out lines of which one side occurs elsewhere
+
+Entry = dict[str, Any]  # of a list
 
 
 @dataclass(frozen=True)
@@ -104,15 +105,82 @@ class AuditReport:
         return sum(finding.severity == severity for finding in self.findings)
 
 
-def corpora(config: Config) -> dict[str, TrainText]:
-    """Return the corpora by name, in the order in which they are read: training comes last."""
-    tests = {f"tests.{name}": corpus for name, corpus in config.data.tests.items()}
-    return {**tests, VALID: config.data.valid, TRAIN: config.data.train}
+class FindingLists:
+    """The lists of one corpus: for each problem a file of JSON lines, one for each pair.
+
+    Attributes:
+        counts: the number of entries, by list.
+        examples: the first entries of each list.
+        details: functions that return further fields of an entry, given the pair, by list.
+    """
+
+    def __init__(self, directory: Path, corpus: str, reader: Reader) -> None:
+        self.counts: Counter[str] = Counter()
+        self.examples: dict[str, list[Entry]] = {}
+        self.details: dict[str, Callable[[int], Entry]] = {}
+        self._directory, self._corpus, self._reader = directory, corpus, reader
+        self._streams: dict[str, TextIO] = {}
+
+    def add(self, name: str, sides: npt.NDArray[np.uint8], block: TextBlock) -> None:
+        """Write those pairs of a block of which a side has the problem."""
+        for row in np.flatnonzero(sides).tolist():
+            pair = block.first + row
+            part = self._reader.part_of(pair)
+            entry = {
+                "src_file": part.src.path,
+                "tgt_file": part.tgt.path,
+                "line": pair - part.first + 1,
+                "side": SideName(int(sides[row])).name.lower(),
+                "src": block.src[row],
+                "tgt": block.tgt[row],
+            } | _corpus_field(part)
+            if name in self.details:
+                entry |= self.details[name](pair)
+            self.counts[name] += 1
+            examples = self.examples.setdefault(name, [])
+            if len(examples) < _NUM_EXAMPLES:
+                examples.append(entry)
+            if name not in self._streams:
+                path = self._directory / self._file(name)
+                self._streams[name] = path.open("w", encoding="utf-8", newline="\n")
+            self._streams[name].write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+    def close(self) -> None:
+        """Close all files."""
+        for stream in self._streams.values():
+            stream.close()
+
+    def finding(self, name: str, severity: Severity, what: str, advice: str) -> AuditFinding:
+        """Return the finding of a whole list."""
+        return AuditFinding(
+            self._corpus,
+            name,
+            severity,
+            what,
+            advice,
+            self.counts[name],
+            self._reader.num_pairs,
+            self.examples[name],
+            self._file(name),
+        )
+
+    def _file(self, name: str) -> str:
+        return f"{self._corpus}.{name}.jsonl"
+
+
+def _corpus_field(part: FilePair) -> Entry:
+    return {} if part.corpus is None else {"corpus": part.corpus}
+
+
+def _place(reader: Reader, pair: int) -> Entry:
+    """Return the source file and the line of a pair."""
+    part = reader.part_of(pair)
+    return {"file": part.src.path, "line": pair - part.first + 1} | _corpus_field(part)
 
 
 def num_bytes(config: Config) -> int:
     """Return the bytes of all corpora on disk."""
-    return sum(size_of(corpus) for corpus in corpora(config).values())
+    return sum(size_of(corpus) for corpus in corpora(config.data).values())
 
 
 def audit(
@@ -126,18 +194,20 @@ def audit(
         directory: of the lists.
         advance: is called with the bytes read; the sum is twice the size of the corpora.
     """
-    scans = [Scan(name, text, directory, tokenizer) for name, text in corpora(config).items()]
+    scans = [Scan(name, text, directory, tokenizer) for name, text in corpora(config.data).items()]
     classifier = SideClassifier()
-    for scan in scans:
-        held_out = [other for other in scans if _is_held_out_of(other.name, scan.name)]
-        scan.read(classifier, held_out, scan.name != TRAIN, advance)
+    for num_before, scan in enumerate(scans):
+        held_out = scans[:num_before] if scan.name in (VALID, TRAIN) else []
+        scan.read(classifier, held_out, advance)
     train = scans[-1]
-    profile = rules.learn(train.records.windows(), config.data.max_tokens)
+    profile = rules.learn(train.windows(), config.data.max_tokens)
     readers = {scan.name: scan.reader for scan in scans}
-    summaries, findings = [], []
+    summaries: list[CorpusSummary] = []
+    findings: list[AuditFinding] = []
     for scan in reversed(scans):
         lists = FindingLists(directory, scan.name, scan.reader)
-        found, dropped = _judge(scan, profile, readers, lists, config.data.clean, advance)
+        of_scan, dropped = _judge(scan, profile, readers, lists, config.data.clean, advance)
+        lists.close()
         summary = CorpusSummary(
             scan.name,
             sum(part.num_pairs - part.num_faults for part in scan.reader.parts),
@@ -149,14 +219,16 @@ def audit(
             _mixture(config, scan, dropped) if scan is train else [],
         )
         summaries.append(summary)
-        findings += [*found, *_all_dropped_findings(summary)]
-        scan.records.remove()
+        findings += of_scan
+        parts: list[CorpusSummary | MixedSummary] = [*summary.mixture] or [summary]
+        for part in parts:
+            if 0 < part.num_pairs == sum(part.num_dropped.values()):
+                what = f"all pairs of {part.name} are dropped: {format_counts(part.num_dropped)}"
+                advice = f"Change {format_remedy(part.num_dropped)}; training refuses the corpus."
+                problem = ("all-dropped", Severity.ERROR, what, advice)
+                findings.append(AuditFinding(scan.name, *problem, 1, 1, []))
+        scan.records_path.unlink()
     return AuditReport(summaries, sorted(findings, key=lambda finding: -finding.severity))
-
-
-def _is_held_out_of(name: str, other: str) -> bool:
-    """Return whether no sentence of one corpus should occur in the other."""
-    return name != other and (other == TRAIN or (other == VALID and name != TRAIN))
 
 
 def _judge(
@@ -171,223 +243,184 @@ def _judge(
 
     Returns the findings, and for each corpus of a mixture the dropped pairs by reason.
     """
-    chosen = pair_filter.rules_of(clean) if scan.name == TRAIN else []
+    dropping = rules.dropping_rules(clean) if scan.name == TRAIN else []
     dropped: dict[str | None, Counter[str]] = {}
-    total = scan.reader.num_pairs
-    scan.find_repeats()
-    shifts = misalignment.find(scan.records.windows) if total >= misalignment.MIN_PAIRS else []
-    leaks = [_LeakFinder(name, readers[name], leak, clean) for name, leak in scan.leaks.items()]
+    repeats = scan.find_repeats()
+    for rule in RULES:
+        if rule.refers is not None:
+            lists.details[rule.name] = partial(_earlier, scan.reader, rule.refers(repeats))
+    shifts: list[Shift] = []
+    if scan.reader.num_pairs >= misalignment.MIN_PAIRS:
+        shifts = misalignment.find(scan.windows)
+        lists.details["shift"] = partial(_end_of_shift, scan.reader, shifts)
+    leaks = list(_leaks(scan))
+    for leak in leaks:
+        lists.details[leak.name] = partial(leak.details, readers[leak.other])
     for block in Reader(scan.corpus).blocks(advance):
-        first, last = block.first, block.first + len(block.src)
-        pairs = scan.pairs(first, len(block.src))
-        counts = dropped.setdefault(scan.reader.part_of(first).corpus, Counter())
-        counts.update(filter(None, pair_filter.reasons(chosen, pairs, profile)))
+        here = slice(block.first, block.first + len(block.src))
+        pairs = scan.pairs(block.first, len(block.src))
+        counts = dropped.setdefault(scan.reader.part_of(block.first).corpus, Counter())
+        counts.update(filter(None, rules.drop_reasons(dropping, pairs, profile)))
         for rule in RULES:
-            details = no_details
-            if rule.refers is not None:
-                details = partial(_earlier, scan.reader, rule.refers(pairs))
-            lists.add(RuleHits(rule.name, rule.judge(pairs, profile), details), block)
-        for hits in (
-            _shift_hits(shifts, first, last, scan.reader),
-            *(hits for leak in leaks for hits in leak.hits(first, last)),
-        ):
-            lists.add(hits, block)
-    lists.close()
+            lists.add(rule.name, rule.judge(pairs, profile), block)
+        is_start = np.isin(np.arange(here.start, here.stop), [shift.first for shift in shifts])
+        lists.add("shift", is_start * np.uint8(SideName.BOTH), block)
+        for leak in leaks:
+            lists.add(leak.name, (leak.times[here] > 0) * np.uint8(leak.side), block)
     findings = [
-        *_file_findings(scan),
-        *_shift_findings(scan.name, shifts, lists, total),
-        *(finding for leak in leaks for finding in leak.findings(scan.name, lists, total)),
+        AuditFinding(scan.name, *problem, 1, 1, []) for problem in _problems_of_files(scan.reader)
     ]
+    findings += [
+        _shift_finding(lists, shift, example)
+        for shift, example in zip(shifts, lists.examples.get("shift", []), strict=False)
+    ]
+    findings += [_leak_finding(lists, leak, clean) for leak in leaks if lists.counts[leak.name]]
     for rule in RULES:
         if count := lists.counts[rule.name]:
             advice = rule.advice if scan.name == TRAIN else rule.held_out_advice or rule.advice
-            severity = rule.severity_of(count, total)
-            findings.append(
-                _listed(scan.name, rule.name, severity, rule.what, advice, lists, total)
-            )
+            severity = rule.severity_of(count, scan.reader.num_pairs)
+            findings.append(lists.finding(rule.name, severity, rule.what, advice))
     return findings, dropped
 
 
-def _earlier(reader: Reader, numbers: duplicates.Numbers, row: int) -> Entry:
-    return {"first": place_of(reader, int(numbers[row]) - 1)}
+def _earlier(reader: Reader, numbers: Numbers, pair: int) -> Entry:
+    return {"first": _place(reader, int(numbers[pair]) - 1)}
 
 
-def _listed(
-    corpus: str,
-    name: str,
-    severity: Severity,
-    what: str,
-    advice: str,
-    lists: FindingLists,
-    total: int,
-) -> AuditFinding:
-    examples, file = lists.examples[name], lists.file_of(name)
-    count = lists.counts[name]
-    return AuditFinding(corpus, name, severity, what, advice, count, total, examples, file)
+def _end_of_shift(reader: Reader, shifts: list[Shift], pair: int) -> Entry:
+    shift = next(shift for shift in shifts if shift.first == pair)
+    return {"last": _place(reader, shift.last), "offset": shift.offset}
 
 
-def _shift_hits(shifts: Sequence[Shift], first: int, last: int, reader: Reader) -> RuleHits:
-    """Return the first pair of each stretch as a hit."""
-    here = {shift.first - first: shift for shift in shifts if first <= shift.first < last}
-    sides = np.zeros(last - first, np.uint8)
-    sides[list(here)] = SideName.BOTH
-
-    def details(row: int) -> Entry:
-        shift = here[row]
-        return {"last": place_of(reader, shift.last), "offset": shift.offset}
-
-    return RuleHits("shift", sides, details)
-
-
-def _shift_findings(
-    corpus: str, shifts: Sequence[Shift], lists: FindingLists, total: int
-) -> Iterator[AuditFinding]:
-    for shift, example in zip(shifts, lists.examples.get("shift", []), strict=False):
-        lines = "a line" if abs(shift.offset) == 1 else f"{abs(shift.offset)} lines"
-        where = "after" if shift.offset > 0 else "before"
-        yield AuditFinding(
-            corpus,
-            "shift",
-            Severity.WARNING,
-            f"pairs in a row whose translation stands {lines} {where} its place",
-            "Find the lines that are lost or one too many near the first, and mend the file.",
-            shift.last - shift.first + 1,
-            total,
-            [example],
-            lists.file_of("shift"),
-        )
+def _shift_finding(lists: FindingLists, shift: Shift, example: Entry) -> AuditFinding:
+    lines = "a line" if abs(shift.offset) == 1 else f"{abs(shift.offset)} lines"
+    where = "after" if shift.offset > 0 else "before"
+    finding = lists.finding(
+        "shift",
+        Severity.WARNING,
+        f"pairs in a row whose translation stands {lines} {where} its place",
+        "Find the lines that are lost or one too many near the first, and mend the file.",
+    )
+    return replace(finding, count=shift.last - shift.first + 1, examples=[example])
 
 
-_LEAK_SIDES = {"pair": SideName.BOTH, "source": SideName.SRC, "target": SideName.TGT}
+class _Leak(NamedTuple):
+    """The pairs, the sources or the targets of a held-out corpus that occur in another one.
 
+    Attributes:
+        kind: "pair", "source" or "target".
+        side: of the pair.
+        other: the name of the other corpus.
+        times: for each held-out pair, the number of occurrences.
+        first: the first pair where it occurs, an exact occurrence if there is one.
+        is_exact: whether there is an exact occurrence.
+    """
 
-class _LeakFinder:
-    """The lines of a held-out corpus that occur in another one, as findings."""
+    kind: str
+    side: SideName
+    other: str
+    times: Numbers
+    first: Ints
+    is_exact: Flags
 
-    def __init__(self, other: str, reader: Reader, leaks: Leaks, clean: list[str]) -> None:
-        self._other, self._reader, self._clean = other, reader, clean
-        exact, by_key = leaks.exact, leaks.by_key
-        self._counts = {
-            "pair": _LeakCounts(by_key.pairs, exact.pairs),
-            "source": _LeakCounts(by_key.src, exact.src),
-            "target": _LeakCounts(by_key.tgt, exact.tgt),
-        }
-        is_pair = self._counts["pair"].times > 0
-        for kind in ("source", "target"):
-            self._counts[kind].times[is_pair] = 0
+    @property
+    def name(self) -> str:
+        """The name of the list."""
+        return f"{self.kind}-in-{self.other}"
 
-    def hits(self, first: int, last: int) -> Iterator[RuleHits]:
-        """Yield those of the held-out pairs from number `first` to the one before `last`."""
-        for kind, counts in self._counts.items():
-            is_hit = counts.times[first:last] > 0
-            sides = (is_hit * np.uint8(_LEAK_SIDES[kind])).astype(np.uint8)
-            yield RuleHits(self._name(kind), sides, partial(self._details, counts, first))
-
-    def _details(self, counts: _LeakCounts, first: int, row: int) -> Entry:
+    def details(self, reader: Reader, pair: int) -> Entry:
+        """Return further fields of a pair's entry, given the reader of the other corpus."""
         return {
-            "first": place_of(self._reader, int(counts.first[first + row])),
-            "times": int(counts.times[first + row]),
-            "to_the_letter": bool(counts.is_exact[first + row]),
+            "first": _place(reader, int(self.first[pair])),
+            "times": int(self.times[pair]),
+            "to_the_letter": bool(self.is_exact[pair]),
         }
 
-    def findings(self, corpus: str, lists: FindingLists, total: int) -> Iterator[AuditFinding]:
-        """Yield a finding for each kind of leak."""
-        for kind, counts in self._counts.items():
-            if count := lists.counts[self._name(kind)]:
-                usual = 0 if kind == "pair" else _USUAL_LEAK_SHARE * total
-                num_exact = int((counts.is_exact & (counts.times > 0)).sum())
-                # Does training drop all of them, by `data.clean`?
-                is_exact_pair = kind == "pair" and num_exact == count
-                is_dropped = self._other == TRAIN and (
-                    "held-out" in self._clean or ("held-out-pair" in self._clean and is_exact_pair)
-                )
-                severity = Severity.WARNING if not is_dropped and count > usual else Severity.NOTE
-                what = f"{kind}s that stand in {self._other} too ({num_exact:,} to the letter)"
-                advice = rules.APART
-                if is_dropped:
-                    advice = _DROPPED
-                elif self._other == TRAIN:
-                    advice = (
-                        f"Delete them from {TRAIN} ({TRAIN}.held-out.jsonl), or scores flatter."
-                    )
-                yield _listed(corpus, self._name(kind), severity, what, advice, lists, total)
 
-    def _name(self, kind: str) -> str:
-        return f"{kind}-in-{self._other}"
+def _leaks(scan: Scan) -> Iterator[_Leak]:
+    """Yield the leaks of a corpus; a side is only counted where the pair itself does not leak."""
+    for other, leaks in scan.leaks.items():
+        exact, by_key = leaks.exact, leaks.by_key
+        is_pair = np.zeros(scan.reader.num_pairs, bool)
+        for kind, side, exact_table, key_table in (
+            ("pair", SideName.BOTH, exact.pairs, by_key.pairs),
+            ("source", SideName.SRC, exact.src, by_key.src),
+            ("target", SideName.TGT, exact.tgt, by_key.tgt),
+        ):
+            (exact_times, exact_first), (key_times, key_first) = (
+                exact_table.hits(),
+                key_table.hits(),
+            )
+            is_exact = exact_times > 0
+            times = np.where(is_pair, np.uint32(0), np.maximum(exact_times, key_times))
+            yield _Leak(
+                kind, side, other, times, np.where(is_exact, exact_first, key_first), is_exact
+            )
+            if kind == "pair":
+                is_pair = times > 0
 
 
-class _LeakCounts:
-    """The occurrences of each held-out line or pair: how many, the first, whether any is exact."""
+def _leak_finding(lists: FindingLists, leak: _Leak, clean: list[str]) -> AuditFinding:
+    count, num_exact = lists.counts[leak.name], int((leak.is_exact & (leak.times > 0)).sum())
+    is_exact_pair = leak.kind == "pair" and num_exact == count
+    is_dropped = leak.other == TRAIN and (
+        "held-out" in clean or ("held-out-pair" in clean and is_exact_pair)
+    )
+    usual = 0 if leak.kind == "pair" else _USUAL_LEAK_SHARE * len(leak.times)
+    severity = Severity.WARNING if not is_dropped and count > usual else Severity.NOTE
+    what = f"{leak.kind}s that stand in {leak.other} too ({num_exact:,} to the letter)"
+    advice = rules.APART
+    if is_dropped:
+        advice = "Nothing need be done: training leaves them out (`data.clean`)."
+    elif leak.other == TRAIN:
+        advice = f"Delete them from {TRAIN} ({TRAIN}.held-out.jsonl), or scores flatter."
+    return lists.finding(leak.name, severity, what, advice)
 
-    def __init__(self, by_key: HashTable, exact: HashTable) -> None:
-        exact_hits, key_hits = exact.hits(), by_key.hits()
-        self.times = np.maximum(key_hits.times, exact_hits.times)
-        self.is_exact: npt.NDArray[np.bool_] = exact_hits.times > 0
-        self.first = np.where(self.is_exact, exact_hits.first, key_hits.first)
+
+_Problem = tuple[str, Severity, str, str]  # name, severity, what, advice
 
 
-def _file_findings(scan: Scan) -> Iterator[AuditFinding]:
-    for part in scan.reader.parts:
+def _problems_of_files(reader: Reader) -> Iterator[_Problem]:
+    for part in reader.parts:
         for notes in part.notes:
-            yield from _notes_findings(scan.name, notes)
+            yield from _problems_of_file(notes)
         is_complete = not (part.src.problem or part.tgt.problem)
         if is_complete and part.src.num_lines != part.tgt.num_lines:
-            yield _of_file(
-                scan.name,
-                "unequal-lines",
-                Severity.ERROR,
-                f"{part.src.path} has {part.src.num_lines:,} lines and {part.tgt.path} has "
-                f"{part.tgt.num_lines:,}",
-                "Find the lines that are lost or one too many; training refuses the files.",
-            )
-    if scan.reader.num_pairs == 0:
+            what = f"{part.src.path} has {part.src.num_lines:,} lines and {part.tgt.path} has "
+            what += f"{part.tgt.num_lines:,}"
+            advice = "Find the lines that are lost or one too many; training refuses the files."
+            yield "unequal-lines", Severity.ERROR, what, advice
+    if reader.num_pairs == 0:
         what = "there is not a single pair"
-        yield _of_file(scan.name, "empty", Severity.ERROR, what, "Name files that have some.")
+        yield "empty", Severity.ERROR, what, "Name files that have some."
 
 
-def _all_dropped_findings(summary: CorpusSummary) -> Iterator[AuditFinding]:
-    """Yield the corpora of which training keeps no pair."""
-    corpora: Sequence[CorpusSummary | MixedSummary] = summary.mixture or [summary]
-    for corpus in corpora:
-        if 0 < corpus.num_pairs == sum(corpus.num_dropped.values()):
-            what = f"all pairs of {corpus.name} are dropped: {format_counts(corpus.num_dropped)}"
-            advice = f"Change {format_remedy(corpus.num_dropped)}; training refuses the corpus."
-            yield _of_file(summary.name, "all-dropped", Severity.ERROR, what, advice)
-
-
-def _notes_findings(corpus: str, notes: FileNotes) -> Iterator[AuditFinding]:
+def _problems_of_file(notes: FileNotes) -> Iterator[_Problem]:
     if notes.problem:
         what = f"{notes.path} cannot be read to its end: {notes.problem}"
-        yield _of_file(corpus, "unreadable", Severity.ERROR, what, "Put the whole file there.")
+        yield "unreadable", Severity.ERROR, what, "Put the whole file there."
     if notes.num_undecodable:
         what = f"{notes.path} is not UTF-8 (lines: {notes.num_undecodable:,}; the first is "
         what += f"{notes.first_undecodable})"
         advice = "Unpack or convert it, for example with iconv; training refuses it."
-        yield _of_file(corpus, "encoding", Severity.ERROR, what, advice)
+        yield "encoding", Severity.ERROR, what, advice
     if notes.num_faults:
         what = f"{notes.path} has rows that are no pair: {notes.num_faults:,}; the first is row "
         what += notes.first_fault
-        yield _of_file(
-            corpus, "faulty-row", Severity.ERROR, what, "Mend them; training refuses them."
-        )
+        yield "faulty-row", Severity.ERROR, what, "Mend them; training refuses them."
     if notes.num_broken:
         what = f"{notes.path} has {notes.num_broken:,} rows with a line break within a field"
         advice = "Nothing need be done: a line break is a space to mtrain."
-        yield _of_file(corpus, "field-break", Severity.NOTE, what, advice)
+        yield "field-break", Severity.NOTE, what, advice
     if notes.has_bom:
         what = f"{notes.path} begins with a byte-order mark"
         advice = "Delete it: mtrain passes over it, other tools take it for text."
-        yield _of_file(corpus, "byte-order-mark", Severity.NOTE, what, advice)
+        yield "byte-order-mark", Severity.NOTE, what, advice
     if notes.num_crlf:
-        is_mixed = notes.num_crlf < notes.num_lines
         what = f"{notes.path} ends {notes.num_crlf:,} of {notes.num_lines:,} lines with CR LF"
         advice = "End all lines with LF alone: mtrain takes the CR off, other tools do not."
-        severity = Severity.WARNING if is_mixed else Severity.NOTE
-        yield _of_file(corpus, "line-ends", severity, what, advice)
-
-
-def _of_file(corpus: str, name: str, severity: Severity, what: str, advice: str) -> AuditFinding:
-    return AuditFinding(corpus, name, severity, what, advice, 1, 1, [])
+        severity = Severity.WARNING if notes.num_crlf < notes.num_lines else Severity.NOTE
+        yield "line-ends", severity, what, advice
 
 
 def _mixture(

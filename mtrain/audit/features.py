@@ -21,6 +21,7 @@ from mtrain.audit.unicode_classes import BLANKS, CHARACTERS, IS_UNSPACED, NUM_KI
 Records = npt.NDArray[Any]
 Hashes = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 
 class LineFlag(IntFlag):
@@ -155,6 +156,11 @@ def exact_hashes(lines: Sequence[str]) -> Hashes:
 def mixed(first: Hashes, second: Hashes) -> Hashes:
     """Return one hash for each two, dependent on their order."""
     return _scrambled(first * _FACTOR + _scrambled(second))
+
+
+def differs_from_previous(values: npt.NDArray[Any]) -> Flags:
+    """Return for each value whether it differs from the one before it; the first does."""
+    return np.concatenate([[True], values[1:] != values[:-1]])[: len(values)]
 
 
 def is_mojibake(line: str) -> bool:

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from mtrain.audit.audit import AuditFinding, AuditReport, CorpusSummary
-from mtrain.audit.finding_lists import Entry
+from mtrain.audit.audit import AuditFinding, AuditReport, CorpusSummary, Entry
 from mtrain.audit.rules import Severity
 from mtrain.corpus.dropped import format_counts
 from mtrain.io.table import format_table

@@ -6,7 +6,7 @@ its share of the pairs: up to `usual_share`, which clean corpora have, it is a n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mtrain.audit.duplicates import Numbers
-from mtrain.audit.features import Feature, LineFlag, PairWindow, Records
+from mtrain.audit.duplicates import Numbers, Repeats
+from mtrain.audit.features import Feature, Flags, LineFlag, PairWindow, Records
 from mtrain.audit.unicode_classes import Kind, kind_of
 
 _LONG_CHARS = 1000
@@ -29,11 +29,10 @@ _RATIO_STEPS, _NUM_RATIOS = 200, 1000  # histogram of the logarithm of ratios: b
 _MIN_SOLID = 8  # characters; shorter lines of digits or punctuation are not listed
 
 Sides = npt.NDArray[np.uint8]
-Flags = npt.NDArray[np.bool_]
 
 
 class SideName(IntEnum):
-    """The sides of a pair to which a rule applies."""
+    """The sides of a pair that a rule hits."""
 
     NONE = 0
     SRC = 1
@@ -95,13 +94,12 @@ class Rule:
         name: of its list, and in JSON.
         what: the pairs or lines with the problem.
         advice: what to do, in one sentence.
-        judge: returns the sides with the problem, for each pair.
-        features: what `judge` reads beside the length in characters and blank lines.
+        judge: returns for each pair the sides with the problem.
+        features: what `judge` reads besides the length in characters and blank lines.
         usual_share: of pairs, up to which it is a note; None if it is always a note.
         severity: beyond that share.
-        refers: returns the earlier pair that a finding names.
-        held_out_advice: replaces `advice` for validation and test text, of which training drops
-            nothing.
+        refers: returns for each pair the earlier pair that a finding names.
+        held_out_advice: for validation and test text, of which training drops nothing.
     """
 
     name: str
@@ -111,7 +109,7 @@ class Rule:
     features: Feature = Feature.NONE
     usual_share: float | None = 0.0
     severity: Severity = Severity.WARNING
-    refers: Callable[[PairBlock], Numbers] | None = None
+    refers: Callable[[Repeats], Numbers] | None = None
     held_out_advice: str | None = None
 
     def severity_of(self, count: int, total: int) -> Severity:
@@ -121,19 +119,19 @@ class Rule:
         return self.severity
 
 
-def on_lines(judge: Callable[[Records], Flags]) -> Judge:
+def _sides(src: Flags, tgt: Flags) -> Sides:
+    sides: Sides = (src * np.uint8(SideName.SRC) + tgt * np.uint8(SideName.TGT)).astype(np.uint8)
+    return sides
+
+
+def _on_lines(judge: Callable[[Records], Flags]) -> Judge:
     """Judge each side by itself."""
     return lambda pairs, profile: _sides(judge(pairs.src), judge(pairs.tgt))
 
 
-def on_pairs(judge: Callable[[PairBlock, CorpusProfile], Flags]) -> Judge:
+def _on_pairs(judge: Callable[[PairBlock, CorpusProfile], Flags]) -> Judge:
     """Judge both sides together."""
-    return lambda pairs, profile: (judge(pairs, profile) * np.uint8(SideName.BOTH)).astype(np.uint8)
-
-
-def _sides(src: Flags, tgt: Flags) -> Sides:
-    sides: Sides = (src * np.uint8(SideName.SRC) + tgt * np.uint8(SideName.TGT)).astype(np.uint8)
-    return sides
+    return lambda pairs, profile: judge(pairs, profile) * np.uint8(SideName.BOTH)
 
 
 def _has(flag: LineFlag) -> Callable[[Records], Flags]:
@@ -157,26 +155,19 @@ def _both_blank(pairs: PairBlock, profile: CorpusProfile) -> Flags:
     return both_blank
 
 
-def _is_copied(pairs: PairBlock, profile: CorpusProfile) -> Flags:
-    has_letters = pairs.src["script"] > 0
-    is_copied: Flags = (pairs.src["hash"] == pairs.tgt["hash"]) & has_letters
-    return is_copied
-
-
 def _is_far_in_length(pairs: PairBlock, profile: CorpusProfile) -> Flags:
-    src, tgt = (side["chars"].astype(np.float64) for side in (pairs.src, pairs.tgt))
-    expected = src * profile.ratio
+    expected = pairs.src["chars"] * profile.ratio
     most = expected * _FAR_RATIO + _SLACK_CHARS
     least = (expected - _SLACK_CHARS) / _FAR_RATIO
-    is_far: Flags = ((tgt > most) | (tgt < least)) & _is_whole(pairs)
-    return is_far
+    return ((pairs.tgt["chars"] > most) | (pairs.tgt["chars"] < least)) & _is_whole(pairs)
 
 
 def _has_strange_script(pairs: PairBlock, profile: CorpusProfile) -> Sides:
     src, tgt = pairs.src["script"], pairs.tgt["script"]
+    is_swapped = _is_swapped(pairs, profile)
     return _sides(
-        (src > 0) & ~profile.src_scripts[src] & ~_is_swapped(pairs, profile),
-        (tgt > 0) & ~profile.tgt_scripts[tgt] & ~_is_swapped(pairs, profile),
+        (src > 0) & ~profile.src_scripts[src] & ~is_swapped,
+        (tgt > 0) & ~profile.tgt_scripts[tgt] & ~is_swapped,
     )
 
 
@@ -191,22 +182,6 @@ def _is_swapped(pairs: PairBlock, profile: CorpusProfile) -> Flags:
     return is_swapped
 
 
-def _is_no_words(lines: Records) -> Flags:
-    is_odd: Flags = (lines["odd"] > _ODD_SHARE * lines["solid"]) & (lines["solid"] >= _MIN_SOLID)
-    return is_odd
-
-
-def _is_mojibake(lines: Records) -> Flags:
-    is_mojibake: Flags = _has(LineFlag.MOJIBAKE)(lines) & ~_has(LineFlag.UNDECODABLE)(lines)
-    return is_mojibake
-
-
-def _is_over_tokens(pairs: PairBlock, profile: CorpusProfile) -> Flags:
-    longest = np.maximum(pairs.src["tokens"], pairs.tgt["tokens"])
-    is_over: Flags = longest > profile.max_tokens
-    return is_over
-
-
 APART = "Take them out of one of the two: what chooses a model must not measure it."
 
 RULES = [
@@ -214,7 +189,7 @@ RULES = [
         "held-out-pair",
         "pairs of the validation or test sets, to the letter",
         "Nothing need be done: training leaves them out, unless `data.clean` says otherwise.",
-        on_pairs(lambda pairs, profile: pairs.is_held_pair),
+        _on_pairs(lambda pairs, profile: pairs.is_held_pair),
         Feature.HASH,
         usual_share=None,
         held_out_advice=APART,
@@ -223,7 +198,7 @@ RULES = [
         "held-out",
         "pairs with a sentence of the validation or test sets",
         "Before you publish a score, delete those that `data.clean` does not drop.",
-        on_pairs(lambda pairs, profile: pairs.is_held),
+        _on_pairs(lambda pairs, profile: pairs.is_held),
         Feature.HASH | Feature.KEY,
         usual_share=None,
         held_out_advice=APART,
@@ -232,7 +207,7 @@ RULES = [
         "not-utf8",
         "lines that are not UTF-8",
         "Unpack the file, or convert it to UTF-8, for example with iconv; training refuses it.",
-        on_lines(_has(LineFlag.UNDECODABLE)),
+        _on_lines(_has(LineFlag.UNDECODABLE)),
         severity=Severity.ERROR,
     ),
     Rule(
@@ -246,7 +221,7 @@ RULES = [
         "blank-pair",
         "pairs that are blank on both sides",
         "Nothing need be done: training leaves them out.",
-        on_pairs(_both_blank),
+        _on_pairs(_both_blank),
         usual_share=None,
         held_out_advice="Nothing need be done: a blank line is translated by a blank line.",
     ),
@@ -254,7 +229,11 @@ RULES = [
         "copied",
         "pairs whose target is the source",
         "Delete those that need a translation: a model learns to copy from few of them.",
-        on_pairs(_is_copied),
+        _on_pairs(
+            lambda pairs, profile: (
+                (pairs.src["hash"] == pairs.tgt["hash"]) & (pairs.src["script"] > 0)
+            )
+        ),
         Feature.HASH | Feature.CHARACTERS,
         usual_share=0.01,
     ),
@@ -262,32 +241,32 @@ RULES = [
         "repeated-pair",
         "pairs that stand there before",
         "Delete them if they are many: each counts as often as it stands there.",
-        on_pairs(lambda pairs, profile: (pairs.same_pair > 0) & _is_whole(pairs)),
+        _on_pairs(lambda pairs, profile: (pairs.same_pair > 0) & _is_whole(pairs)),
         Feature.HASH,
         usual_share=0.05,
-        refers=lambda pairs: pairs.same_pair,
+        refers=lambda repeats: repeats.of_pair,
     ),
     Rule(
         "repeated-source",
         "sources that stand there before with another target",
         "See whether both targets are right, and whether the lines belong together.",
-        on_pairs(lambda pairs, profile: (pairs.same_src > 0) & _is_whole(pairs)),
+        _on_pairs(lambda pairs, profile: (pairs.same_src > 0) & _is_whole(pairs)),
         Feature.HASH,
         usual_share=0.05,
-        refers=lambda pairs: pairs.same_src,
+        refers=lambda repeats: repeats.of_src,
     ),
     Rule(
         "length-ratio",
         "pairs with one side far too long for the other",
         "See whether the lines belong together, and delete those that do not.",
-        on_pairs(_is_far_in_length),
+        _on_pairs(_is_far_in_length),
         usual_share=0.005,
     ),
     Rule(
         "long-line",
         f"lines of more than {_LONG_CHARS:,} characters",
         "Split them into sentences; training drops what exceeds `data.max_tokens`.",
-        on_lines(lambda lines: lines["chars"] > _LONG_CHARS),
+        _on_lines(lambda lines: lines["chars"] > _LONG_CHARS),
         usual_share=0.01,
     ),
     Rule(
@@ -302,14 +281,18 @@ RULES = [
         "swapped",
         "pairs whose sides look swapped",
         "Put each side into its own file.",
-        on_pairs(_is_swapped),
+        _on_pairs(_is_swapped),
         Feature.CHARACTERS | Feature.WORDS,
     ),
     Rule(
         "no-words",
         "lines mostly of digits, markup or symbols",
         "Delete the pairs, or remove the markup: there is nothing to learn from them.",
-        on_lines(_is_no_words),
+        _on_lines(
+            lambda lines: (
+                (lines["odd"] > _ODD_SHARE * lines["solid"]) & (lines["solid"] >= _MIN_SOLID)
+            )
+        ),
         Feature.CHARACTERS,
         usual_share=0.01,
     ),
@@ -317,28 +300,30 @@ RULES = [
         "mojibake",
         "lines that were once decoded in a wrong encoding",
         "Get the text anew and decode it as what it is, or delete the pairs.",
-        on_lines(_is_mojibake),
+        _on_lines(
+            lambda lines: _has(LineFlag.MOJIBAKE)(lines) & ~_has(LineFlag.UNDECODABLE)(lines)
+        ),
         Feature.MOJIBAKE,
     ),
     Rule(
         "line-break",
         "lines with a character at which other tools break lines",
         "Replace it by a space (U+2028, U+2029, U+0085, VT, FF, a lone CR, ...).",
-        on_lines(_has(LineFlag.BREAK)),
+        _on_lines(_has(LineFlag.BREAK)),
         Feature.CHARACTERS,
     ),
     Rule(
         "control",
         "lines with control characters",
         "Delete the characters.",
-        on_lines(_has(LineFlag.CONTROL)),
+        _on_lines(_has(LineFlag.CONTROL)),
         Feature.CHARACTERS,
     ),
     Rule(
         "invisible",
         "lines with characters that cannot be seen",
         "Delete zero-width spaces, soft hyphens and direction marks, unless they are meant.",
-        on_lines(_has(LineFlag.INVISIBLE)),
+        _on_lines(_has(LineFlag.INVISIBLE)),
         Feature.CHARACTERS,
         usual_share=0.01,
     ),
@@ -346,7 +331,7 @@ RULES = [
         "not-nfc",
         "lines whose Unicode is not composed (NFC)",
         "Normalise all text to NFC, also what you will translate: to a model é and é differ.",
-        on_lines(_has(LineFlag.NOT_NFC)),
+        _on_lines(_has(LineFlag.NOT_NFC)),
         Feature.NFC,
         usual_share=0.001,
     ),
@@ -354,7 +339,7 @@ RULES = [
         "tab",
         "lines with a tab",
         "Replace it by a space, and see whether two columns were joined.",
-        on_lines(_has(LineFlag.TAB)),
+        _on_lines(_has(LineFlag.TAB)),
         Feature.CHARACTERS,
         usual_share=0.01,
     ),
@@ -362,20 +347,44 @@ RULES = [
         "unknown-piece",
         "lines with characters that the tokenizer does not know",
         "Set `tokenizer.byte_fallback` to true, and tokenize into a new run folder.",
-        on_lines(_has(LineFlag.UNKNOWN_PIECE)),
+        _on_lines(_has(LineFlag.UNKNOWN_PIECE)),
     ),
     Rule(
         "max-tokens",
         "pairs with more than `data.max_tokens` tokens",
         "Split them, or raise `data.max_tokens`; training leaves them out.",
-        on_pairs(_is_over_tokens),
+        _on_pairs(
+            lambda pairs, profile: (
+                np.maximum(pairs.src["tokens"], pairs.tgt["tokens"]) > profile.max_tokens
+            )
+        ),
         usual_share=0.01,
         held_out_advice="Split them, or raise `data.max_tokens`; training sees none as long.",
     ),
 ]
 
 
-_WRITTEN_TOGETHER = ((kind_of("HIRAGANA"), [kind_of("CJK"), kind_of("KATAKANA")]),)
+def dropping_rules(clean: Iterable[str]) -> list[Rule]:
+    """Return the rules that drop pairs, in the order in which they apply.
+
+    Args:
+        clean: `data.clean`; what is over `data.max_tokens` is dropped in any case.
+    """
+    names = {*clean, "max-tokens"}
+    if "blank-side" in names:
+        names.add("blank-pair")
+    return [rule for rule in RULES if rule.name in names]
+
+
+def drop_reasons(
+    dropping: Sequence[Rule], pairs: PairBlock, profile: CorpusProfile
+) -> list[str | None]:
+    """Return for each pair the first rule that drops it; None if it is kept."""
+    names: list[str | None] = [None] * len(pairs.src)
+    for rule in reversed(dropping):
+        for row in np.flatnonzero(rule.judge(pairs, profile)).tolist():
+            names[row] = rule.name
+    return names
 
 
 def learn(windows: Iterator[PairWindow], max_tokens: int) -> CorpusProfile:
@@ -390,11 +399,10 @@ def learn(windows: Iterator[PairWindow], max_tokens: int) -> CorpusProfile:
         for counts, side in zip(scripts, (window.src, window.tgt), strict=True):
             counts += np.bincount(side["script"], minlength=256)
     middle = int(np.searchsorted(np.cumsum(ratios), ratios.sum() / 2))
-    ratio_of_middle = float(np.exp((middle - _NUM_RATIOS) / _RATIO_STEPS)) if ratios.any() else 1.0
+    median = float(np.exp((middle - _NUM_RATIOS) / _RATIO_STEPS)) if ratios.any() else 1.0
     scripts[:, int(Kind.OTHER)] = 0
     usual = scripts > _RARE_SCRIPT * scripts.sum(1, keepdims=True)
     usual[~scripts.any(1)] = True  # of a side without letters, no script is strange
-    for script, others in _WRITTEN_TOGETHER:
-        usual[:, others] |= usual[:, [script]]
-    src, tgt = usual
-    return CorpusProfile(ratio_of_middle, src, tgt, max_tokens)
+    japanese = [kind_of("CJK"), kind_of("KATAKANA")]  # are written with HIRAGANA
+    usual[:, japanese] |= usual[:, [kind_of("HIRAGANA")]]
+    return CorpusProfile(median, usual[0], usual[1], max_tokens)

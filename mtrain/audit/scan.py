@@ -1,4 +1,4 @@
-"""Read a corpus once: the records of its pairs go to a file, its faults are noted.
+"""Read corpora once, write records of their pairs to files, and decide which pairs are dropped.
 
 Memory holds a block of pairs and, of a held-out corpus, its hashes.
 """
@@ -6,76 +6,102 @@ Memory holds a block of pairs and, of a held-out corpus, its hashes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import chain
+from operator import or_
 from pathlib import Path
 
 import numpy as np
 
-from mtrain.audit import duplicates
-from mtrain.audit.contamination import Leaks, SideHashes
-from mtrain.audit.coverage import PieceCounts
-from mtrain.audit.duplicates import PairHashes, Repeats
+from mtrain.audit import duplicates, rules
+from mtrain.audit.duplicates import Leaks, Repeats, SideHashes
 from mtrain.audit.features import (
     LINE,
     Feature,
+    Ints,
     LineFeatures,
     LineFlag,
     PairWindow,
-    Records,
     SideClassifier,
     add_flag,
     measure,
 )
 from mtrain.audit.rules import PairBlock
 from mtrain.config.corpora import TrainText
-from mtrain.corpus.reader import FileNotes, FilePair, Reader, TextBlock
+from mtrain.config.sections import DataConfig
+from mtrain.corpus.reader import FileNotes, FilePair, Reader
 from mtrain.io.atomic import append
 from mtrain.io.lines import Advance, tell_nobody
-from mtrain.tokenizer.sentencepiece import Tokenizer
+from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
 
+TRAIN, VALID = "train", "valid"
 PAIR = np.dtype([("src", LINE), ("tgt", LINE), ("is_held", np.bool_), ("is_held_pair", np.bool_)])
 _WINDOW_PAIRS = 1 << 16  # of records that are in memory together
 
 
-class RecordFile:
-    """A file of the records of pairs, appended to once and then read in order."""
+def corpora(data: DataConfig) -> dict[str, TrainText]:
+    """Return the corpora by name, in the order in which they are read: training comes last."""
+    tests = {f"tests.{name}": corpus for name, corpus in data.tests.items()}
+    return {**tests, VALID: data.valid, TRAIN: data.train}
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        path.touch()
 
-    def append(self, records: Records) -> None:
-        """Add the records of a block.
+@dataclass(frozen=True)
+class Coverage:
+    """How well a vocabulary fits one side of a corpus.
 
-        Raises:
-            WriteError: if the disk does not take them.
-        """
-        append(self._path, records.tobytes())
+    Attributes:
+        pieces_per_word: words are runs of letters or of digits.
+        byte_share, unknown_share: of pieces.
+        unseen_share: of pieces, those that the training text never has.
+    """
 
-    def part(self, first: int, count: int) -> Records:
-        """Return the records of `count` consecutive pairs."""
-        return np.fromfile(self._path, PAIR, count, offset=first * PAIR.itemsize)
+    pieces_per_word: float
+    byte_share: float
+    unknown_share: float
+    unseen_share: float
 
-    def windows(self) -> Iterator[PairWindow]:
-        """Yield all records, many at a time."""
-        first = 0
-        with self._path.open("rb") as stream:
-            while len(records := np.fromfile(stream, PAIR, _WINDOW_PAIRS)):
-                yield PairWindow(records["src"], records["tgt"], first)
-                first += len(records)
 
-    def remove(self) -> None:
-        """Delete the file."""
-        self._path.unlink()
+class PieceCounts:
+    """Counts of the pieces in one side of a corpus."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._num_words = 0
+        self.counts = np.zeros(len(vocabulary), np.int64)
+
+    def add(self, lines: Sequence[str], side: LineFeatures) -> None:
+        """Encode and count lines; set `tokens`, with eos, and UNKNOWN_PIECE in their records."""
+        encoded = self._vocabulary.encode(lines)
+        lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+        ids = np.fromiter(chain.from_iterable(encoded), np.int64, int(lengths.sum()))
+        self.counts += np.bincount(ids, minlength=len(self.counts))
+        self._num_words += len(side.words)
+        side.lines["tokens"] = lengths + 1
+        line_of_id = np.repeat(np.arange(len(lengths)), lengths)
+        has_unknown = np.unique(line_of_id[ids == self._vocabulary.unk])
+        add_flag(side.lines, LineFlag.UNKNOWN_PIECE, has_unknown)
+
+    def coverage(self, train: PieceCounts) -> Coverage:
+        """Return the coverage; unseen are pieces without a count in `train`."""
+        total = max(int(self.counts.sum()), 1)
+        num_bytes = int(self.counts[self._vocabulary.byte_pieces].sum())
+        return Coverage(
+            total / max(self._num_words, 1),
+            num_bytes / total,
+            int(self.counts[self._vocabulary.unk]) / total,
+            int(self.counts[train.counts == 0].sum()) / total,
+        )
 
 
 class Scan:
-    """One corpus, its notes and its records.
+    """One corpus, the notes on its files, and the file of the records of its pairs.
 
     Attributes:
         name: of the corpus.
         corpus: its files.
         reader: the notes on them.
-        records: of each pair.
+        records_path: the file of records.
         leaks: the occurrences of this held-out corpus in others, by their names.
         piece_counts: of source and target, if there is a tokenizer.
         repeats: the duplicates, once `find_repeats` was called.
@@ -91,19 +117,20 @@ class Scan:
     ) -> None:
         self.name, self.corpus = name, corpus
         self.reader = Reader(corpus, is_strict, has_checksums=is_strict)
-        self.records = RecordFile(directory / f".{name}.records")
+        self.records_path = directory / f".{name}.records"
+        self.records_path.touch()
         self.leaks: dict[str, Leaks] = {}
         self.piece_counts: list[PieceCounts] = []
         if tokenizer is not None:
             self.piece_counts = [PieceCounts(tokenizer.src), PieceCounts(tokenizer.tgt)]
         self.repeats: Repeats | None = None
-        self._hashes: list[tuple[SideHashes, SideHashes]] = []  # exact and keys, of each block
+        self._exact: list[SideHashes] = []  # of each block, if the corpus is held out
+        self._keys: list[SideHashes] = []
 
     def read(
         self,
         classifier: SideClassifier,
         held_out: Sequence[Scan],
-        is_held_out: bool,
         advance: Advance = tell_nobody,
         features: Feature = Feature.ALL,
     ) -> None:
@@ -111,12 +138,17 @@ class Scan:
 
         Args:
             classifier: learns from every block, in the order of reading.
-            held_out: corpora read before with `is_held_out`.
-            is_held_out: keep the hashes, so that other corpora can be looked up.
+            held_out: corpora other than the training text that were read before.
             advance: is called with the bytes read.
             features: to compute; the others are 0 in the records.
+
+        Raises:
+            WriteError: if the disk does not take the records.
         """
-        tables = [other._table() for other in held_out]
+        tables = [
+            Leaks(SideHashes.joined(other._exact), SideHashes.joined(other._keys))
+            for other in held_out
+        ]
         for block in self.reader.blocks(advance):
             src, tgt = measure(block.src, features), measure(block.tgt, features)
             if Feature.WORDS in features:
@@ -126,13 +158,12 @@ class Scan:
             for side, undecodable in ((src, block.src_bad), (tgt, block.tgt_bad)):
                 add_flag(side.lines, LineFlag.UNDECODABLE, undecodable)
                 add_flag(side.lines, LineFlag.NO_PAIR, block.faults)
-            self._encode(block, src, tgt)
-            zero = np.uint64(0)
+            if self.piece_counts:
+                self.piece_counts[0].add(block.src, src)
+                self.piece_counts[1].add(block.tgt, tgt)
             exact = SideHashes(
-                *(
-                    np.where(side.lines["solid"] > 0, side.lines["hash"], zero)
-                    for side in (src, tgt)
-                )
+                np.where(src.lines["solid"] > 0, src.lines["hash"], np.uint64(0)),
+                np.where(tgt.lines["solid"] > 0, tgt.lines["hash"], np.uint64(0)),
             )
             keys = SideHashes(src.keys, tgt.keys)
             records = np.zeros(len(block.src), PAIR)
@@ -141,55 +172,85 @@ class Scan:
                 is_held, is_held_pair = table.look_up(exact, keys, block.first)
                 records["is_held"] |= is_held
                 records["is_held_pair"] |= is_held_pair
-            self.records.append(records)
-            if is_held_out:
-                self._hashes.append((exact, keys))
+            append(self.records_path, records.tobytes())
+            if self.name != TRAIN:
+                self._exact.append(exact)
+                self._keys.append(keys)
         for other, table in zip(held_out, tables, strict=True):
             other.leaks[self.name] = table
 
-    def resume(self, num_pairs: int) -> None:
-        """Use the records of `num_pairs` pairs that an earlier process has written."""
-        nowhere = FileNotes("")
-        self.reader.parts = [FilePair(nowhere, nowhere, 0, num_pairs)]
+    def windows(self) -> Iterator[PairWindow]:
+        """Yield all records, many at a time."""
+        first = 0
+        with self.records_path.open("rb") as stream:
+            while len(records := np.fromfile(stream, PAIR, _WINDOW_PAIRS)):
+                yield PairWindow(records["src"], records["tgt"], first)
+                first += len(records)
 
-    def find_repeats(self) -> None:
+    def find_repeats(self) -> Repeats:
         """Find pairs and sources that occur earlier in the corpus."""
-        self.repeats = duplicates.find(self._pair_hashes, self.reader.num_pairs)
+        self.repeats = duplicates.find(self.windows, self.reader.num_pairs)
+        return self.repeats
 
     def pairs(self, first: int, count: int) -> PairBlock:
         """Return consecutive pairs for the rules; without `find_repeats`, none is repeated."""
-        records = self.records.part(first, count)
+        records = np.fromfile(self.records_path, PAIR, count, offset=first * PAIR.itemsize)
         same_pair = same_src = np.zeros(count, np.uint32)
         if self.repeats is not None:
-            here = slice(first, first + count)
-            same_pair, same_src = self.repeats.of_pair[here], self.repeats.of_src[here]
-        return PairBlock(
-            records["src"],
-            records["tgt"],
-            same_pair,
-            same_src,
-            records["is_held"],
-            records["is_held_pair"],
-        )
+            same_pair, same_src = (numbers[first : first + count] for numbers in self.repeats)
+        src, tgt = records["src"], records["tgt"]
+        is_held, is_held_pair = records["is_held"], records["is_held_pair"]
+        return PairBlock(src, tgt, same_pair, same_src, is_held, is_held_pair)
 
-    def _pair_hashes(self) -> Iterator[PairHashes]:
-        for window in self.records.windows():
-            yield PairHashes(window.src["hash"], window.tgt["hash"], window.first)
 
-    def _encode(self, block: TextBlock, src: LineFeatures, tgt: LineFeatures) -> None:
-        if not self.piece_counts:
-            return
-        sides = ((block.src, src), (block.tgt, tgt))
-        for counts, (lines, measured) in zip(self.piece_counts, sides, strict=True):
-            num_tokens, has_unknown = counts.add(lines, len(measured.words))
-            measured.lines["tokens"] = num_tokens
-            add_flag(measured.lines, LineFlag.UNKNOWN_PIECE, np.flatnonzero(has_unknown))
+def scan_corpora(data: DataConfig, directory: Path) -> list[Scan]:
+    """Read all corpora once, strictly: the held-out ones first, the training text last.
 
-    def _table(self) -> Leaks:
-        """Return the hashes of all blocks as tables."""
-        empty = SideHashes(np.zeros(0, np.uint64), np.zeros(0, np.uint64))
-        exact, keys = (
-            SideHashes(*(np.concatenate(side) for side in zip(*blocks, strict=True)))
-            for blocks in zip(*(self._hashes or [(empty, empty)]), strict=True)
-        )
-        return Leaks(exact, keys)
+    Only the features that the rules of `data.clean` read are computed.
+
+    Args:
+        data: the corpora.
+        directory: where the records of the pairs go.
+
+    Raises:
+        DataError: as a strict `Reader`.
+    """
+    dropping = rules.dropping_rules(data.clean)
+    features = reduce(or_, (rule.features for rule in dropping), Feature.NONE)
+    classifier = SideClassifier()
+    scans: list[Scan] = []
+    for name, corpus in corpora(data).items():
+        scan = Scan(name, corpus, directory, is_strict=True)
+        scan.read(classifier, scans if name == TRAIN else [], features=features)
+        scans.append(scan)
+    return scans
+
+
+class PairFilter:
+    """Returns for training pairs, in any order, why they are dropped.
+
+    Args:
+        data: the corpora and `data.clean`.
+        directory: where `scan_corpora` has left the records.
+        num_pairs: of the training text.
+    """
+
+    def __init__(self, data: DataConfig, directory: Path, num_pairs: int) -> None:
+        self._train = Scan(TRAIN, data.train, directory)
+        self._train.reader.parts = [FilePair(FileNotes(""), FileNotes(""), 0, num_pairs)]
+        self._rules = rules.dropping_rules(data.clean)
+        self._profile = rules.learn(self._train.windows(), data.max_tokens)
+        if any(rule.refers for rule in self._rules):
+            self._train.find_repeats()
+
+    def reasons(self, first: int, count: int) -> list[str | None]:
+        """Judge `count` pairs from number `first` on by their text alone."""
+        return rules.drop_reasons(self._rules, self._train.pairs(first, count), self._profile)
+
+    def reasons_of_encoded(
+        self, first: int, src_tokens: Ints, tgt_tokens: Ints
+    ) -> list[str | None]:
+        """Judge pairs from number `first` on, given their numbers of tokens, eos included."""
+        pairs = self._train.pairs(first, len(src_tokens))
+        pairs.src["tokens"], pairs.tgt["tokens"] = src_tokens, tgt_tokens
+        return rules.drop_reasons(self._rules, pairs, self._profile)

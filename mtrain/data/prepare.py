@@ -14,8 +14,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from mtrain import __version__
-from mtrain.audit.pair_filter import PairFilter, reopen_scan, scan_corpora
-from mtrain.audit.scan import Scan
+from mtrain.audit.scan import PairFilter, Scan, scan_corpora
 from mtrain.config.corpora import Corpus, corpora_of, weight_of
 from mtrain.config.sections import Config, DataConfig, TokenizerConfig
 from mtrain.corpus import dropped
@@ -85,7 +84,7 @@ def _tokenize(config: Config, run: RunDir, work_dir: Path, console: Console) -> 
     """Fill the run folder; return the number of kept training pairs."""
     data, init_from = config.data, config.training.init_from
     marks, num_pairs = _scan(config, run, work_dir, console)
-    pair_filter = PairFilter(data, reopen_scan(data, work_dir, num_pairs))
+    pair_filter = PairFilter(data, work_dir, num_pairs)
     tokenizer_dir = run.tokenizer_dir  # keep it: checkpoints may depend on it
     if not tokenizer_dir.is_dir():
         tokenizer_dir = work_dir / "tokenizer"

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain.audit import duplicates
-from mtrain.audit.contamination import Leaks, SideHashes
-from mtrain.audit.duplicates import PairHashes
-from mtrain.audit.features import Hashes
+from mtrain.audit.duplicates import Leaks, SideHashes
+from mtrain.audit.features import LINE, Hashes, PairWindow, Records
 
 SIDES = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 4)), max_size=40)
 Sides = list[tuple[int, int]]
@@ -20,10 +19,17 @@ def hashes(values: list[int]) -> Hashes:
     return np.array(values, np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
 
-def blocks(pairs: Sides) -> Iterator[PairHashes]:
+def records(values: list[int]) -> Records:
+    lines = np.zeros(len(values), LINE)
+    lines["hash"] = hashes(values)
+    return lines
+
+
+def windows(pairs: Sides) -> Iterator[PairWindow]:
     for first in range(0, len(pairs), 7):
         part = pairs[first : first + 7]
-        yield PairHashes(hashes([src for src, _ in part]), hashes([tgt for _, tgt in part]), first)
+        src, tgt = [src for src, _ in part], [tgt for _, tgt in part]
+        yield PairWindow(records(src), records(tgt), first)
 
 
 @pytest.mark.parametrize("pass_pairs", [1000, 5])
@@ -31,7 +37,7 @@ def blocks(pairs: Sides) -> Iterator[PairHashes]:
 def test_repeats_are_those_of_dictionaries(pass_pairs: int, pairs: Sides) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(duplicates, "_PASS_PAIRS", pass_pairs)
-        found = duplicates.find(lambda: blocks(pairs), len(pairs))
+        found = duplicates.find(lambda: windows(pairs), len(pairs))
     first_pair: dict[tuple[int, int], int] = {}
     first_src: dict[int, int] = {}
     of_pair, of_src = [], []
@@ -69,14 +75,14 @@ def test_leaks_are_those_of_dictionaries(held_out: Sides, train: Sides) -> None:
         (leaks.exact.tgt, [t for _, t in held_out], [t for _, t in train]),
         (leaks.exact.pairs, held_out, train),
     ):
-        hits = table.hits()
-        assert hits.times.tolist() == [other.count(line) for line in lines]
-        wanted = [other.index(line) if line in other else -1 for line in lines]
-        assert hits.first.tolist() == wanted
+        times, first_pairs = table.hits()
+        assert times.tolist() == [other.count(line) for line in lines]
+        expected = [other.index(line) if line in other else -1 for line in lines]
+        assert first_pairs.tolist() == expected
 
 
 def test_a_line_without_a_hash_leaks_nowhere() -> None:
     nothing = SideHashes(hashes([0]), hashes([0]))
     leaks = Leaks(nothing, nothing)
     assert leaks.look_up(nothing, nothing, 0)[0].tolist() == [False]
-    assert leaks.exact.pairs.hits().times.tolist() == [0]
+    assert leaks.exact.pairs.hits()[0].tolist() == [0]

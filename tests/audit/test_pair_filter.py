@@ -14,8 +14,8 @@ from tasks import REPOSITORY, Pair, Tree, copy_task, prepared, tiny_tree, write_
 
 from mtrain.audit import features
 from mtrain.audit.audit import audit
-from mtrain.audit.pair_filter import PairFilter, reopen_scan, scan_corpora
 from mtrain.audit.rules import RULES
+from mtrain.audit.scan import PairFilter, scan_corpora
 from mtrain.config import config_file
 from mtrain.config.sections import CLEAN, Config
 from mtrain.data import prepare
@@ -28,7 +28,7 @@ DEMO = REPOSITORY / "data" / "demo"
 def dropped_lines(config: Config, directory: Path, num_pairs: int) -> dict[str, list[int]]:
     """Return the lines, from 1, that are dropped from the training, by reason."""
     assert scan_corpora(config.data, directory)[-1].reader.num_pairs == num_pairs
-    pair_filter = PairFilter(config.data, reopen_scan(config.data, directory, num_pairs))
+    pair_filter = PairFilter(config.data, directory, num_pairs)
     reasons = pair_filter.reasons(0, num_pairs)
     found: dict[str, list[int]] = {}
     for line, reason in enumerate(reasons, start=1):
