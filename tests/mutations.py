@@ -847,8 +847,8 @@ AUDIT = [
     Mutation(
         "windows have no neighbours",
         "mtrain/audit/misalignment.py",
-        "right = np.concatenate([after.tgt, edge])[:MAX_OFFSET] if after else edge",
-        "right = edge",
+        "after = np.concatenate([following.tgt, edge])[:MAX_OFFSET] if following else edge",
+        "after = edge",
         "tests/audit/test_misalignment.py",
     ),
     Mutation(
@@ -882,15 +882,15 @@ AUDIT = [
     Mutation(
         "keys keep case",
         "mtrain/audit/features.py",
-        "_scrambled(CHARACTERS.folded(block.codes[places]).astype(np.uint64)",
+        "_scrambled(folded(block.codes[places]).astype(np.uint64)",
         "_scrambled(block.codes[places].astype(np.uint64)",
         "tests/audit/test_features.py",
     ),
     Mutation(
         "keys do not know the order of letters",
         "mtrain/audit/features.py",
-        "return _sums(values * _POWERS[np.arange(len(places)) - firsts[lines]], firsts)",
-        "return _sums(values * _POWERS[0], firsts)",
+        "_sums(values * _POWERS[np.arange(len(places)) - firsts[block.lines[places]]], firsts)",
+        "_sums(values * _POWERS[0], firsts)",
         "tests/audit/test_features.py",
     ),
     Mutation(

@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import IntFlag
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from mtrain.audit.unicode_classes import BLANKS, CHARACTERS, IS_UNSPACED, NUM_KINDS, Kind
+from mtrain.audit.unicode_classes import BLANKS, IS_UNSPACED, NUM_KINDS, Kind, folded, kinds
 
 Records = npt.NDArray[Any]
 Hashes = npt.NDArray[np.uint64]
@@ -25,7 +25,7 @@ Flags = npt.NDArray[np.bool_]
 
 
 class LineFlag(IntFlag):
-    """Properties of a line that it has or has not."""
+    """Properties of a line."""
 
     UNDECODABLE = 1
     BLANK = 2
@@ -123,17 +123,18 @@ def measure(lines: Sequence[str], features: Feature = Feature.ALL) -> LineFeatur
         records["hash"] = exact_hashes(lines)
     text = "".join(line[:MAX_CHARS] + "\n" for line in lines)
     if Feature.NFC in features and not unicodedata.is_normalized("NFC", text):
-        is_nfc = (unicodedata.is_normalized("NFC", line) for line in lines)
-        add_flag(records, LineFlag.NOT_NFC, (n for n, is_good in enumerate(is_nfc) if not is_good))
+        is_not_nfc = [not unicodedata.is_normalized("NFC", line) for line in lines]
+        add_flag(records, LineFlag.NOT_NFC, is_not_nfc)
     if Feature.MOJIBAKE in features and ("\ufffd" in text or _MOJIBAKE.search(text)):
-        found = (n for n, line in enumerate(lines) if is_mojibake(line))
-        add_flag(records, LineFlag.MOJIBAKE, found)
+        add_flag(records, LineFlag.MOJIBAKE, [is_mojibake(line) for line in lines])
     if features & (Feature.CHARACTERS | Feature.KEY | Feature.WORDS):
         block = _CharacterBlock(text)
         if Feature.CHARACTERS in features:
             _count_characters(records, block)
-            if "<" in text or "&" in text or "{" in text or "://" in text:
-                _add_markup(records, lines)
+            for row, line in enumerate(lines):  # letters of tags, entities and addresses are odd
+                if "<" in line or "&" in line or "{" in line or "://" in line:
+                    for markup in _MARKUP.findall(line[:MAX_CHARS]):
+                        records["odd"][row] += sum(map(str.isalpha, markup))
         if Feature.KEY in features:
             keys = _keys(block)
         if Feature.WORDS in features:
@@ -143,7 +144,7 @@ def measure(lines: Sequence[str], features: Feature = Feature.ALL) -> LineFeatur
             words, word_lines = split.hashes, split.lines
     if Feature.CHARACTERS not in features:
         records["solid"] = [bool(line[:MAX_CHARS].strip(BLANKS)) for line in lines]
-    records["flags"] |= np.where(records["solid"] == 0, np.uint16(LineFlag.BLANK), np.uint16(0))
+    add_flag(records, LineFlag.BLANK, records["solid"] == 0)
     return LineFeatures(records, keys, words, word_lines)
 
 
@@ -164,39 +165,28 @@ def differs_from_previous(values: npt.NDArray[Any]) -> Flags:
 
 
 def is_mojibake(line: str) -> bool:
-    """Tell whether the line holds UTF-8 decoded as a one-byte encoding, or U+FFFD."""
-    if "\ufffd" in line[:MAX_CHARS]:
-        return True
-    return any(_decodes(match[0]) for match in _MOJIBAKE.finditer(line[:MAX_CHARS]))
+    """Return whether the line holds UTF-8 decoded as a one-byte encoding, or U+FFFD."""
+    line = line[:MAX_CHARS]
+    return "\ufffd" in line or any(map(_is_one_character, _MOJIBAKE.findall(line)))
 
 
-def _decodes(text: str) -> bool:
-    raw = b"".join(_one_byte(character) for character in text)
+def _is_one_character(text: str) -> bool:
+    """Return whether the characters, encoded in one byte each, are the UTF-8 of one character."""
+    encoded = b""
+    for character in text:
+        try:
+            encoded += character.encode("cp1252")
+        except UnicodeEncodeError:
+            encoded += character.encode("latin-1", errors="replace")
     try:
-        return len(raw.decode("utf-8")) == 1
+        return len(encoded.decode("utf-8")) == 1
     except UnicodeDecodeError:
         return False
 
 
-def _one_byte(character: str) -> bytes:
-    try:
-        return character.encode("cp1252")
-    except UnicodeEncodeError:
-        return character.encode("latin-1", errors="replace")
-
-
-def add_flag(records: Records, flag: LineFlag, lines: Iterable[int]) -> None:
-    """Set a flag of some of the lines."""
-    for line in lines:
-        records["flags"][line] |= np.uint16(flag)
-
-
-def _add_markup(records: Records, lines: Sequence[str]) -> None:
-    """Count the letters of tags, entities and addresses as odd characters."""
-    for number, line in enumerate(lines):
-        if "<" in line or "&" in line or "{" in line or "://" in line:
-            matches = _MARKUP.finditer(line[:MAX_CHARS])
-            records["odd"][number] += sum(sum(map(str.isalpha, match[0])) for match in matches)
+def add_flag(records: Records, flag: LineFlag, lines: Sequence[int] | Ints | Flags) -> None:
+    """Set a flag of some lines, given their numbers or, for each line, whether to set it."""
+    records["flags"][lines] |= np.uint16(flag)
 
 
 class _CharacterBlock:
@@ -211,7 +201,7 @@ class _CharacterBlock:
 
     def __init__(self, text: str) -> None:
         self.codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-        self.kinds = CHARACTERS.kinds(self.codes)
+        self.kinds = kinds(self.codes)
         self.ends = np.flatnonzero(self.codes == 10)
         self.num_lines = len(self.ends)
         self.starts = np.concatenate([[0], self.ends[:-1] + 1])[: self.num_lines]
@@ -219,46 +209,36 @@ class _CharacterBlock:
 
 
 def _count_characters(records: Records, block: _CharacterBlock) -> None:
-    """Set the fields and flags that follow from counts of characters by kind."""
-    cells = np.bincount(
-        block.lines * NUM_KINDS + block.kinds, minlength=block.num_lines * NUM_KINDS
-    )
-    counts = cells.reshape(block.num_lines, NUM_KINDS)
+    """Set the fields and flags that follow from the kinds of the characters."""
+    cells = block.lines * NUM_KINDS + block.kinds
+    counts = np.bincount(cells, minlength=block.num_lines * NUM_KINDS).reshape(-1, NUM_KINDS)
     solid = counts.sum(1) - counts[:, [Kind.END, Kind.SPACE, Kind.TAB, Kind.BREAK]].sum(1)
     letters = counts[:, Kind.LETTER :]
     records["solid"] = solid
     records["odd"] = solid - letters.sum(1) - counts[:, [Kind.CONTROL, Kind.INVISIBLE]].sum(1)
     records["script"] = np.where(letters.any(1), letters.argmax(1) + int(Kind.LETTER), 0)
     records["points"] = np.minimum(counts[:, Kind.POINT], 255)
-    records["ending"] = _endings(block)
     for kind, flag in (
         (Kind.TAB, LineFlag.TAB),
         (Kind.BREAK, LineFlag.BREAK),
         (Kind.CONTROL, LineFlag.CONTROL),
         (Kind.INVISIBLE, LineFlag.INVISIBLE),
     ):
-        records["flags"] |= np.where(counts[:, kind] > 0, np.uint16(flag), np.uint16(0))
-
-
-def _endings(block: _CharacterBlock) -> npt.NDArray[np.uint8]:
-    """Return the class of the last solid character of each line."""
+        add_flag(records, flag, counts[:, kind] > 0)
     is_solid = (block.kinds > Kind.BREAK) | (block.kinds == Kind.OTHER)
     last = np.maximum.accumulate(np.where(is_solid, np.arange(len(block.codes)), -1))[block.ends]
-    codes, kinds = block.codes[last], block.kinds[last]
+    codes, last_kinds = block.codes[last], block.kinds[last]
     listed = np.where(codes < len(_ENDINGS), _ENDINGS[np.minimum(codes, len(_ENDINGS) - 1)], 0)
-    is_word = (kinds >= Kind.LETTER) | (kinds == Kind.DIGIT)
-    classes = np.where(is_word, 0, np.maximum(listed, 1))
-    endings: npt.NDArray[np.uint8] = np.where(last >= block.starts, classes, 0).astype(np.uint8)
-    return endings
+    is_word = (last_kinds >= Kind.LETTER) | (last_kinds == Kind.DIGIT)
+    records["ending"] = np.where((last < block.starts) | is_word, 0, np.maximum(listed, 1))
 
 
 def _keys(block: _CharacterBlock) -> Hashes:
     """Hash the letters and digits of each line, without their case."""
     places = np.flatnonzero((block.kinds >= Kind.LETTER) | (block.kinds == Kind.DIGIT))
     firsts = np.searchsorted(places, block.starts)
-    lines = block.lines[places]
-    values = _scrambled(CHARACTERS.folded(block.codes[places]).astype(np.uint64) + np.uint64(1))
-    return _sums(values * _POWERS[np.arange(len(places)) - firsts[lines]], firsts)
+    values = _scrambled(folded(block.codes[places]).astype(np.uint64) + np.uint64(1))
+    return _sums(values * _POWERS[np.arange(len(places)) - firsts[block.lines[places]]], firsts)
 
 
 def _sums(values: Hashes, firsts: Ints) -> Hashes:
@@ -291,8 +271,8 @@ class _WordBlock:
         firsts = np.flatnonzero(is_first[places])
         lengths = np.diff(np.append(firsts, len(places)))
         offsets = np.arange(len(places)) - np.repeat(firsts, lengths)
-        folded = CHARACTERS.folded(block.codes[places])
-        values = _scrambled(folded.astype(np.uint64) + np.uint64(1))
+        codes = folded(block.codes[places])
+        values = _scrambled(codes.astype(np.uint64) + np.uint64(1))
         values *= _POWERS[np.minimum(offsets, MAX_CHARS)]
         starts = places[firsts]
         self._num_lines = block.num_lines
@@ -301,9 +281,9 @@ class _WordBlock:
         self.hashes = _scrambled(_sums(values, firsts))
         values[offsets >= _STEM_LETTERS] = 0
         self._stems = _scrambled(_sums(values, firsts))
-        is_upper = block.codes[starts] != folded[firsts]
-        opens = np.concatenate([[True], self.lines[1:] != self.lines[:-1]])[: len(starts)]
-        self.is_name = ~self.is_number & (lengths >= 3) & is_upper & ~opens
+        is_upper = block.codes[starts] != codes[firsts]
+        is_initial = differs_from_previous(self.lines)
+        self.is_name = ~self.is_number & (lengths >= 3) & is_upper & ~is_initial
 
     def bloom_filters(self, is_member: npt.NDArray[np.bool_], width: int) -> Hashes:
         """Return for each line a set of words, as one bit of `width` for the stem of each."""
@@ -312,7 +292,7 @@ class _WordBlock:
         if len(lines):
             shift = np.uint64(64 - width.bit_length() + 1)
             bits = np.uint64(1) << (self._stems[is_member] >> shift)
-            firsts = np.flatnonzero(np.concatenate([[True], lines[1:] != lines[:-1]]))
+            firsts = np.flatnonzero(differs_from_previous(lines))
             filters[lines[firsts]] = np.bitwise_or.reduceat(bits, firsts)
         return filters
 

@@ -10,20 +10,24 @@ the sum began to rise.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from mtrain.audit.features import NUM_ENDINGS, PairWindow, Records
+from mtrain.audit.features import LINE, NUM_ENDINGS, Ints, PairWindow, Records
 
 MAX_OFFSET = 5
 MIN_PAIRS = 200  # of a corpus; fewer are too few to learn from
 _THRESHOLD = 25.0  # nats of evidence that make a finding
 _MAX_NATS = 3.0  # of one agreement
 
+_NUM_CELLS = (610, 64, 64, NUM_ENDINGS**2, 64)  # of the tables of `_cells`
+_NUM_BITS = np.array([bin(value).count("1") for value in range(256)])  # of each byte
+
 Floats = npt.NDArray[np.float64]
-_Cells = npt.NDArray[np.int64]
+Read = Callable[[], Iterator[PairWindow]]
 
 
 class Shift(NamedTuple):
@@ -33,9 +37,6 @@ class Shift(NamedTuple):
     last: int
     offset: int
     evidence: float
-
-
-Read = Callable[[], Iterator[PairWindow]]
 
 
 def find(read: Read) -> list[Shift]:
@@ -56,25 +57,18 @@ def find(read: Read) -> list[Shift]:
 
 def _overlapping(windows: Iterator[PairWindow]) -> Iterator[PairWindow]:
     """Add to the targets of each window the `MAX_OFFSET` before and after it."""
-    before: PairWindow | None = None
-    held: PairWindow | None = None
-    for window in windows:
-        if held is not None:
-            yield _padded(before, held, window)
-            before = held
-        held = window
-    if held is not None:
-        yield _padded(before, held, None)
+    before = edge = np.zeros(MAX_OFFSET, LINE)
+    window: PairWindow | None = None
+    for following in chain(windows, [None]):
+        if window is not None:
+            after = np.concatenate([following.tgt, edge])[:MAX_OFFSET] if following else edge
+            tgt = np.concatenate([before, window.tgt, after])
+            yield PairWindow(window.src, tgt, window.first)
+            before = np.concatenate([before, window.tgt])[-MAX_OFFSET:]
+        window = following
 
 
-def _padded(before: PairWindow | None, window: PairWindow, after: PairWindow | None) -> PairWindow:
-    edge = np.zeros(MAX_OFFSET, window.tgt.dtype)
-    left = np.concatenate([edge, before.tgt])[-MAX_OFFSET:] if before else edge
-    right = np.concatenate([after.tgt, edge])[:MAX_OFFSET] if after else edge
-    return PairWindow(window.src, np.concatenate([left, window.tgt, right]), window.first)
-
-
-def _cells(src: Records, tgt: Records) -> list[_Cells]:
+def _cells(src: Records, tgt: Records) -> list[Ints]:
     """Return the cell of each pair of lines in each table of agreements."""
     ratio = np.log((tgt["chars"] + 5.0) / (src["chars"] + 5.0))
     size = np.minimum(np.log2(src["chars"] + 1.0).astype(np.int64), 9)
@@ -87,24 +81,14 @@ def _cells(src: Records, tgt: Records) -> list[_Cells]:
     ]
 
 
-_NUM_CELLS = (610, 64, 64, NUM_ENDINGS**2, 64)
-
-
-def _overlaps(src: Records, tgt: Records) -> _Cells:
+def _overlaps(src: Records, tgt: Records) -> Ints:
     """Return cells of pairs of bit sets, by their sizes and the size of their intersection."""
-    sizes = [np.minimum(_num_bits(side), 3) for side in (src, tgt)]
-    cells: _Cells = sizes[0] * 16 + sizes[1] * 4 + np.minimum(_num_bits(src & tgt), 3)
+    sizes = []
+    for bits in (src, tgt, src & tgt):
+        octets = np.ascontiguousarray(bits).view(np.uint8).reshape(len(bits), -1)
+        sizes.append(np.minimum(_NUM_BITS[octets].sum(1), 3))
+    cells: Ints = sizes[0] * 16 + sizes[1] * 4 + sizes[2]
     return cells
-
-
-def _num_bits(values: Records) -> _Cells:
-    """Count the bits that are set."""
-    octets = np.ascontiguousarray(values).view(np.uint8).reshape(len(values), -1)
-    counts: _Cells = _BITS[octets].sum(1)
-    return counts
-
-
-_BITS = np.array([bin(value).count("1") for value in range(256)])
 
 
 def _learn(read: Read) -> list[Floats]:
@@ -126,10 +110,11 @@ def _scores(model: list[Floats], window: PairWindow, offset: int) -> Floats:
     """Return for each source the evidence for the target `offset` further, in nats."""
     start = MAX_OFFSET + offset
     tgt = window.tgt[start : start + len(window.src)]
-    cells = _cells(window.src, tgt)
-    score = sum((table[cell] for table, cell in zip(model, cells, strict=True)), np.zeros(len(tgt)))
-    is_blank = (tgt["solid"] == 0) | (window.src["solid"] == 0)
-    return np.where(is_blank, 0.0, score)
+    scores = np.zeros(len(tgt))
+    for table, cells in zip(model, _cells(window.src, tgt), strict=True):
+        scores += table[cells]
+    scores[(tgt["solid"] == 0) | (window.src["solid"] == 0)] = 0.0
+    return scores
 
 
 class _CusumTest:

@@ -46,26 +46,25 @@ _JOINERS = "\u200c\u200d"
 _UNKNOWN = 255
 
 
-class Characters:
-    """Kinds and case-folded forms of characters, computed once for each that occurs."""
+_KINDS = np.full(0x110000, _UNKNOWN, np.uint8)  # of each code point, once it occurs
+_FOLDED = np.arange(0x110000, dtype=np.uint32)  # likewise
 
-    def __init__(self) -> None:
-        self._kinds = np.full(0x110000, _UNKNOWN, np.uint8)
-        self._folded = np.arange(0x110000, dtype=np.uint32)
 
-    def kinds(self, codes: Codes) -> npt.NDArray[np.uint8]:
-        """Return the `Kind` of each code point, or the number of its script after `LETTER`."""
-        kinds = self._kinds[codes]
-        if (kinds == _UNKNOWN).any():
-            for code in np.unique(codes[kinds == _UNKNOWN]).tolist():
-                self._kinds[code] = _kind(chr(code))
-                self._folded[code] = _fold(chr(code))
-            kinds = self._kinds[codes]
-        return kinds
+def kinds(codes: Codes) -> npt.NDArray[np.uint8]:
+    """Return the `Kind` of each code point, or the number of its script after `LETTER`."""
+    is_unknown = _KINDS[codes] == _UNKNOWN
+    if is_unknown.any():
+        for code in np.unique(codes[is_unknown]).tolist():
+            character = chr(code)
+            forms = (character.casefold(), character.lower(), character)
+            _KINDS[code] = _kind(character)
+            _FOLDED[code] = next(ord(form) for form in forms if len(form) == 1)
+    return _KINDS[codes]
 
-    def folded(self, codes: Codes) -> Codes:
-        """Return case-folded code points; `kinds` must have been called with them."""
-        return self._folded[codes]
+
+def folded(codes: Codes) -> Codes:
+    """Return case-folded code points; `kinds` must have been called with them."""
+    return _FOLDED[codes]
 
 
 def kind_of(script: str) -> int:
@@ -79,26 +78,10 @@ def _kind(character: str) -> int:
             return kind
     category = unicodedata.category(character)
     if category[0] in "LM":
-        return _script(character)
+        words = unicodedata.name(character, "").replace("-", " ").split()
+        words = words[1:] if words[:1] in (["FULLWIDTH"], ["HALFWIDTH"]) else words
+        return kind_of(words[0]) if words and words[0] in SCRIPTS else Kind.LETTER
     if category == "Cf":
         return Kind.OTHER if character in _JOINERS else Kind.INVISIBLE
     by_group = {"N": Kind.DIGIT, "Z": Kind.SPACE, "P": Kind.POINT, "C": Kind.CONTROL}
     return by_group.get(category[0], Kind.OTHER)
-
-
-def _script(character: str) -> int:
-    words = unicodedata.name(character, "").replace("-", " ").split()
-    words = words[1:] if words[:1] in (["FULLWIDTH"], ["HALFWIDTH"]) else words
-    if words[:1] and words[0] in SCRIPTS:
-        return kind_of(words[0])
-    return Kind.LETTER
-
-
-def _fold(character: str) -> int:
-    for form in (character.casefold(), character.lower()):
-        if len(form) == 1:
-            return ord(form)
-    return ord(character)
-
-
-CHARACTERS = Characters()
