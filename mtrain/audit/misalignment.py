@@ -64,7 +64,7 @@ def _overlapping(windows: Iterator[PairWindow]) -> Iterator[PairWindow]:
             after = np.concatenate([following.tgt, edge])[:MAX_OFFSET] if following else edge
             tgt = np.concatenate([before, window.tgt, after])
             yield PairWindow(window.src, tgt, window.first)
-            before = np.concatenate([before, window.tgt])[-MAX_OFFSET:]
+            before = window.tgt[-MAX_OFFSET:]
         window = following
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from mtrain.audit.audit import AuditFinding, AuditReport, CorpusSummary, Entry
+from mtrain.audit.audit import AuditFinding, AuditReport
 from mtrain.audit.rules import Severity
 from mtrain.corpus.dropped import format_counts
 from mtrain.io.table import format_table
@@ -21,7 +21,11 @@ _INDENT = " " * 9
 def as_text(report: AuditReport, directory: Path) -> Iterator[str]:
     """Yield lines of at most 80 columns."""
     for summary in report.corpora:
-        yield from _wrapped(_format_summary(summary), "")
+        text = f"{summary.name}: {summary.num_pairs:,} pair{'s' * (summary.num_pairs != 1)}"
+        if summary.name == "train":
+            text += f"; training drops {format_counts(summary.num_dropped)}"
+            text += "" if summary.coverage else ", and what is over `data.max_tokens`"
+        yield from _wrapped(text, "")
         for part in summary.mixture:
             dropped = f"dropped {format_counts(part.num_dropped)}"
             text = f"{part.name}: {part.num_pairs:,} pairs, {dropped}; {part.share:.1%} of an epoch"
@@ -53,14 +57,6 @@ def as_json(report: AuditReport) -> Iterator[str]:
     yield json.dumps(tree, ensure_ascii=False, indent=2)
 
 
-def _format_summary(summary: CorpusSummary) -> str:
-    text = f"{summary.name}: {summary.num_pairs:,} pair{'s' * (summary.num_pairs != 1)}"
-    if summary.name != "train":
-        return text
-    text += f"; training drops {format_counts(summary.num_dropped)}"
-    return text if summary.coverage else f"{text}, and what is over `data.max_tokens`"
-
-
 def _finding(finding: AuditFinding) -> Iterator[str]:
     what = f"{finding.corpus}: {finding.what}"
     if finding.list_file:
@@ -68,31 +64,22 @@ def _finding(finding: AuditFinding) -> Iterator[str]:
         what = f"{finding.corpus}: {finding.what}: {finding.count:,} ({share:.2f}%)"
     yield from _wrapped(what, f"{finding.severity.name.lower():<9}")
     for entry in finding.examples:
-        yield from _example(entry)
+        file = entry["tgt_file"] if entry["side"] == "tgt" else entry["src_file"]
+        where = f"{file}:{entry['line']}"
+        if "last" in entry:
+            where += f" to {entry['last']['line']}"
+        elif "first" in entry:
+            where += f", as {entry['first']['file']}:{entry['first']['line']}"
+        yield from _wrapped(where, _INDENT)
+        for side, other in (("src", "tgt"), ("tgt", "src")):
+            if entry["side"] in (side, "both") or not entry[other].strip():
+                text = visible(entry[side]) if entry[side].strip() else "(blank)"
+                yield f"{_INDENT}  {shortened(text, _WIDTH - len(_INDENT) - 2)}"
     yield from _wrapped(finding.advice, _INDENT)
-
-
-def _example(entry: Entry) -> Iterator[str]:
-    where = f"{entry['src_file']}:{entry['line']}"
-    if entry["side"] == "tgt":
-        where = f"{entry['tgt_file']}:{entry['line']}"
-    if "last" in entry:
-        where += f" to {entry['last']['line']}"
-    elif "first" in entry:
-        where += f", as {entry['first']['file']}:{entry['first']['line']}"
-    yield from _wrapped(where, _INDENT)
-    for side, other in (("src", "tgt"), ("tgt", "src")):
-        if entry["side"] in (side, "both") or not entry[other].strip():
-            text = visible(entry[side]) if entry[side].strip() else "(blank)"
-            yield f"{_INDENT}  {shortened(text, _WIDTH - len(_INDENT) - 2)}"
 
 
 def _wrapped(text: str, first: str) -> list[str]:
     """Break a sentence into lines; what is too long for a line is cut."""
     return textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=first,
-        subsequent_indent=_INDENT,
-        break_on_hyphens=False,
+        text, _WIDTH, initial_indent=first, subsequent_indent=_INDENT, break_on_hyphens=False
     )
