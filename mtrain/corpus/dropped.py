@@ -37,6 +37,9 @@ class DroppedPair(NamedTuple):
     corpus: str | None = None
 
 
+_COUNTS, _PAIR = TypeAdapter(dict[str, int]), TypeAdapter(DroppedPair)
+
+
 class DroppedWriter:
     """Writes a list of dropped pairs, and counts them by reason."""
 
@@ -49,9 +52,6 @@ class DroppedWriter:
         self.counts[pair.reason] += 1
         entry = {key: value for key, value in pair._asdict().items() if value is not None}
         self._stream.write(json.dumps(entry, ensure_ascii=False) + "\n")
-
-
-_COUNTS, _PAIR = TypeAdapter(dict[str, int]), TypeAdapter(DroppedPair)
 
 
 @contextmanager
@@ -86,10 +86,8 @@ def read_counts(directory: Path) -> dict[str, int]:
     except OSError:
         raise RunError(f"{path}: is missing; restore it from a copy of the run.") from None
     except ValidationError:
-        raise RunError(
-            f"{path}: must be counts by their reasons, but is not; restore it from a copy of the "
-            "run."
-        ) from None
+        what = "must be counts by their reasons, but is not; restore it from a copy of the run."
+        raise RunError(f"{path}: {what}") from None
 
 
 def check(directory: Path) -> None:

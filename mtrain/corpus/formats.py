@@ -5,10 +5,10 @@ A row is a pair or a fault; the caller decides whether a fault is an error.
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,16 +64,20 @@ class TableReader(NamedTuple):
 def table_readers(corpus: TableCorpus) -> list[TableReader]:
     """Return a reader for each file of a corpus, or for its data set."""
     if isinstance(corpus, TsvCorpus):
-        read = functools.partial(_read_tsv, corpus.columns)
-        return [TableReader(path, True, functools.partial(read, path)) for path in corpus.tsv]
+        return [
+            TableReader(path, True, partial(_read_tsv, corpus.columns, path)) for path in corpus.tsv
+        ]
     fields = _Fields(corpus.src, corpus.tgt)
     if isinstance(corpus, JsonlCorpus):
-        read = functools.partial(_read_jsonl, fields)
-        return [TableReader(path, True, functools.partial(read, path)) for path in corpus.jsonl]
+        return [
+            TableReader(path, True, partial(_read_jsonl, fields, path)) for path in corpus.jsonl
+        ]
     if isinstance(corpus, ParquetCorpus):
-        read = functools.partial(_read_parquet, fields)
-        return [TableReader(path, False, functools.partial(read, path)) for path in corpus.parquet]
-    return [TableReader(_name_of(corpus), False, functools.partial(_read_hub, fields, corpus))]
+        return [
+            TableReader(path, False, partial(_read_parquet, fields, path))
+            for path in corpus.parquet
+        ]
+    return [TableReader(_name_of(corpus), False, partial(_read_hub, fields, corpus))]
 
 
 def paths_of(corpus: Corpus) -> list[str]:
@@ -86,7 +90,12 @@ def paths_of(corpus: Corpus) -> list[str]:
         return corpus.parquet
     if isinstance(corpus, HubCorpus):
         folder = Path(corpus.hub)
-        return sorted(str(path) for path in folder.rglob("*") if _is_part(path, folder))
+        return sorted(
+            str(path)
+            for path in folder.rglob("*")
+            if path.is_file()
+            and not any(name.startswith(".") for name in path.relative_to(folder).parts)
+        )
     return [*corpus.src, *corpus.tgt]
 
 
@@ -97,40 +106,32 @@ def revision_of(corpus: Corpus) -> dict[str, str]:
     return {_name_of(corpus): _resolve(corpus.hub, corpus.revision) or "unknown: read offline"}
 
 
-def _is_part(path: Path, folder: Path) -> bool:
-    return path.is_file() and not any(
-        name.startswith(".") for name in path.relative_to(folder).parts
-    )
-
-
 def _name_of(corpus: HubCorpus) -> str:
     return "/".join(part for part in (corpus.hub.rstrip("/"), corpus.config, corpus.split) if part)
-
-
-def _raw_lines(path: str, advance: Advance, digest: Digest | None) -> Iterator[bytes]:
-    with open_lines(Path(path), advance, digest) as stream:
-        yield from raw_lines(stream)
 
 
 def _read_tsv(
     columns: list[int] | None, path: str, advance: Advance, digest: Digest | None
 ) -> Iterator[Row | Fault]:
-    for raw in _raw_lines(path, advance, digest):
-        try:
-            cells = raw.decode("utf-8").split("\t")
-        except UnicodeDecodeError as error:
-            yield Fault(format_undecodable(error))
-            continue
-        if columns is None and len(cells) != 2:
-            yield Fault(
-                "must have 2 columns, source TAB target (or `columns` must name two), but has "
-                f"{len(cells)} instead"
-            )
-        elif columns is not None and len(cells) < max(columns):
-            yield Fault(f"must have at least {max(columns)} columns, but has {len(cells)} instead")
-        else:
-            src, tgt = columns or (1, 2)
-            yield Row(cells[src - 1], cells[tgt - 1])
+    src, tgt = columns or (1, 2)
+    with open_lines(Path(path), advance, digest) as stream:
+        for raw in raw_lines(stream):
+            try:
+                cells = raw.decode("utf-8").split("\t")
+            except UnicodeDecodeError as error:
+                yield Fault(format_undecodable(error))
+                continue
+            if columns is None and len(cells) != 2:
+                yield Fault(
+                    "must have 2 columns, source TAB target (or `columns` must name two), but has "
+                    f"{len(cells)} instead"
+                )
+            elif len(cells) < max(src, tgt):
+                yield Fault(
+                    f"must have at least {max(src, tgt)} columns, but has {len(cells)} instead"
+                )
+            else:
+                yield Row(cells[src - 1], cells[tgt - 1])
 
 
 class _Fields(NamedTuple):
@@ -144,55 +145,51 @@ class _Fields(NamedTuple):
         """The top-level columns of both fields."""
         return list(dict.fromkeys(path.split(".")[0] for path in self))
 
+    def check_columns(self, name: str, columns: Sequence[str]) -> None:
+        """Check that a table has each column of the fields once."""
+        for column in self.columns:
+            if columns.count(column) > 1:
+                raise DataError(f"{name}: must have one column `{column}`, but has several.")
+            if column not in columns:
+                raise DataError(
+                    f"{name}: must have a column `{column}`, but has {', '.join(columns)} instead."
+                )
+
     def of(self, row: object) -> Row | Fault:
         """Return source and target of a row."""
-        src, tgt = (_field(row, path) for path in self)
-        if isinstance(src, Fault):
-            return src
-        if isinstance(tgt, Fault):
-            return tgt
-        return Row(src.text, tgt.text, src.num_breaks + tgt.num_breaks)
-
-
-class _Text(NamedTuple):
-    text: str
-    num_breaks: int
-
-
-def _field(row: object, path: str) -> _Text | Fault:
-    value = row
-    for key in path.split("."):
-        if not isinstance(value, Mapping) or key not in value:
-            return Fault(f"must have `{path}`, but has not")
-        value = value[key]
-    if not isinstance(value, str):
-        return Fault(f"`{path}` must be text, but is {_shown(value)} instead")
-    if re.search("[\ud800-\udfff]", value):
-        return Fault(f"`{path}` must be text, but has half of a surrogate pair")
-    text, num_breaks = _BREAK.subn(" ", value.rstrip("\r\n"))
-    return _Text(text, num_breaks)
-
-
-def _shown(value: object) -> str:
-    text = "null" if value is None else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+        texts, num_breaks = [], 0
+        for path in self:
+            value = row
+            for key in path.split("."):
+                if not isinstance(value, Mapping) or key not in value:
+                    return Fault(f"must have `{path}`, but has not")
+                value = value[key]
+            if not isinstance(value, str):
+                shown = "null" if value is None else repr(value)
+                shown = shown if len(shown) <= 60 else shown[:57] + "..."
+                return Fault(f"`{path}` must be text, but is {shown} instead")
+            if re.search("[\ud800-\udfff]", value):
+                return Fault(f"`{path}` must be text, but has half of a surrogate pair")
+            text, num_replaced = _BREAK.subn(" ", value.rstrip("\r\n"))
+            texts.append(text)
+            num_breaks += num_replaced
+        return Row(texts[0], texts[1], num_breaks)
 
 
 def _read_jsonl(
     fields: _Fields, path: str, advance: Advance, digest: Digest | None
 ) -> Iterator[Row | Fault]:
-    for raw in _raw_lines(path, advance, digest):
-        try:
-            row = json.loads(raw.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            yield Fault(format_undecodable(error))
-            continue
-        except (ValueError, RecursionError) as error:
-            yield Fault(f"must be JSON, but is not: {error}")
-            continue
-        yield (
-            fields.of(row) if isinstance(row, dict) else Fault("must be a JSON object, but is not")
-        )
+    with open_lines(Path(path), advance, digest) as stream:
+        for raw in raw_lines(stream):
+            try:
+                row = json.loads(raw.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                yield Fault(format_undecodable(error))
+            except (ValueError, RecursionError) as error:
+                yield Fault(f"must be JSON, but is not: {error}")
+            else:
+                is_object = isinstance(row, dict)
+                yield fields.of(row) if is_object else Fault("must be a JSON object, but is not")
 
 
 def _read_parquet(
@@ -203,7 +200,7 @@ def _read_parquet(
 
     try:
         with ParquetFile(path) as file:
-            _check_columns(path, fields, file.schema_arrow.names)
+            fields.check_columns(path, file.schema_arrow.names)
             for batch in file.iter_batches(_BATCH_ROWS, columns=fields.columns):
                 yield from _rows_of(batch, fields)
     except OSError as error:
@@ -225,24 +222,22 @@ def _rows_of(batch: Any, fields: _Fields) -> Iterator[Row | Fault]:
                 yield from _rows_of(batch.slice(row, 1), fields)
 
 
-def _check_columns(name: str, fields: _Fields, found: Sequence[str]) -> None:
-    for column in fields.columns:
-        if found.count(column) > 1:
-            raise DataError(f"{name}: must have one column `{column}`, but has several.")
-        if column not in found:
-            raise DataError(
-                f"{name}: must have a column `{column}`, but has {', '.join(found)} instead."
-            )
-
-
 def _read_hub(
     fields: _Fields, corpus: HubCorpus, advance: Advance, digest: Digest | None
 ) -> Iterator[Row | Fault]:
-    name = _name_of(corpus)
+    name, is_local = _name_of(corpus), Path(corpus.hub).is_dir()
     try:
-        table = _load(corpus)
+        import datasets  # the required version never runs a data set's code
+
+        table = datasets.load_dataset(
+            str(Path(corpus.hub).absolute()) if is_local else corpus.hub,
+            corpus.config,
+            split=corpus.split,
+            revision=None if is_local else _resolve(corpus.hub, corpus.revision),
+            streaming=corpus.streaming,
+        )
         if table.column_names is not None:
-            _check_columns(name, fields, table.column_names)
+            fields.check_columns(name, table.column_names)
             table = table.select_columns(fields.columns)
         for row in table:
             yield fields.of(row)
@@ -255,21 +250,7 @@ def _read_hub(
     advance(sum(Path(path).stat().st_size for path in paths_of(corpus)))
 
 
-def _load(corpus: HubCorpus) -> Any:
-    """Open a data set; the required version of `datasets` never runs a data set's code."""
-    import datasets
-
-    is_here = Path(corpus.hub).is_dir()
-    return datasets.load_dataset(
-        str(Path(corpus.hub).absolute()) if is_here else corpus.hub,
-        corpus.config,
-        split=corpus.split,
-        revision=None if is_here else _resolve(corpus.hub, corpus.revision),
-        streaming=corpus.streaming,
-    )
-
-
-@functools.cache
+@cache
 def _resolve(hub: str, revision: str | None) -> str | None:
     """Return the commit on the hub, so that all passes read the same; offline, `revision`.
 

@@ -74,8 +74,8 @@ class FilePair:
 
     Attributes:
         src, tgt: the notes on the files; the same object for a table.
-        first: number of the first pair, from 0, in the whole text; faulty rows are counted.
-        num_pairs: number of pairs, faulty rows included.
+        first: number of the first pair, from 0, in the whole text.
+        num_pairs: number of pairs, including, as `first` does, faulty rows.
         corpus: the key of the corpus in the config; None without a mixture.
     """
 
@@ -149,13 +149,15 @@ class Reader:
         for named in corpora_of(self._text, "data.train"):
             name = named.name if isinstance(self._text, list) else None
             if isinstance(named.corpus, FilesCorpus):
-                for src_file, tgt_file in zip(named.corpus.src, named.corpus.tgt, strict=True):
-                    part = self._add_part(FileNotes(src_file), FileNotes(tgt_file), name)
+                for src, tgt in zip(named.corpus.src, named.corpus.tgt, strict=True):
+                    part = FilePair(FileNotes(src), FileNotes(tgt), self.num_pairs, corpus=name)
+                    self.parts.append(part)
                     yield from _blocks(part, self._read_lines(part, advance))
             else:
                 for table in table_readers(named.corpus):
                     notes = FileNotes(table.name)
-                    part = self._add_part(notes, notes, name)
+                    part = FilePair(notes, notes, self.num_pairs, corpus=name)
+                    self.parts.append(part)
                     yield from _blocks(part, self._read_rows(table, notes, advance))
 
     def check_not_empty(self, name: str) -> None:
@@ -173,10 +175,6 @@ class Reader:
                 raise DataError(
                     f"`{named.name}` must have at least one pair, but {parts[0].src.path} is empty."
                 )
-
-    def _add_part(self, src: FileNotes, tgt: FileNotes, corpus: str | None) -> FilePair:
-        self.parts.append(FilePair(src, tgt, self.num_pairs, corpus=corpus))
-        return self.parts[-1]
 
     def _read_lines(self, part: FilePair, advance: Advance) -> Iterator[_Row]:
         read = self._strict_lines if self._is_strict else _lenient_lines
@@ -232,21 +230,18 @@ def _lenient_lines(notes: FileNotes, advance: Advance) -> Iterator[_Line]:
                 if notes.num_lines == 0 and text.startswith(BOM):
                     notes.has_bom, text = True, text.removeprefix(BOM)
                 notes.num_lines += 1
-                yield _decode(text.removesuffix(b"\r"), notes)
+                text = text.removesuffix(b"\r")
+                try:
+                    yield text.decode("utf-8"), False
+                except UnicodeDecodeError as error:
+                    if not notes.num_undecodable:
+                        byte = f"byte 0x{text[error.start]:02x} at byte {error.start + 1}"
+                        described = [f"line {notes.num_lines}", byte, other_form(text)]
+                        notes.first_undecodable = ", ".join(filter(None, described))
+                    notes.num_undecodable += 1
+                    yield text.decode("utf-8", errors="replace"), True
     except DataError as error:
         notes.problem = _problem(notes, error)
-
-
-def _decode(line: bytes, notes: FileNotes) -> _Line:
-    try:
-        return line.decode("utf-8"), False
-    except UnicodeDecodeError as error:
-        if not notes.num_undecodable:
-            byte = f"byte 0x{line[error.start]:02x} at byte {error.start + 1}"
-            described = [f"line {notes.num_lines}", byte, other_form(line)]
-            notes.first_undecodable = ", ".join(filter(None, described))
-        notes.num_undecodable += 1
-        return line.decode("utf-8", errors="replace"), True
 
 
 def _blocks(part: FilePair, rows: Iterator[_Row]) -> Iterator[TextBlock]:
@@ -304,19 +299,15 @@ def size_of(text: TrainText) -> int:
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 
-def files_of(data: DataConfig) -> list[str]:
-    """Return the distinct local files of all corpora of a config."""
-    return list(dict.fromkeys(path for corpus in _corpora(data) for path in paths_of(corpus)))
-
-
-def revisions_of(data: DataConfig) -> dict[str, str]:
-    """Return {name: commit} of all hub data sets of a config."""
-    return {name: rev for corpus in _corpora(data) for name, rev in revision_of(corpus).items()}
-
-
-def _corpora(data: DataConfig) -> list[Corpus]:
+def files_and_revisions(data: DataConfig) -> tuple[list[str], dict[str, str]]:
+    """Return the distinct local files of all corpora, and {name: commit} of their hub data sets."""
     train = [named.corpus for named in corpora_of(data.train, "data.train")]
-    return [*train, data.valid, *data.tests.values()]
+    files: list[str] = []
+    revisions: dict[str, str] = {}
+    for corpus in (*train, data.valid, *data.tests.values()):
+        files += paths_of(corpus)
+        revisions |= revision_of(corpus)
+    return list(dict.fromkeys(files)), revisions
 
 
 def changed_files(marks: Mapping[str, FileMark], trust_times: bool = True) -> dict[str, str]:

@@ -19,7 +19,7 @@ from mtrain.config.corpora import Corpus, corpora_of, weight_of
 from mtrain.config.sections import Config, DataConfig, TokenizerConfig
 from mtrain.corpus import dropped
 from mtrain.corpus.length_stats import CorpusStats
-from mtrain.corpus.reader import FileMark, changed_files, files_of, read_pairs, revisions_of
+from mtrain.corpus.reader import FileMark, changed_files, files_and_revisions, read_pairs
 from mtrain.data import arrow_shards, encode
 from mtrain.data.arrow_shards import SHARD_PAIRS
 from mtrain.data.encode import EncodeJob
@@ -147,8 +147,8 @@ def _scan(config: Config, run: RunDir, work_dir: Path, console: Console) -> tupl
         "init_from": config.training.init_from,
         "kept_tokenizer": kept.fingerprint() if kept else None,
     }
-    files = files_of(data)
-    revisions = {name: {"revision": revision} for name, revision in revisions_of(data).items()}
+    files, commits = files_and_revisions(data)
+    revisions = {name: {"revision": commit} for name, commit in commits.items()}
     try:
         earlier = json.loads(path.read_text("utf-8"))
         marks, num_pairs = dict(earlier["marks"]), int(earlier["num_pairs"])
