@@ -39,28 +39,17 @@ Entry = dict[str, Any]  # of a list
 
 @dataclass(frozen=True)
 class AuditFinding:
-    """One kind of problem of a corpus.
-
-    Attributes:
-        corpus: its name.
-        name: of the rule, and of the list.
-        severity: of the problem.
-        what: the problem, without its count.
-        advice: what to do, in one sentence.
-        count, total: the pairs with the problem, and all pairs.
-        examples: the first entries of the list.
-        list_file: the name of the file with all entries, if there is one.
-    """
+    """One kind of problem of a corpus."""
 
     corpus: str
-    name: str
+    name: str  # of the rule, and of the list
     severity: Severity
-    what: str
-    advice: str
-    count: int
-    total: int
-    examples: list[Entry]
-    list_file: str | None = None
+    what: str  # the problem, without its count
+    advice: str  # what to do, in one sentence
+    count: int  # pairs with the problem
+    total: int  # pairs
+    examples: list[Entry]  # the first entries of the list
+    list_file: str | None = None  # the name of the file with all entries, if there is one
 
 
 @dataclass(frozen=True)
@@ -75,22 +64,13 @@ class MixedSummary:
 
 @dataclass(frozen=True)
 class CorpusSummary:
-    """A corpus, and what training does with its pairs.
-
-    Attributes:
-        name: of the corpus.
-        num_pairs: without rows that are no pair.
-        num_dropped: how many of them training drops, by reason; without a tokenizer, those over
-            `data.max_tokens` are unknown.
-        coverage: of source and target, if there is a tokenizer.
-        mixture: its corpora, if it is a mixture.
-    """
+    """A corpus, and what training does with its pairs."""
 
     name: str
-    num_pairs: int
-    num_dropped: dict[str, int]
-    coverage: list[Coverage] = field(default_factory=list)
-    mixture: list[MixedSummary] = field(default_factory=list)
+    num_pairs: int  # without rows that are no pair
+    num_dropped: dict[str, int]  # by reason; `max-tokens` is only known with a tokenizer
+    coverage: list[Coverage] = field(default_factory=list)  # of both sides, with a tokenizer
+    mixture: list[MixedSummary] = field(default_factory=list)  # its corpora, if it is a mixture
 
 
 @dataclass(frozen=True)
@@ -305,23 +285,14 @@ def _shift_finding(lists: FindingLists, shift: Shift, example: Entry) -> AuditFi
 
 
 class _Leak(NamedTuple):
-    """The pairs, the sources or the targets of a held-out corpus that occur in another one.
+    """The pairs, the sources or the targets of a held-out corpus that occur in another one."""
 
-    Attributes:
-        kind: "pair", "source" or "target".
-        side: of the pair.
-        other: the name of the other corpus.
-        times: for each held-out pair, the number of occurrences.
-        first: the first pair where it occurs, an exact occurrence if there is one.
-        is_exact: whether there is an exact occurrence.
-    """
-
-    kind: str
-    side: SideName
-    other: str
-    times: Numbers
-    first: Ints
-    is_exact: Flags
+    kind: str  # "pair", "source" or "target"
+    side: SideName  # of the pair
+    other: str  # the name of the other corpus
+    times: Numbers  # for each held-out pair, the number of occurrences
+    first: Ints  # the pair of the first occurrence, of an exact one if there is one
+    is_exact: Flags  # whether there is an exact occurrence
 
     @property
     def name(self) -> str:

@@ -20,16 +20,10 @@ Numbers = npt.NDArray[np.uint32]
 
 
 class Repeats(NamedTuple):
-    """For each pair, an earlier one, counted from 1; 0 if there is none.
+    """For each pair, an earlier one, counted from 1; 0 if there is none."""
 
-    Attributes:
-        of_pair: the first pair with the same two sides.
-        of_src: the first pair with the same source and another target, for pairs without an
-            earlier equal one.
-    """
-
-    of_pair: Numbers
-    of_src: Numbers
+    of_pair: Numbers  # the first pair with the same two sides
+    of_src: Numbers  # the first pair with the same source and another target, if `of_pair` is 0
 
 
 def find(read: Callable[[], Iterator[PairWindow]], num_pairs: int) -> Repeats:

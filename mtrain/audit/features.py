@@ -98,19 +98,12 @@ class PairWindow(NamedTuple):
 
 
 class LineFeatures(NamedTuple):
-    """Records of lines, and features that are not kept in them.
+    """Records of lines, and features that are not kept in them."""
 
-    Attributes:
-        lines: one record each.
-        keys: hashes without case, punctuation and spaces; 0 where nothing is left.
-        words: a hash of each word of all lines.
-        word_lines: the line of each word.
-    """
-
-    lines: Records
-    keys: Hashes
-    words: Hashes
-    word_lines: Ints
+    lines: Records  # one record each
+    keys: Hashes  # hashes without case, punctuation and spaces; 0 where nothing is left
+    words: Hashes  # a hash of each word of all lines
+    word_lines: Ints  # the line of each word
 
 
 def measure(lines: Sequence[str], features: Feature = Feature.ALL) -> LineFeatures:

@@ -49,38 +49,24 @@ class Severity(IntEnum):
 
 
 class PairBlock(NamedTuple):
-    """Consecutive pairs of a corpus.
-
-    Attributes:
-        src, tgt: their records.
-        same_pair: an earlier pair that is equal, counted from 1; 0 if there is none.
-        same_src: an earlier pair with the same source and another target, likewise.
-        is_held: whether a side of the pair is in a held-out corpus, by its key or exactly.
-        is_held_pair: whether the exact pair is.
-    """
+    """Consecutive pairs of a corpus."""
 
     src: Records
     tgt: Records
-    same_pair: Numbers
-    same_src: Numbers
-    is_held: Flags
-    is_held_pair: Flags
+    same_pair: Numbers  # an earlier pair that is equal, counted from 1; 0 if there is none
+    same_src: Numbers  # an earlier pair with the same source and another target, likewise
+    is_held: Flags  # whether a side of the pair is in a held-out corpus, by its key or exactly
+    is_held_pair: Flags  # whether the exact pair is
 
 
 @dataclass(frozen=True)
 class CorpusProfile:
-    """Statistics of the training pairs, and the limit of the config.
+    """Statistics of the training pairs, and the limit of the config."""
 
-    Attributes:
-        ratio: the median of target to source lengths in characters.
-        src_scripts, tgt_scripts: for each kind of character, whether it is a script of the side.
-        max_tokens: of a training pair.
-    """
-
-    ratio: float
-    src_scripts: Flags
+    ratio: float  # the median of target to source lengths in characters
+    src_scripts: Flags  # for each kind of character, whether it is a script of the source side
     tgt_scripts: Flags
-    max_tokens: int
+    max_tokens: int  # of a training pair
 
 
 Judge = Callable[[PairBlock, CorpusProfile], Sides]
@@ -88,29 +74,17 @@ Judge = Callable[[PairBlock, CorpusProfile], Sides]
 
 @dataclass(frozen=True)
 class Rule:
-    """One kind of problem of a pair.
+    """One kind of problem of a pair."""
 
-    Attributes:
-        name: of its list, and in JSON.
-        what: the pairs or lines with the problem.
-        advice: what to do, in one sentence.
-        judge: returns for each pair the sides with the problem.
-        features: what `judge` reads besides the length in characters and blank lines.
-        usual_share: of pairs, up to which it is a note; None if it is always a note.
-        severity: beyond that share.
-        refers: returns for each pair the earlier pair that a finding names.
-        held_out_advice: for validation and test text, of which training drops nothing.
-    """
-
-    name: str
-    what: str
-    advice: str
-    judge: Judge
-    features: Feature = Feature.NONE
-    usual_share: float | None = 0.0
-    severity: Severity = Severity.WARNING
-    refers: Callable[[Repeats], Numbers] | None = None
-    held_out_advice: str | None = None
+    name: str  # of its list, and in JSON
+    what: str  # the pairs or lines with the problem
+    advice: str  # what to do, in one sentence
+    judge: Judge  # returns for each pair the sides with the problem
+    features: Feature = Feature.NONE  # that `judge` reads besides lengths and blank lines
+    usual_share: float | None = 0.0  # of pairs, up to which it is a note; None: always a note
+    severity: Severity = Severity.WARNING  # beyond that share
+    refers: Callable[[Repeats], Numbers] | None = None  # returns the pairs that findings name
+    held_out_advice: str | None = None  # for validation and test text: training drops none of it
 
     def severity_of(self, count: int, total: int) -> Severity:
         """Return the severity of `count` findings among `total` pairs."""

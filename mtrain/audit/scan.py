@@ -48,18 +48,12 @@ def corpora(data: DataConfig) -> dict[str, TrainText]:
 
 @dataclass(frozen=True)
 class Coverage:
-    """How well a vocabulary fits one side of a corpus.
+    """How well a vocabulary fits one side of a corpus."""
 
-    Attributes:
-        pieces_per_word: words are runs of letters or of digits.
-        byte_share, unknown_share: of pieces.
-        unseen_share: of pieces, those that the training text never has.
-    """
-
-    pieces_per_word: float
-    byte_share: float
+    pieces_per_word: float  # words are runs of letters or of digits
+    byte_share: float  # of all pieces
     unknown_share: float
-    unseen_share: float
+    unseen_share: float  # pieces that the training text never has
 
 
 class PieceCounts:

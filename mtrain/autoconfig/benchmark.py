@@ -45,18 +45,17 @@ def encode(pairs: Sequence[Pair], tokenizer: Tokenizer) -> Sample:
     Raises:
         ConfigError: if all are too long.
     """
-    src = tokenizer.encode_src([pair.src for pair in pairs])
-    tgt = tokenizer.tgt.encode([pair.tgt for pair in pairs])
-    fit = [
-        row
-        for row in range(len(pairs))
-        if len(src[row]) <= _MAX_TOKENS and len(tgt[row]) < _MAX_TOKENS
-    ]
-    if not fit:
+    all_src = tokenizer.encode_src([pair.src for pair in pairs])
+    all_tgt = tokenizer.tgt.encode([pair.tgt for pair in pairs])
+    src, tgt = [], []
+    for src_ids, tgt_ids in zip(all_src, all_tgt, strict=True):
+        if len(src_ids) <= _MAX_TOKENS and len(tgt_ids) < _MAX_TOKENS:
+            src.append(src_ids)
+            tgt.append(tgt_ids)
+    if not src:
         raise ConfigError(
             f"the corpus must have pairs of at most {_MAX_TOKENS} tokens, but has none."
         )
-    src, tgt = [src[row] for row in fit], [tgt[row] for row in fit]
     num_tgt = sum(len(ids) + 1 for ids in tgt)
     return Sample(in_batches(src, tgt, tokenizer, presets.BATCH_TOKENS), num_tgt / len(tgt))
 

@@ -21,30 +21,22 @@ _MAX_LOG_EVERY = 50
 
 @dataclass(frozen=True)
 class Preset:
-    """A model size with its learning rate and batch size.
+    """A model size with its learning rate and batch size."""
 
-    Attributes:
-        name: as shown to users.
-        model: its sizes; the dropout is chosen by `plan_training`.
-        lr: the peak learning rate.
-        accumulate: micro-batches of an update.
-        min_pairs: of a corpus; a smaller one trains a smaller model.
-    """
-
-    name: str
-    model: ModelConfig
-    lr: float
-    accumulate: int
-    min_pairs: int
+    name: str  # as shown to users
+    model: ModelConfig  # the dropout is chosen by `plan_training`
+    lr: float  # the peak
+    accumulate: int  # micro-batches of an update
+    min_pairs: int  # of a corpus; a smaller one trains a smaller model
 
 
-def _model(width: int, heads: int, inner: int, layers: int) -> ModelConfig:
+def _model(d_model: int, num_heads: int, d_ff: int, num_layers: int) -> ModelConfig:
     return ModelConfig(
-        d_model=width,
-        num_heads=heads,
-        d_ff=inner,
-        num_encoder_layers=layers,
-        num_decoder_layers=layers,
+        d_model=d_model,
+        num_heads=num_heads,
+        d_ff=d_ff,
+        num_encoder_layers=num_layers,
+        num_decoder_layers=num_layers,
     )
 
 
@@ -64,17 +56,11 @@ def vocabulary_size(num_pairs: int) -> int:
 
 
 class MeasuredPreset(NamedTuple):
-    """A preset and its training speed on this machine.
-
-    Attributes:
-        preset: the one that was measured.
-        num_parameters: with the chosen vocabulary.
-        tokens_per_s: target tokens per second of training, without padding.
-    """
+    """A preset and its training speed on this machine."""
 
     preset: Preset
-    num_parameters: int
-    tokens_per_s: float
+    num_parameters: int  # with the chosen vocabulary
+    tokens_per_s: float  # target tokens per second of training, without padding
 
 
 def fits(measured: MeasuredPreset, budget_s: float) -> bool:
@@ -88,18 +74,9 @@ def choose(measured: list[MeasuredPreset], budget_s: float) -> MeasuredPreset:
 
 
 class TrainingPlan(NamedTuple):
-    """The length and the schedule of a training.
+    """The length and the schedule of a training."""
 
-    Attributes:
-        num_updates, num_epochs: expected within the budget.
-        dropout: higher for more epochs.
-        warmup_steps: until the peak learning rate.
-        save_every: the averaged checkpoints span the last 30% of the training.
-        validate_every: a tenth of the training.
-        log_every: at most a twentieth of the training.
-    """
-
-    num_updates: int
+    num_updates: int  # expected within the budget
     num_epochs: float
     dropout: float
     warmup_steps: int
@@ -112,13 +89,11 @@ def plan_training(chosen: MeasuredPreset, budget_s: float, num_tokens: int) -> T
     """Return the schedule for a preset, a budget in seconds and an epoch's target tokens."""
     tokens = chosen.tokens_per_s * budget_s
     update_tokens = min(BATCH_TOKENS * chosen.preset.accumulate, num_tokens)  # no pair twice
-    updates = max(1, round(tokens / update_tokens))
-    epochs = tokens / num_tokens
-    dropout = 0.1 if epochs < _FEW_EPOCHS else 0.2 if epochs < _MANY_EPOCHS else 0.3
+    updates, epochs = max(1, round(tokens / update_tokens)), tokens / num_tokens
     return TrainingPlan(
         num_updates=updates,
         num_epochs=epochs,
-        dropout=dropout,
+        dropout=0.1 if epochs < _FEW_EPOCHS else 0.2 if epochs < _MANY_EPOCHS else 0.3,
         warmup_steps=min(4000, max(50, updates // 4)),
         save_every=max(1, round(_AVERAGED_FRACTION * updates / NUM_AVERAGED)),
         validate_every=max(1, updates // 10),

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import compress, islice
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from mtrain.audit.features import Hashes, Ints, LineFlag, Records, measure
+from mtrain.audit.features import Flags, Hashes, Ints, LineFlag, Records, measure
 from mtrain.config.corpora import Corpus
 from mtrain.corpus.reader import Pair, read_pairs
 from mtrain.errors import DataError
 from mtrain.io.lines import Advance
-
-Flags = npt.NDArray[np.bool_]
 
 _BLOCK_PAIRS = 4096
 _SAMPLE_PAIRS = 50_000
@@ -29,20 +26,13 @@ _MAX_RATIO = 3.0  # of the characters of the two sides
 
 
 class CorpusOverview(NamedTuple):
-    """The size of a corpus, a sample of it, and the pairs that can be held out.
+    """The size of a corpus, a sample of it, and the pairs that can be held out."""
 
-    Attributes:
-        num_pairs: of all, blank ones too.
-        src_words, tgt_words: in all; letters, where words have no spaces.
-        sample: pairs drawn uniformly.
-        unique_rows: the rows, from 0, of the pairs that can be held out.
-    """
-
-    num_pairs: int
-    src_words: int
+    num_pairs: int  # of all, blank ones too
+    src_words: int  # in all; letters, where words have no spaces
     tgt_words: int
-    sample: list[Pair]
-    unique_rows: Ints
+    sample: list[Pair]  # pairs drawn uniformly
+    unique_rows: Ints  # the rows, from 0, of the pairs that can be held out
 
 
 def read_overview(corpus: Corpus, seed: int, advance: Advance) -> CorpusOverview:
@@ -71,8 +61,12 @@ def read_overview(corpus: Corpus, seed: int, advance: Advance) -> CorpusOverview
         advance(sum(len(pair.src.encode()) + len(pair.tgt.encode()) + 2 for pair in block))
     if not num_pairs:
         raise DataError("the corpus must have at least one pair, but is empty.")
-    is_unique = _occur_once(src_keys) & _occur_once(tgt_keys)
-    unique_rows = np.flatnonzero(np.concatenate(is_fit) & is_unique)
+    is_unique = np.concatenate(is_fit)
+    for blocks in (src_keys, tgt_keys):
+        keys = np.concatenate(blocks)
+        _, index, count = np.unique(keys, return_inverse=True, return_counts=True)
+        is_unique &= (count[index] == 1) & (keys != 0)
+    unique_rows = np.flatnonzero(is_unique)
     return CorpusOverview(num_pairs, int(words[0]), int(words[1]), sample, unique_rows)
 
 
@@ -89,27 +83,14 @@ def _is_fit(src: Records, tgt: Records) -> Flags:
     return fit & differ
 
 
-def _occur_once(blocks: Sequence[Hashes]) -> Flags:
-    keys = np.concatenate(blocks)
-    _, index, count = np.unique(keys, return_inverse=True, return_counts=True)
-    once: Flags = (count[index] == 1) & (keys != 0)
-    return once
-
-
 def draw(rows: Ints, sizes: Sequence[int], seed: int) -> list[Ints]:
     """Draw disjoint sets of rows, each in ascending order."""
     drawn = np.random.default_rng(seed).choice(rows, sum(sizes), replace=False)
-    ends = np.cumsum(sizes)
-    return [np.sort(part) for part in np.split(drawn, ends[:-1])]
+    return [np.sort(part) for part in np.split(drawn, np.cumsum(sizes)[:-1])]
 
 
 def collect(corpus: Corpus, rows: Ints) -> Iterator[Pair]:
-    """Yield the pairs of `rows`, which ascend."""
-    remaining = iter(rows.tolist())
-    row = next(remaining, None)
-    for number, pair in enumerate(read_pairs(corpus)):
-        if number == row:
-            yield pair
-            row = next(remaining, None)
-            if row is None:
-                return
+    """Yield the pairs of `rows`, of which there is at least one, and which ascend."""
+    is_collected = np.zeros(int(rows[-1]) + 1, bool)
+    is_collected[rows] = True
+    return compress(read_pairs(corpus), is_collected.tolist())

@@ -123,19 +123,23 @@ def init(
     new = [files for name, files in sets.items() if getattr(request, name) is None]
     _check(request, sets, new)
     overview = split.read_overview(request.train.corpus(), _SEED, advance)
-    num_held_out = _num_held_out(overview, request.train, len(new))
-    drawn = split.draw(overview.unique_rows, [num_held_out] * len(new), _SEED) if new else []
-    choice = _choose(request, overview, drawn, console, set_status)
+    held_out = _draw_held_out(overview, request.train, len(new))
+    choice = _choose(request, overview, held_out, console, set_status)
     set_status("writing")
-    _write_held_out(request, new, drawn)
+    report = []
+    if new:
+        rows = np.sort(np.concatenate(held_out))
+        pairs = split.collect(request.train.corpus(), rows)
+        pair_of = dict(zip(rows.tolist(), pairs, strict=True))
+        for files, set_rows in zip(new, held_out, strict=True):
+            write_lines(files.src, (pair_of[row].src for row in set_rows.tolist()))
+            write_lines(files.tgt, (pair_of[row].tgt for row in set_rows.tolist()))
+            num_pairs = f"{len(set_rows):,} pairs"
+            report.append(f"wrote     {files.src} and {files.tgt.name}: {num_pairs}, held out")
     schema_line = put_beside(request.config_path).rstrip("\n")
     write_lines(request.config_path, [schema_line, *_config_lines(request, sets, choice)])
     config_file.load(request.config_path)
-    held_out = [
-        f"wrote     {files.src} and {files.tgt.name}: {num_held_out:,} pairs, held out"
-        for files in new
-    ]
-    return [*held_out, *_summary(request, choice)]
+    return [*report, *_summary(request, choice)]
 
 
 def _check(request: InitRequest, sets: dict[str, Files], new: list[Files]) -> None:
@@ -167,10 +171,10 @@ def _held_out_files(request: InitRequest, name: str) -> Files:
     return Files(Path(f"{stem}.{name}.{src}"), Path(f"{stem}.{name}.{tgt}"))
 
 
-def _num_held_out(overview: CorpusOverview, files: Files, num_sets: int) -> int:
-    """Return the number of pairs of each new set."""
+def _draw_held_out(overview: CorpusOverview, files: Files, num_sets: int) -> list[Ints]:
+    """Draw the rows of each new set."""
     if not num_sets:
-        return 0
+        return []
     count = min(_MAX_HELD_OUT, int(_HELD_OUT_FRACTION * len(overview.unique_rows)))
     if count < _MIN_HELD_OUT:
         min_pairs = int(_MIN_HELD_OUT / _HELD_OUT_FRACTION)
@@ -179,32 +183,20 @@ def _num_held_out(overview: CorpusOverview, files: Files, num_sets: int) -> int:
             f"which some can be held out, but has {len(overview.unique_rows):,} instead; give "
             "--valid and --test."
         )
-    return count
-
-
-def _write_held_out(request: InitRequest, new: list[Files], drawn: list[Ints]) -> None:
-    """Write the held-out pairs to new files; `data.clean` drops them from the training."""
-    if not new:
-        return
-    rows = np.sort(np.concatenate(drawn))
-    pair_of = dict(zip(rows.tolist(), split.collect(request.train.corpus(), rows), strict=True))
-    for files, set_rows in zip(new, drawn, strict=True):
-        pairs = [pair_of[row] for row in set_rows.tolist()]
-        write_lines(files.src, (pair.src for pair in pairs))
-        write_lines(files.tgt, (pair.tgt for pair in pairs))
+    return split.draw(overview.unique_rows, [count] * num_sets, _SEED)
 
 
 def _choose(
     request: InitRequest,
     overview: CorpusOverview,
-    drawn: list[Ints],
+    held_out: list[Ints],
     console: Console,
     set_status: Callable[[str], object],
 ) -> _Choice:
     """Train a tokenizer on the pairs not held out, measure presets, and choose one."""
-    held_out = {row for rows in drawn for row in rows.tolist()}
-    num_train = overview.num_pairs - len(held_out)
-    kept = [pair for pair in overview.sample if pair.line - 1 not in held_out]
+    held_out_rows = {row for rows in held_out for row in rows.tolist()}
+    num_train = overview.num_pairs - len(held_out_rows)
+    kept = [pair for pair in overview.sample if pair.line - 1 not in held_out_rows]
     console.say(
         f"corpus    {text_width.count(overview.num_pairs, 'pair')}, of "
         f"{overview.src_words / overview.num_pairs:.1f} source and "
@@ -237,14 +229,11 @@ def _train_tokenizer(pairs: list[Pair], num_train: int) -> Tokenizer:
     src, tgt = [pair.src for pair in pairs], [pair.tgt for pair in pairs]
     while True:
         try:
-            return sentencepiece.train(
-                TokenizerConfig(kind="bpe", vocab_size=size), src, tgt, _SEED
-            )
+            config = TokenizerConfig(kind="bpe", vocab_size=size)
+            return sentencepiece.train(config, src, tgt, _SEED)
         except VocabularySizeError as error:
-            if size <= _MIN_VOCABULARY or error.fitting > size:
-                size = error.fitting
-            else:
-                size = max(_MIN_VOCABULARY, size // 2)
+            is_last = size <= _MIN_VOCABULARY or error.fitting > size
+            size = error.fitting if is_last else max(_MIN_VOCABULARY, size // 2)
 
 
 def _measure_presets(
@@ -269,7 +258,6 @@ def _config_lines(request: InitRequest, sets: dict[str, Files], choice: _Choice)
     """Return the lines of the config."""
     preset, training, model = choice.measured.preset, choice.training, choice.measured.preset.model
     pairs, minutes = text_width.count(choice.num_train, "pair"), request.budget_s / 60
-    has_held_out = request.valid is None or request.test is None
     held = "  # Held out of the training files; `data.clean` keeps these pairs out of the training."
     seen = f"{presets.MIN_TOKENS_PER_PARAMETER:g} tokens a weight in the time that there is"
     why = ["The smallest, though it does not see", f"# {seen}."]
@@ -284,7 +272,7 @@ def _config_lines(request: InitRequest, sets: dict[str, Files], choice: _Choice)
         f"  src_lang: {_text(request.src_lang)}",
         f"  tgt_lang: {_text(request.tgt_lang)}",
         f"  train: {_corpus(request.train)}",
-        *([held] if has_held_out else []),
+        *([held] if request.valid is None or request.test is None else []),
         f"  valid: {_corpus(sets['valid'])}",
         f"  tests: {{test: {_corpus(sets['test'])}}}",
         f"# As many pieces as {pairs} can teach; both languages share them.",
@@ -333,21 +321,17 @@ def _summary(request: InitRequest, choice: _Choice) -> list[str]:
     megabytes = 4 * choice.measured.num_parameters / 1e6
     path = shlex.quote(str(request.config_path))
     updates = text_width.count(training.num_updates, "update")
-    lines = [
+    warning = "warning   that is little time for this corpus: take a longer --budget"
+    return [
         f"wrote     {request.config_path}: the size `{preset.name}`, a model of "
         f"{megabytes:,.0f} MB",
         f"expect    about {updates} in {_format_time(request.budget_s)}, "
         f"{training.num_epochs:,.1f} epochs,",
         "          less what validations take; tokenizing comes on top",
+        *([warning] if training.num_epochs < _MIN_EPOCHS else []),
         f"next      mtrain check {path}",
         f"          mtrain train {path}",
     ]
-    if training.num_epochs < _MIN_EPOCHS:
-        lines.insert(
-            3,
-            "warning   that is little time for this corpus: take a longer --budget",
-        )
-    return lines
 
 
 def _format_time(seconds: float) -> str:

@@ -22,19 +22,12 @@ _COUNTS_FILE = "dropped.json"
 
 
 class DroppedPair(NamedTuple):
-    """A pair that is dropped from training, and the reason.
+    """A pair that is dropped from training, and the reason."""
 
-    Attributes:
-        file: the source file.
-        line: the line number, from 1.
-        reason: the name of a rule of the audit.
-        corpus: the key of the corpus in the config; None without a mixture.
-    """
-
-    file: str
-    line: int
-    reason: str
-    corpus: str | None = None
+    file: str  # the source file
+    line: int  # the line number, from 1
+    reason: str  # the name of a rule of the audit
+    corpus: str | None = None  # the key of the corpus in the config; None without a mixture
 
 
 _COUNTS, _PAIR = TypeAdapter(dict[str, int]), TypeAdapter(DroppedPair)

@@ -43,17 +43,12 @@ class Fault(NamedTuple):
 
 
 class TableReader(NamedTuple):
-    """A reader of one file, or of one split of a data set.
+    """A reader of one file, or of one split of a data set."""
 
-    Attributes:
-        name: the file, or the data set with its split.
-        has_lines: whether the rows are lines of text.
-        read: yields the rows; reports the bytes read to `advance`, and updates the checksum of a
-            file of lines; raises DataError if the file or data set cannot be read.
-    """
-
-    name: str
-    has_lines: bool
+    name: str  # the file, or the data set with its split
+    has_lines: bool  # whether the rows are lines of text
+    # Yields the rows; reports the bytes read, and updates the checksum of a file of lines; raises
+    # DataError if the file or data set cannot be read.
     read: Callable[[Advance, Digest | None], Iterator[Row | Fault]]
 
     def place(self, row: int) -> str:

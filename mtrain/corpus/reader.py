@@ -40,50 +40,30 @@ class FileMark(NamedTuple):
 
 @dataclass
 class FileNotes:
-    """Counts and problems of one file.
-
-    Attributes:
-        num_lines: lines or rows that could be read.
-        num_crlf: lines that end in CR LF (lenient reading only).
-        num_undecodable: lines that are not UTF-8.
-        first_undecodable: the first such line, from 1, and its problem.
-        has_bom: whether the file begins with a byte-order mark (lenient reading only).
-        num_faults: rows that are not a pair.
-        first_fault: the first such row, from 1, and its problem.
-        num_broken: rows with a line break within a field, which is replaced by a space.
-        problem: why the file could not be read to its end.
-        sha256: checksum of the bytes on disk, if the reader computes it.
-    """
+    """Counts and problems of one file."""
 
     path: str
-    num_lines: int = 0
-    num_crlf: int = 0
-    num_undecodable: int = 0
-    first_undecodable: str = ""
-    has_bom: bool = False
-    num_faults: int = 0
-    first_fault: str = ""
-    num_broken: int = 0
-    problem: str = ""
-    sha256: str = ""
+    num_lines: int = 0  # lines or rows that could be read
+    num_crlf: int = 0  # lines that end in CR LF (lenient reading only)
+    num_undecodable: int = 0  # lines that are not UTF-8
+    first_undecodable: str = ""  # the first such line, from 1, and its problem
+    has_bom: bool = False  # whether the file begins with a byte-order mark (lenient reading only)
+    num_faults: int = 0  # rows that are not a pair
+    first_fault: str = ""  # the first such row, from 1, and its problem
+    num_broken: int = 0  # rows with a line break within a field, which is replaced by a space
+    problem: str = ""  # why the file could not be read to its end
+    sha256: str = ""  # checksum of the bytes on disk, if the reader computes it
 
 
 @dataclass
 class FilePair:
-    """A source and a target file, or one table, and their range of pairs in the whole text.
+    """A source and a target file, or one table, and their range of pairs in the whole text."""
 
-    Attributes:
-        src, tgt: the notes on the files; the same object for a table.
-        first: number of the first pair, from 0, in the whole text.
-        num_pairs: number of pairs, including, as `first` does, faulty rows.
-        corpus: the key of the corpus in the config; None without a mixture.
-    """
-
-    src: FileNotes
+    src: FileNotes  # the notes on the files; the same object for a table
     tgt: FileNotes
-    first: int
-    num_pairs: int = 0
-    corpus: str | None = None
+    first: int  # number of the first pair, from 0, in the whole text; faulty rows are counted
+    num_pairs: int = 0  # number of pairs, faulty rows included
+    corpus: str | None = None  # the key of the corpus in the config; None without a mixture
 
     @property
     def num_faults(self) -> int:
@@ -98,21 +78,14 @@ class FilePair:
 
 @dataclass
 class TextBlock:
-    """Consecutive pairs of one `FilePair`.
+    """Consecutive pairs of one `FilePair`."""
 
-    Attributes:
-        first: the number of the first pair, from 0, in the whole text.
-        src, tgt: the lines; bytes that are not UTF-8 are replaced by U+FFFD.
-        src_bad, tgt_bad: indices in the block of lines that are not UTF-8.
-        faults: indices in the block of rows that are not a pair; both lines are empty.
-    """
-
-    first: int
-    src: list[str] = field(default_factory=list)
+    first: int  # the number of the first pair, from 0, in the whole text
+    src: list[str] = field(default_factory=list)  # what is not UTF-8 is replaced by U+FFFD
     tgt: list[str] = field(default_factory=list)
-    src_bad: list[int] = field(default_factory=list)
+    src_bad: list[int] = field(default_factory=list)  # indices of lines that are not UTF-8
     tgt_bad: list[int] = field(default_factory=list)
-    faults: list[int] = field(default_factory=list)
+    faults: list[int] = field(default_factory=list)  # of rows that are no pair; both are empty
 
 
 _Line = tuple[str, bool]  # text, whether bytes that are not UTF-8 were replaced
