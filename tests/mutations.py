@@ -854,8 +854,8 @@ AUDIT = [
     Mutation(
         "a rise across windows is forgotten",
         "mtrain/audit/misalignment.py",
-        "self._height = float(heights[stop - 1])",
-        "self._height = 0.0",
+        "for pair, nats in enumerate(evidence.tolist(), first):",
+        "self._height = 0.0\n        for pair, nats in enumerate(evidence.tolist(), first):",
         "tests/audit/test_misalignment.py",
     ),
     Mutation(

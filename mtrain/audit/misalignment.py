@@ -130,50 +130,27 @@ class _CusumTest:
 
     def feed(self, evidence: Floats, first: int) -> None:
         """Add the evidence of the pairs from number `first` on."""
-        while len(evidence):
-            follow = self._descend if self._peak else self._wait
-            num_read = follow(self._height + np.cumsum(evidence), first)
-            evidence, first = evidence[num_read:], first + num_read
+        for pair, nats in enumerate(evidence.tolist(), first):
+            self._height += nats
+            if self._peak:
+                if self._height > self._peak:
+                    self._peak, self._peak_at = self._height, pair
+                elif self._height <= self._peak - _THRESHOLD:
+                    self.finish()
+                    self._start, self._height = pair + 1, 0.0
+            elif self._height <= 0.0:
+                self._start, self._height = pair + 1, 0.0
+            elif self._height >= _THRESHOLD:
+                self._peak, self._peak_at = self._height, pair
 
     def finish(self) -> list[Shift]:
-        """Return all stretches, also one that goes on to the end."""
-        self._close()
-        return self._shifts
-
-    def _wait(self, sums: Floats, first: int) -> int:
-        """Read until the sum has risen enough above its lowest point; return how much was read."""
-        lows = np.minimum(np.minimum.accumulate(sums), 0.0)
-        heights = sums - lows
-        high = np.flatnonzero(heights >= _THRESHOLD)
-        stop = int(high[0]) + 1 if len(high) else len(sums)
-        lowest = np.flatnonzero(heights[:stop] == 0.0)
-        if len(lowest):
-            self._start = first + int(lowest[-1]) + 1
-        self._height = float(heights[stop - 1])
-        if len(high):
-            self._peak, self._peak_at = self._height, first + stop - 1
-        return stop
-
-    def _descend(self, sums: Floats, first: int) -> int:
-        """Read until the sum has fallen enough below its peak; return how much was read."""
-        peaks = np.maximum(np.maximum.accumulate(sums), self._peak)
-        low = np.flatnonzero(sums <= peaks - _THRESHOLD)
-        stop = int(low[0]) + 1 if len(low) else len(sums)
-        place = int(sums[:stop].argmax())
-        if sums[place] > self._peak:
-            self._peak, self._peak_at = float(sums[place]), first + place
-        self._height = float(sums[stop - 1])
-        if len(low):
-            self._close()
-            self._start, self._height = first + stop, 0.0
-        return stop
-
-    def _close(self) -> None:
+        """Close the stretch that is open; return all stretches."""
         if self._peak:
             # Where targets are lost, the sources that they translated come first.
             first = max(self._start + min(self._offset, 0), 0)
             self._shifts.append(Shift(first, self._peak_at, self._offset, self._peak))
-        self._peak, self._peak_at = 0.0, -1
+            self._peak = 0.0
+        return self._shifts
 
 
 def _strongest(shifts: list[Shift]) -> list[Shift]:
