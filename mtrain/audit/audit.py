@@ -86,18 +86,12 @@ class AuditReport:
 
 
 class FindingLists:
-    """The lists of one corpus: for each problem a file of JSON lines, one for each pair.
-
-    Attributes:
-        counts: the number of entries, by list.
-        examples: the first entries of each list.
-        details: functions that return further fields of an entry, given the pair, by list.
-    """
+    """The lists of one corpus, by name: each is a file of JSON lines, one for each pair."""
 
     def __init__(self, directory: Path, corpus: str, reader: Reader) -> None:
-        self.counts: Counter[str] = Counter()
-        self.examples: dict[str, list[Entry]] = {}
-        self.details: dict[str, Callable[[int], Entry]] = {}
+        self.counts: Counter[str] = Counter()  # of entries
+        self.examples: dict[str, list[Entry]] = {}  # the first entries
+        self.details: dict[str, Callable[[int], Entry]] = {}  # return more fields of a pair's entry
         self._directory, self._corpus, self._reader = directory, corpus, reader
         self._streams: dict[str, TextIO] = {}
 
@@ -190,7 +184,7 @@ def audit(
         lists.close()
         summary = CorpusSummary(
             scan.name,
-            sum(part.num_pairs - part.num_faults for part in scan.reader.parts),
+            sum(part.num_pairs - part.src.num_faults for part in scan.reader.parts),
             dict(sum(dropped.values(), Counter())),
             [
                 counts.coverage(of_train)
@@ -318,15 +312,12 @@ def _leaks(scan: Scan) -> Iterator[_Leak]:
             ("source", SideName.SRC, exact.src, by_key.src),
             ("target", SideName.TGT, exact.tgt, by_key.tgt),
         ):
-            (exact_times, exact_first), (key_times, key_first) = (
-                exact_table.hits(),
-                key_table.hits(),
-            )
+            exact_times, exact_first = exact_table.hits()
+            key_times, key_first = key_table.hits()
             is_exact = exact_times > 0
             times = np.where(is_pair, np.uint32(0), np.maximum(exact_times, key_times))
-            yield _Leak(
-                kind, side, other, times, np.where(is_exact, exact_first, key_first), is_exact
-            )
+            first = np.where(is_exact, exact_first, key_first)
+            yield _Leak(kind, side, other, times, first, is_exact)
             if kind == "pair":
                 is_pair = times > 0
 
@@ -400,16 +391,14 @@ def _mixture(
     """Return a summary of each corpus of a mixture; nothing if there is one corpus."""
     if not isinstance(config.data.train, list):
         return []
-    mixed = corpora_of(config.data.train, "data.train")
-    sizes = Counter({corpus.name: 0 for corpus in mixed})
+    sizes, weights = Counter[str](), dict[str, float]()
     for part in train.reader.parts:
-        sizes[part.corpus or ""] += part.num_pairs - part.num_faults
-    counts_of = [dict(dropped.get(corpus.name, {})) for corpus in mixed]
-    weights = [
-        weight_of(sizes[corpus.name] - sum(counts.values()), corpus.weight, config.data.temperature)
-        for corpus, counts in zip(mixed, counts_of, strict=True)
-    ]
+        sizes[part.corpus or ""] += part.num_pairs - part.src.num_faults
+    for corpus in corpora_of(config.data.train, "data.train"):
+        num_kept = sizes[corpus.name] - dropped.get(corpus.name, Counter()).total()
+        weights[corpus.name] = weight_of(num_kept, corpus.weight, config.data.temperature)
+    total = sum(weights.values()) or 1.0
     return [
-        MixedSummary(corpus.name, sizes[corpus.name], counts, weight / (sum(weights) or 1.0))
-        for corpus, counts, weight in zip(mixed, counts_of, weights, strict=True)
+        MixedSummary(name, sizes[name], dict(dropped.get(name, {})), weight / total)
+        for name, weight in weights.items()
     ]

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from mtrain.audit.unicode_classes import BLANKS, IS_UNSPACED, NUM_KINDS, Kind, folded, kinds
 
-Records = npt.NDArray[Any]
+Records = npt.NDArray[np.void]
 Hashes = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -183,21 +183,14 @@ def add_flag(records: Records, flag: LineFlag, lines: Sequence[int] | Ints | Fla
 
 
 class _CharacterBlock:
-    """The characters of a block of lines.
-
-    Attributes:
-        codes, kinds: of each character.
-        lines: the line of each character.
-        starts, ends: of each line; an end is the index of its "\\n".
-        num_lines: of the block.
-    """
+    """The characters of a block of lines, each with its "\\n"."""
 
     def __init__(self, text: str) -> None:
         self.codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         self.kinds = kinds(self.codes)
-        self.ends = np.flatnonzero(self.codes == 10)
+        self.ends = np.flatnonzero(self.codes == 10)  # of lines
         self.num_lines = len(self.ends)
-        self.starts = np.concatenate([[0], self.ends[:-1] + 1])[: self.num_lines]
+        self.starts = np.concatenate([[0], self.ends[:-1] + 1])[: self.num_lines]  # of lines
         self.lines = np.repeat(np.arange(self.num_lines), np.diff(self.ends, prepend=-1))
 
 
@@ -243,23 +236,14 @@ def _sums(values: Hashes, firsts: Ints) -> Hashes:
 
 
 class _WordBlock:
-    """The runs of letters or digits of a block; in scripts without spaces, each letter is a word.
-
-    Attributes:
-        hashes: of each word, without case.
-        lines: the line of each word.
-        is_number: whether it consists of digits.
-        is_name: capitalised within a line and of three letters or more.
-    """
+    """The runs of letters or digits of a block; of scripts without spaces, the single letters."""
 
     def __init__(self, block: _CharacterBlock) -> None:
         is_digit = block.kinds == Kind.DIGIT
         is_part = (block.kinds >= Kind.LETTER) | is_digit
         group = is_part.astype(np.int8) + is_digit  # 0: none, 1: letters, 2: digits
         is_first = is_part & (group != np.concatenate([[0], group[:-1]]))
-        unspaced = np.zeros(256, bool)
-        unspaced[:NUM_KINDS] = IS_UNSPACED
-        is_first |= unspaced[block.kinds]
+        is_first |= IS_UNSPACED[block.kinds]
         places = np.flatnonzero(is_part)
         firsts = np.flatnonzero(is_first[places])
         lengths = np.diff(np.append(firsts, len(places)))
@@ -269,24 +253,21 @@ class _WordBlock:
         values *= _POWERS[np.minimum(offsets, MAX_CHARS)]
         starts = places[firsts]
         self._num_lines = block.num_lines
-        self.lines = block.lines[starts]
+        self.lines = block.lines[starts]  # of each word
         self.is_number = is_digit[starts]
-        self.hashes = _scrambled(_sums(values, firsts))
+        self.hashes = _scrambled(_sums(values, firsts))  # without case
         values[offsets >= _STEM_LETTERS] = 0
         self._stems = _scrambled(_sums(values, firsts))
         is_upper = block.codes[starts] != codes[firsts]
         is_initial = differs_from_previous(self.lines)
-        self.is_name = ~self.is_number & (lengths >= 3) & is_upper & ~is_initial
+        self.is_name = ~self.is_number & (lengths >= 3) & is_upper & ~is_initial  # maybe
 
-    def bloom_filters(self, is_member: npt.NDArray[np.bool_], width: int) -> Hashes:
+    def bloom_filters(self, is_member: Flags, width: int) -> Hashes:
         """Return for each line a set of words, as one bit of `width` for the stem of each."""
         filters = np.zeros(self._num_lines, np.uint64)
-        lines = self.lines[is_member]
-        if len(lines):
-            shift = np.uint64(64 - width.bit_length() + 1)
-            bits = np.uint64(1) << (self._stems[is_member] >> shift)
-            firsts = np.flatnonzero(differs_from_previous(lines))
-            filters[lines[firsts]] = np.bitwise_or.reduceat(bits, firsts)
+        shift = np.uint64(64 - width.bit_length() + 1)
+        bits = np.uint64(1) << (self._stems[is_member] >> shift)
+        np.bitwise_or.at(filters, self.lines[is_member], bits)
         return filters
 
 
@@ -296,8 +277,8 @@ def _scrambled(values: Hashes) -> Hashes:
     values = values * np.uint64(0xBF58476D1CE4E5B9)
     values = values ^ (values >> np.uint64(27))
     values = values * np.uint64(0x94D049BB133111EB)
-    spread: Hashes = values ^ (values >> np.uint64(31))
-    return spread
+    scrambled: Hashes = values ^ (values >> np.uint64(31))
+    return scrambled
 
 
 _NUM_CELLS = 1 << 16
@@ -313,17 +294,13 @@ class SideClassifier:
     def learn(self, src: LineFeatures, tgt: LineFeatures) -> None:
         """Count the words of some pairs."""
         for counts, side in zip(self._counts, (src, tgt), strict=True):
-            counts += np.bincount(_word_cells(side.words), minlength=_NUM_CELLS)
+            cells = (side.words % np.uint64(_NUM_CELLS)).astype(np.int64)
+            counts += np.bincount(cells, minlength=_NUM_CELLS)
 
     def scores(self, side: LineFeatures) -> npt.NDArray[np.float32]:
         """Return the log-odds of the source side for each line, in nats."""
-        words = _word_cells(side.words)
-        rates = (self._counts[:, words] + 1.0) / (self._counts.sum(1, keepdims=True) + 1.0)
+        cells = (side.words % np.uint64(_NUM_CELLS)).astype(np.int64)
+        rates = (self._counts[:, cells] + 1.0) / (self._counts.sum(1, keepdims=True) + 1.0)
         nats = np.clip(np.log(rates[0] / rates[1]), -_MAX_NATS, _MAX_NATS)
         sums = np.bincount(side.word_lines, weights=nats, minlength=len(side.lines))
         return sums.astype(np.float32)
-
-
-def _word_cells(words: Hashes) -> Ints:
-    cells: Ints = (words % np.uint64(_NUM_CELLS)).astype(np.int64)
-    return cells

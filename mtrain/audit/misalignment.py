@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -81,7 +81,7 @@ def _cells(src: Records, tgt: Records) -> list[Ints]:
     ]
 
 
-def _overlaps(src: Records, tgt: Records) -> Ints:
+def _overlaps(src: npt.NDArray[Any], tgt: npt.NDArray[Any]) -> Ints:
     """Return cells of pairs of bit sets, by their sizes and the size of their intersection."""
     sizes = []
     for bits in (src, tgt, src & tgt):

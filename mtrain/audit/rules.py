@@ -29,6 +29,7 @@ _RATIO_STEPS, _NUM_RATIOS = 200, 1000  # histogram of the logarithm of ratios: b
 _MIN_SOLID = 8  # characters; shorter lines of digits or punctuation are not listed
 
 Sides = npt.NDArray[np.uint8]
+Reasons = list[str | None]  # the names of rules; None for pairs that are kept
 
 
 class SideName(IntEnum):
@@ -94,7 +95,7 @@ class Rule:
 
 
 def _sides(src: Flags, tgt: Flags) -> Sides:
-    sides: Sides = (src * np.uint8(SideName.SRC) + tgt * np.uint8(SideName.TGT)).astype(np.uint8)
+    sides: Sides = src * np.uint8(SideName.SRC) + tgt * np.uint8(SideName.TGT)
     return sides
 
 
@@ -114,8 +115,7 @@ def _has(flag: LineFlag) -> Callable[[Records], Flags]:
 
 def _is_whole(pairs: PairBlock | PairWindow) -> Flags:
     """Return which pairs have no blank side."""
-    is_whole: Flags = (pairs.src["solid"] > 0) & (pairs.tgt["solid"] > 0)
-    return is_whole
+    return (pairs.src["solid"] > 0) & (pairs.tgt["solid"] > 0)
 
 
 def _one_blank(pairs: PairBlock, profile: CorpusProfile) -> Sides:
@@ -339,22 +339,16 @@ RULES = [
 
 
 def dropping_rules(clean: Iterable[str]) -> list[Rule]:
-    """Return the rules that drop pairs, in the order in which they apply.
-
-    Args:
-        clean: `data.clean`; what is over `data.max_tokens` is dropped in any case.
-    """
+    """Return the rules of `data.clean` and "max-tokens", in the order in which they apply."""
     names = {*clean, "max-tokens"}
     if "blank-side" in names:
         names.add("blank-pair")
     return [rule for rule in RULES if rule.name in names]
 
 
-def drop_reasons(
-    dropping: Sequence[Rule], pairs: PairBlock, profile: CorpusProfile
-) -> list[str | None]:
+def drop_reasons(dropping: Sequence[Rule], pairs: PairBlock, profile: CorpusProfile) -> Reasons:
     """Return for each pair the first rule that drops it; None if it is kept."""
-    names: list[str | None] = [None] * len(pairs.src)
+    names: Reasons = [None] * len(pairs.src)
     for rule in reversed(dropping):
         for row in np.flatnonzero(rule.judge(pairs, profile)).tolist():
             names[row] = rule.name

@@ -27,7 +27,7 @@ from mtrain.audit.features import (
     add_flag,
     measure,
 )
-from mtrain.audit.rules import PairBlock
+from mtrain.audit.rules import PairBlock, Reasons
 from mtrain.config.corpora import TrainText
 from mtrain.config.sections import DataConfig
 from mtrain.corpus.reader import FileNotes, FilePair, Reader
@@ -89,17 +89,7 @@ class PieceCounts:
 
 
 class Scan:
-    """One corpus, the notes on its files, and the file of the records of its pairs.
-
-    Attributes:
-        name: of the corpus.
-        corpus: its files.
-        reader: the notes on them.
-        records_path: the file of records.
-        leaks: the occurrences of this held-out corpus in others, by their names.
-        piece_counts: of source and target, if there is a tokenizer.
-        repeats: the duplicates, once `find_repeats` was called.
-    """
+    """One corpus, the notes on its files in `reader`, and the file of the records of its pairs."""
 
     def __init__(
         self,
@@ -113,8 +103,8 @@ class Scan:
         self.reader = Reader(corpus, is_strict, has_checksums=is_strict)
         self.records_path = directory / f".{name}.records"
         self.records_path.touch()
-        self.leaks: dict[str, Leaks] = {}
-        self.piece_counts: list[PieceCounts] = []
+        self.leaks: dict[str, Leaks] = {}  # of this held-out corpus into others, by their names
+        self.piece_counts: list[PieceCounts] = []  # of both sides, if there is a tokenizer
         if tokenizer is not None:
             self.piece_counts = [PieceCounts(tokenizer.src), PieceCounts(tokenizer.tgt)]
         self.repeats: Repeats | None = None
@@ -198,13 +188,9 @@ class Scan:
 
 
 def scan_corpora(data: DataConfig, directory: Path) -> list[Scan]:
-    """Read all corpora once, strictly: the held-out ones first, the training text last.
+    """Read all corpora once, strictly, and write the records of their pairs to a folder.
 
-    Only the features that the rules of `data.clean` read are computed.
-
-    Args:
-        data: the corpora.
-        directory: where the records of the pairs go.
+    Only the features that the rules of `data.clean` read are computed. Training text comes last.
 
     Raises:
         DataError: as a strict `Reader`.
@@ -221,15 +207,10 @@ def scan_corpora(data: DataConfig, directory: Path) -> list[Scan]:
 
 
 class PairFilter:
-    """Returns for training pairs, in any order, why they are dropped.
-
-    Args:
-        data: the corpora and `data.clean`.
-        directory: where `scan_corpora` has left the records.
-        num_pairs: of the training text.
-    """
+    """Returns for training pairs, in any order, why they are dropped."""
 
     def __init__(self, data: DataConfig, directory: Path, num_pairs: int) -> None:
+        """Use the records of `num_pairs` training pairs that `scan_corpora` has written."""
         self._train = Scan(TRAIN, data.train, directory)
         self._train.reader.parts = [FilePair(FileNotes(""), FileNotes(""), 0, num_pairs)]
         self._rules = rules.dropping_rules(data.clean)
@@ -237,13 +218,11 @@ class PairFilter:
         if any(rule.refers for rule in self._rules):
             self._train.find_repeats()
 
-    def reasons(self, first: int, count: int) -> list[str | None]:
+    def reasons(self, first: int, count: int) -> Reasons:
         """Judge `count` pairs from number `first` on by their text alone."""
         return rules.drop_reasons(self._rules, self._train.pairs(first, count), self._profile)
 
-    def reasons_of_encoded(
-        self, first: int, src_tokens: Ints, tgt_tokens: Ints
-    ) -> list[str | None]:
+    def reasons_of_encoded(self, first: int, src_tokens: Ints, tgt_tokens: Ints) -> Reasons:
         """Judge pairs from number `first` on, given their numbers of tokens, eos included."""
         pairs = self._train.pairs(first, len(src_tokens))
         pairs.src["tokens"], pairs.tgt["tokens"] = src_tokens, tgt_tokens

@@ -61,12 +61,12 @@ def read_overview(corpus: Corpus, seed: int, advance: Advance) -> CorpusOverview
         advance(sum(len(pair.src.encode()) + len(pair.tgt.encode()) + 2 for pair in block))
     if not num_pairs:
         raise DataError("the corpus must have at least one pair, but is empty.")
-    is_unique = np.concatenate(is_fit)
+    is_candidate = np.concatenate(is_fit)
     for blocks in (src_keys, tgt_keys):
         keys = np.concatenate(blocks)
         _, index, count = np.unique(keys, return_inverse=True, return_counts=True)
-        is_unique &= (count[index] == 1) & (keys != 0)
-    unique_rows = np.flatnonzero(is_unique)
+        is_candidate &= (count[index] == 1) & (keys != 0)
+    unique_rows = np.flatnonzero(is_candidate)
     return CorpusOverview(num_pairs, int(words[0]), int(words[1]), sample, unique_rows)
 
 

@@ -99,16 +99,13 @@ def init(
     advance: Advance,
     set_status: Callable[[str], object] = lambda what: None,
 ) -> list[str]:
-    """Measure, choose, and write the config and the held-out files.
+    """Measure, choose, and write the config and the held-out files; return the lines of a report.
 
     Args:
         request: the options.
         console: prints measurements and choices.
         advance: called with numbers of bytes read from the corpus.
         set_status: called with the name of each later stage.
-
-    Returns:
-        A report of what was written and what to run next, line by line.
 
     Raises:
         ConfigError: if a language code, a path or the device is invalid, or a file to be written

@@ -8,18 +8,12 @@ _SLACK_TOKENS = 5  # tolerance around the range of length ratios
 
 
 class CorpusStats(NamedTuple):
-    """Statistics of a training corpus; lengths are in tokens, eos included.
+    """Statistics of a training corpus; lengths are in tokens, eos included."""
 
-    Attributes:
-        longest_src: length of the longest source.
-        least_ratio, most_ratio: range of target to source lengths, without rare outliers.
-        share_copied: fraction of pairs whose target equals the source.
-    """
-
-    longest_src: int
-    least_ratio: float
+    longest_src: int  # length of the longest source
+    least_ratio: float  # range of target to source lengths, without rare outliers
     most_ratio: float
-    share_copied: float
+    share_copied: float  # fraction of pairs whose target equals the source
 
     def holds(self, num_src: int, num_tgt: int) -> bool:
         """Return whether a target's length is in the usual range for its source."""

@@ -48,7 +48,7 @@ class FileNotes:
     num_undecodable: int = 0  # lines that are not UTF-8
     first_undecodable: str = ""  # the first such line, from 1, and its problem
     has_bom: bool = False  # whether the file begins with a byte-order mark (lenient reading only)
-    num_faults: int = 0  # rows that are not a pair
+    num_faults: int = 0  # rows that are not a pair; 0 for a file of one side
     first_fault: str = ""  # the first such row, from 1, and its problem
     num_broken: int = 0  # rows with a line break within a field, which is replaced by a space
     problem: str = ""  # why the file could not be read to its end
@@ -64,11 +64,6 @@ class FilePair:
     first: int  # number of the first pair, from 0, in the whole text; faulty rows are counted
     num_pairs: int = 0  # number of pairs, faulty rows included
     corpus: str | None = None  # the key of the corpus in the config; None without a mixture
-
-    @property
-    def num_faults(self) -> int:
-        """Number of rows that are not a pair."""
-        return self.src.num_faults  # always 0 for two files of lines
 
     @property
     def notes(self) -> list[FileNotes]:
@@ -134,10 +129,7 @@ class Reader:
                     yield from _blocks(part, self._read_rows(table, notes, advance))
 
     def check_not_empty(self, name: str) -> None:
-        """Check that the corpus, or each corpus of the mixture, had pairs.
-
-        Args:
-            name: the key of the text in the config.
+        """Check that each corpus had pairs; `name` is the key of the text in the config.
 
         Raises:
             DataError: if a corpus had none.
@@ -286,11 +278,8 @@ def files_and_revisions(data: DataConfig) -> tuple[list[str], dict[str, str]]:
 def changed_files(marks: Mapping[str, FileMark], trust_times: bool = True) -> dict[str, str]:
     """Return {path: current checksum} of the files that differ from their marks.
 
-    Files that are missing or cannot be read do not count as changed.
-
-    Args:
-        marks: of the files.
-        trust_times: whether equal size and modification time suffice, without a checksum.
+    Files that are missing or cannot be read do not count as changed. With `trust_times`, equal
+    size and modification time suffice, and no checksum is computed.
     """
     changed = {}
     for path, old in marks.items():
