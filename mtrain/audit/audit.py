@@ -303,7 +303,7 @@ class _Leak(NamedTuple):
 
 
 def _leaks(scan: Scan) -> Iterator[_Leak]:
-    """Yield the leaks of a corpus; a side is only counted where the pair itself does not leak."""
+    """Yield the leaks of a held-out corpus; where a pair leaks, its sides are not counted again."""
     for other, leaks in scan.leaks.items():
         exact, by_key = leaks.exact, leaks.by_key
         is_pair = np.zeros(scan.reader.num_pairs, bool)

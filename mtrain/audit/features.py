@@ -148,7 +148,7 @@ def exact_hashes(lines: Sequence[str]) -> Hashes:
 
 
 def mixed(first: Hashes, second: Hashes) -> Hashes:
-    """Return one hash for each two, dependent on their order."""
+    """Return one hash for each pair of hashes; it depends on their order."""
     return _scrambled(first * _FACTOR + _scrambled(second))
 
 
@@ -178,7 +178,7 @@ def _is_one_character(text: str) -> bool:
 
 
 def add_flag(records: Records, flag: LineFlag, lines: Sequence[int] | Ints | Flags) -> None:
-    """Set a flag of some lines, given their numbers or, for each line, whether to set it."""
+    """Set a flag of some lines, given as their numbers or as a mask."""
     records["flags"][lines] |= np.uint16(flag)
 
 
@@ -259,8 +259,8 @@ class _WordBlock:
         values[offsets >= _STEM_LETTERS] = 0
         self._stems = _scrambled(_sums(values, firsts))
         is_upper = block.codes[starts] != codes[firsts]
-        is_initial = differs_from_previous(self.lines)
-        self.is_name = ~self.is_number & (lengths >= 3) & is_upper & ~is_initial  # maybe
+        is_initial = differs_from_previous(self.lines)  # capitalised whatever it is
+        self.is_name = ~self.is_number & (lengths >= 3) & is_upper & ~is_initial
 
     def bloom_filters(self, is_member: Flags, width: int) -> Hashes:
         """Return for each line a set of words, as one bit of `width` for the stem of each."""

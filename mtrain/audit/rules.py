@@ -84,7 +84,7 @@ class Rule:
     features: Feature = Feature.NONE  # that `judge` reads besides lengths and blank lines
     usual_share: float | None = 0.0  # of pairs, up to which it is a note; None: always a note
     severity: Severity = Severity.WARNING  # beyond that share
-    refers: Callable[[Repeats], Numbers] | None = None  # returns the pairs that findings name
+    refers: Callable[[Repeats], Numbers] | None = None  # returns the earlier pair of each pair
     held_out_advice: str | None = None  # for validation and test text: training drops none of it
 
     def severity_of(self, count: int, total: int) -> Severity:

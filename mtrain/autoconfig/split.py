@@ -29,7 +29,7 @@ class CorpusOverview(NamedTuple):
     """The size of a corpus, a sample of it, and the pairs that can be held out."""
 
     num_pairs: int  # of all, blank ones too
-    src_words: int  # in all; letters, where words have no spaces
+    src_words: int  # of all pairs; letters, in scripts without spaces
     tgt_words: int
     sample: list[Pair]  # pairs drawn uniformly
     unique_rows: Ints  # the rows, from 0, of the pairs that can be held out
@@ -90,7 +90,7 @@ def draw(rows: Ints, sizes: Sequence[int], seed: int) -> list[Ints]:
 
 
 def collect(corpus: Corpus, rows: Ints) -> Iterator[Pair]:
-    """Yield the pairs of `rows`, of which there is at least one, and which ascend."""
+    """Yield the pairs of at least one row; rows ascend."""
     is_collected = np.zeros(int(rows[-1]) + 1, bool)
     is_collected[rows] = True
     return compress(read_pairs(corpus), is_collected.tolist())
