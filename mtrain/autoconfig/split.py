@@ -93,4 +93,4 @@ def collect(corpus: Corpus, rows: Ints) -> Iterator[Pair]:
     """Yield the pairs of at least one row; rows ascend."""
     is_collected = np.zeros(int(rows[-1]) + 1, bool)
     is_collected[rows] = True
-    return compress(read_pairs(corpus), is_collected.tolist())
+    return compress(read_pairs(corpus), is_collected)
