@@ -436,8 +436,8 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
     ),
     search(
         "a blind search says how likely its targets are",
-        "return _without_scores(best) if options.argmax_only else best",
-        "return found",
+        "        if self.options.argmax_only:\n            return [Hypothesis(",
+        "        if False:\n            return [Hypothesis(",
     ),
     Mutation(
         "a beam is searched blindly",
@@ -505,8 +505,8 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
 SEARCH = [
     search(
         "beam skips the reorder",
-        "        state.reorder(beams.grow(logits_NV))\n",
-        "        beams.grow(logits_NV)\n",
+        "self.state.reorder(self._grow(self.step(self.rows.ids_N, self.state)))",
+        "self._grow(self.step(self.rows.ids_N, self.state))",
     ),
     search(
         "a sentence has a place too many",
@@ -581,22 +581,22 @@ SEARCH = [
     ),
     search(
         "sentences that join have the places of others",
-        "(len(open_B) + self.rows.sentence_N) * width",
-        "self.rows.sentence_N * width",
+        "(first + new_B) * width]",
+        "new_B * width]",
     ),
     search(
         "sentences that leave keep their number",
-        "rows._replace(sentence_N=local_N).join(new)",
-        "rows.join(new)",
+        "self.rows._replace(sentence_N=local_N).join(",
+        "self.rows.join(",
     ),
     search(
         "groups wait for all others to end",
-        "while waiting is not None and beams.can_admit(waiting.constraints):",
-        "while waiting is not None and not len(beams.rows.ids_N):",
+        "while waiting is not None and search.can_admit(len(waiting.constraints.max_lengths_B)):",
+        "while waiting is not None and not search.num_open:",
     ),
     search(
         "groups never wait",
-        "while waiting is not None and beams.can_admit(waiting.constraints):",
+        "while waiting is not None and search.can_admit(len(waiting.constraints.max_lengths_B)):",
         "while waiting is not None:",
     ),
     search(

@@ -115,29 +115,20 @@ def beam(
 ) -> list[list[Hypothesis]]:
     """Return the `num_best` best hypotheses of each sentence, best first.
 
-    Finished hypotheses keep their slots, so that a beam of 1 is greedy search. A sentence ends
-    when all its slots are finished, or when no open hypothesis can still be among the best.
     Waiting groups are admitted as rows become free; the results do not depend on when.
 
     Raises:
         NotFiniteError: if the logits are not finite.
     """
-    first = next(groups, None)
-    if first is None:
-        return []
-    state, beams = first.state, _Beams(options)
-    beams.start(first.constraints)
+    search, num_sentences = BeamSearch(step, options), 0
     waiting = next(groups, None)
     while True:
-        while waiting is not None and beams.can_admit(waiting.constraints):
-            beams.admit(waiting.constraints)
-            state.admit(waiting.state)
+        while waiting is not None and search.can_admit(len(waiting.constraints.max_lengths_B)):
+            num_sentences = search.admit(waiting).stop
             waiting = next(groups, None)
-        if not len(beams.rows.ids_N):
-            best = beams.finished.best(beams.num_sentences, options.num_best)
-            return _without_scores(best) if options.argmax_only else best
-        logits_NV = step(beams.rows.ids_N, state)
-        state.reorder(beams.grow(logits_NV))
+        if not search.num_open:
+            return [search.take_best(number) for number in range(num_sentences)]
+        search.advance()
 
 
 class OpenRows(NamedTuple):
@@ -209,38 +200,28 @@ class OpenRows(NamedTuple):
 
 
 class FinishedHypotheses:
-    """The finished hypotheses, in the order in which they ended."""
+    """The finished hypotheses of each sentence, in the order in which they ended."""
 
     def __init__(self) -> None:
-        self._ended: list[tuple[Tensor, ...]] = []
+        self._of_sentence: dict[int, list[Hypothesis]] = {}
 
     def add(self, rows: OpenRows, number_N: Tensor, score_N: Tensor) -> None:
         """Add rows that end with eos, with their sentence numbers and scores."""
         fields = (number_N, rows.length_N, rows.written_NT, rows.log_probs_NT, rows.log_prob_N)
-        self._ended.append((*fields, score_N))
+        columns = [field.tolist() for field in (*fields, score_N)]
+        for number, length, ids, log_probs, log_prob, score in zip(*columns, strict=True):
+            hypothesis = Hypothesis(ids[-length:-1], log_probs[-length:], log_prob, score)
+            self._of_sentence.setdefault(number, []).append(hypothesis)
 
-    def in_order(self, num_sentences: int) -> list[list[Hypothesis]]:
-        """Return the hypotheses of each sentence, in the order in which they ended.
+    def take(self, number: int) -> list[Hypothesis]:
+        """Remove and return the hypotheses of a sentence.
 
         Raises:
-            NotFiniteError: if a sentence has none.
+            NotFiniteError: if it has none.
         """
-        hypotheses_of: list[list[Hypothesis]] = [[] for _ in range(num_sentences)]
-        for fields in self._ended:
-            columns = [field.tolist() for field in fields]
-            for number, length, ids, log_probs, log_prob, score in zip(*columns, strict=True):
-                hypothesis = Hypothesis(ids[-length:-1], log_probs[-length:], log_prob, score)
-                hypotheses_of[number].append(hypothesis)
-        if not all(hypotheses_of):
+        if number not in self._of_sentence:
             raise NotFiniteError
-        return hypotheses_of
-
-    def best(self, num_sentences: int, count: int) -> list[list[Hypothesis]]:
-        """Return the best of each sentence, best first; of equal scores, the first that ended."""
-        ranked = self.in_order(num_sentences)
-        for hypotheses in ranked:
-            hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
-        return [hypotheses[:count] for hypotheses in ranked]
+        return self._of_sentence.pop(number)
 
 
 class _Sentences(NamedTuple):
@@ -290,45 +271,85 @@ class _Sentences(NamedTuple):
         return _Sentences(*(torch.cat(pair) for pair in zip(*both, strict=True)))
 
 
-class _Beams:
-    """The state of the search of all open sentences; `cell_N` is the cell of each row."""
+class BeamSearch(Generic[S]):
+    """A search that admits sentences while others are being decoded (continuous batching).
 
-    def __init__(self, options: DecodingOptions) -> None:
-        self.options, self.finished, self.num_sentences = options, FinishedHypotheses(), 0
+    Finished hypotheses keep their slots, so that a beam of 1 is greedy search. A sentence ends
+    when all its slots are finished, or when no open hypothesis can still be among the best. The
+    hypotheses of a sentence do not depend on the others.
 
-    def start(self, constraints: Constraints) -> None:
-        """Replace the open sentences and rows by those of a group."""
-        self.constraints = constraints
-        self.sentences = _Sentences.start(constraints, self.options, self.num_sentences)
-        self.num_sentences += len(constraints.max_lengths_B)
-        local_B = self.sentences.number_B - self.sentences.number_B[:1]
-        self.rows, self.cell_N = OpenRows.start(local_B, constraints), local_B * self.options.beam
+    Attributes:
+        num_sentences: how many were admitted.
+        num_open: how many hypotheses are open; each has a row, and `cell_N` is its cell.
+    """
 
-    def can_admit(self, constraints: Constraints) -> bool:
-        """Return whether few enough slots are open to admit another group."""
-        num_new = len(constraints.max_lengths_B) * self.options.beam
-        open_B = torch.unique(self.rows.sentence_N)
-        num_places = int(self.sentences.num_places_B[open_B].sum())
-        return num_places <= (NUM_GROUPS - 1) * num_new
+    state: S
+    constraints: Constraints
+    sentences: _Sentences
+    rows: OpenRows
+    cell_N: Tensor
 
-    def admit(self, constraints: Constraints) -> None:
-        """Remove finished sentences and append those of a group."""
-        sentences, rows, cell_N = self.sentences, self.rows, self.cell_N
-        open_B, local_N = torch.unique(rows.sentence_N, return_inverse=True)
-        place_N, width = cell_N % self.options.beam, self.options.beam
-        self.start(constraints)
-        new_cell_N = (len(open_B) + self.rows.sentence_N) * width
-        self.cell_N = torch.cat([local_N * width + place_N, new_cell_N])
-        new = self.rows._replace(sentence_N=self.rows.sentence_N + len(open_B))
-        self.rows = rows._replace(sentence_N=local_N).join(new)
-        self.sentences = sentences.take(open_B).join(self.sentences)
+    def __init__(self, step: Step[S], options: DecodingOptions) -> None:
+        self.step, self.options, self.finished = step, options, FinishedHypotheses()
+        self.num_sentences = self.num_open = 0
+
+    def can_admit(self, num_new: int) -> bool:
+        """Return whether few enough slots are open to admit a group of `num_new` sentences."""
+        if not self.num_open:
+            return True
+        num_places = int(self.sentences.num_places_B[torch.unique(self.rows.sentence_N)].sum())
+        return num_places <= (NUM_GROUPS - 1) * num_new * self.options.beam
+
+    def admit(self, group: RequestGroup[S]) -> range:
+        """Append the sentences of a group, and return their numbers.
+
+        Sentences are numbered from 0 in the order in which they are admitted.
+        """
+        constraints, width = group.constraints, self.options.beam
+        new = _Sentences.start(constraints, self.options, self.num_sentences)
+        new_B = torch.arange(len(new.number_B), device=new.number_B.device)
+        if self.num_open:
+            open_B, local_N = torch.unique(self.rows.sentence_N, return_inverse=True)
+            place_N, first = self.cell_N % width, len(open_B)
+            self.cell_N = torch.cat([local_N * width + place_N, (first + new_B) * width])
+            self.rows = self.rows._replace(sentence_N=local_N).join(
+                OpenRows.start(first + new_B, constraints)
+            )
+            self.sentences = self.sentences.take(open_B).join(new)
+            self.state.admit(group.state)
+        else:  # nothing of an earlier state is needed any more
+            self.state, self.sentences, self.cell_N = group.state, new, new_B * width
+            self.rows = OpenRows.start(new_B, constraints)
         self.constraints = replace(
             constraints,
             max_lengths_B=self.sentences.max_lengths_B,
             prefix_BP=self.sentences.prefix_BP if self.sentences.prefix_BP.shape[1] else None,
         )
+        self.num_open = len(self.rows.ids_N)
+        first_number, self.num_sentences = self.num_sentences, self.num_sentences + len(new_B)
+        return range(first_number, self.num_sentences)
 
-    def grow(self, logits_NV: Logits) -> Tensor:
+    @torch.inference_mode()
+    def advance(self) -> None:
+        """Extend every open hypothesis by one token."""
+        self.state.reorder(self._grow(self.step(self.rows.ids_N, self.state)))
+        self.num_open = len(self.rows.ids_N)
+
+    def take_best(self, number: int) -> list[Hypothesis]:
+        """Remove a sentence that has ended; return its `num_best` best hypotheses, best first.
+
+        Of equal scores the hypothesis that ended first is the better one.
+
+        Raises:
+            NotFiniteError: if no hypothesis ended, because the logits were not finite.
+        """
+        best = sorted(self.finished.take(number), key=lambda hypothesis: -hypothesis.score)
+        best = best[: self.options.num_best]
+        if self.options.argmax_only:
+            return [Hypothesis(each.ids, [], math.nan, math.nan) for each in best]
+        return best
+
+    def _grow(self, logits_NV: Logits) -> Tensor:
         """Extend the open hypotheses by one token; return the old row of each new one."""
         top = _best_tokens(logits_NV, self.rows, self.constraints, self.options)
         chosen = self._choose(self.rows.log_prob_N[:, None] + top.log_prob_NC)
@@ -398,10 +419,6 @@ class _Chosen(NamedTuple):
     rows_N: Tensor
     candidate_N: Tensor
     cell_N: Tensor
-
-
-def _without_scores(found: list[list[Hypothesis]]) -> list[list[Hypothesis]]:
-    return [[Hypothesis(each.ids, [], math.nan, math.nan) for each in best] for best in found]
 
 
 def _best_tokens(

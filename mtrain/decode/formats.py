@@ -55,9 +55,6 @@ def number_words(pieces: Sequence[str]) -> list[int]:
     return [min(word, last) for word in words]
 
 
-pass
-
-
 Format = Literal["text", "tsv", "jsonl"]
 
 

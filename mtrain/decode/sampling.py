@@ -61,7 +61,7 @@ def sample(
         open_N = (~ends_N).nonzero()[:, 0]
         rows, uniform_NT = rows.take(open_N), uniform_NT[open_N]
         state.reorder(open_N)
-    samples = [only for (only,) in finished.in_order(len(sentence_N))]
+    samples = [finished.take(draw)[0] for draw in range(len(sentence_N))]
     firsts = range(0, len(samples), max(per_sentence, 1))
     return [samples[first : first + per_sentence] for first in firsts]
 

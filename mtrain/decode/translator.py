@@ -118,9 +118,6 @@ def _log_mean(logits: list[Tensor]) -> Tensor:
     return log_probs.logsumexp(0) - math.log(len(logits))
 
 
-pass
-
-
 @dataclass(frozen=True)
 class EncodedSource:
     """A source as the search reads it.

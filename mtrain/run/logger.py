@@ -79,9 +79,6 @@ class Board:
         return self._writer
 
 
-pass
-
-
 def is_live() -> bool:
     """Tell whether stderr can redraw a line: it is a terminal, and `TERM` is not dumb."""
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
