@@ -24,9 +24,16 @@ from mtrain.audit.misalignment import Shift
 from mtrain.audit.rules import RULES, CorpusProfile, Severity, SideName
 from mtrain.audit.scan import TRAIN, VALID, Coverage, Scan, corpora
 from mtrain.config.corpora import corpora_of, weight_of
-from mtrain.config.sections import Config
+from mtrain.config.sections import Config, DataConfig
 from mtrain.corpus.dropped import format_counts, format_remedy
-from mtrain.corpus.reader import FileNotes, FilePair, Reader, TextBlock, size_of
+from mtrain.corpus.reader import (
+    FileNotes,
+    FilePair,
+    Reader,
+    TextBlock,
+    possible_headers,
+    size_of,
+)
 from mtrain.io.lines import Advance
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
@@ -103,7 +110,7 @@ class FindingLists:
             entry = {
                 "src_file": part.src.path,
                 "tgt_file": part.tgt.path,
-                "line": pair - part.first + 1,
+                "line": part.line_of(pair),
                 "side": SideName(int(sides[row])).name.lower(),
                 "src": block.src[row],
                 "tgt": block.tgt[row],
@@ -149,7 +156,7 @@ def _corpus_field(part: FilePair) -> Entry:
 def _place(reader: Reader, pair: int) -> Entry:
     """Return the source file and the line of a pair."""
     part = reader.part_of(pair)
-    return {"file": part.src.path, "line": pair - part.first + 1} | _corpus_field(part)
+    return {"file": part.src.path, "line": part.line_of(pair)} | _corpus_field(part)
 
 
 def num_bytes(config: Config) -> int:
@@ -180,7 +187,7 @@ def audit(
     findings: list[AuditFinding] = []
     for scan in reversed(scans):
         lists = FindingLists(directory, scan.name, scan.reader)
-        of_scan, dropped = _judge(scan, profile, readers, lists, config.data.clean, advance)
+        of_scan, dropped = _judge(scan, profile, readers, lists, config.data, advance)
         lists.close()
         summary = CorpusSummary(
             scan.name,
@@ -210,14 +217,14 @@ def _judge(
     profile: CorpusProfile,
     readers: dict[str, Reader],
     lists: FindingLists,
-    clean: list[str],
+    data: DataConfig,
     advance: Advance,
 ) -> tuple[list[AuditFinding], dict[str | None, Counter[str]]]:
     """Judge all pairs of a corpus and write its lists.
 
     Returns the findings, and for each corpus of a mixture the dropped pairs by reason.
     """
-    dropping = rules.dropping_rules(clean) if scan.name == TRAIN else []
+    dropping = rules.dropping_rules(data.clean) if scan.name == TRAIN else []
     dropped: dict[str | None, Counter[str]] = {}
     repeats = scan.find_repeats()
     for rule in RULES:
@@ -242,13 +249,16 @@ def _judge(
         for leak in leaks:
             lists.add(leak.name, (leak.times[here] > 0) * np.uint8(leak.side), block)
     findings = [
-        AuditFinding(scan.name, *problem, 1, 1, []) for problem in _problems_of_files(scan.reader)
+        AuditFinding(scan.name, *problem, 1, 1, [])
+        for problem in _problems_of_files(scan.reader, data)
     ]
     findings += [
         _shift_finding(lists, shift, example)
         for shift, example in zip(shifts, lists.examples.get("shift", []), strict=False)
     ]
-    findings += [_leak_finding(lists, leak, clean) for leak in leaks if lists.counts[leak.name]]
+    findings += [
+        _leak_finding(lists, leak, data.clean) for leak in leaks if lists.counts[leak.name]
+    ]
     for rule in RULES:
         if count := lists.counts[rule.name]:
             advice = rule.advice if scan.name == TRAIN else rule.held_out_advice or rule.advice
@@ -342,7 +352,7 @@ def _leak_finding(lists: FindingLists, leak: _Leak, clean: list[str]) -> AuditFi
 _Problem = tuple[str, Severity, str, str]  # name, severity, what, advice
 
 
-def _problems_of_files(reader: Reader) -> Iterator[_Problem]:
+def _problems_of_files(reader: Reader, data: DataConfig) -> Iterator[_Problem]:
     for part in reader.parts:
         for notes in part.notes:
             yield from _problems_of_file(notes)
@@ -352,6 +362,10 @@ def _problems_of_files(reader: Reader) -> Iterator[_Problem]:
             what += f"{part.tgt.num_lines:,}"
             advice = "Find the lines that are lost or one too many; training refuses the files."
             yield "unequal-lines", Severity.ERROR, what, advice
+    for path, cells in possible_headers(reader, data).items():
+        what = f"{path} begins with what looks like a header: {' TAB '.join(cells)}"
+        advice = "Set `header: true` for this corpus to leave the line out, or `header: false`."
+        yield "header", Severity.WARNING, what, advice
     if reader.num_pairs == 0:
         what = "there is not a single pair"
         yield "empty", Severity.ERROR, what, "Name files that have some."

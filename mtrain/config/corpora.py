@@ -77,10 +77,15 @@ class FilesCorpus(_CorpusSection):
 
 
 class TsvCorpus(_CorpusSection):
-    """Parallel text in columns that tabs part: source and target, or those that `columns` names."""
+    """Parallel text in columns separated by tabs: source and target, or those `columns` names.
+
+    `header` says whether the first line of each file is a header, which is left out; if it is None,
+    the first line is a pair, and one that looks like a header is reported.
+    """
 
     tsv: list[FilePath] = Field(min_length=1)
     columns: list[Whole] | None = None
+    header: bool | None = None
 
     @field_validator("columns")
     @classmethod

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,15 @@ from mtrain.errors import DataError
 from mtrain.io.lines import Advance, Digest, format_undecodable, open_lines, raw_lines
 
 _BREAK = re.compile(r"\r?\n")
+# Words that name a column of parallel text.
+_COLUMN_WORD = re.compile(
+    "source|src|target|tgt|trg|reference|ref|translation|translated|original|input|output|"
+    "text|sentence|segment|line|lang|language|arabic|bengali|bulgarian|catalan|chinese|"
+    "croatian|czech|danish|dutch|english|estonian|finnish|french|german|greek|hebrew|hindi|"
+    "hungarian|icelandic|indonesian|italian|japanese|korean|latvian|lithuanian|norwegian|"
+    "persian|polish|portuguese|romanian|russian|serbian|slovak|slovenian|spanish|swahili|"
+    "swedish|thai|turkish|ukrainian|urdu|vietnamese"
+)
 _BATCH_ROWS = 1024
 _PATIENCE_S = 10.0  # timeout of the hub's first response
 
@@ -47,9 +57,10 @@ class TableReader(NamedTuple):
 
     name: str  # the file, or the data set with its split
     has_lines: bool  # whether the rows are lines of text
-    # Yields the rows; reports the bytes read, and updates the checksum of a file of lines; raises
-    # DataError if the file or data set cannot be read.
+    # Yields the rows without the header; reports the bytes read, and updates the checksum of a file
+    # of lines; raises DataError if the file or data set cannot be read.
     read: Callable[[Advance, Digest | None], Iterator[Row | Fault]]
+    header: bool | None = False  # whether the first line is a header; None if it is not known
 
     def place(self, row: int) -> str:
         """Format the location of a row, counted from 1, for error messages."""
@@ -60,7 +71,8 @@ def table_readers(corpus: TableCorpus) -> list[TableReader]:
     """Return a reader for each file of a corpus, or for its data set."""
     if isinstance(corpus, TsvCorpus):
         return [
-            TableReader(path, True, partial(_read_tsv, corpus.columns, path)) for path in corpus.tsv
+            TableReader(path, True, partial(_read_tsv, corpus, path), corpus.header)
+            for path in corpus.tsv
         ]
     fields = _Fields(corpus.src, corpus.tgt)
     if isinstance(corpus, JsonlCorpus):
@@ -73,6 +85,15 @@ def table_readers(corpus: TableCorpus) -> list[TableReader]:
             for path in corpus.parquet
         ]
     return [TableReader(_name_of(corpus), False, partial(_read_hub, fields, corpus))]
+
+
+def is_header(cells: Sequence[str], languages: Iterable[str]) -> bool:
+    """Return whether cells consist of the words of column names and of language codes alone."""
+    codes = [code.casefold() for code in languages]
+    words_of_cells = [re.findall(r"[^\W\d_]+", cell.casefold()) for cell in cells]
+    return all(words_of_cells) and all(
+        word in codes or _COLUMN_WORD.fullmatch(word) for words in words_of_cells for word in words
+    )
 
 
 def paths_of(corpus: Corpus) -> list[str]:
@@ -106,17 +127,17 @@ def _name_of(corpus: HubCorpus) -> str:
 
 
 def _read_tsv(
-    columns: list[int] | None, path: str, advance: Advance, digest: Digest | None
+    corpus: TsvCorpus, path: str, advance: Advance, digest: Digest | None
 ) -> Iterator[Row | Fault]:
-    src, tgt = columns or (1, 2)
+    src, tgt = corpus.columns or (1, 2)
     with open_lines(Path(path), advance, digest) as stream:
-        for raw in raw_lines(stream):
+        for raw in islice(raw_lines(stream), int(corpus.header is True), None):
             try:
                 cells = raw.decode("utf-8").split("\t")
             except UnicodeDecodeError as error:
                 yield Fault(format_undecodable(error))
                 continue
-            if columns is None and len(cells) != 2:
+            if corpus.columns is None and len(cells) != 2:
                 yield Fault(
                     "must have 2 columns, source TAB target (or `columns` must name two), but has "
                     f"{len(cells)} instead"

@@ -12,7 +12,14 @@ from typing import NamedTuple
 
 from mtrain.config.corpora import Corpus, FilesCorpus, TrainText, corpora_of
 from mtrain.config.sections import DataConfig
-from mtrain.corpus.formats import Fault, TableReader, paths_of, revision_of, table_readers
+from mtrain.corpus.formats import (
+    Fault,
+    TableReader,
+    is_header,
+    paths_of,
+    revision_of,
+    table_readers,
+)
 from mtrain.errors import DataError
 from mtrain.io.atomic import sha256
 from mtrain.io.lines import BOM, Advance, open_lines, other_form, read_lines, tell_nobody
@@ -43,7 +50,7 @@ class FileNotes:
     """Counts and problems of one file."""
 
     path: str
-    num_lines: int = 0  # lines or rows that could be read
+    num_lines: int = 0  # lines or rows that could be read, with the header
     num_crlf: int = 0  # lines that end in CR LF (lenient reading only)
     num_undecodable: int = 0  # lines that are not UTF-8
     first_undecodable: str = ""  # the first such line, from 1, and its problem
@@ -51,6 +58,7 @@ class FileNotes:
     num_faults: int = 0  # rows that are not a pair; 0 for a file of one side
     first_fault: str = ""  # the first such row, from 1, and its problem
     num_broken: int = 0  # rows with a line break within a field, which is replaced by a space
+    first_row: tuple[str, str] | None = None  # both sides, of a file that may have a header
     problem: str = ""  # why the file could not be read to its end
     sha256: str = ""  # checksum of the bytes on disk, if the reader computes it
 
@@ -64,6 +72,11 @@ class FilePair:
     first: int  # number of the first pair, from 0, in the whole text; faulty rows are counted
     num_pairs: int = 0  # number of pairs, faulty rows included
     corpus: str | None = None  # the key of the corpus in the config; None without a mixture
+    first_line: int = 1  # the line, or row, of the first pair; 2 after a header
+
+    def line_of(self, pair: int) -> int:
+        """Return the line of a pair in its file, given its number in the whole text."""
+        return pair - self.first + self.first_line
 
     @property
     def notes(self) -> list[FileNotes]:
@@ -123,8 +136,8 @@ class Reader:
                     yield from _blocks(part, self._read_lines(part, advance))
             else:
                 for table in table_readers(named.corpus):
-                    notes = FileNotes(table.name)
-                    part = FilePair(notes, notes, self.num_pairs, corpus=name)
+                    notes = FileNotes(table.name, num_lines=int(table.header is True))
+                    part = FilePair(notes, notes, self.num_pairs, 0, name, notes.num_lines + 1)
                     self.parts.append(part)
                     yield from _blocks(part, self._read_rows(table, notes, advance))
 
@@ -165,6 +178,8 @@ class Reader:
             for row in table.read(advance, digest):
                 notes.num_lines += 1
                 if not isinstance(row, Fault):
+                    if table.header is None and notes.num_lines == 1:
+                        notes.first_row = row.src, row.tgt
                     notes.num_broken += row.num_breaks > 0
                     yield (row.src, False), (row.tgt, False), False
                 elif self._is_strict:
@@ -240,8 +255,15 @@ def read_pairs(text: TrainText) -> Iterator[Pair]:
     reader = Reader(text, is_strict=True)
     for block in reader.blocks():
         part = reader.parts[-1]
-        lines = count(block.first - part.first + 1)
+        lines = count(part.line_of(block.first))
         yield from map(Pair, block.src, block.tgt, repeat(part.src.path), lines)
+
+
+def possible_headers(reader: Reader, data: DataConfig) -> dict[str, tuple[str, str]]:
+    """Return {file: its first pair} for files read that may begin with an undeclared header."""
+    first_rows = {part.src.path: part.src.first_row for part in reader.parts}
+    languages = (data.src_lang, data.tgt_lang)
+    return {path: row for path, row in first_rows.items() if row and is_header(row, languages)}
 
 
 def count_pairs(corpus: Corpus, name: str) -> int:

@@ -19,7 +19,13 @@ from mtrain.config.corpora import Corpus, corpora_of, weight_of
 from mtrain.config.sections import Config, DataConfig, TokenizerConfig
 from mtrain.corpus import dropped
 from mtrain.corpus.length_stats import CorpusStats
-from mtrain.corpus.reader import FileMark, changed_files, files_and_revisions, read_pairs
+from mtrain.corpus.reader import (
+    FileMark,
+    changed_files,
+    files_and_revisions,
+    possible_headers,
+    read_pairs,
+)
 from mtrain.data import arrow_shards, encode
 from mtrain.data.arrow_shards import SHARD_PAIRS
 from mtrain.data.encode import EncodeJob
@@ -190,6 +196,11 @@ def _check_scans(scans: Iterable[Scan], data: DataConfig, console: Console) -> N
     num_pairs, num_broken = Counter[str](), Counter[str]()
     for scan in scans:
         scan.reader.check_not_empty(f"data.{scan.name}")
+        for path, cells in possible_headers(scan.reader, data).items():
+            console.say(
+                f"{path}: begins with what looks like a header: {' TAB '.join(cells)}; set "
+                "`header: true` for this corpus to leave the line out, or `header: false`"
+            )
         for part in scan.reader.parts:
             name = part.corpus or f"data.{scan.name}"
             num_pairs[name] += part.num_pairs

@@ -24,7 +24,7 @@ def named_by(path: Path) -> Path:
 
 
 def test_the_schema_beside_the_shipped_configs_is_that_of_the_config() -> None:
-    command = "from mtrain.config import json_schema; print(json_schema.schema(), end='')"
+    command = "from mtrain.config.config_file import schema; print(schema(), end='')"
     is_same = SCHEMA.read_text(encoding="utf-8") == config_file.schema()
     assert is_same, f'python -c "{command}" > configs/{SCHEMA.name}'
 

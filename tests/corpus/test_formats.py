@@ -63,6 +63,14 @@ def as_columns(directory: Path, name: str, pairs: list[Pair]) -> Tree:
     return {"tsv": [str(path)], "columns": [3, 1]}
 
 
+def as_header(directory: Path, name: str, pairs: list[Pair]) -> Tree:
+    half = len(pairs) // 2
+    paths = [directory / f"{name}.{number}.tsv" for number in (1, 2)]
+    for path, part in zip(paths, (pairs[:half], pairs[half:]), strict=True):
+        path.write_text("source\ttarget\n" + "".join(f"{src}\t{tgt}\n" for src, tgt in part))
+    return {"tsv": [str(path) for path in paths], "header": True}
+
+
 def as_jsonl(directory: Path, name: str, pairs: list[Pair]) -> Tree:
     path = write_jsonl(directory / f"{name}.jsonl", pairs)
     Path(f"{path}.gz").write_bytes(gzip.compress(Path(path).read_bytes()))
@@ -95,6 +103,7 @@ def as_hub(write: Callable[[Path, list[Pair]], str], streaming: bool) -> Form:
 FORMS: dict[str, Form] = {
     "tsv": as_tsv,
     "columns": as_columns,
+    "header": as_header,
     "jsonl": as_jsonl,
     "parquet": as_parquet,
     "hub-parquet": as_hub(write_parquet, streaming=False),
@@ -177,7 +186,8 @@ def test_every_form_can_be_checked_and_trained(cli: Cli, tmp_path: Path, form: F
     assert [own["num_pairs"] for own in report["corpora"]] == [200, 12, 40]
     held = next(found for found in report["findings"] if found["name"] == "held-out-pair")
     line = held["examples"][0]["line"]
-    assert held["examples"][0]["src"] == reverse_task(200, 1)[line - 1].src
+    first_line = 2 if form is as_header else 1
+    assert held["examples"][0]["src"] == reverse_task(200, 1)[line - first_line].src
     outcome = cli("train", config, "--set", "training.max_steps=2")
     assert outcome.code == 0, outcome.err
     assert "pairs    200 for training, dropped 0," in outcome.err
@@ -401,6 +411,66 @@ def test_a_row_that_is_no_pair_is_counted_as_that_alone(cli: Cli, tmp_path: Path
     assert findings["blank-pair"]["count"] == 1
 
 
+# Headers
+
+
+@pytest.mark.parametrize(
+    ("cells", "is_one"),
+    [
+        (("aa", "bb"), True),
+        (("BB", "aa"), True),
+        (("Source", "Target"), True),
+        (("source_text", "translation aa"), True),
+        (("English", "bb sentence"), True),
+        (("aa", "dogs"), False),
+        (("aa", ""), False),
+        (("12", "13"), False),
+        (("cc", "dd"), False),
+        (("the source", "the target"), False),
+    ],
+)
+def test_a_header_is_made_of_column_names_and_the_codes_of_the_config(
+    cells: tuple[str, str], is_one: bool
+) -> None:
+    assert formats.is_header(cells, ["aa", "bb"]) == is_one
+
+
+@pytest.mark.parametrize("header", [None, True, False])
+def test_a_header_is_reported_unless_the_config_says_whether_there_is_one(
+    cli: Cli, tmp_path: Path, header: bool | None
+) -> None:
+    tree, path = tiny_tree(tmp_path), tmp_path / "a.tsv"
+    rows = ["Target\tid\tSource", *(f"{pair.tgt}\t1\t{pair.src}" for pair in copy_task(200, 1))]
+    path.write_text("".join(f"{row}\n" for row in [*rows, "ba\t1\t"]))
+    tree["data"]["train"] = {"tsv": [str(path)], "columns": [3, 1], "header": header}
+    config = write_config(tmp_path / "config.yaml", tree)
+    report = json.loads(cli("check", config, "--json").out)
+    findings = {found["name"]: found for found in report["findings"]}
+    assert findings["blank-side"]["examples"][0]["line"] == 202
+    assert report["corpora"][0]["num_pairs"] == (201 if header else 202)
+    assert ("header" in findings) == (header is None)
+    outcome = cli("tokenize", config)
+    line = f"{path}: begins with what looks like a header: Source TAB Target; set `header: true` "
+    line += "for this corpus to leave the line out, or `header: false`"
+    assert (line in outcome.err.splitlines()) == (header is None)
+    if header is None:
+        assert findings["header"]["severity"] == "warning"
+        assert "looks like a header: Source TAB Target" in findings["header"]["what"]
+    assert config_file.load(RunDir(tmp_path / "run").config_path).data.train.header is header
+    raw = gzip.decompress((tmp_path / "run" / "data" / "dropped.jsonl.gz").read_bytes())
+    assert json.loads(raw)["line"] == 202
+
+
+def test_a_fault_after_a_header_is_named_with_its_line_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.tsv"
+    path.write_bytes(b"s\xff\nba\tba\nce\n")
+    tree = {"tsv": [str(path)], "header": True}
+    assert message(tree).startswith(f"{path}:3: must have 2 columns")
+    path.write_bytes(b"")
+    with pytest.raises(DataError, match="must have at least one pair"):
+        reader.count_pairs(corpus_of(tree), "data.train")
+
+
 # Line breaks within fields
 
 
@@ -487,7 +557,7 @@ def test_a_row_of_parquet_that_is_not_utf8_is_named_and_the_others_are_read(tmp_
         ),
         (
             "{tsv: [a], src: x}",
-            "`data.train.src` is not a key of the config; known here: tsv, columns.",
+            "`data.train.src` is not a key of the config; known here: tsv, columns, header.",
         ),
         (
             "{hub: a, split: s, src: x, tgt: y, steaming: true}",
