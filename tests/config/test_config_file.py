@@ -649,7 +649,7 @@ def test_one_corpus_is_saved_without_a_weight(minimal: Path) -> None:
         ),
         (
             ["valid={tsv: [a], weight: 2}"],
-            "`data.valid.weight` is not a key of the config; known here: tsv, columns.",
+            "`data.valid.weight` is not a key of the config; known here: tsv, columns, header.",
         ),
         (
             ["tests={t: {src: [a], tgt: [b], weight: null}}"],
