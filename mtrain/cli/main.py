@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from typing import Annotated, NoReturn
 
 import typer
+from pydantic import ValidationError
 
 from mtrain import __version__
 from mtrain.cli import console
@@ -21,18 +23,21 @@ from mtrain.cli.ranks import refuse_ranks, report_error, silence_other_ranks
 from mtrain.cli.tokenize import tokenize
 from mtrain.cli.train import train
 from mtrain.cli.translate import translate
-from mtrain.errors import UserError
+from mtrain.config import config_file
+from mtrain.config.sections import format_value
+from mtrain.errors import ConfigError, UserError
 from mtrain.runtime.process_group import read_torchrun_env
 from mtrain.runtime.signals import unwind_when_stopped
 
 app = typer.Typer(
     help="Train a translator from parallel text, and measure it.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 _SHARED = {"train", "translate", "eval"}  # verbs that several processes may share
 _GOING_ON = {"train", "tokenize", "demo"}  # and those that leave what the same command goes on from
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of all mistakes in options
 
 
 def main() -> NoReturn:
@@ -43,7 +48,7 @@ def main() -> NoReturn:
     console.open_closed_streams()
     try:
         with silence_other_ranks():
-            app(prog_name="mtrain")  # whatever started it: completion goes by the name
+            _run()
     except UserError as error:
         report_error(error)
         sys.exit(2)
@@ -54,7 +59,36 @@ def main() -> NoReturn:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-    sys.exit(0)
+
+
+def _run() -> NoReturn:
+    """Run the verb of the command line; a mistake in its options is a user's error."""
+    try:
+        # the name whatever started it: completion goes by it
+        sys.exit(app(prog_name="mtrain", standalone_mode=False))
+    except _UsageError as error:
+        context = getattr(error, "ctx", None)
+        verb = context.command_path if context else "mtrain"
+        what = _what_is_wrong(error)
+        see = " See" if what.endswith("?") else "; see"
+        raise ConfigError(f"{what}{see} `{verb} --help`.") from None
+
+
+def _what_is_wrong(error: Exception) -> str:
+    """Return typer's message without its end; that of a value in the words of the config's."""
+    param, cause = getattr(error, "param", None), error.__cause__
+    said = str(getattr(error, "message", "")).removesuffix(".")
+    if isinstance(error, typer.BadParameter) and param is not None and said:
+        name = max(param.opts, key=len)
+        if choice := re.search(r"('.*') is not one of (.*)", said):
+            return f"`{name}` must be one of {choice[2]}, but is {choice[1]} instead"
+        if isinstance(cause, ValidationError):
+            finding = cause.errors()[0]
+            expected, value = config_file.requirement(finding), format_value(finding["input"])
+            return f"`{name}` must be {expected}, but is {value} instead"
+        return f"`{name}`: {said}"
+    said = str(error.format_message()).strip().removesuffix(".")  # type: ignore[attr-defined]
+    return said[0].lower() + said[1:]
 
 
 def _show_version(is_asked: bool) -> None:
@@ -81,6 +115,9 @@ def _options(
     ] = False,
 ) -> None:
     launch, verb = read_torchrun_env(), context.invoked_subcommand
+    if verb is None:
+        typer.echo(context.get_help(), err=True)
+        raise typer.Exit(2)
     if launch is not None and verb not in _SHARED:
         refuse_ranks(f"mtrain {verb}")
     if launch is None and verb not in _GOING_ON:  # ranks may wait where no signal is seen

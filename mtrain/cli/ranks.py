@@ -20,6 +20,8 @@ from mtrain.errors import ConfigError, LostError, UserError
 from mtrain.io.text_width import fitted
 from mtrain.runtime.process_group import SINGLE, ProcessGroup, read_torchrun_env
 
+_HEAD_START_S = 3.0  # of rank 0, which reports a mistake in the command line
+
 
 def _rank_prefix() -> str:
     """Return the rank of this process for messages; empty without torchrun."""
@@ -56,7 +58,8 @@ def refuse_ranks(what: str) -> None:
 def silence_other_ranks() -> Iterator[None]:
     """Silence all ranks but 0 until the process group is joined.
 
-    All have the same command line; rank 0 reports what is wrong with it.
+    All have the same command line; rank 0 reports what is wrong with it. The others exit as it
+    does, but later: torchrun ends all ranks when the first has failed.
     """
     launch = read_torchrun_env()
     if launch is None or launch.rank == 0:
@@ -68,24 +71,23 @@ def silence_other_ranks() -> Iterator[None]:
         yield
     except LostError:
         raise
-    except (UserError, SystemExit):
-        if isinstance(sys.stderr, _NullStream):
-            sys.exit(0)
-        raise
+    except (UserError, SystemExit) as error:
+        if not isinstance(sys.stderr, _NullStream):
+            raise
+        code = error.code if isinstance(error, SystemExit) else 2
+        if code:
+            time.sleep(_HEAD_START_S)
+        sys.exit(code)
     finally:
         sys.stdout, sys.stderr = out, err
 
 
-class _NullStream(io.StringIO):
-    """Discards text in place of another stream."""
+class _NullStream(io.TextIOWrapper):
+    """Takes text in place of another stream, and shows none of it."""
 
     def __init__(self, instead_of: TextIO) -> None:
-        super().__init__()
+        super().__init__(io.BytesIO(), encoding="utf-8", errors="replace")
         self.instead_of = instead_of
-
-    def write(self, text: str) -> int:
-        """Discard the text."""
-        return len(text)
 
 
 @contextmanager

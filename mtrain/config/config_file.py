@@ -247,9 +247,13 @@ def _sentence(error: ErrorDetails) -> str:
         return f"`{key}` must be given, but is missing."
     if kind == "value_error":
         return f"`{key}` {error['ctx']['error']}." if key else f"{error['ctx']['error']}."
-    template = _EXPECTED.get(kind)
-    expected = template.format(**error.get("ctx", {})) if template else error["msg"]
-    return f"`{key}` must be {expected}, but is {value} instead."
+    return f"`{key}` must be {requirement(error)}, but is {value} instead."
+
+
+def requirement(error: ErrorDetails) -> str:
+    """Return what a value must be, from an error of the validator."""
+    template = _EXPECTED.get(error["type"])
+    return template.format(**error.get("ctx", {})) if template else error["msg"]
 
 
 _EXPECTED: Mapping[str, str] = {
@@ -259,7 +263,9 @@ _EXPECTED: Mapping[str, str] = {
     "less_than_equal": "<= {le}",
     "int_type": "a whole number",
     "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
     "float_type": "a number",
+    "float_parsing": "a number",
     "finite_number": "a finite number",
     "string_type": "text",
     "string_too_short": "at least {min_length} character long",

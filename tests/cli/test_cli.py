@@ -431,22 +431,37 @@ def test_help_lists_every_verb_in_whole_sentences_and_fits_the_screen(
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "message"),
     [
-        ["frob"],
-        ["train"],
-        ["translate"],
-        ["train", "a.yaml", "--frob"],
-        ["translate", "run", "--beam", "0"],
-        ["translate", "run", "--beam", "x"],
-        ["eval", "run", "--length-alpha", "-1"],
-        ["train", "a.yaml", "b.yaml"],
+        ("frob", "no such command 'frob'; see `mtrain --help`."),
+        ("train", "missing argument 'CONFIG'; see `mtrain train --help`."),
+        ("translate", "missing argument 'RUN... [FILE]'; see `mtrain translate --help`."),
+        ("train a.yaml --frob", "no such option: --frob; see `mtrain train --help`."),
+        ("train a.yaml b.yaml", None),
+        ("translate run --beam 0", "`--beam` must be >= 1, but is '0' instead; see "),
+        ("translate run --beam x", "`--beam` must be a whole number, but is 'x' instead; see "),
+        (
+            "eval run --length-alpha -1",
+            "`--length-alpha` must be >= 0.0, but is '-1' instead; see ",
+        ),
+        (
+            "translate run --format csv",
+            "`--format` must be one of 'text', 'tsv', 'jsonl', but is 'csv' instead; see ",
+        ),
     ],
 )
-def test_a_command_that_cannot_be_parsed_exits_with_2(cli: Cli, arguments: list[str]) -> None:
-    outcome = cli(*arguments)
+def test_a_command_that_cannot_be_parsed_is_one_line_and_exits_with_2(
+    cli: Cli, arguments: str, message: str | None
+) -> None:
+    outcome = cli(*arguments.split())
+    assert outcome.out == b""
+    assert error_line(outcome).startswith(message or "")
+
+
+def test_mtrain_alone_shows_its_help_and_exits_with_2(cli: Cli) -> None:
+    outcome = cli()
     assert (outcome.code, outcome.out) == (2, b"")
-    assert "Error: " in outcome.err
+    assert "Train a translator" in outcome.err
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])

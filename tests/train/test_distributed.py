@@ -341,9 +341,19 @@ def test_what_is_wrong_on_all_ranks_is_said_once_by_the_first(
 
 def test_a_wrong_option_is_said_once(source: Path, ranks: Ranks) -> None:
     ended = ranks.mtrain(2, "train", source, "--no-such-option")
-    assert ended.codes == [2, 0]  # torchrun ends all when one has failed
-    assert "No such option: --no-such-option" in ended.err[0]
+    assert ended.codes == [2, 2]
+    assert ended.said == [
+        "mtrain: rank 0: no such option: --no-such-option; see `mtrain train --help`."
+    ]
     assert ended.err[1] == "".join(ended.out) == ""
+
+
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_what_is_asked_of_all_ranks_is_answered_by_the_first(ranks: Ranks, option: str) -> None:
+    ended = ranks.mtrain(2, option)
+    assert ended.codes == [0, 0]
+    assert "mtrain" in ended.out[0]
+    assert ended.out[1] == "".join(ended.err) == ""
 
 
 @pytest.mark.parametrize(
@@ -359,7 +369,7 @@ def test_what_one_process_does_is_refused_to_several(
 ) -> None:
     own = [str(noisy.path) if part == "RUN" else part for part in arguments]
     ended = ranks.mtrain(2, *own)
-    assert ended.codes == [2, 0]
+    assert ended.codes == [2, 2]
     assert ended.said == [
         f"mtrain: rank 0: `{what}` must run in one process, but torchrun started 2; leave torchrun "
         "out."
