@@ -97,7 +97,7 @@ def train(config: AnyConfig, *, tensorboard: bool = False) -> Path:
 
     Raises:
         UserError: if the config, the corpora or the run folder must change.
-        Stopped: on SIGINT (a notebook's stop button) or SIGTERM, after saving.
+        Stopped: on SIGINT (a notebook's stop button), SIGTERM or SIGHUP, after saving.
     """
     return train_together(load_config(config), SINGLE, tensorboard=tensorboard)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -95,8 +96,12 @@ class Stderr:
     """Prints lines on stderr, above a progress bar if there is one."""
 
     def say(self, text: str = "") -> None:
-        """Show one line."""
-        tqdm.write(fitted(text, sys.stderr), file=sys.stderr)
+        """Show one line; if stderr takes none, as that of a closed terminal, go on without."""
+        try:
+            tqdm.write(fitted(text, sys.stderr), file=sys.stderr)
+        except OSError as error:
+            if error.errno in (errno.EIO, errno.EPIPE):  # nobody will read it again
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 class RunLog:

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: training stops between two updates, other verbs unwind at once."""
+"""SIGINT, SIGTERM, SIGHUP: training stops between two updates, other verbs unwind at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 import time
 from types import FrameType, TracebackType
 
-STOPPING = (signal.SIGINT, signal.SIGTERM)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _BURST_S = 2.0  # after a signal, in which others mean the same
 
 
@@ -21,7 +21,9 @@ class Stopped(Exception):  # noqa: N818 - nothing went wrong
 
 
 class Signals:
-    """Remembers the first SIGINT or SIGTERM; the second one stops at once.
+    """Remembers the first signal that stops; the second one stops at once.
+
+    A signal that the process ignores from its start, as nohup asks for, stays ignored.
 
     Args:
         may_repeat: the second one means the same as the first: a launcher passes on what a cluster
@@ -31,7 +33,7 @@ class Signals:
     def __init__(self, may_repeat: bool = False) -> None:
         self.received, self._may_repeat = 0, may_repeat
         in_main = threading.current_thread() is threading.main_thread()  # no other gets signals
-        self._numbers = STOPPING if in_main else ()
+        self._numbers = _not_ignored() if in_main else []
 
     def __enter__(self) -> Signals:
         self._before = {number: signal.signal(number, self._note) for number in self._numbers}
@@ -55,7 +57,7 @@ class Signals:
 
 
 def unwind_when_stopped() -> None:
-    """Make SIGTERM raise SystemExit, as Ctrl-C raises KeyboardInterrupt; ignore repeats."""
+    """Let SIGTERM and SIGHUP raise SystemExit, as Ctrl-C KeyboardInterrupt; ignore repeats."""
     last = -math.inf
 
     def unwind(number: int, frame: FrameType | None) -> None:
@@ -64,6 +66,10 @@ def unwind_when_stopped() -> None:
             last = time.monotonic()
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
-    for number in STOPPING:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as a shell may have asked for
-            signal.signal(number, unwind)
+    for number in _not_ignored():
+        signal.signal(number, unwind)
+
+
+def _not_ignored() -> list[signal.Signals]:
+    """Return the signals of `STOPPING` but those that a shell or nohup lets this process ignore."""
+    return [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]

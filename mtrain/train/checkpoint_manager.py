@@ -95,8 +95,11 @@ class CheckpointManager:
 
     def has_final_weights(self, step: int) -> bool:
         """Return whether the run has final weights that include the training up to `step`."""
-        info = checkpoint.load_final_weights_info(self.run.model_path)
-        return self.run.model_path.exists() and (info is None or info.last_step == step)
+        path, has_weights = self.run.model_path, False
+        if self.process_group.is_first and path.exists():
+            info = checkpoint.load_final_weights_info(path)
+            has_weights = info is None or info.last_step == step
+        return bool(self.process_group.broadcast_float(has_weights))
 
     def next_start(self) -> str | None:
         """Describe the checkpoint that the same command resumes from; None without checkpoints."""

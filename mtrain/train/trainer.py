@@ -76,9 +76,9 @@ def train(
         board: the TensorBoard writer, on rank 0.
 
     Raises:
-        RunError: if the training in the run folder is finished or cannot go on, or if the ranks
-            see different folders.
-        Stopped: on SIGINT or SIGTERM, after saving.
+        RunError: if the training in the run folder cannot go on, or if the ranks see different
+            folders.
+        Stopped: on SIGINT, SIGTERM or SIGHUP, after saving.
     """
     device.keep_freed_memory()
     _check_shared(run, process_group)
@@ -90,7 +90,8 @@ def train(
     )
     with lock, log:
         trainer = Trainer(config, run, log, process_group)
-        trainer.resume()
+        if not trainer.resume():
+            return
         if process_group.is_first:
             trainer.log_header()
         with (
@@ -367,25 +368,31 @@ class Trainer:
             checkpoint.save_model(self.run_dir.model_path, weights, self.fingerprint, info)
         self.log.say(f"{self.run_dir.model_path}: {name}")
 
-    def resume(self) -> None:
-        """Continue from the newest checkpoint, or from the initial weights if there is none."""
+    def resume(self) -> bool:
+        """Continue from the newest checkpoint, or from the initial weights if there is none.
+
+        Returns:
+            False if the training has ended and has final weights.
+        """
         path = self.checkpoints.newest()
         if path is None:
             self.log.drop_after(0)
             finetune.load_initial_weights(
                 self.model, self.config, self.fingerprint, self.log, self.process_group
             )
-            return
+            return True
         self.restore(path)
         step = self.state.progress.step
         self.log.drop_after(step)
         if self._is_finished() and self.checkpoints.has_final_weights(step):
-            raise RunError(
-                f"{self.run_dir.path}: has reached its target "
-                f"({format_stopping_rule(self.settings)}) at step {step:,}; to go on, raise "
-                "`training.max_steps`, `training.max_minutes` or `training.patience`."
+            self.log.say(
+                f"{self.run_dir.path}: finished at step {step:,} "
+                f"({format_stopping_rule(self.settings)}); to go on, raise `training.max_steps`, "
+                "`training.max_minutes` or `training.patience`"
             )
+            return False
         self.log.say(f"resuming from {path}")
+        return True
 
     def restore(self, path: Path) -> None:
         """Restore the state that a checkpoint folder holds."""

@@ -830,7 +830,9 @@ main.main()
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_more_signals_do_not_disturb_the_cleaning_up_after_the_first(
     number: int, code: int
 ) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import Cli, at_a_terminal, run_mtrain
+from conftest import Cli, at_a_terminal, open_terminal, run_mtrain
 from run_folders import harm, metrics, step_lines, timeless, weights
 from safetensors.torch import load_file
 from tasks import prepared, reverse_task, stop_at, train, write_task
@@ -467,12 +467,12 @@ def test_a_run_that_reached_its_target_is_left_as_it_is(
     shutil.copytree(straight.path, run.path)
     before = contents(run)
     outcome = cli("train", source, "--run", run.path)
-    assert outcome.code == 2
-    assert outcome.err.splitlines()[-1] == (
-        f"mtrain: {run.path}: has reached its target (12 steps, or 10 validations without a better "
-        "one) at step 12; to go on, raise `training.max_steps`, `training.max_minutes` or "
-        "`training.patience`."
-    )
+    assert (outcome.code, outcome.out) == (0, b"")
+    assert outcome.err.splitlines() == [
+        f"{run.path}: tokenized already",
+        f"{run.path}: finished at step 12 (12 steps, or 10 validations without a better one); "
+        "to go on, raise `training.max_steps`, `training.max_minutes` or `training.patience`",
+    ]
     after = contents(run)
     assert after.keys() == before.keys()
     assert [
@@ -534,8 +534,9 @@ def test_a_stop_after_the_last_update_of_a_higher_target_does_not_leave_the_old_
     assert weights(run) == weights(straight)
     train(source, longer, run=str(run.path))
     assert run.model_path.read_bytes() == whole.model_path.read_bytes()
-    with pytest.raises(RunError, match="has reached its target"):
-        train(source, longer, run=str(run.path))
+    before = contents(run)
+    train(source, longer, run=str(run.path))
+    assert contents(run) == before
 
 
 def test_what_changed_in_the_config_is_said_and_kept(
@@ -607,14 +608,20 @@ def test_training_stops_when_patience_is_lost(
 
 
 def test_a_run_that_lost_patience_says_which_key_lets_it_go_on(
-    monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
+    source: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(Trainer, "_score", no_better)
     settings = ["training.validate_every=2", "training.max_steps=40"]
     run = str(tmp_path / "run")
     train(source, *settings, "training.patience=1", run=run)
-    with pytest.raises(RunError, match=r"`training\.patience`"):
-        train(source, *settings, "training.patience=1", "training.max_steps=60", run=run)
+    capsys.readouterr()
+    train(source, *settings, "training.patience=1", "training.max_steps=60", run=run)
+    assert "finished at step 4 " in (said := capsys.readouterr().err)
+    assert "`training.patience`" in said
+    assert metrics(RunDir(Path(run)))[-1]["step"] == 4
     train(source, *settings, "training.patience=2", run=run)
     assert metrics(RunDir(Path(run)))[-1]["step"] == 6
 
@@ -1023,7 +1030,9 @@ def test_at_a_terminal_a_bar_says_step_loss_speed_rate_and_time_left(
     assert max(map(len, bars)) <= 80
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_a_signal_saves_and_the_same_command_goes_on(
     source: Path, tmp_path: Path, number: int, code: int
 ) -> None:
@@ -1046,6 +1055,38 @@ def test_a_signal_saves_and_the_same_command_goes_on(
     settings = [f"training.max_steps={step + 2}", "training.log_every=1"]
     train(source, *settings, run=str(run.path))
     assert [line["step"] for line in step_lines(run)] == list(range(1, step + 3))
+
+
+def test_a_terminal_that_is_closed_costs_no_update(source: Path, tmp_path: Path) -> None:
+    """The terminal is gone when the signal comes: nothing can be written there any more."""
+    run = RunDir(tmp_path / "run")
+    command = [sys.executable, "-m", "mtrain", "train", str(source), "--run", str(run.path)]
+    command += ["--set", "training.max_steps=1000000", "--set", "training.log_every=1"]
+    master, terminal = open_terminal()
+    with subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
+    ) as process:
+        os.close(terminal)
+        shown = b""
+        while b"step 2," not in shown:
+            shown += os.read(master, 4096)
+        os.close(master)
+        os.kill(process.pid, signal.SIGHUP)
+        assert process.wait(60) == 129
+    assert max(checkpoint.steps(run.checkpoints_dir)) >= 2
+
+
+def test_under_nohup_a_hangup_does_not_stop_the_training(
+    monkeypatch: pytest.MonkeyPatch, source: Path, straight: RunDir, tmp_path: Path
+) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        stop_at(monkeypatch, 3, signal.SIGHUP)
+        run = train(source, run=str(tmp_path / "run"))
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert weights(run) == weights(straight)
 
 
 def signalled_twice(source: Path, run: str, number: int) -> None:
