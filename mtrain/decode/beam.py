@@ -22,7 +22,7 @@ rows_N[n]. When sentences end, others are admitted; rows are right-aligned, padd
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -223,6 +223,11 @@ class FinishedHypotheses:
             raise NotFiniteError
         return self._of_sentence.pop(number)
 
+    def discard(self, numbers: Iterable[int]) -> None:
+        """Remove the hypotheses of sentences."""
+        for number in numbers:
+            self._of_sentence.pop(number, None)
+
 
 class _Sentences(NamedTuple):
     """The sentences that have open hypotheses.
@@ -330,10 +335,25 @@ class BeamSearch(Generic[S]):
         return range(first_number, self.num_sentences)
 
     @torch.inference_mode()
-    def advance(self) -> None:
-        """Extend every open hypothesis by one token."""
+    def advance(self) -> list[int]:
+        """Extend every open hypothesis by one token; return the sentences that end by it."""
+        before_N = self.rows.sentence_N
         self.state.reorder(self._grow(self.step(self.rows.ids_N, self.state)))
         self.num_open = len(self.rows.ids_N)
+        has_ended_B = torch.zeros_like(self.sentences.number_B, dtype=torch.bool)
+        has_ended_B[before_N] = True
+        has_ended_B[self.rows.sentence_N] = False
+        return self.sentences.number_B[has_ended_B].tolist()
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        """Discard open sentences and their hypotheses."""
+        dropped = torch.tensor(numbers, device=self.rows.sentence_N.device)
+        is_kept_N = torch.isin(self.sentences.number_B[self.rows.sentence_N], dropped, invert=True)
+        rows_N = is_kept_N.nonzero()[:, 0]
+        self.rows, self.cell_N = self.rows.take(rows_N), self.cell_N[rows_N]
+        self.state.reorder(rows_N)
+        self.num_open = len(rows_N)
+        self.finished.discard(numbers)
 
     def take_best(self, number: int) -> list[Hypothesis]:
         """Remove a sentence that has ended; return its `num_best` best hypotheses, best first.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
@@ -22,10 +23,10 @@ from mtrain.decode.beam import (
     Hypothesis,
     NotFiniteError,
     RequestGroup,
-    beam,
 )
 from mtrain.decode.options import DecodingOptions
 from mtrain.decode.sampling import sample
+from mtrain.decode.shared_search import SearchCall, SharedSearch
 from mtrain.errors import RunError
 from mtrain.model.kv_cache import KVCache
 from mtrain.model.transformer import Transformer
@@ -34,7 +35,6 @@ from mtrain.run.load_model import LoadOptions, load_model
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.device import avoid_cudnn_attention, keep_freed_memory, pick_device
 from mtrain.runtime.process_group import SINGLE, ProcessGroup
-from mtrain.runtime.thread_pool import ThreadPool
 from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
 
@@ -164,6 +164,9 @@ class Translator:
         self.ensemble, self.tokenizer, self.options = Ensemble(models), tokenizer, options
         self.device, self.process_group = device, process_group
         self.src_vocabularies = src_vocabularies or [tokenizer.src] * len(models)
+        self.shared_search: SharedSearch[EnsembleState] = SharedSearch(
+            lambda ids_N, state: self.ensemble.step(ids_N, state)
+        )
 
     @property
     def model(self) -> Transformer:
@@ -174,6 +177,12 @@ class Translator:
     def max_positions(self) -> int | None:
         """The number of learned positions; None if positions are sinusoids."""
         return self.model.config.max_positions
+
+    def with_options(self, options: DecodingOptions) -> Translator:
+        """Return a translator with other options; its sources are decoded with this one's."""
+        other = copy.copy(self)
+        other.options = options
+        return other
 
     def with_models(self, models: Sequence[Transformer]) -> Translator:
         """Return a copy with other models."""
@@ -186,39 +195,44 @@ class Translator:
             self.process_group,
         )
 
-    @torch.inference_mode()
-    def search(self, sources: Sequence[EncodedSource]) -> list[list[Hypothesis]]:
+    def search(
+        self, sources: Sequence[EncodedSource], timeout_s: float | None = None
+    ) -> list[list[Hypothesis]]:
         """Return the best targets of each source, in the order of the sources.
 
-        The sources are sorted by length and dealt in turn to the threads of all ranks.
+        The sources are sorted by length and dealt in turn to the threads of all ranks. Any number
+        of threads may call it; their sources are decoded together.
 
         Raises:
             RunError: if the logits are not finite.
+            TimeoutError: after `timeout_s` seconds.
         """
         for model in self.ensemble.models:
             model.eval()
-        workers = ThreadPool(None if self.device.type == "cpu" else 1)  # a GPU wants larger batches
+        rows = sorted(range(len(sources)), key=lambda row: -len(sources[row].ids))
+        # a GPU wants larger batches, and not several threads
+        num_threads = torch.get_num_threads() if self.device.type == "cpu" else 1
+        per_rank = int(self.process_group.broadcast_float(num_threads))
+        count = per_rank * self.process_group.size
+        first = per_rank * self.process_group.rank
+        groups_of = [
+            self._groups(sources, rows[start::count]) for start in range(first, first + per_rank)
+        ]
+        call = SearchCall(
+            {row: len(sources[row].ids) for groups in groups_of for rows in groups for row in rows},
+            self.options,
+            lambda rows: self._start([sources[row] for row in rows]),
+            (lambda rows: self._sample([sources[row] for row in rows]))
+            if self.options.sampling
+            else None,
+        )
         try:
-            rows = sorted(range(len(sources)), key=lambda row: -len(sources[row].ids))
-            per_rank = int(self.process_group.broadcast_float(workers.count))
-            count = per_rank * self.process_group.size
-            first = per_rank * self.process_group.rank
-            rows_of = [rows[start::count] for start in range(first, first + per_rank)]
-            hypotheses_of = workers.map(
-                lambda rows: self._search([sources[row] for row in rows], workers), rows_of
-            )
+            best = self.shared_search.run(call, groups_of, timeout_s)
         except NotFiniteError:
             raise RunError(
                 "the model must give numbers, but gives none that is finite; its training went "
                 "astray, or its weights are damaged."
             ) from None
-        finally:
-            workers.close()
-        best = {
-            row: hypotheses
-            for rows, found in zip(rows_of, hypotheses_of, strict=True)
-            for row, hypotheses in zip(rows, found, strict=True)
-        }
         if self.process_group.size > 1:
             message = [(row, [astuple(one) for one in best[row]]) for row in best]
             best = {
@@ -228,29 +242,22 @@ class Translator:
             }
         return [best[row] for row in range(len(sources))]
 
-    @torch.inference_mode()
-    def _search(self, sources: list[EncodedSource], workers: ThreadPool) -> list[list[Hypothesis]]:
-        """Return the best targets of sources that are sorted by length, the longest first."""
-
-        def step(ids_N: Tensor, state: EnsembleState) -> Logits:
-            workers.stay()
-            return self.ensemble.step(ids_N, state)
-
-        sampling = self.options.sampling
-        per_source = self.options.num_best if sampling else self.options.beam
+    def _groups(self, sources: Sequence[EncodedSource], rows: list[int]) -> list[list[int]]:
+        """Cut rows, the longest source first, into groups that are admitted together."""
+        per_source = self.options.num_best if self.options.sampling else self.options.beam
         max_cells = self.options.batch_tokens / (NUM_GROUPS * per_source)
-        cuts = _cut([len(source.ids) for source in sources], max_cells)
-        groups = (sources[cut] for cut in cuts)
-        if sampling is None:
-            return beam(step, (self._start(group) for group in groups), self.options)
-        hypotheses = []
-        for group in groups:
-            started = self._start(group)
-            length = int(started.constraints.max_lengths_B.max()) + 1
-            uniform_NT = _draw_uniform(group, self.options.num_best, length)
-            hypotheses += sample(step, started, sampling, uniform_NT)
-        return hypotheses
+        return [rows[cut] for cut in _cut([len(sources[row].ids) for row in rows], max_cells)]
 
+    @torch.inference_mode()
+    def _sample(self, sources: list[EncodedSource]) -> list[list[Hypothesis]]:
+        sampling = self.options.sampling
+        assert sampling is not None
+        started = self._start(sources)
+        length = int(started.constraints.max_lengths_B.max()) + 1
+        uniform_NT = _draw_uniform(sources, self.options.num_best, length)
+        return sample(self.ensemble.step, started, sampling, uniform_NT)
+
+    @torch.inference_mode()
     def _start(self, sources: list[EncodedSource]) -> RequestGroup[EnsembleState]:
         tgt = self.tokenizer.tgt
         lengths = [self.max_length(source) for source in sources]

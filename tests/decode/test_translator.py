@@ -24,13 +24,13 @@ from mtrain.decode import translator as translator_module
 from mtrain.decode.beam import NUM_GROUPS, length_penalty
 from mtrain.decode.options import DecodingOptions, Sampling
 from mtrain.decode.pipeline import translate_lines
+from mtrain.decode.shared_search import SearchCall, SharedSearch
 from mtrain.decode.translator import EncodedSource, Translator
 from mtrain.errors import ConfigError, RunError
 from mtrain.model.transformer import DecoderLayer
 from mtrain.run import checkpoint, load_model
 from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
-from mtrain.runtime.thread_pool import ThreadPool
 from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
@@ -114,17 +114,17 @@ def test_a_gpu_is_searched_on_by_one_thread(
 ) -> None:
     """Several would take turns, each with a part of what the GPU takes at once."""
     counts: list[int] = []
+    run = SharedSearch.run
 
-    class Counted(ThreadPool):
-        def map(self, function, tasks):  # type: ignore[no-untyped-def]
-            counts.append(len(tasks))
-            return super().map(function, tasks)
+    def counted(self: SharedSearch, call: SearchCall, groups_of: list, *rest: object) -> object:
+        counts.append(len(groups_of))
+        return run(self, call, groups_of, *rest)
 
-    monkeypatch.setattr(translator_module, "ThreadPool", Counted)
+    monkeypatch.setattr(SharedSearch, "run", counted)
     torch.set_num_threads(3)
     for device in ("cpu", "cuda"):
-        own = (translator.tokenizer, translator.options, torch.device(device))
-        assert Translator([translator.model], *own).search([]) == []
+        parts = (translator.tokenizer, translator.options, torch.device(device))
+        assert Translator([translator.model], *parts).search([]) == []
     assert counts == [3, 1]
 
 

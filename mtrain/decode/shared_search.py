@@ -1,0 +1,233 @@
+"""One running search for the calls of many threads.
+
+Each worker thread decodes on one core. It admits waiting sources while it decodes others, one group
+of each call in turn, so that a long call does not keep a short one waiting. The targets of a source
+do not depend on what is decoded beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic
+
+import torch
+
+from mtrain.decode.beam import BeamSearch, Hypothesis, RequestGroup, S, Step
+from mtrain.decode.options import DecodingOptions
+
+Rows = list[int]  # numbers of the sources of a call
+_MAX_PASSED = 100  # groups that may be admitted before one that has no room yet
+
+
+class SearchCall(Generic[S]):
+    """Sources that are decoded for one caller.
+
+    Args:
+        lengths: tokens of the source of each row.
+        options: of the search.
+        start: returns the initial state and the constraints of a group of rows.
+        decode: decodes a group to its end; None if the group joins the running search.
+    """
+
+    def __init__(
+        self,
+        lengths: Mapping[int, int],
+        options: DecodingOptions,
+        start: Callable[[Rows], RequestGroup[S]],
+        decode: Callable[[Rows], list[list[Hypothesis]]] | None = None,
+    ) -> None:
+        self.lengths, self.options, self.start, self.decode = lengths, options, start, decode
+        self.best: dict[int, list[Hypothesis]] = {}
+        self.error: BaseException | None = None
+        self.is_cancelled, self.num_passed = False, 0
+        self.is_done = threading.Event()
+
+    def add(self, row: int, best: list[Hypothesis]) -> None:
+        """Store the hypotheses of a row."""
+        self.best[row] = best
+        if len(self.best) == len(self.lengths):
+            self.is_done.set()
+
+    def fail(self, error: BaseException) -> None:
+        """End the call with an error."""
+        self.error, self.is_cancelled = error, True
+        self.is_done.set()
+
+    def num_cells(self, rows: Rows) -> int:
+        """Return the source positions of a padded group, times the beam."""
+        return max(self.lengths[row] for row in rows) * len(rows) * self.options.beam
+
+
+class _RunningSearch(Generic[S]):
+    """A search with some options, and the call and row of each sentence in it."""
+
+    def __init__(self, search: BeamSearch[S]) -> None:
+        self.search = search
+        self.owners: dict[int, tuple[SearchCall[S], int]] = {}
+
+    def has_room(self, call: SearchCall[S], rows: Rows) -> bool:
+        """Return whether a group fits beside what is being decoded."""
+        if self.search.can_admit(len(rows)):
+            return True
+        num_open = sum(owner.num_cells([row]) for owner, row in self.owners.values())
+        return num_open + call.num_cells(rows) <= call.options.batch_tokens
+
+    def admit(self, call: SearchCall[S], rows: Rows) -> None:
+        """Admit rows of a call."""
+        numbers = self.search.admit(call.start(rows))
+        self.owners |= {number: (call, row) for number, row in zip(numbers, rows, strict=True)}
+
+    def advance(self) -> None:
+        """Drop cancelled sentences, decode one position, and hand over the sentences that ended."""
+        cancelled = [number for number, (call, _) in self.owners.items() if call.is_cancelled]
+        if cancelled:
+            self.search.drop(cancelled)
+            for number in cancelled:
+                del self.owners[number]
+        if not self.search.num_open:
+            return
+        for number in self.search.advance():
+            call, row = self.owners.pop(number)
+            try:
+                call.add(row, self.search.take_best(number))
+            except ArithmeticError as error:
+                call.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """End all calls with an error."""
+        for call, _ in self.owners.values():
+            call.fail(error)
+        self.owners.clear()
+
+
+class _Worker(Generic[S]):
+    """A thread that decodes while there is something to decode."""
+
+    def __init__(self, step: Step[S], number: int) -> None:
+        self._step, self._name = step, f"search-{number}"
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._waiting: list[tuple[SearchCall[S], deque[Rows]]] = []
+        self._searches: dict[DecodingOptions, _RunningSearch[S]] = {}
+
+    def load(self) -> int:
+        """Return the number of sources that wait or are being decoded."""
+        with self._lock:
+            num_waiting = sum(len(rows) for _, groups in self._waiting for rows in groups)
+            return num_waiting + sum(len(each.owners) for each in self._searches.values())
+
+    def submit(self, call: SearchCall[S], groups: Sequence[Rows]) -> None:
+        """Decode the groups of a call, in order, beside those of other calls."""
+        with self._lock:
+            self._waiting.append((call, deque(groups)))
+            if self._thread is None:
+                is_set = threading.Event()
+                self._thread = threading.Thread(target=self._run, args=[is_set], name=self._name)
+                self._thread.start()
+                is_set.wait()
+                # PyTorch gives a thread that it has not seen before the number that was set last
+                torch.set_num_threads(torch.get_num_threads())
+
+    def _run(self, is_set: threading.Event) -> None:
+        torch.set_num_threads(1)
+        is_set.set()
+        while True:
+            with self._lock:
+                group = self._next_group()
+                if group is None and not self._searches:
+                    self._thread = None
+                    return
+            if group is not None:
+                self._admit(*group)
+                continue
+            for options, running in list(self._searches.items()):
+                try:
+                    running.advance()
+                except BaseException as error:
+                    running.fail(error)
+                if not running.owners:
+                    with self._lock:
+                        del self._searches[options]
+
+    def _next_group(self) -> tuple[SearchCall[S], Rows] | None:
+        """Return a group that has room, of each call in turn; None if there is none."""
+        self._waiting = [entry for entry in self._waiting if not entry[0].is_cancelled]
+        for index, (call, groups) in enumerate(self._waiting):
+            running = self._searches.get(call.options)
+            if running is None or running.has_room(call, groups[0]):
+                for passed, _ in self._waiting[:index]:
+                    passed.num_passed += 1
+                del self._waiting[index]
+                rows, call.num_passed = groups.popleft(), 0
+                if groups:
+                    self._waiting.append((call, groups))
+                return call, rows
+            if call.num_passed >= _MAX_PASSED:
+                break
+        return None
+
+    def _admit(self, call: SearchCall[S], rows: Rows) -> None:
+        try:
+            if call.decode is not None:
+                for row, best in zip(rows, call.decode(rows), strict=True):
+                    call.add(row, best)
+                return
+            running = self._searches.get(call.options)
+            if running is None:
+                running = _RunningSearch(BeamSearch(self._step, call.options))
+            running.admit(call, rows)
+            with self._lock:
+                self._searches[call.options] = running
+        except BaseException as error:
+            call.fail(error)
+
+
+class SharedSearch(Generic[S]):
+    """Decodes the calls of all threads together.
+
+    Args:
+        step: of every search, as in `beam`.
+    """
+
+    def __init__(self, step: Step[S]) -> None:
+        self._step = step
+        self._start()
+
+    def _start(self) -> None:
+        self._lock, self._process = threading.Lock(), os.getpid()
+        self._workers: list[_Worker[S]] = []
+
+    def run(
+        self,
+        call: SearchCall[S],
+        groups_of: Sequence[Sequence[Rows]],
+        timeout_s: float | None = None,
+    ) -> dict[int, list[Hypothesis]]:
+        """Decode the groups of a call, each entry of `groups_of` on another worker.
+
+        Raises:
+            TimeoutError: after `timeout_s` seconds.
+            NotFiniteError: if the logits are not finite.
+        """
+        if self._process != os.getpid():  # a fork has the locks, but not the threads
+            self._start()
+        if not any(groups_of):
+            return {}
+        with self._lock:
+            for number in range(len(self._workers), len(groups_of)):
+                self._workers.append(_Worker(self._step, number))
+            least_loaded = sorted(self._workers, key=_Worker.load)
+            for worker, groups in zip(least_loaded, groups_of, strict=False):
+                if groups:
+                    worker.submit(call, groups)
+        try:
+            if not call.is_done.wait(timeout_s):
+                raise TimeoutError
+        finally:
+            call.is_cancelled = True
+        if call.error is not None:
+            raise call.error
+        return call.best

@@ -1,0 +1,224 @@
+"""Calls of many threads are decoded together, and each has what it has alone."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from tasks import copy_task
+
+from mtrain.decode import shared_search
+from mtrain.decode import translator as translator_module
+from mtrain.decode.beam import NUM_GROUPS, NotFiniteError
+from mtrain.decode.options import Sampling
+from mtrain.decode.pipeline import translate_lines
+from mtrain.decode.shared_search import SearchCall, SharedSearch, _Worker
+from mtrain.decode.translator import EncodedSource, Translator
+from mtrain.run.load_model import LoadOptions
+from mtrain.run.run_dir import RunDir
+
+PATIENCE_S = 60
+LINES = [pair.src for pair in copy_task(40, 5)]
+TRANSLATE_IN_A_FORK = """
+import os, sys
+from pathlib import Path
+from mtrain.decode import translator
+from mtrain.decode.pipeline import translate_lines
+from mtrain.run.load_model import LoadOptions
+from mtrain.run.run_dir import RunDir
+
+loaded = translator.load(RunDir(Path(sys.argv[1])), loading=LoadOptions("cpu"))
+before = translate_lines(loaded, sys.argv[2:])
+child = os.fork()
+if child == 0:
+    os._exit(translate_lines(loaded, sys.argv[2:]) != before)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.fixture
+def translator(trained: RunDir) -> Iterator[Translator]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield translator_module.load(trained, loading=LoadOptions("cpu"))
+    torch.set_num_threads(before)
+
+
+def sources(translator: Translator, lines: list[str], length: int = 0) -> list[EncodedSource]:
+    """Encode lines; the targets begin with `length` given tokens."""
+    return [EncodedSource(ids, (5,) * length) for ids in translator.tokenizer.encode_src(lines)]
+
+
+def wait_for_search_threads() -> None:
+    """Wait until the threads of all searches have ended, for lack of anything to decode."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("search-"):
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+
+
+class Gate:
+    """Holds the first step of a search until it is opened; notes the rows of every step."""
+
+    def __init__(self, translator: Translator, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_reached, self.is_open = threading.Event(), threading.Event()
+        self.num_rows: list[int] = []
+        step = translator.ensemble.step
+
+        def held(ids_N: torch.Tensor, state: object) -> object:
+            self.is_reached.set()
+            assert self.is_open.wait(PATIENCE_S)
+            self.num_rows.append(len(ids_N))
+            return step(ids_N, state)
+
+        monkeypatch.setattr(translator.ensemble, "step", held)
+
+
+@pytest.mark.parametrize("beam", [1, 4])
+def test_each_of_many_threads_has_what_it_has_alone(translator: Translator, beam: int) -> None:
+    translator.options = replace(translator.options, beam=beam)
+    alone = translate_lines(translator, LINES)
+    start = threading.Barrier(8)
+
+    def one_by_one(lines: list[str]) -> list[str]:
+        start.wait(PATIENCE_S)
+        return [translate_lines(translator, [line])[0] for line in lines]
+
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(one_by_one, [LINES[first::8] for first in range(8)]))
+    assert together == [alone[first::8] for first in range(8)]
+    wait_for_search_threads()
+    assert torch.get_num_threads() == 2
+
+
+def test_calls_that_come_while_another_runs_join_it(
+    translator: Translator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    translator.options = replace(translator.options, beam=1)
+    alone = translate_lines(translator, LINES[:4])
+    gate = Gate(translator, monkeypatch)
+    with ThreadPoolExecutor(4) as pool:
+        first = pool.submit(translate_lines, translator, LINES[:1])
+        assert gate.is_reached.wait(PATIENCE_S)
+        others = [pool.submit(translate_lines, translator, [line]) for line in LINES[1:4]]
+        deadline = time.monotonic() + PATIENCE_S
+        while translator.shared_search._workers[0].load() < 4:
+            assert time.monotonic() < deadline
+        gate.is_open.set()
+        assert [future.result()[0] for future in (first, *others)] == alone
+    assert gate.num_rows[:2] == [1, 4]
+
+
+def test_a_long_call_does_not_keep_a_short_one_waiting(
+    translator: Translator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    many = sources(translator, LINES * 3, length=100)
+    cells = max(len(source.ids) for source in many) * 5 * NUM_GROUPS
+    translator.options = replace(translator.options, beam=1, batch_tokens=cells)
+    gate = Gate(translator, monkeypatch)
+    with ThreadPoolExecutor(2) as pool:
+        long = pool.submit(translator.search, many)
+        assert gate.is_reached.wait(PATIENCE_S)
+        short = pool.submit(translator.search, sources(translator, LINES[:1]))
+        gate.is_open.set()
+        assert len(short.result(PATIENCE_S)) == 1
+        num_steps = len(gate.num_rows)
+        assert len(long.result()) == len(many)
+    assert num_steps < 250 < len(gate.num_rows)
+
+
+def test_a_call_that_takes_too_long_ends_alone(
+    translator: Translator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = translate_lines(translator, LINES[:2])
+    gate = Gate(translator, monkeypatch)
+    with ThreadPoolExecutor(1) as pool:
+        patient = pool.submit(translate_lines, translator, LINES[:2])
+        with pytest.raises(TimeoutError):
+            translator.search(sources(translator, LINES, length=200), timeout_s=0.05)
+        gate.is_open.set()
+        assert patient.result() == alone
+    wait_for_search_threads()
+    assert len(gate.num_rows) < 100, "the targets of 200 tokens were not decoded to their end"
+    assert translate_lines(translator, LINES[:2]) == alone
+
+
+def test_an_error_ends_the_calls_that_it_is_of(
+    translator: Translator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = translate_lines(translator, LINES[:1])
+    start = Translator._start
+
+    def picky(self: Translator, group: list[EncodedSource]) -> object:
+        if len(group) > 1:
+            raise ValueError("more than one")
+        return start(self, group)
+
+    monkeypatch.setattr(Translator, "_start", picky)
+    with ThreadPoolExecutor(2) as pool:
+        bad = pool.submit(translator.search, sources(translator, LINES))
+        good = pool.submit(translate_lines, translator, LINES[:1])
+        assert good.result() == alone
+        with pytest.raises(ValueError, match="more than one"):
+            bad.result()
+
+
+def test_searches_with_different_options_take_turns(translator: Translator) -> None:
+    greedy = translate_lines(translator.with_options(replace(translator.options, beam=1)), LINES)
+    wide = translate_lines(translator.with_options(replace(translator.options, beam=6)), LINES)
+    drawn = replace(translator.options, sampling=Sampling(), num_best=2)
+    sampled = translate_lines(translator.with_options(drawn), LINES)
+    all_options = [replace(translator.options, beam=beam) for beam in (1, 6)] + [drawn]
+    with ThreadPoolExecutor(3) as pool:
+        searching = [translator.with_options(options) for options in all_options]
+        found = list(pool.map(lambda each: translate_lines(each, LINES), searching))
+    assert found == [greedy, wide, sampled]
+
+
+def test_a_forked_process_translates(trained: RunDir) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", TRANSLATE_IN_A_FORK, str(trained.path)]
+    subprocess.run([*command, *LINES[:3]], check=True, timeout=PATIENCE_S * 4, env=os.environ)
+
+
+def test_a_group_that_was_passed_often_is_passed_no_more(
+    translator: Translator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        """A running search with room for one source."""
+
+        owners = ()
+
+        def has_room(self, call: SearchCall, rows: list[int]) -> bool:
+            return len(rows) == 1
+
+    monkeypatch.setattr(shared_search, "_MAX_PASSED", 3)
+    worker: _Worker = _Worker(lambda ids, state: ids, 0)
+    worker._thread = threading.current_thread()  # it starts none
+    worker._searches[translator.options] = Full()
+    large = SearchCall({0: 1, 1: 1}, translator.options, start=len)
+    worker.submit(large, [[0, 1]])
+    for _ in range(5):
+        worker.submit(SearchCall({0: 1}, translator.options, start=len), [[0]])
+    admitted = [worker._next_group() for _ in range(5)]
+    assert [group is not None and group[1] for group in admitted] == [[0], [0], [0], False, False]
+    Full.has_room = lambda self, call, rows: True  # type: ignore[method-assign]
+    assert worker._next_group() == (large, [0, 1])
+
+
+def test_what_is_not_finite_ends_its_call(translator: Translator) -> None:
+    def lost(ids_N: torch.Tensor, state: object) -> torch.Tensor:
+        return torch.full((len(ids_N), 20), torch.nan)
+
+    shared, group = SharedSearch(lost), sources(translator, ["ba"])
+    for _ in range(2):
+        call = SearchCall({0: 4}, translator.options, lambda _: translator._start(group))
+        with pytest.raises(NotFiniteError):
+            shared.run(call, [[[0]]])
