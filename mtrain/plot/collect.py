@@ -44,13 +44,6 @@ _VALIDATION_KEYS = ("valid_loss", "valid_bleu")
 _IDEAL_LENGTH = 12  # tokens of the validation sentence whose attention is drawn
 
 
-class Curve(NamedTuple):
-    """A value by step; a value that was not finite is NaN."""
-
-    steps: Floats
-    values: Floats
-
-
 class CheckpointMark(NamedTuple):
     """A checkpoint, or an average of those from `first_step` to `last_step`, and its label."""
 
@@ -60,135 +53,56 @@ class CheckpointMark(NamedTuple):
     text: str
 
 
-class Curves(NamedTuple):
-    """Losses in nats per target token, BLEU, learning rate and speed of a training."""
+class Curve(NamedTuple):
+    """A value by step; a value that was not finite is NaN."""
 
-    loss: Curve
-    valid_loss: Curve
-    valid_bleu: Curve
-    lr: Curve
-    tgt_tokens_per_s: Curve
+    steps: Floats
+    values: Floats
+
+
+class Curves(NamedTuple):
+    """The logged values by their key in `metrics.jsonl`, and the checkpoint to mark."""
+
+    by_key: dict[str, Curve]
     mark: CheckpointMark | None
 
 
 class AttentionPicture(NamedTuple):
-    """The attention weights of all heads and layers for one sentence, with its tokens.
+    """The attention weights of all heads and layers for one sentence, with its tokens."""
 
-    Attributes:
-        origin: where the sentence comes from.
-        tgt_in, tgt_out: the decoder's input and output tokens.
-        encoder, decoder, cross: one array for each layer, [H, S, S], [H, T, T] and [H, T, S].
-    """
-
-    origin: str
+    origin: str  # where the sentence comes from
     source: str
     translation: str
     src: list[str]
     tgt_in: list[str]
     tgt_out: list[str]
-    encoder: list[Floats]
-    decoder: list[Floats]
-    cross: list[Floats]
-
-    @property
-    def num_cross_heads(self) -> int:
-        """The heads of all decoder layers."""
-        return sum(len(layer) for layer in self.cross)
-
-    def alignment(self) -> Floats:
-        """Return the mean cross-attention [T, S] of all heads of all layers."""
-        mean: Floats = np.mean([layer.mean(0) for layer in self.cross], 0)
-        return mean
-
-
-class PositionTable(NamedTuple):
-    """The positional encodings [P, D] that are added to the embeddings of one side."""
-
-    name: str
-    table: Floats
-
-    def products(self) -> Floats:
-        """Return the dot products [P, P] of all pairs of positions."""
-        table = self.table.astype(np.float64)
-        products: Floats = table @ table.T
-        return products
-
-    def products_by_distance(self) -> tuple[Floats, Floats, Floats]:
-        """Return mean, minimum and maximum [P] of the products at distances 0, 1, ... P - 1."""
-        products = self.products()
-        diagonals = [np.diagonal(products, distance) for distance in range(len(products))]
-        mean, low, high = zip(*((d.mean(), d.min(), d.max()) for d in diagonals), strict=True)
-        return np.array(mean), np.array(low), np.array(high)
-
-
-class Masks(NamedTuple):
-    """The keep-masks of the batch with the most padding; True takes part.
-
-    Attributes:
-        number: the batch's number in its epoch, from 1.
-        num_batches: the batches that were compared.
-        row: the sentence with the most padding, from 0.
-        encoder_SS: the self-attention mask of that sentence.
-        decoder_TT: the self-attention mask of every target.
-    """
-
-    number: int
-    num_batches: int
-    src_keep_BS: Keeps
-    tgt_keep_BT: Keeps
-    row: int
-    encoder_SS: Keeps
-    decoder_TT: Keeps
-
-
-class SetLengths(NamedTuple):
-    """The tokens of each pair of a corpus, eos included."""
-
-    name: str
-    src: Lengths
-    tgt: Lengths
+    encoder: list[Floats]  # [H, S, S] of each layer
+    decoder: list[Floats]  # [H, T, T]
+    cross: list[Floats]  # [H, T, S]
 
 
 class BatchSize(NamedTuple):
-    """The shape of a batch, and how many tokens are no padding."""
+    """The tokens of a batch without padding, and the shape that holds them."""
 
-    rows: int
-    src_width: int
-    tgt_width: int
     num_src_tokens: int
     num_tgt_tokens: int
+    num_positions: int  # of both sides, padding included
+    width: int  # of the longer side
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of both sides, without padding."""
+        """The tokens of both sides."""
         return self.num_src_tokens + self.num_tgt_tokens
-
-    @property
-    def num_cells(self) -> int:
-        """The tokens of both sides, with padding."""
-        return self.rows * (self.src_width + self.tgt_width)
-
-    @property
-    def padding(self) -> float:
-        """The fraction of the cells that is padding."""
-        return 1 - self.num_tokens / self.num_cells
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of the first epoch in the order of training, and the lengths of its pairs."""
+    """Batches of the first epoch in the order of training."""
 
     first: Batch
     most_padded: Batch
     sizes: list[BatchSize]
-    lengths: SetLengths
     is_whole_epoch: bool
-
-    @property
-    def padding(self) -> float:
-        """The fraction of all cells that is padding."""
-        tokens = sum(size.num_tokens for size in self.sizes)
-        return 1 - tokens / sum(size.num_cells for size in self.sizes)
 
 
 @dataclass
@@ -198,11 +112,18 @@ class Pictures:
     config: Config
     curves: Curves | None = None
     attention: AttentionPicture | None = None
-    positions: list[PositionTable] = field(default_factory=list)
-    masks: Masks | None = None
-    lengths: list[SetLengths] = field(default_factory=list)
+    positions: dict[str, Floats] = field(default_factory=dict)  # a table [P, D] by its name
+    lengths: dict[str, tuple[Lengths, Lengths]] = field(default_factory=dict)  # by corpus
     batches: Batches | None = None
     skipped: list[str] = field(default_factory=list)
+
+    def try_reading(self, name: str, read: Callable[[], T]) -> T | None:
+        """Return what `read` returns; on a user's error, note that `name` is skipped."""
+        try:
+            return read()
+        except UserError as error:
+            self.skipped.append(f"{name}: skipped: {error}")
+            return None
 
 
 def gather(run: RunDir, sentence: str | None) -> Pictures:
@@ -221,19 +142,18 @@ def gather(run: RunDir, sentence: str | None) -> Pictures:
             raise ConfigError("--sentence must be UTF-8 text, but is not.") from None
     config = run.config
     pictures = Pictures(config)
-    skipped = pictures.skipped
-    tokenizer = _read_or_skip(
-        "lengths, batch, masks", skipped, lambda: sentencepiece.load(run.tokenizer_dir)
+    tokenizer = pictures.try_reading(
+        "lengths, batch, masks", lambda: sentencepiece.load(run.tokenizer_dir)
     )
-    pictures.curves = _read_or_skip("curves", skipped, lambda: read_curves(run, skipped))
+    pictures.curves = pictures.try_reading("curves", lambda: read_curves(run, pictures.skipped))
     if tokenizer is not None:
         _gather_data(pictures, run, tokenizer)
     is_learned = config.model.positions == "learned"
     names = "attention, alignment, positions" if is_learned else "attention, alignment"
-    translator = _read_or_skip(names, skipped, lambda: load(run, loading=LoadOptions(device="cpu")))
+    translator = pictures.try_reading(names, lambda: load(run, loading=LoadOptions(device="cpu")))
     if translator is not None:
-        pictures.attention = _read_or_skip(
-            "attention, alignment", skipped, lambda: _attention_of_run(translator, run, sentence)
+        pictures.attention = pictures.try_reading(
+            "attention, alignment", lambda: _attention_of_run(translator, run, sentence)
         )
     if translator is not None or not is_learned:
         pictures.positions = position_tables(config, translator)
@@ -243,31 +163,24 @@ def gather(run: RunDir, sentence: str | None) -> Pictures:
 
 
 def _gather_data(pictures: Pictures, run: RunDir, tokenizer: Tokenizer) -> None:
-    config, skipped = pictures.config, pictures.skipped
-    batches = _read_or_skip("batch, masks", skipped, lambda: read_batches(run, config, tokenizer))
-    if batches is not None:
+    config = pictures.config
+
+    def read_training() -> None:
+        alpha = config.tokenizer.sampling_alpha
+        training = TrainingData(run.data_dir, tokenizer, config.seed, alpha)
+        batches = read_batches(training, config.training.batch_tokens)
+        pictures.lengths[training_name(training)] = training.lengths()
         pictures.batches = batches
-        pictures.masks = masks(batches, config.model.attention_window)
-        pictures.lengths.append(batches.lengths)
+
+    pictures.try_reading("batch, masks", read_training)
     sets = {"validation": partial(prepare.read_valid, run)}
     sets |= {f"test {name}": partial(prepare.read_test, run, name) for name in config.data.tests}
     for name, read in sets.items():
-        lines = _read_or_skip(f"lengths of {name}", skipped, read)
+        lines = pictures.try_reading(f"lengths of {name}", read)
         if lines is not None and lines.src:
             src = [len(ids) for ids in tokenizer.encode_src(lines.src)]
             tgt = [len(ids) + 1 for ids in tokenizer.tgt.encode(lines.tgt)]
-            pictures.lengths.append(
-                SetLengths(name, np.array(src, dtype=np.int32), np.array(tgt, dtype=np.int32))
-            )
-
-
-def _read_or_skip(name: str, skipped: list[str], read: Callable[[], T]) -> T | None:
-    """Return what `read` returns; on a user's error, note that `name` is skipped."""
-    try:
-        return read()
-    except UserError as error:
-        skipped.append(f"{name}: skipped: {error}")
-        return None
+            pictures.lengths[name] = np.array(src, dtype=np.int32), np.array(tgt, dtype=np.int32)
 
 
 def read_curves(run: RunDir, skipped: list[str]) -> Curves:
@@ -292,14 +205,15 @@ def read_curves(run: RunDir, skipped: list[str]) -> Curves:
     for name, rows in (("training loss", steps), ("validation loss and BLEU", validations)):
         if not rows:
             skipped.append(f"curves: {name} skipped: {path}: holds none yet.")
-    return Curves(
-        _curve(steps, "loss"),
-        _curve(validations, "valid_loss"),
-        _curve(validations, "valid_bleu"),
-        _curve(steps, "lr"),
-        _curve(steps, "tgt_tokens_per_s"),
-        _mark(run, validations),
-    )
+    rows_of = dict.fromkeys(_STEP_KEYS, steps) | dict.fromkeys(_VALIDATION_KEYS, validations)
+    curves = {
+        key: Curve(
+            np.array([line["step"] for line in rows]),
+            np.array([line[key] if math.isfinite(line[key]) else math.nan for line in rows]),
+        )
+        for key, rows in rows_of.items()
+    }
+    return Curves(curves, _mark(run, validations))
 
 
 def _parse_metrics(text: str) -> dict[str, float]:
@@ -309,11 +223,6 @@ def _parse_metrics(text: str) -> dict[str, float]:
     if not 0 <= step < 2**53:
         raise ValueError
     return values | {"step": step}
-
-
-def _curve(lines: list[dict[str, float]], key: str) -> Curve:
-    values = [line[key] if math.isfinite(line[key]) else math.nan for line in lines]
-    return Curve(np.array([line["step"] for line in lines]), np.array(values))
 
 
 def _mark(run: RunDir, validations: list[dict[str, float]]) -> CheckpointMark | None:
@@ -369,71 +278,71 @@ def attention(translator: Translator, sentence: str, origin: str) -> AttentionPi
     )
 
 
-def position_tables(config: Config, translator: Translator | None) -> list[PositionTable]:
-    """Return the positional encodings; learned ones are those of the translator's model."""
+def position_tables(config: Config, translator: Translator | None) -> dict[str, Floats]:
+    """Return the positional encodings [P, D] that are added to the embeddings, by their name.
+
+    Learned ones are those of the translator's model.
+    """
     if config.model.positions == "sinusoidal":
-        table = sinusoids(_SINUSOIDAL_POSITIONS, config.model.d_model)
-        return [PositionTable("sinusoidal", _as_array(table))]
+        return {"sinusoidal": _as_array(sinusoids(_SINUSOIDAL_POSITIONS, config.model.d_model))}
     assert translator is not None, "learned positions are weights of the model"
     model, count = translator.model, config.model.max_positions or 0
     indices = torch.arange(count, device=translator.device)
-    return [
-        PositionTable("learned, source", _as_array(model.src_positions(indices, count))),
-        PositionTable("learned, target", _as_array(model.tgt_positions(indices, count))),
-    ]
+    return {
+        "learned, source": _as_array(model.src_positions(indices, count)),
+        "learned, target": _as_array(model.tgt_positions(indices, count)),
+    }
 
 
-def masks(batches: Batches, window: int | None) -> Masks:
-    """Return the keep-masks of the batch with the most padding."""
-    batch, cpu = batches.most_padded, torch.device("cpu")
-    row = int((batch.src_keep_BS.sum(1) + batch.tgt_keep_BT.sum(1)).argmin())
-    src_keep_S = batch.src_keep_BS[row]
+def products_by_distance(products: Floats) -> list[Floats]:
+    """Return mean, minimum and maximum of the products [P, P] at each distance |i - j|."""
+    diagonals = [np.diagonal(products, distance) for distance in range(len(products))]
+    return [np.array([each(d) for d in diagonals]) for each in (np.mean, np.min, np.max)]
+
+
+def attention_masks(batch: Batch, row: int, window: int | None) -> tuple[Keeps, Keeps]:
+    """Return the keep-masks of a source's self-attention [S, S], and of every target's [T, T]."""
+    src_keep_S, cpu = batch.src_keep_BS[row], torch.device("cpu")
     encoder_SS = src_keep_S & near_keep(len(src_keep_S), window, cpu)
     decoder_TT = near_keep(batch.tgt_keep_BT.shape[1], window, cpu).tril()
-    return Masks(
-        1 + int(np.argmax([size.padding for size in batches.sizes])),
-        len(batches.sizes),
-        batch.src_keep_BS.numpy(),
-        batch.tgt_keep_BT.numpy(),
-        row,
-        encoder_SS.numpy(),
-        decoder_TT.numpy(),
-    )
+    return encoder_SS.numpy(), decoder_TT.numpy()
 
 
-def read_batches(run: RunDir, config: Config, tokenizer: Tokenizer) -> Batches:
+def read_batches(training: TrainingData, budget: int) -> Batches:
     """Read the batches of the first epoch as training does, at most _MAX_BATCHES."""
-    alpha, budget = config.tokenizer.sampling_alpha, config.training.batch_tokens
-    training = TrainingData(run.data_dir, tokenizer, config.seed, alpha)
     sizes: list[BatchSize] = []
     is_whole_epoch, most_padding = False, -1.0
     for batch, after in islice(training.batches(budget, Position()), _MAX_BATCHES):
         size = batch_size(batch)
         if not sizes:
             first = batch
-        if size.padding > most_padding:
-            most_padded, most_padding = batch, size.padding
+        if padding([size]) > most_padding:
+            most_padded, most_padding = batch, padding([size])
         sizes.append(size)
         is_whole_epoch = after.epoch > 0
         if is_whole_epoch:
             break
-    return Batches(first, most_padded, sizes, training_lengths(training), is_whole_epoch)
+    return Batches(first, most_padded, sizes, is_whole_epoch)
 
 
-def training_lengths(training: TrainingData) -> SetLengths:
-    """Return the lengths of the training pairs, or of the first of very many, named so."""
-    src, tgt = training.lengths()
-    if len(src) < len(training):
-        return SetLengths("training (beginning)", src, tgt)
+def training_name(training: TrainingData) -> str:
+    """Return what to call the pairs whose lengths `training` holds in memory."""
+    if len(training.lengths()[0]) < len(training):
+        return "training (beginning)"
     is_mixture = len(training.shares) > 1  # an epoch may repeat or omit pairs
-    return SetLengths("training (an epoch)" if is_mixture else "training", src, tgt)
+    return "training (an epoch)" if is_mixture else "training"
 
 
 def batch_size(batch: Batch) -> BatchSize:
     """Return the size of a batch."""
-    rows, src_width = batch.src_BS.shape
-    tgt_width = batch.tgt_in_BT.shape[1]
-    return BatchSize(rows, src_width, tgt_width, batch.num_src_tokens, batch.num_tgt_tokens)
+    width = max(batch.src_BS.shape[1], batch.tgt_in_BT.shape[1])
+    return BatchSize(batch.num_src_tokens, batch.num_tgt_tokens, batch.num_positions, width)
+
+
+def padding(sizes: Sequence[BatchSize]) -> float:
+    """Return the fraction of the positions of batches that is padding."""
+    num_positions = sum(size.num_positions for size in sizes)
+    return 1 - sum(size.num_tokens for size in sizes) / num_positions
 
 
 def _as_array(tensor: Tensor) -> Floats:

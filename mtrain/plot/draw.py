@@ -7,12 +7,12 @@ pyplot, which keeps every figure alive, is not used.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import cycle
 from pathlib import Path
 from time import sleep
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib.style
 import numpy as np
@@ -22,24 +22,24 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from mtrain.data.arrow_shards import Lengths
 from mtrain.errors import UserError
 from mtrain.io.atomic import whole_file
-from mtrain.plot import heatmaps
 from mtrain.plot.collect import (
     AttentionPicture,
     Batches,
     CheckpointMark,
-    Curve,
     Curves,
+    Floats,
     Keeps,
-    Masks,
     Pictures,
-    PositionTable,
-    SetLengths,
+    attention_masks,
     gather,
+    padding,
+    products_by_distance,
     read_curves,
 )
-from mtrain.plot.heatmaps import Panels, draw_panels, readable
+from mtrain.plot.heatmaps import draw_heatmaps, fonts, readable
 from mtrain.run.run_dir import RunDir
 
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
@@ -48,7 +48,6 @@ _KEPT, _MASKED = "#00336f", "#e8d868"  # near the two ends of cividis
 _MAX_GRID = 50  # cells of a side between which lines are drawn
 _MAX_ROWS = 24  # sentences of a batch whose masks are drawn
 _THOUSANDS = FuncFormatter(lambda value, _: f"{value:,.0f}")
-_STEP = "step (updates)"
 _STYLE: dict[str, Any] = {
     "axes.axisbelow": True,
     "axes.grid": True,
@@ -69,13 +68,6 @@ _STYLE: dict[str, Any] = {
 }
 
 
-class Page(NamedTuple):
-    """A picture's file name without suffix, and the function that draws it."""
-
-    name: str
-    draw: Callable[[], Figure]
-
-
 def draw(
     run: RunDir, sentence: str | None, directory: Path, warn: Callable[[str], None]
 ) -> Iterator[Path]:
@@ -87,8 +79,8 @@ def draw(
     pictures = gather(run, sentence)
     for line in pictures.skipped:
         warn(line)
-    for page in _pages(pictures, run.path.resolve().name):
-        yield from _write(page, directory)
+    for name, draw_figure in _figures(pictures, run.path.resolve().name):
+        yield from _write(name, draw_figure, directory)
 
 
 def draw_progress(run: RunDir, directory: Path) -> Iterator[Path]:
@@ -99,48 +91,54 @@ def draw_progress(run: RunDir, directory: Path) -> Iterator[Path]:
     """
     curves, smoothing = read_curves(run, []), run.config.training.label_smoothing
     name = run.path.resolve().name
-    yield from _write(Page("curves", partial(draw_curves, curves, name, smoothing)), directory)
+    yield from _write("curves", partial(draw_curves, curves, name, smoothing), directory)
 
 
-def _write(page: Page, directory: Path) -> Iterator[Path]:
-    for suffix, drawn in _encode(page).items():
-        path = directory / f"{page.name}.{suffix}"
+def _write(name: str, draw_figure: Callable[[], Figure], directory: Path) -> Iterator[Path]:
+    for suffix, encoded in encode(draw_figure).items():
+        path = directory / f"{name}.{suffix}"
         with whole_file(path) as beside:
-            beside.write_bytes(drawn)
+            beside.write_bytes(encoded)
         yield path
 
 
-def _encode(page: Page) -> dict[str, bytes]:
+def encode(draw_figure: Callable[[], Figure]) -> dict[str, bytes]:
     """Return the picture as PNG and as SVG, with the same bytes on each call."""
-    with matplotlib.style.context(["default", _STYLE | {"font.family": heatmaps.fonts()}]):
-        figure, png, svg = page.draw(), io.BytesIO(), io.BytesIO()
+    with matplotlib.style.context(["default", _STYLE | {"font.family": fonts()}]):
+        figure, png, svg = draw_figure(), io.BytesIO(), io.BytesIO()
         figure.savefig(png, format="png", pil_kwargs={"optimize": True})
+        figure.set_layout_engine("none")  # that of the PNG stays
         figure.savefig(svg, format="svg", metadata={"Date": None})
     return {"png": png.getvalue(), "svg": svg.getvalue()}
 
 
-def _pages(pictures: Pictures, run_name: str) -> Iterator[Page]:
-    config, attention = pictures.config, pictures.attention
+def _figures(pictures: Pictures, run_name: str) -> Iterator[tuple[str, Callable[[], Figure]]]:
+    """Yield the name of each picture, and the function that draws it."""
+    config, attention, batches = pictures.config, pictures.attention, pictures.batches
     if pictures.curves:
         smoothing = config.training.label_smoothing
-        yield Page("curves", partial(draw_curves, pictures.curves, run_name, smoothing))
+        yield "curves", partial(draw_curves, pictures.curves, run_name, smoothing)
     if attention:
-        yield Page("alignment", partial(draw_alignment, attention))
+        yield "alignment", partial(draw_alignment, attention)
         for layer in range(len(attention.encoder)):
-            name = f"attention_encoder_{layer + 1}"
-            yield Page(name, partial(draw_attention, attention, "encoder", layer))
+            yield (
+                f"attention_encoder_{layer + 1}",
+                partial(draw_attention, attention, "encoder", layer),
+            )
         for layer in range(len(attention.decoder)):
             for kind in ("decoder", "cross"):
-                name = f"attention_{kind}_{layer + 1}"
-                yield Page(name, partial(draw_attention, attention, kind, layer))
+                yield (
+                    f"attention_{kind}_{layer + 1}",
+                    partial(draw_attention, attention, kind, layer),
+                )
     if pictures.positions:
-        yield Page("positions", partial(draw_positions, pictures.positions))
-    if pictures.masks:
-        yield Page("masks", partial(draw_masks, pictures.masks, config.model.attention_window))
+        yield "positions", partial(draw_positions, pictures.positions)
+    if batches:
+        yield "masks", partial(draw_masks, batches, config.model.attention_window)
     if pictures.lengths:
-        yield Page("lengths", partial(draw_lengths, pictures.lengths))
-    if pictures.batches:
-        yield Page("batch", partial(draw_batch, pictures.batches, config.training.batch_tokens))
+        yield "lengths", partial(draw_lengths, pictures.lengths)
+    if batches:
+        yield "batch", partial(draw_batch, batches, config.training.batch_tokens)
 
 
 def draw_curves(curves: Curves, name: str, smoothing: float) -> Figure:
@@ -148,16 +146,26 @@ def draw_curves(curves: Curves, name: str, smoothing: float) -> Figure:
     figure = Figure(figsize=(12, 7.5), layout="constrained")
     figure.suptitle(readable(f"Training of {name}"))
     (loss, bleu), (lr, speed) = figure.subplots(2, 2, sharex=True)
-    _line(loss, curves.loss, BLUE, "-", "training batches")
-    _line(loss, curves.valid_loss, RED, "--", "validation set")
-    _line(bleu, curves.valid_bleu, RED, "--", "validation set, greedy search")
-    _line(lr, curves.lr, BLACK, "-", None)
-    _line(speed, curves.tgt_tokens_per_s, GREEN, "-", None)
-    _name(loss, f"Loss (label smoothing {smoothing:g})", _STEP, "loss (nats per target token)")
-    _name(bleu, "Quality at each validation", _STEP, "BLEU (points of 100)")
-    _name(lr, "Learning rate", _STEP, "learning rate (no unit)")
-    _name(speed, "Speed", _STEP, "speed (target tokens per second)")
+    for axes, key, color, style, label in (
+        (loss, "loss", BLUE, "-", "training batches"),
+        (loss, "valid_loss", RED, "--", "validation set"),
+        (bleu, "valid_bleu", RED, "--", "validation set, greedy search"),
+        (lr, "lr", BLACK, "-", None),
+        (speed, "tgt_tokens_per_s", GREEN, "-", None),
+    ):
+        steps, values = curves.by_key[key]
+        if len(steps):
+            marker = "o" if len(steps) <= 30 else ""  # each of few points is visible
+            axes.plot(steps, values, style + marker, color=color, label=label, markersize=4)
+        elif axes is not loss:
+            text = "no validation yet" if axes is bleu else "no logged step yet"
+            axes.text(0.5, 0.5, text, ha="center", transform=axes.transAxes)
+    loss.set(title=f"Loss (label smoothing {smoothing:g})", ylabel="loss (nats per target token)")
+    bleu.set(title="Quality at each validation", ylabel="BLEU (points of 100)")
+    lr.set(title="Learning rate", ylabel="learning rate (no unit)")
+    speed.set(title="Speed", ylabel="speed (target tokens per second)")
     for axes in (loss, bleu, lr, speed):
+        axes.set_xlabel("step (updates)")
         axes.xaxis.set_major_formatter(_THOUSANDS)
         axes.tick_params(labelbottom=True)
     speed.yaxis.set_major_formatter(_THOUSANDS)
@@ -169,82 +177,61 @@ def draw_curves(curves: Curves, name: str, smoothing: float) -> Figure:
     for axes, where in ((loss, "upper right"), (bleu, "lower right")):
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc=where)
-    for axes, curve, what in (
-        (bleu, curves.valid_bleu, "no validation yet"),
-        (lr, curves.lr, "no logged step yet"),
-        (speed, curves.tgt_tokens_per_s, "no logged step yet"),
-    ):
-        if not len(curve.steps):
-            axes.text(0.5, 0.5, what, ha="center", transform=axes.transAxes)
     return figure
 
 
-def _line(axes: Axes, curve: Curve, color: str, style: str, label: str | None) -> None:
-    """Draw a curve; one of few points shows each of them."""
-    marker = "o" if len(curve.steps) <= 30 else ""
-    if len(curve.steps):
-        axes.plot(*curve, style + marker, color=color, label=label, markersize=4)
-
-
 def _draw_mark(loss: Axes, bleu: Axes, mark: CheckpointMark) -> None:
-    for axes in (loss, bleu):
-        label = mark.text if axes is loss else None
+    for axes, label in ((loss, mark.text), (bleu, None)):
         if mark.first_step == mark.last_step:
             axes.axvline(mark.last_step, color=ORANGE, linestyle=":", label=label, linewidth=2)
         else:
             axes.axvspan(mark.first_step, mark.last_step, color=ORANGE, alpha=0.4, label=label)
-    bleu.plot(
-        [mark.last_step],
-        [mark.bleu],
-        "*",
-        color=ORANGE,
-        label=f"{mark.text}, BLEU {mark.bleu:.2f}",
-        markersize=13,
-        markeredgecolor=BLACK,
-    )
-
-
-def _name(axes: Axes, title: str, x: str, y: str) -> None:
-    axes.set_title(title)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
+    label = f"{mark.text}, BLEU {mark.bleu:.2f}"
+    bleu.plot([mark.last_step], [mark.bleu], "*", color=ORANGE, label=label, ms=13, mec=BLACK)
 
 
 def draw_attention(attention: AttentionPicture, kind: str, layer: int) -> Figure:
     """Draw the attention weights of each head of a layer; `kind` is encoder, decoder or cross."""
     src, tgt_in, tgt_out = attention.src, attention.tgt_in, attention.tgt_out
-    if kind == "encoder":
-        title, maps, rows, columns = "Encoder self-attention", attention.encoder, src, src
-        names = ["source token", "attends to source token"]
-    elif kind == "decoder":
-        title, maps, rows, columns = "Decoder self-attention", attention.decoder, tgt_out, tgt_in
-        names = ["predicted token", "attends to previous token"]
-    else:
-        title, maps, rows, columns = "Cross-attention", attention.cross, tgt_out, src
-        names = ["predicted token", "attends to source token"]
-    titles = [f"head {head + 1}" for head in range(len(maps[layer]))]
-    value_name = "attention weight\n(fraction of 1)"
-    panels = Panels(titles, list(maps[layer]), rows, columns, names[0], names[1], value_name)
-    notes = _notes(attention, "Each row sums to 1; white cells are exactly 0.")
-    title = f"{title}, layer {layer + 1} of {len(maps)}"
-    return draw_panels(title, notes, panels, heatmaps.MANY)
+    title, layers, rows, columns, row_name, column_name = {
+        "encoder": ("Encoder self-attention", attention.encoder, src, src, "source", "source"),
+        "decoder": (
+            "Decoder self-attention",
+            attention.decoder,
+            tgt_out,
+            tgt_in,
+            "predicted",
+            "previous",
+        ),
+        "cross": ("Cross-attention", attention.cross, tgt_out, src, "predicted", "source"),
+    }[kind]
+    return draw_heatmaps(
+        f"{title}, layer {layer + 1} of {len(layers)}",
+        {f"head {head + 1}": weights for head, weights in enumerate(layers[layer])},
+        (rows, columns),
+        (
+            f"{row_name} token",
+            f"attends to {column_name} token",
+            "attention weight\n(fraction of 1)",
+        ),
+        _notes(attention, "Each row sums to 1; white cells are exactly 0."),
+    )
 
 
 def draw_alignment(attention: AttentionPicture) -> Figure:
     """Draw the mean cross-attention, with a ring around the largest weight of each row."""
-    mean = attention.alignment()
-    names = ("predicted token", "source token", "mean attention weight\n(fraction of 1)")
-    titles = [f"mean of {attention.num_cross_heads} heads"]
-    panels = Panels(titles, [mean], attention.tgt_out, attention.src, *names)
-    notes = _notes(attention, "Each row sums to 1; a ring marks its largest weight.")
-    title = "Alignment: cross-attention, mean of all heads of all layers"
-    figure = draw_panels(title, notes, panels, heatmaps.ALONE)
-    axes, largest, rows = figure.axes[0], mean.argmax(1), np.arange(len(mean))
-    extent = axes.get_window_extent()
-    cell_px = min(extent.height / mean.shape[0], extent.width / mean.shape[1])
-    size_pt = min(7.0, 0.6 * cell_px * 72 / figure.dpi)
+    heads = np.concatenate(attention.cross)
+    mean = heads.mean(0)
+    figure = draw_heatmaps(
+        "Alignment: cross-attention, mean of all heads of all layers",
+        {f"mean of {len(heads)} heads": mean},
+        (attention.tgt_out, attention.src),
+        ("predicted token", "source token", "mean attention weight\n(fraction of 1)"),
+        _notes(attention, "Each row sums to 1; a ring marks its largest weight."),
+    )
+    rings, size = figure.axes[0], min(7.0, 345 / max(mean.shape))  # points: 0.6 of a cell
     for color, width in ((BLACK, 2.5), ("white", 1.2)):  # visible on any background
-        axes.plot(largest, rows, "o", mfc="none", mec=color, mew=width, ms=size_pt)
+        rings.plot(mean.argmax(1), range(len(mean)), "o", mfc="none", mec=color, mew=width, ms=size)
     return figure
 
 
@@ -256,73 +243,71 @@ def _notes(attention: AttentionPicture, remark: str) -> list[str]:
     ]
 
 
-def draw_positions(tables: Sequence[PositionTable]) -> Figure:
+def draw_positions(tables: Mapping[str, Floats]) -> Figure:
     """Draw each table, the dot products of all pairs of its rows, and these by distance."""
     figure = Figure(figsize=(14, 0.6 + 4.2 * len(tables)), layout="constrained")
     figure.suptitle("Positional encoding, as it is added to the embeddings")
-    for row, table in enumerate(tables):
-        values, products = table.table, table.products()
-        encoding, pairs, by_distance = (
-            figure.add_subplot(len(tables), 3, 3 * row + column) for column in (1, 2, 3)
-        )
-        image = encoding.imshow(values, aspect="auto")
-        figure.colorbar(image, ax=encoding, label="PE(i), no unit", shrink=0.8).ax.grid(False)
-        title = f"PE ({table.name}): {values.shape[0]} positions x {values.shape[1]} dimensions"
-        _name(encoding, title, "dimension (index)", "position i (tokens)")
-        image = pairs.imshow(products, aspect="equal")
-        figure.colorbar(image, ax=pairs, label="PE(i)·PE(j), no unit", shrink=0.8).ax.grid(False)
-        title = "Products PE(i)·PE(j) of all pairs"
-        _name(pairs, title, "position j (tokens)", "position i (tokens)")
-        for axes in (encoding, pairs):
+    rows = figure.subplots(len(tables), 3, squeeze=False)
+    for (name, table), (encoding, pairs, by_distance) in zip(tables.items(), rows, strict=True):
+        products = table.astype(np.float64) @ table.T.astype(np.float64)
+        for axes, values, aspect, unit in (
+            (encoding, table, "auto", "PE(i)"),
+            (pairs, products, "equal", "PE(i)·PE(j)"),
+        ):
             axes.grid(visible=False)
-        mean, low, high = table.products_by_distance()
+            image = axes.imshow(values, aspect=aspect)
+            figure.colorbar(image, ax=axes, label=f"{unit}, no unit", shrink=0.8).ax.grid(False)
+            axes.set_ylabel("position i (tokens)")
+        size = f"{table.shape[0]} positions x {table.shape[1]} dimensions"
+        encoding.set(title=f"PE ({name}): {size}", xlabel="dimension (index)")
+        pairs.set(title="Products PE(i)·PE(j) of all pairs", xlabel="position j (tokens)")
+        mean, low, high = products_by_distance(products)
         distances, label = np.arange(len(products)), "the same for every i"
         if not np.allclose(low, high):
-            by_distance.fill_between(
-                distances, low, high, color=SKY, alpha=0.5, label="range over i"
-            )
-            label = "mean over i"
+            label, spread = "mean over i", "range over i"
+            by_distance.fill_between(distances, low, high, color=SKY, alpha=0.5, label=spread)
         by_distance.plot(distances, mean, color=BLUE, label=label)
         by_distance.legend(loc="upper right")
-        title = "Products PE(i)·PE(i + k) by distance"
-        _name(by_distance, title, "distance k (tokens)", "PE(i)·PE(i + k), no unit")
+        title, unit = "Products PE(i)·PE(i + k) by distance", "PE(i)·PE(i + k), no unit"
+        by_distance.set(title=title, xlabel="distance k (tokens)", ylabel=unit)
     return figure
 
 
-def draw_masks(masks: Masks, window: int | None) -> Figure:
-    """Draw the padding masks of a batch, and the masks of both self-attentions."""
+def draw_masks(batches: Batches, window: int | None) -> Figure:
+    """Draw the padding masks of the most padded batch, and the masks of both self-attentions."""
     figure = Figure(figsize=(12, 9), layout="constrained")
-    figure.suptitle(
-        f"Keep-masks of training batch {masks.number}, the most padded of {masks.num_batches}"
-    )
-    (source, target), (encoder, decoder) = figure.subplots(2, 2)
-    count = len(masks.src_keep_BS)
-    shown = f"{min(count, _MAX_ROWS)} of {count} sentences"
-    first = max(min(masks.row - _MAX_ROWS // 2, count - _MAX_ROWS), 0)
-    for axes, keep, side in (
-        (source, masks.src_keep_BS, "source"),
-        (target, masks.tgt_keep_BT, "target"),
-    ):
-        _draw_keep(axes, keep[first : first + _MAX_ROWS], first)
-        name = f"position in the {side} (tokens)"
-        _name(axes, f"Padding, {side}: {shown}", name, "sentence of the batch (number)")
+    batch, paddings = batches.most_padded, [padding([size]) for size in batches.sizes]
+    number, count = 1 + int(np.argmax(paddings)), len(batch.src_BS)
+    figure.suptitle(f"Keep-masks of training batch {number}, the most padded of {len(paddings)}")
+    row = int((batch.src_keep_BS.sum(1) + batch.tgt_keep_BT.sum(1)).argmin())
+    encoder_SS, decoder_TT = attention_masks(batch, row, window)
+    first = max(min(row - _MAX_ROWS // 2, count - _MAX_ROWS), 0)
+    shown = slice(first, first + _MAX_ROWS)
+    title = f"{min(count, _MAX_ROWS)} of {count} sentences"
     near = f", at most {window} away" if window is not None else ""
-    _draw_keep(encoder, masks.encoder_SS, 0)
-    title = f"Encoder self-attention, sentence {masks.row + 1}: no padding{near}"
-    _name(
-        encoder,
-        title,
-        "key position in the source (tokens)",
-        "query position in the source (tokens)",
-    )
-    _draw_keep(decoder, masks.decoder_TT, 0)
-    title = f"Decoder self-attention, every sentence: nothing later{near}"
-    _name(
-        decoder,
-        title,
-        "key position in the target (tokens)",
-        "query position in the target (tokens)",
-    )
+    keeps = (batch.src_keep_BS[shown].numpy(), batch.tgt_keep_BT[shown].numpy())
+    padded, attended = figure.subplots(2, 2)
+    for axes, keep, side in zip(padded, keeps, ("source", "target"), strict=True):
+        _draw_keep(axes, keep, first)
+        axes.set(title=f"Padding, {side}: {title}", ylabel="sentence of the batch (number)")
+        axes.set_xlabel(f"position in the {side} (tokens)")
+    for axes, keep, side, title in (
+        (
+            attended[0],
+            encoder_SS,
+            "source",
+            f"Encoder self-attention, sentence {row + 1}: no padding",
+        ),
+        (
+            attended[1],
+            decoder_TT,
+            "target",
+            "Decoder self-attention, every sentence: nothing later",
+        ),
+    ):
+        _draw_keep(axes, keep, 0)
+        axes.set(title=f"{title}{near}", xlabel=f"key position in the {side} (tokens)")
+        axes.set_ylabel(f"query position in the {side} (tokens)")
     _add_key(figure, "kept: takes part", "masked")
     return figure
 
@@ -350,29 +335,28 @@ def _add_key(figure: Figure, kept: str, masked: str) -> None:
     figure.legend(handles=patches, loc="outside lower center", ncols=2)
 
 
-def draw_lengths(sets: Sequence[SetLengths]) -> Figure:
+def draw_lengths(corpora: Mapping[str, tuple[Lengths, Lengths]]) -> Figure:
     """Draw a histogram of the lengths of each corpus, by side."""
     figure = Figure(figsize=(12, 5), layout="constrained")
     figure.suptitle("Lengths of the corpora")
-    longest = max(int(max(corpus.src.max(), corpus.tgt.max())) for corpus in sets)
+    longest = max(int(lengths.max()) for sides in corpora.values() for lengths in sides)
     bin_width = max(1, longest // 60)
     bins = np.arange(0.5, longest + 0.5 + bin_width, bin_width)
-    left, right = figure.subplots(1, 2, sharey=True)
-    for axes, side in ((left, "source"), (right, "target")):
+    panels = figure.subplots(1, 2, sharey=True)
+    for side, (axes, title) in enumerate(zip(panels, ("Source", "Target"), strict=True)):
         colors = cycle((BLUE, RED, GREEN, PURPLE, ORANGE, SKY, BLACK))
-        for corpus, color, style in zip(sets, colors, cycle(("-", "--", "-.", ":"))):
-            lengths = corpus.src if side == "source" else corpus.tgt
-            counts, _ = np.histogram(lengths, bins)
-            label = (
-                f"{corpus.name}: {len(lengths):,} pairs, median {np.median(lengths):.0f}, "
-                f"longest {lengths.max()}"
-            )
-            percent = 100 * counts / len(lengths)
+        for (name, sides), color, style in zip(
+            corpora.items(), colors, cycle(("-", "--", "-.", ":"))
+        ):
+            lengths = sides[side]
+            percent = 100 * np.histogram(lengths, bins)[0] / len(lengths)
+            facts = f"median {np.median(lengths):.0f}, longest {lengths.max()}"
+            label = f"{name}: {len(lengths):,} pairs, {facts}"
             axes.stairs(percent, bins, color=color, linestyle=style, label=label, linewidth=1.5)
         axes.legend(loc="upper right")
-        name = f"length (tokens, eos included; bins of {bin_width})"
-        _name(axes, side.capitalize(), name, "pairs (%)")
-    left.set_ylim(0, left.get_ylim()[1] * (1 + 0.06 * len(sets)))  # for the legends
+        axes.set(title=title, ylabel="pairs (%)")
+        axes.set_xlabel(f"length (tokens, eos included; bins of {bin_width})")
+    panels[0].set_ylim(0, panels[0].get_ylim()[1] * (1 + 0.06 * len(corpora)))  # for the legends
     return figure
 
 
@@ -381,35 +365,33 @@ def draw_batch(batches: Batches, budget: int) -> Figure:
     figure = Figure(figsize=(12, 7.5), layout="constrained")
     part = "the first epoch" if batches.is_whole_epoch else "the beginning of the first epoch"
     figure.suptitle(
-        f"Batches of {part}: {len(batches.sizes):,}, {batches.padding:.1%} padding; "
+        f"Batches of {part}: {len(batches.sizes):,}, {padding(batches.sizes):.1%} padding; "
         f"budget {budget:,} tokens on the longer side, padding included"
     )
-    grid = figure.add_gridspec(2, 2)
-    first, keeps = batches.first, ("src_keep_BS", "tgt_keep_BT")
-    for column, (side, name) in enumerate(zip(("source", "target"), keeps, strict=True)):
-        axes, keep = figure.add_subplot(grid[0, column]), getattr(first, name).numpy()
-        _draw_keep(axes, keep, 0)
+    panels = figure.subplot_mosaic([["source", "target"], ["sizes", "sizes"]])
+    keeps = {
+        "source": batches.first.src_keep_BS.numpy(),
+        "target": batches.first.tgt_keep_BT.numpy(),
+    }
+    for side, keep in keeps.items():
+        _draw_keep(panels[side], keep, 0)
         title = f"First batch, {side}: {keep.sum():,} tokens, {(~keep).sum():,} of padding"
-        _name(axes, title, f"position in the {side} (tokens)", "sentence of the batch (number)")
-    _draw_sizes(figure.add_subplot(grid[1, :]), batches)
-    _add_key(figure, "token", "padding")
-    return figure
-
-
-def _draw_sizes(axes: Axes, batches: Batches) -> None:
-    """Draw the tokens and the padding of each batch, by length of its sentences."""
-    sizes = sorted(batches.sizes, key=lambda size: max(size.src_width, size.tgt_width))
+        panels[side].set(title=title, xlabel=f"position in the {side} (tokens)")
+        panels[side].set_ylabel("sentence of the batch (number)")
+    sizes, axes = sorted(batches.sizes, key=lambda size: size.width), panels["sizes"]
     edges = np.arange(len(sizes) + 1) + 0.5
     tokens = np.array([size.num_tokens for size in sizes])
-    cells = np.array([size.num_cells for size in sizes])
+    positions = np.array([size.num_positions for size in sizes])
     axes.stairs(tokens, edges, fill=True, color=_KEPT)
-    axes.stairs(cells, edges, baseline=tokens, fill=True, color=_MASKED)
+    axes.stairs(positions, edges, baseline=tokens, fill=True, color=_MASKED)
     axes.yaxis.set_major_formatter(_THOUSANDS)
     axes.xaxis.set_major_formatter(_THOUSANDS)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.margins(x=0.01)
-    name = "batch (number, shortest sentences first)"
-    _name(axes, "Tokens and padding of each batch", name, "tokens of both sides")
+    axes.set(title="Tokens and padding of each batch", ylabel="tokens of both sides")
+    axes.set_xlabel("batch (number, shortest sentences first)")
+    _add_key(figure, "token", "padding")
+    return figure
 
 
 def watch(
@@ -436,13 +418,12 @@ def watch(
     """
     if not run.is_locked():
         warn(f"nobody is training in {run.path}; it is drawn once.")
-        yield from draw(run, sentence, directory, warn)
-        return
-    size = _size(run)
-    try:
-        yield from draw(run, sentence, directory, warn)
-    except UserError as error:
-        warn(f"{error} It is tried again when more was logged.")
+    else:
+        size = _size(run)
+        try:
+            yield from draw(run, sentence, directory, warn)
+        except UserError as error:
+            warn(f"{error} It is tried again when more was logged.")
     while run.is_locked():
         sleep(every_s)
         new_size = _size(run)

@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 import textwrap
 import unicodedata
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -66,89 +65,72 @@ def label(token: str) -> str:
     return text if len(text) <= _MAX_LABEL else text[: _MAX_LABEL - 1] + "…"
 
 
-@dataclass(frozen=True)
-class Panels:
-    """Maps of equal shape [rows, columns], whose rows and columns are tokens."""
-
-    titles: Sequence[str]
-    maps: Sequence[Floats]
-    rows: Sequence[str]
-    columns: Sequence[str]
-    row_name: str
-    column_name: str
-    value_name: str
-
-
-class Scale(NamedTuple):
-    """Font size of the labels (points), their least distance and least side of a panel (inches)."""
-
-    label_pt: float
-    pitch: float
-    min_panel: float
-
-
-MANY, ALONE = Scale(7.5, 0.128, 2.4), Scale(9.0, 0.16, 4.0)
-
-
-def draw_panels(title: str, notes: Sequence[str], panels: Panels, scale: Scale) -> Figure:
-    """Draw the maps in a grid with one colour scale, under a title and above notes.
+def draw_heatmaps(
+    title: str,
+    maps: Mapping[str, Floats],
+    tokens: tuple[Sequence[str], Sequence[str]],
+    names: tuple[str, str, str],
+    notes: Sequence[str],
+) -> Figure:
+    """Draw maps of equal shape in a grid with one colour scale, under a title and above notes.
 
     Cells that are exactly zero stay white. Constrained layout fits the axes into a figure, but
     the labels need cells of a given size: the figure is laid out once to measure what surrounds
     the axes, and then resized so that the axes get their size.
+
+    Args:
+        title: of the figure.
+        maps: each with its title; [rows, columns].
+        tokens: of the rows, and of the columns.
+        names: of the rows, of the columns, and of the values.
+        notes: lines of text.
     """
-    num_rows, num_columns = panels.maps[0].shape
-    longest = max(num_rows, num_columns)
-    width = max(_panel_side(num_columns, longest, scale), _MIN_PANEL_WIDTH)
-    height = max(_panel_side(num_rows, longest, scale), _MIN_PANEL_HEIGHT)
-    x_stride = math.ceil(round(scale.pitch * num_columns / width, 6))
-    y_stride = math.ceil(round(scale.pitch * num_rows / height, 6))
-    x_ticks, y_ticks = range(0, num_columns, x_stride), range(0, num_rows, y_stride)
-    x_labels = [label(panels.columns[index]) for index in x_ticks]
-    y_labels = [label(panels.rows[index]) for index in y_ticks]
-    down = math.ceil(len(panels.maps) / min(max(int(_MAX_PANELS_WIDTH // width), 1), 4))
-    across = math.ceil(len(panels.maps) / down)
-    figure = Figure(
-        figsize=(width * across + 3, height * down + 3), layout=ConstrainedLayoutEngine(w_pad=0.08)
+    num_rows, num_columns = len(tokens[0]), len(tokens[1])
+    font_size, pitch, min_panel = (9.0, 0.16, 4.0) if len(maps) == 1 else (7.5, 0.128, 2.4)
+    cell = max(min_panel / max(num_rows, num_columns), pitch)
+    width, height = (
+        min(max(count * min(cell, _MAX_CELL), least), _MAX_PANEL)
+        for count, least in ((num_columns, _MIN_PANEL_WIDTH), (num_rows, _MIN_PANEL_HEIGHT))
     )
+    x_stride = math.ceil(round(pitch * num_columns / width, 6))
+    y_stride = math.ceil(round(pitch * num_rows / height, 6))
+    x_ticks, y_ticks = range(0, num_columns, x_stride), range(0, num_rows, y_stride)
+    x_labels = [label(tokens[1][index]) for index in x_ticks]
+    y_labels = [label(tokens[0][index]) for index in y_ticks]
+    down = math.ceil(len(maps) / min(max(int(_MAX_PANELS_WIDTH // width), 1), 4))
+    across = math.ceil(len(maps) / down)
+    full_width, full_height = max(width * across + 3, _MIN_WIDTH), height * down + 3
+    engine = ConstrainedLayoutEngine(w_pad=0.08)
+    figure = Figure(figsize=(full_width, full_height), layout=engine)
     figure.suptitle(title, x=0.01, ha="left")
-    vmax = max(float(values.max()) for values in panels.maps)
-    for index, values in enumerate(panels.maps):
+    vmax = max(float(values.max()) for values in maps.values())
+    for index, (name, values) in enumerate(maps.items()):
         axes = figure.add_subplot(down, across, index + 1)
         shown = np.ma.masked_equal(values, 0.0)
         image = axes.imshow(shown, aspect="auto", vmin=0.0, vmax=vmax, cmap="cividis")
-        axes.set_title(panels.titles[index], size=_NOTE_PT)
+        axes.set_title(name, size=_NOTE_PT)
         axes.grid(visible=False)
-        axes.set_xlabel(panels.column_name)
+        axes.set_xlabel(names[1])
         axes.set_xticks(x_ticks, x_labels, rotation=90)
         axes.set_yticks([])
         if index % across == 0:
-            axes.set_ylabel(panels.row_name)
+            axes.set_ylabel(names[0])
             axes.set_yticks(y_ticks, y_labels)
-        axes.tick_params(length=0, labelsize=scale.label_pt)
-    bar = figure.colorbar(image, ax=figure.axes, label=panels.value_name, aspect=25, shrink=0.9)
+        axes.tick_params(length=0, labelsize=font_size)
+    bar = figure.colorbar(image, ax=figure.axes, label=names[2], aspect=25, shrink=0.9)
     bar.ax.grid(visible=False)
     lines = [*notes, _CROWDED] if max(x_stride, y_stride) > 1 else notes
-    for _ in range(2):  # resizing changes how the notes wrap
-        full_width, full_height = figure.get_size_inches()
-        max_chars = int(12 * full_width)
-        wrapped = [
-            part
-            for note in lines
-            for part in textwrap.wrap(readable(note), max_chars, max_lines=3, placeholder=" …")
-        ]
-        figure.supxlabel("\n".join(wrapped), x=0.01, ha="left", size=_NOTE_PT, wrap=True)
-        figure.draw_without_rendering()
-        box = figure.axes[0].get_window_extent()
-        figure.set_size_inches(
-            max(full_width + across * (width - box.width / figure.dpi), _MIN_WIDTH),
-            full_height + down * (height - box.height / figure.dpi),
-        )
+    max_chars = int(12 * max(full_width - 1, _MIN_WIDTH))
+    wrapped = [
+        part
+        for note in map(readable, lines)
+        for part in textwrap.wrap(note, max_chars, max_lines=3, placeholder=" …")
+    ]
+    figure.supxlabel("\n".join(wrapped), x=0.01, ha="left", size=_NOTE_PT, wrap=True)
     figure.draw_without_rendering()
+    box = figure.axes[0].get_window_extent()
+    figure.set_size_inches(
+        max(full_width + across * (width - box.width / figure.dpi), _MIN_WIDTH),
+        full_height + down * (height - box.height / figure.dpi),
+    )
     return figure
-
-
-def _panel_side(count: int, longest: int, scale: Scale) -> float:
-    """Return the inches of a side of `count` cells: larger cells for few, smaller for very many."""
-    cell = max(min(scale.pitch, _MAX_PANEL / count), scale.min_panel / longest)
-    return count * min(cell, _MAX_CELL)

@@ -40,7 +40,7 @@ from mtrain.config import config_file
 from mtrain.data.arrow_shards import MANIFEST_FILE
 from mtrain.errors import UserError
 from mtrain.plot import collect
-from mtrain.plot.draw import Page, _encode, draw_curves
+from mtrain.plot.draw import draw_curves, encode
 from mtrain.run import checkpoint
 from mtrain.run.run_dir import RunDir
 
@@ -567,5 +567,5 @@ def test_any_metrics_are_drawn_or_skipped(noisy: RunDir, data: st.DataObject) ->
         except UserError as error:
             assert_one_line(error)
         else:
-            drawn = _encode(Page("curves", lambda: draw_curves(curves, "x", 0.1)))
+            drawn = encode(lambda: draw_curves(curves, "x", 0.1))
             assert drawn["png"].startswith(b"\x89PNG")

@@ -1,7 +1,6 @@
 """Pictures of a run that is being trained: drawn again as it grows, until it ends."""
 
 import json
-import re
 import shutil
 import signal
 import subprocess
@@ -9,16 +8,30 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
 from conftest import Cli
+from matplotlib.figure import Figure
 from tasks import write_task
 
 from mtrain.plot import draw
 from mtrain.run.run_dir import RunDir
 
 CURVES = ["curves.png", "curves.svg"]
+
+
+@pytest.fixture(autouse=True)
+def only_the_curves_are_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the other pictures show is tested elsewhere."""
+    encode = draw.encode
+
+    def encode_curves(draw_figure: partial[Figure]) -> dict[str, bytes]:
+        is_curves = draw_figure.func is draw.draw_curves
+        return encode(draw_figure) if is_curves else {"png": b"a picture", "svg": b"<svg/>"}
+
+    monkeypatch.setattr(draw, "encode", encode_curves)
 
 
 @pytest.fixture
@@ -90,26 +103,17 @@ def test_watching_ends_with_a_training_that_really_runs(tmp_path: Path) -> None:
     path = write_task(tmp_path)
     endless = ["--set", "training.max_steps=null", "--set", "training.max_minutes=9"]
     endless += ["--set", "training.log_every=1", "--set", "training.patience=99999"]
-    run, mtrain = RunDir(tmp_path / "run"), [sys.executable, "-m", "mtrain"]
-    with subprocess.Popen(
-        [*mtrain, "train", str(path), *endless], stderr=subprocess.DEVNULL
-    ) as training:
+    command = [sys.executable, "-m", "mtrain", "train", str(path), *endless]
+    run = RunDir(tmp_path / "run")
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as training:
         while not (run.metrics_path.exists() and run.metrics_path.stat().st_size):
             assert training.poll() is None
             time.sleep(0.05)
-        with subprocess.Popen(
-            [*mtrain, "plot", str(run.path), "--watch", "--every", "0.1"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        ) as plot:
-            assert plot.stdout is not None
-            num_drawn = 0
-            for line in plot.stdout:
-                num_drawn += bool(re.search(r"curves\.png$", line))
-                if num_drawn == 2 and training.poll() is None:
-                    training.send_signal(signal.SIGTERM)
-                    training.wait()
+        num_drawn = 0
+        for path in draw.watch(run, None, tmp_path / "plots", lambda text: None, every_s=0.1):
+            num_drawn += path.name == "curves.png"
+            if num_drawn == 2 and training.poll() is None:
+                training.send_signal(signal.SIGTERM)
+                training.wait()
         assert num_drawn >= 3
-        assert plot.returncode == 0
     assert training.returncode == 143
