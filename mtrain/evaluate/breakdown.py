@@ -5,8 +5,8 @@ from __future__ import annotations
 import unicodedata
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 from statistics import median
@@ -15,9 +15,9 @@ from sacrebleu.metrics.chrf import CHRF
 
 from mtrain.data import arrow_shards, loader
 from mtrain.data.prepare import ParallelLines
-from mtrain.evaluate.metrics import Scorer, ScoringOptions, SystemOutput
+from mtrain.evaluate.metrics import ScoringOptions, score
 from mtrain.run.run_dir import RunDir
-from mtrain.tokenizer.sentencepiece import Tokenizer
+from mtrain.tokenizer import sentencepiece
 
 NUM_EXAMPLES = 5  # lines of a kind that are shown
 _NUM_LENGTH_GROUPS = 4
@@ -33,18 +33,12 @@ class Unit(str, Enum):
 
 @dataclass(frozen=True)
 class LineGroup:
-    """Lines whose length, or whose rarest word's training count, is in one interval.
+    """Lines whose length, or whose rarest word's training count, is in one interval."""
 
-    Attributes:
-        first, last: the interval's bounds, inclusive; None is no bound.
-        num_lines: of the group.
-        scores: of these lines alone, by metric.
-    """
-
-    first: int
-    last: int | None
+    first: int  # the bounds, inclusive
+    last: int | None  # None is no bound
     num_lines: int
-    scores: dict[str, float]
+    scores: dict[str, float]  # of these lines alone, by metric
 
 
 @dataclass(frozen=True)
@@ -68,20 +62,14 @@ class Example:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """A system's scores by groups of lines, and its best and worst lines.
+    """A system's scores by groups of lines, and its best and worst lines."""
 
-    Attributes:
-        unit: of lengths.
-        by_length: groups of about equally many lines, by the length of the source.
-        by_rarity: groups by how often the rarest word of the source occurs in the training text;
-            None if that is unknown. A line without words is in no group.
-        best, worst: lines by their chrF2; of equal ones, the longest come first.
-    """
-
-    unit: Unit
-    by_length: list[LineGroup]
+    unit: Unit  # of lengths
+    by_length: list[LineGroup]  # of about equally many lines, by the length of the source
+    # by how often the rarest word of the source occurs in the training text, None if that is
+    # unknown; a line without words is in no group
     by_rarity: list[LineGroup] | None
-    best: list[Example]
+    best: list[Example]  # by chrF2; of equal lines, the longest come first
     worst: list[Example]
 
 
@@ -120,10 +108,8 @@ def unit_of(lines: Sequence[str]) -> Unit:
     return Unit.WORDS if median(len(line.split()) for line in lines) > 1 else Unit.CHARACTERS
 
 
-def count_in_training(
-    run: RunDir, tokenizer: Tokenizer, words: Iterable[str], unit: Unit
-) -> Counter[str] | None:
-    """Return how often each word occurs in the source side of the encoded training pairs.
+def count_in_training(run: RunDir, sources: Sequence[str]) -> Counter[str] | None:
+    """Return how often each word of the sources occurs in the sources of the training pairs.
 
     None if the run folder holds no encoded pairs.
 
@@ -132,7 +118,8 @@ def count_in_training(
     """
     if not arrow_shards.are_in(run.data_dir):
         return None
-    counts = Counter(dict.fromkeys(words, 0))
+    unit, tokenizer = unit_of(sources), sentencepiece.load(run.tokenizer_dir)
+    counts = Counter({word: 0 for line in sources for word in split_words(line, unit)})
     for ids in loader.read_src(run.data_dir, tokenizer):
         for line in tokenizer.src.decode(ids):
             counts.update(word for word in split_words(line, unit) if word in counts)
@@ -141,15 +128,17 @@ def count_in_training(
 
 def break_down(
     test: ParallelLines,
-    outputs: Sequence[SystemOutput],
+    system: str,
+    hypotheses: Sequence[str],
     options: ScoringOptions,
     training_counts: Mapping[str, int] | None,
-) -> list[Breakdown]:
-    """Return the parts of each system's score.
+) -> Breakdown:
+    """Return the scores of groups of lines, and the best and the worst lines, of a system.
 
     Args:
         test: the test set.
-        outputs: its translation by each system.
+        system: its name.
+        hypotheses: its translation of the test set.
         options: of the scores.
         training_counts: of each word of the sources in the training text, if known.
     """
@@ -160,81 +149,84 @@ def break_down(
     quantiles = {
         ranked[len(ranked) * part // _NUM_LENGTH_GROUPS] for part in range(_NUM_LENGTH_GROUPS)
     }
-    by_length = _groups(test, outputs, options, lengths, sorted(quantiles))
-    by_rarity: list[list[LineGroup]] | list[None] = [None] * len(outputs)
+    by_length, by_rarity = _groups(test, hypotheses, options, lengths, sorted(quantiles)), None
     if training_counts is not None:
         rarest = [min(map(training_counts.__getitem__, line)) if line else None for line in words]
-        by_rarity = _groups(test, outputs, options, rarest, _COUNT_GROUPS)
-    breakdowns = []
-    for output, length_groups, rarity_groups in zip(outputs, by_length, by_rarity, strict=True):
-        scores = line_scores(test, output, options)
-        rows = sorted(range(len(scores)), key=lambda row: -len(test.tgt[row]))
-        best, worst = (
-            [
-                _example(test, row, [(output, scores[row])])
-                for row in sorted(rows, key=lambda row: sign * scores[row])[:NUM_EXAMPLES]
-            ]
-            for sign in (-1, 1)
-        )
-        breakdowns.append(Breakdown(unit, length_groups, rarity_groups, best, worst))
-    return breakdowns
+        by_rarity = _groups(test, hypotheses, options, rarest, _COUNT_GROUPS)
+    scores = line_scores(test, hypotheses, options)
+    longest_first = sorted(range(len(scores)), key=lambda row: -len(test.tgt[row]))
+    best = sorted(longest_first, key=lambda row: -scores[row])
+    worst = sorted(longest_first, key=lambda row: scores[row])
+    systems = {system: (hypotheses, scores)}
+    return Breakdown(
+        unit, by_length, by_rarity, _examples(test, best, systems), _examples(test, worst, systems)
+    )
 
 
 def contrast(
-    test: ParallelLines, baseline: SystemOutput, system: SystemOutput, options: ScoringOptions
+    test: ParallelLines, outputs: Mapping[str, Sequence[str]], system: str, options: ScoringOptions
 ) -> Contrast:
-    """Return the lines in which a system is most above the baseline, and most below it."""
-    before, after = (line_scores(test, output, options) for output in (baseline, system))
+    """Return the lines in which a system is most above, and most below, the first one."""
+    baseline = next(iter(outputs))
+    systems = {
+        name: (outputs[name], line_scores(test, outputs[name], options))
+        for name in (baseline, system)
+    }
+    (_, before), (_, after) = systems.values()
     gains = [new - old for old, new in zip(before, after, strict=True)]
     rows = sorted(range(len(gains)), key=lambda row: gains[row])
-
-    def examples(chosen: Sequence[int]) -> list[Example]:
-        return [
-            _example(test, row, [(baseline, before[row]), (system, after[row])]) for row in chosen
-        ]
-
-    better = [row for row in rows[::-1][:NUM_EXAMPLES] if gains[row] > 0]
-    worse = [row for row in rows[:NUM_EXAMPLES] if gains[row] < 0]
-    return Contrast(baseline.name, system.name, examples(better), examples(worse))
+    better = [row for row in reversed(rows) if gains[row] > 0]
+    worse = [row for row in rows if gains[row] < 0]
+    return Contrast(
+        baseline, system, _examples(test, better, systems), _examples(test, worse, systems)
+    )
 
 
-def _example(
-    test: ParallelLines, row: int, outputs: Sequence[tuple[SystemOutput, float]]
-) -> Example:
-    translations = [
-        ScoredLine(output.name, score, output.hypotheses[row]) for output, score in outputs
+def _examples(
+    test: ParallelLines,
+    rows: Sequence[int],
+    systems: Mapping[str, tuple[Sequence[str], Sequence[float]]],
+) -> list[Example]:
+    """Return the first rows as examples, with the translations and scores of each system."""
+    return [
+        Example(
+            row + 1,
+            test.src[row],
+            test.tgt[row],
+            [
+                ScoredLine(name, scores[row], lines[row])
+                for name, (lines, scores) in systems.items()
+            ],
+        )
+        for row in rows[:NUM_EXAMPLES]
     ]
-    return Example(row + 1, test.src[row], test.tgt[row], translations)
 
 
 def _groups(
     test: ParallelLines,
-    outputs: Sequence[SystemOutput],
+    hypotheses: Sequence[str],
     options: ScoringOptions,
     values: Sequence[int | None],
     starts: Sequence[int],
-) -> list[list[LineGroup]]:
-    """Score the lines whose value is from each of `starts` to the next, for each system.
-
-    A group without lines is not listed.
-    """
+) -> list[LineGroup]:
+    """Score the lines whose value is from each of `starts` to the next; skip empty groups."""
     rows_of: dict[int, list[int]] = {}
     for row, value in enumerate(values):
         if value is not None:
             rows_of.setdefault(bisect_right(starts, value) - 1, []).append(row)
-    groups: list[list[LineGroup]] = [[] for _ in outputs]
+    no_intervals, groups = replace(options, num_resamples=0), []
     for index, rows in sorted(rows_of.items()):
-        sources, references = ([lines[row] for row in rows] for lines in test)
-        scorer = Scorer(references, options, sources)
+        src, tgt, lines = ([lines[row] for row in rows] for lines in (*test, hypotheses))
+        scores = {each.metric: each.value for each in score(lines, tgt, no_intervals, src)}
         last = starts[index + 1] - 1 if index + 1 < len(starts) else None
-        for groups_of_system, output in zip(groups, outputs, strict=True):
-            scores = scorer.values([output.hypotheses[row] for row in rows])
-            groups_of_system.append(LineGroup(starts[index], last, len(rows), scores))
+        groups.append(LineGroup(starts[index], last, len(rows), scores))
     return groups
 
 
-def line_scores(test: ParallelLines, output: SystemOutput, options: ScoringOptions) -> list[float]:
+def line_scores(
+    test: ParallelLines, hypotheses: Sequence[str], options: ScoringOptions
+) -> list[float]:
     """Return the chrF2 of each line; BLEU of a single line says little."""
     metric = CHRF(lowercase=options.lowercase)
-    pairs = zip(output.hypotheses, test.tgt, strict=True)
+    pairs = zip(hypotheses, test.tgt, strict=True)
     return [float(metric.sentence_score(text, [reference]).score) for text, reference in pairs]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,12 +25,6 @@ _BATCH_LINES = 16
 _SHOWN_DIGITS = 12  # of the checksum, in a signature
 
 Floats = npt.NDArray[np.float64]
-
-
-class _Segment(NamedTuple):
-    src: str
-    mt: str
-    ref: str
 
 
 class CometModel:
@@ -56,7 +50,7 @@ class CometModel:
             )
         self._num_gpus = num_gpus
         self._model: Any = None
-        self._cache: dict[_Segment, float] = {}
+        self._cache: dict[tuple[str, str, str], float] = {}
         self._version = ""
 
     def load(self) -> None:
@@ -83,10 +77,10 @@ class CometModel:
         self, sources: Sequence[str], references: Sequence[str], hypotheses: Sequence[str]
     ) -> Floats:
         """Return the score of each line; a segment that was seen before is not computed again."""
-        segments = list(map(_Segment, sources, hypotheses, references))
-        new = list(dict.fromkeys(segment for segment in segments if segment not in self._cache))
+        segments = list(zip(sources, hypotheses, references, strict=True))
+        new = [segment for segment in dict.fromkeys(segments) if segment not in self._cache]
         if new:
-            data = [segment._asdict() for segment in new]
+            data = [{"src": src, "mt": hypothesis, "ref": ref} for src, hypothesis, ref in new]
             with _quiet_logging():
                 prediction = self._model.predict(
                     data, batch_size=_BATCH_LINES, gpus=self._num_gpus, progress_bar=False

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,34 +20,24 @@ from mtrain.decode.translator import EncodedSource, Translator
 from mtrain.errors import ConfigError, RunError
 from mtrain.evaluate import breakdown, significance
 from mtrain.evaluate.breakdown import Breakdown, Contrast
-from mtrain.evaluate.metrics import Score, Scorer, ScoringOptions, SystemOutput
+from mtrain.evaluate.metrics import Score, Scorer, ScoringOptions
 from mtrain.evaluate.significance import SystemComparison
 from mtrain.io.lines import read_lines
 from mtrain.run.run_dir import RunDir
-from mtrain.tokenizer import sentencepiece
 
 _KEYS_OF_A_SEED = ("run_dir", "seed")  # that may differ between runs whose scores are averaged
 
 
 @dataclass(frozen=True)
 class TestResult:
-    """A test set, its translations by one system, and their scores.
+    """A test set, its translations by one system, and their scores."""
 
-    Attributes:
-        name: of the test set.
-        system: the run folder or the file of translations.
-        lines: the test set.
-        hypotheses: one for each line.
-        scores: one for each metric.
-        breakdown: the scores of groups of lines, if asked for.
-    """
-
-    name: str
-    system: str
+    name: str  # of the test set
+    system: str  # the run folder or the file of translations
     lines: ParallelLines
     hypotheses: list[str]
-    scores: list[Score]
-    breakdown: Breakdown | None = None
+    scores: list[Score]  # by each metric
+    breakdown: Breakdown | None = None  # if asked for
 
 
 @dataclass(frozen=True)
@@ -63,38 +52,23 @@ class ScoreSummary:
 
 @dataclass(frozen=True)
 class TestReport:
-    """The evaluation of one test set.
+    """The evaluation of one test set."""
 
-    Attributes:
-        results: of each system, in the order of the command line.
-        summary: of several runs, by metric.
-        comparisons: of each other system with the first, by metric.
-        contrasts: of each other system with the first, if details were asked for.
-    """
-
-    results: list[TestResult]
-    summary: list[ScoreSummary]
-    comparisons: list[SystemComparison]
-    contrasts: list[Contrast]
+    results: list[TestResult]  # of each system, in the order of the command line
+    summary: list[ScoreSummary]  # of several runs
+    comparisons: list[SystemComparison]  # of each other system with the first
+    contrasts: list[Contrast]  # of each other system with the first, if details were asked for
 
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """What to evaluate.
+    """What to evaluate."""
 
-    Attributes:
-        runs: one, or several of different seeds.
-        others: what a single run is compared with: run folders and files of translations.
-        names: the test sets; None for all of the first run.
-        options: of the scores.
-        with_details: whether scores are broken down.
-    """
-
-    runs: list[RunDir]
-    others: list[Path]
-    names: list[str] | None
+    runs: list[RunDir]  # one, or several of different seeds
+    others: list[Path]  # what a single run is compared with: runs and files of translations
+    names: Sequence[str] | None  # the test sets; None for all of the first run
     options: ScoringOptions
-    with_details: bool = False
+    with_details: bool = False  # whether scores are broken down
 
     def __post_init__(self) -> None:
         if self.others and len(self.runs) > 1:
@@ -134,12 +108,9 @@ def evaluate(
     Raises:
         RunError: if the run has no test sets, or not these, or their text is missing.
     """
-    tests, results = read_tests(run, names), []
-    for name, hypotheses in translate_tests(run, translator, tests, warn):
-        lines = tests[name]
-        scores = Scorer(lines.tgt, options or ScoringOptions(), lines.src).score(hypotheses)
-        results.append(TestResult(name, str(run.path), lines, hypotheses, scores))
-    return results
+    plan = EvaluationPlan([run], [], names, options or ScoringOptions())
+    reports = evaluate_systems(plan, lambda _: translator, warn)
+    return [result for report in reports for result in report.results]
 
 
 def translate_tests(
@@ -148,12 +119,11 @@ def translate_tests(
     """Yield the name of each test set with its translations; all ranks call together."""
     stats = prepare.read_profile(run)
     for name, lines in tests.items():
-        warn_of_test = partial(_warn_of_test, warn, name)
+
+        def warn_of_test(text: str, name: str = name) -> None:
+            warn(f"{name}: {text}")
+
         yield name, translate_lines(translator, lines.src, stats, warn_of_test)
-
-
-def _warn_of_test(warn: Warn, name: str, text: str) -> None:
-    warn(f"{name}: {text}")
 
 
 def reference_scores(
@@ -193,11 +163,9 @@ def evaluate_systems(
     for path, place in zip(paths, resolved, strict=True):
         if resolved.count(place) > 1:
             raise ConfigError(f"{path}: must be named once, but is named twice.")
-    first = plan.runs[0]
-    tests = read_tests(first, plan.names)
-    run_of, tests_of = {run.path: run for run in plan.runs}, {first.path: tests}
-    outputs: dict[str, list[SystemOutput]] = {name: [] for name in tests}
-    translations = {}
+    tests = read_tests(plan.runs[0], plan.names)
+    run_of = {run.path: run for run in plan.runs}
+    tests_of, translations = {paths[0]: tests}, {}
     for path in paths[1:]:
         if path.is_dir():
             run = run_of.setdefault(path, RunDir(path))
@@ -210,14 +178,15 @@ def evaluate_systems(
         plan.options.comet.load()
     for text in _differences({run.path: run.config for run in plan.runs}):
         warn(text)
+    outputs: dict[str, dict[str, list[str]]] = {name: {} for name in tests}
     for path in paths:
         if path in translations:
             (name,) = tests
-            outputs[name].append(SystemOutput(str(path), translations[path]))
-            continue
-        run = run_of[path]
-        for name, hypotheses in translate_tests(run, load(run), tests_of[path], warn):
-            outputs[name].append(SystemOutput(str(path), hypotheses))
+            outputs[name][str(path)] = translations[path]
+        else:
+            run = run_of[path]
+            for name, hypotheses in translate_tests(run, load(run), tests_of[path], warn):
+                outputs[name][str(path)] = hypotheses
     return [_report(name, tests[name], outputs[name], plan) for name in tests]
 
 
@@ -261,33 +230,30 @@ def _read_translations(path: Path, tests: Mapping[str, ParallelLines]) -> list[s
 
 
 def _report(
-    name: str, lines: ParallelLines, outputs: Sequence[SystemOutput], plan: EvaluationPlan
+    name: str, lines: ParallelLines, outputs: Mapping[str, list[str]], plan: EvaluationPlan
 ) -> TestReport:
-    scorer = Scorer(lines.tgt, plan.options, lines.src)
+    options, scorer = plan.options, Scorer(lines.tgt, plan.options, lines.src)
+    breakdowns: dict[str, Breakdown] = {}
+    contrasts = []
+    if plan.with_details:
+        counts = breakdown.count_in_training(plan.runs[0], lines.src)
+        for system, hypotheses in outputs.items():
+            breakdowns[system] = breakdown.break_down(lines, system, hypotheses, options, counts)
+        others = list(outputs)[1:] if plan.others else []
+        contrasts = [breakdown.contrast(lines, outputs, system, options) for system in others]
     results = [
-        TestResult(name, output.name, lines, output.hypotheses, scorer.score(output.hypotheses))
-        for output in outputs
+        TestResult(
+            name, system, lines, hypotheses, scorer.score(hypotheses), breakdowns.get(system)
+        )
+        for system, hypotheses in outputs.items()
     ]
-    summary, comparisons, contrasts = [], [], []
+    summary = []
     if len(plan.runs) > 1:
         for scores in zip(*(result.scores for result in results), strict=True):
             values = [score.value for score in scores]
             mean, std = statistics.mean(values), statistics.stdev(values)
             summary.append(ScoreSummary(scores[0].metric, len(values), mean, std))
-    if plan.others:
-        comparisons = significance.compare(scorer, outputs)
-    if plan.with_details:
-        unit = breakdown.unit_of(lines.src)
-        words = {word for line in lines.src for word in breakdown.split_words(line, unit)}
-        tokenizer = sentencepiece.load(plan.runs[0].tokenizer_dir)
-        counts = breakdown.count_in_training(plan.runs[0], tokenizer, words, unit)
-        breakdowns = breakdown.break_down(lines, outputs, plan.options, counts)
-        results = [
-            replace(result, breakdown=parts)
-            for result, parts in zip(results, breakdowns, strict=True)
-        ]
-        others = outputs[1:] if plan.others else []
-        contrasts = [breakdown.contrast(lines, outputs[0], other, plan.options) for other in others]
+    comparisons = significance.compare(scorer, outputs) if plan.others else []
     return TestReport(results, summary, comparisons, contrasts)
 
 

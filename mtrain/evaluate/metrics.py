@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from sacrebleu.metrics.base import Metric
 from sacrebleu.metrics.bleu import BLEU
@@ -23,32 +23,16 @@ METRICS = ("bleu", "chrf", "chrf++", "ter")  # as the user names them
 _LEAST_RESAMPLES = 40  # an interval of 95% cuts one in 40 on either side
 
 
-class SystemOutput(NamedTuple):
-    """The translations of a test set by one system."""
-
-    name: str
-    hypotheses: list[str]
-
-
 @dataclass(frozen=True)
 class Score:
-    """The score of a translation by one metric.
+    """The score of a translation by one metric."""
 
-    Attributes:
-        metric: its name, as sacreBLEU prints it.
-        value: the score.
-        signature: sacreBLEU's, with the version and all settings.
-        mean: of the scores of the bootstrap resamples; None if there are none.
-        half_width: of the interval around `mean` that holds 95% of them.
-        verbose: BLEU's precisions and lengths, as sacreBLEU prints them.
-    """
-
-    metric: str
+    metric: str  # as sacreBLEU prints it
     value: float
-    signature: str
-    mean: float | None = None
-    half_width: float | None = None
-    verbose: str = ""
+    signature: str  # sacreBLEU's, with the version and all settings
+    mean: float | None = None  # of the scores of the bootstrap resamples, if there are any
+    half_width: float | None = None  # of the interval around `mean` that holds 95% of them
+    verbose: str = ""  # BLEU's precisions and lengths, as sacreBLEU prints them
 
     def format(self) -> str:
         """Return the value and the interval, if not all is zero, as sacreBLEU prints them."""
@@ -68,23 +52,17 @@ def format_value(metric: str, value: float) -> str:
 class ScoringOptions:
     """Which metrics are computed, and how.
 
-    Attributes:
-        tokenize: BLEU's tokenizer; None is sacreBLEU's default, 13a.
-        lowercase: whether BLEU and chrF ignore case. TER always does, COMET never.
-        metrics: some of `METRICS`.
-        num_resamples: bootstrap resamples of the test set, for intervals and for the paired
-            bootstrap; 0 computes no intervals. Memory grows with this times the number of lines.
-        comet: the model of one more metric, if any.
-
     Raises:
         ConfigError: if an option is invalid, or does not apply to the metrics.
     """
 
-    tokenize: str | None = None
-    lowercase: bool = False
-    metrics: Sequence[str] = ("bleu", "chrf")
+    tokenize: str | None = None  # BLEU's tokenizer; None is sacreBLEU's default, 13a
+    lowercase: bool = False  # for BLEU and chrF; TER always ignores case, COMET never
+    metrics: Sequence[str] = ("bleu", "chrf")  # some of METRICS
+    # of the test set, for intervals and the paired bootstrap; 0 computes no intervals. Memory
+    # grows with this times the number of lines
     num_resamples: int = 1000
-    comet: CometModel | None = None
+    comet: CometModel | None = None  # one more metric
 
     def __post_init__(self) -> None:
         for name in self.metrics:
@@ -117,17 +95,12 @@ class ScoringOptions:
 
 
 class Scorer:
-    """The metrics of a test set; the references are processed once for all systems.
-
-    Args:
-        references: one for each line, raw text.
-        options: which metrics, and how.
-        sources: one for each line; only COMET reads them.
-    """
+    """The metrics of a test set; the references are processed once for all systems."""
 
     def __init__(
         self, references: Sequence[str], options: ScoringOptions, sources: Sequence[str] = ()
     ) -> None:
+        """Take the raw references, and the sources, which only COMET reads."""
         self.options = options
         self.metrics = [
             _metric(name, [list(references)], options) for name in dict.fromkeys(options.metrics)
@@ -169,14 +142,6 @@ class Scorer:
         signature = str(metric.get_signature())  # names the resampling, if there was one
         value, verbose = float(result.score), str(result._verbose)
         return Score(result.name, value, signature, mean, half_width, verbose)
-
-    def values(self, hypotheses: Sequence[str]) -> dict[str, float]:
-        """Return the scores alone, by the names of their metrics."""
-        results = [metric.corpus_score(list(hypotheses), None) for metric in self.metrics]
-        values = {result.name: float(result.score) for result in results}
-        if self.options.comet is not None:
-            values["COMET"] = float(self.comet_values(hypotheses).mean())
-        return values
 
     def comet_values(self, hypotheses: Sequence[str]) -> Floats:
         """Return COMET's score of each line."""

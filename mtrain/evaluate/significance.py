@@ -6,7 +6,7 @@ Approximate randomisation: Clark et al. 2011, Riezler and Maxwell 2005. Paired b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,35 +14,24 @@ from sacrebleu.metrics.base import Metric
 from sacrebleu.significance import PairedTest
 
 from mtrain.evaluate.comet import NUM_TRIALS, paired_p_values
-from mtrain.evaluate.metrics import Scorer, SystemOutput
+from mtrain.evaluate.metrics import Scorer
 
 
 @dataclass(frozen=True)
 class SystemComparison:
-    """A system beside the baseline, by one metric.
-
-    Attributes:
-        metric: its name.
-        baseline: the first system.
-        system: the other one.
-        difference: the system's score less the baseline's.
-        p_bootstrap: the p-value of the paired bootstrap.
-        p_randomization: the p-value of approximate randomisation.
-        bootstrap_signature: sacreBLEU's, of the first.
-        randomization_signature: sacreBLEU's, of the second.
-    """
+    """A system beside the baseline, by one metric."""
 
     metric: str
-    baseline: str
+    baseline: str  # the first system
     system: str
-    difference: float
+    difference: float  # the system's score less the baseline's
     p_bootstrap: float
     p_randomization: float
-    bootstrap_signature: str
+    bootstrap_signature: str  # sacreBLEU's
     randomization_signature: str
 
 
-def compare(scorer: Scorer, outputs: Sequence[SystemOutput]) -> list[SystemComparison]:
+def compare(scorer: Scorer, outputs: Mapping[str, list[str]]) -> list[SystemComparison]:
     """Compare each system with the first one, by every metric of `scorer`.
 
     Equal scores have p = 1: sacreBLEU counts the draws that differ more, of which equal outputs
@@ -50,63 +39,55 @@ def compare(scorer: Scorer, outputs: Sequence[SystemOutput]) -> list[SystemCompa
 
     Args:
         scorer: of the test set; its `num_resamples` must not be 0.
-        outputs: the baseline, and at least one other; their names differ.
+        outputs: the translations by the baseline, and by at least one other system.
     """
-    options, comparisons = scorer.options, []
     baseline, *others = outputs
+    comparisons: list[SystemComparison] = []
+
+    def add(
+        metric: str,
+        system: str,
+        difference: float,
+        p_values: tuple[float, float],
+        signatures: tuple[str, str],
+    ) -> None:
+        p_values = p_values if difference else (1.0, 1.0)
+        comparisons.append(
+            SystemComparison(metric, baseline, system, difference, *p_values, *signatures)
+        )
+
+    num_resamples, comet = scorer.options.num_resamples, scorer.options.comet
     for metric in scorer.metrics:
         metric.n_bootstrap = metric.seed = None  # else an interval stays in the signatures
-        name, bs_signature, bs_results = _paired_test(outputs, metric, "bs", options.num_resamples)
-        _, ar_signature, ar_results = _paired_test(outputs, metric, "ar", NUM_TRIALS)
-        for output, by_bs, by_ar in zip(others, bs_results[1:], ar_results[1:], strict=True):
-            difference = float(by_bs.score - bs_results[0].score)
-            p_values = (float(by_bs.p_value or 0.0), float(by_ar.p_value or 0.0))
-            signatures = (bs_signature, ar_signature)
-            comparisons.append(
-                _comparison(name, baseline, output, difference, p_values, signatures)
+        name, by_bs, bs_signature = _paired_test(outputs, metric, "bs", num_resamples)
+        _, by_ar, ar_signature = _paired_test(outputs, metric, "ar", NUM_TRIALS)
+        for system, bs, ar in zip(others, by_bs[1:], by_ar[1:], strict=True):
+            p_values = float(bs.p_value or 0.0), float(ar.p_value or 0.0)
+            add(
+                name,
+                system,
+                float(bs.score - by_bs[0].score),
+                p_values,
+                (bs_signature, ar_signature),
             )
-    if options.comet is not None:
-        signatures = (
-            options.comet.signature("bs", options.num_resamples),
-            options.comet.signature("ar", NUM_TRIALS),
-        )
-        values = scorer.comet_values(baseline.hypotheses)
-        for output in others:
-            other = scorer.comet_values(output.hypotheses)
-            difference = float(other.mean() - values.mean())
-            p_values = paired_p_values(values, other, options.num_resamples)
-            comparisons.append(
-                _comparison("COMET", baseline, output, difference, p_values, signatures)
-            )
+    if comet is not None:
+        signatures = comet.signature("bs", num_resamples), comet.signature("ar", NUM_TRIALS)
+        before = scorer.comet_values(outputs[baseline])
+        for system in others:
+            after = scorer.comet_values(outputs[system])
+            p_values = paired_p_values(before, after, num_resamples)
+            add("COMET", system, float(after.mean() - before.mean()), p_values, signatures)
     return comparisons
 
 
-def _comparison(
-    metric: str,
-    baseline: SystemOutput,
-    system: SystemOutput,
-    difference: float,
-    p_values: tuple[float, float],
-    signatures: tuple[str, str],
-) -> SystemComparison:
-    if not difference:
-        p_values = (1.0, 1.0)
-    return SystemComparison(metric, baseline.name, system.name, difference, *p_values, *signatures)
-
-
 def _paired_test(
-    outputs: Sequence[SystemOutput], metric: Metric, kind: str, num_samples: int
-) -> tuple[str, str, list[Any]]:
-    """Return the metric's name, the test's signature and a result for each system.
+    outputs: Mapping[str, list[str]], metric: Metric, kind: str, num_samples: int
+) -> tuple[str, list[Any], str]:
+    """Return the metric's name, a result for each system, and the test's signature.
 
-    Args:
-        outputs: the systems, the baseline first.
-        metric: with its references.
-        kind: bs is the paired bootstrap, ar approximate randomisation.
-        num_samples: resamples or trials.
+    `kind` is bs for the paired bootstrap, ar for approximate randomisation.
     """
-    systems: list[tuple[str, Sequence[str]]] = [(*output,) for output in outputs]
-    test = PairedTest(systems, {"": metric}, None, test_type=kind, n_samples=num_samples)
+    test = PairedTest(list(outputs.items()), {"": metric}, None, kind, num_samples)
     signatures, results = test()
-    (name,) = signatures
-    return name, str(signatures[name]), list(results[name])
+    ((name, signature),) = signatures.items()
+    return name, list(results[name]), str(signature)

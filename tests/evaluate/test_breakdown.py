@@ -10,15 +10,12 @@ from mtrain.config import config_file
 from mtrain.data.prepare import ParallelLines, prepare
 from mtrain.evaluate import breakdown, metrics
 from mtrain.evaluate.breakdown import NUM_EXAMPLES, Unit, break_down, contrast, line_scores
-from mtrain.evaluate.metrics import ScoringOptions, SystemOutput
+from mtrain.evaluate.metrics import ScoringOptions
 from mtrain.run.run_dir import RunDir
-from mtrain.tokenizer import sentencepiece
 
 SOURCES = ["one", "two words", "three words here", "four words are here", "five words are in here"]
 TEST = ParallelLines(SOURCES * 8, [f"{line} at last" for line in SOURCES] * 8)
-OUTPUT = SystemOutput(
-    "system", [line.replace("words", "birds") + " at last" for line in SOURCES] * 8
-)
+OUTPUT = [line.replace("words", "birds") + " at last" for line in SOURCES] * 8
 OPTIONS = ScoringOptions(metrics=("bleu", "ter"))
 COMMON = dict.fromkeys(["four", "words", "are", "in", "here"], 5000)
 TRAINING = COMMON | {"one": 0, "two": 9, "three": 10, "five": 1000}
@@ -39,7 +36,7 @@ def test_lines_without_spaces_are_counted_in_characters() -> None:
 
 
 def test_groups_by_length_hold_every_line_once_and_their_own_scores() -> None:
-    (found,) = break_down(TEST, [OUTPUT], OPTIONS, None)
+    found = break_down(TEST, "system", OUTPUT, OPTIONS, None)
     assert [(own.first, own.last, own.num_lines) for own in found.by_length] == [
         (1, 1, 8),
         (2, 2, 8),
@@ -56,8 +53,7 @@ def test_groups_by_length_hold_every_line_once_and_their_own_scores() -> None:
 
 def test_groups_by_rarity_go_by_the_rarest_word_of_the_source() -> None:
     test = ParallelLines([*TEST.src, "..."], [*TEST.tgt, "..."])
-    output = SystemOutput("", [*OUTPUT.hypotheses, "..."])
-    (found,) = break_down(test, [output], OPTIONS, TRAINING)
+    found = break_down(test, "system", [*OUTPUT, "..."], OPTIONS, TRAINING)
     assert found.by_rarity is not None
     assert [(own.first, own.last, own.num_lines) for own in found.by_rarity] == [
         (0, 0, 8),
@@ -70,22 +66,22 @@ def test_groups_by_rarity_go_by_the_rarest_word_of_the_source() -> None:
 
 def test_the_best_and_the_worst_lines_are_those_by_chrf_and_the_longest_first() -> None:
     scores = line_scores(TEST, OUTPUT, OPTIONS)
-    (found,) = break_down(TEST, [OUTPUT], OPTIONS, None)
+    found = break_down(TEST, "system", OUTPUT, OPTIONS, None)
     assert [own.line for own in found.best] == [1, 6, 11, 16, 21]
     ends = sorted(scores)[:NUM_EXAMPLES]
     assert [own.translations[0].score for own in found.worst] == ends
     (one, *_) = found.worst
     row = one.line - 1
     assert (one.source, one.reference) == (TEST.src[row], TEST.tgt[row])
-    assert one.translations[0].text == OUTPUT.hypotheses[row]
+    assert one.translations[0].text == OUTPUT[row]
     same = ParallelLines(["a b", "a b c d", "a b c"], ["x", "xyz", "xy"])
-    (found,) = break_down(same, [SystemOutput("", same.tgt)], OPTIONS, None)
+    found = break_down(same, "system", same.tgt, OPTIONS, None)
     assert [own.line for own in found.best] == [2, 3, 1] == [own.line for own in found.worst]
 
 
 def test_contrasts_are_the_lines_of_the_largest_differences_on_either_side() -> None:
-    other = SystemOutput("other", [*TEST.tgt[:20], *["nothing"] * 20])
-    found = contrast(TEST, OUTPUT, other, OPTIONS)
+    other = [*TEST.tgt[:20], *["nothing"] * 20]
+    found = contrast(TEST, {"system": OUTPUT, "other": other}, "other", OPTIONS)
     ours, theirs = line_scores(TEST, OUTPUT, OPTIONS), line_scores(TEST, other, OPTIONS)
     gains = sorted(their - our for our, their in zip(ours, theirs, strict=True))
 
@@ -98,7 +94,7 @@ def test_contrasts_are_the_lines_of_the_largest_differences_on_either_side() -> 
 
 
 def test_case_counts_in_lines_as_it_does_in_scores() -> None:
-    upper = SystemOutput("", [line.upper() for line in TEST.tgt])
+    upper = [line.upper() for line in TEST.tgt]
     assert max(line_scores(TEST, upper, OPTIONS)) < 100
     lowercased = ScoringOptions(lowercase=True)
     assert min(line_scores(TEST, upper, lowercased)) == 100
@@ -115,9 +111,8 @@ def test_words_are_counted_in_the_training_pairs_that_stayed(tmp_path: Path, sha
     run = RunDir(Path(config.run_dir))
     prepare(config, run, Said())
     expected = Counter(path.read_text("utf-8").lower().replace(",", "").split())
-    wanted = {"ba", "ce", "never"}
-    vocabulary = sentencepiece.load(run.tokenizer_dir)
-    found = breakdown.count_in_training(run, vocabulary, wanted, Unit.WORDS)
+    sources = ["ba ce", "ba never"]
+    found = breakdown.count_in_training(run, sources)
     assert found == {"ba": expected["ba"], "ce": expected["ce"], "never": 0}
     (run.data_dir / "shards.json").unlink()
-    assert breakdown.count_in_training(run, vocabulary, wanted, Unit.WORDS) is None
+    assert breakdown.count_in_training(run, sources) is None

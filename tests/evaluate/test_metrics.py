@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tasks import WORDS, write
 from mtrain.errors import ConfigError
 from mtrain.evaluate import metrics, significance
 from mtrain.evaluate.comet import CometModel
-from mtrain.evaluate.metrics import Scorer, ScoringOptions, SystemOutput
+from mtrain.evaluate.metrics import Scorer, ScoringOptions
 from mtrain.run.run_dir import RunDir
 
 HYPOTHESES = [
@@ -118,7 +119,7 @@ def test_paired_tests_are_those_of_the_sacrebleu_command(
     systems = [ONE, TWO, THREE]
     told = ["bleu"] if kind == "bs" else ["bleu", "chrf"]  # others are float32, which fails there
     shown = json.loads(by_command(tmp_path, systems, "-m", *told, f"--paired-{kind}"))
-    outputs = [SystemOutput(str(place), lines) for place, lines in enumerate(systems)]
+    outputs = {str(place): lines for place, lines in enumerate(systems)}
     options = ScoringOptions(metrics=("bleu", "chrf", "ter"))
     scorer = Scorer(LINES, options)
     scorer.score(ONE)  # whose resampling is none of the tests'
@@ -243,7 +244,8 @@ def test_a_scorer_gives_each_system_what_it_gives_it_alone() -> None:
     scorer = Scorer(LINES, options)
     both = [scorer.score(ONE), scorer.score(TWO)]
     assert both == [metrics.score(ONE, LINES, options), metrics.score(TWO, LINES, options)]
-    assert scorer.values(ONE) == {score.metric: score.value for score in both[0]}
+    no_intervals = metrics.score(ONE, LINES, replace(options, num_resamples=0))
+    assert [score.value for score in no_intervals] == [score.value for score in both[0]]
 
 
 @pytest.mark.parametrize(
@@ -349,7 +351,7 @@ def test_comet_is_one_more_metric_with_intervals_and_tests(comet: Path) -> None:
     assert 0 < score.half_width < 0.1
     name = "wmt22-comet-da@9a129038d9a0"
     assert score.signature == f"nrefs:1|bs:1000|seed:12345|model:{name}|version:2.2.7"
-    outputs = [SystemOutput("one", ONE), SystemOutput("two", TWO), SystemOutput("three", THREE)]
+    outputs = {"one": ONE, "two": TWO, "three": THREE}
     compared = significance.compare(Scorer(LINES, options, LINES), outputs)[2:]
     assert [own.metric for own in compared] == ["COMET", "COMET"]
     assert compared[1].difference < -0.05

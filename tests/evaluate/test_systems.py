@@ -20,7 +20,7 @@ import mtrain
 from mtrain.decode.pipeline import translate_lines
 from mtrain.decode.translator import Translator, load
 from mtrain.evaluate import evaluation, metrics, significance
-from mtrain.evaluate.metrics import Scorer, ScoringOptions, SystemOutput
+from mtrain.evaluate.metrics import Scorer, ScoringOptions
 from mtrain.run.run_dir import RunDir
 
 SOURCES = [pair.src for pair in copy_task(40, 3)]
@@ -78,10 +78,7 @@ def test_a_run_is_compared_with_a_run_and_a_file_by_paired_tests(
     names = [str(trained.path), str(noisy.path), path]
     assert [own["system"] for own in tree["scores"]] == names
     noise = translate_lines(load(noisy), SOURCES)
-    outputs = [
-        SystemOutput(name, lines)
-        for name, lines in zip(names, (hypotheses, noise, worse), strict=True)
-    ]
+    outputs = dict(zip(names, (hypotheses, noise, worse), strict=True))
     expected = significance.compare(Scorer(SOURCES, ScoringOptions(metrics=["bleu"])), outputs)
     assert tree["comparisons"] == [vars(own) for own in expected]
     by_noise = tree["comparisons"][0]
