@@ -1,14 +1,14 @@
 # `make demo` and `make test` set up a virtual environment first, and do it only once.
-.PHONY: demo test check fuzz wheel clean
+.PHONY: demo test check fuzz wheel native clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-demo: $(READY)
+demo: native
 	$(BIN)/mtrain demo runs/demo
 
-test: $(READY)
+test: native
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 check: $(READY)
@@ -18,17 +18,21 @@ check: $(READY)
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
 # the hostile tests with 30 times as many cases, drawn anew, and five times as many kills
-fuzz: $(READY)
+fuzz: native
 	MTRAIN_FUZZ=30 $(BIN)/python -m pytest -q --tb=short -n auto --maxprocesses 4 tests/end_to_end/test_hostile.py tests/end_to_end/test_hostile_run.py tests/end_to_end/test_kills.py
 
 # the wheel in a fresh environment, far from here: the demo, its scores, pictures and exports
 wheel:
 	$(PYTHON) benchmarks/check_wheel.py
 
-$(READY): pyproject.toml constraints.txt
+# the C, where it has changed since it was compiled; without a compiler the plain formulas are used
+native: $(READY)
+	-$(BIN)/python mtrain/ops/build.py
+
+$(READY): pyproject.toml constraints.txt hatch_build.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) mtrain/ops/lib .pytest_cache .mypy_cache .ruff_cache

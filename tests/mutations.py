@@ -18,6 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from mtrain.ops import native
+
 REPOSITORY = Path(__file__).parent.parent
 COPIED = ["mtrain", "tests", "configs", "data/demo", "docs", "pyproject.toml", "README.md"]
 TIMEOUT_S = 900  # far more than the slowest tests need on a busy machine
@@ -482,15 +484,15 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
     compiled(
         "attention",
         "heads of an odd width lack their last number",
-        "if (i < k) NAME(add_products)(sums, rows, i, 1, others);",
+        "if (i < k) add_products(sums, rows, i, 1, others);",
         "",
         "attention",
     ),
     compiled(
         "attention",
         "the last two values of a sentence count as one",
-        "        if (i + 1 < n) below = NAME(load_vec)(own + stride, k - j);",
-        "        if (i + 2 < n) below = NAME(load_vec)(own + stride, k - j);",
+        "        if (i + 1 < n) below = load_vec(own + stride, k - j);",
+        "        if (i + 2 < n) below = load_vec(own + stride, k - j);",
         "attention",
     ),
     compiled(
@@ -1197,7 +1199,6 @@ def run(directory: Path, tests: str) -> Outcome:
         **os.environ,
         "PYTHONPATH": str(directory),
         "PYTHONDONTWRITEBYTECODE": "1",  # a stale cache would hide a mutation of the same size
-        "XDG_CACHE_HOME": str(directory / "cache"),
     }
     result = subprocess.run(
         [sys.executable, "-m", "pytest", *flags, *tests.split()],
@@ -1229,12 +1230,21 @@ def check_copy(directory: Path, mutations: list[Mutation]) -> None:
             sys.exit(f"without any mutation, `pytest {tests}` fails: {outcome.first_failure}")
 
 
+def compile_in(directory: Path) -> None:
+    """Compile the C of the copy for the instruction set in use; older libraries stay."""
+    code = f"import build; build.update(names=[{native.library().instruction_set!r}])"
+    ops_dir = directory / "mtrain" / "ops"
+    subprocess.run([sys.executable, "-c", code], cwd=ops_dir, check=True)
+
+
 def judge(directory: Path, mutation: Mutation) -> str:
     """Return the first test that notices the mutation, or nothing."""
     path = directory / mutation.file
     whole = path.read_text(encoding="utf-8")
     path.write_text(mutated(mutation, whole), encoding="utf-8")
     try:
+        if path.suffix == ".c":
+            compile_in(directory)
         return run(directory, mutation.tests).first_failure
     except subprocess.TimeoutExpired:
         print(f"{mutation.name}: the tests take longer than {TIMEOUT_S} s", file=sys.stderr)

@@ -10,7 +10,7 @@ import mutations
 import pytest
 from mutations import MUTATIONS, REPOSITORY, Mutation
 
-from mtrain.ops import native
+from mtrain.ops import build
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
@@ -30,14 +30,15 @@ def meaning(file: Path, text: str) -> str:
 
 
 def preprocessed(file: Path, text: str) -> str:
-    compiler = next((name for name in native._COMPILERS if shutil.which(name)), None)
-    if compiler is None:
+    try:
+        compiler = build.find_compiler()
+    except build.BuildError:
         pytest.skip("no C compiler is installed")
     file.parent.mkdir(parents=True, exist_ok=True)
-    for header in native._HEADERS:
+    for header in build.HEADERS:
         shutil.copy(header, file.parent)
     file.write_text(text, encoding="utf-8")
-    command = [compiler, *native._FLAGS, str(file)]
+    command = [*compiler, *build.COMPILE_FLAGS, str(file)]
     for stage in (["-fsyntax-only"], ["-E", "-P"]):
         done = subprocess.run([*command, *stage], capture_output=True, text=True, check=True)
     return done.stdout

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtrain.ops import native
 from mtrain.ops.dropout import Dropout, DropoutMask
 from mtrain.ops.layer_norm import LayerNorm
 
@@ -115,14 +114,11 @@ def five_deviations(rate: float, count: int) -> float:
 MULTIPLYING = pytest.mark.parametrize("way", MULTIPLIED, ids=str)
 MULTIPLYING_PAIRS = pytest.mark.parametrize("way", MULTIPLIED[1:], ids=str)
 SAY_MOST = """
-import ctypes, sys
+import sys
 import torch
 from mtrain.ops import native
 from mtrain.ops.cross_entropy import ProjectedCrossEntropy
 from mtrain.ops.topk import Projection, top_tokens
-
-library = native._typed(ctypes.CDLL(sys.argv[1]))
-native.compiled = lambda: library
 
 def most() -> int:  # KiB
     with open("/proc/self/status") as lines:
@@ -132,7 +128,7 @@ def most() -> int:  # KiB
 
 def growth(script: str, *arguments: str) -> int:
     """Run a script in a process of its own, and return the KiB that it says."""
-    command = [sys.executable, "-c", script, native.compiled()._name, *arguments]
+    command = [sys.executable, "-c", script, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
     return int(done.stdout)

@@ -141,7 +141,7 @@ def paged_attention(q_ND: Tensor, cache_RX: Tensor, slots_NT: Tensor, num_heads:
         q_ND = q_ND if q_ND.stride(1) == 1 else q_ND.contiguous()
         slots_NT = slots_NT if slots_NT.stride(1) == 1 else slots_NT.contiguous()
         out_ND = torch.empty_like(q_ND, memory_format=torch.contiguous_format)
-        sizes = (*slots_NT.shape, num_heads, d_model // num_heads)
+        sizes = (*slots_NT.shape, num_heads, d_model // num_heads, len(cache_RX))
         functions.call(
             "paged_attention",
             (q_ND, cache_RX, slots_NT, out_ND),

@@ -1,18 +1,24 @@
-"""Compile the C files with the machine's compiler, once, and call their functions with tensors.
+"""Load the compiled library that this processor can run, and call its functions with tensors.
 
-Without a compiler there is no library, and the operations use their plain PyTorch formulas.
+The libraries are compiled when mtrain is installed (`build`). Without one, the operations use their
+plain PyTorch formulas. The environment variable `MTRAIN_NATIVE` decides otherwise:
+
+    0             plain formulas
+    avx2, ...     the library for one instruction set of `build.instruction_sets`
+    build         a library that is compiled for this process alone, and deleted with it
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
+import grp
 import hashlib
 import os
 import platform
-import shutil
-import subprocess
+import pwd
+import stat
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,29 +26,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-_CSRC = Path(__file__).with_name("csrc")
-_SOURCES = tuple(
-    _CSRC / f"{name}.c"
-    for name in ("layer_norm", "attention", "linear", "cross_entropy", "decode_linear")
-)
-_HEADERS = (_CSRC / "vec.h", _CSRC / "gemm.h")
+from mtrain.errors import ConfigError
+from mtrain.ops import build
+from mtrain.runtime.device import processor_features
+
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "float"}  # the suffixes of C functions
-_COMPILERS = ("cc", "gcc", "clang")
-_FLAGS = (
-    "-std=gnu11",
-    "-O3",
-    "-shared",
-    "-fPIC",
-    "-fopenmp-simd",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-Wno-psabi",
-)
-_MACHINE_FLAGS = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ())
 
 
 class AttentionShape(ctypes.Structure):
-    """`attention_shape` of `attention.c`: sizes, strides in elements, scale and dropout."""
+    """`attention_shape` of `ops.h`: sizes, strides in elements, scale and dropout."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("b", "h", "t", "s", "k")),
@@ -58,39 +50,126 @@ class AttentionShape(ctypes.Structure):
     )
 
 
-@functools.cache
+_NO_MEMORY, _BAD_INDEX = 1, 2  # of `status` in `ops.h`; 0 is success
+
+
+class Library(NamedTuple):
+    """The library in use, or the reason why there is none.
+
+    Attributes:
+        functions: of the library, with their types; None where the plain formulas are used.
+        instruction_set: that it is compiled for.
+        digest: a hash of the file.
+        reason: why there is none.
+    """
+
+    functions: ctypes.CDLL | None
+    instruction_set: str = ""
+    digest: str = ""
+    reason: str = ""
+
+
 def compiled() -> ctypes.CDLL | None:
-    """Return the library, compiled or from the cache; None without a compiler or if disabled."""
-    if not is_enabled():
-        return None
-    for folder in (_cache_dir, _process_dir):
-        try:
-            library = _load(folder())
-        except (OSError, RuntimeError):  # no home; not writable; mounted without execution
-            continue
-        if library is not None or not any(map(shutil.which, _COMPILERS)):
-            return library  # a compiler that failed may have found no space in the folder
-    return None
-
-
-def is_enabled() -> bool:
-    """Tell whether compiled functions may be used: `MTRAIN_NATIVE=0` turns them off."""
-    return os.environ.get("MTRAIN_NATIVE") != "0"
+    """Return the compiled functions, or None where the plain formulas are used."""
+    return library().functions
 
 
 def name() -> str:
     """Return "plain", or "compiled" and the hash of the library."""
-    library = compiled()
-    if library is None:
-        return "plain"
-    return "compiled " + Path(library._name).stem.rpartition("-")[2]
+    return "plain" if compiled() is None else f"compiled {library().digest}"
 
 
 def describe() -> str:
-    """Return "compiled", or "plain" and the reason, for the header of a training."""
-    if compiled() is not None:
-        return "compiled"
-    return f"plain ({'no C compiler was found' if is_enabled() else 'MTRAIN_NATIVE=0'})"
+    """Return "compiled for" an instruction set, or "plain" and the reason."""
+    own = library()
+    return (
+        f"plain ({own.reason})" if own.functions is None else f"compiled for {own.instruction_set}"
+    )
+
+
+@functools.cache
+def library() -> Library:
+    """Return the best library for this processor, or what `MTRAIN_NATIVE` asks for.
+
+    Raises:
+        ConfigError: if `MTRAIN_NATIVE` has no such value, or asks for what the processor cannot do.
+    """
+    setting = os.environ.get("MTRAIN_NATIVE", "")
+    if setting == "0":
+        return Library(None, reason="MTRAIN_NATIVE=0")
+    features, known = processor_features(), build.instruction_sets()
+    usable = [one for one in known if features.issuperset(one.features)]
+    if setting == "build":
+        return _build_for_this_process(usable[-1])
+    if setting:
+        names = [one.name for one in known]
+        if setting not in names:
+            raise ConfigError(
+                f"`MTRAIN_NATIVE` must be 0, build or one of {', '.join(names)}, "
+                f"but is {setting!r} instead."
+            )
+        usable = [one for one in usable if one.name == setting]
+        if not usable:
+            raise ConfigError(f"`MTRAIN_NATIVE` is {setting}, which this processor cannot run.")
+    for one in reversed(usable):
+        path = build.library_path(build.LIB_DIR, one.name)
+        if path.is_file():
+            return _load(path, one.name)
+    if any(build.LIB_DIR.glob(f"{setting}*.so")):
+        return Library(None, reason="its library was built from other sources")
+    return Library(None, reason=f"no library for {setting or platform.machine()} is installed")
+
+
+def _build_for_this_process(wanted: build.InstructionSet) -> Library:
+    """Compile a library in a private folder, and delete that once it is loaded."""
+    print(f"mtrain: compiling for {wanted.name} (MTRAIN_NATIVE=build)", file=sys.stderr, flush=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix="mtrain-") as folder:  # nobody else may enter it
+            build.build(Path(folder), [wanted])
+            return _load(build.library_path(Path(folder), wanted.name), wanted.name)
+    except (build.BuildError, OSError) as error:
+        return Library(None, reason=f"MTRAIN_NATIVE=build: {error}")
+
+
+def _load(path: Path, instruction_set: str) -> Library:
+    """Load a library, unless another user could have written it."""
+    path = path.resolve()
+    try:
+        for file in (path, *path.parents):
+            if reason := _reason_for_distrust(file):
+                return Library(None, reason=reason)
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        functions = typed(ctypes.CDLL(str(path)))
+    except (OSError, AttributeError) as error:
+        return Library(None, reason=str(error))
+    return Library(functions, instruction_set, digest)
+
+
+def _reason_for_distrust(path: Path) -> str | None:
+    """Return why another user may have put what is at `path`, or None.
+
+    Accepted are files and folders of this user and of root that nobody else may write. A group may
+    if its owner is its only member, and in a sticky folder only the owner of a file may replace it.
+    """
+    info = path.stat()
+    if info.st_uid not in (0, os.geteuid()):
+        return f"{path} belongs to another user"
+    if stat.S_ISDIR(info.st_mode) and info.st_mode & stat.S_ISVTX:
+        return None
+    if info.st_mode & stat.S_IWOTH or (
+        info.st_mode & stat.S_IWGRP and not _is_private_group(info.st_gid, info.st_uid)
+    ):
+        return f"other users may write {path}"
+    return None
+
+
+def _is_private_group(gid: int, uid: int) -> bool:
+    """Tell whether a group has the name of a user, and no other member."""
+    try:
+        group, user = grp.getgrgid(gid), pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return False
+    return group.gr_name == user and {*group.gr_mem} <= {user}
 
 
 class Functions(NamedTuple):
@@ -109,7 +188,7 @@ class Functions(NamedTuple):
 
     def tile_columns(self) -> int:
         """Return the number of output columns in one tile of packed weights."""
-        return ctypes.c_int64.in_dll(self.library, "tile_columns").value
+        return ctypes.c_int64.in_dll(self.library, f"tile_columns_{self.dtype_name}").value
 
     def call(
         self,
@@ -122,12 +201,16 @@ class Functions(NamedTuple):
 
         Raises:
             MemoryError: if it cannot allocate its work space.
+            IndexError: if a target, a token or a slot of the cache is out of range.
         """
         function = getattr(self.library, f"{name}_{self.dtype_name}")
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         shapes = () if shape is None else (shape,)
-        if function(*shapes, *pointers, *numbers):
+        status = function(*shapes, *pointers, *numbers)
+        if status == _NO_MEMORY:
             raise MemoryError
+        if status == _BAD_INDEX:
+            raise IndexError(f"index out of range in {name}")
 
 
 def functions_for(*tensors: Tensor, is_training: bool = False) -> Functions | None:
@@ -164,68 +247,6 @@ def run_compiled(function: type[torch.autograd.Function], *arguments: Any) -> Te
     return result
 
 
-def _load(folder: Path) -> ctypes.CDLL | None:
-    """Load the library from `folder`, compiling it if it is missing; None if no compiler can.
-
-    Its name ends in a hash of its content: loading a truncated file would kill the process.
-    """
-    prefix = f"kernels-{_fingerprint()}-"
-    for built in folder.glob(f"{prefix}*.so"):
-        if built.name == f"{prefix}{_hash(built.read_bytes())}.so":
-            return _typed(ctypes.CDLL(str(built)))
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as build_dir:
-        output = Path(build_dir) / "kernels.so"
-        if not any(
-            _compile(compiler, flags, output) for compiler in _COMPILERS for flags in _MACHINE_FLAGS
-        ):
-            return None
-        built = output.replace(folder / f"{prefix}{_hash(output.read_bytes())}.so")
-    return _typed(ctypes.CDLL(str(built)))
-
-
-def _cache_dir() -> Path:
-    cache_home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache_home) if cache_home else Path.home() / ".cache") / "mtrain"
-
-
-def _process_dir() -> Path:
-    """Make a temporary folder that is deleted when the process ends."""
-    folder = Path(tempfile.mkdtemp(prefix="mtrain-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
-def _compile(compiler: str, machine_flags: tuple[str, ...], output: Path) -> bool:
-    command = [compiler, *_FLAGS, *machine_flags, *map(str, _SOURCES), "-o", str(output), "-lm"]
-    env = os.environ | {"TMPDIR": str(output.parent)}  # /tmp may be full
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=120, check=False, env=env)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0
-
-
-def _fingerprint() -> str:
-    """Return a hash of sources, flags and processor: a home folder may be shared by machines."""
-    parts = [
-        *(source.read_bytes() for source in (*_SOURCES, *_HEADERS)),
-        repr((_FLAGS, _MACHINE_FLAGS)).encode(),
-    ]
-    parts.append(repr((platform.system(), platform.machine(), platform.processor())).encode())
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        # instruction sets, as x86 and ARM kernels name them
-        parts += [line.encode() for line in lines if line.startswith(("flags", "Features"))][:1]
-    except OSError:
-        pass
-    return _hash(b"\0".join(parts))
-
-
-def _hash(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
-
-
 _POINTER, _INT, _COUNT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
 _REAL, _SHAPE = ctypes.c_float, ctypes.POINTER(AttentionShape)
 _DROPOUT = [_COUNT, _REAL, _COUNT]
@@ -235,7 +256,7 @@ _SIGNATURES = {
     "add_norm_grad": [*[_POINTER] * 10, _INT, _INT, *_DROPOUT],
     "attention": [_SHAPE, *[_POINTER] * 5],
     "attention_grad": [_SHAPE, *[_POINTER] * 8],
-    "paged_attention": [*[_POINTER] * 4, *[_INT] * 6, _REAL],
+    "paged_attention": [*[_POINTER] * 4, *[_INT] * 7, _REAL],
     "topk": [*[_POINTER] * 4, *[_INT] * 4],
     "cross_entropy": [_POINTER, _POINTER, *[_INT] * 3, _REAL, ctypes.c_int, _POINTER],
     "linear": [*[_POINTER] * 4, *[_INT] * 3, ctypes.c_int],
@@ -250,7 +271,8 @@ _FLOAT_SIGNATURES = {
 }
 
 
-def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
+def typed(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Give the functions of a library the types of their arguments."""
     for name, types in _SIGNATURES.items():
         for dtype_name in _DTYPE_NAMES.values():
             getattr(library, f"{name}_{dtype_name}").argtypes = types

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes.util
+import functools
 import platform
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -73,15 +75,30 @@ def keep_freed_memory() -> None:
 
 def processor() -> str:
     """Return the name of the processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
+    return next(_cpuinfo("model name"), platform.processor() or platform.machine())
+
+
+@functools.cache
+def processor_features() -> frozenset[str]:
+    """Return the features of the processor, such as "avx2", as Linux names them.
+
+    They include only what the operating system lets programs use. Other systems name none.
+    """
+    return frozenset(next(_cpuinfo("flags", "Features"), "").split())  # on x86 and ARM
 
 
 def processor_has(*features: str) -> bool:
     """Tell whether the processor has one of these features, such as "amx_tile"."""
-    checks = [getattr(torch.cpu, f"_is_{name}_supported", None) for name in features]
-    return any(check() for check in checks if check is not None)
+    return not processor_features().isdisjoint(features)
+
+
+def _cpuinfo(*keys: str) -> Iterator[str]:
+    """Yield the values of /proc/cpuinfo that have one of these keys."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() in keys:
+            yield value.strip()

@@ -30,7 +30,7 @@ from mtrain.ops.cross_entropy import ProjectedCrossEntropy
 
 SAY_GROWTH_OF_LOSS = f"""{SAY_MOST}
 native.Functions.has_fast_matmul = lambda functions: True
-states = torch.ones(20_000, 2, dtype=getattr(torch, sys.argv[2]), requires_grad=True)
+states = torch.ones(20_000, 2, dtype=getattr(torch, sys.argv[1]), requires_grad=True)
 weight, targets = torch.ones(4_000, 2, requires_grad=True), torch.arange(20_000) % 4_000
 ProjectedCrossEntropy.apply(states[:1], weight, targets[:1], 0.1)[0].backward()
 before = most()

@@ -249,7 +249,7 @@ def test_what_has_no_whole_pairs_is_multiplied_by_torch(way, calls, width, outpu
 @pytest.mark.parametrize("reason", ["nothing is trained", "the processor has tiles", "no row"])
 def test_a_linear_map_is_torchs_where_that_is_faster(way, calls, reason, monkeypatch):
     if reason == "the processor has tiles":
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True, raising=False)
+        monkeypatch.setattr(linear_module, "processor_has", lambda name: name == "amx_tile")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     x = normal(0 if reason == "no row" else 3, 6, dtype=SHORT)
     with torch.set_grad_enabled(reason != "nothing is trained"):

@@ -1,351 +1,267 @@
-"""The compiled functions are built once and kept; where that fails, training still works."""
+"""The library fits the processor, belongs to nobody else, and the header says which it is."""
 
-import functools
+import ctypes
 import os
-import platform
 import shutil
+import stat
 import subprocess
 import sys
-import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import Cli
 from tasks import write_task
 
-from mtrain.ops import native
+from mtrain.errors import ConfigError
+from mtrain.ops import build, native
+from mtrain.runtime.device import processor_features
 
-FLAGS = tuple(flag for flag in native._FLAGS if flag != "-O3")  # compiled sooner
-SAY_LIBRARY = f"""  # load the library, and run one of its functions
-import ctypes
-from mtrain.ops import native
-native._FLAGS = {FLAGS!r}
-library = native.compiled()
-x, y = (ctypes.c_float * 100)(*[1.0] * 100), (ctypes.c_float * 100)()
-library.dropout_float(x, y, 100, 2**15, 2.0, 7)
-print(library._name, sorted(set(y)))
-"""
+KNOWN = [one.name for one in build.instruction_sets()]
+USABLE = [
+    one.name for one in build.instruction_sets() if processor_features().issuperset(one.features)
+]
+LIBRARIES = {name: build.library_path(build.LIB_DIR, name) for name in KNOWN}
 
-needs_compiler = pytest.mark.skipif(
-    not any(shutil.which(name) for name in native._COMPILERS), reason="no C compiler is installed"
-)
-needs_vectors = pytest.mark.skipif(
-    platform.machine() not in ("x86_64", "AMD64"), reason="the compiler knows no -mavx512f"
+needs_libraries = pytest.mark.skipif(
+    not all(path.exists() for path in LIBRARIES.values()), reason="no C compiler was found"
 )
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder with a library in it. Tests only read it."""
-    cache = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "_FLAGS", FLAGS)
-        assert native._load(cache / "mtrain") is not None
-    return cache
+@pytest.fixture(autouse=True)
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test look for the library anew."""
+    monkeypatch.delenv("MTRAIN_NATIVE", raising=False)
+    monkeypatch.setattr(native, "library", native.library.__wrapped__)
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, for a library that has not been asked for."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("MTRAIN_NATIVE", raising=False)
-    monkeypatch.setattr(native, "_FLAGS", FLAGS)
-    monkeypatch.setattr(native, "compiled", functools.cache(native.compiled.__wrapped__))
-    return tmp_path / "cache"
-
-
-def files(cache: Path) -> list[str]:
-    return sorted(path.name for path in cache.rglob("*") if not path.is_dir())
-
-
-def environment(**changes: str | Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name != "MTRAIN_NATIVE"}
-    return kept | {name: str(value) for name, value in changes.items()}
-
-
-def say_library(**changes: str | Path) -> list[str]:
-    """Return what a process of its own says: the library's file, and what dropout makes of ones."""
-    done = subprocess.run(
-        [sys.executable, "-c", SAY_LIBRARY],
-        env=environment(**changes),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout.split(maxsplit=1)
-
-
-def forbidden(*_: object) -> bool:
-    pytest.fail("nothing is to be compiled or loaded")
-
-
-@needs_compiler
-def test_the_library_is_compiled_into_the_cache_folder(cache, monkeypatch):
-    library = native.compiled()
-    (name,) = files(cache)
-    assert library is not None
-    assert library._name == str(cache / "mtrain" / name)
-    assert library.dropout_float.argtypes is not None
-    assert [path.name for path in (cache / "mtrain").iterdir()] == [name], "nothing else is left"
-
-
-@needs_compiler
-def test_a_second_call_compiles_nothing(cache, built, monkeypatch):
-    monkeypatch.setattr(native, "_compile", forbidden)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(built))
-    assert native.compiled() is not None
-
-
-@needs_compiler
-def test_a_second_process_takes_the_file_of_the_first(built, tmp_path):
-    before = [(path, path.stat().st_mtime_ns) for path in built.rglob("*.so")]
-    no_tools = tmp_path / "bin"
-    no_tools.mkdir()
-    found = say_library(XDG_CACHE_HOME=built, PATH=no_tools)
-    assert found == [str(before[0][0]), "[0.0, 2.0]\n"]
-    assert [(path, path.stat().st_mtime_ns) for path in built.rglob("*.so")] == before
-
-
-@needs_compiler
-def test_the_library_is_asked_for_once_in_a_process(monkeypatch):
-    first = native.compiled()
-    monkeypatch.setattr(native, "_load", forbidden)
-    assert native.compiled() is first
-
-
-def test_another_source_or_processor_gets_a_library_of_its_own(tmp_path, monkeypatch):
-    first = native._fingerprint()
-    assert native._fingerprint() == first
-    for place, source in enumerate(native._SOURCES):
-        other = tmp_path / source.name
-        other.write_bytes(source.read_bytes() + b"\n")
-        sources = [*native._SOURCES]
-        sources[place] = other
-        with monkeypatch.context() as patch:
-            patch.setattr(native, "_SOURCES", sources)
-            assert native._fingerprint() != first
-    with monkeypatch.context() as patch:
-        patch.setattr(native, "_FLAGS", ("-O2",))
-        assert native._fingerprint() != first
-    monkeypatch.setattr(native.platform, "machine", lambda: "pdp11")
-    assert native._fingerprint() != first
-
-
-@pytest.mark.parametrize("name", ["flags\t\t", "Features\t"])
-def test_a_processor_that_can_do_more_gets_a_library_of_its_own(monkeypatch, name):
-    found = []
-    for features in ("fp asimd", "fp asimd sve", "fp asimd"):
-        text = f"processor\t: 0\nBogoMIPS\t: {len(found)}\n{name}: {features}\n"
-        monkeypatch.setattr(native.Path, "read_text", lambda path, text=text, **_: text)
-        found.append(native._fingerprint())
-    assert found[0] == found[2] != found[1]
-
-
-@needs_compiler
-@pytest.mark.parametrize("kept_bytes", [0, 100, 4096, -1])
-def test_a_file_that_was_cut_off_is_not_loaded_but_made_again(
-    cache, built, monkeypatch, kept_bytes
-):
-    """To load it would end the process with a bus error."""
-    (whole,) = built.rglob("*.so")
-    damaged = cache / "mtrain" / whole.name
-    damaged.parent.mkdir(parents=True)
-    damaged.write_bytes(whole.read_bytes()[:kept_bytes])
-
-    def copied(compiler: str, flags: tuple[str, ...], output: Path) -> bool:
-        shutil.copy(whole, output)
-        return True
-
-    monkeypatch.setattr(native, "_compile", copied)
-    library = native.compiled()
-    assert library is not None
-    assert library._name == str(damaged)
-    assert damaged.read_bytes() == whole.read_bytes()
-
-
-def test_a_file_of_another_making_is_left_alone(cache, monkeypatch):
-    folder = cache / "mtrain"
+def lib_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of its own for the libraries, without any."""
+    folder = tmp_path / "package" / "lib"
     folder.mkdir(parents=True)
-    (folder / "kernels-0123456789abcdef-0123456789abcdef.so").write_bytes(b"of another source")
-    monkeypatch.setattr(native, "_compile", lambda *_: False)
-    assert native.compiled() is None
-    assert files(cache) == ["kernels-0123456789abcdef-0123456789abcdef.so"]
+    monkeypatch.setattr(build, "LIB_DIR", folder)
+    return folder
 
 
-@needs_compiler
-def test_a_cache_that_cannot_be_written_gives_way_to_a_folder_that_goes_with_the_process(tmp_path):
-    (tmp_path / "cache").write_text("a file, where a folder should be")
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    name, out = say_library(XDG_CACHE_HOME=tmp_path / "cache", TMPDIR=temporary)
-    assert Path(name).parent.parent == temporary
-    assert Path(name).parent.name.startswith("mtrain-")
-    assert out == "[0.0, 2.0]\n"
-    assert list(temporary.iterdir()) == []
-    assert (tmp_path / "cache").read_text() == "a file, where a folder should be"
+def copied(lib_dir: Path) -> Path:
+    """Put the library for this processor into the folder."""
+    return Path(shutil.copy(LIBRARIES[USABLE[-1]], lib_dir))
 
 
-@needs_compiler
-def test_a_full_cache_gives_way_to_a_folder_of_the_process(cache, built, monkeypatch, tmp_path):
-    (whole,) = built.rglob("*.so")
-
-    def compiles(compiler: str, flags: tuple[str, ...], output: Path) -> bool:
-        if output.is_relative_to(cache):
-            return False  # as a compiler ends that finds no space on the device
-        shutil.copy(whole, output)
-        return True
-
-    monkeypatch.setattr(native, "_compile", compiles)
-    monkeypatch.setattr(native, "_process_dir", lambda: tmp_path / "own")
-    library = native.compiled()
-    assert library is not None
-    assert library._name == str(tmp_path / "own" / whole.name)
+@needs_libraries
+def test_the_library_is_the_best_that_the_processor_can_run():
+    assert native.compiled()._name == str(LIBRARIES[USABLE[-1]])
+    assert native.describe() == f"compiled for {USABLE[-1]}"
+    assert native.compiled().dropout_float.argtypes is not None
 
 
-def test_without_a_compiler_no_second_folder_is_tried(cache, monkeypatch):
-    monkeypatch.setattr(native, "_COMPILERS", ("no-such-compiler",))
-    monkeypatch.setattr(native, "_process_dir", forbidden)
-    assert native.compiled() is None
+@needs_libraries
+@pytest.mark.parametrize("name", USABLE)
+def test_a_lesser_processor_takes_a_lesser_library(name, monkeypatch):
+    (wanted,) = [one for one in build.instruction_sets() if one.name == name]
+    monkeypatch.setattr(native, "processor_features", lambda: {"fpu", *wanted.features})
+    assert native.describe() == f"compiled for {name}"
 
 
-def test_a_compiler_keeps_its_own_files_beside_the_library(tmp_path, monkeypatch):
-    """The folder for temporary files may be full, though the cache has room."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "full"))
-    monkeypatch.setenv("KEPT", "as it is")
-    compiler, output = tmp_path / "compiler", tmp_path / "cache" / "kernels.so"
-    output.parent.mkdir()
-    compiler.write_text(f'#!/bin/sh\necho "$TMPDIR $KEPT" > {output}\n', encoding="utf-8")
-    compiler.chmod(0o755)
-    assert native._compile(str(compiler), (), output)
-    assert output.read_text("utf-8") == f"{output.parent} as it is\n"
+@needs_libraries
+@pytest.mark.parametrize("name", USABLE)
+def test_the_environment_can_name_the_instruction_set(name, monkeypatch):
+    monkeypatch.setenv("MTRAIN_NATIVE", name)
+    assert native.describe() == f"compiled for {name}"
+    assert native.compiled()._name == str(LIBRARIES[name])
 
 
-@needs_compiler
-def test_a_user_without_a_home_gets_the_library_too(cache, built, monkeypatch, tmp_path):
-    def homeless() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(native.Path, "home", homeless)
-    monkeypatch.setattr(native, "_process_dir", lambda: built / "mtrain")
-    assert native.compiled() is not None
+@needs_libraries
+def test_a_library_that_was_not_built_gives_way_to_the_next(lib_dir, monkeypatch):
+    shutil.copy(LIBRARIES[KNOWN[0]], lib_dir)
+    assert native.describe() == f"compiled for {KNOWN[0]}"
 
 
-def test_without_any_folder_there_is_no_library(cache, monkeypatch):
-    cache.write_text("a file, where a folder should be")
-
-    def full(**_: str) -> str:
-        raise FileNotFoundError("No usable temporary directory found")
-
-    monkeypatch.setattr(native.tempfile, "mkdtemp", full)
-    assert native.compiled() is None
-
-
-@needs_compiler
-def test_a_library_that_cannot_be_loaded_from_the_cache_is_loaded_from_elsewhere(
-    cache, built, monkeypatch, tmp_path
-):
-    """A folder may be mounted so that nothing in it can be run."""
-    shutil.copytree(built, cache)
-    load = native.ctypes.CDLL
-
-    def refused(name: str) -> native.ctypes.CDLL:
-        if name.startswith(str(cache)):
-            raise OSError("failed to map segment from shared object")
-        return load(name)
-
-    own = tmp_path / "own"
-    shutil.copytree(built / "mtrain", own)
-    monkeypatch.setattr(native.ctypes, "CDLL", refused)
-    monkeypatch.setattr(native, "_process_dir", lambda: own)
-    library = native.compiled()
-    assert library is not None
-    assert library._name.startswith(str(own))
+@needs_libraries
+def test_the_name_is_a_hash_of_the_library(monkeypatch):
+    names = []
+    for name in USABLE:
+        monkeypatch.setenv("MTRAIN_NATIVE", name)
+        names.append(native.name())
+    assert all(name.startswith("compiled ") and len(name) == 25 for name in names)
+    assert len(set(names)) == len(USABLE)
 
 
-@needs_compiler
-def test_those_who_compile_at_once_do_not_disturb_each_other(cache, monkeypatch):
-    """Each compiles beside the others; the last one's file stays, and it is whole."""
-    together, compiles = threading.Barrier(2), native._compile
-
-    def at_once(compiler: str, flags: tuple[str, ...], output: Path) -> bool:
-        together.wait(timeout=120)
-        done = compiles(compiler, flags, output)
-        together.wait(timeout=120)
-        return done
-
-    monkeypatch.setattr(native, "_compile", at_once)
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(native.compiled())) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 2
-    assert None not in found
-    monkeypatch.setattr(native, "_compile", forbidden)
-    native.compiled.cache_clear()
-    assert native.compiled() is not None
+def test_an_unknown_instruction_set_is_an_error(monkeypatch):
+    monkeypatch.setenv("MTRAIN_NATIVE", "avx3")
+    names = ", ".join(KNOWN)
+    message = f"`MTRAIN_NATIVE` must be 0, build or one of {names}, but is 'avx3' instead."
+    with pytest.raises(ConfigError) as caught:
+        native.compiled()
+    assert str(caught.value) == message
 
 
-@needs_compiler
-def test_two_processes_that_compile_at_once_both_get_the_library(tmp_path):
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SAY_LIBRARY],
-            env=environment(XDG_CACHE_HOME=tmp_path),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    said = [process.communicate(timeout=240) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    for out, err in said:
-        assert out.startswith(str(tmp_path / "mtrain"))
-        assert out.endswith(" [0.0, 2.0]\n")
-        assert err == ""
-    assert all(name.endswith(".so") for name in files(tmp_path))
+@pytest.mark.skipif(len(KNOWN) == 1, reason="every processor of this family has it")
+def test_an_instruction_set_that_the_processor_lacks_is_an_error(monkeypatch):
+    monkeypatch.setattr(native, "processor_features", lambda: {"fpu"})
+    monkeypatch.setenv("MTRAIN_NATIVE", KNOWN[-1])
+    with pytest.raises(ConfigError) as caught:
+        native.compiled()
+    assert str(caught.value) == f"`MTRAIN_NATIVE` is {KNOWN[-1]}, which this processor cannot run."
 
 
-@needs_compiler
-def test_a_compiler_that_refuses_the_flags_of_the_machine_is_asked_without_them(cache, monkeypatch):
-    asked, compiles = [], native._compile
-
-    def picky(compiler: str, flags: tuple[str, ...], output: Path) -> bool:
-        asked.append((compiler, flags))
-        return not flags and compiles(compiler, flags, output)
-
-    monkeypatch.setattr(native, "_compile", picky)
-    assert native.compiled() is not None
-    assert asked == [(native._COMPILERS[0], flags) for flags in native._MACHINE_FLAGS]
-
-
-def test_a_source_that_does_not_compile_gives_no_library(cache, tmp_path, monkeypatch):
-    monkeypatch.setattr(native, "_SOURCES", [tmp_path / "kernels.c"])
-    (tmp_path / "kernels.c").write_text("this is no C")
-    assert native.compiled() is None
-    assert files(cache) == []
-
-
-def test_a_compiler_that_never_ends_gives_no_library(cache, monkeypatch):
-    def endless(command: list[str], **_: object) -> None:
-        raise subprocess.TimeoutExpired(command, 120)
-
-    monkeypatch.setattr(native.subprocess, "run", endless)
-    assert native.compiled() is None
-
-
-def test_the_environment_can_ask_for_the_plain_formulas(cache, monkeypatch):
-    monkeypatch.setattr(native, "_load", forbidden)
+def test_the_plain_formulas_have_their_reason(lib_dir, monkeypatch):
+    monkeypatch.setattr(native.platform, "machine", lambda: "pdp11")
+    assert native.describe() == "plain (no library for pdp11 is installed)"
+    monkeypatch.setenv("MTRAIN_NATIVE", build.instruction_sets()[0].name)
+    (name,) = [one.name for one in build.instruction_sets()]
+    assert native.describe() == f"plain (no library for {name} is installed)"
+    (lib_dir / f"{name}-0123456789ab.so").write_text("of other sources")
+    assert native.describe() == "plain (its library was built from other sources)"
     monkeypatch.setenv("MTRAIN_NATIVE", "0")
-    assert not native.is_enabled()
+    assert native.describe() == "plain (MTRAIN_NATIVE=0)"
+    assert native.name() == "plain"
     assert native.compiled() is None
-    monkeypatch.setenv("MTRAIN_NATIVE", "1")
-    assert native.is_enabled()
+
+
+def test_a_damaged_library_gives_the_words_of_the_loader(lib_dir):
+    path = build.library_path(lib_dir, USABLE[-1])
+    path.write_text("this is no library")
+    assert native.describe() == f"plain ({path}: file too short)"
+
+
+def test_a_library_of_other_functions_is_not_used(lib_dir, monkeypatch):
+    path = build.library_path(lib_dir, USABLE[-1])
+    path.write_text("a library")
+    monkeypatch.setattr(native.ctypes, "CDLL", lambda path: SimpleNamespace())
+    assert native.compiled() is None
+    assert "dropout" in native.describe()
+
+
+@needs_libraries
+def test_a_library_of_the_user_is_loaded(lib_dir):
+    copied(lib_dir)
+    assert native.describe() == f"compiled for {USABLE[-1]}"
+
+
+@needs_libraries
+@pytest.mark.parametrize("place", ["library", "its folder", "a folder above"])
+@pytest.mark.parametrize("danger", ["another user", "all users", "a group"])
+def test_a_library_that_another_user_could_have_put_there_is_not_loaded(
+    lib_dir, place, danger, monkeypatch
+):
+    path = copied(lib_dir)
+    where = {"library": path, "its folder": lib_dir, "a folder above": lib_dir.parent}[place]
+    monkeypatch.setattr(native.ctypes, "CDLL", lambda _: pytest.fail("it was loaded"))
+    monkeypatch.setattr(native, "_is_private_group", lambda gid, uid: False)
+    if danger == "another user":
+        stat_of = Path.stat
+
+        def owned(own: Path) -> os.stat_result:
+            found = list(stat_of(own))
+            return os.stat_result([*found[:4], os.geteuid() + 1 if own == where else 0, *found[5:]])
+
+        monkeypatch.setattr(Path, "stat", owned)
+        assert native.describe() == f"plain ({where} belongs to another user)"
+    else:
+        bit = stat.S_IWOTH if danger == "all users" else stat.S_IWGRP
+        where.chmod(where.stat().st_mode | bit)
+        assert native.describe() == f"plain (other users may write {where})"
+    assert native.compiled() is None
+
+
+@needs_libraries
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_root_does_not_load_the_library_of_a_user(lib_dir):
+    path = copied(lib_dir)
+    os.chown(path, 65534, 65534)
+    assert native.describe() == f"plain ({path} belongs to another user)"
+
+
+@needs_libraries
+def test_a_folder_in_which_only_owners_replace_files_is_no_danger(lib_dir):
+    """As /tmp is."""
+    path = copied(lib_dir)
+    lib_dir.chmod(0o1777)
+    assert native.compiled()._name == str(path)
+
+
+@needs_libraries
+def test_a_link_is_judged_by_where_it_leads(lib_dir, tmp_path):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    path = copied(lib_dir)
+    path.rename(shared / path.name)
+    path.symlink_to(shared / path.name)
+    shared.chmod(0o777)
+    assert native.describe() == f"plain (other users may write {shared})"
+
+
+@needs_libraries
+@pytest.mark.parametrize(
+    ("group", "members", "is_loaded"),
+    [("ann", [], True), ("ann", ["ann"], True), ("ann", ["bob"], False), ("staff", [], False)],
+)
+def test_a_group_without_another_member_may_write(lib_dir, monkeypatch, group, members, is_loaded):
+    """Many systems give each user such a group, and let it write all his files."""
+    path = copied(lib_dir)
+    path.chmod(0o775)
+    monkeypatch.setattr(native.pwd, "getpwuid", lambda uid: SimpleNamespace(pw_name="ann"))
+    named = SimpleNamespace(gr_name=group, gr_mem=members)
+    monkeypatch.setattr(native.grp, "getgrgid", lambda gid: named)
+    assert (native.compiled() is not None) == is_loaded
+
+
+@needs_libraries
+def test_a_group_or_user_without_a_name_may_not_write(lib_dir, monkeypatch):
+    def unknown(number: int) -> None:
+        raise KeyError(number)
+
+    copied(lib_dir).chmod(0o775)
+    monkeypatch.setattr(native.grp, "getgrgid", unknown)
+    assert native.compiled() is None
+
+
+@pytest.fixture
+def fast_build(lib_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`MTRAIN_NATIVE=build`, without optimisation; returns the folder for temporary files."""
+    try:
+        build.find_compiler()
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    flags = ["-O0" if flag == "-O3" else flag for flag in build.COMPILE_FLAGS]
+    monkeypatch.setattr(build, "COMPILE_FLAGS", flags)
+    monkeypatch.setenv("MTRAIN_NATIVE", "build")
+    monkeypatch.setattr(native.tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_a_library_can_be_compiled_for_a_process_alone(fast_build, monkeypatch, capsys):
+    modes, compiles = [], build.build
+
+    def noted(folder: Path, sets: list[build.InstructionSet]) -> dict[str, str]:
+        modes.append(stat.S_IMODE(folder.stat().st_mode))
+        return compiles(folder, sets)
+
+    monkeypatch.setattr(build, "build", noted)
+    own = native.library()
+    assert own.instruction_set == USABLE[-1]
+    assert modes == [0o700]
+    assert capsys.readouterr().err == f"mtrain: compiling for {USABLE[-1]} (MTRAIN_NATIVE=build)\n"
+    x, y = (ctypes.c_float * 100)(*[1.0] * 100), (ctypes.c_float * 100)()
+    own.functions.dropout_float(x, y, 100, 2**15, 2.0, 7)
+    assert sorted(set(y)) == [0.0, 2.0]
+    assert [path.name for path in fast_build.iterdir()] == ["package"], "the folder is gone"
+
+
+@pytest.mark.parametrize("error", [build.BuildError("error: no C"), OSError(28, "No space left")])
+def test_a_build_that_fails_has_its_reason(error, fast_build, monkeypatch, capsys):
+    def failing(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(build, "build", failing)
+    assert native.describe() == f"plain (MTRAIN_NATIVE=build: {error})"
+
+
+def test_nothing_is_compiled_unless_it_is_asked_for(lib_dir, monkeypatch):
+    monkeypatch.setattr(build, "build", lambda *_: pytest.fail("it was compiled"))
+    assert native.compiled() is None
 
 
 def trained(cli: Cli, tmp_path: Path) -> str:
@@ -353,62 +269,62 @@ def trained(cli: Cli, tmp_path: Path) -> str:
     outcome = cli("train", write_task(tmp_path / "task"))
     assert outcome.code == 0, outcome.err
     (line,) = [line for line in outcome.err.splitlines() if line.startswith("device ")]
-    assert len(line) < 80
     return line
 
 
-def test_without_a_compiler_training_works_and_the_header_says_so(
-    cli: Cli, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(native, "_COMPILERS", ("no-such-compiler",))
-    line = trained(cli, tmp_path)
-    assert line == "device   cpu, float32, 1 thread, kernels plain (no C compiler was found)"
-
-
-def test_with_the_plain_formulas_asked_for_the_header_misses_no_compiler(
-    cli: Cli, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_header_says_why_formulas_are_plain(cli, lib_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("MTRAIN_NATIVE", "0")
     line = trained(cli, tmp_path)
     assert line == "device   cpu, float32, 1 thread, kernels plain (MTRAIN_NATIVE=0)"
 
 
-@needs_compiler
-def test_with_a_compiler_the_header_says_that_the_kernels_are_compiled(
-    cli: Cli, cache: Path, built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(built))
-    assert trained(cli, tmp_path) == "device   cpu, float32, 1 thread, kernels compiled"
+@needs_libraries
+def test_the_header_says_what_the_kernels_are_compiled_for(cli, tmp_path):
+    line = trained(cli, tmp_path)
+    assert line == f"device   cpu, float32, 1 thread, kernels compiled for {USABLE[-1]}"
+    assert len(line) < 80
 
 
-def test_the_sources_are_part_of_the_package():
-    assert {source.parent for source in native._SOURCES} == {
-        Path(native.__file__).with_name("csrc")
-    }
-    assert all(source.is_file() for source in native._SOURCES)
+def test_an_unknown_instruction_set_ends_training_with_one_line(cli, tmp_path, monkeypatch):
+    monkeypatch.setenv("MTRAIN_NATIVE", "avx3")
+    outcome = cli("train", write_task(tmp_path / "task"))
+    assert outcome.code == 2
+    assert outcome.err.splitlines()[-1].startswith("mtrain: `MTRAIN_NATIVE` must be 0, build or ")
 
 
-@needs_compiler
-@pytest.mark.parametrize(
-    "machine_flags",
-    [
-        *native._MACHINE_FLAGS,
-        pytest.param(("-mavx512f",), marks=needs_vectors),
-    ],
-    ids=str,
-)
-def test_the_sources_compile_without_a_warning(machine_flags):
-    compiler = next(name for name in native._COMPILERS if shutil.which(name))
-    strict = ["-O0", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
-    command = [compiler, *native._FLAGS, *machine_flags, *strict, *map(str, native._SOURCES)]
-    done = subprocess.run(command, capture_output=True, check=False)
-    assert (done.returncode, done.stderr) == (0, b"")
-
-
-@needs_compiler
-def test_without_the_flags_of_the_machine_there_are_no_products(cache, monkeypatch):
-    monkeypatch.setattr(native, "_MACHINE_FLAGS", ((),))
-    assert not any(
-        native.Functions(native.compiled(), dtype_name).has_fast_matmul()
-        for dtype_name in ("bf16", "float")
+@needs_libraries
+@pytest.mark.parametrize("name", USABLE[:-1])
+def test_each_instruction_set_passes_the_tests_of_the_operations(name):
+    """As the best one does in this process."""
+    files = sorted(str(path) for path in Path(__file__).parent.glob("test_*.py"))
+    others = [path for path in files if Path(path).stem not in ("test_native", "test_build")]
+    command = [sys.executable, "-m", "pytest", "-qq", "-x", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "-k", "compiled or multiplied", *others],
+        env=os.environ | {"MTRAIN_NATIVE": name},
+        capture_output=True,
+        text=True,
+        check=False,
     )
+    assert done.returncode == 0, done.stdout
+    assert "skipped" not in done.stdout
+
+
+@needs_libraries
+def test_products_are_ours_only_where_they_were_measured_to_be_faster(monkeypatch):
+    found = {}
+    for name in USABLE:
+        monkeypatch.setenv("MTRAIN_NATIVE", name)
+        functions = [native.Functions(native.compiled(), dtype) for dtype in ("float", "bf16")]
+        found[name] = [one.has_fast_matmul() for one in functions]
+    fast = {"sse2": [False, False], "avx2": [True, False], "avx512": [True, False]}
+    fast |= {"avx512_bf16": [True, True], "neon": [False, False], "neon_bf16": [False, False]}
+    assert found == {name: fast.get(name, [False, False]) for name in USABLE}
+
+
+@pytest.mark.parametrize(("status", "error"), [(1, MemoryError), (2, IndexError)])
+def test_a_status_that_is_not_success_is_an_error(status, error):
+    library = SimpleNamespace(dropout_float=lambda: status)
+    with pytest.raises(error) as caught:
+        native.Functions(library, "float").call("dropout", ())
+    assert str(caught.value) == ("" if status == 1 else "index out of range in dropout")

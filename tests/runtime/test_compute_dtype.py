@@ -5,14 +5,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mtrain.runtime import device
 from mtrain.runtime.device import compute_dtype
+
+
+@pytest.fixture(autouse=True)
+def not_cached(monkeypatch):
+    monkeypatch.setattr(device, "processor_features", device.processor_features.__wrapped__)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_a_named_precision_decides_the_type_of_states_and_products(kind):
-    device = torch.device(kind)
-    assert compute_dtype("bfloat16", device) is torch.bfloat16
-    assert compute_dtype("float32", device) is torch.float32
+    assert compute_dtype("bfloat16", torch.device(kind)) is torch.bfloat16
+    assert compute_dtype("float32", torch.device(kind)) is torch.float32
 
 
 @pytest.mark.parametrize(("major", "expected"), [(7, torch.float32), (9, torch.bfloat16)])
@@ -26,15 +31,34 @@ def test_automatic_precision_is_bfloat16_where_the_gpu_has_it(major, expected, m
 
 
 @pytest.mark.parametrize(
-    ("checks", "expected"),
+    ("features", "expected"),
     [
-        ({}, torch.float32),  # a PyTorch that knows nothing of the processor
-        ({"_is_avx512_bf16_supported": False}, torch.float32),
-        ({"_is_avx512_bf16_supported": False, "_is_amx_tile_supported": True}, torch.bfloat16),
-        ({"_is_avx512_bf16_supported": True}, torch.bfloat16),
+        ("", torch.float32),  # a processor of which nothing is known
+        ("fpu avx2 avx512f", torch.float32),
+        ("fpu avx2 avx512f avx512_bf16", torch.bfloat16),
+        ("fpu amx_tile", torch.bfloat16),
     ],
 )
-def test_automatic_precision_is_bfloat16_where_the_processor_has_it(checks, expected, monkeypatch):
-    known = SimpleNamespace(**{name: lambda fast=fast: fast for name, fast in checks.items()})
-    monkeypatch.setattr(torch, "cpu", known)
+def test_automatic_precision_is_bfloat16_where_the_processor_has_it(
+    features, expected, monkeypatch
+):
+    text = f"processor\t: 0\nmodel name\t: A\nflags\t\t: {features}\nbugs\t\t: avx512_bf16\n"
+    monkeypatch.setattr(device.Path, "read_text", lambda *_, **__: text)
     assert compute_dtype("auto", torch.device("cpu")) is expected
+    assert device.processor() == "A"
+
+
+@pytest.mark.parametrize("key", ["flags\t\t", "Features\t"])
+def test_the_features_are_those_of_the_first_processor(key, monkeypatch):
+    text = f"{key}: fp bf16\n\n{key}: fp\n"
+    monkeypatch.setattr(device.Path, "read_text", lambda *_, **__: text)
+    assert device.processor_features() == {"fp", "bf16"}
+
+
+def test_a_system_without_cpuinfo_names_no_features(monkeypatch):
+    def missing(*_, **__):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(device.Path, "read_text", missing)
+    assert device.processor_features() == set()
+    assert not device.processor_has("avx2", "amx_tile")

@@ -1,14 +1,4 @@
-/* Scaled dot-product attention:
- *
- *      attention         q [b, h, t, k], k, v [b, h, s, k], keep -> out [b, h, t, k]; and its gradients
- *      paged_attention   q [rows, h k], a cache [r, 2 h k] and slots [rows, count] -> out [rows, h k]
- *
- * Values are stored as float or as bfloat16 (ELEM), and computed in float. The plain formulas are in
- * attention.py. Calls run on one thread and return 0, or 1 if there is no memory. The file includes
- * itself once for each ELEM.
- */
-#ifndef ELEM
-
+/* Scaled dot-product attention, its gradients, and paged attention for decoding. */
 #include "vec.h"
 
 #define KEY_BLOCK 8 /* keys whose scores are computed at once */
@@ -46,16 +36,6 @@ static inline void transpose(vec_u32 *rows) {
         memcpy(rows, zipped, sizeof zipped);
     }
 }
-
-/* b sentences, h heads, t queries, s keys, head width k; and strides in elements for sentence, head and
- * position. */
-typedef struct {
-    int64_t b, h, t, s, k;
-    int64_t q_strides[3], k_strides[3], v_strides[3], out_strides[3];
-    int64_t grad_q_strides[3], grad_k_strides[3], grad_v_strides[3], keep_strides[4];
-    float scale, dropout_scale;
-    uint32_t cut, seed;
-} attention_shape;
 
 /* bias [s, width], added to the scores of a head: 0 where `keep`, else a number that absorbs any score, so
  * that the weights of a query that keeps nothing are equal. */
@@ -103,51 +83,42 @@ static inline void fill_dropout(float *factors, const attention_shape *at, uint3
         factors[i] = apply_dropout(1.0f, first + (uint32_t)(i * at->s), at->seed, at->cut, at->dropout_scale);
 }
 
-#define ELEM bf16
-#include "attention.c"
-#undef ELEM
-#define ELEM float
-#include "attention.c"
-#undef ELEM
-
-#else
-
 /* Load `n` values, at most a vector, and zeros. */
-static inline __attribute__((always_inline)) vec_float NAME(load_vec)(const ELEM *from, int64_t n) {
+static inline __attribute__((always_inline)) vec_float load_vec(const elem *from, int64_t n) {
     vec_float whole, part = {0};
     if (n >= LANES) {
-        for (int64_t i = 0; i < LANES; i++) whole[i] = LOAD(from[i]);
+        for (int64_t i = 0; i < LANES; i++) whole[i] = load(from[i]);
         return whole;
     }
-    for (int64_t i = 0; i < n; i++) part[i] = LOAD(from[i]);
+    for (int64_t i = 0; i < n; i++) part[i] = load(from[i]);
     return part;
 }
 
 /* Store the first `n` values of a vector, at most all. */
-static inline __attribute__((always_inline)) void NAME(save_vec)(ELEM *to, vec_float values, int64_t n) {
-    if (n >= LANES) NAME(store_full)(to, values);
+static inline __attribute__((always_inline)) void save_vec(elem *to, vec_float values, int64_t n) {
+    if (n >= LANES) store_full(to, values);
     else
-        for (int64_t i = 0; i < n; i++) to[i] = SAVE(values[i]);
+        for (int64_t i = 0; i < n; i++) to[i] = save(values[i]);
 }
 
 /* Pack rows [n, k] with n as the inner dimension: k-groups [n / group, wide], zero-padded. */
-static inline void NAME(pack_columns)(uint32_t *to, const ELEM *from, int64_t stride, int64_t n,
+static inline void pack_columns(uint32_t *to, const elem *from, int64_t stride, int64_t n,
                                   int64_t k, int64_t wide) {
-    int64_t size = 4 / sizeof(ELEM);
+    int64_t size = 4 / sizeof(elem);
     for (int64_t i = 0; i < n; i += size)
         for (int64_t j = 0; j < wide; j += LANES, to += LANES) {
-            const ELEM *own = from + i * stride + j;
+            const elem *own = from + i * stride + j;
             vec_float below = {0};
-            if (i + 1 < n) below = NAME(load_vec)(own + stride, k - j);
-            vec_u32 both = NAME(pair)(NAME(load_vec)(own, k - j), below);
+            if (i + 1 < n) below = load_vec(own + stride, k - j);
+            vec_u32 both = pair(load_vec(own, k - j), below);
             memcpy(to, &both, sizeof both);
         }
 }
 
 /* c [n, k] = a b scale: k-group i of row r of a is at r * a_row + i * a_column, b is packed by pack_columns.
  * Four rows of a are multiplied at once. */
-static inline __attribute__((always_inline)) void NAME(product_tile)(
-    ELEM *c, int64_t c_row, int64_t n, int64_t k, const ELEM *a, int64_t a_row, int64_t a_column,
+static inline __attribute__((always_inline)) void product_tile(
+    elem *c, int64_t c_row, int64_t n, int64_t k, const elem *a, int64_t a_row, int64_t a_column,
     const uint32_t *b, int64_t inner, int64_t wide, float scale, int vectors) {
     vec_float sums[4][2] = {{{0}}};
     for (int64_t i = 0; i < inner; i++)
@@ -157,76 +128,76 @@ static inline __attribute__((always_inline)) void NAME(product_tile)(
             for (int j = 0; j < 4; j++) {
                 uint32_t group;
                 memcpy(&group, a + j * a_row + i * a_column, sizeof group);
-                sums[j][v] = NAME(mul_add)(sums[j][v], group, others);
+                sums[j][v] = mul_add(sums[j][v], group, others);
             }
         }
     for (int j = 0; j < 4 && j < n; j++)
         for (int v = 0; v < vectors; v++)
-            NAME(save_vec)(c + j * c_row + v * LANES, sums[j][v] * scale, k - v * LANES);
+            save_vec(c + j * c_row + v * LANES, sums[j][v] * scale, k - v * LANES);
 }
 
-static inline void NAME(product)(ELEM *restrict c, int64_t c_row, int64_t n, int64_t k,
-                                 const ELEM *restrict a, int64_t a_row, int64_t a_column,
+static inline void product(elem *restrict c, int64_t c_row, int64_t n, int64_t k,
+                                 const elem *restrict a, int64_t a_row, int64_t a_column,
                                  const uint32_t *restrict b, int64_t inner, int64_t wide,
                                  float scale) {
     for (int64_t r = 0; r < n; r += 4, a += 4 * a_row, c += 4 * c_row) {
         int64_t w = 0;
         for (; w + 2 * LANES <= wide; w += 2 * LANES)
-            NAME(product_tile)(c + w, c_row, n - r, k - w, a, a_row, a_column, b + w, inner, wide,
+            product_tile(c + w, c_row, n - r, k - w, a, a_row, a_column, b + w, inner, wide,
                                scale, 2);
         if (w < wide)
-            NAME(product_tile)(c + w, c_row, n - r, k - w, a, a_row, a_column, b + w, inner, wide,
+            product_tile(c + w, c_row, n - r, k - w, a, a_row, a_column, b + w, inner, wide,
                                scale, 1);
     }
 }
 
-/* Scores [n, width] as k-groups of the left factor [width, n], their transpose; in `buffer` if ELEM is not
+/* Scores [n, width] as k-groups of the left factor [width, n], their transpose; in `buffer` if elem is not
  * float. */
-static inline const ELEM *NAME(transpose_scores)(ELEM *buffer, const float *scores, int64_t n, int64_t width) {
-    int64_t size = 4 / sizeof(ELEM);
-    ELEM *to = buffer;
-    if (size == 1) return (const ELEM *)scores;
+static inline const elem *transpose_scores(elem *buffer, const float *scores, int64_t n, int64_t width) {
+    int64_t size = 4 / sizeof(elem);
+    elem *to = buffer;
+    if (size == 1) return (const elem *)scores;
     for (int64_t i = 0; i < n; i += size)
         for (int64_t w = 0; w < width; w += LANES, to += LANES * size) {
             vec_float own, below = {0};
             memcpy(&own, scores + i * width + w, sizeof own);
             if (i + 1 < n) memcpy(&below, scores + (i + 1) * width + w, sizeof below);
-            vec_u32 both = NAME(pair)(NAME(round_trip)(own), NAME(round_trip)(below));
+            vec_u32 both = pair(round_trip(own), round_trip(below));
             memcpy(to, &both, sizeof both);
         }
     return buffer;
 }
 
-/* Scores rounded to ELEM, as a left factor; in `buffer` if ELEM is not float. */
-static inline const ELEM *NAME(round_scores)(ELEM *buffer, const float *scores, int64_t count) {
-    if (sizeof(ELEM) == sizeof(float)) return (const ELEM *)scores;
+/* Scores rounded to elem, as a left factor; in `buffer` if elem is not float. */
+static inline const elem *round_scores(elem *buffer, const float *scores, int64_t count) {
+    if (sizeof(elem) == sizeof(float)) return (const elem *)scores;
     for (int64_t i = 0; i < count; i += LANES) {
         vec_float own;
         memcpy(&own, scores + i, sizeof own);
-        NAME(store_full)(buffer + i, own);
+        store_full(buffer + i, own);
     }
     return buffer;
 }
 
 /* Load a vector of k-groups from the `left` remaining numbers of a row, zero-padded. */
-static inline vec_u32 NAME(load_groups)(const ELEM *row, int64_t left) {
-    ELEM numbers[sizeof(vec_u32) / sizeof(ELEM)] = {0};
+static inline vec_u32 load_groups(const elem *row, int64_t left) {
+    elem numbers[sizeof(vec_u32) / sizeof(elem)] = {0};
     vec_u32 result;
-    if (left * sizeof(ELEM) >= sizeof result) return *(vec_u32 *)memcpy(&result, row, sizeof result);
+    if (left * sizeof(elem) >= sizeof result) return *(vec_u32 *)memcpy(&result, row, sizeof result);
     for (int64_t i = 0; i < left; i++) numbers[i] = row[i];
     return *(vec_u32 *)memcpy(&result, numbers, sizeof result);
 }
 
 /* Pack the transpose of a head [n, k]: k-groups [k / group, width]. */
-static inline void NAME(pack_transposed)(uint32_t *to, const ELEM *from, int64_t stride, int64_t n,
+static inline void pack_transposed(uint32_t *to, const elem *from, int64_t stride, int64_t n,
                                     int64_t k, int64_t width) {
-    int64_t size = 4 / sizeof(ELEM), num_groups = round_up(k, size) / size;
+    int64_t size = 4 / sizeof(elem), num_groups = round_up(k, size) / size;
     for (int64_t row = 0; row < width; row += LANES)
         for (int64_t group = 0; group < num_groups; group += LANES) {
             vec_u32 block[LANES];
             for (int64_t i = 0; i < LANES; i++) {
-                const ELEM *own = from + (row + i) * stride + group * size;
-                block[i] = row + i < n ? NAME(load_groups)(own, k - group * size) : (vec_u32){0};
+                const elem *own = from + (row + i) * stride + group * size;
+                block[i] = row + i < n ? load_groups(own, k - group * size) : (vec_u32){0};
             }
             transpose(block);
             for (int64_t i = 0; i < LANES && group + i < num_groups; i++)
@@ -235,34 +206,34 @@ static inline void NAME(pack_transposed)(uint32_t *to, const ELEM *from, int64_t
 }
 
 /* Add the products of the k-group at `at` to the scores of KEY_BLOCK rows. */
-static inline __attribute__((always_inline)) void NAME(add_products)(vec_float *sums,
-                                                                   const ELEM *const *rows,
+static inline __attribute__((always_inline)) void add_products(vec_float *sums,
+                                                                   const elem *const *rows,
                                                                    int64_t at, int64_t size,
                                                                    const uint32_t *across) {
     vec_u32 others;
     memcpy(&others, across, sizeof others);
     for (int r = 0; r < KEY_BLOCK; r++) {
         uint32_t group = 0;
-        memcpy(&group, rows[r] + at, size * sizeof(ELEM));
-        sums[r] = NAME(mul_add)(sums[r], group, others);
+        memcpy(&group, rows[r] + at, size * sizeof(elem));
+        sums[r] = mul_add(sums[r], group, others);
     }
 }
 
 /* scores [n, width] = a head [n, k] times another packed by pack_transposed; rows up to the next multiple
  * of KEY_BLOCK are written. */
-static inline void NAME(compute_scores)(float *scores, const ELEM *head, int64_t stride, int64_t n,
+static inline void compute_scores(float *scores, const elem *head, int64_t stride, int64_t n,
                                int64_t k, const uint32_t *across, int64_t width) {
-    int64_t size = 4 / sizeof(ELEM);
+    int64_t size = 4 / sizeof(elem);
     for (int64_t j = 0; j < n; j += KEY_BLOCK) {
-        const ELEM *rows[KEY_BLOCK];
+        const elem *rows[KEY_BLOCK];
         for (int r = 0; r < KEY_BLOCK; r++) rows[r] = head + min_of(j + r, n - 1) * stride;
         for (int64_t w = 0; w < width; w += LANES) {
             vec_float sums[KEY_BLOCK] = {{0}};
             const uint32_t *others = across + w;
             int64_t i = 0;
             for (; i + size <= k; i += size, others += width)
-                NAME(add_products)(sums, rows, i, size, others);
-            if (i < k) NAME(add_products)(sums, rows, i, 1, others);
+                add_products(sums, rows, i, size, others);
+            if (i < k) add_products(sums, rows, i, 1, others);
             for (int r = 0; r < KEY_BLOCK; r++)
                 memcpy(scores + (j + r) * width + w, &sums[r], sizeof(vec_float));
         }
@@ -270,61 +241,61 @@ static inline void NAME(compute_scores)(float *scores, const ELEM *head, int64_t
 }
 
 /* Prefetch the rows of a head: their stride is too large for the hardware prefetcher. */
-static inline void NAME(prefetch)(const ELEM *head, int64_t stride, int64_t n) {
+static inline void prefetch(const elem *head, int64_t stride, int64_t n) {
     for (int64_t i = 0; i < n; i++) __builtin_prefetch(head + i * stride);
 }
 
 /* The first element of a head. */
-static inline const ELEM *NAME(head)(const ELEM *of, const int64_t *strides, int64_t b, int64_t h) {
+static inline const elem *head(const elem *of, const int64_t *strides, int64_t b, int64_t h) {
     return of + b * strides[0] + h * strides[1];
 }
 
 /* out = dropout(softmax(q k^T scale)) v over the kept keys. Scores have a row for each key, so that a
  * vector holds as many queries and no sum is within a vector. */
-int NAME(attention)(const attention_shape *at, const ELEM *q, const ELEM *k, const ELEM *v,
-                    const uint8_t *keep, ELEM *out) {
-    int64_t keys = round_up(at->s, KEY_BLOCK), size = 4 / sizeof(ELEM);
+status FUNCTION(attention)(const attention_shape *at, const elem *q, const elem *k, const elem *v,
+                    const uint8_t *keep, elem *out) {
+    int64_t keys = round_up(at->s, KEY_BLOCK), size = 4 / sizeof(elem);
     int64_t width = round_up(at->t, LANES), wide = round_up(at->k, LANES);
     const int64_t *qt = at->q_strides, *kt = at->k_strides, *vt = at->v_strides;
     const int64_t *ot = at->out_strides, *mt = at->keep_strides;
     float *probs = alloc_zeros((at->k + 3 * keys + 1) * width + keys * wide);
-    if (!probs) return 1;
+    if (!probs) return OPS_NO_MEMORY;
     float *bias = probs + keys * width, *factors = bias + keys * width;
-    ELEM *factor = (ELEM *)(factors + width);
+    elem *factor = (elem *)(factors + width);
     uint32_t *vs_down = (uint32_t *)(factors + (keys + 1) * width), *qs_across = vs_down + keys * wide;
     const uint8_t *seen = NULL;
     for (int64_t n = 0; n < at->b * at->h; n++) {
         int64_t b = n / at->h, h = n % at->h;
         int64_t next_b = (n + 1) / at->h % at->b, next_h = (n + 1) % at->h;
-        NAME(prefetch)(NAME(head)(q, qt, next_b, next_h), qt[2], at->t);
-        NAME(prefetch)(NAME(head)(k, kt, next_b, next_h), kt[2], at->s);
-        NAME(prefetch)(NAME(head)(v, vt, next_b, next_h), vt[2], at->s);
+        prefetch(head(q, qt, next_b, next_h), qt[2], at->t);
+        prefetch(head(k, kt, next_b, next_h), kt[2], at->s);
+        prefetch(head(v, vt, next_b, next_h), vt[2], at->s);
         const uint8_t *own = keep ? keep + b * mt[0] + h * mt[1] : NULL;
         if (own != seen) fill_bias(bias, own, at, width);
         seen = own;
-        NAME(prefetch)(NAME(head)(out, ot, b, h), ot[2], at->t);
-        NAME(pack_transposed)(qs_across, NAME(head)(q, qt, b, h), qt[2], at->t, at->k, width);
-        NAME(pack_columns)(vs_down, NAME(head)(v, vt, b, h), vt[2], at->s, at->k, wide);
-        NAME(compute_scores)(probs, NAME(head)(k, kt, b, h), kt[2], at->s, at->k, qs_across, width);
+        prefetch(head(out, ot, b, h), ot[2], at->t);
+        pack_transposed(qs_across, head(q, qt, b, h), qt[2], at->t, at->k, width);
+        pack_columns(vs_down, head(v, vt, b, h), vt[2], at->s, at->k, wide);
+        compute_scores(probs, head(k, kt, b, h), kt[2], at->s, at->k, qs_across, width);
         softmax(probs, bias, at->s, width, at->scale);
         uint32_t first = (uint32_t)(n * at->t * at->s);
         for (int64_t j = 0; at->cut && j < at->s; j++) {
             fill_dropout(factors, at, first + (uint32_t)j, width);
             for (int64_t i = 0; i < width; i++) probs[j * width + i] *= factors[i];
         }
-        NAME(product)(out + b * ot[0] + h * ot[1], ot[2], at->t, at->k,
-                      NAME(transpose_scores)(factor, probs, at->s, width), size, size * width, vs_down,
+        product(out + b * ot[0] + h * ot[1], ot[2], at->t, at->k,
+                      transpose_scores(factor, probs, at->s, width), size, size * width, vs_down,
                       round_up(at->s, size) / size, wide, 1.0f);
     }
     free(probs);
-    return 0;
+    return OPS_OK;
 }
 
 /* grad_q, grad_k and grad_v of attention. */
-int NAME(attention_grad)(const attention_shape *at, const ELEM *grad, const ELEM *q,
-                         const ELEM *k, const ELEM *v, const uint8_t *keep, ELEM *grad_q,
-                         ELEM *grad_k, ELEM *grad_v) {
-    int64_t keys = round_up(at->s, KEY_BLOCK), size = 4 / sizeof(ELEM);
+status FUNCTION(attention_grad)(const attention_shape *at, const elem *grad, const elem *q,
+                         const elem *k, const elem *v, const uint8_t *keep, elem *grad_q,
+                         elem *grad_k, elem *grad_v) {
+    int64_t keys = round_up(at->s, KEY_BLOCK), size = 4 / sizeof(elem);
     int64_t width = round_up(at->t, LANES), wide = round_up(at->k, LANES);
     int64_t num_t = round_up(at->t, size) / size, num_s = round_up(at->s, size) / size;
     const int64_t *qt = at->q_strides, *kt = at->k_strides, *vt = at->v_strides;
@@ -332,10 +303,10 @@ int NAME(attention_grad)(const attention_shape *at, const ELEM *grad, const ELEM
     const int64_t *gk = at->grad_k_strides, *gv = at->grad_v_strides;
     int64_t across = at->k * width, square = keys * width, down = width * wide;
     float *probs = alloc_zeros(4 * square + 2 * across + 2 * down + keys * wide + 2 * width);
-    if (!probs) return 1;
+    if (!probs) return OPS_NO_MEMORY;
     float *slopes = probs + square, *bias = slopes + square, *factors = bias + square;
     float *along = factors + width;
-    ELEM *factor = (ELEM *)(along + width);
+    elem *factor = (elem *)(along + width);
     uint32_t *qs_across = (uint32_t *)(along + width) + square, *gs_across = qs_across + across;
     uint32_t *qs_down = gs_across + across, *gs_down = qs_down + down, *ks_down = gs_down + down;
     const uint8_t *seen = NULL;
@@ -343,22 +314,22 @@ int NAME(attention_grad)(const attention_shape *at, const ELEM *grad, const ELEM
     for (int64_t n = 0; n < at->b * at->h; n++) {
         int64_t b = n / at->h, h = n % at->h;
         int64_t next_b = (n + 1) / at->h % at->b, next_h = (n + 1) % at->h;
-        NAME(prefetch)(NAME(head)(q, qt, next_b, next_h), qt[2], at->t);
-        NAME(prefetch)(NAME(head)(grad, ot, next_b, next_h), ot[2], at->t);
-        NAME(prefetch)(NAME(head)(k, kt, next_b, next_h), kt[2], at->s);
-        NAME(prefetch)(NAME(head)(v, vt, next_b, next_h), vt[2], at->s);
+        prefetch(head(q, qt, next_b, next_h), qt[2], at->t);
+        prefetch(head(grad, ot, next_b, next_h), ot[2], at->t);
+        prefetch(head(k, kt, next_b, next_h), kt[2], at->s);
+        prefetch(head(v, vt, next_b, next_h), vt[2], at->s);
         const uint8_t *own = keep ? keep + b * mt[0] + h * mt[1] : NULL;
         if (own != seen) fill_bias(bias, own, at, width);
         seen = own;
-        const ELEM *own_q = NAME(head)(q, qt, b, h), *own_grad = NAME(head)(grad, ot, b, h);
-        const ELEM *own_k = NAME(head)(k, kt, b, h), *own_v = NAME(head)(v, vt, b, h);
-        NAME(pack_columns)(qs_down, own_q, qt[2], at->t, at->k, wide);
-        NAME(pack_columns)(gs_down, own_grad, ot[2], at->t, at->k, wide);
-        NAME(pack_columns)(ks_down, own_k, kt[2], at->s, at->k, wide);
-        NAME(pack_transposed)(qs_across, own_q, qt[2], at->t, at->k, width);
-        NAME(pack_transposed)(gs_across, own_grad, ot[2], at->t, at->k, width);
-        NAME(compute_scores)(probs, own_k, kt[2], at->s, at->k, qs_across, width);
-        NAME(compute_scores)(slopes, own_v, vt[2], at->s, at->k, gs_across, width);
+        const elem *own_q = head(q, qt, b, h), *own_grad = head(grad, ot, b, h);
+        const elem *own_k = head(k, kt, b, h), *own_v = head(v, vt, b, h);
+        pack_columns(qs_down, own_q, qt[2], at->t, at->k, wide);
+        pack_columns(gs_down, own_grad, ot[2], at->t, at->k, wide);
+        pack_columns(ks_down, own_k, kt[2], at->s, at->k, wide);
+        pack_transposed(qs_across, own_q, qt[2], at->t, at->k, width);
+        pack_transposed(gs_across, own_grad, ot[2], at->t, at->k, width);
+        compute_scores(probs, own_k, kt[2], at->s, at->k, qs_across, width);
+        compute_scores(slopes, own_v, vt[2], at->s, at->k, gs_across, width);
         softmax(probs, bias, at->s, width, at->scale);
         uint32_t first = (uint32_t)(n * at->t * at->s);
         memset(along, 0, width * sizeof(float));
@@ -378,23 +349,23 @@ int NAME(attention_grad)(const attention_shape *at, const ELEM *grad, const ELEM
             fill_dropout(factors, at, first + (uint32_t)j, width);
             for (int64_t i = 0; i < width; i++) weights[i] *= factors[i];
         }
-        NAME(product)(grad_q + b * gq[0] + h * gq[1], gq[2], at->t, at->k,
-                      NAME(transpose_scores)(factor, slopes, at->s, width), size, size * width, ks_down, num_s,
+        product(grad_q + b * gq[0] + h * gq[1], gq[2], at->t, at->k,
+                      transpose_scores(factor, slopes, at->s, width), size, size * width, ks_down, num_s,
                       wide, at->scale);
-        NAME(product)(grad_k + b * gk[0] + h * gk[1], gk[2], at->s, at->k,
-                      NAME(round_scores)(factor, slopes, at->s * width), width, size, qs_down, num_t, wide,
+        product(grad_k + b * gk[0] + h * gk[1], gk[2], at->s, at->k,
+                      round_scores(factor, slopes, at->s * width), width, size, qs_down, num_t, wide,
                       at->scale);
-        NAME(product)(grad_v + b * gv[0] + h * gv[1], gv[2], at->s, at->k,
-                      NAME(round_scores)(factor, probs, at->s * width), width, size, gs_down, num_t, wide,
+        product(grad_v + b * gv[0] + h * gv[1], gv[2], at->s, at->k,
+                      round_scores(factor, probs, at->s * width), width, size, gs_down, num_t, wide,
                       1.0f);
     }
     free(probs);
-    return 0;
+    return OPS_OK;
 }
 
 /* Prefetch a part of the next query's rows while this query's head is computed: all at once are more
  * than the memory system holds in flight. */
-static inline void NAME(prefetch_rows)(const ELEM *const *next, int64_t count, int64_t head,
+static inline void prefetch_rows(const elem *const *next, int64_t count, int64_t head,
                                       int64_t heads, int64_t k) {
     for (int64_t t = count * head / heads; t < count * (head + 1) / heads; t++)
         for (int64_t i = 0; i < 2 * heads * k; i += ALIGNMENT / (int64_t)sizeof **next)
@@ -403,19 +374,19 @@ static inline void NAME(prefetch_rows)(const ELEM *const *next, int64_t count, i
 
 /* One query's attention to rows of a cache, all heads; k is a constant where this is inlined. `probs`
  * holds `length` numbers, rounded up to whole vectors. */
-static inline __attribute__((always_inline)) void NAME(attend_slots)(
-    const ELEM *query, const ELEM *const *seen, int64_t length, const ELEM *const *next,
-    int64_t num_next, float *probs, ELEM *out, int64_t heads, int64_t k, float scale) {
+static inline __attribute__((always_inline)) void attend_slots(
+    const elem *query, const elem *const *seen, int64_t length, const elem *const *next,
+    int64_t num_next, float *probs, elem *out, int64_t heads, int64_t k, float scale) {
     int64_t padded = round_up(length, LANES);
     for (int64_t h = 0; h < heads; h++) {
-        NAME(prefetch_rows)(next, num_next, h, heads, k);
+        prefetch_rows(next, num_next, h, heads, k);
         for (int64_t t = length; t < padded; t++) probs[t] = -INFINITY;
         for (int64_t t = 0; t < length; t++) {
             vec_float dots = {0};
 #pragma GCC unroll 8
             for (int64_t i = 0; i < k; i += LANES)
-                dots += NAME(load_vec)(query + h * k + i, k - i) *
-                        NAME(load_vec)(seen[t] + h * k + i, k - i);
+                dots += load_vec(query + h * k + i, k - i) *
+                        load_vec(seen[t] + h * k + i, k - i);
             probs[t] = sum_of(dots) * scale;
         }
         float top = -INFINITY, sum = 0.0f;
@@ -433,50 +404,54 @@ static inline __attribute__((always_inline)) void NAME(attend_slots)(
 #pragma GCC unroll 4
                 for (int64_t i = 0; i < 4; i++) {
                     int64_t at = first + i * LANES;
-                    const ELEM *value = seen[t] + (heads + h) * k + at;
-                    if (at < k) mix[i] += probs[t] * NAME(load_vec)(value, k - at);
+                    const elem *value = seen[t] + (heads + h) * k + at;
+                    if (at < k) mix[i] += probs[t] * load_vec(value, k - at);
                 }
             for (int64_t i = 0; i < 4 * LANES && first + i < k; i++)
-                out[h * k + first + i] = SAVE(mix[i / LANES][i % LANES] * share);
+                out[h * k + first + i] = save(mix[i / LANES][i % LANES] * share);
         }
     }
 }
 
-/* Collect pointers to the cache rows, `width` wide, of the slots that are not negative; return how many. */
-static inline int64_t NAME(gather_rows)(const ELEM **found, const ELEM *cache,
-                                      const int64_t *slots, int64_t count, int64_t width) {
+/* Collect pointers to the cache rows, `width` wide, of the slots that are not negative; return how many,
+ * or -1 if there is no such row. */
+static inline int64_t gather_rows(const elem **found, const elem *cache,
+                                      const int64_t *slots, int64_t count, int64_t cache_rows,
+                                      int64_t width) {
     int64_t length = 0;
-    for (int64_t t = 0; t < count; t++)
+    for (int64_t t = 0; t < count; t++) {
+        if (slots[t] >= cache_rows) return -1;
         if (slots[t] >= 0) found[length++] = cache + slots[t] * width;
+    }
     return length;
 }
 
 /* out [rows, heads k] = softmax(q k^T scale) v for each head of one query a row, over the cache rows in its
  * slots [rows, count]; a cache row is keys, then values, and negative slots are padding. */
-int NAME(paged_attention)(const ELEM *q, const ELEM *cache, const int64_t *slots, ELEM *out,
-                 int64_t rows, int64_t count, int64_t heads, int64_t k, int64_t q_stride,
-                 int64_t slots_stride, float scale) {
+status FUNCTION(paged_attention)(const elem *q, const elem *cache, const int64_t *slots, elem *out,
+                 int64_t rows, int64_t count, int64_t heads, int64_t k, int64_t cache_rows,
+                 int64_t q_stride, int64_t slots_stride, float scale) {
     int64_t padded = round_up(count, LANES);
-    float *probs = malloc(padded * sizeof *probs + 2 * count * sizeof(ELEM *));
-    if (!probs) return 1;
-    const ELEM **found = (const ELEM **)(probs + padded);
-    int64_t width = 2 * heads * k, num_next = NAME(gather_rows)(found, cache, slots, count, width);
-    for (int64_t n = 0; n < rows; n++) {
-        const ELEM **seen = found + n % 2 * count, **next = found + (n + 1) % 2 * count;
-        const ELEM *query = q + n * q_stride;
-        ELEM *to = out + n * heads * k;
+    float *probs = malloc(padded * sizeof *probs + 2 * count * sizeof(elem *));
+    if (!probs) return OPS_NO_MEMORY;
+    const elem **found = (const elem **)(probs + padded);
+    int64_t width = 2 * heads * k, num_next = 0;
+    if (rows) num_next = gather_rows(found, cache, slots, count, cache_rows, width);
+    for (int64_t n = 0; n < rows && num_next >= 0; n++) {
+        const elem **seen = found + n % 2 * count, **next = found + (n + 1) % 2 * count;
+        const elem *query = q + n * q_stride;
+        elem *to = out + n * heads * k;
         int64_t length = num_next;
         num_next = 0;
         if (n + 1 < rows)
-            num_next = NAME(gather_rows)(next, cache, slots + (n + 1) * slots_stride, count, width);
-#define ATTEND(k) NAME(attend_slots)(query, seen, length, next, num_next, probs, to, heads, k, scale)
+            num_next = gather_rows(next, cache, slots + (n + 1) * slots_stride, count, cache_rows, width);
+        if (num_next < 0) break;
+#define ATTEND(k) attend_slots(query, seen, length, next, num_next, probs, to, heads, k, scale)
         if (k == 32) ATTEND(32);
         else if (k == 64) ATTEND(64);
         else ATTEND(k);
 #undef ATTEND
     }
     free(probs);
-    return 0;
+    return num_next < 0 ? OPS_BAD_INDEX : OPS_OK;
 }
-
-#endif

@@ -12,11 +12,9 @@
  * of it, is kept apart, as a float. The shift of a position is the logit of its target, so that not
  * all of its powers underflow; if one could overflow, they are computed again with the greatest logit.
  *
- * States are float or bfloat16 (ELEM), and so are powers; weights are floats, rounded to ELEM. Calls run
- * on one thread. The file includes itself once for each ELEM.
+ * States are float or bfloat16 (elem), and so are powers; weights are floats, rounded to elem. Calls run
+ * on one thread. The file includes itself once for each elem.
  */
-#ifndef ELEM
-
 #include "gemm.h"
 
 #define TOKENS TILE_COLUMNS /* positions in a tile of logits */
@@ -80,41 +78,31 @@ static void add_losses(const tokens *of, int64_t rows, float smoothing, double *
 #define COUNT(name, size) total += round_up(size, LANES);
 #define TAKE(name, size) in->name = (void *)next, next += round_up(size, LANES);
 
-#define ELEM bf16
-#include "cross_entropy.c"
-#undef ELEM
-#define ELEM float
-#include "cross_entropy.c"
-#undef ELEM
-
-#else
-#include "gemm.h"
-
 /* The buffers of a call. */
 typedef struct {
     int64_t k, m, num_groups; /* num_groups: k-groups of a row */
-    ELEM *w;                /* weights [m, k], rounded */
+    elem *w;                /* weights [m, k], rounded */
     uint32_t *w_down;        /* the same packed, DEPTH entries at a time */
     float *sum_w, *even_x;   /* [k]: the sum of the rows of w; the sum of the rows of x times -even */
     uint32_t *states_across; /* x^T of a chunk, packed, TOKENS columns a tile */
     uint32_t *states_down;   /* x / sum, packed */
-    ELEM *scaled;           /* x / sum */
+    elem *scaled;           /* x / sum */
     float *mixed;            /* powers times w [CHUNK, k] */
     uint32_t *powers_down;   /* of DEPTH entries and TOKENS positions, k-groups of entries: [.., TOKENS] */
-    ELEM *powers_across;    /* of a chunk, k-groups of positions: [m, STRIDE] */
-} NAME(workspace);
+    elem *powers_across;    /* of a chunk, k-groups of positions: [m, STRIDE] */
+} workspace;
 
-/* Powers rounded to ELEM, in the low bits of 32. */
-static inline vec_u32 NAME(to_groups)(vec_float powers) {
+/* Powers rounded to elem, in the low bits of 32. */
+static inline vec_u32 to_groups(vec_float powers) {
     return K_GROUP == 1 ? (vec_u32)powers : widen(round_to_half(powers));
 }
 
 /* Compute e^(logit - shift) for logits [pieces, TOKENS] of the positions from `first` on; update their sums
  * and greatest logits; store the powers, if `down` is not NULL. Not inlined: its constants would take
  * registers from the sums of tiles. */
-static __attribute__((noinline)) void NAME(store_powers)(const float *logits, int64_t pieces,
+static __attribute__((noinline)) void store_powers(const float *logits, int64_t pieces,
                                                         tokens *of, int64_t first, uint32_t *down,
-                                                        ELEM *across) {
+                                                        elem *across) {
     vec_float shifts[VECTORS], sums[VECTORS], tops[VECTORS];
     memcpy(shifts, of->shift + first, sizeof shifts);
     memcpy(sums, of->sums + first, sizeof sums);
@@ -131,8 +119,8 @@ static __attribute__((noinline)) void NAME(store_powers)(const float *logits, in
                 vec_float power = power_of_e(logit - shifts[v]);
                 sums[v] += power;
                 if (!down) continue;
-                pairs |= NAME(to_groups)(power) << (uint32_t)(16 * i);
-                PASTE(store_vec, ELEM)(across + (r + i) * STRIDE + v * LANES, power, LANES);
+                pairs |= to_groups(power) << (uint32_t)(16 * i);
+                store_vec(across + (r + i) * STRIDE + v * LANES, power, LANES);
             }
             if (down) memcpy(down + r / K_GROUP * TOKENS + v * LANES, &pairs, sizeof pairs);
         }
@@ -140,38 +128,38 @@ static __attribute__((noinline)) void NAME(store_powers)(const float *logits, in
     memcpy(of->tops + first, tops, sizeof tops);
 }
 
-/* Allocate the buffers in one block, which starts at `w`; return 1 if there is no memory. */
-static int NAME(alloc_workspace)(NAME(workspace) *in, int64_t k, int64_t m, int with_grad) {
+/* Allocate the buffers in one block, which starts at `w`; return a status. */
+static status alloc_workspace(workspace *in, int64_t k, int64_t m, int with_grad) {
     int64_t total = 0;
     BUFFERS(COUNT)
     if (with_grad) { GRADIENT_BUFFERS(COUNT) }
     uint32_t *next = alloc_floats(total);
-    if (!next) return 1;
-    *in = (NAME(workspace)){.k = k, .m = m, .num_groups = k / K_GROUP};
+    if (!next) return OPS_NO_MEMORY;
+    *in = (workspace){.k = k, .m = m, .num_groups = k / K_GROUP};
     BUFFERS(TAKE)
     if (with_grad) { GRADIENT_BUFFERS(TAKE) }
-    return 0;
+    return OPS_OK;
 }
 
 /* Round weights [m, k], pack them, and sum their rows. */
-static void NAME(prepare_weights)(NAME(workspace) *in, const float *w) {
+static void prepare_weights(workspace *in, const float *w) {
     int64_t k = in->k, block_size = packed_size(DEPTH / K_GROUP, k);
     memset(in->sum_w, 0, k * sizeof(float));
     for (int64_t r = 0; r < in->m; r++)
         for (int64_t i = 0; i < k; i++) {
-            in->w[r * k + i] = SAVE(w[r * k + i]);
-            in->sum_w[i] += LOAD(in->w[r * k + i]);
+            in->w[r * k + i] = save(w[r * k + i]);
+            in->sum_w[i] += load(in->w[r * k + i]);
         }
     for (int64_t first = 0; in->w_down && first < in->m; first += DEPTH)
-        NAME(pack_rows)(in->w_down + first / DEPTH * block_size, in->w + first * k,
+        pack_rows(in->w_down + first / DEPTH * block_size, in->w + first * k,
                             min_of(in->m - first, DEPTH), k);
 }
 
 /* Pack states [rows, k]^T, and compute the logits of their targets and the mean logits. */
-static void NAME(prepare_states)(const NAME(workspace) *in, tokens *of, const ELEM *x,
+static void prepare_states(const workspace *in, tokens *of, const elem *x,
                              const int64_t *targets, int64_t rows) {
     for (int64_t c = 0; c < round_up(rows, TOKENS); c++) {
-        const ELEM *own = x + c * in->k, *w = in->w;
+        const elem *own = x + c * in->k, *w = in->w;
         uint32_t *to = in->states_across + c / TOKENS * TOKENS * in->num_groups + c % TOKENS;
         float wanted = 0.0f, total = 0.0f;
         of->shift[c] = 0.0f;
@@ -182,8 +170,8 @@ static void NAME(prepare_states)(const NAME(workspace) *in, tokens *of, const EL
         w += targets[c] * in->k;
 #pragma omp simd reduction(+ : wanted, total)
         for (int64_t i = 0; i < in->k; i++) {
-            wanted += LOAD(own[i]) * LOAD(w[i]);
-            total += LOAD(own[i]) * in->sum_w[i];
+            wanted += load(own[i]) * load(w[i]);
+            total += load(own[i]) * in->sum_w[i];
         }
         of->shift[c] = of->wanted[c] = wanted;
         of->means[c] = total / (float)in->m;
@@ -191,7 +179,7 @@ static void NAME(prepare_states)(const NAME(workspace) *in, tokens *of, const EL
 }
 
 /* Compute the powers of all logits of a chunk, and their product with the weights, targets left out. */
-static void NAME(accumulate_powers)(const NAME(workspace) *in, tokens *of, const int64_t *targets, int64_t rows) {
+static void accumulate_powers(const workspace *in, tokens *of, const int64_t *targets, int64_t rows) {
     float logits[ROW_BLOCK * TOKENS] __attribute__((aligned(ALIGNMENT)));
     int64_t k = in->k, num_groups = in->num_groups;
     for (int64_t c = 0; c < CHUNK; c++) of->sums[c] = 0.0f, of->tops[c] = -INFINITY;
@@ -201,94 +189,127 @@ static void NAME(accumulate_powers)(const NAME(workspace) *in, tokens *of, const
             for (int64_t own = 0; own < pieces; own += ROW_BLOCK) {
                 int64_t few = min_of(pieces - own, ROW_BLOCK);
                 gemm_out to_logits = {.sums = logits, .stride = TOKENS};
-                NAME(gemm)(to_logits, few, TOKENS, in->w + (piece + own) * k, num_groups, 1,
+                gemm(to_logits, few, TOKENS, in->w + (piece + own) * k, num_groups, 1,
                                in->states_across + first * num_groups, num_groups);
                 uint32_t *down = NULL;
-                ELEM *across = NULL;
+                elem *across = NULL;
                 if (in->powers_down) {
                     down = in->powers_down + own / K_GROUP * TOKENS;
                     across = in->powers_across + (piece + own) * STRIDE + first;
                 }
-                NAME(store_powers)(logits, few, of, first, down, across);
+                store_powers(logits, few, of, first, down, across);
             }
             if (!in->powers_down) continue;
             for (int64_t c = 0; c < count; c++) {
                 int64_t own = targets[first + c] - piece;
                 if (own < 0 || own >= pieces) continue;
                 in->powers_across[(piece + own) * STRIDE + first + c] = 0;
-                ELEM *group = (ELEM *)(in->powers_down + own / K_GROUP * TOKENS + c);
+                elem *group = (elem *)(in->powers_down + own / K_GROUP * TOKENS + c);
                 group[own % K_GROUP] = 0;
             }
             gemm_out to_mixed = {.sums = in->mixed + first * k, .accumulate = piece > 0, .stride = k};
-            NAME(gemm)(to_mixed, count, k, in->powers_down, 1, TOKENS,
+            gemm(to_mixed, count, k, in->powers_down, 1, TOKENS,
                            in->w_down + piece / DEPTH * packed_size(DEPTH / K_GROUP, k),
                            (pieces + K_GROUP - 1) / K_GROUP);
         }
 }
 
 /* Compute the gradients of the states of a chunk, and x / sum for those of the weights. */
-static void NAME(write_grad_x)(const NAME(workspace) *in, tokens *of, const ELEM *x,
+static void write_grad_x(const workspace *in, tokens *of, const elem *x,
                               const int64_t *targets, int64_t rows, float smoothing,
-                              ELEM *grad_x) {
+                              elem *grad_x) {
     int64_t k = in->k;
     float even = smoothing / (float)in->m;
     for (int64_t c = 0; c < rows; c++) {
         float share = 1.0f / of->sums[c];
         float slope = expf(of->wanted[c] - of->shift[c]) * share - (1.0f - smoothing);
-        const ELEM *own = x + c * k, *w = in->w + targets[c] * k;
+        const elem *own = x + c * k, *w = in->w + targets[c] * k;
         const float *mixed = in->mixed + c * k;
-        ELEM *restrict grad = grad_x + c * k, *restrict scaled = in->scaled + c * k;
+        elem *restrict grad = grad_x + c * k, *restrict scaled = in->scaled + c * k;
         for (int64_t i = 0; i < k; i++) {
-            grad[i] = SAVE(mixed[i] * share + slope * LOAD(w[i]) - even * in->sum_w[i]);
-            scaled[i] = SAVE(LOAD(own[i]) * share);
+            grad[i] = save(mixed[i] * share + slope * load(w[i]) - even * in->sum_w[i]);
+            scaled[i] = save(load(own[i]) * share);
         }
         of->slopes[c] = slope;
     }
 }
 
 /* Accumulate the gradients of the weights; in the first chunk they begin with `even_x`. */
-static void NAME(add_grad_w)(const NAME(workspace) *in, const tokens *of, const ELEM *x,
+static void add_grad_w(const workspace *in, const tokens *of, const elem *x,
                              const int64_t *targets, int64_t rows, int is_first, float *grad_w) {
     int64_t k = in->k;
-    NAME(pack_rows)(in->states_down, in->scaled, rows, k);
+    pack_rows(in->states_down, in->scaled, rows, k);
     for (int64_t piece = 0; piece < in->m; piece += ROW_BLOCK) {
         gemm_out to = {.bias = is_first ? in->even_x : NULL, .sums = grad_w + piece * k, .accumulate = !is_first, .stride = k};
-        const ELEM *powers = in->powers_across + piece * STRIDE;
-        NAME(gemm)(to, min_of(in->m - piece, ROW_BLOCK), k, powers, STRIDE / K_GROUP, 1,
+        const elem *powers = in->powers_across + piece * STRIDE;
+        gemm(to, min_of(in->m - piece, ROW_BLOCK), k, powers, STRIDE / K_GROUP, 1,
                        in->states_down, (rows + K_GROUP - 1) / K_GROUP);
     }
     for (int64_t c = 0; c < rows; c++) {
         float *restrict grad = grad_w + targets[c] * k;
-        for (int64_t i = 0; i < k; i++) grad[i] += of->slopes[c] * LOAD(x[c * k + i]);
+        for (int64_t i = 0; i < k; i++) grad[i] += of->slopes[c] * load(x[c * k + i]);
     }
 }
 
 /* Add the loss and the negative log-likelihood of targets [n] under logits x w^T, for x [n, k] and w
  * [m, k], to loss_and_nll [2]; write the gradients unless grad_w is NULL. n is not 0, and k is a
  * multiple of K_GROUP. Return 0, or 1 if there is no memory. */
-int NAME(projected_cross_entropy)(const ELEM *x, const float *w, const int64_t *targets,
-                                  ELEM *grad_x, float *grad_w, int64_t n, int64_t k, int64_t m,
+status FUNCTION(projected_cross_entropy)(const elem *x, const float *w, const int64_t *targets,
+                                  elem *grad_x, float *grad_w, int64_t n, int64_t k, int64_t m,
                                   float smoothing, double *loss_and_nll) {
-    NAME(workspace) in;
+    workspace in;
     tokens of;
-    if (NAME(alloc_workspace)(&in, k, m, grad_w != NULL)) return 1;
-    NAME(prepare_weights)(&in, w);
+    if (!all_below(targets, n, m)) return OPS_BAD_INDEX;
+    if (alloc_workspace(&in, k, m, grad_w != NULL)) return OPS_NO_MEMORY;
+    prepare_weights(&in, w);
     if (grad_w) memset(in.even_x, 0, k * sizeof(float));
     for (int64_t r = 0; grad_w && r < n; r++)
-        for (int64_t i = 0; i < k; i++) in.even_x[i] -= smoothing / (float)m * LOAD(x[r * k + i]);
+        for (int64_t i = 0; i < k; i++) in.even_x[i] -= smoothing / (float)m * load(x[r * k + i]);
     for (int64_t start = 0; start < n; start += CHUNK) {
         int64_t rows = min_of(n - start, CHUNK);
-        const ELEM *own = x + start * k;
-        NAME(prepare_states)(&in, &of, own, targets + start, rows);
-        do NAME(accumulate_powers)(&in, &of, targets + start, rows);
+        const elem *own = x + start * k;
+        prepare_states(&in, &of, own, targets + start, rows);
+        do accumulate_powers(&in, &of, targets + start, rows);
         while (shift_more(&of, rows));
         add_losses(&of, rows, smoothing, loss_and_nll);
         if (!grad_w) continue;
-        NAME(write_grad_x)(&in, &of, own, targets + start, rows, smoothing, grad_x + start * k);
-        NAME(add_grad_w)(&in, &of, own, targets + start, rows, start == 0, grad_w);
+        write_grad_x(&in, &of, own, targets + start, rows, smoothing, grad_x + start * k);
+        add_grad_w(&in, &of, own, targets + start, rows, start == 0, grad_w);
     }
     free(in.w);
-    return 0;
+    return OPS_OK;
 }
 
-#endif
+/* Add the label-smoothed cross-entropy and the negative log-likelihood of logits [rows, width], whose
+ * rows are `stride` apart, to loss_and_nll [2]; overwrite them with the gradient if `with_grad`. */
+status FUNCTION(cross_entropy)(elem *logits, const int64_t *targets, int64_t rows, int64_t width,
+                        int64_t stride, float smoothing, int with_grad, double *loss_and_nll) {
+    if (!all_below(targets, rows, width)) return OPS_BAD_INDEX;
+    float *power = malloc(width * sizeof(float));
+    if (!power) return OPS_NO_MEMORY;
+    float even = smoothing / (float)width;
+    for (int64_t r = 0; r < rows; r++) {
+        elem *row = logits + r * stride;
+        float top = -INFINITY, sum = 0.0f, total = 0.0f, wanted = load(row[targets[r]]);
+#pragma omp simd reduction(max : top)
+        for (int64_t i = 0; i < width; i++) top = load(row[i]) > top ? load(row[i]) : top;
+#pragma omp simd reduction(+ : sum, total)
+        for (int64_t i = 0; i < width; i++) {
+            float x = load(row[i]);
+            total += x;
+            power[i] = exp_(x - top);
+            sum += power[i];
+        }
+        float log_sum = top + logf(sum);
+        float part = log_sum - wanted;
+        loss_and_nll[0] += (1.0f - smoothing) * part + smoothing * (log_sum - total / (float)width);
+        loss_and_nll[1] += part;
+        if (with_grad) {
+            float share = 1.0f / sum;
+            for (int64_t i = 0; i < width; i++) row[i] = save(power[i] * share - even);
+            row[targets[r]] = save(power[targets[r]] * share - even - (1.0f - smoothing));
+        }
+    }
+    free(power);
+    return OPS_OK;
+}

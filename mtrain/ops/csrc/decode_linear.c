@@ -12,13 +12,8 @@
  *      tile 0                    tile 1
  *      w[0][0] .. w[T - 1][0]    w[T][0] .. w[2 T - 1][0]
  *      w[0][1] .. w[T - 1][1]    ..
- *
- * Calls run on one thread and return 0, or 1 if there is no memory.
+ * The unit for bfloat16 holds only the products that packed_argmax scans.
  */
-#define ELEM bf16
-#include "gemm.h"
-#undef ELEM
-#define ELEM float
 #include "gemm.h"
 
 #define CHUNK (4 * TILE_ROWS)     /* rows whose logits, or nonzero indices, are held at once */
@@ -26,18 +21,32 @@
 #define SPARSE_TILES (8 / VECTORS) /* tiles that are multiplied at once, if most of x is 0 */
 #define MAX_NONZERO(k) ((k) / 3)     /* zeros are skipped in rows with at most so many nonzero numbers */
 
-int topk_float(const float *logits, const int64_t *never, int64_t *ids, float *log_probs,
-                     int64_t rows, int64_t width, int64_t num_never, int64_t count);
+/* logits [n, m] = x w^T for states x [n, k] and w [m, k], packed in bfloat16; x is rounded into
+ * `rounded` [n, k], and k is even. */
+void packed_logits_bf16(const float *x, const uint32_t *packed, float *logits, bf16 *rounded, int64_t n,
+                        int64_t k, int64_t m);
 
-const int64_t tile_columns = TILE_COLUMNS;
+#ifdef BF16
+
+void packed_logits_bf16(const float *x, const uint32_t *packed, float *logits, bf16 *rounded, int64_t n,
+                        int64_t k, int64_t m) {
+    for (int64_t i = 0; i < n * k; i += LANES) {
+        int64_t count = min_of(n * k - i, LANES);
+        store_vec(rounded + i, load_vec_float(x + i, count), count);
+    }
+    gemm_out to = {.sums = logits, .stride = m};
+    gemm(to, n, m, rounded, k / K_GROUP, 1, packed, k / K_GROUP);
+}
+
+#else
 
 /* out [n, m] = x w^T + bias for x [n, k] and packed w [m, k], or max(0, the same); the bias may be
  * NULL. */
-int packed_linear_float(const float *x, const float *packed, const float *bias, float *out, int64_t n,
+status packed_linear_float(const float *x, const float *packed, const float *bias, float *out, int64_t n,
                   int64_t k, int64_t m, int apply_relu) {
     gemm_out to = {.bias = bias, .sums = out, .stride = m, .apply_relu = apply_relu};
-    gemm_float(to, n, m, x, k, 1, packed, k);
-    return 0;
+    gemm(to, n, m, x, k, 1, packed, k);
+    return OPS_OK;
 }
 
 /* Write the indices of the nonzero numbers of x [k], and return their count; the array has room for a
@@ -62,7 +71,7 @@ static int64_t find_nonzero(int32_t *nonzero, const float *x, int64_t k) {
     return count;
 }
 
-/* `tile` of gemm.h for one row with few nonzero numbers, and neighbouring tiles: sums begin at 0 and
+/* `multiply_tile` of gemm.h for one row with few nonzero numbers, and neighbouring tiles: sums begin at 0 and
  * add the others in the same order, so that the result is the same, bit for bit. */
 static INLINE void sparse_tile(const gemm_out *to, int64_t row, int64_t column, int64_t columns,
                                const float *x, const int32_t *nonzero, int64_t count,
@@ -83,18 +92,18 @@ static INLINE void sparse_tile(const gemm_out *to, int64_t row, int64_t column, 
 #pragma GCC unroll 8
     for (int v = 0; v < num_tiles * VECTORS; v++) {
         int64_t first = column + v * LANES;
-        if (columns - first >= LANES) write_vec_float(to, row, first, sums[v], LANES);
-        else if (first < columns) write_vec_tail_float(to, row, first, sums[v], columns - first);
+        if (columns - first >= LANES) write_vec(to, row, first, sums[v], LANES);
+        else if (first < columns) write_vec_tail(to, row, first, sums[v], columns - first);
     }
 }
 
 /* packed_linear_float, faster where most of x is 0, as most of the output of ReLU is (Li et al. 2022,
  * arXiv 2210.06313). */
-int packed_linear_sparse_float(const float *x, const float *packed, const float *bias, float *out,
+status packed_linear_sparse_float(const float *x, const float *packed, const float *bias, float *out,
                          int64_t n, int64_t k, int64_t m) {
     int64_t nonzero_stride = k + LANES, counts[CHUNK];
     int32_t *nonzero = alloc_floats(CHUNK * nonzero_stride);
-    if (!nonzero) return 1;
+    if (!nonzero) return OPS_NO_MEMORY;
     for (int64_t start = 0; start < n; start += CHUNK) {
         int64_t rows = min_of(n - start, CHUNK), total = 0;
         const float *own = x + start * k;
@@ -102,7 +111,7 @@ int packed_linear_sparse_float(const float *x, const float *packed, const float 
         for (int64_t r = 0; r < rows; r++)
             total += counts[r] = find_nonzero(nonzero + r * nonzero_stride, own + r * k, k);
         if (total > rows * MAX_NONZERO(k)) {
-            gemm_float(to, rows, m, own, k, 1, packed, k);
+            gemm(to, rows, m, own, k, 1, packed, k);
             continue;
         }
         for (int64_t column = 0, step; column < m; column += step) {
@@ -119,24 +128,24 @@ int packed_linear_sparse_float(const float *x, const float *packed, const float 
         }
     }
     free(nonzero);
-    return 0;
+    return OPS_OK;
 }
 
 /* topk of the logits x w^T, for x [n, k] and packed w [m, k]. */
-int packed_topk_float(const float *x, const float *packed, const int64_t *never,
+status packed_topk_float(const float *x, const float *packed, const int64_t *never,
                              int64_t *ids, float *log_probs, int64_t n, int64_t k, int64_t m,
                              int64_t num_never, int64_t count) {
     float *logits = alloc_floats(CHUNK * m);
-    if (!logits) return 1;
-    int lacks_memory = 0;
-    for (int64_t start = 0; start < n && !lacks_memory; start += CHUNK) {
+    if (!logits) return OPS_NO_MEMORY;
+    status result = OPS_OK;
+    for (int64_t start = 0; start < n && result == OPS_OK; start += CHUNK) {
         int64_t rows = min_of(n - start, CHUNK);
         packed_linear_float(x + start * k, packed, NULL, logits, rows, k, m, 0);
-        lacks_memory = topk_float(logits, never, ids + start * count,
-                                        log_probs + start * count, rows, m, num_never, count);
+        result = topk_float(logits, never, ids + start * count, log_probs + start * count, rows, m,
+                            num_never, count);
     }
     free(logits);
-    return lacks_memory;
+    return result;
 }
 
 /* The token of the greatest logit x w_i of a state x [k], except those whose `logits` are -INFINITY; -1
@@ -171,28 +180,26 @@ static int64_t argmax(const float *x, const float *w, const float *logits, const
 /* ids [n]: the token of the greatest logit x w^T of each row of x [n, k], except those in `never`; -1 if
  * none is finite. `packed` is w [m, k] in bfloat16, k is even, and margins[i] bounds the rounding error
  * of the product of w_i and a vector of length 1. */
-int packed_argmax_float(const float *x, const float *w, const uint32_t *packed,
+status packed_argmax_float(const float *x, const float *w, const uint32_t *packed,
                             const float *margins, const int64_t *never, int64_t *ids, int64_t n,
                             int64_t k, int64_t m, int64_t num_never) {
+    if (!all_below(never, num_never, m)) return OPS_BAD_INDEX;
     int64_t blocks = (m + BLOCK - 1) / BLOCK;
     float *logits = alloc_floats(CHUNK * m + blocks + CHUNK * k / 2);
-    if (!logits) return 1;
+    if (!logits) return OPS_NO_MEMORY;
     float *tops = logits + CHUNK * m;
     bf16 *rounded = (bf16 *)(tops + blocks);
-    gemm_out to = {.sums = logits, .stride = m};
     for (int64_t start = 0; start < n; start += CHUNK) {
         int64_t rows = min_of(n - start, CHUNK);
         const float *own = x + start * k;
-        for (int64_t i = 0; i < rows * k; i += LANES) {
-            int64_t count = min_of(rows * k - i, LANES);
-            store_vec_bf16(rounded + i, load_vec_float(own + i, count), count);
-        }
-        gemm_bf16(to, rows, m, rounded, k / 2, 1, packed, k / 2);
+        packed_logits_bf16(own, packed, logits, rounded, rows, k, m);
         for (int64_t r = 0; r < rows; r++) {
             for (int64_t i = 0; i < num_never; i++) logits[r * m + never[i]] = -INFINITY;
             ids[start + r] = argmax(own + r * k, w, logits + r * m, margins, tops, k, m);
         }
     }
     free(logits);
-    return 0;
+    return OPS_OK;
 }
+
+#endif

@@ -11,10 +11,8 @@
  *
  * The sums of TILE_ROWS rows times one tile stay in registers over all of k: each vector of the
  * tile is loaded once for TILE_ROWS rows.
- *
- * A file includes this once for each element type ELEM that it multiplies.
  */
-#ifndef TILE_COLUMNS
+#pragma once
 
 #include "vec.h"
 
@@ -31,12 +29,12 @@
 /* The output of a product [rows, columns], and what is done before a sum is written. */
 typedef struct {
     const float *bias; /* [columns], added; or NULL */
-    void *out;      /* [rows, stride] of ELEM; or NULL, then: */
+    void *out;      /* [rows, stride] of elem; or NULL, then: */
     float *sums;       /* [rows, stride] of float, */
     int accumulate;          /* added to instead of overwritten, if set */
     int64_t stride;
     int apply_relu;       /* max(0, sum), if set */
-    const void *relu_input; /* [rows, stride] of ELEM: 0 where this is <= 0; or NULL */
+    const void *relu_input; /* [rows, stride] of elem: 0 where this is <= 0; or NULL */
 } gemm_out;
 
 /* The 4-byte numbers in a packed factor of so many k-groups and columns. */
@@ -52,12 +50,16 @@ static inline vec_float load_vec_float(const float *from, int64_t count) {
     return x;
 }
 
-static inline vec_float load_vec_bf16(const bf16 *from, int64_t count) {
+#ifdef BF16
+static inline vec_float load_vec(const bf16 *from, int64_t count) {
     vec_half x = {0};
     if (count == LANES) memcpy(&x, from, sizeof x);
     else memcpy(&x, from, count * sizeof *from);
     return (vec_float)(widen(x) << 16);
 }
+#else
+#define load_vec load_vec_float
+#endif
 
 /* Zeros where a comparison holds, else x. */
 #define zero_where(is_so, x) ((vec_float)((vec_u32)(x) & ~(vec_u32)(is_so)))
@@ -67,23 +69,21 @@ static inline void store_vec_float(float *to, vec_float x, int64_t count) {
     else memcpy(to, &x, count * sizeof *to);
 }
 
-static inline void store_vec_bf16(bf16 *to, vec_float x, int64_t count) {
+#ifdef BF16
+static inline void store_vec(elem *to, vec_float x, int64_t count) {
     vec_half rounded = round_to_half(x);
     if (count == LANES) memcpy(to, &rounded, sizeof rounded);
     else memcpy(to, &rounded, count * sizeof *to);
 }
-
+#else
+#define store_vec store_vec_float
 #endif
-#ifdef ELEM
-
-#undef K_GROUP
-#define K_GROUP (4 / (int64_t)sizeof(ELEM)) /* values in a k-group */
 
 /* Pack columns of x [rows, stride], rows as k, into k-groups [rows / K_GROUP, step], zero-padded. */
-static inline void NAME(pack_columns)(uint32_t *restrict to, const ELEM *x, int64_t rows,
+static inline void pack_columns(uint32_t *restrict to, const elem *x, int64_t rows,
                                   int64_t stride, int64_t columns, int64_t step) {
     for (int64_t r = 0; r < rows; r += K_GROUP, to += step) {
-        const ELEM *upper = x + r * stride, *lower = upper + stride;
+        const elem *upper = x + r * stride, *lower = upper + stride;
         if (K_GROUP == 1)
             memcpy(to, upper, columns * sizeof *to);
         else if (r + 1 < rows)
@@ -95,37 +95,37 @@ static inline void NAME(pack_columns)(uint32_t *restrict to, const ELEM *x, int6
 }
 
 /* Pack x [rows, k] as a right factor, rows as its inner dimension. */
-static inline void NAME(pack_rows)(uint32_t *to, const ELEM *x, int64_t rows, int64_t k) {
+static inline void pack_rows(uint32_t *to, const elem *x, int64_t rows, int64_t k) {
     for (int64_t first = 0; first < k; first += TILE_COLUMNS) {
         int64_t columns = min_of(k - first, TILE_COLUMNS);
-        NAME(pack_columns)(to + first * ((rows + K_GROUP - 1) / K_GROUP), x + first, rows, k, columns, TILE_COLUMNS);
+        pack_columns(to + first * ((rows + K_GROUP - 1) / K_GROUP), x + first, rows, k, columns, TILE_COLUMNS);
     }
 }
 
 /* Write `count` sums, at most a vector, to row `row` of the output from `column` on. */
-static INLINE void NAME(write_vec)(const gemm_out *to, int64_t row, int64_t column, vec_float sums,
+static INLINE void write_vec(const gemm_out *to, int64_t row, int64_t column, vec_float sums,
                                 int64_t count) {
     int64_t at = row * to->stride + column;
     if (to->bias) sums += load_vec_float(to->bias + column, count);
     if (to->accumulate) sums += load_vec_float(to->sums + at, count);
     if (to->apply_relu) sums = zero_where(sums < 0.0f, sums);
     if (to->relu_input) {
-        vec_float passed = PASTE(load_vec, ELEM)((const ELEM *)to->relu_input + at, count);
+        vec_float passed = load_vec((const elem *)to->relu_input + at, count);
         sums = zero_where(passed <= 0.0f, sums);
     }
-    if (to->out) PASTE(store_vec, ELEM)((ELEM *)to->out + at, sums, count);
+    if (to->out) store_vec((elem *)to->out + at, sums, count);
     else store_vec_float(to->sums + at, sums, count);
 }
 
 /* The same at the end of a row; not inlined, to keep the code of a tile small. */
-static __attribute__((noinline)) void NAME(write_vec_tail)(const gemm_out *to, int64_t row,
+static __attribute__((noinline)) void write_vec_tail(const gemm_out *to, int64_t row,
                                                        int64_t column, vec_float sums, int64_t count) {
-    NAME(write_vec)(to, row, column, sums, min_of(count, LANES));
+    write_vec(to, row, column, sums, min_of(count, LANES));
 }
 
 /* `rows` rows of a left factor times a tile. `rows` is a constant where this is inlined, and every
  * loop over sums is unrolled, so that the sums are registers. */
-static INLINE void NAME(tile)(const gemm_out *to, int64_t row, int64_t column, int64_t columns,
+static INLINE void multiply_tile(const gemm_out *to, int64_t row, int64_t column, int64_t columns,
                               const uint32_t *left, int64_t row_step, int64_t group_step,
                               const uint32_t *tile, int64_t num_groups, int rows) {
     vec_float sums[TILE_ROWS][VECTORS];
@@ -142,7 +142,7 @@ static INLINE void NAME(tile)(const gemm_out *to, int64_t row, int64_t column, i
             uint32_t own;
             memcpy(&own, left + r * row_step + w * group_step, sizeof own);
 #pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) sums[r][v] = NAME(mul_add)(sums[r][v], own, right[v]);
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = mul_add(sums[r][v], own, right[v]);
         }
     }
 #pragma GCC unroll 6
@@ -150,14 +150,14 @@ static INLINE void NAME(tile)(const gemm_out *to, int64_t row, int64_t column, i
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) {
             int64_t first = column + v * LANES;
-            if (columns - column >= TILE_COLUMNS) NAME(write_vec)(to, row + r, first, sums[r][v], LANES);
-            else if (first < columns) NAME(write_vec_tail)(to, row + r, first, sums[r][v], columns - first);
+            if (columns - column >= TILE_COLUMNS) write_vec(to, row + r, first, sums[r][v], LANES);
+            else if (first < columns) write_vec_tail(to, row + r, first, sums[r][v], columns - first);
         }
 }
 
 /* out [rows, columns] = left times a packed right factor. k-group g of row r of the left factor is at
  * r * row_step + g * group_step. */
-static inline void NAME(gemm)(gemm_out to, int64_t rows, int64_t columns, const void *left,
+static inline void gemm(gemm_out to, int64_t rows, int64_t columns, const void *left,
                                   int64_t row_step, int64_t group_step, const void *right,
                                   int64_t num_groups) {
     const uint32_t *tile = right;
@@ -165,7 +165,7 @@ static inline void NAME(gemm)(gemm_out to, int64_t rows, int64_t columns, const 
         for (int64_t row = 0; row < rows; row += TILE_ROWS) {
             const uint32_t *own = (const uint32_t *)left + row * row_step;
 #define TILE(n) \
-    NAME(tile)(&to, row, column, columns, own, row_step, group_step, tile, num_groups, n)
+    multiply_tile(&to, row, column, columns, own, row_step, group_step, tile, num_groups, n)
             switch (min_of(rows - row, TILE_ROWS)) {
                 case 6: TILE(6); break;
                 case 5: TILE(5); break;
@@ -177,5 +177,3 @@ static inline void NAME(gemm)(gemm_out to, int64_t rows, int64_t columns, const 
 #undef TILE
         }
 }
-
-#endif

@@ -1,106 +1,79 @@
-/* Linear maps and their gradients for training:
- *
- *      linear        x [n, k], w [m, k], bias [m] -> out [n, m] = x w^T + bias, or max(0, the same)
- *      linear_grad   grad [n, m], x, w -> grad_x [n, k], grad_w [m, k], grad_bias [m]
- *
- * x, out and their gradients are float or bfloat16 (ELEM); w, bias and their gradients are float, and w
- * is rounded to ELEM before it is multiplied. Sums are float. Calls run on one thread and return 0, or
- * 1 if there is no memory. The file includes itself once for each ELEM.
- */
-#ifndef ELEM
-
+/* Linear maps and their gradients, for training. */
 #include "gemm.h"
 
-/* Whether these products were measured to be faster than PyTorch's. */
-#if defined __AVX512BF16__ && LANES == 16
-const int64_t fast_matmul_bf16 = 1;
+#if defined BF16 && defined __AVX512BF16__ || !defined BF16 && defined __x86_64__ && LANES > 4
+const int64_t FUNCTION(fast_matmul) = 1;
 #else
-const int64_t fast_matmul_bf16 = 0;
+const int64_t FUNCTION(fast_matmul) = 0;
 #endif
-#if defined __x86_64__ && LANES > 4
-const int64_t fast_matmul_float = 1;
-#else
-const int64_t fast_matmul_float = 0;
-#endif
+const int64_t FUNCTION(tile_columns) = TILE_COLUMNS;
 
 #define BLOCK 512 /* rows of a batch whose share of grad_w is computed at once */
 
-#define ELEM bf16
-#include "linear.c"
-#undef ELEM
-#define ELEM float
-#include "linear.c"
-#undef ELEM
-
-#else
-#include "gemm.h"
-
 /* Round numbers that are `step` apart to a k-group; those past `count` are 0. */
-static inline uint32_t NAME(round_group)(const float *numbers, int64_t step, int64_t count) {
-    ELEM rounded[K_GROUP] = {0};
+static inline uint32_t round_group(const float *numbers, int64_t step, int64_t count) {
+    elem rounded[K_GROUP] = {0};
     uint32_t group;
-    for (int64_t i = 0; i < K_GROUP && i < count; i++) rounded[i] = SAVE(numbers[i * step]);
+    for (int64_t i = 0; i < K_GROUP && i < count; i++) rounded[i] = save(numbers[i * step]);
     memcpy(&group, rounded, sizeof group);
     return group;
 }
 
 /* Pack w^T for weights w [m, k]: the inner dimension is k. */
-static void NAME(pack_weights_transposed)(uint32_t *to, const float *w, int64_t m, int64_t k) {
+static void pack_weights_transposed(uint32_t *to, const float *w, int64_t m, int64_t k) {
     for (int64_t first = 0; first < m; first += TILE_COLUMNS, to += k / K_GROUP * TILE_COLUMNS)
         for (int64_t c = 0; c < TILE_COLUMNS; c++)
             for (int64_t i = 0; i < k; i += K_GROUP)
                 to[i / K_GROUP * TILE_COLUMNS + c] =
-                    first + c < m ? NAME(round_group)(w + (first + c) * k + i, 1, K_GROUP) : 0;
+                    first + c < m ? round_group(w + (first + c) * k + i, 1, K_GROUP) : 0;
 }
 
 /* Pack weights w [m, k]: the inner dimension is m. */
-static void NAME(pack_weights)(uint32_t *to, const float *w, int64_t m, int64_t k) {
+static void pack_weights(uint32_t *to, const float *w, int64_t m, int64_t k) {
     for (int64_t first = 0; first < k; first += TILE_COLUMNS)
         for (int64_t r = 0; r < m; r += K_GROUP, to += TILE_COLUMNS)
             for (int64_t c = 0; c < TILE_COLUMNS; c++)
-                to[c] = first + c < k ? NAME(round_group)(w + r * k + first + c, k, m - r) : 0;
+                to[c] = first + c < k ? round_group(w + r * k + first + c, k, m - r) : 0;
 }
 
 /* out [n, m] = x w^T + bias for x [n, k] and w [m, k], or max(0, the same); k is a multiple of K_GROUP. */
-int NAME(linear)(const ELEM *x, const float *w, const float *bias, ELEM *out, int64_t n, int64_t k,
+status FUNCTION(linear)(const elem *x, const float *w, const float *bias, elem *out, int64_t n, int64_t k,
                  int64_t m, int apply_relu) {
     uint32_t *right = alloc_floats(packed_size(k / K_GROUP, m));
-    if (!right) return 1;
-    NAME(pack_weights_transposed)(right, w, m, k);
+    if (!right) return OPS_NO_MEMORY;
+    pack_weights_transposed(right, w, m, k);
     gemm_out to = {.bias = bias, .out = out, .stride = m, .apply_relu = apply_relu};
-    NAME(gemm)(to, n, m, x, k / K_GROUP, 1, right, k / K_GROUP);
+    gemm(to, n, m, x, k / K_GROUP, 1, right, k / K_GROUP);
     free(right);
-    return 0;
+    return OPS_OK;
 }
 
 /* The gradients of linear. If `input_is_relu`, x was made by max(0, .), and grad_x is 0 where x is. n is
  * not 0, and m is a multiple of K_GROUP. */
-int NAME(linear_grad)(const ELEM *grad, const ELEM *x, const float *w, ELEM *grad_x,
+status FUNCTION(linear_grad)(const elem *grad, const elem *x, const float *w, elem *grad_x,
                       float *grad_w, float *grad_bias, int64_t n, int64_t k, int64_t m,
                       int input_is_relu) {
     int64_t down_size = packed_size(m / K_GROUP, k), states_size = packed_size(BLOCK / K_GROUP, k);
     uint32_t *down = alloc_floats(down_size + states_size + BLOCK / K_GROUP * ROW_BLOCK);
-    if (!down) return 1;
+    if (!down) return OPS_NO_MEMORY;
     uint32_t *states = down + down_size, *grads = states + states_size;
-    NAME(pack_weights)(down, w, m, k);
+    pack_weights(down, w, m, k);
     gemm_out to_x = {.out = grad_x, .stride = k, .relu_input = input_is_relu ? x : NULL};
-    NAME(gemm)(to_x, n, k, grad, m / K_GROUP, 1, down, m / K_GROUP);
+    gemm(to_x, n, k, grad, m / K_GROUP, 1, down, m / K_GROUP);
     for (int64_t start = 0; start < n; start += BLOCK) {
         int64_t rows = min_of(n - start, BLOCK), num_groups = (rows + K_GROUP - 1) / K_GROUP;
-        NAME(pack_rows)(states, x + start * k, rows, k);
+        pack_rows(states, x + start * k, rows, k);
         for (int64_t first = 0; first < m; first += ROW_BLOCK) {
             int64_t columns = min_of(m - first, ROW_BLOCK);
-            NAME(pack_columns)(grads, grad + start * m + first, rows, m, columns, ROW_BLOCK);
+            pack_columns(grads, grad + start * m + first, rows, m, columns, ROW_BLOCK);
             gemm_out to_w = {.sums = grad_w + first * k, .accumulate = start > 0, .stride = k};
-            NAME(gemm)(to_w, columns, k, grads, 1, ROW_BLOCK, states, num_groups);
+            gemm(to_w, columns, k, grads, 1, ROW_BLOCK, states, num_groups);
         }
     }
     free(down);
-    if (!grad_bias) return 0;
+    if (!grad_bias) return OPS_OK;
     memset(grad_bias, 0, m * sizeof(float));
     for (int64_t r = 0; r < n; r++)
-        for (int64_t c = 0; c < m; c++) grad_bias[c] += LOAD(grad[r * m + c]);
-    return 0;
+        for (int64_t c = 0; c < m; c++) grad_bias[c] += load(grad[r * m + c]);
+    return OPS_OK;
 }
-
-#endif

@@ -2,6 +2,8 @@
  * bfloat16, aligned memory, exp, dropout masks, sums and dot products. */
 #pragma once
 
+#include "ops.h"
+
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -22,15 +24,8 @@
 #define LANES 4
 #endif
 
-/* For files that include themselves once for each element type ELEM, float or bf16: NAME(f) is
- * f_float or f_bf16, LOAD converts an element to float and SAVE a float to an element. */
-#define PASTE_(a, b) a##_##b
-#define PASTE(a, b) PASTE_(a, b)
-#define NAME(name) PASTE(name, ELEM)
-#define LOAD PASTE(load, ELEM)
-#define SAVE PASTE(store, ELEM)
+#define K_GROUP (4 / (int64_t)sizeof(elem)) /* values in a k-group, those of one multiply-add */
 
-typedef uint16_t bf16;
 typedef float vec_float __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vec_half __attribute__((vector_size(2 * LANES)));
 typedef float vec_float4 __attribute__((vector_size(16)));
@@ -50,40 +45,7 @@ static inline uint32_t float_to_bits(float value) {
     return bits;
 }
 
-static inline float load_bf16(bf16 x) { return bits_to_float((uint32_t)x << 16); }
-
-static inline bf16 store_bf16(float x) { /* to the nearest, ties to even */
-    uint32_t bits = float_to_bits(x);
-    return (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-static inline float load_float(float x) { return x; }
-static inline float store_float(float x) { return x; }
-
-/* sums + the products of one k-group with each of others. */
-static inline vec_float mul_add_float(vec_float sums, uint32_t group, vec_u32 others) {
-    return sums + bits_to_float(group) * (vec_float)others;
-}
-
-static inline vec_float mul_add_bf16(vec_float sums, uint32_t group, vec_u32 others) {
-#if defined __AVX512BF16__ && LANES == 16
-    vec_u32 same = group - (vec_u32){0};
-    return (vec_float)_mm512_dpbf16_ps((__m512)sums, (__m512bh)same, (__m512bh)others);
-#else
-    sums += load_bf16((bf16)group) * (vec_float)(others << 16);
-    return sums + load_bf16((bf16)(group >> 16)) * (vec_float)(others >> 16 << 16);
-#endif
-}
-
-/* A vector of floats rounded to bfloat16. */
-static inline vec_half round_to_half(vec_float x) {
-#if defined __AVX512BF16__ && LANES == 16
-    return (vec_half)_mm512_cvtneps_pbh((__m512)x);
-#else
-    vec_u32 bits = (vec_u32)x;
-    return __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, vec_half);
-#endif
-}
+static inline float bf16_to_float(bf16 x) { return bits_to_float((uint32_t)x << 16); }
 
 static inline vec_u32 widen(vec_half x) {
 #if LANES == 16
@@ -93,24 +55,77 @@ static inline vec_u32 widen(vec_half x) {
 #endif
 }
 
-/* Store a vector as ELEM; round it to ELEM and back; pair two rounded vectors, k above k + 1, as
- * k-groups. */
-static inline void store_full_float(float *to, vec_float x) { memcpy(to, &x, sizeof x); }
-static inline void store_full_bf16(bf16 *to, vec_float x) {
+/* A vector of floats rounded to bfloat16, to the nearest, ties to even. */
+static inline vec_half round_to_half(vec_float x) {
+#if defined __AVX512BF16__ && LANES == 16
+    return (vec_half)_mm512_cvtneps_pbh((__m512)x);
+#else
+    vec_u32 bits = (vec_u32)x;
+    return __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, vec_half);
+#endif
+}
+
+/*      load, save    convert an element to float, and a float to an element
+ *      mul_add       sums + the products of one k-group with each of others
+ *      store_full    store a vector of floats as elements
+ *      round_trip    round a vector of floats to elements and back
+ *      pair          pair two rounded vectors, k above k + 1, as k-groups
+ */
+#ifdef BF16
+static inline float load(elem x) { return bf16_to_float(x); }
+
+static inline elem save(float x) {
+    uint32_t bits = float_to_bits(x);
+    return (elem)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+static inline vec_float mul_add(vec_float sums, uint32_t group, vec_u32 others) {
+#if defined __AVX512BF16__ && LANES == 16
+    vec_u32 same = group - (vec_u32){0};
+    return (vec_float)_mm512_dpbf16_ps((__m512)sums, (__m512bh)same, (__m512bh)others);
+#else
+    sums += bf16_to_float((bf16)group) * (vec_float)(others << 16);
+    return sums + bf16_to_float((bf16)(group >> 16)) * (vec_float)(others >> 16 << 16);
+#endif
+}
+
+static inline void store_full(elem *to, vec_float x) {
     vec_half rounded = round_to_half(x);
     memcpy(to, &rounded, sizeof rounded);
 }
-static inline vec_float round_trip_float(vec_float x) { return x; }
-static inline vec_float round_trip_bf16(vec_float x) { return (vec_float)(widen(round_to_half(x)) << 16); }
-static inline vec_u32 pair_float(vec_float x, vec_float below) {
+
+static inline vec_float round_trip(vec_float x) { return (vec_float)(widen(round_to_half(x)) << 16); }
+
+static inline vec_u32 pair(vec_float x, vec_float below) { return (vec_u32)x >> 16 | (vec_u32)below; }
+#else
+static inline float load(elem x) { return x; }
+
+static inline elem save(float x) { return x; }
+
+static inline vec_float mul_add(vec_float sums, uint32_t group, vec_u32 others) {
+    return sums + bits_to_float(group) * (vec_float)others;
+}
+
+static inline void store_full(elem *to, vec_float x) { memcpy(to, &x, sizeof x); }
+
+static inline vec_float round_trip(vec_float x) { return x; }
+
+static inline vec_u32 pair(vec_float x, vec_float below) {
     (void)below; /* a float fills a k-group */
     return (vec_u32)x;
 }
-static inline vec_u32 pair_bf16(vec_float x, vec_float below) { return (vec_u32)x >> 16 | (vec_u32)below; }
+#endif
 
 static inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+/* Whether all of ids [n] are from 0 to limit - 1. */
+static inline int all_below(const int64_t *ids, int64_t n, int64_t limit) {
+    for (int64_t i = 0; i < n; i++)
+        if ((uint64_t)ids[i] >= (uint64_t)limit) return 0;
+    return 1;
+}
 
 /* Allocate `count` numbers of 4 bytes, aligned to a cache line; NULL if there is no memory. */
 static inline void *alloc_floats(int64_t count) {

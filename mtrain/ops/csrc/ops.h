@@ -1,0 +1,166 @@
+/* The functions of the library. Each exists for float and for bfloat16, as name_float and name_bf16,
+ * unless it says otherwise; `elem` is the type. Every file is compiled once for each type and
+ * instruction set.
+ *
+ * For all of them:
+ *   - A matrix [rows, columns] is contiguous, row after row, unless strides are given. Strides and sizes
+ *     count elements.
+ *   - Pointers need the alignment of their type, no more. Inputs and outputs do not overlap, unless the
+ *     function works in place.
+ *   - Values are stored as elem and computed in float; a NaN among the inputs reaches each output that
+ *     depends on it.
+ *   - A call runs on the caller's thread, and has no state but its arguments.
+ *   - The result is a `status`. Where it is not OPS_OK, outputs are undefined.
+ */
+#pragma once
+
+#include <stdint.h>
+
+#if !defined __BYTE_ORDER__ || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "pairs of bfloat16 are read as 32-bit numbers in little-endian order"
+#endif
+
+typedef uint16_t bf16;
+
+/* The element type of this translation unit: bfloat16 if BF16 is defined, else float. */
+#ifdef BF16
+typedef bf16 elem;
+#define TYPE bf16
+#else
+typedef float elem;
+#define TYPE float
+#endif
+#define PASTE_(a, b) a##_##b
+#define PASTE(a, b) PASTE_(a, b)
+#define FUNCTION(name) PASTE(name, TYPE)
+
+typedef enum {
+    OPS_OK = 0,
+    OPS_NO_MEMORY = 1, /* the work space could not be allocated */
+    OPS_BAD_INDEX = 2, /* a target, token or slot is out of range; nothing was read or written there */
+} status;
+
+/* Dropout: an element survives, times `scale`, unless a 16-bit hash of (seed, index) is below `cut`.
+ * The index is the element's place in its contiguous tensor, modulo 2^32. cut = 0 drops nothing; then
+ * `scale` must be 1. */
+
+/* b sentences, h heads, t queries, s keys, all at least 1; head width k, at least 1; and strides for
+ * sentence, head and position, of the output also those of its gradient. Elements of a head's row are
+ * neighbours. `scale` multiplies the scores; the index of dropout is that of a weight in [b, h, t, s].
+ * native.py has the same structure. */
+typedef struct {
+    int64_t b, h, t, s, k;
+    int64_t q_strides[3], k_strides[3], v_strides[3], out_strides[3];
+    int64_t grad_q_strides[3], grad_k_strides[3], grad_v_strides[3];
+    int64_t keep_strides[4]; /* sentence, head, query, key; 0 where `keep` is broadcast */
+    float scale, dropout_scale;
+    uint32_t cut, seed;
+} attention_shape;
+
+#pragma GCC visibility push(default)
+
+/* 1 if linear and projected_cross_entropy were measured to be faster than PyTorch's, else 0. */
+extern const int64_t FUNCTION(fast_matmul);
+
+/* P, the columns of one tile of packed weights [ceil(m / P), k, P]: element [i, j, p] is weight
+ * [i P + p, j], or 0 past the last. */
+extern const int64_t FUNCTION(tile_columns);
+
+/* out [b, h, t, k] = dropout(softmax(q k^T scale)) v, for q [b, h, t, k] and k, v [b, h, s, k].
+ *   keep: bytes [b, h, t, s], 0 leaves a key out; or NULL. A query that keeps nothing gets the mean of v. */
+status FUNCTION(attention)(const attention_shape *at, const elem *q, const elem *k, const elem *v,
+                           const uint8_t *keep, elem *out);
+
+/* The gradients of attention, all overwritten: of q [b, h, t, k], and of k and v [b, h, s, k].
+ *   grad: that of out [b, h, t, k], with out_strides. */
+status FUNCTION(attention_grad)(const attention_shape *at, const elem *grad, const elem *q,
+                                const elem *k, const elem *v, const uint8_t *keep, elem *grad_q,
+                                elem *grad_k, elem *grad_v);
+
+/* out [rows, heads k] = softmax(q k^T scale) v, for each head of one query a row.
+ *   q: [rows, heads k], rows q_stride apart.
+ *   cache: [cache_rows, 2 heads k]; a row is the keys of all heads, then the values.
+ *   slots: [rows, count], rows slots_stride apart: rows of the cache below cache_rows; a negative slot is
+ *     padding. A query whose slots are all padding gets NaN. */
+status FUNCTION(paged_attention)(const elem *q, const elem *cache, const int64_t *slots, elem *out,
+                                 int64_t rows, int64_t count, int64_t heads, int64_t k, int64_t cache_rows,
+                                 int64_t q_stride, int64_t slots_stride, float scale);
+
+/* y [n] = dropout(x [n]). The gradient of x is the same function of the gradient of y. */
+status FUNCTION(dropout)(const elem *x, elem *y, int64_t n, uint32_t cut, float scale, uint32_t seed);
+
+/* out [rows, d] = LayerNorm(x + dropout(y)) for x, y [rows, d] and gain, bias [d]; d is at least 1.
+ *   mean, rstd: [rows], written for add_norm_grad: the mean, and 1 / sqrt(variance + eps). */
+status FUNCTION(add_norm)(const elem *x, const elem *y, const float *gain, const float *bias, elem *out,
+                          float *mean, float *rstd, int64_t rows, int64_t d, float eps, uint32_t cut,
+                          float scale, uint32_t seed);
+
+/* The gradients of add_norm: grad_x, grad_y [rows, d] are overwritten, grad_gain, grad_bias [d] are
+ * added to.
+ *   grad: that of out [rows, d]. */
+status FUNCTION(add_norm_grad)(const elem *grad, const elem *x, const elem *y, const float *gain,
+                               const float *mean, const float *rstd, elem *grad_x, elem *grad_y,
+                               float *grad_gain, float *grad_bias, int64_t rows, int64_t d,
+                               uint32_t cut, float scale, uint32_t seed);
+
+/* out [n, m] = x w^T + bias, or max(0, the same) if apply_relu, for x [n, k] and w [m, k].
+ *   w, bias: w is rounded to elem; bias [m] is not, and may be NULL.
+ *   For bfloat16, k is even. */
+status FUNCTION(linear)(const elem *x, const float *w, const float *bias, elem *out, int64_t n,
+                        int64_t k, int64_t m, int apply_relu);
+
+/* The gradients of linear, all overwritten: grad_x [n, k], grad_w [m, k], grad_bias [m] or NULL.
+ *   grad: that of out [n, m], before the max(0, .) if there is one; n is at least 1.
+ *   input_is_relu: x is the result of max(0, .), and grad_x is 0 where x is.
+ *   For bfloat16, k and m are even. */
+status FUNCTION(linear_grad)(const elem *grad, const elem *x, const float *w, elem *grad_x,
+                             float *grad_w, float *grad_bias, int64_t n, int64_t k, int64_t m,
+                             int input_is_relu);
+
+/* Add the label-smoothed cross-entropy of logits x w^T, and the negative log-likelihood of the targets,
+ * to loss_and_nll [2]; for x [n, k], w [m, k], which is rounded to elem, and targets [n] from 0 to m - 1.
+ *   grad_x, grad_w: [n, k] and [m, k], the gradients of the loss, overwritten; or both NULL.
+ *   n and m are at least 1. For bfloat16, k is even. */
+status FUNCTION(projected_cross_entropy)(const elem *x, const float *w, const int64_t *targets,
+                                         elem *grad_x, float *grad_w, int64_t n, int64_t k, int64_t m,
+                                         float smoothing, double *loss_and_nll);
+
+/* The same for logits [rows, width], rows `stride` apart, and targets [rows] from 0 to width - 1.
+ *   with_grad: overwrite the logits with their gradient. */
+status FUNCTION(cross_entropy)(elem *logits, const int64_t *targets, int64_t rows, int64_t width,
+                               int64_t stride, float smoothing, int with_grad, double *loss_and_nll);
+
+/* ids [rows, count] of the greatest logits of each row, except those in `never`, greatest first and among
+ * equals the first; and their log-probabilities over the whole row.
+ *   logits: [rows, width]; never: [num_never], from 0 to width - 1.
+ *   1 <= count <= width - the number of different tokens in `never`. */
+status FUNCTION(topk)(const elem *logits, const int64_t *never, int64_t *ids, float *log_probs,
+                      int64_t rows, int64_t width, int64_t num_never, int64_t count);
+
+#ifndef BF16 /* the following for float only; `packed` are weights w [m, k], packed in tiles */
+
+/* out [n, m] = x w^T + bias, or max(0, the same) if apply_relu; bias [m] may be NULL. */
+status packed_linear_float(const float *x, const float *packed, const float *bias, float *out, int64_t n,
+                           int64_t k, int64_t m, int apply_relu);
+
+/* The same without max(0, .), bit for bit, faster where most of x is 0. */
+status packed_linear_sparse_float(const float *x, const float *packed, const float *bias, float *out,
+                                  int64_t n, int64_t k, int64_t m);
+
+/* topk of the logits x w^T. */
+status packed_topk_float(const float *x, const float *packed, const int64_t *never, int64_t *ids,
+                         float *log_probs, int64_t n, int64_t k, int64_t m, int64_t num_never,
+                         int64_t count);
+
+/* ids [n]: the token of the greatest logit x w^T of each row, except those in `never`; -1 if none is
+ * finite.
+ *   w: [m, k], not packed; packed: w rounded to bfloat16 and packed, two values of a row in 32 bits, so
+ *     that k is even.
+ *   margins: [m], a bound of |rounded logit - exact logit| for a state of length 1. */
+status packed_argmax_float(const float *x, const float *w, const uint32_t *packed, const float *margins,
+                           const int64_t *never, int64_t *ids, int64_t n, int64_t k, int64_t m,
+                           int64_t num_never);
+
+#endif
+
+#pragma GCC visibility pop
