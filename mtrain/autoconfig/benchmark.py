@@ -1,20 +1,23 @@
-"""Measure how fast a model trains on this machine, by updates of an untrained one."""
+"""Measure how fast a model trains and translates on this machine, untrained."""
 
 from __future__ import annotations
 
+import os
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import closing
 from typing import NamedTuple
 
 import torch
 
-from mtrain.autoconfig import presets
 from mtrain.autoconfig.presets import MeasuredPreset, Preset
-from mtrain.config.sections import TrainingConfig
-from mtrain.corpus.reader import Pair
+from mtrain.config.sections import DecodingConfig, TrainingConfig
 from mtrain.data.batch import Batch
 from mtrain.data.loader import in_batches
+from mtrain.decode.options import DecodingOptions
+from mtrain.decode.pipeline import translate_lines
+from mtrain.decode.translator import Translator
 from mtrain.errors import ConfigError
 from mtrain.model.transformer import num_parameters
 from mtrain.run.load_model import build_model
@@ -27,42 +30,65 @@ from mtrain.runtime.device import (
 from mtrain.tokenizer.sentencepiece import Tokenizer
 from mtrain.train.gradients import Gradients
 
-_MIN_S, _MIN_BATCHES = 3.0, 3  # of a measurement
+_NUM_WINDOWS, _WINDOW_S = 5, 0.6  # of which the median speed counts
 _WARMUP_BATCHES = 3  # not measured
-_MAX_TOKENS = 256  # of a side of a pair
+_MAX_TOKENS = 256  # of a side of a pair, as `data.max_tokens`
+_NUM_TRANSLATED = 200  # sentences
 
 
 class Sample(NamedTuple):
-    """Batches of pairs sampled from a corpus, and the mean target tokens of a pair."""
+    """Encoded pairs that are not too long, and their share of all."""
 
-    batches: list[Batch]
-    tgt_tokens_per_pair: float
+    src: list[list[int]]
+    tgt: list[list[int]]
+    tokenizer: Tokenizer
+    share: float
+
+    @property
+    def src_tokens_per_pair(self) -> float:
+        """The mean, eos included."""
+        return statistics.fmean(map(len, self.src))
+
+    @property
+    def tgt_tokens_per_pair(self) -> float:
+        """The mean, eos included."""
+        return 1 + statistics.fmean(map(len, self.tgt))
+
+    def batches(self, batch_tokens: int) -> list[Batch]:
+        """Return shuffled batches."""
+        return in_batches(self.src, self.tgt, self.tokenizer, batch_tokens)
 
 
-def encode(pairs: Sequence[Pair], tokenizer: Tokenizer) -> Sample:
-    """Return shuffled batches of the pairs that are not too long.
+def encode(pairs: Iterable[tuple[str, str]], tokenizer: Tokenizer) -> Sample:
+    """Encode the pairs that are not too long.
 
     Raises:
         ConfigError: if all are too long.
     """
-    all_src = tokenizer.encode_src([pair.src for pair in pairs])
-    all_tgt = tokenizer.tgt.encode([pair.tgt for pair in pairs])
-    src, tgt = [], []
-    for src_ids, tgt_ids in zip(all_src, all_tgt, strict=True):
-        if len(src_ids) <= _MAX_TOKENS and len(tgt_ids) < _MAX_TOKENS:
-            src.append(src_ids)
-            tgt.append(tgt_ids)
-    if not src:
+    src_lines, tgt_lines = zip(*pairs, strict=True)
+    all_src, all_tgt = tokenizer.encode_src(src_lines), tokenizer.tgt.encode(tgt_lines)
+    kept = [
+        row
+        for row, (src, tgt) in enumerate(zip(all_src, all_tgt, strict=True))
+        if len(src) <= _MAX_TOKENS and len(tgt) < _MAX_TOKENS
+    ]
+    if not kept:
         raise ConfigError(
             f"the corpus must have pairs of at most {_MAX_TOKENS} tokens, but has none."
         )
-    num_tgt = sum(len(ids) + 1 for ids in tgt)
-    return Sample(in_batches(src, tgt, tokenizer, presets.BATCH_TOKENS), num_tgt / len(tgt))
+    src, tgt = ([ids[row] for row in kept] for ids in (all_src, all_tgt))
+    return Sample(src, tgt, tokenizer, len(kept) / len(all_src))
 
 
-def measure(
-    preset: Preset, sample: Sample, tokenizer: Tokenizer, device_name: str
-) -> MeasuredPreset:
+def load_average() -> float:
+    """Return how many processes ran in the last minute for each processor; 0 if unknown."""
+    try:
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
+    except (AttributeError, OSError):
+        return 0.0
+
+
+def measure(preset: Preset, batch_tokens: int, sample: Sample, device_name: str) -> MeasuredPreset:
     """Train a model for some seconds, in the precision of a training.
 
     Raises:
@@ -72,23 +98,54 @@ def measure(
     keep_freed_memory()  # as in a training
     avoid_cudnn_attention()
     device = pick_device(device_name)
-    model = build_model(preset.model, tokenizer).to(device)
+    model = build_model(preset.model, sample.tokenizer).to(device)
     model.compute_in(compute_dtype("auto", device))
     gradients = Gradients(model, TrainingConfig(), device, lambda text: None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
-    num_tokens = num_batches = 0
+    batches = sample.batches(batch_tokens)
+    num_batches = 0
+
+    def update() -> int:
+        nonlocal num_batches
+        batch = batches[num_batches % len(batches)]
+        num_batches += 1
+        gradients.backward_batch(batch, batch.num_tgt_tokens)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return batch.num_tgt_tokens
+
     with closing(gradients.workers):
-        started = time.monotonic()
-        while time.monotonic() - started < _MIN_S or num_batches < _WARMUP_BATCHES + _MIN_BATCHES:
-            batch = sample.batches[num_batches % len(sample.batches)]
-            gradients.backward_batch(batch, batch.num_tgt_tokens)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            num_batches += 1
-            if num_batches == _WARMUP_BATCHES:
-                started, num_tokens = time.monotonic(), 0
-            else:
-                num_tokens += batch.num_tgt_tokens
-    return MeasuredPreset(preset, num_parameters(model), num_tokens / (time.monotonic() - started))
+        for _ in range(_WARMUP_BATCHES):
+            update()
+        speeds = []
+        for _ in range(_NUM_WINDOWS):
+            started, num_tokens = time.monotonic(), update()
+            while time.monotonic() - started < _WINDOW_S:
+                num_tokens += update()
+            speeds.append(num_tokens / (time.monotonic() - started))
+    median, spread = statistics.median(speeds), max(speeds) / min(speeds)
+    return MeasuredPreset(preset, batch_tokens, num_parameters(model), median, spread)
+
+
+def seconds_per_sentence(
+    preset: Preset, sample: Sample, lines: list[str], decoding: DecodingConfig, device_name: str
+) -> float:
+    """Return the mean time of a translation that is as long as its source.
+
+    An untrained model ends no sentence: all translations have the longest allowed length.
+    """
+    device = pick_device(device_name)
+    model = build_model(preset.model, sample.tokenizer).to(device)
+    options = DecodingOptions(
+        beam=decoding.beam,
+        length_alpha=decoding.length_alpha,
+        max_extra_tokens=0,
+        max_input_tokens=_MAX_TOKENS,
+        with_scores=decoding.beam > 1,
+    )
+    translator = Translator([model], sample.tokenizer, options, device)
+    started = time.monotonic()
+    translate_lines(translator, lines[:_NUM_TRANSLATED])
+    return (time.monotonic() - started) / min(len(lines), _NUM_TRANSLATED)

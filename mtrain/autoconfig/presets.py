@@ -6,17 +6,24 @@ docs/experiments.md says which, and what lost against them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from mtrain.config.sections import ModelConfig
 
 MIN_TOKENS_PER_PARAMETER = 5.0  # below, a smaller model reaches a better BLEU
-BATCH_TOKENS = 4096
+BATCH_TOKENS, _MIN_BATCH_TOKENS = 4096, 512
+_MIN_UPDATES = 2000  # with fewer, smaller batches reach a better BLEU
+_MAX_WARMUP = 4000  # updates
+_FULL_LR_WARMUP = 1250  # updates; a rate that rises faster ends in a model that ignores its source
 _FEW_EPOCHS, _MANY_EPOCHS = 10, 60
-NUM_AVERAGED = 20  # checkpoints
-_AVERAGED_FRACTION = 0.3  # of the training, over which they are saved
+NUM_AVERAGED = 10  # checkpoints
+_AVERAGED_FRACTION = 0.1  # of the training, over which they are saved
 _MAX_LOG_EVERY = 50
+_MAX_VALIDATIONS = 10
+_VALIDATED_FRACTION = 0.1  # of the time of a training
+_MIN_TRAINED_FRACTION = 0.5  # of the budget
 
 
 @dataclass(frozen=True)
@@ -25,7 +32,7 @@ class Preset:
 
     name: str  # as shown to users
     model: ModelConfig  # the dropout is chosen by `plan_training`
-    lr: float  # the peak
+    lr: float  # the peak, for batches of BATCH_TOKENS and a warmup of _FULL_LR_WARMUP or more
     accumulate: int  # micro-batches of an update
     min_pairs: int  # of a corpus; a smaller one trains a smaller model
 
@@ -59,8 +66,10 @@ class MeasuredPreset(NamedTuple):
     """A preset and its training speed on this machine."""
 
     preset: Preset
+    batch_tokens: int
     num_parameters: int  # with the chosen vocabulary
     tokens_per_s: float  # target tokens per second of training, without padding
+    spread: float  # the highest speed, over the lowest
 
 
 def fits(measured: MeasuredPreset, budget_s: float) -> bool:
@@ -73,29 +82,63 @@ def choose(measured: list[MeasuredPreset], budget_s: float) -> MeasuredPreset:
     return next((preset for preset in reversed(measured) if fits(preset, budget_s)), measured[0])
 
 
+def batch_tokens(measured: MeasuredPreset, budget_s: float) -> int:
+    """Return the largest power of two of which the budget has _MIN_UPDATES batches."""
+    tokens = measured.tokens_per_s * budget_s / (_MIN_UPDATES * measured.preset.accumulate)
+    fitting = 1 << int(max(tokens, 1)).bit_length() - 1
+    return max(_MIN_BATCH_TOKENS, min(BATCH_TOKENS, fitting))
+
+
+class Overhead(NamedTuple):
+    """Seconds that a training takes besides its updates, as measured."""
+
+    tokenizing_s: float
+    validation_s: float  # translating the validation set
+    longest_validation_s: float  # the same, if no translation ends before the limit
+    tests_s: float  # translating all test sets, with a beam
+
+    @property
+    def fixed_s(self) -> float:
+        """All before and after the updates; the last and the averaged weights are validated."""
+        return self.tokenizing_s + 2 * self.validation_s + self.tests_s
+
+
 class TrainingPlan(NamedTuple):
     """The length and the schedule of a training."""
 
-    num_updates: int  # expected within the budget
+    training_s: float
+    num_updates: int  # expected in that time
     num_epochs: float
     dropout: float
+    lr: float
     warmup_steps: int
     save_every: int
     validate_every: int
     log_every: int
 
 
-def plan_training(chosen: MeasuredPreset, budget_s: float, num_tokens: int) -> TrainingPlan:
+def plan_training(
+    chosen: MeasuredPreset, budget_s: float, num_tokens: int, overhead: Overhead
+) -> TrainingPlan:
     """Return the schedule for a preset, a budget in seconds and an epoch's target tokens."""
-    tokens = chosen.tokens_per_s * budget_s
-    update_tokens = min(BATCH_TOKENS * chosen.preset.accumulate, num_tokens)  # no pair twice
+    training_s = max(budget_s - overhead.fixed_s, _MIN_TRAINED_FRACTION * budget_s)
+    num_validations = min(
+        _MAX_VALIDATIONS,
+        math.floor(_VALIDATED_FRACTION * training_s / max(overhead.longest_validation_s, 1e-9)),
+    )
+    tokens = chosen.tokens_per_s * (1 - _VALIDATED_FRACTION) * training_s
+    update_tokens = min(chosen.batch_tokens * chosen.preset.accumulate, num_tokens)  # no pair twice
     updates, epochs = max(1, round(tokens / update_tokens)), tokens / num_tokens
+    warmup_steps = min(_MAX_WARMUP, max(1, updates // 4))
+    batch_factor = (chosen.batch_tokens / BATCH_TOKENS) ** 0.25
     return TrainingPlan(
+        training_s=training_s,
         num_updates=updates,
         num_epochs=epochs,
         dropout=0.1 if epochs < _FEW_EPOCHS else 0.2 if epochs < _MANY_EPOCHS else 0.3,
-        warmup_steps=min(4000, max(50, updates // 4)),
+        lr=chosen.preset.lr * min(batch_factor, warmup_steps / _FULL_LR_WARMUP),
+        warmup_steps=warmup_steps,
         save_every=max(1, round(_AVERAGED_FRACTION * updates / NUM_AVERAGED)),
-        validate_every=max(1, updates // 10),
+        validate_every=max(1, updates // (num_validations or 1)),
         log_every=min(_MAX_LOG_EVERY, max(1, updates // 20)),
     )

@@ -1,73 +1,145 @@
 """Read a new corpus, and draw held-out pairs from it. Knows neither models nor ids.
 
-A pair can be held out if neither of its sides occurs in another pair, also not with other case,
-punctuation or spacing.
+Sentences are the same if they differ in case, punctuation or spacing alone.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from itertools import compress, islice
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
 
-from mtrain.audit.features import Flags, Hashes, Ints, LineFlag, Records, measure
-from mtrain.config.corpora import Corpus
-from mtrain.corpus.reader import Pair, read_pairs
+from mtrain.audit.duplicates import Leaks, SideHashes
+from mtrain.audit.features import (
+    Feature,
+    Flags,
+    Hashes,
+    Ints,
+    LineFeatures,
+    LineFlag,
+    Records,
+    differs_from_previous,
+    measure,
+)
+from mtrain.config.corpora import Corpus, TrainText
+from mtrain.corpus.reader import Pair, Reader, read_pairs
 from mtrain.errors import DataError
 from mtrain.io.lines import Advance
 
-_BLOCK_PAIRS = 4096
 _SAMPLE_PAIRS = 50_000
 _MIN_CHARS, _MAX_CHARS = 6, 500  # of a held-out line
 _MAX_RATIO = 3.0  # of the characters of the two sides
+MIN_HELD_OUT = 10  # pairs of a set
+_HELD_OUT_FRACTION = 0.05  # of the distinct pairs
+_MAX_EXCLUDED = 0.25  # of the pairs, which training loses to held-out sets
+_MAX_EXCLUDED_BY_SMALLEST = 0.5  # the same, for sets of MIN_HELD_OUT pairs
 
 
 class CorpusOverview(NamedTuple):
-    """The size of a corpus, a sample of it, and the pairs that can be held out."""
+    """The size of a corpus, a sample of it, and which pairs can be held out."""
 
-    num_pairs: int  # of all, blank ones too
     src_words: int  # of all pairs; letters, in scripts without spaces
     tgt_words: int
-    sample: list[Pair]  # pairs drawn uniformly
-    unique_rows: Ints  # the rows, from 0, of the pairs that can be held out
+    sample: dict[int, tuple[str, str]]  # source and target of pairs drawn uniformly, by row
+    src_ids: Ints  # of each pair; equal for the same source
+    tgt_ids: Ints
+    is_fit: Flags  # whether a pair can be held out
+    is_blank: Flags  # whether a side is
+    is_given: Flags  # whether a given validation or test set has the exact pair
+    shares_given: Flags  # whether one has a sentence of the pair
+
+    @property
+    def num_pairs(self) -> int:
+        """The number of all pairs, blank ones too."""
+        return len(self.is_fit)
+
+    def num_distinct(self, is_kept: Flags) -> int:
+        """Return the number of different pairs among those that are kept."""
+        return len(np.unique(_codes(self.src_ids[is_kept], self.tgt_ids[is_kept])))
 
 
-def read_overview(corpus: Corpus, seed: int, advance: Advance) -> CorpusOverview:
-    """Read a corpus once; `advance` is called with the bytes read since its last call.
+class HeldOut(NamedTuple):
+    """The rows of held-out sets, each ascending, and the pairs that share a sentence with them."""
+
+    sets: list[Ints]
+    is_excluded: Flags
+
+
+def read_set(corpus: Corpus, name: str) -> tuple[Leaks, int]:
+    """Read a validation or test set; return its sentences, to be looked up, and its size.
 
     Raises:
-        DataError: as `corpus.read_pairs`, and if there is no pair.
+        DataError: as a strict `Reader`, and if there is no pair.
     """
-    rng, pairs = random.Random(seed), read_pairs(corpus)
-    sample: list[Pair] = []
-    src_keys: list[Hashes] = []
-    tgt_keys: list[Hashes] = []
-    is_fit, num_pairs, words = [], 0, np.zeros(2, np.int64)
-    while block := list(islice(pairs, _BLOCK_PAIRS)):
-        src, tgt = (measure([getattr(pair, side) for pair in block]) for side in ("src", "tgt"))
-        src_keys.append(src.keys)
-        tgt_keys.append(tgt.keys)
-        is_fit.append(_is_fit(src.lines, tgt.lines))
+    reader = Reader(corpus, is_strict=True)
+    features = Feature.HASH | Feature.KEY
+    hashes = [
+        _hashes(measure(block.src, features), measure(block.tgt, features))
+        for block in reader.blocks()
+    ]
+    reader.check_not_empty(name)
+    exact, keys = (SideHashes.joined(blocks) for blocks in zip(*hashes, strict=True))
+    return Leaks(exact, keys), reader.num_pairs
+
+
+def read_overview(
+    corpus: TrainText, given: Sequence[Leaks], seed: int, advance: Advance
+) -> CorpusOverview:
+    """Read a corpus once.
+
+    Args:
+        corpus: the training text.
+        given: the validation and test sets that exist.
+        seed: of the sample.
+        advance: is called with the bytes read.
+
+    Raises:
+        DataError: as a strict `Reader`, and if there is no pair.
+    """
+    rng, reader = random.Random(seed), Reader(corpus, is_strict=True)
+    rows: list[int] = []  # of the sample
+    sample: list[tuple[str, str]] = []
+    blocks: list[tuple[Hashes, Hashes, Flags, Flags, Flags, Flags]] = []
+    words = np.zeros(2, np.int64)
+    for block in reader.blocks(advance):
+        src, tgt = measure(block.src), measure(block.tgt)
+        exact, keys = _hashes(src, tgt)
+        is_given = shares_given = np.zeros(len(block.src), bool)
+        for leaks in given:
+            shares, is_pair = leaks.look_up(exact, keys, block.first)
+            is_given, shares_given = is_given | is_pair, shares_given | shares
+        is_fit = _is_fit(src.lines, tgt.lines) & (keys.of_pairs() != 0) & ~shares_given
+        is_blank = (src.lines["solid"] == 0) | (tgt.lines["solid"] == 0)
+        blocks.append((src.keys, tgt.keys, is_fit, is_blank, is_given, shares_given))
         words += (len(src.words), len(tgt.words))
-        for pair in block:
-            num_pairs += 1
+        for row, pair in enumerate(zip(block.src, block.tgt, strict=True), block.first):
             if len(sample) < _SAMPLE_PAIRS:
+                rows.append(row)
                 sample.append(pair)
-            elif (slot := rng.randrange(num_pairs)) < _SAMPLE_PAIRS:
-                sample[slot] = pair
-        advance(sum(len(pair.src.encode()) + len(pair.tgt.encode()) + 2 for pair in block))
-    if not num_pairs:
-        raise DataError("the corpus must have at least one pair, but is empty.")
-    is_candidate = np.concatenate(is_fit)
-    for blocks in (src_keys, tgt_keys):
-        keys = np.concatenate(blocks)
-        _, index, count = np.unique(keys, return_inverse=True, return_counts=True)
-        is_candidate &= (count[index] == 1) & (keys != 0)
-    unique_rows = np.flatnonzero(is_candidate)
-    return CorpusOverview(num_pairs, int(words[0]), int(words[1]), sample, unique_rows)
+            elif (slot := rng.randrange(row + 1)) < _SAMPLE_PAIRS:
+                rows[slot], sample[slot] = row, pair
+    reader.check_not_empty("data.train")
+    src_keys, tgt_keys, *flags = map(np.concatenate, zip(*blocks, strict=True))
+    pairs = dict(zip(rows, sample, strict=True))
+    src_ids, tgt_ids = (np.unique(keys, return_inverse=True)[1] for keys in (src_keys, tgt_keys))
+    return CorpusOverview(int(words[0]), int(words[1]), pairs, src_ids, tgt_ids, *flags)
+
+
+def _hashes(src: LineFeatures, tgt: LineFeatures) -> tuple[SideHashes, SideHashes]:
+    """Return the hashes of both sides, of the exact text and as keys; 0 for blank lines."""
+    exact = (
+        np.where(side.lines["solid"] > 0, side.lines["hash"], np.uint64(0)) for side in (src, tgt)
+    )
+    return SideHashes(*exact), SideHashes(src.keys, tgt.keys)
+
+
+def _codes(first: Ints, second: Ints) -> Ints:
+    """Return one number for each pair of numbers."""
+    codes: Ints = first * (int(second.max(initial=0)) + 1) + second
+    return codes
 
 
 def _is_fit(src: Records, tgt: Records) -> Flags:
@@ -83,13 +155,64 @@ def _is_fit(src: Records, tgt: Records) -> Flags:
     return fit & differ
 
 
-def draw(rows: Ints, sizes: Sequence[int], seed: int) -> list[Ints]:
-    """Draw disjoint sets of rows, each in ascending order."""
-    drawn = np.random.default_rng(seed).choice(rows, sum(sizes), replace=False)
-    return [np.sort(part) for part in np.split(drawn, np.cumsum(sizes)[:-1])]
+def draw(overview: CorpusOverview, num_sets: int, max_pairs: int, seed: int) -> HeldOut:
+    """Draw sets of distinct pairs that share no sentence with each other.
+
+    All pairs with one sentence, on the side that repeats more, are a group and are drawn together;
+    their translations may occur in other groups, which training then loses too. The groups that
+    cost training the fewest pairs come first, those of equal cost at random. In a corpus where no
+    sentence occurs twice, every pair is a group.
+
+    Args:
+        overview: of the corpus.
+        num_sets: how many sets.
+        max_pairs: of a set.
+        seed: of the order.
+
+    Raises:
+        DataError: if the sets would have fewer than MIN_HELD_OUT pairs.
+    """
+    if num_sets == 0:
+        return HeldOut([], np.zeros(overview.num_pairs, bool))
+    by_src = len(np.unique(overview.src_ids)) < len(np.unique(overview.tgt_ids))
+    sides = (overview.src_ids, overview.tgt_ids)
+    groups, others = sides if by_src else sides[::-1]
+    fit_rows = np.flatnonzero(overview.is_fit)
+    _, distinct = np.unique(_codes(groups[fit_rows], others[fit_rows]), return_index=True)
+    rows = fit_rows[distinct]  # one of each different pair, by groups
+    first = np.flatnonzero(differs_from_previous(groups[rows]))  # of each group
+    end = np.append(first[1:], len(rows))
+    costs = np.add.reduceat(np.bincount(others)[others[rows]], first)
+    num_unfit = np.bincount(groups[~overview.is_fit], minlength=int(groups.max()) + 1)
+    costs += num_unfit[groups[rows[first]]]
+    shuffled = np.random.default_rng(seed).permutation(len(first))
+    size = max(MIN_HELD_OUT, min(max_pairs, int(_HELD_OUT_FRACTION * len(rows))))
+    sets: list[list[int]] = [[] for _ in range(num_sets)]
+    used, num_excluded = set[int](), 0
+    for group in shuffled[np.argsort(costs[shuffled], kind="stable")].tolist():
+        smallest = min(sets, key=len)
+        is_enough = len(smallest) >= MIN_HELD_OUT
+        limit = overview.num_pairs * (_MAX_EXCLUDED if is_enough else _MAX_EXCLUDED_BY_SMALLEST)
+        if len(smallest) == size or num_excluded + costs[group] > limit:
+            break
+        members = rows[first[group] : end[group]]
+        translations = others[members].tolist()
+        if used.isdisjoint(translations):
+            used.update(translations)
+            num_excluded += int(costs[group])
+            smallest += members[: size - len(smallest)].tolist()
+    if min(map(len, sets)) < MIN_HELD_OUT:
+        raise DataError(
+            f"the corpus must have {num_sets * MIN_HELD_OUT} pairs that can be held out with all "
+            f"that share a sentence with them, but has {sum(map(len, sets))} instead; give --valid "
+            "and --test."
+        )
+    drawn = np.concatenate(sets)
+    is_excluded = np.isin(groups, groups[drawn]) | np.isin(others, others[drawn])
+    return HeldOut([np.sort(rows) for rows in sets], is_excluded)
 
 
-def collect(corpus: Corpus, rows: Ints) -> Iterator[Pair]:
+def collect(corpus: TrainText, rows: Ints) -> Iterator[Pair]:
     """Yield the pairs of at least one row; rows ascend."""
     is_collected = np.zeros(int(rows[-1]) + 1, bool)
     is_collected[rows] = True

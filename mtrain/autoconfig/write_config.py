@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -13,59 +15,48 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mtrain.audit.features import Ints
+from mtrain.audit.features import Flags
 from mtrain.autoconfig import benchmark, presets, split
 from mtrain.autoconfig.benchmark import Sample
-from mtrain.autoconfig.presets import MeasuredPreset, TrainingPlan
-from mtrain.autoconfig.split import CorpusOverview
+from mtrain.autoconfig.presets import MeasuredPreset, Overhead, Preset, TrainingPlan
+from mtrain.autoconfig.split import CorpusOverview, HeldOut
 from mtrain.config import config_file
 from mtrain.config.config_file import put_beside
-from mtrain.config.corpora import FilesCorpus
-from mtrain.config.sections import TokenizerConfig
-from mtrain.corpus.reader import Pair, count_pairs
+from mtrain.config.corpora import Corpus, FilesCorpus
+from mtrain.config.sections import DataConfig, DecodingConfig, TokenizerConfig
 from mtrain.errors import ConfigError, DataError
-from mtrain.io import text_width
 from mtrain.io.atomic import check_writable, write_lines
 from mtrain.io.lines import Advance
+from mtrain.io.text_width import count
 from mtrain.run.logger import Console
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer, VocabularySizeError
 
-_MAX_HELD_OUT, _MIN_HELD_OUT = 1000, 10  # pairs of a set
-_HELD_OUT_FRACTION = 0.05
+_MAX_HELD_OUT = 1000  # pairs of a set
+_HELD_OUT_PER_S = 4  # of the budget
 _MIN_VOCABULARY = 300  # the 256 bytes, and some letters
 _SEED = 1
 _MIN_EPOCHS = 3  # below, a warning
+_MAX_LOAD, _MAX_SPREAD = 0.5, 1.5  # beyond, a warning
+_CLEAN = ["blank-side", "held-out-pair", "held-out"]  # where pairs are held out
+_DECODING = DecodingConfig(beam=5, length_alpha=1.0)
 _LANGUAGE = re.compile(r"\w[\w-]*")  # part of file names
 _SURROGATE = re.compile("[\ud800-\udfff]")  # stands for a byte of a path that is not UTF-8
 _BUDGET = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?$")
-
-
-class Files(NamedTuple):
-    """A source file and its translation."""
-
-    src: Path
-    tgt: Path
-
-    def corpus(self) -> FilesCorpus:
-        """Return the corpus as in a config."""
-        return FilesCorpus(src=[str(self.src)], tgt=[str(self.tgt)])
+_SETTABLE = ("data.train", "data.valid", "data.tests")  # by `--set`
 
 
 @dataclass(frozen=True)
 class InitRequest:
-    """The options of `mtrain init`; without `valid` or `test`, pairs of `train` are held out."""
+    """What `mtrain init` is asked for."""
 
-    train: Files
-    src_lang: str
-    tgt_lang: str
+    data: DataConfig  # held-out sets are named, and do not exist yet
+    held_out: dict[str, FilesCorpus]  # the sets among them that are to be drawn, by key
     budget_s: float
     device: str
     config_path: Path
     run_dir: str
-    valid: Files | None
-    test: Files | None
 
 
 def parse_budget(text: str) -> float:
@@ -84,10 +75,78 @@ def parse_budget(text: str) -> float:
     return float(total)
 
 
-class _Choice(NamedTuple):
-    """The chosen tokenizer, preset and schedule, and the number of training pairs."""
+def parse_request(
+    languages: tuple[str, str],
+    files: Mapping[str, tuple[Path, Path]],
+    overrides: Sequence[str],
+    budget: str,
+    device: str,
+    config_path: Path | None,
+    run_dir: str | None,
+) -> InitRequest:
+    """Check the options of `mtrain init`, without reading a corpus.
 
-    num_train: int
+    Args:
+        languages: of source and target.
+        files: two files each for `train`, `valid` and `test`, where they are given.
+        overrides: `data.train=...`, `data.valid=...` and `data.tests=...`, as after `--set`.
+        budget: as `parse_budget` reads it.
+        device: of the measurements and of the training.
+        config_path: to write; named by the languages if None.
+        run_dir: of the config; likewise.
+
+    Raises:
+        ConfigError: if one is invalid, or a file to be written or the run exists.
+    """
+    for side, code in zip(("src", "tgt"), languages, strict=True):
+        if not _LANGUAGE.fullmatch(code):
+            raise ConfigError(
+                f"`--{side}-lang` must be a code such as en or pt-BR, but is {code!r} instead."
+            )
+    for override in overrides:
+        if not override.startswith(_SETTABLE):
+            raise ConfigError(
+                f"`--set` must name data.train, data.valid or data.tests, but is {override!r} "
+                "instead; other keys can be changed in the config that is written."
+            )
+    name = "-".join(languages)
+    config_path, run_dir = config_path or Path(f"{name}.yaml"), run_dir or f"runs/{name}"
+    for path in (run_dir, config_path, *chain.from_iterable(files.values())):
+        if _SURROGATE.search(str(path)):
+            raise ConfigError(f"{str(path)!r}: must be UTF-8, as a config is, but is not.")
+    if "train" not in files and not any(text.startswith("data.train") for text in overrides):
+        raise ConfigError(
+            "`--src` and `--tgt` must name the corpus, or `--set data.train=...`, but neither does."
+        )
+    held_out = {key: _held_out_files(config_path, key, languages) for key in ("valid", "test")}
+    corpora = {key: corpus.model_dump() for key, corpus in held_out.items()}
+    corpora |= {key: {"src": [str(src)], "tgt": [str(tgt)]} for key, (src, tgt) in files.items()}
+    corpora["tests"] = {"test": corpora.pop("test")}
+    tree = {"src_lang": languages[0], "tgt_lang": languages[1], **corpora}
+    data = config_file.from_tree({"run_dir": run_dir, "data": tree}, "--set", overrides).data
+    sets = {"valid": data.valid, "test": data.tests.get("test")}
+    held_out = {key: corpus for key, corpus in held_out.items() if sets[key] == corpus}
+    new = chain.from_iterable(corpus.src + corpus.tgt for corpus in held_out.values())
+    for path in [str(config_path), *new]:
+        if Path(path).exists():
+            raise ConfigError(f"{path}: already exists; choose another with -o, or delete it.")
+    if RunDir(Path(run_dir)).config_path.exists():
+        raise ConfigError(f"{run_dir}: already holds a run; choose another with --run.")
+    check_writable(config_path)
+    return InitRequest(data, held_out, parse_budget(budget), device, config_path, run_dir)
+
+
+def _held_out_files(config_path: Path, name: str, languages: tuple[str, str]) -> FilesCorpus:
+    stem, (src, tgt) = config_path.with_suffix(""), languages
+    if src.lower() == tgt.lower():  # one name on a file system without case
+        src, tgt = f"src.{src}", f"tgt.{tgt}"
+    return FilesCorpus(src=[f"{stem}.{name}.{src}"], tgt=[f"{stem}.{name}.{tgt}"])
+
+
+class _Choice(NamedTuple):
+    """The chosen tokenizer, preset and schedule."""
+
+    num_train: int  # pairs
     tokenizer: Tokenizer
     measured: MeasuredPreset
     training: TrainingPlan
@@ -108,122 +167,106 @@ def init(
         set_status: called with the name of each later stage.
 
     Raises:
-        ConfigError: if a language code, a path or the device is invalid, or a file to be written
-            or the run exists.
-        DataError: if the corpus cannot be read, or has too few pairs.
+        ConfigError: if the device is invalid.
+        DataError: if a corpus cannot be read, or has too few pairs.
         WriteError: if the files cannot be written.
     """
-    sets = {
-        "valid": request.valid or _held_out_files(request, "valid"),
-        "test": request.test or _held_out_files(request, "test"),
+    data, load, started = request.data, benchmark.load_average(), time.monotonic()
+    tests = {f"data.tests.{name}": corpus for name, corpus in data.tests.items()}
+    sets: dict[str, Corpus] = {"data.valid": data.valid, **tests}
+    given = {
+        name: split.read_set(corpus, name)
+        for name, corpus in sets.items()
+        if corpus not in request.held_out.values()
     }
-    new = [files for name, files in sets.items() if getattr(request, name) is None]
-    _check(request, sets, new)
-    overview = split.read_overview(request.train.corpus(), _SEED, advance)
-    held_out = _draw_held_out(overview, request.train, len(new))
-    choice = _choose(request, overview, held_out, console, set_status)
-    set_status("writing")
-    report = []
-    if new:
-        rows = np.sort(np.concatenate(held_out))
-        pairs = split.collect(request.train.corpus(), rows)
-        pair_of = dict(zip(rows.tolist(), pairs, strict=True))
-        for files, set_rows in zip(new, held_out, strict=True):
-            write_lines(files.src, (pair_of[row].src for row in set_rows.tolist()))
-            write_lines(files.tgt, (pair_of[row].tgt for row in set_rows.tolist()))
-            num_pairs = f"{len(set_rows):,} pairs"
-            report.append(f"wrote     {files.src} and {files.tgt.name}: {num_pairs}, held out")
-    schema_line = put_beside(request.config_path).rstrip("\n")
-    write_lines(request.config_path, [schema_line, *_config_lines(request, sets, choice)])
-    config_file.load(request.config_path)
-    return [*report, *_summary(request, choice)]
-
-
-def _check(request: InitRequest, sets: dict[str, Files], new: list[Files]) -> None:
-    """Raise errors that need no reading of the corpus."""
-    for side, code in (("src", request.src_lang), ("tgt", request.tgt_lang)):
-        if not _LANGUAGE.fullmatch(code):
-            raise ConfigError(
-                f"`--{side}-lang` must be a code such as en or pt-BR, but is {code!r} instead."
-            )
-    given = [files for files in (request.train, request.valid, request.test) if files is not None]
-    for path in (request.run_dir, request.config_path, *chain.from_iterable(given)):
-        if _SURROGATE.search(str(path)):
-            raise ConfigError(f"{str(path)!r}: must be UTF-8, as a config is, but is not.")
-    for path in [request.config_path, *(path for files in new for path in files)]:
-        if path.exists():
-            raise ConfigError(f"{path}: is there already; take another --output, or delete it.")
-    if RunDir(Path(request.run_dir)).config_path.exists():
-        raise ConfigError(f"{request.run_dir}: holds a run already; take another --run.")
-    check_writable(request.config_path)
-    for name, files in sets.items():
-        if files not in new:
-            count_pairs(files.corpus(), f"--{name}")
-
-
-def _held_out_files(request: InitRequest, name: str) -> Files:
-    stem, src, tgt = request.config_path.with_suffix(""), request.src_lang, request.tgt_lang
-    if src.lower() == tgt.lower():  # one name on a file system without case
-        src, tgt = f"src.{src}", f"tgt.{tgt}"
-    return Files(Path(f"{stem}.{name}.{src}"), Path(f"{stem}.{name}.{tgt}"))
-
-
-def _draw_held_out(overview: CorpusOverview, files: Files, num_sets: int) -> list[Ints]:
-    """Draw the rows of each new set."""
-    if not num_sets:
-        return []
-    count = min(_MAX_HELD_OUT, int(_HELD_OUT_FRACTION * len(overview.unique_rows)))
-    if count < _MIN_HELD_OUT:
-        min_pairs = int(_MIN_HELD_OUT / _HELD_OUT_FRACTION)
-        raise DataError(
-            f"{files.src} must have at least {min_pairs:,} pairs that stand in it once, of "
-            f"which some can be held out, but has {len(overview.unique_rows):,} instead; give "
-            "--valid and --test."
-        )
-    return split.draw(overview.unique_rows, [count] * num_sets, _SEED)
-
-
-def _choose(
-    request: InitRequest,
-    overview: CorpusOverview,
-    held_out: list[Ints],
-    console: Console,
-    set_status: Callable[[str], object],
-) -> _Choice:
-    """Train a tokenizer on the pairs not held out, measure presets, and choose one."""
-    held_out_rows = {row for rows in held_out for row in rows.tolist()}
-    num_train = overview.num_pairs - len(held_out_rows)
-    kept = [pair for pair in overview.sample if pair.line - 1 not in held_out_rows]
+    overview = split.read_overview(
+        data.train, [leaks for leaks, _ in given.values()], _SEED, advance
+    )
+    max_pairs = min(_MAX_HELD_OUT, math.ceil(_HELD_OUT_PER_S * request.budget_s))
+    held_out = split.draw(overview, len(request.held_out), max_pairs, _SEED)
+    is_kept = _kept(overview, held_out, console)
+    num_distinct = overview.num_distinct(is_kept)
+    pairs = [pair for row, pair in overview.sample.items() if is_kept[row]]
+    set_status("learning subwords")
+    tokenizer = _train_tokenizer(pairs, num_distinct)
+    sample = benchmark.encode(pairs, tokenizer)
+    num_train = round(int(is_kept.sum()) * sample.share)
+    num_tokens = round(num_train * sample.tgt_tokens_per_pair)
     console.say(
-        f"corpus    {text_width.count(overview.num_pairs, 'pair')}, of "
+        f"subwords  {len(tokenizer.tgt):,} shared; {sample.tgt_tokens_per_pair:.1f} target tokens "
+        "a pair"
+    )
+    tokenizing_s = time.monotonic() - started  # which tokenizing takes again
+    measured = _measure(request, num_distinct, sample, console, set_status)
+    if load > _MAX_LOAD or measured.spread > _MAX_SPREAD:
+        console.say(
+            f"warning   other programs run here (load {load:.1f} a processor, speeds from 1 to "
+            f"{measured.spread:.1f}):"
+        )
+        console.say("          the plan is for a machine that stays as busy")
+    set_status("translating")
+    lines = [src for src, _ in pairs]
+    greedy_s, beam_s = (
+        benchmark.seconds_per_sentence(measured.preset, sample, lines, decoding, request.device)
+        for decoding in (_DECODING.model_copy(update={"beam": 1}), _DECODING)
+    )
+    num_drawn = len(held_out.sets[0]) if held_out.sets else 0
+    num_valid, *num_tests = (given[name][1] if name in given else num_drawn for name in sets)
+    overhead = Overhead(
+        tokenizing_s,
+        num_valid * greedy_s,
+        num_valid * greedy_s * (1 + _DECODING.max_extra_tokens / sample.src_tokens_per_pair),
+        sum(num_tests) * beam_s,
+    )
+    training = presets.plan_training(measured, request.budget_s, num_tokens, overhead)
+    set_status("writing")
+    report = _write_held_out(request, held_out)
+    schema_line = put_beside(request.config_path).rstrip("\n")
+    choice = _Choice(num_train, tokenizer, measured, training)
+    write_lines(request.config_path, [schema_line, *_config_lines(request, choice)])
+    config_file.load(request.config_path)
+    return [*report, *_summary(request, choice, overhead)]
+
+
+def _kept(overview: CorpusOverview, held_out: HeldOut, console: Console) -> Flags:
+    """Return which pairs training keeps, before their tokens are counted; say how many.
+
+    Raises:
+        DataError: if there is none.
+    """
+    reasons = {
+        "blank": overview.is_blank,
+        "in the given sets": overview.shares_given if held_out.sets else overview.is_given,
+        "held out": held_out.is_excluded,
+    }
+    is_kept = np.ones(overview.num_pairs, bool)
+    dropped = []
+    for reason, has_reason in reasons.items():
+        if num_dropped := int((is_kept & has_reason).sum()):
+            dropped.append(f"{num_dropped:,} {reason}")
+        is_kept &= ~has_reason
+    console.say(
+        f"corpus    {count(overview.num_pairs, 'pair')}, of "
         f"{overview.src_words / overview.num_pairs:.1f} source and "
         f"{overview.tgt_words / overview.num_pairs:.1f} target words"
     )
-    set_status("learning pieces")
-    tokenizer = _train_tokenizer(kept, num_train)
-    sample = benchmark.encode(kept, tokenizer)
-    num_tokens = round(sample.tgt_tokens_per_pair * num_train)
     console.say(
-        f"pieces    {len(tokenizer.tgt):,} shared; {sample.tgt_tokens_per_pair:.1f} target "
-        "tokens a pair"
+        f"training  {count(int(is_kept.sum()), 'pair')}, "
+        f"{overview.num_distinct(is_kept):,} of them different"
     )
-    candidates = []
-    for measured in _measure_presets(request, num_train, sample, tokenizer, set_status):
-        epochs = measured.tokens_per_s * request.budget_s / num_tokens
-        console.say(
-            f"tried     {measured.preset.name:<6}  {measured.num_parameters:>11,} weights  "
-            f"{measured.tokens_per_s:>7,.0f} tokens/s  {epochs:>6,.1f} epochs"
+    if dropped:
+        console.say(f"dropped   {', '.join(dropped)}")
+    if not is_kept.any():
+        raise DataError(
+            "the corpus must have pairs to train on, but all are blank or in the given sets."
         )
-        candidates.append(measured)
-    chosen = presets.choose(candidates, request.budget_s)
-    training = presets.plan_training(chosen, request.budget_s, num_tokens)
-    return _Choice(num_train, tokenizer, chosen, training)
+    return is_kept
 
 
-def _train_tokenizer(pairs: list[Pair], num_train: int) -> Tokenizer:
+def _train_tokenizer(pairs: Sequence[tuple[str, str]], num_pairs: int) -> Tokenizer:
     """Train a tokenizer, with a smaller vocabulary if the pairs do not fill the preset one."""
-    size = presets.vocabulary_size(num_train)
-    src, tgt = [pair.src for pair in pairs], [pair.tgt for pair in pairs]
+    size = presets.vocabulary_size(num_pairs)
+    src, tgt = zip(*pairs, strict=True)
     while True:
         try:
             config = TokenizerConfig(kind="bpe", vocab_size=size)
@@ -233,99 +276,146 @@ def _train_tokenizer(pairs: list[Pair], num_train: int) -> Tokenizer:
             size = error.fitting if is_last else max(_MIN_VOCABULARY, size // 2)
 
 
-def _measure_presets(
+def _measure(
     request: InitRequest,
-    num_train: int,
+    num_pairs: int,
     sample: Sample,
-    tokenizer: Tokenizer,
+    console: Console,
     set_status: Callable[[str], object],
-) -> Iterator[MeasuredPreset]:
-    """Yield measured presets, the smallest first, until one is too large for corpus or budget."""
-    for preset in presets.PRESETS:
-        if num_train < preset.min_pairs:
-            return
+) -> MeasuredPreset:
+    """Measure presets, the smallest first, until one is too large for corpus or budget; choose one.
+
+    If the budget is short, measure it again with smaller batches.
+    """
+
+    def measure(preset: Preset, batch_tokens: int) -> MeasuredPreset:
         set_status(f"trying {preset.name}")
-        measured = benchmark.measure(preset, sample, tokenizer, request.device)
-        yield measured
-        if not presets.fits(measured, request.budget_s):
-            return
+        measured = benchmark.measure(preset, batch_tokens, sample, request.device)
+        console.say(
+            f"tried     {preset.name:<6}  {measured.num_parameters:>11,} weights  batches of "
+            f"{batch_tokens:,}  {measured.tokens_per_s:>7,.0f} tokens/s"
+        )
+        return measured
+
+    candidates: list[MeasuredPreset] = []
+    for preset in presets.PRESETS:
+        if num_pairs >= preset.min_pairs:
+            candidates.append(measure(preset, presets.BATCH_TOKENS))
+            if not presets.fits(candidates[-1], request.budget_s):
+                break
+    chosen = presets.choose(candidates, request.budget_s)
+    batch_tokens = presets.batch_tokens(chosen, request.budget_s)
+    return chosen if batch_tokens == chosen.batch_tokens else measure(chosen.preset, batch_tokens)
 
 
-def _config_lines(request: InitRequest, sets: dict[str, Files], choice: _Choice) -> list[str]:
+def _write_held_out(request: InitRequest, held_out: HeldOut) -> list[str]:
+    """Write the held-out files; return a line of the report for each set."""
+    if not held_out.sets:
+        return []
+    rows = np.sort(np.concatenate(held_out.sets))
+    pairs = split.collect(request.data.train, rows)
+    pair_of = dict(zip(rows.tolist(), pairs, strict=True))
+    report = []
+    for corpus, set_rows in zip(request.held_out.values(), held_out.sets, strict=True):
+        src, tgt = Path(corpus.src[0]), Path(corpus.tgt[0])
+        write_lines(src, (pair_of[row].src for row in set_rows.tolist()))
+        write_lines(tgt, (pair_of[row].tgt for row in set_rows.tolist()))
+        report.append(f"wrote     {src} and {tgt.name}: {len(set_rows):,} pairs, held out")
+    return report
+
+
+def _config_lines(request: InitRequest, choice: _Choice) -> list[str]:
     """Return the lines of the config."""
-    preset, training, model = choice.measured.preset, choice.training, choice.measured.preset.model
-    pairs, minutes = text_width.count(choice.num_train, "pair"), request.budget_s / 60
-    held = "  # Held out of the training files; `data.clean` keeps these pairs out of the training."
+    data, training, preset = request.data, choice.training, choice.measured.preset
+    pairs, minutes = count(choice.num_train, "pair"), round(training.training_s / 60, 2) or 0.01
     seen = f"{presets.MIN_TOKENS_PER_PARAMETER:g} tokens a weight in the time that there is"
     why = ["The smallest, though it does not see", f"# {seen}."]
     if presets.fits(choice.measured, request.budget_s):
         why = ["The largest that sees", f"# {seen}, and that such a corpus can teach."]
+    train = data.train if isinstance(data.train, list) else [data.train]
+    corpora = [f"  train: {_corpus(train[0])}"]
+    if len(train) > 1:
+        corpora = ["  train:", *(f"    - {_corpus(corpus)}" for corpus in train)]
+    tests = [f"    {_text(name)}: {_corpus(test)}" for name, test in data.tests.items()]
+    clean = [
+        "  # Sets were held out: they are copies of training pairs. The training drops those, and",
+        "  # all pairs that share a sentence with a set.",
+        f"  clean: [{', '.join(_CLEAN)}]",
+    ]
     return [
-        f"# {request.src_lang}-{request.tgt_lang}, {pairs}, by `mtrain init`.",
+        f"# {data.src_lang}-{data.tgt_lang}, {pairs}, by `mtrain init`.",
         "# Every key that is not here has a default; `mtrain train` writes them all to the run",
         "# folder's config.yaml. All of it can be changed.",
         f"run_dir: {_text(request.run_dir)}",
         "data:",
-        f"  src_lang: {_text(request.src_lang)}",
-        f"  tgt_lang: {_text(request.tgt_lang)}",
-        f"  train: {_corpus(request.train)}",
-        *([held] if request.valid is None or request.test is None else []),
-        f"  valid: {_corpus(sets['valid'])}",
-        f"  tests: {{test: {_corpus(sets['test'])}}}",
-        f"# As many pieces as {pairs} can teach; both languages share them.",
+        f"  src_lang: {_text(data.src_lang)}",
+        f"  tgt_lang: {_text(data.tgt_lang)}",
+        *corpora,
+        f"  valid: {_corpus(data.valid)}",
+        *(["  tests:", *tests] if tests else []),
+        *(clean if request.held_out else []),
+        f"# As many subwords as {pairs} can teach; both languages share them.",
         f"tokenizer: {{kind: bpe, vocab_size: {len(choice.tokenizer.tgt)}}}",
         f"# The size `{preset.name}`: {choice.measured.num_parameters:,} weights. {why[0]}",
         why[1],
         f"# Dropout is higher, the more often the corpus is seen: about "
         f"{training.num_epochs:,.0f} times here.",
         "model:",
-        f"  d_model: {model.d_model}",
-        f"  num_heads: {model.num_heads}",
-        f"  d_ff: {model.d_ff}",
-        f"  num_encoder_layers: {model.num_encoder_layers}",
-        f"  num_decoder_layers: {model.num_decoder_layers}",
+        f"  d_model: {preset.model.d_model}",
+        f"  num_heads: {preset.model.num_heads}",
+        f"  d_ff: {preset.model.d_ff}",
+        f"  num_encoder_layers: {preset.model.num_encoder_layers}",
+        f"  num_decoder_layers: {preset.model.num_decoder_layers}",
         f"  dropout: {training.dropout}",
         "training:",
+        f"  # Of {_format_time(request.budget_s)}; tokenizing, the last validations and the test",
+        "  # sets take the rest.",
         f"  max_minutes: {minutes:g}  # about {training.num_updates:,} updates on this machine",
         "  max_steps: null",
-        f"  batch_tokens: {presets.BATCH_TOKENS}  # of a batch, padding included; affects memory",
+        f"  batch_tokens: {choice.measured.batch_tokens}  # padding included; affects memory",
         f"  accumulate: {preset.accumulate}  # batches of an update",
-        "  schedule: inverse_sqrt  # the rate stays high; averaging checkpoints does the rest",
-        f"  lr: {preset.lr}  # lower it if the loss jumps",
+        "  schedule: linear  # the rate falls to 0 at the end of the time",
+        f"  lr: {training.lr:.2g}  # lower it if the loss jumps",
         f"  warmup_steps: {training.warmup_steps}",
         f"  log_every: {training.log_every}",
         f"  validate_every: {training.validate_every}",
         f"  save_every: {training.save_every}",
         f"  keep_last: {presets.NUM_AVERAGED}",
-        f"  average: {presets.NUM_AVERAGED}  # the checkpoints of the last third of the training",
+        f"  average: {presets.NUM_AVERAGED}  # the checkpoints of the last tenth of the training",
         "  patience: 100  # validations; with a budget of time, train to its end",
         f"  device: {_text(request.device)}",
-        "decoding: {beam: 5, length_alpha: 1.0}",
+        f"decoding: {{beam: {_DECODING.beam}, length_alpha: {_DECODING.length_alpha}}}",
     ]
 
 
-def _text(value: str) -> str:
-    """Return text as YAML reads it back."""
+def _text(value: object) -> str:
+    """Return a value as YAML reads it back."""
     return json.dumps(value, ensure_ascii=False)
 
 
-def _corpus(files: Files) -> str:
-    return f"{{src: [{_text(str(files.src))}], tgt: [{_text(str(files.tgt))}]}}"
+def _corpus(corpus: Corpus) -> str:
+    keys = corpus.model_dump(exclude_unset=True).items()
+    return f"{{{', '.join(f'{key}: {_text(value)}' for key, value in keys)}}}"
 
 
-def _summary(request: InitRequest, choice: _Choice) -> list[str]:
+def _summary(request: InitRequest, choice: _Choice, overhead: Overhead) -> list[str]:
     training, preset = choice.training, choice.measured.preset
     megabytes = 4 * choice.measured.num_parameters / 1e6
     path = shlex.quote(str(request.config_path))
-    updates = text_width.count(training.num_updates, "update")
-    warning = "warning   that is little time for this corpus: take a longer --budget"
+    times = (overhead.tokenizing_s, 2 * overhead.validation_s, overhead.tests_s)
+    tokenizing, validating, testing = (_format_time(math.ceil(seconds)) for seconds in times)
+    warnings = []
+    if training.num_epochs < _MIN_EPOCHS:
+        warnings.append("warning   that is little time for this corpus: take a longer --budget")
+    if training.training_s + overhead.fixed_s > request.budget_s:
+        warnings.append("warning   the rest takes longer than the budget: take smaller sets")
     return [
         f"wrote     {request.config_path}: the size `{preset.name}`, a model of "
         f"{megabytes:,.0f} MB",
-        f"expect    about {updates} in {_format_time(request.budget_s)}, "
-        f"{training.num_epochs:,.1f} epochs,",
-        "          less what validations take; tokenizing comes on top",
-        *([warning] if training.num_epochs < _MIN_EPOCHS else []),
+        f"expect    about {count(training.num_updates, 'update')}, {training.num_epochs:,.1f} "
+        f"epochs, in {_format_time(training.training_s)};",
+        f"          tokenizing {tokenizing}, last validations {validating}, test sets {testing}",
+        *warnings,
         f"next      mtrain check {path}",
         f"          mtrain train {path}",
     ]
@@ -333,7 +423,7 @@ def _summary(request: InitRequest, choice: _Choice) -> list[str]:
 
 def _format_time(seconds: float) -> str:
     if seconds < 60:
-        number, unit = f"{seconds:g}", "second"
+        number, unit = f"{seconds:.3g}", "second"
     elif seconds < 2 * 3600:
         number, unit = f"{seconds / 60:.3g}", "minute"
     else:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from mtrain.cli import console, options
 
 
 def init(
-    src: options.SrcOption,
-    tgt: options.TgtOption,
     src_lang: options.SrcLangOption,
     tgt_lang: options.TgtLangOption,
+    src: options.SrcOption = None,
+    tgt: options.TgtOption = None,
+    set_: options.SetCorpusOption = None,
     budget: options.BudgetOption = "30m",
     device: options.DeviceOption = "auto",
     valid: options.HeldOutOption = None,
@@ -27,27 +26,27 @@ def init(
     Example: mtrain init --src a.en --tgt a.de --src-lang en --tgt-lang de --budget 20m
     """
     from mtrain.autoconfig import write_config
-    from mtrain.autoconfig.write_config import Files
+    from mtrain.corpus.reader import size_of
+    from mtrain.errors import ConfigError
     from mtrain.run.logger import Stderr
 
-    name = f"{src_lang}-{tgt_lang}"
-    wanted = write_config.InitRequest(
-        Files(src, tgt),
-        src_lang,
-        tgt_lang,
-        write_config.parse_budget(budget),
+    if (src is None) != (tgt is None):
+        raise ConfigError("`--src` must stand beside `--tgt`, but one of them stands alone.")
+    files = {"valid": valid, "test": test, "train": (src, tgt) if src and tgt else None}
+    request = write_config.parse_request(
+        (src_lang, tgt_lang),
+        {key: pair for key, pair in files.items() if pair},
+        set_ or [],
+        budget,
         device,
-        output or Path(f"{name}.yaml"),
-        run or f"runs/{name}",
-        Files(*valid) if valid else None,
-        Files(*test) if test else None,
+        output,
+        run,
     )
-    is_plain = src.is_file() and tgt.is_file() and ".gz" not in (src.suffix, tgt.suffix)
-    with console.reading(src.stat().st_size + tgt.stat().st_size if is_plain else None) as bar:
+    with console.reading(size_of(request.data.train) or None) as bar:
 
         def turn_to(what: str) -> None:
             bar.bar_format = "{desc}"
             bar.set_description_str(what)
 
-        lines = write_config.init(wanted, Stderr(), bar.update, turn_to)
+        lines = write_config.init(request, Stderr(), bar.update, turn_to)
     console.put(lines, None)

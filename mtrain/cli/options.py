@@ -132,11 +132,19 @@ CompareOption = Annotated[
     ),
 ]
 SrcOption = Annotated[
-    Path, typer.Option("--src", metavar="FILE", help="The source text.", show_default=False)
+    Path | None, typer.Option("--src", metavar="FILE", help="The source text.", show_default=False)
 ]
 TgtOption = Annotated[
-    Path,
+    Path | None,
     typer.Option("--tgt", metavar="FILE", help="Its translation, by line.", show_default=False),
+]
+SetCorpusOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="data.train, data.valid or data.tests in any form of a config; repeatable.",
+    ),
 ]
 SrcLangOption = Annotated[
     str, typer.Option(metavar="XX", help="The language of the source.", show_default=False)

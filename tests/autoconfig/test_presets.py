@@ -1,12 +1,16 @@
 import pytest
 
 from mtrain.autoconfig import presets
-from mtrain.autoconfig.presets import PRESETS, MeasuredPreset
+from mtrain.autoconfig.presets import PRESETS, MeasuredPreset, Overhead
 from mtrain.config.sections import Config
 
 
-def tried(index=0, num_parameters=1_000_000, tokens_per_s=10_000):
-    return MeasuredPreset(PRESETS[index], num_parameters, tokens_per_s)
+def tried(index=0, num_parameters=1_000_000, tokens_per_s=10_000, batch_tokens=4096):
+    return MeasuredPreset(PRESETS[index], batch_tokens, num_parameters, tokens_per_s, 1.0)
+
+
+def plan(measured, budget_s, num_tokens, *overhead):
+    return presets.plan_training(measured, budget_s, num_tokens, Overhead(*(overhead or (0,) * 4)))
 
 
 def test_sizes_rise_in_weights_and_in_what_they_ask_of_a_corpus():
@@ -34,24 +38,59 @@ def test_the_smallest_size_is_chosen_if_none_fits():
 
 
 def test_a_budget_of_more_time_gives_more_updates_and_more_dropout():
-    short, longer, longest = (presets.plan_training(tried(), 60 * n, 500_000) for n in (5, 20, 200))
+    short, longer, longest = (plan(tried(), 60 * n, 500_000) for n in (5, 20, 200))
     assert short.num_updates < longer.num_updates < longest.num_updates
     assert (short.dropout, longer.dropout, longest.dropout) == (0.1, 0.2, 0.3)
 
 
-def test_updates_and_epochs_are_those_that_the_rate_is_good_for():
-    found = presets.plan_training(tried(tokens_per_s=4096), 100, 40_960)
-    assert (found.num_updates, found.num_epochs) == (100, 10)
-    assert found.log_every == 5
-    assert presets.plan_training(tried(3, tokens_per_s=4096), 600, 40_960).num_updates == 100
-    assert presets.plan_training(tried(tokens_per_s=4096), 100, 1024).num_updates == 400
+def test_updates_and_epochs_are_those_that_the_speed_is_good_for():
+    found = plan(tried(tokens_per_s=4096), 100, 36_864)
+    assert (found.num_updates, found.num_epochs) == (90, 10)
+    assert found.log_every == 4
+    assert plan(tried(3, tokens_per_s=4096), 600, 40_960).num_updates == 90
+    assert plan(tried(tokens_per_s=4096), 100, 1024).num_updates == 360
+
+
+def test_batches_are_small_where_the_budget_has_few_updates():
+    sizes = [presets.batch_tokens(tried(), 60 * minutes) for minutes in (0.1, 2, 5, 10, 20, 600)]
+    assert sizes == [512, 512, 1024, 2048, 4096, 4096]
+    assert presets.batch_tokens(tried(3), 60 * 30) == 1024, "an update is of six batches"
+
+
+@pytest.mark.parametrize("preset", range(len(PRESETS)))
+@pytest.mark.parametrize("minutes", [0.1, 1, 2, 5, 10, 20, 60, 1000])
+def test_the_rate_rises_no_faster_than_a_short_training_bears(preset, minutes):
+    measured = tried(preset)
+    batch_tokens = presets.batch_tokens(measured, 60 * minutes)
+    found = plan(measured._replace(batch_tokens=batch_tokens), 60 * minutes, 500_000)
+    highest = PRESETS[preset].lr
+    assert found.lr / found.warmup_steps <= 1.0001 * highest / 1250
+    assert found.lr <= highest
+    assert found.warmup_steps <= max(1, found.num_updates / 4)
+
+
+def test_a_long_training_reaches_the_full_rate():
+    assert plan(tried(), 60 * 60, 500_000).lr == PRESETS[0].lr
+
+
+def test_the_budget_pays_for_all_that_the_training_takes_besides_its_updates():
+    assert plan(tried(), 600, 500_000, 10, 20, 40, 50).training_s == 600 - 10 - 2 * 20 - 50
+    assert plan(tried(), 600, 500_000, 10, 20, 40, 500).training_s == 300, "at most half of it"
+
+
+@pytest.mark.parametrize("longest_s", [0, 0.5, 3, 20, 59, 61, 1000])
+def test_validations_take_a_tenth_of_the_training_at_most(longest_s):
+    found = plan(tried(), 600, 500_000, 0, 0, longest_s, 0)
+    before_the_end = (found.num_updates - 1) // found.validate_every
+    assert before_the_end <= 10
+    assert before_the_end * longest_s <= 60
 
 
 @pytest.mark.parametrize("budget_s", [0.001, 1, 60, 3600, 10**8])
 def test_the_averaged_checkpoints_lie_within_the_training_and_the_config_is_valid(budget_s):
-    found = presets.plan_training(tried(), budget_s, 500_000)
+    found = plan(tried(), budget_s, 500_000)
     assert found.save_every * presets.NUM_AVERAGED <= max(
-        0.35 * found.num_updates, presets.NUM_AVERAGED
+        0.15 * found.num_updates, presets.NUM_AVERAGED
     )
     tree = {
         "run_dir": "run",
@@ -59,6 +98,7 @@ def test_the_averaged_checkpoints_lie_within_the_training_and_the_config_is_vali
         | {name: {"src": ["a"], "tgt": ["b"]} for name in ("train", "valid")},
         "training": {
             "max_minutes": budget_s / 60,
+            "lr": found.lr,
             "warmup_steps": found.warmup_steps,
             "save_every": found.save_every,
             "keep_last": presets.NUM_AVERAGED,

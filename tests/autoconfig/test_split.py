@@ -13,23 +13,43 @@ def corpus(tmp_path, pairs):
     return FilesCorpus(src=[str(tmp_path / "a.en")], tgt=[str(tmp_path / "a.de")])
 
 
-def look(tmp_path, pairs):
-    return split.read_overview(corpus(tmp_path, pairs), 1, lambda _: None)
+def look(tmp_path, pairs, *given):
+    return split.read_overview(corpus(tmp_path, pairs), given, 1, lambda _: None)
 
 
 GOOD = [(f"sentence number {n} of many", f"Satz Nummer {n} von vielen") for n in range(40)]
 
 
-def test_a_pair_is_alone_if_neither_side_stands_in_another_pair_however_it_is_written(tmp_path):
+def key(line):
+    return "".join(filter(str.isalnum, line)).casefold()
+
+
+def check_drawn(pairs, held_out, size):
+    """Sets are of this size and distinct, and what is not excluded shares no sentence with them."""
+    drawn = [row for rows in held_out.sets for row in rows.tolist()]
+    keys = [(key(pairs[row][0]), key(pairs[row][1])) for row in drawn]
+    assert [len(rows) for rows in held_out.sets] == [size] * len(held_out.sets)
+    assert len({*keys}) == len(keys)
+    sides = [{k for row in rows for k in map(key, pairs[row])} for rows in held_out.sets]
+    assert sum(map(len, sides)) == len(set.union(*sides))
+    rest = [pair for pair, out in zip(pairs, held_out.is_excluded, strict=True) if not out]
+    assert not {k for pair in rest for k in map(key, pair)} & set.union(*sides)
+    return rest
+
+
+def test_a_pair_shares_a_sentence_however_it_is_written(tmp_path):
     others = [
         ("Sentence number 3, of many!", "etwas ganz anderes hier"),  # the source of pair 3
         ("something else altogether", "SATZ NUMMER 5 VON VIELEN"),  # the target of pair 5
         ("a pair that is there twice", "ein Paar zweimal"),
-        ("a pair that is there twice", "ein Paar zweimal"),
+        ("A pair that is there twice.", "ein Paar, zweimal"),
     ]
-    found = look(tmp_path, GOOD + others)
-    assert found.num_pairs == 44
-    assert found.unique_rows.tolist() == [n for n in range(40) if n not in (3, 5)]
+    overview = look(tmp_path, GOOD + others)
+    assert overview.num_pairs == 44
+    assert overview.num_distinct(overview.is_fit) == 43
+    src, tgt = overview.src_ids, overview.tgt_ids
+    assert (src[3], tgt[5], src[42], tgt[42]) == (src[40], tgt[41], src[43], tgt[43])
+    assert (len({*src}), len({*tgt})) == (42, 42)
 
 
 @pytest.mark.parametrize(
@@ -45,40 +65,104 @@ def test_a_pair_is_alone_if_neither_side_stands_in_another_pair_however_it_is_wr
     ],
 )
 def test_a_pair_that_says_nothing_of_a_translator_is_not_held_out(tmp_path, src, tgt):
-    found = look(tmp_path, [*GOOD, (src, tgt)])
-    assert found.unique_rows.tolist() == list(range(40))
+    assert look(tmp_path, [*GOOD, (src, tgt)]).is_fit.tolist() == [True] * 40 + [False]
 
 
 def test_words_are_counted_and_every_pair_of_a_small_corpus_is_in_the_sample(tmp_path):
     found = look(tmp_path, [("one two", "eins zwei drei"), ("four", "")])
     assert (found.src_words, found.tgt_words) == (3, 3)
-    assert [pair.src for pair in found.sample] == ["one two", "four"]
+    assert found.sample == {0: ("one two", "eins zwei drei"), 1: ("four", "")}
+    assert found.is_blank.tolist() == [False, True]
 
 
 def test_the_sample_of_a_large_corpus_is_from_all_over_it(tmp_path, monkeypatch):
     monkeypatch.setattr(split, "_SAMPLE_PAIRS", 10)
-    lines = [pair.line for pair in look(tmp_path, GOOD).sample]
-    assert len(set(lines)) == 10
-    assert max(lines) > 20 > min(lines)
+    sample = look(tmp_path, GOOD).sample
+    assert len(sample) == 10
+    assert max(sample) > 20 > min(sample)
+    assert all(GOOD[row] == pair for row, pair in sample.items())
 
 
 def test_a_corpus_without_a_pair_is_an_error(tmp_path):
-    with pytest.raises(DataError, match="must have at least one pair, but is empty"):
+    with pytest.raises(DataError, match=r"must have at least one pair, but .*a\.en is empty"):
         look(tmp_path, [])
 
 
-def test_sets_are_drawn_without_a_pair_in_common_and_the_same_each_time():
-    alone = np.arange(0, 200, 2)
-    first, second = split.draw(alone, [10, 20], seed=3)
-    assert (len(first), len(second)) == (10, 20)
-    assert len({*first.tolist(), *second.tolist()}) == 30
-    assert {*first.tolist(), *second.tolist()} <= {*alone.tolist()}
-    assert (np.diff(first) > 0).all()
-    assert [part.tolist() for part in split.draw(alone, [10, 20], seed=3)] == [
-        first.tolist(),
-        second.tolist(),
+def test_sets_are_the_same_each_time_and_others_with_another_seed(tmp_path):
+    overview = look(tmp_path, GOOD)
+    first, again, other = (split.draw(overview, 2, 10, seed) for seed in (3, 3, 4))
+    assert [rows.tolist() for rows in first.sets] == [rows.tolist() for rows in again.sets]
+    assert [rows.tolist() for rows in first.sets] != [rows.tolist() for rows in other.sets]
+    assert all((np.diff(rows) > 0).all() for rows in first.sets)
+    assert len(check_drawn(GOOD, first, 10)) == 20
+
+
+def test_where_sentences_stand_once_a_twentieth_is_drawn_up_to_the_most_that_is_asked_for(tmp_path):
+    pairs = [(f"sentence number {n} of many", f"Satz Nummer {n} von vielen") for n in range(600)]
+    overview = look(tmp_path, pairs)
+    assert len(check_drawn(pairs, split.draw(overview, 2, 1000, 1), 30)) == 540
+    assert len(check_drawn(pairs, split.draw(overview, 2, 12, 1), 12)) == 576
+    assert len(check_drawn(pairs, split.draw(overview, 1, 1000, 1), 30)) == 570
+    assert split.draw(overview, 0, 1000, 1).is_excluded.tolist() == [False] * 600
+
+
+def test_copies_of_a_pair_are_held_out_with_it(tmp_path):
+    pairs = [pair for n in range(4) for pair in GOOD for _ in range(n + 1)]
+    pairs = [(src.upper() if n % 3 else src, tgt) for n, (src, tgt) in enumerate(pairs)]
+    rest = check_drawn(pairs, split.draw(look(tmp_path, pairs), 2, 1000, 1), 10)
+    assert len(rest) == len(pairs) // 2
+
+
+def test_the_pairs_that_repeat_least_are_drawn_first(tmp_path):
+    pairs = [pair for n, pair in enumerate(GOOD) for _ in range(1 if n < 20 else 5)]
+    rest = check_drawn(pairs, split.draw(look(tmp_path, pairs), 2, 1000, 1), 10)
+    assert {*rest} == {*GOOD[20:]}
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_all_translations_of_a_sentence_are_held_out_with_it(tmp_path, side):
+    pairs = [
+        (f"command number {n} of many", f"Wunsch {n} in Worten {way}"[:: 1 - 2 * (way % 2)])
+        for n in range(100)
+        for way in range(11)
     ]
-    assert split.draw(alone, [10], seed=4)[0].tolist() != first.tolist()
+    pairs = [pair[:: 1 - 2 * side] for pair in pairs]
+    rest = check_drawn(pairs, split.draw(look(tmp_path, pairs), 2, 1000, 1), 55)
+    assert len(rest) == 1100 - 2 * 55
+
+
+def test_pairs_are_drawn_where_all_are_linked_by_sentences_that_they_share(tmp_path):
+    pairs = [
+        (f"this is source number {n % 400}", f"das ist Ziel Nummer {(n * 7 + n // 400) % 401}")
+        for n in range(2000)
+    ]
+    overview = look(tmp_path, pairs)
+    held_out = split.draw(overview, 2, 1000, 1)
+    size = len(held_out.sets[0])
+    rest = check_drawn(pairs, held_out, size)
+    assert size >= split.MIN_HELD_OUT
+    assert len(rest) >= 0.75 * len(pairs)
+
+
+def test_a_corpus_that_cannot_lose_pairs_without_their_sentences_is_an_error(tmp_path):
+    pairs = [(f"source number {n % 3}", f"Ziel Nummer {n // 3}") for n in range(300)]
+    with pytest.raises(DataError) as error:
+        split.draw(look(tmp_path, pairs), 2, 1000, 1)
+    assert str(error.value) == (
+        "the corpus must have 20 pairs that can be held out with all that share a sentence with "
+        "them, but has 0 instead; give --valid and --test."
+    )
+
+
+def test_nothing_is_drawn_that_shares_a_sentence_with_a_given_set(tmp_path):
+    (tmp_path / "given").mkdir()
+    own = [*GOOD[:3], ("Sentence number 3 of many?", "ein anderer Satz")]
+    leaks, size = split.read_set(corpus(tmp_path / "given", own), "data.valid")
+    overview = look(tmp_path, [*GOOD, ("", "")], leaks)
+    assert size == 4
+    assert np.flatnonzero(overview.is_given).tolist() == [0, 1, 2]
+    assert np.flatnonzero(overview.shares_given).tolist() == [0, 1, 2, 3]
+    assert np.flatnonzero(overview.is_fit).tolist() == list(range(4, 40))
 
 
 def test_pairs_are_collected_by_their_numbers(tmp_path):
