@@ -1132,8 +1132,8 @@ EXPORTS = [
     export(
         "ctranslate2",
         "the last norms do not go out",
-        "norms.insert(1, spec.attention.layer_norm)",
-        "norms.insert(0, spec.attention.layer_norm)",
+        "norms.insert(1, layer.attention.layer_norm)",
+        "norms.insert(0, layer.attention.layer_norm)",
     ),
     export("parity", "what is no number is equal", 'else float("inf")', "else 0.0"),
     export("parity", "the nearest reference is compared", "worst = max(range", "worst = min(range"),

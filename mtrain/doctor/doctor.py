@@ -242,20 +242,20 @@ class _RunChecker:
             "(`--no-replay` skips this)"
         )
         try:
-            replayed = replay.replay(config, self.run, span)
+            differing, distance, elsewhere = replay.replay(config, self.run, span)
         except WriteError:
             raise _Skip(f"the disk of {tempfile.gettempdir()} takes no checkpoint") from None
         again = f"steps {first:,} to {last:,} made again"
-        if not replayed.differing:
+        if not differing:
             yield f"{again}: the same bytes"
-        elif not replayed.elsewhere:
-            parts, older, newer = ", ".join(replayed.differing), span.older.name, span.newer.name
+        elif not elsewhere:
+            parts, older, newer = ", ".join(differing), span.older.name, span.newer.name
             advice = f"restore {older} and {newer} from a copy of the run."
             yield CheckResult("resume", "FAILED", f"{again} differ in {parts}; {advice}")
-        elif replayed.distance <= _ROUNDING:
-            yield f"{again}: the same to rounding ({replayed.elsewhere})"
+        elif distance <= _ROUNDING:
+            yield f"{again}: the same to rounding ({elsewhere})"
         else:
-            raise _Skip(replayed.elsewhere)
+            raise _Skip(elsewhere)
 
     def _span(self) -> Span:
         """Return the newest whole checkpoint and the one before it."""

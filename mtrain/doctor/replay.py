@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +23,6 @@ from mtrain.runtime.signals import Signals
 from mtrain.train.trainer import Trainer
 
 TIMES = {"tgt_tokens_per_s", "elapsed_s", "memory_mib"}  # these differ between equal trainings
-Metrics = dict[str, dict[str, Any]]
 
 
 class Span(NamedTuple):
@@ -36,99 +34,71 @@ class Span(NamedTuple):
     newer: Path
 
 
-class Replayed(NamedTuple):
-    """How the repeated updates compare with the stored checkpoint.
-
-    Attributes:
-        differing: the parts that are not bit-identical.
-        distance: of repeated and stored weights, relative to that of the two checkpoints (L2).
-        elsewhere: how this machine differs from the one that trained; empty if it does not.
-    """
-
-    differing: list[str]
-    distance: float
-    elsewhere: str
-
-
 @torch.inference_mode(False)
-def replay(config: Config, run: RunDir, span: Span) -> Replayed:
-    """Make the updates between two checkpoints again, and compare.
+def replay(config: Config, run: RunDir, span: Span) -> tuple[list[str], float, str]:
+    """Make the updates between two checkpoints again, and compare the result with the later one.
+
+    Returns:
+        The parts that are not bit-identical.
+        The distance (L2) of repeated and stored weights, relative to that of the two checkpoints.
+        How this machine differs from the one that trained; "" if it does not.
 
     Raises:
         RunError, ConfigError: if the training cannot go on from the older checkpoint here.
         WriteError: if the temporary folder cannot be written.
     """
     device.keep_freed_memory()
-    saved_in = checkpoint.load_environment(span.newer)
-    with tempfile.TemporaryDirectory(prefix="mtrain-") as folder, _threads(saved_in):
+    saved_in, num_threads = checkpoint.load_environment(span.newer), torch.get_num_threads()
+    with tempfile.TemporaryDirectory(prefix="mtrain-") as folder:
         scratch = RunDir(Path(folder))
         scratch.tokenizer_dir.symlink_to(run.tokenizer_dir.resolve())
         scratch.data_dir.symlink_to(run.data_dir.resolve())
         budget = config.training.max_steps or span.last_step
         bar = (span.first_step / budget, span.last_step / budget)
-        with RunLog(scratch.metrics_path, is_quiet=True, bar=bar) as log:
-            trainer = Trainer(config, scratch, log)
-            with closing(trainer.gradients.workers):
-                trainer.restore(span.older)
-                trainer.probe_memory()
-                trainer.run(Signals(), span.last_step)
+        torch.set_num_threads(saved_in.num_threads if saved_in else num_threads)
+        try:
+            with RunLog(scratch.metrics_path, is_quiet=True, bar=bar) as log:
+                trainer = Trainer(config, scratch, log)
+                with closing(trainer.gradients.workers):
+                    trainer.restore(span.older)
+                    trainer.probe_memory()
+                    trainer.run(Signals(), span.last_step)
+        finally:
+            torch.set_num_threads(num_threads)
         replayed = trainer.state.to_checkpoint()
         stored = checkpoint.load(span.newer, trainer.fingerprint)
         before = checkpoint.load(span.older, trainer.fingerprint)
         differing = _differing(replayed, stored)
-        if not differing and _metrics_differ(scratch, run, span):
-            differing = ["metrics.jsonl"]
-        return Replayed(
-            differing,
-            _distance(replayed.weights, stored.weights, before.weights),
-            _environment_change(span, trainer.current_environment()),
-        )
-
-
-@contextmanager
-def _threads(saved_in: Environment | None) -> Iterator[None]:
-    """Compute on as many threads as the training did."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(saved_in.num_threads if saved_in else before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+        if not differing:
+            again = _metrics(scratch.metrics_path, span)
+            logged = _metrics(run.metrics_path, span)
+            if any(again.get(key) != line for key, line in logged.items()):
+                differing = ["metrics.jsonl"]
+    change = _difference(stored.weights, before.weights)
+    distance = _difference(replayed.weights, stored.weights) / change if change else 0.0
+    return differing, distance, _environment_change(span, trainer.current_environment())
 
 
 def _differing(replayed: Checkpoint, stored: Checkpoint) -> list[str]:
-    """Return the parts of two checkpoints that are not bit-identical; elapsed time is ignored."""
-    differing = []
-    if not _same(replayed.weights, stored.weights):
-        differing.append("weights")
-    if not _same(_optimizer_state(replayed), _optimizer_state(stored)):
-        differing.append("optimizer")
-    no_time = {"elapsed_s": 0.0}
-    if replayed.progress.model_copy(update=no_time) != stored.progress.model_copy(update=no_time):
-        differing.append("progress")
-    return differing
+    """Return the parts that are not bit-identical, but for elapsed time and a GPU's generator."""
+
+    def parts(loaded: Checkpoint) -> dict[str, object]:
+        optimizer = {name: each for name, each in loaded.optimizer.items() if name != "random.cuda"}
+        return {
+            "weights": checkpoint.digest(loaded.weights),
+            "optimizer": checkpoint.digest(optimizer),
+            "progress": loaded.progress.model_copy(update={"elapsed_s": 0.0}),
+        }
+
+    repeated, expected = parts(replayed), parts(stored)
+    return [part for part in expected if repeated[part] != expected[part]]
 
 
-def _optimizer_state(loaded: Checkpoint) -> Weights:
-    """Return the optimizer state without that of the GPU's random generator."""
-    return {name: tensor for name, tensor in loaded.optimizer.items() if name != "random.cuda"}
-
-
-def _same(one: Weights, other: Weights) -> bool:
-    """Return whether both have the same names, types, shapes and bits."""
-    return checkpoint.digest(one) == checkpoint.digest(other)
-
-
-def _distance(replayed: Weights, stored: Weights, before: Weights) -> float:
-    """Return |replayed - stored| / |stored - before|, the error relative to the change replayed."""
-    change = _norm_of_difference(stored, before)
-    return _norm_of_difference(replayed, stored) / change if change else 0.0
-
-
-def _norm_of_difference(one: Weights, other: Weights) -> float:
+def _difference(weights: Weights, other: Weights) -> float:
+    """Return |weights - other| (L2)."""
     squares = [
         (tensor.cpu().double() - other[name].double()).square().sum()
-        for name, tensor in one.items()
+        for name, tensor in weights.items()
     ]
     return float(torch.stack(squares).sum().sqrt())
 
@@ -147,21 +117,12 @@ def _environment_change(span: Span, here: Environment) -> str:
     return "a GPU adds in any order" if here.device != "cpu" else ""
 
 
-def _metrics_differ(scratch: RunDir, run: RunDir, span: Span) -> bool:
-    """Return whether a logged line of the run differs from its repetition."""
-    again = _metrics_of_span(scratch.metrics_path, span)
-    return any(
-        again.get(key) != line for key, line in _metrics_of_span(run.metrics_path, span).items()
-    )
-
-
-def _metrics_of_span(path: Path, span: Span) -> Metrics:
+def _metrics(path: Path, span: Span) -> dict[tuple[str, int], dict[str, Any]]:
     """Return the lines logged in a span, without times, by kind and step."""
-    logged: Metrics = {}
+    logged = {}
     for line in read_metrics(path):
-        step = line["step"]
         kind = next((key for key in ("loss", "valid_loss") if key in line), None)
-        if kind and span.first_step < step <= span.last_step:
+        if kind and span.first_step < line["step"] <= span.last_step:
             timeless = {key: value for key, value in line.items() if key not in TIMES}
-            logged[f"{kind} {step}"] = timeless
+            logged[kind, line["step"]] = timeless
     return logged

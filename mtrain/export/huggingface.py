@@ -10,10 +10,10 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,46 +26,62 @@ from mtrain.model.transformer import Transformer
 from mtrain.run.checkpoint import save_tensors
 from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
 
-Quantization = Literal["float16", "bfloat16"]
+PACKAGE, TAG = "transformers", "marian"
+TITLE = "Hugging Face transformers (`MarianMTModel`)"
+QUANTIZATIONS: tuple[str, ...] = ("float16", "bfloat16")
+USE = """\
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(".")
+model = AutoModelForSeq2SeqLM.from_pretrained(".")
+
+lines = [{line!r}]
+batch = tokenizer(lines, return_tensors="pt", padding=True)
+outputs = model.generate(**batch)
+print(tokenizer.batch_decode(outputs, skip_special_tokens=True))
+"""
+NOTES = """\
+- If the model is on the Hub, use its name there instead of `"."`.
+- transformers before version 5 has `pipeline("translation", model=".")` too.
+- A source of more than {num_positions:,} tokens is an error; an output ends after {max_length}.
+- transformers divides a score by length^alpha, mtrain by ((5 + length) / 6)^alpha, so that
+  their beams rank a little differently.
+- A blank line does not give an empty translation: remove such lines.
+- `>>x<<` at the beginning of a line is read as a language code; mtrain reads it as text.
+- "Recommended: pip install sacremoses" is a warning of the tokenizer that can be ignored.
+"""
+T = TypeVar("T")
 _MIN_POSITIONS = 1024  # not more, because transformers computes them whenever it loads
 _BATCH_SIZE = 32
 _LAYER = re.compile(r"(encoder|decoder)\.(\d+)\.(.+)\.(weight|bias)")
 _MODULES = {  # of a layer; a weight is split by rows into those of several modules
-    "self_attention.queries_keys_values": [
-        "self_attn.q_proj",
-        "self_attn.k_proj",
-        "self_attn.v_proj",
-    ],
-    "self_attention.output": ["self_attn.out_proj"],
-    "cross_attention.queries": ["encoder_attn.q_proj"],
-    "cross_attention.source_keys_values": ["encoder_attn.k_proj", "encoder_attn.v_proj"],
-    "cross_attention.output": ["encoder_attn.out_proj"],
-    "feed_forward.inner": ["fc1"],
-    "feed_forward.outer": ["fc2"],
-    "residual_1.norm": ["self_attn_layer_norm"],
-    "residual_3.norm": ["final_layer_norm"],
+    "self_attention.queries_keys_values": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+    "self_attention.output": "self_attn.out_proj",
+    "cross_attention.queries": "encoder_attn.q_proj",
+    "cross_attention.source_keys_values": "encoder_attn.k_proj encoder_attn.v_proj",
+    "cross_attention.output": "encoder_attn.out_proj",
+    "feed_forward.inner": "fc1",
+    "feed_forward.outer": "fc2",
+    "residual_1.norm": "self_attn_layer_norm",
+    "residual_3.norm": "final_layer_norm",
 }
 _SECOND_NORM = {"encoder": "final_layer_norm", "decoder": "encoder_attn_layer_norm"}
 
 
 def check_supported(config: ModelConfig) -> None:
     """Raise ConfigError for a model that MarianMTModel does not support."""
-    reasons = (
-        ("norm", config.norm == "post", "'post'", "has no pre-norm layers"),
-        (
-            "positions",
-            config.positions == "sinusoidal",
-            "'sinusoidal'",
-            "forgets any other table when it is saved again",
-        ),
-        ("attention_window", config.attention_window is None, "null", "attends to all positions"),
-    )
     elsewhere = "; `--to ctranslate2` holds it" * (config.attention_window is None)
-    for key, is_supported, value, why in reasons:
-        if not is_supported:
+    for key, supported, why in (
+        ("norm", "post", "has no pre-norm layers"),
+        ("positions", "sinusoidal", "forgets any other table when it is saved again"),
+        ("attention_window", None, "attends to all positions"),
+    ):
+        value = getattr(config, key)
+        if value != supported:
+            needed = "null" if supported is None else repr(supported)
             raise ConfigError(
-                f"`model.{key}` must be {value} for Hugging Face's MarianMTModel, which {why}, "
-                f"but is {getattr(config, key)!r} instead{elsewhere}."
+                f"`model.{key}` must be {needed} for Hugging Face's MarianMTModel, which {why}, "
+                f"but is {value!r} instead{elsewhere}."
             )
 
 
@@ -74,7 +90,7 @@ def write(
     tokenizer: Tokenizer,
     config: Config,
     directory: Path,
-    quantization: Quantization | None,
+    quantization: str | None,
 ) -> None:
     """Write a model and its tokenizer into `directory`."""
     dtype = getattr(torch, quantization or "float32")
@@ -200,8 +216,7 @@ def _rename_layers(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     for name, weight in weights.items():
         if match := _LAYER.fullmatch(name):
             stack, index, module, kind = match.groups()
-            is_second_norm = module == "residual_2.norm"
-            names = [_SECOND_NORM[stack]] if is_second_norm else _MODULES[module]
+            names = (_MODULES | {"residual_2.norm": _SECOND_NORM[stack]})[module].split()
             for new_name, rows in zip(names, weight.chunk(len(names)), strict=True):
                 yield f"model.{stack}.layers.{index}.{new_name}.{kind}", rows
 
@@ -238,12 +253,12 @@ class MarianModel:
     @torch.inference_mode()
     def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[ExportedHypothesis]:
         """Return the target of the highest log-probability of each source."""
-        hypotheses: dict[int, ExportedHypothesis] = {}
-        for rows in _batches([len(ids) for ids in sources]):
+
+        def search_rows(rows: list[int]) -> list[ExportedHypothesis]:
             max_new_tokens = max(max_lengths[row] for row in rows) + 1
-            best = self._search([sources[row] for row in rows], beam, max_new_tokens)
-            hypotheses.update(zip(rows, best, strict=True))
-        return [hypotheses[row] for row in range(len(sources))]
+            return self._search([sources[row] for row in rows], beam, max_new_tokens)
+
+        return _in_batches([len(ids) for ids in sources], search_rows)
 
     def _search(self, sources: Ids, beam: int, max_new_tokens: int) -> list[ExportedHypothesis]:
         with _quiet():
@@ -267,12 +282,12 @@ class MarianModel:
     @torch.inference_mode()
     def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
         """Return the log-probability of each token of a given target, and of its eos."""
-        scores: dict[int, list[float]] = {}
+
+        def score_rows(rows: list[int]) -> list[list[float]]:
+            return self._score([sources[row] for row in rows], [targets[row] for row in rows])
+
         lengths = [max(len(src), len(tgt)) for src, tgt in zip(sources, targets, strict=True)]
-        for rows in _batches(lengths):
-            batch = self._score([sources[row] for row in rows], [targets[row] for row in rows])
-            scores.update(zip(rows, batch, strict=True))
-        return [scores[row] for row in range(len(sources))]
+        return _in_batches(lengths, score_rows)
 
     def _score(self, sources: Ids, targets: Ids) -> list[list[float]]:
         logits = self.model(
@@ -288,11 +303,19 @@ class MarianModel:
         ]
 
 
-def _batches(lengths: list[int]) -> Iterator[list[int]]:
-    """Yield the rows in batches of similar length."""
+def load(directory: Path) -> MarianModel:
+    """Load an exported folder."""
+    return MarianModel(directory)
+
+
+def _in_batches(lengths: list[int], compute: Callable[[list[int]], list[T]]) -> list[T]:
+    """Return a result for each row; `compute` is called with batches of rows of similar length."""
     rows = sorted(range(len(lengths)), key=lambda row: lengths[row])
+    results: dict[int, T] = {}
     for first in range(0, len(rows), _BATCH_SIZE):
-        yield rows[first : first + _BATCH_SIZE]
+        batch = rows[first : first + _BATCH_SIZE]
+        results.update(zip(batch, compute(batch), strict=True))
+    return [results[row] for row in range(len(rows))]
 
 
 @contextmanager

@@ -8,13 +8,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from mtrain.config.sections import Config, ModelConfig
 from mtrain.data.prepare import ParallelLines
-from mtrain.decode.options import DecodingOptions
 from mtrain.decode.translator import EncodedSource, Ensemble, EnsembleState, Padded, Translator
+from mtrain.model.transformer import Transformer
+from mtrain.tokenizer.sentencepiece import Tokenizer
 
 Ids = list[list[int]]
 
@@ -25,17 +28,11 @@ _MASKED_LOGIT = -1e9
 
 
 class ExportedHypothesis(NamedTuple):
-    """A target that an exported model has found for a source.
+    """A target that an exported model has found for a source."""
 
-    Attributes:
-        ids: tokens without eos.
-        log_prob: the sum over the tokens, and eos if it has ended.
-        has_ended: whether eos was chosen; otherwise the length limit was reached.
-    """
-
-    ids: list[int]
-    log_prob: float
-    has_ended: bool
+    ids: list[int]  # tokens without eos
+    log_prob: float  # the sum over the tokens, and eos if it has ended
+    has_ended: bool  # whether eos was chosen; otherwise the length limit was reached
 
 
 class ExportedModel(Protocol):
@@ -61,6 +58,40 @@ class ExportedModel(Protocol):
         """Return the log-probability of each token of a given target, and of its eos."""
 
 
+class Exporter(Protocol):
+    """A module that writes models for a library, and loads what it has written.
+
+    `write` need not check what `check_supported` refuses; `quantization` is None for float32, or
+    one of QUANTIZATIONS.
+    """
+
+    PACKAGE: str  # the library as pip names it
+    QUANTIZATIONS: tuple[str, ...]  # types of the stored weights besides float32
+    TITLE: str  # in the model card: the library
+    TAG: str  # in the model card: a tag of the Hugging Face Hub
+    USE: str  # in the model card: Python, with `{line}` and other fields of `model_card.readme`
+    NOTES: str  # in the model card: a list of what to know
+
+    def check_supported(self, config: ModelConfig) -> None:
+        """Raise ConfigError for a model that the library does not support."""
+
+    def num_positions(self, config: Config) -> int:
+        """Return the most tokens of a source, and of a target."""
+
+    def write(
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        config: Config,
+        directory: Path,
+        quantization: str | None,
+    ) -> None:
+        """Write a model and its tokenizer into `directory`."""
+
+    def load(self, directory: Path) -> ExportedModel:
+        """Load an exported folder with the library, on the CPU."""
+
+
 class Agreement(NamedTuple):
     """The number of lines on which both agree."""
 
@@ -73,28 +104,16 @@ class Agreement(NamedTuple):
 
 @dataclass(frozen=True)
 class ParityReport:
-    """How an exported model compares with the model of the run.
+    """How an exported model compares with the model of the run."""
 
-    Attributes:
-        same_source: the lines with the same source tokens.
-        same_greedy: the lines with the same greedy output; so count outputs whose first different
-            tokens have the same log-probability to within TOLERANCE.
-        same_beam: the lines with the same output of beam search by log-probability.
-        same_text: the lines whose output tokens are decoded to the same text.
-        reference_diff: the largest difference of the log-probability of a reference token.
-        beam_diff: the largest difference of the log-probability of a beam search output.
-        beam: the width of the beam search.
-        worst_source: the line where `reference_diff` was found.
-    """
-
-    same_source: Agreement
-    same_greedy: Agreement
-    same_beam: Agreement
-    same_text: Agreement
-    reference_diff: float
-    beam_diff: float
-    beam: int
-    worst_source: str
+    same_source: Agreement  # of source tokens
+    same_greedy: Agreement  # of greedy outputs, or a tie of their first different tokens
+    same_beam: Agreement  # of the outputs of beam search by log-probability
+    same_text: Agreement  # of the texts that output tokens are decoded to
+    reference_diff: float  # the largest difference of the log-probability of a reference token
+    beam_diff: float  # the largest difference of the log-probability of a beam search output
+    beam: int  # the width of the beam search
+    worst_source: str  # the line where `reference_diff` was found
 
     def problems(self) -> list[str]:
         """Return why the export is not exact; beam outputs may differ, their scores may not."""
@@ -200,20 +219,18 @@ class LogProbSearcher:
     """The run's model searched as other libraries do: by log-probability, without other options."""
 
     def __init__(self, translator: Translator, masks_special: bool) -> None:
-        by_log_prob = replace(
-            translator.options, length_alpha=0.0, no_repeat_ngram=0, early_stop=False
-        )
-        self.translator = _with_options(translator, by_log_prob)
+        options = replace(translator.options, length_alpha=0.0, no_repeat_ngram=0, early_stop=False)
+        models, tokenizer = translator.ensemble.models, translator.tokenizer
+        self.translator = Translator(models, tokenizer, options, translator.device)
         if masks_special:
-            tgt = translator.tokenizer.tgt
-            self.translator.ensemble = MaskedEnsemble(translator.ensemble, [tgt.pad, tgt.bos])
+            masked_ids = [tokenizer.tgt.pad, tokenizer.tgt.bos]
+            self.translator.ensemble = MaskedEnsemble(translator.ensemble, masked_ids)
 
     def search(self, sources: Ids, beam: int) -> Ids:
         """Return the best target of each source."""
-        options = replace(self.translator.options, beam=beam)
-        translator = _with_options(self.translator, options)
-        translator.ensemble = self.translator.ensemble
-        return [best[0].ids for best in translator.search([EncodedSource(ids) for ids in sources])]
+        self.translator.options = replace(self.translator.options, beam=beam)
+        hypotheses = self.translator.search([EncodedSource(ids) for ids in sources])
+        return [best[0].ids for best in hypotheses]
 
     def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
         """Return the log-probability of each token of a given target, and of its eos."""
@@ -233,10 +250,6 @@ class LogProbSearcher:
             position = next(position for position, (a, b) in enumerate(pairs) if a != b)
             same[row] = _difference(ours[position], theirs[position]) <= TOLERANCE
         return same
-
-
-def _with_options(translator: Translator, options: DecodingOptions) -> Translator:
-    return Translator(translator.ensemble.models, translator.tokenizer, options, translator.device)
 
 
 class MaskedEnsemble(Ensemble):

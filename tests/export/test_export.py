@@ -28,16 +28,14 @@ from mtrain.decode.options import DecodingOptions
 from mtrain.decode.pipeline import translate_lines
 from mtrain.decode.translator import EncodedSource, Translator, load
 from mtrain.errors import ConfigError, RunError
-from mtrain.export import ctranslate2, export, huggingface, model_card, parity
-from mtrain.export.ctranslate2 import CTranslate2Model
-from mtrain.export.export import ExportReport, ExportRequest, Library
+from mtrain.export import export, huggingface, model_card, parity
+from mtrain.export.export import EXPORTERS, ExportReport, ExportRequest, Library
 from mtrain.export.huggingface import MarianModel
 from mtrain.export.parity import ExportedHypothesis, ExportedModel, Ids
 from mtrain.model.transformer import Transformer, sinusoids
 from mtrain.run import checkpoint
 from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
-from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
 PACKAGES = {"ctranslate2": "ctranslate2", "huggingface": "transformers"}
@@ -85,14 +83,10 @@ def random_model(kind: str = "unigram", shared: bool = True, **variant: object) 
 
 
 def copied(translator: Translator, library: Library, directory: Path) -> ExportedModel:
-    model, tokenizer = translator.model, translator.tokenizer
-    if library == "ctranslate2":
-        ctranslate2.check_supported(model.config)
-        ctranslate2.write(model, tokenizer, settings(), directory, None)
-        return CTranslate2Model(directory)
-    huggingface.check_supported(model.config)
-    huggingface.write(model, tokenizer, settings(), directory, None)
-    return MarianModel(directory)
+    model, exporter = translator.model, EXPORTERS[library]
+    exporter.check_supported(model.config)
+    exporter.write(model, translator.tokenizer, settings(), directory, None)
+    return exporter.load(directory)
 
 
 class Exported(NamedTuple):
@@ -194,7 +188,8 @@ def test_a_quantised_model_is_smaller_and_says_what_it_costs(
     report = exported[name].report
     assert report.precision == quantization
     assert report.bleu is not None
-    assert report.bleu.model > 90 and abs(report.bleu.exported - report.bleu.model) < 5
+    ours, theirs = report.bleu
+    assert ours > 90 and abs(theirs - ours) < 5
     assert 0 < report.parity.reference_diff < 0.5
     last = export.as_text(report)[-1]
     assert re.match(r"validation BLEU, exported +\d+\.\d\d \([+-]\d+\.\d\d\)$", last)
@@ -342,9 +337,8 @@ def test_the_tables_hold_the_longest_source_of_the_config(library: Library, tmp_
     tokenizer, config = translator.tokenizer, settings()
     data = config.data.model_copy(update={"max_tokens": max_tokens})
     config = config.model_copy(update={"data": data})
-    module = {"ctranslate2": ctranslate2, "huggingface": huggingface}[library]
-    module.write(translator.model, tokenizer, config, tmp_path, None)
-    copy = {"ctranslate2": CTranslate2Model, "huggingface": MarianModel}[library](tmp_path)
+    EXPORTERS[library].write(translator.model, tokenizer, config, tmp_path, None)
+    copy = EXPORTERS[library].load(tmp_path)
     sources = [[*[tokenizer.src.unk] * (max_tokens - 1), tokenizer.src.eos]]
     (found,) = copy.search(sources, 1, [2])
     assert found.ids
@@ -355,7 +349,7 @@ def test_a_source_beyond_the_tables_is_an_error_and_not_cut(
 ) -> None:
     directory = exported[library].directory
     length = {"ctranslate2": 4096, "huggingface": 1024}[library]
-    copy = CTranslate2Model(directory) if library == "ctranslate2" else MarianModel(directory)
+    copy = EXPORTERS[library].load(directory)
     (pieces,) = copy.encode(["ba " * 10])
     sources = [[*(pieces[0] for _ in range(length)), pieces[-1]]]
     with pytest.raises((RuntimeError, IndexError)):
@@ -381,7 +375,7 @@ def test_odd_text_has_the_same_pieces_and_comes_back_the_same(
     exported: dict[str, Exported], library: Library, trained: RunDir
 ) -> None:
     directory = exported[library].directory
-    copy = CTranslate2Model(directory) if library == "ctranslate2" else MarianModel(directory)
+    copy = EXPORTERS[library].load(directory)
     tokenizer = load(trained, loading=LoadOptions("cpu")).tokenizer
     assert copy.encode(ODD) == tokenizer.encode_src(ODD)
     ids = tokenizer.tgt.encode(ODD)
@@ -392,7 +386,7 @@ def test_odd_text_has_the_same_pieces_and_comes_back_the_same(
 def test_an_empty_line_gives_ctranslate2_an_empty_translation(
     exported: dict[str, Exported],
 ) -> None:
-    copy = CTranslate2Model(exported["ctranslate2"].directory)
+    copy = EXPORTERS["ctranslate2"].load(exported["ctranslate2"].directory)
     assert copy._translator.translate_batch([[]])[0].hypotheses == [[]]
 
 
@@ -733,11 +727,17 @@ def test_the_card_tells_languages_data_and_sizes(
     assert "mtrain" in rest
 
 
+def card_with(run: RunDir, **data: object) -> str:
+    """Return the model card of a run with other settings of its data."""
+    run = RunDir(run.path)
+    config = run.config
+    run.__dict__["config"] = config.model_copy(update={"data": config.data.model_copy(update=data)})
+    return model_card.readme(run, load(run), huggingface, "ba", [])
+
+
 def test_a_language_whose_code_is_a_word_of_yaml_is_still_a_code(noisy: RunDir) -> None:
-    config = noisy.config
-    data = config.data.model_copy(update={"src_lang": "no", "tgt_lang": "x-klingon"})
-    front = model_card._front_matter(config.model_copy(update={"data": data}))
-    (tree, _) = yaml.safe_load_all("\n".join(front))
+    card = card_with(noisy, src_lang="no", tgt_lang="x-klingon")
+    tree, _ = yaml.safe_load_all(card.split("# no to")[0])
     assert tree["language"] == ["no", "x-klingon"]
 
 
@@ -753,15 +753,12 @@ def test_the_card_names_corpora_of_every_kind(tmp_path: Path) -> None:
 
 
 def test_a_name_breaks_no_table_of_the_card(trained: RunDir) -> None:
-    config = trained.config
-    data = config.data.model_copy(update={"valid": TsvCorpus(tsv=["a|b\nc.tsv"])})
-    card = model_card.Card(trained, sentencepiece.load(trained.tokenizer_dir), 1, "ba", [])
-    rows = model_card._data(card, config.model_copy(update={"data": data}))
+    rows = card_with(trained, valid=TsvCorpus(tsv=["a|b\nc.tsv"])).splitlines()
     assert "| validation | a\\|b c.tsv | not there any more |" in rows
 
 
 def test_a_report_says_what_was_asked_of_it(exported: dict[str, Exported]) -> None:
     report = exported["ctranslate2"].report
-    worse = replace(report, bleu=export.BleuPair(40.0, 39.5))
+    worse = replace(report, bleu=(40.0, 39.5))
     assert export.as_text(worse)[-1].endswith("39.50 (-0.50)")
     assert json.loads("\n".join(export.as_json(worse)))["bleu"] == [40.0, 39.5]

@@ -1,6 +1,5 @@
 """A training that begins with another run's weights: what it takes over, and what it refuses."""
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -11,7 +10,7 @@ from tasks import Tree, prepared, reverse_task, stop_at, tiny_tree, write_config
 
 import mtrain
 from mtrain.decode.pipeline import translate_lines
-from mtrain.export import model_card
+from mtrain.export import huggingface, model_card
 from mtrain.run import checkpoint
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
@@ -79,10 +78,9 @@ def test_what_is_learned_stays_and_the_model_card_says_where_it_began(
     some = ["ba ce", "di fo gu"]
     ours, theirs = mtrain.load(run.path).translator, mtrain.load(base.path).translator
     assert translate_lines(ours, some) == translate_lines(theirs, some)
-    card = model_card.Card(run, sentencepiece.load(run.tokenizer_dir), 1, "ba", [])
     wanted = f"- Fine-tuned: the training began with the weights of `{base.path}`."
-    assert wanted in model_card.marian_readme(card, 9)
-    assert "Fine-tuned" not in str(model_card.marian_readme(dataclasses.replace(card, run=base), 9))
+    assert f"\n{wanted}\n" in model_card.readme(run, ours, huggingface, "ba", [])
+    assert "Fine-tuned" not in model_card.readme(base, theirs, huggingface, "ba", [])
     assert cli("doctor", run.path).code == 0
 
 
