@@ -17,6 +17,7 @@ from mtrain.config.corpora import Corpus, FilePath, Section, TrainText, Whole, c
 
 Tree = dict[str, Any]
 MAX_BEAM = 1000
+DEFAULT_VOCAB_SIZE = 8000
 # Valid names in `data.clean`: rules of the audit, applied in the order of `RULES`.
 CLEAN = (
     "blank-side",
@@ -104,10 +105,13 @@ class DataConfig(Section):
 
 
 class TokenizerConfig(Section):
-    """SentencePiece settings; `sampling_alpha` above 0 samples segmentations while training."""
+    """SentencePiece settings; `sampling_alpha` above 0 samples segmentations while training.
+
+    Without `vocab_size`, it is DEFAULT_VOCAB_SIZE, or the nearest size that the text allows.
+    """
 
     kind: Literal["unigram", "bpe"] = "unigram"
-    vocab_size: Whole = Field(default=8000, ge=8)
+    vocab_size: Whole | None = Field(default=None, ge=8)
     shared: bool = True
     character_coverage: float = Field(default=1.0, gt=0, le=1)
     byte_fallback: bool = True

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from mtrain import __version__
 from mtrain.audit.scan import PairFilter, Scan, scan_corpora
 from mtrain.config.corpora import Corpus, corpora_of, weight_of
-from mtrain.config.sections import Config, DataConfig, TokenizerConfig
+from mtrain.config.sections import DEFAULT_VOCAB_SIZE, Config, DataConfig, TokenizerConfig
 from mtrain.corpus import dropped
 from mtrain.corpus.length_stats import CorpusStats
 from mtrain.corpus.reader import (
@@ -103,6 +103,9 @@ def _tokenize(config: Config, run: RunDir, work_dir: Path, console: Console) -> 
                 tokenizer.save(directory)
     tokenizer = sentencepiece.load(tokenizer_dir)
     origin = f", those of {init_from}" if init_from else ""
+    lengths = {len(tokenizer.src), len(tokenizer.tgt)}
+    if not init_from and config.tokenizer.vocab_size is None and lengths != {DEFAULT_VOCAB_SIZE}:
+        origin = f", as near to the default of {DEFAULT_VOCAB_SIZE:,} as the text allows"
     sizes = format_vocabulary_sizes(tokenizer)
     console.say(f"tokenizer: {config.tokenizer.kind}, {sizes}{origin}")
     job = EncodeJob(
@@ -336,9 +339,12 @@ def _check_same_data(config: Config, run: RunDir) -> None:
             f"{run.path}: `training.init_from` must stay {was or 'null'}, but is {now or 'null'} "
             "now; take another --run, or delete this run folder."
         )
+    tokenizer = config.tokenizer
+    if tokenizer.vocab_size is None:  # left open
+        tokenizer = tokenizer.model_copy(update={"vocab_size": old.tokenizer.vocab_size})
     for key, new_value, old_value in (
         ("data", config.data, old.data),
-        ("tokenizer", config.tokenizer, old.tokenizer),
+        ("tokenizer", tokenizer, old.tokenizer),
     ):
         if new_value != old_value:
             raise RunError(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import sentencepiece
 
-from mtrain.config.sections import TokenizerConfig
+from mtrain.config.sections import DEFAULT_VOCAB_SIZE, TokenizerConfig
 from mtrain.errors import ConfigError, DataError, RunError, UserError
 from mtrain.tokenizer.bpe_dropout import Merges
 
@@ -231,7 +231,7 @@ def train(config: TokenizerConfig, src: Sequence[str], tgt: Sequence[str], seed:
     """Train one shared or two vocabularies on at most `max_training_lines` of the lines.
 
     Raises:
-        VocabularySizeError: if the vocabulary size is too large or too small for the text.
+        VocabularySizeError: if `vocab_size` is set, and too large or too small for the text.
         DataError: if there is no text, or none that SentencePiece can train on.
     """
     sides = [[*src, *tgt]] if config.shared else [src, tgt]
@@ -282,13 +282,22 @@ def _sample(num_lines: int, max_lines: int, seed: int) -> list[int]:
 def _train_vocabulary(config: TokenizerConfig, lines: list[str]) -> Vocabulary:
     if not any(line.strip() for line in lines):
         raise DataError("`data.train` must have lines with text, but all that are kept are blank.")
+    try:
+        return _train_with_size(config.vocab_size or DEFAULT_VOCAB_SIZE, config, lines)
+    except VocabularySizeError as error:
+        if config.vocab_size is not None:
+            raise
+        return _train_with_size(error.fitting, config, lines)
+
+
+def _train_with_size(size: int, config: TokenizerConfig, lines: list[str]) -> Vocabulary:
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(lines),
             model_writer=model,
             model_type=config.kind,
-            vocab_size=config.vocab_size,
+            vocab_size=size,
             character_coverage=config.character_coverage,
             byte_fallback=config.byte_fallback,
             normalization_rule_name="identity",  # keep every character of the text
@@ -299,11 +308,11 @@ def _train_vocabulary(config: TokenizerConfig, lines: list[str]) -> Vocabulary:
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise _explain(config, str(error)) from None
+        raise _explain(size, str(error)) from None
     return Vocabulary(model.getvalue())
 
 
-def _explain(config: TokenizerConfig, message: str) -> UserError:
+def _explain(size: int, message: str) -> UserError:
     if bounds := _TOO_LARGE.search(message):
         bound = f"at most {bounds[1]} for this corpus"
     elif bounds := _TOO_SMALL.search(message):
@@ -314,6 +323,6 @@ def _explain(config: TokenizerConfig, message: str) -> UserError:
             f"bytes, and not of U+2581 alone), but has none for these settings: {message}."
         )
     return VocabularySizeError(
-        f"`tokenizer.vocab_size` must be {bound}, but is {config.vocab_size} instead.",
+        f"`tokenizer.vocab_size` must be {bound}, but is {size} instead.",
         int(bounds[1]),
     )

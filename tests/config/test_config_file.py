@@ -70,7 +70,7 @@ def test_the_defaults_are_those_of_the_design(minimal: Path) -> None:
     }
     assert tree.pop("tokenizer") == {
         "kind": "unigram",
-        "vocab_size": 8000,
+        "vocab_size": None,
         "shared": True,
         "character_coverage": 1.0,
         "byte_fallback": True,

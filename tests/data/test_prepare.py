@@ -251,6 +251,30 @@ def test_a_vocabulary_that_is_too_large_or_too_small_is_refused_with_the_bound(
     )
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_default_vocabulary_is_as_large_as_the_corpus_allows_and_that_is_said(
+    tmp_path: Path, tree: Tree, shared: bool
+) -> None:
+    tree["tokenizer"] = {"shared": shared}
+    tree["model"]["tie_embeddings"] = "all" if shared else "none"
+    run, said = make(tmp_path, tree)
+    tokenizer = sentencepiece.load(run.tokenizer_dir)
+    assert 256 < len(tokenizer.tgt) < 8000
+    notes = [line for line in said if line.startswith("tokenizer: ")]
+    assert len(notes) == 1
+    assert notes[0].endswith(", as near to the default of 8,000 as the text allows")
+    assert run.config.tokenizer.vocab_size is None
+
+
+def test_a_run_whose_vocabulary_was_chosen_goes_on_where_the_config_leaves_it_open(
+    tmp_path: Path, tree: Tree
+) -> None:
+    tree["tokenizer"]["vocab_size"] = 284
+    make(tmp_path, tree)
+    del tree["tokenizer"]["vocab_size"]
+    make(tmp_path, tree)
+
+
 def test_the_bound_that_is_named_is_the_largest_vocabulary_that_works(
     tmp_path: Path, tree: Tree
 ) -> None:
