@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -60,28 +60,35 @@ Format = Literal["text", "tsv", "jsonl"]
 
 @dataclass(frozen=True)
 class Translation:
-    """One translation of a line.
+    """One translation of a line; `str` gives its text.
 
     Attributes:
         text: the translation.
-        pieces: its pieces as text, eos last.
-        log_probs: of each piece.
+        tokens: as SentencePiece writes them, eos last.
+        token_log_probs: the natural logarithm of each token's probability; empty if the search
+            computed none.
         log_prob: their sum.
-        score: what it was ranked by.
-        alignment: words that belong together; None if nobody asked.
-        flags: what looks wrong about it.
+        score: what it was ranked by: `log_prob` over the length penalty.
+        alignment: words that belong together; None if it was not asked for.
+        flags: what looks wrong about it, sorted.
+        alternatives: other translations of the line, best first, if several were asked for.
     """
 
     text: str
-    pieces: list[str]
-    log_probs: list[float]
-    log_prob: float
-    score: float
-    alignment: list[Link] | None = None
-    flags: list[str] = field(default_factory=list)
+    tokens: tuple[str, ...] = ()
+    token_log_probs: tuple[float, ...] = ()
+    log_prob: float = 0.0
+    score: float = 0.0
+    alignment: tuple[Link, ...] | None = None
+    flags: tuple[str, ...] = ()
+    alternatives: tuple[Translation, ...] = ()
+
+    def __str__(self) -> str:
+        """Return the text."""
+        return self.text
 
 
-NOTHING = Translation("", [], [], 0.0, 0.0, [])
+NOTHING = Translation("", alignment=())
 
 
 @dataclass(frozen=True)
@@ -100,25 +107,21 @@ def join(parts: Sequence[Translation]) -> Translation:
     """
     if len(parts) == 1:
         return parts[0]
-    pieces = [piece for part in parts for piece in part.pieces]
-    weights = [max(len(part.pieces), 1) for part in parts]
+    weights = [max(len(part.tokens), 1) for part in parts]
     score = sum(w * part.score for w, part in zip(weights, parts, strict=True)) / sum(weights)
-    links: list[Link] | None = []
+    links: list[Link] = []
     first_tgt = 0
     for part in parts:
-        if part.alignment is None or links is None:
-            links = None
-            break
-        links += [Link(link.src, first_tgt + link.tgt) for link in part.alignment]
+        links += [Link(link.src, first_tgt + link.tgt) for link in part.alignment or ()]
         first_tgt += sum(word != "" for word in part.text.split(" "))
     return Translation(
         " ".join(part.text for part in parts if part.text),
-        pieces,
-        [log_prob for part in parts for log_prob in part.log_probs],
+        tuple(token for part in parts for token in part.tokens),
+        tuple(log_prob for part in parts for log_prob in part.token_log_probs),
         sum(part.log_prob for part in parts),
         score,
-        links,
-        sorted({flag for part in parts for flag in part.flags}),
+        None if any(part.alignment is None for part in parts) else tuple(links),
+        tuple(sorted({flag for part in parts for flag in part.flags})),
     )
 
 
@@ -132,26 +135,26 @@ def write(line: TranslatedLine, format: Format, num_best: int) -> Iterator[str]:
         yield json.dumps(_as_tree(line, num_best), ensure_ascii=False)
         return
     for rank in range(num_best):
-        found = line.best[rank] if rank < len(line.best) else NOTHING
+        best = line.best[rank] if rank < len(line.best) else NOTHING
         if format == "text":
-            yield found.text
+            yield best.text
         else:
-            numbers = f"{line.number}\t{rank + 1}\t{found.score:.6f}\t{found.log_prob:.6f}"
-            yield f"{numbers}\t{','.join(found.flags)}\t{found.text.replace(chr(9), ' ')}"
+            numbers = f"{line.number}\t{rank + 1}\t{best.score:.6f}\t{best.log_prob:.6f}"
+            yield f"{numbers}\t{','.join(best.flags)}\t{best.text.replace(chr(9), ' ')}"
 
 
 def _as_tree(line: TranslatedLine, num_best: int) -> dict[str, Any]:
     trees = [
         {
-            "translation": found.text,
-            "score": found.score,
-            "log_prob": found.log_prob,
-            "pieces": found.pieces,
-            "piece_log_probs": found.log_probs,
-            "alignment": found.alignment,
-            "flags": found.flags,
+            "translation": each.text,
+            "score": each.score,
+            "log_prob": each.log_prob,
+            "tokens": each.tokens,
+            "token_log_probs": each.token_log_probs,
+            "alignment": each.alignment,
+            "flags": each.flags,
         }
-        for found in line.best
+        for each in line.best
     ]
     tree: dict[str, Any] = {"line": line.number, "source": line.src, **trees[0]}
     return tree if num_best == 1 else tree | {"n_best": trees}

@@ -166,12 +166,12 @@ class LineTranslator:
         translations = iter(
             Translation(
                 text,
-                tgt.pieces_of([*hypothesis.ids, tgt.eos]),
-                hypothesis.log_probs,
+                tuple(tgt.pieces_of([*hypothesis.ids, tgt.eos])),
+                tuple(hypothesis.log_probs),
                 hypothesis.log_prob,
                 hypothesis.score,
-                links,
-                ["limit"] if len(hypothesis.ids) >= self.translator.max_length(part.source) else [],
+                None if links is None else tuple(links),
+                ("limit",) * (len(hypothesis.ids) >= self.translator.max_length(part.source)),
             )
             for text, part, hypothesis, links in zip(
                 texts, part_of, hypotheses, alignments, strict=True
@@ -198,10 +198,10 @@ class LineTranslator:
     ) -> Translation:
         """Return the translation of a line with the flags of what looks wrong about it."""
         src_ids = [token for part in parts for token in part.source.ids[:-1]]
-        found = find_flags(src, translation.text, src_ids, translation.pieces[:-1], self.stats)
+        flags = find_flags(src, translation.text, src_ids, translation.tokens[:-1], self.stats)
         of_parts = (flag for part in parts for flag in part.flags)
-        flags = sorted({*of_parts, *translation.flags, *found})
-        return replace(translation, flags=flags) if flags else translation
+        all_flags = tuple(sorted({*of_parts, *translation.flags, *flags}))
+        return replace(translation, flags=all_flags) if all_flags else translation
 
     def _parts(
         self, numbers: Iterable[int], lines: list[str], prefixes: list[str] | None

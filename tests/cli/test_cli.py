@@ -387,7 +387,7 @@ def test_a_score_is_the_one_that_the_search_gave_the_same_line(
     same = [
         (tree, row)
         for tree, row in zip(trees, rows, strict=True)
-        if int(row[4]) == len(tree["pieces"]) and "<0x" not in "".join(tree["pieces"])
+        if int(row[4]) == len(tree["tokens"]) and "<0x" not in "".join(tree["tokens"])
     ]
     assert len(same) > 30
     for tree, row in same:

@@ -110,35 +110,36 @@ def test_a_target_word_is_linked_to_the_source_word_that_its_pieces_attend_to_mo
 def translation(text: str, log_probs: list[float], **others: object) -> Translation:
     pieces = [*(f"▁{word}" for word in text.split()), "</s>"]
     log_prob = sum(log_probs)
-    return Translation(text, pieces, log_probs, log_prob, log_prob / 2, **others)  # type: ignore[arg-type]
+    log_probs_of = tuple(log_probs)
+    return Translation(text, tuple(pieces), log_probs_of, log_prob, log_prob / 2, **others)  # type: ignore[arg-type]
 
 
 def test_parts_join_into_one_translation_whose_target_words_count_on() -> None:
-    first = translation("x y", [-1.0, -2.0, -3.0], alignment=[Link(0, 1), Link(1, 0)])
-    second = translation("z", [-4.0, -5.0], alignment=[Link(4, 0)], flags=["limit"])
+    first = translation("x y", [-1.0, -2.0, -3.0], alignment=(Link(0, 1), Link(1, 0)))
+    second = translation("z", [-4.0, -5.0], alignment=(Link(4, 0),), flags=("limit",))
     whole = join([first, second])
     assert whole.text == "x y z"
-    assert whole.pieces == ["▁x", "▁y", "</s>", "▁z", "</s>"]
-    assert whole.log_probs == [-1.0, -2.0, -3.0, -4.0, -5.0]
+    assert whole.tokens == ("▁x", "▁y", "</s>", "▁z", "</s>")
+    assert whole.token_log_probs == (-1.0, -2.0, -3.0, -4.0, -5.0)
     assert whole.log_prob == -15.0
     assert whole.score == pytest.approx((3 * -3.0 + 2 * -4.5) / 5)
-    assert whole.alignment == [Link(0, 1), Link(1, 0), Link(4, 2)]
-    assert whole.flags == ["limit"]
+    assert whole.alignment == (Link(0, 1), Link(1, 0), Link(4, 2))
+    assert whole.flags == ("limit",)
     assert join([first]) is first
 
 
 def test_only_spaces_divide_the_target_words_that_links_count() -> None:
-    first = translation("x\u00a0!", [-1.0], alignment=[Link(0, 0)])
-    second = translation("z", [-1.0], alignment=[Link(1, 0)])
-    assert join([first, second]).alignment == [Link(0, 0), Link(1, 1)]
+    first = translation("x\u00a0!", [-1.0], alignment=(Link(0, 0),))
+    second = translation("z", [-1.0], alignment=(Link(1, 0),))
+    assert join([first, second]).alignment == (Link(0, 0), Link(1, 1))
 
 
 FOUND = TranslatedLine(
     7,
     "in\there",
     [
-        translation("out\tthere", [-0.5, -0.25], alignment=[Link(0, 0)], flags=["copy", "loop"]),
-        translation("about", [-1.0, -1.0], alignment=[]),
+        translation("out\tthere", [-0.5, -0.25], alignment=(Link(0, 0),), flags=("copy", "loop")),
+        translation("about", [-1.0, -1.0], alignment=()),
     ],
 )
 
@@ -164,8 +165,8 @@ def test_jsonl_is_one_object_a_line() -> None:
         "translation": "out\tthere",
         "score": -0.375,
         "log_prob": -0.75,
-        "pieces": ["▁out", "▁there", "</s>"],
-        "piece_log_probs": [-0.5, -0.25],
+        "tokens": ["▁out", "▁there", "</s>"],
+        "token_log_probs": [-0.5, -0.25],
         "alignment": [[0, 0]],
         "flags": ["copy", "loop"],
     }

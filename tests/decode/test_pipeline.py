@@ -65,9 +65,9 @@ def assert_same(some: Sequence[TranslatedLine], others: Sequence[TranslatedLine]
     for one, other in zip(some, others, strict=True):
         assert (one.number, one.src) == (other.number, other.src)
         for best, same in zip(one.best, other.best, strict=True):
-            assert best.pieces == same.pieces
+            assert best.tokens == same.tokens
             assert best.text == same.text
-            assert best.log_probs == pytest.approx(same.log_probs, abs=1e-4)
+            assert best.token_log_probs == pytest.approx(same.token_log_probs, abs=1e-4)
 
 
 def num_tokens(line: str, translator: Translator) -> int:
@@ -106,9 +106,9 @@ def test_every_number_that_is_given_belongs_to_the_text(translator: Translator) 
     for line in copies:
         (best,) = line.best
         tgt = translator.tokenizer.tgt
-        assert best.pieces == [*tgt.pieces(best.text), "</s>"]
-        assert len(best.log_probs) == len(best.pieces)
-        assert best.log_prob == pytest.approx(sum(best.log_probs))
+        assert best.tokens == (*tgt.pieces(best.text), "</s>")
+        assert len(best.token_log_probs) == len(best.tokens)
+        assert best.log_prob == pytest.approx(sum(best.token_log_probs))
         assert best.alignment is not None
         links += best.alignment
     assert sum(link.src == link.tgt for link in links) > 0.8 * len(links)
@@ -124,7 +124,7 @@ def test_without_scores_a_stream_says_the_same_of_each_line(translator: Translat
     assert any("parts" in text for text in warned)
     for one, other in zip(found, scored, strict=True):
         (best,), (expected,) = one.best, other.best
-        assert (best.text, best.pieces) == (expected.text, expected.pieces)
+        assert (best.text, best.tokens) == (expected.text, expected.tokens)
         assert (best.alignment, best.flags) == (expected.alignment, expected.flags)
         assert math.isnan(best.score) == (one.src != "")
 
@@ -139,7 +139,7 @@ def test_a_list_of_the_best_is_ranked_and_begins_with_the_best(translator: Trans
         scores = [best.score for best in line.best]
         assert len(scores) == 3
         assert scores == sorted(scores, reverse=True)
-        assert len({tuple(best.pieces) for best in line.best}) == 3
+        assert len({best.tokens for best in line.best}) == 3
 
 
 def test_samples_depend_on_the_seed_and_the_line_and_on_nothing_else(
@@ -250,7 +250,7 @@ def test_a_line_that_fits_is_not_cut(translator: Translator) -> None:
         said: list[str] = []
         found = cut(translator, TWO, limit, policy, said.append)
         assert found.best[0].text == translate_lines(translator, [TWO])[0]
-        assert found.best[0].flags == ["unknown"]
+        assert found.best[0].flags == ("unknown",)
         assert said == [OF_TWO]
 
 
@@ -260,7 +260,7 @@ def test_split_cuts_at_the_ends_of_sentences_and_joins_what_it_finds(
     said: list[str] = []
     found = cut(translator, TWO, num_tokens(TWO, translator) - 1, "split", said.append)
     assert found.best[0].text == " ".join(translate_lines(translator, ["ba ce.", "di fo gu!"]))
-    assert found.best[0].flags == ["split", "unknown"]
+    assert found.best[0].flags == ("split", "unknown")
     in_parts = f"line 1: has {num_tokens(TWO, translator)} tokens; translated in 2 parts."
     assert said == [in_parts, OF_TWO]
 
@@ -269,7 +269,8 @@ def test_characters_that_the_tokenizer_did_not_learn_are_warned_of(translator: T
     said: list[str] = []
     lines = ["ba ce", "ba\tce", "\xa0", "ba\xa0c\u0301e 123456", " di fo "]
     found = stream(translator, [lines], warn=said.append)
-    assert [line.best[0].flags for line in found] == [[], ["unknown"], [], ["unknown"], []]
+    flags = [line.best[0].flags for line in found]
+    assert flags == [(), ("unknown",), (), ("unknown",), ()]
     learned_not = "has characters that the tokenizer did not learn, and the model may not read"
     assert said == [
         f"line 2: {learned_not}: '\\t'.",
@@ -381,7 +382,7 @@ def test_truncate_translates_the_beginning_and_says_so(translator: Translator) -
     said: list[str] = []
     found = cut(translator, "ba ce di fo gu", 4, "truncate", said.append)
     assert found.best[0].text == translate_lines(translator, ["ba ce di"])[0]
-    assert found.best[0].flags == ["truncated"]
+    assert found.best[0].flags == ("truncated",)
     assert said == ["line 1: has 6 tokens; all after the first 3 are dropped."]
 
 
@@ -431,7 +432,7 @@ def test_the_first_lines_with_a_flaw_are_named_and_the_others_counted(
     copies = ["ba ce", "fo", *LINES]
     unusual = USUAL._replace(share_copied=0.0)
     found = stream(translator, [copies[:3], copies[3:]], warn=said.append, stats=unusual)
-    numbers = [line.number for line in found if line.best[0].flags == ["copy"]]
+    numbers = [line.number for line in found if line.best[0].flags == ("copy",)]
     assert len(numbers) > 7
     assert said == [
         *(f"line {number}: the translation is the line itself." for number in numbers[:5]),
@@ -447,7 +448,7 @@ def test_output_that_reached_its_limit_is_marked(translator: Translator) -> None
     endless = Translator([model], translator.tokenizer, options, translator.device)
     said: list[str] = []
     (line,) = stream(endless, [["ba ce di"]], warn=said.append)
-    if len(line.best[0].pieces) == num_tokens("ba ce di", translator):
+    if len(line.best[0].tokens) == num_tokens("ba ce di", translator):
         assert "limit" in line.best[0].flags
         assert any("reached its limit" in text for text in said)
     finished = stream(translator, [LINES])
