@@ -8,6 +8,7 @@
 Importing it loads nothing: what the names below need is imported when one is first used.
 """
 
+import importlib
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -17,9 +18,12 @@ __all__ = [
     "Config",
     "ConfigError",
     "DataError",
+    "DecodingOptions",
     "Model",
     "RunError",
+    "Sampling",
     "Stopped",
+    "Translation",
     "UserError",
     "WriteError",
     "__version__",
@@ -32,6 +36,8 @@ __all__ = [
 if TYPE_CHECKING:
     from mtrain.api import Model, evaluate, load, load_config, train
     from mtrain.config.sections import Config
+    from mtrain.decode.formats import Translation
+    from mtrain.decode.options import DecodingOptions, Sampling
     from mtrain.errors import ConfigError, DataError, RunError, UserError, WriteError
     from mtrain.runtime.signals import Stopped
 else:
@@ -49,13 +55,15 @@ else:
         """Import `name` from the module that defines it, when it is first used."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        if name == "Stopped":
-            from mtrain.runtime.signals import Stopped
-
-            return Stopped
-        from mtrain import api, errors
-
-        return getattr(api, name, None) or getattr(errors, name)
+        modules = {
+            "DecodingOptions": "decode.options",
+            "Sampling": "decode.options",
+            "Stopped": "runtime.signals",
+            "Translation": "decode.formats",
+        }
+        is_error = name.endswith("Error")
+        module = modules.get(name, "errors" if is_error else "api")
+        return getattr(importlib.import_module(f"{__name__}.{module}"), name)
 
     def __dir__() -> list[str]:
         return sorted(__all__)

@@ -6,17 +6,20 @@ something is trained or loaded. Knows no options of a command line and prints no
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import re
-import warnings
+import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from mtrain.config import config_file
 from mtrain.config.sections import Config
-from mtrain.errors import DataError
+from mtrain.errors import ConfigError, DataError
 from mtrain.run import finetune
 from mtrain.run.logger import Board, check_installed
 from mtrain.run.run_dir import RunDir
@@ -24,19 +27,25 @@ from mtrain.runtime.process_group import SINGLE, ProcessGroup
 
 if TYPE_CHECKING:
     from mtrain.corpus.length_stats import CorpusStats
+    from mtrain.decode.formats import Translation
+    from mtrain.decode.options import DecodingOptions
+    from mtrain.decode.pipeline import Warn
     from mtrain.decode.translator import Translator
     from mtrain.evaluate.evaluation import TestResult
     from mtrain.evaluate.metrics import ScoringOptions
 
+logger = logging.getLogger("mtrain")
 AnyPath = str | os.PathLike[str]
 AnyConfig = Config | Mapping[str, Any] | AnyPath
 _LINE_BREAK = re.compile(r"\r?\n")
 _HALF = re.compile("[\ud800-\udfff]")  # of a character: no text that can be written
 
 
-@dataclass(frozen=True)
 class Model:
     """A trained run, or several as an ensemble, ready to translate.
+
+    Any number of threads may translate with one model; their lines are decoded together, and
+    each has the translation that it has alone.
 
     Attributes:
         run: the run folder, the first of several.
@@ -45,24 +54,132 @@ class Model:
         profile: what is usual in the training pairs, if the run folder says.
     """
 
-    run: RunDir
-    config: Config
-    translator: Translator
-    profile: CorpusStats | None
+    def __init__(
+        self, run: RunDir, config: Config, translator: Translator, profile: CorpusStats | None
+    ) -> None:
+        self.run, self.config, self.translator, self.profile = run, config, translator, profile
 
-    def translate(self, lines: Iterable[str]) -> list[str]:
+    def __repr__(self) -> str:
+        return f"<mtrain.Model of {self.run.path}>"
+
+    @property
+    def options(self) -> DecodingOptions:
+        """How lines are translated unless a call says otherwise."""
+        return self.translator.options
+
+    @overload
+    def translate(
+        self,
+        lines: Iterable[str],
+        options: DecodingOptions | None = None,
+        *,
+        details: Literal[False] = False,
+        prefixes: Iterable[str] | None = None,
+        timeout_s: float | None = None,
+        cancel: threading.Event | None = None,
+        max_chars: int | None = None,
+        on_warning: Warn | None = None,
+    ) -> list[str]: ...
+
+    @overload
+    def translate(
+        self,
+        lines: Iterable[str],
+        options: DecodingOptions | None = None,
+        *,
+        details: Literal[True],
+        prefixes: Iterable[str] | None = None,
+        timeout_s: float | None = None,
+        cancel: threading.Event | None = None,
+        max_chars: int | None = None,
+        on_warning: Warn | None = None,
+    ) -> list[Translation]: ...
+
+    def translate(
+        self,
+        lines: Iterable[str],
+        options: DecodingOptions | None = None,
+        *,
+        details: bool = False,
+        prefixes: Iterable[str] | None = None,
+        timeout_s: float | None = None,
+        cancel: threading.Event | None = None,
+        max_chars: int | None = None,
+        on_warning: Warn | None = None,
+    ) -> list[str] | list[Translation]:
         """Return one translation for each line, in order, as `mtrain translate` writes them.
 
         A blank line gives an empty one. A line's own end is not part of it, so that an open file
         will do; a line break within is read as a space. Lines longer than any training pair are
-        translated in parts. What looks wrong is a Python warning with the line's number.
+        translated in parts.
+
+        Args:
+            lines: the source text.
+            options: of the search, such as `dataclasses.replace(model.options, beam=1)`.
+            details: return `Translation` objects, with scores, flags and, as the options say,
+                alternatives and alignments.
+            prefixes: what the translation of each line must begin with.
+            timeout_s: seconds after which the call ends with `TimeoutError`.
+            cancel: another thread sets it to end the call with
+                `concurrent.futures.CancelledError`.
+            max_chars: refuse more characters than this in all lines together.
+            on_warning: is called with a text, such as "line 3: the translation repeats itself.";
+                by default warnings are logged, under the name `mtrain`.
 
         Raises:
-            DataError: if `lines` is one text instead of several, or holds something else.
+            DataError: if `lines` is one text instead of several, holds something else than text,
+                or has too many characters, or if there is not a prefix for each line.
+            ConfigError: if an option has no valid value.
         """
-        from mtrain.decode.pipeline import translate_lines
+        from mtrain.decode.pipeline import BLOCK_LINES, LineTranslator
+        from mtrain.decode.shared_search import SearchLimits
 
-        return translate_lines(self.translator, _clean(lines), self.profile, _warn)
+        clean = list(_clean(lines, max_chars))
+        options = replace(options or self.options, with_scores=details)
+        deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        translator = self.translator.with_options(options, SearchLimits(deadline_s, cancel))
+        line_translator = LineTranslator(translator, self.profile, on_warning or logger.warning)
+        blocks = (clean[at : at + BLOCK_LINES] for at in range(0, len(clean), BLOCK_LINES))
+        prefix_lines = None if prefixes is None else _clean(prefixes, None, "prefixes")
+        try:
+            translated = list(line_translator.translate(blocks, prefix_lines))
+        except TimeoutError:
+            raise TimeoutError(f"{len(clean):,} lines took more than {timeout_s} seconds") from None
+        if details:
+            return [replace(line.best[0], alternatives=tuple(line.best[1:])) for line in translated]
+        return [line.best[0].text for line in translated]
+
+    def translate_text(
+        self,
+        text: str,
+        options: DecodingOptions | None = None,
+        *,
+        timeout_s: float | None = None,
+        cancel: threading.Event | None = None,
+        max_chars: int | None = None,
+        on_warning: Warn | None = None,
+    ) -> str:
+        """Translate a text line by line; line breaks, blank lines and indents stay as they are.
+
+        Args and errors are those of `translate`.
+        """
+        if not isinstance(text, str):
+            raise DataError(f"`text` must be text, but is {text!r:.60} instead.")
+        lines, breaks = _LINE_BREAK.split(text), [*_LINE_BREAK.findall(text), ""]
+        translations = self.translate(
+            lines,
+            options,
+            timeout_s=timeout_s,
+            cancel=cancel,
+            max_chars=max_chars,
+            on_warning=on_warning,
+        )
+        written = []
+        for line, translation, line_break in zip(lines, translations, breaks, strict=True):
+            indent = line[: len(line) - len(line.lstrip())]
+            trailing = line[len(line.rstrip()) :] if line.strip() else ""
+            written.append(f"{indent}{translation}{trailing}{line_break}")
+        return "".join(written)
 
 
 def load_config(
@@ -78,15 +195,17 @@ def load_config(
     Raises:
         ConfigError: with the key, in one line.
     """
-    own_dir = None if run_dir is None else os.fspath(run_dir)
+    new_dir = None if run_dir is None else os.fspath(run_dir)
     if isinstance(config, str | os.PathLike):
-        return finetune.complete_config(
-            config_file.load(Path(config), overrides, own_dir), str(config)
-        )
-    tree = config.model_dump(exclude_unset=True) if isinstance(config, Config) else config
-    return finetune.complete_config(
-        config_file.from_tree(tree, "config", overrides, own_dir), "config"
-    )
+        name, loaded = str(config), config_file.load(Path(config), overrides, new_dir)
+    else:
+        tree = config.model_dump(exclude_unset=True) if isinstance(config, Config) else config
+        if not isinstance(tree, Mapping):
+            raise ConfigError(
+                f"`config` must be a file, a mapping or a Config, but is {config!r:.60} instead."
+            )
+        name, loaded = "config", config_file.from_tree(tree, "config", overrides, new_dir)
+    return finetune.complete_config(loaded, name)
 
 
 def train(config: AnyConfig, *, tensorboard: bool = False) -> Path:
@@ -144,17 +263,19 @@ def load(
     *,
     beam: int | None = None,
     length_alpha: float | None = None,
+    checkpoint: int | None = None,
     device: str = "auto",
+    precision: Literal["auto", "float32", "bfloat16"] = "auto",
 ) -> Model:
     """Load a trained run, or several as an ensemble, ready to translate.
 
-    From then on the process keeps the memory that it frees.
-
     Args:
         runs: a run folder, or several.
-        beam: its width; 1 is greedy search, None as the run's config says.
+        beam: hypotheses of a sentence; 1 is greedy search, None as the run's config says.
         length_alpha: length normalisation; 0 is none, None as the run's config says.
+        checkpoint: the step whose weights are loaded, instead of the run's result.
         device: auto, cpu, cuda, cuda:1, ...
+        precision: of states and matrix products; `auto` is float32.
 
     Raises:
         RunError: if a folder is no run, has no trained model, or its parts do not fit.
@@ -165,25 +286,30 @@ def load(
     from mtrain.decode.options import DecodingOptions
     from mtrain.run.load_model import LoadOptions
 
-    paths = [runs] if isinstance(runs, str | os.PathLike) else list(runs)
+    paths = [runs] if isinstance(runs, str | os.PathLike) else runs
+    if not isinstance(paths, Sequence) or not all(
+        isinstance(path, str | os.PathLike) for path in paths
+    ):
+        raise DataError(f"`runs` must be a run folder or several, but is {runs!r:.60} instead.")
     if not paths:
         raise DataError("`runs` must have a run folder, but is empty.")
     folders = [RunDir(Path(path)) for path in paths]
     config = folders[0].config
-    given = {"beam": beam, "length_alpha": length_alpha}
-    asked = {key: value for key, value in given.items() if value is not None}
-    tree = config.model_dump()
-    changed = tree | {"decoding": tree["decoding"] | asked}
-    checked = config_file.from_tree(changed, "mtrain.load")
-    options = replace(DecodingOptions.from_config(checked), with_scores=False)
-    translator = translating.load(folders, options, LoadOptions(device))
+    options = replace(DecodingOptions.from_config(config), with_scores=False)
+    options = replace(
+        options,
+        beam=options.beam if beam is None else beam,
+        length_alpha=options.length_alpha if length_alpha is None else length_alpha,
+    )
+    loading = LoadOptions(device, precision, checkpoint)
+    translator = translating.load(folders, options, loading)
     return Model(folders[0], config, translator, read_profile(folders[0]))
 
 
 def evaluate(run: Model | AnyPath, options: ScoringOptions | None = None) -> list[TestResult]:
     """Translate the test sets of a run and score them by sacreBLEU, as `mtrain eval` does.
 
-    What looks wrong is a Python warning with the test set and the line's number.
+    What looks wrong is logged with the test set and the line's number.
 
     Raises:
         UserError: if the run cannot be loaded, has no test sets, or their text is gone.
@@ -191,22 +317,21 @@ def evaluate(run: Model | AnyPath, options: ScoringOptions | None = None) -> lis
     from mtrain.evaluate import evaluation
 
     model = run if isinstance(run, Model) else load(run)
-    return evaluation.evaluate(model.run, model.translator, _warn, options)
+    return evaluation.evaluate(model.run, model.translator, logger.warning, options)
 
 
-def _warn(text: str) -> None:
-    warnings.warn(f"mtrain: {text}", stacklevel=2)
-
-
-def _clean(lines: Iterable[str]) -> Iterator[str]:
+def _clean(lines: Iterable[str], max_chars: int | None, name: str = "lines") -> Iterator[str]:
+    """Yield lines as a file would hold them."""
     if isinstance(lines, str | bytes):
-        raise DataError("`lines` must be a list of lines, but is one text; put it in a list.")
-    return (_as_line(number, line) for number, line in enumerate(lines, start=1))
-
-
-def _as_line(number: int, line: object) -> str:
-    """Return a line as a file would hold it."""
-    if not isinstance(line, str):
-        raise DataError(f"line {number}: must be text, but is {line!r:.60} instead.")
-    whole = _HALF.sub("\ufffd", line.removesuffix("\n").removesuffix("\r"))
-    return _LINE_BREAK.sub(" ", whole)
+        raise DataError(f"`{name}` must be a list of lines, but is one text; put it in a list.")
+    if not isinstance(lines, Iterable):
+        raise DataError(f"`{name}` must be a list of lines, but is {lines!r:.60} instead.")
+    num_chars = 0
+    for number, line in enumerate(lines, start=1):
+        if not isinstance(line, str):
+            raise DataError(f"line {number}: must be text, but is {line!r:.60} instead.")
+        num_chars += len(line)
+        if max_chars is not None and num_chars > max_chars:
+            raise DataError(f"`{name}` must have at most {max_chars:,} characters, but have more.")
+        whole = _HALF.sub("\ufffd", line.removesuffix("\n").removesuffix("\r"))
+        yield _LINE_BREAK.sub(" ", whole)

@@ -1,12 +1,18 @@
 """What `import mtrain` offers: lines to lines, mistakes as exceptions, all as the verbs do."""
 
 import ast
+import asyncio
+import json
+import pickle
+import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import warnings
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,9 +79,7 @@ def test_lines_become_what_the_command_line_writes(
 
 def test_odd_lines_are_one_line_each(model: mtrain.Model) -> None:
     odd = ["", "  ", "ba ce\n", "ba ce\r\n", "ba\nce", "ba\r\nce", "ba \ud800 ce"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = model.translate(odd)
+    found = model.translate(odd)
     assert found[:6] == ["", "", "ba ce", "ba ce", "ba ce", "ba ce"]
     assert len(found) == 7
     assert model.translate([]) == []
@@ -87,12 +91,17 @@ def test_an_open_file_is_lines(model: mtrain.Model, tmp_path: Path) -> None:
         assert model.translate(file) == ["ba ce", "", "di fo"]
 
 
-def test_a_line_that_is_too_long_is_cut_with_a_warning_that_names_it(model: mtrain.Model) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+def test_a_line_that_is_too_long_is_cut_with_a_warning_that_names_it_in_every_call(
+    model: mtrain.Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
         assert len(model.translate(["ba", "ba ce di fo. " * 10])) == 2
-    said = [str(warning.message) for warning in caught]
-    assert re.match(r"mtrain: line 2: has \d+ tokens; translated in 2 parts\.", said[0])
+    assert len(caplog.messages) == 3 * len(set(caplog.messages)), "each call warns"
+    assert re.match(r"line 2: has \d+ tokens; translated in 2 parts\.", caplog.messages[0])
+    assert {record.name for record in caplog.records} == {"mtrain"}
+    said: list[str] = []
+    model.translate(["ba", "ba ce di fo. " * 10], on_warning=said.append)
+    assert said == caplog.messages[: len(said)]
 
 
 @pytest.mark.parametrize(
@@ -101,6 +110,7 @@ def test_a_line_that_is_too_long_is_cut_with_a_warning_that_names_it(model: mtra
         ("ba ce", "`lines` must be a list of lines, but is one text; put it in a list."),
         (["ba", 3], "line 2: must be text, but is 3 instead."),
         ([b"ba"], "line 1: must be text, but is b'ba' instead."),
+        (None, "`lines` must be a list of lines, but is None instead."),
     ],
 )
 def test_what_is_no_list_of_lines_is_an_error(model: mtrain.Model, lines: Any, said: str) -> None:
@@ -125,7 +135,11 @@ def test_mistakes_are_exceptions_in_the_grammar_of_the_command_line(
         mtrain.load([])
     with pytest.raises(mtrain.ConfigError) as error:
         mtrain.load(trained.path, beam=0)
-    assert str(error.value) == "mtrain.load: `decoding.beam` must be >= 1, but is 0 instead."
+    assert str(error.value) == "`beam` must be between 1 and 1000, but is 0 instead."
+    with pytest.raises(mtrain.DataError, match="`runs` must be a run folder or several, but is 3"):
+        mtrain.load(3)  # type: ignore[arg-type]
+    with pytest.raises(mtrain.ConfigError, match="`config` must be a file, a mapping or a Config"):
+        mtrain.train(None)  # type: ignore[arg-type]
     tree = tiny_tree(tmp_path)
     with pytest.raises(mtrain.ConfigError) as error:
         mtrain.train(tree | {"sed": 1})
@@ -171,9 +185,7 @@ def test_training_from_a_mapping_in_a_thread_gives_what_the_verb_gives(
         tmp_path / "verb" / "model.safetensors"
     ).read_bytes()
     by_verb = cli("eval", run)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        (result,) = mtrain.evaluate(run)
+    (result,) = mtrain.evaluate(run)
     assert by_verb.lines[0] == f"held_out  BLEU {result.scores[0].format()}"
 
 
@@ -191,10 +203,142 @@ def test_a_long_line_has_the_same_translation_in_validation_eval_translate_and_t
     validation = ValidationSet(lines, trainer.tokenizer, 512).translations(trainer.translator)
     assert sum(len(ids) > 5 for ids in trainer.tokenizer.encode_src(lines.src)) > 10
     model = mtrain.load(run.path, beam=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of lines that are translated in parts
-        assert model.translate(lines.src) == validation
-        (result,) = api.evaluate(model)
+    assert model.translate(lines.src) == validation
+    (result,) = api.evaluate(model)
     assert result.hypotheses == validation
     stdin = "".join(line + "\n" for line in lines.src).encode()
     assert cli("translate", run.path, "--beam", "1", stdin=stdin).lines == validation
+
+
+def test_details_are_what_the_command_line_writes_as_json(
+    cli: Cli, trained: RunDir, model: mtrain.Model
+) -> None:
+    lines = ["ba ce", "", "di fo gu ba. " * 8, "\N{SNOWMAN} ba"]
+    options = replace(model.options, num_best=2, with_alignment=True)
+    found = model.translate(lines, options, details=True)
+    stdin = "".join(f"{line}\n" for line in lines).encode()
+    verb = cli("translate", trained.path, "--format", "jsonl", "--n-best", "2", stdin=stdin)
+    for translation, tree in zip(found, map(json.loads, verb.lines), strict=True):
+        each = [translation, *translation.alternatives]
+        assert str(translation) == translation.text == tree["translation"]
+        assert [list(one.flags) for one in each] == [best["flags"] for best in tree["n_best"]]
+        assert [list(one.tokens) for one in each] == [best["tokens"] for best in tree["n_best"]]
+        assert [one.score for one in each] == [best["score"] for best in tree["n_best"]]
+        assert [list(map(list, one.alignment or ())) for one in each] == [
+            best["alignment"] for best in tree["n_best"]
+        ]
+        assert hash(translation) == hash(replace(translation))
+    assert "split" in found[2].flags
+    assert "unknown" in found[3].flags
+    assert [one.text for one in found] == model.translate(lines, options)
+
+
+def test_every_option_of_a_call_is_that_of_the_command_line(
+    cli: Cli, trained: RunDir, model: mtrain.Model, tmp_path: Path
+) -> None:
+    lines, prefixes = ["ba ce di", "fo gu"], ["di", "gu"]
+    stdin = "".join(f"{line}\n" for line in lines).encode()
+    (tmp_path / "prefix").write_text("di\ngu\n", encoding="utf-8")
+    drawing = replace(model.options, sampling=mtrain.Sampling(0.7, 5, 0.9), seed=3, num_best=3)
+    greedy = replace(model.options, beam=1, no_repeat_ngram=1, length_alpha=0.0)
+    for options, flags in (
+        (drawing, "--sample --temperature 0.7 --top-k 5 --top-p 0.9 --seed 3 --n-best 3"),
+        (greedy, "--beam 1 --no-repeat-ngram 1 --length-alpha 0"),
+    ):
+        verb = cli("translate", trained.path, *flags.split(), stdin=stdin)
+        found = model.translate(lines, options, details=True)
+        assert verb.lines == [str(each) for best in found for each in (best, *best.alternatives)]
+    verb = cli("translate", trained.path, "--prefix", tmp_path / "prefix", stdin=stdin)
+    assert model.translate(lines, prefixes=prefixes) == verb.lines
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"beam": 0}, "`beam` must be between 1 and 1000, but is 0 instead."),
+        ({"num_best": 9}, "`num_best` must be at most the beam (2), but is 9 instead."),
+        ({"max_input_tokens": 1}, "`max_input_tokens` must be between 2 and "),
+        ({"length_alpha": -1.0}, "`length_alpha` must be between 0 and 10, but is -1.0 instead."),
+    ],
+)
+def test_an_option_out_of_range_is_an_error_that_names_it(
+    model: mtrain.Model, change: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(mtrain.ConfigError) as error:
+        replace(model.options, **change)
+    assert str(error.value).startswith(said)
+
+
+def test_a_text_keeps_its_lines_and_indents(model: mtrain.Model) -> None:
+    text = "ba ce\r\n\r\n  di fo  \n\t\n\nfo"
+    assert model.translate_text(text) == "ba ce\r\n\r\n  di fo  \n\t\n\nfo"
+    assert model.translate_text("") == ""
+    with pytest.raises(mtrain.DataError, match="`text` must be text, but is 3 instead"):
+        model.translate_text(3)  # type: ignore[arg-type]
+
+
+def test_a_call_has_its_own_limits(model: mtrain.Model) -> None:
+    with pytest.raises(mtrain.DataError, match="`lines` must have at most 4 characters"):
+        model.translate(["ba", "ce."], max_chars=4)
+    assert model.translate(["ba", "ce"], max_chars=4) == ["ba", "ce"]
+    with pytest.raises(TimeoutError, match="1 lines took more than 0 seconds"):
+        model.translate(["ba ce"], timeout_s=0)
+    cancelled = threading.Event()
+    cancelled.set()
+    with pytest.raises(CancelledError):
+        model.translate(["ba ce " * 40] * 40, cancel=cancelled)
+
+
+def test_flags_and_warnings_are_those_of_the_call_in_every_thread(model: mtrain.Model) -> None:
+    def warned(number: int) -> list[str]:
+        said: list[str] = []
+        line = "ba ce" if number % 2 else "\N{SNOWMAN}"
+        (found,) = model.translate([line], details=True, on_warning=said.append)
+        assert ("unknown" in found.flags) == (line == "\N{SNOWMAN}")
+        return said
+
+    expected = [warned(0), warned(1)]
+    assert expected[0] != expected[1]
+    with ThreadPoolExecutor(6) as pool:
+        for number, said in enumerate(pool.map(warned, range(24))):
+            assert said == expected[number % 2]
+
+
+def test_it_works_beside_an_event_loop(model: mtrain.Model) -> None:
+    async def both() -> list[list[str]]:
+        one, other = (asyncio.to_thread(model.translate, [line]) for line in ("ba ce", "di fo"))
+        return await asyncio.gather(one, other)
+
+    assert asyncio.run(both()) == [["ba ce"], ["di fo"]]
+
+
+def test_loading_and_translating_leave_the_process_as_it_was(trained: RunDir) -> None:
+    def state() -> list[object]:
+        return [
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+            torch.get_num_threads(),
+            [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+            list(warnings.filters),
+            torch.is_grad_enabled(),
+            torch.backends.cuda.cudnn_sdp_enabled(),
+        ]
+
+    before = state()
+    mtrain.load(trained.path).translate(["ba ce", "di " * 40])
+    assert state() == before
+
+
+def test_objects_say_what_they_are_and_exceptions_survive_pickling(
+    trained: RunDir, model: mtrain.Model
+) -> None:
+    assert repr(model) == f"<mtrain.Model of {trained.path}>"
+    assert model == model != mtrain.load(trained.path)
+    assert len({model, model}) == 1
+    names = [name for name in mtrain.__all__ if name.endswith("Error")]
+    errors = [getattr(mtrain, name)("one line") for name in names] + [mtrain.Stopped(15)]
+    for error in errors:
+        same = pickle.loads(pickle.dumps(error))
+        assert type(same) is type(error)
+        assert str(same) == str(error)
+    assert pickle.loads(pickle.dumps(mtrain.Stopped(15))).signal_number == 15

@@ -76,6 +76,11 @@ def translate(
 
     others = {"no_repeat_ngram": no_repeat_ngram, "batch_tokens": batch_tokens, "seed": seed}
     others |= {"max_input_tokens": max_input_tokens}
+    width = config.decoding.beam if beam is None else beam
+    if n_best > width and not sample:
+        raise ConfigError(
+            f"`--n-best` must be at most the beam ({width}), but is {n_best} instead."
+        )
     decoding = replace(
         DecodingOptions.from_config(config),
         **options.given(searching | others),
@@ -85,10 +90,6 @@ def translate(
         with_alignment=alignments is not None or format_ == "jsonl",
         with_scores=not is_text,
     )
-    if n_best > decoding.beam and not sample:
-        raise ConfigError(
-            f"`--n-best` must be at most the beam ({decoding.beam}), but is {n_best} instead."
-        )
     if engine == "ctranslate2":
         _check_ctranslate2(context, runs)
     with joined_process_group("run it again.") as process_group:

@@ -5,9 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mtrain.config.sections import Config, DecodingConfig
+from mtrain.config.sections import MAX_BEAM, Config, DecodingConfig
+from mtrain.errors import ConfigError
 
 _DEFAULTS = DecodingConfig()
+_LIMITS = {  # the least and the greatest value
+    "beam": (1, MAX_BEAM),
+    "length_alpha": (0, 10),
+    "no_repeat_ngram": (0, 2**31),
+    "max_extra_tokens": (0, 2**31),
+    "batch_tokens": (1, 2**63),
+    "num_best": (1, 2**31),
+    "max_input_tokens": (2, 2**63),
+}
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,19 @@ class DecodingOptions:
     on_long: Literal["split", "truncate", "error"] = "split"
     with_alignment: bool = False
     with_scores: bool = True
+
+    def __post_init__(self) -> None:
+        for key, (least, most) in _LIMITS.items():
+            value = getattr(self, key)
+            if value is not None and not least <= value <= most:
+                raise ConfigError(
+                    f"`{key}` must be between {least} and {most}, but is {value!r} instead."
+                )
+        if self.num_best > self.beam and self.sampling is None:
+            raise ConfigError(
+                f"`num_best` must be at most the beam ({self.beam}), but is {self.num_best} "
+                "instead."
+            )
 
     @staticmethod
     def from_config(config: Config) -> DecodingOptions:

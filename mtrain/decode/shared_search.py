@@ -7,10 +7,14 @@ do not depend on what is decoded beside it.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
 from typing import Generic
 
 import torch
@@ -19,7 +23,42 @@ from mtrain.decode.beam import BeamSearch, Hypothesis, RequestGroup, S, Step
 from mtrain.decode.options import DecodingOptions
 
 Rows = list[int]  # numbers of the sources of a call
+_POLL_S = 0.02  # between two looks at whether a call is cancelled
 _MAX_PASSED = 100  # groups that may be admitted before one that has no room yet
+
+
+@dataclass(frozen=True)
+class SearchLimits:
+    """When a caller stops waiting.
+
+    Attributes:
+        deadline_s: a time of `time.monotonic`.
+        cancel: another thread sets it.
+    """
+
+    deadline_s: float = math.inf
+    cancel: threading.Event | None = None
+
+    def wait(self, is_done: threading.Event) -> None:
+        """Wait until `is_done` is set.
+
+        Raises:
+            TimeoutError: at the deadline.
+            CancelledError: once `cancel` is set.
+        """
+        while True:
+            left_s = self.deadline_s - time.monotonic()
+            if self.cancel is not None:
+                left_s = min(left_s, _POLL_S)
+            if is_done.wait(None if left_s == math.inf else max(left_s, 0.0)):
+                return
+            if self.cancel is not None and self.cancel.is_set():
+                raise CancelledError
+            if time.monotonic() >= self.deadline_s:
+                raise TimeoutError
+
+
+NO_LIMITS = SearchLimits()
 
 
 class SearchCall(Generic[S]):
@@ -204,12 +243,12 @@ class SharedSearch(Generic[S]):
         self,
         call: SearchCall[S],
         groups_of: Sequence[Sequence[Rows]],
-        timeout_s: float | None = None,
+        limits: SearchLimits = NO_LIMITS,
     ) -> dict[int, list[Hypothesis]]:
         """Decode the groups of a call, each entry of `groups_of` on another worker.
 
         Raises:
-            TimeoutError: after `timeout_s` seconds.
+            TimeoutError, CancelledError: as `limits` say.
             NotFiniteError: if the logits are not finite.
         """
         if self._process != os.getpid():  # a fork has the locks, but not the threads
@@ -224,8 +263,7 @@ class SharedSearch(Generic[S]):
                 if groups:
                     worker.submit(call, groups)
         try:
-            if not call.is_done.wait(timeout_s):
-                raise TimeoutError
+            limits.wait(call.is_done)
         finally:
             call.is_cancelled = True
         if call.error is not None:

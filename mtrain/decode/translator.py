@@ -26,7 +26,7 @@ from mtrain.decode.beam import (
 )
 from mtrain.decode.options import DecodingOptions
 from mtrain.decode.sampling import sample
-from mtrain.decode.shared_search import SearchCall, SharedSearch
+from mtrain.decode.shared_search import NO_LIMITS, SearchCall, SearchLimits, SharedSearch
 from mtrain.errors import RunError
 from mtrain.model.kv_cache import KVCache
 from mtrain.model.transformer import Transformer
@@ -162,7 +162,7 @@ class Translator:
         process_group: ProcessGroup = SINGLE,
     ) -> None:
         self.ensemble, self.tokenizer, self.options = Ensemble(models), tokenizer, options
-        self.device, self.process_group = device, process_group
+        self.device, self.process_group, self.limits = device, process_group, NO_LIMITS
         self.src_vocabularies = src_vocabularies or [tokenizer.src] * len(models)
         self.shared_search: SharedSearch[EnsembleState] = SharedSearch(
             lambda ids_N, state: self.ensemble.step(ids_N, state)
@@ -178,10 +178,12 @@ class Translator:
         """The number of learned positions; None if positions are sinusoids."""
         return self.model.config.max_positions
 
-    def with_options(self, options: DecodingOptions) -> Translator:
+    def with_options(
+        self, options: DecodingOptions, limits: SearchLimits = NO_LIMITS
+    ) -> Translator:
         """Return a translator with other options; its sources are decoded with this one's."""
         other = copy.copy(self)
-        other.options = options
+        other.options, other.limits = options, limits
         return other
 
     def with_models(self, models: Sequence[Transformer]) -> Translator:
@@ -195,9 +197,7 @@ class Translator:
             self.process_group,
         )
 
-    def search(
-        self, sources: Sequence[EncodedSource], timeout_s: float | None = None
-    ) -> list[list[Hypothesis]]:
+    def search(self, sources: Sequence[EncodedSource]) -> list[list[Hypothesis]]:
         """Return the best targets of each source, in the order of the sources.
 
         The sources are sorted by length and dealt in turn to the threads of all ranks. Any number
@@ -205,7 +205,7 @@ class Translator:
 
         Raises:
             RunError: if the logits are not finite.
-            TimeoutError: after `timeout_s` seconds.
+            TimeoutError, CancelledError: as `limits` say.
         """
         for model in self.ensemble.models:
             model.eval()
@@ -227,7 +227,7 @@ class Translator:
             else None,
         )
         try:
-            best = self.shared_search.run(call, groups_of, timeout_s)
+            best = self.shared_search.run(call, groups_of, self.limits)
         except NotFiniteError:
             raise RunError(
                 "the model must give numbers, but gives none that is finite; its training went "

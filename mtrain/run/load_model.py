@@ -58,7 +58,8 @@ def load_model(
             f"{path}: `model` of config.yaml asks for {needed:,} weights, but it holds {held:,} "
             "instead; restore the run's own config.yaml."
         )
-    model = build_model(config, vocabulary)
+    with torch.random.fork_rng(devices=[]):  # the initial weights are overwritten
+        model = build_model(config, vocabulary)
     set_weights(model, weights, path)
     model.to(device).eval()
     if loading.precision == "bfloat16":

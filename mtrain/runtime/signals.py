@@ -16,8 +16,11 @@ class Stopped(Exception):  # noqa: N818 - nothing went wrong
     """Training was stopped by a signal, after saving."""
 
     def __init__(self, signal_number: int) -> None:
-        super().__init__(f"stopped by signal {signal_number}")
+        super().__init__(signal_number)
         self.signal_number = signal_number
+
+    def __str__(self) -> str:
+        return f"stopped by signal {self.signal_number}"
 
 
 class Signals:

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -18,7 +18,7 @@ from mtrain.decode import translator as translator_module
 from mtrain.decode.beam import NUM_GROUPS, NotFiniteError
 from mtrain.decode.options import Sampling
 from mtrain.decode.pipeline import translate_lines
-from mtrain.decode.shared_search import SearchCall, SharedSearch, _Worker
+from mtrain.decode.shared_search import SearchCall, SearchLimits, SharedSearch, _Worker
 from mtrain.decode.translator import EncodedSource, Translator
 from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
@@ -135,15 +135,21 @@ def test_a_long_call_does_not_keep_a_short_one_waiting(
     assert num_steps < 250 < len(gate.num_rows)
 
 
-def test_a_call_that_takes_too_long_ends_alone(
+def test_a_call_that_takes_too_long_or_is_cancelled_ends_alone(
     translator: Translator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = translate_lines(translator, LINES[:2])
     gate = Gate(translator, monkeypatch)
     with ThreadPoolExecutor(1) as pool:
         patient = pool.submit(translate_lines, translator, LINES[:2])
+        many = sources(translator, LINES, length=200)
+        soon = SearchLimits(time.monotonic() + 0.05)
         with pytest.raises(TimeoutError):
-            translator.search(sources(translator, LINES, length=200), timeout_s=0.05)
+            translator.with_options(translator.options, soon).search(many)
+        cancelled = SearchLimits(cancel=threading.Event())
+        threading.Timer(0.05, cancelled.cancel.set).start()
+        with pytest.raises(CancelledError):
+            translator.with_options(translator.options, cancelled).search(many)
         gate.is_open.set()
         assert patient.result() == alone
     wait_for_search_threads()
