@@ -160,6 +160,7 @@ def test_the_package_itself_knows_the_interface_alone_and_nothing_when_it_is_imp
     assert {folder(name) for name in imported_modules("__init__")} <= {
         "api",
         "config",
+        "decode",  # the types of options and results
         "errors",
         "runtime",
     }

@@ -47,15 +47,15 @@ class SearchLimits:
             CancelledError: once `cancel` is set.
         """
         while True:
-            left_s = self.deadline_s - time.monotonic()
-            if self.cancel is not None:
-                left_s = min(left_s, _POLL_S)
-            if is_done.wait(None if left_s == math.inf else max(left_s, 0.0)):
-                return
             if self.cancel is not None and self.cancel.is_set():
                 raise CancelledError
-            if time.monotonic() >= self.deadline_s:
+            left_s = self.deadline_s - time.monotonic()
+            if left_s <= 0:
                 raise TimeoutError
+            if self.cancel is not None:
+                left_s = min(left_s, _POLL_S)
+            if is_done.wait(None if left_s == math.inf else left_s):
+                return
 
 
 NO_LIMITS = SearchLimits()
