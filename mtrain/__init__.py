@@ -8,7 +8,6 @@
 Importing it loads nothing: what the names below need is imported when one is first used.
 """
 
-import importlib
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -55,6 +54,8 @@ else:
         """Import `name` from the module that defines it, when it is first used."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
         modules = {
             "DecodingOptions": "decode.options",
             "Sampling": "decode.options",
@@ -63,7 +64,7 @@ else:
         }
         is_error = name.endswith("Error")
         module = modules.get(name, "errors" if is_error else "api")
-        return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+        return getattr(import_module(f"{__name__}.{module}"), name)
 
     def __dir__() -> list[str]:
         return sorted(__all__)
