@@ -919,8 +919,8 @@ AUDIT = [
     Mutation(
         "notes fail a strict check",
         "mtrain/cli/check.py",
-        "if strict and errors + warnings:",
-        "if strict and report.findings:",
+        "if errors or (strict and warnings):",
+        "if errors or (strict and report.findings):",
         "tests/audit/test_audit.py -k strict",
     ),
 ]

@@ -9,154 +9,40 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 import numpy as np
 import numpy.typing as npt
 
 from mtrain.audit import misalignment, rules
-from mtrain.audit.duplicates import Numbers
-from mtrain.audit.features import Flags, Ints, SideClassifier
-from mtrain.audit.misalignment import Shift
-from mtrain.audit.rules import RULES, CorpusProfile, Severity, SideName
-from mtrain.audit.scan import TRAIN, VALID, Coverage, Scan, corpora
+from mtrain.audit.duplicates import Numbers, Occurrences
+from mtrain.audit.features import SideClassifier
+from mtrain.audit.report import NUM_EXAMPLES, AuditFinding, AuditReport, CorpusSummary, Entry
+from mtrain.audit.rules import RULES, CorpusProfile, Rule, Severity, SideName
+from mtrain.audit.scan import TRAIN, VALID, Scan, corpora
 from mtrain.config.corpora import corpora_of, weight_of
-from mtrain.config.sections import Config, DataConfig
+from mtrain.config.sections import CLEAN, Config, DataConfig
 from mtrain.corpus.dropped import format_counts, format_remedy
 from mtrain.corpus.reader import (
     FileNotes,
     FilePair,
     Reader,
     TextBlock,
-    possible_headers,
+    possible_header,
     size_of,
 )
 from mtrain.io.lines import Advance
+from mtrain.io.text_width import count
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
 REPORT_FILE = "report.json"  # beside the lists, in every folder of them
-_NUM_EXAMPLES = 2  # of each list, for the report
 _USUAL_LEAK_SHARE = 0.01  # of held-out lines of which one side occurs elsewhere
+_SPLIT_LEAK_SHARE = 0.1  # of the pairs of a held-out corpus in training, above which it is no split
 
-Entry = dict[str, Any]  # of a list
-
-
-@dataclass(frozen=True)
-class AuditFinding:
-    """One kind of problem of a corpus."""
-
-    corpus: str
-    name: str  # of the rule, and of the list
-    severity: Severity
-    what: str  # the problem, without its count
-    advice: str  # what to do, in one sentence
-    count: int  # pairs with the problem
-    total: int  # pairs
-    examples: list[Entry]  # the first entries of the list
-    list_file: str | None = None  # the name of the file with all entries, if there is one
-
-
-@dataclass(frozen=True)
-class MixedSummary:
-    """A corpus of a mixture: as `CorpusSummary`, and its share of the pairs of an epoch."""
-
-    name: str
-    num_pairs: int
-    num_dropped: dict[str, int]
-    share: float
-
-
-@dataclass(frozen=True)
-class CorpusSummary:
-    """A corpus, and what training does with its pairs."""
-
-    name: str
-    num_pairs: int  # without rows that are no pair
-    num_dropped: dict[str, int]  # by reason; `max-tokens` is only known with a tokenizer
-    coverage: list[Coverage] = field(default_factory=list)  # of both sides, with a tokenizer
-    mixture: list[MixedSummary] = field(default_factory=list)  # its corpora, if it is a mixture
-
-
-@dataclass(frozen=True)
-class AuditReport:
-    """All corpora, training first, and all findings, the most serious first."""
-
-    corpora: list[CorpusSummary]
-    findings: list[AuditFinding]
-
-    def count(self, severity: Severity) -> int:
-        """Return the number of findings of a severity."""
-        return sum(finding.severity == severity for finding in self.findings)
-
-
-class FindingLists:
-    """The lists of one corpus, by name: each is a file of JSON lines, one for each pair."""
-
-    def __init__(self, directory: Path, corpus: str, reader: Reader) -> None:
-        self.counts: Counter[str] = Counter()  # of entries
-        self.examples: dict[str, list[Entry]] = {}  # the first entries
-        self.details: dict[str, Callable[[int], Entry]] = {}  # return more fields of a pair's entry
-        self._directory, self._corpus, self._reader = directory, corpus, reader
-        self._streams: dict[str, TextIO] = {}
-
-    def add(self, name: str, sides: npt.NDArray[np.uint8], block: TextBlock) -> None:
-        """Write those pairs of a block of which a side has the problem."""
-        for row in np.flatnonzero(sides).tolist():
-            pair = block.first + row
-            part = self._reader.part_of(pair)
-            entry = {
-                "src_file": part.src.path,
-                "tgt_file": part.tgt.path,
-                "line": part.line_of(pair),
-                "side": SideName(int(sides[row])).name.lower(),
-                "src": block.src[row],
-                "tgt": block.tgt[row],
-            } | _corpus_field(part)
-            if name in self.details:
-                entry |= self.details[name](pair)
-            self.counts[name] += 1
-            examples = self.examples.setdefault(name, [])
-            if len(examples) < _NUM_EXAMPLES:
-                examples.append(entry)
-            if name not in self._streams:
-                path = self._directory / self._file(name)
-                self._streams[name] = path.open("w", encoding="utf-8", newline="\n")
-            self._streams[name].write(json.dumps(entry, ensure_ascii=False) + "\n")
-
-    def close(self) -> None:
-        """Close all files."""
-        for stream in self._streams.values():
-            stream.close()
-
-    def finding(self, name: str, severity: Severity, what: str, advice: str) -> AuditFinding:
-        """Return the finding of a whole list."""
-        return AuditFinding(
-            self._corpus,
-            name,
-            severity,
-            what,
-            advice,
-            self.counts[name],
-            self._reader.num_pairs,
-            self.examples[name],
-            self._file(name),
-        )
-
-    def _file(self, name: str) -> str:
-        return f"{self._corpus}.{name}.jsonl"
-
-
-def _corpus_field(part: FilePair) -> Entry:
-    return {} if part.corpus is None else {"corpus": part.corpus}
-
-
-def _place(reader: Reader, pair: int) -> Entry:
-    """Return the source file and the line of a pair."""
-    part = reader.part_of(pair)
-    return {"file": part.src.path, "line": part.line_of(pair)} | _corpus_field(part)
+Dropped = dict[str | None, Counter[str]]  # for each corpus of a mixture, dropped pairs by reason
 
 
 def num_bytes(config: Config) -> int:
@@ -175,95 +61,165 @@ def audit(
         directory: of the lists.
         advance: is called with the bytes read; the sum is twice the size of the corpora.
     """
-    scans = [Scan(name, text, directory, tokenizer) for name, text in corpora(config.data).items()]
+    data = config.data
+    scans = [Scan(name, text, directory, tokenizer) for name, text in corpora(data).items()]
     classifier = SideClassifier()
     for num_before, scan in enumerate(scans):
         held_out = scans[:num_before] if scan.name in (VALID, TRAIN) else []
         scan.read(classifier, held_out, advance)
     train = scans[-1]
-    profile = rules.learn(train.windows(), config.data.max_tokens)
+    profile = rules.learn(train.windows(), data.max_tokens)
     readers = {scan.name: scan.reader for scan in scans}
     summaries: list[CorpusSummary] = []
     findings: list[AuditFinding] = []
     for scan in reversed(scans):
-        lists = FindingLists(directory, scan.name, scan.reader)
-        of_scan, dropped = _judge(scan, profile, readers, lists, config.data, advance)
+        lists = _FindingLists(directory, scan)
+        scan_findings, dropped = _judge(scan, profile, readers, lists, data, advance)
         lists.close()
+        scan.records_path.unlink()
         summary = CorpusSummary(
             scan.name,
             sum(part.num_pairs - part.src.num_faults for part in scan.reader.parts),
             dict(sum(dropped.values(), Counter())),
-            [
-                counts.coverage(of_train)
-                for counts, of_train in zip(scan.piece_counts, train.piece_counts, strict=True)
+            coverage=[
+                counts.coverage(train_counts)
+                for counts, train_counts in zip(scan.piece_counts, train.piece_counts, strict=True)
             ],
-            _mixture(config, scan, dropped) if scan is train else [],
+            mixture=_mixture(data, scan, dropped) if scan is train else [],
         )
         summaries.append(summary)
-        findings += of_scan
-        parts: list[CorpusSummary | MixedSummary] = [*summary.mixture] or [summary]
-        for part in parts:
-            if 0 < part.num_pairs == sum(part.num_dropped.values()):
-                what = f"all pairs of {part.name} are dropped: {format_counts(part.num_dropped)}"
-                advice = f"Change {format_remedy(part.num_dropped)}; training refuses the corpus."
-                problem = ("all-dropped", Severity.ERROR, what, advice)
-                findings.append(AuditFinding(scan.name, *problem, 1, 1, []))
-        scan.records_path.unlink()
-    return AuditReport(summaries, sorted(findings, key=lambda finding: -finding.severity))
+        findings += [*scan_findings, *_all_dropped(summary)]
+    findings.sort(key=lambda finding: (-finding.severity, -finding.share))
+    return AuditReport(summaries, findings)
+
+
+class _FindingLists:
+    """The lists of one corpus, by name: each is a file of JSON lines, one for each pair."""
+
+    def __init__(self, directory: Path, scan: Scan) -> None:
+        self.counts: Counter[str] = Counter()  # of entries
+        self.details: dict[str, Callable[[int], Entry]] = {}  # return more fields of a pair's entry
+        self._examples: dict[str, list[Entry]] = {}  # the first entries
+        self._directory, self._corpus, self._reader = directory, scan.name, scan.reader
+        self._streams: dict[str, TextIO] = {}
+
+    def add(self, name: str, sides: npt.NDArray[np.uint8], block: TextBlock) -> None:
+        """Write those pairs of a block of which a side has the problem."""
+        for row in np.flatnonzero(sides).tolist():
+            pair = block.first + row
+            part = self._reader.part_of(pair)
+            entry = {
+                "src_file": part.src.path,
+                "tgt_file": part.tgt.path,
+                "line": part.line_of(pair),
+                "side": SideName(int(sides[row])).name.lower(),
+                "src": block.src[row],
+                "tgt": block.tgt[row],
+            } | _corpus_field(part)
+            if name in self.details:
+                entry |= self.details[name](pair)
+            self.counts[name] += 1
+            examples = self._examples.setdefault(name, [])
+            if len(examples) < NUM_EXAMPLES:
+                examples.append(entry)
+            if name not in self._streams:
+                path = self._directory / self._file(name)
+                self._streams[name] = path.open("w", encoding="utf-8", newline="\n")
+            self._streams[name].write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+    def close(self) -> None:
+        """Close all files."""
+        for stream in self._streams.values():
+            stream.close()
+
+    def finding(
+        self, name: str, severity: Severity, what: str, advice: str, training: str
+    ) -> AuditFinding:
+        """Return the finding of a whole list."""
+        return AuditFinding(
+            self._corpus,
+            name,
+            severity,
+            what,
+            advice,
+            self.counts[name],
+            self._reader.num_pairs,
+            training,
+            self._examples[name],
+            self._file(name),
+        )
+
+    def _file(self, name: str) -> str:
+        return f"{self._corpus}.{name}.jsonl"
+
+
+def _corpus_field(part: FilePair) -> Entry:
+    return {} if part.corpus is None else {"corpus": part.corpus}
+
+
+def _place(reader: Reader, pair: int) -> Entry:
+    """Return the source file and the line of a pair."""
+    part = reader.part_of(pair)
+    return {"file": part.src.path, "line": part.line_of(pair)} | _corpus_field(part)
 
 
 def _judge(
     scan: Scan,
     profile: CorpusProfile,
     readers: dict[str, Reader],
-    lists: FindingLists,
+    lists: _FindingLists,
     data: DataConfig,
     advance: Advance,
-) -> tuple[list[AuditFinding], dict[str | None, Counter[str]]]:
-    """Judge all pairs of a corpus and write its lists.
-
-    Returns the findings, and for each corpus of a mixture the dropped pairs by reason.
-    """
+) -> tuple[list[AuditFinding], Dropped]:
+    """Judge all pairs of a corpus and write its lists; return the findings and dropped pairs."""
     dropping = rules.dropping_rules(data.clean) if scan.name == TRAIN else []
-    dropped: dict[str | None, Counter[str]] = {}
+    dropped: Dropped = {}
     repeats = scan.find_repeats()
     for rule in RULES:
         if rule.refers is not None:
             lists.details[rule.name] = partial(_earlier, scan.reader, rule.refers(repeats))
-    shifts: list[Shift] = []
-    if scan.reader.num_pairs >= misalignment.MIN_PAIRS:
-        shifts = misalignment.find(scan.windows)
-        lists.details["shift"] = partial(_end_of_shift, scan.reader, shifts)
+    has_enough_pairs = scan.reader.num_pairs >= misalignment.MIN_PAIRS
+    shifts = misalignment.find(scan.windows) if has_enough_pairs else []
+    shift_starts = np.array([shift.first for shift in shifts], np.int64)
+    by_start = dict(zip(shift_starts.tolist(), shifts, strict=True))
+    lists.details["shift"] = lambda pair: {
+        "last": _place(scan.reader, by_start[pair].last),
+        "offset": by_start[pair].offset,
+    }
     leaks = list(_leaks(scan))
     for leak in leaks:
         lists.details[leak.name] = partial(leak.details, readers[leak.other])
     for block in Reader(scan.corpus).blocks(advance):
-        here = slice(block.first, block.first + len(block.src))
+        end = block.first + len(block.src)
         pairs = scan.pairs(block.first, len(block.src))
         counts = dropped.setdefault(scan.reader.part_of(block.first).corpus, Counter())
         counts.update(filter(None, rules.drop_reasons(dropping, pairs, profile)))
         for rule in RULES:
             lists.add(rule.name, rule.judge(pairs, profile), block)
-        is_start = np.isin(np.arange(here.start, here.stop), [shift.first for shift in shifts])
-        lists.add("shift", is_start * np.uint8(SideName.BOTH), block)
+        starts = shift_starts[slice(*np.searchsorted(shift_starts, [block.first, end]))]
+        is_start = np.zeros(len(block.src), np.uint8)
+        is_start[starts - block.first] = SideName.BOTH
+        lists.add("shift", is_start, block)
         for leak in leaks:
-            lists.add(leak.name, (leak.times[here] > 0) * np.uint8(leak.side), block)
-    findings = [
-        AuditFinding(scan.name, *problem, 1, 1, [])
-        for problem in _problems_of_files(scan.reader, data)
+            is_leaked = leak.occurrences.times[block.first : end] > 0
+            lists.add(leak.name, is_leaked * np.uint8(leak.side), block)
+    findings = list(_file_findings(scan, data))
+    if shifts:
+        finding = lists.finding(
+            "shift",
+            Severity.WARNING,
+            "misaligned pairs",
+            "Find the line that is missing or surplus near the first pair of each stretch.",
+            "keeps them" if scan.name == TRAIN else "",
+        )
+        num_shifted = sum(shift.last - shift.first + 1 for shift in shifts)
+        findings.append(replace(finding, count=num_shifted))
+    findings += [
+        _leak_finding(lists, leak, scan, data.clean) for leak in leaks if lists.counts[leak.name]
     ]
     findings += [
-        _shift_finding(lists, shift, example)
-        for shift, example in zip(shifts, lists.examples.get("shift", []), strict=False)
+        _rule_finding(lists, rule, scan, data.clean) for rule in RULES if lists.counts[rule.name]
     ]
-    findings += [
-        _leak_finding(lists, leak, data.clean) for leak in leaks if lists.counts[leak.name]
-    ]
-    for rule in RULES:
-        if count := lists.counts[rule.name]:
-            advice = rule.advice if scan.name == TRAIN else rule.held_out_advice or rule.advice
-            severity = rule.severity_of(count, scan.reader.num_pairs)
-            findings.append(lists.finding(rule.name, severity, rule.what, advice))
     return findings, dropped
 
 
@@ -271,21 +227,28 @@ def _earlier(reader: Reader, numbers: Numbers, pair: int) -> Entry:
     return {"first": _place(reader, int(numbers[pair]) - 1)}
 
 
-def _end_of_shift(reader: Reader, shifts: list[Shift], pair: int) -> Entry:
-    shift = next(shift for shift in shifts if shift.first == pair)
-    return {"last": _place(reader, shift.last), "offset": shift.offset}
+def _rule_finding(lists: _FindingLists, rule: Rule, scan: Scan, clean: list[str]) -> AuditFinding:
+    severity = rule.severity_of(lists.counts[rule.name], scan.reader.num_pairs)
+    advice, training = rule.advice, ""
+    if severity == Severity.ERROR:
+        files = (notes for part in scan.reader.parts for notes in part.notes)
+        first = next(notes for notes in files if notes.num_undecodable)
+        advice += f" The first is in {first.path}, {first.first_undecodable}."
+        training = "refuses them"
+    elif scan.name != TRAIN:
+        advice = rule.held_out_advice or advice
+    elif rule in rules.dropping_rules(clean):
+        training = "drops them"
+    else:
+        training = rule.training
+        name = "blank-side" if rule.name == "blank-pair" else rule.name
+        if name in CLEAN and severity > Severity.NOTE:
+            advice += f" To drop them: {_clean_with(clean, name)}."
+    return lists.finding(rule.name, severity, rule.what, advice, training)
 
 
-def _shift_finding(lists: FindingLists, shift: Shift, example: Entry) -> AuditFinding:
-    lines = "a line" if abs(shift.offset) == 1 else f"{abs(shift.offset)} lines"
-    where = "after" if shift.offset > 0 else "before"
-    finding = lists.finding(
-        "shift",
-        Severity.WARNING,
-        f"pairs in a row whose translation stands {lines} {where} its place",
-        "Find the lines that are lost or one too many near the first, and mend the file.",
-    )
-    return replace(finding, count=shift.last - shift.first + 1, examples=[example])
+def _clean_with(clean: list[str], name: str) -> str:
+    return f"`data.clean: [{', '.join([*clean, name])}]`"
 
 
 class _Leak(NamedTuple):
@@ -294,9 +257,7 @@ class _Leak(NamedTuple):
     kind: str  # "pair", "source" or "target"
     side: SideName  # of the pair
     other: str  # the name of the other corpus
-    times: Numbers  # for each held-out pair, the number of occurrences
-    first: Ints  # the pair of the first occurrence, of an exact one if there is one
-    is_exact: Flags  # whether there is an exact occurrence
+    occurrences: Occurrences
 
     @property
     def name(self) -> str:
@@ -306,113 +267,197 @@ class _Leak(NamedTuple):
     def details(self, reader: Reader, pair: int) -> Entry:
         """Return further fields of a pair's entry, given the reader of the other corpus."""
         return {
-            "first": _place(reader, int(self.first[pair])),
-            "times": int(self.times[pair]),
-            "to_the_letter": bool(self.is_exact[pair]),
+            "first": _place(reader, int(self.occurrences.first[pair])),
+            "times": int(self.occurrences.times[pair]),
+            "exact_times": int(self.occurrences.exact_times[pair]),
         }
 
 
 def _leaks(scan: Scan) -> Iterator[_Leak]:
     """Yield the leaks of a held-out corpus; where a pair leaks, its sides are not counted again."""
     for other, leaks in scan.leaks.items():
-        exact, by_key = leaks.exact, leaks.by_key
-        is_pair = np.zeros(scan.reader.num_pairs, bool)
-        for kind, side, exact_table, key_table in (
-            ("pair", SideName.BOTH, exact.pairs, by_key.pairs),
-            ("source", SideName.SRC, exact.src, by_key.src),
-            ("target", SideName.TGT, exact.tgt, by_key.tgt),
-        ):
-            exact_times, exact_first = exact_table.hits()
-            key_times, key_first = key_table.hits()
-            is_exact = exact_times > 0
-            times = np.where(is_pair, np.uint32(0), np.maximum(exact_times, key_times))
-            first = np.where(is_exact, exact_first, key_first)
-            yield _Leak(kind, side, other, times, first, is_exact)
-            if kind == "pair":
-                is_pair = times > 0
+        src, tgt, pair = leaks.occurrences()
+        yield _Leak("pair", SideName.BOTH, other, pair)
+        for kind, side, of_side in (("source", SideName.SRC, src), ("target", SideName.TGT, tgt)):
+            times = np.where(pair.times > 0, np.uint32(0), of_side.times)
+            yield _Leak(kind, side, other, of_side._replace(times=times))
 
 
-def _leak_finding(lists: FindingLists, leak: _Leak, clean: list[str]) -> AuditFinding:
-    count, num_exact = lists.counts[leak.name], int((leak.is_exact & (leak.times > 0)).sum())
-    is_exact_pair = leak.kind == "pair" and num_exact == count
-    is_dropped = leak.other == TRAIN and (
-        "held-out" in clean or ("held-out-pair" in clean and is_exact_pair)
-    )
-    usual = 0 if leak.kind == "pair" else _USUAL_LEAK_SHARE * len(leak.times)
-    severity = Severity.WARNING if not is_dropped and count > usual else Severity.NOTE
-    what = f"{leak.kind}s that stand in {leak.other} too ({num_exact:,} to the letter)"
-    advice = rules.APART
-    if is_dropped:
-        advice = "Nothing need be done: training leaves them out (`data.clean`)."
-    elif leak.other == TRAIN:
-        advice = f"Delete them from {TRAIN} ({TRAIN}.held-out.jsonl), or scores flatter."
-    return lists.finding(leak.name, severity, what, advice)
+def _leak_finding(lists: _FindingLists, leak: _Leak, scan: Scan, clean: list[str]) -> AuditFinding:
+    times, exact_times, _ = leak.occurrences
+    num_found, num_exact = lists.counts[leak.name], int(((times > 0) & (exact_times > 0)).sum())
+    num_left, training, advice = num_found, "", rules.SEPARATE
+    if leak.other == TRAIN:
+        if "held-out" in clean:
+            num_left = 0
+        elif "held-out-pair" in clean and leak.kind == "pair":
+            num_left = int((times > exact_times).sum())
+        training = "keeps them" if num_left == num_found else f"keeps {num_left:,}"
+        advice = "A model that was trained on them scores too high."
+    usual = 0 if leak.kind == "pair" else _USUAL_LEAK_SHARE * len(times)
+    severity = Severity.WARNING if num_left > usual else Severity.NOTE
+    if severity > Severity.NOTE and leak.other == TRAIN:
+        advice += f" To drop them: {_clean_with(clean, 'held-out')}."
+    if num_left == 0:
+        training, advice = "drops them", "Nothing to do: training drops all their copies."
+        if _SPLIT_LEAK_SHARE * len(times) < num_found < np.count_nonzero(scan.exact.pair):
+            severity = Severity.WARNING
+            advice = "Scores are sound, but training loses every copy; hold out other pairs."
+    if num_exact < num_found:
+        advice += f" {num_found - num_exact:,} differ in case, punctuation or spaces alone."
+    what = f"{leak.kind}s found in {leak.other}"
+    return lists.finding(leak.name, severity, what, advice, training)
 
 
-_Problem = tuple[str, Severity, str, str]  # name, severity, what, advice
+class _FileRule(NamedTuple):
+    """One kind of problem of a file."""
+
+    name: str
+    severity: Severity
+    what: str  # the files
+    advice: str
+    problem: Callable[[FilePair, FileNotes, DataConfig], str]  # returns "" if there is none
+    training: str = ""  # what training does with them
 
 
-def _problems_of_files(reader: Reader, data: DataConfig) -> Iterator[_Problem]:
-    for part in reader.parts:
-        for notes in part.notes:
-            yield from _problems_of_file(notes)
-        is_complete = not (part.src.problem or part.tgt.problem)
-        if is_complete and part.src.num_lines != part.tgt.num_lines:
-            what = f"{part.src.path} has {part.src.num_lines:,} lines and {part.tgt.path} has "
-            what += f"{part.tgt.num_lines:,}"
-            advice = "Find the lines that are lost or one too many; training refuses the files."
-            yield "unequal-lines", Severity.ERROR, what, advice
-    for path, cells in possible_headers(reader, data).items():
-        what = f"{path} begins with what looks like a header: {' TAB '.join(cells)}"
-        advice = "Set `header: true` for this corpus to leave the line out, or `header: false`."
-        yield "header", Severity.WARNING, what, advice
-    if reader.num_pairs == 0:
-        what = "there is not a single pair"
-        yield "empty", Severity.ERROR, what, "Name files that have some."
+_FILE_RULES = [
+    _FileRule(
+        "unreadable",
+        Severity.ERROR,
+        "files that cannot be read",
+        "Replace them by whole files.",
+        lambda part, notes, data: notes.problem,
+        "refuses them",
+    ),
+    _FileRule(
+        "unequal-lines",
+        Severity.ERROR,
+        "files of unequal length",
+        "Find the lines that are missing or surplus.",
+        lambda part, notes, data: (
+            count(notes.num_lines, "line")
+            if part.src.num_lines != part.tgt.num_lines
+            and not (part.src.problem or part.tgt.problem)
+            else ""
+        ),
+        "refuses them",
+    ),
+    _FileRule(
+        "malformed-row",
+        Severity.ERROR,
+        "files with malformed rows",
+        "Correct or delete the rows.",
+        lambda part, notes, data: (
+            f"{count(notes.num_faults, 'row')}; the first is row {notes.first_fault}"
+            if notes.num_faults
+            else ""
+        ),
+        "refuses them",
+    ),
+    _FileRule(
+        "header",
+        Severity.WARNING,
+        "files with a header, it seems",
+        "Set `header: true` for the corpus to leave the line out, or `header: false` to keep it.",
+        lambda part, notes, data: " TAB ".join(possible_header(notes, data) or ()),
+        "keeps it",
+    ),
+    _FileRule(
+        "line-ends",
+        Severity.WARNING,
+        "files with LF and CR LF at line ends",
+        "mtrain removes the CR, but other tools keep it: end all lines in LF alone.",
+        lambda part, notes, data: (
+            f"{notes.num_crlf:,} of {count(notes.num_lines, 'line')} with CR LF"
+            if 0 < notes.num_crlf < notes.num_lines
+            else ""
+        ),
+    ),
+    _FileRule(
+        "line-ends",
+        Severity.NOTE,
+        "files with CR LF at line ends",
+        "mtrain removes the CR, but other tools keep it: end all lines in LF alone.",
+        lambda part, notes, data: (
+            count(notes.num_lines, "line") if notes.num_crlf == notes.num_lines > 0 else ""
+        ),
+    ),
+    _FileRule(
+        "byte-order-mark",
+        Severity.NOTE,
+        "files that begin with a byte-order mark",
+        "mtrain skips it, but other tools take it for text: delete it.",
+        lambda part, notes, data: "begins with U+FEFF" if notes.has_bom else "",
+    ),
+    _FileRule(
+        "field-break",
+        Severity.NOTE,
+        "files with line breaks within fields",
+        "Nothing to do: mtrain reads a line break as a space.",
+        lambda part, notes, data: count(notes.num_broken, "row") if notes.num_broken else "",
+    ),
+]
+_NO_PAIRS = _FileRule(
+    "empty",
+    Severity.ERROR,
+    "files without a pair",
+    "Name files with text.",
+    lambda part, notes, data: "no pairs",
+    "refuses the corpus",
+)
 
 
-def _problems_of_file(notes: FileNotes) -> Iterator[_Problem]:
-    if notes.problem:
-        what = f"{notes.path} cannot be read to its end: {notes.problem}"
-        yield "unreadable", Severity.ERROR, what, "Put the whole file there."
-    if notes.num_undecodable:
-        what = f"{notes.path} is not UTF-8 (lines: {notes.num_undecodable:,}; the first is "
-        what += f"{notes.first_undecodable})"
-        advice = "Unpack or convert it, for example with iconv; training refuses it."
-        yield "encoding", Severity.ERROR, what, advice
-    if notes.num_faults:
-        what = f"{notes.path} has rows that are no pair: {notes.num_faults:,}; the first is row "
-        what += notes.first_fault
-        yield "faulty-row", Severity.ERROR, what, "Mend them; training refuses them."
-    if notes.num_broken:
-        what = f"{notes.path} has {notes.num_broken:,} rows with a line break within a field"
-        advice = "Nothing need be done: a line break is a space to mtrain."
-        yield "field-break", Severity.NOTE, what, advice
-    if notes.has_bom:
-        what = f"{notes.path} begins with a byte-order mark"
-        advice = "Delete it: mtrain passes over it, other tools take it for text."
-        yield "byte-order-mark", Severity.NOTE, what, advice
-    if notes.num_crlf:
-        what = f"{notes.path} ends {notes.num_crlf:,} of {notes.num_lines:,} lines with CR LF"
-        advice = "End all lines with LF alone: mtrain takes the CR off, other tools do not."
-        severity = Severity.WARNING if notes.num_crlf < notes.num_lines else Severity.NOTE
-        yield "line-ends", severity, what, advice
+def _file_findings(scan: Scan, data: DataConfig) -> Iterator[AuditFinding]:
+    """Yield what is wrong with whole files."""
+    files = [(part, notes) for part in scan.reader.parts for notes in part.notes]
+    for rule in _FILE_RULES if scan.reader.num_pairs else [*_FILE_RULES, _NO_PAIRS]:
+        problems = ((notes.path, rule.problem(part, notes, data)) for part, notes in files)
+        examples = [{"file": path, "problem": problem} for path, problem in problems if problem]
+        if examples:
+            is_held_out = scan.name != TRAIN and rule.severity < Severity.ERROR
+            yield AuditFinding(
+                scan.name,
+                rule.name,
+                rule.severity,
+                rule.what,
+                rule.advice,
+                len(examples),
+                len(files),
+                "" if is_held_out else rule.training,
+                examples,
+            )
 
 
-def _mixture(
-    config: Config, train: Scan, dropped: dict[str | None, Counter[str]]
-) -> list[MixedSummary]:
+def _all_dropped(summary: CorpusSummary) -> Iterator[AuditFinding]:
+    """Yield an error for each corpus that has pairs, all of which are dropped."""
+    for part in summary.mixture or [summary]:
+        if 0 < part.num_pairs == sum(part.num_dropped.values()):
+            yield AuditFinding(
+                summary.name,
+                "all-dropped",
+                Severity.ERROR,
+                f"all pairs of {part.name} are dropped",
+                f"Change {format_remedy(part.num_dropped)}; dropped are "
+                f"{format_counts(part.num_dropped)}.",
+                part.num_pairs,
+                part.num_pairs,
+                "refuses the corpus",
+                [],
+            )
+
+
+def _mixture(data: DataConfig, train: Scan, dropped: Dropped) -> list[CorpusSummary]:
     """Return a summary of each corpus of a mixture; nothing if there is one corpus."""
-    if not isinstance(config.data.train, list):
+    if not isinstance(data.train, list):
         return []
     sizes, weights = Counter[str](), dict[str, float]()
     for part in train.reader.parts:
         sizes[part.corpus or ""] += part.num_pairs - part.src.num_faults
-    for corpus in corpora_of(config.data.train, "data.train"):
+    for corpus in corpora_of(data.train, "data.train"):
         num_kept = sizes[corpus.name] - dropped.get(corpus.name, Counter()).total()
-        weights[corpus.name] = weight_of(num_kept, corpus.weight, config.data.temperature)
+        weights[corpus.name] = weight_of(num_kept, corpus.weight, data.temperature)
     total = sum(weights.values()) or 1.0
     return [
-        MixedSummary(name, sizes[name], dict(dropped.get(name, {})), weight / total)
+        CorpusSummary(name, sizes[name], dict(dropped.get(name, {})), weight / total)
         for name, weight in weights.items()
     ]

@@ -12,7 +12,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mtrain.audit.features import Flags, Hashes, Ints, PairWindow, differs_from_previous, mixed
+from mtrain.audit.features import (
+    Flags,
+    Hashes,
+    Ints,
+    LineFeatures,
+    PairWindow,
+    differs_from_previous,
+    mixed,
+)
 
 _PASS_PAIRS = 1_000_000  # that are sorted at a time
 
@@ -51,8 +59,74 @@ def find(read: Callable[[], Iterator[PairWindow]], num_pairs: int) -> Repeats:
     return repeats
 
 
-class HashTable:
-    """Hashes of held-out lines that are looked up block by block; hash 0 matches nothing."""
+class PairHashes(NamedTuple):
+    """Hashes of pairs: of the exact text, or keys without case and punctuation; 0 is no text."""
+
+    src: Hashes
+    tgt: Hashes
+    pair: Hashes
+
+    @classmethod
+    def of(cls, src: Hashes, tgt: Hashes) -> PairHashes:
+        """Return the hashes of pairs, given those of both sides."""
+        return cls(src, tgt, np.where((src != 0) & (tgt != 0), mixed(src, tgt), np.uint64(0)))
+
+    @classmethod
+    def joined(cls, blocks: Sequence[PairHashes]) -> PairHashes:
+        """Concatenate blocks."""
+        empty = np.zeros(0, np.uint64)
+        return cls(*map(np.concatenate, zip((empty,) * 3, *blocks, strict=True)))
+
+
+def hashes_of(src: LineFeatures, tgt: LineFeatures) -> tuple[PairHashes, PairHashes]:
+    """Return the hashes of pairs by their exact text, and by their keys; 0 for blank lines."""
+    exact = (
+        np.where(side.lines["solid"] > 0, side.lines["hash"], np.uint64(0)) for side in (src, tgt)
+    )
+    return PairHashes.of(*exact), PairHashes.of(src.keys, tgt.keys)
+
+
+class Occurrences(NamedTuple):
+    """Where the sources, the targets or the pairs of a held-out corpus occur in another corpus."""
+
+    times: Numbers  # for each held-out pair, how often
+    exact_times: Numbers  # how often with the same case and punctuation
+    first: Ints  # the pair of the first occurrence, of an exact one if there is one; -1 if none
+
+
+class Leaks:
+    """The occurrences of one held-out corpus in another, by exact text and by keys."""
+
+    def __init__(self, exact: PairHashes, keys: PairHashes) -> None:
+        self._exact = [_HashTable(hashes) for hashes in exact]
+        self._by_key = [_HashTable(hashes) for hashes in keys]
+
+    def look_up(self, exact: PairHashes, keys: PairHashes, first: int) -> tuple[Flags, Flags]:
+        """Count held-out text in a block of pairs from number `first` on.
+
+        Returns which pairs have a held-out side, and which are exactly a held-out pair.
+        """
+        has_src, has_tgt, is_held_pair = (
+            table.look_up(hashes, first) for table, hashes in zip(self._exact, exact, strict=True)
+        )
+        has_src_key, has_tgt_key, _ = (
+            table.look_up(hashes, first) for table, hashes in zip(self._by_key, keys, strict=True)
+        )
+        return has_src | has_tgt | has_src_key | has_tgt_key, is_held_pair
+
+    def occurrences(self) -> list[Occurrences]:
+        """Return the occurrences of the sources, of the targets and of the pairs."""
+        found = []
+        for exact, by_key in zip(self._exact, self._by_key, strict=True):
+            exact_times, exact_first = exact.hits()
+            times, first = by_key.hits()
+            first = np.where(exact_times > 0, exact_first, first)
+            found.append(Occurrences(np.maximum(exact_times, times), exact_times, first))
+        return found
+
+
+class _HashTable:
+    """Hashes of held-out text that are looked up block by block."""
 
     def __init__(self, hashes: Hashes) -> None:
         self._unique, self._group = np.unique(hashes, return_inverse=True)
@@ -74,46 +148,3 @@ class HashTable:
     def hits(self) -> tuple[Numbers, Ints]:
         """Return for each held-out line how often it occurs, and the first pair (-1 if none)."""
         return self._times[self._group], self._first[self._group]
-
-
-class SideHashes(NamedTuple):
-    """Hashes of both sides of pairs: of the exact text, or keys without case and punctuation."""
-
-    src: Hashes
-    tgt: Hashes
-
-    @classmethod
-    def joined(cls, blocks: Sequence[SideHashes]) -> SideHashes:
-        """Concatenate blocks."""
-        empty = cls(np.zeros(0, np.uint64), np.zeros(0, np.uint64))
-        return cls(*(np.concatenate(side) for side in zip(empty, *blocks, strict=True)))
-
-    def of_pairs(self) -> Hashes:
-        """Return one hash for each pair; 0 if a side's is 0."""
-        is_whole = (self.src != 0) & (self.tgt != 0)
-        return np.where(is_whole, mixed(self.src, self.tgt), np.uint64(0))
-
-
-class HashTables:
-    """Tables of the sources, of the targets and of the pairs of a held-out corpus."""
-
-    def __init__(self, hashes: SideHashes) -> None:
-        self.src, self.tgt = HashTable(hashes.src), HashTable(hashes.tgt)
-        self.pairs = HashTable(hashes.of_pairs())
-
-    def look_up(self, hashes: SideHashes, first: int) -> tuple[Flags, Flags]:
-        """Return which pairs of a block have a held-out side, and which are held out."""
-        is_held = self.src.look_up(hashes.src, first) | self.tgt.look_up(hashes.tgt, first)
-        return is_held, self.pairs.look_up(hashes.of_pairs(), first)
-
-
-class Leaks:
-    """The occurrences of one held-out corpus in another, by exact text and by keys."""
-
-    def __init__(self, exact: SideHashes, keys: SideHashes) -> None:
-        self.exact, self.by_key = HashTables(exact), HashTables(keys)
-
-    def look_up(self, exact: SideHashes, keys: SideHashes, first: int) -> tuple[Flags, Flags]:
-        """Return which pairs of a block have a held-out side, and which are exactly held out."""
-        is_held, is_held_pair = self.exact.look_up(exact, first)
-        return is_held | self.by_key.look_up(keys, first)[0], is_held_pair

@@ -9,6 +9,7 @@ the sum began to rise.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
@@ -155,8 +156,10 @@ class _CusumTest:
 
 def _strongest(shifts: list[Shift]) -> list[Shift]:
     """Keep the strongest of overlapping stretches; sort them by position."""
-    kept: list[Shift] = []
+    kept: list[Shift] = []  # by position; none overlaps another
     for shift in sorted(shifts, key=lambda shift: -shift.evidence):
-        if all(shift.last < other.first or shift.first > other.last for other in kept):
-            kept.append(shift)
-    return sorted(kept)
+        position = bisect_left(kept, shift)
+        is_after = position == 0 or kept[position - 1].last < shift.first
+        if is_after and (position == len(kept) or shift.last < kept[position].first):
+            kept.insert(position, shift)
+    return kept

@@ -85,7 +85,8 @@ class Rule:
     usual_share: float | None = 0.0  # of pairs, up to which it is a note; None: always a note
     severity: Severity = Severity.WARNING  # beyond that share
     refers: Callable[[Repeats], Numbers] | None = None  # returns the earlier pair of each pair
-    held_out_advice: str | None = None  # for validation and test text: training drops none of it
+    held_out_advice: str | None = None  # for validation and test text
+    training: str = "keeps them"  # what training does with them unless `data.clean` drops them
 
     def severity_of(self, count: int, total: int) -> Severity:
         """Return the severity of `count` findings among `total` pairs."""
@@ -156,53 +157,47 @@ def _is_swapped(pairs: PairBlock, profile: CorpusProfile) -> Flags:
     return is_swapped
 
 
-APART = "Take them out of one of the two: what chooses a model must not measure it."
+SEPARATE = "Take them out of one of the two: text that chooses the weights must not measure them."
 
 RULES = [
     Rule(
         "held-out-pair",
-        "pairs of the validation or test sets, to the letter",
-        "Nothing need be done: training leaves them out, unless `data.clean` says otherwise.",
+        "pairs that occur in the validation or test text",
+        "A model that was trained on its test text scores too high.",
         _on_pairs(lambda pairs, profile: pairs.is_held_pair),
         Feature.HASH,
         usual_share=None,
-        held_out_advice=APART,
+        held_out_advice=SEPARATE,
     ),
     Rule(
         "held-out",
-        "pairs with a sentence of the validation or test sets",
-        "Before you publish a score, delete those that `data.clean` does not drop.",
+        "pairs of which a side occurs in the validation or test text",
+        "A model that was trained on its test text scores too high.",
         _on_pairs(lambda pairs, profile: pairs.is_held),
         Feature.HASH | Feature.KEY,
         usual_share=None,
-        held_out_advice=APART,
+        held_out_advice=SEPARATE,
     ),
     Rule(
         "not-utf8",
         "lines that are not UTF-8",
-        "Unpack the file, or convert it to UTF-8, for example with iconv; training refuses it.",
+        "Unpack the file, or convert it to UTF-8, for example with iconv.",
         _on_lines(_has(LineFlag.UNDECODABLE)),
         severity=Severity.ERROR,
     ),
-    Rule(
-        "blank-side",
-        "pairs with one blank side",
-        "Translate or delete them; training leaves them out.",
-        _one_blank,
-        held_out_advice="Translate or delete them.",
-    ),
+    Rule("blank-side", "pairs with one blank side", "Translate or delete them.", _one_blank),
     Rule(
         "blank-pair",
         "pairs that are blank on both sides",
-        "Nothing need be done: training leaves them out.",
+        "There is nothing to translate in them.",
         _on_pairs(_both_blank),
         usual_share=None,
-        held_out_advice="Nothing need be done: a blank line is translated by a blank line.",
+        held_out_advice="Nothing to do: a blank line is translated by a blank line.",
     ),
     Rule(
         "copied",
-        "pairs whose target is the source",
-        "Delete those that need a translation: a model learns to copy from few of them.",
+        "pairs with equal sides",
+        "Delete those that need a translation: a few teach a model to copy.",
         _on_pairs(
             lambda pairs, profile: (
                 (pairs.src["hash"] == pairs.tgt["hash"]) & (pairs.src["script"] > 0)
@@ -213,8 +208,8 @@ RULES = [
     ),
     Rule(
         "repeated-pair",
-        "pairs that stand there before",
-        "Delete them if they are many: each counts as often as it stands there.",
+        "duplicate pairs",
+        "Each copy counts as a pair of its own.",
         _on_pairs(lambda pairs, profile: (pairs.same_pair > 0) & _is_whole(pairs)),
         Feature.HASH,
         usual_share=0.05,
@@ -222,8 +217,8 @@ RULES = [
     ),
     Rule(
         "repeated-source",
-        "sources that stand there before with another target",
-        "See whether both targets are right, and whether the lines belong together.",
+        "sources with several targets",
+        "Check that both targets are right, and that the lines belong together.",
         _on_pairs(lambda pairs, profile: (pairs.same_src > 0) & _is_whole(pairs)),
         Feature.HASH,
         usual_share=0.05,
@@ -231,21 +226,22 @@ RULES = [
     ),
     Rule(
         "length-ratio",
-        "pairs with one side far too long for the other",
-        "See whether the lines belong together, and delete those that do not.",
+        "pairs of unlike lengths",
+        "Check that the lines belong together, and delete those that do not.",
         _on_pairs(_is_far_in_length),
         usual_share=0.005,
     ),
     Rule(
         "long-line",
-        f"lines of more than {_LONG_CHARS:,} characters",
-        "Split them into sentences; training drops what exceeds `data.max_tokens`.",
+        f"lines over {_LONG_CHARS:,} characters",
+        "Split them into sentences.",
         _on_lines(lambda lines: lines["chars"] > _LONG_CHARS),
         usual_share=0.01,
+        training="keeps what `data.max_tokens` allows",
     ),
     Rule(
         "strange-script",
-        "lines in a script that the side does not have elsewhere",
+        "lines in another script",
         "Delete the pairs that are in another language.",
         _has_strange_script,
         Feature.CHARACTERS | Feature.WORDS,
@@ -254,14 +250,14 @@ RULES = [
     Rule(
         "swapped",
         "pairs whose sides look swapped",
-        "Put each side into its own file.",
+        "Swap the two lines of each.",
         _on_pairs(_is_swapped),
         Feature.CHARACTERS | Feature.WORDS,
     ),
     Rule(
         "no-words",
-        "lines mostly of digits, markup or symbols",
-        "Delete the pairs, or remove the markup: there is nothing to learn from them.",
+        "lines of digits or markup",
+        "Delete the pairs or remove the markup: there is no language to learn in them.",
         _on_lines(
             lambda lines: (
                 (lines["odd"] > _ODD_SHARE * lines["solid"]) & (lines["solid"] >= _MIN_SOLID)
@@ -272,8 +268,8 @@ RULES = [
     ),
     Rule(
         "mojibake",
-        "lines that were once decoded in a wrong encoding",
-        "Get the text anew and decode it as what it is, or delete the pairs.",
+        "lines of mojibake",
+        "They were decoded as another encoding than theirs: get them anew, or delete the pairs.",
         _on_lines(
             lambda lines: _has(LineFlag.MOJIBAKE)(lines) & ~_has(LineFlag.UNDECODABLE)(lines)
         ),
@@ -281,8 +277,8 @@ RULES = [
     ),
     Rule(
         "line-break",
-        "lines with a character at which other tools break lines",
-        "Replace it by a space (U+2028, U+2029, U+0085, VT, FF, a lone CR, ...).",
+        "lines with odd line breaks",
+        "Other tools break lines there, as at U+2028, VT or a lone CR: replace them by spaces.",
         _on_lines(_has(LineFlag.BREAK)),
         Feature.CHARACTERS,
     ),
@@ -295,16 +291,17 @@ RULES = [
     ),
     Rule(
         "invisible",
-        "lines with characters that cannot be seen",
-        "Delete zero-width spaces, soft hyphens and direction marks, unless they are meant.",
+        "lines with invisible characters",
+        "Delete zero-width spaces, soft hyphens and direction marks that serve no purpose.",
         _on_lines(_has(LineFlag.INVISIBLE)),
         Feature.CHARACTERS,
         usual_share=0.01,
     ),
     Rule(
         "not-nfc",
-        "lines whose Unicode is not composed (NFC)",
-        "Normalise all text to NFC, also what you will translate: to a model é and é differ.",
+        "lines not in NFC",
+        "Compose all text, also what will be translated: to a model, \u00e9 as one character is "
+        "another letter than as two.",
         _on_lines(_has(LineFlag.NOT_NFC)),
         Feature.NFC,
         usual_share=0.001,
@@ -312,28 +309,28 @@ RULES = [
     Rule(
         "tab",
         "lines with a tab",
-        "Replace it by a space, and see whether two columns were joined.",
+        "Replace it by a space, and check that no two columns were joined.",
         _on_lines(_has(LineFlag.TAB)),
         Feature.CHARACTERS,
         usual_share=0.01,
     ),
     Rule(
         "unknown-piece",
-        "lines with characters that the tokenizer does not know",
-        "Set `tokenizer.byte_fallback` to true, and tokenize into a new run folder.",
+        "lines with unknown characters",
+        "The tokenizer lacks them: set `tokenizer.byte_fallback: true` and tokenize anew.",
         _on_lines(_has(LineFlag.UNKNOWN_PIECE)),
     ),
     Rule(
         "max-tokens",
-        "pairs with more than `data.max_tokens` tokens",
-        "Split them, or raise `data.max_tokens`; training leaves them out.",
+        "pairs over `data.max_tokens`",
+        "Split them, or raise `data.max_tokens`.",
         _on_pairs(
             lambda pairs, profile: (
                 np.maximum(pairs.src["tokens"], pairs.tgt["tokens"]) > profile.max_tokens
             )
         ),
         usual_share=0.01,
-        held_out_advice="Split them, or raise `data.max_tokens`; training sees none as long.",
+        held_out_advice="Split them, or raise `data.max_tokens`: training sees none as long.",
     ),
 ]
 

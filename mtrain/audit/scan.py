@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from mtrain.audit import duplicates, rules
-from mtrain.audit.duplicates import Leaks, Repeats, SideHashes
+from mtrain.audit.duplicates import Leaks, PairHashes, Repeats
 from mtrain.audit.features import (
     LINE,
     Feature,
@@ -108,8 +108,7 @@ class Scan:
         if tokenizer is not None:
             self.piece_counts = [PieceCounts(tokenizer.src), PieceCounts(tokenizer.tgt)]
         self.repeats: Repeats | None = None
-        self._exact: list[SideHashes] = []  # of each block, if the corpus is held out
-        self._keys: list[SideHashes] = []
+        self.exact = self.keys = PairHashes.joined([])  # of all pairs, if the corpus is held out
 
     def read(
         self,
@@ -129,10 +128,9 @@ class Scan:
         Raises:
             WriteError: if the disk does not take the records.
         """
-        tables = [
-            Leaks(SideHashes.joined(other._exact), SideHashes.joined(other._keys))
-            for other in held_out
-        ]
+        tables = [Leaks(other.exact, other.keys) for other in held_out]
+        exact_blocks: list[PairHashes] = []
+        key_blocks: list[PairHashes] = []
         for block in self.reader.blocks(advance):
             src, tgt = measure(block.src, features), measure(block.tgt, features)
             if Feature.WORDS in features:
@@ -145,11 +143,7 @@ class Scan:
             if self.piece_counts:
                 self.piece_counts[0].add(block.src, src)
                 self.piece_counts[1].add(block.tgt, tgt)
-            exact = SideHashes(
-                np.where(src.lines["solid"] > 0, src.lines["hash"], np.uint64(0)),
-                np.where(tgt.lines["solid"] > 0, tgt.lines["hash"], np.uint64(0)),
-            )
-            keys = SideHashes(src.keys, tgt.keys)
+            exact, keys = duplicates.hashes_of(src, tgt)
             records = np.zeros(len(block.src), PAIR)
             records["src"], records["tgt"] = src.lines, tgt.lines
             for table in tables:
@@ -158,8 +152,9 @@ class Scan:
                 records["is_held_pair"] |= is_held_pair
             append(self.records_path, records.tobytes())
             if self.name != TRAIN:
-                self._exact.append(exact)
-                self._keys.append(keys)
+                exact_blocks.append(exact)
+                key_blocks.append(keys)
+        self.exact, self.keys = PairHashes.joined(exact_blocks), PairHashes.joined(key_blocks)
         for other, table in zip(held_out, tables, strict=True):
             other.leaks[self.name] = table
 

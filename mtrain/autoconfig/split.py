@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mtrain.audit.duplicates import Leaks, SideHashes
+from mtrain.audit import duplicates
+from mtrain.audit.duplicates import Leaks, PairHashes
 from mtrain.audit.features import (
     Feature,
     Flags,
     Hashes,
     Ints,
-    LineFeatures,
     LineFlag,
     Records,
     differs_from_previous,
@@ -77,11 +77,11 @@ def read_set(corpus: Corpus, name: str) -> tuple[Leaks, int]:
     reader = Reader(corpus, is_strict=True)
     features = Feature.HASH | Feature.KEY
     hashes = [
-        _hashes(measure(block.src, features), measure(block.tgt, features))
+        duplicates.hashes_of(measure(block.src, features), measure(block.tgt, features))
         for block in reader.blocks()
     ]
     reader.check_not_empty(name)
-    exact, keys = (SideHashes.joined(blocks) for blocks in zip(*hashes, strict=True))
+    exact, keys = (PairHashes.joined(blocks) for blocks in zip(*hashes, strict=True))
     return Leaks(exact, keys), reader.num_pairs
 
 
@@ -106,12 +106,12 @@ def read_overview(
     words = np.zeros(2, np.int64)
     for block in reader.blocks(advance):
         src, tgt = measure(block.src), measure(block.tgt)
-        exact, keys = _hashes(src, tgt)
+        exact, keys = duplicates.hashes_of(src, tgt)
         is_given = shares_given = np.zeros(len(block.src), bool)
         for leaks in given:
             shares, is_pair = leaks.look_up(exact, keys, block.first)
             is_given, shares_given = is_given | is_pair, shares_given | shares
-        is_fit = _is_fit(src.lines, tgt.lines) & (keys.of_pairs() != 0) & ~shares_given
+        is_fit = _is_fit(src.lines, tgt.lines) & (keys.pair != 0) & ~shares_given
         is_blank = (src.lines["solid"] == 0) | (tgt.lines["solid"] == 0)
         blocks.append((src.keys, tgt.keys, is_fit, is_blank, is_given, shares_given))
         words += (len(src.words), len(tgt.words))
@@ -126,14 +126,6 @@ def read_overview(
     pairs = dict(zip(rows, sample, strict=True))
     src_ids, tgt_ids = (np.unique(keys, return_inverse=True)[1] for keys in (src_keys, tgt_keys))
     return CorpusOverview(int(words[0]), int(words[1]), pairs, src_ids, tgt_ids, *flags)
-
-
-def _hashes(src: LineFeatures, tgt: LineFeatures) -> tuple[SideHashes, SideHashes]:
-    """Return the hashes of both sides, of the exact text and as keys; 0 for blank lines."""
-    exact = (
-        np.where(side.lines["solid"] > 0, side.lines["hash"], np.uint64(0)) for side in (src, tgt)
-    )
-    return SideHashes(*exact), SideHashes(src.keys, tgt.keys)
 
 
 def _codes(first: Ints, second: Ints) -> Ints:

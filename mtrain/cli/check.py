@@ -30,6 +30,7 @@ def check(
     from mtrain.audit.report import as_json, as_text
     from mtrain.audit.rules import Severity
     from mtrain.io.atomic import whole_dir, write_lines
+    from mtrain.io.text_width import count
     from mtrain.run.run_dir import RunDir
     from mtrain.tokenizer import sentencepiece
 
@@ -44,13 +45,7 @@ def check(
     text = as_text(report, run_dir.check_dir)
     console.put(as_json(report) if json else text, None)
     errors, warnings = report.count(Severity.ERROR), report.count(Severity.WARNING)
-    if strict and errors + warnings:
-        raise DataError(
-            f"{config}: must have no errors and no warnings, but has {errors} and {warnings} "
-            f"instead; {run_dir.check_dir} lists them."
-        )
-    if errors:
-        raise DataError(
-            f"{config}: must have no errors, but has {errors} instead; {run_dir.check_dir} "
-            "lists them."
-        )
+    if errors or (strict and warnings):
+        problems = [(errors, "error"), (warnings, "warning")] if strict else [(errors, "error")]
+        found = " and ".join(count(number, name) for number, name in problems if number)
+        raise DataError(f"{config}: {found} in the corpora; see {run_dir.check_dir}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count, repeat, zip_longest
@@ -118,7 +119,7 @@ class Reader:
     @property
     def num_pairs(self) -> int:
         """Number of pairs read so far."""
-        return sum(part.num_pairs for part in self.parts)
+        return self.parts[-1].first + self.parts[-1].num_pairs if self.parts else 0
 
     def part_of(self, pair: int) -> FilePair:
         """Return the part that contains a pair, given its number from 0."""
@@ -147,12 +148,14 @@ class Reader:
         Raises:
             DataError: if a corpus had none.
         """
-        for named in corpora_of(self._text, name):
-            parts = [part for part in self.parts if part.corpus in (None, named.name)]
-            if not any(part.num_pairs for part in parts):
-                raise DataError(
-                    f"`{named.name}` must have at least one pair, but {parts[0].src.path} is empty."
-                )
+        first_paths: dict[str, str] = {}
+        sizes: Counter[str] = Counter()
+        for part in self.parts:
+            first_paths.setdefault(part.corpus or name, part.src.path)
+            sizes[part.corpus or name] += part.num_pairs
+        for key, path in first_paths.items():
+            if not sizes[key]:
+                raise DataError(f"`{key}` must have at least one pair, but {path} is empty.")
 
     def _read_lines(self, part: FilePair, advance: Advance) -> Iterator[_Row]:
         read = self._strict_lines if self._is_strict else _lenient_lines
@@ -259,11 +262,10 @@ def read_pairs(text: TrainText) -> Iterator[Pair]:
         yield from map(Pair, block.src, block.tgt, repeat(part.src.path), lines)
 
 
-def possible_headers(reader: Reader, data: DataConfig) -> dict[str, tuple[str, str]]:
-    """Return {file: its first pair} for files read that may begin with an undeclared header."""
-    first_rows = {part.src.path: part.src.first_row for part in reader.parts}
-    languages = (data.src_lang, data.tgt_lang)
-    return {path: row for path, row in first_rows.items() if row and is_header(row, languages)}
+def possible_header(notes: FileNotes, data: DataConfig) -> tuple[str, str] | None:
+    """Return the first pair of a file if it looks like a header and the config does not say."""
+    row = notes.first_row
+    return row if row and is_header(row, (data.src_lang, data.tgt_lang)) else None
 
 
 def count_pairs(corpus: Corpus, name: str) -> int:

@@ -23,7 +23,7 @@ from mtrain.corpus.reader import (
     FileMark,
     changed_files,
     files_and_revisions,
-    possible_headers,
+    possible_header,
     read_pairs,
 )
 from mtrain.data import arrow_shards, encode
@@ -199,12 +199,13 @@ def _check_scans(scans: Iterable[Scan], data: DataConfig, console: Console) -> N
     num_pairs, num_broken = Counter[str](), Counter[str]()
     for scan in scans:
         scan.reader.check_not_empty(f"data.{scan.name}")
-        for path, cells in possible_headers(scan.reader, data).items():
-            console.say(
-                f"{path}: begins with what looks like a header: {' TAB '.join(cells)}; set "
-                "`header: true` for this corpus to leave the line out, or `header: false`"
-            )
         for part in scan.reader.parts:
+            if cells := possible_header(part.src, data):
+                console.say(
+                    f"{part.src.path}: begins with what looks like a header: "
+                    f"{' TAB '.join(cells)}; set `header: true` for this corpus to leave the line "
+                    "out, or `header: false`"
+                )
             name = part.corpus or f"data.{scan.name}"
             num_pairs[name] += part.num_pairs
             num_broken[name] += part.src.num_broken

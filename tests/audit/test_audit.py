@@ -10,6 +10,7 @@ import sys
 import tracemalloc
 import unicodedata
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import defects
@@ -23,6 +24,7 @@ from mtrain.audit import duplicates, scan
 from mtrain.audit.audit import audit
 from mtrain.config import config_file
 from mtrain.corpus import reader
+from mtrain.io.lines import tell_nobody
 from mtrain.run.run_dir import RunDir
 
 NUM_PAIRS, NUM_HELD_OUT, TIMES = 4000, 60, 4
@@ -120,8 +122,10 @@ def test_a_lost_line_is_an_error_and_the_place_where_it_was_lost_is_named(
     assert outcome.code == 2
     found = by_name(json.loads(outcome.out))
     assert found["train.unequal-lines"]["severity"] == "error"
-    assert "4,000 lines" in found["train.unequal-lines"]["what"]
-    assert "3,999" in found["train.unequal-lines"]["what"]
+    assert found["train.unequal-lines"]["examples"] == [
+        {"file": str(tmp_path / "train.src"), "problem": "4,000 lines"},
+        {"file": str(tmp_path / "train.tgt"), "problem": "3,999 lines"},
+    ]
     assert abs(found["train.shift"]["examples"][0]["line"] - 1501) <= 3
     assert found["train.shift"]["examples"][0]["last"]["line"] >= 3990
 
@@ -134,7 +138,7 @@ def test_of_a_file_that_is_not_there_nobody_is_told_to_look_for_lost_lines(
     outcome = cli("check", config, "--json")
     assert outcome.code == 2
     found = by_name(json.loads(outcome.out))
-    assert "No such file" in found["train.unreadable"]["what"]
+    assert "No such file" in found["train.unreadable"]["examples"][0]["problem"]
     assert "train.unequal-lines" not in found
 
 
@@ -156,8 +160,7 @@ def test_warnings_fail_only_a_strict_check(cli: Cli, tmp_path: Path, planted: Pl
     directory = tmp_path / "run" / "check"
     assert (outcome.code, outcome.err) == (
         2,
-        f"mtrain: {config}: must have no errors and no warnings, but has 0 and 1 instead; "
-        f"{directory} lists them.\n",
+        f"mtrain: {config}: 1 warning in the corpora; see {directory}.\n",
     )
     text.train[7] = text.train[8]
     outcome = cli("check", write_planted(tmp_path, text), "--strict")
@@ -171,11 +174,13 @@ def test_text_that_cannot_be_decoded_is_an_error_with_line_and_byte(
     text.train[7] = Pair("a\udcffb", "c")
     outcome = cli("check", write_planted(tmp_path, text))
     assert outcome.code == 2
-    assert outcome.err.endswith(
-        f"must have no errors, but has 2 instead; {tmp_path / 'run' / 'check'} lists them.\n"
+    directory = tmp_path / "run" / "check"
+    assert outcome.err.endswith(f": 1 error in the corpora; see {directory}.\n")
+    assert outcome.lines[0] == (
+        "error    train: lines that are not UTF-8: 1 (0.2%); training refuses them"
     )
-    page = " ".join(outcome.out.decode().split())
-    assert "is not UTF-8 (lines: 1; the first is line 8, byte 0xff at byte 2)" in page
+    page = "".join(outcome.out.decode().split())
+    assert f"Thefirstisin{tmp_path / 'train.src'},line8,byte0xffatbyte2." in page
 
 
 def test_files_that_cannot_be_read_are_all_named(cli: Cli, tmp_path: Path) -> None:
@@ -188,8 +193,11 @@ def test_files_that_cannot_be_read_are_all_named(cli: Cli, tmp_path: Path) -> No
     outcome = cli("check", write_config(config, tree), "--json")
     assert outcome.code == 2
     found = by_name(json.loads(outcome.out))
-    assert "No such file or directory" in found["train.unreadable"]["what"]
-    assert "gzip data is cut off or damaged" in found["valid.unreadable"]["what"]
+    (missing,), (damaged,) = (
+        found[f"{name}.unreadable"]["examples"] for name in ("train", "valid")
+    )
+    assert missing == {"file": str(tmp_path / "train.src"), "problem": "No such file or directory"}
+    assert "gzip data is cut off or damaged" in damaged["problem"]
     assert found["train.empty"]["severity"] == "error"
 
 
@@ -274,7 +282,100 @@ def test_leaks_that_training_leaves_out_need_nothing(
     assert tuple(leak["severity"] for leak in leaks) == severities
     for leak in leaks:
         is_note = leak["severity"] == "note"
-        assert leak["advice"].startswith("Nothing need be done") == is_note
+        assert leak["advice"].startswith("Nothing to do") == is_note
+
+
+def test_a_split_that_leaks_is_what_the_page_says_first(cli: Cli, tmp_path: Path) -> None:
+    text = clean(600)
+    text.train += text.test[:28] + [text.train[8]] * 500
+    text.train[3] = Pair("", "leer")
+    outcome = cli("check", write_planted(tmp_path, text))
+    assert outcome.lines[:4] == [
+        "warning  tests.held_out: pairs found in train: 28 (93.3%); training drops them",
+        "warning  train: duplicate pairs: 500 (44.3%); training keeps them",
+        "warning  train: pairs with one blank side: 1 (<0.1%); training drops them",
+        "",
+    ]
+    page = " ".join(outcome.out.decode().split())
+    assert "Scores are sound, but training loses every copy; hold out other pairs." in page
+    assert "To drop them: `data.clean: [blank-side, held-out-pair, repeated-pair]`." in page
+    assert (
+        "corpora train: 1,128 pairs; training drops 29 (blank-side 1, held-out-pair 28) and keeps "
+        "1,099, less what exceeds `data.max_tokens`"
+    ) in page
+
+
+def test_pairs_that_were_held_out_of_the_training_files_on_purpose_are_no_alarm(
+    cli: Cli, tmp_path: Path
+) -> None:
+    text = clean(600)
+    text.test[4] = Pair("", "")
+    text.train += [*text.test, *text.valid, text.valid[0]]
+    outcome = cli("check", write_planted(tmp_path, text))
+    assert outcome.lines[:2] == ["no errors and no warnings", ""]
+
+
+def test_copies_of_test_pairs_that_training_keeps_are_counted(cli: Cli, tmp_path: Path) -> None:
+    text = clean(600)
+    shouted = Pair(text.test[2].src.upper(), text.test[2].tgt.upper())
+    text.train += [*text.test[:20], shouted]
+    config = write_planted(tmp_path, text)
+    leak = by_name(shown(cli, config))["tests.held_out.pair-in-train"]
+    assert (leak["count"], leak["severity"], leak["training"]) == (20, "warning", "keeps 1")
+    assert (leak["examples"][0]["times"], leak["examples"][0]["exact_times"]) == (1, 1)
+    entries = (tmp_path / "run" / "check" / "tests.held_out.pair-in-train.jsonl").read_text("utf-8")
+    assert '"times": 2, "exact_times": 1}' in entries.splitlines()[2]
+
+
+def test_the_summary_of_many_problems_has_six_rows_of_the_most_serious(
+    cli: Cli, tmp_path: Path, planted: Planted
+) -> None:
+    outcome = cli("check", write_planted(tmp_path, planted))
+    end = outcome.lines.index("")
+    assert end == 6
+    tree = json.loads((tmp_path / "run" / "check" / "report.json").read_text("utf-8"))
+    order = ["error", "warning", "note"]
+    costs = [
+        (order.index(found["severity"]), -found["count"] / found["total"])
+        for found in tree["findings"]
+    ]
+    assert costs == sorted(costs)
+    num_serious = sum(found["severity"] != "note" for found in tree["findings"])
+    assert outcome.lines[5] == f"         and {num_serious - 5} more"
+    for row, found in zip(outcome.lines[:5], tree["findings"], strict=False):
+        assert row.startswith(f"{found['severity']:<9}{found['corpus']}: {found['what']}: ")
+
+
+def test_twice_as_many_files_with_findings_are_twice_the_work(tmp_path: Path) -> None:
+    def num_lines_run(num_files: int) -> int:
+        directory = tmp_path / str(num_files)
+        config = write_planted(directory, clean(60))
+        tree = config_file.load(config).model_dump()
+        pairs = [Pair("", "leer"), *[Pair("again", "wieder")] * 2, *demo_pairs("train", 2)]
+        files = [defects.write_pairs(directory, f"part{n}", pairs) for n in range(num_files)]
+        tree["data"]["train"] = {
+            side: [path for named in files for path in named[side]] for side in ("src", "tgt")
+        }
+        changed = config_file.load(write_config(config, tree))
+        count = 0
+
+        def trace(frame: FrameType, event: str, argument: object) -> Any:
+            nonlocal count
+            is_ours = "mtrain" in Path(frame.f_code.co_filename).parts
+            count += is_ours and event == "line"
+            return trace if is_ours else None
+
+        previous = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            audit(changed, None, directory, tell_nobody)
+        finally:
+            sys.settrace(previous)
+        return count
+
+    num_lines_run(1)  # what is kept of characters
+    once, twice, thrice = num_lines_run(60), num_lines_run(120), num_lines_run(180)
+    assert thrice - twice == pytest.approx(twice - once, rel=0.05)
 
 
 def test_advice_on_held_out_text_never_says_that_training_leaves_it_out(
@@ -290,8 +391,9 @@ def test_advice_on_held_out_text_never_says_that_training_leaves_it_out(
     assert {"valid.blank-side", "valid.blank-pair"} <= found.keys()
     for name, finding in found.items():
         if not name.startswith("train."):
-            assert "leaves them out" not in finding["advice"] or finding["name"].endswith("-train")
-    assert "leaves them out" in found["train.held-out-pair"]["advice"]
+            assert (finding["training"] == "") != finding["name"].endswith("-train")
+            assert "drop" not in finding["advice"] or finding["name"].endswith("-train")
+    assert found["train.held-out-pair"]["training"] == "drops them"
 
 
 def test_json_holds_what_the_lists_hold(cli: Cli, tmp_path: Path, planted: Planted) -> None:
@@ -375,7 +477,7 @@ def test_with_a_tokenizer_its_pieces_are_judged_too(cli: Cli, tmp_path: Path) ->
     assert (train["num_pairs"], train["num_dropped"]) == (300, {"max-tokens": 1})
     assert valid["coverage"][0]["unknown_share"] > 0 == valid["coverage"][1]["unknown_share"]
     page = cli("check", config).out.decode()
-    assert page.startswith("train: 300 pairs; training drops 1 (max-tokens 1)\n")
+    assert "\ncorpora  train: 300 pairs; training drops 1 (max-tokens 1) and keeps 299\n" in page
 
 
 def test_memory_grows_by_less_than_sixteen_bytes_a_pair(
@@ -417,4 +519,4 @@ def test_at_a_terminal_a_bar_says_how_much_is_read(tmp_path: Path) -> None:
     os.close(master)
     assert process.returncode == 0
     assert re.search(r"reading: +\d+%", shown.decode())
-    assert page.decode().startswith("train: 500 pairs")
+    assert page.decode().startswith("no errors and no warnings\n\ncorpora  train: 500 pairs")

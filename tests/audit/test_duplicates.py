@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain.audit import duplicates
-from mtrain.audit.duplicates import Leaks, SideHashes
+from mtrain.audit.duplicates import Leaks, PairHashes
 from mtrain.audit.features import LINE, Hashes, PairWindow, Records
 
 SIDES = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 4)), max_size=40)
@@ -51,38 +51,49 @@ def test_repeats_are_those_of_dictionaries(pass_pairs: int, pairs: Sides) -> Non
     assert found.of_src.tolist() == of_src
 
 
-def side_hashes(pairs: Sides) -> SideHashes:
-    return SideHashes(hashes([src for src, _ in pairs]), hashes([tgt for _, tgt in pairs]))
+def pair_hashes(pairs: Sides) -> PairHashes:
+    return PairHashes.of(hashes([src for src, _ in pairs]), hashes([tgt for _, tgt in pairs]))
 
 
 @given(SIDES, SIDES)
 def test_leaks_are_those_of_dictionaries(held_out: Sides, train: Sides) -> None:
-    leaks = Leaks(side_hashes(held_out), side_hashes([]))
+    leaks = Leaks(pair_hashes(held_out), pair_hashes([(0, 0)] * len(held_out)))
     marks: list[bool] = []
     pair_marks: list[bool] = []
     for first in range(0, len(train), 7):
-        part = side_hashes(train[first : first + 7])
+        part = train[first : first + 7]
         is_held, is_held_pair = leaks.look_up(
-            part, SideHashes(hashes([0] * len(part.src)), part.tgt * np.uint64(0)), first
+            pair_hashes(part), pair_hashes([(0, 0)] * len(part)), first
         )
         marks += is_held.tolist()
         pair_marks += is_held_pair.tolist()
     sources, targets = {src for src, _ in held_out}, {tgt for _, tgt in held_out}
     assert marks == [src in sources or tgt in targets for src, tgt in train]
     assert pair_marks == [pair in held_out for pair in train]
-    for table, lines, other in (
-        (leaks.exact.src, [s for s, _ in held_out], [s for s, _ in train]),
-        (leaks.exact.tgt, [t for _, t in held_out], [t for _, t in train]),
-        (leaks.exact.pairs, held_out, train),
+    for occurrences, lines, other in zip(
+        leaks.occurrences(),
+        ([s for s, _ in held_out], [t for _, t in held_out], held_out),
+        ([s for s, _ in train], [t for _, t in train], train),
+        strict=True,
     ):
-        times, first_pairs = table.hits()
+        times, exact_times, first_pairs = occurrences
         assert times.tolist() == [other.count(line) for line in lines]
+        assert exact_times.tolist() == times.tolist()
         expected = [other.index(line) if line in other else -1 for line in lines]
         assert first_pairs.tolist() == expected
 
 
+def test_occurrences_by_key_are_no_exact_ones_and_an_exact_one_is_named_first() -> None:
+    leaks = Leaks(pair_hashes([(1, 1), (2, 2)]), pair_hashes([(3, 3), (4, 4)]))
+    leaks.look_up(pair_hashes([(5, 5), (1, 1), (6, 6)]), pair_hashes([(3, 3), (3, 3), (4, 4)]), 7)
+    for times, exact_times, first_pairs in leaks.occurrences():
+        assert times.tolist() == [2, 1]
+        assert exact_times.tolist() == [1, 0]
+        assert first_pairs.tolist() == [8, 9]
+
+
 def test_a_line_without_a_hash_leaks_nowhere() -> None:
-    nothing = SideHashes(hashes([0]), hashes([0]))
+    nothing = pair_hashes([(0, 0)])
     leaks = Leaks(nothing, nothing)
     assert leaks.look_up(nothing, nothing, 0)[0].tolist() == [False]
-    assert leaks.exact.pairs.hits()[0].tolist() == [0]
+    assert [occurrences.times.tolist() for occurrences in leaks.occurrences()] == [[0]] * 3

@@ -108,3 +108,21 @@ def test_pairs_that_correspond_at_no_offset_are_no_shift() -> None:
 def test_of_stretches_that_overlap_the_one_with_most_evidence_is_kept() -> None:
     strong, weak, apart = Shift(5, 50, 1, 90.0), Shift(40, 60, 2, 30.0), Shift(51, 60, 3, 26.0)
     assert misalignment._strongest([weak, strong, apart]) == [strong, apart]
+
+
+STRETCHES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 8)), max_size=12)
+
+
+@given(STRETCHES)
+def test_the_stretches_that_are_kept_are_those_of_a_plain_search(
+    stretches: list[tuple[int, int]],
+) -> None:
+    shifts = [
+        Shift(first, first + length, 1, float(100 - number))
+        for number, (first, length) in enumerate(stretches)
+    ]
+    kept: list[Shift] = []
+    for shift in shifts:
+        if all(shift.last < other.first or shift.first > other.last for other in kept):
+            kept.append(shift)
+    assert misalignment._strongest(shifts[::-1]) == sorted(kept)

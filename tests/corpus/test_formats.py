@@ -386,8 +386,10 @@ def test_a_check_lists_the_first_fault_of_a_file_and_goes_on(cli: Cli, tmp_path:
     outcome = cli("check", write_config(tmp_path / "config.yaml", tree), "--json")
     assert outcome.code == 2
     findings = {found["name"]: found for found in json.loads(outcome.out)["findings"]}
-    assert findings["faulty-row"]["severity"] == "error"
-    assert "no pair: 2; the first is row 5: must have 2 columns" in findings["faulty-row"]["what"]
+    assert findings["malformed-row"]["severity"] == "error"
+    (example,) = findings["malformed-row"]["examples"]
+    assert example["file"] == str(tmp_path / "a.tsv")
+    assert example["problem"].startswith("2 rows; the first is row 5: must have 2 columns")
     assert "blank-pair" not in findings
     assert [entry["line"] for entry in findings["blank-side"]["examples"]] == [20]
     assert findings["blank-side"]["examples"][0]["tgt_file"] == str(tmp_path / "a.tsv")
@@ -406,7 +408,7 @@ def test_a_row_that_is_no_pair_is_counted_as_that_alone(cli: Cli, tmp_path: Path
     assert (train["num_pairs"], train["num_dropped"]["blank-pair"]) == (199, 1)
     assert train["mixture"][0]["num_pairs"] == 199
     findings = {found["name"]: found for found in report["findings"]}
-    assert "rows that are no pair: 1" in findings["faulty-row"]["what"]
+    assert findings["malformed-row"]["examples"][0]["problem"].startswith("1 row; the first is row")
     assert [entry["line"] for entry in findings["blank-pair"]["examples"]] == [8]
     assert findings["blank-pair"]["count"] == 1
 
@@ -455,7 +457,8 @@ def test_a_header_is_reported_unless_the_config_says_whether_there_is_one(
     assert (line in outcome.err.splitlines()) == (header is None)
     if header is None:
         assert findings["header"]["severity"] == "warning"
-        assert "looks like a header: Source TAB Target" in findings["header"]["what"]
+        (example,) = findings["header"]["examples"]
+        assert example == {"file": str(path), "problem": "Source TAB Target"}
     assert config_file.load(RunDir(tmp_path / "run").config_path).data.train.header is header
     raw = gzip.decompress((tmp_path / "run" / "data" / "dropped.jsonl.gz").read_bytes())
     assert json.loads(raw)["line"] == 202
@@ -493,7 +496,7 @@ def test_a_line_break_within_a_field_is_a_space_and_is_counted(
     findings = json.loads(cli("check", config, "--json").out)["findings"]
     (found_break,) = [found for found in findings if found["name"] == "field-break"]
     assert found_break["severity"] == "note"
-    assert " has 1 rows with a line break within a field" in found_break["what"]
+    assert [example["problem"] for example in found_break["examples"]] == ["1 row"]
 
 
 # The config

@@ -355,17 +355,19 @@ def test_check_finds_the_corpus_of_a_mixture_of_which_nothing_is_left(
     assert outcome.code == 2
     (found,) = [own for own in json.loads(outcome.out)["findings"] if own["severity"] == "error"]
     assert (found["corpus"], found["name"]) == ("train", "all-dropped")
-    assert found["what"] == "all pairs of data.train[2] are dropped: 1 (blank-side 1)"
+    assert found["what"] == "all pairs of data.train[2] are dropped"
+    assert found["advice"].endswith("; dropped are 1 (blank-side 1).")
 
 
 def test_check_says_what_becomes_of_each_corpus(cli: Cli, tmp_path: Path, tree: Tree) -> None:
     tree["data"]["train"] = mixed(tmp_path, 1.0, 1.0, 2.0)
     source = write_config(tmp_path / "config.yaml", tree)
     outcome = cli("check", source)
-    assert outcome.lines[2:5] == [
-        "  data.train[0]: 120 pairs, dropped 0; 25.0% of an epoch",
-        "  data.train[1]: 50 pairs, dropped 7 (blank-side 7); 25.0% of an epoch",
-        "  data.train[2]: 9 pairs, dropped 1 (blank-side 1); 50.0% of an epoch",
+    first = next(row for row, line in enumerate(outcome.lines) if "data.train[0]" in line)
+    assert outcome.lines[first : first + 3] == [
+        "         data.train[0]: 120 pairs, dropped 0; 25.0% of an epoch",
+        "         data.train[1]: 50 pairs, dropped 7 (blank-side 7); 25.0% of an epoch",
+        "         data.train[2]: 9 pairs, dropped 1 (blank-side 1); 50.0% of an epoch",
     ]
     lists = (RunDir(Path(tree["run_dir"])).check_dir / "train.blank-side.jsonl").read_text("utf-8")
     corpora = [json.loads(line)["corpus"] for line in lists.splitlines()]
