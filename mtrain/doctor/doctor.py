@@ -70,6 +70,7 @@ class _RunChecker:
         self.tokenizer: Tokenizer | None = None
         self.has_data = self.has_model = False
         self.whole: dict[int, Path] = {}  # the checkpoints without damage, by step
+        self.resumable: list[int] = []  # and the steps of those with an optimizer state
 
     def results(self) -> Iterator[CheckResult]:
         checks: dict[str, Callable[[], Iterator[CheckResult | str]]] = {
@@ -165,9 +166,13 @@ class _RunChecker:
         for step, path in paths.items():
             try:
                 checkpoint.check(path)
-                weights, optimizer, _ = checkpoint.load(path, fingerprint)
-                _check_finite(path / "model.safetensors", weights)
-                _check_finite(path / "optimizer.safetensors", optimizer)
+                checkpoint.load_progress(path)
+                parts = ["model.safetensors"]
+                if checkpoint.is_resumable(path):
+                    parts.append("optimizer.safetensors")
+                    self.resumable.append(step)
+                for part in parts:
+                    _check_finite(path / part, checkpoint.load_model(path / part, fingerprint))
                 self.whole[step] = path
             except UserError as error:
                 advice = f"Restore {path.name} from a copy of the run, or delete it."
@@ -261,9 +266,10 @@ class _RunChecker:
         """Return the newest whole checkpoint and the one before it."""
         if not self.has_data:
             raise _Skip("needs whole data")
-        if len(self.whole) < 2:
-            raise _Skip(f"needs two whole checkpoints, but there are {len(self.whole)}")
-        first, last = sorted(self.whole)[-2:]
+        steps = [step for step in self.resumable if step in self.whole]
+        if len(steps) < 2:
+            raise _Skip(f"needs two whole checkpoints, but there are {len(steps)}")
+        first, last = steps[-2:]
         return Span(first, last, self.whole[first], self.whole[last])
 
     def _check_repeatable(self, config: Config, span: Span) -> None:

@@ -74,7 +74,8 @@ def whole_dir(path: Path, mark: str | None = None) -> Iterator[Path]:
     """Yield a temporary folder that replaces `path` on success and is deleted on failure.
 
     Args:
-        path: the folder; its previous content is deleted.
+        path: the folder; its previous content is renamed aside, then deleted, so that a kill in
+            between loses neither: `sweep` renames it back.
         mark: a file that a filled folder must have to be replaced.
 
     Raises:
@@ -91,10 +92,28 @@ def whole_dir(path: Path, mark: str | None = None) -> Iterator[Path]:
         for file in beside.rglob("*"):
             _flush(file)
         _flush(beside)
+        aside = beside.with_suffix(".old")
         if path.is_dir():
-            shutil.rmtree(path)
-        beside.replace(path)
+            path.replace(aside)
+        try:
+            beside.replace(path)
+        except OSError:
+            if aside.is_dir():
+                aside.replace(path)
+            raise
         _flush(path.parent)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_dir(path: Path) -> None:
+    """Delete a folder; it is gone at once or, if it cannot be renamed, whole.
+
+    Raises:
+        OSError: if a part stays, as a temporary folder beside it.
+    """
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    path.replace(aside)
+    shutil.rmtree(aside)
 
 
 def check_writable(path: Path) -> None:
@@ -136,22 +155,32 @@ def _beside(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield beside
     finally:
-        if beside.is_dir():
-            shutil.rmtree(beside, ignore_errors=True)
-        else:
-            beside.unlink(missing_ok=True)
+        _remove(beside)
         with suppress(OSError):  # the first that holds something ends it
             for folder in new:
                 folder.rmdir()
 
 
+def _remove(path: Path) -> None:
+    """Delete a file or a folder, as far as that is possible."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def sweep(path: Path) -> None:
-    """Delete temporary files that killed processes left beside `path`, which must be locked."""
-    for beside in path.parent.glob(f".{path.name}.*.tmp"):
-        if beside.is_dir():
-            shutil.rmtree(beside, ignore_errors=True)
-        else:
-            beside.unlink(missing_ok=True)
+    """Delete what killed processes left beside `path`; rename back what `whole_dir` put aside.
+
+    The caller holds the lock of the folder. The name of `path` may be a pattern.
+    """
+    for aside in path.parent.glob(f".{path.name}.*.old"):
+        replaced = aside.with_name(aside.name[1:].rsplit(".", 2)[0])
+        if not replaced.exists():
+            aside.replace(replaced)
+    for left in path.parent.glob(f".{path.name}.*.*"):
+        if left.suffix in (".tmp", ".old"):
+            _remove(left)
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:

@@ -2,7 +2,7 @@
 
 A checkpoint is a folder `step-NNNNNNNN` with model.safetensors, optimizer.safetensors (with the
 random state), progress.json, and checkpoint.json: the format, the SHA-256 of each of the other
-files, and the environment. Nothing is pickled.
+files, and the environment. Older ones are left without optimizer.safetensors. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -21,13 +20,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, uint8
 
-from mtrain.errors import RunError
-from mtrain.io.atomic import sha256, whole_dir, whole_file
+from mtrain.errors import RunError, WriteError
+from mtrain.io.atomic import remove_dir, sha256, sweep, whole_dir, whole_file
 
 FORMAT = "1"
 _HEADER = "mtrain"  # the one metadata key of our safetensors files
-_PARTS = ("model.safetensors", "optimizer.safetensors", "progress.json")
+_OPTIMIZER = "optimizer.safetensors"
+_PARTS = ("model.safetensors", _OPTIMIZER, "progress.json")
 _MANIFEST = "checkpoint.json"
+_NUM_RESUMABLE = 2  # the newest checkpoints: one to resume from, and one in case it is damaged
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # in a message of safetensors
 Weights = dict[str, Tensor]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
@@ -220,12 +221,40 @@ def save(
     path = directory / _name(progress.step)
     with whole_dir(path) as beside:
         _write_tensors(beside / "model.safetensors", weights, tokenizer)
-        _write_tensors(beside / "optimizer.safetensors", optimizer, tokenizer)
+        _write_tensors(beside / _OPTIMIZER, optimizer, tokenizer)
         (beside / "progress.json").write_text(progress.model_dump_json(), encoding="utf-8")
         sums = {name: sha256(beside / name) for name in _PARTS}
         manifest = {"format": FORMAT, "sha256": sums, "environment": environment._asdict()}
-        (beside / _MANIFEST).write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+        _write_manifest(beside / _MANIFEST, manifest)
     return path
+
+
+def _write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(manifest, indent=2), encoding="utf-8")
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint folder, with a digest of each of its parts.
+
+    Raises:
+        RunError: if it is missing or damaged.
+    """
+    try:
+        manifest = dict(json.loads((path / _MANIFEST).read_bytes()))
+        sums = manifest["sha256"]
+        parts = [name for name in _PARTS if name != _OPTIMIZER or name in sums]
+        return manifest | {"sha256": {name: str(sums[name]) for name in parts}}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        raise RunError(f"{path / _MANIFEST}: is missing or damaged.") from None
+
+
+def is_resumable(path: Path) -> bool:
+    """Return whether a checkpoint has its optimizer state.
+
+    Raises:
+        RunError: if its manifest is missing or damaged.
+    """
+    return _OPTIMIZER in _read_manifest(path)["sha256"]
 
 
 def check(path: Path) -> None:
@@ -234,12 +263,7 @@ def check(path: Path) -> None:
     Raises:
         RunError: if a file is missing or differs.
     """
-    try:
-        manifest = json.loads((path / _MANIFEST).read_bytes())
-        sums = {name: str(manifest["sha256"][name]) for name in _PARTS}
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        raise RunError(f"{path / _MANIFEST}: is missing or damaged.") from None
-    for name, expected in sums.items():
+    for name, expected in _read_manifest(path)["sha256"].items():
         try:
             actual = sha256(path / name)
         except OSError as error:
@@ -262,12 +286,15 @@ def newest_whole(directory: Path, warn: Callable[[str], None]) -> Path | None:
     Later ones, which are damaged, are renamed to `damaged-step-NNNNNNNN`.
 
     Raises:
-        RunError: if there are checkpoints, but none is whole; then nothing is changed.
+        RunError: if there are checkpoints, but none to resume from; then nothing is changed.
     """
     damaged: list[Path] = []
-    for path in reversed(steps(directory).values()):
+    saved = steps(directory)
+    for path in reversed(saved.values()):
         try:
             check(path)
+            if not is_resumable(path):
+                break
         except RunError as error:
             warn(f"{error} The checkpoint before it is taken.")
             damaged.append(path)
@@ -279,10 +306,11 @@ def newest_whole(directory: Path, warn: Callable[[str], None]) -> Path | None:
                 renamed = other.with_name(f"damaged-{other.name}-{number}")
             other.replace(renamed)
         return path
-    if damaged:
+    if saved:
         raise RunError(
-            f"{directory}: holds {len(damaged)} checkpoints, but none that is whole; restore one "
-            "from a copy, or delete the folder to train from the beginning."
+            f"{directory}: holds {len(saved)} checkpoints, but none that is whole, with the "
+            "optimizer's state; restore one from a copy, or delete the folder to train from the "
+            "beginning."
         )
     return None
 
@@ -294,7 +322,7 @@ def load(path: Path, tokenizer: str) -> Checkpoint:
         RunError: if a part is missing, damaged, or made for another tokenizer.
     """
     weights = load_model(path / "model.safetensors", tokenizer)
-    optimizer = load_model(path / "optimizer.safetensors", tokenizer)
+    optimizer = load_model(path / _OPTIMIZER, tokenizer)
     return Checkpoint(weights, optimizer, load_progress(path))
 
 
@@ -337,17 +365,37 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def delete_all_but(directory: Path, kept: Collection[int]) -> None:
-    """Delete the checkpoints of all steps but the `kept` ones."""
-    for step, path in steps(directory).items():
-        if step not in kept:
-            shutil.rmtree(path)
+def prune(
+    directory: Path, kept: Collection[int], warn: Callable[[OSError | WriteError], None]
+) -> None:
+    """Delete the checkpoints of all steps but the `kept`, and the optimizer state of older ones."""
+    saved = steps(directory)
+    resumable = [step for step in saved if step in kept][-_NUM_RESUMABLE:]
+    for step, path in saved.items():
+        try:
+            if step not in kept:
+                remove_dir(path)
+            elif step not in resumable and (path / _OPTIMIZER).exists():
+                _delete_optimizer(path)
+        except (OSError, WriteError) as error:
+            warn(error)
+
+
+def _delete_optimizer(path: Path) -> None:
+    """Leave a checkpoint without its optimizer state; a damaged one stays as it is."""
+    try:
+        manifest = _read_manifest(path)
+    except RunError:
+        return
+    manifest["sha256"].pop(_OPTIMIZER, None)
+    with whole_file(path / _MANIFEST) as beside:
+        _write_manifest(beside, manifest)
+    (path / _OPTIMIZER).unlink()
 
 
 def delete_unfinished(directory: Path) -> None:
     """Delete what killed saves have left; the caller holds the lock of the run."""
-    for path in directory.glob(".step-*.tmp"):
-        shutil.rmtree(path)
+    sweep(directory / "step-*")
 
 
 def average(paths: Sequence[Path], tokenizer: str) -> Weights:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mtrain.config.sections import Config, TrainingConfig
-from mtrain.errors import RunError
+from mtrain.errors import RunError, WriteError
 from mtrain.run import checkpoint
 from mtrain.run.checkpoint import Checkpoint, Environment, Progress
 from mtrain.run.logger import RunLog
@@ -28,7 +28,7 @@ class CheckpointManager:
     ) -> None:
         self.run, self.directory, self.config = run, run.checkpoints_dir, config
         self.log, self.process_group = log, process_group
-        self.is_current = False
+        self.is_current = self.has_warned = False
 
     def newest(self) -> Path | None:
         """Return the newest undamaged checkpoint that rank 0 reads, or None.
@@ -60,11 +60,21 @@ class CheckpointManager:
             self.is_current = bool(self.process_group.broadcast_float(is_saved))
 
     def prune(self, progress: Progress) -> None:
-        """Delete all checkpoints but the last `keep_last`, the `keep_best` and the current one."""
+        """Delete all checkpoints but the last `keep_last`, the `keep_best` and the current one.
+
+        What cannot be deleted stays.
+        """
         regular = [step for step in checkpoint.steps(self.directory) if self.is_due(step, progress)]
         best = progress.best_steps()[: self.config.keep_best]
         kept = [*regular[-self.config.keep_last :], *best, progress.step]
-        checkpoint.delete_all_but(self.directory, kept)
+        checkpoint.prune(self.directory, kept, self._warn)
+
+    def _warn(self, error: OSError | WriteError) -> None:
+        """Say once that what is not needed any more cannot be deleted."""
+        if not self.has_warned:
+            what = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
+            self.log.say(f"an old checkpoint cannot be deleted: {what}; the training goes on")
+        self.has_warned = True
 
     def is_due(self, step: int, progress: Progress) -> bool:
         """Return whether `save_every` or a validation makes a checkpoint due at `step`."""

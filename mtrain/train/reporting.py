@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -171,6 +172,14 @@ class TrainingLogger:
             }
         )
 
+    def log_size(self, run: RunDir) -> None:
+        """Log the size of the run folder, and of its checkpoints."""
+        total, checkpoints = map(_num_megabytes, (run.path, run.checkpoints_dir))
+        self.log.say(
+            f"size     {run.path} takes {total:,.1f} MB; its checkpoints are {checkpoints:,.1f} MB "
+            "of that, and needed only to train on"
+        )
+
     def log_skipped(self, step: int, num_skipped: int, new_scale: float | None) -> None:
         """Log that the update of a step was skipped, and the new loss scale, if any."""
         self.log.say(
@@ -179,6 +188,10 @@ class TrainingLogger:
         )
         if new_scale is not None:
             self.log.say(f"  the loss is multiplied by {new_scale:,.0f} from now on")
+
+
+def _num_megabytes(directory: Path) -> float:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()) / 1e6
 
 
 def _perplexity(nll: float) -> float:

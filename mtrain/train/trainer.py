@@ -366,7 +366,8 @@ class Trainer:
         if self.process_group.is_first:
             info = FinalWeightsInfo(sorted(averaged), max(best_bleu, average_bleu), progress.step)
             checkpoint.save_model(self.run_dir.model_path, weights, self.fingerprint, info)
-        self.log.say(f"{self.run_dir.model_path}: {name}")
+            self.log.say(f"{self.run_dir.model_path}: {name}")
+            self.logger.log_size(self.run_dir)
 
     def resume(self) -> bool:
         """Continue from the newest checkpoint, or from the initial weights if there is none.

@@ -4,7 +4,9 @@ import bz2
 import errno
 import gzip
 import lzma
+import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tasks import kill_at_call
 
 from mtrain.errors import DataError, WriteError
 from mtrain.io import atomic
@@ -316,6 +319,57 @@ def test_a_whole_folder_appears_and_replaces_the_old_one(here: Path) -> None:
             (beside / name / "f").write_text(name)
     assert left(here / "a") == ["d"]
     assert left(here / "a/d") == ["new"]
+
+
+def replaced_and_killed(directory: Path, kill_at: int) -> None:
+    num_calls = kill_at_call(("fsync", "replace", "rmdir", "unlink", "mkdir"), kill_at)
+    with atomic.whole_dir(directory / "d") as beside:
+        for name in ("one", "two"):
+            (beside / name).write_text("new")
+    (directory / "count").write_text(str(num_calls()))
+
+
+@pytest.mark.skipif(
+    "forkserver" not in multiprocessing.get_all_start_methods(), reason="needs a fork server"
+)
+def test_a_kill_while_a_folder_is_replaced_loses_neither_the_old_nor_the_new(
+    tmp_path: Path,
+) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tasks"])
+    moment, found = 0, []
+    while not (tmp_path / "count").exists():
+        moment += 1
+        shutil.rmtree(tmp_path / "d", ignore_errors=True)
+        (tmp_path / "d").mkdir()
+        for name in ("one", "two"):
+            (tmp_path / "d" / name).write_text("old")
+        process = context.Process(target=replaced_and_killed, args=(tmp_path, moment))
+        process.start()
+        process.join(60)
+        atomic.sweep(tmp_path / "d")
+        assert set(left(tmp_path)) <= {"d", "count"}
+        found.append({(tmp_path / "d" / name).read_text() for name in ("one", "two")})
+    assert found == sorted(found, key=lambda contents: contents == {"new"})
+    assert {"old"} in found and {"new"} in found and {"old", "new"} not in found
+
+
+def test_a_folder_that_cannot_take_its_place_leaves_the_old_one(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, target: Path) -> Path:
+        if path.suffix == ".tmp":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return replace(path, target)
+
+    Path("d").mkdir()
+    Path("d/f").write_text("old")
+    replace = Path.replace
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(WriteError), atomic.whole_dir(Path("d")):
+        pass
+    assert left(here) == ["d"]
+    assert Path("d/f").read_text() == "old"
 
 
 def test_an_exception_leaves_no_folder_and_keeps_the_old_one(here: Path) -> None:

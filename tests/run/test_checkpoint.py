@@ -1,5 +1,6 @@
 """Hold checkpoints to their promise: whole or absent, and the same bits when they come back."""
 
+import errno
 import json
 import os
 import stat
@@ -11,7 +12,7 @@ from builders import model_config, transformer
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mtrain.errors import RunError
+from mtrain.errors import RunError, WriteError
 from mtrain.run import checkpoint
 from mtrain.run.checkpoint import Environment, Progress
 
@@ -52,6 +53,10 @@ ENVIRONMENT = Environment("0.2.0", "2.13.0", "cpu", "x86", "float32", 2, "plain"
 
 def save(directory: Path, step: int = 7, seed: int = 0) -> Path:
     return checkpoint.save(directory, weights(seed), optimizer(), progress(step), OURS, ENVIRONMENT)
+
+
+def raised(error: Exception) -> None:
+    raise error
 
 
 def assert_same_bits(found: Tensors, expected: Tensors) -> None:
@@ -129,7 +134,7 @@ def test_a_folder_that_a_user_named_is_neither_counted_nor_pruned(tmp_path):
     save(tmp_path, 3)
     save(tmp_path, 4)
     (tmp_path / "step-00000003-good").mkdir()
-    checkpoint.delete_all_but(tmp_path, [4])
+    checkpoint.prune(tmp_path, [4], raised)
     assert list(checkpoint.steps(tmp_path)) == [4]
     assert names_in(tmp_path)[0] == "step-00000003-good"
 
@@ -315,9 +320,54 @@ def test_a_save_that_is_cancelled_leaves_nothing_behind(tmp_path, monkeypatch):
 def test_pruning_keeps_what_is_wanted_and_nothing_else(wanted, kept, tmp_path):
     for step in range(10, 60, 10):
         save(tmp_path, step)
-    checkpoint.delete_all_but(tmp_path, wanted)
-    assert list(checkpoint.steps(tmp_path)) == kept
+    checkpoint.prune(tmp_path, wanted, raised)
+    found = checkpoint.steps(tmp_path)
+    assert list(found) == kept
     assert len(list(tmp_path.iterdir())) == len(kept)
+    assert [step for step in kept if checkpoint.is_resumable(found[step])] == kept[-2:]
+    for step, path in found.items():
+        checkpoint.check(path)
+        has_optimizer = {"optimizer.safetensors"} if step in kept[-2:] else set()
+        names = {"checkpoint.json", "model.safetensors", "progress.json"}
+        assert {file.name for file in path.iterdir()} == names | has_optimizer
+        assert_same_bits(checkpoint.load_model(path / "model.safetensors", OURS), weights(0))
+        assert checkpoint.load_progress(path).step == step
+        assert checkpoint.load_environment(path) is not None
+
+
+def test_what_cannot_be_deleted_stays_whole_and_the_others_are_deleted(tmp_path, monkeypatch):
+    def refuse(path: Path, target: Path) -> Path:
+        if path.name == "step-00000010" or target.name == "checkpoint.json":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return replace(path, target)
+
+    for step in range(10, 60, 10):
+        save(tmp_path, step)
+    replace = Path.replace
+    monkeypatch.setattr(Path, "replace", refuse)
+    errors = []
+    checkpoint.prune(tmp_path, [30, 40, 50], errors.append)
+    assert [type(error) for error in errors] == [PermissionError, WriteError]
+    assert list(checkpoint.steps(tmp_path)) == [10, 30, 40, 50]
+    for path in checkpoint.steps(tmp_path).values():
+        checkpoint.check(path)
+        assert checkpoint.is_resumable(path)
+
+
+def test_a_training_goes_on_from_no_checkpoint_that_holds_weights_alone(tmp_path):
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+    checkpoint.prune(tmp_path, [10, 20, 30], raised)
+    for step in (30, 20):
+        assert checkpoint.newest_whole(tmp_path, str).name == f"step-000000{step}"
+        (checkpoint.path_of(tmp_path, step) / "model.safetensors").write_bytes(b"")
+    with pytest.raises(RunError) as error:
+        checkpoint.newest_whole(tmp_path, str)
+    assert str(error.value) == (
+        f"{tmp_path}: holds 2 checkpoints, but none that is whole, with the optimizer's state; "
+        "restore one from a copy, or delete the folder to train from the beginning."
+    )
+    assert list(checkpoint.steps(tmp_path)) == [10, 20]
 
 
 # Averages

@@ -636,6 +636,48 @@ def test_the_last_and_the_best_checkpoints_are_kept(
     assert [path.name for path in run.checkpoints_dir.iterdir() if path.name[0] == "."] == []
 
 
+def test_an_old_checkpoint_that_cannot_be_deleted_is_said_once_and_the_training_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+    source: Path,
+    straight: RunDir,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(path: Path, ignore_errors: bool = False) -> None:
+        if "step-" in path.name and not ignore_errors:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+        rmtree(path, ignore_errors)
+
+    keep = ["training.keep_last=1", "training.save_every=2"]
+    rmtree = shutil.rmtree
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    run = train(source, *keep, run=str(tmp_path / "run"))
+    said = [line for line in capsys.readouterr().err.splitlines() if "be deleted" in line]
+    assert len(said) == 1
+    assert re.fullmatch(
+        rf"an old checkpoint cannot be deleted: {run.checkpoints_dir}/\.step-00000002\.\w+\.tmp: "
+        "Device or resource busy; the training goes on",
+        said[0],
+    )
+    assert set(checkpoint.steps(run.checkpoints_dir)) == {4, 12}
+    assert weights(run) == weights(straight)
+    monkeypatch.undo()
+    train(source, *keep, "training.max_steps=14", run=str(run.path))
+    assert not list(run.checkpoints_dir.glob(".*"))
+
+
+def test_at_the_end_the_size_of_the_run_folder_is_said(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(source, run=str(tmp_path / "run"))
+    sizes = {name: len(content) for name, content in contents(run).items()}
+    of_checkpoints = sum(size for name, size in sizes.items() if name.startswith("checkpoints/"))
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"size     {run.path} takes {sum(sizes.values()) / 1e6:.1f} MB; its checkpoints are "
+        f"{of_checkpoints / 1e6:.1f} MB of that, and needed only to train on"
+    )
+
+
 def test_checkpoints_are_saved_between_validations_when_asked(source: Path, tmp_path: Path) -> None:
     every = ["training.save_every=3", "training.validate_every=12", "training.keep_last=9"]
     run = train(source, *every, run=str(tmp_path / "run"))
@@ -911,8 +953,8 @@ def test_without_a_whole_checkpoint_nothing_is_changed(
     with pytest.raises(RunError) as error:
         train(source, "training.max_steps=20", run=str(run.path))
     assert str(error.value) == (
-        f"{run.checkpoints_dir}: holds 3 checkpoints, but none that is whole; restore one from a "
-        "copy, or delete the folder to train from the beginning."
+        f"{run.checkpoints_dir}: holds 3 checkpoints, but none that is whole, with the optimizer's "
+        "state; restore one from a copy, or delete the folder to train from the beginning."
     )
     assert files_of(run.path) == before
 
