@@ -695,8 +695,8 @@ TRAINING = [
     ),
     train(
         "the worse of average and best is kept",
-        "        if best_bleu > average_bleu:\n",
-        "        if best_bleu < average_bleu:\n",
+        "        if progress.quality(best) <= quality(scores.loss, scores.bleu):\n",
+        "        if progress.quality(best) > quality(scores.loss, scores.bleu):\n",
         "final_weights",
     ),
     Mutation(

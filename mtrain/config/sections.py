@@ -186,6 +186,7 @@ class TrainingConfig(Section):
     compile: bool = True
     log_every: Whole = Field(default=50, ge=1)
     validate_every: Whole = Field(default=500, ge=1)
+    num_examples: Whole = Field(default=1, ge=0)
     save_every: Whole | None = Field(default=None, ge=1)
     patience: Whole = Field(default=10, ge=1)
     keep_last: Whole = Field(default=5, ge=1)

@@ -268,7 +268,7 @@ class _RunChecker:
             raise _Skip("needs whole data")
         steps = [step for step in self.resumable if step in self.whole]
         if len(steps) < 2:
-            raise _Skip(f"needs two whole checkpoints, but there are {len(steps)}")
+            raise _Skip(f"needs two checkpoints with optimizer state, but has {len(steps)}")
         first, last = steps[-2:]
         return Span(first, last, self.whole[first], self.whole[last])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,6 +25,7 @@ from mtrain.errors import RunError, WriteError
 from mtrain.io.atomic import remove_dir, sha256, sweep, whole_dir, whole_file
 
 FORMAT = "1"
+MIN_BLEU = 3.0  # below, BLEU is noise: a model that writes one sentence for all reaches 2
 _HEADER = "mtrain"  # the one metadata key of our safetensors files
 _OPTIMIZER = "optimizer.safetensors"
 _PARTS = ("model.safetensors", _OPTIMIZER, "progress.json")
@@ -42,12 +44,12 @@ class Progress(BaseModel):
         step: updates made.
         epoch, batch: position of the next micro-batch, see `data.sampler.Position`.
         elapsed_s: spent on training and validation, over all processes.
-        num_bad_validations: in a row, without a better BLEU.
+        num_bad_validations: in a row, that are not the best.
         num_skipped, num_skipped_in_a_row: updates whose loss or gradient was not finite.
         unlogged_loss, unlogged_nll, unlogged_tokens: sums since the last log line.
         loss_scale: of float16; 0 if the loss is not scaled.
         growth_tracker: finite updates in a row at this scale.
-        bleu_of_step: validation BLEU by step.
+        bleu_of_step, loss_of_step: of each validation, by step.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -65,17 +67,32 @@ class Progress(BaseModel):
     loss_scale: Annotated[float, Field(ge=0, le=2**24)] = 0.0
     growth_tracker: Count = 0
     bleu_of_step: dict[StepName, float] = {}
+    loss_of_step: dict[StepName, float] = {}
 
-    def note_bleu(self, bleu: float) -> None:
-        """Record the validation BLEU of this step, and reset the patience if it is the best."""
-        is_better = bleu > max(self.bleu_of_step.values(), default=-1.0)
-        self.num_bad_validations = 0 if is_better else self.num_bad_validations + 1
-        self.bleu_of_step[str(self.step)] = bleu
+    def note_validation(self, loss: float, bleu: float) -> None:
+        """Record the validation of this step, and reset the patience if it is the best."""
+        step = str(self.step)
+        self.loss_of_step[step], self.bleu_of_step[step] = loss, bleu
+        is_best = self.best_steps()[0] == self.step
+        self.num_bad_validations = 0 if is_best else self.num_bad_validations + 1
 
     def best_steps(self) -> list[int]:
-        """Return the validated steps by descending BLEU, the earlier of equal ones first."""
-        by_bleu = sorted(self.bleu_of_step.items(), key=lambda item: (-item[1], int(item[0])))
-        return [int(step) for step, _ in by_bleu]
+        """Return the validated steps, the best first, and the earlier of equal ones."""
+        steps = sorted(map(int, self.bleu_of_step))
+        return sorted(steps, key=self.quality, reverse=True)
+
+    def quality(self, step: int) -> tuple[float, float]:
+        """Return the `quality` of the validation of a step."""
+        loss = self.loss_of_step.get(str(step), math.inf)
+        return quality(loss, self.bleu_of_step[str(step)])
+
+
+def quality(loss: float, bleu: float) -> tuple[float, float]:
+    """Return a sort key of validations, greater for a better one.
+
+    The BLEU decides; below MIN_BLEU the loss does, and any BLEU that reaches it is better.
+    """
+    return (bleu, 0.0) if bleu >= MIN_BLEU else (0.0, -loss)
 
 
 class Checkpoint(NamedTuple):

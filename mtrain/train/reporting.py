@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ class Validation(NamedTuple):
     loss: float
     nll: float
     bleu: float
+    hypotheses: Sequence[str] = ()
 
 
 class TrainingLogger:

@@ -24,7 +24,7 @@ from mtrain.evaluate.metrics import bleu
 from mtrain.io.text_width import count
 from mtrain.model.transformer import num_parameters
 from mtrain.run import checkpoint, finetune
-from mtrain.run.checkpoint import Environment, FinalWeightsInfo
+from mtrain.run.checkpoint import Environment, FinalWeightsInfo, quality
 from mtrain.run.load_model import build_model, set_weights
 from mtrain.run.logger import Board, NullLogger, RunLog
 from mtrain.run.run_dir import RunDir
@@ -293,18 +293,21 @@ class Trainer:
             self.state.meter = RunningMeter()
 
     def _validate(self) -> None:
-        """Score the model on the validation set, log the scores, and show a few translations."""
+        """Score the model on the validation set, show a translation, and log the scores."""
         self._read_results()
         self._check_weights()
         started = time.monotonic()
-        scores = self._score(show_examples=True)
+        scores = self._score()
         self.state.meter.pause(time.monotonic() - started)
-        self.state.progress.note_bleu(scores.bleu)
+        turn = len(self.state.progress.bleu_of_step)
+        for line in self.valid.examples(scores.hypotheses, self.settings.num_examples, turn):
+            self.log.say(line)
+        self.state.progress.note_validation(scores.loss, scores.bleu)
         self.checkpoints.is_current = False
         self.logger.log_validation(self.state.progress, scores)
 
     @torch.no_grad()
-    def _score(self, show_examples: bool = False) -> Validation:
+    def _score(self) -> Validation:
         """Return the validation scores of the current weights; all ranks must call it together."""
         translator = self.translator
         if self.process_group.size > 1 and self.settings.parallel == "fsdp":
@@ -318,10 +321,8 @@ class Trainer:
             if not math.isfinite(loss):
                 raise RunError(f"the loss on the validation set is not finite; {self._advice()}")
             hypotheses = self.valid.translations(translator)
-        for line in self.valid.examples(hypotheses) if show_examples else []:
-            self.log.say(line)
         score = bleu(hypotheses, self.valid.lines.tgt) if self.process_group.is_first else 0.0
-        return Validation(loss, nll, self.process_group.broadcast_float(score))
+        return Validation(loss, nll, self.process_group.broadcast_float(score), hypotheses)
 
     def _save(self, is_leaving: bool = False) -> None:
         """Write a checkpoint, unless the newest one holds the current state.
@@ -351,20 +352,25 @@ class Trainer:
             )
 
     def finish(self) -> None:
-        """Write the averaged or the best checkpoint as final weights, by validation BLEU."""
+        """Write the averaged or the best checkpoint as final weights, whichever validates better."""
         progress = self.state.progress
         best, averaged, paths = self.checkpoints.final_candidates(progress)
         weights = checkpoint.average([paths[step] for step in averaged], self.fingerprint)
         set_weights(self.model, weights, self.run_dir.checkpoints_dir, self.process_group)
-        average_bleu, best_bleu = self._score().bleu, progress.bleu_of_step[str(best)]
+        scores, bleu = self._score(), progress.bleu_of_step[str(best)]
         name = f"the average of {count(len(averaged), 'checkpoint')}"
-        self.log.say(f"{name}: validation BLEU {average_bleu:.2f}")
-        self.log.say(f"the best checkpoint (step {best:,}): validation BLEU {best_bleu:.2f}")
-        if best_bleu > average_bleu:
+        self.log.say(f"{name}: validation loss {scores.loss:.4f}, BLEU {scores.bleu:.2f}")
+        loss = progress.loss_of_step.get(str(best), math.nan)
+        self.log.say(
+            f"the best checkpoint (step {best:,}): validation loss {loss:.4f}, BLEU {bleu:.2f}"
+        )
+        if progress.quality(best) <= quality(scores.loss, scores.bleu):
+            bleu = scores.bleu
+        else:
             name, averaged = "the best checkpoint", [best]
             weights = checkpoint.load_model(paths[best] / "model.safetensors", self.fingerprint)
         if self.process_group.is_first:
-            info = FinalWeightsInfo(sorted(averaged), max(best_bleu, average_bleu), progress.step)
+            info = FinalWeightsInfo(sorted(averaged), bleu, progress.step)
             checkpoint.save_model(self.run_dir.model_path, weights, self.fingerprint, info)
             self.log.say(f"{self.run_dir.model_path}: {name}")
             self.logger.log_size(self.run_dir)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -17,7 +18,6 @@ from mtrain.runtime.process_group import ProcessGroup
 from mtrain.tokenizer.sentencepiece import Tokenizer
 from mtrain.train.loss import loss_of
 
-_NUM_EXAMPLES = 3
 _MAX_EXAMPLE = 145  # terminal columns of an example
 
 
@@ -48,11 +48,14 @@ class ValidationSet:
         src = self.lines.src
         return translate_lines(translator, src, block_lines=max(len(src), 1))
 
-    def examples(self, hypotheses: Sequence[str]) -> Iterator[str]:
-        """Yield lines with source, reference and translation of evenly spaced sentences."""
-        count = min(_NUM_EXAMPLES, len(hypotheses))
-        for index in range(count):
-            row = (2 * index + 1) * len(hypotheses) // (2 * count)
+    def examples(self, hypotheses: Sequence[str], count: int, turn: int) -> Iterator[str]:
+        """Yield lines with source, reference and translation of `count` sentences.
+
+        They are others for each `turn`, until all have been shown.
+        """
+        rows = random.Random(0).sample(range(len(hypotheses)), len(hypotheses))
+        for number in range(turn * count, turn * count + min(count, len(rows))):
+            row = rows[number % len(rows)]
             for name, line in (
                 ("source", self.lines.src[row]),
                 ("reference", self.lines.tgt[row]),

@@ -187,7 +187,8 @@ SEALED = ["model.safetensors", "optimizer.safetensors", "progress.json", "checkp
         ("tokenizer/shared.model", "tokenizer"),
         *((f"data/{name}", "data") for name in DATA_FILES),
         *((f"{NEWEST}/{name}", "checkpoints") for name in SEALED),
-        ("checkpoints/step-00000004/optimizer.safetensors", "checkpoints"),
+        ("checkpoints/step-00000004/model.safetensors", "checkpoints"),
+        ("checkpoints/step-00000008/optimizer.safetensors", "checkpoints"),
         ("model.safetensors", "model"),
     ],
 )
@@ -501,7 +502,7 @@ def test_what_a_training_left_out_as_damaged_is_pointed_at(cli: Cli, run: RunDir
         "damaged-step-00000008: was skipped by a training; look at it or delete it",
         "2 whole, steps 4 to 12",
     ]
-    assert facts(outcome, "resume") == ["steps 5 to 12 made again: the same bytes"]
+    assert facts(outcome, "resume") == ["needs two checkpoints with optimizer state, but has 1"]
 
 
 def test_a_folder_that_is_no_run_is_refused(cli: Cli, tmp_path: Path) -> None:
@@ -580,7 +581,7 @@ def test_a_line_of_metrics_that_no_training_wrote_is_passed_over(
         ["tokenizer.sampling_alpha=0.3", "training.max_steps=32", "training.validate_every=16"],
         ["training.accumulate=2", "training.log_every=3"],
         ["training.max_steps=10"],
-        ["training.save_every=1", "training.keep_last=1", "training.schedule=linear"],
+        ["training.save_every=1", "training.keep_last=2", "training.schedule=linear"],
         ["training.precision=bfloat16"],
     ],
 )
@@ -684,21 +685,24 @@ def test_updates_under_another_config_are_not_made_again(
     cli: Cli, source: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stop_at(monkeypatch, 14)
+    shutil.copytree(run.path / OLDER, run.path / "whole")  # before it loses its optimizer state
     with pytest.raises(Stopped):
         train(source, "training.lr=0.02", "training.max_steps=24", run=str(run.path))
     assert facts(examined(cli, run), "resume") == ["steps 13 to 14 made again: the same bytes"]
     shutil.rmtree(run.checkpoints_dir / "step-00000012")
+    shutil.rmtree(run.path / OLDER)
+    (run.path / "whole").rename(run.path / OLDER)
     assert facts(examined(cli, run), "resume") == ["the config changed at step 12"]
 
 
 @pytest.mark.parametrize("num_checkpoints", [0, 1])
 def test_less_than_two_checkpoints_are_too_few(cli: Cli, run: RunDir, num_checkpoints: int) -> None:
-    for path in list(checkpoint.steps(run.checkpoints_dir).values())[num_checkpoints:]:
+    for path in list(checkpoint.steps(run.checkpoints_dir).values())[: 3 - num_checkpoints]:
         shutil.rmtree(path)
     outcome = examined(cli, run)
     assert outcome.code == 0
     assert facts(outcome, "resume") == [
-        f"needs two whole checkpoints, but there are {num_checkpoints}"
+        f"needs two checkpoints with optimizer state, but has {num_checkpoints}"
     ]
 
 

@@ -132,7 +132,7 @@ def test_bash_itself_completes_a_verb(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_examples_of_a_corpus_with_escapes_do_not_change_the_terminal(trained: RunDir) -> None:
     lines = ParallelLines(["ba \x1b[31m"], ["ce " * 100])
     valid = ValidationSet(lines, sentencepiece.load(trained.tokenizer_dir), 1000)
-    source, reference, translation = valid.examples(["\x1b]0;title\x07"])
+    source, reference, translation = valid.examples(["\x1b]0;title\x07"], 1, 0)
     assert source == r"  source       ba \x1b[31m"
     assert reference.endswith("ce c...")
     assert len(reference) == 160

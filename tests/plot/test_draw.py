@@ -140,7 +140,7 @@ def test_the_mark_names_the_checkpoints_that_the_final_weights_are_made_of(
 ) -> None:
     bleu = iter([50 + gain, 50 + 2 * gain, 50 + 3 * gain, 50 + 4 * gain])
 
-    def scored(trainer: Trainer, show_examples: bool = False) -> Validation:
+    def scored(trainer: Trainer) -> Validation:
         return Validation(1.0, 1.0, next(bleu))
 
     monkeypatch.setattr(Trainer, "_score", scored)

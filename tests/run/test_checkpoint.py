@@ -420,14 +420,25 @@ def test_the_best_steps_come_first_and_of_equals_the_earlier():
     done = Progress()
     for step, bleu in [(10, 3.0), (20, 7.0), (100, 7.0), (30, 5.0)]:
         done.step = step
-        done.note_bleu(bleu)
+        done.note_validation(1.0, bleu)
     assert done.best_steps() == [20, 100, 30, 10]
+
+
+def test_the_loss_decides_until_the_bleu_is_more_than_noise():
+    done, best = Progress(), []
+    validations = [(9.0, 0.5), (8.0, 2.9), (7.0, 0.1), (7.5, 2.9), (7.8, 3.0), (6.0, 2.9), (8, 3.1)]
+    for step, (loss, bleu) in enumerate(validations, start=1):
+        done.step = step
+        done.note_validation(loss, bleu)
+        best.append((done.best_steps()[0], done.num_bad_validations))
+    assert best == [(1, 0), (2, 0), (3, 0), (3, 1), (5, 0), (5, 1), (7, 0)]
+    assert done.best_steps() == [7, 5, 6, 3, 4, 2, 1]
 
 
 def test_validations_are_bad_until_one_is_better_than_all_before():
     done, bad = Progress(), []
-    for step, bleu in enumerate([0.0, 3.0, 3.0, 2.0, 4.0, 3.9]):
+    for step, bleu in enumerate([3.0, 4.0, 4.0, 3.5, 5.0, 4.9]):
         done.step = step
-        done.note_bleu(bleu)
+        done.note_validation(1.0, bleu)
         bad.append(done.num_bad_validations)
     assert bad == [0, 0, 1, 2, 0, 1]

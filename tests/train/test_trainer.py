@@ -589,7 +589,7 @@ def test_a_target_below_a_stop_without_validation_still_gives_a_model(
     assert run.model_path.exists()
 
 
-def no_better(trainer: Trainer, show_examples: bool = False) -> trainer_module.Validation:
+def no_better(trainer: Trainer) -> trainer_module.Validation:
     """Pretend that the first validation was the best."""
     return trainer_module.Validation(1.0, 1.0, 50.0 - trainer.state.progress.step)
 
@@ -713,6 +713,29 @@ def test_the_final_weights_are_the_best_checkpoint_if_the_average_is_worse(
     final = load_file(run.model_path)
     assert final.keys() == best.keys()
     assert all(torch.equal(final[name], best[name]) for name in best)
+
+
+def test_where_the_bleu_is_noise_the_loss_decides_between_the_average_and_the_best(
+    monkeypatch: pytest.MonkeyPatch,
+    source: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    scores = iter([(3.0, 0.9), (1.0, 0.2), (2.0, 0.5), (1.5, 0.7)])
+    monkeypatch.setattr(
+        Trainer,
+        "_score",
+        lambda trainer, **_: trainer_module.Validation((pair := next(scores))[0], 1.0, pair[1]),
+    )
+    run = train(source, "training.average=3", run=str(tmp_path / "run"))
+    best = load_file(checkpoint.steps(run.checkpoints_dir)[8] / "model.safetensors")
+    final = load_file(run.model_path)
+    assert all(torch.equal(final[name], best[name]) for name in best)
+    info = checkpoint.load_final_weights_info(run.model_path)
+    assert info is not None and (info.steps, info.bleu) == ([8], 0.2)
+    said = capsys.readouterr().err
+    assert "the average of 3 checkpoints: validation loss 1.5000, BLEU 0.70\n" in said
+    assert "the best checkpoint (step 8): validation loss 1.0000, BLEU 0.20\n" in said
 
 
 def test_the_average_can_be_of_the_best_checkpoints(
@@ -1040,8 +1063,33 @@ def test_the_header_says_what_is_about_to_be_trained(
     assert f"model    {num_parameters:,} parameters" in said
     assert "pieces   285 shared pieces" in said
     assert "target   2 steps, or 10 validations without a better one" in said
-    assert sum(line.startswith("  translation  ") for line in said) == 3
+    for name in ("source", "reference", "translation"):
+        assert sum(line.startswith(f"  {name:<11}  ") for line in said) == 1
     assert "pairs    200 for training, dropped 0," in said
+
+
+@pytest.mark.parametrize("num_examples", [0, 1, 5])
+def test_each_validation_shows_other_examples_until_all_were_shown(
+    monkeypatch: pytest.MonkeyPatch,
+    source: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    num_examples: int,
+) -> None:
+    lines = (source.parent / "valid.src").read_text().splitlines()
+    often = ["training.max_steps=12", "training.validate_every=1", "training.patience=99"]
+    often += [f"training.num_examples={num_examples}"]
+    shown = {}
+    for name in ("straight", "stopped"):
+        if name == "stopped":
+            stop_and_go_on(monkeypatch, source, str(tmp_path / name), 5, *often)
+        else:
+            train(source, *often, run=str(tmp_path / name))
+        said = capsys.readouterr().err.splitlines()
+        shown[name] = [line.split(maxsplit=1)[1] for line in said if line.startswith("  source ")]
+    assert shown["stopped"] == shown["straight"]
+    assert len(shown["straight"]) == 12 * num_examples
+    assert all(shown["straight"].count(line) == num_examples * lines.count(line) for line in lines)
 
 
 def test_examples_of_an_early_model_are_cut_for_the_screen(
@@ -1055,7 +1103,8 @@ def test_examples_of_an_early_model_are_cut_for_the_screen(
         tree["data"]["valid"][side] = [str(path)]
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(tree))
-    outcome = cli("train", config, "--run", tmp_path / "run", "--set", "training.max_steps=2")
+    few = ["--set", "training.max_steps=2", "--set", "training.num_examples=3"]
+    outcome = cli("train", config, "--run", tmp_path / "run", *few)
     sources = [line for line in outcome.err.splitlines() if line.startswith("  source ")]
     assert sources == ["  source       " + ("ba " * 70)[:142] + "..."] * 3
 
