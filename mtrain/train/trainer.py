@@ -352,7 +352,7 @@ class Trainer:
             )
 
     def finish(self) -> None:
-        """Write the averaged or the best checkpoint as final weights, whichever validates better."""
+        """Write the average or the best checkpoint, whichever validates better, as the result."""
         progress = self.state.progress
         best, averaged, paths = self.checkpoints.final_candidates(progress)
         weights = checkpoint.average([paths[step] for step in averaged], self.fingerprint)
