@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -21,7 +21,7 @@ from mtrain.config import config_file
 from mtrain.config.sections import Config
 from mtrain.errors import ConfigError, DataError
 from mtrain.run import finetune
-from mtrain.run.logger import Board, check_installed
+from mtrain.run.logger import Board, PythonLog, RunLog, check_installed
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.process_group import SINGLE, ProcessGroup
 
@@ -208,54 +208,75 @@ def load_config(
     return finetune.complete_config(loaded, name)
 
 
-def train(config: AnyConfig, *, tensorboard: bool = False) -> Path:
+def train(
+    config: AnyConfig,
+    *,
+    tensorboard: bool = False,
+    on_metrics: Callable[[Mapping[str, object]], object] | None = None,
+    stop: threading.Event | None = None,
+) -> Path:
     """Train a translator, or go on if it was stopped; return its run folder.
 
-    Tokenizes first if that is not done, and resumes from the newest checkpoint. Says on stderr how
-    it goes, and with `tensorboard` writes the numbers for it into the run folder.
+    Tokenizes first if that is not done, and resumes from the newest checkpoint. How it goes is
+    logged under the name `mtrain`, at the level INFO.
+
+    Args:
+        config: a YAML file, a mapping in its form, or a config.
+        tensorboard: write the numbers for it too, into the run folder.
+        on_metrics: is called with each line of `metrics.jsonl`: the keys `step`, `loss`, ..., or
+            `step`, `valid_loss`, ... of a validation.
+        stop: set by another thread, it stops the training as SIGTERM does.
 
     Raises:
         UserError: if the config, the corpora or the run folder must change.
-        Stopped: on SIGINT (a notebook's stop button), SIGTERM or SIGHUP, after saving.
+        Stopped: on SIGINT (a notebook's stop button), SIGTERM, SIGHUP or `stop`, after saving.
     """
-    return train_together(load_config(config), SINGLE, tensorboard=tensorboard)
+    checked = load_config(config)
+    return train_together(checked, SINGLE, tensorboard, on_metrics, stop)
 
 
-def train_together(config: Config, process_group: ProcessGroup, *, tensorboard: bool) -> Path:
+def train_together(
+    config: Config,
+    process_group: ProcessGroup,
+    tensorboard: bool = False,
+    on_metrics: Callable[[Mapping[str, object]], object] | None = None,
+    stop: threading.Event | None = None,
+    has_bar: bool = False,
+) -> Path:
     """Train as one of several ranks that were started together, each with the same config."""
+    from mtrain.data.prepare import prepare
     from mtrain.train import checkpoint_manager, trainer
     from mtrain.train.compilation import device_of
 
-    run_dir, board = RunDir(Path(config.run_dir)), None
+    run_dir, log = RunDir(Path(config.run_dir)), None
     device_of(config, process_group)  # refused now, and not when all is tokenized
     if tensorboard:
         check_installed()
     if process_group.is_first:
         checkpoint_manager.check_unfinished(run_dir)  # before tokenizing writes anything
         finetune.check_weights(config)
-        _prepare(config, run_dir)
+        prepare(config, run_dir, PythonLog())
         board = Board(run_dir.board_dir) if tensorboard else None
+        log = RunLog(
+            run_dir.metrics_path, board, PythonLog(), has_bar=has_bar, on_metrics=on_metrics
+        )
     process_group.barrier()
-    trainer.train(config, run_dir, process_group, board)
+    trainer.train(config, run_dir, process_group, log, stop)
     return run_dir.path
 
 
-def tokenize(config: AnyConfig) -> RunDir:
-    """Train the tokenizer and encode the corpora into the run folder, unless that is done.
+def tokenize(config: AnyConfig) -> Path:
+    """Train the tokenizer and encode the corpora, unless that is done; return the run folder.
 
     Raises:
         UserError: if the config, the corpora or the run folder must change.
     """
-    config = load_config(config)
-    return _prepare(config, RunDir(Path(config.run_dir)))
-
-
-def _prepare(config: Config, run_dir: RunDir) -> RunDir:
     from mtrain.data.prepare import prepare
-    from mtrain.run.logger import Stderr
 
-    prepare(config, run_dir, Stderr())
-    return run_dir
+    checked = load_config(config)
+    run_dir = RunDir(Path(checked.run_dir))
+    prepare(checked, run_dir, PythonLog())
+    return run_dir.path
 
 
 def load(

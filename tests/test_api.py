@@ -3,6 +3,7 @@
 import ast
 import asyncio
 import json
+import logging
 import pickle
 import random
 import re
@@ -342,3 +343,34 @@ def test_objects_say_what_they_are_and_exceptions_survive_pickling(
         assert type(same) is type(error)
         assert str(same) == str(error)
     assert pickle.loads(pickle.dumps(mtrain.Stopped(15))).signal_number == 15
+
+
+def test_a_training_logs_tells_its_numbers_and_stops_when_it_is_told_to(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tree = tiny_tree(tmp_path)
+    few = mtrain.load_config(tree, ["training.max_steps=6", "training.log_every=1"])
+    metrics: list[dict[str, Any]] = []
+    stop = threading.Event()
+
+    def note(values: Any) -> None:
+        metrics.append(values)
+        if values.get("step") == 2:
+            stop.set()
+
+    caplog.set_level(logging.INFO, "mtrain")
+    with pytest.raises(mtrain.Stopped) as stopped:
+        mtrain.train(few, on_metrics=note, stop=stop)
+    assert stopped.value.signal_number == signal.SIGTERM
+    assert [values["step"] for values in metrics if "loss" in values] == [1, 2]
+    assert any(line.startswith("step 2, loss") for line in caplog.messages)
+    run = mtrain.train(few, on_metrics=metrics.append)
+    assert any(line.startswith("resuming from") for line in caplog.messages)
+    written = [json.loads(line) for line in RunDir(run).metrics_path.read_text().splitlines()]
+    assert [values for values in metrics if "step" in values] == [
+        line for line in written if "step" in line
+    ]
+    straight = mtrain.load_config(few, [], tmp_path / "straight")
+    expected = mtrain.train(straight)
+    assert (run / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
+    assert capfd.readouterr() == ("", "")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -29,6 +30,31 @@ def open_closed_streams() -> None:
         if getattr(sys, name) is None:
             nowhere = Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115 - to the end
             setattr(sys, name, nowhere)
+
+
+class _StderrHandler(logging.Handler):
+    """Prints the lines that the package logs on stderr, above a progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one line."""
+        from mtrain.run.logger import Stderr
+
+        Stderr().say(record.getMessage())
+
+
+@contextmanager
+def log_on_stderr() -> Iterator[None]:
+    """Print what is logged under the name `mtrain`, and hand it to no other handler."""
+    logger, handler = logging.getLogger("mtrain"), _StderrHandler()
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.level, logger.propagate = before
 
 
 def check_outputs(

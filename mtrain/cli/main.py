@@ -47,7 +47,7 @@ def main() -> NoReturn:
     """
     console.open_closed_streams()
     try:
-        with silence_other_ranks():
+        with silence_other_ranks(), console.log_on_stderr():
             _run()
     except UserError as error:
         report_error(error)

@@ -31,4 +31,4 @@ def train(
     ) as process_group:
         settings = api.load_config(config, set_ or [], run)
         with exit_when_stopped(settings.run_dir, process_group):
-            api.train_together(settings, process_group, tensorboard=log == "tensorboard")
+            api.train_together(settings, process_group, log == "tensorboard", has_bar=True)

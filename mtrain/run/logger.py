@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -104,25 +105,43 @@ class Stderr:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
+class PythonLog:
+    """Logs lines under the name `mtrain`, at the level of information."""
+
+    def say(self, text: str = "") -> None:
+        """Log one line."""
+        logging.getLogger("mtrain").info("%s", text)
+
+
+OnMetrics = Callable[[Mapping[str, object]], object]
+
+
 class RunLog:
     """The console, the progress bar and the metrics of one training.
 
     Args:
         metrics_path: of `metrics.jsonl`.
         board: TensorBoard's, gets the same numbers.
+        console: where lines go.
         is_quiet: print no lines.
-        bar: the fractions of the budget at which the progress bar begins and ends.
+        has_bar: draw a progress bar on stderr, if that is a terminal.
+        bar: the fractions of the budget at which it begins and ends.
+        on_metrics: is called with each line of `metrics.jsonl`.
     """
 
     def __init__(
         self,
         metrics_path: Path,
         board: Board | None = None,
+        console: Console = Stderr(),  # noqa: B008 - it has no state
         is_quiet: bool = False,
+        has_bar: bool = True,
         bar: tuple[float, float] = (0.0, 1.0),
+        on_metrics: OnMetrics | None = None,
     ) -> None:
         self._path, self._board, self._is_quiet = metrics_path, board, is_quiet
         self._bar_start, self._bar_end = bar
+        self._console, self._has_bar, self._on_metrics = console, has_bar, on_metrics
         self._bar: tqdm[NoReturn] | None = None
         self._last_note_s = 0.0
         self._unwritten = b""
@@ -143,10 +162,12 @@ class RunLog:
     def say(self, text: str = "") -> None:
         """Print one line on stderr."""
         if not self._is_quiet:
-            Stderr().say(text)
+            self._console.say(text)
 
     def metrics(self, values: Mapping[str, object]) -> None:
         """Append one line to `metrics.jsonl`; if the disk is full, the next call writes it."""
+        if self._on_metrics is not None:
+            self._on_metrics(dict(values))
         if self._board is not None:
             try:
                 self._board.add(values)
@@ -185,7 +206,7 @@ class RunLog:
             total=1.0,
             initial=self._bar_position(spent),
             file=sys.stderr,
-            disable=not is_live(),
+            disable=not (self._has_bar and is_live()),
             dynamic_ncols=True,
             bar_format="{percentage:3.0f}%|{bar}| {desc}, {remaining} left",
         )

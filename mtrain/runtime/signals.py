@@ -31,12 +31,19 @@ class Signals:
     Args:
         may_repeat: the second one means the same as the first: a launcher passes on what a cluster
             has sent to every process already.
+        stop: set by another thread, it means the same as SIGTERM.
     """
 
-    def __init__(self, may_repeat: bool = False) -> None:
-        self.received, self._may_repeat = 0, may_repeat
+    def __init__(self, may_repeat: bool = False, stop: threading.Event | None = None) -> None:
+        self._received, self._may_repeat, self._stop = 0, may_repeat, stop
         in_main = threading.current_thread() is threading.main_thread()  # no other gets signals
         self._numbers = _not_ignored() if in_main else []
+
+    @property
+    def received(self) -> int:
+        """The number of the first signal; 0 before it."""
+        is_stopped = self._stop is not None and self._stop.is_set()
+        return self._received or (int(signal.SIGTERM) if is_stopped else 0)
 
     def __enter__(self) -> Signals:
         self._before = {number: signal.signal(number, self._note) for number in self._numbers}
@@ -52,7 +59,7 @@ class Signals:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
+        self._received = number
         if self._may_repeat:
             return
         for later, handler in self._before.items():

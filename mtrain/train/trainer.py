@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from collections.abc import Generator
 from contextlib import closing, nullcontext
@@ -26,7 +27,7 @@ from mtrain.model.transformer import num_parameters
 from mtrain.run import checkpoint, finetune
 from mtrain.run.checkpoint import Environment, FinalWeightsInfo, quality
 from mtrain.run.load_model import build_model, set_weights
-from mtrain.run.logger import Board, NullLogger, RunLog
+from mtrain.run.logger import NullLogger, RunLog
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime import device
 from mtrain.runtime.prefetch import read_ahead
@@ -65,7 +66,11 @@ _BAR_INTERVAL_S = 0.5
 
 @torch.inference_mode(False)  # in case the caller enabled it
 def train(
-    config: Config, run: RunDir, process_group: ProcessGroup = SINGLE, board: Board | None = None
+    config: Config,
+    run: RunDir,
+    process_group: ProcessGroup = SINGLE,
+    log: RunLog | None = None,
+    stop: threading.Event | None = None,
 ) -> None:
     """Train in `run`, from its newest checkpoint if there is one, and write the final weights.
 
@@ -73,7 +78,8 @@ def train(
         config: of the training, the same on every rank.
         run: its prepared folder; only rank 0 writes there.
         process_group: the ranks.
-        board: the TensorBoard writer, on rank 0.
+        log: of rank 0; by default lines go to stderr.
+        stop: set by another thread, it stops the training as SIGTERM does.
 
     Raises:
         RunError: if the training in the run folder cannot go on, or if the ranks see different
@@ -85,9 +91,8 @@ def train(
     check_unfinished(run)
     check_model_config(config, run)
     lock = run.locked() if process_group.is_first else nullcontext()
-    log = (
-        RunLog(run.metrics_path, board) if process_group.is_first else NullLogger(run.metrics_path)
-    )
+    if log is None or not process_group.is_first:
+        log = (RunLog if process_group.is_first else NullLogger)(run.metrics_path)
     with lock, log:
         trainer = Trainer(config, run, log, process_group)
         if not trainer.resume():
@@ -95,7 +100,7 @@ def train(
         if process_group.is_first:
             trainer.log_header()
         with (
-            Signals(may_repeat=process_group.size > 1) as signals,
+            Signals(process_group.size > 1, stop) as signals,
             closing(trainer.gradients.workers),
         ):
             trainer.probe_memory()
