@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from mtrain.config.sections import Config
 from mtrain.corpus import dropped
@@ -26,6 +26,7 @@ from mtrain.runtime.device import pick_device
 from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
+T = TypeVar("T")
 Verdict = Literal["ok", "skipped", "changed", "warn", "FAILED"]
 _NUM_LINES = 5
 _TIE = 1e-3  # difference of log-probability below which rounding may choose either translation
@@ -123,7 +124,7 @@ class _RunChecker:
         ]
         num_pairs = 0
         if not problems:
-            config, tokenizer = self._needs_config(), self._needs_tokenizer()
+            config, tokenizer = _needed(self.config, "config"), _needed(self.tokenizer, "tokenizer")
             num_pairs = loader.check_pairs(self.run.data_dir, tokenizer)
             checks: list[Callable[[], object]] = [
                 partial(dropped.check, self.run.data_dir),
@@ -162,7 +163,7 @@ class _RunChecker:
             yield CheckResult("checkpoints", "warn", text)
         if not paths:
             raise _Skip("none here; translating needs none")
-        fingerprint = self._needs_tokenizer().fingerprint()
+        fingerprint = _needed(self.tokenizer, "tokenizer").fingerprint()
         for step, path in paths.items():
             try:
                 checkpoint.check(path)
@@ -186,7 +187,7 @@ class _RunChecker:
         path = self.run.model_path
         if not path.exists() and self._is_unfinished():
             raise _Skip("not made yet; `mtrain train CONFIG` makes it")
-        config, tokenizer = self._needs_config(), self._needs_tokenizer()
+        config, tokenizer = _needed(self.config, "config"), _needed(self.tokenizer, "tokenizer")
         weights = checkpoint.load_model(path, tokenizer.fingerprint(), verify=True)
         model = build_model(config.model, tokenizer)
         set_weights(model, weights, path)
@@ -208,8 +209,8 @@ class _RunChecker:
 
     def _check_translations(self) -> Iterator[CheckResult | str]:
         step = None
-        self._needs_config()
-        self._needs_tokenizer()
+        _needed(self.config, "config")
+        _needed(self.tokenizer, "tokenizer")
         if not self.has_model:
             if not self.whole:
                 raise _Skip("there is no model that could")
@@ -220,8 +221,8 @@ class _RunChecker:
         sources = [EncodedSource(ids) for ids in translator.tokenizer.encode_src(lines)]
         batched = [best[0] for best in translator.search(sources)]
         single = [translator.search([source])[0][0] for source in sources]
-        for number, (one, other) in enumerate(zip(batched, single, strict=True), start=1):
-            if one.ids != other.ids and not abs(one.log_prob - other.log_prob) < _TIE:
+        for number, (first, second) in enumerate(zip(batched, single, strict=True), start=1):
+            if first.ids != second.ids and not abs(first.log_prob - second.log_prob) < _TIE:
                 raise RunError(f"line {number} of {len(lines)} differs alone and with the others.")
         name = "validation lines" if valid_lines else "made-up lines"
         by = "" if step is None else f" (by the checkpoint of step {step:,})"
@@ -238,8 +239,8 @@ class _RunChecker:
     def _check_resume(self) -> Iterator[CheckResult | str]:
         if not self.wants_replay:
             raise _Skip("`--no-replay` was asked for")
-        config, span = self._needs_config(), self._span()
-        self._needs_tokenizer()
+        config, span = _needed(self.config, "config"), self._span()
+        _needed(self.tokenizer, "tokenizer")
         self._check_repeatable(config, span)
         count, first, last = span.last_step - span.first_step, span.first_step + 1, span.last_step
         self.console.say(
@@ -287,15 +288,12 @@ class _RunChecker:
         if made is not None and made.device != device:
             raise _Skip(f"made on device {made.device}, here is {device}")
 
-    def _needs_config(self) -> Config:
-        if self.config is None:
-            raise _Skip("needs the config")
-        return self.config
 
-    def _needs_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise _Skip("needs the tokenizer")
-        return self.tokenizer
+def _needed(value: T | None, name: str) -> T:
+    """Return what an earlier check has loaded."""
+    if value is None:
+        raise _Skip(f"needs the {name}")
+    return value
 
 
 def _check_finite(path: Path, tensors: Weights) -> None:

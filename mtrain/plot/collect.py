@@ -76,9 +76,7 @@ class AttentionPicture(NamedTuple):
     src: list[str]
     tgt_in: list[str]
     tgt_out: list[str]
-    encoder: list[Floats]  # [H, S, S] of each layer
-    decoder: list[Floats]  # [H, T, T]
-    cross: list[Floats]  # [H, T, S]
+    maps: dict[str, list[Floats]]  # of each layer: encoder [H, S, S], decoder [H, T, T], cross
 
 
 class BatchSize(NamedTuple):
@@ -274,7 +272,10 @@ def attention(translator: Translator, sentence: str, origin: str) -> AttentionPi
         tokenizer.src.pieces_of(batch.src_BS[0].tolist()),
         tgt.pieces_of(batch.tgt_in_BT[0].tolist()),
         tgt.pieces_of(batch.tgt_out_BT[0].tolist()),
-        *([_as_array(layer_BHTS[0]) for layer_BHTS in layers] for layers in maps),
+        {
+            kind: [_as_array(layer_BHTS[0]) for layer_BHTS in layers]
+            for kind, layers in maps._asdict().items()
+        },
     )
 
 

@@ -120,17 +120,10 @@ def _figures(pictures: Pictures, run_name: str) -> Iterator[tuple[str, Callable[
         yield "curves", partial(draw_curves, pictures.curves, run_name, smoothing)
     if attention:
         yield "alignment", partial(draw_alignment, attention)
-        for layer in range(len(attention.encoder)):
-            yield (
-                f"attention_encoder_{layer + 1}",
-                partial(draw_attention, attention, "encoder", layer),
-            )
-        for layer in range(len(attention.decoder)):
-            for kind in ("decoder", "cross"):
-                yield (
-                    f"attention_{kind}_{layer + 1}",
-                    partial(draw_attention, attention, kind, layer),
-                )
+        for kind, layers in attention.maps.items():
+            for layer in range(len(layers)):
+                name = f"attention_{kind}_{layer + 1}"
+                yield name, partial(draw_attention, attention, kind, layer)
     if pictures.positions:
         yield "positions", partial(draw_positions, pictures.positions)
     if batches:
@@ -193,34 +186,24 @@ def _draw_mark(loss: Axes, bleu: Axes, mark: CheckpointMark) -> None:
 def draw_attention(attention: AttentionPicture, kind: str, layer: int) -> Figure:
     """Draw the attention weights of each head of a layer; `kind` is encoder, decoder or cross."""
     src, tgt_in, tgt_out = attention.src, attention.tgt_in, attention.tgt_out
-    title, layers, rows, columns, row_name, column_name = {
-        "encoder": ("Encoder self-attention", attention.encoder, src, src, "source", "source"),
-        "decoder": (
-            "Decoder self-attention",
-            attention.decoder,
-            tgt_out,
-            tgt_in,
-            "predicted",
-            "previous",
-        ),
-        "cross": ("Cross-attention", attention.cross, tgt_out, src, "predicted", "source"),
+    title, rows, columns, row_name, column_name = {
+        "encoder": ("Encoder self-attention", src, src, "source", "source"),
+        "decoder": ("Decoder self-attention", tgt_out, tgt_in, "predicted", "previous"),
+        "cross": ("Cross-attention", tgt_out, src, "predicted", "source"),
     }[kind]
+    layers, value_name = attention.maps[kind], "attention weight\n(fraction of 1)"
     return draw_heatmaps(
         f"{title}, layer {layer + 1} of {len(layers)}",
         {f"head {head + 1}": weights for head, weights in enumerate(layers[layer])},
         (rows, columns),
-        (
-            f"{row_name} token",
-            f"attends to {column_name} token",
-            "attention weight\n(fraction of 1)",
-        ),
+        (f"{row_name} token", f"attends to {column_name} token", value_name),
         _notes(attention, "Each row sums to 1; white cells are exactly 0."),
     )
 
 
 def draw_alignment(attention: AttentionPicture) -> Figure:
     """Draw the mean cross-attention, with a ring around the largest weight of each row."""
-    heads = np.concatenate(attention.cross)
+    heads = np.concatenate(attention.maps["cross"])
     mean = heads.mean(0)
     figure = draw_heatmaps(
         "Alignment: cross-attention, mean of all heads of all layers",
@@ -280,36 +263,31 @@ def draw_masks(batches: Batches, window: int | None) -> Figure:
     number, count = 1 + int(np.argmax(paddings)), len(batch.src_BS)
     figure.suptitle(f"Keep-masks of training batch {number}, the most padded of {len(paddings)}")
     row = int((batch.src_keep_BS.sum(1) + batch.tgt_keep_BT.sum(1)).argmin())
-    encoder_SS, decoder_TT = attention_masks(batch, row, window)
     first = max(min(row - _MAX_ROWS // 2, count - _MAX_ROWS), 0)
-    shown = slice(first, first + _MAX_ROWS)
-    title = f"{min(count, _MAX_ROWS)} of {count} sentences"
-    near = f", at most {window} away" if window is not None else ""
-    keeps = (batch.src_keep_BS[shown].numpy(), batch.tgt_keep_BT[shown].numpy())
     padded, attended = figure.subplots(2, 2)
-    for axes, keep, side in zip(padded, keeps, ("source", "target"), strict=True):
-        _draw_keep(axes, keep, first)
-        axes.set(title=f"Padding, {side}: {title}", ylabel="sentence of the batch (number)")
-        axes.set_xlabel(f"position in the {side} (tokens)")
-    for axes, keep, side, title in (
-        (
-            attended[0],
-            encoder_SS,
-            "source",
-            f"Encoder self-attention, sentence {row + 1}: no padding",
-        ),
-        (
-            attended[1],
-            decoder_TT,
-            "target",
-            "Decoder self-attention, every sentence: nothing later",
-        ),
+    for axes, keep, side in (
+        (padded[0], batch.src_keep_BS, "source"),
+        (padded[1], batch.tgt_keep_BT, "target"),
     ):
-        _draw_keep(axes, keep, 0)
-        axes.set(title=f"{title}{near}", xlabel=f"key position in the {side} (tokens)")
+        _draw_padding(axes, keep[first : first + _MAX_ROWS].numpy(), first, side)
+        axes.set_title(f"Padding, {side}: {min(count, _MAX_ROWS)} of {count} sentences")
+    near = f", at most {window} away" if window is not None else ""
+    attended[0].set_title(f"Encoder self-attention, sentence {row + 1}: no padding{near}")
+    attended[1].set_title(f"Decoder self-attention, every sentence: nothing later{near}")
+    for axes, mask, side in zip(
+        attended, attention_masks(batch, row, window), ("source", "target"), strict=True
+    ):
+        _draw_keep(axes, mask, 0)
+        axes.set_xlabel(f"key position in the {side} (tokens)")
         axes.set_ylabel(f"query position in the {side} (tokens)")
     _add_key(figure, "kept: takes part", "masked")
     return figure
+
+
+def _draw_padding(axes: Axes, keep: Keeps, first: int, side: str) -> None:
+    _draw_keep(axes, keep, first)
+    axes.set_xlabel(f"position in the {side} (tokens)")
+    axes.set_ylabel("sentence of the batch (number)")
 
 
 def _draw_keep(axes: Axes, keep: Keeps, first: int) -> None:
@@ -369,21 +347,17 @@ def draw_batch(batches: Batches, budget: int) -> Figure:
         f"budget {budget:,} tokens on the longer side, padding included"
     )
     panels = figure.subplot_mosaic([["source", "target"], ["sizes", "sizes"]])
-    keeps = {
-        "source": batches.first.src_keep_BS.numpy(),
-        "target": batches.first.tgt_keep_BT.numpy(),
-    }
-    for side, keep in keeps.items():
-        _draw_keep(panels[side], keep, 0)
-        title = f"First batch, {side}: {keep.sum():,} tokens, {(~keep).sum():,} of padding"
-        panels[side].set(title=title, xlabel=f"position in the {side} (tokens)")
-        panels[side].set_ylabel("sentence of the batch (number)")
+    first = batches.first
+    for side, keep in (("source", first.src_keep_BS), ("target", first.tgt_keep_BT)):
+        _draw_padding(panels[side], keep.numpy(), 0, side)
+        tokens = f"{keep.sum():,} tokens, {(~keep).sum():,} of padding"
+        panels[side].set_title(f"First batch, {side}: {tokens}")
     sizes, axes = sorted(batches.sizes, key=lambda size: size.width), panels["sizes"]
     edges = np.arange(len(sizes) + 1) + 0.5
-    tokens = np.array([size.num_tokens for size in sizes])
-    positions = np.array([size.num_positions for size in sizes])
-    axes.stairs(tokens, edges, fill=True, color=_KEPT)
-    axes.stairs(positions, edges, baseline=tokens, fill=True, color=_MASKED)
+    num_tokens = np.array([size.num_tokens for size in sizes])
+    num_positions = np.array([size.num_positions for size in sizes])
+    axes.stairs(num_tokens, edges, fill=True, color=_KEPT)
+    axes.stairs(num_positions, edges, baseline=num_tokens, fill=True, color=_MASKED)
     axes.yaxis.set_major_formatter(_THOUSANDS)
     axes.xaxis.set_major_formatter(_THOUSANDS)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -403,15 +377,7 @@ def watch(
 ) -> Iterator[Path]:
     """Draw all, the curves whenever more was logged, and all again when the training ends.
 
-    Args:
-        run: the run folder.
-        sentence: the one whose attention is drawn; None takes a validation sentence.
-        directory: of the pictures.
-        warn: called with each warning.
-        every_s: seconds between two looks at the log.
-
-    Yields:
-        The path of each file once it is written.
+    Yields each file as `draw` does, and looks at the log every `every_s` seconds.
 
     Raises:
         UserError: if no process is training and nothing can be drawn, or on a failed write.

@@ -196,7 +196,7 @@ def test_the_attention_of_the_first_encoder_layer_is_that_of_plain_arithmetic(
         queries, keys = projected[:, at], projected[:, model.d_model :][:, at]
         raised = np.exp(queries @ keys.T / math.sqrt(width))
         expected = raised / raised.sum(1, keepdims=True)
-        np.testing.assert_allclose(attention.encoder[0][head], expected, atol=1e-5)
+        np.testing.assert_allclose(attention.maps["encoder"][0][head], expected, atol=1e-5)
 
 
 def test_the_target_whose_attention_is_drawn_is_what_the_run_translates(
@@ -218,12 +218,16 @@ def test_attention_has_a_map_for_each_head_of_each_layer_whose_rows_sum_to_one(
 ) -> None:
     num_src, num_tgt = len(attention.src), len(attention.tgt_in)
     assert num_tgt > 3, "a translation that shows nothing"
-    assert [one.shape for one in attention.encoder] == 2 * [(2, num_src, num_src)]
-    assert [one.shape for one in attention.decoder] == [(2, num_tgt, num_tgt)]
-    assert [one.shape for one in attention.cross] == [(2, num_tgt, num_src)]
-    for layer in [*attention.encoder, *attention.decoder, *attention.cross]:
-        np.testing.assert_allclose(layer.sum(-1), 1, atol=1e-5)
-    assert all(not np.triu(head, 1).any() for head in attention.decoder[0])
+    shapes = {kind: [layer.shape for layer in maps] for kind, maps in attention.maps.items()}
+    assert shapes == {
+        "encoder": 2 * [(2, num_src, num_src)],
+        "decoder": [(2, num_tgt, num_tgt)],
+        "cross": [(2, num_tgt, num_src)],
+    }
+    for layers in attention.maps.values():
+        for layer in layers:
+            np.testing.assert_allclose(layer.sum(-1), 1, atol=1e-5)
+    assert all(not np.triu(head, 1).any() for head in attention.maps["decoder"][0])
 
 
 def test_the_alignment_is_the_mean_of_all_heads_of_all_layers(
@@ -231,7 +235,7 @@ def test_the_alignment_is_the_mean_of_all_heads_of_all_layers(
 ) -> None:
     rng = np.random.default_rng(1)
     cross = [rng.random((2, len(attention.tgt_out), len(attention.src))) for _ in range(3)]
-    axes = draw_module.draw_alignment(attention._replace(cross=cross)).axes[0]
+    axes = draw_module.draw_alignment(attention._replace(maps={"cross": cross})).axes[0]
     assert axes.get_title() == "mean of 6 heads"
     drawn = axes.get_images()[0].get_array()
     assert drawn is not None
