@@ -45,6 +45,11 @@ _LANGUAGE = re.compile(r"\w[\w-]*")  # part of file names
 _SURROGATE = re.compile("[\ud800-\udfff]")  # stands for a byte of a path that is not UTF-8
 _BUDGET = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?$")
 _SETTABLE = ("data.train", "data.valid", "data.tests")  # by `--set`
+_OPTIONS_OF_SETS = (
+    ("--src", "train", "data.train"),
+    ("--valid", "valid", "data.valid"),
+    ("--test", "test", "data.tests"),
+)
 
 
 @dataclass(frozen=True)
@@ -109,12 +114,16 @@ def parse_request(
                 f"`--set` must name data.train, data.valid or data.tests, but is {override!r} "
                 "instead; other keys can be changed in the config that is written."
             )
+    keys = {override.partition("=")[0] for override in overrides}
+    for option, name, key in _OPTIONS_OF_SETS:
+        if name in files and key in keys:
+            raise ConfigError(f"`{option}` must not stand beside `--set {key}=...`, but does.")
     name = "-".join(languages)
     config_path, run_dir = config_path or Path(f"{name}.yaml"), run_dir or f"runs/{name}"
     for path in (run_dir, config_path, *chain.from_iterable(files.values())):
         if _SURROGATE.search(str(path)):
             raise ConfigError(f"{str(path)!r}: must be UTF-8, as a config is, but is not.")
-    if "train" not in files and not any(text.startswith("data.train") for text in overrides):
+    if "train" not in files and "data.train" not in keys:
         raise ConfigError(
             "`--src` and `--tgt` must name the corpus, or `--set data.train=...`, but neither does."
         )

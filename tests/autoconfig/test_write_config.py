@@ -239,9 +239,9 @@ def test_every_form_of_a_corpus_is_read_split_and_written(form):
 
 def test_sets_in_any_form_are_named_and_read():
     forms()
-    sets = ["data.valid={tsv: [a.tsv]}", "data.tests={a: {tsv: [a.tsv]}, b: {tsv: [a.tsv]}}"]
     write(Path("b.en"), lines := sentences(100, seed=3))
     write(Path("b.de"), lines)
+    sets = ["data.valid={tsv: [a.tsv]}", "data.tests={a: {tsv: [a.tsv]}, b: {tsv: [a.tsv]}}"]
     init(overrides=sets, train=("b.en", "b.de"))
     data = written().data
     assert data.valid == data.tests["a"] == data.tests["b"] == TsvCorpus(tsv=["a.tsv"])
@@ -265,7 +265,7 @@ def test_a_set_that_is_not_given_is_drawn_apart_from_those_that_are():
             "`--set` must name data.train, data.valid or data.tests, but is 'model.d_model=64' "
             "instead; other keys can be changed in the config that is written.",
         ),
-        ("data.train={tsv: a.tsv}", "--set: `data.train.tsv` must be a list, but is 'a.tsv' "),
+        ("data.valid={tsv: a.tsv}", "--set: `data.valid.tsv` must be a list, but is 'a.tsv' "),
         ("data.valid={jsonl: [a]}", "--set: `data.valid.src` must be given, but is missing."),
     ],
 )
@@ -273,6 +273,20 @@ def test_a_corpus_that_is_none_is_an_error(override, message):
     with pytest.raises(ConfigError) as error:
         parse(overrides=[override])
     assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("option", "key", "files"),
+    [
+        ("--src", "data.train", {}),
+        ("--valid", "data.valid", {"valid": ("a.en", "a.de")}),
+        ("--test", "data.tests", {"test": ("a.en", "a.de")}),
+    ],
+)
+def test_a_corpus_is_named_once(option, key, files):
+    with pytest.raises(ConfigError) as error:
+        parse(overrides=[f"{key}={{tsv: [a.tsv]}}"], **files)
+    assert str(error.value) == f"`{option}` must not stand beside `--set {key}=...`, but does."
 
 
 def test_a_corpus_must_be_named():
