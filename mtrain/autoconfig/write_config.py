@@ -44,12 +44,8 @@ _DECODING = DecodingConfig(beam=5, length_alpha=1.0)
 _LANGUAGE = re.compile(r"\w[\w-]*")  # part of file names
 _SURROGATE = re.compile("[\ud800-\udfff]")  # stands for a byte of a path that is not UTF-8
 _BUDGET = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?$")
-_SETTABLE = ("data.train", "data.valid", "data.tests")  # by `--set`
-_OPTIONS_OF_SETS = (
-    ("--src", "train", "data.train"),
-    ("--valid", "valid", "data.valid"),
-    ("--test", "test", "data.tests"),
-)
+_OPTIONS = {"train": "--src", "valid": "--valid", "test": "--test"}  # that name files
+_KEYS = {"train": "data.train", "valid": "data.valid", "test": "data.tests"}  # after `--set`
 
 
 @dataclass(frozen=True)
@@ -109,15 +105,17 @@ def parse_request(
                 f"`--{side}-lang` must be a code such as en or pt-BR, but is {code!r} instead."
             )
     for override in overrides:
-        if not override.startswith(_SETTABLE):
+        if not override.startswith(tuple(_KEYS.values())):
             raise ConfigError(
                 f"`--set` must name data.train, data.valid or data.tests, but is {override!r} "
                 "instead; other keys can be changed in the config that is written."
             )
     keys = {override.partition("=")[0] for override in overrides}
-    for option, name, key in _OPTIONS_OF_SETS:
-        if name in files and key in keys:
-            raise ConfigError(f"`{option}` must not stand beside `--set {key}=...`, but does.")
+    for name in files:
+        if (key := _KEYS[name]) in keys:
+            raise ConfigError(
+                f"`{_OPTIONS[name]}` must not stand beside `--set {key}=...`, but does."
+            )
     name = "-".join(languages)
     config_path, run_dir = config_path or Path(f"{name}.yaml"), run_dir or f"runs/{name}"
     for path in (run_dir, config_path, *chain.from_iterable(files.values())):
@@ -196,6 +194,10 @@ def init(
     is_kept = _kept(overview, held_out, console)
     num_distinct = overview.num_distinct(is_kept)
     pairs = [pair for row, pair in overview.sample.items() if is_kept[row]]
+    if not pairs:
+        raise DataError(
+            "the corpus must have pairs to train on, but all are blank or in the given sets."
+        )
     set_status("learning subwords")
     tokenizer = _train_tokenizer(pairs, num_distinct)
     sample = benchmark.encode(pairs, tokenizer)
@@ -238,11 +240,7 @@ def init(
 
 
 def _kept(overview: CorpusOverview, held_out: HeldOut, console: Console) -> Flags:
-    """Return which pairs training keeps, before their tokens are counted; say how many.
-
-    Raises:
-        DataError: if there is none.
-    """
+    """Return which pairs training keeps, before their tokens are counted; say how many."""
     reasons = {
         "blank": overview.is_blank,
         "in the given sets": overview.shares_given if held_out.sets else overview.is_given,
@@ -265,10 +263,6 @@ def _kept(overview: CorpusOverview, held_out: HeldOut, console: Console) -> Flag
     )
     if dropped:
         console.say(f"dropped   {', '.join(dropped)}")
-    if not is_kept.any():
-        raise DataError(
-            "the corpus must have pairs to train on, but all are blank or in the given sets."
-        )
     return is_kept
 
 
