@@ -30,7 +30,9 @@ from mtrain.runtime.device import (
 from mtrain.tokenizer.sentencepiece import Tokenizer
 from mtrain.train.gradients import Gradients
 
-_NUM_WINDOWS, _WINDOW_S = 5, 0.6  # of which the median speed counts
+_WINDOW_S = 0.6  # the median speed of several counts
+_MIN_WINDOWS, _MAX_WINDOWS = 5, 15
+USUAL_SPREAD = 1.5  # beyond, more windows are measured
 _WARMUP_BATCHES = 3  # not measured
 _MAX_TOKENS = 256  # of a side of a pair, as `data.max_tokens`
 _NUM_TRANSLATED = 200  # sentences, or up to twice as many
@@ -119,8 +121,10 @@ def measure(preset: Preset, batch_tokens: int, sample: Sample, device_name: str)
     with closing(gradients.workers):
         for _ in range(_WARMUP_BATCHES):
             update()
-        speeds = []
-        for _ in range(_NUM_WINDOWS):
+        speeds: list[float] = []
+        while len(speeds) < _MIN_WINDOWS or (
+            max(speeds) > USUAL_SPREAD * min(speeds) and len(speeds) < _MAX_WINDOWS
+        ):
             started, num_tokens = time.monotonic(), update()
             while time.monotonic() - started < _WINDOW_S:
                 num_tokens += update()

@@ -18,8 +18,9 @@ _MIN_UPDATES = 2000  # with fewer, smaller batches reach a better BLEU
 _MAX_WARMUP = 4000  # updates
 _FULL_LR_WARMUP = 1250  # updates; a rate that rises faster ends in a model that ignores its source
 _FEW_EPOCHS, _MANY_EPOCHS = 10, 60
-NUM_AVERAGED = 10  # checkpoints
+NUM_AVERAGED = 5  # checkpoints
 _AVERAGED_FRACTION = 0.1  # of the training, over which they are saved
+_MIN_SAVE_EVERY = 10  # updates, of which there are many more if the speed was underestimated
 _MAX_LOG_EVERY = 50
 _MAX_VALIDATIONS = 10
 _VALIDATED_FRACTION = 0.1  # of the time of a training
@@ -138,7 +139,7 @@ def plan_training(
         dropout=0.1 if epochs < _FEW_EPOCHS else 0.2 if epochs < _MANY_EPOCHS else 0.3,
         lr=chosen.preset.lr * min(batch_factor, warmup_steps / _FULL_LR_WARMUP),
         warmup_steps=warmup_steps,
-        save_every=max(1, round(_AVERAGED_FRACTION * updates / NUM_AVERAGED)),
+        save_every=max(_MIN_SAVE_EVERY, round(_AVERAGED_FRACTION * updates / NUM_AVERAGED)),
         validate_every=max(1, updates // (num_validations or 1)),
         log_every=min(_MAX_LOG_EVERY, max(1, updates // 20)),
     )
