@@ -52,7 +52,7 @@ def outputs(run: RunDir) -> dict[str, Any]:
         "eval_scores": [score.value for result in results for score in result.scores],
         "reference_scores": [
             float(number)
-            for line in evaluation.reference_scores(run, beam)
+            for line in evaluation.reference_scores(beam, evaluation.read_tests(run))
             for number in line.split("\t")[1:]
         ],
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,15 +12,19 @@ from mtrain.cli import console, options
 from mtrain.cli.ranks import joined_process_group
 from mtrain.errors import ConfigError
 from mtrain.run.run_dir import RunDir
+from mtrain.runtime.process_group import ProcessGroup
 
 if TYPE_CHECKING:
     from mtrain.decode.translator import Translator
+    from mtrain.evaluate.metrics import TestSet
 
 
 def evaluate(
     runs: options.EvalArguments,
     output: options.OutputOption = None,
     tests: options.TestsOption = None,
+    src: options.TestSrcOption = None,
+    refs: options.TestRefsOption = None,
     metrics: options.MetricsOption = None,
     tokenize: options.TokenizeOption = None,
     lowercase: Annotated[bool, typer.Option("--lowercase", help="Ignore case.")] = False,
@@ -40,21 +45,21 @@ def evaluate(
     device: options.DeviceOption = "auto",
     precision: options.PrecisionOption = "auto",
 ) -> None:
-    """Translate the test sets and score them, with 95% intervals.
+    """Translate test sets or any text, and score them with intervals.
 
     With --score: test set, line, score, log-probability and tokens of every reference instead.
 
-    Example: mtrain eval runs/demo --compare runs/wide
+    Example: mtrain eval runs/demo --src news.en --ref news.de --compare runs/wide
     """
-    console.check_outputs(output, read=compare or [])
+    refs, others = refs or [], compare or []
+    console.check_outputs(output, read=[*others, *refs, *([src] if src else [])])
+    _check_text(src, refs, tests)
     searching = {"beam": beam, "early_stop": early_stop, "no_repeat_ngram": no_repeat_ngram}
     if score:
         unused: dict[str, Any] = {"metrics": metrics, "tokenize": tokenize, "comet": comet}
-        unused |= {"resamples": resamples, "compare": compare or None}
-        flags = {"lowercase": lowercase, "details": details, "json": json}
-        options.refuse("--score", searching | unused | {key: True for key in flags if flags[key]})
-        if len(runs) > 1:
-            raise ConfigError(f"`--score` must have one run, but has {len(runs)} instead.")
+        unused |= {"resamples": resamples, "compare": compare or None, "details": details or None}
+        unused |= {"lowercase": lowercase or None, "json": json or None}
+        _check_score(searching | unused, runs, refs)
     from mtrain.decode import translator as translating
     from mtrain.decode.options import DecodingOptions
     from mtrain.evaluate import evaluation
@@ -65,7 +70,6 @@ def evaluate(
     from mtrain.runtime.device import pick_device
 
     changes = searching | {"length_alpha": length_alpha, "batch_tokens": batch_tokens}
-
     folders, names = [RunDir(run) for run in runs], _names(tests)
     with joined_process_group("run it again.") as process_group:
 
@@ -75,25 +79,55 @@ def evaluate(
             load_options = LoadOptions(device, precision, checkpoint, process_group)
             return translating.load(run, decoding, load_options)
 
+        text = _read_text(src, refs, folders[0], process_group)
         if score:
-            scores = evaluation.reference_scores(folders[0], load(folders[0]), names)
-            if process_group.is_first:
-                console.put(scores, output)
-            else:
-                list(scores)
+            read = text or evaluation.read_tests(folders[0], names)
+            scores = evaluation.reference_scores(load(folders[0]), read)
+            console.put(scores, output) if process_group.is_first else list(scores)
         elif process_group.is_first:
-            given = options.given({"metrics": _names(metrics), "num_resamples": resamples})
+            how = options.given({"metrics": _names(metrics), "num_resamples": resamples})
             if comet is not None:
-                given["comet"] = CometModel(comet, int(pick_device(device).type == "cuda"))
-            scoring = ScoringOptions(tokenize, lowercase, **given)
-            plan = evaluation.EvaluationPlan(folders, compare or [], names, scoring, details)
+                how["comet"] = CometModel(comet, int(pick_device(device).type == "cuda"))
+            scoring = ScoringOptions(tokenize, lowercase, **how)
+            plan = evaluation.EvaluationPlan(folders, others, names, scoring, details, text)
             reports = evaluation.evaluate_systems(plan, load, console.warn)
             console.put(as_json(reports) if json else as_text(reports), output)
         else:  # translate what the first rank translates
-            known = list(evaluation.read_tests(folders[0], names))
-            for run in [*folders, *(RunDir(path) for path in compare or [] if path.is_dir())]:
-                texts = evaluation.read_tests(run, known)
+            read = text or evaluation.read_tests(folders[0], names)
+            for run in [*folders, *(RunDir(path) for path in others if path.is_dir())]:
+                texts = text or evaluation.read_tests(run, list(read))
                 list(evaluation.translate_tests(run, load(run), texts, console.warn))
+
+
+def _check_text(src: Path | None, refs: list[Path], tests: str | None) -> None:
+    """Refuse a text without references, references without a text, and test sets beside it."""
+    options.require("--src", {} if src else {"ref": refs or None})
+    options.require("--ref", {} if refs else {"src": src})
+    options.refuse("--src", {"tests": tests} if src else {})
+
+
+def _read_text(
+    src: Path | None, refs: list[Path], run: RunDir, process_group: ProcessGroup
+) -> dict[str, TestSet] | None:
+    """Return the text to score; None if it is the run's own, to which new test sets are added."""
+    from mtrain.data import prepare
+    from mtrain.evaluate import evaluation
+    from mtrain.run.logger import Stderr
+
+    if src is not None:
+        return evaluation.read_files(src, refs)
+    if process_group.is_first:
+        prepare.update_tests(run.config, run, Stderr())
+    process_group.barrier()
+    return None
+
+
+def _check_score(unused: dict[str, Any], runs: list[Path], refs: list[Path]) -> None:
+    """Refuse what has no effect beside `--score`."""
+    options.refuse("--score", unused)
+    for what, given in (("run", runs), ("`--ref`", refs)):
+        if len(given) > 1:
+            raise ConfigError(f"`--score` must have one {what}, but has {len(given)} instead.")
 
 
 def _names(text: str | None) -> list[str] | None:

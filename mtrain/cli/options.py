@@ -113,6 +113,13 @@ DetailsOption = Annotated[
 TestsOption = Annotated[
     str | None, typer.Option(metavar="NAME,...", help="Only these test sets of the run.")
 ]
+TestSrcOption = Annotated[
+    Path | None, typer.Option("--src", metavar="FILE", help="Translate this text instead.")
+]
+TestRefsOption = Annotated[
+    list[Path] | None,
+    typer.Option("--ref", metavar="FILE", help="A translation of --src to score by; repeatable."),
+]
 MetricsOption = Annotated[
     str | None,
     typer.Option(metavar="NAME,...", help="Of bleu, chrf, chrf++, ter; bleu,chrf if absent."),

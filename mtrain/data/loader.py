@@ -45,8 +45,10 @@ def check_pairs(directory: Path, tokenizer: Tokenizer) -> int:
     return sum(len(table) for table in shards.all())
 
 
-def read_src(directory: Path, tokenizer: Tokenizer) -> Iterator[list[list[int]]]:
-    """Yield the source ids of all pairs, without eos, a list of pairs at a time.
+def read_ids(
+    directory: Path, tokenizer: Tokenizer
+) -> Iterator[tuple[list[Lengths], list[Lengths]]]:
+    """Yield the ids of all pairs, some pairs at a time: sources with eos, targets without.
 
     Raises:
         RunError: if a file is missing or damaged, or an id is not in the vocabulary.
@@ -54,8 +56,7 @@ def read_src(directory: Path, tokenizer: Tokenizer) -> Iterator[list[list[int]]]
     shards = ShardSet(directory, len(tokenizer.src), len(tokenizer.tgt), with_text=False)
     for table in shards.all():
         for first in range(0, len(table), _PAIRS_READ):
-            src, _ = table.take(np.arange(first, min(first + _PAIRS_READ, len(table))))
-            yield [ids[:-1].tolist() for ids in src]
+            yield table.take(np.arange(first, min(first + _PAIRS_READ, len(table))))
 
 
 class CorpusShare(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable
@@ -18,15 +19,17 @@ from mtrain.audit.scan import PairFilter, Scan, scan_corpora
 from mtrain.config.corpora import Corpus, corpora_of, weight_of
 from mtrain.config.sections import DEFAULT_VOCAB_SIZE, Config, DataConfig, TokenizerConfig
 from mtrain.corpus import dropped
+from mtrain.corpus.formats import paths_of, revision_of
 from mtrain.corpus.length_stats import CorpusStats
 from mtrain.corpus.reader import (
     FileMark,
     changed_files,
+    count_pairs,
     files_and_revisions,
     possible_header,
     read_pairs,
 )
-from mtrain.data import arrow_shards, encode
+from mtrain.data import arrow_shards, encode, loader
 from mtrain.data.arrow_shards import SHARD_PAIRS
 from mtrain.data.encode import EncodeJob
 from mtrain.errors import ConfigError, RunError
@@ -71,6 +74,8 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
     if run.config_path.is_file():
         _check_same_data(config, run)
     if is_prepared(run):
+        if run.config_path.is_file():
+            update_tests(config, run, console)
         _check_same_files(run, console)
         console.say(f"{run.path}: tokenized already")
         return
@@ -290,8 +295,8 @@ def read_profile(run: RunDir) -> CorpusStats | None:
 def read_marks(run: RunDir) -> dict[str, FileMark]:
     """Return the marks of the corpus files at tokenizing; empty if missing or damaged."""
     try:
-        return _file_marks(json.loads((run.data_dir / _MARKS_FILE).read_text("utf-8")))
-    except (OSError, ValueError, TypeError, AttributeError):
+        return _file_marks(_read_tree(run.data_dir / _MARKS_FILE))
+    except TypeError:
         return {}
 
 
@@ -309,12 +314,118 @@ def _write_checksums(directory: Path) -> None:
 def damaged_files(run: RunDir) -> list[Path]:
     """Return the files of the data folder that are missing, or differ from their checksums."""
     path = run.data_dir / _CHECKSUMS_FILE
-    try:
-        checksums = dict(json.loads(path.read_text("utf-8")))
-    except (OSError, ValueError, TypeError):
+    checksums = _read_tree(path)
+    if not checksums:
         return [path]
     files = {run.data_dir / name: expected for name, expected in checksums.items()}
     return [file for file, expected in files.items() if sha256_if_readable(file) != expected]
+
+
+def update_tests(config: Config, run: RunDir, console: Console) -> None:
+    """Add, replace and remove test sets as a config says; the training pairs stay as they are.
+
+    A test set is new if the config of the run does not name it so, or if its text is missing and
+    its files are not. Says which pairs of it were trained on.
+
+    Raises:
+        DataError: if a test set cannot be read, or is empty; nothing is written.
+        RunError: if another process is training in the folder.
+    """
+    old, tests = run.config.data, config.data.tests
+    new = {
+        name: corpus
+        for name, corpus in tests.items()
+        if corpus != old.tests.get(name) or _is_to_come(run, name, corpus)
+    }
+    gone = {name: corpus for name, corpus in old.tests.items() if tests.get(name) != corpus}
+    if not new and not gone:
+        return
+    with run.locked():
+        num_pairs = {
+            name: count_pairs(corpus, f"data.tests.{name}") for name, corpus in new.items()
+        }
+        written = [run.data_dir / _MARKS_FILE]
+        for name in {**gone, **new}:
+            stem = run.data_dir / "tests" / name
+            paths = [stem.with_name(name + side) for side in (".src", ".tgt")]
+            if name in new:
+                _write_text(new[name], stem)
+            else:
+                for path in paths:
+                    path.unlink(missing_ok=True)
+            written += paths
+        data = old.model_copy(update={"tests": tests})
+        marks = _mark_tests(data, gone.values(), new.values(), _read_tree(written[0]))
+        write_lines(written[0], [json.dumps(marks, indent=2)])
+        if checksums := _read_tree(run.data_dir / _CHECKSUMS_FILE):
+            for path in written:
+                checksums[path.relative_to(run.data_dir).as_posix()] = sha256_if_readable(path)
+            there = {name: checksum for name, checksum in checksums.items() if checksum}
+            write_lines(run.data_dir / _CHECKSUMS_FILE, [json.dumps(there, indent=2)])
+        run.save_config(run.config.model_copy(update={"data": data}))
+    for name in gone.keys() - new.keys():
+        console.say(f"{run.path}: test set {name} removed")
+    for name, count in num_pairs.items():
+        console.say(f"{run.path}: test set {name} added, {count:,} pairs")
+    _say_leaks(run, new, console)
+
+
+def _mark_tests(
+    data: DataConfig, gone: Iterable[Corpus], new: Iterable[Corpus], marks: Tree
+) -> Tree:
+    """Return marks without files that no corpus names any more, and with those of new test sets."""
+    train = (named.corpus for named in corpora_of(data.train, "data.train"))
+    needed = {path for own in (data.valid, *train, *data.tests.values()) for path in paths_of(own)}
+    unused = {path for corpus in gone for path in paths_of(corpus)} - needed
+    marks = {name: mark for name, mark in marks.items() if name not in unused}
+    for corpus in new:
+        for name in paths_of(corpus):
+            stat = Path(name).stat()
+            mark = FileMark(stat.st_size, stat.st_mtime_ns, sha256(Path(name)))
+            marks[name] = mark._asdict()
+        marks |= {name: {"revision": commit} for name, commit in revision_of(corpus).items()}
+    return marks
+
+
+def _is_to_come(run: RunDir, name: str, corpus: Corpus) -> bool:
+    """Tell whether a run folder lacks a test set that its corpus's files can give."""
+    stem = run.data_dir / "tests" / name
+    has_text = any(stem.with_name(name + end).is_file() for end in (".src", ".tgt"))
+    return is_prepared(run) and not has_text and all(map(os.path.isfile, paths_of(corpus)))
+
+
+def _say_leaks(run: RunDir, names: Iterable[str], console: Console) -> None:
+    """Say how many pairs and sources of some test sets are among the training pairs."""
+    tokenizer = sentencepiece.load(run.tokenizer_dir)
+    pairs = {}
+    for name in names:
+        src, tgt = read_test(run, name)
+        ids = tokenizer.encode_src(src), tokenizer.tgt.encode(tgt)
+        sides = ([np.array(line, np.int32).tobytes() for line in side] for side in ids)
+        pairs[name] = list(zip(*sides, strict=True))
+    held_out = {pair[0] for own in pairs.values() for pair in own}
+    trained = {
+        pair
+        for block in loader.read_ids(run.data_dir, tokenizer)
+        for pair in zip(*([line.tobytes() for line in side] for side in block), strict=True)
+        if pair[0] in held_out
+    }
+    sources = {pair[0] for pair in trained}
+    for name, own in pairs.items():
+        num_pairs = sum(pair in trained for pair in own)
+        if num_sources := sum(pair[0] in sources for pair in own):
+            console.say(
+                f"{name}: the training pairs have {num_pairs:,} of its {len(own):,} pairs and "
+                f"{num_sources:,} of its sources: its scores will be too high"
+            )
+
+
+def _read_tree(path: Path) -> Tree:
+    """Return a JSON object; an empty one if the file is missing or damaged."""
+    try:
+        return dict(json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def _check_same_files(run: RunDir, console: Console) -> None:
@@ -343,8 +454,9 @@ def _check_same_data(config: Config, run: RunDir) -> None:
     tokenizer = config.tokenizer
     if tokenizer.vocab_size is None:  # left open
         tokenizer = tokenizer.model_copy(update={"vocab_size": old.tokenizer.vocab_size})
+    tests = {"tests": old.data.tests}  # which may change
     for key, new_value, old_value in (
-        ("data", config.data, old.data),
+        ("data", config.data.model_copy(update=tests), old.data),
         ("tokenizer", tokenizer, old.tokenizer),
     ):
         if new_value != old_value:

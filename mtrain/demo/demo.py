@@ -99,7 +99,7 @@ def report(directory: Path, warn: Warn) -> list[str]:
     lines = list(format_scores(result))
     for row in range(0, len(result.hypotheses), len(result.hypotheses) // 5):
         lines.append(f"source       {result.lines.src[row]}")
-        lines.append(f"reference    {result.lines.tgt[row]}")
+        lines.append(f"reference    {result.lines.refs[0][row]}")
         lines.append(f"translation  {result.hypotheses[row]}")
     lines.append(f"The run folder is {directory}. Translate a sentence with it:")
     words = shlex.join([_program(), "translate", str(directory)])

@@ -14,8 +14,7 @@ from statistics import median
 from sacrebleu.metrics.chrf import CHRF
 
 from mtrain.data import arrow_shards, loader
-from mtrain.data.prepare import ParallelLines
-from mtrain.evaluate.metrics import ScoringOptions, score
+from mtrain.evaluate.metrics import Scorer, ScoringOptions, TestSet
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
 
@@ -56,7 +55,7 @@ class Example:
 
     line: int
     source: str
-    reference: str
+    reference: str  # the first of several
     translations: list[ScoredLine]
 
 
@@ -120,14 +119,14 @@ def count_in_training(run: RunDir, sources: Sequence[str]) -> Counter[str] | Non
         return None
     unit, tokenizer = unit_of(sources), sentencepiece.load(run.tokenizer_dir)
     counts = Counter({word: 0 for line in sources for word in split_words(line, unit)})
-    for ids in loader.read_src(run.data_dir, tokenizer):
-        for line in tokenizer.src.decode(ids):
+    for src_ids, _ in loader.read_ids(run.data_dir, tokenizer):
+        for line in tokenizer.src.decode([ids[:-1].tolist() for ids in src_ids]):
             counts.update(word for word in split_words(line, unit) if word in counts)
     return counts
 
 
 def break_down(
-    test: ParallelLines,
+    test: TestSet,
     system: str,
     hypotheses: Sequence[str],
     options: ScoringOptions,
@@ -154,7 +153,7 @@ def break_down(
         rarest = [min(map(training_counts.__getitem__, line)) if line else None for line in words]
         by_rarity = _groups(test, hypotheses, options, rarest, _COUNT_GROUPS)
     scores = line_scores(test, hypotheses, options)
-    longest_first = sorted(range(len(scores)), key=lambda row: -len(test.tgt[row]))
+    longest_first = sorted(range(len(scores)), key=lambda row: -len(test.refs[0][row]))
     best = sorted(longest_first, key=lambda row: -scores[row])
     worst = sorted(longest_first, key=lambda row: scores[row])
     systems = {system: (hypotheses, scores)}
@@ -164,7 +163,7 @@ def break_down(
 
 
 def contrast(
-    test: ParallelLines, outputs: Mapping[str, Sequence[str]], system: str, options: ScoringOptions
+    test: TestSet, outputs: Mapping[str, Sequence[str]], system: str, options: ScoringOptions
 ) -> Contrast:
     """Return the lines in which a system is most above, and most below, the first one."""
     baseline = next(iter(outputs))
@@ -183,7 +182,7 @@ def contrast(
 
 
 def _examples(
-    test: ParallelLines,
+    test: TestSet,
     rows: Sequence[int],
     systems: Mapping[str, tuple[Sequence[str], Sequence[float]]],
 ) -> list[Example]:
@@ -192,7 +191,7 @@ def _examples(
         Example(
             row + 1,
             test.src[row],
-            test.tgt[row],
+            test.refs[0][row],
             [
                 ScoredLine(name, scores[row], lines[row])
                 for name, (lines, scores) in systems.items()
@@ -203,7 +202,7 @@ def _examples(
 
 
 def _groups(
-    test: ParallelLines,
+    test: TestSet,
     hypotheses: Sequence[str],
     options: ScoringOptions,
     values: Sequence[int | None],
@@ -216,17 +215,16 @@ def _groups(
             rows_of.setdefault(bisect_right(starts, value) - 1, []).append(row)
     no_intervals, groups = replace(options, num_resamples=0), []
     for index, rows in sorted(rows_of.items()):
-        src, tgt, lines = ([lines[row] for row in rows] for lines in (*test, hypotheses))
-        scores = {each.metric: each.value for each in score(lines, tgt, no_intervals, src)}
+        scorer = Scorer(test.rows(rows), no_intervals)
+        found = scorer.score([hypotheses[row] for row in rows])
+        scores = {each.metric: each.value for each in found}
         last = starts[index + 1] - 1 if index + 1 < len(starts) else None
         groups.append(LineGroup(starts[index], last, len(rows), scores))
     return groups
 
 
-def line_scores(
-    test: ParallelLines, hypotheses: Sequence[str], options: ScoringOptions
-) -> list[float]:
+def line_scores(test: TestSet, hypotheses: Sequence[str], options: ScoringOptions) -> list[float]:
     """Return the chrF2 of each line; BLEU of a single line says little."""
     metric = CHRF(lowercase=options.lowercase)
-    pairs = zip(hypotheses, test.tgt, strict=True)
-    return [float(metric.sentence_score(text, [reference]).score) for text, reference in pairs]
+    rows = zip(hypotheses, *test.refs, strict=True)
+    return [float(metric.sentence_score(text, refs).score) for text, *refs in rows]

@@ -13,14 +13,13 @@ from typing import Any
 
 from mtrain.config.sections import Config
 from mtrain.data import prepare
-from mtrain.data.prepare import ParallelLines
 from mtrain.decode.beam import length_penalty
 from mtrain.decode.pipeline import Warn, translate_lines
 from mtrain.decode.translator import EncodedSource, Translator
-from mtrain.errors import ConfigError, RunError
+from mtrain.errors import ConfigError, DataError, RunError
 from mtrain.evaluate import breakdown, significance
 from mtrain.evaluate.breakdown import Breakdown, Contrast
-from mtrain.evaluate.metrics import Score, Scorer, ScoringOptions
+from mtrain.evaluate.metrics import Score, Scorer, ScoringOptions, TestSet
 from mtrain.evaluate.significance import SystemComparison
 from mtrain.io.lines import read_lines
 from mtrain.run.run_dir import RunDir
@@ -34,7 +33,7 @@ class TestResult:
 
     name: str  # of the test set
     system: str  # the run folder or the file of translations
-    lines: ParallelLines
+    lines: TestSet
     hypotheses: list[str]
     scores: list[Score]  # by each metric
     breakdown: Breakdown | None = None  # if asked for
@@ -69,15 +68,37 @@ class EvaluationPlan:
     names: Sequence[str] | None  # the test sets; None for all of the first run
     options: ScoringOptions
     with_details: bool = False  # whether scores are broken down
+    text: Mapping[str, TestSet] | None = None  # a text, by its name, instead of test sets of runs
 
     def __post_init__(self) -> None:
         if self.others and len(self.runs) > 1:
             raise ConfigError(f"`--compare` must have one run, but has {len(self.runs)} instead.")
         if self.others and self.options.num_resamples == 0:
             raise ConfigError("`--resamples` must not be 0 beside `--compare`, but is.")
+        num_refs = max((len(test.refs) for test in (self.text or {}).values()), default=1)
+        if self.options.comet is not None and num_refs > 1:
+            raise ConfigError(f"`--comet` must have one `--ref`, but has {num_refs} instead.")
 
 
-def read_tests(run: RunDir, names: Sequence[str] | None = None) -> dict[str, ParallelLines]:
+def read_files(src: Path, refs: Sequence[Path]) -> dict[str, TestSet]:
+    """Return a test set of a file and its references, by the file's name.
+
+    Raises:
+        DataError: if a file cannot be read, is empty, or has fewer or more lines than another.
+    """
+    sources, *references = (list(read_lines(path)) for path in (src, *refs))
+    if not sources:
+        raise DataError(f"{src}: must have at least one line, but is empty.")
+    for path, lines in zip(refs, references, strict=True):
+        if len(lines) != len(sources):
+            raise DataError(
+                f"{path}: must have a line for each of the {len(sources):,} lines of {src}, but "
+                f"has {len(lines):,} instead."
+            )
+    return {src.name: TestSet(sources, references)}
+
+
+def read_tests(run: RunDir, names: Sequence[str] | None = None) -> dict[str, TestSet]:
     """Return the text of a run's test sets, all or those that are named.
 
     Raises:
@@ -91,7 +112,8 @@ def read_tests(run: RunDir, names: Sequence[str] | None = None) -> dict[str, Par
             raise RunError(
                 f"{run.path}: must have a test set {name!r}, but has {', '.join(known)} instead."
             )
-    return {name: prepare.read_test(run, name) for name in dict.fromkeys(names or known)}
+    texts = {name: prepare.read_test(run, name) for name in dict.fromkeys(names or known)}
+    return {name: TestSet(src, [tgt]) for name, (src, tgt) in texts.items()}
 
 
 def evaluate(
@@ -114,7 +136,7 @@ def evaluate(
 
 
 def translate_tests(
-    run: RunDir, translator: Translator, tests: Mapping[str, ParallelLines], warn: Warn
+    run: RunDir, translator: Translator, tests: Mapping[str, TestSet], warn: Warn
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield the name of each test set with its translations; all ranks call together."""
     stats = prepare.read_profile(run)
@@ -126,17 +148,15 @@ def translate_tests(
         yield name, translate_lines(translator, lines.src, stats, warn_of_test)
 
 
-def reference_scores(
-    run: RunDir, translator: Translator, names: Sequence[str] | None = None
-) -> Iterator[str]:
-    """Yield the model's score of each reference of test sets, tab-separated.
+def reference_scores(translator: Translator, tests: Mapping[str, TestSet]) -> Iterator[str]:
+    """Yield the model's score of each first reference of test sets, tab-separated.
 
     The columns are the test set, the line from 1, the score, the log-probability, and the number
     of tokens, eos among them.
     """
-    for name, lines in read_tests(run, names).items():
+    for name, lines in tests.items():
         sources = [EncodedSource(ids) for ids in translator.tokenizer.encode_src(lines.src)]
-        targets = translator.tokenizer.tgt.encode(lines.tgt)
+        targets = translator.tokenizer.tgt.encode(lines.refs[0])
         for number, log_probs in enumerate(translator.score(sources, targets), start=1):
             penalty = length_penalty(len(log_probs), translator.options.length_alpha)
             log_prob = sum(log_probs)
@@ -148,7 +168,8 @@ def evaluate_systems(
 ) -> list[TestReport]:
     """Translate and score test sets by all systems of a plan; return a report of each test set.
 
-    The text of the first run's test sets is what all systems are scored against.
+    The text of the first run's test sets is what all systems are scored against, unless the plan
+    has one of its own.
 
     Args:
         plan: what to evaluate.
@@ -163,15 +184,15 @@ def evaluate_systems(
     for path, place in zip(paths, resolved, strict=True):
         if resolved.count(place) > 1:
             raise ConfigError(f"{path}: must be named once, but is named twice.")
-    tests = read_tests(plan.runs[0], plan.names)
+    tests = plan.text or read_tests(plan.runs[0], plan.names)
     run_of = {run.path: run for run in plan.runs}
     tests_of, translations = {paths[0]: tests}, {}
     for path in paths[1:]:
         if path.is_dir():
             run = run_of.setdefault(path, RunDir(path))
-            tests_of[path] = read_tests(run, list(tests))
+            tests_of[path] = plan.text or read_tests(run, list(tests))
             for name, lines in tests_of[path].items():
-                _check_references(path, name, lines.tgt, plan, tests[name].tgt)
+                _check_references(path, name, lines.refs[0], plan, tests[name].refs[0])
         else:
             translations[path] = _read_translations(path, tests)
     if plan.options.comet is not None:
@@ -210,7 +231,7 @@ def _check_references(
         )
 
 
-def _read_translations(path: Path, tests: Mapping[str, ParallelLines]) -> list[str]:
+def _read_translations(path: Path, tests: Mapping[str, TestSet]) -> list[str]:
     """Read a file of translations, which can be of one test set only."""
     if not path.exists():
         raise ConfigError(f"{path}: must be a run folder or a file of translations, but is none.")
@@ -221,18 +242,18 @@ def _read_translations(path: Path, tests: Mapping[str, ParallelLines]) -> list[s
         )
     lines = list(read_lines(path))
     for name, test in tests.items():
-        if len(lines) != len(test.tgt):
+        if len(lines) != len(test.src):
             raise ConfigError(
-                f"{path}: must have a line for each of the {len(test.tgt):,} lines of {name!r}, "
+                f"{path}: must have a line for each of the {len(test.src):,} lines of {name!r}, "
                 f"but has {len(lines):,} instead."
             )
     return lines
 
 
 def _report(
-    name: str, lines: ParallelLines, outputs: Mapping[str, list[str]], plan: EvaluationPlan
+    name: str, lines: TestSet, outputs: Mapping[str, list[str]], plan: EvaluationPlan
 ) -> TestReport:
-    options, scorer = plan.options, Scorer(lines.tgt, plan.options, lines.src)
+    options, scorer = plan.options, Scorer(lines, plan.options)
     breakdowns: dict[str, Breakdown] = {}
     contrasts = []
     if plan.with_details:

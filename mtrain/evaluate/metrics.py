@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sacrebleu.metrics.base import Metric
 from sacrebleu.metrics.bleu import BLEU
@@ -21,6 +21,18 @@ from mtrain.evaluate.comet import CometModel, Floats, resampled_means
 
 METRICS = ("bleu", "chrf", "chrf++", "ter")  # as the user names them
 _LEAST_RESAMPLES = 40  # an interval of 95% cuts one in 40 on either side
+
+
+class TestSet(NamedTuple):
+    """Lines to translate, and their references: one list, or several, of a line for each."""
+
+    src: list[str]
+    refs: list[list[str]]
+
+    def rows(self, rows: Sequence[int]) -> TestSet:
+        """Return some of the lines."""
+        src, *refs = ([lines[row] for row in rows] for lines in (self.src, *self.refs))
+        return TestSet(src, refs)
 
 
 @dataclass(frozen=True)
@@ -97,15 +109,12 @@ class ScoringOptions:
 class Scorer:
     """The metrics of a test set; the references are processed once for all systems."""
 
-    def __init__(
-        self, references: Sequence[str], options: ScoringOptions, sources: Sequence[str] = ()
-    ) -> None:
-        """Take the raw references, and the sources, which only COMET reads."""
-        self.options = options
+    def __init__(self, test: TestSet, options: ScoringOptions) -> None:
+        """Take raw text; only COMET reads the sources, and it reads the first references only."""
+        self.options, self._test = options, test
         self.metrics = [
-            _metric(name, [list(references)], options) for name in dict.fromkeys(options.metrics)
+            _metric(name, test.refs, options) for name in dict.fromkeys(options.metrics)
         ]
-        self._sources, self._references = sources, references
 
     def score(self, hypotheses: Sequence[str]) -> list[Score]:
         """Return the score of detokenised lines by each metric."""
@@ -146,7 +155,7 @@ class Scorer:
     def comet_values(self, hypotheses: Sequence[str]) -> Floats:
         """Return COMET's score of each line."""
         assert self.options.comet is not None
-        return self.options.comet.score(self._sources, self._references, hypotheses)
+        return self.options.comet.score(self._test.src, self._test.refs[0], hypotheses)
 
 
 def score(
@@ -156,7 +165,8 @@ def score(
     sources: Sequence[str] = (),
 ) -> list[Score]:
     """Return the scores of detokenised lines against raw references."""
-    return Scorer(references, options or ScoringOptions(), sources).score(hypotheses)
+    test = TestSet(list(sources), [list(references)])
+    return Scorer(test, options or ScoringOptions()).score(hypotheses)
 
 
 def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> float:

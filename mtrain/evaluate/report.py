@@ -51,7 +51,7 @@ def as_json(reports: Sequence[TestReport]) -> Iterator[str]:
 
 def _tree(report: TestReport) -> dict[str, object]:
     tree: dict[str, object] = {
-        "num_lines": len(report.results[0].lines.tgt),
+        "num_lines": len(report.results[0].lines.src),
         "scores": [
             {"system": result.system} | asdict(score)
             for result in report.results

@@ -26,7 +26,7 @@ from encoded_pairs import (
 from mtrain.data import arrow_shards, loader
 from mtrain.data.arrow_shards import ShardSet
 from mtrain.data.batch import Position
-from mtrain.data.loader import TrainingData, check_pairs, read_src
+from mtrain.data.loader import TrainingData, check_pairs, read_ids
 from mtrain.errors import RunError
 
 WINDOW_PAIRS = 37
@@ -171,9 +171,12 @@ def test_a_mixture_deals_out_each_corpus_by_its_weight(tmp_path: Path, small_win
     assert_continues(dealt, 60)
 
 
-def test_the_source_pieces_of_all_tables_are_read_in_order(directory: Path) -> None:
-    found = itertools.chain(*read_src(directory, vocabularies()))
-    assert list(found) == [pair.src[:-1] for pair in encoded_pairs()]
+def test_the_ids_of_all_tables_are_read_in_order(directory: Path) -> None:
+    found = [
+        pair for block in read_ids(directory, vocabularies()) for pair in zip(*block, strict=True)
+    ]
+    written = [(pair.src, pair.tgt) for pair in encoded_pairs()]
+    assert [(src.tolist(), tgt.tolist()) for src, tgt in found] == written
     assert check_pairs(directory, vocabularies()) == NUM_PAIRS
 
 

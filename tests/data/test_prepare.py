@@ -310,6 +310,69 @@ def test_other_data_or_another_tokenizer_in_the_same_run_is_refused(
     )
 
 
+def test_test_sets_change_without_tokenizing_again_and_leaks_are_said(
+    tmp_path: Path, tree: Tree
+) -> None:
+    run, _ = make(tmp_path, tree)
+    before = {path: path.stat().st_mtime_ns for path in run.data_dir.glob("train*")}
+    train = copy_task(200, 1)
+    news = [
+        *train[:2],
+        Pair(train[2].src, "ba ba"),
+        *(Pair(f"so {n}", f"so {n}") for n in range(4)),
+    ]
+    tree["data"]["tests"]["news"] = write_corpus(tmp_path, "news", news)
+    tree["training"]["lr"] = 0.5
+    _, said = make(tmp_path, tree)
+    assert said == [
+        f"{run.path}: test set news added, 7 pairs",
+        "news: the training pairs have 2 of its 7 pairs and 3 of its sources: its scores will be "
+        "too high",
+        f"{run.path}: tokenized already",
+    ]
+    again = RunDir(run.path)
+    assert list(zip(*prepare.read_test(again, "news"), strict=True)) == news
+    assert list(zip(*prepare.read_test(again, "held_out"), strict=True)) == copy_task(40, 3)
+    assert list(again.config.data.tests) == ["held_out", "news"]
+    assert again.config.training.lr == 0.01  # which the training itself takes over
+    assert prepare.damaged_files(again) == []
+    assert tree["data"]["tests"]["news"]["src"][0] in prepare.read_marks(again)
+    assert {path: path.stat().st_mtime_ns for path in run.data_dir.glob("train*")} == before
+    assert make(tmp_path, tree)[1] == [f"{run.path}: tokenized already"]
+
+    gone = tree["data"]["tests"].pop("held_out")
+    tree["data"]["tests"]["news"] = write_corpus(tmp_path, "other", [Pair("so 1", "so 2")])
+    _, said = make(tmp_path, tree)
+    assert said == [
+        f"{run.path}: test set held_out removed",
+        f"{run.path}: test set news added, 1 pairs",
+        f"{run.path}: tokenized already",
+    ]
+    again = RunDir(run.path)
+    assert list(zip(*prepare.read_test(again, "news"), strict=True)) == [("so 1", "so 2")]
+    assert {path.name for path in (run.data_dir / "tests").iterdir()} == {"news.src", "news.tgt"}
+    assert not {*gone["src"], *gone["tgt"]} & set(prepare.read_marks(again))
+    assert prepare.damaged_files(again) == []
+
+
+def test_a_new_test_set_that_cannot_be_read_changes_nothing(tmp_path: Path, tree: Tree) -> None:
+    run, _ = make(tmp_path, tree)
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    tree["data"]["tests"]["news"] = write_corpus(tmp_path, "news", copy_task(3, 5))
+    tree["data"]["tests"]["void"] = write_corpus(tmp_path, "void", [])
+    with pytest.raises(DataError, match=r"`data\.tests\.void` must have at least one pair"):
+        make(tmp_path, tree)
+    files = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    assert {path: data for path, data in files.items() if path.name != ".lock"} == before
+
+
+def test_test_sets_do_not_change_while_another_process_trains(tmp_path: Path, tree: Tree) -> None:
+    run, _ = make(tmp_path, tree)
+    tree["data"]["tests"]["news"] = write_corpus(tmp_path, "news", copy_task(3, 5))
+    with run.locked(), pytest.raises(RunError, match="another process is training in it"):
+        make(tmp_path, tree)
+
+
 def test_other_training_settings_do_not_ask_for_new_data(tmp_path: Path, tree: Tree) -> None:
     make(tmp_path, tree)
     tree["training"]["lr"] = 0.5

@@ -7,14 +7,14 @@ import pytest
 from tasks import Said, tiny_tree, write_config
 
 from mtrain.config import config_file
-from mtrain.data.prepare import ParallelLines, prepare
+from mtrain.data.prepare import prepare
 from mtrain.evaluate import breakdown, metrics
 from mtrain.evaluate.breakdown import NUM_EXAMPLES, Unit, break_down, contrast, line_scores
 from mtrain.evaluate.metrics import ScoringOptions
 from mtrain.run.run_dir import RunDir
 
 SOURCES = ["one", "two words", "three words here", "four words are here", "five words are in here"]
-TEST = ParallelLines(SOURCES * 8, [f"{line} at last" for line in SOURCES] * 8)
+TEST = metrics.TestSet(SOURCES * 8, [[f"{line} at last" for line in SOURCES] * 8])
 OUTPUT = [line.replace("words", "birds") + " at last" for line in SOURCES] * 8
 OPTIONS = ScoringOptions(metrics=("bleu", "ter"))
 COMMON = dict.fromkeys(["four", "words", "are", "in", "here"], 5000)
@@ -52,7 +52,7 @@ def test_groups_by_length_hold_every_line_once_and_their_own_scores() -> None:
 
 
 def test_groups_by_rarity_go_by_the_rarest_word_of_the_source() -> None:
-    test = ParallelLines([*TEST.src, "..."], [*TEST.tgt, "..."])
+    test = metrics.TestSet([*TEST.src, "..."], [[*TEST.refs[0], "..."]])
     found = break_down(test, "system", [*OUTPUT, "..."], OPTIONS, TRAINING)
     assert found.by_rarity is not None
     assert [(own.first, own.last, own.num_lines) for own in found.by_rarity] == [
@@ -72,15 +72,15 @@ def test_the_best_and_the_worst_lines_are_those_by_chrf_and_the_longest_first() 
     assert [own.translations[0].score for own in found.worst] == ends
     (one, *_) = found.worst
     row = one.line - 1
-    assert (one.source, one.reference) == (TEST.src[row], TEST.tgt[row])
+    assert (one.source, one.reference) == (TEST.src[row], TEST.refs[0][row])
     assert one.translations[0].text == OUTPUT[row]
-    same = ParallelLines(["a b", "a b c d", "a b c"], ["x", "xyz", "xy"])
-    found = break_down(same, "system", same.tgt, OPTIONS, None)
+    same = metrics.TestSet(["a b", "a b c d", "a b c"], [["x", "xyz", "xy"]])
+    found = break_down(same, "system", same.refs[0], OPTIONS, None)
     assert [own.line for own in found.best] == [2, 3, 1] == [own.line for own in found.worst]
 
 
 def test_contrasts_are_the_lines_of_the_largest_differences_on_either_side() -> None:
-    other = [*TEST.tgt[:20], *["nothing"] * 20]
+    other = [*TEST.refs[0][:20], *["nothing"] * 20]
     found = contrast(TEST, {"system": OUTPUT, "other": other}, "other", OPTIONS)
     ours, theirs = line_scores(TEST, OUTPUT, OPTIONS), line_scores(TEST, other, OPTIONS)
     gains = sorted(their - our for our, their in zip(ours, theirs, strict=True))
@@ -94,7 +94,7 @@ def test_contrasts_are_the_lines_of_the_largest_differences_on_either_side() -> 
 
 
 def test_case_counts_in_lines_as_it_does_in_scores() -> None:
-    upper = [line.upper() for line in TEST.tgt]
+    upper = [line.upper() for line in TEST.refs[0]]
     assert max(line_scores(TEST, upper, OPTIONS)) < 100
     lowercased = ScoringOptions(lowercase=True)
     assert min(line_scores(TEST, upper, lowercased)) == 100

@@ -41,9 +41,9 @@ def test_a_run_is_scored_on_its_own_test_sets(trained: RunDir) -> None:
     pairs = copy_task(40, 3)
     assert result.name == "held_out"
     assert result.lines.src == [pair.src for pair in pairs]
-    assert result.lines.tgt == [pair.tgt for pair in pairs]
+    assert result.lines.refs[0] == [pair.tgt for pair in pairs]
     assert result.hypotheses == translate_lines(translator, result.lines.src)
-    assert result.scores == metrics.score(result.hypotheses, result.lines.tgt)
+    assert result.scores == metrics.score(result.hypotheses, result.lines.refs[0])
 
 
 def test_text_has_the_value_its_interval_and_its_signature(cli: Cli, trained: RunDir) -> None:

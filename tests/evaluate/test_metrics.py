@@ -121,7 +121,7 @@ def test_paired_tests_are_those_of_the_sacrebleu_command(
     shown = json.loads(by_command(tmp_path, systems, "-m", *told, f"--paired-{kind}"))
     outputs = {str(place): lines for place, lines in enumerate(systems)}
     options = ScoringOptions(metrics=("bleu", "chrf", "ter"))
-    scorer = Scorer(LINES, options)
+    scorer = Scorer(metrics.TestSet(LINES, [LINES]), options)
     scorer.score(ONE)  # whose resampling is none of the tests'
     found = {(one.metric, one.system): one for one in significance.compare(scorer, outputs)}
     assert len(found) == 6
@@ -241,7 +241,7 @@ def test_metrics_come_in_the_order_of_their_names_and_once() -> None:
 
 def test_a_scorer_gives_each_system_what_it_gives_it_alone() -> None:
     options = ScoringOptions(metrics=ALL)
-    scorer = Scorer(LINES, options)
+    scorer = Scorer(metrics.TestSet(LINES, [LINES]), options)
     both = [scorer.score(ONE), scorer.score(TWO)]
     assert both == [metrics.score(ONE, LINES, options), metrics.score(TWO, LINES, options)]
     no_intervals = metrics.score(ONE, LINES, replace(options, num_resamples=0))
@@ -352,7 +352,7 @@ def test_comet_is_one_more_metric_with_intervals_and_tests(comet: Path) -> None:
     name = "wmt22-comet-da@9a129038d9a0"
     assert score.signature == f"nrefs:1|bs:1000|seed:12345|model:{name}|version:2.2.7"
     outputs = {"one": ONE, "two": TWO, "three": THREE}
-    compared = significance.compare(Scorer(LINES, options, LINES), outputs)[2:]
+    compared = significance.compare(Scorer(metrics.TestSet(LINES, [LINES]), options), outputs)[2:]
     assert [own.metric for own in compared] == ["COMET", "COMET"]
     assert compared[1].difference < -0.05
     assert compared[1].p_bootstrap < 0.01 > compared[1].p_randomization

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import statistics
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from mtrain.evaluate.metrics import Scorer, ScoringOptions
 from mtrain.run.run_dir import RunDir
 
 SOURCES = [pair.src for pair in copy_task(40, 3)]
+AS_TEST = metrics.TestSet(SOURCES, [SOURCES])
 GREEDY = ["--beam", "1", "--metrics", "bleu"]
 Changed = Callable[..., RunDir]
 
@@ -79,7 +81,7 @@ def test_a_run_is_compared_with_a_run_and_a_file_by_paired_tests(
     assert [own["system"] for own in tree["scores"]] == names
     noise = translate_lines(load(noisy), SOURCES)
     outputs = dict(zip(names, (hypotheses, noise, worse), strict=True))
-    expected = significance.compare(Scorer(SOURCES, ScoringOptions(metrics=["bleu"])), outputs)
+    expected = significance.compare(Scorer(AS_TEST, ScoringOptions(metrics=["bleu"])), outputs)
     assert tree["comparisons"] == [vars(own) for own in expected]
     by_noise = tree["comparisons"][0]
     assert by_noise["system"] == names[1]
@@ -362,3 +364,87 @@ def test_evaluating_some_test_sets_is_evaluating_all_and_taking_those(noisy: Run
         for names in (["held_out"], None)
     )
     assert some == whole
+
+
+def test_a_text_with_several_references_is_scored_as_sacrebleu_does(
+    cli: Cli, trained: RunDir, tmp_path: Path
+) -> None:
+    src = write(tmp_path / "news.aa", SOURCES[:9])
+    reversed_ = [" ".join(reversed(line.split())) for line in SOURCES[:9]]
+    refs = [write(tmp_path / "one", reversed_), write(tmp_path / "two", SOURCES[:9])]
+    given = ["--src", src, "--ref", refs[0], "--ref", refs[1]]
+    outcome = cli("eval", trained.path, *given, "--json", "--details", "--metrics", "bleu,chrf,ter")
+    assert (outcome.code, outcome.err) == (0, "")
+    found = json.loads(outcome.out)["news.aa"]
+    out = write(tmp_path / "out", translate_lines(load(trained), SOURCES[:9]))
+    command = [sys.executable, "-m", "sacrebleu", *refs, "-i", out, "-m", "bleu", "chrf", "ter"]
+    printed = subprocess.run([*command, "--confidence"], capture_output=True, check=True, text=True)
+    expected = json.loads(printed.stdout)
+    assert [score["metric"] for score in found["scores"]] == ["BLEU", "chrF2", "TER"]
+    for ours, theirs in zip(found["scores"], expected, strict=True):
+        assert ours["value"] == pytest.approx(theirs["score"], abs=0.05)
+        assert ours["signature"].split("|")[0] == "nrefs:2"
+    assert found["scores"][0]["value"] > 90  # as none of the reversed lines would have
+    assert found["num_lines"] == 9
+    best = found["details"][str(trained.path)]["best"][0]
+    assert best["translations"][0]["score"] == 100
+    assert best["reference"] == reversed_[best["line"] - 1]
+
+
+def test_a_text_is_compared_and_scored_like_a_test_set(
+    cli: Cli, trained: RunDir, noisy: RunDir, tmp_path: Path
+) -> None:
+    src = write(tmp_path / "text", SOURCES)
+    arguments = ["--compare", noisy.path, "--json"]
+    by_file = cli("eval", trained.path, "--src", src, "--ref", src, *arguments)
+    by_name = cli("eval", trained.path, *arguments)
+    assert json.loads(by_file.out)["text"] == json.loads(by_name.out)["held_out"]
+    scores = cli("eval", trained.path, "--src", src, "--ref", src, "--score").lines
+    assert scores == [
+        line.replace("held_out", "text") for line in cli("eval", trained.path, "--score").lines
+    ]
+
+
+def test_a_text_and_references_that_do_not_fit_are_refused(
+    cli: Cli, noisy: RunDir, tmp_path: Path
+) -> None:
+    src, short, void = (
+        write(tmp_path / name, lines)
+        for name, lines in (("src", SOURCES[:3]), ("short", SOURCES[:2]), ("void", []))
+    )
+    for options, said in [
+        (["--src", src], "`--src` must stand beside `--ref`, but stands alone."),
+        (["--ref", src], "`--ref` must stand beside `--src`, but stands alone."),
+        (
+            ["--src", src, "--ref", src, "--tests", "held_out"],
+            "`--tests` must not stand beside `--src`, but does.",
+        ),
+        (
+            ["--src", src, "--ref", src, "--ref", short],
+            f"{short}: must have a line for each of the 3 lines of {src}, but has 2 instead.",
+        ),
+        (["--src", void, "--ref", void], f"{void}: must have at least one line, but is empty."),
+        (
+            ["--src", src, "--ref", src, "--ref", src, "--score"],
+            "`--score` must have one `--ref`, but has 2 instead.",
+        ),
+        (
+            ["--src", src, "--ref", src, "-o", src],
+            f"`--output` must be a file that is not read, but is {src} instead.",
+        ),
+    ]:
+        assert error_line(cli("eval", noisy.path, *options)) == said
+
+
+def test_a_test_set_that_the_config_names_anew_is_added_and_scored(
+    cli: Cli, changed: Changed, tmp_path: Path
+) -> None:
+    run = changed("more")
+    tree = yaml.safe_load(run.config_path.read_text("utf-8"))
+    news = write(tmp_path / "news", SOURCES[:4])
+    tree["data"]["tests"]["news"] = {"src": [news], "tgt": [news]}
+    write_config(run.config_path, tree)
+    outcome = cli("eval", run.path, *GREEDY, "--tests", "news", "--json")
+    assert outcome.code == 0
+    assert f"{run.path}: test set news added, 4 pairs\n" in outcome.err
+    assert json.loads(outcome.out)["news"]["num_lines"] == 4
