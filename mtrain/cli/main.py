@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
-from collections.abc import Callable
-from typing import Annotated, NoReturn
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
 
 import typer
 from pydantic import ValidationError
@@ -37,14 +40,13 @@ app = typer.Typer(
 )
 _SHARED = {"train", "translate", "eval"}  # verbs that several processes may share
 _GOING_ON = {"train", "tokenize", "demo"}  # and those that leave what the same command goes on from
+_MAX_CONFIG_BYTES = 100_000  # what is larger is text to translate
+_DEFAULT_DIR = "runs"  # below which verbs write without being told
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of all mistakes in options
 
 
 def main() -> NoReturn:
-    """Run the command line; a user's error is one line on stderr and exit code 2.
-
-    So is an OSError that names a file: a full disk, no permission, no such file.
-    """
+    """Run the command line; a user's error is one line on stderr and exit code 2."""
     console.open_closed_streams()
     try:
         with silence_other_ranks(), console.log_on_stderr():
@@ -52,17 +54,16 @@ def main() -> NoReturn:
     except UserError as error:
         report_error(error)
         sys.exit(2)
-    except OSError as error:
-        if error.filename is None:
-            raise
-        report_error(UserError(f"{error.filename}: {error.strerror}."))
-        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
 def _run() -> NoReturn:
-    """Run the verb of the command line; a mistake in its options is a user's error."""
+    """Run the verb of the command line.
+
+    A mistake in its options is a user's error, and so is an OSError about a path that the user
+    named: no permission, no such file. Any other OSError is a bug.
+    """
     try:
         # the name whatever started it: completion goes by it
         sys.exit(app(prog_name="mtrain", standalone_mode=False))
@@ -72,6 +73,38 @@ def _run() -> NoReturn:
         what = _what_is_wrong(error)
         see = " See" if what.endswith("?") else "; see"
         raise ConfigError(f"{what}{see} `{verb} --help`.") from None
+    except OSError as error:
+        if not _is_named(error.filename, sys.argv[1:]):
+            raise
+        raise UserError(f"{os.fspath(error.filename)}: {error.strerror}.") from None
+
+
+def _is_named(path: object, arguments: Iterable[str]) -> bool:
+    """Tell whether a path is one that the arguments name, or stands in a folder that they name."""
+    if not isinstance(path, str | os.PathLike):
+        return False
+    place = Path(os.path.realpath(path))
+    return any(place.is_relative_to(os.path.realpath(name)) for name in _named(arguments))
+
+
+def _named(arguments: Iterable[str]) -> Iterator[str]:
+    yield _DEFAULT_DIR
+    for text in (argument.rpartition("=")[2] for argument in arguments):
+        if text and "\0" not in text:
+            yield text
+            for config_path in (Path(text), Path(text) / "config.yaml"):
+                with suppress(OSError, ConfigError):
+                    if config_path.stat().st_size <= _MAX_CONFIG_BYTES:
+                        yield from _texts(config_file.read_yaml(config_path))
+
+
+def _texts(tree: Any) -> Iterator[str]:
+    """Yield all texts in a config; what is no path is the name of no file that is asked for."""
+    if isinstance(tree, str) and tree:
+        yield tree
+    elif isinstance(tree, dict | list):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from _texts(value)
 
 
 def _what_is_wrong(error: Exception) -> str:

@@ -25,7 +25,7 @@ def load(path: Path, overrides: Iterable[str] = (), run_dir: str | None = None) 
     Raises:
         ConfigError: one line with the file and the key.
     """
-    return from_tree(_read_yaml(path), str(path), overrides, run_dir)
+    return from_tree(read_yaml(path), str(path), overrides, run_dir)
 
 
 def from_tree(
@@ -160,7 +160,12 @@ def _parse(text: str) -> Any:
         raise yaml.YAMLError("it is nested too deeply") from None
 
 
-def _read_yaml(path: Path) -> Tree:
+def read_yaml(path: Path) -> Tree:
+    """Return the tree of a YAML file, not validated.
+
+    Raises:
+        ConfigError: if it cannot be read, or is no mapping.
+    """
     try:
         tree = _parse(path.read_text(encoding="utf-8-sig"))
     except OSError as error:

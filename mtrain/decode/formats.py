@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from mtrain.audit.unicode_classes import IS_UNSPACED, kinds
 from mtrain.corpus.length_stats import CorpusStats
 
 _SPACE = "\u2581"  # as SentencePiece writes it
+_BYTE = re.compile("<0x[0-9A-F]{2}>")  # likewise
 
 
 class Link(NamedTuple):
@@ -21,38 +28,81 @@ class Link(NamedTuple):
     tgt: int
 
 
-def align_words(weights_TS: Tensor, src_words: Sequence[int], tgt: Sequence[str]) -> list[Link]:
+def align_words(weights_TS: Tensor, src_words: Sequence[range], tgt: Sequence[str]) -> list[Link]:
     """Link each target word to the source word that it attends to most.
+
+    Where a piece has several words, all of them are linked.
 
     Args:
         weights_TS: cross-attention weights of target and source tokens, [T, S] or larger.
-        src_words: the word index of each source token.
+        src_words: the words of each source token, as of `number_words`.
         tgt: the target tokens as SentencePiece pieces.
     """
     tgt_words = number_words(tgt)
-    if not src_words or all(piece == _SPACE for piece in tgt):
+    src_rows, tgt_rows = (
+        {words: row for row, words in enumerate(dict.fromkeys(side))}
+        for side in (src_words, tgt_words)
+    )
+    if not any(map(len, src_rows)) or not any(map(len, tgt_rows)):
         return []
-    first = min(src_words)
-    by_word = weights_TS.new_zeros((tgt_words[-1] + 1, max(src_words) - first + 1))
-    for position, word in enumerate(tgt_words):
-        weights_S = weights_TS[position, : len(src_words)]
-        by_word[word].index_add_(0, weights_S.new_tensor(src_words).long() - first, weights_S)
-    return [Link(first + int(src_word), word) for word, src_word in enumerate(by_word.argmax(1))]
+    sums = weights_TS.new_zeros((len(tgt_rows), len(src_rows)))
+    columns = torch.tensor([src_rows[words] for words in src_words], device=sums.device)
+    for position, words in enumerate(tgt_words):
+        sums[tgt_rows[words]].index_add_(0, columns, weights_TS[position, : len(src_words)])
+    best = [list(src_rows)[column] for column in sums.argmax(1).tolist()]
+    return [
+        Link(src, tgt)
+        for src_group, tgt_group in zip(best, tgt_rows, strict=True)
+        for tgt in tgt_group
+        for src in src_group
+    ]
 
 
-def number_words(pieces: Sequence[str]) -> list[int]:
-    """Return the word index of each piece; a piece with a leading space begins a word.
+def word_starts(text: str) -> list[bool]:
+    """Tell for each character whether it begins a word.
 
-    A piece that is only a space belongs to the next word, at the end of the line to the last word.
+    Words stand between spaces; each letter of a script without spaces is a word, with its marks.
     """
-    words, word, is_open = [], 0, False
-    for piece in pieces:
-        if piece.startswith(_SPACE) and is_open:
-            word, is_open = word + 1, False
-        is_open = is_open or piece != _SPACE
-        words.append(word)
-    last = word if is_open else max(word - 1, 0)
-    return [min(word, last) for word in words]
+    codes = np.frombuffer(text.encode("utf-32-le", "replace"), np.uint32)
+    is_letter = IS_UNSPACED[kinds(codes)].tolist()
+    starts: list[bool] = []
+    before, is_after_letter = " ", False
+    for character, is_unspaced in zip(text, is_letter, strict=True):
+        if before != " " and unicodedata.category(character)[0] == "M":
+            starts.append(False)
+            continue
+        is_new = before == " " or is_unspaced or is_after_letter
+        starts.append(is_new and character != " ")
+        before, is_after_letter = character, is_unspaced
+    return starts
+
+
+def number_words(pieces: Sequence[str]) -> list[range]:
+    """Return the words of each piece, numbered from 0.
+
+    Pieces of one word have the same range. A piece that is only a space belongs to the next word,
+    at the end of the line to the last one.
+    """
+    texts: list[str] = []
+    for is_byte, run in groupby(pieces, key=lambda piece: bool(_BYTE.fullmatch(piece))):
+        if is_byte:
+            raw = bytes(int(piece[3:5], 16) for piece in run)
+            texts += [raw.decode("utf-8", errors="replace"), *[""] * (len(raw) - 1)]
+        else:
+            texts += [piece.replace(_SPACE, " ") for piece in run]
+    starts = iter(word_starts("".join(texts)))
+    firsts: list[int] = []  # the first word of each group of pieces
+    groups, num_words = [], 0
+    for text in texts:
+        has_letter = False
+        for character, is_start in zip(text, starts, strict=False):
+            if is_start and not has_letter:
+                firsts.append(num_words)
+            num_words += is_start
+            has_letter |= character != " "
+        groups.append(len(firsts) if text and not has_letter else len(firsts) - 1)
+    ranges = [range(*bounds) for bounds in pairwise([*firsts, num_words])] or [range(0)]
+    return [ranges[min(group, len(ranges) - 1)] for group in groups]
 
 
 Format = Literal["text", "tsv", "jsonl"]
@@ -113,7 +163,7 @@ def join(parts: Sequence[Translation]) -> Translation:
     first_tgt = 0
     for part in parts:
         links += [Link(link.src, first_tgt + link.tgt) for link in part.alignment or ()]
-        first_tgt += sum(word != "" for word in part.text.split(" "))
+        first_tgt += sum(word_starts(part.text))
     return Translation(
         " ".join(part.text for part in parts if part.text),
         tuple(token for part in parts for token in part.tokens),

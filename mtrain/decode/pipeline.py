@@ -102,7 +102,7 @@ class LineTranslator:
             prefixes: what the translation of each line must begin with.
 
         Raises:
-            DataError: if a line is too long and may not be cut, or has no prefix.
+            DataError: if a line is too long and may not be cut, or there is not a prefix a line.
         """
         for lines, line_prefixes in self._broadcast(self._with_prefixes(blocks, prefixes)):
             yield from self._translate_block(lines, line_prefixes)
@@ -120,6 +120,11 @@ class LineTranslator:
                     f"{self._num_lines + len(line_prefixes):,}."
                 )
             yield lines, line_prefixes
+        if prefixes is not None and next(prefixes, None) is not None:
+            raise DataError(
+                "`--prefix` must have a line for each line of the input, but goes on after line "
+                f"{self._num_lines:,}."
+            )
 
     def _broadcast(
         self, blocks: Iterator[tuple[list[str], list[str] | None]]

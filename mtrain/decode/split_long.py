@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
-from mtrain.decode.formats import number_words
+from mtrain.decode.formats import number_words, word_starts
 from mtrain.decode.translator import EncodedSource
 from mtrain.tokenizer.sentencepiece import Vocabulary
 
@@ -22,21 +22,21 @@ class LinePart(NamedTuple):
 
     Attributes:
         source: its tokens.
-        words: the number of each token's word in the whole line.
+        words: those of each token, numbered in the whole line.
         flags: of its translation.
     """
 
     source: EncodedSource
-    words: list[int]
+    words: list[range]
     flags: list[str]
 
 
 class _Token(NamedTuple):
-    """A token of a line, and the number of its word in the line, from 0."""
+    """A token of a line, and its words in the line, numbered from 0."""
 
     id: int
     piece: str
-    word: int
+    words: range
 
 
 def split_line(src: str, vocabulary: Vocabulary, max_tokens: int) -> list[LinePart]:
@@ -46,8 +46,7 @@ def split_line(src: str, vocabulary: Vocabulary, max_tokens: int) -> list[LinePa
         as few parts as fit, each of at most `max_tokens` tokens, eos included.
     """
     limit = max_tokens - 1  # for eos
-    is_word_start = (before == " " != here for before, here in pairwise(f" {src}"))
-    words = list(accumulate(is_word_start, initial=-1))[1:]  # of each character
+    words = list(accumulate(word_starts(src), initial=-1))[1:]  # of each character
     sentences = list(_SENTENCE.finditer(src))
     units: list[list[_Token]] = []
     for sentence, tokens in zip(sentences, _encode(vocabulary, sentences, words), strict=True):
@@ -67,7 +66,7 @@ def split_line(src: str, vocabulary: Vocabulary, max_tokens: int) -> list[LinePa
                 [*(token.id for token in part), vocabulary.eos],
                 text=vocabulary.text_of([token.piece for token in part]),
             ),
-            [token.word for token in part],
+            [token.words for token in part],
             ["split"],
         )
         for part in _pack(units, limit)
@@ -82,7 +81,7 @@ def _encode(
     tokens_of: list[list[_Token]] = []
     for match, text, ids in zip(matches, passages, vocabulary.encode(passages), strict=True):
         pieces, first = vocabulary.pieces(text), words[match.start()]
-        numbers = [first + word for word in number_words(pieces)]
+        numbers = [range(first + own.start, first + own.stop) for own in number_words(pieces)]
         tokens_of.append([_Token(*token) for token in zip(ids, pieces, numbers, strict=True)])
     return tokens_of
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from mtrain.decode.formats import (
     find_flags,
     join,
     number_words,
+    word_starts,
     write,
 )
 
@@ -75,20 +77,57 @@ def test_an_empty_translation_and_a_copy_are_flaws_where_they_are_not_usual() ->
     assert flaws([1], ["In"], USUAL) == []
 
 
+def numbers(pieces: list[str]) -> list[int]:
+    """The number of the one word of each piece."""
+    words = number_words(pieces)
+    assert all(len(own) == 1 for own in words)
+    return [own.start for own in words]
+
+
 def test_pieces_are_numbered_by_their_words() -> None:
-    assert number_words(["▁a", "▁b", "c", "d", "▁e"]) == [0, 1, 1, 1, 2]
-    assert number_words(["b", "c", "▁e"]) == [0, 0, 1]
-    assert number_words(["▁", "x", "▁y"]) == [0, 0, 1]
+    assert numbers(["▁a", "▁b", "c", "d", "▁e"]) == [0, 1, 1, 1, 2]
+    assert numbers(["b", "c", "▁e"]) == [0, 0, 1]
+    assert numbers(["▁", "x", "▁y"]) == [0, 0, 1]
     assert number_words([]) == []
 
 
 def test_spaces_that_no_letter_follows_are_no_words() -> None:
-    assert number_words(["▁a", "▁", "▁", "▁b", "▁"]) == [0, 1, 1, 1, 1]
-    assert number_words(["▁", "▁a", "▁", "b"]) == [0, 0, 1, 1]
-    assert number_words(["▁", "▁"]) == [0, 0]
-    weights_TS = torch.ones(4, 1)
-    assert align_words(weights_TS, [0], ["▁a", "▁", "▁b", "▁"]) == [Link(0, 0), Link(0, 1)]
-    assert align_words(weights_TS, [0], ["▁", "▁"]) == []
+    assert numbers(["▁a", "▁", "▁", "▁b", "▁"]) == [0, 1, 1, 1, 1]
+    assert numbers(["▁", "▁a", "▁", "b"]) == [0, 0, 1, 1]
+    assert number_words(["▁", "▁"]) == [range(0), range(0)]
+    weights_TS, one = torch.ones(4, 1), [range(1)]
+    assert align_words(weights_TS, one, ["▁a", "▁", "▁b", "▁"]) == [Link(0, 0), Link(0, 1)]
+    assert align_words(weights_TS, one, ["▁", "▁"]) == []
+
+
+def test_letters_of_scripts_without_spaces_are_words_with_their_marks() -> None:
+    text = "你好，世界 ab กี่คน Python3が好き"
+    bounds = [place for place, is_start in enumerate(word_starts(text)) if is_start]
+    words = [text[i:j].strip() for i, j in pairwise([*bounds, len(text)])]
+    assert words == [*"你好，世界", "ab", "กี่", "ค", "น", "Python3", *"が好き"]
+    assert word_starts("") == []
+    pieces = ["▁你好", "，", "世", "界。", "<0xE4>", "<0xBD>", "<0xA0>", "x", "▁y", "z"]
+    bounds = [(0, 2), (2, 3), (3, 4), (4, 6), (6, 7), (6, 7), (6, 7), (7, 8), (8, 9), (8, 9)]
+    assert number_words(pieces) == [range(*own) for own in bounds]
+
+
+def test_all_words_of_a_piece_are_linked() -> None:
+    src, tgt = ["▁hello", ",", "▁wor", "ld"], ["▁你好", "，", "世", "界"]
+    weights_TS = torch.tensor(
+        [
+            [0.7, 0.1, 0.1, 0.1],
+            [0.6, 0.4, 0.0, 0.0],
+            [0.4, 0.0, 0.3, 0.3],
+            [0.0, 0.0, 0.0, 1.0],
+        ]
+    )
+    links = align_words(weights_TS, number_words(src), tgt)
+    assert links == [Link(0, 0), Link(0, 1), Link(0, 2), Link(1, 3), Link(1, 4)]
+    weights_TS = torch.tensor(
+        [[0.7, 0.2, 0.1, 0.0], [0.5, 0.3, 0.1, 0.1], [0.0, 0.0, 0.3, 0.7], [0.0, 0.0, 0.2, 0.8]]
+    )
+    links = align_words(weights_TS, number_words(tgt), src)
+    assert links == [Link(0, 0), Link(1, 0), Link(4, 1)]
 
 
 def test_a_target_word_is_linked_to_the_source_word_that_its_pieces_attend_to_most() -> None:
@@ -102,7 +141,10 @@ def test_a_target_word_is_linked_to_the_source_word_that_its_pieces_attend_to_mo
         ]
     )
     assert align_words(weights_TS, number_words(src), tgt) == [Link(0, 0), Link(1, 1)]
-    assert align_words(weights_TS, [5, 6, 6], tgt) == [Link(5, 0), Link(6, 1)]
+    assert align_words(weights_TS, [range(5, 6), range(6, 7), range(6, 7)], tgt) == [
+        Link(5, 0),
+        Link(6, 1),
+    ]
     assert align_words(weights_TS, number_words(src), []) == []
     assert align_words(weights_TS, [], tgt) == []
 
@@ -132,6 +174,12 @@ def test_only_spaces_divide_the_target_words_that_links_count() -> None:
     first = translation("x\u00a0!", [-1.0], alignment=(Link(0, 0),))
     second = translation("z", [-1.0], alignment=(Link(1, 0),))
     assert join([first, second]).alignment == (Link(0, 0), Link(1, 1))
+
+
+def test_target_words_without_spaces_count_on_by_letters() -> None:
+    first = translation("你好", [-1.0], alignment=[Link(0, 0), Link(0, 1)])
+    second = translation("z", [-1.0], alignment=[Link(1, 0)])
+    assert join([first, second]).alignment == [Link(0, 0), Link(0, 1), Link(1, 2)]
 
 
 FOUND = TranslatedLine(

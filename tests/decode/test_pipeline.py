@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from tasks import WORDS, copy_task
 from mtrain.config.sections import TokenizerConfig
 from mtrain.corpus.length_stats import CorpusStats
 from mtrain.decode.beam import Hypothesis
-from mtrain.decode.formats import Link, TranslatedLine
+from mtrain.decode.formats import Link, TranslatedLine, word_starts
 from mtrain.decode.options import DecodingOptions, Sampling
 from mtrain.decode.pipeline import LineTranslator, Warn, translate_lines
 from mtrain.decode.split_long import split_line
@@ -228,6 +228,14 @@ def test_fewer_prefixes_than_lines_are_an_error_that_names_the_line(
     )
 
 
+def test_more_prefixes_than_lines_are_an_error_after_the_last_line(translator: Translator) -> None:
+    with pytest.raises(DataError) as error:
+        stream(translator, [LINES[:2], LINES[2:3]], lambda _: None, ["ba"] * 4)
+    assert str(error.value) == (
+        "`--prefix` must have a line for each line of the input, but goes on after line 3."
+    )
+
+
 # Long lines
 
 TWO = "ba ce. di fo gu!"  # the tokenizer learned words alone
@@ -328,16 +336,19 @@ def test_split_loses_no_piece_and_keeps_every_part_short(text: str, limit: int) 
 @example("Aaaabbbbcccc dog", 3)
 @example("a。b。 c", 12)
 def test_every_piece_of_a_split_line_knows_its_word_of_the_line(text: str, limit: int) -> None:
-    pieces_of: dict[int, list[int]] = {}
+    pieces_of: dict[range, list[int]] = {}
     for part in split_line(text, vocabularies().src, limit):
-        for piece, word in zip(part.source.ids[:-1], part.words, strict=True):
-            pieces_of.setdefault(word, []).append(piece)
-    words = [word for word in text.split(" ") if word]
-    found = [
-        vocabularies().src.decode([pieces_of.get(place, [])])[0] for place in range(len(words))
-    ]
-    assert ["".join(word.split()) for word in found] == ["".join(word.split()) for word in words]
-    assert set(pieces_of) <= set(range(len(words)))
+        for piece, words in zip(part.source.ids[:-1], part.words, strict=True):
+            pieces_of.setdefault(words, []).append(piece)
+    starts = [place for place, is_start in enumerate(word_starts(text)) if is_start]
+    words_of = [text[i:j].strip(" ") for i, j in pairwise([*starts, len(text)])]
+    groups = sorted(pieces_of, key=lambda words: words.start)
+    found = {place for words in groups for place in words}
+    assert found <= {*range(len(words_of))}
+    assert {place for place, word in enumerate(words_of) if word.strip()} <= found
+    for words in groups:
+        (letters,) = vocabularies().src.decode([pieces_of[words]])
+        assert "".join(letters.split()) == "".join("".join(words_of[i] for i in words).split())
 
 
 @given(text=ODD_TEXT, limit=st.integers(2, 12))
@@ -365,8 +376,8 @@ def test_links_of_a_split_line_name_words_that_are_there(translator: Translator)
         (found,) = stream(linking, [[line]], warn=lambda _: None)
         (best,) = found.best
         assert best.alignment is not None
-        assert [link.tgt for link in best.alignment] == list(range(len(best.text.split())))
-        assert max(link.src for link in best.alignment) < len(line.split())
+        assert {link.tgt for link in best.alignment} == {*range(sum(word_starts(best.text)))}
+        assert max(link.src for link in best.alignment) < sum(word_starts(line))
 
 
 def untrained() -> Translator:
