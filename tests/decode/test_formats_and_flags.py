@@ -177,9 +177,9 @@ def test_only_spaces_divide_the_target_words_that_links_count() -> None:
 
 
 def test_target_words_without_spaces_count_on_by_letters() -> None:
-    first = translation("你好", [-1.0], alignment=[Link(0, 0), Link(0, 1)])
-    second = translation("z", [-1.0], alignment=[Link(1, 0)])
-    assert join([first, second]).alignment == [Link(0, 0), Link(0, 1), Link(1, 2)]
+    first = translation("你好", [-1.0], alignment=(Link(0, 0), Link(0, 1)))
+    second = translation("z", [-1.0], alignment=(Link(1, 0),))
+    assert join([first, second]).alignment == (Link(0, 0), Link(0, 1), Link(1, 2))
 
 
 FOUND = TranslatedLine(
