@@ -7,7 +7,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -315,17 +314,19 @@ def test_a_file_whose_name_is_no_text_is_shown_with_escapes(
 
 
 def test_lines_are_cut_and_warned_of_as_the_verb_that_translates_them_does(
-    cli: Cli, trained: RunDir, changed: Changed, tmp_path: Path
+    cli: Cli,
+    trained: RunDir,
+    changed: Changed,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     run = changed("short", origin=trained, data__max_tokens=5)
     found = cli("translate", run.path, stdin="\n".join(SOURCES).encode())
     assert "translated in 2 parts" in found.err
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        (result,) = mtrain.evaluate(run.path)
+    (result,) = mtrain.evaluate(run.path)
     assert result.hypotheses == found.lines
     said = [f"mtrain: held_out: {line.removeprefix('mtrain: ')}" for line in found.err.splitlines()]
-    assert [str(own.message) for own in warned] == said
+    assert [f"mtrain: {message}" for message in caplog.messages] == said
     path = write(tmp_path / "same.txt", found.lines)
     outcome = cli("eval", run.path, "--compare", path, "--metrics", "bleu", "--json", "--details")
     assert outcome.code == 0
