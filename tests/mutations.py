@@ -371,18 +371,18 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
     ),
     products(
         "a linear map that is laid out forgets its bias",
-        "(x, packed, self.bias, out)",
-        "(x, packed, None, out)",
+        "(x, packed.tiles, bias, out)",
+        "(x, packed.tiles, None, out)",
     ),
     products(
         "the gradients of zeros pass a rectifier",
-        "outer.forward_compiled(hidden, functions, input_is_relu=True)",
-        "outer.forward_compiled(hidden, functions)",
+        "outer.forward_compiled(hidden, input_is_relu=True)",
+        "outer.forward_compiled(hidden)",
     ),
     products(
         "weights that are laid out do not rectify",
-        "inner.forward_packed(x, apply_relu=True)",
-        "inner.forward_packed(x)",
+        "inner.forward_compiled(x, apply_relu=True)",
+        "inner.forward_compiled(x)",
     ),
     Mutation(
         "gradients of parts are taken to lie in order",

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from mtrain.ops import native
 from mtrain.ops.dropout import NO_DROPOUT, Dropout, DropoutMask
-from mtrain.ops.native import Functions, functions_for, run_compiled
+from mtrain.ops.native import (
+    Functions,
+    check_same_device,
+    functions_for,
+    is_bare,
+    is_plain,
+    run_compiled,
+)
 
 _MAX_MATMUL_KEYS = 128  # up to this many, batched products beat PyTorch's fused kernel on a CPU
 _MAX_COMPILED_KEYS = {torch.float32: 128, torch.bfloat16: 512}  # the compiled function is faster
@@ -35,9 +42,10 @@ def attention(
         dropout: applied to the weights after the softmax, while training.
     """
     functions = functions_for(q, k, v)
-    if functions is not None and q.dim() == 4 and k.shape[-2] <= _MAX_COMPILED_KEYS[q.dtype]:
+    if functions is not None and _has_compiled_form(q, k, v, keep, dropout):
         mask = dropout.draw() if dropout is not None else NO_DROPOUT
         return run_compiled(_AttentionFunction, q, k, v, keep, mask, functions)
+    check_same_device(q, k, v, *(() if keep is None else (keep,)))
     rate = dropout.rate if dropout is not None and dropout.training else 0.0
     is_cpu = q.device.type == "cpu"
     is_half = q.dtype in (torch.bfloat16, torch.float16)
@@ -56,6 +64,21 @@ def attention(
         scores = scores + bias
     weights = scores.softmax(-1)
     return torch.matmul(weights if dropout is None else dropout(weights), v.to(dtype)).to(q.dtype)
+
+
+def _has_compiled_form(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, dropout: Dropout | None
+) -> bool:
+    """Tell whether the compiled function takes these shapes, and is faster for them."""
+    q_shape, k_shape = q.shape, k.shape
+    return (
+        len(q_shape) == len(k_shape) == 4
+        and k_shape == v.shape
+        and (k_shape[0], k_shape[1], k_shape[3]) == (q_shape[0], q_shape[1], q_shape[3])
+        and k_shape[2] <= _MAX_COMPILED_KEYS[q.dtype]
+        and (keep is None or (keep.dtype is torch.bool and is_plain(keep)))
+        and (dropout is None or is_bare(dropout))
+    )
 
 
 class _AttentionFunction(torch.autograd.Function):
@@ -137,7 +160,17 @@ def paged_attention(q_ND: Tensor, cache_RX: Tensor, slots_NT: Tensor, num_heads:
     """
     num_rows, d_model = q_ND.shape
     functions = functions_for(q_ND, cache_RX)
-    if functions is not None:
+    if (
+        functions is not None
+        and cache_RX.shape[1:] == (2 * d_model,)
+        and cache_RX.is_contiguous()
+        and slots_NT.dtype is torch.int64
+        and slots_NT.dim() == 2
+        and len(slots_NT) == num_rows
+        and is_plain(slots_NT)
+        and num_heads > 0
+        and d_model % num_heads == 0
+    ):
         q_ND = q_ND if q_ND.stride(1) == 1 else q_ND.contiguous()
         slots_NT = slots_NT if slots_NT.stride(1) == 1 else slots_NT.contiguous()
         out_ND = torch.empty_like(q_ND, memory_format=torch.contiguous_format)

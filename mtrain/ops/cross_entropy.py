@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mtrain.ops.linear import functions_for_linear, matmul_sizes, pad_rows
-from mtrain.ops.native import functions_for
+from mtrain.ops.native import check_same_device, functions_for
 
 _CHUNK_TOKENS = 512  # logits exist for so many tokens at a time
 Formula = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor | None]]
@@ -34,6 +34,7 @@ class ProjectedCrossEntropy(torch.autograd.Function):
         smoothing: float,
         formula: Formula | None = None,
     ) -> tuple[Tensor, Tensor]:
+        _check(states, weight, targets, smoothing)
         sums = torch.zeros(2, dtype=torch.float64, device=states.device)
         with_grad = any(ctx.needs_input_grad)
         grads = _projected(states, weight, targets, smoothing, with_grad, sums, formula)
@@ -49,6 +50,20 @@ class ProjectedCrossEntropy(torch.autograd.Function):
         grad_states, grad_weight = ctx.saved_tensors
         factor = grad.to(grad_weight.dtype)  # a scalar tensor does not promote the states' dtype
         return grad_states * factor, grad_weight * factor, None, None, None
+
+
+def _check(states: Tensor, weight: Tensor, targets: Tensor, smoothing: float) -> None:
+    """Raise the kind of error that PyTorch raises for arguments that do not fit together."""
+    if states.dim() != 2 or targets.shape != states.shape[:1]:
+        raise ValueError(
+            f"targets must be one for each of the states, {tuple(states.shape)}, but are "
+            f"{tuple(targets.shape)} instead."
+        )
+    if not 0 <= smoothing <= 1:
+        raise ValueError(f"smoothing must be between 0 and 1, but is {smoothing} instead.")
+    if targets.dtype != torch.int64:
+        raise RuntimeError(f"targets must be int64, but are {targets.dtype} instead.")
+    check_same_device(states, weight, targets)
 
 
 def _projected(

@@ -43,6 +43,8 @@ class Dropout(nn.Module):
 
     def __init__(self, rate: float) -> None:
         super().__init__()
+        if not 0 <= rate < 1:
+            raise ValueError(f"rate must be at least 0 and below 1, but is {rate} instead.")
         self.rate = rate
 
     def draw(self) -> DropoutMask:

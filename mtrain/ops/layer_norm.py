@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mtrain.ops.dropout import Dropout, DropoutMask
-from mtrain.ops.native import Functions, functions_for, run_compiled
+from mtrain.ops.native import Functions, functions_for, is_bare, is_float_vector, run_compiled
 
 
 class LayerNorm(nn.LayerNorm):
@@ -16,19 +16,25 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `input` [..., D], normalised over D."""
-        result: Tensor = super().forward(input.to(self.weight.dtype)).to(input.dtype)
+        dtype = input.dtype if self.weight is None else self.weight.dtype
+        result: Tensor = super().forward(input.to(dtype)).to(input.dtype)
         return result
 
 
 def add_norm(x: Tensor, branch: Tensor, dropout: Dropout, norm: LayerNorm) -> Tensor:
     """Return LayerNorm(x + Dropout(branch)), all [..., D], in the dtype of `x` (section 5.4)."""
     functions = functions_for(x, branch)
-    if functions is None or norm.weight.dtype != torch.float32:
+    gain, bias = norm.weight, norm.bias
+    if (
+        functions is None
+        or x.shape != branch.shape
+        or not (is_float_vector(gain, x.shape[-1]) and is_float_vector(bias, x.shape[-1]))
+        or not (is_bare(norm) and is_bare(dropout))
+    ):
         plain: Tensor = norm(x + dropout(branch))
         return plain
-    return run_compiled(
-        _AddNormFunction, x, branch, norm.weight, norm.bias, norm.eps, dropout.draw(), functions
-    )
+    mask = dropout.draw()
+    return run_compiled(_AddNormFunction, x, branch, gain, bias, norm.eps, mask, functions)
 
 
 class _AddNormFunction(torch.autograd.Function):

@@ -6,33 +6,42 @@ gradients of weights have the dtype of the weights. For decoding, weights are pa
 
 from __future__ import annotations
 
-from typing import Any
+import ctypes
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtrain.ops.native import Functions, functions_for
+from mtrain.ops.native import (
+    Functions,
+    check_same_device,
+    functions_for,
+    is_bare,
+    is_float_vector,
+    is_plain,
+)
 from mtrain.runtime.device import processor_has
 
+_NUM_PROBES = 4  # weights that are compared before packed ones are used
 _ROW_MULTIPLE = 128  # products in bfloat16 are padded to a multiple of this many rows
 
 
 class Linear(nn.Linear):
     """`nn.Linear` in the dtype of its input, whatever the dtype of its weights."""
 
-    _packed: Tensor | None = None
-    _packed_id = (0, 0)
+    _packed: PackedWeights | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the packed weights: a copy has weights of its own."""
+        return {name: value for name, value in self.__dict__.items() if name != "_packed"}
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `input @ weight.T + bias`, [..., in_features] to [..., out_features]."""
-        if torch.is_grad_enabled():  # packing the weights in each call pays for many rows only
-            functions = self.compiled_functions(input)
-            result = None if functions is None else self.forward_compiled(input, functions)
-        else:
-            result = self.forward_packed(input)
+        result = self.forward_compiled(input)
         if result is not None:
             return result
+        check_same_device(input, self.weight)
         if input.dtype == self.weight.dtype:
             return F.linear(input, self.weight, self.bias)
         if input.device.type != "cpu":
@@ -43,30 +52,25 @@ class Linear(nn.Linear):
         )
         return mixed
 
-    def compiled_functions(self, x: Tensor) -> Functions | None:
-        """Return the compiled functions if they multiply `x` by these weights, else None."""
-        functions = functions_for_linear(x, self.weight)
-        if functions is None or self.out_features % functions.k_group_size():
-            return None
-        return functions
-
     def forward_compiled(
-        self,
-        x: Tensor,
-        functions: Functions,
-        apply_relu: bool = False,
-        input_is_relu: bool = False,
-    ) -> Tensor:
-        """Return `x @ weight.T + bias`, with a gradient.
+        self, x: Tensor, apply_relu: bool = False, input_is_relu: bool = False
+    ) -> Tensor | None:
+        """Return `x @ weight.T + bias`; None where the plain formula is used.
 
         Args:
-            x: [..., in_features], float32 or bfloat16.
-            functions: what `compiled_functions` returned for `x`.
+            x: [..., in_features].
             apply_relu: return max(0, the same). Its gradient mask is applied by the next map:
             input_is_relu: `x` was made with `apply_relu`; the gradient of its zeros is zero.
         """
+        if not torch.is_grad_enabled():
+            return self.forward_packed(x, apply_relu, input_is_relu)
+        # packing the weights in each call pays for many rows only
+        weight, bias = self.weight, self.bias
+        functions = functions_for_linear(x, weight, bias)
+        if functions is None or self.out_features % functions.k_group_size():
+            return None
         result: Tensor = _CompiledLinear.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.bias, functions, apply_relu, input_is_relu
+            x, weight, bias, functions, apply_relu, input_is_relu
         )
         return result
 
@@ -81,13 +85,18 @@ class Linear(nn.Linear):
             input_is_relu: skip the zeros of `input`, which are most of it in a trained model; the
                 result is the same, bit for bit.
         """
+        bias = self.bias
         packed = self._packed_for(input)
         functions = None if packed is None else functions_for(input)
-        if functions is None:
+        if (
+            packed is None
+            or functions is None
+            or not (bias is None or is_float_vector(bias, len(packed.weight)))
+        ):
             return None
         x = input.contiguous()
         out = x.new_empty((*x.shape[:-1], self.out_features))
-        tensors, sizes = (x, packed, self.bias, out), matmul_sizes(x, self.weight)
+        tensors, sizes = (x, packed.tiles, bias, out), matmul_sizes(x, packed.weight)
         if input_is_relu:
             functions.call("packed_linear_sparse", tensors, *sizes)
         else:
@@ -99,40 +108,92 @@ class Linear(nn.Linear):
 
         A packed product of a few rows is several times as fast as PyTorch's on one thread.
         """
-        functions = functions_for(self.weight, is_training=True)
-        if functions is None or functions.dtype_name != "float":
+        self._packed = None
+        weight = self.weight
+        functions = functions_for(weight, is_training=True)
+        if functions is None or functions.dtype_name != "float" or not weight.is_contiguous():
             return
-        self._packed = pack_rows(self.weight.detach(), functions)
-        self._packed_id = self._weight_id()
+        if not weight.is_inference():  # inference tensors do not count their versions
+            self._packed = PackedWeights(weight, pack_rows(weight.detach(), functions))
 
-    def _packed_for(self, x: Tensor) -> Tensor | None:
-        """Return the packed weights if they are in the dtype of `x` and still up to date."""
+    def _packed_for(self, x: Tensor) -> PackedWeights | None:
+        """Return the packed weights if `x` [..., in_features] can be multiplied by them.
+
+        They are dropped when the weights have changed.
+        """
         packed = self._packed
-        if packed is None or packed.dtype != x.dtype or self._packed_id != self._weight_id():
+        if packed is None or x.dtype is not torch.float32 or not _fits(x, packed.weight):
             return None
+        if not packed.is_current(self.weight):
+            self._packed = packed = None
         return packed
 
-    def _weight_id(self) -> tuple[int, int]:
-        """Return (data_ptr, version) of the weights, which changes whenever they do."""
-        weight = self.weight
-        return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+
+class Bf16Weights(NamedTuple):
+    """Weights rounded to bfloat16 and packed.
+
+    Attributes:
+        packed: the weights, two of a row in 32 bits.
+        margins_V: a bound of |rounded logit - exact logit| / |state| for each token.
+    """
+
+    packed: Tensor
+    margins_V: Tensor
+
+
+class PackedWeights:
+    """A packed copy of the weights of a linear map, and what tells whether they have changed.
+
+    A change is an in-place operation, which counts up their version; another parameter; or other
+    memory, which `weight.data = ...` and `Module.to` give. `weight.data.mul_(...)` and changes of
+    a NumPy view are seen by none of these: four of the largest weights are compared. A change of
+    single weights in that way is not noticed, and needs `pack_weights` anew.
+
+    Attributes:
+        weight: the parameter [M, K] that was packed.
+        tiles: the copy.
+        bf16: another, of a projection onto a vocabulary.
+    """
+
+    bf16: Bf16Weights | None = None
+
+    def __init__(self, weight: Tensor, tiles: Tensor) -> None:
+        self.weight, self.tiles = weight, tiles
+        self._memory = weight.detach()  # while it is held, no other weights are at its address
+        self._address, self._version = weight.data_ptr(), weight._version
+        flat = self._memory.flatten()
+        size = -(-len(flat) // _NUM_PROBES)
+        starts = range(0, len(flat), size)
+        self._probed = [start + int(flat[start : start + size].abs().argmax()) for start in starts]
+        self._bits = (ctypes.c_int32 * len(flat)).from_address(self._address)
+        self._probed_bits = [self._bits[position] for position in self._probed]
+
+    def is_current(self, weight: Tensor) -> bool:
+        """Tell whether `weight` is the parameter that was packed, with the same values."""
+        return (
+            weight is self.weight
+            and weight._version == self._version
+            and weight.data_ptr() == self._address
+            and weight.is_contiguous()
+            and [self._bits[position] for position in self._probed] == self._probed_bits
+        )
 
 
 def relu_ffn(x: Tensor, inner: Linear, outer: Linear) -> Tensor:
-    """Return outer(max(0, inner(x))), [..., D] to [..., D] (section 3.3)."""
-    if torch.is_grad_enabled():
-        functions = None if outer.compiled_functions(x) is None else inner.compiled_functions(x)
-        if functions is not None:
-            hidden = inner.forward_compiled(x, functions, apply_relu=True)
-            return outer.forward_compiled(hidden, functions, input_is_relu=True)
-    else:
-        packed_hidden = inner.forward_packed(x, apply_relu=True)
-        if packed_hidden is not None:
-            result = outer.forward_packed(packed_hidden, input_is_relu=True)
-            if result is not None:
-                return result
-    plain: Tensor = outer(F.relu(inner(x)))
-    return plain
+    """Return outer(max(0, inner(x))), [..., D] to [..., D] (section 3.3).
+
+    Modules with hooks, or of another class, are called as modules, one after the other.
+    """
+    hidden = None
+    if type(inner) is type(outer) is Linear and is_bare(inner) and is_bare(outer):
+        hidden = inner.forward_compiled(x, apply_relu=True)
+    if hidden is None:
+        plain: Tensor = outer(F.relu(inner(x)))
+        return plain
+    result = outer.forward_compiled(hidden, input_is_relu=True)
+    if result is None:
+        result = outer(F.relu(hidden))  # which masks the gradient, and changes no value
+    return result
 
 
 class _CompiledLinear(torch.autograd.Function):
@@ -189,14 +250,24 @@ class _MixedDtypeLinear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias
 
 
-def functions_for_linear(x: Tensor, weight: Tensor) -> Functions | None:
+def functions_for_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Functions | None:
     """Return the compiled functions if they multiply `x` by `weight` faster than PyTorch does."""
     functions = functions_for(x, is_training=True)
-    if functions is None or not functions.has_fast_matmul() or weight.dtype != torch.float32:
+    if functions is None or not functions.has_fast_matmul():
+        return None
+    if weight.dtype is not torch.float32 or not is_plain(weight):
+        return None
+    if not _fits(x, weight) or not (bias is None or is_float_vector(bias, len(weight))):
         return None
     if x.dtype == torch.bfloat16 and processor_has("amx_tile"):
         return None
     return None if x.shape[-1] % functions.k_group_size() else functions
+
+
+def _fits(x: Tensor, weight: Tensor) -> bool:
+    """Tell whether `x` [..., K] can be multiplied by `weight` [M, K]."""
+    shape = weight.shape
+    return len(shape) == 2 and x.dim() > 0 and x.shape[-1] == shape[1]
 
 
 def pack_rows(weight_MK: Tensor, functions: Functions) -> Tensor:

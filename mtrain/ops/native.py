@@ -24,13 +24,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules.module import _has_any_global_hook
 
 from mtrain.errors import ConfigError
 from mtrain.ops import build
 from mtrain.runtime.device import processor_features
 
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "float"}  # the suffixes of C functions
+_TENSOR_TYPES = (Tensor, nn.Parameter)
 
 
 class AttentionShape(ctypes.Structure):
@@ -202,9 +205,12 @@ class Functions(NamedTuple):
         Raises:
             MemoryError: if it cannot allocate its work space.
             IndexError: if a target, a token or a slot of the cache is out of range.
+            RuntimeError: if a tensor has no data.
         """
         function = getattr(self.library, f"{name}_{self.dtype_name}")
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        if 0 in pointers and any(x is not None and not x.data_ptr() and x.numel() for x in tensors):
+            raise RuntimeError(f"{name} must be called with tensors that have data in memory.")
         shapes = () if shape is None else (shape,)
         status = function(*shapes, *pointers, *numbers)
         if status == _NO_MEMORY:
@@ -217,17 +223,67 @@ def functions_for(*tensors: Tensor, is_training: bool = False) -> Functions | No
     """Return the compiled functions for these tensors, or None where the plain formula is used.
 
     The functions run on one thread: training and translating split their batches over threads.
+    They take `is_plain` tensors of one dtype, and are invisible to `torch.jit.trace` and to
+    forward-mode differentiation.
     """
-    first, *others = tensors
-    dtype_name = _DTYPE_NAMES.get(first.dtype)
-    if dtype_name is None or not first.is_cpu or not first.numel():
+    dtype = tensors[0].dtype
+    dtype_name = _DTYPE_NAMES.get(dtype)
+    if dtype_name is None:
         return None
-    if not (is_training or torch.is_grad_enabled() or torch.get_num_threads() == 1):
-        return None
-    if others and any(tensor.dtype != first.dtype for tensor in others):
+    for tensor in tensors:
+        if tensor.dtype is not dtype or not is_plain(tensor):
+            return None
+    if not torch.is_grad_enabled():
+        if not is_training and torch.get_num_threads() != 1:
+            return None
+        if forward_ad._current_level >= 0:
+            return None
+    if torch._C._get_tracing_state() is not None:
         return None
     library = compiled()
     return None if library is None else Functions(library, dtype_name)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Tell whether a tensor has elements in the memory of the CPU.
+
+    A subclass need not, whatever it says: fake and quantised tensors have none.
+    """
+    return type(tensor) in _TENSOR_TYPES and tensor.is_cpu and tensor.numel() > 0
+
+
+def is_float_vector(tensor: Tensor | None, size: int) -> bool:
+    """Tell whether a tensor is `size` numbers in float32, one after the other."""
+    return (
+        tensor is not None
+        and tensor.dtype is torch.float32
+        and tensor.dim() == 1
+        and tensor.numel() == size
+        and is_plain(tensor)
+        and tensor.is_contiguous()
+    )
+
+
+def check_same_device(*tensors: Tensor) -> None:
+    """Raise RuntimeError for tensors on several devices; PyTorch multiplies some, wrongly."""
+    for tensor in tensors:
+        if tensor.device != tensors[0].device:
+            raise RuntimeError(
+                f"tensors must be on one device, but are on {tensors[0].device} and "
+                f"{tensor.device} instead."
+            )
+
+
+def is_bare(module: nn.Module) -> bool:
+    """Tell whether to call `module` is to call the `forward` of its class: it has no hooks."""
+    return not (
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
+        or "forward" in module.__dict__
+        or _has_any_global_hook()  # type: ignore[no-untyped-call]
+    )
 
 
 class _NoContext:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mtrain.ops.cross_entropy import Formula, plain_cross_entropy
-from mtrain.ops.linear import Linear, matmul_sizes, pack_rows
-from mtrain.ops.native import functions_for
+from mtrain.ops.linear import Bf16Weights, Linear, PackedWeights, matmul_sizes, pack_rows
+from mtrain.ops.native import functions_for, is_bare
 
 
 class Projection(Linear):
@@ -19,8 +19,6 @@ class Projection(Linear):
     Attributes:
         cross_entropy: the formula of the loss of its logits.
     """
-
-    _bf16: _Bf16Weights | None = None
 
     def __init__(self, num_features: int, num_tokens: int) -> None:
         super().__init__(num_features, num_tokens, bias=False)
@@ -31,33 +29,22 @@ class Projection(Linear):
         super().pack_weights()
         bf16_VD = self.weight.detach().bfloat16()
         functions = functions_for(bf16_VD, is_training=True)
-        self._bf16 = None
-        if functions is None or not functions.has_fast_matmul() or self.in_features % 2:
+        if self._packed is None or functions is None or self.in_features % 2:
+            return
+        if not functions.has_fast_matmul():
             return
         margins_V = self.weight.detach().norm(dim=1) * _relative_error(self.in_features)
         if margins_V.isfinite().all():
-            packed = pack_rows(bf16_VD.view(torch.int32), functions)
-            self._bf16 = _Bf16Weights(packed, margins_V)
+            pairs = pack_rows(bf16_VD.view(torch.int32), functions)
+            self._packed.bf16 = Bf16Weights(pairs, margins_V)
 
     def logits(self, states_ND: Tensor) -> Logits:
         """Return logits [N, V] in the dtype of the weights; `LazyLogits` if those are packed."""
         packed = self._packed_for(states_ND)
-        if packed is None:
+        if packed is None or states_ND.dim() != 2 or not is_bare(self):
             logits_NV: Tensor = self(states_ND).to(self.weight.dtype)
             return logits_NV
-        return LazyLogits(states_ND.contiguous(), self, packed, self._bf16)
-
-
-class _Bf16Weights(NamedTuple):
-    """Weights rounded to bfloat16 and packed.
-
-    Attributes:
-        packed: the weights, two of a row in 32 bits.
-        margins_V: a bound of |rounded logit - exact logit| / |state| for each token.
-    """
-
-    packed: Tensor
-    margins_V: Tensor
+        return LazyLogits(states_ND.contiguous(), self, packed)
 
 
 def _relative_error(num_features: int) -> float:
@@ -78,8 +65,7 @@ class LazyLogits:
 
     states_ND: Tensor
     projection: Projection
-    packed: Tensor
-    bf16: _Bf16Weights | None
+    packed: PackedWeights
 
     def __getitem__(self, rows: Tensor | slice) -> Tensor:
         """Return the logits [rows, V] of some rows."""
@@ -105,13 +91,14 @@ def top_tokens(logits_NV: Logits, never: list[int], count: int) -> TopTokens:
     """
     inputs: tuple[Tensor, ...]
     if isinstance(logits_NV, LazyLogits):
-        name, inputs = "packed_topk", (logits_NV.states_ND, logits_NV.packed)
+        name, inputs = "packed_topk", (logits_NV.states_ND, logits_NV.packed.tiles)
         sizes = (*logits_NV.states_ND.shape, logits_NV.projection.out_features)
     else:
         name, inputs, sizes = "topk", (logits_NV.contiguous(),), logits_NV.shape
     count = min(count, sizes[-1] - len(never))
-    functions = functions_for(inputs[0]) if count else None  # compiled, `count` must be positive
-    if functions is not None:
+    functions = functions_for(inputs[0])
+    is_matrix = inputs[0].dim() == 2
+    if functions is not None and is_matrix and count > 0 and _are_ids(never, sizes[-1]):
         never_ids = torch.tensor(never, dtype=torch.int64)
         ids_NC = never_ids.new_empty((sizes[0], count))
         log_prob_NC = torch.empty((sizes[0], count))
@@ -122,9 +109,13 @@ def top_tokens(logits_NV: Logits, never: list[int], count: int) -> TopTokens:
     log_total_N1 = logits_NV.logsumexp(-1, keepdim=True)
     allowed_NV = logits_NV.clone()
     for index in never:  # a list of them would be copied to a GPU, which waits
-        allowed_NV[:, index] = -torch.inf
+        allowed_NV[..., index] = -torch.inf
     top_NC, ids_NC = allowed_NV.topk(count, dim=-1)
     return TopTokens(ids_NC, top_NC - log_total_N1)
+
+
+def _are_ids(ids: list[int], num_tokens: int) -> bool:
+    return not ids or 0 <= min(ids) <= max(ids) < num_tokens
 
 
 def argmax_tokens(logits_NV: Logits, never: list[int]) -> Tensor:
@@ -132,13 +123,13 @@ def argmax_tokens(logits_NV: Logits, never: list[int]) -> Tensor:
 
     It is -1 where no logit is finite.
     """
-    if isinstance(logits_NV, LazyLogits) and logits_NV.bf16 is not None:
+    if isinstance(logits_NV, LazyLogits) and logits_NV.packed.bf16 is not None:
         states_ND, weight_VD = logits_NV.states_ND, logits_NV.projection.weight
         functions = functions_for(states_ND)
-        if functions is not None and weight_VD.is_contiguous():
+        if functions is not None and _are_ids(never, len(weight_VD)):
             never_ids = torch.tensor(never, dtype=torch.int64)
             ids_N1 = never_ids.new_empty((len(states_ND), 1))
-            tensors = (states_ND, weight_VD, *logits_NV.bf16, never_ids, ids_N1)
+            tensors = (states_ND, weight_VD, *logits_NV.packed.bf16, never_ids, ids_N1)
             functions.call(
                 "packed_argmax", tensors, *matmul_sizes(states_ND, weight_VD), len(never)
             )

@@ -36,6 +36,7 @@ class LoadOptions:
     process_group: ProcessGroup = SINGLE
 
 
+@torch.inference_mode(False)  # changes of inference tensors are not counted: no packed weights
 def load_model(
     run: RunDir,
     config: ModelConfig,

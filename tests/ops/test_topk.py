@@ -255,11 +255,13 @@ def test_weights_that_change_after_they_were_laid_out_count_as_they_are(calls, o
         assert torch.equal(best_of(projected, states, [], 3).ids_NC, ranked(logits[:], [], 3))
 
 
-def test_weights_that_were_made_where_nothing_is_trained_are_laid_out(calls, one_thread):
+def test_weights_whose_changes_pytorch_does_not_count_are_not_packed(calls, one_thread):
     with torch.inference_mode():
         projected, states = projection(6, 40), normal(9, 6, dtype=torch.float32)
-        top = best_of(projected, states, [], 3)
-        assert torch.equal(top.ids_NC, ranked(states @ projected.weight.T, [], 3))
+        projected.weight[3] += 1
+        found = projected.logits(states)
+        torch.testing.assert_close(found, states @ projected.weight.T)
+    assert calls == []
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -360,8 +362,8 @@ def test_a_rounded_product_is_as_near_to_the_exact_one_as_its_margin_says(rounds
     states = torch.cat([projected.weight[3:4], normal(30, width, dtype=torch.float32)])
     rounded_NV = states.bfloat16().double() @ projected.weight.bfloat16().double().T
     apart_NV = (rounded_NV - states.double() @ projected.weight.double().T).abs()
-    assert projected._bf16 is not None
-    share_NV = apart_NV / states.double().norm(dim=1)[:, None] / projected._bf16.margins_V
+    assert projected._packed.bf16 is not None
+    share_NV = apart_NV / states.double().norm(dim=1)[:, None] / projected._packed.bf16.margins_V
     assert 0.9 < float(share_NV.max()) <= 1
 
 
