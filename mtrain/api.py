@@ -302,7 +302,7 @@ def load(
         RunError: if a folder is no run, has no trained model, or its parts do not fit.
         ConfigError: if a setting cannot be used.
     """
-    from mtrain.data.prepare import read_profile
+    from mtrain.corpus import length_stats
     from mtrain.decode import translator as translating
     from mtrain.decode.options import DecodingOptions
     from mtrain.run.load_model import LoadOptions
@@ -324,7 +324,7 @@ def load(
     )
     loading = LoadOptions(device, precision, checkpoint)
     translator = translating.load(folders, options, loading)
-    return Model(folders[0], config, translator, read_profile(folders[0]))
+    return Model(folders[0], config, translator, length_stats.load(folders[0].data_dir))
 
 
 def evaluate(run: Model | AnyPath, options: ScoringOptions | None = None) -> list[TestResult]:

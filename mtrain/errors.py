@@ -1,6 +1,7 @@
 """The few errors that a user can cause. Only the command line catches them."""
 
 import re
+from pathlib import Path
 
 _NOT_SHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # line ends among them
 
@@ -27,6 +28,11 @@ class WriteError(UserError):
 
 class RunError(UserError):
     """A run folder that is none, is incomplete, or whose parts do not fit each other."""
+
+
+def damaged(path: Path, what: str) -> RunError:
+    """Return the error for a file that must be restored; `what` is wrong with it."""
+    return RunError(f"{path}: {what}; restore it from a copy of the run.")
 
 
 class LostError(UserError):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mtrain.config.sections import ModelConfig, TokenizerConfig
+from mtrain.data.batch import Batch, MicroBatch, MicroBatchSplit, Position, UpdateBatches
 from mtrain.model.transformer import Transformer
 from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer
@@ -49,6 +50,13 @@ def randomise(module: nn.Module, seed: int) -> None:
             if parameter.dim() == 1:
                 noise = torch.randn(parameter.shape, generator=rng, dtype=parameter.dtype)
                 parameter += 0.3 * noise
+
+
+def single_rank_update(batches: Sequence[Batch]) -> UpdateBatches:
+    """Return an update of a single rank, with one micro-batch per batch."""
+    num_tokens = sum(batch.num_tgt_tokens for batch in batches)
+    micro_batches, split = [MicroBatch(batch) for batch in batches], MicroBatchSplit(len(batches))
+    return UpdateBatches(micro_batches, num_tokens, Position(), split)
 
 
 def left_keep(lengths: Sequence[int]) -> Tensor:

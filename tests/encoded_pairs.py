@@ -39,8 +39,8 @@ class EncodedPair(NamedTuple):
     tgt_text: str | None = None
 
 
-def write_pairs(path: Path, pairs: Iterable[EncodedPair], with_text: bool) -> int:
-    """Write encoded pairs as an Arrow table; return their number."""
+def write_pairs(path: Path, pairs: Iterable[EncodedPair], with_text: bool) -> None:
+    """Write encoded pairs as an Arrow table."""
     rows = list(pairs)
     block = EncodedBlock(
         np.array([token for row in rows for token in row.src], np.int32),
@@ -50,7 +50,7 @@ def write_pairs(path: Path, pairs: Iterable[EncodedPair], with_text: bool) -> in
         [row.src_text or "" for row in rows] if with_text else None,
         [row.tgt_text or "" for row in rows] if with_text else None,
     )
-    return write_blocks(path, [block], with_text)
+    write_blocks(path, [block], with_text)
 
 
 def write_shards(
@@ -65,7 +65,7 @@ def write_shards(
     parts = [rows[first:end] for first, end in itertools.pairwise([0, *ends, len(rows)])]
     shards, lengths = [], []
     for number, part in enumerate(parts):
-        assert write_pairs(shard_path(directory, number), part, with_text) == len(part)
+        write_pairs(shard_path(directory, number), part, with_text)
         longer = [max(len(pair.src), len(pair.tgt) + 1) for pair in part]
         tokens = sum(len(pair.src) for pair in part), sum(len(pair.tgt) + 1 for pair in part)
         shards.append(Shard(number if weights else 0, len(part), *tokens))

@@ -69,7 +69,7 @@ def translate(
     has_file = len(paths) > 1 and not paths[-1].is_dir()
     runs = [RunDir(path) for path in (paths[:-1] if has_file else paths)]
     config, is_text = runs[0].config, format_ == "text"
-    from mtrain.data.prepare import read_profile
+    from mtrain.corpus import length_stats
     from mtrain.decode.options import DecodingOptions, Sampling
     from mtrain.decode.pipeline import BLOCK_LINES, LineTranslator
     from mtrain.run.load_model import LoadOptions
@@ -95,7 +95,8 @@ def translate(
     with joined_process_group("run it again.") as process_group:
         loading = LoadOptions(device, precision, checkpoint, process_group)
         translator = _load(engine, runs, decoding, loading)
-        line_translator = LineTranslator(translator, read_profile(runs[0]), console.warn)
+        stats = length_stats.load(runs[0].data_dir)
+        line_translator = LineTranslator(translator, stats, console.warn)
         if not process_group.is_first:
             for _ in line_translator.translate([]):  # the first rank's lines, which it writes
                 pass

@@ -6,6 +6,7 @@ is opened, so that a damaged file raises an error instead of crashing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +14,16 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, TypeAdapter, ValidationError
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
-from mtrain.errors import RunError
+from mtrain.data.batch import Indices, Lengths
+from mtrain.errors import RunError, damaged
+from mtrain.tokenizer.sentencepiece import Tokenizer
 
 MANIFEST_FILE = "shards.json"
 SHARD_PAIRS = 1 << 17  # pairs of the text, kept or dropped, per table
-Indices = npt.NDArray[np.int64]
-Lengths = npt.NDArray[np.int32]
 
 
 class EncodedBlock(NamedTuple):
@@ -34,27 +37,31 @@ class EncodedBlock(NamedTuple):
 
     src_ids: Lengths
     tgt_ids: Lengths
-    src_lengths: Lengths
-    tgt_lengths: Lengths
+    src_lengths: npt.NDArray[np.integer]
+    tgt_lengths: npt.NDArray[np.integer]
     src_text: list[str] | None = None
     tgt_text: list[str] | None = None
 
 
-def write_blocks(path: Path, blocks: Iterable[EncodedBlock], with_text: bool) -> int:
-    """Write encoded pairs as an Arrow stream; return the number of pairs."""
-    import pyarrow as pa
-
-    num_pairs = 0
-    with path.open("wb") as file, pa.ipc.new_stream(file, _schema(with_text)) as writer:
+def write_blocks(path: Path, blocks: Iterable[EncodedBlock], with_text: bool) -> None:
+    """Write encoded pairs as an Arrow stream."""
+    schema = _schema(with_text)
+    with path.open("wb") as file, pa.ipc.new_stream(file, schema) as writer:
         for block in blocks:
-            writer.write_batch(_as_batch(block, with_text))
-            num_pairs += len(block.src_lengths)
-    return num_pairs
+            columns = [
+                _lists(block.src_ids, block.src_lengths),
+                _lists(block.tgt_ids, block.tgt_lengths - 1),
+                _numbers(block.src_lengths),
+                _numbers(block.tgt_lengths),
+            ]
+            if with_text:
+                columns += [
+                    pa.array(text, pa.string()) for text in (block.src_text, block.tgt_text)
+                ]
+            writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
 
 
 def _schema(with_text: bool) -> Any:
-    import pyarrow as pa
-
     ids, length = pa.list_(pa.int32()), pa.int32()
     columns = {"src": ids, "tgt": ids, "src_length": length, "tgt_length": length}
     if with_text:
@@ -62,40 +69,18 @@ def _schema(with_text: bool) -> Any:
     return pa.schema(columns)
 
 
-def _as_batch(block: EncodedBlock, with_text: bool) -> Any:
-    import pyarrow as pa
-
-    columns = [
-        _lists(block.src_ids, block.src_lengths),
-        _lists(block.tgt_ids, block.tgt_lengths - 1),
-        _plain(block.src_lengths),
-        _plain(block.tgt_lengths),
-    ]
-    if with_text:
-        columns += [pa.array(text, pa.string()) for text in (block.src_text, block.tgt_text)]
-    return pa.RecordBatch.from_arrays(columns, schema=_schema(with_text))
+def _lists(ids: Lengths, lengths: npt.NDArray[np.integer]) -> Any:
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return pa.ListArray.from_arrays(_numbers(offsets), _numbers(ids))
 
 
-def _lists(ids: Lengths, lengths: Lengths) -> Any:
-    import pyarrow as pa
-
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return pa.ListArray.from_arrays(_plain(offsets), _plain(ids))
-
-
-def _plain(numbers: Lengths) -> Any:
+def _numbers(numbers: npt.NDArray[np.integer]) -> Any:
     """Wrap numbers in an Arrow array without a copy; `pyarrow.array` would import pandas."""
-    import pyarrow as pa
-
     array = np.ascontiguousarray(numbers, np.int32)
     return pa.Array.from_buffers(pa.int32(), len(array), [None, pa.py_buffer(array)])
 
 
-class _IdChunk(NamedTuple):
-    """The ids of one side in one chunk of a memory-mapped table."""
-
-    ids: Lengths
-    offsets: Lengths
+_Chunk = tuple[Lengths, Lengths]  # ids and offsets of one side in one chunk of a table
 
 
 class ShardTable:
@@ -107,11 +92,14 @@ class ShardTable:
 
     def __init__(self, path: Path, num_tokens: tuple[int, int], with_text: bool) -> None:
         self._table = _read(path, num_tokens, with_text)
-        self.src_lengths: Lengths = _numbers(self._table, "src_length")
-        self.tgt_lengths: Lengths = _numbers(self._table, "tgt_length")
-        self._src, self._tgt = _chunks(self._table, "src"), _chunks(self._table, "tgt")
-        chunks = self._table.column("src").chunks
-        self._firsts = np.cumsum([0, *(len(chunk) for chunk in chunks)])
+        lengths = (self._table.column(f"{side}_length") for side in ("src", "tgt"))
+        self.src_lengths, self.tgt_lengths = (np.asarray(side, np.int32) for side in lengths)
+        chunks = [self._table.column(side).chunks for side in ("src", "tgt")]
+        self._firsts = np.cumsum([0, *map(len, chunks[0])])
+        self._src, self._tgt = (
+            [(chunk.values.to_numpy(), chunk.offsets.to_numpy()) for chunk in side]
+            for side in chunks
+        )
 
     def __len__(self) -> int:
         return len(self.src_lengths)
@@ -120,8 +108,8 @@ class ShardTable:
         """Return the ids of the given rows: sources with eos, targets without."""
         chunks = np.searchsorted(self._firsts, rows, side="right") - 1
         slots = list(zip(chunks.tolist(), (rows - self._firsts[chunks]).tolist(), strict=True))
-        return [_ids(self._src, *slot) for slot in slots], [
-            _ids(self._tgt, *slot) for slot in slots
+        return [_ids(self._src[number], row) for number, row in slots], [
+            _ids(self._tgt[number], row) for number, row in slots
         ]
 
     def texts(self, rows: Indices) -> tuple[list[str], list[str]]:
@@ -130,18 +118,9 @@ class ShardTable:
         return src.to_pylist(), tgt.to_pylist()
 
 
-def _ids(chunks: list[_IdChunk], number: int, row: int) -> Lengths:
-    chunk = chunks[number]
-    return chunk.ids[chunk.offsets[row] : chunk.offsets[row + 1]]
-
-
-def _chunks(table: Any, side: str) -> list[_IdChunk]:
-    chunks = table.column(side).chunks
-    return [_IdChunk(chunk.values.to_numpy(), chunk.offsets.to_numpy()) for chunk in chunks]
-
-
-def _numbers(table: Any, name: str) -> Lengths:
-    return np.asarray(table.column(name), dtype=np.int32)
+def _ids(chunk: _Chunk, row: int) -> Lengths:
+    ids, offsets = chunk
+    return ids[offsets[row] : offsets[row + 1]]
 
 
 def _read(path: Path, num_tokens: tuple[int, int], with_text: bool) -> Any:
@@ -150,10 +129,8 @@ def _read(path: Path, num_tokens: tuple[int, int], with_text: bool) -> Any:
     Raises:
         RunError: if the table is missing, damaged or from another tokenizer.
     """
-    import pyarrow as pa
-
     if not path.is_file():
-        raise RunError(f"{path}: is missing; restore it from a copy of the run.")
+        raise damaged(path, "is missing")
     schema = _schema(with_text)
     try:
         table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all().replace_schema_metadata()
@@ -167,17 +144,12 @@ def _read(path: Path, num_tokens: tuple[int, int], with_text: bool) -> Any:
     except (pa.ArrowException, OSError, ValueError, LookupError):
         fits = False
     if not fits:
-        raise RunError(
-            f"{path}: must be a whole table of pairs of this run's tokenizer, but is not; restore "
-            "it from a copy of the run."
-        )
+        raise damaged(path, "must be a whole table of pairs of this run's tokenizer, but is not")
     return table
 
 
 def _fits(table: Any, side: str, num_tokens: int, num_added: int) -> bool:
     """Return whether all ids are in the vocabulary, and each length is `num_added` + its ids."""
-    import pyarrow.compute as pc
-
     lists, lengths = table.column(side), table.column(f"{side}_length")
     ids, counts = pc.list_flatten(lists), pc.list_value_length(lists)
     if ids.null_count or not pc.all(pc.equal(pc.add(counts, num_added), lengths)).as_py():
@@ -189,19 +161,10 @@ def _fits(table: Any, side: str, num_tokens: int, num_added: int) -> bool:
 class Shard(NamedTuple):
     """The corpus number and the counts of a table; tokens include eos."""
 
-    corpus: int
-    num_pairs: int
+    corpus: NonNegativeInt
+    num_pairs: PositiveInt
     num_src_tokens: int
     num_tgt_tokens: int
-
-    @classmethod
-    def of(cls, corpus: int, table: ShardTable) -> Shard:
-        """Count the pairs and tokens of a table."""
-        num_src, num_tgt = (
-            table.src_lengths.sum(dtype=np.int64),
-            table.tgt_lengths.sum(dtype=np.int64),
-        )
-        return cls(corpus, len(table), int(num_src), int(num_tgt))
 
 
 @dataclass(frozen=True)
@@ -216,7 +179,7 @@ class CorpusEntry:
 
     name: str
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    lengths: list[int]
+    lengths: list[NonNegativeInt]
 
 
 @dataclass(frozen=True)
@@ -263,27 +226,28 @@ class ShardSet:
         RunError: if the manifest or a shard is missing, or the manifest is damaged.
     """
 
-    def __init__(
-        self, directory: Path, num_src_tokens: int, num_tgt_tokens: int, with_text: bool
-    ) -> None:
-        self._directory, self._num_tokens = directory, (num_src_tokens, num_tgt_tokens)
-        self._with_text = with_text
+    def __init__(self, directory: Path, tokenizer: Tokenizer, with_text: bool = False) -> None:
+        self._directory, self._with_text = directory, with_text
+        self._num_tokens = len(tokenizer.src), len(tokenizer.tgt)
         path = directory / MANIFEST_FILE
         if not path.is_file():
-            raise RunError(f"{path}: is missing; restore it from a copy of the run.")
+            raise damaged(path, "is missing")
         try:
             self.manifest = _MANIFEST.validate_json(path.read_bytes(), strict=True)
-            is_sound = _is_consistent(self.manifest)
+            num_pairs = Counter[int]()
+            for shard in self.manifest.shards:
+                num_pairs[shard.corpus] += shard.num_pairs
+            totals = {
+                number: sum(entry.lengths) for number, entry in enumerate(self.manifest.corpora)
+            }
+            is_consistent = totals == dict(num_pairs) != {}
         except (OSError, ValidationError):
-            is_sound = False
-        if not is_sound:
-            raise RunError(
-                f"{path}: must say what each table of pairs holds, but does not; restore it from a "
-                "copy of the run."
-            )
+            is_consistent = False
+        if not is_consistent:
+            raise damaged(path, "must say what each table of pairs holds, but does not")
         for number in range(len(self.manifest.shards)):
             if not (path := shard_path(directory, number)).is_file():
-                raise RunError(f"{path}: is missing; restore it from a copy of the run.")
+                raise damaged(path, "is missing")
 
     def open(self, number: int) -> ShardTable:
         """Open a shard.
@@ -293,7 +257,10 @@ class ShardSet:
         """
         path, shard = shard_path(self._directory, number), self.manifest.shards[number]
         table = ShardTable(path, self._num_tokens, self._with_text)
-        if Shard.of(shard.corpus, table) != shard:
+        num_src, num_tgt = (
+            int(lengths.sum(dtype=np.int64)) for lengths in (table.src_lengths, table.tgt_lengths)
+        )
+        if shard[1:] != (len(table), num_src, num_tgt):
             raise RunError(
                 f"{path}: must hold what {MANIFEST_FILE} says, but does not; restore both from a "
                 "copy of the run."
@@ -304,15 +271,3 @@ class ShardSet:
         """Open the shards one after the other."""
         for number in range(len(self.manifest.shards)):
             yield self.open(number)
-
-
-def _is_consistent(manifest: Manifest) -> bool:
-    """Return whether every corpus has pairs, and its histogram of lengths counts them all."""
-    if not manifest.corpora or any(shard.num_pairs < 1 for shard in manifest.shards):
-        return False
-    if not all(0 <= shard.corpus < len(manifest.corpora) for shard in manifest.shards):
-        return False
-    return all(
-        min(entry.lengths, default=-1) >= 0 and sum(entry.lengths) == manifest.num_pairs(number) > 0
-        for number, entry in enumerate(manifest.corpora)
-    )

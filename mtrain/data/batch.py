@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtrain.data.arrow_shards import Lengths
-
+Indices = npt.NDArray[np.int64]
+Lengths = npt.NDArray[np.int32]
 Ids = Sequence[int] | npt.NDArray[np.int32]
 
 
@@ -106,9 +106,6 @@ def keep_first(lengths: Sequence[int]) -> Tensor:
     return torch.arange(max(lengths)) < lengths_B[:, None]
 
 
-Indices = npt.NDArray[np.int64]
-
-
 @dataclass(frozen=True)
 class Position:
     """The next micro-batch to read: batch `batch` of epoch `epoch`, both from 0.
@@ -176,14 +173,6 @@ class UpdateBatches(NamedTuple):
     num_tokens: int
     after: Position
     split: MicroBatchSplit
-
-
-def single_rank_update(batches: Sequence[Batch], after: Position = Position()) -> UpdateBatches:
-    """Return an update of a single rank, with one micro-batch per batch."""
-    num_tokens = sum(batch.num_tgt_tokens for batch in batches)
-    return UpdateBatches(
-        [MicroBatch(batch) for batch in batches], num_tokens, after, MicroBatchSplit(len(batches))
-    )
 
 
 class EpochPlan(NamedTuple):

@@ -8,17 +8,18 @@ position is two numbers, and seeking to it does not read the batches before it.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from mtrain.data.arrow_shards import Lengths, ShardSet, ShardTable
+from mtrain.data.arrow_shards import ShardSet, ShardTable
 from mtrain.data.batch import (
     Batch,
     EpochPlan,
     Indices,
+    Lengths,
     MicroBatch,
     MicroBatchSplit,
     Position,
@@ -41,8 +42,7 @@ def check_pairs(directory: Path, tokenizer: Tokenizer) -> int:
     Raises:
         RunError: if a file is missing or damaged, or an id is not in the vocabulary.
     """
-    shards = ShardSet(directory, len(tokenizer.src), len(tokenizer.tgt), with_text=False)
-    return sum(len(table) for table in shards.all())
+    return sum(len(table) for table in ShardSet(directory, tokenizer).all())
 
 
 def read_ids(
@@ -53,8 +53,7 @@ def read_ids(
     Raises:
         RunError: if a file is missing or damaged, or an id is not in the vocabulary.
     """
-    shards = ShardSet(directory, len(tokenizer.src), len(tokenizer.tgt), with_text=False)
-    for table in shards.all():
+    for table in ShardSet(directory, tokenizer).all():
         for first in range(0, len(table), _PAIRS_READ):
             yield table.take(np.arange(first, min(first + _PAIRS_READ, len(table))))
 
@@ -67,22 +66,6 @@ class CorpusShare(NamedTuple):
     num_in_epoch: int
 
 
-class _Shapes(NamedTuple):
-    """Rows, source width and target width of each batch."""
-
-    num_rows: Indices
-    num_src: Indices
-    num_tgt: Indices
-
-    @property
-    def num_positions(self) -> Indices:
-        return self.num_rows * (self.num_src + self.num_tgt)
-
-    @property
-    def num_attention_scores(self) -> Indices:
-        return self.num_rows * (self.num_src**2 + self.num_tgt**2 + self.num_src * self.num_tgt)
-
-
 class TrainingData:
     """The encoded training pairs, in batches."""
 
@@ -90,8 +73,7 @@ class TrainingData:
         self, directory: Path, tokenizer: Tokenizer, seed: int, sampling_alpha: float = 0.0
     ) -> None:
         self._tokenizer, self._seed, self._alpha = tokenizer, seed, sampling_alpha
-        sizes = len(tokenizer.src), len(tokenizer.tgt)
-        self._shards = ShardSet(directory, *sizes, with_text=sampling_alpha > 0)
+        self._shards = ShardSet(directory, tokenizer, with_text=sampling_alpha > 0)
         self._manifest = self._shards.manifest
         corpora = []
         for corpus, entry in enumerate(self._manifest.corpora):
@@ -153,7 +135,7 @@ class TrainingData:
         planned = self._planned(batch_tokens, start)
         while True:
             batches = list(islice(planned, split.num_batches))
-            num_tokens = sum(batch.window.num_tgt_tokens(batch.rows) for batch in batches)
+            num_tokens = sum(window.num_tgt_tokens(rows) for window, rows, _ in batches)
             micro_batches = []
             for number, part in split.of_rank():
                 window, rows, _ = batches[number]
@@ -161,12 +143,14 @@ class TrainingData:
                 is_dummy = len(part_rows) == 0
                 batch = self._collate(window, rows[:1] if is_dummy else part_rows)
                 micro_batches.append(MicroBatch(batch, is_dummy))
-            after = batches[-1].after
+            after = batches[-1][2]
             del batches, window  # so that the next window can be loaded in their memory
             yield UpdateBatches(micro_batches, num_tokens, after, split)
 
-    def _planned(self, batch_tokens: int, start: Position) -> Iterator[_PlannedBatch]:
-        """Yield the rows of each batch; their ids are not read."""
+    def _planned(
+        self, batch_tokens: int, start: Position
+    ) -> Iterator[tuple[_ShuffleWindow, Indices, Position]]:
+        """Yield the window and rows of each batch, and the position after it; read no ids."""
         epoch, first_batch = start.epoch, start.batch
         while True:
             number = self._mixture.window_at(first_batch)
@@ -178,7 +162,7 @@ class TrainingData:
             for index in range(first_batch - first, len(plan)):
                 is_end = index + 1 == len(plan)
                 after = following if is_end else Position(epoch, first + index + 1)
-                yield _PlannedBatch(window, plan[index], after)
+                yield window, plan[index], after
             del window  # frees its memory before the next window is loaded
             epoch, first_batch = following.epoch, following.batch
 
@@ -189,10 +173,11 @@ class TrainingData:
         assumes the same distribution of lengths in all. Sampled segmentations differ slightly.
         """
         window = self._open(0, 0)
-        batches, shapes = window.plan(batch_tokens), window.shapes(batch_tokens)
-        padding = 1 - window.num_tokens / int(shapes.num_positions.sum())
+        num_tokens = sum(int(side.sum(dtype=np.int64)) for side in window.lengths)
+        num_positions, _ = window.batch_sizes(batch_tokens)
+        padding = 1 - num_tokens / int(num_positions.sum())
         if self._mixture.num_windows == 1:
-            return EpochPlan(len(batches), padding)
+            return EpochPlan(len(num_positions), padding)
         return EpochPlan(self._count_batches(batch_tokens), padding)
 
     def _count_batches(self, batch_tokens: int) -> int:
@@ -212,11 +197,8 @@ class TrainingData:
         The first has the most positions, the second the most attention scores.
         """
         window = self._open(0, 0)
-        batches, shapes = window.plan(batch_tokens), window.shapes(batch_tokens)
-        largest = [
-            int(sizes.argmax()) for sizes in (shapes.num_positions, shapes.num_attention_scores)
-        ]
-        return [self._collate(window, batches[index]) for index in largest]
+        largest = [int(sizes.argmax()) for sizes in window.batch_sizes(batch_tokens)]
+        return [self._collate(window, window.plan(batch_tokens)[index]) for index in largest]
 
     def lengths(self) -> tuple[Lengths, Lengths]:
         """Return the source and target lengths of the first window's pairs, eos included."""
@@ -244,16 +226,14 @@ class _StoredPairs:
     """Selected rows of the shards, read on demand."""
 
     def __init__(self, shards: ShardSet, selections: list[RowSelection]) -> None:
-        opened: dict[int, ShardTable] = {}
-        for number, _ in selections:
-            if number not in opened:
-                opened[number] = shards.open(number)
-        self._tables = [opened[number] for number, _ in selections]
-        self._rows = np.concatenate([rows for _, rows in selections])
-        self._firsts = np.cumsum([0, *(len(rows) for _, rows in selections)])
-        parts = list(zip(self._tables, (rows for _, rows in selections), strict=True))
-        self.src_lengths: Lengths = np.concatenate([tab.src_lengths[rows] for tab, rows in parts])
-        self.tgt_lengths: Lengths = np.concatenate([tab.tgt_lengths[rows] for tab, rows in parts])
+        numbers = dict.fromkeys(number for number, _ in selections)
+        opened = {number: shards.open(number) for number in numbers}
+        parts = [(opened[number], rows) for number, rows in selections]
+        self._tables: list[ShardTable] = [table for table, _ in parts]
+        self._rows = np.concatenate([rows for _, rows in parts])
+        self._firsts = np.cumsum([0, *(len(rows) for _, rows in parts)])
+        self.src_lengths = np.concatenate([table.src_lengths[rows] for table, rows in parts])
+        self.tgt_lengths = np.concatenate([table.tgt_lengths[rows] for table, rows in parts])
 
     def take(self, rows: Indices) -> tuple[list[Lengths], list[Lengths]]:
         """Return the ids of the given rows: sources with eos, targets without."""
@@ -269,13 +249,9 @@ class _StoredPairs:
 
     def texts(self) -> tuple[list[str], list[str]]:
         """Return the text of all pairs."""
-        src: list[str] = []
-        tgt: list[str] = []
-        ends = zip(self._tables, self._firsts[:-1], self._firsts[1:], strict=True)
-        for table, first, last in ends:
-            src_texts, tgt_texts = table.texts(self._rows[first:last])
-            src += src_texts
-            tgt += tgt_texts
+        rows = (self._rows[first:last] for first, last in pairwise(self._firsts))
+        texts = [table.texts(part) for table, part in zip(self._tables, rows, strict=True)]
+        src, tgt = (list(chain.from_iterable(side)) for side in zip(*texts, strict=True))
         return src, tgt
 
 
@@ -305,49 +281,29 @@ class _ShuffleWindow:
     def __init__(self, pairs: _StoredPairs | _SampledPairs, seed: list[int]) -> None:
         self.seed = seed
         self.take = pairs.take
-        self._src_lengths, self._tgt_lengths = pairs.src_lengths, pairs.tgt_lengths
+        self.lengths = pairs.src_lengths, pairs.tgt_lengths  # eos included
         self._planned: tuple[int, list[Indices]] = (0, [])
-
-    @property
-    def lengths(self) -> tuple[Lengths, Lengths]:
-        """Source and target lengths of all pairs, eos included."""
-        return self._src_lengths, self._tgt_lengths
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens of both sides, eos included."""
-        src, tgt = self._src_lengths, self._tgt_lengths
-        return int(src.sum(dtype=np.int64) + tgt.sum(dtype=np.int64))
 
     def num_tgt_tokens(self, rows: Indices) -> int:
         """Return the number of target tokens of the given rows, eos included."""
-        return int(self._tgt_lengths[rows].sum(dtype=np.int64))
+        return int(self.lengths[1][rows].sum(dtype=np.int64))
 
     def plan(self, batch_tokens: int) -> list[Indices]:
         """Return the rows of each batch, in order; cached."""
         if self._planned[0] != batch_tokens:
             rng = np.random.default_rng(self.seed)
-            plan = plan_batches(self._src_lengths, self._tgt_lengths, batch_tokens, rng)
-            self._planned = (batch_tokens, plan)
+            self._planned = batch_tokens, plan_batches(*self.lengths, batch_tokens, rng)
         return self._planned[1]
 
-    def shapes(self, batch_tokens: int) -> _Shapes:
-        """Return the shapes of the batches."""
+    def batch_sizes(self, batch_tokens: int) -> tuple[Indices, Indices]:
+        """Return the number of positions and of attention scores of each batch, with padding."""
         plan = self.plan(batch_tokens)
         num_rows = np.array([len(rows) for rows in plan], np.int64)
         firsts, rows = np.cumsum(num_rows) - num_rows, np.concatenate(plan)
         src, tgt = (
             np.maximum.reduceat(lengths[rows], firsts).astype(np.int64) for lengths in self.lengths
         )
-        return _Shapes(num_rows, src, tgt)
-
-
-class _PlannedBatch(NamedTuple):
-    """The rows of a batch, and the position after it."""
-
-    window: _ShuffleWindow
-    rows: Indices
-    after: Position
+        return num_rows * (src + tgt), num_rows * (src**2 + tgt**2 + src * tgt)
 
 
 def in_batches(
@@ -364,14 +320,8 @@ def in_batches(
     src_lengths = np.array([len(ids) for ids in src], dtype=np.int32)
     tgt_lengths = np.array([len(ids) + 1 for ids in tgt], dtype=np.int32)
     plan = plan_batches(src_lengths, tgt_lengths, batch_tokens, np.random.default_rng(0))
-    special = tokenizer.tgt
+    special_ids = tokenizer.tgt.pad, tokenizer.tgt.bos, tokenizer.tgt.eos
     return [
-        collate(
-            [src[row] for row in rows],
-            [tgt[row] for row in rows],
-            special.pad,
-            special.bos,
-            special.eos,
-        )
+        collate([src[row] for row in rows], [tgt[row] for row in rows], *special_ids)
         for rows in plan
     ]

@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
 
 from mtrain import __version__
 from mtrain.audit.scan import PairFilter, Scan, scan_corpora
 from mtrain.config.corpora import Corpus, corpora_of, weight_of
-from mtrain.config.sections import DEFAULT_VOCAB_SIZE, Config, DataConfig, TokenizerConfig
+from mtrain.config.sections import DEFAULT_VOCAB_SIZE, Config, DataConfig
 from mtrain.corpus import dropped
 from mtrain.corpus.formats import paths_of, revision_of
-from mtrain.corpus.length_stats import CorpusStats
 from mtrain.corpus.reader import (
     FileMark,
     changed_files,
@@ -32,7 +30,7 @@ from mtrain.corpus.reader import (
 from mtrain.data import arrow_shards, encode, loader
 from mtrain.data.arrow_shards import SHARD_PAIRS
 from mtrain.data.encode import EncodeJob
-from mtrain.errors import ConfigError, RunError
+from mtrain.errors import ConfigError, RunError, damaged
 from mtrain.io.atomic import sha256, sha256_if_readable, whole_dir, write_lines
 from mtrain.io.lines import read_lines
 from mtrain.run import checkpoint
@@ -43,11 +41,9 @@ from mtrain.tokenizer.sentencepiece import Tokenizer
 
 PART_PAIRS = SHARD_PAIRS  # pairs per part, the unit of resuming
 _BLOCK_PAIRS = 10_000
-_PROFILE_FILE = "profile.json"
 _MARKS_FILE = "corpora.json"
 _CHECKSUMS_FILE = "checksums.json"
 _SCAN_FILE = "scan.json"
-_PROFILE = TypeAdapter(CorpusStats)
 Tree = dict[str, Any]
 
 
@@ -81,23 +77,33 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
         return
     if run.data_dir.is_file() or (run.data_dir.is_dir() and any(run.data_dir.iterdir())):
         raise RunError(f"{run.data_dir}: is there, and not from mtrain; take another --run.")
-    _check_tokenizer(config.tokenizer, run)
+    tokenizer = None  # one that is in the folder stays, because checkpoints may depend on it
+    if run.tokenizer_dir.is_dir():
+        tokenizer = sentencepiece.load(run.tokenizer_dir)
+        is_shared = tokenizer.src is tokenizer.tgt
+        if config.tokenizer.shared != is_shared:
+            raise ConfigError(
+                f"`tokenizer.shared` must be {str(is_shared).lower()}, as in {run.tokenizer_dir}, "
+                f"but is {str(config.tokenizer.shared).lower()} instead."
+            )
     try:
         with run.tokenizing() as work_dir:
-            num_kept = _tokenize(config, run, work_dir, console)
+            num_kept = _tokenize(config, run, work_dir, tokenizer, console)
     except KeyboardInterrupt:
         console.say(f"{run.path}: stopped; what is done is kept, and the same command goes on")
         raise
     console.say(f"{run.path}: tokenized {num_kept:,} training pairs")
 
 
-def _tokenize(config: Config, run: RunDir, work_dir: Path, console: Console) -> int:
+def _tokenize(
+    config: Config, run: RunDir, work_dir: Path, tokenizer: Tokenizer | None, console: Console
+) -> int:
     """Fill the run folder; return the number of kept training pairs."""
     data, init_from = config.data, config.training.init_from
-    marks, num_pairs = _scan(config, run, work_dir, console)
+    fingerprint = tokenizer.fingerprint() if tokenizer else None
+    marks, num_pairs = _scan(config, fingerprint, run, work_dir, console)
     pair_filter = PairFilter(data, work_dir, num_pairs)
-    tokenizer_dir = run.tokenizer_dir  # keep it: checkpoints may depend on it
-    if not tokenizer_dir.is_dir():
+    if tokenizer is None:
         tokenizer_dir = work_dir / "tokenizer"
         if not tokenizer_dir.is_dir():
             if init_from is None:
@@ -106,7 +112,7 @@ def _tokenize(config: Config, run: RunDir, work_dir: Path, console: Console) -> 
                 tokenizer = sentencepiece.load(RunDir(Path(init_from)).tokenizer_dir)
             with whole_dir(tokenizer_dir) as directory:
                 tokenizer.save(directory)
-    tokenizer = sentencepiece.load(tokenizer_dir)
+        tokenizer = sentencepiece.load(tokenizer_dir)
     origin = f", those of {init_from}" if init_from else ""
     lengths = {len(tokenizer.src), len(tokenizer.tgt)}
     if not init_from and config.tokenizer.vocab_size is None and lengths != {DEFAULT_VOCAB_SIZE}:
@@ -125,8 +131,7 @@ def _tokenize(config: Config, run: RunDir, work_dir: Path, console: Console) -> 
     with whole_dir(run.data_dir) as directory:
         (directory / _MARKS_FILE).write_text(json.dumps(marks, indent=2), encoding="utf-8")
         encode.collect(parts, job, data.temperature, directory)
-        profile = encode.corpus_stats(parts)
-        (directory / _PROFILE_FILE).write_text(json.dumps(profile._asdict()), encoding="utf-8")
+        encode.corpus_stats(parts).save(directory)
         _write_text(data.valid, directory / "valid")
         for name, test in data.tests.items():
             _write_text(test, directory / "tests" / name)
@@ -144,14 +149,16 @@ def _tokenize(config: Config, run: RunDir, work_dir: Path, console: Console) -> 
     return num_pairs - sum(counts.values())
 
 
-def _scan(config: Config, run: RunDir, work_dir: Path, console: Console) -> tuple[Tree, int]:
+def _scan(
+    config: Config, fingerprint: str | None, run: RunDir, work_dir: Path, console: Console
+) -> tuple[Tree, int]:
     """Return the file marks and revisions of all corpora, and the number of training pairs.
 
     Reads all corpora once and writes their records to the working folder. Records of an earlier
-    process are reused if text and settings are the same; if not, its files are deleted.
+    process are reused if text, settings and the fingerprint of the run's tokenizer, if it has one,
+    are the same; if not, its files are deleted.
     """
     data, path = config.data, work_dir / _SCAN_FILE
-    kept = sentencepiece.load(run.tokenizer_dir) if run.tokenizer_dir.is_dir() else None
     settings = {
         "mtrain": __version__,
         "part_pairs": PART_PAIRS,
@@ -159,7 +166,7 @@ def _scan(config: Config, run: RunDir, work_dir: Path, console: Console) -> tupl
         "data": data.model_dump(),
         "tokenizer": config.tokenizer.model_dump(),
         "init_from": config.training.init_from,
-        "kept_tokenizer": kept.fingerprint() if kept else None,
+        "kept_tokenizer": fingerprint,
     }
     files, commits = files_and_revisions(data)
     revisions = {name: {"revision": commit} for name, commit in commits.items()}
@@ -225,19 +232,6 @@ def _check_scans(scans: Iterable[Scan], data: DataConfig, console: Console) -> N
     encode.check_shares([corpus.name for corpus in train], weights, total)
 
 
-def _check_tokenizer(config: TokenizerConfig, run: RunDir) -> None:
-    """Reject an existing tokenizer that differs from the config in `tokenizer.shared`."""
-    if not run.tokenizer_dir.is_dir():
-        return
-    tokenizer = sentencepiece.load(run.tokenizer_dir)
-    is_shared = tokenizer.src is tokenizer.tgt
-    if config.shared != is_shared:
-        raise ConfigError(
-            f"`tokenizer.shared` must be {str(is_shared).lower()}, as in {run.tokenizer_dir}, but "
-            f"is {str(config.shared).lower()} instead."
-        )
-
-
 def _train_tokenizer(
     config: Config, pair_filter: PairFilter, num_pairs: int, console: Console
 ) -> Tokenizer:
@@ -276,20 +270,6 @@ def read_valid(run: RunDir) -> ParallelLines:
 def read_test(run: RunDir, name: str) -> ParallelLines:
     """Return the text of a test set in the run folder."""
     return _read_text(run.data_dir / "tests" / name)
-
-
-def read_counts(run: RunDir) -> dict[str, int]:
-    """Return the number of dropped training pairs by reason."""
-    return dropped.read_counts(run.data_dir)
-
-
-def read_profile(run: RunDir) -> CorpusStats | None:
-    """Return the statistics of the training pairs; None if they are missing or damaged."""
-    try:
-        raw = (run.data_dir / _PROFILE_FILE).read_bytes()
-        return _PROFILE.validate_json(raw, strict=True)
-    except (OSError, ValidationError):
-        return None
 
 
 def read_marks(run: RunDir) -> dict[str, FileMark]:
@@ -483,7 +463,7 @@ def _read_text(stem: Path) -> ParallelLines:
     paths = [stem.with_name(stem.name + side) for side in (".src", ".tgt")]
     for path in paths:
         if not path.is_file():
-            raise RunError(f"{path}: is missing; restore it from a copy of the run.")
+            raise damaged(path, "is missing")
     lines = ParallelLines(*(list(read_lines(path)) for path in paths))
     if not len(lines.src) == len(lines.tgt) > 0:
         raise RunError(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain.config.sections import Config
+from mtrain.corpus import length_stats
 from mtrain.data import prepare
 from mtrain.decode.beam import length_penalty
 from mtrain.decode.pipeline import Warn, translate_lines
@@ -139,7 +140,7 @@ def translate_tests(
     run: RunDir, translator: Translator, tests: Mapping[str, TestSet], warn: Warn
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield the name of each test set with its translations; all ranks call together."""
-    stats = prepare.read_profile(run)
+    stats = length_stats.load(run.data_dir)
     for name, lines in tests.items():
 
         def warn_of_test(text: str, name: str = name) -> None:

@@ -9,6 +9,7 @@ import yaml
 
 from mtrain import __version__
 from mtrain.config.corpora import Corpus, HubCorpus, corpora_of
+from mtrain.corpus import dropped
 from mtrain.corpus.formats import paths_of
 from mtrain.corpus.reader import FileMark
 from mtrain.data import loader, prepare
@@ -145,10 +146,10 @@ def _counts(run: RunDir, tokenizer: Tokenizer) -> Iterator[str]:
     """Yield how many training pairs were kept and dropped."""
     try:
         num_kept = len(loader.TrainingData(run.data_dir, tokenizer, seed=0))
-        dropped = prepare.read_counts(run)
+        counts = dropped.read_counts(run.data_dir)
     except RunError:
         yield "How many training pairs there were is not known any more."
         return
-    reasons = "; ".join(f"{count:,} {reason}" for reason, count in dropped.items())
-    total = f"{num_kept:,} training pairs were kept, {sum(dropped.values()):,} dropped"
+    reasons = "; ".join(f"{count:,} {reason}" for reason, count in counts.items())
+    total = f"{num_kept:,} training pairs were kept, {sum(counts.values()):,} dropped"
     yield f"{total} ({reasons})." if reasons else f"{total}."

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from mtrain.config.sections import Config
 from mtrain.data import prepare
-from mtrain.data.arrow_shards import Lengths
-from mtrain.data.batch import Batch, Position, collate
+from mtrain.data.batch import Batch, Lengths, Position, collate
 from mtrain.data.loader import TrainingData
 from mtrain.decode.translator import EncodedSource, Translator, load
 from mtrain.errors import ConfigError, RunError, UserError

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from mtrain.data.arrow_shards import Lengths
+from mtrain.data.batch import Lengths
 from mtrain.errors import UserError
 from mtrain.io.atomic import whole_file
 from mtrain.plot.collect import (

@@ -80,7 +80,7 @@ class TrainingLogger:
         step: int,
     ) -> None:
         """Log the sizes of the corpora, of an update and of an epoch."""
-        counts = prepare.read_counts(run)
+        counts = dropped.read_counts(run.data_dir)
         if not step and not self.log.holds("pairs_dropped", counts):
             self.log.metrics({"step": 0, "num_pairs": len(data), "pairs_dropped": counts})
         plan = data.plan(config.batch_tokens)

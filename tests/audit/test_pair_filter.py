@@ -18,7 +18,7 @@ from mtrain.audit.rules import RULES
 from mtrain.audit.scan import PairFilter, scan_corpora
 from mtrain.config import config_file
 from mtrain.config.sections import CLEAN, Config
-from mtrain.data import prepare
+from mtrain.corpus import dropped
 from mtrain.errors import ConfigError
 from mtrain.run.run_dir import RunDir
 
@@ -128,7 +128,7 @@ def test_check_foretells_what_training_leaves_out(cli: Cli, tmp_path: Path) -> N
     assert ", less what exceeds `data.max_tokens`" in page
     assert cli("tokenize", config).code == 0
     after = json.loads(cli("check", config, "--json").out)["corpora"]
-    counts = prepare.read_counts(RunDir(tmp_path / "run"))
+    counts = dropped.read_counts(RunDir(tmp_path / "run").data_dir)
     assert after[0]["num_dropped"] == counts == before | {"max-tokens": 1}
     assert min(counts.values()) > 0
     assert after[1]["num_dropped"] == {}

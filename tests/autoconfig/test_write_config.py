@@ -15,7 +15,8 @@ from mtrain.autoconfig import benchmark, presets, split, write_config
 from mtrain.config import config_file
 from mtrain.config.corpora import FilesCorpus, TsvCorpus
 from mtrain.config.sections import DecodingConfig
-from mtrain.data.prepare import prepare, read_counts, read_test, read_valid
+from mtrain.corpus.dropped import read_counts
+from mtrain.data.prepare import prepare, read_test, read_valid
 from mtrain.errors import ConfigError, DataError, WriteError
 from mtrain.model.transformer import num_parameters
 from mtrain.run.load_model import build_model
@@ -97,7 +98,7 @@ def read(path):
 def test_the_config_that_is_written_trains_on_the_corpus_without_what_is_held_out():
     init()
     run = tokenized(written())
-    assert read_counts(run) == {"held-out-pair": 40}
+    assert read_counts(run.data_dir) == {"held-out-pair": 40}
     held_out = [*read_valid(run).src, *read_test(run, "test").src]
     assert len({*held_out}) == len(held_out) == 40
     assert {*held_out} <= {*read("a.en")}
@@ -131,7 +132,7 @@ def test_held_out_files_of_one_language_on_both_sides_have_a_name_for_each(other
     held_out = (config.data.valid, config.data.tests["test"])
     sides = [(read(own.src[0]), read(own.tgt[0])) for own in held_out]
     assert all([line.upper() for line in src] == tgt for src, tgt in sides)
-    assert read_counts(tokenized(config)) == {"held-out-pair": 40}
+    assert read_counts(tokenized(config).data_dir) == {"held-out-pair": 40}
 
 
 def test_the_same_corpus_gives_the_same_held_out_pairs():
@@ -150,7 +151,7 @@ def test_a_corpus_in_which_hardly_a_sentence_stands_once_is_split_and_planned_by
     write(Path("a.de"), [line.upper() for line in lines])
     said = Said()
     init(said)
-    counts = read_counts(tokenized(written()))
+    counts = read_counts(tokenized(written()).data_dir)
     num_dropped = counts["held-out-pair"]
     assert num_dropped > 40, "all copies are dropped"
     assert counts == {"held-out-pair": num_dropped}
@@ -168,7 +169,7 @@ def test_pairs_that_share_one_sentence_with_a_held_out_pair_are_dropped_and_coun
     write(Path("a.de"), [text for pair in zip(lines, others, strict=True) for text in pair])
     said = Said()
     init(said)
-    counts = read_counts(tokenized(written()))
+    counts = read_counts(tokenized(written()).data_dir)
     assert said.lines[2] == f"dropped   {sum(counts.values())} held out"
     assert said.lines[1].startswith(f"training  {800 - sum(counts.values())} pairs, ")
 
@@ -182,7 +183,7 @@ def test_pairs_that_stand_in_given_sets_are_not_planned_with():
         "training  100 pairs, 100 of them different",
         "dropped   300 in the given sets",
     ]
-    assert read_counts(tokenized(written())) == {"held-out-pair": 300}
+    assert read_counts(tokenized(written()).data_dir) == {"held-out-pair": 300}
 
 
 def test_given_sets_that_are_the_whole_corpus_are_an_error():
@@ -232,7 +233,7 @@ def test_every_form_of_a_corpus_is_read_split_and_written(form):
     config, num_pairs = written(), 800 if form == "mixture" else 400
     assert config.data.train == request.data.train
     assert said.lines[0].startswith(f"corpus    {num_pairs} pairs")
-    dropped = read_counts(tokenized(config)).get("held-out-pair")
+    dropped = read_counts(tokenized(config).data_dir).get("held-out-pair")
     assert said.lines[2] == f"dropped   {dropped} held out"
     assert dropped == num_pairs // 10
 
@@ -254,7 +255,7 @@ def test_a_set_that_is_not_given_is_drawn_apart_from_those_that_are():
     init(test=("t.en", "t.de"))
     assert written().data.tests == {"test": FilesCorpus(src=["t.en"], tgt=["t.de"])}
     assert not {*read("en-de.valid.en")} & {*read("t.en")}
-    assert read_counts(tokenized(written())) == {"held-out-pair": 115}
+    assert read_counts(tokenized(written()).data_dir) == {"held-out-pair": 115}
 
 
 @pytest.mark.parametrize(

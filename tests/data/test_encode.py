@@ -25,6 +25,7 @@ from tasks import (
 
 from mtrain.audit import scan
 from mtrain.config import config_file
+from mtrain.corpus import dropped
 from mtrain.data import encode, loader, prepare
 from mtrain.data.loader import TrainingData
 from mtrain.errors import ConfigError, DataError, RunError
@@ -115,7 +116,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, part: int, error: BaseException
     encode_part = encode._encode_part
 
     def failing(*arguments: Any) -> encode.PartStats:
-        if arguments[2].table.name == f"part-{part:05d}.arrow":
+        if arguments[2] == part:
             monkeypatch.setattr(encode, "_encode_part", encode_part)
             raise error
         return encode_part(*arguments)
@@ -303,7 +304,7 @@ def test_a_mixture_accounts_for_each_pair_with_its_corpus(tmp_path: Path, tree: 
         "reason": "blank-side",
         "corpus": "data.train[1]",
     }
-    assert prepare.read_counts(RunDir(run)) == {"blank-side": 8}
+    assert dropped.read_counts(RunDir(run).data_dir) == {"blank-side": 8}
 
 
 def test_a_mixture_of_one_is_the_corpus_itself(tmp_path: Path, tree: Tree) -> None:

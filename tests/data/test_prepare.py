@@ -16,7 +16,7 @@ import pytest
 from tasks import Pair, Said, Tree, copy_task, tiny_tree, write, write_config, write_corpus
 
 from mtrain.config import config_file
-from mtrain.corpus import reader
+from mtrain.corpus import dropped, length_stats, reader
 from mtrain.corpus.length_stats import CorpusStats
 from mtrain.corpus.reader import FileMark
 from mtrain.data import prepare
@@ -82,7 +82,7 @@ def test_a_run_folder_holds_tokenizer_data_and_the_whole_config(tmp_path: Path, 
     lines = prepare.read_test(run, "held_out")
     assert list(zip(*lines, strict=True)) == copy_task(40, 3)
     assert list(zip(*prepare.read_valid(run), strict=True)) == copy_task(12, 2)
-    assert prepare.read_counts(run) == {}
+    assert dropped.read_counts(run.data_dir) == {}
 
 
 def test_pairs_stay_aligned_through_several_files_gzip_and_drops(
@@ -124,7 +124,7 @@ def test_dropped_pairs_are_counted_and_listed_with_file_line_and_reason(
         {"file": src_path, "line": 9, "reason": "max-tokens"},
         {"file": src_path, "line": 10, "reason": "max-tokens"},
     ]
-    assert prepare.read_counts(run) == {"blank-side": 3, "blank-pair": 1, "max-tokens": 2}
+    assert dropped.read_counts(run.data_dir) == {"blank-side": 3, "blank-pair": 1, "max-tokens": 2}
     path = run.data_dir / "dropped.jsonl.gz"
     assert said[1:4] == [
         f"dropped: 1 of 200 training pairs (blank-pair); listed in {path}",
@@ -146,9 +146,9 @@ def test_a_pair_is_too_long_by_its_longer_side_with_eos(
     tree["data"]["max_tokens"] = limit
     tree["run_dir"] = str(tmp_path / "other")
     other, _ = make(tmp_path, tree)
-    dropped = sum(length > limit for length in lengths)
-    assert 0 < dropped < 200
-    assert prepare.read_counts(other) == {"max-tokens": dropped}
+    num_dropped = sum(length > limit for length in lengths)
+    assert 0 < num_dropped < 200
+    assert dropped.read_counts(other.data_dir) == {"max-tokens": num_dropped}
 
 
 def test_blank_and_long_lines_of_validation_and_test_sets_are_kept(
@@ -513,10 +513,10 @@ def test_a_run_folder_says_what_is_usual_in_its_pairs(tmp_path: Path, tree: Tree
     src = [len(ids) for ids in tokenizer.encode_src([pair.src for pair in pairs])]
     tgt = [len(ids) + 1 for ids in tokenizer.tgt.encode([pair.tgt for pair in pairs])]
     ratios = [b / a for a, b in zip(src, tgt, strict=True)]
-    profile = prepare.read_profile(run)
+    profile = length_stats.load(run.data_dir)
     assert profile == CorpusStats(max(src), min(ratios), max(ratios), 0.25)
     (run.data_dir / "profile.json").unlink()
-    assert prepare.read_profile(run) is None
+    assert length_stats.load(run.data_dir) is None
 
 
 _counting: list[Counter[str]] = []

@@ -32,6 +32,7 @@ from tasks import Said, Tree, tiny_tree, write_config, write_task
 
 from mtrain.config import config_file, sections
 from mtrain.config.corpora import FilesCorpus
+from mtrain.corpus import dropped
 from mtrain.corpus.reader import read_pairs
 from mtrain.data import prepare
 from mtrain.data.loader import TrainingData
@@ -321,7 +322,7 @@ def check_prepare(corpus: Sequence[bytes], tokenizing: Tree, is_retry: bool = Fa
             vocabulary = sentencepiece.load(run.tokenizer_dir)
             num_kept = len(TrainingData(run.data_dir, vocabulary, 1))
             num_pairs = len(lines_of(corpus[0]))
-            assert num_kept + sum(prepare.read_counts(run).values()) == num_pairs
+            assert num_kept + sum(dropped.read_counts(run.data_dir).values()) == num_pairs
         assert leftovers(Path(directory)) == []
 
 

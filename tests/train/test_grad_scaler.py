@@ -3,11 +3,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from builders import single_rank_update
 from conftest import Cli
 from tasks import prepared, reverse_task, write_task
 
 from mtrain.config import config_file
-from mtrain.data.batch import Position, single_rank_update
+from mtrain.data.batch import Position
 from mtrain.run import checkpoint
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir

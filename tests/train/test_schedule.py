@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from builders import single_rank_update
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tasks import prepared, write_task
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from mtrain.config.config_file import load
 from mtrain.config.sections import TrainingConfig
-from mtrain.data.batch import Position, single_rank_update
+from mtrain.data.batch import Position
 from mtrain.run.logger import RunLog
 from mtrain.train.schedule import learning_rate, noam
 from mtrain.train.trainer import Trainer

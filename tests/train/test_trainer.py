@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from builders import single_rank_update
 from conftest import Cli, at_a_terminal, open_terminal, run_mtrain
 from run_folders import harm, metrics, step_lines, timeless, weights
 from safetensors.torch import load_file
@@ -24,7 +25,7 @@ from tasks import prepared, reverse_task, stop_at, train, write_task
 
 from mtrain.cli.main import main
 from mtrain.config import config_file
-from mtrain.data.batch import Batch, UpdateBatches, collate, single_rank_update
+from mtrain.data.batch import Batch, UpdateBatches, collate
 from mtrain.errors import RunError
 from mtrain.ops import native
 from mtrain.run import checkpoint
