@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -26,6 +27,8 @@ from mtrain.run.run_dir import RunDir
 from mtrain.runtime.process_group import SINGLE, ProcessGroup
 
 if TYPE_CHECKING:
+    from mtrain.audit.report import AuditReport
+    from mtrain.autoconfig.write_config import InitReport
     from mtrain.corpus.length_stats import CorpusStats
     from mtrain.decode.formats import Translation
     from mtrain.decode.options import DecodingOptions
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from mtrain.decode.translator import Translator
     from mtrain.evaluate.evaluation import TestResult
     from mtrain.evaluate.metrics import ScoringOptions
+    from mtrain.export.export import ExportReport
+    from mtrain.io.lines import Advance
 
 logger = logging.getLogger("mtrain")
 AnyPath = str | os.PathLike[str]
@@ -138,7 +143,7 @@ class Model:
         options = replace(options or self.options, with_scores=details)
         deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         translator = self.translator.with_options(options, SearchLimits(deadline_s, cancel))
-        line_translator = LineTranslator(translator, self.profile, on_warning or logger.warning)
+        line_translator = LineTranslator(translator, self.profile, on_warning or _log_warning)
         blocks = (clean[at : at + BLOCK_LINES] for at in range(0, len(clean), BLOCK_LINES))
         prefix_lines = None if prefixes is None else _clean(prefixes, None, "prefixes")
         try:
@@ -265,6 +270,80 @@ def train_together(
     return run_dir.path
 
 
+def init(
+    src_lang: str,
+    tgt_lang: str,
+    *,
+    src: AnyPath | None = None,
+    tgt: AnyPath | None = None,
+    overrides: Sequence[str] = (),
+    budget: str = "30m",
+    valid: tuple[AnyPath, AnyPath] | None = None,
+    test: tuple[AnyPath, AnyPath] | None = None,
+    device: str = "auto",
+    output: AnyPath | None = None,
+    run_dir: AnyPath | None = None,
+    advance: Advance | None = None,
+    set_status: Callable[[str], object] | None = None,
+) -> InitReport:
+    """Write a config that fits a corpus, this machine and a budget.
+
+    Args:
+        src_lang, tgt_lang: the languages.
+        src, tgt: two files of the corpus, if it is not among the overrides.
+        overrides: `data.train=...`, `data.valid=...` or `data.tests=...` in any form of a config.
+        budget: time for all of the training, such as 90s, 30m or 1h30m.
+        valid, test: two files each, instead of pairs that are held out.
+        device: auto, cpu, cuda, ...
+        output: the config; XX-YY.yaml if absent.
+        run_dir: of the config; runs/XX-YY if absent.
+        advance: is called with the number of bytes that were read since the last call.
+        set_status: is called with what is being done.
+
+    Raises:
+        UserError: if the corpus is too small or cannot be read, or a setting cannot be used.
+    """
+    from mtrain.autoconfig import write_config
+
+    if (src is None) != (tgt is None):
+        raise ConfigError("`--src` must stand beside `--tgt`, but one of them stands alone.")
+    given = {"valid": valid, "test": test, "train": (src, tgt) if src and tgt else None}
+    request = write_config.parse_request(
+        (src_lang, tgt_lang),
+        {key: (Path(pair[0]), Path(pair[1])) for key, pair in given.items() if pair},
+        overrides,
+        budget,
+        device,
+        None if output is None else Path(output),
+        None if run_dir is None else os.fspath(run_dir),
+    )
+    return write_config.init(request, PythonLog(), advance or _ignore, set_status or _ignore)
+
+
+def check(config: AnyConfig, *, advance: Advance | None = None) -> AuditReport:
+    """Audit the corpora of a config, and list every finding in the `check` folder of its run.
+
+    Args:
+        config: a YAML file, a mapping in its form, or a config.
+        advance: is called with the number of bytes that were read since the last call.
+
+    Raises:
+        UserError: if the config must change, or a corpus cannot be read.
+    """
+    from mtrain.audit.audit import REPORT_FILE, audit
+    from mtrain.audit.report import as_json
+    from mtrain.io.atomic import whole_dir, write_lines
+    from mtrain.tokenizer import sentencepiece
+
+    checked = load_config(config)
+    run = RunDir(Path(checked.run_dir))
+    tokenizer = sentencepiece.load(run.tokenizer_dir) if run.tokenizer_dir.is_dir() else None
+    with whole_dir(run.check_dir, REPORT_FILE) as directory:
+        report = audit(checked, tokenizer, directory, advance or _ignore)
+        write_lines(directory / REPORT_FILE, as_json(report))
+    return report
+
+
 def tokenize(config: AnyConfig) -> Path:
     """Train the tokenizer and encode the corpora, unless that is done; return the run folder.
 
@@ -338,7 +417,73 @@ def evaluate(run: Model | AnyPath, options: ScoringOptions | None = None) -> lis
     from mtrain.evaluate import evaluation
 
     model = run if isinstance(run, Model) else load(run)
-    return evaluation.evaluate(model.run, model.translator, logger.warning, options)
+    return evaluation.evaluate(model.run, model.translator, _log_warning, options)
+
+
+def export(
+    run: AnyPath,
+    directory: AnyPath,
+    to: Literal["ctranslate2", "huggingface"],
+    *,
+    quantize: Literal["int8", "float16", "bfloat16"] | None = None,
+    check_lines: int = 100,
+) -> ExportReport:
+    """Write the model of a run for another library, and compare the copy with the run.
+
+    Args:
+        run: the run folder.
+        directory: to write; it must not exist.
+        to: the library.
+        quantize: the type of the weights; None is float32, int8 is for ctranslate2 only.
+        check_lines: compare on this many lines of the validation text.
+
+    Raises:
+        UserError: if the run cannot be loaded, the library cannot hold its model, or a copy that is
+            not quantised does not translate as the run does; nothing is written then.
+    """
+    from mtrain.export.export import ExportRequest, export
+
+    request = ExportRequest(to, quantize, check_lines)
+    return export(RunDir(Path(run)), Path(directory), request, _log_warning)
+
+
+def plot(
+    run: AnyPath, *, sentence: str | None = None, directory: AnyPath | None = None
+) -> list[Path]:
+    """Draw the training and the model of a run; return the files, PNG and SVG.
+
+    Args:
+        run: the run folder.
+        sentence: whose attention to draw; one of the validation text if absent.
+        directory: to write to; the `plots` folder of the run if absent.
+
+    Raises:
+        ConfigError: if matplotlib is not installed.
+        UserError: if the run cannot be read.
+    """
+    check_matplotlib()
+    from mtrain.plot import draw
+
+    target_dir = Path(run) / "plots" if directory is None else Path(directory)
+    return list(draw.draw(RunDir(Path(run)), sentence, target_dir, _log_warning))
+
+
+def check_matplotlib() -> None:
+    """Check that matplotlib is installed.
+
+    Raises:
+        ConfigError: with how to install it.
+    """
+    if find_spec("matplotlib") is None:
+        raise ConfigError("`mtrain plot` must have matplotlib: pip install 'mtrain[plot]' adds it.")
+
+
+def _log_warning(text: str) -> None:
+    logger.warning("%s", text)  # a text may have percent signs
+
+
+def _ignore(_: object) -> None:
+    pass
 
 
 def _clean(lines: Iterable[str], max_chars: int | None, name: str = "lines") -> Iterator[str]:

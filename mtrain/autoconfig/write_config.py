@@ -159,13 +159,20 @@ class _Choice(NamedTuple):
     training: TrainingPlan
 
 
+class InitReport(NamedTuple):
+    """The config that was written, and the lines that say what was chosen."""
+
+    config_path: Path
+    lines: list[str]
+
+
 def init(
     request: InitRequest,
     console: Console,
     advance: Advance,
     set_status: Callable[[str], object] = lambda what: None,
-) -> list[str]:
-    """Measure, choose, and write the config and the held-out files; return the lines of a report.
+) -> InitReport:
+    """Measure, choose, and write the config and the held-out files.
 
     Args:
         request: the options.
@@ -236,7 +243,8 @@ def init(
     choice = _Choice(num_train, tokenizer, measured, training)
     write_lines(request.config_path, [schema_line, *_config_lines(request, choice)])
     config_file.load(request.config_path)
-    return [*report, *_summary(request, choice, overhead)]
+    lines = [*report, *_summary(request, choice, overhead)]
+    return InitReport(request.config_path, lines)
 
 
 def _kept(overview: CorpusOverview, held_out: HeldOut, console: Console) -> Flags:

@@ -10,6 +10,7 @@ import typer
 from mtrain import api
 from mtrain.cli import console, options
 from mtrain.errors import DataError
+from mtrain.run.run_dir import RunDir
 
 
 def check(
@@ -26,26 +27,17 @@ def check(
     Example: mtrain check configs/demo.yaml --strict
     """
     settings = api.load_config(config, set_ or [], run)
-    from mtrain.audit.audit import REPORT_FILE, audit, num_bytes
+    from mtrain.audit.audit import num_bytes
     from mtrain.audit.report import as_json, as_text
     from mtrain.audit.rules import Severity
-    from mtrain.io.atomic import whole_dir, write_lines
     from mtrain.io.text_width import count
-    from mtrain.run.run_dir import RunDir
-    from mtrain.tokenizer import sentencepiece
 
-    run_dir = RunDir(Path(settings.run_dir))
-    vocabulary = (
-        sentencepiece.load(run_dir.tokenizer_dir) if run_dir.tokenizer_dir.is_dir() else None
-    )
-    replaced = whole_dir(run_dir.check_dir, REPORT_FILE)
-    with replaced as directory, console.reading(2 * num_bytes(settings)) as bar:
-        report = audit(settings, vocabulary, directory, bar.update)
-        write_lines(directory / REPORT_FILE, as_json(report))
-    text = as_text(report, run_dir.check_dir)
-    console.put(as_json(report) if json else text, None)
+    check_dir = RunDir(Path(settings.run_dir)).check_dir
+    with console.reading(2 * num_bytes(settings)) as bar:
+        report = api.check(settings, advance=bar.update)
+    console.put(as_json(report) if json else as_text(report, check_dir), None)
     errors, warnings = report.count(Severity.ERROR), report.count(Severity.WARNING)
     if errors or (strict and warnings):
         problems = [(errors, "error"), (warnings, "warning")] if strict else [(errors, "error")]
         found = " and ".join(count(number, name) for number, name in problems if number)
-        raise DataError(f"{config}: {found} in the corpora; see {run_dir.check_dir}.")
+        raise DataError(f"{config}: {found} in the corpora; see {check_dir}.")

@@ -36,10 +36,11 @@ class _StderrHandler(logging.Handler):
     """Prints the lines that the package logs on stderr, above a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one line."""
+        """Print one line; a warning begins with the name of the program."""
         from mtrain.run.logger import Stderr
 
-        Stderr().say(record.getMessage())
+        prefix = "mtrain: " if record.levelno >= logging.WARNING else ""
+        Stderr().say(prefix + record.getMessage())
 
 
 @contextmanager
@@ -90,9 +91,7 @@ def put(lines: Iterable[str], output: Path | None) -> None:
 
 def warn(text: str) -> None:
     """Print a warning on stderr, above a progress bar if one is shown."""
-    from mtrain.run.logger import Stderr
-
-    Stderr().say(f"mtrain: {text}")
+    logging.getLogger("mtrain").warning("%s", text)
 
 
 @contextmanager

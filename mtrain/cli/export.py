@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from mtrain import api
 from mtrain.cli import console, options
 
 
@@ -35,9 +36,7 @@ def export(
 
     Example: mtrain export runs/demo demo-ct2 --to ctranslate2 --quantize int8
     """
-    from mtrain.export import export as exporting
-    from mtrain.run.run_dir import RunDir
+    from mtrain.export.export import as_text
 
-    request = exporting.ExportRequest(to, quantize, check_lines)
-    report = exporting.export(RunDir(run), directory, request, console.warn)
-    console.put(exporting.as_text(report), None)
+    report = api.export(run, directory, to, quantize=quantize, check_lines=check_lines)
+    console.put(as_text(report), None)

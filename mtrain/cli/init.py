@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mtrain import api
 from mtrain.cli import console, options
 
 
@@ -25,28 +26,26 @@ def init(
 
     Example: mtrain init --src a.en --tgt a.de --src-lang en --tgt-lang de --budget 20m
     """
-    from mtrain.autoconfig import write_config
-    from mtrain.corpus.reader import size_of
-    from mtrain.errors import ConfigError
-    from mtrain.run.logger import Stderr
-
-    if (src is None) != (tgt is None):
-        raise ConfigError("`--src` must stand beside `--tgt`, but one of them stands alone.")
-    files = {"valid": valid, "test": test, "train": (src, tgt) if src and tgt else None}
-    request = write_config.parse_request(
-        (src_lang, tgt_lang),
-        {key: pair for key, pair in files.items() if pair},
-        set_ or [],
-        budget,
-        device,
-        output,
-        run,
-    )
-    with console.reading(size_of(request.data.train) or None) as bar:
+    num_bytes = sum(path.stat().st_size for path in (src, tgt) if path and path.is_file())
+    with console.reading(num_bytes or None) as bar:
 
         def turn_to(what: str) -> None:
             bar.bar_format = "{desc}"
             bar.set_description_str(what)
 
-        lines = write_config.init(request, Stderr(), bar.update, turn_to)
-    console.put(lines, None)
+        report = api.init(
+            src_lang,
+            tgt_lang,
+            src=src,
+            tgt=tgt,
+            overrides=set_ or [],
+            budget=budget,
+            valid=valid,
+            test=test,
+            device=device,
+            output=output,
+            run_dir=run,
+            advance=bar.update,
+            set_status=turn_to,
+        )
+    console.put(report.lines, None)

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from mtrain import api
 from mtrain.cli import console, options
-from mtrain.errors import ConfigError
 
 
 def plot(
@@ -32,16 +32,12 @@ def plot(
     Example: mtrain plot runs/demo --sentence "The old farmer is tired."
     """
     options.require("--watch", {} if watch else {"every": every})
-    from importlib.util import find_spec
-
-    if find_spec("matplotlib") is None:
-        raise ConfigError("`mtrain plot` must have matplotlib: pip install 'mtrain[plot]' adds it.")
+    if not watch:
+        console.put(map(str, api.plot(run, sentence=sentence, directory=out)), None)
+        return
+    api.check_matplotlib()
     from mtrain.plot import draw
     from mtrain.run.run_dir import RunDir
 
-    run_dir, directory = RunDir(run), out or run / "plots"
-    if watch:
-        drawn = draw.watch(run_dir, sentence, directory, console.warn, every or 10.0)
-    else:
-        drawn = draw.draw(run_dir, sentence, directory, console.warn)
+    drawn = draw.watch(RunDir(run), sentence, out or run / "plots", console.warn, every or 10.0)
     console.put(map(str, drawn), None)
