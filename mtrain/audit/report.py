@@ -42,6 +42,10 @@ class AuditFinding:
         """The share of pairs or files with the problem."""
         return self.count / max(self.total, 1)
 
+    def rank(self) -> tuple[int, float]:
+        """Return a key to sort by severity, then by the share of pairs; files come last."""
+        return -self.severity, -self.share if self.list_file else 0.0
+
     @property
     def label(self) -> str:
         """The severity as a word."""
@@ -104,6 +108,8 @@ def as_text(report: AuditReport, directory: Path) -> Iterator[str]:
                 cells = [f"{coverage.pieces_per_word:.2f}", *(f"{share:.2%}" for share in shares)]
                 rows.append([shortened(f"{corpus.name} {side}", 24), *cells])
         yield from format_table(rows, "<>>>>")
+        if any(side.pieces_per_word < 1 for side in report.corpora[0].coverage):
+            yield "In scripts without spaces, each letter counts as a word."
     for finding in report.findings:
         yield ""
         yield from _rows(finding.headline, finding.label)

@@ -184,6 +184,7 @@ RULES = [
         "Unpack the file, or convert it to UTF-8, for example with iconv.",
         _on_lines(_has(LineFlag.UNDECODABLE)),
         severity=Severity.ERROR,
+        training="refuses them",
     ),
     Rule("blank-side", "pairs with one blank side", "Translate or delete them.", _one_blank),
     Rule(
@@ -291,7 +292,7 @@ RULES = [
     ),
     Rule(
         "invisible",
-        "lines with invisible characters",
+        "invisible characters",
         "Delete zero-width spaces, soft hyphens and direction marks that serve no purpose.",
         _on_lines(_has(LineFlag.INVISIBLE)),
         Feature.CHARACTERS,

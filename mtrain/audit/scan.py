@@ -103,7 +103,8 @@ class Scan:
         self.reader = Reader(corpus, is_strict, has_checksums=is_strict)
         self.records_path = directory / f".{name}.records"
         self.records_path.touch()
-        self.leaks: dict[str, Leaks] = {}  # of this held-out corpus into others, by their names
+        self.leaks: list[tuple[Scan, Leaks]] = []  # of this held-out corpus into others
+        self.num_held = 0  # number of pairs of which a side occurs in a held-out corpus
         self.piece_counts: list[PieceCounts] = []  # of both sides, if there is a tokenizer
         if tokenizer is not None:
             self.piece_counts = [PieceCounts(tokenizer.src), PieceCounts(tokenizer.tgt)]
@@ -150,13 +151,14 @@ class Scan:
                 is_held, is_held_pair = table.look_up(exact, keys, block.first)
                 records["is_held"] |= is_held
                 records["is_held_pair"] |= is_held_pair
+            self.num_held += np.count_nonzero(records["is_held"])
             append(self.records_path, records.tobytes())
             if self.name != TRAIN:
                 exact_blocks.append(exact)
                 key_blocks.append(keys)
         self.exact, self.keys = PairHashes.joined(exact_blocks), PairHashes.joined(key_blocks)
         for other, table in zip(held_out, tables, strict=True):
-            other.leaks[self.name] = table
+            other.leaks.append((self, table))
 
     def windows(self) -> Iterator[PairWindow]:
         """Yield all records, many at a time."""

@@ -212,7 +212,7 @@ def test_marks_and_line_ends_of_files_are_notes_unless_they_are_mixed(
     assert {name: finding["severity"] for name, finding in found.items()} == {
         "train.byte-order-mark": "note",
         "train.line-ends": "note",
-        "valid.line-ends": "warning",
+        "valid.mixed-line-ends": "warning",
     }
 
 
@@ -315,6 +315,28 @@ def test_pairs_that_were_held_out_of_the_training_files_on_purpose_are_no_alarm(
     assert outcome.lines[:2] == ["no errors and no warnings", ""]
 
 
+def test_a_test_source_leaks_if_training_has_it_with_another_target(
+    cli: Cli, tmp_path: Path
+) -> None:
+    text = clean(600)
+    text.train += [*text.test, *text.valid]
+    text.train += [Pair(pair.src, f"Ja, {pair.tgt}") for pair in text.test[:10]]
+    config = write_planted(tmp_path, text)
+    outcome = cli("check", config)
+    assert outcome.lines[:2] == [
+        "warning  tests.held_out: sources found in train: 10 (33.3%); training keeps them",
+        "",
+    ]
+    page = " ".join(outcome.out.decode().split())
+    assert (
+        "A model that was trained on them scores too high. To drop the 70 pairs of train that "
+        "share a side with held-out text: `data.clean: [blank-side, held-out-pair, held-out]`."
+    ) in page
+    leak = by_name(json.loads((tmp_path / "run" / "check" / "report.json").read_text("utf-8")))
+    entry = leak["tests.held_out.source-in-train"]["examples"][0]
+    assert (entry["times"], entry["exact_times"], entry["first"]["line"]) == (1, 1, 601)
+
+
 def test_copies_of_test_pairs_that_training_keeps_are_counted(cli: Cli, tmp_path: Path) -> None:
     text = clean(600)
     shouted = Pair(text.test[2].src.upper(), text.test[2].tgt.upper())
@@ -336,7 +358,10 @@ def test_the_summary_of_many_problems_has_six_rows_of_the_most_serious(
     tree = json.loads((tmp_path / "run" / "check" / "report.json").read_text("utf-8"))
     order = ["error", "warning", "note"]
     costs = [
-        (order.index(found["severity"]), -found["count"] / found["total"])
+        (
+            order.index(found["severity"]),
+            -found["count"] / found["total"] if found["list_file"] else 0,
+        )
         for found in tree["findings"]
     ]
     assert costs == sorted(costs)
