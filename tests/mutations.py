@@ -360,8 +360,8 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
     Mutation(
         "dropout does not scale up the rest",
         "mtrain/ops/dropout.py",
-        "DropoutMask(cut, _LEVELS / (_LEVELS - cut), _next_seed())",
-        "DropoutMask(cut, 1.0, _next_seed())",
+        "DropoutMask(cut, _LEVELS / (_LEVELS - cut), _next_seed(self))",
+        "DropoutMask(cut, 1.0, _next_seed(self))",
         "tests/ops/test_attention.py",
     ),
     products(

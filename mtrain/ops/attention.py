@@ -19,6 +19,7 @@ from mtrain.ops.dropout import NO_DROPOUT, Dropout, DropoutMask
 from mtrain.ops.native import (
     Functions,
     check_same_device,
+    differentiable_once,
     functions_for,
     is_bare,
     is_plain,
@@ -41,12 +42,13 @@ def attention(
             gives the mean of all values, never NaN.
         dropout: applied to the weights after the softmax, while training.
     """
-    functions = functions_for(q, k, v)
+    is_training = dropout is not None and dropout.is_active
+    functions = functions_for(q, k, v, is_training=is_training)
     if functions is not None and _has_compiled_form(q, k, v, keep, dropout):
         mask = dropout.draw() if dropout is not None else NO_DROPOUT
         return run_compiled(_AttentionFunction, q, k, v, keep, mask, functions)
     check_same_device(q, k, v, *(() if keep is None else (keep,)))
-    rate = dropout.rate if dropout is not None and dropout.training else 0.0
+    rate = dropout.rate if dropout is not None and is_training else 0.0
     is_cpu = q.device.type == "cpu"
     is_half = q.dtype in (torch.bfloat16, torch.float16)
     dtype = torch.float32 if is_cpu and is_half else q.dtype
@@ -107,15 +109,17 @@ class _AttentionFunction(torch.autograd.Function):
         return out
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, keep = ctx.saved_tensors
         if grad.stride(-1) != 1:
             grad = grad.contiguous()
         grads = _empty_heads_last(q, k, v)
-        ctx.shape.out_strides[:] = grad.stride()[:3]
+        shape = native.AttentionShape.from_buffer_copy(ctx.shape)  # others may differentiate, too
+        shape.out_strides[:] = grad.stride()[:3]
         for name, x in zip(("grad_q", "grad_k", "grad_v"), grads, strict=True):
-            getattr(ctx.shape, f"{name}_strides")[:] = x.stride()[:3]
-        ctx.functions.call("attention_grad", (grad, q, k, v, keep, *grads), shape=ctx.shape)
+            getattr(shape, f"{name}_strides")[:] = x.stride()[:3]
+        ctx.functions.call("attention_grad", (grad, q, k, v, keep, *grads), shape=shape)
         return *grads, None, None, None
 
 
@@ -137,6 +141,7 @@ class _ChunkFunction(torch.autograd.Function):
         return x.chunk(count, -1)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         first, width = grads[0], grads[0].shape[-1]
         views = [(_layout(grad), grad.storage_offset()) for grad in grads]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mtrain.ops.linear import functions_for_linear, matmul_sizes, pad_rows
-from mtrain.ops.native import check_same_device, functions_for
+from mtrain.ops.native import check_same_device, differentiable_once, functions_for
 
 _CHUNK_TOKENS = 512  # logits exist for so many tokens at a time
 Formula = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor | None]]
@@ -44,6 +44,7 @@ class ProjectedCrossEntropy(torch.autograd.Function):
         return loss, nll
 
     @staticmethod
+    @differentiable_once
     def backward(  # noqa: D102
         ctx: Any, grad: Tensor, _: Tensor
     ) -> tuple[Tensor, Tensor, None, None, None]:

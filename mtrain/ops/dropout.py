@@ -7,12 +7,13 @@ import random
 import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtrain.ops.native import Functions, functions_for
+from mtrain.ops.native import Functions, differentiable_once, functions_for
 
 _LEVELS = 1 << 16  # the rate is a multiple of 1 / _LEVELS
 
@@ -47,21 +48,28 @@ class Dropout(nn.Module):
             raise ValueError(f"rate must be at least 0 and below 1, but is {rate} instead.")
         self.rate = rate
 
+    @property
+    def is_active(self) -> bool:
+        """Whether it masks anything: while training, unless the rate is 0."""
+        return self.training and self.rate > 0
+
     def draw(self) -> DropoutMask:
         """Draw a seed, and return the mask of one call; `NO_DROPOUT` unless training."""
-        if not self.training or self.rate == 0:
+        if not self.is_active:
             return NO_DROPOUT
         cut = min(max(round(self.rate * _LEVELS), 1), _LEVELS - 1)
-        return DropoutMask(cut, _LEVELS / (_LEVELS - cut), _next_seed())
+        return DropoutMask(cut, _LEVELS / (_LEVELS - cut), _next_seed(self))
 
     def forward(self, x: Tensor) -> Tensor:
         """Zero elements of `x` with probability `rate` and scale the rest, while training."""
-        if not self.training or self.rate == 0:
+        if not self.is_active:
             return x
         if x.device.type != "cpu":
             return F.dropout(x, self.rate)
+        # also without gradients, as the first pass of a checkpoint: the same mask as with them
+        functions = functions_for(x, is_training=True)
         result: Tensor = _DropoutFunction.apply(  # type: ignore[no-untyped-call]
-            x, self.draw(), functions_for(x)
+            x, self.draw(), functions
         )
         return result
 
@@ -81,6 +89,7 @@ class _DropoutFunction(torch.autograd.Function):
         return torch.ops.aten.native_dropout_backward(x, keep, mask.scale)  # type: ignore[no-any-return]
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         if ctx.functions is not None:
             return _apply_mask(grad, ctx.mask, ctx.functions), None, None
@@ -95,27 +104,59 @@ def _apply_mask(x: Tensor, mask: DropoutMask, functions: Functions) -> Tensor:
     return out
 
 
-class _ThreadRng(threading.local):
-    rng: random.Random | None = None
+class _ThreadSeeds(threading.local):
+    """The generator of a thread's seeds, and what each module has drawn from it.
+
+    Attributes:
+        rng: None is PyTorch's.
+        seed_of: of the last outermost `dropout_seeds`; None after several calls of a module.
+    """
+
+    def __init__(self) -> None:
+        self.rng: random.Random | None = None
+        self.seed_of: WeakKeyDictionary[Dropout, int | None] = WeakKeyDictionary()
 
 
-_THREAD = _ThreadRng()
+_THREAD = _ThreadSeeds()
 
 
 @contextlib.contextmanager
 def dropout_seeds(seed: int | None) -> Iterator[None]:
     """Draw the seeds of this thread's dropout from `random.Random(seed)`.
 
-    With None they are drawn from PyTorch's generator.
+    With None they are drawn from PyTorch's generator. A module that is called again in the backward
+    pass, because `torch.utils.checkpoint` recomputes it, takes the seed that it drew before.
     """
+    before = _THREAD.rng
+    if before is None:
+        _THREAD.seed_of.clear()
     _THREAD.rng = None if seed is None else random.Random(seed)
     try:
         yield
     finally:
-        _THREAD.rng = None
+        _THREAD.rng = before
 
 
-def _next_seed() -> int:
-    if _THREAD.rng is not None:
-        return _THREAD.rng.getrandbits(32)
-    return int(torch.randint(2**32, ()))
+def _next_seed(module: Dropout) -> int:
+    """Return the seed of a call.
+
+    Raises:
+        RuntimeError: if the call is recomputed, and it cannot be known which of several it is.
+    """
+    rng, seed_of = _THREAD.rng, _THREAD.seed_of
+    if torch._C._current_graph_task_id() >= 0:  # in a backward pass
+        if module in seed_of:
+            seed = seed_of[module]
+            if seed is None:
+                raise RuntimeError(
+                    "dropout that was called several times under `dropout_seeds` must not be "
+                    "recomputed, but is; give each call a module of its own."
+                )
+            return seed
+        rng = None  # a checkpoint has restored PyTorch's generator
+    if rng is None:
+        seed_of.pop(module, None)
+        return int(torch.randint(2**32, ()))
+    seed = rng.getrandbits(32)
+    seed_of[module] = None if module in seed_of else seed
+    return seed

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from mtrain.ops.dropout import Dropout, DropoutMask
-from mtrain.ops.native import Functions, functions_for, is_bare, is_float_vector, run_compiled
+from mtrain.ops.native import (
+    Functions,
+    differentiable_once,
+    functions_for,
+    is_bare,
+    is_float_vector,
+    run_compiled,
+)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -23,7 +30,7 @@ class LayerNorm(nn.LayerNorm):
 
 def add_norm(x: Tensor, branch: Tensor, dropout: Dropout, norm: LayerNorm) -> Tensor:
     """Return LayerNorm(x + Dropout(branch)), all [..., D], in the dtype of `x` (section 5.4)."""
-    functions = functions_for(x, branch)
+    functions = functions_for(x, branch, is_training=dropout.is_active)
     gain, bias = norm.weight, norm.bias
     if (
         functions is None
@@ -60,6 +67,7 @@ class _AddNormFunction(torch.autograd.Function):
         return out
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, branch, gain, mean, rstd = ctx.saved_tensors
         grad_x, grad_branch = torch.empty_like(x), torch.empty_like(x)

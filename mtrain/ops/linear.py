@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mtrain.ops.native import (
     Functions,
     check_same_device,
+    differentiable_once,
     functions_for,
     is_bare,
     is_float_vector,
@@ -218,6 +219,7 @@ class _CompiledLinear(torch.autograd.Function):
         return out
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
@@ -240,6 +242,7 @@ class _MixedDtypeLinear(torch.autograd.Function):
         return out[: len(flat)].view(*x.shape[:-1], len(weight))
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         rows, cast_weight = ctx.saved_tensors
         flat = grad.reshape(-1, grad.shape[-1])

@@ -20,6 +20,7 @@ import pwd
 import stat
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -284,6 +285,27 @@ def is_bare(module: nn.Module) -> bool:
         or "forward" in module.__dict__
         or _has_any_global_hook()  # type: ignore[no-untyped-call]
     )
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a backward pass raise under `create_graph=True`: its result has no graph.
+
+    PyTorch's `once_differentiable` raises when that is differentiated, which `torch.autograd.grad`
+    with given inputs never does: they cannot be reached through it, and the gradient lacks a part.
+
+    Raises:
+        RuntimeError: when called.
+    """
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "this operation cannot be differentiated twice; `create_graph` must not be set."
+            )
+        return backward(ctx, *grads)
+
+    return checked
 
 
 class _NoContext:

@@ -176,6 +176,17 @@ def test_without_a_seed_dropout_follows_from_pytorch():
     assert draws() == expected
 
 
+def test_seeds_within_seeds_end_where_they_began():
+    with dropout_seeds(7):
+        expected = draws(4)
+    with dropout_seeds(7):
+        found = draws(2)
+        for inner in (8, None):
+            with dropout_seeds(inner):
+                draws()
+        assert found + draws(2) == expected
+
+
 def test_the_seed_is_forgotten_after_an_error():
     torch.manual_seed(1)
     expected = draws()
