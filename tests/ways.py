@@ -132,3 +132,12 @@ def growth(script: str, *arguments: str) -> int:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert (done.returncode, done.stderr) == (0, "")
     return int(done.stdout)
+
+
+# a NaN that rounding as if it were a number makes 0, -0 or infinite; and one that it keeps
+NANS = pytest.mark.parametrize("bits", [0xFFFFFFFF, 0x7FFFFFFF, 0x7F800001, 0x7FC00000], ids=hex)
+
+
+def nan_of(bits: int) -> Tensor:
+    """Return the NaN with these bits in float32."""
+    return torch.tensor([bits]).to(torch.int32).view(torch.float32)[0]

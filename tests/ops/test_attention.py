@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from ways import (
+    BOTH_PATHS,
     EACH_WAY,
     SAME,
     SHORT,
@@ -470,3 +471,16 @@ def test_attention_hands_on_what_is_not_finite(way, calls, value, which):
     assert out[0].isfinite().all()
     grads = torch.autograd.grad(out, inputs, torch.ones_like(out))
     assert not all(grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("rows", [[0, 9], [9, 0], [2**61, 0], [-1, 9]])
+@BOTH_PATHS
+@torch.no_grad()
+def test_a_slot_beyond_the_cache_is_an_error(way, calls, one_thread, rows):
+    """In the first query, and in the last."""
+    q_ND, cache_RX = normal(4, 6, dtype=way.dtype), normal(9, 12, dtype=way.dtype)
+    for place in (0, 3):
+        slots_NT = torch.tensor([[0, 8]] * 4)
+        slots_NT[place] = torch.tensor(rows)
+        with pytest.raises(IndexError, match="index"):
+            paged_attention(q_ND, cache_RX, slots_NT, 2)

@@ -15,6 +15,7 @@ from ways import (
     LONG,
     MULTIPLYING,
     MULTIPLYING_PAIRS,
+    NANS,
     SAME,
     SAY_MOST,
     SHORT,
@@ -22,6 +23,7 @@ from ways import (
     exactly,
     growth,
     leaf,
+    nan_of,
     normal,
 )
 
@@ -348,3 +350,22 @@ def test_a_logit_that_is_not_finite_shows_in_the_loss_and_in_the_gradient(way, c
     assert not sums.isfinite().any()
     assert logits[[0, 2]].isfinite().all()
     assert logits[1].isnan().all()
+
+
+@NANS
+@EACH_PRODUCT
+def test_a_loss_with_a_weight_that_is_not_a_number_is_none(way, calls, bits):
+    states, weight = leaf(3, 6, dtype=way.dtype), normal(40, 6, dtype=torch.float32)
+    weight.view(torch.int32)[5, 2] = nan_of(bits).view(torch.int32)
+    loss, nll = ProjectedCrossEntropy.apply(states, weight.requires_grad_(), torch.arange(3), 0.1)
+    assert loss.isnan() and nll.isnan()
+
+
+@pytest.mark.parametrize("wrong", [-100, -1, 7, 2**62, -(2**63)])
+@EACH_PRODUCT
+def test_a_target_out_of_range_is_an_error(way, calls, wrong):
+    """As it is for `gather`."""
+    states, weight = leaf(3, 6, dtype=way.dtype), leaf(7, 6, dtype=torch.float32)
+    targets = torch.tensor([0, 6, wrong])
+    with pytest.raises((IndexError, RuntimeError), match="index"):
+        ProjectedCrossEntropy.apply(states, weight, targets, 0.1)

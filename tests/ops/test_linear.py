@@ -13,12 +13,14 @@ from ways import (
     MULTIPLIED,
     MULTIPLYING,
     MULTIPLYING_PAIRS,
+    NANS,
     SAME,
     SHORT,
     Way,
     exactly,
     grads_of,
     leaf,
+    nan_of,
     normal,
 )
 
@@ -382,3 +384,15 @@ def test_all_linear_maps_of_a_model_are_laid_out(calls, one_thread):
     with torch.no_grad():
         model(normal(4, 6, dtype=torch.float32))
     assert calls == ["packed_linear"] * 2
+
+
+@NANS
+@EACH_PRODUCT
+def test_a_weight_that_is_not_a_number_is_none_in_any_type(way, calls, bits):
+    """However its bits are rounded."""
+    layer, x = Linear(6, 40), leaf(3, 6, dtype=way.dtype)
+    with torch.no_grad():
+        layer.weight.view(torch.int32)[5, 2] = nan_of(bits).view(torch.int32)
+    out, grad_x = grads_of(layer(x), torch.ones(3, 40), [x])
+    assert out[:, 5].isnan().all() and out.isnan().sum() == 3
+    assert grad_x[:, 2].isnan().all() and grad_x.isnan().sum() == 3

@@ -422,3 +422,17 @@ def test_weights_that_change_are_not_searched_as_they_were_rounded(rounds, one_t
     assert_likeliest(argmax_tokens(logits, [1]), projected, states, [1])
     projected.pack_weights()
     assert_likeliest(likeliest_of(projected, states, [1]), projected, states, [1])
+
+
+@pytest.mark.parametrize("never", [[0, 40], [2**40]])
+@BOTH_PATHS
+@torch.no_grad()
+def test_a_token_beyond_the_vocabulary_is_an_error(way, calls, rounds, one_thread, never):
+    projected, states = projection(6, 40), normal(9, 6, dtype=torch.float32)
+    logits = [states @ projected.weight.T, projected.logits(states)]
+    for own in logits if way.is_compiled else logits[:1]:
+        with pytest.raises(IndexError):
+            top_tokens(own, never, 3)
+    if way.is_compiled:
+        with pytest.raises(IndexError):
+            argmax_tokens(projected.logits(states), never)

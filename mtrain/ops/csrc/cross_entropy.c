@@ -42,7 +42,7 @@ static inline vec_float power_of_e(vec_float x) {
     power = power * rest + 2.402224208e-1f;
     power = power * rest + 6.931469776e-1f;
     power = power * rest + 1.0f;
-    return (vec_float)((vec_u32)power + ((vec_u32)shifted << 23));
+    return power * (vec_float)(((vec_u32)shifted + 127) << 23);
 }
 
 /* Use the greatest logit as the shift where powers could overflow; return whether there was any. */
@@ -285,7 +285,7 @@ status FUNCTION(projected_cross_entropy)(const elem *x, const float *w, const in
 status FUNCTION(cross_entropy)(elem *logits, const int64_t *targets, int64_t rows, int64_t width,
                         int64_t stride, float smoothing, int with_grad, double *loss_and_nll) {
     if (!all_below(targets, rows, width)) return OPS_BAD_INDEX;
-    float *power = malloc(width * sizeof(float));
+    float *power = alloc_floats(width);
     if (!power) return OPS_NO_MEMORY;
     float even = smoothing / (float)width;
     for (int64_t r = 0; r < rows; r++) {

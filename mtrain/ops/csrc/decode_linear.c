@@ -80,7 +80,7 @@ static INLINE void sparse_tile(const gemm_out *to, int64_t row, int64_t column, 
 #pragma GCC unroll 8
     for (int v = 0; v < num_tiles * VECTORS; v++) sums[v] = (vec_float){0};
     for (int64_t i = 0; i < count; i++) {
-        const float *right = packed + nonzero[i] * TILE_COLUMNS;
+        const float *right = packed + (int64_t)nonzero[i] * TILE_COLUMNS;
         vec_float same = x[nonzero[i]] - (vec_float){0};
 #pragma GCC unroll 8
         for (int v = 0; v < num_tiles * VECTORS; v++) {

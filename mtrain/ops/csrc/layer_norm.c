@@ -17,7 +17,7 @@ static inline float sum_of_row(const float *row, int64_t n) {
 status FUNCTION(add_norm)(const elem *x, const elem *y, const float *gain, const float *bias, elem *out,
                    float *mean, float *rstd, int64_t rows, int64_t d, float eps, uint32_t cut,
                    float scale, uint32_t seed) {
-    float *restrict sum_row = malloc(d * sizeof(float));
+    float *restrict sum_row = alloc_floats(d);
     if (!sum_row) return OPS_NO_MEMORY;
     for (int64_t r = 0; r < rows; r++) {
         const elem *xr = x + r * d, *yr = y + r * d;
@@ -41,8 +41,9 @@ status FUNCTION(add_norm_grad)(const elem *grad, const elem *x, const elem *y, c
                         const float *mean, const float *rstd, elem *grad_x, elem *grad_y,
                         float *grad_gain, float *grad_bias, int64_t rows, int64_t d, uint32_t cut,
                         float scale, uint32_t seed) {
-    float *normal = malloc(2 * d * sizeof(float)), *upstream = normal + d;
+    float *normal = alloc_floats(2 * d);
     if (!normal) return OPS_NO_MEMORY;
+    float *upstream = normal + d;
     for (int64_t r = 0; r < rows; r++) {
         const elem *gr = grad + r * d, *xr = x + r * d, *yr = y + r * d;
         elem *restrict gx = grad_x + r * d, *restrict gy = grad_y + r * d;

@@ -10,30 +10,32 @@ const int64_t FUNCTION(tile_columns) = TILE_COLUMNS;
 
 #define BLOCK 512 /* rows of a batch whose share of grad_w is computed at once */
 
-/* Round numbers that are `step` apart to a k-group; those past `count` are 0. */
-static inline uint32_t round_group(const float *numbers, int64_t step, int64_t count) {
-    elem rounded[K_GROUP] = {0};
-    uint32_t group;
-    for (int64_t i = 0; i < K_GROUP && i < count; i++) rounded[i] = save(numbers[i * step]);
-    memcpy(&group, rounded, sizeof group);
-    return group;
-}
-
 /* Pack w^T for weights w [m, k]: the inner dimension is k. */
 static void pack_weights_transposed(uint32_t *to, const float *w, int64_t m, int64_t k) {
     for (int64_t first = 0; first < m; first += TILE_COLUMNS, to += k / K_GROUP * TILE_COLUMNS)
         for (int64_t c = 0; c < TILE_COLUMNS; c++)
-            for (int64_t i = 0; i < k; i += K_GROUP)
-                to[i / K_GROUP * TILE_COLUMNS + c] =
-                    first + c < m ? round_group(w + (first + c) * k + i, 1, K_GROUP) : 0;
+            for (int64_t i = 0; i < k; i += LANES) {
+                int64_t count = min_of(k - i, LANES);
+                elem row[LANES] = {0};
+                if (first + c < m) store_full(row, load_vec_float(w + (first + c) * k + i, count));
+                for (int64_t j = 0; j < count; j += K_GROUP)
+                    memcpy(to + (i + j) / K_GROUP * TILE_COLUMNS + c, row + j, sizeof *to);
+            }
 }
 
-/* Pack weights w [m, k]: the inner dimension is m. */
+/* Pack weights w [m, k]: the inner dimension is m, a multiple of K_GROUP. */
 static void pack_weights(uint32_t *to, const float *w, int64_t m, int64_t k) {
     for (int64_t first = 0; first < k; first += TILE_COLUMNS)
-        for (int64_t r = 0; r < m; r += K_GROUP, to += TILE_COLUMNS)
-            for (int64_t c = 0; c < TILE_COLUMNS; c++)
-                to[c] = first + c < k ? round_group(w + r * k + first + c, k, m - r) : 0;
+        for (int64_t r = 0; r < m; r += K_GROUP)
+            for (int64_t c = first; c < first + TILE_COLUMNS; c += LANES, to += LANES) {
+                const float *own = w + r * k + c;
+                int64_t count = min_of(k - c, LANES);
+                vec_float above = {0}, below = {0};
+                if (count > 0) above = round_trip(load_vec_float(own, count));
+                if (count > 0 && K_GROUP > 1) below = round_trip(load_vec_float(own + k, count));
+                vec_u32 groups = pair(above, below);
+                memcpy(to, &groups, sizeof groups);
+            }
 }
 
 /* out [n, m] = x w^T + bias for x [n, k] and w [m, k], or max(0, the same); k is a multiple of K_GROUP. */

@@ -23,7 +23,7 @@ status FUNCTION(topk)(const elem *logits, const int64_t *never, int64_t *ids, fl
                      int64_t rows, int64_t width, int64_t num_never, int64_t count) {
     if (!all_below(never, num_never, width)) return OPS_BAD_INDEX;
     int64_t blocks = (width + BLOCK - 1) / BLOCK;
-    float *tops = malloc((blocks + count + num_never) * sizeof(float));
+    float *tops = alloc_floats(blocks + count + num_never);
     if (!tops) return OPS_NO_MEMORY;
     for (int64_t r = 0; r < rows; r++) {
         const elem *row = logits + r * width;

@@ -55,13 +55,14 @@ static inline vec_u32 widen(vec_half x) {
 #endif
 }
 
-/* A vector of floats rounded to bfloat16, to the nearest, ties to even. */
+/* A vector of floats rounded to bfloat16, to the nearest, ties to even; a NaN stays one. */
 static inline vec_half round_to_half(vec_float x) {
 #if defined __AVX512BF16__ && LANES == 16
     return (vec_half)_mm512_cvtneps_pbh((__m512)x);
 #else
-    vec_u32 bits = (vec_u32)x;
-    return __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, vec_half);
+    vec_u32 bits = (vec_u32)x, is_nan = (vec_u32)(x != x);
+    vec_u32 rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return __builtin_convertvector((rounded & ~is_nan) | (0x7fc0 & is_nan), vec_half);
 #endif
 }
 
@@ -75,8 +76,8 @@ static inline vec_half round_to_half(vec_float x) {
 static inline float load(elem x) { return bf16_to_float(x); }
 
 static inline elem save(float x) {
-    uint32_t bits = float_to_bits(x);
-    return (elem)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+    uint32_t bits = float_to_bits(x), rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return (elem)(x != x ? 0x7fc0 : rounded);
 }
 
 static inline vec_float mul_add(vec_float sums, uint32_t group, vec_u32 others) {
@@ -129,10 +130,10 @@ static inline int all_below(const int64_t *ids, int64_t n, int64_t limit) {
 
 /* Allocate `count` numbers of 4 bytes, aligned to a cache line; NULL if there is no memory. */
 static inline void *alloc_floats(int64_t count) {
-    return aligned_alloc(ALIGNMENT, round_up(4 * count, ALIGNMENT));
+    return aligned_alloc(ALIGNMENT, round_up(4 * count + !count, ALIGNMENT));
 }
 
-/* e^x for x <= 0, to about one unit in the last place; 0 below the smallest normal number. */
+/* e^x for x <= 0, to about one unit in the last place; 0 below the smallest normal number; NaN stays NaN. */
 static inline float exp_(float x) {
     float bounded = x < -87.0f ? -87.0f : x;
     float whole = rintf(bounded * 1.44269504f);
@@ -144,7 +145,8 @@ static inline float exp_(float x) {
     power = power * rest + 1.6666665459e-1f;
     power = power * rest + 5.0000001201e-1f;
     power = power * rest * rest + rest + 1.0f;
-    float result = power * bits_to_float((uint32_t)((int32_t)whole + 127) << 23);
+    uint32_t shifted = float_to_bits(whole + 12582912.0f); /* 1.5 times 2^23: its low bits are `whole` */
+    float result = power * bits_to_float((shifted + 127) << 23);
     return x < -87.0f ? 0.0f : result;
 }
 
