@@ -904,9 +904,9 @@ AUDIT = [
     ),
     Mutation(
         "validation text is not looked for in training",
-        "mtrain/audit/audit.py",
-        "scans[:num_before] if scan.name",
-        "scans[: min(num_before, len(scans) - 2)] if scan.name",
+        "mtrain/audit/scan.py",
+        "scans if name in (VALID, TRAIN)",
+        "scans[:-1] if name in (VALID, TRAIN)",
         "tests/audit/test_audit.py -k planted_defect",
     ),
     Mutation(

@@ -19,10 +19,9 @@ import numpy as np
 
 from mtrain.audit import misalignment, rules
 from mtrain.audit.duplicates import Numbers, Occurrences
-from mtrain.audit.features import SideClassifier
 from mtrain.audit.report import NUM_EXAMPLES, AuditFinding, AuditReport, CorpusSummary, Entry
 from mtrain.audit.rules import RULES, CorpusProfile, Rule, Severity, SideName, Sides
-from mtrain.audit.scan import TRAIN, VALID, Scan, corpora
+from mtrain.audit.scan import TRAIN, Scan, corpora, scan_corpora
 from mtrain.config.corpora import corpora_of, weight_of
 from mtrain.config.sections import CLEAN, Config, DataConfig
 from mtrain.corpus.dropped import format_counts, format_remedy
@@ -62,19 +61,15 @@ def audit(
         advance: is called with the bytes read; the sum is twice the size of the corpora.
     """
     data = config.data
-    scans = [Scan(name, text, directory, tokenizer) for name, text in corpora(data).items()]
-    classifier = SideClassifier()
-    for num_before, scan in enumerate(scans):
-        held_out = scans[:num_before] if scan.name in (VALID, TRAIN) else []
-        scan.read(classifier, held_out, advance)
+    scans = scan_corpora(data, directory, tokenizer, advance, is_strict=False)
     train = scans[-1]
-    profile = rules.learn(train.windows(), data.max_tokens)
+    profile = rules.learn(train.records.windows(), data.max_tokens)
     summaries: list[CorpusSummary] = []
     findings: list[AuditFinding] = []
     for scan in reversed(scans):
         with _FindingLists(directory, scan) as lists:
             pair_findings, dropped = _judge(scan, lists, profile, data.clean, advance)
-        scan.records_path.unlink()
+        scan.records.path.unlink()
         summary = CorpusSummary(
             scan.name,
             sum(part.num_pairs - part.src.num_faults for part in scan.reader.parts),
@@ -164,7 +159,7 @@ def _judge(
     """Judge all pairs of a corpus and write its lists; return the findings and dropped pairs."""
     dropping = rules.dropping_rules(clean) if scan.name == TRAIN else []
     dropped: Dropped = {}
-    repeats = scan.find_repeats()
+    repeats = scan.records.find_repeats()
     for rule in RULES:
         if rule.refers is not None:
             lists.details[rule.name] = partial(_earlier, scan.reader, rule.refers(repeats))
@@ -173,7 +168,7 @@ def _judge(
     has_enough_pairs = scan.reader.num_pairs >= misalignment.MIN_PAIRS
     shifts = {
         shift.first: shift
-        for shift in (misalignment.find(scan.windows) if has_enough_pairs else [])
+        for shift in (misalignment.find(scan.records.windows) if has_enough_pairs else [])
     }
     shift_starts = np.array(list(shifts), np.int64)
     lists.details["shift"] = lambda pair: {
@@ -182,7 +177,7 @@ def _judge(
     }
     for block in Reader(scan.corpus).blocks(advance):
         end = block.first + len(block.src)
-        pairs = scan.pairs(block.first, len(block.src))
+        pairs = scan.records.pairs(block.first, len(block.src))
         counts = dropped.setdefault(scan.reader.part_of(block.first).corpus, Counter())
         counts.update(filter(None, rules.drop_reasons(dropping, pairs, profile)))
         for rule in RULES:
@@ -241,7 +236,7 @@ class _Leak(NamedTuple):
 
     kind: str  # "pair", "source" or "target"
     side: SideName  # of the pair
-    other: Scan
+    other: Scan  # of the corpus in which they occur
     occurrences: Occurrences
 
     @property
@@ -288,8 +283,13 @@ def _leak_finding(
     usual = 0 if leak.kind == "pair" else _USUAL_LEAK_SHARE * len(times)
     severity = Severity.WARNING if num_left > usual else Severity.NOTE
     if severity > Severity.NOTE and leak.other.name == TRAIN:
-        advice += f" To drop the {leak.other.num_held:,} pairs of {TRAIN} that share a side with "
-        advice += f"held-out text: {_clean_with(clean, 'held-out')}."
+        num_held, num_pairs = leak.other.num_held, leak.other.reader.num_pairs
+        if 2 * num_held > num_pairs:
+            advice += f" {num_held:,} of {num_pairs:,} pairs share a side with held-out text: too "
+            advice += "many to drop."
+        else:
+            advice += f" To drop the {num_held:,} pairs of {TRAIN} that share a side with held-out "
+            advice += f"text: {_clean_with(clean, 'held-out')}."
     if num_left == 0:
         training, advice = "drops them", "Nothing to do: training drops all their copies."
         if _SPLIT_LEAK_SHARE * len(times) < num_found < np.count_nonzero(scan.exact.pair):

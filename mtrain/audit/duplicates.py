@@ -74,16 +74,16 @@ class PairHashes(NamedTuple):
     @classmethod
     def joined(cls, blocks: Sequence[PairHashes]) -> PairHashes:
         """Concatenate blocks."""
-        empty = np.zeros(0, np.uint64)
-        return cls(*map(np.concatenate, zip((empty,) * 3, *blocks, strict=True)))
+        return cls(*map(np.concatenate, zip(NO_HASHES, *blocks, strict=True)))
+
+
+NO_HASHES = PairHashes(*(np.zeros(0, np.uint64) for _ in range(3)))
 
 
 def hashes_of(src: LineFeatures, tgt: LineFeatures) -> tuple[PairHashes, PairHashes]:
-    """Return the hashes of pairs by their exact text, and by their keys; 0 for blank lines."""
-    exact = (
-        np.where(side.lines["solid"] > 0, side.lines["hash"], np.uint64(0)) for side in (src, tgt)
-    )
-    return PairHashes.of(*exact), PairHashes.of(src.keys, tgt.keys)
+    """Return the hashes of pairs by their exact text, and by their keys."""
+    exact = PairHashes.of(src.lines["hash"], tgt.lines["hash"])
+    return exact, PairHashes.of(src.keys, tgt.keys)
 
 
 class Occurrences(NamedTuple):
@@ -116,13 +116,14 @@ class Leaks:
 
     def occurrences(self) -> list[Occurrences]:
         """Return the occurrences of the sources, of the targets and of the pairs."""
-        found = []
+        occurrences = []
         for exact, by_key in zip(self._exact, self._by_key, strict=True):
             exact_times, exact_first = exact.hits()
-            times, first = by_key.hits()
-            first = np.where(exact_times > 0, exact_first, first)
-            found.append(Occurrences(np.maximum(exact_times, times), exact_times, first))
-        return found
+            key_times, key_first = by_key.hits()
+            times = np.maximum(exact_times, key_times)
+            first = np.where(exact_times > 0, exact_first, key_first)
+            occurrences.append(Occurrences(times, exact_times, first))
+        return occurrences
 
 
 class _HashTable:

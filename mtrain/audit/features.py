@@ -28,15 +28,14 @@ class LineFlag(IntFlag):
     """Properties of a line."""
 
     UNDECODABLE = 1
-    BLANK = 2
-    TAB = 4
-    BREAK = 8
-    CONTROL = 16
-    INVISIBLE = 32
-    NOT_NFC = 64
-    MOJIBAKE = 128
-    UNKNOWN_PIECE = 256
-    NO_PAIR = 512  # the row could not be read as a pair; both sides are blank in its place
+    TAB = 2
+    BREAK = 4
+    CONTROL = 8
+    INVISIBLE = 16
+    NOT_NFC = 32
+    MOJIBAKE = 64
+    UNKNOWN_PIECE = 128
+    NO_PAIR = 256  # the row could not be read as a pair; both sides are blank in its place
 
 
 class Feature(IntFlag):
@@ -57,7 +56,7 @@ class Feature(IntFlag):
 
 LINE = np.dtype(
     [
-        ("hash", np.uint64),  # of the exact text
+        ("hash", np.uint64),  # of the exact text; 0 for a blank line
         ("names", np.uint64),  # a Bloom filter of the words that may be names
         ("numbers", np.uint32),  # a Bloom filter of the runs of digits
         ("chars", np.uint32),
@@ -137,7 +136,7 @@ def measure(lines: Sequence[str], features: Feature = Feature.ALL) -> LineFeatur
             words, word_lines = split.hashes, split.lines
     if Feature.CHARACTERS not in features:
         records["solid"] = [bool(line[:MAX_CHARS].strip(BLANKS)) for line in lines]
-    add_flag(records, LineFlag.BLANK, records["solid"] == 0)
+    records["hash"][records["solid"] == 0] = 0
     return LineFeatures(records, keys, words, word_lines)
 
 

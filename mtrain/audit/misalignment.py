@@ -1,10 +1,10 @@
-"""Stretches of a corpus where each source is translated by the target some lines further.
+"""Stretches of a corpus where the translation of each source is some lines before or after it.
 
-A line that is lost on one side moves all pairs after it. Two lines are compared by length, numbers,
-names, punctuation and ending; the log-likelihood ratio of each agreement is learned from the
-corpus: its frequency in pairs against that in unrelated lines. A CUSUM test finds the stretches
-where the evidence for an offset exceeds that for the pairs as they stand; a stretch begins where
-the sum began to rise.
+A line that is missing on one side shifts all pairs after it. Two lines are compared by length,
+numbers, names, punctuation and ending. The log-likelihood ratio of each agreement is estimated from
+the corpus: its frequency in pairs over that in unrelated lines. A CUSUM test finds the stretches
+where the evidence for an offset exceeds that for offset 0; a stretch begins where the sum began to
+rise.
 """
 
 from __future__ import annotations
@@ -94,16 +94,16 @@ def _overlaps(src: npt.NDArray[Any], tgt: npt.NDArray[Any]) -> Ints:
 
 def _learn(read: Read) -> list[Floats]:
     """Return the log-likelihood ratio of each cell of each table, in nats; 0 without counts."""
-    together = [np.full(size, 0.5) for size in _NUM_CELLS]
-    apart = [np.full(size, 0.5) for size in _NUM_CELLS]
+    pair_counts = [np.full(size, 0.5) for size in _NUM_CELLS]
+    unrelated_counts = [np.full(size, 0.5) for size in _NUM_CELLS]
     for window in read():
-        other = np.roll(window.tgt, len(window.tgt) // 2 + 1)
-        for counts, tgt in ((together, window.tgt), (apart, other)):
+        unrelated_tgt = np.roll(window.tgt, len(window.tgt) // 2 + 1)
+        for counts, tgt in ((pair_counts, window.tgt), (unrelated_counts, unrelated_tgt)):
             for total, cells in zip(counts, _cells(window.src, tgt), strict=True):
                 total += np.bincount(cells, minlength=len(total))
     return [
-        np.clip(np.log(yes / yes.sum()) - np.log(no / no.sum()), -_MAX_NATS, _MAX_NATS)
-        for yes, no in zip(together, apart, strict=True)
+        np.clip(np.log(pairs / pairs.sum()) - np.log(others / others.sum()), -_MAX_NATS, _MAX_NATS)
+        for pairs, others in zip(pair_counts, unrelated_counts, strict=True)
     ]
 
 

@@ -139,7 +139,7 @@ def _is_fit(src: Records, tgt: Records) -> Flags:
     fit = np.ones(len(src), bool)
     for side in (src, tgt):
         fit &= (side["chars"] >= _MIN_CHARS) & (side["chars"] <= _MAX_CHARS)
-        fit &= side["flags"] & np.uint16(LineFlag.BLANK | LineFlag.MOJIBAKE | LineFlag.CONTROL) == 0
+        fit &= side["flags"] & np.uint16(LineFlag.MOJIBAKE | LineFlag.CONTROL) == 0
         fit &= 2 * side["odd"] < side["solid"]
     longer = np.maximum(src["chars"], tgt["chars"])
     fit &= longer <= _MAX_RATIO * np.minimum(src["chars"], tgt["chars"])

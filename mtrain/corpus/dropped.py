@@ -79,8 +79,7 @@ def read_counts(directory: Path) -> dict[str, int]:
     except OSError:
         raise RunError(f"{path}: is missing; restore it from a copy of the run.") from None
     except ValidationError:
-        what = "must be counts by their reasons, but is not; restore it from a copy of the run."
-        raise RunError(f"{path}: {what}") from None
+        raise RunError(f"{path}: is damaged; restore it from a copy of the run.") from None
 
 
 def check(directory: Path) -> None:

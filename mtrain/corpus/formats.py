@@ -23,6 +23,7 @@ from mtrain.config.corpora import (
 )
 from mtrain.errors import DataError
 from mtrain.io.lines import Advance, Digest, format_undecodable, open_lines, raw_lines
+from mtrain.io.text_width import shortened, visible
 
 _BREAK = re.compile(r"\r?\n")
 # Words that name a column of parallel text.
@@ -178,11 +179,10 @@ class _Fields(NamedTuple):
             value = row
             for key in path.split("."):
                 if not isinstance(value, Mapping) or key not in value:
-                    return Fault(f"must have `{path}`, but has not")
+                    return Fault(f"must have `{path}`, but has {_field_names(row)} instead")
                 value = value[key]
             if not isinstance(value, str):
-                shown = "null" if value is None else repr(value)
-                shown = shown if len(shown) <= 60 else shown[:57] + "..."
+                shown = shortened("null" if value is None else repr(value), 60)
                 return Fault(f"`{path}` must be text, but is {shown} instead")
             if re.search("[\ud800-\udfff]", value):
                 return Fault(f"`{path}` must be text, but has half of a surrogate pair")
@@ -190,6 +190,14 @@ class _Fields(NamedTuple):
             texts.append(text)
             num_breaks += num_replaced
         return Row(texts[0], texts[1], num_breaks)
+
+
+def _field_names(row: object) -> str:
+    """Format the names of a row's fields, those of objects with dots."""
+    names = []
+    for name, value in row.items() if isinstance(row, Mapping) else ():
+        names += [f"{name}.{key}" for key in value] if isinstance(value, Mapping) else [name]
+    return shortened(visible(", ".join(names)), 60) or "no fields"
 
 
 def _read_jsonl(

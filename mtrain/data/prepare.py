@@ -31,6 +31,7 @@ from mtrain.data import arrow_shards, encode, loader
 from mtrain.data.arrow_shards import SHARD_PAIRS
 from mtrain.data.encode import EncodeJob
 from mtrain.errors import ConfigError, RunError, damaged
+from mtrain.io import text_width
 from mtrain.io.atomic import sha256, sha256_if_readable, whole_dir, write_lines
 from mtrain.io.lines import read_lines
 from mtrain.run import checkpoint
@@ -102,7 +103,7 @@ def _tokenize(
     data, init_from = config.data, config.training.init_from
     fingerprint = tokenizer.fingerprint() if tokenizer else None
     marks, num_pairs = _scan(config, fingerprint, run, work_dir, console)
-    pair_filter = PairFilter(data, work_dir, num_pairs)
+    pair_filter = PairFilter(data, work_dir)
     if tokenizer is None:
         tokenizer_dir = work_dir / "tokenizer"
         if not tokenizer_dir.is_dir():
@@ -221,9 +222,10 @@ def _check_scans(scans: Iterable[Scan], data: DataConfig, console: Console) -> N
             name = part.corpus or f"data.{scan.name}"
             num_pairs[name] += part.num_pairs
             num_broken[name] += part.src.num_broken
-    for name, count in num_broken.items():
-        if count:
-            console.say(f"{name}: line breaks within {count:,} pairs are spaces now")
+    for name, num_pairs_broken in num_broken.items():
+        if num_pairs_broken:
+            shown = text_width.count(num_pairs_broken, "pair")
+            console.say(f"{name}: line breaks within fields are spaces now, in {shown}")
     train = corpora_of(data.train, "data.train")
     weights = [
         weight_of(num_pairs[corpus.name], corpus.weight, data.temperature) for corpus in train

@@ -92,10 +92,8 @@ def test_what_is_not_asked_for_is_not_computed_and_blank_lines_are_the_same(
 ) -> None:
     whole, least = measure(lines), measure(lines, Feature.NONE)
     assert ((whole.lines["solid"] > 0) == (least.lines["solid"] > 0)).all()
-    blank = LineFlag.BLANK
-    assert (least.lines["flags"] == (whole.lines["flags"] & blank)).all()
     computed = {name for name in LINE.names if least.lines[name].any()}
-    assert computed <= {"chars", "solid", "flags"}
+    assert computed <= {"chars", "solid"}
     assert not least.keys.any() and not least.words.size
     for feature in Feature:
         part = measure(lines, feature)
@@ -141,13 +139,19 @@ def test_lines_end_in_a_way(line: str, ending: int) -> None:
         ("fÃ¼r", LineFlag.MOJIBAKE),
         ("donâ€™t", LineFlag.MOJIBAKE),
         ("a\ufffdb", LineFlag.MOJIBAKE),
-        (" \u3000", LineFlag.BLANK),
-        ("", LineFlag.BLANK),
+        (" \u3000", LineFlag(0)),
+        ("", LineFlag(0)),
     ],
 )
 def test_a_mark_is_set_where_it_belongs_and_no_other(line: str, mark: LineFlag) -> None:
     assert marks(line) == mark
     assert measure([line, "für é ç – “x” नमस्ते می\u200cخواهم 👩\u200d🚀"]).lines["flags"][1] == 0
+
+
+def test_blank_lines_have_neither_characters_nor_a_hash() -> None:
+    lines = measure(["", " \u3000\t", "\x1c\r", "."]).lines
+    assert lines["solid"].tolist() == [0, 0, 0, 1]
+    assert (lines["hash"] > 0).tolist() == [False, False, False, True]
 
 
 @pytest.mark.parametrize("line", ["NÃO", "Â", "café", "Ã la", "naïve", "São Paulo", "ÀÉ"])

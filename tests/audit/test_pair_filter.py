@@ -28,7 +28,7 @@ DEMO = REPOSITORY / "data" / "demo"
 def dropped_lines(config: Config, directory: Path, num_pairs: int) -> dict[str, list[int]]:
     """Return the lines, from 1, that are dropped from the training, by reason."""
     assert scan_corpora(config.data, directory)[-1].reader.num_pairs == num_pairs
-    pair_filter = PairFilter(config.data, directory, num_pairs)
+    pair_filter = PairFilter(config.data, directory)
     reasons = pair_filter.reasons(0, num_pairs)
     found: dict[str, list[int]] = {}
     for line, reason in enumerate(reasons, start=1):

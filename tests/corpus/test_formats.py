@@ -253,8 +253,11 @@ def test_a_line_of_tsv_that_is_no_pair_is_said(
         (b"", "must be JSON, but is not: Expecting value"),
         (b"[1]", "must be a JSON object, but is not."),
         (b"[" * 100_000, "must be JSON, but is not: "),
-        (b'{"s": "a"}', "must have `t.x`, but has not."),
-        (b'{"s": "a", "t": "b"}', "must have `t.x`, but has not."),
+        (b'{"s": "a"}', "must have `t.x`, but has s instead."),
+        (b'{"s": "a", "t": "b"}', "must have `t.x`, but has s, t instead."),
+        (b'{"s": "a", "t": {"y": 1, "z": 2}}', "must have `t.x`, but has s, t.y, t.z instead."),
+        (b"{}", "must have `s`, but has no fields instead."),
+        (b'{"s": "a", "\\n": 1}', "must have `t.x`, but has s, \\n instead."),
         (b'{"s": "a", "t": {"x": null}}', "`t.x` must be text, but is null instead."),
         (b'{"s": 3, "t": {"x": "b"}}', "`s` must be text, but is 3 instead."),
         (b'{"s": "\\ud800", "t": {"x": "b"}}', "`s` must be text, but has half of a surrogate"),
@@ -492,7 +495,10 @@ def test_a_line_break_within_a_field_is_a_space_and_is_counted(
     assert reader.count_pairs(own, "data.train") == 200
     config = write_config(tmp_path / "config.yaml", tree)
     outcome = cli("tokenize", config)
-    assert "data.train: line breaks within 1 pairs are spaces now" in outcome.err.splitlines()
+    assert (
+        "data.train: line breaks within fields are spaces now, in 1 pair"
+        in outcome.err.splitlines()
+    )
     findings = json.loads(cli("check", config, "--json").out)["findings"]
     (found_break,) = [found for found in findings if found["name"] == "field-break"]
     assert found_break["severity"] == "note"
