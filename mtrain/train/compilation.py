@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from mtrain.config.sections import Config
+from mtrain.config.sections import Config, TrainingConfig
 from mtrain.model.transformer import Transformer
 from mtrain.runtime.device import pick_device
 from mtrain.runtime.process_group import ProcessGroup
@@ -28,18 +30,49 @@ def device_of(config: Config, process_group: ProcessGroup) -> torch.device:
     return device
 
 
+class _Fallbacks(logging.Filter):
+    """Replaces the compiler's warnings about what it leaves to run eagerly by one line."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__()
+        self.say, self.has_said = say, False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Say the first warning; drop all."""
+        if record.levelno < logging.WARNING:
+            return True
+        if not self.has_said:
+            error = record.exc_info[1] if record.exc_info else None
+            reason = " ".join(str(error or record.getMessage()).split("\n\n")[0].split())
+            self.say(f"compile  a part of a layer runs uncompiled, and slower: {reason:.300}")
+        self.has_said = True
+        return False
+
+
 def compile_layers(
-    model: Transformer, device: torch.device, config: Config, process_group: ProcessGroup
+    model: Transformer,
+    device: torch.device,
+    config: TrainingConfig,
+    process_group: ProcessGroup,
+    say: Callable[[str], None],
 ) -> bool:
     """Compile the layers if the config enables it; return whether they are compiled.
 
-    Requires a GPU, triton, and unsharded parameters (no fsdp).
+    Requires a GPU, triton, and unsharded parameters. If one is missing, `say` is told; on a CPU
+    only where the config spells the key out, because it is true by default.
     """
-    settings = config.training
-    is_sharded = process_group.size > 1 and settings.parallel == "fsdp"
-    if device.type != "cuda" or not settings.compile or is_sharded:
+    if not config.compile:
         return False
-    if importlib.util.find_spec("triton") is None:
+    missing = ""
+    if device.type != "cuda":
+        missing = "a GPU"
+    elif process_group.size > 1 and config.parallel == "fsdp":
+        missing = "`training.parallel: ddp`"
+    elif importlib.util.find_spec("triton") is None:
+        missing = "triton, which is not installed"
+    if missing:
+        if device.type == "cuda" or "compile" in config.model_fields_set:
+            say(f"compile  nothing, because it needs {missing}")
         return False
     import torch._dynamo.config as compiler
     import torch._functorch.config as lowering
@@ -50,6 +83,9 @@ def compile_layers(
     ):  # lazy lowering raises too late for suppress_errors
         lowering.force_non_lazy_backward_lowering = True
     compiler.recompile_limit = max(_RECOMPILE_LIMIT, compiler.recompile_limit)
+    logger = logging.getLogger("torch._dynamo.convert_frame")
+    logger.filters[:] = [kept for kept in logger.filters if not isinstance(kept, _Fallbacks)]
+    logger.addFilter(_Fallbacks(say))
     model.compile_layers()
     return True
 

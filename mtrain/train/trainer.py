@@ -144,7 +144,9 @@ class Trainer:
         self.model = build_model(config.model, self.tokenizer).to(self.device)
         self.compute_dtype = device.compute_dtype(self.settings.precision, self.device)
         self.model.compute_in(self.compute_dtype)
-        self.is_compiled = compile_layers(self.model, self.device, config, process_group)
+        self.is_compiled = compile_layers(
+            self.model, self.device, self.settings, process_group, log.say
+        )
         self.gradients = Gradients(self.model, self.settings, self.device, self.log.say)
         if process_group.size > 1:
             from mtrain.train.data_parallel import DDPGradients, FSDPGradients

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tasks import prepared, reverse_task, write_task
+from tasks import Said, prepared, reverse_task, write_task
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -27,7 +27,7 @@ from mtrain.run import checkpoint
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.prefetch import read_ahead
-from mtrain.runtime.process_group import SINGLE
+from mtrain.runtime.process_group import SINGLE, ProcessGroup
 from mtrain.train import compilation
 from mtrain.train import trainer as trainer_module
 from mtrain.train.gradients import Gradients
@@ -251,39 +251,75 @@ def test_another_formula_of_the_loss_is_asked_where_it_is_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "device", "has_triton", "is_compiled"),
+    ("settings", "device", "has_triton", "missing"),
     [
-        ("training.compile=true", "cuda", True, True),
-        ("training.compile=false", "cuda", True, False),
-        ("training.compile=true", "cuda", False, False),
-        ("training.compile=true", "cpu", True, False),
+        ([], "cuda", True, None),
+        (["compile=true"], "cuda", True, None),
+        (["compile=false"], "cuda", True, ""),
+        (["compile=false"], "cpu", False, ""),
+        ([], "cuda", False, "triton, which is not installed"),
+        (["parallel=fsdp"], "cuda", True, "`training.parallel: ddp`"),
+        (["compile=true"], "cpu", True, "a GPU"),
+        ([], "cpu", True, ""),
     ],
 )
-def test_a_gpu_compiles_where_it_can_and_may(
+def test_a_gpu_compiles_where_it_can_and_may_and_else_says_what_is_missing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    setting: str,
+    settings: list[str],
     device: str,
     has_triton: bool,
-    is_compiled: bool,
+    missing: str | None,
 ) -> None:
-    asked = []
+    class Two(ProcessGroup):
+        size = 2
+
+    asked, said = [], Said()
     monkeypatch.setattr(Transformer, "compile_layers", lambda model: asked.append(model))
     found = importlib.machinery.ModuleSpec("triton", None) if has_triton else None
     monkeypatch.setattr(compilation.importlib.util, "find_spec", lambda name: found)
-    config = config_file.load(write_task(tmp_path, reverse_task), [setting])
+    overrides = [f"training.{setting}" for setting in settings]
+    config = config_file.load(write_task(tmp_path, reverse_task), overrides).training
     model = small_model()
     as_it_comes = torch._dynamo.config.patch(suppress_errors=False, recompile_limit=8)
     lazily = torch._functorch.config.patch(force_non_lazy_backward_lowering=False)
     with as_it_comes, lazily:
-        found_out = compilation.compile_layers(model, torch.device(device), config, SINGLE)
-        assert found_out == is_compiled == (asked == [model])
+        is_compiled = compilation.compile_layers(
+            model, torch.device(device), config, Two(), said.say
+        )
+        assert is_compiled == (missing is None) == (asked == [model])
+        assert said.lines == ([f"compile  nothing, because it needs {missing}"] if missing else [])
         if is_compiled:
             assert torch._dynamo.config.suppress_errors
             assert torch._functorch.config.force_non_lazy_backward_lowering, "errors come in time"
             assert torch._dynamo.config.recompile_limit >= 32
     with compilation.uncompiled(is_compiled):
         pass
+
+
+def test_what_the_compiler_leaves_out_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no assembler here\nand more")
+
+    torch.compiler.reset()
+    monkeypatch.setattr(Transformer, "compile_layers", lambda model: None)
+    monkeypatch.setattr(compilation.importlib.util, "find_spec", lambda name: True)
+    config = config_file.load(write_task(tmp_path, reverse_task)).training
+    arguments = (small_model(), torch.device("cuda"), config, SINGLE)
+    with torch._dynamo.config.patch(suppress_errors=False):
+        for _ in range(2):  # of two trainings in a process, each says it
+            said = Said()
+            compilation.compile_layers(*arguments, said.say)
+            for layer in (torch.sin, torch.cos):
+                compiled = torch.compile(lambda x, layer=layer: layer(x) + 1, backend=fail)
+                assert compiled(torch.zeros(2)).tolist() == (layer(torch.zeros(2)) + 1).tolist()
+            (line,) = said.lines
+            assert line.startswith("compile  a part of a layer runs uncompiled, and slower: ")
+            assert "no assembler here and more" in line
+            torch.compiler.reset()
+    assert "no assembler" not in capsys.readouterr().err
 
 
 def test_the_gpu_that_is_asked_for_is_the_one_whose_random_numbers_are_drawn(
