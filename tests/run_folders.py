@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from mtrain.run.run_dir import RunDir
 
-TIMES = {"tgt_tokens_per_s", "elapsed_s", "memory_mib"}
+TIMES = {"tgt_tokens_per_s", "elapsed_s", "updates_began_s", "memory_mib"}
 
 
 def metrics(run: RunDir) -> list[dict[str, Any]]:

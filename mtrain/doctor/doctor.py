@@ -25,6 +25,7 @@ from mtrain.run.run_dir import RunDir
 from mtrain.runtime.device import pick_device
 from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer
+from mtrain.train.schedule import follows_clock
 
 T = TypeVar("T")
 Verdict = Literal["ok", "skipped", "changed", "warn", "FAILED"]
@@ -275,8 +276,9 @@ class _RunChecker:
 
     def _check_repeatable(self, config: Config, span: Span) -> None:
         """Skip the replay of updates that are not repeatable on this machine."""
-        if config.training.max_minutes is not None:
-            raise _Skip("follows the clock (`training.max_minutes`): not repeatable")
+        known = replay.elapsed_after_steps(self.run, span)
+        if follows_clock(config.training) and len(known) < len(span.steps):
+            raise _Skip("the log does not have the time of each update")
         for line in read_metrics(self.run.metrics_path):
             if "changed_config" in line and line["step"] > span.first_step:
                 raise _Skip(f"the config changed at step {line['step']:,}")

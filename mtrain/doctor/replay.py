@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,39 @@ class Span(NamedTuple):
     older: Path
     newer: Path
 
+    @property
+    def steps(self) -> range:
+        """The steps of the updates that are repeated."""
+        return range(self.first_step + 1, self.last_step + 1)
+
+
+class _ReplayTrainer(Trainer):
+    """A trainer with the clock of the training that it repeats."""
+
+    elapsed_after: Mapping[int, float]  # step -> seconds, where they are known
+
+    def elapsed_s(self) -> float:
+        """Return the seconds after this step of the training, or after the last known step."""
+        progress = self.state.progress
+        return self.elapsed_after.get(progress.step, progress.elapsed_s)
+
+
+def elapsed_after_steps(run: RunDir, span: Span) -> dict[int, float]:
+    """Return the seconds spent after each step of a span.
+
+    Where the learning rate does not depend on them, or the log is cut off, only the last is known.
+    """
+    newer = checkpoint.load_progress(span.newer)
+    logged = [
+        (line["step"], line.get("updates_began_s")) for line in read_metrics(run.metrics_path)
+    ]
+    elapsed_s: dict[int, float] = {}
+    for step, began_s in [*logged, (span.last_step, newer.unlogged_began_s)]:
+        if isinstance(began_s, list) and all(isinstance(each, float) for each in began_s):
+            elapsed_s |= zip(range(step - len(began_s), step), began_s, strict=True)
+    elapsed_s[span.last_step] = newer.elapsed_s
+    return {step: elapsed_s[step] for step in span.steps if step in elapsed_s}
+
 
 @torch.inference_mode(False)
 def replay(config: Config, run: RunDir, span: Span) -> tuple[list[str], float, str]:
@@ -58,7 +92,8 @@ def replay(config: Config, run: RunDir, span: Span) -> tuple[list[str], float, s
         torch.set_num_threads(saved_in.num_threads if saved_in else num_threads)
         try:
             with RunLog(scratch.metrics_path, is_quiet=True, bar=bar) as log:
-                trainer = Trainer(config, scratch, log)
+                trainer = _ReplayTrainer(config, scratch, log)
+                trainer.elapsed_after = elapsed_after_steps(run, span)
                 with closing(trainer.gradients.workers):
                     trainer.restore(span.older)
                     trainer.probe_memory()

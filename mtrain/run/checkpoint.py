@@ -47,6 +47,7 @@ class Progress(BaseModel):
         num_bad_validations: in a row, that are not the best.
         num_skipped, num_skipped_in_a_row: updates whose loss or gradient was not finite.
         unlogged_loss, unlogged_nll, unlogged_tokens: sums since the last log line.
+        unlogged_began_s: `elapsed_s` before each update since then, if the rate depends on it.
         loss_scale: of float16; 0 if the loss is not scaled.
         growth_tracker: finite updates in a row at this scale.
         bleu_of_step, loss_of_step: of each validation, by step.
@@ -64,6 +65,7 @@ class Progress(BaseModel):
     unlogged_loss: float = 0.0
     unlogged_nll: float = 0.0
     unlogged_tokens: Count = 0
+    unlogged_began_s: list[float] = []
     loss_scale: Annotated[float, Field(ge=0, le=2**24)] = 0.0
     growth_tracker: Count = 0
     bleu_of_step: dict[StepName, float] = {}

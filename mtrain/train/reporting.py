@@ -139,6 +139,7 @@ class TrainingLogger:
         )
         self.log.advance(spent, note, is_due)
         if is_due:
+            began_s = progress.unlogged_began_s
             self.log.metrics(
                 {
                     "step": progress.step,
@@ -152,6 +153,7 @@ class TrainingLogger:
                     "updates_skipped": progress.num_skipped,
                     "elapsed_s": progress.elapsed_s,
                     "memory_mib": _peak_memory_mib(self.device),
+                    **({"updates_began_s": began_s} if began_s else {}),
                 }
             )
 

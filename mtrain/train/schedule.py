@@ -42,6 +42,11 @@ def budget_spent(config: TrainingConfig, progress: Progress) -> float:
     return max(by_steps, by_time)
 
 
+def follows_clock(config: TrainingConfig) -> bool:
+    """Return whether the learning rate depends on the time that was spent."""
+    return config.max_minutes is not None and config.schedule in ("linear", "cosine")
+
+
 def is_finished(config: TrainingConfig, progress: Progress) -> bool:
     """Return whether the budget or the patience (early stopping) is used up."""
     has_patience = progress.num_bad_validations < config.patience

@@ -46,6 +46,7 @@ from mtrain.train.meters import AsyncScalars, RunningMeter
 from mtrain.train.reporting import TrainingLogger, Validation
 from mtrain.train.schedule import (
     budget_spent,
+    follows_clock,
     format_stopping_rule,
     is_finished,
     learning_rate,
@@ -188,13 +189,11 @@ class Trainer:
                 self.checkpoints.is_current = False
                 self.state.advance(update.after)
                 if self.process_group.size == 1:  # several ranks use the time of rank 0
-                    progress.elapsed_s = time.monotonic() - self.clock
+                    progress.elapsed_s = self.elapsed_s()
                 self._report()
                 if self._is_due(self.settings.validate_every):
                     self._validate()
-                    progress.elapsed_s = self.process_group.broadcast_float(
-                        time.monotonic() - self.clock
-                    )
+                    progress.elapsed_s = self.process_group.broadcast_float(self.elapsed_s())
                 if self.process_group.size == 1:
                     self.agreed_signal = self.signals.received
                 if self.agreed_signal:
@@ -206,6 +205,10 @@ class Trainer:
             self._validate()
         self._save(is_leaving=True)
         self.log.close_bar()
+
+    def elapsed_s(self) -> float:
+        """Return the seconds spent on training and validation; a replay overrides it."""
+        return time.monotonic() - self.clock
 
     def _updates(self) -> Generator[UpdateBatches]:
         """Yield the updates from the current position on; for a GPU, prefetched and pinned."""
@@ -229,6 +232,8 @@ class Trainer:
         is_finite = (totals[0] + grad_norm).isfinite()
         optimizer, step = self.state.optimizer, self.state.progress.step + 1
         optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
+        if follows_clock(self.settings):
+            self.state.progress.unlogged_began_s.append(self.state.progress.elapsed_s)
         lr = learning_rate(self.settings, self.config.model.d_model, step, self._budget_spent())
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -245,7 +250,7 @@ class Trainer:
             totals += torch.stack([part.loss.detach(), part.nll])
         if self.process_group.size == 1:
             return totals
-        elapsed_s = time.monotonic() - self.clock if self.process_group.is_first else 0.0
+        elapsed_s = self.elapsed_s() if self.process_group.is_first else 0.0
         others = [elapsed_s, *(self.signals.received == number for number in STOPPING)]
         sent = torch.tensor(others, dtype=totals.dtype).to(self.device, non_blocking=True)
         return self.process_group.all_reduce_sum(torch.cat([totals, sent]))
@@ -298,6 +303,7 @@ class Trainer:
         self.logger.log_step(self.state.progress, self.state.meter, self._budget_spent(), is_due)
         if is_due:
             self.state.meter = RunningMeter()
+            self.state.progress.unlogged_began_s = []
 
     def _validate(self) -> None:
         """Score the model on the validation set, show a translation, and log the scores."""

@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ import torch
 import yaml
 from conftest import Cli, Outcome
 from encoded_pairs import EncodedPair, write_pairs
-from run_folders import harm
+from run_folders import harm, metrics
 from safetensors.torch import load_file
 from tasks import prepared, reverse_task, stop_at, train, write_task
 
@@ -34,6 +35,7 @@ from mtrain.run.run_dir import RunDir
 from mtrain.runtime.signals import Stopped
 from mtrain.tokenizer import sentencepiece
 from mtrain.train import gradients
+from mtrain.train import trainer as trainer_module
 
 PARTS = ["config", "tokenizer", "data", "corpora", "checkpoints", "model", "translates", "resume"]
 NEWEST, OLDER = "checkpoints/step-00000012", "checkpoints/step-00000008"
@@ -671,14 +673,43 @@ def test_checkpoints_that_do_not_say_what_they_were_made_with_still_load(
     assert (made.torch, made.device, made.precision) == (torch.__version__, "cpu", "float32")
 
 
-def test_a_training_by_the_clock_is_not_made_again(cli: Cli, source: Path, tmp_path: Path) -> None:
-    settings = ["training.max_minutes=100", "training.max_steps=8"]
-    run = train(source, *settings, run=str(tmp_path / "run"))
-    outcome = examined(cli, run)
-    assert outcome.code == 0
-    assert facts(outcome, "resume") == [
-        "follows the clock (`training.max_minutes`): not repeatable"
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "inverse_sqrt"])
+def test_a_training_by_the_clock_is_made_again_with_the_times_of_its_log(
+    cli: Cli,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    schedule: str,
+) -> None:
+    clock = itertools.accumulate(0.01 * (1 + number % 7) for number in itertools.count())
+    budget = [
+        "training.max_steps=null",
+        "training.max_minutes=0.1",
+        f"training.schedule={schedule}",
     ]
+    settings = [*budget, "training.validate_every=20", "training.log_every=3"]
+    run = RunDir(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module.time, "monotonic", lambda: next(clock))
+        stop_at(patch, 7)
+        with pytest.raises(Stopped):
+            train(source, *settings, run=str(run.path))
+        train(source, *settings, run=str(run.path))
+    first, last = list(checkpoint.steps(run.checkpoints_dir))[-2:]
+    assert facts(examined(cli, run), "resume") == [
+        f"steps {first + 1} to {last} made again: the same bytes"
+    ]
+    lines = metrics(run)
+    assert all(
+        ("updates_began_s" in line) == (schedule != "inverse_sqrt" and "loss" in line)
+        for line in lines
+    )
+    if schedule != "inverse_sqrt":
+        assert last - first > 4
+        run.metrics_path.unlink()
+        assert facts(examined(cli, run), "resume") == [
+            "the log does not have the time of each update"
+        ]
 
 
 def test_updates_under_another_config_are_not_made_again(
