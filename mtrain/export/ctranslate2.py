@@ -234,9 +234,7 @@ class CTranslate2Model:
         return [self._src.pieces_of(ids[:-1]) for ids in sources]  # CTranslate2 adds eos
 
 
-def load(directory: Path) -> CTranslate2Model:
-    """Load an exported folder."""
-    return CTranslate2Model(directory)
+load = CTranslate2Model  # as an exporter loads a folder
 
 
 def check_options(config: Config, options: DecodingOptions) -> None:

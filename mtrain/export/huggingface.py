@@ -255,57 +255,49 @@ class MarianModel:
         """Return the target of the highest log-probability of each source."""
 
         def search_rows(rows: list[int]) -> list[ExportedHypothesis]:
+            src = [sources[row] for row in rows]
             max_new_tokens = max(max_lengths[row] for row in rows) + 1
-            return self._search([sources[row] for row in rows], beam, max_new_tokens)
+            with _quiet():
+                result = self.model.generate(
+                    pad_right(src, self._pad),
+                    attention_mask=keep_first([len(ids) for ids in src]).long(),
+                    num_beams=beam,
+                    length_penalty=0.0 if beam > 1 else 1.0,
+                    max_new_tokens=max_new_tokens,
+                    return_dict_in_generate=True,
+                    output_scores=beam > 1,
+                )
+            log_probs = result.sequences_scores.tolist() if beam > 1 else [0.0] * len(src)
+            hypotheses = []
+            for ids, log_prob in zip(result.sequences[:, 1:].tolist(), log_probs, strict=True):
+                length = ids.index(self._eos)  # forced at the limit
+                has_ended = length + 1 < max_new_tokens
+                hypotheses.append(ExportedHypothesis(ids[:length], log_prob, has_ended))
+            return hypotheses
 
         return _in_batches([len(ids) for ids in sources], search_rows)
-
-    def _search(self, sources: Ids, beam: int, max_new_tokens: int) -> list[ExportedHypothesis]:
-        with _quiet():
-            result = self.model.generate(
-                pad_right(sources, self._pad),
-                attention_mask=keep_first([len(ids) for ids in sources]).long(),
-                num_beams=beam,
-                length_penalty=0.0 if beam > 1 else 1.0,
-                max_new_tokens=max_new_tokens,
-                return_dict_in_generate=True,
-                output_scores=beam > 1,
-            )
-        log_probs = result.sequences_scores.tolist() if beam > 1 else [0.0] * len(sources)
-        hypotheses = []
-        for row, log_prob in zip(result.sequences[:, 1:].tolist(), log_probs, strict=True):
-            length = row.index(self._eos)  # forced at the limit
-            has_ended = length + 1 < max_new_tokens
-            hypotheses.append(ExportedHypothesis(row[:length], log_prob, has_ended))
-        return hypotheses
 
     @torch.inference_mode()
     def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
         """Return the log-probability of each token of a given target, and of its eos."""
 
         def score_rows(rows: list[int]) -> list[list[float]]:
-            return self._score([sources[row] for row in rows], [targets[row] for row in rows])
+            src, tgt = [sources[row] for row in rows], [targets[row] for row in rows]
+            logits_BTV = self.model(
+                input_ids=pad_right(src, self._pad),
+                attention_mask=keep_first([len(ids) for ids in src]).long(),
+                decoder_input_ids=pad_right([[self._bos, *ids] for ids in tgt], self._pad),
+            ).logits
+            tgt_out_BT1 = pad_right([[*ids, self._eos] for ids in tgt], self._pad)[:, :, None]
+            log_probs_BT = logits_BTV.double().log_softmax(-1).gather(2, tgt_out_BT1)[:, :, 0]
+            rows_T = zip(log_probs_BT.tolist(), tgt, strict=True)
+            return [log_probs_T[: len(ids) + 1] for log_probs_T, ids in rows_T]
 
         lengths = [max(len(src), len(tgt)) for src, tgt in zip(sources, targets, strict=True)]
         return _in_batches(lengths, score_rows)
 
-    def _score(self, sources: Ids, targets: Ids) -> list[list[float]]:
-        logits = self.model(
-            input_ids=pad_right(sources, self._pad),
-            attention_mask=keep_first([len(ids) for ids in sources]).long(),
-            decoder_input_ids=pad_right([[self._bos, *ids] for ids in targets], self._pad),
-        ).logits
-        tgt_out_BT = pad_right([[*ids, self._eos] for ids in targets], self._pad)
-        log_probs_BT = logits.double().log_softmax(-1).gather(2, tgt_out_BT[:, :, None])[:, :, 0]
-        return [
-            log_probs_T[: len(ids) + 1]
-            for log_probs_T, ids in zip(log_probs_BT.tolist(), targets, strict=True)
-        ]
 
-
-def load(directory: Path) -> MarianModel:
-    """Load an exported folder."""
-    return MarianModel(directory)
+load = MarianModel  # as an exporter loads a folder
 
 
 def _in_batches(lengths: list[int], compute: Callable[[list[int]], list[T]]) -> list[T]:
