@@ -9,7 +9,7 @@ demo: native
 	$(BIN)/mtrain demo runs/demo
 
 test: native
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 check: $(READY)
 	$(BIN)/ruff format --check .

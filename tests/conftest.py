@@ -204,6 +204,13 @@ def noisy(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     return train(config_path, *(f"training.{change}" for change in changes))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest, so that the last processes end together."""
+    longest = ["distributed", "kills", "torchrun", "trainer", "readme", "draw", "doctor"]
+    place = {f"test_{name}": number for number, name in enumerate(longest)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Tell the process that began the tests how many hostile cases this one has tried."""
     from hostile import tried
