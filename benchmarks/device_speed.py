@@ -25,6 +25,7 @@ from mtrain.data.prepare import prepare
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime import device
+from mtrain.runtime.process_settings import own_process
 from mtrain.train.trainer import Trainer
 
 
@@ -46,6 +47,7 @@ def main() -> None:
     options = parser.parse_args()
     settings = [*options.set, "training.log_every=1000000"]
     config, run = config_file.load(options.config, settings, options.run), RunDir(Path(options.run))
+    own_process()
     device.keep_freed_memory()
     with RunLog(run.path.with_suffix(".jsonl")) as log:
         prepare(config, run, log)

@@ -102,8 +102,10 @@ def train(point: Point, seconds: float) -> Cost:
     from mtrain.data.batch import collate
     from mtrain.model.transformer import Transformer
     from mtrain.runtime import device
+    from mtrain.runtime.process_settings import own_process
     from mtrain.train.loss import label_smoothed
 
+    own_process()
     device.keep_freed_memory()
     torch.manual_seed(1)
     d_model, d_ff, num_heads, num_layers = SIZES[point.model]

@@ -24,6 +24,7 @@ from mtrain.decode.options import DecodingOptions
 from mtrain.decode.pipeline import translate_lines
 from mtrain.decode.translator import load
 from mtrain.run.run_dir import RunDir
+from mtrain.runtime.process_settings import own_process
 
 _REPEATS = 11
 
@@ -77,6 +78,7 @@ def measure_start(options: argparse.Namespace, line: str) -> float:
 def measure_sentence(run: RunDir, beam: int, line: str) -> list[float]:
     """Return the seconds of each translation of a sentence by a model that is loaded."""
     options = replace(DecodingOptions.from_config(run.config), beam=beam, with_scores=False)
+    own_process()
     translator = load(run, options)
     translate_lines(translator, [line])
     seconds = []

@@ -25,6 +25,7 @@ from mtrain.run.logger import NullLogger, Stderr
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime import device
 from mtrain.runtime.process_group import SINGLE, ProcessGroup, read_torchrun_env
+from mtrain.runtime.process_settings import own_process
 from mtrain.train.loss import LossSum
 from mtrain.train.trainer import Trainer
 
@@ -89,6 +90,7 @@ def work(config: Config, num_updates: int) -> None:
         from mtrain.runtime import torch_process_group
 
         process_group = torch_process_group.join(place)
+    own_process()
     device.keep_freed_memory()
     trainer = Trainer(config, RunDir(RUN), NullLogger(RunDir(RUN).metrics_path), process_group)
     trainer.probe_memory()

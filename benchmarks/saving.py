@@ -18,6 +18,7 @@ from mtrain.run import checkpoint
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime import device
+from mtrain.runtime.process_settings import own_process
 from mtrain.train.trainer import Trainer
 
 
@@ -31,6 +32,7 @@ def main() -> None:
     run = RunDir(Path("runs/benchmark_saving"))
     shutil.rmtree(run.path, ignore_errors=True)
     config = config_file.load(options.config, options.set, str(run.path))
+    own_process()
     device.keep_freed_memory()
     with RunLog(run.metrics_path) as log:
         prepare(config, run, log)

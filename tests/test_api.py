@@ -57,6 +57,38 @@ def test_every_name_of_the_interface_is_there_and_is_what_type_checkers_are_told
     assert Path(mtrain.__file__).with_name("py.typed").is_file()
 
 
+SETTINGS = """
+import random, signal, sys, threading
+import torch
+torch.set_num_threads(2)
+torch.backends.cuda.enable_cudnn_sdp(True)
+
+def settings():
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    return [
+        seen, torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(), torch.get_rng_state().tolist(),
+        random.getstate(), [signal.getsignal(number) for number in signal.valid_signals()],
+    ]
+
+before = settings()
+import mtrain
+model = mtrain.load(sys.argv[1])
+model.translate(["ba"] * 3)
+print([number for number, (a, b) in enumerate(zip(before, settings(), strict=True)) if a != b])
+"""
+
+
+def test_a_program_that_translates_keeps_its_settings(trained: RunDir) -> None:
+    """Its number of threads, in old and new ones, its random numbers, signals and backends."""
+    command = [sys.executable, "-c", SETTINGS, str(trained.path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'tarin'"):
         mtrain.tarin  # type: ignore[attr-defined]  # noqa: B018

@@ -30,6 +30,7 @@ from mtrain.config import config_file
 from mtrain.config.sections import format_value
 from mtrain.errors import ConfigError, UserError
 from mtrain.runtime.process_group import read_torchrun_env
+from mtrain.runtime.process_settings import own_process
 from mtrain.runtime.signals import unwind_when_stopped
 
 app = typer.Typer(
@@ -48,6 +49,7 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of all mistakes 
 def main() -> NoReturn:
     """Run the command line; a user's error is one line on stderr and exit code 2."""
     console.open_closed_streams()
+    own_process()
     try:
         with silence_other_ranks(), console.log_on_stderr():
             _run()

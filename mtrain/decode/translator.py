@@ -383,8 +383,6 @@ def load(
 ) -> Translator:
     """Load the model of a run folder, or of several as an ensemble, ready to translate.
 
-    From then on the process keeps the memory that it frees, and attends without cuDNN.
-
     Args:
         runs: a run folder, or several.
         options: of the search; those of the first run's config if absent.

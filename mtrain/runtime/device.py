@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from mtrain.errors import ConfigError
+from mtrain.runtime.process_settings import is_own_process
 
 
 def pick_device(name: str, key: str = "device") -> torch.device:
@@ -54,14 +55,19 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
 def avoid_cudnn_attention() -> None:
     """Disable cuDNN attention, which plans each new shape for up to a second.
 
-    PyTorch prefers it on some GPUs; batches have thousands of shapes.
+    PyTorch prefers it on some GPUs; batches have thousands of shapes. It stays as it is in the
+    process of another program.
     """
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    if is_own_process():
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep large freed blocks, so that no step faults its memory in again."""
-    if not sys.platform.startswith("linux"):
+    """Make glibc keep large freed blocks, so that no step faults its memory in again.
+
+    The allocator stays as it is in the process of another program.
+    """
+    if not sys.platform.startswith("linux") or not is_own_process():
         return
     try:
         mallopt = ctypes.CDLL(ctypes.util.find_library("c")).mallopt

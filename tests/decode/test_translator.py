@@ -31,6 +31,7 @@ from mtrain.model.transformer import DecoderLayer
 from mtrain.run import checkpoint, load_model
 from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
+from mtrain.runtime import device
 from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
@@ -40,6 +41,7 @@ from pathlib import Path
 from mtrain.decode import translator
 from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
+from mtrain.runtime.process_settings import own_process
 
 def faults() -> int:
     bytes([1]) * (64 << 20)
@@ -47,9 +49,12 @@ def faults() -> int:
     bytes([1]) * (64 << 20)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-before = faults()
-translator.load(RunDir(Path(sys.argv[1])), loading=LoadOptions("cpu"))
-print(before, faults())
+run, before = RunDir(Path(sys.argv[1])), faults()
+translator.load(run, loading=LoadOptions("cpu"))
+between = faults()
+own_process()
+translator.load(run, loading=LoadOptions("cpu"))
+print(before, between, faults())
 """
 LINES = [
     *(pair.src for pair in copy_task(24, 9)),
@@ -122,8 +127,8 @@ def test_a_gpu_is_searched_on_by_one_thread(
 
     monkeypatch.setattr(SharedSearch, "run", counted)
     torch.set_num_threads(3)
-    for device in ("cpu", "cuda"):
-        parts = (translator.tokenizer, translator.options, torch.device(device))
+    for name in ("cpu", "cuda"):
+        parts = (translator.tokenizer, translator.options, torch.device(name))
         assert Translator([translator.model], *parts).search([]) == []
     assert counts == [3, 1]
 
@@ -466,12 +471,15 @@ def test_the_weights_of_a_checkpoint_are_those_it_holds(trained: RunDir) -> None
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is asked of glibc")
-def test_a_process_that_loaded_a_model_keeps_the_memory_that_it_frees(trained: RunDir) -> None:
-    """Until then, the pages of a large block come from the system again and again."""
+def test_the_command_line_keeps_the_memory_that_it_frees_and_no_other_program(
+    trained: RunDir,
+) -> None:
+    """Otherwise the pages of a large block come from the system again and again."""
     done = subprocess.run(
         [sys.executable, "-c", SAY_FAULTS, str(trained.path)], capture_output=True, check=True
     )
-    before, after = map(int, done.stdout.split())
+    before, between, after = map(int, done.stdout.split())
+    assert between > 0.9 * before
     assert before > 4 * after
 
 
@@ -505,10 +513,14 @@ def test_weights_that_are_laid_out_translate_like_those_that_are_not(
             assert own.log_probs == pytest.approx(other.log_probs, rel=1e-5, abs=1e-5)
 
 
-def test_a_model_that_is_loaded_keeps_a_gpu_from_planning_each_shape(trained: RunDir) -> None:
+@pytest.mark.parametrize("is_own", [True, False])
+def test_the_command_line_keeps_a_gpu_from_planning_each_shape(
+    trained: RunDir, is_own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "is_own_process", lambda: is_own)
     torch.backends.cuda.enable_cudnn_sdp(True)
     translator_module.load(trained, loading=LoadOptions("cpu"))
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled() != is_own
 
 
 def test_bfloat16_translates_like_float32(trained: RunDir, translator: Translator) -> None:
