@@ -98,8 +98,7 @@ def translate(
         stats = length_stats.load(runs[0].data_dir)
         line_translator = LineTranslator(translator, stats, console.warn)
         if not process_group.is_first:
-            for _ in line_translator.translate([]):  # the first rank's lines, which it writes
-                pass
+            list(line_translator.translate([]))  # the first rank's lines, which it writes
             return
         prefixes = read_lines(prefix) if prefix is not None else None
         if has_file or not is_at_terminal():
