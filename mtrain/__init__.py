@@ -26,14 +26,30 @@ __all__ = [
     "UserError",
     "WriteError",
     "__version__",
+    "check",
     "evaluate",
+    "export",
+    "init",
     "load",
     "load_config",
+    "plot",
+    "tokenize",
     "train",
 ]
 
 if TYPE_CHECKING:
-    from mtrain.api import Model, evaluate, load, load_config, train
+    from mtrain.api import (
+        Model,
+        check,
+        evaluate,
+        export,
+        init,
+        load,
+        load_config,
+        plot,
+        tokenize,
+        train,
+    )
     from mtrain.config.sections import Config
     from mtrain.decode.formats import Translation
     from mtrain.decode.options import DecodingOptions, Sampling
@@ -42,7 +58,7 @@ if TYPE_CHECKING:
 else:
 
     class _Package(ModuleType):
-        """Keeps `train` and `evaluate` functions when the packages of these names are imported."""
+        """Keeps `train`, `plot`, ... functions when the packages of these names are imported."""
 
         def __setattr__(self, name: str, value: object) -> None:
             if not (name in __all__ and isinstance(value, ModuleType)):

@@ -135,6 +135,13 @@ class Model:
             DataError: if `lines` is one text instead of several, holds something else than text,
                 or has too many characters, or if there is not a prefix for each line.
             ConfigError: if an option has no valid value.
+
+        Example:
+            model = mtrain.load("runs/en-de")
+            print(model.translate(["A man sleeps."]))
+            options = dataclasses.replace(model.options, num_best=2)
+            (best,) = model.translate(["A man sleeps."], options, details=True)
+            print(best.text, best.score, best.flags, best.alternatives)
         """
         from mtrain.decode.pipeline import BLOCK_LINES, LineTranslator
         from mtrain.decode.shared_search import SearchLimits
@@ -167,6 +174,9 @@ class Model:
         """Translate a text line by line; line breaks, blank lines and indents stay as they are.
 
         Args and errors are those of `translate`.
+
+        Example:
+            print(model.translate_text("A man sleeps.\\n\\nA dog runs."))
         """
         if not isinstance(text, str):
             raise DataError(f"`text` must be text, but is {text!r:.60} instead.")
@@ -199,6 +209,9 @@ def load_config(
 
     Raises:
         ConfigError: with the key, in one line.
+
+    Example:
+        config = mtrain.load_config("en-de.yaml", ["training.max_steps=20"], "runs/short")
     """
     new_dir = None if run_dir is None else os.fspath(run_dir)
     if isinstance(config, str | os.PathLike):
@@ -235,6 +248,9 @@ def train(
     Raises:
         UserError: if the config, the corpora or the run folder must change.
         Stopped: on SIGINT (a notebook's stop button), SIGTERM, SIGHUP or `stop`, after saving.
+
+    Example:
+        run = mtrain.train("en-de.yaml", on_metrics=print)
     """
     checked = load_config(config)
     return train_together(checked, SINGLE, tensorboard, on_metrics, stop)
@@ -302,6 +318,12 @@ def init(
 
     Raises:
         UserError: if the corpus is too small or cannot be read, or a setting cannot be used.
+
+    Example:
+        report = mtrain.init(
+            "en", "de", src="train.en", tgt="train.de", output="new.yaml", run_dir="runs/other"
+        )
+        print(report.config_path, report.lines)
     """
     from mtrain.autoconfig import write_config
 
@@ -329,6 +351,10 @@ def check(config: AnyConfig, *, advance: Advance | None = None) -> AuditReport:
 
     Raises:
         UserError: if the config must change, or a corpus cannot be read.
+
+    Example:
+        report = mtrain.check("en-de.yaml")
+        print(len(report.findings))
     """
     from mtrain.audit.audit import REPORT_FILE, audit
     from mtrain.audit.report import as_json
@@ -349,6 +375,9 @@ def tokenize(config: AnyConfig) -> Path:
 
     Raises:
         UserError: if the config, the corpora or the run folder must change.
+
+    Example:
+        run = mtrain.tokenize("en-de.yaml")
     """
     from mtrain.data.prepare import prepare
 
@@ -380,6 +409,9 @@ def load(
     Raises:
         RunError: if a folder is no run, has no trained model, or its parts do not fit.
         ConfigError: if a setting cannot be used.
+
+    Example:
+        model = mtrain.load("runs/en-de", beam=1)
     """
     from mtrain.corpus import length_stats
     from mtrain.decode import translator as translating
@@ -413,6 +445,10 @@ def evaluate(run: Model | AnyPath, options: ScoringOptions | None = None) -> lis
 
     Raises:
         UserError: if the run cannot be loaded, has no test sets, or their text is gone.
+
+    Example:
+        for result in mtrain.evaluate("runs/en-de"):
+            print(result.name, result.scores[0].value)
     """
     from mtrain.evaluate import evaluation
 
@@ -440,6 +476,9 @@ def export(
     Raises:
         UserError: if the run cannot be loaded, the library cannot hold its model, or a copy that is
             not quantised does not translate as the run does; nothing is written then.
+
+    Example:
+        report = mtrain.export("runs/en-de", "en-de-ct2", "ctranslate2")
     """
     from mtrain.export.export import ExportRequest, export
 
@@ -460,6 +499,9 @@ def plot(
     Raises:
         ConfigError: if matplotlib is not installed.
         UserError: if the run cannot be read.
+
+    Example:
+        pictures = mtrain.plot("runs/en-de")
     """
     check_matplotlib()
     from mtrain.plot import draw

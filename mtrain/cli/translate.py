@@ -75,8 +75,7 @@ def translate(
     from mtrain.run.load_model import LoadOptions
 
     others = {"no_repeat_ngram": no_repeat_ngram, "batch_tokens": batch_tokens, "seed": seed}
-    others |= {"max_input_tokens": max_input_tokens}
-    width = config.decoding.beam if beam is None else beam
+    others["max_input_tokens"], width = max_input_tokens, beam or config.decoding.beam
     if n_best > width and not sample:
         raise ConfigError(
             f"`--n-best` must be at most the beam ({width}), but is {n_best} instead."

@@ -1,0 +1,113 @@
+"""The page of the Python interface is made from it, its examples run, and a client type-checks."""
+
+import dataclasses
+import inspect
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import yaml
+from tasks import REPOSITORY, copy_task, write_task
+
+import mtrain
+from mtrain.autoconfig import benchmark
+from mtrain.run.run_dir import RunDir
+
+sys.path.insert(0, str(REPOSITORY / "docs"))
+import write_python
+
+PAGE = REPOSITORY / "docs" / "python.md"
+CLIENT = """
+import dataclasses
+import threading
+from pathlib import Path
+
+import mtrain
+
+def translate(run: Path, lines: list[str]) -> list[str]:
+    model = mtrain.load(run, beam=1, precision="float32")
+    plain: list[str] = model.translate(lines, timeout_s=5.0, max_chars=10_000)
+    options = dataclasses.replace(model.options, num_best=2, beam=2, sampling=mtrain.Sampling())
+    found: list[mtrain.Translation] = model.translate(lines, options, details=True)
+    scores: list[float] = [each.score for each in found]
+    flags: tuple[str, ...] = found[0].flags
+    text: str = model.translate_text("a\\nb", on_warning=print)
+    return [*plain, text, *map(str, scores), *flags]
+
+def train(path: str) -> Path:
+    config: mtrain.Config = mtrain.load_config(path, ["seed=2"])
+    try:
+        return mtrain.train(config, stop=threading.Event(), on_metrics=print)
+    except mtrain.UserError as error:
+        raise SystemExit(str(error)) from None
+"""
+WRONG = {
+    "mtrain.load(3)": "arg-type",
+    'mtrain.load("run", precision="int4")': "arg-type",
+    'mtrain.load("run").translate(["a"]).text': "attr-defined",
+    "mtrain.trian": "attr-defined",
+}
+
+
+def examples() -> list[str]:
+    """Return the examples of all docstrings, in the order of the interface."""
+    documented = [getattr(mtrain, name) for name in mtrain.__all__ if name != "__version__"]
+    documented += [mtrain.Model.translate, mtrain.Model.translate_text]
+    docs = [inspect.getdoc(value) or "" for value in documented]
+    return [textwrap.dedent(doc.split("Example:\n")[1]) for doc in docs if "Example:\n" in doc]
+
+
+def test_the_page_is_that_of_the_docstrings() -> None:
+    is_same = PAGE.read_text(encoding="utf-8") == write_python.page()
+    assert is_same, "python docs/write_python.py > docs/python.md"
+
+
+def test_every_function_has_an_example() -> None:
+    functions = [name for name in mtrain.__all__ if inspect.isfunction(getattr(mtrain, name))]
+    assert len(functions) >= 9
+    for name in functions:
+        assert any(f"mtrain.{name}(" in example for example in examples()), name
+
+
+def test_the_examples_run(trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ctranslate2", reason="ctranslate2 is not installed")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    monkeypatch.setattr(benchmark, "_WINDOW_S", 0.0)
+    monkeypatch.chdir(tmp_path)
+    tree = yaml.safe_load(write_task(tmp_path).read_text("utf-8"))
+    Path("en-de.yaml").write_text(yaml.safe_dump(tree | {"run_dir": "runs/new"}), encoding="utf-8")
+    for side in ("en", "de"):
+        lines = [pair.src for pair in copy_task(3000, 1)]
+        Path(f"train.{side}").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    shutil.copytree(trained.path, "runs/en-de")
+    names = {"mtrain": mtrain, "dataclasses": dataclasses}
+    for example in examples():
+        exec(compile(example, "docstring", "exec"), names)
+    assert Path("runs/new/model.safetensors").is_file()
+    assert Path("runs/short").exists() is False, "load_config writes nothing"
+    assert Path("en-de-ct2/model.bin").is_file()
+    assert Path("new.yaml").is_file()
+    assert Path("runs/en-de/plots/curves.png").is_file()
+
+
+def test_a_client_type_checks_and_mistakes_do_not(tmp_path: Path) -> None:
+    pytest.importorskip("mypy", reason="mypy is not installed")
+    lines = [f"_{number} = {code}" for number, code in enumerate(WRONG)]
+    path = tmp_path / "client.py"
+    path.write_text(CLIENT + "\n".join(lines) + "\n", encoding="utf-8")
+    cache = REPOSITORY / ".mypy_cache"
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", f"--cache-dir={cache}", str(path)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    first = CLIENT.count("\n") + 1
+    errors = [line for line in done.stdout.splitlines() if ": error:" in line]
+    assert len(errors) == len(WRONG), done.stdout + done.stderr
+    for number, (error, code) in enumerate(zip(errors, WRONG.values(), strict=True), start=first):
+        assert f"client.py:{number}: error:" in error
+        assert f"[{code}]" in error
