@@ -79,9 +79,9 @@ def test_the_examples_run(trained: RunDir, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     tree = yaml.safe_load(write_task(tmp_path).read_text("utf-8"))
     Path("en-de.yaml").write_text(yaml.safe_dump(tree | {"run_dir": "runs/new"}), encoding="utf-8")
-    for side in ("en", "de"):
-        lines = [pair.src for pair in copy_task(3000, 1)]
-        Path(f"train.{side}").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    text = "".join(f"{pair.src}\n" for pair in copy_task(3000, 1))
+    Path("train.en").write_text(text, encoding="utf-8")
+    Path("train.de").write_text(text.upper(), encoding="utf-8")
     shutil.copytree(trained.path, "runs/en-de")
     names = {"mtrain": mtrain, "dataclasses": dataclasses}
     for example in examples():
