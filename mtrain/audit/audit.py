@@ -18,7 +18,8 @@ from typing import NamedTuple, TextIO
 import numpy as np
 
 from mtrain.audit import misalignment, rules
-from mtrain.audit.duplicates import Numbers, Occurrences
+from mtrain.audit.duplicates import Numbers
+from mtrain.audit.features import Ints
 from mtrain.audit.report import NUM_EXAMPLES, AuditFinding, AuditReport, CorpusSummary, Entry
 from mtrain.audit.rules import RULES, CorpusProfile, Rule, Severity, SideName, Sides
 from mtrain.audit.scan import TRAIN, Scan, corpora, scan_corpora
@@ -187,7 +188,7 @@ def _judge(
         is_start[starts - block.first] = SideName.BOTH
         lists.add("shift", is_start, block)
         for leak in leaks:
-            is_leaked = leak.occurrences.times[block.first : end] > 0
+            is_leaked = leak.times[block.first : end] > 0
             lists.add(leak.name, is_leaked * np.uint8(leak.side), block)
     findings = [_leak_finding(lists, leak, scan, clean) for leak in leaks]
     findings += [_rule_finding(lists, rule, scan, clean) for rule in RULES]
@@ -237,7 +238,9 @@ class _Leak(NamedTuple):
     kind: str  # "pair", "source" or "target"
     side: SideName  # of the pair
     other: Scan  # of the corpus in which they occur
-    occurrences: Occurrences
+    times: Numbers  # for each held-out pair, how often
+    exact_times: Numbers  # how often with the same case and punctuation
+    first: Ints  # the pair of the first occurrence
 
     @property
     def name(self) -> str:
@@ -247,9 +250,9 @@ class _Leak(NamedTuple):
     def details(self, pair: int) -> Entry:
         """Return further fields of a pair's entry."""
         return {
-            "first": _place(self.other.reader, int(self.occurrences.first[pair])),
-            "times": int(self.occurrences.times[pair]),
-            "exact_times": int(self.occurrences.exact_times[pair]),
+            "first": _place(self.other.reader, int(self.first[pair])),
+            "times": int(self.times[pair]),
+            "exact_times": int(self.exact_times[pair]),
         }
 
 
@@ -257,19 +260,18 @@ def _leaks(scan: Scan) -> Iterator[_Leak]:
     """Yield the leaks of a held-out corpus; a side leaks if it occurs beside another one."""
     for other, leaks in scan.leaks:
         src, tgt, pair = leaks.occurrences()
-        yield _Leak("pair", SideName.BOTH, other, pair)
+        yield _Leak("pair", SideName.BOTH, other, *pair)
         for kind, side, of_side in (("source", SideName.SRC, src), ("target", SideName.TGT, tgt)):
-            times = of_side.times - pair.times
-            exact_times = np.minimum(of_side.exact_times - pair.exact_times, times)
-            yield _Leak(kind, side, other, Occurrences(times, exact_times, of_side.first))
+            times = of_side[0] - pair[0]
+            exact_times = np.minimum(of_side[1] - pair[1], times)
+            yield _Leak(kind, side, other, times, exact_times, of_side[2])
 
 
 def _leak_finding(
     lists: _FindingLists, leak: _Leak, scan: Scan, clean: list[str]
 ) -> AuditFinding | None:
     """Return the finding of a leak; None if nothing leaks."""
-    times, exact_times, _ = leak.occurrences
-    num_found, num_exact = lists.counts[leak.name], int((exact_times > 0).sum())
+    num_found, num_exact = lists.counts[leak.name], np.count_nonzero(leak.exact_times)
     if not num_found:
         return None
     num_left, advice = num_found, rules.SEPARATE
@@ -278,9 +280,9 @@ def _leak_finding(
         if "held-out" in clean:
             num_left = 0
         elif "held-out-pair" in clean and leak.kind == "pair":
-            num_left = int((times > exact_times).sum())
+            num_left = int(np.count_nonzero(leak.times > leak.exact_times))
     training = "keeps them" if num_left == num_found else f"keeps {num_left:,}"
-    usual = 0 if leak.kind == "pair" else _USUAL_LEAK_SHARE * len(times)
+    usual = 0 if leak.kind == "pair" else _USUAL_LEAK_SHARE * len(leak.times)
     severity = Severity.WARNING if num_left > usual else Severity.NOTE
     if severity > Severity.NOTE and leak.other.name == TRAIN:
         num_held, num_pairs = leak.other.num_held, leak.other.reader.num_pairs
@@ -292,7 +294,7 @@ def _leak_finding(
             advice += f"text: {_clean_with(clean, 'held-out')}."
     if num_left == 0:
         training, advice = "drops them", "Nothing to do: training drops all their copies."
-        if _SPLIT_LEAK_SHARE * len(times) < num_found < np.count_nonzero(scan.exact.pair):
+        if _SPLIT_LEAK_SHARE * len(leak.times) < num_found < np.count_nonzero(scan.exact.pair):
             severity = Severity.WARNING
             advice = "Scores are sound, but training loses every copy; hold out other pairs."
     if num_exact < num_found:
@@ -301,75 +303,53 @@ def _leak_finding(
     return lists.finding(leak.name, severity, what, advice, training)
 
 
-# Of problems of files: the severity, the files, what to do, and what training does with them.
-_FILE_RULES = {
-    "unreadable": (
-        Severity.ERROR,
-        "files that cannot be read",
-        "Replace them by whole files.",
-        "refuses them",
-    ),
-    "unequal-lines": (
-        Severity.ERROR,
-        "files of unequal length",
-        "Find the lines that are missing or surplus.",
-        "refuses them",
-    ),
-    "malformed-row": (
-        Severity.ERROR,
-        "files with malformed rows",
-        "Correct or delete the rows.",
-        "refuses them",
-    ),
-    "empty": (Severity.ERROR, "files without a pair", "Name files with text.", "refuses them"),
-    "header": (
-        Severity.WARNING,
-        "files with a header, it seems",
-        "Set `header: true` for the corpus to leave the line out, or `header: false` to keep it.",
-        "keeps it",
-    ),
-    "mixed-line-ends": (
-        Severity.WARNING,
-        "files with LF and CR LF at line ends",
-        "mtrain removes the CR, but other tools keep it: end all lines in LF alone.",
-        "",
-    ),
-    "line-ends": (
-        Severity.NOTE,
-        "files with CR LF at line ends",
-        "mtrain removes the CR, but other tools keep it: end all lines in LF alone.",
-        "",
-    ),
-    "byte-order-mark": (
-        Severity.NOTE,
-        "files that begin with a byte-order mark",
-        "mtrain skips it, but other tools take it for text: delete it.",
-        "",
-    ),
-    "field-break": (
-        Severity.NOTE,
-        "files with line breaks within fields",
-        "Nothing to do: mtrain reads a line break as a space.",
-        "",
-    ),
+_OTHER_TOOLS = "mtrain removes the CR, but other tools keep it: end all lines in LF alone."
+_FILE_RULES = {  # problems of files by their names: the files, and what to do
+    Severity.ERROR: {
+        "unreadable": ("files that cannot be read", "Replace them by whole files."),
+        "unequal-lines": ("files of unequal length", "Find the lines missing or surplus."),
+        "malformed-row": ("files with malformed rows", "Correct or delete the rows."),
+        "empty": ("files without a pair", "Name files with text."),
+    },
+    Severity.WARNING: {
+        "header": (
+            "files with a header, it seems",
+            "It is read as a pair: set `header: true` for the corpus to leave it out, or "
+            "`header: false`.",
+        ),
+        "mixed-line-ends": ("files with LF and CR LF at line ends", _OTHER_TOOLS),
+    },
+    Severity.NOTE: {
+        "line-ends": ("files with CR LF at line ends", _OTHER_TOOLS),
+        "byte-order-mark": (
+            "files that begin with a byte-order mark",
+            "mtrain skips it, but other tools take it for text: delete it.",
+        ),
+        "field-break": (
+            "files with line breaks within fields",
+            "Nothing to do: mtrain reads a line break as a space.",
+        ),
+    },
 }
 
 
 def _file_findings(scan: Scan, data: DataConfig) -> Iterator[AuditFinding]:
     """Yield what is wrong with whole files."""
-    problems: dict[str, list[Entry]] = {name: [] for name in _FILE_RULES}
+    problems: dict[str, list[Entry]] = {}
     num_files = 0
     for part in scan.reader.parts:
         for notes in part.notes:
             num_files += 1
             for name, problem in _file_problems(part, notes, data):
-                problems[name].append({"file": notes.path, "problem": problem})
+                problems.setdefault(name, []).append({"file": notes.path, "problem": problem})
             if scan.reader.num_pairs == 0:
-                problems["empty"].append({"file": notes.path, "problem": "no pairs"})
-    for name, (severity, what, advice, training) in _FILE_RULES.items():
-        if files := problems[name]:
-            sizes = len(files), num_files
-            yield AuditFinding(scan.name, name, severity, what, advice, *sizes, training, files)
+                problems.setdefault("empty", []).append({"file": notes.path, "problem": "no pairs"})
+    for severity, file_rules in _FILE_RULES.items():
+        for name, (what, advice) in file_rules.items():
+            if files := problems.get(name):
+                sizes = len(files), num_files
+                training = "refuses them" if severity == Severity.ERROR else ""
+                yield AuditFinding(scan.name, name, severity, what, advice, *sizes, training, files)
 
 
 def _file_problems(part: FilePair, notes: FileNotes, data: DataConfig) -> Iterator[tuple[str, str]]:

@@ -86,14 +86,6 @@ def hashes_of(src: LineFeatures, tgt: LineFeatures) -> tuple[PairHashes, PairHas
     return exact, PairHashes.of(src.keys, tgt.keys)
 
 
-class Occurrences(NamedTuple):
-    """Where the sources, the targets or the pairs of a held-out corpus occur in another corpus."""
-
-    times: Numbers  # for each held-out pair, how often
-    exact_times: Numbers  # how often with the same case and punctuation
-    first: Ints  # the pair of the first occurrence, of an exact one if there is one; -1 if none
-
-
 class Leaks:
     """The occurrences of one held-out corpus in another, by exact text and by keys."""
 
@@ -114,15 +106,19 @@ class Leaks:
         )
         return has_src | has_tgt | has_src_key | has_tgt_key, is_held_pair
 
-    def occurrences(self) -> list[Occurrences]:
-        """Return the occurrences of the sources, of the targets and of the pairs."""
+    def occurrences(self) -> list[tuple[Numbers, Numbers, Ints]]:
+        """Return the occurrences of the sources, of the targets and of the pairs.
+
+        For each held-out pair: how often it occurs, how often with the same case and punctuation,
+        and the first pair where it does, exactly if possible; -1 if nowhere.
+        """
         occurrences = []
         for exact, by_key in zip(self._exact, self._by_key, strict=True):
             exact_times, exact_first = exact.hits()
             key_times, key_first = by_key.hits()
             times = np.maximum(exact_times, key_times)
             first = np.where(exact_times > 0, exact_first, key_first)
-            occurrences.append(Occurrences(times, exact_times, first))
+            occurrences.append((times, exact_times, first))
         return occurrences
 
 
@@ -140,7 +136,7 @@ class _HashTable:
             return np.zeros(len(hashes), bool)
         slots = np.minimum(np.searchsorted(self._unique, hashes), len(self._unique) - 1)
         is_hit: Flags = (self._unique[slots] == hashes) & (hashes != 0)
-        rows = np.flatnonzero(is_hit)[::-1]  # backwards: the first one is written last
+        rows = np.flatnonzero(is_hit)[::-1]  # in reverse: the first is written last
         np.add.at(self._times, slots[rows], 1)
         is_new = self._first[slots[rows]] < 0
         self._first[slots[rows[is_new]]] = rows[is_new] + first

@@ -1,7 +1,7 @@
 """Features of lines: one fixed-size record for each line. Knows no files.
 
-A block of lines is one array of code points, so that nothing here loops over lines or characters
-in Python but hashing and what is rare.
+A block of lines is one array of code points; Python loops over lines only to hash them, and over
+characters in rare cases.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Feature(IntFlag):
     NONE = 0
     HASH = 1  # the field `hash`
     KEY = 2  # `LineFeatures.keys`
-    CHARACTERS = 4  # solid, odd, script, points, ending; TAB, BREAK, CONTROL, INVISIBLE
+    CHARACTERS = 4  # solid, odd, script, punctuation, ending; TAB, BREAK, CONTROL, INVISIBLE
     WORDS = 8  # numbers, names; `LineFeatures.words`; with them, `language`
     NFC = 16  # NOT_NFC
     MOJIBAKE = 32  # MOJIBAKE
@@ -67,7 +67,7 @@ LINE = np.dtype(
         ("language", np.float32),  # > 0: like the source side, < 0: like the target side
         ("script", np.uint8),  # of most letters, as a kind; 0 without letters
         ("ending", np.uint8),  # class of the last character
-        ("points", np.uint8),  # punctuation characters
+        ("punctuation", np.uint8),  # number of its characters
     ]
 )
 NUM_ENDINGS = 8
@@ -202,7 +202,7 @@ def _count_characters(records: Records, block: _CharacterBlock) -> None:
     records["solid"] = solid
     records["odd"] = solid - letters.sum(1) - counts[:, [Kind.CONTROL, Kind.INVISIBLE]].sum(1)
     records["script"] = np.where(letters.any(1), letters.argmax(1) + int(Kind.LETTER), 0)
-    records["points"] = np.minimum(counts[:, Kind.POINT], 255)
+    records["punctuation"] = np.minimum(counts[:, Kind.PUNCTUATION], 255)
     for kind, flag in (
         (Kind.TAB, LineFlag.TAB),
         (Kind.BREAK, LineFlag.BREAK),
@@ -258,7 +258,7 @@ class _WordBlock:
         values[offsets >= _STEM_LETTERS] = 0
         self._stems = _scrambled(_sums(values, firsts))
         is_upper = block.codes[starts] != codes[firsts]
-        is_initial = differs_from_previous(self.lines)  # capitalised whatever it is
+        is_initial = differs_from_previous(self.lines)  # capitalised even if it is no name
         self.is_name = ~self.is_number & (lengths >= 3) & is_upper & ~is_initial
 
     def bloom_filters(self, is_member: Flags, width: int) -> Hashes:

@@ -78,7 +78,7 @@ def _cells(src: Records, tgt: Records) -> list[Ints]:
         _overlaps(src["numbers"], tgt["numbers"]),
         _overlaps(src["names"], tgt["names"]),
         src["ending"].astype(np.int64) * NUM_ENDINGS + tgt["ending"],
-        np.minimum(src["points"], 7).astype(np.int64) * 8 + np.minimum(tgt["points"], 7),
+        np.minimum(src["punctuation"], 7).astype(np.int64) * 8 + np.minimum(tgt["punctuation"], 7),
     ]
 
 
@@ -147,7 +147,7 @@ class _CusumTest:
     def finish(self) -> list[Shift]:
         """Close the stretch that is open; return all stretches."""
         if self._peak:
-            # Where targets are lost, the sources that they translated come first.
+            # Missing targets leave their sources without a translation: the stretch begins there.
             first = max(self._start + min(self._offset, 0), 0)
             self._shifts.append(Shift(first, self._peak_at, self._offset, self._peak))
             self._peak = 0.0

@@ -22,11 +22,11 @@ class Kind(IntEnum):
     CONTROL = 5
     INVISIBLE = 6
     DIGIT = 7
-    POINT = 8  # punctuation
+    PUNCTUATION = 8
     LETTER = 9  # of no script below
 
 
-# The scripts of living languages with text on the web; names are the first words of Unicode's.
+# Scripts in use, by the first word of the Unicode names of their letters.
 SCRIPTS = (
     *("LATIN", "CYRILLIC", "GREEK", "ARABIC", "HEBREW", "ARMENIAN", "GEORGIAN", "ETHIOPIC"),
     *("DEVANAGARI", "BENGALI", "GURMUKHI", "GUJARATI", "ORIYA", "TAMIL", "TELUGU", "KANNADA"),
@@ -47,7 +47,7 @@ _UNKNOWN = 255
 
 
 _KINDS = np.full(0x110000, _UNKNOWN, np.uint8)  # of each code point, once it occurs
-_FOLDED = np.arange(0x110000, dtype=np.uint32)  # likewise
+_FOLDED = np.arange(0x110000, dtype=np.uint32)  # its case-folded form, once it occurs
 
 
 def kinds(codes: Codes) -> npt.NDArray[np.uint8]:
@@ -83,5 +83,5 @@ def _kind(character: str) -> int:
         return kind_of(words[0]) if words and words[0] in SCRIPTS else Kind.LETTER
     if category == "Cf":
         return Kind.OTHER if character in _JOINERS else Kind.INVISIBLE
-    by_group = {"N": Kind.DIGIT, "Z": Kind.SPACE, "P": Kind.POINT, "C": Kind.CONTROL}
+    by_group = {"N": Kind.DIGIT, "Z": Kind.SPACE, "P": Kind.PUNCTUATION, "C": Kind.CONTROL}
     return by_group.get(category[0], Kind.OTHER)

@@ -35,7 +35,7 @@ def _check_path(path: str) -> str:
     return path
 
 
-def _differ(name: str, others: ValidationInfo) -> str:
+def _check_other_field(name: str, others: ValidationInfo) -> str:
     if name == others.data.get("src"):
         raise ValueError(f"must be another field than `src`, but is {name!r} too")
     return name
@@ -44,7 +44,7 @@ def _differ(name: str, others: ValidationInfo) -> str:
 Whole = Annotated[int, Field(le=2**31 - 1)]
 FilePath = Annotated[str, AfterValidator(_check_path)]
 Name = Annotated[str, Field(min_length=1)]
-OtherName = Annotated[Name, AfterValidator(_differ)]
+OtherName = Annotated[Name, AfterValidator(_check_other_field)]
 
 
 class _CorpusSection(Section):
@@ -67,7 +67,7 @@ class FilesCorpus(_CorpusSection):
     tgt: list[FilePath] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _pair_the_files(self) -> FilesCorpus:
+    def _check_num_files(self) -> FilesCorpus:
         if len(self.src) != len(self.tgt):
             raise ValueError(
                 f"must name as many source as target files, but names {len(self.src)} "
@@ -89,7 +89,7 @@ class TsvCorpus(_CorpusSection):
 
     @field_validator("columns")
     @classmethod
-    def _name_two(cls, columns: list[int] | None) -> list[int] | None:
+    def _check_columns(cls, columns: list[int] | None) -> list[int] | None:
         if columns is not None and not (len(columns) == len(set(columns)) == 2 <= 1 + min(columns)):
             raise ValueError(f"must be two columns, counted from 1, but is {columns} instead")
         return columns

@@ -36,7 +36,7 @@ _COLUMN_WORD = re.compile(
     "swedish|thai|turkish|ukrainian|urdu|vietnamese"
 )
 _BATCH_ROWS = 1024
-_PATIENCE_S = 10.0  # timeout of the hub's first response
+_TIMEOUT_S = 10.0  # timeout of the hub's first response
 
 
 class Row(NamedTuple):
@@ -70,22 +70,16 @@ class TableReader(NamedTuple):
 
 def table_readers(corpus: TableCorpus) -> list[TableReader]:
     """Return a reader for each file of a corpus, or for its data set."""
+    if isinstance(corpus, HubCorpus):
+        return [TableReader(_name_of(corpus), False, partial(_read_hub, corpus))]
     if isinstance(corpus, TsvCorpus):
         return [
             TableReader(path, True, partial(_read_tsv, corpus, path), corpus.header)
             for path in corpus.tsv
         ]
-    fields = _Fields(corpus.src, corpus.tgt)
-    if isinstance(corpus, JsonlCorpus):
-        return [
-            TableReader(path, True, partial(_read_jsonl, fields, path)) for path in corpus.jsonl
-        ]
-    if isinstance(corpus, ParquetCorpus):
-        return [
-            TableReader(path, False, partial(_read_parquet, fields, path))
-            for path in corpus.parquet
-        ]
-    return [TableReader(_name_of(corpus), False, partial(_read_hub, fields, corpus))]
+    is_jsonl = isinstance(corpus, JsonlCorpus)
+    read = partial(_read_jsonl if is_jsonl else _read_parquet, _Fields(corpus.src, corpus.tgt))
+    return [TableReader(path, is_jsonl, partial(read, path)) for path in paths_of(corpus)]
 
 
 def is_header(cells: Sequence[str], languages: Iterable[str]) -> bool:
@@ -246,10 +240,9 @@ def _rows_of(batch: Any, fields: _Fields) -> Iterator[Row | Fault]:
                 yield from _rows_of(batch.slice(row, 1), fields)
 
 
-def _read_hub(
-    fields: _Fields, corpus: HubCorpus, advance: Advance, digest: Digest | None
-) -> Iterator[Row | Fault]:
-    name, is_local = _name_of(corpus), Path(corpus.hub).is_dir()
+def _read_hub(corpus: HubCorpus, advance: Advance, digest: Digest | None) -> Iterator[Row | Fault]:
+    fields, name = _Fields(corpus.src, corpus.tgt), _name_of(corpus)
+    is_local = Path(corpus.hub).is_dir()
     try:
         import datasets  # the required version never runs a data set's code
 
@@ -289,7 +282,7 @@ def _resolve(hub: str, revision: str | None) -> str | None:
     )
 
     try:
-        return HfApi().dataset_info(hub, revision=revision, timeout=_PATIENCE_S).sha
+        return HfApi().dataset_info(hub, revision=revision, timeout=_TIMEOUT_S).sha
     except OfflineModeIsEnabled:
         return revision  # read from the cache, if it is there
     except (HFValidationError, RepositoryNotFoundError):

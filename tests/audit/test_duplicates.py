@@ -96,4 +96,4 @@ def test_a_line_without_a_hash_leaks_nowhere() -> None:
     nothing = pair_hashes([(0, 0)])
     leaks = Leaks(nothing, nothing)
     assert leaks.look_up(nothing, nothing, 0)[0].tolist() == [False]
-    assert [occurrences.times.tolist() for occurrences in leaks.occurrences()] == [[0]] * 3
+    assert [times.tolist() for times, _, _ in leaks.occurrences()] == [[0]] * 3

@@ -56,7 +56,7 @@ def test_counts_are_those_of_a_loop_over_characters(lines: list[str]) -> None:
             and unicodedata.category(c)[0] != "Z"
             for c in line
         )
-        assert record["points"] == categories.count("P")
+        assert record["punctuation"] == categories.count("P")
         assert record["solid"] - record["odd"] >= sum(kind in "LM" for kind in categories)
 
 
