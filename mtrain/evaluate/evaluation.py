@@ -20,7 +20,7 @@ from mtrain.decode.translator import EncodedSource, Translator
 from mtrain.errors import ConfigError, DataError, RunError
 from mtrain.evaluate import breakdown, significance
 from mtrain.evaluate.breakdown import Breakdown, Contrast
-from mtrain.evaluate.metrics import Score, Scorer, ScoringOptions, TestSet
+from mtrain.evaluate.metrics import Score, Scorer, ScoringOptions, TestSet, ignored_source
 from mtrain.evaluate.significance import SystemComparison
 from mtrain.io.lines import read_lines
 from mtrain.run.run_dir import RunDir
@@ -146,7 +146,11 @@ def translate_tests(
         def warn_of_test(text: str, name: str = name) -> None:
             warn(f"{name}: {text}")
 
-        yield name, translate_lines(translator, lines.src, stats, warn_of_test)
+        hypotheses = translate_lines(translator, lines.src, stats, warn_of_test)
+        warning = ignored_source(lines.src, lines.refs[0], hypotheses)
+        if warning and translator.process_group.is_first:
+            warn_of_test(warning)
+        yield name, hypotheses
 
 
 def reference_scores(translator: Translator, tests: Mapping[str, TestSet]) -> Iterator[str]:

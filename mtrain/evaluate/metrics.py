@@ -18,8 +18,11 @@ from sacrebleu.significance import PairedTest, estimate_ci
 
 from mtrain.errors import ConfigError
 from mtrain.evaluate.comet import CometModel, Floats, resampled_means
+from mtrain.io.text_width import count
 
 METRICS = ("bleu", "chrf", "chrf++", "ter")  # as the user names them
+_MIN_VARIETY = 0.2  # different outputs, by different references, of a model that reads its source
+_MIN_VARIED = 10  # different references, to judge by
 _LEAST_RESAMPLES = 40  # an interval of 95% cuts one in 40 on either side
 
 
@@ -33,6 +36,26 @@ class TestSet(NamedTuple):
         """Return some of the lines."""
         src, *refs = ([lines[row] for row in rows] for lines in (self.src, *self.refs))
         return TestSet(src, refs)
+
+
+def ignored_source(
+    src: Sequence[str], references: Sequence[str], hypotheses: Sequence[str]
+) -> str | None:
+    """Say that a model ignores its source, and what to do; None if it does not.
+
+    It writes the same few sentences for all: its outputs for different sources are far less varied
+    than the references.
+    """
+    outputs = dict(zip(src, zip(references, hypotheses, strict=True), strict=True))
+    num_expected = len({reference for reference, _ in outputs.values()})
+    num_found = len({hypothesis for _, hypothesis in outputs.values()})
+    if num_expected < _MIN_VARIED or num_found >= _MIN_VARIETY * num_expected:
+        return None
+    alike = count(num_found, "different translation")
+    return (
+        f"{len(outputs):,} different sources have only {alike}: the model ignores its source; "
+        "train it longer, with a lower `training.lr` or a longer `training.warmup_steps`"
+    )
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,7 @@ _MAX_SKIPPED = 10  # updates in a row with a non-finite loss or gradient
 _MAX_PENDING = 8  # updates whose results have not been read from a GPU
 _NUM_PREFETCHED = 4  # updates copied to pinned memory ahead of use
 _BAR_INTERVAL_S = 0.5
+_MIN_STEPS, _MIN_WARMUPS = 1000, 3  # after which a model that ignores its source is reported
 
 
 @torch.inference_mode(False)  # in case the caller enabled it
@@ -315,6 +316,8 @@ class Trainer:
         turn = len(self.state.progress.bleu_of_step)
         for line in self.valid.examples(scores.hypotheses, self.settings.num_examples, turn):
             self.log.say(line)
+        if self._is_past_start() and (warning := self.valid.ignored_source(scores.hypotheses)):
+            self.log.say(f"step {self.state.progress.step:,}: {warning}")
         self.state.progress.note_validation(scores.loss, scores.bleu)
         self.checkpoints.is_current = False
         self.logger.log_validation(self.state.progress, scores)
@@ -374,6 +377,8 @@ class Trainer:
         name = f"the average of {count(len(averaged), 'checkpoint')}"
         self.log.say(f"{name}: validation loss {scores.loss:.4f}, BLEU {scores.bleu:.2f}")
         loss = progress.loss_of_step.get(str(best), math.nan)
+        if warning := self.valid.ignored_source(scores.hypotheses):
+            self.log.say(f"{name}: {warning}")
         self.log.say(
             f"the best checkpoint (step {best:,}): validation loss {loss:.4f}, BLEU {bleu:.2f}"
         )
@@ -468,6 +473,11 @@ class Trainer:
 
     def _is_finished(self) -> bool:
         return is_finished(self.settings, self.state.progress)
+
+    def _is_past_start(self) -> bool:
+        """Return whether the model must depend on its source by now; no model does at first."""
+        num_steps = max(_MIN_STEPS, _MIN_WARMUPS * self.settings.warmup_steps)
+        return self.state.progress.step >= num_steps or self._budget_spent() >= 0.5
 
     def _is_due(self, every: int) -> bool:
         return self.state.progress.step % every == 0

@@ -12,6 +12,7 @@ from mtrain.data.loader import in_batches
 from mtrain.data.prepare import ParallelLines
 from mtrain.decode.pipeline import translate_lines
 from mtrain.decode.translator import Translator
+from mtrain.evaluate.metrics import ignored_source
 from mtrain.io.text_width import shortened, visible
 from mtrain.model.transformer import Transformer
 from mtrain.runtime.process_group import ProcessGroup
@@ -47,6 +48,10 @@ class ValidationSet:
         """Return the translation of each source; all ranks must call it, each computes a part."""
         src = self.lines.src
         return translate_lines(translator, src, block_lines=max(len(src), 1))
+
+    def ignored_source(self, hypotheses: Sequence[str]) -> str | None:
+        """Return `metrics.ignored_source` of the validation set."""
+        return ignored_source(self.lines.src, self.lines.tgt, hypotheses) if hypotheses else None
 
     def examples(self, hypotheses: Sequence[str], count: int, turn: int) -> Iterator[str]:
         """Yield lines with source, reference and translation of `count` sentences.

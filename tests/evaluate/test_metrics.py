@@ -19,7 +19,8 @@ from tasks import WORDS, write
 from mtrain.errors import ConfigError
 from mtrain.evaluate import metrics, significance
 from mtrain.evaluate.comet import CometModel
-from mtrain.evaluate.metrics import Scorer, ScoringOptions
+from mtrain.evaluate.metrics import Scorer, ScoringOptions, ignored_source
+from mtrain.io.text_width import count
 from mtrain.run.run_dir import RunDir
 
 HYPOTHESES = [
@@ -68,6 +69,32 @@ def by_command(directory: Path, systems: list[list[str]], *options: str) -> str:
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return result.stdout
+
+
+@pytest.mark.parametrize(
+    ("num_different", "is_ignored"), [(1, True), (3, True), (59, True), (60, False), (300, False)]
+)
+def test_a_model_that_writes_the_same_for_most_sources_ignores_its_source(
+    num_different: int, is_ignored: bool
+) -> None:
+    src, refs = ([f"{side} {number}" for number in range(300)] for side in ("source", "reference"))
+    hypotheses = [f"output {number % num_different}" for number in range(300)]
+    alike = count(num_different, "different translation")
+    expected = (
+        f"300 different sources have only {alike}: the model ignores its source; "
+        "train it longer, with a lower `training.lr` or a longer `training.warmup_steps`"
+    )
+    assert ignored_source(src, refs, hypotheses) == (expected if is_ignored else None)
+
+
+def test_few_different_references_or_sources_are_no_sign_of_an_ignored_source() -> None:
+    assert ignored_source([], [], []) is None
+    src, same = [f"source {number}" for number in range(300)], ["yes"] * 300
+    assert ignored_source(src, [f"{number % 9}" for number in range(300)], same) is None
+    assert ignored_source(["source"] * 300, [f"{number}" for number in range(300)], same) is None
+    twenty = [f"{number % 20}" for number in range(300)]
+    assert ignored_source(src, twenty, twenty) is None
+    assert ignored_source(src, twenty, same) is not None
 
 
 @pytest.mark.parametrize("lowercase", [False, True])

@@ -39,6 +39,7 @@ from mtrain.train.gradients import GradientPart, Gradients, GradientTask
 from mtrain.train.loss import LossSum
 from mtrain.train.meters import RunningMeter
 from mtrain.train.trainer import Trainer
+from mtrain.train.validation import ValidationSet
 
 STEP_KEYS = [
     "step",
@@ -1091,6 +1092,30 @@ def test_each_validation_shows_other_examples_until_all_were_shown(
     assert shown["stopped"] == shown["straight"]
     assert len(shown["straight"]) == 12 * num_examples
     assert all(shown["straight"].count(line) == num_examples * lines.count(line) for line in lines)
+
+
+@pytest.mark.parametrize("is_ignored", [True, False])
+def test_a_model_that_ignores_its_source_is_said_once_it_should_have_learned_it(
+    monkeypatch: pytest.MonkeyPatch,
+    source: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    is_ignored: bool,
+) -> None:
+    same = ["ba ce"] * 12
+    monkeypatch.setattr(
+        ValidationSet,
+        "translations",
+        lambda valid, translator: same if is_ignored else valid.lines.tgt,
+    )
+    run = train(source, run=str(tmp_path / "run"))
+    assert run.model_path.exists()
+    said = capsys.readouterr().err.splitlines()
+    warned = [line for line in said if line.endswith("or a longer `training.warmup_steps`")]
+    what = "12 different sources have only 1 different translation: the model ignores its source; "
+    names = ["step 8: ", "step 12: ", "the average of 1 checkpoint: "]  # of 12 steps
+    starts = [line[: line.find(what) + len(what)] for line in warned]
+    assert starts == ([f"{name}{what}" for name in names] if is_ignored else [])
 
 
 def test_examples_of_an_early_model_are_cut_for_the_screen(
