@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow
 import pytest
 import yaml
@@ -25,10 +26,11 @@ from mtrain.config.corpora import Corpus
 from mtrain.config.sections import Config, DataConfig
 from mtrain.corpus import formats, reader
 from mtrain.corpus.reader import Reader, size_of
-from mtrain.data import prepare
+from mtrain.data import arrow_shards, prepare
 from mtrain.errors import ConfigError, DataError
 from mtrain.io.lines import tell_nobody
 from mtrain.run.run_dir import RunDir
+from mtrain.tokenizer import sentencepiece
 
 Form = Callable[[Path, str, list[Pair]], Tree]
 FIELDS = {"src": "translation.aa", "tgt": "translation.bb"}
@@ -378,6 +380,50 @@ def test_all_readings_of_a_data_set_are_of_the_commit_that_the_run_folder_names(
     assert set(asked) == {("some/set", "abc123")}
     assert "some/set/aa-bb/train" not in prepare.read_marks(run)
     assert cli("tokenize", tmp_path / "config.yaml").code == 0
+
+
+def test_a_data_set_that_moves_while_tokenizing_is_interrupted_is_tokenized_anew(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = {}
+    for commit, seed in (("abc123", 1), ("def456", 2)):
+        (tmp_path / commit).mkdir()
+        texts[commit] = as_hub(write_jsonl, False)(tmp_path / commit, "x", copy_task(200, seed))
+    loaded, commits = datasets.load_dataset, iter(["abc123", "abc123", "def456"])
+
+    def load(name: str, *arguments: str, revision: str, **options: Any) -> Any:
+        return loaded(texts[revision]["hub"], *arguments, **options)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(
+        HfApi, "dataset_info", lambda *_, **options: SimpleNamespace(sha=next(commits))
+    )
+    tree = tiny_tree(tmp_path)
+    tree["data"]["train"] = texts["abc123"] | {"hub": "moving/set"}
+    config, goes_on = write_config(tmp_path / "config.yaml", tree), []
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare.encode, "collect", stop)
+        for _ in range(2):  # the second time nothing has moved, and what was done is taken
+            outcome = cli("tokenize", config)
+            assert outcome.code == 130
+            goes_on.append("the tokenizing goes on after 200 training pairs" in outcome.err)
+            formats._resolve.cache_clear()
+    outcome = cli("tokenize", config)
+    assert outcome.code == 0
+    goes_on.append("goes on" in outcome.err)
+    assert goes_on == [False, True, False]
+    run = RunDir(tmp_path / "run")
+    marks = json.loads((run.data_dir / "corpora.json").read_text("utf-8"))
+    assert marks["moving/set/aa-bb/train"] == {"revision": "def456"}
+    tokenizer = sentencepiece.load(run.tokenizer_dir)
+    size = len(tokenizer.src)
+    (table,) = arrow_shards.ShardSet(run.data_dir, size, size, with_text=False).all()
+    src, _ = table.take(np.arange(200))
+    lines = tokenizer.src.decode([ids[:-1].tolist() for ids in src])
+    assert lines == [pair.src for pair in copy_task(200, 2)]
 
 
 def test_a_check_lists_the_first_fault_of_a_file_and_goes_on(cli: Cli, tmp_path: Path) -> None:

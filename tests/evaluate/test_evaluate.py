@@ -154,3 +154,16 @@ def test_a_test_set_whose_text_is_gone_is_named(cli: Cli, trained: RunDir, tmp_p
     assert str(error.value) == f"{path}: is missing; restore it from a copy of the run."
     outcome = cli("eval", tmp_path)
     assert (outcome.code, outcome.err) == (2, f"mtrain: {error.value}\n")
+
+
+def test_a_model_that_ignores_its_source_is_reported(
+    cli: Cli, trained: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "translate_lines", lambda _, lines, *rest: ["ba"] * len(lines))
+    outcome = cli("eval", trained.path)
+    assert outcome.code == 0
+    assert re.fullmatch(
+        r"mtrain: held_out: \d+ different sources have only 1 different translation: the model "
+        r"ignores its source; .*\n",
+        outcome.err,
+    )
