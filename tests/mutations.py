@@ -831,6 +831,44 @@ TEXT = [
     ),
 ]
 
+INIT = [
+    Mutation(
+        "pairs that share a translation with a held-out pair stay",
+        "mtrain/autoconfig/split.py",
+        "    is_excluded = np.isin(groups, groups[drawn]) | np.isin(others, others[drawn])",
+        "    is_excluded = np.isin(groups, groups[drawn])",
+        "tests/autoconfig/test_split.py",
+    ),
+    Mutation(
+        "groups that repeat most are held out first",
+        "mtrain/autoconfig/split.py",
+        'np.argsort(costs[shuffled], kind="stable")',
+        'np.argsort(-costs[shuffled], kind="stable")',
+        "tests/autoconfig/test_split.py",
+    ),
+    Mutation(
+        "a set may share translations with another",
+        "mtrain/autoconfig/split.py",
+        "            used.update(translations)\n",
+        "",
+        "tests/autoconfig/test_split.py",
+    ),
+    Mutation(
+        "a short warmup reaches the full rate",
+        "mtrain/autoconfig/presets.py",
+        "min(batch_factor, warmup_steps / _FULL_LR_WARMUP)",
+        "batch_factor",
+        "tests/autoconfig/test_presets.py",
+    ),
+    Mutation(
+        "pairs of given sets are planned with",
+        "mtrain/autoconfig/write_config.py",
+        "        is_kept &= ~has_reason\n",
+        "",
+        "tests/autoconfig/test_write_config.py",
+    ),
+]
+
 AUDIT = [
     Mutation(
         "an offset need not beat no relation at all",
@@ -1195,6 +1233,7 @@ MUTATIONS = [
     *CONFIG,
     *TEXT,
     *AUDIT,
+    *INIT,
     *EVALUATION,
     *EXPORTS,
 ]
