@@ -140,6 +140,6 @@ def plan_training(
         lr=chosen.preset.lr * min(batch_factor, warmup_steps / _FULL_LR_WARMUP),
         warmup_steps=warmup_steps,
         save_every=max(_MIN_SAVE_EVERY, round(_AVERAGED_FRACTION * updates / NUM_AVERAGED)),
-        validate_every=max(1, updates // (num_validations or 1)),
+        validate_every=math.ceil(1.1 * updates / (num_validations + 1)),  # the last is at the end
         log_every=min(_MAX_LOG_EVERY, max(1, updates // 20)),
     )

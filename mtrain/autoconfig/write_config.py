@@ -34,7 +34,7 @@ from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer, VocabularySizeError
 
 _MAX_HELD_OUT = 1000  # pairs of a set
-_HELD_OUT_PER_S = 4  # of the budget
+_HELD_OUT_PER_S = 2  # of the budget
 _MIN_VOCABULARY = 300  # the 256 bytes, and some letters
 _SEED = 1
 _MIN_EPOCHS = 3  # below, a warning
