@@ -74,7 +74,7 @@ def parse(languages=("en", "de"), overrides=(), output=None, run=None, **files):
 def init(said=None, budget_s=600.0, **options):
     """Write a config; return the report."""
     request = replace(parse(**options), budget_s=budget_s)
-    return write_config.init(request, said or Said(), lambda _: None)
+    return write_config.init(request, said or Said(), lambda _: None).lines
 
 
 def overview():
