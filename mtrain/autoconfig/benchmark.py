@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Iterable
 from contextlib import closing
@@ -88,6 +90,14 @@ def load_average() -> float:
         return os.getloadavg()[0] / (os.cpu_count() or 1)
     except (AttributeError, OSError):
         return 0.0
+
+
+def startup_s() -> float:
+    """Return the time that a process takes to start and to import what training needs."""
+    started = time.monotonic()
+    program = f"import sys; sys.path[:] = {sys.path!r}; import mtrain.train.trainer"
+    subprocess.run([sys.executable, "-c", program], check=False, capture_output=True)
+    return time.monotonic() - started
 
 
 def measure(preset: Preset, batch_tokens: int, sample: Sample, device_name: str) -> MeasuredPreset:

@@ -93,6 +93,7 @@ def batch_tokens(measured: MeasuredPreset, budget_s: float) -> int:
 class Overhead(NamedTuple):
     """Seconds that a training takes besides its updates, as measured."""
 
+    startup_s: float  # of a process
     tokenizing_s: float
     validation_s: float  # translating the validation set
     longest_validation_s: float  # the same, if no translation ends before the limit
@@ -100,8 +101,12 @@ class Overhead(NamedTuple):
 
     @property
     def fixed_s(self) -> float:
-        """All before and after the updates; the last and the averaged weights are validated."""
-        return self.tokenizing_s + 2 * self.validation_s + self.tests_s
+        """All but updates and validations before the last: `train` and `eval` are two processes.
+
+        The last weights and the average are validated.
+        """
+        processes_s = 2 * self.startup_s + self.tokenizing_s
+        return processes_s + 2 * self.validation_s + self.tests_s
 
 
 class TrainingPlan(NamedTuple):

@@ -231,6 +231,7 @@ def init(
     num_drawn = len(held_out.sets[0]) if held_out.sets else 0
     num_valid, *num_tests = (given[name][1] if name in given else num_drawn for name in sets)
     overhead = Overhead(
+        benchmark.startup_s(),
         tokenizing_s,
         num_valid * greedy_s,
         num_valid * greedy_s * (1 + _DECODING.max_extra_tokens / sample.src_tokens_per_pair),
@@ -413,8 +414,7 @@ def _summary(request: InitRequest, choice: _Choice, overhead: Overhead) -> list[
     training, preset = choice.training, choice.measured.preset
     megabytes = 4 * choice.measured.num_parameters / 1e6
     path = shlex.quote(str(request.config_path))
-    times = (overhead.tokenizing_s, 2 * overhead.validation_s, overhead.tests_s)
-    tokenizing, validating, testing = (_format_time(math.ceil(seconds)) for seconds in times)
+    num_s = math.ceil(overhead.fixed_s)
     warnings = []
     if training.num_epochs < _MIN_EPOCHS:
         warnings.append("warning   that is little time for this corpus: take a longer --budget")
@@ -425,7 +425,7 @@ def _summary(request: InitRequest, choice: _Choice, overhead: Overhead) -> list[
         f"{megabytes:,.0f} MB",
         f"expect    about {count(training.num_updates, 'update')}, {training.num_epochs:,.1f} "
         f"epochs, in {_format_time(training.training_s)};",
-        f"          tokenizing {tokenizing}, last validations {validating}, test sets {testing}",
+        f"          tokenizing, the last validations and the test sets: {_format_time(num_s)}",
         *warnings,
         f"next      mtrain check {path}",
         f"          mtrain train {path}",

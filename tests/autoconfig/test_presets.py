@@ -10,7 +10,7 @@ def tried(index=0, num_parameters=1_000_000, tokens_per_s=10_000, batch_tokens=4
 
 
 def plan(measured, budget_s, num_tokens, *overhead):
-    return presets.plan_training(measured, budget_s, num_tokens, Overhead(*(overhead or (0,) * 4)))
+    return presets.plan_training(measured, budget_s, num_tokens, Overhead(*(overhead or (0,) * 5)))
 
 
 def test_sizes_rise_in_weights_and_in_what_they_ask_of_a_corpus():
@@ -74,13 +74,15 @@ def test_a_long_training_reaches_the_full_rate():
 
 
 def test_the_budget_pays_for_all_that_the_training_takes_besides_its_updates():
-    assert plan(tried(), 600, 500_000, 10, 20, 40, 50).training_s == 600 - 10 - 2 * 20 - 50
-    assert plan(tried(), 600, 500_000, 10, 20, 40, 500).training_s == 300, "at most half of it"
+    assert (
+        plan(tried(), 600, 500_000, 3, 10, 20, 40, 50).training_s == 600 - 2 * 3 - 10 - 2 * 20 - 50
+    )
+    assert plan(tried(), 600, 500_000, 3, 10, 20, 40, 500).training_s == 300, "at most half of it"
 
 
 @pytest.mark.parametrize("longest_s", [0, 0.5, 3, 20, 59, 61, 1000])
 def test_validations_take_a_tenth_of_the_training_at_most(longest_s):
-    found = plan(tried(), 600, 500_000, 0, 0, longest_s, 0)
+    found = plan(tried(), 600, 500_000, 0, 0, 0, longest_s, 0)
     before_the_end = (found.num_updates - 1) // found.validate_every
     assert before_the_end <= 10
     assert before_the_end * longest_s <= 60

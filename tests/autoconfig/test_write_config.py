@@ -31,6 +31,7 @@ def sentences(count, seed=1):
 
 
 measure, seconds_per_sentence = benchmark.measure, benchmark.seconds_per_sentence
+startup_s = benchmark.startup_s
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +45,7 @@ def no_trials(monkeypatch):
     monkeypatch.setattr(benchmark, "measure", counted)
     monkeypatch.setattr(benchmark, "seconds_per_sentence", lambda *arguments: 0.001)
     monkeypatch.setattr(benchmark, "load_average", lambda: 0.0)
+    monkeypatch.setattr(benchmark, "startup_s", lambda: 0.0)
 
 
 @pytest.fixture
@@ -314,15 +316,24 @@ def test_a_busy_machine_is_noticed_and_said(monkeypatch, load, spread, is_said):
 
 def test_what_the_budget_pays_for_besides_updates_is_said_and_taken_off(monkeypatch):
     monkeypatch.setattr(benchmark, "seconds_per_sentence", lambda *arguments: 0.5)
+    monkeypatch.setattr(benchmark, "startup_s", lambda: 3.0)
+    monkeypatch.setattr(write_config, "time", Clock([0]))  # of tokenizing
     report = init()
-    assert (
-        report[4]
-        == "          tokenizing 1 second, last validations 20 seconds, test sets 10 seconds"
-    )
-    assert written().training.max_minutes == pytest.approx((600 - 30) / 60, abs=0.02)
+    assert report[4] == "          tokenizing, the last validations and the test sets: 36 seconds"
+    assert written().training.max_minutes == (600 - 36) / 60
+    monkeypatch.setattr(write_config, "time", Clock([0]))
     report = init(budget_s=40, output="short.yaml", run="short")
     assert "warning   the rest takes longer than the budget: take smaller sets" in report
     assert written("short.yaml").training.max_minutes == 0.33
+
+
+def test_the_start_of_a_process_is_timed(monkeypatch):
+    started = []
+    monkeypatch.setattr(benchmark.subprocess, "run", lambda *args, **options: started.append(args))
+    monkeypatch.setattr(benchmark, "time", Clock([6]))
+    benchmark.time.monotonic()
+    assert startup_s() == 3
+    assert len(started) == 1
 
 
 def test_a_translation_is_timed(short_trials):
