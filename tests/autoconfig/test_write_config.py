@@ -21,6 +21,7 @@ from mtrain.errors import ConfigError, DataError, WriteError
 from mtrain.model.transformer import num_parameters
 from mtrain.run.load_model import build_model
 from mtrain.run.run_dir import RunDir
+from mtrain.runtime import device
 
 WORDS = [f"{a}{b}" for a in ("ba", "ce", "di", "fo", "gu") for b in ("ha", "je", "ki", "lo", "mu")]
 
@@ -345,7 +346,8 @@ def test_a_translation_is_timed(short_trials):
         assert seconds_per_sentence(presets.PRESETS[0], sample, lines, decoding, "cpu") > 0
 
 
-def test_a_model_is_tried_by_real_updates_of_its_size(short_trials):
+def test_a_model_is_tried_by_real_updates_of_its_size(short_trials, monkeypatch):
+    monkeypatch.setattr(device, "is_own_process", lambda: True)
     pairs = [*overview().sample.values()]
     vocabulary = write_config._train_tokenizer(pairs, 400)
     sample = benchmark.encode(pairs, vocabulary)
