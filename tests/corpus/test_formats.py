@@ -419,8 +419,7 @@ def test_a_data_set_that_moves_while_tokenizing_is_interrupted_is_tokenized_anew
     marks = json.loads((run.data_dir / "corpora.json").read_text("utf-8"))
     assert marks["moving/set/aa-bb/train"] == {"revision": "def456"}
     tokenizer = sentencepiece.load(run.tokenizer_dir)
-    size = len(tokenizer.src)
-    (table,) = arrow_shards.ShardSet(run.data_dir, size, size, with_text=False).all()
+    (table,) = arrow_shards.ShardSet(run.data_dir, tokenizer).all()
     src, _ = table.take(np.arange(200))
     lines = tokenizer.src.decode([ids[:-1].tolist() for ids in src])
     assert lines == [pair.src for pair in copy_task(200, 2)]
