@@ -26,6 +26,7 @@ from mtrain.ops import cross_entropy
 from mtrain.run import checkpoint
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
+from mtrain.runtime import device
 from mtrain.runtime.prefetch import read_ahead
 from mtrain.runtime.process_group import SINGLE, ProcessGroup
 from mtrain.train import compilation
@@ -180,7 +181,10 @@ def test_an_update_never_waits_for_its_device(
         trainer._read_results()
 
 
-def test_a_training_keeps_a_gpu_from_planning_each_shape_of_its_attention(tmp_path: Path) -> None:
+def test_a_training_keeps_a_gpu_from_planning_each_shape_of_its_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "is_own_process", lambda: True)
     torch.backends.cuda.enable_cudnn_sdp(True)
     config = config_file.load(write_task(tmp_path, reverse_task), [], str(tmp_path / "run"))
     run = prepared(config)
