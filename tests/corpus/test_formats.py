@@ -387,8 +387,7 @@ def test_a_data_set_that_moves_while_tokenizing_is_interrupted_is_tokenized_anew
 ) -> None:
     texts = {}
     for commit, seed in (("abc123", 1), ("def456", 2)):
-        (tmp_path / commit).mkdir()
-        texts[commit] = as_hub(write_jsonl, False)(tmp_path / commit, "x", copy_task(200, seed))
+        texts[commit] = as_hub(write_jsonl, False)(tmp_path, commit, copy_task(200, seed))
     loaded, commits = datasets.load_dataset, iter(["abc123", "abc123", "def456"])
 
     def load(name: str, *arguments: str, revision: str, **options: Any) -> Any:
