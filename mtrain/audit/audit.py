@@ -306,7 +306,10 @@ def _leak_finding(
 _OTHER_TOOLS = "mtrain removes the CR, but other tools keep it: end all lines in LF alone."
 _FILE_RULES = {  # problems of files by their names: the files, and what to do
     Severity.ERROR: {
-        "unreadable": ("files that cannot be read", "Replace them by whole files."),
+        "unreadable": (
+            "files that cannot be read",
+            "Correct the path or the keys, or replace the file.",
+        ),
         "unequal-lines": ("files of unequal length", "Find the lines missing or surplus."),
         "malformed-row": ("files with malformed rows", "Correct or delete the rows."),
         "empty": ("files without a pair", "Name files with text."),

@@ -32,7 +32,7 @@ Read = Callable[[], Iterator[PairWindow]]
 
 
 class Shift(NamedTuple):
-    """A stretch of pairs, first and last from 0, whose targets stand `offset` lines further."""
+    """A stretch of pairs, first and last from 0, whose targets are `offset` lines later."""
 
     first: int
     last: int

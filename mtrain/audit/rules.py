@@ -55,7 +55,7 @@ class PairBlock(NamedTuple):
     src: Records
     tgt: Records
     same_pair: Numbers  # an earlier pair that is equal, counted from 1; 0 if there is none
-    same_src: Numbers  # an earlier pair with the same source and another target, likewise
+    same_src: Numbers  # the same of an earlier pair with the same source and another target
     is_held: Flags  # whether a side of the pair is in a held-out corpus, by its key or exactly
     is_held_pair: Flags  # whether the exact pair is
 

@@ -144,6 +144,15 @@ def _form(corpus: object) -> str:
     return next((form for form in FORMS if form in names), "files")
 
 
+def _check_form(corpus: object) -> object:
+    """Reject a corpus that has keys, but none of a form."""
+    if isinstance(corpus, dict) and corpus and not corpus.keys() & {"src", "tgt", *FORMS}:
+        others = ", ".join(f"`{form}`" for form in FORMS if form != "files")
+        names = ", ".join(str(name) for name in corpus)
+        raise ValueError(f"must have `src` and `tgt`, or one of {others}, but has {names} instead")
+    return corpus
+
+
 def _refuse_weight(corpus: object) -> object:
     """Reject the weight of a corpus outside a mixture as an unknown key."""
     keys = corpus if isinstance(corpus, dict) else getattr(corpus, "model_fields_set", ())
@@ -162,12 +171,18 @@ _AnyForm = (
     | Annotated[ParquetCorpus, Tag("parquet")]
     | Annotated[HubCorpus, Tag("hub")]
 )
-_Mixture = Annotated[list[Annotated[_AnyForm, Discriminator(_form)]], Field(min_length=1)]
-Corpus = Annotated[_AnyForm, Discriminator(_form), BeforeValidator(_refuse_weight)]
+_Mixture = Annotated[
+    list[Annotated[_AnyForm, Discriminator(_form), BeforeValidator(_check_form)]],
+    Field(min_length=1),
+]
+Corpus = Annotated[
+    _AnyForm, Discriminator(_form), BeforeValidator(_refuse_weight), BeforeValidator(_check_form)
+]
 TrainText = Annotated[
     _AnyForm | Annotated[_Mixture, Tag(MIXTURE)],
     Discriminator(_form),
     BeforeValidator(_refuse_weight),
+    BeforeValidator(_check_form),
 ]
 
 

@@ -94,7 +94,7 @@ class TextBlock:
     tgt: list[str] = field(default_factory=list)
     src_bad: list[int] = field(default_factory=list)  # indices of lines that are not UTF-8
     tgt_bad: list[int] = field(default_factory=list)
-    faults: list[int] = field(default_factory=list)  # of rows that are no pair; both are empty
+    faults: list[int] = field(default_factory=list)  # of malformed rows; both sides are empty
 
 
 _Line = tuple[str, bool]  # text, whether bytes that are not UTF-8 were replaced

@@ -595,6 +595,11 @@ def test_a_row_of_parquet_that_is_not_utf8_is_named_and_the_others_are_read(tmp_
             "{hub: a, split: s, src: x, tgt: x}",
             "`data.train.tgt` must be another field than `src`, but is 'x' too.",
         ),
+        (
+            "{csv: [a.csv]}",
+            "`data.train` must have `src` and `tgt`, or one of `tsv`, `jsonl`, `parquet`, `hub`, "
+            "but has csv instead.",
+        ),
         ("{tsv: []}", "`data.train.tsv` must be a list of at least 1, but is [] instead."),
         ("{tsv: a.tsv}", "`data.train.tsv` must be a list, but is 'a.tsv' instead."),
         ("{jsonl: [a], src: x}", "`data.train.tgt` must be given, but is missing."),
