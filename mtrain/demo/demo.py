@@ -102,13 +102,8 @@ def report(directory: Path, warn: Warn) -> list[str]:
         lines.append(f"reference    {result.lines.refs[0][row]}")
         lines.append(f"translation  {result.hypotheses[row]}")
     lines.append(f"The run folder is {directory}. Translate a sentence with it:")
-    words = shlex.join([_program(), "translate", str(directory)])
+    is_on_path = Path(sys.argv[0]).name != "mtrain" or shutil.which("mtrain") is not None
+    program = "mtrain" if is_on_path else sys.argv[0]  # as it was started
+    words = shlex.join([program, "translate", str(directory)])
     lines.append(f'  echo "The old farmer is tired." | {words}')
     return lines
-
-
-def _program() -> str:
-    """Return `mtrain` if the shell finds it, or else the path by which it was started."""
-    started = sys.argv[0]
-    is_on_path = Path(started).name != "mtrain" or shutil.which("mtrain") is not None
-    return "mtrain" if is_on_path else started

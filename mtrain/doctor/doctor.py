@@ -217,8 +217,11 @@ class _RunChecker:
                 raise _Skip("there is no model that could")
             step = max(self.whole)
         translator = load(self.run, loading=LoadOptions(step=step))
-        valid_lines = self._validation_lines()
-        lines = valid_lines or _synthetic_lines(translator.tokenizer)
+        try:
+            valid_lines = [line for line in prepare.read_valid(self.run).src if line.strip()]
+        except UserError:
+            valid_lines = []
+        lines = valid_lines[:_NUM_LINES] or _synthetic_lines(translator.tokenizer)
         sources = [EncodedSource(ids) for ids in translator.tokenizer.encode_src(lines)]
         batched = [best[0] for best in translator.search(sources)]
         single = [translator.search([source])[0][0] for source in sources]
@@ -228,14 +231,6 @@ class _RunChecker:
         name = "validation lines" if valid_lines else "made-up lines"
         by = "" if step is None else f" (by the checkpoint of step {step:,})"
         yield f"{len(lines)} {name}, the same alone and together{by}"
-
-    def _validation_lines(self) -> list[str]:
-        """Return the first validation lines that are not blank; none if they cannot be read."""
-        try:
-            lines = prepare.read_valid(self.run).src
-        except UserError:
-            return []
-        return [line for line in lines if line.strip()][:_NUM_LINES]
 
     def _check_resume(self) -> Iterator[CheckResult | str]:
         if not self.wants_replay:

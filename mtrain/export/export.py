@@ -19,7 +19,7 @@ from mtrain.errors import ConfigError, RunError
 from mtrain.evaluate import metrics
 from mtrain.export import ctranslate2, huggingface, model_card, parity
 from mtrain.export.ctranslate2 import CTranslate2Translator
-from mtrain.export.parity import ExportedModel, Exporter, ParityReport
+from mtrain.export.parity import ExportedModel, Exporter, LogProbSearcher, ParityReport
 from mtrain.io.atomic import sha256_if_readable, whole_dir, write_lines
 from mtrain.io.table import format_table
 from mtrain.run.load_model import LoadOptions
@@ -159,7 +159,8 @@ def _bleu(
     limits = [translator.max_length(EncodedSource(ids)) for ids in sources]
     outputs = exported.search(sources, translator.options.beam, limits)
     theirs = translator.tokenizer.tgt.decode([output.ids for output in outputs])
-    ours = parity.translate(translator, sources)
+    ids = LogProbSearcher(translator, masks_special=False).search(sources, translator.options.beam)
+    ours = translator.tokenizer.tgt.decode(ids)
     return metrics.bleu(ours, lines.tgt), metrics.bleu(theirs, lines.tgt)
 
 

@@ -200,7 +200,13 @@ def _weights(model: Transformer) -> dict[str, Tensor]:
         name: _reordered(name, weight.detach().cpu(), order)
         for name, weight in model.state_dict().items()
     }
-    renamed = dict(_rename_layers(weights))
+    renamed = {}
+    for name, weight in weights.items():
+        if match := _LAYER.fullmatch(name):
+            stack, index, module, kind = match.groups()
+            names = (_MODULES | {"residual_2.norm": _SECOND_NORM[stack]})[module].split()
+            for new_name, rows in zip(names, weight.chunk(len(names)), strict=True):
+                renamed[f"model.{stack}.layers.{index}.{new_name}.{kind}"] = rows
     if tie == "all":
         renamed["model.shared.weight"] = weights["src_embedding.weight"]
     else:
@@ -210,15 +216,6 @@ def _weights(model: Transformer) -> dict[str, Tensor]:
         renamed["lm_head.weight"] = weights["output.weight"]
     renamed["final_logits_bias"] = torch.zeros(1, len(weights["output.weight"]))
     return {name: weight.contiguous() for name, weight in renamed.items()}
-
-
-def _rename_layers(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    for name, weight in weights.items():
-        if match := _LAYER.fullmatch(name):
-            stack, index, module, kind = match.groups()
-            names = (_MODULES | {"residual_2.norm": _SECOND_NORM[stack]})[module].split()
-            for new_name, rows in zip(names, weight.chunk(len(names)), strict=True):
-                yield f"model.{stack}.layers.{index}.{new_name}.{kind}", rows
 
 
 def _reordered(name: str, weight: Tensor, order: list[int]) -> Tensor:

@@ -116,20 +116,23 @@ def _sizes(run: RunDir, translator: Translator) -> Iterator[str]:
 
 def _data(run: RunDir, tokenizer: Tokenizer) -> Iterator[str]:
     config, marks = run.config, prepare.read_marks(run)
-    yield from _counts(run, tokenizer)
+    try:
+        num_kept = len(loader.TrainingData(run.data_dir, tokenizer, seed=0))
+        counts = dropped.read_counts(run.data_dir)
+    except RunError:
+        yield "How many training pairs there were is not known any more."
+    else:
+        reasons = "; ".join(f"{count:,} {reason}" for reason, count in counts.items())
+        total = f"{num_kept:,} training pairs were kept, {sum(counts.values()):,} dropped"
+        yield f"{total} ({reasons})." if reasons else f"{total}."
     yield from ("", "| text | file | SHA-256 |", "| --- | --- | --- |")
     corpora = [("training", named.corpus) for named in corpora_of(config.data.train, "data.train")]
     corpora += [("validation", config.data.valid)]
     corpora += [(f"test {name}", corpus) for name, corpus in config.data.tests.items()]
     for text, corpus in corpora:
-        for file in _files(corpus, marks):
-            yield _row([text, *file])
-
-
-def _row(cells: Sequence[str]) -> str:
-    """Return a row of a Markdown table, with escaped cells."""
-    escaped = (" ".join(cell.splitlines()).replace("|", "\\|") for cell in cells)
-    return f"| {' | '.join(escaped)} |"
+        for cells in _files(corpus, marks):
+            escaped = (" ".join(cell.splitlines()).replace("|", "\\|") for cell in (text, *cells))
+            yield f"| {' | '.join(escaped)} |"
 
 
 def _files(corpus: Corpus, marks: Mapping[str, FileMark]) -> Iterator[tuple[str, str]]:
@@ -140,16 +143,3 @@ def _files(corpus: Corpus, marks: Mapping[str, FileMark]) -> Iterator[tuple[str,
     for path in paths_of(corpus):
         digest = marks[path].sha256 if path in marks else sha256_if_readable(Path(path))
         yield Path(path).name, f"`{digest}`" if digest else "not there any more"
-
-
-def _counts(run: RunDir, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield how many training pairs were kept and dropped."""
-    try:
-        num_kept = len(loader.TrainingData(run.data_dir, tokenizer, seed=0))
-        counts = dropped.read_counts(run.data_dir)
-    except RunError:
-        yield "How many training pairs there were is not known any more."
-        return
-    reasons = "; ".join(f"{count:,} {reason}" for reason, count in counts.items())
-    total = f"{num_kept:,} training pairs were kept, {sum(counts.values()):,} dropped"
-    yield f"{total} ({reasons})." if reasons else f"{total}."

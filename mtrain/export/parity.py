@@ -185,12 +185,6 @@ def compare(translator: Translator, exported: ExportedModel, lines: ParallelLine
     )
 
 
-def translate(translator: Translator, sources: Ids) -> list[str]:
-    """Return the translations of the highest log-probability, not normalised by length."""
-    searcher = LogProbSearcher(translator, masks_special=False)
-    return translator.tokenizer.tgt.decode(searcher.search(sources, translator.options.beam))
-
-
 def _count(same: Iterable[bool]) -> Agreement:
     flags = list(same)
     return Agreement(sum(flags), len(flags))

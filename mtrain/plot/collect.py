@@ -150,7 +150,7 @@ def gather(run: RunDir, sentence: str | None) -> Pictures:
     translator = pictures.try_reading(names, lambda: load(run, loading=LoadOptions(device="cpu")))
     if translator is not None:
         pictures.attention = pictures.try_reading(
-            "attention, alignment", lambda: _attention_of_run(translator, run, sentence)
+            "attention, alignment", lambda: attention(translator, run, sentence)
         )
     if translator is not None or not is_learned:
         pictures.positions = position_tables(config, translator)
@@ -237,18 +237,6 @@ def _mark(run: RunDir, validations: list[dict[str, float]]) -> CheckpointMark | 
     return CheckpointMark(step, step, best["valid_bleu"], f"best validation, step {step:,}{note}")
 
 
-def _attention_of_run(
-    translator: Translator, run: RunDir, sentence: str | None
-) -> AttentionPicture:
-    if sentence is not None:
-        return attention(translator, sentence, "the given sentence")
-    lines = prepare.read_valid(run).src
-    row = choose_sentence(lines, translator.tokenizer)
-    if row is None:
-        raise RunError(f"{run.data_dir}: its validation set holds no sentence.")
-    return attention(translator, lines[row], f"line {row + 1:,} of the validation set")
-
-
 def choose_sentence(lines: Sequence[str], tokenizer: Tokenizer) -> int | None:
     """Return the row whose token count is nearest to _IDEAL_LENGTH; None if all are blank."""
     lengths = {
@@ -257,9 +245,18 @@ def choose_sentence(lines: Sequence[str], tokenizer: Tokenizer) -> int | None:
     return min(lengths, key=lambda row: abs(lengths[row] - _IDEAL_LENGTH), default=None)
 
 
-def attention(translator: Translator, sentence: str, origin: str) -> AttentionPicture:
-    """Translate a sentence as the run does, and return the attention weights of that."""
-    tokenizer = translator.tokenizer
+def attention(translator: Translator, run: RunDir, sentence: str | None) -> AttentionPicture:
+    """Translate a sentence as the run does, and return the attention weights of that.
+
+    Without a sentence, it is one of the validation set.
+    """
+    tokenizer, origin = translator.tokenizer, "the given sentence"
+    if sentence is None:
+        lines = prepare.read_valid(run).src
+        row = choose_sentence(lines, tokenizer)
+        if row is None:
+            raise RunError(f"{run.data_dir}: its validation set holds no sentence.")
+        sentence, origin = lines[row], f"line {row + 1:,} of the validation set"
     src, tgt = tokenizer.encode_src([sentence]), tokenizer.tgt
     ids = [best[0].ids for best in translator.search([EncodedSource(src_ids) for src_ids in src])]
     batch = collate(src, ids, tgt.pad, tgt.bos, tgt.eos).to(translator.device)

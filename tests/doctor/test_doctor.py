@@ -90,9 +90,9 @@ def facts(outcome: Outcome, part: str) -> list[str]:
 
 def failed(outcome: Outcome) -> list[str]:
     """Return the parts that failed, and hold the exit code to say so."""
-    found = [part for part, verdict in verdicts(outcome).items() if verdict == "FAILED"]
-    assert outcome.code == (2 if found else 0)
-    return found
+    parts = [part for part, verdict in verdicts(outcome).items() if verdict == "FAILED"]
+    assert outcome.code == (2 if parts else 0)
+    return parts
 
 
 def rewrite_sums(run: RunDir) -> None:
@@ -256,10 +256,10 @@ def test_damage_that_the_checksums_were_made_of_is_no_crash(
     harm(run.data_dir / name, damage)
     rewrite_sums(run)
     outcome = examined(cli, run, "--no-replay")
-    found = failed(outcome)
+    parts = failed(outcome)
     is_json = name in ("dropped.json", "shards.json")
     if damage == "missing" or is_json or (name, damage) == ARROW_CUT:
-        assert found == ["data"]
+        assert parts == ["data"]
         assert facts(outcome, "data")[0].startswith(f"data/{name}: ")
 
 
@@ -406,10 +406,12 @@ def test_a_model_that_translates_otherwise_in_company_is_found_if_it_is_no_tie(
     search = Translator.search
 
     def by_company(self: Translator, sources: list[EncodedSource]) -> list[list[Hypothesis]]:
-        found = search(self, sources)
+        hypotheses = search(self, sources)
         if len(sources) > 1:
-            found[1][0] = replace(found[1][0], ids=[7], log_prob=found[1][0].log_prob + by)
-        return found
+            hypotheses[1][0] = replace(
+                hypotheses[1][0], ids=[7], log_prob=hypotheses[1][0].log_prob + by
+            )
+        return hypotheses
 
     monkeypatch.setattr(Translator, "search", by_company)
     outcome = examined(cli, run, "--no-replay")
@@ -770,8 +772,8 @@ def test_the_bar_goes_from_one_checkpoint_to_the_other(
     monkeypatch.setattr(
         RunLog, "advance", lambda log, spent, *_: shares.append(log._bar_position(spent))
     )
-    found = checkpoint.steps(run.checkpoints_dir)
-    replay.replay(run.config, run, replay.Span(8, 12, found[8], found[12]))
+    paths = checkpoint.steps(run.checkpoints_dir)
+    replay.replay(run.config, run, replay.Span(8, 12, paths[8], paths[12]))
     assert shares == pytest.approx([0.5, 1.0])
 
 

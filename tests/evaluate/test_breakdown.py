@@ -36,61 +36,67 @@ def test_lines_without_spaces_are_counted_in_characters() -> None:
 
 
 def test_groups_by_length_hold_every_line_once_and_their_own_scores() -> None:
-    found = break_down(TEST, "system", OUTPUT, OPTIONS, None)
-    assert [(own.first, own.last, own.num_lines) for own in found.by_length] == [
+    parts = break_down(TEST, "system", OUTPUT, OPTIONS, None)
+    assert [(group.first, group.last, group.num_lines) for group in parts.by_length] == [
         (1, 1, 8),
         (2, 2, 8),
         (3, 3, 8),
         (4, None, 16),
     ]
-    assert found.by_length[0].scores["TER"] == 0
-    third = found.by_length[2]
+    assert parts.by_length[0].scores["TER"] == 0
+    third = parts.by_length[2]
     lines = ["three birds here at last"] * 8, ["three words here at last"] * 8
     scores = metrics.score(*lines, ScoringOptions(metrics=("bleu", "ter"), num_resamples=0))
-    assert third.scores == pytest.approx({own.metric: own.value for own in scores})
-    assert found.by_rarity is None
+    assert third.scores == pytest.approx({score.metric: score.value for score in scores})
+    assert parts.by_rarity is None
 
 
 def test_groups_by_rarity_go_by_the_rarest_word_of_the_source() -> None:
     test = metrics.TestSet([*TEST.src, "..."], [[*TEST.refs[0], "..."]])
-    found = break_down(test, "system", [*OUTPUT, "..."], OPTIONS, TRAINING)
-    assert found.by_rarity is not None
-    assert [(own.first, own.last, own.num_lines) for own in found.by_rarity] == [
+    parts = break_down(test, "system", [*OUTPUT, "..."], OPTIONS, TRAINING)
+    assert parts.by_rarity is not None
+    assert [(group.first, group.last, group.num_lines) for group in parts.by_rarity] == [
         (0, 0, 8),
         (1, 9, 8),
         (10, 99, 8),
         (1000, None, 16),
     ]
-    assert found.by_length[0].first == 0
+    assert parts.by_length[0].first == 0
 
 
 def test_the_best_and_the_worst_lines_are_those_by_chrf_and_the_longest_first() -> None:
     scores = line_scores(TEST, OUTPUT, OPTIONS)
-    found = break_down(TEST, "system", OUTPUT, OPTIONS, None)
-    assert [own.line for own in found.best] == [1, 6, 11, 16, 21]
+    parts = break_down(TEST, "system", OUTPUT, OPTIONS, None)
+    assert [example.line for example in parts.best] == [1, 6, 11, 16, 21]
     ends = sorted(scores)[:NUM_EXAMPLES]
-    assert [own.translations[0].score for own in found.worst] == ends
-    (one, *_) = found.worst
-    row = one.line - 1
-    assert (one.source, one.reference) == (TEST.src[row], TEST.refs[0][row])
-    assert one.translations[0].text == OUTPUT[row]
+    assert [example.translations[0].score for example in parts.worst] == ends
+    (example, *_) = parts.worst
+    row = example.line - 1
+    assert (example.source, example.reference) == (TEST.src[row], TEST.refs[0][row])
+    assert example.translations[0].text == OUTPUT[row]
     same = metrics.TestSet(["a b", "a b c d", "a b c"], [["x", "xyz", "xy"]])
-    found = break_down(same, "system", same.refs[0], OPTIONS, None)
-    assert [own.line for own in found.best] == [2, 3, 1] == [own.line for own in found.worst]
+    parts = break_down(same, "system", same.refs[0], OPTIONS, None)
+    assert (
+        [example.line for example in parts.best]
+        == [2, 3, 1]
+        == [example.line for example in parts.worst]
+    )
 
 
 def test_contrasts_are_the_lines_of_the_largest_differences_on_either_side() -> None:
     other = [*TEST.refs[0][:20], *["nothing"] * 20]
-    found = contrast(TEST, {"system": OUTPUT, "other": other}, "other", OPTIONS)
+    contrasted = contrast(TEST, {"system": OUTPUT, "other": other}, "other", OPTIONS)
     ours, theirs = line_scores(TEST, OUTPUT, OPTIONS), line_scores(TEST, other, OPTIONS)
     gains = sorted(their - our for our, their in zip(ours, theirs, strict=True))
 
     def of(examples: list) -> list[float]:  # type: ignore[type-arg]
-        return [one.translations[1].score - one.translations[0].score for one in examples]
+        return [
+            example.translations[1].score - example.translations[0].score for example in examples
+        ]
 
-    assert of(found.better) == gains[::-1][:NUM_EXAMPLES]
-    assert of(found.worse) == gains[:NUM_EXAMPLES]
-    assert (found.baseline, found.system) == ("system", "other")
+    assert of(contrasted.better) == gains[::-1][:NUM_EXAMPLES]
+    assert of(contrasted.worse) == gains[:NUM_EXAMPLES]
+    assert (contrasted.baseline, contrasted.system) == ("system", "other")
 
 
 def test_case_counts_in_lines_as_it_does_in_scores() -> None:
@@ -112,7 +118,7 @@ def test_words_are_counted_in_the_training_pairs_that_stayed(tmp_path: Path, sha
     prepare(config, run, Said())
     expected = Counter(path.read_text("utf-8").lower().replace(",", "").split())
     sources = ["ba ce", "ba never"]
-    found = breakdown.count_in_training(run, sources)
-    assert found == {"ba": expected["ba"], "ce": expected["ce"], "never": 0}
+    counts = breakdown.count_in_training(run, sources)
+    assert counts == {"ba": expected["ba"], "ce": expected["ce"], "never": 0}
     (run.data_dir / "shards.json").unlink()
     assert breakdown.count_in_training(run, sources) is None

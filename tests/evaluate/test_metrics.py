@@ -111,15 +111,15 @@ def test_scores_intervals_and_signatures_are_those_of_the_sacrebleu_command(
     )
     options = ScoringOptions(lowercase=lowercase, metrics=("bleu", "chrf", "ter"))
     scores = metrics.score(ONE, LINES, options)
-    assert [(own["name"], own["signature"]) for own in shown] == [
+    assert [(record["name"], record["signature"]) for record in shown] == [
         (score.metric, score.signature) for score in scores
     ]
-    for own, score in zip(shown, scores, strict=True):
+    for record, score in zip(shown, scores, strict=True):
         ours = [score.value, score.mean, score.half_width]
-        theirs = [own["score"], own["confidence_mean"], own["confidence_var"]]
+        theirs = [record["score"], record["confidence_mean"], record["confidence_var"]]
         assert [float(f"{value:.12f}") for value in ours if value is not None] == theirs
-        assert own.get("verbose_score", "") == score.verbose
-        assert 0 < own["confidence_var"] < own["score"]
+        assert record.get("verbose_score", "") == score.verbose
+        assert 0 < record["confidence_var"] < record["score"]
 
 
 @pytest.mark.parametrize("lines", [ONE, LINES], ids=["with faults", "perfect"])
@@ -150,25 +150,30 @@ def test_paired_tests_are_those_of_the_sacrebleu_command(
     options = ScoringOptions(metrics=("bleu", "chrf", "ter"))
     scorer = Scorer(metrics.TestSet(LINES, [LINES]), options)
     scorer.score(ONE)  # whose resampling is none of the tests'
-    found = {(one.metric, one.system): one for one in significance.compare(scorer, outputs)}
-    assert len(found) == 6
-    assert {one.baseline for one in found.values()} == {"0"}
+    comparisons = {
+        (comparison.metric, comparison.system): comparison
+        for comparison in significance.compare(scorer, outputs)
+    }
+    assert len(comparisons) == 6
+    assert {comparison.baseline for comparison in comparisons.values()} == {"0"}
 
     def p_value(metric: str, system: str) -> float:
-        one = found[metric, system]
-        return one.p_bootstrap if kind == "bs" else one.p_randomization
+        comparison = comparisons[metric, system]
+        return comparison.p_bootstrap if kind == "bs" else comparison.p_randomization
 
-    for metric, system in found:
+    for metric, system in comparisons:
         if metric in shown[0]:
             theirs, baseline = shown[int(system)][metric], shown[0][metric]
             assert p_value(metric, system) == theirs["p_value"]
-            assert found[metric, system].difference == theirs["score"] - baseline["score"]
+            assert comparisons[metric, system].difference == theirs["score"] - baseline["score"]
     assert p_value("BLEU", "1") > 0.05 > p_value("BLEU", "2")
     text = by_command(tmp_path, systems, "-m", "chrf", "ter", f"--paired-{kind}", "-f", "text")
     ours = [f"{p_value(metric, system):.4f}" for system in "12" for metric in ("chrF2", "TER")]
     assert re.findall("p = ([0-9.]+)", text) == ours
-    one = found["TER", "1"]
-    signature = one.bootstrap_signature if kind == "bs" else one.randomization_signature
+    comparison = comparisons["TER", "1"]
+    signature = (
+        comparison.bootstrap_signature if kind == "bs" else comparison.randomization_signature
+    )
     assert f"{kind}:{trials}|seed:7|" in signature
     assert text.rstrip().endswith(f" {signature}")
 
@@ -177,8 +182,8 @@ def test_a_run_is_scored_as_the_sacrebleu_command_scores_its_files(
     cli: Cli, trained: RunDir, tmp_path: Path
 ) -> None:
     test = trained.data_dir / "tests" / "held_out"
-    found = cli("translate", trained.path, test.with_suffix(".src"), "-o", tmp_path / "hyp")
-    assert found.code == 0
+    outcome = cli("translate", trained.path, test.with_suffix(".src"), "-o", tmp_path / "hyp")
+    assert outcome.code == 0
     command = [sys.executable, "-m", "sacrebleu", test.with_suffix(".tgt"), "-i", tmp_path / "hyp"]
     options = ["-m", "bleu", "chrf", "ter", "-ci", "-w", "2", "-f", "text", "--no-color", "-q"]
     result = subprocess.run([*command, *options], capture_output=True, text=True)
@@ -370,9 +375,9 @@ def test_comet_is_one_more_metric_with_intervals_and_tests(comet: Path) -> None:
     _, score = metrics.score(ONE, LINES, options, LINES)
     samples = [{"src": x, "mt": y, "ref": x} for x, y in zip(LINES, ONE, strict=True)]
     module = sys.modules["comet"]
-    found = module.load_from_checkpoint(comet / "checkpoints" / "model.ckpt").predict(samples)
+    prediction = module.load_from_checkpoint(comet / "checkpoints" / "model.ckpt").predict(samples)
     assert score.metric == "COMET"
-    assert score.value == pytest.approx(found.system_score, abs=1e-12)
+    assert score.value == pytest.approx(prediction.system_score, abs=1e-12)
     assert score.mean == pytest.approx(score.value, abs=0.02)
     assert score.half_width is not None
     assert 0 < score.half_width < 0.1
@@ -380,7 +385,7 @@ def test_comet_is_one_more_metric_with_intervals_and_tests(comet: Path) -> None:
     assert score.signature == f"nrefs:1|bs:1000|seed:12345|model:{name}|version:2.2.7"
     outputs = {"one": ONE, "two": TWO, "three": THREE}
     compared = significance.compare(Scorer(metrics.TestSet(LINES, [LINES]), options), outputs)[2:]
-    assert [own.metric for own in compared] == ["COMET", "COMET"]
+    assert [comparison.metric for comparison in compared] == ["COMET", "COMET"]
     assert compared[1].difference < -0.05
     assert compared[1].p_bootstrap < 0.01 > compared[1].p_randomization
     assert compared[0].p_randomization > compared[1].p_randomization

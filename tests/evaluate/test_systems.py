@@ -39,9 +39,9 @@ def changed(noisy: RunDir, tmp_path: Path) -> Changed:
         run = RunDir(Path(shutil.copytree(origin.path, tmp_path / name)))
         tree = yaml.safe_load(run.config_path.read_text("utf-8"))
         for key, value in keys.items():
-            section, _, own = key.partition("__")
-            if own:
-                tree[section][own] = value
+            section, _, setting = key.partition("__")
+            if setting:
+                tree[section][setting] = value
             else:
                 tree[section] = value
         write_config(run.config_path, tree)
@@ -77,11 +77,11 @@ def test_a_run_is_compared_with_a_run_and_a_file_by_paired_tests(
     tree = json.loads(outcome.out)["held_out"]
     assert set(tree) == {"num_lines", "scores", "comparisons"}
     names = [str(trained.path), str(noisy.path), path]
-    assert [own["system"] for own in tree["scores"]] == names
+    assert [record["system"] for record in tree["scores"]] == names
     noise = translate_lines(load(noisy), SOURCES)
     outputs = dict(zip(names, (hypotheses, noise, worse), strict=True))
     expected = significance.compare(Scorer(AS_TEST, ScoringOptions(metrics=["bleu"])), outputs)
-    assert tree["comparisons"] == [vars(own) for own in expected]
+    assert tree["comparisons"] == [vars(record) for record in expected]
     by_noise = tree["comparisons"][0]
     assert by_noise["system"] == names[1]
     assert by_noise["p_bootstrap"] < 0.01 > by_noise["p_randomization"]
@@ -105,12 +105,16 @@ def test_a_run_is_compared_with_a_run_and_a_file_by_paired_tests(
 def test_a_system_that_differs_in_nothing_is_no_different(
     cli: Cli, trained: RunDir, tmp_path: Path
 ) -> None:
-    found = cli("translate", trained.path, "--beam", "1", stdin="\n".join(SOURCES).encode())
-    path = write(tmp_path / "same.txt", found.lines)
+    outcome = cli("translate", trained.path, "--beam", "1", stdin="\n".join(SOURCES).encode())
+    path = write(tmp_path / "same.txt", outcome.lines)
     outcome = cli("eval", trained.path, *GREEDY, "--compare", path, "--json", "--details")
     tree = json.loads(outcome.out)["held_out"]
-    (one,) = tree["comparisons"]
-    assert [one["difference"], one["p_bootstrap"], one["p_randomization"]] == [0.0, 1.0, 1.0]
+    (comparison,) = tree["comparisons"]
+    assert [comparison["difference"], comparison["p_bootstrap"], comparison["p_randomization"]] == [
+        0.0,
+        1.0,
+        1.0,
+    ]
     assert tree["contrasts"] == [
         {"baseline": str(trained.path), "system": path, "better": [], "worse": []}
     ]
@@ -127,7 +131,7 @@ def test_runs_of_several_seeds_have_a_mean_and_a_standard_deviation(
     assert outcome.err == (f"mtrain: {third.path}: differs from {trained.path} in `training.lr`.\n")
     tree = json.loads(outcome.out)["held_out"]
     for place, metric in enumerate(("chrF2", "TER")):
-        values = [own["value"] for own in tree["scores"] if own["metric"] == metric]
+        values = [record["value"] for record in tree["scores"] if record["metric"] == metric]
         assert len(set(values)) == 2
         assert tree["summary"][place] == {
             "metric": metric,
@@ -160,11 +164,11 @@ def test_details_are_the_scores_of_parts_and_the_lines_at_both_ends(
 ) -> None:
     arguments = ["eval", trained.path, "--compare", noisy.path, "--metrics", "chrf", "--details"]
     tree = json.loads(cli(*arguments, "--json").out)["held_out"]
-    own = tree["details"][str(trained.path)]
+    details = tree["details"][str(trained.path)]
     hypotheses = translate_lines(load(trained), SOURCES)
-    assert own["unit"] == "words"
-    assert sum(group["num_lines"] for group in own["by_length"]) == 40
-    for group in own["by_length"]:
+    assert details["unit"] == "words"
+    assert sum(group["num_lines"] for group in details["by_length"]) == 40
+    for group in details["by_length"]:
         rows = [
             row
             for row, line in enumerate(SOURCES)
@@ -172,12 +176,12 @@ def test_details_are_the_scores_of_parts_and_the_lines_at_both_ends(
         ]
         assert len(rows) == group["num_lines"]
         options = ScoringOptions(metrics=["chrf"], num_resamples=0)
-        lines, found = [SOURCES[row] for row in rows], [hypotheses[row] for row in rows]
-        assert group["scores"] == {"chrF2": metrics.score(found, lines, options)[0].value}
-    (common,) = own["by_rarity"]  # every word stands in most of the 1,500 training pairs
+        lines, lines_of_group = [SOURCES[row] for row in rows], [hypotheses[row] for row in rows]
+        assert group["scores"] == {"chrF2": metrics.score(lines_of_group, lines, options)[0].value}
+    (common,) = details["by_rarity"]  # every word stands in most of the 1,500 training pairs
     assert (common["first"], common["last"], common["num_lines"]) == (100, 999, 40)
-    assert own["best"][0]["translations"][0]["score"] == 100.0
-    worst = own["worst"][0]
+    assert details["best"][0]["translations"][0]["score"] == 100.0
+    worst = details["worst"][0]
     assert worst["source"] == SOURCES[worst["line"] - 1] == worst["reference"]
     assert worst["translations"][0]["text"] == hypotheses[worst["line"] - 1]
     (contrast,) = tree["contrasts"]
@@ -267,8 +271,8 @@ def test_references_that_differ_in_case_are_the_same_where_case_does_not_count(
     upper = changed("upper", tgt=[line.upper() for line in SOURCES]).path
     outcome = cli("eval", noisy.path, "--compare", upper, "--lowercase", *GREEDY, "--json")
     assert outcome.code == 0
-    one, other = json.loads(outcome.out)["held_out"]["scores"]
-    assert one | {"system": ""} == other | {"system": ""}
+    first, second = json.loads(outcome.out)["held_out"]["scores"]
+    assert first | {"system": ""} == second | {"system": ""}
 
 
 def test_a_file_of_translations_needs_one_test_set(
@@ -321,20 +325,22 @@ def test_lines_are_cut_and_warned_of_as_the_verb_that_translates_them_does(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     run = changed("short", origin=trained, data__max_tokens=5)
-    found = cli("translate", run.path, stdin="\n".join(SOURCES).encode())
-    assert "translated in 2 parts" in found.err
+    translated = cli("translate", run.path, stdin="\n".join(SOURCES).encode())
+    assert "translated in 2 parts" in translated.err
     (result,) = mtrain.evaluate(run.path)
-    assert result.hypotheses == found.lines
-    said = [f"mtrain: held_out: {line.removeprefix('mtrain: ')}" for line in found.err.splitlines()]
+    assert result.hypotheses == translated.lines
+    said = [
+        f"mtrain: held_out: {line.removeprefix('mtrain: ')}" for line in translated.err.splitlines()
+    ]
     assert [f"mtrain: {message}" for message in caplog.messages] == said
-    path = write(tmp_path / "same.txt", found.lines)
+    path = write(tmp_path / "same.txt", translated.lines)
     outcome = cli("eval", run.path, "--compare", path, "--metrics", "bleu", "--json", "--details")
     assert outcome.code == 0
     assert [line for line in outcome.err.splitlines() if "held_out" in line] == said
     tree = json.loads(outcome.out)["held_out"]
     assert tree["scores"][0]["value"] == result.scores[0].value
-    assert [own["difference"] for own in tree["comparisons"]] == [0.0]
-    assert [own["worse"] for own in tree["contrasts"]] == [[]]
+    assert [record["difference"] for record in tree["comparisons"]] == [0.0]
+    assert [record["worse"] for record in tree["contrasts"]] == [[]]
 
 
 def test_a_page_fits_a_terminal_whatever_the_lines_hold(
@@ -355,7 +361,7 @@ def test_a_page_fits_a_terminal_whatever_the_lines_hold(
 def columns(text: str) -> int:
     import unicodedata
 
-    return sum(2 if unicodedata.east_asian_width(one) in "WF" else 1 for one in text)
+    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
 
 
 def test_evaluating_some_test_sets_is_evaluating_all_and_taking_those(noisy: RunDir) -> None:
@@ -376,18 +382,18 @@ def test_a_text_with_several_references_is_scored_as_sacrebleu_does(
     given = ["--src", src, "--ref", refs[0], "--ref", refs[1]]
     outcome = cli("eval", trained.path, *given, "--json", "--details", "--metrics", "bleu,chrf,ter")
     assert (outcome.code, outcome.err) == (0, "")
-    found = json.loads(outcome.out)["news.aa"]
+    report = json.loads(outcome.out)["news.aa"]
     out = write(tmp_path / "out", translate_lines(load(trained), SOURCES[:9]))
     command = [sys.executable, "-m", "sacrebleu", *refs, "-i", out, "-m", "bleu", "chrf", "ter"]
     printed = subprocess.run([*command, "--confidence"], capture_output=True, check=True, text=True)
     expected = json.loads(printed.stdout)
-    assert [score["metric"] for score in found["scores"]] == ["BLEU", "chrF2", "TER"]
-    for ours, theirs in zip(found["scores"], expected, strict=True):
+    assert [score["metric"] for score in report["scores"]] == ["BLEU", "chrF2", "TER"]
+    for ours, theirs in zip(report["scores"], expected, strict=True):
         assert ours["value"] == pytest.approx(theirs["score"], abs=0.05)
         assert ours["signature"].split("|")[0] == "nrefs:2"
-    assert found["scores"][0]["value"] > 90  # as none of the reversed lines would have
-    assert found["num_lines"] == 9
-    best = found["details"][str(trained.path)]["best"][0]
+    assert report["scores"][0]["value"] > 90  # as none of the reversed lines would have
+    assert report["num_lines"] == 9
+    best = report["details"][str(trained.path)]["best"][0]
     assert best["translations"][0]["score"] == 100
     assert best["reference"] == reversed_[best["line"] - 1]
 

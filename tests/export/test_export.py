@@ -103,8 +103,8 @@ def exported(trained: RunDir, tmp_path_factory: pytest.TempPathFactory) -> dict[
             library, _, quantization = name.partition(" ")
             need(library)
             directory = tmp_path_factory.mktemp("exports") / name.replace(" ", "-")
-            wanted = ExportRequest(library, quantization or None)  # type: ignore[arg-type]
-            report = export.export(trained, directory, wanted, lambda _: None)
+            export_request = ExportRequest(library, quantization or None)  # type: ignore[arg-type]
+            report = export.export(trained, directory, export_request, lambda _: None)
             self[name] = Exported(directory, report)
             return self[name]
 
@@ -118,10 +118,15 @@ def test_a_trained_model_is_the_same_in_other_hands(
     exported: dict[str, Exported], library: Library
 ) -> None:
     directory, report = exported[library]
-    found = report.parity
-    for same in (found.same_source, found.same_greedy, found.same_beam, found.same_text):
+    compared = report.parity
+    for same in (
+        compared.same_source,
+        compared.same_greedy,
+        compared.same_beam,
+        compared.same_text,
+    ):
         assert same == (12, 12)  # the whole validation text
-    assert found.reference_diff < EXACT and found.beam_diff < EXACT
+    assert compared.reference_diff < EXACT and compared.beam_diff < EXACT
     assert report.bleu is None
     kept = json.loads((directory / "export.json").read_text("utf-8"))
     assert kept["parity"]["same_greedy"] == [12, 12]
@@ -133,7 +138,7 @@ def test_the_folders_hold_what_the_libraries_look_for(
 ) -> None:
     names = {path.name for path in exported[library].directory.iterdir()}
     both = {"README.md", "export.json", "source.spm", "target.spm", "config.json"}
-    own = {
+    special = {
         "ctranslate2": {"model.bin", "shared_vocabulary.json"},
         "huggingface": {
             "model.safetensors",
@@ -142,7 +147,7 @@ def test_the_folders_hold_what_the_libraries_look_for(
             "generation_config.json",
         },
     }
-    assert names == both | own[library]
+    assert names == both | special[library]
     modes = {path.stat().st_mode for path in exported[library].directory.iterdir()}
     assert len(modes) == 1, "whoever may read one file may read them all"
 
@@ -164,8 +169,8 @@ def test_the_lines_of_python_on_the_page_translate(
         exec(code, variables)
     lines = variables["lines"]
     assert isinstance(lines, list)
-    own = translate_lines(load(trained, loading=LoadOptions("cpu")), lines)
-    assert capsys.readouterr().out == f"{own}\n"
+    translations = translate_lines(load(trained, loading=LoadOptions("cpu")), lines)
+    assert capsys.readouterr().out == f"{translations}\n"
 
 
 @pytest.mark.parametrize(
@@ -229,10 +234,10 @@ def test_a_variant_is_exact_in_transformers(variant: dict[str, object], tmp_path
 
 
 def check_exact(translator: Translator, library: Library, directory: Path) -> None:
-    found = parity.compare(translator, copied(translator, library, directory), LINES)
-    assert found.problems() == []
-    assert found.same_source == found.same_greedy == found.same_text == (3, 3)
-    assert found.reference_diff < EXACT and found.beam_diff < EXACT
+    compared = parity.compare(translator, copied(translator, library, directory), LINES)
+    assert compared.problems() == []
+    assert compared.same_source == compared.same_greedy == compared.same_text == (3, 3)
+    assert compared.reference_diff < EXACT and compared.beam_diff < EXACT
 
 
 def test_in_float64_the_logits_of_transformers_are_those_of_mtrain(tmp_path: Path) -> None:
@@ -251,8 +256,8 @@ def test_in_float64_the_logits_of_transformers_are_those_of_mtrain(tmp_path: Pat
     translator.model.double()
     sources = translator.tokenizer.encode_src(LINES.src)
     targets = translator.tokenizer.tgt.encode(LINES.tgt)
-    own = translator.score([EncodedSource(ids) for ids in sources], targets)
-    for ours, theirs in zip(own, copy.score(sources, targets), strict=True):
+    scores = translator.score([EncodedSource(ids) for ids in sources], targets)
+    for ours, theirs in zip(scores, copy.score(sources, targets), strict=True):
         assert ours == pytest.approx(theirs, abs=1e-10, rel=0)
 
 
@@ -320,15 +325,15 @@ def test_a_source_beyond_the_usual_cut_is_read_whole(
     translator = random_model(**variant)  # type: ignore[arg-type]
     copy = copied(translator, "ctranslate2", tmp_path)
     sources, targets = long_pair(translator, 1100)
-    own = parity.LogProbSearcher(translator, copy.masks_special)
-    assert own.score(sources, targets)[0] == pytest.approx(
+    searcher = parity.LogProbSearcher(translator, copy.masks_special)
+    assert searcher.score(sources, targets)[0] == pytest.approx(
         copy.score(sources, targets)[0], abs=EXACT
     )
     cut = [[*sources[0][:1023], sources[0][-1]]]
-    apart = zip(own.score(cut, targets)[0], own.score(sources, targets)[0], strict=True)
+    apart = zip(searcher.score(cut, targets)[0], searcher.score(sources, targets)[0], strict=True)
     assert max(abs(a - b) for a, b in apart) > 2 * EXACT
-    (found,) = copy.search(sources, 1, [3])
-    assert found.ids == own.search(sources, 1)[0][: len(found.ids)]
+    (hypothesis,) = copy.search(sources, 1, [3])
+    assert hypothesis.ids == searcher.search(sources, 1)[0][: len(hypothesis.ids)]
 
 
 def test_the_tables_hold_the_longest_source_of_the_config(library: Library, tmp_path: Path) -> None:
@@ -340,8 +345,8 @@ def test_the_tables_hold_the_longest_source_of_the_config(library: Library, tmp_
     EXPORTERS[library].write(translator.model, tokenizer, config, tmp_path, None)
     copy = EXPORTERS[library].load(tmp_path)
     sources = [[*[tokenizer.src.unk] * (max_tokens - 1), tokenizer.src.eos]]
-    (found,) = copy.search(sources, 1, [2])
-    assert found.ids
+    (hypothesis,) = copy.search(sources, 1, [2])
+    assert hypothesis.ids
 
 
 def test_a_source_beyond_the_tables_is_an_error_and_not_cut(
@@ -367,8 +372,8 @@ def test_padding_and_bos_are_never_written(library: Library, tmp_path: Path) -> 
     copy = copied(translator, library, tmp_path)
     sources = translator.tokenizer.encode_src(LINES.src)
     for beam in (1, 3):
-        for found in copy.search(sources, beam, [4] * len(sources)):
-            assert found.ids and not {tgt.pad, tgt.bos} & set(found.ids)
+        for hypothesis in copy.search(sources, beam, [4] * len(sources)):
+            assert hypothesis.ids and not {tgt.pad, tgt.bos} & set(hypothesis.ids)
 
 
 def test_odd_text_has_the_same_pieces_and_comes_back_the_same(
@@ -424,10 +429,10 @@ def altered(state_dict: object, name: str) -> object:
     """Let a model hand out one of its tensors with a little noise."""
 
     def handed_out(model: Transformer) -> dict[str, torch.Tensor]:
-        own: dict[str, torch.Tensor] = dict(state_dict(model))  # type: ignore[operator]
-        noise = torch.randn(own[name].shape, generator=torch.Generator().manual_seed(1))
-        own[name] = own[name] + 0.05 * noise  # not all alike: a norm would remove it
-        return own
+        weights: dict[str, torch.Tensor] = dict(state_dict(model))  # type: ignore[operator]
+        noise = torch.randn(weights[name].shape, generator=torch.Generator().manual_seed(1))
+        weights[name] = weights[name] + 0.05 * noise  # not all alike: a norm would remove it
+        return weights
 
     return handed_out
 
@@ -449,30 +454,30 @@ class Mirror:
 
     def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[ExportedHypothesis]:
         ids = self._own.search(sources, beam)
-        sums = [sum(own) for own in self.score(sources, ids)]
-        return [ExportedHypothesis(own, total, True) for own, total in zip(ids, sums, strict=True)]
+        sums = [sum(token_scores) for token_scores in self.score(sources, ids)]
+        return [ExportedHypothesis(row, total, True) for row, total in zip(ids, sums, strict=True)]
 
     def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
         return self._own.score(sources, targets)
 
 
 @pytest.fixture(scope="module")
-def own() -> Translator:
+def translator() -> Translator:
     return random_model(tie_embeddings="all")
 
 
-def test_a_model_compared_with_itself_has_no_problems(own: Translator) -> None:
-    found = parity.compare(own, Mirror(own), LINES)
-    assert found.problems() == []
-    assert found.same_beam == (3, 3)
-    assert found.reference_diff == found.beam_diff == 0
+def test_a_model_compared_with_itself_has_no_problems(translator: Translator) -> None:
+    compared = parity.compare(translator, Mirror(translator), LINES)
+    assert compared.problems() == []
+    assert compared.same_beam == (3, 3)
+    assert compared.reference_diff == compared.beam_diff == 0
 
 
-def problems_of(own: Translator, copy: Mirror) -> str:
-    return "; ".join(parity.compare(own, copy, LINES).problems())
+def problems_of(translator: Translator, copy: Mirror) -> str:
+    return "; ".join(parity.compare(translator, copy, LINES).problems())
 
 
-def test_each_way_of_being_another_model_is_a_problem(own: Translator) -> None:
+def test_each_way_of_being_another_model_is_a_problem(translator: Translator) -> None:
     class OtherPieces(Mirror):
         def encode(self, lines: Sequence[str]) -> Ids:
             return [[ids[0], *ids] for ids in super().encode(lines)]
@@ -485,52 +490,70 @@ def test_each_way_of_being_another_model_is_a_problem(own: Translator) -> None:
         def search(
             self, sources: Ids, beam: int, max_lengths: list[int]
         ) -> list[ExportedHypothesis]:
-            found = super().search(sources, beam, max_lengths)
-            return [one._replace(ids=[*one.ids[:1], 7]) for one in found] if beam == 1 else found
+            hypotheses = super().search(sources, beam, max_lengths)
+            return (
+                [hypothesis._replace(ids=[*hypothesis.ids[:1], 7]) for hypothesis in hypotheses]
+                if beam == 1
+                else hypotheses
+            )
 
     class OtherSums(Mirror):
         def search(
             self, sources: Ids, beam: int, max_lengths: list[int]
         ) -> list[ExportedHypothesis]:
-            found = super().search(sources, beam, max_lengths)
-            return [one._replace(log_prob=one.log_prob + 0.01) for one in found]
+            hypotheses = super().search(sources, beam, max_lengths)
+            return [
+                hypothesis._replace(log_prob=hypothesis.log_prob + 0.01)
+                for hypothesis in hypotheses
+            ]
 
     class NoNumbers(Mirror):
         def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
             return [[float("nan")] * len(row) for row in super().score(sources, targets)]
 
-    assert problems_of(own, OtherPieces(own)) == (
+    assert problems_of(translator, OtherPieces(translator)) == (
         "the source tokens must be the same on all lines, but is on 0 of 3"
     )
-    assert "the text of an output" in problems_of(own, OtherText(own))
-    assert "greedy output must be the same on all lines" in problems_of(own, OtherChoice(own))
-    assert "those of beam output must be at most 0.003, but are 0.01" in problems_of(
-        own, OtherSums(own)
+    assert "the text of an output" in problems_of(translator, OtherText(translator))
+    assert "greedy output must be the same on all lines" in problems_of(
+        translator, OtherChoice(translator)
     )
-    assert "must be at most 0.0003, but are inf" in problems_of(own, NoNumbers(own))
+    assert "those of beam output must be at most 0.003, but are 0.01" in problems_of(
+        translator, OtherSums(translator)
+    )
+    assert "must be at most 0.0003, but are inf" in problems_of(translator, NoNumbers(translator))
 
 
-def test_another_choice_that_is_as_likely_is_none(own: Translator) -> None:
+def test_another_choice_that_is_as_likely_is_none(translator: Translator) -> None:
     """Two pieces with the same embedding: which of them is written is left to rounding."""
-    model = transformer(own.model.config, len(own.tokenizer.src), len(own.tokenizer.tgt)).float()
-    first = parity.LogProbSearcher(own, False).search(own.tokenizer.encode_src(LINES.src), 1)[0][0]
+    model = transformer(
+        translator.model.config, len(translator.tokenizer.src), len(translator.tokenizer.tgt)
+    ).float()
+    first = parity.LogProbSearcher(translator, False).search(
+        translator.tokenizer.encode_src(LINES.src), 1
+    )[0][0]
     twin = first + 1
     with torch.no_grad():
         model.tgt_embedding.weight[twin] = model.tgt_embedding.weight[first]
-    same = translator_of(model, own.tokenizer)
+    same = translator_of(model, translator.tokenizer)
 
     class Twins(Mirror):
         def search(
             self, sources: Ids, beam: int, max_lengths: list[int]
         ) -> list[ExportedHypothesis]:
             swap = {first: twin, twin: first}
-            found = super().search(sources, beam, max_lengths)
-            swapped = [[swap.get(piece, piece) for piece in one.ids] for one in found]
-            return [one._replace(ids=ids) for one, ids in zip(found, swapped, strict=True)]
+            hypotheses = super().search(sources, beam, max_lengths)
+            swapped = [
+                [swap.get(piece, piece) for piece in hypothesis.ids] for hypothesis in hypotheses
+            ]
+            return [
+                hypothesis._replace(ids=ids)
+                for hypothesis, ids in zip(hypotheses, swapped, strict=True)
+            ]
 
-    found = parity.compare(same, Twins(same), LINES)
-    assert found.same_greedy == (3, 3)
-    assert found.same_beam.num_same < 3
+    compared = parity.compare(same, Twins(same), LINES)
+    assert compared.same_greedy == (3, 3)
+    assert compared.same_beam.num_same < 3
 
 
 # The command
@@ -611,11 +634,11 @@ TEXT = "ba ce di\n\n  \nfo gu ha je ki lo\n" + "na pe. " * 40 + "\nA new word!\n
 
 
 def test_the_other_engine_writes_the_same_text(cli: Cli, run: RunDir) -> None:
-    own = cli("translate", run.path, stdin=TEXT.encode())
+    ours = cli("translate", run.path, stdin=TEXT.encode())
     other = cli("translate", run.path, "--engine", "ctranslate2", stdin=TEXT.encode())
-    assert (own.code, other.code) == (0, 0), other.err
-    assert other.lines[:4] == own.lines[:4]
-    assert len(other.lines) == len(own.lines) == 6
+    assert (ours.code, other.code) == (0, 0), other.err
+    assert other.lines[:4] == ours.lines[:4]
+    assert len(other.lines) == len(ours.lines) == 6
     assert other.lines[1:3] == ["", ""]
 
 
@@ -628,7 +651,7 @@ def test_the_other_engine_is_exported_once_and_again_for_other_weights(
             weights = load(run, loading=LoadOptions("cpu"))
             checkpoint.save_model(
                 run.model_path,
-                {name: 1.0001 * own for name, own in weights.model.named_parameters()},
+                {name: 1.0001 * weight for name, weight in weights.model.named_parameters()},
                 weights.tokenizer.fingerprint(),
             )
         options = ["--engine", "ctranslate2", "--beam", beam]

@@ -68,15 +68,15 @@ def copied(run: RunDir, tmp_path: Path) -> RunDir:
 
 
 @pytest.fixture(scope="module")
-def found(run: RunDir) -> collect.Pictures:
+def pictures(run: RunDir) -> collect.Pictures:
     return collect.gather(run, None)
 
 
 @pytest.fixture(scope="module")
 def attention(run: RunDir) -> collect.AttentionPicture:
-    found = collect.gather(run, SENTENCE).attention
-    assert found is not None
-    return found
+    picture = collect.gather(run, SENTENCE).attention
+    assert picture is not None
+    return picture
 
 
 @pytest.fixture
@@ -101,8 +101,8 @@ def names(outcome_lines: list[str]) -> list[str]:
     return [path.stem for path in paths[::2]]
 
 
-def test_the_curves_are_what_was_logged(run: RunDir, found: collect.Pictures) -> None:
-    curves = found.curves
+def test_the_curves_are_what_was_logged(run: RunDir, pictures: collect.Pictures) -> None:
+    curves = pictures.curves
     assert curves is not None
     for curve, key, steps in (
         (curves.by_key["loss"], "loss", [10, 20, 30, 40, 50, 60]),
@@ -248,21 +248,21 @@ def test_the_alignment_is_the_mean_of_all_heads_of_all_layers(
 
 
 def test_without_a_sentence_one_of_the_validation_set_is_taken_and_named(
-    run: RunDir, found: collect.Pictures
+    run: RunDir, pictures: collect.Pictures
 ) -> None:
     lines = (run.data_dir / "valid.src").read_text().splitlines()
-    assert found.attention is not None
-    row = lines.index(found.attention.source)
-    assert found.attention.origin == f"line {row + 1} of the validation set"
+    assert pictures.attention is not None
+    row = lines.index(pictures.attention.source)
+    assert pictures.attention.origin == f"line {row + 1} of the validation set"
     vocabulary = sentencepiece.load(run.tokenizer_dir)
     assert collect.choose_sentence(["", lines[row], " "], vocabulary) == 1
     assert collect.choose_sentence([" ", "\t", ""], vocabulary) is None
 
 
 def test_products_of_sinusoids_depend_on_the_distance_alone(
-    run: RunDir, found: collect.Pictures
+    run: RunDir, pictures: collect.Pictures
 ) -> None:
-    table, width = found.positions["sinusoidal"].astype(np.float64), run.config.model.d_model
+    table, width = pictures.positions["sinusoidal"].astype(np.float64), run.config.model.d_model
     spread = collect.products_by_distance(table @ table.T)
     for distance in range(len(table)):
         cosines = [math.cos(distance / 10_000 ** (2 * i / width)) for i in range(width // 2)]
@@ -319,8 +319,8 @@ def test_the_masks_are_those_of_the_batch_place_by_place(window: int | None) -> 
         ]
 
 
-def test_the_masks_are_those_of_the_most_padded_batch(found: collect.Pictures) -> None:
-    batches = found.batches
+def test_the_masks_are_those_of_the_most_padded_batch(pictures: collect.Pictures) -> None:
+    batches = pictures.batches
     assert batches is not None
     figure = draw_module.draw_masks(batches, None)
     number, count = map(int, re.findall(r"\d+", figure.get_suptitle()))
@@ -336,10 +336,12 @@ def test_the_masks_are_those_of_the_most_padded_batch(found: collect.Pictures) -
     assert tgt_keep.shape[0] == src_keep.shape[0]
 
 
-def test_the_batches_are_the_plan_of_the_first_epoch(run: RunDir, found: collect.Pictures) -> None:
+def test_the_batches_are_the_plan_of_the_first_epoch(
+    run: RunDir, pictures: collect.Pictures
+) -> None:
     config, vocabulary = run.config, sentencepiece.load(run.tokenizer_dir)
     data = TrainingData(run.data_dir, vocabulary, config.seed)
-    plan, batches = data.plan(config.training.batch_tokens), found.batches
+    plan, batches = data.plan(config.training.batch_tokens), pictures.batches
     assert batches is not None
     assert batches.is_whole_epoch
     assert len(batches.sizes) == plan.num_batches
@@ -349,17 +351,17 @@ def test_the_batches_are_the_plan_of_the_first_epoch(run: RunDir, found: collect
 
 
 def test_of_a_long_epoch_the_beginning_is_drawn(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, found: collect.Pictures
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, pictures: collect.Pictures
 ) -> None:
     monkeypatch.setattr(collect, "_MAX_BATCHES", 3)
     config, vocabulary = run.config, sentencepiece.load(run.tokenizer_dir)
     data = TrainingData(run.data_dir, vocabulary, config.seed)
     batches = collect.read_batches(data, config.training.batch_tokens)
-    assert found.batches is not None
-    assert batches.sizes == found.batches.sizes[:3]
+    assert pictures.batches is not None
+    assert batches.sizes == pictures.batches.sizes[:3]
     assert not batches.is_whole_epoch
     assert collect.training_name(data) == "training"
-    for lengths, expected in zip(data.lengths(), found.lengths["training"], strict=True):
+    for lengths, expected in zip(data.lengths(), pictures.lengths["training"], strict=True):
         assert np.array_equal(lengths, expected)
     assert "beginning" in draw_module.draw_batch(batches, 192).get_suptitle()
 
@@ -378,13 +380,13 @@ def test_lengths_of_a_part_of_the_training_pairs_are_called_so(
 
 
 def test_the_lengths_are_those_of_the_texts_and_their_ends(
-    run: RunDir, found: collect.Pictures
+    run: RunDir, pictures: collect.Pictures
 ) -> None:
     vocabulary = sentencepiece.load(run.tokenizer_dir)
     directory = run.path.parent
     files = {"training": "train", "validation": "valid", "test held_out": "test"}
-    assert list(found.lengths) == list(files)
-    for name, sides in found.lengths.items():
+    assert list(pictures.lengths) == list(files)
+    for name, sides in pictures.lengths.items():
         for side, lengths in zip(("src", "tgt"), sides, strict=True):
             lines = (directory / f"{files[name]}.{side}").read_text().splitlines()
             expected = [len(vocabulary.src.pieces(line)) + 1 for line in lines]
@@ -474,10 +476,10 @@ def test_nothing_overlaps_and_nothing_is_cut_off_however_many_pieces_there_are(
     whole = [axes.get_tightbbox(renderer) for axes in [*panels, bar]]
     everything = [*texts, *(box for box in whole if box is not None)]
     assert len(everything) == len(figure.texts) + num_maps + 1
-    for index, one in enumerate(everything):
-        assert figure.bbox.x0 <= one.x0 < one.x1 <= figure.bbox.x1
-        assert figure.bbox.y0 <= one.y0 < one.y1 <= figure.bbox.y1
-        assert not any(one.overlaps(other) for other in everything[index + 1 :])
+    for index, box in enumerate(everything):
+        assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
+        assert figure.bbox.y0 <= box.y0 < box.y1 <= figure.bbox.y1
+        assert not any(box.overlaps(other) for other in everything[index + 1 :])
 
 
 def drawn_in_style(draw: Callable[[], Figure]) -> Figure:
@@ -488,31 +490,31 @@ def drawn_in_style(draw: Callable[[], Figure]) -> Figure:
 
 
 def test_nothing_overlaps_and_nothing_is_cut_off_in_the_other_pictures(
-    found: collect.Pictures,
+    pictures: collect.Pictures,
 ) -> None:
-    assert found.curves is not None
-    assert found.batches is not None
+    assert pictures.curves is not None
+    assert pictures.batches is not None
     mark = collect.CheckpointMark(
         20, 60, 37.8, "model.safetensors: mean of 5 checkpoints, steps 20 to 60"
     )
-    curves = found.curves._replace(mark=mark)
+    curves = pictures.curves._replace(mark=mark)
     values = np.random.default_rng(4).normal(size=(256, 64))
     tables = {f"learned, {side}": values for side in ("source", "target")}
     for draw in (
         partial(draw_module.draw_curves, curves, "a_run_with_a_long_name", 0.1),
-        partial(draw_module.draw_positions, found.positions),
+        partial(draw_module.draw_positions, pictures.positions),
         partial(draw_module.draw_positions, tables),
-        partial(draw_module.draw_masks, found.batches, 120),
-        partial(draw_module.draw_lengths, found.lengths),
-        partial(draw_module.draw_batch, found.batches, 4096),
+        partial(draw_module.draw_masks, pictures.batches, 120),
+        partial(draw_module.draw_lengths, pictures.lengths),
+        partial(draw_module.draw_batch, pictures.batches, 4096),
     ):
         figure = drawn_in_style(draw)
         boxes = [axes.get_tightbbox() for axes in figure.axes]
-        for index, one in enumerate(boxes):
-            assert one is not None
-            assert -0.5 <= one.x0 < one.x1 <= figure.bbox.x1 + 0.5
-            assert -0.5 <= one.y0 < one.y1 <= figure.bbox.y1 + 0.5
-            assert not any(one.overlaps(other) for other in boxes[index + 1 :] if other)
+        for index, box in enumerate(boxes):
+            assert box is not None
+            assert -0.5 <= box.x0 < box.x1 <= figure.bbox.x1 + 0.5
+            assert -0.5 <= box.y0 < box.y1 <= figure.bbox.y1 + 0.5
+            assert not any(box.overlaps(other) for other in boxes[index + 1 :] if other)
 
 
 def test_plot_draws_every_picture_and_the_same_bytes_each_time(
@@ -625,9 +627,9 @@ def test_a_sentence_that_is_no_text_is_one_line(
 def test_a_validation_set_without_a_sentence_gives_no_attention(cli: Cli, copied: RunDir) -> None:
     for side in ("src", "tgt"):
         (copied.data_dir / f"valid.{side}").write_text("\n\n")
-    found = collect.gather(copied, None)
-    assert found.attention is None
-    assert found.skipped == [
+    pictures = collect.gather(copied, None)
+    assert pictures.attention is None
+    assert pictures.skipped == [
         f"attention, alignment: skipped: {copied.data_dir}: its validation set holds no sentence."
     ]
 

@@ -64,10 +64,10 @@ def log(run: RunDir, step: int) -> None:
 def test_the_curves_are_drawn_when_more_was_logged_and_all_when_the_training_ends(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = watched(run, monkeypatch, [lambda: None, lambda: log(run, 9), lambda: None])
-    once = found[: len(found) // 2 - 1]
+    names = watched(run, monkeypatch, [lambda: None, lambda: log(run, 9), lambda: None])
+    once = names[: len(names) // 2 - 1]
     assert {*CURVES, "positions.png"} <= set(once)
-    assert found == [*once, *CURVES, *once]
+    assert names == [*once, *CURVES, *once]
 
 
 def test_a_training_that_has_logged_nothing_yet_is_waited_for(
@@ -82,8 +82,8 @@ def test_a_training_that_has_logged_nothing_yet_is_waited_for(
         run.metrics_path.write_bytes(whole)
         (run.path / "aside").rename(run.config_path)
 
-    found = watched(run, monkeypatch, [begin])
-    assert found[:2] == CURVES
+    names = watched(run, monkeypatch, [begin])
+    assert names[:2] == CURVES
 
 
 def test_where_nobody_trains_it_is_drawn_once(cli: Cli, run: RunDir) -> None:
