@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from threading import Event
 from typing import TypeVar
 
 import torch
@@ -17,32 +16,20 @@ Result = TypeVar("Result")
 class ThreadPool:
     """A pool of threads that each run PyTorch operations on one core.
 
-    Small matrix products gain little from several cores; splitting the batch always does.
-
-    Args:
-        count: number of threads; PyTorch's if None.
+    It has as many as PyTorch. Small matrix products gain little from several cores; splitting the
+    batch always does.
     """
 
-    def __init__(self, count: int | None = None) -> None:
-        self.count = count or torch.get_num_threads()
+    def __init__(self) -> None:
+        self.count = torch.get_num_threads()
         self._pool = ThreadPoolExecutor(self.count, "update") if self.count > 1 else None
-        self._is_cancelled = Event()
 
     def map(self, function: Callable[[Task], Result], tasks: Sequence[Task]) -> list[Result]:
         """Return the results of `function`, in the order of `tasks`."""
         if self._pool is None or len(tasks) == 1:
             return [function(task) for task in tasks]
         with self._one_core_each():
-            try:
-                return list(self._pool.map(function, tasks))
-            except BaseException:  # Ctrl-C among them
-                self._is_cancelled.set()
-                raise
-
-    def stay(self) -> None:
-        """Raise CancelledError in a long task whose `map` has ended."""
-        if self._is_cancelled.is_set():
-            raise CancelledError
+            return list(self._pool.map(function, tasks))
 
     def close(self) -> None:
         """Shut the pool down."""

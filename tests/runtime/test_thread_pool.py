@@ -1,10 +1,8 @@
 """Threads that share work return what one would, in order, and let errors out."""
 
 import threading
-import time
 import traceback
 from collections.abc import Iterator
-from concurrent.futures import CancelledError
 
 import pytest
 import torch
@@ -98,27 +96,6 @@ def test_an_error_comes_out_with_the_place_where_it_happened(workers: ThreadPool
     assert (frames[-1].filename, frames[-1].name) == (__file__, "fail_at_two")
     assert torch.get_num_threads() == 3
     assert workers.map(fail_at_two, [5, 6, 7]) == [5, 6, 7], "the workers are still there"
-
-
-def test_a_task_that_nobody_waits_for_ends_where_it_asks(workers: ThreadPool) -> None:
-    """A task that fails leaves the map, as Ctrl-C does."""
-    begun, ended = threading.Event(), threading.Event()
-
-    def work(task: int) -> None:
-        if task == 0:
-            assert begun.wait(PATIENCE_S)
-            raise ZeroDivisionError
-        deadline = time.monotonic() + PATIENCE_S
-        try:
-            while time.monotonic() < deadline:
-                workers.stay()
-                begun.set()
-        except CancelledError:
-            ended.set()
-
-    with pytest.raises(ZeroDivisionError):
-        workers.map(work, range(2))
-    assert ended.wait(PATIENCE_S)
 
 
 def test_each_thread_differentiates_on_its_own(workers: ThreadPool) -> None:
