@@ -251,7 +251,7 @@ def _read_hub(corpus: HubCorpus, advance: Advance, digest: Digest | None) -> Ite
             corpus.config,
             split=corpus.split,
             revision=None if is_local else _resolve(corpus.hub, corpus.revision),
-            streaming=corpus.streaming,
+            streaming=corpus.streaming or is_local,  # else from a cache, though a file has changed
         )
         if table.column_names is not None:
             fields.check_columns(name, table.column_names)

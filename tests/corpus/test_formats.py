@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -380,6 +381,17 @@ def test_all_readings_of_a_data_set_are_of_the_commit_that_the_run_folder_names(
     assert set(asked) == {("some/set", "abc123")}
     assert "some/set/aa-bb/train" not in prepare.read_marks(run)
     assert cli("tokenize", tmp_path / "config.yaml").code == 0
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_a_folder_whose_files_have_changed_is_read_anew(
+    tmp_path: Path, write: Callable[[Path, list[Pair]], str]
+) -> None:
+    for seed in (1, 2):
+        shutil.rmtree(tmp_path / "x-set", ignore_errors=True)
+        tree = as_hub(write, streaming=False)(tmp_path, "x", copy_task(20, seed))
+        found = [pair.src for pair in reader.read_pairs(corpus_of(tree))]
+        assert found == [pair.src for pair in copy_task(20, seed)]
 
 
 def test_a_data_set_that_moves_while_tokenizing_is_interrupted_is_tokenized_anew(
