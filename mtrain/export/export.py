@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mtrain import __version__
 from mtrain.data import prepare
@@ -20,7 +24,7 @@ from mtrain.evaluate import metrics
 from mtrain.export import ctranslate2, huggingface, model_card, parity
 from mtrain.export.ctranslate2 import CTranslate2Translator
 from mtrain.export.parity import ExportedModel, Exporter, LogProbSearcher, ParityReport
-from mtrain.io.atomic import sha256_if_readable, whole_dir, write_lines
+from mtrain.io.atomic import sha256, sha256_if_readable, whole_dir, write_lines
 from mtrain.io.table import format_table
 from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
@@ -43,13 +47,14 @@ class ExportRequest:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """The result of an export."""
+    """The result of an export, as `export.json` holds it."""
 
     library: Library
     version: str  # of the library
     precision: str  # of the weights
     num_bytes: int  # of all files
     weights: str | None  # the SHA-256 of the run's `model.safetensors`
+    files: dict[str, str]  # the SHA-256 of each other file
     parity: ParityReport
     # of the run and of its export on the validation text, both searched by log-probability alone;
     # only of a quantised model
@@ -72,20 +77,70 @@ def export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> Ex
 def load_ctranslate2(run: RunDir, options: DecodingOptions, say: Say) -> CTranslate2Translator:
     """Load a run's CTranslate2 export, written anew if the weights have changed.
 
+    Processes that do so at once wait for each other, unless none can write into the run folder.
+
     Raises:
         ConfigError: if the options ask for what CTranslate2 does not do.
-        RunError: as `export` does.
+        RunError: as `export` does, or if the folder is damaged.
     """
     ctranslate2.check_options(run.config, options)
     _require_library("ctranslate2")
     directory = run.path / "ctranslate2"
+    with run.exporting() if os.access(run.path, os.W_OK) else nullcontext():
+        stored = _read_report(directory)
+        if stored is None or stored.weights != sha256_if_readable(run.model_path):
+            _export(run, directory, ExportRequest("ctranslate2"), say)
+        else:
+            _verify(directory, stored)
+        try:
+            return CTranslate2Translator(run, options, directory)
+        except (RuntimeError, ValueError, OSError) as error:
+            raise _damaged(directory, f"CTranslate2 cannot load it: {error}") from None
+
+
+class _StoredReport(BaseModel):
+    """What is read of `export.json`."""
+
+    model_config = ConfigDict(strict=True)
+
+    weights: str | None
+    files: dict[str, str]
+
+
+def _read_report(directory: Path) -> _StoredReport | None:
+    """Read `export.json`; None if there is none.
+
+    Raises:
+        RunError: if it is damaged.
+    """
+    path = directory / _REPORT_FILE
     try:
-        exported_weights = json.loads((directory / _REPORT_FILE).read_text("utf-8"))["weights"]
-    except (OSError, ValueError, KeyError):
-        exported_weights = None
-    if exported_weights is None or exported_weights != sha256_if_readable(run.model_path):
-        _export(run, directory, ExportRequest("ctranslate2"), say)
-    return CTranslate2Translator(run, options, directory)
+        return _StoredReport.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValidationError):
+        raise _damaged(directory, f"{_REPORT_FILE} cannot be read") from None
+
+
+def _verify(directory: Path, stored: _StoredReport) -> None:
+    """Compare every file of an export with its checksum.
+
+    Raises:
+        RunError: if one is missing, was added, or differs.
+    """
+    names = {path.name for path in directory.iterdir()} - {_REPORT_FILE}
+    for name in sorted(names ^ set(stored.files)):
+        raise _damaged(directory, f"{name} {'is missing' if name in stored.files else 'was added'}")
+    for name, expected in stored.files.items():
+        path = directory / name
+        if path.is_symlink() or not path.is_file() or sha256_if_readable(path) != expected:
+            raise _damaged(directory, f"the checksum of {name} is another")
+
+
+def _damaged(directory: Path, why: str) -> RunError:
+    return RunError(
+        f"{directory}: must be whole, but is damaged: {why}; delete it, and it is made again."
+    )
 
 
 def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> ExportReport:
@@ -115,12 +170,14 @@ def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> E
             request.quantization or "float32",
             sum(file.stat().st_size for file in partial_dir.iterdir()),
             sha256_if_readable(run.model_path),
+            {},
             compared,
             _bleu(translator, exported, held_out, say) if request.quantization else None,
         )
         example = min(lines.src, key=len)
         card = model_card.readme(run, translator, exporter, example, as_text(report))
         (partial_dir / "README.md").write_text(card, encoding="utf-8")
+        report.files.update({path.name: sha256(path) for path in sorted(partial_dir.iterdir())})
         write_lines(partial_dir / _REPORT_FILE, as_json(report))
     return report
 

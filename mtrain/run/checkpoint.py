@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, uint8
@@ -34,6 +34,8 @@ _NUM_RESUMABLE = 2  # the newest checkpoints: one to resume from, and one in cas
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # in a message of safetensors
 Weights = dict[str, Tensor]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
+Line = Annotated[str, Field(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]  # for a terminal
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 StepName = Annotated[str, Field(pattern="^[0-9]{1,15}$")]
 
 
@@ -112,15 +114,15 @@ class Environment(NamedTuple):
         batches: "whole", or from which size on they were halved for want of memory.
     """
 
-    mtrain: str
-    torch: str
-    device: str
-    processor: str
-    precision: str
-    num_threads: int
-    kernels: str
-    batches: str
-    num_ranks: int
+    mtrain: Line
+    torch: Line
+    device: Line
+    processor: Line
+    precision: Line
+    num_threads: Annotated[int, Field(ge=1, le=2**16)]
+    kernels: Line
+    batches: Line
+    num_ranks: Annotated[int, Field(ge=1, le=2**16)]
 
 
 class FinalWeightsInfo(NamedTuple):
@@ -135,6 +137,29 @@ class FinalWeightsInfo(NamedTuple):
     steps: list[Count]
     bleu: float
     last_step: Count
+
+
+class _Manifest(BaseModel):
+    """The content of checkpoint.json; `sha256` is of the parts that are there."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    format: Line
+    sha256: dict[str, Sha256]
+    environment: Environment | None = None
+
+    @model_validator(mode="after")
+    def _has_parts(self) -> _Manifest:
+        if {*self.sha256} not in ({*_PARTS}, {*_PARTS} - {_OPTIMIZER}):
+            raise ValueError("the checksums must be those of the parts")
+        return self
+
+    def write(self, path: Path) -> None:
+        """Write the manifest into a checkpoint folder."""
+        tree = self.model_dump(exclude_none=True)
+        if self.environment is not None:
+            tree["environment"] = self.environment._asdict()
+        path.write_text(json.dumps(tree, indent=2), encoding="utf-8")
 
 
 class _Header(BaseModel):
@@ -243,28 +268,27 @@ def save(
         _write_tensors(beside / _OPTIMIZER, optimizer, tokenizer)
         (beside / "progress.json").write_text(progress.model_dump_json(), encoding="utf-8")
         sums = {name: sha256(beside / name) for name in _PARTS}
-        manifest = {"format": FORMAT, "sha256": sums, "environment": environment._asdict()}
-        _write_manifest(beside / _MANIFEST, manifest)
+        manifest = _Manifest(format=FORMAT, sha256=sums, environment=environment)
+        manifest.write(beside / _MANIFEST)
     return path
 
 
-def _write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(manifest, indent=2), encoding="utf-8")
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
+def _read_manifest(path: Path) -> _Manifest:
     """Return the manifest of a checkpoint folder, with a digest of each of its parts.
 
     Raises:
-        RunError: if it is missing or damaged.
+        RunError: if it is missing or damaged, or of another format.
     """
     try:
-        manifest = dict(json.loads((path / _MANIFEST).read_bytes()))
-        sums = manifest["sha256"]
-        parts = [name for name in _PARTS if name != _OPTIMIZER or name in sums]
-        return manifest | {"sha256": {name: str(sums[name]) for name in parts}}
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        manifest = _Manifest.model_validate_json((path / _MANIFEST).read_bytes())
+    except (OSError, ValidationError):
         raise RunError(f"{path / _MANIFEST}: is missing or damaged.") from None
+    if manifest.format != FORMAT:
+        raise RunError(
+            f"{path / _MANIFEST}: must be in mtrain's format {FORMAT}, but is in "
+            f"{manifest.format!r} instead."
+        )
+    return manifest
 
 
 def is_resumable(path: Path) -> bool:
@@ -273,7 +297,7 @@ def is_resumable(path: Path) -> bool:
     Raises:
         RunError: if its manifest is missing or damaged.
     """
-    return _OPTIMIZER in _read_manifest(path)["sha256"]
+    return _OPTIMIZER in _read_manifest(path).sha256
 
 
 def check(path: Path) -> None:
@@ -282,7 +306,7 @@ def check(path: Path) -> None:
     Raises:
         RunError: if a file is missing or differs.
     """
-    for name, expected in _read_manifest(path)["sha256"].items():
+    for name, expected in _read_manifest(path).sha256.items():
         try:
             actual = sha256(path / name)
         except OSError as error:
@@ -292,11 +316,8 @@ def check(path: Path) -> None:
 
 
 def load_environment(path: Path) -> Environment | None:
-    """Return the environment that a whole checkpoint was saved in; None if it cannot be read."""
-    try:
-        return Environment(**json.loads((path / _MANIFEST).read_bytes())["environment"])
-    except (TypeError, KeyError):
-        return None
+    """Return the environment that a whole checkpoint was saved in; None if it is not stored."""
+    return _read_manifest(path).environment
 
 
 def newest_whole(directory: Path, warn: Callable[[str], None]) -> Path | None:
@@ -406,9 +427,9 @@ def _delete_optimizer(path: Path) -> None:
         manifest = _read_manifest(path)
     except RunError:
         return
-    manifest["sha256"].pop(_OPTIMIZER, None)
+    manifest.sha256.pop(_OPTIMIZER, None)
     with whole_file(path / _MANIFEST) as beside:
-        _write_manifest(beside, manifest)
+        manifest.write(beside)
     (path / _OPTIMIZER).unlink()
 
 

@@ -103,10 +103,20 @@ class RunDir:
             shutil.rmtree(path)
 
     @contextmanager
-    def _alone(self, lock_path: Path, doing: str) -> Iterator[None]:
+    def exporting(self) -> Iterator[None]:
+        """Hold the lock of the export in the folder; wait for a process that holds it.
+
+        Raises:
+            WriteError: if the lock cannot be written.
+        """
+        with self._alone(self.path / ".exporting.lock", "exporting", wait_s=-1):
+            yield
+
+    @contextmanager
+    def _alone(self, lock_path: Path, doing: str, wait_s: float = _WAIT_S) -> Iterator[None]:
         from filelock import FileLock, Timeout  # translating needs no lock, and starts sooner
 
-        lock = FileLock(lock_path, timeout=_WAIT_S)
+        lock = FileLock(lock_path, timeout=wait_s)
         try:
             lock.acquire()
         except Timeout:

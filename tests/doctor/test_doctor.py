@@ -675,6 +675,26 @@ def test_checkpoints_that_do_not_say_what_they_were_made_with_still_load(
     assert (made.torch, made.device, made.precision) == (torch.__version__, "cpu", "float32")
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"num_threads": value} for value in ("x", 0, -1, 10**12, 1e12, 2.0, True, None, [])),
+        *({"num_ranks": value} for value in ("1", 0, 10**12)),
+        *({"device": value} for value in (3, None, ["cpu"], "c" * 300, "cpu\x1b[2J", "cpu\n")),
+        *({key: {}} for key in ("mtrain", "torch", "processor", "precision", "kernels", "batches")),
+        {"of another version": 3},
+    ],
+    ids=str,
+)
+def test_an_environment_that_is_no_environment_is_damage(
+    cli: Cli, run: RunDir, changes: dict[str, object]
+) -> None:
+    edit_seal(run.path / NEWEST, lambda seal: seal["environment"].update(changes))
+    outcome = examined(cli, run)
+    assert (outcome.code, outcome.err.count("Traceback")) == (2, 0)
+    assert f"{NEWEST}/checkpoint.json: is missing or damaged" in outcome.out.decode()
+
+
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "inverse_sqrt"])
 def test_a_training_by_the_clock_is_made_again_with_the_times_of_its_log(
     cli: Cli,

@@ -2,10 +2,13 @@
 
 import hashlib
 import json
+import os
 import re
+import shutil
+import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -660,6 +663,106 @@ def test_the_other_engine_is_exported_once_and_again_for_other_weights(
         said.append("writing, then checking" in outcome.err)
     assert said == [True, False, True]
     assert not list(run.path.glob(".*.tmp"))
+
+
+def cut_model(folder: Path) -> str:
+    with (folder / "model.bin").open("r+b") as file:
+        file.truncate(1000)
+    return "the checksum of model.bin is another"
+
+
+def link_vocabulary(folder: Path) -> str:
+    path = folder / "source.spm"
+    path.rename(folder.parent / "elsewhere.spm")
+    path.symlink_to(folder.parent / "elsewhere.spm")
+    return "the checksum of source.spm is another"
+
+
+def drop_config(folder: Path) -> str:
+    (folder / "config.json").unlink()
+    return "config.json is missing"
+
+
+def add_vocabulary(folder: Path) -> str:
+    (folder / "source_vocabulary.json").write_text("[]", encoding="utf-8")
+    return "source_vocabulary.json was added"
+
+
+def other_weights(folder: Path) -> str:
+    """Weights whose checksum fits, because somebody wrote that, too."""
+    (folder / "model.bin").write_bytes(b"no weights")
+    path = folder / "export.json"
+    tree = json.loads(path.read_text("utf-8"))
+    tree["files"]["model.bin"] = hashlib.sha256(b"no weights").hexdigest()
+    path.write_text(json.dumps(tree), encoding="utf-8")
+    return "CTranslate2 cannot load it: "
+
+
+def report_of(text: str) -> Callable[[Path], str]:
+    def write(folder: Path) -> str:
+        (folder / "export.json").write_text(text, encoding="utf-8")
+        return "export.json cannot be read"
+
+    return write
+
+
+REPORTS = ["", "[]", "3", "null", "[" * 100_000, "{", '{"weights": 3, "files": {}}', "\x00"]
+REPORTS += [
+    '{"weights": "00"}',
+    '{"weights": "00", "files": []}',
+    '{"weights": "00", "files": {"a": 1}}',
+]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [cut_model, link_vocabulary, drop_config, add_vocabulary, other_weights]
+    + [pytest.param(report_of(text), id=f"export.json-{text[:40]}") for text in REPORTS],
+)
+def test_an_export_in_a_run_that_is_damaged_is_an_error_of_one_line(
+    cli: Cli, run: RunDir, exported_once: Path, damage: Callable[[Path], str]
+) -> None:
+    folder = run.path / "ctranslate2"
+    shutil.copytree(exported_once, folder)
+    why = damage(folder)
+    outcome = cli("translate", run.path, "--engine", "ctranslate2", stdin=b"ba\n")
+    assert (outcome.code, outcome.out) == (2, b"")
+    assert outcome.err.startswith(f"mtrain: {folder}: must be whole, but is damaged: {why}")
+    assert outcome.err.endswith("; delete it, and it is made again.\n")
+    assert outcome.err.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def exported_once(trained: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An export that a run of these weights takes for its own."""
+    need("ctranslate2")
+    folder = tmp_path_factory.mktemp("once") / "ctranslate2"
+    export.export(trained, folder, ExportRequest("ctranslate2", num_lines=2), print)
+    return folder
+
+
+def test_processes_that_export_a_run_at_once_take_turns(run: RunDir) -> None:
+    """One writes the folder, and the others take it as it is."""
+    command = [sys.executable, "-m", "mtrain", "translate", run.path, "--engine", "ctranslate2"]
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=-1)
+        for _ in range(3)
+    ]
+    told = [process.communicate(b"ba ce di\n", timeout=240) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], told
+    assert [out for out, _ in told] == [b"ba ce di\n"] * 3
+    assert sum(b"writing, then checking" in err for _, err in told) == 1
+
+
+def test_an_export_is_read_where_nothing_can_be_written(
+    cli: Cli, run: RunDir, exported_once: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(exported_once, run.path / "ctranslate2")
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
+    outcome = cli("translate", run.path, "--engine", "ctranslate2", stdin=b"ba ce di\n")
+    assert (outcome.code, outcome.lines) == (0, ["ba ce di"]), outcome.err
+    assert not list(run.path.glob(".*"))
 
 
 def test_the_other_engine_replaces_no_folder_that_is_no_export(cli: Cli, run: RunDir) -> None:
