@@ -1218,8 +1218,8 @@ EXPORTS = [
     export(
         "export",
         "an export of other weights is used again",
-        "exported_weights != sha256_if_readable(run.model_path)",
-        "exported_weights == 0",
+        "stored.weights != sha256_if_readable(run.model_path)",
+        "stored.weights == 0",
     ),
 ]
 

@@ -139,7 +139,7 @@ class FinalWeightsInfo(NamedTuple):
     last_step: Count
 
 
-class _Manifest(BaseModel):
+class _CheckpointManifest(BaseModel):
     """The content of checkpoint.json; `sha256` is of the parts that are there."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -149,7 +149,7 @@ class _Manifest(BaseModel):
     environment: Environment | None = None
 
     @model_validator(mode="after")
-    def _has_parts(self) -> _Manifest:
+    def _has_parts(self) -> _CheckpointManifest:
         if {*self.sha256} not in ({*_PARTS}, {*_PARTS} - {_OPTIMIZER}):
             raise ValueError("the checksums must be those of the parts")
         return self
@@ -268,19 +268,19 @@ def save(
         _write_tensors(beside / _OPTIMIZER, optimizer, tokenizer)
         (beside / "progress.json").write_text(progress.model_dump_json(), encoding="utf-8")
         sums = {name: sha256(beside / name) for name in _PARTS}
-        manifest = _Manifest(format=FORMAT, sha256=sums, environment=environment)
+        manifest = _CheckpointManifest(format=FORMAT, sha256=sums, environment=environment)
         manifest.write(beside / _MANIFEST)
     return path
 
 
-def _read_manifest(path: Path) -> _Manifest:
+def _read_manifest(path: Path) -> _CheckpointManifest:
     """Return the manifest of a checkpoint folder, with a digest of each of its parts.
 
     Raises:
         RunError: if it is missing or damaged, or of another format.
     """
     try:
-        manifest = _Manifest.model_validate_json((path / _MANIFEST).read_bytes())
+        manifest = _CheckpointManifest.model_validate_json((path / _MANIFEST).read_bytes())
     except (OSError, ValidationError):
         raise RunError(f"{path / _MANIFEST}: is missing or damaged.") from None
     if manifest.format != FORMAT:
