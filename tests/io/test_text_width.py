@@ -140,7 +140,7 @@ def test_examples_of_a_corpus_with_escapes_do_not_change_the_terminal(trained: R
 
 
 def test_errors_fit_a_terminal_of_80_columns_between_words(cli: Cli) -> None:
-    for arguments in [("eval", "a", "--metrics", "x"), ("train", "absent/" * 12 + "c.yaml")]:
+    for arguments in [("eval", "folder " * 12 + "x"), ("train", "absent/" * 12 + "c.yaml")]:
         said = cli(*arguments).err.strip()
         code, text = sent_to_a_terminal(*arguments)
         rows = text.strip().split("\r\n")
