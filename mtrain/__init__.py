@@ -8,6 +8,7 @@
 Importing it loads nothing: what the names below need is imported when one is first used.
 """
 
+import os
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -72,6 +73,10 @@ else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module
 
+        if os.name != "posix":
+            from mtrain.errors import NEEDS_POSIX
+
+            raise ImportError(NEEDS_POSIX)
         modules = {
             "DecodingOptions": "decode.options",
             "Sampling": "decode.options",

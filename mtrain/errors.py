@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+NEEDS_POSIX = "mtrain needs Linux, macOS or another POSIX system; on Windows, WSL is one."
+
 _NOT_SHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # line ends among them
 
 

@@ -224,9 +224,7 @@ def sha256_if_readable(path: Path) -> str | None:
 
 
 def _flush(path: Path) -> None:
-    """Flush a file, or a folder where the system can, to disk."""
-    if os.name == "nt" and path.is_dir():
-        return
+    """Flush a file or a folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

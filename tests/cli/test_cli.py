@@ -851,3 +851,17 @@ finally:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (code, "clean\n", "")
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code"), [("import mtrain.cli.main", 2), ("import mtrain; mtrain.train", 1)]
+)
+def test_a_system_that_is_not_posix_is_told_so(code: str, exit_code: int) -> None:
+    command = [sys.executable, "-c", f"import os; os.name = 'nt'; {code}"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    *before, last = ended.stderr.splitlines()
+    assert ended.returncode == exit_code
+    assert last.endswith(
+        ": mtrain needs Linux, macOS or another POSIX system; on Windows, WSL is one."
+    )
+    assert exit_code == 1 or before == []
