@@ -76,7 +76,7 @@ def check_outputs(
     for name, path in replaced.items():
         if path in texts:
             raise ConfigError(
-                f"`{name}` must be a file that is not read, but is {texts[path]} instead."
+                f"`{name}` would overwrite the input {texts[path]}; choose another file."
             )
 
 

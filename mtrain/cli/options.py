@@ -35,10 +35,12 @@ AlphaOption = Annotated[
 ]
 EarlyStopOption = Annotated[
     bool | None,
-    typer.Option("--early-stop/--exact-stop", help="Stop when no open hypothesis leads."),
+    typer.Option(
+        "--early-stop/--exact-stop", help="Stop early: faster, but may miss a better one."
+    ),
 ]
 NoRepeatOption = Annotated[
-    int | None, typer.Option(min=0, metavar="N", help="Write no N pieces in a row twice.")
+    int | None, typer.Option(min=0, metavar="N", help="Write no N subwords in a row twice.")
 ]
 CheckpointOption = Annotated[
     int | None, typer.Option(min=0, metavar="STEP", help="Take this checkpoint's weights.")
@@ -76,16 +78,17 @@ PrefixOption = Annotated[
 ]
 SampleOption = Annotated[bool, typer.Option("--sample", help="Draw instead of searching.")]
 TemperatureOption = Annotated[
-    float | None, typer.Option(min=0.01, max=100.0, help="Of --sample; below 1 is safer.")
+    float | None, typer.Option(min=0.01, max=100.0, help="With --sample: below 1 is safer.")
 ]
 TopKOption = Annotated[
-    int | None, typer.Option(min=1, metavar="K", help="Of --sample: the K likeliest pieces only.")
+    int | None,
+    typer.Option(min=1, metavar="K", help="With --sample: only the K likeliest subwords."),
 ]
 TopPOption = Annotated[
     float | None,
-    typer.Option(min=0.01, max=1.0, metavar="P", help="Of --sample: the likeliest share P only."),
+    typer.Option(min=0.01, max=1.0, metavar="P", help="With --sample: only the likeliest share P."),
 ]
-SeedOption = Annotated[int | None, typer.Option(min=0, help="Of --sample; 1 if absent.")]
+SeedOption = Annotated[int | None, typer.Option(min=0, help="With --sample: 1 if absent.")]
 MaxInputOption = Annotated[
     int | None,
     typer.Option(
@@ -181,13 +184,13 @@ def given(options: Mapping[str, Any]) -> dict[str, Any]:
 def require(needed: str, options: Mapping[str, Any]) -> None:
     """Refuse options that have no effect without `needed`."""
     for key in given(options):
-        raise ConfigError(f"`{_as_option(key)}` must stand beside `{needed}`, but stands alone.")
+        raise ConfigError(f"`{_as_option(key)}` needs `{needed}`.")
 
 
 def refuse(other: str, options: Mapping[str, Any]) -> None:
     """Refuse options that have no effect beside `other`."""
     for key in given(options):
-        raise ConfigError(f"`{_as_option(key)}` must not stand beside `{other}`, but does.")
+        raise ConfigError(f"`{_as_option(key)}` has no effect with `{other}`; leave it out.")
 
 
 def _as_option(key: str) -> str:

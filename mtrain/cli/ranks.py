@@ -116,7 +116,8 @@ def joined_process_group(advice: str) -> Iterator[ProcessGroup]:
         _exit_unless_first_to_report(process_group)
         if torch_process_group.is_lost(error):
             raise LostError(
-                f"another rank has ended without a word: killed, or its machine is gone; {advice}"
+                "another rank ended without an error message: it was killed, or its machine is "
+                f"gone; {advice}"
             ) from None
         print(
             f"mtrain: {_rank_prefix()}has failed, and all ranks end; where it failed:",

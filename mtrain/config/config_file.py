@@ -258,7 +258,9 @@ def _sentence(error: ErrorDetails) -> str:
 def requirement(error: ErrorDetails) -> str:
     """Return what a value must be, from an error of the validator."""
     template = _EXPECTED.get(error["type"])
-    return template.format(**error.get("ctx", {})) if template else error["msg"]
+    if template is None:
+        return error["msg"].removeprefix("Input should be ")
+    return template.format(**error.get("ctx", {}))
 
 
 _EXPECTED: Mapping[str, str] = {
@@ -286,17 +288,62 @@ _EXPECTED: Mapping[str, str] = {
 }
 
 
+# Names of other toolkits, without "-" and "_", and the key that means the same.
+_ALIASES = {
+    "training.patience": "earlystopping earlystoppingpatience",
+    "training.max_steps": "updates maxupdate maxupdates numupdates trainsteps epochs maxepoch "
+    "maxepochs numepochs numtrainepochs",
+    "training.lr": "learningrate",
+    "training.batch_tokens": "batchsize minibatch maxtokensbatch tokensperbatch",
+    "training.accumulate": "accumcount gradaccum gradientaccumulation gradientaccumulationsteps "
+    "updatefreq batchmultiplier optimizerdelay",
+    "training.warmup_steps": "warmup warmupupdates lrwarmup learningratewarmup",
+    "training.max_grad_norm": "clipnorm gradclip gradientclipping clipgradnorm",
+    "training.precision": "fp16 bf16 amp mixedprecision dtype",
+    "training.device": "gpu gpus usecuda usegpu devices",
+    "training.log_every": "loggingfreq loggingsteps logfreq dispfreq reportevery loginterval",
+    "training.validate_every": "validfreq validationfreq validsteps evalevery evalsteps "
+    "validateinterval",
+    "training.save_every": "savefreq savesteps saveinterval savecheckpointsteps",
+    "training.keep_last": "keepcheckpoint keepckpts savetotallimit keeplastepochs",
+    "training.init_from": "loadmodel restorefile pretrained pretrainedmodel finetunefrommodel",
+    "model.d_model": "hiddensize embdim embsize dimemb embeddingdim wordvecsize rnnsize dmodels",
+    "model.d_ff": "ffsize ffndim dimffn transformerff feedforwarddim dff",
+    "model.num_heads": "heads attentionheads encoderattentionheads transformerheads nhead",
+    "model.num_encoder_layers": "enclayers encoderlayers layers numlayers encdepth",
+    "model.num_decoder_layers": "declayers decoderlayers decdepth",
+    "tokenizer.vocab_size": "vocabsize vocabularysize vocabulary dimvocabs srcvocabsize "
+    "tgtvocabsize bpeoperations",
+    "tokenizer.kind": "modeltype tokenizertype subword",
+    "decoding.beam": "beamsize numbeams",
+    "decoding.length_alpha": "lengthpenalty lenpen normalize beamalpha",
+    "data.src_lang": "sourcelang srclanguage sourcelanguage",
+    "data.tgt_lang": "trglang targetlang tgtlanguage targetlanguage",
+    "data.valid": "dev validation validdata validset",
+    "data.tests": "test testset testsets testdata",
+    "data.max_tokens": "maxlength maxlen maxsentlength maxsequencelength",
+    "run_dir": "modeldir savemodel savedir outputdir checkpointdir",
+    "seed": "randomseed",
+}
+
+
 def _suggestion(key: str, here: list[str]) -> str:
-    """Suggest a known key: the same in another section, a similar one here, or in another."""
+    """Suggest known keys: another toolkit's name, the same elsewhere, or the nearest three."""
     *parents, wrong = key.split(".")
     everywhere = {path.rsplit(".", 1)[-1]: path for path in _all_keys(Config, "")}
-    if wrong in everywhere:
-        return f"; did you mean `{everywhere[wrong]}`?"
+    plain = wrong.lower().replace("_", "").replace("-", "")
+    meant = [own for own, names in _ALIASES.items() if plain in names.split()]
+    if wrong in everywhere or (meant and len(parents) < 2):  # deeper are the keys of a corpus
+        return f"; did you mean `{everywhere.get(wrong) or meant[0]}`?"
     if near := difflib.get_close_matches(wrong, here, n=1):
         return f"; did you mean `{'.'.join([*parents, near[0]])}`?"
     if far := difflib.get_close_matches(wrong, everywhere, n=1, cutoff=0.75):
         return f"; did you mean `{everywhere[far[0]]}`?"
-    return f"; known here: {', '.join(here)}." if here else "."
+    if len(here) <= _MAX_SHOWN_KEYS:
+        return f"; known here: {', '.join(here)}." if here else "."
+    near = difflib.get_close_matches(wrong, here, n=3, cutoff=0.0)
+    shown = ", ".join(f"`{name}`" for name in near)
+    return f"; the nearest are {shown}, and the config.yaml of every run has them all."
 
 
 def _all_keys(section: type[Section], prefix: str) -> list[str]:
@@ -307,6 +354,8 @@ def _all_keys(section: type[Section], prefix: str) -> list[str]:
             keys += _all_keys(field.annotation, f"{prefix}{name}.")
     return keys
 
+
+_MAX_SHOWN_KEYS = 7
 
 SCHEMA_FILE = "config.schema.json"
 HEAD = f"# yaml-language-server: $schema={SCHEMA_FILE}\n"  # the first line of a config

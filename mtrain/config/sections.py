@@ -70,10 +70,10 @@ class DataConfig(Section):
                     "need not name 'max-tokens': pairs over `data.max_tokens` are always dropped"
                 )
             if name not in CLEAN:
-                near = difflib.get_close_matches(name, CLEAN, n=1)
-                rest = f"the nearest is {near[0]!r}" if near else f"known are {', '.join(CLEAN)}"
+                near = ", ".join(difflib.get_close_matches(name, CLEAN, n=3, cutoff=0.0))
                 raise ValueError(
-                    f"must name kinds of pairs, but has {format_value(name)} instead; {rest}"
+                    f"must name kinds of pairs, but has {format_value(name)} instead; the nearest "
+                    f"are {near}"
                 )
         return names
 

@@ -77,7 +77,9 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
         console.say(f"{run.path}: tokenized already")
         return
     if run.data_dir.is_file() or (run.data_dir.is_dir() and any(run.data_dir.iterdir())):
-        raise RunError(f"{run.data_dir}: is there, and not from mtrain; take another --run.")
+        raise RunError(
+            f"{run.data_dir}: exists, but mtrain did not write it; choose another --run."
+        )
     tokenizer = None  # one that is in the folder stays, because checkpoints may depend on it
     if run.tokenizer_dir.is_dir():
         tokenizer = sentencepiece.load(run.tokenizer_dir)
@@ -91,7 +93,7 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
         with run.tokenizing() as work_dir:
             num_kept = _tokenize(config, run, work_dir, tokenizer, console)
     except KeyboardInterrupt:
-        console.say(f"{run.path}: stopped; what is done is kept, and the same command goes on")
+        console.say(f"{run.path}: stopped; finished parts are kept, and the same command resumes")
         raise
     console.say(f"{run.path}: tokenized {num_kept:,} training pairs")
 
@@ -180,7 +182,7 @@ def _scan(
         is_same = False
     if is_same:
         if num_done := encode.num_done(work_dir):
-            console.say(f"{run.path}: the tokenizing goes on after {num_done:,} training pairs")
+            console.say(f"{run.path}: tokenizing resumes after {num_done:,} training pairs")
         return marks, num_pairs
     for stale in work_dir.iterdir():
         if stale.is_dir():
@@ -397,8 +399,8 @@ def _say_leaks(run: RunDir, names: Iterable[str], console: Console) -> None:
         num_pairs = sum(pair in trained for pair in own)
         if num_sources := sum(pair[0] in sources for pair in own):
             console.say(
-                f"{name}: the training pairs have {num_pairs:,} of its {len(own):,} pairs and "
-                f"{num_sources:,} of its sources: its scores will be too high"
+                f"{name}: {num_pairs:,} of its {len(own):,} pairs and {num_sources:,} of its "
+                "sources occur in the training pairs; its scores will be too high"
             )
 
 
@@ -416,7 +418,7 @@ def _check_same_files(run: RunDir, console: Console) -> None:
     for path in changed_files(read_marks(run)):
         if not has_checkpoints:
             raise RunError(
-                f"{path}: has changed since {run.path} was tokenized; take another --run, or "
+                f"{path}: has changed since {run.path} was tokenized; choose another --run, or "
                 "delete this run folder."
             )
         console.say(
@@ -431,7 +433,7 @@ def _check_same_data(config: Config, run: RunDir) -> None:
     if was != now:
         raise RunError(
             f"{run.path}: `training.init_from` must stay {was or 'null'}, but is {now or 'null'} "
-            "now; take another --run, or delete this run folder."
+            "now; choose another --run, or delete this run folder."
         )
     tokenizer = config.tokenizer
     if tokenizer.vocab_size is None:  # left open
@@ -443,7 +445,7 @@ def _check_same_data(config: Config, run: RunDir) -> None:
     ):
         if new_value != old_value:
             raise RunError(
-                f"{run.path}: was tokenized with another `{key}` section; take another --run, "
+                f"{run.path}: was tokenized with another `{key}` section; choose another --run, "
                 "or delete this run folder."
             )
 
@@ -451,8 +453,8 @@ def _check_same_data(config: Config, run: RunDir) -> None:
 def format_vocabulary_sizes(tokenizer: Tokenizer) -> str:
     """Format the vocabulary size of each side."""
     if tokenizer.src is tokenizer.tgt:
-        return f"{len(tokenizer.src):,} shared pieces"
-    return f"{len(tokenizer.src):,} source and {len(tokenizer.tgt):,} target pieces"
+        return f"{len(tokenizer.src):,} shared subwords"
+    return f"{len(tokenizer.src):,} source and {len(tokenizer.tgt):,} target subwords"
 
 
 def _write_text(corpus: Corpus, stem: Path) -> None:

@@ -25,12 +25,14 @@ from mtrain.decode.formats import (
     find_flags,
     join,
     number_words,
+    word_starts,
 )
 from mtrain.decode.options import DecodingOptions
 from mtrain.decode.split_long import LinePart, split_line
 from mtrain.decode.translator import EncodedSource
 from mtrain.errors import DataError
 from mtrain.io.lines import LineWarnings
+from mtrain.io.text_width import count
 from mtrain.runtime.process_group import ProcessGroup
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
@@ -40,10 +42,10 @@ BLOCK_LINES = 2048  # lines that are sorted by length and translated together, a
 _MAX_SHOWN = 5  # characters
 _FLAG_TEXTS = {
     "empty": "is empty",
-    "copy": "is the line itself",
+    "copy": "is a copy of the line",
     "loop": "repeats itself",
-    "length": "is far longer or shorter than those of the training",
-    "limit": "reached its limit and may be cut off",
+    "length": "is very short or very long",
+    "limit": "reached the length limit and may be cut off",
 }
 
 
@@ -157,8 +159,18 @@ class LineTranslator:
                 texts = [text for flag, text in _FLAG_TEXTS.items() if flag in best[0].flags]
                 if texts:
                     text = f"the translation {', and '.join(texts)}"
-                    self.warnings.add(text, number, f"{text}.")
+                    length = self._describe_length(src, parts, best[0])
+                    said = text.replace(_FLAG_TEXTS["length"], length)
+                    self.warnings.add(text, number, f"{said}.")
             yield TranslatedLine(number, src, best or [NOTHING])
+
+    def _describe_length(self, src: str, parts: list[LinePart], best: Translation) -> str:
+        """Say whether a translation is short or long, and count the words of both sides."""
+        num_tokens = sum(len(part.source.ids) for part in parts)
+        is_short = self.stats is not None and len(best.tokens) < self.stats.most_ratio * num_tokens
+        num_src, num_tgt = (sum(word_starts(text)) for text in (src, best.text))
+        which = "short" if is_short else "long"
+        return f"is very {which}: {count(num_tgt, 'word')} for {num_src:,}"
 
     def _translate_parts(self, parts: list[LinePart]) -> list[list[Translation]]:
         """Return the best translations of each part."""

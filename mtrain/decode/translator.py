@@ -230,8 +230,8 @@ class Translator:
             best = self.shared_search.run(call, groups_of, self.limits)
         except NotFiniteError:
             raise RunError(
-                "the model must give numbers, but gives none that is finite; its training went "
-                "astray, or its weights are damaged."
+                "the model must give finite numbers, but does not: its training diverged, or its "
+                "weights are damaged."
             ) from None
         if self.process_group.size > 1:
             message = [(row, [astuple(one) for one in best[row]]) for row in best]

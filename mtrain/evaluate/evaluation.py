@@ -75,7 +75,7 @@ class EvaluationPlan:
         if self.others and len(self.runs) > 1:
             raise ConfigError(f"`--compare` must have one run, but has {len(self.runs)} instead.")
         if self.others and self.options.num_resamples == 0:
-            raise ConfigError("`--resamples` must not be 0 beside `--compare`, but is.")
+            raise ConfigError("`--resamples` must be > 0 with `--compare`, but is 0 instead.")
         num_refs = max((len(test.refs) for test in (self.text or {}).values()), default=1)
         if self.options.comet is not None and num_refs > 1:
             raise ConfigError(f"`--comet` must have one `--ref`, but has {num_refs} instead.")

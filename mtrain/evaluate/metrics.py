@@ -112,9 +112,9 @@ class ScoringOptions:
                 f"`--tokenize` must be one of {known}, but is {self.tokenize!r} instead."
             )
         if self.tokenize is not None and "bleu" not in self.metrics:
-            raise ConfigError("`--tokenize` must stand beside the metric bleu, but does not.")
+            raise ConfigError("`--tokenize` needs the metric bleu.")
         if self.lowercase and not {"bleu", "chrf", "chrf++"} & set(self.metrics):
-            raise ConfigError("`--lowercase` must stand beside bleu, chrf or chrf++, but does not.")
+            raise ConfigError("`--lowercase` needs the metric bleu, chrf or chrf++.")
         if "bleu" in self.metrics:
             _bleu(None, self)  # before anything is translated
         if 0 < self.num_resamples < _LEAST_RESAMPLES:

@@ -288,4 +288,4 @@ class CTranslate2Translator:
         self, sources: Sequence[EncodedSource], targets: Sequence[list[int]]
     ) -> list[Tensor]:
         """Refuse: CTranslate2 gives no attention of given targets."""
-        raise ConfigError("`--alignments` must not stand beside `--engine ctranslate2`, but does.")
+        raise ConfigError("`--alignments` has no effect with `--engine ctranslate2`; leave it out.")

@@ -70,7 +70,7 @@ def export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> Ex
             nothing is written.
     """
     if directory.exists():
-        raise RunError(f"{directory}: must not be there yet, but is; name another folder.")
+        raise RunError(f"{directory}: already exists; choose another folder.")
     return _export(run, directory, request, say)
 
 

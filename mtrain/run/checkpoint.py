@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, uint8
 
+from mtrain.config import config_file
 from mtrain.errors import RunError, WriteError
 from mtrain.io.atomic import remove_dir, sha256, sweep, whole_dir, whole_file
 
@@ -379,7 +380,8 @@ def load_progress(path: Path) -> Progress:
     except ValidationError as error:
         problem = error.errors()[0]
         key = ".".join(map(str, problem["loc"])) or "the file"
-        raise RunError(f"{path}/progress.json: `{key}`: {problem['msg']}.") from None
+        what = f"`{key}` must be {config_file.requirement(problem)}"
+        raise RunError(f"{path}/progress.json: {what}.") from None
     if path.name != _name(progress.step):
         raise RunError(
             f"{path}/progress.json: `step` must be that of its folder, but is {progress.step:,} "

@@ -114,7 +114,7 @@ def load_initial_weights(
     if checkpoint.load_fingerprint(path) not in (None, fingerprint):
         raise RunError(
             f"{path}: must belong to the tokenizer that {config.run_dir} was tokenized with, but "
-            "was trained with another one since; take another --run."
+            "was trained with another one since; choose another --run."
         )
     weights = checkpoint.load_model(path, fingerprint, verify=True)
     set_weights(model, weights, path, process_group)

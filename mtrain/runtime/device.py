@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes.util
 import functools
 import platform
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 
 from mtrain.errors import ConfigError
+from mtrain.io.text_width import count
 from mtrain.runtime.process_settings import is_own_process
 
 
@@ -31,9 +33,16 @@ def pick_device(name: str, key: str = "device") -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).cpu()  # a device that only pretends fails here
     except (RuntimeError, AssertionError, ImportError):
-        raise ConfigError(
-            f"`{key}` must be one of this machine, such as cpu or cuda, but is {name!r} instead."
-        ) from None
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not re.fullmatch(r"cuda(:\d+)?", name):
+            what = f"must be auto, cpu, cuda or cuda:N, but is {name!r} instead"
+        elif num_gpus:
+            what = (
+                f"is {name!r}, but this machine has {count(num_gpus, 'CUDA GPU')}, from cuda:0 on"
+            )
+        else:
+            what = f"is {name!r}, but no CUDA GPU was found here; use cpu or auto"
+        raise ConfigError(f"`{key}` {what}.") from None
     return device
 
 

@@ -141,5 +141,6 @@ def check_model_config(config: Config, run: RunDir) -> None:
         changed = [key for key, value in config.model if value != getattr(old.model, key)]
         raise RunError(
             f"{run.path}: its checkpoints have another `model.{changed[0]}` "
-            f"({getattr(old.model, changed[0])!r}); take another --run, or delete this run folder."
+            f"({getattr(old.model, changed[0])!r}); choose another --run, or delete this run "
+            "folder."
         )

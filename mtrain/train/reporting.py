@@ -87,13 +87,13 @@ class TrainingLogger:
         tokens = f"{data.num_src_tokens:,} source and {data.num_tgt_tokens:,} target"
         num_updates = math.ceil(plan.num_batches / config.accumulate)
         for line in (
-            f"pieces   {prepare.format_vocabulary_sizes(tokenizer)}",
+            f"vocab    {prepare.format_vocabulary_sizes(tokenizer)}",
             f"pairs    {len(data):,} for training, dropped {dropped.format_counts(counts)},",
             f"         {num_valid:,} for validation",
             *(f"mixed    {share}" for share in data.format_shares()),
             f"tokens   {tokens} an epoch",
             f"batches  {plan.num_batches:,} an epoch, {plan.padding:.1%} padding",
-            f"updates  {num_updates:,} an epoch, of {count(config.accumulate, 'batch')}",
+            f"updates  {num_updates:,} an epoch, accumulation {config.accumulate}",
         ):
             self.log.say(line)
 
@@ -128,7 +128,7 @@ class TrainingLogger:
             self.log.say(
                 "compile  the layers, for a minute or so; `training.compile: false` spares it"
             )
-        self.log.say(f"target   {format_stopping_rule(config)}")
+        self.log.say(f"stops    {format_stopping_rule(config)}")
 
     def log_step(self, progress: Progress, meter: RunningMeter, spent: float, is_due: bool) -> None:
         """Move the progress bar to the fraction `spent` of the budget; log a line if it is due."""

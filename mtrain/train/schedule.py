@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from mtrain.config.sections import TrainingConfig
+from mtrain.io.text_width import count
 from mtrain.run.checkpoint import Progress
 
 
@@ -56,6 +57,7 @@ def is_finished(config: TrainingConfig, progress: Progress) -> bool:
 def format_stopping_rule(config: TrainingConfig) -> str:
     """Describe when the training ends."""
     steps, minutes = config.max_steps, config.max_minutes
-    named = [f"{steps:,} steps"] if steps else []
-    named += [f"{minutes:g} minutes"] if minutes else []
-    return f"{' or '.join(named)}, or {config.patience} validations without a better one"
+    named = [count(steps, "update")] if steps else []
+    named += [f"{minutes:g} minute{'s' * (minutes != 1)}"] if minutes else []
+    patience = count(config.patience, "validation")
+    return f"after {' or '.join(named)}, or after {patience} without improvement"

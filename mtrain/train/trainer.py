@@ -412,8 +412,8 @@ class Trainer:
         if self._is_finished() and self.checkpoints.has_final_weights(step):
             self.log.say(
                 f"{self.run_dir.path}: finished at step {step:,} "
-                f"({format_stopping_rule(self.settings)}); to go on, raise `training.max_steps`, "
-                "`training.max_minutes` or `training.patience`"
+                f"(training ends {format_stopping_rule(self.settings)}); to go on, raise "
+                "`training.max_steps`, `training.max_minutes` or `training.patience`"
             )
             return False
         self.log.say(f"resuming from {path}")

@@ -290,7 +290,7 @@ def test_a_corpus_that_is_none_is_an_error(override, message):
 def test_a_corpus_is_named_once(option, key, files):
     with pytest.raises(ConfigError) as error:
         parse(overrides=[f"{key}={{tsv: [a.tsv]}}"], **files)
-    assert str(error.value) == f"`{option}` must not stand beside `--set {key}=...`, but does."
+    assert str(error.value) == f"`{option}` has no effect with `--set {key}=...`; leave it out."
 
 
 def test_a_corpus_must_be_named():

@@ -336,9 +336,9 @@ def test_a_long_line_is_cut_at_the_longest_training_pair_unless_asked_otherwise(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--top-k", "3"], "`--top-k` must stand beside `--sample`, but stands alone."),
-        (["--seed", "3"], "`--seed` must stand beside `--sample`, but stands alone."),
-        (["--sample", "--beam", "3"], "`--beam` must not stand beside `--sample`, but does."),
+        (["--top-k", "3"], "`--top-k` needs `--sample`."),
+        (["--seed", "3"], "`--seed` needs `--sample`."),
+        (["--sample", "--beam", "3"], "`--beam` has no effect with `--sample`; leave it out."),
         (["--n-best", "3"], "`--n-best` must be at most the beam (2), but is 3 instead."),
         (
             ["--max-input-tokens", "3", "--on-long", "error"],
@@ -370,7 +370,7 @@ def test_options_of_metrics_stand_for_nothing_beside_scores_of_the_model(
     cli: Cli, trained: RunDir, option: list[str]
 ) -> None:
     said = error_line(cli("eval", trained.path, "--score", *option))
-    assert said == f"`{option[0]}` must not stand beside `--score`, but does."
+    assert said == f"`{option[0]}` has no effect with `--score`; leave it out."
 
 
 def test_a_score_is_the_one_that_the_search_gave_the_same_line(
@@ -615,12 +615,10 @@ def test_a_run_without_test_sets_cannot_be_evaluated(cli: Cli, copied: RunDir) -
     assert said == f"{copied.config_path}: `data.tests` must name a test set, but is empty."
 
 
-@pytest.mark.parametrize("device", ["tpu", "meta", "cuda:99"])
+@pytest.mark.parametrize("device", ["tpu", "meta"])
 def test_a_device_that_is_not_there_is_refused(cli: Cli, trained: RunDir, device: str) -> None:
     said = error_line(cli("translate", trained.path, "--device", device, stdin=b"ba\n"))
-    assert said == (
-        f"`device` must be one of this machine, such as cpu or cuda, but is {device!r} instead."
-    )
+    assert said == (f"`device` must be auto, cpu, cuda or cuda:N, but is {device!r} instead.")
 
 
 def test_an_input_that_cannot_be_read_is_one_line(
@@ -699,7 +697,7 @@ def test_no_output_takes_the_place_of_a_text_that_is_read(
     link.symlink_to(text)
     paths = {"RUN": trained.path, "TEXT": text, "LINK": link}
     said = error_line(cli(*(paths.get(word, word) for word in arguments), stdin=b"ba\n"))
-    assert said == f"`{name}` must be a file that is not read, but is {text} instead."
+    assert said == f"`{name}` would overwrite the input {text}; choose another file."
     assert text.read_bytes() == b"ba ce\n"
 
 

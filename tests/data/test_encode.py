@@ -133,7 +133,7 @@ def test_what_was_done_is_not_done_again(
     with pytest.raises(KeyboardInterrupt):
         prepare.prepare(config, RunDir(run), console)
     assert console.lines[-1] == (
-        f"{run}: stopped; what is done is kept, and the same command goes on"
+        f"{run}: stopped; finished parts are kept, and the same command resumes"
     )
     assert not prepare.is_prepared(RunDir(run))
     parts = sorted((run / ".tokenizing").glob("part-*.arrow"))
@@ -142,7 +142,7 @@ def test_what_was_done_is_not_done_again(
     monkeypatch.setattr(sentencepiece, "train_on_pairs", again.append)
     monkeypatch.setattr(scan.Scan, "read", again.append)
     said = make(source, run)
-    assert f"{run}: the tokenizing goes on after 120 training pairs" in said
+    assert f"{run}: tokenizing resumes after 120 training pairs" in said
     assert again == []
     tables = sorted((run / "data").glob("train-*.arrow"))
     assert len(tables) == 6
@@ -180,7 +180,7 @@ def test_a_full_disk_keeps_the_parts_that_are_done(
     interrupted(monkeypatch, 2, OSError(28, "No space left on device"))
     with pytest.raises(Exception, match="cannot be written: No space left on device"):
         make(source, run)
-    assert f"{run}: the tokenizing goes on after 80 training pairs" in make(source, run)
+    assert f"{run}: tokenizing resumes after 80 training pairs" in make(source, run)
 
 
 def test_text_that_must_change_leaves_no_parts(

@@ -73,7 +73,7 @@ def dropped_of(run: RunDir) -> list[dict[str, Any]]:
 def test_a_run_folder_holds_tokenizer_data_and_the_whole_config(tmp_path: Path, tree: Tree) -> None:
     run, said = make(tmp_path, tree)
     assert said == [
-        "tokenizer: unigram, 285 shared pieces",
+        "tokenizer: unigram, 285 shared subwords",
         f"{run.path}: tokenized 200 training pairs",
     ]
     parts = {"config.yaml", "config.schema.json", "tokenizer", "data"}
@@ -305,7 +305,7 @@ def test_other_data_or_another_tokenizer_in_the_same_run_is_refused(
     with pytest.raises(RunError) as error:
         make(tmp_path, tree)
     assert str(error.value) == (
-        f"{run.path}: was tokenized with another `{section}` section; take another --run, "
+        f"{run.path}: was tokenized with another `{section}` section; choose another --run, "
         "or delete this run folder."
     )
 
@@ -326,8 +326,8 @@ def test_test_sets_change_without_tokenizing_again_and_leaks_are_said(
     _, said = make(tmp_path, tree)
     assert said == [
         f"{run.path}: test set news added, 7 pairs",
-        "news: the training pairs have 2 of its 7 pairs and 3 of its sources: its scores will be "
-        "too high",
+        "news: 2 of its 7 pairs and 3 of its sources occur in the training pairs; its scores will "
+        "be too high",
         f"{run.path}: tokenized already",
     ]
     again = RunDir(run.path)
@@ -391,7 +391,7 @@ def test_data_that_is_not_from_mtrain_is_refused_and_kept(
         with pytest.raises(RunError) as error:
             make(tmp_path, tree)
         data_dir = Path(tree["run_dir"]) / "data"
-        said = f"{data_dir}: is there, and not from mtrain; take another --run."
+        said = f"{data_dir}: exists, but mtrain did not write it; choose another --run."
         assert str(error.value) == said
     assert [path for path in Path(tree["run_dir"]).rglob("*") if path.is_file()] == [own]
     assert own.read_text() == "mine"
@@ -431,7 +431,7 @@ def test_separate_vocabularies_each_know_their_side(tmp_path: Path, tree: Tree) 
     tree["tokenizer"] |= {"vocab_size": 283, "shared": False}
     tree["model"]["tie_embeddings"] = "decoder"
     run, said = make(tmp_path, tree)
-    assert said[0] == "tokenizer: unigram, 283 source and 283 target pieces"
+    assert said[0] == "tokenizer: unigram, 283 source and 283 target subwords"
     assert {path.name for path in run.tokenizer_dir.iterdir()} == {"src.model", "tgt.model"}
     tokenizer = sentencepiece.load(run.tokenizer_dir)
     assert len(tokenizer.src.pieces("ba ce")) < len(tokenizer.tgt.pieces("ba ce"))
@@ -629,7 +629,7 @@ def test_a_corpus_that_changed_before_there_is_a_checkpoint_is_refused_by_its_na
     with pytest.raises(RunError) as error:
         make(tmp_path, tree)
     assert str(error.value) == (
-        f"{path}: has changed since {run.path} was tokenized; take another --run, or delete this "
+        f"{path}: has changed since {run.path} was tokenized; choose another --run, or delete this "
         "run folder."
     )
 

@@ -13,7 +13,7 @@ from mtrain.model.transformer import Transformer
 SAME = {"rtol": 1e-9, "atol": 1e-11}
 LENGTHS = [5, 2, 4]
 FIRST = transformer(model_config(), 12, 12, seed=1)
-SECOND = transformer(  # of another size and kind; only the target pieces are the same
+SECOND = transformer(  # of another size and kind; only the target subwords are the same
     model_config(d_model=18, num_heads=3, num_decoder_layers=1, norm="pre"), 12, 12, seed=2
 )
 SRC_KEEP_BS = left_keep(LENGTHS)

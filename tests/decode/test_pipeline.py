@@ -236,6 +236,21 @@ def test_more_prefixes_than_lines_are_an_error_after_the_last_line(translator: T
     )
 
 
+# Lengths
+
+
+@pytest.mark.parametrize(("ratio", "which"), [(9.0, "short"), (0.1, "long")])
+def test_a_translation_of_an_unusual_length_is_warned_of_with_its_words(
+    translator: Translator, ratio: float, which: str
+) -> None:
+    line, said = " ".join(WORDS[:6] * 2), []
+    stats = USUAL._replace(least_ratio=ratio, most_ratio=ratio, share_copied=1.0)
+    (found,) = stream(translator, [[line]], said.append, stats=stats)
+    assert "length" in found.best[0].flags
+    num_words = len(found.best[0].text.split())
+    assert f" is very {which}: {num_words} words for 12" in said[-1]
+
+
 # Long lines
 
 TWO = "ba ce. di fo gu!"  # the tokenizer learned words alone
@@ -446,8 +461,8 @@ def test_the_first_lines_with_a_flaw_are_named_and_the_others_counted(
     numbers = [line.number for line in found if line.best[0].flags == ("copy",)]
     assert len(numbers) > 7
     assert said == [
-        *(f"line {number}: the translation is the line itself." for number in numbers[:5]),
-        f"{len(numbers) - 5} more lines: the translation is the line itself.",
+        *(f"line {number}: the translation is a copy of the line." for number in numbers[:5]),
+        f"{len(numbers) - 5} more lines: the translation is a copy of the line.",
     ]
 
 

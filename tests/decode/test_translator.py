@@ -347,9 +347,28 @@ def test_a_device_is_found_or_refused() -> None:
     assert translator_module.pick_device("auto").type == (
         "cuda" if torch.cuda.is_available() else "cpu"
     )
-    for name in ("tpu", "cpu:x", "", "meta", "cuda:99"):
-        with pytest.raises(ConfigError, match=r"^`device` must be one of this machine"):
+    for name in ("tpu", "cpu:x", "", "meta"):
+        with pytest.raises(
+            ConfigError, match=r"^`device` must be auto, cpu, cuda or cuda:N, but is"
+        ):
             translator_module.pick_device(name)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "what"),
+    [
+        (0, "no CUDA GPU was found here; use cpu or auto."),
+        (2, "this machine has 2 CUDA GPUs, from cuda:0 on."),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_refused(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, what: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    with pytest.raises(ConfigError) as error:
+        translator_module.pick_device("cuda:99")
+    assert str(error.value) == f"`device` is 'cuda:99', but {what}"
 
 
 @pytest.fixture(scope="module")

@@ -137,7 +137,7 @@ def test_a_healthy_run_is_well_in_every_part(cli: Cli, run: RunDir) -> None:
     num_parameters = sum(weight.numel() for weight in load_file(run.model_path).values())
     assert outcome.lines == [
         "config       ok       reads back, nothing unknown",
-        "tokenizer    ok       285 shared pieces; fits the weights",
+        "tokenizer    ok       285 shared subwords; fits the weights",
         "data         ok       200 pairs, all ids within the vocabulary",
         "corpora      ok       6 files as they were tokenized",
         "checkpoints  ok       3 whole, steps 4 to 12",
@@ -769,7 +769,7 @@ def test_a_training_on_another_kind_of_device_is_not_made_again(cli: Cli, run: R
     run.config_path.write_text(yaml.safe_dump(tree))
     outcome = examined(cli, run)
     assert outcome.code == 0
-    assert "must be one of this machine" in facts(outcome, "resume")[0]
+    assert "`training.device` is 'cuda:99', but " in facts(outcome, "resume")[0]
 
 
 def test_a_full_temporary_folder_is_no_damage(

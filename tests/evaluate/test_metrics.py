@@ -298,11 +298,11 @@ def test_a_scorer_gives_each_system_what_it_gives_it_alone() -> None:
         ),
         (
             {"metrics": ["ter"], "tokenize": "intl"},
-            "`--tokenize` must stand beside the metric bleu, but does not.",
+            "`--tokenize` needs the metric bleu.",
         ),
         (
             {"metrics": ["ter"], "lowercase": True},
-            "`--lowercase` must stand beside bleu, chrf or chrf++, but does not.",
+            "`--lowercase` needs the metric bleu, chrf or chrf++.",
         ),
         ({"num_resamples": 39}, "`--resamples` must be 0 or at least 40, but is 39 instead."),
     ],

@@ -258,7 +258,7 @@ def test_systems_that_cannot_be_compared_are_refused_before_anything_is_translat
         ([upper, "--compare", short], "`--compare` must have one run, but has 2 instead."),
         (
             ["--compare", short, "--resamples", "0"],
-            "`--resamples` must not be 0 beside `--compare`, but is.",
+            "`--resamples` must be > 0 with `--compare`, but is 0 instead.",
         ),
         ([upper, "--score"], "`--score` must have one run, but has 2 instead."),
     ]:
@@ -420,11 +420,11 @@ def test_a_text_and_references_that_do_not_fit_are_refused(
         for name, lines in (("src", SOURCES[:3]), ("short", SOURCES[:2]), ("void", []))
     )
     for options, said in [
-        (["--src", src], "`--src` must stand beside `--ref`, but stands alone."),
-        (["--ref", src], "`--ref` must stand beside `--src`, but stands alone."),
+        (["--src", src], "`--src` needs `--ref`."),
+        (["--ref", src], "`--ref` needs `--src`."),
         (
             ["--src", src, "--ref", src, "--tests", "held_out"],
-            "`--tests` must not stand beside `--src`, but does.",
+            "`--tests` has no effect with `--src`; leave it out.",
         ),
         (
             ["--src", src, "--ref", src, "--ref", short],
@@ -437,7 +437,7 @@ def test_a_text_and_references_that_do_not_fit_are_refused(
         ),
         (
             ["--src", src, "--ref", src, "-o", src],
-            f"`--output` must be a file that is not read, but is {src} instead.",
+            f"`--output` would overwrite the input {src}; choose another file.",
         ),
     ]:
         assert error_line(cli("eval", noisy.path, *options)) == said

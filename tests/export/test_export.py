@@ -579,9 +579,7 @@ def test_a_folder_that_is_there_is_left_as_it_is(
     (tmp_path / "mine.txt").write_text("x")
     outcome = cli("export", trained.path, tmp_path, "--to", library)
     assert (outcome.code, outcome.out) == (2, b"")
-    assert outcome.err == (
-        f"mtrain: {tmp_path}: must not be there yet, but is; name another folder.\n"
-    )
+    assert outcome.err == (f"mtrain: {tmp_path}: already exists; choose another folder.\n")
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
@@ -801,7 +799,7 @@ def test_what_the_other_engine_does_not_honour_is_refused(
     outcome = cli("translate", run.path, "--engine", "ctranslate2", *options, stdin=b"ba\n")
     assert (outcome.code, outcome.out) == (2, b"")
     assert outcome.err == (
-        f"mtrain: `{options[0]}` must not stand beside `--engine ctranslate2`, but does.\n"
+        f"mtrain: `{options[0]}` has no effect with `--engine ctranslate2`; leave it out.\n"
     )
 
 

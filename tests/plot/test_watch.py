@@ -95,7 +95,7 @@ def test_where_nobody_trains_it_is_drawn_once(cli: Cli, run: RunDir) -> None:
 
 def test_how_often_stands_for_nothing_without_watching(cli: Cli, run: RunDir) -> None:
     outcome = cli("plot", run.path, "--every", "3")
-    said = "mtrain: `--every` must stand beside `--watch`, but stands alone.\n"
+    said = "mtrain: `--every` needs `--watch`.\n"
     assert (outcome.code, outcome.err) == (2, said)
 
 

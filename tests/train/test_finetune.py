@@ -72,7 +72,7 @@ def test_what_is_learned_stays_and_the_model_card_says_where_it_began(
     outcome = cli("train", path, "--set", "training.lr=1e-9", "--set", "model.dropout=0.0")
     assert outcome.code == 0, outcome.err
     assert f"weights  those of {base.model_path}\n" in outcome.err
-    assert f"tokenizer: bpe, 290 shared pieces, those of {base.path}\n" in outcome.err
+    assert f"tokenizer: bpe, 290 shared subwords, those of {base.path}\n" in outcome.err
     run = RunDir(tmp_path / "run")
     assert run.config.model == base.config.model.model_copy(update={"dropout": 0.0})
     some = ["ba ce", "di fo gu"]
@@ -161,7 +161,7 @@ def test_another_beginning_for_a_run_that_has_begun_is_refused(
             mtrain.train(tree)
         assert str(error.value) == (
             f"{tmp_path / 'run'}: `training.init_from` must stay {base.path}, but is "
-            f"{now or 'null'} now; take another --run, or delete this run folder."
+            f"{now or 'null'} now; choose another --run, or delete this run folder."
         )
 
 
@@ -190,7 +190,7 @@ def test_weights_that_are_missing_or_of_another_tokenizer_are_refused(
         mtrain.train(config)
     assert str(error.value) == (
         f"{other.model_path}: must belong to the tokenizer that {tmp_path / 'run'} was tokenized "
-        "with, but was trained with another one since; take another --run."
+        "with, but was trained with another one since; choose another --run."
     )
     other.model_path.unlink()
     with pytest.raises(mtrain.RunError, match=r"is missing; `mtrain train CONFIG` makes it"):

@@ -472,8 +472,9 @@ def test_a_run_that_reached_its_target_is_left_as_it_is(
     assert (outcome.code, outcome.out) == (0, b"")
     assert outcome.err.splitlines() == [
         f"{run.path}: tokenized already",
-        f"{run.path}: finished at step 12 (12 steps, or 10 validations without a better one); "
-        "to go on, raise `training.max_steps`, `training.max_minutes` or `training.patience`",
+        f"{run.path}: finished at step 12 (training ends after 12 updates, or after 10 validations "
+        "without improvement); to go on, raise `training.max_steps`, `training.max_minutes` or "
+        "`training.patience`",
     ]
     after = contents(run)
     assert after.keys() == before.keys()
@@ -901,7 +902,7 @@ def test_another_model_is_refused_once_there_are_checkpoints(
     with pytest.raises(RunError) as error:
         train(source, setting, "training.max_steps=20", run=str(run.path))
     assert str(error.value) == (
-        f"{run.path}: its checkpoints have another `model.{key}` ({old}); take another --run, or "
+        f"{run.path}: its checkpoints have another `model.{key}` ({old}); choose another --run, or "
         "delete this run folder."
     )
     assert contents(run) == before
@@ -920,8 +921,7 @@ def test_a_device_that_is_not_there_is_refused(cli: Cli, source: Path, tmp_path:
     outcome = cli("train", source, "--run", run, "--set", "training.device=tpu")
     assert outcome.code == 2
     assert outcome.err == (
-        "mtrain: `training.device` must be one of this machine, such as cpu or cuda, but is 'tpu' "
-        "instead.\n"
+        "mtrain: `training.device` must be auto, cpu, cuda or cuda:N, but is 'tpu' instead.\n"
     )
     assert not run.exists()
 
@@ -1063,8 +1063,8 @@ def test_the_header_says_what_is_about_to_be_trained(
     said = outcome.err.splitlines()
     num_parameters = sum(weight.numel() for weight in weights.values())
     assert f"model    {num_parameters:,} parameters" in said
-    assert "pieces   285 shared pieces" in said
-    assert "target   2 steps, or 10 validations without a better one" in said
+    assert "vocab    285 shared subwords" in said
+    assert "stops    after 2 updates, or after 10 validations without improvement" in said
     for name in ("source", "reference", "translation"):
         assert sum(line.startswith(f"  {name:<11}  ") for line in said) == 1
     assert "pairs    200 for training, dropped 0," in said
