@@ -5,6 +5,7 @@ They are those that the `sacrebleu` command prints for the same lines. Knows lin
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from mtrain.io.text_width import count
 METRICS = ("bleu", "chrf", "chrf++", "ter")  # as the user names them
 _MIN_VARIETY = 0.2  # different outputs, by different references, of a model that reads its source
 _MIN_VARIED = 10  # different references, to judge by
+_MAX_DIGITS = 30  # after the point, so that a printed float is the same float
 _LEAST_RESAMPLES = 40  # an interval of 95% cuts one in 40 on either side
 
 
@@ -161,19 +163,22 @@ class Scorer:
         digits of a float32 only.
         """
         num_resamples = self.options.num_resamples
-        mean = half_width = None
+        drawn: Any = None
         try:
             result = metric.corpus_score(hypotheses, None, n_bootstrap=num_resamples or 1)
-            if num_resamples:
-                mean, half_width = float(result._mean), float(result._ci)
         except TypeError:
             result = metric.corpus_score(hypotheses, None)
             test = PairedTest([("", hypotheses)], {"": metric}, None, "bs", num_resamples)
-            drawn: Any = test()[1][result.name][0]
-            mean, half_width = float(drawn.mean), float(drawn.ci)
+            drawn = test()[1][result.name][0]
         signature = str(metric.get_signature())  # names the resampling, if there was one
-        value, verbose = float(result.score), str(result._verbose)
-        return Score(result.name, value, signature, mean, half_width, verbose)
+        printed = json.loads(result.format(_MAX_DIGITS, signature=signature, is_json=True))
+        mean = half_width = None
+        if drawn is not None:
+            mean, half_width = float(drawn.mean), float(drawn.ci)
+        elif num_resamples:
+            mean, half_width = (printed.get(f"confidence_{key}", 0.0) for key in ("mean", "var"))
+        verbose = printed.get("verbose_score", "")
+        return Score(result.name, float(result.score), signature, mean, half_width, verbose)
 
     def comet_values(self, hypotheses: Sequence[str]) -> Floats:
         """Return COMET's score of each line."""
