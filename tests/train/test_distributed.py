@@ -435,12 +435,13 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def test_scores_are_those_of_one_process(
-    cli: Cli, trained: RunDir, tmp_path: Path, ranks: Ranks
+    cli: Cli, trained: RunDir, tmp_path: Path, ranks: Ranks, text: Path
 ) -> None:
     run = RunDir(shutil.copytree(trained.path, tmp_path / "short"))
-    text = run.config_path.read_text("utf-8")
-    run.config_path.write_text(text.replace("max_tokens: 32", "max_tokens: 5"), encoding="utf-8")
-    for settings in (["--json", "--details"], ["--score"]):
+    config = run.config_path.read_text("utf-8")
+    run.config_path.write_text(config.replace("max_tokens: 32", "max_tokens: 5"), encoding="utf-8")
+    given = ["--src", text, "--ref", text, "--json"]
+    for settings in (["--json", "--details"], ["--score"], given):
         alone = cli("eval", run.path, *settings)
         assert ("in 2 parts" in alone.err) == ("--json" in settings)
         ended = ranks.mtrain(3, "eval", run.path, *settings)
