@@ -476,7 +476,7 @@ def test_output_that_reached_its_limit_is_marked(translator: Translator) -> None
     (line,) = stream(endless, [["ba ce di"]], warn=said.append)
     if len(line.best[0].tokens) == num_tokens("ba ce di", translator):
         assert "limit" in line.best[0].flags
-        assert any("reached its limit" in text for text in said)
+        assert any("reached the length limit" in text for text in said)
     finished = stream(translator, [LINES])
     assert all(not line.best[0].flags for line in finished)
     assert len(list(chain(*(line.best for line in finished)))) == len(LINES)
