@@ -12,6 +12,8 @@ COMPILED = (
     "without it a layer that cannot be compiled ends the training: look for it in torch.compiler"
 )
 PRIVATE = {  # name: what to do without it
+    "torch._C._current_graph_task_id": "a call that is recomputed in a backward pass cannot be "
+    "told from a new one: refuse dropout under torch.utils.checkpoint",
     "torch._C._get_tracing_state": "torch.jit.is_tracing() says the same, in Python",
     "torch.autograd.forward_ad._current_level": "torch.func.jvp must not meet compiled operations: "
     "refuse tensors for which forward_ad.unpack_dual(tensor).tangent is not None",

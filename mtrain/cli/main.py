@@ -28,7 +28,7 @@ from mtrain.cli.train import train
 from mtrain.cli.translate import translate
 from mtrain.config import config_file
 from mtrain.config.sections import format_value
-from mtrain.errors import ConfigError, UserError
+from mtrain.errors import NEEDS_POSIX, ConfigError, UserError
 from mtrain.runtime.process_group import read_torchrun_env
 from mtrain.runtime.process_settings import own_process
 from mtrain.runtime.signals import unwind_when_stopped
@@ -48,6 +48,9 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of all mistakes 
 
 def main() -> NoReturn:
     """Run the command line; a user's error is one line on stderr and exit code 2."""
+    if os.name != "posix":
+        print(f"mtrain: {NEEDS_POSIX}", file=sys.stderr)
+        sys.exit(2)
     console.open_closed_streams()
     own_process()
     try:

@@ -8,7 +8,8 @@ import threading
 import time
 from types import FrameType, TracebackType
 
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_HANGUP = getattr(signal, "SIGHUP", signal.SIGTERM)  # absent where the command line says why
+STOPPING = (signal.SIGINT, signal.SIGTERM, _HANGUP)
 _BURST_S = 2.0  # after a signal, in which others mean the same
 
 

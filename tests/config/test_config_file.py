@@ -108,6 +108,7 @@ def test_the_defaults_are_those_of_the_design(minimal: Path) -> None:
         "precision": "auto",
         "compile": True,
         "log_every": 50,
+        "num_examples": 1,
         "validate_every": 500,
         "save_every": None,
         "patience": 10,

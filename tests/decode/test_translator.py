@@ -554,5 +554,7 @@ def test_weights_that_are_no_numbers_are_an_error(trained: RunDir, translator: T
     with torch.no_grad():
         model.output.weight.fill_(torch.nan)
     broken = Translator([model], translator.tokenizer, translator.options, translator.device)
-    with pytest.raises(RunError, match=r"^the model must give numbers, but gives none"):
+    with pytest.raises(
+        RunError, match=r"^the model must give finite numbers, but does not: its training"
+    ):
         translate_lines(broken, LINES)
