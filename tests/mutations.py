@@ -810,9 +810,9 @@ TEXT = [
     Mutation(
         "lines end at U+2028 too",
         "mtrain/io/lines.py",
-        "        yield from raw_lines(stream)\n",
-        "        for line in raw_lines(stream):\n"
-        "            yield from line.split(b'\\xe2\\x80\\xa8')\n",
+        "enumerate(raw_lines(stream), start=1)",
+        "enumerate((part for line in raw_lines(stream) "
+        "for part in line.split(b'\\xe2\\x80\\xa8')), start=1)",
         "tests/io/test_lines_and_atomic.py",
     ),
     Mutation(

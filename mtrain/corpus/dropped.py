@@ -14,7 +14,7 @@ from typing import NamedTuple, TextIO
 
 from pydantic import TypeAdapter, ValidationError
 
-from mtrain.errors import DataError, RunError
+from mtrain.errors import DataError, RunError, damaged
 from mtrain.io.lines import read_lines
 
 DROPPED_FILE = "dropped.jsonl.gz"
@@ -77,9 +77,9 @@ def read_counts(directory: Path) -> dict[str, int]:
     try:
         return _COUNTS.validate_json(path.read_bytes(), strict=True)
     except OSError:
-        raise RunError(f"{path}: is missing; restore it from a copy of the run.") from None
+        raise damaged(path, "is missing") from None
     except ValidationError:
-        raise RunError(f"{path}: is damaged; restore it from a copy of the run.") from None
+        raise damaged(path, "is damaged") from None
 
 
 def check(directory: Path) -> None:
@@ -93,7 +93,7 @@ def check(directory: Path) -> None:
         try:
             counts[_PAIR.validate_json(line, strict=True).reason] += 1
         except ValidationError:
-            raise RunError(f"{path}: is damaged; restore it from a copy of the run.") from None
+            raise damaged(path, "is damaged") from None
     if counts != read_counts(directory):
         raise RunError(f"{path}: must list what {_COUNTS_FILE} counts, but does not.")
 

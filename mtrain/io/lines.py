@@ -155,13 +155,14 @@ def read_forgiving(path: Path | None, warn: Callable[[str], None]) -> Iterator[s
         DataError: for a file that cannot be read.
     """
     warnings = LineWarnings(warn)
-    for number, line in enumerate(_read_raw(path), start=1):
-        try:
-            yield line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            text = f"is not UTF-8: {_culprit(error)}; replaced by U+FFFD."
-            warnings.add("not UTF-8", number, text)
-            yield line.decode("utf-8", errors="replace")
+    with open_lines(path) if path is not None else _open_stdin() as stream:
+        for number, line in enumerate(raw_lines(stream), start=1):
+            try:
+                yield line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                text = f"is not UTF-8: {_culprit(error)}; replaced by U+FFFD."
+                warnings.add("not UTF-8", number, text)
+                yield line.decode("utf-8", errors="replace")
     warnings.close()
 
 
@@ -210,11 +211,6 @@ def read_blocks(
 def format_undecodable(error: UnicodeDecodeError) -> str:
     """Say what is wrong with a line that is not UTF-8."""
     return f"must be UTF-8, but has {_culprit(error)}"
-
-
-def _read_raw(path: Path | None) -> Iterator[bytes]:
-    with open_lines(path) if path is not None else _open_stdin() as stream:
-        yield from raw_lines(stream)
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mtrain.config.config_file import from_tree
-from mtrain.config.corpora import Section
 from mtrain.config.sections import Config
 from mtrain.errors import ConfigError, RunError
 from mtrain.run.run_dir import RunDir
@@ -42,40 +41,28 @@ def complete_config(config: Config, name: str) -> Config:
         raise ConfigError(
             f"{name}: `training.init_from` must be another run than `run_dir`, but is the same."
         )
-    other = _begun(config) or _load(init_from, name)
+    run = RunDir(Path(config.run_dir))
+    if run.config_path.is_file() and run.config.training.init_from == init_from:
+        other = run.config
+    else:
+        try:
+            other = RunDir(Path(init_from)).config
+        except RunError as error:
+            raise ConfigError(f"{name}: `training.init_from`: {error}") from None
     sections = {}
     for section in ("tokenizer", "model"):
         ours, theirs = getattr(config, section), getattr(other, section)
-        _check(ours, theirs, f"{name}: `{section}.", init_from)
-        given = {key: getattr(ours, key) for key in ours.model_fields_set}
+        fields = type(ours).model_fields
+        given = {key: getattr(ours, key) for key in fields if key in ours.model_fields_set}
+        for key, value in given.items():
+            expected = getattr(theirs, key)
+            if key not in _FREE and value != expected:
+                raise ConfigError(
+                    f"{name}: `{section}.{key}` must be {expected!r}, as in {init_from}, but is "
+                    f"{value!r} instead."
+                )
         sections[section] = theirs.model_copy(update=given)
     return from_tree(config.model_copy(update=sections).model_dump(), name)
-
-
-def _begun(config: Config) -> Config | None:
-    """Return the config of the run itself, if it has begun with the same weights."""
-    run = RunDir(Path(config.run_dir))
-    if not run.config_path.is_file():
-        return None
-    stored = run.config
-    return stored if stored.training.init_from == config.training.init_from else None
-
-
-def _load(init_from: str, name: str) -> Config:
-    try:
-        return RunDir(Path(init_from)).config
-    except RunError as error:
-        raise ConfigError(f"{name}: `training.init_from`: {error}") from None
-
-
-def _check(ours: Section, theirs: Section, prefix: str, init_from: str) -> None:
-    """Refuse a key that was given and is another one in the other run."""
-    for key in type(ours).model_fields:
-        value, wanted = getattr(ours, key), getattr(theirs, key)
-        if key in ours.model_fields_set and key not in _FREE and value != wanted:
-            raise ConfigError(
-                f"{prefix}{key}` must be {wanted!r}, as in {init_from}, but is {value!r} instead."
-            )
 
 
 def check_weights(config: Config) -> None:

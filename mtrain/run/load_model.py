@@ -73,13 +73,13 @@ def load_model(
 def _weights_path(run: RunDir, step: int | None) -> Path:
     if step is None:
         return run.model_path
-    found = checkpoint.steps(run.checkpoints_dir)
-    if step not in found:
+    saved = checkpoint.steps(run.checkpoints_dir)
+    if step not in saved:
         raise RunError(
             f"{run.path}: must have a checkpoint of step {step:,}, but has those of "
-            f"{', '.join(f'{saved:,}' for saved in found) or 'none'} instead."
+            f"{', '.join(f'{number:,}' for number in saved) or 'none'} instead."
         )
-    return found[step] / "model.safetensors"
+    return saved[step] / "model.safetensors"
 
 
 def build_model(config: ModelConfig, vocabulary: Tokenizer) -> Transformer:
@@ -113,10 +113,10 @@ def set_weights(
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         if name not in weights or weights[name].shape != parameter.shape:
-            found = tuple(weights[name].shape) if name in weights else "missing"
+            actual = tuple(weights[name].shape) if name in weights else "missing"
             raise RunError(
                 f"{path}: `{name}` must have the shape {tuple(parameter.shape)} that config.yaml "
-                f"asks for, but is {found} instead; restore the run's own config.yaml."
+                f"asks for, but is {actual} instead; restore the run's own config.yaml."
             )
         if not weights[name].is_floating_point():
             raise RunError(

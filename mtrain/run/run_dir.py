@@ -153,10 +153,8 @@ class RunDir:
 
     def is_locked(self) -> bool:
         """Tell whether a process is training in the folder; False if the lock cannot be written."""
-        if not self._lock_path.exists() or not os.access(self._lock_path, os.W_OK):
-            return False
         try:
-            with self.locked():
+            with self.left_alone():
                 return False
         except RunError:
             return True

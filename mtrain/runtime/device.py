@@ -48,12 +48,9 @@ def pick_device(name: str, key: str = "device") -> torch.device:
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
     """Return the dtype of activations and matrix products for `precision`."""
-    if precision == "bfloat16":
-        return torch.bfloat16
-    if precision == "float16":
-        return torch.float16
-    if precision == "float32":
-        return torch.float32
+    named = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if precision in named:
+        return named[precision]
     if device.type == "cuda":
         has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if has_bfloat16 else torch.float32

@@ -130,11 +130,8 @@ def _empty(length: int) -> Tensor:
 
 def _as_tensor(message: bytes, length: int) -> Tensor:
     """Return bytes as a uint8 tensor, zero-padded to `length`."""
-    padded = _empty(length)
-    padded[: len(message)] = torch.frombuffer(bytearray(message or b"\0"), dtype=torch.uint8)[
-        : len(message)
-    ]
-    return padded
+    padded = bytearray(message.ljust(max(length, 1), b"\0"))  # no tensor begins without bytes
+    return torch.frombuffer(padded, dtype=torch.uint8)[:length]
 
 
 def join(launch: TorchrunEnv) -> TorchProcessGroup:

@@ -17,7 +17,7 @@ from pathlib import Path
 import sentencepiece
 
 from mtrain.config.sections import DEFAULT_VOCAB_SIZE, TokenizerConfig
-from mtrain.errors import ConfigError, DataError, RunError, UserError
+from mtrain.errors import ConfigError, DataError, RunError, UserError, damaged
 from mtrain.tokenizer.bpe_dropout import Merges
 
 _TOO_LARGE = re.compile(r"Vocabulary size too high.*?<= (\d+)")
@@ -213,17 +213,13 @@ def _load_vocabulary(path: Path) -> Vocabulary:
         vocabulary = Vocabulary(path.read_bytes())
         vocabulary.pieces_of(range(len(vocabulary)))  # each must be UTF-8
     except OSError:
-        raise RunError(f"{path}: is missing; restore it from a copy of the run.") from None
+        raise damaged(path, "is missing") from None
     except (RuntimeError, UnicodeDecodeError):
-        raise RunError(
-            f"{path}: must be a SentencePiece model, but is not; restore it from a copy of the run."
-        ) from None
+        raise damaged(path, "must be a SentencePiece model, but is not") from None
     special = [vocabulary.pad, vocabulary.unk, vocabulary.bos, vocabulary.eos]
     if special != list(range(len(special))):
-        raise RunError(
-            f"{path}: must have the special pieces of mtrain, but has another model's; restore it "
-            "from a copy of the run."
-        )
+        what = "must have the special pieces of mtrain, but has another model's"
+        raise damaged(path, what)
     return vocabulary
 
 
