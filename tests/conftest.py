@@ -8,6 +8,7 @@ import io
 import os
 import pty
 import re
+import shutil
 import signal
 import struct
 import subprocess
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for tiny models, a second thread costs time
@@ -185,15 +187,22 @@ def shell() -> Shell:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """A run of the copy task, trained by the command line. Tests only read it."""
-    directory = tmp_path_factory.mktemp("copy")
-    tree = tiny_tree(directory, copy_task, num_train=1500)
-    tree["tokenizer"]["vocab_size"] = 295  # nearly all the words are whole pieces
-    tree["model"] |= {"d_model": 32, "d_ff": 64, "dropout": 0.0}
-    tree["training"] |= SETTLED
-    result = run_mtrain("train", write_config(directory / "config.yaml", tree))
-    assert result.returncode == 0, result.stderr.decode()
-    return RunDir(directory / "run")
+    """A run of the copy task, trained by the command line. Tests only read it.
+
+    It is trained once for all processes of pytest-xdist; each has a copy, whose lock is its own.
+    """
+    base = tmp_path_factory.getbasetemp()
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "copy"
+    with FileLock(f"{directory}.lock"):
+        if not (directory / "run" / "model.safetensors").is_file():
+            tree = tiny_tree(directory, copy_task, num_train=1500)
+            tree["tokenizer"]["vocab_size"] = 295  # nearly all the words are whole pieces
+            tree["model"] |= {"d_model": 32, "d_ff": 64, "dropout": 0.0}
+            tree["training"] |= SETTLED
+            result = run_mtrain("train", write_config(directory / "config.yaml", tree))
+            assert result.returncode == 0, result.stderr.decode()
+    run = tmp_path_factory.mktemp("copy") / "run"
+    return RunDir(Path(shutil.copytree(directory / "run", run)))
 
 
 @pytest.fixture(scope="session")

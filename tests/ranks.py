@@ -31,6 +31,9 @@ from mtrain.train.loss import LossSum, loss_of
 from mtrain.train.trainer import Trainer
 
 PATIENCE_S = 120
+# torch imports `torch._dynamo` at the first optimizer step: half of the time of a short training
+PRELOADED = ["ranks", "datasets", "mtrain.train.data_parallel", "mtrain.decode.translator"]
+PRELOADED += ["torch._dynamo", "mtrain.cli.train", "mtrain.cli.evaluate", "mtrain.cli.translate"]
 
 needs_fork_server = pytest.mark.skipif(
     "forkserver" not in multiprocessing.get_all_start_methods(), reason="needs a fork server"
@@ -62,9 +65,7 @@ class Ranks:
     ) -> list[ForkServerProcess]:
         """Start `function(*arguments)` on each of some ranks."""
         context: ForkServerContext = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["ranks", "datasets", "mtrain.train.data_parallel", "mtrain.decode.translator"]
-        )
+        context.set_forkserver_preload(PRELOADED)
         self.store = torch.distributed.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False
         )
