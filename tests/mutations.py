@@ -1127,11 +1127,15 @@ EVALUATION = [
     metrics("BLEU heeds case", "BLEU(options.lowercase,", "BLEU(False,"),
     metrics("chrF heeds case", "lowercase=options.lowercase", "lowercase=False"),
     metrics("COMET is shown as if it were a percentage", "{4 if metric", "{2 if metric"),
-    metrics("an interval is shown at half its width", "float(result._ci)", "float(result._ci) / 2"),
+    metrics(
+        "an interval is shown at half its width",
+        "signature, mean, half_width, verbose)",
+        "signature, mean, (half_width or 0.0) / 2, verbose)",
+    ),
     metrics(
         "a score is that of the resampled test sets",
-        "value, verbose = float(result.score)",
-        "value, verbose = float(mean or result.score)",
+        "float(result.score), signature",
+        "float(mean or result.score), signature",
     ),
     metrics(
         "no number of resamples is too low",
