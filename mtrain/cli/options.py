@@ -162,7 +162,9 @@ SrcLangOption = Annotated[
 TgtLangOption = Annotated[
     str, typer.Option(metavar="YY", help="That of the translation.", show_default=False)
 ]
-BudgetOption = Annotated[str, typer.Option(metavar="TIME", help="Of training: 90s, 30m, 1h30m.")]
+BudgetOption = Annotated[
+    str, typer.Option(metavar="TIME", help="Of training and tests: 90s, 30m, 1h30m.")
+]
 NewConfigOption = Annotated[
     Path | None,
     typer.Option("-o", "--output", metavar="CONFIG", help="To write; XX-YY.yaml if absent."),
