@@ -5,6 +5,7 @@ Only this module deletes checkpoints; `run.checkpoint` defines their files.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from mtrain.config.sections import Config, TrainingConfig
@@ -42,7 +43,11 @@ class CheckpointManager:
             path = checkpoint.newest_whole(self.directory, self.log.say)
             step = -1 if path is None else checkpoint.load_progress(path).step
         step = int(self.process_group.broadcast_float(step))
-        return None if step < 0 else checkpoint.path_of(self.directory, step)
+        return None if step < 0 else self.path_of(step)
+
+    def path_of(self, step: int) -> Path:
+        """Return the path of the checkpoint of a step."""
+        return checkpoint.path_of(self.directory, step)
 
     def save(self, state: Checkpoint, fingerprint: str, environment: Environment) -> None:
         """Write a checkpoint, then prune the older ones.
@@ -81,27 +86,27 @@ class CheckpointManager:
         every = self.config.save_every
         return (every is not None and step % every == 0) or str(step) in progress.bleu_of_step
 
-    def final_candidates(self, progress: Progress) -> tuple[int, list[int], dict[int, Path]]:
-        """Choose the checkpoints for the final weights, and warn of damaged ones.
+    def final_candidates(self, progress: Progress) -> tuple[int, list[int]]:
+        """Return the steps of the best checkpoint, and of those to average, as rank 0 finds them.
 
-        Returns:
-            The step of the best checkpoint, the steps of the checkpoints to average, and the
-            paths of all undamaged checkpoints by step.
+        Damaged ones are left out, and named.
         """
+        chosen: tuple[int, list[int]] | None = None
         if self.process_group.is_first:
             self.prune(progress)  # a process killed during a save did not prune
-        self.process_group.barrier()
-        whole = {}
-        for step, path in checkpoint.steps(self.directory).items():
-            try:
-                checkpoint.check(path)
-                whole[step] = path
-            except RunError as error:
-                self.log.say(f"{error} It is skipped.")
-        best = [step for step in progress.best_steps() if step in whole]
-        last = [step for step in reversed(whole) if self.is_due(step, progress)]
-        averaged = last if self.config.average_of == "last" else best
-        return best[0], averaged[: self.config.average], whole
+            whole = []
+            for step, path in checkpoint.steps(self.directory).items():
+                try:
+                    checkpoint.check(path)
+                    whole.append(step)
+                except RunError as error:
+                    self.log.say(f"{error} It is skipped.")
+            best = [step for step in progress.best_steps() if step in whole]
+            last = [step for step in reversed(whole) if self.is_due(step, progress)]
+            averaged = last if self.config.average_of == "last" else best
+            chosen = best[0], averaged[: self.config.average]
+        step, steps = json.loads(self.process_group.broadcast_bytes(json.dumps(chosen).encode()))
+        return step, steps
 
     def has_final_weights(self, step: int) -> bool:
         """Return whether the run has final weights that include the training up to `step`."""

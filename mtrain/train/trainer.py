@@ -90,8 +90,9 @@ def train(
     """
     device.keep_freed_memory()
     _check_shared(run, process_group)
-    check_unfinished(run)
-    check_model_config(config, run)
+    if process_group.is_first:
+        check_unfinished(run)
+        check_model_config(config, run)
     lock = run.locked() if process_group.is_first else nullcontext()
     if log is None or not process_group.is_first:
         log = (RunLog if process_group.is_first else NullLogger)(run.metrics_path)
@@ -370,8 +371,9 @@ class Trainer:
     def finish(self) -> None:
         """Write the average or the best checkpoint, whichever validates better, as the result."""
         progress = self.state.progress
-        best, averaged, paths = self.checkpoints.final_candidates(progress)
-        weights = checkpoint.average([paths[step] for step in averaged], self.fingerprint)
+        best, averaged = self.checkpoints.final_candidates(progress)
+        paths = [self.checkpoints.path_of(step) for step in averaged]
+        weights = checkpoint.average(paths, self.fingerprint)
         set_weights(self.model, weights, self.run_dir.checkpoints_dir, self.process_group)
         scores, bleu = self._score(), progress.bleu_of_step[str(best)]
         name = f"the average of {count(len(averaged), 'checkpoint')}"
@@ -386,7 +388,8 @@ class Trainer:
             bleu = scores.bleu
         else:
             name, averaged = "the best checkpoint", [best]
-            weights = checkpoint.load_model(paths[best] / "model.safetensors", self.fingerprint)
+            path = self.checkpoints.path_of(best) / "model.safetensors"
+            weights = checkpoint.load_model(path, self.fingerprint)
         if self.process_group.is_first:
             info = FinalWeightsInfo(sorted(averaged), bleu, progress.step)
             checkpoint.save_model(self.run_dir.model_path, weights, self.fingerprint, info)

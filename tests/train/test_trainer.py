@@ -29,12 +29,14 @@ from mtrain.data.batch import Batch, UpdateBatches, collate
 from mtrain.errors import RunError
 from mtrain.ops import native
 from mtrain.run import checkpoint
-from mtrain.run.logger import RunLog
+from mtrain.run.logger import NullLogger, RunLog
 from mtrain.run.run_dir import RunDir
+from mtrain.runtime.process_group import ProcessGroup
 from mtrain.runtime.signals import Stopped
 from mtrain.tokenizer import sentencepiece
 from mtrain.train import gradients as gradients_module
 from mtrain.train import trainer as trainer_module
+from mtrain.train.checkpoint_manager import CheckpointManager
 from mtrain.train.gradients import GradientPart, Gradients, GradientTask
 from mtrain.train.loss import LossSum
 from mtrain.train.meters import RunningMeter
@@ -996,6 +998,40 @@ def test_a_damaged_checkpoint_is_left_out_of_the_average(
     said = capsys.readouterr().err
     assert f"{harmed}: is damaged: its checksum is another. It is skipped." in said
     assert "the average of 2 checkpoints" in said
+
+
+def test_all_ranks_take_the_checkpoints_that_the_first_has_found(
+    straight: RunDir, tmp_path: Path
+) -> None:
+    """To another rank a disk of the network may show other files, or none."""
+
+    class Rank(ProcessGroup):
+        size = 2
+
+        def __init__(self, rank: int, sent: list[bytes]) -> None:
+            self.rank, self.sent = rank, sent
+
+        def broadcast_bytes(self, message: bytes) -> bytes:
+            if self.is_first:
+                self.sent.append(message)
+            return self.sent.pop(0) if not self.is_first else message
+
+        def broadcast_float(self, number: float) -> float:
+            return float(self.broadcast_bytes(str(float(number)).encode()))
+
+    first_dir, sent = RunDir(tmp_path / "first"), []
+    shutil.copytree(straight.path, first_dir.path)
+    found = []
+    for rank, run in enumerate((first_dir, RunDir(tmp_path / "nothing"))):
+        log = NullLogger(tmp_path / "metrics.jsonl")
+        settings = straight.config.training.model_copy(update={"average": 3})
+        manager = CheckpointManager(run, settings, log, Rank(rank, sent))
+        newest = manager.newest()
+        assert newest == run.checkpoints_dir / "step-00000012"
+        progress = checkpoint.load_progress(first_dir.checkpoints_dir / newest.name)
+        found.append([manager.final_candidates(progress), manager.has_final_weights(12)])
+    assert found[0] == found[1] == [(progress.best_steps()[0], [12, 8, 4]), True]
+    assert not sent
 
 
 def test_a_run_folder_that_takes_no_lock_is_refused_as_every_file_that_cannot_be_written(
