@@ -192,13 +192,27 @@ class TrainingData:
         return windows * (len(batch_cuts(np.arange(longest), ends, batch_tokens)) + 1)
 
     def largest(self, batch_tokens: int) -> list[Batch]:
-        """Return the two batches of the first window that need the most memory.
+        """Return the two batches that need the most memory.
 
-        The first has the most positions, the second the most attention scores.
+        The first has the most positions, the second the most attention scores. Of several windows
+        only the first is read: then they are of its pairs, repeated to as many and as long ones as
+        a batch of any window can have.
         """
         window = self._open(0, 0)
         largest = [int(sizes.argmax()) for sizes in window.batch_sizes(batch_tokens)]
-        return [self._collate(window, window.plan(batch_tokens)[index]) for index in largest]
+        batches = [window.plan(batch_tokens)[index] for index in largest]
+        if self._mixture.num_windows == 1:
+            return [self._collate(window, rows) for rows in batches]
+        used = [np.flatnonzero(entry.lengths) for entry in self._manifest.corpora]
+        lengths = np.unique(np.concatenate([*used, np.maximum(*window.lengths)]))
+        num_rows, tgt = np.maximum(batch_tokens // lengths, 1), self._tokenizer.tgt
+        found = []
+        for rows, sizes in zip(batches, (num_rows * lengths, num_rows * lengths**2), strict=True):
+            ids, count = window.take(rows[:1]), int(num_rows[sizes.argmax()])
+            width = int(lengths[sizes.argmax()])  # eos included
+            src, out = (np.resize(side[0], width) for side in ids)
+            found.append(collate([src] * count, [out[1:]] * count, tgt.pad, tgt.bos, tgt.eos))
+        return found
 
     def lengths(self) -> tuple[Lengths, Lengths]:
         """Return the source and target lengths of the first window's pairs, eos included."""

@@ -25,7 +25,7 @@ from encoded_pairs import (
 
 from mtrain.data import arrow_shards, loader
 from mtrain.data.arrow_shards import ShardSet
-from mtrain.data.batch import Position
+from mtrain.data.batch import Batch, Position
 from mtrain.data.loader import TrainingData, check_pairs, read_ids
 from mtrain.errors import RunError
 
@@ -84,6 +84,25 @@ def test_an_epoch_of_several_windows_has_every_pair_exactly_once(
 ) -> None:
     batches = pairs_in(epoch(training_data(directory), number))
     assert sorted(itertools.chain(*batches)) == sorted(written())
+
+
+@pytest.mark.parametrize("batch_tokens", [20, 64, 1000])
+def test_no_batch_of_any_window_is_larger_than_the_largest(
+    directory: Path, batch_tokens: int
+) -> None:
+    def positions(batch: Batch) -> int:
+        return batch.num_positions
+
+    def scores(batch: Batch) -> int:
+        src, tgt = batch.src_BS.shape[1], batch.tgt_in_BT.shape[1]
+        return len(batch.src_BS) * (src**2 + tgt**2 + src * tgt)
+
+    data = training_data(directory)
+    largest = data.largest(batch_tokens)
+    batches = [*epoch(data, 0, batch_tokens), *epoch(data, 1, batch_tokens)]
+    for batch, size in zip(largest, (positions, scores), strict=True):
+        assert size(batch) >= max(map(size, batches))
+        assert max(batch.src_BS.numel(), batch.tgt_in_BT.numel()) <= batch_tokens
 
 
 def test_a_start_at_a_position_of_any_window_gives_exactly_the_continuation(
