@@ -7,9 +7,9 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import lru_cache
 from statistics import median
+from typing import Literal
 
 from sacrebleu.metrics.chrf import CHRF
 
@@ -19,15 +19,9 @@ from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
 
 NUM_EXAMPLES = 5  # lines of a kind that are shown
+Unit = Literal["words", "characters"]  # what the length of a line is counted in
 _NUM_LENGTH_GROUPS = 4
 _COUNT_GROUPS = (0, 1, 10, 100, 1000)  # the least training count of each group by rarity
-
-
-class Unit(str, Enum):
-    """What the length of a line is counted in."""
-
-    WORDS = "words"
-    CHARACTERS = "characters"
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,7 @@ def split_words(line: str, unit: Unit) -> list[str]:
 
     Characters are letters, digits and combining marks.
     """
-    if unit is Unit.CHARACTERS:
+    if unit == "characters":
         return [character for character in line.lower() if _is_word_character(character)]
     return [stripped for word in line.split() if (stripped := _strip_punctuation(word))]
 
@@ -104,7 +98,7 @@ def _strip_punctuation(word: str) -> str:
 
 def unit_of(lines: Sequence[str]) -> Unit:
     """Return words, or characters where most lines have no space within."""
-    return Unit.WORDS if median(len(line.split()) for line in lines) > 1 else Unit.CHARACTERS
+    return "words" if median(len(line.split()) for line in lines) > 1 else "characters"
 
 
 def count_in_training(run: RunDir, sources: Sequence[str]) -> Counter[str] | None:

@@ -107,7 +107,7 @@ def _breakdown(result: TestResult, breakdown: Breakdown) -> Iterator[str]:
     yield f"{result.name}  {result.system}"
     for score in result.scores:
         yield from (f"  {row}" for row in wrapped(score.verbose, _WIDTH - 2, 2))
-    rows = _group_rows(f"{breakdown.unit.value} in the source", breakdown.by_length)
+    rows = _group_rows(f"{breakdown.unit} in the source", breakdown.by_length)
     if breakdown.by_rarity:
         rows += _group_rows("training text has the rarest word", breakdown.by_rarity, " times")
     yield from format_table(rows, "<" + ">" * (len(rows[0]) - 1))
