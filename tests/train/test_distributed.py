@@ -310,8 +310,8 @@ def test_when_a_rank_is_killed_the_others_end_with_one_message(
     assert ended.codes == [2, 2, -signal.SIGKILL, 2]
     (said,) = ended.said
     assert said.partition(": another")[2] == (
-        " rank has ended without a word: killed, or its machine is gone; the same command goes on "
-        "from the last checkpoint."
+        " rank ended without an error message: it was killed, or its machine is gone; the same "
+        "command goes on from the last checkpoint."
     )
     assert not any("Traceback" in text for text in ended.err)
 
