@@ -13,7 +13,7 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         """Return the line, with escapes for what a file name or a value has smuggled in."""
-        return _NOT_SHOWN.sub(lambda found: ascii(found[0])[1:-1], super().__str__())
+        return _NOT_SHOWN.sub(lambda match: ascii(match[0])[1:-1], super().__str__())
 
 
 class ConfigError(UserError):

@@ -39,5 +39,5 @@ def check(
     errors, warnings = report.count(Severity.ERROR), report.count(Severity.WARNING)
     if errors or (strict and warnings):
         problems = [(errors, "error"), (warnings, "warning")] if strict else [(errors, "error")]
-        found = " and ".join(count(number, name) for number, name in problems if number)
-        raise DataError(f"{config}: {found} in the corpora; see {check_dir}.")
+        counts = " and ".join(count(number, name) for number, name in problems if number)
+        raise DataError(f"{config}: {counts} in the corpora; see {check_dir}.")

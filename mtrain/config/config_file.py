@@ -332,7 +332,7 @@ def _suggestion(key: str, here: list[str]) -> str:
     *parents, wrong = key.split(".")
     everywhere = {path.rsplit(".", 1)[-1]: path for path in _all_keys(Config, "")}
     plain = wrong.lower().replace("_", "").replace("-", "")
-    meant = [own for own, names in _ALIASES.items() if plain in names.split()]
+    meant = [key for key, names in _ALIASES.items() if plain in names.split()]
     if wrong in everywhere or (meant and len(parents) < 2):  # deeper are the keys of a corpus
         return f"; did you mean `{everywhere.get(wrong) or meant[0]}`?"
     if near := difflib.get_close_matches(wrong, here, n=1):

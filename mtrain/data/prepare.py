@@ -359,7 +359,9 @@ def _mark_tests(
 ) -> Tree:
     """Return marks without files that no corpus names any more, and with those of new test sets."""
     train = (named.corpus for named in corpora_of(data.train, "data.train"))
-    needed = {path for own in (data.valid, *train, *data.tests.values()) for path in paths_of(own)}
+    needed = {
+        path for text in (data.valid, *train, *data.tests.values()) for path in paths_of(text)
+    }
     unused = {path for corpus in gone for path in paths_of(corpus)} - needed
     marks = {name: mark for name, mark in marks.items() if name not in unused}
     for corpus in new:
@@ -381,13 +383,13 @@ def _is_to_come(run: RunDir, name: str, corpus: Corpus) -> bool:
 def _say_leaks(run: RunDir, names: Iterable[str], console: Console) -> None:
     """Say how many pairs and sources of some test sets are among the training pairs."""
     tokenizer = sentencepiece.load(run.tokenizer_dir)
-    pairs = {}
+    pairs_of = {}
     for name in names:
         src, tgt = read_test(run, name)
         ids = tokenizer.encode_src(src), tokenizer.tgt.encode(tgt)
         sides = ([np.array(line, np.int32).tobytes() for line in side] for side in ids)
-        pairs[name] = list(zip(*sides, strict=True))
-    held_out = {pair[0] for own in pairs.values() for pair in own}
+        pairs_of[name] = list(zip(*sides, strict=True))
+    held_out = {src for pairs in pairs_of.values() for src, _ in pairs}
     trained = {
         pair
         for block in loader.read_ids(run.data_dir, tokenizer)
@@ -395,11 +397,11 @@ def _say_leaks(run: RunDir, names: Iterable[str], console: Console) -> None:
         if pair[0] in held_out
     }
     sources = {pair[0] for pair in trained}
-    for name, own in pairs.items():
-        num_pairs = sum(pair in trained for pair in own)
-        if num_sources := sum(pair[0] in sources for pair in own):
+    for name, pairs in pairs_of.items():
+        num_pairs = sum(pair in trained for pair in pairs)
+        if num_sources := sum(src in sources for src, _ in pairs):
             console.say(
-                f"{name}: {num_pairs:,} of its {len(own):,} pairs and {num_sources:,} of its "
+                f"{name}: {num_pairs:,} of its {len(pairs):,} pairs and {num_sources:,} of its "
                 "sources occur in the training pairs; its scores will be too high"
             )
 

@@ -81,7 +81,7 @@ def _encode(
     tokens_of: list[list[_Token]] = []
     for match, text, ids in zip(matches, passages, vocabulary.encode(passages), strict=True):
         pieces, first = vocabulary.pieces(text), words[match.start()]
-        numbers = [range(first + own.start, first + own.stop) for own in number_words(pieces)]
+        numbers = [range(first + span.start, first + span.stop) for span in number_words(pieces)]
         tokens_of.append([_Token(*token) for token in zip(ids, pieces, numbers, strict=True)])
     return tokens_of
 

@@ -210,8 +210,8 @@ def _groups(
     no_intervals, groups = replace(options, num_resamples=0), []
     for index, rows in sorted(rows_of.items()):
         scorer = Scorer(test.rows(rows), no_intervals)
-        found = scorer.score([hypotheses[row] for row in rows])
-        scores = {each.metric: each.value for each in found}
+        scored = scorer.score([hypotheses[row] for row in rows])
+        scores = {score.metric: score.value for score in scored}
         last = starts[index + 1] - 1 if index + 1 < len(starts) else None
         groups.append(LineGroup(starts[index], last, len(rows), scores))
     return groups

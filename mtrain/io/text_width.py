@@ -53,7 +53,7 @@ def fitted(text: str, stream: TextIO) -> str:
         columns = 0
     if columns == 0:  # no terminal, or one that does not say
         return text
-    kept = re.sub(r"`[^`]*`", lambda found: found[0].replace(" ", "\0"), text.rstrip())
+    kept = re.sub(r"`[^`]*`", lambda match: match[0].replace(" ", "\0"), text.rstrip())
     label = re.match(r" *\w+  +", kept)
     below = " " * (label.end() if label and label.end() < columns // 2 else 0)
     return "\n".join(_rows(kept, columns, below)).replace("\0", " ")

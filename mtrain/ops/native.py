@@ -85,10 +85,10 @@ def name() -> str:
 
 def describe() -> str:
     """Return "compiled for" an instruction set, or "plain" and the reason."""
-    own = library()
-    return (
-        f"plain ({own.reason})" if own.functions is None else f"compiled for {own.instruction_set}"
-    )
+    loaded = library()
+    if loaded.functions is None:
+        return f"plain ({loaded.reason})"
+    return f"compiled for {loaded.instruction_set}"
 
 
 @functools.cache
@@ -124,13 +124,13 @@ def library() -> Library:
     return Library(None, reason=f"no library for {setting or platform.machine()} is installed")
 
 
-def _build_for_this_process(wanted: build.InstructionSet) -> Library:
+def _build_for_this_process(isa: build.InstructionSet) -> Library:
     """Compile a library in a private folder, and delete that once it is loaded."""
-    print(f"mtrain: compiling for {wanted.name} (MTRAIN_NATIVE=build)", file=sys.stderr, flush=True)
+    print(f"mtrain: compiling for {isa.name} (MTRAIN_NATIVE=build)", file=sys.stderr, flush=True)
     try:
         with tempfile.TemporaryDirectory(prefix="mtrain-") as folder:  # nobody else may enter it
-            build.build(Path(folder), [wanted])
-            return _load(build.library_path(Path(folder), wanted.name), wanted.name)
+            build.build(Path(folder), [isa])
+            return _load(build.library_path(Path(folder), isa.name), isa.name)
     except (build.BuildError, OSError) as error:
         return Library(None, reason=f"MTRAIN_NATIVE=build: {error}")
 
