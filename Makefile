@@ -1,5 +1,5 @@
 # `make demo` and `make test` set up a virtual environment first, and do it only once.
-.PHONY: demo test check fuzz wheel native clean
+.PHONY: demo test check fuzz sanitize wheel native clean
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,7 +15,11 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_architecture.py
+	$(BIN)/python -m pytest -q tests/test_architecture.py tests/ops/test_build.py
+
+# the C with AddressSanitizer and UndefinedBehaviorSanitizer, at every vector width of this processor
+sanitize: $(READY)
+	$(BIN)/python tests/sanitize.py
 
 # the hostile tests with 30 times as many cases, drawn anew, and five times as many kills
 fuzz: native

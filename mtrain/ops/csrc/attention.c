@@ -432,7 +432,7 @@ status FUNCTION(paged_attention)(const elem *q, const elem *cache, const int64_t
                  int64_t rows, int64_t count, int64_t heads, int64_t k, int64_t cache_rows,
                  int64_t q_stride, int64_t slots_stride, float scale) {
     int64_t padded = round_up(count, LANES);
-    float *probs = alloc_floats(padded + 2 * count * (int64_t)(sizeof(elem *) / sizeof *probs));
+    float *probs = alloc_floats(padded + 2 * count * (int64_t)sizeof(elem *) / 4);
     if (!probs) return OPS_NO_MEMORY;
     const elem **found = (const elem **)(probs + padded);
     int64_t width = 2 * heads * k, num_next = 0;

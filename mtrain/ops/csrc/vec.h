@@ -9,8 +9,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#ifdef __AVX512F__
+#if defined __AVX512F__
 #include <immintrin.h>
+#elif defined __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+#include <arm_neon.h>
 #endif
 
 #define ALIGNMENT 64 /* of a line of cache, and of the widest vector */
@@ -59,6 +61,8 @@ static inline vec_u32 widen(vec_half x) {
 static inline vec_half round_to_half(vec_float x) {
 #if defined __AVX512BF16__ && LANES == 16
     return (vec_half)_mm512_cvtneps_pbh((__m512)x);
+#elif defined __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+    return (vec_half)vreinterpret_u16_bf16(vcvt_bf16_f32((float32x4_t)x));
 #else
     vec_u32 bits = (vec_u32)x, is_nan = (vec_u32)(x != x);
     vec_u32 rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
@@ -84,6 +88,9 @@ static inline vec_float mul_add(vec_float sums, uint32_t group, vec_u32 others) 
 #if defined __AVX512BF16__ && LANES == 16
     vec_u32 same = group - (vec_u32){0};
     return (vec_float)_mm512_dpbf16_ps((__m512)sums, (__m512bh)same, (__m512bh)others);
+#elif defined __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+    bfloat16x8_t same = vreinterpretq_bf16_u32(vdupq_n_u32(group));
+    return (vec_float)vbfdotq_f32((float32x4_t)sums, same, vreinterpretq_bf16_u32((uint32x4_t)others));
 #else
     sums += bf16_to_float((bf16)group) * (vec_float)(others << 16);
     return sums + bf16_to_float((bf16)(group >> 16)) * (vec_float)(others >> 16 << 16);
