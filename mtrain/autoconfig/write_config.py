@@ -114,7 +114,7 @@ def parse_request(
     for name in files:
         if (key := _KEYS[name]) in keys:
             raise ConfigError(
-                f"`{_OPTIONS[name]}` must not stand beside `--set {key}=...`, but does."
+                f"`{_OPTIONS[name]}` has no effect with `--set {key}=...`; leave it out."
             )
     name = "-".join(languages)
     config_path, run_dir = config_path or Path(f"{name}.yaml"), run_dir or f"runs/{name}"
