@@ -89,6 +89,22 @@ def test_a_program_that_translates_keeps_its_settings(trained: RunDir) -> None:
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
+def test_two_models_translate_at_once_as_each_does_alone(
+    trained: RunDir, model: mtrain.Model
+) -> None:
+    """And leave the number of PyTorch's threads to old threads and to new ones."""
+    torch.set_num_threads(2)
+    lines = [pair.src for pair in copy_task(20, 5)]
+    expected = model.translate(lines)
+    models = [model, mtrain.load(trained.path)]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda each: each.translate(lines), 3 * models))
+        assert list(pool.map(lambda _: torch.get_num_threads(), range(2))) == [2, 2]
+    assert found == 6 * [expected]
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(torch.get_num_threads).result() == torch.get_num_threads() == 2
+
+
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'tarin'"):
         mtrain.tarin  # type: ignore[attr-defined]  # noqa: B018

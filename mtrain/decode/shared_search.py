@@ -23,8 +23,18 @@ from mtrain.decode.beam import BeamSearch, Hypothesis, RequestGroup, S, Step
 from mtrain.decode.options import DecodingOptions
 
 Rows = list[int]  # numbers of the sources of a call
+_NUM_THREADS_LOCK = threading.Lock()
 _POLL_S = 0.02  # between two looks at whether a call is cancelled
 _MAX_PASSED = 100  # groups that may be admitted before one that has no room yet
+
+
+def num_threads() -> int:
+    """Return PyTorch's number of threads; a new thread must ask here first of all.
+
+    While a worker starts, new threads would get the worker's single one, and keep it.
+    """
+    with _NUM_THREADS_LOCK:
+        return torch.get_num_threads()
 
 
 @dataclass(frozen=True)
@@ -165,10 +175,11 @@ class _Worker(Generic[S]):
             if self._thread is None:
                 is_set = threading.Event()
                 self._thread = threading.Thread(target=self._run, args=[is_set], name=self._name)
-                self._thread.start()
-                is_set.wait()
-                # PyTorch gives a thread that it has not seen before the number that was set last
-                torch.set_num_threads(torch.get_num_threads())
+                with _NUM_THREADS_LOCK:
+                    self._thread.start()
+                    is_set.wait()
+                    # PyTorch gives a thread that it has not seen before the number set last
+                    torch.set_num_threads(torch.get_num_threads())
 
     def _run(self, is_set: threading.Event) -> None:
         torch.set_num_threads(1)

@@ -26,7 +26,13 @@ from mtrain.decode.beam import (
 )
 from mtrain.decode.options import DecodingOptions
 from mtrain.decode.sampling import sample
-from mtrain.decode.shared_search import NO_LIMITS, SearchCall, SearchLimits, SharedSearch
+from mtrain.decode.shared_search import (
+    NO_LIMITS,
+    SearchCall,
+    SearchLimits,
+    SharedSearch,
+    num_threads,
+)
 from mtrain.errors import RunError
 from mtrain.model.kv_cache import KVCache
 from mtrain.model.transformer import Transformer
@@ -211,8 +217,8 @@ class Translator:
             model.eval()
         rows = sorted(range(len(sources)), key=lambda row: -len(sources[row].ids))
         # a GPU wants larger batches, and not several threads
-        num_threads = torch.get_num_threads() if self.device.type == "cpu" else 1
-        per_rank = int(self.process_group.broadcast_float(num_threads))
+        num_workers = num_threads() if self.device.type == "cpu" else 1
+        per_rank = int(self.process_group.broadcast_float(num_workers))
         count = per_rank * self.process_group.size
         first = per_rank * self.process_group.rank
         groups_of = [
