@@ -182,6 +182,7 @@ class _Worker(Generic[S]):
                     torch.set_num_threads(torch.get_num_threads())
 
     def _run(self, is_set: threading.Event) -> None:
+        torch.get_num_threads()  # the first call in a thread takes over the number set last
         torch.set_num_threads(1)
         is_set.set()
         while True:

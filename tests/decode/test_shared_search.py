@@ -189,6 +189,24 @@ def test_searches_with_different_options_take_turns(translator: Translator) -> N
     assert found == [greedy, wide, sampled]
 
 
+def test_every_step_has_one_core_and_the_caller_all_of_its_own(
+    translator: Translator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    step = translator.ensemble.step
+
+    def counted(ids_N: torch.Tensor, state: object) -> object:
+        counts.append(torch.get_num_threads())
+        return step(ids_N, state)
+
+    monkeypatch.setattr(translator.ensemble, "step", counted)
+    for _ in range(5):
+        translate_lines(translator, LINES)
+        wait_for_search_threads()
+        assert torch.get_num_threads() == 2
+    assert set(counts) == {1}
+
+
 def test_a_forked_process_translates(trained: RunDir) -> None:
     command = [sys.executable, "-W", "ignore", "-c", TRANSLATE_IN_A_FORK, str(trained.path)]
     subprocess.run([*command, *LINES[:3]], check=True, timeout=PATIENCE_S * 4, env=os.environ)
