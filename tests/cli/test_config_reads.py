@@ -43,8 +43,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ["export", "RUN", "new", "--to", "ctranslate2"],
         ["export", "RUN", "new", "--to", "huggingface"],
         ["doctor", "RUN", "--no-replay"],
-        ["train", "config.yaml"],
-        ["tokenize", "config.yaml"],
+        ["train", "config.yaml", "--run", "RUN"],
+        ["tokenize", "config.yaml", "--run", "RUN"],
     ],
     ids=lambda arguments: " ".join(arguments),
 )
@@ -60,8 +60,7 @@ def test_each_command_reads_the_config_of_a_run_once(
     run, other = tmp_path / "run", tmp_path / "other"
     for path in (run, other):
         shutil.copytree(trained.path, path)
-    text = (run / "config.yaml").read_text("utf-8").replace(str(trained.path), str(run))
-    Path("config.yaml").write_text(text, "utf-8")
+    shutil.copy(run / "config.yaml", "config.yaml")
     Path("line").write_text("ba ce\n", "utf-8")
     given = {"RUN": str(run), "OTHER": str(other)}
     if arguments[0] == "train":  # go on with it
