@@ -116,34 +116,43 @@ class _RunningSearch(Generic[S]):
     def __init__(self, search: BeamSearch[S]) -> None:
         self.search = search
         self.owners: dict[int, tuple[SearchCall[S], int]] = {}
+        self._num_cells = 0  # of all sentences
+        self._calls: set[SearchCall[S]] = set()  # of the sentences, and of some that have ended
 
     def has_room(self, call: SearchCall[S], rows: Rows) -> bool:
         """Return whether a group fits beside what is being decoded."""
         if self.search.can_admit(len(rows)):
             return True
-        num_open = sum(owner.num_cells([row]) for owner, row in self.owners.values())
-        return num_open + call.num_cells(rows) <= call.options.batch_tokens
+        return self._num_cells + call.num_cells(rows) <= call.options.batch_tokens
 
     def admit(self, call: SearchCall[S], rows: Rows) -> None:
         """Admit rows of a call."""
         numbers = self.search.admit(call.start(rows))
         self.owners |= {number: (call, row) for number, row in zip(numbers, rows, strict=True)}
+        self._num_cells += sum(call.num_cells([row]) for row in rows)
+        self._calls.add(call)
 
     def advance(self) -> None:
         """Drop cancelled sentences, decode one position, and hand over the sentences that ended."""
-        cancelled = [number for number, (call, _) in self.owners.items() if call.is_cancelled]
-        if cancelled:
+        if any(call.is_cancelled for call in self._calls):
+            cancelled = [number for number, (call, _) in self.owners.items() if call.is_cancelled]
             self.search.drop(cancelled)
             for number in cancelled:
-                del self.owners[number]
+                self._remove(number)
+            self._calls = {call for call, _ in self.owners.values()}
         if not self.search.num_open:
             return
         for number in self.search.advance():
-            call, row = self.owners.pop(number)
+            call, row = self._remove(number)
             try:
                 call.add(row, self.search.take_best(number))
             except ArithmeticError as error:
                 call.fail(error)
+
+    def _remove(self, number: int) -> tuple[SearchCall[S], int]:
+        call, row = self.owners.pop(number)
+        self._num_cells -= call.num_cells([row])
+        return call, row
 
     def fail(self, error: BaseException) -> None:
         """End all calls with an error."""
