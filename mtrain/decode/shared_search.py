@@ -25,7 +25,7 @@ from mtrain.decode.options import DecodingOptions
 Rows = list[int]  # numbers of the sources of a call
 _NUM_THREADS_LOCK = threading.Lock()
 _POLL_S = 0.02  # between two looks at whether a call is cancelled
-_MAX_PASSED = 100  # groups that may be admitted before one that has no room yet
+_MAX_PASSED = 100  # groups that may be admitted before one that does not fit yet
 
 
 def num_threads() -> int:
@@ -213,7 +213,7 @@ class _Worker(Generic[S]):
                         del self._searches[options]
 
     def _next_group(self) -> tuple[SearchCall[S], Rows] | None:
-        """Return a group that has room, of each call in turn; None if there is none."""
+        """Return a group that fits, of each call in turn; None if there is none."""
         self._waiting = [entry for entry in self._waiting if not entry[0].is_cancelled]
         for index, (call, groups) in enumerate(self._waiting):
             running = self._searches.get(call.options)
