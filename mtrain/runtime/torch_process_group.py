@@ -5,6 +5,7 @@ Knows nothing of what the ranks compute.
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from datetime import timedelta
@@ -119,9 +120,14 @@ class TorchProcessGroup(ProcessGroup):
             return True
 
     def close(self) -> None:
-        """Wait for all ranks, and leave the group."""
+        """Wait for all ranks, leave the group, and end its threads.
+
+        A thread of a group that lives until Python ends may abort the process there.
+        """
         self.barrier()
         dist.destroy_process_group()
+        del self._untimed_group
+        gc.collect()  # DDP models that hold a group
 
 
 def _empty(length: int) -> Tensor:

@@ -1,0 +1,40 @@
+"""The process group of torchrun, as it joins and leaves."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import Ranks, needs_fork_server, ranks
+
+from mtrain.runtime import torch_process_group
+from mtrain.runtime.process_group import read_torchrun_env
+
+__all__ = ["ranks"]
+
+
+def threads_of_groups() -> int:
+    """Return how many threads of this process run a group's operations."""
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum(name.strip() == "pt_gloo_runloop" for name in names)
+
+
+def join_and_close() -> None:
+    launch = read_torchrun_env()
+    assert launch is not None
+    group = torch_process_group.join(launch)
+    assert group.broadcast_float(launch.rank) == 0
+    before = threads_of_groups()
+    group.close()
+    print(before, threads_of_groups())
+    sys.stdout.flush()
+
+
+@needs_fork_server
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+def test_a_group_that_is_closed_has_no_threads_left(ranks: Ranks) -> None:
+    # one that waits for the GIL while Python ends aborts the process
+    ended = ranks(2, join_and_close)
+    assert ended.codes == [0, 0], ended.err
+    for line in ended.out:
+        before, after = map(int, line.split())
+        assert (before > 0, after) == (True, 0)
