@@ -1,8 +1,11 @@
 """One running search for the calls of many threads.
 
-Each worker thread decodes on one core. It admits waiting sources while it decodes others, one group
-of each call in turn, so that a long call does not keep a short one waiting. The targets of a source
-do not depend on what is decoded beside it.
+Each worker decodes on one core. It admits waiting sources while it decodes others, one group of
+each call in turn, so that a long call does not keep a short one waiting. The targets of a source do
+not depend on what is decoded beside it.
+
+A worker is a thread; if one is enough, the first caller itself decodes until its call has ended,
+and a thread goes on with what other callers have added.
 """
 
 from __future__ import annotations
@@ -49,21 +52,25 @@ class SearchLimits:
     deadline_s: float = math.inf
     cancel: threading.Event | None = None
 
-    def wait(self, is_done: threading.Event) -> None:
-        """Wait until `is_done` is set.
+    def seconds_left(self) -> float:
+        """Return the seconds until the deadline.
 
         Raises:
             TimeoutError: at the deadline.
             CancelledError: once `cancel` is set.
         """
+        if self.cancel is not None and self.cancel.is_set():
+            raise CancelledError
+        left_s = self.deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        return left_s
+
+    def wait(self, is_done: threading.Event) -> None:
+        """Wait until `is_done` is set; raises what `seconds_left` does."""
+        poll_s = math.inf if self.cancel is None else _POLL_S
         while True:
-            if self.cancel is not None and self.cancel.is_set():
-                raise CancelledError
-            left_s = self.deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError
-            if self.cancel is not None:
-                left_s = min(left_s, _POLL_S)
+            left_s = min(self.seconds_left(), poll_s)
             if is_done.wait(None if left_s == math.inf else left_s):
                 return
 
@@ -162,12 +169,13 @@ class _RunningSearch(Generic[S]):
 
 
 class _Worker(Generic[S]):
-    """A thread that decodes while there is something to decode."""
+    """Decodes while there is something to decode, in a thread or in that of a caller."""
 
     def __init__(self, step: Step[S], number: int) -> None:
         self._step, self._name = step, f"search-{number}"
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._is_running = False
+        self._calls: list[SearchCall[S]] = []  # that have not ended, and some that have
         self._waiting: list[tuple[SearchCall[S], deque[Rows]]] = []
         self._searches: dict[DecodingOptions, _RunningSearch[S]] = {}
 
@@ -178,39 +186,89 @@ class _Worker(Generic[S]):
             return num_waiting + sum(len(each.owners) for each in self._searches.values())
 
     def submit(self, call: SearchCall[S], groups: Sequence[Rows]) -> None:
-        """Decode the groups of a call, in order, beside those of other calls."""
+        """Decode the groups of a call, in order, beside those of other calls, in a thread."""
         with self._lock:
-            self._waiting.append((call, deque(groups)))
-            if self._thread is None:
-                is_set = threading.Event()
-                self._thread = threading.Thread(target=self._run, args=[is_set], name=self._name)
-                with _NUM_THREADS_LOCK:
-                    self._thread.start()
-                    is_set.wait()
-                    # PyTorch gives a thread that it has not seen before the number set last
-                    torch.set_num_threads(torch.get_num_threads())
+            self._add(call, groups)
+            if not self._is_running:
+                self._start_thread()
+
+    def decode_here(
+        self, call: SearchCall[S], groups: Sequence[Rows], limits: SearchLimits
+    ) -> None:
+        """Decode the groups of a call in the caller's thread, and those of calls that join it.
+
+        If something is being decoded, the call joins it.
+        """
+        with self._lock:
+            self._add(call, groups)
+            is_alone, self._is_running = not self._is_running, True
+        if not is_alone:
+            limits.wait(call.is_done)
+            return
+        try:
+            while not call.is_done.is_set():
+                limits.seconds_left()
+                self._advance()
+        except BaseException as error:
+            call.is_cancelled = True
+            if not isinstance(error, Exception):  # a signal, anywhere in a step
+                self._restart()
+            raise
+        finally:
+            with self._lock:
+                self._is_running = False
+                if self._waiting or self._searches:
+                    self._start_thread()
+
+    def _add(self, call: SearchCall[S], groups: Sequence[Rows]) -> None:
+        self._waiting.append((call, deque(groups)))
+        self._calls = [each for each in self._calls if not each.is_done.is_set()] + [call]
+
+    def _restart(self) -> None:
+        """Let all sentences wait that have not been decoded to their end."""
+        with self._lock:
+            self._searches.clear()
+            self._waiting.clear()
+            for call in self._calls:
+                if missing := [[row] for row in call.lengths if row not in call.best]:
+                    self._waiting.append((call, deque(missing)))
+                else:
+                    call.is_done.set()
+
+    def _start_thread(self) -> None:
+        is_set, self._is_running = threading.Event(), True
+        with _NUM_THREADS_LOCK:
+            threading.Thread(target=self._run, args=[is_set], name=self._name).start()
+            is_set.wait()
+            # PyTorch gives a thread that it has not seen before the number set last
+            torch.set_num_threads(torch.get_num_threads())
 
     def _run(self, is_set: threading.Event) -> None:
         torch.get_num_threads()  # the first call in a thread takes over the number set last
         torch.set_num_threads(1)
         is_set.set()
-        while True:
-            with self._lock:
-                group = self._next_group()
-                if group is None and not self._searches:
-                    self._thread = None
-                    return
-            if group is not None:
-                self._admit(*group)
-                continue
-            for options, running in list(self._searches.items()):
-                try:
-                    running.advance()
-                except BaseException as error:
-                    running.fail(error)
-                if not running.owners:
-                    with self._lock:
-                        del self._searches[options]
+        while self._advance():
+            pass
+
+    def _advance(self) -> bool:
+        """Admit a group, or decode one position; return False if there is nothing to do."""
+        with self._lock:
+            group = self._next_group()
+            if group is None and not self._searches:
+                self._is_running = False
+                return False
+        if group is not None:
+            self._admit(*group)
+            return True
+        for options, running in list(self._searches.items()):
+            try:
+                running.advance()
+            except Exception as error:
+                running.fail(error)
+            if not running.owners:
+                with self._lock:
+                    del self._searches[options]
+        return True
 
     def _next_group(self) -> tuple[SearchCall[S], Rows] | None:
         """Return a group that fits, of each call in turn; None if there is none."""
@@ -241,7 +299,7 @@ class _Worker(Generic[S]):
             running.admit(call, rows)
             with self._lock:
                 self._searches[call.options] = running
-        except BaseException as error:
+        except Exception as error:
             call.fail(error)
 
 
@@ -266,7 +324,9 @@ class SharedSearch(Generic[S]):
         groups_of: Sequence[Sequence[Rows]],
         limits: SearchLimits = NO_LIMITS,
     ) -> dict[int, list[Hypothesis]]:
-        """Decode the groups of a call, each entry of `groups_of` on another worker.
+        """Decode the groups of a call, each entry of `groups_of` by another worker.
+
+        A single entry is decoded in the caller's thread, unless that has several cores.
 
         Raises:
             TimeoutError, CancelledError: as `limits` say.
@@ -276,15 +336,19 @@ class SharedSearch(Generic[S]):
             self._start()
         if not any(groups_of):
             return {}
+        is_in_thread = len(groups_of) > 1 or torch.get_num_threads() > 1
         with self._lock:
             for number in range(len(self._workers), len(groups_of)):
                 self._workers.append(_Worker(self._step, number))
             least_loaded = sorted(self._workers, key=_Worker.load)
             for worker, groups in zip(least_loaded, groups_of, strict=False):
-                if groups:
+                if groups and is_in_thread:
                     worker.submit(call, groups)
         try:
-            limits.wait(call.is_done)
+            if is_in_thread:
+                limits.wait(call.is_done)
+            else:
+                least_loaded[0].decode_here(call, groups_of[0], limits)
         finally:
             call.is_cancelled = True
         if call.error is not None:

@@ -42,10 +42,10 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-@pytest.fixture
-def translator(trained: RunDir) -> Iterator[Translator]:
+@pytest.fixture(params=[1, 2], ids=["in the caller's thread", "in two threads"])
+def translator(trained: RunDir, request: pytest.FixtureRequest) -> Iterator[Translator]:
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(request.param)
     yield translator_module.load(trained, loading=LoadOptions("cpu"))
     torch.set_num_threads(before)
 
@@ -69,19 +69,31 @@ class Gate:
     def __init__(self, translator: Translator, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_reached, self.is_open = threading.Event(), threading.Event()
         self.num_rows: list[int] = []
+        self.threads: set[int] = set()
+        self.interrupt_at = -1
         step = translator.ensemble.step
 
         def held(ids_N: torch.Tensor, state: object) -> object:
             self.is_reached.set()
             assert self.is_open.wait(PATIENCE_S)
             self.num_rows.append(len(ids_N))
+            self.threads.add(threading.get_ident())
+            if len(self.num_rows) == self.interrupt_at:
+                raise KeyboardInterrupt
             return step(ids_N, state)
 
         monkeypatch.setattr(translator.ensemble, "step", held)
 
+    def wait_for_load(self, translator: Translator, num_sources: int) -> None:
+        """Wait until so many sources wait or are being decoded."""
+        deadline = time.monotonic() + PATIENCE_S
+        while translator.shared_search._workers[0].load() < num_sources:
+            assert time.monotonic() < deadline
+
 
 @pytest.mark.parametrize("beam", [1, 4])
 def test_each_of_many_threads_has_what_it_has_alone(translator: Translator, beam: int) -> None:
+    num_threads = torch.get_num_threads()
     translator.options = replace(translator.options, beam=beam)
     alone = translate_lines(translator, LINES)
     start = threading.Barrier(8)
@@ -94,7 +106,7 @@ def test_each_of_many_threads_has_what_it_has_alone(translator: Translator, beam
         together = list(pool.map(one_by_one, [LINES[first::8] for first in range(8)]))
     assert together == [alone[first::8] for first in range(8)]
     wait_for_search_threads()
-    assert torch.get_num_threads() == 2
+    assert torch.get_num_threads() == num_threads
 
 
 def test_calls_that_come_while_another_runs_join_it(
@@ -108,12 +120,58 @@ def test_calls_that_come_while_another_runs_join_it(
         first = pool.submit(translate_lines, translator, LINES[:1])
         assert gate.is_reached.wait(PATIENCE_S)
         others = [pool.submit(translate_lines, translator, [line]) for line in LINES[1:4]]
-        deadline = time.monotonic() + PATIENCE_S
-        while translator.shared_search._workers[0].load() < 4:
-            assert time.monotonic() < deadline
+        gate.wait_for_load(translator, 4)
         gate.is_open.set()
         assert [future.result()[0] for future in (first, *others)] == alone
     assert gate.num_rows[:2] == [1, 4]
+
+
+def test_a_caller_that_decodes_leaves_when_its_own_call_has_ended(
+    translator: Translator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    many = sources(translator, LINES[:3], length=50)
+    alone = translator.search(many)
+    gate = Gate(translator, monkeypatch)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(translate_lines, translator, LINES[:1])
+        assert gate.is_reached.wait(PATIENCE_S)
+        long = pool.submit(translator.search, many)
+        gate.wait_for_load(translator, 4)
+        gate.is_open.set()
+        first.result()
+        assert len(gate.num_rows) < 50
+        assert long.result() == alone
+    assert len(gate.threads) == 2
+
+
+def test_a_caller_with_one_core_decodes_in_its_own_thread(
+    translator: Translator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    gate = Gate(translator, monkeypatch)
+    gate.is_open.set()
+    translate_lines(translator, LINES)
+    assert gate.threads == {threading.get_ident()}
+
+
+def test_a_caller_that_is_interrupted_leaves_the_others_to_a_thread(
+    translator: Translator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    alone = translator.search(sources(translator, LINES))
+    gate = Gate(translator, monkeypatch)
+    gate.interrupt_at = 3
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(translator.search, sources(translator, LINES))
+        assert gate.is_reached.wait(PATIENCE_S)
+        second = pool.submit(translator.search, sources(translator, LINES))
+        gate.wait_for_load(translator, 2 * len(LINES))
+        gate.is_open.set()
+        with pytest.raises(KeyboardInterrupt):
+            first.result()
+        assert second.result() == alone
+    assert translator.search(sources(translator, LINES)) == alone
 
 
 def test_a_long_call_does_not_keep_a_short_one_waiting(
@@ -142,6 +200,7 @@ def test_a_call_that_takes_too_long_or_is_cancelled_ends_alone(
     gate = Gate(translator, monkeypatch)
     with ThreadPoolExecutor(1) as pool:
         patient = pool.submit(translate_lines, translator, LINES[:2])
+        assert gate.is_reached.wait(PATIENCE_S)
         many = sources(translator, LINES, length=200)
         soon = SearchLimits(time.monotonic() + 0.05)
         with pytest.raises(TimeoutError):
@@ -200,10 +259,11 @@ def test_every_step_has_one_core_and_the_caller_all_of_its_own(
         return step(ids_N, state)
 
     monkeypatch.setattr(translator.ensemble, "step", counted)
+    num_threads = torch.get_num_threads()
     for _ in range(5):
         translate_lines(translator, LINES)
         wait_for_search_threads()
-        assert torch.get_num_threads() == 2
+        assert torch.get_num_threads() == num_threads
     assert set(counts) == {1}
 
 
@@ -225,7 +285,7 @@ def test_a_group_that_was_passed_often_is_passed_no_more(
 
     monkeypatch.setattr(shared_search, "_MAX_PASSED", 3)
     worker: _Worker = _Worker(lambda ids, state: ids, 0)
-    worker._thread = threading.current_thread()  # it starts none
+    worker._is_running = True  # it starts no thread
     worker._searches[translator.options] = Full()
     large = SearchCall({0: 1, 1: 1}, translator.options, start=len)
     worker.submit(large, [[0, 1]])
