@@ -14,9 +14,11 @@ from mtrain.decode.options import DecodingOptions
 from mtrain.decode.pipeline import translate_lines
 from mtrain.run import load_model
 from mtrain.run.run_dir import RunDir
+from mtrain.runtime.process_settings import own_process
 
 
 def main() -> None:
+    own_process()  # as the command line does
     serve(load)
 
 

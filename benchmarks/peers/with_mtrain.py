@@ -20,6 +20,7 @@ from mtrain.data.batch import MicroBatchSplit, Position, UpdateBatches
 from mtrain.data.loader import TrainingData
 from mtrain.run.logger import Stderr
 from mtrain.run.run_dir import RunDir
+from mtrain.runtime.process_settings import own_process
 from mtrain.tokenizer import sentencepiece
 from mtrain.train import trainer
 
@@ -28,6 +29,7 @@ _NEVER = 1_000_000_000
 
 
 def main() -> None:
+    own_process()  # as the command line does
     serve(train, count)
 
 

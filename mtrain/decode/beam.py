@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -200,28 +201,45 @@ class OpenRows(NamedTuple):
 
 
 class FinishedHypotheses:
-    """The finished hypotheses of each sentence, in the order in which they ended."""
+    """The finished hypotheses of each sentence.
 
-    def __init__(self) -> None:
-        self._of_sentence: dict[int, list[Hypothesis]] = {}
+    Args:
+        has_scores: False leaves log-probabilities and scores out.
+    """
+
+    def __init__(self, has_scores: bool = True) -> None:
+        self._has_scores = has_scores
+        # (score, length, ids, log-probabilities, their sum) of each, in the order of their ends
+        self._of_sentence: dict[int, list[tuple[float, int, list[int], list[float], float]]] = {}
 
     def add(self, rows: OpenRows, number_N: Tensor, score_N: Tensor) -> None:
         """Add rows that end with eos, with their sentence numbers and scores."""
-        fields = (number_N, rows.length_N, rows.written_NT, rows.log_probs_NT, rows.log_prob_N)
-        columns = [field.tolist() for field in (*fields, score_N)]
-        for number, length, ids, log_probs, log_prob, score in zip(*columns, strict=True):
-            hypothesis = Hypothesis(ids[-length:-1], log_probs[-length:], log_prob, score)
-            self._of_sentence.setdefault(number, []).append(hypothesis)
+        numbers, lengths, ids = number_N.tolist(), rows.length_N.tolist(), rows.written_NT.tolist()
+        scores: Iterable[float] = repeat(math.nan)
+        log_probs: Iterable[list[float]] = repeat([])
+        sums = scores
+        if self._has_scores:
+            scores, log_probs = score_N.tolist(), rows.log_probs_NT.tolist()
+            sums = rows.log_prob_N.tolist()
+        finished = zip(scores, lengths, ids, log_probs, sums, strict=False)
+        for number, one in zip(numbers, finished, strict=True):
+            self._of_sentence.setdefault(number, []).append(one)
 
-    def take(self, number: int) -> list[Hypothesis]:
-        """Remove and return the hypotheses of a sentence.
+    def take(self, number: int, count: int = 1) -> list[Hypothesis]:
+        """Remove a sentence, and return its `count` best hypotheses, best first.
+
+        Of equal scores the hypothesis that ended first is the better one.
 
         Raises:
             NotFiniteError: if it has none.
         """
         if number not in self._of_sentence:
             raise NotFiniteError
-        return self._of_sentence.pop(number)
+        best = sorted(self._of_sentence.pop(number), key=lambda one: -one[0])[:count]
+        return [
+            Hypothesis(ids[-length:-1], log_probs[-length:], log_prob, score)
+            for score, length, ids, log_probs, log_prob in best
+        ]
 
     def discard(self, numbers: Iterable[int]) -> None:
         """Remove the hypotheses of sentences."""
@@ -295,7 +313,8 @@ class BeamSearch(Generic[S]):
     cell_N: Tensor
 
     def __init__(self, step: Step[S], options: DecodingOptions) -> None:
-        self.step, self.options, self.finished = step, options, FinishedHypotheses()
+        self.step, self.options = step, options
+        self.finished = FinishedHypotheses(has_scores=not options.argmax_only)
         self.num_sentences = self.num_open = 0
 
     def can_admit(self, num_new: int) -> bool:
@@ -337,13 +356,11 @@ class BeamSearch(Generic[S]):
     @torch.inference_mode()
     def advance(self) -> list[int]:
         """Extend every open hypothesis by one token; return the sentences that end by it."""
-        before_N = self.rows.sentence_N
+        before = self.rows.sentence_N.tolist()
         self.state.reorder(self._grow(self.step(self.rows.ids_N, self.state)))
         self.num_open = len(self.rows.ids_N)
-        has_ended_B = torch.zeros_like(self.sentences.number_B, dtype=torch.bool)
-        has_ended_B[before_N] = True
-        has_ended_B[self.rows.sentence_N] = False
-        return self.sentences.number_B[has_ended_B].tolist()
+        ended = sorted({*before}.difference(self.rows.sentence_N.tolist()))
+        return self.sentences.number_B[ended].tolist() if ended else []
 
     def drop(self, numbers: Sequence[int]) -> None:
         """Discard open sentences and their hypotheses."""
@@ -358,16 +375,10 @@ class BeamSearch(Generic[S]):
     def take_best(self, number: int) -> list[Hypothesis]:
         """Remove a sentence that has ended; return its `num_best` best hypotheses, best first.
 
-        Of equal scores the hypothesis that ended first is the better one.
-
         Raises:
             NotFiniteError: if no hypothesis ended, because the logits were not finite.
         """
-        best = sorted(self.finished.take(number), key=lambda hypothesis: -hypothesis.score)
-        best = best[: self.options.num_best]
-        if self.options.argmax_only:
-            return [Hypothesis(each.ids, [], math.nan, math.nan) for each in best]
-        return best
+        return self.finished.take(number, self.options.num_best)
 
     def _grow(self, logits_NV: Logits) -> Tensor:
         """Extend the open hypotheses by one token; return the old row of each new one."""
@@ -380,7 +391,8 @@ class BeamSearch(Generic[S]):
         if ends_N.any():
             self._finish(grown.take(ends_N.nonzero()[:, 0]), chosen.cell_N[ends_N])
         open_N = (~ends_N).nonzero()[:, 0]
-        open_N = open_N[self._can_win(grown.take(open_N))]
+        if self.options.beam > 1:  # a single slot is open until its sentence ends
+            open_N = open_N[self._can_win(grown.take(open_N))]
         self.rows, self.cell_N = grown.take(open_N), chosen.cell_N[open_N]
         return rows_N[open_N]
 

@@ -136,7 +136,7 @@ class _RunningSearch(Generic[S]):
         """Admit rows of a call."""
         numbers = self.search.admit(call.start(rows))
         self.owners |= {number: (call, row) for number, row in zip(numbers, rows, strict=True)}
-        self._num_cells += sum(call.num_cells([row]) for row in rows)
+        self._num_cells += sum(call.lengths[row] for row in rows) * call.options.beam
         self._calls.add(call)
 
     def advance(self) -> None:
@@ -158,7 +158,7 @@ class _RunningSearch(Generic[S]):
 
     def _remove(self, number: int) -> tuple[SearchCall[S], int]:
         call, row = self.owners.pop(number)
-        self._num_cells -= call.num_cells([row])
+        self._num_cells -= call.lengths[row] * call.options.beam
         return call, row
 
     def fail(self, error: BaseException) -> None:

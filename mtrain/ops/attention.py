@@ -164,27 +164,27 @@ def paged_attention(q_ND: Tensor, cache_RX: Tensor, slots_NT: Tensor, num_heads:
         slots_NT: row numbers of the cache; -1 is padding. Each query has at least one.
     """
     num_rows, d_model = q_ND.shape
+    cache_shape, slots_shape = cache_RX.shape, slots_NT.shape
     functions = functions_for(q_ND, cache_RX)
     if (
         functions is not None
-        and cache_RX.shape[1:] == (2 * d_model,)
-        and cache_RX.is_contiguous()
+        and len(cache_shape) == len(slots_shape) == 2
+        and cache_shape[1] == 2 * d_model
+        and slots_shape[0] == num_rows
         and slots_NT.dtype is torch.int64
-        and slots_NT.dim() == 2
-        and len(slots_NT) == num_rows
         and is_plain(slots_NT)
+        and cache_RX.is_contiguous()
         and num_heads > 0
         and d_model % num_heads == 0
     ):
         q_ND = q_ND if q_ND.stride(1) == 1 else q_ND.contiguous()
         slots_NT = slots_NT if slots_NT.stride(1) == 1 else slots_NT.contiguous()
-        out_ND = torch.empty_like(q_ND, memory_format=torch.contiguous_format)
-        sizes = (*slots_NT.shape, num_heads, d_model // num_heads, len(cache_RX))
-        functions.call(
-            "paged_attention",
-            (q_ND, cache_RX, slots_NT, out_ND),
-            *(*sizes, q_ND.stride(0), slots_NT.stride(0), (d_model // num_heads) ** -0.5),
-        )
+        out_ND = q_ND.new_empty((num_rows, d_model))
+        head_size = d_model // num_heads
+        sizes = (num_rows, slots_shape[1], num_heads, head_size, cache_shape[0])
+        strides = (q_ND.stride(0), slots_NT.stride(0))
+        tensors = (q_ND, cache_RX, slots_NT, out_ND)
+        functions.call("paged_attention", tensors, *sizes, *strides, head_size**-0.5)
         return out_ND
     rows_NTX = cache_RX[slots_NT.clamp(min=0)]
     k_NHTK, v_NHTK = (

@@ -68,7 +68,7 @@ class Linear(nn.Linear):
         # packing the weights in each call pays for many rows only
         weight, bias = self.weight, self.bias
         functions = functions_for_linear(x, weight, bias)
-        if functions is None or self.out_features % functions.k_group_size():
+        if functions is None or self.out_features % functions.k_group_size:
             return None
         result: Tensor = _CompiledLinear.apply(  # type: ignore[no-untyped-call]
             x, weight, bias, functions, apply_relu, input_is_relu
@@ -86,17 +86,15 @@ class Linear(nn.Linear):
             input_is_relu: skip the zeros of `input`, which are most of it in a trained model; the
                 result is the same, bit for bit.
         """
-        bias = self.bias
         packed = self._packed_for(input)
         functions = None if packed is None else functions_for(input)
-        if (
-            packed is None
-            or functions is None
-            or not (bias is None or is_float_vector(bias, len(packed.weight)))
-        ):
+        if packed is None or functions is None or "bias" not in self._parameters:
+            return None
+        bias, out_features = self._parameters["bias"], packed.weight.shape[0]  # faster than `self.`
+        if not (bias is None or is_float_vector(bias, out_features)):
             return None
         x = input.contiguous()
-        out = x.new_empty((*x.shape[:-1], self.out_features))
+        out = x.new_empty((*x.shape[:-1], out_features))
         tensors, sizes = (x, packed.tiles, bias, out), matmul_sizes(x, packed.weight)
         if input_is_relu:
             functions.call("packed_linear_sparse", tensors, *sizes)
@@ -125,7 +123,7 @@ class Linear(nn.Linear):
         packed = self._packed
         if packed is None or x.dtype is not torch.float32 or not _fits(x, packed.weight):
             return None
-        if not packed.is_current(self.weight):
+        if not packed.is_current(self._parameters.get("weight")):
             self._packed = packed = None
         return packed
 
@@ -169,10 +167,11 @@ class PackedWeights:
         self._bits = (ctypes.c_int32 * len(flat)).from_address(self._address)
         self._probed_bits = [self._bits[position] for position in self._probed]
 
-    def is_current(self, weight: Tensor) -> bool:
+    def is_current(self, weight: Tensor | None) -> bool:
         """Tell whether `weight` is the parameter that was packed, with the same values."""
         return (
             weight is self.weight
+            and weight is not None
             and weight._version == self._version
             and weight.data_ptr() == self._address
             and weight.is_contiguous()
@@ -264,7 +263,7 @@ def functions_for_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) 
         return None
     if x.dtype == torch.bfloat16 and processor_has("amx_tile"):
         return None
-    return None if x.shape[-1] % functions.k_group_size() else functions
+    return None if x.shape[-1] % functions.k_group_size else functions
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:
@@ -278,7 +277,7 @@ def pack_rows(weight_MK: Tensor, functions: Functions) -> Tensor:
 
     P is the number of output columns of one tile; element [i, k, p] is weight [i * P + p, k].
     """
-    width = functions.tile_columns()
+    width = functions.tile_columns
     padded = F.pad(weight_MK, (0, 0, 0, -len(weight_MK) % width))
     return padded.view(-1, width, weight_MK.shape[1]).transpose(1, 2).contiguous()
 

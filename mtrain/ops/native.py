@@ -176,23 +176,30 @@ def _is_private_group(gid: int, uid: int) -> bool:
     return group.gr_name == user and {*group.gr_mem} <= {user}
 
 
-class Functions(NamedTuple):
-    """The compiled functions for tensors of one dtype."""
+class Functions:
+    """The compiled functions for tensors of one dtype.
 
-    library: ctypes.CDLL
-    dtype_name: str
+    Attributes:
+        dtype_name: the suffix of their names.
+        k_group_size: values that one multiply-add takes; inner sizes are multiples of it.
+    """
+
+    def __init__(self, library: ctypes.CDLL, dtype_name: str) -> None:
+        self._library, self.dtype_name = library, dtype_name
+        self.k_group_size = 2 if dtype_name == "bf16" else 1
+        self._by_name: dict[str, Callable[..., int]] = {}
+
+    @functools.cached_property
+    def tile_columns(self) -> int:
+        """Output columns in one tile of packed weights."""
+        return self._number("tile_columns")
 
     def has_fast_matmul(self) -> bool:
         """Tell whether their matrix products are faster than PyTorch's on this processor."""
-        return bool(ctypes.c_int64.in_dll(self.library, f"fast_matmul_{self.dtype_name}").value)
+        return bool(self._number("fast_matmul"))
 
-    def k_group_size(self) -> int:
-        """Return the values that one multiply-add takes; inner sizes are multiples of it."""
-        return 2 if self.dtype_name == "bf16" else 1
-
-    def tile_columns(self) -> int:
-        """Return the number of output columns in one tile of packed weights."""
-        return ctypes.c_int64.in_dll(self.library, f"tile_columns_{self.dtype_name}").value
+    def _number(self, name: str) -> int:
+        return ctypes.c_int64.in_dll(self._library, f"{name}_{self.dtype_name}").value
 
     def call(
         self,
@@ -208,7 +215,10 @@ class Functions(NamedTuple):
             IndexError: if a target, a token or a slot of the cache is out of range.
             RuntimeError: if a tensor has no data.
         """
-        function = getattr(self.library, f"{name}_{self.dtype_name}")
+        function = self._by_name.get(name)
+        if function is None:
+            function = getattr(self._library, f"{name}_{self.dtype_name}")
+            self._by_name[name] = function
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         if 0 in pointers and any(x is not None and not x.data_ptr() and x.numel() for x in tensors):
             raise RuntimeError(f"{name} must be called with tensors that have data in memory.")
@@ -228,9 +238,6 @@ def functions_for(*tensors: Tensor, is_training: bool = False) -> Functions | No
     forward-mode differentiation.
     """
     dtype = tensors[0].dtype
-    dtype_name = _DTYPE_NAMES.get(dtype)
-    if dtype_name is None:
-        return None
     for tensor in tensors:
         if tensor.dtype is not dtype or not is_plain(tensor):
             return None
@@ -241,8 +248,13 @@ def functions_for(*tensors: Tensor, is_training: bool = False) -> Functions | No
             return None
     if torch._C._get_tracing_state() is not None:
         return None
-    library = compiled()
-    return None if library is None else Functions(library, dtype_name)
+    return _functions_of(compiled(), dtype)
+
+
+@functools.cache
+def _functions_of(library: ctypes.CDLL | None, dtype: torch.dtype) -> Functions | None:
+    dtype_name = _DTYPE_NAMES.get(dtype)
+    return None if library is None or dtype_name is None else Functions(library, dtype_name)
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -260,7 +272,8 @@ def is_float_vector(tensor: Tensor | None, size: int) -> bool:
         and tensor.dtype is torch.float32
         and tensor.dim() == 1
         and tensor.numel() == size
-        and is_plain(tensor)
+        and type(tensor) in _TENSOR_TYPES
+        and tensor.is_cpu
         and tensor.is_contiguous()
     )
 

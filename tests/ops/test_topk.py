@@ -1,7 +1,6 @@
 """Hold the most probable tokens, of logits and of a projection, to a sort of the logits."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -280,7 +279,7 @@ def test_a_state_that_is_not_finite_leaves_no_number_in_its_row(calls, one_threa
 @torch.no_grad()
 def test_top_pieces_that_the_memory_does_not_hold_say_so(calls, one_thread, monkeypatch):
     projected, states = projection(6, 40), normal(9, 6, dtype=torch.float32)
-    library = SimpleNamespace(packed_topk_float=lambda *_: 1)
+    library = type("Library", (), {"packed_topk_float": staticmethod(lambda *_: 1)})
     monkeypatch.setattr(native, "compiled", lambda: library)
     with pytest.raises(MemoryError):
         best_of(projected, states, [], 3)

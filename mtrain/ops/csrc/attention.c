@@ -418,12 +418,14 @@ static inline __attribute__((always_inline)) void attend_slots(
 static inline int64_t gather_rows(const elem **found, const elem *cache,
                                       const int64_t *slots, int64_t count, int64_t cache_rows,
                                       int64_t width) {
-    int64_t length = 0;
-    for (int64_t t = 0; t < count; t++) {
-        if (slots[t] >= cache_rows) return -1;
-        if (slots[t] >= 0) found[length++] = cache + slots[t] * width;
+    int64_t length = 0, last = -1;
+    for (int64_t t = 0; t < count; t++) { /* without a branch: it would be mispredicted */
+        int64_t slot = slots[t];
+        found[length] = cache + (slot < 0 ? 0 : slot) * width;
+        length += slot >= 0;
+        last = slot > last ? slot : last;
     }
-    return length;
+    return last < cache_rows ? length : -1;
 }
 
 /* out [rows, heads k] = softmax(q k^T scale) v for each head of one query a row, over the cache rows in its
