@@ -25,7 +25,7 @@ from mtrain.config.sections import ModelConfig
 from mtrain.data import prepare
 from mtrain.data.prepare import ParallelLines
 from mtrain.errors import RunError
-from mtrain.evaluate import metrics
+from mtrain.evaluation import metrics
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer

@@ -103,7 +103,7 @@ def train(point: Point, seconds: float) -> Cost:
     from mtrain.model.transformer import Transformer
     from mtrain.runtime import device
     from mtrain.runtime.process_settings import own_process
-    from mtrain.train.loss import label_smoothed
+    from mtrain.training.loss import label_smoothed
 
     own_process()
     device.keep_freed_memory()

@@ -26,8 +26,8 @@ from mtrain.run.run_dir import RunDir
 from mtrain.runtime import device
 from mtrain.runtime.process_group import SINGLE, ProcessGroup, read_torchrun_env
 from mtrain.runtime.process_settings import own_process
-from mtrain.train.loss import LossSum
-from mtrain.train.trainer import Trainer
+from mtrain.training.loss import LossSum
+from mtrain.training.trainer import Trainer
 
 RUN = Path("runs/benchmark_parallel")
 
@@ -119,7 +119,7 @@ def work(config: Config, num_updates: int) -> None:
 
 def keep_gradients_at_home(trainer: Trainer) -> None:
     """Let ranks make their shares without exchanging gradients."""
-    from mtrain.train.data_parallel import DDPGradients, FSDPGradients
+    from mtrain.training.data_parallel import DDPGradients, FSDPGradients
 
     by_fsdp = FSDPGradients.backward_micro_batch
 

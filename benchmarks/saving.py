@@ -19,7 +19,7 @@ from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime import device
 from mtrain.runtime.process_settings import own_process
-from mtrain.train.trainer import Trainer
+from mtrain.training.trainer import Trainer
 
 
 def main() -> None:

@@ -9,8 +9,6 @@ Importing it loads nothing: what the names below need is imported when one is fi
 """
 
 import os
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 __version__ = "0.2.0"
@@ -57,15 +55,6 @@ if TYPE_CHECKING:
     from mtrain.errors import ConfigError, DataError, RunError, UserError, WriteError
     from mtrain.runtime.signals import Stopped
 else:
-
-    class _Package(ModuleType):
-        """Keeps `train`, `plot`, ... functions when the packages of these names are imported."""
-
-        def __setattr__(self, name: str, value: object) -> None:
-            if not (name in __all__ and isinstance(value, ModuleType)):
-                super().__setattr__(name, value)
-
-    sys.modules[__name__].__class__ = _Package
 
     def __getattr__(name: str) -> object:
         """Import `name` from the module that defines it, when it is first used."""

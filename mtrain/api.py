@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from mtrain.decode.options import DecodingOptions
     from mtrain.decode.pipeline import Warn
     from mtrain.decode.translator import Translator
-    from mtrain.evaluate.evaluation import TestResult
-    from mtrain.evaluate.metrics import ScoringOptions
-    from mtrain.export.export import ExportReport
+    from mtrain.evaluation.evaluation import TestResult
+    from mtrain.evaluation.metrics import ScoringOptions
+    from mtrain.exporters.export import ExportReport
     from mtrain.io.lines import Advance
 
 logger = logging.getLogger("mtrain")
@@ -266,8 +266,8 @@ def train_together(
 ) -> Path:
     """Train as one of several ranks that were started together, each with the same config."""
     from mtrain.data.prepare import prepare
-    from mtrain.train import checkpoint_manager, trainer
-    from mtrain.train.compilation import device_of
+    from mtrain.training import checkpoint_manager, trainer
+    from mtrain.training.compilation import device_of
 
     run_dir, log = RunDir(Path(config.run_dir)), None
     device_of(config, process_group)  # refused now, and not when all is tokenized
@@ -450,7 +450,7 @@ def evaluate(run: Model | AnyPath, options: ScoringOptions | None = None) -> lis
         for result in mtrain.evaluate("runs/en-de"):
             print(result.name, result.scores[0].value)
     """
-    from mtrain.evaluate import evaluation
+    from mtrain.evaluation import evaluation
 
     model = run if isinstance(run, Model) else load(run)
     return evaluation.evaluate(model.run, model.translator, _log_warning, options)
@@ -480,7 +480,7 @@ def export(
     Example:
         report = mtrain.export("runs/en-de", "en-de-ct2", "ctranslate2")
     """
-    from mtrain.export.export import ExportRequest, export
+    from mtrain.exporters.export import ExportRequest, export
 
     request = ExportRequest(to, quantize, check_lines)
     return export(RunDir(Path(run)), Path(directory), request, _log_warning)
@@ -504,7 +504,7 @@ def plot(
         pictures = mtrain.plot("runs/en-de")
     """
     check_matplotlib()
-    from mtrain.plot import draw
+    from mtrain.plots import draw
 
     target_dir = Path(run) / "plots" if directory is None else Path(directory)
     return list(draw.draw(RunDir(Path(run)), sentence, target_dir, _log_warning))

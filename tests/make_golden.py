@@ -27,7 +27,7 @@ from tasks import WORDS, Pair, Tree, train, write_config, write_corpus
 from mtrain.decode.options import DecodingOptions
 from mtrain.decode.pipeline import translate_lines
 from mtrain.decode.translator import EncodedSource, Translator, load
-from mtrain.evaluate import evaluation
+from mtrain.evaluation import evaluation
 from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
 

@@ -24,15 +24,15 @@ from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime import torch_process_group
 from mtrain.runtime.process_group import ProcessGroup, read_torchrun_env
-from mtrain.train import data_parallel
-from mtrain.train import gradients as gradients_module
-from mtrain.train import trainer as trainer_module
-from mtrain.train.loss import LossSum, loss_of
-from mtrain.train.trainer import Trainer
+from mtrain.training import data_parallel
+from mtrain.training import gradients as gradients_module
+from mtrain.training import trainer as trainer_module
+from mtrain.training.loss import LossSum, loss_of
+from mtrain.training.trainer import Trainer
 
 PATIENCE_S = 120
 # torch imports `torch._dynamo` at the first optimizer step: half of the time of a short training
-PRELOADED = ["ranks", "datasets", "mtrain.train.data_parallel", "mtrain.decode.translator"]
+PRELOADED = ["ranks", "datasets", "mtrain.training.data_parallel", "mtrain.decode.translator"]
 PRELOADED += ["torch._dynamo", "mtrain.cli.train", "mtrain.cli.evaluate", "mtrain.cli.translate"]
 
 needs_fork_server = pytest.mark.skipif(

@@ -16,7 +16,7 @@ from mtrain.config import config_file
 from mtrain.config.sections import Config
 from mtrain.data.prepare import prepare
 from mtrain.run.run_dir import RunDir
-from mtrain.train import trainer as trainer_module
+from mtrain.training import trainer as trainer_module
 
 REPOSITORY = Path(__file__).parent.parent
 WORDS = ["ba", "ce", "di", "fo", "gu", "ha", "je", "ki", "lo", "mu", "na", "pe", "ri", "so", "tu"]

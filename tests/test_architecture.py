@@ -30,10 +30,10 @@ ORDER = [
     "run",
     "data",
     "decode",
-    "evaluate",
-    "train",
-    "export",
-    "plot",
+    "evaluation",
+    "training",
+    "exporters",
+    "plots",
     "autoconfig",
     "doctor",
     "demo",
@@ -152,7 +152,7 @@ def test_no_class_name_is_used_twice() -> None:
 
 def test_imports_inside_functions_and_under_type_checking_are_seen() -> None:
     assert {"run/run_dir", "decode/translator"} <= imported_modules("cli/translate")
-    assert "run/checkpoint" in imported_modules("train/trainer")
+    assert "run/checkpoint" in imported_modules("training/trainer")
 
 
 def test_the_package_itself_knows_the_interface_alone_and_nothing_when_it_is_imported() -> None:

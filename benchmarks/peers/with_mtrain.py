@@ -22,7 +22,7 @@ from mtrain.run.logger import Stderr
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.process_settings import own_process
 from mtrain.tokenizer import sentencepiece
-from mtrain.train import trainer
+from mtrain.training import trainer
 
 _LOG_EVERY = 10
 _NEVER = 1_000_000_000

@@ -30,7 +30,7 @@ from mtrain.runtime.device import (
     pick_device,
 )
 from mtrain.tokenizer.sentencepiece import Tokenizer
-from mtrain.train.gradients import Gradients
+from mtrain.training.gradients import Gradients
 
 _WINDOW_S = 0.6  # the median speed of several counts
 _MIN_WINDOWS, _MAX_WINDOWS = 5, 15
@@ -95,7 +95,7 @@ def load_average() -> float:
 def startup_s() -> float:
     """Return the time that a process takes to start and to import what training needs."""
     started = time.monotonic()
-    program = f"import sys; sys.path[:] = {sys.path!r}; import mtrain.train.trainer"
+    program = f"import sys; sys.path[:] = {sys.path!r}; import mtrain.training.trainer"
     subprocess.run([sys.executable, "-c", program], check=False, capture_output=True)
     return time.monotonic() - started
 

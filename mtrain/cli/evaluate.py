@@ -16,7 +16,7 @@ from mtrain.runtime.process_group import ProcessGroup
 
 if TYPE_CHECKING:
     from mtrain.decode.translator import Translator
-    from mtrain.evaluate.metrics import TestSet
+    from mtrain.evaluation.metrics import TestSet
 
 
 def evaluate(
@@ -62,10 +62,10 @@ def evaluate(
         _check_score(searching | unused, runs, refs)
     from mtrain.decode import translator as translating
     from mtrain.decode.options import DecodingOptions
-    from mtrain.evaluate import evaluation
-    from mtrain.evaluate.comet import CometModel
-    from mtrain.evaluate.metrics import ScoringOptions
-    from mtrain.evaluate.report import as_json, as_text
+    from mtrain.evaluation import evaluation
+    from mtrain.evaluation.comet import CometModel
+    from mtrain.evaluation.metrics import ScoringOptions
+    from mtrain.evaluation.report import as_json, as_text
     from mtrain.run.load_model import LoadOptions
     from mtrain.runtime.device import pick_device
 
@@ -111,7 +111,7 @@ def _read_text(
 ) -> dict[str, TestSet] | None:
     """Return the text to score; None if it is the run's own, to which new test sets are added."""
     from mtrain.data import prepare
-    from mtrain.evaluate import evaluation
+    from mtrain.evaluation import evaluation
     from mtrain.run.logger import Stderr
 
     if src is not None:

@@ -36,7 +36,7 @@ def export(
 
     Example: mtrain export runs/demo demo-ct2 --to ctranslate2 --quantize int8
     """
-    from mtrain.export.export import as_text
+    from mtrain.exporters.export import as_text
 
     report = api.export(run, directory, to, quantize=quantize, check_lines=check_lines)
     console.put(as_text(report), None)

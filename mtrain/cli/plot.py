@@ -36,7 +36,7 @@ def plot(
         console.put(map(str, api.plot(run, sentence=sentence, directory=out)), None)
         return
     api.check_matplotlib()
-    from mtrain.plot import draw
+    from mtrain.plots import draw
     from mtrain.run.run_dir import RunDir
 
     drawn = draw.watch(RunDir(run), sentence, out or run / "plots", console.warn, every or 10.0)

@@ -115,7 +115,7 @@ def _load(
     engine: str, runs: list[RunDir], decoding: DecodingOptions, loading: LoadOptions
 ) -> SearchEngine:
     if engine == "ctranslate2":
-        from mtrain.export.export import load_ctranslate2
+        from mtrain.exporters.export import load_ctranslate2
 
         return load_ctranslate2(runs[0], decoding, console.warn)
     from mtrain.decode import translator

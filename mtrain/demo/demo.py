@@ -14,12 +14,12 @@ from mtrain.data.prepare import prepare
 from mtrain.decode import translator
 from mtrain.decode.pipeline import Warn
 from mtrain.errors import RunError
-from mtrain.evaluate import evaluation
-from mtrain.evaluate.report import format_scores
+from mtrain.evaluation import evaluation
+from mtrain.evaluation.report import format_scores
 from mtrain.io.atomic import whole_dir, whole_file
 from mtrain.run.logger import Console
 from mtrain.run.run_dir import RunDir
-from mtrain.train.trainer import train
+from mtrain.training.trainer import train
 
 _CONFIG = """\
 {head}\

@@ -25,7 +25,7 @@ from mtrain.run.run_dir import RunDir
 from mtrain.runtime.device import pick_device
 from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer
-from mtrain.train.schedule import follows_clock
+from mtrain.training.schedule import follows_clock
 
 T = TypeVar("T")
 Verdict = Literal["ok", "skipped", "changed", "warn", "FAILED"]

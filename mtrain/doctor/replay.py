@@ -21,7 +21,7 @@ from mtrain.run.logger import RunLog, read_metrics
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime import device
 from mtrain.runtime.signals import Signals
-from mtrain.train.trainer import Trainer
+from mtrain.training.trainer import Trainer
 
 TIMES = {"tgt_tokens_per_s", "elapsed_s", "memory_mib"}  # these differ between equal trainings
 

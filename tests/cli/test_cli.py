@@ -815,7 +815,7 @@ def test_an_export_that_is_stopped_leaves_no_half_of_it(trained: RunDir, tmp_pat
     script = """
 import signal, sys
 from mtrain.cli import main
-from mtrain.export import ctranslate2, export
+from mtrain.exporters import ctranslate2, export
 export._require_library = lambda wanted: None
 ctranslate2.write = lambda *given: signal.raise_signal(signal.SIGTERM)
 sys.argv[0] = "mtrain"

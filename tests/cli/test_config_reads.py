@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import Cli
 
-from mtrain.plot import draw
+from mtrain.plots import draw
 from mtrain.run.run_dir import RunDir
 
 opened: list[str] | None = None  # paths, while a test listens

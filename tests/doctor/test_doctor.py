@@ -34,8 +34,8 @@ from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.signals import Stopped
 from mtrain.tokenizer import sentencepiece
-from mtrain.train import gradients
-from mtrain.train import trainer as trainer_module
+from mtrain.training import gradients
+from mtrain.training import trainer as trainer_module
 
 PARTS = ["config", "tokenizer", "data", "corpora", "checkpoints", "model", "translates", "resume"]
 NEWEST, OLDER = "checkpoints/step-00000012", "checkpoints/step-00000008"

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mtrain.config import config_file
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
-from mtrain.train.trainer import Trainer
+from mtrain.training.trainer import Trainer
 
 JOB = {
     "num_layers": 1,

@@ -39,8 +39,8 @@ import mtrain
 from mtrain.config import config_file
 from mtrain.data.arrow_shards import MANIFEST_FILE
 from mtrain.errors import UserError
-from mtrain.plot import collect
-from mtrain.plot.draw import draw_curves, encode
+from mtrain.plots import collect
+from mtrain.plots.draw import draw_curves, encode
 from mtrain.run import checkpoint
 from mtrain.run.run_dir import RunDir
 

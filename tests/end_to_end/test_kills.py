@@ -40,7 +40,7 @@ def in_child(
 ) -> int | None:
     """Train in a process of its own; return its exit status, or minus the signal."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mtrain.train.trainer"])  # torch is loaded once
+    context.set_forkserver_preload(["mtrain.training.trainer"])  # torch is loaded once
     process = context.Process(target=child, args=(source, run.path, kill_at))
     process.start()
     process.join(PATIENCE_S if kill_after_s is None else kill_after_s)

@@ -23,8 +23,8 @@ from mtrain.io import atomic
 from mtrain.run import checkpoint
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
-from mtrain.train.gradients import GradientPart, Gradients, GradientTask
-from mtrain.train.trainer import Position, Trainer
+from mtrain.training.gradients import GradientPart, Gradients, GradientTask
+from mtrain.training.trainer import Position, Trainer
 
 OFTEN = ["training.save_every=2", "training.keep_last=9", "training.log_every=1"]
 
@@ -182,7 +182,7 @@ def in_little_memory(source: Path, directory: Path) -> None:
 def test_a_real_limit_of_memory_is_survived(tmp_path: Path) -> None:
     source = write_task(tmp_path, reverse_task, num_train=1500)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mtrain.train.trainer"])
+    context.set_forkserver_preload(["mtrain.training.trainer"])
     process = context.Process(target=in_little_memory, args=(source, tmp_path))
     process.start()
     process.join(120)

@@ -17,7 +17,7 @@ from mtrain.data.prepare import ParallelLines
 from mtrain.io.text_width import fitted
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
-from mtrain.train.validation import ValidationSet
+from mtrain.training.validation import ValidationSet
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 BAR = re.compile(r"\d+%\|")

@@ -17,7 +17,7 @@ from mtrain.data.batch import collate
 from mtrain.decode.translator import load
 from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
-from mtrain.train.loss import label_smoothed
+from mtrain.training.loss import label_smoothed
 
 DIRECTORY = REPOSITORY / "configs" / "variants"
 VARIANTS = sorted(path.stem for path in DIRECTORY.glob("*.yaml"))

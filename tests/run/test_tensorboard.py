@@ -11,7 +11,7 @@ from tasks import prepared, stop_at, write_task
 import mtrain
 from mtrain.run import logger
 from mtrain.run.run_dir import RunDir
-from mtrain.train.trainer import Stopped
+from mtrain.training.trainer import Stopped
 
 Shown = dict[tuple[str, int], float]
 

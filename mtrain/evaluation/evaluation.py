@@ -1,0 +1,305 @@
+"""Translate test sets by one or several systems, score them, and compare the systems.
+
+A system is a run, or a file of translations. What can be checked is checked before translating.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mtrain.config.sections import Config
+from mtrain.corpus import length_stats
+from mtrain.data import prepare
+from mtrain.decode.beam import length_penalty
+from mtrain.decode.pipeline import Warn, translate_lines
+from mtrain.decode.translator import EncodedSource, Translator
+from mtrain.errors import ConfigError, DataError, RunError
+from mtrain.evaluation import breakdown, significance
+from mtrain.evaluation.breakdown import Breakdown, Contrast
+from mtrain.evaluation.metrics import Score, Scorer, ScoringOptions, TestSet, ignored_source
+from mtrain.evaluation.significance import SystemComparison
+from mtrain.io.lines import read_lines
+from mtrain.run.run_dir import RunDir
+
+_KEYS_OF_A_SEED = ("run_dir", "seed")  # that may differ between runs whose scores are averaged
+
+
+@dataclass(frozen=True)
+class TestResult:
+    """A test set, its translations by one system, and their scores."""
+
+    name: str  # of the test set
+    system: str  # the run folder or the file of translations
+    lines: TestSet
+    hypotheses: list[str]
+    scores: list[Score]  # by each metric
+    breakdown: Breakdown | None = None  # if asked for
+
+
+@dataclass(frozen=True)
+class ScoreSummary:
+    """The scores of several runs by one metric: their mean and sample standard deviation."""
+
+    metric: str
+    num_runs: int
+    mean: float
+    std: float
+
+
+@dataclass(frozen=True)
+class TestReport:
+    """The evaluation of one test set."""
+
+    results: list[TestResult]  # of each system, in the order of the command line
+    summary: list[ScoreSummary]  # of several runs
+    comparisons: list[SystemComparison]  # of each other system with the first
+    contrasts: list[Contrast]  # of each other system with the first, if details were asked for
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """What to evaluate."""
+
+    runs: list[RunDir]  # one, or several of different seeds
+    others: list[Path]  # what a single run is compared with: runs and files of translations
+    names: Sequence[str] | None  # the test sets; None for all of the first run
+    options: ScoringOptions
+    with_details: bool = False  # whether scores are broken down
+    text: Mapping[str, TestSet] | None = None  # a text, by its name, instead of test sets of runs
+
+    def __post_init__(self) -> None:
+        if self.others and len(self.runs) > 1:
+            raise ConfigError(f"`--compare` must have one run, but has {len(self.runs)} instead.")
+        if self.others and self.options.num_resamples == 0:
+            raise ConfigError("`--resamples` must be > 0 with `--compare`, but is 0 instead.")
+        num_refs = max((len(test.refs) for test in (self.text or {}).values()), default=1)
+        if self.options.comet is not None and num_refs > 1:
+            raise ConfigError(f"`--comet` must have one `--ref`, but has {num_refs} instead.")
+
+
+def read_files(src: Path, refs: Sequence[Path]) -> dict[str, TestSet]:
+    """Return a test set of a file and its references, by the file's name.
+
+    Raises:
+        DataError: if a file cannot be read, is empty, or has fewer or more lines than another.
+    """
+    sources, *references = (list(read_lines(path)) for path in (src, *refs))
+    if not sources:
+        raise DataError(f"{src}: must have at least one line, but is empty.")
+    for path, lines in zip(refs, references, strict=True):
+        if len(lines) != len(sources):
+            raise DataError(
+                f"{path}: must have a line for each of the {len(sources):,} lines of {src}, but "
+                f"has {len(lines):,} instead."
+            )
+    return {src.name: TestSet(sources, references)}
+
+
+def read_tests(run: RunDir, names: Sequence[str] | None = None) -> dict[str, TestSet]:
+    """Return the text of a run's test sets, all or those that are named.
+
+    Raises:
+        RunError: if the run has no test sets, or not these, or their text is missing.
+    """
+    known = list(run.config.data.tests)
+    if not known:
+        raise RunError(f"{run.config_path}: `data.tests` must name a test set, but is empty.")
+    for name in names or []:
+        if name not in known:
+            raise RunError(
+                f"{run.path}: must have a test set {name!r}, but has {', '.join(known)} instead."
+            )
+    texts = {name: prepare.read_test(run, name) for name in dict.fromkeys(names or known)}
+    return {name: TestSet(src, [tgt]) for name, (src, tgt) in texts.items()}
+
+
+def evaluate(
+    run: RunDir,
+    translator: Translator,
+    warn: Warn,
+    options: ScoringOptions | None = None,
+    names: Sequence[str] | None = None,
+) -> list[TestResult]:
+    """Translate test sets of a run, all or those that are named, and score them.
+
+    Lines are translated, and warned of, as `mtrain translate` does with its default options.
+
+    Raises:
+        RunError: if the run has no test sets, or not these, or their text is missing.
+    """
+    plan = EvaluationPlan([run], [], names, options or ScoringOptions())
+    reports = evaluate_systems(plan, lambda _: translator, warn)
+    return [result for report in reports for result in report.results]
+
+
+def translate_tests(
+    run: RunDir, translator: Translator, tests: Mapping[str, TestSet], warn: Warn
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield the name of each test set with its translations; all ranks call together."""
+    stats = length_stats.load(run.data_dir)
+    for name, lines in tests.items():
+
+        def warn_of_test(text: str, name: str = name) -> None:
+            warn(f"{name}: {text}")
+
+        hypotheses = translate_lines(translator, lines.src, stats, warn_of_test)
+        warning = ignored_source(lines.src, lines.refs[0], hypotheses)
+        if warning and translator.process_group.is_first:
+            warn_of_test(warning)
+        yield name, hypotheses
+
+
+def reference_scores(translator: Translator, tests: Mapping[str, TestSet]) -> Iterator[str]:
+    """Yield the model's score of each first reference of test sets, tab-separated.
+
+    The columns are the test set, the line from 1, the score, the log-probability, and the number
+    of tokens, eos among them.
+    """
+    for name, lines in tests.items():
+        sources = [EncodedSource(ids) for ids in translator.tokenizer.encode_src(lines.src)]
+        targets = translator.tokenizer.tgt.encode(lines.refs[0])
+        for number, log_probs in enumerate(translator.score(sources, targets), start=1):
+            penalty = length_penalty(len(log_probs), translator.options.length_alpha)
+            log_prob = sum(log_probs)
+            yield f"{name}\t{number}\t{log_prob / penalty:.6f}\t{log_prob:.6f}\t{len(log_probs)}"
+
+
+def evaluate_systems(
+    plan: EvaluationPlan, load: Callable[[RunDir], Translator], warn: Warn
+) -> list[TestReport]:
+    """Translate and score test sets by all systems of a plan; return a report of each test set.
+
+    The text of the first run's test sets is what all systems are scored against, unless the plan
+    has one of its own.
+
+    Args:
+        plan: what to evaluate.
+        load: loads the translator of a run.
+        warn: gets differences between runs, and warnings about lines.
+
+    Raises:
+        ConfigError, DataError, RunError: if the systems and options do not fit together.
+    """
+    paths = [run.path for run in plan.runs] + plan.others
+    resolved = [path.resolve() for path in paths]
+    for path, place in zip(paths, resolved, strict=True):
+        if resolved.count(place) > 1:
+            raise ConfigError(f"{path}: must be named once, but is named twice.")
+    tests = plan.text or read_tests(plan.runs[0], plan.names)
+    run_of = {run.path: run for run in plan.runs}
+    tests_of, translations = {paths[0]: tests}, {}
+    for path in paths[1:]:
+        if path.is_dir():
+            run = run_of.setdefault(path, RunDir(path))
+            tests_of[path] = plan.text or read_tests(run, list(tests))
+            for name, lines in tests_of[path].items():
+                _check_references(path, name, lines.refs[0], plan, tests[name].refs[0])
+        else:
+            translations[path] = _read_translations(path, tests)
+    if plan.options.comet is not None:
+        plan.options.comet.load()
+    for text in _differences({run.path: run.config for run in plan.runs}):
+        warn(text)
+    outputs: dict[str, dict[str, list[str]]] = {name: {} for name in tests}
+    for path in paths:
+        if path in translations:
+            (name,) = tests
+            outputs[name][str(path)] = translations[path]
+        else:
+            run = run_of[path]
+            for name, hypotheses in translate_tests(run, load(run), tests_of[path], warn):
+                outputs[name][str(path)] = hypotheses
+    return [_report(name, tests[name], outputs[name], plan) for name in tests]
+
+
+def _check_references(
+    path: Path, name: str, references: Sequence[str], plan: EvaluationPlan, first: Sequence[str]
+) -> None:
+    """Refuse a run whose references are not those of the first run."""
+    first_path = plan.runs[0].path
+    if len(references) != len(first):
+        raise RunError(
+            f"{path}: must have the {len(first):,} lines of {name!r} that {first_path} has, but "
+            f"has {len(references):,} instead."
+        )
+    pairs = list(zip(references, first, strict=True))
+    differing = [number for number, (line, other) in enumerate(pairs, start=1) if line != other]
+    is_case = all(line.lower() == other.lower() for line, other in pairs)
+    if differing and not (is_case and plan.options.lowercase):
+        raise RunError(
+            f"{path}: must have the references of {name!r} that {first_path} has, but line "
+            f"{differing[0]:,} is another{'; `--lowercase` takes both' * is_case}."
+        )
+
+
+def _read_translations(path: Path, tests: Mapping[str, TestSet]) -> list[str]:
+    """Read a file of translations, which can be of one test set only."""
+    if not path.exists():
+        raise ConfigError(f"{path}: must be a run folder or a file of translations, but is none.")
+    if len(tests) > 1:
+        raise ConfigError(
+            f"{path}: must be compared on one test set, but there are {', '.join(tests)}; choose "
+            "one with `--tests`."
+        )
+    lines = list(read_lines(path))
+    for name, test in tests.items():
+        if len(lines) != len(test.src):
+            raise ConfigError(
+                f"{path}: must have a line for each of the {len(test.src):,} lines of {name!r}, "
+                f"but has {len(lines):,} instead."
+            )
+    return lines
+
+
+def _report(
+    name: str, lines: TestSet, outputs: Mapping[str, list[str]], plan: EvaluationPlan
+) -> TestReport:
+    options, scorer = plan.options, Scorer(lines, plan.options)
+    breakdowns: dict[str, Breakdown] = {}
+    contrasts = []
+    if plan.with_details:
+        counts = breakdown.count_in_training(plan.runs[0], lines.src)
+        for system, hypotheses in outputs.items():
+            breakdowns[system] = breakdown.break_down(lines, system, hypotheses, options, counts)
+        others = list(outputs)[1:] if plan.others else []
+        contrasts = [breakdown.contrast(lines, outputs, system, options) for system in others]
+    results = [
+        TestResult(
+            name, system, lines, hypotheses, scorer.score(hypotheses), breakdowns.get(system)
+        )
+        for system, hypotheses in outputs.items()
+    ]
+    summary = []
+    if len(plan.runs) > 1:
+        for scores in zip(*(result.scores for result in results), strict=True):
+            values = [score.value for score in scores]
+            mean, std = statistics.mean(values), statistics.stdev(values)
+            summary.append(ScoreSummary(scores[0].metric, len(values), mean, std))
+    comparisons = significance.compare(scorer, outputs) if plan.others else []
+    return TestReport(results, summary, comparisons, contrasts)
+
+
+def _differences(configs: Mapping[Path, Config]) -> Iterator[str]:
+    """Yield which runs differ from the first in more than the seed, or have its seed."""
+    (first_path, first), *others = (
+        (path, dict(_flatten(config.model_dump()))) for path, config in configs.items()
+    )
+    for path, values in others:
+        keys = [key for key in first | values if first.get(key) != values.get(key)]
+        if "seed" not in keys:
+            yield f"{path}: has the seed of {first_path}, {values['seed']}."
+        differing = [f"`{key}`" for key in keys if key not in _KEYS_OF_A_SEED]
+        if differing:
+            yield f"{path}: differs from {first_path} in {', '.join(differing)}."
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and prefix != "data.":
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

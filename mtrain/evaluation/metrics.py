@@ -1,0 +1,222 @@
+"""Scores of translations by sacreBLEU, each with its interval and its signature.
+
+They are those that the `sacrebleu` command prints for the same lines. Knows lines, no runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sacrebleu.metrics.base import Metric
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.chrf import CHRF
+from sacrebleu.metrics.ter import TER
+from sacrebleu.significance import PairedTest, estimate_ci
+
+from mtrain.errors import ConfigError
+from mtrain.evaluation.comet import CometModel, Floats, resampled_means
+from mtrain.io.text_width import count
+
+METRICS = ("bleu", "chrf", "chrf++", "ter")  # as the user names them
+_MIN_VARIETY = 0.2  # different outputs, by different references, of a model that reads its source
+_MIN_VARIED = 10  # different references, to judge by
+_MAX_DIGITS = 30  # after the point, so that a printed float is the same float
+_LEAST_RESAMPLES = 40  # an interval of 95% cuts one in 40 on either side
+
+
+class TestSet(NamedTuple):
+    """Lines to translate, and their references: one list, or several, of a line for each."""
+
+    src: list[str]
+    refs: list[list[str]]
+
+    def rows(self, rows: Sequence[int]) -> TestSet:
+        """Return some of the lines."""
+        src, *refs = ([lines[row] for row in rows] for lines in (self.src, *self.refs))
+        return TestSet(src, refs)
+
+
+def ignored_source(
+    src: Sequence[str], references: Sequence[str], hypotheses: Sequence[str]
+) -> str | None:
+    """Say that a model ignores its source, and what to do; None if it does not.
+
+    It writes the same few sentences for all: its outputs for different sources are far less varied
+    than the references.
+    """
+    outputs = dict(zip(src, zip(references, hypotheses, strict=True), strict=True))
+    num_expected = len({reference for reference, _ in outputs.values()})
+    num_found = len({hypothesis for _, hypothesis in outputs.values()})
+    if num_expected < _MIN_VARIED or num_found >= _MIN_VARIETY * num_expected:
+        return None
+    alike = count(num_found, "different translation")
+    return (
+        f"{len(outputs):,} different sources have only {alike}: the model ignores its source; "
+        "train it longer, with a lower `training.lr` or a longer `training.warmup_steps`"
+    )
+
+
+@dataclass(frozen=True)
+class Score:
+    """The score of a translation by one metric."""
+
+    metric: str  # as sacreBLEU prints it
+    value: float
+    signature: str  # sacreBLEU's, with the version and all settings
+    mean: float | None = None  # of the scores of the bootstrap resamples, if there are any
+    half_width: float | None = None  # of the interval around `mean` that holds 95% of them
+    verbose: str = ""  # BLEU's precisions and lengths, as sacreBLEU prints them
+
+    def format(self) -> str:
+        """Return the value and the interval, if not all is zero, as sacreBLEU prints them."""
+        text = format_value(self.metric, self.value)
+        if not self.mean or self.half_width is None:
+            return text
+        mean = format_value(self.metric, self.mean)
+        return f"{text} (μ = {mean} ± {format_value(self.metric, self.half_width)})"
+
+
+def format_value(metric: str, value: float) -> str:
+    """Return a score with the usual number of digits; COMET's scores end at about 1."""
+    return f"{value:.{4 if metric == 'COMET' else 2}f}"
+
+
+@dataclass(frozen=True)
+class ScoringOptions:
+    """Which metrics are computed, and how.
+
+    Raises:
+        ConfigError: if an option is invalid, or does not apply to the metrics.
+    """
+
+    tokenize: str | None = None  # BLEU's tokenizer; None is sacreBLEU's default, 13a
+    lowercase: bool = False  # for BLEU and chrF; TER always ignores case, COMET never
+    metrics: Sequence[str] = ("bleu", "chrf")  # some of METRICS
+    # of the test set, for intervals and the paired bootstrap; 0 computes no intervals. Memory
+    # grows with this times the number of lines
+    num_resamples: int = 1000
+    comet: CometModel | None = None  # one more metric
+
+    def __post_init__(self) -> None:
+        for name in self.metrics:
+            if name not in METRICS:
+                raise ConfigError(
+                    f"`--metrics` must be some of {', '.join(METRICS)}, but has {name!r} instead"
+                    f"{'; `--comet PATH` asks for COMET' * (name == 'comet')}."
+                )
+        if self.tokenize is not None and self.tokenize not in BLEU.TOKENIZERS:
+            known = ", ".join(sorted(BLEU.TOKENIZERS))
+            raise ConfigError(
+                f"`--tokenize` must be one of {known}, but is {self.tokenize!r} instead."
+            )
+        if self.tokenize is not None and "bleu" not in self.metrics:
+            raise ConfigError("`--tokenize` needs the metric bleu.")
+        if self.lowercase and not {"bleu", "chrf", "chrf++"} & set(self.metrics):
+            raise ConfigError("`--lowercase` needs the metric bleu, chrf or chrf++.")
+        if "bleu" in self.metrics:
+            _bleu(None, self)  # before anything is translated
+        if 0 < self.num_resamples < _LEAST_RESAMPLES:
+            raise ConfigError(
+                f"`--resamples` must be 0 or at least {_LEAST_RESAMPLES}, but is "
+                f"{self.num_resamples} instead."
+            )
+        seed = os.environ.get("SACREBLEU_SEED", "none")
+        if seed.lower() != "none" and not (seed.isascii() and seed.isdigit()):
+            raise ConfigError(
+                f"`SACREBLEU_SEED` must be a whole number or none, but is {seed!r} instead."
+            )
+
+
+class Scorer:
+    """The metrics of a test set; the references are processed once for all systems."""
+
+    def __init__(self, test: TestSet, options: ScoringOptions) -> None:
+        """Take raw text; only COMET reads the sources, and it reads the first references only."""
+        self.options, self._test = options, test
+        self.metrics = [
+            _metric(name, test.refs, options) for name in dict.fromkeys(options.metrics)
+        ]
+
+    def score(self, hypotheses: Sequence[str]) -> list[Score]:
+        """Return the score of detokenised lines by each metric."""
+        scores = [self._score(metric, list(hypotheses)) for metric in self.metrics]
+        comet, num_resamples = self.options.comet, self.options.num_resamples
+        if comet is not None:
+            values = self.comet_values(hypotheses)
+            value, signature = float(values.mean()), comet.signature()
+            mean = half_width = None
+            if num_resamples:
+                mean, half_width = map(float, estimate_ci(resampled_means(values, num_resamples)))
+                signature = comet.signature("bs", num_resamples)
+            scores.append(Score("COMET", value, signature, mean, half_width))
+        return scores
+
+    def _score(self, metric: Metric, hypotheses: list[str]) -> Score:
+        """Return a score with the interval that the `sacrebleu` command shows.
+
+        sacreBLEU 2.6 fails where some resamples score 0: it cannot take the mean of their Python
+        floats and the others' float32. Its paired test of one system can, and differs in the last
+        digits of a float32 only.
+        """
+        num_resamples = self.options.num_resamples
+        drawn: Any = None
+        try:
+            result = metric.corpus_score(hypotheses, None, n_bootstrap=num_resamples or 1)
+        except TypeError:
+            result = metric.corpus_score(hypotheses, None)
+            test = PairedTest([("", hypotheses)], {"": metric}, None, "bs", num_resamples)
+            drawn = test()[1][result.name][0]
+        signature = str(metric.get_signature())  # names the resampling, if there was one
+        printed = json.loads(result.format(_MAX_DIGITS, signature=signature, is_json=True))
+        mean = half_width = None
+        if drawn is not None:
+            mean, half_width = float(drawn.mean), float(drawn.ci)
+        elif num_resamples:
+            mean, half_width = (printed.get(f"confidence_{key}", 0.0) for key in ("mean", "var"))
+        verbose = printed.get("verbose_score", "")
+        return Score(result.name, float(result.score), signature, mean, half_width, verbose)
+
+    def comet_values(self, hypotheses: Sequence[str]) -> Floats:
+        """Return COMET's score of each line."""
+        assert self.options.comet is not None
+        return self.options.comet.score(self._test.src, self._test.refs[0], hypotheses)
+
+
+def score(
+    hypotheses: Sequence[str],
+    references: Sequence[str],
+    options: ScoringOptions | None = None,
+    sources: Sequence[str] = (),
+) -> list[Score]:
+    """Return the scores of detokenised lines against raw references."""
+    test = TestSet(list(sources), [list(references)])
+    return Scorer(test, options or ScoringOptions()).score(hypotheses)
+
+
+def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> float:
+    """Return BLEU with sacreBLEU's defaults."""
+    options = ScoringOptions(metrics=("bleu",), num_resamples=0)
+    return score(hypotheses, references, options)[0].value
+
+
+def _metric(name: str, references: list[list[str]], options: ScoringOptions) -> Metric:
+    if name == "bleu":
+        return _bleu(references, options)
+    if name == "ter":
+        return TER(references=references)
+    word_order = 2 if name == "chrf++" else 0
+    return CHRF(word_order=word_order, lowercase=options.lowercase, references=references)
+
+
+def _bleu(references: list[list[str]] | None, options: ScoringOptions) -> BLEU:
+    try:
+        return BLEU(options.lowercase, True, options.tokenize, references=references)
+    except (RuntimeError, ImportError, OSError) as error:
+        reason = " ".join(str(error).split())  # how to install it comes last
+        raise ConfigError(
+            f"`--tokenize {options.tokenize}` cannot be used here: {reason}"
+        ) from None

@@ -1,0 +1,93 @@
+"""Is the difference of two systems more than chance? By sacreBLEU's paired tests.
+
+Approximate randomisation: Clark et al. 2011, Riezler and Maxwell 2005. Paired bootstrap: Koehn
+2004. Knows lines, no runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sacrebleu.metrics.base import Metric
+from sacrebleu.significance import PairedTest
+
+from mtrain.evaluation.comet import NUM_TRIALS, paired_p_values
+from mtrain.evaluation.metrics import Scorer
+
+
+@dataclass(frozen=True)
+class SystemComparison:
+    """A system beside the baseline, by one metric."""
+
+    metric: str
+    baseline: str  # the first system
+    system: str
+    difference: float  # the system's score less the baseline's
+    p_bootstrap: float
+    p_randomization: float
+    bootstrap_signature: str  # sacreBLEU's
+    randomization_signature: str
+
+
+def compare(scorer: Scorer, outputs: Mapping[str, list[str]]) -> list[SystemComparison]:
+    """Compare each system with the first one, by every metric of `scorer`.
+
+    Equal scores have p = 1: sacreBLEU counts the draws that differ more, of which equal outputs
+    have none, and would call them different.
+
+    Args:
+        scorer: of the test set; its `num_resamples` must not be 0.
+        outputs: the translations by the baseline, and by at least one other system.
+    """
+    baseline, *others = outputs
+    comparisons: list[SystemComparison] = []
+
+    def add(
+        metric: str,
+        system: str,
+        difference: float,
+        p_values: tuple[float, float],
+        signatures: tuple[str, str],
+    ) -> None:
+        p_values = p_values if difference else (1.0, 1.0)
+        comparisons.append(
+            SystemComparison(metric, baseline, system, difference, *p_values, *signatures)
+        )
+
+    num_resamples, comet = scorer.options.num_resamples, scorer.options.comet
+    for metric in scorer.metrics:
+        metric.n_bootstrap = metric.seed = None  # else an interval stays in the signatures
+        name, by_bs, bs_signature = _paired_test(outputs, metric, "bs", num_resamples)
+        _, by_ar, ar_signature = _paired_test(outputs, metric, "ar", NUM_TRIALS)
+        for system, bs, ar in zip(others, by_bs[1:], by_ar[1:], strict=True):
+            p_values = float(bs.p_value or 0.0), float(ar.p_value or 0.0)
+            add(
+                name,
+                system,
+                float(bs.score - by_bs[0].score),
+                p_values,
+                (bs_signature, ar_signature),
+            )
+    if comet is not None:
+        signatures = comet.signature("bs", num_resamples), comet.signature("ar", NUM_TRIALS)
+        before = scorer.comet_values(outputs[baseline])
+        for system in others:
+            after = scorer.comet_values(outputs[system])
+            p_values = paired_p_values(before, after, num_resamples)
+            add("COMET", system, float(after.mean() - before.mean()), p_values, signatures)
+    return comparisons
+
+
+def _paired_test(
+    outputs: Mapping[str, list[str]], metric: Metric, kind: str, num_samples: int
+) -> tuple[str, list[Any], str]:
+    """Return the metric's name, a result for each system, and the test's signature.
+
+    `kind` is bs for the paired bootstrap, ar for approximate randomisation.
+    """
+    test = PairedTest(list(outputs.items()), {"": metric}, None, kind, num_samples)
+    signatures, results = test()
+    ((name, signature),) = signatures.items()
+    return name, list(results[name]), str(signature)

@@ -1,0 +1,291 @@
+"""Write a model for CTranslate2, and translate by what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from mtrain.config.sections import Config, ModelConfig
+from mtrain.decode.beam import Hypothesis, length_penalty
+from mtrain.decode.options import DecodingOptions
+from mtrain.decode.translator import EncodedSource
+from mtrain.errors import ConfigError
+from mtrain.exporters.parity import ExportedHypothesis, Ids
+from mtrain.model.transformer import Transformer, sinusoids
+from mtrain.run.run_dir import RunDir
+from mtrain.runtime.process_group import SINGLE
+from mtrain.tokenizer import sentencepiece
+from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
+
+if TYPE_CHECKING:
+    import ctranslate2
+
+PACKAGE, TITLE, TAG = "ctranslate2", "CTranslate2", "ctranslate2"
+QUANTIZATIONS: tuple[str, ...] = ("int8", "float16", "bfloat16")
+USE = """\
+import ctranslate2
+import sentencepiece
+
+source = sentencepiece.SentencePieceProcessor(model_file="source.spm")
+target = sentencepiece.SentencePieceProcessor(model_file="target.spm")
+translator = ctranslate2.Translator(".")
+
+lines = [{line!r}]
+results = translator.translate_batch(
+    source.encode(lines, out_type=str),
+    beam_size={beam},
+    length_penalty={alpha:g},
+    max_input_length=0,
+    max_decoding_length={max_length},
+)
+print(target.decode([result.hypotheses[0] for result in results]))
+"""
+NOTES = """\
+- `max_input_length=0` is needed: without it CTranslate2 silently cuts a source after 1,024
+  tokens. The model's own limit is {num_positions:,} tokens, and a longer source is an error.
+- An empty line gives an empty translation.
+- CTranslate2 divides a score by length^alpha, mtrain by ((5 + length) / 6)^alpha, so that their
+  beams rank a little differently. Only with `min_decoding_length=0` can the translation of a line
+  that is not empty be empty, as in mtrain.
+"""
+_MIN_POSITIONS = 4096
+_MASKED_BIAS = -1e4  # below every logit, and within float16
+_BATCH_SIZE = 32
+
+
+def check_supported(config: ModelConfig) -> None:
+    """Raise ConfigError for a model that CTranslate2 does not support."""
+    if config.attention_window is not None:
+        raise ConfigError(
+            "`model.attention_window` must be null for CTranslate2, whose encoder attends to "
+            f"the whole source, but is {config.attention_window} instead."
+        )
+
+
+def num_positions(config: Config) -> int:
+    """Return the most tokens of a source, and of a target; more are an error."""
+    return max(_MIN_POSITIONS, config.data.max_tokens + config.decoding.max_extra_tokens + 1)
+
+
+def write(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    config: Config,
+    directory: Path,
+    quantization: str | None,
+) -> None:
+    """Write a model and its SentencePiece models into `directory`."""
+    from ctranslate2.specs import TransformerSpec
+    from ctranslate2.specs.common_spec import Activation
+
+    activations = {"relu": Activation.RELU, "gelu": Activation.GELU}
+    sizes = model.config
+    spec = TransformerSpec.from_config(
+        (sizes.num_encoder_layers, sizes.num_decoder_layers),
+        sizes.num_heads,
+        pre_norm=sizes.norm == "pre",
+        activation=activations[sizes.activation],
+    )
+    tgt = tokenizer.tgt
+    _fill(spec, model, num_positions(config), masked_ids=[tgt.pad, tgt.bos])
+    unk, bos, eos = tgt.pieces_of([tgt.unk, tgt.bos, tgt.eos])
+    spec.config.unk_token, spec.config.bos_token, spec.config.eos_token = unk, bos, eos
+    spec.config.decoder_start_token = bos
+    spec.config.add_source_bos, spec.config.add_source_eos = False, True
+    spec.config.layer_norm_epsilon = 1e-5
+    spec.register_source_vocabulary(_pieces(tokenizer.src))
+    spec.register_target_vocabulary(_pieces(tgt))
+    spec.validate()
+    spec.optimize(quantization=quantization)
+    spec.save(str(directory))
+    (directory / "source.spm").write_bytes(tokenizer.src.model)
+    (directory / "target.spm").write_bytes(tokenizer.tgt.model)
+
+
+def _pieces(vocabulary: Vocabulary) -> list[str]:
+    return vocabulary.pieces_of(range(len(vocabulary)))
+
+
+def _fill(spec: Any, model: Transformer, num_positions: int, masked_ids: list[int]) -> None:
+    """Copy a model's weights into `spec`; a bias keeps `masked_ids` from being generated."""
+    weights = {name: _as_array(weight) for name, weight in model.state_dict().items()}
+
+    def fill_linear(linear: Any, name: str) -> None:
+        linear.weight, linear.bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
+
+    def fill_norm(norm: Any, name: str) -> None:
+        norm.gamma, norm.beta = weights[f"{name}.weight"], weights[f"{name}.bias"]
+
+    spec.encoder.embeddings[0].weight = weights["src_embedding.weight"]
+    spec.decoder.embeddings.weight = weights["tgt_embedding.weight"]
+    spec.decoder.projection.weight = weights["output.weight"]
+    spec.decoder.projection.bias = np.zeros(len(weights["output.weight"]), np.float32)
+    spec.decoder.projection.bias[masked_ids] = _MASKED_BIAS
+    for stack, side, name in ((spec.encoder, "src", "encoder"), (spec.decoder, "tgt", "decoder")):
+        stack.scale_embeddings = True
+        learned = weights.get(f"{side}_positions.table.weight")
+        stack.position_encodings.encodings = _positions(learned, num_positions, model)
+        if model.config.norm == "pre":
+            fill_norm(stack.layer_norm, f"{name}_norm")
+        for index, layer in enumerate(stack.layer):
+            linears = {
+                "self_attention.queries_keys_values": layer.self_attention.linear[0],
+                "self_attention.output": layer.self_attention.linear[1],
+                "feed_forward.inner": layer.ffn.linear_0,
+                "feed_forward.outer": layer.ffn.linear_1,
+            }
+            norms = [layer.self_attention.layer_norm, layer.ffn.layer_norm]
+            if name == "decoder":
+                linears["cross_attention.queries"] = layer.attention.linear[0]
+                linears["cross_attention.source_keys_values"] = layer.attention.linear[1]
+                linears["cross_attention.output"] = layer.attention.linear[2]
+                norms.insert(1, layer.attention.layer_norm)
+            for module, linear in linears.items():
+                fill_linear(linear, f"{name}.{index}.{module}")
+            for number, norm in enumerate(norms, start=1):
+                fill_norm(norm, f"{name}.{index}.residual_{number}.norm")
+
+
+def _positions(
+    learned: npt.NDArray[np.float32] | None, count: int, model: Transformer
+) -> npt.NDArray[np.float32]:
+    """Return the positional encodings; the last learned one is repeated to fill the table."""
+    if learned is None:
+        return _as_array(sinusoids(count, model.config.d_model))
+    return np.concatenate([learned, learned[-1:].repeat(max(0, count - len(learned)), axis=0)])
+
+
+def _as_array(tensor: Tensor) -> npt.NDArray[np.float32]:
+    # a copy, because quantization writes into it
+    return np.array(tensor.detach().cpu().numpy(), np.float32)
+
+
+class CTranslate2Model:
+    """An exported folder, loaded by CTranslate2 on the CPU."""
+
+    masks_special = True  # by the bias of the output projection
+
+    def __init__(self, directory: Path) -> None:
+        import ctranslate2
+
+        self._translator: ctranslate2.Translator = ctranslate2.Translator(
+            str(directory), device="cpu", inter_threads=1, intra_threads=torch.get_num_threads()
+        )
+        self._src = Vocabulary((directory / "source.spm").read_bytes())
+        self._tgt = Vocabulary((directory / "target.spm").read_bytes())
+        self._id_of = {piece: index for index, piece in enumerate(_pieces(self._tgt))}
+
+    def encode(self, lines: Sequence[str]) -> Ids:
+        """Return tokens + eos for each line."""
+        return [[*ids, self._src.eos] for ids in self._src.encode(lines)]
+
+    def decode(self, ids: Ids) -> list[str]:
+        """Return the text of each list of tokens."""
+        return self._tgt.decode(ids)
+
+    def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[ExportedHypothesis]:
+        """Return the target of the highest log-probability of each source."""
+        return [best[0] for best in self.search_best(sources, beam, max_lengths, num_best=1)]
+
+    def search_best(
+        self, sources: Ids, beam: int, max_lengths: list[int], num_best: int
+    ) -> list[list[ExportedHypothesis]]:
+        """Return the best targets of each source by log-probability, at most `num_best`."""
+        results = self._translator.translate_batch(
+            self._tokens(sources),
+            max_batch_size=_BATCH_SIZE,
+            beam_size=beam,
+            num_hypotheses=num_best,
+            length_penalty=0,
+            return_scores=True,
+            return_end_token=True,
+            max_input_length=0,
+            max_decoding_length=max(max_lengths) + 1,
+            min_decoding_length=0,  # by default eos cannot come first
+        )
+        return [
+            [
+                self._hypothesis(tokens, log_prob)
+                for tokens, log_prob in zip(result.hypotheses, result.scores, strict=True)
+            ]
+            for result in results
+        ]
+
+    def _hypothesis(self, tokens: list[str], log_prob: float) -> ExportedHypothesis:
+        ids = [self._id_of[token] for token in tokens]
+        has_ended = ids[-1:] == [self._tgt.eos]
+        return ExportedHypothesis(ids[:-1] if has_ended else ids, log_prob, has_ended)
+
+    def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
+        """Return the log-probability of each token of a given target, and of its eos."""
+        tgt_tokens = [self._tgt.pieces_of(ids) for ids in targets]
+        results = self._translator.score_batch(
+            self._tokens(sources), tgt_tokens, max_batch_size=_BATCH_SIZE, max_input_length=0
+        )
+        return [list(result.log_probs) for result in results]
+
+    def _tokens(self, sources: Ids) -> list[list[str]]:
+        return [self._src.pieces_of(ids[:-1]) for ids in sources]  # CTranslate2 adds eos
+
+
+load = CTranslate2Model  # as an exporter loads a folder
+
+
+def check_options(config: Config, options: DecodingOptions) -> None:
+    """Raise ConfigError if the options ask for what CTranslate2 does not do."""
+    for key in ("no_repeat_ngram", "early_stop"):
+        if value := getattr(options, key):
+            raise ConfigError(
+                f"`decoding.{key}` must be off for `--engine ctranslate2`, but is {value!r} "
+                "instead."
+            )
+    limit = num_positions(config) - options.max_extra_tokens - 1
+    if options.max_input_tokens is not None and options.max_input_tokens > limit:
+        raise ConfigError(
+            f"`--max-input-tokens` must be at most {limit} for `--engine ctranslate2`, but is "
+            f"{options.max_input_tokens} instead."
+        )
+
+
+class CTranslate2Translator:
+    """Searches with the export of a run; it gives no log-probabilities of tokens."""
+
+    process_group = SINGLE
+
+    def __init__(self, run: RunDir, options: DecodingOptions, directory: Path) -> None:
+        self.options, self.tokenizer = options, sentencepiece.load(run.tokenizer_dir)
+        self.max_positions = run.config.model.max_positions
+        self._exported = CTranslate2Model(directory)
+
+    def max_length(self, source: EncodedSource) -> int:
+        """Return the most tokens that the target of a source may have, without eos."""
+        return source.max_target_length(self.options.max_extra_tokens)
+
+    def search(self, sources: Sequence[EncodedSource]) -> list[list[Hypothesis]]:
+        """Return the best target of each source, by mtrain's length penalty."""
+        if not sources:
+            return []
+        beam, limits = self.options.beam, [self.max_length(source) for source in sources]
+        ids = [source.ids for source in sources]
+        outputs_of = self._exported.search_best(ids, beam, limits, num_best=beam)
+        best = []
+        for outputs, limit in zip(outputs_of, limits, strict=True):
+            hypotheses = [self._hypothesis(out.ids[:limit], out.log_prob) for out in outputs]
+            best.append([max(hypotheses, key=lambda hypothesis: hypothesis.score)])
+        return best
+
+    def _hypothesis(self, ids: list[int], log_prob: float) -> Hypothesis:
+        penalty = length_penalty(float(len(ids) + 1), self.options.length_alpha)
+        return Hypothesis(ids, [], log_prob, log_prob / penalty)
+
+    def attend(
+        self, sources: Sequence[EncodedSource], targets: Sequence[list[int]]
+    ) -> list[Tensor]:
+        """Refuse: CTranslate2 gives no attention of given targets."""
+        raise ConfigError("`--alignments` has no effect with `--engine ctranslate2`; leave it out.")

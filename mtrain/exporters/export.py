@@ -1,0 +1,247 @@
+"""Export a run for another library, and keep the export if that library translates as mtrain."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from mtrain import __version__
+from mtrain.data import prepare
+from mtrain.data.prepare import ParallelLines
+from mtrain.decode.options import DecodingOptions
+from mtrain.decode.translator import EncodedSource, Translator, load
+from mtrain.errors import ConfigError, RunError
+from mtrain.evaluation import metrics
+from mtrain.exporters import ctranslate2, huggingface, model_card, parity
+from mtrain.exporters.ctranslate2 import CTranslate2Translator
+from mtrain.exporters.parity import ExportedModel, Exporter, LogProbSearcher, ParityReport
+from mtrain.io.atomic import sha256, sha256_if_readable, whole_dir, write_lines
+from mtrain.io.table import format_table
+from mtrain.run.load_model import LoadOptions
+from mtrain.run.run_dir import RunDir
+
+Library = Literal["ctranslate2", "huggingface"]
+Say = Callable[[str], None]
+
+_REPORT_FILE = "export.json"
+EXPORTERS: dict[Library, Exporter] = {"ctranslate2": ctranslate2, "huggingface": huggingface}
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What to export to."""
+
+    library: Library
+    quantization: str | None = None  # the type of the weights; None is float32
+    num_lines: int = 100  # of the validation text, to compare
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """The result of an export, as `export.json` holds it."""
+
+    library: Library
+    version: str  # of the library
+    precision: str  # of the weights
+    num_bytes: int  # of all files
+    weights: str | None  # the SHA-256 of the run's `model.safetensors`
+    files: dict[str, str]  # the SHA-256 of each other file
+    parity: ParityReport
+    # of the run and of its export on the validation text, both searched by log-probability alone;
+    # only of a quantised model
+    bleu: tuple[float, float] | None
+
+
+def export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> ExportReport:
+    """Write a run's model as a folder for another library, and check it with that library.
+
+    Raises:
+        ConfigError: if the library is missing, or does not support the model or the precision.
+        RunError: if the folder exists, or if the export does not translate as the run does; then
+            nothing is written.
+    """
+    if directory.exists():
+        raise RunError(f"{directory}: already exists; choose another folder.")
+    return _export(run, directory, request, say)
+
+
+def load_ctranslate2(run: RunDir, options: DecodingOptions, say: Say) -> CTranslate2Translator:
+    """Load a run's CTranslate2 export, written anew if the weights have changed.
+
+    Processes that do so at once wait for each other, unless none can write into the run folder.
+
+    Raises:
+        ConfigError: if the options ask for what CTranslate2 does not do.
+        RunError: as `export` does, or if the folder is damaged.
+    """
+    ctranslate2.check_options(run.config, options)
+    _require_library("ctranslate2")
+    directory = run.path / "ctranslate2"
+    with run.exporting() if os.access(run.path, os.W_OK) else nullcontext():
+        stored = _read_report(directory)
+        if stored is None or stored.weights != sha256_if_readable(run.model_path):
+            _export(run, directory, ExportRequest("ctranslate2"), say)
+        else:
+            _verify(directory, stored)
+        try:
+            return CTranslate2Translator(run, options, directory)
+        except (RuntimeError, ValueError, OSError) as error:
+            raise _damaged(directory, f"CTranslate2 cannot load it: {error}") from None
+
+
+class _StoredReport(BaseModel):
+    """What is read of `export.json`."""
+
+    model_config = ConfigDict(strict=True)
+
+    weights: str | None
+    files: dict[str, str]
+
+
+def _read_report(directory: Path) -> _StoredReport | None:
+    """Read `export.json`; None if there is none.
+
+    Raises:
+        RunError: if it is damaged.
+    """
+    path = directory / _REPORT_FILE
+    try:
+        return _StoredReport.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValidationError):
+        raise _damaged(directory, f"{_REPORT_FILE} cannot be read") from None
+
+
+def _verify(directory: Path, stored: _StoredReport) -> None:
+    """Compare every file of an export with its checksum.
+
+    Raises:
+        RunError: if one is missing, was added, or differs.
+    """
+    names = {path.name for path in directory.iterdir()} - {_REPORT_FILE}
+    for name in sorted(names ^ set(stored.files)):
+        raise _damaged(directory, f"{name} {'is missing' if name in stored.files else 'was added'}")
+    for name, expected in stored.files.items():
+        path = directory / name
+        if path.is_symlink() or not path.is_file() or sha256_if_readable(path) != expected:
+            raise _damaged(directory, f"the checksum of {name} is another")
+
+
+def _damaged(directory: Path, why: str) -> RunError:
+    return RunError(
+        f"{directory}: must be whole, but is damaged: {why}; delete it, and it is made again."
+    )
+
+
+def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> ExportReport:
+    config, exporter = run.config, EXPORTERS[request.library]
+    _require_library(request.library)
+    exporter.check_supported(config.model)
+    if request.quantization not in (None, *exporter.QUANTIZATIONS):
+        raise ConfigError(
+            f"`--quantize` must be {' or '.join(exporter.QUANTIZATIONS)} with `--to "
+            f"{request.library}`, which stores no other, but is {request.quantization} instead."
+        )
+    translator = load(run, loading=LoadOptions("cpu"))
+    held_out = _read_held_out(run, translator, config.data.max_tokens)
+    lines = ParallelLines(held_out.src[: request.num_lines], held_out.tgt[: request.num_lines])
+    with whole_dir(directory, _REPORT_FILE) as partial_dir:
+        say(f"{directory}: writing, then checking on {len(lines.src)} lines")
+        model, tokenizer = translator.model, translator.tokenizer
+        exporter.write(model, tokenizer, config, partial_dir, request.quantization)
+        exported = exporter.load(partial_dir)
+        compared = parity.compare(translator, exported, lines)
+        problems = compared.problems() if request.quantization is None else []
+        if problems:
+            raise RunError(f"{directory}: nothing is exported: {'; '.join(problems)}.")
+        report = ExportReport(
+            request.library,
+            importlib.metadata.version(exporter.PACKAGE),
+            request.quantization or "float32",
+            sum(file.stat().st_size for file in partial_dir.iterdir()),
+            sha256_if_readable(run.model_path),
+            {},
+            compared,
+            _bleu(translator, exported, held_out, say) if request.quantization else None,
+        )
+        example = min(lines.src, key=len)
+        card = model_card.readme(run, translator, exporter, example, as_text(report))
+        (partial_dir / "README.md").write_text(card, encoding="utf-8")
+        report.files.update({path.name: sha256(path) for path in sorted(partial_dir.iterdir())})
+        write_lines(partial_dir / _REPORT_FILE, as_json(report))
+    return report
+
+
+def _require_library(library: Library) -> None:
+    package = EXPORTERS[library].PACKAGE
+    if find_spec(package) is None:
+        raise ConfigError(
+            f"`mtrain export --to {library}` must have {package}: pip install "
+            f"'mtrain[{library}]' adds it."
+        )
+
+
+def _read_held_out(run: RunDir, translator: Translator, max_tokens: int) -> ParallelLines:
+    """Return the validation pairs that are neither blank nor too long."""
+    valid = prepare.read_valid(run)
+    src_ids = translator.tokenizer.src.encode(valid.src)
+    tgt_ids = translator.tokenizer.tgt.encode(valid.tgt)
+    rows = [
+        row
+        for row, (src, tgt) in enumerate(zip(src_ids, tgt_ids, strict=True))
+        if valid.src[row].strip()
+        and valid.tgt[row].strip()
+        and max(len(src), len(tgt)) < max_tokens
+    ]
+    if not rows:
+        raise RunError(f"{run.path}: must have validation text to check an export, but has none.")
+    return ParallelLines([valid.src[row] for row in rows], [valid.tgt[row] for row in rows])
+
+
+def _bleu(
+    translator: Translator, exported: ExportedModel, lines: ParallelLines, say: Say
+) -> tuple[float, float]:
+    say(f"translating {len(lines.src):,} lines of validation text with both")
+    sources = translator.tokenizer.encode_src(lines.src)
+    limits = [translator.max_length(EncodedSource(ids)) for ids in sources]
+    outputs = exported.search(sources, translator.options.beam, limits)
+    theirs = translator.tokenizer.tgt.decode([output.ids for output in outputs])
+    ids = LogProbSearcher(translator, masks_special=False).search(sources, translator.options.beam)
+    ours = translator.tokenizer.tgt.decode(ids)
+    return metrics.bleu(ours, lines.tgt), metrics.bleu(theirs, lines.tgt)
+
+
+def as_text(report: ExportReport) -> list[str]:
+    """Return the report as a table of lines."""
+    parity = report.parity
+    rows = [
+        ("library", f"{report.library}, {EXPORTERS[report.library].PACKAGE} {report.version}"),
+        ("weights", f"{report.precision}, {report.num_bytes / 1e6:,.1f} MB"),
+        ("lines with the same source tokens", str(parity.same_source)),
+        ("lines with the same greedy output", str(parity.same_greedy)),
+        (f"lines with the same output, beam {parity.beam}", str(parity.same_beam)),
+        ("lines whose text is the same", str(parity.same_text)),
+        ("largest difference of a log-probability, references", f"{parity.reference_diff:.1e}"),
+        ("largest difference of a log-probability, its own beam", f"{parity.beam_diff:.1e}"),
+    ]
+    if report.bleu is not None:
+        ours, theirs = report.bleu
+        rows.append(("validation BLEU, mtrain", f"{ours:.2f}"))
+        rows.append(("validation BLEU, exported", f"{theirs:.2f} ({theirs - ours:+.2f})"))
+    return format_table(rows, "<<")
+
+
+def as_json(report: ExportReport) -> list[str]:
+    """Return the report as lines of one JSON object."""
+    tree = {"mtrain": __version__, **asdict(report)}
+    return json.dumps(tree, indent=2, ensure_ascii=False).split("\n")

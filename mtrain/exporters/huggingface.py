@@ -1,0 +1,324 @@
+"""Write a model as Hugging Face's MarianMTModel, and run what was written.
+
+Marian's sinusoids have all sines before all cosines, mtrain's alternate. The model dimension of
+every weight is permuted accordingly, which changes no output.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from mtrain.config.sections import Config, ModelConfig
+from mtrain.data.batch import keep_first, pad_right
+from mtrain.errors import ConfigError
+from mtrain.exporters.parity import ExportedHypothesis, Ids
+from mtrain.model.transformer import Transformer
+from mtrain.run.checkpoint import save_tensors
+from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
+
+PACKAGE, TAG = "transformers", "marian"
+TITLE = "Hugging Face transformers (`MarianMTModel`)"
+QUANTIZATIONS: tuple[str, ...] = ("float16", "bfloat16")
+USE = """\
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(".")
+model = AutoModelForSeq2SeqLM.from_pretrained(".")
+
+lines = [{line!r}]
+batch = tokenizer(lines, return_tensors="pt", padding=True)
+outputs = model.generate(**batch)
+print(tokenizer.batch_decode(outputs, skip_special_tokens=True))
+"""
+NOTES = """\
+- If the model is on the Hub, use its name there instead of `"."`.
+- transformers before version 5 has `pipeline("translation", model=".")` too.
+- A source of more than {num_positions:,} tokens is an error; an output ends after {max_length}.
+- transformers divides a score by length^alpha, mtrain by ((5 + length) / 6)^alpha, so that
+  their beams rank a little differently.
+- A blank line does not give an empty translation: remove such lines.
+- `>>x<<` at the beginning of a line is read as a language code; mtrain reads it as text.
+- "Recommended: pip install sacremoses" is a warning of the tokenizer that can be ignored.
+"""
+T = TypeVar("T")
+_MIN_POSITIONS = 1024  # not more, because transformers computes them whenever it loads
+_BATCH_SIZE = 32
+_LAYER = re.compile(r"(encoder|decoder)\.(\d+)\.(.+)\.(weight|bias)")
+_MODULES = {  # of a layer; a weight is split by rows into those of several modules
+    "self_attention.queries_keys_values": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+    "self_attention.output": "self_attn.out_proj",
+    "cross_attention.queries": "encoder_attn.q_proj",
+    "cross_attention.source_keys_values": "encoder_attn.k_proj encoder_attn.v_proj",
+    "cross_attention.output": "encoder_attn.out_proj",
+    "feed_forward.inner": "fc1",
+    "feed_forward.outer": "fc2",
+    "residual_1.norm": "self_attn_layer_norm",
+    "residual_3.norm": "final_layer_norm",
+}
+_SECOND_NORM = {"encoder": "final_layer_norm", "decoder": "encoder_attn_layer_norm"}
+
+
+def check_supported(config: ModelConfig) -> None:
+    """Raise ConfigError for a model that MarianMTModel does not support."""
+    elsewhere = "; `--to ctranslate2` holds it" * (config.attention_window is None)
+    for key, supported, why in (
+        ("norm", "post", "has no pre-norm layers"),
+        ("positions", "sinusoidal", "forgets any other table when it is saved again"),
+        ("attention_window", None, "attends to all positions"),
+    ):
+        value = getattr(config, key)
+        if value != supported:
+            needed = "null" if supported is None else repr(supported)
+            raise ConfigError(
+                f"`model.{key}` must be {needed} for Hugging Face's MarianMTModel, which {why}, "
+                f"but is {value!r} instead{elsewhere}."
+            )
+
+
+def write(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    config: Config,
+    directory: Path,
+    quantization: str | None,
+) -> None:
+    """Write a model and its tokenizer into `directory`."""
+    dtype = getattr(torch, quantization or "float32")
+    weights = {name: weight.to(dtype) for name, weight in _weights(model).items()}
+    save_tensors(directory / "model.safetensors", weights, {"format": "pt"})
+    limit = num_positions(config)
+    with _quiet() as transformers:
+        settings = transformers.MarianConfig(**_model_settings(model, tokenizer, limit))
+        settings.dtype = dtype
+        settings.save_pretrained(directory)
+        generation = _generation_settings(tokenizer.tgt, config, limit)
+        transformers.GenerationConfig(**generation).save_pretrained(directory)
+    _write_tokenizer(tokenizer, config, limit, directory)
+
+
+def num_positions(config: Config) -> int:
+    """Return the most tokens of a source, and of a target."""
+    return max(_MIN_POSITIONS, config.data.max_tokens + config.decoding.max_extra_tokens + 1)
+
+
+def _model_settings(model: Transformer, tokenizer: Tokenizer, limit: int) -> dict[str, Any]:
+    config = model.config
+    return {
+        "architectures": ["MarianMTModel"],
+        "vocab_size": len(tokenizer.src),
+        "decoder_vocab_size": len(tokenizer.tgt),
+        "d_model": config.d_model,
+        "encoder_layers": config.num_encoder_layers,
+        "decoder_layers": config.num_decoder_layers,
+        "encoder_attention_heads": config.num_heads,
+        "decoder_attention_heads": config.num_heads,
+        "encoder_ffn_dim": config.d_ff,
+        "decoder_ffn_dim": config.d_ff,
+        "activation_function": config.activation,
+        "dropout": config.dropout,
+        "attention_dropout": config.attention_dropout,
+        "activation_dropout": config.activation_dropout,
+        "scale_embedding": True,
+        "share_encoder_decoder_embeddings": config.tie_embeddings == "all",
+        "tie_word_embeddings": config.tie_embeddings != "none",
+        "max_position_embeddings": limit,
+        **_special_ids(tokenizer.tgt),
+    }
+
+
+def _generation_settings(tgt: Vocabulary, config: Config, limit: int) -> dict[str, Any]:
+    """Return the defaults of `generate`: as in mtrain, but for the length penalty."""
+    decoding, max_tokens = config.decoding, config.data.max_tokens
+    return {
+        "num_beams": decoding.beam,
+        "length_penalty": decoding.length_alpha if decoding.beam > 1 else 1.0,
+        "max_length": min(limit, max_tokens + decoding.max_extra_tokens),
+        "suppress_tokens": [tgt.pad, tgt.bos],  # never generated
+        **_special_ids(tgt),
+    }
+
+
+def _special_ids(tgt: Vocabulary) -> dict[str, int]:
+    return {
+        "pad_token_id": tgt.pad,
+        "bos_token_id": tgt.bos,
+        "eos_token_id": tgt.eos,
+        "forced_eos_token_id": tgt.eos,
+        "decoder_start_token_id": tgt.bos,
+    }
+
+
+def _write_tokenizer(tokenizer: Tokenizer, config: Config, limit: int, directory: Path) -> None:
+    """Write the files of a MarianTokenizer, with a second vocabulary if it is not shared."""
+    (directory / "source.spm").write_bytes(tokenizer.src.model)
+    (directory / "target.spm").write_bytes(tokenizer.tgt.model)
+    _write_ids(tokenizer.src, directory / "vocab.json")
+    is_separate = tokenizer.src is not tokenizer.tgt
+    if is_separate:
+        _write_ids(tokenizer.tgt, directory / "target_vocab.json")
+    src = tokenizer.src
+    unk, eos, pad = src.pieces_of([src.unk, src.eos, src.pad])
+    settings = {
+        "tokenizer_class": "MarianTokenizer",
+        "source_lang": config.data.src_lang,
+        "target_lang": config.data.tgt_lang,
+        "separate_vocabs": is_separate,
+        "unk_token": unk,
+        "eos_token": eos,
+        "pad_token": pad,
+        "model_max_length": limit,
+        "clean_up_tokenization_spaces": False,  # of " ." and the like
+        "split_special_tokens": True,  # "</s>" in a text is text
+    }
+    _write_json(settings, directory / "tokenizer_config.json")
+
+
+def _write_ids(vocabulary: Vocabulary, path: Path) -> None:
+    pieces = vocabulary.pieces_of(range(len(vocabulary)))
+    _write_json({piece: number for number, piece in enumerate(pieces)}, path)
+
+
+def _write_json(tree: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(tree, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _weights(model: Transformer) -> dict[str, Tensor]:
+    """Return a model's weights by their Marian names; a tied embedding is stored once."""
+    tie, d_model = model.config.tie_embeddings, model.config.d_model
+    order = [*range(0, d_model, 2), *range(1, d_model, 2)]
+    weights = {
+        name: _reordered(name, weight.detach().cpu(), order)
+        for name, weight in model.state_dict().items()
+    }
+    renamed = {}
+    for name, weight in weights.items():
+        if match := _LAYER.fullmatch(name):
+            stack, index, module, kind = match.groups()
+            names = (_MODULES | {"residual_2.norm": _SECOND_NORM[stack]})[module].split()
+            for new_name, rows in zip(names, weight.chunk(len(names)), strict=True):
+                renamed[f"model.{stack}.layers.{index}.{new_name}.{kind}"] = rows
+    if tie == "all":
+        renamed["model.shared.weight"] = weights["src_embedding.weight"]
+    else:
+        renamed["model.encoder.embed_tokens.weight"] = weights["src_embedding.weight"]
+        renamed["model.decoder.embed_tokens.weight"] = weights["tgt_embedding.weight"]
+    if tie == "none":
+        renamed["lm_head.weight"] = weights["output.weight"]
+    renamed["final_logits_bias"] = torch.zeros(1, len(weights["output.weight"]))
+    return {name: weight.contiguous() for name, weight in renamed.items()}
+
+
+def _reordered(name: str, weight: Tensor, order: list[int]) -> Tensor:
+    """Permute the model dimension: rows of a norm or of what is added, columns of the others."""
+    module = name.rpartition(".")[0]
+    if module.endswith((".norm", ".output", ".outer")):
+        return weight[order]
+    return weight[:, order] if weight.dim() == 2 else weight
+
+
+class MarianModel:
+    """An exported folder, loaded by transformers on the CPU."""
+
+    masks_special = False  # `generate` suppresses <pad> and <s>; the model's scores do not
+
+    def __init__(self, directory: Path) -> None:
+        with _quiet() as transformers:
+            self.model = transformers.AutoModelForSeq2SeqLM.from_pretrained(directory).eval()
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+        special = self.model.generation_config
+        self._pad, self._eos = int(special.pad_token_id), int(special.eos_token_id)
+        self._bos = int(special.decoder_start_token_id)
+
+    def encode(self, lines: Sequence[str]) -> Ids:
+        """Return tokens + eos for each line."""
+        return [self._tokenizer(line)["input_ids"] for line in lines]
+
+    def decode(self, ids: Ids) -> list[str]:
+        """Return the text of each list of tokens."""
+        return [self._tokenizer.decode(row, skip_special_tokens=True) for row in ids]
+
+    @torch.inference_mode()
+    def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[ExportedHypothesis]:
+        """Return the target of the highest log-probability of each source."""
+
+        def search_rows(rows: list[int]) -> list[ExportedHypothesis]:
+            src = [sources[row] for row in rows]
+            max_new_tokens = max(max_lengths[row] for row in rows) + 1
+            with _quiet():
+                result = self.model.generate(
+                    pad_right(src, self._pad),
+                    attention_mask=keep_first([len(ids) for ids in src]).long(),
+                    num_beams=beam,
+                    length_penalty=0.0 if beam > 1 else 1.0,
+                    max_new_tokens=max_new_tokens,
+                    return_dict_in_generate=True,
+                    output_scores=beam > 1,
+                )
+            log_probs = result.sequences_scores.tolist() if beam > 1 else [0.0] * len(src)
+            hypotheses = []
+            for ids, log_prob in zip(result.sequences[:, 1:].tolist(), log_probs, strict=True):
+                length = ids.index(self._eos)  # forced at the limit
+                has_ended = length + 1 < max_new_tokens
+                hypotheses.append(ExportedHypothesis(ids[:length], log_prob, has_ended))
+            return hypotheses
+
+        return _in_batches([len(ids) for ids in sources], search_rows)
+
+    @torch.inference_mode()
+    def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
+        """Return the log-probability of each token of a given target, and of its eos."""
+
+        def score_rows(rows: list[int]) -> list[list[float]]:
+            src, tgt = [sources[row] for row in rows], [targets[row] for row in rows]
+            logits_BTV = self.model(
+                input_ids=pad_right(src, self._pad),
+                attention_mask=keep_first([len(ids) for ids in src]).long(),
+                decoder_input_ids=pad_right([[self._bos, *ids] for ids in tgt], self._pad),
+            ).logits
+            tgt_out_BT1 = pad_right([[*ids, self._eos] for ids in tgt], self._pad)[:, :, None]
+            log_probs_BT = logits_BTV.double().log_softmax(-1).gather(2, tgt_out_BT1)[:, :, 0]
+            rows_T = zip(log_probs_BT.tolist(), tgt, strict=True)
+            return [log_probs_T[: len(ids) + 1] for log_probs_T, ids in rows_T]
+
+        lengths = [max(len(src), len(tgt)) for src, tgt in zip(sources, targets, strict=True)]
+        return _in_batches(lengths, score_rows)
+
+
+load = MarianModel  # as an exporter loads a folder
+
+
+def _in_batches(lengths: list[int], compute: Callable[[list[int]], list[T]]) -> list[T]:
+    """Return a result for each row; `compute` is called with batches of rows of similar length."""
+    rows = sorted(range(len(lengths)), key=lambda row: lengths[row])
+    results: dict[int, T] = {}
+    for first in range(0, len(rows), _BATCH_SIZE):
+        batch = rows[first : first + _BATCH_SIZE]
+        results.update(zip(batch, compute(batch), strict=True))
+    return [results[row] for row in range(len(rows))]
+
+
+@contextmanager
+def _quiet() -> Iterator[Any]:
+    """Yield transformers, without its progress bars and warnings."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import transformers
+            from transformers.utils.logging import disable_progress_bar, enable_progress_bar
+
+            disable_progress_bar()
+            yield transformers
+            enable_progress_bar()
+    finally:
+        logging.disable(logging.NOTSET)

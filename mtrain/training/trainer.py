@@ -1,0 +1,503 @@
+"""The training loop: from a prepared run folder to the final weights."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Generator
+from contextlib import closing, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mtrain.config.sections import Config
+from mtrain.data import prepare
+from mtrain.data.batch import MicroBatchSplit, Position, UpdateBatches
+from mtrain.data.loader import TrainingData
+from mtrain.decode.options import DecodingOptions
+from mtrain.decode.translator import Translator
+from mtrain.errors import RunError, WriteError
+from mtrain.evaluation.metrics import bleu
+from mtrain.io.text_width import count
+from mtrain.model.transformer import num_parameters
+from mtrain.run import checkpoint, finetune
+from mtrain.run.checkpoint import Environment, FinalWeightsInfo, quality
+from mtrain.run.load_model import build_model, set_weights
+from mtrain.run.logger import NullLogger, RunLog
+from mtrain.run.run_dir import RunDir
+from mtrain.runtime import device
+from mtrain.runtime.prefetch import read_ahead
+from mtrain.runtime.process_group import SINGLE, ProcessGroup
+from mtrain.runtime.signals import STOPPING, Signals, Stopped
+from mtrain.tokenizer import sentencepiece
+from mtrain.training.checkpoint_manager import (
+    CheckpointManager,
+    check_model_config,
+    check_unfinished,
+)
+from mtrain.training.compilation import compile_layers, device_of, uncompiled
+from mtrain.training.gradients import Gradients
+from mtrain.training.loss import LossSum
+from mtrain.training.meters import AsyncScalars, RunningMeter
+from mtrain.training.reporting import TrainingLogger, Validation
+from mtrain.training.schedule import (
+    budget_spent,
+    follows_clock,
+    format_stopping_rule,
+    is_finished,
+    learning_rate,
+)
+from mtrain.training.training_state import (
+    TrainingState,
+    current_environment,
+    random_state,
+    set_random_state,
+)
+from mtrain.training.validation import ValidationSet
+
+_MAX_SKIPPED = 10  # updates in a row with a non-finite loss or gradient
+_MAX_PENDING = 8  # updates whose results have not been read from a GPU
+_NUM_PREFETCHED = 4  # updates copied to pinned memory ahead of use
+_BAR_INTERVAL_S = 0.5
+_MIN_STEPS, _MIN_WARMUPS = 1000, 3  # after which a model that ignores its source is reported
+
+
+@torch.inference_mode(False)  # in case the caller enabled it
+def train(
+    config: Config,
+    run: RunDir,
+    process_group: ProcessGroup = SINGLE,
+    log: RunLog | None = None,
+    stop: threading.Event | None = None,
+) -> None:
+    """Train in `run`, from its newest checkpoint if there is one, and write the final weights.
+
+    Args:
+        config: of the training, the same on every rank.
+        run: its prepared folder; only rank 0 writes there.
+        process_group: the ranks.
+        log: of rank 0; by default lines go to stderr.
+        stop: set by another thread, it stops the training as SIGTERM does.
+
+    Raises:
+        RunError: if the training in the run folder cannot go on, or if the ranks see different
+            folders.
+        Stopped: on SIGINT, SIGTERM or SIGHUP, after saving.
+    """
+    device.keep_freed_memory()
+    _check_shared(run, process_group)
+    if process_group.is_first:
+        check_unfinished(run)
+        check_model_config(config, run)
+    lock = run.locked() if process_group.is_first else nullcontext()
+    if log is None or not process_group.is_first:
+        log = (RunLog if process_group.is_first else NullLogger)(run.metrics_path)
+    with lock, log:
+        trainer = Trainer(config, run, log, process_group)
+        if not trainer.resume():
+            return
+        if process_group.is_first:
+            trainer.log_header()
+        with (
+            Signals(process_group.size > 1, stop) as signals,
+            closing(trainer.gradients.workers),
+        ):
+            trainer.probe_memory()
+            trainer.run(signals)
+        trainer.finish()
+
+
+class Trainer:
+    """The loop over updates, with validation, checkpoints and logging between them.
+
+    Args:
+        config: of the training.
+        run: its prepared folder.
+        log: of this rank.
+        process_group: the ranks.
+
+    Attributes:
+        state: what changes from update to update, and is saved.
+        pending: updates whose results have not been read; `max_pending` of them on a GPU.
+    """
+
+    def __init__(
+        self, config: Config, run: RunDir, log: RunLog, process_group: ProcessGroup = SINGLE
+    ) -> None:
+        self.config, self.settings, self.run_dir, self.log = config, config.training, run, log
+        self.process_group = process_group
+        self.split = MicroBatchSplit(
+            self.settings.accumulate, process_group.rank, process_group.size
+        )
+        self.device = device_of(config, process_group)
+        device.avoid_cudnn_attention()
+        torch.manual_seed(config.seed)
+        self.tokenizer = sentencepiece.load(run.tokenizer_dir)
+        self.fingerprint = self.tokenizer.fingerprint()
+        self.data = TrainingData(
+            run.data_dir, self.tokenizer, config.seed, config.tokenizer.sampling_alpha
+        )
+        self.valid = ValidationSet(
+            prepare.read_valid(run), self.tokenizer, self.settings.batch_tokens
+        )
+        self.model = build_model(config.model, self.tokenizer).to(self.device)
+        self.compute_dtype = device.compute_dtype(self.settings.precision, self.device)
+        self.model.compute_in(self.compute_dtype)
+        self.is_compiled = compile_layers(
+            self.model, self.device, self.settings, process_group, log.say
+        )
+        self.gradients = Gradients(self.model, self.settings, self.device, self.log.say)
+        if process_group.size > 1:
+            from mtrain.training.data_parallel import DDPGradients, FSDPGradients
+
+            kind = DDPGradients if self.settings.parallel == "ddp" else FSDPGradients
+            self.gradients = kind(self.gradients, process_group, self.settings.exchange)
+        self.state = TrainingState(self.model, self.settings, self.compute_dtype, process_group)
+        greedy = replace(DecodingOptions.from_config(config), beam=1, with_scores=False)
+        self.translator = Translator(
+            [self.model], self.tokenizer, greedy, self.device, process_group=process_group
+        )
+        self.environment = current_environment(
+            self.device, self.compute_dtype, self.gradients.workers.count, process_group.size
+        )
+        self.signals, self.clock = Signals(), time.monotonic()
+        self.agreed_signal = 0  # the signal number that any rank has received, or 0
+        self.pending = AsyncScalars()
+        is_gpu = self.device.type == "cuda"
+        self.num_prefetched = _NUM_PREFETCHED if is_gpu else 0
+        # the loss scale depends on the result of the previous update
+        self.max_pending = _MAX_PENDING if is_gpu and not self.state.grad_scaler.is_enabled else 0
+        self.logger = TrainingLogger(log, self.device)
+        self.checkpoints = CheckpointManager(run, self.settings, log, process_group)
+
+    def run(self, signals: Signals, last_step: int | None = None) -> None:
+        """Train until the budget or the patience is used up, or a signal is received.
+
+        Args:
+            signals: the received signals.
+            last_step: stop at this step at the latest, without a final validation.
+        """
+        progress = self.state.progress
+        self.signals, self.clock = signals, time.monotonic() - progress.elapsed_s
+        self.log.open_bar(self._budget_spent())
+        with closing(self._updates()) as updates:
+            while not self._is_finished() and progress.step != last_step:
+                update = next(updates)
+                self._update(update)
+                self.checkpoints.is_current = False
+                self.state.advance(update.after)
+                if self.process_group.size == 1:  # several ranks use the time of rank 0
+                    progress.elapsed_s = self.elapsed_s()
+                self._report()
+                if self._is_due(self.settings.validate_every):
+                    self._validate()
+                    progress.elapsed_s = self.process_group.broadcast_float(self.elapsed_s())
+                if self.process_group.size == 1:
+                    self.agreed_signal = self.signals.received
+                if self.agreed_signal:
+                    self._save(is_leaving=True)
+                    raise Stopped(self.agreed_signal)
+                if self.checkpoints.is_due(progress.step, progress):
+                    self._save()
+        if self._is_finished() and str(progress.step) not in progress.bleu_of_step:
+            self._validate()
+        self._save(is_leaving=True)
+        self.log.close_bar()
+
+    def elapsed_s(self) -> float:
+        """Return the seconds spent on training and validation; a replay overrides it."""
+        return time.monotonic() - self.clock
+
+    def _updates(self) -> Generator[UpdateBatches]:
+        """Yield the updates from the current position on; for a GPU, prefetched and pinned."""
+        progress = self.state.progress
+        start = Position(progress.epoch, progress.batch)
+        updates = self.data.updates(self.settings.batch_tokens, start, self.split)
+        if not self.num_prefetched:
+            return updates
+        return read_ahead(map(self.gradients.pin, updates), self.num_prefetched)
+
+    def _update(self, update: UpdateBatches) -> None:
+        """Make one update; divide the loss by the target tokens of all its micro-batches.
+
+        If loss or gradient is not finite, `found_inf` makes the fused optimizer skip the update. A
+        GPU's result is read later, so that it is not synchronised at each update.
+        """
+        sums = self.gradients.backward_update(update, self.state.grad_scaler.scale)
+        totals = self._add_over_ranks(sums)
+        self.state.grad_scaler.unscale(self.state.parameters)
+        grad_norm = self._clip().double()
+        is_finite = (totals[0] + grad_norm).isfinite()
+        optimizer, step = self.state.optimizer, self.state.progress.step + 1
+        optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
+        if follows_clock(self.settings):
+            self.state.progress.unlogged_began_s.append(self.state.progress.elapsed_s)
+        lr = learning_rate(self.settings, self.config.model.d_model, step, self._budget_spent())
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        values = torch.cat([torch.stack([is_finite.double(), grad_norm]), totals])
+        self.pending.add(step, update.num_tokens, lr, values)
+        self._read_results(self.max_pending)
+
+    def _add_over_ranks(self, sums: list[LossSum]) -> Tensor:
+        """Return loss and nll over all ranks; with several, append elapsed time and signals."""
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for part in sums:
+            totals += torch.stack([part.loss.detach(), part.nll])
+        if self.process_group.size == 1:
+            return totals
+        elapsed_s = self.elapsed_s() if self.process_group.is_first else 0.0
+        others = [elapsed_s, *(self.signals.received == number for number in STOPPING)]
+        sent = torch.tensor(others, dtype=totals.dtype).to(self.device, non_blocking=True)
+        return self.process_group.all_reduce_sum(torch.cat([totals, sent]))
+
+    def _clip(self) -> Tensor:
+        """Clip the gradient to `max_grad_norm`; return its norm before clipping."""
+        parameters, limit = self.state.parameters, self.settings.max_grad_norm
+        norm = torch.nn.utils.get_total_norm(
+            [weight.grad for weight in parameters if weight.grad is not None]
+        )
+        if limit:
+            torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return self.process_group.full_tensor(norm)
+
+    def _read_results(self, max_pending: int = 0) -> None:
+        """Count the results of all updates but the last `max_pending`.
+
+        Raises:
+            RunError: if many updates in a row were skipped.
+        """
+        progress = self.state.progress
+        for update in self.pending.read(max_pending):
+            is_finite, grad_norm, loss, nll, *others = update.values
+            if others:
+                progress.elapsed_s, *num_signalled = others
+                received = [
+                    number for number, ranks in zip(STOPPING, num_signalled, strict=True) if ranks
+                ]
+                self.agreed_signal = max(received, default=0)
+            self.state.count_result(bool(is_finite))
+            if is_finite:
+                self.state.meter.add(loss, nll, update.num_tokens)
+                self.state.meter.lr, self.state.meter.grad_norm = update.lr, grad_norm
+                continue
+            scaler = self.state.grad_scaler
+            new_scale = scaler.scale if scaler.is_enabled else None
+            self.logger.log_skipped(update.step, progress.num_skipped, new_scale)
+            if progress.num_skipped_in_a_row >= _MAX_SKIPPED:
+                raise RunError(f"{_MAX_SKIPPED} updates in a row were skipped; {self._advice()}")
+
+    def _report(self) -> None:
+        """Move the progress bar, and log if a line is due."""
+        is_due = self._is_due(self.settings.log_every)
+        if is_due:
+            self._read_results()
+        elif not self.log.wants_note(_BAR_INTERVAL_S):
+            return
+        if not self.state.meter.num_tokens:  # every update was skipped, or is pending
+            return
+        self.logger.log_step(self.state.progress, self.state.meter, self._budget_spent(), is_due)
+        if is_due:
+            self.state.meter = RunningMeter()
+            self.state.progress.unlogged_began_s = []
+
+    def _validate(self) -> None:
+        """Score the model on the validation set, show a translation, and log the scores."""
+        self._read_results()
+        self._check_weights()
+        started = time.monotonic()
+        scores = self._score()
+        self.state.meter.pause(time.monotonic() - started)
+        turn = len(self.state.progress.bleu_of_step)
+        for line in self.valid.examples(scores.hypotheses, self.settings.num_examples, turn):
+            self.log.say(line)
+        if self._is_past_start() and (warning := self.valid.ignored_source(scores.hypotheses)):
+            self.log.say(f"step {self.state.progress.step:,}: {warning}")
+        self.state.progress.note_validation(scores.loss, scores.bleu)
+        self.checkpoints.is_current = False
+        self.logger.log_validation(self.state.progress, scores)
+
+    @torch.no_grad()
+    def _score(self) -> Validation:
+        """Return the validation scores of the current weights; all ranks must call it together."""
+        translator = self.translator
+        if self.process_group.size > 1 and self.settings.parallel == "fsdp":
+            with torch.random.fork_rng(devices=[]):  # the initial weights are overwritten
+                model = build_model(self.config.model, self.tokenizer).to(self.device)
+            model.compute_in(self.compute_dtype)
+            set_weights(model, self.state.weights(), self.run_dir.checkpoints_dir)
+            translator = translator.with_models([model])
+        with uncompiled(self.is_compiled):
+            loss, nll = self.valid.loss(translator.model, self.settings, self.process_group)
+            if not math.isfinite(loss):
+                raise RunError(f"the loss on the validation set is not finite; {self._advice()}")
+            hypotheses = self.valid.translations(translator)
+        score = bleu(hypotheses, self.valid.lines.tgt) if self.process_group.is_first else 0.0
+        return Validation(loss, nll, self.process_group.broadcast_float(score), hypotheses)
+
+    def _save(self, is_leaving: bool = False) -> None:
+        """Write a checkpoint, unless the newest one holds the current state.
+
+        If the write fails, the older checkpoints are unchanged and training continues.
+
+        Raises:
+            WriteError: if the write fails and `is_leaving`, with how to go on.
+        """
+        self._read_results()
+        self._check_weights()
+        if self.checkpoints.is_current:
+            return
+        try:
+            self.checkpoints.save(
+                self.state.to_checkpoint(), self.fingerprint, self.current_environment()
+            )
+        except WriteError as error:
+            if is_leaving:
+                start = self.checkpoints.next_start() or "the beginning"
+                raise WriteError(
+                    f"{error} Once there is room, the same command goes on from {start}."
+                ) from None
+            self.log.say(
+                f"step {self.state.progress.step:,}: nothing is saved: {error} "
+                "Training goes on; the next save tries again"
+            )
+
+    def finish(self) -> None:
+        """Write the average or the best checkpoint, whichever validates better, as the result."""
+        progress = self.state.progress
+        best, averaged = self.checkpoints.final_candidates(progress)
+        paths = [self.checkpoints.path_of(step) for step in averaged]
+        weights = checkpoint.average(paths, self.fingerprint)
+        set_weights(self.model, weights, self.run_dir.checkpoints_dir, self.process_group)
+        scores, bleu = self._score(), progress.bleu_of_step[str(best)]
+        name = f"the average of {count(len(averaged), 'checkpoint')}"
+        self.log.say(f"{name}: validation loss {scores.loss:.4f}, BLEU {scores.bleu:.2f}")
+        loss = progress.loss_of_step.get(str(best), math.nan)
+        if warning := self.valid.ignored_source(scores.hypotheses):
+            self.log.say(f"{name}: {warning}")
+        self.log.say(
+            f"the best checkpoint (step {best:,}): validation loss {loss:.4f}, BLEU {bleu:.2f}"
+        )
+        if progress.quality(best) <= quality(scores.loss, scores.bleu):
+            bleu = scores.bleu
+        else:
+            name, averaged = "the best checkpoint", [best]
+            path = self.checkpoints.path_of(best) / "model.safetensors"
+            weights = checkpoint.load_model(path, self.fingerprint)
+        if self.process_group.is_first:
+            info = FinalWeightsInfo(sorted(averaged), bleu, progress.step)
+            checkpoint.save_model(self.run_dir.model_path, weights, self.fingerprint, info)
+            self.log.say(f"{self.run_dir.model_path}: {name}")
+            self.logger.log_size(self.run_dir)
+
+    def resume(self) -> bool:
+        """Continue from the newest checkpoint, or from the initial weights if there is none.
+
+        Returns:
+            False if the training has ended and has final weights.
+        """
+        path = self.checkpoints.newest()
+        if path is None:
+            self.log.drop_after(0)
+            finetune.load_initial_weights(
+                self.model, self.config, self.fingerprint, self.log, self.process_group
+            )
+            return True
+        self.restore(path)
+        step = self.state.progress.step
+        self.log.drop_after(step)
+        if self._is_finished() and self.checkpoints.has_final_weights(step):
+            self.log.say(
+                f"{self.run_dir.path}: finished at step {step:,} "
+                f"(training ends {format_stopping_rule(self.settings)}); to go on, raise "
+                "`training.max_steps`, `training.max_minutes` or `training.patience`"
+            )
+            return False
+        self.log.say(f"resuming from {path}")
+        return True
+
+    def restore(self, path: Path) -> None:
+        """Restore the state that a checkpoint folder holds."""
+        self.state.from_checkpoint(path, self.fingerprint)
+        self.checkpoints.is_current = True
+
+    def current_environment(self) -> Environment:
+        """Return all that bit-identical training depends on besides config and data."""
+        size = self.gradients.oom_size
+        batches = "whole" if size == math.inf else f"halved from {size:,.0f} tokens"
+        return self.environment._replace(batches=batches)
+
+    def log_header(self) -> None:
+        """Log model, data, device and duration, and write the config into the run folder."""
+        logger, step = self.logger, self.state.progress.step
+        logger.log_changes(self.run_dir, self.run_dir.config, self.config, step)
+        if self.run_dir.config != self.config:
+            self.run_dir.save_config(self.config)
+        self.log.say(f"model    {num_parameters(self.model):,} parameters")
+        num_valid = len(self.valid.lines.src)
+        logger.log_data(self.run_dir, self.settings, self.data, self.tokenizer, num_valid, step)
+        logger.log_device(self.compute_dtype, self.gradients.workers.count)
+        logger.log_ranks(self.settings, self.split)
+        logger.log_duration(self.settings, self.is_compiled)
+
+    def probe_memory(self) -> None:
+        """Try whether the largest batches fit into memory; restore all other state."""
+        state, optimizer = random_state(), self.state.optimizer
+        for batch in self.data.largest(self.settings.batch_tokens):
+            part = batch.split(self.split.num_parts)[0]
+            self.gradients.probe_memory(part)
+        optimizer.zero_grad(set_to_none=True)
+        self.gradients.warm_up(part)
+        optimizer.zero_grad(set_to_none=True)
+        set_random_state(state)
+
+    def _check_weights(self) -> None:
+        """Check the weights before they are scored or saved.
+
+        Raises:
+            RunError: if any is not finite.
+        """
+        if not self.state.is_finite():
+            raise RunError(f"the weights are no longer finite numbers; {self._advice()}")
+
+    def _advice(self) -> str:
+        advice = "take a lower `training.lr` or more `training.warmup_steps`"
+        start = self.checkpoints.next_start()
+        return f"{advice}, and the same command goes on from {start}." if start else f"{advice}."
+
+    def _budget_spent(self) -> float:
+        return budget_spent(self.settings, self.state.progress)
+
+    def _is_finished(self) -> bool:
+        return is_finished(self.settings, self.state.progress)
+
+    def _is_past_start(self) -> bool:
+        """Return whether the model must depend on its source by now; no model does at first."""
+        num_steps = max(_MIN_STEPS, _MIN_WARMUPS * self.settings.warmup_steps)
+        return self.state.progress.step >= num_steps or self._budget_spent() >= 0.5
+
+    def _is_due(self, every: int) -> bool:
+        return self.state.progress.step % every == 0
+
+
+def _check_shared(run: RunDir, process_group: ProcessGroup) -> None:
+    """Check that all ranks see the same run folder.
+
+    Raises:
+        RunError: naming the first rank that sees a different folder.
+    """
+    config = run.config.model_dump() if run.config_path.is_file() else None
+    local = [config, prepare.read_marks(run)]
+    seen = process_group.all_gather_bytes(json.dumps(local).encode())
+    for rank, message in enumerate(seen):
+        if message != seen[0]:
+            raise RunError(
+                f"{run.path}: must be on a disk that all ranks see, but is another folder to rank "
+                f"{rank}, or none."
+            )

@@ -1,0 +1,180 @@
+"""The training state that exact resumption needs, and its conversion to and from checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from mtrain import __version__
+from mtrain.config.sections import TrainingConfig
+from mtrain.data.batch import Position
+from mtrain.errors import RunError
+from mtrain.model.transformer import Transformer
+from mtrain.ops import native
+from mtrain.run import checkpoint
+from mtrain.run.checkpoint import Checkpoint, Environment, Progress, Weights
+from mtrain.run.load_model import set_weights
+from mtrain.runtime.device import processor
+from mtrain.runtime.process_group import ProcessGroup
+from mtrain.training.gradients import GradScaler
+from mtrain.training.meters import RunningMeter
+
+_ADAM = ("step", "exp_avg", "exp_avg_sq")  # optimizer state of each parameter
+
+
+class TrainingState:
+    """The model, optimizer, progress, loss scale and running sums.
+
+    Args:
+        model: the model to train; its parameters may be sharded.
+        config: of the training.
+        dtype: of the matrix products.
+        process_group: the ranks.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        config: TrainingConfig,
+        dtype: torch.dtype,
+        process_group: ProcessGroup,
+    ) -> None:
+        self.model, self.process_group = model, process_group
+        self.parameters = list(model.parameters())
+        self.optimizer = torch.optim.AdamW(  # equals Adam if weight_decay is 0
+            self.parameters,
+            betas=(config.betas[0], config.betas[1]),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self.progress = Progress()
+        self.grad_scaler = GradScaler(dtype)
+        self.meter = RunningMeter()
+
+    def advance(self, position: Position) -> None:
+        """Count an update; `position` is that of the next one in the data."""
+        self.progress.step += 1
+        self.progress.epoch, self.progress.batch = position.epoch, position.batch
+
+    def count_result(self, is_finite: bool) -> None:
+        """Update the loss scale, and count an update skipped for a non-finite gradient."""
+        self.grad_scaler.update(is_finite)
+        if is_finite:
+            self.progress.num_skipped_in_a_row = 0
+        else:
+            self.progress.num_skipped += 1
+            self.progress.num_skipped_in_a_row += 1
+
+    def is_finite(self) -> bool:
+        """Return whether all weights on this rank are finite."""
+        return all(
+            bool(self.process_group.to_local(weight).isfinite().all()) for weight in self.parameters
+        )
+
+    def weights(self) -> Weights:
+        """Return the unsharded weights; all ranks must call it together."""
+        named = self.model.named_parameters()
+        return {name: self.process_group.full_tensor(weight.detach()) for name, weight in named}
+
+    def to_checkpoint(self) -> Checkpoint:
+        """Return the state as a `Checkpoint`; all ranks must call it together."""
+        optimizer = {
+            f"{key}.{name}": self.process_group.full_tensor(value)
+            for name, parameter in self.model.named_parameters()
+            for key, value in self.optimizer.state[parameter].items()
+        }
+        scaler, meter = self.grad_scaler, self.meter
+        progress = self.progress.model_copy(
+            update={
+                "loss_scale": scaler.scale if scaler.is_enabled else 0.0,
+                "growth_tracker": scaler.growth_tracker,
+                "unlogged_loss": meter.loss,
+                "unlogged_nll": meter.nll,
+                "unlogged_tokens": meter.num_tokens,
+            }
+        )
+        return Checkpoint(self.weights(), optimizer | random_state(), progress)
+
+    def from_checkpoint(self, path: Path, fingerprint: str) -> None:
+        """Restore the state from a checkpoint folder.
+
+        Args:
+            path: of the folder.
+            fingerprint: of the tokenizer.
+
+        Raises:
+            RunError: if it is missing or damaged, or belongs to another model or tokenizer.
+        """
+        weights, optimizer, progress = checkpoint.load(path, fingerprint)
+        set_weights(self.model, weights, path / "model.safetensors", self.process_group)
+        self._restore_optimizer(optimizer, path / "optimizer.safetensors")
+        try:
+            set_random_state(optimizer)
+        except (KeyError, RuntimeError, TypeError):
+            raise RunError(
+                f"{path / 'optimizer.safetensors'}: must hold a state of PyTorch's random numbers, "
+                "but holds none that this version can take."
+            ) from None
+        self.progress = progress
+        self.grad_scaler.restore(progress.loss_scale, progress.growth_tracker)
+        self.meter.restore(progress.unlogged_loss, progress.unlogged_nll, progress.unlogged_tokens)
+
+    def _restore_optimizer(self, tensors: Weights, path: Path) -> None:
+        """Load the optimizer state, after checking all shapes and dtypes.
+
+        Raises:
+            RunError: if it belongs to another optimizer or model.
+        """
+        named = dict(self.model.named_parameters())
+        for name, parameter in named.items():
+            for key in _ADAM:
+                tensor = tensors.get(f"{key}.{name}")
+                shape = torch.Size() if key == "step" else parameter.shape
+                if tensor is None or tensor.shape != shape or tensor.dtype != parameter.dtype:
+                    raise RunError(
+                        f"{path}: `{key}.{name}` must be {parameter.dtype} in the shape "
+                        f"{tuple(shape)}, but is not."
+                    )
+        for name, parameter in named.items():
+            for key in _ADAM:
+                tensor = tensors[f"{key}.{name}"]
+                self.optimizer.state[parameter][key] = (
+                    tensor.to(parameter.device)
+                    if key == "step"  # a scalar, which is not sharded
+                    else self.process_group.distribute_like(tensor, parameter)
+                )
+
+
+def random_state() -> Weights:
+    """Return the state of PyTorch's random number generators."""
+    state = {"random.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["random.cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(tensors: Weights) -> None:
+    """Restore what `random_state` returned."""
+    torch.set_rng_state(tensors["random.cpu"])
+    if "random.cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["random.cuda"])
+
+
+def current_environment(
+    device: torch.device, dtype: torch.dtype, num_threads: int, num_ranks: int
+) -> Environment:
+    """Return the software, device and thread counts that bit-identical training depends on."""
+    cpu = f"{processor()}, {torch.backends.cpu.get_cpu_capability()}"
+    return Environment(
+        __version__,
+        torch.__version__,
+        device.type,
+        torch.cuda.get_device_name() if device.type == "cuda" else cpu,
+        str(dtype).removeprefix("torch."),
+        num_threads,
+        native.name(),
+        "whole",
+        num_ranks,
+    )

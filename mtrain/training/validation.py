@@ -1,0 +1,69 @@
+"""The validation set: its loss under a model, and examples of its translations."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from mtrain.config.sections import TrainingConfig
+from mtrain.data.loader import in_batches
+from mtrain.data.prepare import ParallelLines
+from mtrain.decode.pipeline import translate_lines
+from mtrain.decode.translator import Translator
+from mtrain.evaluation.metrics import ignored_source
+from mtrain.io.text_width import shortened, visible
+from mtrain.model.transformer import Transformer
+from mtrain.runtime.process_group import ProcessGroup
+from mtrain.tokenizer.sentencepiece import Tokenizer
+from mtrain.training.loss import loss_of
+
+_MAX_EXAMPLE = 145  # terminal columns of an example
+
+
+class ValidationSet:
+    """The validation text, batched by length."""
+
+    def __init__(self, lines: ParallelLines, tokenizer: Tokenizer, batch_tokens: int) -> None:
+        self.lines = lines
+        src, tgt = tokenizer.encode_src(lines.src), tokenizer.tgt.encode(lines.tgt)
+        self._batches = in_batches(src, tgt, tokenizer, batch_tokens)
+
+    @torch.no_grad()
+    def loss(
+        self, model: Transformer, config: TrainingConfig, process_group: ProcessGroup
+    ) -> tuple[float, float]:
+        """Return loss and nll per target token; all ranks must call it, each computes a part."""
+        model.eval()
+        device = model.output.weight.device
+        batches = self._batches[process_group.rank :: process_group.size]
+        sums = [loss_of(model, batch.to(device), config) for batch in batches]
+        totals = [sum(float(value) for value in values) for values in zip(*sums, strict=True)]
+        local = torch.tensor(totals or [0.0, 0.0, 0.0], dtype=torch.float64, device=device)
+        loss, nll, num_tokens = process_group.all_reduce_sum(local).tolist()
+        return loss / num_tokens, nll / num_tokens
+
+    def translations(self, translator: Translator) -> list[str]:
+        """Return the translation of each source; all ranks must call it, each computes a part."""
+        src = self.lines.src
+        return translate_lines(translator, src, block_lines=max(len(src), 1))
+
+    def ignored_source(self, hypotheses: Sequence[str]) -> str | None:
+        """Return `metrics.ignored_source` of the validation set."""
+        return ignored_source(self.lines.src, self.lines.tgt, hypotheses) if hypotheses else None
+
+    def examples(self, hypotheses: Sequence[str], count: int, turn: int) -> Iterator[str]:
+        """Yield lines with source, reference and translation of `count` sentences.
+
+        They are others for each `turn`, until all have been shown.
+        """
+        rows = random.Random(0).sample(range(len(hypotheses)), len(hypotheses))
+        for number in range(turn * count, turn * count + min(count, len(rows))):
+            row = rows[number % len(rows)]
+            for name, line in (
+                ("source", self.lines.src[row]),
+                ("reference", self.lines.tgt[row]),
+                ("translation", hypotheses[row]),
+            ):  # an early model repeats itself; a corpus may hold control characters
+                yield f"  {name:<11}  {shortened(visible(line), _MAX_EXAMPLE)}"

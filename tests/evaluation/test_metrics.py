@@ -1,0 +1,453 @@
+"""Scores are sacreBLEU's: those of its command on the same files, to the last digit."""
+
+import json
+import logging
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sacrebleu
+from conftest import Cli
+from tasks import WORDS, write
+
+from mtrain.errors import ConfigError
+from mtrain.evaluation import metrics, significance
+from mtrain.evaluation.comet import CometModel
+from mtrain.evaluation.metrics import Scorer, ScoringOptions, ignored_source
+from mtrain.io.text_width import count
+from mtrain.run.run_dir import RunDir
+
+HYPOTHESES = [
+    "The cat sat on the mat.",
+    "A dog , a house and THE tree",
+    "Hello, world!",
+    "",
+    "Der Hund lief über die Straße.",
+]
+REFERENCES = [
+    "The cat is on the mat.",
+    "a dog, a house, and the tree",
+    "Hello, world!",
+    "Nothing was said.",
+    "Der Hund lief über die nasse Straße.",
+]
+VERSION = sacrebleu.__version__
+ALL = ("bleu", "chrf", "chrf++", "ter")
+
+
+def noisy_copy(lines: list[str], seed: int, rate: float) -> list[str]:
+    """Replace a share of the words by others."""
+    rng = random.Random(seed)
+    return [
+        " ".join(rng.choice(WORDS) if rng.random() < rate else word for word in line.split())
+        for line in lines
+    ]
+
+
+rng = random.Random(5)
+LINES = [
+    " ".join(rng.choice([*WORDS, "Ba", "so,"]) for _ in range(rng.randint(3, 12)))
+    + rng.choice(". ")
+    for _ in range(60)
+]
+ONE, TWO, THREE = (
+    noisy_copy(LINES, seed, rate) for seed, rate in enumerate((0.2, 0.25, 0.5), start=1)
+)
+
+
+def by_command(directory: Path, systems: list[list[str]], *options: str) -> str:
+    """Return what the `sacrebleu` command prints for the files of these lines."""
+    paths = [write(directory / f"{place}.hyp", lines) for place, lines in enumerate(systems)]
+    reference = write(directory / "ref", LINES)
+    command = [sys.executable, "-m", "sacrebleu", reference, "-i", *paths, "--quiet", *options]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize(
+    ("num_different", "is_ignored"), [(1, True), (3, True), (59, True), (60, False), (300, False)]
+)
+def test_a_model_that_writes_the_same_for_most_sources_ignores_its_source(
+    num_different: int, is_ignored: bool
+) -> None:
+    src, refs = ([f"{side} {number}" for number in range(300)] for side in ("source", "reference"))
+    hypotheses = [f"output {number % num_different}" for number in range(300)]
+    alike = count(num_different, "different translation")
+    expected = (
+        f"300 different sources have only {alike}: the model ignores its source; "
+        "train it longer, with a lower `training.lr` or a longer `training.warmup_steps`"
+    )
+    assert ignored_source(src, refs, hypotheses) == (expected if is_ignored else None)
+
+
+def test_few_different_references_or_sources_are_no_sign_of_an_ignored_source() -> None:
+    assert ignored_source([], [], []) is None
+    src, same = [f"source {number}" for number in range(300)], ["yes"] * 300
+    assert ignored_source(src, [f"{number % 9}" for number in range(300)], same) is None
+    assert ignored_source(["source"] * 300, [f"{number}" for number in range(300)], same) is None
+    twenty = [f"{number % 20}" for number in range(300)]
+    assert ignored_source(src, twenty, twenty) is None
+    assert ignored_source(src, twenty, same) is not None
+
+
+@pytest.mark.parametrize("lowercase", [False, True])
+def test_scores_intervals_and_signatures_are_those_of_the_sacrebleu_command(
+    tmp_path: Path, lowercase: bool
+) -> None:
+    shown = json.loads(
+        by_command(
+            tmp_path,
+            [ONE],
+            *("-m", "bleu", "chrf", "ter", "--confidence", "-w", "12"),
+            *(["--lowercase", "--chrf-lowercase"] * lowercase),
+        )
+    )
+    options = ScoringOptions(lowercase=lowercase, metrics=("bleu", "chrf", "ter"))
+    scores = metrics.score(ONE, LINES, options)
+    assert [(record["name"], record["signature"]) for record in shown] == [
+        (score.metric, score.signature) for score in scores
+    ]
+    for record, score in zip(shown, scores, strict=True):
+        ours = [score.value, score.mean, score.half_width]
+        theirs = [record["score"], record["confidence_mean"], record["confidence_var"]]
+        assert [float(f"{value:.12f}") for value in ours if value is not None] == theirs
+        assert record.get("verbose_score", "") == score.verbose
+        assert 0 < record["confidence_var"] < record["score"]
+
+
+@pytest.mark.parametrize("lines", [ONE, LINES], ids=["with faults", "perfect"])
+def test_a_score_is_shown_as_the_sacrebleu_command_shows_it(
+    tmp_path: Path, lines: list[str]
+) -> None:
+    """That of no fault at all is zero, and has no interval."""
+    options = ("-m", "chrf", "ter", "--chrf-word-order", "2", "-ci", "-cin", "200", "-w", "2")
+    shown = by_command(tmp_path, [lines], *options, "-f", "text", "--no-color")
+    scores = metrics.score(
+        lines, LINES, ScoringOptions(metrics=["chrf++", "ter"], num_resamples=200)
+    )
+    ours = [f"{score.metric}|{score.signature} = {score.format()}" for score in scores]
+    assert [line.lstrip() for line in shown.splitlines()] == ours
+    assert ours[1].endswith(" = 0.00") == (lines is LINES)
+    assert scores[0].metric == "chrF2++"
+
+
+@pytest.mark.parametrize(("kind", "trials"), [("bs", "1000"), ("ar", "10000")])
+def test_paired_tests_are_those_of_the_sacrebleu_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, trials: str
+) -> None:
+    monkeypatch.setenv("SACREBLEU_SEED", "7")
+    systems = [ONE, TWO, THREE]
+    told = ["bleu"] if kind == "bs" else ["bleu", "chrf"]  # others are float32, which fails there
+    shown = json.loads(by_command(tmp_path, systems, "-m", *told, f"--paired-{kind}"))
+    outputs = {str(place): lines for place, lines in enumerate(systems)}
+    options = ScoringOptions(metrics=("bleu", "chrf", "ter"))
+    scorer = Scorer(metrics.TestSet(LINES, [LINES]), options)
+    scorer.score(ONE)  # whose resampling is none of the tests'
+    comparisons = {
+        (comparison.metric, comparison.system): comparison
+        for comparison in significance.compare(scorer, outputs)
+    }
+    assert len(comparisons) == 6
+    assert {comparison.baseline for comparison in comparisons.values()} == {"0"}
+
+    def p_value(metric: str, system: str) -> float:
+        comparison = comparisons[metric, system]
+        return comparison.p_bootstrap if kind == "bs" else comparison.p_randomization
+
+    for metric, system in comparisons:
+        if metric in shown[0]:
+            theirs, baseline = shown[int(system)][metric], shown[0][metric]
+            assert p_value(metric, system) == theirs["p_value"]
+            assert comparisons[metric, system].difference == theirs["score"] - baseline["score"]
+    assert p_value("BLEU", "1") > 0.05 > p_value("BLEU", "2")
+    text = by_command(tmp_path, systems, "-m", "chrf", "ter", f"--paired-{kind}", "-f", "text")
+    ours = [f"{p_value(metric, system):.4f}" for system in "12" for metric in ("chrF2", "TER")]
+    assert re.findall("p = ([0-9.]+)", text) == ours
+    comparison = comparisons["TER", "1"]
+    signature = (
+        comparison.bootstrap_signature if kind == "bs" else comparison.randomization_signature
+    )
+    assert f"{kind}:{trials}|seed:7|" in signature
+    assert text.rstrip().endswith(f" {signature}")
+
+
+def test_a_run_is_scored_as_the_sacrebleu_command_scores_its_files(
+    cli: Cli, trained: RunDir, tmp_path: Path
+) -> None:
+    test = trained.data_dir / "tests" / "held_out"
+    outcome = cli("translate", trained.path, test.with_suffix(".src"), "-o", tmp_path / "hyp")
+    assert outcome.code == 0
+    command = [sys.executable, "-m", "sacrebleu", test.with_suffix(".tgt"), "-i", tmp_path / "hyp"]
+    options = ["-m", "bleu", "chrf", "ter", "-ci", "-w", "2", "-f", "text", "--no-color", "-q"]
+    result = subprocess.run([*command, *options], capture_output=True, text=True)
+    lines = cli("eval", trained.path, "--metrics", "bleu,chrf,ter").lines
+    assert len(lines) == 6
+    for shown, head, signature in zip(
+        result.stdout.splitlines(), lines[::2], lines[1::2], strict=True
+    ):
+        _, metric, score = head.split(" ", 3)[1:]
+        assert shown.lstrip().startswith(f"{metric}|{signature.strip()} = {score}")
+
+
+def by_sacrebleu(options: ScoringOptions) -> list[float]:
+    bleu = sacrebleu.corpus_bleu(
+        HYPOTHESES,
+        [REFERENCES],
+        lowercase=options.lowercase,
+        tokenize=options.tokenize or "13a",
+        force=True,
+    )
+    chrf = sacrebleu.metrics.chrf.CHRF(lowercase=options.lowercase)
+    return [bleu.score, chrf.corpus_score(HYPOTHESES, [REFERENCES]).score]
+
+
+@pytest.mark.parametrize("tokenize", [None, "13a", "none", "intl", "char", "zh"])
+@pytest.mark.parametrize("lowercase", [False, True])
+def test_scores_equal_those_of_sacrebleu(tokenize: str | None, lowercase: bool) -> None:
+    options = ScoringOptions(tokenize, lowercase)
+    scores = metrics.score(HYPOTHESES, REFERENCES, options)
+    assert [score.metric for score in scores] == ["BLEU", "chrF2"]
+    assert [score.value for score in scores] == by_sacrebleu(options)
+    case = "lc" if lowercase else "mixed"
+    drawn = "nrefs:1|bs:1000|seed:12345"
+    assert [score.signature for score in scores] == [
+        f"{drawn}|case:{case}|eff:no|tok:{tokenize or '13a'}|smooth:exp|version:{VERSION}",
+        f"{drawn}|case:{case}|eff:yes|nc:6|nw:0|space:no|version:{VERSION}",
+    ]
+
+
+def test_the_options_matter() -> None:
+    options = [ScoringOptions(), ScoringOptions("none"), ScoringOptions(lowercase=True)]
+    values = {metrics.score(HYPOTHESES, REFERENCES, each)[0].value for each in options}
+    assert len(values) == 3
+
+
+def test_bleu_alone_is_the_default_bleu_and_knows_a_perfect_score() -> None:
+    assert metrics.bleu(HYPOTHESES, REFERENCES) == by_sacrebleu(ScoringOptions())[0]
+    assert metrics.bleu(REFERENCES, REFERENCES) == pytest.approx(100.0)
+    assert metrics.bleu([""] * 5, REFERENCES) == 0.0
+
+
+def test_text_that_looks_tokenized_is_scored_without_a_lecture(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenized = ["a b c d ."] * 200
+    assert metrics.bleu(tokenized, tokenized) == pytest.approx(100.0)
+    assert capsys.readouterr() == ("", "")
+    assert caplog.text == ""
+
+
+def test_an_unknown_way_to_split_words_names_the_known_ones() -> None:
+    with pytest.raises(ConfigError) as error:
+        ScoringOptions("14b")
+    known = ", ".join(sorted(sacrebleu.BLEU.TOKENIZERS))
+    assert str(error.value) == f"`--tokenize` must be one of {known}, but is '14b' instead."
+
+
+def test_a_tokenizer_that_is_not_installed_is_one_line_that_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sacrebleu.tokenizers.tokenizer_ja_mecab.MeCab", None)
+    with pytest.raises(ConfigError) as error:
+        metrics.score(["a"], ["a"], ScoringOptions("ja-mecab"))
+    said = str(error.value)
+    assert said.startswith("`--tokenize ja-mecab` cannot be used here: Japanese tokenization ")
+    assert said.endswith(" pip install sacrebleu[ja]")
+    assert "\\n" not in said
+
+
+def test_metrics_come_in_the_order_of_their_names_and_once() -> None:
+    names = [
+        score.metric
+        for score in metrics.score(ONE, LINES, ScoringOptions(metrics=(*ALL[::-1], "ter")))
+    ]
+    assert names == ["TER", "chrF2++", "chrF2", "BLEU"]
+
+
+def test_a_scorer_gives_each_system_what_it_gives_it_alone() -> None:
+    options = ScoringOptions(metrics=ALL)
+    scorer = Scorer(metrics.TestSet(LINES, [LINES]), options)
+    both = [scorer.score(ONE), scorer.score(TWO)]
+    assert both == [metrics.score(ONE, LINES, options), metrics.score(TWO, LINES, options)]
+    no_intervals = metrics.score(ONE, LINES, replace(options, num_resamples=0))
+    assert [score.value for score in no_intervals] == [score.value for score in both[0]]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"metrics": ["bleu", "blue"]},
+            "`--metrics` must be some of bleu, chrf, chrf++, ter, but has 'blue' instead.",
+        ),
+        (
+            {"metrics": ["comet"]},
+            "`--metrics` must be some of bleu, chrf, chrf++, ter, but has 'comet' instead; "
+            "`--comet PATH` asks for COMET.",
+        ),
+        (
+            {"metrics": [""]},
+            "`--metrics` must be some of bleu, chrf, chrf++, ter, but has '' instead.",
+        ),
+        (
+            {"metrics": ["ter"], "tokenize": "intl"},
+            "`--tokenize` needs the metric bleu.",
+        ),
+        (
+            {"metrics": ["ter"], "lowercase": True},
+            "`--lowercase` needs the metric bleu, chrf or chrf++.",
+        ),
+        ({"num_resamples": 39}, "`--resamples` must be 0 or at least 40, but is 39 instead."),
+    ],
+)
+def test_options_that_cannot_be_met_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        ScoringOptions(**options)
+    assert str(error.value) == said
+
+
+@pytest.mark.parametrize("seed", ["x", "-1", "1.5", ""])
+def test_a_seed_that_sacrebleu_cannot_read_is_refused(
+    monkeypatch: pytest.MonkeyPatch, seed: str
+) -> None:
+    monkeypatch.setenv("SACREBLEU_SEED", seed)
+    with pytest.raises(ConfigError) as error:
+        ScoringOptions()
+    said = f"`SACREBLEU_SEED` must be a whole number or none, but is {seed!r} instead."
+    assert str(error.value) == said
+
+
+FAKE_COMET = """
+import logging
+from pathlib import Path
+
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+__version__ = "2.2.7"
+calls = []
+
+class Prediction(dict):
+    __getattr__ = dict.__getitem__
+
+class Model:
+    def predict(self, samples, batch_size=16, gpus=1, devices=None, mc_dropout=0,
+                progress_bar=True, accelerator="auto", num_workers=None, length_batching=True):
+        calls.append((len(samples), gpus, progress_bar))
+        scores = [len(set(one["mt"].split()) & set(one["ref"].split())) / 10
+                  + len(one["src"]) / 1000 for one in samples]
+        return Prediction(scores=scores, system_score=sum(scores) / len(scores))
+
+def load_from_checkpoint(checkpoint_path, reload_hparams=False, strict=False,
+                         local_files_only=False):
+    parent_folder = Path(checkpoint_path).parents[1]
+    if not (parent_folder / "hparams.yaml").is_file():
+        raise Exception(f"hparams.yaml file is missing from {parent_folder}!")
+    return Model()
+"""
+
+
+@pytest.fixture
+def comet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Put a package on the path that has COMET's functions; return the folder of a model."""
+    package = tmp_path / "packages" / "comet"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(FAKE_COMET)
+    monkeypatch.delitem(sys.modules, "comet", raising=False)
+    monkeypatch.syspath_prepend(package.parent)
+    model = tmp_path / "wmt22-comet-da"
+    (model / "checkpoints").mkdir(parents=True)
+    (model / "checkpoints" / "model.ckpt").write_bytes(b"weights")
+    (model / "hparams.yaml").write_text("class_identifier: regression_metric")
+    yield model
+    sys.modules.pop("comet", None)
+
+
+def test_comet_is_one_more_metric_with_intervals_and_tests(comet: Path) -> None:
+    model = CometModel(comet)
+    model.load()
+    options = ScoringOptions(metrics=["bleu"], comet=model)
+    _, score = metrics.score(ONE, LINES, options, LINES)
+    samples = [{"src": x, "mt": y, "ref": x} for x, y in zip(LINES, ONE, strict=True)]
+    module = sys.modules["comet"]
+    prediction = module.load_from_checkpoint(comet / "checkpoints" / "model.ckpt").predict(samples)
+    assert score.metric == "COMET"
+    assert score.value == pytest.approx(prediction.system_score, abs=1e-12)
+    assert score.mean == pytest.approx(score.value, abs=0.02)
+    assert score.half_width is not None
+    assert 0 < score.half_width < 0.1
+    name = "wmt22-comet-da@9a129038d9a0"
+    assert score.signature == f"nrefs:1|bs:1000|seed:12345|model:{name}|version:2.2.7"
+    outputs = {"one": ONE, "two": TWO, "three": THREE}
+    compared = significance.compare(Scorer(metrics.TestSet(LINES, [LINES]), options), outputs)[2:]
+    assert [comparison.metric for comparison in compared] == ["COMET", "COMET"]
+    assert compared[1].difference < -0.05
+    assert compared[1].p_bootstrap < 0.01 > compared[1].p_randomization
+    assert compared[0].p_randomization > compared[1].p_randomization
+
+
+def test_a_score_of_comet_is_shown_with_four_digits_and_any_other_with_two() -> None:
+    comet, bleu = (
+        metrics.Score(name, 0.81234, "", mean=0.81236, half_width=0.01)
+        for name in ("COMET", "BLEU")
+    )
+    assert comet.format() == "0.8123 (μ = 0.8124 ± 0.0100)"
+    assert bleu.format() == "0.81 (μ = 0.81 ± 0.01)"
+
+
+def test_comet_reads_a_line_once_and_leaves_logging_and_the_screen_alone(
+    comet: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = logging.getLogger()
+    before = (root.level, list(root.handlers))
+    model = CometModel(comet / "checkpoints" / "model.ckpt", num_gpus=1)
+    model.load()
+    options = ScoringOptions(metrics=[], comet=model)
+    first = metrics.score(ONE, LINES, options, LINES)
+    assert metrics.score(ONE, LINES, options, LINES) == first
+    num_lines = len(set(zip(LINES, ONE, strict=True)))
+    assert sys.modules["comet"].calls == [(num_lines, 1, False)]
+    assert (root.level, root.handlers) == before
+    assert capsys.readouterr() == ("", "")
+
+
+def test_comet_is_asked_for_on_the_command_line_by_the_path_of_a_model(
+    cli: Cli, noisy: RunDir, comet: Path
+) -> None:
+    outcome = cli("eval", noisy.path, "--comet", comet, "--metrics", "bleu", "--device", "cpu")
+    assert outcome.code == 0
+    assert all(line.startswith("mtrain: held_out: ") for line in outcome.err.splitlines())
+    bleu, _, score, signature = outcome.lines
+    assert bleu.startswith("held_out  BLEU 0.")
+    assert score.startswith("held_out  COMET 0.0")
+    assert "|model:wmt22-comet-da@" in signature
+
+
+def test_without_the_package_or_the_model_one_line_says_what_to_do(
+    cli: Cli, noisy: RunDir, comet: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(path: Path) -> str:
+        outcome = cli("eval", noisy.path, "--comet", path)
+        assert (outcome.code, outcome.out) == (2, b"")
+        return outcome.err
+
+    path = comet / "other.ckpt"
+    assert said(path) == (
+        f"mtrain: `--comet` must be a model of COMET, but {path} is no file; comet.download_model "
+        "fetches one.\n"
+    )
+    (comet / "hparams.yaml").unlink()
+    path = comet / "checkpoints" / "model.ckpt"
+    assert said(comet) == (
+        f"mtrain: `--comet` must be a model of COMET, but {path} cannot be loaded: hparams.yaml "
+        f"file is missing from {comet}!.\n"
+    )
+    monkeypatch.setitem(sys.modules, "comet", None)
+    assert said(comet) == (
+        "mtrain: `--comet` must have COMET: pip install unbabel-comet adds it.\n"
+    )

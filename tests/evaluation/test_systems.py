@@ -1,0 +1,457 @@
+"""Several systems on one test set: seeds, comparisons, details, and what does not fit together."""
+
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import Cli
+from tasks import copy_task, write, write_config
+
+import mtrain
+from mtrain.decode.pipeline import translate_lines
+from mtrain.decode.translator import Translator, load
+from mtrain.evaluation import evaluation, metrics, significance
+from mtrain.evaluation.metrics import Scorer, ScoringOptions
+from mtrain.run.run_dir import RunDir
+
+SOURCES = [pair.src for pair in copy_task(40, 3)]
+AS_TEST = metrics.TestSet(SOURCES, [SOURCES])
+GREEDY = ["--beam", "1", "--metrics", "bleu"]
+Changed = Callable[..., RunDir]
+
+
+@pytest.fixture
+def changed(noisy: RunDir, tmp_path: Path) -> Changed:
+    """Make copies of a run with other settings and other text of its test set."""
+
+    def make(
+        name: str, src: Any = None, tgt: Any = None, origin: RunDir = noisy, **keys: Any
+    ) -> RunDir:
+        run = RunDir(Path(shutil.copytree(origin.path, tmp_path / name)))
+        tree = yaml.safe_load(run.config_path.read_text("utf-8"))
+        for key, value in keys.items():
+            section, _, setting = key.partition("__")
+            if setting:
+                tree[section][setting] = value
+            else:
+                tree[section] = value
+        write_config(run.config_path, tree)
+        for side, lines in (("src", src), ("tgt", tgt)):
+            if lines is not None:
+                write(run.data_dir / "tests" / f"held_out.{side}", lines)
+        return run
+
+    return make
+
+
+def error_line(outcome: Any) -> str:
+    assert (outcome.code, outcome.out) == (2, b"")
+    assert outcome.err.count("\n") == 1
+    return str(outcome.err.removeprefix("mtrain: ").rstrip("\n"))
+
+
+def without_warnings_of_lines(outcome: Any) -> list[str]:
+    """What is said on stderr, but for what looks wrong about the translations of noise."""
+    return [line for line in outcome.err.splitlines() if not line.startswith("mtrain: held_out: ")]
+
+
+def test_a_run_is_compared_with_a_run_and_a_file_by_paired_tests(
+    cli: Cli, trained: RunDir, noisy: RunDir, tmp_path: Path
+) -> None:
+    hypotheses = translate_lines(load(trained), SOURCES)
+    worse = [*hypotheses[:-2], "ba", "ce"]
+    path = write(tmp_path / "worse.txt", worse)
+    arguments = [trained.path, "--compare", noisy.path, "--compare", path, "--metrics", "bleu"]
+    outcome = cli("eval", *arguments, "--json")
+    assert outcome.code == 0
+    assert without_warnings_of_lines(outcome) == []
+    tree = json.loads(outcome.out)["held_out"]
+    assert set(tree) == {"num_lines", "scores", "comparisons"}
+    names = [str(trained.path), str(noisy.path), path]
+    assert [record["system"] for record in tree["scores"]] == names
+    noise = translate_lines(load(noisy), SOURCES)
+    outputs = dict(zip(names, (hypotheses, noise, worse), strict=True))
+    expected = significance.compare(Scorer(AS_TEST, ScoringOptions(metrics=["bleu"])), outputs)
+    assert tree["comparisons"] == [vars(record) for record in expected]
+    by_noise = tree["comparisons"][0]
+    assert by_noise["system"] == names[1]
+    assert by_noise["p_bootstrap"] < 0.01 > by_noise["p_randomization"]
+    lines = cli("eval", *arguments).lines
+    assert re.fullmatch(r"held_out  BLEU +difference   p \(bs\)   p \(ar\)", lines[0])
+    assert lines[1].endswith(f"  {names[0]}")
+    assert by_noise["difference"] <= -10
+    difference = re.escape(f"{by_noise['difference']:.2f}")
+    assert re.fullmatch(
+        rf"  (0\.00|0\.\d\d \(μ = \S+ ± \S+\)) +{difference}  0\.0010\*  0\.0001\*  .*", lines[2]
+    )
+    assert lines[2].endswith(f"  {names[1]}")
+    assert re.fullmatch(r"  \S+ \(μ = \S+ ± \S+\) +-\d\.\d\d  0\.\d{4}.  0\.\d{4}.  .*", lines[3])
+    assert lines[4:6] == [
+        f"  {expected[0].bootstrap_signature}",
+        f"  {expected[0].randomization_signature}",
+    ]
+    assert len(lines) == 8
+
+
+def test_a_system_that_differs_in_nothing_is_no_different(
+    cli: Cli, trained: RunDir, tmp_path: Path
+) -> None:
+    outcome = cli("translate", trained.path, "--beam", "1", stdin="\n".join(SOURCES).encode())
+    path = write(tmp_path / "same.txt", outcome.lines)
+    outcome = cli("eval", trained.path, *GREEDY, "--compare", path, "--json", "--details")
+    tree = json.loads(outcome.out)["held_out"]
+    (comparison,) = tree["comparisons"]
+    assert [comparison["difference"], comparison["p_bootstrap"], comparison["p_randomization"]] == [
+        0.0,
+        1.0,
+        1.0,
+    ]
+    assert tree["contrasts"] == [
+        {"baseline": str(trained.path), "system": path, "better": [], "worse": []}
+    ]
+
+
+def test_runs_of_several_seeds_have_a_mean_and_a_standard_deviation(
+    cli: Cli, trained: RunDir, changed: Changed
+) -> None:
+    other = changed("other", origin=trained, seed=2)
+    third = changed("third", origin=trained, seed=3, src=SOURCES[::-1], training__lr=0.5)
+    runs = [trained.path, other.path, third.path]
+    outcome = cli("eval", *runs, "--json", "--beam", "1", "--metrics", "chrf,ter")
+    assert outcome.code == 0
+    assert outcome.err == (f"mtrain: {third.path}: differs from {trained.path} in `training.lr`.\n")
+    tree = json.loads(outcome.out)["held_out"]
+    for place, metric in enumerate(("chrF2", "TER")):
+        values = [record["value"] for record in tree["scores"] if record["metric"] == metric]
+        assert len(set(values)) == 2
+        assert tree["summary"][place] == {
+            "metric": metric,
+            "num_runs": 3,
+            "mean": statistics.mean(values),
+            "std": statistics.stdev(values),
+        }
+    lines = cli("eval", *runs, *GREEDY).lines
+    assert lines[0] == "held_out  BLEU"
+    assert [line.rpartition("  ")[2] for line in lines[1:5]] == [
+        *map(str, runs),
+        "mean and standard deviation of 3 runs",
+    ]
+    assert lines[5].startswith("  nrefs:1|bs:1000|")
+    assert len(lines) == 6
+
+
+def test_runs_of_one_seed_are_told_apart_from_runs_of_several(
+    cli: Cli, noisy: RunDir, changed: Changed
+) -> None:
+    same = changed("same")
+    outcome = cli("eval", noisy.path, same.path, *GREEDY)
+    assert outcome.code == 0
+    said = [f"mtrain: {same.path}: has the seed of {noisy.path}, 1."]
+    assert without_warnings_of_lines(outcome) == said
+
+
+def test_details_are_the_scores_of_parts_and_the_lines_at_both_ends(
+    cli: Cli, trained: RunDir, noisy: RunDir
+) -> None:
+    arguments = ["eval", trained.path, "--compare", noisy.path, "--metrics", "chrf", "--details"]
+    tree = json.loads(cli(*arguments, "--json").out)["held_out"]
+    details = tree["details"][str(trained.path)]
+    hypotheses = translate_lines(load(trained), SOURCES)
+    assert details["unit"] == "words"
+    assert sum(group["num_lines"] for group in details["by_length"]) == 40
+    for group in details["by_length"]:
+        rows = [
+            row
+            for row, line in enumerate(SOURCES)
+            if group["first"] <= len(line.split()) <= (group["last"] or 99)
+        ]
+        assert len(rows) == group["num_lines"]
+        options = ScoringOptions(metrics=["chrf"], num_resamples=0)
+        lines, lines_of_group = [SOURCES[row] for row in rows], [hypotheses[row] for row in rows]
+        assert group["scores"] == {"chrF2": metrics.score(lines_of_group, lines, options)[0].value}
+    (common,) = details["by_rarity"]  # every word stands in most of the 1,500 training pairs
+    assert (common["first"], common["last"], common["num_lines"]) == (100, 999, 40)
+    assert details["best"][0]["translations"][0]["score"] == 100.0
+    worst = details["worst"][0]
+    assert worst["source"] == SOURCES[worst["line"] - 1] == worst["reference"]
+    assert worst["translations"][0]["text"] == hypotheses[worst["line"] - 1]
+    (contrast,) = tree["contrasts"]
+    assert contrast["better"] == []
+    assert len(contrast["worse"]) == 5
+    for example in contrast["worse"]:
+        ours, theirs = example["translations"]
+        assert (ours["system"], theirs["system"]) == (str(trained.path), str(noisy.path))
+        assert ours["score"] > theirs["score"]
+    text = cli(*arguments).out.decode()
+    label = f"line {worst['line']}"
+    assert f"\nheld_out  {trained.path}\n  words in the source " in text
+    assert f"\n    100 to 999 times{'':20}40 " in text
+    assert f"\n    {label:<11}{worst['source']}\n    reference  {worst['source']}\n" in text
+    assert "\n  better lines, by chrF2: none\n" in text
+
+
+def test_without_the_training_pairs_rare_words_are_said_to_be_unknown(
+    cli: Cli, noisy: RunDir, changed: Changed
+) -> None:
+    run = changed("moved")
+    (run.data_dir / "shards.json").unlink()
+    outcome = cli("eval", run.path, *GREEDY, "--details")
+    assert outcome.code == 0
+    assert "  by rare words: not known, for the first run has no data/shards.json" in outcome.lines
+    tree = json.loads(cli("eval", run.path, *GREEDY, "--details", "--json").out)["held_out"]
+    assert tree["details"][str(run.path)]["by_rarity"] is None
+
+
+def test_training_pairs_that_are_damaged_are_one_line(
+    cli: Cli, trained: RunDir, changed: Changed
+) -> None:
+    run = changed("damaged", origin=trained)
+    path = run.data_dir / "train-00000.arrow"
+    path.write_bytes(path.read_bytes()[:1000])
+    assert error_line(cli("eval", run.path, *GREEDY, "--details")) == (
+        f"{path}: must be a whole table of pairs of this run's tokenizer, but is not; restore it "
+        "from a copy of the run."
+    )
+
+
+def test_systems_that_cannot_be_compared_are_refused_before_anything_is_translated(
+    cli: Cli, noisy: RunDir, changed: Changed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(Translator, "search")
+    short, run = write(tmp_path / "short", SOURCES[:-1]), noisy.path
+    fewer = changed("fewer", src=SOURCES[:3], tgt=SOURCES[:3]).path
+    other = changed("other", tgt=[*SOURCES[:6], "other", *SOURCES[7:]]).path
+    upper = changed("upper", tgt=[*SOURCES[:6], SOURCES[6].upper(), *SOURCES[7:]]).path
+    tests = noisy.config.data.model_dump()["tests"]
+    renamed = changed("renamed", data__tests={"dev": tests["held_out"]}).path
+    differs = f"must have the references of 'held_out' that {run} has, but line 7 is another"
+    for options, said in [
+        (
+            ["--compare", short],
+            f"{short}: must have a line for each of the 40 lines of 'held_out', but has 39 "
+            "instead.",
+        ),
+        (
+            ["--compare", tmp_path / "x"],
+            f"{tmp_path / 'x'}: must be a run folder or a file of translations, but is none.",
+        ),
+        (
+            ["--compare", fewer],
+            f"{fewer}: must have the 40 lines of 'held_out' that {run} has, but has 3 instead.",
+        ),
+        (["--compare", other], f"{other}: {differs}."),
+        ([upper], f"{upper}: {differs}; `--lowercase` takes both."),
+        (
+            ["--compare", renamed],
+            f"{renamed}: must have a test set 'held_out', but has dev instead.",
+        ),
+        (["--compare", run], f"{run}: must be named once, but is named twice."),
+        ([upper, "--compare", short], "`--compare` must have one run, but has 2 instead."),
+        (
+            ["--compare", short, "--resamples", "0"],
+            "`--resamples` must be > 0 with `--compare`, but is 0 instead.",
+        ),
+        ([upper, "--score"], "`--score` must have one run, but has 2 instead."),
+    ]:
+        assert error_line(cli("eval", run, *options)) == said
+
+
+def test_references_that_differ_in_case_are_the_same_where_case_does_not_count(
+    cli: Cli, noisy: RunDir, changed: Changed
+) -> None:
+    upper = changed("upper", tgt=[line.upper() for line in SOURCES]).path
+    outcome = cli("eval", noisy.path, "--compare", upper, "--lowercase", *GREEDY, "--json")
+    assert outcome.code == 0
+    first, second = json.loads(outcome.out)["held_out"]["scores"]
+    assert first | {"system": ""} == second | {"system": ""}
+
+
+def test_a_file_of_translations_needs_one_test_set(
+    cli: Cli, changed: Changed, tmp_path: Path
+) -> None:
+    run = changed("two")
+    tree = yaml.safe_load(run.config_path.read_text("utf-8"))
+    tree["data"]["tests"]["short"] = tree["data"]["tests"]["held_out"]
+    write_config(run.config_path, tree)
+    for side in ("src", "tgt"):
+        write(run.data_dir / "tests" / f"short.{side}", SOURCES[:4])
+    path = write(tmp_path / "out.txt", SOURCES[:4])
+    arguments = ["eval", run.path, *GREEDY, "--compare", path]
+    assert error_line(cli(*arguments)) == (
+        f"{path}: must be compared on one test set, but there are held_out, short; choose one with "
+        "`--tests`."
+    )
+    outcome = cli(*arguments, "--tests", "short", "--json")
+    assert outcome.code == 0
+    assert json.loads(outcome.out)["short"]["scores"][1]["value"] == pytest.approx(100)
+
+
+def test_translations_may_come_from_a_pipe_which_can_be_read_but_once(
+    cli: Cli, noisy: RunDir
+) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, "\n".join(SOURCES).encode())
+    os.close(writer)
+    outcome = cli("eval", noisy.path, "--compare", f"/dev/fd/{reader}", *GREEDY, "--json")
+    os.close(reader)
+    assert outcome.code == 0
+    assert json.loads(outcome.out)["held_out"]["scores"][1]["value"] == pytest.approx(100)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="every name is text there")
+def test_a_file_whose_name_is_no_text_is_shown_with_escapes(
+    cli: Cli, noisy: RunDir, tmp_path: Path
+) -> None:
+    path = write(tmp_path / os.fsdecode(b"latin-\xe9.de"), SOURCES)
+    outcome = cli("eval", noisy.path, "--compare", path, *GREEDY)
+    assert outcome.code == 0
+    assert "latin-\\udce9.de" in outcome.out.decode()
+
+
+def test_lines_are_cut_and_warned_of_as_the_verb_that_translates_them_does(
+    cli: Cli,
+    trained: RunDir,
+    changed: Changed,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = changed("short", origin=trained, data__max_tokens=5)
+    translated = cli("translate", run.path, stdin="\n".join(SOURCES).encode())
+    assert "translated in 2 parts" in translated.err
+    (result,) = mtrain.evaluate(run.path)
+    assert result.hypotheses == translated.lines
+    said = [
+        f"mtrain: held_out: {line.removeprefix('mtrain: ')}" for line in translated.err.splitlines()
+    ]
+    assert [f"mtrain: {message}" for message in caplog.messages] == said
+    path = write(tmp_path / "same.txt", translated.lines)
+    outcome = cli("eval", run.path, "--compare", path, "--metrics", "bleu", "--json", "--details")
+    assert outcome.code == 0
+    assert [line for line in outcome.err.splitlines() if "held_out" in line] == said
+    tree = json.loads(outcome.out)["held_out"]
+    assert tree["scores"][0]["value"] == result.scores[0].value
+    assert [record["difference"] for record in tree["comparisons"]] == [0.0]
+    assert [record["worse"] for record in tree["contrasts"]] == [[]]
+
+
+def test_a_page_fits_a_terminal_whatever_the_lines_hold(
+    cli: Cli, changed: Changed, tmp_path: Path
+) -> None:
+    odd = ["\x1b[31mred " + "long " * 100, "", "x" * 500, "\u202eba", "中文句子" * 40, *SOURCES[5:]]
+    run = changed("odd", src=odd, tgt=odd)
+    outcome = cli("eval", run.path, *GREEDY, "--details")
+    assert outcome.code == 0
+    assert without_warnings_of_lines(outcome) == []
+    assert "\x1b" not in outcome.out.decode()
+    assert "\\x1b[31mred" in outcome.out.decode()
+    shown = [line for line in outcome.lines if "|" not in line and str(run.path) not in line]
+    assert max(map(columns, shown)) <= 80
+    assert len(shown) < 150
+
+
+def columns(text: str) -> int:
+    import unicodedata
+
+    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
+
+
+def test_evaluating_some_test_sets_is_evaluating_all_and_taking_those(noisy: RunDir) -> None:
+    translator = load(noisy)
+    some, whole = (
+        evaluation.evaluate(noisy, translator, lambda _: None, names=names)
+        for names in (["held_out"], None)
+    )
+    assert some == whole
+
+
+def test_a_text_with_several_references_is_scored_as_sacrebleu_does(
+    cli: Cli, trained: RunDir, tmp_path: Path
+) -> None:
+    src = write(tmp_path / "news.aa", SOURCES[:9])
+    reversed_ = [" ".join(reversed(line.split())) for line in SOURCES[:9]]
+    refs = [write(tmp_path / "one", reversed_), write(tmp_path / "two", SOURCES[:9])]
+    given = ["--src", src, "--ref", refs[0], "--ref", refs[1]]
+    outcome = cli("eval", trained.path, *given, "--json", "--details", "--metrics", "bleu,chrf,ter")
+    assert (outcome.code, outcome.err) == (0, "")
+    report = json.loads(outcome.out)["news.aa"]
+    out = write(tmp_path / "out", translate_lines(load(trained), SOURCES[:9]))
+    command = [sys.executable, "-m", "sacrebleu", *refs, "-i", out, "-m", "bleu", "chrf", "ter"]
+    printed = subprocess.run([*command, "--confidence"], capture_output=True, check=True, text=True)
+    expected = json.loads(printed.stdout)
+    assert [score["metric"] for score in report["scores"]] == ["BLEU", "chrF2", "TER"]
+    for ours, theirs in zip(report["scores"], expected, strict=True):
+        assert ours["value"] == pytest.approx(theirs["score"], abs=0.05)
+        assert ours["signature"].split("|")[0] == "nrefs:2"
+    assert report["scores"][0]["value"] > 90  # as none of the reversed lines would have
+    assert report["num_lines"] == 9
+    best = report["details"][str(trained.path)]["best"][0]
+    assert best["translations"][0]["score"] == 100
+    assert best["reference"] == reversed_[best["line"] - 1]
+
+
+def test_a_text_is_compared_and_scored_like_a_test_set(
+    cli: Cli, trained: RunDir, noisy: RunDir, tmp_path: Path
+) -> None:
+    src = write(tmp_path / "text", SOURCES)
+    arguments = ["--compare", noisy.path, "--json"]
+    by_file = cli("eval", trained.path, "--src", src, "--ref", src, *arguments)
+    by_name = cli("eval", trained.path, *arguments)
+    assert json.loads(by_file.out)["text"] == json.loads(by_name.out)["held_out"]
+    scores = cli("eval", trained.path, "--src", src, "--ref", src, "--score").lines
+    assert scores == [
+        line.replace("held_out", "text") for line in cli("eval", trained.path, "--score").lines
+    ]
+
+
+def test_a_text_and_references_that_do_not_fit_are_refused(
+    cli: Cli, noisy: RunDir, tmp_path: Path
+) -> None:
+    src, short, void = (
+        write(tmp_path / name, lines)
+        for name, lines in (("src", SOURCES[:3]), ("short", SOURCES[:2]), ("void", []))
+    )
+    for options, said in [
+        (["--src", src], "`--src` needs `--ref`."),
+        (["--ref", src], "`--ref` needs `--src`."),
+        (
+            ["--src", src, "--ref", src, "--tests", "held_out"],
+            "`--tests` has no effect with `--src`; leave it out.",
+        ),
+        (
+            ["--src", src, "--ref", src, "--ref", short],
+            f"{short}: must have a line for each of the 3 lines of {src}, but has 2 instead.",
+        ),
+        (["--src", void, "--ref", void], f"{void}: must have at least one line, but is empty."),
+        (
+            ["--src", src, "--ref", src, "--ref", src, "--score"],
+            "`--score` must have one `--ref`, but has 2 instead.",
+        ),
+        (
+            ["--src", src, "--ref", src, "-o", src],
+            f"`--output` would overwrite the input {src}; choose another file.",
+        ),
+    ]:
+        assert error_line(cli("eval", noisy.path, *options)) == said
+
+
+def test_a_test_set_that_the_config_names_anew_is_added_and_scored(
+    cli: Cli, changed: Changed, tmp_path: Path
+) -> None:
+    run = changed("more")
+    tree = yaml.safe_load(run.config_path.read_text("utf-8"))
+    news = write(tmp_path / "news", SOURCES[:4])
+    tree["data"]["tests"]["news"] = {"src": [news], "tgt": [news]}
+    write_config(run.config_path, tree)
+    outcome = cli("eval", run.path, *GREEDY, "--tests", "news", "--json")
+    assert outcome.code == 0
+    assert f"{run.path}: test set news added, 4 pairs\n" in outcome.err
+    assert json.loads(outcome.out)["news"]["num_lines"] == 4

@@ -1,0 +1,888 @@
+"""What other libraries are given translates as the run does, or is refused, and is checked."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import yaml
+from builders import SRC_LINES, TGT_LINES, model_config, transformer, vocabularies
+from conftest import Cli
+from safetensors.torch import load_file
+from tasks import train as train_task
+from tasks import write_task
+
+from mtrain.config.corpora import HubCorpus, TsvCorpus
+from mtrain.config.sections import Config
+from mtrain.corpus.reader import FileMark
+from mtrain.data.prepare import ParallelLines
+from mtrain.decode.options import DecodingOptions
+from mtrain.decode.pipeline import translate_lines
+from mtrain.decode.translator import EncodedSource, Translator, load
+from mtrain.errors import ConfigError, RunError
+from mtrain.exporters import export, huggingface, model_card, parity
+from mtrain.exporters.export import EXPORTERS, ExportReport, ExportRequest, Library
+from mtrain.exporters.huggingface import MarianModel
+from mtrain.exporters.parity import ExportedHypothesis, ExportedModel, Ids
+from mtrain.model.transformer import Transformer, sinusoids
+from mtrain.run import checkpoint
+from mtrain.run.load_model import LoadOptions
+from mtrain.run.run_dir import RunDir
+from mtrain.tokenizer.sentencepiece import Tokenizer
+
+PACKAGES = {"ctranslate2": "ctranslate2", "huggingface": "transformers"}
+LIBRARIES: list[Library] = ["ctranslate2", "huggingface"]
+EXACT = 1e-4  # of a log-probability in float32
+LINES = ParallelLines(SRC_LINES[:3], TGT_LINES[:3])
+ODD = [
+    "a </s> b <pad> <unk> <s> c",
+    "two  spaces , and a space before a point .",
+    " \N{SNOWMAN} \N{GRINNING FACE} ",
+    "▁ a marker",
+    "ﬁ and tab\tand NBSP\N{NO-BREAK SPACE}end",
+]
+
+
+def need(library: str) -> None:
+    package = PACKAGES[library]
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+
+
+@pytest.fixture(params=LIBRARIES)
+def library(request: pytest.FixtureRequest) -> Library:
+    need(request.param)
+    return request.param  # type: ignore[no-any-return]
+
+
+def settings(**data: object) -> Config:
+    corpus = {"src": ["a"], "tgt": ["b"]}
+    tree = {"src_lang": "en", "tgt_lang": "de", "train": corpus, "valid": corpus, "max_tokens": 64}
+    return Config.model_validate({"run_dir": "x", "data": tree | data})
+
+
+def translator_of(model: Transformer, tokenizer: Tokenizer) -> Translator:
+    options = DecodingOptions(beam=3, max_extra_tokens=2)
+    return Translator([model], tokenizer, options, torch.device("cpu"))
+
+
+def random_model(kind: str = "unigram", shared: bool = True, **variant: object) -> Translator:
+    """A float32 model none of whose weights is a zero or a one."""
+    tokenizer = vocabularies(kind, shared)
+    config = model_config(**variant)
+    model = transformer(config, len(tokenizer.src), len(tokenizer.tgt)).float()
+    return translator_of(model, tokenizer)
+
+
+def copied(translator: Translator, library: Library, directory: Path) -> ExportedModel:
+    model, exporter = translator.model, EXPORTERS[library]
+    exporter.check_supported(model.config)
+    exporter.write(model, translator.tokenizer, settings(), directory, None)
+    return exporter.load(directory)
+
+
+class Exported(NamedTuple):
+    directory: Path
+    report: ExportReport
+
+
+@pytest.fixture(scope="module")
+def exported(trained: RunDir, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
+    """Exports of the copy task, made when they are asked for."""
+
+    class Made(dict[str, Exported]):
+        def __missing__(self, name: str) -> Exported:
+            library, _, quantization = name.partition(" ")
+            need(library)
+            directory = tmp_path_factory.mktemp("exports") / name.replace(" ", "-")
+            export_request = ExportRequest(library, quantization or None)  # type: ignore[arg-type]
+            report = export.export(trained, directory, export_request, lambda _: None)
+            self[name] = Exported(directory, report)
+            return self[name]
+
+    return Made()
+
+
+# A whole export
+
+
+def test_a_trained_model_is_the_same_in_other_hands(
+    exported: dict[str, Exported], library: Library
+) -> None:
+    directory, report = exported[library]
+    compared = report.parity
+    for same in (
+        compared.same_source,
+        compared.same_greedy,
+        compared.same_beam,
+        compared.same_text,
+    ):
+        assert same == (12, 12)  # the whole validation text
+    assert compared.reference_diff < EXACT and compared.beam_diff < EXACT
+    assert report.bleu is None
+    kept = json.loads((directory / "export.json").read_text("utf-8"))
+    assert kept["parity"]["same_greedy"] == [12, 12]
+    assert export.as_text(report)[0] in (directory / "README.md").read_text("utf-8")
+
+
+def test_the_folders_hold_what_the_libraries_look_for(
+    exported: dict[str, Exported], library: Library
+) -> None:
+    names = {path.name for path in exported[library].directory.iterdir()}
+    both = {"README.md", "export.json", "source.spm", "target.spm", "config.json"}
+    special = {
+        "ctranslate2": {"model.bin", "shared_vocabulary.json"},
+        "huggingface": {
+            "model.safetensors",
+            "vocab.json",
+            "tokenizer_config.json",
+            "generation_config.json",
+        },
+    }
+    assert names == both | special[library]
+    modes = {path.stat().st_mode for path in exported[library].directory.iterdir()}
+    assert len(modes) == 1, "whoever may read one file may read them all"
+
+
+def test_the_lines_of_python_on_the_page_translate(
+    exported: dict[str, Exported],
+    library: Library,
+    trained: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    directory = exported[library].directory
+    page = (directory / "README.md").read_text("utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    monkeypatch.chdir(directory)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about sacremoses
+        variables: dict[str, object] = {}
+        exec(code, variables)
+    lines = variables["lines"]
+    assert isinstance(lines, list)
+    translations = translate_lines(load(trained, loading=LoadOptions("cpu")), lines)
+    assert capsys.readouterr().out == f"{translations}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("ctranslate2 int8", 0.9),
+        ("ctranslate2 float16", 0.8),
+        ("ctranslate2 bfloat16", 0.8),
+        ("huggingface float16", 0.6),
+        ("huggingface bfloat16", 0.6),
+    ],
+)
+def test_a_quantised_model_is_smaller_and_says_what_it_costs(
+    exported: dict[str, Exported], name: str, part: float
+) -> None:
+    library, _, quantization = name.partition(" ")
+    weights = {"ctranslate2": "model.bin", "huggingface": "model.safetensors"}[library]
+    size = (exported[name].directory / weights).stat().st_size
+    assert size < part * (exported[library].directory / weights).stat().st_size
+    report = exported[name].report
+    assert report.precision == quantization
+    assert report.bleu is not None
+    ours, theirs = report.bleu
+    assert ours > 90 and abs(theirs - ours) < 5
+    assert 0 < report.parity.reference_diff < 0.5
+    last = export.as_text(report)[-1]
+    assert re.match(r"validation BLEU, exported +\d+\.\d\d \([+-]\d+\.\d\d\)$", last)
+
+
+# Variants
+
+VARIANTS: list[dict[str, object]] = [
+    {"tie_embeddings": "all"},
+    {"tie_embeddings": "decoder", "activation": "gelu", "kind": "bpe"},
+    {"tie_embeddings": "decoder", "shared": False},
+    {"tie_embeddings": "none"},
+    {"tie_embeddings": "none", "shared": False, "activation": "gelu", "num_decoder_layers": 1},
+]
+OTHER_VARIANTS: list[dict[str, object]] = [
+    {"norm": "pre", "tie_embeddings": "all"},
+    {"norm": "pre", "activation": "gelu", "kind": "bpe", "shared": False},
+    {"positions": "learned", "max_positions": 96, "tie_embeddings": "all"},
+    {"positions": "learned", "max_positions": 96, "norm": "pre", "activation": "gelu"},
+]
+
+
+def named(variant: dict[str, object]) -> str:
+    return " ".join(f"{key}={value}" for key, value in variant.items())
+
+
+@pytest.mark.parametrize("variant", VARIANTS + OTHER_VARIANTS, ids=named)
+def test_a_variant_is_exact_in_ctranslate2(variant: dict[str, object], tmp_path: Path) -> None:
+    need("ctranslate2")
+    check_exact(random_model(**variant), "ctranslate2", tmp_path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=named)
+def test_a_variant_is_exact_in_transformers(variant: dict[str, object], tmp_path: Path) -> None:
+    need("huggingface")
+    check_exact(random_model(**variant), "huggingface", tmp_path)  # type: ignore[arg-type]
+
+
+def check_exact(translator: Translator, library: Library, directory: Path) -> None:
+    compared = parity.compare(translator, copied(translator, library, directory), LINES)
+    assert compared.problems() == []
+    assert compared.same_source == compared.same_greedy == compared.same_text == (3, 3)
+    assert compared.reference_diff < EXACT and compared.beam_diff < EXACT
+
+
+def test_in_float64_the_logits_of_transformers_are_those_of_mtrain(tmp_path: Path) -> None:
+    need("huggingface")
+    translator = random_model(tie_embeddings="none")
+    copy = copied(translator, "huggingface", tmp_path)
+    assert isinstance(copy, MarianModel)
+    copy.model.double()
+    for stack in (copy.model.model.encoder, copy.model.model.decoder):
+        table = stack.embed_positions.weight
+        d_model = table.shape[1]
+        order = [*range(0, d_model, 2), *range(1, d_model, 2)]
+        exact = sinusoids(len(table), d_model)[:, order]
+        assert (table - exact).abs().max() < 1e-4  # theirs are rounded to float32
+        table.data.copy_(exact)
+    translator.model.double()
+    sources = translator.tokenizer.encode_src(LINES.src)
+    targets = translator.tokenizer.tgt.encode(LINES.tgt)
+    scores = translator.score([EncodedSource(ids) for ids in sources], targets)
+    for ours, theirs in zip(scores, copy.score(sources, targets), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-10, rel=0)
+
+
+@pytest.mark.parametrize(
+    ("library", "variant", "words"),
+    [
+        (
+            "ctranslate2",
+            {"attention_window": 3},
+            "`model.attention_window` must be null for CTranslate2",
+        ),
+        (
+            "huggingface",
+            {"attention_window": 3},  # which the other library does not hold either
+            "MarianMTModel, which attends to all positions, but is 3 instead.",
+        ),
+        (
+            "huggingface",
+            {"norm": "pre"},
+            "has no pre-norm layers, but is 'pre' instead; `--to ctranslate2` holds it.",
+        ),
+        (
+            "huggingface",
+            {"positions": "learned", "max_positions": 8},
+            "which forgets any other table when it is saved again, but is 'learned' instead",
+        ),
+    ],
+)
+def test_a_variant_that_a_library_cannot_hold_is_refused_by_name(
+    library: Library, variant: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        copied(random_model(**variant), library, tmp_path)  # type: ignore[arg-type]
+
+
+def test_what_is_said_of_learned_positions_is_true(tmp_path: Path) -> None:
+    need("huggingface")
+    copy = copied(random_model(tie_embeddings="all"), "huggingface", tmp_path)
+    assert isinstance(copy, MarianModel)
+    copy.model.model.encoder.embed_positions.weight.data.zero_()
+    copy.model.save_pretrained(tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert not [name for name in again if "positions" in name]
+
+
+# Limits, and odd text
+
+
+def long_pair(translator: Translator, num_pieces: int) -> tuple[Ids, Ids]:
+    pieces = translator.tokenizer.encode_src([" ".join(SRC_LINES)])[0]
+    eos = translator.tokenizer.src.eos
+    return [[*pieces[: num_pieces - 1], eos]], translator.tokenizer.tgt.encode(LINES.tgt[:1])
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [{"tie_embeddings": "all"}, {"positions": "learned", "max_positions": 40}],
+    ids=named,
+)
+def test_a_source_beyond_the_usual_cut_is_read_whole(
+    variant: dict[str, object], tmp_path: Path
+) -> None:
+    """CTranslate2 cuts after 1,024 pieces unless told not to; learned positions end before."""
+    need("ctranslate2")
+    translator = random_model(**variant)  # type: ignore[arg-type]
+    copy = copied(translator, "ctranslate2", tmp_path)
+    sources, targets = long_pair(translator, 1100)
+    searcher = parity.LogProbSearcher(translator, copy.masks_special)
+    assert searcher.score(sources, targets)[0] == pytest.approx(
+        copy.score(sources, targets)[0], abs=EXACT
+    )
+    cut = [[*sources[0][:1023], sources[0][-1]]]
+    apart = zip(searcher.score(cut, targets)[0], searcher.score(sources, targets)[0], strict=True)
+    assert max(abs(a - b) for a, b in apart) > 2 * EXACT
+    (hypothesis,) = copy.search(sources, 1, [3])
+    assert hypothesis.ids == searcher.search(sources, 1)[0][: len(hypothesis.ids)]
+
+
+def test_the_tables_hold_the_longest_source_of_the_config(library: Library, tmp_path: Path) -> None:
+    max_tokens = {"ctranslate2": 4200, "huggingface": 1100}[library]
+    translator = random_model(tie_embeddings="all")
+    tokenizer, config = translator.tokenizer, settings()
+    data = config.data.model_copy(update={"max_tokens": max_tokens})
+    config = config.model_copy(update={"data": data})
+    EXPORTERS[library].write(translator.model, tokenizer, config, tmp_path, None)
+    copy = EXPORTERS[library].load(tmp_path)
+    sources = [[*[tokenizer.src.unk] * (max_tokens - 1), tokenizer.src.eos]]
+    (hypothesis,) = copy.search(sources, 1, [2])
+    assert hypothesis.ids
+
+
+def test_a_source_beyond_the_tables_is_an_error_and_not_cut(
+    exported: dict[str, Exported], library: Library
+) -> None:
+    directory = exported[library].directory
+    length = {"ctranslate2": 4096, "huggingface": 1024}[library]
+    copy = EXPORTERS[library].load(directory)
+    (pieces,) = copy.encode(["ba " * 10])
+    sources = [[*(pieces[0] for _ in range(length)), pieces[-1]]]
+    with pytest.raises((RuntimeError, IndexError)):
+        copy.search(sources, 1, [2])
+
+
+def test_padding_and_bos_are_never_written(library: Library, tmp_path: Path) -> None:
+    translator = random_model(tie_embeddings="none", num_decoder_layers=1)
+    norm = translator.model.decoder[0].residual_3.norm
+    with torch.no_grad():
+        norm.weight.zero_()  # every state is the norm's bias
+        tgt = translator.tokenizer.tgt
+        weight = translator.model.output.weight
+        weight[tgt.pad] = weight[tgt.bos] = norm.bias
+    copy = copied(translator, library, tmp_path)
+    sources = translator.tokenizer.encode_src(LINES.src)
+    for beam in (1, 3):
+        for hypothesis in copy.search(sources, beam, [4] * len(sources)):
+            assert hypothesis.ids and not {tgt.pad, tgt.bos} & set(hypothesis.ids)
+
+
+def test_odd_text_has_the_same_pieces_and_comes_back_the_same(
+    exported: dict[str, Exported], library: Library, trained: RunDir
+) -> None:
+    directory = exported[library].directory
+    copy = EXPORTERS[library].load(directory)
+    tokenizer = load(trained, loading=LoadOptions("cpu")).tokenizer
+    assert copy.encode(ODD) == tokenizer.encode_src(ODD)
+    ids = tokenizer.tgt.encode(ODD)
+    texts = zip(copy.decode(ids), tokenizer.tgt.decode(ids), strict=True)
+    assert [a for a, b in texts if a.strip() != b.replace("▁", " ").strip()] == []
+
+
+def test_an_empty_line_gives_ctranslate2_an_empty_translation(
+    exported: dict[str, Exported],
+) -> None:
+    copy = EXPORTERS["ctranslate2"].load(exported["ctranslate2"].directory)
+    assert copy._translator.translate_batch([[]])[0].hypotheses == [[]]
+
+
+# The check
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "src_embedding.weight",
+        "encoder.0.self_attention.queries_keys_values.weight",
+        "decoder.0.cross_attention.source_keys_values.weight",
+        "decoder.0.feed_forward.outer.bias",
+        "decoder.0.residual_2.norm.weight",
+    ],
+)
+def test_one_altered_weight_fails_the_export_and_leaves_no_folder(
+    cli: Cli,
+    trained: RunDir,
+    library: Library,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Transformer, "state_dict", altered(Transformer.state_dict, name))
+    outcome = cli("export", trained.path, tmp_path / "out", "--to", library)
+    assert (outcome.code, outcome.out) == (2, b"")
+    *_, last = outcome.err.splitlines()
+    assert last.startswith(f"mtrain: {tmp_path / 'out'}: nothing is exported: ")
+    assert "differences of log-probability must be at most 0.0003, but are " in last
+    assert list(tmp_path.iterdir()) == []
+
+
+def altered(state_dict: object, name: str) -> object:
+    """Let a model hand out one of its tensors with a little noise."""
+
+    def handed_out(model: Transformer) -> dict[str, torch.Tensor]:
+        weights: dict[str, torch.Tensor] = dict(state_dict(model))  # type: ignore[operator]
+        noise = torch.randn(weights[name].shape, generator=torch.Generator().manual_seed(1))
+        weights[name] = weights[name] + 0.05 * noise  # not all alike: a norm would remove it
+        return weights
+
+    return handed_out
+
+
+class Mirror:
+    """The model itself, as if it were its copy."""
+
+    masks_special = False
+
+    def __init__(self, translator: Translator) -> None:
+        self._own = parity.LogProbSearcher(translator, self.masks_special)
+        self._tokenizer = translator.tokenizer
+
+    def encode(self, lines: Sequence[str]) -> Ids:
+        return self._tokenizer.encode_src(lines)
+
+    def decode(self, ids: Ids) -> list[str]:
+        return self._tokenizer.tgt.decode(ids)
+
+    def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[ExportedHypothesis]:
+        ids = self._own.search(sources, beam)
+        sums = [sum(token_scores) for token_scores in self.score(sources, ids)]
+        return [ExportedHypothesis(row, total, True) for row, total in zip(ids, sums, strict=True)]
+
+    def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
+        return self._own.score(sources, targets)
+
+
+@pytest.fixture(scope="module")
+def translator() -> Translator:
+    return random_model(tie_embeddings="all")
+
+
+def test_a_model_compared_with_itself_has_no_problems(translator: Translator) -> None:
+    compared = parity.compare(translator, Mirror(translator), LINES)
+    assert compared.problems() == []
+    assert compared.same_beam == (3, 3)
+    assert compared.reference_diff == compared.beam_diff == 0
+
+
+def problems_of(translator: Translator, copy: Mirror) -> str:
+    return "; ".join(parity.compare(translator, copy, LINES).problems())
+
+
+def test_each_way_of_being_another_model_is_a_problem(translator: Translator) -> None:
+    class OtherPieces(Mirror):
+        def encode(self, lines: Sequence[str]) -> Ids:
+            return [[ids[0], *ids] for ids in super().encode(lines)]
+
+    class OtherText(Mirror):
+        def decode(self, ids: Ids) -> list[str]:
+            return [text + "." for text in super().decode(ids)]
+
+    class OtherChoice(Mirror):
+        def search(
+            self, sources: Ids, beam: int, max_lengths: list[int]
+        ) -> list[ExportedHypothesis]:
+            hypotheses = super().search(sources, beam, max_lengths)
+            return (
+                [hypothesis._replace(ids=[*hypothesis.ids[:1], 7]) for hypothesis in hypotheses]
+                if beam == 1
+                else hypotheses
+            )
+
+    class OtherSums(Mirror):
+        def search(
+            self, sources: Ids, beam: int, max_lengths: list[int]
+        ) -> list[ExportedHypothesis]:
+            hypotheses = super().search(sources, beam, max_lengths)
+            return [
+                hypothesis._replace(log_prob=hypothesis.log_prob + 0.01)
+                for hypothesis in hypotheses
+            ]
+
+    class NoNumbers(Mirror):
+        def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
+            return [[float("nan")] * len(row) for row in super().score(sources, targets)]
+
+    assert problems_of(translator, OtherPieces(translator)) == (
+        "the source tokens must be the same on all lines, but is on 0 of 3"
+    )
+    assert "the text of an output" in problems_of(translator, OtherText(translator))
+    assert "greedy output must be the same on all lines" in problems_of(
+        translator, OtherChoice(translator)
+    )
+    assert "those of beam output must be at most 0.003, but are 0.01" in problems_of(
+        translator, OtherSums(translator)
+    )
+    assert "must be at most 0.0003, but are inf" in problems_of(translator, NoNumbers(translator))
+
+
+def test_another_choice_that_is_as_likely_is_none(translator: Translator) -> None:
+    """Two pieces with the same embedding: which of them is written is left to rounding."""
+    model = transformer(
+        translator.model.config, len(translator.tokenizer.src), len(translator.tokenizer.tgt)
+    ).float()
+    first = parity.LogProbSearcher(translator, False).search(
+        translator.tokenizer.encode_src(LINES.src), 1
+    )[0][0]
+    twin = first + 1
+    with torch.no_grad():
+        model.tgt_embedding.weight[twin] = model.tgt_embedding.weight[first]
+    same = translator_of(model, translator.tokenizer)
+
+    class Twins(Mirror):
+        def search(
+            self, sources: Ids, beam: int, max_lengths: list[int]
+        ) -> list[ExportedHypothesis]:
+            swap = {first: twin, twin: first}
+            hypotheses = super().search(sources, beam, max_lengths)
+            swapped = [
+                [swap.get(piece, piece) for piece in hypothesis.ids] for hypothesis in hypotheses
+            ]
+            return [
+                hypothesis._replace(ids=ids)
+                for hypothesis, ids in zip(hypotheses, swapped, strict=True)
+            ]
+
+    compared = parity.compare(same, Twins(same), LINES)
+    assert compared.same_greedy == (3, 3)
+    assert compared.same_beam.num_same < 3
+
+
+# The command
+
+
+def test_the_command_prints_the_table(cli: Cli, trained: RunDir, tmp_path: Path) -> None:
+    need("ctranslate2")
+    directory = tmp_path / "new" / "out"
+    outcome = cli("export", trained.path, directory, "--to", "ctranslate2", "--check-lines", "5")
+    assert outcome.code == 0, outcome.err
+    assert re.fullmatch(r"library +ctranslate2, ctranslate2 [\d.]+", outcome.lines[0])
+    assert outcome.lines[2].endswith("5 of 5")
+    assert outcome.err == f"mtrain: {directory}: writing, then checking on 5 lines\n"
+    assert [path.name for path in directory.parent.iterdir()] == ["out"]
+
+
+def test_a_folder_that_is_there_is_left_as_it_is(
+    cli: Cli, trained: RunDir, tmp_path: Path, library: Library
+) -> None:
+    (tmp_path / "mine.txt").write_text("x")
+    outcome = cli("export", trained.path, tmp_path, "--to", library)
+    assert (outcome.code, outcome.out) == (2, b"")
+    assert outcome.err == (f"mtrain: {tmp_path}: already exists; choose another folder.\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_missing_library_is_one_line(
+    cli: Cli, trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for library, package in PACKAGES.items():
+        monkeypatch.setitem(sys.modules, package, None)
+        outcome = cli("export", trained.path, tmp_path / "out", "--to", library)
+        assert outcome.code == 2
+        assert outcome.err == (
+            f"mtrain: `mtrain export --to {library}` must have {package}: pip install "
+            f"'mtrain[{library}]' adds it.\n"
+        )
+
+
+def test_int8_is_refused_for_transformers(cli: Cli, trained: RunDir, tmp_path: Path) -> None:
+    need("huggingface")
+    arguments = ["--to", "huggingface", "--quantize", "int8"]
+    outcome = cli("export", trained.path, tmp_path / "out", *arguments)
+    assert outcome.code == 2
+    assert outcome.err.startswith(
+        "mtrain: `--quantize` must be float16 or bfloat16 with `--to huggingface`"
+    )
+
+
+def test_a_run_without_validation_text_that_fits_is_refused(
+    trained: RunDir, tmp_path: Path, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "mtrain.data.prepare.read_valid", lambda _: ParallelLines(["", "ba " * 99], ["x", "y"])
+    )
+    with pytest.raises(RunError, match="must have validation text to check an export"):
+        export.export(trained, tmp_path / "out", ExportRequest(library), lambda _: None)
+
+
+# mtrain translate --engine ctranslate2
+
+
+@pytest.fixture
+def run(trained: RunDir, tmp_path: Path) -> RunDir:
+    """A copy of the trained run, to write into."""
+    need("ctranslate2")
+    for name in ("config.yaml", "model.safetensors"):
+        (tmp_path / "run").mkdir(exist_ok=True)
+        (tmp_path / "run" / name).write_bytes((trained.path / name).read_bytes())
+    for name in ("tokenizer", "data"):
+        (tmp_path / "run" / name).symlink_to(trained.path / name)
+    return RunDir(tmp_path / "run")
+
+
+TEXT = "ba ce di\n\n  \nfo gu ha je ki lo\n" + "na pe. " * 40 + "\nA new word!\n"
+
+
+def test_the_other_engine_writes_the_same_text(cli: Cli, run: RunDir) -> None:
+    ours = cli("translate", run.path, stdin=TEXT.encode())
+    other = cli("translate", run.path, "--engine", "ctranslate2", stdin=TEXT.encode())
+    assert (ours.code, other.code) == (0, 0), other.err
+    assert other.lines[:4] == ours.lines[:4]
+    assert len(other.lines) == len(ours.lines) == 6
+    assert other.lines[1:3] == ["", ""]
+
+
+def test_the_other_engine_is_exported_once_and_again_for_other_weights(
+    cli: Cli, run: RunDir
+) -> None:
+    said = []
+    for beam in ("1", "2", "2"):
+        if len(said) == 2:  # other weights, of the same numbers
+            weights = load(run, loading=LoadOptions("cpu"))
+            checkpoint.save_model(
+                run.model_path,
+                {name: 1.0001 * weight for name, weight in weights.model.named_parameters()},
+                weights.tokenizer.fingerprint(),
+            )
+        options = ["--engine", "ctranslate2", "--beam", beam]
+        outcome = cli("translate", run.path, *options, stdin=b"ba ce di\n")
+        assert (outcome.code, outcome.lines) == (0, ["ba ce di"]), outcome.err
+        said.append("writing, then checking" in outcome.err)
+    assert said == [True, False, True]
+    assert not list(run.path.glob(".*.tmp"))
+
+
+def cut_model(folder: Path) -> str:
+    with (folder / "model.bin").open("r+b") as file:
+        file.truncate(1000)
+    return "the checksum of model.bin is another"
+
+
+def link_vocabulary(folder: Path) -> str:
+    path = folder / "source.spm"
+    path.rename(folder.parent / "elsewhere.spm")
+    path.symlink_to(folder.parent / "elsewhere.spm")
+    return "the checksum of source.spm is another"
+
+
+def drop_config(folder: Path) -> str:
+    (folder / "config.json").unlink()
+    return "config.json is missing"
+
+
+def add_vocabulary(folder: Path) -> str:
+    (folder / "source_vocabulary.json").write_text("[]", encoding="utf-8")
+    return "source_vocabulary.json was added"
+
+
+def other_weights(folder: Path) -> str:
+    """Weights whose checksum fits, because somebody wrote that, too."""
+    (folder / "model.bin").write_bytes(b"no weights")
+    path = folder / "export.json"
+    tree = json.loads(path.read_text("utf-8"))
+    tree["files"]["model.bin"] = hashlib.sha256(b"no weights").hexdigest()
+    path.write_text(json.dumps(tree), encoding="utf-8")
+    return "CTranslate2 cannot load it: "
+
+
+def report_of(text: str) -> Callable[[Path], str]:
+    def write(folder: Path) -> str:
+        (folder / "export.json").write_text(text, encoding="utf-8")
+        return "export.json cannot be read"
+
+    return write
+
+
+REPORTS = ["", "[]", "3", "null", "[" * 100_000, "{", '{"weights": 3, "files": {}}', "\x00"]
+REPORTS += [
+    '{"weights": "00"}',
+    '{"weights": "00", "files": []}',
+    '{"weights": "00", "files": {"a": 1}}',
+]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [cut_model, link_vocabulary, drop_config, add_vocabulary, other_weights]
+    + [pytest.param(report_of(text), id=f"export.json-{text[:40]}") for text in REPORTS],
+)
+def test_an_export_in_a_run_that_is_damaged_is_an_error_of_one_line(
+    cli: Cli, run: RunDir, exported_once: Path, damage: Callable[[Path], str]
+) -> None:
+    folder = run.path / "ctranslate2"
+    shutil.copytree(exported_once, folder)
+    why = damage(folder)
+    outcome = cli("translate", run.path, "--engine", "ctranslate2", stdin=b"ba\n")
+    assert (outcome.code, outcome.out) == (2, b"")
+    assert outcome.err.startswith(f"mtrain: {folder}: must be whole, but is damaged: {why}")
+    assert outcome.err.endswith("; delete it, and it is made again.\n")
+    assert outcome.err.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def exported_once(trained: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An export that a run of these weights takes for its own."""
+    need("ctranslate2")
+    folder = tmp_path_factory.mktemp("once") / "ctranslate2"
+    export.export(trained, folder, ExportRequest("ctranslate2", num_lines=2), print)
+    return folder
+
+
+def test_processes_that_export_a_run_at_once_take_turns(run: RunDir) -> None:
+    """One writes the folder, and the others take it as it is."""
+    command = [sys.executable, "-m", "mtrain", "translate", run.path, "--engine", "ctranslate2"]
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=-1)
+        for _ in range(3)
+    ]
+    told = [process.communicate(b"ba ce di\n", timeout=240) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], told
+    assert [out for out, _ in told] == [b"ba ce di\n"] * 3
+    assert sum(b"writing, then checking" in err for _, err in told) == 1
+
+
+def test_an_export_is_read_where_nothing_can_be_written(
+    cli: Cli, run: RunDir, exported_once: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(exported_once, run.path / "ctranslate2")
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and access(path, mode))
+    outcome = cli("translate", run.path, "--engine", "ctranslate2", stdin=b"ba ce di\n")
+    assert (outcome.code, outcome.lines) == (0, ["ba ce di"]), outcome.err
+    assert not list(run.path.glob(".*"))
+
+
+def test_the_other_engine_replaces_no_folder_that_is_no_export(cli: Cli, run: RunDir) -> None:
+    notes = run.path / "ctranslate2" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("precious", encoding="utf-8")
+    outcome = cli("translate", run.path, "--engine", "ctranslate2", stdin=b"ba\n")
+    assert (outcome.code, outcome.out) == (2, b"")
+    assert outcome.err == (
+        f"mtrain: {notes.parent}: cannot be replaced: it holds files, but no export.json; move it "
+        "away.\n"
+    )
+    assert notes.read_text("utf-8") == "precious"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--early-stop"],
+        ["--n-best", "2"],
+        ["--format", "tsv"],
+        ["--alignments", "links"],
+        ["--prefix", "prefixes"],
+        ["--no-repeat-ngram", "3"],
+        ["--sample"],
+        ["--checkpoint", "5"],
+        ["--batch-tokens", "100"],
+        ["--device", "cpu"],
+        ["--precision", "bfloat16"],
+    ],
+    ids=lambda options: options[0],
+)
+def test_what_the_other_engine_does_not_honour_is_refused(
+    cli: Cli, run: RunDir, options: list[str]
+) -> None:
+    outcome = cli("translate", run.path, "--engine", "ctranslate2", *options, stdin=b"ba\n")
+    assert (outcome.code, outcome.out) == (2, b"")
+    assert outcome.err == (
+        f"mtrain: `{options[0]}` has no effect with `--engine ctranslate2`; leave it out.\n"
+    )
+
+
+def test_an_ensemble_and_settings_of_the_config_are_refused_too(cli: Cli, run: RunDir) -> None:
+    engine = ["--engine", "ctranslate2"]
+    outcome = cli("translate", run.path, run.path, *engine, stdin=b"ba\n")
+    assert outcome.err == ("mtrain: `--engine ctranslate2` must have one run, but has 2 instead.\n")
+    outcome = cli("translate", run.path, *engine, "--max-input-tokens", "9999", stdin=b"ba\n")
+    assert "`--max-input-tokens` must be at most 4090 for `--engine ctranslate2`" in outcome.err
+    config = run.config_path.read_text("utf-8")
+    run.config_path.write_text(config.replace("early_stop: false", "early_stop: true"))
+    outcome = cli("translate", run.path, *engine, stdin=b"ba\n")
+    assert outcome.err == (
+        "mtrain: `decoding.early_stop` must be off for `--engine ctranslate2`, but is True "
+        "instead.\n"
+    )
+
+
+# The card
+
+
+def test_the_card_tells_languages_data_and_sizes(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    need("huggingface")
+    corpus = tmp_path_factory.mktemp("card")
+    config_path = write_task(corpus)
+    (corpus / "train.src").write_text(
+        (corpus / "train.src").read_text("utf-8").replace("\n", "\n", 1) + "\n" + "ba " * 90 + "\n",
+        encoding="utf-8",
+    )
+    with (corpus / "train.tgt").open("a", encoding="utf-8") as stream:
+        stream.write("ba\nba\n")
+    run = train_task(config_path, "training.max_steps=1")
+    was = hashlib.sha256((corpus / "valid.src").read_bytes()).hexdigest()
+    (corpus / "valid.src").unlink()
+    export.export(
+        run, tmp_path / "out", ExportRequest("huggingface", "bfloat16", 2), lambda _: None
+    )
+    page = (tmp_path / "out" / "README.md").read_text("utf-8")
+    _, front, rest = page.split("---\n", 2)
+    assert yaml.safe_load(front)["language"] == ["aa", "bb"]
+    assert yaml.safe_load(front)["pipeline_tag"] == "translation"
+    digest = hashlib.sha256((corpus / "train.tgt").read_bytes()).hexdigest()
+    assert f"| training | train.tgt | `{digest}` |" in rest
+    assert f"| validation | valid.src | `{was}` |" in rest  # as it was tokenized
+    assert "200 training pairs were kept, 2 dropped" in rest
+    assert "1 encoder and 1 decoder layers, width 16" in rest
+    assert "mtrain" in rest
+
+
+def card_with(run: RunDir, **data: object) -> str:
+    """Return the model card of a run with other settings of its data."""
+    run = RunDir(run.path)
+    config = run.config
+    run.__dict__["config"] = config.model_copy(update={"data": config.data.model_copy(update=data)})
+    return model_card.readme(run, load(run), huggingface, "ba", [])
+
+
+def test_a_language_whose_code_is_a_word_of_yaml_is_still_a_code(noisy: RunDir) -> None:
+    card = card_with(noisy, src_lang="no", tgt_lang="x-klingon")
+    tree, _ = yaml.safe_load_all(card.split("# no to")[0])
+    assert tree["language"] == ["no", "x-klingon"]
+
+
+def test_the_card_names_corpora_of_every_kind(tmp_path: Path) -> None:
+    gone = str(tmp_path / "gone.tsv")
+    assert list(model_card._files(TsvCorpus(tsv=[gone]), {})) == [
+        ("gone.tsv", "not there any more")
+    ]
+    marks = {gone: FileMark(1, 2, "abc")}
+    assert list(model_card._files(TsvCorpus(tsv=[gone]), marks)) == [("gone.tsv", "`abc`")]
+    hub = HubCorpus(hub="wmt/wmt14", split="train", src="de", tgt="en")
+    assert list(model_card._files(hub, {})) == [("wmt/wmt14, train", "of the hub")]
+
+
+def test_a_name_breaks_no_table_of_the_card(trained: RunDir) -> None:
+    rows = card_with(trained, valid=TsvCorpus(tsv=["a|b\nc.tsv"])).splitlines()
+    assert "| validation | a\\|b c.tsv | not there any more |" in rows
+
+
+def test_a_report_says_what_was_asked_of_it(exported: dict[str, Exported]) -> None:
+    report = exported["ctranslate2"].report
+    worse = replace(report, bleu=(40.0, 39.5))
+    assert export.as_text(worse)[-1].endswith("39.50 (-0.50)")
+    assert json.loads("\n".join(export.as_json(worse)))["bleu"] == [40.0, 39.5]

@@ -1,0 +1,119 @@
+"""Pictures of a run that is being trained: drawn again as it grows, until it ends."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import pytest
+from conftest import Cli
+from matplotlib.figure import Figure
+from tasks import write_task
+
+from mtrain.plots import draw
+from mtrain.run.run_dir import RunDir
+
+CURVES = ["curves.png", "curves.svg"]
+
+
+@pytest.fixture(autouse=True)
+def only_the_curves_are_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the other pictures show is tested elsewhere."""
+    encode = draw.encode
+
+    def encode_curves(draw_figure: partial[Figure]) -> dict[str, bytes]:
+        is_curves = draw_figure.func is draw.draw_curves
+        return encode(draw_figure) if is_curves else {"png": b"a picture", "svg": b"<svg/>"}
+
+    monkeypatch.setattr(draw, "encode", encode_curves)
+
+
+@pytest.fixture
+def run(noisy: RunDir, tmp_path: Path) -> RunDir:
+    """A run of which there is little to draw."""
+    run = RunDir(shutil.copytree(noisy.path, tmp_path / "run"))
+    shutil.rmtree(run.data_dir)
+    run.model_path.unlink()
+    return run
+
+
+def watched(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, events: list[Callable[[], object]]
+) -> list[str]:
+    """Watch a run that is trained until the last event; return the names of what was drawn."""
+    with ExitStack() as training:
+        training.enter_context(run.locked())
+        coming = iter([*events, training.close])
+        monkeypatch.setattr(draw, "sleep", lambda seconds: next(coming)())
+        drawn = draw.watch(run, None, run.path / "plots", lambda text: None, 1.0)
+        return [path.name for path in drawn]
+
+
+def log(run: RunDir, step: int) -> None:
+    line = json.loads(run.metrics_path.read_text("utf-8").splitlines()[-1])
+    with run.metrics_path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line | {"step": step}) + "\n")
+
+
+def test_the_curves_are_drawn_when_more_was_logged_and_all_when_the_training_ends(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = watched(run, monkeypatch, [lambda: None, lambda: log(run, 9), lambda: None])
+    once = names[: len(names) // 2 - 1]
+    assert {*CURVES, "positions.png"} <= set(once)
+    assert names == [*once, *CURVES, *once]
+
+
+def test_a_training_that_has_logged_nothing_yet_is_waited_for(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run.metrics_path.read_bytes()
+    run.metrics_path.unlink()
+    shutil.rmtree(run.tokenizer_dir)  # so that there is nothing at all to draw
+    run.config_path.rename(run.path / "aside")
+
+    def begin() -> None:
+        run.metrics_path.write_bytes(whole)
+        (run.path / "aside").rename(run.config_path)
+
+    names = watched(run, monkeypatch, [begin])
+    assert names[:2] == CURVES
+
+
+def test_where_nobody_trains_it_is_drawn_once(cli: Cli, run: RunDir) -> None:
+    outcome = cli("plot", run.path, "--watch", "--out", run.path / "out")
+    assert outcome.code == 0
+    assert outcome.err.startswith(f"mtrain: nobody is training in {run.path}; it is drawn once.\n")
+    assert len(outcome.lines) == len(set(outcome.lines)) >= 4
+
+
+def test_how_often_stands_for_nothing_without_watching(cli: Cli, run: RunDir) -> None:
+    outcome = cli("plot", run.path, "--every", "3")
+    said = "mtrain: `--every` needs `--watch`.\n"
+    assert (outcome.code, outcome.err) == (2, said)
+
+
+def test_watching_ends_with_a_training_that_really_runs(tmp_path: Path) -> None:
+    path = write_task(tmp_path)
+    endless = ["--set", "training.max_steps=null", "--set", "training.max_minutes=9"]
+    endless += ["--set", "training.log_every=1", "--set", "training.patience=99999"]
+    command = [sys.executable, "-m", "mtrain", "train", str(path), *endless]
+    run = RunDir(tmp_path / "run")
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as training:
+        while not (run.metrics_path.exists() and run.metrics_path.stat().st_size):
+            assert training.poll() is None
+            time.sleep(0.05)
+        num_drawn = 0
+        for path in draw.watch(run, None, tmp_path / "plots", lambda text: None, every_s=0.1):
+            num_drawn += path.name == "curves.png"
+            if num_drawn == 2 and training.poll() is None:
+                training.send_signal(signal.SIGTERM)
+                training.wait()
+        assert num_drawn >= 3
+    assert training.returncode == 143

@@ -1,0 +1,197 @@
+"""A training that begins with another run's weights: what it takes over, and what it refuses."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import Cli
+from tasks import Tree, prepared, reverse_task, stop_at, tiny_tree, write_config
+
+import mtrain
+from mtrain.decode.pipeline import translate_lines
+from mtrain.exporters import huggingface, model_card
+from mtrain.run import checkpoint
+from mtrain.run.logger import RunLog
+from mtrain.run.run_dir import RunDir
+from mtrain.tokenizer import sentencepiece
+from mtrain.training.trainer import Stopped, Trainer
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run that others begin with. Tests only read it."""
+    tree = tiny_tree(tmp_path_factory.mktemp("base"))
+    tree["tokenizer"] |= {"vocab_size": 290, "kind": "bpe"}
+    tree["model"] |= {"d_ff": 48}
+    return RunDir(mtrain.train(tree))
+
+
+def tuned(base: RunDir, directory: Path) -> Tree:
+    """Return the config of a training on other text that says nothing of the model."""
+    tree = tiny_tree(directory, reverse_task)
+    del tree["tokenizer"], tree["model"]
+    tree["training"]["init_from"] = str(base.path)
+    return tree
+
+
+def lines(run: RunDir) -> list[Tree]:
+    return [json.loads(line) for line in run.metrics_path.read_text("utf-8").splitlines()]
+
+
+def test_it_begins_with_the_weights_the_tokenizer_and_the_sizes_of_the_other_run(
+    base: RunDir, tmp_path: Path
+) -> None:
+    config = mtrain.load_config(tuned(base, tmp_path))
+    assert (config.model, config.tokenizer) == (
+        base.config.model,
+        base.config.tokenizer,
+    )
+    run = prepared(config)
+    model = (run.tokenizer_dir / "shared.model").read_bytes()
+    assert model == (base.tokenizer_dir / "shared.model").read_bytes()
+    with RunLog(run.metrics_path) as log:
+        trainer = Trainer(config, run, log)
+        trainer.resume()
+        trainer.resume()  # says it once, however often it begins
+    theirs = checkpoint.load_model(base.model_path, trainer.fingerprint)
+    assert checkpoint.digest(dict(trainer.model.named_parameters())) == checkpoint.digest(theirs)
+    assert lines(run) == [
+        {
+            "step": 0,
+            "init_from": str(base.path),
+            "init_weights_sha256": checkpoint.digest(theirs),
+        }
+    ]
+
+
+def test_what_is_learned_stays_and_the_model_card_says_where_it_began(
+    cli: Cli, base: RunDir, tmp_path: Path
+) -> None:
+    path = write_config(tmp_path / "config.yaml", tuned(base, tmp_path))
+    outcome = cli("train", path, "--set", "training.lr=1e-9", "--set", "model.dropout=0.0")
+    assert outcome.code == 0, outcome.err
+    assert f"weights  those of {base.model_path}\n" in outcome.err
+    assert f"tokenizer: bpe, 290 shared subwords, those of {base.path}\n" in outcome.err
+    run = RunDir(tmp_path / "run")
+    assert run.config.model == base.config.model.model_copy(update={"dropout": 0.0})
+    some = ["ba ce", "di fo gu"]
+    ours, theirs = mtrain.load(run.path).translator, mtrain.load(base.path).translator
+    assert translate_lines(ours, some) == translate_lines(theirs, some)
+    wanted = f"- Fine-tuned: the training began with the weights of `{base.path}`."
+    assert f"\n{wanted}\n" in model_card.readme(run, ours, huggingface, "ba", [])
+    assert "Fine-tuned" not in model_card.readme(base, theirs, huggingface, "ba", [])
+    assert cli("doctor", run.path).code == 0
+
+
+def test_it_goes_on_from_its_own_checkpoints_though_the_other_run_is_gone(
+    base: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = RunDir(shutil.copytree(base.path, tmp_path / "other"))
+    tree = tuned(other, tmp_path)
+    straight = mtrain.train(tree | {"run_dir": str(tmp_path / "straight")})
+    stop_at(monkeypatch, 6)
+    with pytest.raises(Stopped):
+        mtrain.train(tree)
+    shutil.rmtree(other.path)
+    stopped = mtrain.train(tree)
+    assert (stopped / "model.safetensors").read_bytes() == (
+        straight / "model.safetensors"
+    ).read_bytes()
+    assert sum("init_from" in line for line in lines(RunDir(stopped))) == 1
+
+
+def test_weights_that_changed_before_there_is_a_checkpoint_are_put_on_record(
+    base: RunDir, tmp_path: Path
+) -> None:
+    other = RunDir(shutil.copytree(base.path, tmp_path / "other"))
+    config = mtrain.load_config(tuned(other, tmp_path))
+    run, fingerprint = prepared(config), sentencepiece.load(other.tokenizer_dir).fingerprint()
+    with RunLog(run.metrics_path) as log:
+        Trainer(config, run, log).resume()
+        weights = checkpoint.load_model(other.model_path, fingerprint)
+        changed = {name: tensor + 1 for name, tensor in weights.items()}
+        checkpoint.save_model(other.model_path, changed, fingerprint)
+        for _ in range(2):
+            Trainer(config, run, log).resume()
+    found = [line["init_weights_sha256"] for line in lines(run) if "init_from" in line]
+    assert found == [checkpoint.digest(weights), checkpoint.digest(changed)]
+
+
+@pytest.mark.parametrize(
+    ("key", "wanted", "given"),
+    [
+        ("model.d_model", 16, 32),
+        ("model.d_ff", 48, 256),  # its default too, if it is given
+        ("model.norm", "post", "pre"),
+        ("model.num_encoder_layers", 1, 2),
+        ("tokenizer.kind", "bpe", "unigram"),
+        ("tokenizer.vocab_size", 290, 8000),
+        ("tokenizer.max_training_lines", 500_000, 10),
+    ],
+)
+def test_a_key_that_contradicts_the_other_run_is_named(
+    base: RunDir, tmp_path: Path, key: str, wanted: object, given: object
+) -> None:
+    with pytest.raises(mtrain.ConfigError) as error:
+        mtrain.load_config(tuned(base, tmp_path), [f"{key}={given}"])
+    said = f"config: `{key}` must be {wanted!r}, as in {base.path}, but is {given!r} instead."
+    assert str(error.value) == said
+
+
+def test_a_run_that_cannot_be_begun_with_is_named(base: RunDir, tmp_path: Path) -> None:
+    path = write_config(tmp_path / "c.yaml", tuned(base, tmp_path))
+    for init_from, said in (
+        ("absent", "`training.init_from`: absent: must be a run folder, but does not exist."),
+        (tmp_path / "run", "`training.init_from` must be another run than `run_dir`, but is the "),
+    ):
+        with pytest.raises(mtrain.ConfigError) as error:
+            mtrain.load_config(path, [f"training.init_from={init_from}"])
+        assert str(error.value).startswith(f"{path}: {said}")
+
+
+def test_another_beginning_for_a_run_that_has_begun_is_refused(
+    base: RunDir, tmp_path: Path
+) -> None:
+    tree = tuned(base, tmp_path)
+    mtrain.train(tree)
+    for now in (None, str(shutil.copytree(base.path, tmp_path / "copy"))):
+        tree["training"]["init_from"] = now
+        with pytest.raises(mtrain.RunError) as error:
+            mtrain.train(tree)
+        assert str(error.value) == (
+            f"{tmp_path / 'run'}: `training.init_from` must stay {base.path}, but is "
+            f"{now or 'null'} now; choose another --run, or delete this run folder."
+        )
+
+
+def test_a_run_without_weights_is_refused_before_any_work(base: RunDir, tmp_path: Path) -> None:
+    other = RunDir(shutil.copytree(base.path, tmp_path / "other"))
+    other.model_path.unlink()
+    with pytest.raises(mtrain.RunError) as error:
+        mtrain.train(tuned(other, tmp_path))
+    assert str(error.value) == (
+        f"`training.init_from`: {other.model_path}: is missing; `mtrain train CONFIG` makes it."
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_that_are_missing_or_of_another_tokenizer_are_refused(
+    base: RunDir, tmp_path: Path
+) -> None:
+    other = RunDir(shutil.copytree(base.path, tmp_path / "other"))
+    config = mtrain.load_config(tuned(other, tmp_path))
+    prepared(config)
+    weights = checkpoint.load_model(
+        other.model_path, sentencepiece.load(other.tokenizer_dir).fingerprint()
+    )
+    checkpoint.save_model(other.model_path, weights, "another")
+    with pytest.raises(mtrain.RunError) as error:
+        mtrain.train(config)
+    assert str(error.value) == (
+        f"{other.model_path}: must belong to the tokenizer that {tmp_path / 'run'} was tokenized "
+        "with, but was trained with another one since; choose another --run."
+    )
+    other.model_path.unlink()
+    with pytest.raises(mtrain.RunError, match=r"is missing; `mtrain train CONFIG` makes it"):
+        mtrain.train(config)

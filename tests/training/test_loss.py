@@ -1,0 +1,150 @@
+"""Hold the loss to torch's cross-entropy over the tokens that are kept."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from builders import left_keep
+from torch import Tensor
+
+from mtrain.training.loss import label_smoothed
+
+NUM_PIECES, D_MODEL = 9, 5
+
+
+def problem(lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    keep_BT = left_keep(lengths)
+    states_BTD = torch.randn(*keep_BT.shape, D_MODEL, generator=rng, dtype=torch.float64)
+    weight_VD = torch.randn(NUM_PIECES, D_MODEL, generator=rng, dtype=torch.float64)
+    tgt_out_BT = torch.randint(NUM_PIECES, keep_BT.shape, generator=rng)
+    return states_BTD.requires_grad_(), weight_VD.requires_grad_(), tgt_out_BT, keep_BT
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_is_torchs_cross_entropy_summed_over_kept_tokens(smoothing):
+    states_BTD, weight_VD, tgt_out_BT, keep_BT = problem([4, 1, 3])
+    result = label_smoothed(states_BTD, weight_VD, tgt_out_BT, keep_BT, smoothing)
+    grads = torch.autograd.grad(result.loss, [states_BTD, weight_VD])
+
+    ignored = -100
+    logits = (states_BTD @ weight_VD.T).flatten(0, 1)
+    targets = tgt_out_BT.masked_fill(~keep_BT, ignored).flatten()
+    settings = {"ignore_index": ignored, "reduction": "sum"}
+    expected = F.cross_entropy(logits, targets, label_smoothing=smoothing, **settings)
+    expected_nll = F.cross_entropy(logits, targets, **settings)
+    expected_grads = torch.autograd.grad(expected, [states_BTD, weight_VD])
+    torch.testing.assert_close(result.loss, expected)
+    torch.testing.assert_close(result.nll, expected_nll)
+    torch.testing.assert_close(grads, expected_grads)
+
+
+def test_label_smoothing_is_the_cross_entropy_to_a_spread_target_written_out():
+    """A share of the target goes to every piece of the vocabulary alike (section 5.4)."""
+    smoothing = 0.3
+    states_BTD, weight_VD, tgt_out_BT, keep_BT = problem([3, 2])
+    result = label_smoothed(states_BTD, weight_VD, tgt_out_BT, keep_BT, smoothing)
+    grad_states, grad_weight = torch.autograd.grad(result.loss, [states_BTD, weight_VD])
+
+    loss, nll = 0.0, 0.0
+    expected_states, expected_weight = torch.zeros_like(states_BTD), torch.zeros_like(weight_VD)
+    for row, place in keep_BT.nonzero().tolist():
+        state_D = states_BTD[row, place].detach()
+        exp_V = torch.exp(weight_VD.detach() @ state_D)
+        probs_V = exp_V / exp_V.sum()
+        wanted = int(tgt_out_BT[row, place])
+        target_V = torch.full((NUM_PIECES,), smoothing / NUM_PIECES, dtype=torch.float64)
+        target_V[wanted] += 1 - smoothing
+        assert float(target_V.sum()) == pytest.approx(1, rel=1e-12)
+        loss -= float((target_V * probs_V.log()).sum())
+        nll -= float(probs_V[wanted].log())
+        expected_states[row, place] = weight_VD.detach().T @ (probs_V - target_V)
+        expected_weight += (probs_V - target_V)[:, None] * state_D
+    assert result.loss.item() == pytest.approx(loss, rel=1e-12)
+    assert result.nll.item() == pytest.approx(nll, rel=1e-12)
+    torch.testing.assert_close(grad_states, expected_states)
+    torch.testing.assert_close(grad_weight, expected_weight)
+
+
+@pytest.mark.parametrize("smoothing", [0.1, 0.5])
+def test_the_smoothed_loss_is_least_where_the_model_gives_the_spread_target(smoothing):
+    """Not at certainty: there the loss is larger, and its gradient pulls back."""
+    target_V = torch.full((NUM_PIECES,), smoothing / NUM_PIECES, dtype=torch.float64)
+    target_V[2] += 1 - smoothing
+    keep_BT, tgt_out_BT = left_keep([1]), torch.tensor([[2]])
+    unit = torch.ones(1, 1, 1, dtype=torch.float64)
+
+    def loss_of(logits_V: Tensor) -> Tensor:
+        return label_smoothed(unit, logits_V[:, None], tgt_out_BT, keep_BT, smoothing).loss
+
+    best_V = target_V.log().requires_grad_()
+    entropy = -float((target_V * target_V.log()).sum())
+    assert loss_of(best_V).item() == pytest.approx(entropy, rel=1e-9)
+    (grad_V,) = torch.autograd.grad(loss_of(best_V), best_V)
+    torch.testing.assert_close(grad_V, torch.zeros_like(grad_V), rtol=0, atol=1e-12)
+    surer_V = best_V.detach().clone()
+    surer_V[2] += 3
+    assert loss_of(surer_V).item() > entropy
+
+
+def test_the_loss_counts_its_tokens():
+    assert label_smoothed(*problem([4, 1, 3]), 0.1).num_tokens == 8
+
+
+@pytest.mark.parametrize("lengths", [[4, 1, 3], [2, 2], [1], [40, 3, 17]])
+def test_the_loss_is_the_same_where_the_number_of_tokens_is_known(lengths):
+    inputs = problem(lengths)
+    found = label_smoothed(*inputs, 0.1)
+    known = label_smoothed(*inputs, 0.1, sum(lengths))
+    assert (known.loss, known.nll, known.num_tokens) == (found.loss, found.nll, sum(lengths))
+    grads = [torch.autograd.grad(own.loss, inputs[:2]) for own in (found, known)]
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+
+
+def test_padding_tokens_have_no_influence():
+    states_BTD, weight_VD, tgt_out_BT, keep_BT = problem([4, 1, 3])
+    before = label_smoothed(states_BTD, weight_VD, tgt_out_BT, keep_BT, 0.1)
+    before.loss.backward()
+    assert (states_BTD.grad[~keep_BT] == 0).all()
+    assert (states_BTD.grad[keep_BT] != 0).any(-1).all()
+
+    other_states = states_BTD.detach().clone()
+    other_states[~keep_BT] = 1e6
+    other_targets = torch.where(keep_BT, tgt_out_BT, (tgt_out_BT + 1) % NUM_PIECES)
+    after = label_smoothed(other_states, weight_VD, other_targets, keep_BT, 0.1)
+    assert after.loss.item() == before.loss.item()
+    assert after.nll.item() == before.nll.item()
+
+
+def test_two_half_batches_sum_to_the_whole():
+    states_BTD, weight_VD, tgt_out_BT, keep_BT = problem([4, 1, 3, 2])
+    whole = label_smoothed(states_BTD, weight_VD, tgt_out_BT, keep_BT, 0.1)
+    whole_grads = torch.autograd.grad(whole.loss, [states_BTD, weight_VD])
+    halves = [
+        label_smoothed(states_BTD[rows], weight_VD, tgt_out_BT[rows], keep_BT[rows], 0.1)
+        for rows in (slice(0, 2), slice(2, 4))
+    ]
+    half_grads = torch.autograd.grad(halves[0].loss + halves[1].loss, [states_BTD, weight_VD])
+    torch.testing.assert_close(halves[0].loss + halves[1].loss, whole.loss)
+    torch.testing.assert_close(halves[0].nll + halves[1].nll, whole.nll)
+    assert halves[0].num_tokens + halves[1].num_tokens == whole.num_tokens
+    torch.testing.assert_close(half_grads, whole_grads)
+
+
+def test_the_loss_without_smoothing_is_the_nll():
+    result = label_smoothed(*problem([4, 1, 3]), 0.0)
+    assert result.loss.item() == pytest.approx(result.nll.item(), rel=1e-12)
+
+
+def test_validation_makes_no_gradient_of_the_output_weights(monkeypatch):
+    # two of the three matrix products of the loss serve the gradient alone
+    products = []
+    plain_mm = torch.mm
+
+    def counted(*args: Tensor) -> Tensor:
+        products.append(args[0].shape)
+        return plain_mm(*args)
+
+    monkeypatch.setattr(torch, "mm", counted)
+    with torch.no_grad():
+        label_smoothed(*problem([4, 1, 3]), 0.1)
+    assert len(products) == 1
