@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 from mtrain.config import config_file
 from mtrain.config.sections import Config
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from mtrain.corpus.length_stats import CorpusStats
     from mtrain.decode.formats import Translation
     from mtrain.decode.options import DecodingOptions
-    from mtrain.decode.pipeline import Warn
-    from mtrain.decode.translator import Translator
+    from mtrain.decode.pipeline import SearchEngine, Warn
     from mtrain.evaluation.evaluation import TestResult
     from mtrain.evaluation.metrics import ScoringOptions
     from mtrain.exporters.export import ExportReport
@@ -42,6 +41,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mtrain")
 AnyPath = str | os.PathLike[str]
 AnyConfig = Config | Mapping[str, Any] | AnyPath
+Precision = Literal["auto", "float32", "bfloat16"]
+Engine = Literal["mtrain", "ctranslate2"]
 _LINE_BREAK = re.compile(r"\r?\n")
 _HALF = re.compile("[\ud800-\udfff]")  # of a character: no text that can be written
 
@@ -55,12 +56,12 @@ class Model:
     Attributes:
         run: the run folder, the first of several.
         config: of that run.
-        translator: the models, their tokenizer, and how to search.
+        translator: what searches, with its tokenizer and options.
         profile: what is usual in the training pairs, if the run folder says.
     """
 
     def __init__(
-        self, run: RunDir, config: Config, translator: Translator, profile: CorpusStats | None
+        self, run: RunDir, config: Config, translator: SearchEngine, profile: CorpusStats | None
     ) -> None:
         self.run, self.config, self.translator, self.profile = run, config, translator, profile
 
@@ -134,7 +135,7 @@ class Model:
         Raises:
             DataError: if `lines` is one text instead of several, holds something else than text,
                 or has too many characters, or if there is not a prefix for each line.
-            ConfigError: if an option has no valid value.
+            ConfigError: if an option has no valid value, or the engine does not have it.
 
         Example:
             model = mtrain.load("runs/en-de")
@@ -143,9 +144,14 @@ class Model:
             (best,) = model.translate(["A man sleeps."], options, details=True)
             print(best.text, best.score, best.flags, best.alternatives)
         """
+        from mtrain.decode.options import DecodingOptions
         from mtrain.decode.pipeline import BLOCK_LINES, LineTranslator
         from mtrain.decode.shared_search import SearchLimits
 
+        if not isinstance(options, DecodingOptions | None):
+            raise ConfigError(
+                f"`options` must be a DecodingOptions or None, but is {options!r:.60} instead."
+            )
         clean = list(_clean(lines, max_chars))
         options = replace(options or self.options, with_scores=details)
         deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
@@ -394,7 +400,8 @@ def load(
     length_alpha: float | None = None,
     checkpoint: int | None = None,
     device: str = "auto",
-    precision: Literal["auto", "float32", "bfloat16"] = "auto",
+    precision: Precision = "auto",
+    engine: Engine = "mtrain",
 ) -> Model:
     """Load a trained run, or several as an ensemble, ready to translate.
 
@@ -405,6 +412,9 @@ def load(
         checkpoint: the step whose weights are loaded, instead of the run's result.
         device: auto, cpu, cuda, cuda:1, ...
         precision: of states and matrix products; `auto` is float32.
+        engine: ctranslate2 searches with CTranslate2's copy of one run, which is written into the
+            run folder the first time; without sampling, several translations of a line, prefixes
+            and alignments, and with the log-probabilities of whole translations only.
 
     Raises:
         RunError: if a folder is no run, has no trained model, or its parts do not fit.
@@ -414,7 +424,6 @@ def load(
         model = mtrain.load("runs/en-de", beam=1)
     """
     from mtrain.corpus import length_stats
-    from mtrain.decode import translator as translating
     from mtrain.decode.options import DecodingOptions
     from mtrain.run.load_model import LoadOptions
 
@@ -425,6 +434,8 @@ def load(
         raise DataError(f"`runs` must be a run folder or several, but is {runs!r:.60} instead.")
     if not paths:
         raise DataError("`runs` must have a run folder, but is empty.")
+    _check_choice("precision", precision, get_args(Precision))
+    _check_choice("engine", engine, get_args(Engine))
     folders = [RunDir(Path(path)) for path in paths]
     config = folders[0].config
     options = replace(DecodingOptions.from_config(config), with_scores=False)
@@ -434,7 +445,28 @@ def load(
         length_alpha=options.length_alpha if length_alpha is None else length_alpha,
     )
     loading = LoadOptions(device, precision, checkpoint)
-    translator = translating.load(folders, options, loading)
+    translator: SearchEngine
+    if engine == "ctranslate2":
+        from mtrain.exporters import export as exporting
+
+        if len(folders) > 1:
+            raise ConfigError(
+                f"`engine='ctranslate2'` must have one run, but has {len(folders)} instead."
+            )
+        for key, is_given in (
+            ("checkpoint", checkpoint is not None),
+            ("device", device not in ("auto", "cpu")),
+            ("precision", precision != "auto"),
+        ):
+            if is_given:
+                raise ConfigError(
+                    f"`{key}` has no effect with `engine='ctranslate2'`; leave it out."
+                )
+        translator = exporting.load_ctranslate2(folders[0], options, _log_warning)
+    else:
+        from mtrain.decode import translator as translating
+
+        translator = translating.load(folders, options, loading)
     return Model(folders[0], config, translator, length_stats.load(folders[0].data_dir))
 
 
@@ -480,10 +512,11 @@ def export(
     Example:
         report = mtrain.export("runs/en-de", "en-de-ct2", "ctranslate2")
     """
-    from mtrain.exporters.export import ExportRequest, export
+    from mtrain.exporters.export import EXPORTERS, ExportRequest, export
 
+    _check_choice("to", to, list(EXPORTERS))
     request = ExportRequest(to, quantize, check_lines)
-    return export(RunDir(Path(run)), Path(directory), request, _log_warning)
+    return export(_run_dir(run), Path(directory), request, _log_warning)
 
 
 def plot(
@@ -506,8 +539,9 @@ def plot(
     check_matplotlib()
     from mtrain.plots import draw
 
-    target_dir = Path(run) / "plots" if directory is None else Path(directory)
-    return list(draw.draw(RunDir(Path(run)), sentence, target_dir, _log_warning))
+    run_dir = _run_dir(run)
+    target_dir = run_dir.path / "plots" if directory is None else Path(directory)
+    return list(draw.draw(run_dir, sentence, target_dir, _log_warning))
 
 
 def check_matplotlib() -> None:
@@ -518,6 +552,19 @@ def check_matplotlib() -> None:
     """
     if find_spec("matplotlib") is None:
         raise ConfigError("`mtrain plot` must have matplotlib: pip install 'mtrain[plot]' adds it.")
+
+
+def _run_dir(run: AnyPath) -> RunDir:
+    if not isinstance(run, str | os.PathLike):
+        raise DataError(f"`run` must be a run folder, but is {run!r:.60} instead.")
+    return RunDir(Path(run))
+
+
+def _check_choice(key: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(
+            f"`{key}` must be one of {', '.join(choices)}, but is {value!r:.60} instead."
+        )
 
 
 def _log_warning(text: str) -> None:

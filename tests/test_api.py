@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from conftest import Cli
 from tasks import copy_task, reverse_task, tiny_tree, write_task
 
@@ -180,8 +181,19 @@ def test_mistakes_are_exceptions_in_the_grammar_of_the_command_line(
     assert str(error.value) == "`beam` must be between 1 and 1000, but is 0 instead."
     with pytest.raises(mtrain.DataError, match="`runs` must be a run folder or several, but is 3"):
         mtrain.load(3)  # type: ignore[arg-type]
-    with pytest.raises(mtrain.ConfigError, match="`config` must be a file, a mapping or a Config"):
-        mtrain.train(None)  # type: ignore[arg-type]
+    wrong: Any = None
+    for function in (mtrain.train, mtrain.check, mtrain.tokenize, mtrain.load_config):
+        with pytest.raises(mtrain.ConfigError, match="`config` must be a file, a mapping or a Con"):
+            function(wrong)
+    for opening in (mtrain.plot, lambda run: mtrain.export(run, "x", "ctranslate2")):
+        with pytest.raises(mtrain.DataError, match="`run` must be a run folder, but is None inste"):
+            opening(wrong)
+    wrong = "other"
+    for key in ("precision", "engine"):
+        with pytest.raises(mtrain.ConfigError, match=f"`{key}` must be one of .*, but is 'other'"):
+            mtrain.load(trained.path, **{key: wrong})
+    with pytest.raises(mtrain.ConfigError, match="`to` must be one of ctranslate2, huggingface, b"):
+        mtrain.export(trained.path, "x", wrong)
     tree = tiny_tree(tmp_path)
     with pytest.raises(mtrain.ConfigError) as error:
         mtrain.train(tree | {"sed": 1})
@@ -301,6 +313,12 @@ def test_every_option_of_a_call_is_that_of_the_command_line(
         ({"num_best": 9}, "`num_best` must be at most the beam (2), but is 9 instead."),
         ({"max_input_tokens": 1}, "`max_input_tokens` must be between 2 and "),
         ({"length_alpha": -1.0}, "`length_alpha` must be between 0 and 10, but is -1.0 instead."),
+        ({"beam": "5"}, "`beam` must be a whole number, but is '5' instead."),
+        ({"beam": None}, "`beam` must be a whole number, but is None instead."),
+        ({"num_best": 1.5}, "`num_best` must be a whole number, but is 1.5 instead."),
+        ({"length_alpha": True}, "`length_alpha` must be a number, but is True instead."),
+        ({"on_long": "cut"}, "`on_long` must be split, truncate, error, but is 'cut' instead."),
+        ({"sampling": 3}, "`sampling` must be a Sampling or None, but is 3 instead."),
     ],
 )
 def test_an_option_out_of_range_is_an_error_that_names_it(
@@ -309,6 +327,102 @@ def test_an_option_out_of_range_is_an_error_that_names_it(
     with pytest.raises(mtrain.ConfigError) as error:
         replace(model.options, **change)
     assert str(error.value).startswith(said)
+
+
+def test_samples_and_options_of_a_call_are_checked_too(model: mtrain.Model) -> None:
+    with pytest.raises(
+        mtrain.ConfigError, match=r"`temperature` must be between 0\.01 and 100, bu"
+    ):
+        mtrain.Sampling(temperature=0.0)
+    with pytest.raises(mtrain.ConfigError, match="`top_k` must be a whole number, but is 2"):
+        mtrain.Sampling(top_k=2.5)  # type: ignore[arg-type]
+    with pytest.raises(
+        mtrain.ConfigError, match="`options` must be a DecodingOptions or None, but"
+    ):
+        model.translate(["ba"], {"beam": 1})  # type: ignore[call-overload]
+
+
+def test_the_other_engine_translates_as_the_command_line_does_and_refuses_what_it_has_not(
+    cli: Cli, trained: RunDir, tmp_path: Path
+) -> None:
+    pytest.importorskip("ctranslate2", reason="ctranslate2 is not installed")
+    path = shutil.copytree(trained.path, tmp_path / "run")
+    model = mtrain.load(path, engine="ctranslate2", beam=2)
+    lines = ["ba ce di", "", "fo gu ha je ki lo"]
+    stdin = "".join(f"{line}\n" for line in lines).encode()
+    verb = cli("translate", path, "--engine", "ctranslate2", "--beam", "2", stdin=stdin)
+    assert model.translate(lines, timeout_s=60) == model.translate(lines) == verb.lines
+    details = model.translate(lines, details=True)
+    ours = mtrain.load(path, beam=2).translate(lines, details=True)
+    assert [each.text for each in details] == verb.lines
+    scores = [each.score for each in ours]
+    assert [each.score for each in details] == pytest.approx(scores, abs=1e-3)  # it masks pad
+    assert details[0].token_log_probs == ()
+    greedy = replace(model.options, beam=1)
+    assert model.translate(lines, greedy) == mtrain.load(path, beam=1).translate(lines)
+    (result,) = mtrain.evaluate(model)
+    assert result.hypotheses == model.translate(result.lines.src)
+    with pytest.raises(TimeoutError, match="1 lines took more than 0 seconds"):
+        model.translate(["ba ce"], timeout_s=0)
+    for change, said in (
+        ({"num_best": 2}, "`num_best` must be 1 for `--engine ctranslate2`, but is 2 instead."),
+        ({"with_alignment": True}, "`with_alignment` must be off for `--engine ctranslate2`, but"),
+        ({"sampling": mtrain.Sampling()}, "`sampling` must be off for `--engine ctranslate2`, bu"),
+    ):
+        options: dict[str, Any] = change
+        with pytest.raises(mtrain.ConfigError) as error:
+            model.translate(lines, replace(model.options, **options))
+        assert str(error.value).startswith(said)
+    with pytest.raises(mtrain.ConfigError, match="`prefixes` has no effect with `--engine ctran"):
+        model.translate(["ba"], prefixes=["di"])
+    for key, value in (("checkpoint", 5), ("device", "cuda"), ("precision", "bfloat16")):
+        wrong: dict[str, Any] = {key: value}
+        with pytest.raises(mtrain.ConfigError, match=f"`{key}` has no effect with `engine='ctra"):
+            mtrain.load(path, engine="ctranslate2", **wrong)
+    with pytest.raises(mtrain.ConfigError, match="`engine='ctranslate2'` must have one run, but h"):
+        mtrain.load([path, path], engine="ctranslate2")
+
+
+NEWER = "must be of mtrain 0.2.0 or older, but was written by mtrain 0.10.3; install that version."
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        *("translate RUN", "eval RUN", "eval OLD --compare RUN", "plot RUN", "doctor RUN"),
+        *("export RUN new --to huggingface", "train CONFIG", "tokenize CONFIG", "train TUNED"),
+    ],
+)
+def test_a_run_folder_of_a_newer_version_is_said_to_be_that_whatever_is_in_it(
+    cli: Cli, trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunDir(shutil.copytree(trained.path, tmp_path / "run"))
+    text = run.config_path.read_text("utf-8")
+    assert text.count(f"# written by mtrain {mtrain.__version__}\n") == 1
+    newer = text.replace(mtrain.__version__, "0.10.3", 1).replace("seed:", "new_key: 3\nseed:")
+    run.config_path.write_text(newer, encoding="utf-8")
+    names = {"RUN": run.path, "OLD": trained.path, "CONFIG": tmp_path / "config.yaml"}
+    names["CONFIG"].write_text(text.replace(str(trained.config.run_dir), "run"), encoding="utf-8")
+    names["TUNED"] = tmp_path / "tuned.yaml"
+    tuned = {"run_dir": "new", "data": yaml.safe_load(text)["data"]}
+    tuned["training"] = {"max_steps": 2, "init_from": "run"}
+    names["TUNED"].write_text(yaml.safe_dump(tuned), encoding="utf-8")
+    outcome = cli(*(names.get(word, word) for word in verb.split()))
+    assert outcome.code == 2
+    said = outcome.err + outcome.out.decode() if verb.startswith("doctor") else outcome.err
+    folder = "" if verb.startswith("doctor") else f"{run.path.name}/"
+    assert said.count(f"{folder}config.yaml: {NEWER}\n") == 1
+    assert said.count(NEWER) == 1
+
+
+def test_a_run_folder_of_a_newer_patch_is_read(trained: RunDir, tmp_path: Path) -> None:
+    run = RunDir(shutil.copytree(trained.path, tmp_path / "run"))
+    text = run.config_path.read_text("utf-8")
+    assert mtrain.__version__.count(".") == 2
+    patched = f"{mtrain.__version__.rpartition('.')[0]}.99"
+    run.config_path.write_text(text.replace(mtrain.__version__, patched, 1), encoding="utf-8")
+    assert mtrain.load(run.path).translate(["ba ce"]) == ["ba ce"]
 
 
 def test_a_text_keeps_its_lines_and_indents(model: mtrain.Model) -> None:

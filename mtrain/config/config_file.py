@@ -14,9 +14,14 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from mtrain import __version__
 from mtrain.config.corpora import FORMS, MIXTURE, Section
 from mtrain.config.sections import Config, Tree, format_value
 from mtrain.errors import ConfigError, WriteError
+
+
+class NewerVersionError(ConfigError):
+    """A config that a newer MINOR version of mtrain has written."""
 
 
 def load(path: Path, overrides: Iterable[str] = (), run_dir: str | None = None) -> Config:
@@ -51,13 +56,16 @@ def from_tree(
 def save(config: Config, path: Path) -> None:
     """Write `config` as YAML, once it reads back the same, and the schema into the same folder.
 
+    A comment names this version of mtrain.
+
     Raises:
         WriteError: if the config cannot be written.
     """
     beside, text = path.with_name(f".{path.name}.tmp"), dump(config)
     assert from_tree(_parse(text), str(path)) == config, f"{path}: must read back"
     try:
-        beside.write_text(put_beside(path) + text, encoding="utf-8")
+        head = f"{put_beside(path)}{_WRITTEN_BY}{__version__}\n"
+        beside.write_text(head + text, encoding="utf-8")
         beside.replace(path)
     except OSError as error:
         beside.unlink(missing_ok=True)
@@ -165,20 +173,35 @@ def read_yaml(path: Path) -> Tree:
 
     Raises:
         ConfigError: if it cannot be read, or is no mapping.
+        NewerVersionError: if a newer MINOR version of mtrain has written it.
     """
     try:
-        tree = _parse(path.read_text(encoding="utf-8-sig"))
+        text = path.read_text(encoding="utf-8-sig")
+        _check_version(path, text)
+        tree = _parse(text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: must be UTF-8 text, but is not.") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path}: {_yaml_problem(error)}") from None
+    except NewerVersionError:
+        raise
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must be a YAML mapping of keys to values, but is not.")
     return tree
+
+
+def _check_version(path: Path, text: str) -> None:
+    start = len(f"{HEAD}{_WRITTEN_BY}") if text.startswith(f"{HEAD}{_WRITTEN_BY}") else len(text)
+    found, ours = _VERSION.match(text, start), _VERSION.match(__version__)
+    if ours and found and (int(found[1]), int(found[2])) > (int(ours[1]), int(ours[2])):
+        raise NewerVersionError(
+            f"{path}: must be of mtrain {__version__} or older, but was written by mtrain "
+            f"{found[0]}; install that version."
+        )
 
 
 def _yaml_problem(error: Exception) -> str:
@@ -357,6 +380,8 @@ def _all_keys(section: type[Section], prefix: str) -> list[str]:
 
 _MAX_SHOWN_KEYS = 7
 
+_WRITTEN_BY = "# written by mtrain "
+_VERSION = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})\.[0-9a-z.+]{1,40}")
 SCHEMA_FILE = "config.schema.json"
 HEAD = f"# yaml-language-server: $schema={SCHEMA_FILE}\n"  # the first line of a config
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from mtrain.config.sections import MAX_BEAM, Config, DecodingConfig
 from mtrain.errors import ConfigError
 
 _DEFAULTS = DecodingConfig()
-_LIMITS = {  # the least and the greatest value
+_LIMITS: Mapping[str, tuple[float, float]] = {  # the least and the greatest value
     "beam": (1, MAX_BEAM),
     "length_alpha": (0, 10),
     "no_repeat_ngram": (0, 2**31),
@@ -17,7 +19,12 @@ _LIMITS = {  # the least and the greatest value
     "batch_tokens": (1, 2**63),
     "num_best": (1, 2**31),
     "max_input_tokens": (2, 2**63),
+    "seed": (0, math.inf),
+    "temperature": (0.01, 100),
+    "top_k": (0, 2**31),
+    "top_p": (0.01, 1),
 }
+_LENGTHS = ("split", "truncate", "error")
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,9 @@ class Sampling:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
 
 
 @dataclass(frozen=True)
@@ -73,12 +83,15 @@ class DecodingOptions:
     with_scores: bool = True
 
     def __post_init__(self) -> None:
-        for key, (least, most) in _LIMITS.items():
-            value = getattr(self, key)
-            if value is not None and not least <= value <= most:
-                raise ConfigError(
-                    f"`{key}` must be between {least} and {most}, but is {value!r} instead."
-                )
+        _check_numbers(self)
+        if self.on_long not in _LENGTHS:
+            raise ConfigError(
+                f"`on_long` must be {', '.join(_LENGTHS)}, but is {self.on_long!r} instead."
+            )
+        if not isinstance(self.sampling, Sampling | None):
+            raise ConfigError(
+                f"`sampling` must be a Sampling or None, but is {self.sampling!r} instead."
+            )
         if self.num_best > self.beam and self.sampling is None:
             raise ConfigError(
                 f"`num_best` must be at most the beam ({self.beam}), but is {self.num_best} "
@@ -96,3 +109,23 @@ class DecodingOptions:
     def argmax_only(self) -> bool:
         """Whether the search asks for nothing but the best token of each position."""
         return self.beam == 1 and not self.with_scores
+
+
+def _check_numbers(options: DecodingOptions | Sampling) -> None:
+    """Check each number of some options.
+
+    Raises:
+        ConfigError: if one is no number, no whole one where it must be, or out of its range.
+    """
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if field.name not in _LIMITS or (value is None and "None" in str(field.type)):
+            continue
+        (least, most), is_float = _LIMITS[field.name], field.type == "float"
+        if isinstance(value, bool) or not isinstance(value, float | int if is_float else int):
+            kind = "a number" if is_float else "a whole number"
+            raise ConfigError(f"`{field.name}` must be {kind}, but is {value!r} instead.")
+        if not least <= value <= most:
+            raise ConfigError(
+                f"`{field.name}` must be between {least} and {most}, but is {value!r} instead."
+            )

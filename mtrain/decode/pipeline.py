@@ -28,6 +28,7 @@ from mtrain.decode.formats import (
     word_starts,
 )
 from mtrain.decode.options import DecodingOptions
+from mtrain.decode.shared_search import NO_LIMITS, SearchLimits
 from mtrain.decode.split_long import LinePart, split_line
 from mtrain.decode.translator import EncodedSource
 from mtrain.errors import DataError
@@ -59,6 +60,11 @@ class SearchEngine(Protocol):
     @property
     def max_positions(self) -> int | None:
         """The number of learned positions; None if positions are sinusoids."""
+
+    def with_options(
+        self, options: DecodingOptions, limits: SearchLimits = NO_LIMITS
+    ) -> SearchEngine:
+        """Return the same with other options and limits."""
 
     def max_length(self, source: EncodedSource) -> int:
         """Return the most tokens that the target of a source may have, without eos."""

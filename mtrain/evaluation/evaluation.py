@@ -15,7 +15,7 @@ from mtrain.config.sections import Config
 from mtrain.corpus import length_stats
 from mtrain.data import prepare
 from mtrain.decode.beam import length_penalty
-from mtrain.decode.pipeline import Warn, translate_lines
+from mtrain.decode.pipeline import SearchEngine, Warn, translate_lines
 from mtrain.decode.translator import EncodedSource, Translator
 from mtrain.errors import ConfigError, DataError, RunError
 from mtrain.evaluation import breakdown, significance
@@ -119,7 +119,7 @@ def read_tests(run: RunDir, names: Sequence[str] | None = None) -> dict[str, Tes
 
 def evaluate(
     run: RunDir,
-    translator: Translator,
+    translator: SearchEngine,
     warn: Warn,
     options: ScoringOptions | None = None,
     names: Sequence[str] | None = None,
@@ -137,7 +137,7 @@ def evaluate(
 
 
 def translate_tests(
-    run: RunDir, translator: Translator, tests: Mapping[str, TestSet], warn: Warn
+    run: RunDir, translator: SearchEngine, tests: Mapping[str, TestSet], warn: Warn
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield the name of each test set with its translations; all ranks call together."""
     stats = length_stats.load(run.data_dir)
@@ -169,7 +169,7 @@ def reference_scores(translator: Translator, tests: Mapping[str, TestSet]) -> It
 
 
 def evaluate_systems(
-    plan: EvaluationPlan, load: Callable[[RunDir], Translator], warn: Warn
+    plan: EvaluationPlan, load: Callable[[RunDir], SearchEngine], warn: Warn
 ) -> list[TestReport]:
     """Translate and score test sets by all systems of a plan; return a report of each test set.
 

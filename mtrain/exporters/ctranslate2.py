@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ from torch import Tensor
 from mtrain.config.sections import Config, ModelConfig
 from mtrain.decode.beam import Hypothesis, length_penalty
 from mtrain.decode.options import DecodingOptions
+from mtrain.decode.shared_search import NO_LIMITS, SearchLimits
 from mtrain.decode.translator import EncodedSource
 from mtrain.errors import ConfigError
 from mtrain.exporters.parity import ExportedHypothesis, Ids
@@ -57,6 +60,7 @@ NOTES = """\
 _MIN_POSITIONS = 4096
 _MASKED_BIAS = -1e4  # below every logit, and within float16
 _BATCH_SIZE = 32
+_POLL_S = 0.002  # between two looks at whether a translation with limits is done
 
 
 def check_supported(config: ModelConfig) -> None:
@@ -194,10 +198,19 @@ class CTranslate2Model:
         return [best[0] for best in self.search_best(sources, beam, max_lengths, num_best=1)]
 
     def search_best(
-        self, sources: Ids, beam: int, max_lengths: list[int], num_best: int
+        self,
+        sources: Ids,
+        beam: int,
+        max_lengths: list[int],
+        num_best: int,
+        limits: SearchLimits = NO_LIMITS,
     ) -> list[list[ExportedHypothesis]]:
-        """Return the best targets of each source by log-probability, at most `num_best`."""
-        results = self._translator.translate_batch(
+        """Return the best targets of each source by log-probability, at most `num_best`.
+
+        Raises:
+            TimeoutError, CancelledError: as `limits` say; CTranslate2 ends its work all the same.
+        """
+        started = self._translator.translate_batch(
             self._tokens(sources),
             max_batch_size=_BATCH_SIZE,
             beam_size=beam,
@@ -208,7 +221,12 @@ class CTranslate2Model:
             max_input_length=0,
             max_decoding_length=max(max_lengths) + 1,
             min_decoding_length=0,  # by default eos cannot come first
+            asynchronous=True,
         )
+        for each in started:
+            while limits != NO_LIMITS and not each.done():
+                time.sleep(min(limits.seconds_left(), _POLL_S))
+        results = [each.result() for each in started]
         return [
             [
                 self._hypothesis(tokens, log_prob)
@@ -239,12 +257,17 @@ load = CTranslate2Model  # as an exporter loads a folder
 
 def check_options(config: Config, options: DecodingOptions) -> None:
     """Raise ConfigError if the options ask for what CTranslate2 does not do."""
-    for key in ("no_repeat_ngram", "early_stop"):
+    keys = {"no_repeat_ngram": "decoding.", "early_stop": "decoding.", "sampling": ""}
+    for key, section in (keys | {"with_alignment": ""}).items():
         if value := getattr(options, key):
             raise ConfigError(
-                f"`decoding.{key}` must be off for `--engine ctranslate2`, but is {value!r} "
+                f"`{section}{key}` must be off for `--engine ctranslate2`, but is {value!r} "
                 "instead."
             )
+    if options.num_best > 1:
+        raise ConfigError(
+            f"`num_best` must be 1 for `--engine ctranslate2`, but is {options.num_best} instead."
+        )
     limit = num_positions(config) - options.max_extra_tokens - 1
     if options.max_input_tokens is not None and options.max_input_tokens > limit:
         raise ConfigError(
@@ -260,20 +283,40 @@ class CTranslate2Translator:
 
     def __init__(self, run: RunDir, options: DecodingOptions, directory: Path) -> None:
         self.options, self.tokenizer = options, sentencepiece.load(run.tokenizer_dir)
-        self.max_positions = run.config.model.max_positions
-        self._exported = CTranslate2Model(directory)
+        self.max_positions, self.limits = run.config.model.max_positions, NO_LIMITS
+        self._config, self._exported = run.config, CTranslate2Model(directory)
+
+    def with_options(
+        self, options: DecodingOptions, limits: SearchLimits = NO_LIMITS
+    ) -> CTranslate2Translator:
+        """Return a translator with other options, which shares this one's model.
+
+        Raises:
+            ConfigError: if the options ask for what CTranslate2 does not do.
+        """
+        check_options(self._config, options)
+        other = copy.copy(self)
+        other.options, other.limits = options, limits
+        return other
 
     def max_length(self, source: EncodedSource) -> int:
         """Return the most tokens that the target of a source may have, without eos."""
         return source.max_target_length(self.options.max_extra_tokens)
 
     def search(self, sources: Sequence[EncodedSource]) -> list[list[Hypothesis]]:
-        """Return the best target of each source, by mtrain's length penalty."""
+        """Return the best target of each source, by mtrain's length penalty.
+
+        Raises:
+            ConfigError: if a target must begin with a prefix.
+            TimeoutError, CancelledError: as the limits say.
+        """
         if not sources:
             return []
+        if any(source.prefix for source in sources):
+            raise ConfigError("`prefixes` has no effect with `--engine ctranslate2`; leave it out.")
         beam, limits = self.options.beam, [self.max_length(source) for source in sources]
         ids = [source.ids for source in sources]
-        outputs_of = self._exported.search_best(ids, beam, limits, num_best=beam)
+        outputs_of = self._exported.search_best(ids, beam, limits, beam, self.limits)
         best = []
         for outputs, limit in zip(outputs_of, limits, strict=True):
             hypotheses = [self._hypothesis(out.ids[:limit], out.log_prob) for out in outputs]

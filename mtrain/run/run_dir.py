@@ -178,6 +178,8 @@ class RunDir:
         self.check_exists()
         try:
             return config_file.load(self.config_path)
+        except config_file.NewerVersionError as error:
+            raise RunError(str(error)) from None
         except ConfigError as error:
             raise RunError(f"{error} Restore the file from the run's own copy.") from None
 
