@@ -421,7 +421,7 @@ static inline int64_t gather_rows(const elem **found, const elem *cache,
     int64_t length = 0, last = -1;
     for (int64_t t = 0; t < count; t++) { /* without a branch: it would be mispredicted */
         int64_t slot = slots[t];
-        found[length] = cache + (slot < 0 ? 0 : slot) * width;
+        found[length] = cache + ((uint64_t)slot < (uint64_t)cache_rows ? slot : 0) * width;
         length += slot >= 0;
         last = slot > last ? slot : last;
     }
