@@ -78,20 +78,20 @@ def make(trainer: Trainer, updates: Iterator[UpdateBatches], count: int) -> Spee
     began, waiting_s, tokens = time.monotonic(), 0.0, []
     for _ in range(count):
         asked = time.monotonic()
-        dealt = next(updates)
+        batches = next(updates)
         waiting_s += time.monotonic() - asked
-        trainer._update(dealt)
+        trainer._update(batches)
         trainer.state.progress.step += 1
-        tokens.append(tokens_of(dealt))
+        tokens.append(tokens_of(batches))
     trainer._read_results()
     total = Tokens(*(sum(counts) for counts in zip(*tokens, strict=True)))
     return Speed(time.monotonic() - began, waiting_s, total)
 
 
-def tokens_of(dealt: UpdateBatches) -> Tokens:
+def tokens_of(batches: UpdateBatches) -> Tokens:
     """Count what an update reads."""
     total = torch.zeros(len(Tokens._fields), dtype=torch.float64)
-    for batch, _ in dealt.micro_batches:
+    for batch, _ in batches.micro_batches:
         src_B, tgt_B = batch.src_keep_BS.sum(1).double(), batch.tgt_keep_BT.sum(1).double()
         own = Tokens(src_B, tgt_B, src_B.square(), tgt_B.square(), src_B * tgt_B)
         total += torch.stack([count_B.sum() for count_B in own])

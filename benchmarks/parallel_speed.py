@@ -98,9 +98,9 @@ def work(config: Config, num_updates: int) -> None:
     updates = trainer.data.updates(config.training.batch_tokens, Position(), trainer.split)
 
     def update() -> None:
-        dealt = next(updates)
-        tokens.append(dealt.num_tokens)
-        trainer._update(dealt)
+        batches = next(updates)
+        tokens.append(batches.num_tokens)
+        trainer._update(batches)
         trainer.state.progress.step += 1
 
     update_s = timed(update, num_updates)

@@ -22,7 +22,7 @@ from mtrain.config import config_file
 from mtrain.config.sections import Config
 from mtrain.errors import ConfigError, DataError
 from mtrain.run import finetune
-from mtrain.run.logger import Board, PythonLog, RunLog, check_installed
+from mtrain.run.logger import PythonLog, RunLog, TensorBoardLog, check_installed
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.process_group import SINGLE, ProcessGroup
 
@@ -283,7 +283,7 @@ def train_together(
         checkpoint_manager.check_unfinished(run_dir)  # before tokenizing writes anything
         finetune.check_weights(config)
         prepare(config, run_dir, PythonLog())
-        board = Board(run_dir.board_dir) if tensorboard else None
+        board = TensorBoardLog(run_dir.board_dir) if tensorboard else None
         log = RunLog(
             run_dir.metrics_path, board, PythonLog(), has_bar=has_bar, on_metrics=on_metrics
         )

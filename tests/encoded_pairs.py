@@ -101,11 +101,11 @@ class BatchAndPosition(NamedTuple):
     after: Position
 
 
-def deal(
+def take_batches(
     data: TrainingData, start: Position, count: int, batch_tokens: int = BATCH_TOKENS
 ) -> list[BatchAndPosition]:
-    dealt = data.batches(batch_tokens, start)
-    return [BatchAndPosition(*item) for item in itertools.islice(dealt, count)]
+    batches = data.batches(batch_tokens, start)
+    return [BatchAndPosition(*item) for item in itertools.islice(batches, count)]
 
 
 def epoch(data: TrainingData, number: int, batch_tokens: int = BATCH_TOKENS) -> list[Batch]:
@@ -139,9 +139,9 @@ def written() -> list[Pair]:
 
 def assert_continues(data: TrainingData, count: int, batch_tokens: int = BATCH_TOKENS) -> None:
     """Stop after each batch in turn, start again there, and compare all that follows."""
-    straight = deal(data, Position(), count, batch_tokens)
+    straight = take_batches(data, Position(), count, batch_tokens)
     for stop in range(1, count):
-        resumed = deal(data, straight[stop - 1].after, count - stop, batch_tokens)
+        resumed = take_batches(data, straight[stop - 1].after, count - stop, batch_tokens)
         for one, other in zip(resumed, straight[stop:], strict=True):
             assert one.after == other.after
             assert torch.equal(one.batch.src_BS, other.batch.src_BS)

@@ -184,10 +184,10 @@ def stopped(arguments: list[str], step: int, number: int, is_late: bool) -> None
     place, make = read_torchrun_env(), Trainer._update
     is_last = place is not None and place.rank == place.size - 1
 
-    def interrupted(trainer: Trainer, dealt: UpdateBatches) -> None:
+    def interrupted(trainer: Trainer, batches: UpdateBatches) -> None:
         if is_last and not is_late and trainer.state.progress.step + 1 == step:
             os.kill(os.getpid(), number)
-        make(trainer, dealt)
+        make(trainer, batches)
         if is_last and is_late and trainer.state.progress.step + 2 == step:
             os.kill(os.getpid(), number)
 
@@ -199,13 +199,13 @@ def failing(arguments: list[str], rank: int, error: BaseException | None) -> Non
     """Do what the command line does; before its third update a rank fails, or is killed."""
     place, make = read_torchrun_env(), Trainer._update
 
-    def broken(trainer: Trainer, dealt: Any) -> None:
+    def broken(trainer: Trainer, batches: Any) -> None:
         if trainer.state.progress.step == 2 and place is not None and place.rank == rank:
             if error is None:
                 os.kill(os.getpid(), signal.SIGKILL)
             else:
                 raise error
-        make(trainer, dealt)
+        make(trainer, batches)
 
     Trainer._update = broken  # type: ignore[method-assign]
     command_line(arguments)
@@ -220,10 +220,10 @@ def short_of_memory(arguments: list[str], rank: int, num_positions: int, first: 
             raise MemoryError
         return loss_of(model, batch, config)
 
-    def updated(trainer: Trainer, dealt: UpdateBatches) -> None:
+    def updated(trainer: Trainer, batches: UpdateBatches) -> None:
         if trainer.state.progress.step + 1 == first and is_short:
             gradients_module.loss_of = data_parallel.loss_of = limited
-        make(trainer, dealt)
+        make(trainer, batches)
 
     is_short = place is not None and place.rank == rank
     if first == 0 and is_short:

@@ -158,8 +158,8 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int = signal.SIG
     """Let a signal arrive while update `step` is being made, once."""
     update = trainer_module.Trainer._update
 
-    def interrupted(trainer: trainer_module.Trainer, dealt: Any) -> None:
-        update(trainer, dealt)
+    def interrupted(trainer: trainer_module.Trainer, batches: Any) -> None:
+        update(trainer, batches)
         if trainer.state.progress.step + 1 == step:
             monkeypatch.setattr(trainer_module.Trainer, "_update", update)
             signal.raise_signal(number)

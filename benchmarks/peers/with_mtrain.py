@@ -42,9 +42,9 @@ def train(job: Job, meter: Meter) -> dict[str, str]:
         def updates(
             self, batch_tokens: int, start: Position, split: MicroBatchSplit
         ) -> Iterator[UpdateBatches]:
-            for dealt in super().updates(batch_tokens, start, split):
-                meter.begin(dealt.num_tokens)
-                yield dealt
+            for batches in super().updates(batch_tokens, start, split):
+                meter.begin(batches.num_tokens)
+                yield batches
 
     trainer.TrainingData = Watched  # type: ignore[misc]
     with tempfile.TemporaryDirectory() as folder:

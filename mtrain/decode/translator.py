@@ -206,7 +206,7 @@ class Translator:
     def search(self, sources: Sequence[EncodedSource]) -> list[list[Hypothesis]]:
         """Return the best targets of each source, in the order of the sources.
 
-        The sources are sorted by length and dealt in turn to the threads of all ranks. Any number
+        The sources are sorted by length and distributed over the threads of all ranks. Any number
         of threads may call it; their sources are decoded together.
 
         Raises:

@@ -40,7 +40,7 @@ def check_installed() -> None:
         )
 
 
-class Board:
+class TensorBoardLog:
     """Writes event files into a folder."""
 
     def __init__(self, directory: Path) -> None:
@@ -132,7 +132,7 @@ class RunLog:
     def __init__(
         self,
         metrics_path: Path,
-        board: Board | None = None,
+        board: TensorBoardLog | None = None,
         console: Console = Stderr(),  # noqa: B008 - it has no state
         is_quiet: bool = False,
         has_bar: bool = True,

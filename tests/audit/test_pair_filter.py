@@ -145,7 +145,7 @@ def test_check_refuses_a_corpus_of_which_training_has_nothing_left(
 ) -> None:
     tree = tiny_tree(tmp_path)
     config = write_config(tmp_path / "config.yaml", tree)
-    assert cli("tokenize", config).code == 0  # whoever has no tokenizer knows no lengths
+    assert cli("tokenize", config).code == 0  # lengths in tokens need a tokenizer
     key = "`data.clean`" if reason == "held-out-pair" else "`data.max_tokens`"
     change = {"valid": tree["data"]["train"], "clean": [reason]}
     tree["data"] |= change if reason == "held-out-pair" else {"max_tokens": 2}

@@ -108,9 +108,9 @@ def test_no_batch_of_any_window_is_larger_than_the_largest(
 def test_a_start_at_a_position_of_any_window_gives_exactly_the_continuation(
     directory: Path,
 ) -> None:
-    dealt = training_data(directory)
-    count = len(epoch(dealt, 0)) + len(epoch(dealt, 1)) + 3
-    assert_continues(dealt, count)
+    data = training_data(directory)
+    count = len(epoch(data, 0)) + len(epoch(data, 1)) + 3
+    assert_continues(data, count)
 
 
 def test_a_position_says_its_window_so_that_seeking_opens_no_other(
@@ -134,60 +134,60 @@ def test_only_the_tables_of_a_window_are_open_and_each_is_opened_once(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers = opened(monkeypatch)
-    dealt = training_data(directory)
+    data = training_data(directory)
     assert numbers == []
-    dealt.plan(BATCH_TOKENS)
-    dealt.largest(BATCH_TOKENS)
+    data.plan(BATCH_TOKENS)
+    data.largest(BATCH_TOKENS)
     touched = len(numbers)
     assert 0 < touched == len(set(numbers)) < 6
-    next(dealt.batches(BATCH_TOKENS, Position()))
+    next(data.batches(BATCH_TOKENS, Position()))
     assert len(numbers) == touched
 
 
 def test_the_plan_of_several_windows_counts_their_batches_nearly(directory: Path) -> None:
-    dealt = training_data(directory)
+    data = training_data(directory)
     for batch_tokens in (20, 64, 200):
-        counts = [len(epoch(dealt, number, batch_tokens)) for number in range(4)]
-        assert abs(dealt.plan(batch_tokens).num_batches - np.mean(counts)) <= 3
+        counts = [len(epoch(data, number, batch_tokens)) for number in range(4)]
+        assert abs(data.plan(batch_tokens).num_batches - np.mean(counts)) <= 3
 
 
 def test_sampled_windows_hold_all_text_and_can_be_sought(text_directory: Path) -> None:
-    dealt = training_data(text_directory, sampling_alpha=0.3)
-    assert dealt._mixture.num_windows > 1
+    data = training_data(text_directory, sampling_alpha=0.3)
+    assert data._mixture.num_windows > 1
     texts = sorted(zip(SRC_LINES, TGT_LINES, strict=True))
-    assert texts_of(epoch(dealt, 0)) == texts_of(epoch(dealt, 1)) == texts
-    assert sorted(pairs_in(epoch(dealt, 0))) != sorted(pairs_in(epoch(dealt, 1)))
-    num_batches = len(epoch(dealt, 0, SAMPLED_BATCH_TOKENS))
-    assert num_batches > dealt._mixture.num_windows
-    assert_continues(dealt, 2 * num_batches, SAMPLED_BATCH_TOKENS)
+    assert texts_of(epoch(data, 0)) == texts_of(epoch(data, 1)) == texts
+    assert sorted(pairs_in(epoch(data, 0))) != sorted(pairs_in(epoch(data, 1)))
+    num_batches = len(epoch(data, 0, SAMPLED_BATCH_TOKENS))
+    assert num_batches > data._mixture.num_windows
+    assert_continues(data, 2 * num_batches, SAMPLED_BATCH_TOKENS)
 
 
 def test_the_windows_of_an_epoch_are_sampled_apart(text_directory: Path) -> None:
-    dealt = training_data(text_directory, sampling_alpha=0.3)
-    seeds = [dealt._open(0, number).seed for number in range(dealt._mixture.num_windows)]
+    data = training_data(text_directory, sampling_alpha=0.3)
+    seeds = [data._open(0, number).seed for number in range(data._mixture.num_windows)]
     assert len({tuple(seed) for seed in seeds}) == len(seeds)
 
 
 def test_a_mixture_deals_out_each_corpus_by_its_weight(tmp_path: Path, small_windows: None) -> None:
     directory = write_shards(tmp_path, encoded_pairs(), [10], weights=[3.0, 1.0])
-    dealt = training_data(directory)
-    assert [own.num_in_epoch for own in dealt.shares] == [68, 22]
-    assert dealt.format_shares() == [
+    data = training_data(directory)
+    assert [own.num_in_epoch for own in data.shares] == [68, 22]
+    assert data.format_shares() == [
         "data.train[0]: 75.6% of an epoch, each of its 10 pairs 6.8 times",
         "data.train[1]: 24.4% of an epoch, each of its 80 pairs 0.275 times",
     ]
     small = set(written()[:10])
     times: Counter[object] = Counter()
     for number in range(4):
-        batches = epoch(dealt, number)
+        batches = epoch(data, number)
         times.update(itertools.chain(*pairs_in(batches)))
-        assert sum(len(batch.src_BS) for batch in batches) == NUM_PAIRS == len(dealt)
+        assert sum(len(batch.src_BS) for batch in batches) == NUM_PAIRS == len(data)
     assert sum(count for pair, count in times.items() if pair in small) == 4 * 68
     assert {count for pair, count in times.items() if pair in small} <= {27, 28}
     assert {times[pair] for pair in written()[10:]} <= {1, 2}
-    tokens = [sum(batch.num_src_tokens for batch in epoch(dealt, n)) for n in range(8)]
-    assert dealt.num_src_tokens == pytest.approx(np.mean(tokens), rel=0.05)
-    assert_continues(dealt, 60)
+    tokens = [sum(batch.num_src_tokens for batch in epoch(data, n)) for n in range(8)]
+    assert data.num_src_tokens == pytest.approx(np.mean(tokens), rel=0.05)
+    assert_continues(data, 60)
 
 
 def test_the_ids_of_all_tables_are_read_in_order(directory: Path) -> None:

@@ -13,11 +13,11 @@ from encoded_pairs import (
     EncodedPair,
     Pair,
     assert_continues,
-    deal,
     encoded_pairs,
     epoch,
     pairs_in,
     pairs_of,
+    take_batches,
     texts_of,
     training_data,
     write_pairs,
@@ -129,7 +129,7 @@ def test_a_start_at_a_position_gives_exactly_the_continuation(directory):
 def test_positions_count_the_batches_of_each_epoch(directory):
     data = training_data(directory)
     first, second = len(epoch(data, 0)), len(epoch(data, 1))
-    positions = [item.after for item in deal(data, Position(), first + second)]
+    positions = [item.after for item in take_batches(data, Position(), first + second)]
     expected = [Position(0, batch) for batch in range(1, first)] + [Position(1, 0)]
     expected += [Position(1, batch) for batch in range(1, second)] + [Position(2, 0)]
     assert positions == expected
@@ -143,13 +143,13 @@ def test_with_other_batches_an_epoch_goes_on_at_the_same_number_and_the_next_is_
     directory, batch_tokens
 ):
     data = training_data(directory)
-    (*_, (_, stop)) = deal(data, Position(), 20)
+    (*_, (_, stop)) = take_batches(data, Position(), 20)
     own, following = (pairs_in(epoch(data, number, batch_tokens)) for number in (0, 1))
     rest = own[stop.batch :]
     assert (rest == []) == (batch_tokens > BATCH_TOKENS)
     count = len(rest) + len(following)
-    dealt = itertools.islice(data.batches(batch_tokens, stop), count)
-    assert pairs_in([batch for batch, _ in dealt]) == rest + following
+    batches = itertools.islice(data.batches(batch_tokens, stop), count)
+    assert pairs_in([batch for batch, _ in batches]) == rest + following
     assert sorted(itertools.chain(*following)) == sorted(itertools.chain(*own)) == sorted(written())
 
 

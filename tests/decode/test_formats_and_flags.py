@@ -25,7 +25,7 @@ from mtrain.decode.formats import (
 USUAL = CorpusStats(longest_src=20, least_ratio=0.5, most_ratio=2.0, share_copied=0.0)
 
 
-def flaws(
+def flags_of(
     src_ids: Sequence[int], tgt: Sequence[str], profile: CorpusStats | None = USUAL, src: str = "in"
 ) -> list[str]:
     return find_flags(src, " ".join(tgt), src_ids, tgt, profile)
@@ -47,13 +47,13 @@ def flaws(
 def test_a_phrase_that_is_written_more_than_three_times_in_a_row_is_a_loop(
     tgt: str, is_loop: bool
 ) -> None:
-    assert ("loop" in flaws([7, 8, 9], tgt.split(), None)) == is_loop
+    assert ("loop" in flags_of([7, 8, 9], tgt.split(), None)) == is_loop
 
 
 def test_a_source_that_repeats_itself_may_be_translated_so() -> None:
     tgt = ["ha"] * 6
-    assert flaws([5] * 6, tgt, None) == []
-    assert flaws([5] * 5, tgt, None) == ["loop"]
+    assert flags_of([5] * 6, tgt, None) == []
+    assert flags_of([5] * 5, tgt, None) == ["loop"]
 
 
 @pytest.mark.parametrize(
@@ -64,17 +64,17 @@ def test_a_length_is_unusual_beyond_the_ratios_of_the_corpus_and_a_few_tokens(
     num_src: int, num_tgt: int, is_usual: bool
 ) -> None:
     src, tgt = list(range(num_src)), [str(number) for number in range(num_tgt)]
-    assert flaws(src, tgt) == ([] if is_usual else ["length"])
-    assert flaws(src, tgt, None) == []
+    assert flags_of(src, tgt) == ([] if is_usual else ["length"])
+    assert flags_of(src, tgt, None) == []
 
 
 def test_an_empty_translation_and_a_copy_are_flaws_where_they_are_not_usual() -> None:
-    assert flaws([1], [], None) == ["empty"]
-    assert flaws([1], ["in"], USUAL) == ["copy"]
-    assert flaws([1], ["in"], None) == ["copy"]
-    assert flaws([1], ["in"], USUAL._replace(share_copied=0.5)) == []
-    assert flaws([1], ["in"], USUAL, src=" in ") == ["copy"]
-    assert flaws([1], ["In"], USUAL) == []
+    assert flags_of([1], [], None) == ["empty"]
+    assert flags_of([1], ["in"], USUAL) == ["copy"]
+    assert flags_of([1], ["in"], None) == ["copy"]
+    assert flags_of([1], ["in"], USUAL._replace(share_copied=0.5)) == []
+    assert flags_of([1], ["in"], USUAL, src=" in ") == ["copy"]
+    assert flags_of([1], ["In"], USUAL) == []
 
 
 def numbers(pieces: list[str]) -> list[int]:

@@ -191,7 +191,7 @@ def test_a_real_limit_of_memory_is_survived(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def files_at_most(num_bytes: int) -> Iterator[None]:
-    """Let no file grow beyond a size: to whoever writes, that is a full disk."""
+    """Let no file grow beyond a size: writing then fails as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:

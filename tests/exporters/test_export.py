@@ -152,7 +152,7 @@ def test_the_folders_hold_what_the_libraries_look_for(
     }
     assert names == both | special[library]
     modes = {path.stat().st_mode for path in exported[library].directory.iterdir()}
-    assert len(modes) == 1, "whoever may read one file may read them all"
+    assert len(modes) == 1, "all files have the same permissions"
 
 
 def test_the_lines_of_python_on_the_page_translate(

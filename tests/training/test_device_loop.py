@@ -100,8 +100,8 @@ def trained(
         create(trainer, *arguments)
         trainer.max_pending, trainer.num_prefetched = behind, ahead
 
-    def broken(gradients: Gradients, dealt: UpdateBatches, factor: float = 1.0) -> list[LossSum]:
-        sums = backward_update(gradients, dealt, factor)
+    def broken(gradients: Gradients, batches: UpdateBatches, factor: float = 1.0) -> list[LossSum]:
+        sums = backward_update(gradients, batches, factor)
         numbers.append(len(numbers))
         is_third = numbers[2:] == [2]
         return [own._replace(loss=own.loss * torch.nan) for own in sums] if is_third else sums

@@ -111,24 +111,24 @@ def test_all_ranks_have_equally_many_shares_and_all_rows_once(
         config_file.load(source, ["training.batch_tokens=32"], str(source.parent / "grad"))
     )
     data = TrainingData(run.data_dir, sentencepiece.load(run.tokenizer_dir), 1)
-    deals = [MicroBatchSplit(num_batches, rank, num_ranks) for rank in range(num_ranks)]
-    updates = [data.updates(48, Position(0, 3), deal) for deal in deals]
+    splits = [MicroBatchSplit(num_batches, rank, num_ranks) for rank in range(num_ranks)]
+    updates = [data.updates(48, Position(0, 3), split) for split in splits]
     whole = data.updates(48, Position(0, 3), MicroBatchSplit(num_batches))
     for _ in range(3):
-        dealt, one = [next(own) for own in updates], next(whole)
-        assert {len(own.micro_batches) for own in dealt} == {len(deals[0].of_rank())}
-        assert {(own.num_tokens, own.after) for own in dealt} == {(one.num_tokens, one.after)}
-        assert rows_of(dealt) == rows_of([one])
-        assert sum(len(rows_of([own])) for own in dealt) == len(rows_of([one]))
+        parts, one = [next(own) for own in updates], next(whole)
+        assert {len(own.micro_batches) for own in parts} == {len(splits[0].of_rank())}
+        assert {(own.num_tokens, own.after) for own in parts} == {(one.num_tokens, one.after)}
+        assert rows_of(parts) == rows_of([one])
+        assert sum(len(rows_of([own])) for own in parts) == len(rows_of([one]))
     is_whole = num_batches % num_ranks == 0
-    assert (deals[0].num_parts == 1) == is_whole
+    assert (splits[0].num_parts == 1) == is_whole
 
 
-def rows_of(dealt: list[UpdateBatches]) -> list[list[int]]:
+def rows_of(parts: list[UpdateBatches]) -> list[list[int]]:
     """Return the targets of all shares that count, in any order."""
     return sorted(
         row[keep].tolist()
-        for own in dealt
+        for own in parts
         for share in own.micro_batches
         if not share.is_dummy
         for row, keep in zip(share.batch.tgt_out_BT, share.batch.tgt_keep_BT, strict=True)
@@ -152,7 +152,7 @@ def positions(run: RunDir) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("size", "settings"),
     [
-        (2, ["training.accumulate=4"]),  # with dropout: a batch drops the same, whoever makes it
+        (2, ["training.accumulate=4"]),  # with dropout: a batch drops the same, on any rank
         (4, [*PLAIN, "training.parallel=fsdp"]),
         (2, ["model.dropout=0.0", "training.accumulate=3"]),
     ],

@@ -823,11 +823,11 @@ def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int], value: float) -> Non
     """Let one number of the gradient be no number at some steps."""
     make = Trainer._update
 
-    def spoilt(trainer: Trainer, dealt: UpdateBatches) -> None:
+    def spoilt(trainer: Trainer, batches: UpdateBatches) -> None:
         with monkeypatch.context() as patch:
             if trainer.state.progress.step + 1 in steps:
                 patch.setattr(Gradients, "backward", spoilt_part)
-            make(trainer, dealt)
+            make(trainer, batches)
 
     def spoilt_part(gradients: Gradients, task: GradientTask) -> GradientPart:
         part = backward(gradients, task)
@@ -1246,11 +1246,11 @@ def signalled_twice(source: Path, run: str, number: int) -> None:
     """Do what `mtrain train` does, with two signals in the middle of its third update."""
     update = Trainer._update
 
-    def interrupted(trainer: Trainer, dealt: UpdateBatches) -> None:
+    def interrupted(trainer: Trainer, batches: UpdateBatches) -> None:
         if trainer.state.progress.step == 2:
             signal.raise_signal(number)
             signal.raise_signal(number)
-        update(trainer, dealt)
+        update(trainer, batches)
 
     Trainer._update = interrupted  # type: ignore[method-assign]
     sys.argv = ["mtrain", "train", str(source), "--run", run, "--set", "training.save_every=1"]
