@@ -392,7 +392,7 @@ class BeamSearch(Generic[S]):
             self._finish(grown.take(ends_N.nonzero()[:, 0]), chosen.cell_N[ends_N])
         open_N = (~ends_N).nonzero()[:, 0]
         if self.options.beam > 1:  # a single slot is open until its sentence ends
-            open_N = open_N[self._can_win(grown.take(open_N))]
+            open_N = open_N[self._can_win(grown, open_N)]
         self.rows, self.cell_N = grown.take(open_N), chosen.cell_N[open_N]
         return rows_N[open_N]
 
@@ -428,18 +428,19 @@ class BeamSearch(Generic[S]):
             best_BM=scores.topk(self.options.num_best)[0],
         )
 
-    def _can_win(self, still_open: OpenRows) -> Tensor:
-        """Return for each open hypothesis whether its sentence can still improve its M best.
+    def _can_win(self, grown: OpenRows, open_N: Tensor) -> Tensor:
+        """Return for each open row whether its sentence can still improve its M best.
 
         An open hypothesis is bounded by its log-probability at the longest length, or with
         `early_stop` at its present length.
         """
-        sentence_N = still_open.sentence_N
-        length_N = self.sentences.max_lengths_B[sentence_N]
+        sentence_N = grown.sentence_N[open_N]
         if self.options.early_stop:
-            length_N = still_open.length_N
+            length_N = grown.length_N[open_N]
+        else:
+            length_N = self.sentences.max_lengths_B[sentence_N]
         penalty_N = length_penalty(length_N.double() + 1, self.options.length_alpha)
-        bound_N = still_open.log_prob_N / penalty_N
+        bound_N = grown.log_prob_N[open_N] / penalty_N
         bound_B = torch.full_like(self.sentences.best_BM[:, 0], -torch.inf)
         bound_B.scatter_reduce_(0, sentence_N, bound_N, "amax")
         return (bound_B > self.sentences.best_BM[:, -1])[sentence_N]
