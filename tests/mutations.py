@@ -524,8 +524,8 @@ SEARCH = [
     ),
     search(
         "beam writes on after eos",
-        "        open_N = open_N[self._can_win(grown.take(open_N))]\n",
-        "        open_N = torch.arange(len(ends_N))[self._can_win(grown)]\n",
+        "            open_N = open_N[self._can_win(grown, open_N)]\n",
+        "            open_N = torch.arange(len(ends_N))\n",
     ),
     search(
         "places of finished hypotheses refilled",
@@ -555,8 +555,8 @@ SEARCH = [
     ),
     search(
         "early stop counts no next piece",
-        "            length_N = still_open.length_N\n",
-        "            length_N = still_open.length_N - 1\n",
+        "            length_N = grown.length_N[open_N]\n",
+        "            length_N = grown.length_N[open_N] - 1\n",
     ),
     search(
         "no length penalty",
