@@ -22,7 +22,7 @@ _LIMITS: Mapping[str, tuple[float, float]] = {  # the least and the greatest val
     "seed": (0, math.inf),
     "temperature": (0.01, 100),
     "top_k": (0, 2**31),
-    "top_p": (0.01, 1),
+    "top_p": (1e-9, 1),
 }
 _LENGTHS = ("split", "truncate", "error")
 

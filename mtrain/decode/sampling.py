@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import replace
 
 import torch
@@ -23,10 +24,12 @@ from mtrain.ops.topk import TopTokens
 
 
 @torch.inference_mode()
-def sample(
+def sample_steps(
     step: Step[S], group: RequestGroup[S], settings: Sampling, uniform_NT: Tensor
-) -> list[list[Hypothesis]]:
+) -> Generator[None, None, list[list[Hypothesis]]]:
     """Draw targets piece by piece; return those of each sentence, in the order they were drawn.
+
+    Yields after each position.
 
     Args:
         step: as in `beam`.
@@ -61,6 +64,7 @@ def sample(
         open_N = (~ends_N).nonzero()[:, 0]
         rows, uniform_NT = rows.take(open_N), uniform_NT[open_N]
         state.reorder(open_N)
+        yield
     samples = [finished.take(draw)[0] for draw in range(len(sentence_N))]
     firsts = range(0, len(samples), max(per_sentence, 1))
     return [samples[first : first + per_sentence] for first in firsts]

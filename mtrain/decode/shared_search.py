@@ -15,10 +15,10 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic, Protocol
 
 import torch
 
@@ -26,6 +26,7 @@ from mtrain.decode.beam import BeamSearch, Hypothesis, RequestGroup, S, Step
 from mtrain.decode.options import DecodingOptions
 
 Rows = list[int]  # numbers of the sources of a call
+_Decoding = Generator[None, None, list[list[Hypothesis]]]
 _NUM_THREADS_LOCK = threading.Lock()
 _POLL_S = 0.02  # between two looks at whether a call is cancelled
 _MAX_PASSED = 100  # groups that may be admitted before one that does not fit yet
@@ -78,24 +79,34 @@ class SearchLimits:
 NO_LIMITS = SearchLimits()
 
 
+class Source(Protocol):
+    """What is decoded."""
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """The tokens."""
+
+
 class SearchCall(Generic[S]):
     """Sources that are decoded for one caller.
 
     Args:
-        lengths: tokens of the source of each row.
+        sources: by row.
         options: of the search.
-        start: returns the initial state and the constraints of a group of rows.
-        decode: decodes a group to its end; None if the group joins the running search.
+        start: returns the initial state and the constraints of sources, those of other calls with
+            the same options among them.
+        decode: decodes sources of the call by itself: yields after each position, and returns
+            their hypotheses; None if they join the running search.
     """
 
     def __init__(
         self,
-        lengths: Mapping[int, int],
+        sources: Mapping[int, Source],
         options: DecodingOptions,
-        start: Callable[[Rows], RequestGroup[S]],
-        decode: Callable[[Rows], list[list[Hypothesis]]] | None = None,
+        start: Callable[[list[Any]], RequestGroup[S]],
+        decode: Callable[[list[Any]], _Decoding] | None = None,
     ) -> None:
-        self.lengths, self.options, self.start, self.decode = lengths, options, start, decode
+        self.sources, self.options, self.start, self.decode = sources, options, start, decode
         self.best: dict[int, list[Hypothesis]] = {}
         self.error: BaseException | None = None
         self.is_cancelled, self.num_passed = False, 0
@@ -104,7 +115,7 @@ class SearchCall(Generic[S]):
     def add(self, row: int, best: list[Hypothesis]) -> None:
         """Store the hypotheses of a row."""
         self.best[row] = best
-        if len(self.best) == len(self.lengths):
+        if len(self.best) == len(self.sources):
             self.is_done.set()
 
     def fail(self, error: BaseException) -> None:
@@ -114,7 +125,7 @@ class SearchCall(Generic[S]):
 
     def num_cells(self, rows: Rows) -> int:
         """Return the source positions of a padded group, times the beam."""
-        return max(self.lengths[row] for row in rows) * len(rows) * self.options.beam
+        return max(len(self.sources[row].ids) for row in rows) * len(rows) * self.options.beam
 
 
 class _RunningSearch(Generic[S]):
@@ -123,21 +134,23 @@ class _RunningSearch(Generic[S]):
     def __init__(self, search: BeamSearch[S]) -> None:
         self.search = search
         self.owners: dict[int, tuple[SearchCall[S], int]] = {}
-        self._num_cells = 0  # of all sentences
+        self.num_cells = 0  # of all sentences
         self._calls: set[SearchCall[S]] = set()  # of the sentences, and of some that have ended
 
     def has_room(self, call: SearchCall[S], rows: Rows) -> bool:
         """Return whether a group fits beside what is being decoded."""
         if self.search.can_admit(len(rows)):
             return True
-        return self._num_cells + call.num_cells(rows) <= call.options.batch_tokens
+        return self.num_cells + call.num_cells(rows) <= call.options.batch_tokens
 
-    def admit(self, call: SearchCall[S], rows: Rows) -> None:
-        """Admit rows of a call."""
-        numbers = self.search.admit(call.start(rows))
-        self.owners |= {number: (call, row) for number, row in zip(numbers, rows, strict=True)}
-        self._num_cells += sum(call.lengths[row] for row in rows) * call.options.beam
-        self._calls.add(call)
+    def admit(self, groups: Sequence[tuple[SearchCall[S], Rows]]) -> None:
+        """Admit rows of calls, which are encoded together."""
+        owners = [(call, row) for call, rows in groups for row in rows]
+        group = groups[0][0].start([call.sources[row] for call, row in owners])
+        self.owners |= dict(zip(self.search.admit(group), owners, strict=True))
+        for call, row in owners:
+            self.num_cells += len(call.sources[row].ids) * call.options.beam
+            self._calls.add(call)
 
     def advance(self) -> None:
         """Drop cancelled sentences, decode one position, and hand over the sentences that ended."""
@@ -158,7 +171,7 @@ class _RunningSearch(Generic[S]):
 
     def _remove(self, number: int) -> tuple[SearchCall[S], int]:
         call, row = self.owners.pop(number)
-        self._num_cells -= call.lengths[row] * call.options.beam
+        self.num_cells -= len(call.sources[row].ids) * call.options.beam
         return call, row
 
     def fail(self, error: BaseException) -> None:
@@ -178,12 +191,15 @@ class _Worker(Generic[S]):
         self._calls: list[SearchCall[S]] = []  # that have not ended, and some that have
         self._waiting: list[tuple[SearchCall[S], deque[Rows]]] = []
         self._searches: dict[DecodingOptions, _RunningSearch[S]] = {}
+        self._decodings: list[tuple[SearchCall[S], Rows, _Decoding]] = []  # by themselves
 
     def load(self) -> int:
         """Return the number of sources that wait or are being decoded."""
         with self._lock:
             num_waiting = sum(len(rows) for _, groups in self._waiting for rows in groups)
-            return num_waiting + sum(len(each.owners) for each in self._searches.values())
+            num_alone = sum(len(rows) for _, rows, _ in self._decodings)
+            running = self._searches.values()
+            return num_waiting + num_alone + sum(len(each.owners) for each in running)
 
     def submit(self, call: SearchCall[S], groups: Sequence[Rows]) -> None:
         """Decode the groups of a call, in order, beside those of other calls, in a thread."""
@@ -217,7 +233,7 @@ class _Worker(Generic[S]):
         finally:
             with self._lock:
                 self._is_running = False
-                if self._waiting or self._searches:
+                if self._waiting or self._searches or self._decodings:
                     self._start_thread()
 
     def _add(self, call: SearchCall[S], groups: Sequence[Rows]) -> None:
@@ -228,9 +244,10 @@ class _Worker(Generic[S]):
         """Let all sentences wait that have not been decoded to their end."""
         with self._lock:
             self._searches.clear()
+            self._decodings.clear()
             self._waiting.clear()
             for call in self._calls:
-                if missing := [[row] for row in call.lengths if row not in call.best]:
+                if missing := [[row] for row in call.sources if row not in call.best]:
                     self._waiting.append((call, deque(missing)))
                 else:
                     call.is_done.set()
@@ -251,15 +268,17 @@ class _Worker(Generic[S]):
             pass
 
     def _advance(self) -> bool:
-        """Admit a group, or decode one position; return False if there is nothing to do."""
+        """Admit groups, or decode one position; return False if there is nothing to do."""
         with self._lock:
-            group = self._next_group()
-            if group is None and not self._searches:
+            groups = self._next_groups()
+            if not groups and not self._searches and not self._decodings:
                 self._is_running = False
                 return False
-        if group is not None:
-            self._admit(*group)
+        if groups:
+            self._admit(groups)
             return True
+        for decoding in list(self._decodings):
+            self._advance_alone(*decoding)
         for options, running in list(self._searches.items()):
             try:
                 running.advance()
@@ -270,12 +289,40 @@ class _Worker(Generic[S]):
                     del self._searches[options]
         return True
 
+    def _advance_alone(self, call: SearchCall[S], rows: Rows, decoding: _Decoding) -> None:
+        try:
+            if not call.is_cancelled:
+                next(decoding)
+                return
+        except StopIteration as end:
+            for row, best in zip(rows, end.value, strict=True):
+                call.add(row, best)
+        except Exception as error:
+            call.fail(error)
+        with self._lock:
+            self._decodings = [each for each in self._decodings if each[2] is not decoding]
+
+    def _next_groups(self) -> list[tuple[SearchCall[S], Rows]]:
+        """Return a group that fits, and one of each other call that fits beside it."""
+        first = self._next_group()
+        if first is None or first[0].decode is not None:
+            return [first] if first else []
+        groups, running = [first], self._searches.get(first[0].options)
+        num_cells = first[0].num_cells(first[1]) + (running.num_cells if running else 0)
+        for call, waiting in [entry for entry in self._waiting if entry[0] is not first[0]]:
+            num_cells += call.num_cells(waiting[0])
+            if call.options != first[0].options or num_cells > call.options.batch_tokens:
+                break
+            groups.append((call, waiting.popleft()))
+            call.num_passed = 0
+        self._waiting = [entry for entry in self._waiting if entry[1]]
+        return groups
+
     def _next_group(self) -> tuple[SearchCall[S], Rows] | None:
         """Return a group that fits, of each call in turn; None if there is none."""
         self._waiting = [entry for entry in self._waiting if not entry[0].is_cancelled]
         for index, (call, groups) in enumerate(self._waiting):
-            running = self._searches.get(call.options)
-            if running is None or running.has_room(call, groups[0]):
+            if self._has_room(call, groups[0]):
                 for passed, _ in self._waiting[:index]:
                     passed.num_passed += 1
                 del self._waiting[index]
@@ -287,20 +334,33 @@ class _Worker(Generic[S]):
                 break
         return None
 
-    def _admit(self, call: SearchCall[S], rows: Rows) -> None:
+    def _has_room(self, call: SearchCall[S], rows: Rows) -> bool:
+        if call.decode is None:
+            running = self._searches.get(call.options)
+            return running is None or running.has_room(call, rows)
+        num_cells = sum(other.num_cells(others) for other, others, _ in self._decodings)
+        return not num_cells or num_cells + call.num_cells(rows) <= call.options.batch_tokens
+
+    def _admit(self, groups: Sequence[tuple[SearchCall[S], Rows]]) -> None:
+        call, rows = groups[0]
         try:
             if call.decode is not None:
-                for row, best in zip(rows, call.decode(rows), strict=True):
-                    call.add(row, best)
+                decoding = call.decode([call.sources[row] for row in rows])
+                with self._lock:
+                    self._decodings.append((call, rows, decoding))
                 return
             running = self._searches.get(call.options)
             if running is None:
                 running = _RunningSearch(BeamSearch(self._step, call.options))
-            running.admit(call, rows)
+            running.admit(groups)
             with self._lock:
                 self._searches[call.options] = running
         except Exception as error:
-            call.fail(error)
+            if len(groups) == 1:
+                call.fail(error)
+            else:  # the others may be able to start without the one that is not
+                for group in groups:
+                    self._admit([group])
 
 
 class SharedSearch(Generic[S]):
@@ -308,10 +368,12 @@ class SharedSearch(Generic[S]):
 
     Args:
         step: of every search, as in `beam`.
+        num_shared: a worker with fewer sources takes new ones before another worker begins. Workers
+            with few sources spend their time in Python, which one thread at a time can run.
     """
 
-    def __init__(self, step: Step[S]) -> None:
-        self._step = step
+    def __init__(self, step: Step[S], num_shared: int = 1) -> None:
+        self._step, self._num_shared = step, num_shared
         self._start()
 
     def _start(self) -> None:
@@ -340,15 +402,18 @@ class SharedSearch(Generic[S]):
         with self._lock:
             for number in range(len(self._workers), len(groups_of)):
                 self._workers.append(_Worker(self._step, number))
-            least_loaded = sorted(self._workers, key=_Worker.load)
-            for worker, groups in zip(least_loaded, groups_of, strict=False):
+            loads = {worker: worker.load() for worker in self._workers}
+            workers = sorted(self._workers, key=loads.__getitem__)
+            few = [worker for worker in workers if loads[worker] < self._num_shared]
+            workers = few[::-1] + workers[len(few) :]
+            for worker, groups in zip(workers, groups_of, strict=False):
                 if groups and is_in_thread:
                     worker.submit(call, groups)
         try:
             if is_in_thread:
                 limits.wait(call.is_done)
             else:
-                least_loaded[0].decode_here(call, groups_of[0], limits)
+                workers[0].decode_here(call, groups_of[0], limits)
         finally:
             call.is_cancelled = True
         if call.error is not None:

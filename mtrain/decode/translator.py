@@ -6,7 +6,7 @@ import copy
 import json
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from mtrain.decode.beam import (
     RequestGroup,
 )
 from mtrain.decode.options import DecodingOptions
-from mtrain.decode.sampling import sample
+from mtrain.decode.sampling import sample_steps
 from mtrain.decode.shared_search import (
     NO_LIMITS,
     SearchCall,
@@ -35,7 +35,7 @@ from mtrain.decode.shared_search import (
 )
 from mtrain.errors import RunError
 from mtrain.model.kv_cache import KVCache
-from mtrain.model.transformer import Transformer
+from mtrain.model.transformer import Transformer, num_parameters
 from mtrain.ops.topk import Logits
 from mtrain.run.load_model import LoadOptions, load_model
 from mtrain.run.run_dir import RunDir
@@ -43,6 +43,9 @@ from mtrain.runtime.device import avoid_cudnn_attention, keep_freed_memory, pick
 from mtrain.runtime.process_group import SINGLE, ProcessGroup
 from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
+
+# weights times sentences below which a position of a beam costs more in Python than in products
+_SHARED_WEIGHTS = 20_000_000
 
 
 class Padded(NamedTuple):
@@ -170,8 +173,9 @@ class Translator:
         self.ensemble, self.tokenizer, self.options = Ensemble(models), tokenizer, options
         self.device, self.process_group, self.limits = device, process_group, NO_LIMITS
         self.src_vocabularies = src_vocabularies or [tokenizer.src] * len(models)
+        num_weights = sum(map(num_parameters, models))
         self.shared_search: SharedSearch[EnsembleState] = SharedSearch(
-            lambda ids_N, state: self.ensemble.step(ids_N, state)
+            lambda ids_N, state: self.ensemble.step(ids_N, state), _SHARED_WEIGHTS // num_weights
         )
 
     @property
@@ -225,12 +229,10 @@ class Translator:
             self._groups(sources, rows[start::count]) for start in range(first, first + per_rank)
         ]
         call = SearchCall(
-            {row: len(sources[row].ids) for groups in groups_of for rows in groups for row in rows},
+            {row: sources[row] for groups in groups_of for rows in groups for row in rows},
             self.options,
-            lambda rows: self._start([sources[row] for row in rows]),
-            (lambda rows: self._sample([sources[row] for row in rows]))
-            if self.options.sampling
-            else None,
+            self._start,
+            self._sample if self.options.sampling else None,
         )
         try:
             best = self.shared_search.run(call, groups_of, self.limits)
@@ -255,13 +257,15 @@ class Translator:
         return [rows[cut] for cut in _cut([len(sources[row].ids) for row in rows], max_cells)]
 
     @torch.inference_mode()
-    def _sample(self, sources: list[EncodedSource]) -> list[list[Hypothesis]]:
+    def _sample(
+        self, sources: list[EncodedSource]
+    ) -> Generator[None, None, list[list[Hypothesis]]]:
         sampling = self.options.sampling
         assert sampling is not None
         started = self._start(sources)
         length = int(started.constraints.max_lengths_B.max()) + 1
         uniform_NT = _draw_uniform(sources, self.options.num_best, length)
-        return sample(self.ensemble.step, started, sampling, uniform_NT)
+        return (yield from sample_steps(self.ensemble.step, started, sampling, uniform_NT))
 
     @torch.inference_mode()
     def _start(self, sources: list[EncodedSource]) -> RequestGroup[EnsembleState]:

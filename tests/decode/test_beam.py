@@ -4,7 +4,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from mtrain.decode.beam import (
     length_penalty,
 )
 from mtrain.decode.options import DecodingOptions, Sampling
-from mtrain.decode.sampling import sample
+from mtrain.decode.sampling import sample_steps
 from mtrain.model.kv_cache import KVCache
 from mtrain.model.transformer import Transformer
 from mtrain.ops import native
@@ -42,6 +42,18 @@ SUM_OF = {torch.float32: 1e-5, torch.float64: 1e-9}  # how exact a sum of log-pr
 of_each_type = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 
 Item = TypeVar("Item")
+
+
+def sample(
+    step: Any, group: RequestGroup[Any], settings: Sampling, uniform_NT: torch.Tensor
+) -> list[list[Hypothesis]]:
+    """Draw targets to their end."""
+    steps = sample_steps(step, group, settings, uniform_NT)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
 
 
 def beam_options(

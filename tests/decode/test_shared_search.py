@@ -287,10 +287,11 @@ def test_a_group_that_was_passed_often_is_passed_no_more(
     worker: _Worker = _Worker(lambda ids, state: ids, 0)
     worker._is_running = True  # it starts no thread
     worker._searches[translator.options] = Full()
-    large = SearchCall({0: 1, 1: 1}, translator.options, start=len)
+    (one,) = sources(translator, ["ba"])
+    large: SearchCall = SearchCall({0: one, 1: one}, translator.options, translator._start)
     worker.submit(large, [[0, 1]])
     for _ in range(5):
-        worker.submit(SearchCall({0: 1}, translator.options, start=len), [[0]])
+        worker.submit(SearchCall({0: one}, translator.options, translator._start), [[0]])
     admitted = [worker._next_group() for _ in range(5)]
     assert [group is not None and group[1] for group in admitted] == [[0], [0], [0], False, False]
     Full.has_room = lambda self, call, rows: True  # type: ignore[method-assign]
@@ -303,6 +304,93 @@ def test_what_is_not_finite_ends_its_call(translator: Translator) -> None:
 
     shared, group = SharedSearch(lost), sources(translator, ["ba"])
     for _ in range(2):
-        call = SearchCall({0: 4}, translator.options, lambda _: translator._start(group))
+        call: SearchCall = SearchCall({0: group[0]}, translator.options, translator._start)
         with pytest.raises(NotFiniteError):
             shared.run(call, [[[0]]])
+
+
+def test_groups_that_wait_are_encoded_together_and_one_that_fails_does_so_alone(
+    translator: Translator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    alone = [translate_lines(translator, [line]) for line in LINES[:4]]
+    gate = Gate(translator, monkeypatch)
+    start, num_started = Translator._start, []
+
+    def noted(self: Translator, group: list[EncodedSource]) -> object:
+        num_started.append(len(group))
+        if any(source.seed == 3 for source in group):
+            raise ValueError("the seed is 3")
+        return start(self, group)
+
+    monkeypatch.setattr(Translator, "_start", noted)
+    bad = [replace(source, seed=3) for source in sources(translator, LINES[:1])]
+    with ThreadPoolExecutor(6) as pool:
+        first = pool.submit(translate_lines, translator, LINES[:1])
+        assert gate.is_reached.wait(PATIENCE_S)
+        others = [pool.submit(translate_lines, translator, [line]) for line in LINES[1:4]]
+        gate.wait_for_load(translator, 4)
+        gate.is_open.set()
+        assert [future.result() for future in (first, *others)] == alone
+        assert num_started == [1, 3]
+        num_started.clear()
+        gate.is_reached.clear()
+        gate.is_open.clear()
+        first = pool.submit(translate_lines, translator, LINES[:1])
+        assert gate.is_reached.wait(PATIENCE_S)
+        failing = pool.submit(translator.search, bad)
+        other = pool.submit(translate_lines, translator, LINES[1:2])
+        gate.wait_for_load(translator, 3)
+        gate.is_open.set()
+        assert [first.result(), other.result()] == alone[:2]
+        with pytest.raises(ValueError, match="the seed is 3"):
+            failing.result()
+    assert num_started == [1, 2, 1, 1]
+
+
+def test_samples_step_beside_a_search_and_can_be_cancelled(
+    translator: Translator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short call has its result long before the samples that were there first have theirs."""
+    torch.set_num_threads(1)
+    drawn = replace(translator.options, sampling=Sampling(), num_best=2)
+    sampling = translator.with_options(drawn)
+    many = sources(translator, LINES[:4], length=200)
+    alone, expected = sampling.search(many), translate_lines(translator, LINES[:1])
+    gate = Gate(translator, monkeypatch)
+    cancelled = SearchLimits(cancel=threading.Event())
+    with ThreadPoolExecutor(3) as pool:
+        long = pool.submit(sampling.search, many)
+        assert gate.is_reached.wait(PATIENCE_S)
+        short = pool.submit(translate_lines, translator, LINES[:1])
+        lost = pool.submit(translator.with_options(drawn, cancelled).search, many)
+        gate.wait_for_load(translator, 9)
+        cancelled.cancel.set()
+        with pytest.raises(CancelledError):
+            lost.result()
+        gate.is_open.set()
+        assert short.result(PATIENCE_S) == expected
+        assert len(gate.num_rows) < 100
+        assert long.result() == alone
+    assert 200 < len(gate.num_rows) < 300, "the samples that were cancelled were not drawn"
+
+
+def test_a_worker_with_few_sources_takes_new_ones_before_another_begins(
+    translator: Translator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.get_num_threads() == 1:
+        return
+    monkeypatch.setattr(translator.shared_search, "_num_shared", 3)
+    gate = Gate(translator, monkeypatch)
+    with ThreadPoolExecutor(5) as pool:
+        loads = []
+        calls = []
+        for number in range(1, 6):
+            calls.append(pool.submit(translate_lines, translator, LINES[:1]))
+            deadline = time.monotonic() + PATIENCE_S
+            while sum(each.load() for each in translator.shared_search._workers) < number:
+                assert time.monotonic() < deadline
+            loads.append([each.load() for each in translator.shared_search._workers])
+        gate.is_open.set()
+        assert len({tuple(call.result()) for call in calls}) == 1
+    assert [sorted(load) for load in loads] == [[0, 1], [0, 2], [0, 3], [1, 3], [2, 3]]
