@@ -181,6 +181,7 @@ class TrainingConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, ge=0)
     init_from: FilePath | None = Field(default=None, min_length=1)
+    replay: float = Field(default=0.0, ge=0, lt=1)
     device: str = "auto"
     precision: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     compile: bool = True
@@ -198,6 +199,11 @@ class TrainingConfig(Section):
     def _bound_the_training(self) -> TrainingConfig:
         if self.max_steps is None and self.max_minutes is None:
             raise ValueError("must have max_steps or max_minutes, but both are null instead")
+        if self.replay and self.init_from is None:
+            raise ValueError(
+                f"must name the run to replay in `init_from`, but it is null and `replay` is "
+                f"{self.replay}"
+            )
         kept = self.keep_last if self.average_of == "last" else self.keep_best
         if self.average > kept:
             raise ValueError(

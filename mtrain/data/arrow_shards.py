@@ -6,6 +6,8 @@ is opened, so that a damaged file raises an error instead of crashing.
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -204,6 +206,15 @@ _MANIFEST = TypeAdapter(Manifest)
 def shard_path(directory: Path, number: int) -> Path:
     """Return the path of a shard."""
     return directory / f"train-{number:05d}.arrow"
+
+
+def link(table: Path, directory: Path, number: int) -> None:
+    """Make a table the shard `number` of a folder, without a copy if the file systems allow it."""
+    path = shard_path(directory, number)
+    try:
+        os.link(table, path)
+    except OSError:  # another file system, or one without hard links
+        shutil.copyfile(table, path)
 
 
 def are_in(directory: Path) -> bool:

@@ -7,8 +7,6 @@ of cores.
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -237,14 +235,7 @@ def collect(
     for number, stats in enumerate(parts):
         if not stats.num_kept:
             continue
-        table, path = (
-            _part_path(job.directory, number, _TABLE),
-            arrow_shards.shard_path(directory, len(shards)),
-        )
-        try:
-            os.link(table, path)
-        except OSError:  # the file system does not support hard links
-            shutil.copyfile(table, path)
+        arrow_shards.link(_part_path(job.directory, number, _TABLE), directory, len(shards))
         num_src = sum(src * count for src, _, count in stats.lengths)
         num_tgt = sum(tgt * count for _, tgt, count in stats.lengths)
         shards.append(Shard(stats.corpus, stats.num_kept, num_src, num_tgt))

@@ -27,7 +27,7 @@ from mtrain.corpus.reader import (
     possible_header,
     read_pairs,
 )
-from mtrain.data import arrow_shards, encode, loader
+from mtrain.data import arrow_shards, encode, loader, replay
 from mtrain.data.arrow_shards import SHARD_PAIRS
 from mtrain.data.encode import EncodeJob
 from mtrain.errors import ConfigError, RunError, damaged
@@ -103,6 +103,7 @@ def _tokenize(
 ) -> int:
     """Fill the run folder; return the number of kept training pairs."""
     data, init_from = config.data, config.training.init_from
+    replay.check(config)
     fingerprint = tokenizer.fingerprint() if tokenizer else None
     marks, num_pairs = _scan(config, fingerprint, run, work_dir, console)
     pair_filter = PairFilter(data, work_dir)
@@ -135,6 +136,12 @@ def _tokenize(
         (directory / _MARKS_FILE).write_text(json.dumps(marks, indent=2), encoding="utf-8")
         encode.collect(parts, job, data.temperature, directory)
         encode.corpus_stats(parts).save(directory)
+        if config.training.replay:
+            num_replayed = replay.add(config, tokenizer, directory)
+            console.say(
+                f"replay: {num_replayed:,} training pairs of {init_from} are "
+                f"{config.training.replay:.1%} of an epoch"
+            )
         _write_text(data.valid, directory / "valid")
         for name, test in data.tests.items():
             _write_text(test, directory / "tests" / name)
@@ -149,6 +156,8 @@ def _tokenize(
             with whole_dir(run.tokenizer_dir) as tokenizer_dir:
                 tokenizer.save(tokenizer_dir)
         run.save_config(config)
+    if config.training.replay:
+        _say_leaks(run, data.tests, console)
     return num_pairs - sum(counts.values())
 
 
@@ -431,12 +440,15 @@ def _check_same_files(run: RunDir, console: Console) -> None:
 
 def _check_same_data(config: Config, run: RunDir) -> None:
     old = run.config
-    was, now = old.training.init_from, config.training.init_from
-    if was != now:
-        raise RunError(
-            f"{run.path}: `training.init_from` must stay {was or 'null'}, but is {now or 'null'} "
-            "now; choose another --run, or delete this run folder."
-        )
+    for key, was, now in (
+        ("init_from", old.training.init_from, config.training.init_from),
+        ("replay", str(old.training.replay), str(config.training.replay)),
+    ):
+        if was != now:
+            raise RunError(
+                f"{run.path}: `training.{key}` must stay {was or 'null'}, but is {now or 'null'} "
+                "now; choose another --run, or delete this run folder."
+            )
     tokenizer = config.tokenizer
     if tokenizer.vocab_size is None:  # left open
         tokenizer = tokenizer.model_copy(update={"vocab_size": old.tokenizer.vocab_size})

@@ -104,6 +104,7 @@ def test_the_defaults_are_those_of_the_design(minimal: Path) -> None:
         "weight_decay": 0.0,
         "max_grad_norm": 1.0,
         "init_from": None,
+        "replay": 0.0,
         "device": "auto",
         "precision": "auto",
         "compile": True,

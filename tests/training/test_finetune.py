@@ -2,13 +2,18 @@
 
 import json
 import shutil
+from itertools import islice
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import Cli
 from tasks import Tree, prepared, reverse_task, stop_at, tiny_tree, write_config
 
 import mtrain
+from mtrain.data.batch import MicroBatchSplit, Position
+from mtrain.data.loader import TrainingData, read_ids
+from mtrain.data.prepare import damaged_files
 from mtrain.decode.pipeline import translate_lines
 from mtrain.exporters import huggingface, model_card
 from mtrain.run import checkpoint
@@ -195,3 +200,127 @@ def test_weights_that_are_missing_or_of_another_tokenizer_are_refused(
     other.model_path.unlink()
     with pytest.raises(mtrain.RunError, match=r"is missing; `mtrain train CONFIG` makes it"):
         mtrain.train(config)
+
+
+def replaying(base: RunDir, directory: Path, share: float = 0.25) -> Tree:
+    tree = tuned(base, directory)
+    tree["training"]["replay"] = share
+    return tree
+
+
+def pairs_of(run: RunDir) -> set[tuple[bytes, bytes]]:
+    """Return the encoded pairs that the corpora of a run have."""
+    tokenizer = sentencepiece.load(run.tokenizer_dir)
+    return {
+        (src.tobytes(), tgt.tobytes())
+        for block in read_ids(run.data_dir, tokenizer)
+        for src, tgt in zip(*block, strict=True)
+    }
+
+
+def test_a_replay_has_its_share_of_the_pairs_of_an_epoch(base: RunDir, tmp_path: Path) -> None:
+    run, alone = (
+        prepared(mtrain.load_config(tree))
+        for tree in (replaying(base, tmp_path), tuned(base, tmp_path / "alone"))
+    )
+    theirs, ours = pairs_of(base), pairs_of(alone)
+    assert pairs_of(run) == ours | theirs
+    data = TrainingData(run.data_dir, sentencepiece.load(run.tokenizer_dir), seed=1)
+    assert [share.name for share in data.shares] == ["data.train", "training.replay: data.train"]
+    assert data.shares[1].num_in_epoch == round(0.25 * len(data))
+    num_replayed = num_pairs = 0
+    for batch, after in data.batches(256, Position(0, 0)):
+        num_pairs += len(batch.src_BS)
+        for src_S, tgt_T in zip(batch.src_BS, batch.tgt_out_BT, strict=True):
+            src, tgt = (row[row != 0].numpy().astype("int32") for row in (src_S, tgt_T))
+            num_replayed += (src.tobytes(), tgt[:-1].tobytes()) in theirs - ours
+        if after.epoch == 1:
+            break
+    assert num_pairs == len(data)
+    assert num_replayed == data.shares[1].num_in_epoch
+    assert not damaged_files(run)
+
+
+def test_ranks_replay_what_one_process_does(base: RunDir, tmp_path: Path) -> None:
+    run = prepared(mtrain.load_config(replaying(base, tmp_path)))
+    tokenizer = sentencepiece.load(run.tokenizer_dir)
+    whole = TrainingData(run.data_dir, tokenizer, seed=1).updates(
+        128, Position(0, 0), MicroBatchSplit(2)
+    )
+    parts = [
+        TrainingData(run.data_dir, tokenizer, seed=1).updates(
+            128, Position(0, 0), MicroBatchSplit(2, rank, 2)
+        )
+        for rank in range(2)
+    ]
+    for update, *of_ranks in islice(zip(whole, *parts, strict=False), 20):
+        found = [micro.batch for rank in of_ranks for micro in rank.micro_batches]
+        expected = [micro.batch for micro in update.micro_batches]
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one.src_BS, other.src_BS)
+
+
+def test_a_training_with_a_replay_goes_on_exactly_though_the_other_run_is_gone(
+    cli: Cli, base: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = RunDir(shutil.copytree(base.path, tmp_path / "other"))
+    tree = replaying(other, tmp_path)
+    straight = mtrain.train(tree | {"run_dir": str(tmp_path / "straight")})
+    path = write_config(tmp_path / "config.yaml", tree)
+    outcome = cli("tokenize", path)
+    count = len(TrainingData(base.data_dir, sentencepiece.load(base.tokenizer_dir), seed=1))
+    assert f"replay: {count} training pairs of {other.path} are 25.0% of an epoch" in outcome.err
+    stop_at(monkeypatch, 6)
+    with pytest.raises(Stopped):
+        mtrain.train(tree)
+    shutil.rmtree(other.path)
+    stopped = mtrain.train(tree)
+    assert (stopped / "model.safetensors").read_bytes() == (
+        straight / "model.safetensors"
+    ).read_bytes()
+    plain = mtrain.train(tuned(base, tmp_path / "plain"))
+    assert (plain / "model.safetensors").read_bytes() != (
+        straight / "model.safetensors"
+    ).read_bytes()
+    tree["training"]["replay"] = 0.5
+    with pytest.raises(mtrain.RunError) as error:
+        mtrain.train(tree | {"training": tree["training"] | {"init_from": str(other.path)}})
+    assert str(error.value) == (
+        f"{stopped}: `training.replay` must stay 0.25, but is 0.5 now; choose another --run, or "
+        "delete this run folder."
+    )
+
+
+def test_what_cannot_be_replayed_is_said_before_any_work(base: RunDir, tmp_path: Path) -> None:
+    with pytest.raises(mtrain.ConfigError) as error:
+        mtrain.load_config(tiny_tree(tmp_path), ["training.replay=0.2"])
+    assert str(error.value) == (
+        "config: `training` must name the run to replay in `init_from`, but it is null and "
+        "`replay` is 0.2."
+    )
+    other = RunDir(shutil.copytree(base.path, tmp_path / "other"))
+    config = replaying(other, tmp_path)
+    for override, said in (
+        (
+            "data.max_tokens=31",
+            f"`data.max_tokens` must be >= 32 to replay {other.path}, but",
+        ),
+        ("tokenizer.sampling_alpha=0.1", "`tokenizer.sampling_alpha` must be 0 to replay "),
+    ):
+        with pytest.raises(mtrain.ConfigError) as error:
+            mtrain.train(mtrain.load_config(config, [override]))
+        assert str(error.value).startswith(said)
+    spoiled = RunDir(shutil.copytree(base.path, tmp_path / "spoiled"))
+    shutil.rmtree(spoiled.data_dir)
+    with pytest.raises(mtrain.RunError, match="must have its encoded training pairs, but has no"):
+        mtrain.train(replaying(spoiled, tmp_path))
+
+
+def test_test_sets_that_are_replayed_are_named(cli: Cli, base: RunDir, tmp_path: Path) -> None:
+    tree = replaying(base, tmp_path)
+    tree["data"]["tests"] = {"leak": base.config.data.train.model_dump()}
+    outcome = cli("tokenize", write_config(tmp_path / "config.yaml", tree))
+    assert outcome.code == 0, outcome.err
+    assert "leak: " in outcome.err
+    assert "occur in the training pairs; its scores will be too high" in outcome.err
