@@ -170,8 +170,8 @@ MODEL = [
     ),
     model(
         "both sides share learned positions",
-        "self.tgt_embedding, self.tgt_positions, tgt_in_BT)",
-        "self.tgt_embedding, self.src_positions, tgt_in_BT)",
+        "self.tgt_embedding, self.tgt_positions, tgt_in_BT, token_keep_BT)",
+        "self.tgt_embedding, self.src_positions, tgt_in_BT, token_keep_BT)",
     ),
     model(
         "source embedding untied",
@@ -637,6 +637,27 @@ SEARCH = [
         "numbers do not follow their samples",
         "        rows, uniform_NT = rows.take(open_N), uniform_NT[open_N]\n",
         "        rows = rows.take(open_N)\n",
+    ),
+    Mutation(
+        "the divergence has no gradient in the first pass",
+        "mtrain/ops/consistency.py",
+        "log_ratio.sub_(divergence_N1).mul_(divergence_weight)",
+        "log_ratio.sub_(divergence_N1).mul_(0)",
+        "tests/ops/test_consistency.py",
+    ),
+    Mutation(
+        "the divergence is added without its weight",
+        "mtrain/ops/consistency.py",
+        "cross_entropy + divergence_weight * divergence_N1.sum()",
+        "cross_entropy + divergence_N1.sum()",
+        "tests/ops/test_consistency.py",
+    ),
+    Mutation(
+        "the cutoff hits the first pass as well",
+        "mtrain/training/loss.py",
+        "torch.ones_like(ids, dtype=torch.bool),",
+        "dropout.random_keep(ids.shape, config.cutoff, ids.device),",
+        "tests/training/test_loss.py",
     ),
     Mutation(
         "ensembles mean logits",

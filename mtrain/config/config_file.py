@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import yaml
 from pydantic import ValidationError
@@ -247,10 +247,16 @@ def _place(location: tuple[int | str, ...]) -> tuple[list[str], str]:
     section: type[Section] | None = Config
     for part in location[:-1]:
         field = section.model_fields.get(str(part)) if section else None
-        annotation: Any = field.annotation if field else None
-        is_section = isinstance(annotation, type) and issubclass(annotation, Section)
-        section = annotation if is_section else None
+        section = _section_of(field.annotation) if field else None
     return list(section.model_fields) if section else [], _dotted(location)
+
+
+def _section_of(annotation: Any) -> type[Section] | None:
+    """Return the section that a field holds, or may hold instead of null."""
+    for kind in get_args(annotation) or (annotation,):
+        if isinstance(kind, type) and issubclass(kind, Section):
+            return kind
+    return None
 
 
 def _dotted(location: tuple[int | str, ...]) -> str:

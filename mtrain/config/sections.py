@@ -163,6 +163,13 @@ class ModelConfig(Section):
         return self
 
 
+class ConsistencyConfig(Section):
+    """SimCut: `weight` times the divergence from a pass without `cutoff` of the embeddings."""
+
+    weight: float = Field(default=3.0, gt=0)
+    cutoff: float = Field(default=0.05, ge=0, lt=1)
+
+
 class TrainingConfig(Section):
     """The optimizer, its budget, and what is kept on the way."""
 
@@ -173,6 +180,7 @@ class TrainingConfig(Section):
     parallel: Literal["ddp", "fsdp"] = "ddp"
     exchange: Literal["float32", "bfloat16"] = "float32"
     label_smoothing: float = Field(default=0.1, ge=0, lt=1)
+    consistency: ConsistencyConfig | None = None
     schedule: Literal["inverse_sqrt", "noam", "linear", "cosine"] = "inverse_sqrt"
     lr: float = Field(default=0.005, gt=0)
     warmup_steps: Whole = Field(default=2000, ge=0)

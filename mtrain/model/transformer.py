@@ -54,13 +54,26 @@ class Transformer(nn.Module):
         self._initialise()
         self._tie(config.tie_embeddings)
 
-    def forward(self, src_BS: Tensor, src_keep_BS: Tensor, tgt_in_BT: Tensor) -> Tensor:
-        """Return the decoder's states [B, T, D]; `output` maps them to logits [B, T, V]."""
-        return self.decode(tgt_in_BT, self.encode(src_BS, src_keep_BS), src_keep_BS)
+    def forward(
+        self,
+        src_BS: Tensor,
+        src_keep_BS: Tensor,
+        tgt_in_BT: Tensor,
+        src_token_keep_BS: Tensor | None = None,
+        tgt_token_keep_BT: Tensor | None = None,
+    ) -> Tensor:
+        """Return the decoder's states [B, T, D]; `output` maps them to logits [B, T, V].
 
-    def encode(self, src_BS: Tensor, src_keep_BS: Tensor) -> Tensor:
+        The token keep-masks are False where the embedding of a token is zero, not its position.
+        """
+        memory_BSD = self.encode(src_BS, src_keep_BS, src_token_keep_BS)
+        return self.decode(tgt_in_BT, memory_BSD, src_keep_BS, tgt_token_keep_BT)
+
+    def encode(
+        self, src_BS: Tensor, src_keep_BS: Tensor, token_keep_BS: Tensor | None = None
+    ) -> Tensor:
         """Return the memory [B, S, D], the encoder's output for a source."""
-        x_BSD = self._embed_all(self.src_embedding, self.src_positions, src_BS)
+        x_BSD = self._embed_all(self.src_embedding, self.src_positions, src_BS, token_keep_BS)
         keep = src_keep_BS[:, None, None, :]
         if self.config.attention_window is not None:
             keep = keep & near_keep(src_BS.shape[1], self.config.attention_window, x_BSD.device)
@@ -69,12 +82,18 @@ class Transformer(nn.Module):
         memory_BSD: Tensor = self.encoder_norm(x_BSD)
         return memory_BSD
 
-    def decode(self, tgt_in_BT: Tensor, memory_BSD: Tensor, src_keep_BS: Tensor) -> Tensor:
+    def decode(
+        self,
+        tgt_in_BT: Tensor,
+        memory_BSD: Tensor,
+        src_keep_BS: Tensor,
+        token_keep_BT: Tensor | None = None,
+    ) -> Tensor:
         """Return the decoder's states [B, T, D] for a whole target.
 
         Target padding is on the right, where the causal mask hides it from every real position.
         """
-        x_BTD = self._embed_all(self.tgt_embedding, self.tgt_positions, tgt_in_BT)
+        x_BTD = self._embed_all(self.tgt_embedding, self.tgt_positions, tgt_in_BT, token_keep_BT)
         length = tgt_in_BT.shape[1]
         causal_keep_TT = near_keep(length, self.config.attention_window, x_BTD.device).tril()
         src_keep_B11S = src_keep_BS[:, None, None, :]
@@ -135,25 +154,42 @@ class Transformer(nn.Module):
         self.output.cross_entropy = torch.compile(
             self.output.cross_entropy, backend=backend, fullgraph=fullgraph, dynamic=True
         )
+        self.output.consistency = torch.compile(
+            self.output.consistency, backend=backend, fullgraph=fullgraph, dynamic=True
+        )
 
     def compute_in(self, dtype: torch.dtype | None) -> None:
         """Keep states and run products in `dtype`; None is the dtype of the weights."""
         self.compute_dtype = dtype
 
-    def _embed_all(self, table: nn.Embedding, positions: Positions, ids_BT: Tensor) -> Tensor:
+    def _embed_all(
+        self,
+        table: nn.Embedding,
+        positions: Positions,
+        ids_BT: Tensor,
+        token_keep_BT: Tensor | None = None,
+    ) -> Tensor:
         """Return the embeddings [B, T, D] of whole sequences."""
         length = ids_BT.shape[1]
         position_T = torch.arange(length, device=ids_BT.device)
-        return self._embed(table, positions, ids_BT, position_T, length)
+        return self._embed(table, positions, ids_BT, position_T, length, token_keep_BT)
 
     def _embed(
-        self, table: nn.Embedding, encoding: Positions, ids: Tensor, position: Tensor, stop: int
+        self,
+        table: nn.Embedding,
+        encoding: Positions,
+        ids: Tensor,
+        position: Tensor,
+        stop: int,
+        token_keep: Tensor | None = None,
     ) -> Tensor:
         """Return Dropout(embedding * sqrt(d_model) + positional encoding) (sections 3.4, 3.5).
 
         All positions are below `stop`.
         """
         x = table(ids) * math.sqrt(self.config.d_model)
+        if token_keep is not None:
+            x = x * token_keep[..., None]
         embedded: Tensor = self.dropout(x + encoding(position, stop).to(x.dtype))
         return embedded.to(self.compute_dtype or embedded.dtype)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -135,6 +135,17 @@ def dropout_seeds(seed: int | None) -> Iterator[None]:
         yield
     finally:
         _THREAD.rng = before
+
+
+def random_keep(shape: Sequence[int], rate: float, device: torch.device) -> Tensor:
+    """Return a mask that is False with probability `rate`, drawn from this thread's seeds.
+
+    On a GPU it is drawn from the GPU's generator, as PyTorch's dropout is.
+    """
+    if device.type != "cpu":
+        return torch.rand(*shape, device=device) >= rate
+    seed = int(torch.randint(2**32, ())) if _THREAD.rng is None else _THREAD.rng.getrandbits(32)
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) >= rate
 
 
 def _next_seed(module: Dropout) -> int:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mtrain.ops.consistency import ConsistencyFormula, plain_consistency
 from mtrain.ops.cross_entropy import Formula, plain_cross_entropy
 from mtrain.ops.linear import Bf16Weights, Linear, PackedWeights, matmul_sizes, pack_rows
 from mtrain.ops.native import functions_for, is_bare
@@ -18,11 +19,13 @@ class Projection(Linear):
 
     Attributes:
         cross_entropy: the formula of the loss of its logits.
+        consistency: the same with the divergence from the logits of a second pass.
     """
 
     def __init__(self, num_features: int, num_tokens: int) -> None:
         super().__init__(num_features, num_tokens, bias=False)
         self.cross_entropy: Formula = plain_cross_entropy
+        self.consistency: ConsistencyFormula = plain_consistency
 
     def pack_weights(self) -> None:
         """Store a packed copy of the weights, and one in bfloat16 where that multiplies faster."""

@@ -1,6 +1,7 @@
-"""Label-smoothed cross-entropy as a sum and a count; the caller divides, once per update.
+"""Losses as sums with a count; the caller divides, once per update.
 
-Shapes: B batch, T target length, D model width, V vocabulary.
+Shapes: B batch, S source length, T target length, D model width, V vocabulary, N kept target
+tokens, X = 2 * B.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtrain.config.sections import TrainingConfig
+from mtrain.config.sections import ConsistencyConfig, TrainingConfig
 from mtrain.data.batch import Batch
 from mtrain.model.transformer import Transformer
+from mtrain.ops import dropout
+from mtrain.ops.consistency import ProjectedConsistency
 from mtrain.ops.cross_entropy import Formula, ProjectedCrossEntropy
 
 
 class LossSum(NamedTuple):
-    """Sums over target tokens: the label-smoothed loss and the nll; only `loss` has a gradient."""
+    """Sums over target tokens: the loss and the nll; only `loss` has a gradient."""
 
     loss: Tensor
     nll: Tensor
@@ -25,7 +28,9 @@ class LossSum(NamedTuple):
 
 
 def loss_of(model: Transformer, batch: Batch, config: TrainingConfig) -> LossSum:
-    """Return the loss sums of a batch under a model."""
+    """Return the loss sums of a batch under a model; the consistency loss only while training."""
+    if config.consistency is not None and model.training:
+        return simcut(model, batch, config.label_smoothing, config.consistency)
     states_BTD = model(batch.src_BS, batch.src_keep_BS, batch.tgt_in_BT)
     return label_smoothed(
         states_BTD,
@@ -65,6 +70,44 @@ def label_smoothed(
         states_ND, weight_VD = states_ND.detach(), weight_VD.detach()
     loss, nll = ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         states_ND, weight_VD, targets_N, smoothing, formula
+    )
+    return LossSum(loss, nll, len(rows))
+
+
+def simcut(
+    model: Transformer, batch: Batch, smoothing: float, config: ConsistencyConfig
+) -> LossSum:
+    """Add the consistency loss of SimCut (Gao et al. 2022) to that of `label_smoothed`.
+
+    In a second pass, with dropout drawn anew, a share `cutoff` of the token embeddings is zero on
+    both sides; `weight` times KL(first pass || second pass) is added for each target token, with
+    gradients through both passes. They run as one batch of twice the rows.
+    """
+    src_BS, src_keep_BS, tgt_in_BT = batch.src_BS, batch.src_keep_BS, batch.tgt_in_BT
+    src_token_keep_BS, tgt_token_keep_BT = (
+        torch.cat(
+            [
+                torch.ones_like(ids, dtype=torch.bool),
+                dropout.random_keep(ids.shape, config.cutoff, ids.device),
+            ]
+        )
+        for ids in (src_BS, tgt_in_BT)
+    )
+    states_XTD = model(
+        *(torch.cat([tensor, tensor]) for tensor in (src_BS, src_keep_BS, tgt_in_BT)),
+        src_token_keep_BS,
+        tgt_token_keep_BT,
+    )
+    rows = _rows_of_true(batch.tgt_keep_BT.flatten(), batch.num_tgt_tokens)
+    states_ND, cut_ND = (half.flatten(0, 1).index_select(0, rows) for half in states_XTD.chunk(2))
+    loss, nll = ProjectedConsistency.apply(  # type: ignore[no-untyped-call]
+        states_ND,
+        cut_ND,
+        model.output.weight,
+        batch.tgt_out_BT.flatten().index_select(0, rows),
+        smoothing,
+        config.weight,
+        model.output.consistency,
     )
     return LossSum(loss, nll, len(rows))
 

@@ -96,6 +96,7 @@ def test_the_defaults_are_those_of_the_design(minimal: Path) -> None:
         "parallel": "ddp",
         "exchange": "float32",
         "label_smoothing": 0.1,
+        "consistency": None,
         "schedule": "inverse_sqrt",
         "lr": 0.005,
         "warmup_steps": 2000,
@@ -146,6 +147,11 @@ def test_the_defaults_are_those_of_the_design(minimal: Path) -> None:
             "training.batch_token=8",
             "`training.batch_token` is not a key of the config; did you mean "
             "`training.batch_tokens`?",
+        ),
+        (
+            "training.consistency={wieght: 1}",
+            "`training.consistency.wieght` is not a key of the config; did you mean "
+            "`training.consistency.weight`?",
         ),
         (
             "model.vocabsize=8",
@@ -259,6 +265,18 @@ def test_a_wrong_value_is_shown_as_yaml_spells_it(minimal: Path, override: str, 
         ("training.max_steps=0", "`training.max_steps` must be >= 1, but is 0 instead."),
         ("training.max_minutes=0", "`training.max_minutes` must be > 0.0, but is 0 instead."),
         ("training.lr=0", "`training.lr` must be > 0.0, but is 0 instead."),
+        (
+            "training.consistency.weight=0",
+            "`training.consistency.weight` must be > 0.0, but is 0 instead.",
+        ),
+        (
+            "training.consistency.cutoff=1",
+            "`training.consistency.cutoff` must be < 1.0, but is 1 instead.",
+        ),
+        (
+            "training.consistency={cutoff: -0.1}",
+            "`training.consistency.cutoff` must be >= 0.0, but is -0.1 instead.",
+        ),
         (
             "training.label_smoothing=1.0",
             "`training.label_smoothing` must be < 1.0, but is 1.0 instead.",

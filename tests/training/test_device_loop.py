@@ -215,11 +215,12 @@ def test_layers_compile_whole_and_seldom_anew_whatever_shapes_batches_have() -> 
         states = model(src, torch.ones_like(src, dtype=torch.bool), tgt)
         logits = states.detach().flatten(0, 1) @ model.output.weight.detach().to(states.dtype).T
         model.output.cross_entropy(logits, tgt.flatten(), 0.1, True)
+        model.output.consistency(logits, logits, tgt.flatten(), 0.1, 3.0)
         grads = torch.autograd.grad(states.sum(), list(model.encoder.parameters()))  # type: ignore
         assert all(own.dtype == torch.float32 for own in grads)
         counts.append(counter.frame_count)
-    assert counts[0] == 3, "an encoder layer, a decoder layer and the loss"
-    assert counts[-1] <= 6
+    assert counts[0] == 4, "an encoder layer, a decoder layer and both losses"
+    assert counts[-1] <= 8
     torch.compiler.reset()
 
 

@@ -155,8 +155,11 @@ def positions(run: RunDir) -> list[tuple[int, int]]:
         (2, ["training.accumulate=4"]),  # with dropout: a batch drops the same, on any rank
         (4, [*PLAIN, "training.parallel=fsdp"]),
         (2, ["model.dropout=0.0", "training.accumulate=3"]),
+        (2, ["training.accumulate=4", "training.consistency={}"]),
+        (4, ["training.accumulate=4", "training.consistency={}"]),
+        (4, [*PLAIN, "training.parallel=fsdp", "training.consistency={}"]),
     ],
-    ids=["whole-batches", "sharded", "batches-cut"],
+    ids=["whole-batches", "sharded", "batches-cut", "simcut-2", "simcut-4", "simcut-sharded"],
 )
 def test_a_training_is_that_of_one_process_to_rounding(
     source: Path, tmp_path: Path, ranks: Ranks, size: int, settings: list[str]

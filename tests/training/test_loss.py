@@ -3,10 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from builders import left_keep
+from builders import left_keep, model_config, transformer
 from torch import Tensor
 
-from mtrain.training.loss import label_smoothed
+from mtrain.config.sections import ConsistencyConfig, TrainingConfig
+from mtrain.data.batch import Batch
+from mtrain.model.transformer import Transformer
+from mtrain.ops import dropout
+from mtrain.ops.dropout import dropout_seeds
+from mtrain.training.loss import label_smoothed, loss_of
 
 NUM_PIECES, D_MODEL = 9, 5
 
@@ -148,3 +153,88 @@ def test_validation_makes_no_gradient_of_the_output_weights(monkeypatch):
     with torch.no_grad():
         label_smoothed(*problem([4, 1, 3]), 0.1)
     assert len(products) == 1
+
+
+SIMCUT = TrainingConfig(consistency=ConsistencyConfig(weight=3.0, cutoff=0.3))
+
+
+def a_batch() -> Batch:
+    src_BS, src_keep_BS = torch.randint(4, 20, (3, 5)), left_keep([5, 2, 4])
+    tgt_BT, tgt_keep_BT = torch.randint(4, 20, (3, 6)), left_keep([6, 3, 1])
+    tgt_in_BT = torch.cat([torch.full((3, 1), 2), tgt_BT[:, :-1]], 1)
+    return Batch(src_BS, src_keep_BS, tgt_in_BT, tgt_BT, tgt_keep_BT, 11, 10)
+
+
+def two_passes(
+    model: Transformer, batch: Batch, keeps: list[Tensor], weight: float, smoothing: float
+) -> Tensor:
+    """Write the loss out: the second pass has rows of the embeddings multiplied by a mask."""
+
+    def log_probs(masks: list[Tensor]) -> Tensor:
+        tables = (model.src_embedding, model.tgt_embedding)
+        hooks = [
+            table.register_forward_hook(lambda module, ids, out, mask=mask: out * mask[..., None])
+            for table, mask in zip(tables, masks, strict=True)
+        ]
+        logits = model.output(model(batch.src_BS, batch.src_keep_BS, batch.tgt_in_BT))
+        for hook in hooks:
+            hook.remove()
+        return logits.log_softmax(-1)
+
+    log_p, log_q = log_probs([torch.ones_like(keep) for keep in keeps]), log_probs(keeps)
+    total = torch.zeros((), dtype=torch.float64)
+    for row, place in batch.tgt_keep_BT.nonzero().tolist():
+        spread_V = torch.full_like(log_p[row, place], smoothing / log_p.shape[-1])
+        spread_V[batch.tgt_out_BT[row, place]] += 1 - smoothing
+        total = total - (spread_V * log_p[row, place]).sum()
+        ratio_V = log_p[row, place] - log_q[row, place]
+        total = total + weight * (log_p[row, place].exp() * ratio_V).sum()
+    return total
+
+
+@pytest.mark.parametrize("tie", ["none", "all"])
+def test_consistency_is_the_divergence_from_a_pass_without_some_embeddings(monkeypatch, tie):
+    torch.manual_seed(3)
+    model, batch = transformer(model_config(tie_embeddings=tie)).train(), a_batch()
+    keeps = [torch.rand(ids.shape) > 0.3 for ids in (batch.src_BS, batch.tgt_in_BT)]
+    drawn = iter(keeps)
+    monkeypatch.setattr(dropout, "random_keep", lambda shape, rate, device: next(drawn))
+    result = loss_of(model, batch, SIMCUT)
+    expected = two_passes(model, batch, keeps, 3.0, 0.1)
+    plain = loss_of(model.eval(), batch, SIMCUT)
+    weights = list(model.parameters())
+    torch.testing.assert_close(result.loss, expected)
+    torch.testing.assert_close(result.nll, plain.nll)
+    assert (result.num_tokens, result.loss.item() > plain.loss.item()) == (10, True)
+    grads, expected_grads = (torch.autograd.grad(loss, weights) for loss in (result.loss, expected))
+    torch.testing.assert_close(grads, expected_grads)
+
+
+def test_a_model_that_does_not_train_has_the_cross_entropy_alone():
+    model, batch = transformer(model_config(dropout=0.2)), a_batch()
+    plain = TrainingConfig()
+    assert loss_of(model, batch, SIMCUT).loss == loss_of(model, batch, plain).loss
+
+
+def test_without_a_cutoff_only_dropout_tells_both_passes_apart():
+    config, batch = TrainingConfig(consistency=ConsistencyConfig(cutoff=0)), a_batch()
+    still, dropping = (transformer(model_config(dropout=rate)).train() for rate in (0.0, 0.2))
+    plain = loss_of(still, batch, TrainingConfig()).loss
+    torch.testing.assert_close(loss_of(still, batch, config).loss, plain)
+    with dropout_seeds(1):
+        two = loss_of(dropping, batch, config)
+    with dropout_seeds(1):
+        again = loss_of(dropping, batch, config)
+    assert two.loss == again.loss
+    assert two.loss.item() > two.nll.item() > 0
+
+
+def test_the_cutoff_follows_from_the_seed_and_has_its_rate():
+    masks = []
+    for seed in (1, 1, 2):
+        with dropout_seeds(seed):
+            masks.append(dropout.random_keep((100, 200), 0.05, torch.device("cpu")))
+    assert torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[0], masks[2])
+    assert float((~masks[0]).double().mean()) == pytest.approx(0.05, abs=0.008)
+    assert dropout.random_keep((100,), 0.0, torch.device("cpu")).all()

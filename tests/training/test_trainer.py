@@ -188,6 +188,20 @@ def test_a_stop_with_sampled_segmentations_changes_nothing(
     assert weights(run) == weights(whole)
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_stop_with_a_consistency_loss_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path, num_threads: int
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    monkeypatch.setattr(gradients_module, "LEAST_TOKENS", 40)
+    simcut = ["training.consistency={weight: 3.0, cutoff: 0.05}"]
+    whole = train(source, *simcut, run=str(tmp_path / "whole"))
+    run = stop_and_go_on(monkeypatch, source, str(tmp_path / "run"), 8, *simcut)
+    assert weights(run) == weights(whole)
+    assert timeless(run) == timeless(whole)
+    assert all(line["loss"] > line["nll"] for line in step_lines(whole))
+
+
 def test_segmentations_are_sampled_alike_in_the_process_that_goes_on(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
 ) -> None:
