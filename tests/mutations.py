@@ -692,8 +692,8 @@ TRAINING = [
     ),
     train(
         "gradients not cleared",
-        "        optimizer.step()\n        optimizer.zero_grad(set_to_none=True)\n",
-        "        optimizer.step()\n",
+        "            optimizer.step()\n            optimizer.zero_grad(set_to_none=True)\n",
+        "            optimizer.step()\n",
         "stopped_and_went_on",
     ),
     train(

@@ -181,6 +181,7 @@ class TrainingConfig(Section):
     exchange: Literal["float32", "bfloat16"] = "float32"
     label_smoothing: float = Field(default=0.1, ge=0, lt=1)
     consistency: ConsistencyConfig | None = None
+    optimizer: Literal["adam", "muon"] = "adam"
     schedule: Literal["inverse_sqrt", "noam", "linear", "cosine"] = "inverse_sqrt"
     lr: float = Field(default=0.005, gt=0)
     warmup_steps: Whole = Field(default=2000, ge=0)
@@ -217,6 +218,11 @@ class TrainingConfig(Section):
             raise ValueError(
                 f"must keep the {self.average} checkpoints that it averages, but "
                 f"keep_{self.average_of} is {kept} instead"
+            )
+        if self.optimizer == "muon" and self.parallel == "fsdp":
+            raise ValueError(
+                "must have `parallel: ddp` for Muon, which needs whole matrices on each rank, but "
+                "`parallel` is 'fsdp' instead"
             )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"must have betas in [0, 1), but has {self.betas} instead")

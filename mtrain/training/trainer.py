@@ -224,7 +224,7 @@ class Trainer:
     def _update(self, update: UpdateBatches) -> None:
         """Make one update; divide the loss by the target tokens of all its micro-batches.
 
-        If loss or gradient is not finite, `found_inf` makes the fused optimizer skip the update. A
+        If loss or gradient is not finite, `found_inf` makes the optimizers skip the update. A
         GPU's result is read later, so that it is not synchronised at each update.
         """
         sums = self.gradients.backward_update(update, self.state.grad_scaler.scale)
@@ -232,15 +232,16 @@ class Trainer:
         self.state.grad_scaler.unscale(self.state.parameters)
         grad_norm = self._clip().double()
         is_finite = (totals[0] + grad_norm).isfinite()
-        optimizer, step = self.state.optimizer, self.state.progress.step + 1
-        optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
+        step = self.state.progress.step + 1
         if follows_clock(self.settings):
             self.state.progress.unlogged_began_s.append(self.state.progress.elapsed_s)
         lr = learning_rate(self.settings, self.config.model.d_model, step, self._budget_spent())
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.state.optimizers:
+            optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         values = torch.cat([torch.stack([is_finite.double(), grad_norm]), totals])
         self.pending.add(step, update.num_tokens, lr, values)
         self._read_results(self.max_pending)
@@ -448,13 +449,13 @@ class Trainer:
 
     def probe_memory(self) -> None:
         """Try whether the largest batches fit into memory; restore all other state."""
-        state, optimizer = random_state(), self.state.optimizer
+        state = random_state()
         for batch in self.data.largest(self.settings.batch_tokens):
             part = batch.split(self.split.num_parts)[0]
             self.gradients.probe_memory(part)
-        optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
         self.gradients.warm_up(part)
-        optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
         set_random_state(state)
 
     def _check_weights(self) -> None:

@@ -19,12 +19,14 @@ from mtrain.runtime.device import processor
 from mtrain.runtime.process_group import ProcessGroup
 from mtrain.training.gradients import GradScaler
 from mtrain.training.meters import RunningMeter
+from mtrain.training.muon import BatchedMuon, linear_weights
 
 _ADAM = ("step", "exp_avg", "exp_avg_sq")  # optimizer state of each parameter
+_MUON = ("momentum_buffer",)
 
 
 class TrainingState:
-    """The model, optimizer, progress, loss scale and running sums.
+    """The model, optimizers, progress, loss scale and running sums.
 
     Args:
         model: the model to train; its parameters may be sharded.
@@ -42,13 +44,18 @@ class TrainingState:
     ) -> None:
         self.model, self.process_group = model, process_group
         self.parameters = list(model.parameters())
-        self.optimizer = torch.optim.AdamW(  # equals Adam if weight_decay is 0
-            self.parameters,
+        matrices = linear_weights(model) if config.optimizer == "muon" else []
+        self.is_matrix: set[torch.Tensor] = set(matrices)  # for Muon
+        adam = torch.optim.AdamW(  # equals Adam if weight_decay is 0
+            [parameter for parameter in self.parameters if parameter not in self.is_matrix],
             betas=(config.betas[0], config.betas[1]),
             eps=config.eps,
             weight_decay=config.weight_decay,
             fused=True,
         )
+        self.optimizers: list[torch.optim.Optimizer] = [adam]
+        if matrices:
+            self.optimizers.append(BatchedMuon(matrices, config.weight_decay))
         self.progress = Progress()
         self.grad_scaler = GradScaler(dtype)
         self.meter = RunningMeter()
@@ -83,7 +90,7 @@ class TrainingState:
         optimizer = {
             f"{key}.{name}": self.process_group.full_tensor(value)
             for name, parameter in self.model.named_parameters()
-            for key, value in self.optimizer.state[parameter].items()
+            for key, value in self._optimizer_of(parameter).state[parameter].items()
         }
         scaler, meter = self.grad_scaler, self.meter
         progress = self.progress.model_copy(
@@ -121,6 +128,9 @@ class TrainingState:
         self.grad_scaler.restore(progress.loss_scale, progress.growth_tracker)
         self.meter.restore(progress.unlogged_loss, progress.unlogged_nll, progress.unlogged_tokens)
 
+    def _optimizer_of(self, parameter: torch.Tensor) -> torch.optim.Optimizer:
+        return self.optimizers[parameter in self.is_matrix]
+
     def _restore_optimizer(self, tensors: Weights, path: Path) -> None:
         """Load the optimizer state, after checking all shapes and dtypes.
 
@@ -128,8 +138,19 @@ class TrainingState:
             RunError: if it belongs to another optimizer or model.
         """
         named = dict(self.model.named_parameters())
+        is_muons = any(name.startswith("momentum_buffer.") for name in tensors)
+        if is_muons != bool(self.is_matrix):
+            saved, asked = ("muon", "adam") if is_muons else ("adam", "muon")
+            raise RunError(
+                f"{path}: `training.optimizer` must be {saved!r}, as in this checkpoint, but is "
+                f"{asked!r} instead."
+            )
+        keys_of = {
+            name: _MUON if parameter in self.is_matrix else _ADAM
+            for name, parameter in named.items()
+        }
         for name, parameter in named.items():
-            for key in _ADAM:
+            for key in keys_of[name]:
                 tensor = tensors.get(f"{key}.{name}")
                 shape = torch.Size() if key == "step" else parameter.shape
                 if tensor is None or tensor.shape != shape or tensor.dtype != parameter.dtype:
@@ -138,9 +159,9 @@ class TrainingState:
                         f"{tuple(shape)}, but is not."
                     )
         for name, parameter in named.items():
-            for key in _ADAM:
+            for key in keys_of[name]:
                 tensor = tensors[f"{key}.{name}"]
-                self.optimizer.state[parameter][key] = (
+                self._optimizer_of(parameter).state[parameter][key] = (
                     tensor.to(parameter.device)
                     if key == "step"  # a scalar, which is not sharded
                     else self.process_group.distribute_like(tensor, parameter)

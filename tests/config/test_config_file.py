@@ -97,6 +97,7 @@ def test_the_defaults_are_those_of_the_design(minimal: Path) -> None:
         "exchange": "float32",
         "label_smoothing": 0.1,
         "consistency": None,
+        "optimizer": "adam",
         "schedule": "inverse_sqrt",
         "lr": 0.005,
         "warmup_steps": 2000,
@@ -284,6 +285,11 @@ def test_a_wrong_value_is_shown_as_yaml_spells_it(minimal: Path, override: str, 
         (
             "training.parallel=zero",
             "`training.parallel` must be 'ddp' or 'fsdp', but is 'zero' instead.",
+        ),
+        (
+            "training={optimizer: muon, parallel: fsdp}",
+            "`training` must have `parallel: ddp` for Muon, which needs whole matrices on each "
+            "rank, but `parallel` is 'fsdp' instead.",
         ),
         ("training.patience=0", "`training.patience` must be >= 1, but is 0 instead."),
         ("training.accumulate=0", "`training.accumulate` must be >= 1, but is 0 instead."),

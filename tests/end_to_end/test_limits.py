@@ -63,7 +63,7 @@ def gradients(trainer: Trainer, batch: Batch) -> torch.Tensor:
     found = torch.cat(
         [own.grad.flatten() for own in trainer.state.parameters if own.grad is not None]
     )
-    trainer.state.optimizer.zero_grad(set_to_none=True)
+    trainer.model.zero_grad(set_to_none=True)
     return found
 
 

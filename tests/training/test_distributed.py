@@ -158,8 +158,17 @@ def positions(run: RunDir) -> list[tuple[int, int]]:
         (2, ["training.accumulate=4", "training.consistency={}"]),
         (4, ["training.accumulate=4", "training.consistency={}"]),
         (4, [*PLAIN, "training.parallel=fsdp", "training.consistency={}"]),
+        (2, ["training.accumulate=4", "training.optimizer=muon"]),
     ],
-    ids=["whole-batches", "sharded", "batches-cut", "simcut-2", "simcut-4", "simcut-sharded"],
+    ids=[
+        "whole-batches",
+        "sharded",
+        "batches-cut",
+        "simcut-2",
+        "simcut-4",
+        "simcut-sharded",
+        "muon",
+    ],
 )
 def test_a_training_is_that_of_one_process_to_rounding(
     source: Path, tmp_path: Path, ranks: Ranks, size: int, settings: list[str]

@@ -144,7 +144,7 @@ def test_an_update_of_the_trainer_is_adam_with_the_papers_rate_written_out(tmp_p
         trainer.model.double()
         weights = list(trainer.model.parameters())
         seen: list[list[Tensor]] = []
-        trainer.state.optimizer.register_step_pre_hook(
+        trainer.state.optimizers[0].register_step_pre_hook(
             lambda *_: seen.append([weight.grad.clone() for weight in weights])
         )
         expected = [weight.detach().clone() for weight in weights]

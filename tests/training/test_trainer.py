@@ -202,6 +202,39 @@ def test_a_stop_with_a_consistency_loss_changes_nothing(
     assert all(line["loss"] > line["nll"] for line in step_lines(whole))
 
 
+def test_a_stop_with_muon_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, source: Path, straight: RunDir, tmp_path: Path
+) -> None:
+    muon = ["training.optimizer=muon", "training.weight_decay=0.01"]
+    whole = train(source, *muon, run=str(tmp_path / "whole"))
+    run = stop_and_go_on(monkeypatch, source, str(tmp_path / "run"), 8, *muon)
+    assert weights(run) == weights(whole) != weights(straight)
+    assert timeless(run) == timeless(whole)
+
+
+@pytest.mark.parametrize(("before", "now"), [("adam", "muon"), ("muon", "adam")])
+def test_another_optimizer_than_that_of_the_checkpoint_is_refused(
+    cli: Cli, source: Path, tmp_path: Path, before: str, now: str
+) -> None:
+    run = train(source, f"training.optimizer={before}", run=str(tmp_path / "run"))
+    outcome = cli(
+        "train",
+        source,
+        "--run",
+        run.path,
+        "--set",
+        f"training.optimizer={now}",
+        "--set",
+        "training.max_steps=14",
+    )
+    path = run.checkpoints_dir / "step-00000012" / "optimizer.safetensors"
+    assert outcome.code == 2
+    assert outcome.err.splitlines()[-1] == (
+        f"mtrain: {path}: `training.optimizer` must be '{before}', as in this checkpoint, but is "
+        f"'{now}' instead."
+    )
+
+
 def test_segmentations_are_sampled_alike_in_the_process_that_goes_on(
     monkeypatch: pytest.MonkeyPatch, source: Path, tmp_path: Path
 ) -> None:
@@ -326,7 +359,7 @@ def test_the_gradient_is_divided_by_the_tokens_of_the_whole_update(
         (sum(part.loss for part in sums) / sum(num_tokens)).backward()
         gradients = [parameter.grad for parameter in trainer.model.parameters()]
         expected = torch.cat([grad.flatten() for grad in gradients if grad is not None]).norm()
-        trainer.state.optimizer.zero_grad(set_to_none=True)
+        trainer.model.zero_grad(set_to_none=True)
         trainer._update(single_rank_update(micro_batches))
     assert float(trainer.state.meter.grad_norm) == pytest.approx(float(expected), rel=1e-4)
 

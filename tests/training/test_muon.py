@@ -1,0 +1,93 @@
+"""Hold Muon on stacks of matrices to PyTorch's, one matrix after another."""
+
+import pytest
+import torch
+from builders import model_config, transformer
+from torch import Tensor, nn
+
+from mtrain.training.muon import BatchedMuon, linear_weights, orthogonalised
+
+SHAPES = [(4, 4), (4, 12), (12, 4), (8, 4), (4, 4), (4, 8), (12, 4)]
+LR = 0.1
+
+
+def matrices(seed: int = 0) -> list[nn.Parameter]:
+    rng = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=rng)) for shape in SHAPES]
+
+
+def set_grads(parameters: list[nn.Parameter], step: int) -> None:
+    for number, parameter in enumerate(parameters):
+        rng = torch.Generator().manual_seed(100 * step + number)
+        parameter.grad = torch.randn(parameter.shape, generator=rng)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_stacked_matrices_are_updated_as_pytorchs_muon_updates_each(weight_decay: float) -> None:
+    ours, theirs = matrices(), matrices()
+    muon = BatchedMuon(ours, weight_decay)
+    muon.param_groups[0]["lr"] = LR
+    expected = torch.optim.Muon(
+        theirs, lr=LR, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+    )
+    for step in range(4):
+        set_grads(ours, step)
+        set_grads(theirs, step)
+        muon.step()
+        expected.step()
+    for mine, other, start in zip(ours, theirs, matrices(), strict=True):
+        buffers = (muon.state[mine], expected.state[other])
+        assert torch.equal(*(state["momentum_buffer"] for state in buffers))
+        # bfloat16 rounds each product of the iterations
+        distance, change = (mine - other).norm().item(), (other - start).norm().item()
+        assert distance < 0.01 * change
+        assert mine.is_contiguous() and mine.shape == other.shape
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_an_update_that_is_not_finite_changes_neither_weights_nor_momentum(bad: float) -> None:
+    parameters = matrices()
+    muon = BatchedMuon(parameters, weight_decay=0.1)
+    muon.param_groups[0]["lr"] = LR
+    set_grads(parameters, 0)
+    muon.found_inf = torch.zeros(())
+    muon.step()
+    buffers = [muon.state[parameter]["momentum_buffer"] for parameter in parameters]
+    before = [tensor.detach().clone() for tensor in [*parameters, *buffers]]
+    set_grads(parameters, 1)
+    parameters[1].grad[0, 0] = bad  # type: ignore[index]
+    muon.found_inf = torch.ones(())
+    muon.step()
+    assert all(map(torch.equal, before, [*parameters, *buffers]))
+    muon.found_inf = torch.zeros(())
+    set_grads(parameters, 2)
+    muon.step()
+    assert not any(map(torch.equal, before, [*parameters, *buffers]))
+
+
+def test_a_step_without_a_finite_check_is_one_that_found_nothing() -> None:
+    ours, others = matrices(), matrices()
+    for parameters, found_inf in ((ours, None), (others, torch.zeros(()))):
+        muon = BatchedMuon(parameters, weight_decay=0.1)
+        muon.param_groups[0]["lr"], muon.found_inf = LR, found_inf
+        set_grads(parameters, 0)
+        muon.step()
+    assert all(map(torch.equal, ours, others))
+
+
+def test_all_singular_values_become_about_one() -> None:
+    rng = torch.Generator().manual_seed(0)
+    stack: Tensor = torch.randn(3, 16, 48, generator=rng)
+    values = torch.linalg.svdvals(orthogonalised(stack).float())
+    assert float(values.min()) > 0.6
+    assert float(values.max()) < 1.3
+
+
+@pytest.mark.parametrize("tie", ["all", "decoder", "none"])
+def test_muon_gets_the_weights_of_linear_maps_and_no_embedding(tie: str) -> None:
+    model = transformer(model_config(tie_embeddings=tie, positions="learned", max_positions=9))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    chosen = [names[id(weight)] for weight in linear_weights(model)]
+    assert len(set(chosen)) == len(chosen) == 2 * 4 + 2 * 7
+    assert all(name.startswith(("encoder.", "decoder.")) for name in chosen)
+    assert all(name.endswith(".weight") and "norm" not in name for name in chosen)
