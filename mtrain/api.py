@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from mtrain.decode.formats import Translation
     from mtrain.decode.options import DecodingOptions
     from mtrain.decode.pipeline import SearchEngine, Warn
+    from mtrain.decode.translator import Translator
     from mtrain.evaluation.evaluation import TestResult
     from mtrain.evaluation.metrics import ScoringOptions
     from mtrain.exporters.export import ExportReport
@@ -288,8 +289,27 @@ def train_together(
             run_dir.metrics_path, board, PythonLog(), has_bar=has_bar, on_metrics=on_metrics
         )
     process_group.barrier()
-    trainer.train(config, run_dir, process_group, log, stop)
+    has_trained = trainer.train(config, run_dir, process_group, log, stop)
+    if has_trained and process_group.is_first and config.training.init_from is not None:
+        for line in _before_and_after(run_dir, config.training.device):
+            PythonLog().say(line)
     return run_dir.path
+
+
+def _before_and_after(run: RunDir, device: str) -> Iterator[str]:
+    """Yield a table of the test sets of a fine-tuned run and of the one that it began with."""
+    from mtrain.decode import translator as translating
+    from mtrain.decode.options import DecodingOptions
+    from mtrain.evaluation import fine_tuning
+    from mtrain.evaluation.metrics import ScoringOptions
+    from mtrain.run.load_model import LoadOptions
+
+    def load_run(each: RunDir) -> Translator:
+        options = replace(DecodingOptions.from_config(each.config), with_scores=False)
+        return translating.load(each, options, LoadOptions(device))
+
+    reports = fine_tuning.before_and_after(run, load_run, _log_warning, ScoringOptions())
+    yield from fine_tuning.as_table(reports)
 
 
 def init(

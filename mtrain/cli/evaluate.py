@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +18,8 @@ from mtrain.runtime.process_group import ProcessGroup
 
 if TYPE_CHECKING:
     from mtrain.decode.translator import Translator
-    from mtrain.evaluation.metrics import TestSet
+    from mtrain.evaluation.evaluation import TestReport
+    from mtrain.evaluation.metrics import ScoringOptions, TestSet
 
 
 def evaluate(
@@ -91,12 +94,30 @@ def evaluate(
             scoring = ScoringOptions(tokenize, lowercase, **how)
             plan = evaluation.EvaluationPlan(folders, others, names, scoring, details, text)
             reports = evaluation.evaluate_systems(plan, load, console.warn)
-            console.put(as_json(reports) if json else as_text(reports), output)
+            has_table = process_group.size == 1 and not (
+                json or others or names or text or runs[1:]
+            )
+            table = _table(folders[0], load, scoring, reports) if has_table else []
+            console.put(as_json(reports) if json else chain(as_text(reports), table), output)
         else:  # translate what the first rank translates
             read = text or evaluation.read_tests(folders[0], names)
             for run in [*folders, *(RunDir(path) for path in others if path.is_dir())]:
                 texts = text or evaluation.read_tests(run, list(read))
                 list(evaluation.translate_tests(run, load(run), texts, console.warn))
+
+
+def _table(
+    run: RunDir,
+    load: Callable[[RunDir], Translator],
+    scoring: ScoringOptions,
+    reports: Sequence[TestReport],
+) -> Iterator[str]:
+    """Yield the test sets of a fine-tuned run, scored before and after."""
+    from mtrain.evaluation import fine_tuning
+
+    known = {each.results[0].name: each.results[0].hypotheses for each in reports}
+    compared = fine_tuning.before_and_after(run, load, console.warn, scoring, known)
+    yield from fine_tuning.as_table(compared)
 
 
 def _check_text(src: Path | None, refs: list[Path], tests: str | None) -> None:

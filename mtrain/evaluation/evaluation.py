@@ -283,6 +283,18 @@ def _report(
     return TestReport(results, summary, comparisons, contrasts)
 
 
+def report_on(
+    name: str, lines: TestSet, outputs: Mapping[str, list[str]], options: ScoringOptions
+) -> TestReport:
+    """Score translations of a test set, and compare all systems with the first."""
+    scorer = Scorer(lines, options)
+    results = [
+        TestResult(name, system, lines, hypotheses, scorer.score(hypotheses))
+        for system, hypotheses in outputs.items()
+    ]
+    return TestReport(results, [], significance.compare(scorer, outputs), [])
+
+
 def _differences(configs: Mapping[Path, Config]) -> Iterator[str]:
     """Yield which runs differ from the first in more than the seed, or have its seed."""
     (first_path, first), *others = (

@@ -73,8 +73,10 @@ def train(
     process_group: ProcessGroup = SINGLE,
     log: RunLog | None = None,
     stop: threading.Event | None = None,
-) -> None:
+) -> bool:
     """Train in `run`, from its newest checkpoint if there is one, and write the final weights.
+
+    Returns False if the training had ended before.
 
     Args:
         config: of the training, the same on every rank.
@@ -99,7 +101,7 @@ def train(
     with lock, log:
         trainer = Trainer(config, run, log, process_group)
         if not trainer.resume():
-            return
+            return False
         if process_group.is_first:
             trainer.log_header()
         with (
@@ -109,6 +111,7 @@ def train(
             trainer.probe_memory()
             trainer.run(signals)
         trainer.finish()
+    return True
 
 
 class Trainer:

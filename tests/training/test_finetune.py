@@ -324,3 +324,66 @@ def test_test_sets_that_are_replayed_are_named(cli: Cli, base: RunDir, tmp_path:
     assert outcome.code == 0, outcome.err
     assert "leak: " in outcome.err
     assert "occur in the training pairs; its scores will be too high" in outcome.err
+
+
+def test_the_test_sets_of_both_runs_are_scored_before_and_after(
+    cli: Cli, base: RunDir, tmp_path: Path
+) -> None:
+    """Those with the same content once, whatever their names; the same in training and `eval`."""
+    tree = tuned(base, tmp_path)
+    tree["data"]["tests"] = {
+        "same": base.config.data.tests["held_out"].model_dump(),
+        "fresh": tree["data"]["tests"]["held_out"],
+    }
+    path = write_config(tmp_path / "config.yaml", tree)
+    outcome = cli("train", path)
+    assert outcome.code == 0, outcome.err
+    run = RunDir(tmp_path / "run")
+    lines = outcome.err.splitlines()
+    title = f"test sets before (with {base.path}) and after (with {run.path}):"
+    table = lines[lines.index(title) :]
+    evaluated = cli("eval", run.path)
+    assert evaluated.lines[-len(table) :] == table
+    assert [line.split()[:1] + line.split()[2:3] for line in table[2:]] == [
+        ["same", "BLEU"],
+        ["same", "chrF2"],
+        ["fresh", "BLEU"],
+        ["fresh", "chrF2"],
+    ]
+    compared = cli("eval", base.path, "--compare", run.path, "--src", *sides(tree, "fresh"))
+    before, after = (line.split() for line in compared.lines[1:3])
+    cells = table[4].split()
+    assert cells[3:5] == [before[0], after[0]]
+    assert cells[5:] == [after[-4], after[-3], after[-2]]
+    assert "test sets before" not in cli("train", path).err
+    assert "test sets before" not in cli("eval", base.path).out.decode()
+    assert "test sets before" not in cli("eval", run.path, "--tests", "same").out.decode()
+
+
+def sides(tree: Tree, name: str) -> list[str]:
+    corpus = tree["data"]["tests"][name]
+    return [corpus["src"][0], "--ref", corpus["tgt"][0]]
+
+
+def test_a_test_set_of_the_other_run_with_a_name_of_this_one_says_whose_it_is(
+    cli: Cli, base: RunDir, tmp_path: Path
+) -> None:
+    outcome = cli("train", write_config(tmp_path / "config.yaml", tuned(base, tmp_path)))
+    assert outcome.code == 0, outcome.err
+    table = [line for line in outcome.err.splitlines() if "BLEU  " in line]
+    assert [line.split("  ")[0] for line in table] == ["held_out", f"held_out of {base.path}"]
+
+
+def test_a_run_whose_beginning_is_gone_is_scored_alone(
+    cli: Cli, base: RunDir, tmp_path: Path
+) -> None:
+    other = RunDir(shutil.copytree(base.path, tmp_path / "other"))
+    run = mtrain.train(tuned(other, tmp_path))
+    shutil.rmtree(other.path)
+    outcome = cli("eval", run)
+    assert outcome.code == 0, outcome.err
+    assert "test sets before" not in outcome.out.decode()
+    assert (
+        f"mtrain: `training.init_from`: no scores of before: {other.path}: must be a run folder, "
+        "but does not exist.\n"
+    ) in outcome.err

@@ -1,0 +1,93 @@
+"""What a fine-tuning has cost: the test sets of both runs, before it and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from mtrain.decode.pipeline import SearchEngine, Warn
+from mtrain.errors import UserError
+from mtrain.evaluation.evaluation import TestReport, read_tests, report_on, translate_tests
+from mtrain.evaluation.metrics import ScoringOptions, TestSet, format_value
+from mtrain.io.table import format_table
+from mtrain.run.run_dir import RunDir
+
+_P_LIMIT = 0.05
+
+
+def tests_of_both(run: RunDir, other: RunDir) -> dict[str, TestSet]:
+    """Return the test sets of two runs by name, those with the same content once.
+
+    A name of the other run that this one has for another test set has its folder beside it.
+    """
+    tests = read_tests(run) if run.config.data.tests else {}
+    if other.config.data.tests:
+        for name, lines in read_tests(other).items():
+            if lines not in tests.values():
+                tests[f"{name} of {other.path}" if name in tests else name] = lines
+    return tests
+
+
+def before_and_after(
+    run: RunDir,
+    load: Callable[[RunDir], SearchEngine],
+    warn: Warn,
+    options: ScoringOptions,
+    known: Mapping[str, list[str]] | None = None,
+) -> list[TestReport]:
+    """Score the test sets of a run and of the run that it began with by both, and compare them.
+
+    The first system of each report is the one before. There is none if the run began with no other
+    one, or if that has gone or cannot be loaded, which is said.
+
+    Args:
+        run: the fine-tuned run.
+        load: loads the translator of a run.
+        warn: gets what looks wrong about translations.
+        options: of the scores; without intervals there is no test, and no report.
+        known: translations by the run of its own test sets, by name.
+    """
+    init_from = run.config.training.init_from
+    if init_from is None or not options.num_resamples:
+        return []
+    other = RunDir(Path(init_from))
+    try:
+        tests, before = tests_of_both(run, other), load(other)
+    except UserError as error:
+        warn(f"`training.init_from`: no scores of before: {error}")
+        return []
+    if not tests:
+        return []
+    old = dict(translate_tests(other, before, tests, lambda _: None))
+    new = dict(known or {})
+    missing = {name: lines for name, lines in tests.items() if name not in new}
+    if missing:
+        new |= translate_tests(run, load(run), missing, warn)
+    systems = str(other.path), str(run.path)
+    return [
+        report_on(name, lines, dict(zip(systems, (old[name], new[name]), strict=True)), options)
+        for name, lines in tests.items()
+    ]
+
+
+def as_table(reports: Sequence[TestReport]) -> Iterator[str]:
+    """Yield a table with a row for each test set and metric."""
+    if not reports:
+        return
+    before, after = (result.system for result in reports[0].results)
+    yield f"test sets before (with {before}) and after (with {after}):"
+    rows = [["test set", "lines", "metric", "before", "after", "change", "p (bs)", "p (ar)"]]
+    for report in reports:
+        first, second = report.results
+        for old, new, test in zip(first.scores, second.scores, report.comparisons, strict=True):
+            values = [format_value(old.metric, score.value) for score in (old, new)]
+            change = format_value(old.metric, test.difference)
+            p_values = [
+                f"{p:.4f}{'*' if p < _P_LIMIT else ' '}"
+                for p in (test.p_bootstrap, test.p_randomization)
+            ]
+            sign = "" if change.startswith("-") else "+"
+            num_lines = f"{len(first.lines.src):,}"
+            cells = [first.name, num_lines, old.metric, *values, f"{sign}{change}", *p_values]
+            rows.append(cells)
+    yield from format_table(rows, "<><" + ">" * 5)
