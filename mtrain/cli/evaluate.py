@@ -94,10 +94,10 @@ def evaluate(
             scoring = ScoringOptions(tokenize, lowercase, **how)
             plan = evaluation.EvaluationPlan(folders, others, names, scoring, details, text)
             reports = evaluation.evaluate_systems(plan, load, console.warn)
-            has_table = process_group.size == 1 and not (
-                json or others or names or text or runs[1:]
+            is_plain = process_group.size == len(runs) == 1 and not (
+                json or others or names or text
             )
-            table = _table(folders[0], load, scoring, reports) if has_table else []
+            table = _table(folders[0], load, scoring, reports) if is_plain else []
             console.put(as_json(reports) if json else chain(as_text(reports), table), output)
         else:  # translate what the first rank translates
             read = text or evaluation.read_tests(folders[0], names)
