@@ -18,8 +18,8 @@ from mtrain.runtime.process_group import ProcessGroup
 
 if TYPE_CHECKING:
     from mtrain.decode.translator import Translator
-    from mtrain.evaluation.evaluation import TestReport
-    from mtrain.evaluation.metrics import ScoringOptions, TestSet
+    from mtrain.evaluation.evaluation import EvaluationPlan, TestReport
+    from mtrain.evaluation.metrics import TestSet
 
 
 def evaluate(
@@ -94,10 +94,7 @@ def evaluate(
             scoring = ScoringOptions(tokenize, lowercase, **how)
             plan = evaluation.EvaluationPlan(folders, others, names, scoring, details, text)
             reports = evaluation.evaluate_systems(plan, load, console.warn)
-            is_plain = process_group.size == len(runs) == 1 and not (
-                json or others or names or text
-            )
-            table = _table(folders[0], load, scoring, reports) if is_plain else []
+            table = _table(plan, load, reports) if process_group.size == 1 else []
             console.put(as_json(reports) if json else chain(as_text(reports), table), output)
         else:  # translate what the first rank translates
             read = text or evaluation.read_tests(folders[0], names)
@@ -107,17 +104,17 @@ def evaluate(
 
 
 def _table(
-    run: RunDir,
-    load: Callable[[RunDir], Translator],
-    scoring: ScoringOptions,
-    reports: Sequence[TestReport],
+    plan: EvaluationPlan, load: Callable[[RunDir], Translator], reports: Sequence[TestReport]
 ) -> Iterator[str]:
-    """Yield the test sets of a fine-tuned run, scored before and after."""
+    """Yield the scores before and after of a fine-tuned run, if it is evaluated whole and alone."""
     from mtrain.evaluation import fine_tuning
 
-    known = {each.results[0].name: each.results[0].hypotheses for each in reports}
-    compared = fine_tuning.before_and_after(run, load, console.warn, scoring, known)
-    yield from fine_tuning.as_table(compared)
+    if len(plan.runs) == 1 and not (plan.others or plan.names or plan.text):
+        known = {each.results[0].name: each.results[0].hypotheses for each in reports}
+        compared = fine_tuning.before_and_after(
+            plan.runs[0], load, console.warn, plan.options, known
+        )
+        yield from fine_tuning.as_table(compared)
 
 
 def _check_text(src: Path | None, refs: list[Path], tests: str | None) -> None:
