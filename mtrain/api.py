@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 from mtrain.config import config_file
 from mtrain.config.sections import Config
 from mtrain.errors import ConfigError, DataError
+from mtrain.io.text_lines import LINE_BREAK, TextLines
 from mtrain.run import finetune
 from mtrain.run.logger import PythonLog, RunLog, TensorBoardLog, check_installed
 from mtrain.run.run_dir import RunDir
@@ -44,7 +45,6 @@ AnyPath = str | os.PathLike[str]
 AnyConfig = Config | Mapping[str, Any] | AnyPath
 Precision = Literal["auto", "float32", "bfloat16"]
 Engine = Literal["mtrain", "ctranslate2"]
-_LINE_BREAK = re.compile(r"\r?\n")
 _HALF = re.compile("[\ud800-\udfff]")  # of a character: no text that can be written
 
 
@@ -187,21 +187,16 @@ class Model:
         """
         if not isinstance(text, str):
             raise DataError(f"`text` must be text, but is {text!r:.60} instead.")
-        lines, breaks = _LINE_BREAK.split(text), [*_LINE_BREAK.findall(text), ""]
+        text_lines = TextLines(text)
         translations = self.translate(
-            lines,
+            text_lines.lines,
             options,
             timeout_s=timeout_s,
             cancel=cancel,
             max_chars=max_chars,
             on_warning=on_warning,
         )
-        written = []
-        for line, translation, line_break in zip(lines, translations, breaks, strict=True):
-            indent = line[: len(line) - len(line.lstrip())]
-            trailing = line[len(line.rstrip()) :] if line.strip() else ""
-            written.append(f"{indent}{translation}{trailing}{line_break}")
-        return "".join(written)
+        return text_lines.join(translations)
 
 
 def load_config(
@@ -609,4 +604,4 @@ def _clean(lines: Iterable[str], max_chars: int | None, name: str = "lines") -> 
         if max_chars is not None and num_chars > max_chars:
             raise DataError(f"`{name}` must have at most {max_chars:,} characters, but have more.")
         whole = _HALF.sub("\ufffd", line.removesuffix("\n").removesuffix("\r"))
-        yield _LINE_BREAK.sub(" ", whole)
+        yield LINE_BREAK.sub(" ", whole)

@@ -213,6 +213,30 @@ def noisy(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     return train(config_path, *(f"training.{change}" for change in changes))
 
 
+@pytest.fixture(scope="session")
+def pair_models(trained: RunDir, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Models of en-de and de-fr that copy their source."""
+    from serving import with_languages
+
+    import mtrain
+
+    directory = tmp_path_factory.mktemp("serve")
+    pairs = [("en", "de"), ("de", "fr")]
+    return [
+        mtrain.load(with_languages(trained, directory / f"{src}-{tgt}", src, tgt), beam=3)
+        for src, tgt in pairs
+    ]
+
+
+@pytest.fixture(scope="session")
+def client(pair_models: list[Any]) -> Iterator[Any]:
+    """Ask a server of `pair_models`."""
+    from serving import running
+
+    with running(pair_models) as client:
+        yield client
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest, so that the last processes end together."""
     longest = ["distributed", "kills", "torchrun", "trainer", "readme", "draw", "doctor"]

@@ -38,14 +38,16 @@ ORDER = [
     "doctor",
     "demo",
     "api",
+    "serve",
     "cli",
     "__main__",
 ]
 MODULES = sorted(path.relative_to(PACKAGE).as_posix()[:-3] for path in PACKAGE.rglob("*.py"))
 HEAVY = {"torch", "numpy", "datasets", "sentencepiece", "sacrebleu", "matplotlib"}
-HEAVY |= {"ctranslate2", "transformers"}
+HEAVY |= {"ctranslate2", "transformers", "starlette", "uvicorn", "py3langid"}
 LONGEST_FUNCTION = 80
 MOST_MODULES = 15
+MOST_VERBS = 18  # each a module of `cli`, beside the few that they share
 SCRIPTS = sorted((REPOSITORY / "benchmarks").rglob("*.py"))
 
 
@@ -139,7 +141,8 @@ def test_only_four_modules_stand_outside_the_folders() -> None:
 
 @pytest.mark.parametrize("name", [name for name in ORDER if (PACKAGE / name).is_dir()])
 def test_a_folder_has_about_a_dozen_modules_and_says_what_it_must_not_know(name: str) -> None:
-    assert len(list((PACKAGE / name).glob("*.py"))) <= MOST_MODULES
+    most = MOST_MODULES if name != "cli" else MOST_VERBS + 5
+    assert len(list((PACKAGE / name).glob("*.py"))) <= most
     docstring = ast.get_docstring(tree(f"{name}/__init__")) or ""
     assert len(docstring.splitlines()) > 1
     assert tree(f"{name}/__init__").body[1:] == []

@@ -23,6 +23,7 @@ from mtrain.cli.export import export
 from mtrain.cli.init import init
 from mtrain.cli.plot import plot
 from mtrain.cli.ranks import refuse_ranks, report_error, silence_other_ranks
+from mtrain.cli.serve import serve
 from mtrain.cli.tokenize import tokenize
 from mtrain.cli.train import train
 from mtrain.cli.translate import translate
@@ -173,6 +174,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "plot": plot,
     "doctor": doctor,
     "export": export,
+    "serve": serve,
 }
 for _name, _verb in VERBS.items():
     app.command(_name)(_verb)

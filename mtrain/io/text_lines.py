@@ -1,0 +1,31 @@
+"""A text as lines to translate, and the text that their translations make."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+LINE_BREAK = re.compile(r"\r?\n")
+
+
+class TextLines:
+    """The lines of a text.
+
+    Attributes:
+        lines: without their line breaks, indents included.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.lines = LINE_BREAK.split(text)
+        self._breaks = [*LINE_BREAK.findall(text), ""]
+
+    def join(self, translations: Sequence[str]) -> str:
+        """Return a translation for each line as a text, with the breaks and indents of this one."""
+        written = []
+        for line, translation, line_break in zip(
+            self.lines, translations, self._breaks, strict=True
+        ):
+            indent = line[: len(line) - len(line.lstrip())]
+            trailing = line[len(line.rstrip()) :] if line.strip() else ""
+            written.append(f"{indent}{translation}{trailing}{line_break}")
+        return "".join(written)

@@ -1,0 +1,297 @@
+"""The HTTP interface as an ASGI application: routes, and what they answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from functools import partial
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.types import ASGIApp
+
+from mtrain.serve import page
+from mtrain.serve.errors import RequestError
+from mtrain.serve.fields import Fields, no_route, read_fields, read_texts, read_translation
+from mtrain.serve.languages import name_of
+from mtrain.serve.metrics import Metrics
+from mtrain.serve.middleware import RequestMiddleware
+from mtrain.serve.rate_limit import RateLimit
+from mtrain.serve.settings import ServerSettings
+from mtrain.serve.spec import openapi
+from mtrain.serve.translation import AUTO, NoRouteError, TranslatedText, Translations
+from mtrain.serve.words import cut_words, word_probs
+
+logger = logging.getLogger("mtrain")
+T = TypeVar("T")
+Handler = Callable[[Request], Awaitable[Response]]
+
+_PAGE_TIMEOUT_MS = 500  # that LibreTranslate's page waits for more typing
+_CLIENT_GONE = 499  # nobody reads it; as nginx logs it
+
+
+class _JsonResponse(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, ensure_ascii=False).encode("utf-8")
+
+
+class Server:
+    """Answers requests by translations.
+
+    Attributes:
+        app: the ASGI application.
+    """
+
+    def __init__(self, translations: Translations, settings: ServerSettings) -> None:
+        self._translations, self._settings = translations, settings
+        self._metrics, self._rate_limit = Metrics(), RateLimit(settings.requests_per_minute)
+        self._threads = ThreadPoolExecutor(settings.max_requests, thread_name_prefix="translate")
+        self._num_running = 0
+        self._spec = openapi(settings, translations)
+        routes = self._routes()
+        paths = {route.path for route in routes if isinstance(route, Route)}
+        prefix = settings.url_prefix
+        if prefix:
+            to_page = Route(prefix, lambda _: RedirectResponse(f"{prefix}/", 308), methods=["GET"])
+            routes = [to_page, Mount(prefix, routes=routes)]
+        starlette = Starlette(
+            routes=routes,
+            exception_handlers={
+                RequestError: _answer_request_error,
+                HTTPException: _answer_http_exception,
+                Exception: _answer_exception,
+            },
+        )
+        starlette.router.redirect_slashes = False
+        self.app: ASGIApp = RequestMiddleware(
+            starlette, settings, self._metrics, {f"{prefix}{path}" for path in paths}
+        )
+
+    def close(self) -> None:
+        """End the threads, once they have nothing to translate."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def _routes(self) -> list[BaseRoute]:
+        get: dict[str, Handler] = {
+            "/languages": self._languages,
+            "/frontend/settings": self._frontend_settings,
+            "/health": _health,
+            "/spec": self._show_spec,
+            "/metrics": self._show_metrics,
+        }
+        post: dict[str, Handler] = {
+            "/translate": self._translate,
+            "/detect": self._detect,
+            "/translate_file": partial(_refuse, "Files translation is disabled on this server."),
+            "/suggest": partial(_refuse, "Suggestions are disabled on this server."),
+        }
+        routes: list[BaseRoute] = [Route(path, each, methods=["GET"]) for path, each in get.items()]
+        routes += [Route(path, each, methods=["POST"]) for path, each in post.items()]
+        return routes + (page.routes() if self._settings.with_page else [])
+
+    async def _translate(self, request: Request) -> Response:
+        fields = await read_fields(request)
+        self._check_client(request, fields)
+        texts, is_list = read_texts(fields, self._settings)
+        wanted = read_translation(fields, texts, self._translations)
+        timeout_s = self._settings.timeout_s
+        try:
+            results = await self._in_thread(
+                request, lambda cancel: self._translations.translate(wanted, timeout_s, cancel)
+            )
+        except NoRouteError as error:
+            raise no_route(error) from None
+        if results is None:
+            return Response(status_code=_CLIENT_GONE)
+        self._metrics.add(len(texts), sum(map(len, texts)))
+        request.state.num_texts, request.state.num_chars = len(texts), sum(map(len, texts))
+        if self._settings.log_text:
+            for text, result in zip(texts, results, strict=True):
+                logger.info("%s", json.dumps([text, result.text], ensure_ascii=False))
+        answer: dict[str, Any] = {"translatedText": [result.text for result in results]}
+        if wanted.source == AUTO:
+            answer["detectedLanguage"] = [_detected_tree(result) for result in results]
+        if wanted.num_alternatives:
+            answer["alternatives"] = [list(result.alternatives) for result in results]
+        if any(result.pivot for result in results):
+            answer["pivot"] = [result.pivot for result in results]
+        if wanted.with_details:
+            answer["details"] = [_details_tree(result) for result in results]
+        if not is_list:
+            answer = {key: values[0] for key, values in answer.items()}
+        return _JsonResponse(answer)
+
+    async def _detect(self, request: Request) -> Response:
+        fields = await read_fields(request)
+        self._check_client(request, fields)
+        texts, _ = read_texts(fields, self._settings)
+        found = await self._in_thread(
+            request, lambda _: self._translations.detect("\n".join(texts))
+        )
+        ranked = [{"confidence": one.confidence, "language": one.code} for one in found or []]
+        return _JsonResponse(ranked)
+
+    async def _languages(self, request: Request) -> Response:
+        languages = []
+        for code in self._translations.languages:
+            targets = self._translations.targets(code)
+            pivots = {target: pivot for target, pivot in targets.items() if pivot}
+            entry: dict[str, Any] = {"code": code, "name": name_of(code), "targets": [*targets]}
+            languages.append(entry | ({"pivots": pivots} if pivots else {}))
+        return _JsonResponse(languages)
+
+    async def _frontend_settings(self, request: Request) -> Response:
+        settings, translations = self._settings, self._translations
+        source = translations.sources[0]
+        target = next(code for code in translations.targets(source) if code != source)
+        return _JsonResponse(
+            {
+                "charLimit": settings.max_chars,
+                "frontendTimeout": _PAGE_TIMEOUT_MS,
+                "apiKeys": bool(settings.api_keys),
+                "keyRequired": bool(settings.api_keys),
+                "suggestions": False,
+                "filesTranslation": False,
+                "supportedFilesFormat": [],
+                "language": {
+                    "source": {"code": source, "name": name_of(source)},
+                    "target": {"code": target, "name": name_of(target)},
+                },
+                "maxTexts": settings.max_texts,
+                "maxAlternatives": translations.max_alternatives,
+            }
+        )
+
+    async def _show_spec(self, request: Request) -> Response:
+        return _JsonResponse(self._spec)
+
+    async def _show_metrics(self, request: Request) -> Response:
+        text = "".join(f"{line}\n" for line in self._metrics.lines())
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    def _check_client(self, request: Request, fields: Fields) -> None:
+        """Refuse a client without a key, or with too many requests.
+
+        Raises:
+            RequestError: with what the client is told.
+        """
+        client = request.client.host if request.client else ""
+        if self._settings.api_keys:
+            scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+            given = fields.get("api_key") or (bearer if scheme.lower() == "bearer" else "")
+            if not isinstance(given, str) or not self._settings.knows(given):
+                raise RequestError(403, "Invalid API key")
+            client = given
+        if wait_s := self._rate_limit.seconds_to_wait(client):
+            per_minute = self._settings.requests_per_minute
+            raise RequestError(429, f"Slowdown: {per_minute} per 1 minute", wait_s)
+
+    async def _in_thread(self, request: Request, work: Callable[[threading.Event], T]) -> T | None:
+        """Call `work` in a thread; None if the client has gone, which sets the event of `work`.
+
+        Raises:
+            RequestError: if all threads are busy, or it takes too long.
+        """
+        if self._num_running >= self._settings.max_requests:
+            raise RequestError(503, "Server is busy: try again in a second", 1)
+        cancel = threading.Event()
+
+        def called() -> T | None:
+            try:
+                return work(cancel)
+            except CancelledError:
+                return None
+
+        self._num_running += 1
+        future = asyncio.get_running_loop().run_in_executor(self._threads, called)
+        future.add_done_callback(self._note_end)
+        gone = asyncio.ensure_future(_wait_until_gone(request))
+        try:
+            waiting: set[asyncio.Future[Any]] = {future, gone}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            return future.result() if future.done() else None
+        except TimeoutError:
+            timeout_s = self._settings.timeout_s
+            text = f"Server is busy: the translation took more than {timeout_s:g} seconds"
+            raise RequestError(503, text, 1) from None
+        finally:
+            cancel.set()
+            gone.cancel()
+
+    def _note_end(self, future: asyncio.Future[Any]) -> None:
+        self._num_running -= 1
+        if not future.cancelled():
+            future.exception()  # of a client that has gone: nobody else asks
+
+
+def _detected_tree(result: TranslatedText) -> dict[str, Any]:
+    found = result.detected
+    assert found is not None
+    return {"confidence": found.confidence, "language": found.code}
+
+
+def _details_tree(result: TranslatedText) -> list[dict[str, Any]]:
+    trees = []
+    for line, translation in result.lines:
+        words = cut_words(translation.text)
+        trees.append(
+            {
+                "source": line,
+                "translation": translation.text,
+                "score": translation.score,
+                "log_prob": translation.log_prob,
+                "tokens": translation.tokens,
+                "token_log_probs": translation.token_log_probs,
+                "source_words": cut_words(line),
+                "words": words,
+                "word_probs": word_probs(translation, len(words)),
+                "alignment": translation.alignment,
+                "flags": translation.flags,
+            }
+        )
+    return trees
+
+
+async def _wait_until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _health(request: Request) -> Response:
+    return _JsonResponse({"status": "ok"})
+
+
+async def _refuse(text: str, request: Request) -> Response:
+    raise RequestError(403, text)
+
+
+async def _answer_request_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return error_response(error)
+
+
+def error_response(error: RequestError) -> Response:
+    """Return the answer to a request that is refused."""
+    headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
+    return _JsonResponse({"error": error.text}, error.status, headers)
+
+
+async def _answer_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    text = HTTPStatus(error.status_code).phrase
+    return _JsonResponse({"error": text}, error.status_code, error.headers)
+
+
+async def _answer_exception(request: Request, error: Exception) -> Response:
+    return _JsonResponse({"error": "Internal server error"}, 500)

@@ -1,0 +1,164 @@
+"""The fields of a request, from JSON or a form, checked; errors are worded as clients know them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mtrain.serve.errors import RequestError, invalid
+from mtrain.serve.languages import name_of
+from mtrain.serve.translation import AUTO, NoRouteError, TranslationRequest
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from mtrain.serve.settings import ServerSettings
+    from mtrain.serve.translation import Translations
+
+_HALF = re.compile("[\ud800-\udfff]")  # of a character
+_MAX_SHOWN = 40  # characters of a value that an error repeats
+_MAX_FORM_FIELDS = 50
+_TRUE = {"1", "true", "yes", "on"}
+
+Fields = Mapping[str, Any]
+
+
+async def read_fields(request: Request) -> Fields:
+    """Return the fields of the JSON object or the form in a request's body.
+
+    Raises:
+        RequestError: if it holds neither.
+    """
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type == "application/json" or media_type.endswith("+json"):
+        try:
+            fields = json.loads(await request.body())
+        except (ValueError, RecursionError):
+            raise RequestError(400, "Invalid JSON format") from None
+        if not isinstance(fields, dict):
+            raise RequestError(400, "Invalid JSON format")
+        return fields
+    return await _read_form(request)
+
+
+async def _read_form(request: Request) -> Fields:
+    from starlette.datastructures import UploadFile
+    from starlette.exceptions import HTTPException
+
+    try:
+        form = await request.form(max_files=1, max_fields=_MAX_FORM_FIELDS)
+    except (HTTPException, ValueError, LookupError):  # LookupError: an unknown charset
+        raise invalid("the form cannot be read") from None
+    return {key: value for key, value in form.items() if not isinstance(value, UploadFile)}
+
+
+def read_texts(fields: Fields, settings: ServerSettings) -> tuple[list[str], bool]:
+    """Return the texts of `q`, and whether they came as a list.
+
+    Raises:
+        RequestError: if there is none, or too much.
+    """
+    q = fields.get("q")
+    if not q:
+        raise invalid("missing q parameter")
+    is_list = isinstance(q, list)
+    texts = q if isinstance(q, list) else [q]
+    if not all(isinstance(text, str) for text in texts):
+        raise invalid("q must be a text or a list of texts")
+    if len(texts) > settings.max_texts:
+        raise invalid(f"request ({len(texts)}) exceeds text limit ({settings.max_texts})")
+    num_chars = sum(map(len, texts))
+    if num_chars > settings.max_chars:
+        raise invalid(f"request ({num_chars}) exceeds text limit ({settings.max_chars})")
+    return [_HALF.sub("\ufffd", text) for text in texts], is_list
+
+
+def read_translation(
+    fields: Fields, texts: Sequence[str], translations: Translations
+) -> TranslationRequest:
+    """Return what a client wants to have translated.
+
+    Raises:
+        RequestError: if a field is missing, or has no valid value.
+    """
+    source = _read_language(fields, "source", translations)
+    target = _read_language(fields, "target", translations)
+    format_ = fields.get("format") or "text"
+    if format_ not in ("text", "html"):
+        raise RequestError(400, f"{_shown(format_)} format is not supported")
+    request = TranslationRequest(
+        texts,
+        source,
+        target,
+        is_html=format_ == "html",
+        num_alternatives=_read_alternatives(fields, translations),
+        with_details=str(fields.get("details", "")).lower() in _TRUE,
+        prefixes=_read_prefixes(fields, texts, format_ == "html"),
+    )
+    if source != AUTO:
+        try:
+            translations.route(source, target)
+        except NoRouteError as error:
+            raise no_route(error) from None
+    return request
+
+
+def no_route(error: NoRouteError) -> RequestError:
+    """Return the error for two languages that nothing connects."""
+    source, target = error.source, error.target
+    return RequestError(
+        400,
+        f"{name_of(target)} ({target}) is not available as a target language from "
+        f"{name_of(source)} ({source})",
+    )
+
+
+def _read_language(fields: Fields, name: str, translations: Translations) -> str:
+    value = fields.get(name)
+    if not value:
+        raise invalid(f"missing {name} parameter")
+    if name == "source" and isinstance(value, str) and value.lower() == AUTO:
+        return AUTO
+    code = translations.find(value) if isinstance(value, str) else None
+    if code is None:
+        raise RequestError(400, f"{_shown(value)} is not supported")
+    return code
+
+
+def _read_alternatives(fields: Fields, translations: Translations) -> int:
+    value = fields.get("alternatives") or 0
+    try:
+        if isinstance(value, bool) or not isinstance(value, int | str):
+            raise ValueError
+        count = int(value)
+    except ValueError:
+        raise invalid("alternatives parameter is not a number") from None
+    if count > translations.max_alternatives:
+        raise invalid(f"alternatives parameter must be <= {translations.max_alternatives}")
+    if count < 0:
+        raise invalid("alternatives parameter must be >= 0")
+    return count
+
+
+def _read_prefixes(fields: Fields, texts: Sequence[str], is_html: bool) -> list[str] | None:
+    value = fields.get("prefix")
+    if not value:
+        return None
+    prefixes = value if isinstance(value, list) else [value]
+    if not all(isinstance(prefix, str) for prefix in prefixes):
+        raise invalid("prefix must be a text or a list of texts")
+    if is_html:
+        raise invalid("prefix is for the text format")
+    if len(prefixes) != len(texts):
+        raise invalid(f"prefix must be given for each text ({len(texts)}, not {len(prefixes)})")
+    for prefix, text in zip(prefixes, texts, strict=True):
+        if len(prefix) > len(text) + _MAX_SHOWN or prefix.count("\n") > text.count("\n"):
+            raise invalid("prefix must not be longer than its text")
+    return [_HALF.sub("\ufffd", prefix) for prefix in prefixes]
+
+
+def _shown(value: object) -> str:
+    text = _HALF.sub("\ufffd", value if isinstance(value, str) else json.dumps(value))
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

@@ -1,0 +1,400 @@
+"""HTML as lines to translate: only text is translated, and each tag stays with its words.
+
+A block's text is one line, whatever inline elements stand in it. Their tags go to the words that
+are aligned with theirs; where tags do not match, each piece of text is translated alone. What is
+translated is escaped: a translation holds no markup that was not in the source. Reading takes time
+in proportion to the length, whatever the markup.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+from mtrain.serve.languages import has_letters
+
+if TYPE_CHECKING:
+    from mtrain.decode.formats import Translation
+
+_NAMES = re.compile(r"\w+")
+_INLINE = frozenset(
+    _NAMES.findall(
+        "a abbr acronym b bdi bdo big cite data del dfn em font i img ins label mark nobr q rp rt "
+        "ruby s small span strike strong sub sup tt u wbr"
+    )
+)
+_UNTRANSLATED = frozenset(  # and all that is within
+    _NAMES.findall(
+        "address applet audio canvas code embed iframe kbd math noembed noframes object pre samp "
+        "script select style svg template textarea time var video xmp"
+    )
+)
+_INLINE_UNTRANSLATED = frozenset(_NAMES.findall("code kbd samp time var"))  # within a sentence
+_RAW = frozenset(_NAMES.findall("iframe noembed noframes script style textarea xmp"))  # no tags
+_VOID = frozenset(  # without an end tag
+    _NAMES.findall("area base br col embed hr img input link meta param source track wbr")
+)
+_NAME = re.compile(r"[a-zA-Z][^\s/>]*")
+_TAG_END = re.compile(r"=\s*(?:\"[^\"]*\"|'[^']*')|>")  # a quoted value may hold a >
+_IS_MARKED = re.compile(
+    r"\stranslate\s*=\s*[\"']?no\b|\sclass\s*=\s*(?:\"[^\"]*\bnotranslate\b|'[^']*\bnotranslate\b)",
+    re.IGNORECASE,
+)
+_SPACES = re.compile(r"[ \t\n\f\r\xa0]+")
+_MAX_DEPTH = 20  # of elements in each other, whose tags go with their words
+_PUNCTUATION = ".,:;!?…\"'”’»)]}。，、！？؟،"
+
+
+class _HtmlToken(NamedTuple):
+    """A piece of markup: text, a start tag, an end tag, or something else, as it stands."""
+
+    kind: str  # text, start, end, other
+    raw: str
+    name: str = ""
+
+
+def _tokens(text: str) -> Iterator[_HtmlToken]:
+    """Cut HTML into tokens, whose raw text together is the whole."""
+    at, length = 0, len(text)
+    while at < length:
+        start = text.find("<", at)
+        if start < 0:
+            start = length
+        following = text[start + 1 : start + 2]
+        is_end = following == "/"
+        named = _NAME.match(text, start + 1 + is_end)
+        if start < length and named is None and not (is_end or following in ("!", "?")):
+            start = text.find("<", start + 1)  # a sign like any other
+            start = length if start < 0 else start
+            yield _HtmlToken("text", text[at:start])
+            at = start
+            continue
+        if start > at:
+            yield _HtmlToken("text", text[at:start])
+        if start == length:
+            return
+        if named is None:
+            at = _end_of_comment(text, start)
+            yield _HtmlToken("other", text[start:at])
+            continue
+        at = _end_of_tag(text, named.end())
+        name = named[0].lower()
+        yield _HtmlToken("end" if is_end else "start", text[start:at], name)
+        if not is_end and name in _RAW:
+            closing = re.compile(f"</{name}", re.IGNORECASE).search(text, at)
+            end = closing.start() if closing else length
+            if end > at:
+                yield _HtmlToken("other", text[at:end])
+            at = end
+
+
+def _end_of_comment(text: str, start: int) -> int:
+    mark = "-->" if text.startswith("<!--", start) else ">"
+    end = text.find(mark, start + 2)
+    return len(text) if end < 0 else end + len(mark)
+
+
+def _end_of_tag(text: str, at: int) -> int:
+    for found in _TAG_END.finditer(text, at):
+        if found[0] == ">":
+            return found.end()
+    return len(text)
+
+
+class _BlockPiece(NamedTuple):
+    """Text or a tag within a block.
+
+    Attributes:
+        raw: as it stands.
+        text: to translate, of a piece of text; None of markup.
+        element: the number of the element that a tag opens or closes.
+    """
+
+    raw: str
+    text: str | None = None
+    element: int | None = None
+    is_end: bool = False
+
+
+@dataclass
+class _Block:
+    """What stands between two tags that end a sentence.
+
+    Attributes:
+        pieces: in order.
+        lines: that are translated: one, or each piece of text alone.
+        is_whole: the text of all pieces is one line.
+    """
+
+    pieces: list[_BlockPiece] = field(default_factory=list)
+    open_elements: list[tuple[str, int]] = field(default_factory=list)
+    num_elements: int = 0
+    is_whole: bool = True
+
+    @property
+    def lines(self) -> list[str]:
+        texts = [piece.text for piece in self.pieces if piece.text]
+        if not self.is_whole:
+            return [text.strip() for text in texts if has_letters(text)]
+        whole = _SPACES.sub(" ", "".join(texts)).strip(" ")
+        return [whole] if has_letters(whole) else []
+
+    def add_start(self, token: _HtmlToken) -> None:
+        self.pieces.append(_BlockPiece(token.raw, None, self.num_elements))
+        self.open_elements.append((token.name, self.num_elements))
+        self.num_elements += 1
+        self.is_whole = self.is_whole and len(self.open_elements) <= _MAX_DEPTH
+
+    def add_end(self, token: _HtmlToken) -> None:
+        name, element = self.open_elements[-1] if self.open_elements else ("", None)
+        if name != token.name:  # closes what is not open here: tags must stay where they are
+            self.is_whole = False
+            self.pieces.append(_BlockPiece(token.raw))
+            return
+        self.open_elements.pop()
+        self.pieces.append(_BlockPiece(token.raw, None, element, True))
+
+    def close(self) -> None:
+        self.is_whole = self.is_whole and not self.open_elements
+
+
+class HtmlText:
+    """The lines of an HTML text.
+
+    Attributes:
+        lines: the text of each block, without entities, line breaks and double spaces.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._parts: list[str | _Block] = []  # markup as it stands, and blocks
+        block = _Block()
+        skipped: list[str] = []  # open elements in one that is not translated
+        is_inline = False
+        for token in _tokens(text):
+            if skipped:
+                self._add_markup(block, token.raw, is_inline)
+                if token.kind == "start" and token.name == skipped[0] and token.name not in _VOID:
+                    skipped.append(token.name)
+                elif token.kind == "end" and token.name == skipped[0]:
+                    skipped.pop()
+                continue
+            if token.kind == "text":
+                unescaped = _SPACES.sub(" ", html.unescape(token.raw))
+                block.pieces.append(_BlockPiece(token.raw, unescaped))
+                continue
+            is_marked = token.kind == "start" and bool(_IS_MARKED.search(token.raw))
+            is_skipped = token.kind == "start" and (token.name in _UNTRANSLATED or is_marked)
+            is_inline = token.kind == "other" or token.name in _INLINE | _INLINE_UNTRANSLATED
+            if not is_inline:
+                block = self._next_block(block)
+                self._parts.append(token.raw)
+            elif token.kind == "start" and not is_skipped and token.name not in _VOID:
+                block.add_start(token)
+            elif token.kind == "end" and token.name in _INLINE:
+                block.add_end(token)
+            else:
+                block.pieces.append(_BlockPiece(token.raw))
+            if is_skipped and token.name not in _VOID:
+                skipped = [token.name]
+        self._next_block(block)
+        self.lines = [
+            line for part in self._parts if isinstance(part, _Block) for line in part.lines
+        ]
+
+    def _add_markup(self, block: _Block, raw: str, is_inline: bool) -> None:
+        if not is_inline:
+            self._parts.append(raw)
+        else:
+            block.pieces.append(_BlockPiece(raw))
+
+    def _next_block(self, block: _Block) -> _Block:
+        if block.pieces:
+            block.close()
+            self._parts.append(block)
+        return _Block()
+
+    def join(self, translations: Sequence[Translation]) -> str:
+        """Return the HTML with a translation, and its alignment, for each line."""
+        rest = iter(translations)
+        return "".join(
+            part if isinstance(part, str) else _joined(part, [next(rest) for _ in part.lines])
+            for part in self._parts
+        )
+
+
+def _joined(block: _Block, translations: list[Translation]) -> str:
+    if not translations:
+        return "".join(piece.raw for piece in block.pieces)
+    if block.is_whole:
+        return _placed(block, translations[0])
+    written, rest = [], iter(translations)
+    for piece in block.pieces:
+        if piece.text and has_letters(piece.text):
+            stripped = piece.text.strip()
+            before, _, after = piece.text.partition(stripped)
+            written.append(f"{before}{_escaped(next(rest).text)}{after}")
+        else:
+            written.append(piece.raw)
+    return "".join(written)
+
+
+def _escaped(text: str) -> str:
+    return html.escape(text, quote=False)
+
+
+@dataclass
+class _TagSpan:
+    """Where markup stands in a text, in characters.
+
+    Attributes:
+        start, end: equal if it holds no text.
+        open_tag, close_tag: the markup; `close_tag` is empty for what is no element.
+        children: within it, in order.
+    """
+
+    start: int
+    end: int = 0
+    open_tag: str = ""
+    close_tag: str = ""
+    children: list[_TagSpan] = field(default_factory=list)
+
+
+def _read_spans(block: _Block) -> tuple[str, _TagSpan]:
+    """Return the text of a block as in `lines`, with outer spaces, and its markup."""
+    text, root = "", _TagSpan(0)
+    path = [root]
+    for piece in block.pieces:
+        if piece.text is not None:
+            is_double = text.endswith(" ") and piece.text.startswith(" ")
+            text += piece.text[is_double:]
+        elif piece.is_end:
+            path[-1].end, path[-1].close_tag = len(text), piece.raw
+            path.pop()
+        else:
+            path[-1].children.append(_TagSpan(len(text), len(text), piece.raw))
+            if piece.element is not None:
+                path.append(path[-1].children[-1])
+    root.end = len(text)
+    return text, root
+
+
+class _Words:
+    """The words of a text, as an alignment counts them: numbers, and spans of characters."""
+
+    def __init__(self, text: str) -> None:
+        from mtrain.decode.formats import word_starts
+
+        self.text = text
+        starts = word_starts(text)
+        self.numbers = list(accumulate(starts))  # of each character, from 1
+        self.firsts = [at for at, is_start in enumerate(starts) if is_start]
+
+    def within(self, start: int, end: int) -> range:
+        """Return the words that have a character between two places."""
+        inner = [at for at in range(start, end) if self.text[at] != " "]
+        return range(self.numbers[inner[0]] - 1, self.numbers[inner[-1]]) if inner else range(0)
+
+    def span(self, first: int, last: int) -> tuple[int, int]:
+        """Return where the words from `first` to `last` begin and end."""
+        end = self.firsts[last + 1] if last + 1 < len(self.firsts) else len(self.text)
+        return self.firsts[first], len(self.text[:end].rstrip(" "))
+
+
+class _Placement:
+    """Puts the markup of a source text around the words of its translation."""
+
+    def __init__(self, source: str, translation: Translation) -> None:
+        offset = len(source) - len(source.lstrip(" "))
+        self._src, self._offset = _Words(source.strip(" ")), offset
+        self._tgt = _Words(translation.text)
+        self._targets: dict[int, list[int]] = {}
+        for link in translation.alignment or ():
+            if link.tgt < len(self._tgt.firsts):
+                self._targets.setdefault(link.src, []).append(link.tgt)
+        self._last_targets = [0]  # the last word, from 1, of the last aligned one of the first n
+        for word in range(len(self._src.firsts)):
+            of_word = self._targets.get(word)
+            self._last_targets.append(max(of_word) + 1 if of_word else self._last_targets[-1])
+
+    def place(self, span: _TagSpan, parent: _TagSpan, is_all: bool) -> _TagSpan:
+        """Return a span of the source as one of the translation, within its placed parent."""
+        size = len(self._src.text)
+        start, end = (min(max(place - self._offset, 0), size) for place in (span.start, span.end))
+        words = self._src.within(start, end)
+        if is_all:
+            placed = (parent.start, parent.end)
+        elif words:
+            placed = self._place_words(words, self._src.text[start:end].rstrip(" "))
+        else:
+            placed = self._place_point(start)
+        bounds = [min(max(place, parent.start), parent.end) for place in placed]
+        result = _TagSpan(bounds[0], bounds[1], span.open_tag, span.close_tag)
+        free = result.start
+        children = [
+            self.place(child, result, bool(words) and self._words_of(child) == words)
+            for child in span.children
+        ]
+        for child in sorted(children, key=lambda each: (each.start, each.end)):
+            _move(child, max(child.start, free), max(child.end, free))
+            result.children.append(child)
+            free = child.end
+        return result
+
+    def _words_of(self, span: _TagSpan) -> range:
+        size = len(self._src.text)
+        start, end = (min(max(place - self._offset, 0), size) for place in (span.start, span.end))
+        return self._src.within(start, end)
+
+    def _place_words(self, words: range, text: str) -> tuple[int, int]:
+        targets = [target for word in words for target in self._targets.get(word, ())]
+        if not targets:  # the word at the same part of the line
+            share = (words[0] + 0.5 * len(words)) / max(len(self._src.firsts), 1)
+            targets = [min(int(share * len(self._tgt.firsts)), len(self._tgt.firsts) - 1)]
+        start, end = self._tgt.span(min(targets), max(targets))
+        if text[-1:] not in _PUNCTUATION:
+            while end - 1 > start and self._tgt.text[end - 1] in _PUNCTUATION:
+                end -= 1
+        return start, end
+
+    def _place_point(self, at: int) -> tuple[int, int]:
+        """Return the place after the word that stands before a place of the source."""
+        number = self._src.numbers[at - 1] if at > 0 else 0
+        if last := self._last_targets[number]:
+            end = self._tgt.span(0, last - 1)[1]
+            return end, end
+        is_end = at >= len(self._src.text)
+        return (len(self._tgt.text),) * 2 if is_end else (0, 0)
+
+
+def _move(span: _TagSpan, start: int, end: int) -> None:
+    """Move a span, and all within it, to where it overlaps nothing before it."""
+    span.start, span.end = start, max(start, end)
+    for child in span.children:
+        _move(child, max(child.start, start), min(max(child.end, start), span.end))
+
+
+def _placed(block: _Block, translation: Translation) -> str:
+    source, root = _read_spans(block)
+    text = translation.text
+    words = _Words(text)
+    if not words.firsts:
+        tags = "".join(piece.raw for piece in block.pieces if piece.text is None)
+        return f"{_escaped(text)}{tags}"
+    whole = _TagSpan(0, len(text))
+    placed = _Placement(source, translation).place(root, whole, True)
+    leading = " " if source.startswith(" ") else ""
+    trailing = " " if source.endswith(" ") else ""
+    return f"{leading}{_written(text, placed)}{trailing}"
+
+
+def _written(text: str, span: _TagSpan) -> str:
+    parts, at = [span.open_tag], span.start
+    for child in span.children:
+        parts += [_escaped(text[at : child.start]), _written(text, child)]
+        at = child.end
+    parts += [_escaped(text[at : span.end]), span.close_tag]
+    return "".join(parts)

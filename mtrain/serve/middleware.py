@@ -1,0 +1,134 @@
+"""Around every request: its body, within limits; headers of all answers; log and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Collection
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mtrain.serve.errors import RequestError
+from mtrain.serve.metrics import Metrics
+from mtrain.serve.settings import ServerSettings
+
+logger = logging.getLogger("mtrain")
+
+_BODY_TIMEOUT_S = 20.0
+_OTHER = "other"  # paths that nothing is served at
+_HEADERS = [
+    (b"access-control-allow-origin", b"*"),
+    (b"access-control-allow-headers", b"Authorization, Content-Type"),
+    (b"access-control-allow-methods", b"GET, POST"),
+    (b"access-control-max-age", b"1728000"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+]
+
+
+class RequestMiddleware:
+    """Reads the body of each request, and counts and logs each answer.
+
+    Args:
+        app: answers.
+        settings: the limits.
+        metrics: to add to.
+        paths: those that are served; others are logged without their name.
+    """
+
+    def __init__(
+        self, app: ASGIApp, settings: ServerSettings, metrics: Metrics, paths: Collection[str]
+    ) -> None:
+        self._app, self._settings, self._metrics = app, settings, metrics
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] != "http":
+            raise RuntimeError(f"a scope of type {scope['type']}")
+        started_s, status = time.monotonic(), 0
+        scope["state"] = {}
+
+        async def send_noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], *_HEADERS]
+            await send(message)
+
+        self._metrics.num_in_flight += 1
+        try:
+            await self._answer(scope, receive, send_noting)
+        except Exception as error:  # answered already
+            logger.error("%s", f"{type(error).__name__}: a request failed", exc_info=error)
+        finally:
+            self._metrics.num_in_flight -= 1
+            self._note(scope, status, time.monotonic() - started_s)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "OPTIONS":
+            await _send(send, 204, b"", close=False)
+            return
+        try:
+            body = await asyncio.wait_for(self._read_body(scope, receive), _BODY_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            await _send_error(send, RequestError(408, "Request Timeout"))
+            return
+        except RequestError as error:
+            await _send_error(send, error)
+            return
+        if body is None:
+            return
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive_again() -> Message:
+            return messages.pop() if messages else await receive()
+
+        await self._app(scope, receive_again, send)
+
+    async def _read_body(self, scope: Scope, receive: Receive) -> bytes | None:
+        """Return the body; None if the client has gone.
+
+        Raises:
+            RequestError: if it is too large.
+        """
+        limit = self._settings.max_body
+        error = RequestError(413, f"Request is too large: at most {limit} bytes are read")
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        if length.isdigit() and int(length) > limit:
+            raise error
+        parts, num_bytes = [], 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            parts.append(message.get("body", b""))
+            num_bytes += len(parts[-1])
+            if num_bytes > limit:
+                raise error
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    def _note(self, scope: Scope, status: int, seconds: float) -> None:
+        path = scope["path"] if scope["path"] in self._paths else _OTHER
+        self._metrics.add_request(path, status, seconds)
+        state = scope["state"]
+        texts = ""
+        if "num_texts" in state:
+            texts = f", {state['num_texts']} texts, {state['num_chars']} characters"
+        logger.info("%s", f"{scope['method']} {path} {status} {seconds * 1000:.0f} ms{texts}")
+
+
+async def _send_error(send: Send, error: RequestError) -> None:
+    """Answer, and close the connection: the rest of the body may still come."""
+    await _send(send, error.status, json.dumps({"error": error.text}).encode(), close=True)
+
+
+async def _send(send: Send, status: int, body: bytes, close: bool) -> None:
+    headers = [(b"content-type", b"application/json")] if body else []
+    headers += [(b"content-length", str(len(body)).encode())] if body else []
+    headers += [(b"connection", b"close")] if close else []
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,36 @@
+"""How many requests a client may send a minute."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+_MAX_CLIENTS = 10_000  # that are remembered; the one that asked longest ago is forgotten
+
+
+class RateLimit:
+    """A token bucket for each client, which holds the requests of a minute.
+
+    Args:
+        per_minute: requests; 0 is no limit.
+        now: seconds of a clock that only goes forwards.
+    """
+
+    def __init__(self, per_minute: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._per_minute, self._now = per_minute, now
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def seconds_to_wait(self, client: str) -> int:
+        """Count a request of a client; return 0, or after how many seconds to send it again."""
+        if not self._per_minute:
+            return 0
+        now, rate = self._now(), self._per_minute / 60
+        tokens, before = self._buckets.pop(client, (float(self._per_minute), now))
+        tokens = min(tokens + (now - before) * rate, float(self._per_minute))
+        is_allowed = tokens >= 1
+        self._buckets[client] = (tokens - is_allowed, now)
+        if len(self._buckets) > _MAX_CLIENTS:
+            self._buckets.popitem(last=False)
+        return 0 if is_allowed else math.ceil((1 - tokens) / rate)

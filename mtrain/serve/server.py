@@ -1,0 +1,91 @@
+"""Listens on a socket until a signal ends it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from mtrain.errors import ConfigError
+from mtrain.serve.app import Server
+from mtrain.serve.settings import ServerSettings
+from mtrain.serve.translation import Translations
+
+if TYPE_CHECKING:
+    from mtrain.api import Model
+
+_GRACE_S = 8  # for what is being translated when a signal ends the server
+_CONNECTIONS = 4  # for each translation at the same time; more are refused
+
+
+def listen(settings: ServerSettings) -> socket.socket:
+    """Return a socket that listens.
+
+    Raises:
+        ConfigError: if the address cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=1024)
+    except (OSError, OverflowError) as error:
+        number = getattr(error, "errno", None) or 0
+        reason = os.strerror(number) if number > 0 else getattr(error, "strerror", "") or str(error)
+        raise ConfigError(
+            f"`--host` and `--port` must name an address to listen on, but {settings.host} port "
+            f"{settings.port} cannot be used: {reason}."
+        ) from None
+
+
+def serve(models: Sequence[Model], settings: ServerSettings, say: Callable[[str], object]) -> None:
+    """Answer requests until SIGTERM or SIGINT; end what is being translated, within ten seconds.
+
+    Args:
+        models: each of another pair of languages.
+        settings: where to listen, and the limits.
+        say: is told the address.
+
+    Raises:
+        ConfigError: if two models have the same languages, or the address cannot be used.
+    """
+    translations = Translations(models)
+    with listen(settings) as listening:
+        server = Server(translations, settings)
+        pairs = ", ".join(
+            f"{model.config.data.src_lang}-{model.config.data.tgt_lang}" for model in models
+        )
+        say(f"{url_of(listening, settings)} translates {pairs}; Ctrl-C ends.")
+        try:
+            http_server(server, settings).run([listening])
+        finally:
+            server.close()
+
+
+def http_server(server: Server, settings: ServerSettings) -> uvicorn.Server:
+    """Return what reads HTTP from a socket, and ends by a signal."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            server.app,
+            http="h11",
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            proxy_headers=settings.trust_proxy is not None,
+            forwarded_allow_ips=settings.trust_proxy or "",
+            limit_concurrency=_CONNECTIONS * settings.max_requests,
+            timeout_graceful_shutdown=_GRACE_S,
+        )
+    )
+
+
+def url_of(listening: socket.socket, settings: ServerSettings) -> str:
+    """Return the address of the page."""
+    host, port = listening.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{port}{settings.url_prefix}/"

@@ -1,0 +1,82 @@
+"""What a server listens on and how much it takes. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass
+from pathlib import Path
+
+from mtrain.errors import ConfigError
+
+_MIN_KEY_LENGTH = 8  # a shorter one is guessed
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """How a server listens, and the limits of its requests.
+
+    Attributes:
+        host: the address to listen on.
+        port: 0 is any free one.
+        url_prefix: the path below which everything is served, such as `/translate`; empty is none.
+        max_chars: characters of all texts of a request.
+        max_texts: texts of a request.
+        max_requests: translations at the same time; more are answered 503 at once.
+        timeout_s: seconds that a translation may take.
+        max_body: bytes of a request's body.
+        requests_per_minute: of one client; 0 is no limit.
+        api_keys: one of which a request must have, if there are any.
+        trust_proxy: the address of a reverse proxy whose `X-Forwarded-For` names the client.
+        with_page: serve the page.
+        log_text: log the texts too.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 5000
+    url_prefix: str = ""
+    max_chars: int = 10_000
+    max_texts: int = 100
+    max_requests: int = 128
+    timeout_s: float = 60.0
+    max_body: int = 262_144
+    requests_per_minute: int = 0
+    api_keys: tuple[str, ...] = ()
+    trust_proxy: str | None = None
+    with_page: bool = True
+    log_text: bool = False
+
+    def __post_init__(self) -> None:
+        prefix = self.url_prefix
+        if prefix and (not prefix.startswith("/") or prefix.endswith("/") or "//" in prefix):
+            raise ConfigError(
+                f"`--url-prefix` must begin with a slash and end without one, but is {prefix!r} "
+                "instead."
+            )
+
+    def knows(self, api_key: str) -> bool:
+        """Tell whether a key is one of the server's, in a time that does not depend on it."""
+        given = api_key.encode("utf-8", "replace")
+        return sum(hmac.compare_digest(given, key.encode("utf-8")) for key in self.api_keys) > 0
+
+
+def read_api_keys(path: Path) -> tuple[str, ...]:
+    """Read a file with a key on each line; blank lines and lines that begin with # are left out.
+
+    Raises:
+        ConfigError: if it has no key, or one that is short.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: must be UTF-8 text, but is not.") from None
+    lines = [line.strip() for line in text.splitlines()]
+    for number, line in enumerate(lines, start=1):
+        if line and not line.startswith("#") and len(line) < _MIN_KEY_LENGTH:
+            raise ConfigError(
+                f"{path}: line {number} must have at least {_MIN_KEY_LENGTH} characters, but has "
+                f"{len(line)}."
+            )
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"{path}: must have a key on a line, but has none.")
+    return keys

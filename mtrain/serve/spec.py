@@ -1,0 +1,130 @@
+"""The interface as an OpenAPI document, which `/spec` returns and `/docs` shows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mtrain import __version__
+
+if TYPE_CHECKING:
+    from mtrain.serve.settings import ServerSettings
+    from mtrain.serve.translation import Translations
+
+Tree = dict[str, Any]
+
+_ERRORS = {
+    "400": "The request has a mistake.",
+    "403": "The API key is not one of the server's.",
+    "408": "The body did not arrive in time.",
+    "413": "The body is too large.",
+    "429": "Too many requests; `Retry-After` says when to go on.",
+    "500": "The server has failed.",
+    "503": "The server is busy; `Retry-After` says when to go on.",
+}
+
+
+def openapi(settings: ServerSettings, translations: Translations) -> Tree:
+    """Return the document for a server's limits and languages."""
+    texts = {"oneOf": [_TEXT, {"type": "array", "items": {"type": "string"}}]}
+    detected = {"$ref": "#/components/schemas/Detected"}
+    request = _object(
+        {
+            "q": texts | {"description": f"At most {settings.max_chars} characters in all."},
+            "source": {"type": "string", "description": "A language's code, or auto."},
+            "target": {"type": "string", "description": "A language's code."},
+            "format": {"type": "string", "enum": ["text", "html"], "default": "text"},
+            "alternatives": {
+                "type": "integer",
+                "minimum": 0,
+                "maximum": translations.max_alternatives,
+                "default": 0,
+            },
+            "details": {"type": "boolean", "default": False, "description": "mtrain's addition."},
+            "prefix": texts | {"description": "How the translation begins; mtrain's addition."},
+            "api_key": {"type": "string"},
+        },
+        ["q", "source", "target"],
+    )
+    answer = _object(
+        {
+            "translatedText": _one_or_list({"type": "string"}),
+            "detectedLanguage": _one_or_list(detected),
+            "alternatives": {"type": "array"},
+            "pivot": _one_or_list({"type": "string", "nullable": True}),
+            "details": {"type": "array"},
+        },
+        ["translatedText"],
+    )
+    language = _object(
+        {
+            "code": _TEXT,
+            "name": _TEXT,
+            "targets": {"type": "array", "items": _TEXT},
+            "pivots": {"type": "object", "additionalProperties": _TEXT},
+        },
+        ["code", "name", "targets"],
+    )
+    detect_request = _object({"q": texts, "api_key": {"type": "string"}}, ["q"])
+    paths = {
+        "/translate": _post("Translate", request, answer),
+        "/detect": _post("Detect a language", detect_request, {"type": "array", "items": detected}),
+        "/languages": _get("List the languages", {"type": "array", "items": language}),
+        "/frontend/settings": _get("Show limits and defaults", {"type": "object"}),
+        "/health": _get("Tell whether the server answers", _object({"status": _TEXT}, ["status"])),
+        "/spec": _get("Show this document", {"type": "object"}),
+        "/metrics": {
+            "get": {
+                "summary": "Show counts for Prometheus",
+                "responses": {"200": {"description": "ok", "content": {"text/plain": {}}}},
+            }
+        },
+    }
+    schema = _object({"confidence": {"type": "number"}, "language": _TEXT}, ["language"])
+    return {
+        "openapi": "3.0.3",
+        "info": {"title": "mtrain serve", "version": __version__},
+        "servers": [{"url": settings.url_prefix or "/"}],
+        "paths": paths,
+        "components": {"schemas": {"Detected": schema}},
+    }
+
+
+_TEXT: Tree = {"type": "string"}
+
+
+def _object(properties: Tree, required: list[str]) -> Tree:
+    return {"type": "object", "properties": properties, "required": required}
+
+
+def _one_or_list(schema: Tree) -> Tree:
+    return {"oneOf": [schema, {"type": "array", "items": schema}]}
+
+
+def _get(summary: str, answer: Tree) -> Tree:
+    content = {"application/json": {"schema": answer}}
+    return {"get": {"summary": summary, "responses": _responses(content, [])}}
+
+
+def _post(summary: str, request: Tree, answer: Tree) -> Tree:
+    content = {"application/json": {"schema": answer}}
+    form = request | {
+        "properties": {
+            key: _TEXT if "oneOf" in value else value
+            for key, value in request["properties"].items()
+        }
+    }
+    body = {
+        "required": True,
+        "content": {
+            "application/json": {"schema": request},
+            "application/x-www-form-urlencoded": {"schema": form},
+        },
+    }
+    responses = _responses(content, list(_ERRORS))
+    return {"post": {"summary": summary, "requestBody": body, "responses": responses}}
+
+
+def _responses(content: Tree, statuses: list[str]) -> Tree:
+    error = {"application/json": {"schema": _object({"error": _TEXT}, ["error"])}}
+    refused = {each: {"description": _ERRORS[each], "content": error} for each in statuses}
+    return {"200": {"description": "ok", "content": content}, **refused}

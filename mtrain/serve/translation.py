@@ -1,0 +1,316 @@
+"""Texts to translated texts, between all languages that the runs connect. Knows no HTTP."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from mtrain.errors import ConfigError
+from mtrain.io.text_lines import TextLines
+from mtrain.serve.html_text import HtmlText
+from mtrain.serve.languages import Detected, LanguageDetector, find_code, has_letters
+
+if TYPE_CHECKING:
+    from mtrain.api import Model
+    from mtrain.decode.formats import Link, Translation
+
+AUTO = "auto"  # a source that is to be detected
+
+
+@dataclass(frozen=True)
+class TranslationRequest:
+    """What a client wants to have translated.
+
+    Attributes:
+        texts: plain or HTML.
+        source: a code of `Translations.sources`, or `auto`.
+        target: a code of `Translations.targets`.
+        is_html: the texts are HTML.
+        num_alternatives: other translations of each text, at most.
+        with_details: return the translation of each line with its numbers.
+        prefixes: what the translation of each line of a text must begin with, for each text.
+    """
+
+    texts: Sequence[str]
+    source: str
+    target: str
+    is_html: bool = False
+    num_alternatives: int = 0
+    with_details: bool = False
+    prefixes: Sequence[str] | None = None
+
+
+@dataclass(frozen=True)
+class TranslatedText:
+    """The translation of one text.
+
+    Attributes:
+        text: the best translation.
+        detected: the language that was detected, if it was asked for.
+        pivot: the language between source and target, if no run translates directly.
+        alternatives: other translations, best first.
+        lines: each line and its translation, if details were asked for.
+    """
+
+    text: str
+    detected: Detected | None = None
+    pivot: str | None = None
+    alternatives: tuple[str, ...] = ()
+    lines: tuple[tuple[str, Translation], ...] = ()
+
+
+class NoRouteError(Exception):
+    """No run, and no two runs, translate between two languages."""
+
+    def __init__(self, source: str, target: str) -> None:
+        super().__init__(source, target)
+        self.source, self.target = source, target
+
+
+class _Limits(NamedTuple):
+    deadline_s: float
+    cancel: threading.Event
+
+    def seconds_left(self) -> float:
+        return max(self.deadline_s - time.monotonic(), 0.0)
+
+
+class _Document(Protocol):
+    """A text that is made of lines to translate."""
+
+    lines: list[str]
+
+    def join(self, translations: Sequence[Translation]) -> str:
+        """Return the text of a translation for each line."""
+
+
+class _PlainText(TextLines):
+    def join(self, translations: Sequence[Translation]) -> str:  # type: ignore[override]
+        return super().join([translation.text for translation in translations])
+
+
+class Translations:
+    """Translates between the languages of some models, directly or by one language between.
+
+    Any number of threads may call it.
+
+    Args:
+        models: each of another pair of languages.
+
+    Raises:
+        ConfigError: if two models have the same pair.
+    """
+
+    def __init__(self, models: Sequence[Model]) -> None:
+        self._models: dict[tuple[str, str], Model] = {}
+        for model in models:
+            pair = model.config.data.src_lang, model.config.data.tgt_lang
+            if pair in self._models:
+                raise ConfigError(
+                    f"{model.run.path}: must translate another pair of languages than "
+                    f"{self._models[pair].run.path}, but both translate from {pair[0]} to "
+                    f"{pair[1]}."
+                )
+            self._models[pair] = model
+        self.sources = list(dict.fromkeys(source for source, _ in self._models))
+        self.languages = list(dict.fromkeys(code for pair in self._models for code in pair))
+        self.max_alternatives = min(model.options.beam for model in models) - 1
+        self._detector = LanguageDetector(self.languages)
+
+    def route(self, source: str, target: str) -> list[Model]:
+        """Return the models to translate with, in order; none if the languages are the same.
+
+        Raises:
+            NoRouteError: if there is no way.
+        """
+        if source == target:
+            return []
+        if (source, target) in self._models:
+            return [self._models[source, target]]
+        for middle in self.languages:
+            if (source, middle) in self._models and (middle, target) in self._models:
+                return [self._models[source, middle], self._models[middle, target]]
+        raise NoRouteError(source, target)
+
+    def targets(self, source: str) -> dict[str, str | None]:
+        """Return each language that a source can be translated to, and the one between."""
+        targets: dict[str, str | None] = {}
+        for target in self.languages:
+            try:
+                models = self.route(source, target)
+            except NoRouteError:
+                continue
+            targets[target] = models[0].config.data.tgt_lang if len(models) > 1 else None
+        return targets
+
+    def find(self, code: str) -> str | None:
+        """Return the language that a code names; None if it is not among them."""
+        return find_code(code, self.languages)
+
+    def detect(self, text: str) -> list[Detected]:
+        """Return at most three languages that a text may be in, the likeliest first."""
+        return self._detector.rank(text)
+
+    def translate(
+        self, request: TranslationRequest, timeout_s: float, cancel: threading.Event
+    ) -> list[TranslatedText]:
+        """Translate the texts of a request, all lines of the same languages together.
+
+        Raises:
+            NoRouteError: if there is no way between the languages.
+            TimeoutError: after `timeout_s`.
+            CancelledError: once `cancel` is set.
+        """
+        limits = _Limits(time.monotonic() + timeout_s, cancel)
+        results: dict[int, TranslatedText] = {}
+        rows_of: dict[str, list[int]] = {}
+        detected: dict[int, Detected] = {}
+        for row, text in enumerate(request.texts):
+            source = request.source
+            if source == AUTO:
+                visible = _visible(text, request.is_html)
+                detected[row] = self.detect(visible)[0]
+                source = detected[row].code
+                if not has_letters(visible):
+                    results[row] = TranslatedText(text)
+                    continue
+            rows_of.setdefault(source, []).append(row)
+        for source, rows in rows_of.items():
+            models = self.route(source, request.target)
+            results |= zip(rows, self._translate(request, rows, models, limits), strict=True)
+        return [
+            replace(results[row], detected=detected.get(row)) for row in range(len(request.texts))
+        ]
+
+    def _translate(
+        self,
+        request: TranslationRequest,
+        rows: Sequence[int],
+        models: Sequence[Model],
+        limits: _Limits,
+    ) -> list[TranslatedText]:
+        """Translate some texts of a request by the same models."""
+        texts = [request.texts[row] for row in rows]
+        if not models:
+            return [TranslatedText(text) for text in texts]
+        documents: list[_Document] = [
+            HtmlText(text) if request.is_html else _PlainText(text) for text in texts
+        ]
+        lines = [line for document in documents for line in document.lines]
+        prefixes = self._prefixes(request, rows, documents)
+        translated = _through(models, lines, prefixes, request, limits)
+        pivot = models[0].config.data.tgt_lang if len(models) > 1 else None
+        results, first = [], 0
+        for document in documents:
+            of_lines = translated[first : first + len(document.lines)]
+            first += len(document.lines)
+            text = document.join(of_lines)
+            details = tuple(zip(document.lines, of_lines, strict=True))
+            results.append(
+                TranslatedText(
+                    text,
+                    pivot=pivot,
+                    alternatives=_alternatives(document, of_lines, text, request),
+                    lines=details if request.with_details else (),
+                )
+            )
+        return results
+
+    @staticmethod
+    def _prefixes(
+        request: TranslationRequest, rows: Sequence[int], documents: Sequence[_Document]
+    ) -> list[str] | None:
+        if request.prefixes is None:
+            return None
+        prefixes: list[str] = []
+        for row, document in zip(rows, documents, strict=True):
+            of_lines = TextLines(request.prefixes[row]).lines
+            missing = len(document.lines) - len(of_lines)
+            prefixes += of_lines[: len(document.lines)] + [""] * missing
+        return prefixes
+
+
+def _visible(text: str, is_html: bool) -> str:
+    return "\n".join(HtmlText(text).lines) if is_html else text
+
+
+def _alternatives(
+    document: _Document, lines: Sequence[Translation], best: str, request: TranslationRequest
+) -> tuple[str, ...]:
+    """Return other translations of a document: the second best of each line, and so on."""
+    texts = [best]
+    for rank in range(request.num_alternatives):
+        ranked = [(line, *line.alternatives)[: rank + 2][-1] for line in lines]
+        text = document.join(ranked)
+        if text not in texts:
+            texts.append(text)
+    return tuple(texts[1:])
+
+
+def _through(
+    models: Sequence[Model],
+    lines: list[str],
+    prefixes: list[str] | None,
+    request: TranslationRequest,
+    limits: _Limits,
+) -> list[Translation]:
+    """Translate lines by each model in turn; only the last one has prefixes and alternatives."""
+    from mtrain.decode.formats import Translation
+
+    with_alignment = request.with_details or request.is_html
+    translations: list[Translation] = []
+    for model in models:
+        is_last = model is models[-1]
+        num_best = 1 + request.num_alternatives if is_last else 1
+        options = replace(model.options, num_best=num_best, with_alignment=with_alignment)
+        texts = [translation.text for translation in translations] if translations else lines
+        before = translations
+        if with_alignment or num_best > 1:
+            translations = model.translate(
+                texts,
+                options,
+                details=True,
+                prefixes=prefixes if is_last else None,
+                timeout_s=limits.seconds_left(),
+                cancel=limits.cancel,
+                on_warning=_ignore,
+            )
+        else:
+            translated = model.translate(
+                texts,
+                options,
+                prefixes=prefixes if is_last else None,
+                timeout_s=limits.seconds_left(),
+                cancel=limits.cancel,
+                on_warning=_ignore,
+            )
+            translations = [Translation(text) for text in translated]
+        if before:
+            translations = [
+                _linked(first, second) for first, second in zip(before, translations, strict=True)
+            ]
+    return translations
+
+
+def _linked(first: Translation, second: Translation) -> Translation:
+    """Return the second translation with the links and flags of both."""
+    flags = tuple(sorted({*first.flags, *second.flags}))
+    if second.alignment is None:
+        return replace(second, flags=flags)
+    sources: dict[int, list[int]] = {}
+    for link in first.alignment or ():
+        sources.setdefault(link.tgt, []).append(link.src)
+    links: list[Link] = [
+        link._replace(src=src) for link in second.alignment for src in sources.get(link.src, ())
+    ]
+    alternatives = tuple(_linked(first, other) for other in second.alternatives)
+    return replace(
+        second, flags=flags, alignment=tuple(dict.fromkeys(links)), alternatives=alternatives
+    )
+
+
+def _ignore(_: str) -> None:
+    pass

@@ -1,0 +1,42 @@
+"""The words of a translation, as its alignment counts them, and how sure the model was of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mtrain.decode.formats import Translation
+
+
+def cut_words(text: str) -> list[str]:
+    """Return the words of a text, each with the spaces after it."""
+    from mtrain.decode.formats import word_starts
+
+    firsts = [at for at, is_start in enumerate(word_starts(text)) if is_start]
+    return [text[start:end] for start, end in zip(firsts, [*firsts[1:], len(text)], strict=True)]
+
+
+def word_probs(translation: Translation, num_words: int) -> list[float]:
+    """Return the probability of each word: the product of those of its tokens."""
+    from mtrain.decode.formats import number_words
+
+    sums, first = [0.0] * num_words, 0
+    for tokens, log_probs in _parts(translation):
+        words_of = number_words(tokens)
+        for words, log_prob in zip(words_of, log_probs, strict=False):
+            for word in words:
+                if first + word < num_words:
+                    sums[first + word] += log_prob
+        first += max((words.stop for words in words_of), default=0)
+    return [round(math.exp(min(total, 0.0)), 4) for total in sums]
+
+
+def _parts(translation: Translation) -> Iterator[tuple[tuple[str, ...], tuple[float, ...]]]:
+    """Yield tokens and log-probabilities of each part of a long line, without eos."""
+    tokens, first = translation.tokens, 0
+    for end, token in enumerate(tokens):
+        if token == tokens[-1]:  # eos
+            yield tokens[first:end], translation.token_log_probs[first:end]
+            first = end + 1

@@ -1,0 +1,283 @@
+"""LibreTranslate's interface, as its own tests and its clients use it."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from libretranslatepy import LibreTranslateAPI
+from serving import JSON, Client, running
+
+import mtrain
+from mtrain.serve.settings import ServerSettings
+
+TEXT = "ba ce di"
+
+
+def test_a_form_is_translated(client: Client) -> None:
+    answer = client.post_form("/translate", {"q": TEXT, "source": "en", "target": "de"})
+    assert answer.status == 200
+    assert answer.tree == {"translatedText": TEXT}
+
+
+def test_json_is_translated(client: Client) -> None:
+    answer = client.post("/translate", {"q": TEXT, "source": "en", "target": "de"})
+    assert (answer.status, answer.tree) == (200, {"translatedText": TEXT})
+
+
+def test_a_form_of_several_parts_is_translated(client: Client) -> None:
+    part = '--x\r\nContent-Disposition: form-data; name="{}"\r\n\r\n{}\r\n'
+    fields = {"q": TEXT, "source": "en", "target": "de"}
+    body = "".join(part.format(*field) for field in fields.items()) + "--x--\r\n"
+    headers = {"Content-Type": "multipart/form-data; boundary=x"}
+    answer = client.send("POST", "/translate", body.encode(), headers)
+    assert answer.tree == {"translatedText": TEXT}
+
+
+def test_a_batch_has_as_many_translations(client: Client) -> None:
+    texts = ["ba ce", "", "di fo\ngu", TEXT]
+    answer = client.post("/translate", {"q": texts, "source": "en", "target": "de"})
+    assert answer.status == 200
+    assert answer.tree == {"translatedText": texts}
+
+
+@pytest.mark.parametrize("field", ["q", "source", "target"])
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_a_missing_field_is_named(client: Client, field: str, is_empty: bool) -> None:
+    fields = {"q": TEXT, "source": "en", "target": "de"}
+    if is_empty:
+        fields[field] = ""
+    else:
+        del fields[field]
+    for answer in (client.post("/translate", fields), client.post_form("/translate", fields)):
+        assert answer.status == 400
+        assert answer.tree == {"error": f"Invalid request: missing {field} parameter"}
+
+
+@pytest.mark.parametrize("field", ["source", "target"])
+def test_a_language_that_is_not_there_is_named(client: Client, field: str) -> None:
+    fields = {"q": TEXT, "source": "en", "target": "de"} | {field: "zz"}
+    answer = client.post("/translate", fields)
+    assert (answer.status, answer.tree) == (400, {"error": "zz is not supported"})
+
+
+def test_a_language_without_a_way_is_named(client: Client) -> None:
+    answer = client.post("/translate", {"q": TEXT, "source": "fr", "target": "en"})
+    text = "English (en) is not available as a target language from French (fr)"
+    assert (answer.status, answer.tree) == (400, {"error": text})
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"alternatives": "many"}, "Invalid request: alternatives parameter is not a number"),
+        ({"alternatives": 3}, "Invalid request: alternatives parameter must be <= 2"),
+        ({"alternatives": -1}, "Invalid request: alternatives parameter must be >= 0"),
+        ({"format": "xml"}, "xml format is not supported"),
+        ({"q": "a" * 10_001}, "Invalid request: request (10001) exceeds text limit (10000)"),
+        ({"q": ["a"] * 101}, "Invalid request: request (101) exceeds text limit (100)"),
+        ({"q": ["a", 1]}, "Invalid request: q must be a text or a list of texts"),
+        ({"q": 7}, "Invalid request: q must be a text or a list of texts"),
+        ({"source": 7}, "7 is not supported"),
+        ({"prefix": 7}, "Invalid request: prefix must be a text or a list of texts"),
+        ({"prefix": "ba", "format": "html"}, "Invalid request: prefix is for the text format"),
+        (
+            {"prefix": ["ba", "ce"]},
+            "Invalid request: prefix must be given for each text (1, not 2)",
+        ),
+        ({"prefix": "ba\nce"}, "Invalid request: prefix must not be longer than its text"),
+    ],
+)
+def test_a_field_without_a_valid_value_is_refused(
+    client: Client, change: dict[str, object], text: str
+) -> None:
+    fields = {"q": TEXT, "source": "en", "target": "de"} | change
+    answer = client.post("/translate", fields)
+    assert (answer.status, answer.tree) == (400, {"error": text})
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"[" * 100_000, b"\xff", b'{"q": ' + b"9" * 9999]
+)
+def test_a_body_that_is_no_json_object_is_refused(client: Client, body: bytes) -> None:
+    answer = client.send("POST", "/translate", body, {"Content-Type": JSON})
+    assert (answer.status, answer.tree) == (400, {"error": "Invalid JSON format"})
+
+
+def test_the_likeliest_languages_are_detected(client: Client) -> None:
+    answer = client.post_form("/detect", {"q": "The old farmer is tired."})
+    assert answer.status == 200
+    ranked = answer.tree
+    assert ranked[0]["language"] == "en"
+    assert len(ranked) == 3
+    assert 90 < ranked[0]["confidence"] <= 100
+    assert ranked == sorted(ranked, key=lambda each: -each["confidence"])
+
+
+def test_detection_without_a_text_is_refused(client: Client) -> None:
+    answer = client.post("/detect", {})
+    assert answer.tree == {"error": "Invalid request: missing q parameter"}
+    assert answer.status == 400
+
+
+def test_the_source_is_detected(client: Client) -> None:
+    fields = {"q": "The old farmer is tired.", "source": "auto", "target": "de"}
+    tree = client.post("/translate", fields).tree
+    assert tree["detectedLanguage"]["language"] == "en"
+    batch = fields | {"q": ["The old farmer is tired.", "Der alte Bauer ist müde."]}
+    tree = client.post("/translate", batch).tree
+    assert [each["language"] for each in tree["detectedLanguage"]] == ["en", "de"]
+    assert tree["translatedText"][1] == "Der alte Bauer ist müde."  # it is in the target's language
+
+
+def test_a_text_without_letters_is_in_no_language(client: Client) -> None:
+    answer = client.post("/translate", {"q": "😂 😅", "source": "auto", "target": "de"})
+    assert answer.tree == {
+        "translatedText": "😂 😅",
+        "detectedLanguage": {"confidence": 0.0, "language": "en"},
+    }
+
+
+def test_languages_say_what_they_are_translated_to_and_by_which_way(client: Client) -> None:
+    answer = client.get("/languages")
+    assert answer.status == 200
+    assert answer.tree == [
+        {"code": "en", "name": "English", "targets": ["en", "de", "fr"], "pivots": {"fr": "de"}},
+        {"code": "de", "name": "German", "targets": ["de", "fr"]},
+        {"code": "fr", "name": "French", "targets": ["fr"]},
+    ]
+
+
+def test_two_runs_translate_where_none_does_and_say_so(client: Client) -> None:
+    answer = client.post("/translate", {"q": TEXT, "source": "en", "target": "fr"})
+    assert answer.tree == {"translatedText": TEXT, "pivot": "de"}
+
+
+def test_the_health_is_one_word(client: Client) -> None:
+    answer = client.get("/health")
+    assert (answer.status, answer.tree) == (200, {"status": "ok"})
+
+
+@pytest.mark.parametrize("path", ["/languages", "/health", "/spec", "/frontend/settings"])
+def test_what_is_only_read_takes_no_post(client: Client, path: str) -> None:
+    assert client.get(path).status == 200
+    answer = client.post(path, {})
+    assert (answer.status, answer.tree) == (405, {"error": "Method Not Allowed"})
+
+
+@pytest.mark.parametrize("path", ["/translate", "/detect"])
+def test_what_has_a_body_takes_no_get(client: Client, path: str) -> None:
+    assert client.get(path).status == 405
+
+
+@pytest.mark.parametrize("path", ["/translate_file", "/suggest"])
+def test_files_and_suggestions_are_refused_as_disabled(client: Client, path: str) -> None:
+    answer = client.post(path, {})
+    assert answer.status == 403
+    assert answer.tree["error"].endswith("disabled on this server.")
+
+
+def test_a_page_that_is_not_there_is_404_in_json(client: Client) -> None:
+    answer = client.get("/absent")
+    assert (answer.status, answer.tree) == (404, {"error": "Not Found"})
+
+
+def test_the_settings_of_the_page_are_those_that_clients_read(client: Client) -> None:
+    tree = client.get("/frontend/settings").tree
+    assert tree == {
+        "charLimit": 10_000,
+        "frontendTimeout": 500,
+        "apiKeys": False,
+        "keyRequired": False,
+        "suggestions": False,
+        "filesTranslation": False,
+        "supportedFilesFormat": [],
+        "language": {
+            "source": {"code": "en", "name": "English"},
+            "target": {"code": "de", "name": "German"},
+        },
+        "maxTexts": 100,
+        "maxAlternatives": 2,
+    }
+
+
+def test_pages_of_other_hosts_may_read_each_answer(client: Client) -> None:
+    headers = client.send("OPTIONS", "/translate").headers
+    assert headers["access-control-allow-origin"] == "*"
+    assert headers["access-control-allow-methods"] == "GET, POST"
+    assert client.get("/absent").headers["access-control-allow-origin"] == "*"
+
+
+def test_codes_are_found_in_any_case(client: Client) -> None:
+    answer = client.post("/translate", {"q": TEXT, "source": "EN", "target": "De"})
+    assert answer.tree == {"translatedText": TEXT}
+
+
+def test_libretranslatepy_gets_what_it_asks_for(client: Client) -> None:
+    api = LibreTranslateAPI(client.url, api_key="unused")
+    assert api.translate(TEXT, "en", "de") == TEXT
+    assert api.detect("The old farmer is tired.")[0]["language"] == "en"
+    assert [each["code"] for each in api.languages()] == ["en", "de", "fr"]
+
+
+def test_mastodon_gets_what_it_asks_for(client: Client) -> None:
+    """A list of HTML texts, an unknown source, and a key that no server asked for."""
+    body = {
+        "q": ["<p>The old <br>farmer is tired.</p>", "Is one &lt; two?"],
+        "source": "auto",
+        "target": "de",
+        "format": "html",
+        "api_key": "",
+    }
+    headers = {"Content-Type": "application/json"}
+    answer = client.send("POST", "/translate", json.dumps(body).encode(), headers)
+    tree = answer.tree
+    assert answer.status == 200
+    assert len(tree["translatedText"]) == len(tree["detectedLanguage"]) == 2
+    assert re.fullmatch("<p>[^<]+ <br>[^<]+</p>", tree["translatedText"][0])
+    assert {each["language"] for each in tree["detectedLanguage"]} == {"en"}
+    assert "<" not in tree["translatedText"][1]
+
+
+def test_weblate_gets_what_it_asks_for(client: Client) -> None:
+    codes = [each["code"] for each in client.get("/languages").tree]
+    assert codes == ["en", "de", "fr"]
+    fields = {"q": TEXT, "source": "en", "target": "de", "api_key": ""}
+    assert client.post_form("/translate", fields).tree["translatedText"] == TEXT
+
+
+def test_a_server_with_keys_answers_those_who_have_one(pair_models: list[mtrain.Model]) -> None:
+    settings = ServerSettings(port=0, api_keys=("one-of-two", "two-of-two"))
+    fields = {"q": TEXT, "source": "en", "target": "de"}
+    with running(pair_models, settings) as client:
+        assert client.get("/frontend/settings").tree["keyRequired"]
+        for key in ({}, {"api_key": ""}, {"api_key": "another"}, {"api_key": ["one-of-two"]}):
+            answer = client.post("/translate", fields | key)
+            assert (answer.status, answer.tree) == (403, {"error": "Invalid API key"})
+        assert client.post("/translate", fields | {"api_key": "two-of-two"}).status == 200
+        headers = {"Content-Type": JSON, "Authorization": "Bearer one-of-two"}
+        answer = client.send("POST", "/translate", json.dumps(fields).encode(), headers)
+        assert answer.status == 200
+        assert client.post("/detect", {"q": TEXT}).status == 403
+        assert client.get("/languages").status == 200
+
+
+def test_a_client_with_too_many_requests_is_told_when_to_go_on(
+    pair_models: list[mtrain.Model],
+) -> None:
+    with running(pair_models, ServerSettings(port=0, requests_per_minute=2)) as client:
+        answers = [client.post("/detect", {"q": TEXT}) for _ in range(3)]
+        assert [answer.status for answer in answers] == [200, 200, 429]
+        assert answers[2].tree == {"error": "Slowdown: 2 per 1 minute"}
+        assert 1 <= int(answers[2].headers["retry-after"]) <= 30
+        assert client.get("/health").status == 200
+
+
+def test_everything_is_served_below_a_prefix(pair_models: list[mtrain.Model]) -> None:
+    with running(pair_models, ServerSettings(port=0, url_prefix="/mt")) as client:
+        assert client.url.endswith("/mt")
+        assert client.get("/mt/health").tree == {"status": "ok"}
+        assert client.get("/health").status == 404
+        assert client.get("/mt").headers["location"] == "/mt/"
+        assert client.get("/mt/").headers["content-type"].startswith("text/html")

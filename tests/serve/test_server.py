@@ -1,0 +1,188 @@
+"""The verb: what it listens on, how it ends, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from conftest import Cli
+from serving import Client, running, with_languages
+from tasks import copy_task
+
+import mtrain
+from mtrain.run.run_dir import RunDir
+from mtrain.serve.settings import ServerSettings
+
+TEXT = "ba ce di"
+
+
+@contextmanager
+def started(*arguments: str | Path) -> Iterator[tuple[subprocess.Popen[str], Client]]:
+    """Run `mtrain serve` in a process of its own, on a free port."""
+    command = [sys.executable, "-m", "mtrain", "serve", *map(str, arguments), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            line = process.stderr.readline()
+            address = re.match(r"http://127\.0\.0\.1:\d+", line)
+            assert address, line + process.stderr.read()
+            yield process, Client(address[0])
+        finally:
+            process.kill()
+
+
+def test_a_line_is_the_same_by_command_line_interface_and_server(
+    trained: RunDir, cli: Cli, tmp_path: Path
+) -> None:
+    run = with_languages(trained, tmp_path / "run", "en", "de")
+    held_out = [pair.src for pair in copy_task(30, 5)]
+    by_command = cli("translate", run, stdin="".join(f"{line}\n" for line in held_out).encode())
+    by_interface = mtrain.load(run).translate(held_out)
+    with started(run) as (_, client):
+        body = {"q": held_out, "source": "en", "target": "de"}
+        by_server = client.post("/translate", body).tree["translatedText"]
+    assert by_command.lines == by_interface == by_server
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_server(trained: RunDir, tmp_path: Path, number: signal.Signals) -> None:
+    run = with_languages(trained, tmp_path / "run", "en", "de")
+    with started(run) as (process, client):
+        assert client.get("/health").status == 200
+        process.send_signal(number)
+        assert process.wait(timeout=30) == 128 + number
+
+
+def test_what_is_being_translated_is_finished_when_a_signal_comes(
+    pair_models: list[mtrain.Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+    translate = mtrain.Model.translate
+
+    def waiting(self: mtrain.Model, *arguments: object, **options: object) -> object:
+        has_begun.set()
+        assert may_end.wait(30)
+        return translate(self, *arguments, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(mtrain.Model, "translate", waiting)
+    answers = []
+    with running(pair_models) as client:
+        body = {"q": TEXT, "source": "en", "target": "de"}
+        thread = threading.Thread(target=lambda: answers.append(client.post("/translate", body)))
+        thread.start()
+        assert has_begun.wait(30)
+        client.stop()
+        while client.takes_connections():
+            pass
+        may_end.set()
+        thread.join(30)
+    assert [answer.tree for answer in answers] == [{"translatedText": TEXT}]
+
+
+def test_only_this_machine_reaches_the_server(pair_models: list[mtrain.Model]) -> None:
+    assert ServerSettings().host == "127.0.0.1"
+
+
+def test_nothing_is_logged_of_a_text_unless_asked(trained: RunDir, tmp_path: Path) -> None:
+    run = with_languages(trained, tmp_path / "run", "en", "de")
+    body = {"q": "ba ce", "source": "en", "target": "de", "api_key": "secret-key"}
+    for option, is_shown in (("--page", False), ("--log-text", True)):
+        with started(run, option) as (process, client):
+            assert client.post("/translate", body).status == 200
+            assert client.get("/ba?q=ba").status == 404
+            process.terminate()
+            assert process.stderr is not None
+            log = process.stderr.read()
+        assert re.search(r"^POST /translate 200 \d+ ms, 1 texts, 5 characters$", log, re.MULTILINE)
+        assert ("ba" in log) == is_shown
+        assert "secret" not in log
+        assert "\nGET other 404" in log
+
+
+def refused(cli: Cli, *arguments: str | Path) -> str:
+    outcome = cli("serve", *arguments)
+    assert (outcome.code, outcome.out) == (2, b"")
+    assert outcome.err.count("\n") == 1
+    return outcome.err.removeprefix("mtrain: ").removesuffix("\n")
+
+
+def test_a_server_without_a_run_says_what_is_missing(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refused(cli) == "`mtrain serve` must have a run folder, or `--demo`."
+    text = "runs/demo: there is no demo yet; `mtrain demo` trains it, in minutes."
+    assert refused(cli, "--demo") == text
+    text = "`--demo` must stand without a run folder: it serves runs/demo."
+    assert refused(cli, "--demo", "run") == text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_runs_of_the_same_languages_are_refused(
+    cli: Cli, trained: RunDir, tmp_path: Path
+) -> None:
+    run = with_languages(trained, tmp_path / "run", "en", "de")
+    assert refused(cli, run, run, "--port", "0") == (
+        f"{run}: must translate another pair of languages than {run}, but both translate from en "
+        "to de."
+    )
+
+
+def test_an_address_that_is_taken_is_an_error(cli: Cli, trained: RunDir) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert refused(cli, trained.path, "--port", str(port)) == (
+            f"`--host` and `--port` must name an address to listen on, but 127.0.0.1 port {port} "
+            "cannot be used: Address already in use."
+        )
+
+
+def test_a_prefix_must_be_a_path(cli: Cli, trained: RunDir) -> None:
+    for prefix in ("mt", "/mt/", "//mt", "/"):
+        assert refused(cli, trained.path, "--url-prefix", prefix) == (
+            "`--url-prefix` must begin with a slash and end without one, but is "
+            f"{prefix!r} instead."
+        )
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"# none\n\n", "must have a key on a line, but has none."),
+        (b"long-enough\nshort\n", "line 2 must have at least 8 characters, but has 5."),
+        (b"\xff\xfe", "must be UTF-8 text, but is not."),
+    ],
+)
+def test_a_file_of_keys_must_have_keys(
+    cli: Cli, trained: RunDir, tmp_path: Path, content: bytes, text: str
+) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(content)
+    assert refused(cli, trained.path, "--api-keys", path) == f"{path}: {text}"
+
+
+def test_keys_are_the_lines_of_a_file(trained: RunDir, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# the keys\n first-key \n\nsecond-key\n", encoding="utf-8")
+    run = with_languages(trained, tmp_path / "run", "en", "de")
+    body = {"q": TEXT, "source": "en", "target": "de"}
+    with started(run, "--api-keys", keys) as (_, client):
+        assert client.post("/translate", body).status == 403
+        assert client.post("/translate", body | {"api_key": "first-key"}).status == 200
+
+
+def test_a_package_that_is_not_installed_is_named(
+    cli: Cli, trained: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mtrain.cli.serve.find_spec", lambda name: None)
+    assert refused(cli, trained.path) == (
+        "`mtrain serve` must have starlette: pip install 'mtrain[serve]' adds it."
+    )
