@@ -10,6 +10,7 @@ Masks are `keep`: True takes part.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -474,10 +475,12 @@ def near_keep(length: int, window: int | None, device: torch.device) -> Tensor:
 def _record(
     attention: SelfAttention | CrossAttention, maps: list[Tensor]
 ) -> torch.utils.hooks.RemovableHandle:
-    """Append the weights of an attention to `maps` whenever it is called."""
+    """Append the weights of an attention to `maps` whenever this thread calls it."""
+    thread = threading.get_ident()  # others may translate with the same model
 
     def append(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        maps.append(attention.weights(*inputs))
+        if threading.get_ident() == thread:
+            maps.append(attention.weights(*inputs))
 
     return attention.register_forward_pre_hook(append)
 

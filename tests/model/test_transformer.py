@@ -1,6 +1,7 @@
 """Hold the Transformer to torch's own layers, to the paper's figures, and to itself."""
 
 import math
+import threading
 from pathlib import Path
 from typing import NamedTuple
 
@@ -484,6 +485,26 @@ def test_attention_maps_are_what_the_model_itself_mixes_by(config):
             expected = module.output(merge_heads(weights @ values[module]))
             assert len(outputs[module]) == 1
             torch.testing.assert_close(outputs[module][0], expected, **SAME)
+
+
+@torch.no_grad()
+def test_attention_maps_are_those_of_one_thread():
+    """Another one uses the model meanwhile, for other data."""
+    model, data = transformer(model_config()), inputs()
+    alone = model.attention_maps(*data)
+    other = [tensor[:1] for tensor in data]
+
+    def interrupt(module: nn.Module, args: tuple) -> None:
+        handle.remove()
+        thread = threading.Thread(target=model, args=other)
+        thread.start()
+        thread.join()
+
+    handle = model.decoder[0].register_forward_pre_hook(interrupt)
+    beside = model.attention_maps(*data)
+    for maps, expected in zip(beside, alone, strict=True):
+        assert len(maps) == len(expected)
+        assert all(map(torch.equal, maps, expected))
 
 
 def test_attention_maps_leave_the_model_as_it_was():
