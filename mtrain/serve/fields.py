@@ -97,6 +97,8 @@ def read_translation(
         with_details=str(fields.get("details", "")).lower() in _TRUE,
         prefixes=_read_prefixes(fields, texts, format_ == "html"),
     )
+    if request.prefixes is not None and not translations.has_prefixes:
+        raise invalid("prefix is not available with CTranslate2")
     if source != AUTO:
         try:
             translations.route(source, target)

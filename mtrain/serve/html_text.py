@@ -105,6 +105,13 @@ def _end_of_tag(text: str, at: int) -> int:
     return len(text)
 
 
+def _is_untranslated(token: _HtmlToken) -> bool:
+    """Tell whether a tag begins an element that is left as it stands."""
+    if token.kind != "start" or token.name in _VOID:
+        return False
+    return token.name in _UNTRANSLATED or bool(_IS_MARKED.search(token.raw))
+
+
 class _BlockPiece(NamedTuple):
     """Text or a tag within a block.
 
@@ -167,49 +174,55 @@ class HtmlText:
 
     Attributes:
         lines: the text of each block, without entities, line breaks and double spaces.
+
+    Args:
+        text: the HTML.
+        has_alignment: translations will have alignments; else each piece of text is a line.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, has_alignment: bool = True) -> None:
         self._parts: list[str | _Block] = []  # markup as it stands, and blocks
         block = _Block()
         skipped: list[str] = []  # open elements in one that is not translated
-        is_inline = False
+        raws: list[str] = []  # of the one that is not translated
         for token in _tokens(text):
             if skipped:
-                self._add_markup(block, token.raw, is_inline)
-                if token.kind == "start" and token.name == skipped[0] and token.name not in _VOID:
+                raws.append(token.raw)
+                if token.kind == "start" and token.name == skipped[0]:
                     skipped.append(token.name)
                 elif token.kind == "end" and token.name == skipped[0]:
                     skipped.pop()
-                continue
-            if token.kind == "text":
+                if skipped:
+                    continue
+            elif token.kind == "text":
                 unescaped = _SPACES.sub(" ", html.unescape(token.raw))
                 block.pieces.append(_BlockPiece(token.raw, unescaped))
                 continue
-            is_marked = token.kind == "start" and bool(_IS_MARKED.search(token.raw))
-            is_skipped = token.kind == "start" and (token.name in _UNTRANSLATED or is_marked)
-            is_inline = token.kind == "other" or token.name in _INLINE | _INLINE_UNTRANSLATED
+            else:
+                raws = [token.raw]
+                if _is_untranslated(token):
+                    skipped = [token.name]
+                    is_inline = token.name in _INLINE | _INLINE_UNTRANSLATED
+                    continue
+                is_inline = token.kind == "other" or token.name in _INLINE | _INLINE_UNTRANSLATED
             if not is_inline:
                 block = self._next_block(block)
-                self._parts.append(token.raw)
-            elif token.kind == "start" and not is_skipped and token.name not in _VOID:
+                self._parts.append("".join(raws))
+            elif len(raws) == 1 and token.kind == "start" and token.name not in _VOID:
                 block.add_start(token)
-            elif token.kind == "end" and token.name in _INLINE:
+            elif len(raws) == 1 and token.kind == "end" and token.name in _INLINE:
                 block.add_end(token)
             else:
-                block.pieces.append(_BlockPiece(token.raw))
-            if is_skipped and token.name not in _VOID:
-                skipped = [token.name]
+                block.pieces.append(_BlockPiece("".join(raws)))
+        if skipped:
+            block.pieces.append(_BlockPiece("".join(raws)))
         self._next_block(block)
+        for part in self._parts:
+            if isinstance(part, _Block):
+                part.is_whole = part.is_whole and (has_alignment or len(part.pieces) == 1)
         self.lines = [
             line for part in self._parts if isinstance(part, _Block) for line in part.lines
         ]
-
-    def _add_markup(self, block: _Block, raw: str, is_inline: bool) -> None:
-        if not is_inline:
-            self._parts.append(raw)
-        else:
-            block.pieces.append(_BlockPiece(raw))
 
     def _next_block(self, block: _Block) -> _Block:
         if block.pieces:
@@ -253,6 +266,7 @@ class _TagSpan:
     Attributes:
         start, end: equal if it holds no text.
         open_tag, close_tag: the markup; `close_tag` is empty for what is no element.
+        is_after_space, is_before_space: what stands beside it in the source.
         children: within it, in order.
     """
 
@@ -260,24 +274,32 @@ class _TagSpan:
     end: int = 0
     open_tag: str = ""
     close_tag: str = ""
+    is_after_space: bool = False
+    is_before_space: bool = False
     children: list[_TagSpan] = field(default_factory=list)
 
 
 def _read_spans(block: _Block) -> tuple[str, _TagSpan]:
     """Return the text of a block as in `lines`, with outer spaces, and its markup."""
     text, root = "", _TagSpan(0)
-    path = [root]
+    path, since_text = [root], list[_TagSpan]()
     for piece in block.pieces:
         if piece.text is not None:
+            for span in since_text:
+                span.is_before_space = piece.text.startswith(" ")
+            since_text = []
             is_double = text.endswith(" ") and piece.text.startswith(" ")
             text += piece.text[is_double:]
         elif piece.is_end:
             path[-1].end, path[-1].close_tag = len(text), piece.raw
             path.pop()
         else:
-            path[-1].children.append(_TagSpan(len(text), len(text), piece.raw))
+            span = _TagSpan(len(text), len(text), piece.raw)
+            span.is_after_space = text.endswith(" ")
+            path[-1].children.append(span)
+            since_text.append(span)
             if piece.element is not None:
-                path.append(path[-1].children[-1])
+                path.append(span)
     root.end = len(text)
     return text, root
 
@@ -330,7 +352,7 @@ class _Placement:
         elif words:
             placed = self._place_words(words, self._src.text[start:end].rstrip(" "))
         else:
-            placed = self._place_point(start)
+            placed = self._place_point(start, span)
         bounds = [min(max(place, parent.start), parent.end) for place in placed]
         result = _TagSpan(bounds[0], bounds[1], span.open_tag, span.close_tag)
         free = result.start
@@ -360,11 +382,18 @@ class _Placement:
                 end -= 1
         return start, end
 
-    def _place_point(self, at: int) -> tuple[int, int]:
-        """Return the place after the word that stands before a place of the source."""
+    def _place_point(self, at: int, span: _TagSpan) -> tuple[int, int]:
+        """Return the place after the word that stands before a place of the source.
+
+        A space between the two stays there.
+        """
         number = self._src.numbers[at - 1] if at > 0 else 0
         if last := self._last_targets[number]:
             end = self._tgt.span(0, last - 1)[1]
+            if span.is_after_space and not span.is_before_space and end < len(self._tgt.text):
+                end += 1
+            elif span.is_after_space:
+                span.open_tag = f" {span.open_tag}"
             return end, end
         is_end = at >= len(self._src.text)
         return (len(self._tgt.text),) * 2 if is_end else (0, 0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mtrain.errors import ConfigError
 from mtrain.serve.app import Server
@@ -18,7 +20,32 @@ if TYPE_CHECKING:
     from mtrain.api import Model
 
 _GRACE_S = 8  # for what is being translated when a signal ends the server
+_HEAD_TIMEOUT_S = 20.0  # that the head of a request may take to arrive
 _CONNECTIONS = 4  # for each translation at the same time; more are refused
+
+
+class _TimedProtocol(H11Protocol):
+    """Closes a connection whose request does not get past its head."""
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._timer = self.loop.call_later(_HEAD_TIMEOUT_S, transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        has_head = self.cycle is not None and not self.cycle.response_complete
+        if has_head and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        elif not has_head and self._timer is None:
+            self._timer = self.loop.call_later(_HEAD_TIMEOUT_S, self.transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 def listen(settings: ServerSettings) -> socket.socket:
@@ -39,18 +66,24 @@ def listen(settings: ServerSettings) -> socket.socket:
         ) from None
 
 
-def serve(models: Sequence[Model], settings: ServerSettings, say: Callable[[str], object]) -> None:
+def serve(
+    models: Sequence[Model],
+    settings: ServerSettings,
+    say: Callable[[str], object],
+    is_ctranslate2: bool = False,
+) -> None:
     """Answer requests until SIGTERM or SIGINT; end what is being translated, within ten seconds.
 
     Args:
         models: each of another pair of languages.
         settings: where to listen, and the limits.
         say: is told the address.
+        is_ctranslate2: the models search with CTranslate2.
 
     Raises:
         ConfigError: if two models have the same languages, or the address cannot be used.
     """
-    translations = Translations(models)
+    translations = Translations(models, is_ctranslate2)
     with listen(settings) as listening:
         server = Server(translations, settings)
         pairs = ", ".join(
@@ -68,7 +101,7 @@ def http_server(server: Server, settings: ServerSettings) -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(
             server.app,
-            http="h11",
+            http=_TimedProtocol,
             loop="asyncio",
             ws="none",
             lifespan="off",

@@ -99,12 +99,13 @@ class Translations:
 
     Args:
         models: each of another pair of languages.
+        is_ctranslate2: the models have no alignments, alternatives and prefixes.
 
     Raises:
         ConfigError: if two models have the same pair.
     """
 
-    def __init__(self, models: Sequence[Model]) -> None:
+    def __init__(self, models: Sequence[Model], is_ctranslate2: bool = False) -> None:
         self._models: dict[tuple[str, str], Model] = {}
         for model in models:
             pair = model.config.data.src_lang, model.config.data.tgt_lang
@@ -117,7 +118,9 @@ class Translations:
             self._models[pair] = model
         self.sources = list(dict.fromkeys(source for source, _ in self._models))
         self.languages = list(dict.fromkeys(code for pair in self._models for code in pair))
-        self.max_alternatives = min(model.options.beam for model in models) - 1
+        self.has_alignments = self.has_prefixes = not is_ctranslate2
+        beam = min(model.options.beam for model in models)
+        self.max_alternatives = 0 if is_ctranslate2 else beam - 1
         self._detector = LanguageDetector(self.languages)
 
     def route(self, source: str, target: str) -> list[Model]:
@@ -197,11 +200,13 @@ class Translations:
         if not models:
             return [TranslatedText(text) for text in texts]
         documents: list[_Document] = [
-            HtmlText(text) if request.is_html else _PlainText(text) for text in texts
+            HtmlText(text, self.has_alignments) if request.is_html else _PlainText(text)
+            for text in texts
         ]
         lines = [line for document in documents for line in document.lines]
         prefixes = self._prefixes(request, rows, documents)
-        translated = _through(models, lines, prefixes, request, limits)
+        with_alignment = self.has_alignments and (request.with_details or request.is_html)
+        translated = _through(models, lines, prefixes, request, with_alignment, limits)
         pivot = models[0].config.data.tgt_lang if len(models) > 1 else None
         results, first = [], 0
         for document in documents:
@@ -255,12 +260,12 @@ def _through(
     lines: list[str],
     prefixes: list[str] | None,
     request: TranslationRequest,
+    with_alignment: bool,
     limits: _Limits,
 ) -> list[Translation]:
     """Translate lines by each model in turn; only the last one has prefixes and alternatives."""
     from mtrain.decode.formats import Translation
 
-    with_alignment = request.with_details or request.is_html
     translations: list[Translation] = []
     for model in models:
         is_last = model is models[-1]
@@ -268,7 +273,7 @@ def _through(
         options = replace(model.options, num_best=num_best, with_alignment=with_alignment)
         texts = [translation.text for translation in translations] if translations else lines
         before = translations
-        if with_alignment or num_best > 1:
+        if with_alignment or num_best > 1 or request.with_details:
             translations = model.translate(
                 texts,
                 options,

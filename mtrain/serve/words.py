@@ -19,9 +19,14 @@ def cut_words(text: str) -> list[str]:
 
 
 def word_probs(translation: Translation, num_words: int) -> list[float]:
-    """Return the probability of each word: the product of those of its tokens."""
+    """Return the probability of each word: the product of those of its tokens.
+
+    It is empty if the search computed none.
+    """
     from mtrain.decode.formats import number_words
 
+    if not translation.token_log_probs:
+        return []
     sums, first = [0.0] * num_words, 0
     for tokens, log_probs in _parts(translation):
         words_of = number_words(tokens)

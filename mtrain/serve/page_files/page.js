@@ -205,8 +205,8 @@ function activate(element) {
   const ranges = rangesOf(row, linked);
   drawMirror(ranges);
   const made = ranges.map(([start, end]) => source.value.slice(start, end)).join(" … ");
-  const sure = `${Math.round(100 * line.word_probs[number])} %`;
-  $("word").textContent = made ? `${element.textContent} ← ${made} (${sure})` : `${element.textContent} (${sure})`;
+  const sure = line.word_probs.length ? ` (${Math.round(100 * line.word_probs[number])} %)` : "";
+  $("word").textContent = `${element.textContent}${made ? ` ← ${made}` : ""}${sure}`;
 }
 
 // Where words of a source line stand in the text field, in UTF-16 code units.

@@ -1,0 +1,147 @@
+"""Many clients at once, clients that go away, and more clients than there is room for."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from serving import ANY_PORT, JSON, Client, running
+from tasks import copy_task
+
+import mtrain
+from mtrain.serve.settings import ServerSettings
+
+BODY = {"q": "ba ce di", "source": "en", "target": "de"}
+NUM_LINES = 1000 if "MTRAIN_FUZZ" in os.environ else 250
+NUM_CLIENTS = 64
+
+
+def test_each_of_many_clients_has_the_translation_that_it_has_alone(
+    client: Client, pair_models: list[mtrain.Model]
+) -> None:
+    rng = random.Random(5)
+    lines = [pair.src for pair in copy_task(NUM_LINES, 9)]
+    alone = {line: pair_models[0].translate([line])[0] for line in lines}
+    rng.shuffle(lines)
+    details = [rng.random() < 0.3 for _ in lines]
+
+    def ask(line: str, with_details: bool) -> str:
+        answer = client.post("/translate", BODY | {"q": line, "details": with_details})
+        return str(answer.tree["translatedText"])
+
+    with ThreadPoolExecutor(NUM_CLIENTS) as clients:
+        assert list(clients.map(ask, lines, details)) == [alone[line] for line in lines]
+
+
+class Blocking:
+    """Holds up translations until `may_end`, or until their client has gone."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+        self.cancelled = threading.Event()
+        self.translate = mtrain.Model.translate
+
+    def __call__(self, model: mtrain.Model, *arguments: object, **options: object) -> object:
+        cancel = options["cancel"]
+        assert isinstance(cancel, threading.Event)
+        self.has_begun.set()
+        while not self.may_end.wait(0.01):
+            if cancel.is_set():
+                self.cancelled.set()
+                break
+        return self.translate(model, *arguments, **options)  # type: ignore[call-overload]
+
+
+@pytest.fixture
+def blocking(monkeypatch: pytest.MonkeyPatch) -> Blocking:
+    blocking = Blocking()
+    monkeypatch.setattr(
+        mtrain.Model, "translate", lambda *arguments, **options: blocking(*arguments, **options)
+    )
+    return blocking
+
+
+def open_request(client: Client) -> socket.socket:
+    content = json.dumps(BODY).encode()
+    head = f"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Type: {JSON}\r\n"
+    opened = socket.create_connection((client.host, client.port), timeout=30)
+    opened.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    return opened
+
+
+def test_a_client_that_goes_away_ends_its_translation(
+    pair_models: list[mtrain.Model], blocking: Blocking
+) -> None:
+    with running(pair_models, ServerSettings(port=0, max_requests=1)) as client:
+        open_request(client).close()
+        assert blocking.has_begun.wait(30)
+        assert blocking.cancelled.wait(30)
+        blocking.may_end.set()
+        while client.post("/translate", BODY).status == 503:  # until the thread has ended
+            pass
+        assert client.post("/translate", BODY).tree == {"translatedText": BODY["q"]}
+
+
+def test_a_client_beyond_the_limit_is_answered_at_once(
+    pair_models: list[mtrain.Model], blocking: Blocking
+) -> None:
+    settings = ServerSettings(port=0, max_requests=1)
+    with running(pair_models, settings) as client, open_request(client) as first:
+        assert blocking.has_begun.wait(30)
+        answer = client.post("/translate", BODY)
+        assert answer.status == 503
+        assert answer.tree == {"error": "Server is busy: try again in a second"}
+        assert answer.headers["retry-after"] == "1"
+        assert client.get("/health").status == 200
+        assert "mtrain_http_requests_in_flight 2\n" in client.get("/metrics").body.decode()
+        blocking.may_end.set()
+        assert first.recv(100).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+def test_a_translation_that_takes_too_long_is_given_up(pair_models: list[mtrain.Model]) -> None:
+    with running(pair_models, ServerSettings(port=0, timeout_s=0.0)) as client:
+        answer = client.post("/translate", BODY)
+    assert answer.status == 503
+    text = "Server is busy: the translation took more than 0 seconds"
+    assert answer.tree == {"error": text}
+    assert answer.headers["retry-after"] == "1"
+
+
+def test_an_error_of_ours_is_told_without_its_cause(
+    pair_models: list[mtrain.Model],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise ValueError("the cause")
+
+    with running(pair_models, ANY_PORT) as client:
+        monkeypatch.setattr(mtrain.Model, "translate", fail)
+        answer = client.post("/translate", BODY)
+        assert (answer.status, answer.tree) == (500, {"error": "Internal server error"})
+        monkeypatch.undo()
+        assert client.post("/translate", BODY).status == 200
+    assert "the cause" in caplog.text
+
+
+def test_requests_are_counted_by_path_and_status(pair_models: list[mtrain.Model]) -> None:
+    with running(pair_models, ANY_PORT) as client:
+        client.post("/translate", BODY)
+        client.post("/translate", BODY | {"q": ["ba", "ce"]})
+        client.post("/translate", {})
+        client.get('/some"where')
+        answer = client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    lines = answer.body.decode().splitlines()
+    assert 'mtrain_http_requests_total{path="/translate",status="200"} 2' in lines
+    assert 'mtrain_http_requests_total{path="/translate",status="400"} 1' in lines
+    assert 'mtrain_http_requests_total{path="other",status="404"} 1' in lines
+    assert 'mtrain_http_request_duration_seconds_bucket{path="/translate",le="+Inf"} 3' in lines
+    assert "mtrain_translated_texts_total 3" in lines
+    assert "mtrain_translated_characters_total 12" in lines
+    assert "mtrain_http_requests_in_flight 1" in lines
