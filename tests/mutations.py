@@ -660,6 +660,13 @@ SEARCH = [
         "tests/training/test_loss.py",
     ),
     Mutation(
+        "a second search that does not help is taken",
+        "mtrain/decode/pipeline.py",
+        "            if best and not _repeats(parts[row], best)\n",
+        "            if best\n",
+        "tests/decode/test_pipeline.py",
+    ),
+    Mutation(
         "ensembles mean logits",
         "mtrain/decode/translator.py",
         "torch.stack([model_logits.log_softmax(-1) for model_logits in logits])",

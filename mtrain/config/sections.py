@@ -237,6 +237,7 @@ class DecodingConfig(Section):
     max_extra_tokens: Whole = Field(default=50, ge=0)
     batch_tokens: Whole = Field(default=8192, ge=1)
     no_repeat_ngram: Whole = Field(default=0, ge=0)
+    retry_flagged: bool = True
     early_stop: bool = False
 
 

@@ -234,12 +234,7 @@ def find_flags(
         src_ids, tgt_pieces: the pieces of both sides, without bos and eos.
         profile: of the training corpus, if it is known.
     """
-    flags = []
-    # a loop repeats a token _MAX_REPEATS times or more; most translations end here
-    if len(tgt_pieces) - len(set(tgt_pieces)) >= _MAX_REPEATS:
-        repeats = _count_repeats(tgt_pieces)
-        if repeats > _MAX_REPEATS and repeats > _count_repeats(src_ids):
-            flags.append("loop")
+    flags = ["loop"] if is_loop(src_ids, tgt_pieces) else []
     if not tgt.strip():
         flags.append("empty")
     elif tgt.strip() == src.strip():
@@ -248,6 +243,15 @@ def find_flags(
     elif profile is not None and not profile.holds(len(src_ids) + 1, len(tgt_pieces) + 1):
         flags.append("length")
     return flags
+
+
+def is_loop(src: Sequence[object], tgt: Sequence[object]) -> bool:
+    """Return whether a target repeats a phrase many times in a row, and oftener than its source."""
+    # a loop repeats a token _MAX_REPEATS times or more; most translations end here
+    if len(tgt) - len(set(tgt)) < _MAX_REPEATS:
+        return False
+    repeats = _count_repeats(tgt)
+    return repeats > _MAX_REPEATS and repeats > _count_repeats(src)
 
 
 def _count_repeats(ids: Sequence[object]) -> int:

@@ -55,6 +55,8 @@ class DecodingOptions:
         early_stop: end a sentence when no open hypothesis would win if it ended now. Otherwise
             it goes on until none can win any more, however it goes on.
         no_repeat_ngram: write no n tokens in a row twice; 0 allows all.
+        retry_flagged: search again for a line whose translation repeats itself, and write no three
+            tokens in a row twice then. What is sampled stays.
         max_extra_tokens: the limit of a target's length, beyond the length of its source.
         batch_tokens: source tokens times hypotheses of a batch.
         num_best: translations of each line, best first; at most `beam` unless they are sampled.
@@ -72,6 +74,7 @@ class DecodingOptions:
     length_alpha: float = _DEFAULTS.length_alpha
     early_stop: bool = _DEFAULTS.early_stop
     no_repeat_ngram: int = _DEFAULTS.no_repeat_ngram
+    retry_flagged: bool = _DEFAULTS.retry_flagged
     max_extra_tokens: int = _DEFAULTS.max_extra_tokens
     batch_tokens: int = _DEFAULTS.batch_tokens
     num_best: int = 1

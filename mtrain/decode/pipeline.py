@@ -23,6 +23,7 @@ from mtrain.decode.formats import (
     Translation,
     align_words,
     find_flags,
+    is_loop,
     join,
     number_words,
     word_starts,
@@ -41,6 +42,7 @@ Warn = Callable[[str], None]
 
 BLOCK_LINES = 2048  # lines that are sorted by length and translated together, at most
 _MAX_SHOWN = 5  # characters
+_RETRY_NGRAM = 3  # a target without a repeated 3-gram is never a loop
 _FLAG_TEXTS = {
     "empty": "is empty",
     "copy": "is a copy of the line",
@@ -66,6 +68,9 @@ class SearchEngine(Protocol):
     ) -> SearchEngine:
         """Return the same with other options and limits."""
 
+    def without_repeats(self, order: int) -> SearchEngine:
+        """Return the same with targets in which no n-gram of this order stands twice."""
+
     def max_length(self, source: EncodedSource) -> int:
         """Return the most tokens that the target of a source may have, without eos."""
 
@@ -76,6 +81,11 @@ class SearchEngine(Protocol):
         self, sources: Sequence[EncodedSource], targets: Sequence[list[int]]
     ) -> list[Tensor]:
         """Return the cross-attention weights of given targets, each [T, S]."""
+
+
+def _repeats(part: LinePart, best: list[Hypothesis]) -> bool:
+    """Return whether the best target of a part repeats itself."""
+    return is_loop(part.source.ids[:-1], best[0].ids)
 
 
 def _ignore(_: str) -> None:
@@ -182,7 +192,10 @@ class LineTranslator:
         """Return the best translations of each part."""
         tgt = self.translator.tokenizer.tgt
         best_of = self.translator.search([part.source for part in parts])
+        again_of = self._search_again(parts, best_of)
+        best_of = [again_of.get(row, best) for row, best in enumerate(best_of)]
         part_of = [part for part, best in zip(parts, best_of, strict=True) for _ in best]
+        is_again = [row in again_of for row, best in enumerate(best_of) for _ in best]
         hypotheses = [hypothesis for best in best_of for hypothesis in best]
         texts = tgt.decode([hypothesis.ids for hypothesis in hypotheses])
         alignments = self._align(part_of, hypotheses)
@@ -194,13 +207,37 @@ class LineTranslator:
                 hypothesis.log_prob,
                 hypothesis.score,
                 None if links is None else tuple(links),
-                ("limit",) * (len(hypothesis.ids) >= self.translator.max_length(part.source)),
+                ("limit",) * (len(hypothesis.ids) >= self.translator.max_length(part.source))
+                + ("retried",) * is_retried,
             )
-            for text, part, hypothesis, links in zip(
-                texts, part_of, hypotheses, alignments, strict=True
+            for text, part, hypothesis, links, is_retried in zip(
+                texts, part_of, hypotheses, alignments, is_again, strict=True
             )
         )
         return [list(islice(translations, len(best))) for best in best_of]
+
+    def _search_again(
+        self, parts: list[LinePart], best_of: list[list[Hypothesis]]
+    ) -> dict[int, list[Hypothesis]]:
+        """Search again for parts whose best target repeats itself; return new targets by part.
+
+        Then no `_RETRY_NGRAM` tokens in a row are written twice. A part whose best target still
+        repeats itself, as a prefix may, keeps its old ones.
+        """
+        options = self.options
+        is_bound = 0 < options.no_repeat_ngram <= _RETRY_NGRAM
+        if not options.retry_flagged or options.sampling is not None or is_bound:
+            return {}
+        rows = [row for row, best in enumerate(best_of) if best and _repeats(parts[row], best)]
+        if not rows:
+            return {}
+        engine = self.translator.without_repeats(_RETRY_NGRAM)
+        again = engine.search([parts[row].source for row in rows])
+        return {
+            row: best
+            for row, best in zip(rows, again, strict=True)
+            if best and not _repeats(parts[row], best)
+        }
 
     def _align(
         self, parts: list[LinePart], hypotheses: list[Hypothesis]

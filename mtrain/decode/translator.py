@@ -7,7 +7,7 @@ import json
 import math
 import random
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -195,6 +195,10 @@ class Translator:
         other = copy.copy(self)
         other.options, other.limits = options, limits
         return other
+
+    def without_repeats(self, order: int) -> Translator:
+        """Return the same with targets in which no n-gram of this order stands twice."""
+        return self.with_options(replace(self.options, no_repeat_ngram=order), self.limits)
 
     def with_models(self, models: Sequence[Transformer]) -> Translator:
         """Return a copy with other models."""

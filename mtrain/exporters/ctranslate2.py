@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -204,6 +205,7 @@ class CTranslate2Model:
         max_lengths: list[int],
         num_best: int,
         limits: SearchLimits = NO_LIMITS,
+        no_repeat_ngram: int = 0,
     ) -> list[list[ExportedHypothesis]]:
         """Return the best targets of each source by log-probability, at most `num_best`.
 
@@ -216,6 +218,7 @@ class CTranslate2Model:
             beam_size=beam,
             num_hypotheses=num_best,
             length_penalty=0,
+            no_repeat_ngram_size=no_repeat_ngram,
             return_scores=True,
             return_end_token=True,
             max_input_length=0,
@@ -299,6 +302,12 @@ class CTranslate2Translator:
         other.options, other.limits = options, limits
         return other
 
+    def without_repeats(self, order: int) -> CTranslate2Translator:
+        """Return the same with targets in which no n-gram of this order stands twice."""
+        other = copy.copy(self)
+        other.options = replace(self.options, no_repeat_ngram=order)
+        return other
+
     def max_length(self, source: EncodedSource) -> int:
         """Return the most tokens that the target of a source may have, without eos."""
         return source.max_target_length(self.options.max_extra_tokens)
@@ -316,7 +325,9 @@ class CTranslate2Translator:
             raise ConfigError("`prefixes` has no effect with `--engine ctranslate2`; leave it out.")
         beam, limits = self.options.beam, [self.max_length(source) for source in sources]
         ids = [source.ids for source in sources]
-        outputs_of = self._exported.search_best(ids, beam, limits, beam, self.limits)
+        outputs_of = self._exported.search_best(
+            ids, beam, limits, beam, self.limits, self.options.no_repeat_ngram
+        )
         best = []
         for outputs, limit in zip(outputs_of, limits, strict=True):
             hypotheses = [self._hypothesis(out.ids[:limit], out.log_prob) for out in outputs]

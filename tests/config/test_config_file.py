@@ -126,6 +126,7 @@ def test_the_defaults_are_those_of_the_design(minimal: Path) -> None:
         "max_extra_tokens": 50,
         "batch_tokens": 8192,
         "no_repeat_ngram": 0,
+        "retry_flagged": True,
         "early_stop": False,
     }
     assert tree == {}

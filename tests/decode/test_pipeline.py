@@ -480,3 +480,79 @@ def test_output_that_reached_its_limit_is_marked(translator: Translator) -> None
     finished = stream(translator, [LINES])
     assert all(not line.best[0].flags for line in finished)
     assert len(list(chain(*(line.best for line in finished)))) == len(LINES)
+
+
+# searched again
+
+
+@pytest.fixture(scope="module")
+def looping() -> Translator:
+    """A model that has learned nothing: some of its translations repeat themselves."""
+    tokenizer = vocabularies()
+    torch.manual_seed(3)
+    model = build_model(model_config(), tokenizer)
+    randomise(model, 3)
+    options = DecodingOptions(beam=2, max_extra_tokens=12)
+    return Translator([model.eval()], tokenizer, options, torch.device("cpu"))
+
+
+def flags_of(lines: Sequence[TranslatedLine]) -> list[set[str]]:
+    return [{flag for flag in line.best[0].flags if flag != "limit"} for line in lines]
+
+
+def ignore(_: str) -> None:
+    pass
+
+
+@pytest.mark.parametrize("beam", [1, 2])
+def test_a_line_whose_translation_repeats_itself_is_searched_again(
+    looping: Translator, beam: int
+) -> None:
+    retrying = with_options(looping, beam=beam)
+    plain = with_options(looping, beam=beam, retry_flagged=False)
+    first, second = (stream(own, [SRC_LINES], ignore, stats=None) for own in (plain, retrying))
+    is_loop = ["loop" in flags for flags in flags_of(first)]
+    assert any(is_loop)
+    assert not any("retried" in flags for flags in flags_of(first))
+    for had_loop, before, after in zip(is_loop, first, second, strict=True):
+        flags = set(after.best[0].flags)
+        assert ("retried" in flags, "loop" in flags) == (had_loop, False)
+        if not had_loop:
+            assert_same([before], [after])
+        windows = [*zip(*(after.best[0].tokens[n:] for n in range(3)), strict=False)]
+        assert not had_loop or len(set(windows)) == len(windows)
+        alone = stream(retrying, [[after.src]], ignore, stats=None)
+        assert alone[0].best[0].tokens == after.best[0].tokens
+        assert alone[0].best[0].flags == after.best[0].flags
+
+
+def test_all_best_translations_of_a_line_are_those_of_the_second_search(
+    looping: Translator,
+) -> None:
+    options = {"beam": 3, "num_best": 3}
+    plain = stream(with_options(looping, **options, retry_flagged=False), [SRC_LINES], ignore)
+    again = stream(with_options(looping, **options), [SRC_LINES], ignore)
+    bound = stream(with_options(looping, **options, no_repeat_ngram=3), [SRC_LINES], ignore)
+    retried = [row for row, line in enumerate(plain) if "loop" in line.best[0].flags]
+    assert retried
+    for row in retried:
+        assert_same([again[row]], [bound[row]])
+        assert all("retried" in each.flags for each in again[row].best)
+
+
+def test_a_prefix_that_repeats_itself_stays_a_loop(looping: Translator) -> None:
+    word = SRC_LINES[0].split()[0]
+    (line,) = stream(looping, [[SRC_LINES[0]]], ignore, [" ".join([word] * 6)])
+    assert "loop" in line.best[0].flags
+    assert "retried" not in line.best[0].flags
+
+
+def test_what_is_sampled_is_not_searched_again(looping: Translator) -> None:
+    sampled = {"sampling": Sampling(temperature=0.05), "num_best": 1}
+    lines = [
+        stream(with_options(looping, **sampled, retry_flagged=own), [SRC_LINES], ignore, stats=None)
+        for own in (True, False)
+    ]
+    assert any("loop" in flags for flags in flags_of(lines[0]))
+    assert_same(*lines)
+    assert not any("retried" in flags for flags in flags_of(lines[0]))
