@@ -510,6 +510,7 @@ def export(
     *,
     quantize: Literal["int8", "float16", "bfloat16"] | None = None,
     check_lines: int = 100,
+    license: str | None = None,
 ) -> ExportReport:
     """Write the model of a run for another library, and compare the copy with the run.
 
@@ -519,6 +520,7 @@ def export(
         to: the library.
         quantize: the type of the weights; None is float32, int8 is for ctranslate2 only.
         check_lines: compare on this many lines of the validation text.
+        license: of the model card, an identifier of the Hugging Face Hub such as cc-by-4.0.
 
     Raises:
         UserError: if the run cannot be loaded, the library cannot hold its model, or a copy that is
@@ -530,7 +532,7 @@ def export(
     from mtrain.exporters.export import EXPORTERS, ExportRequest, export
 
     _check_choice("to", to, list(EXPORTERS))
-    request = ExportRequest(to, quantize, check_lines)
+    request = ExportRequest(to, quantize, check_lines, license)
     return export(_run_dir(run), Path(directory), request, _log_warning)
 
 

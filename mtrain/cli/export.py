@@ -28,6 +28,10 @@ def export(
     check_lines: Annotated[
         int, typer.Option(min=1, metavar="N", help="Compare on N lines of the validation text.")
     ] = 100,
+    license_: Annotated[
+        str | None,
+        typer.Option("--license", metavar="ID", help="Of the model card, such as cc-by-4.0."),
+    ] = None,
 ) -> None:
     """Write the model for another library, and check it there.
 
@@ -38,5 +42,7 @@ def export(
     """
     from mtrain.exporters.export import as_text
 
-    report = api.export(run, directory, to, quantize=quantize, check_lines=check_lines)
+    report = api.export(
+        run, directory, to, quantize=quantize, check_lines=check_lines, license=license_
+    )
     console.put(as_text(report), None)

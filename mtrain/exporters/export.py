@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -20,7 +21,8 @@ from mtrain.data.prepare import ParallelLines
 from mtrain.decode.options import DecodingOptions
 from mtrain.decode.translator import EncodedSource, Translator, load
 from mtrain.errors import ConfigError, RunError
-from mtrain.evaluation import metrics
+from mtrain.evaluation import evaluation, metrics
+from mtrain.evaluation.evaluation import TestResult
 from mtrain.exporters import ctranslate2, huggingface, model_card, parity
 from mtrain.exporters.ctranslate2 import CTranslate2Translator
 from mtrain.exporters.parity import ExportedModel, Exporter, LogProbSearcher, ParityReport
@@ -33,6 +35,7 @@ Library = Literal["ctranslate2", "huggingface"]
 Say = Callable[[str], None]
 
 _REPORT_FILE = "export.json"
+_LICENCE = re.compile("[a-z0-9][a-z0-9.-]{0,60}")
 EXPORTERS: dict[Library, Exporter] = {"ctranslate2": ctranslate2, "huggingface": huggingface}
 
 
@@ -43,6 +46,8 @@ class ExportRequest:
     library: Library
     quantization: str | None = None  # the type of the weights; None is float32
     num_lines: int = 100  # of the validation text, to compare
+    licence: str | None = None  # in the model card
+    has_scores: bool = True  # whether the model card has scores of the test sets
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ def load_ctranslate2(run: RunDir, options: DecodingOptions, say: Say) -> CTransl
     with run.exporting() if os.access(run.path, os.W_OK) else nullcontext():
         stored = _read_report(directory)
         if stored is None or stored.weights != sha256_if_readable(run.model_path):
-            _export(run, directory, ExportRequest("ctranslate2"), say)
+            _export(run, directory, ExportRequest("ctranslate2", has_scores=False), say)
         else:
             _verify(directory, stored)
         try:
@@ -152,6 +157,11 @@ def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> E
             f"`--quantize` must be {' or '.join(exporter.QUANTIZATIONS)} with `--to "
             f"{request.library}`, which stores no other, but is {request.quantization} instead."
         )
+    if request.licence is not None and not _LICENCE.fullmatch(request.licence):
+        raise ConfigError(
+            f"`--license` must be an identifier of the Hugging Face Hub, such as cc-by-4.0, but is "
+            f"{request.licence!r} instead."
+        )
     translator = load(run, loading=LoadOptions("cpu"))
     held_out = _read_held_out(run, translator, config.data.max_tokens)
     lines = ParallelLines(held_out.src[: request.num_lines], held_out.tgt[: request.num_lines])
@@ -175,7 +185,10 @@ def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> E
             _bleu(translator, exported, held_out, say) if request.quantization else None,
         )
         example = min(lines.src, key=len)
-        card = model_card.readme(run, translator, exporter, example, as_text(report))
+        results = _test_results(run, translator, say) if request.has_scores else []
+        card = model_card.readme(
+            run, translator, exporter, example, as_text(report), results, request.licence
+        )
         (partial_dir / "README.md").write_text(card, encoding="utf-8")
         report.files.update({path.name: sha256(path) for path in sorted(partial_dir.iterdir())})
         write_lines(partial_dir / _REPORT_FILE, as_json(report))
@@ -206,6 +219,20 @@ def _read_held_out(run: RunDir, translator: Translator, max_tokens: int) -> Para
     if not rows:
         raise RunError(f"{run.path}: must have validation text to check an export, but has none.")
     return ParallelLines([valid.src[row] for row in rows], [valid.tgt[row] for row in rows])
+
+
+def _test_results(run: RunDir, translator: Translator, say: Say) -> list[TestResult]:
+    """Score the test sets of a run; without their text there are no scores."""
+    if not run.config.data.tests:
+        return []
+    try:
+        count = sum(len(test.src) for test in evaluation.read_tests(run).values())
+        say(f"translating {count:,} lines of test sets for the model card")
+        options = replace(translator.options, with_scores=False)
+        return evaluation.evaluate(run, translator.with_options(options), lambda _: None)
+    except RunError as error:
+        say(f"the model card has no scores: {error}")
+        return []
 
 
 def _bleu(

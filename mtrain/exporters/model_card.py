@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 import yaml
 
 from mtrain import __version__
 from mtrain.config.corpora import Corpus, HubCorpus, corpora_of
+from mtrain.config.sections import Config
 from mtrain.corpus import dropped
 from mtrain.corpus.formats import paths_of
 from mtrain.corpus.reader import FileMark
 from mtrain.data import loader, prepare
 from mtrain.decode.translator import Translator
 from mtrain.errors import RunError
+from mtrain.evaluation.evaluation import TestResult
+from mtrain.evaluation.metrics import Score
 from mtrain.exporters.parity import Exporter
 from mtrain.io.atomic import sha256_if_readable
 from mtrain.model.transformer import num_parameters
@@ -38,6 +43,14 @@ In this folder:
 {use}```
 
 {notes}
+## Licence
+
+{licence}
+
+## Scores
+
+{scores}
+
 ## The model
 
 {sizes}
@@ -55,9 +68,15 @@ In this folder:
 
 
 def readme(
-    run: RunDir, translator: Translator, exporter: Exporter, example: str, table: Sequence[str]
+    run: RunDir,
+    translator: Translator,
+    exporter: Exporter,
+    example: str,
+    table: Sequence[str],
+    results: Sequence[TestResult] = (),
+    licence: str | None = None,
 ) -> str:
-    """Return the model card: use, limits, sizes, data, and the comparison with the run.
+    """Return the model card: use, limits, licence, scores, sizes, data, comparison with the run.
 
     Args:
         run: what was exported.
@@ -65,15 +84,27 @@ def readme(
         exporter: what has written the model.
         example: a line to translate.
         table: the comparison.
+        results: of the run's test sets.
+        licence: its identifier on the Hugging Face Hub, such as cc-by-4.0.
     """
     config = run.config
     src, tgt = config.data.src_lang, config.data.tgt_lang
-    tree = {
+    tree: dict[str, object] = {
         "language": [src, tgt],
+        "license": licence or "unknown",
         "library_name": exporter.PACKAGE,
         "pipeline_tag": "translation",
         "tags": ["translation", exporter.TAG, "mtrain"],
     }
+    corpora = [named.corpus for named in corpora_of(config.data.train, "data.train")]
+    if hubs := [corpus.hub for corpus in corpora if _is_of_the_hub(corpus)]:
+        tree["datasets"] = list(dict.fromkeys(hubs))
+    if results:
+        tree["metrics"] = list(
+            dict.fromkeys(_metric_type(score) for result in results for score in result.scores)
+        )
+        name = run.path.resolve().name
+        tree["model-index"] = [{"name": name, "results": _model_index(config, results)}]
     fields = {
         "line": example,
         "beam": config.decoding.beam,
@@ -89,10 +120,81 @@ def readme(
         version=__version__,
         use=exporter.USE.format(**fields),
         notes=exporter.NOTES.format(**fields),
+        licence="\n".join(_licence(licence)),
+        scores="\n".join(_scores(config, results)),
         sizes="\n".join(_sizes(run, translator)),
         data="\n".join(_data(run, translator.tokenizer)),
         table="\n".join(table),
     )
+
+
+def _licence(licence: str | None) -> Iterator[str]:
+    if licence is not None:
+        yield f"This model is published under `{licence}`."
+    else:
+        yield "Not stated. Whoever publishes this model names one in `license` above."
+    yield "The texts that it was trained on have licences of their own."
+
+
+def _scores(config: Config, results: Sequence[TestResult]) -> Iterator[str]:
+    if not results:
+        yield "No test set was scored."
+        return
+    yield (
+        f"Of the run in float32, translated by mtrain with a beam of {config.decoding.beam} and a "
+        f"length exponent of {config.decoding.length_alpha:g}, before it was exported; intervals "
+        "of 95% by bootstrap."
+    )
+    yield from ("", "| test set | lines | score | signature |", "| --- | --: | --- | --- |")
+    for result in results:
+        for score in result.scores:
+            text = f"{score.metric} {score.format()}"
+            signature = score.signature.replace("|", "\\|")
+            name = _escaped(result.name)
+            yield f"| {name} | {len(result.lines.src):,} | {text} | `{signature}` |"
+
+
+def _model_index(config: Config, results: Sequence[TestResult]) -> list[dict[str, object]]:
+    """Return the scores as the Hugging Face Hub reads them."""
+    src, tgt = config.data.src_lang, config.data.tgt_lang
+    entries = []
+    for result in results:
+        text = "".join(
+            f"{line}\n" for side in (result.lines.src, *result.lines.refs) for line in side
+        )
+        corpus = config.data.tests.get(result.name)
+        kind = corpus.hub if corpus is not None and _is_of_the_hub(corpus) else "text"
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        about = {"src": src, "tgt": tgt, "lines": len(result.lines.src), "sha256": digest}
+        metrics = []
+        for score in result.scores:
+            metric: dict[str, object] = {"type": _metric_type(score), "name": score.metric}
+            metric["value"], metric["args"] = round(score.value, 4), {"signature": score.signature}
+            if score.mean is not None and score.half_width is not None:
+                low, high = score.mean - score.half_width, score.mean + score.half_width
+                interval = [round(low, 4), round(high, 4)]
+                metric["args"] = {"signature": score.signature, "interval_95": interval}
+            metrics.append(metric)
+        entries.append(
+            {
+                "task": {"type": "translation", "name": f"Translation {src} to {tgt}"},
+                "dataset": {"type": kind, "name": result.name, "args": about},
+                "metrics": metrics,
+            }
+        )
+    return entries
+
+
+def _metric_type(score: Score) -> str:
+    return score.metric.lower().rstrip("+0123456789")
+
+
+def _is_of_the_hub(corpus: Corpus) -> TypeGuard[HubCorpus]:
+    return isinstance(corpus, HubCorpus) and not Path(corpus.hub).is_dir()
+
+
+def _escaped(cell: str) -> str:
+    return " ".join(cell.splitlines()).replace("|", "\\|")
 
 
 def _sizes(run: RunDir, translator: Translator) -> Iterator[str]:
@@ -125,19 +227,23 @@ def _data(run: RunDir, tokenizer: Tokenizer) -> Iterator[str]:
         reasons = "; ".join(f"{count:,} {reason}" for reason, count in counts.items())
         total = f"{num_kept:,} training pairs were kept, {sum(counts.values()):,} dropped"
         yield f"{total} ({reasons})." if reasons else f"{total}."
+        if config.training.replay:
+            yield (
+                f"{config.training.replay:.1%} of the pairs of an epoch are training pairs of "
+                f"`{config.training.init_from}`."
+            )
     yield from ("", "| text | file | SHA-256 |", "| --- | --- | --- |")
     corpora = [("training", named.corpus) for named in corpora_of(config.data.train, "data.train")]
     corpora += [("validation", config.data.valid)]
     corpora += [(f"test {name}", corpus) for name, corpus in config.data.tests.items()]
     for text, corpus in corpora:
         for cells in _files(corpus, marks):
-            escaped = (" ".join(cell.splitlines()).replace("|", "\\|") for cell in (text, *cells))
-            yield f"| {' | '.join(escaped)} |"
+            yield f"| {' | '.join(map(_escaped, (text, *cells)))} |"
 
 
 def _files(corpus: Corpus, marks: Mapping[str, FileMark]) -> Iterator[tuple[str, str]]:
     """Yield the name of each file and its hash when it was tokenized, or else now."""
-    if isinstance(corpus, HubCorpus) and not Path(corpus.hub).is_dir():
+    if _is_of_the_hub(corpus):
         yield f"{corpus.hub}, {corpus.split}", "of the hub"
         return
     for path in paths_of(corpus):

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from tasks import train as train_task
 from tasks import write_task
 
+import mtrain
 from mtrain.config.corpora import HubCorpus, TsvCorpus
 from mtrain.config.sections import Config
 from mtrain.corpus.reader import FileMark
@@ -569,7 +570,10 @@ def test_the_command_prints_the_table(cli: Cli, trained: RunDir, tmp_path: Path)
     assert outcome.code == 0, outcome.err
     assert re.fullmatch(r"library +ctranslate2, ctranslate2 [\d.]+", outcome.lines[0])
     assert outcome.lines[2].endswith("5 of 5")
-    assert outcome.err == f"mtrain: {directory}: writing, then checking on 5 lines\n"
+    assert outcome.err.splitlines() == [
+        f"mtrain: {directory}: writing, then checking on 5 lines",
+        "mtrain: translating 40 lines of test sets for the model card",
+    ]
     assert [path.name for path in directory.parent.iterdir()] == ["out"]
 
 
@@ -879,6 +883,81 @@ def test_the_card_names_corpora_of_every_kind(tmp_path: Path) -> None:
 def test_a_name_breaks_no_table_of_the_card(trained: RunDir) -> None:
     rows = card_with(trained, valid=TsvCorpus(tsv=["a|b\nc.tsv"])).splitlines()
     assert "| validation | a\\|b c.tsv | not there any more |" in rows
+
+
+@pytest.mark.parametrize("library", ["ctranslate2", "huggingface"])
+def test_the_hub_reads_the_card_with_its_scores_and_licence(
+    cli: Cli, trained: RunDir, tmp_path: Path, library: str
+) -> None:
+    """By what huggingface_hub itself reads cards with, before the hub gets them."""
+    need(library)
+    hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
+    directory = tmp_path / "out"
+    outcome = cli("export", trained.path, directory, "--to", library, "--license", "cc-by-4.0")
+    assert outcome.code == 0, outcome.err
+    card = hub.ModelCard.load(directory / "README.md", ignore_metadata_errors=False)
+    assert (card.data.license, card.data.library_name) == ("cc-by-4.0", EXPORTERS[library].PACKAGE)
+    assert card.data.language == ["aa", "bb"]
+    assert card.data.metrics == ["bleu", "chrf"]
+    assert card.data.model_name == "run"
+    (result,) = mtrain.evaluate(trained.path)
+    found = card.data.eval_results
+    assert [(each.metric_type, each.metric_name) for each in found] == [
+        ("bleu", "BLEU"),
+        ("chrf", "chrF2"),
+    ]
+    for each, score in zip(found, result.scores, strict=True):
+        assert (each.task_type, each.dataset_name, each.dataset_type) == (
+            "translation",
+            "held_out",
+            "text",
+        )
+        assert each.metric_value == pytest.approx(score.value, abs=1e-4)
+        assert each.metric_args["signature"] == score.signature
+        low, high = each.metric_args["interval_95"]
+        assert (low + high) / 2 == pytest.approx(score.mean, abs=1e-4)
+        assert high - low == pytest.approx(2 * score.half_width, abs=1e-3)
+        assert each.dataset_args["lines"] == len(result.lines.src)
+        text = "".join(f"{line}\n" for line in (*result.lines.src, *result.lines.refs[0]))
+        assert each.dataset_args["sha256"] == hashlib.sha256(text.encode()).hexdigest()
+        text = f"{score.metric} {score.format()}"
+        assert f"| held_out | {len(result.lines.src)} | {text} | `nrefs:1\\|" in card.text
+    assert "published under `cc-by-4.0`" in card.text
+    again = hub.ModelCardData(**card.data.to_dict())
+    assert again.to_dict() == card.data.to_dict()
+
+
+def test_a_card_without_a_licence_or_test_sets_says_so(trained: RunDir) -> None:
+    card = card_with(trained, tests={})
+    assert yaml.safe_load(card.split("---\n")[1])["license"] == "unknown"
+    assert "Not stated. Whoever publishes this model names one" in card
+    assert "No test set was scored." in card
+    assert "model-index" not in card
+
+
+def test_a_card_names_data_sets_of_the_hub(trained: RunDir) -> None:
+    hub = HubCorpus(hub="wmt/wmt14", split="train", src="de", tgt="en")
+    tree = yaml.safe_load(card_with(trained, train=hub).split("---\n")[1])
+    assert tree["datasets"] == ["wmt/wmt14"]
+
+
+def test_scores_that_cannot_be_had_and_a_licence_that_is_none_are_said(
+    cli: Cli, run: RunDir, tmp_path: Path
+) -> None:
+    command = ["export", run.path, tmp_path / "out", "--to", "ctranslate2"]
+    outcome = cli(*command, "--license", "My own")
+    assert outcome.err == (
+        "mtrain: `--license` must be an identifier of the Hugging Face Hub, such as cc-by-4.0, but "
+        "is 'My own' instead.\n"
+    )
+    data = run.data_dir.resolve()
+    run.data_dir.unlink()
+    shutil.copytree(data, run.data_dir)
+    shutil.rmtree(run.data_dir / "tests")
+    outcome = cli(*command)
+    assert outcome.code == 0
+    assert "the model card has no scores: " in outcome.err
+    assert "No test set was scored." in (tmp_path / "out" / "README.md").read_text("utf-8")
 
 
 def test_a_report_says_what_was_asked_of_it(exported: dict[str, Exported]) -> None:
