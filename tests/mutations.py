@@ -760,8 +760,8 @@ TRAINING = [
     Mutation(
         "averages weigh the last most",
         "mtrain/run/checkpoint.py",
-        "total[name] = total[name] + tensor.double() if name in total else tensor.double()",
-        "total[name] = tensor.double() * len(paths)",
+        "total = tensor if total is None else total + tensor",
+        "total = tensor * len(self._paths)",
         "tests/run/test_checkpoint.py",
     ),
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import multiprocessing
 import os
 import signal
@@ -19,7 +21,7 @@ from mtrain.cli.main import main
 from mtrain.config import config_file
 from mtrain.config.sections import TrainingConfig
 from mtrain.data.batch import Batch, UpdateBatches
-from mtrain.model.transformer import Transformer
+from mtrain.model.transformer import DecoderLayer, EncoderLayer, Transformer
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime import torch_process_group
@@ -29,6 +31,7 @@ from mtrain.training import gradients as gradients_module
 from mtrain.training import trainer as trainer_module
 from mtrain.training.loss import LossSum, loss_of
 from mtrain.training.trainer import Trainer
+from mtrain.training.training_state import TrainingState
 
 PATIENCE_S = 120
 # torch imports `torch._dynamo` at the first optimizer step: half of the time of a short training
@@ -230,6 +233,63 @@ def short_of_memory(arguments: list[str], rank: int, num_positions: int, first: 
         gradients_module.loss_of = data_parallel.loss_of = limited
     Trainer._update = updated  # type: ignore[method-assign]
     command_line(arguments)
+
+
+def live_bytes() -> int:
+    """Return the bytes of all tensors that the collector knows, each storage once."""
+    plain = (torch.Tensor, torch.nn.Parameter)  # a DTensor holds one of these
+    tensors = [each for each in gc.get_objects() if type(each) in plain]
+    sizes = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return sum(sizes.values())
+
+
+def measured(arguments: list[str], directory: Path) -> None:
+    """Do what the command line does; write down how much each rank holds while it validates.
+
+    For each method that works with a whole model, `directory/RANK` has the most bytes of tensors
+    beyond those at its start, in units of the bytes of all parameters.
+    """
+    gc.freeze()  # what is there already is left out of gc.get_objects()
+    peaks: dict[str, float] = {}
+    running: list[tuple[str, int, int]] = []  # methods, with the bytes at their start and of all
+
+    def phase(owner: type[Trainer | TrainingState], name: str) -> None:
+        method = getattr(owner, name)
+
+        def run(self: Any) -> Any:
+            whole = sum(4 * weight.numel() for weight in self.model.parameters())
+            running.append((name, live_bytes(), whole))
+            try:
+                return method(self)
+            finally:
+                running.pop()
+
+        setattr(owner, name, run)
+
+    def sampled(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def run(*inputs: Any) -> Any:
+            result = method(*inputs)
+            if running:
+                during, start, whole = running[-1]
+                peaks[during] = max(peaks.get(during, 0.0), (live_bytes() - start) / whole)
+            return result
+
+        setattr(owner, name, run)
+
+    for owner, name in ((Trainer, "_score"), (Trainer, "finish"), (TrainingState, "to_checkpoint")):
+        phase(owner, name)
+    for owner in (EncoderLayer, DecoderLayer):
+        sampled(owner, "forward")
+    for name in ("project_source", "decode_step"):
+        sampled(DecoderLayer, name)
+    for name in ("full_tensor", "distribute_like"):
+        sampled(torch_process_group.TorchProcessGroup, name)
+    try:
+        command_line(arguments)
+    finally:
+        (directory / os.environ["RANK"]).write_text(json.dumps(peaks))
 
 
 @pytest.fixture

@@ -200,17 +200,6 @@ class Translator:
         """Return the same with targets in which no n-gram of this order stands twice."""
         return self.with_options(replace(self.options, no_repeat_ngram=order), self.limits)
 
-    def with_models(self, models: Sequence[Transformer]) -> Translator:
-        """Return a copy with other models."""
-        return Translator(
-            models,
-            self.tokenizer,
-            self.options,
-            self.device,
-            self.src_vocabularies,
-            self.process_group,
-        )
-
     def search(self, sources: Sequence[EncodedSource]) -> list[list[Hypothesis]]:
         """Return the best targets of each source, in the order of the sources.
 

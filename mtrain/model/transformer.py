@@ -111,7 +111,7 @@ class Transformer(nn.Module):
             memory_RD = self.encode(src_BS[rows, :width], keep_BS).flatten(0, 1)
             memories.append(memory_RD.index_select(0, keep_BS.flatten().nonzero()[:, 0]))
         memory_RD = torch.cat(memories)
-        sources = [layer.cross_attention.source_keys_values(memory_RD) for layer in self.decoder]
+        sources = [layer.project_source(memory_RD) for layer in self.decoder]
         return KVCache(sources, src_keep_BS)
 
     def decode_step(self, ids_N: Tensor, cache: KVCache) -> Logits:
@@ -289,6 +289,11 @@ class DecoderLayer(nn.Module):
         x_BTD = self.residual_2(x_BTD, lambda x: self.cross_attention(x, source, src_keep_B11S))
         x_BTD = self.residual_3(x_BTD, self.feed_forward)
         return x_BTD
+
+    def project_source(self, memory_RD: Tensor) -> Tensor:
+        """Return the source keys and values [R, X] of the cache for a memory without padding."""
+        projected_RX: Tensor = self.cross_attention.source_keys_values(memory_RD)
+        return projected_RX
 
     def decode_step(self, x_ND: Tensor, cache: KVCache, index: int) -> Tensor:
         """Return the output [N, D] of layer `index` for the newest position of the cache."""

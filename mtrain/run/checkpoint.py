@@ -12,7 +12,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -216,14 +217,25 @@ def load_model(path: Path, tokenizer: str, verify: bool = False) -> Weights:
     Raises:
         RunError: if the file is missing, damaged, or made for another tokenizer.
     """
-    if not path.is_file():
-        raise RunError(f"{path}: is missing; `mtrain train CONFIG` makes it.")
-    try:
+    header = _check_header(path, tokenizer)
+    with _reading(path) as file:
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if verify and header.sha256 not in (None, digest(weights)):  # a checkpoint's has none
+        raise RunError(
+            f"{path}: is damaged: its checksum is another; restore it from a copy of the run, or "
+            "delete it, and `mtrain train CONFIG` makes it again from the checkpoints."
+        )
+    return weights
+
+
+def _check_header(path: Path, tokenizer: str) -> _Header:
+    """Return the header of weights that were trained with this tokenizer.
+
+    Raises:
+        RunError: if the file is missing, damaged, or made for another tokenizer.
+    """
+    with _reading(path):
         header = _read_header(path)
-        with safe_open(path, framework="pt") as file:
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
-        raise RunError(f"{path}: must be a whole safetensors file, but is not: {error}.") from None
     if header.format != FORMAT:
         raise RunError(
             f"{path}: must be weights in mtrain's format {FORMAT}, but is {header.format!r} "
@@ -234,12 +246,23 @@ def load_model(path: Path, tokenizer: str, verify: bool = False) -> Weights:
             f"{path}: must belong to the tokenizer beside it, but was trained with another one; "
             "restore the run's own tokenizer folder, or train again."
         )
-    if verify and header.sha256 not in (None, digest(weights)):  # a checkpoint's has none
-        raise RunError(
-            f"{path}: is damaged: its checksum is another; restore it from a copy of the run, or "
-            "delete it, and `mtrain train CONFIG` makes it again from the checkpoints."
-        )
-    return weights
+    return header
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[Any]:
+    """Open weights.
+
+    Raises:
+        RunError: if the file is missing or damaged.
+    """
+    if not path.is_file():
+        raise RunError(f"{path}: is missing; `mtrain train CONFIG` makes it.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError, ValueError) as error:
+        raise RunError(f"{path}: must be a whole safetensors file, but is not: {error}.") from None
 
 
 def _read_header(path: Path) -> _Header:
@@ -440,13 +463,42 @@ def delete_unfinished(directory: Path) -> None:
     sweep(directory / "step-*")
 
 
-def average(paths: Sequence[Path], tokenizer: str) -> Weights:
-    """Return the mean weights of several checkpoints, summed in float64."""
-    total: Weights = {}
-    for path in paths:
-        for name, tensor in load_model(path / "model.safetensors", tokenizer).items():
-            total[name] = total[name] + tensor.double() if name in total else tensor.double()
-    return {name: (tensor / len(paths)).float() for name, tensor in total.items()}
+class AveragedWeights(Mapping[str, Tensor]):
+    """The mean weights of several checkpoints, summed in float64.
+
+    Each tensor is read when it is asked for: ranks that hold a shard need no other memory.
+
+    Args:
+        paths: of the checkpoints.
+        tokenizer: the fingerprint of their tokenizer.
+
+    Raises:
+        RunError: if a file is missing, damaged, or made for another tokenizer.
+    """
+
+    def __init__(self, paths: Sequence[Path], tokenizer: str) -> None:
+        self._paths = [path / "model.safetensors" for path in paths]
+        for path in self._paths:
+            _check_header(path, tokenizer)
+        with _reading(self._paths[0]) as file:
+            self._names = set(file.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        total: Tensor | None = None
+        for path in self._paths:
+            with _reading(path) as file:
+                tensor = file.get_tensor(name).double()
+            total = tensor if total is None else total + tensor
+        assert total is not None
+        return (total / len(self._paths)).float()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._names))
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from mtrain.config.sections import ModelConfig
 from mtrain.errors import ConfigError, RunError
@@ -101,7 +103,7 @@ def build_model(config: ModelConfig, vocabulary: Tokenizer) -> Transformer:
 
 def set_weights(
     model: Transformer,
-    weights: checkpoint.Weights,
+    weights: Mapping[str, Tensor],
     path: Path,
     process_group: ProcessGroup = SINGLE,
 ) -> None:
@@ -110,19 +112,18 @@ def set_weights(
     Raises:
         RunError: if the weights are those of another model.
     """
-    parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
-        if name not in weights or weights[name].shape != parameter.shape:
-            actual = tuple(weights[name].shape) if name in weights else "missing"
+    for name, parameter in model.named_parameters():
+        tensor = weights.get(name)
+        if tensor is None or tensor.shape != parameter.shape:
+            actual = tuple(tensor.shape) if tensor is not None else "missing"
             raise RunError(
                 f"{path}: `{name}` must have the shape {tuple(parameter.shape)} that config.yaml "
                 f"asks for, but is {actual} instead; restore the run's own config.yaml."
             )
-        if not weights[name].is_floating_point():
+        if not tensor.is_floating_point():
             raise RunError(
                 f"{path}: `{name}` must hold floating-point numbers, but holds "
-                f"{weights[name].dtype} instead."
+                f"{tensor.dtype} instead."
             )
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(process_group.distribute_like(weights[name], parameter))
+        with torch.no_grad():
+            parameter.copy_(process_group.distribute_like(tensor, parameter))

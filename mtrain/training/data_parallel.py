@@ -27,6 +27,7 @@ from mtrain.ops import dropout
 from mtrain.runtime.process_group import ProcessGroup
 from mtrain.training.gradients import Gradients, GradientTask, is_out_of_memory
 from mtrain.training.loss import LossSum, loss_of
+from mtrain.training.sharded_model import ShardedModel
 
 Exchange = Literal["float32", "bfloat16"]
 Result = TypeVar("Result")
@@ -182,6 +183,7 @@ class FSDPGradients(DataParallelGradients):
         self._loss_model = LossModel(alone.model, alone.config)
         self._fsdp = fully_shard(self._loss_model, mesh=mesh, mp_policy=policy)  # modified in place
         super().__init__(alone, process_group)
+        self.sharded = ShardedModel(self.model, self._fsdp, process_group)
 
     def probe_memory(self, batch: Batch) -> None:
         """Run a batch.

@@ -10,6 +10,7 @@ from collections.abc import Generator
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -58,6 +59,9 @@ from mtrain.training.training_state import (
     set_random_state,
 )
 from mtrain.training.validation import ValidationSet
+
+if TYPE_CHECKING:
+    from mtrain.training.sharded_model import ShardedModel
 
 _MAX_SKIPPED = 10  # updates in a row with a non-finite loss or gradient
 _MAX_PENDING = 8  # updates whose results have not been read from a GPU
@@ -154,15 +158,23 @@ class Trainer:
             self.model, self.device, self.settings, process_group, log.say
         )
         self.gradients = Gradients(self.model, self.settings, self.device, self.log.say)
+        self.sharded: ShardedModel | None = None
         if process_group.size > 1:
             from mtrain.training.data_parallel import DDPGradients, FSDPGradients
 
             kind = DDPGradients if self.settings.parallel == "ddp" else FSDPGradients
             self.gradients = kind(self.gradients, process_group, self.settings.exchange)
+            if isinstance(self.gradients, FSDPGradients):
+                self.sharded = self.gradients.sharded
         self.state = TrainingState(self.model, self.settings, self.compute_dtype, process_group)
         greedy = replace(DecodingOptions.from_config(config), beam=1, with_scores=False)
+        model = self.sharded.model if self.sharded else self.model
         self.translator = Translator(
-            [self.model], self.tokenizer, greedy, self.device, process_group=process_group
+            [model],
+            self.tokenizer,
+            greedy,
+            self.device,
+            process_group=self.sharded.process_group if self.sharded else process_group,
         )
         self.environment = current_environment(
             self.device, self.compute_dtype, self.gradients.workers.count, process_group.size
@@ -331,14 +343,9 @@ class Trainer:
     def _score(self) -> Validation:
         """Return the validation scores of the current weights; all ranks must call it together."""
         translator = self.translator
-        if self.process_group.size > 1 and self.settings.parallel == "fsdp":
-            with torch.random.fork_rng(devices=[]):  # the initial weights are overwritten
-                model = build_model(self.config.model, self.tokenizer).to(self.device)
-            model.compute_in(self.compute_dtype)
-            set_weights(model, self.state.weights(), self.run_dir.checkpoints_dir)
-            translator = translator.with_models([model])
-        with uncompiled(self.is_compiled):
-            loss, nll = self.valid.loss(translator.model, self.settings, self.process_group)
+        gathered = self.sharded.gathered() if self.sharded else nullcontext()
+        with uncompiled(self.is_compiled), gathered:
+            loss, nll = self.valid.loss(translator.model, self.settings, translator.process_group)
             if not math.isfinite(loss):
                 raise RunError(f"the loss on the validation set is not finite; {self._advice()}")
             hypotheses = self.valid.translations(translator)
@@ -377,7 +384,7 @@ class Trainer:
         progress = self.state.progress
         best, averaged = self.checkpoints.final_candidates(progress)
         paths = [self.checkpoints.path_of(step) for step in averaged]
-        weights = checkpoint.average(paths, self.fingerprint)
+        weights = checkpoint.AveragedWeights(paths, self.fingerprint)
         set_weights(self.model, weights, self.run_dir.checkpoints_dir, self.process_group)
         scores, bleu = self._score(), progress.bleu_of_step[str(best)]
         name = f"the average of {count(len(averaged), 'checkpoint')}"
@@ -392,11 +399,10 @@ class Trainer:
             bleu = scores.bleu
         else:
             name, averaged = "the best checkpoint", [best]
-            path = self.checkpoints.path_of(best) / "model.safetensors"
-            weights = checkpoint.load_model(path, self.fingerprint)
+            weights = checkpoint.AveragedWeights([self.checkpoints.path_of(best)], self.fingerprint)
         if self.process_group.is_first:
             info = FinalWeightsInfo(sorted(averaged), bleu, progress.step)
-            checkpoint.save_model(self.run_dir.model_path, weights, self.fingerprint, info)
+            checkpoint.save_model(self.run_dir.model_path, dict(weights), self.fingerprint, info)
             self.log.say(f"{self.run_dir.model_path}: {name}")
             self.logger.log_size(self.run_dir)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from mtrain import __version__
 from mtrain.config.sections import TrainingConfig
@@ -80,18 +82,18 @@ class TrainingState:
             bool(self.process_group.to_local(weight).isfinite().all()) for weight in self.parameters
         )
 
-    def weights(self) -> Weights:
-        """Return the unsharded weights; all ranks must call it together."""
-        named = self.model.named_parameters()
-        return {name: self.process_group.full_tensor(weight.detach()) for name, weight in named}
-
     def to_checkpoint(self) -> Checkpoint:
-        """Return the state as a `Checkpoint`; all ranks must call it together."""
-        optimizer = {
-            f"{key}.{name}": self.process_group.full_tensor(value)
-            for name, parameter in self.model.named_parameters()
+        """Return the state as a `Checkpoint`; all ranks must call it together.
+
+        One tensor is gathered at a time, and only rank 0 keeps it.
+        """
+        named = dict(self.model.named_parameters())
+        weights = self._gathered((name, weight.detach()) for name, weight in named.items())
+        optimizer = self._gathered(
+            (f"{key}.{name}", value)
+            for name, parameter in named.items()
             for key, value in self._optimizer_of(parameter).state[parameter].items()
-        }
+        )
         scaler, meter = self.grad_scaler, self.meter
         progress = self.progress.model_copy(
             update={
@@ -102,7 +104,16 @@ class TrainingState:
                 "unlogged_tokens": meter.num_tokens,
             }
         )
-        return Checkpoint(self.weights(), optimizer | random_state(), progress)
+        return Checkpoint(weights, optimizer | random_state(), progress)
+
+    def _gathered(self, named: Iterable[tuple[str, Tensor]]) -> Weights:
+        """Return unsharded tensors in the memory of the CPU; on other ranks than 0, none."""
+        weights: Weights = {}
+        for name, tensor in named:
+            full = self.process_group.full_tensor(tensor)
+            if self.process_group.is_first:
+                weights[name] = full.cpu()
+        return weights
 
     def from_checkpoint(self, path: Path, fingerprint: str) -> None:
         """Restore the state from a checkpoint folder.

@@ -520,10 +520,8 @@ def test_weights_that_are_laid_out_translate_like_those_that_are_not(
     plain.load_state_dict(laid_out.model.state_dict())
     given = sources(laid_out)
     given[:5] = [replace(source, prefix=(7, 9)) for source in given[:5]]
-    found, expected = (
-        with_options(own, **changes).search(given)
-        for own in (laid_out, laid_out.with_models([plain]))
-    )
+    other = Translator([plain], laid_out.tokenizer, laid_out.options, laid_out.device)
+    found, expected = (with_options(own, **changes).search(given) for own in (laid_out, other))
     assert [[own.ids for own in best] for best in found] == [
         [own.ids for own in best] for best in expected
     ]

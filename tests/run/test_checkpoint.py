@@ -381,7 +381,7 @@ def test_an_average_is_the_mean_of_the_weights(tmp_path):
         paths.append(
             checkpoint.save(tmp_path, tensors, optimizer(), progress(step), OURS, ENVIRONMENT)
         )
-    mean = checkpoint.average(paths, OURS)
+    mean = checkpoint.AveragedWeights(paths, OURS)
     for name in ("a", "b"):
         stacked = torch.stack([checkpoint.load(path, OURS).weights[name] for path in paths])
         assert mean[name].dtype == torch.float32
@@ -395,14 +395,14 @@ def test_an_average_does_not_lose_what_is_small_beside_what_is_large(tmp_path):
         )
         for step, value in enumerate([1e8, 1.0, -1e8])
     ]
-    mean = checkpoint.average(paths, OURS)
+    mean = checkpoint.AveragedWeights(paths, OURS)
     assert mean["w"].item() == pytest.approx(1 / 3, rel=1e-6)
 
 
 def test_an_average_of_one_is_itself(tmp_path):
     tensors = {"w": torch.randn(7, generator=torch.Generator().manual_seed(1))}
     path = checkpoint.save(tmp_path, tensors, {}, progress(), OURS, ENVIRONMENT)
-    assert_same_bits(checkpoint.average([path], OURS), tensors)
+    assert_same_bits(checkpoint.AveragedWeights([path], OURS), tensors)
 
 
 def test_an_average_over_another_tokenizer_is_an_error(tmp_path):
@@ -410,7 +410,7 @@ def test_an_average_over_another_tokenizer_is_an_error(tmp_path):
     ours = checkpoint.save(tmp_path, tensors, {}, progress(1), OURS, ENVIRONMENT)
     others = checkpoint.save(tmp_path, tensors, {}, progress(2), OTHER, ENVIRONMENT)
     with pytest.raises(RunError, match="tokenizer"):
-        checkpoint.average([ours, others], OURS)
+        checkpoint.AveragedWeights([ours, others], OURS)
 
 
 # Progress

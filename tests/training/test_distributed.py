@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import signal
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from ranks import (
     apart,
     failing,
     gradients,
+    measured,
     needs_fork_server,
     ranks,
     save_gradients,
@@ -270,6 +272,22 @@ def test_one_process_says_what_it_does_not_heed(cli: Cli, source: Path, tmp_path
         "ranks    1, to which `training.parallel: fsdp` makes no difference",
         "ranks    1, to which `training.exchange: bfloat16` makes no difference",
     ]
+
+
+def test_no_rank_holds_all_weights_at_once_when_they_are_sharded(
+    source: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    settings = ["model.d_model=64", "model.d_ff=256", "model.num_encoder_layers=3"]
+    settings += ["model.num_decoder_layers=3", "training.max_steps=4", "training.validate_every=2"]
+    settings += ["training.average=2", "training.parallel=fsdp"]
+    command = ["train", str(source), *options(*settings), "--run", str(tmp_path / "run")]
+    ended = ranks(2, measured, command, tmp_path)
+    assert ended.codes == [0, 0], ended.err
+    first, other = (json.loads((tmp_path / rank).read_text()) for rank in ("0", "1"))
+    assert first.pop("to_checkpoint") > 0.9  # which it writes
+    for peaks in (first, other):
+        assert peaks.keys() - {"to_checkpoint"} == {"_score", "finish"}
+        assert all(0.01 < peak < 0.6 for peak in peaks.values()), (first, other)
 
 
 # errors
