@@ -16,6 +16,7 @@ from mtrain.decode.translator import EncodedSource, load
 from mtrain.doctor import replay
 from mtrain.doctor.replay import Span
 from mtrain.errors import ConfigError, RunError, UserError, WriteError
+from mtrain.exporters.export import check_exports
 from mtrain.model.transformer import num_parameters
 from mtrain.run import checkpoint
 from mtrain.run.checkpoint import Weights
@@ -83,6 +84,7 @@ class _RunChecker:
             "checkpoints": self._check_checkpoints,
             "model": self._check_model,
             "translates": self._check_translations,
+            "exports": lambda: check_exports(self.run),
             "resume": self._check_resume,
         }
         for part, check in checks.items():

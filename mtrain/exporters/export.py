@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -101,6 +101,20 @@ def load_ctranslate2(run: RunDir, options: DecodingOptions, say: Say) -> CTransl
             return CTranslate2Translator(run, options, directory)
         except (RuntimeError, ValueError, OSError) as error:
             raise _damaged(directory, f"CTranslate2 cannot load it: {error}") from None
+
+
+def check_exports(run: RunDir) -> Iterator[str]:
+    """Yield for each export in a run folder its name, and whether it has the run's weights.
+
+    Raises:
+        RunError: if a file of an export is missing, was added, or differs.
+    """
+    for path in sorted(run.path.glob(f"*/{_REPORT_FILE}")):
+        stored = _read_report(path.parent)
+        if stored is not None:
+            _verify(path.parent, stored)
+            is_current = stored.weights == sha256_if_readable(run.model_path)
+            yield f"{path.parent.name}/ {'whole' if is_current else 'whole, but of other weights'}"
 
 
 class _StoredReport(BaseModel):

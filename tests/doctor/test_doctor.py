@@ -498,6 +498,30 @@ def test_corpora_that_changed_or_are_gone_are_no_damage(cli: Cli, tmp_path: Path
     assert outcome.code == 0
 
 
+def test_an_export_in_the_run_folder_is_looked_at(cli: Cli, run: RunDir) -> None:
+    """As `mtrain translate --engine ctranslate2` writes it; one elsewhere is the user's own."""
+    pytest.importorskip("ctranslate2")
+    assert cli("export", run.path, run.path / "ctranslate2", "--to", "ctranslate2").code == 0
+    outcome = examined(cli, run, "--no-replay")
+    assert failed(outcome) == []
+    assert facts(outcome, "exports") == ["ctranslate2/ whole"]
+    report = run.path / "ctranslate2" / "export.json"
+    text = report.read_text("utf-8")
+    weights = json.loads(text)["weights"]
+    report.write_text(text.replace(weights, "0" * 64), encoding="utf-8")
+    outcome = examined(cli, run, "--no-replay")
+    assert facts(outcome, "exports") == ["ctranslate2/ whole, but of other weights"]
+    harm(run.path / "ctranslate2" / "model.bin", "flipped")
+    outcome = examined(cli, run, "--no-replay")
+    assert failed(outcome) == ["exports"]
+    assert facts(outcome, "exports") == [
+        "ctranslate2: must be whole, but is damaged: the checksum of model.bin is another; delete "
+        "it, and it is made again."
+    ]
+    report.write_text("{", encoding="utf-8")
+    assert failed(examined(cli, run, "--no-replay")) == ["exports"]
+
+
 def test_what_a_training_left_out_as_damaged_is_pointed_at(cli: Cli, run: RunDir) -> None:
     (run.path / OLDER).rename(run.checkpoints_dir / "damaged-step-00000008")
     outcome = examined(cli, run)
