@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mtrain.config.sections import Config, TrainingConfig
 from mtrain.errors import RunError, WriteError
+from mtrain.io.text_width import count
 from mtrain.run import checkpoint
 from mtrain.run.checkpoint import Checkpoint, Environment, Progress
 from mtrain.run.logger import RunLog
@@ -90,6 +91,9 @@ class CheckpointManager:
         """Return the steps of the best checkpoint, and of those to average, as rank 0 finds them.
 
         Damaged ones are left out, and named.
+
+        Raises:
+            RunError: if no validated checkpoint is whole.
         """
         chosen: tuple[int, list[int]] | None = None
         if self.process_group.is_first:
@@ -102,6 +106,12 @@ class CheckpointManager:
                 except RunError as error:
                     self.log.say(f"{error} It is skipped.")
             best = [step for step in progress.best_steps() if step in whole]
+            if not best:
+                raise RunError(
+                    f"{self.directory}: must have a whole checkpoint with a validation, but has "
+                    f"{count(len(whole), 'whole checkpoint')} without one; restore one from a "
+                    "copy, or delete the folder to train from the beginning."
+                )
             last = [step for step in reversed(whole) if self.is_due(step, progress)]
             averaged = last if self.config.average_of == "last" else best
             chosen = best[0], averaged[: self.config.average]

@@ -1047,6 +1047,26 @@ def test_a_damaged_checkpoint_is_left_out_of_the_average(
     assert "the average of 2 checkpoints" in said
 
 
+def test_without_a_whole_validated_checkpoint_there_are_no_final_weights(
+    source: Path, tmp_path: Path
+) -> None:
+    settings = ["training.save_every=2", "training.keep_last=9", "training.keep_best=9"]
+    run = train(source, *settings, run=str(tmp_path / "run"))
+    run.model_path.unlink()
+    for step in (4, 8, 12):
+        harm(run.checkpoints_dir / f"step-{step:08d}" / "model.safetensors", "flipped")
+    with RunLog(run.metrics_path) as log:
+        trainer = Trainer(run.config, run, log)
+        trainer.state.progress = checkpoint.load_progress(run.checkpoints_dir / "step-00000012")
+        with pytest.raises(RunError) as raised:
+            trainer.finish()
+    assert str(raised.value) == (
+        f"{run.checkpoints_dir}: must have a whole checkpoint with a validation, but has 3 whole "
+        "checkpoints without one; restore one from a copy, or delete the folder to train from the "
+        "beginning."
+    )
+
+
 def test_all_ranks_take_the_checkpoints_that_the_first_has_found(
     straight: RunDir, tmp_path: Path
 ) -> None:
