@@ -106,4 +106,6 @@ def report(directory: Path, warn: Warn) -> list[str]:
     program = "mtrain" if is_on_path else sys.argv[0]  # as it was started
     words = shlex.join([program, "translate", str(directory)])
     lines.append(f'  echo "The old farmer is tired." | {words}')
+    lines.append("Translate on a page in the browser:")
+    lines.append(f"  {shlex.join([program, 'serve', str(directory)])}")
     return lines

@@ -57,9 +57,13 @@ def hold_to_the_report(outcome: Outcome, directory: str) -> None:
     assert re.fullmatch(rf"demo  BLEU (0\.00|{interval})", lines[0])
     assert "|tok:13a|" in lines[1]
     assert re.fullmatch(rf"demo  chrF2 {interval}", lines[2])
-    assert lines[-2] == f"The run folder is {directory}. Translate a sentence with it:"
-    assert lines[-1] == f'  echo "The old farmer is tired." | mtrain translate {directory}'
-    shown = lines[4:-2]
+    assert lines[-4:] == [
+        f"The run folder is {directory}. Translate a sentence with it:",
+        f'  echo "The old farmer is tired." | mtrain translate {directory}',
+        "Translate on a page in the browser:",
+        f"  mtrain serve {directory}",
+    ]
+    shown = lines[4:-4]
     assert [line.split(" ")[0] for line in shown] == ["source", "reference", "translation"] * 5
     sources = [line.removeprefix("source       ") for line in shown[::3]]
     references = [line.removeprefix("reference    ") for line in shown[1::3]]
@@ -81,8 +85,9 @@ def test_the_demo_goes_the_whole_path_and_a_second_time_only_reports(cli: Cli, t
     assert RunDir(Path("my/demo")).model_path.read_bytes() == trained
 
 
-def test_the_command_that_is_shown_last_can_be_pasted_into_a_shell(cli: Cli, tiny: Path) -> None:
-    assert shlex.split(cli("demo", "my demo").lines[-1])[-1] == "my demo"
+def test_the_commands_that_are_shown_last_can_be_pasted_into_a_shell(cli: Cli, tiny: Path) -> None:
+    lines = cli("demo", "my demo").lines
+    assert shlex.split(lines[-3])[-1] == shlex.split(lines[-1])[-1] == "my demo"
 
 
 def test_where_no_shell_finds_mtrain_the_command_names_the_path_that_started_it(
@@ -91,9 +96,10 @@ def test_where_no_shell_finds_mtrain_the_command_names_the_path_that_started_it(
     outcome = cli("demo")
     monkeypatch.setattr("sys.argv", [".venv/bin/mtrain", "demo"])
     monkeypatch.setenv("PATH", str(tiny))
-    command = demo.report(Path("runs/demo"), lambda _: None)[-1].partition(" | ")[2]
-    assert outcome.lines[-1].endswith(" | mtrain translate runs/demo")
-    assert command == ".venv/bin/mtrain translate runs/demo"
+    lines = demo.report(Path("runs/demo"), lambda _: None)
+    assert outcome.lines[-3].endswith(" | mtrain translate runs/demo")
+    assert lines[-3].endswith(" | .venv/bin/mtrain translate runs/demo")
+    assert lines[-1] == "  .venv/bin/mtrain serve runs/demo"
 
 
 def test_the_demo_into_another_run_is_refused_and_changes_nothing(cli: Cli, tiny: Path) -> None:

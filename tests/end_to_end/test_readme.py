@@ -160,7 +160,7 @@ def test_the_commands_of_the_readme_run_one_after_the_other(
     num_run = 0
     for words, stdin in of_mtrain():
         configured = [word for word in words if word.startswith("configs/")]
-        if words[0] == "demo" or configured not in ([], ["configs/demo.yaml"]):
+        if words[0] in ("demo", "serve") or configured not in ([], ["configs/demo.yaml"]):
             continue
         num_run += 1
         steps = f"training.max_steps={num_run + 1}"

@@ -22,12 +22,17 @@ from mtrain.run.run_dir import RunDir
 from mtrain.serve.settings import ServerSettings
 
 TEXT = "ba ce di"
+WATCHED = (  # what opens a connection, or asks for an address
+    "import sys; sys.addaudithook(lambda event, data: print(event, data, file=sys.stderr) "
+    "if event in ('socket.connect', 'socket.sendto', 'socket.getaddrinfo') else None); "
+)
 
 
 @contextmanager
 def started(*arguments: str | Path) -> Iterator[tuple[subprocess.Popen[str], Client]]:
-    """Run `mtrain serve` in a process of its own, on a free port."""
-    command = [sys.executable, "-m", "mtrain", "serve", *map(str, arguments), "--port", "0"]
+    """Run `mtrain serve` in a process of its own, on a free port; it tells what it connects to."""
+    code = f"{WATCHED}from mtrain.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "serve", *map(str, arguments), "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
@@ -87,7 +92,28 @@ def test_what_is_being_translated_is_finished_when_a_signal_comes(
     assert [answer.tree for answer in answers] == [{"translatedText": TEXT}]
 
 
-def test_only_this_machine_reaches_the_server(pair_models: list[mtrain.Model]) -> None:
+def test_the_server_opens_no_connection(trained: RunDir, tmp_path: Path) -> None:
+    run = with_languages(trained, tmp_path / "run", "en", "de")
+    with started(run) as (process, client):
+        for body in ({"q": TEXT}, {"q": f"<p>{TEXT}</p>", "format": "html", "details": True}):
+            fields = body | {"source": "auto", "target": "de"}
+            assert client.post("/translate", fields).status == 200
+        for path in ("/", "/languages", "/spec"):
+            assert client.get(path).status == 200
+        process.terminate()
+        assert process.stderr is not None
+        assert "socket." not in process.stderr.read()
+
+
+def test_a_connection_of_the_server_would_be_seen() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        code = f"{WATCHED}import socket; socket.create_connection({other.getsockname()})"
+        command = [sys.executable, "-c", code]
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "socket.connect" in result.stderr
+
+
+def test_only_this_machine_reaches_the_server() -> None:
     assert ServerSettings().host == "127.0.0.1"
 
 
