@@ -667,6 +667,13 @@ SEARCH = [
         "tests/decode/test_pipeline.py",
     ),
     Mutation(
+        "copies of a candidate do not count",
+        "mtrain/decode/mbr.py",
+        "100.0 * (times - 1)",
+        "0.0",
+        "tests/decode/test_mbr.py",
+    ),
+    Mutation(
         "ensembles mean logits",
         "mtrain/decode/translator.py",
         "torch.stack([model_logits.log_softmax(-1) for model_logits in logits])",

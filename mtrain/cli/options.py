@@ -42,6 +42,10 @@ EarlyStopOption = Annotated[
 NoRepeatOption = Annotated[
     int | None, typer.Option(min=0, metavar="N", help="Write no N subwords in a row twice.")
 ]
+MbrOption = Annotated[
+    Literal["chrf"] | None,
+    typer.Option(help="Take what agrees most with the other hypotheses, or with --beam samples."),
+]
 CheckpointOption = Annotated[
     int | None, typer.Option(min=0, metavar="STEP", help="Take this checkpoint's weights.")
 ]

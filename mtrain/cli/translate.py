@@ -42,6 +42,7 @@ def translate(
     alignments: options.AlignmentsOption = None,
     prefix: options.PrefixOption = None,
     no_repeat_ngram: options.NoRepeatOption = None,
+    mbr: options.MbrOption = None,
     sample: options.SampleOption = False,
     temperature: options.TemperatureOption = None,
     top_k: options.TopKOption = None,
@@ -63,7 +64,7 @@ def translate(
     """
     searching = {"beam": beam, "length_alpha": length_alpha, "early_stop": early_stop}
     drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    options.refuse("--sample", searching if sample else {})
+    options.refuse("--sample", searching | {"beam": None if mbr else beam} if sample else {})
     options.require("--sample", {} if sample else drawing | {"seed": seed})
     console.check_outputs(output, alignments, read=[*paths, *([prefix] if prefix else [])])
     has_file = len(paths) > 1 and not paths[-1].is_dir()
@@ -82,7 +83,7 @@ def translate(
         )
     decoding = replace(
         DecodingOptions.from_config(config),
-        **options.given(searching | others),
+        **options.given(searching | others | {"mbr": mbr}),
         num_best=n_best,
         sampling=Sampling(**options.given(drawing)) if sample else None,
         on_long=on_long,

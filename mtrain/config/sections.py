@@ -238,7 +238,14 @@ class DecodingConfig(Section):
     batch_tokens: Whole = Field(default=8192, ge=1)
     no_repeat_ngram: Whole = Field(default=0, ge=0)
     retry_flagged: bool = True
+    mbr: Literal["chrf"] | None = None
     early_stop: bool = False
+
+    @model_validator(mode="after")
+    def _have_candidates(self) -> DecodingConfig:
+        if self.mbr is not None and self.beam == 1:
+            raise ValueError("must have a `beam` of at least 2 for `mbr`, but has 1 instead")
+        return self
 
 
 class Config(Section):

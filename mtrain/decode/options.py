@@ -57,6 +57,8 @@ class DecodingOptions:
         no_repeat_ngram: write no n tokens in a row twice; 0 allows all.
         retry_flagged: search again for a line whose translation repeats itself, and write no three
             tokens in a row twice then. What is sampled stays.
+        mbr: put the translation first that agrees most with the others of `beam` candidates, which
+            are hypotheses or samples.
         max_extra_tokens: the limit of a target's length, beyond the length of its source.
         batch_tokens: source tokens times hypotheses of a batch.
         num_best: translations of each line, best first; at most `beam` unless they are sampled.
@@ -75,6 +77,7 @@ class DecodingOptions:
     early_stop: bool = _DEFAULTS.early_stop
     no_repeat_ngram: int = _DEFAULTS.no_repeat_ngram
     retry_flagged: bool = _DEFAULTS.retry_flagged
+    mbr: Literal["chrf"] | None = _DEFAULTS.mbr
     max_extra_tokens: int = _DEFAULTS.max_extra_tokens
     batch_tokens: int = _DEFAULTS.batch_tokens
     num_best: int = 1
@@ -91,6 +94,10 @@ class DecodingOptions:
             raise ConfigError(
                 f"`on_long` must be {', '.join(_LENGTHS)}, but is {self.on_long!r} instead."
             )
+        if self.mbr not in (None, "chrf"):
+            raise ConfigError(f"`mbr` must be chrf or None, but is {self.mbr!r} instead.")
+        if self.mbr is not None and self.beam == 1:
+            raise ConfigError("`beam` must be at least 2 for `mbr`, but is 1 instead.")
         if not isinstance(self.sampling, Sampling | None):
             raise ConfigError(
                 f"`sampling` must be a Sampling or None, but is {self.sampling!r} instead."

@@ -28,6 +28,7 @@ from mtrain.decode.formats import (
     number_words,
     word_starts,
 )
+from mtrain.decode.mbr import by_agreement
 from mtrain.decode.options import DecodingOptions
 from mtrain.decode.shared_search import NO_LIMITS, SearchLimits
 from mtrain.decode.split_long import LinePart, split_line
@@ -58,6 +59,7 @@ class SearchEngine(Protocol):
     tokenizer: Tokenizer
     options: DecodingOptions
     process_group: ProcessGroup
+    limits: SearchLimits
 
     @property
     def max_positions(self) -> int | None:
@@ -105,6 +107,10 @@ class LineTranslator:
         self, translator: SearchEngine, stats: CorpusStats | None = None, warn: Warn = _ignore
     ) -> None:
         self.translator, self.options, self.stats = translator, translator.options, stats
+        if self.options.mbr is not None:
+            candidates = max(self.options.num_best, self.options.beam)
+            more = replace(self.options, num_best=candidates)
+            self.translator = translator.with_options(more, translator.limits)
         self.warnings = LineWarnings(warn if translator.process_group.is_first else _ignore)
         self._num_lines = 0
 
@@ -214,7 +220,15 @@ class LineTranslator:
                 texts, part_of, hypotheses, alignments, is_again, strict=True
             )
         )
-        return [list(islice(translations, len(best))) for best in best_of]
+        ranked_of = [list(islice(translations, len(best))) for best in best_of]
+        if self.options.mbr is None:
+            return ranked_of
+        return [
+            [ranked[index] for index in by_agreement([each.text for each in ranked])][
+                : self.options.num_best
+            ]
+            for ranked in ranked_of
+        ]
 
     def _search_again(
         self, parts: list[LinePart], best_of: list[list[Hypothesis]]

@@ -260,8 +260,8 @@ load = CTranslate2Model  # as an exporter loads a folder
 
 def check_options(config: Config, options: DecodingOptions) -> None:
     """Raise ConfigError if the options ask for what CTranslate2 does not do."""
-    keys = {"no_repeat_ngram": "decoding.", "early_stop": "decoding.", "sampling": ""}
-    for key, section in (keys | {"with_alignment": ""}).items():
+    keys = {"no_repeat_ngram": "decoding.", "early_stop": "decoding.", "mbr": "decoding."}
+    for key, section in (keys | {"sampling": "", "with_alignment": ""}).items():
         if value := getattr(options, key):
             raise ConfigError(
                 f"`{section}{key}` must be off for `--engine ctranslate2`, but is {value!r} "

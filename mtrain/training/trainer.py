@@ -167,7 +167,7 @@ class Trainer:
             if isinstance(self.gradients, FSDPGradients):
                 self.sharded = self.gradients.sharded
         self.state = TrainingState(self.model, self.settings, self.compute_dtype, process_group)
-        greedy = replace(DecodingOptions.from_config(config), beam=1, with_scores=False)
+        greedy = replace(DecodingOptions.from_config(config), beam=1, mbr=None, with_scores=False)
         model = self.sharded.model if self.sharded else self.model
         self.translator = Translator(
             [model],

@@ -865,3 +865,16 @@ def test_a_system_that_is_not_posix_is_told_so(code: str, exit_code: int) -> Non
         ": mtrain needs Linux, macOS or another POSIX system; on Windows, WSL is one."
     )
     assert exit_code == 1 or before == []
+
+
+@pytest.mark.parametrize("options", [[], ["--sample", "--beam", "4"], ["--n-best", "2"]])
+def test_translate_takes_what_agrees_most(cli: Cli, trained: RunDir, options: list[str]) -> None:
+    outcome = cli("translate", trained.path, "--mbr", "chrf", *options, stdin=b"ba ce\n\nfo gu\n")
+    assert outcome.code == 0, outcome.err
+    assert len(outcome.lines) == 3 * (2 if "--n-best" in options else 1)
+
+
+def test_translate_with_one_candidate_cannot_compare(cli: Cli, trained: RunDir) -> None:
+    outcome = cli("translate", trained.path, "--mbr", "chrf", "--beam", "1", stdin=b"ba\n")
+    assert (outcome.code, outcome.lines) == (2, [])
+    assert outcome.err == "mtrain: `beam` must be at least 2 for `mbr`, but is 1 instead.\n"

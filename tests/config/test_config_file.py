@@ -127,6 +127,7 @@ def test_the_defaults_are_those_of_the_design(minimal: Path) -> None:
         "batch_tokens": 8192,
         "no_repeat_ngram": 0,
         "retry_flagged": True,
+        "mbr": None,
         "early_stop": False,
     }
     assert tree == {}
@@ -291,6 +292,10 @@ def test_a_wrong_value_is_shown_as_yaml_spells_it(minimal: Path, override: str, 
             "training={optimizer: muon, parallel: fsdp}",
             "`training` must have `parallel: ddp` for Muon, which needs whole matrices on each "
             "rank, but `parallel` is 'fsdp' instead.",
+        ),
+        (
+            "decoding={mbr: chrf, beam: 1}",
+            "`decoding` must have a `beam` of at least 2 for `mbr`, but has 1 instead.",
         ),
         ("training.patience=0", "`training.patience` must be >= 1, but is 0 instead."),
         ("training.accumulate=0", "`training.accumulate` must be >= 1, but is 0 instead."),
