@@ -226,9 +226,11 @@ class CTranslate2Model:
             min_decoding_length=0,  # by default eos cannot come first
             asynchronous=True,
         )
-        for each in started:
-            while limits != NO_LIMITS and not each.done():
-                time.sleep(min(limits.seconds_left(), _POLL_S))
+        while limits != NO_LIMITS:
+            left_s = limits.seconds_left()
+            if all(each.done() for each in started):
+                break
+            time.sleep(min(left_s, _POLL_S))
         results = [each.result() for each in started]
         return [
             [
