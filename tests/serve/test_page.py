@@ -1,0 +1,196 @@
+"""The page in a real browser: typing, words and their sources, files, keyboard, accessibility."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import Client, running
+
+import mtrain
+from mtrain.serve.settings import ServerSettings
+
+CHROMIUM = os.environ.get("MTRAIN_CHROMIUM") or shutil.which("chromium")
+if CHROMIUM is None:
+    pytest.skip("chromium is not installed", allow_module_level=True)
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+
+FLAGS = [
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+]
+WAIT_MS = 60_000
+TEXT = "ba ce di"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(params=[(1280, "light"), (768, "dark"), (320, "light")], ids=str)
+def any_page(browser: Any, client: Client, request: pytest.FixtureRequest) -> Iterator[Any]:
+    width, scheme = request.param
+    yield from opened(browser, client, width, scheme)
+
+
+@pytest.fixture
+def page(browser: Any, client: Client) -> Iterator[Any]:
+    yield from opened(browser, client, 1280, "light")
+
+
+def opened(browser: Any, client: Client, width: int, scheme: str) -> Iterator[Any]:
+    """Open the page; hold it to no error, and to no request to another host."""
+    size = {"width": width, "height": 800}
+    context = browser.new_context(viewport=size, color_scheme=scheme, accept_downloads=True)
+    page = context.new_page()
+    page.set_default_timeout(WAIT_MS)
+    errors, urls = [], []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda line: errors.append(line.text) if line.type == "error" else None)
+    page.on("request", lambda request: urls.append(request.url))
+    page.goto(f"{client.url}/")
+    page.wait_for_function("() => document.getElementById('source-language').options.length > 0")
+    yield page
+    assert errors == []
+    assert urls and all(url.startswith((f"{client.url}/", "blob:")) for url in urls)
+    context.close()
+
+
+def output(page: Any) -> str:
+    return str(page.inner_text("#output"))
+
+
+def wait_for(page: Any, text: str) -> None:
+    page.wait_for_function(
+        "text => document.getElementById('output').innerText.trim() === text", arg=text
+    )
+
+
+def test_what_is_typed_is_translated_and_nobody_waits_for_what_was_typed_before(
+    any_page: Any,
+) -> None:
+    any_page.type("#source", f"{TEXT}\nfo gu", delay=1)
+    wait_for(any_page, f"{TEXT}\nfo gu")
+    assert any_page.inner_text("#count") == "14 / 10000"
+    assert any_page.locator("#alternatives li").count() in (1, 2)
+    any_page.fill("#source", "ha")
+    wait_for(any_page, "ha")
+    any_page.click("#clear")
+    wait_for(any_page, "")
+    assert any_page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_pointing_at_a_word_shows_what_it_was_made_from(page: Any) -> None:
+    page.fill("#source", f"fo\n  {TEXT}")
+    wait_for(page, f"fo\n{TEXT}")
+    page.hover(".word >> nth=2")
+    links = json.loads(page.evaluate("JSON.stringify(shown.lines[1].alignment)"))
+    words = [TEXT.split(" ")[src] for src, tgt in links if tgt == 1]
+    assert words
+    assert page.locator("#mirror mark").all_inner_texts() == words
+    assert page.inner_text("#word").startswith(f"ce ← {' … '.join(words)} (")
+
+
+def test_the_languages_are_swapped_with_the_text(page: Any, client: Client) -> None:
+    page.select_option("#source-language", "de")
+    assert page.input_value("#target-language") == "fr"
+    assert page.is_disabled("#swap")  # nothing translates from French
+    page.select_option("#source-language", "auto")
+    page.fill("#source", "The old farmer is tired.")
+    page.wait_for_function(
+        "() => document.getElementById('message').innerText.startsWith('From English (')"
+    )
+
+
+def test_two_runs_of_both_directions_are_swapped(
+    browser: Any, pair_models: list[mtrain.Model], trained: Any, tmp_path: Path
+) -> None:
+    from serving import with_languages
+
+    back = mtrain.load(with_languages(trained, tmp_path / "run", "de", "en"), beam=3)
+    with running([pair_models[0], back], ServerSettings(port=0)) as client:
+        for page in opened(browser, client, 1280, "light"):
+            page.fill("#source", TEXT)
+            wait_for(page, TEXT)
+            page.keyboard.press("Alt+KeyS")
+            assert page.input_value("#source-language") == "de"
+            assert page.input_value("#target-language") == "en"
+            wait_for(page, TEXT)
+
+
+def test_the_keyboard_alone_does_it_all(page: Any) -> None:
+    assert page.evaluate("document.activeElement.id") == "source"
+    page.keyboard.type(TEXT)
+    wait_for(page, TEXT)
+    reached = []
+    for _ in range(5):
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("document.activeElement.id"))
+    assert reached[:4] == ["choose", "clear", "output", "copy"]
+    page.focus("#output")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert page.inner_text(".word.active") == "ce"
+    page.keyboard.press("Escape")
+    assert page.locator(".word.active").count() == 0
+
+
+def test_a_file_has_as_many_lines_out_as_in(page: Any, tmp_path: Path) -> None:
+    lines = [TEXT, "", *["fo gu"] * 150]
+    (tmp_path / "text.txt").write_text("\r\n".join(lines) + "\r\n", encoding="utf-8")
+    page.set_input_files("#file", tmp_path / "text.txt")
+    page.wait_for_selector("#download:not([hidden])")
+    assert page.inner_text("#job-status") == "152 lines are translated."
+    assert page.evaluate("document.getElementById('progress').value") == 1
+    with page.expect_download() as download:
+        page.click("#download")
+    assert download.value.suggested_filename == "text.de.txt"
+    assert Path(download.value.path()).read_text("utf-8") == "\n".join(lines) + "\n"
+
+
+def test_markup_is_shown_as_text(page: Any) -> None:
+    page.fill("#source", "<img src=x onerror=document.title=1> ba")
+    page.wait_for_selector(".word")
+    assert page.locator("#output img, #mirror img, #alternatives img").count() == 0
+    assert page.title() == "Translate"
+
+
+def test_the_documentation_is_shown(page: Any, client: Client) -> None:
+    page.goto(f"{client.url}/docs")
+    page.wait_for_selector("section h2 >> text=POST /translate")
+    assert page.locator("td >> text=alternatives").count() == 2
+
+
+def test_axe_finds_nothing_to_complain_of(any_page: Any, client: Client) -> None:
+    axe = pytest.importorskip("axe_playwright_python", reason="axe is not installed")
+    script = (Path(axe.__file__).parent / "axe.min.js").read_text("utf-8")
+    any_page.fill("#source", TEXT)
+    wait_for(any_page, TEXT)
+    any_page.hover(".word >> nth=0")
+    for path in ("/", "/docs"):
+        if path != "/":
+            any_page.goto(f"{client.url}{path}")
+            any_page.wait_for_selector("section h2 >> text=POST /translate")
+        any_page.evaluate(script)  # by the debugger, which no policy of the page binds
+        found = any_page.evaluate("axe.run()")
+        shown = [
+            (each["id"], [node["html"] for node in each["nodes"]]) for each in found["violations"]
+        ]
+        assert shown == []
+        assert len(found["passes"]) > 10
+
+
+def test_the_page_may_load_nothing_from_elsewhere(client: Client) -> None:
+    for path in ("/", "/docs"):
+        policy = client.get(path).headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self';")
+        assert "unsafe" not in policy and "http" not in policy
