@@ -324,6 +324,7 @@ class BeamSearch(Generic[S]):
         num_places = int(self.sentences.num_places_B[torch.unique(self.rows.sentence_N)].sum())
         return num_places <= (NUM_GROUPS - 1) * num_new * self.options.beam
 
+    @torch.inference_mode()
     def admit(self, group: RequestGroup[S]) -> range:
         """Append the sentences of a group, and return their numbers.
 

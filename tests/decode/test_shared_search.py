@@ -394,3 +394,33 @@ def test_a_worker_with_few_sources_takes_new_ones_before_another_begins(
         gate.is_open.set()
         assert len({tuple(call.result()) for call in calls}) == 1
     assert [sorted(load) for load in loads] == [[0, 1], [0, 2], [0, 3], [1, 3], [2, 3]]
+
+
+def test_a_sentence_takes_the_room_of_those_of_the_first_group_that_have_ended(
+    translator: Translator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    translator.options = replace(translator.options, beam=1)
+    group = sources(translator, LINES[:3]) + sources(translator, LINES[:1], length=100)
+    alone, line = translator.search(group), translate_lines(translator, LINES[4:5])
+    is_reached, is_open, num_steps = threading.Event(), threading.Event(), 0
+    step = translator.ensemble.step
+
+    def held(ids_N: torch.Tensor, state: object) -> object:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 60:
+            is_reached.set()
+            assert is_open.wait(PATIENCE_S)
+        return step(ids_N, state)
+
+    monkeypatch.setattr(translator.ensemble, "step", held)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(translator.search, group)
+        assert is_reached.wait(PATIENCE_S)
+        second = pool.submit(translate_lines, translator, LINES[4:5])
+        deadline = time.monotonic() + PATIENCE_S
+        while translator.shared_search._workers[0].load() < 2:
+            assert time.monotonic() < deadline
+        is_open.set()
+        assert (first.result(), second.result()) == (alone, line)
