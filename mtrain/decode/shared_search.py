@@ -368,12 +368,10 @@ class SharedSearch(Generic[S]):
 
     Args:
         step: of every search, as in `beam`.
-        num_shared: a worker with fewer sources takes new ones before another worker begins. Workers
-            with few sources spend their time in Python, which one thread at a time can run.
     """
 
-    def __init__(self, step: Step[S], num_shared: int = 1) -> None:
-        self._step, self._num_shared = step, num_shared
+    def __init__(self, step: Step[S]) -> None:
+        self._step = step
         self._start()
 
     def _start(self) -> None:
@@ -402,18 +400,15 @@ class SharedSearch(Generic[S]):
         with self._lock:
             for number in range(len(self._workers), len(groups_of)):
                 self._workers.append(_Worker(self._step, number))
-            loads = {worker: worker.load() for worker in self._workers}
-            workers = sorted(self._workers, key=loads.__getitem__)
-            few = [worker for worker in workers if loads[worker] < self._num_shared]
-            workers = few[::-1] + workers[len(few) :]
-            for worker, groups in zip(workers, groups_of, strict=False):
+            least_loaded = sorted(self._workers, key=_Worker.load)
+            for worker, groups in zip(least_loaded, groups_of, strict=False):
                 if groups and is_in_thread:
                     worker.submit(call, groups)
         try:
             if is_in_thread:
                 limits.wait(call.is_done)
             else:
-                workers[0].decode_here(call, groups_of[0], limits)
+                least_loaded[0].decode_here(call, groups_of[0], limits)
         finally:
             call.is_cancelled = True
         if call.error is not None:

@@ -35,7 +35,7 @@ from mtrain.decode.shared_search import (
 )
 from mtrain.errors import RunError
 from mtrain.model.kv_cache import KVCache
-from mtrain.model.transformer import Transformer, num_parameters
+from mtrain.model.transformer import Transformer
 from mtrain.ops.topk import Logits
 from mtrain.run.load_model import LoadOptions, load_model
 from mtrain.run.run_dir import RunDir
@@ -43,9 +43,6 @@ from mtrain.runtime.device import avoid_cudnn_attention, keep_freed_memory, pick
 from mtrain.runtime.process_group import SINGLE, ProcessGroup
 from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
-
-# weights times sentences below which a position of a beam costs more in Python than in products
-_SHARED_WEIGHTS = 20_000_000
 
 
 class Padded(NamedTuple):
@@ -173,9 +170,8 @@ class Translator:
         self.ensemble, self.tokenizer, self.options = Ensemble(models), tokenizer, options
         self.device, self.process_group, self.limits = device, process_group, NO_LIMITS
         self.src_vocabularies = src_vocabularies or [tokenizer.src] * len(models)
-        num_weights = sum(map(num_parameters, models))
         self.shared_search: SharedSearch[EnsembleState] = SharedSearch(
-            lambda ids_N, state: self.ensemble.step(ids_N, state), _SHARED_WEIGHTS // num_weights
+            lambda ids_N, state: self.ensemble.step(ids_N, state)
         )
 
     @property

@@ -375,27 +375,6 @@ def test_samples_step_beside_a_search_and_can_be_cancelled(
     assert 200 < len(gate.num_rows) < 300, "the samples that were cancelled were not drawn"
 
 
-def test_a_worker_with_few_sources_takes_new_ones_before_another_begins(
-    translator: Translator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if torch.get_num_threads() == 1:
-        return
-    monkeypatch.setattr(translator.shared_search, "_num_shared", 3)
-    gate = Gate(translator, monkeypatch)
-    with ThreadPoolExecutor(5) as pool:
-        loads = []
-        calls = []
-        for number in range(1, 6):
-            calls.append(pool.submit(translate_lines, translator, LINES[:1]))
-            deadline = time.monotonic() + PATIENCE_S
-            while sum(each.load() for each in translator.shared_search._workers) < number:
-                assert time.monotonic() < deadline
-            loads.append([each.load() for each in translator.shared_search._workers])
-        gate.is_open.set()
-        assert len({tuple(call.result()) for call in calls}) == 1
-    assert [sorted(load) for load in loads] == [[0, 1], [0, 2], [0, 3], [1, 3], [2, 3]]
-
-
 def test_a_sentence_takes_the_room_of_those_of_the_first_group_that_have_ended(
     translator: Translator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
