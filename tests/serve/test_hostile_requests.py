@@ -1,0 +1,215 @@
+"""Whatever a client sends: an answer of one JSON object or a closed connection, never a crash."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import socket
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+from hostile import cases, tried
+from hypothesis import example, given
+from hypothesis import strategies as st
+from serving import ANY_PORT, FORM, JSON, Client, running
+
+import mtrain
+from mtrain.serve import middleware, server
+from mtrain.serve.spec import openapi
+from mtrain.serve.translation import Translations
+
+MAX_GROWTH = 100 << 20  # bytes of memory
+REFUSALS = {400, 403, 404, 405, 413, 429}
+GOOD = {"q": "ba ce", "source": "en", "target": "de"}
+
+odd_text = st.text(max_size=30) | st.sampled_from(["", "\0", "\ud800", "<script>", "a" * 20_000])
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | odd_text,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(odd_text, inner, max_size=3),
+    max_leaves=8,
+)
+languages = st.sampled_from(["en", "de", "fr", "auto", "zz", "EN"])
+
+
+def hold_to_an_answer(client: Client, answer: Any) -> None:
+    assert answer.status == 200 or answer.status in REFUSALS, answer
+    assert b"Traceback" not in answer.body and b".py" not in answer.body
+    if answer.status != 200:
+        assert list(answer.tree) == ["error"]
+        assert isinstance(answer.tree["error"], str)
+        assert len(answer.body) < 500
+
+
+@cases(150)
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "q": values,
+            "source": languages | values,
+            "target": languages | values,
+            "format": st.sampled_from(["text", "html"]) | values,
+            "alternatives": st.integers(-1, 4) | values,
+            "details": values,
+            "prefix": values,
+            "api_key": values,
+        },
+    ),
+    st.sampled_from(["/translate", "/detect"]),
+)
+def test_any_fields_are_answered(client: Client, fields: dict[str, Any], path: str) -> None:
+    tried["requests of any fields"] += 1
+    hold_to_an_answer(client, client.post(path, fields))
+
+
+@cases(80)
+@given(
+    odd_text.filter(bool),
+    languages,
+    languages,
+    st.sampled_from(["text", "html"]),
+    st.integers(0, 2),
+    st.booleans(),
+)
+def test_any_text_is_translated_or_refused(
+    client: Client, q: str, source: str, target: str, format_: str, alternatives: int, details: bool
+) -> None:
+    tried["texts"] += 1
+    fields = {"q": q, "source": source, "target": target, "format": format_}
+    fields |= {"alternatives": alternatives, "details": details}
+    hold_to_an_answer(client, client.post("/translate", fields))
+
+
+@cases(80)
+@given(
+    st.sampled_from(["GET", "POST", "PUT", "DELETE", "HEAD", "PATCH", "TRACE"]),
+    st.text(
+        st.characters(min_codepoint=33, max_codepoint=126, exclude_characters="#"), max_size=30
+    ),
+    st.binary(max_size=200),
+    st.sampled_from(
+        [JSON, FORM, "multipart/form-data; boundary=x", "text/plain; charset=x", "\xff"]
+    ),
+)
+@example("POST", "translate", b"--x\r\nContent-Disposition: form-data; name=q\r\n\r\n", JSON)
+@example("POST", "translate", b"q=%ff%00&source=en&target=de", FORM)
+@example("POST", "translate", b"&".join([b"q=a"] * 5000), FORM)
+@example("POST", "translate", b"--x\r\n" * 2000, "multipart/form-data; boundary=x")
+@example("POST", "translate", b"--x", "multipart/form-data")
+@example("GET", "../../etc/passwd", b"", JSON)
+@example("GET", "page.css/..%2f..%2fapp.py", b"", JSON)
+def test_any_request_is_answered(
+    client: Client, method: str, path: str, body: bytes, media_type: str
+) -> None:
+    tried["requests of any path and body"] += 1
+    answer = client.send(method, f"/{path}", body, {"Content-Type": media_type})
+    if answer.body:
+        hold_to_an_answer(client, answer)
+
+
+def exchange(client: Client, sent: bytes, *, closes: bool = True) -> bytes:
+    """Send bytes; return what comes back until the server closes, or has answered once."""
+    with socket.create_connection((client.host, client.port), timeout=60) as opened:
+        opened.sendall(sent)
+        if closes:
+            opened.shutdown(socket.SHUT_WR)
+        received = b""
+        try:
+            while part := opened.recv(65536):
+                received += part
+        except ConnectionResetError:
+            pass
+        return received
+
+
+@cases(80)
+@given(
+    st.binary(max_size=200) | st.sampled_from([b"GET ", b"\r\n\r\n", b"A" * 70_000]), st.booleans()
+)
+def test_bytes_that_are_no_request_end_their_connection_alone(
+    client: Client, sent: bytes, is_after_a_head: bool
+) -> None:
+    tried["connections with any bytes"] += 1
+    head = (
+        b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
+        if is_after_a_head
+        else b""
+    )
+    received = exchange(client, head + sent)
+    assert received == b"" or re.match(rb"HTTP/1\.1 \d\d\d ", received)
+    assert client.get("/health").status == 200
+
+
+def test_a_body_that_is_too_large_is_not_read(client: Client) -> None:
+    head = b"POST /translate HTTP/1.1\r\nHost: x\r\n"
+    for rest in (
+        b"Content-Length: 999999999999\r\n\r\n",
+        b"Transfer-Encoding: chunked\r\n\r\n" + b"10000\r\n" + b"a" * 0x10000 + b"\r\n" * 1,
+    ):
+        chunk = b"10000\r\n" + b"a" * 0x10000 + b"\r\n"
+        sent = head + rest + (chunk * 8 if b"chunked" in rest else b"")
+        received = exchange(client, sent, closes=False)
+        assert received.startswith(b"HTTP/1.1 413 ")
+        assert b"connection: close" in received
+        error = json.loads(received.partition(b"\r\n\r\n")[2])
+        assert error == {"error": "Request is too large: at most 262144 bytes are read"}
+
+
+def test_slow_senders_are_sent_away(
+    pair_models: list[mtrain.Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(middleware, "_BODY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(server, "_HEAD_TIMEOUT_S", 0.1)
+    head = b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n"
+    with running(pair_models, ANY_PORT) as client:
+        assert exchange(client, b"", closes=False) == b""
+        assert exchange(client, head, closes=False) == b""
+        received = exchange(client, head + b"\r\nq=", closes=False)
+        assert received.startswith(b"HTTP/1.1 408 ")
+        first = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+        received = exchange(client, first + head, closes=False)
+        assert received.count(b"HTTP/1.1 200 OK") == 1
+        assert client.post("/translate", GOOD).status == 200
+
+
+def test_what_a_client_is_told_of_a_value_is_short(client: Client) -> None:
+    answer = client.post("/translate", GOOD | {"target": "z" * 5000})
+    assert answer.tree == {"error": f"{'z' * 40}... is not supported"}
+    answer = client.post("/translate", GOOD | {"format": {"a": ["b"] * 5000}})
+    assert len(answer.tree["error"]) < 100
+
+
+def test_memory_stays_where_it_was(client: Client) -> None:
+    def ask(number: int) -> None:
+        client.post("/translate", GOOD | {"q": f"ba {number}", "target": f"x{number}"})
+        client.send("POST", f"/{number}", urlencode({"q": "a" * 100_000}).encode())
+        exchange(client, b"POST /translate HTTP/1.1\r\n")
+
+    def memory() -> int:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+        return int(pages) * resource.getpagesize()
+
+    if not Path("/proc/self/statm").exists():
+        pytest.skip("no /proc")
+    for number in range(20):
+        ask(number)
+    before = memory()
+    for number in range(200):
+        ask(number)
+    assert memory() - before < MAX_GROWTH
+
+
+def test_the_specification_names_what_is_served(
+    client: Client, pair_models: list[mtrain.Model]
+) -> None:
+    spec = client.get("/spec").tree
+    assert spec == openapi(ANY_PORT, Translations(pair_models))
+    assert spec["openapi"].startswith("3.")
+    for path, methods in spec["paths"].items():
+        for method in methods:
+            assert client.send(method.upper(), path).status != 404
+            wrong = "POST" if method == "get" else "GET"
+            assert client.send(wrong, path).status == 405
