@@ -1,0 +1,178 @@
+"""Sentences a second and latency of `mtrain serve`, beside CTranslate2 behind the thinnest server.
+
+    python benchmarks/serve_load.py RUN LINES              # at 1, 8 and 64 clients
+    python benchmarks/serve_load.py RUN LINES --clients 64 --rounds 5 --seconds 10
+
+Both servers have the same weights in float32, the same beam and the same cores, and are asked in
+turn by the same clients, each over one connection, one line of the file LINES at a time. The other
+server is Python's own `ThreadingHTTPServer` with a pool of CTranslate2 that has a thread a core.
+Prints the median of each figure over the rounds, and of the ratio within each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import itertools
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import NamedTuple
+
+REPOSITORY = Path(__file__).parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+PERCENTILES = (50, 95, 99)
+
+
+class Load(NamedTuple):
+    """What a round measured: sentences a second, and percentiles of the latency in ms."""
+
+    per_second: float
+    latencies_ms: list[float]
+
+
+def serve_thinly(run: Path, beam: int) -> None:
+    """Serve CTranslate2's copy of a run until the process is ended."""
+    import ctranslate2
+
+    from mtrain import api
+    from mtrain.decode.pipeline import translate_lines
+
+    model = api.load(run, beam=beam, engine="ctranslate2")
+    tokenizer = model.translator.tokenizer
+    threads = os.cpu_count() or 1
+    pool = ctranslate2.Translator(
+        str(run / "ctranslate2"), inter_threads=threads, intra_threads=1, compute_type="float32"
+    )
+    assert translate_lines(model.translator, ["a"])
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            pieces = tokenizer.src.pieces(body["q"])
+            (result,) = pool.translate_batch([pieces], beam_size=beam)
+            text = tokenizer.tgt.text_of(result.hypotheses[0])
+            content = json.dumps({"translatedText": text}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *arguments: object) -> None:
+            """Log nothing."""
+
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 1024
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        print(f"http://127.0.0.1:{server.server_address[1]}/", file=sys.stderr, flush=True)
+        server.serve_forever()
+
+
+def start(command: list[str]) -> tuple[subprocess.Popen[str], int]:
+    """Start a server; return its process and port."""
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if found := re.match(r"http://127\.0\.0\.1:(\d+)/", line):
+            threading.Thread(target=process.stderr.read, daemon=True).start()
+            return process, int(found[1])
+    raise SystemExit(f"{command}: no address")
+
+
+def ask(
+    port: int, lines: list[str], languages: dict[str, str], clients: int, seconds: float
+) -> Load:
+    """Let clients ask for `seconds`, each over one connection."""
+    latencies: list[float] = []
+    rows = itertools.count()
+    end = time.monotonic() + seconds
+
+    def run_client() -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        while (began := time.monotonic()) < end:
+            body = json.dumps({"q": lines[next(rows) % len(lines)], **languages})
+            connection.request("POST", "/translate", body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            response.read()
+            assert response.status == 200, response.status
+            latencies.append(1000 * (time.monotonic() - began))
+
+    threads = [threading.Thread(target=run_client) for _ in range(clients)]
+    began = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return Load(len(latencies) / (time.monotonic() - began), sorted(latencies))
+
+
+def percentile(ordered: list[float], share: int) -> float:
+    """Return the value below which `share` percent of ordered values lie."""
+    return ordered[min(len(ordered) - 1, len(ordered) * share // 100)]
+
+
+def main() -> None:
+    """Measure, and print a line for each server and number of clients."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("run", type=Path)
+    parser.add_argument("lines", type=Path)
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--beam", type=int, default=5)
+    parser.add_argument("--thin", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.thin:
+        serve_thinly(options.run, options.beam)
+        return
+    from mtrain.run.run_dir import RunDir
+
+    data = RunDir(options.run).config.data
+    languages = {"source": data.src_lang, "target": data.tgt_lang}
+    lines = options.lines.read_text(encoding="utf-8").splitlines()
+    python, run = sys.executable, str(options.run)
+    beam = ["--beam", str(options.beam)]
+    thin = start([python, __file__, run, str(options.lines), "--thin", *beam])
+    ours = start([python, "-m", "mtrain", "serve", run, "--port", "0", *beam])
+    servers = {"mtrain": ours, "ctranslate2": thin}
+    try:
+        for _, port in servers.values():
+            ask(port, lines, languages, 4, 1.0)
+        for clients in options.clients:
+            loads: dict[str, list[Load]] = {name: [] for name in servers}
+            for _ in range(options.rounds):
+                for name, (_, port) in servers.items():
+                    loads[name].append(ask(port, lines, languages, clients, options.seconds))
+            for name, rounds in loads.items():
+                shown = [
+                    f"p{share} {statistics.median(percentile(each.latencies_ms, share) for each in rounds):,.0f} ms"
+                    for share in PERCENTILES
+                ]
+                rate = statistics.median(each.per_second for each in rounds)
+                print(
+                    f"{clients:3} clients  {name:<12} {rate:8,.1f} sentences/s  {', '.join(shown)}"
+                )
+            pairs = zip(loads["mtrain"], loads["ctranslate2"], strict=True)
+            ratio = statistics.median(a.per_second / b.per_second for a, b in pairs)
+            print(f"{clients:3} clients  ratio        {ratio:8.2f}", flush=True)
+    finally:
+        for process, _ in servers.values():
+            process.terminate()
+
+
+if __name__ == "__main__":
+    main()
