@@ -56,6 +56,7 @@ def serve_thinly(run: Path, beam: int) -> None:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        wbufsize = -1  # head and body in one packet: two would wait for each other
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -158,14 +159,12 @@ def main() -> None:
                 for name, (_, port) in servers.items():
                     loads[name].append(ask(port, lines, languages, clients, options.seconds))
             for name, rounds in loads.items():
-                shown = [
-                    f"p{share} {statistics.median(percentile(each.latencies_ms, share) for each in rounds):,.0f} ms"
-                    for share in PERCENTILES
-                ]
                 rate = statistics.median(each.per_second for each in rounds)
-                print(
-                    f"{clients:3} clients  {name:<12} {rate:8,.1f} sentences/s  {', '.join(shown)}"
-                )
+                shown = f"{clients:3} clients  {name:<12} {rate:8,.1f} sentences/s"
+                for share in PERCENTILES:
+                    times = (percentile(each.latencies_ms, share) for each in rounds)
+                    shown += f"  p{share} {statistics.median(times):,.0f} ms"
+                print(shown)
             pairs = zip(loads["mtrain"], loads["ctranslate2"], strict=True)
             ratio = statistics.median(a.per_second / b.per_second for a, b in pairs)
             print(f"{clients:3} clients  ratio        {ratio:8.2f}", flush=True)

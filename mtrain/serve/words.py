@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ def cut_words(text: str) -> list[str]:
     from mtrain.decode.formats import word_starts
 
     firsts = [at for at, is_start in enumerate(word_starts(text)) if is_start]
-    return [text[start:end] for start, end in zip(firsts, [*firsts[1:], len(text)], strict=True)]
+    return [text[start:end] for start, end in pairwise([*firsts, len(text)])]
 
 
 def word_probs(translation: Translation, num_words: int) -> list[float]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from dataclasses import replace
 
 import pytest
 from libretranslatepy import LibreTranslateAPI
@@ -152,6 +154,50 @@ def test_languages_say_what_they_are_translated_to_and_by_which_way(client: Clie
 def test_two_runs_translate_where_none_does_and_say_so(client: Client) -> None:
     answer = client.post("/translate", {"q": TEXT, "source": "en", "target": "fr"})
     assert answer.tree == {"translatedText": TEXT, "pivot": "de"}
+
+
+def test_details_are_those_of_each_line_blank_ones_too(
+    client: Client, pair_models: list[mtrain.Model]
+) -> None:
+    fields = {"q": f"{TEXT}\n\n  fo", "source": "en", "target": "de", "details": True}
+    tree = client.post("/translate", fields).tree
+    assert tree["translatedText"] == f"{TEXT}\n\n  fo"
+    options = replace(pair_models[0].options, with_alignment=True)
+    alone = pair_models[0].translate([TEXT, "", "  fo"], options, details=True)
+    for line, expected, words in zip(
+        tree["details"], alone, [["ba ", "ce ", "di"], [], ["fo"]], strict=True
+    ):
+        assert line["translation"] == expected.text
+        assert line["source_words"] == line["words"] == words
+        assert line["tokens"] == list(expected.tokens)
+        assert line["token_log_probs"] == pytest.approx(expected.token_log_probs, abs=1e-5)
+        assert line["alignment"] == [list(link) for link in expected.alignment or ()]
+        assert line["flags"] == list(expected.flags)
+        whole = math.exp(sum(expected.token_log_probs[:-1]))
+        assert math.prod(line["word_probs"]) == pytest.approx(whole, abs=1e-3)
+
+
+def test_a_translation_begins_with_its_prefix(client: Client) -> None:
+    fields = {"q": TEXT, "source": "en", "target": "de", "prefix": "gu"}
+    assert client.post("/translate", fields).tree["translatedText"].startswith("gu")
+    fields = {"q": [TEXT, "fo"], "source": "en", "target": "fr", "prefix": ["gu", ""]}
+    first, second = client.post("/translate", fields).tree["translatedText"]
+    assert (first[:2], second) == ("gu", "fo")
+
+
+def test_alternatives_are_other_translations_best_first(
+    client: Client, pair_models: list[mtrain.Model]
+) -> None:
+    fields = {"q": [TEXT, "fo"], "source": "en", "target": "de", "alternatives": 2}
+    tree = client.post("/translate", fields).tree
+    options = replace(pair_models[0].options, num_best=3)
+    for best, others, line in zip(
+        tree["translatedText"], tree["alternatives"], [TEXT, "fo"], strict=True
+    ):
+        (expected,) = pair_models[0].translate([line], options, details=True)
+        assert best == expected.text
+        texts = [other.text for other in expected.alternatives]
+        assert others == list(dict.fromkeys(text for text in texts if text != best))
 
 
 def test_the_health_is_one_word(client: Client) -> None:
