@@ -3,7 +3,6 @@
 import re
 
 import pytest
-import tomllib
 from packaging.requirements import Requirement
 from packaging.version import Version
 from tasks import REPOSITORY
@@ -16,9 +15,9 @@ LAST_WITH_FAULTS = {
 
 @pytest.mark.parametrize("package", LAST_WITH_FAULTS)
 def test_versions_with_known_faults_are_not_installed(package: str) -> None:
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
-    requirements = map(Requirement, project["project"]["dependencies"])
-    (found,) = (each for each in requirements if each.name == package)
+    project = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    (line,) = re.findall(f'^    "({package}[^"]*)",$', project, re.MULTILINE)
+    found = Requirement(line)
     assert not found.specifier.contains(Version(LAST_WITH_FAULTS[package]))
     pins = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8")
     (pin,) = re.findall(f"^{package}==(.*)$", pins, re.MULTILINE)

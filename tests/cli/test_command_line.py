@@ -29,6 +29,8 @@ def typed(annotation: object) -> str:
 
 def described(parameter: inspect.Parameter, annotation: object) -> str:
     """Return name, type with its bounds, and default of an argument or an option."""
+    if typing.get_origin(annotation) is not typing.Annotated:  # Python 3.10 adds None to a default
+        (annotation,) = (each for each in typing.get_args(annotation) if each is not NoneType)
     kind, info = typing.get_args(annotation)
     if isinstance(info, ArgumentInfo):
         name = info.metavar or parameter.name
