@@ -49,7 +49,7 @@ def serve(
     log_text: Annotated[bool, typer.Option("--log-text", help="Log the texts too.")] = False,
     demo: Annotated[bool, typer.Option("--demo", help="Serve runs/demo.")] = False,
 ) -> None:
-    """Serve a web page and LibreTranslate's HTTP interface, until Ctrl-C.
+    """Serve a web page and LibreTranslate's HTTP interface.
 
     Example: mtrain serve runs/en-de runs/de-en
     """

@@ -74,6 +74,7 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
         if run.config_path.is_file():
             update_tests(config, run, console)
         _check_same_files(run, console)
+        run.remove_unfinished()
         console.say(f"{run.path}: tokenized already")
         return
     if run.data_dir.is_file() or (run.data_dir.is_dir() and any(run.data_dir.iterdir())):

@@ -87,7 +87,7 @@ class RunDir:
         Raises:
             RunError: if another process holds it.
         """
-        path = self.path / ".tokenizing"
+        path = self._work_dir
         with writable_dir(path), self._alone(path / LOCK_FILE, "tokenizing"):
             sweep(self.data_dir)
             sweep(self.tokenizer_dir)
@@ -101,6 +101,16 @@ class RunDir:
                         self.path.rmdir()
                 raise
             shutil.rmtree(path)
+
+    @property
+    def _work_dir(self) -> Path:
+        return self.path / ".tokenizing"
+
+    def remove_unfinished(self) -> None:
+        """Remove what a tokenizing left that was killed when all was done."""
+        if self._work_dir.is_dir():
+            with suppress(RunError), self.tokenizing():  # another process may still be at it
+                pass
 
     @contextmanager
     def exporting(self) -> Iterator[None]:

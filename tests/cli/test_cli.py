@@ -38,6 +38,7 @@ VERBS = [
     "plot",
     "export",
     "doctor",
+    "serve",
 ]
 ODD_LINES = [
     "",

@@ -310,6 +310,23 @@ def test_other_data_or_another_tokenizer_in_the_same_run_is_refused(
     )
 
 
+def test_what_was_left_by_a_tokenizing_that_was_killed_at_its_very_end_is_removed(
+    tmp_path: Path, tree: Tree
+) -> None:
+    run, _ = make(tmp_path, tree)
+    left = run.path / ".tokenizing" / "part-0.json"
+    left.parent.mkdir()
+    left.write_text("{}")
+    with run.tokenizing():  # it may still be running
+        _, said = make(tmp_path, tree)
+        assert left.exists()
+        assert said == [f"{run.path}: tokenized already"]
+    left.parent.mkdir(exist_ok=True)
+    left.write_text("{}")
+    assert make(tmp_path, tree)[1] == said
+    assert not left.parent.exists()
+
+
 def test_test_sets_change_without_tokenizing_again_and_leaks_are_said(
     tmp_path: Path, tree: Tree
 ) -> None:
