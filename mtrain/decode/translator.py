@@ -207,7 +207,8 @@ class Translator:
             TimeoutError, CancelledError: as `limits` say.
         """
         for model in self.ensemble.models:
-            model.eval()
+            if model.training:  # `eval` visits every module
+                model.eval()
         rows = sorted(range(len(sources)), key=lambda row: -len(sources[row].ids))
         # a GPU wants larger batches, and not several threads
         num_workers = num_threads() if self.device.type == "cpu" else 1
