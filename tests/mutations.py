@@ -662,8 +662,8 @@ SEARCH = [
     Mutation(
         "a second search that does not help is taken",
         "mtrain/decode/pipeline.py",
-        "            if best and not _repeats(parts[row], best)\n",
-        "            if best\n",
+        "        if best and not _repeats(sources[row], best)\n",
+        "        if best\n",
         "tests/decode/test_pipeline.py",
     ),
     Mutation(

@@ -85,9 +85,34 @@ class SearchEngine(Protocol):
         """Return the cross-attention weights of given targets, each [T, S]."""
 
 
-def _repeats(part: LinePart, best: list[Hypothesis]) -> bool:
-    """Return whether the best target of a part repeats itself."""
-    return is_loop(part.source.ids[:-1], best[0].ids)
+def search(
+    engine: SearchEngine, sources: Sequence[EncodedSource]
+) -> tuple[list[list[Hypothesis]], set[int]]:
+    """Return the best targets of each source, and the rows that were searched again.
+
+    With `retry_flagged`, a source whose best target repeats itself is searched again so that no
+    `_RETRY_NGRAM` tokens in a row are written twice. One whose best target still repeats itself,
+    as a prefix may, keeps its old ones.
+    """
+    best_of, options = engine.search(sources), engine.options
+    is_bound = 0 < options.no_repeat_ngram <= _RETRY_NGRAM
+    if not options.retry_flagged or options.sampling is not None or is_bound:
+        return best_of, set()
+    rows = [row for row, best in enumerate(best_of) if best and _repeats(sources[row], best)]
+    if not rows:
+        return best_of, set()
+    again = engine.without_repeats(_RETRY_NGRAM).search([sources[row] for row in rows])
+    better = {
+        row: best
+        for row, best in zip(rows, again, strict=True)
+        if best and not _repeats(sources[row], best)
+    }
+    return [better.get(row, best) for row, best in enumerate(best_of)], {*better}
+
+
+def _repeats(source: EncodedSource, best: list[Hypothesis]) -> bool:
+    """Return whether the best target of a source repeats itself."""
+    return is_loop(source.ids[:-1], best[0].ids)
 
 
 def _ignore(_: str) -> None:
@@ -197,11 +222,10 @@ class LineTranslator:
     def _translate_parts(self, parts: list[LinePart]) -> list[list[Translation]]:
         """Return the best translations of each part."""
         tgt = self.translator.tokenizer.tgt
-        best_of = self.translator.search([part.source for part in parts])
-        again_of = self._search_again(parts, best_of)
-        best_of = [again_of.get(row, best) for row, best in enumerate(best_of)]
+        sources = [part.source for part in parts]
+        best_of, retried = search(self.translator, sources)
         part_of = [part for part, best in zip(parts, best_of, strict=True) for _ in best]
-        is_again = [row in again_of for row, best in enumerate(best_of) for _ in best]
+        is_again = [row in retried for row, best in enumerate(best_of) for _ in best]
         hypotheses = [hypothesis for best in best_of for hypothesis in best]
         texts = tgt.decode([hypothesis.ids for hypothesis in hypotheses])
         alignments = self._align(part_of, hypotheses)
@@ -229,29 +253,6 @@ class LineTranslator:
             ]
             for ranked in ranked_of
         ]
-
-    def _search_again(
-        self, parts: list[LinePart], best_of: list[list[Hypothesis]]
-    ) -> dict[int, list[Hypothesis]]:
-        """Search again for parts whose best target repeats itself; return new targets by part.
-
-        Then no `_RETRY_NGRAM` tokens in a row are written twice. A part whose best target still
-        repeats itself, as a prefix may, keeps its old ones.
-        """
-        options = self.options
-        is_bound = 0 < options.no_repeat_ngram <= _RETRY_NGRAM
-        if not options.retry_flagged or options.sampling is not None or is_bound:
-            return {}
-        rows = [row for row, best in enumerate(best_of) if best and _repeats(parts[row], best)]
-        if not rows:
-            return {}
-        engine = self.translator.without_repeats(_RETRY_NGRAM)
-        again = engine.search([parts[row].source for row in rows])
-        return {
-            row: best
-            for row, best in zip(rows, again, strict=True)
-            if best and not _repeats(parts[row], best)
-        }
 
     def _align(
         self, parts: list[LinePart], hypotheses: list[Hypothesis]

@@ -22,6 +22,7 @@ from mtrain.config.sections import Config
 from mtrain.data import prepare
 from mtrain.data.batch import Batch, Lengths, Position, collate
 from mtrain.data.loader import TrainingData
+from mtrain.decode.pipeline import search
 from mtrain.decode.translator import EncodedSource, Translator, load
 from mtrain.errors import ConfigError, RunError, UserError
 from mtrain.io.lines import read_lines
@@ -258,7 +259,8 @@ def attention(translator: Translator, run: RunDir, sentence: str | None) -> Atte
             raise RunError(f"{run.data_dir}: its validation set holds no sentence.")
         sentence, origin = lines[row], f"line {row + 1:,} of the validation set"
     src, tgt = tokenizer.encode_src([sentence]), tokenizer.tgt
-    ids = [best[0].ids for best in translator.search([EncodedSource(src_ids) for src_ids in src])]
+    sources = [EncodedSource(src_ids) for src_ids in src]
+    ids = [best[0].ids for best in search(translator, sources)[0]]
     batch = collate(src, ids, tgt.pad, tgt.bos, tgt.eos).to(translator.device)
     maps = translator.model.attention_maps(batch.src_BS, batch.src_keep_BS, batch.tgt_in_BT)
     return AttentionPicture(
