@@ -287,7 +287,8 @@ def test_no_rank_holds_all_weights_at_once_when_they_are_sharded(
     assert first.pop("to_checkpoint") > 0.9  # which it writes
     for peaks in (first, other):
         assert peaks.keys() - {"to_checkpoint"} == {"_score", "finish"}
-        assert all(0.01 < peak < 0.6 for peak in peaks.values()), (first, other)
+        # 0.42 or 0.60, as the gathers of two layers overlap or not; all weights at once are 1.4
+        assert all(0.01 < peak < 0.8 for peak in peaks.values()), (first, other)
 
 
 # errors
