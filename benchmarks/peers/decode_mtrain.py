@@ -31,6 +31,7 @@ def load(job: Job) -> Loaded:
         length_alpha=job.alpha,
         max_input_tokens=None,
         with_scores=False,
+        retry_flagged=False,  # a second search, which the other systems do not make
     )
     translator = translator_module.load(run, options, load_model.LoadOptions(device="cpu"))
     usual = translator.max_length
