@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtrain.ops.cross_entropy import check_arguments, chunks
 from mtrain.ops.native import check_same_device, differentiable_once
 
-_CHUNK_TOKENS = 512  # logits of both passes exist for so many tokens at a time
 ConsistencyFormula = Callable[[Tensor, Tensor, Tensor, float, float], tuple[Tensor, Tensor, Tensor]]
 
 
@@ -36,14 +36,13 @@ class ProjectedConsistency(torch.autograd.Function):
         divergence_weight: float,
         formula: ConsistencyFormula | None = None,
     ) -> tuple[Tensor, Tensor]:
-        check_same_device(states, other, weight, targets)
+        check_arguments(states, weight, targets, smoothing)
+        check_same_device(states, other)
         cast_weight = weight.to(states.dtype)
         sums = torch.zeros(2, dtype=torch.float64, device=states.device)
         grad_states, grad_other = torch.empty_like(states), torch.empty_like(other)
         grad_weight = torch.zeros_like(weight)
-        chunk = _CHUNK_TOKENS if states.device.type == "cpu" else 16 * _CHUNK_TOKENS
-        for start in range(0, len(states), chunk):
-            part = slice(start, start + chunk)
+        for part in chunks(states):
             added, grad_logits, grad_other_logits = (formula or plain_consistency)(
                 torch.mm(states[part], cast_weight.t()),
                 torch.mm(other[part], cast_weight.t()),

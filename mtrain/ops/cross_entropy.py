@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class ProjectedCrossEntropy(torch.autograd.Function):
         smoothing: float,
         formula: Formula | None = None,
     ) -> tuple[Tensor, Tensor]:
-        _check(states, weight, targets, smoothing)
+        check_arguments(states, weight, targets, smoothing)
         sums = torch.zeros(2, dtype=torch.float64, device=states.device)
         with_grad = any(ctx.needs_input_grad)
         grads = _projected(states, weight, targets, smoothing, with_grad, sums, formula)
@@ -53,7 +53,7 @@ class ProjectedCrossEntropy(torch.autograd.Function):
         return grad_states * factor, grad_weight * factor, None, None, None
 
 
-def _check(states: Tensor, weight: Tensor, targets: Tensor, smoothing: float) -> None:
+def check_arguments(states: Tensor, weight: Tensor, targets: Tensor, smoothing: float) -> None:
     """Raise the kind of error that PyTorch raises for arguments that do not fit together."""
     if states.dim() != 2 or targets.shape != states.shape[:1]:
         raise ValueError(
@@ -65,6 +65,12 @@ def _check(states: Tensor, weight: Tensor, targets: Tensor, smoothing: float) ->
     if targets.dtype != torch.int64:
         raise RuntimeError(f"targets must be int64, but are {targets.dtype} instead.")
     check_same_device(states, weight, targets)
+
+
+def chunks(rows: Tensor) -> Iterator[slice]:
+    """Yield slices of rows [N, ...] whose logits exist at one time; they are longer on a GPU."""
+    size = _CHUNK_TOKENS if rows.device.type == "cpu" else 16 * _CHUNK_TOKENS
+    return (slice(start, start + size) for start in range(0, len(rows), size))
 
 
 def _projected(
@@ -89,9 +95,7 @@ def _projected(
     cast_weight = weight.to(states.dtype)
     grad_rows = torch.empty_like(rows) if with_grad else None
     grad_weight = torch.zeros_like(weight) if with_grad else None
-    chunk = _CHUNK_TOKENS if states.device.type == "cpu" else 16 * _CHUNK_TOKENS
-    for start in range(0, len(rows), chunk):
-        part = slice(start, start + chunk)
+    for part in chunks(rows):
         logits = torch.mm(rows[part], cast_weight.t())
         part_targets = targets[part]
         part_logits = logits[: len(part_targets)]  # without the padded rows

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from ways import SAY_MOST, exactly, growth, leaf
 
-from mtrain.ops import consistency
+from mtrain.ops import cross_entropy
 from mtrain.ops.consistency import ProjectedConsistency
 
 SAY_GROWTH = f"""{SAY_MOST}
@@ -37,7 +37,7 @@ def written_out(
 def test_the_loss_of_two_passes_and_its_gradients_are_the_written_out_formulas(
     monkeypatch, num_tokens, chunk, smoothing, factor, dtype
 ):
-    monkeypatch.setattr(consistency, "_CHUNK_TOKENS", chunk)
+    monkeypatch.setattr(cross_entropy, "_CHUNK_TOKENS", chunk)
     states, other = (leaf(num_tokens, 4, seed=seed, dtype=dtype) for seed in (0, 2))
     weight = leaf(6, 4, seed=1, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     targets = torch.arange(num_tokens) % 6
