@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from mtrain.config.sections import ModelConfig
 from mtrain.model.kv_cache import KVCache
 from mtrain.ops.attention import attention, chunk_last, paged_attention
+from mtrain.ops.decoder import CompiledDecoder, LayerModules
 from mtrain.ops.dropout import Dropout
 from mtrain.ops.layer_norm import LayerNorm, add_norm
 from mtrain.ops.linear import Linear, relu_ffn
@@ -32,6 +33,8 @@ _MIN_GROUP_POSITIONS = 512  # of sources of one length that are encoded apart fr
 
 class Transformer(nn.Module):
     """Encoder and decoder stacks between embeddings and an output projection (section 3)."""
+
+    _compiled_decoder: CompiledDecoder | None = None
 
     def __init__(self, config: ModelConfig, num_src_tokens: int, num_tgt_tokens: int) -> None:
         super().__init__()
@@ -112,6 +115,7 @@ class Transformer(nn.Module):
             memories.append(memory_RD.index_select(0, keep_BS.flatten().nonzero()[:, 0]))
         memory_RD = torch.cat(memories)
         sources = [layer.project_source(memory_RD) for layer in self.decoder]
+        self._compile_decoder()
         return KVCache(sources, src_keep_BS)
 
     def decode_step(self, ids_N: Tensor, cache: KVCache) -> Logits:
@@ -119,9 +123,15 @@ class Transformer(nn.Module):
         stop = cache.max_length + 1
         x_ND = self._embed(self.tgt_embedding, self.tgt_positions, ids_N, cache.length_N, stop)
         cache.advance()
-        for index, layer in enumerate(self.decoder):
-            x_ND = layer.decode_step(x_ND, cache, index)
-        return self.output.logits(self.decoder_norm(x_ND))
+        compiled, states_ND = self._compiled_decoder, None
+        if compiled is not None:
+            pools = (cache.pasts.layers, cache.sources.layers)
+            states_ND = compiled.step(x_ND, *pools, cache.slots_NT, cache.src_slots_NS)
+        if states_ND is None:
+            for index, layer in enumerate(self.decoder):
+                x_ND = layer.decode_step(x_ND, cache, index)
+            states_ND = self.decoder_norm(x_ND)
+        return self.output.logits(states_ND)
 
     @torch.no_grad()
     def attention_maps(
@@ -162,6 +172,22 @@ class Transformer(nn.Module):
     def compute_in(self, dtype: torch.dtype | None) -> None:
         """Keep states and run products in `dtype`; None is the dtype of the weights."""
         self.compute_dtype = dtype
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the compiled decoder: a copy has weights of its own."""
+        return {name: value for name, value in vars(self).items() if name != "_compiled_decoder"}
+
+    def _compile_decoder(self) -> None:
+        """Compile the decoder for `decode_step` if its weights are packed and have changed."""
+        compiled = self._compiled_decoder
+        if compiled is None or not compiled.is_current():
+            config, layers = self.config, [_parts(layer) for layer in self.decoder]
+            parts = [layer for layer in layers if layer is not None]
+            self._compiled_decoder = (
+                CompiledDecoder.of(parts, config.num_heads, config.attention_window)
+                if len(parts) == len(layers)
+                else None
+            )
 
     def _embed_all(
         self,
@@ -436,6 +462,29 @@ class AttentionMaps(NamedTuple):
     encoder: list[Tensor]
     decoder: list[Tensor]
     cross: list[Tensor]
+
+
+def _parts(layer: nn.Module) -> LayerModules | None:
+    """Return the modules of a layer that `CompiledDecoder` can run; None for other layers."""
+    if type(layer) is not DecoderLayer:
+        return None
+    own, cross, feed_forward = layer.self_attention, layer.cross_attention, layer.feed_forward
+    residuals = [layer.residual_1, layer.residual_2, layer.residual_3]
+    norm_1, norm_2, norm_3 = (residual.norm for residual in residuals)
+    if not (feed_forward.is_relu_ffn and all(residual.is_post for residual in residuals)):
+        return None
+    return LayerModules(
+        layer,
+        own.queries_keys_values,
+        own.output,
+        norm_1,
+        cross.queries,
+        cross.output,
+        norm_2,
+        feed_forward.inner,
+        feed_forward.outer,
+        norm_3,
+    )
 
 
 def split_heads(x_BTD: Tensor, num_heads: int) -> Tensor:

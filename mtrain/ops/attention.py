@@ -103,7 +103,7 @@ class _AttentionFunction(torch.autograd.Function):
             shape.keep_strides[:] = keep.expand(*q.shape[:3], k.shape[2]).stride()
         shape.scale = q.shape[-1] ** -0.5
         shape.cut, shape.dropout_scale, shape.seed = mask
-        functions.call("attention", (q, k, v, keep, out), shape=shape)
+        functions.call("attention", (q, k, v, keep, out), structures=(shape,))
         ctx.save_for_backward(q, k, v, keep)
         ctx.shape, ctx.functions = shape, functions
         return out
@@ -119,7 +119,7 @@ class _AttentionFunction(torch.autograd.Function):
         shape.out_strides[:] = grad.stride()[:3]
         for name, x in zip(("grad_q", "grad_k", "grad_v"), grads, strict=True):
             getattr(shape, f"{name}_strides")[:] = x.stride()[:3]
-        ctx.functions.call("attention_grad", (grad, q, k, v, keep, *grads), shape=shape)
+        ctx.functions.call("attention_grad", (grad, q, k, v, keep, *grads), structures=(shape,))
         return *grads, None, None, None
 
 

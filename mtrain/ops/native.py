@@ -54,6 +54,34 @@ class AttentionShape(ctypes.Structure):
     )
 
 
+class DecoderLayerWeights(ctypes.Structure):
+    """`decoder_layer` of `ops.h`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("self_in", "self_in_bias")),
+        *((name, ctypes.c_void_p) for name in ("self_out", "self_out_bias")),
+        *((name, ctypes.c_void_p) for name in ("gain_1", "norm_bias_1")),
+        *((name, ctypes.c_void_p) for name in ("queries", "queries_bias")),
+        *((name, ctypes.c_void_p) for name in ("cross_out", "cross_out_bias")),
+        *((name, ctypes.c_void_p) for name in ("gain_2", "norm_bias_2")),
+        *((name, ctypes.c_void_p) for name in ("inner", "inner_bias")),
+        *((name, ctypes.c_void_p) for name in ("outer", "outer_bias")),
+        *((name, ctypes.c_void_p) for name in ("gain_3", "norm_bias_3")),
+        *((f"eps_{number}", ctypes.c_float) for number in (1, 2, 3)),
+    )
+
+
+class DecoderShape(ctypes.Structure):
+    """`decoder_shape` of `ops.h`: sizes, strides in elements, and the scale of scores."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("num_layers", "rows", "heads", "k", "d_ff")),
+        *((f"past_{name}", ctypes.c_int64) for name in ("rows", "count", "stride", "window")),
+        *((f"source_{name}", ctypes.c_int64) for name in ("rows", "count", "stride")),
+        ("scale", ctypes.c_float),
+    )
+
+
 _NO_MEMORY, _BAD_INDEX = 1, 2  # of `status` in `ops.h`; 0 is success
 
 
@@ -206,9 +234,9 @@ class Functions:
         name: str,
         tensors: tuple[Tensor | None, ...],
         *numbers: float,
-        shape: AttentionShape | None = None,
+        structures: tuple[ctypes.Structure | ctypes.Array[Any], ...] = (),
     ) -> None:
-        """Call a C function with the data pointers of `tensors`, which it takes as contiguous.
+        """Call a C function with structures, and the data pointers of tensors without gaps.
 
         Raises:
             MemoryError: if it cannot allocate its work space.
@@ -222,8 +250,7 @@ class Functions:
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         if 0 in pointers and any(x is not None and not x.data_ptr() and x.numel() for x in tensors):
             raise RuntimeError(f"{name} must be called with tensors that have data in memory.")
-        shapes = () if shape is None else (shape,)
-        status = function(*shapes, *pointers, *numbers)
+        status = function(*structures, *pointers, *numbers)
         if status == _NO_MEMORY:
             raise MemoryError
         if status == _BAD_INDEX:
@@ -359,6 +386,12 @@ _FLOAT_SIGNATURES = {
     "packed_linear_sparse_float": [*[_POINTER] * 4, *[_INT] * 3],
     "packed_topk_float": [*[_POINTER] * 5, *[_INT] * 5],
     "packed_argmax_float": [*[_POINTER] * 6, *[_INT] * 4],
+    "decoder_step_float": [
+        ctypes.POINTER(DecoderShape),
+        ctypes.POINTER(DecoderLayerWeights),
+        *[ctypes.POINTER(_POINTER)] * 2,
+        *[_POINTER] * 3,
+    ],
 }
 
 

@@ -57,6 +57,26 @@ typedef struct {
     uint32_t cut, seed;
 } attention_shape;
 
+/* A post-norm decoder layer: weights [out, in] packed in tiles, biases [out] or NULL, and three LayerNorms
+ * of d numbers. native.py has the same structures. */
+typedef struct {
+    const float *self_in, *self_in_bias; /* [3 d, d]: queries, keys and values */
+    const float *self_out, *self_out_bias, *gain_1, *norm_bias_1;
+    const float *queries, *queries_bias, *cross_out, *cross_out_bias, *gain_2, *norm_bias_2;
+    const float *inner, *inner_bias, *outer, *outer_bias, *gain_3, *norm_bias_3;
+    float eps_1, eps_2, eps_3;
+} decoder_layer;
+
+/* Hypotheses, their attention heads of width k (d = heads k), and the caches [cache_rows, 2 d] of a layer,
+ * with the slots of each hypothesis as in paged_attention. */
+typedef struct {
+    int64_t num_layers, rows, heads, k, d_ff;
+    int64_t past_rows, past_count, past_stride; /* past_count is at least 1 */
+    int64_t past_window;                        /* the last slots that are attended to */
+    int64_t source_rows, source_count, source_stride;
+    float scale;
+} decoder_shape;
+
 #pragma GCC visibility push(default)
 
 /* 1 if linear and projected_cross_entropy were measured to be faster than PyTorch's, else 0. */
@@ -160,6 +180,13 @@ status packed_topk_float(const float *x, const float *packed, const int64_t *nev
 status packed_argmax_float(const float *x, const float *w, const uint32_t *packed, const float *margins,
                            const int64_t *never, int64_t *ids, int64_t n, int64_t k, int64_t m,
                            int64_t num_never);
+
+/* x [rows, d], the embeddings of the newest position of each hypothesis, become the states after all
+ * layers. Keys and values are written to the row of `pasts` that the last of its slots names.
+ *   layers: [num_layers]; pasts, sources: a cache for each layer. */
+status decoder_step_float(const decoder_shape *at, const decoder_layer *layers, float *const *pasts,
+                          const float *const *sources, const int64_t *past_slots,
+                          const int64_t *source_slots, float *x);
 
 #endif
 

@@ -1,0 +1,62 @@
+/* One step of decoding through all layers of a post-norm decoder, in float: the newest position of each
+ * hypothesis. The same numbers as its operations one by one, in a single call. */
+#include "vec.h"
+
+#ifndef BF16
+
+/* Write the keys and values of `projected` [rows, 3 d], after the queries, to the row of the cache that
+ * the last slot of each hypothesis names. */
+static status write_cache(const decoder_shape *at, const float *projected, const int64_t *slots,
+                          float *past) {
+    int64_t d = at->heads * at->k;
+    for (int64_t n = 0; n < at->rows; n++) {
+        int64_t slot = slots[n * at->past_stride + at->past_count - 1];
+        if ((uint64_t)slot >= (uint64_t)at->past_rows) return OPS_BAD_INDEX;
+        memcpy(past + slot * 2 * d, projected + (3 * n + 1) * d, 2 * d * sizeof *past);
+    }
+    return OPS_OK;
+}
+
+status decoder_step_float(const decoder_shape *at, const decoder_layer *layers, float *const *pasts,
+                          const float *const *sources, const int64_t *past_slots,
+                          const int64_t *source_slots, float *x) {
+    int64_t rows = at->rows, d = at->heads * at->k, wide = 3 * d > at->d_ff ? 3 * d : at->d_ff;
+    const int64_t *seen_slots = past_slots + at->past_count - at->past_window;
+    float *projected = alloc_floats(rows * (wide + 3 * d + 2)), *from = x;
+    if (!projected) return OPS_NO_MEMORY;
+    float *mixed = projected + rows * wide, *out = mixed + rows * d, *to = out + rows * d;
+    float *moments = to + rows * d;
+    status result = OPS_OK;
+#define DO(call) if (result == OPS_OK) result = call
+#define LINEAR(y, map, z, m, apply_relu) \
+    DO(packed_linear_float(y, own->map, own->map##_bias, z, rows, d, m, apply_relu))
+#define ADD_NORM(gain, bias, eps) /* from = LayerNorm(from + out) */ \
+    DO(add_norm_float(from, out, own->gain, own->bias, to, moments, moments + rows, rows, d, own->eps, 0, \
+                      1.0f, 0)); \
+    do { \
+        float *normed = to; \
+        to = from, from = normed; \
+    } while (0)
+    for (int64_t i = 0; i < at->num_layers; i++) {
+        const decoder_layer *own = layers + i;
+        LINEAR(from, self_in, projected, 3 * d, 0);
+        DO(write_cache(at, projected, past_slots, pasts[i]));
+        DO(paged_attention_float(projected, pasts[i], seen_slots, mixed, rows, at->past_window, at->heads,
+                                 at->k, at->past_rows, 3 * d, at->past_stride, at->scale));
+        LINEAR(mixed, self_out, out, d, 0);
+        ADD_NORM(gain_1, norm_bias_1, eps_1);
+        LINEAR(from, queries, projected, d, 0);
+        DO(paged_attention_float(projected, sources[i], source_slots, mixed, rows, at->source_count,
+                                 at->heads, at->k, at->source_rows, d, at->source_stride, at->scale));
+        LINEAR(mixed, cross_out, out, d, 0);
+        ADD_NORM(gain_2, norm_bias_2, eps_2);
+        LINEAR(from, inner, projected, at->d_ff, 1);
+        DO(packed_linear_sparse_float(projected, own->outer, own->outer_bias, out, rows, at->d_ff, d));
+        ADD_NORM(gain_3, norm_bias_3, eps_3);
+    }
+    if (result == OPS_OK && from != x) memcpy(x, from, rows * d * sizeof *x);
+    free(projected);
+    return result;
+}
+
+#endif
