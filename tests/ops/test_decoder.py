@@ -164,6 +164,18 @@ def test_a_compiled_decoder_is_never_trained(calls):
     assert "decoder_step" not in calls
 
 
+@torch.no_grad()
+def test_a_compiled_decoder_writes_nothing_beyond_its_cache():
+    model = packed()
+    start(model)
+    compiled, whole, x_ND = model._compiled_decoder, torch.zeros(2, 8, 24), torch.randn(3, 12)
+    assert compiled is not None
+    slots_NT = torch.tensor([[0], [1], [5]])
+    with pytest.raises(IndexError):
+        compiled.step(x_ND, [*whole[:, :4]], [*torch.randn(2, 8, 24)], slots_NT, slots_NT)
+    assert not whole[:, 4:].any()
+
+
 @pytest.mark.parametrize("name", ["slots_NT", "src_slots_NS"])
 @pytest.mark.parametrize("slot", [10**6, 2**40])
 @torch.no_grad()
@@ -211,15 +223,3 @@ def test_what_a_compiled_decoder_cannot_take_runs_layer_by_layer():
         (x_ND, pool, pool, slots_NT, slots_NT.to("meta")),
     ):
         assert compiled.step(*wrong) is None
-
-
-@torch.no_grad()
-def test_a_compiled_decoder_writes_nothing_beyond_its_cache():
-    model = packed()
-    start(model)
-    compiled, whole, x_ND = model._compiled_decoder, torch.zeros(2, 8, 24), torch.randn(3, 12)
-    assert compiled is not None
-    slots_NT = torch.tensor([[0], [1], [5]])
-    with pytest.raises(IndexError):
-        compiled.step(x_ND, [*whole[:, :4]], [*torch.randn(2, 8, 24)], slots_NT, slots_NT)
-    assert not whole[:, 4:].any()
