@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 from mtrain.config import config_file
 from mtrain.config.sections import Config
 from mtrain.errors import ConfigError, DataError
+from mtrain.exporters.registry import Library, Quantization
 from mtrain.io.text_lines import LINE_BREAK, TextLines
 from mtrain.run import finetune
 from mtrain.run.logger import PythonLog, RunLog, TensorBoardLog, check_installed
@@ -506,9 +507,9 @@ def evaluate(run: Model | AnyPath, options: ScoringOptions | None = None) -> lis
 def export(
     run: AnyPath,
     directory: AnyPath,
-    to: Literal["ctranslate2", "huggingface"],
+    to: Library,
     *,
-    quantize: Literal["int8", "float16", "bfloat16"] | None = None,
+    quantize: Quantization | None = None,
     check_lines: int = 100,
     license: str | None = None,
 ) -> ExportReport:
@@ -517,8 +518,8 @@ def export(
     Args:
         run: the run folder.
         directory: to write; it must not exist.
-        to: the library.
-        quantize: the type of the weights; None is float32, int8 is for ctranslate2 only.
+        to: the library, one of those that `mtrain export --help` names.
+        quantize: the type of the weights; None is float32. No library has every type.
         check_lines: compare on this many lines of the validation text.
         license: of the model card, an identifier of the Hugging Face Hub such as cc-by-4.0.
 
@@ -529,9 +530,9 @@ def export(
     Example:
         report = mtrain.export("runs/en-de", "en-de-ct2", "ctranslate2")
     """
-    from mtrain.exporters.export import EXPORTERS, ExportRequest, export
+    from mtrain.exporters.export import ExportRequest, export
 
-    _check_choice("to", to, list(EXPORTERS))
+    _check_choice("to", to, get_args(Library))
     request = ExportRequest(to, quantize, check_lines, license)
     return export(_run_dir(run), Path(directory), request, _log_warning)
 

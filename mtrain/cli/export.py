@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from mtrain import api
 from mtrain.cli import console, options
+from mtrain.exporters.registry import Library, Quantization
 
 
 def export(
@@ -18,12 +19,12 @@ def export(
         typer.Argument(metavar="DIR", help="The folder to write, new.", show_default=False),
     ],
     to: Annotated[
-        Literal["ctranslate2", "huggingface"],
+        Library,
         typer.Option("--to", help="The library.", show_default=False),
     ],
     quantize: Annotated[
-        Literal["int8", "float16", "bfloat16"] | None,
-        typer.Option(help="Store fewer bits of each weight; int8 for ctranslate2 only."),
+        Quantization | None,
+        typer.Option(help="Store fewer bits of each weight; no library has every type."),
     ] = None,
     check_lines: Annotated[
         int, typer.Option(min=1, metavar="N", help="Compare on N lines of the validation text.")

@@ -14,13 +14,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from mtrain.config.sections import Config, ModelConfig
+from mtrain.config.sections import Config
 from mtrain.decode.beam import Hypothesis, length_penalty
 from mtrain.decode.options import DecodingOptions
 from mtrain.decode.shared_search import NO_LIMITS, SearchLimits
 from mtrain.decode.translator import EncodedSource
 from mtrain.errors import ConfigError
-from mtrain.exporters.parity import ExportedHypothesis, Ids
+from mtrain.exporters.exporter import ExportedHypothesis, Ids, Requirement
 from mtrain.model.transformer import Transformer, sinusoids
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.process_group import SINGLE
@@ -31,8 +31,16 @@ if TYPE_CHECKING:
     import ctranslate2
 
 PACKAGE, TITLE, TAG = "ctranslate2", "CTranslate2", "ctranslate2"
+REQUIREMENTS: tuple[Requirement, ...] = (
+    Requirement(
+        "model.attention_window", None, "CTranslate2, whose encoder attends to the whole source"
+    ),
+)
 QUANTIZATIONS: tuple[str, ...] = ("int8", "float16", "bfloat16")
 USE = """\
+In this folder:
+
+```python
 import ctranslate2
 import sentencepiece
 
@@ -49,6 +57,7 @@ results = translator.translate_batch(
     max_decoding_length={max_length},
 )
 print(target.decode([result.hypotheses[0] for result in results]))
+```
 """
 NOTES = """\
 - `max_input_length=0` is needed: without it CTranslate2 silently cuts a source after 1,024
@@ -62,15 +71,6 @@ _MIN_POSITIONS = 4096
 _MASKED_BIAS = -1e4  # below every logit, and within float16
 _BATCH_SIZE = 32
 _POLL_S = 0.002  # between two looks at whether a translation with limits is done
-
-
-def check_supported(config: ModelConfig) -> None:
-    """Raise ConfigError for a model that CTranslate2 does not support."""
-    if config.attention_window is not None:
-        raise ConfigError(
-            "`model.attention_window` must be null for CTranslate2, whose encoder attends to "
-            f"the whole source, but is {config.attention_window} instead."
-        )
 
 
 def num_positions(config: Config) -> int:
@@ -252,6 +252,9 @@ class CTranslate2Model:
             self._tokens(sources), tgt_tokens, max_batch_size=_BATCH_SIZE, max_input_length=0
         )
         return [list(result.log_probs) for result in results]
+
+    def own_call(self, lines: Sequence[str]) -> None:
+        """Compare nothing: the library knows no text."""
 
     def _tokens(self, sources: Ids) -> list[list[str]]:
         return [self._src.pieces_of(ids[:-1]) for ids in sources]  # CTranslate2 adds eos

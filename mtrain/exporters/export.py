@@ -11,11 +11,11 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mtrain import __version__
+from mtrain.config.sections import Config
 from mtrain.data import prepare
 from mtrain.data.prepare import ParallelLines
 from mtrain.decode.options import DecodingOptions
@@ -23,20 +23,20 @@ from mtrain.decode.translator import EncodedSource, Translator, load
 from mtrain.errors import ConfigError, RunError
 from mtrain.evaluation import evaluation, metrics
 from mtrain.evaluation.evaluation import TestResult
-from mtrain.exporters import ctranslate2, huggingface, model_card, parity
+from mtrain.exporters import ctranslate2, model_card, parity
 from mtrain.exporters.ctranslate2 import CTranslate2Translator
-from mtrain.exporters.parity import ExportedModel, Exporter, LogProbSearcher, ParityReport
-from mtrain.io.atomic import sha256, sha256_if_readable, whole_dir, write_lines
+from mtrain.exporters.exporter import ExportedModel
+from mtrain.exporters.parity import LogProbSearcher, ParityReport
+from mtrain.exporters.registry import Library, Quantization, exporters
+from mtrain.io.atomic import sha256_if_readable, whole_dir, write_lines
 from mtrain.io.table import format_table
 from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
 
-Library = Literal["ctranslate2", "huggingface"]
 Say = Callable[[str], None]
 
 _REPORT_FILE = "export.json"
 _LICENCE = re.compile("[a-z0-9][a-z0-9.-]{0,60}")
-EXPORTERS: dict[Library, Exporter] = {"ctranslate2": ctranslate2, "huggingface": huggingface}
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ExportRequest:
     """What to export to."""
 
     library: Library
-    quantization: str | None = None  # the type of the weights; None is float32
+    quantization: Quantization | None = None  # the type of the weights; None is float32
     num_lines: int = 100  # of the validation text, to compare
     licence: str | None = None  # in the model card
     has_scores: bool = True  # whether the model card has scores of the test sets
@@ -59,7 +59,7 @@ class ExportReport:
     precision: str  # of the weights
     num_bytes: int  # of all files
     weights: str | None  # the SHA-256 of the run's `model.safetensors`
-    files: dict[str, str]  # the SHA-256 of each other file
+    files: dict[str, str | None]  # the SHA-256 of each other file
     parity: ParityReport
     # of the run and of its export on the validation text, both searched by log-probability alone;
     # only of a quantised model
@@ -147,13 +147,24 @@ def _verify(directory: Path, stored: _StoredReport) -> None:
     Raises:
         RunError: if one is missing, was added, or differs.
     """
-    names = {path.name for path in directory.iterdir()} - {_REPORT_FILE}
-    for name in sorted(names ^ set(stored.files)):
+    files = _checksums(directory)
+    for name in sorted(files.keys() ^ stored.files.keys()):
         raise _damaged(directory, f"{name} {'is missing' if name in stored.files else 'was added'}")
     for name, expected in stored.files.items():
-        path = directory / name
-        if path.is_symlink() or not path.is_file() or sha256_if_readable(path) != expected:
+        if files[name] != expected:
             raise _damaged(directory, f"the checksum of {name} is another")
+
+
+def _checksums(directory: Path) -> dict[str, str | None]:
+    """Return the SHA-256 of each file but the report; None for what is no plain file."""
+    return {
+        path.relative_to(directory).as_posix(): None
+        if path.is_symlink()
+        else sha256_if_readable(path)
+        for path in sorted(directory.rglob("*"))
+        if path.is_symlink() or not path.is_dir()
+        if path != directory / _REPORT_FILE
+    }
 
 
 def _damaged(directory: Path, why: str) -> RunError:
@@ -163,9 +174,9 @@ def _damaged(directory: Path, why: str) -> RunError:
 
 
 def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> ExportReport:
-    config, exporter = run.config, EXPORTERS[request.library]
+    config, exporter = run.config, exporters()[request.library]
     _require_library(request.library)
-    exporter.check_supported(config.model)
+    check_supported(request.library, config)
     if request.quantization not in (None, *exporter.QUANTIZATIONS):
         raise ConfigError(
             f"`--quantize` must be {' or '.join(exporter.QUANTIZATIONS)} with `--to "
@@ -192,7 +203,7 @@ def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> E
             request.library,
             importlib.metadata.version(exporter.PACKAGE),
             request.quantization or "float32",
-            sum(file.stat().st_size for file in partial_dir.iterdir()),
+            sum(file.stat().st_size for file in partial_dir.rglob("*") if file.is_file()),
             sha256_if_readable(run.model_path),
             {},
             compared,
@@ -204,18 +215,40 @@ def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> E
             run, translator, exporter, example, as_text(report), results, request.licence
         )
         (partial_dir / "README.md").write_text(card, encoding="utf-8")
-        report.files.update({path.name: sha256(path) for path in sorted(partial_dir.iterdir())})
+        report.files.update(_checksums(partial_dir))
         write_lines(partial_dir / _REPORT_FILE, as_json(report))
     return report
 
 
 def _require_library(library: Library) -> None:
-    package = EXPORTERS[library].PACKAGE
+    package = exporters()[library].PACKAGE
     if find_spec(package) is None:
         raise ConfigError(
             f"`mtrain export --to {library}` must have {package}: pip install "
             f"'mtrain[{library}]' adds it."
         )
+
+
+def check_supported(library: Library, config: Config) -> None:
+    """Raise ConfigError for a model that a library cannot hold; it names the libraries that can."""
+    holders = [
+        f"`--to {other}`"
+        for other, exporter in exporters().items()
+        if all(each.value_in(config) == each.value for each in exporter.REQUIREMENTS)
+    ]
+    elsewhere = f"; {' or '.join(holders)} holds it" if holders else ""
+    for requirement in exporters()[library].REQUIREMENTS:
+        found, needed = requirement.value_in(config), requirement.value
+        if found != needed:
+            raise ConfigError(
+                f"`{requirement.key}` must be {_written(needed)} for {requirement.why}, but is "
+                f"{_written(found)} instead{elsewhere}."
+            )
+
+
+def _written(value: object) -> str:
+    """Return a value of a config as its YAML has it, text in quotes."""
+    return repr(value) if isinstance(value, str) else json.dumps(value)
 
 
 def _read_held_out(run: RunDir, translator: Translator, max_tokens: int) -> ParallelLines:
@@ -265,16 +298,22 @@ def _bleu(
 def as_text(report: ExportReport) -> list[str]:
     """Return the report as a table of lines."""
     parity = report.parity
+    own_call = parity.own_call
     rows = [
-        ("library", f"{report.library}, {EXPORTERS[report.library].PACKAGE} {report.version}"),
+        ("library", f"{report.library}, {exporters()[report.library].PACKAGE} {report.version}"),
         ("weights", f"{report.precision}, {report.num_bytes / 1e6:,.1f} MB"),
         ("lines with the same source tokens", str(parity.same_source)),
         ("lines with the same greedy output", str(parity.same_greedy)),
         (f"lines with the same output, beam {parity.beam}", str(parity.same_beam)),
+        *[(f"  of the others: {kind}", f"{num:,}") for kind, num in parity.other_beams.items()],
         ("lines whose text is the same", str(parity.same_text)),
         ("largest difference of a log-probability, references", f"{parity.reference_diff:.1e}"),
         ("largest difference of a log-probability, its own beam", f"{parity.beam_diff:.1e}"),
     ]
+    if own_call is not None:
+        same = "not compared" if own_call.same is None else str(own_call.same)
+        rows.append((f"lines with the same text, {own_call.program}", same))
+        rows.extend(("", note) for note in own_call.notes)
     if report.bleu is not None:
         ours, theirs = report.bleu
         rows.append(("validation BLEU, mtrain", f"{ours:.2f}"))

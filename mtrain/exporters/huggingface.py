@@ -18,18 +18,28 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mtrain.config.sections import Config, ModelConfig
+from mtrain.config.sections import Config
 from mtrain.data.batch import keep_first, pad_right
-from mtrain.errors import ConfigError
-from mtrain.exporters.parity import ExportedHypothesis, Ids
+from mtrain.exporters.exporter import ExportedHypothesis, Ids, Requirement
 from mtrain.model.transformer import Transformer
 from mtrain.run.checkpoint import save_tensors
 from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
 
 PACKAGE, TAG = "transformers", "marian"
 TITLE = "Hugging Face transformers (`MarianMTModel`)"
+_MARIAN = "Hugging Face's MarianMTModel, which"
+REQUIREMENTS: tuple[Requirement, ...] = (
+    Requirement("model.norm", "post", f"{_MARIAN} has no pre-norm layers"),
+    Requirement(
+        "model.positions", "sinusoidal", f"{_MARIAN} forgets any other table when it is saved again"
+    ),
+    Requirement("model.attention_window", None, f"{_MARIAN} attends to all positions"),
+)
 QUANTIZATIONS: tuple[str, ...] = ("float16", "bfloat16")
 USE = """\
+In this folder:
+
+```python
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained(".")
@@ -39,6 +49,7 @@ lines = [{line!r}]
 batch = tokenizer(lines, return_tensors="pt", padding=True)
 outputs = model.generate(**batch)
 print(tokenizer.batch_decode(outputs, skip_special_tokens=True))
+```
 """
 NOTES = """\
 - If the model is on the Hub, use its name there instead of `"."`.
@@ -66,23 +77,6 @@ _MODULES = {  # of a layer; a weight is split by rows into those of several modu
     "residual_3.norm": "final_layer_norm",
 }
 _SECOND_NORM = {"encoder": "final_layer_norm", "decoder": "encoder_attn_layer_norm"}
-
-
-def check_supported(config: ModelConfig) -> None:
-    """Raise ConfigError for a model that MarianMTModel does not support."""
-    elsewhere = "; `--to ctranslate2` holds it" * (config.attention_window is None)
-    for key, supported, why in (
-        ("norm", "post", "has no pre-norm layers"),
-        ("positions", "sinusoidal", "forgets any other table when it is saved again"),
-        ("attention_window", None, "attends to all positions"),
-    ):
-        value = getattr(config, key)
-        if value != supported:
-            needed = "null" if supported is None else repr(supported)
-            raise ConfigError(
-                f"`model.{key}` must be {needed} for Hugging Face's MarianMTModel, which {why}, "
-                f"but is {value!r} instead{elsewhere}."
-            )
 
 
 def write(
@@ -292,6 +286,9 @@ class MarianModel:
 
         lengths = [max(len(src), len(tgt)) for src, tgt in zip(sources, targets, strict=True)]
         return _in_batches(lengths, score_rows)
+
+    def own_call(self, lines: Sequence[str]) -> None:
+        """Compare nothing: `encode`, `search` and `decode` are the library's own calls."""
 
 
 load = MarianModel  # as an exporter loads a folder

@@ -20,7 +20,7 @@ from mtrain.decode.translator import Translator
 from mtrain.errors import RunError
 from mtrain.evaluation.evaluation import TestResult
 from mtrain.evaluation.metrics import Score
-from mtrain.exporters.parity import Exporter
+from mtrain.exporters.exporter import Exporter
 from mtrain.io.atomic import sha256_if_readable
 from mtrain.model.transformer import num_parameters
 from mtrain.run import checkpoint
@@ -37,11 +37,7 @@ A translator from {src} to {tgt} for {title}, trained and exported by mtrain {ve
 
 ## Use
 
-In this folder:
-
-```python
-{use}```
-
+{use}
 {notes}
 ## Licence
 

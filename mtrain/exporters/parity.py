@@ -6,100 +6,27 @@ Knows no library: an exported model is anything that can encode, search and scor
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from mtrain.config.sections import Config, ModelConfig
 from mtrain.data.prepare import ParallelLines
 from mtrain.decode.translator import EncodedSource, Ensemble, EnsembleState, Padded, Translator
-from mtrain.model.transformer import Transformer
-from mtrain.tokenizer.sentencepiece import Tokenizer
-
-Ids = list[list[int]]
+from mtrain.exporters.exporter import (
+    Agreement,
+    ExportedHypothesis,
+    ExportedModel,
+    Ids,
+    OwnCall,
+    agreement,
+)
 
 TOLERANCE = 3e-4  # of a token's log-probability; rounding changes that of a base model by 2e-5
 _SUM_TOLERANCE = 10 * TOLERANCE
 _MAX_QUOTED = 40  # characters of a line
 _MASKED_LOGIT = -1e9
-
-
-class ExportedHypothesis(NamedTuple):
-    """A target that an exported model has found for a source."""
-
-    ids: list[int]  # tokens without eos
-    log_prob: float  # the sum over the tokens, and eos if it has ended
-    has_ended: bool  # whether eos was chosen; otherwise the length limit was reached
-
-
-class ExportedModel(Protocol):
-    """A model and its tokenizer as another library runs them."""
-
-    @property
-    def masks_special(self) -> bool:
-        """Whether <pad> and <s> have zero probability, in scores too."""
-
-    def encode(self, lines: Sequence[str]) -> Ids:
-        """Return tokens + eos for each line."""
-
-    def decode(self, ids: Ids) -> list[str]:
-        """Return the text of each list of tokens."""
-
-    def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[ExportedHypothesis]:
-        """Return the target of the highest log-probability of each source.
-
-        No limit below that of its own source, eos apart, ends a target; it may be higher.
-        """
-
-    def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
-        """Return the log-probability of each token of a given target, and of its eos."""
-
-
-class Exporter(Protocol):
-    """A module that writes models for a library, and loads what it has written.
-
-    `write` need not check what `check_supported` refuses; `quantization` is None for float32, or
-    one of QUANTIZATIONS.
-    """
-
-    PACKAGE: str  # the library as pip names it
-    QUANTIZATIONS: tuple[str, ...]  # types of the stored weights besides float32
-    TITLE: str  # in the model card: the library
-    TAG: str  # in the model card: a tag of the Hugging Face Hub
-    USE: str  # in the model card: Python, with `{line}` and other fields of `model_card.readme`
-    NOTES: str  # in the model card: a list of what to know
-
-    def check_supported(self, config: ModelConfig) -> None:
-        """Raise ConfigError for a model that the library does not support."""
-
-    def num_positions(self, config: Config) -> int:
-        """Return the most tokens of a source, and of a target."""
-
-    def write(
-        self,
-        model: Transformer,
-        tokenizer: Tokenizer,
-        config: Config,
-        directory: Path,
-        quantization: str | None,
-    ) -> None:
-        """Write a model and its tokenizer into `directory`."""
-
-    def load(self, directory: Path) -> ExportedModel:
-        """Load an exported folder with the library, on the CPU."""
-
-
-class Agreement(NamedTuple):
-    """The number of lines on which both agree."""
-
-    num_same: int
-    num_lines: int
-
-    def __str__(self) -> str:
-        return f"{self.num_same:,} of {self.num_lines:,}"
 
 
 @dataclass(frozen=True)
@@ -109,22 +36,27 @@ class ParityReport:
     same_source: Agreement  # of source tokens
     same_greedy: Agreement  # of greedy outputs, or a tie of their first different tokens
     same_beam: Agreement  # of the outputs of beam search by log-probability
+    other_beams: dict[str, int]  # the lines of other outputs, by what sets them apart
     same_text: Agreement  # of the texts that output tokens are decoded to
     reference_diff: float  # the largest difference of the log-probability of a reference token
     beam_diff: float  # the largest difference of the log-probability of a beam search output
     beam: int  # the width of the beam search
     worst_source: str  # the line where `reference_diff` was found
+    own_call: OwnCall | None  # of the library, from text to text
 
     def problems(self) -> list[str]:
         """Return why the export is not exact; beam outputs may differ, their scores may not."""
+        compared = [
+            ("the source tokens", self.same_source),
+            ("greedy output", self.same_greedy),
+            ("the text of an output", self.same_text),
+        ]
+        if self.own_call is not None and self.own_call.same is not None:
+            compared.append((f"the text of {self.own_call.program}", self.own_call.same))
         problems = [
-            f"{name} must be the same on all lines, but is on {agreement}"
-            for name, agreement in (
-                ("the source tokens", self.same_source),
-                ("greedy output", self.same_greedy),
-                ("the text of an output", self.same_text),
-            )
-            if agreement.num_same < agreement.num_lines
+            f"{name} must be the same on all lines, but is on {same}"
+            for name, same in compared
+            if same.num_same < same.num_lines
         ]
         if not self.reference_diff <= TOLERANCE:
             source = self.worst_source
@@ -153,7 +85,9 @@ def compare(translator: Translator, exported: ExportedModel, lines: ParallelLine
     searcher = LogProbSearcher(translator, exported.masks_special)
     tokenizer, beam = translator.tokenizer, translator.options.beam
     encoded = tokenizer.encode_src(lines.src)
-    same_source = _count(a == b for a, b in zip(encoded, exported.encode(lines.src), strict=True))
+    same_source = agreement(
+        a == b for a, b in zip(encoded, exported.encode(lines.src), strict=True)
+    )
     limits = [searcher.translator.max_length(EncodedSource(ids)) for ids in encoded]
     greedy = searcher.search(encoded, beam=1)
     their_greedy = [
@@ -172,9 +106,10 @@ def compare(translator: Translator, exported: ExportedModel, lines: ParallelLine
     worst = max(range(len(diffs)), key=lambda row: diffs[row])
     return ParityReport(
         same_source,
-        _count(searcher.are_as_likely(encoded, greedy, their_greedy)),
-        _count(ids == other.ids for ids, other in zip(beams, their_beams, strict=True)),
-        _count(_same_text(translator, exported, greedy)),
+        agreement(searcher.are_as_likely(encoded, greedy, their_greedy)),
+        agreement(ids == other.ids for ids, other in zip(beams, their_beams, strict=True)),
+        _other_beams(searcher, encoded, beams, their_beams, limits),
+        agreement(_same_text(translator, exported, greedy)),
         diffs[worst],
         max(
             _difference(sum(scores if other.has_ended else scores[:-1]), other.log_prob)
@@ -182,17 +117,46 @@ def compare(translator: Translator, exported: ExportedModel, lines: ParallelLine
         ),
         beam,
         lines.src[worst],
+        exported.own_call(lines.src),
     )
-
-
-def _count(same: Iterable[bool]) -> Agreement:
-    flags = list(same)
-    return Agreement(sum(flags), len(flags))
 
 
 def _difference(a: float, b: float) -> float:
     """Return |a - b|; infinity if one is NaN."""
     return abs(a - b) if abs(a - b) < float("inf") else float("inf")
+
+
+def _other_beams(
+    searcher: LogProbSearcher,
+    sources: Ids,
+    ours: Ids,
+    theirs: Sequence[ExportedHypothesis],
+    limits: Sequence[int],
+) -> dict[str, int]:
+    """Count the lines whose outputs differ by what sets them apart; kinds without a line are left.
+
+    Who searches by log-probability to the end, finds the likelier output more often. An output
+    that a limit of length ends cannot be compared: each program has a limit of its own.
+    """
+    rows = [row for row, ids in enumerate(ours) if ids != theirs[row].ids]
+    are_cut = [
+        not theirs[row].has_ended or max(len(ours[row]), len(theirs[row].ids)) >= limits[row]
+        for row in rows
+    ]
+    encoded = [sources[row] for row in rows]
+    our_scores = searcher.score(encoded, [ours[row] for row in rows])
+    their_scores = searcher.score(encoded, [theirs[row].ids for row in rows])
+    kinds = Counter(
+        "end at a limit of length"
+        if is_cut
+        else "as likely"
+        if _difference(sum(our), sum(their)) <= _SUM_TOLERANCE
+        else "likelier in mtrain"
+        if sum(our) > sum(their)
+        else "likelier in the export"
+        for is_cut, our, their in zip(are_cut, our_scores, their_scores, strict=True)
+    )
+    return dict(kinds.most_common())
 
 
 def _same_text(translator: Translator, exported: ExportedModel, ids: Ids) -> list[bool]:

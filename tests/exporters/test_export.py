@@ -33,16 +33,17 @@ from mtrain.decode.pipeline import translate_lines
 from mtrain.decode.translator import EncodedSource, Translator, load
 from mtrain.errors import ConfigError, RunError
 from mtrain.exporters import export, huggingface, model_card, parity
-from mtrain.exporters.export import EXPORTERS, ExportReport, ExportRequest, Library
+from mtrain.exporters.export import ExportReport, ExportRequest
+from mtrain.exporters.exporter import ExportedHypothesis, ExportedModel, Ids, OwnCall, Requirement
 from mtrain.exporters.huggingface import MarianModel
-from mtrain.exporters.parity import ExportedHypothesis, ExportedModel, Ids
+from mtrain.exporters.registry import Library, exporters
 from mtrain.model.transformer import Transformer, sinusoids
 from mtrain.run import checkpoint
 from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
-PACKAGES = {"ctranslate2": "ctranslate2", "huggingface": "transformers"}
+EXPORTERS = exporters()
 LIBRARIES: list[Library] = ["ctranslate2", "huggingface"]
 EXACT = 1e-4  # of a log-probability in float32
 LINES = ParallelLines(SRC_LINES[:3], TGT_LINES[:3])
@@ -55,8 +56,8 @@ ODD = [
 ]
 
 
-def need(library: str) -> None:
-    package = PACKAGES[library]
+def need(library: Library) -> None:
+    package = EXPORTERS[library].PACKAGE
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
 
@@ -88,8 +89,9 @@ def random_model(kind: str = "unigram", shared: bool = True, **variant: object) 
 
 def copied(translator: Translator, library: Library, directory: Path) -> ExportedModel:
     model, exporter = translator.model, EXPORTERS[library]
-    exporter.check_supported(model.config)
-    exporter.write(model, translator.tokenizer, settings(), directory, None)
+    config = settings().model_copy(update={"model": model.config})
+    export.check_supported(library, config)
+    exporter.write(model, translator.tokenizer, config, directory, None)
     return exporter.load(directory)
 
 
@@ -297,6 +299,40 @@ def test_a_variant_that_a_library_cannot_hold_is_refused_by_name(
         copied(random_model(**variant), library, tmp_path)  # type: ignore[arg-type]
 
 
+def test_a_refusal_names_the_libraries_that_hold_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = settings().model_copy(update={"model": model_config(norm="pre")})
+    with pytest.raises(ConfigError, match=r"; `--to ctranslate2`.* holds it"):
+        export.check_supported("huggingface", held)
+    refused = (Requirement("model.norm", "post", "all"),)
+    for exporter in EXPORTERS.values():
+        monkeypatch.setattr(exporter, "REQUIREMENTS", refused)
+    with pytest.raises(ConfigError, match=r"but is 'pre' instead\.$"):
+        export.check_supported("huggingface", held)
+
+
+def test_the_page_says_which_models_a_library_holds() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "exporting.md").read_text("utf-8")
+    table = page.partition("## Which models\n\n")[2].partition("\n\n")[0].splitlines()
+    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
+    assert header[1:] == [f"`{library}`" for library in EXPORTERS]
+    said = {}
+    for key, *cells in rows:
+        name, *values = [span.partition(": ")[::2] for span in re.findall("`([^`]+)`", key)]
+        said[name[0]] = True
+        for (library, exporter), cell in zip(EXPORTERS.items(), cells, strict=True):
+            wanted = {each.key: each.value for each in exporter.REQUIREMENTS}
+            texts = [name[1], *(value for value, _ in values)]
+            held = name[0] not in wanted or str(wanted[name[0]]).lower() in (
+                [text.strip() for text in texts]
+            )
+            assert cell.startswith("yes" if held else "no: "), (key, library)
+    assert {each.key for exporter in EXPORTERS.values() for each in exporter.REQUIREMENTS} <= set(
+        said
+    )
+
+
 def test_what_is_said_of_learned_positions_is_true(tmp_path: Path) -> None:
     need("huggingface")
     copy = copied(random_model(tie_embeddings="all"), "huggingface", tmp_path)
@@ -464,6 +500,9 @@ class Mirror:
     def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
         return self._own.score(sources, targets)
 
+    def own_call(self, lines: Sequence[str]) -> OwnCall | None:
+        return None
+
 
 @pytest.fixture(scope="module")
 def translator() -> Translator:
@@ -528,6 +567,25 @@ def test_each_way_of_being_another_model_is_a_problem(translator: Translator) ->
     assert "must be at most 0.0003, but are inf" in problems_of(translator, NoNumbers(translator))
 
 
+def test_what_sets_other_outputs_of_a_beam_apart_is_counted(translator: Translator) -> None:
+    searcher = parity.LogProbSearcher(translator, masks_special=False)
+    sources = translator.tokenizer.encode_src(LINES.src)
+    ours = searcher.search(sources, 3)
+    limits = [1000] * 3
+
+    def kinds(theirs: Ids, ours: Ids = ours, has_ended: bool = True) -> dict[str, int]:
+        hypotheses = [ExportedHypothesis(ids, 0.0, has_ended) for ids in theirs]
+        return parity._other_beams(searcher, sources, ours, hypotheses, limits)
+
+    assert kinds(ours) == {}
+    worse = [[*ids, 5, 5, 5] for ids in ours]
+    assert kinds([worse[0], *ours[1:]]) == {"likelier in mtrain": 1}
+    assert kinds(ours, worse) == {"likelier in the export": 3}
+    assert kinds(worse, has_ended=False) == {"end at a limit of length": 3}
+    limits[0] = len(worse[0])
+    assert kinds(worse) == {"likelier in mtrain": 2, "end at a limit of length": 1}
+
+
 def test_another_choice_that_is_as_likely_is_none(translator: Translator) -> None:
     """Two pieces with the same embedding: which of them is written is left to rounding."""
     model = transformer(
@@ -558,6 +616,11 @@ def test_another_choice_that_is_as_likely_is_none(translator: Translator) -> Non
     compared = parity.compare(same, Twins(same), LINES)
     assert compared.same_greedy == (3, 3)
     assert compared.same_beam.num_same < 3
+    assert sum(compared.other_beams.values()) == 3 - compared.same_beam.num_same
+    searcher, sources = parity.LogProbSearcher(same, False), same.tokenizer.encode_src(LINES.src)
+    ours, theirs = searcher.search(sources, 3), Twins(same).search(sources, 3, [1000] * 3)
+    kinds = parity._other_beams(searcher, sources, ours, theirs, [1000] * 3)
+    assert kinds == {"as likely": 3 - compared.same_beam.num_same}
 
 
 # The command
@@ -590,7 +653,8 @@ def test_a_folder_that_is_there_is_left_as_it_is(
 def test_a_missing_library_is_one_line(
     cli: Cli, trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for library, package in PACKAGES.items():
+    for library, exporter in EXPORTERS.items():
+        package = exporter.PACKAGE
         monkeypatch.setitem(sys.modules, package, None)
         outcome = cli("export", trained.path, tmp_path / "out", "--to", library)
         assert outcome.code == 2

@@ -1,0 +1,124 @@
+"""What an exporter is: a module that says what its library holds, writes it, and runs it there.
+
+Knows no library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from mtrain.config.sections import Config
+from mtrain.model.transformer import Transformer
+from mtrain.tokenizer.sentencepiece import Tokenizer
+
+Ids = list[list[int]]
+
+
+class ExportedHypothesis(NamedTuple):
+    """A target that an exported model has found for a source."""
+
+    ids: list[int]  # tokens without eos
+    log_prob: float  # the sum over the tokens, and eos if it has ended
+    has_ended: bool  # whether eos was chosen; otherwise the length limit was reached
+
+
+class Agreement(NamedTuple):
+    """The number of lines on which both agree."""
+
+    num_same: int
+    num_lines: int
+
+    def __str__(self) -> str:
+        return f"{self.num_same:,} of {self.num_lines:,}"
+
+
+def agreement(same: Iterable[bool]) -> Agreement:
+    """Count the lines on which both agree."""
+    flags = list(same)
+    return Agreement(sum(flags), len(flags))
+
+
+@dataclass(frozen=True)
+class OwnCall:
+    """How the library's own call, from text to text, compares with its search over tokens.
+
+    Both search in the same way, with whatever settings the call has.
+    """
+
+    program: str  # and its version
+    same: Agreement | None  # of the texts; None if they were not compared
+    notes: tuple[str, ...] = ()  # why not, or what the program does to text by itself
+
+
+class ExportedModel(Protocol):
+    """A model and its tokenizer as another library runs them."""
+
+    @property
+    def masks_special(self) -> bool:
+        """Whether <pad> and <s> have zero probability, in scores too."""
+
+    def encode(self, lines: Sequence[str]) -> Ids:
+        """Return tokens + eos for each line."""
+
+    def decode(self, ids: Ids) -> list[str]:
+        """Return the text of each list of tokens."""
+
+    def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[ExportedHypothesis]:
+        """Return the target of the highest log-probability of each source.
+
+        No limit below that of its own source, eos apart, ends a target; it may be higher.
+        """
+
+    def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
+        """Return the log-probability of each token of a given target, and of its eos."""
+
+    def own_call(self, lines: Sequence[str]) -> OwnCall | None:
+        """Translate text as a user of the library does; None if the model card has a test."""
+
+
+class Requirement(NamedTuple):
+    """The one value of a key of the config that a library can hold."""
+
+    key: str  # such as model.norm
+    value: str | bool | None
+    why: str  # the library, and what it does: "CTranslate2, whose encoder ..."
+
+    def value_in(self, config: Config) -> object:
+        """Return what the config has instead, or has too."""
+        section, _, key = self.key.partition(".")
+        return getattr(getattr(config, section), key)
+
+
+class Exporter(Protocol):
+    """A module that writes models for a library, and loads what it has written.
+
+    `write` need not check what REQUIREMENTS refuse; `quantization` is None for float32, or one of
+    QUANTIZATIONS.
+    """
+
+    PACKAGE: str  # the library as pip names it, which must be installed
+    REQUIREMENTS: tuple[Requirement, ...]  # what a config must have
+    QUANTIZATIONS: tuple[str, ...]  # types of the stored weights besides float32
+    TITLE: str  # in the model card: the library
+    TAG: str  # in the model card: a tag of the Hugging Face Hub
+    USE: str  # in the model card: how to translate, with `{line}` and other fields of it
+    NOTES: str  # in the model card: a list of what to know
+
+    def num_positions(self, config: Config) -> int:
+        """Return the most tokens of a source, and of a target."""
+
+    def write(
+        self,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        config: Config,
+        directory: Path,
+        quantization: str | None,
+    ) -> None:
+        """Write a model and its tokenizer into `directory`."""
+
+    def load(self, directory: Path) -> ExportedModel:
+        """Load an exported folder with the library, on the CPU."""

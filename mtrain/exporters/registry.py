@@ -1,0 +1,21 @@
+"""The libraries that a model can be exported to; `--to` offers them.
+
+Loads no library and no PyTorch until an exporter is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from mtrain.exporters.exporter import Exporter
+
+Library = Literal["ctranslate2", "huggingface"]
+Quantization = Literal["int8", "float16", "bfloat16"]
+
+
+def exporters() -> dict[Library, Exporter]:
+    """Return the exporter of each library."""
+    from mtrain.exporters import ctranslate2, huggingface
+
+    return {"ctranslate2": ctranslate2, "huggingface": huggingface}
