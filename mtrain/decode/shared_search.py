@@ -397,14 +397,14 @@ class SharedSearch(Generic[S]):
         if not any(groups_of):
             return {}
         is_in_thread = len(groups_of) > 1 or torch.get_num_threads() > 1
-        with self._lock:
-            for number in range(len(self._workers), len(groups_of)):
-                self._workers.append(_Worker(self._step, number))
-            least_loaded = sorted(self._workers, key=_Worker.load)
-            for worker, groups in zip(least_loaded, groups_of, strict=False):
-                if groups and is_in_thread:
-                    worker.submit(call, groups)
         try:
+            with self._lock:
+                for number in range(len(self._workers), len(groups_of)):
+                    self._workers.append(_Worker(self._step, number))
+                least_loaded = sorted(self._workers, key=_Worker.load)
+                for worker, groups in zip(least_loaded, groups_of, strict=False):
+                    if groups and is_in_thread:
+                        worker.submit(call, groups)
             if is_in_thread:
                 limits.wait(call.is_done)
             else:

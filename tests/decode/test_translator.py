@@ -24,7 +24,7 @@ from mtrain.decode import translator as translator_module
 from mtrain.decode.beam import NUM_GROUPS, length_penalty
 from mtrain.decode.options import DecodingOptions, Sampling
 from mtrain.decode.pipeline import translate_lines
-from mtrain.decode.shared_search import SearchCall, SharedSearch
+from mtrain.decode.shared_search import SearchCall, SharedSearch, _Worker
 from mtrain.decode.translator import EncodedSource, Translator
 from mtrain.errors import ConfigError, RunError
 from mtrain.model.transformer import DecoderLayer
@@ -96,22 +96,60 @@ def test_a_batch_of_many_equals_many_batches_of_one(translator: Translator, beam
 def test_ctrl_c_ends_a_search_of_several_threads_at_their_next_step(
     translator: Translator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, taken = translator.ensemble.step, []
+    step, run, taken, calls = translator.ensemble.step, SharedSearch.run, [], []
 
-    def slow(*arguments: object) -> object:
-        if not taken:
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    def remembered(self: SharedSearch, call: SearchCall, *rest: object) -> object:
+        calls.append(call)
+        return run(self, call, *rest)
+
+    def interrupted(*arguments: object) -> object:
+        is_first = not taken
         taken.append(threading.current_thread().name)
-        time.sleep(0.02)
+        if is_first:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        deadline_s = time.monotonic() + 60
+        while not calls[0].is_cancelled and time.monotonic() < deadline_s:
+            time.sleep(0.001)
         return step(*arguments)
 
-    monkeypatch.setattr(translator.ensemble, "step", slow)
+    monkeypatch.setattr(SharedSearch, "run", remembered)
+    monkeypatch.setattr(translator.ensemble, "step", interrupted)
     torch.set_num_threads(2)
     long = [replace(source, prefix=(5,) * 100) for source in sources(translator)]
     with pytest.raises(KeyboardInterrupt):
         translator.search(long)
+    end_of_search_threads()
     assert threading.main_thread().name not in taken
-    assert 1 <= len(taken) < 100
+    assert len(taken) == len(set(taken)) in (1, 2)  # no thread took another step
+
+
+def end_of_search_threads() -> None:
+    """Wait until no thread decodes."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("search-"):
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def test_ctrl_c_while_the_threads_of_a_search_start_ends_those_that_have_started(
+    translator: Translator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit, submitted = _Worker.submit, []
+
+    def interrupted(self: _Worker, call: SearchCall, groups: list) -> None:
+        submitted.append(call)
+        if len(submitted) == 2:
+            raise KeyboardInterrupt
+        submit(self, call, groups)
+
+    monkeypatch.setattr(_Worker, "submit", interrupted)
+    torch.set_num_threads(2)
+    with pytest.raises(KeyboardInterrupt):
+        translator.search(sources(translator))
+    assert submitted[0].is_cancelled
+    end_of_search_threads()
+    monkeypatch.undo()
+    assert translate_lines(translator, LINES)
 
 
 def test_a_gpu_is_searched_on_by_one_thread(
