@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +17,7 @@ from mtrain.runtime.process_group import ProcessGroup
 
 if TYPE_CHECKING:
     from mtrain.decode.translator import Translator
-    from mtrain.evaluation.evaluation import EvaluationPlan, TestReport
+    from mtrain.evaluation.evaluation import TestReport
     from mtrain.evaluation.metrics import TestSet
 
 
@@ -65,7 +64,7 @@ def evaluate(
         _check_score(searching | unused, runs, refs)
     from mtrain.decode import translator as translating
     from mtrain.decode.options import DecodingOptions
-    from mtrain.evaluation import evaluation
+    from mtrain.evaluation import evaluation, fine_tuning
     from mtrain.evaluation.comet import CometModel
     from mtrain.evaluation.metrics import ScoringOptions
     from mtrain.evaluation.report import as_json, as_text
@@ -87,34 +86,40 @@ def evaluate(
             read = text or evaluation.read_tests(folders[0], names)
             scores = evaluation.reference_scores(load(folders[0]), read)
             console.put(scores, output) if process_group.is_first else list(scores)
-        elif process_group.is_first:
-            how = options.given({"metrics": _names(metrics), "num_resamples": resamples})
-            if comet is not None:
-                how["comet"] = CometModel(comet, int(pick_device(device).type == "cuda"))
-            scoring = ScoringOptions(tokenize, lowercase, **how)
-            plan = evaluation.EvaluationPlan(folders, others, names, scoring, details, text)
-            reports = evaluation.evaluate_systems(plan, load, console.warn)
-            table = _table(plan, load, reports) if process_group.size == 1 else []
-            console.put(as_json(reports) if json else chain(as_text(reports), table), output)
-        else:  # translate what the first rank translates
+            return
+        how = options.given({"metrics": _names(metrics), "num_resamples": resamples})
+        if comet is not None and process_group.is_first:
+            how["comet"] = CometModel(comet, int(pick_device(device).type == "cuda"))
+        scoring = ScoringOptions(tokenize, lowercase, **how)
+        plan = evaluation.EvaluationPlan(folders, others, names, scoring, details, text)
+        is_alone = len(runs) == 1 and not (others or names or text)
+
+        def compare_with_before(known: dict[str, list[str]]) -> list[TestReport]:
+            if not is_alone:
+                return []
+            return fine_tuning.before_and_after(
+                folders[0], load, console.warn, scoring, known, process_group
+            )
+
+        if not process_group.is_first:  # translate what the first rank translates
             read = text or evaluation.read_tests(folders[0], names)
+            known: dict[str, list[str]] = {}
             for run in [*folders, *(RunDir(path) for path in others if path.is_dir())]:
                 texts = text or evaluation.read_tests(run, list(read))
-                list(evaluation.translate_tests(run, load(run), texts, console.warn))
+                known |= evaluation.translate_tests(run, load(run), texts, console.warn)
+            compare_with_before(known)
+            return
+        reports = evaluation.evaluate_systems(plan, load, console.warn)
+        known = {report.results[0].name: report.results[0].hypotheses for report in reports}
 
+        def lines() -> Iterator[str]:
+            if json:
+                yield from as_json(reports, compare_with_before(known))
+            else:
+                yield from as_text(reports)
+                yield from fine_tuning.as_table(compare_with_before(known))
 
-def _table(
-    plan: EvaluationPlan, load: Callable[[RunDir], Translator], reports: Sequence[TestReport]
-) -> Iterator[str]:
-    """Yield the scores before and after of a fine-tuned run, if it is evaluated whole and alone."""
-    from mtrain.evaluation import fine_tuning
-
-    if len(plan.runs) == 1 and not (plan.others or plan.names or plan.text):
-        known = {each.results[0].name: each.results[0].hypotheses for each in reports}
-        compared = fine_tuning.before_and_after(
-            plan.runs[0], load, console.warn, plan.options, known
-        )
-        yield from fine_tuning.as_table(compared)
+        console.put(lines(), output)
 
 
 def _check_text(src: Path | None, refs: list[Path], tests: str | None) -> None:

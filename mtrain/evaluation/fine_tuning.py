@@ -11,6 +11,7 @@ from mtrain.evaluation.evaluation import TestReport, read_tests, report_on, tran
 from mtrain.evaluation.metrics import ScoringOptions, TestSet, format_value
 from mtrain.io.table import format_table
 from mtrain.run.run_dir import RunDir
+from mtrain.runtime.process_group import SINGLE, ProcessGroup
 
 _P_LIMIT = 0.05
 
@@ -34,6 +35,7 @@ def before_and_after(
     warn: Warn,
     options: ScoringOptions,
     known: Mapping[str, list[str]] | None = None,
+    process_group: ProcessGroup = SINGLE,
 ) -> list[TestReport]:
     """Score the test sets of a run and of the run that it began with by both, and compare them.
 
@@ -46,6 +48,8 @@ def before_and_after(
         warn: gets what looks wrong about translations.
         options: of the scores; without intervals there is no test, and no report.
         known: translations by the run of its own test sets, by name.
+        process_group: of the translators. All ranks call, and translate; the first one scores, the
+            others get no reports.
     """
     init_from = run.config.training.init_from
     if init_from is None or not options.num_resamples:
@@ -54,7 +58,8 @@ def before_and_after(
     try:
         tests, before = tests_of_both(run, other), load(other)
     except UserError as error:
-        warn(f"`training.init_from`: no scores of before: {error}")
+        if process_group.is_first:
+            warn(f"`training.init_from`: no scores of before: {error}")
         return []
     if not tests:
         return []
@@ -63,6 +68,8 @@ def before_and_after(
     missing = {name: lines for name, lines in tests.items() if name not in new}
     if missing:
         new |= translate_tests(run, load(run), missing, warn)
+    if not process_group.is_first:
+        return []
     systems = str(other.path), str(run.path)
     return [
         report_on(name, lines, dict(zip(systems, (old[name], new[name]), strict=True)), options)

@@ -44,9 +44,20 @@ def as_text(reports: Sequence[TestReport]) -> Iterator[str]:
             yield from _examples("worse lines, by chrF2", contrast.worse)
 
 
-def as_json(reports: Sequence[TestReport]) -> Iterator[str]:
-    """Yield the report as one JSON object, an object for each test set."""
-    yield json.dumps({report.results[0].name: _tree(report) for report in reports}, indent=2)
+def as_json(reports: Sequence[TestReport], compared: Sequence[TestReport] = ()) -> Iterator[str]:
+    """Yield the report as one JSON object, an object for each test set.
+
+    Args:
+        reports: of the evaluation.
+        compared: of a fine-tuned run and the run that it began with, for some of the same test sets
+            and others.
+    """
+    trees = {report.results[0].name: _tree(report) for report in reports}
+    for report in compared:
+        tree = _tree(report)
+        whole = trees.setdefault(report.results[0].name, {"num_lines": tree.pop("num_lines")})
+        whole["before_and_after"] = {key: tree[key] for key in ("scores", "comparisons")}
+    yield json.dumps(trees, indent=2)
 
 
 def _tree(report: TestReport) -> dict[str, object]:

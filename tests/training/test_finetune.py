@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Cli
+from ranks import Ranks, needs_fork_server, ranks
+from run_folders import step_lines
 from tasks import Tree, prepared, reverse_task, stop_at, tiny_tree, write_config
 
 import mtrain
@@ -21,6 +23,8 @@ from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
 from mtrain.training.trainer import Stopped, Trainer
+
+__all__ = ["ranks"]
 
 
 @pytest.fixture(scope="module")
@@ -261,6 +265,26 @@ def test_ranks_replay_what_one_process_does(base: RunDir, tmp_path: Path) -> Non
             assert torch.equal(one.src_BS, other.src_BS)
 
 
+@needs_fork_server
+def test_a_training_with_a_replay_on_two_ranks_is_that_of_one_process_to_rounding(
+    base: RunDir, tmp_path: Path, ranks: Ranks
+) -> None:
+    """Another share of replayed pairs is another training."""
+    path = write_config(tmp_path / "config.yaml", replaying(base, tmp_path))
+    settings = ["training.max_steps=8", "training.log_every=1", "training.precision=float32"]
+    settings += ["model.dropout=0.0"]
+    alone, other, run = (RunDir(tmp_path / name) for name in ("alone", "other", "run"))
+    mtrain.train(mtrain.load_config(path, settings, alone.path))
+    mtrain.train(mtrain.load_config(path, [*settings, "training.replay=0.5"], other.path))
+    options = [part for setting in settings for part in ("--set", setting)]
+    ended = ranks.mtrain(2, "train", path, "--run", run.path, *options)
+    assert ended.codes == [0, 0], ended.err
+    losses = [[line["loss"] for line in step_lines(each)] for each in (alone, run, other)]
+    assert len(losses[0]) == 8
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[2] != pytest.approx(losses[0], rel=1e-2)
+
+
 def test_a_training_with_a_replay_goes_on_exactly_though_the_other_run_is_gone(
     cli: Cli, base: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,6 +382,45 @@ def test_the_test_sets_of_both_runs_are_scored_before_and_after(
     assert "test sets before" not in cli("train", path).err
     assert "test sets before" not in cli("eval", base.path).out.decode()
     assert "test sets before" not in cli("eval", run.path, "--tests", "same").out.decode()
+
+
+@needs_fork_server
+def test_json_and_several_ranks_have_the_scores_before_and_after(
+    cli: Cli, base: RunDir, tmp_path: Path, ranks: Ranks
+) -> None:
+    """With `--json`, each test set has those of the table, and the other run's is one more."""
+    path = write_config(tmp_path / "config.yaml", tuned(base, tmp_path))
+    assert cli("train", path, "--set", "training.max_steps=120").code == 0
+    run = tmp_path / "run"
+    text, as_json = cli("eval", run), cli("eval", run, "--json")
+    trees = json.loads(as_json.out)
+    other = f"held_out of {base.path}"
+    assert list(trees) == ["held_out", other]
+    assert list(trees[other]) == ["num_lines", "before_and_after"]
+    for name, tree in trees.items():
+        scores = tree["before_and_after"]["scores"]
+        assert [score["system"] for score in scores] == [str(base.path)] * 2 + [str(run)] * 2
+        (row,) = (row for row in text.lines if row.startswith(f"{name}  ") and "BLEU  " in row)
+        cells = row.removeprefix(name).split()
+        assert cells[0] == str(tree["num_lines"])
+        assert cells[2:4] == [f"{scores[index]['value']:.2f}" for index in (0, 2)]
+        (bleu, _) = tree["before_and_after"]["comparisons"]
+        assert [cell.rstrip("*") for cell in cells[-2:]] == [
+            f"{bleu[key]:.4f}" for key in ("p_bootstrap", "p_randomization")
+        ]
+    assert scores[2]["value"] > 0
+    assert trees["held_out"]["scores"] == trees["held_out"]["before_and_after"]["scores"][2:]
+    for option, alone in (([], text), (["--json"], as_json)):
+        ended = ranks.mtrain(2, "eval", run, *option)
+        assert ended.codes == [0, 0], ended.err
+        assert ended.out == [alone.out.decode(), ""]
+    shutil.move(base.path, tmp_path / "moved")
+    try:
+        ended = ranks.mtrain(2, "eval", run)
+    finally:
+        shutil.move(tmp_path / "moved", base.path)
+    assert ended.codes == [0, 0], ended.err
+    assert sum("`training.init_from`: no scores of before: " in line for line in ended.said) == 1
 
 
 def sides(tree: Tree, name: str) -> list[str]:
