@@ -111,9 +111,11 @@ def _plant_leaks(planted: Planted, places: list[int], times: int) -> None:
         planted.train[place] = planted.valid[number]
     planted.lines["train.held-out-pair"] = {place + 1 for place in places[3 * times :]}
     planted.lines["valid.pair-in-train"] = {number + 1 for number in range(times)}
-    planted.lines["train.held-out"] = {place + 1 for place in places}
+    planted.lines["train.held-out"] = {place + 1 for place in places[: 3 * times]}
+    planted.valid[-2] = planted.valid[-2]._replace(src=planted.test[-2].src)
+    planted.lines["valid.held-out"] = {len(planted.valid) - 1}
+    planted.lines["tests.held_out.source-in-valid"] = {len(planted.test) - 1}
     planted.valid[-1] = planted.test[-1]
-    planted.lines["valid.held-out"] = {len(planted.valid)}
     planted.lines["valid.held-out-pair"] = {len(planted.valid)}
     planted.lines["tests.held_out.pair-in-valid"] = {len(planted.test)}
 

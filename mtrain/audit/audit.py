@@ -368,7 +368,7 @@ def _file_problems(part: FilePair, notes: FileNotes, data: DataConfig) -> Iterat
     if cells := possible_header(notes, data):
         yield "header", " TAB ".join(cells)
     if notes.num_crlf:
-        is_mixed = notes.num_crlf < notes.num_lines
+        is_mixed = notes.num_crlf < notes.num_lines - notes.is_last_open
         name = "mixed-line-ends" if is_mixed else "line-ends"
         yield name, f"CR LF at {notes.num_crlf:,} of {count(notes.num_lines, 'line')}"
     if notes.has_bom:

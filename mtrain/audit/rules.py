@@ -171,9 +171,9 @@ RULES = [
     ),
     Rule(
         "held-out",
-        "pairs of which a side occurs in the validation or test text",
+        "other pairs of which a side occurs in the validation or test text",
         "A model that was trained on its test text scores too high.",
-        _on_pairs(lambda pairs, profile: pairs.is_held),
+        _on_pairs(lambda pairs, profile: pairs.is_held & ~pairs.is_held_pair),
         Feature.HASH | Feature.KEY,
         usual_share=None,
         held_out_advice=SEPARATE,
@@ -341,6 +341,8 @@ def dropping_rules(clean: Iterable[str]) -> list[Rule]:
     names = {*clean, "max-tokens"}
     if "blank-side" in names:
         names.add("blank-pair")
+    if "held-out" in names:
+        names.add("held-out-pair")
     return [rule for rule in RULES if rule.name in names]
 
 

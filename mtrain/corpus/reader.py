@@ -53,6 +53,7 @@ class FileNotes:
     path: str
     num_lines: int = 0  # lines or rows that could be read, with the header
     num_crlf: int = 0  # lines that end in CR LF (lenient reading only)
+    is_last_open: bool = False  # whether nothing ends the last line (lenient reading only)
     num_undecodable: int = 0  # lines that are not UTF-8
     first_undecodable: str = ""  # the first such line, from 1, and its problem
     has_bom: bool = False  # whether the file begins with a byte-order mark (lenient reading only)
@@ -209,7 +210,8 @@ def _lenient_lines(notes: FileNotes, advance: Advance) -> Iterator[_Line]:
         with open_lines(Path(notes.path), advance) as stream:
             for line in stream:
                 text = line.removesuffix(b"\n")
-                notes.num_crlf += text.endswith(b"\r")
+                notes.is_last_open = text == line
+                notes.num_crlf += text.endswith(b"\r") and not notes.is_last_open
                 if notes.num_lines == 0 and text.startswith(BOM):
                     notes.has_bom, text = True, text.removeprefix(BOM)
                 notes.num_lines += 1

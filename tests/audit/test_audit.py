@@ -216,6 +216,21 @@ def test_marks_and_line_ends_of_files_are_notes_unless_they_are_mixed(
     }
 
 
+def test_a_last_line_without_an_end_is_not_a_line_that_ends_otherwise(
+    cli: Cli, tmp_path: Path
+) -> None:
+    config = write_planted(tmp_path, clean(500))
+    for name in ("train.src", "train.tgt"):
+        path = tmp_path / name
+        path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n").removesuffix(b"\r\n"))
+    found = by_name(shown(cli, config))
+    assert {name: finding["severity"] for name, finding in found.items()} == {
+        "train.line-ends": "note"
+    }
+    (src, _) = found["train.line-ends"]["examples"]
+    assert src["problem"] == "CR LF at 499 of 500 lines"
+
+
 def test_gzip_and_several_files_give_what_one_plain_file_gives(cli: Cli, tmp_path: Path) -> None:
     text = clean(600)
     text.train[450] = text.train[20]
@@ -313,6 +328,26 @@ def test_pairs_that_were_held_out_of_the_training_files_on_purpose_are_no_alarm(
     text.train += [*text.test, *text.valid, text.valid[0]]
     outcome = cli("check", write_planted(tmp_path, text))
     assert outcome.lines[:2] == ["no errors and no warnings", ""]
+
+
+def test_a_pair_of_the_test_text_is_listed_once_though_its_sides_occur_there_too(
+    cli: Cli, tmp_path: Path
+) -> None:
+    text = clean(600)
+    text.train[9], text.train[11] = text.test[3], Pair(text.test[4].src, text.train[11].tgt)
+    config = write_planted(tmp_path, text)
+    found = by_name(shown(cli, config))
+    lines = {
+        name: [entry["line"] for entry in found[f"train.{name}"]["examples"]]
+        for name in ("held-out-pair", "held-out")
+    }
+    assert lines == {"held-out-pair": [10], "held-out": [12]}
+    assert found["train.held-out-pair"]["training"] == "drops them"
+    assert found["train.held-out"]["training"] == "keeps them"
+    tree = config_file.load(config).model_dump()
+    tree["data"]["clean"] = ["held-out"]
+    page = " ".join(cli("check", write_config(config, tree)).out.decode().split())
+    assert "training drops 2 (held-out 1, held-out-pair 1) and keeps 598" in page
 
 
 def test_a_test_source_leaks_if_training_has_it_with_another_target(

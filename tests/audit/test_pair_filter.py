@@ -80,6 +80,8 @@ def test_a_rule_leaves_out_what_the_check_lists(
     expected = {name: lists[f"train.{name}"]}
     if name == "blank-side":
         expected["blank-pair"] = lists["train.blank-pair"]
+    if name == "held-out":
+        expected["held-out-pair"] = lists["train.held-out-pair"]
     assert len(expected[name]) >= 4
     assert dropped_lines(config, tmp_path, len(planted.train)) == expected
 

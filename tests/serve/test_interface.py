@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from libretranslatepy import LibreTranslateAPI
-from serving import JSON, Client, running
+from serving import FORM, JSON, Client, running
 
 import mtrain
 from mtrain.serve.settings import ServerSettings
@@ -26,6 +26,15 @@ def test_a_form_is_translated(client: Client) -> None:
 def test_json_is_translated(client: Client) -> None:
     answer = client.post("/translate", {"q": TEXT, "source": "en", "target": "de"})
     assert (answer.status, answer.tree) == (200, {"translatedText": TEXT})
+
+
+def test_a_form_whose_text_is_not_escaped_is_read_as_utf_8(client: Client) -> None:
+    """As `curl -d q=...` sends it."""
+    for path, fields in (("/translate", "&source=en&target=de"), ("/detect", "")):
+        raw = client.send("POST", path, f"q=האיש רואה, ба{fields}".encode(), {"Content-Type": FORM})
+        escaped = dict(field.split("=") for field in f"q=האיש רואה, ба{fields}".split("&"))
+        assert raw.status == 200
+        assert raw.tree == client.post_form(path, escaped).tree
 
 
 def test_a_form_of_several_parts_is_translated(client: Client) -> None:
