@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +17,7 @@ from mtrain.runtime.process_group import ProcessGroup
 
 if TYPE_CHECKING:
     from mtrain.decode.translator import Translator
-    from mtrain.evaluation.evaluation import TestReport
+    from mtrain.evaluation.evaluation import EvaluationPlan, TestReport
     from mtrain.evaluation.metrics import TestSet
 
 
@@ -64,10 +64,9 @@ def evaluate(
         _check_score(searching | unused, runs, refs)
     from mtrain.decode import translator as translating
     from mtrain.decode.options import DecodingOptions
-    from mtrain.evaluation import evaluation, fine_tuning
+    from mtrain.evaluation import evaluation
     from mtrain.evaluation.comet import CometModel
     from mtrain.evaluation.metrics import ScoringOptions
-    from mtrain.evaluation.report import as_json, as_text
     from mtrain.run.load_model import LoadOptions
     from mtrain.runtime.device import pick_device
 
@@ -86,40 +85,47 @@ def evaluate(
             read = text or evaluation.read_tests(folders[0], names)
             scores = evaluation.reference_scores(load(folders[0]), read)
             console.put(scores, output) if process_group.is_first else list(scores)
-            return
-        how = options.given({"metrics": _names(metrics), "num_resamples": resamples})
-        if comet is not None and process_group.is_first:
-            how["comet"] = CometModel(comet, int(pick_device(device).type == "cuda"))
-        scoring = ScoringOptions(tokenize, lowercase, **how)
-        plan = evaluation.EvaluationPlan(folders, others, names, scoring, details, text)
-        is_alone = len(runs) == 1 and not (others or names or text)
+        else:
+            how = options.given({"metrics": _names(metrics), "num_resamples": resamples})
+            if comet is not None and process_group.is_first:
+                how["comet"] = CometModel(comet, int(pick_device(device).type == "cuda"))
+            scoring = ScoringOptions(tokenize, lowercase, **how)
+            plan = evaluation.EvaluationPlan(folders, others, names, scoring, details, text)
+            lines = _lines(plan, load, json, process_group)
+            console.put(lines, output) if process_group.is_first else list(lines)
 
-        def compare_with_before(known: dict[str, list[str]]) -> list[TestReport]:
-            if not is_alone:
-                return []
-            return fine_tuning.before_and_after(
-                folders[0], load, console.warn, scoring, known, process_group
-            )
 
-        if not process_group.is_first:  # translate what the first rank translates
-            read = text or evaluation.read_tests(folders[0], names)
-            known: dict[str, list[str]] = {}
-            for run in [*folders, *(RunDir(path) for path in others if path.is_dir())]:
-                texts = text or evaluation.read_tests(run, list(read))
-                known |= evaluation.translate_tests(run, load(run), texts, console.warn)
-            compare_with_before(known)
-            return
+def _lines(
+    plan: EvaluationPlan,
+    load: Callable[[RunDir], Translator],
+    is_json: bool,
+    process_group: ProcessGroup,
+) -> Iterator[str]:
+    """Yield what the first rank prints; the others translate with it, and yield nothing.
+
+    A fine-tuned run that is evaluated whole and alone has its scores before and after too.
+    """
+    from mtrain.evaluation import evaluation, fine_tuning
+    from mtrain.evaluation.report import as_json, as_text
+
+    reports: list[TestReport] = []
+    compared: list[TestReport] = []
+    known: dict[str, list[str]] = {}
+    if process_group.is_first:
         reports = evaluation.evaluate_systems(plan, load, console.warn)
         known = {report.results[0].name: report.results[0].hypotheses for report in reports}
-
-        def lines() -> Iterator[str]:
-            if json:
-                yield from as_json(reports, compare_with_before(known))
-            else:
-                yield from as_text(reports)
-                yield from fine_tuning.as_table(compare_with_before(known))
-
-        console.put(lines(), output)
+        yield from [] if is_json else as_text(reports)
+    else:
+        tests = plan.text or evaluation.read_tests(plan.runs[0], plan.names)
+        for run in [*plan.runs, *(RunDir(path) for path in plan.others if path.is_dir())]:
+            texts = plan.text or evaluation.read_tests(run, list(tests))
+            known |= evaluation.translate_tests(run, load(run), texts, console.warn)
+    if len(plan.runs) == 1 and not (plan.others or plan.names or plan.text):
+        compared = fine_tuning.before_and_after(
+            plan.runs[0], load, console.warn, plan.options, known, process_group
+        )
+    if process_group.is_first:
+        yield from as_json(reports, compared) if is_json else fine_tuning.as_table(compared)
 
 
 def _check_text(src: Path | None, refs: list[Path], tests: str | None) -> None:
