@@ -537,13 +537,13 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
 SEARCH = [
     search(
         "beam skips the reorder",
-        "self.state.reorder(self._grow(self.step(self.rows.ids_N, self.state)))",
-        "self._grow(self.step(self.rows.ids_N, self.state))",
+        "        self.state.reorder(torch.from_numpy(rows_N))\n        self.num_open = len(self.rows",
+        "        self.num_open = len(self.rows",
     ),
     search(
         "a sentence has a place too many",
-        "(place_W < self.sentences.num_places_B[:, None])",
-        "(place_W <= self.sentences.num_places_B[:, None])",
+        "np.arange(width) < self.sentences.num_places_B[:, None]",
+        "np.arange(width) <= self.sentences.num_places_B[:, None]",
     ),
     search(
         "candidates continue another row",
@@ -552,8 +552,8 @@ SEARCH = [
     ),
     search(
         "beam writes on after eos",
-        "            open_N = open_N[self._can_win(grown, open_N)]\n",
-        "            open_N = torch.arange(len(ends_N))\n",
+        "            is_open_N &= self._can_win(grown, is_open_N)\n",
+        "            is_open_N[:] = True\n",
     ),
     search(
         "places of finished hypotheses refilled",
@@ -562,19 +562,19 @@ SEARCH = [
     ),
     search(
         "beam stops at its first end",
-        '        bound_B.scatter_reduce_(0, sentence_N, bound_N, "amax")\n',
-        '        bound_B.scatter_reduce_(0, sentence_N, bound_N, "amax")\n'
-        "        bound_B[self.sentences.best_BM[:, -1].isfinite()] = -torch.inf\n",
+        "        np.maximum.at(bound_B, grown.sentence_N, bound_N)\n",
+        "        np.maximum.at(bound_B, grown.sentence_N, bound_N)\n"
+        "        bound_B[np.isfinite(self.sentences.best_BM[:, -1])] = -np.inf\n",
     ),
     search(
         "beam stops when one wanted target is certain",
-        "(bound_B > self.sentences.best_BM[:, -1])",
-        "(bound_B > self.sentences.best_BM[:, 0])",
+        "bound_B > self.sentences.best_BM[:, -1]",
+        "bound_B > self.sentences.best_BM[:, 0]",
     ),
     search(
         "beam forgets the scores of before",
-        "torch.cat([sentences.best_BM, score_R.view(-1, width)], 1)",
-        "score_R.view(-1, width)",
+        "np.concatenate([sentences.best_BM, score_R.reshape(-1, width)], 1)",
+        "score_R.reshape(-1, width)",
     ),
     search(
         "early stop is ignored",
@@ -583,8 +583,8 @@ SEARCH = [
     ),
     search(
         "early stop counts no next piece",
-        "            length_N = grown.length_N[open_N]\n",
-        "            length_N = grown.length_N[open_N] - 1\n",
+        "            length_N = grown.length_N\n",
+        "            length_N = grown.length_N - 1\n",
     ),
     search(
         "no length penalty",
@@ -593,13 +593,13 @@ SEARCH = [
     ),
     search(
         "eos not counted in the length",
-        "length_penalty(ended.length_N.double(), self.options.length_alpha)",
-        "length_penalty(ended.length_N.double() - 1, self.options.length_alpha)",
+        "length_penalty(ended.length_N.astype(np.float64), self.options",
+        "length_penalty(ended.length_N.astype(np.float64) - 1, self.options",
     ),
     search(
         "padding may be written",
-        "        top = top_tokens(logits_NV, constraints.never, count)\n",
-        "        top = top_tokens(logits_NV, [], count)\n",
+        "top = Candidates.read(top_tokens(logits_NV, constraints.never, count))",
+        "top = Candidates.read(top_tokens(logits_NV, [], count))",
     ),
     search(
         "a prefix ends at the limit",
@@ -608,8 +608,8 @@ SEARCH = [
     ),
     search(
         "those who join write on where others are",
-        "written_NT=trimmed.written_NT.new_full((len(others.ids_N), width), -1)",
-        "written_NT=trimmed.written_NT.new_full((len(others.ids_N), width), 0)",
+        "written_NT=np.full(shape, -1)",
+        "written_NT=np.full(shape, 0)",
     ),
     search(
         "sentences that join have the places of others",
@@ -633,8 +633,8 @@ SEARCH = [
     ),
     search(
         "a prefix costs nothing",
-        "        only_log_prob_L1 = log_probs_LV.gather(1, only_L1)\n",
-        "        only_log_prob_L1 = 0 * log_probs_LV.gather(1, only_L1)\n",
+        "= log_probs_LV[np.arange(len(only_L)), only_L]",
+        "= 0.0",
     ),
     search(
         "the last ngram may be repeated",

@@ -17,6 +17,9 @@ row. With B = 3 and W = 2, when one hypothesis of sentence 1 has finished:
 At each step the candidates of all rows are scattered into a table of B * W cells, the best W of
 each sentence are kept, and the unfinished ones become the new rows: row n continues the old row
 rows_N[n]. When sentences end, others are admitted; rows are right-aligned, padded with -1.
+
+The logits are on the model's device. What the search keeps is in NumPy arrays, whose operations on
+a few numbers take a fraction of the time of PyTorch's.
 """
 
 from __future__ import annotations
@@ -27,8 +30,9 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
-import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mtrain.decode.options import DecodingOptions
@@ -39,16 +43,18 @@ class State(Protocol):
     """The cache of a step function, one row for each open hypothesis."""
 
     def reorder(self, rows_N: Tensor) -> None:
-        """Keep these rows, in this order; a row may be repeated or dropped."""
+        """Keep these rows, a tensor on the CPU, in this order; each may be repeated or dropped."""
 
     def admit(self, other: Any) -> None:
         """Append the rows of another state, which has decoded no token yet."""
 
 
 S = TypeVar("S", bound=State)
-Step = Callable[[Tensor, S], Logits]
+Step = Callable[[Tensor, S], Logits]  # of ids on the CPU
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 NUM_GROUPS = 4  # request groups that are decoded together
-_FLOAT = torch.float64  # sums of log-probabilities, and scores
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ class Constraints:
         bos: the first decoder input.
         eos: the id that ends a target.
         never: ids that are never generated.
-        max_lengths_B: the most tokens of each target, without eos; on the model's device.
+        max_lengths_B: the most tokens of each target, without eos.
         prefix_BP: the tokens that each target begins with, padded with -1.
         no_repeat_ngram: generate no n-gram of this order twice; 0 allows all.
     """
@@ -84,8 +90,8 @@ class Constraints:
     bos: int
     eos: int
     never: list[int]
-    max_lengths_B: Tensor
-    prefix_BP: Tensor | None = None
+    max_lengths_B: Ints
+    prefix_BP: Ints | None = None
     no_repeat_ngram: int = 0
 
 
@@ -101,7 +107,7 @@ class NotFiniteError(ArithmeticError):
     """No token has a finite log-probability."""
 
 
-Length = TypeVar("Length", float, Tensor)
+Length = TypeVar("Length", float, Floats)
 
 
 def length_penalty(length: Length, alpha: float) -> Length:
@@ -144,60 +150,57 @@ class OpenRows(NamedTuple):
         log_probs_NT: of each token.
     """
 
-    sentence_N: Tensor
-    ids_N: Tensor
-    length_N: Tensor
-    log_prob_N: Tensor
-    written_NT: Tensor
-    log_probs_NT: Tensor
+    sentence_N: Ints
+    ids_N: Ints
+    length_N: Ints
+    log_prob_N: Floats
+    written_NT: Ints
+    log_probs_NT: Floats
 
     @staticmethod
-    def start(sentence_N: Tensor, constraints: Constraints) -> OpenRows:
+    def start(sentence_N: Ints, constraints: Constraints) -> OpenRows:
         """Return an empty hypothesis for each of these sentences."""
-        ids_N, length_N = torch.full_like(sentence_N, constraints.bos), torch.zeros_like(sentence_N)
-        log_prob_N = torch.zeros_like(sentence_N, dtype=torch.float64)
+        ids_N, length_N = np.full_like(sentence_N, constraints.bos), np.zeros_like(sentence_N)
+        log_prob_N = np.zeros(len(sentence_N))
         written_NT, log_probs_NT = ids_N[:, None][:, :0], log_prob_N[:, None][:, :0]
         return OpenRows(sentence_N, ids_N, length_N, log_prob_N, written_NT, log_probs_NT)
 
-    def grow(self, rows_N: Tensor, ids_N: Tensor, log_prob_N: Tensor) -> OpenRows:
+    def grow(self, rows_N: Ints, ids_N: Ints, log_prob_N: Floats) -> OpenRows:
         """Append a token with its log-probability to each of the old rows `rows_N`."""
-        log_prob_N = log_prob_N.double()
         return OpenRows(
             self.sentence_N[rows_N],
             ids_N,
             self.length_N[rows_N] + 1,
             self.log_prob_N[rows_N] + log_prob_N,
-            torch.cat([self.written_NT[rows_N], ids_N[:, None]], 1),
-            torch.cat([self.log_probs_NT[rows_N], log_prob_N[:, None]], 1),
+            np.concatenate([self.written_NT.take(rows_N, 0), ids_N[:, None]], 1),
+            np.concatenate([self.log_probs_NT.take(rows_N, 0), log_prob_N[:, None]], 1),
         )
 
-    def take(self, rows_N: Tensor) -> OpenRows:
+    def take(self, rows_N: Ints) -> OpenRows:
         """Return the given rows, in the given order."""
-        return OpenRows(*(field[rows_N] for field in self))
+        return OpenRows._make(field.take(rows_N, 0) for field in self)
 
     def join(self, others: OpenRows) -> OpenRows:
         """Append other rows, which have no tokens yet."""
-        width = int(self.length_N.max()) if len(self.length_N) else 0
+        width = int(self.length_N.max(initial=0))
         first = self.written_NT.shape[1] - width
         trimmed = self._replace(
             written_NT=self.written_NT[:, first:], log_probs_NT=self.log_probs_NT[:, first:]
         )
-        padded = others._replace(
-            written_NT=trimmed.written_NT.new_full((len(others.ids_N), width), -1),
-            log_probs_NT=trimmed.log_probs_NT.new_zeros((len(others.ids_N), width)),
-        )
-        return OpenRows(*(torch.cat(pair) for pair in zip(trimmed, padded, strict=True)))
+        shape = (len(others.ids_N), width)
+        padded = others._replace(written_NT=np.full(shape, -1), log_probs_NT=np.zeros(shape))
+        return OpenRows._make(np.concatenate(pair) for pair in zip(trimmed, padded, strict=True))
 
-    def forced_token(self, constraints: Constraints) -> Tensor:
+    def forced_token(self, constraints: Constraints) -> Ints:
         """Return the forced next token of each row (prefix, or eos at the limit), or -1."""
         is_full_N = constraints.max_lengths_B[self.sentence_N] <= self.length_N
-        only_N = torch.where(is_full_N, constraints.eos, -1)
+        only_N = np.where(is_full_N, constraints.eos, -1)
         if constraints.prefix_BP is None:
             return only_N
         num_forced = constraints.prefix_BP.shape[1]
-        position_N = self.length_N.clamp(max=num_forced - 1)
+        position_N = np.minimum(self.length_N, num_forced - 1)
         forced_N = constraints.prefix_BP[self.sentence_N, position_N]
-        return torch.where((self.length_N < num_forced) & (forced_N >= 0), forced_N, only_N)
+        return np.where((self.length_N < num_forced) & (forced_N >= 0), forced_N, only_N)
 
 
 class FinishedHypotheses:
@@ -212,7 +215,7 @@ class FinishedHypotheses:
         # (score, length, ids, log-probabilities, their sum) of each, in the order of their ends
         self._of_sentence: dict[int, list[tuple[float, int, list[int], list[float], float]]] = {}
 
-    def add(self, rows: OpenRows, number_N: Tensor, score_N: Tensor) -> None:
+    def add(self, rows: OpenRows, number_N: Ints, score_N: Floats) -> None:
         """Add rows that end with eos, with their sentence numbers and scores."""
         numbers, lengths, ids = number_N.tolist(), rows.length_N.tolist(), rows.written_NT.tolist()
         scores: Iterable[float] = repeat(math.nan)
@@ -257,41 +260,42 @@ class _Sentences(NamedTuple):
         max_lengths_B, prefix_BP: as in `Constraints`.
     """
 
-    number_B: Tensor
-    num_places_B: Tensor
-    best_BM: Tensor
-    max_lengths_B: Tensor
-    prefix_BP: Tensor
+    number_B: Ints
+    num_places_B: Ints
+    best_BM: Floats
+    max_lengths_B: Ints
+    prefix_BP: Ints
 
     @staticmethod
     def start(constraints: Constraints, options: DecodingOptions, first: int) -> _Sentences:
         """Return the sentences of a group, numbered from `first`."""
-        lengths_B = constraints.max_lengths_B
-        prefix_BP = (
-            lengths_B[:, None][:, :0] if constraints.prefix_BP is None else constraints.prefix_BP
-        )
+        lengths_B, prefix_BP = constraints.max_lengths_B, constraints.prefix_BP
         return _Sentences(
-            torch.arange(first, first + len(lengths_B), device=lengths_B.device),
-            torch.full_like(lengths_B, options.beam),
-            lengths_B.new_full((len(lengths_B), options.num_best), -torch.inf, dtype=_FLOAT),
+            np.arange(first, first + len(lengths_B)),
+            np.full_like(lengths_B, options.beam),
+            np.full((len(lengths_B), options.num_best), -np.inf),
             lengths_B,
-            prefix_BP,
+            lengths_B[:, None][:, :0] if prefix_BP is None else prefix_BP,
         )
 
-    def take(self, sentences_B: Tensor) -> _Sentences:
+    def take(self, sentences_B: Ints) -> _Sentences:
         """Return the given sentences."""
-        return _Sentences(*(field[sentences_B] for field in self))
+        return _Sentences._make(field.take(sentences_B, 0) for field in self)
 
     def join(self, others: _Sentences) -> _Sentences:
         """Append other sentences."""
         width = max(self.prefix_BP.shape[1], others.prefix_BP.shape[1])
         both = [
             part._replace(
-                prefix_BP=F.pad(part.prefix_BP, (0, width - part.prefix_BP.shape[1]), value=-1)
+                prefix_BP=np.pad(
+                    part.prefix_BP,
+                    ((0, 0), (0, width - part.prefix_BP.shape[1])),
+                    constant_values=-1,
+                )
             )
             for part in (self, others)
         ]
-        return _Sentences(*(torch.cat(pair) for pair in zip(*both, strict=True)))
+        return _Sentences._make(np.concatenate(pair) for pair in zip(*both, strict=True))
 
 
 class BeamSearch(Generic[S]):
@@ -310,7 +314,7 @@ class BeamSearch(Generic[S]):
     constraints: Constraints
     sentences: _Sentences
     rows: OpenRows
-    cell_N: Tensor
+    cell_N: Ints
 
     def __init__(self, step: Step[S], options: DecodingOptions) -> None:
         self.step, self.options = step, options
@@ -321,7 +325,7 @@ class BeamSearch(Generic[S]):
         """Return whether few enough slots are open to admit a group of `num_new` sentences."""
         if not self.num_open:
             return True
-        num_places = int(self.sentences.num_places_B[torch.unique(self.rows.sentence_N)].sum())
+        num_places = int(self.sentences.num_places_B[np.unique(self.rows.sentence_N)].sum())
         return num_places <= (NUM_GROUPS - 1) * num_new * self.options.beam
 
     @torch.inference_mode()
@@ -332,11 +336,11 @@ class BeamSearch(Generic[S]):
         """
         constraints, width = group.constraints, self.options.beam
         new = _Sentences.start(constraints, self.options, self.num_sentences)
-        new_B = torch.arange(len(new.number_B), device=new.number_B.device)
+        new_B = np.arange(len(new.number_B))
         if self.num_open:
-            open_B, local_N = torch.unique(self.rows.sentence_N, return_inverse=True)
+            open_B, local_N = np.unique(self.rows.sentence_N, return_inverse=True)
             place_N, first = self.cell_N % width, len(open_B)
-            self.cell_N = torch.cat([local_N * width + place_N, (first + new_B) * width])
+            self.cell_N = np.concatenate([local_N * width + place_N, (first + new_B) * width])
             self.rows = self.rows._replace(sentence_N=local_N).join(
                 OpenRows.start(first + new_B, constraints)
             )
@@ -357,19 +361,21 @@ class BeamSearch(Generic[S]):
     @torch.inference_mode()
     def advance(self) -> list[int]:
         """Extend every open hypothesis by one token; return the sentences that end by it."""
-        before = self.rows.sentence_N.tolist()
-        self.state.reorder(self._grow(self.step(self.rows.ids_N, self.state)))
+        before_N = self.rows.sentence_N
+        rows_N = self._grow(self.step(torch.from_numpy(self.rows.ids_N), self.state))
+        self.state.reorder(torch.from_numpy(rows_N))
         self.num_open = len(self.rows.ids_N)
-        ended = sorted({*before}.difference(self.rows.sentence_N.tolist()))
-        return self.sentences.number_B[ended].tolist() if ended else []
+        num_rows_B = np.bincount(self.rows.sentence_N, minlength=len(self.sentences.number_B))
+        ended_N = before_N[num_rows_B[before_N] == 0]
+        ended: list[int] = self.sentences.number_B[np.unique(ended_N)].tolist()
+        return ended
 
     def drop(self, numbers: Sequence[int]) -> None:
         """Discard open sentences and their hypotheses."""
-        dropped = torch.tensor(numbers, device=self.rows.sentence_N.device)
-        is_kept_N = torch.isin(self.sentences.number_B[self.rows.sentence_N], dropped, invert=True)
-        rows_N = is_kept_N.nonzero()[:, 0]
+        number_N = self.sentences.number_B[self.rows.sentence_N]
+        rows_N = np.flatnonzero(np.isin(number_N, numbers, invert=True))
         self.rows, self.cell_N = self.rows.take(rows_N), self.cell_N[rows_N]
-        self.state.reorder(rows_N)
+        self.state.reorder(torch.from_numpy(rows_N))
         self.num_open = len(rows_N)
         self.finished.discard(numbers)
 
@@ -381,83 +387,99 @@ class BeamSearch(Generic[S]):
         """
         return self.finished.take(number, self.options.num_best)
 
-    def _grow(self, logits_NV: Logits) -> Tensor:
+    def _grow(self, logits_NV: Logits) -> Ints:
         """Extend the open hypotheses by one token; return the old row of each new one."""
         top = _best_tokens(logits_NV, self.rows, self.constraints, self.options)
         chosen = self._choose(self.rows.log_prob_N[:, None] + top.log_prob_NC)
         rows_N, candidate_N = chosen.rows_N, chosen.candidate_N
         ids_N, log_prob_N = top.ids_NC[rows_N, candidate_N], top.log_prob_NC[rows_N, candidate_N]
-        grown = self.rows.grow(rows_N, ids_N, log_prob_N)
-        ends_N = ids_N == self.constraints.eos
-        if ends_N.any():
-            self._finish(grown.take(ends_N.nonzero()[:, 0]), chosen.cell_N[ends_N])
-        open_N = (~ends_N).nonzero()[:, 0]
+        self.rows = grown = self.rows.grow(rows_N, ids_N, log_prob_N)
+        self.cell_N = cell_N = chosen.cell_N
+        is_open_N = ids_N != self.constraints.eos
+        if not is_open_N.all():
+            ended_N = np.flatnonzero(~is_open_N)
+            self._finish(grown.take(ended_N), cell_N[ended_N])
         if self.options.beam > 1:  # a single slot is open until its sentence ends
-            open_N = open_N[self._can_win(grown, open_N)]
-        self.rows, self.cell_N = grown.take(open_N), chosen.cell_N[open_N]
-        return rows_N[open_N]
+            is_open_N &= self._can_win(grown, is_open_N)
+        if not is_open_N.all():
+            open_N = np.flatnonzero(is_open_N)
+            self.rows, self.cell_N, rows_N = grown.take(open_N), cell_N[open_N], rows_N[open_N]
+        return rows_N
 
-    def _choose(self, total_NC: Tensor) -> _Chosen:
+    def _choose(self, total_NC: Floats) -> _Chosen:
         """Choose the best candidates of each sentence, as many as it has open slots."""
         width, num_candidates = self.options.beam, total_NC.shape[1]
-        num_cells = len(self.sentences.number_B) * width
-        table_RC = total_NC.new_full((num_cells, num_candidates), -torch.inf)
+        num_sentences = len(self.sentences.number_B)
+        table_RC = np.full((num_sentences * width, num_candidates), -np.inf)
         table_RC[self.cell_N] = total_NC
-        best_BW, choice_BW = table_RC.view(-1, width * num_candidates).topk(width)
-        place_W = torch.arange(width, device=total_NC.device)
-        is_taken_BW = best_BW.isfinite() & (place_W < self.sentences.num_places_B[:, None])
-        cell_N = is_taken_BW.flatten().nonzero()[:, 0]
-        choice_N = choice_BW.flatten()[cell_N]
-        row_of_cell_R = torch.zeros(num_cells, dtype=torch.int64, device=total_NC.device)
-        row_of_cell_R[self.cell_N] = torch.arange(len(total_NC), device=total_NC.device)
+        table_BX = table_RC.reshape(num_sentences, width * num_candidates)
+        choice_BW = (-table_BX).argsort(1, kind="stable")[:, :width]
+        best_BW = table_BX[np.arange(num_sentences)[:, None], choice_BW]
+        is_free_BW = np.arange(width) < self.sentences.num_places_B[:, None]
+        cell_N = np.flatnonzero(np.isfinite(best_BW) & is_free_BW)
+        choice_N = choice_BW.ravel()[cell_N]
+        row_of_cell_R = np.zeros(num_sentences * width, np.int64)
+        row_of_cell_R[self.cell_N] = np.arange(len(total_NC))
         parent_N = cell_N // width * width + choice_N // num_candidates
         return _Chosen(row_of_cell_R[parent_N], choice_N % num_candidates, cell_N)
 
-    def _finish(self, ended: OpenRows, cell_N: Tensor) -> None:
+    def _finish(self, ended: OpenRows, cell_N: Ints) -> None:
         """Store finished hypotheses, and close their slots."""
         width, sentences = self.options.beam, self.sentences
         num_sentences = len(sentences.number_B)
-        penalty_N = length_penalty(ended.length_N.double(), self.options.length_alpha)
+        penalty_N = length_penalty(ended.length_N.astype(np.float64), self.options.length_alpha)
         score_N = ended.log_prob_N / penalty_N
         self.finished.add(ended, sentences.number_B[ended.sentence_N], score_N)
-        num_ended_B = torch.bincount(ended.sentence_N, minlength=num_sentences)
-        score_R = score_N.new_full((num_sentences * width,), -torch.inf)
+        num_ended_B = np.bincount(ended.sentence_N, minlength=num_sentences)
+        score_R = np.full(num_sentences * width, -np.inf)
         score_R[cell_N] = score_N
-        scores = torch.cat([sentences.best_BM, score_R.view(-1, width)], 1)
+        scores = np.concatenate([sentences.best_BM, score_R.reshape(-1, width)], 1)
         self.sentences = sentences._replace(
             num_places_B=sentences.num_places_B - num_ended_B,
-            best_BM=scores.topk(self.options.num_best)[0],
+            best_BM=-np.sort(-scores, 1)[:, : self.options.num_best],
         )
 
-    def _can_win(self, grown: OpenRows, open_N: Tensor) -> Tensor:
-        """Return for each open row whether its sentence can still improve its M best.
+    def _can_win(self, grown: OpenRows, is_open_N: Bools) -> Bools:
+        """Return for each row whether its sentence can still improve its M best.
 
         An open hypothesis is bounded by its log-probability at the longest length, or with
         `early_stop` at its present length.
         """
-        sentence_N = grown.sentence_N[open_N]
         if self.options.early_stop:
-            length_N = grown.length_N[open_N]
+            length_N = grown.length_N
         else:
-            length_N = self.sentences.max_lengths_B[sentence_N]
-        penalty_N = length_penalty(length_N.double() + 1, self.options.length_alpha)
-        bound_N = grown.log_prob_N[open_N] / penalty_N
-        bound_B = torch.full_like(self.sentences.best_BM[:, 0], -torch.inf)
-        bound_B.scatter_reduce_(0, sentence_N, bound_N, "amax")
-        return (bound_B > self.sentences.best_BM[:, -1])[sentence_N]
+            length_N = self.sentences.max_lengths_B[grown.sentence_N]
+        penalty_N = length_penalty(length_N.astype(np.float64) + 1, self.options.length_alpha)
+        bound_N = np.where(is_open_N, grown.log_prob_N / penalty_N, -np.inf)
+        bound_B = np.full(len(self.sentences.number_B), -np.inf)
+        np.maximum.at(bound_B, grown.sentence_N, bound_N)
+        can_win: Bools = bound_B > self.sentences.best_BM[:, -1]
+        return can_win[grown.sentence_N]
 
 
 class _Chosen(NamedTuple):
     """The chosen candidates: the old row of each, its candidate index there, and its cell."""
 
-    rows_N: Tensor
-    candidate_N: Tensor
-    cell_N: Tensor
+    rows_N: Ints
+    candidate_N: Ints
+    cell_N: Ints
+
+
+class Candidates(NamedTuple):
+    """The C best tokens of each row, best first, and their log-probabilities."""
+
+    ids_NC: Ints
+    log_prob_NC: Floats
+
+    @staticmethod
+    def read(top: TopTokens) -> Candidates:
+        """Return a copy on the CPU."""
+        return Candidates(top.ids_NC.cpu().numpy(), top.log_prob_NC.cpu().double().numpy())
 
 
 def _best_tokens(
     logits_NV: Logits, rows: OpenRows, constraints: Constraints, options: DecodingOptions
-) -> TopTokens:
+) -> Candidates:
     """Return the W best allowed next tokens of each row; -inf where fewer are allowed.
 
     With `argmax_only` the log-probability of the best token is 0.
@@ -468,35 +490,34 @@ def _best_tokens(
         allowed_NV = allowed_tokens(logits_NV, rows, constraints)
         ids_NC = top_tokens(allowed_NV, constraints.never, count).ids_NC
         log_total_N1 = logits_NV.logsumexp(-1, keepdim=True)
-        top = TopTokens(ids_NC, allowed_NV.gather(1, ids_NC) - log_total_N1)
+        top = Candidates.read(TopTokens(ids_NC, allowed_NV.gather(1, ids_NC) - log_total_N1))
     elif options.argmax_only:
-        ids_N1 = argmax_tokens(logits_NV, constraints.never)
-        top = TopTokens(ids_N1, torch.where(ids_N1 < 0, -torch.inf, 0.0))
+        ids_N1 = argmax_tokens(logits_NV, constraints.never).cpu().numpy()
+        top = Candidates(ids_N1, np.where(ids_N1 < 0, -np.inf, 0.0))
     else:
-        top = top_tokens(logits_NV, constraints.never, count)
+        top = Candidates.read(top_tokens(logits_NV, constraints.never, count))
     only_N = rows.forced_token(constraints)
-    bound_N = (only_N >= 0).nonzero()[:, 0]
-    if len(bound_N):
-        log_probs_LV = logits_NV[bound_N].log_softmax(-1)
-        only_L1 = only_N[bound_N, None]
-        top.log_prob_NC[bound_N] = -torch.inf
-        top.ids_NC[bound_N, :1] = only_L1
-        only_log_prob_L1 = log_probs_LV.gather(1, only_L1)
-        top.log_prob_NC[bound_N, :1] = only_log_prob_L1.to(top.log_prob_NC.dtype)
+    if (only_N >= 0).any():
+        forced_L = np.flatnonzero(only_N >= 0)
+        only_L = only_N[forced_L]
+        log_probs_LV = logits_NV[torch.from_numpy(forced_L)].log_softmax(-1).cpu()
+        top.log_prob_NC[forced_L] = -np.inf
+        top.ids_NC[forced_L, 0] = only_L
+        top.log_prob_NC[forced_L, 0] = log_probs_LV[np.arange(len(only_L)), only_L]
     return top
 
 
 def allowed_tokens(logits_NV: Tensor, rows: OpenRows, constraints: Constraints) -> Tensor:
     """Return a copy of the logits with `never` and repeated n-grams at -inf."""
-    allowed_NV, written_NT, n = logits_NV.clone(), rows.written_NT, constraints.no_repeat_ngram
+    allowed_NV, n = logits_NV.clone(), constraints.no_repeat_ngram
     for index in constraints.never:
         allowed_NV[:, index] = -torch.inf
-    length = written_NT.shape[1]
+    length = rows.written_NT.shape[1]
     if not n or length < n:
         return allowed_NV
-    windows_NLn = written_NT.unfold(1, n, 1)
-    last_N1n = written_NT[:, None, length - n + 1 :]
+    windows_NLn = np.lib.stride_tricks.sliding_window_view(rows.written_NT, n, 1)
+    last_N1n = rows.written_NT[:, None, length - n + 1 :]
     is_repeat_NL = (windows_NLn[:, :, :-1] == last_N1n).all(-1) & (windows_NLn >= 0).all(-1)
-    row, window = is_repeat_NL.nonzero(as_tuple=True)
+    row, window = is_repeat_NL.nonzero()
     allowed_NV[row, windows_NLn[row, window, -1]] = -torch.inf
     return allowed_NV

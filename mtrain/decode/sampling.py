@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mtrain.decode.beam import (
+    Candidates,
     Constraints,
     FinishedHypotheses,
     Hypothesis,
@@ -44,26 +46,25 @@ def sample_steps(
     state, constraints = group.state, group.constraints
     num_sentences = len(constraints.max_lengths_B)
     per_sentence = len(uniform_NT) // max(num_sentences, 1)
-    device = constraints.max_lengths_B.device
-    sentence_N = torch.arange(num_sentences, device=device).repeat_interleave(per_sentence)
-    state.reorder(sentence_N)
+    sentence_N = np.arange(num_sentences).repeat(per_sentence)
+    state.reorder(torch.from_numpy(sentence_N))
     prefix_NP = None if constraints.prefix_BP is None else constraints.prefix_BP[sentence_N]
     constraints = replace(
         constraints, max_lengths_B=constraints.max_lengths_B[sentence_N], prefix_BP=prefix_NP
     )
-    draw_N = torch.arange(len(sentence_N), device=device)  # each is as a sentence of its own
+    draw_N = np.arange(len(sentence_N))  # each is as a sentence of its own
     rows, finished = OpenRows.start(draw_N, constraints), FinishedHypotheses()
-    uniform_NT = uniform_NT.to(device)
     while len(rows.ids_N):
-        drawn = _draw(step(rows.ids_N, state)[:], rows, constraints, settings, uniform_NT)
-        everyone_N = torch.arange(len(rows.ids_N), device=device)
+        logits_NV = step(torch.from_numpy(rows.ids_N), state)[:]
+        drawn = _draw(logits_NV, rows, constraints, settings, uniform_NT)
+        everyone_N = np.arange(len(rows.ids_N))
         rows = rows.grow(everyone_N, drawn.ids_NC[:, 0], drawn.log_prob_NC[:, 0])
-        ends_N = rows.ids_N == constraints.eos
-        ended = rows.take(ends_N.nonzero()[:, 0])
+        ended_N = np.flatnonzero(rows.ids_N == constraints.eos)
+        ended = rows.take(ended_N)
         finished.add(ended, ended.sentence_N, ended.log_prob_N)
-        open_N = (~ends_N).nonzero()[:, 0]
+        open_N = np.flatnonzero(rows.ids_N != constraints.eos)
         rows, uniform_NT = rows.take(open_N), uniform_NT[open_N]
-        state.reorder(open_N)
+        state.reorder(torch.from_numpy(open_N))
         yield
     samples = [finished.take(draw)[0] for draw in range(len(sentence_N))]
     firsts = range(0, len(samples), max(per_sentence, 1))
@@ -76,13 +77,13 @@ def _draw(
     constraints: Constraints,
     settings: Sampling,
     uniform_NT: Tensor,
-) -> TopTokens:
+) -> Candidates:
     """Draw the next piece of each row; its log-probability is the model's own."""
     allowed_NV = allowed_tokens(logits_NV, rows, constraints)
     only_N = rows.forced_token(constraints)
-    bound_N = (only_N >= 0).nonzero()[:, 0]
-    allowed_NV[bound_N] = -torch.inf
-    allowed_NV[bound_N, only_N[bound_N]] = 0.0
+    forced_L = np.flatnonzero(only_N >= 0)
+    allowed_NV[forced_L] = -torch.inf
+    allowed_NV[forced_L, only_N[forced_L]] = 0.0
     if 0 < settings.top_k < allowed_NV.shape[1]:
         least_N1 = allowed_NV.topk(settings.top_k)[0][:, -1:]
         allowed_NV = allowed_NV.masked_fill(allowed_NV < least_N1, -torch.inf)
@@ -94,9 +95,10 @@ def _draw(
     below_NV = probs_NV.cumsum(-1)
     if not below_NV[:, -1].isfinite().all():
         raise NotFiniteError
-    point_N1 = uniform_NT[:, rows.written_NT.shape[1], None] * below_NV[:, -1:]
+    uniform_N1 = uniform_NT[:, rows.written_NT.shape[1], None].to(below_NV.device)
+    point_N1 = uniform_N1 * below_NV[:, -1:]
     ids_N1 = torch.searchsorted(below_NV, point_N1, right=True).clamp(max=below_NV.shape[1] - 1)
     log_prob_N1 = logits_NV.double().log_softmax(-1).gather(1, ids_N1)
     if not log_prob_N1.isfinite().all():
         raise NotFiniteError
-    return TopTokens(ids_N1, log_prob_N1)
+    return Candidates.read(TopTokens(ids_N1, log_prob_N1))

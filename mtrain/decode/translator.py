@@ -11,6 +11,7 @@ from dataclasses import astuple, dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
@@ -69,6 +70,7 @@ class Ensemble:
 
     def step(self, ids_N: Tensor, state: EnsembleState) -> Logits:
         """Return the logits [N, V] of the token after `ids_N`, and advance `state`."""
+        ids_N = ids_N.to(self.models[0].output.weight.device)
         logits = [
             model.decode_step(ids_N, cache)
             for model, cache in zip(self.models, state.states, strict=True)
@@ -263,12 +265,12 @@ class Translator:
         lengths = [self.max_length(source) for source in sources]
         prefix_BP = None
         if any(source.prefix for source in sources):
-            prefix_BP = pad_right([list(source.prefix) for source in sources], -1).to(self.device)
+            prefix_BP = pad_right([list(source.prefix) for source in sources], -1).numpy()
         constraints = Constraints(
             tgt.bos,
             tgt.eos,
             [tgt.pad, tgt.bos],
-            torch.tensor(lengths, device=self.device),
+            np.array(lengths, np.int64),
             prefix_BP,
             self.options.no_repeat_ngram,
         )

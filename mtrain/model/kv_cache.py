@@ -47,6 +47,7 @@ class KVCache:
 
     def reorder(self, rows_N: Tensor) -> None:
         """Replace the hypotheses by these rows; each may occur once, several times or never."""
+        rows_N = rows_N.to(self.length_N.device)
         self.slots_NT = self.slots_NT.index_select(0, rows_N)
         self.src_slots_NS = self.src_slots_NS.index_select(0, rows_N)
         self.length_N = self.length_N.index_select(0, rows_N)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import pytest
 import torch
 from builders import Prefixes, TableModel, left_keep, model_config, transformer
@@ -95,8 +96,8 @@ def limits_of(
 ) -> Constraints:
     prefix_BP = None
     if any(task.prefix for task in tasks):
-        prefix_BP = pad_right([list(task.prefix) for task in tasks], -1)
-    max_lengths_B = torch.tensor([task.max_length for task in tasks], dtype=torch.long)
+        prefix_BP = pad_right([list(task.prefix) for task in tasks], -1).numpy()
+    max_lengths_B = np.array([task.max_length for task in tasks], np.int64)
     return Constraints(BOS, EOS, never, max_lengths_B, prefix_BP, no_repeat_ngram)
 
 
@@ -454,7 +455,7 @@ def test_a_hypothesis_that_is_better_by_a_hair_is_waited_for(alpha):
         begin = end * gain * (1 - hair)
         first = [begin, end, math.log(1 - math.exp(begin) - math.exp(end))]
         script = Script([first, *[on] * (length - 1), last])
-        group = RequestGroup(Prefixes([0]), Constraints(0, 1, [2], torch.tensor([length])))
+        group = RequestGroup(Prefixes([0]), Constraints(0, 1, [2], np.array([length])))
         ((found,),) = beam(script.step, iter([group]), beam_options(2, alpha))
         assert found.ids == [0] * length
 
@@ -959,7 +960,7 @@ def read(model: Transformer, src: Sequence[list[int]], padding: int = 0) -> Requ
     src_BS = torch.cat([pad_right(src, 0), more], 1)
     keep_BS = torch.cat([left_keep(lengths), more != 5], 1)
     state = model.start(src_BS, keep_BS)
-    bounds = Constraints(MODEL_BOS, MODEL_EOS, MODEL_NEVER, torch.tensor(lengths) + 4)
+    bounds = Constraints(MODEL_BOS, MODEL_EOS, MODEL_NEVER, np.array(lengths) + 4)
     return RequestGroup(state, bounds)
 
 

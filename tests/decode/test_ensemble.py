@@ -1,5 +1,6 @@
 """Hold several models that decode as one to the mean of their probabilities, written out."""
 
+import numpy as np
 import pytest
 import torch
 from builders import Prefixes, left_keep, model_config, transformer
@@ -47,7 +48,7 @@ def decode(models: list[Transformer], width: int = 3) -> list[list[Hypothesis]]:
     groups = (
         RequestGroup(
             together.start([Padded(SRC_BS[rows], SRC_KEEP_BS[rows])] * len(models)),
-            Constraints(2, 3, [0, 2], torch.tensor(LENGTHS[rows])),
+            Constraints(2, 3, [0, 2], np.array(LENGTHS[rows])),
         )
         for rows in (slice(0, 1), slice(1, 3))
     )
