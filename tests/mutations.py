@@ -537,8 +537,8 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
 SEARCH = [
     search(
         "beam skips the reorder",
-        "        self.state.reorder(torch.from_numpy(rows_N))\n        self.num_open = len(self.rows",
-        "        self.num_open = len(self.rows",
+        "self.state.reorder(torch.from_numpy(rows_N))\n        self.num_open = len(self.rows",
+        "self.num_open = len(self.rows",
     ),
     search(
         "a sentence has a place too many",
