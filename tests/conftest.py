@@ -27,7 +27,7 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for tiny models, a second thread costs time
 
 import torch
-from tasks import copy_task, tiny_tree, train, write_config, write_task
+from tasks import copy_task, reverse_task, tiny_tree, train, write_config, write_task
 from ways import COMPILED
 
 from mtrain.cli.main import main
@@ -211,6 +211,33 @@ def noisy(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     changes = ["max_steps=3", "validate_every=1", "log_every=1", "lr=1e-6", "keep_last=2"]
     config_path = write_task(tmp_path_factory.mktemp("noisy"))
     return train(config_path, *(f"training.{change}" for change in changes))
+
+
+@pytest.fixture(scope="session")
+def reverser(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run that reverses the words of its source, from aa to bb."""
+    directory = tmp_path_factory.mktemp("reverse")
+    tree = tiny_tree(directory, reverse_task, num_train=1500)
+    tree["tokenizer"]["vocab_size"] = 295
+    tree["model"] |= {"d_model": 32, "d_ff": 64, "dropout": 0.0}
+    tree["training"] |= SETTLED
+    return train(write_config(directory / "config.yaml", tree))
+
+
+@pytest.fixture(scope="session")
+def back_run(reverser: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, from bb to aa."""
+    return copied(reverser, tmp_path_factory.mktemp("back") / "run", "bb", "aa")
+
+
+def copied(run: RunDir, directory: Path, src_lang: str, tgt_lang: str) -> Path:
+    """Copy a run from aa to bb, as one of other languages."""
+    shutil.copytree(run.path, directory)
+    path = directory / "config.yaml"
+    text = path.read_text("utf-8")
+    text = text.replace("src_lang: aa\n", f"src_lang: {src_lang}\n")
+    path.write_text(text.replace("tgt_lang: bb\n", f"tgt_lang: {tgt_lang}\n"), encoding="utf-8")
+    return directory
 
 
 @pytest.fixture(scope="session")

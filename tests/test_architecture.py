@@ -35,6 +35,7 @@ ORDER = [
     "exporters",
     "plots",
     "autoconfig",
+    "augmentation",
     "doctor",
     "demo",
     "api",

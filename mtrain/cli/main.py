@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from mtrain import __version__
 from mtrain.cli import console
+from mtrain.cli.augment import augment
 from mtrain.cli.check import check
 from mtrain.cli.demo import demo
 from mtrain.cli.doctor import doctor
@@ -40,8 +41,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-_SHARED = {"train", "translate", "eval"}  # verbs that several processes may share
-_GOING_ON = {"train", "tokenize", "demo"}  # and those that leave what the same command goes on from
+_SHARED = {"train", "translate", "eval", "augment"}  # verbs that several processes may share
+_GOING_ON = {
+    "train",
+    "tokenize",
+    "demo",
+    "augment",
+}  # and those that leave what the same command goes on from
 _MAX_CONFIG_BYTES = 100_000  # what is larger is text to translate
 _DEFAULT_DIR = "runs"  # below which verbs write without being told
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of all mistakes in options
@@ -174,6 +180,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "plot": plot,
     "doctor": doctor,
     "export": export,
+    "augment": augment,
     "serve": serve,
 }
 for _name, _verb in VERBS.items():

@@ -68,6 +68,56 @@ TranslateArguments = Annotated[
         show_default=False,
     ),
 ]
+UsingOption = Annotated[
+    list[Path],
+    typer.Option(
+        "--using",
+        metavar="RUN",
+        help="A trained run; several are an ensemble, but with --again.",
+        show_default=False,
+    ),
+]
+CorpusOutputOption = Annotated[
+    Path,
+    typer.Option("-o", "--output", metavar="DIR", help="The corpus folder.", show_default=False),
+]
+BackOption = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="FILE", help="Text in the target language, for sources; repeatable."),
+]
+ForwardOption = Annotated[
+    list[Path] | None,
+    typer.Option(metavar="FILE", help="Text in the source language, for targets; repeatable."),
+]
+AgainOption = Annotated[
+    bool, typer.Option("--again", help="Translate the training text, by each model.")
+]
+WriteScoresOption = Annotated[
+    bool, typer.Option("--score", help="Write the log-probability of each translation.")
+]
+KeepBestOption = Annotated[
+    float | None,
+    typer.Option(min=0.01, max=1.0, metavar="SHARE", help="Keep this share, of the best score."),
+]
+AgreeOption = Annotated[
+    Path | None,
+    typer.Option(metavar="RUN", help="With --keep-best: the score of this model of the other way."),
+]
+WriteConfigOption = Annotated[
+    Path | None, typer.Option(metavar="NEW", help="Write CONFIG with the new corpus in it.")
+]
+WeightOption = Annotated[
+    float | None,
+    typer.Option(min=0.001, help="Of the corpus, beside all others; each pair once if absent."),
+]
+TagOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="A reserved token before the sources of the corpus."),
+]
+UntilOption = Annotated[
+    float | None,
+    typer.Option(metavar="SHARE", help="Of the budget, in which the corpus is used."),
+]
 NBestOption = Annotated[int, typer.Option(min=1, metavar="N", help="Translations of each line.")]
 FormatOption = Annotated[
     Literal["text", "tsv", "jsonl"],

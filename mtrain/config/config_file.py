@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from mtrain import __version__
-from mtrain.config.corpora import FORMS, MIXTURE, Section
+from mtrain.config.corpora import FORMS, KEYS_OF_A_MIXTURE, MIXTURE, Section
 from mtrain.config.sections import Config, Tree, format_value
 from mtrain.errors import ConfigError, WriteError
 
@@ -53,15 +53,15 @@ def from_tree(
         raise ConfigError(f"{name}: {_sentence(findings[0])}") from None
 
 
-def save(config: Config, path: Path) -> None:
+def save(config: Config, path: Path, with_defaults: bool = True) -> None:
     """Write `config` as YAML, once it reads back the same, and the schema into the same folder.
 
-    A comment names this version of mtrain.
+    A comment names this version of mtrain. Without defaults, it has the keys alone that were set.
 
     Raises:
         WriteError: if the config cannot be written.
     """
-    beside, text = path.with_name(f".{path.name}.tmp"), dump(config)
+    beside, text = path.with_name(f".{path.name}.tmp"), dump(config, with_defaults)
     assert from_tree(_parse(text), str(path)) == config, f"{path}: must read back"
     try:
         head = f"{put_beside(path)}{_WRITTEN_BY}{__version__}\n"
@@ -72,9 +72,14 @@ def save(config: Config, path: Path) -> None:
         raise WriteError(f"{path}: cannot be written: {error.strerror}.") from None
 
 
-def dump(config: Config) -> str:
-    """Return `config` as YAML, defaults included."""
-    return yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False, width=100)
+def dump(config: Config, with_defaults: bool = True) -> str:
+    """Return `config` as YAML, with or without the defaults."""
+    return dump_tree(config.model_dump(exclude_unset=not with_defaults))
+
+
+def dump_tree(tree: Tree) -> str:
+    """Return a tree of keys as YAML that reads back the same."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=100)
 
 
 class Change(NamedTuple):
@@ -241,7 +246,8 @@ def _place(location: tuple[int | str, ...]) -> tuple[list[str], str]:
         form = FORMS.get(str(location[form_at]))
         if form is not None and location[1] in ("train", "valid", "tests"):
             is_key_of_it = len(location) == form_at + 2
-            known = [name for name in form.model_fields if is_mixed or name != "weight"]
+            fields = form.model_fields
+            known = [name for name in fields if is_mixed or name not in KEYS_OF_A_MIXTURE]
             key = _dotted(location[:form_at] + location[form_at + 1 :])
             return known if is_key_of_it else [], key
     section: type[Section] | None = Config
@@ -304,6 +310,7 @@ _EXPECTED: Mapping[str, str] = {
     "float_parsing": "a number",
     "finite_number": "a finite number",
     "string_type": "text",
+    "string_pattern_mismatch": "a letter, then letters, digits, '_' and '-'",
     "string_too_short": "at least {min_length} character long",
     "bool_type": "true or false",
     "list_type": "a list",

@@ -47,17 +47,28 @@ Name = Annotated[str, Field(min_length=1)]
 OtherName = Annotated[Name, AfterValidator(_check_other_field)]
 
 
+KEYS_OF_A_MIXTURE = ("weight", "tag", "until")  # of a corpus, valid within a mixture only
+
+
 class _CorpusSection(Section):
-    """Parallel text; its share of an epoch in a mixture is its weight over the sum of weights."""
+    """Parallel text, and how a mixture uses it.
+
+    Its share of an epoch is its `weight` over the sum of weights. Its sources begin with the
+    reserved token of `tag`. It is used until the share `until` of the budget is spent.
+    """
 
     weight: float | None = Field(default=None, gt=0)
+    tag: str | None = Field(default=None, pattern="^[A-Za-z][A-Za-z0-9_-]{0,31}$")
+    until: float | None = Field(default=None, gt=0, lt=1)
 
     @model_serializer(mode="wrap")
-    def _without_absent_weight(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_absent_keys(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         tree: dict[str, Any] = handler(self)
-        if tree.get("weight") is None:
-            tree.pop("weight", None)
-        return tree
+        return {
+            key: value
+            for key, value in tree.items()
+            if key not in KEYS_OF_A_MIXTURE or value is not None
+        }
 
 
 class FilesCorpus(_CorpusSection):
@@ -123,7 +134,13 @@ class HubCorpus(_CorpusSection):
     streaming: bool = False
 
 
-TableCorpus = TsvCorpus | JsonlCorpus | ParquetCorpus | HubCorpus
+class SyntheticCorpus(_CorpusSection):
+    """A corpus folder of `mtrain augment`; the tokenizer does not learn from it."""
+
+    synthetic: FilePath = Field(min_length=1)
+
+
+TableCorpus = TsvCorpus | JsonlCorpus | ParquetCorpus | HubCorpus | SyntheticCorpus
 
 
 FORMS: dict[str, type[FilesCorpus | TableCorpus]] = {
@@ -132,6 +149,7 @@ FORMS: dict[str, type[FilesCorpus | TableCorpus]] = {
     "jsonl": JsonlCorpus,
     "parquet": ParquetCorpus,
     "hub": HubCorpus,
+    "synthetic": SyntheticCorpus,
 }
 MIXTURE = "mixture"
 
@@ -153,14 +171,15 @@ def _check_form(corpus: object) -> object:
     return corpus
 
 
-def _refuse_weight(corpus: object) -> object:
-    """Reject the weight of a corpus outside a mixture as an unknown key."""
+def _refuse_keys_of_a_mixture(corpus: object) -> object:
+    """Reject the weight, the tag and the end of a corpus outside a mixture as unknown keys."""
     keys = corpus if isinstance(corpus, dict) else getattr(corpus, "model_fields_set", ())
-    if "weight" in keys:
-        unknown = InitErrorDetails(
-            type="extra_forbidden", loc=(_form(corpus), "weight"), input=corpus
-        )
-        raise ValidationError.from_exception_data("corpus", [unknown])
+    for key in KEYS_OF_A_MIXTURE:
+        if key in keys:
+            unknown = InitErrorDetails(
+                type="extra_forbidden", loc=(_form(corpus), key), input=corpus
+            )
+            raise ValidationError.from_exception_data("corpus", [unknown])
     return corpus
 
 
@@ -170,18 +189,22 @@ _AnyForm = (
     | Annotated[JsonlCorpus, Tag("jsonl")]
     | Annotated[ParquetCorpus, Tag("parquet")]
     | Annotated[HubCorpus, Tag("hub")]
+    | Annotated[SyntheticCorpus, Tag("synthetic")]
 )
 _Mixture = Annotated[
     list[Annotated[_AnyForm, Discriminator(_form), BeforeValidator(_check_form)]],
     Field(min_length=1),
 ]
 Corpus = Annotated[
-    _AnyForm, Discriminator(_form), BeforeValidator(_refuse_weight), BeforeValidator(_check_form)
+    _AnyForm,
+    Discriminator(_form),
+    BeforeValidator(_refuse_keys_of_a_mixture),
+    BeforeValidator(_check_form),
 ]
 TrainText = Annotated[
     _AnyForm | Annotated[_Mixture, Tag(MIXTURE)],
     Discriminator(_form),
-    BeforeValidator(_refuse_weight),
+    BeforeValidator(_refuse_keys_of_a_mixture),
     BeforeValidator(_check_form),
 ]
 

@@ -13,7 +13,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
-from mtrain.config.corpora import Corpus, FilePath, Section, TrainText, Whole, corpora_of
+from mtrain.config.corpora import (
+    Corpus,
+    FilePath,
+    Section,
+    SyntheticCorpus,
+    TrainText,
+    Whole,
+    corpora_of,
+)
 
 Tree = dict[str, Any]
 MAX_BEAM = 1000
@@ -91,6 +99,28 @@ class DataConfig(Section):
             raise ValueError(
                 f"must leave `temperature` out where {why}, but it is {self.temperature} instead"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _train_on_something_to_the_end(self) -> DataConfig:
+        if all(named.corpus.until is not None for named in corpora_of(self.train, "train")):
+            raise ValueError(
+                "must have a corpus of `train` without `until`, for the end of the training, but "
+                "all have one instead"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _measure_with_real_pairs(self) -> DataConfig:
+        held_out = {"valid": self.valid} | {
+            f"tests.{name}": own for name, own in self.tests.items()
+        }
+        for key, corpus in held_out.items():
+            if isinstance(corpus, SyntheticCorpus):
+                raise ValueError(
+                    f"must have real pairs in `{key}`, but has a synthetic corpus instead; `jsonl` "
+                    "with its files takes them nevertheless"
+                )
         return self
 
     @model_validator(mode="after")
@@ -258,6 +288,17 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     training: TrainingConfig = TrainingConfig()
     decoding: DecodingConfig = DecodingConfig()
+
+    @model_validator(mode="after")
+    def _learn_tokens_from_real_pairs(self) -> Config:
+        corpora = [named.corpus for named in corpora_of(self.data.train, "train")]
+        is_synthetic = all(isinstance(corpus, SyntheticCorpus) for corpus in corpora)
+        if is_synthetic and self.training.init_from is None:
+            raise ValueError(
+                "`data.train` must have real pairs for the tokenizer, but all are synthetic "
+                "instead; `jsonl` with their files takes them nevertheless"
+            )
+        return self
 
     @model_validator(mode="after")
     def _fit_the_sections(self) -> Config:

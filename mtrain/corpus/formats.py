@@ -18,9 +18,11 @@ from mtrain.config.corpora import (
     HubCorpus,
     JsonlCorpus,
     ParquetCorpus,
+    SyntheticCorpus,
     TableCorpus,
     TsvCorpus,
 )
+from mtrain.corpus import synthetic
 from mtrain.errors import DataError
 from mtrain.io.lines import Advance, Digest, format_undecodable, open_lines, raw_lines
 from mtrain.io.text_width import shortened, visible
@@ -77,8 +79,13 @@ def table_readers(corpus: TableCorpus) -> list[TableReader]:
             TableReader(path, True, partial(_read_tsv, corpus, path), corpus.header)
             for path in corpus.tsv
         ]
-    is_jsonl = isinstance(corpus, JsonlCorpus)
-    read = partial(_read_jsonl if is_jsonl else _read_parquet, _Fields(corpus.src, corpus.tgt))
+    if isinstance(corpus, SyntheticCorpus):
+        synthetic.read_record(Path(corpus.synthetic))  # is it a whole one?
+        fields = _Fields("src", "tgt")
+    else:
+        fields = _Fields(corpus.src, corpus.tgt)
+    is_jsonl = not isinstance(corpus, ParquetCorpus)
+    read = partial(_read_jsonl if is_jsonl else _read_parquet, fields)
     return [TableReader(path, is_jsonl, partial(read, path)) for path in paths_of(corpus)]
 
 
@@ -99,6 +106,8 @@ def paths_of(corpus: Corpus) -> list[str]:
         return corpus.jsonl
     if isinstance(corpus, ParquetCorpus):
         return corpus.parquet
+    if isinstance(corpus, SyntheticCorpus):
+        return synthetic.paths(Path(corpus.synthetic))
     if isinstance(corpus, HubCorpus):
         folder = Path(corpus.hub)
         return sorted(

@@ -177,11 +177,15 @@ class CorpusEntry:
         name: its key in the config.
         weight: its weight in a mixture, relative to the other weights.
         lengths: histogram over pairs of the length of the longer side, from length 0.
+        tag: the name of the reserved token that its sources begin with.
+        until: the share of the budget after which it is not used any more.
     """
 
     name: str
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     lengths: list[NonNegativeInt]
+    tag: str | None = None
+    until: Annotated[float, Field(gt=0, lt=1)] | None = None
 
 
 @dataclass(frozen=True)
@@ -224,7 +228,7 @@ def are_in(directory: Path) -> bool:
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write the manifest of the shards in a folder."""
-    (directory / MANIFEST_FILE).write_bytes(_MANIFEST.dump_json(manifest))
+    (directory / MANIFEST_FILE).write_bytes(_MANIFEST.dump_json(manifest, exclude_none=True))
 
 
 class ShardSet:

@@ -137,7 +137,9 @@ def _encode_part(
     """Encode part `number`, whose text is pairs `first` and following of all corpora."""
     name = job.corpora[corpus].name if job.is_mixture else None
     stats, lengths = PartStats(corpus), Counter[tuple[int, int]]()
-    encoded = read_ahead(_encoded(text, job.tokenizer), _NUM_AHEAD)
+    tag = job.corpora[corpus].corpus.tag
+    prefix = [] if tag is None else [job.tokenizer.src.tags[tag]]
+    encoded = read_ahead(_encoded(text, job.tokenizer, prefix), _NUM_AHEAD)
     with (
         whole_file(_part_path(job.directory, number, _TABLE)) as table_path,
         whole_file(_part_path(job.directory, number, _DROPPED)) as dropped_path,
@@ -194,11 +196,12 @@ class _EncodedSide(NamedTuple):
 
 
 def _encoded(
-    text: Iterator[Pair], tokenizer: Tokenizer
+    text: Iterator[Pair], tokenizer: Tokenizer, prefix: list[int]
 ) -> Iterator[tuple[list[Pair], _EncodedSide, _EncodedSide]]:
-    """Yield blocks of pairs with the ids of both sides."""
+    """Yield blocks of pairs with the ids of both sides; the sources begin with `prefix`."""
     while pairs := list(islice(text, _BLOCK_PAIRS)):
-        src = _EncodedSide.of(tokenizer.src.encode([pair.src for pair in pairs]))
+        src_ids = tokenizer.src.encode([pair.src for pair in pairs])
+        src = _EncodedSide.of([prefix + ids for ids in src_ids] if prefix else src_ids)
         yield pairs, src, _EncodedSide.of(tokenizer.tgt.encode([pair.tgt for pair in pairs]))
 
 
@@ -230,7 +233,8 @@ def collect(
             raise dropped.none_left(named.name, _num_dropped(of_corpus))
         weight = weight_of(longer.total(), named.weight, temperature)
         lengths = [longer[length] for length in range(max(longer) + 1)]
-        entries.append(CorpusEntry(named.name, weight, lengths))
+        corpus = named.corpus
+        entries.append(CorpusEntry(named.name, weight, lengths, corpus.tag, corpus.until))
     shards: list[Shard] = []
     for number, stats in enumerate(parts):
         if not stats.num_kept:

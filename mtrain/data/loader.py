@@ -75,13 +75,23 @@ class TrainingData:
         self._tokenizer, self._seed, self._alpha = tokenizer, seed, sampling_alpha
         self._shards = ShardSet(directory, tokenizer, with_text=sampling_alpha > 0)
         self._manifest = self._shards.manifest
-        corpora = []
+        self.ends = sorted({entry.until for entry in self._manifest.corpora if entry.until})
+        self.enter(0)
+
+    def enter(self, phase: int) -> None:
+        """Use the corpora of a phase of the training: those that do not end with an earlier one.
+
+        Phase n ends when the share `ends[n]` of the budget is spent; the last one has no end.
+        """
+        corpora, self._used = [], list[int]()
         for corpus, entry in enumerate(self._manifest.corpora):
-            numbers = self._manifest.of_corpus(corpus)
-            num_pairs = [self._manifest.shards[number].num_pairs for number in numbers]
-            corpora.append(MixtureCorpus(numbers, num_pairs, entry.weight))
-        window_pairs = SAMPLED_WINDOW_PAIRS if sampling_alpha else WINDOW_PAIRS
-        self._mixture = Mixture(corpora, seed, window_pairs)
+            if entry.until is None or entry.until in self.ends[phase:]:
+                numbers = self._manifest.of_corpus(corpus)
+                num_pairs = [self._manifest.shards[number].num_pairs for number in numbers]
+                corpora.append(MixtureCorpus(numbers, num_pairs, entry.weight))
+                self._used.append(corpus)
+        window_pairs = SAMPLED_WINDOW_PAIRS if self._alpha else WINDOW_PAIRS
+        self._mixture = Mixture(corpora, self._seed, window_pairs)
         self._window: _ShuffleWindow | None = None
 
     def __len__(self) -> int:
@@ -99,7 +109,7 @@ class TrainingData:
 
     def _num_tokens(self, of_shards: list[int]) -> int:
         total = 0
-        for corpus, share in enumerate(self.shares):
+        for corpus, share in zip(self._used, self.shares, strict=True):
             tokens = sum(of_shards[number] for number in self._manifest.of_corpus(corpus))
             total += tokens * share.num_in_epoch // share.num_pairs
         return total
@@ -107,10 +117,11 @@ class TrainingData:
     @property
     def shares(self) -> list[CorpusShare]:
         """The share of each corpus in an epoch."""
-        entries = zip(self._manifest.corpora, self._mixture.counts, strict=True)
         return [
-            CorpusShare(entry.name, self._manifest.num_pairs(corpus), count)
-            for corpus, (entry, count) in enumerate(entries)
+            CorpusShare(
+                self._manifest.corpora[corpus].name, self._manifest.num_pairs(corpus), count
+            )
+            for corpus, count in zip(self._used, self._mixture.counts, strict=True)
         ]
 
     def format_shares(self) -> list[str]:
@@ -181,7 +192,7 @@ class TrainingData:
         return EpochPlan(self._count_batches(batch_tokens), padding)
 
     def _count_batches(self, batch_tokens: int) -> int:
-        counts = [np.array(entry.lengths) for entry in self._manifest.corpora]
+        counts = [np.array(self._manifest.corpora[corpus].lengths) for corpus in self._used]
         longest = max(map(len, counts))
         total = sum(
             np.pad(count, (0, longest - len(count))) * (share.num_in_epoch / share.num_pairs)
@@ -203,7 +214,7 @@ class TrainingData:
         batches = [window.plan(batch_tokens)[index] for index in largest]
         if self._mixture.num_windows == 1:
             return [self._collate(window, rows) for rows in batches]
-        used = [np.flatnonzero(entry.lengths) for entry in self._manifest.corpora]
+        used = [np.flatnonzero(self._manifest.corpora[corpus].lengths) for corpus in self._used]
         lengths = np.unique(np.concatenate([*used, np.maximum(*window.lengths)]))
         num_rows, tgt = np.maximum(batch_tokens // lengths, 1), self._tokenizer.tgt
         found = []
@@ -275,12 +286,18 @@ class _SampledPairs:
     def __init__(
         self, pairs: _StoredPairs, tokenizer: Tokenizer, alpha: float, seed: list[int]
     ) -> None:
-        eos = tokenizer.src.eos
+        eos, tags = tokenizer.src.eos, set(tokenizer.src.tags.values())
         src_seed, tgt_seed = (int(x) for x in np.random.SeedSequence(seed).generate_state(2))
         src_text, tgt_text = pairs.texts()
         src_ids = tokenizer.src.sample(src_text, alpha, src_seed)
         tgt_ids = tokenizer.tgt.sample(tgt_text, alpha, tgt_seed)
-        self._src = [np.array([*ids, eos], dtype=np.int32) for ids in src_ids]
+        stored, _ = pairs.take(np.arange(len(src_ids))) if tags else ([], [])
+        prefixes = [ids[:1].tolist() if ids[0] in tags else [] for ids in stored]
+        prefixes = prefixes or [[]] * len(src_ids)
+        self._src = [
+            np.array([*prefix, *ids, eos], dtype=np.int32)
+            for prefix, ids in zip(prefixes, src_ids, strict=True)
+        ]
         self._tgt = [np.array(ids, dtype=np.int32) for ids in tgt_ids]
         self.src_lengths: Lengths = np.array([len(ids) for ids in self._src], dtype=np.int32)
         self.tgt_lengths: Lengths = np.array([len(ids) + 1 for ids in self._tgt], dtype=np.int32)

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ import numpy as np
 
 from mtrain import __version__
 from mtrain.audit.scan import PairFilter, Scan, scan_corpora
-from mtrain.config.corpora import Corpus, corpora_of, weight_of
+from mtrain.config.corpora import Corpus, SyntheticCorpus, corpora_of, weight_of
 from mtrain.config.sections import DEFAULT_VOCAB_SIZE, Config, DataConfig
 from mtrain.corpus import dropped
 from mtrain.corpus.formats import paths_of, revision_of
@@ -106,13 +106,19 @@ def _tokenize(
     data, init_from = config.data, config.training.init_from
     replay.check(config)
     fingerprint = tokenizer.fingerprint() if tokenizer else None
-    marks, num_pairs = _scan(config, fingerprint, run, work_dir, console)
+    if tokenizer is not None:
+        check_tags(data, tokenizer, run.path)
+    elif init_from is not None:
+        init_dir = RunDir(Path(init_from))
+        check_tags(data, sentencepiece.load(init_dir.tokenizer_dir), init_dir.path)
+    marks, sizes = _scan(config, fingerprint, run, work_dir, console)
+    num_pairs = sum(sizes.values())
     pair_filter = PairFilter(data, work_dir)
     if tokenizer is None:
         tokenizer_dir = work_dir / "tokenizer"
         if not tokenizer_dir.is_dir():
             if init_from is None:
-                tokenizer = _train_tokenizer(config, pair_filter, num_pairs, console)
+                tokenizer = _train_tokenizer(config, pair_filter, sizes, console)
             else:
                 tokenizer = sentencepiece.load(RunDir(Path(init_from)).tokenizer_dir)
             with whole_dir(tokenizer_dir) as directory:
@@ -122,8 +128,8 @@ def _tokenize(
     lengths = {len(tokenizer.src), len(tokenizer.tgt)}
     if not init_from and config.tokenizer.vocab_size is None and lengths != {DEFAULT_VOCAB_SIZE}:
         origin = f", as near to the default of {DEFAULT_VOCAB_SIZE:,} as the text allows"
-    sizes = format_vocabulary_sizes(tokenizer)
-    console.say(f"tokenizer: {config.tokenizer.kind}, {sizes}{origin}")
+    shown = format_vocabulary_sizes(tokenizer)
+    console.say(f"tokenizer: {config.tokenizer.kind}, {shown}{origin}")
     job = EncodeJob(
         corpora_of(data.train, "data.train"),
         isinstance(data.train, list),
@@ -164,8 +170,8 @@ def _tokenize(
 
 def _scan(
     config: Config, fingerprint: str | None, run: RunDir, work_dir: Path, console: Console
-) -> tuple[Tree, int]:
-    """Return the file marks and revisions of all corpora, and the number of training pairs.
+) -> tuple[Tree, dict[str, int]]:
+    """Return the file marks and revisions of all corpora, and the pairs of each training corpus.
 
     Reads all corpora once and writes their records to the working folder. Records of an earlier
     process are reused if text, settings and the fingerprint of the run's tokenizer, if it has one,
@@ -185,7 +191,7 @@ def _scan(
     revisions = {name: {"revision": commit} for name, commit in commits.items()}
     try:
         earlier = json.loads(path.read_text("utf-8"))
-        marks, num_pairs = dict(earlier["marks"]), int(earlier["num_pairs"])
+        marks, sizes = dict(earlier["marks"]), dict(earlier["sizes"])
         is_same = earlier["settings"] == settings and list(marks) == [*files, *revisions]
         is_same = is_same and marks == marks | revisions and not changed_files(_file_marks(marks))
     except (OSError, ValueError, TypeError, LookupError):
@@ -193,7 +199,7 @@ def _scan(
     if is_same:
         if num_done := encode.num_done(work_dir):
             console.say(f"{run.path}: tokenizing resumes after {num_done:,} training pairs")
-        return marks, num_pairs
+        return marks, sizes
     for stale in work_dir.iterdir():
         if stale.is_dir():
             shutil.rmtree(stale)
@@ -214,9 +220,12 @@ def _scan(
         )._asdict()
         for file, stat in stats.items()
     } | revisions
-    num_pairs = scans[-1].reader.num_pairs
-    write_lines(path, [json.dumps({"settings": settings, "marks": marks, "num_pairs": num_pairs})])
-    return marks, num_pairs
+    counts = Counter[str]()
+    for part in scans[-1].reader.parts:
+        counts[part.corpus or "data.train"] += part.num_pairs
+    sizes = dict(counts)
+    write_lines(path, [json.dumps({"settings": settings, "marks": marks, "sizes": sizes})])
+    return marks, sizes
 
 
 def _check_scans(scans: Iterable[Scan], data: DataConfig, console: Console) -> None:
@@ -247,11 +256,21 @@ def _check_scans(scans: Iterable[Scan], data: DataConfig, console: Console) -> N
 
 
 def _train_tokenizer(
-    config: Config, pair_filter: PairFilter, num_pairs: int, console: Console
+    config: Config, pair_filter: PairFilter, sizes: Mapping[str, int], console: Console
 ) -> Tokenizer:
-    """Train the tokenizer on the kept pairs, and on those over `data.max_tokens`."""
+    """Train the tokenizer on the kept pairs, and on those over `data.max_tokens`.
+
+    Pairs of synthetic corpora are left out.
+    """
+    corpora, num_pairs = corpora_of(config.data.train, "data.train"), sum(sizes.values())
+    is_real = np.concatenate(
+        [
+            np.full(sizes[named.name], not isinstance(named.corpus, SyntheticCorpus))
+            for named in corpora
+        ]
+    )
     max_lines = config.tokenizer.max_training_lines
-    if num_pairs * (2 if config.tokenizer.shared else 1) > max_lines:
+    if is_real.sum() * (2 if config.tokenizer.shared else 1) > max_lines:
         console.say(
             f"tokenizer: trained on a sample of {max_lines:,} lines "
             "(`tokenizer.max_training_lines`)"
@@ -261,11 +280,35 @@ def _train_tokenizer(
         reasons = pair_filter.reasons(first, min(_BLOCK_PAIRS, num_pairs - first))
         is_kept[first : first + len(reasons)] = [reason is None for reason in reasons]
         counts.update(reason for reason in reasons if reason is not None)
+    is_kept &= is_real
     if not is_kept.any():
         raise dropped.none_left("data.train", counts)
     kept = compress(read_pairs(config.data.train), is_kept)
     lines = ((pair.src, pair.tgt) for pair in kept)
-    return sentencepiece.train_on_pairs(config.tokenizer, lines, int(is_kept.sum()), config.seed)
+    return sentencepiece.train_on_pairs(
+        config.tokenizer, lines, int(is_kept.sum()), config.seed, _tags(config.data)
+    )
+
+
+def _tags(data: DataConfig) -> list[str]:
+    """Return the names of the tags of all training corpora."""
+    named = corpora_of(data.train, "data.train")
+    return sorted({each.corpus.tag for each in named if each.corpus.tag is not None})
+
+
+def check_tags(data: DataConfig, tokenizer: Tokenizer, path: Path) -> None:
+    """Check that a tokenizer has the tags of all training corpora.
+
+    Raises:
+        ConfigError: if it lacks one, which it cannot learn any more.
+    """
+    for named in corpora_of(data.train, "data.train"):
+        if named.corpus.tag is not None and named.corpus.tag not in tokenizer.src.tags:
+            known = ", ".join(tokenizer.src.tags) or "none"
+            raise ConfigError(
+                f"`{named.name}.tag` must be a tag of the tokenizer of {path}, which has {known}, "
+                f"but is {named.corpus.tag!r} instead; a training from the beginning learns it."
+            )
 
 
 def is_prepared(run: RunDir) -> bool:
@@ -400,11 +443,12 @@ def _say_leaks(run: RunDir, names: Iterable[str], console: Console) -> None:
         sides = ([np.array(line, np.int32).tobytes() for line in side] for side in ids)
         pairs_of[name] = list(zip(*sides, strict=True))
     held_out = {src for pairs in pairs_of.values() for src, _ in pairs}
+    tags = set(tokenizer.src.tags.values())
     trained = {
-        pair
+        (untagged, tgt.tobytes())
         for block in loader.read_ids(run.data_dir, tokenizer)
-        for pair in zip(*([line.tobytes() for line in side] for side in block), strict=True)
-        if pair[0] in held_out
+        for src, tgt in zip(*block, strict=True)
+        if (untagged := src[int(src[0] in tags) :].tobytes()) in held_out
     }
     sources = {pair[0] for pair in trained}
     for name, pairs in pairs_of.items():

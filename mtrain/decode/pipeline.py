@@ -126,10 +126,15 @@ class LineTranslator:
         translator: searches, with its own options.
         stats: of the training corpus, if they are known.
         warn: is told what looks wrong about lines, on the first rank.
+        num_before: lines of the text before the first one that is translated.
     """
 
     def __init__(
-        self, translator: SearchEngine, stats: CorpusStats | None = None, warn: Warn = _ignore
+        self,
+        translator: SearchEngine,
+        stats: CorpusStats | None = None,
+        warn: Warn = _ignore,
+        num_before: int = 0,
     ) -> None:
         self.translator, self.options, self.stats = translator, translator.options, stats
         if self.options.mbr is not None:
@@ -137,7 +142,7 @@ class LineTranslator:
             more = replace(self.options, num_best=candidates)
             self.translator = translator.with_options(more, translator.limits)
         self.warnings = LineWarnings(warn if translator.process_group.is_first else _ignore)
-        self._num_lines = 0
+        self._num_lines = num_before
 
     def translate(
         self, blocks: Iterable[list[str]], prefixes: Iterator[str] | None = None

@@ -269,7 +269,7 @@ class Translator:
         constraints = Constraints(
             tgt.bos,
             tgt.eos,
-            [tgt.pad, tgt.bos],
+            [tgt.pad, tgt.bos, *tgt.tags.values()],
             np.array(lengths, np.int64),
             prefix_BP,
             self.options.no_repeat_ngram,

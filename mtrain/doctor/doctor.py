@@ -274,7 +274,7 @@ class _RunChecker:
     def _check_repeatable(self, config: Config, span: Span) -> None:
         """Skip the replay of updates that are not repeatable on this machine."""
         known = replay.elapsed_after_steps(self.run, span)
-        if follows_clock(config.training) and len(known) < len(span.steps):
+        if follows_clock(config) and len(known) < len(span.steps):
             raise _Skip("the log does not have the time of each update")
         for line in read_metrics(self.run.metrics_path):
             if "changed_config" in line and line["step"] > span.first_step:

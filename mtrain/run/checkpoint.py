@@ -46,7 +46,8 @@ class Progress(BaseModel):
 
     Attributes:
         step: updates made.
-        epoch, batch: position of the next micro-batch, see `data.sampler.Position`.
+        epoch, batch: position of the next micro-batch, see `data.batch.Position`.
+        phase: number of corpora's ends (`until`) that are past; the position is of this phase.
         elapsed_s: spent on training and validation, over all processes.
         num_bad_validations: in a row, that are not the best.
         num_skipped, num_skipped_in_a_row: updates whose loss or gradient was not finite.
@@ -62,6 +63,7 @@ class Progress(BaseModel):
     step: Count = 0
     epoch: Count = 0
     batch: Count = 0
+    phase: Count = 0
     elapsed_s: float = 0.0
     num_bad_validations: Count = 0
     num_skipped: Count = 0

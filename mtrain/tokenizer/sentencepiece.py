@@ -22,6 +22,7 @@ from mtrain.tokenizer.bpe_dropout import Merges
 
 _TOO_LARGE = re.compile(r"Vocabulary size too high.*?<= (\d+)")
 _TOO_SMALL = re.compile(r"smaller than required_chars\. \d+ vs (\d+)")
+_TAG = re.compile("<tag:(.+)>")  # a control piece: SentencePiece makes it of no text
 _NUM_BEST = 64  # segmentations to sample from; sampling from the full lattice breaks training
 
 
@@ -48,6 +49,13 @@ class Vocabulary:
         self.unk: int = self._processor.unk_id()
         self.bos: int = self._processor.bos_id()
         self.eos: int = self._processor.eos_id()
+
+    @cached_property
+    def tags(self) -> dict[str, int]:
+        """The ids of the reserved tokens that tell corpora apart, by name."""
+        control = [piece for piece in range(len(self)) if self._processor.is_control(piece)]
+        matches = zip(control, map(_TAG.fullmatch, self.pieces_of(control)), strict=True)
+        return {match[1]: piece for piece, match in matches if match}
 
     @property
     def byte_pieces(self) -> list[int]:
@@ -239,7 +247,11 @@ def train(config: TokenizerConfig, src: Sequence[str], tgt: Sequence[str], seed:
 
 
 def train_on_pairs(
-    config: TokenizerConfig, pairs: Iterable[tuple[str, str]], num_pairs: int, seed: int
+    config: TokenizerConfig,
+    pairs: Iterable[tuple[str, str]],
+    num_pairs: int,
+    seed: int,
+    tags: Sequence[str] = (),
 ) -> Tokenizer:
     """Train as `train` does, but stream the text and keep only the sample in memory.
 
@@ -248,6 +260,7 @@ def train_on_pairs(
         pairs: source and target lines.
         num_pairs: the number of pairs.
         seed: of the sample.
+        tags: the names of reserved tokens of the source vocabulary.
     """
     num_lines, first_tgt = (2 * num_pairs, num_pairs) if config.shared else (num_pairs, 0)
     chosen = _sample(num_lines, config.max_training_lines, seed)
@@ -259,7 +272,7 @@ def train_on_pairs(
             src_lines[slot] = src
         if (slot := slots.get(first_tgt + number)) is not None:
             tgt_lines[slot] = tgt
-    vocabulary = _train_vocabulary(config, src_lines)
+    vocabulary = _train_vocabulary(config, src_lines, tags)
     if config.shared:
         return Tokenizer(vocabulary, vocabulary)
     return Tokenizer(vocabulary, _train_vocabulary(config, tgt_lines))
@@ -275,18 +288,22 @@ def _sample(num_lines: int, max_lines: int, seed: int) -> list[int]:
     return chosen
 
 
-def _train_vocabulary(config: TokenizerConfig, lines: list[str]) -> Vocabulary:
+def _train_vocabulary(
+    config: TokenizerConfig, lines: list[str], tags: Sequence[str] = ()
+) -> Vocabulary:
     if not any(line.strip() for line in lines):
         raise DataError("`data.train` must have lines with text, but all that are kept are blank.")
     try:
-        return _train_with_size(config.vocab_size or DEFAULT_VOCAB_SIZE, config, lines)
+        return _train_with_size(config.vocab_size or DEFAULT_VOCAB_SIZE, config, lines, tags)
     except VocabularySizeError as error:
         if config.vocab_size is not None:
             raise
-        return _train_with_size(error.fitting, config, lines)
+        return _train_with_size(error.fitting, config, lines, tags)
 
 
-def _train_with_size(size: int, config: TokenizerConfig, lines: list[str]) -> Vocabulary:
+def _train_with_size(
+    size: int, config: TokenizerConfig, lines: list[str], tags: Sequence[str]
+) -> Vocabulary:
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -301,6 +318,7 @@ def _train_with_size(size: int, config: TokenizerConfig, lines: list[str]) -> Vo
             unk_id=1,
             bos_id=2,
             eos_id=3,
+            control_symbols=[f"<tag:{tag}>" for tag in tags],
             minloglevel=2,
         )
     except RuntimeError as error:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from mtrain.config.sections import TrainingConfig
+from mtrain.config.corpora import corpora_of
+from mtrain.config.sections import Config, TrainingConfig
 from mtrain.io.text_width import count
 from mtrain.run.checkpoint import Progress
 
@@ -43,9 +44,12 @@ def budget_spent(config: TrainingConfig, progress: Progress) -> float:
     return max(by_steps, by_time)
 
 
-def follows_clock(config: TrainingConfig) -> bool:
-    """Return whether the learning rate depends on the time that was spent."""
-    return config.max_minutes is not None and config.schedule in ("linear", "cosine")
+def follows_clock(config: Config) -> bool:
+    """Return whether the learning rate, or the mixture, depends on the time that was spent."""
+    corpora = [named.corpus for named in corpora_of(config.data.train, "data.train")]
+    follows = config.training.schedule in ("linear", "cosine")
+    follows |= any(corpus.until is not None for corpus in corpora)
+    return config.training.max_minutes is not None and follows
 
 
 def is_finished(config: TrainingConfig, progress: Progress) -> bool:

@@ -6,7 +6,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -199,29 +199,55 @@ class Trainer:
         progress = self.state.progress
         self.signals, self.clock = signals, time.monotonic() - progress.elapsed_s
         self.log.open_bar(self._budget_spent())
-        with closing(self._updates()) as updates:
-            while not self._is_finished() and progress.step != last_step:
-                update = next(updates)
-                self._update(update)
-                self.checkpoints.is_current = False
-                self.state.advance(update.after)
-                if self.process_group.size == 1:  # several ranks use the time of rank 0
-                    progress.elapsed_s = self.elapsed_s()
-                self._report()
-                if self._is_due(self.settings.validate_every):
-                    self._validate()
-                    progress.elapsed_s = self.process_group.broadcast_float(self.elapsed_s())
-                if self.process_group.size == 1:
-                    self.agreed_signal = self.signals.received
-                if self.agreed_signal:
-                    self._save(is_leaving=True)
-                    raise Stopped(self.agreed_signal)
-                if self.checkpoints.is_due(progress.step, progress):
-                    self._save()
+        while not self._is_finished() and progress.step != last_step:
+            self._enter_phase()
+            with closing(self._updates()) as updates:
+                self._run_phase(updates, last_step)
         if self._is_finished() and str(progress.step) not in progress.bleu_of_step:
             self._validate()
         self._save(is_leaving=True)
         self.log.close_bar()
+
+    def _run_phase(self, updates: Iterator[UpdateBatches], last_step: int | None) -> None:
+        """Make updates until a corpus is used no longer, or the training ends."""
+        progress = self.state.progress
+        while not self._is_finished() and progress.step != last_step and not self._is_phase_over():
+            update = next(updates)
+            self._update(update)
+            self.checkpoints.is_current = False
+            self.state.advance(update.after)
+            if self.process_group.size == 1:  # several ranks use the time of rank 0
+                progress.elapsed_s = self.elapsed_s()
+            self._report()
+            if self._is_due(self.settings.validate_every):
+                self._validate()
+                progress.elapsed_s = self.process_group.broadcast_float(self.elapsed_s())
+            if self.process_group.size == 1:
+                self.agreed_signal = self.signals.received
+            if self.agreed_signal:
+                self._save(is_leaving=True)
+                raise Stopped(self.agreed_signal)
+            if self.checkpoints.is_due(progress.step, progress):
+                self._save()
+
+    def _is_phase_over(self) -> bool:
+        """Return whether the budget that is spent ends the use of a corpus."""
+        ends, phase = self.data.ends, self.state.progress.phase
+        return phase < len(ends) and self._budget_spent() >= ends[phase]
+
+    def _enter_phase(self) -> None:
+        """Begin an epoch of the corpora that are still used, if some are used no longer.
+
+        Depends on what a checkpoint saves alone.
+        """
+        progress, is_new = self.state.progress, False
+        while self._is_phase_over():
+            progress.phase, is_new = progress.phase + 1, True
+            progress.epoch, progress.batch = progress.epoch + 1, 0
+        self.data.enter(progress.phase)
+        if is_new:
+            names = " and ".join(share.name for share in self.data.shares)
+            self.log.say(f"step {progress.step:,}: the training goes on with {names} alone")
 
     def elapsed_s(self) -> float:
         """Return the seconds spent on training and validation; a replay overrides it."""
@@ -248,7 +274,7 @@ class Trainer:
         grad_norm = self._clip().double()
         is_finite = (totals[0] + grad_norm).isfinite()
         step = self.state.progress.step + 1
-        if follows_clock(self.settings):
+        if follows_clock(self.config):
             self.state.progress.unlogged_began_s.append(self.state.progress.elapsed_s)
         lr = learning_rate(self.settings, self.config.model.d_model, step, self._budget_spent())
         for optimizer in self.state.optimizers:
@@ -435,6 +461,7 @@ class Trainer:
     def restore(self, path: Path) -> None:
         """Restore the state that a checkpoint folder holds."""
         self.state.from_checkpoint(path, self.fingerprint)
+        self.data.enter(self.state.progress.phase)
         self.checkpoints.is_current = True
 
     def current_environment(self) -> Environment:
@@ -459,9 +486,12 @@ class Trainer:
     def probe_memory(self) -> None:
         """Try whether the largest batches fit into memory; restore all other state."""
         state = random_state()
-        for batch in self.data.largest(self.settings.batch_tokens):
-            part = batch.split(self.split.num_parts)[0]
-            self.gradients.probe_memory(part)
+        for phase in range(len(self.data.ends) + 1):
+            self.data.enter(phase)
+            for batch in self.data.largest(self.settings.batch_tokens):
+                part = batch.split(self.split.num_parts)[0]
+                self.gradients.probe_memory(part)
+        self.data.enter(self.state.progress.phase)
         self.model.zero_grad(set_to_none=True)
         self.gradients.warm_up(part)
         self.model.zero_grad(set_to_none=True)

@@ -38,6 +38,7 @@ VERBS = [
     "plot",
     "export",
     "doctor",
+    "augment",
     "serve",
 ]
 ODD_LINES = [

@@ -610,6 +610,7 @@ def test_a_row_of_parquet_that_is_not_utf8_is_named_and_the_others_are_read(tmp_
         (
             "{csv: [a.csv]}",
             "`data.train` must have `src` and `tgt`, or one of `tsv`, `jsonl`, `parquet`, `hub`, "
+            "`synthetic`, "
             "but has csv instead.",
         ),
         ("{tsv: []}", "`data.train.tsv` must be a list of at least 1, but is [] instead."),

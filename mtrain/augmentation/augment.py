@@ -1,0 +1,526 @@
+"""Synthetic pairs: translate text part by part, drop what looks wrong, write a corpus folder.
+
+Parts are written one by one into a folder beside the output, with their counts last. All ranks do
+the same and share the decoding; the first one writes.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import shutil
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from filelock import FileLock, Timeout
+
+from mtrain import __version__
+from mtrain.augmentation.pair_rules import Candidate, PairRules
+from mtrain.augmentation.text import (
+    InputRow,
+    RepeatedSides,
+    find_repeats,
+    mono_rows,
+    paired_rows,
+    paths_of_text,
+    real_text,
+)
+from mtrain.config.corpora import TrainText
+from mtrain.config.sections import Config, DataConfig
+from mtrain.corpus import dropped, length_stats, synthetic
+from mtrain.corpus.dropped import DroppedPair
+from mtrain.corpus.formats import paths_of
+from mtrain.corpus.length_stats import CorpusStats
+from mtrain.decode import translator as translating
+from mtrain.decode.options import DecodingOptions
+from mtrain.decode.pipeline import BLOCK_LINES, LineTranslator, Warn
+from mtrain.decode.translator import EncodedSource, Translator
+from mtrain.errors import DataError, RunError
+from mtrain.io.atomic import sha256, sweep, whole_dir, whole_file, writable_dir
+from mtrain.run.load_model import LoadOptions
+from mtrain.run.logger import Console
+from mtrain.run.run_dir import RunDir
+
+PART_LINES = 8 * BLOCK_LINES  # of the text, the unit of resuming, and the lines of a shard
+_DIGITS = 4  # of a log-probability, as it is written
+_PAIRS, _DROPPED, _COUNTS = ".jsonl.gz", ".dropped.gz", ".json"  # the files of a part
+Mode = Literal["back", "forward", "again"]
+Tree = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class AugmentRequest:
+    """What to translate, by which models.
+
+    Attributes:
+        mode: `back` translates target text into sources, `forward` source text into targets;
+            `again` translates the training text, by each model in its own direction.
+        texts: the files of monolingual text; none for `again`.
+        runs: the models; an ensemble, but for `again`.
+        output: the corpus folder.
+        decoding: what differs from the decoding options of a run.
+        with_scores: whether the log-probability of each translation is written.
+        keep_best: the share of the pairs that is kept, those of the best score.
+        judge: a model of the other direction, by whose score pairs are kept.
+        loading: how models are loaded.
+    """
+
+    mode: Mode
+    texts: Sequence[Path]
+    runs: Sequence[RunDir]
+    output: Path
+    decoding: Mapping[str, Any]
+    with_scores: bool = False
+    keep_best: float | None = None
+    judge: RunDir | None = None
+    loading: LoadOptions = LoadOptions()  # noqa: RUF009 - frozen
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether translations are scored by the model that made them."""
+        return self.with_scores or (self.keep_best is not None and self.judge is None)
+
+
+class _Engine(NamedTuple):
+    """A model or an ensemble, and the side of the text that it translates."""
+
+    translator: Translator
+    stats: CorpusStats | None
+    is_back: bool  # from targets to sources
+
+
+class _Text(NamedTuple):
+    """The text, how often it can be read, and which rows repeat others."""
+
+    read: Callable[[], Iterator[InputRow]]
+    repeats: RepeatedSides
+    num_rows: int
+
+
+class _Part(NamedTuple):
+    """The counts of a part, once it is written."""
+
+    num_rows: int
+    num_pairs: int
+    dropped: dict[str, int]
+
+
+def augment(request: AugmentRequest, config: Config, console: Console, warn: Warn) -> Tree:
+    """Write a corpus folder, unless it is there; return its record. All ranks call it together.
+
+    A stopped one is continued.
+
+    Args:
+        request: what to do.
+        config: of the training that the pairs are for.
+        console: is told what is done, on the first rank.
+        warn: is told what looks wrong about the text, on the first rank.
+
+    Raises:
+        RunError: if a model has another direction, or the folder was made otherwise.
+        DataError: if a text cannot be read, or no pair is left.
+    """
+    process_group, output = request.loading.process_group, request.output
+    directions = _check_directions(request, config.data)
+    real = real_text(config.data.train)
+    work_dir = output.with_name(f".{output.name}.augmenting")
+    if (output / synthetic.RECORD_FILE).is_file():
+        record = synthetic.read_record(output)
+        version = {"mtrain": record["settings"].get("mtrain")}  # any has finished it
+        _check_same(record["settings"], _settings(request, config, real) | version, output)
+        if process_group.is_first:
+            _remove_unfinished(work_dir, output)
+            console.say(f"{output}: made already, {record['num_pairs']:,} pairs")
+        return record
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise RunError(
+            f"{output}: exists, but `mtrain augment` did not write it; choose another -o."
+        )
+    with (
+        writable_dir(work_dir),
+        _alone(work_dir, output) if process_group.is_first else nullcontext(),
+    ):
+        process_group.barrier()
+        scratch = work_dir / f"rank-{process_group.rank}"
+        shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
+        with writable_dir(scratch):
+            pair_rules = PairRules(config.data, real, scratch)
+            text = _read_text(request, real, scratch, warn if process_group.is_first else _ignore)
+        shutil.rmtree(scratch)
+        settings = _settings(request, config, real)
+        num_done = _begin(work_dir, settings, output) if process_group.is_first else 0
+        num_done = int(process_group.broadcast_float(num_done))
+        if num_done and process_group.is_first:
+            console.say(
+                f"{output}: goes on after {min(num_done * PART_LINES, text.num_rows):,} lines"
+            )
+        engines = _load(request, directions)
+        judge = _load_one(request, [request.judge]) if request.judge else None
+        rows = text.read()
+        deque(islice(rows, num_done * PART_LINES), maxlen=0)
+        number = num_done
+        while block := list(islice(rows, PART_LINES)):
+            pairs, lost = _translate(block, number * PART_LINES, text.repeats, engines, pair_rules)
+            agreement = _agreement(judge, pairs, directions[0]) if judge else None
+            if process_group.is_first:
+                _write_part(work_dir, number, block, pairs, lost, request, agreement)
+                console.say(
+                    f"{output}: {min((number + 1) * PART_LINES, text.num_rows):,} of "
+                    f"{text.num_rows:,} lines"
+                )
+            number += 1
+        if process_group.is_first:
+            sweep(output)
+            with whole_dir(output) as directory:
+                record = _collect(work_dir, number, request, settings, directory)
+            shutil.rmtree(work_dir)
+            console.say(f"dropped: {dropped.format_counts(record['dropped'])}")
+            console.say(f"{output}: {record['num_pairs']:,} pairs")
+    process_group.barrier()
+    return synthetic.read_record(output)
+
+
+def _ignore(_: str) -> None:
+    pass
+
+
+def _remove_unfinished(work_dir: Path, output: Path) -> None:
+    """Remove what a process left that was killed when all was written."""
+    if work_dir.is_dir():
+        with _alone(work_dir, output):
+            shutil.rmtree(work_dir)
+    sweep(output)
+
+
+@contextmanager
+def _alone(work_dir: Path, output: Path) -> Iterator[None]:
+    lock = FileLock(work_dir / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise RunError(
+            f"{output}: another process is writing it; wait until it ends, or choose another -o."
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _check_directions(request: AugmentRequest, data: DataConfig) -> list[bool]:
+    """Return for each model whether it translates from targets to sources.
+
+    Raises:
+        RunError: for one that does not translate as it must.
+    """
+    forward, back = (data.src_lang, data.tgt_lang), (data.tgt_lang, data.src_lang)
+    allowed = {"forward": [forward], "back": [back], "again": [forward, back]}[request.mode]
+    directions = [_check_direction(run, allowed, f"--{request.mode}") for run in request.runs]
+    if request.judge is not None:
+        other = [forward if request.mode == "back" else back]
+        _check_direction(request.judge, other, "--agree-with")
+    return [direction == back for direction in directions]
+
+
+def _check_direction(run: RunDir, allowed: list[tuple[str, str]], option: str) -> tuple[str, str]:
+    has = run.config.data.src_lang, run.config.data.tgt_lang
+    if has not in allowed:
+        must = " or ".join(f"{src} to {tgt}" for src, tgt in dict.fromkeys(allowed))
+        raise RunError(
+            f"{run.path}: must translate {must} for `{option}`, but translates {has[0]} to "
+            f"{has[1]} instead."
+        )
+    if not run.model_path.is_file():
+        raise RunError(f"{run.path}: must be a trained run, but has no {run.model_path.name}.")
+    return has
+
+
+def _settings(request: AugmentRequest, config: Config, real: TrainText) -> Tree:
+    """Return all that decides what is written."""
+    texts = [str(path) for path in request.texts] or paths_of_text(real)
+    held_out = [config.data.valid, *config.data.tests.values()]
+    runs = [*request.runs, *([request.judge] if request.judge else [])]
+    return {
+        "mtrain": __version__,
+        "mode": request.mode,
+        "languages": [config.data.src_lang, config.data.tgt_lang],
+        "texts": {path: _checksum(Path(path)) for path in texts},
+        "held_out": {
+            path: _checksum(Path(path)) for corpus in held_out for path in paths_of(corpus)
+        },
+        "models": [{"run": str(run.path), "weights": _checksum(run.model_path)} for run in runs],
+        "agreement": request.judge is not None,
+        "decoding": [asdict(_options(request, run)) for run in _leaders(request)],
+        "scores": request.with_scores,
+        "keep_best": request.keep_best,
+        "part_lines": PART_LINES,
+    }
+
+
+def _checksum(path: Path) -> str:
+    try:
+        return sha256(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}.") from None
+
+
+def _leaders(request: AugmentRequest) -> list[RunDir]:
+    """Return the runs whose decoding options are taken: each, or the first of an ensemble."""
+    return [*request.runs] if request.mode == "again" else [request.runs[0]]
+
+
+def _options(request: AugmentRequest, run: RunDir) -> DecodingOptions:
+    options = DecodingOptions.from_config(run.config)
+    return replace(options, with_scores=request.needs_scores, **request.decoding)
+
+
+def _check_same(old: Tree, new: Tree, output: Path) -> None:
+    """Refuse to go on with, or to take, what was made with other settings."""
+    new = json.loads(json.dumps(new))
+    differing = [f"`{key}`" for key in new if old.get(key) != new[key]]
+    if differing:
+        raise RunError(
+            f"{output}: was made with other settings ({', '.join(differing)}); choose another -o, "
+            "or delete it."
+        )
+
+
+def _begin(work_dir: Path, settings: Tree, output: Path) -> int:
+    """Write the settings, or compare them with those of the work so far; return its parts."""
+    path = work_dir / "settings.json"
+    sweep(path)
+    sweep(work_dir / "part-*")
+    if path.is_file():
+        _check_same(json.loads(path.read_text("utf-8")), settings, work_dir)
+    else:
+        with whole_file(path) as beside:
+            beside.write_text(json.dumps(settings), encoding="utf-8")
+    number = 0
+    while _part_path(work_dir, number, _COUNTS).is_file():
+        number += 1
+    return number
+
+
+def _part_path(work_dir: Path, number: int, suffix: str) -> Path:
+    return work_dir / f"part-{number:05d}{suffix}"
+
+
+def _read_text(request: AugmentRequest, real: TrainText, directory: Path, warn: Warn) -> _Text:
+    """Read the whole text once.
+
+    Raises:
+        DataError: if it cannot be read, or has no line.
+    """
+    if request.mode == "again":
+        repeats = find_repeats(paired_rows(real), directory)
+        return _Text(lambda: paired_rows(real), repeats, len(repeats.src))
+    is_back, texts = request.mode == "back", request.texts
+    repeats = find_repeats(mono_rows(texts, is_back, warn), directory)
+    if not len(repeats.src):
+        raise DataError(f"{texts[0]}: must have at least one line, but is empty.")
+    return _Text(lambda: mono_rows(texts, is_back, _ignore), repeats, len(repeats.src))
+
+
+def _load(request: AugmentRequest, directions: Sequence[bool]) -> list[_Engine]:
+    groups = [[run] for run in request.runs] if request.mode == "again" else [[*request.runs]]
+    return [
+        _Engine(_load_one(request, group), length_stats.load(group[0].data_dir), is_back)
+        for group, is_back in zip(groups, directions, strict=False)
+    ]
+
+
+def _load_one(request: AugmentRequest, runs: Sequence[RunDir]) -> Translator:
+    return translating.load(runs, _options(request, runs[0]), request.loading)
+
+
+def _translate(
+    block: Sequence[InputRow],
+    first: int,
+    repeats: RepeatedSides,
+    engines: Sequence[_Engine],
+    pair_rules: PairRules,
+) -> tuple[list[Candidate], list[tuple[int, str]]]:
+    """Return the pairs that are kept, by row, and the row and the reason of each dropped one."""
+    lost: list[tuple[int, str]] = []
+    candidates: list[Candidate] = []
+    for engine in engines:
+        is_repeat = (repeats.tgt if engine.is_back else repeats.src)[first : first + len(block)]
+        lines = [row.tgt if engine.is_back else row.src for row in block]
+        early = [
+            _early_reason(line, bool(again)) for line, again in zip(lines, is_repeat, strict=True)
+        ]
+        lost += [(row, reason) for row, reason in enumerate(early) if reason is not None]
+        lines = [line if reason is None else "" for line, reason in zip(lines, early, strict=True)]
+        line_translator = LineTranslator(engine.translator, engine.stats, num_before=first)
+        blocks = (lines[at : at + BLOCK_LINES] for at in range(0, len(lines), BLOCK_LINES))
+        for row, translated in enumerate(line_translator.translate(blocks)):
+            for best in translated.best if early[row] is None else []:
+                sides = (best.text, lines[row]) if engine.is_back else (lines[row], best.text)
+                candidates.append(Candidate(*sides, row, best.flags, best.log_prob, best.score))
+    candidates.sort(key=lambda candidate: candidate.row)  # stable: by model, then by rank
+    reasons = pair_rules.reasons(candidates, [(row.src, row.tgt) for row in block])
+    judged = list(zip(candidates, reasons, strict=True))
+    lost += [(candidate.row, reason) for candidate, reason in judged if reason is not None]
+    return [candidate for candidate, reason in judged if reason is None], sorted(lost)
+
+
+def _early_reason(line: str, is_repeat: bool) -> str | None:
+    """Return why a line is not translated at all."""
+    if not line.strip():
+        return "blank"
+    if "\ufffd" in line:
+        return "not-utf8"
+    return "repeated" if is_repeat else None
+
+
+def _agreement(judge: Translator, pairs: Sequence[Candidate], is_back: bool) -> list[float]:
+    """Return the judge's mean log-probability of a token of the real side of each pair."""
+    sources = [pair.src if is_back else pair.tgt for pair in pairs]
+    targets = judge.tokenizer.tgt.encode([pair.tgt if is_back else pair.src for pair in pairs])
+    encoded = [
+        EncodedSource(ids, text=text)
+        for ids, text in zip(judge.tokenizer.encode_src(sources), sources, strict=True)
+    ]
+    return [sum(log_probs) / len(log_probs) for log_probs in judge.score(encoded, targets)]
+
+
+def _write_part(
+    work_dir: Path,
+    number: int,
+    block: Sequence[InputRow],
+    pairs: Sequence[Candidate],
+    lost: Sequence[tuple[int, str]],
+    request: AugmentRequest,
+    agreement: Sequence[float] | None,
+) -> None:
+    with whole_file(_part_path(work_dir, number, _PAIRS)) as path:
+        entries = (
+            _entry(block[pair.row], pair, request, agreement[index] if agreement else None)
+            for index, pair in enumerate(pairs)
+        )
+        _write_entries(path, entries)
+    with (
+        whole_file(_part_path(work_dir, number, _DROPPED)) as path,
+        dropped.open_writer(path) as writer,
+    ):
+        for row, reason in lost:
+            writer.add(DroppedPair(block[row].file, block[row].line, reason))
+    with whole_file(_part_path(work_dir, number, _COUNTS)) as path:
+        part = _Part(len(block), len(pairs), dict(writer.counts))
+        path.write_text(json.dumps(part._asdict()), encoding="utf-8")
+
+
+def _entry(
+    row: InputRow, pair: Candidate, request: AugmentRequest, agreement: float | None
+) -> Tree:
+    entry: Tree = {"src": pair.src, "tgt": pair.tgt, "file": row.file, "line": row.line}
+    if request.needs_scores:
+        entry["log_prob"] = round(pair.log_prob, _DIGITS)
+        entry["score"] = round(pair.score, _DIGITS)
+    if agreement is not None:
+        entry["agreement"] = round(agreement, _DIGITS)
+    return entry
+
+
+def _write_entries(path: Path, entries: Iterable[Tree]) -> int:
+    """Write JSON lines, compressed, the same bytes for the same entries; return their number."""
+    count = 0
+    with (
+        path.open("wb") as raw,
+        gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as zipped,
+        io.TextIOWrapper(zipped, "utf-8", newline="\n") as stream,
+    ):
+        for entry in entries:
+            stream.write(json.dumps(entry, ensure_ascii=False) + "\n")
+            count += 1
+    return count
+
+
+def _read_entries(path: Path) -> Iterator[Tree]:
+    with gzip.open(path, "rt", encoding="utf-8", newline="\n") as stream:
+        yield from map(json.loads, stream)
+
+
+def _collect(
+    work_dir: Path, num_parts: int, request: AugmentRequest, settings: Tree, directory: Path
+) -> Tree:
+    """Write the shards, the list of dropped pairs and the record; return the record.
+
+    Raises:
+        DataError: if no pair is left.
+    """
+    parts = [
+        _Part(**json.loads(_part_path(work_dir, number, _COUNTS).read_text("utf-8")))
+        for number in range(num_parts)
+    ]
+    counts: Counter[str] = Counter()
+    for part in parts:
+        counts.update(part.dropped)
+    if not any(part.num_pairs for part in parts):
+        raise dropped.none_left(f"--{request.mode}", counts)
+    key = "score" if request.judge is None else "agreement"
+    limit = _limit(work_dir, parts, key, request.keep_best)
+    lists, shards = [], dict[str, Tree]()
+    for number in range(num_parts):
+        path = directory / f"pairs-{len(shards):05d}.jsonl.gz"
+        lists.append(_part_path(work_dir, number, _DROPPED))
+        if limit is None:
+            shutil.copyfile(_part_path(work_dir, number, _PAIRS), path)
+            num_kept = parts[number].num_pairs
+        else:
+            lists.append(_part_path(work_dir, number, f".low{_DROPPED}"))
+            num_kept = _keep(_part_path(work_dir, number, _PAIRS), key, limit, path, lists[-1])
+            counts["low-score"] += parts[number].num_pairs - num_kept
+        if num_kept:
+            shards[path.name] = {"num_pairs": num_kept, "sha256": sha256(path)}
+        else:
+            path.unlink()
+    dropped.join(lists, +counts, directory)
+    record = {
+        "settings": settings,
+        "num_lines": sum(part.num_rows for part in parts),
+        "num_pairs": sum(shard["num_pairs"] for shard in shards.values()),
+        "dropped": dict(sorted((+counts).items())),
+        "shards": shards,
+    }
+    text = json.dumps(record, indent=2, ensure_ascii=False)
+    (directory / synthetic.RECORD_FILE).write_text(text + "\n", encoding="utf-8")
+    return record
+
+
+def _limit(
+    work_dir: Path, parts: Sequence[_Part], key: str, keep_best: float | None
+) -> float | None:
+    """Return the least score of the best share of all pairs; None to keep all."""
+    total = sum(part.num_pairs for part in parts)
+    num_kept = total if keep_best is None else max(1, round(keep_best * total))
+    if num_kept == total:
+        return None
+    scores = np.empty(total)
+    first = 0
+    for number in range(len(parts)):
+        for entry in _read_entries(_part_path(work_dir, number, _PAIRS)):
+            scores[first], first = entry[key], first + 1
+    scores.partition(total - num_kept)
+    return float(scores[total - num_kept])
+
+
+def _keep(part: Path, key: str, limit: float, path: Path, lost: Path) -> int:
+    """Write the pairs of a part of at least this score, and list the others; return how many."""
+    with dropped.open_writer(lost) as writer:
+
+        def kept() -> Iterator[Tree]:
+            for entry in _read_entries(part):
+                if entry[key] >= limit:
+                    yield entry
+                else:
+                    writer.add(DroppedPair(entry["file"], entry["line"], "low-score"))
+
+        return _write_entries(path, kept())

@@ -1,0 +1,82 @@
+"""A config with a synthetic corpus among its training text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mtrain.config import config_file
+from mtrain.config.corpora import corpora_of, weight_of
+from mtrain.config.sections import Config
+from mtrain.corpus.reader import count_pairs
+from mtrain.data.prepare import check_tags
+from mtrain.errors import ConfigError
+from mtrain.run.run_dir import RunDir
+from mtrain.tokenizer import sentencepiece
+
+
+def with_corpus(
+    config: Config, output: Path, weight: float | None, tag: str | None, until: float | None
+) -> Config:
+    """Return a config with a corpus folder added, and a run folder of its own.
+
+    Args:
+        config: of the training without it.
+        output: the corpus folder.
+        weight: relative to all other corpora together; None leaves weights out where there are
+            none, so that each pair counts once.
+        tag, until: of the corpus.
+
+    Raises:
+        ConfigError: if a value is not valid, or the model that the training begins with lacks the
+            tag.
+    """
+    tree = config.model_dump(exclude_unset=True)
+    corpora = corpora_of(config.data.train, "data.train")
+    train = tree["data"]["train"]
+    entries: list[dict[str, Any]] = train if isinstance(train, list) else [train]
+    entry: dict[str, Any] = {"synthetic": str(output)}
+    weights = [named.corpus.weight for named in corpora]
+    if weight is not None and None in weights:
+        sizes = [count_pairs(named.corpus, named.name) for named in corpora]
+        weights = [weight_of(size, None, config.data.temperature) for size in sizes]
+        entries = [one | {"weight": own} for one, own in zip(entries, weights, strict=True)]
+        tree["data"].pop("temperature", None)
+    if None not in weights:
+        entry["weight"] = (1.0 if weight is None else weight) * sum(filter(None, weights))
+    keys = {"tag": tag, "until": until}
+    entry |= {key: value for key, value in keys.items() if value is not None}
+    tree["data"]["train"] = [*entries, entry]
+    new_dir = f"{config.run_dir}-{output.name}"
+    new = config_file.from_tree(tree, f"{output}", run_dir=new_dir)
+    if new.training.init_from is not None:
+        init_dir = RunDir(Path(new.training.init_from))
+        check_tags(new.data, sentencepiece.load(init_dir.tokenizer_dir), init_dir.path)
+    return new
+
+
+def write(config: Config, path: Path) -> None:
+    """Write a config; one that is there already must be the same.
+
+    Raises:
+        ConfigError: if another one is there.
+    """
+    check_free(config, path)
+    config_file.save(config, path, with_defaults=False)
+
+
+def check_free(config: Config, path: Path) -> None:
+    """Refuse a path where another config is.
+
+    Raises:
+        ConfigError: if there is one.
+    """
+    if path.exists() and (not path.is_file() or config_file.load(path) != config):
+        raise ConfigError(f"{path}: already exists; choose another --write-config, or delete it.")
+
+
+def as_text(config: Config) -> Iterator[str]:
+    """Yield the lines of YAML that say what a config trains on."""
+    tree = config.model_dump(exclude_unset=True)["data"]
+    yield from config_file.dump_tree({"data": {"train": tree["train"]}}).splitlines()

@@ -1,0 +1,88 @@
+"""Why a synthetic pair is dropped: its flags, the rules of the audit, and held-out text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from mtrain.audit import duplicates, rules
+from mtrain.audit.duplicates import Leaks
+from mtrain.audit.features import Feature, measure
+from mtrain.audit.rules import PairBlock, Reasons
+from mtrain.audit.scan import scan_corpora
+from mtrain.config.corpora import TrainText
+from mtrain.config.sections import DataConfig
+
+# Flags of translations, and rules of the audit, that drop a pair.
+FLAGS = ("copy", "empty", "length", "limit", "loop", "truncated", "unknown")
+RULES = ("blank-side", "held-out", "copied", "length-ratio", "strange-script", "swapped")
+
+
+class Candidate(NamedTuple):
+    """A synthetic pair that may be dropped."""
+
+    src: str
+    tgt: str
+    row: int  # of the part
+    flags: tuple[str, ...] = ()  # of the translation
+    log_prob: float = 0.0
+    score: float = 0.0
+
+
+class PairRules:
+    """Judges synthetic pairs by what is usual in the real ones.
+
+    Args:
+        data: names the held-out corpora.
+        real: the real training text.
+        directory: of temporary files.
+
+    Raises:
+        DataError: if a corpus cannot be read.
+    """
+
+    def __init__(self, data: DataConfig, real: TrainText, directory: Path) -> None:
+        judged = data.model_copy(update={"train": real, "clean": list(RULES)})
+        *held_out, train = scan_corpora(judged, directory)
+        self._rules = rules.dropping_rules(RULES)
+        self._profile = rules.learn(train.records.windows(), data.max_tokens)
+        self._held_out = [(scan.exact, scan.keys) for scan in held_out]
+        for scan in (*held_out, train):
+            scan.records.path.unlink()
+        self._features = reduce(or_, (rule.features for rule in self._rules), Feature.NONE)
+
+    def reasons(self, candidates: Sequence[Candidate], known: Sequence[tuple[str, str]]) -> Reasons:
+        """Return why each candidate is dropped; None for those that are kept.
+
+        Args:
+            candidates: in the order of their rows.
+            known: the real pair of each row; one side is empty if there is none.
+        """
+        if not candidates:
+            return []
+        src = measure([candidate.src for candidate in candidates], self._features)
+        tgt = measure([candidate.tgt for candidate in candidates], self._features)
+        exact, keys = duplicates.hashes_of(src, tgt)
+        is_held = np.zeros(len(candidates), bool)
+        for held_exact, held_keys in self._held_out:
+            is_held |= Leaks(held_exact, held_keys).look_up(exact, keys, 0)[0]
+        none = np.zeros(len(candidates), np.uint32)
+        block = PairBlock(src.lines, tgt.lines, none, none, is_held, is_held & False)
+        reasons = rules.drop_reasons(self._rules, block, self._profile)
+        known_src, known_tgt = (
+            measure(side, Feature.KEY).keys.tolist() for side in zip(*known, strict=True)
+        )
+        seen = {(row, *pair) for row, pair in enumerate(zip(known_src, known_tgt, strict=True))}
+        for index, candidate in enumerate(candidates):
+            flag = next((flag for flag in FLAGS if flag in candidate.flags), None)
+            key = candidate.row, int(src.keys[index]), int(tgt.keys[index])
+            if reasons[index] != "held-out":
+                reasons[index] = flag or reasons[index] or ("repeated" if key in seen else None)
+            if reasons[index] is None:
+                seen.add(key)
+        return reasons

@@ -1,0 +1,40 @@
+"""A corpus folder of `mtrain augment`: shards of JSON lines, and a record of their making."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from mtrain.errors import DataError
+
+RECORD_FILE = "record.json"
+
+
+def read_record(directory: Path) -> dict[str, Any]:
+    """Return the record of a corpus folder.
+
+    Raises:
+        DataError: if it is missing or damaged.
+    """
+    path = directory / RECORD_FILE
+    try:
+        record: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        if {"settings", "shards", "num_pairs"} <= record.keys():
+            return record
+        problem = "has another one"
+    except OSError:
+        problem = f"has no {RECORD_FILE}"
+    except (ValueError, AttributeError):
+        problem = f"its {RECORD_FILE} is damaged"
+    raise DataError(
+        f"{directory}: must be a corpus folder that `mtrain augment` has finished, but {problem}."
+    )
+
+
+def paths(directory: Path) -> list[str]:
+    """Return the files of a corpus folder that hold its pairs, in order; without a record, none."""
+    try:
+        return [str(directory / name) for name in sorted(read_record(directory)["shards"])]
+    except DataError:
+        return []

@@ -1,0 +1,453 @@
+"""Synthetic pairs: what is made of each line, what is dropped, and that a stop changes nothing."""
+
+import gzip
+import json
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import Cli
+from hostile import TIMES
+from ranks import Ranks, needs_fork_server, ranks
+from serving import with_languages
+from tasks import Said, Tree, kill_at_call, reverse_task, tiny_tree, train, write, write_config
+
+import mtrain
+from mtrain.augmentation import augment as augmenting
+from mtrain.augmentation.augment import AugmentRequest
+from mtrain.config import config_file
+from mtrain.run.run_dir import RunDir
+
+__all__ = ["ranks"]
+
+LINES = [pair.tgt for pair in reverse_task(60, 9)]
+ODD = ["", "  ", "ba ce di", "Ba  Ce, DI!", LINES[0], "ba \ufffd", "ba ba ba ba ba ba ba ba ba ba"]
+NUM_KILLS = (8, 50)  # in make test and make fuzz
+CALLS = ("fsync", "replace", "rmdir", "unlink", "mkdir")  # what changes the disk
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    return tiny_tree(tmp_path, reverse_task)
+
+
+@pytest.fixture
+def config_path(tmp_path: Path, tree: Tree) -> Path:
+    return write_config(tmp_path / "aa-bb.yaml", tree)
+
+
+@pytest.fixture
+def mono(tmp_path: Path) -> Path:
+    return Path(write(tmp_path / "mono.bb", [*LINES, *ODD]))
+
+
+def pairs_in(directory: Path) -> list[Any]:
+    paths = sorted(directory.glob("pairs-*.jsonl.gz"))
+    return [json.loads(line) for path in paths for line in gzip.open(path, "rt", encoding="utf-8")]
+
+
+def dropped_in(directory: Path) -> list[Any]:
+    with gzip.open(directory / "dropped.jsonl.gz", "rt", encoding="utf-8") as stream:
+        return [json.loads(line) for line in stream]
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_the_sources_are_translations_of_the_text_and_every_line_has_one_fate(
+    cli: Cli, config_path: Path, mono: Path, back_run: Path, tmp_path: Path
+) -> None:
+    done = cli("augment", config_path, "--back", mono, "--using", back_run, "-o", tmp_path / "bt")
+    assert done.code == 0, done.err
+    lines = mono.read_text("utf-8").split("\n")[:-1]
+    pairs, dropped = pairs_in(tmp_path / "bt"), dropped_in(tmp_path / "bt")
+    translated = cli("translate", back_run, mono).lines
+    for pair in pairs:
+        assert pair["file"] == str(mono)
+        assert pair["tgt"] == lines[pair["line"] - 1]
+        assert pair["src"] == translated[pair["line"] - 1]
+    fates = Counter(entry["line"] for entry in [*pairs, *dropped])
+    assert fates == Counter(range(1, len(lines) + 1))
+    reasons = {entry["line"]: entry["reason"] for entry in dropped}
+    odd = [reasons.get(number) for number in range(len(LINES) + 1, len(lines) + 1)]
+    assert odd[:2] == ["blank", "blank"]
+    assert odd[3:6] == ["repeated", "repeated", "not-utf8"]
+    record = json.loads((tmp_path / "bt" / "record.json").read_text("utf-8"))
+    assert (record["num_lines"], record["num_pairs"]) == (len(lines), len(pairs))
+    assert record["dropped"] == dict(sorted(Counter(reasons.values()).items()))
+    assert yaml.safe_load("\n".join(done.lines))["data"]["train"][1] == {
+        "synthetic": str(tmp_path / "bt")
+    }
+    assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
+
+
+def test_what_stands_in_a_validation_or_test_set_is_dropped_whatever_its_case(
+    cli: Cli, config_path: Path, tree: Tree, back_run: Path, tmp_path: Path
+) -> None:
+    held_out = Path(tree["data"]["valid"]["tgt"][0]).read_text("utf-8").splitlines()
+    held_out += Path(tree["data"]["tests"]["held_out"]["src"][0]).read_text("utf-8").splitlines()
+    sources = set(held_out[12:])
+    text = [held_out[0].upper(), f"{held_out[1]}.", "ba ce di fo gu ha je"]
+    text += [" ".join(reversed(line.split())) for line in sorted(sources)[:3]]  # gives the source
+    mono = write(tmp_path / "mono.bb", text)
+    done = cli("augment", config_path, "--back", mono, "--using", back_run, "-o", tmp_path / "bt")
+    assert done.code == 0, done.err
+    reasons = {entry["line"]: entry["reason"] for entry in dropped_in(tmp_path / "bt")}
+    assert (reasons[1], reasons[2]) == ("held-out", "held-out")
+    assert 3 not in reasons
+    assert "held-out" in [reasons.get(line) for line in (4, 5, 6)]
+    assert not sources & {pair["src"] for pair in pairs_in(tmp_path / "bt")}
+
+
+def test_the_same_command_again_does_nothing_and_another_one_is_refused(
+    cli: Cli, config_path: Path, mono: Path, back_run: Path, tmp_path: Path
+) -> None:
+    command = ["augment", config_path, "--back", mono, "--using", back_run, "-o", tmp_path / "bt"]
+    assert cli(*command).code == 0
+    before = content(tmp_path / "bt")
+    again = cli(*command)
+    assert (again.code, content(tmp_path / "bt")) == (0, before)
+    assert f"bt: made already, {len(pairs_in(tmp_path / 'bt'))} pairs" in again.err
+    other = cli(*command, "--beam", "1")
+    assert (other.code, content(tmp_path / "bt")) == (2, before)
+    assert other.err == (
+        f"mtrain: {tmp_path / 'bt'}: was made with other settings (`decoding`); choose another -o, "
+        "or delete it.\n"
+    )
+
+
+def request_of(config_path: Path, back_run: Path, **changes: Any) -> AugmentRequest:
+    texts = [config_path.parent / "mono.bb"]
+    output = config_path.parent / "bt"
+    return AugmentRequest("back", texts, [RunDir(back_run)], output, {}, **changes)
+
+
+def child(config_path: Path, back_run: Path, kill_at: int) -> None:
+    """Augment in small parts, and end without a word at a call; write how many there were."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    augmenting.PART_LINES = 16
+    request = request_of(config_path, back_run, keep_best=0.9)
+    num_calls = kill_at_call(CALLS, kill_at)
+    augmenting.augment(request, config_file.load(config_path), Said(), lambda _: None)
+    Path(f"{request.output}.count").write_text(str(num_calls()), "utf-8")
+
+
+@needs_fork_server
+def test_kills_change_nothing(config_path: Path, mono: Path, back_run: Path) -> None:
+    """Each call that changes what the disk holds is a moment at which all may end."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["mtrain.augmentation.augment"])  # torch is loaded once
+
+    def in_child(kill_at: int) -> int | None:
+        process = context.Process(target=child, args=(config_path, back_run, kill_at))
+        process.start()
+        process.join(240)
+        return process.exitcode
+
+    output = config_path.parent / "bt"
+    assert in_child(0) == 0
+    num_calls, whole = int(Path(f"{output}.count").read_text("utf-8")), content(output)
+    beside = {path.name for path in output.parent.iterdir()}
+    assert num_calls > 40
+    moments = random.Random(3).sample(range(1, num_calls + 1), NUM_KILLS[TIMES > 1])
+    for moment in [*moments, num_calls]:
+        shutil.rmtree(output)
+        assert in_child(moment) == -signal.SIGKILL
+        while in_child(moment // 2 + 1) == -signal.SIGKILL and moment > 1:
+            moment //= 2
+        assert in_child(0) == 0
+        assert content(output) == whole
+        assert {path.name for path in output.parent.iterdir()} == beside
+
+
+def test_a_stopped_one_goes_on_and_samples_the_same(
+    config_path: Path, mono: Path, back_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(augmenting, "PART_LINES", 16)
+    config = config_file.load(config_path)
+    decoding = {"num_best": 2, "sampling": mtrain.Sampling(top_k=10), "seed": 3}
+    request = AugmentRequest(
+        "back", [mono], [RunDir(back_run)], mono.parent / "bt", decoding, with_scores=True
+    )
+    augmenting.augment(request, config, Said(), print)
+    whole = content(request.output)
+    entries = pairs_in(request.output)
+    assert max(Counter(pair["line"] for pair in entries).values()) == 2
+    assert all(pair["log_prob"] < 0 for pair in entries)
+    assert entries == sorted(entries, key=lambda pair: pair["line"])
+    shutil.rmtree(request.output)
+    translate, num_calls = augmenting._translate, 0
+
+    def interrupted(*arguments: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 3:
+            raise KeyboardInterrupt
+        return translate(*arguments)
+
+    monkeypatch.setattr(augmenting, "_translate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        augmenting.augment(request, config, Said(), print)
+    assert not request.output.exists()
+    other = AugmentRequest("back", [mono], [RunDir(back_run)], request.output, {})
+    with pytest.raises(mtrain.UserError, match=r"\.bt\.augmenting: was made with other settings"):
+        augmenting.augment(other, config, Said(), print)
+    said = Said()
+    augmenting.augment(request, config, said, print)
+    assert f"{request.output}: goes on after 32 lines" in said.lines
+    assert content(request.output) == whole
+
+
+def test_the_best_share_is_kept_by_score_or_by_the_agreement_of_the_other_direction(
+    cli: Cli, config_path: Path, mono: Path, reverser: RunDir, back_run: Path, tmp_path: Path
+) -> None:
+    command = ["augment", config_path, "--back", mono, "--using", back_run, "--score"]
+    assert cli(*command, "-o", tmp_path / "all").code == 0
+    everything = pairs_in(tmp_path / "all")
+    num_kept = round(0.5 * len(everything))
+    assert cli(*command, "-o", tmp_path / "half", "--keep-best", "0.5").code == 0
+    kept = pairs_in(tmp_path / "half")
+    limit = sorted((pair["score"] for pair in everything), reverse=True)[num_kept - 1]
+    assert kept == [pair for pair in everything if pair["score"] >= limit]
+    lost = [entry for entry in dropped_in(tmp_path / "half") if entry["reason"] == "low-score"]
+    assert len(lost) == len(everything) - len(kept) > 10
+    judged = [*command, "--keep-best", "0.5", "--agree-with", reverser.path]
+    done = cli(*judged, "-o", tmp_path / "agreed")
+    assert done.code == 0, done.err
+    agreed = pairs_in(tmp_path / "agreed")
+    assert len(agreed) == num_kept
+    model = mtrain.load(reverser.path)
+    (pair,) = agreed[:1]
+    tokenizer = model.translator.tokenizer
+    source = mtrain.decode.translator.EncodedSource(*tokenizer.encode_src([pair["src"]]))
+    (log_probs,) = model.translator.score([source], tokenizer.tgt.encode([pair["tgt"]]))
+    assert pair["agreement"] == pytest.approx(sum(log_probs) / len(log_probs), abs=1e-3)
+
+
+def test_the_training_text_again_by_models_of_both_directions(
+    cli: Cli, config_path: Path, tree: Tree, reverser: RunDir, back_run: Path, tmp_path: Path
+) -> None:
+    using = ["--using", reverser.path, "--using", back_run]
+    noisy = tmp_path / "noisy.yaml"
+    write_config(noisy, tree | {"run_dir": str(tmp_path / "noisy")})
+    using += ["--using", train(noisy).path]
+    done = cli("augment", config_path, "--again", *using, "-o", tmp_path / "div", "--score")
+    assert done.code == 0, done.err
+    src, tgt = (
+        Path(tree["data"]["train"][side][0]).read_text("utf-8").splitlines()
+        for side in ("src", "tgt")
+    )
+    real = set(zip(src, tgt, strict=True))
+    made = [(pair["src"], pair["tgt"]) for pair in pairs_in(tmp_path / "div")]
+    assert not real & set(made)
+    assert len(made) == len(set(made)) > 0
+    assert all(source in src or target in tgt for source, target in made)
+    reasons = Counter(entry["reason"] for entry in dropped_in(tmp_path / "div"))
+    assert reasons["repeated"] > 100  # two of the models reverse as the training text does
+
+
+def test_several_models_are_an_ensemble(
+    cli: Cli, config_path: Path, reverser: RunDir, tmp_path: Path
+) -> None:
+    mono = Path(write(tmp_path / "mono.aa", LINES))
+    other = tmp_path / "other"
+    shutil.copytree(reverser.path, other)
+    using = ["--using", reverser.path, "--using", other]
+    done = cli("augment", config_path, "--forward", mono, *using, "-o", tmp_path / "fw")
+    assert done.code == 0, done.err
+    translated = cli("translate", reverser.path, other, mono).lines
+    pairs = pairs_in(tmp_path / "fw")
+    assert len(pairs) > 30
+    for pair in pairs:
+        assert (pair["src"], pair["tgt"]) == (
+            LINES[pair["line"] - 1],
+            translated[pair["line"] - 1],
+        )
+
+
+@needs_fork_server
+def test_two_ranks_write_what_one_does(
+    cli: Cli, config_path: Path, mono: Path, back_run: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    command = ["augment", config_path, "--back", mono, "--using", back_run, "-o"]
+    assert cli(*command, tmp_path / "one").code == 0
+    ended = ranks.mtrain(2, *command, tmp_path / "two")
+    assert ended.codes == [0, 0], ended.err
+    assert content(tmp_path / "two") == content(tmp_path / "one")
+    assert ended.out[1] == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--back", "{mono}", "--using", "{forward}"],
+            "{forward}: must translate bb to aa for `--back`, but translates aa to bb instead.",
+        ),
+        (
+            ["--forward", "{mono}", "--using", "{back}"],
+            "{back}: must translate aa to bb for `--forward`, but translates bb to aa instead.",
+        ),
+        (
+            ["--again", "--using", "{other}"],
+            "{other}: must translate aa to bb or bb to aa for `--again`, but translates en to de "
+            "instead.",
+        ),
+        (
+            ["--back", "{mono}", "--using", "{back}", "--keep-best", "1", "--agree-with", "{back}"],
+            "{back}: must translate aa to bb for `--agree-with`, but translates bb to aa instead.",
+        ),
+        (
+            ["--back", "{mono}", "--using", "{untrained}"],
+            "{untrained}: must be a trained run, but has no model.safetensors.",
+        ),
+        (
+            ["--back", "{mono}", "--using", "{mono}"],
+            "{mono}: must be a run folder, but is a file instead.",
+        ),
+        (
+            ["--back", "absent.bb", "--using", "{back}"],
+            "absent.bb: cannot be read: No such file or directory.",
+        ),
+        (
+            ["--back", "{empty}", "--using", "{back}"],
+            "{empty}: must have at least one line, but is empty.",
+        ),
+        (
+            ["--back", "{blank}", "--using", "{back}"],
+            "`--back` must have a pair that can be used, but all are dropped: 2 (blank 2); change "
+            "the text or `data.clean`.",
+        ),
+        (
+            ["--using", "{back}"],
+            "one of `--back`, `--forward` and `--again` must be given, but none is.",
+        ),
+        (
+            ["--back", "{mono}", "--again", "--using", "{back}"],
+            "one of `--back`, `--forward` and `--again` must be given, but `--back` and `--again` "
+            "are.",
+        ),
+        (
+            ["--back", "{mono}", "--using", "{back}", "--n-best", "3"],
+            "`--n-best` must be at most the beam (2), but is 3 instead.",
+        ),
+        (
+            ["--back", "{mono}", "--using", "{back}", "--top-k", "3"],
+            "`--top-k` needs `--sample`.",
+        ),
+        (
+            ["--back", "{mono}", "--using", "{back}", "--agree-with", "{forward}"],
+            "`--agree-with` needs `--keep-best`.",
+        ),
+        (
+            ["--again", "--using", "{back}", "--keep-best", "1", "--agree-with", "{forward}"],
+            "`--agree-with` has no effect with `--again`; leave it out.",
+        ),
+        (
+            ["--back", "{mono}", "--using", "{back}", "--write-config", "{mono}"],
+            "{mono}: must be a YAML mapping of keys to values, but is not.",
+        ),
+        (
+            ["--back", "{mono}", "--using", "{back}", "--write-config", "{config}"],
+            "{config}: already exists; choose another --write-config, or delete it.",
+        ),
+        (
+            ["--back", "{mono}", "--using", "{back}", "--until", "1.5"],
+            "out: `data.train[1].until` must be < 1.0, but is 1.5 instead.",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_is_translated(
+    cli: Cli,
+    config_path: Path,
+    mono: Path,
+    reverser: RunDir,
+    back_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    said: str,
+) -> None:
+    monkeypatch.setattr(augmenting.translating, "load", None)
+    monkeypatch.chdir(tmp_path)
+    names = {"mono": "mono.bb", "forward": str(reverser.path), "back": str(back_run)}
+    names |= {"config": str(config_path), "empty": "empty.bb", "blank": "blank.bb"}
+    names |= {"other": "other", "untrained": "untrained"}
+    write(Path("empty.bb"), [])
+    if "{blank}" in said or "blank 2" in said:
+        write(Path("blank.bb"), ["", " "])
+        monkeypatch.undo()
+        monkeypatch.chdir(tmp_path)
+    if "{other}" in said:
+        with_languages(reverser, Path("other"), "en", "de")
+    if "{untrained}" in said:
+        shutil.copytree(back_run, "untrained")
+        Path("untrained/model.safetensors").unlink()
+    filled = [argument.format(**names) for argument in arguments]
+    done = cli("augment", config_path, *filled, "-o", "out")
+    assert (done.code, done.out) == (2, b"")
+    last = done.err.splitlines()[-1]
+    assert last == f"mtrain: {said.format(**names)}"
+    assert not Path("out").exists()
+
+
+def test_a_folder_of_something_else_stays(
+    cli: Cli, config_path: Path, mono: Path, back_run: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "bt").mkdir()
+    (tmp_path / "bt" / "mine").touch()
+    done = cli("augment", config_path, "--back", mono, "--using", back_run, "-o", tmp_path / "bt")
+    assert done.code == 2
+    assert done.err == (
+        f"mtrain: {tmp_path / 'bt'}: exists, but `mtrain augment` did not write it; choose another "
+        "-o.\n"
+    )
+    assert (tmp_path / "bt" / "mine").exists()
+
+
+def test_the_config_that_is_written_trains_with_the_corpus(
+    cli: Cli, config_path: Path, mono: Path, back_run: Path, tmp_path: Path
+) -> None:
+    command = ["augment", config_path, "--back", mono, "--using", back_run, "-o", tmp_path / "bt"]
+    command += ["--tag", "bt", "--weight", "2", "--until", "0.5"]
+    command += ["--write-config", tmp_path / "new.yaml"]
+    done = cli(*command)
+    assert done.code == 0, done.err
+    assert cli(*command).code == 0, "the config is there already"
+    new, old = config_file.load(tmp_path / "new.yaml"), config_file.load(config_path)
+    assert [named.weight for named in new.data.train] == [200.0, 400.0]
+    assert new.data.train[1].model_dump() == {
+        "synthetic": str(tmp_path / "bt"),
+        "tag": "bt",
+        "until": 0.5,
+        "weight": 400.0,
+    }
+    assert new.run_dir == f"{old.run_dir}-bt"
+    same = {"run_dir": old.run_dir, "data": old.data}
+    assert new.model_copy(update=same) == old
+    trained = cli("train", tmp_path / "new.yaml")
+    assert trained.code == 0, trained.err
+    assert re.search(r"step 6: the training goes on with data\.train\[0\] alone", trained.err)
+
+
+def test_a_run_without_the_tag_is_refused_by_name(
+    cli: Cli, mono: Path, reverser: RunDir, back_run: Path, tmp_path: Path
+) -> None:
+    command = ["augment", reverser.config_path, "--back", mono, "--using", back_run]
+    command += ["--set", f"training.init_from={reverser.path}", "--set", f"run_dir={tmp_path}"]
+    command += ["--tag", "bt"]
+    done = cli(*command, "-o", tmp_path / "bt")
+    assert done.code == 2
+    assert done.err == (
+        f"mtrain: `data.train[1].tag` must be a tag of the tokenizer of {reverser.path}, which has "
+        "none, but is 'bt' instead; a training from the beginning learns it.\n"
+    )
