@@ -192,7 +192,9 @@ def test_mistakes_are_exceptions_in_the_grammar_of_the_command_line(
     for key in ("precision", "engine"):
         with pytest.raises(mtrain.ConfigError, match=f"`{key}` must be one of .*, but is 'other'"):
             mtrain.load(trained.path, **{key: wrong})
-    with pytest.raises(mtrain.ConfigError, match="`to` must be one of ctranslate2, huggingface, b"):
+    with pytest.raises(
+        mtrain.ConfigError, match=r"`to` must be one of ctranslate2, .* but is 'other'"
+    ):
         mtrain.export(trained.path, "x", wrong)
     tree = tiny_tree(tmp_path)
     with pytest.raises(mtrain.ConfigError) as error:

@@ -20,7 +20,7 @@ from mtrain.decode.options import DecodingOptions
 from mtrain.decode.shared_search import NO_LIMITS, SearchLimits
 from mtrain.decode.translator import EncodedSource
 from mtrain.errors import ConfigError
-from mtrain.exporters.exporter import ExportedHypothesis, Ids, Requirement
+from mtrain.exporters.exporter import Archive, ExportedHypothesis, Ids, OwnCall, Requirement
 from mtrain.model.transformer import Transformer, sinusoids
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.process_group import SINGLE
@@ -37,6 +37,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     ),
 )
 QUANTIZATIONS: tuple[str, ...] = ("int8", "float16", "bfloat16")
+ARCHIVE: Archive | None = None
 USE = """\
 In this folder:
 
@@ -86,6 +87,19 @@ def write(
     quantization: str | None,
 ) -> None:
     """Write a model and its SentencePiece models into `directory`."""
+    write_model(model, tokenizer, config, directory, quantization)
+    (directory / "source.spm").write_bytes(tokenizer.src.model)
+    (directory / "target.spm").write_bytes(tokenizer.tgt.model)
+
+
+def write_model(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    config: Config,
+    directory: Path,
+    quantization: str | None,
+) -> None:
+    """Write a model without its SentencePiece models into `directory`."""
     from ctranslate2.specs import TransformerSpec
     from ctranslate2.specs.common_spec import Activation
 
@@ -109,8 +123,6 @@ def write(
     spec.validate()
     spec.optimize(quantization=quantization)
     spec.save(str(directory))
-    (directory / "source.spm").write_bytes(tokenizer.src.model)
-    (directory / "target.spm").write_bytes(tokenizer.tgt.model)
 
 
 def _pieces(vocabulary: Vocabulary) -> list[str]:
@@ -172,18 +184,17 @@ def _as_array(tensor: Tensor) -> npt.NDArray[np.float32]:
 
 
 class CTranslate2Model:
-    """An exported folder, loaded by CTranslate2 on the CPU."""
+    """A model that was written, loaded by CTranslate2 on the CPU, and its SentencePiece models."""
 
     masks_special = True  # by the bias of the output projection
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, src_path: Path, tgt_path: Path) -> None:
         import ctranslate2
 
         self._translator: ctranslate2.Translator = ctranslate2.Translator(
             str(directory), device="cpu", inter_threads=1, intra_threads=torch.get_num_threads()
         )
-        self._src = Vocabulary((directory / "source.spm").read_bytes())
-        self._tgt = Vocabulary((directory / "target.spm").read_bytes())
+        self._src, self._tgt = Vocabulary(src_path.read_bytes()), Vocabulary(tgt_path.read_bytes())
         self._id_of = {piece: index for index, piece in enumerate(_pieces(self._tgt))}
 
     def encode(self, lines: Sequence[str]) -> Ids:
@@ -253,14 +264,17 @@ class CTranslate2Model:
         )
         return [list(result.log_probs) for result in results]
 
-    def own_call(self, lines: Sequence[str]) -> None:
+    def own_call(self, lines: Sequence[str]) -> OwnCall | None:
         """Compare nothing: the library knows no text."""
+        return None
 
     def _tokens(self, sources: Ids) -> list[list[str]]:
         return [self._src.pieces_of(ids[:-1]) for ids in sources]  # CTranslate2 adds eos
 
 
-load = CTranslate2Model  # as an exporter loads a folder
+def load(directory: Path) -> CTranslate2Model:
+    """Load an exported folder."""
+    return CTranslate2Model(directory, directory / "source.spm", directory / "target.spm")
 
 
 def check_options(config: Config, options: DecodingOptions) -> None:
@@ -292,7 +306,7 @@ class CTranslate2Translator:
     def __init__(self, run: RunDir, options: DecodingOptions, directory: Path) -> None:
         self.options, self.tokenizer = options, sentencepiece.load(run.tokenizer_dir)
         self.max_positions, self.limits = run.config.model.max_positions, NO_LIMITS
-        self._config, self._exported = run.config, CTranslate2Model(directory)
+        self._config, self._exported = run.config, load(directory)
 
     def with_options(
         self, options: DecodingOptions, limits: SearchLimits = NO_LIMITS

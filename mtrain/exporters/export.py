@@ -6,11 +6,13 @@ import importlib.metadata
 import json
 import os
 import re
+import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -25,10 +27,10 @@ from mtrain.evaluation import evaluation, metrics
 from mtrain.evaluation.evaluation import TestResult
 from mtrain.exporters import ctranslate2, model_card, parity
 from mtrain.exporters.ctranslate2 import CTranslate2Translator
-from mtrain.exporters.exporter import ExportedModel
+from mtrain.exporters.exporter import Archive, ExportedModel
 from mtrain.exporters.parity import LogProbSearcher, ParityReport
 from mtrain.exporters.registry import Library, Quantization, exporters
-from mtrain.io.atomic import sha256_if_readable, whole_dir, write_lines
+from mtrain.io.atomic import sha256_if_readable, whole_dir, whole_file, write_lines
 from mtrain.io.table import format_table
 from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
@@ -62,7 +64,7 @@ class ExportReport:
     files: dict[str, str | None]  # the SHA-256 of each other file
     parity: ParityReport
     # of the run and of its export on the validation text, both searched by log-probability alone;
-    # only of a quantised model
+    # only of a quantised model, or one that the library can only be near to
     bleu: tuple[float, float] | None
 
 
@@ -74,8 +76,14 @@ def export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> Ex
         RunError: if the folder exists, or if the export does not translate as the run does; then
             nothing is written.
     """
+    archive = exporters()[request.library].ARCHIVE
+    if archive is not None and directory.suffix != archive.suffix:
+        raise ConfigError(
+            f"`DIR` must be a file name that ends in {archive.suffix} with `--to "
+            f"{request.library}`, but is {directory} instead."
+        )
     if directory.exists():
-        raise RunError(f"{directory}: already exists; choose another folder.")
+        raise RunError(f"{directory}: already exists; choose another {_kind(archive)}.")
     return _export(run, directory, request, say)
 
 
@@ -113,8 +121,42 @@ def check_exports(run: RunDir) -> Iterator[str]:
         stored = _read_report(path.parent)
         if stored is not None:
             _verify(path.parent, stored)
-            is_current = stored.weights == sha256_if_readable(run.model_path)
-            yield f"{path.parent.name}/ {'whole' if is_current else 'whole, but of other weights'}"
+            yield f"{path.parent.name}/ {_state(run, stored)}"
+    archives = [each.ARCHIVE for each in exporters().values() if each.ARCHIVE is not None]
+    for path in sorted(path for each in archives for path in run.path.glob(f"*{each.suffix}")):
+        yield f"{path.name} {_state(run, _verified_archive(path))}"
+
+
+def _state(run: RunDir, stored: _StoredReport) -> str:
+    is_current = stored.weights == sha256_if_readable(run.model_path)
+    return "whole" if is_current else "whole, but of other weights"
+
+
+def _verified_archive(path: Path) -> _StoredReport:
+    """Unpack an archive, and compare every file in it with its checksum.
+
+    Raises:
+        RunError: if it cannot be unpacked, or if a file is missing, was added, or differs.
+    """
+    with TemporaryDirectory() as directory:
+        try:
+            with zipfile.ZipFile(path) as archive:
+                archive.extractall(directory)
+            (folder,) = Path(directory).iterdir()
+        except (OSError, ValueError, zipfile.BadZipFile) as error:
+            raise _damaged(path, f"it cannot be unpacked: {error}") from None
+        stored = _read_report(folder)
+        if stored is None:
+            raise _damaged(path, f"{_REPORT_FILE} is missing")
+        try:
+            _verify(folder, stored)
+        except RunError as error:
+            raise RunError(str(error).replace(str(folder), str(path))) from None
+    return stored
+
+
+def _kind(archive: Archive | None) -> str:
+    return "folder" if archive is None else "file"
 
 
 class _StoredReport(BaseModel):
@@ -177,6 +219,11 @@ def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> E
     config, exporter = run.config, exporters()[request.library]
     _require_library(request.library)
     check_supported(request.library, config)
+    if request.quantization is not None and not exporter.QUANTIZATIONS:
+        raise ConfigError(
+            f"`--quantize` has no effect with `--to {request.library}`, which stores float32 only; "
+            "leave it out."
+        )
     if request.quantization not in (None, *exporter.QUANTIZATIONS):
         raise ConfigError(
             f"`--quantize` must be {' or '.join(exporter.QUANTIZATIONS)} with `--to "
@@ -190,12 +237,14 @@ def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> E
     translator = load(run, loading=LoadOptions("cpu"))
     held_out = _read_held_out(run, translator, config.data.max_tokens)
     lines = ParallelLines(held_out.src[: request.num_lines], held_out.tgt[: request.num_lines])
-    with whole_dir(directory, _REPORT_FILE) as partial_dir:
+    with _whole(directory, exporter.ARCHIVE) as partial_dir:
         say(f"{directory}: writing, then checking on {len(lines.src)} lines")
         model, tokenizer = translator.model, translator.tokenizer
-        exporter.write(model, tokenizer, config, partial_dir, request.quantization)
-        exported = exporter.load(partial_dir)
-        compared = parity.compare(translator, exported, lines)
+        near = exporter.write(model, tokenizer, config, partial_dir, request.quantization)
+        exported, reference = exporter.load(partial_dir), translator
+        if near is not None:
+            reference = Translator([near], tokenizer, translator.options, translator.device)
+        compared = parity.compare(reference, exported, lines)
         problems = compared.problems() if request.quantization is None else []
         if problems:
             raise RunError(f"{directory}: nothing is exported: {'; '.join(problems)}.")
@@ -207,17 +256,38 @@ def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> E
             sha256_if_readable(run.model_path),
             {},
             compared,
-            _bleu(translator, exported, held_out, say) if request.quantization else None,
+            None
+            if request.quantization is None and near is None
+            else _bleu(translator, exported, held_out, say),
         )
         example = min(lines.src, key=len)
         results = _test_results(run, translator, say) if request.has_scores else []
         card = model_card.readme(
-            run, translator, exporter, example, as_text(report), results, request.licence
+            run,
+            translator,
+            exporter,
+            directory.name,
+            example,
+            as_text(report),
+            results,
+            request.licence,
         )
         (partial_dir / "README.md").write_text(card, encoding="utf-8")
         report.files.update(_checksums(partial_dir))
         write_lines(partial_dir / _REPORT_FILE, as_json(report))
     return report
+
+
+@contextmanager
+def _whole(path: Path, archive: Archive | None) -> Iterator[Path]:
+    """Yield a temporary folder that becomes `path` on success, as it is or packed into a file."""
+    if archive is None:
+        with whole_dir(path, _REPORT_FILE) as folder:
+            yield folder
+    else:
+        with whole_file(path) as file, TemporaryDirectory() as directory:
+            yield Path(directory)
+            archive.pack(Path(directory), file)
 
 
 def _require_library(library: Library) -> None:

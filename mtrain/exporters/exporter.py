@@ -5,7 +5,7 @@ Knows no library.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -92,6 +92,13 @@ class Requirement(NamedTuple):
         return getattr(getattr(config, section), key)
 
 
+class Archive(NamedTuple):
+    """The one file that a folder is packed into."""
+
+    suffix: str  # of its name
+    pack: Callable[[Path, Path], None]  # the folder, the file
+
+
 class Exporter(Protocol):
     """A module that writes models for a library, and loads what it has written.
 
@@ -102,6 +109,7 @@ class Exporter(Protocol):
     PACKAGE: str  # the library as pip names it, which must be installed
     REQUIREMENTS: tuple[Requirement, ...]  # what a config must have
     QUANTIZATIONS: tuple[str, ...]  # types of the stored weights besides float32
+    ARCHIVE: Archive | None  # if the library reads one file, not a folder
     TITLE: str  # in the model card: the library
     TAG: str  # in the model card: a tag of the Hugging Face Hub
     USE: str  # in the model card: how to translate, with `{line}` and other fields of it
@@ -117,8 +125,12 @@ class Exporter(Protocol):
         config: Config,
         directory: Path,
         quantization: str | None,
-    ) -> None:
-        """Write a model and its tokenizer into `directory`."""
+    ) -> Transformer | None:
+        """Write a model and its tokenizer into `directory`.
+
+        Returns:
+            what the library computes, if that can only be near the model; else None.
+        """
 
     def load(self, directory: Path) -> ExportedModel:
         """Load an exported folder with the library, on the CPU."""

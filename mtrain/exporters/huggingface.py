@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mtrain.config.sections import Config
 from mtrain.data.batch import keep_first, pad_right
-from mtrain.exporters.exporter import ExportedHypothesis, Ids, Requirement
+from mtrain.exporters.exporter import Archive, ExportedHypothesis, Ids, Requirement
 from mtrain.model.transformer import Transformer
 from mtrain.run.checkpoint import save_tensors
 from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
@@ -36,6 +36,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement("model.attention_window", None, f"{_MARIAN} attends to all positions"),
 )
 QUANTIZATIONS: tuple[str, ...] = ("float16", "bfloat16")
+ARCHIVE: Archive | None = None
 USE = """\
 In this folder:
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeGuard
@@ -67,6 +68,7 @@ def readme(
     run: RunDir,
     translator: Translator,
     exporter: Exporter,
+    export_name: str,
     example: str,
     table: Sequence[str],
     results: Sequence[TestResult] = (),
@@ -78,6 +80,7 @@ def readme(
         run: what was exported.
         translator: the loaded run.
         exporter: what has written the model.
+        export_name: the name of the folder or the file.
         example: a line to translate.
         table: the comparison.
         results: of the run's test sets.
@@ -102,7 +105,11 @@ def readme(
         name = run.path.resolve().name
         tree["model-index"] = [{"name": name, "results": _model_index(config, results)}]
     fields = {
+        "name": export_name,
+        "src": src.lower(),
+        "tgt": tgt.lower(),
         "line": example,
+        "line_in_shell": shlex.quote(example),
         "beam": config.decoding.beam,
         "alpha": config.decoding.length_alpha,
         "max_length": config.data.max_tokens + config.decoding.max_extra_tokens,

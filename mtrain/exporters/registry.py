@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from mtrain.exporters.exporter import Exporter
 
-Library = Literal["ctranslate2", "huggingface"]
+Library = Literal["ctranslate2", "huggingface", "argos", "marian"]
 Quantization = Literal["int8", "float16", "bfloat16"]
 
 
 def exporters() -> dict[Library, Exporter]:
     """Return the exporter of each library."""
-    from mtrain.exporters import ctranslate2, huggingface
+    from mtrain.exporters import argos, ctranslate2, huggingface, marian
 
-    return {"ctranslate2": ctranslate2, "huggingface": huggingface}
+    return {
+        "ctranslate2": ctranslate2,
+        "huggingface": huggingface,
+        "argos": argos,
+        "marian": marian,
+    }

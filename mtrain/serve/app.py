@@ -19,10 +19,10 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp
 
+from mtrain.config.language_names import name_of
 from mtrain.serve import page
 from mtrain.serve.errors import RequestError
 from mtrain.serve.fields import Fields, no_route, read_fields, read_texts, read_translation
-from mtrain.serve.languages import name_of
 from mtrain.serve.metrics import Metrics
 from mtrain.serve.middleware import RequestMiddleware
 from mtrain.serve.rate_limit import RateLimit

@@ -8,8 +8,8 @@ import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mtrain.config.language_names import name_of
 from mtrain.serve.errors import RequestError, invalid
-from mtrain.serve.languages import name_of
 from mtrain.serve.translation import AUTO, NoRouteError, TranslationRequest
 
 if TYPE_CHECKING:

@@ -88,8 +88,8 @@ def test_what_is_learned_stays_and_the_model_card_says_where_it_began(
     ours, theirs = mtrain.load(run.path).translator, mtrain.load(base.path).translator
     assert translate_lines(ours, some) == translate_lines(theirs, some)
     wanted = f"- Fine-tuned: the training began with the weights of `{base.path}`."
-    assert f"\n{wanted}\n" in model_card.readme(run, ours, huggingface, "ba", [])
-    assert "Fine-tuned" not in model_card.readme(base, theirs, huggingface, "ba", [])
+    assert f"\n{wanted}\n" in model_card.readme(run, ours, huggingface, "out", "ba", [])
+    assert "Fine-tuned" not in model_card.readme(base, theirs, huggingface, "out", "ba", [])
     assert cli("doctor", run.path).code == 0
 
 

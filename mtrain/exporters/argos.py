@@ -1,0 +1,226 @@
+"""Write a package for Argos Translate and LibreTranslate, and translate with it there.
+
+A package is a CTranslate2 model, one SentencePiece model for both sides, and a sentence splitter.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TypedDict
+
+from mtrain.config.language_names import name_of
+from mtrain.config.sections import Config
+from mtrain.errors import RunError
+from mtrain.exporters import ctranslate2
+from mtrain.exporters.ctranslate2 import CTranslate2Model
+from mtrain.exporters.exporter import Archive, OwnCall, Requirement, agreement
+from mtrain.exporters.sentence_splitter import splitter
+from mtrain.model.transformer import Transformer
+from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
+
+PACKAGE, TITLE, TAG = "ctranslate2", "Argos Translate and LibreTranslate", "argos-translate"
+REQUIREMENTS: tuple[Requirement, ...] = (
+    *ctranslate2.REQUIREMENTS,
+    Requirement(
+        "tokenizer.shared",
+        True,
+        "Argos Translate, whose packages have one SentencePiece model for both sides",
+    ),
+)
+QUANTIZATIONS = ctranslate2.QUANTIZATIONS
+USE = """\
+Install the package, which needs no network:
+
+```sh
+pip install argostranslate
+python -c 'import argostranslate.package as p; p.install_from_path("{name}")'
+argos-translate --from-lang {src} --to-lang {tgt} {line_in_shell}
+```
+
+`argospm install` installs from its public index only, not this file. The desktop application
+installs package files, too; unpacking the file, a ZIP, into
+`~/.local/share/argos-translate/packages` does the same. LibreTranslate reads the packages of that
+folder when it starts, with `libretranslate --load-only {src},{tgt}`; it wants two packages, one for
+each direction, and tries to download others if there is only one. In Python:
+
+```python
+import argostranslate.package
+import argostranslate.translate
+
+argostranslate.package.install_from_path({name!r})
+lines = [{line!r}]
+print([argostranslate.translate.translate(line, {src!r}, {tgt!r}) for line in lines])
+```
+"""
+NOTES = """\
+- Argos Translate searches with a beam of 4, divides a score by length^0.2, and ends an output after
+  256 tokens. It copies the source's piece for `<unk>`.
+- It computes in the type that is fastest on the machine, 8-bit integers on most, whatever the type
+  of the stored weights.
+- Every underscore of a translation becomes a space.
+- It splits a line into sentences, translates each by itself and joins them. The splitter in the
+  package follows one rule: a sentence ends after `.`, `!` or `?` that a space and a capital follow,
+  but not after a full stop whose word has less than three letters.
+"""
+_VERSION = "1.0"  # of a package; nothing depends on it
+_SENTENCEPIECE_FILE = "sentencepiece.model"
+_SEARCH = {  # as argostranslate.translate.apply_packaged_translation calls CTranslate2
+    "replace_unknowns": True,
+    "max_batch_size": 32,
+    "batch_type": "tokens",
+    "beam_size": 4,
+    "length_penalty": 0.2,
+}
+
+
+class _Translated(TypedDict):
+    text: str
+    sentences: list[str]
+
+
+num_positions = ctranslate2.num_positions
+
+
+def write(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    config: Config,
+    directory: Path,
+    quantization: str | None,
+) -> None:
+    """Write the files of a package into `directory`."""
+    src, tgt = config.data.src_lang.lower(), config.data.tgt_lang.lower()
+    metadata = {
+        "package_version": _VERSION,
+        "argos_version": "1.9.0",
+        "from_code": src,
+        "from_name": name_of(src),
+        "to_code": tgt,
+        "to_name": name_of(tgt),
+    }
+    (directory / "metadata.json").write_text(json.dumps(metadata, indent=2), encoding="utf-8")
+    (directory / "model").mkdir()
+    ctranslate2.write_model(model, tokenizer, config, directory / "model", quantization)
+    (directory / _SENTENCEPIECE_FILE).write_bytes(tokenizer.src.model)
+    (directory / "minisbd").mkdir()
+    pieces = tokenizer.src.pieces_of(range(len(tokenizer.src)))
+    graph = splitter(set("".join(pieces)), src)
+    (directory / "minisbd" / f"{src}.onnx").write_bytes(graph)
+
+
+def pack(directory: Path, path: Path) -> None:
+    """Write a folder as a package: a ZIP of one folder, named like no package of the index."""
+    metadata = json.loads((directory / "metadata.json").read_text("utf-8"))
+    top = f"translate-{metadata['from_code']}_{metadata['to_code']}-mtrain"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in sorted(directory.rglob("*")):
+            archive.write(file, f"{top}/{file.relative_to(directory).as_posix()}")
+
+
+ARCHIVE: Archive | None = Archive(".argosmodel", pack)
+
+
+class ArgosModel(CTranslate2Model):
+    """The files of a package, loaded by CTranslate2; its own call is that of Argos Translate."""
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / _SENTENCEPIECE_FILE
+        super().__init__(directory / "model", path, path)
+        self._directory = directory
+
+    def own_call(self, lines: Sequence[str]) -> OwnCall:
+        """Install the package into an empty folder, and translate lines there.
+
+        Raises:
+            RunError: if that fails.
+        """
+        if find_spec("argostranslate") is None:
+            return OwnCall(
+                "Argos Translate",
+                None,
+                ("without argostranslate, which pip install 'mtrain[argos]' adds",),
+            )
+        import ctranslate2
+
+        translated = self._translate(lines)
+        translator = ctranslate2.Translator(str(self._directory / "model"), compute_type="auto")
+        vocabulary = Vocabulary((self._directory / _SENTENCEPIECE_FILE).read_bytes())
+        expected, num_joined, num_underscores = [], 0, 0
+        for each in translated:
+            tokens = [vocabulary.pieces(sentence) for sentence in each["sentences"]]
+            results = translator.translate_batch(tokens, **_SEARCH)
+            text = vocabulary.text_of([piece for best in results for piece in best.hypotheses[0]])
+            num_joined += len(tokens) > 1
+            num_underscores += "_" in text
+            expected.append(text.replace("\u2581", " ").replace("_", " ").removeprefix(" "))
+        notes = [f"it computes in {translator.compute_type}"]
+        if num_joined:
+            notes.append(f"it has split {num_joined:,} lines into sentences")
+        if num_underscores:
+            notes.append(f"it has made underscores of {num_underscores:,} lines spaces")
+        pairs = zip(expected, translated, strict=True)
+        version = importlib.metadata.version("argostranslate")
+        return OwnCall(
+            f"argostranslate {version}",
+            agreement(text == each["text"] for text, each in pairs),
+            tuple(notes),
+        )
+
+    def _translate(self, lines: Sequence[str]) -> list[_Translated]:
+        with TemporaryDirectory() as home:
+            package = Path(home) / "package.argosmodel"
+            pack(self._directory, package)
+            folders = {f"XDG_{name}_HOME": home for name in ("DATA", "CONFIG", "CACHE")}
+            done = subprocess.run(
+                [sys.executable, "-m", "mtrain.exporters.argos", str(package)],
+                input=json.dumps(lines),
+                capture_output=True,
+                text=True,
+                env={
+                    **os.environ,
+                    **folders,
+                    "HOME": home,
+                    "ARGOS_PACKAGES_DIR": f"{home}/packages",
+                },
+            )
+        if done.returncode:
+            last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+            raise RunError(f"argostranslate cannot translate with the package: {last[0]}")
+        translated: list[_Translated] = json.loads(done.stdout)
+        return translated
+
+
+load = ArgosModel  # as an exporter loads a folder
+
+
+def main() -> None:
+    """Install the package of the command line, and translate the lines of stdin, a JSON list.
+
+    In a process of its own, because Argos Translate reads where its folders are from the
+    environment when it is imported.
+    """
+    import argostranslate.package
+    import argostranslate.translate
+
+    argostranslate.package.install_from_path(sys.argv[1])
+    (package,) = argostranslate.package.get_installed_packages()
+    sentence_splitter = argostranslate.translate.MiniSBDSentencizer(package)
+    translated: list[_Translated] = []
+    for line in json.load(sys.stdin):
+        text = argostranslate.translate.translate(line, package.from_code, package.to_code)
+        sentences = sentence_splitter.split_sentences(line)
+        translated.append({"text": text, "sentences": sentences})
+    json.dump(translated, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

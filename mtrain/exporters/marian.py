@@ -1,0 +1,327 @@
+"""Write a model for Marian, and translate with it there.
+
+The same function in other weights: Marian's sinusoids have all sines before all cosines, mtrain's
+alternate, and so the model dimension is permuted. A target begins with zeros in Marian and with the
+embedding of <s> in mtrain; that is subtracted from all embeddings, which changes all logits of a
+position alike and thus no probability, and the biases of the first layer add it again.
+
+Not the same are the wavelengths of the sinusoids: 10000^(i / (D/2 - 1)) in Marian, and
+10000^(i / (D/2)) in the paper and in mtrain. `write` returns the model with those of Marian, which
+the comparison is with.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from torch import Tensor
+
+from mtrain.config.sections import Config
+from mtrain.errors import RunError
+from mtrain.exporters.exporter import (
+    Archive,
+    ExportedHypothesis,
+    Ids,
+    OwnCall,
+    Requirement,
+    agreement,
+)
+from mtrain.model.transformer import Transformer
+from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
+
+PACKAGE, TITLE, TAG = "pymarian", "Marian", "marian-nmt"
+REQUIREMENTS: tuple[Requirement, ...] = (
+    Requirement("model.norm", "post", "Marian, whose targets begin with zeros, not with <s>"),
+    Requirement("model.positions", "sinusoidal", "Marian, which decodes with sinusoids only"),
+    Requirement("model.activation", "relu", "Marian, whose gelu is x sigmoid(1.702 x)"),
+    Requirement("model.attention_window", None, "Marian, which attends to all positions"),
+)
+QUANTIZATIONS: tuple[str, ...] = ()
+ARCHIVE: Archive | None = None
+USE = """\
+In this folder, with Marian or with `pip install pymarian`:
+
+```sh
+echo {line_in_shell} | marian-decoder -c decoder.yml
+echo {line_in_shell} | pymarian decode -c decoder.yml
+marian-server -c decoder.yml -p 8080
+```
+
+```python
+import pymarian
+
+translator = pymarian.Translator("-c decoder.yml --quiet")
+lines = [{line!r}]
+print(translator.translate(lines))
+```
+"""
+NOTES = """\
+- Marian's sinusoids have other wavelengths than the paper's, with which this model was trained. The
+  comparison below is with the model at Marian's wavelengths; what the change costs is in its last
+  lines.
+- `decoder.yml` translates on the CPU with one thread (`--cpu-threads N` for more,
+  `--cpu-threads 0` for a GPU), and ends an output after 3 times the tokens of its source.
+- Marian divides a score by length^alpha, mtrain by ((5 + length) / 6)^alpha, so that their beams
+  rank a little differently.
+- A source of more than {num_positions:,} tokens gives an empty line.
+- Marian writes `<unk>` and line breaks only with `--allow-unk` and `--allow-special`.
+"""
+_MIN_POSITIONS = 1024
+_MAX_LENGTH_FACTOR = 3  # of an output to its source, as Marian has it unless told otherwise
+_BATCH_SIZE = 32
+_MASKED_BIAS = -1e4
+_MODULES = {  # of a layer; a weight is split by rows into those of several names
+    "self_attention.queries_keys_values": ["self_?q", "self_?k", "self_?v"],
+    "self_attention.output": ["self_?o"],
+    "cross_attention.queries": ["context_?q"],
+    "cross_attention.source_keys_values": ["context_?k", "context_?v"],
+    "cross_attention.output": ["context_?o"],
+    "feed_forward.inner": ["ffn_?1"],
+    "feed_forward.outer": ["ffn_?2"],
+}
+_NORMS = {"encoder": ["self_Wo", "ffn_ffn"], "decoder": ["self_Wo", "context_Wo", "ffn_ffn"]}
+
+
+def num_positions(config: Config) -> int:
+    """Return the most tokens of a source."""
+    return max(_MIN_POSITIONS, config.data.max_tokens + config.decoding.max_extra_tokens + 1)
+
+
+def write(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    config: Config,
+    directory: Path,
+    quantization: str | None,
+) -> Transformer:
+    """Write a model and its SentencePiece models; return what Marian computes."""
+    tgt, sizes = tokenizer.tgt, model.config
+    arrays: dict[str, Any] = {name: each.numpy() for name, each in _weights(model, tgt).items()}
+    settings = {
+        "type": "transformer",
+        "dim-vocabs": [len(tokenizer.src), len(tgt)],
+        "dim-emb": sizes.d_model,
+        "enc-depth": sizes.num_encoder_layers,
+        "dec-depth": sizes.num_decoder_layers,
+        "transformer-heads": sizes.num_heads,
+        "transformer-dim-ffn": sizes.d_ff,
+        "transformer-ffn-activation": sizes.activation,
+        "transformer-preprocess": "",
+        "transformer-postprocess": "dan",
+        "transformer-postprocess-emb": "d",
+        "transformer-decoder-autoreg": "self-attention",
+        "tied-embeddings": sizes.tie_embeddings == "decoder",
+        "tied-embeddings-all": sizes.tie_embeddings == "all",
+        "layer-normalization": False,
+        "version": "v1.12.0",
+    }
+    text = yaml.safe_dump(settings).encode() + b"\0"
+    arrays["special:model.yml"] = np.frombuffer(text, np.int8)
+    np.savez(directory / "model.npz", **arrays)
+    (directory / "source.spm").write_bytes(tokenizer.src.model)
+    (directory / "target.spm").write_bytes(tgt.model)
+    decoder = {
+        "relative-paths": True,
+        "models": ["model.npz"],
+        "vocabs": ["source.spm", "target.spm"],
+        "beam-size": config.decoding.beam,
+        "normalize": config.decoding.length_alpha,
+        "max-length": num_positions(config),
+        "max-length-factor": _MAX_LENGTH_FACTOR,
+        "mini-batch": _BATCH_SIZE,
+        "maxi-batch": 100,
+        "maxi-batch-sort": "src",
+        "cpu-threads": 1,
+    }
+    (directory / "decoder.yml").write_text(yaml.safe_dump(decoder, sort_keys=False))
+    return _with_wavelengths(model, num_positions(config))
+
+
+def _with_wavelengths(model: Transformer, count: int) -> Transformer:
+    """Return a copy of a model whose first `count` positions are those of Marian."""
+    d_model = model.config.d_model
+    changed = {"positions": "learned", "max_positions": count}
+    other = Transformer(
+        model.config.model_copy(update=changed),
+        model.src_embedding.num_embeddings,
+        model.tgt_embedding.num_embeddings,
+    )
+    exponents_K = torch.arange(d_model // 2, dtype=torch.float64) / (d_model / 2 - 1)
+    angles_TK = torch.arange(count, dtype=torch.float64)[:, None] / 10_000.0**exponents_K
+    table_TD = torch.stack([angles_TK.sin(), angles_TK.cos()], -1).flatten(1).float()
+    tables = {f"{side}_positions.table.weight": table_TD for side in ("src", "tgt")}
+    other.load_state_dict(model.state_dict() | tables)
+    return other.eval()
+
+
+def _weights(model: Transformer, tgt: Vocabulary) -> dict[str, Tensor]:
+    """Return a model's weights by Marian's names; a tied embedding is stored once."""
+    d_model, tie = model.config.d_model, model.config.tie_embeddings
+    order = [*range(0, d_model, 2), *range(1, d_model, 2)]
+    state = {name: weight.detach().cpu().double() for name, weight in model.state_dict().items()}
+    start_D = state["tgt_embedding.weight"][tgt.bos].clone()
+    state["tgt_embedding.weight"] = state["tgt_embedding.weight"] - start_D
+    if tie != "none":
+        state["output.weight"] = state["tgt_embedding.weight"]
+    shifted = ["decoder"]
+    if tie == "all":
+        state["src_embedding.weight"] = state["tgt_embedding.weight"]
+        shifted.append("encoder")
+    for stack in shifted:
+        name = f"{stack}.0.self_attention."
+        added_D = math.sqrt(d_model) * start_D
+        state[f"{name}queries_keys_values.bias"] += (
+            state[f"{name}queries_keys_values.weight"] @ added_D
+        )
+        state[f"{name}output.bias"] += added_D
+    weights: dict[str, Tensor] = {}
+    for name, weight in state.items():
+        stack, _, rest = name.partition(".")
+        index, _, module = rest.rpartition(".")[0].partition(".")
+        kind = name.rpartition(".")[2]
+        if module in _MODULES:
+            if module.endswith((".output", ".outer")):
+                weight = weight[order]
+            elif kind == "weight":
+                weight = weight[:, order]
+            names = _MODULES[module]
+            for short, rows in zip(names, weight.chunk(len(names)), strict=True):
+                full = f"{stack}_l{int(index) + 1}_{short.replace('?', 'Wb'[kind == 'bias'])}"
+                weights[full] = rows.T if kind == "weight" else rows[None]
+        elif module.endswith(".norm"):
+            short = _NORMS[stack][int(module[len("residual_")]) - 1]
+            suffix = "scale" if kind == "weight" else "bias"
+            weights[f"{stack}_l{int(index) + 1}_{short}_ln_{suffix}"] = weight[None, order]
+    if tie == "all":
+        weights["Wemb"] = state["tgt_embedding.weight"][:, order]
+    else:
+        weights["encoder_Wemb"] = state["src_embedding.weight"][:, order]
+        weights["decoder_Wemb"] = state["tgt_embedding.weight"][:, order]
+    if tie == "none":
+        weights["decoder_ff_logit_out_Wt"] = state["output.weight"][:, order]
+    bias = torch.zeros(1, len(state["output.weight"]))
+    bias[0, [tgt.pad, tgt.bos]] = _MASKED_BIAS
+    weights["decoder_ff_logit_out_b"] = bias
+    return {name: weight.float().contiguous() for name, weight in weights.items()}
+
+
+class MarianProgram:
+    """An exported folder, translated by Marian on the CPU, in a process of its own each time."""
+
+    masks_special = True  # by the bias of the output projection
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._src = Vocabulary((directory / "source.spm").read_bytes())
+        self._tgt = Vocabulary((directory / "target.spm").read_bytes())
+        pieces = self._tgt.pieces_of(range(len(self._tgt)))
+        self._id_of = {piece: index for index, piece in enumerate(pieces)}
+
+    def encode(self, lines: Sequence[str]) -> Ids:
+        """Return tokens + eos for each line."""
+        return [[*ids, self._src.eos] for ids in self._src.encode(lines)]
+
+    def decode(self, ids: Ids) -> list[str]:
+        """Return the text of each list of tokens."""
+        return self._tgt.decode(ids)
+
+    def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[ExportedHypothesis]:
+        """Return the target of the highest log-probability of each source."""
+        lengths = zip(max_lengths, sources, strict=True)
+        factor = max((limit + 1) / len(ids) for limit, ids in lengths)
+        options = ["--beam-size", str(beam), "--max-length-factor", str(math.ceil(factor))]
+        found = self._decode([self._written(self._src, ids[:-1]) for ids in sources], options)
+        return [
+            ExportedHypothesis(
+                [self._id_of[piece] for piece in pieces], log_prob, len(log_probs) > len(pieces)
+            )
+            for pieces, log_probs, log_prob in found
+        ]
+
+    def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
+        """Return the log-probability of each token of a given target, and of its eos."""
+        with TemporaryDirectory() as directory:
+            options = ["--model", "model.npz"]
+            paths = {"--train-sets": list[str](), "--vocabs": list[str]()}
+            for name, vocabulary, rows in (
+                ("src", self._src, [ids[:-1] for ids in sources]),
+                ("tgt", self._tgt, targets),
+            ):
+                text, ids_of = Path(directory) / name, Path(directory) / f"{name}.yml"
+                text.write_text(
+                    "".join(f"{self._written(vocabulary, ids)}\n" for ids in rows), "utf-8"
+                )
+                pieces = vocabulary.pieces_of(range(len(vocabulary)))
+                ids_of.write_text(json.dumps({piece: row for row, piece in enumerate(pieces)}))
+                paths["--train-sets"].append(str(text))
+                paths["--vocabs"].append(str(ids_of))
+            for option, both in paths.items():
+                options += [option, *both]
+            longest = max(len(ids) for ids in (*sources, *targets)) + 1
+            options += ["--word-scores", "--max-length", str(longest)]
+            found = self._run("score", options)
+        return [[float(each) for each in row.partition("=")[2].split()] for row in found]
+
+    def own_call(self, lines: Sequence[str]) -> OwnCall:
+        """Translate text with its own SentencePiece, and pieces, by `decoder.yml`."""
+        pieces = [self._written(self._src, ids[:-1]) for ids in self.encode(lines)]
+        found = self._translate(pieces, ["--no-spm-encode", "--no-spm-decode"])
+        expected = self._tgt.decode([[self._id_of[each] for each in row.split()] for row in found])
+        texts = self._translate([" ".join(line.splitlines()) for line in lines], [])
+        pairs = zip(texts, expected, strict=True)
+        version = importlib.metadata.version(PACKAGE)
+        return OwnCall(f"{PACKAGE} {version}", agreement(text == other for text, other in pairs))
+
+    def _written(self, vocabulary: Vocabulary, ids: list[int]) -> str:
+        return " ".join(vocabulary.pieces_of(ids))
+
+    def _decode(
+        self, lines: list[str], options: list[str]
+    ) -> list[tuple[list[str], list[float], float]]:
+        """Return of each line the pieces of its target, their log-probabilities, and the sum."""
+        options = [*options, "--n-best", "--word-scores", "--no-spm-encode", "--no-spm-decode"]
+        options += ["--normalize", "0", "--allow-unk", "--allow-special"]
+        found: dict[int, tuple[list[str], list[float], float]] = {}
+        for row in self._translate(lines, options):
+            head, log_probs, _, total = row.rsplit(" ||| ", 3)
+            number, _, pieces = head.partition(" |||")
+            values = [float(value) for value in log_probs.partition("=")[2].split()]
+            found.setdefault(int(number), (pieces.split(), values, float(total)))  # the best
+        return [found[number] for number in range(len(lines))]
+
+    def _translate(self, lines: Sequence[str], options: list[str]) -> list[str]:
+        """Return the lines that Marian writes for these, by `decoder.yml` and options."""
+        return self._run("decode", ["--config", "decoder.yml", *options], lines)
+
+    def _run(self, command: str, options: list[str], lines: Sequence[str] = ()) -> list[str]:
+        """Return the lines that a command of Marian writes.
+
+        Raises:
+            RunError: if it fails.
+        """
+        threads = str(torch.get_num_threads())
+        done = subprocess.run(
+            [sys.executable, "-m", PACKAGE, command, *options, "--quiet", "--cpu-threads", threads],
+            input="".join(f"{line}\n" for line in lines).encode(),
+            capture_output=True,
+            cwd=self._directory,
+        )
+        if done.returncode:
+            said = done.stderr.decode(errors="replace").splitlines()
+            why = next((line for line in said if "Error" in line), "no error message")
+            raise RunError(f"{PACKAGE} cannot {command} with the model: {why}")
+        return done.stdout.decode().split("\n")[:-1]
+
+
+load = MarianProgram  # as an exporter loads a folder

@@ -1,0 +1,279 @@
+"""A package for Argos Translate is what that program installs, and translates as the run does."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import SRC_LINES
+from conftest import Cli
+from exporting import ODD, check_exact, copied, need, random_model
+
+from mtrain.errors import ConfigError, RunError
+from mtrain.exporters import export
+from mtrain.exporters.export import ExportRequest
+from mtrain.exporters.sentence_splitter import splitter
+from mtrain.run.run_dir import RunDir
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZäöüمرحبا"
+TOP = "translate-aa_bb-mtrain"
+
+
+@pytest.fixture
+def without_argos(monkeypatch: pytest.MonkeyPatch) -> None:
+    need("argos")
+    monkeypatch.setitem(sys.modules, "argostranslate", None)
+
+
+def need_argos() -> None:
+    if find_spec("argostranslate") is None:
+        pytest.skip("argostranslate is not installed")
+
+
+def read_json(package: Path, name: str) -> Any:
+    with zipfile.ZipFile(package) as archive:
+        return json.loads(archive.read(f"{TOP}/{name}"))
+
+
+def test_a_package_has_what_argos_translate_looks_for(
+    cli: Cli, trained: RunDir, tmp_path: Path, without_argos: None
+) -> None:
+    package = tmp_path / "new" / "aa_bb.argosmodel"
+    outcome = cli("export", trained.path, package, "--to", "argos", "--check-lines", "5")
+    assert outcome.code == 0, outcome.err
+    assert [path.name for path in package.parent.iterdir()] == ["aa_bb.argosmodel"]
+    with zipfile.ZipFile(package) as archive:
+        files = {name for name in archive.namelist() if not name.endswith("/")}
+        page = archive.read(f"{TOP}/README.md").decode()
+    assert files == {
+        f"{TOP}/{name}"
+        for name in (
+            "README.md",
+            "export.json",
+            "metadata.json",
+            "minisbd/aa.onnx",
+            "model/config.json",
+            "model/model.bin",
+            "model/shared_vocabulary.json",
+            "sentencepiece.model",
+        )
+    }
+    metadata = read_json(package, "metadata.json")
+    assert (metadata["from_code"], metadata["from_name"]) == ("aa", "Afar")
+    assert (metadata["to_code"], metadata["to_name"]) == ("bb", "bb")
+    assert read_json(package, "model/config.json")["add_source_eos"] is True
+    assert 'p.install_from_path("aa_bb.argosmodel")' in page
+    assert "`libretranslate --load-only aa,bb`" in page
+    assert "\n".join(outcome.lines) in page
+    report = read_json(package, "export.json")
+    assert report["parity"]["same_greedy"] == [5, 5]
+    assert report["files"].keys() == {name.removeprefix(f"{TOP}/") for name in files} - {
+        "export.json"
+    }
+
+
+def test_without_argos_translate_the_table_says_what_was_not_compared(
+    cli: Cli, trained: RunDir, tmp_path: Path, without_argos: None
+) -> None:
+    package = tmp_path / "aa_bb.argosmodel"
+    outcome = cli("export", trained.path, package, "--to", "argos", "--check-lines", "5")
+    assert outcome.code == 0, outcome.err
+    assert re.fullmatch("lines with the same text, Argos Translate +not compared", outcome.lines[8])
+    assert outcome.lines[9].strip() == (
+        "without argostranslate, which pip install 'mtrain[argos]' adds"
+    )
+
+
+@pytest.fixture
+def other_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Another argostranslate, whose `translate` every test writes."""
+    need("argos")
+    folder = tmp_path / "site" / "argostranslate"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()
+    (folder / "package.py").write_text(
+        "import types\n"
+        "install_from_path = lambda path: None\n"
+        "codes = types.SimpleNamespace(from_code='aa', to_code='bb')\n"
+        "get_installed_packages = lambda: [codes]\n"
+    )
+    metadata = folder.parent / "argostranslate-9.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: argostranslate\nVersion: 9.0\n")
+    monkeypatch.syspath_prepend(folder.parent)
+    monkeypatch.setenv("PYTHONPATH", f"{folder.parent}:{os.environ.get('PYTHONPATH', '')}")
+    for name in [name for name in sys.modules if name.split(".")[0] == "argostranslate"]:
+        monkeypatch.delitem(sys.modules, name)
+    return folder / "translate.py"
+
+
+SPLITTER = "class MiniSBDSentencizer:\n    def __init__(self, package): pass\n"
+SPLITTER += "    def split_sentences(self, line): return [line]\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            "translate = lambda *_: 'another text'",
+            "the text of argostranslate 9.0 must be the same on all lines, but is on 0 of 5",
+        ),
+        ("raise ValueError('no model')", "argostranslate cannot translate with the package: Value"),
+    ],
+)
+def test_a_package_that_argos_translates_in_another_way_is_not_written(
+    cli: Cli, trained: RunDir, tmp_path: Path, other_program: Path, code: str, message: str
+) -> None:
+    other_program.write_text(f"{SPLITTER}{code}\n")
+    package = tmp_path / "out" / "aa_bb.argosmodel"
+    outcome = cli("export", trained.path, package, "--to", "argos", "--check-lines", "5")
+    assert (outcome.code, outcome.out) == (2, b"")
+    assert message in outcome.err.splitlines()[-1]
+    assert not package.parent.exists()
+
+
+def test_the_real_argos_translate_gives_the_same_text(
+    cli: Cli, trained: RunDir, tmp_path: Path
+) -> None:
+    need_argos()
+    package = tmp_path / "aa_bb.argosmodel"
+    outcome = cli("export", trained.path, package, "--to", "argos", "--check-lines", "12")
+    assert outcome.code == 0, outcome.err
+    assert re.fullmatch(
+        r"lines with the same text, argostranslate [\d.]+ +12 of 12", outcome.lines[8]
+    )
+    assert outcome.lines[9].strip().startswith("it computes in ")
+    with zipfile.ZipFile(package) as archive:
+        page = archive.read(f"{TOP}/README.md").decode()
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    folders = {f"XDG_{name}_HOME": str(tmp_path) for name in ("DATA", "CONFIG", "CACHE")}
+    no_network = "import socket\nsocket.socket.connect = None\n"
+    done = subprocess.run(
+        [sys.executable, "-c", no_network + code],
+        cwd=tmp_path,
+        env={**os.environ, **folders, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    (line,) = re.findall(r"lines = \[(.*)\]", code)
+    assert done.stdout == f"[{line}]\n", done.stderr  # the task is to copy
+
+
+def test_what_argos_translate_does_to_text_by_itself_is_named(tmp_path: Path) -> None:
+    need_argos()
+    translator = random_model(tie_embeddings="none", num_decoder_layers=1)
+    norm = translator.model.decoder[0].residual_3.norm
+    with torch.no_grad():
+        norm.weight.zero_()  # every state is the norm's bias
+        (underscore,) = (
+            piece
+            for piece in translator.tokenizer.tgt.byte_pieces
+            if translator.tokenizer.tgt.pieces_of([piece]) == ["<0x5F>"]
+        )
+        translator.model.output.weight[underscore] = 100 * norm.bias
+    copy = copied(translator, "argos", tmp_path)
+    one, two = SRC_LINES[0], f"{SRC_LINES[0]} three. Four {SRC_LINES[1]}"
+    own_call = copy.own_call([one, two, *ODD])
+    assert own_call is not None
+    assert own_call.same == (7, 7)
+    assert own_call.notes[1:] == (
+        "it has split 1 lines into sentences",
+        "it has made underscores of 7 lines spaces",
+    )
+
+
+def test_a_package_holds_the_weights_exactly(tmp_path: Path) -> None:
+    need("argos")
+    check_exact(random_model(norm="pre", positions="learned", max_positions=96), "argos", tmp_path)
+
+
+def test_two_vocabularies_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        copied(random_model(shared=False, tie_embeddings="none"), "argos", tmp_path)
+    assert str(error.value).startswith(
+        "`tokenizer.shared` must be true for Argos Translate, whose packages have one "
+        "SentencePiece model for both sides, but is false instead; `--to ctranslate2` or "
+    )
+
+
+def test_a_package_is_named_as_one_and_replaces_nothing(
+    cli: Cli, trained: RunDir, tmp_path: Path
+) -> None:
+    outcome = cli("export", trained.path, tmp_path / "new", "--to", "argos")
+    assert outcome.err == (
+        "mtrain: `DIR` must be a file name that ends in .argosmodel with `--to argos`, but is "
+        f"{tmp_path / 'new'} instead.\n"
+    )
+    package = tmp_path / "mine.argosmodel"
+    package.write_text("x")
+    outcome = cli("export", trained.path, package, "--to", "argos")
+    assert outcome.err == f"mtrain: {package}: already exists; choose another file.\n"
+    assert package.read_text() == "x"
+
+
+def test_a_package_in_a_run_folder_is_checked(tmp_path: Path, trained: RunDir) -> None:
+    need("argos")
+    run = RunDir(tmp_path)
+    run.model_path.write_bytes(trained.model_path.read_bytes())
+    package = tmp_path / "aa_bb.argosmodel"
+    export.export(trained, package, ExportRequest("argos", None, 2, None, False), print)
+    assert list(export.check_exports(run)) == ["aa_bb.argosmodel whole"]
+    run.model_path.write_bytes(b"others")
+    assert list(export.check_exports(run)) == ["aa_bb.argosmodel whole, but of other weights"]
+    with zipfile.ZipFile(package, "a") as archive:
+        archive.writestr(f"{TOP}/stanza/model", "x")
+    with pytest.raises(RunError, match=r"aa_bb\.argosmodel: .*: stanza/model was added; del"):
+        list(export.check_exports(run))
+    package.write_bytes(b"no archive")
+    with pytest.raises(RunError, match="it cannot be unpacked: File is not a zip file"):
+        list(export.check_exports(run))
+    with zipfile.ZipFile(package, "w") as archive:
+        archive.writestr(f"{TOP}/README.md", "x")
+    with pytest.raises(RunError, match=r"export\.json is missing"):
+        list(export.check_exports(run))
+
+
+SPLIT = [
+    ["A man sleeps.", "A dog barks!", "Is it so? yes it is."],
+    ["Mr. Smith and Dr. Doe left.", "Then came J. Bach."],
+    ["one"],
+    ["Not 3.5 but more.", "(In brackets.) „Quoted.“ Not here."],
+    ["你好。", "世界！", "好"],
+    ["مرحبا؟", "مرحبا"],
+    ["Das ist z. B. Das hier. 5 Leute"],
+]
+
+
+@pytest.mark.parametrize("sentences", SPLIT, ids=lambda sentences: sentences[0])
+def test_the_splitter_follows_its_rule(sentences: list[str]) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    session = onnxruntime.InferenceSession(splitter(LETTERS, "en"))
+    metadata = session.get_modelmeta().custom_metadata_map
+    ids = json.loads(metadata["vocab"])["_unit2id"]
+    text = "".join(sentences) if sentences[0][0] == "你" else " ".join(sentences)
+    units = [[*(ids.get(char, ids["<UNK>"]) for char in text), ids["<PAD>"]]]
+    features = torch.zeros(1, len(text) + 1, 1).numpy()
+    (labels,) = session.run(None, {"units": torch.tensor(units).numpy(), "features": features})
+    ends = {position + 1 for position in (labels[0].argmax(-1) == 2).nonzero()[0].tolist()}
+    bounds = sorted({0, *ends, len(text)})
+    parts = [text[a:b].strip() for a, b in pairwise(bounds)]
+    assert parts == sentences
+
+
+@pytest.mark.parametrize("sentences", SPLIT, ids=lambda sentences: sentences[0])
+def test_minisbd_reads_the_splitter(sentences: list[str], tmp_path: Path) -> None:
+    minisbd = pytest.importorskip("minisbd", reason="minisbd is not installed")
+    path = tmp_path / "en.onnx"
+    path.write_bytes(splitter(LETTERS, "en"))
+    text = "".join(sentences) if sentences[0][0] == "你" else "  ".join(sentences)
+    assert minisbd.SBDetect(str(path), use_gpu=False).sentences(text) == sentences
+    long = f"{'a' * 1500}. Then {'b' * 900}. End"
+    assert len(minisbd.SBDetect(str(path), use_gpu=False).sentences(long)) == 3
