@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -60,9 +60,10 @@ class AugmentRequest:
     """What to translate, by which models.
 
     Attributes:
-        mode: `back` translates target text into sources, `forward` source text into targets;
-            `again` translates the training text, by each model in its own direction.
+        mode: `back` translates targets into sources, `forward` sources into targets, `again` does
+            what each model does.
         texts: the files of monolingual text; none for `again`.
+        with_training_text: whether the real training text is translated, before these.
         runs: the models; an ensemble, but for `again`.
         output: the corpus folder.
         decoding: what differs from the decoding options of a run.
@@ -74,6 +75,7 @@ class AugmentRequest:
 
     mode: Mode
     texts: Sequence[Path]
+    with_training_text: bool
     runs: Sequence[RunDir]
     output: Path
     decoding: Mapping[str, Any]
@@ -244,7 +246,8 @@ def _check_direction(run: RunDir, allowed: list[tuple[str, str]], option: str) -
 
 def _settings(request: AugmentRequest, config: Config, real: TrainText) -> Tree:
     """Return all that decides what is written."""
-    texts = [str(path) for path in request.texts] or paths_of_text(real)
+    texts = paths_of_text(real) if request.with_training_text else []
+    texts += [str(path) for path in request.texts]
     held_out = [config.data.valid, *config.data.tests.values()]
     runs = [*request.runs, *([request.judge] if request.judge else [])]
     return {
@@ -318,14 +321,15 @@ def _read_text(request: AugmentRequest, real: TrainText, directory: Path, warn: 
     Raises:
         DataError: if it cannot be read, or has no line.
     """
-    if request.mode == "again":
-        repeats = find_repeats(paired_rows(real), directory)
-        return _Text(lambda: paired_rows(real), repeats, len(repeats.src))
-    is_back, texts = request.mode == "back", request.texts
-    repeats = find_repeats(mono_rows(texts, is_back, warn), directory)
+
+    def read(warn: Warn) -> Iterator[InputRow]:
+        pairs = paired_rows(real) if request.with_training_text else iter(())
+        return chain(pairs, mono_rows(request.texts, request.mode == "back", warn))
+
+    repeats = find_repeats(read(warn), directory)
     if not len(repeats.src):
-        raise DataError(f"{texts[0]}: must have at least one line, but is empty.")
-    return _Text(lambda: mono_rows(texts, is_back, _ignore), repeats, len(repeats.src))
+        raise DataError(f"{request.texts[0]}: must have at least one line, but is empty.")
+    return _Text(lambda: read(_ignore), repeats, len(repeats.src))
 
 
 def _load(request: AugmentRequest, directions: Sequence[bool]) -> list[_Engine]:

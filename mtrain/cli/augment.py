@@ -72,7 +72,7 @@ def augment(
     with joined_process_group("the same command goes on from there.") as process_group:
         loading = LoadOptions(device, precision, None, process_group)
         request = augmenting.AugmentRequest(
-            mode, texts, runs, output, decoding, score, keep_best, judge, loading
+            mode, texts, again, runs, output, decoding, score, keep_best, judge, loading
         )
         augmenting.augment(request, settings, PythonLog(), console.warn)
         if process_group.is_first:

@@ -18,6 +18,7 @@ from mtrain.cli import console
 from mtrain.cli.augment import augment
 from mtrain.cli.check import check
 from mtrain.cli.demo import demo
+from mtrain.cli.distill import distill
 from mtrain.cli.doctor import doctor
 from mtrain.cli.evaluate import evaluate
 from mtrain.cli.export import export
@@ -181,6 +182,7 @@ VERBS: dict[str, Callable[..., None]] = {
     "doctor": doctor,
     "export": export,
     "augment": augment,
+    "distill": distill,
     "serve": serve,
 }
 for _name, _verb in VERBS.items():

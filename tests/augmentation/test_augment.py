@@ -128,7 +128,7 @@ def test_the_same_command_again_does_nothing_and_another_one_is_refused(
 def request_of(config_path: Path, back_run: Path, **changes: Any) -> AugmentRequest:
     texts = [config_path.parent / "mono.bb"]
     output = config_path.parent / "bt"
-    return AugmentRequest("back", texts, [RunDir(back_run)], output, {}, **changes)
+    return AugmentRequest("back", texts, False, [RunDir(back_run)], output, {}, **changes)
 
 
 def child(config_path: Path, back_run: Path, kill_at: int) -> None:
@@ -176,7 +176,7 @@ def test_a_stopped_one_goes_on_and_samples_the_same(
     config = config_file.load(config_path)
     decoding = {"num_best": 2, "sampling": mtrain.Sampling(top_k=10), "seed": 3}
     request = AugmentRequest(
-        "back", [mono], [RunDir(back_run)], mono.parent / "bt", decoding, with_scores=True
+        "back", [mono], False, [RunDir(back_run)], mono.parent / "bt", decoding, with_scores=True
     )
     augmenting.augment(request, config, Said(), print)
     whole = content(request.output)
@@ -198,7 +198,7 @@ def test_a_stopped_one_goes_on_and_samples_the_same(
     with pytest.raises(KeyboardInterrupt):
         augmenting.augment(request, config, Said(), print)
     assert not request.output.exists()
-    other = AugmentRequest("back", [mono], [RunDir(back_run)], request.output, {})
+    other = AugmentRequest("back", [mono], False, [RunDir(back_run)], request.output, {})
     with pytest.raises(mtrain.UserError, match=r"\.bt\.augmenting: was made with other settings"):
         augmenting.augment(other, config, Said(), print)
     said = Said()

@@ -39,6 +39,7 @@ VERBS = [
     "export",
     "doctor",
     "augment",
+    "distill",
     "serve",
 ]
 ODD_LINES = [

@@ -1,0 +1,125 @@
+"""A student that learns from a teacher's translations: its config, and how the two compare."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from mtrain.augmentation.new_config import with_corpus
+from mtrain.autoconfig.presets import PRESETS
+from mtrain.config import config_file
+from mtrain.config.sections import Config, ModelConfig
+from mtrain.corpus import length_stats
+from mtrain.decode import translator as translating
+from mtrain.decode.options import DecodingOptions
+from mtrain.decode.pipeline import translate_lines
+from mtrain.decode.translator import Translator
+from mtrain.errors import ConfigError
+from mtrain.evaluation.evaluation import read_tests, report_on
+from mtrain.evaluation.metrics import ScoringOptions, TestSet, format_value
+from mtrain.io.table import format_table
+from mtrain.model.transformer import num_parameters
+from mtrain.run.load_model import LoadOptions
+from mtrain.run.run_dir import RunDir
+
+Student = Literal["deep-shallow", "6-1", "12-1", "6-2", "tiny"]
+_LAYERS = {"deep-shallow": (6, 1), "6-1": (6, 1), "12-1": (12, 1), "6-2": (6, 2)}
+_TINY = next(preset.model for preset in PRESETS if preset.name == "tiny")
+_WARM_UP_LINES = 8
+_P_LIMIT = 0.05
+
+
+def student_model(student: Student, teacher: ModelConfig) -> ModelConfig:
+    """Return the model of a student: as wide as its teacher, or tiny."""
+    if student == "tiny":
+        sizes = ("d_model", "num_heads", "d_ff", "num_encoder_layers", "num_decoder_layers")
+        return teacher.model_copy(update={key: getattr(_TINY, key) for key in sizes})
+    encoder, decoder = _LAYERS[student]
+    update = {"num_encoder_layers": encoder, "num_decoder_layers": decoder}
+    return teacher.model_copy(update=update)
+
+
+def student_config(
+    config: Config, teacher: RunDir, student: Student, corpus: Path, run_dir: str
+) -> Config:
+    """Return the config of a student, which learns from the real pairs and the teacher's.
+
+    Raises:
+        ConfigError: if there is no test set to compare the two on.
+    """
+    if not config.data.tests:
+        raise ConfigError("`data.tests` must name a test set to compare on, but is empty.")
+    tree = with_corpus(config, corpus, None, None, None).model_dump(exclude_unset=True)
+    tree["model"] = student_model(student, teacher.config.model).model_dump()
+    for key in ("init_from", "replay"):  # the student begins with a model of its own
+        tree.get("training", {}).pop(key, None)
+    return config_file.from_tree(tree, "the student", run_dir=run_dir)
+
+
+class _System(NamedTuple):
+    """A model with a search, and what it made of the test sets."""
+
+    name: str
+    search: str
+    num_parameters: int
+    lines_per_s: float
+    outputs: dict[str, list[str]]  # by test set
+
+
+def compare(teachers: Sequence[RunDir], student: RunDir, device: str) -> Iterator[str]:
+    """Yield a table of teacher and student, each with a beam and greedy, on the student's tests.
+
+    The teacher with a beam is what all others are tested against.
+    """
+    tests = read_tests(student)
+    systems = [
+        system
+        for name, runs in (("teacher", teachers), ("student", [student]))
+        for system in _measure(name, runs, tests, device)
+    ]
+    heads = ["test set", "system", "search", "parameters", "sentences/s", "metric", "score", ""]
+    rows = [[*heads, "p (bs)", "p (ar)"]]
+    for name, lines in tests.items():
+        outputs = {f"{own.name} {own.search}": own.outputs[name] for own in systems}
+        report = report_on(name, lines, outputs, ScoringOptions())
+        tested = {(each.system, each.metric): each for each in report.comparisons}
+        for system, result in zip(systems, report.results, strict=True):
+            for score in result.scores:
+                test = tested.get((result.system, score.metric))
+                p_values = [test.p_bootstrap, test.p_randomization] if test else []
+                marked = [f"{p:.4f}{'*' if p < _P_LIMIT else ' '}" for p in p_values]
+                interval = format_value(score.metric, score.half_width or 0.0)
+                rows.append(
+                    [
+                        *(name, system.name, system.search, f"{system.num_parameters:,}"),
+                        *(f"{system.lines_per_s:,.1f}", score.metric),
+                        *(format_value(score.metric, score.value), f"± {interval}"),
+                        *(marked or ["", ""]),
+                    ]
+                )
+    yield from format_table(rows, "<<<>><>>>>")
+    yield "p: chance of such a difference to the teacher with its beam if neither is better; bs by"
+    yield f"   paired bootstrap, ar by approximate randomisation; * is below {_P_LIMIT}"
+
+
+def _measure(
+    name: str, runs: Sequence[RunDir], tests: dict[str, TestSet], device: str
+) -> Iterator[_System]:
+    """Translate all test sets with the beam of the first run, then greedily."""
+    options = replace(DecodingOptions.from_config(runs[0].config), with_scores=False)
+    translator = translating.load(runs, options, LoadOptions(device))
+    size = sum(map(num_parameters, translator.ensemble.models))
+    stats = length_stats.load(runs[0].data_dir)
+    for beam in dict.fromkeys((options.beam, 1)):
+        searching: Translator = translator.with_options(replace(options, beam=beam, mbr=None))
+        first = next(iter(tests.values())).src[:_WARM_UP_LINES]
+        translate_lines(searching, first, stats)
+        began_s = time.perf_counter()
+        outputs = {key: translate_lines(searching, test.src, stats) for key, test in tests.items()}
+        num_lines = sum(len(test.src) for test in tests.values())
+        lines_per_s = num_lines / (time.perf_counter() - began_s)
+        search = "greedy" if beam == 1 else f"beam {beam}"
+        yield _System(name, search, size, lines_per_s, outputs)

@@ -1,0 +1,91 @@
+"""A student is as wide as its teacher, learns from its translations, and is compared with it."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import Cli
+from tasks import Tree, reverse_task, tiny_tree, write, write_config
+
+from mtrain.augmentation.distill import Student, student_model
+from mtrain.autoconfig.presets import PRESETS
+from mtrain.config.sections import ModelConfig
+from mtrain.run.run_dir import RunDir
+
+FEW = ["--set", "training.max_steps=4"]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    return tiny_tree(tmp_path, reverse_task, num_train=80)
+
+
+@pytest.mark.parametrize(
+    ("student", "layers"),
+    [("deep-shallow", (6, 1)), ("6-1", (6, 1)), ("12-1", (12, 1)), ("6-2", (6, 2))],
+)
+def test_a_student_is_as_wide_as_its_teacher(student: Student, layers: tuple[int, int]) -> None:
+    teacher = ModelConfig(d_model=256, d_ff=1024, num_encoder_layers=3, num_decoder_layers=3)
+    model = student_model(student, teacher)
+    assert (model.num_encoder_layers, model.num_decoder_layers) == layers
+    update = {"num_encoder_layers": 3, "num_decoder_layers": 3}
+    assert model.model_copy(update=update) == teacher
+
+
+def test_the_tiny_student_has_the_sizes_of_the_tiny_preset() -> None:
+    teacher = ModelConfig(d_model=512, num_heads=8, d_ff=2048, dropout=0.1)
+    assert student_model("tiny", teacher) == PRESETS[0].model.model_copy(update={"dropout": 0.1})
+
+
+def test_a_student_learns_from_the_teacher_and_is_compared_with_it(
+    cli: Cli, tree: Tree, reverser: RunDir, tmp_path: Path
+) -> None:
+    config_path = write_config(tmp_path / "aa-bb.yaml", tree)
+    mono = write(tmp_path / "mono.aa", [pair.src for pair in reverse_task(30, 8)])
+    command = ["distill", config_path, "--teacher", reverser.path, "--student", "6-2", *FEW]
+    command += ["--mono", mono, "--run", tmp_path / "student"]
+    done = cli(*command)
+    assert done.code == 0, done.err
+    run = RunDir(tmp_path / "student")
+    model = run.config.model
+    sizes = model.d_model, model.num_encoder_layers, model.num_decoder_layers
+    assert sizes == (reverser.config.model.d_model, 6, 2)
+    corpora = [named.model_dump() for named in run.config.data.train]
+    assert corpora == [tree["data"]["train"], {"synthetic": f"{run.path}-pairs"}]
+    shard = Path(f"{run.path}-pairs") / "pairs-00000.jsonl.gz"
+    with gzip.open(shard, "rt", encoding="utf-8") as stream:
+        files = {json.loads(line)["file"] for line in stream}
+    assert files == {tree["data"]["train"]["src"][0], mono}
+    head, *rows = [line.split() for line in done.lines[:-2]]
+    assert head[:2] == ["test", "set"]
+    assert [row[1] for row in rows] == ["teacher"] * 4 + ["student"] * 4
+    searches = [" ".join(row[2:-6]) for row in rows if row[1] == "student"]
+    assert [text.split()[0] for text in searches] == ["beam", "beam", "greedy", "greedy"]
+    evaluated = yaml.safe_load("\n".join(cli("eval", reverser.path, "--json").lines))
+    (bleu,) = (own for own in evaluated["held_out"]["scores"] if own["metric"] == "BLEU")
+    assert f"BLEU {bleu['value']:.2f}" in " ".join(rows[0])
+    again = cli(*command)
+    assert again.code == 0
+    assert "made already" in again.err
+    assert "finished at step 4" in again.err
+
+
+def test_a_teacher_of_the_other_direction_and_a_config_without_tests_are_refused(
+    cli: Cli, tree: Tree, reverser: RunDir, back_run: Path, tmp_path: Path
+) -> None:
+    config_path = write_config(tmp_path / "aa-bb.yaml", tree)
+    done = cli("distill", config_path, "--teacher", back_run)
+    assert (done.code, done.err) == (
+        2,
+        f"mtrain: {back_run}: must translate aa to bb for `--forward`, but translates bb to aa "
+        "instead.\n",
+    )
+    write_config(config_path, tree | {"data": tree["data"] | {"tests": {}}})
+    done = cli("distill", config_path, "--teacher", reverser.path)
+    assert (done.code, done.err) == (
+        2,
+        "mtrain: `data.tests` must name a test set to compare on, but is empty.\n",
+    )
+    assert not (tmp_path / "run-deep-shallow").exists()
