@@ -96,7 +96,7 @@ def write(
         settings = transformers.MarianConfig(**_model_settings(model, tokenizer, limit))
         settings.dtype = dtype
         settings.save_pretrained(directory)
-        generation = _generation_settings(tokenizer.tgt, config, limit)
+        generation = _generation_settings(tokenizer.tgt, config)
         transformers.GenerationConfig(**generation).save_pretrained(directory)
     _write_tokenizer(tokenizer, config, limit, directory)
 
@@ -131,13 +131,16 @@ def _model_settings(model: Transformer, tokenizer: Tokenizer, limit: int) -> dic
     }
 
 
-def _generation_settings(tgt: Vocabulary, config: Config, limit: int) -> dict[str, Any]:
-    """Return the defaults of `generate`: as in mtrain, but for the length penalty."""
+def _generation_settings(tgt: Vocabulary, config: Config) -> dict[str, Any]:
+    """Return the defaults of `generate`: as in mtrain, but for the length penalty.
+
+    A `max_length` here would contradict the `max_new_tokens` of a caller, and be warned of.
+    """
     decoding, max_tokens = config.decoding, config.data.max_tokens
     return {
         "num_beams": decoding.beam,
         "length_penalty": decoding.length_alpha if decoding.beam > 1 else 1.0,
-        "max_length": min(limit, max_tokens + decoding.max_extra_tokens),
+        "max_new_tokens": max_tokens + decoding.max_extra_tokens + 1,  # and eos
         "suppress_tokens": [tgt.pad, tgt.bos],  # never generated
         **_special_ids(tgt),
     }

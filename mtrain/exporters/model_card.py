@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -89,7 +90,7 @@ def readme(
     config = run.config
     src, tgt = config.data.src_lang, config.data.tgt_lang
     tree: dict[str, object] = {
-        "language": [src, tgt],
+        **_languages([src, tgt]),
         "license": licence or "unknown",
         "library_name": exporter.PACKAGE,
         "pipeline_tag": "translation",
@@ -129,6 +130,14 @@ def readme(
         data="\n".join(_data(run, translator.tokenizer)),
         table="\n".join(table),
     )
+
+
+def _languages(codes: Sequence[str]) -> dict[str, list[str]]:
+    """Return the languages as the hub takes them: by ISO 639, and others apart."""
+    first = [re.split("[-_]", code.lower())[0] for code in codes]
+    named = {"language": list(dict.fromkeys(code for code in first if 2 <= len(code) <= 3))}
+    longer = [code for code in codes if code not in named["language"]]
+    return named | ({"language_bcp47": longer} if longer else {})
 
 
 def _licence(licence: str | None) -> Iterator[str]:

@@ -388,6 +388,32 @@ def test_odd_text_has_the_same_pieces_and_comes_back_the_same(
     assert [a for a, b in texts if a.strip() != b.replace("▁", " ").strip()] == []
 
 
+def test_the_limit_of_an_output_is_one_that_a_caller_can_replace(
+    exported: dict[str, Exported],
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    need("huggingface")
+    import transformers
+
+    copy = EXPORTERS["huggingface"].load(exported["huggingface"].directory)
+    assert isinstance(copy, MarianModel)
+    batch = copy._tokenizer(["ba ce di fo gu"], return_tensors="pt")
+    eos = copy.model.generation_config.eos_token_id
+    copy.model.generation_config.forced_eos_token_id = None
+    transformers.utils.logging.enable_propagation()
+    try:
+        cut = copy.model.generate(**batch, max_new_tokens=2)
+        copy.model.generation_config.suppress_tokens.append(eos)  # until the limit
+        longest = copy.model.generate(**batch)
+    finally:
+        transformers.utils.logging.disable_propagation()
+    said = caplog.text + capfd.readouterr().err
+    assert "max_new_tokens" not in said and "max_length" not in said, said
+    assert cut.shape == (1, 3)
+    assert longest.shape[1] - 1 == copy.model.generation_config.max_new_tokens
+
+
 def test_an_empty_line_gives_ctranslate2_an_empty_translation(
     exported: dict[str, Exported],
 ) -> None:
@@ -891,7 +917,25 @@ def card_with(run: RunDir, **data: object) -> str:
 def test_a_language_whose_code_is_a_word_of_yaml_is_still_a_code(noisy: RunDir) -> None:
     card = card_with(noisy, src_lang="no", tgt_lang="x-klingon")
     tree, _ = yaml.safe_load_all(card.split("# no to")[0])
-    assert tree["language"] == ["no", "x-klingon"]
+    assert (tree["language"], tree["language_bcp47"]) == (["no"], ["x-klingon"])
+
+
+@pytest.mark.parametrize(
+    ("codes", "languages", "others"),
+    [
+        (("en", "deu"), ["en", "deu"], None),
+        (("zh-Hant", "pt_BR"), ["zh", "pt"], ["zh-Hant", "pt_BR"]),
+        (("EN", "x-klingon"), ["en"], ["EN", "x-klingon"]),
+        (("en-GB", "en-US"), ["en"], ["en-GB", "en-US"]),
+    ],
+)
+def test_the_hub_is_given_codes_of_iso_639_and_others_apart(
+    trained: RunDir, codes: tuple[str, str], languages: list[str], others: list[str] | None
+) -> None:
+    """It refuses a card with any other `language`."""
+    card = card_with(trained, src_lang=codes[0], tgt_lang=codes[1])
+    tree = yaml.safe_load(card.split("---\n")[1])
+    assert (tree["language"], tree.get("language_bcp47")) == (languages, others)
 
 
 def test_the_card_names_corpora_of_every_kind(tmp_path: Path) -> None:
@@ -910,16 +954,20 @@ def test_a_name_breaks_no_table_of_the_card(trained: RunDir) -> None:
     assert "| validation | a\\|b c.tsv | not there any more |" in rows
 
 
-@pytest.mark.parametrize("library", ["ctranslate2", "huggingface"])
+@pytest.mark.parametrize("library", EXPORTERS)
 def test_the_hub_reads_the_card_with_its_scores_and_licence(
-    cli: Cli, trained: RunDir, tmp_path: Path, library: str
+    cli: Cli, trained: RunDir, tmp_path: Path, library: Library
 ) -> None:
     """By what huggingface_hub itself reads cards with, before the hub gets them."""
     need(library)
     hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
-    directory = tmp_path / "out"
+    archive = EXPORTERS[library].ARCHIVE
+    directory = tmp_path / ("out" if archive is None else f"out{archive.suffix}")
     outcome = cli("export", trained.path, directory, "--to", library, "--license", "cc-by-4.0")
     assert outcome.code == 0, outcome.err
+    if archive is not None:
+        shutil.unpack_archive(directory, tmp_path / "files", "zip")
+        (directory,) = (tmp_path / "files").iterdir()
     card = hub.ModelCard.load(directory / "README.md", ignore_metadata_errors=False)
     assert (card.data.license, card.data.library_name) == ("cc-by-4.0", EXPORTERS[library].PACKAGE)
     assert card.data.language == ["aa", "bb"]
