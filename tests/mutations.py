@@ -115,7 +115,7 @@ MODEL = [
     ),
     state(
         "no padding mask in cross-attention",
-        "torch.where(src_keep_BS, count_BS - 1, -1)",
+        "np.where(keep_BS, count_BS - 1, -1)",
         "count_BS - 1",
     ),
     model(
@@ -140,8 +140,8 @@ MODEL = [
     ),
     model(
         "cached positions one too far",
-        "ids_N, cache.length_N, stop)",
-        "ids_N, cache.length_N + 1, stop + 1)",
+        "torch.from_numpy(cache.length_N)",
+        "torch.from_numpy(cache.length_N + 1)",
     ),
     state(
         "cached positions stand still",
@@ -225,13 +225,13 @@ MODEL = [
     ),
     state(
         "cached past not reordered",
-        "self.slots_NT.index_select(0, rows_N)",
-        "self.slots_NT.index_select(0, rows_N * 0)",
+        "self.slots_NT.take(rows_N, 0)",
+        "self.slots_NT.take(rows_N * 0, 0)",
     ),
     state(
         "sources do not follow their hypotheses",
-        "self.src_slots_NS.index_select(0, rows_N)",
-        "self.src_slots_NS.index_select(0, rows_N.sort().values)",
+        "self.src_slots_NS.take(rows_N, 0)",
+        "self.src_slots_NS.take(np.sort(rows_N), 0)",
     ),
     state(
         "a larger store forgets the past",
@@ -245,17 +245,17 @@ MODEL = [
     ),
     state(
         "those who join see what others have read",
-        "F.pad(old_NT, (0, 0, 0, len(other.length_N)), value=-1)",
-        "F.pad(old_NT, (0, 0, 0, len(other.length_N)), value=0)",
+        "np.pad(old_NT, ((0, len(other.length_N)), (0, 0)), constant_values=-1)",
+        "np.pad(old_NT, ((0, len(other.length_N)), (0, 0)), constant_values=0)",
     ),
     state(
         "those who join stand where others do",
-        "torch.cat([self.length_N, other.length_N])",
-        "torch.cat([self.length_N, other.length_N + longest])",
+        "np.concatenate([self.length_N, other.length_N])",
+        "np.concatenate([self.length_N, other.length_N + longest])",
     ),
     state(
         "those who join have the sources of others",
-        "F.pad(slots_R, (0, 1), value=-1)[new_NS]",
+        "np.append(slots_R, -1)[new_NS]",
         "new_NS",
     ),
     model(
@@ -280,8 +280,8 @@ MODEL = [
     ),
     model(
         "no dropout on embeddings",
-        "self.dropout(x + encoding(position, stop).to(x.dtype))",
-        "x + encoding(position, stop).to(x.dtype)",
+        "self.dropout(x + encoding(position, stop, x.dtype))",
+        "x + encoding(position, stop, x.dtype)",
     ),
     model(
         "attention dropout at another rate",
@@ -420,7 +420,7 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
     compiled(
         "decoder",
         "an odd number of norms leaves the states where they are",
-        "if (result == OPS_OK && from != x) memcpy",
+        "if (result == OPS_OK && from != states) memcpy",
         "if (0) memcpy",
         "decoder",
     ),
@@ -537,7 +537,7 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
 SEARCH = [
     search(
         "beam skips the reorder",
-        "self.state.reorder(torch.from_numpy(rows_N))\n        self.num_open = len(self.rows",
+        "self.state.reorder(rows_N)\n        self.num_open = len(self.rows",
         "self.num_open = len(self.rows",
     ),
     search(

@@ -36,24 +36,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mtrain.decode.options import DecodingOptions
+from mtrain.model.kv_cache import Ints
 from mtrain.ops.topk import Logits, TopTokens, argmax_tokens, top_tokens
 
 
 class State(Protocol):
     """The cache of a step function, one row for each open hypothesis."""
 
-    def reorder(self, rows_N: Tensor) -> None:
-        """Keep these rows, a tensor on the CPU, in this order; each may be repeated or dropped."""
+    def reorder(self, rows_N: Ints) -> None:
+        """Keep these rows, in this order; a row may be repeated or dropped."""
 
     def admit(self, other: Any) -> None:
         """Append the rows of another state, which has decoded no token yet."""
 
 
 S = TypeVar("S", bound=State)
-Step = Callable[[Tensor, S], Logits]  # of ids on the CPU
-Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+Step = Callable[[Tensor, S], Logits]  # of ids on the CPU
 NUM_GROUPS = 4  # request groups that are decoded together
 
 
@@ -363,7 +363,7 @@ class BeamSearch(Generic[S]):
         """Extend every open hypothesis by one token; return the sentences that end by it."""
         before_N = self.rows.sentence_N
         rows_N = self._grow(self.step(torch.from_numpy(self.rows.ids_N), self.state))
-        self.state.reorder(torch.from_numpy(rows_N))
+        self.state.reorder(rows_N)
         self.num_open = len(self.rows.ids_N)
         num_rows_B = np.bincount(self.rows.sentence_N, minlength=len(self.sentences.number_B))
         ended_N = before_N[num_rows_B[before_N] == 0]
@@ -375,7 +375,7 @@ class BeamSearch(Generic[S]):
         number_N = self.sentences.number_B[self.rows.sentence_N]
         rows_N = np.flatnonzero(np.isin(number_N, numbers, invert=True))
         self.rows, self.cell_N = self.rows.take(rows_N), self.cell_N[rows_N]
-        self.state.reorder(torch.from_numpy(rows_N))
+        self.state.reorder(rows_N)
         self.num_open = len(rows_N)
         self.finished.discard(numbers)
 

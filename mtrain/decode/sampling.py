@@ -47,7 +47,7 @@ def sample_steps(
     num_sentences = len(constraints.max_lengths_B)
     per_sentence = len(uniform_NT) // max(num_sentences, 1)
     sentence_N = np.arange(num_sentences).repeat(per_sentence)
-    state.reorder(torch.from_numpy(sentence_N))
+    state.reorder(sentence_N)
     prefix_NP = None if constraints.prefix_BP is None else constraints.prefix_BP[sentence_N]
     constraints = replace(
         constraints, max_lengths_B=constraints.max_lengths_B[sentence_N], prefix_BP=prefix_NP
@@ -64,7 +64,7 @@ def sample_steps(
         finished.add(ended, ended.sentence_N, ended.log_prob_N)
         open_N = np.flatnonzero(rows.ids_N != constraints.eos)
         rows, uniform_NT = rows.take(open_N), uniform_NT[open_N]
-        state.reorder(torch.from_numpy(open_N))
+        state.reorder(open_N)
         yield
     samples = [finished.take(draw)[0] for draw in range(len(sentence_N))]
     firsts = range(0, len(samples), max(per_sentence, 1))

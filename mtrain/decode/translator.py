@@ -35,7 +35,7 @@ from mtrain.decode.shared_search import (
     num_threads,
 )
 from mtrain.errors import RunError
-from mtrain.model.kv_cache import KVCache
+from mtrain.model.kv_cache import Ints, KVCache
 from mtrain.model.transformer import Transformer
 from mtrain.ops.topk import Logits
 from mtrain.run.load_model import LoadOptions, load_model
@@ -70,7 +70,6 @@ class Ensemble:
 
     def step(self, ids_N: Tensor, state: EnsembleState) -> Logits:
         """Return the logits [N, V] of the token after `ids_N`, and advance `state`."""
-        ids_N = ids_N.to(self.models[0].output.weight.device)
         logits = [
             model.decode_step(ids_N, cache)
             for model, cache in zip(self.models, state.states, strict=True)
@@ -109,7 +108,7 @@ class EnsembleState:
     def __init__(self, states: list[KVCache]) -> None:
         self.states = states
 
-    def reorder(self, rows_N: Tensor) -> None:
+    def reorder(self, rows_N: Ints) -> None:
         """Continue with these hypotheses; each may stand once, often, or not at all."""
         for state in self.states:
             state.reorder(rows_N)

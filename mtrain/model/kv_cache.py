@@ -6,9 +6,21 @@ pool, X = 2 * D: a key and a value.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
-import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
+
+Ints = NDArray[np.int64]
+
+
+class Slots(NamedTuple):
+    """Row numbers of the pools for each hypothesis; -1 is padding."""
+
+    past_NT: Tensor
+    source_NS: Tensor
 
 
 class KVCache:
@@ -17,6 +29,8 @@ class KVCache:
     A slot holds the key and value of one position. Each hypothesis has a list of slots; hypotheses
     share the slots of a common prefix. To reorder hypotheses is to reorder lists; a slot in no list
     is free. New sentences are admitted while others are being decoded (continuous batching).
+
+    The pools are on the model's device, the lists are NumPy arrays.
 
     Attributes:
         sources: the pool of the source positions, without padding.
@@ -28,44 +42,54 @@ class KVCache:
 
     def __init__(self, sources: list[Tensor], src_keep_BS: Tensor) -> None:
         """Take the source keys and values [R, X] of each layer, R the kept positions in order."""
-        count_BS = src_keep_BS.flatten().cumsum(0).view_as(src_keep_BS)
+        keep_BS = src_keep_BS.cpu().numpy()
+        count_BS = keep_BS.cumsum().reshape(keep_BS.shape)
         self.sources = KVPool(sources, is_full=True)
-        self.src_slots_NS = torch.where(src_keep_BS, count_BS - 1, -1)
+        self.src_slots_NS: Ints = np.where(keep_BS, count_BS - 1, -1)
         self.pasts = KVPool([torch.empty_like(source_RX) for source_RX in sources], is_full=False)
-        self.slots_NT, self.length_N = count_BS[:, :0], torch.zeros_like(count_BS[:, 0])
+        self.slots_NT: Ints = np.empty((len(keep_BS), 0), np.int64)
+        self.length_N: Ints = np.zeros(len(keep_BS), np.int64)
 
     @property
     def max_length(self) -> int:
         """The target positions of the longest hypothesis, or more."""
-        return self.slots_NT.shape[1]
+        return int(self.slots_NT.shape[1])
 
     def advance(self) -> None:
         """Allocate a slot for one more position of each hypothesis."""
         new_N = self.pasts.allocate(len(self.length_N), self.slots_NT)
-        self.slots_NT = torch.cat([self.slots_NT, new_N[:, None]], 1)
+        self.slots_NT = np.concatenate([self.slots_NT, new_N[:, None]], 1)
         self.length_N = self.length_N + 1
 
-    def reorder(self, rows_N: Tensor) -> None:
+    def slots(self) -> Slots:
+        """Return the slots of each hypothesis as tensors on the device of the pools."""
+        device = self.sources.layers[0].device
+        past_NT, source_NS = torch.from_numpy(self.slots_NT), torch.from_numpy(self.src_slots_NS)
+        return Slots(past_NT.to(device), source_NS.to(device))
+
+    def reorder(self, rows_N: Ints) -> None:
         """Replace the hypotheses by these rows; each may occur once, several times or never."""
-        rows_N = rows_N.to(self.length_N.device)
-        self.slots_NT = self.slots_NT.index_select(0, rows_N)
-        self.src_slots_NS = self.src_slots_NS.index_select(0, rows_N)
-        self.length_N = self.length_N.index_select(0, rows_N)
+        self.slots_NT = self.slots_NT.take(rows_N, 0)
+        self.src_slots_NS = self.src_slots_NS.take(rows_N, 0)
+        self.length_N = self.length_N.take(rows_N)
 
     def admit(self, other: KVCache) -> None:
         """Append the rows of newly admitted sentences, of which no position is decoded yet."""
-        longest = int(self.length_N.max()) if len(self.length_N) else 0
+        longest = int(self.length_N.max(initial=0))
         old_NT = self.slots_NT[:, self.max_length - longest :]
-        self.slots_NT = F.pad(old_NT, (0, 0, 0, len(other.length_N)), value=-1)
-        self.length_N = torch.cat([self.length_N, other.length_N])
+        self.slots_NT = np.pad(old_NT, ((0, len(other.length_N)), (0, 0)), constant_values=-1)
+        self.length_N = np.concatenate([self.length_N, other.length_N])
         old_NS, new_NS = self.src_slots_NS, other.src_slots_NS
         slots_R = self.sources.allocate(len(other.sources.layers[0]), old_NS)
         for index, source_RX in enumerate(other.sources.layers):
-            self.sources.write(index, slots_R, source_RX)
-        new_NS = F.pad(slots_R, (0, 1), value=-1)[new_NS]  # index -1, the last, is padding
+            self.sources.write(index, torch.from_numpy(slots_R).to(source_RX.device), source_RX)
+        new_NS = np.append(slots_R, -1)[new_NS]  # index -1, the last, is padding
         width = max(old_NS.shape[1], new_NS.shape[1])
-        both = [F.pad(x_NS, (0, width - x_NS.shape[1]), value=-1) for x_NS in (old_NS, new_NS)]
-        self.src_slots_NS = torch.cat(both)
+        both = [
+            np.pad(x_NS, ((0, 0), (0, width - x_NS.shape[1])), constant_values=-1)
+            for x_NS in (old_NS, new_NS)
+        ]
+        self.src_slots_NS = np.concatenate(both)
 
 
 class KVPool:
@@ -76,9 +100,9 @@ class KVPool:
 
     def __init__(self, layers: list[Tensor], is_full: bool) -> None:
         self.layers = layers
-        self._free_R = torch.arange(0 if is_full else len(layers[0]), device=layers[0].device)
+        self._free_R = np.arange(0 if is_full else len(layers[0]))
 
-    def allocate(self, count: int, in_use: Tensor) -> Tensor:
+    def allocate(self, count: int, in_use: Ints) -> Ints:
         """Return `count` free slots [count], none of them among those `in_use`."""
         if count > len(self._free_R):
             self._find_free(count, in_use)
@@ -89,17 +113,17 @@ class KVPool:
         """Write keys and values into slots of a layer; return all of the layer's [R, X]."""
         return self.layers[index].index_copy_(0, slots_N, rows_NX)
 
-    def _find_free(self, count: int, in_use: Tensor) -> None:
+    def _find_free(self, count: int, in_use: Ints) -> None:
         """Collect the slots that are not in use; enlarge a pool of which less than 1/4 is free."""
         num_slots = len(self.layers[0])
-        is_free_R = torch.ones(num_slots + 1, dtype=torch.bool, device=in_use.device)
+        is_free_R = np.ones(num_slots + 1, np.bool_)
         is_free_R[in_use] = False  # index -1, the last, is padding
-        free_R = is_free_R[:-1].nonzero()[:, 0]
+        free_R = np.flatnonzero(is_free_R[:-1])
         num_needed = num_slots - len(free_R) + count
         if num_needed > 3 * num_slots // 4:
             new_size = 2 * num_needed
             self.layers = [_enlarged(layer_RX, new_size) for layer_RX in self.layers]
-            free_R = torch.cat([free_R, torch.arange(num_slots, new_size, device=free_R.device)])
+            free_R = np.concatenate([free_R, np.arange(num_slots, new_size)])
         self._free_R = free_R
 
 

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtrain.config.sections import ModelConfig
-from mtrain.model.kv_cache import KVCache
+from mtrain.model.kv_cache import KVCache, KVPool, Slots
 from mtrain.ops.attention import attention, chunk_last, paged_attention
-from mtrain.ops.decoder import CompiledDecoder, LayerModules
+from mtrain.ops.decoder import CompiledDecoder, DecoderModules, LayerModules
 from mtrain.ops.dropout import Dropout
 from mtrain.ops.layer_norm import LayerNorm, add_norm
 from mtrain.ops.linear import Linear, relu_ffn
@@ -120,16 +120,19 @@ class Transformer(nn.Module):
 
     def decode_step(self, ids_N: Tensor, cache: KVCache) -> Logits:
         """Return the logits [N, V] of the tokens that follow `ids_N`, and advance the cache."""
-        stop = cache.max_length + 1
-        x_ND = self._embed(self.tgt_embedding, self.tgt_positions, ids_N, cache.length_N, stop)
+        stop, position_N = cache.max_length + 1, torch.from_numpy(cache.length_N)
         cache.advance()
-        compiled, states_ND = self._compiled_decoder, None
+        slots, compiled, states_ND = cache.slots(), self._compiled_decoder, None
         if compiled is not None:
-            pools = (cache.pasts.layers, cache.sources.layers)
-            states_ND = compiled.step(x_ND, *pools, cache.slots_NT, cache.src_slots_NS)
+            caches = (cache.pasts.layers, cache.sources.layers, *slots)
+            encodings_TD = self.tgt_positions.encodings(stop, torch.float32, ids_N.device)
+            states_ND = compiled.step(ids_N, position_N, encodings_TD, *caches)
         if states_ND is None:
+            device = self.tgt_embedding.weight.device
+            position_N, ids_N = position_N.to(device), ids_N.to(device)
+            x_ND = self._embed(self.tgt_embedding, self.tgt_positions, ids_N, position_N, stop)
             for index, layer in enumerate(self.decoder):
-                x_ND = layer.decode_step(x_ND, cache, index)
+                x_ND = layer.decode_step(x_ND, cache, index, slots)
             states_ND = self.decoder_norm(x_ND)
         return self.output.logits(states_ND)
 
@@ -183,9 +186,12 @@ class Transformer(nn.Module):
         if compiled is None or not compiled.is_current():
             config, layers = self.config, [_parts(layer) for layer in self.decoder]
             parts = [layer for layer in layers if layer is not None]
+            modules = (self.tgt_embedding, self.tgt_positions, self.dropout, parts)
             self._compiled_decoder = (
-                CompiledDecoder.of(parts, config.num_heads, config.attention_window)
-                if len(parts) == len(layers)
+                CompiledDecoder.of(
+                    DecoderModules(*modules), config.num_heads, config.attention_window
+                )
+                if len(parts) == len(layers) and self.compute_dtype in (None, torch.float32)
                 else None
             )
 
@@ -217,7 +223,7 @@ class Transformer(nn.Module):
         x = table(ids) * math.sqrt(self.config.d_model)
         if token_keep is not None:
             x = x * token_keep[..., None]
-        embedded: Tensor = self.dropout(x + encoding(position, stop).to(x.dtype))
+        embedded: Tensor = self.dropout(x + encoding(position, stop, x.dtype))
         return embedded.to(self.compute_dtype or embedded.dtype)
 
     def _initialise(self) -> None:
@@ -258,22 +264,25 @@ class Positions(nn.Module):
         if config.max_positions is not None:
             self.table = nn.Embedding(config.max_positions, config.d_model)
 
-    def forward(self, position: Tensor, stop: int) -> Tensor:
+    def forward(self, position: Tensor, stop: int, dtype: torch.dtype) -> Tensor:
         """Return the encoding [..., D] of positions [...], all below `stop`.
 
         Sinusoids exist for any position; positions after the last learned one share its encoding.
         """
         if self.table is None:
-            return F.embedding(position, self._sinusoids(stop, position.device))
+            return F.embedding(position, self.encodings(stop, dtype, position.device))
         learned: Tensor = self.table(position.clamp(max=self.table.num_embeddings - 1))
-        return learned
+        return learned.to(dtype)
 
-    def _sinusoids(self, stop: int, device: torch.device) -> Tensor:
-        """Return the cached rows [at least `stop`, D], twice as many when they are too few."""
-        cached_TD = self._cached_TD
-        if len(cached_TD) < stop or cached_TD.device != device:
+    def encodings(self, stop: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the learned encodings [R, D], or sinusoids [at least `stop`, D]."""
+        if self.table is not None:
+            return self.table.weight
+        cached_TD = self._cached_TD  # twice as many as are needed
+        if len(cached_TD) < stop or cached_TD.device != device or cached_TD.dtype != dtype:
             with torch.inference_mode(False):
-                self._cached_TD = cached_TD = sinusoids(2 * stop, self.d_model, device=device)
+                made_TD = sinusoids(2 * stop, self.d_model, device=device)
+                self._cached_TD = cached_TD = made_TD.to(dtype)
         return cached_TD
 
 
@@ -321,10 +330,12 @@ class DecoderLayer(nn.Module):
         projected_RX: Tensor = self.cross_attention.source_keys_values(memory_RD)
         return projected_RX
 
-    def decode_step(self, x_ND: Tensor, cache: KVCache, index: int) -> Tensor:
+    def decode_step(self, x_ND: Tensor, cache: KVCache, index: int, slots: Slots) -> Tensor:
         """Return the output [N, D] of layer `index` for the newest position of the cache."""
-        x_ND = self.residual_1(x_ND, lambda x: self.self_attention.decode_step(x, cache, index))
-        x_ND = self.residual_2(x_ND, lambda x: self.cross_attention.decode_step(x, cache, index))
+        pasts, source_RX = cache.pasts, cache.sources.layers[index]
+        own, cross = self.self_attention, self.cross_attention
+        x_ND = self.residual_1(x_ND, lambda x: own.decode_step(x, pasts, index, slots.past_NT))
+        x_ND = self.residual_2(x_ND, lambda x: cross.decode_step(x, source_RX, slots.source_NS))
         x_ND = self.residual_3(x_ND, self.feed_forward)
         return x_ND
 
@@ -391,12 +402,11 @@ class SelfAttention(nn.Module):
         q_BHTK, k_BHTK, _ = self._project(x_BTD)
         return attention_weights(q_BHTK, k_BHTK, keep)
 
-    def decode_step(self, x_ND: Tensor, cache: KVCache, index: int) -> Tensor:
+    def decode_step(self, x_ND: Tensor, pasts: KVPool, index: int, slots_NT: Tensor) -> Tensor:
         """Return [N, D] for the newest position, which attends to itself and all before it."""
         d_model = x_ND.shape[1]
         q_ND, new_NX = self.queries_keys_values(x_ND).split([d_model, 2 * d_model], -1)
-        slots_NT = cache.slots_NT
-        past_RX = cache.pasts.write(index, slots_NT[:, -1], new_NX)
+        past_RX = pasts.write(index, slots_NT[:, -1], new_NX)
         if self.window is not None:
             slots_NT = slots_NT[:, -self.window - 1 :]
         result: Tensor = self.output(paged_attention(q_ND, past_RX, slots_NT, self.num_heads))
@@ -435,9 +445,8 @@ class CrossAttention(nn.Module):
         q_BHTK = split_heads(self.queries(x_BTD), self.num_heads)
         return attention_weights(q_BHTK, source.keys, src_keep_B11S)
 
-    def decode_step(self, x_ND: Tensor, cache: KVCache, index: int) -> Tensor:
+    def decode_step(self, x_ND: Tensor, source_RX: Tensor, slots_NS: Tensor) -> Tensor:
         """Return [N, D] for the newest position."""
-        source_RX, slots_NS = cache.sources.layers[index], cache.src_slots_NS
         mixed_ND = paged_attention(self.queries(x_ND), source_RX, slots_NS, self.num_heads)
         result: Tensor = self.output(mixed_ND)
         return result

@@ -72,13 +72,14 @@ class DecoderLayerWeights(ctypes.Structure):
 
 
 class DecoderShape(ctypes.Structure):
-    """`decoder_shape` of `ops.h`: sizes, strides in elements, and the scale of scores."""
+    """`decoder_shape` of `ops.h`: sizes, strides in elements, and scales."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("num_layers", "rows", "heads", "k", "d_ff")),
         *((f"past_{name}", ctypes.c_int64) for name in ("rows", "count", "stride", "window")),
         *((f"source_{name}", ctypes.c_int64) for name in ("rows", "count", "stride")),
-        ("scale", ctypes.c_float),
+        *((name, ctypes.c_int64) for name in ("num_tokens", "num_encodings")),
+        *((name, ctypes.c_float) for name in ("scale", "table_scale")),
     )
 
 
@@ -390,7 +391,7 @@ _FLOAT_SIGNATURES = {
         ctypes.POINTER(DecoderShape),
         ctypes.POINTER(DecoderLayerWeights),
         *[ctypes.POINTER(_POINTER)] * 2,
-        *[_POINTER] * 3,
+        *[_POINTER] * 7,
     ],
 }
 

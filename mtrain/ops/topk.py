@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -102,7 +103,7 @@ def top_tokens(logits_NV: Logits, never: list[int], count: int) -> TopTokens:
     functions = functions_for(inputs[0])
     is_matrix = inputs[0].dim() == 2
     if functions is not None and is_matrix and count > 0 and _are_ids(never, sizes[-1]):
-        never_ids = torch.tensor(never, dtype=torch.int64)
+        never_ids = _ids_tensor(*never)
         ids_NC = never_ids.new_empty((sizes[0], count))
         log_prob_NC = torch.empty((sizes[0], count))
         tensors = (*inputs, never_ids, ids_NC, log_prob_NC)
@@ -115,6 +116,11 @@ def top_tokens(logits_NV: Logits, never: list[int], count: int) -> TopTokens:
         allowed_NV[..., index] = -torch.inf
     top_NC, ids_NC = allowed_NV.topk(count, dim=-1)
     return TopTokens(ids_NC, top_NC - log_total_N1)
+
+
+@functools.lru_cache(maxsize=16)
+def _ids_tensor(*ids: int) -> Tensor:
+    return torch.tensor(ids, dtype=torch.int64)
 
 
 def _are_ids(ids: list[int], num_tokens: int) -> bool:
@@ -130,7 +136,7 @@ def argmax_tokens(logits_NV: Logits, never: list[int]) -> Tensor:
         states_ND, weight_VD = logits_NV.states_ND, logits_NV.projection.weight
         functions = functions_for(states_ND)
         if functions is not None and _are_ids(never, len(weight_VD)):
-            never_ids = torch.tensor(never, dtype=torch.int64)
+            never_ids = _ids_tensor(*never)
             ids_N1 = never_ids.new_empty((len(states_ND), 1))
             tensors = (states_ND, weight_VD, *logits_NV.packed.bf16, never_ids, ids_N1)
             functions.call(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from mtrain.model.kv_cache import KVCache
+from mtrain.model.kv_cache import KVCache, Slots
 from mtrain.model.transformer import Transformer
 from mtrain.runtime.process_group import ProcessGroup
 
@@ -101,9 +101,9 @@ class _GatheredLayer:
         """Call `DecoderLayer.project_source`."""
         return self._gathered(self._layer.project_source, memory_RD)
 
-    def decode_step(self, x_ND: Tensor, cache: KVCache, index: int) -> Tensor:
+    def decode_step(self, x_ND: Tensor, cache: KVCache, index: int, slots: Slots) -> Tensor:
         """Call `DecoderLayer.decode_step`."""
-        return self._gathered(self._layer.decode_step, x_ND, cache, index)
+        return self._gathered(self._layer.decode_step, x_ND, cache, index, slots)
 
     def _gathered(self, method: Callable[..., Tensor], *inputs: object) -> Tensor:
         if self._start_pass is not None:

@@ -634,7 +634,7 @@ def test_learned_positions_are_rows_of_a_table(length, first):
     torch.manual_seed(2)
     positions = Positions(LEARNED)
     assert positions.table.weight.shape == (6, D_MODEL)
-    found = positions(torch.arange(first, first + length), first + length)
+    found = positions(torch.arange(first, first + length), first + length, torch.float32)
     assert torch.equal(found, positions.table.weight[first : first + length])
 
 
@@ -643,7 +643,7 @@ def test_places_after_the_last_learned_position_share_it(length, first):
     torch.manual_seed(2)
     positions = Positions(LEARNED)
     rows = [min(place, 5) for place in range(first, first + length)]
-    found = positions(torch.arange(first, first + length), first + length)
+    found = positions(torch.arange(first, first + length), first + length, torch.float32)
     assert torch.equal(found, positions.table.weight[rows])
 
 
@@ -653,14 +653,14 @@ def test_positions_may_be_asked_for_in_any_order_and_shape(config):
     torch.manual_seed(2)
     positions = Positions(config)
     if positions.table is None:
-        expected = sinusoids(500, D_MODEL)
+        expected = sinusoids(500, D_MODEL).float()
     else:
         expected = positions.table.weight[torch.arange(500).clamp(max=5)]
     for stop in (3, 1, 40, 5, 500):
         for shape in ((4,), (2, 3)):
             rng = torch.Generator().manual_seed(stop)
             places = torch.randint(stop, shape, generator=rng)
-            assert torch.equal(positions(places, stop), expected[places])
+            assert torch.equal(positions(places, stop, torch.float32), expected[places])
 
 
 @torch.no_grad()
@@ -868,7 +868,8 @@ def test_stores_hold_at_most_twice_what_was_read_at_once():
         for place in range(6):
             model.decode_step(ids(len(state.length_N), 1, seed=place)[:, 0], state)
             read = [
-                len(places[places >= 0].unique()) for places in (state.src_slots_NS, state.slots_NT)
+                len({*places[places >= 0].tolist()})
+                for places in (state.src_slots_NS, state.slots_NT)
             ]
             most_read = list(map(max, most_read, read))
         state.reorder(torch.arange(len(state.length_N))[-3 + turn % 2 :])

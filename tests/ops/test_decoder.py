@@ -2,7 +2,9 @@
 
 import copy
 from collections.abc import Callable
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from builders import left_keep, model_config, transformer
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from mtrain.model.kv_cache import KVCache
 from mtrain.model.transformer import Transformer
 from mtrain.ops import native
+from mtrain.ops.decoder import CompiledDecoder
 from mtrain.ops.linear import pack_weights
 
 CONFIGS = {
@@ -49,7 +52,7 @@ def decoded(model: Transformer) -> list[Tensor]:
         if not rows:
             cache.admit(start(model, seed=1))
         else:
-            cache.reorder(torch.tensor(rows))
+            cache.reorder(np.array(rows))
         logits.append(model.decode_step(ids(len(cache.length_N), number), cache)[:])
     return logits
 
@@ -126,6 +129,10 @@ CHANGES: dict[str, Callable[[Transformer], object]] = {
     "eps": lambda model: setattr(model.decoder[0].residual_1.norm, "eps", 1.0),
     "module": replace_norm,
     "hook": hook,
+    "embedding": lambda model: model.tgt_embedding.weight.mul_(2),
+    "positions": lambda model: model.tgt_positions.register_forward_hook(
+        lambda module, inputs, output: output + 1
+    ),
 }
 
 
@@ -164,62 +171,76 @@ def test_a_compiled_decoder_is_never_trained(calls):
     assert "decoder_step" not in calls
 
 
-@torch.no_grad()
-def test_a_compiled_decoder_writes_nothing_beyond_its_cache():
+class Step(NamedTuple):
+    """The arguments of `CompiledDecoder.step`, for three hypotheses."""
+
+    ids_N: Tensor
+    position_N: Tensor
+    encodings_TD: Tensor
+    pasts: list[Tensor]
+    sources: list[Tensor]
+    past_slots_NT: Tensor
+    source_slots_NS: Tensor
+
+
+def a_step() -> Step:
+    pools = [[*torch.randn(2, 8, 24)] for _ in range(2)]
+    slots = torch.arange(3)[:, None]
+    return Step(torch.arange(3), torch.zeros(3).long(), torch.randn(4, 12), *pools, slots, slots)
+
+
+def compiled() -> CompiledDecoder:
     model = packed()
     start(model)
-    compiled, whole, x_ND = model._compiled_decoder, torch.zeros(2, 8, 24), torch.randn(3, 12)
-    assert compiled is not None
-    slots_NT = torch.tensor([[0], [1], [5]])
+    assert model._compiled_decoder is not None
+    return model._compiled_decoder
+
+
+@torch.no_grad()
+def test_a_compiled_decoder_writes_nothing_beyond_its_cache():
+    whole = torch.zeros(2, 8, 24)
+    step = a_step()._replace(pasts=[*whole[:, :4]], past_slots_NT=torch.tensor([[0], [1], [5]]))
     with pytest.raises(IndexError):
-        compiled.step(x_ND, [*whole[:, :4]], [*torch.randn(2, 8, 24)], slots_NT, slots_NT)
+        compiled().step(*step)
     assert not whole[:, 4:].any()
 
 
-@pytest.mark.parametrize("name", ["slots_NT", "src_slots_NS"])
-@pytest.mark.parametrize("slot", [10**6, 2**40])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"past_slots_NT": torch.tensor([[0], [-1], [1]])},  # a new position needs a slot
+        {"past_slots_NT": torch.tensor([[0], [2**40], [1]])},
+        {"past_slots_NT": torch.tensor([[2**40, 0], [0, 1], [0, 2]])},
+        {"source_slots_NS": torch.tensor([[0], [1], [8]])},
+        {"ids_N": torch.tensor([0, 20, 1])},
+        {"ids_N": torch.tensor([0, -1, 1])},
+        {"position_N": torch.tensor([0, 0, -1])},
+    ],
+)
 @torch.no_grad()
-def test_slots_beyond_a_compiled_decoders_cache_are_refused(name, slot):
-    model = packed()
-    cache = start(model)
-    cache.advance = lambda: None  # type: ignore[method-assign]
-    cache.slots_NT = torch.zeros(3, 1, dtype=torch.long)
-    getattr(cache, name)[1, 0] = slot
+def test_ids_out_of_range_are_refused_by_a_compiled_decoder(wrong):
     with pytest.raises(IndexError):
-        model.decode_step(ids(3, 0), cache)
-
-
-@torch.no_grad()
-def test_a_compiled_decoder_needs_a_slot_to_write_to():
-    model = packed()
-    cache = start(model)
-    cache.advance = lambda: None  # type: ignore[method-assign]
-    cache.slots_NT = torch.tensor([[0], [-1], [1]])
-    with pytest.raises(IndexError):
-        model.decode_step(ids(3, 0), cache)
+        compiled().step(*a_step()._replace(**wrong))
 
 
 @torch.no_grad()
 def test_what_a_compiled_decoder_cannot_take_runs_layer_by_layer():
-    model = packed()
-    start(model)
-    compiled = model._compiled_decoder
-    assert compiled is not None
-    x_ND, slots_NT = torch.randn(3, 12), torch.tensor([[0], [1], [2]])
-    pool = [torch.randn(8, 24) for _ in range(2)]
-    assert compiled.step(x_ND, pool, pool, slots_NT, slots_NT) is not None
-    for wrong in (
-        (x_ND[0], pool, pool, slots_NT, slots_NT),
-        (x_ND.double(), pool, pool, slots_NT, slots_NT),
-        (x_ND[:, :6], pool, pool, slots_NT, slots_NT),
-        (x_ND, pool[:1], pool, slots_NT, slots_NT),
-        (x_ND, [x.double() for x in pool], pool, slots_NT, slots_NT),
-        (x_ND, [pool[0], pool[1][:4]], pool, slots_NT, slots_NT),
-        (x_ND, pool, [x[:, :20] for x in pool], slots_NT, slots_NT),
-        (x_ND, pool, [torch.randn(8, 48)[:, ::2] for _ in pool], slots_NT, slots_NT),
-        (x_ND, pool, pool, slots_NT[:2], slots_NT),
-        (x_ND, pool, pool, slots_NT.int(), slots_NT),
-        (x_ND, pool, pool, slots_NT, slots_NT[:, :0]),
-        (x_ND, pool, pool, slots_NT, slots_NT.to("meta")),
-    ):
-        assert compiled.step(*wrong) is None
+    decoder, step = compiled(), a_step()
+    assert decoder.step(*step) is not None
+    wrong: dict[str, list[object]] = {
+        "ids_N": [step.ids_N.int(), step.ids_N[:, None], step.ids_N.to("meta")],
+        "position_N": [step.position_N[:2], torch.zeros(6).long()[::2]],
+        "encodings_TD": [torch.randn(4, 11), torch.randn(4, 12).double(), torch.randn(12)],
+        "pasts": [
+            step.pasts[:1],
+            [x.double() for x in step.pasts],
+            [step.pasts[0], step.pasts[1][:4]],
+            [torch.randn(8, 48)[:, ::2] for _ in range(2)],
+        ],
+        "sources": [[x[:, :20] for x in step.sources], step.sources * 2],
+        "past_slots_NT": [step.past_slots_NT[:2], step.past_slots_NT[:, 0]],
+        "source_slots_NS": [step.source_slots_NS[:, :0], step.source_slots_NS.int()],
+    }
+    for name, values in wrong.items():
+        for value in values:
+            assert decoder.step(*step._replace(**{name: value})) is None

@@ -17,16 +17,33 @@ static status write_cache(const decoder_shape *at, const float *projected, const
     return OPS_OK;
 }
 
+/* x [rows, d] = table[id] * scale + encodings[position]; rounded after each operation, as in PyTorch. */
+static status embed(const decoder_shape *at, const int64_t *ids, const int64_t *positions,
+                    const float *table, const float *encodings, float *x) {
+    int64_t d = at->heads * at->k;
+    if (!all_below(ids, at->rows, at->num_tokens)) return OPS_BAD_INDEX;
+    for (int64_t n = 0; n < at->rows; n++) {
+        const float *from = table + ids[n] * d;
+        const float *added = encodings + min_of(positions[n], at->num_encodings - 1) * d;
+        if (positions[n] < 0) return OPS_BAD_INDEX;
+        for (int64_t i = 0; i < d; i++) x[n * d + i] = from[i] * at->table_scale;
+        __asm__ volatile("" ::: "memory"); /* no multiply-add */
+        for (int64_t i = 0; i < d; i++) x[n * d + i] += added[i];
+    }
+    return OPS_OK;
+}
+
 status decoder_step_float(const decoder_shape *at, const decoder_layer *layers, float *const *pasts,
-                          const float *const *sources, const int64_t *past_slots,
-                          const int64_t *source_slots, float *x) {
+                          const float *const *sources, const int64_t *ids, const int64_t *positions,
+                          const float *table, const float *encodings, const int64_t *past_slots,
+                          const int64_t *source_slots, float *states) {
     int64_t rows = at->rows, d = at->heads * at->k, wide = 3 * d > at->d_ff ? 3 * d : at->d_ff;
     const int64_t *seen_slots = past_slots + at->past_count - at->past_window;
-    float *projected = alloc_floats(rows * (wide + 3 * d + 2)), *from = x;
+    float *projected = alloc_floats(rows * (wide + 3 * d + 2)), *from = states;
     if (!projected) return OPS_NO_MEMORY;
     float *mixed = projected + rows * wide, *out = mixed + rows * d, *to = out + rows * d;
     float *moments = to + rows * d;
-    status result = OPS_OK;
+    status result = embed(at, ids, positions, table, encodings, states);
 #define DO(call) if (result == OPS_OK) result = call
 #define LINEAR(y, map, z, m, apply_relu) \
     DO(packed_linear_float(y, own->map, own->map##_bias, z, rows, d, m, apply_relu))
@@ -54,7 +71,7 @@ status decoder_step_float(const decoder_shape *at, const decoder_layer *layers, 
         DO(packed_linear_sparse_float(projected, own->outer, own->outer_bias, out, rows, at->d_ff, d));
         ADD_NORM(gain_3, norm_bias_3, eps_3);
     }
-    if (result == OPS_OK && from != x) memcpy(x, from, rows * d * sizeof *x);
+    if (result == OPS_OK && from != states) memcpy(states, from, rows * d * sizeof *states);
     free(projected);
     return result;
 }

@@ -74,7 +74,8 @@ typedef struct {
     int64_t past_rows, past_count, past_stride; /* past_count is at least 1 */
     int64_t past_window;                        /* the last slots that are attended to */
     int64_t source_rows, source_count, source_stride;
-    float scale;
+    int64_t num_tokens, num_encodings; /* rows of the table of embeddings, and of the encodings */
+    float scale, table_scale;          /* of the scores of attention, and of embeddings */
 } decoder_shape;
 
 #pragma GCC visibility push(default)
@@ -181,12 +182,15 @@ status packed_argmax_float(const float *x, const float *w, const uint32_t *packe
                            const int64_t *never, int64_t *ids, int64_t n, int64_t k, int64_t m,
                            int64_t num_never);
 
-/* x [rows, d], the embeddings of the newest position of each hypothesis, become the states after all
- * layers. Keys and values are written to the row of `pasts` that the last of its slots names.
- *   layers: [num_layers]; pasts, sources: a cache for each layer. */
+/* states [rows, d] after all layers, for the newest token of each hypothesis: the layers' input is
+ * table[id] * table_scale + encodings[position]. Keys and values are written to the row of `pasts` that the
+ * last of its slots names.
+ *   layers: [num_layers]; pasts, sources: a cache for each layer.
+ *   ids, positions: [rows]; positions after the last of the encodings have that one. */
 status decoder_step_float(const decoder_shape *at, const decoder_layer *layers, float *const *pasts,
-                          const float *const *sources, const int64_t *past_slots,
-                          const int64_t *source_slots, float *x);
+                          const float *const *sources, const int64_t *ids, const int64_t *positions,
+                          const float *table, const float *encodings, const int64_t *past_slots,
+                          const int64_t *source_slots, float *states);
 
 #endif
 
