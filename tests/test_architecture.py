@@ -268,3 +268,9 @@ def test_what_a_benchmark_names_is_found(tmp_path: Path) -> None:
         ("mtrain", "__version__"),
         ("mtrain.io.atomic", "nothing"),
     ]
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """Pytest imports them by their name alone."""
+    names = Counter(path.name for path in (REPOSITORY / "tests").rglob("*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
