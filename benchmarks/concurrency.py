@@ -23,7 +23,7 @@ from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from machine import commit, describe_machine
+from machine import commit, describe_machine, resident_mib
 
 _REPEATS = 11
 _IMPORT = "import time; t = time.perf_counter(); import mtrain; print(time.perf_counter() - t)"
@@ -88,12 +88,6 @@ def compare(systems: dict[str, Worker], num_threads: int, options: argparse.Name
         ratios = [ours / theirs for ours, theirs in zip(*rates.values(), strict=True)]
         text += f"  ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
     print(text, flush=True)
-
-
-def resident_mib(pid: int) -> float:
-    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
-    (kib,) = (int(line.split()[1]) for line in status if line.startswith("VmRSS"))
-    return kib / 1024
 
 
 class Worker:

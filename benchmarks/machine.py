@@ -21,3 +21,10 @@ def commit() -> str:
     folder = Path(__file__).parent
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=folder)
     return done.stdout.strip()
+
+
+def resident_mib(pid: int) -> float:
+    """Return the resident memory of a process."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    (kib,) = (int(line.split()[1]) for line in status if line.startswith("VmRSS"))
+    return kib / 1024

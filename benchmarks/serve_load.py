@@ -2,11 +2,16 @@
 
     python benchmarks/serve_load.py RUN LINES              # at 1, 8 and 64 clients
     python benchmarks/serve_load.py RUN LINES --clients 64 --rounds 5 --seconds 10
+    python benchmarks/serve_load.py RUN LINES --overload 600    # mtrain, at twice its rate
 
 Both servers have the same weights in float32, the same beam and the same cores, and are asked in
 turn by the same clients, each over one connection, one line of the file LINES at a time. The other
 server is Python's own `ThreadingHTTPServer` with a pool of CTranslate2 that has a thread a core.
 Prints the median of each figure over the rounds, and of the ratio within each round.
+
+With `--overload`, requests come at twice the rate that the server has just shown it can carry,
+whether it keeps up or not. Each must be answered, by the translation that its line has alone or by
+503, and the server's memory must not grow. The exit code is 1 if not.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +35,12 @@ from typing import NamedTuple
 REPOSITORY = Path(__file__).parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
+from machine import resident_mib  # noqa: E402 - of this folder
+
 PERCENTILES = (50, 95, 99)
+MAX_LINES = 200  # of an overload, each of which is translated alone first
+MAX_GROWTH_MIB = 100  # from the first tenth of an overload to its end
+OVERLOAD_CLIENTS = 400
 
 
 class Load(NamedTuple):
@@ -119,6 +130,71 @@ def ask(
     return Load(len(latencies) / (time.monotonic() - began), sorted(latencies))
 
 
+def overload(
+    process: subprocess.Popen[str],
+    port: int,
+    lines: list[str],
+    languages: dict[str, str],
+    seconds: float,
+) -> bool:
+    """Ask at twice the rate that the server can carry; print what came of it."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    alone = {line: translate(connection, line, languages)[1] for line in lines[:MAX_LINES]}
+    per_second = 2 * ask(port, list(alone), languages, 64, min(10.0, seconds)).per_second
+    lines, counts, latencies = list(alone), Counter[str](), list[float]()
+    lock, numbers, began = threading.Lock(), itertools.count(), time.monotonic()
+
+    def run_client() -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        while (number := next(numbers)) < seconds * per_second:
+            due = began + number / per_second
+            time.sleep(max(0.0, due - time.monotonic()))
+            line = lines[number % len(lines)]
+            try:
+                status, text = translate(connection, line, languages)
+            except (OSError, http.client.HTTPException) as error:
+                connection.close()
+                status, text = 0, f"{type(error).__name__}: {error}"
+            is_right = status == 503 or (status == 200 and text == alone[line])
+            with lock:
+                counts[str(status) if is_right else f"wrong: {status} {text[:60]}"] += 1
+                if status == 200:
+                    latencies.append(1000 * (time.monotonic() - due))
+
+    threads = [threading.Thread(target=run_client) for _ in range(OVERLOAD_CLIENTS)]
+    for thread in threads:
+        thread.start()
+    memory_mib = []
+    for _ in range(10):
+        time.sleep(seconds / 10)
+        memory_mib.append(resident_mib(process.pid))
+    for thread in threads:
+        thread.join()
+    took_s = time.monotonic() - began
+    print(f"{counts.total():,} requests in {took_s:,.0f} s, {per_second:,.1f}/s were to come")
+    for answer, number in counts.most_common():
+        print(f"{number:9,}  {answer}")
+    latencies.sort()
+    shown = (f"p{share} {percentile(latencies, share):,.0f} ms" for share in PERCENTILES)
+    print(f"answered by a translation: {', '.join(shown)}")
+    shown = (f"{each:,.0f}" for each in memory_mib)
+    print(f"memory of the server in MiB, after each tenth: {' '.join(shown)}")
+    connection.close()  # idle for too long, it may have been closed by the server
+    is_alive = translate(connection, lines[0], languages)[1] == alone[lines[0]]
+    has_grown = memory_mib[-1] > memory_mib[0] + MAX_GROWTH_MIB
+    return set(counts) <= {"200", "503"} and not has_grown and is_alive
+
+
+def translate(
+    connection: http.client.HTTPConnection, line: str, languages: dict[str, str]
+) -> tuple[int, str]:
+    """Ask once; return the status and the translation."""
+    body = json.dumps({"q": line, **languages})
+    connection.request("POST", "/translate", body, {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    return response.status, str(json.loads(response.read()).get("translatedText"))
+
+
 def percentile(ordered: list[float], share: int) -> float:
     """Return the value below which `share` percent of ordered values lie."""
     return ordered[min(len(ordered) - 1, len(ordered) * share // 100)]
@@ -135,6 +211,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--beam", type=int, default=5)
+    parser.add_argument("--overload", type=float, metavar="SECONDS", default=0.0)
     parser.add_argument("--thin", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.thin:
@@ -147,8 +224,14 @@ def main() -> None:
     lines = options.lines.read_text(encoding="utf-8").splitlines()
     python, run = sys.executable, str(options.run)
     beam = ["--beam", str(options.beam)]
-    thin = start([python, __file__, run, str(options.lines), "--thin", *beam])
     ours = start([python, "-m", "mtrain", "serve", run, "--port", "0", *beam])
+    if options.overload:
+        try:
+            is_sound = overload(*ours, lines, languages, options.overload)
+        finally:
+            ours[0].terminate()
+        sys.exit(not is_sound)
+    thin = start([python, __file__, run, str(options.lines), "--thin", *beam])
     servers = {"mtrain": ours, "ctranslate2": thin}
     try:
         for _, port in servers.values():

@@ -22,7 +22,9 @@ _HALF = re.compile("[\ud800-\udfff]")  # of a character
 _MAX_SHOWN = 40  # characters of a value that an error repeats
 _MAX_FORM_FIELDS = 50
 _FORM = "application/x-www-form-urlencoded"
+_ABSENT = (None, "")  # values of an optional field
 _TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"0", "false", "no", "off", ""}
 
 Fields = Mapping[str, Any]
 
@@ -98,7 +100,8 @@ def read_translation(
     """
     source = _read_language(fields, "source", translations)
     target = _read_language(fields, "target", translations)
-    format_ = fields.get("format") or "text"
+    format_ = fields.get("format")
+    format_ = "text" if format_ in _ABSENT else format_
     if format_ not in ("text", "html"):
         raise RequestError(400, f"{_shown(format_)} format is not supported")
     request = TranslationRequest(
@@ -107,7 +110,7 @@ def read_translation(
         target,
         is_html=format_ == "html",
         num_alternatives=_read_alternatives(fields, translations),
-        with_details=str(fields.get("details", "")).lower() in _TRUE,
+        with_details=_read_details(fields),
         prefixes=_read_prefixes(fields, texts, format_ == "html"),
     )
     if request.prefixes is not None and not translations.has_prefixes:
@@ -143,7 +146,8 @@ def _read_language(fields: Fields, name: str, translations: Translations) -> str
 
 
 def _read_alternatives(fields: Fields, translations: Translations) -> int:
-    value = fields.get("alternatives") or 0
+    value = fields.get("alternatives")
+    value = 0 if value in _ABSENT else value
     try:
         if isinstance(value, bool) or not isinstance(value, int | str):
             raise ValueError
@@ -157,9 +161,17 @@ def _read_alternatives(fields: Fields, translations: Translations) -> int:
     return count
 
 
+def _read_details(fields: Fields) -> bool:
+    value = fields.get("details")
+    text = "" if value in _ABSENT else str(value).lower()
+    if isinstance(value, list | dict | float) or text not in _TRUE | _FALSE:
+        raise invalid("details parameter is not true or false")
+    return text in _TRUE
+
+
 def _read_prefixes(fields: Fields, texts: Sequence[str], is_html: bool) -> list[str] | None:
     value = fields.get("prefix")
-    if not value:
+    if value in _ABSENT:
         return None
     prefixes = value if isinstance(value, list) else [value]
     if not all(isinstance(prefix, str) for prefix in prefixes):

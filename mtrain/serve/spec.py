@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mtrain import __version__
+from mtrain.serve.translation import AUTO
 
 if TYPE_CHECKING:
     from mtrain.serve.settings import ServerSettings
@@ -25,23 +26,32 @@ _ERRORS = {
 
 def openapi(settings: ServerSettings, translations: Translations) -> Tree:
     """Return the document for a server's limits and languages."""
-    texts = {"oneOf": [_TEXT, {"type": "array", "items": {"type": "string"}}]}
+    most = {"maxItems": settings.max_texts}
+    texts = {"oneOf": [_TEXT, {"type": "array", "items": _TEXT} | most]}
+    required_texts = {"oneOf": [_FULL, {"type": "array", "items": _TEXT, "minItems": 1} | most]}
+    code = {"type": "string", "enum": list(translations.languages)}
+    code_or_auto = {"type": "string", "enum": [AUTO, *translations.languages]}
     detected = {"$ref": "#/components/schemas/Detected"}
     request = _object(
         {
-            "q": texts | {"description": f"At most {settings.max_chars} characters in all."},
-            "source": {"type": "string", "description": "A language's code, or auto."},
-            "target": {"type": "string", "description": "A language's code."},
-            "format": {"type": "string", "enum": ["text", "html"], "default": "text"},
+            "q": required_texts
+            | {"description": f"At most {settings.max_chars:,} characters in all."},
+            "source": code_or_auto | {"description": "A language's code, or auto."},
+            "target": code | {"description": "A language's code."},
+            "format": {"type": "string", "enum": ["text", "html"], "default": "text"} | _NULLABLE,
             "alternatives": {
                 "type": "integer",
+                **_NULLABLE,
                 "minimum": 0,
                 "maximum": translations.max_alternatives,
                 "default": 0,
             },
-            "details": {"type": "boolean", "default": False, "description": "mtrain's addition."},
-            "prefix": texts | {"description": "How the translation begins; mtrain's addition."},
-            "api_key": {"type": "string"},
+            "details": {"type": "boolean", "default": False, "description": "mtrain's addition."}
+            | _NULLABLE,
+            "prefix": texts
+            | {"description": "How the translation begins; mtrain's addition."}
+            | _NULLABLE,
+            "api_key": _API_KEY,
         },
         ["q", "source", "target"],
     )
@@ -64,7 +74,7 @@ def openapi(settings: ServerSettings, translations: Translations) -> Tree:
         },
         ["code", "name", "targets"],
     )
-    detect_request = _object({"q": texts, "api_key": {"type": "string"}}, ["q"])
+    detect_request = _object({"q": required_texts, "api_key": _API_KEY}, ["q"])
     paths = {
         "/translate": _post("Translate", request, answer),
         "/detect": _post("Detect a language", detect_request, {"type": "array", "items": detected}),
@@ -90,6 +100,9 @@ def openapi(settings: ServerSettings, translations: Translations) -> Tree:
 
 
 _TEXT: Tree = {"type": "string"}
+_NULLABLE: Tree = {"nullable": True}
+_API_KEY: Tree = {"description": "One of the server's keys, if it has any."}
+_FULL: Tree = {"type": "string", "minLength": 1}
 
 
 def _object(properties: Tree, required: list[str]) -> Tree:
@@ -107,12 +120,13 @@ def _get(summary: str, answer: Tree) -> Tree:
 
 def _post(summary: str, request: Tree, answer: Tree) -> Tree:
     content = {"application/json": {"schema": answer}}
-    form = request | {
-        "properties": {
-            key: _TEXT if "oneOf" in value else value
-            for key, value in request["properties"].items()
-        }
+    of_form = {
+        key: value["oneOf"][0] if "oneOf" in value else value
+        for key, value in request["properties"].items()
     }
+    if "details" in of_form:
+        of_form["details"] = {"type": "string", "enum": ["true", "false", "1", "0", ""]}
+    form = request | {"properties": of_form}
     body = {
         "required": True,
         "content": {

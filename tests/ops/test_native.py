@@ -153,8 +153,8 @@ def test_a_library_that_another_user_could_have_put_there_is_not_loaded(
     if danger == "another user":
         stat_of = Path.stat
 
-        def owned(own: Path) -> os.stat_result:
-            found = list(stat_of(own))
+        def owned(own: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+            found = list(stat_of(own, follow_symlinks=follow_symlinks))
             return os.stat_result([*found[:4], os.geteuid() + 1 if own == where else 0, *found[5:]])
 
         monkeypatch.setattr(Path, "stat", owned)

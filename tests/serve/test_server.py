@@ -57,6 +57,30 @@ def test_a_line_is_the_same_by_command_line_interface_and_server(
     assert by_command.lines == by_interface == by_server
 
 
+def test_ctranslate2_serves_what_it_translates_and_refuses_what_it_has_not(
+    trained: RunDir, cli: Cli, tmp_path: Path
+) -> None:
+    pytest.importorskip("ctranslate2", reason="ctranslate2 is not installed")
+    run = with_languages(trained, tmp_path / "run", "en", "de")
+    held_out = [pair.src for pair in copy_task(20, 5)]
+    lines = "".join(f"{line}\n" for line in held_out).encode()
+    by_command = cli("translate", run, "--engine", "ctranslate2", stdin=lines)
+    assert by_command.code == 0, by_command.err
+    with started(run, "--engine", "ctranslate2") as (_, client):
+        body = {"q": held_out, "source": "en", "target": "de"}
+        assert client.post("/translate", body).tree == {"translatedText": by_command.lines}
+        body["q"] = TEXT
+        (details,) = client.post("/translate", body | {"details": True}).tree["details"]
+        assert details["alignment"] is None
+        assert details["tokens"] and details["token_log_probs"] == []
+        for field, text in (
+            ({"prefix": "ba"}, "prefix is not available with CTranslate2"),
+            ({"alternatives": 1}, "alternatives parameter must be <= 0"),
+        ):
+            answer = client.post("/translate", body | field)
+            assert (answer.status, answer.tree) == (400, {"error": f"Invalid request: {text}"})
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_server(trained: RunDir, tmp_path: Path, number: signal.Signals) -> None:
     run = with_languages(trained, tmp_path / "run", "en", "de")

@@ -192,6 +192,9 @@ function show(tree, text) {
 
 function words() { return [...output.querySelectorAll(".word")]; }
 
+// A word whose direction does not reach what stands beside it.
+function isolated(word) { return `\u2068${word}\u2069`; }
+
 function activate(element) {
   for (const one of words()) one.classList.toggle("active", one === element);
   if (!element) {
@@ -204,9 +207,9 @@ function activate(element) {
   const linked = (line.alignment || []).filter((link) => link[1] === number).map((link) => link[0]);
   const ranges = rangesOf(row, linked);
   drawMirror(ranges);
-  const made = ranges.map(([start, end]) => source.value.slice(start, end)).join(" … ");
+  const made = ranges.map(([start, end]) => isolated(source.value.slice(start, end))).join(" … ");
   const sure = line.word_probs.length ? ` (${Math.round(100 * line.word_probs[number])} %)` : "";
-  $("word").textContent = `${element.textContent}${made ? ` ← ${made}` : ""}${sure}`;
+  $("word").textContent = `${isolated(element.textContent)}${made ? ` ← ${made}` : ""}${sure}`;
 }
 
 // Where words of a source line stand in the text field, in UTF-16 code units.
