@@ -98,8 +98,9 @@ def metrics(name: str, old: str, new: str) -> Mutation:
     )
 
 
-def export(file: str, name: str, old: str, new: str) -> Mutation:
-    return Mutation(name, f"mtrain/exporters/{file}.py", old, new, "tests/exporters/test_export.py")
+def export(file: str, name: str, old: str, new: str, test: str = "export") -> Mutation:
+    path = f"tests/exporters/test_{test}.py"
+    return Mutation(name, f"mtrain/exporters/{file}.py", old, new, path)
 
 
 MODEL = [
@@ -1289,6 +1290,41 @@ EXPORTS = [
         "an export of other weights is used again",
         "stored.weights != sha256_if_readable(run.model_path)",
         "stored.weights == 0",
+    ),
+    export(
+        "marian",
+        "targets begin with zeros instead of bos",
+        'state[f"{name}output.bias"] += added_D',
+        "pass",
+        "marian",
+    ),
+    export(
+        "marian",
+        "Marian is compared at the wavelengths of the paper",
+        "(d_model / 2 - 1)",
+        "(d_model / 2)",
+        "marian",
+    ),
+    export(
+        "marian",
+        "Marian may write padding",
+        "bias[0, [tgt.pad, tgt.bos]]",
+        "bias[0, [tgt.bos]]",
+        "marian",
+    ),
+    export(
+        "argos",
+        "a package has its folder's files at the top",
+        'f"{top}/{file.relative_to',
+        'f"{file.relative_to',
+        "argos",
+    ),
+    export(
+        "parity",
+        "text by the library's own call may be another",
+        "and self.own_call.same is not None",
+        "and False",
+        "argos",
     ),
 ]
 

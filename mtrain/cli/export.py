@@ -16,7 +16,9 @@ def export(
     run: options.RunArgument,
     directory: Annotated[
         Path,
-        typer.Argument(metavar="DIR", help="The folder to write, new.", show_default=False),
+        typer.Argument(
+            metavar="DIR", help="The folder to write, new; a file for argos.", show_default=False
+        ),
     ],
     to: Annotated[
         Library,

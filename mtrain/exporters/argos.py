@@ -82,7 +82,9 @@ _SEARCH = {  # as argostranslate.translate.apply_packaged_translation calls CTra
 }
 
 
-class _Translated(TypedDict):
+class ArgosTranslation(TypedDict):
+    """A line's translation by Argos Translate, and the sentences that it was split into."""
+
     text: str
     sentences: list[str]
 
@@ -151,7 +153,7 @@ class ArgosModel(CTranslate2Model):
             )
         import ctranslate2
 
-        translated = self._translate(lines)
+        translated = self.translate(lines)
         translator = ctranslate2.Translator(str(self._directory / "model"), compute_type="auto")
         vocabulary = Vocabulary((self._directory / _SENTENCEPIECE_FILE).read_bytes())
         expected, num_joined, num_underscores = [], 0, 0
@@ -175,7 +177,12 @@ class ArgosModel(CTranslate2Model):
             tuple(notes),
         )
 
-    def _translate(self, lines: Sequence[str]) -> list[_Translated]:
+    def translate(self, lines: Sequence[str]) -> list[ArgosTranslation]:
+        """Translate text by Argos Translate, after it has installed the package.
+
+        Raises:
+            RunError: if that fails.
+        """
         with TemporaryDirectory() as home:
             package = Path(home) / "package.argosmodel"
             pack(self._directory, package)
@@ -195,7 +202,7 @@ class ArgosModel(CTranslate2Model):
         if done.returncode:
             last = done.stderr.strip().splitlines()[-1:] or ["no message"]
             raise RunError(f"argostranslate cannot translate with the package: {last[0]}")
-        translated: list[_Translated] = json.loads(done.stdout)
+        translated: list[ArgosTranslation] = json.loads(done.stdout)
         return translated
 
 
@@ -214,7 +221,7 @@ def main() -> None:
     argostranslate.package.install_from_path(sys.argv[1])
     (package,) = argostranslate.package.get_installed_packages()
     sentence_splitter = argostranslate.translate.MiniSBDSentencizer(package)
-    translated: list[_Translated] = []
+    translated: list[ArgosTranslation] = []
     for line in json.load(sys.stdin):
         text = argostranslate.translate.translate(line, package.from_code, package.to_code)
         sentences = sentence_splitter.split_sentences(line)
