@@ -1,0 +1,282 @@
+"""Back-translation, diversification and a student on Multi30k, each beside the training without.
+
+One command, which goes on where it was stopped: finished trainings, corpora and scores stay in the
+output folder, and the tables there are written anew after each score.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+import yaml
+from machine import commit, describe_machine
+from report import say
+
+from mtrain.autoconfig.presets import vocabulary_size
+from mtrain.config import config_file
+
+MTRAIN = [sys.executable, "-m", "mtrain"]
+TEXT = Path(os.environ.get("MTRAIN_MULTI30K") or "data/multi30k")
+NUM_ALL = 29_000  # pairs
+DIRECTIONS = (("en", "de"), ("de", "en"))
+MODELS = {  # as in configs/multi30k_tiny.yaml and multi30k_small.yaml
+    "tiny": {
+        **{"d_model": 128, "num_heads": 4, "d_ff": 256},
+        **{"num_encoder_layers": 4, "num_decoder_layers": 4, "dropout": 0.3},
+    },
+    "small": {
+        **{"d_model": 256, "num_heads": 4, "d_ff": 1024},
+        **{"num_encoder_layers": 3, "num_decoder_layers": 3, "dropout": 0.3},
+    },
+}
+
+
+class Plan(NamedTuple):
+    """What is measured, as the command line says."""
+
+    directory: Path
+    pairs: list[int]
+    seeds: list[int]
+    max_steps: int
+    num_all: int  # pairs of the whole corpus
+    augment: list[str]  # options of the back-translated corpus
+    overrides: list[str]  # of the config of every training
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["all", "back", "diversify", "distill", "speed"])
+    parser.add_argument("--out", type=Path, default=Path("runs/augmentation"))
+    parser.add_argument("--pairs", default="5000,1000,10000", help="real pairs of the trainings")
+    parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--max-steps", type=int, default=6000, help="updates of every training")
+    parser.add_argument("--num-all", type=int, default=NUM_ALL, help="pairs that count as all")
+    parser.add_argument("--augment", default="--tag bt --weight 1", help="options of the corpus")
+    parser.add_argument("--set", action="append", default=[], help="KEY=VALUE of every training")
+    parser.add_argument("--lines", type=int, default=1_000_000, help="of speed")
+    parser.add_argument("--run", type=Path, default=Path("runs/demo"), help="of speed: the demo's")
+    given = parser.parse_args()
+    numbers = [[int(number) for number in text.split(",")] for text in (given.pairs, given.seeds)]
+    augment = given.augment.split()
+    plan = Plan(given.out, *numbers, given.max_steps, given.num_all, augment, given.set)
+    plan.directory.mkdir(parents=True, exist_ok=True)
+    say(f"{describe_machine()}  commit {commit()}  updates {plan.max_steps:,}  {given.augment}")
+    if given.what == "speed":
+        measure_speed(plan.directory, given.run, given.lines)
+    if given.what in ("all", "back"):
+        for count in plan.pairs:
+            back_translate(plan, count)
+    if given.what in ("all", "diversify"):
+        diversify(plan)
+    if given.what in ("all", "distill"):
+        distill(plan)
+
+
+def back_translate(plan: Plan, count: int) -> None:
+    """Train on `count` real pairs, on these and the back-translated rest, and on all pairs."""
+    for seed in plan.seeds:
+        bases = {pair: trained(plan, pair, count, seed) for pair in DIRECTIONS}
+        for src, tgt in DIRECTIONS:
+            reverse = bases[tgt, src]
+            rest = first_lines(plan, tgt, count, plan.num_all)
+            corpus = plan.directory / f"{bases[src, tgt].name}.bt"
+            new_config = config_of(corpus)
+            command = [
+                "augment",
+                str(config_of(bases[src, tgt])),
+                "--back",
+                str(rest),
+                "--using",
+                str(reverse),
+            ]
+            command += ["-o", str(corpus), "--write-config", str(new_config), *plan.augment]
+            mtrain(*command)
+            run = Path(yaml.safe_load(new_config.read_text("utf-8"))["run_dir"])
+            mtrain("train", str(new_config))
+            whole = trained(plan, (src, tgt), plan.num_all, seed)
+            systems = {"real": bases[src, tgt], "with back-translation": run, "all real": whole}
+            for system, path in systems.items():
+                note(plan, f"{src}-{tgt}, {count:,} pairs", system, seed, path)
+
+
+def diversify(plan: Plan) -> None:
+    """Train on all pairs, and on these and what two models of each direction make of them."""
+    using = [
+        word
+        for pair in DIRECTIONS
+        for seed in (1, 2)
+        for word in ("--using", str(trained(plan, pair, plan.num_all, seed)))
+    ]
+    for src, tgt in DIRECTIONS:
+        corpus = plan.directory / f"{src}-{tgt}.div"
+        config = config_of(trained(plan, (src, tgt), plan.num_all, 1))
+        new_config = plan.directory / f"{src}-{tgt}.div.yaml"
+        mtrain(
+            *("augment", str(config), "--again", *using, "-o", str(corpus)),
+            *("--write-config", str(new_config)),
+        )
+        for seed in plan.seeds:
+            run = plan.directory / f"{src}-{tgt}.div-{seed}"
+            mtrain("train", str(new_config), "--run", str(run), "--set", f"seed={seed}")
+            whole = trained(plan, (src, tgt), plan.num_all, seed)
+            note(plan, f"{src}-{tgt}, diversification", "all real", seed, whole)
+            note(plan, f"{src}-{tgt}, diversification", "with diversification", seed, run)
+
+
+def distill(plan: Plan) -> None:
+    """Train the `small` teacher with the best validation BLEU of all seeds a 6-1 student."""
+    teachers = [trained(plan, ("en", "de"), plan.num_all, seed, "small") for seed in plan.seeds]
+    best = max(teachers, key=validation_bleu)
+    run = plan.directory / "en-de.6-1"
+    table = mtrain(
+        *("distill", str(config_of(best)), "--teacher", str(best)),
+        *("--student", "6-1", "--run", str(run)),
+    )
+    (plan.directory / "distill.txt").write_text(table, encoding="utf-8")
+    print(table, end="", flush=True)
+
+
+def measure_speed(directory: Path, run: Path, num_lines: int) -> None:
+    """Print lines a second and peak memory of `translate` and `augment` for the same text."""
+    text = directory / f"speed.{num_lines}.en"
+    if not text.is_file():
+        rng = random.Random(1)
+        sentences = Path("data/demo/train.en").read_text("utf-8").splitlines()
+        with text.open("w", encoding="utf-8") as stream:
+            for _ in range(num_lines):  # two sentences: hardly a line is there twice
+                stream.write(" ".join(rng.choices(sentences, k=2)) + "\n")
+    corpus = directory / f"speed.{num_lines}"
+    shutil.rmtree(corpus, ignore_errors=True)
+    augment = ["augment", "configs/demo.yaml", "--forward", str(text), "--using", str(run)]
+    commands = {
+        "translate": ["translate", str(run), str(text), "-o", str(directory / "speed.de")],
+        "augment": [*augment, "-o", str(corpus)],
+    }
+    seconds = {}
+    for name, words in commands.items():
+        began_s = time.monotonic()
+        process = subprocess.Popen([*MTRAIN, *words], stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0, words
+        seconds[name] = time.monotonic() - began_s
+        rate, peak_mib = num_lines / seconds[name], usage.ru_maxrss / 1024
+        print(f"{name}: {rate:,.0f} lines a second, {peak_mib:,.0f} MiB", flush=True)
+    ratio = seconds["translate"] / seconds["augment"]
+    print(f"augment makes {ratio:.3f} times as many lines a second as translate")
+
+
+def mtrain(*words: str) -> str:
+    """Run a verb, unless it is done; return what it prints."""
+    say(f"mtrain {' '.join(words)}")
+    return subprocess.run([*MTRAIN, *words], check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def first_lines(plan: Plan, language: str, first: int, last: int) -> Path:
+    """Write lines `first` to `last` - 1 of the training text; return the file."""
+    path = plan.directory / f"train.{first}-{last}.{language}"
+    if not path.is_file():
+        with (TEXT / f"train.{language}").open(encoding="utf-8", newline="\n") as stream:
+            text = "".join(islice(stream, first, last))
+        path.write_text(text, encoding="utf-8")
+    return path
+
+
+def trained(plan: Plan, pair: tuple[str, str], count: int, seed: int, model: str = "tiny") -> Path:
+    """Train on the first `count` real pairs; return the run folder. Its config stands beside."""
+    run = plan.directory / f"{'-'.join(pair)}.{count}-{seed}{'' if model == 'tiny' else model}"
+    src, tgt = pair
+    tree = {
+        "run_dir": str(run),
+        "seed": seed,
+        "data": {
+            "src_lang": src,
+            "tgt_lang": tgt,
+            "train": corpus_of(*(first_lines(plan, side, 0, count) for side in pair)),
+            "valid": corpus_of(*(TEXT / f"val.{side}" for side in pair)),
+            "tests": {
+                "flickr2016": corpus_of(*(TEXT / f"test_2016_flickr.{side}" for side in pair))
+            },
+            "clean": ["blank-side", "held-out"],
+        },
+        "tokenizer": {"kind": "bpe", "vocab_size": vocabulary_size(count)},
+        "model": MODELS[model],
+        "training": {
+            "max_steps": plan.max_steps,
+            "batch_tokens": 2048,
+            "schedule": "linear",
+            "lr": 0.004 if model == "tiny" else 0.002,
+            "warmup_steps": min(1000, plan.max_steps // 4),
+            "validate_every": max(1, plan.max_steps // 4),
+            "save_every": max(1, plan.max_steps // 40),
+            "patience": 100,
+        },
+        "decoding": {"beam": 5, "length_alpha": 1.4},
+    }
+    path = config_of(run)
+    config_file.save(config_file.from_tree(tree, str(path), plan.overrides), path, False)
+    mtrain("train", str(path))
+    return run
+
+
+def config_of(run: Path) -> Path:
+    """Return where the config of a run stands."""
+    return run.with_name(f"{run.name}.yaml")
+
+
+def corpus_of(src: Path, tgt: Path) -> dict[str, list[str]]:
+    return {"src": [str(src)], "tgt": [str(tgt)]}
+
+
+def validation_bleu(run: Path) -> float:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+    return max(line["valid_bleu"] for line in lines if "valid_bleu" in line)
+
+
+def note(plan: Plan, title: str, system: str, seed: int, run: Path) -> None:
+    """Score a run, unless it is scored, and write all tables anew."""
+    path = plan.directory / "scores.json"
+    scores: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    of_title = scores.setdefault(title, {}).setdefault(system, {})
+    if str(seed) not in of_title:
+        (report,) = json.loads(mtrain("eval", str(run), "--json")).values()
+        of_title[str(seed)] = {each["metric"]: each["value"] for each in report["scores"]}
+        path.write_text(json.dumps(scores, indent=1), encoding="utf-8")
+    text = "\n".join(tables(scores)) + "\n"
+    (plan.directory / "tables.md").write_text(text, encoding="utf-8")
+    say(f"{title}: {system}, seed {seed}: {of_title[str(seed)]}")
+
+
+def tables(scores: dict[str, Any]) -> Iterator[str]:
+    """Yield the BLEU of each system by seed, and of all seeds the mean and the difference."""
+    for title, systems in scores.items():
+        yield f"\n{title}\n"
+        seeds = sorted({seed for by_seed in systems.values() for seed in by_seed})
+        heads = [*(f"seed {seed}" for seed in seeds), "mean", "beside the first"]
+        yield f"| test2016, BLEU | {' | '.join(heads)} |"
+        yield f"| --- |{' --: |' * (len(seeds) + 2)}"
+        first = next(iter(systems.values()))
+        for system, by_seed in systems.items():
+            values = [each["BLEU"] for each in by_seed.values()]
+            cells = [f"{by_seed[seed]['BLEU']:.2f}" if seed in by_seed else "" for seed in seeds]
+            spread = f" ± {stdev(values):.2f}" if len(values) > 1 else ""
+            both = [seed for seed in by_seed if seed in first]
+            differences = [by_seed[seed]["BLEU"] - first[seed]["BLEU"] for seed in both]
+            difference = f"{mean(differences):+.2f}" if differences else ""
+            yield f"| {system} | {' | '.join(cells)} | {mean(values):.2f}{spread} | {difference} |"
+
+
+if __name__ == "__main__":
+    main()
