@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from mtrain.config.sections import ModelConfig
 from mtrain.model.kv_cache import KVCache, KVPool, Slots
 from mtrain.ops.attention import attention, chunk_last, paged_attention
-from mtrain.ops.decoder import CompiledDecoder, DecoderModules, LayerModules
 from mtrain.ops.dropout import Dropout
 from mtrain.ops.layer_norm import LayerNorm, add_norm
 from mtrain.ops.linear import Linear, relu_ffn
+from mtrain.ops.stacks import CompiledDecoder, CompiledEncoder, LayerModules
 from mtrain.ops.topk import Logits, Projection
 
 Sublayer = Callable[[Tensor], Tensor]
@@ -34,6 +34,7 @@ _MIN_GROUP_POSITIONS = 512  # of sources of one length that are encoded apart fr
 class Transformer(nn.Module):
     """Encoder and decoder stacks between embeddings and an output projection (section 3)."""
 
+    _compiled_encoder: CompiledEncoder | None = None
     _compiled_decoder: CompiledDecoder | None = None
 
     def __init__(self, config: ModelConfig, num_src_tokens: int, num_tgt_tokens: int) -> None:
@@ -78,6 +79,11 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Return the memory [B, S, D], the encoder's output for a source."""
         x_BSD = self._embed_all(self.src_embedding, self.src_positions, src_BS, token_keep_BS)
+        compiled = self._current_encoder()
+        if compiled is not None:
+            compiled_BSD = compiled.encode(x_BSD, src_keep_BS)
+            if compiled_BSD is not None:
+                return compiled_BSD
         keep = src_keep_BS[:, None, None, :]
         if self.config.attention_window is not None:
             keep = keep & near_keep(src_BS.shape[1], self.config.attention_window, x_BSD.device)
@@ -177,23 +183,34 @@ class Transformer(nn.Module):
         self.compute_dtype = dtype
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the compiled decoder: a copy has weights of its own."""
-        return {name: value for name, value in vars(self).items() if name != "_compiled_decoder"}
+        """Leave out the compiled layers: a copy has weights of its own."""
+        left_out = ("_compiled_encoder", "_compiled_decoder")
+        return {name: value for name, value in vars(self).items() if name not in left_out}
+
+    def _current_encoder(self) -> CompiledEncoder | None:
+        """Return the encoder as one call, of its present weights; None where it must be layers."""
+        if torch.is_grad_enabled() or self.config.attention_window is not None:
+            return None
+        compiled = self._compiled_encoder
+        if compiled is None or not compiled.is_current():
+            compiled = CompiledEncoder.of(self._parts(self.encoder), self.config.num_heads)
+            self._compiled_encoder = compiled
+        return compiled
 
     def _compile_decoder(self) -> None:
         """Compile the decoder for `decode_step` if its weights are packed and have changed."""
         compiled = self._compiled_decoder
         if compiled is None or not compiled.is_current():
-            config, layers = self.config, [_parts(layer) for layer in self.decoder]
-            parts = [layer for layer in layers if layer is not None]
-            modules = (self.tgt_embedding, self.tgt_positions, self.dropout, parts)
-            self._compiled_decoder = (
-                CompiledDecoder.of(
-                    DecoderModules(*modules), config.num_heads, config.attention_window
-                )
-                if len(parts) == len(layers) and self.compute_dtype in (None, torch.float32)
-                else None
-            )
+            heads, window = self.config.num_heads, self.config.attention_window
+            inputs = (self.tgt_embedding, self.tgt_positions, self.dropout)
+            layers = self._parts(self.decoder)
+            self._compiled_decoder = CompiledDecoder.of(layers, *inputs, heads, window)
+
+    def _parts(self, stack: Sequence[nn.Module]) -> list[LayerModules]:
+        """Return the modules of layers that can be one compiled call; none for others."""
+        parts = [each for each in map(_parts, stack) if each is not None]
+        is_whole = len(parts) == len(stack) and self.compute_dtype in (None, torch.float32)
+        return parts if is_whole else []
 
     def _embed_all(
         self,
@@ -474,26 +491,20 @@ class AttentionMaps(NamedTuple):
 
 
 def _parts(layer: nn.Module) -> LayerModules | None:
-    """Return the modules of a layer that `CompiledDecoder` can run; None for other layers."""
-    if type(layer) is not DecoderLayer:
+    """Return the modules of a post-norm layer with ReLU; None for other layers."""
+    if not isinstance(layer, EncoderLayer | DecoderLayer):
         return None
-    own, cross, feed_forward = layer.self_attention, layer.cross_attention, layer.feed_forward
-    residuals = [layer.residual_1, layer.residual_2, layer.residual_3]
-    norm_1, norm_2, norm_3 = (residual.norm for residual in residuals)
+    own, feed_forward = layer.self_attention, layer.feed_forward
+    residuals = [module for module in layer.children() if isinstance(module, Residual)]
     if not (feed_forward.is_relu_ffn and all(residual.is_post for residual in residuals)):
         return None
-    return LayerModules(
-        layer,
-        own.queries_keys_values,
-        own.output,
-        norm_1,
-        cross.queries,
-        cross.output,
-        norm_2,
-        feed_forward.inner,
-        feed_forward.outer,
-        norm_3,
-    )
+    maps = (feed_forward.inner, feed_forward.outer)
+    first, *middle, last = (residual.norm for residual in residuals)
+    parts = LayerModules(layer, own.queries_keys_values, own.output, first, *maps, last)
+    if isinstance(layer, DecoderLayer):
+        cross = layer.cross_attention
+        parts = parts._replace(queries=cross.queries, cross_out=cross.output, norm_2=middle[0])
+    return parts
 
 
 def split_heads(x_BTD: Tensor, num_heads: int) -> Tensor:

@@ -168,6 +168,7 @@ def paged_attention(q_ND: Tensor, cache_RX: Tensor, slots_NT: Tensor, num_heads:
     functions = functions_for(q_ND, cache_RX)
     if (
         functions is not None
+        and not (torch.is_grad_enabled() and (q_ND.requires_grad or cache_RX.requires_grad))
         and len(cache_shape) == len(slots_shape) == 2
         and cache_shape[1] == 2 * d_model
         and slots_shape[0] == num_rows

@@ -54,8 +54,8 @@ class AttentionShape(ctypes.Structure):
     )
 
 
-class DecoderLayerWeights(ctypes.Structure):
-    """`decoder_layer` of `ops.h`."""
+class StackLayer(ctypes.Structure):
+    """`stack_layer` of `ops.h`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("self_in", "self_in_bias")),
@@ -68,6 +68,15 @@ class DecoderLayerWeights(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("outer", "outer_bias")),
         *((name, ctypes.c_void_p) for name in ("gain_3", "norm_bias_3")),
         *((f"eps_{number}", ctypes.c_float) for number in (1, 2, 3)),
+    )
+
+
+class EncoderShape(ctypes.Structure):
+    """`encoder_shape` of `ops.h`: sizes, and the scale of scores."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("num_layers", "b", "s", "heads", "k", "d_ff")),
+        ("scale", ctypes.c_float),
     )
 
 
@@ -387,9 +396,14 @@ _FLOAT_SIGNATURES = {
     "packed_linear_sparse_float": [*[_POINTER] * 4, *[_INT] * 3],
     "packed_topk_float": [*[_POINTER] * 5, *[_INT] * 5],
     "packed_argmax_float": [*[_POINTER] * 6, *[_INT] * 4],
+    "encoder_float": [
+        ctypes.POINTER(EncoderShape),
+        ctypes.POINTER(StackLayer),
+        *[_POINTER] * 2,
+    ],
     "decoder_step_float": [
         ctypes.POINTER(DecoderShape),
-        ctypes.POINTER(DecoderLayerWeights),
+        ctypes.POINTER(StackLayer),
         *[ctypes.POINTER(_POINTER)] * 2,
         *[_POINTER] * 7,
     ],

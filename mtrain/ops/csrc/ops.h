@@ -57,15 +57,16 @@ typedef struct {
     uint32_t cut, seed;
 } attention_shape;
 
-/* A post-norm decoder layer: weights [out, in] packed in tiles, biases [out] or NULL, and three LayerNorms
- * of d numbers. native.py has the same structures. */
+/* A post-norm layer: weights [out, in] packed in tiles, biases [out] or NULL, and three LayerNorms of d
+ * numbers. A layer of an encoder has no queries, cross_out and second norm. native.py has the same
+ * structures. */
 typedef struct {
     const float *self_in, *self_in_bias; /* [3 d, d]: queries, keys and values */
     const float *self_out, *self_out_bias, *gain_1, *norm_bias_1;
     const float *queries, *queries_bias, *cross_out, *cross_out_bias, *gain_2, *norm_bias_2;
     const float *inner, *inner_bias, *outer, *outer_bias, *gain_3, *norm_bias_3;
     float eps_1, eps_2, eps_3;
-} decoder_layer;
+} stack_layer;
 
 /* Hypotheses, their attention heads of width k (d = heads k), and the caches [cache_rows, 2 d] of a layer,
  * with the slots of each hypothesis as in paged_attention. */
@@ -77,6 +78,12 @@ typedef struct {
     int64_t num_tokens, num_encodings; /* rows of the table of embeddings, and of the encodings */
     float scale, table_scale;          /* of the scores of attention, and of embeddings */
 } decoder_shape;
+
+/* b sentences of s positions, and attention heads of width k (d = heads k). */
+typedef struct {
+    int64_t num_layers, b, s, heads, k, d_ff;
+    float scale; /* of the scores of attention */
+} encoder_shape;
 
 #pragma GCC visibility push(default)
 
@@ -182,12 +189,16 @@ status packed_argmax_float(const float *x, const float *w, const uint32_t *packe
                            const int64_t *never, int64_t *ids, int64_t n, int64_t k, int64_t m,
                            int64_t num_never);
 
+/* x [b, s, d], the input of the first layer, becomes the output of the last.
+ *   layers: [num_layers]; keep: bytes [b, s], 0 leaves a position out. */
+status encoder_float(const encoder_shape *at, const stack_layer *layers, const uint8_t *keep, float *x);
+
 /* states [rows, d] after all layers, for the newest token of each hypothesis: the layers' input is
  * table[id] * table_scale + encodings[position]. Keys and values are written to the row of `pasts` that the
  * last of its slots names.
  *   layers: [num_layers]; pasts, sources: a cache for each layer.
  *   ids, positions: [rows]; positions after the last of the encodings have that one. */
-status decoder_step_float(const decoder_shape *at, const decoder_layer *layers, float *const *pasts,
+status decoder_step_float(const decoder_shape *at, const stack_layer *layers, float *const *pasts,
                           const float *const *sources, const int64_t *ids, const int64_t *positions,
                           const float *table, const float *encodings, const int64_t *past_slots,
                           const int64_t *source_slots, float *states);

@@ -1,8 +1,50 @@
-/* One step of decoding through all layers of a post-norm decoder, in float: the newest position of each
- * hypothesis. The same numbers as its operations one by one, in a single call. */
+/* All layers of a post-norm encoder, and those of a decoder for the newest position of each hypothesis, in
+ * float: the same numbers as their operations one by one, in a single call. */
 #include "vec.h"
 
 #ifndef BF16
+
+/* A layer's operations on `rows` positions; each does nothing once `result` is an error. `from` are the
+ * states [rows, d], `to` a buffer like it, `moments` has room for 2 rows. */
+#define DO(call) if (result == OPS_OK) result = call
+#define LINEAR(y, map, z, m, apply_relu) /* z [rows, m] = y w^T + bias */ \
+    DO(packed_linear_float(y, own->map, own->map##_bias, z, rows, d, m, apply_relu))
+#define ADD_NORM(y, number) /* from = LayerNorm(from + y) */ \
+    DO(add_norm_float(from, y, own->gain_##number, own->norm_bias_##number, to, moments, moments + rows, \
+                      rows, d, own->eps_##number, 0, 1.0f, 0)); \
+    do { \
+        float *normed = to; \
+        to = from, from = normed; \
+    } while (0)
+#define FEED_FORWARD(hidden, y) /* y [rows, d] */ \
+    LINEAR(from, inner, hidden, at->d_ff, 1); \
+    DO(packed_linear_sparse_float(hidden, own->outer, own->outer_bias, y, rows, at->d_ff, d))
+
+status encoder_float(const encoder_shape *at, const stack_layer *layers, const uint8_t *keep, float *x) {
+    int64_t rows = at->b * at->s, d = at->heads * at->k, wide = 3 * d > at->d_ff ? 3 * d : at->d_ff;
+    attention_shape shape = {
+        .b = at->b, .h = at->heads, .t = at->s, .s = at->s, .k = at->k,
+        .q_strides = {3 * d * at->s, at->k, 3 * d}, .k_strides = {3 * d * at->s, at->k, 3 * d},
+        .v_strides = {3 * d * at->s, at->k, 3 * d}, .out_strides = {d * at->s, at->k, d},
+        .keep_strides = {at->s, 0, 0, 1}, .scale = at->scale, .dropout_scale = 1.0f};
+    float *projected = alloc_floats(rows * (wide + 3 * d + 2)), *from = x;
+    if (!projected) return OPS_NO_MEMORY;
+    float *mixed = projected + rows * wide, *out = mixed + rows * d, *to = out + rows * d;
+    float *moments = to + rows * d;
+    status result = OPS_OK;
+    for (int64_t i = 0; i < at->num_layers; i++) {
+        const stack_layer *own = layers + i;
+        LINEAR(from, self_in, projected, 3 * d, 0);
+        DO(attention_float(&shape, projected, projected + d, projected + 2 * d, keep, mixed));
+        LINEAR(mixed, self_out, out, d, 0);
+        ADD_NORM(out, 1);
+        FEED_FORWARD(projected, out);
+        ADD_NORM(out, 3);
+    }
+    if (result == OPS_OK && from != x) memcpy(x, from, rows * d * sizeof *x);
+    free(projected);
+    return result;
+}
 
 /* Write the keys and values of `projected` [rows, 3 d], after the queries, to the row of the cache that
  * the last slot of each hypothesis names. */
@@ -33,7 +75,7 @@ static status embed(const decoder_shape *at, const int64_t *ids, const int64_t *
     return OPS_OK;
 }
 
-status decoder_step_float(const decoder_shape *at, const decoder_layer *layers, float *const *pasts,
+status decoder_step_float(const decoder_shape *at, const stack_layer *layers, float *const *pasts,
                           const float *const *sources, const int64_t *ids, const int64_t *positions,
                           const float *table, const float *encodings, const int64_t *past_slots,
                           const int64_t *source_slots, float *states) {
@@ -44,32 +86,21 @@ status decoder_step_float(const decoder_shape *at, const decoder_layer *layers, 
     float *mixed = projected + rows * wide, *out = mixed + rows * d, *to = out + rows * d;
     float *moments = to + rows * d;
     status result = embed(at, ids, positions, table, encodings, states);
-#define DO(call) if (result == OPS_OK) result = call
-#define LINEAR(y, map, z, m, apply_relu) \
-    DO(packed_linear_float(y, own->map, own->map##_bias, z, rows, d, m, apply_relu))
-#define ADD_NORM(gain, bias, eps) /* from = LayerNorm(from + out) */ \
-    DO(add_norm_float(from, out, own->gain, own->bias, to, moments, moments + rows, rows, d, own->eps, 0, \
-                      1.0f, 0)); \
-    do { \
-        float *normed = to; \
-        to = from, from = normed; \
-    } while (0)
     for (int64_t i = 0; i < at->num_layers; i++) {
-        const decoder_layer *own = layers + i;
+        const stack_layer *own = layers + i;
         LINEAR(from, self_in, projected, 3 * d, 0);
         DO(write_cache(at, projected, past_slots, pasts[i]));
         DO(paged_attention_float(projected, pasts[i], seen_slots, mixed, rows, at->past_window, at->heads,
                                  at->k, at->past_rows, 3 * d, at->past_stride, at->scale));
         LINEAR(mixed, self_out, out, d, 0);
-        ADD_NORM(gain_1, norm_bias_1, eps_1);
+        ADD_NORM(out, 1);
         LINEAR(from, queries, projected, d, 0);
         DO(paged_attention_float(projected, sources[i], source_slots, mixed, rows, at->source_count,
                                  at->heads, at->k, at->source_rows, d, at->source_stride, at->scale));
         LINEAR(mixed, cross_out, out, d, 0);
-        ADD_NORM(gain_2, norm_bias_2, eps_2);
-        LINEAR(from, inner, projected, at->d_ff, 1);
-        DO(packed_linear_sparse_float(projected, own->outer, own->outer_bias, out, rows, at->d_ff, d));
-        ADD_NORM(gain_3, norm_bias_3, eps_3);
+        ADD_NORM(out, 2);
+        FEED_FORWARD(projected, out);
+        ADD_NORM(out, 3);
     }
     if (result == OPS_OK && from != states) memcpy(states, from, rows * d * sizeof *states);
     free(projected);

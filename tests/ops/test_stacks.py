@@ -1,4 +1,4 @@
-"""Hold the compiled decoder to its own layers, one operation after the other, bit for bit."""
+"""Hold compiled stacks to their own layers, one operation after the other, bit for bit."""
 
 import copy
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from mtrain.model.kv_cache import KVCache
 from mtrain.model.transformer import Transformer
 from mtrain.ops import native
-from mtrain.ops.decoder import CompiledDecoder
 from mtrain.ops.linear import pack_weights
+from mtrain.ops.stacks import CompiledDecoder, CompiledEncoder
 
 CONFIGS = {
     "post": model_config(),
@@ -62,6 +62,7 @@ def one_by_one(model: Transformer) -> list[Tensor]:
     apart = copy.deepcopy(model)
     pack_weights(apart)
     apart._compile_decoder = lambda: None  # type: ignore[method-assign]
+    apart._current_encoder = lambda: None  # type: ignore[method-assign]
     return decoded(apart)
 
 
@@ -121,6 +122,10 @@ def hook(model: Transformer) -> None:
     inner.register_forward_hook(lambda module, inputs, output: output + 1)
 
 
+def encoder_bias(model: Transformer) -> None:
+    model.encoder[1].feed_forward.outer.bias.add_(1)
+
+
 CHANGES: dict[str, Callable[[Transformer], object]] = {
     "in_place": lambda model: model.decoder[0].self_attention.output.weight.mul_(2),
     "bias": lambda model: model.decoder[1].cross_attention.queries.bias.add_(1),
@@ -129,6 +134,7 @@ CHANGES: dict[str, Callable[[Transformer], object]] = {
     "eps": lambda model: setattr(model.decoder[0].residual_1.norm, "eps", 1.0),
     "module": replace_norm,
     "hook": hook,
+    "encoder": encoder_bias,
     "embedding": lambda model: model.tgt_embedding.weight.mul_(2),
     "positions": lambda model: model.tgt_positions.register_forward_hook(
         lambda module, inputs, output: output + 1
@@ -168,7 +174,61 @@ def test_a_compiled_decoder_is_never_trained(calls):
     assert "decoder_step" not in calls
     with torch.no_grad():
         decoded(model)
-    assert "decoder_step" not in calls
+    assert not {"encoder", "decoder_step"} & {*calls}
+
+
+def test_compiled_stacks_give_way_where_gradients_are_needed(calls):
+    model = packed()
+    with torch.no_grad():
+        start(model)
+    calls.clear()
+    logits = model.decode_step(ids(3, 0), start(model))[:]
+    grads = torch.autograd.grad(logits.sum(), list(model.decoder[0].parameters()))
+    assert all(grad.any() for grad in grads)
+    assert not {"encoder", "decoder_step"} & {*calls}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_the_compiled_encoder_is_its_layers_bit_for_bit(name, calls):
+    model = packed(CONFIGS[name])
+    src_BS, keep_BS = ids(21, 3).view(3, 7), left_keep(SRC_LENGTHS)
+    found = model.encode(src_BS, keep_BS)
+    assert calls.count("encoder") == (name != "window")
+    model._current_encoder = lambda: None  # type: ignore[method-assign]
+    assert torch.equal(found, model.encode(src_BS, keep_BS))
+    assert calls.count("encoder") == (name != "window")
+
+
+@torch.no_grad()
+def test_hooks_see_what_a_compiled_encoder_would_hide(calls):
+    model = packed()
+    src_BS, keep_BS = ids(21, 3).view(3, 7), left_keep(SRC_LENGTHS)
+    model.encode(src_BS, keep_BS)
+    assert "encoder" in calls
+    calls.clear()
+    maps = model.attention_maps(src_BS, keep_BS, src_BS)
+    assert [len(weights) for weights in maps] == [2, 2, 2]
+    assert "encoder" not in calls
+
+
+@torch.no_grad()
+def test_what_a_compiled_encoder_cannot_take_runs_layer_by_layer():
+    model = packed()
+    encoder = CompiledEncoder.of(model._parts(model.encoder), 2)
+    assert encoder is not None
+    x_BSD, keep_BS = torch.randn(3, 7, 12), left_keep(SRC_LENGTHS)
+    assert encoder.encode(x_BSD, keep_BS) is not None
+    for wrong in (
+        (x_BSD[0], keep_BS),
+        (x_BSD.double(), keep_BS),
+        (x_BSD[..., :6], keep_BS),
+        (x_BSD, keep_BS[:, :6]),
+        (x_BSD, keep_BS.int()),
+        (x_BSD, keep_BS.to("meta")),
+        (x_BSD[:0], keep_BS[:0]),
+    ):
+        assert encoder.encode(*wrong) is None
 
 
 class Step(NamedTuple):

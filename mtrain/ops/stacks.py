@@ -1,0 +1,335 @@
+"""All layers of an encoder, or of a decoder for the newest positions, in one compiled call.
+
+Shapes: B batch, S source length, N hypotheses, D model width, R slots of a cache, X = 2 * D.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mtrain.ops.dropout import Dropout
+from mtrain.ops.layer_norm import LayerNorm
+from mtrain.ops.linear import Linear
+from mtrain.ops.native import (
+    DecoderShape,
+    EncoderShape,
+    Functions,
+    StackLayer,
+    functions_for,
+    is_bare,
+    is_float_vector,
+    is_plain,
+)
+
+
+class LayerModules(NamedTuple):
+    """The modules of a post-norm layer with ReLU and without dropout.
+
+    Attributes:
+        layer: which holds the others.
+        self_in: to queries, keys and values.
+        inner, outer: the feed-forward network.
+        queries, cross_out, norm_2: of cross-attention.
+    """
+
+    layer: nn.Module
+    self_in: Linear
+    self_out: Linear
+    norm_1: LayerNorm
+    inner: Linear
+    outer: Linear
+    norm_3: LayerNorm
+    queries: Linear | None = None
+    cross_out: Linear | None = None
+    norm_2: LayerNorm | None = None
+
+    def linear_maps(self) -> dict[str, Linear]:
+        """Return the linear maps by their names."""
+        named = self._asdict().items()
+        return {name: module for name, module in named if isinstance(module, Linear)}
+
+    def norms(self) -> dict[str, LayerNorm]:
+        """Return the norms by their numbers."""
+        named = {"1": self.norm_1, "2": self.norm_2, "3": self.norm_3}
+        return {number: norm for number, norm in named.items() if norm is not None}
+
+
+class _CompiledStack:
+    """Layers with packed weights, and what tells whether they have changed.
+
+    Args:
+        layers: from the first to the last.
+        others: modules that are computed in the same call.
+        num_heads: of each attention.
+    """
+
+    def __init__(
+        self, layers: Sequence[LayerModules], others: Sequence[nn.Module], num_heads: int
+    ) -> None:
+        self._layers, self._num_heads = layers, num_heads
+        self._d_model, self._d_ff = layers[0].inner.in_features, layers[0].inner.out_features
+        self._modules, self._parameters = _descendants(layers, others)
+        self._memory = [parameter.detach() for parameter in self._parameters]  # stays allocated
+        self._versions, self._state = self._read_versions(), self._read_state()
+        self._weights = (StackLayer * len(layers))(*map(_weights_of, layers))
+
+    def is_current(self) -> bool:
+        """Tell whether the modules are what they were, with the same weights."""
+        return (
+            self._read_versions() == self._versions
+            and self._read_state() == self._state
+            and all(map(_has_packed_weights, self._layers))
+        )
+
+    def _functions_for(self, *tensors: Tensor) -> Functions | None:
+        """Return the compiled functions, None where layers must run one operation after the other.
+
+        That is where gradients are needed, and where a weight has changed in place.
+        """
+        if torch.is_grad_enabled() or self._read_versions() != self._versions:
+            return None
+        functions = functions_for(*tensors)
+        return None if functions is None or functions.dtype_name != "float" else functions
+
+    def _read_versions(self) -> list[int]:
+        """Return numbers of which one changes when a weight is changed in place."""
+        return [parameter._version for parameter in self._parameters]
+
+    def _read_state(self) -> list[object]:
+        """Return what changes when a hook is added, or a module or a parameter is replaced."""
+        state: list[object] = []
+        for module in self._modules:
+            state += (is_bare(module), module.training, module.__dict__.get("eps"))
+            state += map(id, module._modules.values())
+            state += map(id, module._parameters.values())
+        return state + [parameter.data_ptr() for parameter in self._parameters]
+
+
+class CompiledEncoder(_CompiledStack):
+    """The layers of an encoder with packed weights, as one compiled call.
+
+    It computes what the layers compute one operation after the other, bit for bit.
+    """
+
+    @staticmethod
+    def of(layers: Sequence[LayerModules], num_heads: int) -> CompiledEncoder | None:
+        """Return the compiled layers; None where they must run one operation after the other."""
+        return CompiledEncoder(layers, (), num_heads) if _can_be_compiled(layers, ()) else None
+
+    def encode(self, x_BSD: Tensor, keep_BS: Tensor) -> Tensor | None:
+        """Return the output [B, S, D] of the last layer; None where layers must run one by one.
+
+        Args:
+            x_BSD: the input of the first layer.
+            keep_BS: bool, False leaves a position out.
+
+        Raises:
+            MemoryError: if there is no work space.
+        """
+        functions = self._functions_for(x_BSD)
+        if (
+            functions is None
+            or x_BSD.dim() != 3
+            or x_BSD.shape[2] != self._d_model
+            or not (is_plain(keep_BS) and keep_BS.dtype is torch.bool)
+            or keep_BS.shape != x_BSD.shape[:2]
+        ):
+            return None
+        head_size = self._d_model // self._num_heads
+        sizes = (len(self._layers), *keep_BS.shape, self._num_heads, head_size, self._d_ff)
+        shape = EncoderShape(*sizes, head_size**-0.5)
+        states_BSD = x_BSD.clone(memory_format=torch.contiguous_format)
+        tensors = (keep_BS.contiguous(), states_BSD)
+        functions.call("encoder", tensors, structures=(shape, self._weights))
+        return states_BSD
+
+
+class CompiledDecoder(_CompiledStack):
+    """The layers of a decoder with packed weights, as one compiled call for the newest positions.
+
+    It computes what the layers compute one operation after the other, bit for bit.
+
+    Args:
+        layers, others, num_heads: as of `of`.
+        table_VD: the embeddings.
+        window: positions before the newest that self-attention sees; None is all.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerModules],
+        others: Sequence[nn.Module],
+        num_heads: int,
+        table_VD: Tensor,
+        window: int | None,
+    ) -> None:
+        super().__init__(layers, others, num_heads)
+        self._table_VD, self._window = table_VD, window
+
+    @staticmethod
+    def of(
+        layers: Sequence[LayerModules],
+        embedding: nn.Embedding,
+        positions: nn.Module,
+        dropout: Dropout,
+        num_heads: int,
+        window: int | None,
+    ) -> CompiledDecoder | None:
+        """Return the compiled layers; None where they must run one operation after the other.
+
+        Their input is the dropout of the sum of the scaled embedding and what `positions` returns.
+        """
+        others, table_VD = (embedding, positions, dropout), embedding.weight.detach()
+        if not _can_be_compiled(layers, others) or type(embedding) is not nn.Embedding:
+            return None
+        if not (_is_float(table_VD) and table_VD.shape[1:] == (layers[0].inner.in_features,)):
+            return None
+        return CompiledDecoder(layers, others, num_heads, table_VD, window)
+
+    def step(
+        self,
+        ids_N: Tensor,
+        position_N: Tensor,
+        encodings_TD: Tensor,
+        pasts: Sequence[Tensor],
+        sources: Sequence[Tensor],
+        past_slots_NT: Tensor,
+        source_slots_NS: Tensor,
+    ) -> Tensor | None:
+        """Return the states [N, D] after all layers; None where the layers must run one by one.
+
+        The keys and values of the new position are written to the slot in the last column.
+
+        Args:
+            ids_N, position_N: the newest token of each hypothesis, and its position.
+            encodings_TD: of positions; those after the last have that one.
+            pasts, sources: the cache [R, X] of each layer, X = 2 * D.
+            past_slots_NT, source_slots_NS: row numbers of the caches; -1 is padding.
+
+        Raises:
+            IndexError: if a token, a position or a slot is out of range.
+            MemoryError: if there is no work space.
+        """
+        table_VD, num_layers, num_rows = self._table_VD, len(self._layers), len(ids_N)
+        width, slots = self._d_model, (past_slots_NT, source_slots_NS)
+        functions = self._functions_for(encodings_TD, *pasts, *sources)
+        if (
+            functions is None
+            or not (_is_float(encodings_TD) and encodings_TD.shape[1:] == (width,))
+            or not len(pasts) == len(sources) == num_layers
+            or not (_is_pool(pasts, width) and _is_pool(sources, width))
+            or not (_are_ids(ids_N, num_rows) and _are_ids(position_N, num_rows))
+            or not all(_are_ids(each, num_rows, each.shape[-1]) for each in slots)
+        ):
+            return None
+        num_past, head_size = past_slots_NT.shape[1], width // self._num_heads
+        shape = DecoderShape(
+            num_layers,
+            num_rows,
+            self._num_heads,
+            head_size,
+            self._d_ff,
+            len(pasts[0]),
+            num_past,
+            num_past,
+            num_past if self._window is None else min(num_past, self._window + 1),
+            len(sources[0]),
+            source_slots_NS.shape[1],
+            source_slots_NS.shape[1],
+            len(table_VD),
+            len(encodings_TD),
+            head_size**-0.5,
+            math.sqrt(width),
+        )
+        pointers = ctypes.c_void_p * num_layers
+        caches = [pointers(*(layer.data_ptr() for layer in pool)) for pool in (pasts, sources)]
+        states_ND = table_VD.new_empty((num_rows, width))
+        tensors = (ids_N, position_N, table_VD, encodings_TD, *slots, states_ND)
+        functions.call("decoder_step", tensors, structures=(shape, self._weights, *caches))
+        return states_ND
+
+
+def _descendants(
+    layers: Sequence[LayerModules], others: Sequence[nn.Module]
+) -> tuple[list[nn.Module], list[Tensor]]:
+    """Return all modules, with those inside of them, and their parameters."""
+    roots = [*others, *(each.layer for each in layers)]
+    modules = [module for root in roots for module in root.modules()]
+    parameters = (each for module in modules for each in module._parameters.values())
+    return modules, [parameter for parameter in parameters if parameter is not None]
+
+
+def _can_be_compiled(layers: Sequence[LayerModules], others: Sequence[nn.Module]) -> bool:
+    if not layers or not all(map(_has_packed_weights, layers)):
+        return False
+    modules, parameters = _descendants(layers, others)
+    d_model, d_ff = layers[0].inner.in_features, layers[0].inner.out_features
+    return (
+        all(_has_widths(each, d_model, d_ff) for each in layers)
+        and all(map(is_bare, modules))
+        and not any(isinstance(each, Dropout) and each.is_active for each in modules)
+        and not any(parameter.is_inference() for parameter in parameters)
+    )
+
+
+def _has_packed_weights(parts: LayerModules) -> bool:
+    """Tell whether all linear maps have packed weights, which are those that they have now."""
+    return all(
+        each._packed is not None and each._packed.is_current(each._parameters.get("weight"))
+        for each in parts
+        if isinstance(each, Linear)
+    )
+
+
+def _has_widths(parts: LayerModules, d_model: int, d_ff: int) -> bool:
+    """Tell whether maps and norms have the shapes of a layer, and are of the very classes."""
+    outputs = {"self_in": 3 * d_model, "inner": d_ff}
+    maps, norms = parts.linear_maps(), parts.norms().values()
+    return (
+        all(type(each) is Linear for each in maps.values())
+        and all(type(each) is LayerNorm for each in norms)
+        and all(
+            each.in_features == (d_ff if name == "outer" else d_model)
+            and each.out_features == outputs.get(name, d_model)
+            and (each.bias is None or is_float_vector(each.bias, each.out_features))
+            for name, each in maps.items()
+        )
+        and all(
+            is_float_vector(each.weight, d_model) and is_float_vector(each.bias, d_model)
+            for each in norms
+        )
+    )
+
+
+def _weights_of(parts: LayerModules) -> StackLayer:
+    layer = StackLayer()
+    for name, linear in parts.linear_maps().items():
+        assert linear._packed is not None
+        setattr(layer, name, linear._packed.tiles.data_ptr())
+        setattr(layer, f"{name}_bias", None if linear.bias is None else linear.bias.data_ptr())
+    for number, norm in parts.norms().items():
+        setattr(layer, f"gain_{number}", norm.weight.data_ptr())
+        setattr(layer, f"norm_bias_{number}", norm.bias.data_ptr())
+        setattr(layer, f"eps_{number}", norm.eps)
+    return layer
+
+
+def _is_float(x_RD: Tensor) -> bool:
+    return is_plain(x_RD) and x_RD.dtype is torch.float32 and x_RD.is_contiguous()
+
+
+def _is_pool(pool: Sequence[Tensor], d_model: int) -> bool:
+    """Tell whether all tensors of a cache are contiguous, of one shape [R, 2 D]."""
+    shape = (len(pool[0]), 2 * d_model)
+    return all(layer_RX.shape == shape and layer_RX.is_contiguous() for layer_RX in pool)
+
+
+def _are_ids(ids: Tensor, *shape: int) -> bool:
+    """Tell whether a tensor is contiguous numbers of rows, of this shape."""
+    return is_plain(ids) and ids.dtype is torch.int64 and ids.shape == shape and ids.is_contiguous()
