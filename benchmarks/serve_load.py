@@ -147,9 +147,8 @@ def overload(
     def run_client() -> None:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
         while (number := next(numbers)) < seconds * per_second:
-            due = began + number / per_second
-            time.sleep(max(0.0, due - time.monotonic()))
-            line = lines[number % len(lines)]
+            time.sleep(max(0.0, began + number / per_second - time.monotonic()))
+            line, sent_s = lines[number % len(lines)], time.monotonic()
             try:
                 status, text = translate(connection, line, languages)
             except (OSError, http.client.HTTPException) as error:
@@ -159,7 +158,7 @@ def overload(
             with lock:
                 counts[str(status) if is_right else f"wrong: {status} {text[:60]}"] += 1
                 if status == 200:
-                    latencies.append(1000 * (time.monotonic() - due))
+                    latencies.append(1000 * (time.monotonic() - sent_s))
 
     threads = [threading.Thread(target=run_client) for _ in range(OVERLOAD_CLIENTS)]
     for thread in threads:

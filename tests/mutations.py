@@ -1377,6 +1377,75 @@ EXPORTS = [
     ),
 ]
 
+INTERFACE = " ".join(
+    f"tests/serve/test_interface.py::test_{name}"
+    for name in (
+        "two_runs_translate_where_none_does_and_say_so",
+        "alternatives_are_other_translations_best_first",
+        "a_form_whose_text_is_not_escaped_is_read_as_utf_8",
+        "a_client_with_too_many_requests_is_told_when_to_go_on",
+    )
+)
+HTML = "tests/serve/test_html_text.py"
+SERVE = [
+    Mutation(
+        "a pivot is not said",
+        "mtrain/serve/translation.py",
+        "pivot = models[0].config.data.tgt_lang if len(models) > 1 else None",
+        "pivot = None",
+        INTERFACE,
+    ),
+    Mutation(
+        "an alternative is the translation again",
+        "mtrain/serve/translation.py",
+        "if text not in texts:",
+        "if True:",
+        INTERFACE,
+    ),
+    Mutation(
+        "a form is read as Latin-1",
+        "mtrain/serve/fields.py",
+        '.decode("utf-8", "replace")',
+        '.decode("latin-1")',
+        INTERFACE,
+    ),
+    Mutation(
+        "a client may ask as often as it likes",
+        "mtrain/serve/rate_limit.py",
+        "is_allowed = tokens >= 1",
+        "is_allowed = True",
+        INTERFACE,
+    ),
+    Mutation(
+        "a body has no limit",
+        "mtrain/serve/middleware.py",
+        "if num_bytes > limit:",
+        "if num_bytes < 0:",
+        "tests/serve/test_hostile_requests.py -k too_large",
+    ),
+    Mutation(
+        "code in a page is translated",
+        "mtrain/serve/html_text.py",
+        "if not is_end and name in _RAW:",
+        "if is_end and name in _RAW:",
+        HTML,
+    ),
+    Mutation(
+        "what is marked is translated too",
+        "mtrain/serve/html_text.py",
+        "return token.name in _UNTRANSLATED or bool(_IS_MARKED.search(token.raw))",
+        "return token.name in _UNTRANSLATED",
+        HTML,
+    ),
+    Mutation(
+        "a prefix is ignored where there is none",
+        "mtrain/serve/fields.py",
+        "if request.prefixes is not None and not translations.has_prefixes:",
+        "if request.prefixes is None and not translations.has_prefixes:",
+        "tests/serve/test_server.py -k ctranslate2",
+    ),
+]
+
 MUTATIONS = [
     *MODEL,
     *KERNELS,
@@ -1390,6 +1459,7 @@ MUTATIONS = [
     *INIT,
     *EVALUATION,
     *EXPORTS,
+    *SERVE,
 ]
 
 
