@@ -1381,7 +1381,7 @@ INTERFACE = " ".join(
     f"tests/serve/test_interface.py::test_{name}"
     for name in (
         "two_runs_translate_where_none_does_and_say_so",
-        "alternatives_are_other_translations_best_first",
+        "a_text_of_blank_lines_has_no_other_translation",
         "a_form_whose_text_is_not_escaped_is_read_as_utf_8",
         "a_client_with_too_many_requests_is_told_when_to_go_on",
     )

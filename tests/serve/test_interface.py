@@ -217,6 +217,12 @@ def test_alternatives_are_other_translations_best_first(
         assert others == list(dict.fromkeys(text for text in texts if text != best))
 
 
+def test_a_text_of_blank_lines_has_no_other_translation(client: Client) -> None:
+    fields = {"q": " \n", "source": "en", "target": "de", "alternatives": 2}
+    answer = client.post("/translate", fields)
+    assert answer.tree == {"translatedText": " \n", "alternatives": []}
+
+
 def test_the_health_is_one_word(client: Client) -> None:
     answer = client.get("/health")
     assert (answer.status, answer.tree) == (200, {"status": "ok"})
