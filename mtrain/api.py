@@ -512,6 +512,7 @@ def export(
     quantize: Quantization | None = None,
     check_lines: int = 100,
     license: str | None = None,
+    page: bool = False,
 ) -> ExportReport:
     """Write the model of a run for another library, and compare the copy with the run.
 
@@ -522,6 +523,7 @@ def export(
         quantize: the type of the weights; None is float32. No library has every type.
         check_lines: compare on this many lines of the validation text.
         license: of the model card, an identifier of the Hugging Face Hub such as cc-by-4.0.
+        page: write a page that translates in a browser, too; for onnx only.
 
     Raises:
         UserError: if the run cannot be loaded, the library cannot hold its model, or a copy that is
@@ -533,7 +535,7 @@ def export(
     from mtrain.exporters.export import ExportRequest, export
 
     _check_choice("to", to, get_args(Library))
-    request = ExportRequest(to, quantize, check_lines, license)
+    request = ExportRequest(to, quantize, check_lines, license, has_page=page)
     return export(_run_dir(run), Path(directory), request, _log_warning)
 
 

@@ -35,6 +35,9 @@ def export(
         str | None,
         typer.Option("--license", metavar="ID", help="Of the model card, such as cc-by-4.0."),
     ] = None,
+    page: Annotated[
+        bool, typer.Option("--page", help="With onnx: write a page that translates, too.")
+    ] = False,
 ) -> None:
     """Write the model for another library, and check it there.
 
@@ -46,6 +49,6 @@ def export(
     from mtrain.exporters.export import as_text
 
     report = api.export(
-        run, directory, to, quantize=quantize, check_lines=check_lines, license=license_
+        run, directory, to, quantize=quantize, check_lines=check_lines, license=license_, page=page
     )
     console.put(as_text(report), None)

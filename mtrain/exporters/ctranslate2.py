@@ -186,6 +186,7 @@ def _as_array(tensor: Tensor) -> npt.NDArray[np.float32]:
 class CTranslate2Model:
     """A model that was written, loaded by CTranslate2 on the CPU, and its SentencePiece models."""
 
+    quantised = None
     masks_special = True  # by the bias of the output projection
 
     def __init__(self, directory: Path, src_path: Path, tgt_path: Path) -> None:

@@ -25,7 +25,7 @@ from mtrain.decode.translator import EncodedSource, Translator, load
 from mtrain.errors import ConfigError, RunError
 from mtrain.evaluation import evaluation, metrics
 from mtrain.evaluation.evaluation import TestResult
-from mtrain.exporters import ctranslate2, model_card, parity
+from mtrain.exporters import ctranslate2, model_card, onnx_page, parity
 from mtrain.exporters.ctranslate2 import CTranslate2Translator
 from mtrain.exporters.exporter import Archive, ExportedModel
 from mtrain.exporters.parity import LogProbSearcher, ParityReport
@@ -50,6 +50,7 @@ class ExportRequest:
     num_lines: int = 100  # of the validation text, to compare
     licence: str | None = None  # in the model card
     has_scores: bool = True  # whether the model card has scores of the test sets
+    has_page: bool = False  # whether a page that translates is written, too
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ class ExportReport:
     files: dict[str, str | None]  # the SHA-256 of each other file
     parity: ParityReport
     # of the run and of its export on the validation text, both searched by log-probability alone;
-    # only of a quantised model, or one that the library can only be near to
+    # only of a quantised model, or one that the library can only be near to. Greedily, if it is
+    # that of the quantised files beside the others
     bleu: tuple[float, float] | None
 
 
@@ -229,6 +231,8 @@ def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> E
             f"`--quantize` must be {' or '.join(exporter.QUANTIZATIONS)} with `--to "
             f"{request.library}`, which stores no other, but is {request.quantization} instead."
         )
+    if request.has_page and request.library != "onnx":
+        raise ConfigError(f"`--page` has no effect with `--to {request.library}`; leave it out.")
     if request.licence is not None and not _LICENCE.fullmatch(request.licence):
         raise ConfigError(
             f"`--license` must be an identifier of the Hugging Face Hub, such as cc-by-4.0, but is "
@@ -241,6 +245,8 @@ def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> E
         say(f"{directory}: writing, then checking on {len(lines.src)} lines")
         model, tokenizer = translator.model, translator.tokenizer
         near = exporter.write(model, tokenizer, config, partial_dir, request.quantization)
+        if request.has_page:
+            onnx_page.write(config, partial_dir)
         exported, reference = exporter.load(partial_dir), translator
         if near is not None:
             reference = Translator([near], tokenizer, translator.options, translator.device)
@@ -248,17 +254,18 @@ def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> E
         problems = compared.problems() if request.quantization is None else []
         if problems:
             raise RunError(f"{directory}: nothing is exported: {'; '.join(problems)}.")
+        scored, beam = exported.quantised, 1
+        if request.quantization is not None or near is not None:
+            scored, beam = exported, translator.options.beam
         report = ExportReport(
             request.library,
             importlib.metadata.version(exporter.PACKAGE),
-            request.quantization or "float32",
+            request.quantization or f"float32{' and int8' * (exported.quantised is not None)}",
             sum(file.stat().st_size for file in partial_dir.rglob("*") if file.is_file()),
             sha256_if_readable(run.model_path),
             {},
             compared,
-            None
-            if request.quantization is None and near is None
-            else _bleu(translator, exported, held_out, say),
+            None if scored is None else _bleu(translator, scored, beam, held_out, say),
         )
         example = min(lines.src, key=len)
         results = _test_results(run, translator, say) if request.has_scores else []
@@ -353,14 +360,14 @@ def _test_results(run: RunDir, translator: Translator, say: Say) -> list[TestRes
 
 
 def _bleu(
-    translator: Translator, exported: ExportedModel, lines: ParallelLines, say: Say
+    translator: Translator, exported: ExportedModel, beam: int, lines: ParallelLines, say: Say
 ) -> tuple[float, float]:
     say(f"translating {len(lines.src):,} lines of validation text with both")
     sources = translator.tokenizer.encode_src(lines.src)
     limits = [translator.max_length(EncodedSource(ids)) for ids in sources]
-    outputs = exported.search(sources, translator.options.beam, limits)
+    outputs = exported.search(sources, beam, limits)
     theirs = translator.tokenizer.tgt.decode([output.ids for output in outputs])
-    ids = LogProbSearcher(translator, masks_special=False).search(sources, translator.options.beam)
+    ids = LogProbSearcher(translator, masks_special=False).search(sources, beam)
     ours = translator.tokenizer.tgt.decode(ids)
     return metrics.bleu(ours, lines.tgt), metrics.bleu(theirs, lines.tgt)
 
@@ -386,8 +393,10 @@ def as_text(report: ExportReport) -> list[str]:
         rows.extend(("", note) for note in own_call.notes)
     if report.bleu is not None:
         ours, theirs = report.bleu
-        rows.append(("validation BLEU, mtrain", f"{ours:.2f}"))
-        rows.append(("validation BLEU, exported", f"{theirs:.2f} ({theirs - ours:+.2f})"))
+        _, _, beside = report.precision.partition(" and ")
+        names = ("mtrain, greedy", f"{beside}, greedy") if beside else ("mtrain", "exported")
+        rows.append((f"validation BLEU, {names[0]}", f"{ours:.2f}"))
+        rows.append((f"validation BLEU, {names[1]}", f"{theirs:.2f} ({theirs - ours:+.2f})"))
     return format_table(rows, "<<")
 
 

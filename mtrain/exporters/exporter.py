@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from mtrain.config.sections import Config
 from mtrain.model.transformer import Transformer
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
 Ids = list[list[int]]
+T = TypeVar("T")
+_BATCH_SIZE = 32
 
 
 class ExportedHypothesis(NamedTuple):
@@ -60,6 +62,10 @@ class ExportedModel(Protocol):
     def masks_special(self) -> bool:
         """Whether <pad> and <s> have zero probability, in scores too."""
 
+    @property
+    def quantised(self) -> ExportedModel | None:
+        """The same with weights of fewer bits, if such files lie beside the others."""
+
     def encode(self, lines: Sequence[str]) -> Ids:
         """Return tokens + eos for each line."""
 
@@ -77,6 +83,16 @@ class ExportedModel(Protocol):
 
     def own_call(self, lines: Sequence[str]) -> OwnCall | None:
         """Translate text as a user of the library does; None if the model card has a test."""
+
+
+def in_batches(lengths: list[int], compute: Callable[[list[int]], list[T]]) -> list[T]:
+    """Return a result for each row; `compute` is called with batches of rows of similar length."""
+    rows = sorted(range(len(lengths)), key=lambda row: lengths[row])
+    results: dict[int, T] = {}
+    for first in range(0, len(rows), _BATCH_SIZE):
+        batch = rows[first : first + _BATCH_SIZE]
+        results.update(zip(batch, compute(batch), strict=True))
+    return [results[row] for row in range(len(rows))]
 
 
 class Requirement(NamedTuple):

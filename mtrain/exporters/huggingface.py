@@ -10,17 +10,23 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mtrain.config.sections import Config
 from mtrain.data.batch import keep_first, pad_right
-from mtrain.exporters.exporter import Archive, ExportedHypothesis, Ids, Requirement
+from mtrain.exporters.exporter import (
+    Archive,
+    ExportedHypothesis,
+    Ids,
+    Requirement,
+    in_batches,
+)
 from mtrain.model.transformer import Transformer
 from mtrain.run.checkpoint import save_tensors
 from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
@@ -62,9 +68,7 @@ NOTES = """\
 - `>>x<<` at the beginning of a line is read as a language code; mtrain reads it as text.
 - "Recommended: pip install sacremoses" is a warning of the tokenizer that can be ignored.
 """
-T = TypeVar("T")
 _MIN_POSITIONS = 1024  # not more, because transformers computes them whenever it loads
-_BATCH_SIZE = 32
 _LAYER = re.compile(r"(encoder|decoder)\.(\d+)\.(.+)\.(weight|bias)")
 _MODULES = {  # of a layer; a weight is split by rows into those of several modules
     "self_attention.queries_keys_values": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
@@ -227,6 +231,7 @@ def _reordered(name: str, weight: Tensor, order: list[int]) -> Tensor:
 class MarianModel:
     """An exported folder, loaded by transformers on the CPU."""
 
+    quantised = None
     masks_special = False  # `generate` suppresses <pad> and <s>; the model's scores do not
 
     def __init__(self, directory: Path) -> None:
@@ -270,7 +275,7 @@ class MarianModel:
                 hypotheses.append(ExportedHypothesis(ids[:length], log_prob, has_ended))
             return hypotheses
 
-        return _in_batches([len(ids) for ids in sources], search_rows)
+        return in_batches([len(ids) for ids in sources], search_rows)
 
     @torch.inference_mode()
     def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
@@ -289,23 +294,13 @@ class MarianModel:
             return [log_probs_T[: len(ids) + 1] for log_probs_T, ids in rows_T]
 
         lengths = [max(len(src), len(tgt)) for src, tgt in zip(sources, targets, strict=True)]
-        return _in_batches(lengths, score_rows)
+        return in_batches(lengths, score_rows)
 
     def own_call(self, lines: Sequence[str]) -> None:
         """Compare nothing: `encode`, `search` and `decode` are the library's own calls."""
 
 
 load = MarianModel  # as an exporter loads a folder
-
-
-def _in_batches(lengths: list[int], compute: Callable[[list[int]], list[T]]) -> list[T]:
-    """Return a result for each row; `compute` is called with batches of rows of similar length."""
-    rows = sorted(range(len(lengths)), key=lambda row: lengths[row])
-    results: dict[int, T] = {}
-    for first in range(0, len(rows), _BATCH_SIZE):
-        batch = rows[first : first + _BATCH_SIZE]
-        results.update(zip(batch, compute(batch), strict=True))
-    return [results[row] for row in range(len(rows))]
 
 
 @contextmanager

@@ -219,6 +219,7 @@ def _weights(model: Transformer, tgt: Vocabulary) -> dict[str, Tensor]:
 class MarianProgram:
     """An exported folder, translated by Marian on the CPU, in a process of its own each time."""
 
+    quantised = None
     masks_special = True  # by the bias of the output projection
 
     def __init__(self, directory: Path) -> None:

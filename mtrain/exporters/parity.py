@@ -27,6 +27,7 @@ TOLERANCE = 3e-4  # of a token's log-probability; rounding changes that of a bas
 _SUM_TOLERANCE = 10 * TOLERANCE
 _MAX_QUOTED = 40  # characters of a line
 _MASKED_LOGIT = -1e9
+REPLACEMENT = "\ufffd"  # the character that stands for bytes that are no UTF-8
 
 
 @dataclass(frozen=True)
@@ -162,13 +163,15 @@ def _other_beams(
 def _same_text(translator: Translator, exported: ExportedModel, ids: Ids) -> list[bool]:
     """Return for each output whether both decode it to the same text.
 
-    Spaces at its ends and kinds of space are ignored; so are outputs with an unknown token, which
-    every library writes in another way.
+    Spaces at its ends and kinds of space are ignored; so are outputs with an unknown token, or with
+    bytes that are no UTF-8, which every library writes in another way.
     """
     unk = translator.tokenizer.tgt.unk
     texts = zip(ids, translator.tokenizer.tgt.decode(ids), exported.decode(ids), strict=True)
     return [
-        unk in row or re.sub(r"\s+", " ", ours).strip() == re.sub(r"\s+", " ", theirs).strip()
+        unk in row
+        or REPLACEMENT in ours
+        or re.sub(r"\s+", " ", ours).strip() == re.sub(r"\s+", " ", theirs).strip()
         for row, ours, theirs in texts
     ]
 

@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from mtrain.exporters.exporter import Exporter
 
-Library = Literal["ctranslate2", "huggingface", "argos", "marian"]
+Library = Literal["ctranslate2", "huggingface", "argos", "marian", "onnx"]
 Quantization = Literal["int8", "float16", "bfloat16"]
 
 
 def exporters() -> dict[Library, Exporter]:
     """Return the exporter of each library."""
-    from mtrain.exporters import argos, ctranslate2, huggingface, marian
+    from mtrain.exporters import argos, ctranslate2, huggingface, marian, onnx
 
     return {
         "ctranslate2": ctranslate2,
         "huggingface": huggingface,
         "argos": argos,
         "marian": marian,
+        "onnx": onnx,
     }

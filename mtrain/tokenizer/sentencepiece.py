@@ -91,14 +91,15 @@ class Vocabulary:
         (Kudo 2018, arXiv 1804.10959); BPE drops merges with probability alpha (1910.13267).
         """
         rng = random.Random(seed)  # SentencePiece's own generator differs in each process
-        sample = self._sample_best if self._is_unigram() else self._sample_merges
+        sample = self._sample_best if self.is_unigram else self._sample_merges
         try:
             return sample(lines, alpha, rng)
         except (RuntimeError, ValueError) as error:
             raise RunError(f"the tokenizer cannot sample segmentations: {error}.") from None
 
-    def _is_unigram(self) -> bool:
-        """Return whether the model is unigram: only unigram supports n-best segmentation."""
+    @property
+    def is_unigram(self) -> bool:
+        """Whether the model is unigram: only unigram supports n-best segmentation."""
         try:
             return bool(self._processor.nbest_encode_as_ids("a", nbest_size=1))
         except RuntimeError:
@@ -107,7 +108,7 @@ class Vocabulary:
     def _sample_best(
         self, lines: Sequence[str], alpha: float, rng: random.Random
     ) -> list[list[int]]:
-        log_probs = [self._processor.get_score(piece) for piece in range(len(self))]
+        log_probs = self.scores_of(range(len(self)))
         sampled: list[list[int]] = []
         for line in lines:
             best = self._processor.nbest_encode_as_ids(line, nbest_size=_NUM_BEST)
@@ -172,6 +173,10 @@ class Vocabulary:
         """Return the SentencePiece pieces of ids, special ids included."""
         pieces: list[str] = self._processor.id_to_piece(list(ids))
         return pieces
+
+    def scores_of(self, ids: Sequence[int]) -> list[float]:
+        """Return the scores of pieces: log-probabilities of unigram, the order of merges of BPE."""
+        return [float(self._processor.get_score(piece)) for piece in ids]
 
 
 def _num_threads(lines: Sequence[str]) -> int:

@@ -42,7 +42,7 @@ def described(parameter: inspect.Parameter, annotation: object) -> str:
     bounds = f" {least}..{most}" if least or most else ""
     is_required = parameter.default is inspect.Parameter.empty
     default = "required" if is_required else str(parameter.default)
-    return f"  {name:<30}{typed(kind) + bounds:<40}{default}\n"
+    return f"  {name:<30}{typed(kind) + bounds:<39} {default}\n"
 
 
 def table() -> Iterator[str]:

@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from tasks import REPOSITORY, write
 from mtrain.cli.main import app
 from mtrain.config import config_file
 from mtrain.demo import demo
+from mtrain.exporters.registry import exporters
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 HEADS = {"train": 3000, "valid": 4, "test": 4}
@@ -162,6 +164,10 @@ def test_the_commands_of_the_readme_run_one_after_the_other(
         configured = [word for word in words if word.startswith("configs/")]
         if words[0] in ("demo", "serve") or configured not in ([], ["configs/demo.yaml"]):
             continue
+        if words[0] == "export":
+            library = words[words.index("--to") + 1]
+            if find_spec(exporters()[library].PACKAGE) is None:  # type: ignore[index]
+                continue
         num_run += 1
         steps = f"training.max_steps={num_run + 1}"
         extra = [*cheap, "--set", steps] if words[0] in ("train", "tokenize") else []

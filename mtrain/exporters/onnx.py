@@ -1,0 +1,314 @@
+"""Write a model for ONNX Runtime and transformers.js, and translate by what was written.
+
+ONNX Runtime runs the graphs of one step, and has no search: mtrain's own search calls them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from mtrain.config.sections import Config
+from mtrain.data.batch import keep_first, pad_right
+from mtrain.decode import beam as beam_search
+from mtrain.decode.beam import Constraints, RequestGroup
+from mtrain.decode.options import DecodingOptions
+from mtrain.errors import ConfigError, RunError
+from mtrain.exporters import onnx_graphs, parity
+from mtrain.exporters.exporter import (
+    Archive,
+    ExportedHypothesis,
+    Ids,
+    OwnCall,
+    Requirement,
+    agreement,
+    in_batches,
+)
+from mtrain.exporters.tokenizer_json import special_pieces, tokenizer_json
+from mtrain.model.transformer import Transformer
+from mtrain.tokenizer.sentencepiece import Tokenizer
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+PACKAGE, TAG = "onnxruntime", "onnx"
+TITLE = "ONNX Runtime and transformers.js"
+REQUIREMENTS: tuple[Requirement, ...] = (
+    Requirement(
+        "tokenizer.shared", True, "transformers.js, which has one tokenizer for both languages"
+    ),
+)
+QUANTIZATIONS: tuple[str, ...] = ()  # weights of 8 bits are always beside those of float32
+ARCHIVE: Archive | None = None
+USE = """\
+In JavaScript, after `npm install @huggingface/transformers`, with this folder as `./model`:
+
+```js
+import {{ env, pipeline }} from "@huggingface/transformers";
+
+env.allowLocalModels = true;
+env.allowRemoteModels = false;
+env.localModelPath = ".";
+const translate = await pipeline("translation", "model", {{ dtype: "q8" }});
+const [translation] = await translate({line!r}, {{ max_new_tokens: {max_length} }});
+console.log(translation.translation_text);
+```
+"""
+NOTES = """\
+- `dtype: "q8"` is the files of 8 bits, `"fp32"` those of float32. Only greedy search is there.
+- A blank line does not give an empty translation: skip such lines.
+- Text is split into lines by the caller; one line is one translation.
+- The graphs are `onnx/encoder_model.onnx` and `onnx/decoder_model_merged.onnx`, whose cache is
+  empty at the first step; those with `_quantized` have weights of 8 bits.
+"""
+_QUANTISED = "_quantized"
+_NAMES = ("encoder_model", "decoder_model_merged")
+_NODE_PACKAGE = "@huggingface/transformers"
+_NODE_PROGRAM = """\
+const { library, directory, lines, maxNewTokens } = JSON.parse(
+  require("fs").readFileSync(0, "utf-8"));
+const { env, pipeline } = require(library);
+env.allowLocalModels = true;
+env.allowRemoteModels = false;
+env.localModelPath = "";
+pipeline("translation", directory, { dtype: "fp32" }).then(async (translate) => {
+  const texts = [];
+  for (const line of lines) {
+    const [result] = await translate(line, { max_new_tokens: maxNewTokens });
+    texts.push(result.translation_text);
+  }
+  console.log(JSON.stringify({ version: env.version, texts }));
+});
+"""
+
+
+def num_positions(config: Config) -> int:
+    """Return the most tokens of a source, and of a target; positions are computed."""
+    return config.model.max_positions or 4096
+
+
+def write(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    config: Config,
+    directory: Path,
+    quantization: str | None,
+) -> None:
+    """Write the graphs, in float32 and in 8 bits, and what transformers.js reads beside them."""
+    for package in ("onnx", "tokenizers"):
+        if find_spec(package) is None:
+            raise ConfigError(
+                f"`mtrain export --to onnx` must have {package}: pip install 'mtrain[onnx]' adds "
+                "it."
+            )
+    import onnx
+
+    (directory / "onnx").mkdir(parents=True)
+    graphs = (onnx_graphs.encoder(model), onnx_graphs.decoder(model))
+    for name, graph in zip(_NAMES, graphs, strict=True):
+        onnx.save(graph, directory / f"onnx/{name}.onnx")
+        onnx.save(onnx_graphs.quantised(graph), directory / f"onnx/{name}{_QUANTISED}.onnx")
+    tgt, sizes, decoding = tokenizer.tgt, model.config, config.decoding
+    pad, unk, bos, eos = special_pieces(tgt)
+    special_ids = {
+        "pad_token_id": tgt.pad,
+        "bos_token_id": tgt.bos,
+        "eos_token_id": tgt.eos,
+        "forced_eos_token_id": tgt.eos,
+        "decoder_start_token_id": tgt.bos,
+    }
+    trees = {
+        "config": {
+            "model_type": "marian",
+            "architectures": ["MarianMTModel"],
+            "is_encoder_decoder": True,
+            "vocab_size": len(tgt),
+            "d_model": sizes.d_model,
+            "encoder_layers": sizes.num_encoder_layers,
+            "decoder_layers": sizes.num_decoder_layers,
+            "encoder_attention_heads": sizes.num_heads,
+            "decoder_attention_heads": sizes.num_heads,
+            "encoder_ffn_dim": sizes.d_ff,
+            "decoder_ffn_dim": sizes.d_ff,
+            "activation_function": sizes.activation,
+            **special_ids,
+        },
+        "generation_config": {
+            "num_beams": 1,
+            "max_length": config.data.max_tokens + decoding.max_extra_tokens + 1,
+            "suppress_tokens": [tgt.pad, tgt.bos],
+            **special_ids,
+        },
+        "tokenizer_config": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "pad_token": pad,
+            "unk_token": unk,
+            "bos_token": bos,
+            "eos_token": eos,
+            "additional_special_tokens": [pad, unk, bos, eos],  # no text of theirs is one
+            "clean_up_tokenization_spaces": False,  # of " ." and the like
+        },
+        "tokenizer": tokenizer_json(tgt),
+    }
+    for name, tree in trees.items():
+        text = json.dumps(tree, ensure_ascii=False, indent=None if name == "tokenizer" else 2)
+        (directory / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+
+
+class OnnxModel:
+    """An exported folder, loaded by ONNX Runtime on the CPU."""
+
+    masks_special = False  # no logit is changed; searches never choose them
+
+    def __init__(self, directory: Path, suffix: str = "") -> None:
+        import onnxruntime
+        import tokenizers
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        self._directory = directory
+        self.quantised = None if suffix else OnnxModel(directory, _QUANTISED)
+        self._encoder, self.decoder = (
+            onnxruntime.InferenceSession(directory / f"onnx/{name}{suffix}.onnx", options)
+            for name in _NAMES
+        )
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+        tree = json.loads((directory / "tokenizer_config.json").read_text("utf-8"))
+        self._special = {
+            self._tokenizer.token_to_id(token) for token in tree["additional_special_tokens"]
+        }
+        special = json.loads((directory / "generation_config.json").read_text("utf-8"))
+        self._pad, self._bos = int(special["pad_token_id"]), int(special["bos_token_id"])
+        self._eos = int(special["eos_token_id"])
+
+    def encode(self, lines: Sequence[str]) -> Ids:
+        """Return tokens + eos for each line."""
+        return [encoding.ids for encoding in self._tokenizer.encode_batch(list(lines))]
+
+    def decode(self, ids: Ids) -> list[str]:
+        """Return the text of each list of tokens, without special ones."""
+        kept = [[token for token in row if token not in self._special] for row in ids]
+        texts: list[str] = self._tokenizer.decode_batch(kept)
+        return texts
+
+    def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[ExportedHypothesis]:
+        """Return the target of the highest log-probability of each source, by mtrain's search."""
+        options = DecodingOptions(beam=beam, length_alpha=0.0, with_scores=True)
+
+        def search_rows(rows: list[int]) -> list[ExportedHypothesis]:
+            limits_B = np.array([max_lengths[row] for row in rows], np.int64)
+            constraints = Constraints(self._bos, self._eos, [self._pad, self._bos], limits_B)
+            group = RequestGroup(self.start([sources[row] for row in rows]), constraints)
+            best = beam_search.beam(_step, iter([group]), options)
+            return [ExportedHypothesis(one.ids, one.log_prob, has_ended=True) for one, *_ in best]
+
+        return in_batches([len(ids) for ids in sources], search_rows)
+
+    def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
+        """Return the log-probability of each token of a given target, and of its eos."""
+
+        def score_rows(rows: list[int]) -> list[list[float]]:
+            tgt = [targets[row] for row in rows]
+            state = self.start([sources[row] for row in rows])
+            logits_BTV = state.logits(pad_right([[self._bos, *ids] for ids in tgt], self._pad))
+            tgt_out_BT1 = pad_right([[*ids, self._eos] for ids in tgt], self._pad)[:, :, None]
+            log_probs_BT = logits_BTV.double().log_softmax(-1).gather(2, tgt_out_BT1)[:, :, 0]
+            rows_T = zip(log_probs_BT.tolist(), tgt, strict=True)
+            return [log_probs_T[: len(ids) + 1] for log_probs_T, ids in rows_T]
+
+        lengths = [max(len(src), len(tgt)) for src, tgt in zip(sources, targets, strict=True)]
+        return in_batches(lengths, score_rows)
+
+    def start(self, sources: Ids) -> OnnxState:
+        """Encode sources; return the state of a search, with one row for each source."""
+        feeds = {
+            "input_ids": pad_right(sources, self._pad).numpy(),
+            "attention_mask": keep_first([len(ids) for ids in sources]).long().numpy(),
+        }
+        (memory_BSD,) = self._encoder.run(None, feeds)
+        return OnnxState(self.decoder, memory_BSD, feeds["attention_mask"])
+
+    def own_call(self, lines: Sequence[str]) -> OwnCall:
+        """Translate with the pipeline of transformers.js, if NODE_PATH names its folder."""
+        sources = self.encode(lines)
+        limit = max(map(len, sources))
+        node, roots = shutil.which("node"), os.environ.get("NODE_PATH", "").split(os.pathsep)
+        found = [Path(root, _NODE_PACKAGE) for root in roots if root]
+        libraries = [str(path.resolve()) for path in found if path.is_dir()]
+        if node is None:
+            return OwnCall(_NODE_PACKAGE, None, ("node is not installed",))
+        if not libraries:
+            return OwnCall(_NODE_PACKAGE, None, ("it is in no folder that NODE_PATH names",))
+        request = {
+            "library": libraries[0],
+            "directory": str(self._directory.resolve()),
+            "lines": list(lines),
+            "maxNewTokens": limit + 1,
+        }
+        answer = _run_node(node, request)
+        ours = self.decode([each.ids for each in self.search(sources, 1, [limit] * len(sources))])
+        pairs = zip(ours, answer["texts"], strict=True)  # of bytes that are no UTF-8, texts differ
+        same = agreement(our == their or parity.REPLACEMENT in our for our, their in pairs)
+        return OwnCall(f"{_NODE_PACKAGE} {answer['version']}", same)
+
+
+load = OnnxModel  # as an exporter loads a folder
+
+
+def _run_node(node: str, request: dict[str, Any]) -> dict[str, Any]:
+    command = [node, "-e", _NODE_PROGRAM]
+    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
+    if done.returncode:
+        raise RunError(f"{_NODE_PACKAGE}: must translate, but ends with: {done.stderr.strip()}")
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+class OnnxState:
+    """The source and the key-value cache of a search, one row for each open hypothesis."""
+
+    def __init__(
+        self,
+        decoder: onnxruntime.InferenceSession,
+        memory_BSD: npt.NDArray[Any],
+        src_keep_BS: npt.NDArray[Any],
+    ) -> None:
+        self._decoder = decoder
+        self.feeds = {"encoder_hidden_states": memory_BSD, "encoder_attention_mask": src_keep_BS}
+        for each in decoder.get_inputs():
+            if each.name.startswith("past_key_values."):
+                shape = [size if isinstance(size, int) else 0 for size in each.shape]
+                shape[0] = len(memory_BSD)
+                self.feeds[each.name] = np.zeros(shape, np.float32)
+
+    def logits(self, ids_NT: Tensor) -> Tensor:
+        """Return the logits [N, T, V] of the tokens that follow `ids_NT`, and append them."""
+        feeds = self.feeds | {"input_ids": ids_NT.numpy()}
+        logits_NTV, *present = self._decoder.run(None, feeds)
+        names = [each.name for each in self._decoder.get_outputs()[1:]]
+        for name, cached in zip(names, present, strict=True):
+            self.feeds[name.replace("present.", "past_key_values.")] = cached
+        return torch.from_numpy(logits_NTV)
+
+    def reorder(self, rows_N: npt.NDArray[np.int64]) -> None:
+        """Continue with these hypotheses; each may stand once, often, or not at all."""
+        self.feeds = {name: rows[rows_N] for name, rows in self.feeds.items()}
+
+    def admit(self, other: OnnxState) -> None:
+        """Refuse: each search has one batch."""
+        raise NotImplementedError
+
+
+def _step(ids_N: Tensor, state: OnnxState) -> Tensor:
+    return state.logits(ids_N[:, None])[:, 0]

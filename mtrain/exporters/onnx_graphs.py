@@ -1,0 +1,311 @@
+"""The encoder and the decoder of a model as ONNX graphs, in float32 and with weights of 8 bits.
+
+The graphs are those that transformers.js runs for a Marian model: the decoder reads and returns its
+key-value cache. One decoder does the first step and all that follow: it projects the positions of
+the source that the cache does not hold, at first all and later none.
+
+Shapes: B batch, S source length, T new target positions, P cached ones, D model width, H heads,
+K width of a head, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mtrain.model.transformer import (
+    DecoderLayer,
+    EncoderLayer,
+    Positions,
+    Transformer,
+    merge_heads,
+)
+
+if TYPE_CHECKING:
+    import onnx
+
+_MASKED = -1e9
+_MAX_INT8 = 63  # so that two products with a state fit 16 bits, in which some processors add them
+_OPSET = 17
+Axes = dict[int, str]  # those of no fixed size, by name
+Inputs = dict[str, tuple[Tensor, Axes]]  # with an example of each
+
+
+def encoder(model: Transformer) -> onnx.ModelProto:
+    """Return the graph of the encoder: ids and mask [B, S] to the memory [B, S, D]."""
+    axes = {0: "batch_size", 1: "encoder_sequence_length"}
+    inputs = {
+        "input_ids": (torch.ones(2, 3, dtype=torch.int64), axes),
+        "attention_mask": (torch.ones(2, 3, dtype=torch.int64), axes),
+    }
+    return _traced(EncoderGraph(model), inputs, {"last_hidden_state": axes})
+
+
+def decoder(model: Transformer) -> onnx.ModelProto:
+    """Return the graph of the decoder: ids and a cache to logits [B, T, V] and a longer cache."""
+    sizes = model.config
+    batch, source = {0: "batch_size"}, {0: "batch_size", 1: "encoder_sequence_length"}
+    target = batch | {1: "decoder_sequence_length"}
+    inputs: Inputs = {
+        "encoder_attention_mask": (torch.ones(2, 5, dtype=torch.int64), source),
+        "input_ids": (torch.ones(2, 4, dtype=torch.int64), target),
+        "encoder_hidden_states": (torch.zeros(2, 5, sizes.d_model), source),
+    }
+    outputs = {"logits": target}
+    for name in cache_names(sizes.num_decoder_layers):
+        side, num_cached = ("decoder", 3) if ".decoder." in name else ("encoder", 2)
+        cached_BHPK = torch.zeros(2, sizes.num_heads, num_cached, sizes.d_model // sizes.num_heads)
+        axes = batch | {2: f"past_{side}_sequence_length"}
+        inputs[f"past_key_values.{name}"] = (cached_BHPK, axes)
+        outputs[f"present.{name}"] = batch | {2: f"present_{side}_sequence_length"}
+    return _traced(DecoderGraph(model), inputs, outputs)
+
+
+def cache_names(num_layers: int) -> list[str]:
+    """Return the names of the tensors of the cache, in their order."""
+    return [
+        f"{layer}.{side}.{kind}"
+        for layer in range(num_layers)
+        for side in ("decoder", "encoder")
+        for kind in ("key", "value")
+    ]
+
+
+class EncoderGraph(nn.Module):
+    """`Transformer.encode` with attention and positions in operations that ONNX has."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Return the memory [B, S, D] of sources [B, S], whose mask is 1 at tokens."""
+        model, window = self.model, self.model.config.attention_window
+        position_S = torch.arange(input_ids.shape[1])
+        x_BSD = _embed(
+            F.embedding(input_ids, model.src_embedding.weight), model.src_positions, position_S
+        )
+        keep = attention_mask[:, None, None, :] != 0
+        if window is not None:
+            keep = keep & ((position_S[:, None] - position_S).abs() <= window)
+        for layer in model.encoder:
+            x_BSD = _encoder_layer(layer, x_BSD, keep)
+        memory_BSD: Tensor = model.encoder_norm(x_BSD)
+        return memory_BSD
+
+
+class DecoderGraph(nn.Module):
+    """`Transformer.decode` for the positions that follow those of a cache."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        encoder_attention_mask: Tensor,
+        input_ids: Tensor,
+        encoder_hidden_states: Tensor,
+        *cache: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Return the logits [B, T, V] of new positions, and the cache with them.
+
+        The cache has four tensors [B, H, P, K] for each layer: keys and values of the target, then
+        those of the source.
+        """
+        model, config = self.model, self.model.config
+        num_past, num_new = cache[0].shape[2], input_ids.shape[1]
+        position_T = torch.arange(num_new) + num_past
+        behind = position_T[:, None] - torch.arange(num_past + num_new)
+        keep = behind >= 0
+        if config.attention_window is not None:
+            keep = keep & (behind <= config.attention_window)
+        src_keep = encoder_attention_mask[:, None, None, :] != 0
+        new_memory_BSD = encoder_hidden_states[:, cache[2].shape[2] :]
+        x_BTD = _embed(
+            F.embedding(input_ids, model.tgt_embedding.weight), model.tgt_positions, position_T
+        )
+        present: list[Tensor] = []
+        for index, layer in enumerate(model.decoder):
+            past = cache[4 * index : 4 * index + 4]
+            x_BTD = _decoder_layer(layer, x_BTD, new_memory_BSD, past, present, keep, src_keep)
+        return model.output(model.decoder_norm(x_BTD)), *present
+
+
+def _encoder_layer(layer: EncoderLayer, x_BSD: Tensor, keep: Tensor) -> Tensor:
+    def attend(x_BSD: Tensor) -> Tensor:
+        own = layer.self_attention
+        projected = own.queries_keys_values(x_BSD).chunk(3, -1)
+        q_BHSK, k_BHSK, v_BHSK = (_split_heads(each, own.num_heads) for each in projected)
+        mixed_BSD: Tensor = own.output(_attend(q_BHSK, k_BHSK, v_BHSK, keep))
+        return mixed_BSD
+
+    x_BSD = layer.residual_1(x_BSD, attend)
+    x_BSD = layer.residual_2(x_BSD, layer.feed_forward)
+    return x_BSD
+
+
+def _decoder_layer(
+    layer: DecoderLayer,
+    x_BTD: Tensor,
+    new_memory_BSD: Tensor,
+    past: Sequence[Tensor],
+    present: list[Tensor],
+    keep: Tensor,
+    src_keep: Tensor,
+) -> Tensor:
+    """Return the layer's output [B, T, D]; append its four tensors of the cache to `present`."""
+
+    def attend_to_target(x_BTD: Tensor) -> Tensor:
+        own = layer.self_attention
+        q_BTD, k_BTD, v_BTD = own.queries_keys_values(x_BTD).chunk(3, -1)
+        k_BHTK, v_BHTK = (
+            torch.cat([cached, _split_heads(new, own.num_heads)], 2)
+            for cached, new in ((past[0], k_BTD), (past[1], v_BTD))
+        )
+        present.extend([k_BHTK, v_BHTK])
+        q_BHTK = _split_heads(q_BTD, own.num_heads)
+        mixed_BTD: Tensor = own.output(_attend(q_BHTK, k_BHTK, v_BHTK, keep))
+        return mixed_BTD
+
+    def attend_to_source(x_BTD: Tensor) -> Tensor:
+        cross = layer.cross_attention
+        k_BSD, v_BSD = cross.source_keys_values(new_memory_BSD).chunk(2, -1)
+        k_BHSK, v_BHSK = (
+            torch.cat([cached, _split_heads(new, cross.num_heads)], 2)
+            for cached, new in ((past[2], k_BSD), (past[3], v_BSD))
+        )
+        present.extend([k_BHSK, v_BHSK])
+        q_BHTK = _split_heads(cross.queries(x_BTD), cross.num_heads)
+        mixed_BTD: Tensor = cross.output(_attend(q_BHTK, k_BHSK, v_BHSK, src_keep))
+        return mixed_BTD
+
+    x_BTD = layer.residual_1(x_BTD, attend_to_target)
+    x_BTD = layer.residual_2(x_BTD, attend_to_source)
+    x_BTD = layer.residual_3(x_BTD, layer.feed_forward)
+    return x_BTD
+
+
+def _embed(embedded_BTD: Tensor, positions: Positions, position_T: Tensor) -> Tensor:
+    """Return scaled embeddings [B, T, D] plus the encoding of their positions.
+
+    Sinusoids are computed in float64, so that there are no more positions to store than in mtrain.
+    """
+    x_BTD = embedded_BTD * math.sqrt(embedded_BTD.shape[-1])
+    if positions.table is not None:
+        last = positions.table.num_embeddings - 1
+        return x_BTD + F.embedding(position_T.clamp(max=last), positions.table.weight)
+    exponent_K = torch.arange(0, positions.d_model, 2, dtype=torch.float64) / positions.d_model
+    angle_TK = position_T[:, None].double() / 10_000.0**exponent_K
+    encoding_TD = torch.stack([angle_TK.sin(), angle_TK.cos()], -1).flatten(1)
+    return x_BTD + encoding_TD.float()
+
+
+def _attend(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, keep: Tensor) -> Tensor:
+    scores_BHTS = q_BHTK @ k_BHSK.transpose(2, 3) * q_BHTK.shape[-1] ** -0.5
+    weights_BHTS = torch.where(keep, scores_BHTS, _MASKED).softmax(-1)
+    return merge_heads(weights_BHTS @ v_BHSK)
+
+
+def _split_heads(x_BTD: Tensor, num_heads: int) -> Tensor:
+    """Turn [B, T, D] into [B, H, T, K], of no position, too."""
+    d_head = int(x_BTD.shape[2]) // num_heads
+    return x_BTD.view(x_BTD.shape[0], x_BTD.shape[1], num_heads, d_head).transpose(1, 2)
+
+
+def _traced(graph: nn.Module, inputs: Inputs, outputs: dict[str, Axes]) -> onnx.ModelProto:
+    import onnx
+
+    stream = BytesIO()
+    with warnings.catch_warnings(), torch.no_grad():
+        # of the two exporters this is the older and faster one, which says so
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            graph,
+            tuple(tensor for tensor, _ in inputs.values()),
+            stream,  # type: ignore[arg-type]
+            input_names=list(inputs),
+            output_names=list(outputs),
+            dynamic_axes={name: axes for name, (_, axes) in inputs.items()} | outputs,
+            opset_version=_OPSET,
+            do_constant_folding=False,  # it would store a tied matrix twice
+            dynamo=False,
+        )
+    proto = onnx.load_model_from_string(stream.getvalue())
+    for node in proto.graph.node:
+        node.ClearField("doc_string")  # the lines of Python, and their files
+    return proto
+
+
+def quantised(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a graph whose matrices have 8 bits, with a scale for each row.
+
+    A row is an embedding, or what makes one output of a product. States are quantised while the
+    graph runs, with one scale for each product.
+    """
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    result = onnx.ModelProto()
+    result.CopyFrom(proto)
+    graph, nodes = result.graph, dict[str, onnx.NodeProto]()
+    matrices = {
+        each.name: numpy_helper.to_array(each)
+        for each in graph.initializer
+        if len(each.dims) == 2 and each.data_type == TensorProto.FLOAT
+    }
+    factors = {  # of a product: transposed matrices
+        node.output[0]: node.input[0]
+        for node in graph.node
+        if node.op_type == "Transpose" and node.input[0] in matrices
+    }
+
+    attributes: dict[str, dict[str, Any]] = {
+        "Cast": {"to": TensorProto.FLOAT},
+        "Transpose": {"perm": [1, 0]},
+    }
+
+    def add(op: str, inputs: Sequence[str], *outputs: str) -> None:
+        nodes[outputs[0]] = helper.make_node(op, inputs, outputs, **attributes.get(op, {}))
+
+    for node in graph.node:
+        name, *rest = node.input or [""]
+        output = node.output[0]
+        if node.op_type == "Gather" and name in matrices:
+            add("Gather", [f"{name}.int8", *rest], f"{output}.int8")
+            add("Gather", [f"{name}.scale", *rest], f"{output}.scale")
+            add("Cast", [f"{output}.int8"], f"{output}.unscaled")
+            add("Mul", [f"{output}.unscaled", f"{output}.scale"], output)
+        elif output in factors:
+            add("Transpose", [f"{name}.int8"], f"{output}.int8")
+            add("Transpose", [f"{name}.scale"], f"{output}.scale")
+        elif node.op_type == "MatMul" and rest[0] in factors:
+            states = [f"{name}.uint8", f"{name}.scale", f"{name}.zero_point"]
+            add("DynamicQuantizeLinear", [name], *states)
+            add("MatMulInteger", [states[0], f"{rest[0]}.int8", states[2]], f"{output}.int32")
+            add("Cast", [f"{output}.int32"], f"{output}.unscaled")
+            add("Mul", [states[1], f"{rest[0]}.scale"], f"{output}.scale")
+            add("Mul", [f"{output}.unscaled", f"{output}.scale"], output)
+        else:
+            nodes[output] = node
+    weights = {each.name: each for each in graph.initializer}
+    for name, matrix in matrices.items():
+        scale = np.abs(matrix).max(1, keepdims=True) / _MAX_INT8
+        scale = np.maximum(scale, np.finfo(np.float32).tiny)
+        int8 = np.rint(matrix / scale).astype(np.int8)
+        weights[f"{name}.int8"] = numpy_helper.from_array(int8, f"{name}.int8")
+        weights[f"{name}.scale"] = numpy_helper.from_array(scale, f"{name}.scale")
+    used = {name for node in nodes.values() for name in node.input}
+    kept = list(nodes.values())
+    del graph.node[:], graph.initializer[:]
+    graph.node.extend(kept)
+    graph.initializer.extend(weight for name, weight in weights.items() if name in used)
+    return result

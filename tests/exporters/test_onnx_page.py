@@ -1,0 +1,235 @@
+"""The page of an ONNX export in a real browser: what it shows, and that it needs no network."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import with_languages
+from tasks import copy_task
+
+from mtrain.exporters import export, onnx_page
+from mtrain.exporters.export import ExportRequest
+from mtrain.exporters.onnx import OnnxModel
+from mtrain.run.run_dir import RunDir
+
+CHROMIUM = os.environ.get("MTRAIN_CHROMIUM") or shutil.which("chromium")
+if CHROMIUM is None:
+    pytest.skip("chromium is not installed", allow_module_level=True)
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+for package in ("onnx", "onnxruntime", "tokenizers"):
+    pytest.importorskip(package, reason=f"{package} is not installed")
+
+FLAGS = [
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+]
+WAIT_MS = 60_000
+SIZES = [(1280, "light"), (768, "dark"), (320, "light")]
+IS_LOADED = "() => document.getElementById('message').textContent === ''"
+
+
+@pytest.fixture(scope="module")
+def directory(trained: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "copy"
+    run = RunDir(with_languages(trained, path.with_name("run"), "en", "de"))
+    export.export(run, path, ExportRequest("onnx", has_page=True), lambda _: None)
+    return path
+
+
+@pytest.fixture
+def library(directory: Path) -> Iterator[Path]:
+    """The files of the JavaScript library, as the command on the page puts them there."""
+    copies = [line.split() for line in onnx_page.LIBRARY_COMMAND.splitlines() if "cp " in line]
+    roots = os.environ.get("NODE_PATH", "").split(os.pathsep)
+    path = directory / "library"
+    path.mkdir()
+    for _, source, _ in copies:
+        name = source.removeprefix("library/npm/node_modules/")
+        found = [Path(root, name) for root in roots if root and Path(root, name).is_file()]
+        if not found:
+            shutil.rmtree(path)
+            pytest.skip(f"{name} is in no folder that NODE_PATH names")
+        shutil.copy(found[0], path)
+    assert {each.name for each in path.iterdir()} == set(onnx_page.LIBRARY_FILES)
+    yield path
+    shutil.rmtree(path)
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(directory: Path) -> Iterator[ThreadingHTTPServer]:
+    handler = functools.partial(QuietHandler, directory=str(directory))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+def opened(browser: Any, server: ThreadingHTTPServer, width: int, scheme: str) -> Iterator[Any]:
+    """Open the page; hold it to no error, and to no request to another host."""
+    url = f"http://127.0.0.1:{server.server_port}/"
+    size = {"width": width, "height": 800}
+    context = browser.new_context(viewport=size, color_scheme=scheme)
+    page = context.new_page()
+    page.set_default_timeout(WAIT_MS)
+    errors, urls = [], []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda line: errors.append(line.text) if line.type == "error" else None)
+    context.on("request", lambda request: urls.append(request.url))
+    page.goto(url)
+    yield page
+    assert [error for error in errors if "404" not in error] == []  # a missing library
+    assert urls and all(each.startswith(url) for each in urls)
+    context.close()
+
+
+@pytest.fixture(params=SIZES, ids=str)
+def any_page(
+    browser: Any, library: Path, server: ThreadingHTTPServer, request: pytest.FixtureRequest
+) -> Iterator[Any]:
+    yield from opened(browser, server, *request.param)
+
+
+@pytest.fixture
+def page(browser: Any, library: Path, server: ThreadingHTTPServer) -> Iterator[Any]:
+    yield from opened(browser, server, *SIZES[0])
+
+
+@pytest.fixture
+def bare_page(browser: Any, server: ThreadingHTTPServer) -> Iterator[Any]:
+    yield from opened(browser, server, *SIZES[2])
+
+
+def translated(page: Any, text: str) -> str:
+    """Give the page a text; return the translation when every line is there."""
+    page.wait_for_function(IS_LOADED)
+    page.fill("#source", text)
+    page.wait_for_function(
+        "count => document.getElementById('output').textContent.split('\\n').length === count "
+        "&& document.getElementById('output').textContent !== '' "
+        "&& document.getElementById('message').textContent === ''",
+        arg=text.count("\n") + 1,
+    )
+    return str(page.inner_text("#output"))
+
+
+def test_twenty_lines_are_those_of_onnx_runtime(any_page: Any, directory: Path) -> None:
+    lines = [pair.src for pair in copy_task(18, seed=7)] + ["</s> ba 😀", "  ce  di"]
+    model = OnnxModel(directory).quantised
+    assert model is not None
+    ids = [model.encode([line]) for line in lines]
+    found = [model.search(row, 1, [len(row[0]) + 4]) for row in ids]
+    expected = [model.decode([each.ids])[0] for (each,) in found]
+    assert translated(any_page, "\n".join(lines)) == "\n".join(expected)
+    assert sum(a == b for a, b in zip(lines, expected, strict=True)) >= 16  # a copy task
+    assert any_page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_blank_lines_stay_and_a_long_line_is_translated_by_sentences(page: Any) -> None:
+    assert translated(page, "ba ce\n\n  \r\nfo gu") == "ba ce\n\n\nfo gu"
+    sentence = "ba ce di fo gu ha! "
+    shown = translated(page, sentence * 6)
+    assert shown.count("ba ce") >= 5
+    page.fill("#source", "ba ce di fo gu ha " * 20)
+    page.wait_for_selector("#message.error")
+    assert page.inner_text("#message") == "A sentence has more than 32 tokens: split it."
+
+
+def test_a_loaded_page_needs_no_network(page: Any, server: ThreadingHTTPServer) -> None:
+    assert translated(page, "ba ce") == "ba ce"
+    page.evaluate("() => navigator.serviceWorker.ready.then(() => null)")
+    page.wait_for_function("() => navigator.serviceWorker.controller?.state === 'activated'")
+    page.context.set_offline(True)
+    page.reload()
+    assert translated(page, "di fo gu") == "di fo gu"
+
+
+def test_the_keyboard_alone_does_it_all(page: Any) -> None:
+    page.wait_for_function(IS_LOADED)
+    assert page.evaluate("document.activeElement.id") == "source"
+    page.keyboard.type("ba ce")
+    page.wait_for_function("() => document.getElementById('output').textContent === 'ba ce'")
+    page.wait_for_selector("#copy:not([disabled])")
+    reached = []
+    for _ in range(3):
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("document.activeElement.id"))
+    assert reached == ["clear", "output", "copy"]
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => /^The translation is/.test(message.textContent)")
+    page.focus("#clear")
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => document.getElementById('output').textContent === ''")
+    assert page.evaluate("document.activeElement.id") == "source"
+
+
+def test_without_the_library_the_page_shows_the_command(bare_page: Any) -> None:
+    bare_page.wait_for_selector("#command:not([hidden])")
+    assert bare_page.inner_text("#command") == onnx_page.LIBRARY_COMMAND
+    assert bare_page.inner_text("#message").startswith("The library is missing.")
+    assert bare_page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_axe_finds_nothing_to_complain_of(any_page: Any) -> None:
+    axe = pytest.importorskip("axe_playwright_python", reason="axe is not installed")
+    script = (Path(axe.__file__).parent / "axe.min.js").read_text("utf-8")
+    translated(any_page, "ba ce")
+    any_page.evaluate(script)  # by the debugger, which no policy of the page binds
+    found = any_page.evaluate("axe.run()")
+    shown = [(each["id"], [node["html"] for node in each["nodes"]]) for each in found["violations"]]
+    assert shown == [] and len(found["passes"]) > 10
+
+
+def test_the_page_names_no_other_host_and_may_load_nothing_from_one(directory: Path) -> None:
+    html = (directory / "index.html").read_text("utf-8")
+    (policy,) = re.findall(r'Content-Security-Policy" content="(.*?)"', html)
+    assert policy.startswith("default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; ")
+    assert set(re.findall(r"(?:'self'|'none'|'wasm-unsafe-eval'|\S+)(?=;|$| ')", policy)) <= {
+        *("'self'", "'none'", "'wasm-unsafe-eval'"),
+        *("default-src", "script-src", "style-src", "img-src", "connect-src", "worker-src"),
+        *("base-uri", "form-action"),
+    }
+    for name in ("index.html", "page.js", "page.css", "page.json", "service-worker.js"):
+        text = (directory / name).read_text("utf-8")
+        assert "//" not in re.sub(r"(^|\s)// .*", "", text), name
+
+
+def test_another_model_is_another_version_of_the_page(directory: Path) -> None:
+    def version() -> str:
+        worker = (directory / "service-worker.js").read_text("utf-8")
+        (found,) = re.findall(r'const VERSION = "([0-9a-f]{16})";', worker)
+        return str(found)
+
+    before, settings = version(), RunDir(directory.with_name("run")).config
+    onnx_page.write(settings, directory)
+    assert version() == before
+    config = directory / "config.json"
+    content = config.read_bytes()
+    config.write_bytes(content + b"\n")
+    onnx_page.write(settings, directory)
+    assert version() != before
+    config.write_bytes(content)
+    onnx_page.write(settings, directory)
