@@ -288,8 +288,8 @@ def position_tables(config: Config, translator: Translator | None) -> dict[str, 
     model, count = translator.model, config.model.max_positions or 0
     indices = torch.arange(count, device=translator.device)
     return {
-        "learned, source": _as_array(model.src_positions(indices, count)),
-        "learned, target": _as_array(model.tgt_positions(indices, count)),
+        "learned, source": _as_array(model.src_positions(indices, count, torch.float32)),
+        "learned, target": _as_array(model.tgt_positions(indices, count, torch.float32)),
     }
 
 

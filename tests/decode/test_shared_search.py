@@ -68,6 +68,8 @@ class Gate:
 
     def __init__(self, translator: Translator, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_reached, self.is_open = threading.Event(), threading.Event()
+        self.others_may_step = threading.Event()  # other threads than the first
+        self.others_may_step.set()
         self.num_rows: list[int] = []
         self.threads: set[int] = set()
         self.interrupt_at = -1
@@ -76,6 +78,8 @@ class Gate:
         def held(ids_N: torch.Tensor, state: object) -> object:
             self.is_reached.set()
             assert self.is_open.wait(PATIENCE_S)
+            if self.threads - {threading.get_ident()}:
+                assert self.others_may_step.wait(PATIENCE_S)
             self.num_rows.append(len(ids_N))
             self.threads.add(threading.get_ident())
             if len(self.num_rows) == self.interrupt_at:
@@ -133,6 +137,7 @@ def test_a_caller_that_decodes_leaves_when_its_own_call_has_ended(
     many = sources(translator, LINES[:3], length=50)
     alone = translator.search(many)
     gate = Gate(translator, monkeypatch)
+    gate.others_may_step.clear()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(translate_lines, translator, LINES[:1])
         assert gate.is_reached.wait(PATIENCE_S)
@@ -140,7 +145,8 @@ def test_a_caller_that_decodes_leaves_when_its_own_call_has_ended(
         gate.wait_for_load(translator, 4)
         gate.is_open.set()
         first.result()
-        assert len(gate.num_rows) < 50
+        assert not long.done()
+        gate.others_may_step.set()
         assert long.result() == alone
     assert len(gate.threads) == 2
 
