@@ -295,8 +295,8 @@ MODEL = [
     ),
     state(
         "those who join see what others have read",
-        "np.pad(old_NT, ((0, len(other.length_N)), (0, 0)), constant_values=-1)",
-        "np.pad(old_NT, ((0, len(other.length_N)), (0, 0)), constant_values=0)",
+        "padded(old_NT, len(old_NT) + len(other.length_N), longest)",
+        "np.maximum(padded(old_NT, len(old_NT) + len(other.length_N), longest), 0)",
     ),
     state(
         "those who join stand where others do",
@@ -477,8 +477,8 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
     Mutation(
         "a norm that changes between two searches is not noticed",
         "mtrain/ops/stacks.py",
-        'module.__dict__.get("eps")',
-        "None",
+        "[norm.eps for norm in self._norms]",
+        "[]",
         "tests/ops/test_stacks.py",
     ),
     compiled(

@@ -24,7 +24,9 @@ def distill(
     ],
     student: Annotated[
         Literal["deep-shallow", "6-1", "12-1", "6-2", "tiny"],
-        typer.Option(help="Encoder and decoder layers, as wide as the teacher; 6-1 if absent."),
+        typer.Option(
+            help="Encoder and decoder layers, as wide as the teacher; deep-shallow is 6-1."
+        ),
     ] = "deep-shallow",
     mono: Annotated[
         list[Path] | None,

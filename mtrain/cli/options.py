@@ -73,7 +73,7 @@ UsingOption = Annotated[
     typer.Option(
         "--using",
         metavar="RUN",
-        help="A trained run; several are an ensemble, but with --again.",
+        help="A trained run. Several are an ensemble; with --again each works alone.",
         show_default=False,
     ),
 ]

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mtrain.decode.options import DecodingOptions
-from mtrain.model.kv_cache import Ints
+from mtrain.model.kv_cache import Ints, padded
 from mtrain.ops.topk import Logits, TopTokens, argmax_tokens, top_tokens
 
 
@@ -286,13 +286,7 @@ class _Sentences(NamedTuple):
         """Append other sentences."""
         width = max(self.prefix_BP.shape[1], others.prefix_BP.shape[1])
         both = [
-            part._replace(
-                prefix_BP=np.pad(
-                    part.prefix_BP,
-                    ((0, 0), (0, width - part.prefix_BP.shape[1])),
-                    constant_values=-1,
-                )
-            )
+            part._replace(prefix_BP=padded(part.prefix_BP, len(part.prefix_BP), width))
             for part in (self, others)
         ]
         return _Sentences._make(np.concatenate(pair) for pair in zip(*both, strict=True))

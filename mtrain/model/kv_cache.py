@@ -77,7 +77,7 @@ class KVCache:
         """Append the rows of newly admitted sentences, of which no position is decoded yet."""
         longest = int(self.length_N.max(initial=0))
         old_NT = self.slots_NT[:, self.max_length - longest :]
-        self.slots_NT = np.pad(old_NT, ((0, len(other.length_N)), (0, 0)), constant_values=-1)
+        self.slots_NT = padded(old_NT, len(old_NT) + len(other.length_N), longest)
         self.length_N = np.concatenate([self.length_N, other.length_N])
         old_NS, new_NS = self.src_slots_NS, other.src_slots_NS
         slots_R = self.sources.allocate(len(other.sources.layers[0]), old_NS)
@@ -85,10 +85,7 @@ class KVCache:
             self.sources.write(index, torch.from_numpy(slots_R).to(source_RX.device), source_RX)
         new_NS = np.append(slots_R, -1)[new_NS]  # index -1, the last, is padding
         width = max(old_NS.shape[1], new_NS.shape[1])
-        both = [
-            np.pad(x_NS, ((0, 0), (0, width - x_NS.shape[1])), constant_values=-1)
-            for x_NS in (old_NS, new_NS)
-        ]
+        both = [padded(slots_NS, len(slots_NS), width) for slots_NS in (old_NS, new_NS)]
         self.src_slots_NS = np.concatenate(both)
 
 
@@ -125,6 +122,13 @@ class KVPool:
             self.layers = [_enlarged(layer_RX, new_size) for layer_RX in self.layers]
             free_R = np.concatenate([free_R, np.arange(num_slots, new_size)])
         self._free_R = free_R
+
+
+def padded(ids: Ints, num_rows: int, num_columns: int) -> Ints:
+    """Return a matrix of this size, with -1 below `ids` and to their right."""
+    result = np.full((num_rows, num_columns), -1)
+    result[: ids.shape[0], : ids.shape[1]] = ids
+    return result
 
 
 def _enlarged(layer_RX: Tensor, num_slots: int) -> Tensor:

@@ -327,14 +327,22 @@ def check_same_device(*tensors: Tensor) -> None:
 
 def is_bare(module: nn.Module) -> bool:
     """Tell whether to call `module` is to call the `forward` of its class: it has no hooks."""
-    return not (
-        module._forward_pre_hooks
-        or module._forward_hooks
-        or module._backward_pre_hooks
-        or module._backward_hooks
-        or "forward" in module.__dict__
-        or _has_any_global_hook()  # type: ignore[no-untyped-call]
+    return not (any(hooks_of(module)) or "forward" in module.__dict__ or has_global_hooks())
+
+
+def hooks_of(module: nn.Module) -> tuple[object, ...]:
+    """Return the collections of a module's hooks, to which hooks are added."""
+    return (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
     )
+
+
+def has_global_hooks() -> bool:
+    """Tell whether there are hooks of all modules."""
+    return bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,6 +22,8 @@ from mtrain.ops.native import (
     Functions,
     StackLayer,
     functions_for,
+    has_global_hooks,
+    hooks_of,
     is_bare,
     is_float_vector,
     is_plain,
@@ -76,6 +78,14 @@ class _CompiledStack:
         self._d_model, self._d_ff = layers[0].inner.in_features, layers[0].inner.out_features
         self._modules, self._parameters = _descendants(layers, others)
         self._memory = [parameter.detach() for parameter in self._parameters]  # stays allocated
+        self._hooks = [hooks for module in self._modules for hooks in hooks_of(module)]
+        self._contents = [
+            values
+            for module in self._modules
+            for values in (module._modules, module._parameters)
+            if values
+        ]
+        self._norms = [norm for each in layers for norm in each.norms().values()]
         self._versions, self._state = self._read_versions(), self._read_state()
         self._weights = (StackLayer * len(layers))(*map(_weights_of, layers))
 
@@ -102,13 +112,14 @@ class _CompiledStack:
         return [parameter._version for parameter in self._parameters]
 
     def _read_state(self) -> list[object]:
-        """Return what changes when a hook is added, or a module or a parameter is replaced."""
-        state: list[object] = []
-        for module in self._modules:
-            state += (is_bare(module), module.training, module.__dict__.get("eps"))
-            state += map(id, module._modules.values())
-            state += map(id, module._parameters.values())
-        return state + [parameter.data_ptr() for parameter in self._parameters]
+        """Return what changes when a module or a parameter is replaced, or gets a hook."""
+        return [
+            any(self._hooks) or has_global_hooks(),
+            [("forward" in module.__dict__, module.training) for module in self._modules],
+            [norm.eps for norm in self._norms],
+            [id(value) for values in self._contents for value in values.values()],
+            [parameter.data_ptr() for parameter in self._parameters],
+        ]
 
 
 class CompiledEncoder(_CompiledStack):
