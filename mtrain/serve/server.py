@@ -56,7 +56,13 @@ def listen(settings: ServerSettings) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
-        return socket.create_server((settings.host, settings.port), family=family, backlog=1024)
+        listening = socket.create_server(
+            (settings.host, settings.port), family=family, backlog=1024
+        )
+        # connections inherit it; asyncio does not set it for sockets that it has not made, and an
+        # answer in two writes then waits 40 ms for the client's delayed acknowledgement
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listening
     except (OSError, OverflowError) as error:
         number = getattr(error, "errno", None) or 0
         reason = os.strerror(number) if number > 0 else getattr(error, "strerror", "") or str(error)

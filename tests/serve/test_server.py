@@ -19,6 +19,7 @@ from tasks import copy_task
 
 import mtrain
 from mtrain.run.run_dir import RunDir
+from mtrain.serve.server import listen
 from mtrain.serve.settings import ServerSettings
 
 TEXT = "ba ce di"
@@ -139,6 +140,15 @@ def test_a_connection_of_the_server_would_be_seen() -> None:
 
 def test_only_this_machine_reaches_the_server() -> None:
     assert ServerSettings().host == "127.0.0.1"
+
+
+def test_an_answer_does_not_wait_for_an_acknowledgement() -> None:
+    with (
+        listen(ServerSettings(port=0)) as listening,
+        socket.create_connection(listening.getsockname()),
+        listening.accept()[0] as accepted,
+    ):
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_nothing_is_logged_of_a_text_unless_asked(trained: RunDir, tmp_path: Path) -> None:
