@@ -1261,7 +1261,7 @@ EVALUATION = [
 
 EXPORTS = [
     export(
-        "huggingface",
+        "exporter",
         "sines and cosines stay where they alternate",
         "[*range(0, d_model, 2), *range(1, d_model, 2)]",
         "[*range(d_model)]",
@@ -1299,19 +1299,19 @@ EXPORTS = [
     export(
         "ctranslate2",
         "CTranslate2 has too few positions",
-        "max(_MIN_POSITIONS, config",
-        "min(_MIN_POSITIONS, config",
+        "return longest(config, _MIN_POSITIONS)",
+        "return longest(config, 0) - config.decoding.max_extra_tokens",
     ),
     export(
         "huggingface",
         "transformers has too few positions",
-        "max(_MIN_POSITIONS, config",
-        "min(_MIN_POSITIONS, config",
+        "return longest(config, _MIN_POSITIONS)",
+        "return longest(config, 0) - config.decoding.max_extra_tokens",
     ),
     export(
         "ctranslate2",
         "padding and bos are likely",
-        "bias[masked_ids] = _MASKED_BIAS",
+        "bias[masked_ids] = MASKED_BIAS",
         "bias[masked_ids] = 0",
     ),
     export(

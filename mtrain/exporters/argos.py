@@ -25,8 +25,9 @@ from mtrain.exporters.ctranslate2 import CTranslate2Model
 from mtrain.exporters.exporter import Archive, OwnCall, Requirement, agreement
 from mtrain.exporters.sentence_splitter import splitter
 from mtrain.model.transformer import Transformer
-from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
+from mtrain.tokenizer.sentencepiece import Tokenizer
 
+OTHER_PACKAGES: tuple[str, ...] = ()
 PACKAGE, TITLE, TAG = "ctranslate2", "Argos Translate and LibreTranslate", "argos-translate"
 REQUIREMENTS: tuple[Requirement, ...] = (
     *ctranslate2.REQUIREMENTS,
@@ -155,12 +156,11 @@ class ArgosModel(CTranslate2Model):
 
         translated = self.translate(lines)
         translator = ctranslate2.Translator(str(self._directory / "model"), compute_type="auto")
-        vocabulary = Vocabulary((self._directory / _SENTENCEPIECE_FILE).read_bytes())
         expected, num_joined, num_underscores = [], 0, 0
         for each in translated:
-            tokens = [vocabulary.pieces(sentence) for sentence in each["sentences"]]
+            tokens = [self.src.pieces(sentence) for sentence in each["sentences"]]
             results = translator.translate_batch(tokens, **_SEARCH)
-            text = vocabulary.text_of([piece for best in results for piece in best.hypotheses[0]])
+            text = self.tgt.text_of([piece for best in results for piece in best.hypotheses[0]])
             num_joined += len(tokens) > 1
             num_underscores += "_" in text
             expected.append(text.replace("\u2581", " ").replace("_", " ").removeprefix(" "))

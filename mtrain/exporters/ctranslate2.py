@@ -20,7 +20,20 @@ from mtrain.decode.options import DecodingOptions
 from mtrain.decode.shared_search import NO_LIMITS, SearchLimits
 from mtrain.decode.translator import EncodedSource
 from mtrain.errors import ConfigError
-from mtrain.exporters.exporter import Archive, ExportedHypothesis, Ids, OwnCall, Requirement
+from mtrain.exporters.exporter import (
+    BATCH_SIZE,
+    MASKED_BIAS,
+    SOURCE_FILE,
+    TARGET_FILE,
+    Archive,
+    ExportedHypothesis,
+    Ids,
+    OwnCall,
+    Requirement,
+    SentencePieceSides,
+    longest,
+    write_sentencepiece,
+)
 from mtrain.model.transformer import Transformer, sinusoids
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.process_group import SINGLE
@@ -31,6 +44,7 @@ if TYPE_CHECKING:
     import ctranslate2
 
 PACKAGE, TITLE, TAG = "ctranslate2", "CTranslate2", "ctranslate2"
+OTHER_PACKAGES: tuple[str, ...] = ()
 REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(
         "model.attention_window", None, "CTranslate2, whose encoder attends to the whole source"
@@ -69,14 +83,12 @@ NOTES = """\
   that is not empty be empty, as in mtrain.
 """
 _MIN_POSITIONS = 4096
-_MASKED_BIAS = -1e4  # below every logit, and within float16
-_BATCH_SIZE = 32
 _POLL_S = 0.002  # between two looks at whether a translation with limits is done
 
 
 def num_positions(config: Config) -> int:
     """Return the most tokens of a source, and of a target; more are an error."""
-    return max(_MIN_POSITIONS, config.data.max_tokens + config.decoding.max_extra_tokens + 1)
+    return longest(config, _MIN_POSITIONS)
 
 
 def write(
@@ -88,8 +100,7 @@ def write(
 ) -> None:
     """Write a model and its SentencePiece models into `directory`."""
     write_model(model, tokenizer, config, directory, quantization)
-    (directory / "source.spm").write_bytes(tokenizer.src.model)
-    (directory / "target.spm").write_bytes(tokenizer.tgt.model)
+    write_sentencepiece(tokenizer, directory)
 
 
 def write_model(
@@ -143,7 +154,7 @@ def _fill(spec: Any, model: Transformer, num_positions: int, masked_ids: list[in
     spec.decoder.embeddings.weight = weights["tgt_embedding.weight"]
     spec.decoder.projection.weight = weights["output.weight"]
     spec.decoder.projection.bias = np.zeros(len(weights["output.weight"]), np.float32)
-    spec.decoder.projection.bias[masked_ids] = _MASKED_BIAS
+    spec.decoder.projection.bias[masked_ids] = MASKED_BIAS
     for stack, side, name in ((spec.encoder, "src", "encoder"), (spec.decoder, "tgt", "decoder")):
         stack.scale_embeddings = True
         learned = weights.get(f"{side}_positions.table.weight")
@@ -183,7 +194,7 @@ def _as_array(tensor: Tensor) -> npt.NDArray[np.float32]:
     return np.array(tensor.detach().cpu().numpy(), np.float32)
 
 
-class CTranslate2Model:
+class CTranslate2Model(SentencePieceSides):
     """A model that was written, loaded by CTranslate2 on the CPU, and its SentencePiece models."""
 
     quantised = None
@@ -192,19 +203,10 @@ class CTranslate2Model:
     def __init__(self, directory: Path, src_path: Path, tgt_path: Path) -> None:
         import ctranslate2
 
+        super().__init__(src_path, tgt_path)
         self._translator: ctranslate2.Translator = ctranslate2.Translator(
             str(directory), device="cpu", inter_threads=1, intra_threads=torch.get_num_threads()
         )
-        self._src, self._tgt = Vocabulary(src_path.read_bytes()), Vocabulary(tgt_path.read_bytes())
-        self._id_of = {piece: index for index, piece in enumerate(_pieces(self._tgt))}
-
-    def encode(self, lines: Sequence[str]) -> Ids:
-        """Return tokens + eos for each line."""
-        return [[*ids, self._src.eos] for ids in self._src.encode(lines)]
-
-    def decode(self, ids: Ids) -> list[str]:
-        """Return the text of each list of tokens."""
-        return self._tgt.decode(ids)
 
     def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[ExportedHypothesis]:
         """Return the target of the highest log-probability of each source."""
@@ -226,7 +228,7 @@ class CTranslate2Model:
         """
         started = self._translator.translate_batch(
             self._tokens(sources),
-            max_batch_size=_BATCH_SIZE,
+            max_batch_size=BATCH_SIZE,
             beam_size=beam,
             num_hypotheses=num_best,
             length_penalty=0,
@@ -253,15 +255,15 @@ class CTranslate2Model:
         ]
 
     def _hypothesis(self, tokens: list[str], log_prob: float) -> ExportedHypothesis:
-        ids = [self._id_of[token] for token in tokens]
-        has_ended = ids[-1:] == [self._tgt.eos]
+        ids = [self.id_of[token] for token in tokens]
+        has_ended = ids[-1:] == [self.tgt.eos]
         return ExportedHypothesis(ids[:-1] if has_ended else ids, log_prob, has_ended)
 
     def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
         """Return the log-probability of each token of a given target, and of its eos."""
-        tgt_tokens = [self._tgt.pieces_of(ids) for ids in targets]
+        tgt_tokens = [self.tgt.pieces_of(ids) for ids in targets]
         results = self._translator.score_batch(
-            self._tokens(sources), tgt_tokens, max_batch_size=_BATCH_SIZE, max_input_length=0
+            self._tokens(sources), tgt_tokens, max_batch_size=BATCH_SIZE, max_input_length=0
         )
         return [list(result.log_probs) for result in results]
 
@@ -270,12 +272,12 @@ class CTranslate2Model:
         return None
 
     def _tokens(self, sources: Ids) -> list[list[str]]:
-        return [self._src.pieces_of(ids[:-1]) for ids in sources]  # CTranslate2 adds eos
+        return [self.src.pieces_of(ids[:-1]) for ids in sources]  # CTranslate2 adds eos
 
 
 def load(directory: Path) -> CTranslate2Model:
     """Load an exported folder."""
-    return CTranslate2Model(directory, directory / "source.spm", directory / "target.spm")
+    return CTranslate2Model(directory, directory / SOURCE_FILE, directory / TARGET_FILE)
 
 
 def check_options(config: Config, options: DecodingOptions) -> None:

@@ -298,12 +298,13 @@ def _whole(path: Path, archive: Archive | None) -> Iterator[Path]:
 
 
 def _require_library(library: Library) -> None:
-    package = exporters()[library].PACKAGE
-    if find_spec(package) is None:
-        raise ConfigError(
-            f"`mtrain export --to {library}` must have {package}: pip install "
-            f"'mtrain[{library}]' adds it."
-        )
+    exporter = exporters()[library]
+    for package in (exporter.PACKAGE, *exporter.OTHER_PACKAGES):
+        if find_spec(package) is None:
+            raise ConfigError(
+                f"`mtrain export --to {library}` must have {package}: pip install "
+                f"'mtrain[{library}]' adds it."
+            )
 
 
 def check_supported(library: Library, config: Config) -> None:

@@ -1,6 +1,6 @@
 """What an exporter is: a module that says what its library holds, writes it, and runs it there.
 
-Knows no library.
+Knows no library; it has what several of them need.
 """
 
 from __future__ import annotations
@@ -10,13 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
+from torch import Tensor
+
 from mtrain.config.sections import Config
+from mtrain.data.batch import pad_right
 from mtrain.model.transformer import Transformer
-from mtrain.tokenizer.sentencepiece import Tokenizer
+from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
 
 Ids = list[list[int]]
 T = TypeVar("T")
-_BATCH_SIZE = 32
+BATCH_SIZE = 32  # lines that a library translates at once, in a comparison
+MASKED_BIAS = -1e4  # of a token that is never generated: below every logit, and within float16
+SOURCE_FILE, TARGET_FILE = "source.spm", "target.spm"
 
 
 class ExportedHypothesis(NamedTuple):
@@ -89,10 +94,93 @@ def in_batches(lengths: list[int], compute: Callable[[list[int]], list[T]]) -> l
     """Return a result for each row; `compute` is called with batches of rows of similar length."""
     rows = sorted(range(len(lengths)), key=lambda row: lengths[row])
     results: dict[int, T] = {}
-    for first in range(0, len(rows), _BATCH_SIZE):
-        batch = rows[first : first + _BATCH_SIZE]
+    for first in range(0, len(rows), BATCH_SIZE):
+        batch = rows[first : first + BATCH_SIZE]
         results.update(zip(batch, compute(batch), strict=True))
     return [results[row] for row in range(len(rows))]
+
+
+def score_by_logits(
+    sources: Ids,
+    targets: Ids,
+    special: SpecialIds,
+    logits_of: Callable[[Ids, Tensor], Tensor],
+) -> list[list[float]]:
+    """Return the log-probability of each token of a given target, and of its eos.
+
+    Args:
+        sources: tokens + eos of each line.
+        targets: tokens without eos.
+        special: ids of the target vocabulary.
+        logits_of: returns the logits [B, T, V] for sources and decoder inputs [B, T].
+    """
+
+    def score_rows(rows: list[int]) -> list[list[float]]:
+        tgt = [targets[row] for row in rows]
+        tgt_in_BT = pad_right([[special.bos, *ids] for ids in tgt], special.pad)
+        logits_BTV = logits_of([sources[row] for row in rows], tgt_in_BT)
+        tgt_out_BT1 = pad_right([[*ids, special.eos] for ids in tgt], special.pad)[:, :, None]
+        log_probs_BT = logits_BTV.double().log_softmax(-1).gather(2, tgt_out_BT1)[:, :, 0]
+        rows_T = zip(log_probs_BT.tolist(), tgt, strict=True)
+        return [log_probs_T[: len(ids) + 1] for log_probs_T, ids in rows_T]
+
+    lengths = [max(len(src), len(tgt)) for src, tgt in zip(sources, targets, strict=True)]
+    return in_batches(lengths, score_rows)
+
+
+class SpecialIds(NamedTuple):
+    """Ids of a target vocabulary."""
+
+    pad: int
+    bos: int
+    eos: int
+
+
+class SentencePieceSides:
+    """The SentencePiece models of an exported folder, for a library that takes pieces."""
+
+    def __init__(self, src_path: Path, tgt_path: Path) -> None:
+        self.src, self.tgt = Vocabulary(src_path.read_bytes()), Vocabulary(tgt_path.read_bytes())
+        pieces = self.tgt.pieces_of(range(len(self.tgt)))
+        self.id_of = {piece: index for index, piece in enumerate(pieces)}
+
+    def encode(self, lines: Sequence[str]) -> Ids:
+        """Return tokens + eos for each line."""
+        return [[*ids, self.src.eos] for ids in self.src.encode(lines)]
+
+    def decode(self, ids: Ids) -> list[str]:
+        """Return the text of each list of tokens."""
+        return self.tgt.decode(ids)
+
+
+def write_sentencepiece(tokenizer: Tokenizer, directory: Path) -> None:
+    """Write the SentencePiece models of both sides into `directory`."""
+    (directory / SOURCE_FILE).write_bytes(tokenizer.src.model)
+    (directory / TARGET_FILE).write_bytes(tokenizer.tgt.model)
+
+
+def longest(config: Config, least: int) -> int:
+    """Return the tokens of the longest source or target of a config, or `least` if that is more."""
+    return max(least, config.data.max_tokens + config.decoding.max_extra_tokens + 1)
+
+
+def sines_first(model: Transformer) -> dict[str, Tensor]:
+    """Return a model's weights for sinusoids that have all sines before all cosines, as in Marian.
+
+    In mtrain they alternate. The permutation of the model dimension changes no output.
+    """
+    d_model = model.config.d_model
+    order = [*range(0, d_model, 2), *range(1, d_model, 2)]
+    state = model.state_dict().items()
+    return {name: _permuted(name, weight.detach().cpu(), order) for name, weight in state}
+
+
+def _permuted(name: str, weight: Tensor, order: list[int]) -> Tensor:
+    """Permute the model dimension: rows of a norm or of what is added, columns of the others."""
+    module = name.rpartition(".")[0]
+    if module.endswith((".norm", ".output", ".outer")):
+        return weight[order]
+    return weight[:, order] if weight.dim() == 2 else weight
 
 
 class Requirement(NamedTuple):
@@ -122,7 +210,8 @@ class Exporter(Protocol):
     QUANTIZATIONS.
     """
 
-    PACKAGE: str  # the library as pip names it, which must be installed
+    PACKAGE: str  # the library as pip names it
+    OTHER_PACKAGES: tuple[str, ...]  # that must be installed beside it
     REQUIREMENTS: tuple[Requirement, ...]  # what a config must have
     QUANTIZATIONS: tuple[str, ...]  # types of the stored weights besides float32
     ARCHIVE: Archive | None  # if the library reads one file, not a folder

@@ -25,13 +25,19 @@ from mtrain.exporters.exporter import (
     ExportedHypothesis,
     Ids,
     Requirement,
+    SpecialIds,
     in_batches,
+    longest,
+    score_by_logits,
+    sines_first,
+    write_sentencepiece,
 )
 from mtrain.model.transformer import Transformer
 from mtrain.run.checkpoint import save_tensors
 from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
 
 PACKAGE, TAG = "transformers", "marian"
+OTHER_PACKAGES: tuple[str, ...] = ()
 TITLE = "Hugging Face transformers (`MarianMTModel`)"
 _MARIAN = "Hugging Face's MarianMTModel, which"
 REQUIREMENTS: tuple[Requirement, ...] = (
@@ -107,15 +113,15 @@ def write(
 
 def num_positions(config: Config) -> int:
     """Return the most tokens of a source, and of a target."""
-    return max(_MIN_POSITIONS, config.data.max_tokens + config.decoding.max_extra_tokens + 1)
+    return longest(config, _MIN_POSITIONS)
 
 
-def _model_settings(model: Transformer, tokenizer: Tokenizer, limit: int) -> dict[str, Any]:
+def architecture(model: Transformer, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the settings of a MarianMTModel that say what its weights are, and special ids."""
     config = model.config
     return {
         "architectures": ["MarianMTModel"],
         "vocab_size": len(tokenizer.src),
-        "decoder_vocab_size": len(tokenizer.tgt),
         "d_model": config.d_model,
         "encoder_layers": config.num_encoder_layers,
         "decoder_layers": config.num_decoder_layers,
@@ -124,6 +130,14 @@ def _model_settings(model: Transformer, tokenizer: Tokenizer, limit: int) -> dic
         "encoder_ffn_dim": config.d_ff,
         "decoder_ffn_dim": config.d_ff,
         "activation_function": config.activation,
+        **special_ids(tokenizer.tgt),
+    }
+
+
+def _model_settings(model: Transformer, tokenizer: Tokenizer, limit: int) -> dict[str, Any]:
+    config = model.config
+    return architecture(model, tokenizer) | {
+        "decoder_vocab_size": len(tokenizer.tgt),
         "dropout": config.dropout,
         "attention_dropout": config.attention_dropout,
         "activation_dropout": config.activation_dropout,
@@ -131,7 +145,6 @@ def _model_settings(model: Transformer, tokenizer: Tokenizer, limit: int) -> dic
         "share_encoder_decoder_embeddings": config.tie_embeddings == "all",
         "tie_word_embeddings": config.tie_embeddings != "none",
         "max_position_embeddings": limit,
-        **_special_ids(tokenizer.tgt),
     }
 
 
@@ -146,11 +159,12 @@ def _generation_settings(tgt: Vocabulary, config: Config) -> dict[str, Any]:
         "length_penalty": decoding.length_alpha if decoding.beam > 1 else 1.0,
         "max_new_tokens": max_tokens + decoding.max_extra_tokens + 1,  # and eos
         "suppress_tokens": [tgt.pad, tgt.bos],  # never generated
-        **_special_ids(tgt),
+        **special_ids(tgt),
     }
 
 
-def _special_ids(tgt: Vocabulary) -> dict[str, int]:
+def special_ids(tgt: Vocabulary) -> dict[str, int]:
+    """Return the ids that transformers and transformers.js read in settings."""
     return {
         "pad_token_id": tgt.pad,
         "bos_token_id": tgt.bos,
@@ -162,8 +176,7 @@ def _special_ids(tgt: Vocabulary) -> dict[str, int]:
 
 def _write_tokenizer(tokenizer: Tokenizer, config: Config, limit: int, directory: Path) -> None:
     """Write the files of a MarianTokenizer, with a second vocabulary if it is not shared."""
-    (directory / "source.spm").write_bytes(tokenizer.src.model)
-    (directory / "target.spm").write_bytes(tokenizer.tgt.model)
+    write_sentencepiece(tokenizer, directory)
     _write_ids(tokenizer.src, directory / "vocab.json")
     is_separate = tokenizer.src is not tokenizer.tgt
     if is_separate:
@@ -196,12 +209,7 @@ def _write_json(tree: dict[str, Any], path: Path) -> None:
 
 def _weights(model: Transformer) -> dict[str, Tensor]:
     """Return a model's weights by their Marian names; a tied embedding is stored once."""
-    tie, d_model = model.config.tie_embeddings, model.config.d_model
-    order = [*range(0, d_model, 2), *range(1, d_model, 2)]
-    weights = {
-        name: _reordered(name, weight.detach().cpu(), order)
-        for name, weight in model.state_dict().items()
-    }
+    tie, weights = model.config.tie_embeddings, sines_first(model)
     renamed = {}
     for name, weight in weights.items():
         if match := _LAYER.fullmatch(name):
@@ -220,14 +228,6 @@ def _weights(model: Transformer) -> dict[str, Tensor]:
     return {name: weight.contiguous() for name, weight in renamed.items()}
 
 
-def _reordered(name: str, weight: Tensor, order: list[int]) -> Tensor:
-    """Permute the model dimension: rows of a norm or of what is added, columns of the others."""
-    module = name.rpartition(".")[0]
-    if module.endswith((".norm", ".output", ".outer")):
-        return weight[order]
-    return weight[:, order] if weight.dim() == 2 else weight
-
-
 class MarianModel:
     """An exported folder, loaded by transformers on the CPU."""
 
@@ -239,8 +239,11 @@ class MarianModel:
             self.model = transformers.AutoModelForSeq2SeqLM.from_pretrained(directory).eval()
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
         special = self.model.generation_config
-        self._pad, self._eos = int(special.pad_token_id), int(special.eos_token_id)
-        self._bos = int(special.decoder_start_token_id)
+        self._special = SpecialIds(
+            int(special.pad_token_id),
+            int(special.decoder_start_token_id),
+            int(special.eos_token_id),
+        )
 
     def encode(self, lines: Sequence[str]) -> Ids:
         """Return tokens + eos for each line."""
@@ -259,7 +262,7 @@ class MarianModel:
             max_new_tokens = max(max_lengths[row] for row in rows) + 1
             with _quiet():
                 result = self.model.generate(
-                    pad_right(src, self._pad),
+                    pad_right(src, self._special.pad),
                     attention_mask=keep_first([len(ids) for ids in src]).long(),
                     num_beams=beam,
                     length_penalty=0.0 if beam > 1 else 1.0,
@@ -270,7 +273,7 @@ class MarianModel:
             log_probs = result.sequences_scores.tolist() if beam > 1 else [0.0] * len(src)
             hypotheses = []
             for ids, log_prob in zip(result.sequences[:, 1:].tolist(), log_probs, strict=True):
-                length = ids.index(self._eos)  # forced at the limit
+                length = ids.index(self._special.eos)  # forced at the limit
                 has_ended = length + 1 < max_new_tokens
                 hypotheses.append(ExportedHypothesis(ids[:length], log_prob, has_ended))
             return hypotheses
@@ -281,20 +284,15 @@ class MarianModel:
     def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
         """Return the log-probability of each token of a given target, and of its eos."""
 
-        def score_rows(rows: list[int]) -> list[list[float]]:
-            src, tgt = [sources[row] for row in rows], [targets[row] for row in rows]
-            logits_BTV = self.model(
-                input_ids=pad_right(src, self._pad),
+        def logits_of(src: Ids, tgt_in_BT: Tensor) -> Tensor:
+            logits_BTV: Tensor = self.model(
+                input_ids=pad_right(src, self._special.pad),
                 attention_mask=keep_first([len(ids) for ids in src]).long(),
-                decoder_input_ids=pad_right([[self._bos, *ids] for ids in tgt], self._pad),
+                decoder_input_ids=tgt_in_BT,
             ).logits
-            tgt_out_BT1 = pad_right([[*ids, self._eos] for ids in tgt], self._pad)[:, :, None]
-            log_probs_BT = logits_BTV.double().log_softmax(-1).gather(2, tgt_out_BT1)[:, :, 0]
-            rows_T = zip(log_probs_BT.tolist(), tgt, strict=True)
-            return [log_probs_T[: len(ids) + 1] for log_probs_T, ids in rows_T]
+            return logits_BTV
 
-        lengths = [max(len(src), len(tgt)) for src, tgt in zip(sources, targets, strict=True)]
-        return in_batches(lengths, score_rows)
+        return score_by_logits(sources, targets, self._special, logits_of)
 
     def own_call(self, lines: Sequence[str]) -> None:
         """Compare nothing: `encode`, `search` and `decode` are the library's own calls."""

@@ -30,17 +30,26 @@ from torch import Tensor
 from mtrain.config.sections import Config
 from mtrain.errors import RunError
 from mtrain.exporters.exporter import (
+    BATCH_SIZE,
+    MASKED_BIAS,
+    SOURCE_FILE,
+    TARGET_FILE,
     Archive,
     ExportedHypothesis,
     Ids,
     OwnCall,
     Requirement,
+    SentencePieceSides,
     agreement,
+    longest,
+    sines_first,
+    write_sentencepiece,
 )
 from mtrain.model.transformer import Transformer
 from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
 
 PACKAGE, TITLE, TAG = "pymarian", "Marian", "marian-nmt"
+OTHER_PACKAGES: tuple[str, ...] = ()
 REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement("model.norm", "post", "Marian, whose targets begin with zeros, not with <s>"),
     Requirement("model.positions", "sinusoidal", "Marian, which decodes with sinusoids only"),
@@ -79,8 +88,6 @@ NOTES = """\
 """
 _MIN_POSITIONS = 1024
 _MAX_LENGTH_FACTOR = 3  # of an output to its source, as Marian has it unless told otherwise
-_BATCH_SIZE = 32
-_MASKED_BIAS = -1e4
 _MODULES = {  # of a layer; a weight is split by rows into those of several names
     "self_attention.queries_keys_values": ["self_?q", "self_?k", "self_?v"],
     "self_attention.output": ["self_?o"],
@@ -95,7 +102,7 @@ _NORMS = {"encoder": ["self_Wo", "ffn_ffn"], "decoder": ["self_Wo", "context_Wo"
 
 def num_positions(config: Config) -> int:
     """Return the most tokens of a source."""
-    return max(_MIN_POSITIONS, config.data.max_tokens + config.decoding.max_extra_tokens + 1)
+    return longest(config, _MIN_POSITIONS)
 
 
 def write(
@@ -129,17 +136,16 @@ def write(
     text = yaml.safe_dump(settings).encode() + b"\0"
     arrays["special:model.yml"] = np.frombuffer(text, np.int8)
     np.savez(directory / "model.npz", **arrays)
-    (directory / "source.spm").write_bytes(tokenizer.src.model)
-    (directory / "target.spm").write_bytes(tgt.model)
+    write_sentencepiece(tokenizer, directory)
     decoder = {
         "relative-paths": True,
         "models": ["model.npz"],
-        "vocabs": ["source.spm", "target.spm"],
+        "vocabs": [SOURCE_FILE, TARGET_FILE],
         "beam-size": config.decoding.beam,
         "normalize": config.decoding.length_alpha,
         "max-length": num_positions(config),
         "max-length-factor": _MAX_LENGTH_FACTOR,
-        "mini-batch": _BATCH_SIZE,
+        "mini-batch": BATCH_SIZE,
         "maxi-batch": 100,
         "maxi-batch-sort": "src",
         "cpu-threads": 1,
@@ -168,8 +174,7 @@ def _with_wavelengths(model: Transformer, count: int) -> Transformer:
 def _weights(model: Transformer, tgt: Vocabulary) -> dict[str, Tensor]:
     """Return a model's weights by Marian's names; a tied embedding is stored once."""
     d_model, tie = model.config.d_model, model.config.tie_embeddings
-    order = [*range(0, d_model, 2), *range(1, d_model, 2)]
-    state = {name: weight.detach().cpu().double() for name, weight in model.state_dict().items()}
+    state = {name: weight.double() for name, weight in sines_first(model).items()}
     start_D = state["tgt_embedding.weight"][tgt.bos].clone()
     state["tgt_embedding.weight"] = state["tgt_embedding.weight"] - start_D
     if tie != "none":
@@ -191,10 +196,6 @@ def _weights(model: Transformer, tgt: Vocabulary) -> dict[str, Tensor]:
         index, _, module = rest.rpartition(".")[0].partition(".")
         kind = name.rpartition(".")[2]
         if module in _MODULES:
-            if module.endswith((".output", ".outer")):
-                weight = weight[order]
-            elif kind == "weight":
-                weight = weight[:, order]
             names = _MODULES[module]
             for short, rows in zip(names, weight.chunk(len(names)), strict=True):
                 full = f"{stack}_l{int(index) + 1}_{short.replace('?', 'Wb'[kind == 'bias'])}"
@@ -202,50 +203,39 @@ def _weights(model: Transformer, tgt: Vocabulary) -> dict[str, Tensor]:
         elif module.endswith(".norm"):
             short = _NORMS[stack][int(module[len("residual_")]) - 1]
             suffix = "scale" if kind == "weight" else "bias"
-            weights[f"{stack}_l{int(index) + 1}_{short}_ln_{suffix}"] = weight[None, order]
+            weights[f"{stack}_l{int(index) + 1}_{short}_ln_{suffix}"] = weight[None]
     if tie == "all":
-        weights["Wemb"] = state["tgt_embedding.weight"][:, order]
+        weights["Wemb"] = state["tgt_embedding.weight"]
     else:
-        weights["encoder_Wemb"] = state["src_embedding.weight"][:, order]
-        weights["decoder_Wemb"] = state["tgt_embedding.weight"][:, order]
+        weights["encoder_Wemb"] = state["src_embedding.weight"]
+        weights["decoder_Wemb"] = state["tgt_embedding.weight"]
     if tie == "none":
-        weights["decoder_ff_logit_out_Wt"] = state["output.weight"][:, order]
+        weights["decoder_ff_logit_out_Wt"] = state["output.weight"]
     bias = torch.zeros(1, len(state["output.weight"]))
-    bias[0, [tgt.pad, tgt.bos]] = _MASKED_BIAS
+    bias[0, [tgt.pad, tgt.bos]] = MASKED_BIAS
     weights["decoder_ff_logit_out_b"] = bias
     return {name: weight.float().contiguous() for name, weight in weights.items()}
 
 
-class MarianProgram:
+class MarianProgram(SentencePieceSides):
     """An exported folder, translated by Marian on the CPU, in a process of its own each time."""
 
     quantised = None
     masks_special = True  # by the bias of the output projection
 
     def __init__(self, directory: Path) -> None:
+        super().__init__(directory / SOURCE_FILE, directory / TARGET_FILE)
         self._directory = directory
-        self._src = Vocabulary((directory / "source.spm").read_bytes())
-        self._tgt = Vocabulary((directory / "target.spm").read_bytes())
-        pieces = self._tgt.pieces_of(range(len(self._tgt)))
-        self._id_of = {piece: index for index, piece in enumerate(pieces)}
-
-    def encode(self, lines: Sequence[str]) -> Ids:
-        """Return tokens + eos for each line."""
-        return [[*ids, self._src.eos] for ids in self._src.encode(lines)]
-
-    def decode(self, ids: Ids) -> list[str]:
-        """Return the text of each list of tokens."""
-        return self._tgt.decode(ids)
 
     def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[ExportedHypothesis]:
         """Return the target of the highest log-probability of each source."""
         lengths = zip(max_lengths, sources, strict=True)
         factor = max((limit + 1) / len(ids) for limit, ids in lengths)
         options = ["--beam-size", str(beam), "--max-length-factor", str(math.ceil(factor))]
-        found = self._decode([self._written(self._src, ids[:-1]) for ids in sources], options)
+        found = self._decode([self._written(self.src, ids[:-1]) for ids in sources], options)
         return [
             ExportedHypothesis(
-                [self._id_of[piece] for piece in pieces], log_prob, len(log_probs) > len(pieces)
+                [self.id_of[piece] for piece in pieces], log_prob, len(log_probs) > len(pieces)
             )
             for pieces, log_probs, log_prob in found
         ]
@@ -256,8 +246,8 @@ class MarianProgram:
             options = ["--model", "model.npz"]
             paths = {"--train-sets": list[str](), "--vocabs": list[str]()}
             for name, vocabulary, rows in (
-                ("src", self._src, [ids[:-1] for ids in sources]),
-                ("tgt", self._tgt, targets),
+                ("src", self.src, [ids[:-1] for ids in sources]),
+                ("tgt", self.tgt, targets),
             ):
                 text, ids_of = Path(directory) / name, Path(directory) / f"{name}.yml"
                 text.write_text(
@@ -276,9 +266,9 @@ class MarianProgram:
 
     def own_call(self, lines: Sequence[str]) -> OwnCall:
         """Translate text with its own SentencePiece, and pieces, by `decoder.yml`."""
-        pieces = [self._written(self._src, ids[:-1]) for ids in self.encode(lines)]
+        pieces = [self._written(self.src, ids[:-1]) for ids in self.encode(lines)]
         found = self._translate(pieces, ["--no-spm-encode", "--no-spm-decode"])
-        expected = self._tgt.decode([[self._id_of[each] for each in row.split()] for row in found])
+        expected = self.tgt.decode([[self.id_of[each] for each in row.split()] for row in found])
         texts = self._translate([" ".join(line.splitlines()) for line in lines], [])
         pairs = zip(texts, expected, strict=True)
         version = importlib.metadata.version(PACKAGE)

@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from mtrain.data.batch import keep_first, pad_right
 from mtrain.decode import beam as beam_search
 from mtrain.decode.beam import Constraints, RequestGroup
 from mtrain.decode.options import DecodingOptions
-from mtrain.errors import ConfigError, RunError
+from mtrain.errors import RunError
 from mtrain.exporters import onnx_graphs, parity
 from mtrain.exporters.exporter import (
     Archive,
@@ -32,9 +31,12 @@ from mtrain.exporters.exporter import (
     Ids,
     OwnCall,
     Requirement,
+    SpecialIds,
     agreement,
     in_batches,
+    score_by_logits,
 )
+from mtrain.exporters.huggingface import architecture, special_ids
 from mtrain.exporters.tokenizer_json import special_pieces, tokenizer_json
 from mtrain.model.transformer import Transformer
 from mtrain.tokenizer.sentencepiece import Tokenizer
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     import onnxruntime
 
 PACKAGE, TAG = "onnxruntime", "onnx"
+OTHER_PACKAGES: tuple[str, ...] = ("onnx", "tokenizers")
 TITLE = "ONNX Runtime and transformers.js"
 REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(
@@ -106,12 +109,6 @@ def write(
     quantization: str | None,
 ) -> None:
     """Write the graphs, in float32 and in 8 bits, and what transformers.js reads beside them."""
-    for package in ("onnx", "tokenizers"):
-        if find_spec(package) is None:
-            raise ConfigError(
-                f"`mtrain export --to onnx` must have {package}: pip install 'mtrain[onnx]' adds "
-                "it."
-            )
     import onnx
 
     (directory / "onnx").mkdir(parents=True)
@@ -119,36 +116,19 @@ def write(
     for name, graph in zip(_NAMES, graphs, strict=True):
         onnx.save(graph, directory / f"onnx/{name}.onnx")
         onnx.save(onnx_graphs.quantised(graph), directory / f"onnx/{name}{_QUANTISED}.onnx")
-    tgt, sizes, decoding = tokenizer.tgt, model.config, config.decoding
+    tgt, decoding = tokenizer.tgt, config.decoding
     pad, unk, bos, eos = special_pieces(tgt)
-    special_ids = {
-        "pad_token_id": tgt.pad,
-        "bos_token_id": tgt.bos,
-        "eos_token_id": tgt.eos,
-        "forced_eos_token_id": tgt.eos,
-        "decoder_start_token_id": tgt.bos,
-    }
     trees = {
         "config": {
             "model_type": "marian",
-            "architectures": ["MarianMTModel"],
             "is_encoder_decoder": True,
-            "vocab_size": len(tgt),
-            "d_model": sizes.d_model,
-            "encoder_layers": sizes.num_encoder_layers,
-            "decoder_layers": sizes.num_decoder_layers,
-            "encoder_attention_heads": sizes.num_heads,
-            "decoder_attention_heads": sizes.num_heads,
-            "encoder_ffn_dim": sizes.d_ff,
-            "decoder_ffn_dim": sizes.d_ff,
-            "activation_function": sizes.activation,
-            **special_ids,
+            **architecture(model, tokenizer),
         },
         "generation_config": {
             "num_beams": 1,
             "max_length": config.data.max_tokens + decoding.max_extra_tokens + 1,
             "suppress_tokens": [tgt.pad, tgt.bos],
-            **special_ids,
+            **special_ids(tgt),
         },
         "tokenizer_config": {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -189,8 +169,8 @@ class OnnxModel:
             self._tokenizer.token_to_id(token) for token in tree["additional_special_tokens"]
         }
         special = json.loads((directory / "generation_config.json").read_text("utf-8"))
-        self._pad, self._bos = int(special["pad_token_id"]), int(special["bos_token_id"])
-        self._eos = int(special["eos_token_id"])
+        names = ("pad_token_id", "bos_token_id", "eos_token_id")
+        self._special_ids = SpecialIds(*(int(special[name]) for name in names))
 
     def encode(self, lines: Sequence[str]) -> Ids:
         """Return tokens + eos for each line."""
@@ -208,7 +188,8 @@ class OnnxModel:
 
         def search_rows(rows: list[int]) -> list[ExportedHypothesis]:
             limits_B = np.array([max_lengths[row] for row in rows], np.int64)
-            constraints = Constraints(self._bos, self._eos, [self._pad, self._bos], limits_B)
+            pad, bos, eos = self._special_ids
+            constraints = Constraints(bos, eos, [pad, bos], limits_B)
             group = RequestGroup(self.start([sources[row] for row in rows]), constraints)
             best = beam_search.beam(_step, iter([group]), options)
             return [ExportedHypothesis(one.ids, one.log_prob, has_ended=True) for one, *_ in best]
@@ -218,22 +199,15 @@ class OnnxModel:
     def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
         """Return the log-probability of each token of a given target, and of its eos."""
 
-        def score_rows(rows: list[int]) -> list[list[float]]:
-            tgt = [targets[row] for row in rows]
-            state = self.start([sources[row] for row in rows])
-            logits_BTV = state.logits(pad_right([[self._bos, *ids] for ids in tgt], self._pad))
-            tgt_out_BT1 = pad_right([[*ids, self._eos] for ids in tgt], self._pad)[:, :, None]
-            log_probs_BT = logits_BTV.double().log_softmax(-1).gather(2, tgt_out_BT1)[:, :, 0]
-            rows_T = zip(log_probs_BT.tolist(), tgt, strict=True)
-            return [log_probs_T[: len(ids) + 1] for log_probs_T, ids in rows_T]
+        def logits_of(src: Ids, tgt_in_BT: Tensor) -> Tensor:
+            return self.start(src).logits(tgt_in_BT)
 
-        lengths = [max(len(src), len(tgt)) for src, tgt in zip(sources, targets, strict=True)]
-        return in_batches(lengths, score_rows)
+        return score_by_logits(sources, targets, self._special_ids, logits_of)
 
     def start(self, sources: Ids) -> OnnxState:
         """Encode sources; return the state of a search, with one row for each source."""
         feeds = {
-            "input_ids": pad_right(sources, self._pad).numpy(),
+            "input_ids": pad_right(sources, self._special_ids.pad).numpy(),
             "attention_mask": keep_first([len(ids) for ids in sources]).long().numpy(),
         }
         (memory_BSD,) = self._encoder.run(None, feeds)
@@ -307,7 +281,7 @@ class OnnxState:
 
     def admit(self, other: OnnxState) -> None:
         """Refuse: each search has one batch."""
-        raise NotImplementedError
+        raise RuntimeError("a search with ONNX Runtime must have one batch, but gets a second one.")
 
 
 def _step(ids_N: Tensor, state: OnnxState) -> Tensor:

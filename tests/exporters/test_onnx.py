@@ -25,7 +25,6 @@ from mtrain.config.sections import TokenizerConfig
 from mtrain.decode.translator import Translator
 from mtrain.errors import ConfigError, RunError
 from mtrain.exporters import export
-from mtrain.exporters import onnx as exporter
 from mtrain.exporters.export import ExportReport, ExportRequest
 from mtrain.exporters.onnx import OnnxModel
 from mtrain.exporters.tokenizer_json import special_pieces, tokenizer_json
@@ -245,7 +244,7 @@ def test_a_page_is_for_onnx_alone(cli: Cli, trained: RunDir, tmp_path: Path) -> 
 def test_a_missing_package_is_named(
     cli: Cli, trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exporter, "find_spec", lambda name: None if name == "onnx" else name)
+    monkeypatch.setattr(export, "find_spec", lambda name: None if name == "onnx" else name)
     outcome = cli("export", trained.path, tmp_path / "out", "--to", "onnx")
     assert outcome.err.endswith(
         "mtrain: `mtrain export --to onnx` must have onnx: pip install 'mtrain[onnx]' adds it.\n"
