@@ -6,20 +6,17 @@ the same and share the decoding; the first one writes.
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
 import shutil
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from filelock import FileLock, Timeout
 
 from mtrain import __version__
 from mtrain.augmentation.pair_rules import Candidate, PairRules
@@ -43,7 +40,8 @@ from mtrain.decode.options import DecodingOptions
 from mtrain.decode.pipeline import BLOCK_LINES, LineTranslator, Warn
 from mtrain.decode.translator import EncodedSource, Translator
 from mtrain.errors import DataError, RunError
-from mtrain.io.atomic import sha256, sweep, whole_dir, whole_file, writable_dir
+from mtrain.io.atomic import only_process, sha256, sweep, whole_dir, whole_file, writable_dir
+from mtrain.io.lines import open_gzip_writer, read_lines
 from mtrain.run.load_model import LoadOptions
 from mtrain.run.logger import Console
 from mtrain.run.run_dir import RunDir
@@ -201,19 +199,11 @@ def _remove_unfinished(work_dir: Path, output: Path) -> None:
     sweep(output)
 
 
-@contextmanager
-def _alone(work_dir: Path, output: Path) -> Iterator[None]:
-    lock = FileLock(work_dir / ".lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise RunError(
-            f"{output}: another process is writing it; wait until it ends, or choose another -o."
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()
+def _alone(work_dir: Path, output: Path) -> AbstractContextManager[None]:
+    return only_process(
+        work_dir / ".lock",
+        f"{output}: another process is writing it; wait until it ends, or choose another -o.",
+    )
 
 
 def _check_directions(request: AugmentRequest, data: DataConfig) -> list[bool]:
@@ -436,11 +426,7 @@ def _entry(
 def _write_entries(path: Path, entries: Iterable[Tree]) -> int:
     """Write JSON lines, compressed, the same bytes for the same entries; return their number."""
     count = 0
-    with (
-        path.open("wb") as raw,
-        gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as zipped,
-        io.TextIOWrapper(zipped, "utf-8", newline="\n") as stream,
-    ):
+    with open_gzip_writer(path) as stream:
         for entry in entries:
             stream.write(json.dumps(entry, ensure_ascii=False) + "\n")
             count += 1
@@ -448,8 +434,7 @@ def _write_entries(path: Path, entries: Iterable[Tree]) -> int:
 
 
 def _read_entries(path: Path) -> Iterator[Tree]:
-    with gzip.open(path, "rt", encoding="utf-8", newline="\n") as stream:
-        yield from map(json.loads, stream)
+    return map(json.loads, read_lines(path))
 
 
 def _collect(

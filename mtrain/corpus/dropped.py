@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
 import shutil
 from collections import Counter
@@ -15,7 +13,7 @@ from typing import NamedTuple, TextIO
 from pydantic import TypeAdapter, ValidationError
 
 from mtrain.errors import DataError, RunError, damaged
-from mtrain.io.lines import read_lines
+from mtrain.io.lines import open_gzip_writer, read_lines
 
 DROPPED_FILE = "dropped.jsonl.gz"
 _COUNTS_FILE = "dropped.json"
@@ -50,11 +48,7 @@ class DroppedWriter:
 @contextmanager
 def open_writer(path: Path) -> Iterator[DroppedWriter]:
     """Open a list, or a part of it, for writing; the same pairs result in the same bytes."""
-    with (
-        path.open("wb") as raw,
-        gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as zipped,
-        io.TextIOWrapper(zipped, "utf-8", newline="\n") as stream,
-    ):
+    with open_gzip_writer(path) as stream:
         yield DroppedWriter(stream)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mtrain.errors import WriteError
+from mtrain.errors import RunError, WriteError
 
 _MAX_LINKS = 40  # one after the other, as Linux follows them
 
@@ -181,6 +181,34 @@ def sweep(path: Path) -> None:
     for left in path.parent.glob(f".{path.name}.*.*"):
         if left.suffix in (".tmp", ".old"):
             _remove(left)
+
+
+@contextmanager
+def only_process(lock_path: Path, busy: str, wait_s: float = 0.0) -> Iterator[None]:
+    """Hold a lock between processes.
+
+    Args:
+        lock_path: a file beside what is locked; it is made.
+        busy: the message if another process holds the lock.
+        wait_s: for so long another process may hold it; -1 is without end.
+
+    Raises:
+        RunError: if another process holds it.
+        WriteError: if its file cannot be written.
+    """
+    from filelock import FileLock, Timeout  # translating needs no lock, and starts sooner
+
+    lock = FileLock(lock_path, timeout=wait_s)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise RunError(busy) from None
+    except OSError as error:
+        raise WriteError(f"{lock_path}: cannot be written: {error.strerror or error}.") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, Protocol, TextIO, cast
 
 from mtrain.errors import DataError
 
@@ -103,6 +103,17 @@ def open_lines(
         io.BufferedReader(_CountedFile(file, advance, digest), _BLOCK_BYTES) as raw,
     ):
         yield cast(BinaryIO, gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw)
+
+
+@contextmanager
+def open_gzip_writer(path: Path) -> Iterator[TextIO]:
+    """Open a gzipped UTF-8 file for writing; the same lines result in the same bytes."""
+    with (
+        path.open("wb") as raw,
+        gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as zipped,
+        io.TextIOWrapper(zipped, "utf-8", newline="\n") as stream,
+    ):
+        yield stream
 
 
 def raw_lines(stream: Iterable[bytes]) -> Iterator[bytes]:

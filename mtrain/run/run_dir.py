@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from mtrain.config import config_file
 from mtrain.config.sections import Config
-from mtrain.errors import ConfigError, DataError, RunError, UserError, WriteError
-from mtrain.io.atomic import sweep, writable_dir
+from mtrain.errors import ConfigError, DataError, RunError, UserError
+from mtrain.io.atomic import only_process, sweep, writable_dir
 
 LOCK_FILE = ".lock"
 
@@ -122,25 +122,15 @@ class RunDir:
         with self._alone(self.path / ".exporting.lock", "exporting", wait_s=-1):
             yield
 
-    @contextmanager
-    def _alone(self, lock_path: Path, doing: str, wait_s: float = _WAIT_S) -> Iterator[None]:
-        from filelock import FileLock, Timeout  # translating needs no lock, and starts sooner
-
-        lock = FileLock(lock_path, timeout=wait_s)
-        try:
-            lock.acquire()
-        except Timeout:
-            raise RunError(
-                f"{self.path}: another process is {doing} in it; wait until it ends, or take "
-                "another --run."
-            ) from None
-        except OSError as error:
-            why = error.strerror or error
-            raise WriteError(f"{lock_path}: cannot be written: {why}.") from None
-        try:
-            yield
-        finally:
-            lock.release()
+    def _alone(
+        self, lock_path: Path, doing: str, wait_s: float = _WAIT_S
+    ) -> AbstractContextManager[None]:
+        return only_process(
+            lock_path,
+            f"{self.path}: another process is {doing} in it; wait until it ends, or take another "
+            "--run.",
+            wait_s,
+        )
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:
