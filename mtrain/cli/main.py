@@ -43,12 +43,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 _SHARED = {"train", "translate", "eval", "augment"}  # verbs that several processes may share
-_GOING_ON = {
-    "train",
-    "tokenize",
-    "demo",
-    "augment",
-}  # and those that leave what the same command goes on from
+_GOING_ON = {"train", "tokenize", "demo", "augment"}  # verbs that the same command goes on from
 _MAX_CONFIG_BYTES = 100_000  # what is larger is text to translate
 _DEFAULT_DIR = "runs"  # below which verbs write without being told
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of all mistakes in options

@@ -193,7 +193,7 @@ class Transformer(nn.Module):
             return None
         compiled = self._compiled_encoder
         if compiled is None or not compiled.is_current():
-            compiled = CompiledEncoder.of(self._parts(self.encoder), self.config.num_heads)
+            compiled = CompiledEncoder.of(self._stack_modules(self.encoder), self.config.num_heads)
             self._compiled_encoder = compiled
         return compiled
 
@@ -203,14 +203,14 @@ class Transformer(nn.Module):
         if compiled is None or not compiled.is_current():
             heads, window = self.config.num_heads, self.config.attention_window
             inputs = (self.tgt_embedding, self.tgt_positions, self.dropout)
-            layers = self._parts(self.decoder)
+            layers = self._stack_modules(self.decoder)
             self._compiled_decoder = CompiledDecoder.of(layers, *inputs, heads, window)
 
-    def _parts(self, stack: Sequence[nn.Module]) -> list[LayerModules]:
+    def _stack_modules(self, stack: Sequence[nn.Module]) -> list[LayerModules]:
         """Return the modules of layers that can be one compiled call; none for others."""
-        parts = [each for each in map(_parts, stack) if each is not None]
-        is_whole = len(parts) == len(stack) and self.compute_dtype in (None, torch.float32)
-        return parts if is_whole else []
+        layers = [each for each in map(_layer_modules, stack) if each is not None]
+        is_whole = len(layers) == len(stack) and self.compute_dtype in (None, torch.float32)
+        return layers if is_whole else []
 
     def _embed_all(
         self,
@@ -490,7 +490,7 @@ class AttentionMaps(NamedTuple):
     cross: list[Tensor]
 
 
-def _parts(layer: nn.Module) -> LayerModules | None:
+def _layer_modules(layer: nn.Module) -> LayerModules | None:
     """Return the modules of a post-norm layer with ReLU; None for other layers."""
     if not isinstance(layer, EncoderLayer | DecoderLayer):
         return None

@@ -215,7 +215,7 @@ def test_hooks_see_what_a_compiled_encoder_would_hide(calls):
 @torch.no_grad()
 def test_what_a_compiled_encoder_cannot_take_runs_layer_by_layer():
     model = packed()
-    encoder = CompiledEncoder.of(model._parts(model.encoder), 2)
+    encoder = CompiledEncoder.of(model._stack_modules(model.encoder), 2)
     assert encoder is not None
     x_BSD, keep_BS = torch.randn(3, 7, 12), left_keep(SRC_LENGTHS)
     assert encoder.encode(x_BSD, keep_BS) is not None

@@ -4,14 +4,27 @@
 
 #ifndef BF16
 
-/* A layer's operations on `rows` positions; each does nothing once `result` is an error. `from` are the
- * states [rows, d], `to` a buffer like it, `moments` has room for 2 rows. */
+/* Buffers for `rows` positions: [rows, max(3 d, d_ff)], three of [rows, d], and 2 numbers for each row. */
+typedef struct {
+    float *projected, *mixed, *out, *normed, *moments; /* `projected` is NULL if there is no memory */
+} work_space;
+
+static work_space allocate(int64_t rows, int64_t d, int64_t d_ff) {
+    int64_t wide = 3 * d > d_ff ? 3 * d : d_ff;
+    float *projected = alloc_floats(rows * (wide + 3 * d + 2));
+    if (!projected) return (work_space){0};
+    float *mixed = projected + rows * wide, *out = mixed + rows * d, *normed = out + rows * d;
+    return (work_space){projected, mixed, out, normed, normed + rows * d};
+}
+
+/* Operations of a layer on `rows` positions, each skipped once `result` is an error. `from` is the states
+ * [rows, d], `to` the buffer that the next norm writes, and `own` the layer. */
 #define DO(call) if (result == OPS_OK) result = call
 #define LINEAR(y, map, z, m, apply_relu) /* z [rows, m] = y w^T + bias */ \
     DO(packed_linear_float(y, own->map, own->map##_bias, z, rows, d, m, apply_relu))
 #define ADD_NORM(y, number) /* from = LayerNorm(from + y) */ \
-    DO(add_norm_float(from, y, own->gain_##number, own->norm_bias_##number, to, moments, moments + rows, \
-                      rows, d, own->eps_##number, 0, 1.0f, 0)); \
+    DO(add_norm_float(from, y, own->gain_##number, own->norm_bias_##number, to, work.moments, \
+                      work.moments + rows, rows, d, own->eps_##number, 0, 1.0f, 0)); \
     do { \
         float *normed = to; \
         to = from, from = normed; \
@@ -21,16 +34,16 @@
     DO(packed_linear_sparse_float(hidden, own->outer, own->outer_bias, y, rows, at->d_ff, d))
 
 status encoder_float(const encoder_shape *at, const stack_layer *layers, const uint8_t *keep, float *x) {
-    int64_t rows = at->b * at->s, d = at->heads * at->k, wide = 3 * d > at->d_ff ? 3 * d : at->d_ff;
+    int64_t rows = at->b * at->s, d = at->heads * at->k;
     attention_shape shape = {
         .b = at->b, .h = at->heads, .t = at->s, .s = at->s, .k = at->k,
         .q_strides = {3 * d * at->s, at->k, 3 * d}, .k_strides = {3 * d * at->s, at->k, 3 * d},
         .v_strides = {3 * d * at->s, at->k, 3 * d}, .out_strides = {d * at->s, at->k, d},
         .keep_strides = {at->s, 0, 0, 1}, .scale = at->scale, .dropout_scale = 1.0f};
-    float *projected = alloc_floats(rows * (wide + 3 * d + 2)), *from = x;
-    if (!projected) return OPS_NO_MEMORY;
-    float *mixed = projected + rows * wide, *out = mixed + rows * d, *to = out + rows * d;
-    float *moments = to + rows * d;
+    work_space work = allocate(rows, d, at->d_ff);
+    if (!work.projected) return OPS_NO_MEMORY;
+    float *projected = work.projected, *mixed = work.mixed, *out = work.out;
+    float *from = x, *to = work.normed;
     status result = OPS_OK;
     for (int64_t i = 0; i < at->num_layers; i++) {
         const stack_layer *own = layers + i;
@@ -42,7 +55,7 @@ status encoder_float(const encoder_shape *at, const stack_layer *layers, const u
         ADD_NORM(out, 3);
     }
     if (result == OPS_OK && from != x) memcpy(x, from, rows * d * sizeof *x);
-    free(projected);
+    free(work.projected);
     return result;
 }
 
@@ -79,12 +92,12 @@ status decoder_step_float(const decoder_shape *at, const stack_layer *layers, fl
                           const float *const *sources, const int64_t *ids, const int64_t *positions,
                           const float *table, const float *encodings, const int64_t *past_slots,
                           const int64_t *source_slots, float *states) {
-    int64_t rows = at->rows, d = at->heads * at->k, wide = 3 * d > at->d_ff ? 3 * d : at->d_ff;
+    int64_t rows = at->rows, d = at->heads * at->k;
     const int64_t *seen_slots = past_slots + at->past_count - at->past_window;
-    float *projected = alloc_floats(rows * (wide + 3 * d + 2)), *from = states;
-    if (!projected) return OPS_NO_MEMORY;
-    float *mixed = projected + rows * wide, *out = mixed + rows * d, *to = out + rows * d;
-    float *moments = to + rows * d;
+    work_space work = allocate(rows, d, at->d_ff);
+    if (!work.projected) return OPS_NO_MEMORY;
+    float *projected = work.projected, *mixed = work.mixed, *out = work.out;
+    float *from = states, *to = work.normed;
     status result = embed(at, ids, positions, table, encodings, states);
     for (int64_t i = 0; i < at->num_layers; i++) {
         const stack_layer *own = layers + i;
@@ -103,7 +116,7 @@ status decoder_step_float(const decoder_shape *at, const stack_layer *layers, fl
         ADD_NORM(out, 3);
     }
     if (result == OPS_OK && from != states) memcpy(states, from, rows * d * sizeof *states);
-    free(projected);
+    free(work.projected);
     return result;
 }
 
