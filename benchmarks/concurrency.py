@@ -24,6 +24,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from machine import commit, describe_machine, resident_mib
+from worker import Worker
 
 _REPEATS = 11
 _IMPORT = "import time; t = time.perf_counter(); import mtrain; print(time.perf_counter() - t)"
@@ -56,14 +57,15 @@ def main() -> None:
 
             options.export = Path(directory) / "export"
             mtrain.export(options.run, options.export, "ctranslate2")
-        systems = {name: Worker(options, name) for name in options.systems.split(",")}
+        systems = {name: started(options, name) for name in options.systems.split(",")}
         for name, worker in systems.items():
-            print(f"{name}: loaded in {worker.load_s:.2f} s, first line {worker.first_s:.3f} s")
+            load_s, first_s = worker.loaded
+            print(f"{name}: loaded in {load_s:.2f} s, first line {first_s:.3f} s")
         for num_threads in map(int, options.threads.split(",")):
             compare(systems, num_threads, options)
         before = 0
         for num_lines in [int(number) for number in options.memory.split(",") if number]:
-            systems["mtrain"].ask(8, num_lines - before, None)
+            systems["mtrain"].ask([8, num_lines - before, None])
             rss_mib = resident_mib(systems["mtrain"].process.pid)
             before = num_lines
             print(f"memory after {num_lines:,} lines of 8 threads: {rss_mib:,.0f} MiB", flush=True)
@@ -80,7 +82,8 @@ def compare(systems: dict[str, Worker], num_threads: int, options: argparse.Name
     rates: dict[str, list[float]] = {name: [] for name in systems}
     for _ in range(options.rounds):
         for name, worker in systems.items():
-            rates[name].append(worker.ask(num_threads, None, options.seconds))
+            (rate,) = worker.ask([num_threads, None, options.seconds])
+            rates[name].append(rate)
     text = f"{num_threads} threads:"
     for name, values in rates.items():
         text += f"  {name} {statistics.median(values):,.0f} lines/s ({spread(values, 1)})"
@@ -90,42 +93,15 @@ def compare(systems: dict[str, Worker], num_threads: int, options: argparse.Name
     print(text, flush=True)
 
 
-class Worker:
-    """A system in a process of its own.
+def started(options: argparse.Namespace, name: str) -> Worker:
+    """Start a system in a process of its own.
 
-    Attributes:
-        load_s: seconds until the model is loaded, all imports among them.
-        first_s: seconds from then until the first translation.
+    It is loaded after so many seconds, all imports among them, and the first line takes so many
+    more: `loaded` is both. It is asked for a number of threads, and of lines or seconds, and
+    answers with the lines a second.
     """
-
-    def __init__(self, options: argparse.Namespace, name: str) -> None:
-        arguments = [options.run, "--beam", options.beam, "--cores", options.cores]
-        arguments += ["--export", options.export or "", "--worker", name]
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, *map(str, arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.load_s, self.first_s = self._read()
-
-    def _read(self) -> list[float]:
-        assert self.process.stdout is not None
-        numbers: list[float] = json.loads(self.process.stdout.readline())
-        return numbers
-
-    def ask(self, num_threads: int, num_lines: int | None, seconds: float | None) -> float:
-        """Translate so many lines, or so many seconds; return the lines a second."""
-        assert self.process.stdin is not None
-        print(json.dumps([num_threads, num_lines, seconds]), file=self.process.stdin, flush=True)
-        (rate,) = self._read()
-        return rate
-
-    def close(self) -> None:
-        """End the process."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+    arguments = [options.run, "--beam", options.beam, "--cores", options.cores]
+    return Worker(__file__, [*arguments, "--export", options.export or "", "--worker", name])
 
 
 def serve(options: argparse.Namespace) -> None:

@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from machine import commit, describe_machine
+from worker import Worker
 
 if TYPE_CHECKING:
     from mtrain.exporters.registry import Library
@@ -54,7 +54,7 @@ def main() -> None:
     libraries: list[Library] = [name for name in exporters() if name in wanted]
     print(f"{describe_machine()}, core {options.core}, commit {commit()}, {options.lines} lines")
     with TemporaryDirectory() as directory:
-        workers = {"mtrain": Worker(options, "mtrain", options.run)}
+        workers = {"mtrain": started(options, "mtrain", options.run)}
         written = {"mtrain": ["", f"{size_mb(options.run / 'model.safetensors'):,.1f}"]}
         for library in libraries:
             package = exporters()[library].PACKAGE
@@ -63,7 +63,7 @@ def main() -> None:
                 continue
             path, seconds = write(options.run, library, Path(directory))
             written[library] = [f"{seconds:,.1f}", f"{size_mb(path):,.1f}"]
-            workers[library] = Worker(options, library, path)
+            workers[library] = started(options, library, path)
         rates = compare(workers, options.rounds)
         for worker in workers.values():
             worker.close()
@@ -119,36 +119,10 @@ def cells_of(rates: list[float | None], beside: list[float | None]) -> list[str]
     ]
 
 
-class Worker:
-    """A system in a process of its own."""
-
-    def __init__(self, options: argparse.Namespace, name: str, path: Path) -> None:
-        arguments = [options.run, "--lines", options.lines, "--core", options.core]
-        arguments += ["--worker", name, path]
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, *map(str, arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._read()  # it is loaded
-
-    def _read(self) -> Any:
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
-
-    def ask(self, search: str) -> float | None:
-        """Return the sentences a second; None if the system does not search so."""
-        assert self.process.stdin is not None
-        print(json.dumps(search), file=self.process.stdin, flush=True)
-        rate: float | None = self._read()
-        return rate
-
-    def close(self) -> None:
-        """End the process."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+def started(options: argparse.Namespace, name: str, path: Path) -> Worker:
+    """Start a system in a process of its own."""
+    arguments = [options.run, "--lines", options.lines, "--core", options.core]
+    return Worker(__file__, [*arguments, "--worker", name, path])
 
 
 def serve(options: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browsing import SIZES, launched, watched_page
 from serving import with_languages
 from tasks import copy_task
 
@@ -21,19 +22,9 @@ from mtrain.exporters.export import ExportRequest
 from mtrain.exporters.onnx import OnnxModel
 from mtrain.run.run_dir import RunDir
 
-CHROMIUM = os.environ.get("MTRAIN_CHROMIUM") or shutil.which("chromium")
-if CHROMIUM is None:
-    pytest.skip("chromium is not installed", allow_module_level=True)
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 for package in ("onnx", "onnxruntime", "tokenizers"):
     pytest.importorskip(package, reason=f"{package} is not installed")
 
-FLAGS = [
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-]
-WAIT_MS = 60_000
-SIZES = [(1280, "light"), (768, "dark"), (320, "light")]
 IS_LOADED = "() => document.getElementById('message').textContent === ''"
 
 
@@ -82,28 +73,18 @@ def server(directory: Path) -> Iterator[ThreadingHTTPServer]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield browser
-        browser.close()
+    yield from launched()
 
 
 def opened(browser: Any, server: ThreadingHTTPServer, width: int, scheme: str) -> Iterator[Any]:
     """Open the page; hold it to no error, and to no request to another host."""
     url = f"http://127.0.0.1:{server.server_port}/"
-    size = {"width": width, "height": 800}
-    context = browser.new_context(viewport=size, color_scheme=scheme)
-    page = context.new_page()
-    page.set_default_timeout(WAIT_MS)
-    errors, urls = [], []
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("console", lambda line: errors.append(line.text) if line.type == "error" else None)
-    context.on("request", lambda request: urls.append(request.url))
+    page, errors, urls = watched_page(browser, width, scheme)
     page.goto(url)
     yield page
     assert [error for error in errors if "404" not in error] == []  # a missing library
     assert urls and all(each.startswith(url) for each in urls)
-    context.close()
+    page.context.close()
 
 
 @pytest.fixture(params=SIZES, ids=str)

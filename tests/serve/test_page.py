@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browsing import SIZES, launched, watched_page
 from serving import Client, running
 
 import mtrain
 from mtrain.serve.settings import ServerSettings
 
-CHROMIUM = os.environ.get("MTRAIN_CHROMIUM") or shutil.which("chromium")
-if CHROMIUM is None:
-    pytest.skip("chromium is not installed", allow_module_level=True)
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-
-FLAGS = [
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-]
-WAIT_MS = 60_000
 TEXT = "ba ce di"
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield browser
-        browser.close()
+    yield from launched()
 
 
-@pytest.fixture(params=[(1280, "light"), (768, "dark"), (320, "light")], ids=str)
+@pytest.fixture(params=SIZES, ids=str)
 def any_page(browser: Any, client: Client, request: pytest.FixtureRequest) -> Iterator[Any]:
     width, scheme = request.param
     yield from opened(browser, client, width, scheme)
@@ -49,20 +35,13 @@ def page(browser: Any, client: Client) -> Iterator[Any]:
 
 def opened(browser: Any, client: Client, width: int, scheme: str) -> Iterator[Any]:
     """Open the page; hold it to no error, and to no request to another host."""
-    size = {"width": width, "height": 800}
-    context = browser.new_context(viewport=size, color_scheme=scheme, accept_downloads=True)
-    page = context.new_page()
-    page.set_default_timeout(WAIT_MS)
-    errors, urls = [], []
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("console", lambda line: errors.append(line.text) if line.type == "error" else None)
-    page.on("request", lambda request: urls.append(request.url))
+    page, errors, urls = watched_page(browser, width, scheme)
     page.goto(f"{client.url}/")
     page.wait_for_function("() => document.getElementById('source-language').options.length > 0")
     yield page
     assert errors == []
     assert urls and all(url.startswith((f"{client.url}/", "blob:")) for url in urls)
-    context.close()
+    page.context.close()
 
 
 def output(page: Any) -> str:
