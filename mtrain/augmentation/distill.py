@@ -19,7 +19,7 @@ from mtrain.decode.pipeline import translate_lines
 from mtrain.decode.translator import Translator
 from mtrain.errors import ConfigError
 from mtrain.evaluation.evaluation import read_tests, report_on
-from mtrain.evaluation.metrics import ScoringOptions, TestSet, format_value
+from mtrain.evaluation.metrics import ScoringOptions, TestSet, format_value, tokenizer_note
 from mtrain.io.table import format_table
 from mtrain.model.transformer import num_parameters
 from mtrain.run.load_model import LoadOptions
@@ -80,11 +80,13 @@ def compare(teachers: Sequence[RunDir], student: RunDir, device: str) -> Iterato
         for name, runs in (("teacher", teachers), ("student", [student]))
         for system in _measure(name, runs, tests, device)
     ]
+    tgt_lang = student.config.data.tgt_lang
+    options = ScoringOptions().for_language(tgt_lang)
     heads = ["test set", "system", "search", "parameters", "sentences/s", "metric", "score", ""]
     rows = [[*heads, "p (bs)", "p (ar)"]]
     for name, lines in tests.items():
         outputs = {f"{own.name} {own.search}": own.outputs[name] for own in systems}
-        report = report_on(name, lines, outputs, ScoringOptions())
+        report = report_on(name, lines, outputs, options)
         tested = {(each.system, each.metric): each for each in report.comparisons}
         for system, result in zip(systems, report.results, strict=True):
             for score in result.scores:
@@ -101,6 +103,8 @@ def compare(teachers: Sequence[RunDir], student: RunDir, device: str) -> Iterato
                     ]
                 )
     yield from format_table(rows, "<<<>><>>>>")
+    if note := tokenizer_note(tgt_lang):
+        yield note
     yield "p: chance of such a difference to the teacher with its beam if neither is better; bs by"
     yield f"   paired bootstrap, ar by approximate randomisation; * is below {_P_LIMIT}"
 

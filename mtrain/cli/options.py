@@ -162,7 +162,8 @@ EvalArguments = Annotated[
     ),
 ]
 TokenizeOption = Annotated[
-    str | None, typer.Option(help="sacreBLEU's tokenizer: 13a (default), none, intl, char, ...")
+    str | None,
+    typer.Option(help="sacreBLEU's: 13a, intl, char, ...; by target language if absent."),
 ]
 DetailsOption = Annotated[
     bool, typer.Option("--details", help="By length, by rare words, and the best and worst lines.")

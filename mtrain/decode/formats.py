@@ -18,6 +18,10 @@ from mtrain.audit.unicode_classes import IS_UNSPACED, kinds
 from mtrain.corpus.length_stats import CorpusStats
 
 _SPACE = "\u2581"  # as SentencePiece writes it
+# The end of a sentence in Chinese or Japanese, after which there is no space
+_CJK_END = re.compile(
+    r"[\u2e80-\u9fff\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff][.!?\u2026\"'\u201d\u2019)]*\Z"
+)
 _BYTE = re.compile("<0x[0-9A-F]{2}>")  # likewise
 
 
@@ -153,19 +157,23 @@ class TranslatedLine:
 def join(parts: Sequence[Translation]) -> Translation:
     """Join the translations of the parts of a line; their scores are averaged by length.
 
-    Source words are numbered in the line already, target words in each part.
+    Source words are numbered in the line already, target words in each part. A space parts them,
+    but not in Chinese or Japanese.
     """
     if len(parts) == 1:
         return parts[0]
     weights = [max(len(part.tokens), 1) for part in parts]
     score = sum(w * part.score for w, part in zip(weights, parts, strict=True)) / sum(weights)
     links: list[Link] = []
-    first_tgt = 0
+    text = ""
     for part in parts:
+        if text and part.text and not _CJK_END.search(text):
+            text += " "
+        first_tgt = sum(word_starts(text + part.text[:1])) - 1  # the part may go on a word
         links += [Link(link.src, first_tgt + link.tgt) for link in part.alignment or ()]
-        first_tgt += sum(word_starts(part.text))
+        text += part.text
     return Translation(
-        " ".join(part.text for part in parts if part.text),
+        text,
         tuple(token for part in parts for token in part.tokens),
         tuple(log_prob for part in parts for log_prob in part.token_log_probs),
         sum(part.log_prob for part in parts),

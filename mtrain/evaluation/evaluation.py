@@ -20,7 +20,14 @@ from mtrain.decode.translator import EncodedSource, Translator
 from mtrain.errors import ConfigError, DataError, RunError
 from mtrain.evaluation import breakdown, significance
 from mtrain.evaluation.breakdown import Breakdown, Contrast
-from mtrain.evaluation.metrics import Score, Scorer, ScoringOptions, TestSet, ignored_source
+from mtrain.evaluation.metrics import (
+    Score,
+    Scorer,
+    ScoringOptions,
+    TestSet,
+    ignored_source,
+    tokenizer_note,
+)
 from mtrain.evaluation.significance import SystemComparison
 from mtrain.io.lines import read_lines
 from mtrain.run.run_dir import RunDir
@@ -79,6 +86,11 @@ class EvaluationPlan:
         num_refs = max((len(test.refs) for test in (self.text or {}).values()), default=1)
         if self.options.comet is not None and num_refs > 1:
             raise ConfigError(f"`--comet` must have one `--ref`, but has {num_refs} instead.")
+
+    @property
+    def tgt_lang(self) -> str:
+        """The language of the references."""
+        return self.runs[0].config.data.tgt_lang
 
 
 def read_files(src: Path, refs: Sequence[Path]) -> dict[str, TestSet]:
@@ -204,6 +216,9 @@ def evaluate_systems(
         plan.options.comet.load()
     for text in _differences({run.path: run.config for run in plan.runs}):
         warn(text)
+    options = plan.options.for_language(plan.tgt_lang)
+    if options != plan.options and (note := tokenizer_note(plan.tgt_lang)):
+        warn(f"{note}; `--tokenize` takes another")
     outputs: dict[str, dict[str, list[str]]] = {name: {} for name in tests}
     for path in paths:
         if path in translations:
@@ -213,7 +228,7 @@ def evaluate_systems(
             run = run_of[path]
             for name, hypotheses in translate_tests(run, load(run), tests_of[path], warn):
                 outputs[name][str(path)] = hypotheses
-    return [_report(name, tests[name], outputs[name], plan) for name in tests]
+    return [_report(name, tests[name], outputs[name], plan, options) for name in tests]
 
 
 def _check_references(
@@ -256,9 +271,13 @@ def _read_translations(path: Path, tests: Mapping[str, TestSet]) -> list[str]:
 
 
 def _report(
-    name: str, lines: TestSet, outputs: Mapping[str, list[str]], plan: EvaluationPlan
+    name: str,
+    lines: TestSet,
+    outputs: Mapping[str, list[str]],
+    plan: EvaluationPlan,
+    options: ScoringOptions,
 ) -> TestReport:
-    options, scorer = plan.options, Scorer(lines, plan.options)
+    scorer = Scorer(lines, options)
     breakdowns: dict[str, Breakdown] = {}
     contrasts = []
     if plan.with_details:

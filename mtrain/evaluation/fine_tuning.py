@@ -71,6 +71,7 @@ def before_and_after(
     if not process_group.is_first:
         return []
     systems = str(other.path), str(run.path)
+    options = options.for_language(run.config.data.tgt_lang)
     return [
         report_on(name, lines, dict(zip(systems, (old[name], new[name]), strict=True)), options)
         for name, lines in tests.items()

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from sacrebleu.metrics.base import Metric
@@ -26,6 +27,15 @@ _MIN_VARIETY = 0.2  # different outputs, by different references, of a model tha
 _MIN_VARIED = 10  # different references, to judge by
 _MAX_DIGITS = 30  # after the point, so that a printed float is the same float
 _LEAST_RESAMPLES = 40  # an interval of 95% cuts one in 40 on either side
+# sacreBLEU's tokenizers for languages that are written without spaces, or are scored by morphemes:
+# the first that is installed
+_TOKENIZERS = {
+    "bo bod dz dzo km khm lo lao my mya shn th tha tib bur": ["char"],
+    "ja jpn": ["ja-mecab", "char"],
+    "ko kor": ["ko-mecab"],
+    "zh chi cmn lzh wuu yue zho zt": ["zh"],
+}
+_TOKENIZERS_OF = {code: names for codes, names in _TOKENIZERS.items() for code in codes.split()}
 
 
 class TestSet(NamedTuple):
@@ -93,7 +103,8 @@ class ScoringOptions:
         ConfigError: if an option is invalid, or does not apply to the metrics.
     """
 
-    tokenize: str | None = None  # BLEU's tokenizer; None is sacreBLEU's default, 13a
+    # BLEU's tokenizer; None is that of the target language, and 13a where no language is known
+    tokenize: str | None = None
     lowercase: bool = False  # for BLEU and chrF; TER always ignores case, COMET never
     metrics: Sequence[str] = ("bleu", "chrf")  # some of METRICS
     # of the test set, for intervals and the paired bootstrap; 0 computes no intervals. Memory
@@ -129,6 +140,44 @@ class ScoringOptions:
             raise ConfigError(
                 f"`SACREBLEU_SEED` must be a whole number or none, but is {seed!r} instead."
             )
+
+    def for_language(self, tgt_lang: str) -> ScoringOptions:
+        """Return the options with BLEU's tokenizer for a target language, unless they name one."""
+        if self.tokenize is not None or "bleu" not in self.metrics:
+            return self
+        return replace(self, tokenize=language_tokenizer(tgt_lang))
+
+
+def language_tokenizer(tgt_lang: str) -> str | None:
+    """Return sacreBLEU's tokenizer for a target language; None if it is the default, 13a.
+
+    Args:
+        tgt_lang: a code such as zh, zh-TW or tha_Thai.
+    """
+    code, *subtags = re.split("[-_]", tgt_lang.lower())
+    if "latn" in subtags:
+        return None
+    return next(filter(_is_installed, _TOKENIZERS_OF.get(code, [])), None)
+
+
+def tokenizer_note(tgt_lang: str) -> str | None:
+    """Say which tokenizer BLEU has for a target language; None if it is the default, 13a."""
+    name = language_tokenizer(tgt_lang)
+    if name is None:
+        return None
+    note = f"BLEU's tokenizer for {tgt_lang} is {name}"
+    better = _TOKENIZERS_OF[re.split("[-_]", tgt_lang.lower())[0]][0]
+    if name != better:
+        note += f"; {better} needs `pip install 'sacrebleu[{better.partition('-')[0]}]'`"
+    return note
+
+
+def _is_installed(tokenizer: str) -> bool:
+    try:
+        BLEU(tokenize=tokenizer)
+    except (RuntimeError, ImportError, OSError, AssertionError):  # or has another dictionary
+        return False
+    return True
 
 
 class Scorer:
@@ -197,9 +246,9 @@ def score(
     return Scorer(test, options or ScoringOptions()).score(hypotheses)
 
 
-def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> float:
-    """Return BLEU with sacreBLEU's defaults."""
-    options = ScoringOptions(metrics=("bleu",), num_resamples=0)
+def bleu(hypotheses: Sequence[str], references: Sequence[str], tgt_lang: str) -> float:
+    """Return BLEU with sacreBLEU's defaults for a target language."""
+    options = ScoringOptions(metrics=("bleu",), num_resamples=0).for_language(tgt_lang)
     return score(hypotheses, references, options)[0].value
 
 

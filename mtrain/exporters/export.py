@@ -265,7 +265,7 @@ def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> E
             sha256_if_readable(run.model_path),
             {},
             compared,
-            None if scored is None else _bleu(translator, scored, beam, held_out, say),
+            None if scored is None else _bleu(run, translator, scored, beam, held_out, say),
         )
         example = min(lines.src, key=len)
         results = _test_results(run, translator, say) if request.has_scores else []
@@ -361,16 +361,24 @@ def _test_results(run: RunDir, translator: Translator, say: Say) -> list[TestRes
 
 
 def _bleu(
-    translator: Translator, exported: ExportedModel, beam: int, lines: ParallelLines, say: Say
+    run: RunDir,
+    translator: Translator,
+    exported: ExportedModel,
+    beam: int,
+    lines: ParallelLines,
+    say: Say,
 ) -> tuple[float, float]:
     say(f"translating {len(lines.src):,} lines of validation text with both")
+    tgt_lang = run.config.data.tgt_lang
+    if note := metrics.tokenizer_note(tgt_lang):
+        say(note)
     sources = translator.tokenizer.encode_src(lines.src)
     limits = [translator.max_length(EncodedSource(ids)) for ids in sources]
     outputs = exported.search(sources, beam, limits)
     theirs = translator.tokenizer.tgt.decode([output.ids for output in outputs])
     ids = LogProbSearcher(translator, masks_special=False).search(sources, beam)
     ours = translator.tokenizer.tgt.decode(ids)
-    return metrics.bleu(ours, lines.tgt), metrics.bleu(theirs, lines.tgt)
+    return metrics.bleu(ours, lines.tgt, tgt_lang), metrics.bleu(theirs, lines.tgt, tgt_lang)
 
 
 def as_text(report: ExportReport) -> list[str]:

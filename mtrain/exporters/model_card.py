@@ -21,7 +21,7 @@ from mtrain.data import loader, prepare
 from mtrain.decode.translator import Translator
 from mtrain.errors import RunError
 from mtrain.evaluation.evaluation import TestResult
-from mtrain.evaluation.metrics import Score
+from mtrain.evaluation.metrics import Score, language_tokenizer
 from mtrain.exporters.exporter import Exporter
 from mtrain.io.atomic import sha256_if_readable
 from mtrain.model.transformer import num_parameters
@@ -223,7 +223,9 @@ def _sizes(run: RunDir, translator: Translator) -> Iterator[str]:
     yield f"- SentencePiece {config.tokenizer.kind}: {src:,} {shared} pieces."
     origin = checkpoint.load_final_weights_info(run.model_path)
     if origin is not None:
-        yield f"- BLEU of the validation text: {origin.bleu:.2f} (sacreBLEU, greedy search)."
+        name = language_tokenizer(config.data.tgt_lang)
+        how = "sacreBLEU, greedy search" if name is None else f"sacreBLEU, {name}, greedy search"
+        yield f"- BLEU of the validation text: {origin.bleu:.2f} ({how})."
     if config.training.init_from is not None:
         yield f"- Fine-tuned: the training began with the weights of `{config.training.init_from}`."
 

@@ -18,6 +18,7 @@ from mtrain.corpus.reader import changed_files
 from mtrain.data import prepare
 from mtrain.data.batch import MicroBatchSplit
 from mtrain.data.loader import TrainingData
+from mtrain.evaluation.metrics import tokenizer_note
 from mtrain.io.text_width import count
 from mtrain.ops import native
 from mtrain.run.checkpoint import Progress
@@ -121,6 +122,11 @@ class TrainingLogger:
         self.log.say(f"ranks    {split.num_ranks:,}, {each}: {parts};")
         kept = "the whole model" if config.parallel == "ddp" else "a part of the model"
         self.log.say(f"         each keeps {kept}; gradients travel in {config.exchange}")
+
+    def log_tokenizer(self, config: Config) -> None:
+        """Log BLEU's tokenizer, if the target language has one of its own."""
+        if note := tokenizer_note(config.data.tgt_lang):
+            self.log.say(f"scores   {note}")
 
     def log_duration(self, config: TrainingConfig, is_compiled: bool) -> None:
         """Log whether layers are compiled, and the stopping rule."""

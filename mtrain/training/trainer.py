@@ -375,7 +375,9 @@ class Trainer:
             if not math.isfinite(loss):
                 raise RunError(f"the loss on the validation set is not finite; {self._advice()}")
             hypotheses = self.valid.translations(translator)
-        score = bleu(hypotheses, self.valid.lines.tgt) if self.process_group.is_first else 0.0
+        score = 0.0
+        if self.process_group.is_first:
+            score = bleu(hypotheses, self.valid.lines.tgt, self.config.data.tgt_lang)
         return Validation(loss, nll, self.process_group.broadcast_float(score), hypotheses)
 
     def _save(self, is_leaving: bool = False) -> None:
@@ -481,6 +483,7 @@ class Trainer:
         logger.log_data(self.run_dir, self.settings, self.data, self.tokenizer, num_valid, step)
         logger.log_device(self.compute_dtype, self.gradients.workers.count)
         logger.log_ranks(self.settings, self.split)
+        logger.log_tokenizer(self.config)
         logger.log_duration(self.settings, self.is_compiled)
 
     def probe_memory(self) -> None:

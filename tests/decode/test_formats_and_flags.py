@@ -182,6 +182,30 @@ def test_target_words_without_spaces_count_on_by_letters() -> None:
     assert join([first, second]).alignment == (Link(0, 0), Link(0, 1), Link(1, 2))
 
 
+@pytest.mark.parametrize(
+    ("parts", "text", "links"),
+    [
+        (["你好。", "再见！"], "你好。再见！", [0, 3]),
+        (["你好。”", "“再见"], "你好。”“再见", [0, 2]),
+        (["去1号。", "2月"], "去1号。2月", [0, 3]),
+        (["はい。", "", "OK."], "はい。OK.", [0, None, 2]),
+        (["สวัสดี", "ครับ"], "สวัสดี ครับ", [0, 4]),
+        (["OK.", "你好"], "OK. 你好", [0, 1]),
+    ],
+)
+def test_parts_in_chinese_or_japanese_join_without_a_space(
+    parts: list[str], text: str, links: list[int | None]
+) -> None:
+    found = [
+        translation(part, [-1.0], alignment=(Link(number, 0),) if part else ())
+        for number, part in enumerate(parts)
+    ]
+    whole = join(found)
+    assert whole.text == text
+    firsts = [Link(row, link) for row, link in enumerate(links) if link is not None]
+    assert list(whole.alignment or ()) == firsts
+
+
 FOUND = TranslatedLine(
     7,
     "in\there",

@@ -317,6 +317,18 @@ def test_split_keeps_quotes_and_brackets_that_close_a_sentence(translator: Trans
     assert found == ['ba (ce "di.")', "fo gu!"]
 
 
+@pytest.mark.parametrize("mark", list("؟۔।॥។။"))
+def test_split_cuts_at_the_marks_that_end_a_sentence_in_other_scripts(
+    translator: Translator, mark: str
+) -> None:
+    line = f"ba ce di{mark} fo gu"
+    src = translator.tokenizer.src
+    found = src.decode(
+        [part[:-1] for part in split(translator, line, num_tokens(line, translator) - 1)]
+    )
+    assert found[-1] == "fo gu"
+
+
 def test_split_makes_as_few_parts_as_fit(translator: Translator) -> None:
     line = " ".join(f"{word}." for word in WORDS[:6])
     limit = num_tokens(" ".join(f"{word}." for word in WORDS[:3]), translator)

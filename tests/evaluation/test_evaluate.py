@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import Cli
+from conftest import Cli, copied
 from tasks import copy_task, write, write_config
 
 from mtrain.decode.pipeline import translate_lines
@@ -93,6 +93,20 @@ def test_json_has_a_record_for_each_score(cli: Cli, trained: RunDir) -> None:
         }
     }
     assert "|tok:none|" in outcome.out.decode()
+
+
+def test_a_target_without_spaces_is_scored_by_characters_unless_another_way_is_asked_for(
+    cli: Cli, trained: RunDir, tmp_path: Path
+) -> None:
+    run = copied(trained, tmp_path / "th", "aa", "th")
+    asked, by_default = (cli("eval", run, *more) for more in (["--tokenize", "char"], []))
+    assert (asked.code, asked.err) == (0, "")
+    assert by_default.lines == asked.lines and "|tok:char|" in by_default.lines[1]
+    assert by_default.err == (
+        "mtrain: BLEU's tokenizer for th is char; `--tokenize` takes another\n"
+    )
+    written = cli("eval", run, "--tokenize", "13a")
+    assert (written.err, written.lines) == ("", cli("eval", trained.path).lines)
 
 
 @pytest.fixture

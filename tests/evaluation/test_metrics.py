@@ -230,16 +230,67 @@ def test_the_options_matter() -> None:
 
 
 def test_bleu_alone_is_the_default_bleu_and_knows_a_perfect_score() -> None:
-    assert metrics.bleu(HYPOTHESES, REFERENCES) == by_sacrebleu(ScoringOptions())[0]
-    assert metrics.bleu(REFERENCES, REFERENCES) == pytest.approx(100.0)
-    assert metrics.bleu([""] * 5, REFERENCES) == 0.0
+    assert metrics.bleu(HYPOTHESES, REFERENCES, "en") == by_sacrebleu(ScoringOptions())[0]
+    assert metrics.bleu(REFERENCES, REFERENCES, "en") == pytest.approx(100.0)
+    assert metrics.bleu([""] * 5, REFERENCES, "en") == 0.0
+
+
+@pytest.fixture
+def no_mecab(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ja", "ko"):
+        monkeypatch.setattr(f"sacrebleu.tokenizers.tokenizer_{name}_mecab.MeCab", None)
+
+
+@pytest.mark.usefixtures("no_mecab")
+@pytest.mark.parametrize(
+    ("tgt_lang", "name"),
+    [
+        *[("zh", "zh"), ("zh-TW", "zh"), ("zho_Hans", "zh"), ("ZH", "zh"), ("yue", "zh")],
+        *[("th", "char"), ("lo", "char"), ("khm_Khmr", "char"), ("my", "char"), ("ja", "char")],
+        *[("ko", None), ("en", None), ("zh-Latn", None), ("zha", None), ("aa", None)],
+    ],
+)
+def test_a_target_language_without_spaces_has_its_own_tokenizer(
+    tgt_lang: str, name: str | None
+) -> None:
+    assert metrics.language_tokenizer(tgt_lang) == name
+    assert ScoringOptions().for_language(tgt_lang).tokenize == name
+    assert ScoringOptions("none").for_language(tgt_lang).tokenize == "none"
+    assert ScoringOptions(metrics=["chrf"]).for_language(tgt_lang).tokenize is None
+
+
+def test_bleu_of_lines_without_spaces_counts_what_is_right_in_them() -> None:
+    references = ["我在公园里看见一只小狗。", "他每天早上都去学校。"]
+    hypotheses = ["我在公园里看见一只大狗。", "他每天晚上都去学校。"]
+    assert metrics.bleu(hypotheses, references, "en") < 0.01
+    assert metrics.bleu(hypotheses, references, "zh") > 60
+    (score, _) = metrics.score(hypotheses, references, ScoringOptions().for_language("zh"))
+    assert "|tok:zh|" in score.signature
+
+
+@pytest.mark.usefixtures("no_mecab")
+def test_the_note_on_a_tokenizer_says_what_a_better_one_needs() -> None:
+    assert metrics.tokenizer_note("en") is metrics.tokenizer_note("ko") is None
+    assert metrics.tokenizer_note("th") == "BLEU's tokenizer for th is char"
+    assert metrics.tokenizer_note("ja") == (
+        "BLEU's tokenizer for ja is char; ja-mecab needs `pip install 'sacrebleu[ja]'`"
+    )
+
+
+def test_where_its_package_is_installed_japanese_is_scored_by_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(metrics, "BLEU", lambda tokenize: None)
+    assert metrics.language_tokenizer("ja") == "ja-mecab"
+    assert metrics.language_tokenizer("ko") == "ko-mecab"
+    assert metrics.tokenizer_note("ja") == "BLEU's tokenizer for ja is ja-mecab"
 
 
 def test_text_that_looks_tokenized_is_scored_without_a_lecture(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenized = ["a b c d ."] * 200
-    assert metrics.bleu(tokenized, tokenized) == pytest.approx(100.0)
+    assert metrics.bleu(tokenized, tokenized, "en") == pytest.approx(100.0)
     assert capsys.readouterr() == ("", "")
     assert caplog.text == ""
 

@@ -25,8 +25,10 @@ from tasks import prepared, reverse_task, stop_at, train, write_task
 
 from mtrain.cli.main import main
 from mtrain.config import config_file
+from mtrain.data import prepare
 from mtrain.data.batch import Batch, UpdateBatches, collate
 from mtrain.errors import RunError
+from mtrain.evaluation.metrics import bleu
 from mtrain.ops import native
 from mtrain.run import checkpoint
 from mtrain.run.logger import NullLogger, RunLog
@@ -118,6 +120,19 @@ def test_metrics_have_exactly_the_documented_keys(straight: RunDir) -> None:
         assert line["loss"] > line["nll"] > 0
         assert line["tgt_tokens_per_s"] > 0 < line["memory_mib"]
         assert line["grad_norm"] > 0
+
+
+def test_a_target_without_spaces_is_validated_by_characters_and_the_header_says_so(
+    cli: Cli, source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = tmp_path / "th"
+    monkeypatch.setattr(ValidationSet, "translations", lambda valid, _: [*valid.lines.src])
+    outcome = cli("train", source, "--run", run, "--set", "data.tgt_lang=th")
+    assert outcome.code == 0
+    assert "scores   BLEU's tokenizer for th is char\n" in outcome.err
+    lines = prepare.read_valid(RunDir(run))
+    (*_, last) = (line["valid_bleu"] for line in metrics(RunDir(run)) if "valid_bleu" in line)
+    assert last == bleu(lines.src, lines.tgt, "th") != bleu(lines.src, lines.tgt, "en")
 
 
 def test_without_label_smoothing_the_loss_is_the_nll(source: Path, tmp_path: Path) -> None:
