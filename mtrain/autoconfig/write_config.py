@@ -8,7 +8,7 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -22,8 +22,9 @@ from mtrain.autoconfig.presets import MeasuredPreset, Overhead, Preset, Training
 from mtrain.autoconfig.split import CorpusOverview, HeldOut
 from mtrain.config import config_file
 from mtrain.config.config_file import put_beside
-from mtrain.config.corpora import Corpus, FilesCorpus
+from mtrain.config.corpora import Corpus, FilesCorpus, TsvCorpus
 from mtrain.config.sections import DataConfig, DecodingConfig, TokenizerConfig
+from mtrain.corpus import formats
 from mtrain.errors import ConfigError, DataError
 from mtrain.io.atomic import check_writable, write_lines
 from mtrain.io.lines import Advance
@@ -185,7 +186,8 @@ def init(
         DataError: if a corpus cannot be read, or has too few pairs.
         WriteError: if the files cannot be written.
     """
-    data, load, started = request.data, benchmark.load_average(), time.monotonic()
+    data = _with_headers(request.data, console)
+    request, load, started = replace(request, data=data), benchmark.load_average(), time.monotonic()
     tests = {f"data.tests.{name}": corpus for name, corpus in data.tests.items()}
     sets: dict[str, Corpus] = {"data.valid": data.valid, **tests}
     given = {
@@ -244,8 +246,34 @@ def init(
     choice = _Choice(num_train, tokenizer, measured, training)
     write_lines(request.config_path, [schema_line, *_config_lines(request, choice)])
     config_file.load(request.config_path)
-    lines = [*report, *_summary(request, choice, overhead)]
-    return InitReport(request.config_path, lines)
+    return InitReport(request.config_path, [*report, *_summary(request, choice, overhead)])
+
+
+def _with_headers(data: DataConfig, console: Console) -> DataConfig:
+    """Leave out the first lines of TSV files where each of a corpus looks like a header; say so."""
+
+    def with_header(corpus: Corpus) -> Corpus:
+        if not isinstance(corpus, TsvCorpus) or corpus.header is not None:
+            return corpus
+        headers = {path: formats.read_header(corpus, path, languages) for path in corpus.tsv}
+        has_header = all(headers.values())
+        for path, cells in headers.items():
+            if cells:
+                what = "left out by `header: true`"
+                if not has_header:
+                    what = "a pair, as other files of the corpus have no header"
+                console.say(f"header    {path}: {' TAB '.join(cells)}: {what}")
+        return corpus.model_copy(update={"header": True}) if has_header else corpus
+
+    languages = data.src_lang, data.tgt_lang
+    train = data.train
+    return data.model_copy(
+        update={
+            "train": [*map(with_header, train)] if isinstance(train, list) else with_header(train),
+            "valid": with_header(data.valid),
+            "tests": {name: with_header(corpus) for name, corpus in data.tests.items()},
+        }
+    )
 
 
 def _kept(overview: CorpusOverview, held_out: HeldOut, console: Console) -> Flags:
@@ -344,10 +372,10 @@ def _config_lines(request: InitRequest, choice: _Choice) -> list[str]:
     why = ["The smallest, though it does not see", f"# {seen}."]
     if presets.fits(choice.measured, request.budget_s):
         why = ["The largest that sees", f"# {seen}, and that such a corpus can teach."]
-    train = data.train if isinstance(data.train, list) else [data.train]
-    corpora = [f"  train: {_corpus(train[0])}"]
-    if len(train) > 1:
-        corpora = ["  train:", *(f"    - {_corpus(corpus)}" for corpus in train)]
+    if isinstance(data.train, list):
+        corpora = ["  train:", *(f"    - {_corpus(corpus)}" for corpus in data.train)]
+    else:
+        corpora = [f"  train: {_corpus(data.train)}"]
     tests = [f"    {_text(name)}: {_corpus(test)}" for name, test in data.tests.items()]
     clean = [
         "  # Sets were held out: they are copies of training pairs. The training drops those, and",

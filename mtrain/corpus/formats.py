@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
@@ -22,9 +23,17 @@ from mtrain.config.corpora import (
     TableCorpus,
     TsvCorpus,
 )
+from mtrain.config.language_names import name_of
 from mtrain.corpus import synthetic
 from mtrain.errors import DataError
-from mtrain.io.lines import Advance, Digest, format_undecodable, open_lines, raw_lines
+from mtrain.io.lines import (
+    Advance,
+    Digest,
+    format_undecodable,
+    open_lines,
+    raw_lines,
+    tell_nobody,
+)
 from mtrain.io.text_width import shortened, visible
 
 _BREAK = re.compile(r"\r?\n")
@@ -90,12 +99,29 @@ def table_readers(corpus: TableCorpus) -> list[TableReader]:
 
 
 def is_header(cells: Sequence[str], languages: Iterable[str]) -> bool:
-    """Return whether cells consist of the words of column names and of language codes alone."""
-    codes = [code.casefold() for code in languages]
-    words_of_cells = [re.findall(r"[^\W\d_]+", cell.casefold()) for cell in cells]
+    """Return whether cells have only words of column names, codes and names of the languages."""
+    known = {word for code in languages for word in _words(f"{code} {name_of(code)}")}
+    words_of_cells = [_words(cell) for cell in cells]
     return all(words_of_cells) and all(
-        word in codes or _COLUMN_WORD.fullmatch(word) for words in words_of_cells for word in words
+        word in known or _COLUMN_WORD.fullmatch(word) for words in words_of_cells for word in words
     )
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[^\W\d_]+", text.casefold())
+
+
+def read_header(corpus: TsvCorpus, path: str, languages: Iterable[str]) -> tuple[str, str] | None:
+    """Return source and target of a file's first line if they look like a header.
+
+    Raises:
+        DataError: if the file cannot be read.
+    """
+    with closing(_read_tsv(corpus, path, tell_nobody, None)) as rows:
+        row = next(rows, None)
+    if not isinstance(row, Row) or not is_header((row.src, row.tgt), languages):
+        return None
+    return row.src, row.tgt
 
 
 def paths_of(corpus: Corpus) -> list[str]:
@@ -132,7 +158,7 @@ def _name_of(corpus: HubCorpus) -> str:
 
 def _read_tsv(
     corpus: TsvCorpus, path: str, advance: Advance, digest: Digest | None
-) -> Iterator[Row | Fault]:
+) -> Generator[Row | Fault, None, None]:
     src, tgt = corpus.columns or (1, 2)
     with open_lines(Path(path), advance, digest) as stream:
         for raw in islice(raw_lines(stream), int(corpus.header is True), None):

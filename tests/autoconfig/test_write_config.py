@@ -241,6 +241,62 @@ def test_every_form_of_a_corpus_is_read_split_and_written(form):
     assert dropped == num_pairs // 10
 
 
+def write_tables(*first_lines):
+    """Write the corpus as one table for each first line; return the override that names them."""
+    rows = ["\t".join(pair) for pair in zip(read("a.en"), read("a.de"), strict=True)]
+    names = [f"{number}.tsv" for number in range(len(first_lines))]
+    for number, first in enumerate(first_lines):
+        part = rows[number :: len(first_lines)]
+        write(Path(names[number]), part if first is None else [first, *part])
+    return f"{{tsv: [{', '.join(names)}]}}"
+
+
+def init_said(*overrides):
+    said = Said()
+    request = write_config.parse_request(
+        ("en", "de"), {}, overrides, "10m", "cpu", Path("new.yaml"), None
+    )
+    write_config.init(request, said, lambda _: None)
+    return said.lines
+
+
+@pytest.mark.parametrize("is_mixture", [False, True])
+def test_the_header_of_a_table_is_noticed_left_out_and_said(is_mixture):
+    table = write_tables("English\tGerman", "source\ttarget")
+    train = f"[{table[:-1]}, weight: 1}}]" if is_mixture else table
+    said = init_said(f"data.train={train}")
+    assert said[:2] == [
+        "header    0.tsv: English TAB German: left out by `header: true`",
+        "header    1.tsv: source TAB target: left out by `header: true`",
+    ]
+    assert said[2].startswith("corpus    400 pairs")
+    train = written("new.yaml").data.train
+    assert (train[0] if is_mixture else train).header is True
+    assert "English" not in read("new.valid.en") + read("new.test.en")
+
+
+def test_the_header_of_a_given_set_is_left_out():
+    write(Path("v.tsv"), ["en\tde", "ba ce\tBA CE"])
+    init(overrides=["data.valid={tsv: [v.tsv]}"])
+    assert written().data.valid == TsvCorpus(tsv=["v.tsv"], header=True)
+
+
+def test_a_table_among_others_without_a_header_keeps_its_first_line_which_is_said():
+    said = init_said(f"data.train={write_tables('en	de', None)}")
+    assert (
+        said[0] == "header    0.tsv: en TAB de: a pair, as other files of the corpus have no header"
+    )
+    assert said[1].startswith("corpus    401 pairs")
+    assert written("new.yaml").data.train.header is None
+
+
+def test_what_the_user_says_of_a_header_stands():
+    table = write_tables("en\tde")
+    said = init_said(f"data.train={table[:-1]}, header: false}}")
+    assert said[0].startswith("corpus    401 pairs")
+    assert written("new.yaml").data.train.header is False
+
+
 def test_sets_in_any_form_are_named_and_read():
     forms()
     write(Path("b.en"), lines := sentences(100, seed=3))

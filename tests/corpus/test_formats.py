@@ -496,6 +496,12 @@ def test_a_header_is_made_of_column_names_and_the_codes_of_the_config(
     assert formats.is_header(cells, ["aa", "bb"]) == is_one
 
 
+@pytest.mark.parametrize("cells", [("Lao", "khmer text"), ("lo", "pt-BR"), ("Portuguese", "km")])
+def test_a_header_may_have_the_names_of_the_languages(cells: tuple[str, str]) -> None:
+    assert formats.is_header(cells, ["lo", "km", "pt-BR"])
+    assert not formats.is_header(cells, ["en", "de"])
+
+
 @pytest.mark.parametrize("header", [None, True, False])
 def test_a_header_is_reported_unless_the_config_says_whether_there_is_one(
     cli: Cli, tmp_path: Path, header: bool | None
