@@ -17,7 +17,7 @@ BATCH_TOKENS, _MIN_BATCH_TOKENS = 4096, 512
 _MIN_UPDATES = 2000  # with fewer, smaller batches reach a better BLEU
 _MAX_WARMUP = 4000  # updates
 _FULL_LR_WARMUP = 1250  # updates; a rate that rises faster ends in a model that ignores its source
-_FEW_EPOCHS, _MANY_EPOCHS = 10, 60
+_FEW_READS, _MANY_READS = 10, 60
 NUM_AVERAGED = 5  # checkpoints
 _AVERAGED_FRACTION = 0.1  # of the training, over which they are saved
 _MIN_SAVE_EVERY = 10  # updates, of which there are many more if the speed was underestimated
@@ -115,6 +115,7 @@ class TrainingPlan(NamedTuple):
     training_s: float
     num_updates: int  # expected in that time
     num_epochs: float
+    num_reads: float  # of each different pair; an epoch reads a pair as often as it has copies
     dropout: float
     lr: float
     warmup_steps: int
@@ -124,9 +125,21 @@ class TrainingPlan(NamedTuple):
 
 
 def plan_training(
-    chosen: MeasuredPreset, budget_s: float, num_tokens: int, overhead: Overhead
+    chosen: MeasuredPreset,
+    budget_s: float,
+    num_tokens: int,
+    overhead: Overhead,
+    num_copies: float = 1.0,
 ) -> TrainingPlan:
-    """Return the schedule for a preset, a budget in seconds and an epoch's target tokens."""
+    """Return the schedule of a training.
+
+    Args:
+        chosen: the preset.
+        budget_s: seconds for all.
+        num_tokens: target tokens of an epoch.
+        overhead: what the budget pays for besides updates.
+        num_copies: of each different pair, on average.
+    """
     training_s = max(budget_s - overhead.fixed_s, _MIN_TRAINED_FRACTION * budget_s)
     num_validations = min(
         _MAX_VALIDATIONS,
@@ -135,13 +148,15 @@ def plan_training(
     tokens = chosen.tokens_per_s * (1 - _VALIDATED_FRACTION) * training_s
     update_tokens = min(chosen.batch_tokens * chosen.preset.accumulate, num_tokens)  # no pair twice
     updates, epochs = max(1, round(tokens / update_tokens)), tokens / num_tokens
+    num_reads = epochs * num_copies
     warmup_steps = min(_MAX_WARMUP, max(1, updates // 4))
     batch_factor = (chosen.batch_tokens / BATCH_TOKENS) ** 0.25
     return TrainingPlan(
         training_s=training_s,
         num_updates=updates,
         num_epochs=epochs,
-        dropout=0.1 if epochs < _FEW_EPOCHS else 0.2 if epochs < _MANY_EPOCHS else 0.3,
+        num_reads=num_reads,
+        dropout=0.1 if num_reads < _FEW_READS else 0.2 if num_reads < _MANY_READS else 0.3,
         lr=chosen.preset.lr * min(batch_factor, warmup_steps / _FULL_LR_WARMUP),
         warmup_steps=warmup_steps,
         save_every=max(_MIN_SAVE_EVERY, round(_AVERAGED_FRACTION * updates / NUM_AVERAGED)),

@@ -38,7 +38,7 @@ _MAX_HELD_OUT = 1000  # pairs of a set
 _HELD_OUT_PER_S = 2  # of the budget
 _MIN_VOCABULARY = 300  # the 256 bytes, and some letters
 _SEED = 1
-_MIN_EPOCHS = 3  # below, a warning
+_MIN_READS = 3  # of a pair; below, a warning
 _USUAL_LOAD = 0.5  # of a processor; beyond, a warning
 _CLEAN = ["blank-side", "held-out-pair", "held-out"]  # where pairs are held out
 _DECODING = DecodingConfig(beam=5, length_alpha=1.0)
@@ -212,10 +212,8 @@ def init(
     sample = benchmark.encode(pairs, tokenizer)
     num_train = round(int(is_kept.sum()) * sample.share)
     num_tokens = round(num_train * sample.tgt_tokens_per_pair)
-    console.say(
-        f"subwords  {len(tokenizer.tgt):,} shared; {sample.tgt_tokens_per_pair:.1f} target tokens "
-        "a pair"
-    )
+    tokens = f"{sample.tgt_tokens_per_pair:.1f} target tokens a pair"
+    console.say(f"subwords  {len(tokenizer.tgt):,} shared; {tokens}")
     tokenizing_s = time.monotonic() - started  # which tokenizing takes again
     measured = _measure(request, num_distinct, sample, console, set_status)
     if load > _USUAL_LOAD or measured.spread > benchmark.USUAL_SPREAD:
@@ -239,7 +237,8 @@ def init(
         num_valid * greedy_s * (1 + _DECODING.max_extra_tokens / sample.src_tokens_per_pair),
         sum(num_tests) * beam_s,
     )
-    training = presets.plan_training(measured, request.budget_s, num_tokens, overhead)
+    num_copies = is_kept.sum() / num_distinct
+    training = presets.plan_training(measured, request.budget_s, num_tokens, overhead, num_copies)
     set_status("writing")
     report = _write_held_out(request, held_out)
     schema_line = put_beside(request.config_path).rstrip("\n")
@@ -398,8 +397,8 @@ def _config_lines(request: InitRequest, choice: _Choice) -> list[str]:
         f"tokenizer: {{kind: bpe, vocab_size: {len(choice.tokenizer.tgt)}}}",
         f"# The size `{preset.name}`: {choice.measured.num_parameters:,} weights. {why[0]}",
         why[1],
-        f"# Dropout is higher, the more often the corpus is seen: about "
-        f"{training.num_epochs:,.0f} times here.",
+        f"# Dropout is higher, the more often a pair is seen: about "
+        f"{training.num_reads:,.0f} times here.",
         "model:",
         f"  d_model: {preset.model.d_model}",
         f"  num_heads: {preset.model.num_heads}",
@@ -444,7 +443,7 @@ def _summary(request: InitRequest, choice: _Choice, overhead: Overhead) -> list[
     path = shlex.quote(str(request.config_path))
     num_s = math.ceil(overhead.fixed_s)
     warnings = []
-    if training.num_epochs < _MIN_EPOCHS:
+    if training.num_reads < _MIN_READS:
         warnings.append("warning   that is little time for this corpus: take a longer --budget")
     if training.training_s + overhead.fixed_s > request.budget_s:
         warnings.append("warning   the rest takes longer than the budget: take smaller sets")

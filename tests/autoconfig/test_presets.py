@@ -43,6 +43,13 @@ def test_a_budget_of_more_time_gives_more_updates_and_more_dropout():
     assert (short.dropout, longer.dropout, longest.dropout) == (0.1, 0.2, 0.3)
 
 
+def test_copies_of_a_pair_count_as_reading_it_more_often():
+    once = plan(tried(), 300, 500_000)
+    copied = presets.plan_training(tried(), 300, 500_000, Overhead(*(0,) * 5), 10.0)
+    assert copied.num_reads == 10 * once.num_epochs == 10 * copied.num_epochs
+    assert (once.dropout, copied.dropout) == (0.1, 0.2)
+
+
 def test_updates_and_epochs_are_those_that_the_speed_is_good_for():
     found = plan(tried(tokens_per_s=4096), 100, 36_864)
     assert (found.num_updates, found.num_epochs) == (90, 10)

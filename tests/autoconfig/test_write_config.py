@@ -166,6 +166,15 @@ def test_a_corpus_in_which_hardly_a_sentence_stands_once_is_split_and_planned_by
     assert f"# en-de, {num_kept:,} pairs, by `mtrain init`." in read("en-de.yaml")
 
 
+def test_the_dropout_of_a_corpus_with_copies_is_that_of_its_different_pairs():
+    init(output="once.yaml")
+    lines = [read(path) * 10 for path in ("a.en", "a.de")]
+    for path, side in zip(("a.en", "a.de"), lines, strict=True):
+        write(Path(path), side)
+    init(output="copies.yaml", budget_s=60)
+    assert written("copies.yaml").model.dropout == written("once.yaml").model.dropout == 0.3
+
+
 def test_pairs_that_share_one_sentence_with_a_held_out_pair_are_dropped_and_counted():
     lines, others = sentences(400), sentences(400, seed=2)
     write(Path("a.en"), [line for line in lines for _ in range(2)])
