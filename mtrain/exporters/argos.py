@@ -49,9 +49,7 @@ argos-translate --from-lang {src} --to-lang {tgt} {line_in_shell}
 
 `argospm install` installs from its public index only, not this file. The desktop application
 installs package files, too; unpacking the file, a ZIP, into
-`~/.local/share/argos-translate/packages` does the same. LibreTranslate reads the packages of that
-folder when it starts, with `libretranslate --load-only {src},{tgt}`; it wants two packages, one for
-each direction, and tries to download others if there is only one. In Python:
+`~/.local/share/argos-translate/packages` does the same. In Python:
 
 ```python
 import argostranslate.package
@@ -60,6 +58,20 @@ import argostranslate.translate
 argostranslate.package.install_from_path({name!r})
 lines = [{line!r}]
 print([argostranslate.translate.translate(line, {src!r}, {tgt!r}) for line in lines])
+```
+
+LibreTranslate reads the packages of that folder when it starts:
+
+```sh
+pip install libretranslate
+libretranslate --load-only {src},{tgt}
+```
+
+Where there is one package only, it downloads others first. Without network it tries to for minutes,
+unless it finds an empty list of them:
+
+```sh
+echo '[]' > ~/.local/share/argos-translate/index.json
 ```
 """
 NOTES = """\
@@ -71,8 +83,13 @@ NOTES = """\
 - It splits a line into sentences, translates each by itself and joins them. The splitter in the
   package follows one rule: a sentence ends after `.`, `!` or `?` that a space and a capital follow,
   but not after a full stop whose word has less than three letters.
+- LibreTranslate changes a translation once more: it ends with the source's punctuation mark, or
+  with none, and has its case: all small, all capitals, or that of the first letter. A source whose
+  only letters are small, such as "2 dogs.", makes all letters small.
 """
-_VERSION = "1.0"  # of a package; nothing depends on it
+# of a package; LibreTranslate replaces one by that of the public index for the same languages, if
+# the version there is higher
+_VERSION = "100.0"
 _SENTENCEPIECE_FILE = "sentencepiece.model"
 _SEARCH = {  # as argostranslate.translate.apply_packaged_translation calls CTranslate2
     "replace_unknowns": True,

@@ -71,7 +71,7 @@ def test_a_package_has_what_argos_translate_looks_for(
     assert (metadata["to_code"], metadata["to_name"]) == ("bb", "bb")
     assert read_json(package, "model/config.json")["add_source_eos"] is True
     assert 'p.install_from_path("aa_bb.argosmodel")' in page
-    assert "`libretranslate --load-only aa,bb`" in page
+    assert "\nlibretranslate --load-only aa,bb\n" in page
     assert "\n".join(outcome.lines) in page
     report = read_json(package, "export.json")
     assert report["parity"]["same_greedy"] == [5, 5]
@@ -165,6 +165,35 @@ def test_the_real_argos_translate_gives_the_same_text(
     )
     (line,) = re.findall(r"lines = \[(.*)\]", code)
     assert done.stdout == f"[{line}]\n", done.stderr  # the task is to copy
+
+
+INDEX = [{"from_code": "aa", "to_code": "bb", "package_version": "1.9", "links": []}]
+UPDATE = """
+import sys
+import argostranslate.package as package
+
+package.install_from_path(sys.argv[1])
+(installed,) = package.get_installed_packages()
+installed.update()
+(installed,) = package.get_installed_packages()
+print(installed.package_path.name)
+"""
+
+
+def test_no_package_of_the_public_index_replaces_one(trained: RunDir, tmp_path: Path) -> None:
+    need_argos()
+    package = tmp_path / "aa_bb.argosmodel"
+    export.export(trained, package, ExportRequest("argos", None, 2, None, False), print)
+    index = tmp_path / "argos-translate" / "index.json"
+    index.parent.mkdir()
+    index.write_text(json.dumps(INDEX))
+    done = subprocess.run(
+        [sys.executable, "-c", UPDATE, package],
+        env={**os.environ, "XDG_DATA_HOME": str(tmp_path), "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == f"{TOP}\n", done.stderr
 
 
 def test_what_argos_translate_does_to_text_by_itself_is_named(tmp_path: Path) -> None:
