@@ -386,27 +386,29 @@ def as_text(report: ExportReport) -> list[str]:
     parity = report.parity
     own_call = parity.own_call
     rows = [
-        ("library", f"{report.library}, {exporters()[report.library].PACKAGE} {report.version}"),
+        ("library", f"{exporters()[report.library].PACKAGE} {report.version}"),
         ("weights", f"{report.precision}, {report.num_bytes / 1e6:,.1f} MB"),
         ("lines with the same source tokens", str(parity.same_source)),
         ("lines with the same greedy output", str(parity.same_greedy)),
         (f"lines with the same output, beam {parity.beam}", str(parity.same_beam)),
         *[(f"  of the others: {kind}", f"{num:,}") for kind, num in parity.other_beams.items()],
         ("lines whose text is the same", str(parity.same_text)),
-        ("largest difference of a log-probability, references", f"{parity.reference_diff:.1e}"),
-        ("largest difference of a log-probability, its own beam", f"{parity.beam_diff:.1e}"),
+        ("largest difference of log-probability, references", f"{parity.reference_diff:.1e}"),
+        ("largest difference of log-probability, own beam", f"{parity.beam_diff:.1e}"),
     ]
+    notes, place = list[str](), len(rows) + 1  # below the row of the library's own call
     if own_call is not None:
         same = "not compared" if own_call.same is None else str(own_call.same)
         rows.append((f"lines with the same text, {own_call.program}", same))
-        rows.extend(("", note) for note in own_call.notes)
+        notes = [f"  {note}" for note in own_call.notes]
     if report.bleu is not None:
         ours, theirs = report.bleu
         _, _, beside = report.precision.partition(" and ")
         names = ("mtrain, greedy", f"{beside}, greedy") if beside else ("mtrain", "exported")
         rows.append((f"validation BLEU, {names[0]}", f"{ours:.2f}"))
         rows.append((f"validation BLEU, {names[1]}", f"{theirs:.2f} ({theirs - ours:+.2f})"))
-    return format_table(rows, "<<")
+    lines = format_table(rows, "<<")
+    return [*lines[:place], *notes, *lines[place:]]
 
 
 def as_json(report: ExportReport) -> list[str]:

@@ -77,7 +77,7 @@ NOTES = """\
 """
 _QUANTISED = "_quantized"
 _NAMES = ("encoder_model", "decoder_model_merged")
-_NODE_PACKAGE = "@huggingface/transformers"
+_PROGRAM, _NODE_PACKAGE = "transformers.js", "@huggingface/transformers"
 _NODE_PROGRAM = """\
 const { library, directory, lines, maxNewTokens } = JSON.parse(
   require("fs").readFileSync(0, "utf-8"));
@@ -126,7 +126,8 @@ def write(
         },
         "generation_config": {
             "num_beams": 1,
-            "max_length": config.data.max_tokens + decoding.max_extra_tokens + 1,
+            # with bos and eos; a `max_new_tokens` here would overrule the `max_length` of a caller
+            "max_length": config.data.max_tokens + decoding.max_extra_tokens + 2,
             "suppress_tokens": [tgt.pad, tgt.bos],
             **special_ids(tgt),
         },
@@ -221,9 +222,9 @@ class OnnxModel:
         found = [Path(root, _NODE_PACKAGE) for root in roots if root]
         libraries = [str(path.resolve()) for path in found if path.is_dir()]
         if node is None:
-            return OwnCall(_NODE_PACKAGE, None, ("node is not installed",))
+            return OwnCall(_PROGRAM, None, ("node is not installed",))
         if not libraries:
-            return OwnCall(_NODE_PACKAGE, None, ("it is in no folder that NODE_PATH names",))
+            return OwnCall(_PROGRAM, None, ("it is in no folder that NODE_PATH names",))
         request = {
             "library": libraries[0],
             "directory": str(self._directory.resolve()),
@@ -234,7 +235,7 @@ class OnnxModel:
         ours = self.decode([each.ids for each in self.search(sources, 1, [limit] * len(sources))])
         pairs = zip(ours, answer["texts"], strict=True)  # of bytes that are no UTF-8, texts differ
         same = agreement(our == their or parity.REPLACEMENT in our for our, their in pairs)
-        return OwnCall(f"{_NODE_PACKAGE} {answer['version']}", same)
+        return OwnCall(f"{_PROGRAM} {answer['version']}", same)
 
 
 load = OnnxModel  # as an exporter loads a folder
@@ -244,7 +245,7 @@ def _run_node(node: str, request: dict[str, Any]) -> dict[str, Any]:
     command = [node, "-e", _NODE_PROGRAM]
     done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
     if done.returncode:
-        raise RunError(f"{_NODE_PACKAGE}: must translate, but ends with: {done.stderr.strip()}")
+        raise RunError(f"{_PROGRAM}: must translate, but ends with: {done.stderr.strip()}")
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
 

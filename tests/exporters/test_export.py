@@ -628,7 +628,7 @@ def test_the_command_prints_the_table(cli: Cli, trained: RunDir, tmp_path: Path)
     directory = tmp_path / "new" / "out"
     outcome = cli("export", trained.path, directory, "--to", "ctranslate2", "--check-lines", "5")
     assert outcome.code == 0, outcome.err
-    assert re.fullmatch(r"library +ctranslate2, ctranslate2 [\d.]+", outcome.lines[0])
+    assert re.fullmatch(r"library +ctranslate2 [\d.]+", outcome.lines[0])
     assert outcome.lines[2].endswith("5 of 5")
     assert outcome.err.splitlines() == [
         f"mtrain: {directory}: writing, then checking on 5 lines",
@@ -1049,3 +1049,23 @@ def test_a_report_says_what_was_asked_of_it(exported: dict[str, Exported]) -> No
     worse = replace(report, bleu=(40.0, 39.5))
     assert export.as_text(worse)[-1].endswith("39.50 (-0.50)")
     assert json.loads("\n".join(export.as_json(worse)))["bleu"] == [40.0, 39.5]
+
+
+@pytest.mark.parametrize("name", EXPORTERS)
+def test_a_table_fits_80_columns(exported: dict[str, Exported], name: Library) -> None:
+    report = exported["ctranslate2"].report
+    note = "without argostranslate, which pip install 'mtrain[argos]' adds"
+    parity = replace(
+        report.parity,
+        other_beams={"end at a limit of length": 1_000, "likelier in the export": 1_000},
+        own_call=OwnCall("transformers.js 10.10.10", None, (note,)),
+    )
+    large = replace(report, library=name, version="10.10.10", num_bytes=10**9, parity=parity)
+    wide = replace(large, precision="float32 and int8", bleu=(40.0, 39.5))
+    lines = export.as_text(wide)
+    assert max(map(len, lines)) <= 80
+    assert lines[10:13] == [
+        "lines with the same text, transformers.js 10.10.10  not compared",
+        f"  {note}",
+        "validation BLEU, mtrain, greedy                     40.00",
+    ]

@@ -37,6 +37,7 @@ tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not install
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
 NODE_PACKAGE = "@huggingface/transformers"
+LONGEST = 32 + 5 + 2  # max_tokens and max_extra_tokens of the copy task, bos and eos
 LETTERS = [
     *"aaaa bb  cde   ....----,,''\"\"1230▁▁<>/sx0F\t\x01\x7f\x85",
     *"äöüßéñ日本語مرحبا😀👍🏽ﬁ㈱Ⅷİ\u00a0\u3000\u200b\u2028\ufeff",
@@ -212,7 +213,7 @@ def test_the_folder_has_what_transformers_js_looks_for(whole: tuple[Path, Export
     }
     assert json.loads((directory / "config.json").read_text("utf-8"))["model_type"] == "marian"
     generation = json.loads((directory / "generation_config.json").read_text("utf-8"))
-    assert generation["suppress_tokens"] == [0, 2]
+    assert (generation["max_length"], generation["suppress_tokens"]) == (LONGEST, [0, 2])
     assert (generation["decoder_start_token_id"], generation["forced_eos_token_id"]) == (2, 3)
     assert report.parity.same_greedy == report.parity.same_beam == (12, 12)
     assert report.parity.reference_diff < EXACT
@@ -273,7 +274,7 @@ def test_transformers_js_gives_the_same_text(whole: tuple[Path, ExportReport]) -
     node_with(f"require('{NODE_PACKAGE}'); console.log('1')")
     own_call = whole[1].parity.own_call
     assert own_call is not None and own_call.same == (12, 12)
-    assert own_call.program.startswith(f"{NODE_PACKAGE} ")
+    assert own_call.program.startswith("transformers.js ")
 
 
 def test_transformers_js_has_the_same_ids_and_texts(
@@ -302,6 +303,25 @@ def test_transformers_js_has_the_same_ids_and_texts(
         assert [*ours, vocabulary.eos] == theirs, ascii(line)
     for ours, text, (_, theirs) in zip(ids, vocabulary.decode(ids), answers, strict=True):
         assert vocabulary.unk in ours or text == theirs
+
+
+def test_a_caller_can_replace_the_limit_of_an_output_in_transformers_js(
+    whole: tuple[Path, ExportReport],
+) -> None:
+    code = f"""
+        const {{ AutoModelForSeq2SeqLM, AutoTokenizer, env }} = require("{NODE_PACKAGE}");
+        env.localModelPath = "";
+        const path = JSON.parse(require("fs").readFileSync(0, "utf-8"));
+        (async () => {{
+          const tokenizer = await AutoTokenizer.from_pretrained(path);
+          const model = await AutoModelForSeq2SeqLM.from_pretrained(path, {{ dtype: "fp32" }});
+          const inputs = {{ ...tokenizer("ba ce di"), suppress_tokens: [0, 2, 3] }}; // no eos
+          const lengths = [];
+          for (const limit of [{{}}, {{ max_new_tokens: 2 }}, {{ max_length: 4 }}])
+            lengths.push((await model.generate({{ ...inputs, ...limit }})).dims.at(-1));
+          console.log(JSON.stringify(lengths));
+        }})();"""
+    assert node_with(code, str(whole[0])) == [LONGEST, 3, 4]  # with bos
 
 
 def test_the_lines_of_javascript_in_the_card_translate(
