@@ -810,8 +810,8 @@ TRAINING = [
     ),
     train(
         "the worse of average and best is kept",
-        "        if progress.quality(best) <= quality(scores.loss, scores.bleu):\n",
-        "        if progress.quality(best) > quality(scores.loss, scores.bleu):\n",
+        "        if progress.quality(best) <= progress.quality_of(scores.loss, scores.bleu):\n",
+        "        if progress.quality(best) > progress.quality_of(scores.loss, scores.bleu):\n",
         "final_weights",
     ),
     Mutation(

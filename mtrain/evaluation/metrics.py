@@ -35,6 +35,9 @@ _TOKENIZERS = {
     "ko kor": ["ko-mecab"],
     "zh chi cmn lzh wuu yue zho zt": ["zh"],
 }
+# What a model that writes one sentence for all can reach by each tokenizer, with a margin
+_NOISE_BLEU = {"char": 20.0, "zh": 10.0}
+_NOISE_BLEU_OF_WORDS = 3.0
 _TOKENIZERS_OF = {code: names for codes, names in _TOKENIZERS.items() for code in codes.split()}
 
 
@@ -170,6 +173,11 @@ def tokenizer_note(tgt_lang: str) -> str | None:
     if name != better:
         note += f"; {better} needs `pip install 'sacrebleu[{better.partition('-')[0]}]'`"
     return note
+
+
+def noise_bleu(tgt_lang: str) -> float:
+    """Return the BLEU below which one validation is no better than another, by its tokenizer."""
+    return _NOISE_BLEU.get(language_tokenizer(tgt_lang) or "", _NOISE_BLEU_OF_WORDS)
 
 
 def _is_installed(tokenizer: str) -> bool:

@@ -27,7 +27,6 @@ from mtrain.errors import RunError, WriteError
 from mtrain.io.atomic import remove_dir, sha256, sweep, whole_dir, whole_file
 
 FORMAT = "1"
-MIN_BLEU = 3.0  # below, BLEU is noise: a model that writes one sentence for all reaches 2
 _HEADER = "mtrain"  # the one metadata key of our safetensors files
 _OPTIMIZER = "optimizer.safetensors"
 _PARTS = ("model.safetensors", _OPTIMIZER, "progress.json")
@@ -56,6 +55,7 @@ class Progress(BaseModel):
         loss_scale: of float16; 0 if the loss is not scaled.
         growth_tracker: finite updates in a row at this scale.
         bleu_of_step, loss_of_step: of each validation, by step.
+        min_bleu: below, BLEU is noise; not saved.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -76,6 +76,7 @@ class Progress(BaseModel):
     growth_tracker: Count = 0
     bleu_of_step: dict[StepName, float] = {}
     loss_of_step: dict[StepName, float] = {}
+    min_bleu: float = Field(default=0.0, exclude=True)
 
     def note_validation(self, loss: float, bleu: float) -> None:
         """Record the validation of this step, and reset the patience if it is the best."""
@@ -90,17 +91,16 @@ class Progress(BaseModel):
         return sorted(steps, key=self.quality, reverse=True)
 
     def quality(self, step: int) -> tuple[float, float]:
-        """Return the `quality` of the validation of a step."""
+        """Return the sort key of the validation of a step."""
         loss = self.loss_of_step.get(str(step), math.inf)
-        return quality(loss, self.bleu_of_step[str(step)])
+        return self.quality_of(loss, self.bleu_of_step[str(step)])
 
+    def quality_of(self, loss: float, bleu: float) -> tuple[float, float]:
+        """Return a sort key of validations, greater for a better one.
 
-def quality(loss: float, bleu: float) -> tuple[float, float]:
-    """Return a sort key of validations, greater for a better one.
-
-    The BLEU decides; below MIN_BLEU the loss does, and any BLEU that reaches it is better.
-    """
-    return (bleu, 0.0) if bleu >= MIN_BLEU else (0.0, -loss)
+        The BLEU decides; below `min_bleu` the loss does, and any BLEU that reaches it is better.
+        """
+        return (bleu, 0.0) if bleu >= self.min_bleu else (0.0, -loss)
 
 
 class Checkpoint(NamedTuple):

@@ -22,11 +22,11 @@ from mtrain.data.loader import TrainingData
 from mtrain.decode.options import DecodingOptions
 from mtrain.decode.translator import Translator
 from mtrain.errors import RunError, WriteError
-from mtrain.evaluation.metrics import bleu
+from mtrain.evaluation.metrics import bleu, noise_bleu
 from mtrain.io.text_width import count
 from mtrain.model.transformer import num_parameters
 from mtrain.run import checkpoint, finetune
-from mtrain.run.checkpoint import Environment, FinalWeightsInfo, quality
+from mtrain.run.checkpoint import Environment, FinalWeightsInfo
 from mtrain.run.load_model import build_model, set_weights
 from mtrain.run.logger import NullLogger, RunLog
 from mtrain.run.run_dir import RunDir
@@ -167,6 +167,7 @@ class Trainer:
             if isinstance(self.gradients, FSDPGradients):
                 self.sharded = self.gradients.sharded
         self.state = TrainingState(self.model, self.settings, self.compute_dtype, process_group)
+        self.state.progress.min_bleu = noise_bleu(config.data.tgt_lang)
         greedy = replace(DecodingOptions.from_config(config), beam=1, mbr=None, with_scores=False)
         model = self.sharded.model if self.sharded else self.model
         self.translator = Translator(
@@ -423,7 +424,7 @@ class Trainer:
         self.log.say(
             f"the best checkpoint (step {best:,}): validation loss {loss:.4f}, BLEU {bleu:.2f}"
         )
-        if progress.quality(best) <= quality(scores.loss, scores.bleu):
+        if progress.quality(best) <= progress.quality_of(scores.loss, scores.bleu):
             bleu = scores.bleu
         else:
             name, averaged = "the best checkpoint", [best]
@@ -463,6 +464,7 @@ class Trainer:
     def restore(self, path: Path) -> None:
         """Restore the state that a checkpoint folder holds."""
         self.state.from_checkpoint(path, self.fingerprint)
+        self.state.progress.min_bleu = noise_bleu(self.config.data.tgt_lang)
         self.data.enter(self.state.progress.phase)
         self.checkpoints.is_current = True
 

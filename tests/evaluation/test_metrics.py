@@ -269,6 +269,13 @@ def test_bleu_of_lines_without_spaces_counts_what_is_right_in_them() -> None:
 
 
 @pytest.mark.usefixtures("no_mecab")
+def test_bleu_by_characters_is_noise_up_to_what_one_sentence_for_all_reaches() -> None:
+    assert [metrics.noise_bleu(code) for code in ("en", "zh", "th", "ja")] == [3, 10, 20, 20]
+    for line in LINES[:20]:
+        assert metrics.bleu([line] * len(LINES), LINES, "th") < metrics.noise_bleu("th")
+
+
+@pytest.mark.usefixtures("no_mecab")
 def test_the_note_on_a_tokenizer_says_what_a_better_one_needs() -> None:
     assert metrics.tokenizer_note("en") is metrics.tokenizer_note("ko") is None
     assert metrics.tokenizer_note("th") == "BLEU's tokenizer for th is char"

@@ -425,7 +425,7 @@ def test_the_best_steps_come_first_and_of_equals_the_earlier():
 
 
 def test_the_loss_decides_until_the_bleu_is_more_than_noise():
-    done, best = Progress(), []
+    done, best = Progress(min_bleu=3.0), []
     validations = [(9.0, 0.5), (8.0, 2.9), (7.0, 0.1), (7.5, 2.9), (7.8, 3.0), (6.0, 2.9), (8, 3.1)]
     for step, (loss, bleu) in enumerate(validations, start=1):
         done.step = step
