@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.2.0"
 __all__ = [
+    "AugmentOptions",
     "Config",
     "ConfigError",
     "DataError",
@@ -25,7 +26,9 @@ __all__ = [
     "UserError",
     "WriteError",
     "__version__",
+    "augment",
     "check",
+    "distill",
     "evaluate",
     "export",
     "init",
@@ -39,7 +42,9 @@ __all__ = [
 if TYPE_CHECKING:
     from mtrain.api import (
         Model,
+        augment,
         check,
+        distill,
         evaluate,
         export,
         init,
@@ -49,6 +54,7 @@ if TYPE_CHECKING:
         tokenize,
         train,
     )
+    from mtrain.augmentation.options import AugmentOptions
     from mtrain.config.sections import Config
     from mtrain.decode.formats import Translation
     from mtrain.decode.options import DecodingOptions, Sampling
@@ -67,6 +73,7 @@ else:
 
             raise ImportError(NEEDS_POSIX)
         modules = {
+            "AugmentOptions": "augmentation.options",
             "DecodingOptions": "decode.options",
             "Sampling": "decode.options",
             "Stopped": "runtime.signals",

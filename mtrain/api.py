@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
+from mtrain.augmentation.options import AugmentOptions, Student, mode_of
 from mtrain.config import config_file
 from mtrain.config.sections import Config
 from mtrain.errors import ConfigError, DataError
@@ -30,6 +31,9 @@ from mtrain.runtime.process_group import SINGLE, ProcessGroup
 
 if TYPE_CHECKING:
     from mtrain.audit.report import AuditReport
+    from mtrain.augmentation.augment import AugmentRequest
+    from mtrain.augmentation.distill import DistillReport
+    from mtrain.augmentation.new_config import AugmentReport
     from mtrain.autoconfig.write_config import InitReport
     from mtrain.corpus.length_stats import CorpusStats
     from mtrain.decode.formats import Translation
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("mtrain")
 AnyPath = str | os.PathLike[str]
+AnyPaths = AnyPath | Sequence[AnyPath]
 AnyConfig = Config | Mapping[str, Any] | AnyPath
 Precision = Literal["auto", "float32", "bfloat16"]
 Engine = Literal["mtrain", "ctranslate2"]
@@ -409,6 +414,170 @@ def tokenize(config: AnyConfig) -> Path:
     return run_dir.path
 
 
+def augment(
+    config: AnyConfig,
+    using: AnyPaths,
+    output: AnyPath,
+    options: AugmentOptions | None = None,
+    *,
+    back: AnyPaths = (),
+    forward: AnyPaths = (),
+    again: bool = False,
+    write_config: AnyPath | None = None,
+    device: str = "auto",
+    precision: Precision = "auto",
+    on_warning: Warn | None = None,
+    process_group: ProcessGroup | None = None,
+) -> AugmentReport:
+    """Make more training pairs by trained models, or go on if that was stopped.
+
+    One of `back`, `forward` and `again` says what is translated. How it goes is logged under the
+    name `mtrain`, at the level INFO.
+
+    Args:
+        config: of the training that the pairs are for: a YAML file, a mapping in its form, or a
+            config.
+        using: a trained run. Several are an ensemble; with `again` each works alone.
+        output: the corpus folder to write.
+        options: of the translations, and of the corpus in a config.
+        back: files of text in the target language, for sources.
+        forward: files of text in the source language, for targets.
+        again: translate the training text, by each model.
+        write_config: a file for the config with the new corpus in it.
+        device: auto, cpu, cuda, cuda:1, ...
+        precision: of states and matrix products; `auto` is float32.
+        on_warning: is called with what looks wrong about the text; by default it is logged.
+        process_group: the ranks that share the work; each makes the same call. None is one alone.
+
+    Raises:
+        UserError: if the config, a text or an option cannot be used, a run has another direction,
+            or the folder was made otherwise.
+
+    Example:
+        options = mtrain.AugmentOptions(beam=1, tag="fw")
+        report = mtrain.augment("en-de.yaml", "runs/en-de", "fw", options, forward="train.en")
+        print(report.num_pairs, report.dropped, report.config.data.train)
+    """
+    settings, runs = load_config(config), _run_dirs("using", using)
+    _check_choice("precision", precision, get_args(Precision))
+    options = AugmentOptions() if options is None else options
+    back_paths, forward_paths = _files("back", back), _files("forward", forward)
+    mode = mode_of(bool(back_paths), bool(forward_paths), again)
+    options.check(mode, [run.config.decoding.beam for run in runs])
+    judge = None if options.agree_with is None else RunDir(Path(options.agree_with))
+    from mtrain.augmentation.augment import AugmentRequest
+    from mtrain.run.load_model import LoadOptions
+
+    request = AugmentRequest(
+        mode,
+        [*back_paths, *forward_paths],
+        again,
+        runs,
+        Path(output),
+        options.decoding,
+        options.score,
+        options.keep_best,
+        judge,
+        LoadOptions(device, precision, None, process_group or SINGLE),
+    )
+    new_path = None if write_config is None else Path(write_config)
+    return _augment(request, settings, options, new_path, on_warning or _log_warning)
+
+
+def _augment(
+    request: AugmentRequest,
+    settings: Config,
+    options: AugmentOptions,
+    new_path: Path | None,
+    warn: Warn,
+) -> AugmentReport:
+    """Make the pairs, and write the config with them to `new_path`, which is refused first."""
+    from mtrain.augmentation import augment as augmenting
+    from mtrain.augmentation import new_config
+
+    new = new_config.with_corpus(
+        settings, request.output, options.weight, options.tag, options.until
+    )
+    if new_path is not None:
+        new_config.check_free(new, new_path)
+    log = PythonLog()
+    record = augmenting.augment(request, settings, log, warn)
+    if new_path is not None and request.loading.process_group.is_first:
+        new_config.write(new, new_path)
+        log.say(f"{new_path}: trains in {new.run_dir}")
+    return new_config.AugmentReport(
+        request.output, record["num_lines"], record["num_pairs"], record["dropped"], new
+    )
+
+
+def distill(
+    config: AnyConfig,
+    teacher: AnyPaths,
+    *,
+    student: Student = "deep-shallow",
+    mono: AnyPaths = (),
+    run_dir: AnyPath | None = None,
+    beam: int | None = None,
+    device: str = "auto",
+    on_metrics: Callable[[Mapping[str, object]], object] | None = None,
+    on_warning: Warn | None = None,
+    stop: threading.Event | None = None,
+    has_bar: bool = False,
+) -> DistillReport:
+    """Train a smaller model on what larger ones translate, and compare them on the test sets.
+
+    The teacher translates the sources of the training text; the student learns from these pairs
+    and from the real ones. Goes on if it was stopped.
+
+    Args:
+        config: of the teacher's training: a YAML file, a mapping in its form, or a config.
+        teacher: a trained run; several are an ensemble.
+        student: encoder and decoder layers, as wide as the teacher; deep-shallow is 6-1.
+        mono: files of more text in the source language.
+        run_dir: of the student; the config's with the student's name if absent.
+        beam: of the teacher's translations; None as the run's config says.
+        device: auto, cpu, cuda, cuda:1, ... of the translations.
+        on_metrics: is called with each line of `metrics.jsonl`, as by `train`.
+        on_warning: is called with what looks wrong about the text; by default it is logged.
+        stop: set by another thread, it stops the training as SIGTERM does.
+        has_bar: show the progress of the training on stderr.
+
+    Raises:
+        UserError: if the config, a text or a run cannot be used.
+        Stopped: on SIGINT, SIGTERM, SIGHUP or `stop` during the training, after saving.
+
+    Example:
+        report = mtrain.distill("en-de.yaml", "runs/en-de", student="tiny")
+        for system in report.systems:
+            print(system.name, system.search, system.lines_per_s)
+    """
+    settings, teachers = load_config(config), _run_dirs("teacher", teacher)
+    _check_choice("student", student, get_args(Student))
+    from mtrain.augmentation import augment as augmenting
+    from mtrain.augmentation import distill as distilling
+    from mtrain.run.load_model import LoadOptions
+
+    new_dir = student_dir(settings, student) if run_dir is None else os.fspath(run_dir)
+    request = augmenting.AugmentRequest(
+        "forward",
+        _files("mono", mono),
+        True,
+        teachers,
+        Path(f"{new_dir}-pairs"),
+        {} if beam is None else {"beam": beam},
+        loading=LoadOptions(device),
+    )
+    new = distilling.student_config(settings, teachers[0], student, request.output, new_dir)
+    augmenting.augment(request, settings, PythonLog(), on_warning or _log_warning)
+    train_together(new, SINGLE, False, on_metrics, stop, has_bar)
+    return distilling.compare(teachers, RunDir(Path(new_dir)), request.output, device)
+
+
+def student_dir(config: Config, student: Student) -> str:
+    """Return the run folder of a student unless another is named."""
+    return f"{config.run_dir}-{student}"
+
+
 def load(
     runs: AnyPath | Sequence[AnyPath],
     *,
@@ -443,16 +612,9 @@ def load(
     from mtrain.decode.options import DecodingOptions
     from mtrain.run.load_model import LoadOptions
 
-    paths = [runs] if isinstance(runs, str | os.PathLike) else runs
-    if not isinstance(paths, Sequence) or not all(
-        isinstance(path, str | os.PathLike) for path in paths
-    ):
-        raise DataError(f"`runs` must be a run folder or several, but is {runs!r:.60} instead.")
-    if not paths:
-        raise DataError("`runs` must have a run folder, but is empty.")
     _check_choice("precision", precision, get_args(Precision))
     _check_choice("engine", engine, get_args(Engine))
-    folders = [RunDir(Path(path)) for path in paths]
+    folders = _run_dirs("runs", runs)
     config = folders[0].config
     options = replace(DecodingOptions.from_config(config), with_scores=False)
     options = replace(
@@ -578,6 +740,26 @@ def _run_dir(run: AnyPath) -> RunDir:
     if not isinstance(run, str | os.PathLike):
         raise DataError(f"`run` must be a run folder, but is {run!r:.60} instead.")
     return RunDir(Path(run))
+
+
+def _run_dirs(key: str, runs: AnyPaths) -> list[RunDir]:
+    paths = [runs] if isinstance(runs, str | os.PathLike) else runs
+    if not isinstance(paths, Sequence) or not all(
+        isinstance(path, str | os.PathLike) for path in paths
+    ):
+        raise DataError(f"`{key}` must be a run folder or several, but is {runs!r:.60} instead.")
+    if not paths:
+        raise DataError(f"`{key}` must have a run folder, but is empty.")
+    return [RunDir(Path(path)) for path in paths]
+
+
+def _files(key: str, files: AnyPaths) -> list[Path]:
+    paths = [files] if isinstance(files, str | os.PathLike) else files
+    if not isinstance(paths, Sequence) or not all(
+        isinstance(path, str | os.PathLike) for path in paths
+    ):
+        raise DataError(f"`{key}` must be a file or several, but is {files!r:.60} instead.")
+    return [Path(path) for path in paths]
 
 
 def _check_choice(key: str, value: object, choices: Sequence[str]) -> None:

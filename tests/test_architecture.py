@@ -163,6 +163,7 @@ def test_the_package_itself_knows_the_interface_alone_and_nothing_when_it_is_imp
     """Every module may import it, for the version."""
     assert {folder(name) for name in imported_modules("__init__")} <= {
         "api",
+        "augmentation",
         "config",
         "decode",  # the types of options and results
         "errors",

@@ -37,6 +37,21 @@ def translate(run: Path, lines: list[str]) -> list[str]:
     text: str = model.translate_text("a\\nb", on_warning=print)
     return [*plain, text, *map(str, scores), *flags]
 
+def augment(path: str, runs: list[Path]) -> int:
+    options = mtrain.AugmentOptions(n_best=2, sampling=mtrain.Sampling(top_k=10), keep_best=0.8)
+    report = mtrain.augment(path, runs, "bt", options, back=["mono.de"], write_config="new.yaml")
+    config: mtrain.Config = report.config
+    dropped: dict[str, int] = dict(report.dropped)
+    print(report.directory / "record.json", config.run_dir, report.num_lines, dropped)
+    return report.num_pairs
+
+def distill(path: str, teacher: Path) -> dict[str, float]:
+    report = mtrain.distill(path, teacher, student="6-1", stop=threading.Event())
+    speeds: dict[str, float] = {each.search: each.lines_per_s for each in report.systems}
+    for name, test in report.tests.items():
+        print(name, test.results[0].scores[0].value, test.comparisons[0].p_bootstrap)
+    return speeds | {str(report.run): 0.0, str(report.corpus): 0.0}
+
 def train(path: str) -> Path:
     config: mtrain.Config = mtrain.load_config(path, ["seed=2"])
     try:
@@ -48,6 +63,8 @@ WRONG = {
     "mtrain.load(3)": "arg-type",
     'mtrain.load("run", precision="int4")': "arg-type",
     'mtrain.load("run").translate(["a"]).text': "attr-defined",
+    'mtrain.distill("a.yaml", "run", student="huge")': "arg-type",
+    'mtrain.augment("a.yaml", "run", "bt", beam=3)': "call-arg",
     "mtrain.trian": "attr-defined",
 }
 
@@ -67,7 +84,7 @@ def test_the_page_is_that_of_the_docstrings() -> None:
 
 def test_every_function_has_an_example() -> None:
     functions = [name for name in mtrain.__all__ if inspect.isfunction(getattr(mtrain, name))]
-    assert len(functions) >= 9
+    assert len(functions) >= 11
     for name in functions:
         assert any(f"mtrain.{name}(" in example for example in examples()), name
 
@@ -90,6 +107,8 @@ def test_the_examples_run(trained: RunDir, tmp_path: Path, monkeypatch: pytest.M
     assert Path("runs/short").exists() is False, "load_config writes nothing"
     assert Path("en-de-ct2/model.bin").is_file()
     assert Path("new.yaml").is_file()
+    assert Path("fw/record.json").is_file()
+    assert Path("runs/new-tiny/model.safetensors").is_file()
     assert Path("runs/en-de/plots/curves.png").is_file()
 
 

@@ -14,11 +14,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mtrain import __version__
+from mtrain.augmentation.options import Mode
 from mtrain.augmentation.pair_rules import Candidate, PairRules
 from mtrain.augmentation.text import (
     InputRow,
@@ -49,7 +50,6 @@ from mtrain.run.run_dir import RunDir
 PART_LINES = 8 * BLOCK_LINES  # of the text, the unit of resuming, and the lines of a shard
 _DIGITS = 4  # of a log-probability, as it is written
 _PAIRS, _DROPPED, _COUNTS = ".jsonl.gz", ".dropped.gz", ".json"  # the files of a part
-Mode = Literal["back", "forward", "again"]
 Tree = dict[str, Any]
 
 
@@ -129,6 +129,8 @@ def augment(request: AugmentRequest, config: Config, console: Console, warn: War
     """
     process_group, output = request.loading.process_group, request.output
     directions = _check_directions(request, config.data)
+    for run in _leaders(request):
+        _options(request, run)  # refused now, and not when all is read
     real = real_text(config.data.train)
     work_dir = output.with_name(f".{output.name}.augmenting")
     if (output / synthetic.RECORD_FILE).is_file():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 from mtrain.augmentation.new_config import with_corpus
+from mtrain.augmentation.options import Student
 from mtrain.autoconfig.presets import PRESETS
 from mtrain.config import config_file
 from mtrain.config.sections import Config, ModelConfig
@@ -18,14 +18,13 @@ from mtrain.decode.options import DecodingOptions
 from mtrain.decode.pipeline import translate_lines
 from mtrain.decode.translator import Translator
 from mtrain.errors import ConfigError
-from mtrain.evaluation.evaluation import read_tests, report_on
+from mtrain.evaluation.evaluation import TestReport, read_tests, report_on
 from mtrain.evaluation.metrics import ScoringOptions, TestSet, format_value, tokenizer_note
 from mtrain.io.table import format_table
 from mtrain.model.transformer import num_parameters
 from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
 
-Student = Literal["deep-shallow", "6-1", "12-1", "6-2", "tiny"]
 _LAYERS = {"deep-shallow": (6, 1), "6-1": (6, 1), "12-1": (12, 1), "6-2": (6, 2)}
 _TINY = next(preset.model for preset in PRESETS if preset.name == "tiny")
 _WARM_UP_LINES = 8
@@ -59,36 +58,65 @@ def student_config(
     return config_file.from_tree(tree, "the student", run_dir=run_dir)
 
 
-class _System(NamedTuple):
-    """A model with a search, and what it made of the test sets."""
+@dataclass(frozen=True)
+class MeasuredSystem:
+    """A model with a search, and how fast it translated the test sets."""
 
-    name: str
-    search: str
-    num_parameters: int
+    name: str  # teacher or student
+    search: str  # "beam 5" or "greedy"
+    num_parameters: int  # of all models of an ensemble
     lines_per_s: float
-    outputs: dict[str, list[str]]  # by test set
+
+    @property
+    def full_name(self) -> str:
+        """As in the results and comparisons of a test set."""
+        return f"{self.name} {self.search}"
 
 
-def compare(teachers: Sequence[RunDir], student: RunDir, device: str) -> Iterator[str]:
-    """Yield a table of teacher and student, each with a beam and greedy, on the student's tests.
+@dataclass(frozen=True)
+class DistillReport:
+    """A student and its teacher on the student's test sets.
 
-    The teacher with a beam is what all others are tested against.
+    Attributes:
+        run: the run folder of the student.
+        corpus: the folder of the teacher's translations.
+        systems: teacher and student, each with a beam and greedy.
+        tests: by the name of the test set: a result of each system, in their order, and each
+            other system compared with the first, the teacher with a beam.
+        tgt_lang: the target language, which decides how BLEU cuts words.
     """
+
+    run: Path
+    corpus: Path
+    systems: list[MeasuredSystem]
+    tests: dict[str, TestReport]
+    tgt_lang: str
+
+
+def compare(
+    teachers: Sequence[RunDir], student: RunDir, corpus: Path, device: str
+) -> DistillReport:
+    """Translate the student's test sets by teacher and student, with a beam and greedily."""
     tests = read_tests(student)
-    systems = [
-        system
-        for name, runs in (("teacher", teachers), ("student", [student]))
-        for system in _measure(name, runs, tests, device)
-    ]
+    systems, outputs = [], {name: dict[str, list[str]]() for name in tests}
+    for name, runs in (("teacher", teachers), ("student", [student])):
+        for system, translations in _measure(name, runs, tests, device):
+            systems.append(system)
+            for test, lines in translations.items():
+                outputs[test][system.full_name] = lines
     tgt_lang = student.config.data.tgt_lang
     options = ScoringOptions().for_language(tgt_lang)
+    reports = {name: report_on(name, tests[name], outputs[name], options) for name in tests}
+    return DistillReport(student.path, corpus, systems, reports, tgt_lang)
+
+
+def as_text(report: DistillReport) -> Iterator[str]:
+    """Yield the lines of a table of all systems, and what its columns mean."""
     heads = ["test set", "system", "search", "parameters", "sentences/s", "metric", "score", ""]
     rows = [[*heads, "p (bs)", "p (ar)"]]
-    for name, lines in tests.items():
-        outputs = {f"{own.name} {own.search}": own.outputs[name] for own in systems}
-        report = report_on(name, lines, outputs, options)
-        tested = {(each.system, each.metric): each for each in report.comparisons}
-        for system, result in zip(systems, report.results, strict=True):
+    for name, of_test in report.tests.items():
+        tested = {(each.system, each.metric): each for each in of_test.comparisons}
+        for system, result in zip(report.systems, of_test.results, strict=True):
             for score in result.scores:
                 test = tested.get((result.system, score.metric))
                 p_values = [test.p_bootstrap, test.p_randomization] if test else []
@@ -103,7 +131,7 @@ def compare(teachers: Sequence[RunDir], student: RunDir, device: str) -> Iterato
                     ]
                 )
     yield from format_table(rows, "<<<>><>>>>")
-    if note := tokenizer_note(tgt_lang):
+    if note := tokenizer_note(report.tgt_lang):
         yield note
     yield "p: chance of such a difference to the teacher with its beam if neither is better; bs by"
     yield f"   paired bootstrap, ar by approximate randomisation; * is below {_P_LIMIT}"
@@ -111,7 +139,7 @@ def compare(teachers: Sequence[RunDir], student: RunDir, device: str) -> Iterato
 
 def _measure(
     name: str, runs: Sequence[RunDir], tests: dict[str, TestSet], device: str
-) -> Iterator[_System]:
+) -> Iterator[tuple[MeasuredSystem, dict[str, list[str]]]]:
     """Translate all test sets with the beam of the first run, then greedily."""
     options = replace(DecodingOptions.from_config(runs[0].config), with_scores=False)
     translator = translating.load(runs, options, LoadOptions(device))
@@ -126,4 +154,4 @@ def _measure(
         num_lines = sum(len(test.src) for test in tests.values())
         lines_per_s = num_lines / (time.perf_counter() - began_s)
         search = "greedy" if beam == 1 else f"beam {beam}"
-        yield _System(name, search, size, lines_per_s, outputs)
+        yield MeasuredSystem(name, search, size, lines_per_s), outputs

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,25 @@ from mtrain.data.prepare import check_tags
 from mtrain.errors import ConfigError
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
+
+
+@dataclass(frozen=True)
+class AugmentReport:
+    """What `mtrain.augment` has made.
+
+    Attributes:
+        directory: the corpus folder.
+        num_lines: lines of the text, or pairs.
+        num_pairs: pairs in the corpus.
+        dropped: number of dropped pairs by reason.
+        config: that of the training, with the corpus in it.
+    """
+
+    directory: Path
+    num_lines: int
+    num_pairs: int
+    dropped: Mapping[str, int]
+    config: Config
 
 
 def with_corpus(

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from mtrain import api
+from mtrain.augmentation.options import Student
 from mtrain.cli import console, options
 from mtrain.cli.ranks import exit_when_stopped
-from mtrain.run.run_dir import RunDir
-from mtrain.runtime.process_group import SINGLE
 
 
 def distill(
@@ -23,7 +22,7 @@ def distill(
         ),
     ],
     student: Annotated[
-        Literal["deep-shallow", "6-1", "12-1", "6-2", "tiny"],
+        Student,
         typer.Option(
             help="Encoder and decoder layers, as wide as the teacher; deep-shallow is 6-1."
         ),
@@ -47,25 +46,20 @@ def distill(
 
     Example: mtrain distill en-de.yaml --teacher runs/en-de --student 6-1
     """
-    settings, teachers = api.load_config(config, set_ or []), [RunDir(path) for path in teacher]
-    run_dir = run or f"{settings.run_dir}-{student}"
-    corpus = Path(f"{run_dir}-pairs")
-    from mtrain.augmentation import augment as augmenting
-    from mtrain.augmentation import distill as distilling
-    from mtrain.run.load_model import LoadOptions
-    from mtrain.run.logger import PythonLog
-
-    request = augmenting.AugmentRequest(
-        "forward",
-        mono or [],
-        True,
-        teachers,
-        corpus,
-        options.given({"beam": beam}),
-        loading=LoadOptions(device),
-    )
-    student_config = distilling.student_config(settings, teachers[0], student, corpus, run_dir)
+    settings = api.load_config(config, set_ or [])
+    run_dir = run or api.student_dir(settings, student)
     with exit_when_stopped(run_dir):
-        augmenting.augment(request, settings, PythonLog(), console.warn)
-        api.train_together(student_config, SINGLE, has_bar=True)
-    console.put(distilling.compare(teachers, RunDir(Path(run_dir)), device), None)
+        report = api.distill(
+            settings,
+            teacher,
+            student=student,
+            mono=mono or [],
+            run_dir=run_dir,
+            beam=beam,
+            device=device,
+            on_warning=console.warn,
+            has_bar=True,
+        )
+    from mtrain.augmentation.distill import as_text
+
+    console.put(as_text(report), None)

@@ -90,6 +90,42 @@ def test_the_sources_are_translations_of_the_text_and_every_line_has_one_fate(
     assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
 
 
+def test_the_function_writes_what_the_verb_does_and_returns_what_the_record_says(
+    cli: Cli, config_path: Path, mono: Path, back_run: Path, tmp_path: Path
+) -> None:
+    command = ["augment", config_path, "--back", mono, "--using", back_run, "--sample"]
+    done = cli(*command, "--top-k", "5", "--seed", "2", "--n-best", "2", "-o", tmp_path / "bt")
+    assert done.code == 0, done.err
+    options = mtrain.AugmentOptions(n_best=2, sampling=mtrain.Sampling(top_k=5), seed=2)
+    report = mtrain.augment(config_path, back_run, tmp_path / "same", options, back=mono)
+    assert content(report.directory) == content(tmp_path / "bt")
+    record = json.loads((report.directory / "record.json").read_text("utf-8"))
+    found = {"num_lines": report.num_lines, "num_pairs": report.num_pairs}
+    assert record | found | {"dropped": report.dropped} == record
+    assert report.config.data.train[1].model_dump() == {"synthetic": str(tmp_path / "same")}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"sampling": mtrain.Sampling(), "beam": 2}, "`--beam` has no effect with `--sample`"),
+        ({"seed": 2}, "`--seed` needs `--sample`."),
+        ({"keep_best": 0.0}, "`--keep-best` must be from 0.01 to 1, but is 0.0 instead."),
+        ({"beam": 0}, "`beam` must be between 1 and 1000, but is 0 instead."),
+    ],
+)
+def test_options_of_the_function_that_cannot_be_are_refused(
+    config_path: Path, mono: Path, back_run: Path, options: dict[str, Any], said: str
+) -> None:
+    def call() -> None:
+        new = mtrain.AugmentOptions(**options)
+        mtrain.augment(config_path, back_run, mono.parent / "bt", new, back=mono)
+
+    with pytest.raises(mtrain.ConfigError, match=re.escape(said)):
+        call()
+    assert not (mono.parent / ".bt.augmenting").exists()
+
+
 def test_what_stands_in_a_validation_or_test_set_is_dropped_whatever_its_case(
     cli: Cli, config_path: Path, tree: Tree, back_run: Path, tmp_path: Path
 ) -> None:

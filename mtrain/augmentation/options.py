@@ -1,0 +1,105 @@
+"""The settings of synthetic pairs and of students. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mtrain.decode.options import Sampling
+from mtrain.errors import ConfigError
+
+Mode = Literal["back", "forward", "again"]
+Student = Literal["deep-shallow", "6-1", "12-1", "6-2", "tiny"]
+_LEAST_SHARE = 0.01
+
+
+@dataclass(frozen=True)
+class AugmentOptions:
+    """How text is translated into synthetic pairs, which are kept, and how they are trained on.
+
+    Attributes:
+        beam: hypotheses of a sentence; None as the run's config says.
+        length_alpha: length normalisation; None as the run's config says.
+        n_best: translations of each line; at most `beam` unless they are sampled.
+        sampling: draw the translations instead of searching.
+        seed: decides what is drawn; None is 1.
+        batch_tokens: source tokens times hypotheses of a batch; None as the run's config says.
+        score: write the log-probability of each translation.
+        keep_best: the share of the pairs that is kept, those of the best score; None keeps all.
+        agree_with: a run of the other direction, by whose score pairs are kept.
+        weight: of the corpus, beside all others; each pair counts once if it is None.
+        tag: a reserved token before the sources of the corpus.
+        until: the share of the budget in which the corpus is used.
+    """
+
+    beam: int | None = None
+    length_alpha: float | None = None
+    n_best: int = 1
+    sampling: Sampling | None = None
+    seed: int | None = None
+    batch_tokens: int | None = None
+    score: bool = False
+    keep_best: float | None = None
+    agree_with: str | os.PathLike[str] | None = None
+    weight: float | None = None
+    tag: str | None = None
+    until: float | None = None
+
+    def __post_init__(self) -> None:
+        searching = {"--beam": self.beam, "--length-alpha": self.length_alpha}
+        if self.sampling is not None:
+            _refuse(searching, "has no effect with `--sample`; leave it out")
+        else:
+            _refuse({"--seed": self.seed}, "needs `--sample`")
+        if self.keep_best is None:
+            _refuse({"--agree-with": self.agree_with}, "needs `--keep-best`")
+        elif not _LEAST_SHARE <= self.keep_best <= 1:
+            raise ConfigError(
+                f"`--keep-best` must be from {_LEAST_SHARE} to 1, but is {self.keep_best} instead."
+            )
+
+    def check(self, mode: Mode, beams: Sequence[int]) -> None:
+        """Check that the options fit what is translated, and the beams of the runs' configs.
+
+        Raises:
+            ConfigError: if they do not.
+        """
+        if mode == "again":
+            _refuse({"--agree-with": self.agree_with}, "has no effect with `--again`; leave it out")
+        for width in [] if self.sampling else [self.beam or beam for beam in beams]:
+            if self.n_best > width:
+                raise ConfigError(
+                    f"`--n-best` must be at most the beam ({width}), but is {self.n_best} instead."
+                )
+
+    @property
+    def decoding(self) -> dict[str, Any]:
+        """What differs from the decoding options of a run."""
+        keys = ("beam", "length_alpha", "batch_tokens", "seed")
+        given = {key: value for key in keys if (value := getattr(self, key)) is not None}
+        return given | {"num_best": self.n_best, "sampling": self.sampling}
+
+
+def mode_of(has_back: bool, has_forward: bool, is_again: bool) -> Mode:
+    """Return the mode that is given.
+
+    Raises:
+        ConfigError: if none or several are.
+    """
+    given: dict[Mode, bool] = {"back": has_back, "forward": has_forward, "again": is_again}
+    modes = [mode for mode, is_given in given.items() if is_given]
+    if len(modes) != 1:
+        shown = " and ".join(f"`--{mode}`" for mode in modes)
+        raise ConfigError(
+            "one of `--back`, `--forward` and `--again` must be given, but "
+            f"{shown + ' are' if modes else 'none is'}."
+        )
+    return modes[0]
+
+
+def _refuse(options: Mapping[str, object], why: str) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise ConfigError(f"`{name}` {why}.")
