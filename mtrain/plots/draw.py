@@ -39,7 +39,7 @@ from mtrain.plots.collect import (
     products_by_distance,
     read_curves,
 )
-from mtrain.plots.heatmaps import draw_heatmaps, fonts, readable
+from mtrain.plots.heatmaps import draw_heatmaps, fonts, missing_fonts, readable
 from mtrain.run.run_dir import RunDir
 
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
@@ -79,6 +79,10 @@ def draw(
     pictures = gather(run, sentence)
     for line in pictures.skipped:
         warn(line)
+    if pictures.attention:
+        lacking = missing_fonts(pictures.attention.source + pictures.attention.translation)
+        if lacking is not None:
+            warn(lacking)
     for name, draw_figure in _figures(pictures, run.path.resolve().name):
         yield from _write(name, draw_figure, directory)
 

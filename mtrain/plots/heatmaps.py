@@ -18,6 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import findfont, fontManager, get_font
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from mtrain.io import text_width
+
 Floats = npt.NDArray[np.floating[Any]]
 
 _NOTE_PT = 9.0
@@ -25,7 +27,9 @@ _FONT = "DejaVu Sans"  # comes with matplotlib
 _OTHER_FONTS = (  # for the scripts that it lacks, where they are installed
     *("Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans CJK KR", "Noto Sans CJK TC"),
     *("PingFang SC", "Hiragino Sans", "Microsoft YaHei", "Malgun Gothic", "WenQuanYi Zen Hei"),
-    *("Noto Sans Devanagari", "Noto Sans Bengali", "Noto Sans Thai", "Arial Unicode MS"),
+    *("Noto Sans Devanagari", "Noto Sans Bengali", "Noto Sans Tamil", "Noto Sans Telugu"),
+    *("Noto Sans Thai", "Loma", "Noto Sans Lao", "Noto Sans Khmer", "Noto Sans Myanmar"),
+    *("Noto Serif Tibetan", "Noto Sans Ethiopic", "Arial Unicode MS"),
 )
 _WORD_MARK, _SPACE_SIGN = "\u2581", "\u2423"
 _MAX_LABEL = 20  # characters
@@ -48,15 +52,36 @@ def _code_points(font: str) -> frozenset[int]:
 
 def readable(text: str) -> str:
     """Return `text` with invisible characters, and those that no font has, as escapes."""
-    known = frozenset[int]().union(*(_code_points(font) for font in fonts()))
-
-    def is_drawable(char: str) -> bool:
-        is_visible = char == " " or unicodedata.category(char)[0] not in "CZ"
-        return is_visible and ord(char) in known
-
+    lacking = without_font(text)
     return "".join(
-        char if is_drawable(char) else char.encode("unicode_escape").decode() for char in text
+        char if _is_visible(char) and char not in lacking else _escaped(char) for char in text
     )
+
+
+def without_font(text: str) -> list[str]:
+    """Return the different visible characters of `text` that no font has."""
+    known = frozenset[int]().union(*(_code_points(font) for font in fonts()))
+    return [char for char in dict.fromkeys(text) if _is_visible(char) and ord(char) not in known]
+
+
+def missing_fonts(text: str) -> str | None:
+    """Say which characters of `text` no font has, and what to do; None if there are none."""
+    lacking = without_font(text)
+    if not lacking:
+        return None
+    return (
+        f"no font here has {text_width.count(len(lacking), 'character')} of the sentence, such as "
+        f"{lacking[0]!r}, which is drawn as {_escaped(lacking[0])}; install "
+        "one, such as a Noto Sans"
+    )
+
+
+def _is_visible(char: str) -> bool:
+    return char == " " or unicodedata.category(char)[0] not in "CZ"
+
+
+def _escaped(char: str) -> str:
+    return char.encode("unicode_escape").decode()
 
 
 def label(token: str) -> str:
