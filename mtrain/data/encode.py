@@ -20,7 +20,7 @@ import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
 from mtrain.audit.scan import PairFilter
-from mtrain.config.corpora import NamedCorpus, weight_of
+from mtrain.config.corpora import NamedCorpus, SyntheticCorpus, weight_of
 from mtrain.corpus import dropped
 from mtrain.corpus.dropped import DroppedPair
 from mtrain.corpus.length_stats import CorpusStats
@@ -258,8 +258,16 @@ def _num_dropped(parts: Sequence[PartStats]) -> Counter[str]:
     return total
 
 
-def corpus_stats(parts: Sequence[PartStats]) -> CorpusStats:
-    """Return the length and copy statistics of the kept pairs."""
+def corpus_stats(parts: Sequence[PartStats], corpora: Sequence[NamedCorpus]) -> CorpusStats:
+    """Return the length and copy statistics of the kept pairs.
+
+    What a model has written does not count for the usual ratios and copies, unless there is nothing
+    else; the longest source is that of all pairs.
+    """
+    longest_src = max(src for stats in parts for src, _, _ in stats.lengths)
+    is_synthetic = [isinstance(named.corpus, SyntheticCorpus) for named in corpora]
+    if not all(is_synthetic):
+        parts = [stats for stats in parts if not is_synthetic[stats.corpus]]
     lengths: Counter[tuple[int, int]] = Counter()
     for stats in parts:
         lengths.update({(src, tgt): count for src, tgt, count in stats.lengths})
@@ -271,7 +279,6 @@ def corpus_stats(parts: Sequence[PartStats]) -> CorpusStats:
         rare = _RARE * lengths.total()
         return next(ratio for (ratio, _), total in zip(ratios, totals, strict=True) if total > rare)
 
-    longest_src = max(src for src, _ in lengths)
     least, most = first_usual(ratios), first_usual(ratios[::-1])
     return CorpusStats(longest_src, least, most, num_copied / lengths.total())
 

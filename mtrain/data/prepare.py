@@ -142,7 +142,7 @@ def _tokenize(
     with whole_dir(run.data_dir) as directory:
         (directory / _MARKS_FILE).write_text(json.dumps(marks, indent=2), encoding="utf-8")
         encode.collect(parts, job, data.temperature, directory)
-        encode.corpus_stats(parts).save(directory)
+        encode.corpus_stats(parts, job.corpora).save(directory)
         if config.training.replay:
             num_replayed = replay.add(config, tokenizer, directory)
             console.say(

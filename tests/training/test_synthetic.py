@@ -11,7 +11,10 @@ from run_folders import timeless, weights
 from tasks import Said, Tree, prepared, reverse_task, stop_at, tiny_tree, train, write_config
 
 from mtrain.config import config_file
-from mtrain.corpus import synthetic
+from mtrain.config.corpora import NamedCorpus, SyntheticCorpus
+from mtrain.corpus import length_stats, synthetic
+from mtrain.corpus.length_stats import CorpusStats
+from mtrain.data import encode
 from mtrain.data.batch import Position
 from mtrain.data.loader import TrainingData
 from mtrain.data.prepare import prepare
@@ -111,6 +114,35 @@ def test_the_tokenizer_does_not_learn_from_synthetic_pairs_unless_they_are_named
     tree["run_dir"] += "-2"
     run = prepared(config_file.load(write_config(tmp_path / "config.yaml", tree)))
     assert sentencepiece.load(run.tokenizer_dir).src.unknown(ALIEN) == []
+
+
+def test_synthetic_pairs_do_not_count_as_usual_lengths_and_copies(
+    tree: Tree, tmp_path: Path
+) -> None:
+    """Some targets are twice as long as their sources, and the others copies."""
+    pairs = [(pair.src, f"{pair.tgt} {pair.tgt}") for pair in reverse_task(150, 7)]
+    pairs += [(pair.src, pair.src) for pair in reverse_task(149, 8)]
+    pairs.append((" ".join(pair.src for pair in reverse_task(9, 9)), "ba"))
+    corpus = {"synthetic": write_synthetic(tmp_path / "new", pairs), "weight": 1.0}
+    real_corpus = tree["data"]["train"][0]
+
+    def usual(name: str, *corpora: Tree) -> CorpusStats:
+        changed = tree | {"run_dir": str(tmp_path / name)}
+        changed["data"] = tree["data"] | {"train": list(corpora)}
+        config = config_file.load(write_config(tmp_path / "config.yaml", changed))
+        stats = length_stats.load(prepared(config).data_dir)
+        assert stats is not None
+        return stats
+
+    real, both = usual("real", real_corpus), usual("both", real_corpus, corpus)
+    assert both.longest_src > real.longest_src
+    assert both == real._replace(longest_src=both.longest_src)
+
+
+def test_synthetic_pairs_count_as_usual_where_there_are_no_others() -> None:
+    corpora = [NamedCorpus("data.train", SyntheticCorpus(synthetic="bt"))]
+    parts = [encode.PartStats(0, 4, 1, [(2, 4, 3), (5, 5, 1)])]
+    assert encode.corpus_stats(parts, corpora) == CorpusStats(5, 1.0, 2.0, 0.25)
 
 
 def test_a_corpus_is_used_until_its_share_of_the_budget_is_spent(
