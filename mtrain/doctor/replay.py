@@ -122,7 +122,7 @@ def _differing(replayed: Checkpoint, stored: Checkpoint) -> list[str]:
         return {
             "weights": checkpoint.digest(loaded.weights),
             "optimizer": checkpoint.digest(optimizer),
-            "progress": loaded.progress.model_copy(update={"elapsed_s": 0.0}),
+            "progress": loaded.progress.model_copy(update={"elapsed_s": 0.0, "min_bleu": 0.0}),
         }
 
     repeated, expected = parts(replayed), parts(stored)
