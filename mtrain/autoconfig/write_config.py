@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mtrain.audit.features import Flags
+from mtrain.audit.unicode_classes import IS_UNSPACED, kinds
 from mtrain.autoconfig import benchmark, presets, split
 from mtrain.autoconfig.benchmark import Sample
 from mtrain.autoconfig.presets import MeasuredPreset, Overhead, Preset, TrainingPlan
@@ -39,6 +40,7 @@ _HELD_OUT_PER_S = 2  # of the budget
 _MIN_VOCABULARY = 300  # the 256 bytes, and some letters
 _SEED = 1
 _MIN_READS = 3  # of a pair; below, a warning
+_UNIT_LINES = 1000  # that tell the script of a corpus
 _USUAL_LOAD = 0.5  # of a processor; beyond, a warning
 _CLEAN = ["blank-side", "held-out-pair", "held-out"]  # where pairs are held out
 _DECODING = DecodingConfig(beam=5, length_alpha=1.0)
@@ -288,10 +290,12 @@ def _kept(overview: CorpusOverview, held_out: HeldOut, console: Console) -> Flag
         if num_dropped := int((is_kept & has_reason).sum()):
             dropped.append(f"{num_dropped:,} {reason}")
         is_kept &= ~has_reason
+    src_unit, tgt_unit = map(_unit, zip(*overview.sample.values(), strict=True))
     console.say(
         f"corpus    {count(overview.num_pairs, 'pair')}, of "
-        f"{overview.src_words / overview.num_pairs:.1f} source and "
-        f"{overview.tgt_words / overview.num_pairs:.1f} target words"
+        f"{overview.src_words / overview.num_pairs:.1f} source"
+        f"{f' {src_unit}' * (src_unit != tgt_unit)} and "
+        f"{overview.tgt_words / overview.num_pairs:.1f} target {tgt_unit}"
     )
     console.say(
         f"training  {count(int(is_kept.sum()), 'pair')}, "
@@ -300,6 +304,13 @@ def _kept(overview: CorpusOverview, held_out: HeldOut, console: Console) -> Flag
     if dropped:
         console.say(f"dropped   {', '.join(dropped)}")
     return is_kept
+
+
+def _unit(lines: Sequence[str]) -> str:
+    """Return what the words of an overview are in a text: letters in scripts without spaces."""
+    text = "".join(lines[:_UNIT_LINES])
+    codes = np.frombuffer(text.encode("utf-32-le", "replace"), np.uint32)
+    return "letters" if 2 * IS_UNSPACED[kinds(codes)].sum() > len(codes) else "words"
 
 
 def _train_tokenizer(pairs: Sequence[tuple[str, str]], num_pairs: int) -> Tokenizer:

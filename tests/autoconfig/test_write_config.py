@@ -1,5 +1,6 @@
 import json
 import random
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -248,6 +249,18 @@ def test_every_form_of_a_corpus_is_read_split_and_written(form):
     dropped = read_counts(tokenized(config).data_dir).get("held-out-pair")
     assert said.lines[2] == f"dropped   {dropped} held out"
     assert dropped == num_pairs // 10
+
+
+def test_the_length_of_lines_without_spaces_is_in_letters():
+    letters = {ord("a") + number: chr(0x4E00 + number) for number in range(26)} | {ord(" "): None}
+    write(Path("a.zh"), [line.translate(letters) for line in read("a.en")])
+    said = Said()
+    init(said, languages=("zh", "de"), train=("a.zh", "a.de"))
+    length = r"corpus    400 pairs, of \d+\.\d source"
+    assert re.fullmatch(length + r" letters and \d\.\d target words", said.lines[0])
+    sets = {"valid": ("a.en", "a.de"), "test": ("a.en", "a.de")}
+    init(said := Said(), languages=("zh", "ja"), train=("a.zh", "a.zh"), **sets)
+    assert re.fullmatch(length + r" and \d+\.\d target letters", said.lines[0])
 
 
 def write_tables(*first_lines):
