@@ -24,6 +24,7 @@ a few numbers take a fraction of the time of PyTorch's.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ from torch import Tensor
 
 from mtrain.decode.options import DecodingOptions
 from mtrain.model.kv_cache import Ints, padded
+from mtrain.ops.beam_search import Floats, Hypotheses, SearchRules, SearchSteps
 from mtrain.ops.topk import Logits, TopTokens, argmax_tokens, top_tokens
 
 
@@ -51,9 +53,10 @@ class State(Protocol):
 
 
 S = TypeVar("S", bound=State)
-Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Step = Callable[[Tensor, S], Logits]  # of ids on the CPU
+# several positions in one call, as `ops.beam_search.search_steps`
+Steps = Callable[[S, Hypotheses, Ints, Floats, SearchRules], SearchSteps | None]
 NUM_GROUPS = 4  # request groups that are decoded together
 
 
@@ -116,6 +119,12 @@ def length_penalty(length: Length, alpha: float) -> Length:
     return penalty
 
 
+@functools.lru_cache(maxsize=16)
+def penalties(max_length: int, alpha: float) -> Floats:
+    """Return `length_penalty` of the numbers of tokens from 0 to at least `max_length` + 2."""
+    return length_penalty(np.arange(2 ** (max_length + 2).bit_length(), dtype=np.float64), alpha)
+
+
 @torch.inference_mode()
 def beam(
     step: Step[S], groups: Iterator[RequestGroup[S]], options: DecodingOptions
@@ -138,24 +147,8 @@ def beam(
         search.advance()
 
 
-class OpenRows(NamedTuple):
-    """The open hypotheses, sorted by sentence.
-
-    Attributes:
-        sentence_N: the sentence index of each.
-        ids_N: the last token of each.
-        length_N: the number of tokens of each.
-        log_prob_N: the sum of its log-probabilities, in float64.
-        written_NT: its tokens, right-aligned, padded with -1.
-        log_probs_NT: of each token.
-    """
-
-    sentence_N: Ints
-    ids_N: Ints
-    length_N: Ints
-    log_prob_N: Floats
-    written_NT: Ints
-    log_probs_NT: Floats
+class OpenRows(Hypotheses):
+    """The open hypotheses, sorted by sentence."""
 
     @staticmethod
     def start(sentence_N: Ints, constraints: Constraints) -> OpenRows:
@@ -299,6 +292,11 @@ class BeamSearch(Generic[S]):
     when all its slots are finished, or when no open hypothesis can still be among the best. The
     hypotheses of a sentence do not depend on the others.
 
+    Args:
+        step: decodes one position.
+        options: of the search.
+        steps: decodes several positions, where it can.
+
     Attributes:
         num_sentences: how many were admitted.
         num_open: how many hypotheses are open; each has a row, and `cell_N` is its cell.
@@ -309,9 +307,12 @@ class BeamSearch(Generic[S]):
     sentences: _Sentences
     rows: OpenRows
     cell_N: Ints
+    penalty_L: Floats
 
-    def __init__(self, step: Step[S], options: DecodingOptions) -> None:
-        self.step, self.options = step, options
+    def __init__(
+        self, step: Step[S], options: DecodingOptions, steps: Steps[S] | None = None
+    ) -> None:
+        self.step, self.options, self.steps = step, options, steps
         self.finished = FinishedHypotheses(has_scores=not options.argmax_only)
         self.num_sentences = self.num_open = 0
 
@@ -348,16 +349,19 @@ class BeamSearch(Generic[S]):
             max_lengths_B=self.sentences.max_lengths_B,
             prefix_BP=self.sentences.prefix_BP if self.sentences.prefix_BP.shape[1] else None,
         )
+        longest = int(self.sentences.max_lengths_B.max(initial=0))
+        self.penalty_L = penalties(longest, self.options.length_alpha)
         self.num_open = len(self.rows.ids_N)
         first_number, self.num_sentences = self.num_sentences, self.num_sentences + len(new_B)
         return range(first_number, self.num_sentences)
 
     @torch.inference_mode()
     def advance(self) -> list[int]:
-        """Extend every open hypothesis by one token; return the sentences that end by it."""
+        """Extend every open hypothesis by a token, or several; return the sentences that end."""
         before_N = self.rows.sentence_N
-        rows_N = self._grow(self.step(torch.from_numpy(self.rows.ids_N), self.state))
-        self.state.reorder(rows_N)
+        if not self._advance_compiled():
+            rows_N = self._grow(self.step(torch.from_numpy(self.rows.ids_N), self.state))
+            self.state.reorder(rows_N)
         self.num_open = len(self.rows.ids_N)
         num_rows_B = np.bincount(self.rows.sentence_N, minlength=len(self.sentences.number_B))
         ended_N = before_N[num_rows_B[before_N] == 0]
@@ -380,6 +384,30 @@ class BeamSearch(Generic[S]):
             NotFiniteError: if no hypothesis ended, because the logits were not finite.
         """
         return self.finished.take(number, self.options.num_best)
+
+    def _advance_compiled(self) -> bool:
+        """Decode several positions in one call; return False if there is none for the next one."""
+        constraints, options, sentences = self.constraints, self.options, self.sentences
+        has_prefix = constraints.prefix_BP is not None
+        if self.steps is None or has_prefix or constraints.no_repeat_ngram:
+            return False
+        rules = SearchRules(
+            options.beam,
+            constraints.eos,
+            constraints.never,
+            sentences.max_lengths_B,
+            self.penalty_L,
+            options.early_stop,
+            options.argmax_only,
+        )
+        steps = self.steps(self.state, self.rows, sentences.num_places_B, sentences.best_BM, rules)
+        if steps is None:
+            return False
+        ended = OpenRows(*steps.ended)
+        self.finished.add(ended, sentences.number_B[ended.sentence_N], steps.score_E)
+        self.rows, self.cell_N = OpenRows(*steps.rows), steps.cell_N
+        self.sentences = sentences._replace(num_places_B=steps.num_places_B, best_BM=steps.best_BM)
+        return True
 
     def _grow(self, logits_NV: Logits) -> Ints:
         """Extend the open hypotheses by one token; return the old row of each new one."""
@@ -421,8 +449,7 @@ class BeamSearch(Generic[S]):
         """Store finished hypotheses, and close their slots."""
         width, sentences = self.options.beam, self.sentences
         num_sentences = len(sentences.number_B)
-        penalty_N = length_penalty(ended.length_N.astype(np.float64), self.options.length_alpha)
-        score_N = ended.log_prob_N / penalty_N
+        score_N = ended.log_prob_N / self.penalty_L[ended.length_N]
         self.finished.add(ended, sentences.number_B[ended.sentence_N], score_N)
         num_ended_B = np.bincount(ended.sentence_N, minlength=num_sentences)
         score_R = np.full(num_sentences * width, -np.inf)
@@ -443,8 +470,7 @@ class BeamSearch(Generic[S]):
             length_N = grown.length_N
         else:
             length_N = self.sentences.max_lengths_B[grown.sentence_N]
-        penalty_N = length_penalty(length_N.astype(np.float64) + 1, self.options.length_alpha)
-        bound_N = np.where(is_open_N, grown.log_prob_N / penalty_N, -np.inf)
+        bound_N = np.where(is_open_N, grown.log_prob_N / self.penalty_L[length_N + 1], -np.inf)
         bound_B = np.full(len(self.sentences.number_B), -np.inf)
         np.maximum.at(bound_B, grown.sentence_N, bound_N)
         can_win: Bools = bound_B > self.sentences.best_BM[:, -1]

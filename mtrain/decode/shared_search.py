@@ -22,13 +22,16 @@ from typing import Any, Generic, Protocol
 
 import torch
 
-from mtrain.decode.beam import BeamSearch, Hypothesis, RequestGroup, S, Step
+from mtrain.decode.beam import BeamSearch, Hypothesis, RequestGroup, S, Step, Steps
 from mtrain.decode.options import DecodingOptions
 
 Rows = list[int]  # numbers of the sources of a call
 _Decoding = Generator[None, None, list[list[Hypothesis]]]
 _NUM_THREADS_LOCK = threading.Lock()
 _POLL_S = 0.02  # between two looks at whether a call is cancelled
+_IDLE_S = (
+    0.02  # that a thread waits for another call; to start a thread takes as long as a position
+)
 _MAX_PASSED = 100  # groups that may be admitted before one that does not fit yet
 
 
@@ -184,9 +187,10 @@ class _RunningSearch(Generic[S]):
 class _Worker(Generic[S]):
     """Decodes while there is something to decode, in a thread or in that of a caller."""
 
-    def __init__(self, step: Step[S], number: int) -> None:
-        self._step, self._name = step, f"search-{number}"
+    def __init__(self, step: Step[S], steps: Steps[S] | None, number: int) -> None:
+        self._step, self._steps, self._name = step, steps, f"search-{number}"
         self._lock = threading.Lock()
+        self._is_added = threading.Condition(self._lock)
         self._is_running = False
         self._calls: list[SearchCall[S]] = []  # that have not ended, and some that have
         self._waiting: list[tuple[SearchCall[S], deque[Rows]]] = []
@@ -238,6 +242,7 @@ class _Worker(Generic[S]):
 
     def _add(self, call: SearchCall[S], groups: Sequence[Rows]) -> None:
         self._waiting.append((call, deque(groups)))
+        self._is_added.notify()
         self._calls = [each for each in self._calls if not each.is_done.is_set()] + [call]
 
     def _restart(self) -> None:
@@ -264,15 +269,19 @@ class _Worker(Generic[S]):
         torch.get_num_threads()  # the first call in a thread takes over the number set last
         torch.set_num_threads(1)
         is_set.set()
-        while self._advance():
-            pass
+        while True:
+            while self._advance():
+                pass
+            with self._lock:
+                if not self._waiting and not self._is_added.wait(_IDLE_S) and not self._waiting:
+                    self._is_running = False
+                    return
 
     def _advance(self) -> bool:
-        """Admit groups, or decode one position; return False if there is nothing to do."""
+        """Admit groups, or decode some positions; return False if there is nothing to do."""
         with self._lock:
             groups = self._next_groups()
             if not groups and not self._searches and not self._decodings:
-                self._is_running = False
                 return False
         if groups:
             self._admit(groups)
@@ -351,7 +360,7 @@ class _Worker(Generic[S]):
                 return
             running = self._searches.get(call.options)
             if running is None:
-                running = _RunningSearch(BeamSearch(self._step, call.options))
+                running = _RunningSearch(BeamSearch(self._step, call.options, self._steps))
             running.admit(groups)
             with self._lock:
                 self._searches[call.options] = running
@@ -367,11 +376,11 @@ class SharedSearch(Generic[S]):
     """Decodes the calls of all threads together.
 
     Args:
-        step: of every search, as in `beam`.
+        step, steps: of every search, as of `BeamSearch`.
     """
 
-    def __init__(self, step: Step[S]) -> None:
-        self._step = step
+    def __init__(self, step: Step[S], steps: Steps[S] | None = None) -> None:
+        self._step, self._steps = step, steps
         self._start()
 
     def _start(self) -> None:
@@ -400,7 +409,7 @@ class SharedSearch(Generic[S]):
         try:
             with self._lock:
                 for number in range(len(self._workers), len(groups_of)):
-                    self._workers.append(_Worker(self._step, number))
+                    self._workers.append(_Worker(self._step, self._steps, number))
                 least_loaded = sorted(self._workers, key=_Worker.load)
                 for worker, groups in zip(least_loaded, groups_of, strict=False):
                     if groups and is_in_thread:

@@ -37,6 +37,7 @@ from mtrain.decode.shared_search import (
 from mtrain.errors import RunError
 from mtrain.model.kv_cache import Ints, KVCache
 from mtrain.model.transformer import Transformer
+from mtrain.ops.beam_search import Floats, Hypotheses, SearchRules, SearchSteps
 from mtrain.ops.topk import Logits
 from mtrain.run.load_model import LoadOptions, load_model
 from mtrain.run.run_dir import RunDir
@@ -79,6 +80,23 @@ class Ensemble:
             if len(logits) == 1
             else _log_mean([model_logits[:] for model_logits in logits])
         )
+
+    def search_steps(
+        self,
+        state: EnsembleState,
+        rows: Hypotheses,
+        num_places_B: Ints,
+        best_BM: Floats,
+        rules: SearchRules,
+    ) -> SearchSteps | None:
+        """Decode some positions of a beam search in one call; None if `step` must decode the next.
+
+        As `Transformer.search_steps`, for one model.
+        """
+        if len(self.models) > 1:
+            return None
+        (cache,) = state.states
+        return self.models[0].search_steps(cache, rows, num_places_B, best_BM, rules)
 
     def log_probs(self, sources: Sequence[Padded], tgt_in_BT: Tensor) -> Tensor:
         """Return the log-probabilities [B, T, V] of every token at every position, in float64."""
@@ -172,7 +190,8 @@ class Translator:
         self.device, self.process_group, self.limits = device, process_group, NO_LIMITS
         self.src_vocabularies = src_vocabularies or [tokenizer.src] * len(models)
         self.shared_search: SharedSearch[EnsembleState] = SharedSearch(
-            lambda ids_N, state: self.ensemble.step(ids_N, state)
+            lambda ids_N, state: self.ensemble.step(ids_N, state),
+            lambda state, *arguments: self.ensemble.search_steps(state, *arguments),
         )
 
     @property

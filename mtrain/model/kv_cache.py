@@ -61,6 +61,17 @@ class KVCache:
         self.slots_NT = np.concatenate([self.slots_NT, new_N[:, None]], 1)
         self.length_N = self.length_N + 1
 
+    def reserve(self, count: int) -> Ints:
+        """Return the free slots of target positions, at least `count`."""
+        return self.pasts.reserve(count, self.slots_NT)
+
+    def replace(
+        self, slots_NT: Ints, src_slots_NS: Ints, length_N: Ints, num_allocated: int
+    ) -> None:
+        """Replace the hypotheses; the first slots of `reserve` are in use now, or were."""
+        self.slots_NT, self.src_slots_NS, self.length_N = slots_NT, src_slots_NS, length_N
+        self.pasts.allocate(num_allocated, slots_NT)
+
     def slots(self) -> Slots:
         """Return the slots of each hypothesis as tensors on the device of the pools."""
         device = self.sources.layers[0].device
@@ -101,10 +112,15 @@ class KVPool:
 
     def allocate(self, count: int, in_use: Ints) -> Ints:
         """Return `count` free slots [count], none of them among those `in_use`."""
+        slots_R = self.reserve(count, in_use)
+        self._free_R = slots_R[count:]
+        return slots_R[:count]
+
+    def reserve(self, count: int, in_use: Ints) -> Ints:
+        """Return the free slots, at least `count`, none of them among those `in_use`."""
         if count > len(self._free_R):
             self._find_free(count, in_use)
-        slots_N, self._free_R = self._free_R[:count], self._free_R[count:]
-        return slots_N
+        return self._free_R
 
     def write(self, index: int, slots_N: Tensor, rows_NX: Tensor) -> Tensor:
         """Write keys and values into slots of a layer; return all of the layer's [R, X]."""

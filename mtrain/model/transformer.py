@@ -21,6 +21,17 @@ from torch import Tensor, nn
 from mtrain.config.sections import ModelConfig
 from mtrain.model.kv_cache import KVCache, KVPool, Slots
 from mtrain.ops.attention import attention, chunk_last, paged_attention
+from mtrain.ops.beam_search import (
+    NUM_POSITIONS,
+    Cache,
+    Floats,
+    Hypotheses,
+    Ints,
+    SearchRules,
+    SearchSteps,
+    num_slots_for,
+    search_steps,
+)
 from mtrain.ops.dropout import Dropout
 from mtrain.ops.layer_norm import LayerNorm, add_norm
 from mtrain.ops.linear import Linear, relu_ffn
@@ -141,6 +152,43 @@ class Transformer(nn.Module):
                 x_ND = layer.decode_step(x_ND, cache, index, slots)
             states_ND = self.decoder_norm(x_ND)
         return self.output.logits(states_ND)
+
+    def search_steps(
+        self,
+        cache: KVCache,
+        rows: Hypotheses,
+        num_places_B: Ints,
+        best_BM: Floats,
+        rules: SearchRules,
+    ) -> SearchSteps | None:
+        """Decode some positions of a beam search in one compiled call, and advance the cache.
+
+        Args:
+            cache: with a row for each hypothesis.
+            rows, num_places_B, best_BM, rules: as of `ops.beam_search.search_steps`.
+
+        Returns:
+            None if the next position must be decoded by `decode_step`.
+        """
+        decoder, device = self._compiled_decoder, self.tgt_embedding.weight.device
+        if decoder is None or device.type != "cpu":
+            return None
+        free_slots = cache.reserve(num_slots_for(len(rows.ids_N), len(num_places_B), rules.beam))
+        pools, stop = (cache.pasts.layers, cache.sources.layers), cache.max_length + NUM_POSITIONS
+        steps = search_steps(
+            decoder,
+            self.output,
+            self.tgt_positions.encodings(stop, torch.float32, device),
+            Cache(*pools, cache.slots_NT, cache.src_slots_NS, free_slots),
+            rows,
+            num_places_B,
+            best_BM,
+            rules,
+        )
+        if steps is not None:
+            lists = (steps.past_slots_NT, steps.source_slots_NS, steps.rows.length_N)
+            cache.replace(*lists, steps.num_slots)
+        return steps
 
     @torch.no_grad()
     def attention_maps(

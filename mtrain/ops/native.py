@@ -92,6 +92,25 @@ class DecoderShape(ctypes.Structure):
     )
 
 
+class SearchShape(ctypes.Structure):
+    """`search_shape` of `ops.h`: sizes and rules of a beam search."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int64)
+        for name in (
+            *("num_sentences", "beam", "num_best", "num_positions", "written_count"),
+            *("num_free", "num_penalties", "num_never", "window", "eos"),
+            *("early_stop", "argmax_only"),
+        )
+    )
+
+
+class OutputLayer(ctypes.Structure):
+    """`output_layer` of `ops.h`."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("weight", "packed", "bf16", "margins"))
+
+
 _NO_MEMORY, _BAD_INDEX = 1, 2  # of `status` in `ops.h`; 0 is success
 
 
@@ -246,7 +265,7 @@ class Functions:
         *numbers: float,
         structures: tuple[ctypes.Structure | ctypes.Array[Any], ...] = (),
     ) -> None:
-        """Call a C function with structures, and the data pointers of tensors without gaps.
+        """Call a C function with structures, the data pointers of contiguous tensors, and numbers.
 
         Raises:
             MemoryError: if it cannot allocate its work space.
@@ -414,6 +433,14 @@ _FLOAT_SIGNATURES = {
         ctypes.POINTER(StackLayer),
         *[ctypes.POINTER(_POINTER)] * 2,
         *[_POINTER] * 7,
+    ],
+    "search_steps_float": [
+        ctypes.POINTER(SearchShape),
+        ctypes.POINTER(DecoderShape),
+        ctypes.POINTER(StackLayer),
+        *[ctypes.POINTER(_POINTER)] * 2,
+        ctypes.POINTER(OutputLayer),
+        *[_POINTER] * 13,
     ],
 }
 

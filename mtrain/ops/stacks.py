@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +88,7 @@ class _CompiledStack:
         ]
         self._norms = [norm for each in layers for norm in each.norms().values()]
         self._versions, self._state = self._read_versions(), self._read_state()
-        self._weights = (StackLayer * len(layers))(*map(_weights_of, layers))
+        self.weights = (StackLayer * len(layers))(*map(_weights_of, layers))
 
     def is_current(self) -> bool:
         """Tell whether the modules are what they were, with the same weights."""
@@ -157,7 +158,7 @@ class CompiledEncoder(_CompiledStack):
         shape = EncoderShape(*sizes, head_size**-0.5)
         states_BSD = x_BSD.clone(memory_format=torch.contiguous_format)
         tensors = (keep_BS.contiguous(), states_BSD)
-        functions.call("encoder", tensors, structures=(shape, self._weights))
+        functions.call("encoder", tensors, structures=(shape, self.weights))
         return states_BSD
 
 
@@ -181,7 +182,8 @@ class CompiledDecoder(_CompiledStack):
         window: int | None,
     ) -> None:
         super().__init__(layers, others, num_heads)
-        self._table_VD, self._window = table_VD, window
+        self.table_VD = table_VD
+        self.window = sys.maxsize if window is None else window + 1
 
     @staticmethod
     def of(
@@ -227,21 +229,54 @@ class CompiledDecoder(_CompiledStack):
             IndexError: if a token, a position or a slot is out of range.
             MemoryError: if there is no work space.
         """
-        table_VD, num_layers, num_rows = self._table_VD, len(self._layers), len(ids_N)
-        width, slots = self._d_model, (past_slots_NT, source_slots_NS)
-        functions = self._functions_for(encodings_TD, *pasts, *sources)
+        num_rows, slots = len(ids_N), (past_slots_NT, source_slots_NS)
+        functions = self.functions_for(encodings_TD, pasts, sources)
         if (
             functions is None
-            or not (_is_float(encodings_TD) and encodings_TD.shape[1:] == (width,))
-            or not len(pasts) == len(sources) == num_layers
-            or not (_is_pool(pasts, width) and _is_pool(sources, width))
             or not (_are_ids(ids_N, num_rows) and _are_ids(position_N, num_rows))
             or not all(_are_ids(each, num_rows, each.shape[-1]) for each in slots)
         ):
             return None
-        num_past, head_size = past_slots_NT.shape[1], width // self._num_heads
-        shape = DecoderShape(
-            num_layers,
+        num_past, num_source = past_slots_NT.shape[1], source_slots_NS.shape[1]
+        shape = self.shape(num_rows, num_past, num_source, encodings_TD, pasts, sources)
+        states_ND = self.table_VD.new_empty((num_rows, self._d_model))
+        tensors = (ids_N, position_N, self.table_VD, encodings_TD, *slots, states_ND)
+        structures = (shape, self.weights, pointers(pasts), pointers(sources))
+        functions.call("decoder_step", tensors, structures=structures)
+        return states_ND
+
+    def functions_for(
+        self, encodings_TD: Tensor, pasts: Sequence[Tensor], sources: Sequence[Tensor]
+    ) -> Functions | None:
+        """Return the compiled functions; None where the layers must run one by one.
+
+        Args:
+            encodings_TD, pasts, sources: as of `step`.
+        """
+        functions, width = self._functions_for(encodings_TD, *pasts, *sources), self._d_model
+        is_usable = (
+            functions is not None
+            and _is_float(encodings_TD)
+            and encodings_TD.shape[1:] == (width,)
+            and len(pasts) == len(sources) == len(self._layers)
+            and _is_pool(pasts, width)
+            and _is_pool(sources, width)
+        )
+        return functions if is_usable else None
+
+    def shape(
+        self,
+        num_rows: int,
+        num_past: int,
+        num_source: int,
+        encodings_TD: Tensor,
+        pasts: Sequence[Tensor],
+        sources: Sequence[Tensor],
+    ) -> DecoderShape:
+        """Return the sizes of a step with contiguous slots."""
+        head_size = self._d_model // self._num_heads
+        return DecoderShape(
+            len(self._layers),
             num_rows,
             self._num_heads,
             head_size,
@@ -249,21 +284,20 @@ class CompiledDecoder(_CompiledStack):
             len(pasts[0]),
             num_past,
             num_past,
-            num_past if self._window is None else min(num_past, self._window + 1),
+            min(num_past, self.window),
             len(sources[0]),
-            source_slots_NS.shape[1],
-            source_slots_NS.shape[1],
-            len(table_VD),
+            num_source,
+            num_source,
+            len(self.table_VD),
             len(encodings_TD),
             head_size**-0.5,
-            math.sqrt(width),
+            math.sqrt(self._d_model),
         )
-        pointers = ctypes.c_void_p * num_layers
-        caches = [pointers(*(layer.data_ptr() for layer in pool)) for pool in (pasts, sources)]
-        states_ND = table_VD.new_empty((num_rows, width))
-        tensors = (ids_N, position_N, table_VD, encodings_TD, *slots, states_ND)
-        functions.call("decoder_step", tensors, structures=(shape, self._weights, *caches))
-        return states_ND
+
+
+def pointers(tensors: Sequence[Tensor]) -> ctypes.Array[Any]:
+    """Return the addresses of tensors as C reads them; they must stay allocated."""
+    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 
 
 def _descendants(

@@ -42,10 +42,14 @@ class Projection(Linear):
             pairs = pack_rows(bf16_VD.view(torch.int32), functions)
             self._packed.bf16 = Bf16Weights(pairs, margins_V)
 
+    def packed_for_search(self, states_ND: Tensor) -> PackedWeights | None:
+        """Return the packed weights if such states are multiplied by them, and by nothing else."""
+        return self._packed_for(states_ND) if is_bare(self) else None
+
     def logits(self, states_ND: Tensor) -> Logits:
         """Return logits [N, V] in the dtype of the weights; `LazyLogits` if those are packed."""
-        packed = self._packed_for(states_ND)
-        if packed is None or states_ND.dim() != 2 or not is_bare(self):
+        packed = self.packed_for_search(states_ND)
+        if packed is None or states_ND.dim() != 2:
             logits_NV: Tensor = self(states_ND).to(self.weight.dtype)
             return logits_NV
         return LazyLogits(states_ND.contiguous(), self, packed)
@@ -103,7 +107,7 @@ def top_tokens(logits_NV: Logits, never: list[int], count: int) -> TopTokens:
     functions = functions_for(inputs[0])
     is_matrix = inputs[0].dim() == 2
     if functions is not None and is_matrix and count > 0 and _are_ids(never, sizes[-1]):
-        never_ids = _ids_tensor(*never)
+        never_ids = ids_tensor(*never)
         ids_NC = never_ids.new_empty((sizes[0], count))
         log_prob_NC = torch.empty((sizes[0], count))
         tensors = (*inputs, never_ids, ids_NC, log_prob_NC)
@@ -119,7 +123,8 @@ def top_tokens(logits_NV: Logits, never: list[int], count: int) -> TopTokens:
 
 
 @functools.lru_cache(maxsize=16)
-def _ids_tensor(*ids: int) -> Tensor:
+def ids_tensor(*ids: int) -> Tensor:
+    """Return a tensor of ids, the same for the same ids."""
     return torch.tensor(ids, dtype=torch.int64)
 
 
@@ -136,7 +141,7 @@ def argmax_tokens(logits_NV: Logits, never: list[int]) -> Tensor:
         states_ND, weight_VD = logits_NV.states_ND, logits_NV.projection.weight
         functions = functions_for(states_ND)
         if functions is not None and _are_ids(never, len(weight_VD)):
-            never_ids = _ids_tensor(*never)
+            never_ids = ids_tensor(*never)
             ids_N1 = never_ids.new_empty((len(states_ND), 1))
             tensors = (states_ND, weight_VD, *logits_NV.packed.bf16, never_ids, ids_N1)
             functions.call(

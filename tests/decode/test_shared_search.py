@@ -63,6 +63,11 @@ def wait_for_search_threads() -> None:
             assert not thread.is_alive()
 
 
+def step_by_step(translator: Translator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each position be decoded by `Ensemble.step`."""
+    monkeypatch.setattr(translator.ensemble, "search_steps", lambda *arguments: None)
+
+
 class Gate:
     """Holds the first step of a search until it is opened; notes the rows of every step."""
 
@@ -87,6 +92,7 @@ class Gate:
             return step(ids_N, state)
 
         monkeypatch.setattr(translator.ensemble, "step", held)
+        step_by_step(translator, monkeypatch)
 
     def wait_for_load(self, translator: Translator, num_sources: int) -> None:
         """Wait until so many sources wait or are being decoded."""
@@ -265,6 +271,7 @@ def test_every_step_has_one_core_and_the_caller_all_of_its_own(
         return step(ids_N, state)
 
     monkeypatch.setattr(translator.ensemble, "step", counted)
+    step_by_step(translator, monkeypatch)
     num_threads = torch.get_num_threads()
     for _ in range(5):
         translate_lines(translator, LINES)
@@ -290,7 +297,7 @@ def test_a_group_that_was_passed_often_is_passed_no_more(
             return len(rows) == 1
 
     monkeypatch.setattr(shared_search, "_MAX_PASSED", 3)
-    worker: _Worker = _Worker(lambda ids, state: ids, 0)
+    worker: _Worker = _Worker(lambda ids, state: ids, None, 0)
     worker._is_running = True  # it starts no thread
     worker._searches[translator.options] = Full()
     (one,) = sources(translator, ["ba"])
@@ -400,6 +407,7 @@ def test_a_sentence_takes_the_room_of_those_of_the_first_group_that_have_ended(
         return step(ids_N, state)
 
     monkeypatch.setattr(translator.ensemble, "step", held)
+    step_by_step(translator, monkeypatch)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(translator.search, group)
         assert is_reached.wait(PATIENCE_S)

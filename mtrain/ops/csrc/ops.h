@@ -79,6 +79,23 @@ typedef struct {
     float scale, table_scale;          /* of the scores of attention, and of embeddings */
 } decoder_shape;
 
+/* A beam search with `beam` slots for each sentence, of which num_best hypotheses are wanted. */
+typedef struct {
+    int64_t num_sentences, beam, num_best;
+    int64_t num_positions;          /* the most that are decoded */
+    int64_t written_count;          /* columns of tokens at first */
+    int64_t num_free, num_penalties, num_never;
+    int64_t window;                 /* the last slots that are attended to */
+    int64_t eos, early_stop, argmax_only;
+} search_shape;
+
+/* The output layer w [num_tokens, d], as in packed_topk and packed_argmax. */
+typedef struct {
+    const float *weight, *packed;
+    const uint32_t *bf16; /* NULL where packed_argmax is not used */
+    const float *margins;
+} output_layer;
+
 /* b sentences of s positions, and attention heads of width k (d = heads k). */
 typedef struct {
     int64_t num_layers, b, s, heads, k, d_ff;
@@ -202,6 +219,29 @@ status decoder_step_float(const decoder_shape *at, const stack_layer *layers, fl
                           const float *const *sources, const int64_t *ids, const int64_t *positions,
                           const float *table, const float *encodings, const int64_t *past_slots,
                           const int64_t *source_slots, float *states);
+
+/* Decode up to num_positions positions of a beam search, for `rows` hypotheses, sorted by sentence. It ends
+ * before a position for which a target is as long as it may be, slots are missing, or a log-probability is
+ * not finite; and after one with which a sentence ends, which is all its slots finished, or no open hypothesis
+ * with a bound above its num_best-th score. With R = num_sentences * beam and P = num_positions:
+ *   never: [num_never] tokens that are not generated.
+ *   penalties: [num_penalties], which scores are divided by, for each length with eos.
+ *   max_lengths: [num_sentences], without eos.
+ *   free_slots: [num_free] rows of `pasts`, taken in their order.
+ *   num_places [num_sentences], best_scores [num_sentences, num_best]: slots without a finished hypothesis,
+ *     and the best scores of those, best first; both are brought up to date.
+ *   ints [R, 4 + W + T + S]: sentence, cell, last token and length; W = written_count + P tokens;
+ *     T = past_count + P slots; S = source_count slots. P columns of W and T are to be filled.
+ *   reals [R, 1 + W]: the log-probability, and that of each token.
+ *   ended_ints [R, 2 + W], ended_reals [R, 2 + W]: the hypotheses that end, in that order: sentence, length
+ *     and tokens, right-aligned; log-probability, score, and log-probabilities of the tokens.
+ *   counts: [4] positions, open hypotheses, ended hypotheses, and slots taken. */
+status search_steps_float(const search_shape *is, const decoder_shape *decoder, const stack_layer *layers,
+                          float *const *pasts, const float *const *sources, const output_layer *output,
+                          const float *table, const float *encodings, const int64_t *never,
+                          const double *penalties, const int64_t *max_lengths, const int64_t *free_slots,
+                          int64_t *num_places, double *best_scores, int64_t *ints, double *reals,
+                          int64_t *ended_ints, double *ended_reals, int64_t *counts);
 
 #endif
 

@@ -1,0 +1,229 @@
+"""Positions of a beam search in one compiled call: decoder, output layer, and choice of tokens.
+
+Shapes: B sentences, W beam width, R = B * W, N open hypotheses, E hypotheses that end, T tokens or
+slots of the cache, S source slots, M hypotheses to return, X = 2 * D, L lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mtrain.ops.linear import PackedWeights
+from mtrain.ops.native import OutputLayer, SearchShape
+from mtrain.ops.stacks import CompiledDecoder, pointers
+from mtrain.ops.topk import Projection, ids_tensor
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+NUM_POSITIONS = 4  # that are decoded before others may join the search
+_WRITTEN = 4  # columns before the tokens, as in `beam_search.c`
+
+
+class Hypotheses(NamedTuple):
+    """Hypotheses of a beam search.
+
+    Attributes:
+        sentence_N: the sentence index of each.
+        ids_N: the last token of each.
+        length_N: the number of tokens of each.
+        log_prob_N: the sum of its log-probabilities, in float64.
+        written_NT: its tokens, right-aligned, padded with -1.
+        log_probs_NT: of each token.
+    """
+
+    sentence_N: Ints
+    ids_N: Ints
+    length_N: Ints
+    log_prob_N: Floats
+    written_NT: Ints
+    log_probs_NT: Floats
+
+
+class SearchRules(NamedTuple):
+    """What is searched for.
+
+    Attributes:
+        beam: slots of each sentence.
+        eos: the id that ends a target.
+        never: ids that are not generated.
+        max_lengths_B: the most tokens of each target, without eos.
+        penalty_L: what the log-probability of a target with so many tokens is divided by.
+        early_stop: bound an open hypothesis by its present length, not by the longest.
+        argmax_only: log-probabilities are not wanted; they are 0.
+    """
+
+    beam: int
+    eos: int
+    never: list[int]
+    max_lengths_B: Ints
+    penalty_L: Floats
+    early_stop: bool
+    argmax_only: bool
+
+
+class Cache(NamedTuple):
+    """The key-value cache.
+
+    Attributes:
+        pasts, sources: of each layer, [slots, X].
+        past_slots_NT, source_slots_NS: row numbers for each hypothesis; -1 is padding.
+        free_slots: rows of `pasts`, which are taken from the first on.
+    """
+
+    pasts: Sequence[Tensor]
+    sources: Sequence[Tensor]
+    past_slots_NT: Ints
+    source_slots_NS: Ints
+    free_slots: Ints
+
+
+class SearchSteps(NamedTuple):
+    """What some positions of a search have changed.
+
+    Attributes:
+        rows: the open hypotheses, sorted by sentence.
+        cell_N: sentence * W + slot of each.
+        past_slots_NT, source_slots_NS: of each.
+        num_slots: how many slots were taken.
+        num_places_B: slots of a sentence without a finished hypothesis.
+        best_BM: the M best finished scores, -inf where there are fewer.
+        ended: the hypotheses that ended, in that order; left of its tokens a row is undefined.
+        score_E: their scores.
+    """
+
+    rows: Hypotheses
+    cell_N: Ints
+    past_slots_NT: Ints
+    source_slots_NS: Ints
+    num_slots: int
+    num_places_B: Ints
+    best_BM: Floats
+    ended: Hypotheses
+    score_E: Floats
+
+
+def search_steps(
+    decoder: CompiledDecoder,
+    output: Projection,
+    encodings_TD: Tensor,
+    cache: Cache,
+    rows: Hypotheses,
+    num_places_B: Ints,
+    best_BM: Floats,
+    rules: SearchRules,
+) -> SearchSteps | None:
+    """Decode some positions, until a sentence ends or a token is forced, and change no argument.
+
+    Returns:
+        None if no position can be decoded in this way: then it must be decoded by the layers.
+
+    Raises:
+        IndexError: if a token, a slot or a sentence is out of range.
+        MemoryError: if there is no work space.
+    """
+    packed = output.packed_for_search(decoder.table_VD)
+    functions = decoder.functions_for(encodings_TD, cache.pasts, cache.sources)
+    if packed is None or functions is None:
+        return None
+    num_rows, num_past = cache.past_slots_NT.shape
+    buffers = _Buffers(cache, rows, len(num_places_B) * rules.beam)
+    num_places_B, best_BM, never_ids = num_places_B.copy(), best_BM.copy(), ids_tensor(*rules.never)
+    search_shape = SearchShape(
+        *(len(num_places_B), rules.beam, best_BM.shape[1], NUM_POSITIONS, rows.written_NT.shape[1]),
+        *(len(cache.free_slots), len(rules.penalty_L), len(rules.never), decoder.window),
+        *(rules.eos, rules.early_stop, rules.argmax_only),
+    )
+    sizes = (num_rows, num_past, cache.source_slots_NS.shape[1])
+    structures = (
+        search_shape,
+        decoder.shape(*sizes, encodings_TD, cache.pasts, cache.sources),
+        decoder.weights,
+        pointers(cache.pasts),
+        pointers(cache.sources),
+        _output_layer(output, packed, rules.argmax_only),
+    )
+    read = [rules.penalty_L, rules.max_lengths_B, cache.free_slots]
+    arrays = [*map(np.ascontiguousarray, read), num_places_B, best_BM, *buffers.arrays()]
+    addresses = [array.ctypes.data for array in arrays]
+    tensors = (decoder.table_VD, encodings_TD, never_ids)
+    functions.call("search_steps", tensors, *addresses, structures=structures)
+    return buffers.read(num_places_B, best_BM) if buffers.counts[0] else None
+
+
+def _output_layer(output: Projection, packed: PackedWeights, argmax_only: bool) -> OutputLayer:
+    addresses = [output.weight.data_ptr(), packed.tiles.data_ptr(), None, None]
+    if argmax_only and packed.bf16 is not None:
+        addresses[2:] = [each.data_ptr() for each in packed.bf16]
+    return OutputLayer(*addresses)
+
+
+class _Buffers:
+    """What `search_steps` of `ops.h` reads and writes: `ints`, `reals`, and of those that end.
+
+    Args:
+        cache, rows: of the hypotheses.
+        num_cells: the most hypotheses there can be, R.
+    """
+
+    def __init__(self, cache: Cache, rows: Hypotheses, num_cells: int) -> None:
+        num_rows, num_past = cache.past_slots_NT.shape
+        self.num_written, self.num_past = rows.written_NT.shape[1], num_past
+        self.past = _WRITTEN + self.num_written + NUM_POSITIONS
+        self.source = self.past + num_past + NUM_POSITIONS
+        num_ints = self.source + cache.source_slots_NS.shape[1]
+        self.ints = np.empty((num_cells, num_ints), np.int64)
+        self.reals = np.empty((num_cells, 1 + self.num_written + NUM_POSITIONS))
+        self.ended_ints = np.empty((num_cells, 2 + self.num_written + NUM_POSITIONS), np.int64)
+        self.ended_reals, self.counts = np.empty(self.ended_ints.shape), np.empty(4, np.int64)
+        ints, reals = self.ints[:num_rows], self.reals[:num_rows]
+        ints[:, 0], ints[:, 2], ints[:, 3] = rows.sentence_N, rows.ids_N, rows.length_N
+        ints[:, _WRITTEN : _WRITTEN + self.num_written] = rows.written_NT
+        ints[:, self.past : self.past + num_past] = cache.past_slots_NT
+        ints[:, self.source :] = cache.source_slots_NS
+        reals[:, 0], reals[:, 1 : 1 + self.num_written] = rows.log_prob_N, rows.log_probs_NT
+
+    def arrays(self) -> list[NDArray[Any]]:
+        """Return all of them, in the order of the arguments."""
+        return [self.ints, self.reals, self.ended_ints, self.ended_reals, self.counts]
+
+    def read(self, num_places_B: Ints, best_BM: Floats) -> SearchSteps:
+        """Return what was written, copied out of the buffers."""
+        num_positions, num_open, num_ended, num_slots = self.counts.tolist()
+        num_written, num_past = self.num_written + num_positions, self.num_past + num_positions
+        ints, reals = self.ints[:num_open], self.reals[:num_open]
+        ended_ints, ended_reals = self.ended_ints[:num_ended], self.ended_reals[:num_ended]
+        return SearchSteps(
+            Hypotheses(
+                ints[:, 0].copy(),
+                ints[:, 2].copy(),
+                ints[:, 3].copy(),
+                reals[:, 0].copy(),
+                ints[:, _WRITTEN : _WRITTEN + num_written].copy(),
+                reals[:, 1 : 1 + num_written].copy(),
+            ),
+            ints[:, 1].copy(),
+            ints[:, self.past : self.past + num_past].copy(),
+            ints[:, self.source :].copy(),
+            num_slots,
+            num_places_B,
+            best_BM,
+            Hypotheses(
+                ended_ints[:, 0],
+                ended_ints[:, -1],
+                ended_ints[:, 1],
+                ended_reals[:, 0],
+                ended_ints[:, 2:],
+                ended_reals[:, 2:],
+            ),
+            ended_reals[:, 1],
+        )
+
+
+def num_slots_for(num_rows: int, num_sentences: int, beam: int) -> int:
+    """Return the free slots with which no call of `search_steps` ends for want of one."""
+    return min(num_rows * beam, num_sentences * beam) * NUM_POSITIONS

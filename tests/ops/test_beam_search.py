@@ -1,0 +1,228 @@
+"""Hold positions of a beam search in one compiled call to the search position by position."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from builders import left_keep, model_config, transformer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mtrain.decode.beam import BeamSearch, Constraints, Hypothesis, NotFiniteError, RequestGroup
+from mtrain.decode.options import DecodingOptions
+from mtrain.model.kv_cache import KVCache
+from mtrain.model.transformer import Transformer
+from mtrain.ops import beam_search, native
+from mtrain.ops.linear import pack_weights
+
+BOS, EOS, NUM_TOKENS = 1, 2, 20
+CONFIGS = {
+    "post": model_config(),
+    "wide": model_config(d_model=64, num_heads=2, d_ff=300, num_decoder_layers=3),
+    "window": model_config(attention_window=1),
+    "learned": model_config(positions="learned", max_positions=3),
+}
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(native.compiled() is None, reason="the operations are not compiled"),
+]
+
+
+def packed(config: object = CONFIGS["post"]) -> Transformer:
+    model = transformer(config).float()
+    model.output.weight = torch.nn.Parameter(model.output.weight.detach() * 8)  # few are alike
+    pack_weights(model)
+    return model
+
+
+MODELS = {name: packed(config) for name, config in CONFIGS.items()}
+
+
+def group(model: Transformer, lengths: list[int], extra: int, seed: int) -> RequestGroup[KVCache]:
+    """Return sentences, of which the target may have `extra` tokens more than the source."""
+    keep_BS = left_keep(lengths)
+    ids = torch.randint(NUM_TOKENS, keep_BS.shape, generator=torch.Generator().manual_seed(seed))
+    constraints = Constraints(BOS, EOS, [0, BOS], np.array(lengths) + extra)
+    return RequestGroup(model.start(ids, keep_BS), constraints)
+
+
+def found(
+    model: Transformer,
+    options: DecodingOptions,
+    groups: list[list[int]],
+    extra: int = 4,
+    one_by_one: bool = False,
+    drop: int | None = None,
+) -> tuple[list[list[Hypothesis]], int]:
+    """Return the hypotheses of each sentence, and the calls of `advance`.
+
+    A group joins each third call; sentence `drop` is dropped after the second.
+    """
+    steps = None if one_by_one else lambda cache, *rest: model.search_steps(cache, *rest)
+    search = BeamSearch(model.decode_step, options, steps)
+    waiting = [group(model, lengths, extra, seed) for seed, lengths in enumerate(groups)]
+    num_calls = 0
+    search.admit(waiting.pop(0))
+    while search.num_open or waiting:
+        if waiting and num_calls % 3 == 2:
+            search.admit(waiting.pop(0))
+        if search.num_open:
+            search.advance()
+        num_calls += 1
+        if num_calls == 2 and drop is not None:
+            search.drop([drop])
+    numbers = [number for number in range(search.num_sentences) if number != drop]
+    return [search.take_best(number) for number in numbers], num_calls
+
+
+SEARCHES = {
+    "greedy": DecodingOptions(beam=1),
+    "greedy with scores": DecodingOptions(beam=1, with_scores=True),
+    "beam": DecodingOptions(beam=4),
+    "all": DecodingOptions(beam=3, num_best=3, length_alpha=0.0),
+    "early": DecodingOptions(beam=3, num_best=2, length_alpha=1.7, early_stop=True),
+}
+
+
+@pytest.mark.parametrize("options", SEARCHES.values(), ids=SEARCHES.keys())
+@pytest.mark.parametrize("name", MODELS)
+def test_positions_in_one_call_are_the_positions_one_by_one_bit_for_bit(name, options, calls):
+    model, groups = MODELS[name], [[5, 2, 7], [3], [9, 1, 1, 4]]
+    together, num_calls = found(model, options, groups)
+    assert calls.count("search_steps") > 0.5 * num_calls
+    calls.clear()
+    apart, num_positions = found(model, options, groups, one_by_one=True)
+    assert "search_steps" not in calls
+    assert together == apart
+    assert num_calls < num_positions
+
+
+@given(
+    beam=st.integers(1, 5),
+    num_best=st.integers(1, 5),
+    alpha=st.sampled_from([0.0, 0.6, 1.4]),
+    early_stop=st.booleans(),
+    extra=st.integers(0, 12),
+    groups=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=3),
+)
+def test_any_search_is_the_search_one_by_one(beam, num_best, alpha, early_stop, extra, groups):
+    options = DecodingOptions(
+        beam=beam,
+        num_best=min(beam, num_best),
+        length_alpha=alpha,
+        early_stop=early_stop,
+        with_scores=True,
+    )
+    together, _ = found(MODELS["post"], options, groups, extra)
+    assert together == found(MODELS["post"], options, groups, extra, one_by_one=True)[0]
+
+
+@pytest.mark.parametrize("drop", [0, 2])
+def test_the_others_do_not_depend_on_a_sentence_that_is_dropped(drop):
+    arguments = (MODELS["post"], DecodingOptions(beam=3), [[5, 2, 7], [3]])
+    kept, _ = found(*arguments, one_by_one=True)
+    del kept[drop]
+    assert found(*arguments, drop=drop)[0] == kept
+
+
+def test_a_beam_as_wide_as_the_vocabulary_takes_all_tokens():
+    options = DecodingOptions(beam=NUM_TOKENS + 3, num_best=5)
+    together, _ = found(MODELS["post"], options, [[3, 2]])
+    assert together == found(MODELS["post"], options, [[3, 2]], one_by_one=True)[0]
+
+
+def test_a_prefix_and_repeats_are_decoded_one_by_one(calls):
+    model = MODELS["post"]
+    with_prefix = group(model, [3], 4, 0)
+    constraints = replace(with_prefix.constraints, prefix_BP=np.array([[5, 6]]))
+    for one in (constraints, replace(with_prefix.constraints, no_repeat_ngram=2)):
+        search = BeamSearch(model.decode_step, DecodingOptions(beam=2), model.search_steps)
+        search.admit(RequestGroup(group(model, [3], 4, 0).state, one))
+        while search.num_open:
+            search.advance()
+    assert "search_steps" not in calls
+
+
+def test_weights_that_have_changed_are_decoded_one_by_one(calls):
+    model = packed()
+    before, _ = found(model, DecodingOptions(beam=3), [[5, 2]])
+    calls.clear()
+    search = BeamSearch(model.decode_step, DecodingOptions(beam=3), model.search_steps)
+    search.admit(group(model, [5, 2], 4, 0))
+    with torch.no_grad():
+        model.output.weight.mul_(-1)
+    while search.num_open:
+        search.advance()
+    assert "search_steps" not in calls
+    assert [search.take_best(number) for number in range(2)] != before
+
+
+def test_a_hook_of_the_output_layer_is_called():
+    model, seen = packed(), []
+    model.output.register_forward_hook(lambda *arguments: seen.append(1))
+    found(model, DecodingOptions(beam=2), [[3]])
+    assert seen
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_logits_that_are_not_finite_are_an_error(beam):
+    model = packed()
+    with torch.no_grad():
+        model.output.weight.fill_(torch.nan)
+    pack_weights(model)
+    with pytest.raises(NotFiniteError):
+        found(model, DecodingOptions(beam=beam), [[3]])
+
+
+def rules_and_rows(model: Transformer) -> tuple[BeamSearch[KVCache], beam_search.SearchRules]:
+    search = BeamSearch(model.decode_step, DecodingOptions(beam=2))
+    search.admit(group(model, [3, 2], 4, 0))
+    search.advance()
+    limits = search.sentences.max_lengths_B
+    rules = beam_search.SearchRules(2, EOS, [0, BOS], limits, search.penalty_L, False, False)
+    return search, rules
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ids_N": np.array([5, NUM_TOKENS, 5, 5])},
+        {"ids_N": np.array([5, -1, 5, 5])},
+        {"sentence_N": np.array([0, 0, 1, 2])},
+        {"sentence_N": np.array([0, 1, 0, 1])},
+        {"sentence_N": np.array([0, 0, 0, 1])},
+        {"length_N": np.array([1, 1, -1, 1])},
+    ],
+)
+@torch.inference_mode()
+def test_rows_that_cannot_be_are_refused(change):
+    search, rules = rules_and_rows(MODELS["post"])
+    assert len(search.rows.ids_N) == 4
+    arguments = (search.sentences.num_places_B, search.sentences.best_BM)
+    rows = search.rows._replace(**change)
+    with pytest.raises(IndexError):
+        MODELS["post"].search_steps(search.state, rows, *arguments, rules)
+    assert MODELS["post"].search_steps(search.state, search.rows, *arguments, rules) is not None
+
+
+@torch.inference_mode()
+def test_a_penalty_table_or_slots_that_are_too_small_are_refused():
+    search, rules = rules_and_rows(MODELS["post"])
+    arguments = (search.rows, search.sentences.num_places_B, search.sentences.best_BM)
+    short = rules._replace(penalty_L=rules.penalty_L[:5])
+    with pytest.raises(IndexError):
+        MODELS["post"].search_steps(search.state, *arguments, short)
+    places = np.array([3, 2])
+    with pytest.raises(IndexError):
+        MODELS["post"].search_steps(search.state, search.rows, places, arguments[2], rules)
+
+
+@torch.inference_mode()
+def test_the_arguments_stay_as_they_are():
+    search, rules = rules_and_rows(MODELS["post"])
+    kept = [np.copy(each) for each in (*search.rows, *search.sentences)]
+    arguments = (search.rows, search.sentences.num_places_B, search.sentences.best_BM)
+    assert MODELS["post"].search_steps(search.state, *arguments, rules) is not None
+    for before, after in zip(kept, (*search.rows, *search.sentences), strict=True):
+        np.testing.assert_array_equal(before, after)
