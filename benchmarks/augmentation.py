@@ -197,6 +197,8 @@ def first_lines(plan: Plan, language: str, first: int, last: int) -> Path:
 def trained(plan: Plan, pair: tuple[str, str], count: int, seed: int, model: str = "tiny") -> Path:
     """Train on the first `count` real pairs; return the run folder. Its config stands beside."""
     run = plan.directory / f"{'-'.join(pair)}.{count}-{seed}{'' if model == 'tiny' else model}"
+    warmup_steps = min(1000, plan.max_steps // 4)
+    lr = (0.004 if model == "tiny" else 0.002) * warmup_steps / 1000  # a short warmup takes less
     src, tgt = pair
     tree = {
         "run_dir": str(run),
@@ -217,8 +219,8 @@ def trained(plan: Plan, pair: tuple[str, str], count: int, seed: int, model: str
             "max_steps": plan.max_steps,
             "batch_tokens": 2048,
             "schedule": "linear",
-            "lr": 0.004 if model == "tiny" else 0.002,
-            "warmup_steps": min(1000, plan.max_steps // 4),
+            "lr": lr,
+            "warmup_steps": warmup_steps,
             "validate_every": max(1, plan.max_steps // 4),
             "save_every": max(1, plan.max_steps // 40),
             "patience": 100,

@@ -349,7 +349,9 @@ class BeamSearch(Generic[S]):
             max_lengths_B=self.sentences.max_lengths_B,
             prefix_BP=self.sentences.prefix_BP if self.sentences.prefix_BP.shape[1] else None,
         )
-        longest = int(self.sentences.max_lengths_B.max(initial=0))
+        longest = max(
+            int(self.sentences.max_lengths_B.max(initial=0)), self.sentences.prefix_BP.shape[1]
+        )
         self.penalty_L = penalties(longest, self.options.length_alpha)
         self.num_open = len(self.rows.ids_N)
         first_number, self.num_sentences = self.num_sentences, self.num_sentences + len(new_B)
@@ -363,9 +365,10 @@ class BeamSearch(Generic[S]):
             rows_N = self._grow(self.step(torch.from_numpy(self.rows.ids_N), self.state))
             self.state.reorder(rows_N)
         self.num_open = len(self.rows.ids_N)
-        num_rows_B = np.bincount(self.rows.sentence_N, minlength=len(self.sentences.number_B))
-        ended_N = before_N[num_rows_B[before_N] == 0]
-        ended: list[int] = self.sentences.number_B[np.unique(ended_N)].tolist()
+        is_ended_B = np.zeros(len(self.sentences.number_B), np.bool_)
+        is_ended_B[before_N] = True
+        is_ended_B[self.rows.sentence_N] = False
+        ended: list[int] = self.sentences.number_B[is_ended_B].tolist()
         return ended
 
     def drop(self, numbers: Sequence[int]) -> None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Ints = NDArray[np.int64]
+_FEW_SLOTS = 1024  # of a new pool, with which a beam of few sentences does not enlarge it
 
 
 class Slots(NamedTuple):
@@ -46,7 +47,9 @@ class KVCache:
         count_BS = keep_BS.cumsum().reshape(keep_BS.shape)
         self.sources = KVPool(sources, is_full=True)
         self.src_slots_NS: Ints = np.where(keep_BS, count_BS - 1, -1)
-        self.pasts = KVPool([torch.empty_like(source_RX) for source_RX in sources], is_full=False)
+        num_slots = max(len(sources[0]), min(_FEW_SLOTS, 8 * len(sources[0])))
+        pasts = [source_RX.new_empty((num_slots, source_RX.shape[1])) for source_RX in sources]
+        self.pasts = KVPool(pasts, is_full=False)
         self.slots_NT: Ints = np.empty((len(keep_BS), 0), np.int64)
         self.length_N: Ints = np.zeros(len(keep_BS), np.int64)
 

@@ -163,9 +163,10 @@ class PackedWeights:
         flat = self._memory.flatten()
         size = -(-len(flat) // _NUM_PROBES)
         starts = range(0, len(flat), size)
-        self._probed = [start + int(flat[start : start + size].abs().argmax()) for start in starts]
-        self._bits = (ctypes.c_int32 * len(flat)).from_address(self._address)
-        self._probed_bits = [self._bits[position] for position in self._probed]
+        probed = [start + int(flat[start : start + size].abs().argmax()) for start in starts]
+        at = [self._address + flat.element_size() * position for position in probed]
+        self._probes = [ctypes.c_int32.from_address(address) for address in at]
+        self._probed_bits = [probe.value for probe in self._probes]
 
     def is_current(self, weight: Tensor | None) -> bool:
         """Tell whether `weight` is the parameter that was packed, with the same values."""
@@ -175,8 +176,12 @@ class PackedWeights:
             and weight._version == self._version
             and weight.data_ptr() == self._address
             and weight.is_contiguous()
-            and [self._bits[position] for position in self._probed] == self._probed_bits
+            and self.has_same_values()
         )
+
+    def has_same_values(self) -> bool:
+        """Tell whether the largest weights are what they were; their memory must be."""
+        return [probe.value for probe in self._probes] == self._probed_bits
 
 
 def relu_ffn(x: Tensor, inner: Linear, outer: Linear) -> Tensor:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -80,22 +82,29 @@ class _CompiledStack:
         self._modules, self._parameters = _descendants(layers, others)
         self._memory = [parameter.detach() for parameter in self._parameters]  # stays allocated
         self._hooks = [hooks for module in self._modules for hooks in hooks_of(module)]
-        self._contents = [
+        self._contents: list[Any] = [  # dictionaries
             values
             for module in self._modules
             for values in (module._modules, module._parameters)
             if values
         ]
+        self._values = self._read_values()
+        self._linear_maps = [each for parts in layers for each in parts.linear_maps().values()]
+        self._packed = [each._packed for each in self._linear_maps]
         self._norms = [norm for each in layers for norm in each.norms().values()]
         self._versions, self._state = self._read_versions(), self._read_state()
         self.weights = (StackLayer * len(layers))(*map(_weights_of, layers))
 
     def is_current(self) -> bool:
         """Tell whether the modules are what they were, with the same weights."""
+        values = self._read_values()
         return (
             self._read_versions() == self._versions
+            and len(values) == len(self._values)
+            and all(map(operator.is_, values, self._values))
             and self._read_state() == self._state
-            and all(map(_has_packed_weights, self._layers))
+            and [each._packed for each in self._linear_maps] == self._packed
+            and all(packed is not None and packed.has_same_values() for packed in self._packed)
         )
 
     def _functions_for(self, *tensors: Tensor) -> Functions | None:
@@ -118,9 +127,12 @@ class _CompiledStack:
             any(self._hooks) or has_global_hooks(),
             [("forward" in module.__dict__, module.training) for module in self._modules],
             [norm.eps for norm in self._norms],
-            [id(value) for values in self._contents for value in values.values()],
-            [parameter.data_ptr() for parameter in self._parameters],
+            list(map(Tensor.data_ptr, self._parameters)),
         ]
+
+    def _read_values(self) -> list[object]:
+        """Return the modules and parameters of all modules."""
+        return [*chain.from_iterable(map(dict.values, self._contents))]
 
 
 class CompiledEncoder(_CompiledStack):
