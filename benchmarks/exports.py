@@ -1,14 +1,19 @@
-"""Measure exports: seconds to write, size, and sentences a second beside mtrain.
+"""Measure exports: seconds to write, sizes, and sentences a second beside mtrain.
 
     python benchmarks/exports.py RUN [--to ctranslate2,marian] [--lines 500] [--rounds 3]
 
 Each system is a process that stays loaded, on one core with one thread. It translates the first
 lines of the run's first test set from text to text, by greedy search and with the beam of the run:
 by log-probability alone, and mtrain by its length penalty. A library that starts a program for each
-call, as those for Marian and Argos Translate do, pays no start: the seconds of one line are
-subtracted from those of all. Argos Translate has one search only, in the column of the beam. The
-systems take turns, and what counts is the median of the ratios of a round. Libraries that are not
-installed are left out.
+call, as those for Marian, Argos Translate and node do, pays no start: the seconds of one line are
+subtracted from those of all. Argos Translate has one search only, in the column of the beam.
+
+The graphs of an ONNX export are run by ONNX Runtime with mtrain's search, in float32 and in 8 bits;
+by transformers.js under node, if NODE_PATH names its folder, one line at a time; and by the page in
+Chromium, if that is there too, from when the text is put into it to the last line.
+
+The systems take turns, and what counts is the median of the ratios of a round. The megabytes are
+those of the files that a system loads. Libraries that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -16,22 +21,47 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from machine import commit, describe_machine
 from worker import Worker
 
 if TYPE_CHECKING:
+    from mtrain.exporters.exporter import ExportedModel
     from mtrain.exporters.registry import Library
 
-Translate = Callable[[Sequence[str]], object]
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # for the browser
+Search = Callable[[Sequence[str]], float]  # translates lines; returns the seconds
+# of the systems of an ONNX export: the files that they load
+ONNX_FILES = {
+    "onnx": ["onnx/*[!d].onnx", "*.json"],
+    "onnx, 8 bits": ["onnx/*_quantized.onnx", "*.json"],
+    "transformers.js": ["onnx/*[!d].onnx", "*.json"],
+    "transformers.js, 8 bits": ["onnx/*_quantized.onnx", "*.json"],
+    "page, 8 bits": ["onnx/*_quantized.onnx", "*.json", "*.js", "*.html", "*.css", "library/*"],
+}
+# Put a text into the page; return the seconds until all its lines are translated.
+TRANSLATE = """\
+async (text) => {
+  const [source, output] = ["source", "output"].map((id) => document.getElementById(id));
+  const count = text.split("\\n").length;
+  const began = performance.now();
+  source.value = text;
+  source.dispatchEvent(new Event("input"));
+  const isDone = () =>
+    output.textContent && !message.textContent && output.textContent.split("\\n").length === count;
+  while (!isDone()) await new Promise((resume) => setTimeout(resume, 20));
+  return (performance.now() - began) / 1000;
+}"""
 
 
 def main() -> None:
@@ -55,15 +85,19 @@ def main() -> None:
     print(f"{describe_machine()}, core {options.core}, commit {commit()}, {options.lines} lines")
     with TemporaryDirectory() as directory:
         workers = {"mtrain": started(options, "mtrain", options.run)}
-        written = {"mtrain": ["", f"{size_mb(options.run / 'model.safetensors'):,.1f}"]}
+        written = {"mtrain": ["", f"{size_mb([options.run / 'model.safetensors']):,.1f}"]}
+        files = list[tuple[str, float]]()
         for library in libraries:
             package = exporters()[library].PACKAGE
             if find_spec(package) is None:
                 print(f"{library}: {package} is not installed")
                 continue
             path, seconds = write(options.run, library, Path(directory))
-            written[library] = [f"{seconds:,.1f}", f"{size_mb(path):,.1f}"]
-            workers[library] = started(options, library, path)
+            for system, loaded in systems(library, path).items():
+                export_s = f"{seconds:,.1f}" if system == library else ""
+                written[system] = [export_s, f"{size_mb(loaded):,.1f}"]
+                workers[system] = started(options, system, path)
+            files += [(f"{library}: {file.name}", size_mb([file])) for file in files_of(path)]
         rates = compare(workers, options.rounds)
         for worker in workers.values():
             worker.close()
@@ -74,6 +108,10 @@ def main() -> None:
         for search in ("greedy", "beam"):
             row += cells_of(rates[search][name], rates[search]["mtrain"])
         print(f"| {' | '.join(row)} |")
+    print("\n| file | MB |\n| --- | --: |")
+    for file, mb in files:
+        if mb >= 0.05:
+            print(f"| {file} | {mb:,.1f} |")
 
 
 def write(run: Path, library: Library, directory: Path) -> tuple[Path, float]:
@@ -84,13 +122,43 @@ def write(run: Path, library: Library, directory: Path) -> tuple[Path, float]:
     archive = exporters()[library].ARCHIVE
     path = directory / (library if archive is None else f"{library}{archive.suffix}")
     began = time.perf_counter()
-    mtrain.export(run, path, library)
+    mtrain.export(run, path, library, page=library == "onnx")
     return path, time.perf_counter() - began
 
 
-def size_mb(path: Path) -> float:
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file()) / 1e6
+def systems(library: Library, path: Path) -> dict[str, list[Path]]:
+    """Return what can run an export, and the files of it."""
+    if library != "onnx":
+        return {library: files_of(path)}
+    from mtrain.exporters.onnx import OnnxModel
+
+    num_systems = 2
+    try:
+        OnnxModel(path).translate(["a"], "fp32")
+    except LookupError as error:
+        print(f"transformers.js: {error}")
+    else:
+        num_systems += 2
+        if find_spec("playwright") is None or shutil.which("chromium") is None:
+            print("page: chromium or playwright is not installed")
+        else:
+            from browsing import copy_library
+
+            copy_library(path)
+            num_systems += 1
+    names = list(ONNX_FILES)[:num_systems]
+    return {
+        name: [file for pattern in ONNX_FILES[name] for file in path.glob(pattern)]
+        for name in names
+    }
+
+
+def files_of(path: Path) -> list[Path]:
+    return [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else [path]
+
+
+def size_mb(files: Sequence[Path]) -> float:
+    return sum(file.stat().st_size for file in files) / 1e6
 
 
 def compare(workers: dict[str, Worker], rounds: int) -> dict[str, dict[str, list[float | None]]]:
@@ -136,36 +204,47 @@ def serve(options: argparse.Namespace) -> None:
     run = RunDir(options.run)
     lines = prepare.read_test(run, next(iter(run.config.data.tests))).src[: options.lines]
     name, path = options.worker
-    searches = of_mtrain(run) if name == "mtrain" else of_export(run, name, Path(path))
-    for translate in searches.values():
-        translate(lines[:20])
-    print(json.dumps("loaded"), flush=True)
-    for request in sys.stdin:
-        translate = searches.get(json.loads(request))
-        rate = None
-        if translate is not None:
-            rate = (len(lines) - 1) / (seconds(translate, lines) - seconds(translate, lines[:1]))
-        print(json.dumps(rate), flush=True)
+    with ExitStack() as stack:
+        if name == "mtrain":
+            searches = of_mtrain(run)
+        elif name.startswith("page"):
+            searches = of_page(Path(path), stack)
+        elif name in ONNX_FILES:
+            searches = of_onnx(run, name, Path(path))
+        else:
+            searches = of_export(run, name, Path(path))
+        for search in searches.values():
+            search(lines[:20])
+        print(json.dumps("loaded"), flush=True)
+        for request in sys.stdin:
+            search = searches.get(json.loads(request))
+            rate = None
+            if search is not None:
+                rate = (len(lines) - 1) / (search(lines) - search(lines[:1]))
+            print(json.dumps(rate), flush=True)
 
 
-def seconds(translate: Translate, lines: Sequence[str]) -> float:
-    began = time.perf_counter()
-    translate(lines)
-    return time.perf_counter() - began
+def timed(translate: Callable[[Sequence[str]], object]) -> Search:
+    def search(lines: Sequence[str]) -> float:
+        began = time.perf_counter()
+        translate(lines)
+        return time.perf_counter() - began
+
+    return search
 
 
-def of_mtrain(run: Any) -> dict[str, Translate]:
+def of_mtrain(run: Any) -> dict[str, Search]:
     import mtrain
 
     beam = run.config.decoding.beam
     greedy, searching = (mtrain.load(run.path, beam=width, device="cpu") for width in (1, beam))
     return {
-        "greedy": lambda lines: greedy.translate(lines, on_warning=str),
-        "beam": lambda lines: searching.translate(lines, on_warning=str),
+        "greedy": timed(lambda lines: greedy.translate(lines, on_warning=str)),
+        "beam": timed(lambda lines: searching.translate(lines, on_warning=str)),
     }
 
 
-def of_export(run: Any, library: Library, path: Path) -> dict[str, Translate]:
+def of_export(run: Any, library: Library, path: Path) -> dict[str, Search]:
     from mtrain.exporters.argos import ArgosModel
     from mtrain.exporters.registry import exporters
 
@@ -177,6 +256,13 @@ def of_export(run: Any, library: Library, path: Path) -> dict[str, Translate]:
             archive.extractall(path.with_suffix(""))
         (path,) = path.with_suffix("").iterdir()
     exported = exporter.load(path)
+    if isinstance(exported, ArgosModel):
+        is_installed = find_spec("argostranslate") is not None
+        return {"beam": timed(exported.translate)} if is_installed else {}
+    return of_search(run, exported)
+
+
+def of_search(run: Any, exported: ExportedModel) -> dict[str, Search]:
     extra = run.config.decoding.max_extra_tokens
 
     def search(lines: Sequence[str], beam: int) -> list[str]:
@@ -184,15 +270,37 @@ def of_export(run: Any, library: Library, path: Path) -> dict[str, Translate]:
         found = exported.search(sources, beam, [len(ids) + extra for ids in sources])
         return exported.decode([hypothesis.ids for hypothesis in found])
 
-    searches: dict[str, Translate] = {
-        "greedy": lambda lines: search(lines, 1),
-        "beam": lambda lines: search(lines, run.config.decoding.beam),
+    return {
+        "greedy": timed(lambda lines: search(lines, 1)),
+        "beam": timed(lambda lines: search(lines, run.config.decoding.beam)),
     }
-    if isinstance(exported, ArgosModel):
-        searches = {}
-        if find_spec("argostranslate") is not None:
-            searches["beam"] = exported.translate
-    return searches
+
+
+def of_onnx(run: Any, name: str, path: Path) -> dict[str, Search]:
+    from mtrain.exporters.onnx import OnnxModel
+
+    model, has_8_bits = OnnxModel(path), name.endswith("8 bits")
+    if name.startswith("transformers.js"):
+        dtype: Literal["fp32", "q8"] = "q8" if has_8_bits else "fp32"
+        return {"greedy": timed(lambda lines: model.translate(lines, dtype))}
+    exported = model.quantised if has_8_bits else model
+    assert exported is not None
+    return of_search(run, exported)
+
+
+def of_page(path: Path, stack: ExitStack) -> dict[str, Search]:
+    """Open the page; it is loaded anew for each text, because it keeps translated lines."""
+    from browsing import launched, served, watched_page
+
+    url = stack.enter_context(served(path))
+    page = watched_page(stack.enter_context(contextmanager(launched)()), 1280, "light").page
+
+    def search(lines: Sequence[str]) -> float:
+        page.goto(url)
+        page.wait_for_function("() => document.getElementById('message').textContent === ''")
+        return float(page.evaluate(TRANSLATE, "\n".join(lines)))
+
+    return {"greedy": search}
 
 
 if __name__ == "__main__":

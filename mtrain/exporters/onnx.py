@@ -11,7 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -79,13 +79,14 @@ _QUANTISED = "_quantized"
 _NAMES = ("encoder_model", "decoder_model_merged")
 _PROGRAM, _NODE_PACKAGE = "transformers.js", "@huggingface/transformers"
 _NODE_PROGRAM = """\
-const { library, directory, lines, maxNewTokens } = JSON.parse(
+const { library, directory, dtype, numThreads, lines, maxNewTokens } = JSON.parse(
   require("fs").readFileSync(0, "utf-8"));
 const { env, pipeline } = require(library);
 env.allowLocalModels = true;
 env.allowRemoteModels = false;
 env.localModelPath = "";
-pipeline("translation", directory, { dtype: "fp32" }).then(async (translate) => {
+const session_options = { intraOpNumThreads: numThreads };
+pipeline("translation", directory, { dtype, session_options }).then(async (translate) => {
   const texts = [];
   for (const line of lines) {
     const [result] = await translate(line, { max_new_tokens: maxNewTokens });
@@ -94,6 +95,13 @@ pipeline("translation", directory, { dtype: "fp32" }).then(async (translate) => 
   console.log(JSON.stringify({ version: env.version, texts }));
 });
 """
+
+
+class NodeAnswer(TypedDict):
+    """What the program for node prints: the version of transformers.js, and translations."""
+
+    version: str
+    texts: list[str]
 
 
 def num_positions(config: Config) -> int:
@@ -216,38 +224,48 @@ class OnnxModel:
 
     def own_call(self, lines: Sequence[str]) -> OwnCall:
         """Translate with the pipeline of transformers.js, if NODE_PATH names its folder."""
+        try:
+            answer = self.translate(lines, "fp32")
+        except LookupError as error:
+            return OwnCall(_PROGRAM, None, (str(error),))
         sources = self.encode(lines)
-        limit = max(map(len, sources))
-        node, roots = shutil.which("node"), os.environ.get("NODE_PATH", "").split(os.pathsep)
-        found = [Path(root, _NODE_PACKAGE) for root in roots if root]
-        libraries = [str(path.resolve()) for path in found if path.is_dir()]
-        if node is None:
-            return OwnCall(_PROGRAM, None, ("node is not installed",))
-        if not libraries:
-            return OwnCall(_PROGRAM, None, ("it is in no folder that NODE_PATH names",))
-        request = {
-            "library": libraries[0],
-            "directory": str(self._directory.resolve()),
-            "lines": list(lines),
-            "maxNewTokens": limit + 1,
-        }
-        answer = _run_node(node, request)
-        ours = self.decode([each.ids for each in self.search(sources, 1, [limit] * len(sources))])
+        limits = [max(map(len, sources))] * len(sources)
+        ours = self.decode([each.ids for each in self.search(sources, 1, limits)])
         pairs = zip(ours, answer["texts"], strict=True)  # of bytes that are no UTF-8, texts differ
         same = agreement(our == their or parity.REPLACEMENT in our for our, their in pairs)
         return OwnCall(f"{_PROGRAM} {answer['version']}", same)
 
+    def translate(self, lines: Sequence[str], dtype: Literal["fp32", "q8"]) -> NodeAnswer:
+        """Translate text by transformers.js under node.
+
+        Raises:
+            LookupError: if one of both is missing; it says which.
+            RunError: if that fails.
+        """
+        node, roots = shutil.which("node"), os.environ.get("NODE_PATH", "").split(os.pathsep)
+        found = [Path(root, _NODE_PACKAGE) for root in roots if root]
+        libraries = [str(path.resolve()) for path in found if path.is_dir()]
+        if node is None:
+            raise LookupError("node is not installed")
+        if not libraries:
+            raise LookupError("it is in no folder that NODE_PATH names")
+        request = {
+            "library": libraries[0],
+            "directory": str(self._directory.resolve()),
+            "dtype": dtype,
+            "numThreads": torch.get_num_threads(),
+            "lines": list(lines),
+            "maxNewTokens": max(map(len, self.encode(lines))) + 1,
+        }
+        command = [node, "-e", _NODE_PROGRAM]
+        done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
+        if done.returncode:
+            raise RunError(f"{_PROGRAM}: must translate, but ends with: {done.stderr.strip()}")
+        answer: NodeAnswer = json.loads(done.stdout)
+        return answer
+
 
 load = OnnxModel  # as an exporter loads a folder
-
-
-def _run_node(node: str, request: dict[str, Any]) -> dict[str, Any]:
-    command = [node, "-e", _NODE_PROGRAM]
-    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
-    if done.returncode:
-        raise RunError(f"{_PROGRAM}: must translate, but ends with: {done.stderr.strip()}")
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
 
 
 class OnnxState:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import re
 import shutil
-import threading
 from collections.abc import Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browsing import SIZES, launched, watched_page
+from browsing import SIZES, copy_library, launched, served, watched_page
 from serving import with_languages
 from tasks import copy_task
 
@@ -39,36 +35,16 @@ def directory(trained: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.fixture
 def library(directory: Path) -> Iterator[Path]:
     """The files of the JavaScript library, as the command on the page puts them there."""
-    copies = [line.split() for line in onnx_page.LIBRARY_COMMAND.splitlines() if "cp " in line]
-    roots = os.environ.get("NODE_PATH", "").split(os.pathsep)
-    path = directory / "library"
-    path.mkdir()
-    for _, source, _ in copies:
-        name = source.removeprefix("library/npm/node_modules/")
-        found = [Path(root, name) for root in roots if root and Path(root, name).is_file()]
-        if not found:
-            shutil.rmtree(path)
-            pytest.skip(f"{name} is in no folder that NODE_PATH names")
-        shutil.copy(found[0], path)
+    path = copy_library(directory)
     assert {each.name for each in path.iterdir()} == set(onnx_page.LIBRARY_FILES)
     yield path
     shutil.rmtree(path)
 
 
-class QuietHandler(SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *arguments: object) -> None:
-        pass
-
-
 @pytest.fixture
-def server(directory: Path) -> Iterator[ThreadingHTTPServer]:
-    handler = functools.partial(QuietHandler, directory=str(directory))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+def url(directory: Path) -> Iterator[str]:
+    with served(directory) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +52,8 @@ def browser() -> Iterator[Any]:
     yield from launched()
 
 
-def opened(browser: Any, server: ThreadingHTTPServer, width: int, scheme: str) -> Iterator[Any]:
+def opened(browser: Any, url: str, width: int, scheme: str) -> Iterator[Any]:
     """Open the page; hold it to no error, and to no request to another host."""
-    url = f"http://127.0.0.1:{server.server_port}/"
     page, errors, urls = watched_page(browser, width, scheme)
     page.goto(url)
     yield page
@@ -89,19 +64,19 @@ def opened(browser: Any, server: ThreadingHTTPServer, width: int, scheme: str) -
 
 @pytest.fixture(params=SIZES, ids=str)
 def any_page(
-    browser: Any, library: Path, server: ThreadingHTTPServer, request: pytest.FixtureRequest
+    browser: Any, library: Path, url: str, request: pytest.FixtureRequest
 ) -> Iterator[Any]:
-    yield from opened(browser, server, *request.param)
+    yield from opened(browser, url, *request.param)
 
 
 @pytest.fixture
-def page(browser: Any, library: Path, server: ThreadingHTTPServer) -> Iterator[Any]:
-    yield from opened(browser, server, *SIZES[0])
+def page(browser: Any, library: Path, url: str) -> Iterator[Any]:
+    yield from opened(browser, url, *SIZES[0])
 
 
 @pytest.fixture
-def bare_page(browser: Any, server: ThreadingHTTPServer) -> Iterator[Any]:
-    yield from opened(browser, server, *SIZES[2])
+def bare_page(browser: Any, url: str) -> Iterator[Any]:
+    yield from opened(browser, url, *SIZES[2])
 
 
 def translated(page: Any, text: str) -> str:
@@ -139,7 +114,7 @@ def test_blank_lines_stay_and_a_long_line_is_translated_by_sentences(page: Any) 
     assert page.inner_text("#message") == "A sentence has more than 32 tokens: split it."
 
 
-def test_a_loaded_page_needs_no_network(page: Any, server: ThreadingHTTPServer) -> None:
+def test_a_loaded_page_needs_no_network(page: Any) -> None:
     assert translated(page, "ba ce") == "ba ce"
     page.evaluate("() => navigator.serviceWorker.ready.then(() => null)")
     page.wait_for_function("() => navigator.serviceWorker.controller?.state === 'activated'")
