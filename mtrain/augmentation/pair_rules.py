@@ -74,15 +74,25 @@ class PairRules:
         none = np.zeros(len(candidates), np.uint32)
         block = PairBlock(src.lines, tgt.lines, none, none, is_held, is_held & False)
         reasons = rules.drop_reasons(self._rules, block, self._profile)
-        known_src, known_tgt = (
-            measure(side, Feature.KEY).keys.tolist() for side in zip(*known, strict=True)
-        )
-        seen = {(row, *pair) for row, pair in enumerate(zip(known_src, known_tgt, strict=True))}
+        src_keys, tgt_keys = src.keys.tolist(), tgt.keys.tolist()
+        seen = _known_keys(known)
+        for candidate, src_key, tgt_key in zip(candidates, src_keys, tgt_keys, strict=True):
+            has_src, has_tgt = map(bool, known[candidate.row])
+            if not (has_src and has_tgt):  # the side that is known is that of the candidate
+                seen.add((candidate.row, src_key * has_src, tgt_key * has_tgt))
         for index, candidate in enumerate(candidates):
             flag = next((flag for flag in FLAGS if flag in candidate.flags), None)
-            key = candidate.row, int(src.keys[index]), int(tgt.keys[index])
+            key = candidate.row, src_keys[index], tgt_keys[index]
             if reasons[index] != "held-out":
                 reasons[index] = flag or reasons[index] or ("repeated" if key in seen else None)
             if reasons[index] is None:
                 seen.add(key)
         return reasons
+
+
+def _known_keys(known: Sequence[tuple[str, str]]) -> set[tuple[int, int, int]]:
+    """Return the row and the keys of both sides of each real pair; not where one is empty."""
+    rows = [row for row, pair in enumerate(known) if all(pair)]
+    sides = [[known[row][side] for row in rows] for side in (0, 1)]
+    keys = [measure(side, Feature.KEY).keys.tolist() for side in sides]
+    return set(zip(rows, *keys, strict=True))

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, Protocol, TextIO, cast
 from mtrain.errors import DataError
 
 BOM = b"\xef\xbb\xbf"
+_GZIP_LEVEL = 6  # half the time of 9 for one percent more bytes
 _BLOCK_BYTES = 1 << 18  # that are decoded at once
 _PATIENCE_S = 0.05  # that a block waits for one more line
 _MAX_BLOCK_CHARACTERS = 4_000_000
@@ -110,7 +111,7 @@ def open_gzip_writer(path: Path) -> Iterator[TextIO]:
     """Open a gzipped UTF-8 file for writing; the same lines result in the same bytes."""
     with (
         path.open("wb") as raw,
-        gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as zipped,
+        gzip.GzipFile("", "wb", _GZIP_LEVEL, fileobj=raw, mtime=0) as zipped,
         io.TextIOWrapper(zipped, "utf-8", newline="\n") as stream,
     ):
         yield stream
