@@ -41,14 +41,13 @@ if TYPE_CHECKING:
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # for the browser
 Search = Callable[[Sequence[str]], float]  # translates lines; returns the seconds
-# of the systems of an ONNX export: the files that they load
-ONNX_FILES = {
-    "onnx": ["onnx/*[!d].onnx", "*.json"],
-    "onnx, 8 bits": ["onnx/*_quantized.onnx", "*.json"],
-    "transformers.js": ["onnx/*[!d].onnx", "*.json"],
-    "transformers.js, 8 bits": ["onnx/*_quantized.onnx", "*.json"],
-    "page, 8 bits": ["onnx/*_quantized.onnx", "*.json", "*.js", "*.html", "*.css", "library/*"],
-}
+ONNX_SYSTEMS = [  # that run an ONNX export
+    "onnx",
+    "onnx, 8 bits",
+    "transformers.js",
+    "transformers.js, 8 bits",
+    "page, 8 bits",
+]
 # Put a text into the page; return the seconds until all its lines are translated.
 TRANSLATE = """\
 async (text) => {
@@ -146,11 +145,21 @@ def systems(library: Library, path: Path) -> dict[str, list[Path]]:
 
             copy_library(path)
             num_systems += 1
-    names = list(ONNX_FILES)[:num_systems]
-    return {
-        name: [file for pattern in ONNX_FILES[name] for file in path.glob(pattern)]
-        for name in names
-    }
+    return {name: onnx_files(path, name) for name in ONNX_SYSTEMS[:num_systems]}
+
+
+def onnx_files(path: Path, system: str) -> list[Path]:
+    """Return what a system loads: graphs of its precision and settings, and a page itself."""
+    has_8_bits, is_page = system.endswith("8 bits"), system.startswith("page")
+    return [
+        file
+        for file in files_of(path)
+        if (
+            file.stem.endswith("_quantized") == has_8_bits
+            if file.suffix == ".onnx"
+            else file.suffix == ".json" or is_page
+        )
+    ]
 
 
 def files_of(path: Path) -> list[Path]:
@@ -209,7 +218,7 @@ def serve(options: argparse.Namespace) -> None:
             searches = of_mtrain(run)
         elif name.startswith("page"):
             searches = of_page(Path(path), stack)
-        elif name in ONNX_FILES:
+        elif name in ONNX_SYSTEMS:
             searches = of_onnx(run, name, Path(path))
         else:
             searches = of_export(run, name, Path(path))
