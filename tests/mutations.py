@@ -1620,7 +1620,8 @@ def judge(directory: Path, mutation: Mutation) -> str:
     try:
         if path.suffix == ".c":
             compile_in(directory)
-        return run(directory, mutation.tests).first_failure
+        outcome = run(directory, mutation.tests)
+        return outcome.first_failure or (f"pytest ends with {outcome.code}" * (outcome.code != 0))
     except subprocess.TimeoutExpired:
         print(f"{mutation.name}: the tests take longer than {TIMEOUT_S} s", file=sys.stderr)
         return ""

@@ -29,14 +29,29 @@ pytestmark = [
 ]
 
 
-def packed(config: object = CONFIGS["post"]) -> Transformer:
-    model = transformer(config).float()
-    model.output.weight = torch.nn.Parameter(model.output.weight.detach() * 8)  # few are alike
+@torch.no_grad()
+def packed(config: object = CONFIGS["post"], eos: float = 1.5) -> Transformer:
+    """Return a model whose tokens depend on the sentence; some are always alike.
+
+    Targets end early, the more `eos` is.
+    """
+    model, generator = transformer(config).float(), torch.Generator().manual_seed(3)
+    ids_BT = torch.randint(NUM_TOKENS, (50, 10), generator=generator)
+    states_RD = model(ids_BT, torch.ones_like(ids_BT, dtype=torch.bool), ids_BT).flatten(0, 1)
+    weight_VD = torch.randn(model.output.weight.shape, generator=generator)
+    mean_D = torch.nn.functional.normalize(states_RD.mean(0), dim=0)
+    weight_VD -= (weight_VD @ mean_D)[:, None] * mean_D  # what all states have in common
+    weight_VD *= 5 / (states_RD @ weight_VD.T).std()
+    weight_VD[EOS] *= eos
+    for alike_VD in (weight_VD, model.tgt_embedding.weight):
+        alike_VD[5:8] = alike_VD[4]
+    model.output.weight = torch.nn.Parameter(weight_VD)
     pack_weights(model)
     return model
 
 
 MODELS = {name: packed(config) for name, config in CONFIGS.items()}
+MODELS["long"], MODELS["endless"] = packed(eos=0.7), packed(eos=0.0)
 
 
 def group(model: Transformer, lengths: list[int], extra: int, seed: int) -> RequestGroup[KVCache]:
@@ -87,7 +102,7 @@ SEARCHES = {
 
 @pytest.mark.parametrize("options", SEARCHES.values(), ids=SEARCHES.keys())
 @pytest.mark.parametrize("name", MODELS)
-def test_positions_in_one_call_are_the_positions_one_by_one_bit_for_bit(name, options, calls):
+def test_positions_in_one_compiled_call_are_those_one_by_one_bit_for_bit(name, options, calls):
     model, groups = MODELS[name], [[5, 2, 7], [3], [9, 1, 1, 4]]
     together, num_calls = found(model, options, groups)
     assert calls.count("search_steps") > 0.5 * num_calls
@@ -98,6 +113,13 @@ def test_positions_in_one_call_are_the_positions_one_by_one_bit_for_bit(name, op
     assert num_calls < num_positions
 
 
+def test_the_models_here_end_some_targets_before_their_limit_and_not_all():
+    greedy, _ = found(MODELS["post"], SEARCHES["greedy"], [[5, 2, 7, 3]], extra=4)
+    assert {len(best[0].ids) < 4 for best in greedy} == {True, False}
+    best_of, _ = found(MODELS["long"], SEARCHES["beam"], [[5, 2, 7, 3]], extra=4)
+    assert all(len(best[0].ids) > 1 for best in best_of)
+
+
 @given(
     beam=st.integers(1, 5),
     num_best=st.integers(1, 5),
@@ -106,7 +128,9 @@ def test_positions_in_one_call_are_the_positions_one_by_one_bit_for_bit(name, op
     extra=st.integers(0, 12),
     groups=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=3),
 )
-def test_any_search_is_the_search_one_by_one(beam, num_best, alpha, early_stop, extra, groups):
+def test_any_compiled_search_is_the_search_one_by_one(
+    beam, num_best, alpha, early_stop, extra, groups
+):
     options = DecodingOptions(
         beam=beam,
         num_best=min(beam, num_best),
@@ -114,19 +138,20 @@ def test_any_search_is_the_search_one_by_one(beam, num_best, alpha, early_stop, 
         early_stop=early_stop,
         with_scores=True,
     )
-    together, _ = found(MODELS["post"], options, groups, extra)
-    assert together == found(MODELS["post"], options, groups, extra, one_by_one=True)[0]
+    for model in (MODELS["post"], MODELS["long"]):
+        together, _ = found(model, options, groups, extra)
+        assert together == found(model, options, groups, extra, one_by_one=True)[0]
 
 
 @pytest.mark.parametrize("drop", [0, 2])
-def test_the_others_do_not_depend_on_a_sentence_that_is_dropped(drop):
+def test_a_compiled_search_does_not_depend_on_a_sentence_that_is_dropped(drop):
     arguments = (MODELS["post"], DecodingOptions(beam=3), [[5, 2, 7], [3]])
     kept, _ = found(*arguments, one_by_one=True)
     del kept[drop]
     assert found(*arguments, drop=drop)[0] == kept
 
 
-def test_a_beam_as_wide_as_the_vocabulary_takes_all_tokens():
+def test_a_compiled_beam_as_wide_as_the_vocabulary_takes_all_tokens():
     options = DecodingOptions(beam=NUM_TOKENS + 3, num_best=5)
     together, _ = found(MODELS["post"], options, [[3, 2]])
     assert together == found(MODELS["post"], options, [[3, 2]], one_by_one=True)[0]
@@ -166,7 +191,7 @@ def test_a_hook_of_the_output_layer_is_called():
 
 
 @pytest.mark.parametrize("beam", [1, 3])
-def test_logits_that_are_not_finite_are_an_error(beam):
+def test_logits_of_a_compiled_search_that_are_not_finite_are_an_error(beam):
     model = packed()
     with torch.no_grad():
         model.output.weight.fill_(torch.nan)
@@ -196,33 +221,33 @@ def rules_and_rows(model: Transformer) -> tuple[BeamSearch[KVCache], beam_search
     ],
 )
 @torch.inference_mode()
-def test_rows_that_cannot_be_are_refused(change):
-    search, rules = rules_and_rows(MODELS["post"])
+def test_a_compiled_search_refuses_rows_that_cannot_be(change):
+    search, rules = rules_and_rows(MODELS["endless"])
     assert len(search.rows.ids_N) == 4
     arguments = (search.sentences.num_places_B, search.sentences.best_BM)
     rows = search.rows._replace(**change)
     with pytest.raises(IndexError):
-        MODELS["post"].search_steps(search.state, rows, *arguments, rules)
-    assert MODELS["post"].search_steps(search.state, search.rows, *arguments, rules) is not None
+        MODELS["endless"].search_steps(search.state, rows, *arguments, rules)
+    assert MODELS["endless"].search_steps(search.state, search.rows, *arguments, rules) is not None
 
 
 @torch.inference_mode()
-def test_a_penalty_table_or_slots_that_are_too_small_are_refused():
-    search, rules = rules_and_rows(MODELS["post"])
+def test_a_compiled_search_refuses_too_few_penalties_and_too_many_slots():
+    search, rules = rules_and_rows(MODELS["endless"])
     arguments = (search.rows, search.sentences.num_places_B, search.sentences.best_BM)
     short = rules._replace(penalty_L=rules.penalty_L[:5])
     with pytest.raises(IndexError):
-        MODELS["post"].search_steps(search.state, *arguments, short)
+        MODELS["endless"].search_steps(search.state, *arguments, short)
     places = np.array([3, 2])
     with pytest.raises(IndexError):
-        MODELS["post"].search_steps(search.state, search.rows, places, arguments[2], rules)
+        MODELS["endless"].search_steps(search.state, search.rows, places, arguments[2], rules)
 
 
 @torch.inference_mode()
-def test_the_arguments_stay_as_they_are():
-    search, rules = rules_and_rows(MODELS["post"])
+def test_a_compiled_search_changes_no_argument():
+    search, rules = rules_and_rows(MODELS["endless"])
     kept = [np.copy(each) for each in (*search.rows, *search.sentences)]
     arguments = (search.rows, search.sentences.num_places_B, search.sentences.best_BM)
-    assert MODELS["post"].search_steps(search.state, *arguments, rules) is not None
+    assert MODELS["endless"].search_steps(search.state, *arguments, rules) is not None
     for before, after in zip(kept, (*search.rows, *search.sentences), strict=True):
         np.testing.assert_array_equal(before, after)
