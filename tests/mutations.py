@@ -103,6 +103,10 @@ def export(file: str, name: str, old: str, new: str, test: str = "export") -> Mu
     return Mutation(name, f"mtrain/exporters/{file}.py", old, new, path)
 
 
+def onnx(file: str, name: str, old: str, new: str, tests: str) -> Mutation:
+    return export(file, name, old, new)._replace(tests=f"tests/exporters/test_onnx{tests}")
+
+
 MODEL = [
     model(
         "causal mask flipped",
@@ -1458,6 +1462,97 @@ EXPORTS = [
         "and self.own_call.same is not None",
         "and False",
         "argos",
+    ),
+    onnx(
+        "onnx_graphs",
+        "the graph of the decoder sees later targets",
+        "keep = behind >= 0",
+        "keep = behind == behind",
+        ".py -k every_variant",
+    ),
+    onnx(
+        "onnx_graphs",
+        "positions after a cache begin again",
+        "position_T = torch.arange(num_new) + num_past",
+        "position_T = torch.arange(num_new) + 0 * num_past",
+        ".py -k every_variant",
+    ),
+    onnx(
+        "onnx_graphs",
+        "the graph of the decoder attends to padding",
+        "src_keep = encoder_attention_mask[:, None, None, :] != 0",
+        "src_keep = encoder_attention_mask[:, None, None, :] >= 0",
+        ".py -k every_variant",
+    ),
+    onnx(
+        "onnx_graphs",
+        "the window of the graph of the decoder is one shorter",
+        "behind <= config.attention_window",
+        "behind < config.attention_window",
+        ".py -k every_variant",
+    ),
+    onnx(
+        "onnx_graphs",
+        "each step projects the whole source",
+        "encoder_hidden_states[:, cache[2].shape[2] :]",
+        "encoder_hidden_states",
+        ".py -k one_decoder",
+    ),
+    onnx(
+        "onnx_graphs",
+        "two products of 8 bits overflow in 16",
+        "_MAX_INT8 = 63",
+        "_MAX_INT8 = 127",
+        ".py -k 8_bits_are_near",
+    ),
+    onnx(
+        "onnx_graphs",
+        "a matrix that is tied is stored twice",
+        "do_constant_folding=False",
+        "do_constant_folding=True",
+        ".py -k 8_bits_are_near",
+    ),
+    onnx(
+        "onnx",
+        "transformers.js may write padding",
+        '"suppress_tokens": [tgt.pad, tgt.bos]',
+        '"suppress_tokens": [tgt.bos]',
+        ".py -k what_transformers_js_looks_for",
+    ),
+    onnx(
+        "onnx",
+        "the limit for transformers.js leaves no room for bos",
+        "decoding.max_extra_tokens + 2",
+        "decoding.max_extra_tokens + 1",
+        ".py -k what_transformers_js_looks_for",
+    ),
+    onnx(
+        "tokenizer_json",
+        "the worst merges come first",
+        "key=lambda piece: -scores[piece]",
+        "key=lambda piece: scores[piece]",
+        ".py -k thousands",
+    ),
+    onnx(
+        "tokenizer_json",
+        "the name of a special piece in a text is that piece",
+        "vocab.append((_SPACE + piece, unlikely))",
+        "vocab.append((piece, unlikely))",
+        ".py -k special_pieces_in_a_text",
+    ),
+    onnx(
+        "tokenizer_json",
+        "the name of a tag in a text is that tag",
+        "special.union(vocabulary.byte_pieces, vocabulary.tags.values())",
+        "special.union(vocabulary.byte_pieces)",
+        ".py -k special_pieces_in_a_text",
+    ),
+    onnx(
+        "onnx_page",
+        "a page with another model is the same version",
+        "for name in files))",
+        "for name in names))",
+        "_page.py -k another_version",
     ),
 ]
 
