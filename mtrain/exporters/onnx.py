@@ -55,7 +55,8 @@ REQUIREMENTS: tuple[Requirement, ...] = (
 QUANTIZATIONS: tuple[str, ...] = ()  # weights of 8 bits are always beside those of float32
 ARCHIVE: Archive | None = None
 USE = """\
-In JavaScript, after `npm install @huggingface/transformers`, with this folder as `./model`:
+In JavaScript, after `npm install --ignore-scripts @huggingface/transformers`, with this folder as
+`./model`:
 
 ```js
 import {{ env, pipeline }} from "@huggingface/transformers";
