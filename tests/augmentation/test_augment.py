@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import signal
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -178,10 +179,14 @@ def child(config_path: Path, back_run: Path, kill_at: int) -> None:
 
 
 @needs_fork_server
-def test_kills_change_nothing(config_path: Path, mono: Path, back_run: Path) -> None:
+def test_kills_change_nothing(
+    config_path: Path, mono: Path, back_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each call that changes what the disk holds is a moment at which all may end."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mtrain.augmentation.augment"])  # torch is loaded once
+    # what this module imports is loaded once
+    context.set_forkserver_preload(["conftest", "ranks", "serving", "mtrain.augmentation.augment"])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # of the server
 
     def in_child(kill_at: int) -> int | None:
         process = context.Process(target=child, args=(config_path, back_run, kill_at))
