@@ -294,8 +294,8 @@ MODEL = [
     ),
     state(
         "two steps write to the same places",
-        "slots_N, self._free_R = self._free_R[:count], self._free_R[count:]",
-        "slots_N, self._free_R = self._free_R[:count], self._free_R[count // 2 :]",
+        "self._free_R = slots_R[count:]",
+        "self._free_R = slots_R[count // 2 :]",
     ),
     state(
         "those who join see what others have read",

@@ -900,7 +900,7 @@ def test_no_hypothesis_writes_where_another_reads():
     model = transformer(model_config())
     state, num_written = begin(model, inputs()), 0
     seen: set[int] = set()
-    for turn in range(20):
+    for turn in range(40):
         rows = REORDERS[turn % 3]
         assert isinstance(rows, list)
         state.reorder(torch.tensor(rows))
