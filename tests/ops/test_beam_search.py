@@ -113,6 +113,33 @@ def test_positions_in_one_compiled_call_are_those_one_by_one_bit_for_bit(name, o
     assert num_calls < num_positions
 
 
+Trace = dict[int, tuple[list[int], list[int], list[int], list[float]]]
+
+
+def traced(model: Transformer, options: DecodingOptions, one_by_one: bool) -> Trace:
+    """Return by position which sentences end there, and the open cells, tokens and scores."""
+    search = BeamSearch(model.decode_step, options, None if one_by_one else model.search_steps)
+    search.admit(group(model, [5, 2, 7, 3], 6, 0))
+    trace: Trace = {}
+    while search.num_open:
+        ended, rows = search.advance(), search.rows
+        parts = (search.cell_N.tolist(), rows.ids_N.tolist(), rows.log_prob_N.tolist())
+        trace[rows.written_NT.shape[1]] = (ended, *parts)
+    return trace
+
+
+@pytest.mark.parametrize("options", SEARCHES.values(), ids=SEARCHES.keys())
+@pytest.mark.parametrize("name", ["post", "long"])
+def test_a_compiled_search_drops_hypotheses_when_they_are_lost_and_ends_with_a_sentence(
+    name, options
+):
+    apart = traced(MODELS[name], options, one_by_one=True)
+    together = traced(MODELS[name], options, one_by_one=False)
+    assert together == {position: apart[position] for position in together}
+    assert {position for position in apart if apart[position][0]} <= together.keys()
+    assert len(together) < len(apart)
+
+
 def test_the_models_here_end_some_targets_before_their_limit_and_not_all():
     greedy, _ = found(MODELS["post"], SEARCHES["greedy"], [[5, 2, 7, 3]], extra=4)
     assert {len(best[0].ids) < 4 for best in greedy} == {True, False}
