@@ -2,11 +2,13 @@
 
     python benchmarks/serve_load.py RUN LINES              # at 1, 8 and 64 clients
     python benchmarks/serve_load.py RUN LINES --clients 64 --rounds 5 --seconds 10
+    python benchmarks/serve_load.py RUN LINES --beside libretranslate=5001
     python benchmarks/serve_load.py RUN LINES --overload 600    # mtrain, at twice its rate
 
 Both servers have the same weights in float32, the same beam and the same cores, and are asked in
 turn by the same clients, each over one connection, one line of the file LINES at a time. The other
 server is Python's own `ThreadingHTTPServer` with a pool of CTranslate2 that has a thread a core.
+`--beside` names another that runs already, with the port of 127.0.0.1 at which it answers.
 Prints the median of each figure over the rounds, and of the ratio within each round.
 
 With `--overload`, requests come at twice the rate that the server has just shown it can carry,
@@ -210,6 +212,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--beam", type=int, default=5)
+    parser.add_argument("--beside", metavar="NAME=PORT", action="append", default=[])
     parser.add_argument("--overload", type=float, metavar="SECONDS", default=0.0)
     parser.add_argument("--thin", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -231,28 +234,43 @@ def main() -> None:
             ours[0].terminate()
         sys.exit(not is_sound)
     thin = start([python, __file__, run, str(options.lines), "--thin", *beam])
-    servers = {"mtrain": ours, "ctranslate2": thin}
+    ports = {"mtrain": ours[1], "ctranslate2": thin[1]}
+    for each in options.beside:
+        name, _, port = each.partition("=")
+        ports[name] = int(port)
     try:
-        for _, port in servers.values():
+        for port in ports.values():
             ask(port, lines, languages, 4, 1.0)
         for clients in options.clients:
-            loads: dict[str, list[Load]] = {name: [] for name in servers}
-            for _ in range(options.rounds):
-                for name, (_, port) in servers.items():
-                    loads[name].append(ask(port, lines, languages, clients, options.seconds))
-            for name, rounds in loads.items():
-                rate = statistics.median(each.per_second for each in rounds)
-                shown = f"{clients:3} clients  {name:<12} {rate:8,.1f} sentences/s"
-                for share in PERCENTILES:
-                    times = (percentile(each.latencies_ms, share) for each in rounds)
-                    shown += f"  p{share} {statistics.median(times):,.0f} ms"
-                print(shown)
-            pairs = zip(loads["mtrain"], loads["ctranslate2"], strict=True)
-            ratio = statistics.median(a.per_second / b.per_second for a, b in pairs)
-            print(f"{clients:3} clients  ratio        {ratio:8.2f}", flush=True)
+            compare(ports, lines, languages, clients, options)
     finally:
-        for process, _ in servers.values():
+        for process in (ours[0], thin[0]):
             process.terminate()
+
+
+def compare(
+    ports: dict[str, int],
+    lines: list[str],
+    languages: dict[str, str],
+    clients: int,
+    options: argparse.Namespace,
+) -> None:
+    """Ask all servers in turn; print a line for each, and the ratios of mtrain to the others."""
+    loads: dict[str, list[Load]] = {name: [] for name in ports}
+    for _ in range(options.rounds):
+        for name, port in ports.items():
+            loads[name].append(ask(port, lines, languages, clients, options.seconds))
+    for name, rounds in loads.items():
+        rate = statistics.median(each.per_second for each in rounds)
+        shown = f"{clients:3} clients  {name:<15} {rate:8,.1f} sentences/s"
+        for share in PERCENTILES:
+            times = (percentile(each.latencies_ms, share) for each in rounds)
+            shown += f"  p{share} {statistics.median(times):,.0f} ms"
+        if name != "mtrain":
+            pairs = zip(loads["mtrain"], rounds, strict=True)
+            ratio = statistics.median(ours.per_second / other.per_second for ours, other in pairs)
+            shown += f"  mtrain makes {ratio:.2f} times as many"
+        print(shown, flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Ints = NDArray[np.int64]
-_FEW_SLOTS = 1024  # of a new pool, with which a beam of few sentences does not enlarge it
+_FEW_SLOTS = 128  # of a new pool, with which the beam of a sentence does not enlarge it
 
 
 class Slots(NamedTuple):

@@ -129,8 +129,10 @@ class Transformer(nn.Module):
         for rows, width in _group_by_length(src_keep_BS):
             keep_BS = src_keep_BS[rows, :width]
             memory_RD = self.encode(src_BS[rows, :width], keep_BS).flatten(0, 1)
-            memories.append(memory_RD.index_select(0, keep_BS.flatten().nonzero()[:, 0]))
-        memory_RD = torch.cat(memories)
+            if len(keep_BS) > 1 or not keep_BS.all():
+                memory_RD = memory_RD.index_select(0, keep_BS.flatten().nonzero()[:, 0])
+            memories.append(memory_RD)
+        memory_RD = torch.cat(memories) if len(memories) > 1 else memories[0]
         sources = [layer.project_source(memory_RD) for layer in self.decoder]
         self._compile_decoder()
         return KVCache(sources, src_keep_BS)
@@ -577,8 +579,10 @@ def _group_by_length(src_keep_BS: Tensor) -> Iterator[tuple[slice, int]]:
 
     Groups of few positions are joined with those that follow; on a GPU all rows are one group.
     """
-    is_cpu, size = src_keep_BS.is_cpu, src_keep_BS.shape[1]
-    widths = (src_keep_BS * torch.arange(1, size + 1)).amax(1).tolist() if is_cpu else [size]
+    count, size = src_keep_BS.shape
+    widths = [size]
+    if src_keep_BS.is_cpu and count > 1:
+        widths = (src_keep_BS * torch.arange(1, size + 1)).amax(1).tolist()
     first = 0
     for row in range(1, len(widths)):
         is_large = (row - first) * widths[first] >= _MIN_GROUP_POSITIONS
