@@ -23,6 +23,7 @@ from mtrain.tokenizer.bpe_dropout import Merges
 _TOO_LARGE = re.compile(r"Vocabulary size too high.*?<= (\d+)")
 _TOO_SMALL = re.compile(r"smaller than required_chars\. \d+ vs (\d+)")
 _TAG = re.compile("<tag:(.+)>")  # a control piece: SentencePiece makes it of no text
+_NUM_BATCHED = 16  # lines from which on one call costs less: it starts threads
 _NUM_BEST = 64  # segmentations to sample from; sampling from the full lattice breaks training
 
 
@@ -79,9 +80,11 @@ class Vocabulary:
 
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
         """Return the ids of each line, without bos and eos."""
-        if not lines:
-            return []
-        ids: list[list[int]] = self._processor.encode(list(lines), num_threads=_num_threads(lines))
+        ids: list[list[int]]
+        if len(lines) < _NUM_BATCHED:
+            ids = [self._processor.encode(line) for line in lines]
+        else:
+            ids = self._processor.encode(list(lines), num_threads=_num_threads(lines))
         return ids
 
     def sample(self, lines: Sequence[str], alpha: float, seed: int) -> list[list[int]]:
@@ -156,7 +159,11 @@ class Vocabulary:
 
     def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
         """Return one line of text for each list of ids; line breaks become spaces."""
-        lines: list[str] = self._processor.decode([list(row) for row in ids]) if ids else []
+        lines: list[str]
+        if len(ids) < _NUM_BATCHED:
+            lines = [self._processor.decode(list(row)) if row else "" for row in ids]
+        else:
+            lines = self._processor.decode([list(row) for row in ids])
         return [re.sub(r"[\r\n]+", " ", line) for line in lines]
 
     def pieces(self, line: str) -> list[str]:

@@ -177,6 +177,19 @@ def test_bytes_that_are_no_character_decode_all_the_same():
     assert "\ufffd" in line
 
 
+@given(
+    lines=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), max_size=40),
+    ids=st.lists(st.lists(st.integers(0, 419), max_size=8), max_size=40),
+)
+def test_few_lines_are_encoded_and_decoded_as_many_are(lines, ids):
+    vocabulary = vocabularies("bpe").tgt
+    count = sentencepiece_module._NUM_BATCHED
+    alone = [vocabulary.encode([line])[0] for line in lines]
+    assert vocabulary.encode([*lines, *["a"] * count])[: len(lines)] == alone
+    texts = [vocabulary.decode([row])[0] for row in ids]
+    assert vocabulary.decode([*ids, *[[5]] * count])[: len(ids)] == texts
+
+
 def test_special_ids_decode_to_nothing():
     vocabulary = vocabularies().src
     (ids,) = vocabulary.encode(["The dog."])
