@@ -461,7 +461,7 @@ def augment(
     settings, runs = load_config(config), _run_dirs("using", using)
     _check_choice("precision", precision, get_args(Precision))
     options = AugmentOptions() if options is None else options
-    back_paths, forward_paths = _files("back", back), _files("forward", forward)
+    back_paths, forward_paths = _paths("back", back, "a file"), _paths("forward", forward, "a file")
     mode = mode_of(bool(back_paths), bool(forward_paths), again)
     options.check(mode, [run.config.decoding.beam for run in runs])
     judge = None if options.agree_with is None else RunDir(Path(options.agree_with))
@@ -560,7 +560,7 @@ def distill(
     new_dir = student_dir(settings, student) if run_dir is None else os.fspath(run_dir)
     request = augmenting.AugmentRequest(
         "forward",
-        _files("mono", mono),
+        _paths("mono", mono, "a file"),
         True,
         teachers,
         Path(f"{new_dir}-pairs"),
@@ -743,22 +743,18 @@ def _run_dir(run: AnyPath) -> RunDir:
 
 
 def _run_dirs(key: str, runs: AnyPaths) -> list[RunDir]:
-    paths = [runs] if isinstance(runs, str | os.PathLike) else runs
-    if not isinstance(paths, Sequence) or not all(
-        isinstance(path, str | os.PathLike) for path in paths
-    ):
-        raise DataError(f"`{key}` must be a run folder or several, but is {runs!r:.60} instead.")
+    paths = _paths(key, runs, "a run folder")
     if not paths:
         raise DataError(f"`{key}` must have a run folder, but is empty.")
-    return [RunDir(Path(path)) for path in paths]
+    return [RunDir(path) for path in paths]
 
 
-def _files(key: str, files: AnyPaths) -> list[Path]:
-    paths = [files] if isinstance(files, str | os.PathLike) else files
+def _paths(key: str, given: AnyPaths, what: str) -> list[Path]:
+    paths = [given] if isinstance(given, str | os.PathLike) else given
     if not isinstance(paths, Sequence) or not all(
         isinstance(path, str | os.PathLike) for path in paths
     ):
-        raise DataError(f"`{key}` must be a file or several, but is {files!r:.60} instead.")
+        raise DataError(f"`{key}` must be {what} or several, but is {given!r:.60} instead.")
     return [Path(path) for path in paths]
 
 

@@ -37,8 +37,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mtrain.decode.options import DecodingOptions
-from mtrain.model.kv_cache import Ints, padded
-from mtrain.ops.beam_search import Floats, Hypotheses, SearchRules, SearchSteps
+from mtrain.model.kv_cache import padded
+from mtrain.ops.beam_search import Floats, Hypotheses, Ints, SearchRules, SearchSteps
 from mtrain.ops.topk import Logits, TopTokens, argmax_tokens, top_tokens
 
 

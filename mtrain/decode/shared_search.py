@@ -29,9 +29,7 @@ Rows = list[int]  # numbers of the sources of a call
 _Decoding = Generator[None, None, list[list[Hypothesis]]]
 _NUM_THREADS_LOCK = threading.Lock()
 _POLL_S = 0.02  # between two looks at whether a call is cancelled
-_IDLE_S = (
-    0.02  # that a thread waits for another call; to start a thread takes as long as a position
-)
+_IDLE_S = 0.02  # that a thread waits for another call before it ends: to start one takes time
 _MAX_PASSED = 100  # groups that may be admitted before one that does not fit yet
 
 
@@ -273,7 +271,7 @@ class _Worker(Generic[S]):
             while self._advance():
                 pass
             with self._lock:
-                if not self._waiting and not self._is_added.wait(_IDLE_S) and not self._waiting:
+                if not self._is_added.wait_for(lambda: self._waiting, _IDLE_S):
                     self._is_running = False
                     return
 

@@ -157,10 +157,12 @@ def language_tokenizer(tgt_lang: str) -> str | None:
     Args:
         tgt_lang: a code such as zh, zh-TW or tha_Thai.
     """
+    return next(filter(_is_installed, _fitting_tokenizers(tgt_lang)), None)
+
+
+def _fitting_tokenizers(tgt_lang: str) -> list[str]:
     code, *subtags = re.split("[-_]", tgt_lang.lower())
-    if "latn" in subtags:
-        return None
-    return next(filter(_is_installed, _TOKENIZERS_OF.get(code, [])), None)
+    return [] if "latn" in subtags else _TOKENIZERS_OF.get(code, [])
 
 
 def tokenizer_note(tgt_lang: str) -> str | None:
@@ -169,7 +171,7 @@ def tokenizer_note(tgt_lang: str) -> str | None:
     if name is None:
         return None
     note = f"BLEU's tokenizer for {tgt_lang} is {name}"
-    better = _TOKENIZERS_OF[re.split("[-_]", tgt_lang.lower())[0]][0]
+    better = _fitting_tokenizers(tgt_lang)[0]
     if name != better:
         note += f"; {better} needs `pip install 'sacrebleu[{better.partition('-')[0]}]'`"
     return note

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-Ints = NDArray[np.int64]
+from mtrain.ops.beam_search import Ints
+
 _FEW_SLOTS = 128  # of a new pool, with which the beam of a sentence does not enlarge it
 
 

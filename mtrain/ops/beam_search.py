@@ -226,4 +226,4 @@ class _Buffers:
 
 def num_slots_for(num_rows: int, num_sentences: int, beam: int) -> int:
     """Return the free slots with which no call of `search_steps` ends for want of one."""
-    return min(num_rows * beam, num_sentences * beam) * NUM_POSITIONS
+    return min(num_rows, num_sentences) * beam * NUM_POSITIONS
