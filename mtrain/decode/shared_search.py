@@ -28,7 +28,6 @@ from mtrain.decode.options import DecodingOptions
 Rows = list[int]  # numbers of the sources of a call
 _Decoding = Generator[None, None, list[list[Hypothesis]]]
 _NUM_THREADS_LOCK = threading.Lock()
-_POLL_S = 0.02  # between two looks at whether a call is cancelled
 _IDLE_S = 0.02  # that a thread waits for another call before it ends: to start one takes time
 _MAX_PASSED = 100  # groups that may be admitted before one that does not fit yet
 
@@ -48,7 +47,7 @@ class SearchLimits:
 
     Attributes:
         deadline_s: a time of `time.monotonic`.
-        cancel: another thread sets it.
+        cancel: another thread sets it; a worker looks between two positions.
     """
 
     deadline_s: float = math.inf
@@ -61,20 +60,16 @@ class SearchLimits:
             TimeoutError: at the deadline.
             CancelledError: once `cancel` is set.
         """
-        if self.cancel is not None and self.cancel.is_set():
+        if self.is_cancelled():
             raise CancelledError
         left_s = self.deadline_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError
         return left_s
 
-    def wait(self, is_done: threading.Event) -> None:
-        """Wait until `is_done` is set; raises what `seconds_left` does."""
-        poll_s = math.inf if self.cancel is None else _POLL_S
-        while True:
-            left_s = min(self.seconds_left(), poll_s)
-            if is_done.wait(None if left_s == math.inf else left_s):
-                return
+    def is_cancelled(self) -> bool:
+        """Return whether `cancel` is set."""
+        return self.cancel is not None and self.cancel.is_set()
 
 
 NO_LIMITS = SearchLimits()
@@ -98,6 +93,7 @@ class SearchCall(Generic[S]):
             the same options among them.
         decode: decodes sources of the call by itself: yields after each position, and returns
             their hypotheses; None if they join the running search.
+        limits: when the caller stops waiting.
     """
 
     def __init__(
@@ -106,8 +102,10 @@ class SearchCall(Generic[S]):
         options: DecodingOptions,
         start: Callable[[list[Any]], RequestGroup[S]],
         decode: Callable[[list[Any]], _Decoding] | None = None,
+        limits: SearchLimits = NO_LIMITS,
     ) -> None:
         self.sources, self.options, self.start, self.decode = sources, options, start, decode
+        self.limits = limits
         self.best: dict[int, list[Hypothesis]] = {}
         self.error: BaseException | None = None
         self.is_cancelled, self.num_passed = False, 0
@@ -123,6 +121,17 @@ class SearchCall(Generic[S]):
         """End the call with an error."""
         self.error, self.is_cancelled = error, True
         self.is_done.set()
+
+    def wait(self) -> None:
+        """Wait until the call has ended; a worker ends it when it is cancelled.
+
+        Raises:
+            TimeoutError: at the deadline.
+            CancelledError: if it was cancelled before.
+        """
+        while not self.is_done.is_set():
+            left_s = self.limits.seconds_left()
+            self.is_done.wait(None if left_s == math.inf else left_s)
 
     def num_cells(self, rows: Rows) -> int:
         """Return the source positions of a padded group, times the beam."""
@@ -210,9 +219,7 @@ class _Worker(Generic[S]):
             if not self._is_running:
                 self._start_thread()
 
-    def decode_here(
-        self, call: SearchCall[S], groups: Sequence[Rows], limits: SearchLimits
-    ) -> None:
+    def decode_here(self, call: SearchCall[S], groups: Sequence[Rows]) -> None:
         """Decode the groups of a call in the caller's thread, and those of calls that join it.
 
         If something is being decoded, the call joins it.
@@ -221,11 +228,11 @@ class _Worker(Generic[S]):
             self._add(call, groups)
             is_alone, self._is_running = not self._is_running, True
         if not is_alone:
-            limits.wait(call.is_done)
+            call.wait()
             return
         try:
             while not call.is_done.is_set():
-                limits.seconds_left()
+                call.limits.seconds_left()
                 self._advance()
         except BaseException as error:
             call.is_cancelled = True
@@ -278,6 +285,9 @@ class _Worker(Generic[S]):
     def _advance(self) -> bool:
         """Admit groups, or decode some positions; return False if there is nothing to do."""
         with self._lock:
+            for call in self._calls:
+                if call.limits.is_cancelled() and not call.is_done.is_set():
+                    call.fail(CancelledError())
             groups = self._next_groups()
             if not groups and not self._searches and not self._decodings:
                 return False
@@ -386,17 +396,14 @@ class SharedSearch(Generic[S]):
         self._workers: list[_Worker[S]] = []
 
     def run(
-        self,
-        call: SearchCall[S],
-        groups_of: Sequence[Sequence[Rows]],
-        limits: SearchLimits = NO_LIMITS,
+        self, call: SearchCall[S], groups_of: Sequence[Sequence[Rows]]
     ) -> dict[int, list[Hypothesis]]:
         """Decode the groups of a call, each entry of `groups_of` by another worker.
 
         A single entry is decoded in the caller's thread, unless that has several cores.
 
         Raises:
-            TimeoutError, CancelledError: as `limits` say.
+            TimeoutError, CancelledError: as the limits of the call say.
             NotFiniteError: if the logits are not finite.
         """
         if self._process != os.getpid():  # a fork has the locks, but not the threads
@@ -413,9 +420,9 @@ class SharedSearch(Generic[S]):
                     if groups and is_in_thread:
                         worker.submit(call, groups)
             if is_in_thread:
-                limits.wait(call.is_done)
+                call.wait()
             else:
-                least_loaded[0].decode_here(call, groups_of[0], limits)
+                least_loaded[0].decode_here(call, groups_of[0])
         finally:
             call.is_cancelled = True
         if call.error is not None:

@@ -243,9 +243,10 @@ class Translator:
             self.options,
             self._start,
             self._sample if self.options.sampling else None,
+            self.limits,
         )
         try:
-            best = self.shared_search.run(call, groups_of, self.limits)
+            best = self.shared_search.run(call, groups_of)
         except NotFiniteError:
             raise RunError(
                 "the model must give finite numbers, but does not: its training diverged, or its "

@@ -219,9 +219,9 @@ def test_a_call_that_takes_too_long_or_is_cancelled_ends_alone(
             translator.with_options(translator.options, soon).search(many)
         cancelled = SearchLimits(cancel=threading.Event())
         threading.Timer(0.05, cancelled.cancel.set).start()
+        threading.Timer(0.1, gate.is_open.set).start()  # a worker looks between two positions
         with pytest.raises(CancelledError):
             translator.with_options(translator.options, cancelled).search(many)
-        gate.is_open.set()
         assert patient.result() == alone
     wait_for_search_threads()
     assert len(gate.num_rows) < 100, "the targets of 200 tokens were not decoded to their end"
@@ -379,9 +379,9 @@ def test_samples_step_beside_a_search_and_can_be_cancelled(
         lost = pool.submit(translator.with_options(drawn, cancelled).search, many)
         gate.wait_for_load(translator, 9)
         cancelled.cancel.set()
+        gate.is_open.set()
         with pytest.raises(CancelledError):
             lost.result()
-        gate.is_open.set()
         assert short.result(PATIENCE_S) == expected
         assert len(gate.num_rows) < 100
         assert long.result() == alone
