@@ -102,8 +102,7 @@ def pad_right(rows: Sequence[Ids], pad: int) -> Tensor:
 
 def keep_first(lengths: Sequence[int]) -> Tensor:
     """Return a bool mask (B, longest length), True at the first `lengths[i]` positions of row i."""
-    lengths_B = torch.tensor(lengths)
-    return torch.arange(max(lengths)) < lengths_B[:, None]
+    return torch.from_numpy(np.arange(max(lengths)) < np.array(lengths)[:, None])
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,8 @@ from torch import Tensor
 
 from mtrain.decode.options import DecodingOptions
 from mtrain.model.kv_cache import padded
-from mtrain.ops.beam_search import Floats, Hypotheses, Ints, SearchRules, SearchSteps
+from mtrain.ops.beam_search import Floats, Hypotheses, SearchRules, SearchSteps
+from mtrain.ops.stacks import Ints
 from mtrain.ops.topk import Logits, TopTokens, argmax_tokens, top_tokens
 
 

@@ -37,7 +37,8 @@ from mtrain.decode.shared_search import (
 from mtrain.errors import RunError
 from mtrain.model.kv_cache import KVCache
 from mtrain.model.transformer import Transformer
-from mtrain.ops.beam_search import Floats, Hypotheses, Ints, SearchRules, SearchSteps
+from mtrain.ops.beam_search import Floats, Hypotheses, SearchRules, SearchSteps
+from mtrain.ops.stacks import Ints
 from mtrain.ops.topk import Logits
 from mtrain.run.load_model import LoadOptions, load_model
 from mtrain.run.run_dir import RunDir

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from mtrain.ops.beam_search import Ints
+from mtrain.ops.stacks import Ints
 
 _FEW_SLOTS = 128  # of a new pool, with which the beam of a sentence does not enlarge it
 
@@ -41,17 +42,15 @@ class KVCache:
         length_N: the target positions of each hypothesis.
     """
 
-    def __init__(self, sources: list[Tensor], src_keep_BS: Tensor) -> None:
-        """Take the source keys and values [R, X] of each layer, R the kept positions in order."""
-        keep_BS = src_keep_BS.cpu().numpy()
-        count_BS = keep_BS.cumsum().reshape(keep_BS.shape)
+    def __init__(self, sources: list[Tensor], src_slots_BS: Ints) -> None:
+        """Take the source keys and values [R, X] of each layer, and the slots of each source."""
         self.sources = KVPool(sources, is_full=True)
-        self.src_slots_NS: Ints = np.where(keep_BS, count_BS - 1, -1)
+        self.src_slots_NS = src_slots_BS
         num_slots = max(len(sources[0]), min(_FEW_SLOTS, 8 * len(sources[0])))
         pasts = [source_RX.new_empty((num_slots, source_RX.shape[1])) for source_RX in sources]
         self.pasts = KVPool(pasts, is_full=False)
-        self.slots_NT: Ints = np.empty((len(keep_BS), 0), np.int64)
-        self.length_N: Ints = np.zeros(len(keep_BS), np.int64)
+        self.slots_NT: Ints = np.empty((len(src_slots_BS), 0), np.int64)
+        self.length_N: Ints = np.zeros(len(src_slots_BS), np.int64)
 
     @property
     def max_length(self) -> int:
@@ -95,8 +94,9 @@ class KVCache:
         self.length_N = np.concatenate([self.length_N, other.length_N])
         old_NS, new_NS = self.src_slots_NS, other.src_slots_NS
         slots_R = self.sources.allocate(len(other.sources.layers[0]), old_NS)
+        slots = torch.from_numpy(slots_R).to(self.sources.layers[0].device)
         for index, source_RX in enumerate(other.sources.layers):
-            self.sources.write(index, torch.from_numpy(slots_R).to(source_RX.device), source_RX)
+            self.sources.write(index, slots, source_RX)
         new_NS = np.append(slots_R, -1)[new_NS]  # index -1, the last, is padding
         width = max(old_NS.shape[1], new_NS.shape[1])
         both = [padded(slots_NS, len(slots_NS), width) for slots_NS in (old_NS, new_NS)]
@@ -148,6 +148,11 @@ def padded(ids: Ints, num_rows: int, num_columns: int) -> Ints:
     result = np.full((num_rows, num_columns), -1)
     result[: ids.shape[0], : ids.shape[1]] = ids
     return result
+
+
+def source_slots(keep_BS: NDArray[np.bool_]) -> Ints:
+    """Return the slots of sources in a pool of the kept positions, in order; -1 is padding."""
+    return np.where(keep_BS, keep_BS.cumsum().reshape(keep_BS.shape) - 1, -1)
 
 
 def _enlarged(layer_RX: Tensor, num_slots: int) -> Tensor:

@@ -14,19 +14,20 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mtrain.config.sections import ModelConfig
-from mtrain.model.kv_cache import KVCache, KVPool, Slots
+from mtrain.model.kv_cache import KVCache, KVPool, Slots, source_slots
 from mtrain.ops.attention import attention, chunk_last, paged_attention
 from mtrain.ops.beam_search import (
     NUM_POSITIONS,
     Cache,
     Floats,
     Hypotheses,
-    Ints,
     SearchRules,
     SearchSteps,
     num_slots_for,
@@ -35,7 +36,13 @@ from mtrain.ops.beam_search import (
 from mtrain.ops.dropout import Dropout
 from mtrain.ops.layer_norm import LayerNorm, add_norm
 from mtrain.ops.linear import Linear, relu_ffn
-from mtrain.ops.stacks import CompiledDecoder, CompiledEncoder, LayerModules
+from mtrain.ops.stacks import (
+    CompiledDecoder,
+    CompiledEncoder,
+    CompiledSources,
+    Ints,
+    LayerModules,
+)
 from mtrain.ops.topk import Logits, Projection
 
 Sublayer = Callable[[Tensor], Tensor]
@@ -46,6 +53,7 @@ class Transformer(nn.Module):
     """Encoder and decoder stacks between embeddings and an output projection (section 3)."""
 
     _compiled_encoder: CompiledEncoder | None = None
+    _compiled_sources: CompiledSources | None = None
     _compiled_decoder: CompiledDecoder | None = None
 
     def __init__(self, config: ModelConfig, num_src_tokens: int, num_tgt_tokens: int) -> None:
@@ -125,17 +133,24 @@ class Transformer(nn.Module):
 
     def start(self, src_BS: Tensor, src_keep_BS: Tensor) -> KVCache:
         """Encode sources; return the cache for `decode_step`, with one row for each source."""
-        memories = []
-        for rows, width in _group_by_length(src_keep_BS):
-            keep_BS = src_keep_BS[rows, :width]
-            memory_RD = self.encode(src_BS[rows, :width], keep_BS).flatten(0, 1)
-            if len(keep_BS) > 1 or not keep_BS.all():
-                memory_RD = memory_RD.index_select(0, keep_BS.flatten().nonzero()[:, 0])
-            memories.append(memory_RD)
-        memory_RD = torch.cat(memories) if len(memories) > 1 else memories[0]
-        sources = [layer.project_source(memory_RD) for layer in self.decoder]
+        slots_BS = source_slots(src_keep_BS.cpu().numpy())
+        # on a CPU neighbours of one length are encoded without padding, on a GPU all together
+        groups = [(slice(None), src_BS.shape[1])]
+        if src_BS.is_cpu and len(src_BS) > 1:
+            groups = list(_group_by_length(slots_BS >= 0))
         self._compile_decoder()
-        return KVCache(sources, src_keep_BS)
+        sources = self._compiled_source_keys_values(src_BS, slots_BS, groups)
+        if sources is None:
+            memories = []
+            for rows, width in groups:
+                keep_BS = src_keep_BS[rows, :width]
+                memory_RD = self.encode(src_BS[rows, :width], keep_BS).flatten(0, 1)
+                if len(keep_BS) > 1 or not keep_BS.all():
+                    memory_RD = memory_RD.index_select(0, keep_BS.flatten().nonzero()[:, 0])
+                memories.append(memory_RD)
+            memory_RD = torch.cat(memories) if len(memories) > 1 else memories[0]
+            sources = [layer.project_source(memory_RD) for layer in self.decoder]
+        return KVCache(sources, slots_BS)
 
     def decode_step(self, ids_N: Tensor, cache: KVCache) -> Logits:
         """Return the logits [N, V] of the tokens that follow `ids_N`, and advance the cache."""
@@ -234,7 +249,7 @@ class Transformer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the compiled layers: a copy has weights of its own."""
-        left_out = ("_compiled_encoder", "_compiled_decoder")
+        left_out = ("_compiled_encoder", "_compiled_sources", "_compiled_decoder")
         return {name: value for name, value in vars(self).items() if name not in left_out}
 
     def _current_encoder(self) -> CompiledEncoder | None:
@@ -245,6 +260,41 @@ class Transformer(nn.Module):
         if compiled is None or not compiled.is_current():
             compiled = CompiledEncoder.of(self._stack_modules(self.encoder), self.config.num_heads)
             self._compiled_encoder = compiled
+        return compiled
+
+    def _compiled_source_keys_values(
+        self, src_BS: Tensor, slots_BS: Ints, groups: Sequence[tuple[slice, int]]
+    ) -> list[Tensor] | None:
+        """Return the source keys and values [R, X] of each layer, of each group in one call.
+
+        Returns:
+            None where layers must run one by one.
+        """
+        compiled = self._current_sources()
+        if compiled is None or not src_BS.is_cpu:
+            return None
+        shape, ids_BS = (int(slots_BS.max()) + 1, 2 * self.config.d_model), src_BS.numpy()
+        sources = [self.src_embedding.weight.new_empty(shape) for _ in self.decoder]
+        encodings_TD = self.src_positions.encodings(src_BS.shape[1], torch.float32, src_BS.device)
+        for rows, width in groups:
+            parts = (ids_BS[rows, :width], slots_BS[rows, :width])
+            if not compiled.write(*parts, encodings_TD, sources):
+                return None
+        return sources
+
+    def _current_sources(self) -> CompiledSources | None:
+        """Return what reads sources in one call, of its present weights; None where layers must."""
+        if torch.is_grad_enabled() or self.config.attention_window is not None:
+            return None
+        compiled = self._compiled_sources
+        if compiled is None or not compiled.is_current():
+            inputs = (self.src_embedding, self.src_positions, self.dropout)
+            layers, has_all = self._stack_modules(self.encoder), self._stack_modules(self.decoder)
+            maps = [layer.cross_attention.source_keys_values for layer in self.decoder]
+            compiled = None
+            if has_all:
+                compiled = CompiledSources.of(layers, *inputs, maps, self.config.num_heads)
+            self._compiled_sources = compiled
         return compiled
 
     def _compile_decoder(self) -> None:
@@ -574,15 +624,12 @@ def attention_weights(q_BHTK: Tensor, k_BHSK: Tensor, keep: Tensor) -> Tensor:
     return scores_BHTS.masked_fill(~keep, torch.finfo(scores_BHTS.dtype).min).softmax(-1)
 
 
-def _group_by_length(src_keep_BS: Tensor) -> Iterator[tuple[slice, int]]:
-    """Yield (rows, width) of neighbours of one length, to encode without padding on a CPU.
+def _group_by_length(keep_BS: NDArray[np.bool_]) -> Iterator[tuple[slice, int]]:
+    """Yield (rows, width) of neighbours of one length, to encode without padding.
 
-    Groups of few positions are joined with those that follow; on a GPU all rows are one group.
+    Groups of few positions are joined with those that follow.
     """
-    count, size = src_keep_BS.shape
-    widths = [size]
-    if src_keep_BS.is_cpu and count > 1:
-        widths = (src_keep_BS * torch.arange(1, size + 1)).amax(1).tolist()
+    widths: list[int] = (keep_BS * np.arange(1, keep_BS.shape[1] + 1)).max(1).tolist()
     first = 0
     for row in range(1, len(widths)):
         is_large = (row - first) * widths[first] >= _MIN_GROUP_POSITIONS

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from mtrain.ops.linear import PackedWeights
 from mtrain.ops.native import OutputLayer, SearchShape
-from mtrain.ops.stacks import CompiledDecoder, pointers
+from mtrain.ops.stacks import CompiledDecoder, Ints, pointers
 from mtrain.ops.topk import Projection, ids_tensor
 
-Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 NUM_POSITIONS = 4  # that are decoded before others may join the search
 _WRITTEN = 4  # columns before the tokens, as in `beam_search.c`

@@ -80,6 +80,22 @@ class EncoderShape(ctypes.Structure):
     )
 
 
+class SourcesShape(ctypes.Structure):
+    """`sources_shape` of `ops.h`: sizes, and the scale of embeddings."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("num_tokens", "num_encodings")),
+        *((name, ctypes.c_int64) for name in ("num_pools", "pool_rows")),
+        ("table_scale", ctypes.c_float),
+    )
+
+
+class LinearMap(ctypes.Structure):
+    """`linear_map` of `ops.h`."""
+
+    _fields_ = (("packed", ctypes.c_void_p), ("bias", ctypes.c_void_p))
+
+
 class DecoderShape(ctypes.Structure):
     """`decoder_shape` of `ops.h`: sizes, strides in elements, and scales."""
 
@@ -427,6 +443,14 @@ _FLOAT_SIGNATURES = {
         ctypes.POINTER(EncoderShape),
         ctypes.POINTER(StackLayer),
         *[_POINTER] * 2,
+    ],
+    "encode_sources_float": [
+        ctypes.POINTER(EncoderShape),
+        ctypes.POINTER(StackLayer),
+        ctypes.POINTER(SourcesShape),
+        ctypes.POINTER(LinearMap),
+        ctypes.POINTER(_POINTER),
+        *[_POINTER] * 4,
     ],
     "decoder_step_float": [
         ctypes.POINTER(DecoderShape),

@@ -1,6 +1,7 @@
 """All layers of an encoder, or of a decoder for the newest positions, in one compiled call.
 
-Shapes: B batch, S source length, N hypotheses, D model width, R slots of a cache, X = 2 * D.
+Shapes: B batch, S source length, N hypotheses, D model width, V vocabulary, R slots of a cache,
+X = 2 * D.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ import ctypes
 import math
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mtrain.ops.dropout import Dropout
@@ -23,6 +26,8 @@ from mtrain.ops.native import (
     DecoderShape,
     EncoderShape,
     Functions,
+    LinearMap,
+    SourcesShape,
     StackLayer,
     functions_for,
     has_global_hooks,
@@ -31,6 +36,8 @@ from mtrain.ops.native import (
     is_float_vector,
     is_plain,
 )
+
+Ints = NDArray[np.int64]
 
 
 class LayerModules(NamedTuple):
@@ -70,7 +77,7 @@ class _CompiledStack:
 
     Args:
         layers: from the first to the last.
-        others: modules that are computed in the same call.
+        others: modules that are computed in the same call; the weights of linear maps are packed.
         num_heads: of each attention.
     """
 
@@ -90,6 +97,7 @@ class _CompiledStack:
         ]
         self._values = self._read_values()
         self._linear_maps = [each for parts in layers for each in parts.linear_maps().values()]
+        self._linear_maps += [each for each in others if isinstance(each, Linear)]
         self._packed = [each._packed for each in self._linear_maps]
         self._norms = [norm for each in layers for norm in each.norms().values()]
         self._versions, self._state = self._read_versions(), self._read_state()
@@ -165,13 +173,97 @@ class CompiledEncoder(_CompiledStack):
             or keep_BS.shape != x_BSD.shape[:2]
         ):
             return None
-        head_size = self._d_model // self._num_heads
-        sizes = (len(self._layers), *keep_BS.shape, self._num_heads, head_size, self._d_ff)
-        shape = EncoderShape(*sizes, head_size**-0.5)
+        shape = _encoder_shape(self._layers, keep_BS.shape, self._num_heads)
         states_BSD = x_BSD.clone(memory_format=torch.contiguous_format)
         tensors = (keep_BS.contiguous(), states_BSD)
         functions.call("encoder", tensors, structures=(shape, self.weights))
         return states_BSD
+
+
+class CompiledSources(_CompiledStack):
+    """Embedding, encoder, and source keys and values of a decoder's layers, as one compiled call.
+
+    It computes what they compute one operation after the other, bit for bit.
+
+    Args:
+        layers, num_heads: of the encoder.
+        others, maps, table_VD: as of `of`; `maps` are among `others`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerModules],
+        others: Sequence[nn.Module],
+        num_heads: int,
+        maps: Sequence[Linear],
+        table_VD: Tensor,
+    ) -> None:
+        super().__init__(layers, others, num_heads)
+        self._table_VD = table_VD
+        self._maps = (LinearMap * len(maps))(*map(_linear_map, maps))
+
+    @staticmethod
+    def of(
+        layers: Sequence[LayerModules],
+        embedding: nn.Embedding,
+        positions: nn.Module,
+        dropout: Dropout,
+        maps: Sequence[Linear],
+        num_heads: int,
+    ) -> CompiledSources | None:
+        """Return the compiled modules; None where they must run one operation after the other.
+
+        The encoder's input is the dropout of the sum of the scaled embedding and what `positions`
+        returns; `maps` turn its output into the keys and values of each layer of the decoder.
+        """
+        others, table_VD = (embedding, positions, dropout, *maps), embedding.weight.detach()
+        if not _can_be_compiled(layers, others) or type(embedding) is not nn.Embedding:
+            return None
+        d_model = layers[0].inner.in_features
+        if not (_is_float(table_VD) and table_VD.shape[1:] == (d_model,)):
+            return None
+        if not all(_is_map(each, d_model, 2 * d_model) for each in maps):
+            return None
+        return CompiledSources(layers, others, num_heads, maps, table_VD)
+
+    def write(
+        self, ids_BS: Ints, slots_BS: Ints, encodings_TD: Tensor, pools: Sequence[Tensor]
+    ) -> bool:
+        """Write the keys and values of sources; return False where modules must run one by one.
+
+        Args:
+            ids_BS: tokens.
+            slots_BS: the row of the pools for each position; -1 is padding.
+            encodings_TD: of positions; those after the last have that one.
+            pools: of each layer of the decoder, [R, X].
+
+        Raises:
+            IndexError: if a token or a slot is out of range.
+            MemoryError: if there is no work space.
+        """
+        functions = self._functions_for(encodings_TD, *pools)
+        if (
+            functions is None
+            or not (_is_float(encodings_TD) and encodings_TD.shape[1:] == (self._d_model,))
+            or len(pools) != len(self._maps)
+            or not _is_pool(pools, self._d_model)
+            or not (ids_BS.shape == slots_BS.shape and ids_BS.ndim == 2 and ids_BS.size)
+            or not ids_BS.dtype == slots_BS.dtype == np.int64
+        ):
+            return False
+        ids_BS, slots_BS = np.ascontiguousarray(ids_BS), np.ascontiguousarray(slots_BS)
+        sizes = (len(self._table_VD), len(encodings_TD), len(pools), len(pools[0]))
+        structures = (
+            _encoder_shape(self._layers, ids_BS.shape, self._num_heads),
+            self.weights,
+            SourcesShape(*sizes, math.sqrt(self._d_model)),
+            self._maps,
+            pointers(pools),
+        )
+        addresses = (ids_BS.ctypes.data, slots_BS.ctypes.data)
+        tensors = (self._table_VD, encodings_TD)
+        functions.call("encode_sources", tensors, *addresses, structures=structures)
+        return True
 
 
 class CompiledDecoder(_CompiledStack):
@@ -312,6 +404,16 @@ def pointers(tensors: Sequence[Tensor]) -> ctypes.Array[Any]:
     return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 
 
+def _encoder_shape(
+    layers: Sequence[LayerModules], source_shape: Sequence[int], num_heads: int
+) -> EncoderShape:
+    """Return the sizes for sources [B, S]."""
+    inner = layers[0].inner
+    head_size = inner.in_features // num_heads
+    sizes = (len(layers), *source_shape, num_heads, head_size, inner.out_features)
+    return EncoderShape(*sizes, head_size**-0.5)
+
+
 def _descendants(
     layers: Sequence[LayerModules], others: Sequence[nn.Module]
 ) -> tuple[list[nn.Module], list[Tensor]]:
@@ -323,7 +425,7 @@ def _descendants(
 
 
 def _can_be_compiled(layers: Sequence[LayerModules], others: Sequence[nn.Module]) -> bool:
-    if not layers or not all(map(_has_packed_weights, layers)):
+    if not layers or not all(map(_has_packed_weights, (*layers, others))):
         return False
     modules, parameters = _descendants(layers, others)
     d_model, d_ff = layers[0].inner.in_features, layers[0].inner.out_features
@@ -335,11 +437,11 @@ def _can_be_compiled(layers: Sequence[LayerModules], others: Sequence[nn.Module]
     )
 
 
-def _has_packed_weights(parts: LayerModules) -> bool:
+def _has_packed_weights(modules: Iterable[nn.Module | None]) -> bool:
     """Tell whether all linear maps have packed weights, which are those that they have now."""
     return all(
         each._packed is not None and each._packed.is_current(each._parameters.get("weight"))
-        for each in parts
+        for each in modules
         if isinstance(each, Linear)
     )
 
@@ -349,12 +451,9 @@ def _has_widths(parts: LayerModules, d_model: int, d_ff: int) -> bool:
     outputs = {"self_in": 3 * d_model, "inner": d_ff}
     maps, norms = parts.linear_maps(), parts.norms().values()
     return (
-        all(type(each) is Linear for each in maps.values())
-        and all(type(each) is LayerNorm for each in norms)
+        all(type(each) is LayerNorm for each in norms)
         and all(
-            each.in_features == (d_ff if name == "outer" else d_model)
-            and each.out_features == outputs.get(name, d_model)
-            and (each.bias is None or is_float_vector(each.bias, each.out_features))
+            _is_map(each, d_ff if name == "outer" else d_model, outputs.get(name, d_model))
             for name, each in maps.items()
         )
         and all(
@@ -364,12 +463,26 @@ def _has_widths(parts: LayerModules, d_model: int, d_ff: int) -> bool:
     )
 
 
+def _is_map(each: Linear, in_features: int, out_features: int) -> bool:
+    return (
+        type(each) is Linear
+        and (each.in_features, each.out_features) == (in_features, out_features)
+        and (each.bias is None or is_float_vector(each.bias, out_features))
+    )
+
+
+def _linear_map(linear: Linear) -> LinearMap:
+    assert linear._packed is not None
+    bias = None if linear.bias is None else linear.bias.data_ptr()
+    return LinearMap(linear._packed.tiles.data_ptr(), bias)
+
+
 def _weights_of(parts: LayerModules) -> StackLayer:
     layer = StackLayer()
     for name, linear in parts.linear_maps().items():
-        assert linear._packed is not None
-        setattr(layer, name, linear._packed.tiles.data_ptr())
-        setattr(layer, f"{name}_bias", None if linear.bias is None else linear.bias.data_ptr())
+        at = _linear_map(linear)
+        setattr(layer, name, at.packed)
+        setattr(layer, f"{name}_bias", at.bias)
     for number, norm in parts.norms().items():
         setattr(layer, f"gain_{number}", norm.weight.data_ptr())
         setattr(layer, f"norm_bias_{number}", norm.bias.data_ptr())

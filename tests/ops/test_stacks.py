@@ -10,11 +10,12 @@ import torch
 from builders import left_keep, model_config, transformer
 from torch import Tensor, nn
 
+from mtrain.model import transformer as transformer_module
 from mtrain.model.kv_cache import KVCache
 from mtrain.model.transformer import Transformer
 from mtrain.ops import native
 from mtrain.ops.linear import pack_weights
-from mtrain.ops.stacks import CompiledDecoder, CompiledEncoder
+from mtrain.ops.stacks import CompiledDecoder, CompiledEncoder, CompiledSources
 
 CONFIGS = {
     "post": model_config(),
@@ -63,6 +64,7 @@ def one_by_one(model: Transformer) -> list[Tensor]:
     pack_weights(apart)
     apart._compile_decoder = lambda: None  # type: ignore[method-assign]
     apart._current_encoder = lambda: None  # type: ignore[method-assign]
+    apart._current_sources = lambda: None  # type: ignore[method-assign]
     return decoded(apart)
 
 
@@ -126,6 +128,10 @@ def encoder_bias(model: Transformer) -> None:
     model.encoder[1].feed_forward.outer.bias.add_(1)
 
 
+def source_map(model: Transformer) -> nn.Linear:
+    return model.decoder[1].cross_attention.source_keys_values
+
+
 CHANGES: dict[str, Callable[[Transformer], object]] = {
     "in_place": lambda model: model.decoder[0].self_attention.output.weight.mul_(2),
     "bias": lambda model: model.decoder[1].cross_attention.queries.bias.add_(1),
@@ -135,6 +141,14 @@ CHANGES: dict[str, Callable[[Transformer], object]] = {
     "module": replace_norm,
     "hook": hook,
     "encoder": encoder_bias,
+    "source_map": lambda model: source_map(model).weight.mul_(2),
+    "source_map_bias": lambda model: source_map(model).bias.add_(1),
+    "source_map_hook": lambda model: source_map(model).register_forward_hook(
+        lambda module, inputs, output: output + 1
+    ),
+    "source_positions": lambda model: model.src_positions.register_forward_hook(
+        lambda module, inputs, output: output.flip(0)
+    ),
     "embedding": lambda model: model.tgt_embedding.weight.mul_(2),
     "positions": lambda model: model.tgt_positions.register_forward_hook(
         lambda module, inputs, output: output + 1
@@ -174,7 +188,7 @@ def test_a_compiled_decoder_is_never_trained(calls):
     assert "decoder_step" not in calls
     with torch.no_grad():
         decoded(model)
-    assert not {"encoder", "decoder_step"} & {*calls}
+    assert not {"encoder", "encode_sources", "decoder_step"} & {*calls}
 
 
 def test_compiled_stacks_give_way_where_gradients_are_needed(calls):
@@ -185,7 +199,7 @@ def test_compiled_stacks_give_way_where_gradients_are_needed(calls):
     logits = model.decode_step(ids(3, 0), start(model))[:]
     grads = torch.autograd.grad(logits.sum(), list(model.decoder[0].parameters()))
     assert all(grad.any() for grad in grads)
-    assert not {"encoder", "decoder_step"} & {*calls}
+    assert not {"encoder", "encode_sources", "decoder_step"} & {*calls}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -198,6 +212,95 @@ def test_the_compiled_encoder_is_its_layers_bit_for_bit(name, calls):
     model._current_encoder = lambda: None  # type: ignore[method-assign]
     assert torch.equal(found, model.encode(src_BS, keep_BS))
     assert calls.count("encoder") == (name != "window")
+
+
+@pytest.mark.parametrize("min_positions", [1, 512], ids=["each length apart", "all together"])
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_sources_are_encoded_in_one_call_as_by_their_modules_bit_for_bit(
+    name, min_positions, calls, monkeypatch
+):
+    monkeypatch.setattr(transformer_module, "_MIN_GROUP_POSITIONS", min_positions)
+    model = packed(CONFIGS[name])
+    found = start(model)
+    num_calls = 0 if name == "window" else 1 if min_positions > 21 else 3
+    assert calls.count("encode_sources") == num_calls
+    assert name == "window" or not {"encoder", "packed_linear"} & {*calls}
+    model._current_sources = lambda: None  # type: ignore[method-assign]
+    expected = start(model)
+    assert calls.count("encode_sources") == num_calls
+    assert all(map(torch.equal, found.sources.layers, expected.sources.layers))
+    assert np.array_equal(found.src_slots_NS, expected.src_slots_NS)
+
+
+@pytest.mark.parametrize("config", [model_config(norm="pre"), model_config(activation="gelu")])
+@torch.no_grad()
+def test_modules_of_another_kind_never_encode_sources_in_one_call(config, calls):
+    start(packed(config))
+    start(transformer(CONFIGS["post"]).float())
+    assert "encode_sources" not in calls
+
+
+def compiled_sources() -> CompiledSources:
+    model = packed()
+    found = model._current_sources()
+    assert found is not None
+    return found
+
+
+def some_sources() -> list[object]:
+    """Return the arguments of `CompiledSources.write`: two sources of 3 and 2 tokens."""
+    slots = np.array([[0, 1, 2], [4, 5, -1]])
+    return [np.arange(6).reshape(2, 3), slots, torch.randn(4, 12), [*torch.zeros(2, 8, 24)]]
+
+
+@torch.no_grad()
+def test_the_keys_and_values_of_sources_are_written_to_their_slots_alone():
+    arguments = some_sources()
+    assert compiled_sources().write(*arguments)
+    for pool_RX in arguments[3]:
+        is_written_R = pool_RX.any(1).tolist()
+        assert is_written_R == [True, True, True, False, True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {0: np.array([[0, 1, 20], [0, 1, 2]])},
+        {0: np.array([[0, 1, -1], [0, 1, 2]])},
+        {1: np.array([[0, 1, 2], [3, 8, -1]])},
+        {1: np.array([[0, 1, 2], [3, 2**40, -1]])},
+    ],
+)
+@torch.no_grad()
+def test_a_source_whose_token_or_slot_is_out_of_range_is_refused(wrong):
+    arguments = some_sources()
+    arguments[next(iter(wrong))] = next(iter(wrong.values()))
+    with pytest.raises(IndexError):
+        compiled_sources().write(*arguments)
+    assert not any(pool_RX.any() for pool_RX in arguments[3])
+
+
+@torch.no_grad()
+def test_sources_that_cannot_be_encoded_in_one_call_are_left_to_the_modules():
+    ids_BS, slots_BS, encodings_TD, pools = some_sources()
+    sources = compiled_sources()
+    for wrong in (
+        [ids_BS[:1], slots_BS, encodings_TD, pools],
+        [ids_BS[0], slots_BS[0], encodings_TD, pools],
+        [ids_BS[:0], slots_BS[:0], encodings_TD, pools],
+        [ids_BS.astype(np.int32), slots_BS, encodings_TD, pools],
+        [ids_BS, slots_BS.astype(np.int32), encodings_TD, pools],
+        [ids_BS, slots_BS, encodings_TD.double(), pools],
+        [ids_BS, slots_BS, encodings_TD[:, :6], pools],
+        [ids_BS, slots_BS, encodings_TD, pools[:1]],
+        [ids_BS, slots_BS, encodings_TD, [pool_RX[:, :12] for pool_RX in pools]],
+        [ids_BS, slots_BS, encodings_TD, [pool_RX.double() for pool_RX in pools]],
+    ):
+        assert sources.write(*wrong) is False
+    with torch.enable_grad():
+        assert sources.write(ids_BS, slots_BS, encodings_TD, pools) is False
+    assert not any(pool_RX.any() for pool_RX in pools)
 
 
 @torch.no_grad()

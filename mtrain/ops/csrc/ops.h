@@ -102,6 +102,18 @@ typedef struct {
     float scale; /* of the scores of attention */
 } encoder_shape;
 
+/* What sources are read from and written to: the rows of the table of embeddings and of the encodings, and
+ * a pool [pool_rows, 2 d] for the keys and values of each of num_pools layers of a decoder. */
+typedef struct {
+    int64_t num_tokens, num_encodings, num_pools, pool_rows;
+    float table_scale; /* of embeddings */
+} sources_shape;
+
+/* A linear map: weights [out, in] packed in tiles, and a bias [out] or NULL. */
+typedef struct {
+    const float *packed, *bias;
+} linear_map;
+
 #pragma GCC visibility push(default)
 
 /* 1 if linear and projected_cross_entropy were measured to be faster than PyTorch's, else 0. */
@@ -209,6 +221,14 @@ status packed_argmax_float(const float *x, const float *w, const uint32_t *packe
 /* x [b, s, d], the input of the first layer, becomes the output of the last.
  *   layers: [num_layers]; keep: bytes [b, s], 0 leaves a position out. */
 status encoder_float(const encoder_shape *at, const stack_layer *layers, const uint8_t *keep, float *x);
+
+/* Encode sources, and write the keys and values of each layer of a decoder to the rows of its pool that `slots`
+ * names. The first layer's input is table[id] * table_scale + encodings[position].
+ *   layers: [num_layers]; maps, [2 d, d] each, and pools: [num_pools].
+ *   ids, slots: [b, s]; a negative slot is padding. */
+status encode_sources_float(const encoder_shape *at, const stack_layer *layers, const sources_shape *to,
+                            const linear_map *maps, float *const *pools, const float *table,
+                            const float *encodings, const int64_t *ids, const int64_t *slots);
 
 /* states [rows, d] after all layers, for the newest token of each hypothesis: the layers' input is
  * table[id] * table_scale + encodings[position]. Keys and values are written to the row of `pasts` that the

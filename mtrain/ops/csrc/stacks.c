@@ -59,6 +59,55 @@ status encoder_float(const encoder_shape *at, const stack_layer *layers, const u
     return result;
 }
 
+/* x [d] = row * scale + encoding; rounded after each operation, as in PyTorch. */
+static void embed(const float *row, const float *encoding, float scale, int64_t d, float *x) {
+    for (int64_t i = 0; i < d; i++) x[i] = row[i] * scale;
+    __asm__ volatile("" ::: "memory"); /* no multiply-add */
+    for (int64_t i = 0; i < d; i++) x[i] += encoding[i];
+}
+
+/* Move the rows of x [rows, d] whose slot is not padding to the front; return their number. */
+static int64_t drop_padding(float *x, const int64_t *slots, int64_t rows, int64_t d) {
+    int64_t count = 0;
+    for (int64_t n = 0; n < rows; n++) {
+        if (slots[n] < 0) continue;
+        if (count < n) memcpy(x + count * d, x + n * d, d * sizeof *x);
+        count++;
+    }
+    return count;
+}
+
+status encode_sources_float(const encoder_shape *at, const stack_layer *layers, const sources_shape *to,
+                            const linear_map *maps, float *const *pools, const float *table,
+                            const float *encodings, const int64_t *ids, const int64_t *slots) {
+    int64_t rows = at->b * at->s, d = at->heads * at->k;
+    if (!all_below(ids, rows, to->num_tokens)) return OPS_BAD_INDEX;
+    for (int64_t n = 0; n < rows; n++)
+        if (slots[n] >= to->pool_rows) return OPS_BAD_INDEX;
+    float *x = alloc_floats(rows * 3 * d + rows / 4 + 1);
+    if (!x) return OPS_NO_MEMORY;
+    float *projected = x + rows * d; /* [rows, 2 d] */
+    uint8_t *keep = (uint8_t *)(projected + rows * 2 * d);
+    for (int64_t n = 0; n < rows; n++) {
+        const float *encoding = encodings + min_of(n % at->s, to->num_encodings - 1) * d;
+        embed(table + ids[n] * d, encoding, to->table_scale, d, x + n * d);
+        keep[n] = slots[n] >= 0;
+    }
+    status result = encoder_float(at, layers, keep, x);
+    int64_t count = drop_padding(x, slots, rows, d);
+    for (int64_t i = 0; i < to->num_pools; i++) {
+        DO(packed_linear_float(x, maps[i].packed, maps[i].bias, projected, count, d, 2 * d, 0));
+        const float *from = projected;
+        for (int64_t n = 0; n < rows && result == OPS_OK; n++) {
+            if (slots[n] < 0) continue;
+            memcpy(pools[i] + slots[n] * 2 * d, from, 2 * d * sizeof *from);
+            from += 2 * d;
+        }
+    }
+    free(x);
+    return result;
+}
+
 /* Write the keys and values of `projected` [rows, 3 d], after the queries, to the row of the cache that
  * the last slot of each hypothesis names. */
 static status write_cache(const decoder_shape *at, const float *projected, const int64_t *slots,
@@ -72,18 +121,15 @@ static status write_cache(const decoder_shape *at, const float *projected, const
     return OPS_OK;
 }
 
-/* x [rows, d] = table[id] * scale + encodings[position]; rounded after each operation, as in PyTorch. */
-static status embed(const decoder_shape *at, const int64_t *ids, const int64_t *positions,
-                    const float *table, const float *encodings, float *x) {
+/* x [rows, d] of decoder_step. */
+static status embed_all(const decoder_shape *at, const int64_t *ids, const int64_t *positions,
+                        const float *table, const float *encodings, float *x) {
     int64_t d = at->heads * at->k;
     if (!all_below(ids, at->rows, at->num_tokens)) return OPS_BAD_INDEX;
     for (int64_t n = 0; n < at->rows; n++) {
-        const float *from = table + ids[n] * d;
-        const float *added = encodings + min_of(positions[n], at->num_encodings - 1) * d;
         if (positions[n] < 0) return OPS_BAD_INDEX;
-        for (int64_t i = 0; i < d; i++) x[n * d + i] = from[i] * at->table_scale;
-        __asm__ volatile("" ::: "memory"); /* no multiply-add */
-        for (int64_t i = 0; i < d; i++) x[n * d + i] += added[i];
+        const float *added = encodings + min_of(positions[n], at->num_encodings - 1) * d;
+        embed(table + ids[n] * d, added, at->table_scale, d, x + n * d);
     }
     return OPS_OK;
 }
@@ -98,7 +144,7 @@ status decoder_step_float(const decoder_shape *at, const stack_layer *layers, fl
     if (!work.projected) return OPS_NO_MEMORY;
     float *projected = work.projected, *mixed = work.mixed, *out = work.out;
     float *from = states, *to = work.normed;
-    status result = embed(at, ids, positions, table, encodings, states);
+    status result = embed_all(at, ids, positions, table, encodings, states);
     for (int64_t i = 0; i < at->num_layers; i++) {
         const stack_layer *own = layers + i;
         LINEAR(from, self_in, projected, 3 * d, 0);
