@@ -142,6 +142,7 @@ CHANGES: dict[str, Callable[[Transformer], object]] = {
     "hook": hook,
     "encoder": encoder_bias,
     "source_map": lambda model: source_map(model).weight.mul_(2),
+    "source_map_data": lambda model: source_map(model).weight.data.mul_(2),
     "source_map_bias": lambda model: source_map(model).bias.add_(1),
     "source_map_hook": lambda model: source_map(model).register_forward_hook(
         lambda module, inputs, output: output + 1
