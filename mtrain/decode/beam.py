@@ -504,22 +504,21 @@ class Candidates(NamedTuple):
 def _best_tokens(
     logits_NV: Logits, rows: OpenRows, constraints: Constraints, options: DecodingOptions
 ) -> Candidates:
-    """Return the W best allowed next tokens of each row; -inf where fewer are allowed.
+    """Return the W best allowed next tokens of each row, and others with -inf.
 
     With `argmax_only` the log-probability of the best token is 0.
     """
-    count = options.beam
     if constraints.no_repeat_ngram:
-        logits_NV = logits_NV[:]
-        allowed_NV = allowed_tokens(logits_NV, rows, constraints)
-        ids_NC = top_tokens(allowed_NV, constraints.never, count).ids_NC
-        log_total_N1 = logits_NV.logsumexp(-1, keepdim=True)
-        top = Candidates.read(TopTokens(ids_NC, allowed_NV.gather(1, ids_NC) - log_total_N1))
+        row_L, ids_L = repeats(rows, constraints.no_repeat_ngram)
+        num_repeats = int(np.bincount(row_L).max(initial=0))
+        top = Candidates.read(top_tokens(logits_NV, constraints.never, options.beam + num_repeats))
+        repeat_L, candidate_L = (top.ids_NC[row_L] == ids_L[:, None]).nonzero()
+        top.log_prob_NC[row_L[repeat_L], candidate_L] = -np.inf
     elif options.argmax_only:
         ids_N1 = argmax_tokens(logits_NV, constraints.never).cpu().numpy()
         top = Candidates(ids_N1, np.where(ids_N1 < 0, -np.inf, 0.0))
     else:
-        top = Candidates.read(top_tokens(logits_NV, constraints.never, count))
+        top = Candidates.read(top_tokens(logits_NV, constraints.never, options.beam))
     only_N = rows.forced_token(constraints)
     if (only_N >= 0).any():
         forced_L = np.flatnonzero(only_N >= 0)
@@ -533,15 +532,22 @@ def _best_tokens(
 
 def allowed_tokens(logits_NV: Tensor, rows: OpenRows, constraints: Constraints) -> Tensor:
     """Return a copy of the logits with `never` and repeated n-grams at -inf."""
-    allowed_NV, n = logits_NV.clone(), constraints.no_repeat_ngram
+    allowed_NV = logits_NV.clone()
     for index in constraints.never:
         allowed_NV[:, index] = -torch.inf
+    if constraints.no_repeat_ngram:
+        allowed_NV[repeats(rows, constraints.no_repeat_ngram)] = -torch.inf
+    return allowed_NV
+
+
+def repeats(rows: OpenRows, n: int) -> tuple[Ints, Ints]:
+    """Return the rows and the tokens that would end an n-gram of the row a second time."""
     length = rows.written_NT.shape[1]
-    if not n or length < n:
-        return allowed_NV
+    if length < n:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
     windows_NLn = np.lib.stride_tricks.sliding_window_view(rows.written_NT, n, 1)
     last_N1n = rows.written_NT[:, None, length - n + 1 :]
     is_repeat_NL = (windows_NLn[:, :, :-1] == last_N1n).all(-1) & (windows_NLn >= 0).all(-1)
-    row, window = is_repeat_NL.nonzero()
-    allowed_NV[row, windows_NLn[row, window, -1]] = -torch.inf
-    return allowed_NV
+    row_L, window_L = is_repeat_NL.nonzero()
+    row_L, ids_L = np.unique([row_L, windows_NLn[row_L, window_L, -1]], axis=1)
+    return row_L, ids_L
