@@ -284,17 +284,15 @@ class Transformer(nn.Module):
 
     def _current_sources(self) -> CompiledSources | None:
         """Return what reads sources in one call, of its present weights; None where layers must."""
-        if torch.is_grad_enabled() or self.config.attention_window is not None:
+        has_window = self.config.attention_window is not None
+        if torch.is_grad_enabled() or has_window or self._compiled_decoder is None:
             return None
         compiled = self._compiled_sources
         if compiled is None or not compiled.is_current():
             inputs = (self.src_embedding, self.src_positions, self.dropout)
-            layers, has_all = self._stack_modules(self.encoder), self._stack_modules(self.decoder)
             maps = [layer.cross_attention.source_keys_values for layer in self.decoder]
-            compiled = None
-            if has_all:
-                compiled = CompiledSources.of(layers, *inputs, maps, self.config.num_heads)
-            self._compiled_sources = compiled
+            layers, heads = self._stack_modules(self.encoder), self.config.num_heads
+            self._compiled_sources = compiled = CompiledSources.of(layers, *inputs, maps, heads)
         return compiled
 
     def _compile_decoder(self) -> None:

@@ -244,9 +244,9 @@ def test_modules_of_another_kind_never_encode_sources_in_one_call(config, calls)
 
 def compiled_sources() -> CompiledSources:
     model = packed()
-    found = model._current_sources()
-    assert found is not None
-    return found
+    start(model)
+    assert model._compiled_sources is not None
+    return model._compiled_sources
 
 
 def some_sources() -> list[object]:
