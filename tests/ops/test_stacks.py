@@ -218,7 +218,7 @@ def test_the_compiled_encoder_is_its_layers_bit_for_bit(name, calls):
 @pytest.mark.parametrize("min_positions", [1, 512], ids=["each length apart", "all together"])
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
-def test_sources_are_encoded_in_one_call_as_by_their_modules_bit_for_bit(
+def test_compiled_sources_are_those_of_their_modules_bit_for_bit(
     name, min_positions, calls, monkeypatch
 ):
     monkeypatch.setattr(transformer_module, "_MIN_GROUP_POSITIONS", min_positions)
@@ -236,7 +236,7 @@ def test_sources_are_encoded_in_one_call_as_by_their_modules_bit_for_bit(
 
 @pytest.mark.parametrize("config", [model_config(norm="pre"), model_config(activation="gelu")])
 @torch.no_grad()
-def test_modules_of_another_kind_never_encode_sources_in_one_call(config, calls):
+def test_modules_of_another_kind_never_give_compiled_sources(config, calls):
     start(packed(config))
     start(transformer(CONFIGS["post"]).float())
     assert "encode_sources" not in calls
@@ -256,7 +256,7 @@ def some_sources() -> list[object]:
 
 
 @torch.no_grad()
-def test_the_keys_and_values_of_sources_are_written_to_their_slots_alone():
+def test_compiled_sources_are_written_to_their_slots_alone():
     arguments = some_sources()
     assert compiled_sources().write(*arguments)
     for pool_RX in arguments[3]:
@@ -274,7 +274,7 @@ def test_the_keys_and_values_of_sources_are_written_to_their_slots_alone():
     ],
 )
 @torch.no_grad()
-def test_a_source_whose_token_or_slot_is_out_of_range_is_refused(wrong):
+def test_compiled_sources_refuse_a_token_or_a_slot_out_of_range(wrong):
     arguments = some_sources()
     arguments[next(iter(wrong))] = next(iter(wrong.values()))
     with pytest.raises(IndexError):
@@ -283,7 +283,7 @@ def test_a_source_whose_token_or_slot_is_out_of_range_is_refused(wrong):
 
 
 @torch.no_grad()
-def test_sources_that_cannot_be_encoded_in_one_call_are_left_to_the_modules():
+def test_what_compiled_sources_cannot_take_is_left_to_the_modules():
     ids_BS, slots_BS, encodings_TD, pools = some_sources()
     sources = compiled_sources()
     for wrong in (
