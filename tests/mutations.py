@@ -120,8 +120,8 @@ MODEL = [
     ),
     state(
         "no padding mask in cross-attention",
-        "np.where(keep_BS, count_BS - 1, -1)",
-        "count_BS - 1",
+        "np.where(keep_BS, keep_BS.cumsum().reshape(keep_BS.shape) - 1, -1)",
+        "keep_BS.cumsum().reshape(keep_BS.shape) - 1",
     ),
     model(
         "cross-attention masks the wrong side",
@@ -736,8 +736,8 @@ SEARCH = [
     ),
     search(
         "padding may be written",
-        "top = Candidates.read(top_tokens(logits_NV, constraints.never, count))",
-        "top = Candidates.read(top_tokens(logits_NV, [], count))",
+        "top = Candidates.read(top_tokens(logits_NV, constraints.never, options.beam))",
+        "top = Candidates.read(top_tokens(logits_NV, [], options.beam))",
     ),
     search(
         "a prefix ends at the limit",
@@ -776,8 +776,8 @@ SEARCH = [
     ),
     search(
         "the last ngram may be repeated",
-        "    if not n or length < n:\n",
-        "    if not n or length <= n:\n",
+        "    if length < n:\n",
+        "    if length <= n:\n",
     ),
     sampling(
         "samples have the tempered log-probabilities",
@@ -950,8 +950,8 @@ TEXT = [
     Mutation(
         "one place of padding is kept",
         "mtrain/data/batch.py",
-        "torch.arange(max(lengths)) < lengths_B[:, None]",
-        "torch.arange(max(lengths)) <= lengths_B[:, None]",
+        "np.arange(max(lengths)) < np.array(lengths)[:, None]",
+        "np.arange(max(lengths)) <= np.array(lengths)[:, None]",
         "tests/data/test_batch.py",
     ),
     Mutation(
