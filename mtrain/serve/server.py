@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -24,45 +24,13 @@ _HEAD_TIMEOUT_S = 20.0  # that the head of a request may take to arrive
 _CONNECTIONS = 4  # for each translation at the same time; more are refused
 
 
-class _JoinedWrites:
-    """A transport that sends what is written in one turn of the event loop by one system call.
-
-    The head and the body of an answer are two writes. Each system call lets go of Python's lock,
-    and waits for it while others translate.
-    """
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop = transport, loop
-        self._parts: list[bytes] = []
-
-    def write(self, data: bytes) -> None:
-        """Send data, with all that is written before the loop goes on."""
-        if not self._parts:
-            self._loop.call_soon(self._flush)
-        self._parts.append(data)
-
-    def close(self) -> None:
-        """Close the connection once all is sent."""
-        self._flush()
-        self._transport.close()
-
-    def _flush(self) -> None:
-        data = b"".join(self._parts)
-        self._parts.clear()
-        if data:
-            self._transport.write(data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-
 class _TimedProtocol(H11Protocol):
     """Closes a connection whose request does not get past its head."""
 
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(_JoinedWrites(transport, self.loop))  # type: ignore[arg-type]
+        super().connection_made(transport)
         self._timer = self.loop.call_later(_HEAD_TIMEOUT_S, transport.close)
 
     def data_received(self, data: bytes) -> None:
