@@ -203,7 +203,7 @@ def _read(
             is_held, is_held_pair = table.look_up(exact, keys, block.first)
             records["is_held"] |= is_held
             records["is_held_pair"] |= is_held_pair
-        scan.num_held += np.count_nonzero(records["is_held"])
+        scan.num_held += int(np.count_nonzero(records["is_held"]))
         append(scan.records.path, records.tobytes())
         if scan.name != TRAIN:
             exact_blocks.append(exact)

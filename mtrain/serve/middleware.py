@@ -72,8 +72,9 @@ class RequestMiddleware:
             await _send(send, 204, b"", close=False)
             return
         try:
-            body = await asyncio.wait_for(self._read_body(scope, receive), _BODY_TIMEOUT_S)
-        except asyncio.TimeoutError:
+            async with asyncio.timeout(_BODY_TIMEOUT_S):
+                body = await self._read_body(scope, receive)
+        except TimeoutError:
             await _send_error(send, RequestError(408, "Request Timeout"))
             return
         except RequestError as error:
