@@ -180,14 +180,12 @@ class CompiledEncoder(_CompiledStack):
         return states_BSD
 
 
-class CompiledSources(_CompiledStack):
-    """Embedding, encoder, and source keys and values of a decoder's layers, as one compiled call.
-
-    It computes what they compute one operation after the other, bit for bit.
+class _EmbeddedStack(_CompiledStack):
+    """The same with the embeddings and positional encodings of its input, and key-value pools.
 
     Args:
-        layers, num_heads: of the encoder.
-        others, maps, table_VD: as of `of`; `maps` are among `others`.
+        layers, others, num_heads: as of `_CompiledStack`.
+        table_VD: the embeddings.
     """
 
     def __init__(
@@ -195,11 +193,46 @@ class CompiledSources(_CompiledStack):
         layers: Sequence[LayerModules],
         others: Sequence[nn.Module],
         num_heads: int,
-        maps: Sequence[Linear],
         table_VD: Tensor,
     ) -> None:
         super().__init__(layers, others, num_heads)
-        self._table_VD = table_VD
+        self.table_VD = table_VD
+
+    def _functions_with(
+        self, encodings_TD: Tensor, num_pools: int, *caches: Sequence[Tensor]
+    ) -> Functions | None:
+        """Return the compiled functions if they take these encodings, and these pools [R, X]."""
+        functions = self._functions_for(encodings_TD, *chain.from_iterable(caches))
+        is_usable = (
+            functions is not None
+            and _is_float(encodings_TD)
+            and encodings_TD.shape[1:] == (self._d_model,)
+            and all(len(pools) == num_pools for pools in caches)
+            and all(_is_pool(pools, self._d_model) for pools in caches)
+        )
+        return functions if is_usable else None
+
+
+class CompiledSources(_EmbeddedStack):
+    """Embedding, encoder, and source keys and values of a decoder's layers, as one compiled call.
+
+    It computes what they compute one operation after the other, bit for bit.
+
+    Args:
+        layers, num_heads: of the encoder.
+        others, table_VD: as of `_EmbeddedStack`.
+        maps: as of `of`; they are among `others`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerModules],
+        others: Sequence[nn.Module],
+        num_heads: int,
+        table_VD: Tensor,
+        maps: Sequence[Linear],
+    ) -> None:
+        super().__init__(layers, others, num_heads, table_VD)
         self._maps = (LinearMap * len(maps))(*map(_linear_map, maps))
 
     @staticmethod
@@ -216,15 +249,16 @@ class CompiledSources(_CompiledStack):
         The encoder's input is the dropout of the sum of the scaled embedding and what `positions`
         returns; `maps` turn its output into the keys and values of each layer of the decoder.
         """
-        others, table_VD = (embedding, positions, dropout, *maps), embedding.weight.detach()
-        if not _can_be_compiled(layers, others) or type(embedding) is not nn.Embedding:
+        others = (embedding, positions, dropout, *maps)
+        if not _can_be_compiled(layers, others):
             return None
         d_model = layers[0].inner.in_features
-        if not (_is_float(table_VD) and table_VD.shape[1:] == (d_model,)):
+        if not (
+            _is_table(embedding, d_model)
+            and all(_is_map(each, d_model, 2 * d_model) for each in maps)
+        ):
             return None
-        if not all(_is_map(each, d_model, 2 * d_model) for each in maps):
-            return None
-        return CompiledSources(layers, others, num_heads, maps, table_VD)
+        return CompiledSources(layers, others, num_heads, embedding.weight.detach(), maps)
 
     def write(
         self, ids_BS: Ints, slots_BS: Ints, encodings_TD: Tensor, pools: Sequence[Tensor]
@@ -241,18 +275,15 @@ class CompiledSources(_CompiledStack):
             IndexError: if a token or a slot is out of range.
             MemoryError: if there is no work space.
         """
-        functions = self._functions_for(encodings_TD, *pools)
+        functions = self._functions_with(encodings_TD, len(self._maps), pools)
         if (
             functions is None
-            or not (_is_float(encodings_TD) and encodings_TD.shape[1:] == (self._d_model,))
-            or len(pools) != len(self._maps)
-            or not _is_pool(pools, self._d_model)
             or not (ids_BS.shape == slots_BS.shape and ids_BS.ndim == 2 and ids_BS.size)
             or not ids_BS.dtype == slots_BS.dtype == np.int64
         ):
             return False
         ids_BS, slots_BS = np.ascontiguousarray(ids_BS), np.ascontiguousarray(slots_BS)
-        sizes = (len(self._table_VD), len(encodings_TD), len(pools), len(pools[0]))
+        sizes = (len(self.table_VD), len(encodings_TD), len(pools), len(pools[0]))
         structures = (
             _encoder_shape(self._layers, ids_BS.shape, self._num_heads),
             self.weights,
@@ -261,12 +292,12 @@ class CompiledSources(_CompiledStack):
             pointers(pools),
         )
         addresses = (ids_BS.ctypes.data, slots_BS.ctypes.data)
-        tensors = (self._table_VD, encodings_TD)
+        tensors = (self.table_VD, encodings_TD)
         functions.call("encode_sources", tensors, *addresses, structures=structures)
         return True
 
 
-class CompiledDecoder(_CompiledStack):
+class CompiledDecoder(_EmbeddedStack):
     """The layers of a decoder with packed weights, as one compiled call for the newest positions.
 
     It computes what the layers compute one operation after the other, bit for bit.
@@ -285,8 +316,7 @@ class CompiledDecoder(_CompiledStack):
         table_VD: Tensor,
         window: int | None,
     ) -> None:
-        super().__init__(layers, others, num_heads)
-        self.table_VD = table_VD
+        super().__init__(layers, others, num_heads, table_VD)
         self.window = sys.maxsize if window is None else window + 1
 
     @staticmethod
@@ -302,12 +332,12 @@ class CompiledDecoder(_CompiledStack):
 
         Their input is the dropout of the sum of the scaled embedding and what `positions` returns.
         """
-        others, table_VD = (embedding, positions, dropout), embedding.weight.detach()
-        if not _can_be_compiled(layers, others) or type(embedding) is not nn.Embedding:
+        others = (embedding, positions, dropout)
+        if not _can_be_compiled(layers, others):
             return None
-        if not (_is_float(table_VD) and table_VD.shape[1:] == (layers[0].inner.in_features,)):
+        if not _is_table(embedding, layers[0].inner.in_features):
             return None
-        return CompiledDecoder(layers, others, num_heads, table_VD, window)
+        return CompiledDecoder(layers, others, num_heads, embedding.weight.detach(), window)
 
     def step(
         self,
@@ -357,16 +387,7 @@ class CompiledDecoder(_CompiledStack):
         Args:
             encodings_TD, pasts, sources: as of `step`.
         """
-        functions, width = self._functions_for(encodings_TD, *pasts, *sources), self._d_model
-        is_usable = (
-            functions is not None
-            and _is_float(encodings_TD)
-            and encodings_TD.shape[1:] == (width,)
-            and len(pasts) == len(sources) == len(self._layers)
-            and _is_pool(pasts, width)
-            and _is_pool(sources, width)
-        )
-        return functions if is_usable else None
+        return self._functions_with(encodings_TD, len(self._layers), pasts, sources)
 
     def shape(
         self,
@@ -492,6 +513,12 @@ def _weights_of(parts: LayerModules) -> StackLayer:
 
 def _is_float(x_RD: Tensor) -> bool:
     return is_plain(x_RD) and x_RD.dtype is torch.float32 and x_RD.is_contiguous()
+
+
+def _is_table(embedding: nn.Embedding, d_model: int) -> bool:
+    table_VD = embedding.weight.detach()
+    is_plain_lookup = type(embedding) is nn.Embedding
+    return is_plain_lookup and _is_float(table_VD) and table_VD.shape[1:] == (d_model,)
 
 
 def _is_pool(pool: Sequence[Tensor], d_model: int) -> bool:
