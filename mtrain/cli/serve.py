@@ -13,7 +13,7 @@ from mtrain.errors import ConfigError, RunError
 from mtrain.serve.settings import ServerSettings, read_api_keys
 
 _DEMO = Path("runs/demo")
-_PACKAGES = ("starlette", "uvicorn", "python_multipart", "py3langid")
+_PACKAGES = ("starlette", "uvicorn", "httptools", "python_multipart", "py3langid")
 
 
 def serve(

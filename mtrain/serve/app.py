@@ -96,8 +96,10 @@ class Server:
             "/translate_file": partial(_refuse, "Files translation is disabled on this server."),
             "/suggest": partial(_refuse, "Suggestions are disabled on this server."),
         }
-        routes: list[BaseRoute] = [Route(path, each, methods=["GET"]) for path, each in get.items()]
-        routes += [Route(path, each, methods=["POST"]) for path, each in post.items()]
+        routes: list[BaseRoute] = [  # the first that matches answers: the most frequent ones first
+            Route(path, each, methods=["POST"]) for path, each in post.items()
+        ]
+        routes += [Route(path, each, methods=["GET"]) for path, each in get.items()]
         return routes + (page.routes() if self._settings.with_page else [])
 
     async def _translate(self, request: Request) -> Response:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mtrain.errors import ConfigError
 from mtrain.serve.app import Server
@@ -21,26 +23,70 @@ if TYPE_CHECKING:
 
 _GRACE_S = 8  # for what is being translated when a signal ends the server
 _HEAD_TIMEOUT_S = 20.0  # that the head of a request may take to arrive
+_MAX_HEAD_BYTES = 65_536
+_MAX_FRAMING = 8  # bytes for each of the body, which may come in chunks of a byte
 _CONNECTIONS = 4  # for each translation at the same time; more are refused
 
 
-class _TimedProtocol(H11Protocol):
-    """Closes a connection whose request does not get past its head."""
+class _Protocol(HttpToolsProtocol):
+    """Adds what llhttp leaves to its caller.
+
+    Closes a connection whose request does not get past its head, or is more head than body; and
+    answers a request that asks for another protocol (Java's client does, with a body) in this one.
+    """
 
     _timer: asyncio.TimerHandle | None = None
+    _num_head_bytes = 0  # of the request: head, trailers and what frames the chunks of its body
+    _num_body_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._timer = self.loop.call_later(_HEAD_TIMEOUT_S, transport.close)
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        self._num_head_bytes += len(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(data)
+        except HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+        if self.transport.is_closing():
+            return
+        if self._num_head_bytes > _MAX_HEAD_BYTES + _MAX_FRAMING * self._num_body_bytes:
+            self.send_400_response("The head of the request is too large.")
+            return
         has_head = self.cycle is not None and not self.cycle.response_complete
         if has_head and self._timer is not None:
             self._timer.cancel()
             self._timer = None
         elif not has_head and self._timer is None:
             self._timer = self.loop.call_later(_HEAD_TIMEOUT_S, self.transport.close)
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except HttpParserUpgrade as upgrade:  # llhttp takes the body for the other protocol's
+            method, body = self.parser.get_method(), data[upgrade.args[0] :]
+            if method == b"CONNECT":
+                raise HttpParserError("CONNECT is for proxies") from None
+            head = [b"%s %s HTTP/1.1" % (method, self.url)]
+            head += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+            self.parser = HttpRequestParser(self)
+            self._feed(b"\r\n".join([*head, b"", body]))
+
+    def on_headers_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_head_bytes -= len(body)
+        self._num_body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            self._num_head_bytes = self._num_body_bytes = 0
+            super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -96,6 +142,8 @@ def serve(
             f"{model.config.data.src_lang}-{model.config.data.tgt_lang}" for model in models
         )
         say(f"{url_of(listening, settings)} translates {pairs}; Ctrl-C ends.")
+        gc.collect()
+        gc.freeze()  # models and modules stay: collections need not look at them
         try:
             http_server(server, settings).run([listening])
         finally:
@@ -107,7 +155,7 @@ def http_server(server: Server, settings: ServerSettings) -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(
             server.app,
-            http=_TimedProtocol,
+            http=_Protocol,
             loop="asyncio",
             ws="none",
             lifespan="off",

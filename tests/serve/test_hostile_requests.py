@@ -158,6 +158,60 @@ def test_a_body_that_is_too_large_is_not_read(client: Client) -> None:
         assert error == {"error": "Request is too large: at most 262144 bytes are read"}
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 70_000,
+        b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X: a\r\n" * 14_000,
+        b"GET /" + b"a" * 70_000,
+        b"POST /translate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        b"1\r\nq\r\n0\r\n" + b"X: a\r\n" * 14_000,
+        b"POST /translate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        b"1;" + b"a" * 80_000,
+    ],
+    ids=["value", "headers", "url", "trailers", "chunk-extension"],
+)
+def test_more_head_than_the_limit_ends_the_connection(client: Client, sent: bytes) -> None:
+    received = exchange(client, sent, closes=False)
+    assert received == b"" or received.startswith(b"HTTP/1.1 400 ")
+    assert client.get("/health").status == 200
+
+
+def test_a_body_in_chunks_of_a_byte_is_read(client: Client) -> None:
+    body = json.dumps(GOOD | {"q": "ba ce " * 300}).encode()
+    head = b"POST /translate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+    head += b"Connection: close\r\nContent-Type: application/json\r\n\r\n"
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    assert exchange(client, head + chunks, closes=False).startswith(b"HTTP/1.1 200 ")
+
+
+def test_requests_in_one_packet_are_answered_in_order(client: Client) -> None:
+    first = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    last = b"GET /languages HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    received = exchange(client, first * 50 + last, closes=False)
+    assert received.count(b"HTTP/1.1 200 OK") == 51
+    assert received.endswith(client.get("/languages").body)
+
+
+def test_a_request_that_asks_for_another_protocol_is_answered_in_this_one(client: Client) -> None:
+    body = json.dumps(GOOD).encode()
+    head = b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+    head += b"Content-Length: %d\r\n\r\n" % len(body)
+    with socket.create_connection((client.host, client.port), timeout=60) as opened:
+        opened.sendall(head + body)
+        received = b""
+        while b"translatedText" not in received:
+            part = opened.recv(65536)
+            assert part, received
+            received += part
+
+
+def test_a_request_for_a_tunnel_is_refused(client: Client) -> None:
+    received = exchange(client, b"CONNECT a.example:443 HTTP/1.1\r\nHost: a.example\r\n\r\n")
+    assert received.startswith(b"HTTP/1.1 400 ")
+
+
 def test_slow_senders_are_sent_away(
     pair_models: list[mtrain.Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
