@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--max-steps", type=int, default=6000, help="updates of every training")
     parser.add_argument("--num-all", type=int, default=NUM_ALL, help="pairs that count as all")
-    parser.add_argument("--augment", default="--tag bt --weight 1", help="options of the corpus")
+    parser.add_argument("--augment", default="--weight 4", help="options of the corpus")
     parser.add_argument("--set", action="append", default=[], help="KEY=VALUE of every training")
     parser.add_argument("--lines", type=int, default=1_000_000, help="of speed")
     parser.add_argument("--run", type=Path, default=Path("runs/demo"), help="of speed: the demo's")
