@@ -1,6 +1,6 @@
-"""Whether mtrain may change settings of the whole process: its allocator and PyTorch's backends.
+"""Settings of the whole process: garbage collection, and whether others may be changed.
 
-The command line may, whose process it is. A program that imports mtrain keeps its own settings.
+The command line changes them, whose process it is. A program that imports mtrain keeps its own settings.
 """
 
 from __future__ import annotations
@@ -24,3 +24,13 @@ def own_process() -> None:
 def is_own_process() -> bool:
     """Return whether `own_process` has been called."""
     return _OWNED.is_set()
+
+
+def keep_loaded_objects() -> None:
+    """Keep garbage collections from looking at what is loaded, if the process is mtrain's own.
+
+    For a process that loads models once and then runs for long.
+    """
+    if is_own_process():
+        gc.collect()
+        gc.freeze()

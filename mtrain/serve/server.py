@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mtrain.errors import ConfigError
+from mtrain.runtime.process_settings import keep_loaded_objects
 from mtrain.serve.app import Server
 from mtrain.serve.settings import ServerSettings
 from mtrain.serve.translation import Translations
@@ -142,8 +142,7 @@ def serve(
             f"{model.config.data.src_lang}-{model.config.data.tgt_lang}" for model in models
         )
         say(f"{url_of(listening, settings)} translates {pairs}; Ctrl-C ends.")
-        gc.collect()
-        gc.freeze()  # models and modules stay: collections need not look at them
+        keep_loaded_objects()
         try:
             http_server(server, settings).run([listening])
         finally:
