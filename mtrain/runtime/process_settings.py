@@ -1,6 +1,6 @@
 """Settings of the whole process: garbage collection, and whether others may be changed.
 
-The command line changes them, whose process it is. A program that imports mtrain keeps its own settings.
+The command line changes them. A program that imports mtrain keeps its own.
 """
 
 from __future__ import annotations
