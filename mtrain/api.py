@@ -49,7 +49,7 @@ logger = logging.getLogger("mtrain")
 AnyPath = str | os.PathLike[str]
 AnyPaths = AnyPath | Sequence[AnyPath]
 AnyConfig = Config | Mapping[str, Any] | AnyPath
-Precision = Literal["auto", "float32", "bfloat16"]
+Precision = Literal["auto", "float32", "bfloat16", "int8"]
 Engine = Literal["mtrain", "ctranslate2"]
 _HALF = re.compile("[\ud800-\udfff]")  # of a character: no text that can be written
 
@@ -445,7 +445,7 @@ def augment(
         again: translate the training text, by each model.
         write_config: a file for the config with the new corpus in it.
         device: auto, cpu, cuda, cuda:1, ...
-        precision: of states and matrix products; `auto` is float32.
+        precision: of matrix products; `auto` is float32, int8 for a CPU only.
         on_warning: is called with what looks wrong about the text; by default it is logged.
         process_group: the ranks that share the work; each makes the same call. None is one alone.
 
@@ -596,7 +596,7 @@ def load(
         length_alpha: length normalisation; 0 is none, None as the run's config says.
         checkpoint: the step whose weights are loaded, instead of the run's result.
         device: auto, cpu, cuda, cuda:1, ...
-        precision: of states and matrix products; `auto` is float32.
+        precision: of matrix products; `auto` is float32, int8 for a CPU only.
         engine: ctranslate2 searches with CTranslate2's copy of one run, which is written into the
             run folder the first time; without sampling, several translations of a line, prefixes
             and alignments, and with the log-probabilities of whole translations only.

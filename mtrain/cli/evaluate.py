@@ -90,7 +90,10 @@ def evaluate(
             if comet is not None and process_group.is_first:
                 how["comet"] = CometModel(comet, int(pick_device(device).type == "cuda"))
             scoring = ScoringOptions(tokenize, lowercase, **how)
-            plan = evaluation.EvaluationPlan(folders, others, names, scoring, details, text)
+            products = "float32" if precision == "auto" else precision
+            plan = evaluation.EvaluationPlan(
+                folders, others, names, scoring, details, text, products
+            )
             lines = _lines(plan, load, json, process_group)
             console.put(lines, output) if process_group.is_first else list(lines)
 

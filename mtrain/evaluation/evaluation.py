@@ -65,6 +65,7 @@ class TestReport:
     summary: list[ScoreSummary]  # of several runs
     comparisons: list[SystemComparison]  # of each other system with the first
     contrasts: list[Contrast]  # of each other system with the first, if details were asked for
+    precision: str = "float32"  # of the products with which the runs translated
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class EvaluationPlan:
     options: ScoringOptions
     with_details: bool = False  # whether scores are broken down
     text: Mapping[str, TestSet] | None = None  # a text, by its name, instead of test sets of runs
+    precision: str = "float32"  # of the products with which the runs translate
 
     def __post_init__(self) -> None:
         if self.others and len(self.runs) > 1:
@@ -299,7 +301,7 @@ def _report(
             mean, std = statistics.mean(values), statistics.stdev(values)
             summary.append(ScoreSummary(scores[0].metric, len(values), mean, std))
     comparisons = significance.compare(scorer, outputs) if plan.others else []
-    return TestReport(results, summary, comparisons, contrasts)
+    return TestReport(results, summary, comparisons, contrasts, plan.precision)
 
 
 def report_on(

@@ -27,6 +27,8 @@ def as_text(reports: Sequence[TestReport]) -> Iterator[str]:
         else:
             for index in range(len(report.results[0].scores)):
                 yield from _metric_table(report, index)
+        if report.precision != "float32":
+            yield f"  translated with products in {report.precision}"
     if any(report.comparisons for report in reports):
         yield "p: chance of such a difference to the first system if neither is better; bs by"
         yield f"   paired bootstrap, ar by approximate randomisation; * is below {_P_LIMIT}"
@@ -63,6 +65,7 @@ def as_json(reports: Sequence[TestReport], compared: Sequence[TestReport] = ()) 
 def _tree(report: TestReport) -> dict[str, object]:
     tree: dict[str, object] = {
         "num_lines": len(report.results[0].lines.src),
+        "precision": report.precision,
         "scores": [
             {"system": result.system} | asdict(score)
             for result in report.results

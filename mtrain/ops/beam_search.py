@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mtrain.ops.linear import PackedWeights
-from mtrain.ops.native import OutputLayer, SearchShape
+from mtrain.ops.native import LinearMap, OutputLayer, SearchShape
+from mtrain.ops.packed_weights import PackedWeights
 from mtrain.ops.stacks import CompiledDecoder, Ints, pointers
 from mtrain.ops.topk import Projection, ids_tensor
 
@@ -127,7 +127,7 @@ def search_steps(
     """
     packed = output.packed_for_search(decoder.table_VD)
     functions = decoder.functions_for(encodings_TD, cache.pasts, cache.sources)
-    if packed is None or functions is None:
+    if packed is None or packed.tiles is None or functions is None:
         return None
     num_rows, num_past = cache.past_slots_NT.shape
     buffers = _Buffers(cache, rows, len(num_places_B) * rules.beam)
@@ -144,7 +144,7 @@ def search_steps(
         decoder.weights,
         pointers(cache.pasts),
         pointers(cache.sources),
-        _output_layer(output, packed, rules.argmax_only),
+        _output_layer(packed, rules.argmax_only),
     )
     read = [rules.penalty_L, rules.max_lengths_B, cache.free_slots]
     arrays = [*map(np.ascontiguousarray, read), num_places_B, best_BM, *buffers.arrays()]
@@ -154,11 +154,12 @@ def search_steps(
     return buffers.read(num_places_B, best_BM) if buffers.counts[0] else None
 
 
-def _output_layer(output: Projection, packed: PackedWeights, argmax_only: bool) -> OutputLayer:
-    addresses = [output.weight.data_ptr(), packed.tiles.data_ptr(), None, None]
-    if argmax_only and packed.bf16 is not None:
-        addresses[2:] = [each.data_ptr() for each in packed.bf16]
-    return OutputLayer(*addresses)
+def _output_layer(packed: PackedWeights, argmax_only: bool) -> OutputLayer:
+    scan = packed.scan if argmax_only else None
+    if scan is None:
+        return OutputLayer(packed.map_with(None), LinearMap(), None, None)
+    pointers = (None if each is None else each.data_ptr() for each in (scan.weight, scan.bounds_2U))
+    return OutputLayer(packed.map_with(None), scan.packed.map_with(None), *pointers)
 
 
 class _Buffers:

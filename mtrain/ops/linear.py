@@ -6,8 +6,7 @@ gradients of weights have the dtype of the weights. For decoding, weights are pa
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +21,9 @@ from mtrain.ops.native import (
     is_float_vector,
     is_plain,
 )
+from mtrain.ops.packed_weights import PackedWeights, Precision
 from mtrain.runtime.device import processor_has
 
-_NUM_PROBES = 4  # weights that are compared before packed ones are used
 _ROW_MULTIPLE = 128  # products in bfloat16 are padded to a multiple of this many rows
 
 
@@ -80,6 +79,8 @@ class Linear(nn.Linear):
     ) -> Tensor | None:
         """Return `input @ weight.T + bias` from packed weights; None if there are none for `input`.
 
+        Where there are no compiled functions, only copies of a lower precision are used.
+
         Args:
             input: [..., in_features], float32.
             apply_relu: return max(0, the same); not together with `input_is_relu`.
@@ -87,33 +88,43 @@ class Linear(nn.Linear):
                 result is the same, bit for bit.
         """
         packed = self._packed_for(input)
-        functions = None if packed is None else functions_for(input)
-        if packed is None or functions is None or "bias" not in self._parameters:
+        if packed is None or "bias" not in self._parameters:
             return None
         bias, out_features = self._parameters["bias"], packed.weight.shape[0]  # faster than `self.`
         if not (bias is None or is_float_vector(bias, out_features)):
             return None
+        functions = None if packed.tiles is None else functions_for(input)
+        if functions is None:
+            if packed.precision == "float32":
+                return None
+            plain = packed.multiply(input, bias)
+            return F.relu(plain) if apply_relu else plain
         x = input.contiguous()
         out = x.new_empty((*x.shape[:-1], out_features))
-        tensors, sizes = (x, packed.tiles, bias, out), matmul_sizes(x, packed.weight)
+        sizes, structures = matmul_sizes(x, packed.weight), (packed.map_with(bias),)
         if input_is_relu:
-            functions.call("packed_linear_sparse", tensors, *sizes)
+            functions.call("packed_linear_sparse", (x, out), *sizes, structures=structures)
         else:
-            functions.call("packed_linear", tensors, *sizes, apply_relu)
+            functions.call("packed_linear", (x, out), *sizes, apply_relu, structures=structures)
         return out
 
-    def pack_weights(self) -> None:
+    def pack_weights(self, precision: Precision = "float32") -> None:
         """Store a packed copy of the weights for decoding; it is used until they change.
 
         A packed product of a few rows is several times as fast as PyTorch's on one thread.
+
+        Args:
+            precision: of the copy. Below float32, products round their input, too: to bfloat16, or
+                each row to multiples of a 127th of its greatest absolute number.
         """
         self._packed = None
         weight = self.weight
         functions = functions_for(weight, is_training=True)
-        if functions is None or functions.dtype_name != "float" or not weight.is_contiguous():
+        is_usable = weight.dtype is torch.float32 and weight.is_cpu and weight.is_contiguous()
+        if not is_usable or (functions is None and precision == "float32"):
             return
         if not weight.is_inference():  # inference tensors do not count their versions
-            self._packed = PackedWeights(weight, pack_rows(weight.detach(), functions))
+            self._packed = PackedWeights(weight, functions, precision)
 
     def _packed_for(self, x: Tensor) -> PackedWeights | None:
         """Return the packed weights if `x` [..., in_features] can be multiplied by them.
@@ -126,62 +137,6 @@ class Linear(nn.Linear):
         if not packed.is_current(self._parameters.get("weight")):
             self._packed = packed = None
         return packed
-
-
-class Bf16Weights(NamedTuple):
-    """Weights rounded to bfloat16 and packed.
-
-    Attributes:
-        packed: the weights, two of a row in 32 bits.
-        margins_V: a bound of |rounded logit - exact logit| / |state| for each token.
-    """
-
-    packed: Tensor
-    margins_V: Tensor
-
-
-class PackedWeights:
-    """A packed copy of the weights of a linear map, and what tells whether they have changed.
-
-    A change is an in-place operation, which counts up their version; another parameter; or other
-    memory, which `weight.data = ...` and `Module.to` give. `weight.data.mul_(...)` and changes of
-    a NumPy view are seen by none of these: four of the largest weights are compared. A change of
-    single weights in that way is not noticed, and needs `pack_weights` anew.
-
-    Attributes:
-        weight: the parameter [M, K] that was packed.
-        tiles: the copy.
-        bf16: another, of a projection onto a vocabulary.
-    """
-
-    bf16: Bf16Weights | None = None
-
-    def __init__(self, weight: Tensor, tiles: Tensor) -> None:
-        self.weight, self.tiles = weight, tiles
-        self._memory = weight.detach()  # while it is held, no other weights are at its address
-        self._address, self._version = weight.data_ptr(), weight._version
-        flat = self._memory.flatten()
-        size = -(-len(flat) // _NUM_PROBES)
-        starts = range(0, len(flat), size)
-        probed = [start + int(flat[start : start + size].abs().argmax()) for start in starts]
-        at = [self._address + flat.element_size() * position for position in probed]
-        self._probes = [ctypes.c_int32.from_address(address) for address in at]
-        self._probed_bits = [probe.value for probe in self._probes]
-
-    def is_current(self, weight: Tensor | None) -> bool:
-        """Tell whether `weight` is the parameter that was packed, with the same values."""
-        return (
-            weight is self.weight
-            and weight is not None
-            and weight._version == self._version
-            and weight.data_ptr() == self._address
-            and weight.is_contiguous()
-            and self.has_same_values()
-        )
-
-    def has_same_values(self) -> bool:
-        """Tell whether the largest weights are what they were; their memory must be."""
-        return [probe.value for probe in self._probes] == self._probed_bits
 
 
 def relu_ffn(x: Tensor, inner: Linear, outer: Linear) -> Tensor:
@@ -277,26 +232,16 @@ def _fits(x: Tensor, weight: Tensor) -> bool:
     return len(shape) == 2 and x.dim() > 0 and x.shape[-1] == shape[1]
 
 
-def pack_rows(weight_MK: Tensor, functions: Functions) -> Tensor:
-    """Return weights [M, K] packed for the compiled functions, [M / P, K, P], padded with zeros.
-
-    P is the number of output columns of one tile; element [i, k, p] is weight [i * P + p, k].
-    """
-    width = functions.tile_columns
-    padded = F.pad(weight_MK, (0, 0, 0, -len(weight_MK) % width))
-    return padded.view(-1, width, weight_MK.shape[1]).transpose(1, 2).contiguous()
-
-
 def matmul_sizes(x: Tensor, weight: Tensor) -> tuple[int, int, int]:
     """Return (n, k, m) of the product of `x` [..., k], n rows in all, and `weight` [m, k]^T."""
     return x.numel() // x.shape[-1], x.shape[-1], len(weight)
 
 
-def pack_weights(model: nn.Module) -> None:
+def pack_weights(model: nn.Module, precision: Precision = "float32") -> None:
     """Pack the weights of all linear maps of a model for decoding; takes as much memory again."""
     for module in model.modules():
         if isinstance(module, Linear):
-            module.pack_weights()
+            module.pack_weights(precision)
 
 
 def pad_rows(rows: Tensor) -> Tensor:

@@ -54,19 +54,24 @@ class AttentionShape(ctypes.Structure):
     )
 
 
+class LinearMap(ctypes.Structure):
+    """`linear_map` of `ops.h`."""
+
+    _fields_ = (
+        ("format", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("packed", "bias", "scales", "sums")),
+    )
+
+
 class StackLayer(ctypes.Structure):
     """`stack_layer` of `ops.h`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("self_in", "self_in_bias")),
-        *((name, ctypes.c_void_p) for name in ("self_out", "self_out_bias")),
-        *((name, ctypes.c_void_p) for name in ("gain_1", "norm_bias_1")),
-        *((name, ctypes.c_void_p) for name in ("queries", "queries_bias")),
-        *((name, ctypes.c_void_p) for name in ("cross_out", "cross_out_bias")),
-        *((name, ctypes.c_void_p) for name in ("gain_2", "norm_bias_2")),
-        *((name, ctypes.c_void_p) for name in ("inner", "inner_bias")),
-        *((name, ctypes.c_void_p) for name in ("outer", "outer_bias")),
-        *((name, ctypes.c_void_p) for name in ("gain_3", "norm_bias_3")),
+        *((name, LinearMap) for name in ("self_in", "self_out", "queries", "cross_out")),
+        *((name, LinearMap) for name in ("inner", "outer")),
+        *((f"{name}_1", ctypes.c_void_p) for name in ("gain", "norm_bias")),
+        *((f"{name}_2", ctypes.c_void_p) for name in ("gain", "norm_bias")),
+        *((f"{name}_3", ctypes.c_void_p) for name in ("gain", "norm_bias")),
         *((f"eps_{number}", ctypes.c_float) for number in (1, 2, 3)),
     )
 
@@ -88,12 +93,6 @@ class SourcesShape(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_pools", "pool_rows")),
         ("table_scale", ctypes.c_float),
     )
-
-
-class LinearMap(ctypes.Structure):
-    """`linear_map` of `ops.h`."""
-
-    _fields_ = (("packed", ctypes.c_void_p), ("bias", ctypes.c_void_p))
 
 
 class DecoderShape(ctypes.Structure):
@@ -124,7 +123,10 @@ class SearchShape(ctypes.Structure):
 class OutputLayer(ctypes.Structure):
     """`output_layer` of `ops.h`."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("weight", "packed", "bf16", "margins"))
+    _fields_ = (
+        *((name, LinearMap) for name in ("map", "scan")),
+        *((name, ctypes.c_void_p) for name in ("weight", "bounds")),
+    )
 
 
 _NO_MEMORY, _BAD_INDEX = 1, 2  # of `status` in `ops.h`; 0 is success
@@ -270,6 +272,10 @@ class Functions:
     def has_fast_matmul(self) -> bool:
         """Tell whether their matrix products are faster than PyTorch's on this processor."""
         return bool(self._number("fast_matmul"))
+
+    def has_fast_int8(self) -> bool:
+        """Tell whether their products of whole numbers are faster than those of floats."""
+        return self.dtype_name == "float" and bool(self._number("fast_int8"))
 
     def _number(self, name: str) -> int:
         return ctypes.c_int64.in_dll(self._library, f"{name}_{self.dtype_name}").value
@@ -420,6 +426,7 @@ def run_compiled(function: type[torch.autograd.Function], *arguments: Any) -> Te
 
 _POINTER, _INT, _COUNT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
 _REAL, _SHAPE = ctypes.c_float, ctypes.POINTER(AttentionShape)
+_MAP = ctypes.POINTER(LinearMap)
 _DROPOUT = [_COUNT, _REAL, _COUNT]
 _SIGNATURES = {
     "dropout": [_POINTER, _POINTER, _INT, *_DROPOUT],
@@ -435,10 +442,10 @@ _SIGNATURES = {
     "projected_cross_entropy": [*[_POINTER] * 5, *[_INT] * 3, _REAL, _POINTER],
 }
 _FLOAT_SIGNATURES = {
-    "packed_linear_float": [*[_POINTER] * 4, *[_INT] * 3, ctypes.c_int],
-    "packed_linear_sparse_float": [*[_POINTER] * 4, *[_INT] * 3],
-    "packed_topk_float": [*[_POINTER] * 5, *[_INT] * 5],
-    "packed_argmax_float": [*[_POINTER] * 6, *[_INT] * 4],
+    "packed_linear_float": [_MAP, *[_POINTER] * 2, *[_INT] * 3, ctypes.c_int],
+    "packed_linear_sparse_float": [_MAP, *[_POINTER] * 2, *[_INT] * 3],
+    "packed_topk_float": [_MAP, *[_POINTER] * 4, *[_INT] * 5],
+    "packed_argmax_float": [_MAP, *[_POINTER] * 5, *[_INT] * 4],
     "encoder_float": [
         ctypes.POINTER(EncoderShape),
         ctypes.POINTER(StackLayer),
@@ -448,7 +455,7 @@ _FLOAT_SIGNATURES = {
         ctypes.POINTER(EncoderShape),
         ctypes.POINTER(StackLayer),
         ctypes.POINTER(SourcesShape),
-        ctypes.POINTER(LinearMap),
+        _MAP,
         ctypes.POINTER(_POINTER),
         *[_POINTER] * 4,
     ],

@@ -461,7 +461,9 @@ def _can_be_compiled(layers: Sequence[LayerModules], others: Sequence[nn.Module]
 def _has_packed_weights(modules: Iterable[nn.Module | None]) -> bool:
     """Tell whether all linear maps have packed weights, which are those that they have now."""
     return all(
-        each._packed is not None and each._packed.is_current(each._parameters.get("weight"))
+        each._packed is not None
+        and each._packed.tiles is not None
+        and each._packed.is_current(each._parameters.get("weight"))
         for each in modules
         if isinstance(each, Linear)
     )
@@ -494,16 +496,13 @@ def _is_map(each: Linear, in_features: int, out_features: int) -> bool:
 
 def _linear_map(linear: Linear) -> LinearMap:
     assert linear._packed is not None
-    bias = None if linear.bias is None else linear.bias.data_ptr()
-    return LinearMap(linear._packed.tiles.data_ptr(), bias)
+    return linear._packed.map_with(linear.bias)
 
 
 def _weights_of(parts: LayerModules) -> StackLayer:
     layer = StackLayer()
     for name, linear in parts.linear_maps().items():
-        at = _linear_map(linear)
-        setattr(layer, name, at.packed)
-        setattr(layer, f"{name}_bias", at.bias)
+        setattr(layer, name, _linear_map(linear))
     for number, norm in parts.norms().items():
         setattr(layer, f"gain_{number}", norm.weight.data_ptr())
         setattr(layer, f"norm_bias_{number}", norm.bias.data_ptr())

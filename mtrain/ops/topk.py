@@ -11,8 +11,9 @@ from torch import Tensor
 
 from mtrain.ops.consistency import ConsistencyFormula, plain_consistency
 from mtrain.ops.cross_entropy import Formula, plain_cross_entropy
-from mtrain.ops.linear import Bf16Weights, Linear, PackedWeights, matmul_sizes, pack_rows
-from mtrain.ops.native import functions_for, is_bare
+from mtrain.ops.linear import Linear, matmul_sizes
+from mtrain.ops.native import LinearMap, functions_for, is_bare
+from mtrain.ops.packed_weights import PackedWeights, Precision, Scan
 
 
 class Projection(Linear):
@@ -28,19 +29,25 @@ class Projection(Linear):
         self.cross_entropy: Formula = plain_cross_entropy
         self.consistency: ConsistencyFormula = plain_consistency
 
-    def pack_weights(self) -> None:
-        """Store a packed copy of the weights, and one in bfloat16 where that multiplies faster."""
-        super().pack_weights()
-        bf16_VD = self.weight.detach().bfloat16()
-        functions = functions_for(bf16_VD, is_training=True)
-        if self._packed is None or functions is None or self.in_features % 2:
+    def pack_weights(self, precision: Precision = "float32") -> None:
+        """Store a packed copy of the weights, and one that finds the best token faster.
+
+        The best token of float32 is found exactly, by a copy in int8 or bfloat16 where the
+        processor multiplies these faster.
+        """
+        super().pack_weights(precision)
+        packed = self._packed
+        functions = None if packed is None else functions_for(packed.weight, is_training=True)
+        if packed is None or functions is None:
             return
-        if not functions.has_fast_matmul():
-            return
-        margins_V = self.weight.detach().norm(dim=1) * _relative_error(self.in_features)
-        if margins_V.isfinite().all():
-            pairs = pack_rows(bf16_VD.view(torch.int32), functions)
-            self._packed.bf16 = Bf16Weights(pairs, margins_V)
+        if packed.precision != "float32":
+            packed.scan = Scan(packed)
+        elif functions.has_fast_int8():
+            packed.scan = packed.make_scan(functions, "int8")
+        elif (of_bf16 := functions_for(packed.weight.detach().bfloat16(), is_training=True)) and (
+            of_bf16.has_fast_matmul()
+        ):
+            packed.scan = packed.make_scan(functions, "bfloat16")
 
     def packed_for_search(self, states_ND: Tensor) -> PackedWeights | None:
         """Return the packed weights if such states are multiplied by them, and by nothing else."""
@@ -53,15 +60,6 @@ class Projection(Linear):
             logits_NV: Tensor = self(states_ND).to(self.weight.dtype)
             return logits_NV
         return LazyLogits(states_ND.contiguous(), self, packed)
-
-
-def _relative_error(num_features: int) -> float:
-    """Return a bound of |rounded product - exact product| / (|state| |weight|) in bfloat16.
-
-    Rounding to bfloat16 changes a number by at most 2^-8 of it, and each addition in float32 by
-    2^-24; the factor allows for the rounding of both lengths.
-    """
-    return 1.001 * (2**-7 + 2**-16 + (num_features + 2) * 2**-23)
 
 
 @dataclass(frozen=True)
@@ -97,21 +95,24 @@ def top_tokens(logits_NV: Logits, never: list[int], count: int) -> TopTokens:
     Equals `logits.log_softmax(-1)`, then `topk` without the columns in `never`, which count in the
     softmax. There are fewer columns than `count` if the vocabulary has fewer tokens.
     """
-    inputs: tuple[Tensor, ...]
+    structures: tuple[LinearMap, ...] = ()
     if isinstance(logits_NV, LazyLogits):
-        name, inputs = "packed_topk", (logits_NV.states_ND, logits_NV.packed.tiles)
-        sizes = (*logits_NV.states_ND.shape, logits_NV.projection.out_features)
+        name, rows, packed = "packed_topk", logits_NV.states_ND, logits_NV.packed
+        sizes = (*rows.shape, logits_NV.projection.out_features)
+        functions = None if packed.tiles is None else functions_for(rows)
+        if functions is not None:
+            structures = (packed.map_with(None),)
     else:
-        name, inputs, sizes = "topk", (logits_NV.contiguous(),), logits_NV.shape
+        name, rows, sizes = "topk", logits_NV.contiguous(), logits_NV.shape
+        functions = functions_for(rows)
     count = min(count, sizes[-1] - len(never))
-    functions = functions_for(inputs[0])
-    is_matrix = inputs[0].dim() == 2
+    is_matrix = rows.dim() == 2
     if functions is not None and is_matrix and count > 0 and _are_ids(never, sizes[-1]):
         never_ids = ids_tensor(*never)
         ids_NC = never_ids.new_empty((sizes[0], count))
         log_prob_NC = torch.empty((sizes[0], count))
-        tensors = (*inputs, never_ids, ids_NC, log_prob_NC)
-        functions.call(name, tensors, *sizes, len(never), count)
+        tensors = (rows, never_ids, ids_NC, log_prob_NC)
+        functions.call(name, tensors, *sizes, len(never), count, structures=structures)
         return TopTokens(ids_NC, log_prob_NC)
     logits_NV = logits_NV[:]
     log_total_N1 = logits_NV.logsumexp(-1, keepdim=True)
@@ -137,16 +138,17 @@ def argmax_tokens(logits_NV: Logits, never: list[int]) -> Tensor:
 
     It is -1 where no logit is finite.
     """
-    if isinstance(logits_NV, LazyLogits) and logits_NV.packed.bf16 is not None:
+    scan = logits_NV.packed.scan if isinstance(logits_NV, LazyLogits) else None
+    if isinstance(logits_NV, LazyLogits) and scan is not None:
         states_ND, weight_VD = logits_NV.states_ND, logits_NV.projection.weight
         functions = functions_for(states_ND)
         if functions is not None and _are_ids(never, len(weight_VD)):
             never_ids = ids_tensor(*never)
             ids_N1 = never_ids.new_empty((len(states_ND), 1))
-            tensors = (states_ND, weight_VD, *logits_NV.packed.bf16, never_ids, ids_N1)
-            functions.call(
-                "packed_argmax", tensors, *matmul_sizes(states_ND, weight_VD), len(never)
-            )
+            tensors = (states_ND, scan.weight, scan.bounds_2U, never_ids, ids_N1)
+            sizes = (*matmul_sizes(states_ND, weight_VD), len(never))
+            structures = (scan.packed.map_with(None),)
+            functions.call("packed_argmax", tensors, *sizes, structures=structures)
             return ids_N1
     top = top_tokens(logits_NV, never, 1)
     return torch.where(top.log_prob_NC.isfinite(), top.ids_NC, -1)

@@ -27,13 +27,14 @@ class LoadOptions:
 
     Attributes:
         device: `auto`, cpu, cuda, ...
-        precision: of states and products; `auto` is float32.
+        precision: of products; `auto` is float32. On a GPU bfloat16 is that of states, too, and
+            there is no int8.
         step: the weights of this checkpoint, instead of the run's result.
         process_group: the ranks that share the work, each on a device of its own.
     """
 
     device: str = "auto"
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    precision: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     step: int | None = None
     process_group: ProcessGroup = SINGLE
 
@@ -50,8 +51,11 @@ def load_model(
 
     Raises:
         RunError: if the weights are missing, damaged, or do not fit the config or the tokenizer.
-        ConfigError: if this machine has not the memory for its weights.
+        ConfigError: if this machine has not the memory for its weights, or the device not the
+            precision.
     """
+    if loading.precision == "int8" and device.type != "cpu":
+        raise ConfigError(f"`precision` int8 must be on a CPU, but the device is {device} instead.")
     path = _weights_path(run, loading.step)
     weights = checkpoint.load_model(path, vocabulary.fingerprint())
     held = sum(tensor.numel() for tensor in weights.values())
@@ -65,10 +69,11 @@ def load_model(
         model = build_model(config, vocabulary)
     set_weights(model, weights, path)
     model.to(device).eval()
-    if loading.precision == "bfloat16":
+    precision = "float32" if loading.precision == "auto" else loading.precision
+    if device.type == "cpu":
+        pack_weights(model, precision)
+    elif precision == "bfloat16":
         model.compute_in(torch.bfloat16)
-    else:
-        pack_weights(model)
     return model
 
 

@@ -28,6 +28,8 @@ from mtrain.decode.shared_search import SearchCall, SharedSearch, _Worker
 from mtrain.decode.translator import EncodedSource, Translator
 from mtrain.errors import ConfigError, RunError
 from mtrain.model.transformer import DecoderLayer
+from mtrain.ops import native
+from mtrain.ops.packed_weights import Precision
 from mtrain.run import checkpoint, load_model
 from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
@@ -580,11 +582,41 @@ def test_the_command_line_keeps_a_gpu_from_planning_each_shape(
     assert torch.backends.cuda.cudnn_sdp_enabled() != is_own
 
 
-def test_bfloat16_translates_like_float32(trained: RunDir, translator: Translator) -> None:
-    short = translator_module.load(trained, loading=LoadOptions("cpu", precision="bfloat16"))
-    assert short.model.compute_dtype is torch.bfloat16
-    same = zip(translate_lines(short, LINES), translate_lines(translator, LINES), strict=True)
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("precision", ["bfloat16", "int8"])
+def test_a_lower_precision_translates_like_float32(
+    trained: RunDir,
+    translator: Translator,
+    precision: Precision,
+    compiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(native, "compiled", lambda: None)
+    rounded = translator_module.load(trained, loading=LoadOptions("cpu", precision=precision))
+    assert rounded.model.output._packed is not None
+    assert rounded.model.output._packed.precision == precision
+    found = translate_lines(rounded, LINES)
+    assert found == [translate_lines(rounded, [line])[0] for line in LINES]
+    same = zip(found, translate_lines(translator, LINES), strict=True)
     assert sum(a == b for a, b in same) >= len(LINES) - 3
+    ids_BS = torch.tensor([translator.tokenizer.src.encode(LINES[:1])[0]])
+    models = (translator.model, rounded.model)
+    with torch.no_grad():
+        exact, near = (model.encode(ids_BS, torch.ones_like(ids_BS).bool()) for model in models)
+    assert 0 < (exact - near).abs().max() < 0.2  # it is another precision, and no other model
+
+
+def test_whole_numbers_on_another_device_than_a_cpu_are_an_error(
+    trained: RunDir, translator: Translator
+) -> None:
+    loading = LoadOptions(precision="int8")
+    with pytest.raises(
+        ConfigError, match=r"^`precision` int8 must be on a CPU, but the device is meta instead"
+    ):
+        load_model.load_model(
+            trained, trained.config.model, translator.tokenizer, loading, torch.device("meta")
+        )
 
 
 def test_weights_that_are_no_numbers_are_an_error(trained: RunDir, translator: Translator) -> None:

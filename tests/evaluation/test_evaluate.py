@@ -70,6 +70,16 @@ def test_without_resampling_there_is_no_interval_and_the_signature_says_so(
     assert outcome.lines[1].startswith("  nrefs:1|case:mixed|eff:yes|nc:6|nw:2|")
 
 
+@pytest.mark.parametrize("precision", ["bfloat16", "int8"])
+def test_scores_of_a_lower_precision_say_so(cli: Cli, trained: RunDir, precision: str) -> None:
+    arguments = [trained.path, "--resamples", "0", "--metrics", "bleu", "--precision", precision]
+    outcome = cli("eval", *arguments)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.lines[2:] == [f"  translated with products in {precision}"]
+    tree = json.loads(cli("eval", *arguments, "--json").out)
+    assert tree["held_out"]["precision"] == precision
+
+
 def test_json_has_a_record_for_each_score(cli: Cli, trained: RunDir) -> None:
     outcome = cli("eval", trained.path, "--json", "--tokenize", "none", "--lowercase")
     assert (outcome.code, outcome.err) == (0, "")
@@ -78,6 +88,7 @@ def test_json_has_a_record_for_each_score(cli: Cli, trained: RunDir) -> None:
     assert json.loads(outcome.out) == {
         "held_out": {
             "num_lines": 40,
+            "precision": "float32",
             "scores": [
                 {
                     "system": str(trained.path),

@@ -75,7 +75,7 @@ def test_a_run_is_compared_with_a_run_and_a_file_by_paired_tests(
     assert outcome.code == 0
     assert without_warnings_of_lines(outcome) == []
     tree = json.loads(outcome.out)["held_out"]
-    assert set(tree) == {"num_lines", "scores", "comparisons"}
+    assert set(tree) == {"num_lines", "precision", "scores", "comparisons"}
     names = [str(trained.path), str(noisy.path), path]
     assert [record["system"] for record in tree["scores"]] == names
     noise = translate_lines(load(noisy), SOURCES)

@@ -15,6 +15,7 @@ from mtrain.model.kv_cache import KVCache
 from mtrain.model.transformer import Transformer
 from mtrain.ops import beam_search, native
 from mtrain.ops.linear import pack_weights
+from mtrain.ops.packed_weights import Precision
 
 BOS, EOS, NUM_TOKENS = 1, 2, 20
 CONFIGS = {
@@ -30,7 +31,9 @@ pytestmark = [
 
 
 @torch.no_grad()
-def packed(config: object = CONFIGS["post"], eos: float = 1.5) -> Transformer:
+def packed(
+    config: object = CONFIGS["post"], eos: float = 1.5, precision: Precision = "float32"
+) -> Transformer:
     """Return a model whose tokens depend on the sentence; some are always alike.
 
     Targets end early, the more `eos` is.
@@ -46,11 +49,12 @@ def packed(config: object = CONFIGS["post"], eos: float = 1.5) -> Transformer:
     for alike_VD in (weight_VD, model.tgt_embedding.weight):
         alike_VD[5:8] = alike_VD[4]
     model.output.weight = torch.nn.Parameter(weight_VD)
-    pack_weights(model)
+    pack_weights(model, precision)
     return model
 
 
 MODELS = {name: packed(config) for name, config in CONFIGS.items()}
+MODELS |= {precision: packed(precision=precision) for precision in ("bfloat16", "int8")}
 MODELS["long"], MODELS["endless"] = packed(eos=0.7), packed(eos=0.0)
 
 

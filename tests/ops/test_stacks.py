@@ -15,6 +15,7 @@ from mtrain.model.kv_cache import KVCache
 from mtrain.model.transformer import Transformer
 from mtrain.ops import native
 from mtrain.ops.linear import pack_weights
+from mtrain.ops.packed_weights import Precision
 from mtrain.ops.stacks import CompiledDecoder, CompiledEncoder, CompiledSources
 
 CONFIGS = {
@@ -31,9 +32,12 @@ pytestmark = [
 ]
 
 
-def packed(config: object = CONFIGS["post"]) -> Transformer:
+PRECISIONS = pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+
+
+def packed(config: object = CONFIGS["post"], precision: Precision = "float32") -> Transformer:
     model = transformer(config).float()
-    pack_weights(model)
+    pack_weights(model, precision)
     return model
 
 
@@ -58,25 +62,26 @@ def decoded(model: Transformer) -> list[Tensor]:
     return logits
 
 
-def one_by_one(model: Transformer) -> list[Tensor]:
+def one_by_one(model: Transformer, precision: Precision = "float32") -> list[Tensor]:
     """Return the same, of layers that are called."""
     apart = copy.deepcopy(model)
-    pack_weights(apart)
+    pack_weights(apart, precision)
     apart._compile_decoder = lambda: None  # type: ignore[method-assign]
     apart._current_encoder = lambda: None  # type: ignore[method-assign]
     apart._current_sources = lambda: None  # type: ignore[method-assign]
     return decoded(apart)
 
 
+@PRECISIONS
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 @torch.no_grad()
-def test_the_compiled_decoder_is_its_layers_bit_for_bit(config, calls):
-    model = packed(config)
+def test_the_compiled_decoder_is_its_layers_bit_for_bit(config, precision, calls):
+    model = packed(config, precision)
     found = decoded(model)
     assert calls.count("decoder_step") == len(found)
     assert "paged_attention" not in calls
     calls.clear()
-    expected = one_by_one(model)
+    expected = one_by_one(model, precision)
     assert "decoder_step" not in calls
     assert "paged_attention" in calls
     assert all(map(torch.equal, found, expected))
@@ -203,10 +208,11 @@ def test_compiled_stacks_give_way_where_gradients_are_needed(calls):
     assert not {"encoder", "encode_sources", "decoder_step"} & {*calls}
 
 
+@PRECISIONS
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
-def test_the_compiled_encoder_is_its_layers_bit_for_bit(name, calls):
-    model = packed(CONFIGS[name])
+def test_the_compiled_encoder_is_its_layers_bit_for_bit(name, precision, calls):
+    model = packed(CONFIGS[name], precision)
     src_BS, keep_BS = ids(21, 3).view(3, 7), left_keep(SRC_LENGTHS)
     found = model.encode(src_BS, keep_BS)
     assert calls.count("encoder") == (name != "window")
@@ -215,14 +221,15 @@ def test_the_compiled_encoder_is_its_layers_bit_for_bit(name, calls):
     assert calls.count("encoder") == (name != "window")
 
 
+@PRECISIONS
 @pytest.mark.parametrize("min_positions", [1, 512], ids=["each length apart", "all together"])
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
 def test_compiled_sources_are_those_of_their_modules_bit_for_bit(
-    name, min_positions, calls, monkeypatch
+    name, min_positions, precision, calls, monkeypatch
 ):
     monkeypatch.setattr(transformer_module, "_MIN_GROUP_POSITIONS", min_positions)
-    model = packed(CONFIGS[name])
+    model = packed(CONFIGS[name], precision)
     found = start(model)
     num_calls = 0 if name == "window" else 1 if min_positions > 21 else 3
     assert calls.count("encode_sources") == num_calls

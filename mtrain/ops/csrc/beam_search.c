@@ -98,15 +98,16 @@ static status find_candidates(const search_shape *is, const decoder_shape *at, c
                               int *are_finite) {
     int64_t d = at->heads * at->k, count = rows * own->num_candidates;
     status result;
-    if (is->argmax_only && output->bf16)
-        result = packed_argmax_float(own->states, output->weight, output->bf16, output->margins, never,
+    int is_scanned = is->argmax_only && output->scan.packed;
+    if (is_scanned)
+        result = packed_argmax_float(&output->scan, own->states, output->weight, output->bounds, never,
                                      own->candidates, rows, d, at->num_tokens, is->num_never);
     else
-        result = packed_topk_float(own->states, output->packed, never, own->candidates, own->log_probs, rows,
+        result = packed_topk_float(&output->map, own->states, never, own->candidates, own->log_probs, rows,
                                    d, at->num_tokens, is->num_never, own->num_candidates);
     if (result != OPS_OK) return result;
     for (int64_t i = 0; i < count; i++) {
-        if (is->argmax_only && output->bf16) own->log_probs[i] = own->candidates[i] < 0 ? -INFINITY : 0.0f;
+        if (is_scanned) own->log_probs[i] = own->candidates[i] < 0 ? -INFINITY : 0.0f;
         *are_finite &= isfinite(own->log_probs[i]) != 0;
         if (is->argmax_only) own->log_probs[i] = 0.0f;
     }

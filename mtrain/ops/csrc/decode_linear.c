@@ -3,17 +3,19 @@
  *      packed_linear          x [n, k] -> out [n, m] = x w^T + bias, or max(0, the same)
  *      packed_linear_sparse   the same, skipping the zeros of x
  *      packed_topk            x -> ids, log_probs [n, count]: the best tokens of logits x w^T
- *      packed_argmax          x -> ids [n]: the best token; scanned in bfloat16, the result is exact
+ *      packed_argmax          x -> ids [n]: the best token
  *
  * Logits [n, m] are never stored: those of a few rows are computed, and searched while they are in the
- * cache. The weights w [m, k] are packed in tiles, T = TILE_COLUMNS, as gemm.h reads them; missing rows
- * are 0:
+ * cache. The weights w [m, k] are packed in tiles, T = TILE_COLUMNS, as gemm.h reads them, here those in
+ * float; missing rows are 0:
  *
  *      tile 0                    tile 1
  *      w[0][0] .. w[T - 1][0]    w[T][0] .. w[2 T - 1][0]
  *      w[0][1] .. w[T - 1][1]    ..
- * The unit for bfloat16 holds only the products that packed_argmax scans.
+ * The unit for bfloat16 holds only the products of such weights; int8.c those of whole numbers.
  */
+#include "int8.h"
+
 #include "gemm.h"
 
 #define CHUNK (4 * TILE_ROWS)     /* rows whose logits, or nonzero indices, are held at once */
@@ -21,31 +23,40 @@
 #define SPARSE_TILES (8 / VECTORS) /* tiles that are multiplied at once, if most of x is 0 */
 #define MAX_NONZERO(k) ((k) / 3)     /* zeros are skipped in rows with at most so many nonzero numbers */
 
-/* logits [n, m] = x w^T for states x [n, k] and w [m, k], packed in bfloat16; x is rounded into
- * `rounded` [n, k], and k is even. */
-void packed_logits_bf16(const float *x, const uint32_t *packed, float *logits, bf16 *rounded, int64_t n,
-                        int64_t k, int64_t m);
+#define BF16_ERROR 0x1p-8f /* of a number that is rounded to bfloat16, relative to it */
+
+/* packed_linear of weights in bfloat16. */
+status multiply_bf16(const linear_map *map, const float *x, float *out, int64_t n, int64_t k, int64_t m,
+                     int apply_relu);
 
 #ifdef BF16
 
-void packed_logits_bf16(const float *x, const uint32_t *packed, float *logits, bf16 *rounded, int64_t n,
-                        int64_t k, int64_t m) {
-    for (int64_t i = 0; i < n * k; i += LANES) {
-        int64_t count = min_of(n * k - i, LANES);
-        store_vec(rounded + i, load_vec_float(x + i, count), count);
+status multiply_bf16(const linear_map *map, const float *x, float *out, int64_t n, int64_t k, int64_t m,
+                     int apply_relu) {
+    int64_t stride = round_up(k, K_GROUP);
+    bf16 *rounded = alloc_floats(n * stride / 2);
+    if (!rounded) return OPS_NO_MEMORY;
+    for (int64_t r = 0; r < n; r++) {
+        for (int64_t i = 0; i < k; i += LANES) {
+            int64_t count = min_of(k - i, LANES);
+            store_vec(rounded + r * stride + i, load_vec_float(x + r * k + i, count), count);
+        }
+        if (k < stride) rounded[r * stride + k] = 0;
     }
-    gemm_out to = {.sums = logits, .stride = m};
-    gemm(to, n, m, rounded, k / K_GROUP, 1, packed, k / K_GROUP);
+    gemm_out to = {.bias = map->bias, .sums = out, .stride = m, .apply_relu = apply_relu};
+    gemm(to, n, m, rounded, stride / K_GROUP, 1, map->packed, stride / K_GROUP);
+    free(rounded);
+    return OPS_OK;
 }
 
 #else
 
-/* out [n, m] = x w^T + bias for x [n, k] and packed w [m, k], or max(0, the same); the bias may be
- * NULL. */
-status packed_linear_float(const float *x, const float *packed, const float *bias, float *out, int64_t n,
-                  int64_t k, int64_t m, int apply_relu) {
-    gemm_out to = {.bias = bias, .sums = out, .stride = m, .apply_relu = apply_relu};
-    gemm(to, n, m, x, k, 1, packed, k);
+status packed_linear_float(const linear_map *map, const float *x, float *out, int64_t n, int64_t k, int64_t m,
+                           int apply_relu) {
+    if (map->format == IN_BF16) return multiply_bf16(map, x, out, n, k, m, apply_relu);
+    if (map->format == IN_INT8) return multiply_int8(map, x, out, NULL, n, k, m, apply_relu);
+    gemm_out to = {.bias = map->bias, .sums = out, .stride = m, .apply_relu = apply_relu};
+    gemm(to, n, m, x, k, 1, map->packed, k);
     return OPS_OK;
 }
 
@@ -97,17 +108,19 @@ static INLINE void sparse_tile(const gemm_out *to, int64_t row, int64_t column, 
     }
 }
 
-/* packed_linear_float, faster where most of x is 0, as most of the output of ReLU is (Li et al. 2022,
+/* packed_linear, faster where most of x is 0, as most of the output of ReLU is (Li et al. 2022,
  * arXiv 2210.06313). */
-status packed_linear_sparse_float(const float *x, const float *packed, const float *bias, float *out,
-                         int64_t n, int64_t k, int64_t m) {
+status packed_linear_sparse_float(const linear_map *map, const float *x, float *out, int64_t n, int64_t k,
+                                  int64_t m) {
+    if (map->format != IN_FLOAT) return packed_linear_float(map, x, out, n, k, m, 0);
+    const float *packed = map->packed;
     int64_t nonzero_stride = k + LANES, counts[CHUNK];
     int32_t *nonzero = alloc_floats(CHUNK * nonzero_stride);
     if (!nonzero) return OPS_NO_MEMORY;
     for (int64_t start = 0; start < n; start += CHUNK) {
         int64_t rows = min_of(n - start, CHUNK), total = 0;
         const float *own = x + start * k;
-        gemm_out to = {.bias = bias, .sums = out + start * m, .stride = m};
+        gemm_out to = {.bias = map->bias, .sums = out + start * m, .stride = m};
         for (int64_t r = 0; r < rows; r++)
             total += counts[r] = find_nonzero(nonzero + r * nonzero_stride, own + r * k, k);
         if (total > rows * MAX_NONZERO(k)) {
@@ -131,75 +144,94 @@ status packed_linear_sparse_float(const float *x, const float *packed, const flo
     return OPS_OK;
 }
 
-/* topk of the logits x w^T, for x [n, k] and packed w [m, k]. */
-status packed_topk_float(const float *x, const float *packed, const int64_t *never,
-                             int64_t *ids, float *log_probs, int64_t n, int64_t k, int64_t m,
-                             int64_t num_never, int64_t count) {
+status packed_topk_float(const linear_map *map, const float *x, const int64_t *never, int64_t *ids,
+                         float *log_probs, int64_t n, int64_t k, int64_t m, int64_t num_never,
+                         int64_t count) {
     float *logits = alloc_floats(CHUNK * m);
     if (!logits) return OPS_NO_MEMORY;
     status result = OPS_OK;
     for (int64_t start = 0; start < n && result == OPS_OK; start += CHUNK) {
         int64_t rows = min_of(n - start, CHUNK);
-        packed_linear_float(x + start * k, packed, NULL, logits, rows, k, m, 0);
-        result = topk_float(logits, never, ids + start * count, log_probs + start * count, rows, m,
-                            num_never, count);
+        result = packed_linear_float(map, x + start * k, logits, rows, k, m, 0);
+        if (result == OPS_OK)
+            result = topk_float(logits, never, ids + start * count, log_probs + start * count, rows, m,
+                                num_never, count);
     }
     free(logits);
     return result;
 }
 
-/* The token of the greatest logit x w_i of a state x [k], except those whose `logits` are -INFINITY; -1
- * if none is finite. `logits` [m] are at most |x| margins[i] away from x w_i: only those that may be
- * the greatest, mostly a single one, are computed exactly. `tops` holds a number for each block. */
-static int64_t argmax(const float *x, const float *w, const float *logits, const float *margins,
-                         float *tops, int64_t k, int64_t m) {
-    float size = sqrtf(dot(x, x, k)), least_top = -INFINITY, best = -INFINITY;
+/* The greatest of logits [m] in each block, into `tops`. */
+static void find_tops(const float *logits, float *tops, int64_t m) {
     for (int64_t first = 0; first < m; first += BLOCK) {
         int64_t end = min_of(first + BLOCK, m);
         float top = -INFINITY;
-#pragma omp simd reduction(max : top, least_top)
-        for (int64_t i = first; i < end; i++) {
-            float margin = size * margins[i], high = logits[i] + margin, low = logits[i] - margin;
-            top = high > top ? high : top;
-            least_top = low > least_top ? low : least_top;
-        }
+#pragma omp simd reduction(max : top)
+        for (int64_t i = first; i < end; i++) top = logits[i] > top ? logits[i] : top;
         tops[first / BLOCK] = top;
     }
-    int64_t found = -1;
-    for (int64_t first = 0; first < m && least_top > -INFINITY; first += BLOCK) {
-        if (tops[first / BLOCK] < least_top) continue;
-        for (int64_t i = first; i < min_of(first + BLOCK, m); i++) {
-            if (!(logits[i] + size * margins[i] >= least_top)) continue;
+}
+
+/* The first token of the greatest finite logit, by the greatest of each block; -1 if there is none. */
+static int64_t first_greatest(const float *logits, const float *tops, int64_t m) {
+    int64_t blocks = (m + BLOCK - 1) / BLOCK, best = 0;
+    for (int64_t b = 1; b < blocks; b++) best = tops[b] > tops[best] ? b : best;
+    if (!isfinite(tops[best])) return -1;
+    int64_t i = best * BLOCK;
+    while (logits[i] != tops[best]) i++;
+    return i;
+}
+
+/* The token of the greatest logit x w_i of a state x [k], except those whose `logits` are -INFINITY; -1 if
+ * none is finite. `logits` [m] are products of x rounded, which changes it by a vector of length `error`:
+ * only tokens that can be the greatest, mostly a single one, are computed exactly. */
+static int64_t exact_argmax(const float *x, float error, const float *w, const float *logits,
+                            const float *tops, const float *bounds, int64_t k, int64_t m) {
+    int64_t blocks = (m + BLOCK - 1) / BLOCK, found = -1;
+    float length = sqrtf(dot(x, x, k)) + error, least = -INFINITY, best = -INFINITY;
+#define MARGIN(b) (1.001f * (error * bounds[b] + length * bounds[blocks + (b)]))
+    for (int64_t b = 0; b < blocks; b++) {
+        float low = tops[b] - MARGIN(b);
+        least = low > least ? low : least;
+    }
+    for (int64_t b = 0; b < blocks && least > -INFINITY; b++) {
+        float margin = MARGIN(b);
+        if (!(tops[b] + margin >= least)) continue;
+        for (int64_t i = b * BLOCK; i < min_of((b + 1) * BLOCK, m); i++) {
+            if (!(logits[i] + margin >= least)) continue;
             float exact = dot(x, w + i * k, k);
             if (exact > best) best = exact, found = i;
         }
     }
+#undef MARGIN
     return best < INFINITY ? found : -1;
 }
 
-/* ids [n]: the token of the greatest logit x w^T of each row of x [n, k], except those in `never`; -1 if
- * none is finite. `packed` is w [m, k] in bfloat16, k is even, and margins[i] bounds the rounding error
- * of the product of w_i and a vector of length 1. */
-status packed_argmax_float(const float *x, const float *w, const uint32_t *packed,
-                            const float *margins, const int64_t *never, int64_t *ids, int64_t n,
-                            int64_t k, int64_t m, int64_t num_never) {
+status packed_argmax_float(const linear_map *scan, const float *x, const float *w, const float *bounds,
+                           const int64_t *never, int64_t *ids, int64_t n, int64_t k, int64_t m,
+                           int64_t num_never) {
     if (!all_below(never, num_never, m)) return OPS_BAD_INDEX;
-    int64_t blocks = (m + BLOCK - 1) / BLOCK;
-    float *logits = alloc_floats(CHUNK * m + blocks + CHUNK * k / 2);
+    float *logits = alloc_floats(CHUNK * m + (m + BLOCK - 1) / BLOCK), errors[CHUNK];
     if (!logits) return OPS_NO_MEMORY;
     float *tops = logits + CHUNK * m;
-    bf16 *rounded = (bf16 *)(tops + blocks);
-    for (int64_t start = 0; start < n; start += CHUNK) {
+    status result = OPS_OK;
+    for (int64_t start = 0; start < n && result == OPS_OK; start += CHUNK) {
         int64_t rows = min_of(n - start, CHUNK);
         const float *own = x + start * k;
-        packed_logits_bf16(own, packed, logits, rounded, rows, k, m);
-        for (int64_t r = 0; r < rows; r++) {
-            for (int64_t i = 0; i < num_never; i++) logits[r * m + never[i]] = -INFINITY;
-            ids[start + r] = argmax(own + r * k, w, logits + r * m, margins, tops, k, m);
+        if (scan->format == IN_INT8) result = multiply_int8(scan, own, logits, errors, rows, k, m, 0);
+        else result = multiply_bf16(scan, own, logits, rows, k, m, 0);
+        for (int64_t r = 0; r < rows && result == OPS_OK; r++) {
+            float *row = logits + r * m;
+            const float *state = own + r * k;
+            for (int64_t i = 0; i < num_never; i++) row[never[i]] = -INFINITY;
+            find_tops(row, tops, m);
+            if (scan->format != IN_INT8) errors[r] = BF16_ERROR * sqrtf(dot(state, state, k));
+            ids[start + r] = w ? exact_argmax(state, errors[r], w, row, tops, bounds, k, m)
+                               : first_greatest(row, tops, m);
         }
     }
     free(logits);
-    return OPS_OK;
+    return result;
 }
 
 #endif

@@ -10,7 +10,7 @@
  *      ...                            ..                                 ..
  *
  * The sums of TILE_ROWS rows times one tile stay in registers over all of k: each vector of the
- * tile is loaded once for TILE_ROWS rows.
+ * tile is loaded once for TILE_ROWS rows. A file that defines MUL_ADD and SUMS_TO_FLOAT has other products.
  */
 #pragma once
 
@@ -27,15 +27,22 @@
 #define ROW_BLOCK (16 * TILE_ROWS) /* rows of a left factor that are packed or multiplied at once */
 
 /* The output of a product [rows, columns], and what is done before a sum is written. */
-typedef struct {
+typedef struct gemm_out {
     const float *bias; /* [columns], added; or NULL */
     void *out;      /* [rows, stride] of elem; or NULL, then: */
     float *sums;       /* [rows, stride] of float, */
     int accumulate;          /* added to instead of overwritten, if set */
     int64_t stride;
     int apply_relu;       /* max(0, sum), if set */
+    const float *row_scales, *column_scales; /* of int8.c, with `column_sums` padded to whole tiles */
+    const int32_t *column_sums;
     const void *relu_input; /* [rows, stride] of elem: 0 where this is <= 0; or NULL */
 } gemm_out;
+
+#ifndef MUL_ADD
+#define MUL_ADD mul_add
+#define SUMS_TO_FLOAT(to, row, column, sums) (sums)
+#endif
 
 /* The 4-byte numbers in a packed factor of so many k-groups and columns. */
 static inline int64_t packed_size(int64_t num_groups, int64_t columns) {
@@ -142,7 +149,7 @@ static INLINE void multiply_tile(const gemm_out *to, int64_t row, int64_t column
             uint32_t own;
             memcpy(&own, left + r * row_step + w * group_step, sizeof own);
 #pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) sums[r][v] = mul_add(sums[r][v], own, right[v]);
+            for (int v = 0; v < VECTORS; v++) sums[r][v] = MUL_ADD(sums[r][v], own, right[v]);
         }
     }
 #pragma GCC unroll 6
@@ -150,8 +157,9 @@ static INLINE void multiply_tile(const gemm_out *to, int64_t row, int64_t column
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) {
             int64_t first = column + v * LANES;
-            if (columns - column >= TILE_COLUMNS) write_vec(to, row + r, first, sums[r][v], LANES);
-            else if (first < columns) write_vec_tail(to, row + r, first, sums[r][v], columns - first);
+            vec_float x = SUMS_TO_FLOAT(to, row + r, first, sums[r][v]);
+            if (columns - column >= TILE_COLUMNS) write_vec(to, row + r, first, x, LANES);
+            else if (first < columns) write_vec_tail(to, row + r, first, x, columns - first);
         }
 }
 

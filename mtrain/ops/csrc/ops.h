@@ -57,14 +57,27 @@ typedef struct {
     uint32_t cut, seed;
 } attention_shape;
 
-/* A post-norm layer: weights [out, in] packed in tiles, biases [out] or NULL, and three LayerNorms of d
- * numbers. A layer of an encoder has no queries, cross_out and second norm. native.py has the same
- * structures. */
+/* How weights [m, k] are packed: as float; rounded to bfloat16, two of a row in 32 bits; or as whole numbers
+ * from -127 to 127, four of a row in 32 bits. A row that is too short is filled up with zeros. */
+enum { IN_FLOAT, IN_BF16, IN_INT8 };
+
+/* A linear map x w^T + bias. Products in bfloat16 round x to it; products of whole numbers round each row of
+ * x to multiples of a 127th of its greatest absolute number. Sums are exact, or in float. native.py has the
+ * same structures. */
 typedef struct {
-    const float *self_in, *self_in_bias; /* [3 d, d]: queries, keys and values */
-    const float *self_out, *self_out_bias, *gain_1, *norm_bias_1;
-    const float *queries, *queries_bias, *cross_out, *cross_out_bias, *gain_2, *norm_bias_2;
-    const float *inner, *inner_bias, *outer, *outer_bias, *gain_3, *norm_bias_3;
+    int64_t format;       /* of the weights */
+    const void *packed;   /* [m, k] in tiles */
+    const float *bias;    /* [m], or NULL */
+    const float *scales;  /* what the whole numbers of a row of w are multiplied with, and */
+    const int32_t *sums;  /* their sums; both [m], filled up with zeros to whole tiles */
+} linear_map;
+
+/* A post-norm layer, with three LayerNorms of d numbers. A layer of an encoder has no queries, cross_out and
+ * second norm. */
+typedef struct {
+    linear_map self_in; /* [3 d, d]: queries, keys and values */
+    linear_map self_out, queries, cross_out, inner, outer;
+    const float *gain_1, *norm_bias_1, *gain_2, *norm_bias_2, *gain_3, *norm_bias_3;
     float eps_1, eps_2, eps_3;
 } stack_layer;
 
@@ -89,11 +102,10 @@ typedef struct {
     int64_t eos, early_stop, argmax_only;
 } search_shape;
 
-/* The output layer w [num_tokens, d], as in packed_topk and packed_argmax. */
+/* The output layer [num_tokens, d], as in packed_topk and packed_argmax. */
 typedef struct {
-    const float *weight, *packed;
-    const uint32_t *bf16; /* NULL where packed_argmax is not used */
-    const float *margins;
+    linear_map map, scan; /* nothing is packed in `scan` where packed_argmax is not used */
+    const float *weight, *bounds;
 } output_layer;
 
 /* b sentences of s positions, and attention heads of width k (d = heads k). */
@@ -108,11 +120,6 @@ typedef struct {
     int64_t num_tokens, num_encodings, num_pools, pool_rows;
     float table_scale; /* of embeddings */
 } sources_shape;
-
-/* A linear map: weights [out, in] packed in tiles, and a bias [out] or NULL. */
-typedef struct {
-    const float *packed, *bias;
-} linear_map;
 
 #pragma GCC visibility push(default)
 
@@ -194,27 +201,31 @@ status FUNCTION(cross_entropy)(elem *logits, const int64_t *targets, int64_t row
 status FUNCTION(topk)(const elem *logits, const int64_t *never, int64_t *ids, float *log_probs,
                       int64_t rows, int64_t width, int64_t num_never, int64_t count);
 
-#ifndef BF16 /* the following for float only; `packed` are weights w [m, k], packed in tiles */
+#ifndef BF16 /* the following for float only */
 
-/* out [n, m] = x w^T + bias, or max(0, the same) if apply_relu; bias [m] may be NULL. */
-status packed_linear_float(const float *x, const float *packed, const float *bias, float *out, int64_t n,
-                           int64_t k, int64_t m, int apply_relu);
+/* 1 if products of whole numbers are faster than those of floats, else 0. */
+extern const int64_t fast_int8_float;
+
+/* out [n, m] = x w^T + bias, or max(0, the same) if apply_relu. */
+status packed_linear_float(const linear_map *map, const float *x, float *out, int64_t n, int64_t k, int64_t m,
+                           int apply_relu);
 
 /* The same without max(0, .), bit for bit, faster where most of x is 0. */
-status packed_linear_sparse_float(const float *x, const float *packed, const float *bias, float *out,
-                                  int64_t n, int64_t k, int64_t m);
+status packed_linear_sparse_float(const linear_map *map, const float *x, float *out, int64_t n, int64_t k,
+                                  int64_t m);
 
-/* topk of the logits x w^T. */
-status packed_topk_float(const float *x, const float *packed, const int64_t *never, int64_t *ids,
+/* topk of the logits that a map without a bias makes of x. */
+status packed_topk_float(const linear_map *map, const float *x, const int64_t *never, int64_t *ids,
                          float *log_probs, int64_t n, int64_t k, int64_t m, int64_t num_never,
                          int64_t count);
 
-/* ids [n]: the token of the greatest logit x w^T of each row, except those in `never`; -1 if none is
- * finite.
- *   w: [m, k], not packed; packed: w rounded to bfloat16 and packed, two values of a row in 32 bits, so
- *     that k is even.
- *   margins: [m], a bound of |rounded logit - exact logit| for a state of length 1. */
-status packed_argmax_float(const float *x, const float *w, const uint32_t *packed, const float *margins,
+/* ids [n]: the token of the greatest logit of each row, except those in `never`; -1 if none is finite.
+ *   scan: a map without a bias, in bfloat16 or whole numbers.
+ *   w: [m, k], not packed: the greatest logit x w^T is found, in float, though only those are computed that
+ *     can be the greatest by what `scan` makes of x; or NULL: the greatest of these.
+ *   bounds: [2, blocks of 64 rows of w] or NULL: in each the greatest |w_i|, and the greatest error of a
+ *     product of `scan` with a rounded vector of length 1. */
+status packed_argmax_float(const linear_map *scan, const float *x, const float *w, const float *bounds,
                            const int64_t *never, int64_t *ids, int64_t n, int64_t k, int64_t m,
                            int64_t num_never);
 

@@ -21,7 +21,7 @@ static work_space allocate(int64_t rows, int64_t d, int64_t d_ff) {
  * [rows, d], `to` the buffer that the next norm writes, and `own` the layer. */
 #define DO(call) if (result == OPS_OK) result = call
 #define LINEAR(y, map, z, m, apply_relu) /* z [rows, m] = y w^T + bias */ \
-    DO(packed_linear_float(y, own->map, own->map##_bias, z, rows, d, m, apply_relu))
+    DO(packed_linear_float(&own->map, y, z, rows, d, m, apply_relu))
 #define ADD_NORM(y, number) /* from = LayerNorm(from + y) */ \
     DO(add_norm_float(from, y, own->gain_##number, own->norm_bias_##number, to, work.moments, \
                       work.moments + rows, rows, d, own->eps_##number, 0, 1.0f, 0)); \
@@ -31,7 +31,7 @@ static work_space allocate(int64_t rows, int64_t d, int64_t d_ff) {
     } while (0)
 #define FEED_FORWARD(hidden, y) /* y [rows, d] */ \
     LINEAR(from, inner, hidden, at->d_ff, 1); \
-    DO(packed_linear_sparse_float(hidden, own->outer, own->outer_bias, y, rows, at->d_ff, d))
+    DO(packed_linear_sparse_float(&own->outer, hidden, y, rows, at->d_ff, d))
 
 status encoder_float(const encoder_shape *at, const stack_layer *layers, const uint8_t *keep, float *x) {
     int64_t rows = at->b * at->s, d = at->heads * at->k;
@@ -96,7 +96,7 @@ status encode_sources_float(const encoder_shape *at, const stack_layer *layers, 
     status result = encoder_float(at, layers, keep, x);
     int64_t count = drop_padding(x, slots, rows, d);
     for (int64_t i = 0; i < to->num_pools; i++) {
-        DO(packed_linear_float(x, maps[i].packed, maps[i].bias, projected, count, d, 2 * d, 0));
+        DO(packed_linear_float(maps + i, x, projected, count, d, 2 * d, 0));
         const float *from = projected;
         for (int64_t n = 0; n < rows && result == OPS_OK; n++) {
             if (slots[n] < 0) continue;

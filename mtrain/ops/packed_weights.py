@@ -1,0 +1,171 @@
+"""Copies of the weights of linear maps for decoding, in float32 or a lower precision.
+
+Shapes: M output features, K input features, P columns of a tile, U blocks of 64 weight rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtrain.ops.native import Functions, LinearMap
+
+Precision = Literal["float32", "bfloat16", "int8"]
+_FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2}  # as in `ops.h`
+_NUM_PROBES = 4  # weights that are compared before packed ones are used
+_BLOCK = 64  # as in `decode_linear.c`
+_LARGEST, _SMALLEST = 127, 1e-30  # as in `int8.c`
+
+
+class Quantised(NamedTuple):
+    """Rows of whole numbers from -127 to 127, and what they are multiplied with.
+
+    Attributes:
+        values: int8, [..., K].
+        scales: [...]; NaN for rows that are not finite.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+
+def quantise(x: Tensor) -> Quantised:
+    """Round each row [K] of `x` to multiples of a 127th of its greatest absolute number."""
+    most = x.abs().amax(-1)
+    is_rounded = most.isfinite() & (most >= _SMALLEST)
+    zero = torch.where(most.isfinite(), 0.0, torch.nan)
+    inverse = torch.where(is_rounded, _LARGEST / most, 0.0)
+    values = torch.nan_to_num(x * inverse[..., None], 0.0).round().to(torch.int8)
+    return Quantised(values, torch.where(is_rounded, most / _LARGEST, zero))
+
+
+class Scan(NamedTuple):
+    """A copy of an output layer by which the best token is found.
+
+    Attributes:
+        packed: the copy, in bfloat16 or int8.
+        weight: what is multiplied exactly where the copy does not decide; None if it always does.
+        bounds_2U: of each block the greatest length of a row, and the greatest error of a product
+            of a rounded row with a vector of length 1.
+    """
+
+    packed: PackedWeights
+    weight: Tensor | None = None
+    bounds_2U: Tensor | None = None
+
+
+class PackedWeights:
+    """A copy of the weights of a linear map, and what tells whether they have changed.
+
+    A change is an in-place operation, which counts up their version; another parameter; or other
+    memory, which `weight.data = ...` and `Module.to` give. `weight.data.mul_(...)` and changes of
+    a NumPy view are seen by none of these: four of the largest weights are compared. A change of
+    single weights in that way is not noticed, and needs `pack_weights` anew.
+
+    Args:
+        weight: a parameter [M, K] in float32.
+        functions: the compiled functions that read the copy, if there are any.
+        precision: of the copy; weights that are not finite stay in float32.
+
+    Attributes:
+        weight: the parameter that was packed.
+        precision: of the copy.
+        tiles: the copy for compiled functions; None without them.
+        scan: another copy, of an output layer.
+    """
+
+    scan: Scan | None = None
+
+    def __init__(
+        self, weight: Tensor, functions: Functions | None, precision: Precision = "float32"
+    ) -> None:
+        own_MK = weight.detach()
+        if precision != "float32" and not own_MK.isfinite().all():
+            precision = "float32"
+        self.weight, self.precision = weight, precision
+        self._rounded_MK, self._scales_M = own_MK, None
+        self._padded: list[Tensor] = []  # scales and sums of whole tiles
+        if precision == "bfloat16":
+            self._rounded_MK = own_MK.bfloat16()
+        elif precision == "int8":
+            self._rounded_MK, self._scales_M = quantise(own_MK)
+        self.tiles = None if functions is None else pack_rows(self._rounded_MK, functions)
+        if self.tiles is not None and self._scales_M is not None:
+            missing = self.tiles.shape[0] * self.tiles.shape[2] - len(weight)
+            sums_M = self._rounded_MK.sum(1, dtype=torch.int32)
+            self._padded = [F.pad(each, (0, missing)) for each in (self._scales_M, sums_M)]
+        self._memory = own_MK  # while it is held, no other weights are at its address
+        self._address, self._version = weight.data_ptr(), weight._version
+        flat = own_MK.flatten()
+        size = -(-len(flat) // _NUM_PROBES)
+        starts = range(0, len(flat), size)
+        probed = [start + int(flat[start : start + size].abs().argmax()) for start in starts]
+        at = [self._address + flat.element_size() * position for position in probed]
+        self._probes = [ctypes.c_int32.from_address(address) for address in at]
+        self._probed_bits = [probe.value for probe in self._probes]
+
+    def is_current(self, weight: Tensor | None) -> bool:
+        """Tell whether `weight` is the parameter that was packed, with the same values."""
+        return (
+            weight is self.weight
+            and weight is not None
+            and weight._version == self._version
+            and weight.data_ptr() == self._address
+            and weight.is_contiguous()
+            and self.has_same_values()
+        )
+
+    def has_same_values(self) -> bool:
+        """Tell whether the largest weights are what they were; their memory must be."""
+        return [probe.value for probe in self._probes] == self._probed_bits
+
+    def map_with(self, bias: Tensor | None) -> LinearMap:
+        """Return the map as C reads it; there must be `tiles`, and all must stay allocated."""
+        assert self.tiles is not None
+        tensors = (self.tiles, bias, *self._padded)
+        pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        return LinearMap(_FORMATS[self.precision], *pointers)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return [..., M] by the plain formula of the precision, for `x` [..., K] in float32."""
+        if self._scales_M is None:
+            return F.linear(x.to(self._rounded_MK.dtype).float(), self._rounded_MK.float(), bias)
+        values, scales = quantise(x)
+        sums = F.linear(values.double(), self._rounded_MK.double()).float()  # exact
+        product = sums * (scales[..., None] * self._scales_M)
+        return product if bias is None else product + bias
+
+    def make_scan(self, functions: Functions, precision: Precision) -> Scan | None:
+        """Return a copy in a precision, with the bounds by which it finds the best exactly.
+
+        Returns:
+            None if the weights are not finite.
+        """
+        own_MK, num_features = self.weight.detach(), self.weight.shape[1]
+        packed = PackedWeights(self.weight, functions, precision)
+        if packed.precision != precision:
+            return None
+        rounded_MK = packed._rounded_MK.float()
+        if packed._scales_M is not None:
+            rounded_MK = rounded_MK * packed._scales_M[:, None]
+        length_M = own_MK.norm(dim=1)
+        # an addition in float32 changes a sum by at most 2^-24 of it, here and in the exact product
+        error_M = (own_MK - rounded_MK).norm(dim=1) + length_M * (num_features + 4) * 2**-22
+        both_2M = F.pad(torch.stack([length_M, error_M]), (0, -len(length_M) % _BLOCK))
+        return Scan(packed, self.weight, both_2M.view(2, -1, _BLOCK).amax(-1).contiguous())
+
+
+def pack_rows(weight_MK: Tensor, functions: Functions) -> Tensor:
+    """Return weights [M, K] packed for the compiled functions, [M / P, K', P].
+
+    They are padded with zeros. P is the number of output columns of one tile, and K' that of groups
+    of 4 bytes: element [i, g, p] is group g of row i * P + p.
+    """
+    per_group, width = 4 // weight_MK.element_size(), functions.tile_columns
+    padded = F.pad(weight_MK, (0, -weight_MK.shape[1] % per_group, 0, -len(weight_MK) % width))
+    groups = padded.view(torch.int32) if per_group > 1 else padded
+    return groups.view(-1, width, groups.shape[1]).transpose(1, 2).contiguous()
