@@ -54,6 +54,7 @@ def main() -> None:
             run=options.runs[0],
             lines=None,
             beam=beam,
+            precision="float32",
             alpha=0.6,
             batch=64,
             max_tokens=100,

@@ -103,7 +103,7 @@ def main() -> None:
         return
     try:
         task = read_task(options)
-        greedy = replace(task.job, beam=1, seconds=0.0)
+        greedy = replace(task.job, beam=1, seconds=0.0, precision="float32")
         expected = translate(BASE, greedy, task.vocabulary).texts
     except (RunError, NotMeasured) as error:
         sys.exit(str(error))
@@ -130,6 +130,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("run", type=Path, nargs="?", help="a trained run folder")
     parser.add_argument("--peers", type=lambda text: text.split(","), default=default)
     parser.add_argument("--beam", type=int, default=1)
+    parser.add_argument("--precision", default="float32", help="of mtrain: bfloat16, int8")
     parser.add_argument("--alpha", type=float, default=0.6, help="of the length penalty")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10, help="of whole passes, at least")
@@ -195,7 +196,7 @@ def read_task(options: argparse.Namespace) -> Task:
         batch_size=options.batch,
         max_tokens=options.max_tokens,
         lengths=[],
-        precision="float32",
+        precision=options.precision,
         threads=options.threads,
         seconds=options.seconds,
     )
@@ -221,7 +222,7 @@ def share_same(texts: Sequence[str], expected: Sequence[str]) -> float:
 
 
 def measure_pair(options: argparse.Namespace, task: Task, name: str, number: int) -> Pair:
-    base = translate(BASE, task.job, task.vocabulary)
+    base = translate(BASE, task.job, task.vocabulary)  # in the precision that was asked for
     job = replace(task.job, precision=SYSTEMS[name].precision)
     if not SYSTEMS[name].is_trained:
         job = replace(job, lengths=base.lengths)

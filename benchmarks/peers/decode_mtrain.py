@@ -33,7 +33,7 @@ def load(job: Job) -> Loaded:
         with_scores=False,
         retry_flagged=False,  # a second search, which the other systems do not make
     )
-    translator = translator_module.load(run, options, load_model.LoadOptions(device="cpu"))
+    translator = translator_module.load(run, options, load_model.LoadOptions("cpu", job.precision))
     usual = translator.max_length
     translator.max_length = lambda source: min(usual(source), job.max_tokens - 1)
     versions = {"mtrain": __version__, "torch": torch.__version__}
