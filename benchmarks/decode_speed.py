@@ -65,6 +65,7 @@ class Task:
 
     test: str
     lines: ParallelLines
+    tgt_lang: str
     model: ModelConfig
     vocabulary: Tokenizer
     job: Job
@@ -200,7 +201,7 @@ def read_task(options: argparse.Namespace) -> Task:
         threads=options.threads,
         seconds=options.seconds,
     )
-    return Task(test, lines, model, vocabulary, job)
+    return Task(test, lines, run.config.data.tgt_lang, model, vocabulary, job)
 
 
 def check(name: str, greedy: Job, vocabulary: Tokenizer, expected: Sequence[str]) -> float:
@@ -327,7 +328,11 @@ def row(
     name: str, measured: list[Measurement], task: Task, ratio: str, sameness: list[str]
 ) -> list[str]:
     last = measured[-1]
-    bleu = f"{metrics.bleu(last.texts, task.lines.tgt):.2f}" if SYSTEMS[name].is_trained else ""
+    bleu = (
+        f"{metrics.bleu(last.texts, task.lines.tgt, task.tgt_lang):.2f}"
+        if SYSTEMS[name].is_trained
+        else ""
+    )
     return [
         name,
         spread([measurement.sentences_per_s for measurement in measured], ",.1f"),

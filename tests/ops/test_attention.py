@@ -378,6 +378,7 @@ def test_attention_that_the_memory_does_not_hold_says_so(calls, way_through):
 
 
 HEADS = [(1, 1), (2, 6), (3, 16), (1, 17), (3, 32), (2, 64), (1, 257)]  # how many, width
+HEADS += [(4, 6), (4, 32), (8, 32), (4, 64), (8, 64), (12, 64)]  # four at once, or not
 
 
 def attended(q_ND: Tensor, cache_RX: Tensor, slots_NT: Tensor, num_heads: int) -> Tensor:
@@ -402,7 +403,7 @@ def slots_of(num_rows: int, count: int, num_stored: int, seed: int = 0) -> Tenso
 
 @EACH_WAY
 @pytest.mark.parametrize(("num_heads", "width"), HEADS)
-@pytest.mark.parametrize("count", [1, 7, 33])
+@pytest.mark.parametrize("count", [1, 4, 7, 33])
 @torch.no_grad()
 def test_attend_is_the_formula_written_out(way, calls, num_heads, width, count, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
@@ -428,32 +429,49 @@ def test_attend_takes_queries_and_places_that_are_not_contiguous(way, calls):
     assert calls == ["paged_attention"] * (6 if way.is_compiled else 0)
 
 
+TWO_OR_FOUR = pytest.mark.parametrize(("d_model", "heads"), [(12, 2), (128, 4)])
+
+
 @EACH_WAY
-def test_attend_reads_no_row_that_is_not_named(way, calls):
+@TWO_OR_FOUR
+def test_attend_reads_no_row_that_is_not_named(way, calls, d_model, heads):
     """A store is larger than what was written into it."""
-    q_ND, cache_RX = normal(5, 12, dtype=way.dtype), normal(20, 24, seed=1, dtype=way.dtype)
+    q_ND, cache_RX = (
+        normal(5, d_model, dtype=way.dtype),
+        normal(20, 2 * d_model, seed=1, dtype=way.dtype),
+    )
     slots_NT = 1 + slots_of(5, 11, 9)
     slots_NT[slots_NT == 0] = -1
-    expected = paged_attention(q_ND, cache_RX, slots_NT, 2)
+    expected = paged_attention(q_ND, cache_RX, slots_NT, heads)
     cache_RX[10:] = math.nan
-    assert torch.equal(paged_attention(q_ND, cache_RX, slots_NT, 2), expected)
+    assert torch.equal(paged_attention(q_ND, cache_RX, slots_NT, heads), expected)
 
 
 @EACH_WAY
-def test_attend_of_extreme_scores_stays_finite_and_right(way, calls):
-    q_ND, cache_RX = normal(5, 12, dtype=way.dtype) * 1e4, normal(20, 24, seed=1, dtype=way.dtype)
+@TWO_OR_FOUR
+def test_attend_of_extreme_scores_stays_finite_and_right(way, calls, d_model, heads):
+    q_ND, cache_RX = (
+        normal(5, d_model, dtype=way.dtype) * 1e4,
+        normal(20, 2 * d_model, seed=1, dtype=way.dtype),
+    )
     slots_NT = slots_of(5, 11, 20)
-    found = paged_attention(q_ND, cache_RX, slots_NT, 2)
-    way.assert_near(found, attended(q_ND, cache_RX, slots_NT, 2), floor=1e-7)
+    found = paged_attention(q_ND, cache_RX, slots_NT, heads)
+    way.assert_near(found, attended(q_ND, cache_RX, slots_NT, heads), floor=1e-7)
 
 
 @EACH_WAY
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("column", [3, 15])
-def test_attend_hands_on_what_is_not_finite_to_those_who_read_it(way, calls, value, column):
-    q_ND, cache_RX = normal(2, 12, dtype=way.dtype), normal(20, 24, seed=1, dtype=way.dtype)
-    cache_RX[7, column] = value
-    out_ND = paged_attention(q_ND.abs(), cache_RX, torch.tensor([[3, 7, -1], [4, 5, 6]]), 2)
+@pytest.mark.parametrize("half", [0, 1])
+@TWO_OR_FOUR
+def test_attend_hands_on_what_is_not_finite_to_those_who_read_it(
+    way, calls, value, half, d_model, heads
+):
+    q_ND, cache_RX = (
+        normal(2, d_model, dtype=way.dtype),
+        normal(20, 2 * d_model, seed=1, dtype=way.dtype),
+    )
+    cache_RX[7, half * d_model + 3] = value
+    out_ND = paged_attention(q_ND.abs(), cache_RX, torch.tensor([[3, 7, -1], [4, 5, 6]]), heads)
     assert not out_ND[0].isfinite().all()
     assert out_ND[1].isfinite().all()
 

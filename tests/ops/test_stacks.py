@@ -21,6 +21,7 @@ from mtrain.ops.stacks import CompiledDecoder, CompiledEncoder, CompiledSources
 CONFIGS = {
     "post": model_config(),
     "wide": model_config(d_model=64, num_heads=2, d_ff=300, num_decoder_layers=3),
+    "four_heads": model_config(d_model=128, num_heads=4),
     "one_layer": model_config(num_decoder_layers=1),
     "window": model_config(attention_window=1),
     "learned": model_config(positions="learned", max_positions=3),

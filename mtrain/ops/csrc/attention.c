@@ -413,6 +413,73 @@ static inline __attribute__((always_inline)) void attend_slots(
     }
 }
 
+#define FOUR 4 /* heads that are computed at once */
+
+/* Fold a vector whose lanes are four heads again and again. */
+#define FOLD(x, combine) do { \
+        vec_float4 parts[LANES / FOUR]; \
+        memcpy(parts, &(x), sizeof parts); \
+        for (int i = 1; i < LANES / FOUR; i++) \
+            for (int h = 0; h < FOUR; h++) parts[0][h] = combine(parts[0][h], parts[i][h]); \
+        for (int i = 1; i < LANES / FOUR; i++) parts[i] = parts[0]; \
+        memcpy(&(x), parts, sizeof parts); \
+    } while (0)
+#define PLUS(a, b) ((a) + (b))
+#define GREATER(a, b) ((a) > (b) ? (a) : (b))
+
+/* The same for four heads, k a multiple of a vector. `probs` holds four numbers for each slot, rounded up to
+ * whole vectors. The next query's rows are prefetched: its keys with the keys, its values with the values. */
+static inline __attribute__((always_inline)) void attend_four(
+    const elem *query, const elem *const *seen, int64_t at, int64_t length, const elem *const *next,
+    int64_t num_next, float *probs, elem *out, int64_t width, int64_t k, float scale) {
+    int64_t size = FOUR * length, line = ALIGNMENT / (int64_t)sizeof **next;
+    for (int64_t t = 0; t < length; t++) {
+        vec_float dots[FOUR] = {{0}};
+#pragma GCC unroll 4
+        for (int64_t h = 0; h < FOUR; h++)
+#pragma GCC unroll 4
+            for (int64_t i = h * k; i < (h + 1) * k; i += LANES)
+                dots[h] += load_vec(query + i, LANES) * load_vec(seen[t] + at + i, LANES);
+        vec_float even = ZIP(dots[0], dots[2], LOW_HALF) + ZIP(dots[0], dots[2], HIGH_HALF);
+        vec_float odd = ZIP(dots[1], dots[3], LOW_HALF) + ZIP(dots[1], dots[3], HIGH_HALF);
+        vec_float scores = (ZIP(even, odd, LOW_HALF) + ZIP(even, odd, HIGH_HALF)) * scale;
+        FOLD(scores, PLUS);
+        memcpy(probs + FOUR * t, &scores, FOUR * sizeof *probs);
+        if (t < num_next)
+            for (int64_t i = 0; i < FOUR * k; i += line) __builtin_prefetch(next[t] + at + i, 0, 2);
+    }
+    for (int64_t i = size; i < round_up(size, LANES); i++) probs[i] = -INFINITY;
+    vec_float tops = -INFINITY - (vec_float){0}, sums = {0};
+    for (int64_t first = 0; first < size; first += LANES) {
+        vec_float own;
+        memcpy(&own, probs + first, sizeof own);
+        for (int64_t i = 0; i < LANES; i++) tops[i] = GREATER(own[i], tops[i]);
+    }
+    FOLD(tops, GREATER);
+    for (int64_t first = 0; first < size; first += LANES) {
+        vec_float powers;
+        for (int64_t i = 0; i < LANES; i++) powers[i] = exp_(probs[first + i] - tops[i]);
+        memcpy(probs + first, &powers, sizeof powers);
+        sums += powers;
+    }
+    FOLD(sums, PLUS);
+    vec_float mix[FOUR][FOUR] = {{{0}}};
+    for (int64_t t = 0; t < length; t++) {
+        if (t < num_next)
+            for (int64_t i = 0; i < FOUR * k; i += line) __builtin_prefetch(next[t] + width + at + i, 0, 2);
+#pragma GCC unroll 4
+        for (int64_t h = 0; h < FOUR; h++)
+#pragma GCC unroll 4
+            for (int64_t i = 0; i < k; i += LANES)
+                mix[h][i / LANES] += probs[FOUR * t + h] * load_vec(seen[t] + width + at + h * k + i, LANES);
+    }
+#pragma GCC unroll 4
+    for (int64_t h = 0; h < FOUR; h++)
+#pragma GCC unroll 4
+        for (int64_t i = 0; i < k; i += LANES)
+            store_full(out + h * k + i, mix[h][i / LANES] * (1.0f / sums[h]));
+}
+
 /* Collect pointers to the cache rows, `width` wide, of the slots that are not negative; return how many,
  * or -1 if there is no such row. */
 static inline int64_t gather_rows(const elem **found, const elem *cache,
@@ -433,7 +500,7 @@ static inline int64_t gather_rows(const elem **found, const elem *cache,
 status FUNCTION(paged_attention)(const elem *q, const elem *cache, const int64_t *slots, elem *out,
                  int64_t rows, int64_t count, int64_t heads, int64_t k, int64_t cache_rows,
                  int64_t q_stride, int64_t slots_stride, float scale) {
-    int64_t padded = round_up(count, LANES);
+    int64_t padded = round_up(FOUR * count, LANES);
     float *probs = alloc_floats(padded + 2 * count * (int64_t)sizeof(elem *) / 4);
     if (!probs) return OPS_NO_MEMORY;
     const elem **found = (const elem **)(probs + padded);
@@ -449,10 +516,14 @@ status FUNCTION(paged_attention)(const elem *q, const elem *cache, const int64_t
             num_next = gather_rows(next, cache, slots + (n + 1) * slots_stride, count, cache_rows, width);
         if (num_next < 0) break;
 #define ATTEND(k) attend_slots(query, seen, length, next, num_next, probs, to, heads, k, scale)
-        if (k == 32) ATTEND(32);
-        else if (k == 64) ATTEND(64);
+#define ATTEND_FOUR(k) \
+    for (int64_t i = 0; i < heads * k; i += FOUR * k) \
+    attend_four(query + i, seen, i, length, next, num_next, probs, to + i, heads * k, k, scale)
+        if (k == 32 && heads % FOUR == 0 && k <= FOUR * LANES) ATTEND_FOUR(32);
+        else if (k == 64 && heads % FOUR == 0 && k <= FOUR * LANES) ATTEND_FOUR(64);
         else ATTEND(k);
 #undef ATTEND
+#undef ATTEND_FOUR
     }
     free(probs);
     return num_next < 0 ? OPS_BAD_INDEX : OPS_OK;
