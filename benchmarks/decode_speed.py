@@ -131,7 +131,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("run", type=Path, nargs="?", help="a trained run folder")
     parser.add_argument("--peers", type=lambda text: text.split(","), default=default)
     parser.add_argument("--beam", type=int, default=1)
-    parser.add_argument("--precision", default="float32", help="of mtrain: bfloat16, int8")
+    parser.add_argument(
+        "--precision", default="float32", help="of mtrain: bfloat16, int8-shortlist, ..."
+    )
     parser.add_argument("--alpha", type=float, default=0.6, help="of the length penalty")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10, help="of whole passes, at least")

@@ -26,9 +26,10 @@ from report import print_table, say
 
 from mtrain.evaluation import metrics
 
-PRECISIONS = ("float32", "bfloat16", "int8")  # of mtrain
+PRECISIONS = ("float32", "bfloat16", "int8", "float32-shortlist", "int8-shortlist")  # of mtrain
 COLOURS = {BASE: "#1b6ca8", "ctranslate2": "#c2571a", "hf": "#5d7052", "eole": "#7a4f9a"}
 MARKS = {"float32": "o", "bfloat16": "s", "int8": "^"}
+MARKS |= {"float32-shortlist": "D", "int8-shortlist": "v"}
 
 
 class Setting(NamedTuple):
@@ -74,6 +75,7 @@ def main() -> None:
     settings = [
         Setting(run, engine, precision, beam)
         for run, (engine, precision), beam in itertools.product(tasks, engines, beams)
+        if beam > 1 or not precision.endswith("shortlist")
     ]
     measured: dict[Setting, list[Measurement]] = {setting: [] for setting in settings}
     for number in range(options.rounds):

@@ -50,6 +50,7 @@ AnyPath = str | os.PathLike[str]
 AnyPaths = AnyPath | Sequence[AnyPath]
 AnyConfig = Config | Mapping[str, Any] | AnyPath
 Precision = Literal["auto", "float32", "bfloat16", "int8"]
+Shortlist = Literal["fast"]
 Engine = Literal["mtrain", "ctranslate2"]
 _HALF = re.compile("[\ud800-\udfff]")  # of a character: no text that can be written
 
@@ -586,6 +587,7 @@ def load(
     checkpoint: int | None = None,
     device: str = "auto",
     precision: Precision = "auto",
+    shortlist: Shortlist | None = None,
     engine: Engine = "mtrain",
 ) -> Model:
     """Load a trained run, or several as an ensemble, ready to translate.
@@ -597,6 +599,9 @@ def load(
         checkpoint: the step whose weights are loaded, instead of the run's result.
         device: auto, cpu, cuda, cuda:1, ...
         precision: of matrix products; `auto` is float32, int8 for a CPU only.
+        shortlist: `fast` ranks only tokens that the training text makes likely for the source, on
+            a CPU, with a beam. The table is learned, and written into the run folder, the first
+            time.
         engine: ctranslate2 searches with CTranslate2's copy of one run, which is written into the
             run folder the first time; without sampling, several translations of a line, prefixes
             and alignments, and with the log-probabilities of whole translations only.
@@ -614,6 +619,8 @@ def load(
 
     _check_choice("precision", precision, get_args(Precision))
     _check_choice("engine", engine, get_args(Engine))
+    if shortlist is not None:
+        _check_choice("shortlist", shortlist, get_args(Shortlist))
     folders = _run_dirs("runs", runs)
     config = folders[0].config
     options = replace(DecodingOptions.from_config(config), with_scores=False)
@@ -621,6 +628,7 @@ def load(
         options,
         beam=options.beam if beam is None else beam,
         length_alpha=options.length_alpha if length_alpha is None else length_alpha,
+        shortlist=shortlist,
     )
     loading = LoadOptions(device, precision, checkpoint)
     translator: SearchEngine
@@ -635,6 +643,7 @@ def load(
             ("checkpoint", checkpoint is not None),
             ("device", device not in ("auto", "cpu")),
             ("precision", precision != "auto"),
+            ("shortlist", shortlist is not None),
         ):
             if is_given:
                 raise ConfigError(

@@ -24,16 +24,17 @@ def main() -> None:
 
 def load(job: Job) -> Loaded:
     torch.set_num_threads(job.threads)
-    run = RunDir(Path(job.run))
+    run, (precision, *others) = RunDir(Path(job.run)), job.precision.split("-")
     options = replace(
         DecodingOptions.from_config(run.config),
         beam=job.beam,
         length_alpha=job.alpha,
         max_input_tokens=None,
         with_scores=False,
+        shortlist="fast" if others else None,
         retry_flagged=False,  # a second search, which the other systems do not make
     )
-    translator = translator_module.load(run, options, load_model.LoadOptions("cpu", job.precision))
+    translator = translator_module.load(run, options, load_model.LoadOptions("cpu", precision))
     usual = translator.max_length
     translator.max_length = lambda source: min(usual(source), job.max_tokens - 1)
     versions = {"mtrain": __version__, "torch": torch.__version__}

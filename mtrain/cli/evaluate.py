@@ -46,6 +46,7 @@ def evaluate(
     batch_tokens: options.BatchOption = None,
     device: options.DeviceOption = "auto",
     precision: options.PrecisionOption = "auto",
+    shortlist: options.ShortlistOption = None,
 ) -> None:
     """Translate test sets or any text, and score them with intervals.
 
@@ -70,7 +71,8 @@ def evaluate(
     from mtrain.run.load_model import LoadOptions
     from mtrain.runtime.device import pick_device
 
-    changes = searching | {"length_alpha": length_alpha, "batch_tokens": batch_tokens}
+    changes: dict[str, Any] = searching | {"length_alpha": length_alpha, "shortlist": shortlist}
+    changes["batch_tokens"] = batch_tokens
     folders, names = [RunDir(run) for run in runs], _names(tests)
     with joined_process_group("run it again.") as process_group:
 
@@ -92,7 +94,7 @@ def evaluate(
             scoring = ScoringOptions(tokenize, lowercase, **how)
             products = "float32" if precision == "auto" else precision
             plan = evaluation.EvaluationPlan(
-                folders, others, names, scoring, details, text, products
+                folders, others, names, scoring, details, text, products, shortlist
             )
             lines = _lines(plan, load, json, process_group)
             console.put(lines, output) if process_group.is_first else list(lines)

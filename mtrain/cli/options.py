@@ -42,6 +42,10 @@ EarlyStopOption = Annotated[
 NoRepeatOption = Annotated[
     int | None, typer.Option(min=0, metavar="N", help="Write no N subwords in a row twice.")
 ]
+ShortlistOption = Annotated[
+    Literal["fast"] | None,
+    typer.Option(help="Rank only tokens that the training text makes likely: faster, not exact."),
+]
 MbrOption = Annotated[
     Literal["chrf"] | None,
     typer.Option(help="Take what agrees most with the other hypotheses, or with --beam samples."),

@@ -29,6 +29,7 @@ def serve(
     beam: options.BeamOption = None,
     device: options.DeviceOption = "auto",
     precision: options.PrecisionOption = "auto",
+    shortlist: options.ShortlistOption = None,
     engine: options.EngineOption = "mtrain",
     max_chars: Annotated[int, typer.Option(min=1, help="Characters of a request.")] = 10_000,
     max_texts: Annotated[int, typer.Option(min=1, help="Texts of a request.")] = 100,
@@ -83,7 +84,14 @@ def serve(
     from mtrain.serve.server import serve as serving
 
     models = [
-        api.load(path, beam=beam, device=device, precision=precision, engine=engine)
+        api.load(
+            path,
+            beam=beam,
+            device=device,
+            precision=precision,
+            shortlist=shortlist,
+            engine=engine,
+        )
         for path in paths
     ]
     serving(models, settings, PythonLog().say, engine == "ctranslate2")

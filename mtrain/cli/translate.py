@@ -54,6 +54,7 @@ def translate(
     batch_tokens: options.BatchOption = None,
     device: options.DeviceOption = "auto",
     precision: options.PrecisionOption = "auto",
+    shortlist: options.ShortlistOption = None,
     engine: options.EngineOption = "mtrain",
 ) -> None:
     """Translate line by line: as many lines out as in.
@@ -83,7 +84,7 @@ def translate(
         )
     decoding = replace(
         DecodingOptions.from_config(config),
-        **options.given(searching | others | {"mbr": mbr}),
+        **options.given(searching | others | {"mbr": mbr, "shortlist": shortlist}),
         num_best=n_best,
         sampling=Sampling(**options.given(drawing)) if sample else None,
         on_long=on_long,

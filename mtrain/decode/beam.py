@@ -39,8 +39,9 @@ from torch import Tensor
 from mtrain.decode.options import DecodingOptions
 from mtrain.model.kv_cache import padded
 from mtrain.ops.beam_search import Floats, Hypotheses, SearchRules, SearchSteps
+from mtrain.ops.packed_weights import PackedRows
 from mtrain.ops.stacks import Ints
-from mtrain.ops.topk import Logits, TopTokens, argmax_tokens, top_tokens
+from mtrain.ops.topk import Logits, TopTokens, argmax_tokens, top_tokens, top_tokens_of
 
 
 class State(Protocol):
@@ -89,6 +90,7 @@ class Constraints:
         max_lengths_B: the most tokens of each target, without eos.
         prefix_BP: the tokens that each target begins with, padded with -1.
         no_repeat_ngram: generate no n-gram of this order twice; 0 allows all.
+        shortlists: the tokens that are ranked for each sentence; empty is all tokens.
     """
 
     bos: int
@@ -97,6 +99,7 @@ class Constraints:
     max_lengths_B: Ints
     prefix_BP: Ints | None = None
     no_repeat_ngram: int = 0
+    shortlists: Sequence[PackedRows] = ()
 
 
 @dataclass(frozen=True)
@@ -252,6 +255,7 @@ class _Sentences(NamedTuple):
         num_places_B: slots without a finished hypothesis.
         best_BM: the M best finished scores, -inf where there are fewer.
         max_lengths_B, prefix_BP: as in `Constraints`.
+        shortlist_B: objects, None without shortlists.
     """
 
     number_B: Ints
@@ -259,17 +263,22 @@ class _Sentences(NamedTuple):
     best_BM: Floats
     max_lengths_B: Ints
     prefix_BP: Ints
+    shortlist_B: NDArray[np.object_]
 
     @staticmethod
     def start(constraints: Constraints, options: DecodingOptions, first: int) -> _Sentences:
         """Return the sentences of a group, numbered from `first`."""
         lengths_B, prefix_BP = constraints.max_lengths_B, constraints.prefix_BP
+        shortlist_B = np.full(len(lengths_B), None)
+        for sentence, ranked in enumerate(constraints.shortlists):
+            shortlist_B[sentence] = ranked
         return _Sentences(
             np.arange(first, first + len(lengths_B)),
             np.full_like(lengths_B, options.beam),
             np.full((len(lengths_B), options.num_best), -np.inf),
             lengths_B,
             lengths_B[:, None][:, :0] if prefix_BP is None else prefix_BP,
+            shortlist_B,
         )
 
     def take(self, sentences_B: Ints) -> _Sentences:
@@ -349,6 +358,7 @@ class BeamSearch(Generic[S]):
             constraints,
             max_lengths_B=self.sentences.max_lengths_B,
             prefix_BP=self.sentences.prefix_BP if self.sentences.prefix_BP.shape[1] else None,
+            shortlists=self.sentences.shortlist_B.tolist() if constraints.shortlists else (),
         )
         longest = max(
             int(self.sentences.max_lengths_B.max(initial=0)), self.sentences.prefix_BP.shape[1]
@@ -403,6 +413,7 @@ class BeamSearch(Generic[S]):
             self.penalty_L,
             options.early_stop,
             options.argmax_only,
+            constraints.shortlists,
         )
         steps = self.steps(self.state, self.rows, sentences.num_places_B, sentences.best_BM, rules)
         if steps is None:
@@ -508,17 +519,27 @@ def _best_tokens(
 
     With `argmax_only` the log-probability of the best token is 0.
     """
+
+    def find_top(count: int) -> Candidates:
+        if not constraints.shortlists:
+            return Candidates.read(top_tokens(logits_NV, constraints.never, count))
+        sentences = rows.sentence_N.tolist()
+        return Candidates.read(top_tokens_of(logits_NV, sentences, constraints.shortlists, count))
+
     if constraints.no_repeat_ngram:
         row_L, ids_L = repeats(rows, constraints.no_repeat_ngram)
         num_repeats = int(np.bincount(row_L).max(initial=0))
-        top = Candidates.read(top_tokens(logits_NV, constraints.never, options.beam + num_repeats))
+        top = find_top(options.beam + num_repeats)
         repeat_L, candidate_L = (top.ids_NC[row_L] == ids_L[:, None]).nonzero()
         top.log_prob_NC[row_L[repeat_L], candidate_L] = -np.inf
+    elif options.argmax_only and constraints.shortlists:
+        top = find_top(1)
+        top.log_prob_NC[np.isfinite(top.log_prob_NC)] = 0.0
     elif options.argmax_only:
         ids_N1 = argmax_tokens(logits_NV, constraints.never).cpu().numpy()
         top = Candidates(ids_N1, np.where(ids_N1 < 0, -np.inf, 0.0))
     else:
-        top = Candidates.read(top_tokens(logits_NV, constraints.never, options.beam))
+        top = find_top(options.beam)
     only_N = rows.forced_token(constraints)
     if (only_N >= 0).any():
         forced_L = np.flatnonzero(only_N >= 0)

@@ -68,6 +68,8 @@ class DecodingOptions:
             whole, in memory and time that grow with the square of its length.
         on_long: `split` translates the sentences of a long line in as few parts as fit;
             `truncate` drops what does not fit; `error` stops.
+        shortlist: `fast` ranks only the tokens that a table of the run finds likely for the source.
+            A greedy search, which is faster without, ranks all.
         with_alignment: link the words of both sides.
         with_scores: compute log-probabilities. Greedy search is faster without.
     """
@@ -85,6 +87,7 @@ class DecodingOptions:
     seed: int = 1
     max_input_tokens: int | None = None
     on_long: Literal["split", "truncate", "error"] = "split"
+    shortlist: Literal["fast"] | None = None
     with_alignment: bool = False
     with_scores: bool = True
 
@@ -102,6 +105,12 @@ class DecodingOptions:
             raise ConfigError(
                 f"`sampling` must be a Sampling or None, but is {self.sampling!r} instead."
             )
+        if self.shortlist not in (None, "fast"):
+            raise ConfigError(
+                f"`shortlist` must be fast or None, but is {self.shortlist!r} instead."
+            )
+        if self.shortlist is not None and self.sampling is not None:
+            raise ConfigError("`shortlist` must be None with `sampling`, but is fast instead.")
         if self.num_best > self.beam and self.sampling is None:
             raise ConfigError(
                 f"`num_best` must be at most the beam ({self.beam}), but is {self.num_best} "

@@ -18,6 +18,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from mtrain.data.batch import keep_first, pad_right
+from mtrain.decode import shortlist
 from mtrain.decode.beam import (
     NUM_GROUPS,
     Constraints,
@@ -34,10 +35,11 @@ from mtrain.decode.shared_search import (
     SharedSearch,
     num_threads,
 )
-from mtrain.errors import RunError
+from mtrain.errors import ConfigError, RunError
 from mtrain.model.kv_cache import KVCache
 from mtrain.model.transformer import Transformer
 from mtrain.ops.beam_search import Floats, Hypotheses, SearchRules, SearchSteps
+from mtrain.ops.packed_weights import PackedRows
 from mtrain.ops.stacks import Ints
 from mtrain.ops.topk import Logits
 from mtrain.run.load_model import LoadOptions, load_model
@@ -190,6 +192,7 @@ class Translator:
         self.ensemble, self.tokenizer, self.options = Ensemble(models), tokenizer, options
         self.device, self.process_group, self.limits = device, process_group, NO_LIMITS
         self.src_vocabularies = src_vocabularies or [tokenizer.src] * len(models)
+        self.shortlist: shortlist.Shortlist | None = None
         self.shared_search: SharedSearch[EnsembleState] = SharedSearch(
             lambda ids_N, state: self.ensemble.step(ids_N, state),
             lambda state, *arguments: self.ensemble.search_steps(state, *arguments),
@@ -286,13 +289,19 @@ class Translator:
         prefix_BP = None
         if any(source.prefix for source in sources):
             prefix_BP = pad_right([list(source.prefix) for source in sources], -1).numpy()
+        never = [tgt.pad, tgt.bos, *tgt.tags.values()]
+        shortlists: list[PackedRows] = []
+        if self.options.shortlist is not None and self.options.beam > 1 and self.shortlist:
+            tokens = [self.shortlist.tokens(source.ids, never) for source in sources]
+            shortlists = self.model.output.rows(tokens)
         constraints = Constraints(
             tgt.bos,
             tgt.eos,
-            [tgt.pad, tgt.bos, *tgt.tags.values()],
+            never,
             np.array(lengths, np.int64),
             prefix_BP,
             self.options.no_repeat_ngram,
+            shortlists,
         )
         return RequestGroup(self.ensemble.start(self._pad_for_models(sources)), constraints)
 
@@ -435,6 +444,12 @@ def load(
         for run, config, tokenizer in zip(folders, configs, tokenizers, strict=True)
     ]
     options = options or DecodingOptions.from_config(configs[0])
-    return Translator(
+    translator = Translator(
         models, tokenizers[0], options, device, src_vocabularies, loading.process_group
     )
+    if options.shortlist is not None:
+        if len(folders) > 1 or device.type != "cpu":
+            what = f"the device is {device}" if len(folders) == 1 else f"{len(folders)} are named"
+            raise ConfigError(f"`shortlist` must have one run on a CPU, but {what}.")
+        translator.shortlist = shortlist.load(folders[0], tokenizers[0])
+    return translator

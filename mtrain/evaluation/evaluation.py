@@ -66,6 +66,7 @@ class TestReport:
     comparisons: list[SystemComparison]  # of each other system with the first
     contrasts: list[Contrast]  # of each other system with the first, if details were asked for
     precision: str = "float32"  # of the products with which the runs translated
+    shortlist: str | None = None  # with which they translated
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class EvaluationPlan:
     with_details: bool = False  # whether scores are broken down
     text: Mapping[str, TestSet] | None = None  # a text, by its name, instead of test sets of runs
     precision: str = "float32"  # of the products with which the runs translate
+    shortlist: str | None = None  # with which they translate
 
     def __post_init__(self) -> None:
         if self.others and len(self.runs) > 1:
@@ -301,7 +303,7 @@ def _report(
             mean, std = statistics.mean(values), statistics.stdev(values)
             summary.append(ScoreSummary(scores[0].metric, len(values), mean, std))
     comparisons = significance.compare(scorer, outputs) if plan.others else []
-    return TestReport(results, summary, comparisons, contrasts, plan.precision)
+    return TestReport(results, summary, comparisons, contrasts, plan.precision, plan.shortlist)
 
 
 def report_on(

@@ -29,6 +29,8 @@ def as_text(reports: Sequence[TestReport]) -> Iterator[str]:
                 yield from _metric_table(report, index)
         if report.precision != "float32":
             yield f"  translated with products in {report.precision}"
+        if report.shortlist is not None:
+            yield f"  translated with `--shortlist {report.shortlist}`"
     if any(report.comparisons for report in reports):
         yield "p: chance of such a difference to the first system if neither is better; bs by"
         yield f"   paired bootstrap, ar by approximate randomisation; * is below {_P_LIMIT}"
@@ -66,6 +68,7 @@ def _tree(report: TestReport) -> dict[str, object]:
     tree: dict[str, object] = {
         "num_lines": len(report.results[0].lines.src),
         "precision": report.precision,
+        "shortlist": report.shortlist,
         "scores": [
             {"system": result.system} | asdict(score)
             for result in report.results

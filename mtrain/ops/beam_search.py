@@ -6,6 +6,7 @@ slots of the cache, S source slots, M hypotheses to return, X = 2 * D, L lengths
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mtrain.ops.native import LinearMap, OutputLayer, SearchShape
-from mtrain.ops.packed_weights import PackedWeights
+from mtrain.ops.native import LinearMap, OutputLayer, RowsMap, SearchShape
+from mtrain.ops.packed_weights import PackedRows, PackedWeights
 from mtrain.ops.stacks import CompiledDecoder, Ints, pointers
 from mtrain.ops.topk import Projection, ids_tensor
 
@@ -54,6 +55,7 @@ class SearchRules(NamedTuple):
         penalty_L: what the log-probability of a target with so many tokens is divided by.
         early_stop: bound an open hypothesis by its present length, not by the longest.
         argmax_only: log-probabilities are not wanted; they are 0.
+        shortlists: the tokens that are ranked for each sentence; empty is all tokens.
     """
 
     beam: int
@@ -63,6 +65,7 @@ class SearchRules(NamedTuple):
     penalty_L: Floats
     early_stop: bool
     argmax_only: bool
+    shortlists: Sequence[PackedRows] = ()
 
 
 class Cache(NamedTuple):
@@ -129,6 +132,10 @@ def search_steps(
     functions = decoder.functions_for(encodings_TD, cache.pasts, cache.sources)
     if packed is None or packed.tiles is None or functions is None:
         return None
+    row_maps = [each.row_map for each in rules.shortlists if each.row_map is not None]
+    fewest = min((len(each.ids_C) for each in rules.shortlists), default=rules.beam)
+    if len(row_maps) < len(rules.shortlists) or fewest < rules.beam:
+        return None
     num_rows, num_past = cache.past_slots_NT.shape
     buffers = _Buffers(cache, rows, len(num_places_B) * rules.beam)
     num_places_B, best_BM, never_ids = num_places_B.copy(), best_BM.copy(), ids_tensor(*rules.never)
@@ -137,6 +144,7 @@ def search_steps(
         *(len(cache.free_slots), len(rules.penalty_L), len(rules.never), decoder.window),
         *(rules.eos, rules.early_stop, rules.argmax_only),
     )
+    shortlists = (RowsMap * len(row_maps))(*row_maps)
     sizes = (num_rows, num_past, cache.source_slots_NS.shape[1])
     structures = (
         search_shape,
@@ -144,7 +152,7 @@ def search_steps(
         decoder.weights,
         pointers(cache.pasts),
         pointers(cache.sources),
-        _output_layer(packed, rules.argmax_only),
+        _output_layer(packed, rules.argmax_only, shortlists),
     )
     read = [rules.penalty_L, rules.max_lengths_B, cache.free_slots]
     arrays = [*map(np.ascontiguousarray, read), num_places_B, best_BM, *buffers.arrays()]
@@ -154,7 +162,12 @@ def search_steps(
     return buffers.read(num_places_B, best_BM) if buffers.counts[0] else None
 
 
-def _output_layer(packed: PackedWeights, argmax_only: bool) -> OutputLayer:
+def _output_layer(
+    packed: PackedWeights, argmax_only: bool, shortlists: ctypes.Array[RowsMap]
+) -> OutputLayer:
+    if len(shortlists):
+        own = (packed.map_with(None), LinearMap(), None, None)
+        return OutputLayer(*own, ctypes.addressof(shortlists))
     scan = packed.scan if argmax_only else None
     if scan is None:
         return OutputLayer(packed.map_with(None), LinearMap(), None, None)

@@ -120,12 +120,18 @@ class SearchShape(ctypes.Structure):
     )
 
 
+class RowsMap(ctypes.Structure):
+    """`shortlist` of `ops.h`."""
+
+    _fields_ = (("map", LinearMap), ("ids", ctypes.c_void_p), ("size", ctypes.c_int64))
+
+
 class OutputLayer(ctypes.Structure):
     """`output_layer` of `ops.h`."""
 
     _fields_ = (
         *((name, LinearMap) for name in ("map", "scan")),
-        *((name, ctypes.c_void_p) for name in ("weight", "bounds")),
+        *((name, ctypes.c_void_p) for name in ("weight", "bounds", "shortlists")),
     )
 
 

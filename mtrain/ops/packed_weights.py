@@ -6,14 +6,18 @@ Shapes: M output features, K input features, P columns of a tile, U blocks of 64
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
-from mtrain.ops.native import Functions, LinearMap
+from mtrain.ops.native import Functions, LinearMap, RowsMap
 
+Ints = NDArray[np.int64]
 Precision = Literal["float32", "bfloat16", "int8"]
 _FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2}  # as in `ops.h`
 _NUM_PROBES = 4  # weights that are compared before packed ones are used
@@ -43,7 +47,7 @@ def quantise(x: Tensor) -> Quantised:
     return Quantised(values, torch.where(is_rounded, most / _LARGEST, zero))
 
 
-class Scan(NamedTuple):
+class RoundedCopy(NamedTuple):
     """A copy of an output layer by which the best token is found.
 
     Attributes:
@@ -56,6 +60,20 @@ class Scan(NamedTuple):
     packed: PackedWeights
     weight: Tensor | None = None
     bounds_2U: Tensor | None = None
+
+
+class PackedRows(NamedTuple):
+    """Some rows of packed weights: the tokens of an output layer that are ranked.
+
+    Attributes:
+        ids_C: the rows, in ascending order.
+        row_map: as C reads it; None without compiled functions.
+        memory: what `row_map` points to.
+    """
+
+    ids_C: Ints
+    row_map: RowsMap | None
+    memory: object
 
 
 class PackedWeights:
@@ -78,7 +96,7 @@ class PackedWeights:
         scan: another copy, of an output layer.
     """
 
-    scan: Scan | None = None
+    scan: RoundedCopy | None = None
 
     def __init__(
         self, weight: Tensor, functions: Functions | None, precision: Precision = "float32"
@@ -93,6 +111,7 @@ class PackedWeights:
             self._rounded_MK = own_MK.bfloat16()
         elif precision == "int8":
             self._rounded_MK, self._scales_M = quantise(own_MK)
+        self._functions = functions
         self.tiles = None if functions is None else pack_rows(self._rounded_MK, functions)
         if self.tiles is not None and self._scales_M is not None:
             missing = self.tiles.shape[0] * self.tiles.shape[2] - len(weight)
@@ -130,6 +149,29 @@ class PackedWeights:
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         return LinearMap(_FORMATS[self.precision], *pointers)
 
+    def rows(self, ids: Sequence[Ints]) -> list[PackedRows]:
+        """Pack the rows of several lists of ids, each in tiles of its own."""
+        if self._functions is None or self.tiles is None:
+            return [PackedRows(ids_C, None, None) for ids_C in ids]
+        width, group_size = self._functions.tile_columns, self.tiles.shape[1]
+        ends = np.cumsum([-(-len(ids_C) // width) * width for ids_C in ids])
+        starts = [0, *ends[:-1].tolist()]
+        padded_R = np.zeros(ends[-1], np.int64)
+        for start, ids_C in zip(starts, ids, strict=True):
+            padded_R[start : start + len(ids_C)] = ids_C
+        rows_R = torch.from_numpy(padded_R)
+        tiles = pack_rows(self._rounded_MK[rows_R], self._functions)
+        packed = [tiles, *(each[rows_R] for each in self._padded)]
+        sizes = [4 * group_size, *(4 for _ in self._padded)]  # bytes of a row
+        found = []
+        for start, ids_C in zip(starts, ids, strict=True):
+            at = [x.data_ptr() + start * size for x, size in zip(packed, sizes, strict=True)]
+            row_map = LinearMap(_FORMATS[self.precision], at[0], None, *at[1:])
+            address = padded_R.ctypes.data + 8 * start
+            rows = RowsMap(row_map, address, len(ids_C))
+            found.append(PackedRows(ids_C, rows, (padded_R, *packed)))
+        return found
+
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return [..., M] by the plain formula of the precision, for `x` [..., K] in float32."""
         if self._scales_M is None:
@@ -139,7 +181,7 @@ class PackedWeights:
         product = sums * (scales[..., None] * self._scales_M)
         return product if bias is None else product + bias
 
-    def make_scan(self, functions: Functions, precision: Precision) -> Scan | None:
+    def make_scan(self, functions: Functions, precision: Precision) -> RoundedCopy | None:
         """Return a copy in a precision, with the bounds by which it finds the best exactly.
 
         Returns:
@@ -156,7 +198,7 @@ class PackedWeights:
         # an addition in float32 changes a sum by at most 2^-24 of it, here and in the exact product
         error_M = (own_MK - rounded_MK).norm(dim=1) + length_M * (num_features + 4) * 2**-22
         both_2M = F.pad(torch.stack([length_M, error_M]), (0, -len(length_M) % _BLOCK))
-        return Scan(packed, self.weight, both_2M.view(2, -1, _BLOCK).amax(-1).contiguous())
+        return RoundedCopy(packed, self.weight, both_2M.view(2, -1, _BLOCK).amax(-1).contiguous())
 
 
 def pack_rows(weight_MK: Tensor, functions: Functions) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +15,7 @@ from mtrain.ops.consistency import ConsistencyFormula, plain_consistency
 from mtrain.ops.cross_entropy import Formula, plain_cross_entropy
 from mtrain.ops.linear import Linear, matmul_sizes
 from mtrain.ops.native import LinearMap, functions_for, is_bare
-from mtrain.ops.packed_weights import PackedWeights, Precision, Scan
+from mtrain.ops.packed_weights import Ints, PackedRows, PackedWeights, Precision, RoundedCopy
 
 
 class Projection(Linear):
@@ -41,7 +43,7 @@ class Projection(Linear):
         if packed is None or functions is None:
             return
         if packed.precision != "float32":
-            packed.scan = Scan(packed)
+            packed.scan = RoundedCopy(packed)
         elif functions.has_fast_int8():
             packed.scan = packed.make_scan(functions, "int8")
         elif (of_bf16 := functions_for(packed.weight.detach().bfloat16(), is_training=True)) and (
@@ -52,6 +54,12 @@ class Projection(Linear):
     def packed_for_search(self, states_ND: Tensor) -> PackedWeights | None:
         """Return the packed weights if such states are multiplied by them, and by nothing else."""
         return self._packed_for(states_ND) if is_bare(self) else None
+
+    def rows(self, ids: Sequence[Ints]) -> list[PackedRows]:
+        """Return the rows of each list of tokens, in ascending order, packed as the weights are."""
+        if self._packed is None:
+            return [PackedRows(ids_C, None, None) for ids_C in ids]
+        return self._packed.rows(ids)
 
     def logits(self, states_ND: Tensor) -> Logits:
         """Return logits [N, V] in the dtype of the weights; `LazyLogits` if those are packed."""
@@ -121,6 +129,47 @@ def top_tokens(logits_NV: Logits, never: list[int], count: int) -> TopTokens:
         allowed_NV[..., index] = -torch.inf
     top_NC, ids_NC = allowed_NV.topk(count, dim=-1)
     return TopTokens(ids_NC, top_NC - log_total_N1)
+
+
+def top_tokens_of(
+    logits_NV: Logits, sentence_N: Sequence[int], shortlists: Sequence[PackedRows], count: int
+) -> TopTokens:
+    """Return the `count` most probable tokens of each row, among those of its shortlist.
+
+    Others count in no softmax; where there are too few, they follow with -inf.
+
+    Args:
+        logits_NV: of rows that are sorted by sentence.
+        sentence_N: the shortlist of each row.
+        shortlists: of each sentence.
+        count: at most V.
+    """
+    is_compiled = isinstance(logits_NV, LazyLogits) and functions_for(logits_NV.states_ND)
+    found, first = [], 0
+    for sentence, rows in itertools.groupby(sentence_N):
+        end, ranked = first + len(list(rows)), shortlists[sentence]
+        if is_compiled and ranked.row_map is not None and count <= len(ranked.ids_C):
+            assert isinstance(logits_NV, LazyLogits)
+            found.append(_top_rows(logits_NV.states_ND[first:end], ranked, count))
+        else:
+            whole_NV = logits_NV[first:end]
+            own_NV, ids_C = torch.full_like(whole_NV, -torch.inf), torch.from_numpy(ranked.ids_C)
+            own_NV[:, ids_C] = whole_NV[:, ids_C]
+            found.append(top_tokens(own_NV, [], count))
+        first = end
+    return TopTokens(*map(torch.cat, zip(*found, strict=True)))
+
+
+def _top_rows(states_ND: Tensor, ranked: PackedRows, count: int) -> TopTokens:
+    functions, row_map = functions_for(states_ND), ranked.row_map
+    assert functions is not None
+    assert row_map is not None
+    ids_NC = torch.empty((len(states_ND), count), dtype=torch.int64)
+    log_prob_NC = torch.empty((len(states_ND), count))
+    sizes = (*states_ND.shape, len(ranked.ids_C), 0, count)
+    tensors = (states_ND.contiguous(), None, ids_NC, log_prob_NC)
+    functions.call("packed_topk", tensors, *sizes, structures=(row_map.map,))
+    return TopTokens(torch.from_numpy(ranked.ids_C)[ids_NC], log_prob_NC)
 
 
 @functools.lru_cache(maxsize=16)

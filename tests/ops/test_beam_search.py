@@ -15,7 +15,7 @@ from mtrain.model.kv_cache import KVCache
 from mtrain.model.transformer import Transformer
 from mtrain.ops import beam_search, native
 from mtrain.ops.linear import pack_weights
-from mtrain.ops.packed_weights import Precision
+from mtrain.ops.packed_weights import PackedRows, Precision
 
 BOS, EOS, NUM_TOKENS = 1, 2, 20
 CONFIGS = {
@@ -58,11 +58,27 @@ MODELS |= {precision: packed(precision=precision) for precision in ("bfloat16", 
 MODELS["long"], MODELS["endless"] = packed(eos=0.7), packed(eos=0.0)
 
 
-def group(model: Transformer, lengths: list[int], extra: int, seed: int) -> RequestGroup[KVCache]:
-    """Return sentences, of which the target may have `extra` tokens more than the source."""
+def shortlists(model: Transformer, num_sentences: int, seed: int) -> list[PackedRows]:
+    """Return half of the tokens for each sentence, eos among them."""
+    rng = np.random.default_rng(seed)
+    others = range(3, NUM_TOKENS)
+    chosen = [rng.choice(others, 8, replace=False) for _ in range(num_sentences)]
+    return model.output.rows([np.sort([EOS, *tokens]) for tokens in chosen])
+
+
+def group(
+    model: Transformer, lengths: list[int], extra: int, seed: int, is_short: bool = False
+) -> RequestGroup[KVCache]:
+    """Return sentences, of which the target may have `extra` tokens more than the source.
+
+    With `is_short`, each ranks half of the tokens.
+    """
     keep_BS = left_keep(lengths)
     ids = torch.randint(NUM_TOKENS, keep_BS.shape, generator=torch.Generator().manual_seed(seed))
     constraints = Constraints(BOS, EOS, [0, BOS], np.array(lengths) + extra)
+    if is_short:
+        ranked = shortlists(model, len(lengths), seed)
+        constraints = replace(constraints, shortlists=ranked)
     return RequestGroup(model.start(ids, keep_BS), constraints)
 
 
@@ -73,6 +89,7 @@ def found(
     extra: int = 4,
     one_by_one: bool = False,
     drop: int | None = None,
+    is_short: bool = False,
 ) -> tuple[list[list[Hypothesis]], int]:
     """Return the hypotheses of each sentence, and the calls of `advance`.
 
@@ -80,7 +97,7 @@ def found(
     """
     steps = None if one_by_one else lambda cache, *rest: model.search_steps(cache, *rest)
     search = BeamSearch(model.decode_step, options, steps)
-    waiting = [group(model, lengths, extra, seed) for seed, lengths in enumerate(groups)]
+    waiting = [group(model, lengths, extra, seed, is_short) for seed, lengths in enumerate(groups)]
     num_calls = 0
     search.admit(waiting.pop(0))
     while search.num_open or waiting:
@@ -115,6 +132,53 @@ def test_positions_in_one_compiled_call_are_those_one_by_one_bit_for_bit(name, o
     assert "search_steps" not in calls
     assert together == apart
     assert num_calls < num_positions
+
+
+@pytest.mark.parametrize("options", SEARCHES.values(), ids=SEARCHES.keys())
+@pytest.mark.parametrize("name", ["post", "long", "bfloat16", "int8"])
+def test_compiled_positions_of_shortlists_are_those_one_by_one_bit_for_bit(name, options, calls):
+    model, groups = MODELS[name], [[5, 2, 7], [3], [9, 1, 1, 4]]
+    together, num_calls = found(model, options, groups, is_short=True)
+    assert calls.count("search_steps") > 0.5 * num_calls
+    calls.clear()
+    apart, _ = found(model, options, groups, one_by_one=True, is_short=True)
+    assert "search_steps" not in calls
+    assert together == apart
+    assert together != found(model, options, groups)[0]
+    ranked = [
+        set(each.ids_C.tolist())
+        for seed, lengths in enumerate(groups)
+        for each in shortlists(model, len(lengths), seed)
+    ]
+    for tokens, hypotheses in zip(ranked, together, strict=True):
+        assert all(tokens >= set(hypothesis.ids) for hypothesis in hypotheses)
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_a_compiled_search_of_shortlists_is_the_plain_formula(beam, monkeypatch):
+    options, groups = DecodingOptions(beam=beam), [[5, 2, 7], [3], [9, 1, 1, 4]]
+    compiled, _ = found(MODELS["post"], options, groups, is_short=True)
+    monkeypatch.setattr(native, "compiled", lambda: None)
+    plain, _ = found(MODELS["post"], options, groups, is_short=True)
+    for one, other in zip(compiled, plain, strict=True):
+        assert [each.ids for each in one] == [each.ids for each in other]
+        for a, b in zip(one, other, strict=True):
+            assert a.log_probs == pytest.approx(b.log_probs, abs=1e-4)
+
+
+def test_a_compiled_search_of_fewer_tokens_than_its_beam_finds_what_there_is(calls):
+    model, options = MODELS["post"], DecodingOptions(beam=6)
+    constraints = replace(
+        group(model, [4, 5], 3, 0).constraints,
+        shortlists=model.output.rows([np.array([EOS, 9]), np.array([EOS, 5, 6])]),
+    )
+    search = BeamSearch(model.decode_step, options, model.search_steps)
+    search.admit(replace(group(model, [4, 5], 3, 0), constraints=constraints))
+    while search.num_open:
+        search.advance()
+    assert "search_steps" not in calls
+    assert set(search.take_best(0)[0].ids) <= {9}
+    assert set(search.take_best(1)[0].ids) <= {5, 6}
 
 
 Trace = dict[int, tuple[list[int], list[int], list[int], list[float]]]

@@ -74,13 +74,16 @@ static search_space plan(const search_shape *is, const decoder_shape *at) {
 }
 
 /* Whether rows are sorted by sentence, at most `beam` of each, with a length that has a penalty. */
-static int is_valid(const search_shape *is, const search_space *own, const int64_t *ints, int64_t rows,
-                    const int64_t *max_lengths, const int64_t *num_places) {
+static int is_valid(const search_shape *is, const search_space *own, const shortlist *shortlists,
+                    const int64_t *ints, int64_t rows, const int64_t *max_lengths,
+                    const int64_t *num_places) {
     int64_t last = 0, of_sentence = 0;
     if (rows < 1 || rows > own->rows || own->num_candidates < 1) return 0;
     for (int64_t b = 0; b < is->num_sentences; b++)
         if (max_lengths[b] < 0 || max_lengths[b] + 1 >= is->num_penalties || num_places[b] > is->beam)
             return 0;
+    for (int64_t b = 0; shortlists && b < is->num_sentences; b++)
+        if (shortlists[b].size < own->num_candidates) return 0;
     for (int64_t n = 0; n < rows; n++) {
         const int64_t *row = ints + n * own->num_ints;
         if (row[SENTENCE] < last || row[SENTENCE] >= is->num_sentences || row[LENGTH] < 0) return 0;
@@ -94,12 +97,24 @@ static int is_valid(const search_shape *is, const search_space *own, const int64
 /* The best tokens of all rows, and their log-probabilities, which are 0 under `argmax_only`. *are_finite
  * becomes 0 if one of these is not a number, or infinite. */
 static status find_candidates(const search_shape *is, const decoder_shape *at, const search_space *own,
-                              const output_layer *output, const int64_t *never, int64_t rows,
-                              int *are_finite) {
+                              const output_layer *output, const int64_t *never, const int64_t *ints,
+                              int64_t rows, int *are_finite) {
     int64_t d = at->heads * at->k, count = rows * own->num_candidates;
-    status result;
-    int is_scanned = is->argmax_only && output->scan.packed;
-    if (is_scanned)
+    status result = OPS_OK;
+    int is_scanned = is->argmax_only && output->scan.packed && !output->shortlists;
+    if (output->shortlists)
+        for (int64_t first = 0, end; first < rows && result == OPS_OK; first = end) {
+            int64_t sentence = ints[first * own->num_ints + SENTENCE], *ids = own->candidates;
+            const shortlist *ranked = output->shortlists + sentence;
+            for (end = first + 1; end < rows && ints[end * own->num_ints + SENTENCE] == sentence; end++) {}
+            result = packed_topk_float(&ranked->map, own->states + first * d, NULL,
+                                       ids + first * own->num_candidates,
+                                       own->log_probs + first * own->num_candidates, end - first, d,
+                                       ranked->size, 0, own->num_candidates);
+            for (int64_t i = first * own->num_candidates; i < end * own->num_candidates; i++)
+                ids[i] = ranked->ids[ids[i]];
+        }
+    else if (is_scanned)
         result = packed_argmax_float(&output->scan, own->states, output->weight, output->bounds, never,
                                      own->candidates, rows, d, at->num_tokens, is->num_never);
     else
@@ -125,7 +140,7 @@ status search_steps_float(const search_shape *is, const decoder_shape *decoder, 
     if (!own.next_ints) return OPS_NO_MEMORY;
     int64_t rows = at.rows, used = 0, num_ended = 0, done = 0, *to = own.next_ints, *from = ints;
     double *to_real = own.next_reals, *from_real = reals;
-    status result = is_valid(is, &own, ints, rows, max_lengths, num_places) ? OPS_OK : OPS_BAD_INDEX;
+    status result = is_valid(is, &own, output->shortlists, ints, rows, max_lengths, num_places) ? OPS_OK : OPS_BAD_INDEX;
     int has_ended = 0;
     at.past_stride = at.source_stride = own.num_ints;
     for (; done < is->num_positions && result == OPS_OK && rows && !has_ended; done++) {
@@ -142,7 +157,7 @@ status search_steps_float(const search_shape *is, const decoder_shape *decoder, 
         int are_finite = 1;
         result = decoder_step_float(&at, layers, pasts, sources, own.ids, own.positions, table, encodings,
                                     from + own.past, from + own.source, own.states);
-        if (result == OPS_OK) result = find_candidates(is, &at, &own, output, never, rows, &are_finite);
+        if (result == OPS_OK) result = find_candidates(is, &at, &own, output, never, from, rows, &are_finite);
         if (result != OPS_OK || !are_finite) break;
         used += rows;
         int64_t open = 0;

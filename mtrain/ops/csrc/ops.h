@@ -102,10 +102,18 @@ typedef struct {
     int64_t eos, early_stop, argmax_only;
 } search_shape;
 
+/* Rows of the output layer, and the tokens [size] that they belong to, in ascending order. */
+typedef struct {
+    linear_map map;
+    const int64_t *ids;
+    int64_t size;
+} shortlist;
+
 /* The output layer [num_tokens, d], as in packed_topk and packed_argmax. */
 typedef struct {
     linear_map map, scan; /* nothing is packed in `scan` where packed_argmax is not used */
     const float *weight, *bounds;
+    const shortlist *shortlists; /* the tokens that are ranked for each sentence, or NULL: all */
 } output_layer;
 
 /* b sentences of s positions, and attention heads of width k (d = heads k). */

@@ -1,0 +1,154 @@
+"""Shortlists of the vocabulary: how they are learned, kept and used."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import Cli
+
+from mtrain import api
+from mtrain.decode import shortlist
+from mtrain.decode import translator as translator_module
+from mtrain.decode.options import DecodingOptions, Sampling
+from mtrain.decode.pipeline import translate_lines
+from mtrain.errors import ConfigError, RunError
+from mtrain.run.run_dir import RunDir
+
+EOS = 2
+LINES = ["ba ce di fo", "gu", "di ba", "ce ce fo gu ba di", "ba gu"]
+
+
+def cycles(num_pairs: int) -> list[tuple[list[int], list[int]]]:
+    """Pairs in which source token 5 + n stands for target token 50 + n, and 40 in every target."""
+    return [
+        ([5 + n % 20, 5 + 7 * n % 20, EOS], [40, 50 + 7 * n % 20, 50 + n % 20])
+        for n in range(num_pairs)
+    ]
+
+
+def test_a_token_is_translated_by_what_stands_in_pairs_with_it_oftener_than_by_chance(monkeypatch):
+    monkeypatch.setattr(shortlist, "NUM_LIKELY", 2)
+    monkeypatch.setattr(shortlist, "NUM_FREQUENT", 1)
+    monkeypatch.setattr(shortlist, "_BLOCK_PAIRS", 7)  # counts of blocks are added up
+    found = shortlist.learn(cycles(500), 30, 80, [EOS])
+    for n in range(20):
+        assert 50 + n in found.likely_SK[5 + n]
+        assert 40 not in found.likely_SK[5 + n]  # it says nothing about the source
+    assert (found.likely_SK[25:] == -1).all()
+    assert np.flatnonzero(found.is_always_V).tolist() == [EOS, 40]
+
+
+def test_the_tokens_of_a_source_are_sorted_and_none_is_one_that_is_never_written(monkeypatch):
+    monkeypatch.setattr(shortlist, "NUM_FREQUENT", 1)
+    found = shortlist.learn(cycles(500), 30, 80, [EOS])
+    tokens = found.tokens([7, 9, 9, EOS], [54])
+    assert tokens.tolist() == sorted({*tokens.tolist()})
+    assert {EOS, 40, 52} <= {*tokens.tolist()} <= {EOS, *range(40, 80)} - {54}
+    assert found.tokens([29], []).tolist() == [EOS, 40]
+    shared = replace(found, is_shared=True)
+    assert shared.tokens([29], []).tolist() == [EOS, 29, 40]  # it can be copied
+
+
+def test_pairs_of_a_long_text_are_taken_at_even_distances(trained: RunDir, monkeypatch):
+    tokenizer = translator_module.load(trained).tokenizer
+    shards = shortlist.ShardSet(trained.data_dir, tokenizer)
+    whole = [list(src) for src, _ in shortlist._sampled_pairs(shards)]
+    monkeypatch.setattr(shortlist, "_MAX_PAIRS", len(whole) // 3)
+    some = [list(src) for src, _ in shortlist._sampled_pairs(shards)]
+    assert some == whole[:: -(-len(whole) // (len(whole) // 3))]
+
+
+@pytest.fixture
+def run(trained: RunDir, tmp_path: Path) -> RunDir:
+    shutil.copytree(trained.path, tmp_path / "run", ignore=shutil.ignore_patterns("shortlist*"))
+    return RunDir(tmp_path / "run")
+
+
+def load(run: RunDir, name: str | None = "fast", beam: int = 4) -> translator_module.Translator:
+    options = DecodingOptions.from_config(run.config)
+    return translator_module.load(run, replace(options, beam=beam, shortlist=name))
+
+
+def test_a_shortlist_is_learned_once_and_kept_in_the_run_folder(run: RunDir):
+    first = load(run)
+    path = run.path / "shortlist.safetensors"
+    written = path.stat().st_mtime_ns
+    shutil.rmtree(run.data_dir)
+    second = load(run)
+    assert path.stat().st_mtime_ns == written
+    assert first.shortlist is not None
+    assert second.shortlist is not None
+    assert (first.shortlist.likely_SK == second.shortlist.likely_SK).all()
+    assert (first.shortlist.is_always_V == second.shortlist.is_always_V).all()
+
+
+def test_without_training_text_or_with_a_damaged_file_there_is_no_shortlist(run: RunDir):
+    shutil.rmtree(run.data_dir)
+    with pytest.raises(RunError, match=r"must have the training text in data/ to learn a shortl"):
+        load(run)
+    (run.path / "shortlist.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(RunError, match=r"shortlist.safetensors: must be a file of safetensors"):
+        load(run)
+
+
+def test_a_shortlist_of_another_tokenizer_is_learned_anew(run: RunDir, monkeypatch):
+    tokenizer = load(run).tokenizer
+    monkeypatch.setattr(shortlist, "NUM_LIKELY", 3)
+    assert shortlist.load(run, tokenizer).likely_SK.shape[1] > 3  # that is there
+    monkeypatch.setattr(type(tokenizer), "fingerprint", lambda self: "another")
+    assert shortlist.load(run, tokenizer).likely_SK.shape[1] == 3
+
+
+def test_translations_with_a_shortlist_are_nearly_the_same_and_do_not_depend_on_others(run: RunDir):
+    short = load(run)
+    found = translate_lines(short, LINES)
+    assert found == [translate_lines(short, [line])[0] for line in LINES]
+    same = zip(found, translate_lines(load(run, None), LINES), strict=True)
+    assert sum(a == b for a, b in same) >= len(LINES) - 1
+
+
+def test_a_search_with_a_shortlist_writes_no_other_token_but_a_prefix(run: RunDir, monkeypatch):
+    monkeypatch.setattr(shortlist, "NUM_LIKELY", 1)
+    monkeypatch.setattr(shortlist, "NUM_FREQUENT", 1)
+    short = load(run)
+    assert short.shortlist is not None
+    source = short.tokenizer.encode_src(LINES[:1])[0]
+    never = [short.tokenizer.tgt.pad, short.tokenizer.tgt.bos]
+    ranked = {*short.shortlist.tokens(source, never).tolist()}
+    others = sorted({*range(5, len(short.tokenizer.tgt))} - ranked)[:2]
+    plain = translator_module.EncodedSource(source)
+    (best,), (begun,) = short.search([plain, replace(plain, prefix=tuple(others))])
+    assert {*best.ids} <= ranked
+    assert begun.ids[:2] == others
+    assert {*begun.ids[2:]} <= ranked
+    assert begun.log_prob != -np.inf
+
+
+def test_a_greedy_search_ranks_all_tokens(run: RunDir):
+    greedy = [translate_lines(load(run, name, beam=1), LINES) for name in ("fast", None)]
+    assert greedy[0] == greedy[1]
+
+
+def test_a_shortlist_is_refused_where_it_has_no_effect(run: RunDir, trained: RunDir):
+    with pytest.raises(ConfigError, match=r"^`shortlist` must be fast or None, but is 'slow'"):
+        DecodingOptions(shortlist="slow")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^`shortlist` must be None with `sampling`"):
+        DecodingOptions(shortlist="fast", sampling=Sampling())
+    options = replace(DecodingOptions.from_config(run.config), shortlist="fast")
+    with pytest.raises(ConfigError, match=r"^`shortlist` must have one run on a CPU, but 2 are"):
+        translator_module.load([run, trained], options)
+    with pytest.raises(ConfigError, match=r"^`shortlist` has no effect with `engine='ctranslate2'"):
+        api.load(run.path, shortlist="fast", engine="ctranslate2")
+
+
+def test_the_command_line_takes_a_shortlist_and_the_report_says_so(cli: Cli, run: RunDir):
+    arguments = [run.path, "--resamples", "0", "--metrics", "bleu", "--shortlist", "fast"]
+    outcome = cli("eval", *arguments)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.lines[2:] == ["  translated with `--shortlist fast`"]
+    model = api.load(run.path, shortlist="fast", beam=4)
+    text = "".join(f"{line}\n" for line in LINES).encode()
+    outcome = cli("translate", run.path, "--shortlist", "fast", "--beam", "4", stdin=text)
+    assert outcome.lines == model.translate(LINES)
