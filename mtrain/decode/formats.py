@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -255,8 +256,8 @@ def find_flags(
 
 def is_loop(src: Sequence[object], tgt: Sequence[object]) -> bool:
     """Return whether a target repeats a phrase many times in a row, and oftener than its source."""
-    # a loop repeats a token _MAX_REPEATS times or more; most translations end here
-    if len(tgt) - len(set(tgt)) < _MAX_REPEATS:
+    # each token of a loop is there oftener than that; most translations end here
+    if len(tgt) - len(set(tgt)) < _MAX_REPEATS or max(Counter(tgt).values()) <= _MAX_REPEATS:
         return False
     repeats = _count_repeats(tgt)
     return repeats > _MAX_REPEATS and repeats > _count_repeats(src)
