@@ -65,7 +65,8 @@ def translate(
     """
     searching = {"beam": beam, "length_alpha": length_alpha, "early_stop": early_stop}
     drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    options.refuse("--sample", searching | {"beam": None if mbr else beam} if sample else {})
+    searched = searching | {"beam": None if mbr else beam, "shortlist": shortlist}
+    options.refuse("--sample", searched if sample else {})
     options.require("--sample", {} if sample else drawing | {"seed": seed})
     console.check_outputs(output, alignments, read=[*paths, *([prefix] if prefix else [])])
     has_file = len(paths) > 1 and not paths[-1].is_dir()

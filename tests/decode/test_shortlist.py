@@ -143,6 +143,12 @@ def test_a_shortlist_is_refused_where_it_has_no_effect(run: RunDir, trained: Run
         api.load(run.path, shortlist="fast", engine="ctranslate2")
 
 
+def test_a_shortlist_of_samples_is_refused_by_the_command_line(cli: Cli, run: RunDir):
+    outcome = cli("translate", run.path, "--sample", "--shortlist", "fast", stdin=b"ba\n")
+    assert outcome.code == 2
+    assert outcome.err == "mtrain: `--shortlist` has no effect with `--sample`; leave it out.\n"
+
+
 def test_the_command_line_takes_a_shortlist_and_the_report_says_so(cli: Cli, run: RunDir):
     arguments = [run.path, "--resamples", "0", "--metrics", "bleu", "--shortlist", "fast"]
     outcome = cli("eval", *arguments)
