@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -63,10 +63,10 @@ def translate(
 
     Example: echo "The old farmer is tired." | mtrain translate runs/demo
     """
-    searching = {"beam": beam, "length_alpha": length_alpha, "early_stop": early_stop}
+    searching: dict[str, Any] = {"beam": beam, "length_alpha": length_alpha}
+    searching |= {"early_stop": early_stop, "shortlist": shortlist}
     drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    searched = searching | {"beam": None if mbr else beam, "shortlist": shortlist}
-    options.refuse("--sample", searched if sample else {})
+    options.refuse("--sample", searching | {"beam": None if mbr else beam} if sample else {})
     options.require("--sample", {} if sample else drawing | {"seed": seed})
     console.check_outputs(output, alignments, read=[*paths, *([prefix] if prefix else [])])
     has_file = len(paths) > 1 and not paths[-1].is_dir()
@@ -85,7 +85,7 @@ def translate(
         )
     decoding = replace(
         DecodingOptions.from_config(config),
-        **options.given(searching | others | {"mbr": mbr, "shortlist": shortlist}),
+        **options.given(searching | others | {"mbr": mbr}),
         num_best=n_best,
         sampling=Sampling(**options.given(drawing)) if sample else None,
         on_long=on_long,
@@ -97,8 +97,9 @@ def translate(
     with joined_process_group("run it again.") as process_group:
         loading = LoadOptions(device, precision, checkpoint, process_group)
         translator = _load(engine, runs, decoding, loading)
-        stats = length_stats.load(runs[0].data_dir)
-        line_translator = LineTranslator(translator, stats, console.warn)
+        line_translator = LineTranslator(
+            translator, length_stats.load(runs[0].data_dir), console.warn
+        )
         if not process_group.is_first:
             list(line_translator.translate([]))  # the first rank's lines, which it writes
             return
