@@ -21,7 +21,7 @@ from mtrain.run.run_dir import RunDir
 if TYPE_CHECKING:
     from mtrain.decode.formats import Format, TranslatedLine
     from mtrain.decode.options import DecodingOptions
-    from mtrain.decode.pipeline import SearchEngine
+    from mtrain.decode.pipeline import LineTranslator, SearchEngine
     from mtrain.run.load_model import LoadOptions
 
 
@@ -72,9 +72,8 @@ def translate(
     has_file = len(paths) > 1 and not paths[-1].is_dir()
     runs = [RunDir(path) for path in (paths[:-1] if has_file else paths)]
     config, is_text = runs[0].config, format_ == "text"
-    from mtrain.corpus import length_stats
     from mtrain.decode.options import DecodingOptions, Sampling
-    from mtrain.decode.pipeline import BLOCK_LINES, LineTranslator
+    from mtrain.decode.pipeline import BLOCK_LINES
     from mtrain.run.load_model import LoadOptions
 
     others = {"no_repeat_ngram": no_repeat_ngram, "batch_tokens": batch_tokens, "seed": seed}
@@ -96,10 +95,7 @@ def translate(
         _check_ctranslate2(context, runs)
     with joined_process_group("run it again.") as process_group:
         loading = LoadOptions(device, precision, checkpoint, process_group)
-        translator = _load(engine, runs, decoding, loading)
-        line_translator = LineTranslator(
-            translator, length_stats.load(runs[0].data_dir), console.warn
-        )
+        line_translator = _load(engine, runs, decoding, loading)
         if not process_group.is_first:
             list(line_translator.translate([]))  # the first rank's lines, which it writes
             return
@@ -117,14 +113,20 @@ def translate(
 
 def _load(
     engine: str, runs: list[RunDir], decoding: DecodingOptions, loading: LoadOptions
-) -> SearchEngine:
+) -> LineTranslator:
+    from mtrain.corpus import length_stats
+    from mtrain.decode import pipeline
+
+    searching: SearchEngine
     if engine == "ctranslate2":
         from mtrain.exporters.export import load_ctranslate2
 
-        return load_ctranslate2(runs[0], decoding, console.warn)
-    from mtrain.decode import translator
+        searching = load_ctranslate2(runs[0], decoding, console.warn)
+    else:
+        from mtrain.decode import translator
 
-    return translator.load(runs, decoding, loading)
+        searching = translator.load(runs, decoding, loading)
+    return pipeline.LineTranslator(searching, length_stats.load(runs[0].data_dir), console.warn)
 
 
 def _check_ctranslate2(context: typer.Context, runs: list[RunDir]) -> None:
