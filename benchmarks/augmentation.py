@@ -53,6 +53,8 @@ class Plan(NamedTuple):
     num_all: int  # pairs of the whole corpus
     augment: list[str]  # options of the back-translated corpus
     overrides: list[str]  # of the config of every training
+    rounds: int  # of back-translation
+    skip_all: bool  # leave out what is trained on the whole corpus
 
 
 def main() -> None:
@@ -65,12 +67,15 @@ def main() -> None:
     parser.add_argument("--num-all", type=int, default=NUM_ALL, help="pairs that count as all")
     parser.add_argument("--augment", default="--weight 4", help="options of the corpus")
     parser.add_argument("--set", action="append", default=[], help="KEY=VALUE of every training")
+    parser.add_argument("--rounds", type=int, default=1, help="of back: by the models of the last")
+    parser.add_argument("--skip-all", action="store_true", help="of back: no training on all pairs")
     parser.add_argument("--lines", type=int, default=1_000_000, help="of speed")
     parser.add_argument("--run", type=Path, default=Path("runs/demo"), help="of speed: the demo's")
     given = parser.parse_args()
     numbers = [[int(number) for number in text.split(",")] for text in (given.pairs, given.seeds)]
     augment = given.augment.split()
-    plan = Plan(given.out, *numbers, given.max_steps, given.num_all, augment, given.set)
+    sizes = (given.max_steps, given.num_all)
+    plan = Plan(given.out, *numbers, *sizes, augment, given.set, given.rounds, given.skip_all)
     plan.directory.mkdir(parents=True, exist_ok=True)
     say(f"{describe_machine()}  commit {commit()}  updates {plan.max_steps:,}  {given.augment}")
     if given.what == "speed":
@@ -88,27 +93,35 @@ def back_translate(plan: Plan, count: int) -> None:
     """Train on `count` real pairs, on these and the back-translated rest, and on all pairs."""
     for seed in plan.seeds:
         bases = {pair: trained(plan, pair, count, seed) for pair in DIRECTIONS}
-        for src, tgt in DIRECTIONS:
-            reverse = bases[tgt, src]
-            rest = first_lines(plan, tgt, count, plan.num_all)
-            corpus = plan.directory / f"{bases[src, tgt].name}.bt"
-            new_config = config_of(corpus)
-            command = [
-                "augment",
-                str(config_of(bases[src, tgt])),
-                "--back",
-                str(rest),
-                "--using",
-                str(reverse),
-            ]
-            command += ["-o", str(corpus), "--write-config", str(new_config), *plan.augment]
-            mtrain(*command)
-            run = Path(yaml.safe_load(new_config.read_text("utf-8"))["run_dir"])
-            mtrain("train", str(new_config))
-            whole = trained(plan, (src, tgt), plan.num_all, seed)
-            systems = {"real": bases[src, tgt], "with back-translation": run, "all real": whole}
-            for system, path in systems.items():
-                note(plan, f"{src}-{tgt}, {count:,} pairs", system, seed, path)
+        models, systems = bases, {pair: {"real": bases[pair]} for pair in DIRECTIONS}
+        for number in range(1, plan.rounds + 1):
+            models = {
+                (src, tgt): back_translated(
+                    plan,
+                    bases[src, tgt],
+                    first_lines(plan, tgt, count, plan.num_all),
+                    models[tgt, src],
+                    number,
+                )
+                for src, tgt in DIRECTIONS
+            }
+            for pair, run in models.items():
+                systems[pair][f"with back-translation, round {number}"] = run
+        for pair in DIRECTIONS:
+            if not plan.skip_all:
+                systems[pair]["all real"] = trained(plan, pair, plan.num_all, seed)
+            for system, path in systems[pair].items():
+                note(plan, f"{'-'.join(pair)}, {count:,} pairs", system, seed, path)
+
+
+def back_translated(plan: Plan, base: Path, rest: Path, reverse: Path, number: int) -> Path:
+    """Train on the pairs of `base` and on the lines of `rest`, back-translated by `reverse`."""
+    corpus = plan.directory / f"{base.name}.bt{number}"
+    using = ("--back", str(rest), "--using", str(reverse))
+    new_config = ("-o", str(corpus), "--write-config", str(config_of(corpus)))
+    mtrain("augment", str(config_of(base)), *using, *new_config, *plan.augment)
+    mtrain("train", str(config_of(corpus)))
+    return Path(yaml.safe_load(config_of(corpus).read_text("utf-8"))["run_dir"])
 
 
 def diversify(plan: Plan) -> None:
