@@ -60,8 +60,12 @@ def products(name: str, old: str, new: str) -> Mutation:
     return Mutation(name, "mtrain/ops/linear.py", old, new, "tests/ops/test_linear.py")
 
 
-def top_k(name: str, old: str, new: str) -> Mutation:
-    return Mutation(name, "mtrain/ops/topk.py", old, new, "tests/ops/test_topk.py")
+def packed(name: str, old: str, new: str, tests: str = "packed_weights") -> Mutation:
+    return Mutation(name, "mtrain/ops/packed_weights.py", old, new, f"tests/ops/test_{tests}.py")
+
+
+def top_k(name: str, old: str, new: str, tests: str = "topk") -> Mutation:
+    return Mutation(name, "mtrain/ops/topk.py", old, new, f"tests/ops/test_{tests}.py")
 
 
 def sampling(name: str, old: str, new: str) -> Mutation:
@@ -420,15 +424,71 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
         "DropoutMask(cut, 1.0, _next_seed(self))",
         "tests/ops/test_attention.py",
     ),
-    products(
+    packed(
         "weights are laid out row by row",
-        ".view(-1, width, weight_MK.shape[1]).transpose(1, 2).contiguous()",
-        ".view(-1, weight_MK.shape[1], width).contiguous()",
+        "groups.view(-1, width, groups.shape[1]).transpose(1, 2).contiguous()",
+        "groups.view(-1, groups.shape[1], width).contiguous()",
     ),
     products(
         "a linear map that is laid out forgets its bias",
-        "(x, packed.tiles, bias, out)",
-        "(x, packed.tiles, None, out)",
+        "(packed.map_with(bias),)",
+        "(packed.map_with(None),)",
+    ),
+    packed(
+        "the error of rounded weights is forgotten",
+        "(own_MK - rounded_MK).norm(dim=1) + length_M",
+        "0.0 * length_M + length_M",
+    ),
+    packed(
+        "weights that are no numbers are rounded",
+        'if precision != "float32" and not own_MK.isfinite().all():',
+        "if False:",
+    ),
+    packed(
+        "rows that are not finite become numbers",
+        "zero = torch.where(most.isfinite(), 0.0, torch.nan)",
+        "zero = torch.where(most.isfinite(), 0.0, 0.0)",
+    ),
+    packed(
+        "a shortlist has the scales of the first rows",
+        "tiles, *(each[rows_R] for each in self._padded)",
+        "tiles, *(each[: len(rows_R)].contiguous() for each in self._padded)",
+        "beam_search",
+    ),
+    compiled(
+        "int8",
+        "whole numbers are cut off instead of rounded",
+        "float rounded = rintf(x[i] * inverse)",
+        "float rounded = truncf(x[i] * inverse)",
+        "packed_weights",
+    ),
+    compiled(
+        "int8",
+        "what rounding changes is said to be nothing",
+        "*error = sqrtf(changed)",
+        "*error = 0.0f * sqrtf(changed)",
+        "topk",
+    ),
+    compiled(
+        "int8",
+        "a row with a NaN is rounded to zeros",
+        "float scale = is_zero ? zero :",
+        "float scale = is_zero ? 0.0f :",
+        "packed_weights",
+    ),
+    compiled(
+        "beam_search",
+        "the places in a shortlist are taken for tokens",
+        "ids[i] = ranked->ids[ids[i]];",
+        "ids[i] = ids[i];",
+        "beam_search",
+    ),
+    compiled(
+        "attention",
+        "four heads have the greatest score of the first slots",
+        "tops[i] = GREATER(own[i], tops[i]);",
+        "tops[i] = first ? tops[i] : own[i];",
+        "attention",
     ),
     products(
         "the gradients of zeros pass a rectifier",
@@ -448,14 +508,10 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
         "tests/ops/test_attention.py",
     ),
     top_k(
-        "the rounding of one factor is forgotten",
-        "1.001 * (2**-7 + 2**-16",
-        "1.001 * (2**-8 + 2**-16",
-    ),
-    top_k(
-        "weights that are no numbers are rounded",
-        "        if margins_V.isfinite().all():\n",
-        "        if True:\n",
+        "tokens outside a shortlist are ranked",
+        "own_NV[:, ids_C] = whole_NV[:, ids_C]",
+        "own_NV[:] = whole_NV",
+        "beam_search",
     ),
     compiled(
         "beam_search",
@@ -586,8 +642,8 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
     compiled(
         "decode_linear",
         "what is likeliest in bfloat16 is taken as such",
-        "float margin = size * margins[i], high",
-        "float margin = 0.0f * margins[i], high",
+        "#define MARGIN(b) (1.001f *",
+        "#define MARGIN(b) (0.0f *",
         "topk",
     ),
     compiled(
@@ -600,8 +656,8 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
     compiled(
         "decode_linear",
         "the likeliest may be one that is never taken",
-        "logits[r * m + never[i]] = -INFINITY;",
-        "logits[r * m + never[i]] += 0.0f;",
+        "row[never[i]] = -INFINITY;",
+        "row[never[i]] += 0.0f;",
         "topk",
     ),
     search(
@@ -736,8 +792,8 @@ SEARCH = [
     ),
     search(
         "padding may be written",
-        "top = Candidates.read(top_tokens(logits_NV, constraints.never, options.beam))",
-        "top = Candidates.read(top_tokens(logits_NV, [], options.beam))",
+        "Candidates.read(top_tokens(logits_NV, constraints.never, count))",
+        "Candidates.read(top_tokens(logits_NV, [], count))",
     ),
     search(
         "a prefix ends at the limit",

@@ -155,11 +155,12 @@ def test_compiled_positions_of_shortlists_are_those_one_by_one_bit_for_bit(name,
 
 
 @pytest.mark.parametrize("beam", [1, 3])
-def test_a_compiled_search_of_shortlists_is_the_plain_formula(beam, monkeypatch):
+@pytest.mark.parametrize("name", ["post", "bfloat16", "int8"])
+def test_a_compiled_search_of_shortlists_is_the_plain_formula(name, beam, monkeypatch):
     options, groups = DecodingOptions(beam=beam), [[5, 2, 7], [3], [9, 1, 1, 4]]
-    compiled, _ = found(MODELS["post"], options, groups, is_short=True)
+    compiled, _ = found(MODELS[name], options, groups, is_short=True)
     monkeypatch.setattr(native, "compiled", lambda: None)
-    plain, _ = found(MODELS["post"], options, groups, is_short=True)
+    plain, _ = found(MODELS[name], options, groups, is_short=True)
     for one, other in zip(compiled, plain, strict=True):
         assert [each.ids for each in one] == [each.ids for each in other]
         for a, b in zip(one, other, strict=True):

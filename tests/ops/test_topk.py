@@ -353,6 +353,23 @@ def test_what_a_scan_cannot_tell_apart_is_told_apart(rounds, one_thread, apart):
     assert rounds == ["packed_argmax"]
 
 
+@torch.no_grad()
+def test_what_rounding_changes_in_a_state_is_reckoned_with(rounds, one_thread):
+    """Weights are whole numbers, which no copy rounds; states are rounded coarsely."""
+    projected, states = projection(64, 200), 5 * normal(50, 64, dtype=torch.float32)
+    projected.weight.copy_((40 * normal(200, 64, seed=5)).round().clamp(-127, 127))
+    projected.weight[:, 0], states[:, 0] = 127, 1000
+    projected.pack_weights()
+    copied = projected._packed.scan.packed
+    assert torch.equal(copied.multiply(torch.eye(64), None).T, projected.weight)
+    rounded_NV = copied.multiply(states, None)
+    exact_NV = states.double() @ projected.weight.double().T
+    is_other_N = rounded_NV.argmax(1) != exact_NV.argmax(1)
+    assert is_other_N.sum() >= 3 or copied.precision == "bfloat16"
+    assert_likeliest(likeliest_of(projected, states, [7]), projected, states, [7])
+    assert rounds == ["packed_argmax"]
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, 3e38])
 @torch.no_grad()
 def test_a_state_that_is_no_number_has_no_likeliest_piece_and_disturbs_no_other(
