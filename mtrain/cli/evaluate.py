@@ -75,12 +75,12 @@ def evaluate(
     changes["batch_tokens"] = batch_tokens
     folders, names = [RunDir(run) for run in runs], _names(tests)
     with joined_process_group("run it again.") as process_group:
+        loading = LoadOptions(device, precision, checkpoint, process_group)
 
         def load(run: RunDir) -> Translator:
             decoding = DecodingOptions.from_config(run.config)
             decoding = replace(decoding, **options.given(changes), with_scores=False)
-            load_options = LoadOptions(device, precision, checkpoint, process_group)
-            return translating.load(run, decoding, load_options)
+            return translating.load(run, decoding, loading)
 
         text = _read_text(src, refs, folders[0], process_group)
         if score:
@@ -92,9 +92,8 @@ def evaluate(
             if comet is not None and process_group.is_first:
                 how["comet"] = CometModel(comet, int(pick_device(device).type == "cuda"))
             scoring = ScoringOptions(tokenize, lowercase, **how)
-            products = "float32" if precision == "auto" else precision
             plan = evaluation.EvaluationPlan(
-                folders, others, names, scoring, details, text, products, shortlist
+                folders, others, names, scoring, details, text, loading.products, shortlist
             )
             lines = _lines(plan, load, json, process_group)
             console.put(lines, output) if process_group.is_first else list(lines)

@@ -39,8 +39,7 @@ from torch import Tensor
 from mtrain.decode.options import DecodingOptions
 from mtrain.model.kv_cache import padded
 from mtrain.ops.beam_search import Floats, Hypotheses, SearchRules, SearchSteps
-from mtrain.ops.packed_weights import PackedRows
-from mtrain.ops.stacks import Ints
+from mtrain.ops.packed_weights import Ints, PackedRows
 from mtrain.ops.topk import Logits, TopTokens, argmax_tokens, top_tokens, top_tokens_of
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from mtrain.data.arrow_shards import ShardSet, are_in
 from mtrain.errors import RunError, damaged
 from mtrain.io.atomic import whole_file
-from mtrain.ops.stacks import Ints
+from mtrain.ops.packed_weights import Ints
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer.sentencepiece import Tokenizer
 

@@ -39,8 +39,7 @@ from mtrain.errors import ConfigError, RunError
 from mtrain.model.kv_cache import KVCache
 from mtrain.model.transformer import Transformer
 from mtrain.ops.beam_search import Floats, Hypotheses, SearchRules, SearchSteps
-from mtrain.ops.packed_weights import PackedRows
-from mtrain.ops.stacks import Ints
+from mtrain.ops.packed_weights import Ints, PackedRows
 from mtrain.ops.topk import Logits
 from mtrain.run.load_model import LoadOptions, load_model
 from mtrain.run.run_dir import RunDir

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mtrain.ops.stacks import Ints
+from mtrain.ops.packed_weights import Ints
 
 _FEW_SLOTS = 128  # of a new pool, with which the beam of a sentence does not enlarge it
 

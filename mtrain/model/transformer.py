@@ -36,11 +36,11 @@ from mtrain.ops.beam_search import (
 from mtrain.ops.dropout import Dropout
 from mtrain.ops.layer_norm import LayerNorm, add_norm
 from mtrain.ops.linear import Linear, relu_ffn
+from mtrain.ops.packed_weights import Ints
 from mtrain.ops.stacks import (
     CompiledDecoder,
     CompiledEncoder,
     CompiledSources,
-    Ints,
     LayerModules,
 )
 from mtrain.ops.topk import Logits, Projection

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mtrain.ops.native import LinearMap, OutputLayer, RowsMap, SearchShape
-from mtrain.ops.packed_weights import PackedRows, PackedWeights
-from mtrain.ops.stacks import CompiledDecoder, Ints, pointers
+from mtrain.ops.packed_weights import Ints, PackedRows, PackedWeights
+from mtrain.ops.stacks import CompiledDecoder, pointers
 from mtrain.ops.topk import Projection, ids_tensor
 
 Floats = NDArray[np.float64]

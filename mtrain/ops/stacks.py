@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mtrain.ops.dropout import Dropout
@@ -36,8 +35,7 @@ from mtrain.ops.native import (
     is_float_vector,
     is_plain,
 )
-
-Ints = NDArray[np.int64]
+from mtrain.ops.packed_weights import Ints
 
 
 class LayerModules(NamedTuple):

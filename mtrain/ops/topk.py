@@ -14,7 +14,7 @@ from torch import Tensor
 from mtrain.ops.consistency import ConsistencyFormula, plain_consistency
 from mtrain.ops.cross_entropy import Formula, plain_cross_entropy
 from mtrain.ops.linear import Linear, matmul_sizes
-from mtrain.ops.native import LinearMap, functions_for, is_bare
+from mtrain.ops.native import Functions, LinearMap, functions_for, is_bare
 from mtrain.ops.packed_weights import Ints, PackedRows, PackedWeights, Precision, RoundedCopy
 
 
@@ -46,10 +46,10 @@ class Projection(Linear):
             packed.scan = RoundedCopy(packed)
         elif functions.has_fast_int8():
             packed.scan = packed.make_scan(functions, "int8")
-        elif (of_bf16 := functions_for(packed.weight.detach().bfloat16(), is_training=True)) and (
-            of_bf16.has_fast_matmul()
-        ):
-            packed.scan = packed.make_scan(functions, "bfloat16")
+        else:
+            of_bf16 = functions_for(torch.empty(1, dtype=torch.bfloat16), is_training=True)
+            if of_bf16 is not None and of_bf16.has_fast_matmul():
+                packed.scan = packed.make_scan(functions, "bfloat16")
 
     def packed_for_search(self, states_ND: Tensor) -> PackedWeights | None:
         """Return the packed weights if such states are multiplied by them, and by nothing else."""
@@ -116,12 +116,7 @@ def top_tokens(logits_NV: Logits, never: list[int], count: int) -> TopTokens:
     count = min(count, sizes[-1] - len(never))
     is_matrix = rows.dim() == 2
     if functions is not None and is_matrix and count > 0 and _are_ids(never, sizes[-1]):
-        never_ids = ids_tensor(*never)
-        ids_NC = never_ids.new_empty((sizes[0], count))
-        log_prob_NC = torch.empty((sizes[0], count))
-        tensors = (rows, never_ids, ids_NC, log_prob_NC)
-        functions.call(name, tensors, *sizes, len(never), count, structures=structures)
-        return TopTokens(ids_NC, log_prob_NC)
+        return _compiled_top(functions, name, structures, rows, sizes, never, count)
     logits_NV = logits_NV[:]
     log_total_N1 = logits_NV.logsumexp(-1, keepdim=True)
     allowed_NV = logits_NV.clone()
@@ -144,32 +139,42 @@ def top_tokens_of(
         shortlists: of each sentence.
         count: at most V.
     """
-    is_compiled = isinstance(logits_NV, LazyLogits) and functions_for(logits_NV.states_ND)
+    states_ND = logits_NV.states_ND if isinstance(logits_NV, LazyLogits) else None
+    functions = None if states_ND is None else functions_for(states_ND)
     found, first = [], 0
     for sentence, rows in itertools.groupby(sentence_N):
         end, ranked = first + len(list(rows)), shortlists[sentence]
-        if is_compiled and ranked.row_map is not None and count <= len(ranked.ids_C):
-            assert isinstance(logits_NV, LazyLogits)
-            found.append(_top_rows(logits_NV.states_ND[first:end], ranked, count))
+        ids_C, row_map = torch.from_numpy(ranked.ids_C), ranked.row_map
+        if functions and states_ND is not None and row_map and count <= len(ids_C):
+            own_ND, maps = states_ND[first:end], (row_map.map,)
+            sizes = (*own_ND.shape, len(ids_C))
+            top = _compiled_top(functions, "packed_topk", maps, own_ND, sizes, [], count)
+            found.append(TopTokens(ids_C[top.ids_NC], top.log_prob_NC))
         else:
             whole_NV = logits_NV[first:end]
-            own_NV, ids_C = torch.full_like(whole_NV, -torch.inf), torch.from_numpy(ranked.ids_C)
+            own_NV = torch.full_like(whole_NV, -torch.inf)
             own_NV[:, ids_C] = whole_NV[:, ids_C]
             found.append(top_tokens(own_NV, [], count))
         first = end
     return TopTokens(*map(torch.cat, zip(*found, strict=True)))
 
 
-def _top_rows(states_ND: Tensor, ranked: PackedRows, count: int) -> TopTokens:
-    functions, row_map = functions_for(states_ND), ranked.row_map
-    assert functions is not None
-    assert row_map is not None
-    ids_NC = torch.empty((len(states_ND), count), dtype=torch.int64)
-    log_prob_NC = torch.empty((len(states_ND), count))
-    sizes = (*states_ND.shape, len(ranked.ids_C), 0, count)
-    tensors = (states_ND.contiguous(), None, ids_NC, log_prob_NC)
-    functions.call("packed_topk", tensors, *sizes, structures=(row_map.map,))
-    return TopTokens(torch.from_numpy(ranked.ids_C)[ids_NC], log_prob_NC)
+def _compiled_top(
+    functions: Functions,
+    name: str,
+    structures: tuple[LinearMap, ...],
+    rows: Tensor,
+    sizes: Sequence[int],
+    never: list[int],
+    count: int,
+) -> TopTokens:
+    """Call `topk` or `packed_topk` for contiguous rows."""
+    never_ids = ids_tensor(*never)
+    ids_NC = never_ids.new_empty((len(rows), count))
+    log_prob_NC = torch.empty((len(rows), count))
+    tensors = (rows, never_ids, ids_NC, log_prob_NC)
+    functions.call(name, tensors, *sizes, len(never), count, structures=structures)
+    return TopTokens(ids_NC, log_prob_NC)
 
 
 @functools.lru_cache(maxsize=16)

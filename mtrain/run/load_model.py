@@ -38,6 +38,11 @@ class LoadOptions:
     step: int | None = None
     process_group: ProcessGroup = SINGLE
 
+    @property
+    def products(self) -> Literal["float32", "bfloat16", "int8"]:
+        """The precision without `auto`."""
+        return "float32" if self.precision == "auto" else self.precision
+
 
 @torch.inference_mode(False)  # changes of inference tensors are not counted: no packed weights
 def load_model(
@@ -69,10 +74,9 @@ def load_model(
         model = build_model(config, vocabulary)
     set_weights(model, weights, path)
     model.to(device).eval()
-    precision = "float32" if loading.precision == "auto" else loading.precision
     if device.type == "cpu":
-        pack_weights(model, precision)
-    elif precision == "bfloat16":
+        pack_weights(model, loading.products)
+    elif loading.products == "bfloat16":
         model.compute_in(torch.bfloat16)
     return model
 

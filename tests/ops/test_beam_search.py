@@ -113,7 +113,7 @@ def found(
 
 
 SEARCHES = {
-    "greedy": DecodingOptions(beam=1),
+    "greedy": DecodingOptions(beam=1, with_scores=False),
     "greedy with scores": DecodingOptions(beam=1, with_scores=True),
     "beam": DecodingOptions(beam=4),
     "all": DecodingOptions(beam=3, num_best=3, length_alpha=0.0),
