@@ -684,6 +684,7 @@ def export(
     check_lines: int = 100,
     license: str | None = None,
     page: bool = False,
+    shortlist: bool = False,
 ) -> ExportReport:
     """Write the model of a run for another library, and compare the copy with the run.
 
@@ -695,10 +696,13 @@ def export(
         check_lines: compare on this many lines of the validation text.
         license: of the model card, an identifier of the Hugging Face Hub such as cc-by-4.0.
         page: write a page that translates in a browser, too; for onnx only.
+        shortlist: write the tokens that the training text makes likely for each source token as
+            `vmap.txt`, too, and score with it; for ctranslate2 only.
 
     Raises:
-        UserError: if the run cannot be loaded, the library cannot hold its model, or a copy that is
-            not quantised does not translate as the run does; nothing is written then.
+        UserError: if the run cannot be loaded, the library cannot hold its model, a copy that is
+            not quantised does not translate as the run does, or there is no training text to learn
+            a shortlist from; nothing is written then.
 
     Example:
         report = mtrain.export("runs/en-de", "en-de-ct2", "ctranslate2")
@@ -706,7 +710,9 @@ def export(
     from mtrain.exporters.export import ExportRequest, export
 
     _check_choice("to", to, get_args(Library))
-    request = ExportRequest(to, quantize, check_lines, license, has_page=page)
+    request = ExportRequest(
+        to, quantize, check_lines, license, has_page=page, has_shortlist=shortlist
+    )
     return export(_run_dir(run), Path(directory), request, _log_warning)
 
 

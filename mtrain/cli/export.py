@@ -38,6 +38,10 @@ def export(
     page: Annotated[
         bool, typer.Option("--page", help="With onnx: write a page that translates, too.")
     ] = False,
+    shortlist: Annotated[
+        bool,
+        typer.Option("--shortlist", help="With ctranslate2: write the likely tokens, vmap.txt."),
+    ] = False,
 ) -> None:
     """Write the model for another library, and check it there.
 
@@ -49,6 +53,13 @@ def export(
     from mtrain.exporters.export import as_text
 
     report = api.export(
-        run, directory, to, quantize=quantize, check_lines=check_lines, license=license_, page=page
+        run,
+        directory,
+        to,
+        quantize=quantize,
+        check_lines=check_lines,
+        license=license_,
+        page=page,
+        shortlist=shortlist,
     )
     console.put(as_text(report), None)

@@ -18,6 +18,7 @@ from mtrain.config.sections import Config
 from mtrain.decode.beam import Hypothesis, length_penalty
 from mtrain.decode.options import DecodingOptions
 from mtrain.decode.shared_search import NO_LIMITS, SearchLimits
+from mtrain.decode.shortlist import Shortlist
 from mtrain.decode.translator import EncodedSource
 from mtrain.errors import ConfigError
 from mtrain.exporters.exporter import (
@@ -34,6 +35,7 @@ from mtrain.exporters.exporter import (
     longest,
     write_sentencepiece,
 )
+from mtrain.io.atomic import write_lines
 from mtrain.model.transformer import Transformer, sinusoids
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.process_group import SINGLE
@@ -136,6 +138,17 @@ def write_model(
     spec.save(str(directory))
 
 
+def write_shortlist(shortlist: Shortlist, tokenizer: Tokenizer, directory: Path) -> None:
+    """Write the likely targets of each source token as `vmap.txt`, for `use_vmap=True`."""
+    pieces = _pieces(tokenizer.tgt)
+    lines = ["\t" + " ".join(pieces[index] for index in np.flatnonzero(shortlist.is_always_V))]
+    for index, source in enumerate(_pieces(tokenizer.src)):
+        likely = [token for token in shortlist.likely_SK[index].tolist() if token >= 0]
+        copied = [index] if shortlist.is_shared else []
+        lines.append(f"{source}\t{' '.join(pieces[token] for token in likely + copied)}")
+    write_lines(directory / "vmap.txt", lines)
+
+
 def _pieces(vocabulary: Vocabulary) -> list[str]:
     return vocabulary.pieces_of(range(len(vocabulary)))
 
@@ -200,10 +213,13 @@ class CTranslate2Model(SentencePieceSides):
     quantised = None
     masks_special = True  # by the bias of the output projection
 
-    def __init__(self, directory: Path, src_path: Path, tgt_path: Path) -> None:
+    def __init__(
+        self, directory: Path, src_path: Path, tgt_path: Path, use_vmap: bool = False
+    ) -> None:
         import ctranslate2
 
         super().__init__(src_path, tgt_path)
+        self._use_vmap = use_vmap
         self._translator: ctranslate2.Translator = ctranslate2.Translator(
             str(directory), device="cpu", inter_threads=1, intra_threads=torch.get_num_threads()
         )
@@ -238,6 +254,7 @@ class CTranslate2Model(SentencePieceSides):
             max_input_length=0,
             max_decoding_length=max(max_lengths) + 1,
             min_decoding_length=0,  # by default eos cannot come first
+            use_vmap=self._use_vmap,
             asynchronous=True,
         )
         while limits != NO_LIMITS:
@@ -275,9 +292,9 @@ class CTranslate2Model(SentencePieceSides):
         return [self.src.pieces_of(ids[:-1]) for ids in sources]  # CTranslate2 adds eos
 
 
-def load(directory: Path) -> CTranslate2Model:
-    """Load an exported folder."""
-    return CTranslate2Model(directory, directory / SOURCE_FILE, directory / TARGET_FILE)
+def load(directory: Path, use_vmap: bool = False) -> CTranslate2Model:
+    """Load an exported folder; with `use_vmap` it ranks only the tokens of `vmap.txt`."""
+    return CTranslate2Model(directory, directory / SOURCE_FILE, directory / TARGET_FILE, use_vmap)
 
 
 def check_options(config: Config, options: DecodingOptions) -> None:

@@ -20,6 +20,7 @@ from mtrain import __version__
 from mtrain.config.sections import Config
 from mtrain.data import prepare
 from mtrain.data.prepare import ParallelLines
+from mtrain.decode import shortlist
 from mtrain.decode.options import DecodingOptions
 from mtrain.decode.translator import EncodedSource, Translator, load
 from mtrain.errors import ConfigError, RunError
@@ -51,6 +52,7 @@ class ExportRequest:
     licence: str | None = None  # in the model card
     has_scores: bool = True  # whether the model card has scores of the test sets
     has_page: bool = False  # whether a page that translates is written, too
+    has_shortlist: bool = False  # whether a shortlist of the vocabulary is written, too
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,10 @@ class ExportReport:
     weights: str | None  # the SHA-256 of the run's `model.safetensors`
     files: dict[str, str | None]  # the SHA-256 of each other file
     parity: ParityReport
-    # of the run and of its export on the validation text, both searched by log-probability alone;
-    # only of a quantised model, or one that the library can only be near to. Greedily, if it is
-    # that of the quantised files beside the others
-    bleu: tuple[float, float] | None
+    # of the run, then by name of what need not translate as the run does: a quantised model, one
+    # that the library can only be near to, a shortlist. On the validation text, all searched by
+    # log-probability alone; empty without any of them
+    bleu: dict[str, float]
 
 
 def export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> ExportReport:
@@ -217,8 +219,9 @@ def _damaged(directory: Path, why: str) -> RunError:
     )
 
 
-def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> ExportReport:
-    config, exporter = run.config, exporters()[request.library]
+def _check_request(request: ExportRequest, config: Config) -> None:
+    """Raise ConfigError if the library is missing, or has not what is asked for."""
+    exporter = exporters()[request.library]
     _require_library(request.library)
     check_supported(request.library, config)
     if request.quantization is not None and not exporter.QUANTIZATIONS:
@@ -231,13 +234,24 @@ def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> E
             f"`--quantize` must be {' or '.join(exporter.QUANTIZATIONS)} with `--to "
             f"{request.library}`, which stores no other, but is {request.quantization} instead."
         )
-    if request.has_page and request.library != "onnx":
-        raise ConfigError(f"`--page` has no effect with `--to {request.library}`; leave it out.")
+    for option, is_given, library in (
+        ("--page", request.has_page, "onnx"),
+        ("--shortlist", request.has_shortlist, "ctranslate2"),
+    ):
+        if is_given and request.library != library:
+            raise ConfigError(
+                f"`{option}` has no effect with `--to {request.library}`; leave it out."
+            )
     if request.licence is not None and not _LICENCE.fullmatch(request.licence):
         raise ConfigError(
             f"`--license` must be an identifier of the Hugging Face Hub, such as cc-by-4.0, but is "
             f"{request.licence!r} instead."
         )
+
+
+def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> ExportReport:
+    config, exporter = run.config, exporters()[request.library]
+    _check_request(request, config)
     translator = load(run, loading=LoadOptions("cpu"))
     held_out = _read_held_out(run, translator, config.data.max_tokens)
     lines = ParallelLines(held_out.src[: request.num_lines], held_out.tgt[: request.num_lines])
@@ -247,6 +261,9 @@ def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> E
         near = exporter.write(model, tokenizer, config, partial_dir, request.quantization)
         if request.has_page:
             onnx_page.write(config, partial_dir)
+        if request.has_shortlist:
+            learned = shortlist.load(run, tokenizer)
+            ctranslate2.write_shortlist(learned, tokenizer, partial_dir)
         exported, reference = exporter.load(partial_dir), translator
         if near is not None:
             reference = Translator([near], tokenizer, translator.options, translator.device)
@@ -254,9 +271,13 @@ def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> E
         problems = compared.problems() if request.quantization is None else []
         if problems:
             raise RunError(f"{directory}: nothing is exported: {'; '.join(problems)}.")
-        scored, beam = exported.quantised, 1
-        if request.quantization is not None or near is not None:
-            scored, beam = exported, translator.options.beam
+        scored, beam = dict[str, ExportedModel](), translator.options.beam
+        if exported.quantised is not None:
+            scored, beam = {"int8": exported.quantised}, 1
+        elif request.quantization is not None or near is not None:
+            scored["exported"] = exported
+        if request.has_shortlist:
+            scored["use_vmap=True"] = ctranslate2.load(partial_dir, use_vmap=True)
         report = ExportReport(
             request.library,
             importlib.metadata.version(exporter.PACKAGE),
@@ -265,7 +286,7 @@ def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> E
             sha256_if_readable(run.model_path),
             {},
             compared,
-            None if scored is None else _bleu(run, translator, scored, beam, held_out, say),
+            _bleu(run, translator, scored, beam, held_out, say) if scored else {},
         )
         example = min(lines.src, key=len)
         results = _test_results(run, translator, say) if request.has_scores else []
@@ -363,22 +384,27 @@ def _test_results(run: RunDir, translator: Translator, say: Say) -> list[TestRes
 def _bleu(
     run: RunDir,
     translator: Translator,
-    exported: ExportedModel,
+    exported: dict[str, ExportedModel],
     beam: int,
     lines: ParallelLines,
     say: Say,
-) -> tuple[float, float]:
-    say(f"translating {len(lines.src):,} lines of validation text with both")
+) -> dict[str, float]:
+    """Return the BLEU of the run, then of each exported model, by name."""
+    say(f"translating {len(lines.src):,} lines of validation text with {1 + len(exported)} models")
     tgt_lang = run.config.data.tgt_lang
     if note := metrics.tokenizer_note(tgt_lang):
         say(note)
     sources = translator.tokenizer.encode_src(lines.src)
     limits = [translator.max_length(EncodedSource(ids)) for ids in sources]
-    outputs = exported.search(sources, beam, limits)
-    theirs = translator.tokenizer.tgt.decode([output.ids for output in outputs])
-    ids = LogProbSearcher(translator, masks_special=False).search(sources, beam)
-    ours = translator.tokenizer.tgt.decode(ids)
-    return metrics.bleu(ours, lines.tgt, tgt_lang), metrics.bleu(theirs, lines.tgt, tgt_lang)
+    ids_of = {"mtrain": LogProbSearcher(translator, masks_special=False).search(sources, beam)}
+    for name, model in exported.items():
+        ids_of[name] = [output.ids for output in model.search(sources, beam, limits)]
+    return {
+        f"{name}{', greedy' * (beam == 1)}": metrics.bleu(
+            translator.tokenizer.tgt.decode(ids), lines.tgt, tgt_lang
+        )
+        for name, ids in ids_of.items()
+    }
 
 
 def as_text(report: ExportReport) -> list[str]:
@@ -401,12 +427,10 @@ def as_text(report: ExportReport) -> list[str]:
         same = "not compared" if own_call.same is None else str(own_call.same)
         rows.append((f"lines with the same text, {own_call.program}", same))
         notes = [f"  {note}" for note in own_call.notes]
-    if report.bleu is not None:
-        ours, theirs = report.bleu
-        _, _, beside = report.precision.partition(" and ")
-        names = ("mtrain, greedy", f"{beside}, greedy") if beside else ("mtrain", "exported")
-        rows.append((f"validation BLEU, {names[0]}", f"{ours:.2f}"))
-        rows.append((f"validation BLEU, {names[1]}", f"{theirs:.2f} ({theirs - ours:+.2f})"))
+    own = next(iter(report.bleu.values()), 0.0)
+    for index, (name, value) in enumerate(report.bleu.items()):
+        difference = f" ({value - own:+.2f})" if index else ""
+        rows.append((f"validation BLEU, {name}", f"{value:.2f}{difference}"))
     lines = format_table(rows, "<<")
     return [*lines[:place], *notes, *lines[place:]]
 

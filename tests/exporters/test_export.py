@@ -41,7 +41,7 @@ from mtrain.data.prepare import ParallelLines
 from mtrain.decode.pipeline import translate_lines
 from mtrain.decode.translator import EncodedSource, Translator, load
 from mtrain.errors import ConfigError, RunError
-from mtrain.exporters import export, huggingface, model_card, parity
+from mtrain.exporters import ctranslate2, export, huggingface, model_card, parity
 from mtrain.exporters.export import ExportReport, ExportRequest
 from mtrain.exporters.exporter import ExportedHypothesis, Ids, OwnCall, Requirement
 from mtrain.exporters.huggingface import MarianModel
@@ -98,7 +98,7 @@ def test_a_trained_model_is_the_same_in_other_hands(
     ):
         assert same == (12, 12)  # the whole validation text
     assert compared.reference_diff < EXACT and compared.beam_diff < EXACT
-    assert report.bleu is None
+    assert report.bleu == {}
     kept = json.loads((directory / "export.json").read_text("utf-8"))
     assert kept["parity"]["same_greedy"] == [12, 12]
     assert export.as_text(report)[0] in (directory / "README.md").read_text("utf-8")
@@ -163,12 +163,45 @@ def test_a_quantised_model_is_smaller_and_says_what_it_costs(
     assert size < part * (exported[library].directory / weights).stat().st_size
     report = exported[name].report
     assert report.precision == quantization
-    assert report.bleu is not None
-    ours, theirs = report.bleu
+    ours, theirs = report.bleu["mtrain"], report.bleu["exported"]
     assert ours > 90 and abs(theirs - ours) < 5
     assert 0 < report.parity.reference_diff < 0.5
     last = export.as_text(report)[-1]
     assert re.match(r"validation BLEU, exported +\d+\.\d\d \([+-]\d+\.\d\d\)$", last)
+
+
+# A shortlist
+
+
+def test_a_shortlist_is_written_for_ctranslate2_which_ranks_nothing_else(
+    trained: RunDir, tmp_path: Path
+) -> None:
+    need("ctranslate2")
+    directory = tmp_path / "out"
+    translator = load(trained, loading=LoadOptions("cpu"))
+    report = export.export(
+        trained, directory, ExportRequest("ctranslate2", has_shortlist=True), lambda _: None
+    )
+    assert list(report.bleu) == ["mtrain", "use_vmap=True"]
+    assert abs(report.bleu["use_vmap=True"] - report.bleu["mtrain"]) < 5
+    row = export.as_text(report)[-1]
+    assert re.fullmatch(r"validation BLEU, use_vmap=True +\d+\.\d\d \([+-]\d\.\d\d\)", row)
+    lines = (directory / "vmap.txt").read_text("utf-8").splitlines()
+    assert len(lines) == 1 + len(translator.tokenizer.src)
+    keys = [line.split("\t")[0] for line in lines]
+    assert keys == ["", *translator.tokenizer.src.pieces_of(range(len(lines) - 1))]
+    # one token is left for all lines, and eos
+    tgt = translator.tokenizer.tgt
+    piece = tgt.pieces_of([tgt.encode(["ba"])[0][0]])[0]
+    (directory / "vmap.txt").write_text(f"\t{piece}\n", "utf-8")
+    model = ctranslate2.load(directory, use_vmap=True)
+    (found,) = model.search(model.encode(LINES.src[:1]), 2, [5])
+    assert {*tgt.pieces_of(found.ids)} <= {piece, "<unk>"}
+
+
+def test_a_shortlist_is_for_ctranslate2_alone(cli: Cli, trained: RunDir, tmp_path: Path) -> None:
+    outcome = cli("export", trained.path, tmp_path / "out", "--to", "argos", "--shortlist")
+    assert outcome.code == 2 and not (tmp_path / "out").exists()
 
 
 # Variants
@@ -1046,9 +1079,10 @@ def test_scores_that_cannot_be_had_and_a_licence_that_is_none_are_said(
 
 def test_a_report_says_what_was_asked_of_it(exported: dict[str, Exported]) -> None:
     report = exported["ctranslate2"].report
-    worse = replace(report, bleu=(40.0, 39.5))
+    bleu = {"mtrain": 40.0, "exported": 39.5}
+    worse = replace(report, bleu=bleu)
     assert export.as_text(worse)[-1].endswith("39.50 (-0.50)")
-    assert json.loads("\n".join(export.as_json(worse)))["bleu"] == [40.0, 39.5]
+    assert json.loads("\n".join(export.as_json(worse)))["bleu"] == bleu
 
 
 @pytest.mark.parametrize("name", EXPORTERS)
@@ -1061,7 +1095,7 @@ def test_a_table_fits_80_columns(exported: dict[str, Exported], name: Library) -
         own_call=OwnCall("transformers.js 10.10.10", None, (note,)),
     )
     large = replace(report, library=name, version="10.10.10", num_bytes=10**9, parity=parity)
-    wide = replace(large, precision="float32 and int8", bleu=(40.0, 39.5))
+    wide = replace(large, precision="float32 and int8", bleu={"mtrain, greedy": 40.0})
     lines = export.as_text(wide)
     assert max(map(len, lines)) <= 80
     assert lines[10:13] == [
