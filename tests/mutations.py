@@ -1492,6 +1492,12 @@ EXPORTS = [
         "norms.insert(1, layer.attention.layer_norm)",
         "norms.insert(0, layer.attention.layer_norm)",
     ),
+    export(
+        "ctranslate2",
+        "a shortlist is scored without it",
+        "use_vmap=self._use_vmap",
+        "use_vmap=False",
+    ),
     export("parity", "what is no number is equal", 'else float("inf")', "else 0.0"),
     export("parity", "the nearest reference is compared", "worst = max(range", "worst = min(range"),
     export(
