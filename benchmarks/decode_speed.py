@@ -54,6 +54,8 @@ SYSTEMS = {
     "ctranslate2-int8": System(
         "ctranslate2", "decode_ctranslate2", "int8", True, "Translator with int8 products"
     ),
+    "marian": System(None, "decode_marian", "float32", True, "pymarian, text to text"),
+    "marian-int8": System(None, "decode_marian", "int8", True, "pymarian with intgemm8"),
     "eole": System("eole", "decode_eole", "float32", False, "eole predict, random weights"),
     "joeynmt": System("joeynmt", "decode_joeynmt", "float32", True, "its own search"),
 }
