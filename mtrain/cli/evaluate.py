@@ -80,6 +80,7 @@ def evaluate(
         def load(run: RunDir) -> Translator:
             decoding = DecodingOptions.from_config(run.config)
             decoding = replace(decoding, **options.given(changes), with_scores=False)
+            options.check_shortlist(shortlist, decoding.beam)
             return translating.load(run, decoding, loading)
 
         text = _read_text(src, refs, folders[0], process_group)

@@ -255,5 +255,13 @@ def refuse(other: str, options: Mapping[str, Any]) -> None:
         raise ConfigError(f"`{_as_option(key)}` has no effect with `{other}`; leave it out.")
 
 
+def check_shortlist(shortlist: str | None, beam: int) -> None:
+    """Raise ConfigError for a shortlist of a greedy search."""
+    if shortlist is not None and beam == 1:
+        raise ConfigError(
+            "`--shortlist` has no effect with a beam of 1, which ranks all tokens; leave it out."
+        )
+
+
 def _as_option(key: str) -> str:
     return "--" + key.rstrip("_").replace("_", "-")

@@ -91,6 +91,7 @@ def translate(
         with_alignment=alignments is not None or format_ == "jsonl",
         with_scores=not is_text,
     )
+    options.check_shortlist(shortlist, width)
     if engine == "ctranslate2":
         _check_ctranslate2(context, runs)
     with joined_process_group("run it again.") as process_group:

@@ -149,6 +149,18 @@ def test_a_shortlist_of_samples_is_refused_by_the_command_line(cli: Cli, run: Ru
     assert outcome.err == "mtrain: `--shortlist` has no effect with `--sample`; leave it out.\n"
 
 
+@pytest.mark.parametrize("verb", ["translate", "eval"])
+def test_a_shortlist_of_a_greedy_search_is_refused_by_the_command_line(
+    cli: Cli, run: RunDir, verb: str
+):
+    outcome = cli(verb, run.path, "--shortlist", "fast", "--beam", "1", stdin=b"ba\n")
+    assert (outcome.code, outcome.err) == (
+        2,
+        "mtrain: `--shortlist` has no effect with a beam of 1, which ranks all tokens; leave it "
+        "out.\n",
+    )
+
+
 def test_the_command_line_takes_a_shortlist_and_the_report_says_so(cli: Cli, run: RunDir):
     arguments = [run.path, "--resamples", "0", "--metrics", "bleu", "--shortlist", "fast"]
     outcome = cli("eval", *arguments)
