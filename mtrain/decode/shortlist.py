@@ -114,7 +114,7 @@ def load(run: RunDir, tokenizer: Tokenizer) -> Shortlist:
     if not are_in(run.data_dir):
         raise RunError(
             f"{run.path}: must have the training text in {run.data_dir.name}/ to learn a "
-            "shortlist from, but has none; translate without `--shortlist`."
+            "shortlist from, but has none; leave `--shortlist` out."
         )
     pairs = _sampled_pairs(ShardSet(run.data_dir, tokenizer))
     sizes = len(tokenizer.src), len(tokenizer.tgt)
