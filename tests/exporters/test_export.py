@@ -200,8 +200,12 @@ def test_a_shortlist_is_written_for_ctranslate2_which_ranks_nothing_else(
 
 
 def test_a_shortlist_is_for_ctranslate2_alone(cli: Cli, trained: RunDir, tmp_path: Path) -> None:
-    outcome = cli("export", trained.path, tmp_path / "out", "--to", "argos", "--shortlist")
+    need("huggingface")
+    outcome = cli("export", trained.path, tmp_path / "out", "--to", "huggingface", "--shortlist")
     assert outcome.code == 2 and not (tmp_path / "out").exists()
+    assert outcome.err == (
+        "mtrain: `--shortlist` has no effect with `--to huggingface`; leave it out.\n"
+    )
 
 
 # Variants
