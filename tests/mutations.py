@@ -202,8 +202,8 @@ MODEL = [
     Mutation(
         "a stopped augmentation begins anew",
         "mtrain/augmentation/augment.py",
-        "        deque(islice(rows, num_done * PART_LINES), maxlen=0)\n",
-        "",
+        "closing(_translate(engine, text, num_done * PART_LINES))",
+        "closing(_translate(engine, text, 0))",
         "tests/augmentation/test_augment.py -k goes_on",
     ),
     model(

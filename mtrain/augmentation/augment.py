@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, islice
+from itertools import chain, islice, tee
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,6 +104,15 @@ class _Text(NamedTuple):
     num_rows: int
 
 
+class _Translated(NamedTuple):
+    """A part of the text, and what a model made of it."""
+
+    rows: list[InputRow]
+    lines: list[str]  # of the side that is translated; empty where none is
+    candidates: list[Candidate]
+    lost: list[tuple[int, str]]  # the row and the reason of what is not translated
+
+
 class _Part(NamedTuple):
     """The counts of a part, once it is written."""
 
@@ -165,19 +174,21 @@ def augment(request: AugmentRequest, config: Config, console: Console, warn: War
             )
         engines = _load(request, directions)
         judge = _load_one(request, [request.judge]) if request.judge else None
-        rows = text.read()
-        deque(islice(rows, num_done * PART_LINES), maxlen=0)
         number = num_done
-        while block := list(islice(rows, PART_LINES)):
-            pairs, lost = _translate(block, number * PART_LINES, text.repeats, engines, pair_rules)
-            agreement = _agreement(judge, pairs, directions[0]) if judge else None
-            if process_group.is_first:
-                _write_part(work_dir, number, block, pairs, lost, request, agreement)
-                console.say(
-                    f"{output}: {min((number + 1) * PART_LINES, text.num_rows):,} of "
-                    f"{text.num_rows:,} lines"
-                )
-            number += 1
+        with ExitStack() as stack:
+            translated = [
+                stack.enter_context(closing(_translate(engine, text, num_done * PART_LINES)))
+                for engine in engines
+            ]
+            for parts in zip(*translated, strict=True):
+                rows = parts[0].rows
+                pairs, lost = _judge(parts, pair_rules)
+                agreement = _agreement(judge, pairs, directions[0]) if judge else None
+                if process_group.is_first:
+                    _write_part(work_dir, number, rows, pairs, lost, request, agreement)
+                    num_rows = number * PART_LINES + len(rows)
+                    console.say(f"{output}: {num_rows:,} of {text.num_rows:,} lines")
+                number += 1
         if process_group.is_first:
             sweep(output)
             with whole_dir(output) as directory:
@@ -336,32 +347,51 @@ def _load_one(request: AugmentRequest, runs: Sequence[RunDir]) -> Translator:
     return translating.load(runs, _options(request, runs[0]), request.loading)
 
 
-def _translate(
-    block: Sequence[InputRow],
-    first: int,
-    repeats: RepeatedSides,
-    engines: Sequence[_Engine],
-    pair_rules: PairRules,
-) -> tuple[list[Candidate], list[tuple[int, str]]]:
-    """Return the pairs that are kept, by row, and the row and the reason of each dropped one."""
-    lost: list[tuple[int, str]] = []
-    candidates: list[Candidate] = []
-    for engine in engines:
-        is_repeat = (repeats.tgt if engine.is_back else repeats.src)[first : first + len(block)]
+def _translate(engine: _Engine, text: _Text, first: int) -> Generator[_Translated, None, None]:
+    """Yield the parts of the text from this row on, as an engine translates them."""
+    parts, to_translate = tee(_parts(engine, text, first))
+    line_translator = LineTranslator(engine.translator, engine.stats, num_before=first)
+    blocks = (
+        part.lines[at : at + BLOCK_LINES]
+        for part in to_translate
+        for at in range(0, len(part.lines), BLOCK_LINES)
+    )
+    with closing(line_translator.translate(blocks)) as translated:
+        for part in parts:
+            for row, line in enumerate(islice(translated, len(part.rows))):
+                for best in line.best if part.lines[row] else []:
+                    sides = (best.text, line.src) if engine.is_back else (line.src, best.text)
+                    new = Candidate(*sides, row, best.flags, best.log_prob, best.score)
+                    part.candidates.append(new)
+            yield part
+
+
+def _parts(engine: _Engine, text: _Text, first: int) -> Iterator[_Translated]:
+    rows = islice(text.read(), first, None)
+    repeats = text.repeats.tgt if engine.is_back else text.repeats.src
+    while block := list(islice(rows, PART_LINES)):
         lines = [row.tgt if engine.is_back else row.src for row in block]
-        early = [
-            _early_reason(line, bool(again)) for line, again in zip(lines, is_repeat, strict=True)
-        ]
-        lost += [(row, reason) for row, reason in enumerate(early) if reason is not None]
+        is_repeat = repeats[first : first + len(block)].tolist()
+        early = [*map(_early_reason, lines, is_repeat)]
         lines = [line if reason is None else "" for line, reason in zip(lines, early, strict=True)]
-        line_translator = LineTranslator(engine.translator, engine.stats, num_before=first)
-        blocks = (lines[at : at + BLOCK_LINES] for at in range(0, len(lines), BLOCK_LINES))
-        for row, translated in enumerate(line_translator.translate(blocks)):
-            for best in translated.best if early[row] is None else []:
-                sides = (best.text, lines[row]) if engine.is_back else (lines[row], best.text)
-                candidates.append(Candidate(*sides, row, best.flags, best.log_prob, best.score))
+        lost = [(row, reason) for row, reason in enumerate(early) if reason is not None]
+        yield _Translated(block, lines, [], lost)
+        first += len(block)
+
+
+def _judge(
+    parts: Sequence[_Translated], pair_rules: PairRules
+) -> tuple[list[Candidate], list[tuple[int, str]]]:
+    """Return the pairs that are kept, by row, and the row and the reason of each dropped one.
+
+    Args:
+        parts: the same part of the text, as each engine translated it.
+        pair_rules: judges the pairs.
+    """
+    lost = [entry for part in parts for entry in part.lost]
+    candidates = [candidate for part in parts for candidate in part.candidates]
     candidates.sort(key=lambda candidate: candidate.row)  # stable: by model, then by rank
-    reasons = pair_rules.reasons(candidates, [(row.src, row.tgt) for row in block])
+    reasons = pair_rules.reasons(candidates, [(row.src, row.tgt) for row in parts[0].rows])
     judged = list(zip(candidates, reasons, strict=True))
     lost += [(candidate.row, reason) for candidate, reason in judged if reason is not None]
     return [candidate for candidate, reason in judged if reason is None], sorted(lost)

@@ -84,7 +84,10 @@ def find_repeats(rows: Iterable[InputRow], directory: Path) -> RepeatedSides:
     rows = iter(rows)
     while block := list(islice(rows, _BLOCK_LINES)):
         for path, side in zip(paths, ("src", "tgt"), strict=True):
-            keys = measure([getattr(row, side) for row in block], Feature.KEY).keys
+            lines = [getattr(row, side) for row in block]
+            keys = (
+                measure(lines, Feature.KEY).keys if any(lines) else np.zeros(len(lines), np.uint64)
+            )
             append(path, keys.tobytes())
     repeats = RepeatedSides(*map(_repeated, paths))
     for path in paths:

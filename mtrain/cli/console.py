@@ -138,7 +138,7 @@ def with_prompt(lines: Iterable[str], language: str) -> Iterable[str]:
 
 
 def read_typed(language: str) -> Iterator[list[str]]:
-    """Yield each line that is typed, as a block of its own, until Ctrl-D.
+    """Yield each line that is typed, as a block of its own, and an empty one, until Ctrl-D.
 
     Where stdout is the terminal too, the arrow keys edit the line and bring back those before it.
     Bytes that are not UTF-8 become U+FFFD.
@@ -151,6 +151,7 @@ def read_typed(language: str) -> Iterator[list[str]]:
     try:
         while True:
             yield [_input(_prompt(language))]
+            yield []  # the answer, before the next prompt
     except EOFError:
         print(file=sys.stderr)
     except KeyboardInterrupt:

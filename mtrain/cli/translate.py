@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,8 +103,9 @@ def translate(
         prefixes = read_lines(prefix) if prefix is not None else None
         if has_file or not is_at_terminal():
             blocks = read_blocks(paths[-1] if has_file else None, console.warn, BLOCK_LINES)
-            lines = console.with_progress(line_translator.translate(blocks, prefixes), output)
-            console.put(_formatted(lines, format_, n_best, alignments), output)
+            with closing(line_translator.translate(blocks, prefixes)) as lines:
+                shown = console.with_progress(lines, output)
+                console.put(_formatted(shown, format_, n_best, alignments), output)
             return
         typed = read_typed(config.data.src_lang)
         texts = _formatted(line_translator.translate(typed, prefixes), format_, n_best, alignments)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -30,7 +30,7 @@ from mtrain.decode.formats import (
 )
 from mtrain.decode.mbr import by_agreement
 from mtrain.decode.options import DecodingOptions
-from mtrain.decode.shared_search import NO_LIMITS, SearchLimits
+from mtrain.decode.shared_search import NO_LIMITS, PendingSearch, SearchLimits
 from mtrain.decode.split_long import LinePart, split_line
 from mtrain.decode.translator import EncodedSource
 from mtrain.errors import DataError
@@ -79,6 +79,9 @@ class SearchEngine(Protocol):
     def search(self, sources: Sequence[EncodedSource]) -> list[list[Hypothesis]]:
         """Return the best targets of each source, in the order of the sources."""
 
+    def start_search(self, sources: Sequence[EncodedSource]) -> PendingSearch:
+        """Begin to search for them."""
+
     def attend(
         self, sources: Sequence[EncodedSource], targets: Sequence[list[int]]
     ) -> list[Tensor]:
@@ -86,15 +89,19 @@ class SearchEngine(Protocol):
 
 
 def search(
-    engine: SearchEngine, sources: Sequence[EncodedSource]
+    engine: SearchEngine, sources: Sequence[EncodedSource], pending: PendingSearch | None = None
 ) -> tuple[list[list[Hypothesis]], set[int]]:
     """Return the best targets of each source, and the rows that were searched again.
+
+    Args:
+        engine, sources: what to search for.
+        pending: the search, if it was started before.
 
     With `retry_flagged`, a source whose best target repeats itself is searched again so that no
     `_RETRY_NGRAM` tokens in a row are written twice. One whose best target still repeats itself,
     as a prefix may, keeps its old ones.
     """
-    best_of, options = engine.search(sources), engine.options
+    best_of, options = (pending or engine.start_search(sources)).result(), engine.options
     is_bound = 0 < options.no_repeat_ngram <= _RETRY_NGRAM
     if not options.retry_flagged or options.sampling is not None or is_bound:
         return best_of, set()
@@ -117,6 +124,15 @@ def _repeats(source: EncodedSource, best: list[Hypothesis]) -> bool:
 
 def _ignore(_: str) -> None:
     pass
+
+
+class _Block(NamedTuple):
+    """Lines whose translations are being searched for."""
+
+    first: int  # the number of the first line
+    lines: list[str]
+    parts_of: list[list[LinePart]]
+    pending: PendingSearch
 
 
 class LineTranslator:
@@ -146,22 +162,57 @@ class LineTranslator:
 
     def translate(
         self, blocks: Iterable[list[str]], prefixes: Iterator[str] | None = None
-    ) -> Iterator[TranslatedLine]:
+    ) -> Generator[TranslatedLine, None, None]:
         """Yield each line with its translations, as soon as its block is done.
 
-        All ranks yield the same; only the first one reads the arguments.
+        One block is read ahead, and searched while the lines before it are written. All ranks
+        yield the same; only the first one reads the arguments.
 
         Args:
-            blocks: the lines, as they come; possibly without end.
+            blocks: the lines, as they come; possibly without end. An empty block says that the
+                next one may not come before the lines of those before it were yielded.
             prefixes: what the translation of each line must begin with.
 
         Raises:
             DataError: if a line is too long and may not be cut, or there is not a prefix a line.
         """
-        for lines, line_prefixes in self._broadcast(self._with_prefixes(blocks, prefixes)):
-            yield from self._translate_block(lines, line_prefixes)
-            self._num_lines += len(lines)
+        started = self._started(self._broadcast(self._with_prefixes(blocks, prefixes)))
+        current: _Block | None = None
+        following: _Block | None = None
+        is_last, error = False, None
+        try:
+            while not is_last:
+                try:
+                    following = next(started)
+                except StopIteration:
+                    is_last = True
+                except DataError as caught:  # raised once the lines before it are there
+                    is_last, error = True, caught
+                if current is not None:
+                    yield from self._finished(current)
+                current, following = following, None
+        finally:
+            for block in (current, following):
+                if block is not None:
+                    block.pending.cancel()
+        if error is not None:
+            raise error
         self.warnings.close()
+
+    def _started(
+        self, blocks: Iterable[tuple[list[str], list[str] | None]]
+    ) -> Iterator[_Block | None]:
+        """Encode each block, and begin its search; None for an empty one."""
+        for lines, prefixes in blocks:
+            if not lines:
+                yield None
+                continue
+            first = self._num_lines + 1
+            parts_of = self._parts(range(first, first + len(lines)), lines, prefixes)
+            self._num_lines += len(lines)
+            sources = [part.source for parts in parts_of for part in parts]
+            pending = self.translator.start_search(sources)
+            yield _Block(first, lines, parts_of, pending)
 
     def _with_prefixes(
         self, blocks: Iterable[list[str]], prefixes: Iterator[str] | None
@@ -188,22 +239,25 @@ class LineTranslator:
         if process_group.size == 1:
             yield from blocks
         elif process_group.is_first:
-            for block in blocks:
-                process_group.broadcast_bytes(json.dumps(block).encode())
-                yield block
+            try:
+                for block in blocks:
+                    process_group.broadcast_bytes(json.dumps(block).encode())
+                    yield block
+            except DataError:
+                process_group.broadcast_bytes(json.dumps(([], None)).encode())
+                raise
             process_group.broadcast_bytes(b"")
         else:
             while message := process_group.broadcast_bytes(b""):
                 lines, line_prefixes = json.loads(message)
                 yield lines, line_prefixes
 
-    def _translate_block(
-        self, lines: list[str], prefixes: list[str] | None
-    ) -> Iterator[TranslatedLine]:
-        numbers = range(self._num_lines + 1, self._num_lines + len(lines) + 1)
-        parts_of = self._parts(numbers, lines, prefixes)
-        best_of_parts = iter(self._translate_parts([part for parts in parts_of for part in parts]))
-        for number, src, parts in zip(numbers, lines, parts_of, strict=True):
+    def _finished(self, block: _Block) -> Iterator[TranslatedLine]:
+        """Wait for the search of a block, and yield its lines."""
+        all_parts = [part for parts in block.parts_of for part in parts]
+        best_of_parts = iter(self._translate_parts(all_parts, block.pending))
+        of_lines = zip(block.lines, block.parts_of, strict=True)
+        for number, (src, parts) in enumerate(of_lines, block.first):
             # the best translations of all parts, then the second best, and so on
             ranked = zip(*islice(best_of_parts, len(parts)), strict=False)
             best = [self._flagged(src, parts, join(of_parts)) for of_parts in ranked]
@@ -224,11 +278,13 @@ class LineTranslator:
         which = "short" if is_short else "long"
         return f"is very {which}: {count(num_tgt, 'word')} for {num_src:,}"
 
-    def _translate_parts(self, parts: list[LinePart]) -> list[list[Translation]]:
-        """Return the best translations of each part."""
+    def _translate_parts(
+        self, parts: list[LinePart], pending: PendingSearch
+    ) -> list[list[Translation]]:
+        """Return the best translations of each part, whose search was started."""
         tgt = self.translator.tokenizer.tgt
         sources = [part.source for part in parts]
-        best_of, retried = search(self.translator, sources)
+        best_of, retried = search(self.translator, sources, pending)
         part_of = [part for part, best in zip(parts, best_of, strict=True) for _ in best]
         is_again = [row in retried for row, best in enumerate(best_of) for _ in best]
         hypotheses = [hypothesis for best in best_of for hypothesis in best]

@@ -18,7 +18,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol
+from functools import partial
+from typing import Any, Generic, NamedTuple, Protocol
 
 import torch
 
@@ -75,6 +76,18 @@ class SearchLimits:
 NO_LIMITS = SearchLimits()
 
 
+class PendingSearch(NamedTuple):
+    """A search that was started, and may go on while its caller does something else.
+
+    Attributes:
+        result: waits for it; returns the best targets of each source, in the order of the sources.
+        cancel: ends it; `result` may not be called then.
+    """
+
+    result: Callable[[], list[list[Hypothesis]]]
+    cancel: Callable[[], None]
+
+
 class Source(Protocol):
     """What is decoded."""
 
@@ -110,6 +123,11 @@ class SearchCall(Generic[S]):
         self.error: BaseException | None = None
         self.is_cancelled, self.num_passed = False, 0
         self.is_done = threading.Event()
+        self.decode_here: Callable[[], None] | None = None  # in the caller's thread
+
+    def cancel(self) -> None:
+        """End the call; a worker drops its sources."""
+        self.is_cancelled = True
 
     def add(self, row: int, best: list[Hypothesis]) -> None:
         """Store the hypotheses of a row."""
@@ -395,21 +413,17 @@ class SharedSearch(Generic[S]):
         self._lock, self._process = threading.Lock(), os.getpid()
         self._workers: list[_Worker[S]] = []
 
-    def run(
-        self, call: SearchCall[S], groups_of: Sequence[Sequence[Rows]]
-    ) -> dict[int, list[Hypothesis]]:
-        """Decode the groups of a call, each entry of `groups_of` by another worker.
+    def submit(self, call: SearchCall[S], groups_of: Sequence[Sequence[Rows]]) -> None:
+        """Begin to decode the groups of a call, each entry of `groups_of` by another worker.
 
-        A single entry is decoded in the caller's thread, unless that has several cores.
-
-        Raises:
-            TimeoutError, CancelledError: as the limits of the call say.
-            NotFiniteError: if the logits are not finite.
+        A single entry waits for `result`, which decodes it in the caller's thread, unless that has
+        several cores.
         """
         if self._process != os.getpid():  # a fork has the locks, but not the threads
             self._start()
         if not any(groups_of):
-            return {}
+            call.is_done.set()
+            return
         is_in_thread = len(groups_of) > 1 or torch.get_num_threads() > 1
         try:
             with self._lock:
@@ -419,12 +433,23 @@ class SharedSearch(Generic[S]):
                 for worker, groups in zip(least_loaded, groups_of, strict=False):
                     if groups and is_in_thread:
                         worker.submit(call, groups)
-            if is_in_thread:
-                call.wait()
-            else:
-                least_loaded[0].decode_here(call, groups_of[0])
+        except BaseException:  # a signal, while a thread starts
+            call.cancel()
+            raise
+        if not is_in_thread:
+            call.decode_here = partial(least_loaded[0].decode_here, call, groups_of[0])
+
+    def result(self, call: SearchCall[S]) -> dict[int, list[Hypothesis]]:
+        """Wait until a call has ended; return the hypotheses of each row.
+
+        Raises:
+            TimeoutError, CancelledError: as the limits of the call say.
+            NotFiniteError: if the logits are not finite.
+        """
+        try:
+            (call.decode_here or call.wait)()
         finally:
-            call.is_cancelled = True
+            call.cancel()
         if call.error is not None:
             raise call.error
         return call.best

@@ -30,6 +30,7 @@ from mtrain.decode.options import DecodingOptions
 from mtrain.decode.sampling import sample_steps
 from mtrain.decode.shared_search import (
     NO_LIMITS,
+    PendingSearch,
     SearchCall,
     SearchLimits,
     SharedSearch,
@@ -222,12 +223,18 @@ class Translator:
     def search(self, sources: Sequence[EncodedSource]) -> list[list[Hypothesis]]:
         """Return the best targets of each source, in the order of the sources.
 
-        The sources are sorted by length and distributed over the threads of all ranks. Any number
-        of threads may call it; their sources are decoded together.
-
         Raises:
             RunError: if the logits are not finite.
             TimeoutError, CancelledError: as `limits` say.
+        """
+        return self.start_search(sources).result()
+
+    def start_search(self, sources: Sequence[EncodedSource]) -> PendingSearch:
+        """Begin a search, whose result raises what `search` does.
+
+        The sources are sorted by length and distributed over the threads of all ranks. Any number
+        of threads may call it; their sources are decoded together. All ranks ask for the results
+        in the same order.
         """
         for model in self.ensemble.models:
             if model.training:  # `eval` visits every module
@@ -248,8 +255,13 @@ class Translator:
             self._sample if self.options.sampling else None,
             self.limits,
         )
+        self.shared_search.submit(call, groups_of)
+        return PendingSearch(lambda: self._result(call, len(sources)), call.cancel)
+
+    def _result(self, call: SearchCall[EnsembleState], num_sources: int) -> list[list[Hypothesis]]:
+        """Wait for a search; return its hypotheses by source, those of all ranks."""
         try:
-            best = self.shared_search.run(call, groups_of)
+            best = self.shared_search.result(call)
         except NotFiniteError:
             raise RunError(
                 "the model must give finite numbers, but does not: its training diverged, or its "
@@ -262,7 +274,7 @@ class Translator:
                 for part in self.process_group.all_gather_bytes(json.dumps(message).encode())
                 for row, hypotheses in json.loads(part)
             }
-        return [best[row] for row in range(len(sources))]
+        return [best[row] for row in range(num_sources)]
 
     def _groups(self, sources: Sequence[EncodedSource], rows: list[int]) -> list[list[int]]:
         """Cut rows, the longest source first, into groups that are admitted together."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from mtrain.config.sections import Config
 from mtrain.decode.beam import Hypothesis, length_penalty
 from mtrain.decode.options import DecodingOptions
-from mtrain.decode.shared_search import NO_LIMITS, SearchLimits
+from mtrain.decode.shared_search import NO_LIMITS, PendingSearch, SearchLimits
 from mtrain.decode.shortlist import Shortlist
 from mtrain.decode.translator import EncodedSource
 from mtrain.errors import ConfigError
@@ -372,6 +372,10 @@ class CTranslate2Translator:
             hypotheses = [self._hypothesis(out.ids[:limit], out.log_prob) for out in outputs]
             best.append([max(hypotheses, key=lambda hypothesis: hypothesis.score)])
         return best
+
+    def start_search(self, sources: Sequence[EncodedSource]) -> PendingSearch:
+        """Return a search that begins when its result is asked for."""
+        return PendingSearch(lambda: self.search(sources), lambda: None)
 
     def _hypothesis(self, ids: list[int], log_prob: float) -> Hypothesis:
         penalty = length_penalty(float(len(ids) + 1), self.options.length_alpha)

@@ -184,12 +184,14 @@ def read_blocks(
     """Yield the lines of a file, or of stdin, as `read_forgiving` does, some at a time.
 
     A block ends when it holds `max_lines`, or when no next line arrives within a short time, so
-    that a user who types lines into a pipe sees each result. At most two blocks are in memory.
+    that a user who types lines into a pipe sees each result. An empty block follows where the next
+    line has not arrived. At most two blocks are in memory.
 
     Raises:
         DataError: for a file that cannot be read.
     """
     lines: queue.Queue[str | BaseException | None] = queue.Queue(max_lines)
+    is_idle = False
 
     def read() -> None:
         try:
@@ -199,6 +201,14 @@ def read_blocks(
         except BaseException as error:  # for the thread that waits
             lines.put(error)
 
+    def soon() -> str | BaseException | None:
+        nonlocal is_idle
+        try:
+            return lines.get(timeout=_PATIENCE_S)
+        except queue.Empty:
+            is_idle = True
+            return None
+
     threading.Thread(target=read, name="reader", daemon=True).start()
     item = lines.get()
     while item is not None:
@@ -207,17 +217,16 @@ def read_blocks(
         while isinstance(item, str):
             block.append(item)
             size += len(item)
+            item = soon()
             if len(block) == max_lines or size > _MAX_BLOCK_CHARACTERS:
-                break
-            try:
-                item = lines.get(timeout=_PATIENCE_S)
-            except queue.Empty:
                 break
         if block:
             yield block
         if isinstance(item, BaseException):
             raise item
-        item = lines.get() if isinstance(item, str) else None
+        if is_idle:
+            yield []
+            item, is_idle = lines.get(), False
 
 
 def format_undecodable(error: UnicodeDecodeError) -> str:

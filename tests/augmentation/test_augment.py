@@ -226,16 +226,16 @@ def test_a_stopped_one_goes_on_and_samples_the_same(
     assert all(pair["log_prob"] < 0 for pair in entries)
     assert entries == sorted(entries, key=lambda pair: pair["line"])
     shutil.rmtree(request.output)
-    translate, num_calls = augmenting._translate, 0
+    judge, num_calls = augmenting._judge, 0
 
     def interrupted(*arguments: Any) -> Any:
         nonlocal num_calls
         num_calls += 1
         if num_calls == 3:
             raise KeyboardInterrupt
-        return translate(*arguments)
+        return judge(*arguments)
 
-    monkeypatch.setattr(augmenting, "_translate", interrupted)
+    monkeypatch.setattr(augmenting, "_judge", interrupted)
     with pytest.raises(KeyboardInterrupt):
         augmenting.augment(request, config, Said(), print)
     assert not request.output.exists()

@@ -19,6 +19,7 @@ from mtrain.decode.beam import Hypothesis
 from mtrain.decode.formats import Link, TranslatedLine, word_starts
 from mtrain.decode.options import DecodingOptions, Sampling
 from mtrain.decode.pipeline import LineTranslator, Warn, translate_lines
+from mtrain.decode.shared_search import PendingSearch
 from mtrain.decode.split_long import split_line
 from mtrain.decode.translator import EncodedSource, Translator, load
 from mtrain.errors import DataError
@@ -83,7 +84,7 @@ def test_blocks_change_nothing_but_when_a_line_comes(translator: Translator) -> 
     assert_same(parts, whole)
 
 
-def test_an_endless_input_is_read_a_block_at_a_time(translator: Translator) -> None:
+def test_of_an_endless_input_one_block_is_read_ahead(translator: Translator) -> None:
     num_read = 0
 
     def endless() -> Iterator[list[str]]:
@@ -94,8 +95,71 @@ def test_an_endless_input_is_read_a_block_at_a_time(translator: Translator) -> N
 
     found = LineTranslator(translator, USUAL, never).translate(endless())
     for index, line in enumerate(islice(found, 9)):
-        assert num_read == index // 3 + 1
+        assert num_read == index // 3 + 2
         assert line.number == index + 1
+
+
+def test_the_next_block_is_decoded_while_lines_are_yielded(translator: Translator) -> None:
+    searches: list[str] = []
+
+    class Recorded(Translator):
+        def start_search(self, sources: Sequence[EncodedSource]) -> PendingSearch:
+            pending, number = super().start_search(sources), len(searches)
+            searches.append("running")
+
+            def result() -> list[list[Hypothesis]]:
+                found = pending.result()
+                searches[number] = "done"
+                return found
+
+            def cancel() -> None:
+                searches[number] += ", cancelled"
+                pending.cancel()
+
+            return PendingSearch(result, cancel)
+
+    parts = translator.ensemble.models, translator.tokenizer, translator.options
+    recorded = Recorded(*parts, translator.device)
+    lines = LineTranslator(recorded, USUAL, never).translate([LINES[:2], LINES[2:4], LINES[4:6]])
+    next(lines)
+    assert searches == ["done", "running"]
+    next(lines)
+    next(lines)
+    assert searches == ["done", "done", "running"]
+    lines.close()
+    assert searches == ["done", "done, cancelled", "running, cancelled"]
+
+
+def test_no_block_is_read_ahead_of_an_empty_one(translator: Translator) -> None:
+    """A program that waits for its answers before it writes more gets them."""
+    is_answered = False
+
+    def asking() -> Iterator[list[str]]:
+        yield LINES[:2]
+        yield []
+        assert is_answered
+        yield LINES[2:3]
+
+    lines = LineTranslator(translator, USUAL, never).translate(asking())
+    assert [next(lines).src, next(lines).src] == LINES[:2]
+    is_answered = True
+    assert [line.src for line in lines] == LINES[2:3]
+
+
+def test_the_lines_before_an_error_are_yielded_first(translator: Translator) -> None:
+    def broken() -> Iterator[list[str]]:
+        yield LINES[:2]
+        raise DataError("in.gz: must be whole.")
+
+    lines = LineTranslator(translator, USUAL, never).translate(broken())
+    assert [next(lines).src, next(lines).src] == LINES[:2]
+    with pytest.raises(DataError, match=r"in\.gz"):
+        next(lines)
+    strict = with_options(translator, max_input_tokens=3, on_long="error")
+    lines = LineTranslator(strict, USUAL, never).translate([[""], [LINES[0]]])
+    assert next(lines).src == ""
+    with pytest.raises(DataError, match="line 2: must have at most 3 tokens"):
+        next(lines)
 
 
 def test_every_number_that_is_given_belongs_to_the_text(translator: Translator) -> None:
@@ -178,11 +242,12 @@ def test_all_ranks_search_for_the_lines_and_prefixes_of_the_first(
 ) -> None:
     asked: list[list[EncodedSource]] = []
 
-    def search(self: Translator, sources: list[EncodedSource]) -> list[list[Hypothesis]]:
+    def start_search(self: Translator, sources: list[EncodedSource]) -> PendingSearch:
         asked.append(list(sources))
-        return [[Hypothesis([], [], 0.0, 0.0)] for _ in sources]
+        found = [[Hypothesis([], [], 0.0, 0.0)] for _ in sources]
+        return PendingSearch(lambda: found, lambda: None)
 
-    monkeypatch.setattr(Translator, "search", search)
+    monkeypatch.setattr(Translator, "start_search", start_search)
     sent: list[bytes] = []
     models, tokenizer = translator.ensemble.models, translator.tokenizer
     first, second = (
@@ -201,7 +266,7 @@ def test_all_ranks_search_for_the_lines_and_prefixes_of_the_first(
     assert said
     assert stream(second, [], never) == lines
     assert sent == []
-    assert asked[: len(blocks)] == asked[len(blocks) :]
+    assert asked[:2] == asked[2:]
     assert [source.text for source in asked[0]] == ["ba", "b\N{SNOWMAN}"]
     assert asked[0][0].prefix == tuple(tokenizer.tgt.encode(["tu"])[0])
 

@@ -98,11 +98,11 @@ def test_a_batch_of_many_equals_many_batches_of_one(translator: Translator, beam
 def test_ctrl_c_ends_a_search_of_several_threads_at_their_next_step(
     translator: Translator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, run, taken, calls = translator.ensemble.step, SharedSearch.run, [], []
+    step, submit, taken, calls = translator.ensemble.step, SharedSearch.submit, [], []
 
     def remembered(self: SharedSearch, call: SearchCall, *rest: object) -> object:
         calls.append(call)
-        return run(self, call, *rest)
+        return submit(self, call, *rest)
 
     def interrupted(*arguments: object) -> object:
         is_first = not taken
@@ -114,7 +114,7 @@ def test_ctrl_c_ends_a_search_of_several_threads_at_their_next_step(
             time.sleep(0.001)
         return step(*arguments)
 
-    monkeypatch.setattr(SharedSearch, "run", remembered)
+    monkeypatch.setattr(SharedSearch, "submit", remembered)
     monkeypatch.setattr(translator.ensemble, "step", interrupted)
     torch.set_num_threads(2)
     long = [replace(source, prefix=(5,) * 100) for source in sources(translator)]
@@ -159,13 +159,13 @@ def test_a_gpu_is_searched_on_by_one_thread(
 ) -> None:
     """Several would take turns, each with a part of what the GPU takes at once."""
     counts: list[int] = []
-    run = SharedSearch.run
+    submit = SharedSearch.submit
 
-    def counted(self: SharedSearch, call: SearchCall, groups_of: list, *rest: object) -> object:
+    def counted(self: SharedSearch, call: SearchCall, groups_of: list) -> None:
         counts.append(len(groups_of))
-        return run(self, call, groups_of, *rest)
+        submit(self, call, groups_of)
 
-    monkeypatch.setattr(SharedSearch, "run", counted)
+    monkeypatch.setattr(SharedSearch, "submit", counted)
     torch.set_num_threads(3)
     for name in ("cpu", "cuda"):
         parts = (translator.tokenizer, translator.options, torch.device(name))
