@@ -889,6 +889,27 @@ SEARCH = [
         "tests/decode/test_pipeline.py",
     ),
     Mutation(
+        "an interrupted translation decodes on",
+        "mtrain/decode/pipeline.py",
+        "                    block.pending.cancel()",
+        "                    pass",
+        "tests/decode/test_pipeline.py -k while_lines_are_yielded",
+    ),
+    Mutation(
+        "lines are lost with an error in those after them",
+        "mtrain/decode/pipeline.py",
+        "                except DataError as caught:",
+        "                except ZeroDivisionError as caught:",
+        "tests/decode/test_pipeline.py -k before_an_error",
+    ),
+    Mutation(
+        "training imports the compiler",
+        "mtrain/training/adam.py",
+        "        inspect.unwrap(torch.optim.AdamW.step)(self)",
+        "        torch.optim.AdamW.step(self)",
+        "tests/training/test_adam.py",
+    ),
+    Mutation(
         "copies of a candidate do not count",
         "mtrain/decode/mbr.py",
         "100.0 * (times - 1)",
@@ -975,8 +996,8 @@ TRAINING = [
     Mutation(
         "weight decay by default",
         "mtrain/training/training_state.py",
-        "weight_decay=config.weight_decay,",
-        "weight_decay=0.01,",
+        "            config.weight_decay,\n        )",
+        "            0.01,\n        )",
         "tests/training/test_schedule.py",
     ),
     Mutation(
@@ -1077,7 +1098,7 @@ TEXT = [
     Mutation(
         "translations in the order of length",
         "mtrain/decode/translator.py",
-        "return [best[row] for row in range(len(sources))]",
+        "return [best[row] for row in range(num_sources)]",
         "return list(best.values())",
         "tests/decode/test_translator.py -k own_translation",
     ),

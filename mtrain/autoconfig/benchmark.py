@@ -30,6 +30,7 @@ from mtrain.runtime.device import (
     pick_device,
 )
 from mtrain.tokenizer.sentencepiece import Tokenizer
+from mtrain.training.adam import Adam
 from mtrain.training.gradients import Gradients
 
 _WINDOW_S = 0.6  # the median speed of several counts
@@ -113,7 +114,7 @@ def measure(preset: Preset, batch_tokens: int, sample: Sample, device_name: str)
     model = build_model(preset.model, sample.tokenizer).to(device)
     model.compute_in(compute_dtype("auto", device))
     gradients = Gradients(model, TrainingConfig(), device, lambda text: None)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
+    optimizer = Adam(model.parameters(), (0.9, 0.999), 1e-8, 0.0)
     batches = sample.batches(batch_tokens)
     num_batches = 0
 

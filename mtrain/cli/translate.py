@@ -101,16 +101,15 @@ def translate(
             list(line_translator.translate([]))  # the first rank's lines, which it writes
             return
         prefixes = read_lines(prefix) if prefix is not None else None
-        if has_file or not is_at_terminal():
+        if is_typed := not has_file and is_at_terminal():
+            blocks = read_typed(config.data.src_lang)
+        else:
             blocks = read_blocks(paths[-1] if has_file else None, console.warn, BLOCK_LINES)
-            with closing(line_translator.translate(blocks, prefixes)) as lines:
-                shown = console.with_progress(lines, output)
-                console.put(_formatted(shown, format_, n_best, alignments), output)
-            return
-        typed = read_typed(config.data.src_lang)
-        texts = _formatted(line_translator.translate(typed, prefixes), format_, n_best, alignments)
-        is_answer = is_text and output is None
-        console.put(with_prompt(texts, config.data.tgt_lang) if is_answer else texts, output)
+        with closing(line_translator.translate(blocks, prefixes)) as lines:
+            shown = lines if is_typed else console.with_progress(lines, output)
+            texts = _formatted(shown, format_, n_best, alignments)
+            is_answer = is_typed and is_text and output is None
+            console.put(with_prompt(texts, config.data.tgt_lang) if is_answer else texts, output)
 
 
 def _load(

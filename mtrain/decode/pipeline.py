@@ -126,7 +126,7 @@ def _ignore(_: str) -> None:
     pass
 
 
-class _Block(NamedTuple):
+class _StartedBlock(NamedTuple):
     """Lines whose translations are being searched for."""
 
     first: int  # the number of the first line
@@ -177,8 +177,8 @@ class LineTranslator:
             DataError: if a line is too long and may not be cut, or there is not a prefix a line.
         """
         started = self._started(self._broadcast(self._with_prefixes(blocks, prefixes)))
-        current: _Block | None = None
-        following: _Block | None = None
+        current: _StartedBlock | None = None
+        following: _StartedBlock | None = None
         is_last, error = False, None
         try:
             while not is_last:
@@ -201,18 +201,15 @@ class LineTranslator:
 
     def _started(
         self, blocks: Iterable[tuple[list[str], list[str] | None]]
-    ) -> Iterator[_Block | None]:
-        """Encode each block, and begin its search; None for an empty one."""
+    ) -> Iterator[_StartedBlock]:
+        """Encode each block, and begin its search."""
         for lines, prefixes in blocks:
-            if not lines:
-                yield None
-                continue
             first = self._num_lines + 1
             parts_of = self._parts(range(first, first + len(lines)), lines, prefixes)
             self._num_lines += len(lines)
             sources = [part.source for parts in parts_of for part in parts]
             pending = self.translator.start_search(sources)
-            yield _Block(first, lines, parts_of, pending)
+            yield _StartedBlock(first, lines, parts_of, pending)
 
     def _with_prefixes(
         self, blocks: Iterable[list[str]], prefixes: Iterator[str] | None
@@ -243,8 +240,9 @@ class LineTranslator:
                 for block in blocks:
                     process_group.broadcast_bytes(json.dumps(block).encode())
                     yield block
-            except DataError:
+            except DataError:  # once all ranks have yielded the lines before it
                 process_group.broadcast_bytes(json.dumps(([], None)).encode())
+                yield [], None
                 raise
             process_group.broadcast_bytes(b"")
         else:
@@ -252,7 +250,7 @@ class LineTranslator:
                 lines, line_prefixes = json.loads(message)
                 yield lines, line_prefixes
 
-    def _finished(self, block: _Block) -> Iterator[TranslatedLine]:
+    def _finished(self, block: _StartedBlock) -> Iterator[TranslatedLine]:
         """Wait for the search of a block, and yield its lines."""
         all_parts = [part for parts in block.parts_of for part in parts]
         best_of_parts = iter(self._translate_parts(all_parts, block.pending))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,12 +16,14 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from mtrain.data.arrow_shards import ShardSet, are_in
 from mtrain.errors import RunError, damaged
 from mtrain.io.atomic import whole_file
 from mtrain.ops.packed_weights import Ints
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer.sentencepiece import Tokenizer
+
+if TYPE_CHECKING:
+    from mtrain.data.arrow_shards import ShardSet
 
 NUM_LIKELY = 40  # of each source token
 NUM_FREQUENT = 150
@@ -111,6 +114,8 @@ def load(run: RunDir, tokenizer: Tokenizer) -> Shortlist:
             raise damaged(path, "must be a file of safetensors, but is not") from error
         if is_own and (len(likely), len(always)) == (len(tokenizer.src), len(tokenizer.tgt)):
             return Shortlist(likely, always, is_shared)
+    from mtrain.data.arrow_shards import ShardSet, are_in  # pyarrow takes a tenth of a second
+
     if not are_in(run.data_dir):
         raise RunError(
             f"{run.path}: must have the training text in {run.data_dir.name}/ to learn a "

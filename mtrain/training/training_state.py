@@ -19,6 +19,7 @@ from mtrain.run.checkpoint import Checkpoint, Environment, Progress, Weights
 from mtrain.run.load_model import set_weights
 from mtrain.runtime.device import processor
 from mtrain.runtime.process_group import ProcessGroup
+from mtrain.training.adam import Adam
 from mtrain.training.gradients import GradScaler
 from mtrain.training.meters import RunningMeter
 from mtrain.training.muon import BatchedMuon, linear_weights
@@ -48,12 +49,11 @@ class TrainingState:
         self.parameters = list(model.parameters())
         matrices = linear_weights(model) if config.optimizer == "muon" else []
         self.is_matrix: set[torch.Tensor] = set(matrices)  # for Muon
-        adam = torch.optim.AdamW(  # equals Adam if weight_decay is 0
+        adam = Adam(
             [parameter for parameter in self.parameters if parameter not in self.is_matrix],
-            betas=(config.betas[0], config.betas[1]),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=True,
+            (config.betas[0], config.betas[1]),
+            config.eps,
+            config.weight_decay,
         )
         self.optimizers: list[torch.optim.Optimizer] = [adam]
         if matrices:

@@ -266,9 +266,39 @@ def test_all_ranks_search_for_the_lines_and_prefixes_of_the_first(
     assert said
     assert stream(second, [], never) == lines
     assert sent == []
-    assert asked[:2] == asked[2:]
+    assert asked[: len(blocks)] == asked[len(blocks) :]
     assert [source.text for source in asked[0]] == ["ba", "b\N{SNOWMAN}"]
     assert asked[0][0].prefix == tuple(tokenizer.tgt.encode(["tu"])[0])
+
+
+def test_all_ranks_yield_the_lines_before_one_that_the_first_cannot_read(
+    translator: Translator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start_search(self: Translator, sources: list[EncodedSource]) -> PendingSearch:
+        self.process_group.broadcast_bytes(b"all ranks search")
+        found = [[Hypothesis([], [], 0.0, 0.0)] for _ in sources]
+        return PendingSearch(lambda: found, lambda: None)
+
+    def broken() -> Iterator[list[str]]:
+        yield LINES[:2]
+        raise DataError("in.gz: must be whole.")
+
+    monkeypatch.setattr(Translator, "start_search", start_search)
+    sent: list[bytes] = []
+    parts = translator.ensemble.models, translator.tokenizer, translator.options
+    ranks = [
+        Translator(*parts, translator.device, process_group=Rank(rank, sent)) for rank in range(2)
+    ]
+    first, second = (LineTranslator(rank, USUAL) for rank in ranks)
+    lines = first.translate(broken())
+    expected = [next(lines), next(lines)]
+    with pytest.raises(DataError, match=r"in\.gz"):
+        next(lines)
+    lines = second.translate([])
+    assert [next(lines), next(lines)] == expected
+    with pytest.raises(IndexError):  # it waits for the next block
+        next(lines)
+    assert sent == []
 
 
 # Prefixes

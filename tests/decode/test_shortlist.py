@@ -9,6 +9,7 @@ import pytest
 from conftest import Cli
 
 from mtrain import api
+from mtrain.data.arrow_shards import ShardSet
 from mtrain.decode import shortlist
 from mtrain.decode import translator as translator_module
 from mtrain.decode.options import DecodingOptions, Sampling
@@ -53,7 +54,7 @@ def test_the_tokens_of_a_source_are_sorted_and_none_is_one_that_is_never_written
 
 def test_pairs_of_a_long_text_are_taken_at_even_distances(trained: RunDir, monkeypatch):
     tokenizer = translator_module.load(trained).tokenizer
-    shards = shortlist.ShardSet(trained.data_dir, tokenizer)
+    shards = ShardSet(trained.data_dir, tokenizer)
     whole = [list(src) for src, _ in shortlist._sampled_pairs(shards)]
     monkeypatch.setattr(shortlist, "_MAX_PAIRS", len(whole) // 3)
     some = [list(src) for src, _ in shortlist._sampled_pairs(shards)]

@@ -487,6 +487,8 @@ def _outcome(function: Callable[[], None]) -> str:
 
 def run_cases() -> None:
     """Print the outcome of each case as JSON."""
+    import torch._dynamo  # here, and not once more in every fork that needs it
+
     torch.set_num_threads(1)
     native.Functions.has_fast_matmul = lambda functions: True  # as on a processor that has it
     assert native.compiled() is not None

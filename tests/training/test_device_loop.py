@@ -29,7 +29,7 @@ from mtrain.run.run_dir import RunDir
 from mtrain.runtime import device
 from mtrain.runtime.prefetch import read_ahead
 from mtrain.runtime.process_group import SINGLE, ProcessGroup
-from mtrain.training import compilation
+from mtrain.training import compilation, training_state
 from mtrain.training import trainer as trainer_module
 from mtrain.training.gradients import Gradients
 from mtrain.training.loss import LossSum
@@ -152,7 +152,7 @@ def test_a_loop_that_runs_ahead_of_its_device_trains_logs_and_leaves_out_the_sam
 class NoOptimizer(torch.optim.Optimizer):
     """PyTorch's fused one takes no tensors without values."""
 
-    def __init__(self, parameters: Any, **settings: Any) -> None:
+    def __init__(self, parameters: Any, *settings: Any) -> None:
         super().__init__(parameters, {})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -167,7 +167,7 @@ def test_an_update_never_waits_for_its_device(
     config = config_file.load(source, settings, str(tmp_path / "run"))
     run = prepared(config)
     monkeypatch.setattr(trainer_module, "device_of", lambda config, process_group: META)
-    monkeypatch.setattr(torch.optim, "AdamW", NoOptimizer)
+    monkeypatch.setattr(training_state, "Adam", NoOptimizer)
     with RunLog(tmp_path / "metrics.jsonl") as log:
         trainer = Trainer(config, run, log)
         trainer.max_pending = 8

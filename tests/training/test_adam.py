@@ -1,0 +1,57 @@
+"""Hold Adam to PyTorch's, bit for bit, and to what it is for: a start without the compiler."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tasks import write_task
+from torch import nn
+
+from mtrain.training.adam import Adam
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_an_update_is_that_of_pytorch_bit_for_bit(weight_decay: float) -> None:
+    def trained(kind: type[torch.optim.AdamW], *settings: object, **named: object) -> nn.Linear:
+        torch.manual_seed(1)
+        layer = nn.Linear(5, 3)
+        optimizer = kind(layer.parameters(), *settings, **named)  # type: ignore[arg-type]
+        optimizer.param_groups[0]["lr"] = 0.1
+        for _ in range(4):
+            layer(torch.randn(7, 5)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.load_state_dict(optimizer.state_dict())
+        return layer
+
+    ours = trained(Adam, (0.9, 0.98), 1e-9, weight_decay)
+    named = {"betas": (0.9, 0.98), "eps": 1e-9, "weight_decay": weight_decay, "fused": True}
+    theirs = trained(torch.optim.AdamW, **named)
+    assert torch.equal(ours.weight, theirs.weight) and torch.equal(ours.bias, theirs.bias)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_a_training_does_not_import_the_compiler(tmp_path: Path, optimizer: str) -> None:
+    """`torch._dynamo` and all that it imports take a second."""
+    config_path = write_task(tmp_path)
+    settings = ["training.max_steps=2", f"training.optimizer={optimizer}"]
+    arguments = [
+        "train",
+        str(config_path),
+        *(word for each in settings for word in ("--set", each)),
+    ]
+    script = (
+        f"import sys; sys.argv = ['mtrain', *{arguments!r}]\n"
+        "import atexit, mtrain.cli.main\n"
+        "atexit.register(lambda: print('torch._dynamo' in sys.modules))\n"
+        "mtrain.cli.main.main()"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=env, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "False"
