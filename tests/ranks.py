@@ -34,7 +34,7 @@ from mtrain.training.trainer import Trainer
 from mtrain.training.training_state import TrainingState
 
 PATIENCE_S = 120
-# torch imports `torch._dynamo` at the first optimizer step: half of the time of a short training
+# DistributedDataParallel imports `torch._dynamo`, which takes half of the time of a short training
 PRELOADED = ["ranks", "datasets", "mtrain.training.data_parallel", "mtrain.decode.translator"]
 PRELOADED += ["torch._dynamo", "mtrain.cli.train", "mtrain.cli.evaluate", "mtrain.cli.translate"]
 
