@@ -80,9 +80,11 @@ def evaluate(
         def load(run: RunDir) -> Translator:
             decoding = DecodingOptions.from_config(run.config)
             decoding = replace(decoding, **options.given(changes), with_scores=False)
-            options.check_shortlist(shortlist, decoding.beam)
             return translating.load(run, decoding, loading)
 
+        for path in [*runs, *others] if shortlist is not None else []:
+            if path.is_dir():  # before the first one is translated
+                options.check_shortlist(shortlist, beam or RunDir(path).config.decoding.beam)
         text = _read_text(src, refs, folders[0], process_group)
         if score:
             read = text or evaluation.read_tests(folders[0], names)

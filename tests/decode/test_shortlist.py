@@ -162,6 +162,21 @@ def test_a_shortlist_of_a_greedy_search_is_refused_by_the_command_line(
     )
 
 
+@pytest.mark.parametrize("option", [[], ["--compare"]])
+def test_a_greedy_run_is_refused_before_another_is_translated(
+    cli: Cli, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: list[str]
+):
+    shutil.copytree(run.path, tmp_path / "greedy")
+    path = tmp_path / "greedy" / "config.yaml"
+    text = path.read_text("utf-8")
+    assert "beam: 2" in text
+    path.write_text(text.replace("beam: 2", "beam: 1"), encoding="utf-8")
+    monkeypatch.setattr(translator_module, "load", None)
+    outcome = cli("eval", run.path, *option, path.parent, "--shortlist", "fast")
+    assert outcome.code == 2
+    assert outcome.err.startswith("mtrain: `--shortlist` has no effect with a beam of 1")
+
+
 def test_the_command_line_takes_a_shortlist_and_the_report_says_so(cli: Cli, run: RunDir):
     arguments = [run.path, "--resamples", "0", "--metrics", "bleu", "--shortlist", "fast"]
     outcome = cli("eval", *arguments)
