@@ -30,7 +30,8 @@ from mtrain.config import config_file
 MTRAIN = [sys.executable, "-m", "mtrain"]
 TEXT = Path(os.environ.get("MTRAIN_MULTI30K") or "data/multi30k")
 NUM_ALL = 29_000  # pairs
-DIRECTIONS = (("en", "de"), ("de", "en"))
+Direction = tuple[str, str]
+DIRECTIONS: tuple[Direction, ...] = (("en", "de"), ("de", "en"))
 MODELS = {  # as in configs/multi30k_tiny.yaml and multi30k_small.yaml
     "tiny": {
         **{"d_model": 128, "num_heads": 4, "d_ff": 256},
@@ -55,6 +56,7 @@ class Plan(NamedTuple):
     overrides: list[str]  # of the config of every training
     rounds: int  # of back-translation
     skip_all: bool  # leave out what is trained on the whole corpus
+    directions: list[Direction]  # that are scored
 
 
 def main() -> None:
@@ -71,11 +73,14 @@ def main() -> None:
     parser.add_argument("--skip-all", action="store_true", help="of back: no training on all pairs")
     parser.add_argument("--lines", type=int, default=1_000_000, help="of speed")
     parser.add_argument("--run", type=Path, default=Path("runs/demo"), help="of speed: the demo's")
+    parser.add_argument("--directions", default="en-de,de-en", help="of back: that are scored")
     given = parser.parse_args()
     numbers = [[int(number) for number in text.split(",")] for text in (given.pairs, given.seeds)]
     augment = given.augment.split()
     sizes = (given.max_steps, given.num_all)
-    plan = Plan(given.out, *numbers, *sizes, augment, given.set, given.rounds, given.skip_all)
+    directions = [pair for pair in DIRECTIONS if "-".join(pair) in given.directions.split(",")]
+    rounds = (given.rounds, given.skip_all, directions)
+    plan = Plan(given.out, *numbers, *sizes, augment, given.set, *rounds)
     plan.directory.mkdir(parents=True, exist_ok=True)
     say(f"{describe_machine()}  commit {commit()}  updates {plan.max_steps:,}  {given.augment}")
     if given.what == "speed":
@@ -92,31 +97,26 @@ def main() -> None:
 def back_translate(plan: Plan, count: int) -> None:
     """Train on `count` real pairs, on these and the back-translated rest, and on all pairs."""
     for seed in plan.seeds:
-        bases = {pair: trained(plan, pair, count, seed) for pair in DIRECTIONS}
-        models, systems = bases, {pair: {"real": bases[pair]} for pair in DIRECTIONS}
-        for number in range(1, plan.rounds + 1):
-            models = {
-                (src, tgt): back_translated(
-                    plan,
-                    bases[src, tgt],
-                    first_lines(plan, tgt, count, plan.num_all),
-                    models[tgt, src],
-                    number,
-                )
-                for src, tgt in DIRECTIONS
-            }
-            for pair, run in models.items():
-                systems[pair][f"with back-translation, round {number}"] = run
-        for pair in DIRECTIONS:
+        for pair in plan.directions:
+            systems = {"real": trained(plan, pair, count, seed)}
+            for number in range(1, plan.rounds + 1):
+                run = back_translated(plan, pair, count, seed, number)
+                systems[f"with back-translation, round {number}"] = run
             if not plan.skip_all:
-                systems[pair]["all real"] = trained(plan, pair, plan.num_all, seed)
-            for system, path in systems[pair].items():
+                systems["all real"] = trained(plan, pair, plan.num_all, seed)
+            for system, path in systems.items():
                 note(plan, f"{'-'.join(pair)}, {count:,} pairs", system, seed, path)
 
 
-def back_translated(plan: Plan, base: Path, rest: Path, reverse: Path, number: int) -> Path:
-    """Train on the pairs of `base` and on the lines of `rest`, back-translated by `reverse`."""
+def back_translated(plan: Plan, pair: Direction, count: int, seed: int, number: int) -> Path:
+    """Train on `count` real pairs and on the rest, translated by a model of the round before."""
+    if number == 0:
+        return trained(plan, pair, count, seed)
+    src, tgt = pair
+    reverse = back_translated(plan, (tgt, src), count, seed, number - 1)
+    base = configured(plan, pair, count, seed)
     corpus = plan.directory / f"{base.name}.bt{number}"
+    rest = first_lines(plan, tgt, count, plan.num_all)
     using = ("--back", str(rest), "--using", str(reverse))
     new_config = ("-o", str(corpus), "--write-config", str(config_of(corpus)))
     mtrain("augment", str(config_of(base)), *using, *new_config, *plan.augment)
@@ -207,8 +207,15 @@ def first_lines(plan: Plan, language: str, first: int, last: int) -> Path:
     return path
 
 
-def trained(plan: Plan, pair: tuple[str, str], count: int, seed: int, model: str = "tiny") -> Path:
-    """Train on the first `count` real pairs; return the run folder. Its config stands beside."""
+def trained(plan: Plan, pair: Direction, count: int, seed: int, model: str = "tiny") -> Path:
+    """Train on the first `count` real pairs; return the run folder."""
+    run = configured(plan, pair, count, seed, model)
+    mtrain("train", str(config_of(run)))
+    return run
+
+
+def configured(plan: Plan, pair: Direction, count: int, seed: int, model: str = "tiny") -> Path:
+    """Write the config of such a training beside its run folder; return the run folder."""
     run = plan.directory / f"{'-'.join(pair)}.{count}-{seed}{'' if model == 'tiny' else model}"
     warmup_steps = min(1000, plan.max_steps // 4)
     lr = (0.004 if model == "tiny" else 0.002) * warmup_steps / 1000  # a short warmup takes less
@@ -242,7 +249,6 @@ def trained(plan: Plan, pair: tuple[str, str], count: int, seed: int, model: str
     }
     path = config_of(run)
     config_file.save(config_file.from_tree(tree, str(path), plan.overrides), path, False)
-    mtrain("train", str(path))
     return run
 
 
