@@ -73,13 +73,15 @@ def main() -> None:
     parser.add_argument("--skip-all", action="store_true", help="of back: no training on all pairs")
     parser.add_argument("--lines", type=int, default=1_000_000, help="of speed")
     parser.add_argument("--run", type=Path, default=Path("runs/demo"), help="of speed: the demo's")
-    parser.add_argument("--directions", default="en-de,de-en", help="of back: that are scored")
+    names = {"-".join(pair): pair for pair in DIRECTIONS}
+    parser.add_argument(
+        "--directions", nargs="+", choices=names, default=[*names], help="of back: that are scored"
+    )
     given = parser.parse_args()
     numbers = [[int(number) for number in text.split(",")] for text in (given.pairs, given.seeds)]
     augment = given.augment.split()
     sizes = (given.max_steps, given.num_all)
-    directions = [pair for pair in DIRECTIONS if "-".join(pair) in given.directions.split(",")]
-    rounds = (given.rounds, given.skip_all, directions)
+    rounds = (given.rounds, given.skip_all, [names[name] for name in given.directions])
     plan = Plan(given.out, *numbers, *sizes, augment, given.set, *rounds)
     plan.directory.mkdir(parents=True, exist_ok=True)
     say(f"{describe_machine()}  commit {commit()}  updates {plan.max_steps:,}  {given.augment}")

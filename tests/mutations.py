@@ -202,8 +202,8 @@ MODEL = [
     Mutation(
         "a stopped augmentation begins anew",
         "mtrain/augmentation/augment.py",
-        "closing(_translate(engine, text, num_done * PART_LINES))",
-        "closing(_translate(engine, text, 0))",
+        "        first = num_done * PART_LINES\n",
+        "        first = 0\n",
         "tests/augmentation/test_augment.py -k goes_on",
     ),
     model(
@@ -904,10 +904,10 @@ SEARCH = [
     ),
     Mutation(
         "training imports the compiler",
-        "mtrain/training/adam.py",
-        "        inspect.unwrap(torch.optim.AdamW.step)(self)",
-        "        torch.optim.AdamW.step(self)",
-        "tests/training/test_adam.py",
+        "mtrain/training/optimizer.py",
+        "    step = torch.no_grad()(inspect.unwrap(AdamW.step))\n",
+        "",
+        "tests/training/test_optimizer.py",
     ),
     Mutation(
         "copies of a candidate do not count",

@@ -175,10 +175,12 @@ def augment(request: AugmentRequest, config: Config, console: Console, warn: War
         engines = _load(request, directions)
         judge = _load_one(request, [request.judge]) if request.judge else None
         number = num_done
+        first = num_done * PART_LINES
+        blocks = tee(_blocks(text, first), len(engines))
         with ExitStack() as stack:
             translated = [
-                stack.enter_context(closing(_translate(engine, text, num_done * PART_LINES)))
-                for engine in engines
+                stack.enter_context(closing(_translate(engine, of_engine, text.repeats, first)))
+                for engine, of_engine in zip(engines, blocks, strict=True)
             ]
             for parts in zip(*translated, strict=True):
                 rows = parts[0].rows
@@ -347,16 +349,25 @@ def _load_one(request: AugmentRequest, runs: Sequence[RunDir]) -> Translator:
     return translating.load(runs, _options(request, runs[0]), request.loading)
 
 
-def _translate(engine: _Engine, text: _Text, first: int) -> Generator[_Translated, None, None]:
-    """Yield the parts of the text from this row on, as an engine translates them."""
-    parts, to_translate = tee(_parts(engine, text, first))
+def _blocks(text: _Text, first: int) -> Iterator[list[InputRow]]:
+    """Yield the rows of the text from this one on, part by part."""
+    rows = islice(text.read(), first, None)
+    while block := list(islice(rows, PART_LINES)):
+        yield block
+
+
+def _translate(
+    engine: _Engine, blocks: Iterable[list[InputRow]], repeats: RepeatedSides, first: int
+) -> Generator[_Translated, None, None]:
+    """Yield the parts of the text as an engine translates them; `first` is their first row."""
+    parts, to_translate = tee(_parts(engine, blocks, repeats, first))
     line_translator = LineTranslator(engine.translator, engine.stats, num_before=first)
-    blocks = (
+    lines = (
         part.lines[at : at + BLOCK_LINES]
         for part in to_translate
         for at in range(0, len(part.lines), BLOCK_LINES)
     )
-    with closing(line_translator.translate(blocks)) as translated:
+    with closing(line_translator.translate(lines)) as translated:
         for part in parts:
             for row, line in enumerate(islice(translated, len(part.rows))):
                 for best in line.best if part.lines[row] else []:
@@ -366,12 +377,14 @@ def _translate(engine: _Engine, text: _Text, first: int) -> Generator[_Translate
             yield part
 
 
-def _parts(engine: _Engine, text: _Text, first: int) -> Iterator[_Translated]:
-    rows = islice(text.read(), first, None)
-    repeats = text.repeats.tgt if engine.is_back else text.repeats.src
-    while block := list(islice(rows, PART_LINES)):
+def _parts(
+    engine: _Engine, blocks: Iterable[list[InputRow]], repeats: RepeatedSides, first: int
+) -> Iterator[_Translated]:
+    """Yield the lines of each part that an engine translates, and why it does not the others."""
+    repeated = repeats.tgt if engine.is_back else repeats.src
+    for block in blocks:
         lines = [row.tgt if engine.is_back else row.src for row in block]
-        is_repeat = repeats[first : first + len(block)].tolist()
+        is_repeat = repeated[first : first + len(block)].tolist()
         early = [*map(_early_reason, lines, is_repeat)]
         lines = [line if reason is None else "" for line, reason in zip(lines, early, strict=True)]
         lost = [(row, reason) for row, reason in enumerate(early) if reason is not None]

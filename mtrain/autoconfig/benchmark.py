@@ -30,8 +30,8 @@ from mtrain.runtime.device import (
     pick_device,
 )
 from mtrain.tokenizer.sentencepiece import Tokenizer
-from mtrain.training.adam import Adam
 from mtrain.training.gradients import Gradients
+from mtrain.training.optimizer import Adam
 
 _WINDOW_S = 0.6  # the median speed of several counts
 _MIN_WINDOWS, _MAX_WINDOWS = 5, 15

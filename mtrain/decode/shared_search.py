@@ -123,7 +123,6 @@ class SearchCall(Generic[S]):
         self.error: BaseException | None = None
         self.is_cancelled, self.num_passed = False, 0
         self.is_done = threading.Event()
-        self.decode_here: Callable[[], None] | None = None  # in the caller's thread
 
     def cancel(self) -> None:
         """End the call; a worker drops its sources."""
@@ -137,7 +136,8 @@ class SearchCall(Generic[S]):
 
     def fail(self, error: BaseException) -> None:
         """End the call with an error."""
-        self.error, self.is_cancelled = error, True
+        self.error = error
+        self.cancel()
         self.is_done.set()
 
     def wait(self) -> None:
@@ -253,7 +253,7 @@ class _Worker(Generic[S]):
                 call.limits.seconds_left()
                 self._advance()
         except BaseException as error:
-            call.is_cancelled = True
+            call.cancel()
             if not isinstance(error, Exception):  # a signal, anywhere in a step
                 self._restart()
             raise
@@ -413,17 +413,20 @@ class SharedSearch(Generic[S]):
         self._lock, self._process = threading.Lock(), os.getpid()
         self._workers: list[_Worker[S]] = []
 
-    def submit(self, call: SearchCall[S], groups_of: Sequence[Sequence[Rows]]) -> None:
+    def submit(
+        self, call: SearchCall[S], groups_of: Sequence[Sequence[Rows]]
+    ) -> Callable[[], dict[int, list[Hypothesis]]]:
         """Begin to decode the groups of a call, each entry of `groups_of` by another worker.
 
-        A single entry waits for `result`, which decodes it in the caller's thread, unless that has
-        several cores.
+        Returns what waits for the hypotheses of each row. A single entry is decoded there, in the
+        caller's thread, unless that has several cores. It raises:
+            TimeoutError, CancelledError: as the limits of the call say.
+            NotFiniteError: if the logits are not finite.
         """
         if self._process != os.getpid():  # a fork has the locks, but not the threads
             self._start()
         if not any(groups_of):
-            call.is_done.set()
-            return
+            return dict
         is_in_thread = len(groups_of) > 1 or torch.get_num_threads() > 1
         try:
             with self._lock:
@@ -436,20 +439,16 @@ class SharedSearch(Generic[S]):
         except BaseException:  # a signal, while a thread starts
             call.cancel()
             raise
-        if not is_in_thread:
-            call.decode_here = partial(least_loaded[0].decode_here, call, groups_of[0])
+        decode_here = partial(least_loaded[0].decode_here, call, groups_of[0])
+        return partial(_result, call, call.wait if is_in_thread else decode_here)
 
-    def result(self, call: SearchCall[S]) -> dict[int, list[Hypothesis]]:
-        """Wait until a call has ended; return the hypotheses of each row.
 
-        Raises:
-            TimeoutError, CancelledError: as the limits of the call say.
-            NotFiniteError: if the logits are not finite.
-        """
-        try:
-            (call.decode_here or call.wait)()
-        finally:
-            call.cancel()
-        if call.error is not None:
-            raise call.error
-        return call.best
+def _result(call: SearchCall[S], wait: Callable[[], None]) -> dict[int, list[Hypothesis]]:
+    """Wait until a call has ended; return the hypotheses of each row."""
+    try:
+        wait()
+    finally:
+        call.cancel()
+    if call.error is not None:
+        raise call.error
+    return call.best

@@ -6,7 +6,7 @@ import copy
 import json
 import math
 import random
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import islice
 from typing import NamedTuple
@@ -255,13 +255,15 @@ class Translator:
             self._sample if self.options.sampling else None,
             self.limits,
         )
-        self.shared_search.submit(call, groups_of)
-        return PendingSearch(lambda: self._result(call, len(sources)), call.cancel)
+        wait = self.shared_search.submit(call, groups_of)
+        return PendingSearch(lambda: self._gather(wait, len(sources)), call.cancel)
 
-    def _result(self, call: SearchCall[EnsembleState], num_sources: int) -> list[list[Hypothesis]]:
+    def _gather(
+        self, wait: Callable[[], dict[int, list[Hypothesis]]], num_sources: int
+    ) -> list[list[Hypothesis]]:
         """Wait for a search; return its hypotheses by source, those of all ranks."""
         try:
-            best = self.shared_search.result(call)
+            best = wait()
         except NotFiniteError:
             raise RunError(
                 "the model must give finite numbers, but does not: its training diverged, or its "

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mtrain.model.transformer import Transformer
+from mtrain.training.optimizer import UncompiledOptimizer
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _NUM_ITERATIONS = 5
@@ -25,7 +26,7 @@ def linear_weights(model: Transformer) -> list[Tensor]:
     ]
 
 
-class BatchedMuon(torch.optim.Optimizer):
+class BatchedMuon(UncompiledOptimizer):
     """`torch.optim.Muon` with `match_rms_adamw`, on all matrices of one shape together.
 
     Args:

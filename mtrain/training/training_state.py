@@ -19,10 +19,10 @@ from mtrain.run.checkpoint import Checkpoint, Environment, Progress, Weights
 from mtrain.run.load_model import set_weights
 from mtrain.runtime.device import processor
 from mtrain.runtime.process_group import ProcessGroup
-from mtrain.training.adam import Adam
 from mtrain.training.gradients import GradScaler
 from mtrain.training.meters import RunningMeter
 from mtrain.training.muon import BatchedMuon, linear_weights
+from mtrain.training.optimizer import Adam
 
 _ADAM = ("step", "exp_avg", "exp_avg_sq")  # optimizer state of each parameter
 _MUON = ("momentum_buffer",)

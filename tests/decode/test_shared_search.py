@@ -318,9 +318,9 @@ def test_what_is_not_finite_ends_its_call(translator: Translator) -> None:
     shared, group = SharedSearch(lost), sources(translator, ["ba"])
     for _ in range(2):
         call: SearchCall = SearchCall({0: group[0]}, translator.options, translator._start)
-        shared.submit(call, [[[0]]])
+        wait = shared.submit(call, [[[0]]])
         with pytest.raises(NotFiniteError):
-            shared.result(call)
+            wait()
 
 
 def test_groups_that_wait_are_encoded_together_and_one_that_fails_does_so_alone(

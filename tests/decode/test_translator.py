@@ -161,9 +161,9 @@ def test_a_gpu_is_searched_on_by_one_thread(
     counts: list[int] = []
     submit = SharedSearch.submit
 
-    def counted(self: SharedSearch, call: SearchCall, groups_of: list) -> None:
+    def counted(self: SharedSearch, call: SearchCall, groups_of: list) -> object:
         counts.append(len(groups_of))
-        submit(self, call, groups_of)
+        return submit(self, call, groups_of)
 
     monkeypatch.setattr(SharedSearch, "submit", counted)
     torch.set_num_threads(3)

@@ -202,7 +202,7 @@ def test_lines_in_blocks_are_those_that_are_read_one_by_one(
 def test_blocks_hold_all_lines_in_order_and_no_more_than_they_may(here: Path) -> None:
     (here / "in").write_text("".join(f"{n}\n" for n in range(10)), encoding="utf-8")
     blocks = list(lines_module.read_blocks(Path("in"), lambda _: None, 4))
-    assert [len(block) for block in blocks if block] == [4, 4, 2]
+    assert [len(block) for block in blocks] == [4, 4, 2]
     assert [line for block in blocks for line in block] == [str(n) for n in range(10)]
     (here / "empty").write_bytes(b"")
     assert list(lines_module.read_blocks(Path("empty"), lambda _: None, 4)) == []
@@ -229,7 +229,7 @@ def test_lines_of_a_pipe_are_given_when_no_more_come(here: Path) -> None:
         assert next(blocks) == ["three"]
     finally:
         os.close(writer)
-    assert not any(blocks)
+    assert list(blocks) == [[]]
 
 
 def test_python_ends_while_a_pipe_is_still_read() -> None:

@@ -10,7 +10,7 @@ import torch
 from tasks import write_task
 from torch import nn
 
-from mtrain.training.adam import Adam
+from mtrain.training.optimizer import Adam
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
