@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -86,6 +87,7 @@ def compile_layers(
     logger = logging.getLogger("torch._dynamo.convert_frame")
     logger.filters[:] = [kept for kept in logger.filters if not isinstance(kept, _Fallbacks)]
     logger.addFilter(_Fallbacks(say))
+    warnings.filterwarnings("ignore", module=r"torch\._inductor\.")  # hints for its developers
     model.compile_layers()
     return True
 

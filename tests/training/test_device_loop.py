@@ -7,6 +7,7 @@ its device fails there.
 import importlib.machinery
 import json
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -325,6 +326,23 @@ def test_what_the_compiler_leaves_out_is_said_once(
             assert "no assembler here and more" in line
             torch.compiler.reset()
     assert "no assembler" not in capsys.readouterr().err
+
+
+def test_hints_of_the_compiler_for_its_developers_are_not_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Transformer, "compile_layers", lambda model: None)
+    monkeypatch.setattr(compilation.importlib.util, "find_spec", lambda name: True)
+    config = config_file.load(write_task(tmp_path, reverse_task)).training
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        torch._dynamo.config.patch(suppress_errors=False),
+    ):
+        warnings.simplefilter("always")
+        compilation.compile_layers(small_model(), torch.device("cuda"), config, SINGLE, Said().say)
+        for module in ("torch._inductor.lowering", "torch.nn.functional"):
+            warnings.warn_explicit(f"of {module}", UserWarning, "file.py", 1, module)
+    assert [str(each.message) for each in caught] == ["of torch.nn.functional"]
 
 
 def test_the_gpu_that_is_asked_for_is_the_one_whose_random_numbers_are_drawn(
