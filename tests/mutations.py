@@ -1136,7 +1136,7 @@ INIT = [
     Mutation(
         "a short warmup reaches the full rate",
         "mtrain/autoconfig/presets.py",
-        "min(batch_factor, warmup_steps / _FULL_LR_WARMUP)",
+        "min(batch_factor, warmup_steps / _FULL_LR_WARMUP[optimizer])",
         "batch_factor",
         "tests/autoconfig/test_presets.py",
     ),

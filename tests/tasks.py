@@ -22,6 +22,10 @@ REPOSITORY = Path(__file__).parent.parent
 WORDS = ["ba", "ce", "di", "fo", "gu", "ha", "je", "ki", "lo", "mu", "na", "pe", "ri", "so", "tu"]
 Tree = dict[str, Any]
 
+# Tests kill processes, and no machine: what a process wrote is there without waiting for the disk,
+# which is a quarter of a small training. Calls are counted as before (`kill_at_call`).
+os.fsync = lambda _: None
+
 
 class Pair(NamedTuple):
     src: str

@@ -29,9 +29,10 @@ from mtrain.runtime.device import (
     keep_freed_memory,
     pick_device,
 )
+from mtrain.runtime.process_group import SINGLE
 from mtrain.tokenizer.sentencepiece import Tokenizer
 from mtrain.training.gradients import Gradients
-from mtrain.training.optimizer import Adam
+from mtrain.training.training_state import TrainingState
 
 _WINDOW_S = 0.6  # the median speed of several counts
 _MIN_WINDOWS, _MAX_WINDOWS = 5, 15
@@ -112,9 +113,11 @@ def measure(preset: Preset, batch_tokens: int, sample: Sample, device_name: str)
     avoid_cudnn_attention()
     device = pick_device(device_name)
     model = build_model(preset.model, sample.tokenizer).to(device)
-    model.compute_in(compute_dtype("auto", device))
-    gradients = Gradients(model, TrainingConfig(), device, lambda text: None)
-    optimizer = Adam(model.parameters(), (0.9, 0.999), 1e-8, 0.0)
+    dtype = compute_dtype("auto", device)
+    model.compute_in(dtype)
+    training = TrainingConfig(optimizer=preset.optimizer)
+    gradients = Gradients(model, training, device, lambda text: None)
+    optimizers = TrainingState(model, training, dtype, SINGLE).optimizers
     batches = sample.batches(batch_tokens)
     num_batches = 0
 
@@ -123,8 +126,9 @@ def measure(preset: Preset, batch_tokens: int, sample: Sample, device_name: str)
         batch = batches[num_batches % len(batches)]
         num_batches += 1
         gradients.backward_batch(batch, batch.num_tgt_tokens)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad(set_to_none=True)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return batch.num_tgt_tokens

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from mtrain.config.sections import ModelConfig
 
 MIN_TOKENS_PER_PARAMETER = 5.0  # below, a smaller model reaches a better BLEU
 BATCH_TOKENS, _MIN_BATCH_TOKENS = 4096, 512
 _MIN_UPDATES = 2000  # with fewer, smaller batches reach a better BLEU
-_MAX_WARMUP = 4000  # updates
-_FULL_LR_WARMUP = 1250  # updates; a rate that rises faster ends in a model that ignores its source
+_MAX_WARMUP = {"adam": 4000, "muon": 300}  # updates
+# updates; with Adam, a rate that rises faster ends in a model that ignores its source
+_FULL_LR_WARMUP = {"adam": 1250, "muon": 300}
 _FEW_READS, _MANY_READS = 10, 60
 NUM_AVERAGED = 5  # checkpoints
 _AVERAGED_FRACTION = 0.1  # of the training, over which they are saved
@@ -33,6 +34,7 @@ class Preset:
 
     name: str  # as shown to users
     model: ModelConfig  # the dropout is chosen by `plan_training`
+    optimizer: Literal["adam", "muon"]  # Muon where it was measured
     lr: float  # the peak, for batches of BATCH_TOKENS and a warmup of _FULL_LR_WARMUP or more
     accumulate: int  # micro-batches of an update
     min_pairs: int  # of a corpus; a smaller one trains a smaller model
@@ -49,11 +51,11 @@ def _model(d_model: int, num_heads: int, d_ff: int, num_layers: int) -> ModelCon
 
 
 PRESETS = (
-    Preset("tiny", _model(128, 4, 256, 4), 0.005, 1, 0),
-    Preset("small", _model(256, 4, 1024, 3), 0.002, 1, 40_000),
-    Preset("medium", _model(512, 4, 1024, 6), 0.0007, 1, 120_000),
-    Preset("base", _model(512, 8, 2048, 6), 0.0007, 6, 1_000_000),
-    Preset("big", _model(1024, 16, 4096, 6), 0.0005, 6, 4_000_000),
+    Preset("tiny", _model(128, 4, 256, 4), "muon", 0.007, 1, 0),
+    Preset("small", _model(256, 4, 1024, 3), "muon", 0.003, 1, 40_000),
+    Preset("medium", _model(512, 4, 1024, 6), "adam", 0.0007, 1, 120_000),
+    Preset("base", _model(512, 8, 2048, 6), "adam", 0.0007, 6, 1_000_000),
+    Preset("big", _model(1024, 16, 4096, 6), "adam", 0.0005, 6, 4_000_000),
 )
 
 
@@ -149,7 +151,8 @@ def plan_training(
     update_tokens = min(chosen.batch_tokens * chosen.preset.accumulate, num_tokens)  # no pair twice
     updates, epochs = max(1, round(tokens / update_tokens)), tokens / num_tokens
     num_reads = epochs * num_copies
-    warmup_steps = min(_MAX_WARMUP, max(1, updates // 4))
+    optimizer = chosen.preset.optimizer
+    warmup_steps = min(_MAX_WARMUP[optimizer], max(1, updates // 4))
     batch_factor = (chosen.batch_tokens / BATCH_TOKENS) ** 0.25
     return TrainingPlan(
         training_s=training_s,
@@ -157,7 +160,7 @@ def plan_training(
         num_epochs=epochs,
         num_reads=num_reads,
         dropout=0.1 if num_reads < _FEW_READS else 0.2 if num_reads < _MANY_READS else 0.3,
-        lr=chosen.preset.lr * min(batch_factor, warmup_steps / _FULL_LR_WARMUP),
+        lr=chosen.preset.lr * min(batch_factor, warmup_steps / _FULL_LR_WARMUP[optimizer]),
         warmup_steps=warmup_steps,
         save_every=max(_MIN_SAVE_EVERY, round(_AVERAGED_FRACTION * updates / NUM_AVERAGED)),
         validate_every=math.ceil(1.1 * updates / (num_validations + 1)),  # the last is at the end

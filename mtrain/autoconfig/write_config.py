@@ -424,6 +424,7 @@ def _config_lines(request: InitRequest, choice: _Choice) -> list[str]:
         "  max_steps: null",
         f"  batch_tokens: {choice.measured.batch_tokens}  # padding included; affects memory",
         f"  accumulate: {preset.accumulate}  # batches of an update",
+        f"  optimizer: {preset.optimizer}",
         "  schedule: linear  # the rate falls to 0 at the end of the time",
         f"  lr: {training.lr:.2g}  # lower it if the loss jumps",
         f"  warmup_steps: {training.warmup_steps}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import functools
 import json
 import re
 from collections.abc import Hashable, Iterable, Mapping
@@ -399,6 +400,7 @@ SCHEMA_FILE = "config.schema.json"
 HEAD = f"# yaml-language-server: $schema={SCHEMA_FILE}\n"  # the first line of a config
 
 
+@functools.cache
 def schema() -> str:
     """Return the JSON schema of `Config` without pydantic's titles, which repeat the keys."""
     tree = {
