@@ -73,6 +73,7 @@ def main() -> None:
     parser.add_argument("--skip-all", action="store_true", help="of back: no training on all pairs")
     parser.add_argument("--lines", type=int, default=1_000_000, help="of speed")
     parser.add_argument("--run", type=Path, default=Path("runs/demo"), help="of speed: the demo's")
+    parser.add_argument("--beam", type=int, default=5, help="of speed")
     names = {"-".join(pair): pair for pair in DIRECTIONS}
     parser.add_argument(
         "--directions", nargs="+", choices=names, default=[*names], help="of back: that are scored"
@@ -86,7 +87,7 @@ def main() -> None:
     plan.directory.mkdir(parents=True, exist_ok=True)
     say(f"{describe_machine()}  commit {commit()}  updates {plan.max_steps:,}  {given.augment}")
     if given.what == "speed":
-        measure_speed(plan.directory, given.run, given.lines)
+        measure_speed(plan.directory, given.run, given.lines, given.beam)
     if given.what in ("all", "back"):
         for count in plan.pairs:
             back_translate(plan, count)
@@ -163,7 +164,7 @@ def distill(plan: Plan) -> None:
     print(table, end="", flush=True)
 
 
-def measure_speed(directory: Path, run: Path, num_lines: int) -> None:
+def measure_speed(directory: Path, run: Path, num_lines: int, beam: int) -> None:
     """Print lines a second and peak memory of `translate` and `augment` for the same text."""
     text = directory / f"speed.{num_lines}.en"
     if not text.is_file():
@@ -182,6 +183,7 @@ def measure_speed(directory: Path, run: Path, num_lines: int) -> None:
     seconds = {}
     for name, words in commands.items():
         began_s = time.monotonic()
+        words += ["--beam", str(beam)]
         process = subprocess.Popen([*MTRAIN, *words], stdout=subprocess.DEVNULL)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mtrain.cli import ranks as cli_ranks
 from mtrain.cli.main import main
 from mtrain.config import config_file
 from mtrain.config.sections import TrainingConfig
@@ -122,6 +123,7 @@ def _rank(
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ |= {key: str(value) for key, value in place.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    cli_ranks._HEAD_START_S = 0.0  # no torchrun ends rank 0 here before it has reported
     function(*arguments)
 
 
