@@ -464,7 +464,6 @@ class Trainer:
     def restore(self, path: Path) -> None:
         """Restore the state that a checkpoint folder holds."""
         self.state.from_checkpoint(path, self.fingerprint)
-        self.state.progress.min_bleu = noise_bleu(self.config.data.tgt_lang)
         self.data.enter(self.state.progress.phase)
         self.checkpoints.is_current = True
 

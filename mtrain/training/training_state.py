@@ -135,7 +135,7 @@ class TrainingState:
                 f"{path / 'optimizer.safetensors'}: must hold a state of PyTorch's random numbers, "
                 "but holds none that this version can take."
             ) from None
-        self.progress = progress
+        self.progress = progress.model_copy(update={"min_bleu": self.progress.min_bleu})
         self.grad_scaler.restore(progress.loss_scale, progress.growth_tracker)
         self.meter.restore(progress.unlogged_loss, progress.unlogged_nll, progress.unlogged_tokens)
 
