@@ -782,11 +782,13 @@ def test_the_final_weights_are_the_best_checkpoint_if_the_average_is_worse(
     assert all(torch.equal(final[name], best[name]) for name in best)
 
 
+@pytest.mark.parametrize("is_resumed", [False, True])
 def test_where_the_bleu_is_noise_the_loss_decides_between_the_average_and_the_best(
     monkeypatch: pytest.MonkeyPatch,
     source: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    is_resumed: bool,
 ) -> None:
     scores = iter([(3.0, 0.9), (1.0, 0.2), (2.0, 0.5), (1.5, 0.7)])
     monkeypatch.setattr(
@@ -794,7 +796,11 @@ def test_where_the_bleu_is_noise_the_loss_decides_between_the_average_and_the_be
         "_score",
         lambda trainer, **_: trainer_module.Validation((pair := next(scores))[0], 1.0, pair[1]),
     )
-    run = train(source, "training.average=3", run=str(tmp_path / "run"))
+    average, path = "training.average=3", str(tmp_path / "run")
+    if is_resumed:
+        run = stop_and_go_on(monkeypatch, source, path, 10, average)
+    else:
+        run = train(source, average, run=path)
     best = load_file(checkpoint.steps(run.checkpoints_dir)[8] / "model.safetensors")
     final = load_file(run.model_path)
     assert all(torch.equal(final[name], best[name]) for name in best)
