@@ -30,6 +30,7 @@ from mtrain.config import config_file
 MTRAIN = [sys.executable, "-m", "mtrain"]
 TEXT = Path(os.environ.get("MTRAIN_MULTI30K") or "data/multi30k")
 NUM_ALL = 29_000  # pairs
+NUM_KILLS = 50
 Direction = tuple[str, str]
 DIRECTIONS: tuple[Direction, ...] = (("en", "de"), ("de", "en"))
 MODELS = {  # as in configs/multi30k_tiny.yaml and multi30k_small.yaml
@@ -61,7 +62,7 @@ class Plan(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["all", "back", "diversify", "distill", "speed"])
+    parser.add_argument("what", choices=["all", "back", "diversify", "distill", "speed", "kill"])
     parser.add_argument("--out", type=Path, default=Path("runs/augmentation"))
     parser.add_argument("--pairs", default="5000,1000,10000", help="real pairs of the trainings")
     parser.add_argument("--seeds", default="1,2,3")
@@ -71,9 +72,9 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="KEY=VALUE of every training")
     parser.add_argument("--rounds", type=int, default=1, help="of back: by the models of the last")
     parser.add_argument("--skip-all", action="store_true", help="of back: no training on all pairs")
-    parser.add_argument("--lines", type=int, default=1_000_000, help="of speed")
-    parser.add_argument("--run", type=Path, default=Path("runs/demo"), help="of speed: the demo's")
-    parser.add_argument("--beam", type=int, default=5, help="of speed")
+    parser.add_argument("--lines", type=int, default=1_000_000, help="of speed and kill")
+    parser.add_argument("--run", type=Path, default=Path("runs/demo"), help="of both: the demo's")
+    parser.add_argument("--beam", type=int, default=5, help="of both")
     names = {"-".join(pair): pair for pair in DIRECTIONS}
     parser.add_argument(
         "--directions", nargs="+", choices=names, default=[*names], help="of back: that are scored"
@@ -88,6 +89,8 @@ def main() -> None:
     say(f"{describe_machine()}  commit {commit()}  updates {plan.max_steps:,}  {given.augment}")
     if given.what == "speed":
         measure_speed(plan.directory, given.run, given.lines, given.beam)
+    if given.what == "kill":
+        kill(plan.directory, given.run, given.lines, given.beam)
     if given.what in ("all", "back"):
         for count in plan.pairs:
             back_translate(plan, count)
@@ -164,15 +167,21 @@ def distill(plan: Plan) -> None:
     print(table, end="", flush=True)
 
 
-def measure_speed(directory: Path, run: Path, num_lines: int, beam: int) -> None:
-    """Print lines a second and peak memory of `translate` and `augment` for the same text."""
+def demo_text(directory: Path, num_lines: int) -> Path:
+    """Write lines of two sentences of the demo: hardly one is there twice."""
     text = directory / f"speed.{num_lines}.en"
     if not text.is_file():
         rng = random.Random(1)
         sentences = Path("data/demo/train.en").read_text("utf-8").splitlines()
         with text.open("w", encoding="utf-8") as stream:
-            for _ in range(num_lines):  # two sentences: hardly a line is there twice
+            for _ in range(num_lines):
                 stream.write(" ".join(rng.choices(sentences, k=2)) + "\n")
+    return text
+
+
+def measure_speed(directory: Path, run: Path, num_lines: int, beam: int) -> None:
+    """Print lines a second and peak memory of `translate` and `augment` for the same text."""
+    text = demo_text(directory, num_lines)
     corpus = directory / f"speed.{num_lines}"
     shutil.rmtree(corpus, ignore_errors=True)
     augment = ["augment", "configs/demo.yaml", "--forward", str(text), "--using", str(run)]
@@ -193,6 +202,40 @@ def measure_speed(directory: Path, run: Path, num_lines: int, beam: int) -> None
         print(f"{name}: {rate:,.0f} lines a second, {peak_mib:,.0f} MiB", flush=True)
     ratio = seconds["translate"] / seconds["augment"]
     print(f"augment makes {ratio:.3f} times as many lines a second as translate")
+
+
+def kill(directory: Path, run: Path, num_lines: int, beam: int) -> None:
+    """Kill `augment` at random moments, and compare its folder with that of one that was not."""
+    text = demo_text(directory, num_lines)
+    words = ["augment", "configs/demo.yaml", "--forward", str(text), "--using", str(run)]
+    words += ["--beam", str(beam)]
+    whole, killed = directory / "kill.whole", directory / "kill.killed"
+    for corpus in (whole, killed):
+        shutil.rmtree(corpus, ignore_errors=True)
+    began_s = time.monotonic()
+    mtrain(*words, "-o", str(whole))
+    shard_s = (time.monotonic() - began_s) / max(1, len(list(whole.glob("pairs-*"))))
+    longest_s = 3 + 1.5 * shard_s  # a start and a shard: some lives get further, most do not
+    rng, num_kills = random.Random(1), 0
+    while num_kills < NUM_KILLS:
+        with subprocess.Popen(
+            [*MTRAIN, *words, "-o", str(killed)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ) as process:
+            try:
+                process.wait(rng.uniform(0, longest_s))
+                break  # it came to its end
+            except subprocess.TimeoutExpired:
+                process.kill()
+                num_kills += 1
+    mtrain(*words, "-o", str(killed))
+    contents = [
+        {each.name: each.read_bytes() for each in sorted(folder.iterdir())}
+        for folder in (whole, killed)
+    ]
+    is_same = "the same bytes" if contents[0] == contents[1] else "OTHER BYTES"
+    print(f"{num_kills} kills, {len(contents[0])} files: {is_same}")
 
 
 def mtrain(*words: str) -> str:
