@@ -169,7 +169,7 @@ def distill(plan: Plan) -> None:
 
 def demo_text(directory: Path, num_lines: int) -> Path:
     """Write lines of two sentences of the demo: hardly one is there twice."""
-    text = directory / f"speed.{num_lines}.en"
+    text = directory / f"demo.{num_lines}.en"
     if not text.is_file():
         rng = random.Random(1)
         sentences = Path("data/demo/train.en").read_text("utf-8").splitlines()
@@ -179,20 +179,25 @@ def demo_text(directory: Path, num_lines: int) -> Path:
     return text
 
 
+def augment_demo(text: Path, run: Path, beam: int, corpus: Path) -> list[str]:
+    """Return the words of a command that translates a text for the demo's training."""
+    words = ["augment", "configs/demo.yaml", "--forward", str(text), "--using", str(run)]
+    return [*words, "--beam", str(beam), "-o", str(corpus)]
+
+
 def measure_speed(directory: Path, run: Path, num_lines: int, beam: int) -> None:
     """Print lines a second and peak memory of `translate` and `augment` for the same text."""
     text = demo_text(directory, num_lines)
     corpus = directory / f"speed.{num_lines}"
     shutil.rmtree(corpus, ignore_errors=True)
-    augment = ["augment", "configs/demo.yaml", "--forward", str(text), "--using", str(run)]
+    target = directory / "speed.de"
     commands = {
-        "translate": ["translate", str(run), str(text), "-o", str(directory / "speed.de")],
-        "augment": [*augment, "-o", str(corpus)],
+        "translate": ["translate", str(run), str(text), "--beam", str(beam), "-o", str(target)],
+        "augment": augment_demo(text, run, beam, corpus),
     }
     seconds = {}
     for name, words in commands.items():
         began_s = time.monotonic()
-        words += ["--beam", str(beam)]
         process = subprocess.Popen([*MTRAIN, *words], stdout=subprocess.DEVNULL)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
@@ -207,21 +212,18 @@ def measure_speed(directory: Path, run: Path, num_lines: int, beam: int) -> None
 def kill(directory: Path, run: Path, num_lines: int, beam: int) -> None:
     """Kill `augment` at random moments, and compare its folder with that of one that was not."""
     text = demo_text(directory, num_lines)
-    words = ["augment", "configs/demo.yaml", "--forward", str(text), "--using", str(run)]
-    words += ["--beam", str(beam)]
     whole, killed = directory / "kill.whole", directory / "kill.killed"
     for corpus in (whole, killed):
         shutil.rmtree(corpus, ignore_errors=True)
     began_s = time.monotonic()
-    mtrain(*words, "-o", str(whole))
+    mtrain(*augment_demo(text, run, beam, whole))
+    words = augment_demo(text, run, beam, killed)
     shard_s = (time.monotonic() - began_s) / max(1, len(list(whole.glob("pairs-*"))))
     longest_s = 3 + 1.5 * shard_s  # a start and a shard: some lives get further, most do not
     rng, num_kills = random.Random(1), 0
     while num_kills < NUM_KILLS:
         with subprocess.Popen(
-            [*MTRAIN, *words, "-o", str(killed)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            [*MTRAIN, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         ) as process:
             try:
                 process.wait(rng.uniform(0, longest_s))
@@ -229,13 +231,13 @@ def kill(directory: Path, run: Path, num_lines: int, beam: int) -> None:
             except subprocess.TimeoutExpired:
                 process.kill()
                 num_kills += 1
-    mtrain(*words, "-o", str(killed))
+    mtrain(*words)
     contents = [
         {each.name: each.read_bytes() for each in sorted(folder.iterdir())}
         for folder in (whole, killed)
     ]
-    is_same = "the same bytes" if contents[0] == contents[1] else "OTHER BYTES"
-    print(f"{num_kills} kills, {len(contents[0])} files: {is_same}")
+    assert contents[0] == contents[1], "kills change the folder"
+    print(f"{num_kills} kills, {len(contents[0])} files: the same bytes")
 
 
 def mtrain(*words: str) -> str:

@@ -23,8 +23,9 @@ WORDS = ["ba", "ce", "di", "fo", "gu", "ha", "je", "ki", "lo", "mu", "na", "pe",
 Tree = dict[str, Any]
 
 # Tests kill processes, and no machine: what a process wrote is there without waiting for the disk,
-# which is a quarter of a small training. Calls are counted as before (`kill_at_call`).
-os.fsync = lambda _: None
+# which is a quarter of a small training. Calls are counted as before (`kill_at_call`), and one on
+# what is no open file is an error as before.
+os.fsync = os.fstat
 
 
 class Pair(NamedTuple):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from mtrain.config.sections import ModelConfig
+from mtrain.config.sections import ModelConfig, OptimizerName
 
 MIN_TOKENS_PER_PARAMETER = 5.0  # below, a smaller model reaches a better BLEU
 BATCH_TOKENS, _MIN_BATCH_TOKENS = 4096, 512
@@ -34,7 +34,7 @@ class Preset:
 
     name: str  # as shown to users
     model: ModelConfig  # the dropout is chosen by `plan_training`
-    optimizer: Literal["adam", "muon"]  # Muon where it was measured
+    optimizer: OptimizerName  # Muon where it was measured
     lr: float  # the peak, for batches of BATCH_TOKENS and a warmup of _FULL_LR_WARMUP or more
     accumulate: int  # micro-batches of an update
     min_pairs: int  # of a corpus; a smaller one trains a smaller model

@@ -200,6 +200,9 @@ class ConsistencyConfig(Section):
     cutoff: float = Field(default=0.05, ge=0, lt=1)
 
 
+OptimizerName = Literal["adam", "muon"]
+
+
 class TrainingConfig(Section):
     """The optimizer, its budget, and what is kept on the way."""
 
@@ -211,7 +214,7 @@ class TrainingConfig(Section):
     exchange: Literal["float32", "bfloat16"] = "float32"
     label_smoothing: float = Field(default=0.1, ge=0, lt=1)
     consistency: ConsistencyConfig | None = None
-    optimizer: Literal["adam", "muon"] = "adam"
+    optimizer: OptimizerName = "adam"
     schedule: Literal["inverse_sqrt", "noam", "linear", "cosine"] = "inverse_sqrt"
     lr: float = Field(default=0.005, gt=0)
     warmup_steps: Whole = Field(default=2000, ge=0)
