@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, islice, tee
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -176,11 +176,9 @@ def augment(request: AugmentRequest, config: Config, console: Console, warn: War
         judge = _load_one(request, [request.judge]) if request.judge else None
         number = num_done
         first = num_done * PART_LINES
-        blocks = tee(_blocks(text, first), len(engines))
         with ExitStack() as stack:
             translated = [
-                stack.enter_context(closing(_translate(engine, of_engine, text.repeats, first)))
-                for engine, of_engine in zip(engines, blocks, strict=True)
+                stack.enter_context(closing(_translate(engine, text, first))) for engine in engines
             ]
             for parts in zip(*translated, strict=True):
                 rows = parts[0].rows
@@ -356,20 +354,23 @@ def _blocks(text: _Text, first: int) -> Iterator[list[InputRow]]:
         yield block
 
 
-def _translate(
-    engine: _Engine, blocks: Iterable[list[InputRow]], repeats: RepeatedSides, first: int
-) -> Generator[_Translated, None, None]:
-    """Yield the parts of the text as an engine translates them; `first` is their first row."""
-    parts, to_translate = tee(_parts(engine, blocks, repeats, first))
-    line_translator = LineTranslator(engine.translator, engine.stats, num_before=first)
-    lines = (
-        part.lines[at : at + BLOCK_LINES]
-        for part in to_translate
-        for at in range(0, len(part.lines), BLOCK_LINES)
-    )
-    with closing(line_translator.translate(lines)) as translated:
+def _translate(engine: _Engine, text: _Text, first: int) -> Generator[_Translated, None, None]:
+    """Yield the parts of the text, from row `first` on, as an engine translates them."""
+    parts = _parts(engine, text, first)
+    started = deque[_Translated]()  # a few: `itertools.tee` would hold 57
+
+    def blocks() -> Iterator[list[str]]:  # read by the first rank only
         for part in parts:
-            for row, line in enumerate(islice(translated, len(part.rows))):
+            started.append(part)
+            for at in range(0, len(part.lines), BLOCK_LINES):
+                yield part.lines[at : at + BLOCK_LINES]
+
+    line_translator = LineTranslator(engine.translator, engine.stats, num_before=first)
+    with closing(line_translator.translate(blocks())) as translated:
+        for first_line in translated:
+            part = started.popleft() if started else next(parts)
+            others = islice(translated, len(part.rows) - 1)
+            for row, line in enumerate(chain([first_line], others)):
                 for best in line.best if part.lines[row] else []:
                     sides = (best.text, line.src) if engine.is_back else (line.src, best.text)
                     new = Candidate(*sides, row, best.flags, best.log_prob, best.score)
@@ -377,12 +378,10 @@ def _translate(
             yield part
 
 
-def _parts(
-    engine: _Engine, blocks: Iterable[list[InputRow]], repeats: RepeatedSides, first: int
-) -> Iterator[_Translated]:
+def _parts(engine: _Engine, text: _Text, first: int) -> Iterator[_Translated]:
     """Yield the lines of each part that an engine translates, and why it does not the others."""
-    repeated = repeats.tgt if engine.is_back else repeats.src
-    for block in blocks:
+    repeated = text.repeats.tgt if engine.is_back else text.repeats.src
+    for block in _blocks(text, first):
         lines = [row.tgt if engine.is_back else row.src for row in block]
         is_repeat = repeated[first : first + len(block)].tolist()
         early = [*map(_early_reason, lines, is_repeat)]
@@ -470,10 +469,10 @@ def _entry(
 
 def _write_entries(path: Path, entries: Iterable[Tree]) -> int:
     """Write JSON lines, compressed, the same bytes for the same entries; return their number."""
-    count = 0
+    count, encode = 0, json.JSONEncoder(ensure_ascii=False).encode
     with open_gzip_writer(path) as stream:
         for entry in entries:
-            stream.write(json.dumps(entry, ensure_ascii=False) + "\n")
+            stream.write(encode(entry) + "\n")
             count += 1
     return count
 

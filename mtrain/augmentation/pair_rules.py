@@ -51,10 +51,11 @@ class PairRules:
         *held_out, train = scan_corpora(judged, directory)
         self._rules = rules.dropping_rules(RULES)
         self._profile = rules.learn(train.records.windows(), data.max_tokens)
-        self._held_out = [(scan.exact, scan.keys) for scan in held_out]
+        self._held_out = [Leaks(scan.exact, scan.keys) for scan in held_out]
         for scan in (*held_out, train):
             scan.records.path.unlink()
-        self._features = reduce(or_, (rule.features for rule in self._rules), Feature.NONE)
+        features = reduce(or_, (rule.features for rule in self._rules), Feature.NONE)
+        self._features = features & ~Feature.WORDS  # they are read with a `SideClassifier` only
 
     def reasons(self, candidates: Sequence[Candidate], known: Sequence[tuple[str, str]]) -> Reasons:
         """Return why each candidate is dropped; None for those that are kept.
@@ -69,8 +70,8 @@ class PairRules:
         tgt = measure([candidate.tgt for candidate in candidates], self._features)
         exact, keys = duplicates.hashes_of(src, tgt)
         is_held = np.zeros(len(candidates), bool)
-        for held_exact, held_keys in self._held_out:
-            is_held |= Leaks(held_exact, held_keys).look_up(exact, keys, 0)[0]
+        for leaks in self._held_out:
+            is_held |= leaks.look_up(exact, keys, 0)[0]
         none = np.zeros(len(candidates), np.uint32)
         block = PairBlock(src.lines, tgt.lines, none, none, is_held, is_held & False)
         reasons = rules.drop_reasons(self._rules, block, self._profile)

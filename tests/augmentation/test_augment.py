@@ -1,5 +1,6 @@
 """Synthetic pairs: what is made of each line, what is dropped, and that a stop changes nothing."""
 
+import gc
 import gzip
 import json
 import multiprocessing
@@ -246,6 +247,24 @@ def test_a_stopped_one_goes_on_and_samples_the_same(
     augmenting.augment(request, config, said, print)
     assert f"{request.output}: goes on after 32 lines" in said.lines
     assert content(request.output) == whole
+
+
+def test_memory_holds_few_parts_of_the_text_at_a_time(
+    config_path: Path, mono: Path, back_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(augmenting, "PART_LINES", 4)
+    judge, num_held = augmenting._judge, list[int]()
+
+    def counted(*arguments: Any) -> Any:
+        held = [each for each in gc.get_objects() if type(each) is augmenting._Translated]
+        num_held.append(len(held))
+        return judge(*arguments)
+
+    monkeypatch.setattr(augmenting, "_judge", counted)
+    request = request_of(config_path, back_run)
+    augmenting.augment(request, config_file.load(config_path), Said(), lambda _: None)
+    assert len(num_held) > 16
+    assert max(num_held) <= 3
 
 
 def test_the_best_share_is_kept_by_score_or_by_the_agreement_of_the_other_direction(
