@@ -49,53 +49,45 @@ class BatchedMuon(UncompiledOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the matrices; there is no closure."""
         for group in self.param_groups:
-            by_shape: dict[tuple[int, ...], list[Tensor]] = {}
+            by_shape: dict[torch.Size, list[Tensor]] = {}
             for matrix in group["params"]:
-                by_shape.setdefault(tuple(sorted(matrix.shape)), []).append(matrix)
+                by_shape.setdefault(matrix.shape, []).append(matrix)
             for matrices in by_shape.values():
                 self._step_together(matrices, group)
 
     def _step_together(self, matrices: list[Tensor], group: Mapping[str, Any]) -> None:
-        """Update matrices [A, B] or [B, A]; those of more rows than columns are transposed."""
-        grads, buffers = [], []
-        for matrix in matrices:
-            if "momentum_buffer" not in self.state[matrix]:
-                self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
-            buffer = self.state[matrix]["momentum_buffer"]
-            assert matrix.grad is not None
-            grads.append(_wide(matrix.grad))
-            buffers.append(_wide(buffer))
-        grad_NAB, buffer_NAB = torch.stack(grads), torch.stack(buffers)
-        factor: float | Tensor = 1.0
-        if self.found_inf is not None:
-            grad_NAB = torch.where(self.found_inf.bool(), buffer_NAB, grad_NAB)
-            factor = 1 - self.found_inf
-        buffer_NAB.lerp_(grad_NAB, 1 - group["momentum"])
-        update_NAB = orthogonalised(grad_NAB.lerp(buffer_NAB, group["momentum"]))
-        lr = group["lr"]
-        adjusted_lr = lr * 0.2 * math.sqrt(max(matrices[0].shape))
-        steps_NAB = update_NAB.to(grad_NAB.dtype) * (adjusted_lr * factor)
-        for matrix, buffer, new_AB, step_AB in zip(
-            matrices, buffers, buffer_NAB, steps_NAB, strict=True
-        ):
-            buffer.copy_(new_AB)
+        """Update N matrices [A, B]."""
+        lr, factor = group["lr"], 1.0 if self.found_inf is None else 1 - self.found_inf
+        momenta_NAB = torch.empty(
+            (len(matrices), *matrices[0].shape), dtype=torch.bfloat16, device=matrices[0].device
+        )
+        for matrix, momentum_AB in zip(matrices, momenta_NAB, strict=True):
+            state, grad = self.state[matrix], matrix.grad
+            assert grad is not None
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(matrix)
+            buffer = state["momentum_buffer"]
+            if self.found_inf is not None:
+                grad = torch.where(self.found_inf.bool(), buffer, grad)
+            buffer.lerp_(grad, 1 - group["momentum"])
+            momentum_AB.copy_(grad.lerp(buffer, group["momentum"]))
+        # by match_rms_adamw
+        step_size = lr * 0.2 * math.sqrt(max(matrices[0].shape)) * factor
+        for matrix, update_AB in zip(matrices, orthogonalised(momenta_NAB), strict=True):
             if group["weight_decay"]:
                 matrix.mul_(1 - lr * group["weight_decay"] * factor)
-            _wide(matrix).sub_(step_AB)
+            matrix.sub_(update_AB.to(matrix.dtype) * step_size)
 
 
 def orthogonalised(matrix_NAB: Tensor) -> Tensor:
-    """Map the singular values of N matrices to about 1, in bfloat16; A is at most B."""
+    """Map the singular values of N matrices to about 1, in bfloat16."""
     a, b, c = _COEFFICIENTS
     x_NAB = matrix_NAB.bfloat16()
     x_NAB = x_NAB / x_NAB.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS)
+    is_tall = x_NAB.shape[-2] > x_NAB.shape[-1]
     for _ in range(_NUM_ITERATIONS):
-        gram_NAA = x_NAB @ x_NAB.mT
-        polynomial_NAA = torch.baddbmm(gram_NAA, gram_NAA, gram_NAA, beta=b, alpha=c)
-        x_NAB = torch.baddbmm(x_NAB, polynomial_NAA, x_NAB, beta=a)
+        gram = x_NAB.mT @ x_NAB if is_tall else x_NAB @ x_NAB.mT  # of the shorter side
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        left, right = (x_NAB, polynomial) if is_tall else (polynomial, x_NAB)
+        x_NAB = torch.baddbmm(x_NAB, left, right, beta=a)
     return x_NAB
-
-
-def _wide(matrix: Tensor) -> Tensor:
-    """Return a view with at least as many columns as rows."""
-    return matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix

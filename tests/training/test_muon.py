@@ -75,9 +75,10 @@ def test_a_step_without_a_finite_check_is_one_that_found_nothing() -> None:
     assert all(map(torch.equal, ours, others))
 
 
-def test_all_singular_values_become_about_one() -> None:
+@pytest.mark.parametrize("shape", [(16, 48), (48, 16), (16, 16)])
+def test_all_singular_values_become_about_one(shape: tuple[int, int]) -> None:
     rng = torch.Generator().manual_seed(0)
-    stack: Tensor = torch.randn(3, 16, 48, generator=rng)
+    stack: Tensor = torch.randn(3, *shape, generator=rng)
     values = torch.linalg.svdvals(orthogonalised(stack).float())
     assert float(values.min()) > 0.6
     assert float(values.max()) < 1.3
