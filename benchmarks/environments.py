@@ -81,6 +81,11 @@ def last_words(text: str) -> str:
     return (errors or lines or ["no reason given"])[-1]
 
 
+def python(name: str | None) -> str:
+    """Return the interpreter of an environment."""
+    return str(VENVS / name / "bin" / "python") if name else sys.executable
+
+
 def variables(name: str | None, threads: int) -> dict[str, str]:
     """Return the environment variables that a worker runs with."""
     found = dict(os.environ)
@@ -105,13 +110,12 @@ def run_worker(
     Raises:
         NotMeasured: if it fails or does not end.
     """
-    python = str(VENVS / name / "bin" / "python") if name else sys.executable
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.json"
         path.write_text(json.dumps(job), encoding="utf-8")
         try:
             done = subprocess.run(
-                [python, "-m", f"peers.{worker}", str(path), *arguments],
+                [python(name), "-m", f"peers.{worker}", str(path), *arguments],
                 capture_output=True,
                 text=True,
                 cwd=folder,

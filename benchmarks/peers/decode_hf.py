@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 import transformers
-from peers.decoding import Ids, Job, Loaded, in_batches, serve, until_eos
+from peers.decoding import Ids, Job, Loaded, in_batches, serve
 from peers.weights import Names, Weights, rename_layers
-from peers.worker import BOS, EOS, PAD
+from peers.worker import BOS, EOS, PAD, until_eos
 from safetensors.torch import load_file
 from torch import Tensor
 

@@ -10,9 +10,9 @@ from joeynmt.batch import Batch
 from joeynmt.model import Model, build_model
 from joeynmt.search import search
 from joeynmt.vocabulary import Vocabulary
-from peers.decoding import Ids, Job, Loaded, in_batches, serve, until_eos
+from peers.decoding import Ids, Job, Loaded, in_batches, serve
 from peers.weights import Names, Weights, rename_layers
-from peers.worker import BOS, EOS, NUM_SPECIAL, PAD, UNK
+from peers.worker import BOS, EOS, NUM_SPECIAL, PAD, UNK, until_eos
 from safetensors.torch import load_file
 
 _SWAPPED = {PAD: UNK, UNK: PAD}  # JoeyNMT's first id is that of unk

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from peers.worker import EOS, keep_stdout, max_rss_mib
+from peers.worker import keep_stdout, max_rss_mib, sort_batches
 
 Ids = list[list[int]]
 
@@ -61,21 +61,15 @@ def in_batches(job: Job, decode: Callable[[list[int]], Ids]) -> Callable[[], Ids
 
     `decode` gets the numbers of some sources, and returns their outputs.
     """
-    rows = sorted(range(len(job.sources)), key=lambda row: len(job.sources[row]))
-    batches = [rows[at : at + job.batch_size] for at in range(0, len(rows), job.batch_size)]
+    batches = sort_batches(job.sources, job.batch_size)
 
     def translate() -> Ids:
         found: dict[int, list[int]] = {}
         for batch in batches:
             found.update(zip(batch, decode(batch), strict=True))
-        return [found[row] for row in range(len(rows))]
+        return [found[row] for row in range(len(job.sources))]
 
     return translate
-
-
-def until_eos(ids: list[int]) -> list[int]:
-    """Return what stands before the first eos."""
-    return ids[: ids.index(EOS)] if EOS in ids else ids
 
 
 def run_apart(prepare: Callable[[Job, str], None], job: Job, folder: str) -> None:

@@ -48,6 +48,8 @@ def main() -> None:
     src_ids = [ids[:-1] for ids in table["src"]]  # stored with eos
     tgt_ids = list(table["tgt"])
     write_corpus(out, src_ids, tgt_ids, eos)
+    valid = (source / "val.en").read_text("utf-8").splitlines()
+    write_lines(out / "val.en", map(words, sentencepiece.load(run.tokenizer_dir).src.encode(valid)))
     write_vocabularies(out, vocab_size)
     (out / "counts.json").write_text(json.dumps(count(src_ids, tgt_ids)), encoding="utf-8")
 

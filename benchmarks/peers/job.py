@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from peers.worker import NUM_SPECIAL, keep_stdout, max_rss_mib
 
@@ -40,6 +42,8 @@ class Job:
     seconds: float
     warm_up_s: float
     overrides: tuple[str, ...]  # mtrain's --set
+    decay_steps: int = 0  # updates over which the rate falls to 0; 0: inverse square root
+    validate_every: int = 0  # updates, of a curve
 
     @property
     def num_pairs(self) -> int:
@@ -47,9 +51,9 @@ class Job:
         counts = json.loads((Path(self.corpus) / "counts.json").read_text("utf-8"))
         return int(counts["pairs"])
 
-    def read_ids(self, side: str) -> list[list[int]]:
-        """Return the ids of each line of one side, without bos and eos."""
-        with (Path(self.corpus) / f"train.{side}").open(encoding="utf-8") as stream:
+    def read_ids(self, name: str) -> list[list[int]]:
+        """Return the ids of each line of a file of the corpus, without bos and eos."""
+        with (Path(self.corpus) / name).open(encoding="utf-8") as stream:
             return [[int(word) for word in line.split()] for line in stream]
 
 
@@ -134,16 +138,55 @@ class Meter:
         }
 
 
+class Curve(Meter):
+    """A training that is interrupted again and again to translate the validation text.
+
+    At each point it prints the seconds of training so far and the translations, ids or text, and
+    goes on when a line comes to stdin; at the end of stdin it ends. The clock stands meanwhile.
+
+    Attributes:
+        translate: returns the translations by the current weights; the system sets it.
+    """
+
+    translate: Callable[[], list[Any]]
+
+    def __init__(self, job: Job, print_answer: Callable[[str], None]) -> None:
+        super().__init__(job)
+        self._print_answer = print_answer
+        self._began: float | None = None
+        self._trained_s = 0.0
+
+    def begin(self, tgt_tokens: int) -> None:
+        """Stop the clock and show a point, if one is due.
+
+        Raises:
+            Done: if no more is wanted.
+        """
+        if self._began is not None:
+            self._trained_s += time.monotonic() - self._began
+        if self._num_updates and self._num_updates % self._job.validate_every == 0:
+            point = {"updates": self._num_updates, "seconds": round(self._trained_s, 1)}
+            self._print_answer(json.dumps(point | {"outputs": self.translate()}))
+            if not sys.stdin.readline():
+                raise Done
+        self._num_updates += 1
+        self._began = time.monotonic()
+
+    def note_loss(self, loss: float, num_updates: int = 1) -> None:
+        """Do nothing: BLEU is what counts."""
+
+
 def serve(train: Callable[[Job, Meter], dict[str, str]], count: Callable[[Job], Epoch]) -> None:
     """Do the job that the command line names and print one JSON line.
 
     Args:
-        train: trains until the meter raises `EncodedPart`; returns the versions of what it ran.
+        train: trains until the meter raises `Done`; returns the versions of what it ran.
         count: reads one epoch without training on it.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("job", type=Path)
     parser.add_argument("--count", action="store_true")
+    parser.add_argument("--curve", action="store_true")
     options = parser.parse_args()
     fields = json.loads(options.job.read_text("utf-8"))
     job = Job(**{key: tuple(x) if isinstance(x, list) else x for key, x in fields.items()})
@@ -151,6 +194,8 @@ def serve(train: Callable[[Job, Meter], dict[str, str]], count: Callable[[Job], 
     answer: dict[str, object]
     if options.count:
         answer = asdict(count(job))
+    elif options.curve:
+        answer = {"versions": train(job, Curve(job, print_answer))}
     else:
         meter = Meter(job)
         answer = meter.result(train(job, meter))

@@ -10,11 +10,15 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 import transformers
-from peers.job import Done, Epoch, Job, Meter, serve
-from peers.worker import BOS, EOS, PAD
+from peers.job import Curve, Done, Epoch, Job, Meter, serve
+from peers.worker import BOS, EOS, PAD, sort_batches, until_eos
 from torch import Tensor
 
 _IGNORED = -100  # the label of padding
+_SENTENCES, _MAX_TOKENS = (
+    64,
+    100,
+)  # of a batch and of an output, when the validation text is translated
 
 
 class Batch(NamedTuple):
@@ -39,10 +43,9 @@ def train(job: Job, meter: Meter) -> dict[str, str]:
     optimizer = torch.optim.Adam(  # fused, as in transformers.Trainer
         model.parameters(), lr=job.lr, betas=job.adam_betas, eps=1e-9, fused=True
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min((step + 1) / job.warmup_steps, (job.warmup_steps / (step + 1)) ** 0.5),
-    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(job, step + 1))
+    if isinstance(meter, Curve):
+        meter.translate = lambda: translate(job, model)
     is_short = job.precision == "bfloat16"
     products = torch.autocast("cpu", torch.bfloat16) if is_short else nullcontext()
     try:
@@ -72,6 +75,36 @@ def train(job: Job, meter: Meter) -> dict[str, str]:
     return {"transformers": transformers.__version__, "torch": torch.__version__}
 
 
+def rate(job: Job, step: int) -> float:
+    """Return the share of the peak rate at an update, counted from 1."""
+    if job.decay_steps and step > job.warmup_steps:
+        return max(0.0, 1 - (step - job.warmup_steps) / (job.decay_steps - job.warmup_steps))
+    return min(step / job.warmup_steps, (job.warmup_steps / step) ** 0.5)
+
+
+@torch.no_grad()
+def translate(job: Job, model: transformers.MarianMTModel) -> list[list[int]]:
+    """Return the greedy translation of each validation source."""
+    sources = [[*ids, EOS] for ids in job.read_ids("val.en")]
+    settings = transformers.GenerationConfig(
+        num_beams=1,
+        max_new_tokens=_MAX_TOKENS,
+        pad_token_id=PAD,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        decoder_start_token_id=BOS,
+    )
+    outputs: list[list[int]] = [[] for _ in sources]
+    model.eval()
+    for rows in sort_batches(sources, _SENTENCES):
+        src = pad([sources[row] for row in rows], PAD)
+        ids_of = model.generate(src, attention_mask=(src != PAD).long(), generation_config=settings)
+        for row, ids in zip(rows, ids_of[:, 1:].tolist(), strict=True):
+            outputs[row] = until_eos(ids)
+    model.train()
+    return outputs
+
+
 def model_config(job: Job) -> transformers.MarianConfig:
     return transformers.MarianConfig(
         vocab_size=job.vocab_size,
@@ -97,8 +130,8 @@ def model_config(job: Job) -> transformers.MarianConfig:
 
 def epochs(job: Job) -> Iterator[Batch]:
     """Yield batches for ever."""
-    src_ids = [[*ids, EOS] for ids in job.read_ids("en")]
-    tgt_ids = [[*ids, EOS] for ids in job.read_ids("de")]
+    src_ids = [[*ids, EOS] for ids in job.read_ids("train.en")]
+    tgt_ids = [[*ids, EOS] for ids in job.read_ids("train.de")]
     rng = random.Random(1)
     while True:
         for rows in plan(src_ids, tgt_ids, job.batch_tokens, rng):

@@ -12,10 +12,18 @@ import torch
 from joeynmt import __version__ as joeynmt_version
 from joeynmt.batch import Batch
 from joeynmt.config import parse_global_args
+from joeynmt.model import Model
 from joeynmt.prediction import prepare
-from peers.job import Done, Epoch, Job, Meter, serve
+from joeynmt.search import search
+from peers.decode_joeynmt import make_batch, swap
+from peers.job import Curve, Done, Epoch, Job, Meter, serve
+from peers.worker import EOS, sort_batches, until_eos
 
 _NEVER = 1_000_000_000
+_SENTENCES, _MAX_TOKENS = (
+    64,
+    100,
+)  # of a batch and of an output, when the validation text is translated
 
 
 def main() -> None:
@@ -29,6 +37,8 @@ def train(job: Job, meter: Meter) -> dict[str, str]:
         """The trainer; the meter sees each batch, which JoeyNMT counts as we do."""
 
         def _train_step(self, batch: Batch) -> tuple[float, int]:
+            if isinstance(meter, Curve):
+                meter.translate = lambda: translate(job, self.model)
             meter.begin(batch.ntokens)
             loss, num_correct = super()._train_step(batch)
             meter.note_loss(loss)
@@ -38,6 +48,23 @@ def train(job: Job, meter: Meter) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder, suppress(Done):
         joeynmt.training.train(rank=0, world_size=None, cfg=config(job, folder))
     return {"joeynmt": str(joeynmt_version), "torch": torch.__version__}
+
+
+@torch.no_grad()
+def translate(job: Job, model: Model) -> list[list[int]]:
+    """Return the greedy translation of each validation source."""
+    sources = [[*ids, EOS] for ids in job.read_ids("val.en")]
+    outputs: list[list[int]] = [[] for _ in sources]
+    model.eval()
+    for rows in sort_batches(sources, _SENTENCES):
+        batch = make_batch(model, [sources[row] for row in rows])
+        ids_of, _, _ = search(
+            model=model, batch=batch, max_output_length=_MAX_TOKENS, beam_size=1, beam_alpha=0.0
+        )
+        for row, ids in zip(rows, ids_of.tolist(), strict=True):
+            outputs[row] = until_eos(swap(ids))
+    model.train()
+    return outputs
 
 
 def config(job: Job, model_dir: str) -> dict[str, Any]:

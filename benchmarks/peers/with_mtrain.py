@@ -8,9 +8,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
-from peers.job import Done, Epoch, Job, Meter, serve
+from peers.job import Curve, Done, Epoch, Job, Meter, serve
 
 from mtrain import __version__
 from mtrain.config import config_file
@@ -46,7 +47,16 @@ def train(job: Job, meter: Meter) -> dict[str, str]:
                 meter.begin(batches.num_tokens)
                 yield batches
 
+    class Translating(trainer.Trainer):
+        """The trainer; the meter may ask for translations of the validation text."""
+
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            if isinstance(meter, Curve):
+                meter.translate = lambda: self.valid.translations(self.translator)
+
     trainer.TrainingData = Watched  # type: ignore[misc]
+    trainer.Trainer = Translating  # type: ignore[misc]
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(job, folder)
         run = RunDir(Path(folder))

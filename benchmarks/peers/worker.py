@@ -17,20 +17,31 @@ NUM_SPECIAL = 4
 
 
 def keep_stdout() -> Callable[[str], None]:
-    """Point file descriptor 1 at stderr, so that no library can talk into the answer.
+    """Point file descriptor 1 at stderr, so that no library can talk into the answers.
 
     Returns:
-        A function that prints the answer where stdout was.
+        A function that prints an answer, a line, where stdout was.
     """
     sys.stdout.flush()
-    stdout = os.dup(1)
+    stdout = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
 
     def answer(line: str) -> None:
-        with os.fdopen(stdout, "wb") as stream:
-            stream.write((line + "\n").encode())
+        stdout.write((line + "\n").encode())
+        stdout.flush()
 
     return answer
+
+
+def until_eos(ids: list[int]) -> list[int]:
+    """Return what stands before the first eos."""
+    return ids[: ids.index(EOS)] if EOS in ids else ids
+
+
+def sort_batches(sources: list[list[int]], size: int) -> list[list[int]]:
+    """Return the rows of sources in batches of like length."""
+    rows = sorted(range(len(sources)), key=lambda row: len(sources[row]))
+    return [rows[at : at + size] for at in range(0, len(rows), size)]
 
 
 def max_rss_mib() -> float:
