@@ -52,7 +52,7 @@ RECIPES = {
     "hf": Recipe("hf", 0.002, 1000),
     "hf-best": Recipe("hf-bf16-tuned", 0.004, 1000, 7000),
     "joeynmt": Recipe("joeynmt", 0.002, 1000),
-    "joeynmt-tuned": Recipe("joeynmt-tuned", 0.002, 1000),
+    "eole": Recipe("eole", 0.002, 1000),
 }
 
 
@@ -78,12 +78,11 @@ class Training:
             env=train_speed.environment(recipe.system, options.threads),
         )
 
-    def next_point(self, is_first: bool) -> dict[str, Any]:
+    def next_point(self) -> dict[str, Any]:
         """Train until the next point and return it; one without updates is the end."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        if not is_first:
-            print(file=self._process.stdin, flush=True)
+        print(file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         return json.loads(line) if line else {}
 
@@ -183,7 +182,7 @@ def measure(curves: list[Curve], options: argparse.Namespace) -> None:
     running = curves
     while running:
         for curve in running:
-            point = trainings[curve.name].next_point(not curve.points)
+            point = trainings[curve.name].next_point()
             if "updates" in point:
                 outputs = point["outputs"]
                 texts = outputs if isinstance(outputs[0], str) else detokenize(outputs)
@@ -224,6 +223,7 @@ def rows(curves: list[Curve], levels: list[float]) -> list[list[str]]:
 def draw(curves: list[Curve], options: argparse.Namespace) -> None:
     """Draw BLEU over minutes of training."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -233,6 +233,9 @@ def draw(curves: list[Curve], options: argparse.Namespace) -> None:
     for level in options.levels:
         axes.axhline(level, color="#999999", linewidth=0.8, linestyle=":")
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(f"minutes of training, {options.threads} thread(s), log scale")
     axes.set_ylabel("BLEU on the validation set, greedy")
     axes.grid(alpha=0.3)

@@ -141,8 +141,9 @@ class Meter:
 class Curve(Meter):
     """A training that is interrupted again and again to translate the validation text.
 
-    At each point it prints the seconds of training so far and the translations, ids or text, and
-    goes on when a line comes to stdin; at the end of stdin it ends. The clock stands meanwhile.
+    It begins when a line comes to stdin. At each point it prints the seconds of training so far and
+    the translations, ids or text, and waits for the next line; at the end of stdin it ends. The
+    clock stands meanwhile.
 
     Attributes:
         translate: returns the translations by the current weights; the system sets it.
@@ -164,9 +165,10 @@ class Curve(Meter):
         """
         if self._began is not None:
             self._trained_s += time.monotonic() - self._began
-        if self._num_updates and self._num_updates % self._job.validate_every == 0:
-            point = {"updates": self._num_updates, "seconds": round(self._trained_s, 1)}
-            self._print_answer(json.dumps(point | {"outputs": self.translate()}))
+        if self._num_updates % self._job.validate_every == 0:
+            if self._num_updates:
+                point = {"updates": self._num_updates, "seconds": round(self._trained_s, 1)}
+                self._print_answer(json.dumps(point | {"outputs": self.translate()}))
             if not sys.stdin.readline():
                 raise Done
         self._num_updates += 1

@@ -11,15 +11,18 @@ from typing import Any
 import eole.trainer
 import torch
 from eole.bin.run.train import train as eole_train
-from eole.config.run import TrainConfig
+from eole.config.run import PredictConfig, TrainConfig
 from eole.constants import CorpusTask
 from eole.inputters.dynamic_iterator import build_dynamic_dataset_iter
+from eole.predict import build_predictor
 from eole.train_single import TrainingInitializer
 from eole.utils import Statistics
-from peers.job import Done, Epoch, Job, Meter, serve
+from peers.job import Curve, Done, Epoch, Job, Meter, serve
+from peers.worker import EOS, PAD, sort_batches, until_eos
 from torch import Tensor
 
 _NEVER = 1_000_000_000
+_SENTENCES, _MAX_TOKENS = 64, 100  # of a batch and of an output of the validation text
 
 
 def main() -> None:
@@ -40,6 +43,8 @@ def train(job: Job, meter: Meter) -> dict[str, str]:
             report_stats: Statistics,
             step: int = 0,
         ) -> None:
+            if isinstance(meter, Curve):
+                meter.translate = lambda: translate(job, self, step)
             pad = self.train_loss.padding_idx
             meter.begin(sum(int(tgt_out(batch).ne(pad).sum()) for batch in batches))
             loss, num_tokens = total_stats.loss, total_stats.n_tokens
@@ -50,6 +55,36 @@ def train(job: Job, meter: Meter) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder, suppress(Done):
         eole_train(config(job, folder))
     return {"eole": version("eole"), "torch": torch.__version__}
+
+
+def translate(job: Job, trainer: eole.trainer.Trainer, step: int) -> list[list[int]]:
+    """Return the greedy translation of each validation source, by a model that is saved for it."""
+    trainer.model_saver.save(step)
+    settings = PredictConfig(
+        model_path=[str(Path(trainer.model_saver.model_path) / f"step_{step}")],
+        src="",
+        world_size=1,
+        gpu_ranks=[],
+        beam_size=1,
+        top_k=1,  # its greedy search
+        max_length=_MAX_TOKENS,
+        max_length_ratio=0,
+    )
+    predictor = build_predictor(settings, device_id=-1)
+    sources = [[*ids, EOS] for ids in job.read_ids("val.en")]
+    outputs: list[list[int]] = [[] for _ in sources]
+    for rows in sort_batches(sources, _SENTENCES):
+        lengths = [len(sources[row]) for row in rows]
+        padded = [sources[row] + [PAD] * (max(lengths) - len(sources[row])) for row in rows]
+        batch = {
+            "src": torch.tensor(padded),
+            "srclen": torch.tensor(lengths),
+            "ind_in_bucket": list(range(len(rows))),
+        }
+        found = predictor.predict_batch(batch, attn_debug=False)["predictions"]
+        for row, hypotheses in zip(rows, found, strict=True):
+            outputs[row] = until_eos(hypotheses[0].tolist())
+    return outputs
 
 
 def tgt_out(batch: dict[str, Any]) -> Tensor:

@@ -18,7 +18,7 @@ _IGNORED = -100  # the label of padding
 _SENTENCES, _MAX_TOKENS = (
     64,
     100,
-)  # of a batch and of an output, when the validation text is translated
+)  # of a batch and of an output of the validation text
 
 
 class Batch(NamedTuple):

@@ -23,7 +23,7 @@ _NEVER = 1_000_000_000
 _SENTENCES, _MAX_TOKENS = (
     64,
     100,
-)  # of a batch and of an output, when the validation text is translated
+)  # of a batch and of an output of the validation text
 
 
 def main() -> None:
