@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import io
 import os
 import pty
@@ -269,6 +270,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     longest = ["distributed", "kills", "torchrun", "trainer", "readme", "draw", "doctor"]
     place = {f"test_{name}": number for number, name in enumerate(longest)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+def pytest_collection_finish() -> None:
+    """Let no garbage collection go through all that imports and the collection have made."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
