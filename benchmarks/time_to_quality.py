@@ -44,10 +44,10 @@ class Recipe:
 
 
 _LINEAR = "training.schedule=linear"
-_MUON = ("training.optimizer=muon", _LINEAR, "training.max_steps=5001", "training.max_grad_norm=0")
+_MUON = ("training.optimizer=muon", _LINEAR, "training.max_steps=4001", "training.max_grad_norm=0")
 _ADAM = (_LINEAR, "training.max_steps=7001", "training.max_grad_norm=0")
 RECIPES = {
-    "mtrain": Recipe("mtrain", 0.006, 300, overrides=_MUON),
+    "mtrain": Recipe("mtrain", 0.004, 300, overrides=_MUON),
     "mtrain-adam": Recipe("mtrain", 0.004, 1000, overrides=_ADAM),
     "hf": Recipe("hf", 0.002, 1000),
     "hf-best": Recipe("hf-bf16-tuned", 0.004, 1000, 7000),
@@ -150,7 +150,7 @@ def make_job(options: argparse.Namespace, recipe: Recipe) -> Job:
         corpus=str(train_speed.CORPUS),
         **train_speed.SIZES["tiny"],
         vocab_size=train_speed.VOCAB_SIZE,
-        dropout=0.25,
+        dropout=0.15,
         label_smoothing=0.1,
         batch_tokens=2048,
         lr=recipe.lr,
@@ -188,7 +188,7 @@ def measure(curves: list[Curve], options: argparse.Namespace) -> None:
                 texts = outputs if isinstance(outputs[0], str) else detokenize(outputs)
                 bleu = metrics.bleu(texts, references, "de")
                 curve.points.append((point["updates"], point["seconds"], round(bleu, 2)))
-                say(f"{curve.name}: {point['updates']:,} updates, {point['seconds']} s, {bleu:.2f}")
+                say(f"{curve.name}: {point['updates']:,} updates, {point['seconds']:.0f} s, {bleu:.2f}")
                 is_late = point["seconds"] >= 60 * options.minutes
                 curve.has_ended = is_late or bleu >= max(options.levels)
             else:

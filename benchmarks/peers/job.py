@@ -167,7 +167,7 @@ class Curve(Meter):
             self._trained_s += time.monotonic() - self._began
         if self._num_updates % self._job.validate_every == 0:
             if self._num_updates:
-                point = {"updates": self._num_updates, "seconds": round(self._trained_s, 1)}
+                point = {"updates": self._num_updates, "seconds": round(self._trained_s, 3)}
                 self._print_answer(json.dumps(point | {"outputs": self.translate()}))
             if not sys.stdin.readline():
                 raise Done

@@ -48,15 +48,26 @@ def corpus(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def answer(corpus: Path, *options: str) -> dict[str, Any]:
-    """Return what the worker prints for a job on the corpus."""
+def answers(corpus: Path, *options: str, stdin: str = "", **changes: Any) -> list[dict[str, Any]]:
+    """Return the lines that the worker prints for a job on the corpus."""
     path = corpus / "job.json"
-    path.write_text(json.dumps({"corpus": str(corpus), **JOB}), encoding="utf-8")
-    command = [sys.executable, "-m", "peers.with_mtrain", path, *options]
-    variables = os.environ | {"PYTHONPATH": str(REPOSITORY / "benchmarks")}
-    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=120)
+    path.write_text(json.dumps({"corpus": str(corpus), **JOB, **changes}), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "peers.with_mtrain", path, *options],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY / "benchmarks")},
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def answer(corpus: Path, *options: str) -> dict[str, Any]:
+    """Return the one line that the worker prints for a job on the corpus."""
+    (line,) = answers(corpus, *options)
+    return line
 
 
 def test_mtrain_is_timed_until_the_time_is_over_and_reads_what_it_says(corpus: Path) -> None:
@@ -67,6 +78,16 @@ def test_mtrain_is_timed_until_the_time_is_over_and_reads_what_it_says(corpus: P
     assert timed["loss"] < timed["first_loss"]
     mean = epoch["tgt_tokens"] / epoch["batches"]
     assert timed["tgt_tokens"] / timed["updates"] == pytest.approx(mean, rel=0.5)
+
+
+def test_a_curve_has_a_point_for_every_line_that_asks_for_one(corpus: Path) -> None:
+    *points, last = answers(corpus, "--curve", stdin="\n\n\n", validate_every=2)
+    assert [point["updates"] for point in points] == [2, 4, 6]
+    assert 0 < points[0]["seconds"] <= points[1]["seconds"] <= points[2]["seconds"]
+    num_lines = len((corpus / "valid.src").read_text("utf-8").splitlines())
+    assert [len(point["outputs"]) for point in points] == [num_lines] * 3
+    assert points[0]["outputs"] != points[2]["outputs"]
+    assert last["versions"]["mtrain"]
 
 
 def test_an_epoch_is_every_pair_of_the_corpus_once(corpus: Path) -> None:
