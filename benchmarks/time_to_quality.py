@@ -187,9 +187,10 @@ def measure(curves: list[Curve], options: argparse.Namespace) -> None:
                 outputs = point["outputs"]
                 texts = outputs if isinstance(outputs[0], str) else detokenize(outputs)
                 bleu = metrics.bleu(texts, references, "de")
-                curve.points.append((point["updates"], point["seconds"], round(bleu, 2)))
-                say(f"{curve.name}: {point['updates']:,} updates, {point['seconds']:.0f} s, {bleu:.2f}")
-                is_late = point["seconds"] >= 60 * options.minutes
+                updates, seconds = point["updates"], point["seconds"]
+                curve.points.append((updates, seconds, round(bleu, 2)))
+                say(f"{curve.name}: {updates:,} updates, {seconds:.0f} s, BLEU {bleu:.2f}")
+                is_late = seconds >= 60 * options.minutes
                 curve.has_ended = is_late or bleu >= max(options.levels)
             else:
                 curve.has_ended = "versions" in point  # otherwise it failed: its log says why
