@@ -12,7 +12,6 @@ import argparse
 import datetime
 import json
 import subprocess
-import sys
 import tempfile
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -245,4 +244,4 @@ def draw(curves: list[Curve], options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

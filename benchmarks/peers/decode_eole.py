@@ -17,8 +17,8 @@ from eole.predict import build_predictor
 from eole.predict.decode_strategy import DecodeStrategy
 from eole.predict.greedy_search import GreedySearch
 from peers.decoding import Ids, Job, Loaded, in_batches, run_apart, serve
-from peers.with_eole import model_settings
-from peers.worker import NUM_SPECIAL, PAD
+from peers.with_eole import make_batch, model_settings
+from peers.worker import NUM_SPECIAL
 
 _NUM_PAIRS = 8  # to train a step on
 
@@ -50,14 +50,8 @@ def load(job: Job) -> Loaded:
 
     def decode(rows: list[int]) -> Ids:
         sources, lengths = ([of[row] for row in rows] for of in (job.sources, job.lengths))
-        width = max(map(len, sources))
-        batch = {
-            "src": torch.tensor([ids + [PAD] * (width - len(ids)) for ids in sources]),
-            "srclen": torch.tensor([len(ids) for ids in sources]),
-            "ind_in_bucket": list(range(len(sources))),
-        }
         end_after(lengths)
-        found = predictor.predict_batch(batch, attn_debug=False)
+        found = predictor.predict_batch(make_batch(sources), attn_debug=False)
         outputs = [hypotheses[0].tolist() for hypotheses in found["predictions"]]
         assert [len(ids) for ids in outputs] == lengths
         return outputs

@@ -11,11 +11,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from peers.worker import keep_stdout, max_rss_mib, sort_batches
+from peers.worker import decode_batches, keep_stdout, max_rss_mib, sort_batches
 
 Ids = list[list[int]]
 
@@ -61,15 +62,7 @@ def in_batches(job: Job, decode: Callable[[list[int]], Ids]) -> Callable[[], Ids
 
     `decode` gets the numbers of some sources, and returns their outputs.
     """
-    batches = sort_batches(job.sources, job.batch_size)
-
-    def translate() -> Ids:
-        found: dict[int, list[int]] = {}
-        for batch in batches:
-            found.update(zip(batch, decode(batch), strict=True))
-        return [found[row] for row in range(len(job.sources))]
-
-    return translate
+    return partial(decode_batches, sort_batches(job.sources, job.batch_size), decode)
 
 
 def run_apart(prepare: Callable[[Job, str], None], job: Job, folder: str) -> None:

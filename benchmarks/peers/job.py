@@ -14,9 +14,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from peers.worker import NUM_SPECIAL, keep_stdout, max_rss_mib
+from peers.worker import (
+    EOS,
+    NUM_SPECIAL,
+    decode_batches,
+    keep_stdout,
+    max_rss_mib,
+    sort_batches,
+    until_eos,
+)
 
 _MIN_UPDATES = 20  # of the warm-up
+VALID_MAX_TOKENS = 100  # of an output of the validation text
+_VALID_SENTENCES = 64  # of a batch of it
 _NUM_LOSSES = 10  # updates whose mean loss is reported, at the start and at the end
 
 
@@ -138,7 +148,7 @@ class Meter:
         }
 
 
-class Curve(Meter):
+class CurveMeter(Meter):
     """A training that is interrupted again and again to translate the validation text.
 
     It begins when a line comes to stdin. At each point it prints the seconds of training so far and
@@ -178,6 +188,23 @@ class Curve(Meter):
         """Do nothing: BLEU is what counts."""
 
 
+def translate_valid(
+    job: Job, decode: Callable[[list[list[int]]], list[list[int]]]
+) -> list[list[int]]:
+    """Return the output of each validation source, without eos and what follows it.
+
+    Args:
+        job: of the training.
+        decode: returns the outputs of a batch of sources, which end in eos.
+    """
+    sources = [[*ids, EOS] for ids in job.read_ids("val.en")]
+
+    def decode_rows(rows: list[int]) -> list[list[int]]:
+        return [until_eos(ids) for ids in decode([sources[row] for row in rows])]
+
+    return decode_batches(sort_batches(sources, _VALID_SENTENCES), decode_rows)
+
+
 def serve(train: Callable[[Job, Meter], dict[str, str]], count: Callable[[Job], Epoch]) -> None:
     """Do the job that the command line names and print one JSON line.
 
@@ -197,7 +224,7 @@ def serve(train: Callable[[Job, Meter], dict[str, str]], count: Callable[[Job], 
     if options.count:
         answer = asdict(count(job))
     elif options.curve:
-        answer = {"versions": train(job, Curve(job, print_answer))}
+        answer = {"versions": train(job, CurveMeter(job, print_answer))}
     else:
         meter = Meter(job)
         answer = meter.result(train(job, meter))

@@ -17,12 +17,20 @@ from eole.inputters.dynamic_iterator import build_dynamic_dataset_iter
 from eole.predict import build_predictor
 from eole.train_single import TrainingInitializer
 from eole.utils import Statistics
-from peers.job import Curve, Done, Epoch, Job, Meter, serve
-from peers.worker import EOS, PAD, sort_batches, until_eos
+from peers.job import (
+    VALID_MAX_TOKENS,
+    CurveMeter,
+    Done,
+    Epoch,
+    Job,
+    Meter,
+    serve,
+    translate_valid,
+)
+from peers.worker import PAD
 from torch import Tensor
 
 _NEVER = 1_000_000_000
-_SENTENCES, _MAX_TOKENS = 64, 100  # of a batch and of an output of the validation text
 
 
 def main() -> None:
@@ -43,7 +51,7 @@ def train(job: Job, meter: Meter) -> dict[str, str]:
             report_stats: Statistics,
             step: int = 0,
         ) -> None:
-            if isinstance(meter, Curve):
+            if isinstance(meter, CurveMeter):
                 meter.translate = lambda: translate(job, self, step)
             pad = self.train_loss.padding_idx
             meter.begin(sum(int(tgt_out(batch).ne(pad).sum()) for batch in batches))
@@ -67,24 +75,26 @@ def translate(job: Job, trainer: eole.trainer.Trainer, step: int) -> list[list[i
         gpu_ranks=[],
         beam_size=1,
         top_k=1,  # its greedy search
-        max_length=_MAX_TOKENS,
+        max_length=VALID_MAX_TOKENS,
         max_length_ratio=0,
     )
     predictor = build_predictor(settings, device_id=-1)
-    sources = [[*ids, EOS] for ids in job.read_ids("val.en")]
-    outputs: list[list[int]] = [[] for _ in sources]
-    for rows in sort_batches(sources, _SENTENCES):
-        lengths = [len(sources[row]) for row in rows]
-        padded = [sources[row] + [PAD] * (max(lengths) - len(sources[row])) for row in rows]
-        batch = {
-            "src": torch.tensor(padded),
-            "srclen": torch.tensor(lengths),
-            "ind_in_bucket": list(range(len(rows))),
-        }
-        found = predictor.predict_batch(batch, attn_debug=False)["predictions"]
-        for row, hypotheses in zip(rows, found, strict=True):
-            outputs[row] = until_eos(hypotheses[0].tolist())
-    return outputs
+
+    def decode(sources: list[list[int]]) -> list[list[int]]:
+        found = predictor.predict_batch(make_batch(sources), attn_debug=False)
+        return [hypotheses[0].tolist() for hypotheses in found["predictions"]]
+
+    return translate_valid(job, decode)
+
+
+def make_batch(sources: list[list[int]]) -> dict[str, Any]:
+    """Return sources as eole's search reads them."""
+    width = max(map(len, sources))
+    return {
+        "src": torch.tensor([ids + [PAD] * (width - len(ids)) for ids in sources]),
+        "srclen": torch.tensor([len(ids) for ids in sources]),
+        "ind_in_bucket": list(range(len(sources))),
+    }
 
 
 def tgt_out(batch: dict[str, Any]) -> Tensor:

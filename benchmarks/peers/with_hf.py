@@ -10,15 +10,20 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 import transformers
-from peers.job import Curve, Done, Epoch, Job, Meter, serve
-from peers.worker import BOS, EOS, PAD, sort_batches, until_eos
+from peers.job import (
+    VALID_MAX_TOKENS,
+    CurveMeter,
+    Done,
+    Epoch,
+    Job,
+    Meter,
+    serve,
+    translate_valid,
+)
+from peers.worker import BOS, EOS, PAD
 from torch import Tensor
 
 _IGNORED = -100  # the label of padding
-_SENTENCES, _MAX_TOKENS = (
-    64,
-    100,
-)  # of a batch and of an output of the validation text
 
 
 class Batch(NamedTuple):
@@ -44,7 +49,7 @@ def train(job: Job, meter: Meter) -> dict[str, str]:
         model.parameters(), lr=job.lr, betas=job.adam_betas, eps=1e-9, fused=True
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(job, step + 1))
-    if isinstance(meter, Curve):
+    if isinstance(meter, CurveMeter):
         meter.translate = lambda: translate(job, model)
     is_short = job.precision == "bfloat16"
     products = torch.autocast("cpu", torch.bfloat16) if is_short else nullcontext()
@@ -85,22 +90,23 @@ def rate(job: Job, step: int) -> float:
 @torch.no_grad()
 def translate(job: Job, model: transformers.MarianMTModel) -> list[list[int]]:
     """Return the greedy translation of each validation source."""
-    sources = [[*ids, EOS] for ids in job.read_ids("val.en")]
     settings = transformers.GenerationConfig(
         num_beams=1,
-        max_new_tokens=_MAX_TOKENS,
+        max_new_tokens=VALID_MAX_TOKENS,
         pad_token_id=PAD,
         bos_token_id=BOS,
         eos_token_id=EOS,
         decoder_start_token_id=BOS,
     )
-    outputs: list[list[int]] = [[] for _ in sources]
+
+    def decode(sources: list[list[int]]) -> list[list[int]]:
+        src = pad(sources, PAD)
+        keep = (src != PAD).long()
+        outputs = model.generate(src, attention_mask=keep, generation_config=settings)
+        return outputs[:, 1:].tolist()
+
     model.eval()
-    for rows in sort_batches(sources, _SENTENCES):
-        src = pad([sources[row] for row in rows], PAD)
-        ids_of = model.generate(src, attention_mask=(src != PAD).long(), generation_config=settings)
-        for row, ids in zip(rows, ids_of[:, 1:].tolist(), strict=True):
-            outputs[row] = until_eos(ids)
+    outputs = translate_valid(job, decode)
     model.train()
     return outputs
 

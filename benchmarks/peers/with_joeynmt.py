@@ -16,14 +16,18 @@ from joeynmt.model import Model
 from joeynmt.prediction import prepare
 from joeynmt.search import search
 from peers.decode_joeynmt import make_batch, swap
-from peers.job import Curve, Done, Epoch, Job, Meter, serve
-from peers.worker import EOS, sort_batches, until_eos
+from peers.job import (
+    VALID_MAX_TOKENS,
+    CurveMeter,
+    Done,
+    Epoch,
+    Job,
+    Meter,
+    serve,
+    translate_valid,
+)
 
 _NEVER = 1_000_000_000
-_SENTENCES, _MAX_TOKENS = (
-    64,
-    100,
-)  # of a batch and of an output of the validation text
 
 
 def main() -> None:
@@ -37,7 +41,7 @@ def train(job: Job, meter: Meter) -> dict[str, str]:
         """The trainer; the meter sees each batch, which JoeyNMT counts as we do."""
 
         def _train_step(self, batch: Batch) -> tuple[float, int]:
-            if isinstance(meter, Curve):
+            if isinstance(meter, CurveMeter):
                 meter.translate = lambda: translate(job, self.model)
             meter.begin(batch.ntokens)
             loss, num_correct = super()._train_step(batch)
@@ -53,16 +57,19 @@ def train(job: Job, meter: Meter) -> dict[str, str]:
 @torch.no_grad()
 def translate(job: Job, model: Model) -> list[list[int]]:
     """Return the greedy translation of each validation source."""
-    sources = [[*ids, EOS] for ids in job.read_ids("val.en")]
-    outputs: list[list[int]] = [[] for _ in sources]
-    model.eval()
-    for rows in sort_batches(sources, _SENTENCES):
-        batch = make_batch(model, [sources[row] for row in rows])
-        ids_of, _, _ = search(
-            model=model, batch=batch, max_output_length=_MAX_TOKENS, beam_size=1, beam_alpha=0.0
+
+    def decode(sources: list[list[int]]) -> list[list[int]]:
+        outputs, _, _ = search(
+            model=model,
+            batch=make_batch(model, sources),
+            max_output_length=VALID_MAX_TOKENS,
+            beam_size=1,
+            beam_alpha=0.0,
         )
-        for row, ids in zip(rows, ids_of.tolist(), strict=True):
-            outputs[row] = until_eos(swap(ids))
+        return [swap(ids) for ids in outputs.tolist()]
+
+    model.eval()
+    outputs = translate_valid(job, decode)
     model.train()
     return outputs
 

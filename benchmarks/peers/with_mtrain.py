@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers.job import Curve, Done, Epoch, Job, Meter, serve
+from peers.job import CurveMeter, Done, Epoch, Job, Meter, serve
 
 from mtrain import __version__
 from mtrain.config import config_file
@@ -52,7 +52,7 @@ def train(job: Job, meter: Meter) -> dict[str, str]:
 
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
-            if isinstance(meter, Curve):
+            if isinstance(meter, CurveMeter):
                 meter.translate = lambda: self.valid.translations(self.translator)
 
     trainer.TrainingData = Watched  # type: ignore[misc]

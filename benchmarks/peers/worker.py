@@ -44,6 +44,16 @@ def sort_batches(sources: list[list[int]], size: int) -> list[list[int]]:
     return [rows[at : at + size] for at in range(0, len(rows), size)]
 
 
+def decode_batches(
+    batches: list[list[int]], decode: Callable[[list[int]], list[list[int]]]
+) -> list[list[int]]:
+    """Return the outputs in the order of the rows; `decode` returns those of a batch of rows."""
+    outputs: dict[int, list[int]] = {}
+    for rows in batches:
+        outputs.update(zip(rows, decode(rows), strict=True))
+    return [outputs[row] for row in range(len(outputs))]
+
+
 def max_rss_mib() -> float:
     """Return the most memory that this process has held at once so far."""
     status = Path("/proc/self/status")
