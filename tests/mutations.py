@@ -485,6 +485,21 @@ KERNELS = [  # kept apart: these are rewritten for speed now and then, and their
     ),
     compiled(
         "attention",
+        "a cache in bfloat16 is read without its lowest bit",
+        "return (vec_float)(widen(numbers) << 16);",
+        "return (vec_float)(widen(numbers) >> 1 << 17);",
+        "attention",
+    ),
+    compiled(
+        "stacks",
+        "keys and values are cut off in bfloat16, not rounded",
+        "if (in_bf16) round_floats(from, (bf16 *)cache + row * width, width);",
+        "if (in_bf16) for (int64_t i = 0; i < width; i++) "
+        "((bf16 *)cache)[row * width + i] = (bf16)(float_to_bits(from[i]) >> 16);",
+        "stacks",
+    ),
+    compiled(
+        "attention",
         "four heads have the greatest score of the first slots",
         "tops[i] = GREATER(own[i], tops[i]);",
         "tops[i] = first ? tops[i] : own[i];",

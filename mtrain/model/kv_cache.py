@@ -32,7 +32,8 @@ class KVCache:
     share the slots of a common prefix. To reorder hypotheses is to reorder lists; a slot in no list
     is free. New sentences are admitted while others are being decoded (continuous batching).
 
-    The pools are on the model's device, the lists are NumPy arrays.
+    The pools are on the model's device, the lists are NumPy arrays. Pools in bfloat16 hold rounded
+    keys and values in half the memory.
 
     Attributes:
         sources: the pool of the source positions, without padding.
@@ -127,7 +128,8 @@ class KVPool:
 
     def write(self, index: int, slots_N: Tensor, rows_NX: Tensor) -> Tensor:
         """Write keys and values into slots of a layer; return all of the layer's [R, X]."""
-        return self.layers[index].index_copy_(0, slots_N, rows_NX)
+        layer_RX = self.layers[index]
+        return layer_RX.index_copy_(0, slots_N, rows_NX.to(layer_RX.dtype))
 
     def _find_free(self, count: int, in_use: Ints) -> None:
         """Collect the slots that are not in use; enlarge a pool of which less than 1/4 is free."""

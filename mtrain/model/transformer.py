@@ -75,6 +75,7 @@ class Transformer(nn.Module):
         self.output = Projection(d_model, num_tgt_tokens)
         self.dropout = Dropout(config.dropout)
         self.compute_dtype: torch.dtype | None = None
+        self.cache_dtype: torch.dtype | None = None
         self._initialise()
         self._tie(config.tie_embeddings)
 
@@ -150,6 +151,7 @@ class Transformer(nn.Module):
                 memories.append(memory_RD)
             memory_RD = torch.cat(memories) if len(memories) > 1 else memories[0]
             sources = [layer.project_source(memory_RD) for layer in self.decoder]
+            sources = [source_RX.to(self.cache_dtype or source_RX.dtype) for source_RX in sources]
         return KVCache(sources, slots_BS)
 
     def decode_step(self, ids_N: Tensor, cache: KVCache) -> Logits:
@@ -247,6 +249,10 @@ class Transformer(nn.Module):
         """Keep states and run products in `dtype`; None is the dtype of the weights."""
         self.compute_dtype = dtype
 
+    def cache_in(self, dtype: torch.dtype | None) -> None:
+        """Keep the keys and values of decoding in `dtype`; None is that of states."""
+        self.cache_dtype = dtype
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the compiled layers: a copy has weights of its own."""
         left_out = ("_compiled_encoder", "_compiled_sources", "_compiled_decoder")
@@ -274,7 +280,9 @@ class Transformer(nn.Module):
         if compiled is None or not src_BS.is_cpu:
             return None
         shape, ids_BS = (int(slots_BS.max()) + 1, 2 * self.config.d_model), src_BS.numpy()
-        sources = [self.src_embedding.weight.new_empty(shape) for _ in self.decoder]
+        sources = [
+            torch.empty(shape, dtype=self.cache_dtype or torch.float32) for _ in self.decoder
+        ]
         encodings_TD = self.src_positions.encodings(src_BS.shape[1], torch.float32, src_BS.device)
         for rows, width in groups:
             parts = (ids_BS[rows, :width], slots_BS[rows, :width])

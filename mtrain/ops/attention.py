@@ -160,12 +160,12 @@ def paged_attention(q_ND: Tensor, cache_RX: Tensor, slots_NT: Tensor, num_heads:
 
     Args:
         q_ND: queries, all heads side by side.
-        cache_RX: a key and a value for each position, X = 2 * D.
+        cache_RX: a key and a value for each position, X = 2 * D, as the queries or in bfloat16.
         slots_NT: row numbers of the cache; -1 is padding. Each query has at least one.
     """
     num_rows, d_model = q_ND.shape
     cache_shape, slots_shape = cache_RX.shape, slots_NT.shape
-    functions = functions_for(q_ND, cache_RX)
+    functions = functions_for(q_ND)
     if (
         functions is not None
         and not (torch.is_grad_enabled() and (q_ND.requires_grad or cache_RX.requires_grad))
@@ -174,7 +174,7 @@ def paged_attention(q_ND: Tensor, cache_RX: Tensor, slots_NT: Tensor, num_heads:
         and slots_shape[0] == num_rows
         and slots_NT.dtype is torch.int64
         and is_plain(slots_NT)
-        and cache_RX.is_contiguous()
+        and is_cache(cache_RX, q_ND.dtype)
         and num_heads > 0
         and d_model % num_heads == 0
     ):
@@ -183,16 +183,22 @@ def paged_attention(q_ND: Tensor, cache_RX: Tensor, slots_NT: Tensor, num_heads:
         out_ND = q_ND.new_empty((num_rows, d_model))
         head_size = d_model // num_heads
         sizes = (num_rows, slots_shape[1], num_heads, head_size, cache_shape[0])
-        strides = (q_ND.stride(0), slots_NT.stride(0))
+        strides = (q_ND.stride(0), slots_NT.stride(0), cache_RX.dtype is torch.bfloat16)
         tensors = (q_ND, cache_RX, slots_NT, out_ND)
         functions.call("paged_attention", tensors, *sizes, *strides, head_size**-0.5)
         return out_ND
-    rows_NTX = cache_RX[slots_NT.clamp(min=0)]
+    rows_NTX = cache_RX[slots_NT.clamp(min=0)].to(q_ND.dtype)
     k_NHTK, v_NHTK = (
         x.view(*x.shape[:2], num_heads, -1).transpose(1, 2) for x in rows_NTX.chunk(2, -1)
     )
     q_NH1K, keep = q_ND.view(num_rows, num_heads, 1, -1), (slots_NT >= 0)[:, None, None, :]
     return attention(q_NH1K, k_NHTK, v_NHTK, keep).flatten(1)
+
+
+def is_cache(cache_RX: Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether compiled functions read a cache beside tensors of `dtype`."""
+    is_known = cache_RX.dtype in (dtype, torch.bfloat16)
+    return is_known and is_plain(cache_RX) and cache_RX.is_contiguous()
 
 
 def _empty_heads_last(*tensors: Tensor) -> list[Tensor]:

@@ -90,7 +90,7 @@ class SourcesShape(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("num_tokens", "num_encodings")),
-        *((name, ctypes.c_int64) for name in ("num_pools", "pool_rows")),
+        *((name, ctypes.c_int64) for name in ("num_pools", "pool_rows", "in_bf16")),
         ("table_scale", ctypes.c_float),
     )
 
@@ -102,7 +102,7 @@ class DecoderShape(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_layers", "rows", "heads", "k", "d_ff")),
         *((f"past_{name}", ctypes.c_int64) for name in ("rows", "count", "stride", "window")),
         *((f"source_{name}", ctypes.c_int64) for name in ("rows", "count", "stride")),
-        *((name, ctypes.c_int64) for name in ("num_tokens", "num_encodings")),
+        *((name, ctypes.c_int64) for name in ("num_tokens", "num_encodings", "in_bf16")),
         *((name, ctypes.c_float) for name in ("scale", "table_scale")),
     )
 
@@ -440,7 +440,7 @@ _SIGNATURES = {
     "add_norm_grad": [*[_POINTER] * 10, _INT, _INT, *_DROPOUT],
     "attention": [_SHAPE, *[_POINTER] * 5],
     "attention_grad": [_SHAPE, *[_POINTER] * 8],
-    "paged_attention": [*[_POINTER] * 4, *[_INT] * 7, _REAL],
+    "paged_attention": [*[_POINTER] * 4, *[_INT] * 8, _REAL],
     "topk": [*[_POINTER] * 4, *[_INT] * 4],
     "cross_entropy": [_POINTER, _POINTER, *[_INT] * 3, _REAL, ctypes.c_int, _POINTER],
     "linear": [*[_POINTER] * 4, *[_INT] * 3, ctypes.c_int],

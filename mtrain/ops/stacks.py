@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mtrain.ops.attention import is_cache
 from mtrain.ops.dropout import Dropout
 from mtrain.ops.layer_norm import LayerNorm
 from mtrain.ops.linear import Linear
@@ -200,13 +201,14 @@ class _EmbeddedStack(_CompiledStack):
         self, encodings_TD: Tensor, num_pools: int, *caches: Sequence[Tensor]
     ) -> Functions | None:
         """Return the compiled functions if they take these encodings, and these pools [R, X]."""
-        functions = self._functions_for(encodings_TD, *chain.from_iterable(caches))
+        functions = self._functions_for(encodings_TD)
         is_usable = (
             functions is not None
             and _is_float(encodings_TD)
             and encodings_TD.shape[1:] == (self._d_model,)
             and all(len(pools) == num_pools for pools in caches)
             and all(_is_pool(pools, self._d_model) for pools in caches)
+            and len({layer_RX.dtype for pools in caches for layer_RX in pools}) == 1
         )
         return functions if is_usable else None
 
@@ -267,7 +269,7 @@ class CompiledSources(_EmbeddedStack):
             ids_BS: tokens.
             slots_BS: the row of the pools for each position; -1 is padding.
             encodings_TD: of positions; those after the last have that one.
-            pools: of each layer of the decoder, [R, X].
+            pools: of each layer of the decoder, [R, X], in float32 or bfloat16.
 
         Raises:
             IndexError: if a token or a slot is out of range.
@@ -282,10 +284,11 @@ class CompiledSources(_EmbeddedStack):
             return False
         ids_BS, slots_BS = np.ascontiguousarray(ids_BS), np.ascontiguousarray(slots_BS)
         sizes = (len(self.table_VD), len(encodings_TD), len(pools), len(pools[0]))
+        in_bf16 = pools[0].dtype is torch.bfloat16
         structures = (
             _encoder_shape(self._layers, ids_BS.shape, self._num_heads),
             self.weights,
-            SourcesShape(*sizes, math.sqrt(self._d_model)),
+            SourcesShape(*sizes, in_bf16, math.sqrt(self._d_model)),
             self._maps,
             pointers(pools),
         )
@@ -354,7 +357,7 @@ class CompiledDecoder(_EmbeddedStack):
         Args:
             ids_N, position_N: the newest token of each hypothesis, and its position.
             encodings_TD: of positions; those after the last have that one.
-            pasts, sources: the cache [R, X] of each layer, X = 2 * D.
+            pasts, sources: the cache [R, X] of each layer, X = 2 * D, in float32 or bfloat16.
             past_slots_NT, source_slots_NS: row numbers of the caches; -1 is padding.
 
         Raises:
@@ -413,6 +416,7 @@ class CompiledDecoder(_EmbeddedStack):
             num_source,
             len(self.table_VD),
             len(encodings_TD),
+            pasts[0].dtype is torch.bfloat16,
             head_size**-0.5,
             math.sqrt(self._d_model),
         )
@@ -519,9 +523,9 @@ def _is_table(embedding: nn.Embedding, d_model: int) -> bool:
 
 
 def _is_pool(pool: Sequence[Tensor], d_model: int) -> bool:
-    """Tell whether all tensors of a cache are contiguous, of one shape [R, 2 D]."""
+    """Tell whether compiled functions read all tensors of a cache, of one shape [R, 2 D]."""
     shape = (len(pool[0]), 2 * d_model)
-    return all(layer_RX.shape == shape and layer_RX.is_contiguous() for layer_RX in pool)
+    return all(each.shape == shape and is_cache(each, torch.float32) for each in pool)
 
 
 def _are_ids(ids: Tensor, *shape: int) -> bool:

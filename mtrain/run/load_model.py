@@ -27,8 +27,8 @@ class LoadOptions:
 
     Attributes:
         device: `auto`, cpu, cuda, ...
-        precision: of products; `auto` is float32. On a GPU bfloat16 is that of states, too, and
-            there is no int8.
+        precision: of products; `auto` is float32. Below float32, keys and values are kept in
+            bfloat16. On a GPU bfloat16 is that of states, too, and there is no int8.
         step: the weights of this checkpoint, instead of the run's result.
         process_group: the ranks that share the work, each on a device of its own.
     """
@@ -76,6 +76,7 @@ def load_model(
     model.to(device).eval()
     if device.type == "cpu":
         pack_weights(model, loading.products)
+        model.cache_in(None if loading.products == "float32" else torch.bfloat16)
     elif loading.products == "bfloat16":
         model.compute_in(torch.bfloat16)
     return model

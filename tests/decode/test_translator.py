@@ -596,6 +596,7 @@ def test_a_lower_precision_translates_like_float32(
     rounded = translator_module.load(trained, loading=LoadOptions("cpu", precision=precision))
     assert rounded.model.output._packed is not None
     assert rounded.model.output._packed.precision == precision
+    assert rounded.model.cache_dtype is torch.bfloat16
     found = translate_lines(rounded, LINES)
     assert found == [translate_lines(rounded, [line])[0] for line in LINES]
     same = zip(found, translate_lines(translator, LINES), strict=True)

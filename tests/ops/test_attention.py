@@ -418,6 +418,22 @@ def test_attend_is_the_formula_written_out(way, calls, num_heads, width, count, 
 
 
 @EACH_WAY
+@pytest.mark.parametrize(("num_heads", "width"), HEADS)
+@torch.no_grad()
+def test_attend_to_a_cache_in_bfloat16_is_that_to_its_numbers(
+    way, calls, num_heads, width, monkeypatch
+):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    d_model = num_heads * width
+    q_ND, slots_NT = normal(5, d_model, dtype=way.dtype), slots_of(5, 7, 20)
+    cache_RX = normal(20, 2 * d_model, seed=1, dtype=torch.bfloat16)
+    found = paged_attention(q_ND, cache_RX, slots_NT, num_heads)
+    assert found.dtype == way.dtype
+    assert torch.equal(found, paged_attention(q_ND, cache_RX.to(way.dtype), slots_NT, num_heads))
+    assert calls == (["paged_attention"] * 2 if way.is_compiled else [])
+
+
+@EACH_WAY
 def test_attend_takes_queries_and_places_that_are_not_contiguous(way, calls):
     """As the model cuts them: queries out of one product, a window out of all places."""
     cache_RX, slots_NT = normal(20, 24, seed=1, dtype=way.dtype), slots_of(5, 11, 20)

@@ -50,6 +50,7 @@ def packed(
         alike_VD[5:8] = alike_VD[4]
     model.output.weight = torch.nn.Parameter(weight_VD)
     pack_weights(model, precision)
+    model.cache_in(None if precision == "float32" else torch.bfloat16)
     return model
 
 

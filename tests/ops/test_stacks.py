@@ -39,6 +39,7 @@ PRECISIONS = pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"
 def packed(config: object = CONFIGS["post"], precision: Precision = "float32") -> Transformer:
     model = transformer(config).float()
     pack_weights(model, precision)
+    model.cache_in(None if precision == "float32" else torch.bfloat16)
     return model
 
 
@@ -239,6 +240,8 @@ def test_compiled_sources_are_those_of_their_modules_bit_for_bit(
     expected = start(model)
     assert calls.count("encode_sources") == num_calls
     assert all(map(torch.equal, found.sources.layers, expected.sources.layers))
+    dtype = torch.float32 if precision == "float32" else torch.bfloat16
+    assert {pool_RX.dtype for pool_RX in (*found.sources.layers, *found.pasts.layers)} == {dtype}
     assert np.array_equal(found.src_slots_NS, expected.src_slots_NS)
 
 
@@ -406,6 +409,7 @@ def test_what_a_compiled_decoder_cannot_take_runs_layer_by_layer():
         "pasts": [
             step.pasts[:1],
             [x.double() for x in step.pasts],
+            [x.bfloat16() for x in step.pasts],
             [step.pasts[0], step.pasts[1][:4]],
             [torch.randn(8, 48)[:, ::2] for _ in range(2)],
         ],

@@ -363,30 +363,42 @@ status FUNCTION(attention_grad)(const attention_shape *at, const elem *grad, con
     return OPS_OK;
 }
 
-/* Prefetch a part of the next query's rows while this query's head is computed: all at once are more
- * than the memory system holds in flight. */
-static inline void prefetch_rows(const elem *const *next, int64_t count, int64_t head,
-                                      int64_t heads, int64_t k) {
-    for (int64_t t = count * head / heads; t < count * (head + 1) / heads; t++)
-        for (int64_t i = 0; i < 2 * heads * k; i += ALIGNMENT / (int64_t)sizeof **next)
-            __builtin_prefetch(next[t] + i, 0, 2);
+/* Prefetch numbers `from` to `to` of a row of a cache, `size` bytes each. */
+static inline __attribute__((always_inline)) void prefetch_cached(const char *row, int64_t from, int64_t to,
+                                                                  int64_t size) {
+    for (int64_t i = from * size; i < to * size; i += ALIGNMENT) __builtin_prefetch(row + i, 0, 2);
 }
 
-/* One query's attention to rows of a cache, all heads; k is a constant where this is inlined. `probs`
- * holds `length` numbers, rounded up to whole vectors. */
+/* Load `n` numbers, at most a vector, from number `at` of a row of a cache, and zeros: `size` is that of
+ * bfloat16 or of elem. */
+static inline __attribute__((always_inline)) vec_float load_cached(const char *row, int64_t at, int64_t n,
+                                                                   int64_t size) {
+    if (size == sizeof(elem)) return load_vec((const elem *)row + at, n);
+    const bf16 *from = (const bf16 *)row + at;
+    vec_half numbers = {0};
+    if (n >= LANES) memcpy(&numbers, from, sizeof numbers);
+    else
+        for (int64_t i = 0; i < n; i++) numbers[i] = from[i];
+    return (vec_float)(widen(numbers) << 16);
+}
+
+/* One query's attention to rows of a cache of numbers of `size` bytes, all heads. `probs` holds `length`
+ * numbers, rounded up to whole vectors. With each head a part of the next query's rows is prefetched: all at
+ * once are more than the memory system holds in flight. */
 static inline __attribute__((always_inline)) void attend_slots(
-    const elem *query, const elem *const *seen, int64_t length, const elem *const *next,
+    const elem *query, const char *const *seen, int64_t size, int64_t length, const char *const *next,
     int64_t num_next, float *probs, elem *out, int64_t heads, int64_t k, float scale) {
     int64_t padded = round_up(length, LANES);
     for (int64_t h = 0; h < heads; h++) {
-        prefetch_rows(next, num_next, h, heads, k);
+        for (int64_t t = num_next * h / heads; t < num_next * (h + 1) / heads; t++)
+            prefetch_cached(next[t], 0, 2 * heads * k, size);
         for (int64_t t = length; t < padded; t++) probs[t] = -INFINITY;
         for (int64_t t = 0; t < length; t++) {
             vec_float dots = {0};
 #pragma GCC unroll 8
             for (int64_t i = 0; i < k; i += LANES)
                 dots += load_vec(query + h * k + i, k - i) *
-                        load_vec(seen[t] + h * k + i, k - i);
+                        load_cached(seen[t], h * k + i, k - i, size);
             probs[t] = sum_of(dots) * scale;
         }
         float top = -INFINITY, sum = 0.0f;
@@ -404,8 +416,7 @@ static inline __attribute__((always_inline)) void attend_slots(
 #pragma GCC unroll 4
                 for (int64_t i = 0; i < 4; i++) {
                     int64_t at = first + i * LANES;
-                    const elem *value = seen[t] + (heads + h) * k + at;
-                    if (at < k) mix[i] += probs[t] * load_vec(value, k - at);
+                    if (at < k) mix[i] += probs[t] * load_cached(seen[t], (heads + h) * k + at, k - at, size);
                 }
             for (int64_t i = 0; i < 4 * LANES && first + i < k; i++)
                 out[h * k + first + i] = save(mix[i / LANES][i % LANES] * share);
@@ -430,33 +441,33 @@ static inline __attribute__((always_inline)) void attend_slots(
 /* The same for four heads, k a multiple of a vector. `probs` holds four numbers for each slot, rounded up to
  * whole vectors. The next query's rows are prefetched: its keys with the keys, its values with the values. */
 static inline __attribute__((always_inline)) void attend_four(
-    const elem *query, const elem *const *seen, int64_t at, int64_t length, const elem *const *next,
-    int64_t num_next, float *probs, elem *out, int64_t width, int64_t k, float scale) {
-    int64_t size = FOUR * length, line = ALIGNMENT / (int64_t)sizeof **next;
+    const elem *query, const char *const *seen, int64_t size, int64_t at, int64_t length,
+    const char *const *next, int64_t num_next, float *probs, elem *out, int64_t width, int64_t k,
+    float scale) {
+    int64_t count = FOUR * length;
     for (int64_t t = 0; t < length; t++) {
         vec_float dots[FOUR] = {{0}};
 #pragma GCC unroll 4
         for (int64_t h = 0; h < FOUR; h++)
 #pragma GCC unroll 4
             for (int64_t i = h * k; i < (h + 1) * k; i += LANES)
-                dots[h] += load_vec(query + i, LANES) * load_vec(seen[t] + at + i, LANES);
+                dots[h] += load_vec(query + i, LANES) * load_cached(seen[t], at + i, LANES, size);
         vec_float even = ZIP(dots[0], dots[2], LOW_HALF) + ZIP(dots[0], dots[2], HIGH_HALF);
         vec_float odd = ZIP(dots[1], dots[3], LOW_HALF) + ZIP(dots[1], dots[3], HIGH_HALF);
         vec_float scores = (ZIP(even, odd, LOW_HALF) + ZIP(even, odd, HIGH_HALF)) * scale;
         FOLD(scores, PLUS);
         memcpy(probs + FOUR * t, &scores, FOUR * sizeof *probs);
-        if (t < num_next)
-            for (int64_t i = 0; i < FOUR * k; i += line) __builtin_prefetch(next[t] + at + i, 0, 2);
+        if (t < num_next) prefetch_cached(next[t], at, at + FOUR * k, size);
     }
-    for (int64_t i = size; i < round_up(size, LANES); i++) probs[i] = -INFINITY;
+    for (int64_t i = count; i < round_up(count, LANES); i++) probs[i] = -INFINITY;
     vec_float tops = -INFINITY - (vec_float){0}, sums = {0};
-    for (int64_t first = 0; first < size; first += LANES) {
+    for (int64_t first = 0; first < count; first += LANES) {
         vec_float own;
         memcpy(&own, probs + first, sizeof own);
         for (int64_t i = 0; i < LANES; i++) tops[i] = GREATER(own[i], tops[i]);
     }
     FOLD(tops, GREATER);
-    for (int64_t first = 0; first < size; first += LANES) {
+    for (int64_t first = 0; first < count; first += LANES) {
         vec_float powers;
         for (int64_t i = 0; i < LANES; i++) powers[i] = exp_(probs[first + i] - tops[i]);
         memcpy(probs + first, &powers, sizeof powers);
@@ -465,13 +476,13 @@ static inline __attribute__((always_inline)) void attend_four(
     FOLD(sums, PLUS);
     vec_float mix[FOUR][FOUR] = {{{0}}};
     for (int64_t t = 0; t < length; t++) {
-        if (t < num_next)
-            for (int64_t i = 0; i < FOUR * k; i += line) __builtin_prefetch(next[t] + width + at + i, 0, 2);
+        if (t < num_next) prefetch_cached(next[t], width + at, width + at + FOUR * k, size);
 #pragma GCC unroll 4
         for (int64_t h = 0; h < FOUR; h++)
 #pragma GCC unroll 4
             for (int64_t i = 0; i < k; i += LANES)
-                mix[h][i / LANES] += probs[FOUR * t + h] * load_vec(seen[t] + width + at + h * k + i, LANES);
+                mix[h][i / LANES] +=
+                    probs[FOUR * t + h] * load_cached(seen[t], width + at + h * k + i, LANES, size);
     }
 #pragma GCC unroll 4
     for (int64_t h = 0; h < FOUR; h++)
@@ -480,11 +491,10 @@ static inline __attribute__((always_inline)) void attend_four(
             store_full(out + h * k + i, mix[h][i / LANES] * (1.0f / sums[h]));
 }
 
-/* Collect pointers to the cache rows, `width` wide, of the slots that are not negative; return how many,
+/* Collect pointers to the cache rows, of `width` bytes, of the slots that are not negative; return how many,
  * or -1 if there is no such row. */
-static inline int64_t gather_rows(const elem **found, const elem *cache,
-                                      const int64_t *slots, int64_t count, int64_t cache_rows,
-                                      int64_t width) {
+static inline int64_t gather_rows(const char **found, const char *cache, const int64_t *slots,
+                                  int64_t count, int64_t cache_rows, int64_t width) {
     int64_t length = 0, last = -1;
     for (int64_t t = 0; t < count; t++) { /* without a branch: it would be mispredicted */
         int64_t slot = slots[t];
@@ -495,19 +505,33 @@ static inline int64_t gather_rows(const elem **found, const elem *cache,
     return last < cache_rows ? length : -1;
 }
 
+/* Attention of one query, in the way that is fastest for its heads; k and `size` are constants where others
+ * are inlined. */
+static inline __attribute__((always_inline)) void attend(
+    const elem *query, const char *const *seen, int64_t size, int64_t length, const char *const *next,
+    int64_t num_next, float *probs, elem *out, int64_t heads, int64_t k, float scale) {
+#define ATTEND_FOUR(k) \
+    for (int64_t i = 0; i < heads * k; i += FOUR * k) \
+    attend_four(query + i, seen, size, i, length, next, num_next, probs, out + i, heads * k, k, scale)
+    if (k == 32 && heads % FOUR == 0 && k <= FOUR * LANES) ATTEND_FOUR(32);
+    else if (k == 64 && heads % FOUR == 0 && k <= FOUR * LANES) ATTEND_FOUR(64);
+    else attend_slots(query, seen, size, length, next, num_next, probs, out, heads, k, scale);
+#undef ATTEND_FOUR
+}
+
 /* out [rows, heads k] = softmax(q k^T scale) v for each head of one query a row, over the cache rows in its
  * slots [rows, count]; a cache row is keys, then values, and negative slots are padding. */
-status FUNCTION(paged_attention)(const elem *q, const elem *cache, const int64_t *slots, elem *out,
+status FUNCTION(paged_attention)(const elem *q, const void *cache, const int64_t *slots, elem *out,
                  int64_t rows, int64_t count, int64_t heads, int64_t k, int64_t cache_rows,
-                 int64_t q_stride, int64_t slots_stride, float scale) {
+                 int64_t q_stride, int64_t slots_stride, int64_t in_bf16, float scale) {
     int64_t padded = round_up(FOUR * count, LANES);
-    float *probs = alloc_floats(padded + 2 * count * (int64_t)sizeof(elem *) / 4);
+    float *probs = alloc_floats(padded + 2 * count * (int64_t)sizeof(char *) / 4);
     if (!probs) return OPS_NO_MEMORY;
-    const elem **found = (const elem **)(probs + padded);
-    int64_t width = 2 * heads * k, num_next = 0;
+    const char **found = (const char **)(probs + padded);
+    int64_t width = 2 * heads * k * (in_bf16 ? sizeof(bf16) : sizeof(elem)), num_next = 0;
     if (rows) num_next = gather_rows(found, cache, slots, count, cache_rows, width);
     for (int64_t n = 0; n < rows && num_next >= 0; n++) {
-        const elem **seen = found + n % 2 * count, **next = found + (n + 1) % 2 * count;
+        const char **seen = found + n % 2 * count, **next = found + (n + 1) % 2 * count;
         const elem *query = q + n * q_stride;
         elem *to = out + n * heads * k;
         int64_t length = num_next;
@@ -515,15 +539,8 @@ status FUNCTION(paged_attention)(const elem *q, const elem *cache, const int64_t
         if (n + 1 < rows)
             num_next = gather_rows(next, cache, slots + (n + 1) * slots_stride, count, cache_rows, width);
         if (num_next < 0) break;
-#define ATTEND(k) attend_slots(query, seen, length, next, num_next, probs, to, heads, k, scale)
-#define ATTEND_FOUR(k) \
-    for (int64_t i = 0; i < heads * k; i += FOUR * k) \
-    attend_four(query + i, seen, i, length, next, num_next, probs, to + i, heads * k, k, scale)
-        if (k == 32 && heads % FOUR == 0 && k <= FOUR * LANES) ATTEND_FOUR(32);
-        else if (k == 64 && heads % FOUR == 0 && k <= FOUR * LANES) ATTEND_FOUR(64);
-        else ATTEND(k);
-#undef ATTEND
-#undef ATTEND_FOUR
+        if (in_bf16) attend(query, seen, sizeof(bf16), length, next, num_next, probs, to, heads, k, scale);
+        else attend(query, seen, sizeof(elem), length, next, num_next, probs, to, heads, k, scale);
     }
     free(probs);
     return num_next < 0 ? OPS_BAD_INDEX : OPS_OK;

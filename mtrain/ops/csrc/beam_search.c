@@ -130,7 +130,7 @@ static status find_candidates(const search_shape *is, const decoder_shape *at, c
 }
 
 status search_steps_float(const search_shape *is, const decoder_shape *decoder, const stack_layer *layers,
-                          float *const *pasts, const float *const *sources, const output_layer *output,
+                          void *const *pasts, const void *const *sources, const output_layer *output,
                           const float *table, const float *encodings, const int64_t *never,
                           const double *penalties, const int64_t *max_lengths, const int64_t *free_slots,
                           int64_t *num_places, double *best_scores, int64_t *ints, double *reals,

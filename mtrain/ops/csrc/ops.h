@@ -89,6 +89,7 @@ typedef struct {
     int64_t past_window;                        /* the last slots that are attended to */
     int64_t source_rows, source_count, source_stride;
     int64_t num_tokens, num_encodings; /* rows of the table of embeddings, and of the encodings */
+    int64_t in_bf16;                   /* whether the caches are in bfloat16, else in float */
     float scale, table_scale;          /* of the scores of attention, and of embeddings */
 } decoder_shape;
 
@@ -126,6 +127,7 @@ typedef struct {
  * a pool [pool_rows, 2 d] for the keys and values of each of num_pools layers of a decoder. */
 typedef struct {
     int64_t num_tokens, num_encodings, num_pools, pool_rows;
+    int64_t in_bf16;   /* whether the pools are in bfloat16, else in float */
     float table_scale; /* of embeddings */
 } sources_shape;
 
@@ -151,12 +153,13 @@ status FUNCTION(attention_grad)(const attention_shape *at, const elem *grad, con
 
 /* out [rows, heads k] = softmax(q k^T scale) v, for each head of one query a row.
  *   q: [rows, heads k], rows q_stride apart.
- *   cache: [cache_rows, 2 heads k]; a row is the keys of all heads, then the values.
+ *   cache: [cache_rows, 2 heads k], in bfloat16 if in_bf16, else of elem; a row is the keys of all heads,
+ *     then the values.
  *   slots: [rows, count], rows slots_stride apart: rows of the cache below cache_rows; a negative slot is
  *     padding. A query whose slots are all padding gets NaN. */
-status FUNCTION(paged_attention)(const elem *q, const elem *cache, const int64_t *slots, elem *out,
+status FUNCTION(paged_attention)(const elem *q, const void *cache, const int64_t *slots, elem *out,
                                  int64_t rows, int64_t count, int64_t heads, int64_t k, int64_t cache_rows,
-                                 int64_t q_stride, int64_t slots_stride, float scale);
+                                 int64_t q_stride, int64_t slots_stride, int64_t in_bf16, float scale);
 
 /* y [n] = dropout(x [n]). The gradient of x is the same function of the gradient of y. */
 status FUNCTION(dropout)(const elem *x, elem *y, int64_t n, uint32_t cut, float scale, uint32_t seed);
@@ -246,7 +249,7 @@ status encoder_float(const encoder_shape *at, const stack_layer *layers, const u
  *   layers: [num_layers]; maps, [2 d, d] each, and pools: [num_pools].
  *   ids, slots: [b, s]; a negative slot is padding. */
 status encode_sources_float(const encoder_shape *at, const stack_layer *layers, const sources_shape *to,
-                            const linear_map *maps, float *const *pools, const float *table,
+                            const linear_map *maps, void *const *pools, const float *table,
                             const float *encodings, const int64_t *ids, const int64_t *slots);
 
 /* states [rows, d] after all layers, for the newest token of each hypothesis: the layers' input is
@@ -254,8 +257,8 @@ status encode_sources_float(const encoder_shape *at, const stack_layer *layers, 
  * last of its slots names.
  *   layers: [num_layers]; pasts, sources: a cache for each layer.
  *   ids, positions: [rows]; positions after the last of the encodings have that one. */
-status decoder_step_float(const decoder_shape *at, const stack_layer *layers, float *const *pasts,
-                          const float *const *sources, const int64_t *ids, const int64_t *positions,
+status decoder_step_float(const decoder_shape *at, const stack_layer *layers, void *const *pasts,
+                          const void *const *sources, const int64_t *ids, const int64_t *positions,
                           const float *table, const float *encodings, const int64_t *past_slots,
                           const int64_t *source_slots, float *states);
 
@@ -276,7 +279,7 @@ status decoder_step_float(const decoder_shape *at, const stack_layer *layers, fl
  *     and tokens, right-aligned; log-probability, score, and log-probabilities of the tokens.
  *   counts: [4] positions, open hypotheses, ended hypotheses, and slots taken. */
 status search_steps_float(const search_shape *is, const decoder_shape *decoder, const stack_layer *layers,
-                          float *const *pasts, const float *const *sources, const output_layer *output,
+                          void *const *pasts, const void *const *sources, const output_layer *output,
                           const float *table, const float *encodings, const int64_t *never,
                           const double *penalties, const int64_t *max_lengths, const int64_t *free_slots,
                           int64_t *num_places, double *best_scores, int64_t *ints, double *reals,

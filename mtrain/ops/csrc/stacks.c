@@ -77,8 +77,14 @@ static int64_t drop_padding(float *x, const int64_t *slots, int64_t rows, int64_
     return count;
 }
 
+/* Write `width` numbers to a row of a cache. */
+static inline void write_row(void *cache, int64_t row, const float *from, int64_t width, int64_t in_bf16) {
+    if (in_bf16) round_floats(from, (bf16 *)cache + row * width, width);
+    else memcpy((float *)cache + row * width, from, width * sizeof *from);
+}
+
 status encode_sources_float(const encoder_shape *at, const stack_layer *layers, const sources_shape *to,
-                            const linear_map *maps, float *const *pools, const float *table,
+                            const linear_map *maps, void *const *pools, const float *table,
                             const float *encodings, const int64_t *ids, const int64_t *slots) {
     int64_t rows = at->b * at->s, d = at->heads * at->k;
     if (!all_below(ids, rows, to->num_tokens)) return OPS_BAD_INDEX;
@@ -100,7 +106,7 @@ status encode_sources_float(const encoder_shape *at, const stack_layer *layers, 
         const float *from = projected;
         for (int64_t n = 0; n < rows && result == OPS_OK; n++) {
             if (slots[n] < 0) continue;
-            memcpy(pools[i] + slots[n] * 2 * d, from, 2 * d * sizeof *from);
+            write_row(pools[i], slots[n], from, 2 * d, to->in_bf16);
             from += 2 * d;
         }
     }
@@ -111,12 +117,12 @@ status encode_sources_float(const encoder_shape *at, const stack_layer *layers, 
 /* Write the keys and values of `projected` [rows, 3 d], after the queries, to the row of the cache that
  * the last slot of each hypothesis names. */
 static status write_cache(const decoder_shape *at, const float *projected, const int64_t *slots,
-                          float *past) {
+                          void *past) {
     int64_t d = at->heads * at->k;
     for (int64_t n = 0; n < at->rows; n++) {
         int64_t slot = slots[n * at->past_stride + at->past_count - 1];
         if ((uint64_t)slot >= (uint64_t)at->past_rows) return OPS_BAD_INDEX;
-        memcpy(past + slot * 2 * d, projected + (3 * n + 1) * d, 2 * d * sizeof *past);
+        write_row(past, slot, projected + (3 * n + 1) * d, 2 * d, at->in_bf16);
     }
     return OPS_OK;
 }
@@ -134,8 +140,8 @@ static status embed_all(const decoder_shape *at, const int64_t *ids, const int64
     return OPS_OK;
 }
 
-status decoder_step_float(const decoder_shape *at, const stack_layer *layers, float *const *pasts,
-                          const float *const *sources, const int64_t *ids, const int64_t *positions,
+status decoder_step_float(const decoder_shape *at, const stack_layer *layers, void *const *pasts,
+                          const void *const *sources, const int64_t *ids, const int64_t *positions,
                           const float *table, const float *encodings, const int64_t *past_slots,
                           const int64_t *source_slots, float *states) {
     int64_t rows = at->rows, d = at->heads * at->k;
@@ -150,12 +156,12 @@ status decoder_step_float(const decoder_shape *at, const stack_layer *layers, fl
         LINEAR(from, self_in, projected, 3 * d, 0);
         DO(write_cache(at, projected, past_slots, pasts[i]));
         DO(paged_attention_float(projected, pasts[i], seen_slots, mixed, rows, at->past_window, at->heads,
-                                 at->k, at->past_rows, 3 * d, at->past_stride, at->scale));
+                                 at->k, at->past_rows, 3 * d, at->past_stride, at->in_bf16, at->scale));
         LINEAR(mixed, self_out, out, d, 0);
         ADD_NORM(out, 1);
         LINEAR(from, queries, projected, d, 0);
         DO(paged_attention_float(projected, sources[i], source_slots, mixed, rows, at->source_count,
-                                 at->heads, at->k, at->source_rows, d, at->source_stride, at->scale));
+                                 at->heads, at->k, at->source_rows, d, at->source_stride, at->in_bf16, at->scale));
         LINEAR(mixed, cross_out, out, d, 0);
         ADD_NORM(out, 2);
         FEED_FORWARD(projected, out);

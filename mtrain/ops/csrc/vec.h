@@ -70,6 +70,17 @@ static inline vec_half round_to_half(vec_float x) {
 #endif
 }
 
+/* Round floats x [n] to bfloat16. */
+static inline void round_floats(const float *x, bf16 *to, int64_t n) {
+    for (int64_t i = 0; i < n; i += LANES) {
+        int64_t size = n - i < LANES ? n - i : LANES;
+        vec_float whole = {0};
+        memcpy(&whole, x + i, size * sizeof *x);
+        vec_half rounded = round_to_half(whole);
+        memcpy(to + i, &rounded, size * sizeof *to);
+    }
+}
+
 /*      load, save    convert an element to float, and a float to an element
  *      mul_add       sums + the products of one k-group with each of others
  *      store_full    store a vector of floats as elements
