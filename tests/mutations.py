@@ -1151,8 +1151,15 @@ INIT = [
     Mutation(
         "a short warmup reaches the full rate",
         "mtrain/autoconfig/presets.py",
-        "min(batch_factor, warmup_steps / _FULL_LR_WARMUP[optimizer])",
-        "batch_factor",
+        "min(batch_factor * length_factor, warmup_factor)",
+        "batch_factor * length_factor",
+        "tests/autoconfig/test_presets.py",
+    ),
+    Mutation(
+        "the rate of Muon is the same for all lengths",
+        "mtrain/autoconfig/presets.py",
+        "min(batch_factor * length_factor, warmup_factor)",
+        "min(batch_factor, warmup_factor)",
         "tests/autoconfig/test_presets.py",
     ),
     Mutation(

@@ -18,6 +18,8 @@ _MIN_UPDATES = 2000  # with fewer, smaller batches reach a better BLEU
 _MAX_WARMUP = {"adam": 4000, "muon": 300}  # updates
 # updates; with Adam, a rate that rises faster ends in a model that ignores its source
 _FULL_LR_WARMUP = {"adam": 1250, "muon": 300}
+# how the peak falls with the number of updates above _MIN_UPDATES: for Adam it was not measured
+_LENGTH_EXPONENT = {"adam": 0.0, "muon": -0.25}
 _FEW_READS, _MANY_READS = 10, 60
 NUM_AVERAGED = 5  # checkpoints
 _AVERAGED_FRACTION = 0.1  # of the training, over which they are saved
@@ -35,7 +37,7 @@ class Preset:
     name: str  # as shown to users
     model: ModelConfig  # the dropout is chosen by `plan_training`
     optimizer: OptimizerName  # Muon where it was measured
-    lr: float  # the peak, for batches of BATCH_TOKENS and a warmup of _FULL_LR_WARMUP or more
+    lr: float  # the peak: batches of BATCH_TOKENS, _FULL_LR_WARMUP or more, up to _MIN_UPDATES
     accumulate: int  # micro-batches of an update
     min_pairs: int  # of a corpus; a smaller one trains a smaller model
 
@@ -154,13 +156,15 @@ def plan_training(
     optimizer = chosen.preset.optimizer
     warmup_steps = min(_MAX_WARMUP[optimizer], max(1, updates // 4))
     batch_factor = (chosen.batch_tokens / BATCH_TOKENS) ** 0.25
+    length_factor = (max(updates, _MIN_UPDATES) / _MIN_UPDATES) ** _LENGTH_EXPONENT[optimizer]
+    warmup_factor = warmup_steps / _FULL_LR_WARMUP[optimizer]
     return TrainingPlan(
         training_s=training_s,
         num_updates=updates,
         num_epochs=epochs,
         num_reads=num_reads,
         dropout=0.1 if num_reads < _FEW_READS else 0.2 if num_reads < _MANY_READS else 0.3,
-        lr=chosen.preset.lr * min(batch_factor, warmup_steps / _FULL_LR_WARMUP[optimizer]),
+        lr=chosen.preset.lr * min(batch_factor * length_factor, warmup_factor),
         warmup_steps=warmup_steps,
         save_every=max(_MIN_SAVE_EVERY, round(_AVERAGED_FRACTION * updates / NUM_AVERAGED)),
         validate_every=math.ceil(1.1 * updates / (num_validations + 1)),  # the last is at the end

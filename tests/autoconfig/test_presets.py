@@ -78,7 +78,18 @@ def test_the_rate_rises_no_faster_than_a_short_training_bears(preset, minutes):
 
 
 def test_a_long_training_reaches_the_full_rate():
-    assert plan(tried(), 60 * 60, 500_000).lr == PRESETS[0].lr
+    assert plan(tried(2), 60 * 60, 500_000).lr == PRESETS[2].lr
+    of_two_thousand = plan(tried(tokens_per_s=4096), 2000 / 0.9, 500_000)
+    assert (of_two_thousand.num_updates, of_two_thousand.lr) == (2000, PRESETS[0].lr)
+
+
+def test_the_rate_of_muon_falls_with_the_number_of_updates():
+    of_two, of_eight, of_thirty_two = (
+        plan(tried(tokens_per_s=4096), 1000 * n / 0.9, 500_000) for n in (2, 8, 32)
+    )
+    assert (of_eight.num_updates, of_thirty_two.num_updates) == (8000, 32_000)
+    assert of_eight.lr == pytest.approx(of_two.lr / 2**0.5)
+    assert of_thirty_two.lr == pytest.approx(of_two.lr / 2)
 
 
 def test_the_budget_pays_for_all_that_the_training_takes_besides_its_updates():
