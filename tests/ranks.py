@@ -1,20 +1,20 @@
-"""Several processes as torchrun would start them, but from one that has loaded torch already."""
+"""Several processes as torchrun would start them, but forked by one that has loaded torch."""
 
 from __future__ import annotations
 
 import gc
 import json
-import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Callable
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from fork_server import fork_server
 from safetensors.torch import save_file
 
 from mtrain.cli import ranks as cli_ranks
@@ -35,13 +35,6 @@ from mtrain.training.trainer import Trainer
 from mtrain.training.training_state import TrainingState
 
 PATIENCE_S = 120
-# DistributedDataParallel imports `torch._dynamo`, which takes half of the time of a short training
-PRELOADED = ["ranks", "datasets", "mtrain.training.data_parallel", "mtrain.decode.translator"]
-PRELOADED += ["torch._dynamo", "mtrain.cli.train", "mtrain.cli.evaluate", "mtrain.cli.translate"]
-
-needs_fork_server = pytest.mark.skipif(
-    "forkserver" not in multiprocessing.get_all_start_methods(), reason="needs a fork server"
-)
 
 
 class Ended(NamedTuple):
@@ -68,8 +61,7 @@ class Ranks:
         self, size: int, function: Callable[..., object], *arguments: Any
     ) -> list[ForkServerProcess]:
         """Start `function(*arguments)` on each of some ranks."""
-        context: ForkServerContext = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = fork_server()
         self.store = torch.distributed.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False
         )

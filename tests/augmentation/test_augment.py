@@ -3,13 +3,11 @@
 import gc
 import gzip
 import json
-import multiprocessing
 import os
 import random
 import re
 import shutil
 import signal
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,9 @@ from typing import Any
 import pytest
 import yaml
 from conftest import Cli
+from fork_server import needs_fork_server, run_in_child
 from hostile import TIMES
-from ranks import Ranks, needs_fork_server, ranks
+from ranks import Ranks, ranks
 from serving import with_languages
 from tasks import Said, Tree, kill_at_call, reverse_task, tiny_tree, train, write, write_config
 
@@ -180,20 +179,11 @@ def child(config_path: Path, back_run: Path, kill_at: int) -> None:
 
 
 @needs_fork_server
-def test_kills_change_nothing(
-    config_path: Path, mono: Path, back_run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kills_change_nothing(config_path: Path, mono: Path, back_run: Path) -> None:
     """Each call that changes what the disk holds is a moment at which all may end."""
-    context = multiprocessing.get_context("forkserver")
-    # what this module imports is loaded once
-    context.set_forkserver_preload(["conftest", "ranks", "serving", "mtrain.augmentation.augment"])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # of the server
 
     def in_child(kill_at: int) -> int | None:
-        process = context.Process(target=child, args=(config_path, back_run, kill_at))
-        process.start()
-        process.join(240)
-        return process.exitcode
+        return run_in_child(child, config_path, back_run, kill_at)
 
     output = config_path.parent / "bt"
     assert in_child(0) == 0

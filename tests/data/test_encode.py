@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import multiprocessing
 import random
 import signal
 from collections import Counter
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import Cli
+from fork_server import needs_fork_server, run_in_child
 from tasks import (
     Pair,
     Said,
@@ -34,7 +34,6 @@ from mtrain.tokenizer import sentencepiece
 
 PART_PAIRS = 40
 NUM_KILLS = 4
-PATIENCE_S = 120
 CALLS = ("fsync", "replace", "link", "unlink", "rmdir")  # what changes the disk
 
 
@@ -82,17 +81,10 @@ def child(source: Path, run: Path, kill_at: int) -> None:
 
 
 def in_child(source: Path, run: Path, kill_at: int = 0) -> int | None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mtrain.data.prepare", "datasets.arrow_writer"])
-    process = context.Process(target=child, args=(source, run, kill_at))
-    process.start()
-    process.join(PATIENCE_S)
-    return process.exitcode
+    return run_in_child(child, source, run, kill_at)
 
 
-@pytest.mark.skipif(
-    "forkserver" not in multiprocessing.get_all_start_methods(), reason="needs a fork server"
-)
+@needs_fork_server
 def test_tokenizing_that_is_killed_ends_with_the_same_bytes(tmp_path: Path, tree: Tree) -> None:
     source, straight = write_config(tmp_path / "config.yaml", tree), tmp_path / "straight"
     assert in_child(source, straight) == 0

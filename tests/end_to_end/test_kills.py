@@ -1,6 +1,5 @@
 """Training that is killed at any moment ends with the weights that it would have had."""
 
-import multiprocessing
 import os
 import random
 import re
@@ -9,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from fork_server import fork_server, needs_fork_server
 from hostile import TIMES
 from run_folders import timeless, weights
 from tasks import REPOSITORY, kill_at_call, reverse_task, train, write_task
@@ -22,9 +22,7 @@ NUM_KILLS = (6, 30)  # at random moments, and as many inside a save; in make tes
 CALLS = ("fsync", "replace", "rmdir", "unlink", "mkdir")  # what changes the disk
 PATIENCE_S = 120
 
-pytestmark = pytest.mark.skipif(
-    "forkserver" not in multiprocessing.get_all_start_methods(), reason="needs a fork server"
-)
+pytestmark = needs_fork_server
 
 
 def child(source: Path, run: Path, kill_at: int) -> None:
@@ -39,9 +37,7 @@ def in_child(
     source: Path, run: RunDir, kill_after_s: float | None = None, kill_at: int = 0
 ) -> int | None:
     """Train in a process of its own; return its exit status, or minus the signal."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mtrain.training.trainer"])  # torch is loaded once
-    process = context.Process(target=child, args=(source, run.path, kill_at))
+    process = fork_server().Process(target=child, args=(source, run.path, kill_at))
     process.start()
     process.join(PATIENCE_S if kill_after_s is None else kill_after_s)
     if process.is_alive():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import resource
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Cli
+from fork_server import run_in_child
 from run_folders import metrics, step_lines, timeless, weights
 from tasks import prepared, reverse_task, stop_at, train, write_task
 
@@ -181,12 +181,7 @@ def in_little_memory(source: Path, directory: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_a_real_limit_of_memory_is_survived(tmp_path: Path) -> None:
     source = write_task(tmp_path, reverse_task, num_train=1500)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mtrain.training.trainer"])
-    process = context.Process(target=in_little_memory, args=(source, tmp_path))
-    process.start()
-    process.join(120)
-    assert process.exitcode == 0
+    assert run_in_child(in_little_memory, source, tmp_path) == 0
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ import bz2
 import errno
 import gzip
 import lzma
-import multiprocessing
 import os
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import pytest
+from fork_server import needs_fork_server, run_in_child
 from hypothesis import given
 from hypothesis import strategies as st
 from tasks import kill_at_call
@@ -330,14 +330,10 @@ def replaced_and_killed(directory: Path, kill_at: int) -> None:
     (directory / "count").write_text(str(num_calls()))
 
 
-@pytest.mark.skipif(
-    "forkserver" not in multiprocessing.get_all_start_methods(), reason="needs a fork server"
-)
+@needs_fork_server
 def test_a_kill_while_a_folder_is_replaced_loses_neither_the_old_nor_the_new(
     tmp_path: Path,
 ) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tasks"])
     moment, found = 0, []
     while not (tmp_path / "count").exists():
         moment += 1
@@ -345,9 +341,7 @@ def test_a_kill_while_a_folder_is_replaced_loses_neither_the_old_nor_the_new(
         (tmp_path / "d").mkdir()
         for name in ("one", "two"):
             (tmp_path / "d" / name).write_text("old")
-        process = context.Process(target=replaced_and_killed, args=(tmp_path, moment))
-        process.start()
-        process.join(60)
+        run_in_child(replaced_and_killed, tmp_path, moment)
         atomic.sweep(tmp_path / "d")
         assert set(left(tmp_path)) <= {"d", "count"}
         found.append({(tmp_path / "d" / name).read_text() for name in ("one", "two")})

@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import Ranks, needs_fork_server, ranks
+from fork_server import needs_fork_server
+from ranks import Ranks, ranks
 
 from mtrain.runtime import torch_process_group
 from mtrain.runtime.process_group import read_torchrun_env

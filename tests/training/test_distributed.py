@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Cli
+from fork_server import needs_fork_server
 from ranks import (
     Ranks,
     apart,
     failing,
     gradients,
     measured,
-    needs_fork_server,
     ranks,
     save_gradients,
     short_of_memory,

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Cli
-from ranks import Ranks, needs_fork_server, ranks
+from fork_server import needs_fork_server
+from ranks import Ranks, ranks
 from run_folders import step_lines
 from tasks import Tree, prepared, reverse_task, stop_at, tiny_tree, write_config
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ranks import Ranks, needs_fork_server, ranks
+from fork_server import needs_fork_server
+from ranks import Ranks, ranks
 from run_folders import step_lines, timeless, weights
 from tasks import reverse_task, train, write_task
 

@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import multiprocessing
 import os
 import re
 import shutil
@@ -19,6 +18,7 @@ import torch
 import yaml
 from builders import single_rank_update
 from conftest import Cli, at_a_terminal, open_terminal, run_mtrain
+from fork_server import needs_fork_server, run_in_child
 from run_folders import harm, metrics, step_lines, timeless, weights
 from safetensors.torch import load_file
 from tasks import prepared, reverse_task, stop_at, train, write_task
@@ -1345,20 +1345,12 @@ def signalled_twice(source: Path, run: str, number: int) -> None:
     main()
 
 
-@pytest.mark.skipif(
-    "forkserver" not in multiprocessing.get_all_start_methods(), reason="needs a fork server"
-)
+@needs_fork_server
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
 def test_a_second_signal_stops_at_once_and_keeps_the_last_checkpoint(
     source: Path, tmp_path: Path, number: int, code: int
 ) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mtrain.training.trainer"])
-    arguments = (source, str(tmp_path / "run"), number)
-    process = context.Process(target=signalled_twice, args=arguments)
-    process.start()
-    process.join(120)
-    assert process.exitcode == code
+    assert run_in_child(signalled_twice, source, str(tmp_path / "run"), number) == code
     assert list(checkpoint.steps(RunDir(tmp_path / "run").checkpoints_dir)) == [1, 2]
 
 
