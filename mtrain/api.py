@@ -446,7 +446,8 @@ def augment(
         again: translate the training text, by each model.
         write_config: a file for the config with the new corpus in it.
         device: auto, cpu, cuda, cuda:1, ...
-        precision: of matrix products; `auto` is float32, int8 for a CPU only.
+        precision: of matrix products; `auto` is float32, int8 for a CPU only. Keys and values are
+            in bfloat16 below float32.
         on_warning: is called with what looks wrong about the text; by default it is logged.
         process_group: the ranks that share the work; each makes the same call. None is one alone.
 
@@ -598,7 +599,8 @@ def load(
         length_alpha: length normalisation; 0 is none, None as the run's config says.
         checkpoint: the step whose weights are loaded, instead of the run's result.
         device: auto, cpu, cuda, cuda:1, ...
-        precision: of matrix products; `auto` is float32, int8 for a CPU only.
+        precision: of matrix products; `auto` is float32, int8 for a CPU only. Keys and values are
+            in bfloat16 below float32.
         shortlist: `fast` ranks only tokens that the training text makes likely for the source, on
             a CPU, with a beam. The table is learned, and written into the run folder, the first
             time.
