@@ -120,7 +120,8 @@ class _GatheringTransformer(Transformer):
 
     def __init__(self, model: Transformer, process_group: LockstepGroup) -> None:
         nn.Module.__init__(self)
-        self.config, self.compute_dtype = model.config, model.compute_dtype
+        self.config = model.config
+        self.compute_dtype, self.cache_dtype = model.compute_dtype, model.cache_dtype
         for name, module in model.named_children():
             if name in _STACKS:
                 start_pass = partial(process_group.start_pass, _STACKS.index(name))
