@@ -326,5 +326,16 @@ def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> li
 
 
 @pytest.fixture
+def sketched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw figures, but do not render them: that is the slow part."""
+    draw = pytest.importorskip("mtrain.plots.draw", reason="matplotlib is not installed")
+
+    def encode(draw_figure: Callable[[], object]) -> dict[str, bytes]:
+        return dict.fromkeys(["png", "svg"], repr(draw_figure()).encode())
+
+    monkeypatch.setattr(draw, "encode", encode)
+
+
+@pytest.fixture
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)

@@ -79,16 +79,6 @@ def attention(run: RunDir) -> collect.AttentionPicture:
     return picture
 
 
-@pytest.fixture
-def sketched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw the figures, but do not render them: that is the slow part."""
-
-    def encode(draw_figure: Callable[[], Figure]) -> dict[str, bytes]:
-        return dict.fromkeys(["png", "svg"], repr(draw_figure()).encode())
-
-    monkeypatch.setattr(draw_module, "encode", encode)
-
-
 def metrics(run: RunDir) -> list[dict[str, float]]:
     return [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
 
