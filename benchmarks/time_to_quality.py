@@ -3,7 +3,7 @@
 All train the tiny model of train_speed.py on the same sentences in batches of the same budget. They
 take turns: every few hundred updates a system translates the validation text greedily, which is
 not timed, and waits for the others. Each point is kept below `--folder`, and a system whose curve
-has ended is not trained again.
+has ended is not trained again. A measurement that was stopped is reported by `--only-report`.
 """
 
 from __future__ import annotations
@@ -115,8 +115,11 @@ class Curve:
 def main() -> None:
     options = parse()
     options.folder.mkdir(parents=True, exist_ok=True)
-    curves = {name: load(options.folder / f"{name}.json") for name in options.systems}
+    paths = {name: options.folder / f"{name}.json" for name in options.systems}
+    curves = {name: load(path, options.only_report) for name, path in paths.items()}
     missing = [name for name, curve in curves.items() if not curve.has_ended]
+    if options.only_report:
+        missing = []
     for name in list(missing):
         if reason := environments.install(train_speed.SYSTEMS[RECIPES[name].system].peer):
             say(f"{name}: not measured: {reason}")
@@ -139,6 +142,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=250, help="updates between two points")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=Path("runs/time_to_quality"))
+    parser.add_argument("--only-report", action="store_true", help="what was measured before")
     parser.add_argument("--picture", type=Path, help="draw the curves there")
     parser.add_argument("--markdown", action="store_true")
     return parser.parse_args()
@@ -166,10 +170,12 @@ def make_job(options: argparse.Namespace, recipe: Recipe) -> Job:
     )
 
 
-def load(path: Path) -> Curve:
-    """Return a curve that has ended, or one without points."""
-    tree = json.loads(path.read_text("utf-8")) if path.is_file() else {"has_ended": False}
-    points = [tuple(point) for point in tree["points"]] if tree["has_ended"] else []
+def load(path: Path, is_partial: bool) -> Curve:
+    """Return a curve; of one that has not ended the points only if `is_partial`."""
+    tree = {"points": [], "has_ended": False}
+    if path.is_file():
+        tree = json.loads(path.read_text("utf-8"))
+    points = [tuple(point) for point in tree["points"]] if tree["has_ended"] or is_partial else []
     return Curve(path.stem, path, points, tree["has_ended"])
 
 
@@ -209,8 +215,11 @@ def rows(curves: list[Curve], levels: list[float]) -> list[list[str]]:
         cells = [curve.name]
         for level in levels:
             seconds, own = curve.seconds_to(level), base.seconds_to(level)
-            ratio = f" ({seconds / own:.1f}x)" if seconds and own and curve is not base else ""
-            cells.append("not reached" if seconds is None else f"{seconds / 60:.1f}{ratio}")
+            last = curve.points[-1][1] if curve.points else 0.0
+            factor = (seconds or last) / own if own and curve is not base else 0.0
+            ratio = f" ({'' if seconds else 'over '}{factor:.1f}x)" if factor else ""
+            reached = f"{seconds / 60:.1f}" if seconds else f"not within {last / 60:.1f}"
+            cells.append(reached + ratio)
         if curve.points:
             updates, seconds, _ = curve.points[-1]
             cells += [f"{max(bleu for *_, bleu in curve.points):.2f}", f"{updates / seconds:.1f}"]
