@@ -127,7 +127,8 @@ def main() -> None:
     if missing:
         train_speed.encode()
         measure([curves[name] for name in missing], options)
-    print(f"{datetime.date.today()}, {describe_machine()}, commit {commit()}")
+    if not options.only_report:
+        print(f"{datetime.date.today()}, {describe_machine()}, commit {commit()}")
     print_table(rows([*curves.values()], options.levels), options.markdown)
     if options.picture:
         draw([*curves.values()], options)
@@ -170,12 +171,14 @@ def make_job(options: argparse.Namespace, recipe: Recipe) -> Job:
     )
 
 
-def load(path: Path, is_partial: bool) -> Curve:
-    """Return a curve; of one that has not ended the points only if `is_partial`."""
+def load(path: Path, takes_partial: bool) -> Curve:
+    """Return a curve; of one that has not ended the points only if `takes_partial`."""
     tree = {"points": [], "has_ended": False}
     if path.is_file():
         tree = json.loads(path.read_text("utf-8"))
-    points = [tuple(point) for point in tree["points"]] if tree["has_ended"] or is_partial else []
+    points = (
+        [tuple(point) for point in tree["points"]] if tree["has_ended"] or takes_partial else []
+    )
     return Curve(path.stem, path, points, tree["has_ended"])
 
 
@@ -219,7 +222,7 @@ def rows(curves: list[Curve], levels: list[float]) -> list[list[str]]:
             factor = (seconds or last) / own if own and curve is not base else 0.0
             ratio = f" ({'' if seconds else 'over '}{factor:.1f}x)" if factor else ""
             reached = f"{seconds / 60:.1f}" if seconds else f"not within {last / 60:.1f}"
-            cells.append(reached + ratio)
+            cells.append(reached + ratio if curve.points else "")
         if curve.points:
             updates, seconds, _ = curve.points[-1]
             cells += [f"{max(bleu for *_, bleu in curve.points):.2f}", f"{updates / seconds:.1f}"]

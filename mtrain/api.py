@@ -446,8 +446,8 @@ def augment(
         again: translate the training text, by each model.
         write_config: a file for the config with the new corpus in it.
         device: auto, cpu, cuda, cuda:1, ...
-        precision: of matrix products; `auto` is float32, int8 for a CPU only. Keys and values are
-            in bfloat16 below float32.
+        precision: of matrix products; `auto` is float32, int8 for a CPU only. With
+            bfloat16 and int8 the key-value cache is in bfloat16.
         on_warning: is called with what looks wrong about the text; by default it is logged.
         process_group: the ranks that share the work; each makes the same call. None is one alone.
 
@@ -599,8 +599,8 @@ def load(
         length_alpha: length normalisation; 0 is none, None as the run's config says.
         checkpoint: the step whose weights are loaded, instead of the run's result.
         device: auto, cpu, cuda, cuda:1, ...
-        precision: of matrix products; `auto` is float32, int8 for a CPU only. Keys and values are
-            in bfloat16 below float32.
+        precision: of matrix products; `auto` is float32, int8 for a CPU only. With
+            bfloat16 and int8 the key-value cache is in bfloat16.
         shortlist: `fast` ranks only tokens that the training text makes likely for the source, on
             a CPU, with a beam. The table is learned, and written into the run folder, the first
             time.

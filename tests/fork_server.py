@@ -1,4 +1,4 @@
-"""Processes of their own that need not load PyTorch: a server has done it, and forks."""
+"""Start test processes by fork from a server process that has imported PyTorch and mtrain."""
 
 from __future__ import annotations
 

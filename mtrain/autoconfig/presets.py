@@ -18,8 +18,8 @@ _MIN_UPDATES = 2000  # with fewer, smaller batches reach a better BLEU
 _MAX_WARMUP = {"adam": 4000, "muon": 300}  # updates
 # updates; with Adam, a rate that rises faster ends in a model that ignores its source
 _FULL_LR_WARMUP = {"adam": 1250, "muon": 300}
-# how the peak falls with the number of updates above _MIN_UPDATES: for Adam it was not measured
-_LENGTH_EXPONENT = {"adam": 0.0, "muon": -0.25}
+_MAX_FULL_LR_UPDATES = 2000  # beyond, the peak is multiplied by a power of their number
+_LENGTH_EXPONENT = {"adam": 0.0, "muon": -0.25}  # measured for `tiny` alone
 _FEW_READS, _MANY_READS = 10, 60
 NUM_AVERAGED = 5  # checkpoints
 _AVERAGED_FRACTION = 0.1  # of the training, over which they are saved
@@ -37,7 +37,9 @@ class Preset:
     name: str  # as shown to users
     model: ModelConfig  # the dropout is chosen by `plan_training`
     optimizer: OptimizerName  # Muon where it was measured
-    lr: float  # the peak: batches of BATCH_TOKENS, _FULL_LR_WARMUP or more, up to _MIN_UPDATES
+    # the peak for batches of BATCH_TOKENS, a warmup of _FULL_LR_WARMUP or more, and with Muon at
+    # most _MAX_FULL_LR_UPDATES
+    lr: float
     accumulate: int  # micro-batches of an update
     min_pairs: int  # of a corpus; a smaller one trains a smaller model
 
@@ -156,7 +158,8 @@ def plan_training(
     optimizer = chosen.preset.optimizer
     warmup_steps = min(_MAX_WARMUP[optimizer], max(1, updates // 4))
     batch_factor = (chosen.batch_tokens / BATCH_TOKENS) ** 0.25
-    length_factor = (max(updates, _MIN_UPDATES) / _MIN_UPDATES) ** _LENGTH_EXPONENT[optimizer]
+    length = max(updates / _MAX_FULL_LR_UPDATES, 1.0)
+    length_factor = length ** _LENGTH_EXPONENT[optimizer]
     warmup_factor = warmup_steps / _FULL_LR_WARMUP[optimizer]
     return TrainingPlan(
         training_s=training_s,

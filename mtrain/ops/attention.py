@@ -174,7 +174,7 @@ def paged_attention(q_ND: Tensor, cache_RX: Tensor, slots_NT: Tensor, num_heads:
         and slots_shape[0] == num_rows
         and slots_NT.dtype is torch.int64
         and is_plain(slots_NT)
-        and is_cache(cache_RX, q_ND.dtype)
+        and is_readable_cache(cache_RX, q_ND.dtype)
         and num_heads > 0
         and d_model % num_heads == 0
     ):
@@ -183,9 +183,10 @@ def paged_attention(q_ND: Tensor, cache_RX: Tensor, slots_NT: Tensor, num_heads:
         out_ND = q_ND.new_empty((num_rows, d_model))
         head_size = d_model // num_heads
         sizes = (num_rows, slots_shape[1], num_heads, head_size, cache_shape[0])
-        strides = (q_ND.stride(0), slots_NT.stride(0), cache_RX.dtype is torch.bfloat16)
+        strides = (q_ND.stride(0), slots_NT.stride(0))
+        in_bf16 = cache_RX.dtype is torch.bfloat16
         tensors = (q_ND, cache_RX, slots_NT, out_ND)
-        functions.call("paged_attention", tensors, *sizes, *strides, head_size**-0.5)
+        functions.call("paged_attention", tensors, *sizes, *strides, in_bf16, head_size**-0.5)
         return out_ND
     rows_NTX = cache_RX[slots_NT.clamp(min=0)].to(q_ND.dtype)
     k_NHTK, v_NHTK = (
@@ -195,7 +196,7 @@ def paged_attention(q_ND: Tensor, cache_RX: Tensor, slots_NT: Tensor, num_heads:
     return attention(q_NH1K, k_NHTK, v_NHTK, keep).flatten(1)
 
 
-def is_cache(cache_RX: Tensor, dtype: torch.dtype) -> bool:
+def is_readable_cache(cache_RX: Tensor, dtype: torch.dtype) -> bool:
     """Tell whether compiled functions read a cache beside tensors of `dtype`."""
     is_known = cache_RX.dtype in (dtype, torch.bfloat16)
     return is_known and is_plain(cache_RX) and cache_RX.is_contiguous()

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mtrain.ops.attention import is_cache
+from mtrain.ops.attention import is_readable_cache
 from mtrain.ops.dropout import Dropout
 from mtrain.ops.layer_norm import LayerNorm
 from mtrain.ops.linear import Linear
@@ -525,7 +525,7 @@ def _is_table(embedding: nn.Embedding, d_model: int) -> bool:
 def _is_pool(pool: Sequence[Tensor], d_model: int) -> bool:
     """Tell whether compiled functions read all tensors of a cache, of one shape [R, 2 D]."""
     shape = (len(pool[0]), 2 * d_model)
-    return all(each.shape == shape and is_cache(each, torch.float32) for each in pool)
+    return all(each.shape == shape and is_readable_cache(each, torch.float32) for each in pool)
 
 
 def _are_ids(ids: Tensor, *shape: int) -> bool:

@@ -27,8 +27,8 @@ class LoadOptions:
 
     Attributes:
         device: `auto`, cpu, cuda, ...
-        precision: of products; `auto` is float32. Below float32, keys and values are kept in
-            bfloat16. On a GPU bfloat16 is that of states, too, and there is no int8.
+        precision: of products; `auto` is float32. With bfloat16 and int8 the key-value cache is
+            in bfloat16. On a GPU bfloat16 is that of states, too, and there is no int8.
         step: the weights of this checkpoint, instead of the run's result.
         process_group: the ranks that share the work, each on a device of its own.
     """

@@ -428,9 +428,24 @@ def test_attend_to_a_cache_in_bfloat16_is_that_to_its_numbers(
     q_ND, slots_NT = normal(5, d_model, dtype=way.dtype), slots_of(5, 7, 20)
     cache_RX = normal(20, 2 * d_model, seed=1, dtype=torch.bfloat16)
     found = paged_attention(q_ND, cache_RX, slots_NT, num_heads)
+    assert calls == (["paged_attention"] if way.is_compiled else [])
     assert found.dtype == way.dtype
+    way.assert_near(found, attended(q_ND, cache_RX, slots_NT, num_heads))
     assert torch.equal(found, paged_attention(q_ND, cache_RX.to(way.dtype), slots_NT, num_heads))
-    assert calls == (["paged_attention"] * 2 if way.is_compiled else [])
+
+
+@EACH_WAY
+@torch.no_grad()
+def test_attend_of_queries_in_bfloat16_to_a_cache_in_float_rounds_it(way, calls):
+    q_ND, slots_NT = normal(5, 12, dtype=torch.bfloat16), slots_of(5, 7, 20)
+    cache_RX = normal(20, 24, seed=1, dtype=torch.float32)
+    found = paged_attention(q_ND, cache_RX, slots_NT, 2)
+    assert found.dtype is torch.bfloat16
+    assert "paged_attention" not in calls  # it reads no cache that is wider than its queries
+    rounded_RX = cache_RX.bfloat16()
+    torch.testing.assert_close(
+        found.double(), attended(q_ND, rounded_RX, slots_NT, 2), atol=0.03, rtol=0.03
+    )
 
 
 @EACH_WAY

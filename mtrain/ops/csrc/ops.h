@@ -7,7 +7,7 @@
  *     count elements.
  *   - Pointers need the alignment of their type, no more. Inputs and outputs do not overlap, unless the
  *     function works in place.
- *   - Values are stored as elem and computed in float; a NaN among the inputs reaches each output that
+ *   - Values are stored as elem, those of a cache in bfloat16 too, and computed in float; a NaN among the inputs reaches each output that
  *     depends on it.
  *   - A call runs on the caller's thread, and has no state but its arguments.
  *   - The result is a `status`. Where it is not OPS_OK, outputs are undefined.
