@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# the tests start hundreds of processes, and each would compile all modules of mtrain
+unexport PYTHONDONTWRITEBYTECODE
 
 demo: native
 	$(BIN)/mtrain demo runs/demo

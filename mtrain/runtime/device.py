@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes.util
+import ctypes
 import functools
 import platform
 import re
@@ -76,7 +76,7 @@ def keep_freed_memory() -> None:
     if not sys.platform.startswith("linux") or not is_own_process():
         return
     try:
-        mallopt = ctypes.CDLL(ctypes.util.find_library("c")).mallopt
+        mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
     trim_threshold, top_pad, mmap_max = -1, -2, -4

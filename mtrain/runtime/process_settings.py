@@ -5,20 +5,30 @@ The command line changes them. A program that imports mtrain keeps its own.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import threading
 
 _OWNED = threading.Event()
-_COLLECTED_AT = 20_000  # new objects; at Python's 700, collections are a tenth of a start
+_FIRST_COLLECTED_AT = 500_000  # new objects: importing PyTorch makes 250,000, and 170,000 stay
+_COLLECTED_AT = 20_000  # from then on; Python's own is 700
 
 
 def own_process() -> None:
     """Let `device.keep_freed_memory` and `device.avoid_cudnn_attention` take effect from now on.
 
-    Garbage is collected less often, too: importing PyTorch makes 170,000 objects that stay.
+    Garbage is collected less often, too: not while PyTorch is imported, and not at the end.
     """
     _OWNED.set()
+    atexit.register(gc.freeze)  # or Python's last collection would look at all of PyTorch
+    gc.set_threshold(_FIRST_COLLECTED_AT)
+    gc.callbacks.append(_collect_more_often)
+
+
+def _collect_more_often(phase: str, info: dict[str, int]) -> None:
+    """Lower the threshold at the first collection."""
     gc.set_threshold(_COLLECTED_AT)
+    gc.callbacks.remove(_collect_more_often)
 
 
 def is_own_process() -> bool:
