@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from mtrain.config.sections import ModelConfig
 from mtrain.errors import ConfigError, RunError
@@ -19,6 +20,14 @@ from mtrain.run import checkpoint
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.process_group import SINGLE, ProcessGroup
 from mtrain.tokenizer.sentencepiece import Tokenizer
+
+_DRAWING = (  # the functions by which layers and the Transformer draw their initial weights
+    nn.init.kaiming_uniform_,
+    nn.init.normal_,
+    nn.init.uniform_,
+    torch.Tensor.normal_,
+    torch.Tensor.uniform_,
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,7 @@ def load_model(
             f"{path}: `model` of config.yaml asks for {needed:,} weights, but it holds {held:,} "
             "instead; restore the run's own config.yaml."
         )
-    with torch.random.fork_rng(devices=[]):  # the initial weights are overwritten
+    with _WithoutDrawing():  # the initial weights are overwritten
         model = build_model(config, vocabulary)
     set_weights(model, weights, path)
     model.to(device).eval()
@@ -80,6 +89,22 @@ def load_model(
     elif loading.products == "bfloat16":
         model.compute_in(torch.bfloat16)
     return model
+
+
+class _WithoutDrawing(TorchFunctionMode):
+    """Leaves out the drawing of random numbers into tensors."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        given = kwargs or {}
+        if func in _DRAWING:
+            return args[0] if args else given["tensor"]
+        return func(*args, **given)
 
 
 def _weights_path(run: RunDir, step: int | None) -> Path:

@@ -87,6 +87,12 @@ def sources(translator: Translator, lines: Sequence[str] = LINES) -> list[Encode
     ]
 
 
+def test_a_model_is_loaded_without_drawing_initial_weights(trained: RunDir) -> None:
+    before = torch.get_rng_state()
+    translator_module.load(trained, loading=LoadOptions("cpu"))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("beam", [1, 2, 5])
 def test_a_batch_of_many_equals_many_batches_of_one(translator: Translator, beam: int) -> None:
     searching = with_options(translator, beam=beam)
