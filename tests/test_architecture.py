@@ -1,6 +1,7 @@
 """Hold the package to the order of its folders, to light imports, and to readable modules."""
 
 import ast
+import functools
 import graphlib
 import importlib
 import subprocess
@@ -52,6 +53,7 @@ MOST_VERBS = 18  # each a module of `cli`, beside the few that they share
 SCRIPTS = sorted((REPOSITORY / "benchmarks").rglob("*.py"))
 
 
+@functools.cache
 def tree(module: str) -> ast.Module:
     return ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
 
@@ -60,6 +62,7 @@ def folder(module: str) -> str:
     return module.split("/")[0]
 
 
+@functools.cache
 def imported_modules(module: str) -> set[str]:
     """Return the modules of the package that `module` imports, anywhere in its text."""
     imported = set()
@@ -115,11 +118,14 @@ def test_every_folder_and_module_has_a_place_in_the_order() -> None:
     assert {folder(module) for module in MODULES} - {"__init__"} == set(ORDER)
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if name != "__init__"])
-def test_a_folder_imports_only_from_folders_before_it(module: str) -> None:
-    place = ORDER.index(folder(module))
-    others = {folder(name) for name in imported_modules(module)} - {"__init__"}
-    assert {name for name in others if ORDER.index(name) > place} == set()
+def test_a_folder_imports_only_from_folders_before_it() -> None:
+    assert [
+        (module, name)
+        for module in MODULES
+        if module != "__init__"
+        for name in imported_modules(module)
+        if name != "__init__" and ORDER.index(folder(name)) > ORDER.index(folder(module))
+    ] == []
 
 
 def test_the_modules_of_a_folder_import_each_other_without_a_cycle() -> None:
@@ -179,25 +185,28 @@ def test_a_config_and_an_error_of_the_interface_load_no_heavy_package() -> None:
     assert loaded_after("import mtrain; mtrain.UserError, mtrain.Config, mtrain.load") == set()
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_no_function_takes_arbitrary_keywords(module: str) -> None:
-    assert [node.name for node in functions(module) if node.args.kwarg] == []
+def test_no_function_takes_arbitrary_keywords() -> None:
+    assert [
+        (module, node.name) for module in MODULES for node in functions(module) if node.args.kwarg
+    ] == []
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_no_module_imports_pickle(module: str) -> None:
-    assert not imported_packages(module) & {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
+def test_no_module_imports_pickle() -> None:
+    refused = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
+    assert [module for module in MODULES if imported_packages(module) & refused] == []
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_no_function_is_longer_than_a_screen(module: str) -> None:
-    lengths = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions(module)}
-    assert {name: n for name, n in lengths.items() if n > LONGEST_FUNCTION} == {}
+def test_no_function_is_longer_than_a_screen() -> None:
+    assert [
+        (module, node.name, length)
+        for module in MODULES
+        for node in functions(module)
+        if (length := (node.end_lineno or 0) - node.lineno + 1) > LONGEST_FUNCTION
+    ] == []
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_every_module_says_what_it_is_for(module: str) -> None:
-    assert ast.get_docstring(tree(module))
+def test_every_module_says_what_it_is_for() -> None:
+    assert [module for module in MODULES if not ast.get_docstring(tree(module))] == []
 
 
 def test_the_probe_for_loaded_packages_finds_them() -> None:

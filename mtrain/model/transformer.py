@@ -36,7 +36,7 @@ from mtrain.ops.beam_search import (
 from mtrain.ops.dropout import Dropout
 from mtrain.ops.layer_norm import LayerNorm, add_norm
 from mtrain.ops.linear import Linear, relu_ffn
-from mtrain.ops.packed_weights import Ints
+from mtrain.ops.packed_weights import Ints, Precision
 from mtrain.ops.stacks import (
     CompiledDecoder,
     CompiledEncoder,
@@ -249,9 +249,15 @@ class Transformer(nn.Module):
         """Keep states and run products in `dtype`; None is the dtype of the weights."""
         self.compute_dtype = dtype
 
-    def cache_in(self, dtype: torch.dtype | None) -> None:
-        """Keep the keys and values of decoding in `dtype`; None is that of states."""
-        self.cache_dtype = dtype
+    def pack_weights(self, precision: Precision = "float32") -> None:
+        """Pack the weights of all linear maps for decoding on a CPU, in as much memory again.
+
+        With bfloat16 and int8 the keys and values of decoding are kept in bfloat16.
+        """
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack_weights(precision)
+        self.cache_dtype = None if precision == "float32" else torch.bfloat16
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the compiled layers: a copy has weights of its own."""

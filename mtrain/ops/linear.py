@@ -237,13 +237,6 @@ def matmul_sizes(x: Tensor, weight: Tensor) -> tuple[int, int, int]:
     return x.numel() // x.shape[-1], x.shape[-1], len(weight)
 
 
-def pack_weights(model: nn.Module, precision: Precision = "float32") -> None:
-    """Pack the weights of all linear maps of a model for decoding; takes as much memory again."""
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.pack_weights(precision)
-
-
 def pad_rows(rows: Tensor) -> Tensor:
     """Pad rows [N, D] with zeros to a multiple of `_ROW_MULTIPLE` on a CPU.
 

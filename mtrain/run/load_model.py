@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 from mtrain.config.sections import ModelConfig
 from mtrain.errors import ConfigError, RunError
 from mtrain.model.transformer import Transformer, count_weights
-from mtrain.ops.linear import pack_weights
 from mtrain.run import checkpoint
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.process_group import SINGLE, ProcessGroup
@@ -84,8 +83,7 @@ def load_model(
     set_weights(model, weights, path)
     model.to(device).eval()
     if device.type == "cpu":
-        pack_weights(model, loading.products)
-        model.cache_in(None if loading.products == "float32" else torch.bfloat16)
+        model.pack_weights(loading.products)
     elif loading.products == "bfloat16":
         model.compute_in(torch.bfloat16)
     return model

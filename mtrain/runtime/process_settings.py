@@ -19,6 +19,8 @@ def own_process() -> None:
 
     Garbage is collected less often, too: not while PyTorch is imported, and not at the end.
     """
+    if _OWNED.is_set():
+        return
     _OWNED.set()
     atexit.register(gc.freeze)  # or Python's last collection would look at all of PyTorch
     gc.set_threshold(_FIRST_COLLECTED_AT)

@@ -30,7 +30,6 @@ from mtrain.decode.sampling import sample_steps
 from mtrain.model.kv_cache import KVCache
 from mtrain.model.transformer import Transformer
 from mtrain.ops import native
-from mtrain.ops.linear import pack_weights
 
 # The special ids are scattered on purpose: search must know none but those it is told.
 NUM_PIECES, EOS, PAD, BOS = 6, 1, 3, 4
@@ -1121,7 +1120,7 @@ def test_greedy_search_without_scores_finds_the_same_with_a_real_model(seed, dty
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(native.Functions, "has_fast_matmul", lambda functions: True)
     model, src = peaked_transformer(seed, dtype), source(LENGTHS * 3, seed)
-    pack_weights(model)
+    model.pack_weights()
     scored = translate(model, src, beam_options(1), (2, 3))
     found = translate(model, src, beam_options(1, with_scores=False), (2, 3))
     assert [ids_of(best) for best in found] == [ids_of(best) for best in scored]

@@ -1337,6 +1337,16 @@ def test_states_and_products_are_in_the_type_that_is_asked_for():
     assert torch.equal(model(*data), plain)
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
+def test_the_weights_of_all_linear_maps_are_packed_in_the_precision_that_is_asked_for(precision):
+    model = transformer(model_config()).float()
+    model.pack_weights(precision)
+    packed = [module._packed for module in model.modules() if isinstance(module, Linear)]
+    assert len(packed) == 1 + 2 * 4 + 2 * 7
+    assert {weights.precision for weights in packed} == {precision}
+    assert model.cache_dtype is (None if precision == "float32" else torch.bfloat16)
+
+
 def test_the_model_learns_to_copy():
     torch.manual_seed(0)
     config = model_config(d_model=16, d_ff=32, num_encoder_layers=1, num_decoder_layers=1)

@@ -14,7 +14,6 @@ from mtrain.decode.options import DecodingOptions
 from mtrain.model.kv_cache import KVCache
 from mtrain.model.transformer import Transformer
 from mtrain.ops import beam_search, native
-from mtrain.ops.linear import pack_weights
 from mtrain.ops.packed_weights import PackedRows, Precision
 
 BOS, EOS, NUM_TOKENS = 1, 2, 20
@@ -49,8 +48,7 @@ def packed(
     for alike_VD in (weight_VD, model.tgt_embedding.weight):
         alike_VD[5:8] = alike_VD[4]
     model.output.weight = torch.nn.Parameter(weight_VD)
-    pack_weights(model, precision)
-    model.cache_in(None if precision == "float32" else torch.bfloat16)
+    model.pack_weights(precision)
     return model
 
 
@@ -293,7 +291,7 @@ def test_logits_of_a_compiled_search_that_are_not_finite_are_an_error(beam):
     model = packed()
     with torch.no_grad():
         model.output.weight.fill_(torch.nan)
-    pack_weights(model)
+    model.pack_weights()
     with pytest.raises(NotFiniteError):
         found(model, DecodingOptions(beam=beam), [[3]])
 

@@ -27,7 +27,6 @@ from mtrain.ops import linear as linear_module
 from mtrain.ops import native
 from mtrain.ops.cross_entropy import ProjectedCrossEntropy
 from mtrain.ops.linear import Linear, relu_ffn
-from mtrain.ops.topk import Projection
 
 
 def linear(weights: torch.dtype = torch.float32, bias: bool = True) -> Linear:
@@ -376,14 +375,6 @@ def test_on_several_threads_a_linear_map_is_torchs(calls, num_threads, monkeypat
     layer, x = laid_out(6, 5), normal(9, 6, dtype=torch.float32)
     torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
     assert calls == (["packed_linear"] if num_threads == 1 else [])
-
-
-def test_all_linear_maps_of_a_model_are_laid_out(calls, one_thread):
-    model = nn.Sequential(Linear(6, 5), nn.Sequential(nn.LayerNorm(5), Projection(5, 7)))
-    linear_module.pack_weights(model)
-    with torch.no_grad():
-        model(normal(4, 6, dtype=torch.float32))
-    assert calls == ["packed_linear"] * 2
 
 
 @NANS

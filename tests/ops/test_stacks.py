@@ -14,7 +14,6 @@ from mtrain.model import transformer as transformer_module
 from mtrain.model.kv_cache import KVCache
 from mtrain.model.transformer import Transformer
 from mtrain.ops import native
-from mtrain.ops.linear import pack_weights
 from mtrain.ops.packed_weights import Precision
 from mtrain.ops.stacks import CompiledDecoder, CompiledEncoder, CompiledSources
 
@@ -38,8 +37,7 @@ PRECISIONS = pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"
 
 def packed(config: object = CONFIGS["post"], precision: Precision = "float32") -> Transformer:
     model = transformer(config).float()
-    pack_weights(model, precision)
-    model.cache_in(None if precision == "float32" else torch.bfloat16)
+    model.pack_weights(precision)
     return model
 
 
@@ -67,7 +65,7 @@ def decoded(model: Transformer) -> list[Tensor]:
 def one_by_one(model: Transformer, precision: Precision = "float32") -> list[Tensor]:
     """Return the same, of layers that are called."""
     apart = copy.deepcopy(model)
-    pack_weights(apart, precision)
+    apart.pack_weights(precision)
     apart._compile_decoder = lambda: None  # type: ignore[method-assign]
     apart._current_encoder = lambda: None  # type: ignore[method-assign]
     apart._current_sources = lambda: None  # type: ignore[method-assign]
