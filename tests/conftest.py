@@ -31,6 +31,7 @@ import torch
 from tasks import copy_task, reverse_task, tiny_tree, train, write_config, write_task
 from ways import COMPILED
 
+from mtrain.autoconfig import benchmark
 from mtrain.cli.main import main
 from mtrain.ops import native
 from mtrain.run.run_dir import RunDir
@@ -334,6 +335,13 @@ def sketched(monkeypatch: pytest.MonkeyPatch) -> None:
         return dict.fromkeys(["png", "svg"], repr(draw_figure()).encode())
 
     monkeypatch.setattr(draw, "encode", encode)
+
+
+@pytest.fixture
+def quick_init(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure the speed of a training in single updates, and no start of a process."""
+    monkeypatch.setattr(benchmark, "_WINDOW_S", 0.0)
+    monkeypatch.setattr(benchmark, "startup_s", lambda: 1.0)
 
 
 @pytest.fixture

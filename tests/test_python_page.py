@@ -13,7 +13,6 @@ import yaml
 from tasks import REPOSITORY, copy_task, write_task
 
 import mtrain
-from mtrain.autoconfig import benchmark
 from mtrain.run.run_dir import RunDir
 
 sys.path.insert(0, str(REPOSITORY / "docs"))
@@ -98,10 +97,13 @@ def test_every_function_has_an_example() -> None:
 
 
 def test_the_examples_run(
-    trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sketched: None
+    trained: RunDir,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sketched: None,
+    quick_init: None,
 ) -> None:
     pytest.importorskip("ctranslate2", reason="ctranslate2 is not installed")
-    monkeypatch.setattr(benchmark, "_WINDOW_S", 0.0)
     monkeypatch.chdir(tmp_path)
     tree = yaml.safe_load(write_task(tmp_path).read_text("utf-8"))
     Path("en-de.yaml").write_text(yaml.safe_dump(tree | {"run_dir": "runs/new"}), encoding="utf-8")

@@ -10,7 +10,6 @@ from conftest import Cli
 from tasks import REPOSITORY, reverse_task, write
 
 from mtrain.augmentation.pair_rules import FLAGS, RULES
-from mtrain.autoconfig import benchmark
 from mtrain.config import config_file
 from mtrain.run.run_dir import RunDir
 
@@ -25,11 +24,10 @@ def commands() -> list[list[str]]:
 
 
 def test_the_commands_run_one_after_the_other(
-    cli: Cli, reverser: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, reverser: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_init: None
 ) -> None:
     """A model that is trained by one update is replaced by one that translates."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(benchmark, "_WINDOW_S", 0.0)
     for seed, (name, count) in enumerate({"pairs": 300, "valid": 9, "test": 9}.items(), start=1):
         pairs = reverse_task(count, seed)
         write(Path(f"{name}.en"), [pair.src for pair in pairs])

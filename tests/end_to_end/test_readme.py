@@ -148,7 +148,7 @@ def small_copy(directory: Path) -> None:
 
 
 def test_the_commands_of_the_readme_run_one_after_the_other(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sketched: None
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sketched: None, quick_init: None
 ) -> None:
     """`mtrain demo` has made runs/demo by then; each training takes a single step more."""
     small_copy(tmp_path)
