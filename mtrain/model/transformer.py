@@ -24,7 +24,7 @@ from mtrain.config.sections import ModelConfig
 from mtrain.model.kv_cache import KVCache, KVPool, Slots, source_slots
 from mtrain.ops.attention import attention, chunk_last, paged_attention
 from mtrain.ops.beam_search import (
-    NUM_POSITIONS,
+    MAX_POSITIONS,
     Cache,
     Floats,
     Hypotheses,
@@ -193,7 +193,7 @@ class Transformer(nn.Module):
         if decoder is None or device.type != "cpu":
             return None
         free_slots = cache.reserve(num_slots_for(len(rows.ids_N), len(num_places_B), rules.beam))
-        pools, stop = (cache.pasts.layers, cache.sources.layers), cache.max_length + NUM_POSITIONS
+        pools, stop = (cache.pasts.layers, cache.sources.layers), cache.max_length + MAX_POSITIONS
         steps = search_steps(
             decoder,
             self.output,

@@ -20,7 +20,9 @@ from mtrain.ops.stacks import CompiledDecoder, pointers
 from mtrain.ops.topk import Projection, ids_tensor
 
 Floats = NDArray[np.float64]
-NUM_POSITIONS = 4  # that are decoded before others may join the search
+MAX_POSITIONS = 16  # that are decoded before others may join the search
+_MIN_POSITIONS = 4
+_SHORT_CALL = 80  # hypotheses times positions; what takes longer has `_MIN_POSITIONS`
 _WRITTEN = 4  # columns before the tokens, as in `beam_search.c`
 
 
@@ -132,15 +134,16 @@ def search_steps(
     functions = decoder.functions_for(encodings_TD, cache.pasts, cache.sources)
     if packed is None or packed.tiles is None or functions is None:
         return None
+    num_positions = _num_positions(len(num_places_B), rules.beam)
     row_maps = [each.row_map for each in rules.shortlists if each.row_map is not None]
     fewest = min((len(each.ids_C) for each in rules.shortlists), default=rules.beam)
     if len(row_maps) < len(rules.shortlists) or fewest < rules.beam:
         return None
     num_rows, num_past = cache.past_slots_NT.shape
-    buffers = _Buffers(cache, rows, len(num_places_B) * rules.beam)
+    buffers = _Buffers(cache, rows, len(num_places_B) * rules.beam, num_positions)
     num_places_B, best_BM, never_ids = num_places_B.copy(), best_BM.copy(), ids_tensor(*rules.never)
     search_shape = SearchShape(
-        *(len(num_places_B), rules.beam, best_BM.shape[1], NUM_POSITIONS, rows.written_NT.shape[1]),
+        *(len(num_places_B), rules.beam, best_BM.shape[1], num_positions, rows.written_NT.shape[1]),
         *(len(cache.free_slots), len(rules.penalty_L), len(rules.never), decoder.window),
         *(rules.eos, rules.early_stop, rules.argmax_only),
     )
@@ -181,17 +184,18 @@ class _Buffers:
     Args:
         cache, rows: of the hypotheses.
         num_cells: the most hypotheses there can be, R.
+        num_positions: that are decoded at most, P.
     """
 
-    def __init__(self, cache: Cache, rows: Hypotheses, num_cells: int) -> None:
+    def __init__(self, cache: Cache, rows: Hypotheses, num_cells: int, num_positions: int) -> None:
         num_rows, num_past = cache.past_slots_NT.shape
         self.num_written, self.num_past = rows.written_NT.shape[1], num_past
-        self.past = _WRITTEN + self.num_written + NUM_POSITIONS
-        self.source = self.past + num_past + NUM_POSITIONS
+        self.past = _WRITTEN + self.num_written + num_positions
+        self.source = self.past + num_past + num_positions
         num_ints = self.source + cache.source_slots_NS.shape[1]
         self.ints = np.empty((num_cells, num_ints), np.int64)
-        self.reals = np.empty((num_cells, 1 + self.num_written + NUM_POSITIONS))
-        self.ended_ints = np.empty((num_cells, 2 + self.num_written + NUM_POSITIONS), np.int64)
+        self.reals = np.empty((num_cells, 1 + self.num_written + num_positions))
+        self.ended_ints = np.empty((num_cells, 2 + self.num_written + num_positions), np.int64)
         self.ended_reals, self.counts = np.empty(self.ended_ints.shape), np.empty(4, np.int64)
         ints, reals = self.ints[:num_rows], self.reals[:num_rows]
         ints[:, 0], ints[:, 2], ints[:, 3] = rows.sentence_N, rows.ids_N, rows.length_N
@@ -239,4 +243,9 @@ class _Buffers:
 
 def num_slots_for(num_rows: int, num_sentences: int, beam: int) -> int:
     """Return the free slots with which no call of `search_steps` ends for want of one."""
-    return min(num_rows, num_sentences) * beam * NUM_POSITIONS
+    return min(num_rows, num_sentences) * beam * _num_positions(num_sentences, beam)
+
+
+def _num_positions(num_sentences: int, beam: int) -> int:
+    """Return the most positions of a call: more of few hypotheses, which are soon done."""
+    return max(_MIN_POSITIONS, min(MAX_POSITIONS, _SHORT_CALL // max(num_sentences * beam, 1)))
