@@ -101,7 +101,7 @@ class _FindingLists(AbstractContextManager["_FindingLists"]):
             stream.close()
 
     def add(self, name: str, sides: Sides, block: TextBlock) -> None:
-        """Write those pairs of a block of which a side has the problem."""
+        """Append the pairs of a block whose entry in `sides` is not NONE to the list `name`."""
         for row in np.flatnonzero(sides).tolist():
             pair = block.first + row
             part = self._scan.reader.part_of(pair)
@@ -257,7 +257,7 @@ class _Leak(NamedTuple):
 
 
 def _leaks(scan: Scan) -> Iterator[_Leak]:
-    """Yield the leaks of a held-out corpus; a side leaks if it occurs beside another one."""
+    """Yield the leaks of a held-out corpus; a side counts only where its pair does not."""
     for other, leaks in scan.leaks:
         src, tgt, pair = leaks.occurrences()
         yield _Leak("pair", SideName.BOTH, other, *pair)

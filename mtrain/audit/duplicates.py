@@ -22,13 +22,13 @@ from mtrain.audit.features import (
     mixed,
 )
 
-_PASS_PAIRS = 1_000_000  # that are sorted at a time
+_PASS_PAIRS = 1_000_000  # sorted at a time
 
 Numbers = npt.NDArray[np.uint32]
 
 
 class Repeats(NamedTuple):
-    """For each pair, an earlier one, counted from 1; 0 if there is none."""
+    """For each pair, the number of an earlier pair, from 1; 0 if there is none."""
 
     of_pair: Numbers  # the first pair with the same two sides
     of_src: Numbers  # the first pair with the same source and another target, if `of_pair` is 0
@@ -60,7 +60,7 @@ def find(read: Callable[[], Iterator[PairWindow]], num_pairs: int) -> Repeats:
 
 
 class PairHashes(NamedTuple):
-    """Hashes of pairs: of the exact text, or keys without case and punctuation; 0 is no text."""
+    """Hashes of pairs by exact text, or by keys without case and punctuation; 0 for no text."""
 
     src: Hashes
     tgt: Hashes
@@ -107,10 +107,11 @@ class Leaks:
         return has_src | has_tgt | has_src_key | has_tgt_key, is_held_pair
 
     def occurrences(self) -> list[tuple[Numbers, Numbers, Ints]]:
-        """Return the occurrences of the sources, of the targets and of the pairs.
+        """Return (times, exact_times, first) of the sources, of the targets and of the pairs.
 
-        For each held-out pair: how often it occurs, how often with the same case and punctuation,
-        and the first pair where it does, exactly if possible; -1 if nowhere.
+        Each array has an entry per held-out pair: the number of occurrences, of those with the same
+        case and punctuation, and the pair of the first occurrence, if possible an exact one; -1 if
+        there is none.
         """
         occurrences = []
         for exact, by_key in zip(self._exact, self._by_key, strict=True):

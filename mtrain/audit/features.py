@@ -71,7 +71,7 @@ LINE = np.dtype(
     ]
 )
 NUM_ENDINGS = 8
-MAX_CHARS = 20_000  # of a line that are analysed; its hash and its length are of the whole line
+MAX_CHARS = 20_000  # analysed of a line; its hash and length are of the whole line
 
 _ENDINGS = np.zeros(0x3100, np.uint8)  # 0: a letter or a digit, 1: anything else
 for _number, _members in enumerate(
@@ -106,7 +106,7 @@ class LineFeatures(NamedTuple):
 
 
 def measure(lines: Sequence[str], features: Feature = Feature.ALL) -> LineFeatures:
-    """Compute features of lines, none of which may hold a line feed; the others are 0."""
+    """Compute `features` of lines without line feeds; the fields of other features are 0."""
     records = np.zeros(len(lines), LINE)
     keys, words = np.zeros(len(lines), np.uint64), np.zeros(0, np.uint64)
     word_lines = np.zeros(0, np.int64)
@@ -213,9 +213,9 @@ def _count_characters(records: Records, block: _CharacterBlock) -> None:
     is_solid = (block.kinds > Kind.BREAK) | (block.kinds == Kind.OTHER)
     last = np.maximum.accumulate(np.where(is_solid, np.arange(len(block.codes)), -1))[block.ends]
     codes, last_kinds = block.codes[last], block.kinds[last]
-    listed = np.where(codes < len(_ENDINGS), _ENDINGS[np.minimum(codes, len(_ENDINGS) - 1)], 0)
+    classes = np.where(codes < len(_ENDINGS), _ENDINGS[np.minimum(codes, len(_ENDINGS) - 1)], 0)
     is_word = (last_kinds >= Kind.LETTER) | (last_kinds == Kind.DIGIT)
-    records["ending"] = np.where((last < block.starts) | is_word, 0, np.maximum(listed, 1))
+    records["ending"] = np.where((last < block.starts) | is_word, 0, np.maximum(classes, 1))
 
 
 def _keys(block: _CharacterBlock) -> Hashes:
@@ -262,7 +262,7 @@ class _WordBlock:
         self.is_name = ~self.is_number & (lengths >= 3) & is_upper & ~is_initial
 
     def bloom_filters(self, is_member: Flags, width: int) -> Hashes:
-        """Return for each line a set of words, as one bit of `width` for the stem of each."""
+        """Return for each line a Bloom filter of `width` bits of the stems of its member words."""
         filters = np.zeros(self._num_lines, np.uint64)
         shift = np.uint64(64 - width.bit_length() + 1)
         bits = np.uint64(1) << (self._stems[is_member] >> shift)
@@ -285,7 +285,7 @@ _MAX_NATS = 3.0  # of one word
 
 
 class SideClassifier:
-    """Tells which side of a corpus a line reads like: naive Bayes over hashed words."""
+    """Classifies lines as source or target language: naive Bayes over hashed words."""
 
     def __init__(self) -> None:
         self._counts = np.zeros((2, _NUM_CELLS), np.int64)

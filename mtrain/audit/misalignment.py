@@ -22,7 +22,7 @@ from mtrain.audit.features import LINE, NUM_ENDINGS, Ints, PairWindow, Records
 MAX_OFFSET = 5
 MIN_PAIRS = 200  # of a corpus; fewer are too few to learn from
 _THRESHOLD = 25.0  # nats of evidence that make a finding
-_MAX_NATS = 3.0  # of one agreement
+_MAX_NATS = 3.0  # limit of the log-likelihood ratio of one agreement
 
 _NUM_CELLS = (610, 64, 64, NUM_ENDINGS**2, 64)  # of the tables of `_cells`
 _NUM_BITS = np.array([bin(value).count("1") for value in range(256)])  # of each byte
@@ -70,7 +70,7 @@ def _overlapping(windows: Iterator[PairWindow]) -> Iterator[PairWindow]:
 
 
 def _cells(src: Records, tgt: Records) -> list[Ints]:
-    """Return the cell of each pair of lines in each table of agreements."""
+    """Return for each table of agreements the cell of each pair of lines."""
     ratio = np.log((tgt["chars"] + 5.0) / (src["chars"] + 5.0))
     size = np.minimum(np.log2(src["chars"] + 1.0).astype(np.int64), 9)
     return [

@@ -19,7 +19,7 @@ _INDENT = " " * 9
 _SUMMARY_ROWS = 6
 NUM_EXAMPLES = 2  # of each list
 
-Entry = dict[str, Any]  # of a list: a pair with a problem
+Entry = dict[str, Any]  # an entry of a list: a pair with a problem
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class AuditFinding:
     severity: Severity
     what: str  # the pairs, lines or files with the problem
     advice: str
-    count: int  # of them
-    total: int  # of all pairs, or files
+    count: int  # number of pairs, lines or files with the problem
+    total: int  # number of all pairs, or of all files
     training: str  # what training does with them, such as "drops them"; "" for held-out text
     examples: list[Entry]  # the first entries of the list; of files, {"file", "problem"} of each
     list_file: str | None = None  # the name of the file with all entries, if there is one

@@ -55,9 +55,9 @@ class PairBlock(NamedTuple):
     src: Records
     tgt: Records
     same_pair: Numbers  # an earlier pair that is equal, counted from 1; 0 if there is none
-    same_src: Numbers  # the same of an earlier pair with the same source and another target
+    same_src: Numbers  # likewise, an earlier pair with the same source and another target
     is_held: Flags  # whether a side of the pair is in a held-out corpus, by its key or exactly
-    is_held_pair: Flags  # whether the exact pair is
+    is_held_pair: Flags  # whether the exact pair is in one
 
 
 @dataclass(frozen=True)
@@ -360,8 +360,8 @@ def learn(windows: Iterator[PairWindow], max_tokens: int) -> CorpusProfile:
     ratios = np.zeros(2 * _NUM_RATIOS + 1, np.int64)
     scripts = np.zeros((2, 256), np.int64)
     for window in windows:
-        whole = _is_whole(window)
-        ratio = np.log(window.tgt["chars"][whole] / window.src["chars"][whole])
+        is_whole = _is_whole(window)
+        ratio = np.log(window.tgt["chars"][is_whole] / window.src["chars"][is_whole])
         cells = np.clip((ratio * _RATIO_STEPS).round(), -_NUM_RATIOS, _NUM_RATIOS) + _NUM_RATIOS
         ratios += np.bincount(cells.astype(np.int64), minlength=len(ratios))
         for counts, side in zip(scripts, (window.src, window.tgt), strict=True):

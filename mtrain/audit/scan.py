@@ -214,7 +214,7 @@ def _read(
 
 
 class PairFilter:
-    """Returns for training pairs, in any order, why they are dropped."""
+    """Decides which training pairs are dropped, and why; pairs can be read in any order."""
 
     def __init__(self, data: DataConfig, directory: Path) -> None:
         """Use the records of the training pairs that `scan_corpora` has written."""

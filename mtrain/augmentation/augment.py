@@ -1,7 +1,7 @@
 """Synthetic pairs: translate text part by part, drop what looks wrong, write a corpus folder.
 
-Parts are written one by one into a folder beside the output, with their counts last. All ranks do
-the same and share the decoding; the first one writes.
+Parts are written one by one into a folder beside the output, with their counts last. All ranks run
+the same code and share the decoding; rank 0 writes.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class AugmentRequest:
     """What to translate, by which models.
 
     Attributes:
-        mode: `back` translates targets into sources, `forward` sources into targets, `again` does
-            what each model does.
+        mode: `back` translates targets into sources, `forward` sources into targets, `again` in the
+            direction of each model.
         texts: the files of monolingual text; none for `again`.
-        with_training_text: whether the real training text is translated, before these.
-        runs: the models; an ensemble, but for `again`.
+        with_training_text: whether the real training text is translated, before `texts`.
+        runs: the models; an ensemble, but for `again` each translates by itself.
         output: the corpus folder.
         decoding: what differs from the decoding options of a run.
         with_scores: whether the log-probability of each translation is written.
@@ -97,7 +97,7 @@ class _Engine(NamedTuple):
 
 
 class _Text(NamedTuple):
-    """The text, how often it can be read, and which rows repeat others."""
+    """The text: a function that reads all rows, which rows repeat earlier ones, their number."""
 
     read: Callable[[], Iterator[InputRow]]
     repeats: RepeatedSides
@@ -105,16 +105,16 @@ class _Text(NamedTuple):
 
 
 class _Translated(NamedTuple):
-    """A part of the text, and what a model made of it."""
+    """A part of the text, and its translations by one model or ensemble."""
 
     rows: list[InputRow]
-    lines: list[str]  # of the side that is translated; empty where none is
+    lines: list[str]  # the side that is translated; "" if a line is not
     candidates: list[Candidate]
-    lost: list[tuple[int, str]]  # the row and the reason of what is not translated
+    lost: list[tuple[int, str]]  # (row, reason) of each line that is not translated
 
 
 class _Part(NamedTuple):
-    """The counts of a part, once it is written."""
+    """The counts of a finished part."""
 
     num_rows: int
     num_pairs: int
@@ -124,13 +124,13 @@ class _Part(NamedTuple):
 def augment(request: AugmentRequest, config: Config, console: Console, warn: Warn) -> Tree:
     """Write a corpus folder, unless it is there; return its record. All ranks call it together.
 
-    A stopped one is continued.
+    An interrupted process is continued.
 
     Args:
         request: what to do.
         config: of the training that the pairs are for.
-        console: is told what is done, on the first rank.
-        warn: is told what looks wrong about the text, on the first rank.
+        console: shows progress, on rank 0.
+        warn: called with problems of the text, on rank 0.
 
     Raises:
         RunError: if a model has another direction, or the folder was made otherwise.
@@ -139,12 +139,12 @@ def augment(request: AugmentRequest, config: Config, console: Console, warn: War
     process_group, output = request.loading.process_group, request.output
     directions = _check_directions(request, config.data)
     for run in _leaders(request):
-        _options(request, run)  # refused now, and not when all is read
+        _options(request, run)  # raises before the text is read
     real = real_text(config.data.train)
     work_dir = output.with_name(f".{output.name}.augmenting")
     if (output / synthetic.RECORD_FILE).is_file():
         record = synthetic.read_record(output)
-        version = {"mtrain": record["settings"].get("mtrain")}  # any has finished it
+        version = {"mtrain": record["settings"].get("mtrain")}  # another version may have made it
         _check_same(record["settings"], _settings(request, config, real) | version, output)
         if process_group.is_first:
             _remove_unfinished(work_dir, output)
@@ -205,7 +205,7 @@ def _ignore(_: str) -> None:
 
 
 def _remove_unfinished(work_dir: Path, output: Path) -> None:
-    """Remove what a process left that was killed when all was written."""
+    """Remove the working folder of a process that was killed after it wrote the output."""
     if work_dir.is_dir():
         with _alone(work_dir, output):
             shutil.rmtree(work_dir)
@@ -235,20 +235,20 @@ def _check_directions(request: AugmentRequest, data: DataConfig) -> list[bool]:
 
 
 def _check_direction(run: RunDir, allowed: list[tuple[str, str]], option: str) -> tuple[str, str]:
-    has = run.config.data.src_lang, run.config.data.tgt_lang
-    if has not in allowed:
-        must = " or ".join(f"{src} to {tgt}" for src, tgt in dict.fromkeys(allowed))
+    direction = run.config.data.src_lang, run.config.data.tgt_lang
+    if direction not in allowed:
+        expected = " or ".join(f"{src} to {tgt}" for src, tgt in dict.fromkeys(allowed))
         raise RunError(
-            f"{run.path}: must translate {must} for `{option}`, but translates {has[0]} to "
-            f"{has[1]} instead."
+            f"{run.path}: must translate {expected} for `{option}`, but translates {direction[0]} "
+            f"to {direction[1]} instead."
         )
     if not run.model_path.is_file():
         raise RunError(f"{run.path}: must be a trained run, but has no {run.model_path.name}.")
-    return has
+    return direction
 
 
 def _settings(request: AugmentRequest, config: Config, real: TrainText) -> Tree:
-    """Return all that decides what is written."""
+    """Return the settings and checksums that determine the output."""
     texts = paths_of_text(real) if request.with_training_text else []
     texts += [str(path) for path in request.texts]
     held_out = [config.data.valid, *config.data.tests.values()]
@@ -288,7 +288,7 @@ def _options(request: AugmentRequest, run: RunDir) -> DecodingOptions:
 
 
 def _check_same(old: Tree, new: Tree, output: Path) -> None:
-    """Refuse to go on with, or to take, what was made with other settings."""
+    """Refuse to continue or to reuse a folder that was made with other settings."""
     new = json.loads(json.dumps(new))
     differing = [f"`{key}`" for key in new if old.get(key) != new[key]]
     if differing:
@@ -299,7 +299,7 @@ def _check_same(old: Tree, new: Tree, output: Path) -> None:
 
 
 def _begin(work_dir: Path, settings: Tree, output: Path) -> int:
-    """Write the settings, or compare them with those of the work so far; return its parts."""
+    """Write the settings, or compare them with the saved ones; return the number of parts."""
     path = work_dir / "settings.json"
     sweep(path)
     sweep(work_dir / "part-*")
@@ -348,7 +348,7 @@ def _load_one(request: AugmentRequest, runs: Sequence[RunDir]) -> Translator:
 
 
 def _blocks(text: _Text, first: int) -> Iterator[list[InputRow]]:
-    """Yield the rows of the text from this one on, part by part."""
+    """Yield the rows of the text, from row `first` on, part by part."""
     rows = islice(text.read(), first, None)
     while block := list(islice(rows, PART_LINES)):
         yield block
@@ -357,36 +357,38 @@ def _blocks(text: _Text, first: int) -> Iterator[list[InputRow]]:
 def _translate(engine: _Engine, text: _Text, first: int) -> Generator[_Translated, None, None]:
     """Yield the parts of the text, from row `first` on, as an engine translates them."""
     parts = _parts(engine, text, first)
-    started = deque[_Translated]()  # a few: `itertools.tee` would hold 57
+    started = deque[_Translated]()  # few parts; `itertools.tee` would hold up to 57
 
     def blocks() -> Iterator[list[str]]:  # read by the first rank only
         for part in parts:
             started.append(part)
-            for at in range(0, len(part.lines), BLOCK_LINES):
-                yield part.lines[at : at + BLOCK_LINES]
+            for start in range(0, len(part.lines), BLOCK_LINES):
+                yield part.lines[start : start + BLOCK_LINES]
 
     line_translator = LineTranslator(engine.translator, engine.stats, num_before=first)
     with closing(line_translator.translate(blocks())) as translated:
         for first_line in translated:
             part = started.popleft() if started else next(parts)
-            others = islice(translated, len(part.rows) - 1)
-            for row, line in enumerate(chain([first_line], others)):
+            following = islice(translated, len(part.rows) - 1)
+            for row, line in enumerate(chain([first_line], following)):
                 for best in line.best if part.lines[row] else []:
                     sides = (best.text, line.src) if engine.is_back else (line.src, best.text)
-                    new = Candidate(*sides, row, best.flags, best.log_prob, best.score)
-                    part.candidates.append(new)
+                    candidate = Candidate(*sides, row, best.flags, best.log_prob, best.score)
+                    part.candidates.append(candidate)
             yield part
 
 
 def _parts(engine: _Engine, text: _Text, first: int) -> Iterator[_Translated]:
-    """Yield the lines of each part that an engine translates, and why it does not the others."""
+    """Yield parts with the lines that an engine translates, and why others are skipped."""
     repeated = text.repeats.tgt if engine.is_back else text.repeats.src
     for block in _blocks(text, first):
         lines = [row.tgt if engine.is_back else row.src for row in block]
         is_repeat = repeated[first : first + len(block)].tolist()
-        early = [*map(_early_reason, lines, is_repeat)]
-        lines = [line if reason is None else "" for line, reason in zip(lines, early, strict=True)]
-        lost = [(row, reason) for row, reason in enumerate(early) if reason is not None]
+        reasons = [*map(_early_reason, lines, is_repeat)]
+        lines = [
+            line if reason is None else "" for line, reason in zip(lines, reasons, strict=True)
+        ]
+        lost = [(row, reason) for row, reason in enumerate(reasons) if reason is not None]
         yield _Translated(block, lines, [], lost)
         first += len(block)
 
@@ -410,7 +412,7 @@ def _judge(
 
 
 def _early_reason(line: str, is_repeat: bool) -> str | None:
-    """Return why a line is not translated at all."""
+    """Return why a line is not translated; None if it is."""
     if not line.strip():
         return "blank"
     if "\ufffd" in line:
@@ -419,7 +421,7 @@ def _early_reason(line: str, is_repeat: bool) -> str | None:
 
 
 def _agreement(judge: Translator, pairs: Sequence[Candidate], is_back: bool) -> list[float]:
-    """Return the judge's mean log-probability of a token of the real side of each pair."""
+    """Return the judge's mean log-probability per token of the real side of each pair."""
     sources = [pair.src if is_back else pair.tgt for pair in pairs]
     targets = judge.tokenizer.tgt.encode([pair.tgt if is_back else pair.src for pair in pairs])
     encoded = [
@@ -545,15 +547,15 @@ def _limit(
     return float(scores[total - num_kept])
 
 
-def _keep(part: Path, key: str, limit: float, path: Path, lost: Path) -> int:
-    """Write the pairs of a part of at least this score, and list the others; return how many."""
-    with dropped.open_writer(lost) as writer:
+def _keep(pairs_path: Path, key: str, limit: float, kept_path: Path, dropped_path: Path) -> int:
+    """Write the pairs of a part whose `key` is >= `limit`, list the others; return how many."""
+    with dropped.open_writer(dropped_path) as writer:
 
         def kept() -> Iterator[Tree]:
-            for entry in _read_entries(part):
+            for entry in _read_entries(pairs_path):
                 if entry[key] >= limit:
                     yield entry
                 else:
                     writer.add(DroppedPair(entry["file"], entry["line"], "low-score"))
 
-        return _write_entries(path, kept())
+        return _write_entries(kept_path, kept())

@@ -25,6 +25,7 @@ from mtrain.model.transformer import num_parameters
 from mtrain.run.load_model import LoadOptions
 from mtrain.run.run_dir import RunDir
 
+# Numbers of encoder and decoder layers.
 _LAYERS = {"deep-shallow": (6, 1), "6-1": (6, 1), "12-1": (12, 1), "6-2": (6, 2)}
 _TINY = next(preset.model for preset in PRESETS if preset.name == "tiny")
 _WARM_UP_LINES = 8
@@ -69,7 +70,7 @@ class MeasuredSystem:
 
     @property
     def full_name(self) -> str:
-        """As in the results and comparisons of a test set."""
+        """The name of the system in results and comparisons."""
         return f"{self.name} {self.search}"
 
 
@@ -115,10 +116,10 @@ def as_text(report: DistillReport) -> Iterator[str]:
     heads = ["test set", "system", "search", "parameters", "sentences/s", "metric", "score", ""]
     rows = [[*heads, "p (bs)", "p (ar)"]]
     for name, of_test in report.tests.items():
-        tested = {(each.system, each.metric): each for each in of_test.comparisons}
+        comparison_of = {(test.system, test.metric): test for test in of_test.comparisons}
         for system, result in zip(report.systems, of_test.results, strict=True):
             for score in result.scores:
-                test = tested.get((result.system, score.metric))
+                test = comparison_of.get((result.system, score.metric))
                 p_values = [test.p_bootstrap, test.p_randomization] if test else []
                 marked = [f"{p:.4f}{'*' if p < _P_LIMIT else ' '}" for p in p_values]
                 interval = format_value(score.metric, score.half_width or 0.0)

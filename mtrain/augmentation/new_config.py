@@ -61,7 +61,7 @@ def with_corpus(
     if weight is not None and None in weights:
         sizes = [count_pairs(named.corpus, named.name) for named in corpora]
         weights = [weight_of(size, None, config.data.temperature) for size in sizes]
-        entries = [one | {"weight": own} for one, own in zip(entries, weights, strict=True)]
+        entries = [old | {"weight": value} for old, value in zip(entries, weights, strict=True)]
         tree["data"].pop("temperature", None)
     if None not in weights:
         entry["weight"] = (1.0 if weight is None else weight) * sum(filter(None, weights))
@@ -77,10 +77,10 @@ def with_corpus(
 
 
 def write(config: Config, path: Path) -> None:
-    """Write a config; one that is there already must be the same.
+    """Write a config; a file that exists already must hold the same config.
 
     Raises:
-        ConfigError: if another one is there.
+        ConfigError: if it holds another one.
     """
     check_free(config, path)
     config_file.save(config, path, with_defaults=False)
@@ -97,6 +97,6 @@ def check_free(config: Config, path: Path) -> None:
 
 
 def as_text(config: Config) -> Iterator[str]:
-    """Yield the lines of YAML that say what a config trains on."""
+    """Yield the section `data.train` of a config as lines of YAML."""
     tree = config.model_dump(exclude_unset=True)["data"]
     yield from config_file.dump_tree({"data": {"train": tree["train"]}}).splitlines()

@@ -78,8 +78,8 @@ class AugmentOptions:
     def decoding(self) -> dict[str, Any]:
         """What differs from the decoding options of a run."""
         keys = ("beam", "length_alpha", "batch_tokens", "seed")
-        given = {key: value for key in keys if (value := getattr(self, key)) is not None}
-        return given | {"num_best": self.n_best, "sampling": self.sampling}
+        overrides = {key: value for key in keys if (value := getattr(self, key)) is not None}
+        return overrides | {"num_best": self.n_best, "sampling": self.sampling}
 
 
 def mode_of(has_back: bool, has_forward: bool, is_again: bool) -> Mode:

@@ -35,7 +35,7 @@ class Candidate(NamedTuple):
 
 
 class PairRules:
-    """Judges synthetic pairs by what is usual in the real ones.
+    """Judges synthetic pairs by statistics of the real ones.
 
     Args:
         data: names the held-out corpora.
@@ -72,14 +72,14 @@ class PairRules:
         is_held = np.zeros(len(candidates), bool)
         for leaks in self._held_out:
             is_held |= leaks.look_up(exact, keys, 0)[0]
-        none = np.zeros(len(candidates), np.uint32)
-        block = PairBlock(src.lines, tgt.lines, none, none, is_held, is_held & False)
+        no_repeats = np.zeros(len(candidates), np.uint32)
+        block = PairBlock(src.lines, tgt.lines, no_repeats, no_repeats, is_held, is_held & False)
         reasons = rules.drop_reasons(self._rules, block, self._profile)
         src_keys, tgt_keys = src.keys.tolist(), tgt.keys.tolist()
         seen = _known_keys(known)
         for candidate, src_key, tgt_key in zip(candidates, src_keys, tgt_keys, strict=True):
             has_src, has_tgt = map(bool, known[candidate.row])
-            if not (has_src and has_tgt):  # the side that is known is that of the candidate
+            if not (has_src and has_tgt):  # a monolingual row: its real side is the candidate's
                 seen.add((candidate.row, src_key * has_src, tgt_key * has_tgt))
         for index, candidate in enumerate(candidates):
             flag = next((flag for flag in FLAGS if flag in candidate.flags), None)

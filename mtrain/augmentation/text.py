@@ -43,7 +43,7 @@ def mono_rows(paths: Sequence[Path], is_target: bool, warn: Warn) -> Iterator[In
 
 
 def real_text(train: TrainText) -> TrainText:
-    """Return the training text without synthetic corpora, and without what mixes the others."""
+    """Return the corpora of the training text that are not synthetic."""
     real = [named.corpus for named in corpora_of(train, "data.train")]
     return [corpus for corpus in real if not isinstance(corpus, SyntheticCorpus)]
 
@@ -64,17 +64,19 @@ def paths_of_text(train: TrainText) -> list[str]:
 
 
 class RepeatedSides(NamedTuple):
-    """For each row of the text, whether its side has occurred but for case and punctuation."""
+    """For each row, whether its side occurs in an earlier row, ignoring case and punctuation."""
 
     src: Flags
     tgt: Flags
 
 
 def find_repeats(rows: Iterable[InputRow], directory: Path) -> RepeatedSides:
-    """Read all rows once; memory holds two bytes a row, and a million keys at a time.
+    """Find the rows whose sides repeat earlier ones.
+
+    Memory holds two bytes a row, and about `_PASS_LINES` keys at a time.
 
     Args:
-        rows: the text.
+        rows: the text, which is read once.
         directory: of the temporary files.
     """
     paths = [directory / name for name in ("src.keys", "tgt.keys")]

@@ -73,17 +73,17 @@ def encode(pairs: Iterable[tuple[str, str]], tokenizer: Tokenizer) -> Sample:
     """
     src_lines, tgt_lines = zip(*pairs, strict=True)
     all_src, all_tgt = tokenizer.encode_src(src_lines), tokenizer.tgt.encode(tgt_lines)
-    kept = [
+    kept_rows = [
         row
         for row, (src, tgt) in enumerate(zip(all_src, all_tgt, strict=True))
         if len(src) <= _MAX_TOKENS and len(tgt) < _MAX_TOKENS
     ]
-    if not kept:
+    if not kept_rows:
         raise ConfigError(
             f"the corpus must have pairs of at most {_MAX_TOKENS} tokens, but has none."
         )
-    src, tgt = ([ids[row] for row in kept] for ids in (all_src, all_tgt))
-    return Sample(src, tgt, tokenizer, len(kept) / len(all_src))
+    src, tgt = ([ids[row] for row in kept_rows] for ids in (all_src, all_tgt))
+    return Sample(src, tgt, tokenizer, len(kept_rows) / len(all_src))
 
 
 def load_average() -> float:

@@ -1,7 +1,7 @@
 """Choose model, vocabulary and schedule for a corpus and a budget. Knows no files and no tensors.
 
-The settings were published, or measured here, for corpora of that size;
-docs/experiments.md says which, and what lost against them.
+The settings are published ones, or were measured for corpora of that size; docs/experiments.md has
+their sources and the alternatives.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _MIN_UPDATES = 2000  # with fewer, smaller batches reach a better BLEU
 _MAX_WARMUP = {"adam": 4000, "muon": 300}  # updates
 # updates; with Adam, a rate that rises faster ends in a model that ignores its source
 _FULL_LR_WARMUP = {"adam": 1250, "muon": 300}
-_MAX_FULL_LR_UPDATES = 2000  # beyond, the peak is multiplied by a power of their number
+_MAX_FULL_LR_UPDATES = 2000  # beyond, the peak lr is scaled by a power of updates
 _LENGTH_EXPONENT = {"adam": 0.0, "muon": -0.25}  # measured for `tiny` alone
-_FEW_READS, _MANY_READS = 10, 60
+_FEW_READS, _MANY_READS = 10, 60  # of a pair; from each on, dropout is higher
 NUM_AVERAGED = 5  # checkpoints
-_AVERAGED_FRACTION = 0.1  # of the training, over which they are saved
-_MIN_SAVE_EVERY = 10  # updates, of which there are many more if the speed was underestimated
+_AVERAGED_FRACTION = 0.1  # of the training, at whose end the averaged ones are saved
+_MIN_SAVE_EVERY = 10  # updates; a limit in case the measured speed was too low
 _MAX_LOG_EVERY = 50
 _MAX_VALIDATIONS = 10
 _VALIDATED_FRACTION = 0.1  # of the time of a training
@@ -107,9 +107,10 @@ class Overhead(NamedTuple):
 
     @property
     def fixed_s(self) -> float:
-        """All but updates and validations before the last: `train` and `eval` are two processes.
+        """All but updates and the validations between them.
 
-        The last weights and the average are validated.
+        `train` and `eval` are two processes. The last weights and the average are validated at the
+        end.
         """
         processes_s = 2 * self.startup_s + self.tokenizing_s
         return processes_s + 2 * self.validation_s + self.tests_s

@@ -49,7 +49,7 @@ class CorpusOverview(NamedTuple):
     is_fit: Flags  # whether a pair can be held out
     is_blank: Flags  # whether a side is
     is_given: Flags  # whether a given validation or test set has the exact pair
-    shares_given: Flags  # whether one has a sentence of the pair
+    shares_given: Flags  # whether a given set has a sentence of the pair
 
     @property
     def num_pairs(self) -> int:
@@ -88,7 +88,7 @@ def read_set(corpus: Corpus, name: str) -> tuple[Leaks, int]:
 def read_overview(
     corpus: TrainText, given: Sequence[Leaks], seed: int, advance: Advance
 ) -> CorpusOverview:
-    """Read a corpus once.
+    """Read a corpus once, and return its sizes, a sample and which pairs can be held out.
 
     Args:
         corpus: the training text.
@@ -129,7 +129,7 @@ def read_overview(
 
 
 def _codes(first: Ints, second: Ints) -> Ints:
-    """Return one number for each pair of numbers."""
+    """Return one number for each pair of numbers, different for different pairs."""
     codes: Ints = first * (int(second.max(initial=0)) + 1) + second
     return codes
 
@@ -205,7 +205,7 @@ def draw(overview: CorpusOverview, num_sets: int, max_pairs: int, seed: int) -> 
 
 
 def collect(corpus: TrainText, rows: Ints) -> Iterator[Pair]:
-    """Yield the pairs of at least one row; rows ascend."""
+    """Yield the pairs with the numbers `rows`, which ascend and are not empty."""
     is_collected = np.zeros(int(rows[-1]) + 1, bool)
     is_collected[rows] = True
     return compress(read_pairs(corpus), is_collected)

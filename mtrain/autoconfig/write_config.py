@@ -136,8 +136,8 @@ def parse_request(
     data = config_file.from_tree({"run_dir": run_dir, "data": tree}, "--set", overrides).data
     sets = {"valid": data.valid, "test": data.tests.get("test")}
     held_out = {key: corpus for key, corpus in held_out.items() if sets[key] == corpus}
-    new = chain.from_iterable(corpus.src + corpus.tgt for corpus in held_out.values())
-    for path in [str(config_path), *new]:
+    new_paths = chain.from_iterable(corpus.src + corpus.tgt for corpus in held_out.values())
+    for path in [str(config_path), *new_paths]:
         if Path(path).exists():
             raise ConfigError(f"{path}: already exists; choose another with -o, or delete it.")
     if RunDir(Path(run_dir)).config_path.exists():
@@ -216,7 +216,7 @@ def init(
     num_tokens = round(num_train * sample.tgt_tokens_per_pair)
     tokens = f"{sample.tgt_tokens_per_pair:.1f} target tokens a pair"
     console.say(f"subwords  {len(tokenizer.tgt):,} shared; {tokens}")
-    tokenizing_s = time.monotonic() - started  # which tokenizing takes again
+    tokenizing_s = time.monotonic() - started  # `mtrain train` will need about as long to tokenize
     measured = _measure(request, num_distinct, sample, console, set_status)
     if load > _USUAL_LOAD or measured.spread > benchmark.USUAL_SPREAD:
         console.say(
@@ -260,10 +260,10 @@ def _with_headers(data: DataConfig, console: Console) -> DataConfig:
         has_header = all(headers.values())
         for path, cells in headers.items():
             if cells:
-                what = "left out by `header: true`"
+                note = "left out by `header: true`"
                 if not has_header:
-                    what = "a pair, as other files of the corpus have no header"
-                console.say(f"header    {path}: {' TAB '.join(cells)}: {what}")
+                    note = "a pair, as other files of the corpus have no header"
+                console.say(f"header    {path}: {' TAB '.join(cells)}: {note}")
         return corpus.model_copy(update={"header": True}) if has_header else corpus
 
     languages = data.src_lang, data.tgt_lang
@@ -278,7 +278,7 @@ def _with_headers(data: DataConfig, console: Console) -> DataConfig:
 
 
 def _kept(overview: CorpusOverview, held_out: HeldOut, console: Console) -> Flags:
-    """Return which pairs training keeps, before their tokens are counted; say how many."""
+    """Return which pairs training keeps before `data.max_tokens` applies; print how many."""
     reasons = {
         "blank": overview.is_blank,
         "in the given sets": overview.shares_given if held_out.sets else overview.is_given,
@@ -307,7 +307,7 @@ def _kept(overview: CorpusOverview, held_out: HeldOut, console: Console) -> Flag
 
 
 def _unit(lines: Sequence[str]) -> str:
-    """Return what the words of an overview are in a text: letters in scripts without spaces."""
+    """Return the unit that an overview counts as words: letters in scripts without spaces."""
     text = "".join(lines[:_UNIT_LINES])
     codes = np.frombuffer(text.encode("utf-32-le", "replace"), np.uint32)
     return "letters" if 2 * IS_UNSPACED[kinds(codes)].sum() > len(codes) else "words"
@@ -440,7 +440,7 @@ def _config_lines(request: InitRequest, choice: _Choice) -> list[str]:
 
 
 def _text(value: object) -> str:
-    """Return a value as YAML reads it back."""
+    """Format a value as YAML."""
     return json.dumps(value, ensure_ascii=False)
 
 

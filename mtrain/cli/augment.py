@@ -41,8 +41,8 @@ def augment(
 
     Example: mtrain augment en-de.yaml --back news.de --using runs/de-en -o bt
     """
-    drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    options.require("--sample", {} if sample else drawing)
+    sampling_options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    options.require("--sample", {} if sample else sampling_options)
     from mtrain.augmentation import new_config
     from mtrain.augmentation.options import AugmentOptions
     from mtrain.decode.options import Sampling
@@ -51,7 +51,7 @@ def augment(
         beam,
         length_alpha,
         n_best,
-        Sampling(**options.given(drawing)) if sample else None,
+        Sampling(**options.given(sampling_options)) if sample else None,
         seed,
         batch_tokens,
         score,

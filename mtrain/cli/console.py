@@ -45,9 +45,9 @@ class _StderrHandler(logging.Handler):
 
 @contextmanager
 def log_on_stderr() -> Iterator[None]:
-    """Print what is logged under the name `mtrain`, and hand it to no other handler."""
+    """Print what the logger `mtrain` receives, and propagate it to no other handler."""
     logger, handler = logging.getLogger("mtrain"), _StderrHandler()
-    before = logger.level, logger.propagate
+    previous = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
@@ -55,28 +55,28 @@ def log_on_stderr() -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
-        logger.level, logger.propagate = before
+        logger.level, logger.propagate = previous
 
 
 def check_outputs(
     output: Path | None, alignments: Path | None = None, read: Iterable[Path] = ()
 ) -> None:
     """Refuse outputs that cannot be written, are the same file, or would replace an input."""
-    given = {"--output": output, "--alignments": alignments}
+    outputs = {"--output": output, "--alignments": alignments}
     replaced = {
         name: os.path.realpath(path)
-        for name, path in given.items()
+        for name, path in outputs.items()
         if path is not None and atomic.is_replaced(path)
     }
     if len({*replaced.values()}) < len(replaced):
         raise ConfigError(
             f"`--alignments` must be another file than `--output`, but is {alignments} too."
         )
-    texts = {os.path.realpath(path): path for path in read}
+    inputs = {os.path.realpath(path): path for path in read}
     for name, path in replaced.items():
-        if path in texts:
+        if path in inputs:
             raise ConfigError(
-                f"`{name}` would overwrite the input {texts[path]}; choose another file."
+                f"`{name}` would overwrite the input {inputs[path]}; choose another file."
             )
 
 
@@ -138,7 +138,7 @@ def with_prompt(lines: Iterable[str], language: str) -> Iterable[str]:
 
 
 def read_typed(language: str) -> Iterator[list[str]]:
-    """Yield each line that is typed, as a block of its own, and an empty one, until Ctrl-D.
+    """Yield each typed line as a block, and an empty block after it, until Ctrl-D.
 
     Where stdout is the terminal too, the arrow keys edit the line and bring back those before it.
     Bytes that are not UTF-8 become U+FFFD.
@@ -151,7 +151,7 @@ def read_typed(language: str) -> Iterator[list[str]]:
     try:
         while True:
             yield [_input(_prompt(language))]
-            yield []  # the answer, before the next prompt
+            yield []  # so that the line is answered before the next prompt
     except EOFError:
         print(file=sys.stderr)
     except KeyboardInterrupt:

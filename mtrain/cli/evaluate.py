@@ -54,15 +54,15 @@ def evaluate(
 
     Example: mtrain eval runs/demo --src news.en --ref news.de --compare runs/wide
     """
-    refs, others = refs or [], compare or []
-    console.check_outputs(output, read=[*others, *refs, *([src] if src else [])])
+    refs, compared_paths = refs or [], compare or []
+    console.check_outputs(output, read=[*compared_paths, *refs, *([src] if src else [])])
     _check_text(src, refs, tests)
-    searching = {"beam": beam, "early_stop": early_stop, "no_repeat_ngram": no_repeat_ngram}
+    search_options = {"beam": beam, "early_stop": early_stop, "no_repeat_ngram": no_repeat_ngram}
     if score:
         unused: dict[str, Any] = {"metrics": metrics, "tokenize": tokenize, "comet": comet}
         unused |= {"resamples": resamples, "compare": compare or None, "details": details or None}
         unused |= {"lowercase": lowercase or None, "json": json or None}
-        _check_score(searching | unused, runs, refs)
+        _check_score(search_options | unused, runs, refs)
     from mtrain.decode import translator as translating
     from mtrain.decode.options import DecodingOptions
     from mtrain.evaluation import evaluation
@@ -71,32 +71,32 @@ def evaluate(
     from mtrain.run.load_model import LoadOptions
     from mtrain.runtime.device import pick_device
 
-    changes: dict[str, Any] = searching | {"length_alpha": length_alpha, "shortlist": shortlist}
-    changes["batch_tokens"] = batch_tokens
+    decoding_options: dict[str, Any] = search_options | {"length_alpha": length_alpha}
+    decoding_options |= {"shortlist": shortlist, "batch_tokens": batch_tokens}
     folders, names = [RunDir(run) for run in runs], _names(tests)
     with joined_process_group("run it again.") as process_group:
         loading = LoadOptions(device, precision, checkpoint, process_group)
 
         def load(run: RunDir) -> Translator:
             decoding = DecodingOptions.from_config(run.config)
-            decoding = replace(decoding, **options.given(changes), with_scores=False)
+            decoding = replace(decoding, **options.given(decoding_options), with_scores=False)
             return translating.load(run, decoding, loading)
 
-        for path in [*runs, *others] if shortlist is not None else []:
-            if path.is_dir():  # before the first one is translated
+        for path in [*runs, *compared_paths] if shortlist is not None else []:
+            if path.is_dir():  # checked before the first run translates
                 options.check_shortlist(shortlist, beam or RunDir(path).config.decoding.beam)
         text = _read_text(src, refs, folders[0], process_group)
         if score:
-            read = text or evaluation.read_tests(folders[0], names)
-            scores = evaluation.reference_scores(load(folders[0]), read)
+            tests_read = text or evaluation.read_tests(folders[0], names)
+            scores = evaluation.reference_scores(load(folders[0]), tests_read)
             console.put(scores, output) if process_group.is_first else list(scores)
         else:
-            how = options.given({"metrics": _names(metrics), "num_resamples": resamples})
+            scoring_args = options.given({"metrics": _names(metrics), "num_resamples": resamples})
             if comet is not None and process_group.is_first:
-                how["comet"] = CometModel(comet, int(pick_device(device).type == "cuda"))
-            scoring = ScoringOptions(tokenize, lowercase, **how)
+                scoring_args["comet"] = CometModel(comet, int(pick_device(device).type == "cuda"))
+            scoring = ScoringOptions(tokenize, lowercase, **scoring_args)
             plan = evaluation.EvaluationPlan(
-                folders, others, names, scoring, details, text, loading.products, shortlist
+                folders, compared_paths, names, scoring, details, text, loading.products, shortlist
             )
             lines = _lines(plan, load, json, process_group)
             console.put(lines, output) if process_group.is_first else list(lines)
@@ -108,28 +108,29 @@ def _lines(
     is_json: bool,
     process_group: ProcessGroup,
 ) -> Iterator[str]:
-    """Yield what the first rank prints; the others translate with it, and yield nothing.
+    """Yield the report on the first rank; the other ranks translate with it, and yield nothing.
 
-    A fine-tuned run that is evaluated whole and alone has its scores before and after too.
+    For a single fine-tuned run, evaluated on all its test sets, scores from before the fine-tuning
+    are added.
     """
     from mtrain.evaluation import evaluation, fine_tuning
     from mtrain.evaluation.report import as_json, as_text
 
     reports: list[TestReport] = []
     compared: list[TestReport] = []
-    known: dict[str, list[str]] = {}
+    hypotheses: dict[str, list[str]] = {}
     if process_group.is_first:
         reports = evaluation.evaluate_systems(plan, load, console.warn)
-        known = {report.results[0].name: report.results[0].hypotheses for report in reports}
+        hypotheses = {report.results[0].name: report.results[0].hypotheses for report in reports}
         yield from [] if is_json else as_text(reports)
     else:
         tests = plan.text or evaluation.read_tests(plan.runs[0], plan.names)
         for run in [*plan.runs, *(RunDir(path) for path in plan.others if path.is_dir())]:
             texts = plan.text or evaluation.read_tests(run, list(tests))
-            known |= evaluation.translate_tests(run, load(run), texts, console.warn)
+            hypotheses |= evaluation.translate_tests(run, load(run), texts, console.warn)
     if len(plan.runs) == 1 and not (plan.others or plan.names or plan.text):
         compared = fine_tuning.before_and_after(
-            plan.runs[0], load, console.warn, plan.options, known, process_group
+            plan.runs[0], load, console.warn, plan.options, hypotheses, process_group
         )
     if process_group.is_first:
         yield from as_json(reports, compared) if is_json else fine_tuning.as_table(compared)
@@ -145,7 +146,7 @@ def _check_text(src: Path | None, refs: list[Path], tests: str | None) -> None:
 def _read_text(
     src: Path | None, refs: list[Path], run: RunDir, process_group: ProcessGroup
 ) -> dict[str, TestSet] | None:
-    """Return the text to score; None if it is the run's own, to which new test sets are added."""
+    """Return the text of --src; without it update the run's test sets, and return None."""
     from mtrain.data import prepare
     from mtrain.evaluation import evaluation
     from mtrain.run.logger import Stderr
@@ -161,9 +162,9 @@ def _read_text(
 def _check_score(unused: dict[str, Any], runs: list[Path], refs: list[Path]) -> None:
     """Refuse what has no effect beside `--score`."""
     options.refuse("--score", unused)
-    for what, given in (("run", runs), ("`--ref`", refs)):
-        if len(given) > 1:
-            raise ConfigError(f"`--score` must have one {what}, but has {len(given)} instead.")
+    for name, values in (("run", runs), ("`--ref`", refs)):
+        if len(values) > 1:
+            raise ConfigError(f"`--score` must have one {name}, but has {len(values)} instead.")
 
 
 def _names(text: str | None) -> list[str] | None:

@@ -29,9 +29,9 @@ def init(
     num_bytes = sum(path.stat().st_size for path in (src, tgt) if path and path.is_file())
     with console.reading(num_bytes or None) as bar:
 
-        def turn_to(what: str) -> None:
+        def show_status(text: str) -> None:
             bar.bar_format = "{desc}"
-            bar.set_description_str(what)
+            bar.set_description_str(text)
 
         report = api.init(
             src_lang,
@@ -46,6 +46,6 @@ def init(
             output=output,
             run_dir=run,
             advance=bar.update,
-            set_status=turn_to,
+            set_status=show_status,
         )
     console.put(report.lines, None)

@@ -43,10 +43,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 _SHARED = {"train", "translate", "eval", "augment"}  # verbs that several processes may share
-_GOING_ON = {"train", "tokenize", "demo", "augment"}  # verbs that the same command goes on from
-_MAX_CONFIG_BYTES = 100_000  # what is larger is text to translate
-_DEFAULT_DIR = "runs"  # below which verbs write without being told
-_UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of all mistakes in options
+_GOING_ON = {"train", "tokenize", "demo", "augment"}  # verbs that resume if run again
+_MAX_CONFIG_BYTES = 100_000  # a larger file is no config, but text to translate
+_DEFAULT_DIR = "runs"  # below which verbs write by default
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # the base of all mistakes in options
 
 
 def main() -> NoReturn:
@@ -73,14 +73,14 @@ def _run() -> NoReturn:
     named: no permission, no such file. Any other OSError is a bug.
     """
     try:
-        # the name whatever started it: completion goes by it
+        # the same name however it is started: shell completion depends on it
         sys.exit(app(prog_name="mtrain", standalone_mode=False))
     except _UsageError as error:
         context = getattr(error, "ctx", None)
         verb = context.command_path if context else "mtrain"
-        what = _what_is_wrong(error)
-        see = " See" if what.endswith("?") else "; see"
-        raise ConfigError(f"{what}{see} `{verb} --help`.") from None
+        message = _what_is_wrong(error)
+        see = " See" if message.endswith("?") else "; see"
+        raise ConfigError(f"{message}{see} `{verb} --help`.") from None
     except OSError as error:
         if not _is_named(error.filename, sys.argv[1:]):
             raise
@@ -91,11 +91,12 @@ def _is_named(path: object, arguments: Iterable[str]) -> bool:
     """Tell whether a path is one that the arguments name, or stands in a folder that they name."""
     if not isinstance(path, str | os.PathLike):
         return False
-    place = Path(os.path.realpath(path))
-    return any(place.is_relative_to(os.path.realpath(name)) for name in _named(arguments))
+    real_path = Path(os.path.realpath(path))
+    return any(real_path.is_relative_to(os.path.realpath(name)) for name in _named(arguments))
 
 
 def _named(arguments: Iterable[str]) -> Iterator[str]:
+    """Yield all paths that the arguments may name, those in the configs that they name too."""
     yield _DEFAULT_DIR
     for text in (argument.rpartition("=")[2] for argument in arguments):
         if text and "\0" not in text:
@@ -107,7 +108,7 @@ def _named(arguments: Iterable[str]) -> Iterator[str]:
 
 
 def _texts(tree: Any) -> Iterator[str]:
-    """Yield all texts in a config; what is no path is the name of no file that is asked for."""
+    """Yield all texts in a config; those that are no paths match no path of an error."""
     if isinstance(tree, str) and tree:
         yield tree
     elif isinstance(tree, dict | list):
@@ -116,26 +117,26 @@ def _texts(tree: Any) -> Iterator[str]:
 
 
 def _what_is_wrong(error: Exception) -> str:
-    """Return typer's message without its end; that of a value in the words of the config's."""
+    """Return typer's message without its full stop; for a wrong value, worded as for the config."""
     param, cause = getattr(error, "param", None), error.__cause__
-    said = str(getattr(error, "message", "")).removesuffix(".")
-    if isinstance(error, typer.BadParameter) and param is not None and said:
+    message = str(getattr(error, "message", "")).removesuffix(".")
+    if isinstance(error, typer.BadParameter) and param is not None and message:
         name = max(param.opts, key=len)
-        if choice := re.search(r"('.*') is not one of (.*)", said):
+        if choice := re.search(r"('.*') is not one of (.*)", message):
             return f"`{name}` must be one of {choice[2]}, but is {choice[1]} instead"
         if isinstance(cause, ValidationError):
             finding = cause.errors()[0]
             expected, value = config_file.requirement(finding), format_value(finding["input"])
             return f"`{name}` must be {expected}, but is {value} instead"
-        return f"`{name}`: {said}"
-    said = str(error.format_message()).strip().removesuffix(".")  # type: ignore[attr-defined]
-    return said[0].lower() + said[1:]
+        return f"`{name}`: {message}"
+    message = str(error.format_message()).strip().removesuffix(".")  # type: ignore[attr-defined]
+    return message[0].lower() + message[1:]
 
 
 def _show_version(is_asked: bool) -> None:
     if not is_asked:
         return
-    print(f"mtrain     {__version__}", flush=True)  # at once: PyTorch takes its time
+    print(f"mtrain     {__version__}", flush=True)  # before the slow import of PyTorch
     try:
         from mtrain.runtime import versions
     except (ImportError, OSError) as error:
@@ -161,7 +162,7 @@ def _options(
         raise typer.Exit(2)
     if launch is not None and verb not in _SHARED:
         refuse_ranks(f"mtrain {verb}")
-    if launch is None and verb not in _GOING_ON:  # ranks may wait where no signal is seen
+    if launch is None and verb not in _GOING_ON:  # a rank may block where no handler runs
         unwind_when_stopped()
 
 

@@ -58,8 +58,8 @@ def refuse_ranks(what: str) -> None:
 def silence_other_ranks() -> Iterator[None]:
     """Silence all ranks but 0 until the process group is joined.
 
-    All have the same command line; rank 0 reports what is wrong with it. The others exit as it
-    does, but later: torchrun ends all ranks when the first has failed.
+    All ranks have the same command line; rank 0 reports what is wrong with it. The others exit with
+    the same code, but later, because torchrun ends all ranks when the first one has failed.
     """
     launch = read_torchrun_env()
     if launch is None or launch.rank == 0:
@@ -83,7 +83,7 @@ def silence_other_ranks() -> Iterator[None]:
 
 
 class _NullStream(io.TextIOWrapper):
-    """Takes text in place of another stream, and shows none of it."""
+    """A stand-in for another stream; it takes text, and shows none of it."""
 
     def __init__(self, instead_of: TextIO) -> None:
         super().__init__(io.BytesIO(), encoding="utf-8", errors="replace")
@@ -101,7 +101,7 @@ def joined_process_group(advice: str) -> Iterator[ProcessGroup]:
     if launch is None:
         yield SINGLE
         return
-    from mtrain.runtime import torch_process_group  # and with it torch
+    from mtrain.runtime import torch_process_group  # imports torch
 
     process_group = torch_process_group.join(launch)
     if isinstance(sys.stderr, _NullStream):
@@ -134,7 +134,7 @@ def _exit_unless_first_to_report(process_group: ProcessGroup) -> None:
 
 @contextmanager
 def exit_when_stopped(run_dir: Path | str, process_group: ProcessGroup = SINGLE) -> Iterator[None]:
-    """Exit with 128 plus the signal's number after a training that it stopped."""
+    """Exit with 128 plus the signal's number if a signal stopped the training."""
     from mtrain.runtime.signals import Stopped
 
     try:
@@ -144,5 +144,5 @@ def exit_when_stopped(run_dir: Path | str, process_group: ProcessGroup = SINGLE)
             console.warn(
                 f"stopped; all is saved in {run_dir}, and the same command goes on from there."
             )
-        process_group.close()  # torchrun ends all when one has ended
+        process_group.close()  # torchrun ends all ranks when one has ended
         sys.exit(128 + stopped.signal_number)

@@ -63,11 +63,11 @@ def translate(
 
     Example: echo "The old farmer is tired." | mtrain translate runs/demo
     """
-    searching: dict[str, Any] = {"beam": beam, "length_alpha": length_alpha}
-    searching |= {"early_stop": early_stop, "shortlist": shortlist}
-    drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    options.refuse("--sample", searching | {"beam": None if mbr else beam} if sample else {})
-    options.require("--sample", {} if sample else drawing | {"seed": seed})
+    search_options: dict[str, Any] = {"beam": beam, "length_alpha": length_alpha}
+    search_options |= {"early_stop": early_stop, "shortlist": shortlist}
+    sampling_options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    options.refuse("--sample", search_options | {"beam": None if mbr else beam} if sample else {})
+    options.require("--sample", {} if sample else sampling_options | {"seed": seed})
     console.check_outputs(output, alignments, read=[*paths, *([prefix] if prefix else [])])
     has_file = len(paths) > 1 and not paths[-1].is_dir()
     runs = [RunDir(path) for path in (paths[:-1] if has_file else paths)]
@@ -76,17 +76,17 @@ def translate(
     from mtrain.decode.pipeline import BLOCK_LINES
     from mtrain.run.load_model import LoadOptions
 
-    others = {"no_repeat_ngram": no_repeat_ngram, "batch_tokens": batch_tokens, "seed": seed}
-    others["max_input_tokens"], width = max_input_tokens, beam or config.decoding.beam
+    other_options = {"no_repeat_ngram": no_repeat_ngram, "batch_tokens": batch_tokens, "seed": seed}
+    other_options["max_input_tokens"], width = max_input_tokens, beam or config.decoding.beam
     if n_best > width and not sample:
         raise ConfigError(
             f"`--n-best` must be at most the beam ({width}), but is {n_best} instead."
         )
     decoding = replace(
         DecodingOptions.from_config(config),
-        **options.given(searching | others | {"mbr": mbr}),
+        **options.given(search_options | other_options | {"mbr": mbr}),
         num_best=n_best,
-        sampling=Sampling(**options.given(drawing)) if sample else None,
+        sampling=Sampling(**options.given(sampling_options)) if sample else None,
         on_long=on_long,
         with_alignment=alignments is not None or format_ == "jsonl",
         with_scores=not is_text,
@@ -98,7 +98,7 @@ def translate(
         loading = LoadOptions(device, precision, checkpoint, process_group)
         line_translator = _load(engine, runs, decoding, loading)
         if not process_group.is_first:
-            list(line_translator.translate([]))  # the first rank's lines, which it writes
+            list(line_translator.translate([]))  # a share of the lines that rank 0 reads and writes
             return
         prefixes = read_lines(prefix) if prefix is not None else None
         if is_typed := not has_file and is_at_terminal():
@@ -118,16 +118,16 @@ def _load(
     from mtrain.corpus import length_stats
     from mtrain.decode import pipeline
 
-    searching: SearchEngine
+    search_engine: SearchEngine
     if engine == "ctranslate2":
         from mtrain.exporters.export import load_ctranslate2
 
-        searching = load_ctranslate2(runs[0], decoding, console.warn)
+        search_engine = load_ctranslate2(runs[0], decoding, console.warn)
     else:
         from mtrain.decode import translator
 
-        searching = translator.load(runs, decoding, loading)
-    return pipeline.LineTranslator(searching, length_stats.load(runs[0].data_dir), console.warn)
+        search_engine = translator.load(runs, decoding, loading)
+    return pipeline.LineTranslator(search_engine, length_stats.load(runs[0].data_dir), console.warn)
 
 
 def _check_ctranslate2(context: typer.Context, runs: list[RunDir]) -> None:
@@ -150,8 +150,8 @@ def _formatted(
     with ExitStack() as stack:
         alignment_file = None
         if alignments is not None:
-            beside = stack.enter_context(whole_file(resolve_links(alignments)))
-            alignment_file = stack.enter_context(beside.open("w", encoding="utf-8", newline="\n"))
+            path = stack.enter_context(whole_file(resolve_links(alignments)))
+            alignment_file = stack.enter_context(path.open("w", encoding="utf-8", newline="\n"))
         for line in lines:
             if alignment_file is not None:
                 alignment_file.write(as_pharaoh(line.best[0].alignment) + "\n")

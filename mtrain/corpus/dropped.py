@@ -54,10 +54,10 @@ def open_writer(path: Path) -> Iterator[DroppedWriter]:
 
 def join(parts: Iterable[Path], counts: Mapping[str, int], directory: Path) -> None:
     """Concatenate the parts of a list into a folder, and write the counts."""
-    with (directory / DROPPED_FILE).open("wb") as whole:
+    with (directory / DROPPED_FILE).open("wb") as output:
         for part in parts:
             with part.open("rb") as stream:
-                shutil.copyfileobj(stream, whole)
+                shutil.copyfileobj(stream, output)
     (directory / _COUNTS_FILE).write_text(json.dumps(counts), encoding="utf-8")
 
 

@@ -89,7 +89,7 @@ def table_readers(corpus: TableCorpus) -> list[TableReader]:
             for path in corpus.tsv
         ]
     if isinstance(corpus, SyntheticCorpus):
-        synthetic.read_record(Path(corpus.synthetic))  # is it a whole one?
+        synthetic.read_record(Path(corpus.synthetic))  # raises if it is incomplete
         fields = _Fields("src", "tgt")
     else:
         fields = _Fields(corpus.src, corpus.tgt)
@@ -286,7 +286,7 @@ def _read_hub(corpus: HubCorpus, advance: Advance, digest: Digest | None) -> Ite
             corpus.config,
             split=corpus.split,
             revision=None if is_local else _resolve(corpus.hub, corpus.revision),
-            streaming=corpus.streaming or is_local,  # else from a cache, though a file has changed
+            streaming=corpus.streaming or is_local,  # else from a stale cache
         )
         if table.column_names is not None:
             fields.check_columns(name, table.column_names)

@@ -91,7 +91,7 @@ class TextBlock:
     """Consecutive pairs of one `FilePair`."""
 
     first: int  # the number of the first pair, from 0, in the whole text
-    src: list[str] = field(default_factory=list)  # what is not UTF-8 is replaced by U+FFFD
+    src: list[str] = field(default_factory=list)  # bytes that are not UTF-8 are replaced by U+FFFD
     tgt: list[str] = field(default_factory=list)
     src_bad: list[int] = field(default_factory=list)  # indices of lines that are not UTF-8
     tgt_bad: list[int] = field(default_factory=list)
@@ -265,7 +265,7 @@ def read_pairs(text: TrainText) -> Iterator[Pair]:
 
 
 def possible_header(notes: FileNotes, data: DataConfig) -> tuple[str, str] | None:
-    """Return the first pair of a file if it looks like a header and the config does not say."""
+    """Return the first pair of a file if it looks like a header and `header` is not set."""
     row = notes.first_row
     return row if row and is_header(row, (data.src_lang, data.tgt_lang)) else None
 

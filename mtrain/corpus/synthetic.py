@@ -33,7 +33,7 @@ def read_record(directory: Path) -> dict[str, Any]:
 
 
 def paths(directory: Path) -> list[str]:
-    """Return the files of a corpus folder that hold its pairs, in order; without a record, none."""
+    """Return the shards of a corpus folder, in order; an empty list if it has no valid record."""
     try:
         return [str(directory / name) for name in sorted(read_record(directory)["shards"])]
     except DataError:

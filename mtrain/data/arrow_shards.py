@@ -151,13 +151,13 @@ def _read(path: Path, num_tokens: tuple[int, int], with_text: bool) -> Any:
 
 
 def _fits(table: Any, side: str, num_tokens: int, num_added: int) -> bool:
-    """Return whether all ids are in the vocabulary, and each length is `num_added` + its ids."""
+    """Return whether ids are in the vocabulary, and lengths are their counts + `num_added`."""
     lists, lengths = table.column(side), table.column(f"{side}_length")
     ids, counts = pc.list_flatten(lists), pc.list_value_length(lists)
     if ids.null_count or not pc.all(pc.equal(pc.add(counts, num_added), lengths)).as_py():
         return False
-    ends = pc.min_max(ids).as_py()
-    return (ends["min"] or 0) >= 0 and (ends["max"] or 0) < num_tokens
+    bounds = pc.min_max(ids).as_py()
+    return (bounds["min"] or 0) >= 0 and (bounds["max"] or 0) < num_tokens
 
 
 class Shard(NamedTuple):

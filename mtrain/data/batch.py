@@ -23,7 +23,10 @@ Ids = Sequence[int] | npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded ids of B pairs. `tgt_in` begins with bos, `tgt_out` ends with eos."""
+    """Padded int64 ids of B pairs, and bool masks that are True at tokens, False at padding.
+
+    `tgt_in` begins with bos, `tgt_out` ends with eos.
+    """
 
     src_BS: Tensor
     src_keep_BS: Tensor
@@ -107,7 +110,7 @@ def keep_first(lengths: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class Position:
-    """The next micro-batch to read: batch `batch` of epoch `epoch`, both from 0.
+    """The next batch to read: batch `batch` of epoch `epoch`, both from 0.
 
     A window's batches are numbered from the number of pairs in the windows before it, so that the
     number alone identifies the window.

@@ -134,7 +134,7 @@ def encode(job: EncodeJob, part_pairs: int) -> list[PartStats]:
 def _encode_part(
     text: Iterator[Pair], first: int, number: int, corpus: int, job: EncodeJob
 ) -> PartStats:
-    """Encode part `number`, whose text is pairs `first` and following of all corpora."""
+    """Encode part `number`; its pairs are numbered from `first` on, over all corpora."""
     name = job.corpora[corpus].name if job.is_mixture else None
     stats, lengths = PartStats(corpus), Counter[tuple[int, int]]()
     tag = job.corpora[corpus].corpus.tag
@@ -220,8 +220,8 @@ def collect(
         DataError: if all pairs of a corpus are dropped.
         ConfigError: if a weight is so small that an epoch has no pair of the corpus.
     """
-    lists = [_part_path(job.directory, number, _DROPPED) for number in range(len(parts))]
-    dropped.join(lists, _num_dropped(parts), directory)
+    dropped_paths = [_part_path(job.directory, number, _DROPPED) for number in range(len(parts))]
+    dropped.join(dropped_paths, _num_dropped(parts), directory)
     entries = []
     for number, named in enumerate(job.corpora):
         of_corpus = [stats for stats in parts if stats.corpus == number]
@@ -261,8 +261,8 @@ def _num_dropped(parts: Sequence[PartStats]) -> Counter[str]:
 def corpus_stats(parts: Sequence[PartStats], corpora: Sequence[NamedCorpus]) -> CorpusStats:
     """Return the length and copy statistics of the kept pairs.
 
-    What a model has written does not count for the usual ratios and copies, unless there is nothing
-    else; the longest source is that of all pairs.
+    Ratios and copies are those of the real corpora, unless all corpora are synthetic; the longest
+    source is that of all pairs.
     """
     longest_src = max(src for stats in parts for src, _, _ in stats.lengths)
     is_synthetic = [isinstance(named.corpus, SyntheticCorpus) for named in corpora]

@@ -79,7 +79,7 @@ class TrainingData:
         self.enter(0)
 
     def enter(self, phase: int) -> None:
-        """Use the corpora of a phase of the training: those that do not end with an earlier one.
+        """Use the corpora of a phase of the training: those that no earlier phase has ended.
 
         Phase n ends when the share `ends[n]` of the budget is spent; the last one has no end.
         """
@@ -205,9 +205,9 @@ class TrainingData:
     def largest(self, batch_tokens: int) -> list[Batch]:
         """Return the two batches that need the most memory.
 
-        The first has the most positions, the second the most attention scores. Of several windows
-        only the first is read: then they are of its pairs, repeated to as many and as long ones as
-        a batch of any window can have.
+        The first has the most positions, the second the most attention scores. If an epoch has
+        several windows, only the first is read: the batches are then made of its pairs, repeated to
+        the largest number of rows and the greatest length that any window can have.
         """
         window = self._open(0, 0)
         largest = [int(sizes.argmax()) for sizes in window.batch_sizes(batch_tokens)]
@@ -217,13 +217,13 @@ class TrainingData:
         used = [np.flatnonzero(self._manifest.corpora[corpus].lengths) for corpus in self._used]
         lengths = np.unique(np.concatenate([*used, np.maximum(*window.lengths)]))
         num_rows, tgt = np.maximum(batch_tokens // lengths, 1), self._tokenizer.tgt
-        found = []
+        results = []
         for rows, sizes in zip(batches, (num_rows * lengths, num_rows * lengths**2), strict=True):
             ids, count = window.take(rows[:1]), int(num_rows[sizes.argmax()])
             width = int(lengths[sizes.argmax()])  # eos included
             src, out = (np.resize(side[0], width) for side in ids)
-            found.append(collate([src] * count, [out[1:]] * count, tgt.pad, tgt.bos, tgt.eos))
-        return found
+            results.append(collate([src] * count, [out[1:]] * count, tgt.pad, tgt.bos, tgt.eos))
+        return results
 
     def lengths(self) -> tuple[Lengths, Lengths]:
         """Return the source and target lengths of the first window's pairs, eos included."""

@@ -47,6 +47,7 @@ class Mixture:
         num_pairs: per epoch.
         counts: pairs per epoch of each corpus.
         num_windows: per epoch.
+        firsts: number in the epoch of the first pair of each window; last, the number of pairs.
     """
 
     def __init__(self, corpora: Sequence[MixtureCorpus], seed: int, window_pairs: int) -> None:
@@ -62,6 +63,7 @@ class Mixture:
         )
 
     def _until(self, count: int, window: int) -> int:
+        """Return how many of a corpus's `count` pairs per epoch are in windows before `window`."""
         return count * window // self.num_windows
 
     def window_at(self, pair: int) -> int:
@@ -78,7 +80,7 @@ class Mixture:
         return sorted(selections, key=lambda selection: selection.shard)
 
     def _range(self, corpus: MixtureCorpus, first: int, last: int) -> Iterator[RowSelection]:
-        """Yield pairs `first` to `last` - 1 of the endless sequence of a corpus."""
+        """Yield pairs `first` to `last` - 1 of the endless sequence of passes over a corpus."""
         while first < last:
             turn, begin = divmod(first, corpus.num_pairs)
             num_turns = (last - first) // corpus.num_pairs if begin == 0 else 0
@@ -106,16 +108,16 @@ class Mixture:
                     rows = self._random(turn, _ROWS, shard).permutation(size)
                 yield RowSelection(shard, rows[low - first : high - first])
 
-    def _random(self, turn: int, what: int, shard: int) -> np.random.Generator:
-        return np.random.default_rng([self._seed, turn, what, shard])
+    def _random(self, turn: int, stream: int, shard: int) -> np.random.Generator:
+        return np.random.default_rng([self._seed, turn, stream, shard])
 
 
 def apportion(total: int, weights: Sequence[float]) -> list[int]:
     """Split `total` into integers in proportion to the weights (largest-remainder method)."""
-    whole = sum(map(Fraction, weights))
-    exact = [total * Fraction(weight) / whole for weight in weights]
-    parts = [int(share) for share in exact]
-    by_remainder = sorted(range(len(parts)), key=lambda index: parts[index] - exact[index])
-    for index in by_remainder[: total - sum(parts)]:
-        parts[index] += 1
-    return parts
+    total_weight = sum(map(Fraction, weights))
+    exact = [total * Fraction(weight) / total_weight for weight in weights]
+    counts = [int(share) for share in exact]
+    by_remainder = sorted(range(len(counts)), key=lambda index: counts[index] - exact[index])
+    for index in by_remainder[: total - sum(counts)]:
+        counts[index] += 1
+    return counts

@@ -81,7 +81,7 @@ def prepare(config: Config, run: RunDir, console: Console) -> None:
         raise RunError(
             f"{run.data_dir}: exists, but mtrain did not write it; choose another --run."
         )
-    tokenizer = None  # one that is in the folder stays, because checkpoints may depend on it
+    tokenizer = None  # an existing one is kept: checkpoints may depend on it
     if run.tokenizer_dir.is_dir():
         tokenizer = sentencepiece.load(run.tokenizer_dir)
         is_shared = tokenizer.src is tokenizer.tgt
@@ -171,11 +171,11 @@ def _tokenize(
 def _scan(
     config: Config, fingerprint: str | None, run: RunDir, work_dir: Path, console: Console
 ) -> tuple[Tree, dict[str, int]]:
-    """Return the file marks and revisions of all corpora, and the pairs of each training corpus.
+    """Return the file marks and revisions of all corpora, and each training corpus's size in pairs.
 
     Reads all corpora once and writes their records to the working folder. Records of an earlier
-    process are reused if text, settings and the fingerprint of the run's tokenizer, if it has one,
-    are the same; if not, its files are deleted.
+    process are reused if text, settings and the fingerprint of the run's existing tokenizer are the
+    same; if not, the working folder is emptied.
     """
     data, path = config.data, work_dir / _SCAN_FILE
     settings = {
@@ -283,8 +283,8 @@ def _train_tokenizer(
     is_kept &= is_real
     if not is_kept.any():
         raise dropped.none_left("data.train", counts)
-    kept = compress(read_pairs(config.data.train), is_kept)
-    lines = ((pair.src, pair.tgt) for pair in kept)
+    kept_pairs = compress(read_pairs(config.data.train), is_kept)
+    lines = ((pair.src, pair.tgt) for pair in kept_pairs)
     return sentencepiece.train_on_pairs(
         config.tokenizer, lines, int(is_kept.sum()), config.seed, _tags(config.data)
     )
@@ -292,8 +292,8 @@ def _train_tokenizer(
 
 def _tags(data: DataConfig) -> list[str]:
     """Return the names of the tags of all training corpora."""
-    named = corpora_of(data.train, "data.train")
-    return sorted({each.corpus.tag for each in named if each.corpus.tag is not None})
+    corpora = corpora_of(data.train, "data.train")
+    return sorted({named.corpus.tag for named in corpora if named.corpus.tag is not None})
 
 
 def check_tags(data: DataConfig, tokenizer: Tokenizer, path: Path) -> None:
@@ -361,8 +361,8 @@ def damaged_files(run: RunDir) -> list[Path]:
 def update_tests(config: Config, run: RunDir, console: Console) -> None:
     """Add, replace and remove test sets as a config says; the training pairs stay as they are.
 
-    A test set is new if the config of the run does not name it so, or if its text is missing and
-    its files are not. Says which pairs of it were trained on.
+    A test set is written if the run's saved config does not have the same one, or if its text is
+    missing while its files exist. Reports how many pairs of it were trained on.
 
     Raises:
         DataError: if a test set cannot be read, or is empty; nothing is written.
@@ -397,8 +397,8 @@ def update_tests(config: Config, run: RunDir, console: Console) -> None:
         if checksums := _read_tree(run.data_dir / _CHECKSUMS_FILE):
             for path in written:
                 checksums[path.relative_to(run.data_dir).as_posix()] = sha256_if_readable(path)
-            there = {name: checksum for name, checksum in checksums.items() if checksum}
-            write_lines(run.data_dir / _CHECKSUMS_FILE, [json.dumps(there, indent=2)])
+            existing = {name: checksum for name, checksum in checksums.items() if checksum}
+            write_lines(run.data_dir / _CHECKSUMS_FILE, [json.dumps(existing, indent=2)])
         run.save_config(run.config.model_copy(update={"data": data}))
     for name in gone.keys() - new.keys():
         console.say(f"{run.path}: test set {name} removed")
@@ -410,7 +410,7 @@ def update_tests(config: Config, run: RunDir, console: Console) -> None:
 def _mark_tests(
     data: DataConfig, gone: Iterable[Corpus], new: Iterable[Corpus], marks: Tree
 ) -> Tree:
-    """Return marks without files that no corpus names any more, and with those of new test sets."""
+    """Drop the marks of files that no corpus names any more, and add those of new test sets."""
     train = (named.corpus for named in corpora_of(data.train, "data.train"))
     needed = {
         path for text in (data.valid, *train, *data.tests.values()) for path in paths_of(text)
@@ -427,7 +427,7 @@ def _mark_tests(
 
 
 def _is_to_come(run: RunDir, name: str, corpus: Corpus) -> bool:
-    """Tell whether a run folder lacks a test set that its corpus's files can give."""
+    """Return whether a run folder lacks the text of a test set whose files exist."""
     stem = run.data_dir / "tests" / name
     has_text = any(stem.with_name(name + end).is_file() for end in (".src", ".tgt"))
     return is_prepared(run) and not has_text and all(map(os.path.isfile, paths_of(corpus)))
@@ -495,7 +495,7 @@ def _check_same_data(config: Config, run: RunDir) -> None:
                 "now; choose another --run, or delete this run folder."
             )
     tokenizer = config.tokenizer
-    if tokenizer.vocab_size is None:  # left open
+    if tokenizer.vocab_size is None:  # chosen by the program
         tokenizer = tokenizer.model_copy(update={"vocab_size": old.tokenizer.vocab_size})
     tests = {"tests": old.data.tests}  # which may change
     for key, new_value, old_value in (

@@ -64,7 +64,7 @@ def add(config: Config, tokenizer: Tokenizer, directory: Path) -> int:
     theirs = ShardSet(other.data_dir, tokenizer, with_text)
     share, first = config.training.replay, len(ours.shards)
     for number in range(len(theirs.manifest.shards)):
-        theirs.open(number)  # is it whole?
+        theirs.open(number)  # raises if it is damaged
         shard = arrow_shards.shard_path(other.data_dir, number)
         arrow_shards.link(shard, directory, first + number)
     moved = [

@@ -16,10 +16,11 @@ row. With B = 3 and W = 2, when one hypothesis of sentence 1 has finished:
 
 At each step the candidates of all rows are scattered into a table of B * W cells, the best W of
 each sentence are kept, and the unfinished ones become the new rows: row n continues the old row
-rows_N[n]. When sentences end, others are admitted; rows are right-aligned, padded with -1.
+rows_N[n]. When sentences end, others are admitted. The tokens of a row are right-aligned and padded
+with -1.
 
-The logits are on the model's device. What the search keeps is in NumPy arrays, whose operations on
-a few numbers take a fraction of the time of PyTorch's.
+The logits are on the model's device. The state of the search is in NumPy arrays: operations on a
+few numbers take a fraction of the time that they take in PyTorch.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class State(Protocol):
 
 S = TypeVar("S", bound=State)
 Bools = NDArray[np.bool_]
-Step = Callable[[Tensor, S], Logits]  # of ids on the CPU
+Step = Callable[[Tensor, S], Logits]  # (ids [N] on the CPU, state) to logits [N, V]
 # several positions in one call, as `ops.beam_search.search_steps`
 Steps = Callable[[S, Hypotheses, Ints, Floats, SearchRules], SearchSteps | None]
 NUM_GROUPS = 4  # request groups that are decoded together
@@ -184,8 +185,8 @@ class OpenRows(Hypotheses):
             written_NT=self.written_NT[:, first:], log_probs_NT=self.log_probs_NT[:, first:]
         )
         shape = (len(others.ids_N), width)
-        padded = others._replace(written_NT=np.full(shape, -1), log_probs_NT=np.zeros(shape))
-        return OpenRows._make(np.concatenate(pair) for pair in zip(trimmed, padded, strict=True))
+        empty = others._replace(written_NT=np.full(shape, -1), log_probs_NT=np.zeros(shape))
+        return OpenRows._make(np.concatenate(pair) for pair in zip(trimmed, empty, strict=True))
 
     def forced_token(self, constraints: Constraints) -> Ints:
         """Return the forced next token of each row (prefix, or eos at the limit), or -1."""
@@ -208,7 +209,7 @@ class FinishedHypotheses:
 
     def __init__(self, has_scores: bool = True) -> None:
         self._has_scores = has_scores
-        # (score, length, ids, log-probabilities, their sum) of each, in the order of their ends
+        # (score, length, ids, log-probabilities, their sum) of each, the first to end first
         self._of_sentence: dict[int, list[tuple[float, int, list[int], list[float], float]]] = {}
 
     def add(self, rows: OpenRows, number_N: Ints, score_N: Floats) -> None:
@@ -221,8 +222,8 @@ class FinishedHypotheses:
             scores, log_probs = score_N.tolist(), rows.log_probs_NT.tolist()
             sums = rows.log_prob_N.tolist()
         finished = zip(scores, lengths, ids, log_probs, sums, strict=False)
-        for number, one in zip(numbers, finished, strict=True):
-            self._of_sentence.setdefault(number, []).append(one)
+        for number, entry in zip(numbers, finished, strict=True):
+            self._of_sentence.setdefault(number, []).append(entry)
 
     def take(self, number: int, count: int = 1) -> list[Hypothesis]:
         """Remove a sentence, and return its `count` best hypotheses, best first.
@@ -234,7 +235,7 @@ class FinishedHypotheses:
         """
         if number not in self._of_sentence:
             raise NotFiniteError
-        best = sorted(self._of_sentence.pop(number), key=lambda one: -one[0])[:count]
+        best = sorted(self._of_sentence.pop(number), key=lambda entry: -entry[0])[:count]
         return [
             Hypothesis(ids[-length:-1], log_probs[-length:], log_prob, score)
             for score, length, ids, log_probs, log_prob in best
@@ -254,7 +255,7 @@ class _Sentences(NamedTuple):
         num_places_B: slots without a finished hypothesis.
         best_BM: the M best finished scores, -inf where there are fewer.
         max_lengths_B, prefix_BP: as in `Constraints`.
-        shortlist_B: objects, None without shortlists.
+        shortlist_B: the `PackedRows` of each; None without shortlists.
     """
 
     number_B: Ints
@@ -269,8 +270,8 @@ class _Sentences(NamedTuple):
         """Return the sentences of a group, numbered from `first`."""
         lengths_B, prefix_BP = constraints.max_lengths_B, constraints.prefix_BP
         shortlist_B = np.full(len(lengths_B), None)
-        for sentence, ranked in enumerate(constraints.shortlists):
-            shortlist_B[sentence] = ranked
+        for sentence, shortlist in enumerate(constraints.shortlists):
+            shortlist_B[sentence] = shortlist
         return _Sentences(
             np.arange(first, first + len(lengths_B)),
             np.full_like(lengths_B, options.beam),
@@ -288,8 +289,8 @@ class _Sentences(NamedTuple):
         """Append other sentences."""
         width = max(self.prefix_BP.shape[1], others.prefix_BP.shape[1])
         both = [
-            part._replace(prefix_BP=padded(part.prefix_BP, len(part.prefix_BP), width))
-            for part in (self, others)
+            group._replace(prefix_BP=padded(group.prefix_BP, len(group.prefix_BP), width))
+            for group in (self, others)
         ]
         return _Sentences._make(np.concatenate(pair) for pair in zip(*both, strict=True))
 
@@ -304,7 +305,7 @@ class BeamSearch(Generic[S]):
     Args:
         step: decodes one position.
         options: of the search.
-        steps: decodes several positions, where it can.
+        steps: decodes several positions in one call, where it can.
 
     Attributes:
         num_sentences: how many were admitted.
@@ -350,7 +351,7 @@ class BeamSearch(Generic[S]):
             )
             self.sentences = self.sentences.take(open_B).join(new)
             self.state.admit(group.state)
-        else:  # nothing of an earlier state is needed any more
+        else:  # no hypothesis is open: replace the state
             self.state, self.sentences, self.cell_N = group.state, new, new_B * width
             self.rows = OpenRows.start(new_B, constraints)
         self.constraints = replace(
@@ -399,7 +400,7 @@ class BeamSearch(Generic[S]):
         return self.finished.take(number, self.options.num_best)
 
     def _advance_compiled(self) -> bool:
-        """Decode several positions in one call; return False if there is none for the next one."""
+        """Decode several positions in one call; return False if `step` must decode the next one."""
         constraints, options, sentences = self.constraints, self.options, self.sentences
         has_prefix = constraints.prefix_BP is not None
         if self.steps is None or has_prefix or constraints.no_repeat_ngram:
@@ -514,7 +515,7 @@ class Candidates(NamedTuple):
 def _best_tokens(
     logits_NV: Logits, rows: OpenRows, constraints: Constraints, options: DecodingOptions
 ) -> Candidates:
-    """Return the W best allowed next tokens of each row, and others with -inf.
+    """Return at least the W best allowed next tokens of each row; disallowed ones have -inf.
 
     With `argmax_only` the log-probability of the best token is 0.
     """
@@ -561,7 +562,7 @@ def allowed_tokens(logits_NV: Tensor, rows: OpenRows, constraints: Constraints) 
 
 
 def repeats(rows: OpenRows, n: int) -> tuple[Ints, Ints]:
-    """Return the rows and the tokens that would end an n-gram of the row a second time."""
+    """Return (rows, tokens), arrays of each next token that would repeat an n-gram of its row."""
     length = rows.written_NT.shape[1]
     if length < n:
         return np.empty(0, np.int64), np.empty(0, np.int64)

@@ -1,4 +1,4 @@
-"""A translated line, what looks wrong about it, and how it is written. Knows no model."""
+"""Translated lines: their flags, word alignments, and output formats. Knows no model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SPACE = "\u2581"  # as SentencePiece writes it
 _CJK_END = re.compile(
     r"[\u2e80-\u9fff\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff][.!?\u2026\"'\u201d\u2019)]*\Z"
 )
-_BYTE = re.compile("<0x[0-9A-F]{2}>")  # likewise
+_BYTE = re.compile("<0x[0-9A-F]{2}>")  # a byte of an unknown character, as SentencePiece writes it
 
 
 class Link(NamedTuple):
@@ -66,19 +66,19 @@ def align_words(weights_TS: Tensor, src_words: Sequence[range], tgt: Sequence[st
 def word_starts(text: str) -> list[bool]:
     """Tell for each character whether it begins a word.
 
-    Words stand between spaces; each letter of a script without spaces is a word, with its marks.
+    Spaces separate words. In a script without spaces each letter, with its marks, is a word.
     """
     codes = np.frombuffer(text.encode("utf-32-le", "replace"), np.uint32)
     is_letter = IS_UNSPACED[kinds(codes)].tolist()
     starts: list[bool] = []
-    before, is_after_letter = " ", False
+    previous, is_after_letter = " ", False
     for character, is_unspaced in zip(text, is_letter, strict=True):
-        if before != " " and unicodedata.category(character)[0] == "M":
+        if previous != " " and unicodedata.category(character)[0] == "M":
             starts.append(False)
             continue
-        is_new = before == " " or is_unspaced or is_after_letter
+        is_new = previous == " " or is_unspaced or is_after_letter
         starts.append(is_new and character != " ")
-        before, is_after_letter = character, is_unspaced
+        previous, is_after_letter = character, is_unspaced
     return starts
 
 
@@ -158,8 +158,8 @@ class TranslatedLine:
 def join(parts: Sequence[Translation]) -> Translation:
     """Join the translations of the parts of a line; their scores are averaged by length.
 
-    Source words are numbered in the line already, target words in each part. A space parts them,
-    but not in Chinese or Japanese.
+    Source words are numbered in the line already, target words in each part. A space separates the
+    parts, but not after Chinese or Japanese text.
     """
     if len(parts) == 1:
         return parts[0]
@@ -170,7 +170,7 @@ def join(parts: Sequence[Translation]) -> Translation:
     for part in parts:
         if text and part.text and not _CJK_END.search(text):
             text += " "
-        first_tgt = sum(word_starts(text + part.text[:1])) - 1  # the part may go on a word
+        first_tgt = sum(word_starts(text + part.text[:1])) - 1  # a part may continue a word
         links += [Link(link.src, first_tgt + link.tgt) for link in part.alignment or ()]
         text += part.text
     return Translation(
@@ -205,15 +205,15 @@ def write(line: TranslatedLine, format: Format, num_best: int) -> Iterator[str]:
 def _as_tree(line: TranslatedLine, num_best: int) -> dict[str, Any]:
     trees = [
         {
-            "translation": each.text,
-            "score": each.score,
-            "log_prob": each.log_prob,
-            "tokens": each.tokens,
-            "token_log_probs": each.token_log_probs,
-            "alignment": each.alignment,
-            "flags": each.flags,
+            "translation": translation.text,
+            "score": translation.score,
+            "log_prob": translation.log_prob,
+            "tokens": translation.tokens,
+            "token_log_probs": translation.token_log_probs,
+            "alignment": translation.alignment,
+            "flags": translation.flags,
         }
-        for each in line.best
+        for translation in line.best
     ]
     tree: dict[str, Any] = {"line": line.number, "source": line.src, **trees[0]}
     return tree if num_best == 1 else tree | {"n_best": trees}
@@ -226,7 +226,7 @@ def as_pharaoh(links: Sequence[Link] | None) -> str:
 
 _MAX_REPEATS = 3  # of a phrase in a row, before it is a loop
 _MAX_PHRASE = 8  # pieces
-_USUAL_SHARE = 0.05  # of the training pairs that are copies, from which on a copy is not flagged
+_USUAL_SHARE = 0.05  # if so many training pairs are copies, a copy is not flagged
 
 
 def find_flags(
@@ -241,7 +241,7 @@ def find_flags(
     Args:
         src, tgt: the text of both sides.
         src_ids, tgt_pieces: the pieces of both sides, without bos and eos.
-        profile: of the training corpus, if it is known.
+        profile: length statistics of the training corpus, if they are known.
     """
     flags = ["loop"] if is_loop(src_ids, tgt_pieces) else []
     if not tgt.strip():
@@ -256,7 +256,7 @@ def find_flags(
 
 def is_loop(src: Sequence[object], tgt: Sequence[object]) -> bool:
     """Return whether a target repeats a phrase many times in a row, and oftener than its source."""
-    # each token of a loop is there oftener than that; most translations end here
+    # a fast test that rules out most: a token of a loop occurs more than `_MAX_REPEATS` times
     if len(tgt) - len(set(tgt)) < _MAX_REPEATS or max(Counter(tgt).values()) <= _MAX_REPEATS:
         return False
     repeats = _count_repeats(tgt)
@@ -264,11 +264,11 @@ def is_loop(src: Sequence[object], tgt: Sequence[object]) -> bool:
 
 
 def _count_repeats(ids: Sequence[object]) -> int:
-    """Count how often a phrase stands in a row, at most."""
+    """Return the most times that any phrase occurs in a row."""
     most = 1 if ids else 0
     for size in range(1, min(_MAX_PHRASE, len(ids) // 2) + 1):
-        same = 0
-        for place in range(size, len(ids)):
-            same = same + 1 if ids[place] == ids[place - size] else 0
-            most = max(most, 1 + same // size)
+        num_equal = 0
+        for position in range(size, len(ids)):
+            num_equal = num_equal + 1 if ids[position] == ids[position - size] else 0
+            most = max(most, 1 + num_equal // size)
     return most

@@ -1,4 +1,4 @@
-"""How lines are translated: one object, made of a config and of what the user asks for."""
+"""The options of decoding: one object, made from a config and the user's choices."""
 
 from __future__ import annotations
 
@@ -134,7 +134,8 @@ def _check_numbers(options: DecodingOptions | Sampling) -> None:
     """Check each number of some options.
 
     Raises:
-        ConfigError: if one is no number, no whole one where it must be, or out of its range.
+        ConfigError: if a value is not a number, not a whole number where it must be, or out of
+            its range.
     """
     for field in fields(options):
         value = getattr(options, field.name)

@@ -42,7 +42,7 @@ from mtrain.tokenizer.sentencepiece import Tokenizer
 Warn = Callable[[str], None]
 
 BLOCK_LINES = 2048  # lines that are sorted by length and translated together, at most
-_MAX_SHOWN = 5  # characters
+_MAX_SHOWN = 5  # unknown characters that a warning lists
 _RETRY_NGRAM = 3  # a target without a repeated 3-gram is never a loop
 _FLAG_TEXTS = {
     "empty": "is empty",
@@ -54,7 +54,7 @@ _FLAG_TEXTS = {
 
 
 class SearchEngine(Protocol):
-    """What translates encoded sources: `Translator`, or another library."""
+    """The interface that searches targets of encoded sources: of `Translator` and other engines."""
 
     tokenizer: Tokenizer
     options: DecodingOptions
@@ -68,10 +68,10 @@ class SearchEngine(Protocol):
     def with_options(
         self, options: DecodingOptions, limits: SearchLimits = NO_LIMITS
     ) -> SearchEngine:
-        """Return the same with other options and limits."""
+        """Return this engine with other options and limits."""
 
     def without_repeats(self, order: int) -> SearchEngine:
-        """Return the same with targets in which no n-gram of this order stands twice."""
+        """Return this engine with targets that repeat no n-gram of this order."""
 
     def max_length(self, source: EncodedSource) -> int:
         """Return the most tokens that the target of a source may have, without eos."""
@@ -80,7 +80,7 @@ class SearchEngine(Protocol):
         """Return the best targets of each source, in the order of the sources."""
 
     def start_search(self, sources: Sequence[EncodedSource]) -> PendingSearch:
-        """Begin to search for them."""
+        """Begin to search for the best targets of each source."""
 
     def attend(
         self, sources: Sequence[EncodedSource], targets: Sequence[list[int]]
@@ -98,23 +98,23 @@ def search(
         pending: the search, if it was started before.
 
     With `retry_flagged`, a source whose best target repeats itself is searched again so that no
-    `_RETRY_NGRAM` tokens in a row are written twice. One whose best target still repeats itself,
-    as a prefix may, keeps its old ones.
+    `_RETRY_NGRAM` tokens in a row are written twice. If the new best target repeats itself, too, as
+    a prefix can, the source keeps its old targets.
     """
     best_of, options = (pending or engine.start_search(sources)).result(), engine.options
-    is_bound = 0 < options.no_repeat_ngram <= _RETRY_NGRAM
-    if not options.retry_flagged or options.sampling is not None or is_bound:
+    cannot_loop = 0 < options.no_repeat_ngram <= _RETRY_NGRAM
+    if not options.retry_flagged or options.sampling is not None or cannot_loop:
         return best_of, set()
     rows = [row for row, best in enumerate(best_of) if best and _repeats(sources[row], best)]
     if not rows:
         return best_of, set()
-    again = engine.without_repeats(_RETRY_NGRAM).search([sources[row] for row in rows])
-    better = {
+    retried = engine.without_repeats(_RETRY_NGRAM).search([sources[row] for row in rows])
+    improved = {
         row: best
-        for row, best in zip(rows, again, strict=True)
+        for row, best in zip(rows, retried, strict=True)
         if best and not _repeats(sources[row], best)
     }
-    return [better.get(row, best) for row, best in enumerate(best_of)], {*better}
+    return [improved.get(row, best) for row, best in enumerate(best_of)], {*improved}
 
 
 def _repeats(source: EncodedSource, best: list[Hypothesis]) -> bool:
@@ -141,8 +141,8 @@ class LineTranslator:
     Args:
         translator: searches, with its own options.
         stats: of the training corpus, if they are known.
-        warn: is told what looks wrong about lines, on the first rank.
-        num_before: lines of the text before the first one that is translated.
+        warn: is called with warnings about lines, on the first rank only.
+        num_before: the number of lines before the first one that is translated.
     """
 
     def __init__(
@@ -155,8 +155,8 @@ class LineTranslator:
         self.translator, self.options, self.stats = translator, translator.options, stats
         if self.options.mbr is not None:
             candidates = max(self.options.num_best, self.options.beam)
-            more = replace(self.options, num_best=candidates)
-            self.translator = translator.with_options(more, translator.limits)
+            search_options = replace(self.options, num_best=candidates)
+            self.translator = translator.with_options(search_options, translator.limits)
         self.warnings = LineWarnings(warn if translator.process_group.is_first else _ignore)
         self._num_lines = num_before
 
@@ -169,12 +169,13 @@ class LineTranslator:
         yield the same; only the first one reads the arguments.
 
         Args:
-            blocks: the lines, as they come; possibly without end. An empty block says that the
-                next one may not come before the lines of those before it were yielded.
+            blocks: the lines, as they come; possibly without end. An empty block is a flush: all
+                lines before it are yielded before the next block is read.
             prefixes: what the translation of each line must begin with.
 
         Raises:
-            DataError: if a line is too long and may not be cut, or there is not a prefix a line.
+            DataError: if a line is too long and may not be cut, or prefixes and lines differ in
+                number.
         """
         started = self._started(self._broadcast(self._with_prefixes(blocks, prefixes)))
         current: _StartedBlock | None = None
@@ -186,7 +187,7 @@ class LineTranslator:
                     following = next(started)
                 except StopIteration:
                     is_last = True
-                except DataError as caught:  # raised once the lines before it are there
+                except DataError as caught:  # raised once the lines before it are yielded
                     is_last, error = True, caught
                 if current is not None:
                     yield from self._finished(current)
@@ -264,8 +265,8 @@ class LineTranslator:
                 if texts:
                     text = f"the translation {', and '.join(texts)}"
                     length = self._describe_length(src, parts, best[0])
-                    said = text.replace(_FLAG_TEXTS["length"], length)
-                    self.warnings.add(text, number, f"{said}.")
+                    warning = text.replace(_FLAG_TEXTS["length"], length)
+                    self.warnings.add(text, number, f"{warning}.")
             yield TranslatedLine(number, src, best or [NOTHING])
 
     def _describe_length(self, src: str, parts: list[LinePart], best: Translation) -> str:
@@ -284,7 +285,7 @@ class LineTranslator:
         sources = [part.source for part in parts]
         best_of, retried = search(self.translator, sources, pending)
         part_of = [part for part, best in zip(parts, best_of, strict=True) for _ in best]
-        is_again = [row in retried for row, best in enumerate(best_of) for _ in best]
+        was_retried = [row in retried for row, best in enumerate(best_of) for _ in best]
         hypotheses = [hypothesis for best in best_of for hypothesis in best]
         texts = tgt.decode([hypothesis.ids for hypothesis in hypotheses])
         alignments = self._align(part_of, hypotheses)
@@ -300,14 +301,14 @@ class LineTranslator:
                 + ("retried",) * is_retried,
             )
             for text, part, hypothesis, links, is_retried in zip(
-                texts, part_of, hypotheses, alignments, is_again, strict=True
+                texts, part_of, hypotheses, alignments, was_retried, strict=True
             )
         )
         ranked_of = [list(islice(translations, len(best))) for best in best_of]
         if self.options.mbr is None:
             return ranked_of
         return [
-            [ranked[index] for index in by_agreement([each.text for each in ranked])][
+            [ranked[index] for index in by_agreement([candidate.text for candidate in ranked])][
                 : self.options.num_best
             ]
             for ranked in ranked_of
@@ -364,7 +365,7 @@ class LineTranslator:
 
     def _flag_unknown(self, number: int, src: str) -> list[str]:
         """Return the flag of a line with characters that the tokenizer did not learn."""
-        replaced = "\ufffd"  # the reader of the line has warned of it
+        replaced = "\ufffd"  # for invalid bytes, of which the reader has warned
         unknown = self.translator.tokenizer.src.unknown(src.replace(replaced, ""))
         if not unknown:
             return []
@@ -428,7 +429,7 @@ def translate_lines(
 
     Args:
         translator, stats, warn: as in `LineTranslator`.
-        lines: are translated as `mtrain translate` does.
+        lines: the text, translated as by `mtrain translate`.
         block_lines: lines that are sorted by length and translated together.
     """
     iterator = iter(lines)

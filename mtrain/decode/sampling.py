@@ -29,19 +29,19 @@ from mtrain.ops.topk import TopTokens
 def sample_steps(
     step: Step[S], group: RequestGroup[S], settings: Sampling, uniform_NT: Tensor
 ) -> Generator[None, None, list[list[Hypothesis]]]:
-    """Draw targets piece by piece; return those of each sentence, in the order they were drawn.
+    """Draw targets token by token; return those of each sentence, in the order they were drawn.
 
     Yields after each position.
 
     Args:
         step: as in `beam`.
         group: the sentences.
-        settings: what pieces are drawn from.
-        uniform_NT: numbers in [0, 1) that decide, the same number of rows for each sentence and
-            a column for each piece and eos.
+        settings: the temperature, and which tokens are drawn from.
+        uniform_NT: random numbers in [0, 1), the same number of rows for each sentence, a row for
+            each target; and a column for each of its tokens and eos.
 
     Raises:
-        NotFiniteError: if the logits are not numbers.
+        NotFiniteError: if the logits are not finite.
     """
     state, constraints = group.state, group.constraints
     num_sentences = len(constraints.max_lengths_B)
@@ -52,13 +52,13 @@ def sample_steps(
     constraints = replace(
         constraints, max_lengths_B=constraints.max_lengths_B[sentence_N], prefix_BP=prefix_NP
     )
-    draw_N = np.arange(len(sentence_N))  # each is as a sentence of its own
+    draw_N = np.arange(len(sentence_N))  # each target is a sentence of its own
     rows, finished = OpenRows.start(draw_N, constraints), FinishedHypotheses()
     while len(rows.ids_N):
         logits_NV = step(torch.from_numpy(rows.ids_N), state)[:]
         drawn = _draw(logits_NV, rows, constraints, settings, uniform_NT)
-        everyone_N = np.arange(len(rows.ids_N))
-        rows = rows.grow(everyone_N, drawn.ids_NC[:, 0], drawn.log_prob_NC[:, 0])
+        all_N = np.arange(len(rows.ids_N))
+        rows = rows.grow(all_N, drawn.ids_NC[:, 0], drawn.log_prob_NC[:, 0])
         ended_N = np.flatnonzero(rows.ids_N == constraints.eos)
         ended = rows.take(ended_N)
         finished.add(ended, ended.sentence_N, ended.log_prob_N)
@@ -78,7 +78,7 @@ def _draw(
     settings: Sampling,
     uniform_NT: Tensor,
 ) -> Candidates:
-    """Draw the next piece of each row; its log-probability is the model's own."""
+    """Draw the next token of each row; its log-probability is that of the unmodified logits."""
     allowed_NV = allowed_tokens(logits_NV, rows, constraints)
     only_N = rows.forced_token(constraints)
     forced_L = np.flatnonzero(only_N >= 0)
@@ -92,12 +92,12 @@ def _draw(
         sorted_NV, order_NV = probs_NV.sort(dim=-1, descending=True, stable=True)
         is_beyond_NV = sorted_NV.cumsum(-1) - sorted_NV >= settings.top_p
         probs_NV.scatter_(1, order_NV, sorted_NV.masked_fill(is_beyond_NV, 0.0))
-    below_NV = probs_NV.cumsum(-1)
-    if not below_NV[:, -1].isfinite().all():
+    cdf_NV = probs_NV.cumsum(-1)
+    if not cdf_NV[:, -1].isfinite().all():
         raise NotFiniteError
-    uniform_N1 = uniform_NT[:, rows.written_NT.shape[1], None].to(below_NV.device)
-    point_N1 = uniform_N1 * below_NV[:, -1:]
-    ids_N1 = torch.searchsorted(below_NV, point_N1, right=True).clamp(max=below_NV.shape[1] - 1)
+    uniform_N1 = uniform_NT[:, rows.written_NT.shape[1], None].to(cdf_NV.device)
+    point_N1 = uniform_N1 * cdf_NV[:, -1:]
+    ids_N1 = torch.searchsorted(cdf_NV, point_N1, right=True).clamp(max=cdf_NV.shape[1] - 1)
     log_prob_N1 = logits_NV.double().log_softmax(-1).gather(1, ids_N1)
     if not log_prob_N1.isfinite().all():
         raise NotFiniteError

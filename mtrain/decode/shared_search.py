@@ -4,8 +4,8 @@ Each worker decodes on one core. It admits waiting sources while it decodes othe
 each call in turn, so that a long call does not keep a short one waiting. The targets of a source do
 not depend on what is decoded beside it.
 
-A worker is a thread; if one is enough, the first caller itself decodes until its call has ended,
-and a thread goes on with what other callers have added.
+A worker is a thread. If one worker is enough, the thread of the first caller decodes until its call
+has ended, and a new thread goes on with the calls that others have added.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from mtrain.decode.options import DecodingOptions
 Rows = list[int]  # numbers of the sources of a call
 _Decoding = Generator[None, None, list[list[Hypothesis]]]
 _NUM_THREADS_LOCK = threading.Lock()
-_IDLE_S = 0.02  # that a thread waits for another call before it ends: to start one takes time
-_MAX_PASSED = 100  # groups that may be admitted before one that does not fit yet
+_IDLE_S = 0.02  # a thread waits this long for another call before it ends: starting one takes time
+_MAX_PASSED = 100  # groups that may overtake a group that does not fit yet
 
 
 def num_threads() -> int:
-    """Return PyTorch's number of threads; a new thread must ask here first of all.
+    """Return PyTorch's number of threads; a new thread must call this before it uses PyTorch.
 
-    While a worker starts, new threads would get the worker's single one, and keep it.
+    PyTorch gives a new thread the number that was set last; while a worker starts, that is 1.
     """
     with _NUM_THREADS_LOCK:
         return torch.get_num_threads()
@@ -47,8 +47,8 @@ class SearchLimits:
     """When a caller stops waiting.
 
     Attributes:
-        deadline_s: a time of `time.monotonic`.
-        cancel: another thread sets it; a worker looks between two positions.
+        deadline_s: a time of `time.monotonic`, in seconds.
+        cancel: an event that another thread sets; workers check it between two positions.
     """
 
     deadline_s: float = math.inf
@@ -89,7 +89,7 @@ class PendingSearch(NamedTuple):
 
 
 class Source(Protocol):
-    """What is decoded."""
+    """A source to decode: anything with token ids."""
 
     @property
     def ids(self) -> Sequence[int]:
@@ -102,10 +102,10 @@ class SearchCall(Generic[S]):
     Args:
         sources: by row.
         options: of the search.
-        start: returns the initial state and the constraints of sources, those of other calls with
-            the same options among them.
-        decode: decodes sources of the call by itself: yields after each position, and returns
-            their hypotheses; None if they join the running search.
+        start: returns the initial state and the constraints of sources, which may include sources
+            of other calls with the same options.
+        decode: decodes sources apart from other calls: yields after each position, and returns
+            their hypotheses. None if the sources join the running search.
         limits: when the caller stops waiting.
     """
 
@@ -157,7 +157,7 @@ class SearchCall(Generic[S]):
 
 
 class _RunningSearch(Generic[S]):
-    """A search with some options, and the call and row of each sentence in it."""
+    """The search for one set of options, and the call and row of each sentence in it."""
 
     def __init__(self, search: BeamSearch[S]) -> None:
         self.search = search
@@ -217,18 +217,18 @@ class _Worker(Generic[S]):
         self._lock = threading.Lock()
         self._is_added = threading.Condition(self._lock)
         self._is_running = False
-        self._calls: list[SearchCall[S]] = []  # that have not ended, and some that have
+        self._calls: list[SearchCall[S]] = []  # ended ones stay until the next is added
         self._waiting: list[tuple[SearchCall[S], deque[Rows]]] = []
         self._searches: dict[DecodingOptions, _RunningSearch[S]] = {}
-        self._decodings: list[tuple[SearchCall[S], Rows, _Decoding]] = []  # by themselves
+        self._decodings: list[tuple[SearchCall[S], Rows, _Decoding]] = []  # apart from the searches
 
     def load(self) -> int:
         """Return the number of sources that wait or are being decoded."""
         with self._lock:
             num_waiting = sum(len(rows) for _, groups in self._waiting for rows in groups)
             num_alone = sum(len(rows) for _, rows, _ in self._decodings)
-            running = self._searches.values()
-            return num_waiting + num_alone + sum(len(each.owners) for each in running)
+            searches = self._searches.values()
+            return num_waiting + num_alone + sum(len(running.owners) for running in searches)
 
     def submit(self, call: SearchCall[S], groups: Sequence[Rows]) -> None:
         """Decode the groups of a call, in order, beside those of other calls, in a thread."""
@@ -254,7 +254,7 @@ class _Worker(Generic[S]):
                 self._advance()
         except BaseException as error:
             call.cancel()
-            if not isinstance(error, Exception):  # a signal, anywhere in a step
+            if not isinstance(error, Exception):  # a signal may have interrupted a step
                 self._restart()
             raise
         finally:
@@ -269,7 +269,7 @@ class _Worker(Generic[S]):
         self._calls = [each for each in self._calls if not each.is_done.is_set()] + [call]
 
     def _restart(self) -> None:
-        """Let all sentences wait that have not been decoded to their end."""
+        """Move all sentences that have not ended back to the waiting groups."""
         with self._lock:
             self._searches.clear()
             self._decodings.clear()
@@ -373,7 +373,7 @@ class _Worker(Generic[S]):
         if call.decode is None:
             running = self._searches.get(call.options)
             return running is None or running.has_room(call, rows)
-        num_cells = sum(other.num_cells(others) for other, others, _ in self._decodings)
+        num_cells = sum(other.num_cells(other_rows) for other, other_rows, _ in self._decodings)
         return not num_cells or num_cells + call.num_cells(rows) <= call.options.batch_tokens
 
     def _admit(self, groups: Sequence[tuple[SearchCall[S], Rows]]) -> None:
@@ -393,7 +393,7 @@ class _Worker(Generic[S]):
         except Exception as error:
             if len(groups) == 1:
                 call.fail(error)
-            else:  # the others may be able to start without the one that is not
+            else:  # the other groups may be able to start without the one that failed
                 for group in groups:
                     self._admit([group])
 
@@ -418,8 +418,8 @@ class SharedSearch(Generic[S]):
     ) -> Callable[[], dict[int, list[Hypothesis]]]:
         """Begin to decode the groups of a call, each entry of `groups_of` by another worker.
 
-        Returns what waits for the hypotheses of each row. A single entry is decoded there, in the
-        caller's thread, unless that has several cores. It raises:
+        Returns a function that waits for the hypotheses of each row. That function decodes a single
+        entry itself, in the caller's thread, unless PyTorch has several threads there. It raises:
             TimeoutError, CancelledError: as the limits of the call say.
             NotFiniteError: if the logits are not finite.
         """

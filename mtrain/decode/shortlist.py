@@ -1,6 +1,7 @@
 """A shortlist of the target vocabulary for each source: the tokens that the search ranks.
 
-Shapes: S tokens of the source vocabulary, V of the target's, K likely targets of one, P pairs.
+Shapes: S source vocabulary, V target vocabulary, K likely targets of a source token, N source
+tokens with a target token that occurs together with them.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
     from mtrain.data.arrow_shards import ShardSet
 
 NUM_LIKELY = 40  # of each source token
-NUM_FREQUENT = 150
-_MAX_PAIRS = 200_000  # that are counted, evenly out of all
-_BLOCK_PAIRS = 2_000  # whose counts are added up at once
+NUM_FREQUENT = 150  # tokens that are ranked for every source
+_MAX_PAIRS = 200_000  # of the training text that are counted, at even distances
+_BLOCK_PAIRS = 2_000  # that are counted at once
 
 Pair = tuple[Sequence[int], Sequence[int]]
 
@@ -58,10 +59,10 @@ class Shortlist:
 
 
 def learn(pairs: Iterable[Pair], num_src: int, num_tgt: int, always: Sequence[int]) -> Shortlist:
-    """Count which tokens stand in pairs together, and keep the likely ones.
+    """Count which tokens occur together in pairs, and keep the likely targets of each source token.
 
-    Targets of a source token are ranked by n(s, t) log(n(s, t) P / (n(s) n(t))), where n counts
-    pairs.
+    Targets t of a source token s are ranked by n(s, t) log(n(s, t) P / (n(s) n(t))), where n counts
+    pairs, and P is the number of all pairs.
 
     Args:
         pairs: ids of both sides.
@@ -69,21 +70,21 @@ def learn(pairs: Iterable[Pair], num_src: int, num_tgt: int, always: Sequence[in
         always: tokens that are ranked for every source.
     """
     keys, counts = np.empty(0, np.int64), np.empty(0, np.int64)
-    count_S, count_T, num_pairs = np.zeros(num_src), np.zeros(num_tgt), 0
+    count_S, count_V, num_pairs = np.zeros(num_src), np.zeros(num_tgt), 0
     iterator = iter(pairs)
     while block := list(islice(iterator, _BLOCK_PAIRS)):
-        found = [keys]
+        key_blocks = [keys]
         for src, tgt in block:
-            own_S, own_T = np.unique(np.asarray(src)), np.unique(np.asarray(tgt))
-            count_S[own_S] += 1
-            count_T[own_T] += 1
-            found.append((own_S.astype(np.int64)[:, None] * num_tgt + own_T).ravel())
+            src_ids, tgt_ids = np.unique(np.asarray(src)), np.unique(np.asarray(tgt))
+            count_S[src_ids] += 1
+            count_V[tgt_ids] += 1
+            key_blocks.append((src_ids.astype(np.int64)[:, None] * num_tgt + tgt_ids).ravel())
         num_pairs += len(block)
-        weights = np.concatenate([counts, np.ones(sum(map(len, found[1:])), np.int64)])
-        keys, places = np.unique(np.concatenate(found), return_inverse=True)
+        weights = np.concatenate([counts, np.ones(sum(map(len, key_blocks[1:])), np.int64)])
+        keys, places = np.unique(np.concatenate(key_blocks), return_inverse=True)
         counts = np.bincount(places, weights).astype(np.int64)
     src_N, tgt_N = np.divmod(keys, num_tgt)
-    expected_N = count_S[src_N] * count_T[tgt_N] / max(num_pairs, 1)
+    expected_N = count_S[src_N] * count_V[tgt_N] / max(num_pairs, 1)
     score_N = counts * np.log(counts / expected_N)
     order = np.lexsort((-score_N, src_N))
     src_N, tgt_N, score_N = src_N[order], tgt_N[order], score_N[order]
@@ -92,7 +93,7 @@ def learn(pairs: Iterable[Pair], num_src: int, num_tgt: int, always: Sequence[in
     likely_SK = np.full((num_src, NUM_LIKELY), -1)
     likely_SK[src_N[is_kept_N], rank_N[is_kept_N]] = tgt_N[is_kept_N]
     is_always_V = np.zeros(num_tgt, np.bool_)
-    is_always_V[np.argsort(-count_T, kind="stable")[:NUM_FREQUENT]] = True
+    is_always_V[np.argsort(-count_V, kind="stable")[:NUM_FREQUENT]] = True
     is_always_V[list(always)] = True
     return Shortlist(likely_SK, is_always_V, False)
 
@@ -109,10 +110,10 @@ def load(run: RunDir, tokenizer: Tokenizer) -> Shortlist:
         try:
             with safe_open(path, "pt") as file:
                 likely, always = (file.get_tensor(name).numpy() for name in ("likely", "always"))
-                is_own = (file.metadata() or {}).get("tokenizer") == fingerprint
+                is_current = (file.metadata() or {}).get("tokenizer") == fingerprint
         except (OSError, SafetensorError) as error:
             raise damaged(path, "must be a file of safetensors, but is not") from error
-        if is_own and (len(likely), len(always)) == (len(tokenizer.src), len(tokenizer.tgt)):
+        if is_current and (len(likely), len(always)) == (len(tokenizer.src), len(tokenizer.tgt)):
             return Shortlist(likely, always, is_shared)
     from mtrain.data.arrow_shards import ShardSet, are_in  # pyarrow takes a tenth of a second
 

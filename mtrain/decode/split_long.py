@@ -22,7 +22,7 @@ class LinePart(NamedTuple):
 
     Attributes:
         source: its tokens.
-        words: those of each token, numbered in the whole line.
+        words: the words of each token, numbered in the whole line.
         flags: of its translation.
     """
 
@@ -76,7 +76,7 @@ def split_line(src: str, vocabulary: Vocabulary, max_tokens: int) -> list[LinePa
 def _encode(
     vocabulary: Vocabulary, matches: list[re.Match[str]], words: list[int]
 ) -> list[list[_Token]]:
-    """Return the tokens of passages of a line, each of which may begin within a word."""
+    """Return the tokens of each match in a line; a match may begin within a word."""
     passages = [match[0].rstrip() for match in matches]
     tokens_of: list[list[_Token]] = []
     for match, text, ids in zip(matches, passages, vocabulary.encode(passages), strict=True):

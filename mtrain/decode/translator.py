@@ -51,23 +51,23 @@ from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
 
 
 class Padded(NamedTuple):
-    """The sources of a batch as the pieces of one vocabulary."""
+    """The sources of a batch as padded ids of one source vocabulary."""
 
     src_BS: Tensor
     src_keep_BS: Tensor
 
 
 class Ensemble:
-    """Models of the same target vocabulary; one model alone is itself.
+    """Models of the same target vocabulary, whose probabilities are averaged.
 
-    Each reads the sources as its own source vocabulary has them, which are given for each model.
+    `sources` has an entry for each model, in the source vocabulary of that model.
     """
 
     def __init__(self, models: Sequence[Transformer]) -> None:
         self.models = list(models)
 
     def start(self, sources: Sequence[Padded]) -> EnsembleState:
-        """Read the sources and return the state from which `step` decodes."""
+        """Encode the sources, and return the state from which `step` decodes."""
         return EnsembleState(
             [model.start(*source) for model, source in zip(self.models, sources, strict=True)]
         )
@@ -94,7 +94,7 @@ class Ensemble:
     ) -> SearchSteps | None:
         """Decode some positions of a beam search in one call; None if `step` must decode the next.
 
-        As `Transformer.search_steps`, for one model.
+        As `Transformer.search_steps`, but only a single model can decode so.
         """
         if len(self.models) > 1:
             return None
@@ -124,13 +124,13 @@ class Ensemble:
 
 
 class EnsembleState:
-    """The states of all models."""
+    """The key-value caches of all models."""
 
     def __init__(self, states: list[KVCache]) -> None:
         self.states = states
 
     def reorder(self, rows_N: Ints) -> None:
-        """Continue with these hypotheses; each may stand once, often, or not at all."""
+        """Keep these rows, in this order; a row may be repeated or dropped."""
         for state in self.states:
             state.reorder(rows_N)
 
@@ -153,7 +153,7 @@ class EncodedSource:
     Attributes:
         ids: tokens + eos.
         prefix: the tokens that the target must begin with.
-        seed: decides what is sampled, independently of the batch.
+        seed: of sampling; with one for each source, samples do not depend on the batch.
         text: the text of the tokens; models with another source vocabulary encode it themselves.
     """
 
@@ -211,13 +211,13 @@ class Translator:
     def with_options(
         self, options: DecodingOptions, limits: SearchLimits = NO_LIMITS
     ) -> Translator:
-        """Return a translator with other options; its sources are decoded with this one's."""
+        """Return a translator with other options, which shares the running search with this one."""
         other = copy.copy(self)
         other.options, other.limits = options, limits
         return other
 
     def without_repeats(self, order: int) -> Translator:
-        """Return the same with targets in which no n-gram of this order stands twice."""
+        """Return a translator whose targets repeat no n-gram of this order."""
         return self.with_options(replace(self.options, no_repeat_ngram=order), self.limits)
 
     def search(self, sources: Sequence[EncodedSource]) -> list[list[Hypothesis]]:
@@ -233,14 +233,14 @@ class Translator:
         """Begin a search, whose result raises what `search` does.
 
         The sources are sorted by length and distributed over the threads of all ranks. Any number
-        of threads may call it; their sources are decoded together. All ranks ask for the results
-        in the same order.
+        of threads may call it; their sources are decoded together. All ranks must ask for the
+        results of their searches in the same order.
         """
         for model in self.ensemble.models:
             if model.training:  # `eval` visits every module
                 model.eval()
         rows = sorted(range(len(sources)), key=lambda row: -len(sources[row].ids))
-        # a GPU wants larger batches, and not several threads
+        # a GPU needs large batches, and not several threads
         num_workers = num_threads() if self.device.type == "cpu" else 1
         per_rank = int(self.process_group.broadcast_float(num_workers))
         count = per_rank * self.process_group.size
@@ -261,7 +261,7 @@ class Translator:
     def _gather(
         self, wait: Callable[[], dict[int, list[Hypothesis]]], num_sources: int
     ) -> list[list[Hypothesis]]:
-        """Wait for a search; return its hypotheses by source, those of all ranks."""
+        """Wait for a search; return the hypotheses of each source, gathered from all ranks."""
         try:
             best = wait()
         except NotFiniteError:
@@ -270,9 +270,9 @@ class Translator:
                 "weights are damaged."
             ) from None
         if self.process_group.size > 1:
-            message = [(row, [astuple(one) for one in best[row]]) for row in best]
+            message = [(row, [astuple(hypothesis) for hypothesis in best[row]]) for row in best]
             best = {
-                row: [Hypothesis(*one) for one in hypotheses]
+                row: [Hypothesis(*fields) for fields in hypotheses]
                 for part in self.process_group.all_gather_bytes(json.dumps(message).encode())
                 for row, hypotheses in json.loads(part)
             }
@@ -290,10 +290,10 @@ class Translator:
     ) -> Generator[None, None, list[list[Hypothesis]]]:
         sampling = self.options.sampling
         assert sampling is not None
-        started = self._start(sources)
-        length = int(started.constraints.max_lengths_B.max()) + 1
+        group = self._start(sources)
+        length = int(group.constraints.max_lengths_B.max()) + 1
         uniform_NT = _draw_uniform(sources, self.options.num_best, length)
-        return (yield from sample_steps(self.ensemble.step, started, sampling, uniform_NT))
+        return (yield from sample_steps(self.ensemble.step, group, sampling, uniform_NT))
 
     @torch.inference_mode()
     def _start(self, sources: list[EncodedSource]) -> RequestGroup[EnsembleState]:
@@ -345,7 +345,7 @@ class Translator:
         """Return the log-probability of each token of a given target, and of its eos.
 
         Args:
-            sources: what is translated.
+            sources: the source of each target.
             targets: tokens without bos and eos.
         """
         log_probs: dict[int, list[float]] = {}
@@ -410,7 +410,7 @@ def _draw_uniform(sources: list[EncodedSource], num_samples: int, length: int) -
 
 
 def _cut(lengths: Sequence[int], max_cells: float) -> Iterator[slice]:
-    """Cut rows that come the longest first, so that each cut has few cells, or a single row."""
+    """Yield slices of rows, longest first: of at most `max_cells` padded cells, or of one row."""
     first = 0
     for row in range(1, len(lengths)):
         if (row - first + 1) * lengths[first] > max_cells:
@@ -443,7 +443,7 @@ def load(
     configs = [run.config for run in folders]
     device = pick_device(loading.process_group.device_name(loading.device))
     tokenizers = [sentencepiece.load(run.tokenizer_dir) for run in folders]
-    src_vocabularies: list[Vocabulary] = []  # the same object for models that have the same
+    src_vocabularies: list[Vocabulary] = []  # equal ones are one object
     for run, tokenizer in zip(folders, tokenizers, strict=True):
         if tokenizer.tgt.model != tokenizers[0].tgt.model:
             raise RunError(
@@ -462,7 +462,7 @@ def load(
     )
     if options.shortlist is not None:
         if len(folders) > 1 or device.type != "cpu":
-            what = f"the device is {device}" if len(folders) == 1 else f"{len(folders)} are named"
-            raise ConfigError(f"`shortlist` must have one run on a CPU, but {what}.")
+            reason = f"the device is {device}" if len(folders) == 1 else f"{len(folders)} are named"
+            raise ConfigError(f"`shortlist` must have one run on a CPU, but {reason}.")
         translator.shortlist = shortlist.load(folders[0], tokenizers[0])
     return translator

@@ -246,20 +246,20 @@ class _RunChecker:
             "(`--no-replay` skips this)"
         )
         try:
-            differing, distance, elsewhere = replay.replay(config, self.run, span)
+            differing, distance, change = replay.replay(config, self.run, span)
         except WriteError:
             raise _Skip(f"the disk of {tempfile.gettempdir()} takes no checkpoint") from None
         again = f"steps {first:,} to {last:,} made again"
         if not differing:
             yield f"{again}: the same bytes"
-        elif not elsewhere:
+        elif not change:
             parts, older, newer = ", ".join(differing), span.older.name, span.newer.name
             advice = f"restore {older} and {newer} from a copy of the run."
             yield CheckResult("resume", "FAILED", f"{again} differ in {parts}; {advice}")
         elif distance <= _ROUNDING:
-            yield f"{again}: the same to rounding ({elsewhere})"
+            yield f"{again}: the same to rounding ({change})"
         else:
-            raise _Skip(elsewhere)
+            raise _Skip(change)
 
     def _span(self) -> Span:
         """Return the newest whole checkpoint and the one before it."""
@@ -273,19 +273,19 @@ class _RunChecker:
 
     def _check_repeatable(self, config: Config, span: Span) -> None:
         """Skip the replay of updates that are not repeatable on this machine."""
-        known = replay.elapsed_after_steps(self.run, span)
-        if follows_clock(config) and len(known) < len(span.steps):
+        elapsed = replay.elapsed_after_steps(self.run, span)
+        if follows_clock(config) and len(elapsed) < len(span.steps):
             raise _Skip("the log does not have the time of each update")
         for line in read_metrics(self.run.metrics_path):
             if "changed_config" in line and line["step"] > span.first_step:
                 raise _Skip(f"the config changed at step {line['step']:,}")
-        made = checkpoint.load_environment(span.newer)
+        saved_in = checkpoint.load_environment(span.newer)
         try:
             device = pick_device(config.training.device, "training.device").type
         except ConfigError as error:
             raise _Skip(str(error)) from None
-        if made is not None and made.device != device:
-            raise _Skip(f"made on device {made.device}, here is {device}")
+        if saved_in is not None and saved_in.device != device:
+            raise _Skip(f"made on device {saved_in.device}, here is {device}")
 
 
 def _needed(value: T | None, name: str) -> T:

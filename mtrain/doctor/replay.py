@@ -54,7 +54,8 @@ class _ReplayTrainer(Trainer):
 def elapsed_after_steps(run: RunDir, span: Span) -> dict[int, float]:
     """Return the seconds spent after each step of a span.
 
-    Where the learning rate does not depend on them, or the log is cut off, only the last is known.
+    The log has them only if the learning rate or the mixture depends on them; otherwise, or if the
+    log is cut off, only the last is known.
     """
     newer = checkpoint.load_progress(span.newer)
     logged = [
@@ -62,7 +63,7 @@ def elapsed_after_steps(run: RunDir, span: Span) -> dict[int, float]:
     ]
     elapsed_s: dict[int, float] = {}
     for step, began_s in [*logged, (span.last_step, newer.unlogged_began_s)]:
-        if isinstance(began_s, list) and all(isinstance(each, float) for each in began_s):
+        if isinstance(began_s, list) and all(isinstance(seconds, float) for seconds in began_s):
             elapsed_s |= zip(range(step - len(began_s), step), began_s, strict=True)
     elapsed_s[span.last_step] = newer.elapsed_s
     return {step: elapsed_s[step] for step in span.steps if step in elapsed_s}
@@ -118,7 +119,7 @@ def _differing(replayed: Checkpoint, stored: Checkpoint) -> list[str]:
     """Return the parts that are not bit-identical, but for elapsed time and a GPU's generator."""
 
     def parts(loaded: Checkpoint) -> dict[str, object]:
-        optimizer = {name: each for name, each in loaded.optimizer.items() if name != "random.cuda"}
+        optimizer = {key: value for key, value in loaded.optimizer.items() if key != "random.cuda"}
         return {
             "weights": checkpoint.digest(loaded.weights),
             "optimizer": checkpoint.digest(optimizer),

@@ -78,14 +78,14 @@ class CometModel:
     ) -> Floats:
         """Return the score of each line; a segment that was seen before is not computed again."""
         segments = list(zip(sources, hypotheses, references, strict=True))
-        new = [segment for segment in dict.fromkeys(segments) if segment not in self._cache]
-        if new:
-            data = [{"src": src, "mt": hypothesis, "ref": ref} for src, hypothesis, ref in new]
+        unseen = [segment for segment in dict.fromkeys(segments) if segment not in self._cache]
+        if unseen:
+            data = [{"src": src, "mt": hypothesis, "ref": ref} for src, hypothesis, ref in unseen]
             with _quiet_logging():
                 prediction = self._model.predict(
                     data, batch_size=_BATCH_LINES, gpus=self._num_gpus, progress_bar=False
                 )
-            self._cache.update(zip(new, map(float, prediction.scores), strict=True))
+            self._cache.update(zip(unseen, map(float, prediction.scores), strict=True))
         return np.array([self._cache[segment] for segment in segments])
 
     def signature(self, test: str = "", num_samples: int = 0) -> str:

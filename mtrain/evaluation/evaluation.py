@@ -1,6 +1,6 @@
 """Translate test sets by one or several systems, score them, and compare the systems.
 
-A system is a run, or a file of translations. What can be checked is checked before translating.
+A system is a run, or a file of translations. Inputs are checked before translating.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class TestReport:
     summary: list[ScoreSummary]  # of several runs
     comparisons: list[SystemComparison]  # of each other system with the first
     contrasts: list[Contrast]  # of each other system with the first, if details were asked for
-    precision: str = "float32"  # of the products with which the runs translated
-    shortlist: str | None = None  # with which they translated
+    precision: str = "float32"  # of matrix products in the runs' translation
+    shortlist: str | None = None  # of the runs' translation
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class EvaluationPlan:
     options: ScoringOptions
     with_details: bool = False  # whether scores are broken down
     text: Mapping[str, TestSet] | None = None  # a text, by its name, instead of test sets of runs
-    precision: str = "float32"  # of the products with which the runs translate
-    shortlist: str | None = None  # with which they translate
+    precision: str = "float32"  # of matrix products in the runs' translation
+    shortlist: str | None = None  # of the runs' translation
 
     def __post_init__(self) -> None:
         if self.others and len(self.runs) > 1:
@@ -189,21 +189,20 @@ def evaluate_systems(
 ) -> list[TestReport]:
     """Translate and score test sets by all systems of a plan; return a report of each test set.
 
-    The text of the first run's test sets is what all systems are scored against, unless the plan
-    has one of its own.
+    All systems are scored on the text of the first run's test sets, or on `plan.text` if it is set.
 
     Args:
         plan: what to evaluate.
         load: loads the translator of a run.
-        warn: gets differences between runs, and warnings about lines.
+        warn: called with differences between runs, and with warnings about lines.
 
     Raises:
         ConfigError, DataError, RunError: if the systems and options do not fit together.
     """
     paths = [run.path for run in plan.runs] + plan.others
     resolved = [path.resolve() for path in paths]
-    for path, place in zip(paths, resolved, strict=True):
-        if resolved.count(place) > 1:
+    for path, absolute in zip(paths, resolved, strict=True):
+        if resolved.count(absolute) > 1:
             raise ConfigError(f"{path}: must be named once, but is named twice.")
     tests = plan.text or read_tests(plan.runs[0], plan.names)
     run_of = {run.path: run for run in plan.runs}
@@ -319,11 +318,11 @@ def report_on(
 
 
 def _differences(configs: Mapping[Path, Config]) -> Iterator[str]:
-    """Yield which runs differ from the first in more than the seed, or have its seed."""
-    (first_path, first), *others = (
+    """Yield a message for each run that differs in more than the seed, or has the same seed."""
+    (first_path, first), *following = (
         (path, dict(_flatten(config.model_dump()))) for path, config in configs.items()
     )
-    for path, values in others:
+    for path, values in following:
         keys = [key for key in first | values if first.get(key) != values.get(key)]
         if "seed" not in keys:
             yield f"{path}: has the seed of {first_path}, {values['seed']}."

@@ -1,4 +1,4 @@
-"""What a fine-tuning has cost: the test sets of both runs, before it and after it."""
+"""Compare a fine-tuned run with the run it began with, on the test sets of both."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _P_LIMIT = 0.05
 
 
 def tests_of_both(run: RunDir, other: RunDir) -> dict[str, TestSet]:
-    """Return the test sets of two runs by name, those with the same content once.
+    """Return the test sets of two runs by name; those with the same content are listed once.
 
-    A name of the other run that this one has for another test set has its folder beside it.
+    If both runs give different test sets the same name, that of `other` becomes "NAME of FOLDER".
     """
     tests = read_tests(run) if run.config.data.tests else {}
     if other.config.data.tests:
@@ -37,19 +37,19 @@ def before_and_after(
     known: Mapping[str, list[str]] | None = None,
     process_group: ProcessGroup = SINGLE,
 ) -> list[TestReport]:
-    """Score the test sets of a run and of the run that it began with by both, and compare them.
+    """Score a run and the run that it began with on the test sets of both, and compare them.
 
-    The first system of each report is the one before. There is none if the run began with no other
-    one, or if that has gone or cannot be loaded, which is said.
+    The first system of each report is the run before fine-tuning. There are no reports if the run
+    has no `training.init_from`, or if that run cannot be loaded; then `warn` is called.
 
     Args:
         run: the fine-tuned run.
         load: loads the translator of a run.
-        warn: gets what looks wrong about translations.
-        options: of the scores; without intervals there is no test, and no report.
+        warn: called with warnings about translations.
+        options: of the scores; without resamples there are no paired tests, and no reports.
         known: translations by the run of its own test sets, by name.
-        process_group: of the translators. All ranks call, and translate; the first one scores, the
-            others get no reports.
+        process_group: of the translators. All ranks must call this; rank 0 returns the reports, the
+            other ranks an empty list.
     """
     init_from = run.config.training.init_from
     if init_from is None or not options.num_resamples:

@@ -1,6 +1,6 @@
 """Scores of translations by sacreBLEU, each with its interval and its signature.
 
-They are those that the `sacrebleu` command prints for the same lines. Knows lines, no runs.
+They equal what the `sacrebleu` command prints for the same lines. Knows lines, no runs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from mtrain.evaluation.comet import CometModel, Floats, resampled_means
 from mtrain.io.text_width import count
 
 METRICS = ("bleu", "chrf", "chrf++", "ter")  # as the user names them
-_MIN_VARIETY = 0.2  # different outputs, by different references, of a model that reads its source
-_MIN_VARIED = 10  # different references, to judge by
+_MIN_VARIETY = 0.2  # distinct outputs per distinct reference; with fewer, the source is ignored
+_MIN_VARIED = 10  # distinct references; with fewer, nothing is reported
 _MAX_DIGITS = 30  # after the point, so that a printed float is the same float
 _LEAST_RESAMPLES = 40  # an interval of 95% cuts one in 40 on either side
 # sacreBLEU's tokenizers for languages that are written without spaces, or are scored by morphemes:
@@ -35,14 +35,14 @@ _TOKENIZERS = {
     "ko kor": ["ko-mecab"],
     "zh chi cmn lzh wuu yue zho zt": ["zh"],
 }
-# What a model that writes one sentence for all can reach by each tokenizer, with a margin
+# BLEU that the same output for every source can reach, by tokenizer, with a margin
 _NOISE_BLEU = {"char": 20.0, "zh": 10.0}
 _NOISE_BLEU_OF_WORDS = 3.0
 _TOKENIZERS_OF = {code: names for codes, names in _TOKENIZERS.items() for code in codes.split()}
 
 
 class TestSet(NamedTuple):
-    """Lines to translate, and their references: one list, or several, of a line for each."""
+    """Lines to translate, and one or several lists of references with a line for each."""
 
     src: list[str]
     refs: list[list[str]]
@@ -56,10 +56,10 @@ class TestSet(NamedTuple):
 def ignored_source(
     src: Sequence[str], references: Sequence[str], hypotheses: Sequence[str]
 ) -> str | None:
-    """Say that a model ignores its source, and what to do; None if it does not.
+    """Return a warning that a model ignores its source; None if it does not.
 
-    It writes the same few sentences for all: its outputs for different sources are far less varied
-    than the references.
+    Such a model writes the same few sentences: it has far fewer distinct outputs than there are
+    distinct references.
     """
     outputs = dict(zip(src, zip(references, hypotheses, strict=True), strict=True))
     num_expected = len({reference for reference, _ in outputs.values()})
@@ -166,7 +166,7 @@ def _fitting_tokenizers(tgt_lang: str) -> list[str]:
 
 
 def tokenizer_note(tgt_lang: str) -> str | None:
-    """Say which tokenizer BLEU has for a target language; None if it is the default, 13a."""
+    """Name the tokenizer that BLEU uses for a target language; None if it is the default, 13a."""
     name = language_tokenizer(tgt_lang)
     if name is None:
         return None

@@ -59,8 +59,8 @@ def as_json(reports: Sequence[TestReport], compared: Sequence[TestReport] = ()) 
     trees = {report.results[0].name: _tree(report) for report in reports}
     for report in compared:
         tree = _tree(report)
-        whole = trees.setdefault(report.results[0].name, {"num_lines": tree.pop("num_lines")})
-        whole["before_and_after"] = {key: tree[key] for key in ("scores", "comparisons")}
+        entry = trees.setdefault(report.results[0].name, {"num_lines": tree.pop("num_lines")})
+        entry["before_and_after"] = {key: tree[key] for key in ("scores", "comparisons")}
     yield json.dumps(trees, indent=2)
 
 
@@ -116,7 +116,7 @@ def _metric_table(report: TestReport, index: int) -> Iterator[str]:
             rows.append([text, f"mean and standard deviation of {summary.num_runs} runs"])
     yield from format_table(rows, f"<{'>' * len(heads)}<")
     yield f"  {scores[0].signature}"
-    yield from sorted({f"  {each.randomization_signature}" for each in comparisons.values()})
+    yield from sorted({f"  {test.randomization_signature}" for test in comparisons.values()})
 
 
 def _breakdown(result: TestResult, breakdown: Breakdown) -> Iterator[str]:

@@ -34,14 +34,14 @@ class SystemComparison:
 def compare(scorer: Scorer, outputs: Mapping[str, list[str]]) -> list[SystemComparison]:
     """Compare each system with the first one, by every metric of `scorer`.
 
-    Equal scores have p = 1: sacreBLEU counts the draws that differ more, of which equal outputs
-    have none, and would call them different.
+    Equal scores get p = 1. sacreBLEU counts the draws with a greater difference; equal outputs have
+    none, so that its p-value would be close to 0.
 
     Args:
         scorer: of the test set; its `num_resamples` must not be 0.
         outputs: the translations by the baseline, and by at least one other system.
     """
-    baseline, *others = outputs
+    baseline, *systems = outputs
     comparisons: list[SystemComparison] = []
 
     def add(
@@ -61,7 +61,7 @@ def compare(scorer: Scorer, outputs: Mapping[str, list[str]]) -> list[SystemComp
         metric.n_bootstrap = metric.seed = None  # else an interval stays in the signatures
         name, by_bs, bs_signature = _paired_test(outputs, metric, "bs", num_resamples)
         _, by_ar, ar_signature = _paired_test(outputs, metric, "ar", NUM_TRIALS)
-        for system, bs, ar in zip(others, by_bs[1:], by_ar[1:], strict=True):
+        for system, bs, ar in zip(systems, by_bs[1:], by_ar[1:], strict=True):
             p_values = float(bs.p_value or 0.0), float(ar.p_value or 0.0)
             add(
                 name,
@@ -73,7 +73,7 @@ def compare(scorer: Scorer, outputs: Mapping[str, list[str]]) -> list[SystemComp
     if comet is not None:
         signatures = comet.signature("bs", num_resamples), comet.signature("ar", NUM_TRIALS)
         before = scorer.comet_values(outputs[baseline])
-        for system in others:
+        for system in systems:
             after = scorer.comet_values(outputs[system])
             p_values = paired_p_values(before, after, num_resamples)
             add("COMET", system, float(after.mean() - before.mean()), p_values, signatures)

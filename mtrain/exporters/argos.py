@@ -1,4 +1,4 @@
-"""Write a package for Argos Translate and LibreTranslate, and translate with it there.
+"""Export a model as a package for Argos Translate and LibreTranslate, and translate with it.
 
 A package is a CTranslate2 model, one SentencePiece model for both sides, and a sentence splitter.
 """
@@ -87,8 +87,8 @@ NOTES = """\
   with none, and has its case: all small, all capitals, or that of the first letter. A source whose
   only letters are small, such as "2 dogs.", makes all letters small.
 """
-# of a package; LibreTranslate replaces one by that of the public index for the same languages, if
-# the version there is higher
+# of every exported package: LibreTranslate replaces a package by the one of the public index for
+# the same languages, if that has a higher version
 _VERSION = "100.0"
 _SENTENCEPIECE_FILE = "sentencepiece.model"
 _SEARCH = {  # as argostranslate.translate.apply_packaged_translation calls CTranslate2
@@ -138,7 +138,7 @@ def write(
 
 
 def pack(directory: Path, path: Path) -> None:
-    """Write a folder as a package: a ZIP of one folder, named like no package of the index."""
+    """Pack a folder as a ZIP with one top folder, whose name no package of the public index has."""
     metadata = json.loads((directory / "metadata.json").read_text("utf-8"))
     top = f"translate-{metadata['from_code']}_{metadata['to_code']}-mtrain"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -150,7 +150,7 @@ ARCHIVE: Archive | None = Archive(".argosmodel", pack)
 
 
 class ArgosModel(CTranslate2Model):
-    """The files of a package, loaded by CTranslate2; its own call is that of Argos Translate."""
+    """The model of a package, loaded by CTranslate2; `own_call` runs Argos Translate."""
 
     def __init__(self, directory: Path) -> None:
         path = directory / _SENTENCEPIECE_FILE
@@ -158,10 +158,10 @@ class ArgosModel(CTranslate2Model):
         self._directory = directory
 
     def own_call(self, lines: Sequence[str]) -> OwnCall:
-        """Install the package into an empty folder, and translate lines there.
+        """Compare Argos Translate with CTranslate2, which translates the same sentences.
 
         Raises:
-            RunError: if that fails.
+            RunError: if Argos Translate cannot install the package or translate with it.
         """
         if find_spec("argostranslate") is None:
             return OwnCall(
@@ -173,38 +173,38 @@ class ArgosModel(CTranslate2Model):
 
         translated = self.translate(lines)
         translator = ctranslate2.Translator(str(self._directory / "model"), compute_type="auto")
-        expected, num_joined, num_underscores = [], 0, 0
-        for each in translated:
-            tokens = [self.src.pieces(sentence) for sentence in each["sentences"]]
+        expected, num_split, num_underscores = [], 0, 0
+        for translation in translated:
+            tokens = [self.src.pieces(sentence) for sentence in translation["sentences"]]
             results = translator.translate_batch(tokens, **_SEARCH)
-            text = self.tgt.text_of([piece for best in results for piece in best.hypotheses[0]])
-            num_joined += len(tokens) > 1
+            text = self.tgt.text_of([piece for result in results for piece in result.hypotheses[0]])
+            num_split += len(tokens) > 1
             num_underscores += "_" in text
             expected.append(text.replace("\u2581", " ").replace("_", " ").removeprefix(" "))
         notes = [f"it computes in {translator.compute_type}"]
-        if num_joined:
-            notes.append(f"it has split {num_joined:,} lines into sentences")
+        if num_split:
+            notes.append(f"it has split {num_split:,} lines into sentences")
         if num_underscores:
             notes.append(f"it has made underscores of {num_underscores:,} lines spaces")
         pairs = zip(expected, translated, strict=True)
         version = importlib.metadata.version("argostranslate")
         return OwnCall(
             f"argostranslate {version}",
-            agreement(text == each["text"] for text, each in pairs),
+            agreement(text == translation["text"] for text, translation in pairs),
             tuple(notes),
         )
 
     def translate(self, lines: Sequence[str]) -> list[ArgosTranslation]:
-        """Translate text by Argos Translate, after it has installed the package.
+        """Install the package into an empty folder, and translate lines with Argos Translate.
 
         Raises:
-            RunError: if that fails.
+            RunError: if Argos Translate cannot install the package or translate with it.
         """
         with TemporaryDirectory() as home:
             package = Path(home) / "package.argosmodel"
             pack(self._directory, package)
             folders = {f"XDG_{name}_HOME": home for name in ("DATA", "CONFIG", "CACHE")}
-            done = subprocess.run(
+            completed = subprocess.run(
                 [sys.executable, "-m", "mtrain.exporters.argos", str(package)],
                 input=json.dumps(lines),
                 capture_output=True,
@@ -216,20 +216,20 @@ class ArgosModel(CTranslate2Model):
                     "ARGOS_PACKAGES_DIR": f"{home}/packages",
                 },
             )
-        if done.returncode:
-            last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+        if completed.returncode:
+            last = completed.stderr.strip().splitlines()[-1:] or ["no message"]
             raise RunError(f"argostranslate cannot translate with the package: {last[0]}")
-        translated: list[ArgosTranslation] = json.loads(done.stdout)
+        translated: list[ArgosTranslation] = json.loads(completed.stdout)
         return translated
 
 
-load = ArgosModel  # as an exporter loads a folder
+load = ArgosModel  # the `load` of the `Exporter` protocol
 
 
 def main() -> None:
-    """Install the package of the command line, and translate the lines of stdin, a JSON list.
+    """Install the package that the command line names; translate stdin, a JSON list of lines.
 
-    In a process of its own, because Argos Translate reads where its folders are from the
+    Runs in a separate process, because Argos Translate reads the paths of its folders from the
     environment when it is imported.
     """
     import argostranslate.package

@@ -1,4 +1,4 @@
-"""Write a model for CTranslate2, and translate by what was written."""
+"""Export a model to CTranslate2, and translate with the exported model."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ NOTES = """\
   that is not empty be empty, as in mtrain.
 """
 _MIN_POSITIONS = 4096
-_POLL_S = 0.002  # between two looks at whether a translation with limits is done
+_POLL_S = 0.002  # between two checks whether a translation with limits is done
 
 
 def num_positions(config: Config) -> int:
@@ -208,7 +208,7 @@ def _as_array(tensor: Tensor) -> npt.NDArray[np.float32]:
 
 
 class CTranslate2Model(SentencePieceSides):
-    """A model that was written, loaded by CTranslate2 on the CPU, and its SentencePiece models."""
+    """An exported model, loaded by CTranslate2 on the CPU, with its SentencePiece models."""
 
     quantised = None
     masks_special = True  # by the bias of the output projection
@@ -240,9 +240,9 @@ class CTranslate2Model(SentencePieceSides):
         """Return the best targets of each source by log-probability, at most `num_best`.
 
         Raises:
-            TimeoutError, CancelledError: as `limits` say; CTranslate2 ends its work all the same.
+            TimeoutError, CancelledError: if `limits` are reached; CTranslate2 itself runs on.
         """
-        started = self._translator.translate_batch(
+        futures = self._translator.translate_batch(
             self._tokens(sources),
             max_batch_size=BATCH_SIZE,
             beam_size=beam,
@@ -259,10 +259,10 @@ class CTranslate2Model(SentencePieceSides):
         )
         while limits != NO_LIMITS:
             left_s = limits.seconds_left()
-            if all(each.done() for each in started):
+            if all(future.done() for future in futures):
                 break
             time.sleep(min(left_s, _POLL_S))
-        results = [each.result() for each in started]
+        results = [future.result() for future in futures]
         return [
             [
                 self._hypothesis(tokens, log_prob)
@@ -298,7 +298,7 @@ def load(directory: Path, use_vmap: bool = False) -> CTranslate2Model:
 
 
 def check_options(config: Config, options: DecodingOptions) -> None:
-    """Raise ConfigError if the options ask for what CTranslate2 does not do."""
+    """Raise ConfigError if CTranslate2 does not support an option."""
     keys = {"no_repeat_ngram": "decoding.", "early_stop": "decoding.", "mbr": "decoding."}
     for key, section in (keys | {"sampling": "", "with_alignment": ""}).items():
         if value := getattr(options, key):
@@ -319,7 +319,7 @@ def check_options(config: Config, options: DecodingOptions) -> None:
 
 
 class CTranslate2Translator:
-    """Searches with the export of a run; it gives no log-probabilities of tokens."""
+    """Translates with the CTranslate2 export of a run; gives no log-probabilities of tokens."""
 
     process_group = SINGLE
 
@@ -334,7 +334,7 @@ class CTranslate2Translator:
         """Return a translator with other options, which shares this one's model.
 
         Raises:
-            ConfigError: if the options ask for what CTranslate2 does not do.
+            ConfigError: if CTranslate2 does not support an option.
         """
         check_options(self._config, options)
         other = copy.copy(self)
@@ -342,7 +342,7 @@ class CTranslate2Translator:
         return other
 
     def without_repeats(self, order: int) -> CTranslate2Translator:
-        """Return the same with targets in which no n-gram of this order stands twice."""
+        """Return a translator whose targets contain no n-gram of this order twice."""
         other = copy.copy(self)
         other.options = replace(self.options, no_repeat_ngram=order)
         return other
@@ -356,7 +356,7 @@ class CTranslate2Translator:
 
         Raises:
             ConfigError: if a target must begin with a prefix.
-            TimeoutError, CancelledError: as the limits say.
+            TimeoutError, CancelledError: if `limits` are reached.
         """
         if not sources:
             return []
@@ -364,12 +364,14 @@ class CTranslate2Translator:
             raise ConfigError("`prefixes` has no effect with `--engine ctranslate2`; leave it out.")
         beam, limits = self.options.beam, [self.max_length(source) for source in sources]
         ids = [source.ids for source in sources]
-        outputs_of = self._exported.search_best(
+        outputs_by_source = self._exported.search_best(
             ids, beam, limits, beam, self.limits, self.options.no_repeat_ngram
         )
         best = []
-        for outputs, limit in zip(outputs_of, limits, strict=True):
-            hypotheses = [self._hypothesis(out.ids[:limit], out.log_prob) for out in outputs]
+        for outputs, limit in zip(outputs_by_source, limits, strict=True):
+            hypotheses = [
+                self._hypothesis(output.ids[:limit], output.log_prob) for output in outputs
+            ]
             best.append([max(hypotheses, key=lambda hypothesis: hypothesis.score)])
         return best
 
@@ -384,5 +386,5 @@ class CTranslate2Translator:
     def attend(
         self, sources: Sequence[EncodedSource], targets: Sequence[list[int]]
     ) -> list[Tensor]:
-        """Refuse: CTranslate2 gives no attention of given targets."""
+        """Raise ConfigError: CTranslate2 returns no attention weights of given targets."""
         raise ConfigError("`--alignments` has no effect with `--engine ctranslate2`; leave it out.")

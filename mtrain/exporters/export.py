@@ -44,14 +44,14 @@ _LICENCE = re.compile("[a-z0-9][a-z0-9.-]{0,60}")
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What to export to."""
+    """The library to export to, and the options of the export."""
 
     library: Library
     quantization: Quantization | None = None  # the type of the weights; None is float32
-    num_lines: int = 100  # of the validation text, to compare
+    num_lines: int = 100  # of the validation text, to compare on
     licence: str | None = None  # in the model card
     has_scores: bool = True  # whether the model card has scores of the test sets
-    has_page: bool = False  # whether a page that translates is written, too
+    has_page: bool = False  # whether a web page that translates is written, too
     has_shortlist: bool = False  # whether a shortlist of the vocabulary is written, too
 
 
@@ -66,9 +66,9 @@ class ExportReport:
     weights: str | None  # the SHA-256 of the run's `model.safetensors`
     files: dict[str, str | None]  # the SHA-256 of each other file
     parity: ParityReport
-    # of the run, then by name of what need not translate as the run does: a quantised model, one
-    # that the library can only be near to, a shortlist. On the validation text, all searched by
-    # log-probability alone; empty without any of them
+    # on the validation text, by name: the run, then each exported model that may translate
+    # differently (quantised, only approximated by the library, or with a shortlist). All are
+    # searched by log-probability alone; empty if there is no such model
     bleu: dict[str, float]
 
 
@@ -92,12 +92,12 @@ def export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> Ex
 
 
 def load_ctranslate2(run: RunDir, options: DecodingOptions, say: Say) -> CTranslate2Translator:
-    """Load a run's CTranslate2 export, written anew if the weights have changed.
+    """Load a run's CTranslate2 export; write it first if it is missing or has other weights.
 
-    Processes that do so at once wait for each other, unless none can write into the run folder.
+    Concurrent processes take turns by a lock, unless the run folder is not writable.
 
     Raises:
-        ConfigError: if the options ask for what CTranslate2 does not do.
+        ConfigError: if CTranslate2 does not support an option.
         RunError: as `export` does, or if the folder is damaged.
     """
     ctranslate2.check_options(run.config, options)
@@ -126,8 +126,12 @@ def check_exports(run: RunDir) -> Iterator[str]:
         if stored is not None:
             _verify(path.parent, stored)
             yield f"{path.parent.name}/ {_state(run, stored)}"
-    archives = [each.ARCHIVE for each in exporters().values() if each.ARCHIVE is not None]
-    for path in sorted(path for each in archives for path in run.path.glob(f"*{each.suffix}")):
+    archives = [
+        exporter.ARCHIVE for exporter in exporters().values() if exporter.ARCHIVE is not None
+    ]
+    for path in sorted(
+        path for archive in archives for path in run.path.glob(f"*{archive.suffix}")
+    ):
         yield f"{path.name} {_state(run, _verified_archive(path))}"
 
 
@@ -164,7 +168,7 @@ def _kind(archive: Archive | None) -> str:
 
 
 class _StoredReport(BaseModel):
-    """What is read of `export.json`."""
+    """The fields of `export.json` that are read again."""
 
     model_config = ConfigDict(strict=True)
 
@@ -202,7 +206,7 @@ def _verify(directory: Path, stored: _StoredReport) -> None:
 
 
 def _checksums(directory: Path) -> dict[str, str | None]:
-    """Return the SHA-256 of each file but the report; None for what is no plain file."""
+    """Return the SHA-256 of each file but the report; None for anything but a plain file."""
     return {
         path.relative_to(directory).as_posix(): None
         if path.is_symlink()
@@ -220,7 +224,7 @@ def _damaged(directory: Path, why: str) -> RunError:
 
 
 def _check_request(request: ExportRequest, config: Config) -> None:
-    """Raise ConfigError if the library is missing, or has not what is asked for."""
+    """Raise ConfigError if the library is missing, or does not support the request."""
     exporter = exporters()[request.library]
     _require_library(request.library)
     check_supported(request.library, config)
@@ -258,15 +262,15 @@ def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> E
     with _whole(directory, exporter.ARCHIVE) as partial_dir:
         say(f"{directory}: writing, then checking on {len(lines.src)} lines")
         model, tokenizer = translator.model, translator.tokenizer
-        near = exporter.write(model, tokenizer, config, partial_dir, request.quantization)
+        approximated = exporter.write(model, tokenizer, config, partial_dir, request.quantization)
         if request.has_page:
             onnx_page.write(config, partial_dir)
         if request.has_shortlist:
             learned = shortlist.load(run, tokenizer)
             ctranslate2.write_shortlist(learned, tokenizer, partial_dir)
         exported, reference = exporter.load(partial_dir), translator
-        if near is not None:
-            reference = Translator([near], tokenizer, translator.options, translator.device)
+        if approximated is not None:
+            reference = Translator([approximated], tokenizer, translator.options, translator.device)
         compared = parity.compare(reference, exported, lines)
         problems = compared.problems() if request.quantization is None else []
         if problems:
@@ -274,7 +278,7 @@ def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> E
         scored, beam = dict[str, ExportedModel](), translator.options.beam
         if exported.quantised is not None:
             scored, beam = {"int8": exported.quantised}, 1
-        elif request.quantization is not None or near is not None:
+        elif request.quantization is not None or approximated is not None:
             scored["exported"] = exported
         if request.has_shortlist:
             scored["use_vmap=True"] = ctranslate2.load(partial_dir, use_vmap=True)
@@ -333,20 +337,23 @@ def check_supported(library: Library, config: Config) -> None:
     holders = [
         f"`--to {other}`"
         for other, exporter in exporters().items()
-        if all(each.value_in(config) == each.value for each in exporter.REQUIREMENTS)
+        if all(
+            requirement.value_in(config) == requirement.value
+            for requirement in exporter.REQUIREMENTS
+        )
     ]
     elsewhere = f"; {' or '.join(holders)} holds it" if holders else ""
     for requirement in exporters()[library].REQUIREMENTS:
-        found, needed = requirement.value_in(config), requirement.value
-        if found != needed:
+        value, needed = requirement.value_in(config), requirement.value
+        if value != needed:
             raise ConfigError(
                 f"`{requirement.key}` must be {_written(needed)} for {requirement.why}, but is "
-                f"{_written(found)} instead{elsewhere}."
+                f"{_written(value)} instead{elsewhere}."
             )
 
 
 def _written(value: object) -> str:
-    """Return a value of a config as its YAML has it, text in quotes."""
+    """Format a value of a config as in YAML, with text in quotes."""
     return repr(value) if isinstance(value, str) else json.dumps(value)
 
 
@@ -368,7 +375,7 @@ def _read_held_out(run: RunDir, translator: Translator, max_tokens: int) -> Para
 
 
 def _test_results(run: RunDir, translator: Translator, say: Say) -> list[TestResult]:
-    """Score the test sets of a run; without their text there are no scores."""
+    """Score the test sets of a run; on a RunError, report it and return no results."""
     if not run.config.data.tests:
         return []
     try:
@@ -422,17 +429,17 @@ def as_text(report: ExportReport) -> list[str]:
         ("largest difference of log-probability, references", f"{parity.reference_diff:.1e}"),
         ("largest difference of log-probability, own beam", f"{parity.beam_diff:.1e}"),
     ]
-    notes, place = list[str](), len(rows) + 1  # below the row of the library's own call
+    notes, notes_at = list[str](), len(rows) + 1  # below the row of the library's own call
     if own_call is not None:
         same = "not compared" if own_call.same is None else str(own_call.same)
         rows.append((f"lines with the same text, {own_call.program}", same))
         notes = [f"  {note}" for note in own_call.notes]
-    own = next(iter(report.bleu.values()), 0.0)
+    run_bleu = next(iter(report.bleu.values()), 0.0)
     for index, (name, value) in enumerate(report.bleu.items()):
-        difference = f" ({value - own:+.2f})" if index else ""
+        difference = f" ({value - run_bleu:+.2f})" if index else ""
         rows.append((f"validation BLEU, {name}", f"{value:.2f}{difference}"))
     lines = format_table(rows, "<<")
-    return [*lines[:place], *notes, *lines[place:]]
+    return [*lines[:notes_at], *notes, *lines[notes_at:]]
 
 
 def as_json(report: ExportReport) -> list[str]:

@@ -1,6 +1,7 @@
-"""What an exporter is: a module that says what its library holds, writes it, and runs it there.
+"""The `Exporter` protocol, and what several exporters share.
 
-Knows no library; it has what several of them need.
+An exporter is a module that states what its library supports, writes a model in the library's
+format, and runs it with the library. This module imports no such library.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
 
 Ids = list[list[int]]
 T = TypeVar("T")
-BATCH_SIZE = 32  # lines that a library translates at once, in a comparison
-MASKED_BIAS = -1e4  # of a token that is never generated: below every logit, and within float16
+BATCH_SIZE = 32  # lines that a library translates in one batch
+MASKED_BIAS = -1e4  # of a token that must not be generated: below any logit, within float16
 SOURCE_FILE, TARGET_FILE = "source.spm", "target.spm"
 
 
@@ -33,7 +34,7 @@ class ExportedHypothesis(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """The number of lines on which both agree."""
+    """The number of lines on which two programs agree."""
 
     num_same: int
     num_lines: int
@@ -43,21 +44,21 @@ class Agreement(NamedTuple):
 
 
 def agreement(same: Iterable[bool]) -> Agreement:
-    """Count the lines on which both agree."""
+    """Count the lines on which two programs agree; `same` has one flag for each line."""
     flags = list(same)
     return Agreement(sum(flags), len(flags))
 
 
 @dataclass(frozen=True)
 class OwnCall:
-    """How the library's own call, from text to text, compares with its search over tokens.
+    """The library's own text-to-text call, compared with its search over tokens.
 
-    Both search in the same way, with whatever settings the call has.
+    Both search with the settings of that call.
     """
 
-    program: str  # and its version
+    program: str  # its name and version
     same: Agreement | None  # of the texts; None if they were not compared
-    notes: tuple[str, ...] = ()  # why not, or what the program does to text by itself
+    notes: tuple[str, ...] = ()  # why they were not compared, or how the program changes text
 
 
 class ExportedModel(Protocol):
@@ -69,7 +70,7 @@ class ExportedModel(Protocol):
 
     @property
     def quantised(self) -> ExportedModel | None:
-        """The same with weights of fewer bits, if such files lie beside the others."""
+        """The variant with weights of fewer bits, if the export contains one too."""
 
     def encode(self, lines: Sequence[str]) -> Ids:
         """Return tokens + eos for each line."""
@@ -80,14 +81,15 @@ class ExportedModel(Protocol):
     def search(self, sources: Ids, beam: int, max_lengths: list[int]) -> list[ExportedHypothesis]:
         """Return the target of the highest log-probability of each source.
 
-        No limit below that of its own source, eos apart, ends a target; it may be higher.
+        `max_lengths` are tokens without eos, one limit for each source. A target may be longer
+        than its limit, but is not cut off below it.
         """
 
     def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
         """Return the log-probability of each token of a given target, and of its eos."""
 
     def own_call(self, lines: Sequence[str]) -> OwnCall | None:
-        """Translate text as a user of the library does; None if the model card has a test."""
+        """Compare the library's text-to-text call with `search`; None if nothing is compared."""
 
 
 def in_batches(lengths: list[int], compute: Callable[[list[int]], list[T]]) -> list[T]:
@@ -111,7 +113,7 @@ def score_by_logits(
     Args:
         sources: tokens + eos of each line.
         targets: tokens without eos.
-        special: ids of the target vocabulary.
+        special: special token ids of the target vocabulary.
         logits_of: returns the logits [B, T, V] for sources and decoder inputs [B, T].
     """
 
@@ -129,7 +131,7 @@ def score_by_logits(
 
 
 class SpecialIds(NamedTuple):
-    """Ids of a target vocabulary."""
+    """Special token ids of a target vocabulary."""
 
     pad: int
     bos: int
@@ -160,7 +162,7 @@ def write_sentencepiece(tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def longest(config: Config, least: int) -> int:
-    """Return the tokens of the longest source or target of a config, or `least` if that is more."""
+    """Return the most tokens that a source or target may have by a config, but at least `least`."""
     return max(least, config.data.max_tokens + config.decoding.max_extra_tokens + 1)
 
 
@@ -176,7 +178,7 @@ def sines_first(model: Transformer) -> dict[str, Tensor]:
 
 
 def _permuted(name: str, weight: Tensor, order: list[int]) -> Tensor:
-    """Permute the model dimension: rows of a norm or of what is added, columns of the others."""
+    """Permute the model dimension: rows of norms and projections to it, columns of the others."""
     module = name.rpartition(".")[0]
     if module.endswith((".norm", ".output", ".outer")):
         return weight[order]
@@ -191,16 +193,16 @@ class Requirement(NamedTuple):
     why: str  # the library, and what it does: "CTranslate2, whose encoder ..."
 
     def value_in(self, config: Config) -> object:
-        """Return what the config has instead, or has too."""
+        """Return the value of the key in `config`."""
         section, _, key = self.key.partition(".")
         return getattr(getattr(config, section), key)
 
 
 class Archive(NamedTuple):
-    """The one file that a folder is packed into."""
+    """The file format that an exported folder is packed into, if the library reads one file."""
 
-    suffix: str  # of its name
-    pack: Callable[[Path, Path], None]  # the folder, the file
+    suffix: str  # of the file name
+    pack: Callable[[Path, Path], None]  # takes the folder and the path of the file
 
 
 class Exporter(Protocol):
@@ -211,7 +213,7 @@ class Exporter(Protocol):
     """
 
     PACKAGE: str  # the library as pip names it
-    OTHER_PACKAGES: tuple[str, ...]  # that must be installed beside it
+    OTHER_PACKAGES: tuple[str, ...]  # others that must be installed
     REQUIREMENTS: tuple[Requirement, ...]  # what a config must have
     QUANTIZATIONS: tuple[str, ...]  # types of the stored weights besides float32
     ARCHIVE: Archive | None  # if the library reads one file, not a folder
@@ -234,7 +236,7 @@ class Exporter(Protocol):
         """Write a model and its tokenizer into `directory`.
 
         Returns:
-            what the library computes, if that can only be near the model; else None.
+            the model that the library computes, if it can only approximate `model`; else None.
         """
 
     def load(self, directory: Path) -> ExportedModel:

@@ -1,4 +1,4 @@
-"""Write a model as Hugging Face's MarianMTModel, and run what was written.
+"""Export a model as Hugging Face's MarianMTModel, and run the exported model.
 
 Marian's sinusoids have all sines before all cosines, mtrain's alternate. The model dimension of
 every weight is permuted accordingly, which changes no output.
@@ -74,9 +74,9 @@ NOTES = """\
 - `>>x<<` at the beginning of a line is read as a language code; mtrain reads it as text.
 - "Recommended: pip install sacremoses" is a warning of the tokenizer that can be ignored.
 """
-_MIN_POSITIONS = 1024  # not more, because transformers computes them whenever it loads
+_MIN_POSITIONS = 1024  # not more, because transformers computes their table at each load
 _LAYER = re.compile(r"(encoder|decoder)\.(\d+)\.(.+)\.(weight|bias)")
-_MODULES = {  # of a layer; a weight is split by rows into those of several modules
+_MODULES = {  # of a layer, by their names in mtrain; a weight is split by rows among several
     "self_attention.queries_keys_values": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
     "self_attention.output": "self_attn.out_proj",
     "cross_attention.queries": "encoder_attn.q_proj",
@@ -117,7 +117,7 @@ def num_positions(config: Config) -> int:
 
 
 def architecture(model: Transformer, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the settings of a MarianMTModel that say what its weights are, and special ids."""
+    """Return the settings of a MarianMTModel that describe its layers, and the special ids."""
     config = model.config
     return {
         "architectures": ["MarianMTModel"],
@@ -151,7 +151,7 @@ def _model_settings(model: Transformer, tokenizer: Tokenizer, limit: int) -> dic
 def _generation_settings(tgt: Vocabulary, config: Config) -> dict[str, Any]:
     """Return the defaults of `generate`: as in mtrain, but for the length penalty.
 
-    A `max_length` here would contradict the `max_new_tokens` of a caller, and be warned of.
+    A `max_length` would contradict a caller's `max_new_tokens`; transformers warns of that.
     """
     decoding, max_tokens = config.decoding, config.data.max_tokens
     return {
@@ -238,11 +238,11 @@ class MarianModel:
         with _quiet() as transformers:
             self.model = transformers.AutoModelForSeq2SeqLM.from_pretrained(directory).eval()
             self._tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-        special = self.model.generation_config
+        generation = self.model.generation_config
         self._special = SpecialIds(
-            int(special.pad_token_id),
-            int(special.decoder_start_token_id),
-            int(special.eos_token_id),
+            int(generation.pad_token_id),
+            int(generation.decoder_start_token_id),
+            int(generation.eos_token_id),
         )
 
     def encode(self, lines: Sequence[str]) -> Ids:
@@ -298,7 +298,7 @@ class MarianModel:
         """Compare nothing: `encode`, `search` and `decode` are the library's own calls."""
 
 
-load = MarianModel  # as an exporter loads a folder
+load = MarianModel  # the `load` of the `Exporter` protocol
 
 
 @contextmanager

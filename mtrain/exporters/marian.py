@@ -1,13 +1,14 @@
-"""Write a model for Marian, and translate with it there.
+"""Export a model to Marian, and translate with Marian.
 
-The same function in other weights: Marian's sinusoids have all sines before all cosines, mtrain's
-alternate, and so the model dimension is permuted. A target begins with zeros in Marian and with the
-embedding of <s> in mtrain; that is subtracted from all embeddings, which changes all logits of a
-position alike and thus no probability, and the biases of the first layer add it again.
+The exported weights differ from the run's in two ways that change no probability. Marian's
+sinusoids have all sines before all cosines, while mtrain's alternate: the model dimension is
+permuted. A target begins with zeros in Marian and with the embedding of <s> in mtrain: that
+embedding is subtracted from all target embeddings, which changes all logits of a position by the
+same amount, and the biases of the first layer add it again.
 
-Not the same are the wavelengths of the sinusoids: 10000^(i / (D/2 - 1)) in Marian, and
-10000^(i / (D/2)) in the paper and in mtrain. `write` returns the model with those of Marian, which
-the comparison is with.
+The wavelengths of the sinusoids do change the output: 10000^(i / (D/2 - 1)) in Marian, and
+10000^(i / (D/2)) in the paper and in mtrain. `write` returns a copy of the model with Marian's
+wavelengths, and the export is compared with that copy.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ NOTES = """\
 - Marian writes `<unk>` and line breaks only with `--allow-unk` and `--allow-special`.
 """
 _MIN_POSITIONS = 1024
-_MAX_LENGTH_FACTOR = 3  # of an output to its source, as Marian has it unless told otherwise
-_MODULES = {  # of a layer; a weight is split by rows into those of several names
+_MAX_LENGTH_FACTOR = 3  # of an output to its source; Marian's default
+_MODULES = {  # of a layer, by their names in mtrain; a weight is split by rows among several
     "self_attention.queries_keys_values": ["self_?q", "self_?k", "self_?v"],
     "self_attention.output": ["self_?o"],
     "cross_attention.queries": ["context_?q"],
@@ -112,9 +113,9 @@ def write(
     directory: Path,
     quantization: str | None,
 ) -> Transformer:
-    """Write a model and its SentencePiece models; return what Marian computes."""
+    """Write a model and its SentencePiece models; return the model that Marian computes."""
     tgt, sizes = tokenizer.tgt, model.config
-    arrays: dict[str, Any] = {name: each.numpy() for name, each in _weights(model, tgt).items()}
+    arrays: dict[str, Any] = {name: weight.numpy() for name, weight in _weights(model, tgt).items()}
     settings = {
         "type": "transformer",
         "dim-vocabs": [len(tokenizer.src), len(tgt)],
@@ -155,7 +156,7 @@ def write(
 
 
 def _with_wavelengths(model: Transformer, count: int) -> Transformer:
-    """Return a copy of a model whose first `count` positions are those of Marian."""
+    """Return a copy of a model with `count` positions, which are Marian's sinusoids."""
     d_model = model.config.d_model
     changed = {"positions": "learned", "max_positions": count}
     other = Transformer(
@@ -218,7 +219,7 @@ def _weights(model: Transformer, tgt: Vocabulary) -> dict[str, Tensor]:
 
 
 class MarianProgram(SentencePieceSides):
-    """An exported folder, translated by Marian on the CPU, in a process of its own each time."""
+    """An exported folder, run by Marian on the CPU; each call starts a process."""
 
     quantised = None
     masks_special = True  # by the bias of the output projection
@@ -232,12 +233,12 @@ class MarianProgram(SentencePieceSides):
         lengths = zip(max_lengths, sources, strict=True)
         factor = max((limit + 1) / len(ids) for limit, ids in lengths)
         options = ["--beam-size", str(beam), "--max-length-factor", str(math.ceil(factor))]
-        found = self._decode([self._written(self.src, ids[:-1]) for ids in sources], options)
+        outputs = self._decode([self._written(self.src, ids[:-1]) for ids in sources], options)
         return [
             ExportedHypothesis(
                 [self.id_of[piece] for piece in pieces], log_prob, len(log_probs) > len(pieces)
             )
-            for pieces, log_probs, log_prob in found
+            for pieces, log_probs, log_prob in outputs
         ]
 
     def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
@@ -249,30 +250,32 @@ class MarianProgram(SentencePieceSides):
                 ("src", self.src, [ids[:-1] for ids in sources]),
                 ("tgt", self.tgt, targets),
             ):
-                text, ids_of = Path(directory) / name, Path(directory) / f"{name}.yml"
-                text.write_text(
+                text_path, ids_path = Path(directory) / name, Path(directory) / f"{name}.yml"
+                text_path.write_text(
                     "".join(f"{self._written(vocabulary, ids)}\n" for ids in rows), "utf-8"
                 )
                 pieces = vocabulary.pieces_of(range(len(vocabulary)))
-                ids_of.write_text(json.dumps({piece: row for row, piece in enumerate(pieces)}))
-                paths["--train-sets"].append(str(text))
-                paths["--vocabs"].append(str(ids_of))
-            for option, both in paths.items():
-                options += [option, *both]
-            longest = max(len(ids) for ids in (*sources, *targets)) + 1
-            options += ["--word-scores", "--max-length", str(longest)]
-            found = self._run("score", options)
-        return [[float(each) for each in row.partition("=")[2].split()] for row in found]
+                ids_path.write_text(json.dumps({piece: row for row, piece in enumerate(pieces)}))
+                paths["--train-sets"].append(str(text_path))
+                paths["--vocabs"].append(str(ids_path))
+            for option, side_paths in paths.items():
+                options += [option, *side_paths]
+            max_length = max(len(ids) for ids in (*sources, *targets)) + 1
+            options += ["--word-scores", "--max-length", str(max_length)]
+            outputs = self._run("score", options)
+        return [[float(score) for score in line.partition("=")[2].split()] for line in outputs]
 
     def own_call(self, lines: Sequence[str]) -> OwnCall:
-        """Translate text with its own SentencePiece, and pieces, by `decoder.yml`."""
+        """Compare translations of text that Marian tokenizes with translations of pieces."""
         pieces = [self._written(self.src, ids[:-1]) for ids in self.encode(lines)]
-        found = self._translate(pieces, ["--no-spm-encode", "--no-spm-decode"])
-        expected = self.tgt.decode([[self.id_of[each] for each in row.split()] for row in found])
+        outputs = self._translate(pieces, ["--no-spm-encode", "--no-spm-decode"])
+        ids = [[self.id_of[piece] for piece in line.split()] for line in outputs]
+        expected_texts = self.tgt.decode(ids)
         texts = self._translate([" ".join(line.splitlines()) for line in lines], [])
-        pairs = zip(texts, expected, strict=True)
+        pairs = zip(texts, expected_texts, strict=True)
         version = importlib.metadata.version(PACKAGE)
-        return OwnCall(f"{PACKAGE} {version}", agreement(text == other for text, other in pairs))
+        same = agreement(text == expected for text, expected in pairs)
+        return OwnCall(f"{PACKAGE} {version}", same)
 
     def _written(self, vocabulary: Vocabulary, ids: list[int]) -> str:
         return " ".join(vocabulary.pieces_of(ids))
@@ -280,39 +283,40 @@ class MarianProgram(SentencePieceSides):
     def _decode(
         self, lines: list[str], options: list[str]
     ) -> list[tuple[list[str], list[float], float]]:
-        """Return of each line the pieces of its target, their log-probabilities, and the sum."""
+        """Return for each line the pieces of its target, their log-probabilities, and the sum."""
         options = [*options, "--n-best", "--word-scores", "--no-spm-encode", "--no-spm-decode"]
         options += ["--normalize", "0", "--allow-unk", "--allow-special"]
-        found: dict[int, tuple[list[str], list[float], float]] = {}
+        best: dict[int, tuple[list[str], list[float], float]] = {}
         for row in self._translate(lines, options):
             head, log_probs, _, total = row.rsplit(" ||| ", 3)
             number, _, pieces = head.partition(" |||")
             values = [float(value) for value in log_probs.partition("=")[2].split()]
-            found.setdefault(int(number), (pieces.split(), values, float(total)))  # the best
-        return [found[number] for number in range(len(lines))]
+            # the first output of a line is the best one
+            best.setdefault(int(number), (pieces.split(), values, float(total)))
+        return [best[number] for number in range(len(lines))]
 
     def _translate(self, lines: Sequence[str], options: list[str]) -> list[str]:
-        """Return the lines that Marian writes for these, by `decoder.yml` and options."""
+        """Translate lines with Marian by `decoder.yml` and `options`; return its output lines."""
         return self._run("decode", ["--config", "decoder.yml", *options], lines)
 
     def _run(self, command: str, options: list[str], lines: Sequence[str] = ()) -> list[str]:
-        """Return the lines that a command of Marian writes.
+        """Run a command of pymarian with `lines` as its input; return its output lines.
 
         Raises:
             RunError: if it fails.
         """
         threads = str(torch.get_num_threads())
-        done = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, "-m", PACKAGE, command, *options, "--quiet", "--cpu-threads", threads],
             input="".join(f"{line}\n" for line in lines).encode(),
             capture_output=True,
             cwd=self._directory,
         )
-        if done.returncode:
-            said = done.stderr.decode(errors="replace").splitlines()
-            why = next((line for line in said if "Error" in line), "no error message")
+        if completed.returncode:
+            messages = completed.stderr.decode(errors="replace").splitlines()
+            why = next((line for line in messages if "Error" in line), "no error message")
             raise RunError(f"{PACKAGE} cannot {command} with the model: {why}")
-        return done.stdout.decode().split("\n")[:-1]
+        return completed.stdout.decode().split("\n")[:-1]
 
 
-load = MarianProgram  # as an exporter loads a folder
+load = MarianProgram  # the `load` of the `Exporter` protocol

@@ -78,13 +78,13 @@ def readme(
     """Return the model card: use, limits, licence, scores, sizes, data, comparison with the run.
 
     Args:
-        run: what was exported.
+        run: the exported run.
         translator: the loaded run.
-        exporter: what has written the model.
+        exporter: the exporter that wrote the model.
         export_name: the name of the folder or the file.
         example: a line to translate.
-        table: the comparison.
-        results: of the run's test sets.
+        table: the lines of the comparison with the run.
+        results: scores of the run on its test sets.
         licence: its identifier on the Hugging Face Hub, such as cc-by-4.0.
     """
     config = run.config
@@ -133,11 +133,11 @@ def readme(
 
 
 def _languages(codes: Sequence[str]) -> dict[str, list[str]]:
-    """Return the languages as the hub takes them: by ISO 639, and others apart."""
-    first = [re.split("[-_]", code.lower())[0] for code in codes]
-    named = {"language": list(dict.fromkeys(code for code in first if 2 <= len(code) <= 3))}
-    longer = [code for code in codes if code not in named["language"]]
-    return named | ({"language_bcp47": longer} if longer else {})
+    """Return the languages as the Hub takes them: ISO 639 codes, longer ones by another key."""
+    primary = [re.split("[-_]", code.lower())[0] for code in codes]
+    fields = {"language": list(dict.fromkeys(code for code in primary if 2 <= len(code) <= 3))}
+    longer = [code for code in codes if code not in fields["language"]]
+    return fields | ({"language_bcp47": longer} if longer else {})
 
 
 def _licence(licence: str | None) -> Iterator[str]:
@@ -177,7 +177,7 @@ def _model_index(config: Config, results: Sequence[TestResult]) -> list[dict[str
         corpus = config.data.tests.get(result.name)
         kind = corpus.hub if corpus is not None and _is_of_the_hub(corpus) else "text"
         digest = hashlib.sha256(text.encode()).hexdigest()
-        about = {"src": src, "tgt": tgt, "lines": len(result.lines.src), "sha256": digest}
+        dataset_args = {"src": src, "tgt": tgt, "lines": len(result.lines.src), "sha256": digest}
         metrics = []
         for score in result.scores:
             metric: dict[str, object] = {"type": _metric_type(score), "name": score.metric}
@@ -190,7 +190,7 @@ def _model_index(config: Config, results: Sequence[TestResult]) -> list[dict[str
         entries.append(
             {
                 "task": {"type": "translation", "name": f"Translation {src} to {tgt}"},
-                "dataset": {"type": kind, "name": result.name, "args": about},
+                "dataset": {"type": kind, "name": result.name, "args": dataset_args},
                 "metrics": metrics,
             }
         )
@@ -256,7 +256,7 @@ def _data(run: RunDir, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _files(corpus: Corpus, marks: Mapping[str, FileMark]) -> Iterator[tuple[str, str]]:
-    """Yield the name of each file and its hash when it was tokenized, or else now."""
+    """Yield the name of each file and its SHA-256, if possible from when it was tokenized."""
     if _is_of_the_hub(corpus):
         yield f"{corpus.hub}, {corpus.split}", "of the hub"
         return

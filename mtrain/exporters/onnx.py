@@ -1,6 +1,6 @@
-"""Write a model for ONNX Runtime and transformers.js, and translate by what was written.
+"""Export a model to ONNX Runtime and transformers.js, and translate with the exported graphs.
 
-ONNX Runtime runs the graphs of one step, and has no search: mtrain's own search calls them.
+ONNX Runtime runs one decoding step and has no search: mtrain's own search calls it.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class NodeAnswer(TypedDict):
 
 
 def num_positions(config: Config) -> int:
-    """Return the most tokens of a source, and of a target; positions are computed."""
+    """Return the most tokens of a source, and of a target; sinusoids alone have no limit."""
     return config.model.max_positions or 4096
 
 
@@ -117,7 +117,7 @@ def write(
     directory: Path,
     quantization: str | None,
 ) -> None:
-    """Write the graphs, in float32 and in 8 bits, and what transformers.js reads beside them."""
+    """Write the graphs, in float32 and in 8 bits, and the JSON files that transformers.js reads."""
     import onnx
 
     (directory / "onnx").mkdir(parents=True)
@@ -146,7 +146,7 @@ def write(
             "unk_token": unk,
             "bos_token": bos,
             "eos_token": eos,
-            "additional_special_tokens": [pad, unk, bos, eos],  # no text of theirs is one
+            "additional_special_tokens": [pad, unk, bos, eos],  # never read from text
             "clean_up_tokenization_spaces": False,  # of " ." and the like
         },
         "tokenizer": tokenizer_json(tgt),
@@ -159,7 +159,7 @@ def write(
 class OnnxModel:
     """An exported folder, loaded by ONNX Runtime on the CPU."""
 
-    masks_special = False  # no logit is changed; searches never choose them
+    masks_special = False  # `search` never chooses <pad> or <s>; scores include them
 
     def __init__(self, directory: Path, suffix: str = "") -> None:
         import onnxruntime
@@ -202,7 +202,9 @@ class OnnxModel:
             constraints = Constraints(bos, eos, [pad, bos], limits_B)
             group = RequestGroup(self.start([sources[row] for row in rows]), constraints)
             best = beam_search.beam(_step, iter([group]), options)
-            return [ExportedHypothesis(one.ids, one.log_prob, has_ended=True) for one, *_ in best]
+            return [
+                ExportedHypothesis(first.ids, first.log_prob, has_ended=True) for first, *_ in best
+            ]
 
         return in_batches([len(ids) for ids in sources], search_rows)
 
@@ -224,15 +226,15 @@ class OnnxModel:
         return OnnxState(self.decoder, memory_BSD, feeds["attention_mask"])
 
     def own_call(self, lines: Sequence[str]) -> OwnCall:
-        """Translate with the pipeline of transformers.js, if NODE_PATH names its folder."""
+        """Compare the pipeline of transformers.js, found by NODE_PATH, with greedy `search`."""
         try:
             answer = self.translate(lines, "fp32")
         except LookupError as error:
             return OwnCall(_PROGRAM, None, (str(error),))
         sources = self.encode(lines)
         limits = [max(map(len, sources))] * len(sources)
-        ours = self.decode([each.ids for each in self.search(sources, 1, limits)])
-        pairs = zip(ours, answer["texts"], strict=True)  # of bytes that are no UTF-8, texts differ
+        ours = self.decode([output.ids for output in self.search(sources, 1, limits)])
+        pairs = zip(ours, answer["texts"], strict=True)  # invalid UTF-8 is decoded differently
         same = agreement(our == their or parity.REPLACEMENT in our for our, their in pairs)
         return OwnCall(f"{_PROGRAM} {answer['version']}", same)
 
@@ -240,12 +242,12 @@ class OnnxModel:
         """Translate text by transformers.js under node.
 
         Raises:
-            LookupError: if one of both is missing; it says which.
-            RunError: if that fails.
+            LookupError: if node or transformers.js is missing; the message says which.
+            RunError: if node fails.
         """
         node, roots = shutil.which("node"), os.environ.get("NODE_PATH", "").split(os.pathsep)
-        found = [Path(root, _NODE_PACKAGE) for root in roots if root]
-        libraries = [str(path.resolve()) for path in found if path.is_dir()]
+        candidates = [Path(root, _NODE_PACKAGE) for root in roots if root]
+        libraries = [str(path.resolve()) for path in candidates if path.is_dir()]
         if node is None:
             raise LookupError("node is not installed")
         if not libraries:
@@ -259,14 +261,16 @@ class OnnxModel:
             "maxNewTokens": max(map(len, self.encode(lines))) + 1,
         }
         command = [node, "-e", _NODE_PROGRAM]
-        done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
-        if done.returncode:
-            raise RunError(f"{_PROGRAM}: must translate, but ends with: {done.stderr.strip()}")
-        answer: NodeAnswer = json.loads(done.stdout)
+        completed = subprocess.run(
+            command, input=json.dumps(request), capture_output=True, text=True
+        )
+        if completed.returncode:
+            raise RunError(f"{_PROGRAM}: must translate, but ends with: {completed.stderr.strip()}")
+        answer: NodeAnswer = json.loads(completed.stdout)
         return answer
 
 
-load = OnnxModel  # as an exporter loads a folder
+load = OnnxModel  # the `load` of the `Exporter` protocol
 
 
 class OnnxState:
@@ -280,27 +284,27 @@ class OnnxState:
     ) -> None:
         self._decoder = decoder
         self.feeds = {"encoder_hidden_states": memory_BSD, "encoder_attention_mask": src_keep_BS}
-        for each in decoder.get_inputs():
-            if each.name.startswith("past_key_values."):
-                shape = [size if isinstance(size, int) else 0 for size in each.shape]
+        for graph_input in decoder.get_inputs():
+            if graph_input.name.startswith("past_key_values."):
+                shape = [size if isinstance(size, int) else 0 for size in graph_input.shape]
                 shape[0] = len(memory_BSD)
-                self.feeds[each.name] = np.zeros(shape, np.float32)
+                self.feeds[graph_input.name] = np.zeros(shape, np.float32)
 
     def logits(self, ids_NT: Tensor) -> Tensor:
         """Return the logits [N, T, V] of the tokens that follow `ids_NT`, and append them."""
         feeds = self.feeds | {"input_ids": ids_NT.numpy()}
         logits_NTV, *present = self._decoder.run(None, feeds)
-        names = [each.name for each in self._decoder.get_outputs()[1:]]
+        names = [output.name for output in self._decoder.get_outputs()[1:]]
         for name, cached in zip(names, present, strict=True):
             self.feeds[name.replace("present.", "past_key_values.")] = cached
         return torch.from_numpy(logits_NTV)
 
     def reorder(self, rows_N: npt.NDArray[np.int64]) -> None:
-        """Continue with these hypotheses; each may stand once, often, or not at all."""
+        """Keep these rows, in this order; a row may occur once, several times, or not at all."""
         self.feeds = {name: rows[rows_N] for name, rows in self.feeds.items()}
 
     def admit(self, other: OnnxState) -> None:
-        """Refuse: each search has one batch."""
+        """Raise RuntimeError: a search with ONNX Runtime has one batch."""
         raise RuntimeError("a search with ONNX Runtime must have one batch, but gets a second one.")
 
 

@@ -1,8 +1,8 @@
 """The encoder and the decoder of a model as ONNX graphs, in float32 and with weights of 8 bits.
 
 The graphs are those that transformers.js runs for a Marian model: the decoder reads and returns its
-key-value cache. One decoder does the first step and all that follow: it projects the positions of
-the source that the cache does not hold, at first all and later none.
+key-value cache. One decoder graph runs the first step and all later ones: it projects only the
+source positions that the cache does not hold, which are all at the first step and none later.
 
 Shapes: B batch, S source length, T new target positions, P cached ones, D model width, H heads,
 K width of a head, V vocabulary.
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     import onnx
 
 _MASKED = -1e9
-_MAX_INT8 = 63  # so that two products with a state fit 16 bits, in which some processors add them
+_MAX_INT8 = 63  # so that the sum of two products with uint8 fits int16, where some CPUs add them
 _OPSET = 17
-Axes = dict[int, str]  # those of no fixed size, by name
-Inputs = dict[str, tuple[Tensor, Axes]]  # with an example of each
+Axes = dict[int, str]  # names of the dynamic axes
+Inputs = dict[str, tuple[Tensor, Axes]]  # an example and the dynamic axes of each input
 
 
 def encoder(model: Transformer) -> onnx.ModelProto:
@@ -142,10 +142,10 @@ class DecoderGraph(nn.Module):
 
 def _encoder_layer(layer: EncoderLayer, x_BSD: Tensor, keep: Tensor) -> Tensor:
     def attend(x_BSD: Tensor) -> Tensor:
-        own = layer.self_attention
-        projected = own.queries_keys_values(x_BSD).chunk(3, -1)
-        q_BHSK, k_BHSK, v_BHSK = (_split_heads(each, own.num_heads) for each in projected)
-        mixed_BSD: Tensor = own.output(_attend(q_BHSK, k_BHSK, v_BHSK, keep))
+        attention = layer.self_attention
+        chunks = attention.queries_keys_values(x_BSD).chunk(3, -1)
+        q_BHSK, k_BHSK, v_BHSK = (_split_heads(chunk, attention.num_heads) for chunk in chunks)
+        mixed_BSD: Tensor = attention.output(_attend(q_BHSK, k_BHSK, v_BHSK, keep))
         return mixed_BSD
 
     x_BSD = layer.residual_1(x_BSD, attend)
@@ -165,15 +165,15 @@ def _decoder_layer(
     """Return the layer's output [B, T, D]; append its four tensors of the cache to `present`."""
 
     def attend_to_target(x_BTD: Tensor) -> Tensor:
-        own = layer.self_attention
-        q_BTD, k_BTD, v_BTD = own.queries_keys_values(x_BTD).chunk(3, -1)
+        attention = layer.self_attention
+        q_BTD, k_BTD, v_BTD = attention.queries_keys_values(x_BTD).chunk(3, -1)
         k_BHTK, v_BHTK = (
-            torch.cat([cached, _split_heads(new, own.num_heads)], 2)
+            torch.cat([cached, _split_heads(new, attention.num_heads)], 2)
             for cached, new in ((past[0], k_BTD), (past[1], v_BTD))
         )
         present.extend([k_BHTK, v_BHTK])
-        q_BHTK = _split_heads(q_BTD, own.num_heads)
-        mixed_BTD: Tensor = own.output(_attend(q_BHTK, k_BHTK, v_BHTK, keep))
+        q_BHTK = _split_heads(q_BTD, attention.num_heads)
+        mixed_BTD: Tensor = attention.output(_attend(q_BHTK, k_BHTK, v_BHTK, keep))
         return mixed_BTD
 
     def attend_to_source(x_BTD: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ def _decoder_layer(
 def _embed(embedded_BTD: Tensor, positions: Positions, position_T: Tensor) -> Tensor:
     """Return scaled embeddings [B, T, D] plus the encoding of their positions.
 
-    Sinusoids are computed in float64, so that there are no more positions to store than in mtrain.
+    Sinusoids are computed by the graph, in float64, instead of being stored as a table.
     """
     x_BTD = embedded_BTD * math.sqrt(embedded_BTD.shape[-1])
     if positions.table is not None:
@@ -216,7 +216,7 @@ def _attend(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, keep: Tensor) -> Ten
 
 
 def _split_heads(x_BTD: Tensor, num_heads: int) -> Tensor:
-    """Turn [B, T, D] into [B, H, T, K], of no position, too."""
+    """Turn [B, T, D] into [B, H, T, K]; T may be 0."""
     d_head = int(x_BTD.shape[2]) // num_heads
     return x_BTD.view(x_BTD.shape[0], x_BTD.shape[1], num_heads, d_head).transpose(1, 2)
 
@@ -226,7 +226,7 @@ def _traced(graph: nn.Module, inputs: Inputs, outputs: dict[str, Axes]) -> onnx.
 
     stream = BytesIO()
     with warnings.catch_warnings(), torch.no_grad():
-        # of the two exporters this is the older and faster one, which says so
+        # of PyTorch's two exporters this is the older and faster one, which warns of its age
         warnings.simplefilter("ignore")
         torch.onnx.export(
             graph,
@@ -241,15 +241,15 @@ def _traced(graph: nn.Module, inputs: Inputs, outputs: dict[str, Axes]) -> onnx.
         )
     proto = onnx.load_model_from_string(stream.getvalue())
     for node in proto.graph.node:
-        node.ClearField("doc_string")  # the lines of Python, and their files
+        node.ClearField("doc_string")  # it holds lines of Python and their file names
     return proto
 
 
 def quantised(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a graph whose matrices have 8 bits, with a scale for each row.
+    """Return a graph whose matrices are int8, with a scale for each row.
 
-    A row is an embedding, or what makes one output of a product. States are quantised while the
-    graph runs, with one scale for each product.
+    A row is an embedding, or the weights of one output of a product. Activations are quantised
+    while the graph runs, with one scale for each product.
     """
     import onnx
     from onnx import TensorProto, helper, numpy_helper
@@ -258,11 +258,11 @@ def quantised(proto: onnx.ModelProto) -> onnx.ModelProto:
     result.CopyFrom(proto)
     graph, nodes = result.graph, dict[str, onnx.NodeProto]()
     matrices = {
-        each.name: numpy_helper.to_array(each)
-        for each in graph.initializer
-        if len(each.dims) == 2 and each.data_type == TensorProto.FLOAT
+        tensor.name: numpy_helper.to_array(tensor)
+        for tensor in graph.initializer
+        if len(tensor.dims) == 2 and tensor.data_type == TensorProto.FLOAT
     }
-    factors = {  # of a product: transposed matrices
+    transposed = {  # matrices, by the output of the node that transposes them
         node.output[0]: node.input[0]
         for node in graph.node
         if node.op_type == "Transpose" and node.input[0] in matrices
@@ -277,26 +277,30 @@ def quantised(proto: onnx.ModelProto) -> onnx.ModelProto:
         nodes[outputs[0]] = helper.make_node(op, inputs, outputs, **attributes.get(op, {}))
 
     for node in graph.node:
-        name, *rest = node.input or [""]
+        name, *other_inputs = node.input or [""]
         output = node.output[0]
         if node.op_type == "Gather" and name in matrices:
-            add("Gather", [f"{name}.int8", *rest], f"{output}.int8")
-            add("Gather", [f"{name}.scale", *rest], f"{output}.scale")
+            add("Gather", [f"{name}.int8", *other_inputs], f"{output}.int8")
+            add("Gather", [f"{name}.scale", *other_inputs], f"{output}.scale")
             add("Cast", [f"{output}.int8"], f"{output}.unscaled")
             add("Mul", [f"{output}.unscaled", f"{output}.scale"], output)
-        elif output in factors:
+        elif output in transposed:
             add("Transpose", [f"{name}.int8"], f"{output}.int8")
             add("Transpose", [f"{name}.scale"], f"{output}.scale")
-        elif node.op_type == "MatMul" and rest[0] in factors:
-            states = [f"{name}.uint8", f"{name}.scale", f"{name}.zero_point"]
-            add("DynamicQuantizeLinear", [name], *states)
-            add("MatMulInteger", [states[0], f"{rest[0]}.int8", states[2]], f"{output}.int32")
+        elif node.op_type == "MatMul" and other_inputs[0] in transposed:
+            activations = [f"{name}.uint8", f"{name}.scale", f"{name}.zero_point"]
+            add("DynamicQuantizeLinear", [name], *activations)
+            add(
+                "MatMulInteger",
+                [activations[0], f"{other_inputs[0]}.int8", activations[2]],
+                f"{output}.int32",
+            )
             add("Cast", [f"{output}.int32"], f"{output}.unscaled")
-            add("Mul", [states[1], f"{rest[0]}.scale"], f"{output}.scale")
+            add("Mul", [activations[1], f"{other_inputs[0]}.scale"], f"{output}.scale")
             add("Mul", [f"{output}.unscaled", f"{output}.scale"], output)
         else:
             nodes[output] = node
-    weights = {each.name: each for each in graph.initializer}
+    weights = {tensor.name: tensor for tensor in graph.initializer}
     for name, matrix in matrices.items():
         scale = np.abs(matrix).max(1, keepdims=True) / _MAX_INT8
         scale = np.maximum(scale, np.finfo(np.float32).tiny)

@@ -1,4 +1,4 @@
-"""The page of an ONNX export: it translates in a browser, whose files any file server gives."""
+"""The web page of an ONNX export: it translates in the browser; any static server can serve it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WORKER = "service-worker.js"
 
 
 def write(config: Config, directory: Path) -> None:
-    """Write the page into the folder of an export, whose files of 8 bits it loads."""
+    """Write the page into the folder of an export; it loads the 8-bit graphs there."""
     settings = {
         "source": config.data.src_lang,
         "target": config.data.tgt_lang,
@@ -46,10 +46,10 @@ def write(config: Config, directory: Path) -> None:
     for name in names:
         (directory / name).write_bytes((sources / name).read_bytes())
     files = [*names, "page.json", *_MODEL_FILES]
-    version = hashlib.sha256(b"".join((directory / name).read_bytes() for name in files))
+    digest = hashlib.sha256(b"".join((directory / name).read_bytes() for name in files))
     files += ["./", *(f"library/{name}" for name in LIBRARY_FILES)]
     constants = (
-        f"const VERSION = {json.dumps(version.hexdigest()[:16])};\n"
+        f"const VERSION = {json.dumps(digest.hexdigest()[:16])};\n"
         f"const FILES = {json.dumps(files, indent=2)};\n"
     )
     worker = constants + (sources / _WORKER).read_text("utf-8")

@@ -37,13 +37,13 @@ class ParityReport:
     same_source: Agreement  # of source tokens
     same_greedy: Agreement  # of greedy outputs, or a tie of their first different tokens
     same_beam: Agreement  # of the outputs of beam search by log-probability
-    other_beams: dict[str, int]  # the lines of other outputs, by what sets them apart
+    other_beams: dict[str, int]  # the lines whose outputs differ, by the kind of difference
     same_text: Agreement  # of the texts that output tokens are decoded to
     reference_diff: float  # the largest difference of the log-probability of a reference token
     beam_diff: float  # the largest difference of the log-probability of a beam search output
     beam: int  # the width of the beam search
     worst_source: str  # the line where `reference_diff` was found
-    own_call: OwnCall | None  # of the library, from text to text
+    own_call: OwnCall | None  # the library's own text-to-text call
 
     def problems(self) -> list[str]:
         """Return why the export is not exact; beam outputs may differ, their scores may not."""
@@ -76,7 +76,7 @@ class ParityReport:
 
 
 def compare(translator: Translator, exported: ExportedModel, lines: ParallelLines) -> ParityReport:
-    """Translate the sources and score the references with both.
+    """Translate the sources and score the references with the run and with its export.
 
     Args:
         translator: the model of the run.
@@ -123,7 +123,7 @@ def compare(translator: Translator, exported: ExportedModel, lines: ParallelLine
 
 
 def _difference(a: float, b: float) -> float:
-    """Return |a - b|; infinity if one is NaN."""
+    """Return |a - b|; infinity if a or b is not finite."""
     return abs(a - b) if abs(a - b) < float("inf") else float("inf")
 
 
@@ -134,10 +134,10 @@ def _other_beams(
     theirs: Sequence[ExportedHypothesis],
     limits: Sequence[int],
 ) -> dict[str, int]:
-    """Count the lines whose outputs differ by what sets them apart; kinds without a line are left.
+    """Count the lines whose outputs differ, by the kind of difference; omit kinds without lines.
 
-    Who searches by log-probability to the end, finds the likelier output more often. An output
-    that a limit of length ends cannot be compared: each program has a limit of its own.
+    The program that ends its search later finds the likelier output more often. Outputs that end
+    at a length limit cannot be compared, because each program has a limit of its own.
     """
     rows = [row for row, ids in enumerate(ours) if ids != theirs[row].ids]
     are_cut = [
@@ -163,8 +163,8 @@ def _other_beams(
 def _same_text(translator: Translator, exported: ExportedModel, ids: Ids) -> list[bool]:
     """Return for each output whether both decode it to the same text.
 
-    Spaces at its ends and kinds of space are ignored; so are outputs with an unknown token, or with
-    bytes that are no UTF-8, which every library writes in another way.
+    Spaces at the ends and kinds of space are ignored. Outputs with an unknown token or with invalid
+    UTF-8, which each library writes differently, count as the same.
     """
     unk = translator.tokenizer.tgt.unk
     texts = zip(ids, translator.tokenizer.tgt.decode(ids), exported.decode(ids), strict=True)

@@ -1,6 +1,6 @@
 """The libraries that a model can be exported to; `--to` offers them.
 
-Loads no library and no PyTorch until an exporter is asked for.
+Imports no library and no PyTorch until `exporters` is called.
 """
 
 from __future__ import annotations

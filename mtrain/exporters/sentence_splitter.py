@@ -3,7 +3,7 @@
 Argos Translate splits text by such a graph, and downloads one if a package has none. The rule: a
 sentence ends after a full stop, a question mark or an exclamation mark that a space and a capital
 follow, but not after a full stop that ends a word of less than three letters, which is often an
-abbreviation. Scripts without capitals need the space alone, those without spaces neither.
+abbreviation. In scripts without capitals the space suffices, in scripts without spaces the mark.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-_NUM_LABELS, _END = 5, 2  # what MiniSBD reads of a character: here 0, or 2, the end of a sentence
+_NUM_LABELS, _END = 5, 2  # MiniSBD's labels of a character; here 0, or 2 at a sentence's end
 _CHARACTERS = {  # of each class but letters, which depend on the language
     "full stop": ".",
     "end": "!?؟।॥։።።",
@@ -24,7 +24,7 @@ _CHARACTERS = {  # of each class but letters, which depend on the language
     "opener": "“„«‹‘‚([{¿¡「『（",
 }
 _CLASSES = ["padding", "other", *_CHARACTERS, "small letter", "letter"]
-_OFFSETS = range(-3, 3)  # of the characters that count, from the one that may end a sentence
+_OFFSETS = range(-3, 3)  # of the characters that are read, from the one that may end a sentence
 # A sum of at least 24 ends a sentence: 10 for the space, 10 for what begins the next sentence, and
 # 4 for the end or for a full stop after three letters. A wide end suffices alone.
 _WEIGHTS = {
@@ -39,7 +39,7 @@ _WEIGHTS = {
     (2, "opener"): 10,
 }
 _NEEDED = 24
-_INT64, _FLOAT, _STRING = 7, 1, 3  # numbers of the ONNX format: types of tensors, of attributes
+_INT64, _FLOAT = 7, 1  # numbers of the ONNX format: types of tensors, of attributes
 
 
 def splitter(characters: Iterable[str], language: str) -> bytes:
@@ -57,7 +57,7 @@ def splitter(characters: Iterable[str], language: str) -> bytes:
     bias[0], bias[_END] = 0, 0.5 - _NEEDED
     vocabulary = {"lang": language, "_unit2id": ids, "_id2unit": _CLASSES, "lower": False}
     vocabulary |= {"lang_replaces_spaces": False, "idx": 0, "cutoff": 0}
-    # MiniSBD gives each character's features to the graph, which needs one to take and none to use
+    # MiniSBD passes features of each character; the graph must have that input, but ignores it
     settings = {"feat_funcs": ["numeric"], "batch_size": 16}
     metadata = {"lang_code": language, "config": settings, "vocab": vocabulary}
     pads = [-_OFFSETS[0], _OFFSETS[-1]]

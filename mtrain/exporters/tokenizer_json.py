@@ -1,9 +1,9 @@
 """A SentencePiece model as the `tokenizer.json` of Hugging Face's tokenizers, with the same ids.
 
-A BPE model becomes merges with byte fallback. A unigram model becomes one over bytes, because
-unigram models have no byte fallback in JavaScript: each byte of a text is a character of the
-alphabet of byte-level models, each piece is the bytes of its text, and a byte piece is so unlikely
-that it stands only for what has no other piece.
+A BPE model becomes merges with byte fallback. A unigram model becomes a unigram model over bytes,
+because unigram models have no byte fallback in JavaScript: each byte of a text is a character of
+the alphabet of byte-level models, each piece is the bytes of its text, and a byte piece is so
+unlikely that it is used only where no other piece fits.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def tokenizer_json(vocabulary: Vocabulary) -> dict[str, Any]:
 def special_pieces(vocabulary: Vocabulary) -> list[str]:
     """Return how the `tokenizer.json` spells the pieces of pad, unk, bos and eos."""
     ids = [vocabulary.pad, vocabulary.unk, vocabulary.bos, vocabulary.eos]
-    mark = _SPACE if vocabulary.is_unigram else ""  # no text of bytes has one
+    mark = _SPACE if vocabulary.is_unigram else ""  # no text in byte-level characters contains it
     return [mark + piece for piece in vocabulary.pieces_of(ids)]
 
 
@@ -80,8 +80,8 @@ def _special(piece: str) -> dict[str, Any]:
 def _text_pieces(vocabulary: Vocabulary) -> dict[str, float]:
     """Return the pieces of text with their scores: no special ones, no tags and no bytes."""
     special = {vocabulary.pad, vocabulary.unk, vocabulary.bos, vocabulary.eos}
-    others = special.union(vocabulary.byte_pieces, vocabulary.tags.values())
-    ids = [number for number in range(len(vocabulary)) if number not in others]
+    excluded = special.union(vocabulary.byte_pieces, vocabulary.tags.values())
+    ids = [number for number in range(len(vocabulary)) if number not in excluded]
     return dict(zip(vocabulary.pieces_of(ids), vocabulary.scores_of(ids), strict=True))
 
 
@@ -117,7 +117,7 @@ def _unigram(vocabulary: Vocabulary) -> dict[str, Any]:
         if piece in scores:
             vocab.append((spelt[piece], scores[piece]))
         elif match := _BYTE_PIECE.fullmatch(piece):
-            letter = letters[int(match[1], 16)]  # marked where it is a piece of text, too
+            letter = letters[int(match[1], 16)]  # gets a mark if it is a text piece, too
             vocab.append((_SPACE + letter if letter in taken else letter, unlikely))
         else:
             vocab.append((_SPACE + piece, unlikely))

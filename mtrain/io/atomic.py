@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mtrain.errors import RunError, WriteError
 
-_MAX_LINKS = 40  # one after the other, as Linux follows them
+_MAX_LINKS = 40  # followed in a row, as on Linux
 
 
 @contextmanager
@@ -106,10 +106,10 @@ def whole_dir(path: Path, mark: str | None = None) -> Iterator[Path]:
 
 
 def remove_dir(path: Path) -> None:
-    """Delete a folder; it is gone at once or, if it cannot be renamed, whole.
+    """Delete a folder; it is renamed first, so that no partial folder has its name.
 
     Raises:
-        OSError: if a part stays, as a temporary folder beside it.
+        OSError: if it cannot be renamed, or a part of the renamed folder cannot be deleted.
     """
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     path.replace(aside)
@@ -117,10 +117,10 @@ def remove_dir(path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a path where no file can be written, before there is work to lose.
+    """Check that a file can be written to a path, before there is work to lose.
 
     Raises:
-        WriteError: if it is one.
+        WriteError: if not.
     """
     with _writing(path), _beside(path) as beside:
         beside.touch()
@@ -149,15 +149,15 @@ def _writing(path: Path) -> Iterator[None]:
 @contextmanager
 def _beside(path: Path) -> Iterator[Path]:
     """Yield a temporary name beside `path`; delete it at the end, and new folders left empty."""
-    new = [folder for folder in path.parents if not folder.exists()]
+    new_dirs = [folder for folder in path.parents if not folder.exists()]
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield beside
     finally:
         _remove(beside)
-        with suppress(OSError):  # the first that holds something ends it
-            for folder in new:
+        with suppress(OSError):  # stops at the first folder that is not empty
+            for folder in new_dirs:
                 folder.rmdir()
 
 
@@ -178,9 +178,9 @@ def sweep(path: Path) -> None:
         replaced = aside.with_name(aside.name[1:].rsplit(".", 2)[0])
         if not replaced.exists():
             aside.replace(replaced)
-    for left in path.parent.glob(f".{path.name}.*.*"):
-        if left.suffix in (".tmp", ".old"):
-            _remove(left)
+    for leftover in path.parent.glob(f".{path.name}.*.*"):
+        if leftover.suffix in (".tmp", ".old"):
+            _remove(leftover)
 
 
 @contextmanager
@@ -188,9 +188,9 @@ def only_process(lock_path: Path, busy: str, wait_s: float = 0.0) -> Iterator[No
     """Hold a lock between processes.
 
     Args:
-        lock_path: a file beside what is locked; it is made.
+        lock_path: the lock file, which is created.
         busy: the message if another process holds the lock.
-        wait_s: for so long another process may hold it; -1 is without end.
+        wait_s: how long to wait for another process that holds it; -1 waits without end.
 
     Raises:
         RunError: if another process holds it.
@@ -225,10 +225,10 @@ def append(path: Path, data: bytes) -> None:
         WriteError: if the disk does not take them.
     """
     with _writing(path), path.open("ab", buffering=0) as stream:
-        size, rest = stream.tell(), memoryview(data)
+        size, unwritten = stream.tell(), memoryview(data)
         try:
-            while rest:
-                rest = rest[stream.write(rest) :]
+            while unwritten:
+                unwritten = unwritten[stream.write(unwritten) :]
         except OSError:
             stream.truncate(size)
             raise
@@ -271,7 +271,7 @@ def print_lines(lines: Iterable[str]) -> None:
             sys.stdout.buffer.write(line.encode("utf-8") + b"\n")
             sys.stdout.buffer.flush()
         except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for later flushes
             if isinstance(error, BrokenPipeError):
                 return
             raise WriteError(f"stdout: cannot be written: {error.strerror}.") from None

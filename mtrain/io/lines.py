@@ -23,7 +23,7 @@ _BLOCK_BYTES = 1 << 18  # that are decoded at once
 _PATIENCE_S = 0.05  # that a block waits for one more line
 _MAX_BLOCK_CHARACTERS = 4_000_000
 _MAX_WARNINGS = 5  # of each kind; the others are counted
-_OTHER_FORMS = {  # how files begin that hold no lines of UTF-8
+_OTHER_FORMS = {  # the first bytes of other formats, and what to do
     b"\x1f\x8b": "which begins as gzip data does: let the file's name end in .gz",
     b"\xfd7zXZ": "which begins as xz data does: unpack it, or gzip it",
     b"BZh": "which begins as bzip2 data does: unpack it, or gzip it",
@@ -81,7 +81,7 @@ class _CountedFile(io.RawIOBase):
 
 
 def tell_nobody(num_bytes: int) -> None:
-    """Ignore the progress of a reading."""
+    """Ignore the number of bytes read."""
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def open_lines(
 
     Args:
         path: of the file; it is unzipped if its name ends in .gz.
-        advance: is told how many bytes were read from disk, again and again.
+        advance: called with the number of bytes of each read from disk.
         digest: is updated with the bytes as they are on disk; complete at the end of the file.
 
     Raises:
@@ -139,9 +139,9 @@ def read_lines(
     num_read = 0
     with open_lines(path, advance, digest) as stream:
         while block := stream.readlines(_BLOCK_BYTES):
-            whole = b"".join(block)
+            data = b"".join(block)
             try:
-                text = (whole if num_read else whole.removeprefix(BOM)).decode("utf-8")
+                text = (data if num_read else data.removeprefix(BOM)).decode("utf-8")
             except UnicodeDecodeError:
                 yield from _read_to_undecodable(path, block, num_read)
             lines = text.removesuffix("\n").split("\n")  # faster than line by line
@@ -184,8 +184,8 @@ def read_blocks(
     """Yield the lines of a file, or of stdin, as `read_forgiving` does, some at a time.
 
     A block ends when it holds `max_lines`, or when no next line arrives within a short time, so
-    that a user who types lines into a pipe sees each result. An empty block follows where the next
-    line has not arrived. At most two blocks are in memory.
+    that a user who types lines into a pipe sees each result. An empty block means that the input
+    has paused. At most two blocks are in memory.
 
     Raises:
         DataError: for a file that cannot be read.
@@ -198,7 +198,7 @@ def read_blocks(
             for line in read_forgiving(path, warn):
                 lines.put(line)
             lines.put(None)
-        except BaseException as error:  # for the thread that waits
+        except BaseException as error:  # raised in the thread that waits
             lines.put(error)
 
     def soon() -> str | BaseException | None:
@@ -230,13 +230,13 @@ def read_blocks(
 
 
 def format_undecodable(error: UnicodeDecodeError) -> str:
-    """Say what is wrong with a line that is not UTF-8."""
+    """Format the error of a line that is not UTF-8."""
     return f"must be UTF-8, but has {_culprit(error)}"
 
 
 @contextmanager
 def _open_stdin() -> Iterator[BinaryIO]:
-    """Open stdin anew: a thread that still reads when Python ends must not hold Python's own."""
+    """Open a copy of stdin: a thread that still reads at exit must not lock `sys.stdin`."""
     with _explaining(None), os.fdopen(os.dup(sys.stdin.fileno()), "rb") as stream:
         yield stream
 
@@ -260,5 +260,5 @@ def _culprit(error: UnicodeDecodeError) -> str:
 
 
 def other_form(line: bytes) -> str:
-    """Say which data that is no text a line begins as, and what to do; nothing if it is none."""
-    return next((said for start, said in _OTHER_FORMS.items() if line.startswith(start)), "")
+    """Name the format whose first bytes a line has, and what to do; "" if it is none."""
+    return next((text for start, text in _OTHER_FORMS.items() if line.startswith(start)), "")

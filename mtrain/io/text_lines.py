@@ -1,4 +1,4 @@
-"""A text as lines to translate, and the text that their translations make."""
+"""Split a text into lines to translate, and join their translations."""
 
 from __future__ import annotations
 

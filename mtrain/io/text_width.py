@@ -43,9 +43,9 @@ def wrapped(text: str, width: int, max_rows: int) -> list[str]:
 def fitted(text: str, stream: TextIO) -> str:
     """Break text between words where a line would be too long for the terminal, if it is one.
 
-    What stands in backquotes and what names a file stay whole, so that they can be copied; any
-    other word that is too long, such as a line of Chinese, is broken where the row ends. Rows
-    after a label and two spaces stand below what follows them.
+    Text in backquotes and file names are not broken, so that they can be copied; any other word
+    that is too long, such as a line of Chinese, is broken where the row ends. If the text begins
+    with a label and two spaces, further rows are indented by their width.
     """
     try:
         columns = os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
@@ -53,14 +53,14 @@ def fitted(text: str, stream: TextIO) -> str:
         columns = 0
     if columns == 0:  # no terminal, or one that does not say
         return text
-    kept = re.sub(r"`[^`]*`", lambda match: match[0].replace(" ", "\0"), text.rstrip())
-    label = re.match(r" *\w+  +", kept)
-    below = " " * (label.end() if label and label.end() < columns // 2 else 0)
-    return "\n".join(_rows(kept, columns, below)).replace("\0", " ")
+    protected = re.sub(r"`[^`]*`", lambda match: match[0].replace(" ", "\0"), text.rstrip())
+    label = re.match(r" *\w+  +", protected)
+    indent = " " * (label.end() if label and label.end() < columns // 2 else 0)
+    return "\n".join(_rows(protected, columns, indent)).replace("\0", " ")
 
 
-def _rows(text: str, columns: int, below: str) -> list[str]:
-    """Return text in rows of `columns`, all but the first indented by `below`."""
+def _rows(text: str, columns: int, indent: str) -> list[str]:
+    """Return text in rows of `columns`, all but the first after `indent`."""
 
     def is_too_long(row: str) -> bool:
         return _num_fitting(row, columns) < len(row)
@@ -69,13 +69,13 @@ def _rows(text: str, columns: int, below: str) -> list[str]:
     for gap, word in re.findall(r"( *)([^ ]+)", text):
         is_whole = "\0" in word or "/" in word
         longer = row + gap + word
-        if is_too_long(longer) and row and (is_whole or not is_too_long(below + word)):
+        if is_too_long(longer) and row and (is_whole or not is_too_long(indent + word)):
             rows.append(row)
-            longer = below + word
+            longer = indent + word
         while is_too_long(longer) and not is_whole:
-            end = max(_num_fitting(longer, columns), len(below) + 1)
+            end = max(_num_fitting(longer, columns), len(indent) + 1)
             rows.append(longer[:end])
-            longer = below + longer[end:]
+            longer = indent + longer[end:]
         row = longer
     return [*rows, row]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mtrain.ops.packed_weights import Ints
 
-_FEW_SLOTS = 128  # of a new pool, with which the beam of a sentence does not enlarge it
+_FEW_SLOTS = 128  # a new pool of few sources has 8 slots per source position, up to this many
 
 
 class Slots(NamedTuple):
@@ -40,7 +40,7 @@ class KVCache:
         src_slots_NS: the slots of each hypothesis' source; -1 is padding.
         pasts: the pool of the target positions.
         slots_NT: the slots of each hypothesis' target so far, right-aligned; -1 is padding.
-        length_N: the target positions of each hypothesis.
+        length_N: the number of target positions of each hypothesis.
     """
 
     def __init__(self, sources: list[Tensor], src_slots_BS: Ints) -> None:
@@ -55,7 +55,7 @@ class KVCache:
 
     @property
     def max_length(self) -> int:
-        """The target positions of the longest hypothesis, or more."""
+        """The columns of `slots_NT`, an upper bound of the target positions of a hypothesis."""
         return int(self.slots_NT.shape[1])
 
     def advance(self) -> None:
@@ -65,13 +65,13 @@ class KVCache:
         self.length_N = self.length_N + 1
 
     def reserve(self, count: int) -> Ints:
-        """Return the free slots of target positions, at least `count`."""
+        """Return the free slots of the target pool, at least `count` of them."""
         return self.pasts.reserve(count, self.slots_NT)
 
     def replace(
         self, slots_NT: Ints, src_slots_NS: Ints, length_N: Ints, num_allocated: int
     ) -> None:
-        """Replace the hypotheses; the first slots of `reserve` are in use now, or were."""
+        """Replace the hypotheses, after the first `num_allocated` reserved slots were taken."""
         self.slots_NT, self.src_slots_NS, self.length_N = slots_NT, src_slots_NS, length_N
         self.pasts.allocate(num_allocated, slots_NT)
 
@@ -107,7 +107,7 @@ class KVCache:
 class KVPool:
     """Slots for the keys and values of positions, a tensor [R, X] for each layer.
 
-    R grows when few slots are free. At first all slots are in use, or none.
+    R grows when few slots are free. With `is_full` all slots are in use at first, else none.
     """
 
     def __init__(self, layers: list[Tensor], is_full: bool) -> None:
@@ -127,7 +127,7 @@ class KVPool:
         return self._free_R
 
     def write(self, index: int, slots_N: Tensor, rows_NX: Tensor) -> Tensor:
-        """Write keys and values into slots of a layer; return all of the layer's [R, X]."""
+        """Write keys and values into slots of a layer, and return the layer's whole pool [R, X]."""
         layer_RX = self.layers[index]
         return layer_RX.index_copy_(0, slots_N, rows_NX.to(layer_RX.dtype))
 
@@ -153,7 +153,7 @@ def padded(ids: Ints, num_rows: int, num_columns: int) -> Ints:
 
 
 def source_slots(keep_BS: NDArray[np.bool_]) -> Ints:
-    """Return the slots of sources in a pool of the kept positions, in order; -1 is padding."""
+    """Number the kept positions in order, as slots of a pool without padding; -1 is padding."""
     return np.where(keep_BS, keep_BS.cumsum().reshape(keep_BS.shape) - 1, -1)
 
 

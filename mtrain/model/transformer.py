@@ -46,7 +46,7 @@ from mtrain.ops.stacks import (
 from mtrain.ops.topk import Logits, Projection
 
 Sublayer = Callable[[Tensor], Tensor]
-_MIN_GROUP_POSITIONS = 512  # of sources of one length that are encoded apart from others
+_MIN_GROUP_POSITIONS = 512  # source positions of a group that is encoded by itself, at least
 
 
 class Transformer(nn.Module):
@@ -89,7 +89,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Return the decoder's states [B, T, D]; `output` maps them to logits [B, T, V].
 
-        The token keep-masks are False where the embedding of a token is zero, not its position.
+        Where a token keep-mask is False, the embedding is zero; the positional encoding is not.
         """
         memory_BSD = self.encode(src_BS, src_keep_BS, src_token_keep_BS)
         return self.decode(tgt_in_BT, memory_BSD, src_keep_BS, tgt_token_keep_BT)
@@ -184,7 +184,7 @@ class Transformer(nn.Module):
 
         Args:
             cache: with a row for each hypothesis.
-            rows, num_places_B, best_BM, rules: as of `ops.beam_search.search_steps`.
+            rows, num_places_B, best_BM, rules: as in `ops.beam_search.search_steps`.
 
         Returns:
             None if the next position must be decoded by `decode_step`.
@@ -215,8 +215,8 @@ class Transformer(nn.Module):
     ) -> AttentionMaps:
         """Return the attention weights of each head of each layer.
 
-        They are computed by `attention_weights` from the inputs of each attention of a forward
-        pass, which does not hold them itself.
+        A forward pass does not store them, so hooks recompute them with `attention_weights` from
+        the inputs of each attention.
         """
         maps = AttentionMaps([], [], [])
         hooks = []
@@ -250,9 +250,9 @@ class Transformer(nn.Module):
         self.compute_dtype = dtype
 
     def pack_weights(self, precision: Precision = "float32") -> None:
-        """Pack the weights of all linear maps for decoding on a CPU, in as much memory again.
+        """Pack the weights of all linear maps for decoding on a CPU, as copies in extra memory.
 
-        With bfloat16 and int8 the keys and values of decoding are kept in bfloat16.
+        With bfloat16 and int8 the key-value cache is in bfloat16.
         """
         for module in self.modules():
             if isinstance(module, Linear):
@@ -261,11 +261,11 @@ class Transformer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the compiled layers: a copy has weights of its own."""
-        left_out = ("_compiled_encoder", "_compiled_sources", "_compiled_decoder")
-        return {name: value for name, value in vars(self).items() if name not in left_out}
+        excluded = ("_compiled_encoder", "_compiled_sources", "_compiled_decoder")
+        return {name: value for name, value in vars(self).items() if name not in excluded}
 
     def _current_encoder(self) -> CompiledEncoder | None:
-        """Return the encoder as one call, of its present weights; None where it must be layers."""
+        """Return the compiled encoder; None where layers must run one by one."""
         if torch.is_grad_enabled() or self.config.attention_window is not None:
             return None
         compiled = self._compiled_encoder
@@ -277,7 +277,7 @@ class Transformer(nn.Module):
     def _compiled_source_keys_values(
         self, src_BS: Tensor, slots_BS: Ints, groups: Sequence[tuple[slice, int]]
     ) -> list[Tensor] | None:
-        """Return the source keys and values [R, X] of each layer, of each group in one call.
+        """Return the source keys and values [R, X] of each decoder layer; one call for each group.
 
         Returns:
             None where layers must run one by one.
@@ -291,13 +291,13 @@ class Transformer(nn.Module):
         ]
         encodings_TD = self.src_positions.encodings(src_BS.shape[1], torch.float32, src_BS.device)
         for rows, width in groups:
-            parts = (ids_BS[rows, :width], slots_BS[rows, :width])
-            if not compiled.write(*parts, encodings_TD, sources):
+            inputs = (ids_BS[rows, :width], slots_BS[rows, :width])
+            if not compiled.write(*inputs, encodings_TD, sources):
                 return None
         return sources
 
     def _current_sources(self) -> CompiledSources | None:
-        """Return what reads sources in one call, of its present weights; None where layers must."""
+        """Return the compiled encoding of sources; None where layers must run one by one."""
         has_window = self.config.attention_window is not None
         if torch.is_grad_enabled() or has_window or self._compiled_decoder is None:
             return None
@@ -319,8 +319,8 @@ class Transformer(nn.Module):
             self._compiled_decoder = CompiledDecoder.of(layers, *inputs, heads, window)
 
     def _stack_modules(self, stack: Sequence[nn.Module]) -> list[LayerModules]:
-        """Return the modules of layers that can be one compiled call; none for others."""
-        layers = [each for each in map(_layer_modules, stack) if each is not None]
+        """Return the modules of each layer; an empty list if they cannot be one compiled call."""
+        layers = [modules for modules in map(_layer_modules, stack) if modules is not None]
         is_whole = len(layers) == len(stack) and self.compute_dtype in (None, torch.float32)
         return layers if is_whole else []
 
@@ -407,7 +407,7 @@ class Positions(nn.Module):
         """Return the learned encodings [R, D], or sinusoids [at least `stop`, D]."""
         if self.table is not None:
             return self.table.weight
-        cached_TD = self._cached_TD  # twice as many as are needed
+        cached_TD = self._cached_TD  # twice as long as needed, to grow rarely
         if len(cached_TD) < stop or cached_TD.device != device or cached_TD.dtype != dtype:
             with torch.inference_mode(False):
                 made_TD = sinusoids(2 * stop, self.d_model, device=device)
@@ -462,9 +462,10 @@ class DecoderLayer(nn.Module):
     def decode_step(self, x_ND: Tensor, cache: KVCache, index: int, slots: Slots) -> Tensor:
         """Return the output [N, D] of layer `index` for the newest position of the cache."""
         pasts, source_RX = cache.pasts, cache.sources.layers[index]
-        own, cross = self.self_attention, self.cross_attention
-        x_ND = self.residual_1(x_ND, lambda x: own.decode_step(x, pasts, index, slots.past_NT))
-        x_ND = self.residual_2(x_ND, lambda x: cross.decode_step(x, source_RX, slots.source_NS))
+        self_attn, cross_attn = self.self_attention, self.cross_attention
+        past_NT, source_NS = slots
+        x_ND = self.residual_1(x_ND, lambda x: self_attn.decode_step(x, pasts, index, past_NT))
+        x_ND = self.residual_2(x_ND, lambda x: cross_attn.decode_step(x, source_RX, source_NS))
         x_ND = self.residual_3(x_ND, self.feed_forward)
         return x_ND
 
@@ -606,17 +607,18 @@ def _layer_modules(layer: nn.Module) -> LayerModules | None:
     """Return the modules of a post-norm layer with ReLU; None for other layers."""
     if not isinstance(layer, EncoderLayer | DecoderLayer):
         return None
-    own, feed_forward = layer.self_attention, layer.feed_forward
+    self_attention, feed_forward = layer.self_attention, layer.feed_forward
     residuals = [module for module in layer.children() if isinstance(module, Residual)]
     if not (feed_forward.is_relu_ffn and all(residual.is_post for residual in residuals)):
         return None
     maps = (feed_forward.inner, feed_forward.outer)
     first, *middle, last = (residual.norm for residual in residuals)
-    parts = LayerModules(layer, own.queries_keys_values, own.output, first, *maps, last)
+    projections = (self_attention.queries_keys_values, self_attention.output)
+    modules = LayerModules(layer, *projections, first, *maps, last)
     if isinstance(layer, DecoderLayer):
         cross = layer.cross_attention
-        parts = parts._replace(queries=cross.queries, cross_out=cross.output, norm_2=middle[0])
-    return parts
+        modules = modules._replace(queries=cross.queries, cross_out=cross.output, norm_2=middle[0])
+    return modules
 
 
 def split_heads(x_BTD: Tensor, num_heads: int) -> Tensor:
@@ -637,9 +639,9 @@ def attention_weights(q_BHTK: Tensor, k_BHSK: Tensor, keep: Tensor) -> Tensor:
 
 
 def _group_by_length(keep_BS: NDArray[np.bool_]) -> Iterator[tuple[slice, int]]:
-    """Yield (rows, width) of neighbours of one length, to encode without padding.
+    """Yield (rows, width) of neighbouring sources of one length, to encode without padding.
 
-    Groups of few positions are joined with those that follow.
+    A group of few positions is joined with the next, and then padded.
     """
     widths: list[int] = (keep_BS * np.arange(1, keep_BS.shape[1] + 1)).max(1).tolist()
     first = 0
@@ -652,7 +654,7 @@ def _group_by_length(keep_BS: NDArray[np.bool_]) -> Iterator[tuple[slice, int]]:
 
 
 def near_keep(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return a keep-mask [T, T] of the positions that are at most `window` apart; None: all."""
+    """Return a keep-mask [T, T], True where positions are at most `window` apart; None: all."""
     keep_TT = torch.ones(length, length, dtype=torch.bool, device=device)
     return keep_TT if window is None else keep_TT.tril(window).triu(-window)
 
@@ -661,7 +663,7 @@ def _record(
     attention: SelfAttention | CrossAttention, maps: list[Tensor]
 ) -> torch.utils.hooks.RemovableHandle:
     """Append the weights of an attention to `maps` whenever this thread calls it."""
-    thread = threading.get_ident()  # others may translate with the same model
+    thread = threading.get_ident()  # other threads may use the same model
 
     def append(module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if threading.get_ident() == thread:
@@ -689,7 +691,7 @@ def num_parameters(model: nn.Module) -> int:
 
 
 def count_weights(config: ModelConfig, num_src_tokens: int, num_tgt_tokens: int) -> int:
-    """Count the weights that a model would have, without making one."""
+    """Count the weights that a model of this config would have, without making one."""
     width = config.d_model
     attention, norm = 4 * width * (width + 1), 2 * width
     feed_forward = 2 * width * config.d_ff + config.d_ff + width

@@ -1,7 +1,7 @@
 """Scaled dot-product attention for training, and paged attention for decoding.
 
-On a CPU each runs as one compiled function; elsewhere, and without a compiler, as the plain
-formula beside it. Tests hold both to the formula in float64.
+On a CPU each runs as one compiled function; elsewhere, and without a compiled library, as the plain
+formula beside it. Tests compare both with the formula in float64.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from mtrain.ops.native import (
 )
 
 _MAX_MATMUL_KEYS = 128  # up to this many, batched products beat PyTorch's fused kernel on a CPU
-_MAX_COMPILED_KEYS = {torch.float32: 128, torch.bfloat16: 512}  # the compiled function is faster
+# up to this many keys, the compiled function is faster than PyTorch's
+_MAX_COMPILED_KEYS = {torch.float32: 128, torch.bfloat16: 512}
 
 
 def attention(
@@ -115,7 +116,7 @@ class _AttentionFunction(torch.autograd.Function):
         if grad.stride(-1) != 1:
             grad = grad.contiguous()
         grads = _empty_heads_last(q, k, v)
-        shape = native.AttentionShape.from_buffer_copy(ctx.shape)  # others may differentiate, too
+        shape = native.AttentionShape.from_buffer_copy(ctx.shape)  # a copy: `ctx` may be used again
         shape.out_strides[:] = grad.stride()[:3]
         for name, x in zip(("grad_q", "grad_k", "grad_v"), grads, strict=True):
             getattr(shape, f"{name}_strides")[:] = x.stride()[:3]
@@ -160,8 +161,9 @@ def paged_attention(q_ND: Tensor, cache_RX: Tensor, slots_NT: Tensor, num_heads:
 
     Args:
         q_ND: queries, all heads side by side.
-        cache_RX: a key and a value for each position, X = 2 * D, as the queries or in bfloat16.
-        slots_NT: row numbers of the cache; -1 is padding. Each query has at least one.
+        cache_RX: the keys and values of R positions, X = 2 * D, in the dtype of the queries or in
+            bfloat16.
+        slots_NT: row numbers of the cache; -1 is padding. Each query has at least one real slot.
     """
     num_rows, d_model = q_ND.shape
     cache_shape, slots_shape = cache_RX.shape, slots_NT.shape
@@ -197,15 +199,15 @@ def paged_attention(q_ND: Tensor, cache_RX: Tensor, slots_NT: Tensor, num_heads:
 
 
 def is_readable_cache(cache_RX: Tensor, dtype: torch.dtype) -> bool:
-    """Tell whether compiled functions read a cache beside tensors of `dtype`."""
+    """Tell whether the compiled functions for tensors of `dtype` can read a cache [R, X]."""
     is_known = cache_RX.dtype in (dtype, torch.bfloat16)
     return is_known and is_plain(cache_RX) and cache_RX.is_contiguous()
 
 
 def _empty_heads_last(*tensors: Tensor) -> list[Tensor]:
-    """Return an empty [B, H, T, K] for each tensor, stored as [B, T, H, K].
+    """Return an uninitialised [B, H, T, K] for each tensor, stored as [B, T, H, K].
 
-    Consecutive tensors that are views of one tensor get views of one tensor, side by side.
+    Consecutive inputs that are chunks of one tensor get chunks of one new tensor.
     """
     empty: list[Tensor] = []
     for _, group in itertools.groupby(tensors, _layout):

@@ -20,9 +20,9 @@ from mtrain.ops.stacks import CompiledDecoder, pointers
 from mtrain.ops.topk import Projection, ids_tensor
 
 Floats = NDArray[np.float64]
-MAX_POSITIONS = 16  # that are decoded before others may join the search
-_MIN_POSITIONS = 4
-_SHORT_CALL = 80  # hypotheses times positions; what takes longer has `_MIN_POSITIONS`
+MAX_POSITIONS = 16  # of one call, at most; new sentences are admitted between calls
+_MIN_POSITIONS = 4  # the limit of a call with many hypotheses
+_SHORT_CALL = 80  # hypotheses * positions of a call whose limit is between these two
 _WRITTEN = 4  # columns before the tokens, as in `beam_search.c`
 
 
@@ -35,7 +35,7 @@ class Hypotheses(NamedTuple):
         length_N: the number of tokens of each.
         log_prob_N: the sum of its log-probabilities, in float64.
         written_NT: its tokens, right-aligned, padded with -1.
-        log_probs_NT: of each token.
+        log_probs_NT: the log-probability of each token, aligned as `written_NT`.
     """
 
     sentence_N: Ints
@@ -47,16 +47,16 @@ class Hypotheses(NamedTuple):
 
 
 class SearchRules(NamedTuple):
-    """What is searched for.
+    """The rules of a beam search: its width, what ends a target, and which tokens are ranked.
 
     Attributes:
         beam: slots of each sentence.
         eos: the id that ends a target.
         never: ids that are not generated.
         max_lengths_B: the most tokens of each target, without eos.
-        penalty_L: what the log-probability of a target with so many tokens is divided by.
-        early_stop: bound an open hypothesis by its present length, not by the longest.
-        argmax_only: log-probabilities are not wanted; they are 0.
+        penalty_L: the length penalty by number of tokens, with eos; it divides the log-probability.
+        early_stop: bound the score of an open hypothesis at its present length, not at the longest.
+        argmax_only: compute no log-probabilities; they are 0.
         shortlists: the tokens that are ranked for each sentence; empty is all tokens.
     """
 
@@ -74,9 +74,9 @@ class Cache(NamedTuple):
     """The key-value cache.
 
     Attributes:
-        pasts, sources: of each layer, [slots, X].
+        pasts, sources: keys and values of target and source positions, [slots, X] for each layer.
         past_slots_NT, source_slots_NS: row numbers for each hypothesis; -1 is padding.
-        free_slots: rows of `pasts`, which are taken from the first on.
+        free_slots: free rows of `pasts`, which are allocated in this order.
     """
 
     pasts: Sequence[Tensor]
@@ -87,16 +87,17 @@ class Cache(NamedTuple):
 
 
 class SearchSteps(NamedTuple):
-    """What some positions of a search have changed.
+    """The state of a search after some positions.
 
     Attributes:
         rows: the open hypotheses, sorted by sentence.
         cell_N: sentence * W + slot of each.
-        past_slots_NT, source_slots_NS: of each.
-        num_slots: how many slots were taken.
+        past_slots_NT, source_slots_NS: the cache rows of each; -1 is padding.
+        num_slots: how many of `Cache.free_slots` were allocated.
         num_places_B: slots of a sentence without a finished hypothesis.
         best_BM: the M best finished scores, -inf where there are fewer.
-        ended: the hypotheses that ended, in that order; left of its tokens a row is undefined.
+        ended: the hypotheses that ended, the first to end first; `written_NT` and `log_probs_NT`
+            are undefined to the left of a row's tokens.
         score_E: their scores.
     """
 
@@ -121,22 +122,24 @@ def search_steps(
     best_BM: Floats,
     rules: SearchRules,
 ) -> SearchSteps | None:
-    """Decode some positions, until a sentence ends or a token is forced, and change no argument.
+    """Decode some positions in one call, until a sentence ends or a token is forced.
+
+    The new keys and values are written to `cache.pasts`; no other argument is modified.
 
     Returns:
-        None if no position can be decoded in this way: then it must be decoded by the layers.
+        None if no position can be decoded in this way; the layers must then run one by one.
 
     Raises:
         IndexError: if a token, a slot or a sentence is out of range.
-        MemoryError: if there is no work space.
+        MemoryError: if the work space cannot be allocated.
     """
     packed = output.packed_for_search(decoder.table_VD)
     functions = decoder.functions_for(encodings_TD, cache.pasts, cache.sources)
     if packed is None or packed.tiles is None or functions is None:
         return None
     num_positions = _num_positions(len(num_places_B), rules.beam)
-    row_maps = [each.row_map for each in rules.shortlists if each.row_map is not None]
-    fewest = min((len(each.ids_C) for each in rules.shortlists), default=rules.beam)
+    row_maps = [ranked.row_map for ranked in rules.shortlists if ranked.row_map is not None]
+    fewest = min((len(ranked.ids_C) for ranked in rules.shortlists), default=rules.beam)
     if len(row_maps) < len(rules.shortlists) or fewest < rules.beam:
         return None
     num_rows, num_past = cache.past_slots_NT.shape
@@ -157,8 +160,8 @@ def search_steps(
         pointers(cache.sources),
         _output_layer(packed, rules.argmax_only, shortlists),
     )
-    read = [rules.penalty_L, rules.max_lengths_B, cache.free_slots]
-    arrays = [*map(np.ascontiguousarray, read), num_places_B, best_BM, *buffers.arrays()]
+    inputs = [rules.penalty_L, rules.max_lengths_B, cache.free_slots]
+    arrays = [*map(np.ascontiguousarray, inputs), num_places_B, best_BM, *buffers.arrays()]
     addresses = [array.ctypes.data for array in arrays]
     tensors = (decoder.table_VD, encodings_TD, never_ids)
     functions.call("search_steps", tensors, *addresses, structures=structures)
@@ -169,22 +172,23 @@ def _output_layer(
     packed: PackedWeights, argmax_only: bool, shortlists: ctypes.Array[RowsMap]
 ) -> OutputLayer:
     if len(shortlists):
-        own = (packed.map_with(None), LinearMap(), None, None)
-        return OutputLayer(*own, ctypes.addressof(shortlists))
+        fields = (packed.map_with(None), LinearMap(), None, None)
+        return OutputLayer(*fields, ctypes.addressof(shortlists))
     scan = packed.scan if argmax_only else None
     if scan is None:
         return OutputLayer(packed.map_with(None), LinearMap(), None, None)
-    pointers = (None if each is None else each.data_ptr() for each in (scan.weight, scan.bounds_2U))
-    return OutputLayer(packed.map_with(None), scan.packed.map_with(None), *pointers)
+    tensors = (scan.weight, scan.bounds_2U)
+    addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+    return OutputLayer(packed.map_with(None), scan.packed.map_with(None), *addresses)
 
 
 class _Buffers:
-    """What `search_steps` of `ops.h` reads and writes: `ints`, `reals`, and of those that end.
+    """The arrays that `search_steps` of `ops.h` reads and writes; `ops.h` describes their columns.
 
     Args:
-        cache, rows: of the hypotheses.
-        num_cells: the most hypotheses there can be, R.
-        num_positions: that are decoded at most, P.
+        cache, rows: the open hypotheses and their slots.
+        num_cells: the most open hypotheses, R.
+        num_positions: the most positions that are decoded, P.
     """
 
     def __init__(self, cache: Cache, rows: Hypotheses, num_cells: int, num_positions: int) -> None:
@@ -205,11 +209,11 @@ class _Buffers:
         reals[:, 0], reals[:, 1 : 1 + self.num_written] = rows.log_prob_N, rows.log_probs_NT
 
     def arrays(self) -> list[NDArray[Any]]:
-        """Return all of them, in the order of the arguments."""
+        """Return the arrays in the order of the arguments of the C function."""
         return [self.ints, self.reals, self.ended_ints, self.ended_reals, self.counts]
 
     def read(self, num_places_B: Ints, best_BM: Floats) -> SearchSteps:
-        """Return what was written, copied out of the buffers."""
+        """Return the results that the call has written to the buffers."""
         num_positions, num_open, num_ended, num_slots = self.counts.tolist()
         num_written, num_past = self.num_written + num_positions, self.num_past + num_positions
         ints, reals = self.ints[:num_open], self.reals[:num_open]
@@ -242,10 +246,10 @@ class _Buffers:
 
 
 def num_slots_for(num_rows: int, num_sentences: int, beam: int) -> int:
-    """Return the free slots with which no call of `search_steps` ends for want of one."""
+    """Return a number of free slots that is enough for any call of `search_steps`."""
     return min(num_rows, num_sentences) * beam * _num_positions(num_sentences, beam)
 
 
 def _num_positions(num_sentences: int, beam: int) -> int:
-    """Return the most positions of a call: more of few hypotheses, which are soon done."""
+    """Return the most positions of a call: the fewer hypotheses, the more positions."""
     return max(_MIN_POSITIONS, min(MAX_POSITIONS, _SHORT_CALL // max(num_sentences * beam, 1)))

@@ -2,7 +2,7 @@
 
     python mtrain/ops/build.py [NAME...]    # into mtrain/ops/lib, if the sources have changed
 
-The build hook of the wheel runs this file by its path, so it imports nothing of the package.
+The build hook of the wheel runs this file by its path, so it must not import the package.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _TIMEOUT_S = 600.0
 
 
 class InstructionSet(NamedTuple):
-    """What one library is compiled for.
+    """An instruction set that a library is compiled for.
 
     Attributes:
-        name: of the library, and of the value of `MTRAIN_NATIVE` that asks for it.
-        flags: of the compiler.
-        features: those of /proc/cpuinfo that a processor must have.
+        name: the name of the library, and the value of `MTRAIN_NATIVE` that selects it.
+        flags: compiler flags.
+        features: the features in /proc/cpuinfo that a processor must have.
     """
 
     name: str
@@ -105,7 +105,7 @@ def find_compiler() -> list[str]:
 def library_path(directory: Path, name: str) -> Path:
     """Return the path of the library for an instruction set.
 
-    The file name has a hash of sources and flags: a library of other sources is never loaded.
+    Its name has a hash of sources and flags, so that a library of other sources is never loaded.
     """
     digest = hashlib.sha256(repr((COMPILE_FLAGS, _LINK_FLAGS, instruction_sets())).encode())
     for path in (*SOURCES, *HEADERS):
@@ -122,7 +122,7 @@ def build(
     """Compile a library for each instruction set into `directory`, all files at the same time.
 
     Returns:
-        {name: why} for those instruction sets that the compiler does not compile for.
+        {name: error} for each instruction set that could not be compiled.
 
     Raises:
         BuildError: if there is no compiler, none of the libraries can be compiled, or it takes
@@ -133,52 +133,52 @@ def build(
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="build-", dir=directory) as name:
         folder = Path(name)
-        objects: dict[str, list[Path]] = {one.name: [] for one in chosen}
+        objects: dict[str, list[Path]] = {isa.name: [] for isa in chosen}
         commands = []
-        for source, elem, one in itertools.product(SOURCES, ELEM_FLAGS, chosen):
-            target = folder / f"{source.stem}-{elem}-{one.name}.o"
-            objects[one.name].append(target)
-            words = [*compiler, *COMPILE_FLAGS, *ELEM_FLAGS[elem], *one.flags, *extra_flags, "-c"]
-            commands.append((one.name, [*words, str(source), "-o", str(target)]))
+        for source, elem, isa in itertools.product(SOURCES, ELEM_FLAGS, chosen):
+            object_path = folder / f"{source.stem}-{elem}-{isa.name}.o"
+            objects[isa.name].append(object_path)
+            command = [*compiler, *COMPILE_FLAGS, *ELEM_FLAGS[elem], *isa.flags, *extra_flags, "-c"]
+            commands.append((isa.name, [*command, str(source), "-o", str(object_path)]))
         failed = _run_all(commands, folder, deadline)
-        built = {one.name: folder / f"{one.name}.so" for one in chosen if one.name not in failed}
+        built = {isa.name: folder / f"{isa.name}.so" for isa in chosen if isa.name not in failed}
         commands = []
-        for one_name, output in built.items():
-            words = [*compiler, *_LINK_FLAGS, *extra_flags, *map(str, objects[one_name])]
-            commands.append((one_name, [*words, "-o", str(output), "-lm"]))
+        for isa_name, output in built.items():
+            command = [*compiler, *_LINK_FLAGS, *extra_flags, *map(str, objects[isa_name])]
+            commands.append((isa_name, [*command, "-o", str(output), "-lm"]))
         failed |= _run_all(commands, folder, deadline)
         if failed.keys() >= objects.keys():
             raise BuildError(next(iter(failed.values()), "no instruction set was asked for"))
-        for one_name, output in built.items():
-            if one_name not in failed:
-                output.replace(library_path(directory, one_name))
+        for isa_name, output in built.items():
+            if isa_name not in failed:
+                output.replace(library_path(directory, isa_name))
     return failed
 
 
 def _run_all(
     commands: list[tuple[str, list[str]]], folder: Path, deadline: float
 ) -> dict[str, str]:
-    """Run commands, as many at once as there are processors; return {key: why} for what fails."""
+    """Run commands, as many at once as there are processors; return {key: error} for failures."""
     waiting, failed = list(commands), dict[str, str]()
     running: list[tuple[str, subprocess.Popen[bytes], Path]] = []
     env = os.environ | {"TMPDIR": str(folder), "LC_ALL": "C"}  # /tmp may be full
     try:
         while waiting or running:
             while waiting and len(running) < (os.cpu_count() or 1):
-                key, words = waiting.pop(0)
+                key, command = waiting.pop(0)
                 log_path = folder / f"{len(waiting)}.log"
                 with log_path.open("wb") as log:
                     try:
                         process = subprocess.Popen(
-                            words,
+                            command,
                             stdin=subprocess.DEVNULL,
                             stdout=log,
                             stderr=log,
                             env=env,
-                            start_new_session=True,  # to end it with the processes that it starts
+                            start_new_session=True,  # to kill its child processes, too
                         )
                     except OSError as error:
-                        raise BuildError(f"{words[0]}: {error.strerror}") from None
+                        raise BuildError(f"{command[0]}: {error.strerror}") from None
                 running.append((key, process, log_path))
             if time.monotonic() > deadline:
                 raise BuildError("the C compiler took too long")
@@ -207,9 +207,9 @@ def update(directory: Path = LIB_DIR, names: Collection[str] = ()) -> dict[str, 
     Returns and raises what `build` does.
     """
     missing = [
-        one
-        for one in instruction_sets()
-        if (not names or one.name in names) and not library_path(directory, one.name).exists()
+        isa
+        for isa in instruction_sets()
+        if (not names or isa.name in names) and not library_path(directory, isa.name).exists()
     ]
     return build(directory, missing) if missing else {}
 
@@ -223,7 +223,7 @@ def main() -> int:
         return 1
     for name, reason in failed.items():
         print(f"nothing was compiled for {name}: {reason}", file=sys.stderr)
-    current = {library_path(LIB_DIR, one.name) for one in instruction_sets()}
+    current = {library_path(LIB_DIR, isa.name) for isa in instruction_sets()}
     for path in set(LIB_DIR.glob("*.so")) - current:
         path.unlink()
     return 0

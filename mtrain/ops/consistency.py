@@ -1,4 +1,4 @@
-"""Cross-entropy of one pass, and its divergence from a second, without the logits of a batch."""
+"""Cross-entropy of a forward pass plus its KL divergence from a second, in chunks of tokens."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ ConsistencyFormula = Callable[[Tensor, Tensor, Tensor, float, float], tuple[Tens
 
 
 class ProjectedConsistency(torch.autograd.Function):
-    """Label-smoothed cross-entropy of a pass, plus `weight` times its divergence from another.
+    """Label-smoothed cross-entropy of a pass, plus its weighted KL divergence from another pass.
 
     `apply(states_ND, other_ND, weight_VD, targets_N, smoothing, divergence_weight, formula)`
     returns (loss, nll), sums over the N tokens in float64. With p and q, the softmax of the
     projected states of the first and the other pass, the loss is the cross-entropy of p plus
     `divergence_weight` * sum p * log(p / q); gradients flow through p and q. They are computed in
-    the forward pass, chunk by chunk, so that the logits [N, V] are never stored. `formula` replaces
-    `plain_consistency`, for example compiled.
+    the forward pass, chunk by chunk, so that the logits [N, V] are never stored. `formula` is used
+    instead of `plain_consistency` if it is given, for example a compiled one.
     """
 
     @staticmethod
@@ -42,19 +42,19 @@ class ProjectedConsistency(torch.autograd.Function):
         sums = torch.zeros(2, dtype=torch.float64, device=states.device)
         grad_states, grad_other = torch.empty_like(states), torch.empty_like(other)
         grad_weight = torch.zeros_like(weight)
-        for part in chunks(states):
-            added, grad_logits, grad_other_logits = (formula or plain_consistency)(
-                torch.mm(states[part], cast_weight.t()),
-                torch.mm(other[part], cast_weight.t()),
-                targets[part],
+        for chunk in chunks(states):
+            chunk_sums, grad_logits, grad_other_logits = (formula or plain_consistency)(
+                torch.mm(states[chunk], cast_weight.t()),
+                torch.mm(other[chunk], cast_weight.t()),
+                targets[chunk],
                 smoothing,
                 divergence_weight,
             )
-            sums += added
-            grad_states[part] = torch.mm(grad_logits, cast_weight)
-            grad_other[part] = torch.mm(grad_other_logits, cast_weight)
-            grad_weight += torch.mm(grad_logits.t(), states[part])
-            grad_weight += torch.mm(grad_other_logits.t(), other[part])
+            sums += chunk_sums
+            grad_states[chunk] = torch.mm(grad_logits, cast_weight)
+            grad_other[chunk] = torch.mm(grad_other_logits, cast_weight)
+            grad_weight += torch.mm(grad_logits.t(), states[chunk])
+            grad_weight += torch.mm(grad_other_logits.t(), other[chunk])
         ctx.save_for_backward(grad_states, grad_other, grad_weight)
         loss, nll = sums[0], sums[1]
         ctx.mark_non_differentiable(nll)

@@ -11,7 +11,7 @@ from torch import Tensor
 from mtrain.ops.linear import functions_for_linear, matmul_sizes, pad_rows
 from mtrain.ops.native import check_same_device, differentiable_once, functions_for
 
-_CHUNK_TOKENS = 512  # logits exist for so many tokens at a time
+_CHUNK_TOKENS = 512  # whose logits are in memory at one time, on a CPU
 Formula = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor | None]]
 
 
@@ -22,7 +22,8 @@ class ProjectedCrossEntropy(torch.autograd.Function):
     the N tokens in float64 that `F.cross_entropy(states @ weight.T, targets, label_smoothing,
     reduction="sum")` gives with and without smoothing; only the loss has a gradient. Products run
     in the dtype of the states. The gradient is computed in the forward pass, so that the logits
-    [N, V] are never stored. `formula` replaces `plain_cross_entropy`, for example compiled.
+    [N, V] are never stored. `formula` is used instead of `plain_cross_entropy` if it is given, for
+    example a compiled one.
     """
 
     @staticmethod
@@ -54,7 +55,7 @@ class ProjectedCrossEntropy(torch.autograd.Function):
 
 
 def check_arguments(states: Tensor, weight: Tensor, targets: Tensor, smoothing: float) -> None:
-    """Raise the kind of error that PyTorch raises for arguments that do not fit together."""
+    """Raise ValueError or RuntimeError, as PyTorch does, for arguments that do not fit together."""
     if states.dim() != 2 or targets.shape != states.shape[:1]:
         raise ValueError(
             f"targets must be one for each of the states, {tuple(states.shape)}, but are "
@@ -68,7 +69,7 @@ def check_arguments(states: Tensor, weight: Tensor, targets: Tensor, smoothing: 
 
 
 def chunks(rows: Tensor) -> Iterator[slice]:
-    """Yield slices of rows [N, ...] whose logits exist at one time; they are longer on a GPU."""
+    """Yield slices of `rows` [N, ...] to project at one time; they are longer on a GPU."""
     size = _CHUNK_TOKENS if rows.device.type == "cpu" else 16 * _CHUNK_TOKENS
     return (slice(start, start + size) for start in range(0, len(rows), size))
 
@@ -95,14 +96,14 @@ def _projected(
     cast_weight = weight.to(states.dtype)
     grad_rows = torch.empty_like(rows) if with_grad else None
     grad_weight = torch.zeros_like(weight) if with_grad else None
-    for part in chunks(rows):
-        logits = torch.mm(rows[part], cast_weight.t())
-        part_targets = targets[part]
-        part_logits = logits[: len(part_targets)]  # without the padded rows
-        _cross_entropy(part_logits, part_targets, smoothing, with_grad, sums, formula)
+    for chunk in chunks(rows):
+        logits = torch.mm(rows[chunk], cast_weight.t())
+        chunk_targets = targets[chunk]
+        chunk_logits = logits[: len(chunk_targets)]  # without the padded rows
+        _cross_entropy(chunk_logits, chunk_targets, smoothing, with_grad, sums, formula)
         if grad_rows is not None and grad_weight is not None:
-            torch.mm(logits, cast_weight, out=grad_rows[part])
-            grad_weight += torch.mm(logits.t(), rows[part])
+            torch.mm(logits, cast_weight, out=grad_rows[chunk])
+            grad_weight += torch.mm(logits.t(), rows[chunk])
     return grad_rows[: len(states)] if grad_rows is not None else None, grad_weight
 
 
@@ -121,8 +122,8 @@ def _cross_entropy(
         shape = (*logits.shape, logits.stride(0), smoothing, int(with_grad))
         functions.call("cross_entropy", tensors, *shape, sums.data_ptr())
         return
-    added, grad = (formula or plain_cross_entropy)(logits, targets, smoothing, with_grad)
-    sums += added
+    chunk_sums, grad = (formula or plain_cross_entropy)(logits, targets, smoothing, with_grad)
+    sums += chunk_sums
     if grad is not None:
         logits.copy_(grad)
 

@@ -1,4 +1,4 @@
-"""Dropout whose mask follows from a seed, and the seeds of an update."""
+"""Dropout whose mask is a function of a seed, and the seeds of an update."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _LEVELS = 1 << 16  # the rate is a multiple of 1 / _LEVELS
 
 
 class DropoutMask(NamedTuple):
-    """The elements that one call mask: those whose 16-bit hash of (seed, index) is below `cut`.
+    """The mask of one call; it drops elements whose 16-bit hash of (seed, index) is below `cut`.
 
     Attributes:
         cut: the rate in units of 2^-16.
-        scale: what the other elements are multiplied by, 1 / (1 - rate).
+        scale: the factor of the other elements, 1 / (1 - rate).
         seed: 32 bits.
     """
 
@@ -50,7 +50,7 @@ class Dropout(nn.Module):
 
     @property
     def is_active(self) -> bool:
-        """Whether it masks anything: while training, unless the rate is 0."""
+        """Whether elements are dropped: while training, unless the rate is 0."""
         return self.training and self.rate > 0
 
     def draw(self) -> DropoutMask:
@@ -66,7 +66,8 @@ class Dropout(nn.Module):
             return x
         if x.device.type != "cpu":
             return F.dropout(x, self.rate)
-        # also without gradients, as the first pass of a checkpoint: the same mask as with them
+        # compiled also where gradients are disabled: the first pass of a checkpoint must draw the
+        # mask that its recomputation draws
         functions = functions_for(x, is_training=True)
         result: Tensor = _DropoutFunction.apply(  # type: ignore[no-untyped-call]
             x, self.draw(), functions
@@ -105,11 +106,12 @@ def _apply_mask(x: Tensor, mask: DropoutMask, functions: Functions) -> Tensor:
 
 
 class _ThreadSeeds(threading.local):
-    """The generator of a thread's seeds, and what each module has drawn from it.
+    """A thread's generator of seeds, and the seed that each module has drawn from it.
 
     Attributes:
-        rng: None is PyTorch's.
-        seed_of: of the last outermost `dropout_seeds`; None after several calls of a module.
+        rng: None is PyTorch's generator.
+        seed_of: the seeds drawn since the last outermost `dropout_seeds` began; None for a module
+            that was called several times.
     """
 
     def __init__(self) -> None:
@@ -127,14 +129,14 @@ def dropout_seeds(seed: int | None) -> Iterator[None]:
     With None they are drawn from PyTorch's generator. A module that is called again in the backward
     pass, because `torch.utils.checkpoint` recomputes it, takes the seed that it drew before.
     """
-    before = _THREAD.rng
-    if before is None:
+    previous_rng = _THREAD.rng
+    if previous_rng is None:
         _THREAD.seed_of.clear()
     _THREAD.rng = None if seed is None else random.Random(seed)
     try:
         yield
     finally:
-        _THREAD.rng = before
+        _THREAD.rng = previous_rng
 
 
 def random_keep(shape: Sequence[int], rate: float, device: torch.device) -> Tensor:
@@ -149,10 +151,10 @@ def random_keep(shape: Sequence[int], rate: float, device: torch.device) -> Tens
 
 
 def _next_seed(module: Dropout) -> int:
-    """Return the seed of a call.
+    """Return the seed of the next call of `module`.
 
     Raises:
-        RuntimeError: if the call is recomputed, and it cannot be known which of several it is.
+        RuntimeError: if a backward pass recomputes one of several calls: its seed is ambiguous.
     """
     rng, seed_of = _THREAD.rng, _THREAD.seed_of
     if torch._C._current_graph_task_id() >= 0:  # in a backward pass

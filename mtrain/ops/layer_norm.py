@@ -19,7 +19,7 @@ from mtrain.ops.native import (
 
 
 class LayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm` that computes in the dtype of its weights and returns that of its input."""
+    """`nn.LayerNorm` that computes in its weights' dtype and returns its input's dtype."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `input` [..., D], normalised over D."""

@@ -59,12 +59,13 @@ class Linear(nn.Linear):
 
         Args:
             x: [..., in_features].
-            apply_relu: return max(0, the same). Its gradient mask is applied by the next map:
-            input_is_relu: `x` was made with `apply_relu`; the gradient of its zeros is zero.
+            apply_relu: apply ReLU to the result. The backward pass does not mask the gradient; the
+                next map must do so, with `input_is_relu`.
+            input_is_relu: `x` is a result of `apply_relu`; zero the gradient where `x` is zero.
         """
         if not torch.is_grad_enabled():
             return self.forward_packed(x, apply_relu, input_is_relu)
-        # packing the weights in each call pays for many rows only
+        # packing the weights in each call pays off only for many rows
         weight, bias = self.weight, self.bias
         functions = functions_for_linear(x, weight, bias)
         if functions is None or self.out_features % functions.k_group_size:
@@ -79,18 +80,19 @@ class Linear(nn.Linear):
     ) -> Tensor | None:
         """Return `input @ weight.T + bias` from packed weights; None if there are none for `input`.
 
-        Where there are no compiled functions, only copies of a lower precision are used.
+        Without compiled functions, only bfloat16 and int8 copies are used, by the plain formula.
 
         Args:
             input: [..., in_features], float32.
-            apply_relu: return max(0, the same); not together with `input_is_relu`.
+            apply_relu: apply ReLU to the result; not together with `input_is_relu`.
             input_is_relu: skip the zeros of `input`, which are most of it in a trained model; the
                 result is the same, bit for bit.
         """
         packed = self._packed_for(input)
         if packed is None or "bias" not in self._parameters:
             return None
-        bias, out_features = self._parameters["bias"], packed.weight.shape[0]  # faster than `self.`
+        # faster than `self.bias`
+        bias, out_features = self._parameters["bias"], packed.weight.shape[0]
         if not (bias is None or is_float_vector(bias, out_features)):
             return None
         functions = None if packed.tiles is None else functions_for(input)
@@ -114,8 +116,8 @@ class Linear(nn.Linear):
         A packed product of a few rows is several times as fast as PyTorch's on one thread.
 
         Args:
-            precision: of the copy. Below float32, products round their input, too: to bfloat16, or
-                each row to multiples of a 127th of its greatest absolute number.
+            precision: of the copy. With bfloat16 and int8 the input of a product is rounded, too:
+                to bfloat16, or each row to int8 with the scale max|x| / 127.
         """
         self._packed = None
         weight = self.weight
@@ -152,7 +154,7 @@ def relu_ffn(x: Tensor, inner: Linear, outer: Linear) -> Tensor:
         return plain
     result = outer.forward_compiled(hidden, input_is_relu=True)
     if result is None:
-        result = outer(F.relu(hidden))  # which masks the gradient, and changes no value
+        result = outer(F.relu(hidden))  # ReLU again: same values, masked gradient
     return result
 
 
@@ -240,7 +242,7 @@ def matmul_sizes(x: Tensor, weight: Tensor) -> tuple[int, int, int]:
 def pad_rows(rows: Tensor) -> Tensor:
     """Pad rows [N, D] with zeros to a multiple of `_ROW_MULTIPLE` on a CPU.
 
-    oneDNN compiles a bfloat16 product anew for each number of rows, and batches have many.
+    oneDNN compiles a bfloat16 product for each number of rows, which differs between batches.
     """
     missing = -len(rows) % _ROW_MULTIPLE
     if not missing or rows.device.type != "cpu":

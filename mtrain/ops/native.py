@@ -1,11 +1,11 @@
 """Load the compiled library that this processor can run, and call its functions with tensors.
 
 The libraries are compiled when mtrain is installed (`build`). Without one, the operations use their
-plain PyTorch formulas. The environment variable `MTRAIN_NATIVE` decides otherwise:
+plain PyTorch formulas. The environment variable `MTRAIN_NATIVE` overrides the choice:
 
     0             plain formulas
     avx2, ...     the library for one instruction set of `build.instruction_sets`
-    build         a library that is compiled for this process alone, and deleted with it
+    build         a library that is compiled for this process alone, and deleted once loaded
 """
 
 from __future__ import annotations
@@ -142,10 +142,10 @@ class Library(NamedTuple):
     """The library in use, or the reason why there is none.
 
     Attributes:
-        functions: of the library, with their types; None where the plain formulas are used.
-        instruction_set: that it is compiled for.
+        functions: the C functions, with argument types; None where plain formulas are used.
+        instruction_set: the name of the one that the library is compiled for.
         digest: a hash of the file.
-        reason: why there is none.
+        reason: why no library is in use.
     """
 
     functions: ctypes.CDLL | None
@@ -177,29 +177,29 @@ def library() -> Library:
     """Return the best library for this processor, or what `MTRAIN_NATIVE` asks for.
 
     Raises:
-        ConfigError: if `MTRAIN_NATIVE` has no such value, or asks for what the processor cannot do.
+        ConfigError: if `MTRAIN_NATIVE` is not a known value, or this processor cannot run it.
     """
     setting = os.environ.get("MTRAIN_NATIVE", "")
     if setting == "0":
         return Library(None, reason="MTRAIN_NATIVE=0")
     features, known = processor_features(), build.instruction_sets()
-    usable = [one for one in known if features.issuperset(one.features)]
+    usable = [isa for isa in known if features.issuperset(isa.features)]
     if setting == "build":
         return _build_for_this_process(usable[-1])
     if setting:
-        names = [one.name for one in known]
+        names = [isa.name for isa in known]
         if setting not in names:
             raise ConfigError(
                 f"`MTRAIN_NATIVE` must be 0, build or one of {', '.join(names)}, "
                 f"but is {setting!r} instead."
             )
-        usable = [one for one in usable if one.name == setting]
+        usable = [isa for isa in usable if isa.name == setting]
         if not usable:
             raise ConfigError(f"`MTRAIN_NATIVE` is {setting}, which this processor cannot run.")
-    for one in reversed(usable):
-        path = build.library_path(build.LIB_DIR, one.name)
+    for isa in reversed(usable):
+        path = build.library_path(build.LIB_DIR, isa.name)
         if path.is_file():
-            return _load(path, one.name)
+            return _load(path, isa.name)
     if any(build.LIB_DIR.glob(f"{setting}*.so")):
         return Library(None, reason="its library was built from other sources")
     return Library(None, reason=f"no library for {setting or platform.machine()} is installed")
@@ -231,10 +231,11 @@ def _load(path: Path, instruction_set: str) -> Library:
 
 
 def _reason_for_distrust(path: Path) -> str | None:
-    """Return why another user may have put what is at `path`, or None.
+    """Return why another user could have written `path`, or None if no other user could.
 
-    Accepted are files and folders of this user and of root that nobody else may write. A group may
-    if its owner is its only member, and in a sticky folder only the owner of a file may replace it.
+    A file or folder is accepted if it belongs to this user or root, and nobody else may write it. A
+    group may write it if the owner is its only member; a sticky folder is accepted, because only
+    the owner of a file may replace it there.
     """
     info = path.stat()
     if info.st_uid not in (0, os.geteuid()):
@@ -262,7 +263,8 @@ class Functions:
 
     Attributes:
         dtype_name: the suffix of their names.
-        k_group_size: values that one multiply-add takes; inner sizes are multiples of it.
+        k_group_size: values of the inner dimension that one multiply-add takes; the inner
+            dimension of a product must be a multiple of it.
     """
 
     def __init__(self, library: ctypes.CDLL, dtype_name: str) -> None:
@@ -296,7 +298,7 @@ class Functions:
         """Call a C function with structures, the data pointers of contiguous tensors, and numbers.
 
         Raises:
-            MemoryError: if it cannot allocate its work space.
+            MemoryError: if the work space cannot be allocated.
             IndexError: if a target, a token or a slot of the cache is out of range.
             RuntimeError: if a tensor has no data.
         """
@@ -318,8 +320,13 @@ def functions_for(*tensors: Tensor, is_training: bool = False) -> Functions | No
     """Return the compiled functions for these tensors, or None where the plain formula is used.
 
     The functions run on one thread: training and translating split their batches over threads.
-    They take `is_plain` tensors of one dtype, and are invisible to `torch.jit.trace` and to
-    forward-mode differentiation.
+    They take `is_plain` tensors of one dtype. `torch.jit.trace`, and forward-mode differentiation
+    with gradients disabled, get the plain formula, because they cannot see into these functions.
+
+    Args:
+        tensors: the tensors that a function reads.
+        is_training: return functions also where gradients are disabled and PyTorch has several
+            threads.
     """
     dtype = tensors[0].dtype
     for tensor in tensors:
@@ -344,13 +351,13 @@ def _functions_of(library: ctypes.CDLL | None, dtype: torch.dtype) -> Functions 
 def is_plain(tensor: Tensor) -> bool:
     """Tell whether a tensor has elements in the memory of the CPU.
 
-    A subclass need not, whatever it says: fake and quantised tensors have none.
+    Subclasses are excluded: fake and quantised ones report the CPU, but have no such elements.
     """
     return type(tensor) in _TENSOR_TYPES and tensor.is_cpu and tensor.numel() > 0
 
 
 def is_float_vector(tensor: Tensor | None, size: int) -> bool:
-    """Tell whether a tensor is `size` numbers in float32, one after the other."""
+    """Tell whether a tensor is a contiguous float32 vector [size] on the CPU."""
     return (
         tensor is not None
         and tensor.dtype is torch.float32
@@ -363,7 +370,7 @@ def is_float_vector(tensor: Tensor | None, size: int) -> bool:
 
 
 def check_same_device(*tensors: Tensor) -> None:
-    """Raise RuntimeError for tensors on several devices; PyTorch multiplies some, wrongly."""
+    """Raise RuntimeError for tensors on several devices; PyTorch gives wrong products for some."""
     for tensor in tensors:
         if tensor.device != tensors[0].device:
             raise RuntimeError(
@@ -373,12 +380,12 @@ def check_same_device(*tensors: Tensor) -> None:
 
 
 def is_bare(module: nn.Module) -> bool:
-    """Tell whether to call `module` is to call the `forward` of its class: it has no hooks."""
+    """Tell whether calling `module` runs only the `forward` of its class, and no hooks."""
     return not (any(hooks_of(module)) or "forward" in module.__dict__ or has_global_hooks())
 
 
 def hooks_of(module: nn.Module) -> tuple[object, ...]:
-    """Return the collections of a module's hooks, to which hooks are added."""
+    """Return the dictionaries of a module's hooks themselves, not copies."""
     return (
         module._forward_pre_hooks,
         module._forward_hooks,
@@ -388,18 +395,19 @@ def hooks_of(module: nn.Module) -> tuple[object, ...]:
 
 
 def has_global_hooks() -> bool:
-    """Tell whether there are hooks of all modules."""
+    """Tell whether hooks are registered for all modules."""
     return bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a backward pass raise under `create_graph=True`: its result has no graph.
+    """Make a backward pass raise under `create_graph=True`, because its result has no graph.
 
-    PyTorch's `once_differentiable` raises when that is differentiated, which `torch.autograd.grad`
-    with given inputs never does: they cannot be reached through it, and the gradient lacks a part.
+    PyTorch's `once_differentiable` raises only once that result is differentiated. With `inputs`,
+    `torch.autograd.grad` does not do so, because no path leads from the result to the inputs; the
+    gradient would lack a term without an error.
 
     Raises:
-        RuntimeError: when called.
+        RuntimeError: from the backward pass.
     """
 
     @functools.wraps(backward)
@@ -483,7 +491,7 @@ _FLOAT_SIGNATURES = {
 
 
 def typed(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Give the functions of a library the types of their arguments."""
+    """Set the argument types of a library's functions, and return the library."""
     for name, types in _SIGNATURES.items():
         for dtype_name in _DTYPE_NAMES.values():
             getattr(library, f"{name}_{dtype_name}").argtypes = types

@@ -26,11 +26,11 @@ _LARGEST, _SMALLEST = 127, 1e-30  # as in `int8.c`
 
 
 class Quantised(NamedTuple):
-    """Rows of whole numbers from -127 to 127, and what they are multiplied with.
+    """Rows quantised to int8, and the scale of each row.
 
     Attributes:
-        values: int8, [..., K].
-        scales: [...]; NaN for rows that are not finite.
+        values: int8 from -127 to 127, [..., K].
+        scales: the factor of each row, [...]; NaN for rows that are not finite.
     """
 
     values: Tensor
@@ -38,7 +38,7 @@ class Quantised(NamedTuple):
 
 
 def quantise(x: Tensor) -> Quantised:
-    """Round each row [K] of `x` to multiples of a 127th of its greatest absolute number."""
+    """Quantise each row of `x` [..., K] to int8, symmetrically, with the scale max|x| / 127."""
     most = x.abs().amax(-1)
     is_rounded = most.isfinite() & (most >= _SMALLEST)
     zero = torch.where(most.isfinite(), 0.0, torch.nan)
@@ -48,13 +48,14 @@ def quantise(x: Tensor) -> Quantised:
 
 
 class RoundedCopy(NamedTuple):
-    """A copy of an output layer by which the best token is found.
+    """A low-precision copy of an output layer, with which the best token is found.
 
     Attributes:
         packed: the copy, in bfloat16 or int8.
-        weight: what is multiplied exactly where the copy does not decide; None if it always does.
-        bounds_2U: of each block the greatest length of a row, and the greatest error of a product
-            of a rounded row with a vector of length 1.
+        weight: the exact weights, for tokens that the copy cannot rule out; None if the copy alone
+            decides.
+        bounds_2U: for each block, the largest norm of a row, and the largest error of the product
+            of a rounded row with a unit vector.
     """
 
     packed: PackedWeights
@@ -67,8 +68,8 @@ class PackedRows(NamedTuple):
 
     Attributes:
         ids_C: the rows, in ascending order.
-        row_map: as C reads it; None without compiled functions.
-        memory: what `row_map` points to.
+        row_map: the packed rows as C reads them; None without compiled functions.
+        memory: keeps alive the memory that `row_map` points to.
     """
 
     ids_C: Ints
@@ -77,12 +78,12 @@ class PackedRows(NamedTuple):
 
 
 class PackedWeights:
-    """A copy of the weights of a linear map, and what tells whether they have changed.
+    """A packed copy of the weights of a linear map, which detects when the weights change.
 
-    A change is an in-place operation, which counts up their version; another parameter; or other
-    memory, which `weight.data = ...` and `Module.to` give. `weight.data.mul_(...)` and changes of
-    a NumPy view are seen by none of these: four of the largest weights are compared. A change of
-    single weights in that way is not noticed, and needs `pack_weights` anew.
+    It compares the parameter, its version counter (in-place operations), and its address
+    (`weight.data = ...` and `Module.to`). None of these shows `weight.data.mul_(...)` or writes to
+    a NumPy view, so four of the largest weights are compared, too. If such a write changes only
+    other weights, it is not detected, and `pack_weights` must be called again.
 
     Args:
         weight: a parameter [M, K] in float32.
@@ -93,7 +94,7 @@ class PackedWeights:
         weight: the parameter that was packed.
         precision: of the copy.
         tiles: the copy for compiled functions; None without them.
-        scan: another copy, of an output layer.
+        scan: of an output layer only: a second copy, to find the best token.
     """
 
     scan: RoundedCopy | None = None
@@ -106,7 +107,7 @@ class PackedWeights:
             precision = "float32"
         self.weight, self.precision = weight, precision
         self._rounded_MK, self._scales_M = own_MK, None
-        self._padded: list[Tensor] = []  # scales and sums of whole tiles
+        self._padded: list[Tensor] = []  # scales and sums, padded to whole tiles
         if precision == "bfloat16":
             self._rounded_MK = own_MK.bfloat16()
         elif precision == "int8":
@@ -116,15 +117,17 @@ class PackedWeights:
         if self.tiles is not None and self._scales_M is not None:
             missing = self.tiles.shape[0] * self.tiles.shape[2] - len(weight)
             sums_M = self._rounded_MK.sum(1, dtype=torch.int32)
-            self._padded = [F.pad(each, (0, missing)) for each in (self._scales_M, sums_M)]
-        self._memory = own_MK  # while it is held, no other weights are at its address
+            self._padded = [
+                F.pad(per_row_M, (0, missing)) for per_row_M in (self._scales_M, sums_M)
+            ]
+        self._memory = own_MK  # kept alive, so that nothing else gets its address
         self._address, self._version = weight.data_ptr(), weight._version
         flat = own_MK.flatten()
         size = -(-len(flat) // _NUM_PROBES)
         starts = range(0, len(flat), size)
         probed = [start + int(flat[start : start + size].abs().argmax()) for start in starts]
-        at = [self._address + flat.element_size() * position for position in probed]
-        self._probes = [ctypes.c_int32.from_address(address) for address in at]
+        addresses = [self._address + flat.element_size() * position for position in probed]
+        self._probes = [ctypes.c_int32.from_address(address) for address in addresses]
         self._probed_bits = [probe.value for probe in self._probes]
 
     def is_current(self, weight: Tensor | None) -> bool:
@@ -139,11 +142,11 @@ class PackedWeights:
         )
 
     def has_same_values(self) -> bool:
-        """Tell whether the largest weights are what they were; their memory must be."""
+        """Tell whether the compared weights are unchanged; their address must be the same."""
         return [probe.value for probe in self._probes] == self._probed_bits
 
     def map_with(self, bias: Tensor | None) -> LinearMap:
-        """Return the map as C reads it; there must be `tiles`, and all must stay allocated."""
+        """Return the map as C reads it; `tiles` (required) and `bias` must stay allocated."""
         assert self.tiles is not None
         tensors = (self.tiles, bias, *self._padded)
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
@@ -163,14 +166,14 @@ class PackedWeights:
         tiles = pack_rows(self._rounded_MK[rows_R], self._functions)
         packed = [tiles, *(each[rows_R] for each in self._padded)]
         sizes = [4 * group_size, *(4 for _ in self._padded)]  # bytes of a row
-        found = []
+        packed_rows = []
         for start, ids_C in zip(starts, ids, strict=True):
-            at = [x.data_ptr() + start * size for x, size in zip(packed, sizes, strict=True)]
-            row_map = LinearMap(_FORMATS[self.precision], at[0], None, *at[1:])
-            address = padded_R.ctypes.data + 8 * start
-            rows = RowsMap(row_map, address, len(ids_C))
-            found.append(PackedRows(ids_C, rows, (padded_R, *packed)))
-        return found
+            addresses = [x.data_ptr() + start * size for x, size in zip(packed, sizes, strict=True)]
+            row_map = LinearMap(_FORMATS[self.precision], addresses[0], None, *addresses[1:])
+            ids_address = padded_R.ctypes.data + 8 * start
+            rows = RowsMap(row_map, ids_address, len(ids_C))
+            packed_rows.append(PackedRows(ids_C, rows, (padded_R, *packed)))
+        return packed_rows
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return [..., M] by the plain formula of the precision, for `x` [..., K] in float32."""
@@ -182,7 +185,7 @@ class PackedWeights:
         return product if bias is None else product + bias
 
     def make_scan(self, functions: Functions, precision: Precision) -> RoundedCopy | None:
-        """Return a copy in a precision, with the bounds by which it finds the best exactly.
+        """Return a copy in a precision, with error bounds that keep the best token exact.
 
         Returns:
             None if the weights are not finite.
@@ -195,17 +198,17 @@ class PackedWeights:
         if packed._scales_M is not None:
             rounded_MK = rounded_MK * packed._scales_M[:, None]
         length_M = own_MK.norm(dim=1)
-        # an addition in float32 changes a sum by at most 2^-24 of it, here and in the exact product
+        # a float32 addition has a relative error of at most 2^-24, here and in the exact product
         error_M = (own_MK - rounded_MK).norm(dim=1) + length_M * (num_features + 4) * 2**-22
-        both_2M = F.pad(torch.stack([length_M, error_M]), (0, -len(length_M) % _BLOCK))
-        return RoundedCopy(packed, self.weight, both_2M.view(2, -1, _BLOCK).amax(-1).contiguous())
+        bounds_2M = F.pad(torch.stack([length_M, error_M]), (0, -len(length_M) % _BLOCK))
+        return RoundedCopy(packed, self.weight, bounds_2M.view(2, -1, _BLOCK).amax(-1).contiguous())
 
 
 def pack_rows(weight_MK: Tensor, functions: Functions) -> Tensor:
     """Return weights [M, K] packed for the compiled functions, [M / P, K', P].
 
-    They are padded with zeros. P is the number of output columns of one tile, and K' that of groups
-    of 4 bytes: element [i, g, p] is group g of row i * P + p.
+    They are padded with zeros. P is the number of output columns of one tile, and K' the number of
+    4-byte groups of a row: element [i, g, p] is group g of row i * P + p.
     """
     per_group, width = 4 // weight_MK.element_size(), functions.tile_columns
     padded = F.pad(weight_MK, (0, -weight_MK.shape[1] % per_group, 0, -len(weight_MK) % width))

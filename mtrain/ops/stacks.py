@@ -43,10 +43,10 @@ class LayerModules(NamedTuple):
     """The modules of a post-norm layer with ReLU and without dropout.
 
     Attributes:
-        layer: which holds the others.
-        self_in: to queries, keys and values.
+        layer: the module that contains the others.
+        self_in: the projection to queries, keys and values of self-attention.
         inner, outer: the feed-forward network.
-        queries, cross_out, norm_2: of cross-attention.
+        queries, cross_out, norm_2: of cross-attention; None in an encoder.
     """
 
     layer: nn.Module
@@ -72,11 +72,11 @@ class LayerModules(NamedTuple):
 
 
 class _CompiledStack:
-    """Layers with packed weights, and what tells whether they have changed.
+    """Layers with packed weights, which detect when their modules or weights change.
 
     Args:
         layers: from the first to the last.
-        others: modules that are computed in the same call; the weights of linear maps are packed.
+        others: other modules that run in the same call; their linear maps have packed weights, too.
         num_heads: of each attention.
     """
 
@@ -88,36 +88,36 @@ class _CompiledStack:
         self._modules, self._parameters = _descendants(layers, others)
         self._memory = [parameter.detach() for parameter in self._parameters]  # stays allocated
         self._hooks = [hooks for module in self._modules for hooks in hooks_of(module)]
-        self._contents: list[Any] = [  # dictionaries
+        self._contents: list[Any] = [  # the dictionaries of submodules and parameters
             values
             for module in self._modules
             for values in (module._modules, module._parameters)
             if values
         ]
         self._values = self._read_values()
-        self._linear_maps = [each for parts in layers for each in parts.linear_maps().values()]
+        self._linear_maps = [linear for layer in layers for linear in layer.linear_maps().values()]
         self._linear_maps += [each for each in others if isinstance(each, Linear)]
-        self._packed = [each._packed for each in self._linear_maps]
-        self._norms = [norm for each in layers for norm in each.norms().values()]
+        self._packed = [linear._packed for linear in self._linear_maps]
+        self._norms = [norm for layer in layers for norm in layer.norms().values()]
         self._versions, self._state = self._read_versions(), self._read_state()
         self.weights = (StackLayer * len(layers))(*map(_weights_of, layers))
 
     def is_current(self) -> bool:
-        """Tell whether the modules are what they were, with the same weights."""
+        """Tell whether modules and weights are unchanged since they were packed."""
         values = self._read_values()
         return (
             self._read_versions() == self._versions
             and len(values) == len(self._values)
             and all(map(operator.is_, values, self._values))
             and self._read_state() == self._state
-            and [each._packed for each in self._linear_maps] == self._packed
+            and [linear._packed for linear in self._linear_maps] == self._packed
             and all(packed is not None and packed.has_same_values() for packed in self._packed)
         )
 
     def _functions_for(self, *tensors: Tensor) -> Functions | None:
-        """Return the compiled functions, None where layers must run one operation after the other.
+        """Return the compiled functions; None where layers must run one operation after the other.
 
-        That is where gradients are needed, and where a weight has changed in place.
+        This is so where gradients are enabled, and after a weight was changed in place.
         """
         if torch.is_grad_enabled() or self._read_versions() != self._versions:
             return None
@@ -125,11 +125,11 @@ class _CompiledStack:
         return None if functions is None or functions.dtype_name != "float" else functions
 
     def _read_versions(self) -> list[int]:
-        """Return numbers of which one changes when a weight is changed in place."""
+        """Return the version counter of each parameter; in-place operations increment it."""
         return [parameter._version for parameter in self._parameters]
 
     def _read_state(self) -> list[object]:
-        """Return what changes when a module or a parameter is replaced, or gets a hook."""
+        """Return whether there are hooks, the modes of modules, eps, and parameter addresses."""
         return [
             any(self._hooks) or has_global_hooks(),
             [("forward" in module.__dict__, module.training) for module in self._modules],
@@ -138,7 +138,7 @@ class _CompiledStack:
         ]
 
     def _read_values(self) -> list[object]:
-        """Return the modules and parameters of all modules."""
+        """Return the submodules and parameters of all modules."""
         return [*chain.from_iterable(map(dict.values, self._contents))]
 
 
@@ -158,10 +158,10 @@ class CompiledEncoder(_CompiledStack):
 
         Args:
             x_BSD: the input of the first layer.
-            keep_BS: bool, False leaves a position out.
+            keep_BS: bool, False masks a position.
 
         Raises:
-            MemoryError: if there is no work space.
+            MemoryError: if the work space cannot be allocated.
         """
         functions = self._functions_for(x_BSD)
         if (
@@ -180,11 +180,11 @@ class CompiledEncoder(_CompiledStack):
 
 
 class _EmbeddedStack(_CompiledStack):
-    """The same with the embeddings and positional encodings of its input, and key-value pools.
+    """A stack that also embeds its input, and reads or writes key-value pools.
 
     Args:
-        layers, others, num_heads: as of `_CompiledStack`.
-        table_VD: the embeddings.
+        layers, others, num_heads: as in `_CompiledStack`.
+        table_VD: the embedding table.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class _EmbeddedStack(_CompiledStack):
     def _functions_with(
         self, encodings_TD: Tensor, num_pools: int, *caches: Sequence[Tensor]
     ) -> Functions | None:
-        """Return the compiled functions if they take these encodings, and these pools [R, X]."""
+        """Return the compiled functions if they take these encodings and pools [R, X]."""
         functions = self._functions_for(encodings_TD)
         is_usable = (
             functions is not None
@@ -220,8 +220,8 @@ class CompiledSources(_EmbeddedStack):
 
     Args:
         layers, num_heads: of the encoder.
-        others, table_VD: as of `_EmbeddedStack`.
-        maps: as of `of`; they are among `others`.
+        others, table_VD: as in `_EmbeddedStack`.
+        maps: as in `of`; also part of `others`.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class CompiledSources(_EmbeddedStack):
         d_model = layers[0].inner.in_features
         if not (
             _is_table(embedding, d_model)
-            and all(_is_map(each, d_model, 2 * d_model) for each in maps)
+            and all(_is_map(linear, d_model, 2 * d_model) for linear in maps)
         ):
             return None
         return CompiledSources(layers, others, num_heads, embedding.weight.detach(), maps)
@@ -266,14 +266,14 @@ class CompiledSources(_EmbeddedStack):
         """Write the keys and values of sources; return False where modules must run one by one.
 
         Args:
-            ids_BS: tokens.
-            slots_BS: the row of the pools for each position; -1 is padding.
-            encodings_TD: of positions; those after the last have that one.
-            pools: of each layer of the decoder, [R, X], in float32 or bfloat16.
+            ids_BS: token ids, int64.
+            slots_BS: the row of the pools for each position, int64; -1 is padding.
+            encodings_TD: positional encodings; later positions share the last one.
+            pools: the pool [R, X] of each layer of the decoder, in float32 or bfloat16.
 
         Raises:
             IndexError: if a token or a slot is out of range.
-            MemoryError: if there is no work space.
+            MemoryError: if the work space cannot be allocated.
         """
         functions = self._functions_with(encodings_TD, len(self._maps), pools)
         if (
@@ -304,8 +304,8 @@ class CompiledDecoder(_EmbeddedStack):
     It computes what the layers compute one operation after the other, bit for bit.
 
     Args:
-        layers, others, num_heads: as of `of`.
-        table_VD: the embeddings.
+        layers, others, num_heads: as in `_CompiledStack`.
+        table_VD: the embedding table.
         window: positions before the newest that self-attention sees; None is all.
     """
 
@@ -356,13 +356,13 @@ class CompiledDecoder(_EmbeddedStack):
 
         Args:
             ids_N, position_N: the newest token of each hypothesis, and its position.
-            encodings_TD: of positions; those after the last have that one.
+            encodings_TD: positional encodings; later positions share the last one.
             pasts, sources: the cache [R, X] of each layer, X = 2 * D, in float32 or bfloat16.
             past_slots_NT, source_slots_NS: row numbers of the caches; -1 is padding.
 
         Raises:
             IndexError: if a token, a position or a slot is out of range.
-            MemoryError: if there is no work space.
+            MemoryError: if the work space cannot be allocated.
         """
         num_rows, slots = len(ids_N), (past_slots_NT, source_slots_NS)
         functions = self.functions_for(encodings_TD, pasts, sources)
@@ -386,7 +386,7 @@ class CompiledDecoder(_EmbeddedStack):
         """Return the compiled functions; None where the layers must run one by one.
 
         Args:
-            encodings_TD, pasts, sources: as of `step`.
+            encodings_TD, pasts, sources: as in `step`.
         """
         return self._functions_with(encodings_TD, len(self._layers), pasts, sources)
 
@@ -440,10 +440,10 @@ def _encoder_shape(
 def _descendants(
     layers: Sequence[LayerModules], others: Sequence[nn.Module]
 ) -> tuple[list[nn.Module], list[Tensor]]:
-    """Return all modules, with those inside of them, and their parameters."""
-    roots = [*others, *(each.layer for each in layers)]
+    """Return all modules, recursively, and their parameters."""
+    roots = [*others, *(layer.layer for layer in layers)]
     modules = [module for root in roots for module in root.modules()]
-    parameters = (each for module in modules for each in module._parameters.values())
+    parameters = (value for module in modules for value in module._parameters.values())
     return modules, [parameter for parameter in parameters if parameter is not None]
 
 
@@ -453,46 +453,46 @@ def _can_be_compiled(layers: Sequence[LayerModules], others: Sequence[nn.Module]
     modules, parameters = _descendants(layers, others)
     d_model, d_ff = layers[0].inner.in_features, layers[0].inner.out_features
     return (
-        all(_has_widths(each, d_model, d_ff) for each in layers)
+        all(_has_widths(layer, d_model, d_ff) for layer in layers)
         and all(map(is_bare, modules))
-        and not any(isinstance(each, Dropout) and each.is_active for each in modules)
+        and not any(isinstance(module, Dropout) and module.is_active for module in modules)
         and not any(parameter.is_inference() for parameter in parameters)
     )
 
 
 def _has_packed_weights(modules: Iterable[nn.Module | None]) -> bool:
-    """Tell whether all linear maps have packed weights, which are those that they have now."""
+    """Tell whether all linear maps have packed weights that are up to date."""
     return all(
-        each._packed is not None
-        and each._packed.tiles is not None
-        and each._packed.is_current(each._parameters.get("weight"))
-        for each in modules
-        if isinstance(each, Linear)
+        module._packed is not None
+        and module._packed.tiles is not None
+        and module._packed.is_current(module._parameters.get("weight"))
+        for module in modules
+        if isinstance(module, Linear)
     )
 
 
-def _has_widths(parts: LayerModules, d_model: int, d_ff: int) -> bool:
-    """Tell whether maps and norms have the shapes of a layer, and are of the very classes."""
+def _has_widths(layer: LayerModules, d_model: int, d_ff: int) -> bool:
+    """Tell whether maps and norms have the shapes of a layer, and are not of subclasses."""
     outputs = {"self_in": 3 * d_model, "inner": d_ff}
-    maps, norms = parts.linear_maps(), parts.norms().values()
+    maps, norms = layer.linear_maps(), layer.norms().values()
     return (
-        all(type(each) is LayerNorm for each in norms)
+        all(type(norm) is LayerNorm for norm in norms)
         and all(
-            _is_map(each, d_ff if name == "outer" else d_model, outputs.get(name, d_model))
-            for name, each in maps.items()
+            _is_map(linear, d_ff if name == "outer" else d_model, outputs.get(name, d_model))
+            for name, linear in maps.items()
         )
         and all(
-            is_float_vector(each.weight, d_model) and is_float_vector(each.bias, d_model)
-            for each in norms
+            is_float_vector(norm.weight, d_model) and is_float_vector(norm.bias, d_model)
+            for norm in norms
         )
     )
 
 
-def _is_map(each: Linear, in_features: int, out_features: int) -> bool:
+def _is_map(linear: Linear, in_features: int, out_features: int) -> bool:
     return (
-        type(each) is Linear
-        and (each.in_features, each.out_features) == (in_features, out_features)
-        and (each.bias is None or is_float_vector(each.bias, out_features))
+        type(linear) is Linear
+        and (linear.in_features, linear.out_features) == (in_features, out_features)
+        and (linear.bias is None or is_float_vector(linear.bias, out_features))
     )
 
 
@@ -501,15 +501,15 @@ def _linear_map(linear: Linear) -> LinearMap:
     return linear._packed.map_with(linear.bias)
 
 
-def _weights_of(parts: LayerModules) -> StackLayer:
-    layer = StackLayer()
-    for name, linear in parts.linear_maps().items():
-        setattr(layer, name, _linear_map(linear))
-    for number, norm in parts.norms().items():
-        setattr(layer, f"gain_{number}", norm.weight.data_ptr())
-        setattr(layer, f"norm_bias_{number}", norm.bias.data_ptr())
-        setattr(layer, f"eps_{number}", norm.eps)
-    return layer
+def _weights_of(layer: LayerModules) -> StackLayer:
+    weights = StackLayer()
+    for name, linear in layer.linear_maps().items():
+        setattr(weights, name, _linear_map(linear))
+    for number, norm in layer.norms().items():
+        setattr(weights, f"gain_{number}", norm.weight.data_ptr())
+        setattr(weights, f"norm_bias_{number}", norm.bias.data_ptr())
+        setattr(weights, f"eps_{number}", norm.eps)
+    return weights
 
 
 def _is_float(x_RD: Tensor) -> bool:
@@ -523,11 +523,13 @@ def _is_table(embedding: nn.Embedding, d_model: int) -> bool:
 
 
 def _is_pool(pool: Sequence[Tensor], d_model: int) -> bool:
-    """Tell whether compiled functions read all tensors of a cache, of one shape [R, 2 D]."""
+    """Tell whether compiled functions can read a pool: tensors of one shape [R, 2 D]."""
     shape = (len(pool[0]), 2 * d_model)
-    return all(each.shape == shape and is_readable_cache(each, torch.float32) for each in pool)
+    return all(
+        layer_RX.shape == shape and is_readable_cache(layer_RX, torch.float32) for layer_RX in pool
+    )
 
 
 def _are_ids(ids: Tensor, *shape: int) -> bool:
-    """Tell whether a tensor is contiguous numbers of rows, of this shape."""
+    """Tell whether a tensor holds int64 ids of this shape, contiguous and on the CPU."""
     return is_plain(ids) and ids.dtype is torch.int64 and ids.shape == shape and ids.is_contiguous()

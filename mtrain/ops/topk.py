@@ -22,8 +22,8 @@ class Projection(Linear):
     """A linear map without a bias onto a vocabulary.
 
     Attributes:
-        cross_entropy: the formula of the loss of its logits.
-        consistency: the same with the divergence from the logits of a second pass.
+        cross_entropy: computes the loss of its logits; may be replaced by a compiled function.
+        consistency: computes the loss with the divergence from the logits of a second pass.
     """
 
     def __init__(self, num_features: int, num_tokens: int) -> None:
@@ -32,10 +32,10 @@ class Projection(Linear):
         self.consistency: ConsistencyFormula = plain_consistency
 
     def pack_weights(self, precision: Precision = "float32") -> None:
-        """Store a packed copy of the weights, and one that finds the best token faster.
+        """Store a packed copy of the weights, and a second one to find the best token faster.
 
-        The best token of float32 is found exactly, by a copy in int8 or bfloat16 where the
-        processor multiplies these faster.
+        Beside a float32 copy, the second one is in int8 or bfloat16, if the processor multiplies
+        these faster; the best token is still that of float32.
         """
         super().pack_weights(precision)
         packed = self._packed
@@ -47,12 +47,12 @@ class Projection(Linear):
         elif functions.has_fast_int8():
             packed.scan = packed.make_scan(functions, "int8")
         else:
-            of_bf16 = functions_for(torch.empty(1, dtype=torch.bfloat16), is_training=True)
-            if of_bf16 is not None and of_bf16.has_fast_matmul():
+            bf16_functions = functions_for(torch.empty(1, dtype=torch.bfloat16), is_training=True)
+            if bf16_functions is not None and bf16_functions.has_fast_matmul():
                 packed.scan = packed.make_scan(functions, "bfloat16")
 
     def packed_for_search(self, states_ND: Tensor) -> PackedWeights | None:
-        """Return the packed weights if such states are multiplied by them, and by nothing else."""
+        """Return the packed weights if they can multiply `states_ND`, and there are no hooks."""
         return self._packed_for(states_ND) if is_bare(self) else None
 
     def rows(self, ids: Sequence[Ints]) -> list[PackedRows]:
@@ -62,7 +62,7 @@ class Projection(Linear):
         return self._packed.rows(ids)
 
     def logits(self, states_ND: Tensor) -> Logits:
-        """Return logits [N, V] in the dtype of the weights; `LazyLogits` if those are packed."""
+        """Return logits [N, V] in the dtype of the weights; `LazyLogits` if weights are packed."""
         packed = self.packed_for_search(states_ND)
         if packed is None or states_ND.dim() != 2:
             logits_NV: Tensor = self(states_ND).to(self.weight.dtype)
@@ -120,7 +120,7 @@ def top_tokens(logits_NV: Logits, never: list[int], count: int) -> TopTokens:
     logits_NV = logits_NV[:]
     log_total_N1 = logits_NV.logsumexp(-1, keepdim=True)
     allowed_NV = logits_NV.clone()
-    for index in never:  # a list of them would be copied to a GPU, which waits
+    for index in never:  # indexing with a list would copy it to a GPU, and synchronise
         allowed_NV[..., index] = -torch.inf
     top_NC, ids_NC = allowed_NV.topk(count, dim=-1)
     return TopTokens(ids_NC, top_NC - log_total_N1)
@@ -131,32 +131,32 @@ def top_tokens_of(
 ) -> TopTokens:
     """Return the `count` most probable tokens of each row, among those of its shortlist.
 
-    Others count in no softmax; where there are too few, they follow with -inf.
+    The softmax is over the shortlist. If it has fewer than `count` tokens, others follow with -inf.
 
     Args:
         logits_NV: of rows that are sorted by sentence.
-        sentence_N: the shortlist of each row.
-        shortlists: of each sentence.
+        sentence_N: the sentence of each row, an index of `shortlists`.
+        shortlists: the ranked tokens of each sentence.
         count: at most V.
     """
     states_ND = logits_NV.states_ND if isinstance(logits_NV, LazyLogits) else None
     functions = None if states_ND is None else functions_for(states_ND)
-    found, first = [], 0
+    tops, first = [], 0
     for sentence, rows in itertools.groupby(sentence_N):
         end, ranked = first + len(list(rows)), shortlists[sentence]
         ids_C, row_map = torch.from_numpy(ranked.ids_C), ranked.row_map
         if functions and states_ND is not None and row_map and count <= len(ids_C):
-            own_ND, maps = states_ND[first:end], (row_map.map,)
-            sizes = (*own_ND.shape, len(ids_C))
-            top = _compiled_top(functions, "packed_topk", maps, own_ND, sizes, [], count)
-            found.append(TopTokens(ids_C[top.ids_NC], top.log_prob_NC))
+            group_ND, maps = states_ND[first:end], (row_map.map,)
+            sizes = (*group_ND.shape, len(ids_C))
+            top = _compiled_top(functions, "packed_topk", maps, group_ND, sizes, [], count)
+            tops.append(TopTokens(ids_C[top.ids_NC], top.log_prob_NC))
         else:
             whole_NV = logits_NV[first:end]
             own_NV = torch.full_like(whole_NV, -torch.inf)
             own_NV[:, ids_C] = whole_NV[:, ids_C]
-            found.append(top_tokens(own_NV, [], count))
+            tops.append(top_tokens(own_NV, [], count))
         first = end
-    return TopTokens(*map(torch.cat, zip(*found, strict=True)))
+    return TopTokens(*map(torch.cat, zip(*tops, strict=True)))
 
 
 def _compiled_top(
@@ -179,7 +179,7 @@ def _compiled_top(
 
 @functools.lru_cache(maxsize=16)
 def ids_tensor(*ids: int) -> Tensor:
-    """Return a tensor of ids, the same for the same ids."""
+    """Return an int64 tensor of ids; it is cached, and must not be modified."""
     return torch.tensor(ids, dtype=torch.int64)
 
 

@@ -80,7 +80,7 @@ class AttentionPicture(NamedTuple):
 
 
 class BatchSize(NamedTuple):
-    """The tokens of a batch without padding, and the shape that holds them."""
+    """The numbers of tokens of a batch, and the size of its padded tensors."""
 
     num_src_tokens: int
     num_tgt_tokens: int
@@ -224,11 +224,11 @@ def _parse_metrics(text: str) -> dict[str, float]:
 
 
 def _mark(run: RunDir, validations: list[dict[str, float]]) -> CheckpointMark | None:
-    """Return what `model.safetensors` was made of, or else the best validation."""
+    """Return the checkpoints that made `model.safetensors`; if unknown, the best validation."""
     if origin := checkpoint.load_final_weights_info(run.model_path):
         first, last, count = origin.steps[0], origin.steps[-1], len(origin.steps)
-        of_many = f"mean of {count} checkpoints, steps {first:,} to {last:,}"
-        made_of = f"step {last:,}" if count == 1 else of_many
+        average = f"mean of {count} checkpoints, steps {first:,} to {last:,}"
+        made_of = f"step {last:,}" if count == 1 else average
         return CheckpointMark(first, last, origin.bleu, f"model.safetensors: {made_of}")
     if not validations:
         return None
@@ -247,9 +247,9 @@ def choose_sentence(lines: Sequence[str], tokenizer: Tokenizer) -> int | None:
 
 
 def attention(translator: Translator, run: RunDir, sentence: str | None) -> AttentionPicture:
-    """Translate a sentence as the run does, and return the attention weights of that.
+    """Translate a sentence as the run does, and return the attention weights of its translation.
 
-    Without a sentence, it is one of the validation set.
+    Without a sentence, one of the validation set is taken.
     """
     tokenizer, origin = translator.tokenizer, "the given sentence"
     if sentence is None:
@@ -280,7 +280,7 @@ def attention(translator: Translator, run: RunDir, sentence: str | None) -> Atte
 def position_tables(config: Config, translator: Translator | None) -> dict[str, Floats]:
     """Return the positional encodings [P, D] that are added to the embeddings, by their name.
 
-    Learned ones are those of the translator's model.
+    Learned encodings are those of the translator's model.
     """
     if config.model.positions == "sinusoidal":
         return {"sinusoidal": _as_array(sinusoids(_SINUSOIDAL_POSITIONS, config.model.d_model))}
@@ -296,7 +296,10 @@ def position_tables(config: Config, translator: Translator | None) -> dict[str, 
 def products_by_distance(products: Floats) -> list[Floats]:
     """Return mean, minimum and maximum of the products [P, P] at each distance |i - j|."""
     diagonals = [np.diagonal(products, distance) for distance in range(len(products))]
-    return [np.array([each(d) for d in diagonals]) for each in (np.mean, np.min, np.max)]
+    return [
+        np.array([reduce(diagonal) for diagonal in diagonals])
+        for reduce in (np.mean, np.min, np.max)
+    ]
 
 
 def attention_masks(batch: Batch, row: int, window: int | None) -> tuple[Keeps, Keeps]:
@@ -325,7 +328,7 @@ def read_batches(training: TrainingData, budget: int) -> Batches:
 
 
 def training_name(training: TrainingData) -> str:
-    """Return what to call the pairs whose lengths `training` holds in memory."""
+    """Return a label for the pairs whose lengths `training` holds in memory."""
     if len(training.lengths()[0]) < len(training):
         return "training (beginning)"
     is_mixture = len(training.shares) > 1  # an epoch may repeat or omit pairs

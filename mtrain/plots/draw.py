@@ -62,7 +62,7 @@ _STYLE: dict[str, Any] = {
     "legend.fontsize": 8,
     "savefig.dpi": 130,
     "svg.hashsalt": "mtrain",
-    "text.parse_math": False,  # a dollar is a dollar
+    "text.parse_math": False,  # a dollar sign begins no formula
     "xtick.labelsize": 8,
     "ytick.labelsize": 8,
 }
@@ -101,8 +101,8 @@ def draw_progress(run: RunDir, directory: Path) -> Iterator[Path]:
 def _write(name: str, draw_figure: Callable[[], Figure], directory: Path) -> Iterator[Path]:
     for suffix, encoded in encode(draw_figure).items():
         path = directory / f"{name}.{suffix}"
-        with whole_file(path) as beside:
-            beside.write_bytes(encoded)
+        with whole_file(path) as temp_path:
+            temp_path.write_bytes(encoded)
         yield path
 
 
@@ -111,7 +111,7 @@ def encode(draw_figure: Callable[[], Figure]) -> dict[str, bytes]:
     with matplotlib.style.context(["default", _STYLE | {"font.family": fonts()}]):
         figure, png, svg = draw_figure(), io.BytesIO(), io.BytesIO()
         figure.savefig(png, format="png", pil_kwargs={"optimize": True})
-        figure.set_layout_engine("none")  # that of the PNG stays
+        figure.set_layout_engine("none")  # keep the layout of the PNG
         figure.savefig(svg, format="svg", metadata={"Date": None})
     return {"png": png.getvalue(), "svg": svg.getvalue()}
 
@@ -152,7 +152,7 @@ def draw_curves(curves: Curves, name: str, smoothing: float) -> Figure:
     ):
         steps, values = curves.by_key[key]
         if len(steps):
-            marker = "o" if len(steps) <= 30 else ""  # each of few points is visible
+            marker = "o" if len(steps) <= 30 else ""  # markers show points that are few
             axes.plot(steps, values, style + marker, color=color, label=label, markersize=4)
         elif axes is not loss:
             text = "no validation yet" if axes is bleu else "no logged step yet"

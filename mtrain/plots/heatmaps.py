@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.floating[Any]]
 
 _NOTE_PT = 9.0
 _FONT = "DejaVu Sans"  # comes with matplotlib
-_OTHER_FONTS = (  # for the scripts that it lacks, where they are installed
+_OTHER_FONTS = (  # for the scripts that _FONT lacks, if they are installed
     *("Noto Sans CJK SC", "Noto Sans CJK JP", "Noto Sans CJK KR", "Noto Sans CJK TC"),
     *("PingFang SC", "Hiragino Sans", "Microsoft YaHei", "Malgun Gothic", "WenQuanYi Zen Hei"),
     *("Noto Sans Devanagari", "Noto Sans Bengali", "Noto Sans Tamil", "Noto Sans Telugu"),
@@ -147,9 +147,9 @@ def draw_heatmaps(
     lines = [*notes, _CROWDED] if max(x_stride, y_stride) > 1 else notes
     max_chars = int(12 * max(full_width - 1, _MIN_WIDTH))
     wrapped = [
-        part
+        wrapped_line
         for note in map(readable, lines)
-        for part in textwrap.wrap(note, max_chars, max_lines=3, placeholder=" …")
+        for wrapped_line in textwrap.wrap(note, max_chars, max_lines=3, placeholder=" …")
     ]
     figure.supxlabel("\n".join(wrapped), x=0.01, ha="left", size=_NOTE_PT, wrap=True)
     figure.draw_without_rendering()

@@ -45,17 +45,19 @@ class Progress(BaseModel):
 
     Attributes:
         step: updates made.
-        epoch, batch: position of the next micro-batch, see `data.batch.Position`.
-        phase: number of corpora's ends (`until`) that are past; the position is of this phase.
+        epoch, batch: position of the next batch, see `data.batch.Position`.
+        phase: number of distinct `until` values of corpora that have passed; selects the mixture
+            that `batch` counts in.
         elapsed_s: spent on training and validation, over all processes.
-        num_bad_validations: in a row, that are not the best.
+        num_bad_validations: validations since the best one.
         num_skipped, num_skipped_in_a_row: updates whose loss or gradient was not finite.
         unlogged_loss, unlogged_nll, unlogged_tokens: sums since the last log line.
-        unlogged_began_s: `elapsed_s` before each update since then, if the rate depends on it.
+        unlogged_began_s: `elapsed_s` before each update since the last log line, if the learning
+            rate or the mixture depends on it.
         loss_scale: of float16; 0 if the loss is not scaled.
         growth_tracker: finite updates in a row at this scale.
         bleu_of_step, loss_of_step: of each validation, by step.
-        min_bleu: below, BLEU is noise; not saved.
+        min_bleu: lower BLEU is noise; not saved.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -112,10 +114,10 @@ class Checkpoint(NamedTuple):
 
 
 class Environment(NamedTuple):
-    """What determines the last bits of a training, because sums are rounded differently.
+    """Software, hardware and thread counts, which determine how sums are rounded.
 
     Attributes:
-        batches: "whole", or from which size on they were halved for want of memory.
+        batches: "whole", or the size from which on batches were halved because memory ran out.
     """
 
     mtrain: Line
@@ -144,7 +146,7 @@ class FinalWeightsInfo(NamedTuple):
 
 
 class _CheckpointManifest(BaseModel):
-    """The content of checkpoint.json; `sha256` is of the parts that are there."""
+    """The content of checkpoint.json; `sha256` has the digest of each file of the checkpoint."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -222,7 +224,7 @@ def load_model(path: Path, tokenizer: str, verify: bool = False) -> Weights:
     header = _check_header(path, tokenizer)
     with _reading(path) as file:
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    if verify and header.sha256 not in (None, digest(weights)):  # a checkpoint's has none
+    if verify and header.sha256 not in (None, digest(weights)):  # None in checkpoints
         raise RunError(
             f"{path}: is damaged: its checksum is another; restore it from a copy of the run, or "
             "delete it, and `mtrain train CONFIG` makes it again from the checkpoints."
@@ -349,7 +351,7 @@ def load_environment(path: Path) -> Environment | None:
 def newest_whole(directory: Path, warn: Callable[[str], None]) -> Path | None:
     """Return the newest whole checkpoint, or None if there are no checkpoints.
 
-    Later ones, which are damaged, are renamed to `damaged-step-NNNNNNNN`.
+    Newer checkpoints, which are damaged, are renamed to `damaged-step-NNNNNNNN`.
 
     Raises:
         RunError: if there are checkpoints, but none to resume from; then nothing is changed.
@@ -365,12 +367,12 @@ def newest_whole(directory: Path, warn: Callable[[str], None]) -> Path | None:
             warn(f"{error} The checkpoint before it is taken.")
             damaged.append(path)
             continue
-        for other in damaged:
-            number, renamed = 1, other.with_name(f"damaged-{other.name}")
+        for damaged_path in damaged:
+            number, renamed = 1, damaged_path.with_name(f"damaged-{damaged_path.name}")
             while renamed.exists():
                 number += 1
-                renamed = other.with_name(f"damaged-{other.name}-{number}")
-            other.replace(renamed)
+                renamed = damaged_path.with_name(f"damaged-{damaged_path.name}-{number}")
+            damaged_path.replace(renamed)
         return path
     if saved:
         raise RunError(
@@ -405,8 +407,8 @@ def load_progress(path: Path) -> Progress:
     except ValidationError as error:
         problem = error.errors()[0]
         key = ".".join(map(str, problem["loc"])) or "the file"
-        what = f"`{key}` must be {config_file.requirement(problem)}"
-        raise RunError(f"{path}/progress.json: {what}.") from None
+        reason = f"`{key}` must be {config_file.requirement(problem)}"
+        raise RunError(f"{path}/progress.json: {reason}.") from None
     if path.name != _name(progress.step):
         raise RunError(
             f"{path}/progress.json: `step` must be that of its folder, but is {progress.step:,} "
@@ -435,7 +437,7 @@ def _name(step: int) -> str:
 def prune(
     directory: Path, kept: Collection[int], warn: Callable[[OSError | WriteError], None]
 ) -> None:
-    """Delete the checkpoints of all steps but the `kept`, and the optimizer state of older ones."""
+    """Delete checkpoints not in `kept`, and the optimizer state of all but the newest in it."""
     saved = steps(directory)
     resumable = [step for step in saved if step in kept][-_NUM_RESUMABLE:]
     for step, path in saved.items():
@@ -449,7 +451,7 @@ def prune(
 
 
 def _delete_optimizer(path: Path) -> None:
-    """Leave a checkpoint without its optimizer state; a damaged one stays as it is."""
+    """Delete the optimizer state of a checkpoint; a damaged checkpoint stays as it is."""
     try:
         manifest = _read_manifest(path)
     except RunError:
@@ -461,14 +463,14 @@ def _delete_optimizer(path: Path) -> None:
 
 
 def delete_unfinished(directory: Path) -> None:
-    """Delete what killed saves have left; the caller holds the lock of the run."""
+    """Delete temporary files of killed saves; the caller holds the lock of the run."""
     sweep(directory / "step-*")
 
 
 class AveragedWeights(Mapping[str, Tensor]):
     """The mean weights of several checkpoints, summed in float64.
 
-    Each tensor is read when it is asked for: ranks that hold a shard need no other memory.
+    A tensor is read only when it is accessed, so that memory never holds the whole model.
 
     Args:
         paths: of the checkpoints.
@@ -514,10 +516,10 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], tokenizer: str, more: Mapping[str, Any] = {}
+    path: Path, tensors: Mapping[str, Tensor], tokenizer: str, extra_header: Mapping[str, Any] = {}
 ) -> None:
     # one key, because safetensors writes several in random order: equal weights, equal files
-    header = {"format": FORMAT, "tokenizer": tokenizer, **more}
+    header = {"format": FORMAT, "tokenizer": tokenizer, **extra_header}
     save_tensors(path, tensors, {_HEADER: json.dumps(header, sort_keys=True)})
 
 
@@ -527,11 +529,11 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, 
     Raises:
         OSError: if the disk does not take them.
     """
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    cpu_tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     path.touch()
     mode = path.stat().st_mode  # safetensors would make it readable by its owner alone
     try:
-        save_file(whole, path, metadata=metadata)
+        save_file(cpu_tensors, path, metadata=metadata)
     except SafetensorError as error:
         number = _OS_ERROR.search(str(error))
         why = os.strerror(int(number[1])) if number else str(error)

@@ -23,13 +23,14 @@ _FREE = {"dropout", "attention_dropout", "activation_dropout", "sampling_alpha"}
 
 
 def complete_config(config: Config, name: str) -> Config:
-    """Return a config that is complete: `tokenizer` and `model` as in `training.init_from`.
+    """Return a config with the `tokenizer` and `model` sections of the run `training.init_from`.
 
-    A run that has begun knows these sections itself, so that the other one may be gone by then.
+    If this run's folder already has a config with the same `training.init_from`, the sections are
+    taken from it, so that the other run may have been deleted.
 
     Args:
-        config: as it was given; what stands in it counts, its defaults do not.
-        name: what errors call it.
+        config: as the user gave it; only explicitly set keys must agree with the other run.
+        name: of the config in error messages.
 
     Raises:
         ConfigError: if the other run cannot be used, or a key contradicts it.
@@ -53,15 +54,15 @@ def complete_config(config: Config, name: str) -> Config:
     for section in ("tokenizer", "model"):
         ours, theirs = getattr(config, section), getattr(other, section)
         fields = type(ours).model_fields
-        given = {key: getattr(ours, key) for key in fields if key in ours.model_fields_set}
-        for key, value in given.items():
+        explicit = {key: getattr(ours, key) for key in fields if key in ours.model_fields_set}
+        for key, value in explicit.items():
             expected = getattr(theirs, key)
             if key not in _FREE and value != expected:
                 raise ConfigError(
                     f"{name}: `{section}.{key}` must be {expected!r}, as in {init_from}, but is "
                     f"{value!r} instead."
                 )
-        sections[section] = theirs.model_copy(update=given)
+        sections[section] = theirs.model_copy(update=explicit)
     return from_tree(config.model_copy(update=sections).model_dump(), name)
 
 

@@ -20,7 +20,7 @@ from mtrain.run.run_dir import RunDir
 from mtrain.runtime.process_group import SINGLE, ProcessGroup
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
-_DRAWING = (  # the functions by which layers and the Transformer draw their initial weights
+_DRAWING = (  # the functions that draw the initial weights of layers and of the Transformer
     nn.init.kaiming_uniform_,
     nn.init.normal_,
     nn.init.uniform_,
@@ -35,9 +35,9 @@ class LoadOptions:
 
     Attributes:
         device: `auto`, cpu, cuda, ...
-        precision: of products; `auto` is float32. With bfloat16 and int8 the key-value cache is
-            in bfloat16. On a GPU bfloat16 is that of states, too, and there is no int8.
-        step: the weights of this checkpoint, instead of the run's result.
+        precision: of matrix products; `auto` is float32. With bfloat16 and int8 the key-value cache
+            is in bfloat16. On a GPU, bfloat16 also applies to activations, and int8 is an error.
+        step: load the checkpoint of this step instead of the final weights.
         process_group: the ranks that share the work, each on a device of its own.
     """
 
@@ -48,11 +48,11 @@ class LoadOptions:
 
     @property
     def products(self) -> Literal["float32", "bfloat16", "int8"]:
-        """The precision without `auto`."""
+        """The precision of matrix products; `auto` is resolved."""
         return "float32" if self.precision == "auto" else self.precision
 
 
-@torch.inference_mode(False)  # changes of inference tensors are not counted: no packed weights
+@torch.inference_mode(False)  # inference tensors have no version, which packed weights need
 def load_model(
     run: RunDir,
     config: ModelConfig,
@@ -64,18 +64,19 @@ def load_model(
 
     Raises:
         RunError: if the weights are missing, damaged, or do not fit the config or the tokenizer.
-        ConfigError: if this machine has not the memory for its weights, or the device not the
+        ConfigError: if the weights exceed this machine's memory, or the device does not support the
             precision.
     """
     if loading.precision == "int8" and device.type != "cpu":
         raise ConfigError(f"`precision` int8 must be on a CPU, but the device is {device} instead.")
     path = _weights_path(run, loading.step)
     weights = checkpoint.load_model(path, vocabulary.fingerprint())
-    held = sum(tensor.numel() for tensor in weights.values())
-    needed = count_weights(config, len(vocabulary.src), len(vocabulary.tgt))
-    if needed > held:  # before a model takes the memory that only its config asks for
+    num_stored = sum(tensor.numel() for tensor in weights.values())
+    num_needed = count_weights(config, len(vocabulary.src), len(vocabulary.tgt))
+    if num_needed > num_stored:  # checked before a wrong config makes `build_model` allocate memory
         raise RunError(
-            f"{path}: `model` of config.yaml asks for {needed:,} weights, but it holds {held:,} "
+            f"{path}: `model` of config.yaml asks for {num_needed:,} weights, but it holds "
+            f"{num_stored:,} "
             "instead; restore the run's own config.yaml."
         )
     with _WithoutDrawing():  # the initial weights are overwritten
@@ -90,7 +91,7 @@ def load_model(
 
 
 class _WithoutDrawing(TorchFunctionMode):
-    """Leaves out the drawing of random numbers into tensors."""
+    """Skips random initialisation: the functions of `_DRAWING` leave their tensor as it is."""
 
     def __torch_function__(
         self,
@@ -99,10 +100,10 @@ class _WithoutDrawing(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        given = kwargs or {}
+        keywords = kwargs or {}
         if func in _DRAWING:
-            return args[0] if args else given["tensor"]
-        return func(*args, **given)
+            return args[0] if args else keywords["tensor"]
+        return func(*args, **keywords)
 
 
 def _weights_path(run: RunDir, step: int | None) -> Path:
@@ -121,15 +122,15 @@ def build_model(config: ModelConfig, vocabulary: Tokenizer) -> Transformer:
     """Return an untrained model for these vocabularies.
 
     Raises:
-        ConfigError: if this machine has not the memory for its weights.
+        ConfigError: if the weights exceed this machine's memory.
     """
     num_src, num_tgt = len(vocabulary.src), len(vocabulary.tgt)
-    needed = 4 * count_weights(config, num_src, num_tgt)
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > there:
+    needed_bytes = 4 * count_weights(config, num_src, num_tgt)
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed_bytes > memory_bytes:
         raise ConfigError(
-            f"`model` must fit into this machine's memory of {there / 2**30:,.1f} GiB, but its "
-            f"weights need {needed / 2**30:,.1f} GiB."
+            f"`model` must fit into this machine's memory of {memory_bytes / 2**30:,.1f} GiB, but "
+            f"its weights need {needed_bytes / 2**30:,.1f} GiB."
         )
     return Transformer(config, num_src, num_tgt)
 

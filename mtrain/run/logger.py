@@ -97,7 +97,7 @@ class Stderr:
     """Prints lines on stderr, above a progress bar if there is one."""
 
     def say(self, text: str = "") -> None:
-        """Show one line; if stderr takes none, as that of a closed terminal, go on without."""
+        """Print one line; if the terminal or pipe is closed, discard it and all later output."""
         try:
             tqdm.write(fitted(text, sys.stderr), file=sys.stderr)
         except OSError as error:
@@ -106,7 +106,7 @@ class Stderr:
 
 
 class PythonLog:
-    """Logs lines under the name `mtrain`, at the level of information."""
+    """Sends lines to the Python logger `mtrain`, at level INFO."""
 
     def say(self, text: str = "") -> None:
         """Log one line."""
@@ -121,11 +121,11 @@ class RunLog:
 
     Args:
         metrics_path: of `metrics.jsonl`.
-        board: TensorBoard's, gets the same numbers.
+        board: writes the same numbers as TensorBoard events.
         console: where lines go.
         is_quiet: print no lines.
         has_bar: draw a progress bar on stderr, if that is a terminal.
-        bar: the fractions of the budget at which it begins and ends.
+        bar: the fractions of the budget at which the bar begins and ends.
         on_metrics: is called with each line of `metrics.jsonl`.
     """
 

@@ -79,10 +79,10 @@ class RunDir:
 
     @contextmanager
     def tokenizing(self) -> Iterator[Path]:
-        """Yield a folder for unfinished work, which the next process finds if this one ends.
+        """Yield the working folder of tokenizing, from which an interrupted process resumes.
 
-        It vanishes when all went well, when the user must change something, and when the disk is
-        full before any part is done.
+        It is deleted on success, on errors in config or corpora, and on other errors before the
+        first part is finished.
 
         Raises:
             RunError: if another process holds it.
@@ -94,10 +94,10 @@ class RunDir:
             try:
                 yield path
             except (UserError, OSError) as error:
-                is_of_use = any(path.glob("part-*.json"))
-                if isinstance(error, ConfigError | DataError) or not is_of_use:
+                has_parts = any(path.glob("part-*.json"))
+                if isinstance(error, ConfigError | DataError) or not has_parts:
                     shutil.rmtree(path)
-                    with suppress(OSError):  # it holds something else
+                    with suppress(OSError):  # it is not empty
                         self.path.rmdir()
                 raise
             shutil.rmtree(path)
@@ -107,9 +107,9 @@ class RunDir:
         return self.path / ".tokenizing"
 
     def remove_unfinished(self) -> None:
-        """Remove what a tokenizing left that was killed when all was done."""
+        """Remove the working folder of a process that was killed after it finished tokenizing."""
         if self._work_dir.is_dir():
-            with suppress(RunError), self.tokenizing():  # another process may still be at it
+            with suppress(RunError), self.tokenizing():  # another process may still be tokenizing
                 pass
 
     @contextmanager
@@ -166,7 +166,7 @@ class RunDir:
             WriteError: if it cannot be written.
         """
         config_file.save(config, self.config_path)
-        self.__dict__["config"] = config  # what `config` returns from now on
+        self.__dict__["config"] = config  # the cached value of `config`
 
     @cached_property
     def config(self) -> Config:

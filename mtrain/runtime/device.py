@@ -22,7 +22,7 @@ def pick_device(name: str, key: str = "device") -> torch.device:
 
     Args:
         name: of the device.
-        key: what the user calls the setting.
+        key: the name of the setting in error messages.
 
     Raises:
         ConfigError: if there is no such device here.
@@ -31,26 +31,26 @@ def pick_device(name: str, key: str = "device") -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device).cpu()  # a device that only pretends fails here
+        torch.zeros(1, device=device).cpu()  # an unusable device fails here
     except (RuntimeError, AssertionError, ImportError):
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if not re.fullmatch(r"cuda(:\d+)?", name):
-            what = f"must be auto, cpu, cuda or cuda:N, but is {name!r} instead"
+            problem = f"must be auto, cpu, cuda or cuda:N, but is {name!r} instead"
         elif num_gpus:
-            what = (
+            problem = (
                 f"is {name!r}, but this machine has {count(num_gpus, 'CUDA GPU')}, from cuda:0 on"
             )
         else:
-            what = f"is {name!r}, but no CUDA GPU was found here; use cpu or auto"
-        raise ConfigError(f"`{key}` {what}.") from None
+            problem = f"is {name!r}, but no CUDA GPU was found here; use cpu or auto"
+        raise ConfigError(f"`{key}` {problem}.") from None
     return device
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
     """Return the dtype of activations and matrix products for `precision`."""
-    named = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    if precision in named:
-        return named[precision]
+    dtype_of = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if precision in dtype_of:
+        return dtype_of[precision]
     if device.type == "cuda":
         has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if has_bfloat16 else torch.float32

@@ -76,12 +76,12 @@ SINGLE = ProcessGroup()
 
 
 class TorchrunEnv(NamedTuple):
-    """The rank of this process.
+    """The rank of this process, as torchrun sets it.
 
     Attributes:
-        rank: its number, from 0.
-        size: how many there are.
-        local_rank: its number on this machine, from 0.
+        rank: of this process, from 0.
+        size: number of ranks.
+        local_rank: rank among the processes of this machine, from 0.
     """
 
     rank: int

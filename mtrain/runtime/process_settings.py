@@ -1,4 +1,4 @@
-"""Settings of the whole process: garbage collection, and whether others may be changed.
+"""Settings of the whole process: garbage collection, and whether mtrain may change the others.
 
 The command line changes them. A program that imports mtrain keeps its own.
 """
@@ -22,7 +22,7 @@ def own_process() -> None:
     if _OWNED.is_set():
         return
     _OWNED.set()
-    atexit.register(gc.freeze)  # or Python's last collection would look at all of PyTorch
+    atexit.register(gc.freeze)  # else the collection at exit traverses all objects of PyTorch
     gc.set_threshold(_FIRST_COLLECTED_AT)
     gc.callbacks.append(_collect_more_often)
 
@@ -39,7 +39,7 @@ def is_own_process() -> bool:
 
 
 def keep_loaded_objects() -> None:
-    """Keep garbage collections from looking at what is loaded, if the process is mtrain's own.
+    """Exclude all present objects from garbage collection, if the process is mtrain's own.
 
     For a process that loads models once and then runs for long.
     """

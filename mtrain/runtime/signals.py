@@ -8,9 +8,9 @@ import threading
 import time
 from types import FrameType, TracebackType
 
-_HANGUP = getattr(signal, "SIGHUP", signal.SIGTERM)  # absent where the command line says why
+_HANGUP = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has none
 STOPPING = (signal.SIGINT, signal.SIGTERM, _HANGUP)
-_BURST_S = 2.0  # after a signal, in which others mean the same
+_BURST_S = 2.0  # after a signal, in which further ones are repeats of it
 
 
 class Stopped(Exception):  # noqa: N818 - nothing went wrong
@@ -25,14 +25,14 @@ class Stopped(Exception):  # noqa: N818 - nothing went wrong
 
 
 class Signals:
-    """Remembers the first signal that stops; the second one stops at once.
+    """Records the first signal of `STOPPING`; the next one goes to the previous handlers.
 
     A signal that the process ignores from its start, as nohup asks for, stays ignored.
 
     Args:
-        may_repeat: the second one means the same as the first: a launcher passes on what a cluster
-            has sent to every process already.
-        stop: set by another thread, it means the same as SIGTERM.
+        may_repeat: further signals have no other effect: a launcher forwards those that a
+            cluster has already sent to every process.
+        stop: an event that another thread sets; it counts as SIGTERM.
     """
 
     def __init__(self, may_repeat: bool = False, stop: threading.Event | None = None) -> None:
@@ -60,7 +60,7 @@ class Signals:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._received = number
+        self._received = self._received or number
         if self._may_repeat:
             return
         for later, handler in self._before.items():
@@ -68,7 +68,7 @@ class Signals:
 
 
 def unwind_when_stopped() -> None:
-    """Let SIGTERM and SIGHUP raise SystemExit, as Ctrl-C KeyboardInterrupt; ignore repeats."""
+    """Make SIGTERM and SIGHUP raise SystemExit, and SIGINT KeyboardInterrupt; ignore repeats."""
     last = -math.inf
 
     def unwind(number: int, frame: FrameType | None) -> None:

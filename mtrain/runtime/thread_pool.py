@@ -16,8 +16,8 @@ Result = TypeVar("Result")
 class ThreadPool:
     """A pool of threads that each run PyTorch operations on one core.
 
-    It has as many as PyTorch. Small matrix products gain little from several cores; splitting the
-    batch always does.
+    It has `torch.get_num_threads()` threads. Small matrix products gain little from several cores,
+    so it is faster to split the batch.
     """
 
     def __init__(self) -> None:

@@ -37,7 +37,7 @@ class TorchProcessGroup(ProcessGroup):
         self._untimed_group = dist.new_group(backend="gloo", timeout=_NO_TIMEOUT)
 
     def device_name(self, name: str, key: str = "device") -> str:
-        """Return the name of this rank's device: `auto` and `cuda` are a GPU of its own.
+        """Return the name of this rank's device; for `auto` and `cuda`, a GPU of its own.
 
         Raises:
             ConfigError: if all ranks were to share a GPU.
@@ -111,12 +111,12 @@ class TorchProcessGroup(ProcessGroup):
     def claim_error_report(self) -> bool:
         """Return True for the first rank that reports an error, False for every later one."""
         try:
-            if self._store.add("said", 0):  # at once: its keeper may end soon
+            if self._store.add("said", 0):  # before waiting: the host may exit
                 return False
             if not self.is_first:
                 time.sleep(_HEAD_START_S)
             return int(self._store.add("said", 1)) == 1
-        except RuntimeError:  # the machine that kept the store is gone
+        except RuntimeError:  # the process that hosted the store is gone
             return True
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ def _empty(length: int) -> Tensor:
 
 def _as_tensor(message: bytes, length: int) -> Tensor:
     """Return bytes as a uint8 tensor, zero-padded to `length`."""
-    padded = bytearray(message.ljust(max(length, 1), b"\0"))  # no tensor begins without bytes
+    padded = bytearray(message.ljust(max(length, 1), b"\0"))  # `frombuffer` takes no empty buffer
     return torch.frombuffer(padded, dtype=torch.uint8)[:length]
 
 

@@ -35,8 +35,8 @@ logger = logging.getLogger("mtrain")
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
-_PAGE_TIMEOUT_MS = 500  # that LibreTranslate's page waits for more typing
-_CLIENT_GONE = 499  # nobody reads it; as nginx logs it
+_PAGE_TIMEOUT_MS = 500  # how long LibreTranslate's page waits for more typing
+_CLIENT_GONE = 499  # nginx's status for a client that has disconnected; only the log shows it
 
 
 class _JsonResponse(Response):
@@ -47,7 +47,7 @@ class _JsonResponse(Response):
 
 
 class Server:
-    """Answers requests by translations.
+    """Serves translations over HTTP.
 
     Attributes:
         app: the ASGI application.
@@ -79,7 +79,7 @@ class Server:
         )
 
     def close(self) -> None:
-        """End the threads, once they have nothing to translate."""
+        """Cancel the translations that wait, and end the threads after those that run."""
         self._threads.shutdown(cancel_futures=True)
 
     def _routes(self) -> list[BaseRoute]:
@@ -96,21 +96,22 @@ class Server:
             "/translate_file": partial(_refuse, "Files translation is disabled on this server."),
             "/suggest": partial(_refuse, "Suggestions are disabled on this server."),
         }
-        routes: list[BaseRoute] = [  # the first that matches answers: the most frequent ones first
-            Route(path, each, methods=["POST"]) for path, each in post.items()
+        routes: list[BaseRoute] = [  # matched in this order: the most frequent ones first
+            Route(path, handler, methods=["POST"]) for path, handler in post.items()
         ]
-        routes += [Route(path, each, methods=["GET"]) for path, each in get.items()]
+        routes += [Route(path, handler, methods=["GET"]) for path, handler in get.items()]
         return routes + (page.routes() if self._settings.with_page else [])
 
     async def _translate(self, request: Request) -> Response:
         fields = await read_fields(request)
         self._check_client(request, fields)
         texts, is_list = read_texts(fields, self._settings)
-        wanted = read_translation(fields, texts, self._translations)
+        translation_request = read_translation(fields, texts, self._translations)
         timeout_s = self._settings.timeout_s
         try:
             results = await self._in_thread(
-                request, lambda cancel: self._translations.translate(wanted, timeout_s, cancel)
+                request,
+                lambda cancel: self._translations.translate(translation_request, timeout_s, cancel),
             )
         except NoRouteError as error:
             raise no_route(error) from None
@@ -122,13 +123,13 @@ class Server:
             for text, result in zip(texts, results, strict=True):
                 logger.info("%s", json.dumps([text, result.text], ensure_ascii=False))
         answer: dict[str, Any] = {"translatedText": [result.text for result in results]}
-        if wanted.source == AUTO:
+        if translation_request.source == AUTO:
             answer["detectedLanguage"] = [_detected_tree(result) for result in results]
-        if wanted.num_alternatives:
+        if translation_request.num_alternatives:
             answer["alternatives"] = [list(result.alternatives) for result in results]
         if any(result.pivot for result in results):
             answer["pivot"] = [result.pivot for result in results]
-        if wanted.with_details:
+        if translation_request.with_details:
             answer["details"] = [_details_tree(result) for result in results]
         if not is_list:
             answer = {key: values[0] for key, values in answer.items()}
@@ -138,10 +139,13 @@ class Server:
         fields = await read_fields(request)
         self._check_client(request, fields)
         texts, _ = read_texts(fields, self._settings)
-        found = await self._in_thread(
+        detected = await self._in_thread(
             request, lambda _: self._translations.detect("\n".join(texts))
         )
-        ranked = [{"confidence": one.confidence, "language": one.code} for one in found or []]
+        ranked = [
+            {"confidence": language.confidence, "language": language.code}
+            for language in detected or []
+        ]
         return _JsonResponse(ranked)
 
     async def _languages(self, request: Request) -> Response:
@@ -186,21 +190,21 @@ class Server:
         """Refuse a client without a key, or with too many requests.
 
         Raises:
-            RequestError: with what the client is told.
+            RequestError: with the message for the client.
         """
         client = request.client.host if request.client else ""
         if self._settings.api_keys:
             scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-            given = fields.get("api_key") or (bearer if scheme.lower() == "bearer" else "")
-            if not isinstance(given, str) or not self._settings.knows(given):
+            api_key = fields.get("api_key") or (bearer if scheme.lower() == "bearer" else "")
+            if not isinstance(api_key, str) or not self._settings.knows(api_key):
                 raise RequestError(403, "Invalid API key")
-            client = given
+            client = api_key
         if wait_s := self._rate_limit.seconds_to_wait(client):
             per_minute = self._settings.requests_per_minute
             raise RequestError(429, f"Slowdown: {per_minute} per 1 minute", wait_s)
 
     async def _in_thread(self, request: Request, work: Callable[[threading.Event], T]) -> T | None:
-        """Call `work` in a thread; None if the client has gone, which sets the event of `work`.
+        """Call `work` in a thread; None if the client disconnects, which sets the event of `work`.
 
         Raises:
             RequestError: if all threads are busy, or it takes too long.
@@ -209,18 +213,18 @@ class Server:
             raise RequestError(503, "Server is busy: try again in a second", 1)
         cancel = threading.Event()
 
-        def called() -> T | None:
+        def call_work() -> T | None:
             try:
                 return work(cancel)
             except CancelledError:
                 return None
 
         self._num_running += 1
-        future = asyncio.get_running_loop().run_in_executor(self._threads, called)
+        future = asyncio.get_running_loop().run_in_executor(self._threads, call_work)
         future.add_done_callback(self._note_end)
-        gone = asyncio.ensure_future(_wait_until_gone(request))
+        disconnected = asyncio.ensure_future(_wait_until_gone(request))
         try:
-            waiting: set[asyncio.Future[Any]] = {future, gone}
+            waiting: set[asyncio.Future[Any]] = {future, disconnected}
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             return future.result() if future.done() else None
         except TimeoutError:
@@ -229,18 +233,18 @@ class Server:
             raise RequestError(503, text, 1) from None
         finally:
             cancel.set()
-            gone.cancel()
+            disconnected.cancel()
 
     def _note_end(self, future: asyncio.Future[Any]) -> None:
         self._num_running -= 1
         if not future.cancelled():
-            future.exception()  # of a client that has gone: nobody else asks
+            future.exception()  # retrieved here, in case the client has disconnected
 
 
 def _detected_tree(result: TranslatedText) -> dict[str, Any]:
-    found = result.detected
-    assert found is not None
-    return {"confidence": found.confidence, "language": found.code}
+    detected = result.detected
+    assert detected is not None
+    return {"confidence": detected.confidence, "language": detected.code}
 
 
 def _details_tree(result: TranslatedText) -> list[dict[str, Any]]:
@@ -284,7 +288,7 @@ async def _answer_request_error(request: Request, error: Exception) -> Response:
 
 
 def error_response(error: RequestError) -> Response:
-    """Return the answer to a request that is refused."""
+    """Return the response to a request that is refused."""
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
     return _JsonResponse({"error": error.text}, error.status, headers)
 

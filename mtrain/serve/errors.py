@@ -7,9 +7,9 @@ class RequestError(Exception):
     """A request that is refused.
 
     Args:
-        status: of HTTP.
-        text: for the client.
-        retry_after_s: when to try again.
+        status: the HTTP status code.
+        text: the message for the client.
+        retry_after_s: seconds after which to try again, if that may help.
     """
 
     def __init__(self, status: int, text: str, retry_after_s: int | None = None) -> None:

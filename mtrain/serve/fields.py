@@ -1,4 +1,4 @@
-"""The fields of a request, from JSON or a form, checked; errors are worded as clients know them."""
+"""The fields of a request, from JSON or a form, checked; errors are worded as in LibreTranslate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mtrain.serve.settings import ServerSettings
     from mtrain.serve.translation import Translations
 
-_HALF = re.compile("[\ud800-\udfff]")  # of a character
+_HALF = re.compile("[\ud800-\udfff]")  # an unpaired surrogate
 _MAX_SHOWN = 40  # characters of a value that an error repeats
 _MAX_FORM_FIELDS = 50
 _FORM = "application/x-www-form-urlencoded"
@@ -33,7 +33,7 @@ async def read_fields(request: Request) -> Fields:
     """Return the fields of the JSON object or the form in a request's body.
 
     Raises:
-        RequestError: if it holds neither.
+        RequestError: if the body is neither.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type == "application/json" or media_type.endswith("+json"):
@@ -45,7 +45,7 @@ async def read_fields(request: Request) -> Fields:
             raise RequestError(400, "Invalid JSON format")
         return fields
     if media_type == _FORM:
-        # as Starlette's, but what is not escaped is UTF-8: `curl -d` sends text as it is
+        # as in Starlette, but unescaped bytes are read as UTF-8: `curl -d` escapes nothing
         text = (await request.body()).decode("utf-8", "replace")
         try:
             return dict(
@@ -73,7 +73,7 @@ def read_texts(fields: Fields, settings: ServerSettings) -> tuple[list[str], boo
     """Return the texts of `q`, and whether they came as a list.
 
     Raises:
-        RequestError: if there is none, or too much.
+        RequestError: if there is no text, or more than the limits allow.
     """
     q = fields.get("q")
     if not q:
@@ -93,7 +93,7 @@ def read_texts(fields: Fields, settings: ServerSettings) -> tuple[list[str], boo
 def read_translation(
     fields: Fields, texts: Sequence[str], translations: Translations
 ) -> TranslationRequest:
-    """Return what a client wants to have translated.
+    """Return the checked request for a translation.
 
     Raises:
         RequestError: if a field is missing, or has no valid value.
@@ -124,7 +124,7 @@ def read_translation(
 
 
 def no_route(error: NoRouteError) -> RequestError:
-    """Return the error for two languages that nothing connects."""
+    """Return the error for two languages between which no run translates."""
     source, target = error.source, error.target
     return RequestError(
         400,

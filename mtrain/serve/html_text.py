@@ -1,9 +1,9 @@
 """HTML as lines to translate: only text is translated, and each tag stays with its words.
 
-A block's text is one line, whatever inline elements stand in it. Their tags go to the words that
-are aligned with theirs; where tags do not match, each piece of text is translated alone. What is
-translated is escaped: a translation holds no markup that was not in the source. Reading takes time
-in proportion to the length, whatever the markup.
+A block's text is one line, whatever inline elements stand in it. Their tags are put around the
+target words that are aligned with their source words; where tags do not match, each piece of text
+is translated alone. Translations are escaped: they hold no markup that was not in the source.
+Reading takes time linear in the length, whatever the markup.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _INLINE = frozenset(
         "ruby s small span strike strong sub sup tt u wbr"
     )
 )
-_UNTRANSLATED = frozenset(  # and all that is within
+_UNTRANSLATED = frozenset(  # left as they are, with all that they contain
     _NAMES.findall(
         "address applet audio canvas code embed iframe kbd math noembed noframes object pre samp "
         "script select style svg template textarea time var video xmp"
@@ -45,7 +45,7 @@ _IS_MARKED = re.compile(
     re.IGNORECASE,
 )
 _SPACES = re.compile(r"[ \t\n\f\r\xa0]+")
-_MAX_DEPTH = 20  # of elements in each other, whose tags go with their words
+_MAX_DEPTH = 20  # of nested elements; deeper ones are not placed by alignment
 _PUNCTUATION = ".,:;!?…\"'”’»)]}。，、！？؟،"
 
 
@@ -58,7 +58,7 @@ class _HtmlToken(NamedTuple):
 
 
 def _tokens(text: str) -> Iterator[_HtmlToken]:
-    """Cut HTML into tokens, whose raw text together is the whole."""
+    """Cut HTML into tokens; the raw texts of all of them, joined, are the HTML."""
     at, length = 0, len(text)
     while at < length:
         start = text.find("<", at)
@@ -68,7 +68,7 @@ def _tokens(text: str) -> Iterator[_HtmlToken]:
         is_end = following == "/"
         named = _NAME.match(text, start + 1 + is_end)
         if start < length and named is None and not (is_end or following in ("!", "?")):
-            start = text.find("<", start + 1)  # a sign like any other
+            start = text.find("<", start + 1)  # this `<` is text
             start = length if start < 0 else start
             yield _HtmlToken("text", text[at:start])
             at = start
@@ -99,9 +99,9 @@ def _end_of_comment(text: str, start: int) -> int:
 
 
 def _end_of_tag(text: str, at: int) -> int:
-    for found in _TAG_END.finditer(text, at):
-        if found[0] == ">":
-            return found.end()
+    for match in _TAG_END.finditer(text, at):
+        if match[0] == ">":
+            return match.end()
     return len(text)
 
 
@@ -116,8 +116,8 @@ class _BlockPiece(NamedTuple):
     """Text or a tag within a block.
 
     Attributes:
-        raw: as it stands.
-        text: to translate, of a piece of text; None of markup.
+        raw: the HTML as in the source.
+        text: the unescaped text to translate; None for markup.
         element: the number of the element that a tag opens or closes.
     """
 
@@ -129,12 +129,12 @@ class _BlockPiece(NamedTuple):
 
 @dataclass
 class _Block:
-    """What stands between two tags that end a sentence.
+    """Text and inline markup between two tags that end a sentence.
 
     Attributes:
         pieces: in order.
-        lines: that are translated: one, or each piece of text alone.
-        is_whole: the text of all pieces is one line.
+        lines: the lines to translate: one, or one for each piece of text.
+        is_whole: whether the text of all pieces is one line.
     """
 
     pieces: list[_BlockPiece] = field(default_factory=list)
@@ -158,7 +158,7 @@ class _Block:
 
     def add_end(self, token: _HtmlToken) -> None:
         name, element = self.open_elements[-1] if self.open_elements else ("", None)
-        if name != token.name:  # closes what is not open here: tags must stay where they are
+        if name != token.name:  # not the innermost open element: tags must stay where they are
             self.is_whole = False
             self.pieces.append(_BlockPiece(token.raw))
             return
@@ -177,14 +177,14 @@ class HtmlText:
 
     Args:
         text: the HTML.
-        has_alignment: translations will have alignments; else each piece of text is a line.
+        has_alignment: whether translations have alignments; else each piece of text is a line.
     """
 
     def __init__(self, text: str, has_alignment: bool = True) -> None:
         self._parts: list[str | _Block] = []  # markup as it stands, and blocks
         block = _Block()
-        skipped: list[str] = []  # open elements in one that is not translated
-        raws: list[str] = []  # of the one that is not translated
+        skipped: list[str] = []  # the untranslated element, and open ones of its name within
+        raws: list[str] = []  # of the untranslated element, or of the current tag
         for token in _tokens(text):
             if skipped:
                 raws.append(token.raw)
@@ -231,10 +231,10 @@ class HtmlText:
         return _Block()
 
     def join(self, translations: Sequence[Translation]) -> str:
-        """Return the HTML with a translation, and its alignment, for each line."""
-        rest = iter(translations)
+        """Return the HTML with each line replaced by its translation."""
+        remaining = iter(translations)
         return "".join(
-            part if isinstance(part, str) else _joined(part, [next(rest) for _ in part.lines])
+            part if isinstance(part, str) else _joined(part, [next(remaining) for _ in part.lines])
             for part in self._parts
         )
 
@@ -244,15 +244,15 @@ def _joined(block: _Block, translations: list[Translation]) -> str:
         return "".join(piece.raw for piece in block.pieces)
     if block.is_whole:
         return _placed(block, translations[0])
-    written, rest = [], iter(translations)
+    raws, remaining = [], iter(translations)
     for piece in block.pieces:
         if piece.text and has_letters(piece.text):
             stripped = piece.text.strip()
             before, _, after = piece.text.partition(stripped)
-            written.append(f"{before}{_escaped(next(rest).text)}{after}")
+            raws.append(f"{before}{_escaped(next(remaining).text)}{after}")
         else:
-            written.append(piece.raw)
-    return "".join(written)
+            raws.append(piece.raw)
+    return "".join(raws)
 
 
 def _escaped(text: str) -> str:
@@ -265,9 +265,9 @@ class _TagSpan:
 
     Attributes:
         start, end: equal if it holds no text.
-        open_tag, close_tag: the markup; `close_tag` is empty for what is no element.
-        is_after_space, is_before_space: what stands beside it in the source.
-        children: within it, in order.
+        open_tag, close_tag: the markup; `close_tag` is empty for markup without an end tag.
+        is_after_space, is_before_space: whether it stands beside a space in the source.
+        children: the spans within it, in order.
     """
 
     start: int
@@ -280,9 +280,9 @@ class _TagSpan:
 
 
 def _read_spans(block: _Block) -> tuple[str, _TagSpan]:
-    """Return the text of a block as in `lines`, with outer spaces, and its markup."""
+    """Return the text of a block as in `lines`, but with outer spaces, and its markup."""
     text, root = "", _TagSpan(0)
-    path, since_text = [root], list[_TagSpan]()
+    open_spans, since_text = [root], list[_TagSpan]()
     for piece in block.pieces:
         if piece.text is not None:
             for span in since_text:
@@ -291,37 +291,37 @@ def _read_spans(block: _Block) -> tuple[str, _TagSpan]:
             is_double = text.endswith(" ") and piece.text.startswith(" ")
             text += piece.text[is_double:]
         elif piece.is_end:
-            path[-1].end, path[-1].close_tag = len(text), piece.raw
-            path.pop()
+            open_spans[-1].end, open_spans[-1].close_tag = len(text), piece.raw
+            open_spans.pop()
         else:
             span = _TagSpan(len(text), len(text), piece.raw)
             span.is_after_space = text.endswith(" ")
-            path[-1].children.append(span)
+            open_spans[-1].children.append(span)
             since_text.append(span)
             if piece.element is not None:
-                path.append(span)
+                open_spans.append(span)
     root.end = len(text)
     return text, root
 
 
 class _Words:
-    """The words of a text, as an alignment counts them: numbers, and spans of characters."""
+    """The words of a text as alignments number them, and their spans of characters."""
 
     def __init__(self, text: str) -> None:
         from mtrain.decode.formats import word_starts
 
         self.text = text
         starts = word_starts(text)
-        self.numbers = list(accumulate(starts))  # of each character, from 1
-        self.firsts = [at for at, is_start in enumerate(starts) if is_start]
+        self.numbers = list(accumulate(starts))  # of each character's word, from 1
+        self.firsts = [at for at, is_start in enumerate(starts) if is_start]  # of each word
 
     def within(self, start: int, end: int) -> range:
-        """Return the words that have a character between two places."""
+        """Return the words, from 0, that have a character other than a space in [start, end)."""
         inner = [at for at in range(start, end) if self.text[at] != " "]
         return range(self.numbers[inner[0]] - 1, self.numbers[inner[-1]]) if inner else range(0)
 
     def span(self, first: int, last: int) -> tuple[int, int]:
-        """Return where the words from `first` to `last` begin and end."""
+        """Return the span of characters of the words from `first` to `last`."""
         end = self.firsts[last + 1] if last + 1 < len(self.firsts) else len(self.text)
         return self.firsts[first], len(self.text[:end].rstrip(" "))
 
@@ -337,13 +337,18 @@ class _Placement:
         for link in translation.alignment or ():
             if link.tgt < len(self._tgt.firsts):
                 self._targets.setdefault(link.src, []).append(link.tgt)
-        self._last_targets = [0]  # the last word, from 1, of the last aligned one of the first n
+        # at n: the last target, from 1, of the last aligned word among the first n source words;
+        # 0 if none of them is aligned
+        self._last_targets = [0]
         for word in range(len(self._src.firsts)):
-            of_word = self._targets.get(word)
-            self._last_targets.append(max(of_word) + 1 if of_word else self._last_targets[-1])
+            targets = self._targets.get(word)
+            self._last_targets.append(max(targets) + 1 if targets else self._last_targets[-1])
 
     def place(self, span: _TagSpan, parent: _TagSpan, is_all: bool) -> _TagSpan:
-        """Return a span of the source as one of the translation, within its placed parent."""
+        """Map a span of the source to the translation, within its placed parent.
+
+        With `is_all` it takes the whole span of its parent.
+        """
         size = len(self._src.text)
         start, end = (min(max(place - self._offset, 0), size) for place in (span.start, span.end))
         words = self._src.within(start, end)
@@ -355,15 +360,15 @@ class _Placement:
             placed = self._place_point(start, span)
         bounds = [min(max(place, parent.start), parent.end) for place in placed]
         result = _TagSpan(bounds[0], bounds[1], span.open_tag, span.close_tag)
-        free = result.start
+        free_from = result.start
         children = [
             self.place(child, result, bool(words) and self._words_of(child) == words)
             for child in span.children
         ]
         for child in sorted(children, key=lambda each: (each.start, each.end)):
-            _move(child, max(child.start, free), max(child.end, free))
+            _move(child, max(child.start, free_from), max(child.end, free_from))
             result.children.append(child)
-            free = child.end
+            free_from = child.end
         return result
 
     def _words_of(self, span: _TagSpan) -> range:
@@ -373,7 +378,7 @@ class _Placement:
 
     def _place_words(self, words: range, text: str) -> tuple[int, int]:
         targets = [target for word in words for target in self._targets.get(word, ())]
-        if not targets:  # the word at the same part of the line
+        if not targets:  # take the word at the same fraction of the line
             share = (words[0] + 0.5 * len(words)) / max(len(self._src.firsts), 1)
             targets = [min(int(share * len(self._tgt.firsts)), len(self._tgt.firsts) - 1)]
         start, end = self._tgt.span(min(targets), max(targets))
@@ -383,9 +388,9 @@ class _Placement:
         return start, end
 
     def _place_point(self, at: int, span: _TagSpan) -> tuple[int, int]:
-        """Return the place after the word that stands before a place of the source.
+        """Return where to put markup without words: after the target of the word before it.
 
-        A space between the two stays there.
+        A space between that word and the markup is kept.
         """
         number = self._src.numbers[at - 1] if at > 0 else 0
         if last := self._last_targets[number]:
@@ -400,7 +405,7 @@ class _Placement:
 
 
 def _move(span: _TagSpan, start: int, end: int) -> None:
-    """Move a span, and all within it, to where it overlaps nothing before it."""
+    """Move a span to [start, end], and limit all spans within it to that."""
     span.start, span.end = start, max(start, end)
     for child in span.children:
         _move(child, max(child.start, start), min(max(child.end, start), span.end))

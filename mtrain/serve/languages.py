@@ -1,4 +1,4 @@
-"""Codes of languages, and which of them a text is in."""
+"""Language codes, and the detection of a text's language."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import NamedTuple
 
 _ALIASES = [{"zh", "zh-hans"}, {"zt", "zh-hant"}, {"pb", "pt-br"}, {"nb", "no"}]
 _MAX_DETECTED = 3
-_MAX_CHARS = 5000  # that are read of a text
+_MAX_CHARS = 5000  # of a text that detection reads
 
 
 def find_code(code: str, codes: Sequence[str]) -> str | None:
-    """Return the one of `codes` that `code` names, in whatever case or by an alias."""
+    """Return the one of `codes` that equals `code` but for case, or is its alias; else None."""
     lower = code.lower()
-    wanted = {lower}.union(*(names for names in _ALIASES if lower in names))
+    aliases = {lower}.union(*(names for names in _ALIASES if lower in names))
     by_lower = {known.lower(): known for known in codes}
-    return by_lower.get(lower) or next((by_lower[name] for name in wanted & by_lower.keys()), None)
+    return by_lower.get(lower) or next((by_lower[name] for name in aliases & by_lower.keys()), None)
 
 
 class Detected(NamedTuple):
     """A language that a text may be in.
 
     Attributes:
-        code: one of those that were asked for.
+        code: one of the detector's codes.
         confidence: in percent.
     """
 
@@ -32,10 +32,10 @@ class Detected(NamedTuple):
 
 
 class LanguageDetector:
-    """Tells which of some languages a text is in. Any number of threads may call it.
+    """Detects which of several languages a text is in; thread-safe.
 
     Args:
-        codes: the languages; those that the detector does not know are never found.
+        codes: the languages; those that py3langid does not know are never detected.
     """
 
     def __init__(self, codes: Sequence[str]) -> None:
@@ -43,22 +43,22 @@ class LanguageDetector:
 
         self._codes = list(codes)
         self._identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
-        known: dict[str, str] = {}
+        code_of: dict[str, str] = {}
         for code in codes:
             candidates = {code.lower(), code.lower().split("-")[0]}
             candidates |= {
                 name.split("-")[0] for names in _ALIASES if code.lower() in names for name in names
             }
             for label in candidates & set(self._identifier.labels):
-                known.setdefault(label, code)
-        self._code_of = known
-        if known:
-            self._identifier.set_languages(sorted(known))
+                code_of.setdefault(label, code)
+        self._code_of = code_of
+        if code_of:
+            self._identifier.set_languages(sorted(code_of))
 
     def rank(self, text: str) -> list[Detected]:
         """Return at most three languages, the likeliest first.
 
-        A text without a letter has the confidence 0, and the first language.
+        For a text without letters it is the first of the languages, with confidence 0.
         """
         if not self._code_of or not has_letters(text):
             return [Detected(self._codes[0], 0.0)]
@@ -67,5 +67,5 @@ class LanguageDetector:
 
 
 def has_letters(text: str) -> bool:
-    """Tell whether a text has something to translate: a letter, or a sign of a script."""
+    """Tell whether a text has something to translate: a letter of any script."""
     return any(unicodedata.category(character)[0] == "L" for character in text)

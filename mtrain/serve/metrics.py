@@ -1,4 +1,4 @@
-"""Counts of what a server has done, in the text format of Prometheus."""
+"""Counters of a server, in the text format of Prometheus."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Metrics:
             self._counts["characters"] += num_chars
 
     def lines(self) -> Iterator[str]:
-        """Yield what Prometheus reads."""
+        """Yield the lines that Prometheus reads."""
         with self._lock:
             requests, buckets = dict(self._requests), dict(self._buckets)
             seconds, counts = dict(self._seconds), Counter(self._counts)
@@ -55,7 +55,7 @@ class Metrics:
         name = "mtrain_http_requests_in_flight"
         yield from (f"# HELP {name} Requests that wait.", f"# TYPE {name} gauge")
         yield f"{name} {self.num_in_flight}"
-        for what in ("texts", "characters"):
-            name = f"mtrain_translated_{what}_total"
-            yield from (f"# HELP {name} Translated {what}.", f"# TYPE {name} counter")
-            yield f"{name} {counts[what]}"
+        for unit in ("texts", "characters"):
+            name = f"mtrain_translated_{unit}_total"
+            yield from (f"# HELP {name} Translated {unit}.", f"# TYPE {name} counter")
+            yield f"{name} {counts[unit]}"

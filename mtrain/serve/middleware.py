@@ -1,4 +1,4 @@
-"""Around every request: its body, within limits; headers of all answers; log and metrics."""
+"""The middleware of all requests: limits of their bodies, common headers, log and metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mtrain.serve.settings import ServerSettings
 logger = logging.getLogger("mtrain")
 
 _BODY_TIMEOUT_S = 20.0
-_OTHER = "other"  # paths that nothing is served at
+_OTHER = "other"  # logged instead of a path without a route
 _HEADERS = [
     (b"access-control-allow-origin", b"*"),
     (b"access-control-allow-headers", b"Authorization, Content-Type"),
@@ -32,10 +32,10 @@ class RequestMiddleware:
     """Reads the body of each request, and counts and logs each answer.
 
     Args:
-        app: answers.
+        app: the application that answers the requests.
         settings: the limits.
-        metrics: to add to.
-        paths: those that are served; others are logged without their name.
+        metrics: the counters that each request is added to.
+        paths: the paths that are served; others are logged without their name.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class RequestMiddleware:
         self._metrics.num_in_flight += 1
         try:
             await self._answer(scope, receive, send_noting)
-        except Exception as error:  # answered already
+        except Exception as error:  # Starlette has answered already
             logger.error("%s", f"{type(error).__name__}: a request failed", exc_info=error)
         finally:
             self._metrics.num_in_flight -= 1
@@ -100,17 +100,17 @@ class RequestMiddleware:
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if length.isdigit() and int(length) > limit:
             raise error
-        parts, num_bytes = [], 0
+        chunks, num_bytes = [], 0
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
-            parts.append(message.get("body", b""))
-            num_bytes += len(parts[-1])
+            chunks.append(message.get("body", b""))
+            num_bytes += len(chunks[-1])
             if num_bytes > limit:
                 raise error
             if not message.get("more_body", False):
-                return b"".join(parts)
+                return b"".join(chunks)
 
     def _note(self, scope: Scope, status: int, seconds: float) -> None:
         path = scope["path"] if scope["path"] in self._paths else _OTHER

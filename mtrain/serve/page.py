@@ -1,4 +1,4 @@
-"""The page, read from its files, with headers that let it load nothing from elsewhere."""
+"""The files of the web page, with headers that let it load nothing from other servers."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class RateLimit:
 
     Args:
         per_minute: requests; 0 is no limit.
-        now: seconds of a clock that only goes forwards.
+        now: returns the seconds of a monotonic clock.
     """
 
     def __init__(self, per_minute: int, now: Callable[[], float] = time.monotonic) -> None:
@@ -23,12 +23,12 @@ class RateLimit:
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def seconds_to_wait(self, client: str) -> int:
-        """Count a request of a client; return 0, or after how many seconds to send it again."""
+        """Count a request of a client; return 0 if it is allowed, else the seconds to wait."""
         if not self._per_minute:
             return 0
         now, rate = self._now(), self._per_minute / 60
-        tokens, before = self._buckets.pop(client, (float(self._per_minute), now))
-        tokens = min(tokens + (now - before) * rate, float(self._per_minute))
+        tokens, last_s = self._buckets.pop(client, (float(self._per_minute), now))
+        tokens = min(tokens + (now - last_s) * rate, float(self._per_minute))
         is_allowed = tokens >= 1
         self._buckets[client] = (tokens - is_allowed, now)
         if len(self._buckets) > _MAX_CLIENTS:

@@ -21,18 +21,18 @@ from mtrain.serve.translation import Translations
 if TYPE_CHECKING:
     from mtrain.api import Model
 
-_GRACE_S = 8  # for what is being translated when a signal ends the server
+_GRACE_S = 8  # for the translations that run when a signal ends the server
 _HEAD_TIMEOUT_S = 20.0  # that the head of a request may take to arrive
 _MAX_HEAD_BYTES = 65_536
-_MAX_FRAMING = 8  # bytes for each of the body, which may come in chunks of a byte
-_CONNECTIONS = 4  # for each translation at the same time; more are refused
+_MAX_FRAMING = 8  # bytes for each byte of the body, which may come in chunks of one byte
+_CONNECTIONS = 4  # for each of `max_requests`; more are refused
 
 
 class _Protocol(HttpToolsProtocol):
-    """Adds what llhttp leaves to its caller.
+    """HTTP/1.1 with the checks that llhttp leaves to its caller.
 
-    Closes a connection whose request does not get past its head, or is more head than body; and
-    answers a request that asks for another protocol (Java's client does, with a body) in this one.
+    Closes a connection whose request head is late or too large, and answers a request to upgrade
+    to another protocol, which Java's client sends with a body, in HTTP/1.1.
     """
 
     _timer: asyncio.TimerHandle | None = None
@@ -65,7 +65,7 @@ class _Protocol(HttpToolsProtocol):
     def _feed(self, data: bytes) -> None:
         try:
             self.parser.feed_data(data)
-        except HttpParserUpgrade as upgrade:  # llhttp takes the body for the other protocol's
+        except HttpParserUpgrade as upgrade:  # llhttp takes the body for that protocol
             method, body = self.parser.get_method(), data[upgrade.args[0] :]
             if method == b"CONNECT":
                 raise HttpParserError("CONNECT is for proxies") from None
@@ -105,8 +105,8 @@ def listen(settings: ServerSettings) -> socket.socket:
         listening = socket.create_server(
             (settings.host, settings.port), family=family, backlog=1024
         )
-        # connections inherit it; asyncio does not set it for sockets that it has not made, and an
-        # answer in two writes then waits 40 ms for the client's delayed acknowledgement
+        # connections inherit TCP_NODELAY, which asyncio sets only for sockets that it has made;
+        # without it an answer in two writes waits 40 ms for the client's delayed acknowledgement
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listening
     except (OSError, OverflowError) as error:
@@ -124,12 +124,12 @@ def serve(
     say: Callable[[str], object],
     is_ctranslate2: bool = False,
 ) -> None:
-    """Answer requests until SIGTERM or SIGINT; end what is being translated, within ten seconds.
+    """Answer requests until SIGTERM or SIGINT; then end running translations, within ten seconds.
 
     Args:
-        models: each of another pair of languages.
+        models: one for each pair of languages.
         settings: where to listen, and the limits.
-        say: is told the address.
+        say: called with a line that has the address.
         is_ctranslate2: the models search with CTranslate2.
 
     Raises:
@@ -150,7 +150,7 @@ def serve(
 
 
 def http_server(server: Server, settings: ServerSettings) -> uvicorn.Server:
-    """Return what reads HTTP from a socket, and ends by a signal."""
+    """Return the uvicorn server of the application; a signal ends it."""
     return uvicorn.Server(
         uvicorn.Config(
             server.app,
@@ -171,7 +171,7 @@ def http_server(server: Server, settings: ServerSettings) -> uvicorn.Server:
 
 
 def url_of(listening: socket.socket, settings: ServerSettings) -> str:
-    """Return the address of the page."""
+    """Return the URL of the page."""
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     return f"http://{shown}:{port}{settings.url_prefix}/"

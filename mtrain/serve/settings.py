@@ -1,4 +1,4 @@
-"""What a server listens on and how much it takes. Imports nothing heavy."""
+"""The address and the limits of a server. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mtrain.errors import ConfigError
 
-_MIN_KEY_LENGTH = 8  # a shorter one is guessed
+_MIN_KEY_LENGTH = 8  # characters; shorter keys are easily guessed
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ServerSettings:
         timeout_s: seconds that a translation may take.
         max_body: bytes of a request's body.
         requests_per_minute: of one client; 0 is no limit.
-        api_keys: one of which a request must have, if there are any.
+        api_keys: keys of which a request must have one; empty is no check.
         trust_proxy: the address of a reverse proxy whose `X-Forwarded-For` names the client.
         with_page: serve the page.
         log_text: log the texts too.
@@ -54,16 +54,16 @@ class ServerSettings:
             )
 
     def knows(self, api_key: str) -> bool:
-        """Tell whether a key is one of the server's, in a time that does not depend on it."""
-        given = api_key.encode("utf-8", "replace")
-        return sum(hmac.compare_digest(given, key.encode("utf-8")) for key in self.api_keys) > 0
+        """Tell whether a key is one of the server's; the time taken does not depend on it."""
+        encoded = api_key.encode("utf-8", "replace")
+        return sum(hmac.compare_digest(encoded, key.encode("utf-8")) for key in self.api_keys) > 0
 
 
 def read_api_keys(path: Path) -> tuple[str, ...]:
     """Read a file with a key on each line; blank lines and lines that begin with # are left out.
 
     Raises:
-        ConfigError: if it has no key, or one that is short.
+        ConfigError: if it is not UTF-8, or has no key, or one that is too short.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -26,9 +26,11 @@ _ERRORS = {
 
 def openapi(settings: ServerSettings, translations: Translations) -> Tree:
     """Return the document for a server's limits and languages."""
-    most = {"maxItems": settings.max_texts}
-    texts = {"oneOf": [_TEXT, {"type": "array", "items": _TEXT} | most]}
-    required_texts = {"oneOf": [_FULL, {"type": "array", "items": _TEXT, "minItems": 1} | most]}
+    max_items = {"maxItems": settings.max_texts}
+    texts = {"oneOf": [_TEXT, {"type": "array", "items": _TEXT} | max_items]}
+    required_texts = {
+        "oneOf": [_FULL, {"type": "array", "items": _TEXT, "minItems": 1} | max_items]
+    }
     code = {"type": "string", "enum": list(translations.languages)}
     code_or_auto = {"type": "string", "enum": [AUTO, *translations.languages]}
     detected = {"$ref": "#/components/schemas/Detected"}
@@ -120,13 +122,13 @@ def _get(summary: str, answer: Tree) -> Tree:
 
 def _post(summary: str, request: Tree, answer: Tree) -> Tree:
     content = {"application/json": {"schema": answer}}
-    of_form = {
+    form_properties = {
         key: value["oneOf"][0] if "oneOf" in value else value
         for key, value in request["properties"].items()
     }
-    if "details" in of_form:
-        of_form["details"] = {"type": "string", "enum": ["true", "false", "1", "0", ""]}
-    form = request | {"properties": of_form}
+    if "details" in form_properties:
+        form_properties["details"] = {"type": "string", "enum": ["true", "false", "1", "0", ""]}
+    form = request | {"properties": form_properties}
     body = {
         "required": True,
         "content": {
@@ -140,5 +142,5 @@ def _post(summary: str, request: Tree, answer: Tree) -> Tree:
 
 def _responses(content: Tree, statuses: list[str]) -> Tree:
     error = {"application/json": {"schema": _object({"error": _TEXT}, ["error"])}}
-    refused = {each: {"description": _ERRORS[each], "content": error} for each in statuses}
+    refused = {status: {"description": _ERRORS[status], "content": error} for status in statuses}
     return {"200": {"description": "ok", "content": content}, **refused}

@@ -1,4 +1,4 @@
-"""Texts to translated texts, between all languages that the runs connect. Knows no HTTP."""
+"""Translate texts between all languages that the runs connect. Knows no HTTP."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ AUTO = "auto"  # a source that is to be detected
 
 @dataclass(frozen=True)
 class TranslationRequest:
-    """What a client wants to have translated.
+    """Texts to translate, and how.
 
     Attributes:
         texts: plain or HTML.
         source: a code of `Translations.sources`, or `auto`.
         target: a code of `Translations.targets`.
         is_html: the texts are HTML.
-        num_alternatives: other translations of each text, at most.
-        with_details: return the translation of each line with its numbers.
-        prefixes: what the translation of each line of a text must begin with, for each text.
+        num_alternatives: the most other translations of each text.
+        with_details: return each line's translation with scores and alignment.
+        prefixes: one for each text; its lines are what the translated lines must begin with.
     """
 
     texts: Sequence[str]
@@ -49,7 +49,7 @@ class TranslatedText:
 
     Attributes:
         text: the best translation.
-        detected: the language that was detected, if it was asked for.
+        detected: the language that was detected, if the source was `auto`.
         pivot: the language between source and target, if no run translates directly.
         alternatives: other translations, best first.
         lines: each line and its translation, if details were asked for.
@@ -79,12 +79,12 @@ class _Limits(NamedTuple):
 
 
 class _Document(Protocol):
-    """A text that is made of lines to translate."""
+    """A text as lines to translate."""
 
     lines: list[str]
 
     def join(self, translations: Sequence[Translation]) -> str:
-        """Return the text of a translation for each line."""
+        """Return the text with each line replaced by its translation."""
 
 
 class _PlainText(TextLines):
@@ -93,13 +93,12 @@ class _PlainText(TextLines):
 
 
 class Translations:
-    """Translates between the languages of some models, directly or by one language between.
-
-    Any number of threads may call it.
+    """Translates between the languages of models, directly or through one pivot; thread-safe.
 
     Args:
-        models: each of another pair of languages.
-        is_ctranslate2: the models have no alignments, alternatives and prefixes.
+        models: one for each pair of languages.
+        is_ctranslate2: the models search with CTranslate2, which has no alignments, alternatives
+            and prefixes.
 
     Raises:
         ConfigError: if two models have the same pair.
@@ -127,19 +126,19 @@ class Translations:
         """Return the models to translate with, in order; none if the languages are the same.
 
         Raises:
-            NoRouteError: if there is no way.
+            NoRouteError: if neither one model nor two connect the languages.
         """
         if source == target:
             return []
         if (source, target) in self._models:
             return [self._models[source, target]]
-        for middle in self.languages:
-            if (source, middle) in self._models and (middle, target) in self._models:
-                return [self._models[source, middle], self._models[middle, target]]
+        for pivot in self.languages:
+            if (source, pivot) in self._models and (pivot, target) in self._models:
+                return [self._models[source, pivot], self._models[pivot, target]]
         raise NoRouteError(source, target)
 
     def targets(self, source: str) -> dict[str, str | None]:
-        """Return each language that a source can be translated to, and the one between."""
+        """Return each language that a source can be translated to, with its pivot, if any."""
         targets: dict[str, str | None] = {}
         for target in self.languages:
             try:
@@ -163,7 +162,7 @@ class Translations:
         """Translate the texts of a request, all lines of the same languages together.
 
         Raises:
-            NoRouteError: if there is no way between the languages.
+            NoRouteError: if neither one model nor two connect the languages.
             TimeoutError: after `timeout_s`.
             CancelledError: once `cancel` is set.
         """
@@ -210,15 +209,15 @@ class Translations:
         pivot = models[0].config.data.tgt_lang if len(models) > 1 else None
         results, first = [], 0
         for document in documents:
-            of_lines = translated[first : first + len(document.lines)]
+            translations = translated[first : first + len(document.lines)]
             first += len(document.lines)
-            text = document.join(of_lines)
-            details = tuple(zip(document.lines, of_lines, strict=True))
+            text = document.join(translations)
+            details = tuple(zip(document.lines, translations, strict=True))
             results.append(
                 TranslatedText(
                     text,
                     pivot=pivot,
-                    alternatives=_alternatives(document, of_lines, text, request),
+                    alternatives=_alternatives(document, translations, text, request),
                     lines=details if request.with_details else (),
                 )
             )
@@ -232,9 +231,9 @@ class Translations:
             return None
         prefixes: list[str] = []
         for row, document in zip(rows, documents, strict=True):
-            of_lines = TextLines(request.prefixes[row]).lines
-            missing = len(document.lines) - len(of_lines)
-            prefixes += of_lines[: len(document.lines)] + [""] * missing
+            lines = TextLines(request.prefixes[row]).lines
+            num_missing = len(document.lines) - len(lines)
+            prefixes += lines[: len(document.lines)] + [""] * num_missing
         return prefixes
 
 
@@ -272,7 +271,7 @@ def _through(
         num_best = 1 + request.num_alternatives if is_last else 1
         options = replace(model.options, num_best=num_best, with_alignment=with_alignment)
         texts = [translation.text for translation in translations] if translations else lines
-        before = translations
+        previous = translations
         if with_alignment or num_best > 1 or request.with_details:
             translations = model.translate(
                 texts,
@@ -293,15 +292,15 @@ def _through(
                 on_warning=_ignore,
             )
             translations = [Translation(text) for text in translated]
-        if before:
+        if previous:
             translations = [
-                _linked(first, second) for first, second in zip(before, translations, strict=True)
+                _linked(first, second) for first, second in zip(previous, translations, strict=True)
             ]
     return translations
 
 
 def _linked(first: Translation, second: Translation) -> Translation:
-    """Return the second translation with the links and flags of both."""
+    """Return the second translation, aligned with the source of the first, with both's flags."""
     flags = tuple(sorted({*first.flags, *second.flags}))
     if second.alignment is None:
         return replace(second, flags=flags)

@@ -22,7 +22,7 @@ def cut_words(text: str) -> list[str]:
 def word_probs(translation: Translation, num_words: int) -> list[float]:
     """Return the probability of each word: the product of those of its tokens.
 
-    It is empty if the search computed none.
+    It is empty if the search computed no log-probabilities.
     """
     from mtrain.decode.formats import number_words
 

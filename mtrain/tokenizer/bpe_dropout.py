@@ -47,10 +47,10 @@ class Merges:
         if word not in self._plain:
             self._plain[word] = self._merge(word, repeat(False))
         plain = self._plain[word]
-        first = [rng.random() < alpha for _ in range(len(word) - len(plain))]
-        if not any(first):
+        drops = [rng.random() < alpha for _ in range(len(word) - len(plain))]
+        if not any(drops):
             return plain
-        return self._merge(word, chain(first, (rng.random() < alpha for _ in count())))
+        return self._merge(word, chain(drops, (rng.random() < alpha for _ in count())))
 
     def _merge(self, word: str, is_dropped: Iterator[bool]) -> list[str]:
         # pieces[i] is the piece whose first character has index i; empty if merged into another
@@ -68,8 +68,8 @@ class Merges:
             propose(index, index + 1)
         while agenda:
             _, left, right, length = heapq.heappop(agenda)
-            is_there = pieces[left] and pieces[right]
-            if not is_there or len(pieces[left]) + len(pieces[right]) != length or next(is_dropped):
+            exists = pieces[left] and pieces[right]
+            if not exists or len(pieces[left]) + len(pieces[right]) != length or next(is_dropped):
                 continue
             pieces[left] += pieces[right]
             pieces[right] = ""

@@ -22,8 +22,8 @@ from mtrain.tokenizer.bpe_dropout import Merges
 
 _TOO_LARGE = re.compile(r"Vocabulary size too high.*?<= (\d+)")
 _TOO_SMALL = re.compile(r"smaller than required_chars\. \d+ vs (\d+)")
-_TAG = re.compile("<tag:(.+)>")  # a control piece: SentencePiece makes it of no text
-_NUM_BATCHED = 16  # lines from which on one call costs less: it starts threads
+_TAG = re.compile("<tag:(.+)>")  # a control piece, which encoding text never yields
+_NUM_BATCHED = 16  # lines; with fewer, starting threads costs more than a call per line
 _NUM_BEST = 64  # segmentations to sample from; sampling from the full lattice breaks training
 
 
@@ -151,11 +151,11 @@ class Vocabulary:
 
     def _as_one(self, ids: Iterable[int]) -> list[int]:
         """Collapse consecutive unk ids into one, as SentencePiece does."""
-        kept: list[int] = []
+        collapsed: list[int] = []
         for piece in ids:
-            if piece != self.unk or kept[-1:] != [self.unk]:
-                kept.append(piece)
-        return kept
+            if piece != self.unk or collapsed[-1:] != [self.unk]:
+                collapsed.append(piece)
+        return collapsed
 
     def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
         """Return one line of text for each list of ids; line breaks become spaces."""
@@ -238,8 +238,8 @@ def _load_vocabulary(path: Path) -> Vocabulary:
         raise damaged(path, "must be a SentencePiece model, but is not") from None
     special = [vocabulary.pad, vocabulary.unk, vocabulary.bos, vocabulary.eos]
     if special != list(range(len(special))):
-        what = "must have the special pieces of mtrain, but has another model's"
-        raise damaged(path, what)
+        reason = "must have the special pieces of mtrain, but has another model's"
+        raise damaged(path, reason)
     return vocabulary
 
 

@@ -33,7 +33,7 @@ class CheckpointManager:
         self.is_current = self.has_warned = False
 
     def newest(self) -> Path | None:
-        """Return the newest undamaged checkpoint that rank 0 reads, or None.
+        """Return the newest undamaged checkpoint on rank 0's disk; None if there are none.
 
         Raises:
             RunError: if there are checkpoints, but all are damaged.
@@ -68,7 +68,7 @@ class CheckpointManager:
     def prune(self, progress: Progress) -> None:
         """Delete all checkpoints but the last `keep_last`, the `keep_best` and the current one.
 
-        What cannot be deleted stays.
+        A checkpoint that cannot be deleted stays; the first such failure is logged.
         """
         regular = [step for step in checkpoint.steps(self.directory) if self.is_due(step, progress)]
         best = progress.best_steps()[: self.config.keep_best]
@@ -76,10 +76,10 @@ class CheckpointManager:
         checkpoint.prune(self.directory, kept, self._warn)
 
     def _warn(self, error: OSError | WriteError) -> None:
-        """Say once that what is not needed any more cannot be deleted."""
+        """Log the first failure to delete an old checkpoint."""
         if not self.has_warned:
-            what = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
-            self.log.say(f"an old checkpoint cannot be deleted: {what}; the training goes on")
+            reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
+            self.log.say(f"an old checkpoint cannot be deleted: {reason}; the training goes on")
         self.has_warned = True
 
     def is_due(self, step: int, progress: Progress) -> bool:
@@ -88,9 +88,9 @@ class CheckpointManager:
         return (every is not None and step % every == 0) or str(step) in progress.bleu_of_step
 
     def final_candidates(self, progress: Progress) -> tuple[int, list[int]]:
-        """Return the steps of the best checkpoint, and of those to average, as rank 0 finds them.
+        """Return the step of the best checkpoint, and the steps of those to average.
 
-        Damaged ones are left out, and named.
+        Rank 0 chooses. Damaged checkpoints are skipped, with a message for each.
 
         Raises:
             RunError: if no validated checkpoint is whole.

@@ -32,14 +32,14 @@ def device_of(config: Config, process_group: ProcessGroup) -> torch.device:
 
 
 class _Fallbacks(logging.Filter):
-    """Replaces the compiler's warnings about what it leaves to run eagerly by one line."""
+    """Replaces all compiler warnings about code that runs eagerly by a single message."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         super().__init__()
         self.say, self.has_said = say, False
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Say the first warning; drop all."""
+        """Report the first warning through `say`; drop all of them."""
         if record.levelno < logging.WARNING:
             return True
         if not self.has_said:
@@ -59,8 +59,8 @@ def compile_layers(
 ) -> bool:
     """Compile the layers if the config enables it; return whether they are compiled.
 
-    Requires a GPU, triton, and unsharded parameters. If one is missing, `say` is told; on a CPU
-    only where the config spells the key out, because it is true by default.
+    Requires a GPU, triton, and unsharded parameters. If one is missing, `say` gets the reason; on a
+    CPU only if the config sets `training.compile` explicitly, because it is true by default.
     """
     if not config.compile:
         return False
@@ -85,7 +85,7 @@ def compile_layers(
         lowering.force_non_lazy_backward_lowering = True
     compiler.recompile_limit = max(_RECOMPILE_LIMIT, compiler.recompile_limit)
     logger = logging.getLogger("torch._dynamo.convert_frame")
-    logger.filters[:] = [kept for kept in logger.filters if not isinstance(kept, _Fallbacks)]
+    logger.filters[:] = [item for item in logger.filters if not isinstance(item, _Fallbacks)]
     logger.addFilter(_Fallbacks(say))
     warnings.filterwarnings("ignore", module=r"torch\._inductor\.")  # hints for its developers
     model.compile_layers()

@@ -1,7 +1,8 @@
 """Gradients of an update over several ranks: PyTorch's DistributedDataParallel and fully_shard.
 
-Each rank computes its own micro-batches, as `data.sampler` splits them. Gradients are exchanged
-once an update, bucket by bucket, during the backward pass of a rank's last micro-batch.
+Each rank computes its own micro-batches, as `data.batch.MicroBatchSplit` assigns them. Gradients
+are exchanged once per update, bucket by bucket, during the backward pass of a rank's last
+micro-batch.
 """
 
 from __future__ import annotations
@@ -51,6 +52,10 @@ class DataParallelGradients(Gradients, ABC):
 
     A rank computes each micro-batch as one task in one thread. All ranks draw the same dropout
     seed for a micro-batch, so its dropout does not depend on the rank that computes it.
+
+    Args:
+        alone: the gradients of a single rank; gives model, config, device and `say`.
+        process_group: the ranks.
     """
 
     def __init__(self, alone: Gradients, process_group: ProcessGroup) -> None:
@@ -60,7 +65,7 @@ class DataParallelGradients(Gradients, ABC):
     def backward_update(self, update: UpdateBatches, scale: float = 1.0) -> list[LossSum]:
         """Add the gradients of an update, times `scale`; return this rank's loss sums.
 
-        The loss of a dummy micro-batch, which only takes part in collectives, is divided by inf.
+        The loss of a dummy micro-batch is divided by inf: it only takes part in the collectives.
 
         Raises:
             RunError: if memory runs out and the batch cannot be halved.
@@ -83,7 +88,7 @@ class DataParallelGradients(Gradients, ABC):
     def backward_micro_batch(
         self, batch: Batch, num_tokens: float, seeds: Iterator[int], is_last: bool
     ) -> list[LossSum]:
-        """Add a micro-batch's gradients; if it is the last, reduce the update's over the ranks."""
+        """Add a micro-batch's gradients; after the last one, reduce the sum over the ranks."""
 
 
 class DDPGradients(DataParallelGradients):
@@ -107,7 +112,7 @@ class DDPGradients(DataParallelGradients):
             self._ddp.register_comm_hook(None, bf16_compress_hook)
 
     def probe_memory(self, batch: Batch) -> None:
-        """Run a batch, and set `oom_size` to the minimum over all ranks."""
+        """Run a batch, halved if necessary; set `oom_size` to the minimum over all ranks."""
         self.backward_batch(batch, batch.num_tgt_tokens, _seeds_from(0))
         least = self.process_group.all_reduce_min(self.oom_size)
         if least < self.oom_size:
@@ -129,8 +134,8 @@ class DDPGradients(DataParallelGradients):
         self, batch: Batch, num_tokens: float, seeds: Iterator[int], is_last: bool
     ) -> list[LossSum]:
         """Add a micro-batch's gradients; only the last one runs through DDP, which all-reduces."""
-        step = self._exchange if is_last else self.backward_batch
-        return step(batch, num_tokens, seeds)
+        backward = self._exchange if is_last else self.backward_batch
+        return backward(batch, num_tokens, seeds)
 
     def _exchange(self, batch: Batch, num_tokens: float, seeds: Iterator[int]) -> list[LossSum]:
         """Add a batch's gradients and all-reduce; if it is halved, the last half all-reduces."""
@@ -186,7 +191,7 @@ class FSDPGradients(DataParallelGradients):
         self.sharded = ShardedModel(self.model, self._fsdp, process_group)
 
     def probe_memory(self, batch: Batch) -> None:
-        """Run a batch.
+        """Run a forward and backward pass of a batch.
 
         Raises:
             RunError: if it does not fit into the memory of a rank.

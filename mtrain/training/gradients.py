@@ -21,7 +21,8 @@ from mtrain.runtime.thread_pool import ThreadPool
 from mtrain.training.loss import LossSum, loss_of
 
 LEAST_TOKENS = 256  # target tokens per thread; with fewer, another thread saves no time
-INITIAL_SCALE, MAX_SCALE, GROWTH_INTERVAL = 2.0**16, 2.0**24, 2000  # of float16; in updates
+# Loss scaling for float16; the interval is in updates.
+INITIAL_SCALE, MAX_SCALE, GROWTH_INTERVAL = 2.0**16, 2.0**24, 2000
 _OUT_OF_MEMORY = ("can't allocate memory", "could not create a primitive")  # PyTorch, oneDNN
 
 
@@ -56,7 +57,7 @@ class Gradients:
 
     Args:
         model: in training.
-        config: of the training; its settings of the loss.
+        config: of the training; only the settings of the loss are used.
         device: of the model.
         say: called with a message when a batch does not fit into memory.
     """
@@ -168,17 +169,17 @@ class Gradients:
         Args:
             batch: to split by rows.
             num_tokens: divisor of the loss.
-            seeds: of dropout, one for each attempt with several ranks, where the batch stays a
-                single task because each rank computes in one thread. If None, a CPU draws the
-                seeds from PyTorch's generator, and a GPU needs none.
+            seeds: of dropout, for data-parallel training: each rank computes in one thread, so that
+                the batch stays a single task, which takes the next seed. If None, a CPU draws a
+                seed per task from PyTorch's generator, and a GPU uses its generator directly.
         """
         if seeds is not None:
             return [GradientTask(batch.to(self.device), num_tokens, next(seeds))]
         if self.device.type != "cpu":
             return [GradientTask(batch.to(self.device), num_tokens, None)]
-        parts = min(self.workers.count, max(1, batch.num_tgt_tokens // LEAST_TOKENS))
-        drawn = torch.randint(2**62, (parts,)).tolist()
-        batches = batch.split(parts) if parts > 1 else [batch]
+        num_parts = min(self.workers.count, max(1, batch.num_tgt_tokens // LEAST_TOKENS))
+        drawn = torch.randint(2**62, (num_parts,)).tolist()
+        batches = batch.split(num_parts) if num_parts > 1 else [batch]
         return [
             GradientTask(part, num_tokens, seed) for part, seed in zip(batches, drawn, strict=False)
         ]

@@ -77,11 +77,11 @@ def label_smoothed(
 def simcut(
     model: Transformer, batch: Batch, smoothing: float, config: ConsistencyConfig
 ) -> LossSum:
-    """Add the consistency loss of SimCut (Gao et al. 2022) to that of `label_smoothed`.
+    """Return the sums of `label_smoothed`, plus the consistency loss of SimCut (Gao et al. 2022).
 
-    In a second pass, with dropout drawn anew, a share `cutoff` of the token embeddings is zero on
+    A second pass draws new dropout masks and zeroes a share `cutoff` of the token embeddings on
     both sides; `weight` times KL(first pass || second pass) is added for each target token, with
-    gradients through both passes. They run as one batch of twice the rows.
+    gradients through both passes. Both passes run as one batch of twice the rows.
     """
     src_BS, src_keep_BS, tgt_in_BT = batch.src_BS, batch.src_keep_BS, batch.tgt_in_BT
     src_token_keep_BS, tgt_token_keep_BT = (

@@ -18,7 +18,7 @@ _EPS = 1e-7
 
 
 def linear_weights(model: Transformer) -> list[Tensor]:
-    """Return the weights of linear maps, without the output projection, an embedding in effect."""
+    """Return the weights of linear maps, except the output projection, which is an embedding."""
     return [
         module.weight
         for module in model.modules()
@@ -32,10 +32,11 @@ class BatchedMuon(UncompiledOptimizer):
     Args:
         matrices: the parameters.
         weight_decay: decoupled, as in AdamW.
-        momentum: of Nesterov's kind.
+        momentum: the coefficient of Nesterov momentum.
 
     Attributes:
-        found_inf: 1 if an update must change nothing, as for a fused optimizer; else 0.
+        found_inf: scalar, 1 to skip the update and 0 to make it, as in PyTorch's fused optimizers;
+            None makes it.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class BatchedMuon(UncompiledOptimizer):
                 self._step_together(matrices, group)
 
     def _step_together(self, matrices: list[Tensor], group: Mapping[str, Any]) -> None:
-        """Update N matrices [A, B]."""
+        """Update N matrices of shape [A, B]."""
         lr, factor = group["lr"], 1.0 if self.found_inf is None else 1 - self.found_inf
         momenta_NAB = torch.empty(
             (len(matrices), *matrices[0].shape), dtype=torch.bfloat16, device=matrices[0].device
@@ -80,7 +81,7 @@ class BatchedMuon(UncompiledOptimizer):
 
 
 def orthogonalised(matrix_NAB: Tensor) -> Tensor:
-    """Map the singular values of N matrices to about 1, in bfloat16."""
+    """Return N matrices [A, B] with all singular values moved to about 1, in bfloat16."""
     a, b, c = _COEFFICIENTS
     x_NAB = matrix_NAB.bfloat16()
     x_NAB = x_NAB / x_NAB.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS)

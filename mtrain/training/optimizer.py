@@ -13,8 +13,8 @@ from torch.optim import AdamW, Optimizer
 class UncompiledOptimizer(Optimizer):
     """An optimizer that is never compiled.
 
-    Some methods of PyTorch's import `torch._dynamo`, which they need only inside `torch.compile`;
-    here they are the functions that PyTorch wraps with that.
+    PyTorch decorates some methods of `Optimizer` with a wrapper that imports `torch._dynamo`; these
+    are the undecorated methods.
     """
 
     add_param_group = inspect.unwrap(Optimizer.add_param_group)
@@ -27,7 +27,7 @@ class Adam(UncompiledOptimizer, AdamW):
     """`torch.optim.AdamW`, fused; it equals Adam if `weight_decay` is 0.
 
     Args:
-        parameters: what is trained.
+        parameters: the parameters to train.
         betas, eps, weight_decay: as in `torch.optim.AdamW`.
     """
 

@@ -43,7 +43,7 @@ class TrainingLogger:
 
     Args:
         log: the log of the run.
-        device: its peak memory is logged.
+        device: the device of this rank, whose peak memory is logged.
     """
 
     def __init__(self, log: RunLog, device: torch.device) -> None:
@@ -117,9 +117,9 @@ class TrainingLogger:
         parts = "whole batches"
         if split.num_parts > 1:
             parts = f"every batch is cut in {split.num_parts}"
-        count = f"{len(split.of_rank()):,} of the {split.num_micro_batches:,}"
-        each = f"each with {count} micro-batches of an update"
-        self.log.say(f"ranks    {split.num_ranks:,}, {each}: {parts};")
+        share = f"{len(split.of_rank()):,} of the {split.num_micro_batches:,}"
+        work = f"each with {share} micro-batches of an update"
+        self.log.say(f"ranks    {split.num_ranks:,}, {work}: {parts};")
         kept = "the whole model" if config.parallel == "ddp" else "a part of the model"
         self.log.say(f"         each keeps {kept}; gradients travel in {config.exchange}")
 

@@ -24,10 +24,10 @@ def learning_rate(config: TrainingConfig, d_model: int, step: int, spent: float)
     warm = min(1.0, step / config.warmup_steps) if config.warmup_steps else 1.0
     if config.schedule == "inverse_sqrt":
         return config.lr * warm * min(1.0, math.sqrt(max(config.warmup_steps, 1) / step))
-    left = 1.0 - min(max(spent, 0.0), 1.0)
+    remaining = 1.0 - min(max(spent, 0.0), 1.0)
     if config.schedule == "linear":
-        return config.lr * min(warm, 1.0) * left
-    return config.lr * warm * 0.5 * (1.0 - math.cos(math.pi * left))
+        return config.lr * min(warm, 1.0) * remaining
+    return config.lr * warm * 0.5 * (1.0 - math.cos(math.pi * remaining))
 
 
 def noam(step: int, warmup_steps: int, d_model: int) -> float:
@@ -45,7 +45,7 @@ def budget_spent(config: TrainingConfig, progress: Progress) -> float:
 
 
 def follows_clock(config: Config) -> bool:
-    """Return whether the learning rate, or the mixture, depends on the time that was spent."""
+    """Return whether the learning rate or the mixture depends on elapsed time."""
     corpora = [named.corpus for named in corpora_of(config.data.train, "data.train")]
     follows = config.training.schedule in ("linear", "cosine")
     follows |= any(corpus.until is not None for corpus in corpora)
@@ -61,7 +61,7 @@ def is_finished(config: TrainingConfig, progress: Progress) -> bool:
 def format_stopping_rule(config: TrainingConfig) -> str:
     """Describe when the training ends."""
     steps, minutes = config.max_steps, config.max_minutes
-    named = [count(steps, "update")] if steps else []
-    named += [f"{minutes:g} minute{'s' * (minutes != 1)}"] if minutes else []
+    limits = [count(steps, "update")] if steps else []
+    limits += [f"{minutes:g} minute{'s' * (minutes != 1)}"] if minutes else []
     patience = count(config.patience, "validation")
-    return f"after {' or '.join(named)}, or after {patience} without improvement"
+    return f"after {' or '.join(limits)}, or after {patience} without improvement"

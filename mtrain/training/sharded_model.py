@@ -1,8 +1,8 @@
-"""A sharded model that validates: it gathers one layer at a time, on all ranks together.
+"""Validation with a sharded model: its layers are all-gathered one at a time.
 
-To gather a layer takes all ranks, but each rank decodes sources of its own, with other numbers of
-passes through the encoder and the decoder. Before each pass the ranks agree on its stack; a rank
-that has no pass through that stack to make only takes part in gathering its layers.
+An all-gather needs all ranks, but each rank decodes its own sources, with its own number of passes
+through the encoder and the decoder. Before each pass, the ranks agree on the stack to run next. A
+rank that needs no pass through that stack still takes part in the all-gathers of its layers.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _STACKS = ("encoder", "decoder")  # attributes of the model, in the order of gat
 
 
 class LockstepGroup(ProcessGroup):
-    """A process group whose ranks make passes through the layers of a sharded model.
+    """A process group whose ranks run the layers of a sharded model in lockstep.
 
-    Every other collective waits until no rank has a pass to make.
+    Every other collective waits until no rank has a pass left to make.
 
     Args:
         process_group: the ranks.
-        stacks: of layers; of two that ranks wait for, the first is gathered first.
+        stacks: the stacks of layers; if ranks wait for different ones, the first runs first.
     """
 
     def __init__(self, process_group: ProcessGroup, stacks: Sequence[Stack]) -> None:
@@ -39,14 +39,14 @@ class LockstepGroup(ProcessGroup):
         self.rank, self.size = process_group.rank, process_group.size
 
     def start_pass(self, number: int) -> None:
-        """Wait until the ranks gather stack `number`; take part in gathering those before it."""
+        """Wait until it is the turn of stack `number`; take part in gathering earlier stacks."""
         while (first := int(self._process_group.all_reduce_min(number))) != number:
             for layer in self._stacks[first]:
                 layer.unshard()
                 layer.reshard()
 
     def finish_passes(self) -> None:
-        """Take part in the passes of the other ranks until none has any to make."""
+        """Take part in the passes of other ranks until no rank has a pass left to make."""
         self.start_pass(len(self._stacks))
 
     def all_reduce_sum(self, numbers: Tensor) -> Tensor:
@@ -83,12 +83,12 @@ class LockstepGroup(ProcessGroup):
 class _GatheredLayer:
     """A sharded layer, gathered while one of its methods runs.
 
-    The hooks of fully_shard on `forward` are left out: they record the order of layers, in which
-    the next backward pass gathers them, and here that order differs between the ranks.
+    Bypasses the hooks of fully_shard on `forward`: they record the order of layers for the next
+    backward pass, and here that order differs between the ranks.
 
     Args:
-        layer: of the model.
-        start_pass: is called first, if it is the first layer of its stack.
+        layer: the sharded layer.
+        start_pass: called before the layer runs; only the first layer of a stack has it.
     """
 
     def __init__(self, layer: nn.Module, start_pass: Callable[[], None] | None = None) -> None:
@@ -116,7 +116,7 @@ class _GatheredLayer:
 
 
 class _GatheringTransformer(Transformer):
-    """A Transformer with the modules of a sharded one, whose layers are gathered in turn."""
+    """A Transformer that shares a sharded model's modules and gathers each layer while it runs."""
 
     def __init__(self, model: Transformer, process_group: LockstepGroup) -> None:
         nn.Module.__init__(self)
@@ -125,8 +125,8 @@ class _GatheringTransformer(Transformer):
         for name, module in model.named_children():
             if name in _STACKS:
                 start_pass = partial(process_group.start_pass, _STACKS.index(name))
-                first, *others = module.children()
-                layers = [_GatheredLayer(first, start_pass), *map(_GatheredLayer, others)]
+                first, *following = module.children()
+                layers = [_GatheredLayer(first, start_pass), *map(_GatheredLayer, following)]
             setattr(self, name, layers if name in _STACKS else module)
 
 
@@ -134,11 +134,13 @@ class ShardedModel:
     """A sharded model for validation, and the process group to validate with.
 
     Args:
-        model: its layers and `root`, which holds all other weights, are sharded.
+        model: the model; each layer is sharded on its own.
+        root: the sharded module that holds all other weights.
+        process_group: the ranks.
 
     Attributes:
-        model: has the same weights.
-        process_group: the ranks in lockstep.
+        model: for validation; shares the weights of the argument `model`.
+        process_group: for validation; keeps the ranks in lockstep.
     """
 
     def __init__(self, model: Transformer, root: FSDPModule, process_group: ProcessGroup) -> None:

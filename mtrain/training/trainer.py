@@ -67,7 +67,7 @@ _MAX_SKIPPED = 10  # updates in a row with a non-finite loss or gradient
 _MAX_PENDING = 8  # updates whose results have not been read from a GPU
 _NUM_PREFETCHED = 4  # updates copied to pinned memory ahead of use
 _BAR_INTERVAL_S = 0.5
-_MIN_STEPS, _MIN_WARMUPS = 1000, 3  # after which a model that ignores its source is reported
+_MIN_STEPS, _MIN_WARMUPS = 1000, 3  # updates before an ignored source is reported
 
 
 @torch.inference_mode(False)  # in case the caller enabled it
@@ -128,7 +128,7 @@ class Trainer:
         process_group: the ranks.
 
     Attributes:
-        state: what changes from update to update, and is saved.
+        state: the state that updates change and checkpoints save.
         pending: updates whose results have not been read; `max_pending` of them on a GPU.
     """
 
@@ -210,7 +210,7 @@ class Trainer:
         self.log.close_bar()
 
     def _run_phase(self, updates: Iterator[UpdateBatches], last_step: int | None) -> None:
-        """Make updates until a corpus is used no longer, or the training ends."""
+        """Make updates until the phase or the training ends."""
         progress = self.state.progress
         while not self._is_finished() and progress.step != last_step and not self._is_phase_over():
             update = next(updates)
@@ -232,14 +232,14 @@ class Trainer:
                 self._save()
 
     def _is_phase_over(self) -> bool:
-        """Return whether the budget that is spent ends the use of a corpus."""
+        """Return whether the spent budget has reached the end (`until`) of the current phase."""
         ends, phase = self.data.ends, self.state.progress.phase
         return phase < len(ends) and self._budget_spent() >= ends[phase]
 
     def _enter_phase(self) -> None:
-        """Begin an epoch of the corpora that are still used, if some are used no longer.
+        """Select the corpora of the current phase; a new phase begins a new epoch.
 
-        Depends on what a checkpoint saves alone.
+        Depends only on state that checkpoints save, so that a resumed training does the same.
         """
         progress, is_new = self.state.progress, False
         while self._is_phase_over():
@@ -289,16 +289,16 @@ class Trainer:
         self._read_results(self.max_pending)
 
     def _add_over_ranks(self, sums: list[LossSum]) -> Tensor:
-        """Return loss and nll over all ranks; with several, append elapsed time and signals."""
+        """Return loss and nll over all ranks; several ranks append elapsed_s and signal counts."""
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         for part in sums:
             totals += torch.stack([part.loss.detach(), part.nll])
         if self.process_group.size == 1:
             return totals
         elapsed_s = self.elapsed_s() if self.process_group.is_first else 0.0
-        others = [elapsed_s, *(self.signals.received == number for number in STOPPING)]
-        sent = torch.tensor(others, dtype=totals.dtype).to(self.device, non_blocking=True)
-        return self.process_group.all_reduce_sum(torch.cat([totals, sent]))
+        status = [elapsed_s, *(self.signals.received == number for number in STOPPING)]
+        appended = torch.tensor(status, dtype=totals.dtype).to(self.device, non_blocking=True)
+        return self.process_group.all_reduce_sum(torch.cat([totals, appended]))
 
     def _clip(self) -> Tensor:
         """Clip the gradient to `max_grad_norm`; return its norm before clipping."""
@@ -311,16 +311,16 @@ class Trainer:
         return self.process_group.full_tensor(norm)
 
     def _read_results(self, max_pending: int = 0) -> None:
-        """Count the results of all updates but the last `max_pending`.
+        """Read the results of all updates but the last `max_pending` into state and meter.
 
         Raises:
             RunError: if many updates in a row were skipped.
         """
         progress = self.state.progress
         for update in self.pending.read(max_pending):
-            is_finite, grad_norm, loss, nll, *others = update.values
-            if others:
-                progress.elapsed_s, *num_signalled = others
+            is_finite, grad_norm, loss, nll, *status = update.values
+            if status:
+                progress.elapsed_s, *num_signalled = status
                 received = [
                     number for number, ranks in zip(STOPPING, num_signalled, strict=True) if ranks
                 ]
@@ -351,7 +351,7 @@ class Trainer:
             self.state.progress.unlogged_began_s = []
 
     def _validate(self) -> None:
-        """Score the model on the validation set, show a translation, and log the scores."""
+        """Score the model on the validation set, show example translations, and log the scores."""
         self._read_results()
         self._check_weights()
         started = time.monotonic()
@@ -409,7 +409,7 @@ class Trainer:
             )
 
     def finish(self) -> None:
-        """Write the average or the best checkpoint, whichever validates better, as the result."""
+        """Write the final weights: the average or the best checkpoint, as validation decides."""
         progress = self.state.progress
         best, averaged = self.checkpoints.final_candidates(progress)
         paths = [self.checkpoints.path_of(step) for step in averaged]
@@ -488,7 +488,7 @@ class Trainer:
         logger.log_duration(self.settings, self.is_compiled)
 
     def probe_memory(self) -> None:
-        """Try whether the largest batches fit into memory; restore all other state."""
+        """Run the largest batches to see whether they fit into memory; restore all other state."""
         state = random_state()
         for phase in range(len(self.data.ends) + 1):
             self.data.enter(phase)
@@ -522,7 +522,7 @@ class Trainer:
         return is_finished(self.settings, self.state.progress)
 
     def _is_past_start(self) -> bool:
-        """Return whether the model must depend on its source by now; no model does at first."""
+        """Return whether outputs should depend on the source by now; early in training none do."""
         num_steps = max(_MIN_STEPS, _MIN_WARMUPS * self.settings.warmup_steps)
         return self.state.progress.step >= num_steps or self._budget_spent() >= 0.5
 
@@ -538,9 +538,9 @@ def _check_shared(run: RunDir, process_group: ProcessGroup) -> None:
     """
     config = run.config.model_dump() if run.config_path.is_file() else None
     local = [config, prepare.read_marks(run)]
-    seen = process_group.all_gather_bytes(json.dumps(local).encode())
-    for rank, message in enumerate(seen):
-        if message != seen[0]:
+    messages = process_group.all_gather_bytes(json.dumps(local).encode())
+    for rank, message in enumerate(messages):
+        if message != messages[0]:
             raise RunError(
                 f"{run.path}: must be on a disk that all ranks see, but is another folder to rank "
                 f"{rank}, or none."

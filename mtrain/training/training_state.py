@@ -63,7 +63,7 @@ class TrainingState:
         self.meter = RunningMeter()
 
     def advance(self, position: Position) -> None:
-        """Count an update; `position` is that of the next one in the data."""
+        """Count an update; the next one reads the data from `position` on."""
         self.progress.step += 1
         self.progress.epoch, self.progress.batch = position.epoch, position.batch
 
@@ -106,10 +106,10 @@ class TrainingState:
         )
         return Checkpoint(weights, optimizer | random_state(), progress)
 
-    def _gathered(self, named: Iterable[tuple[str, Tensor]]) -> Weights:
-        """Return unsharded tensors in the memory of the CPU; on other ranks than 0, none."""
+    def _gathered(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Weights:
+        """Return the full tensors on the CPU; an empty dict on ranks other than 0."""
         weights: Weights = {}
-        for name, tensor in named:
+        for name, tensor in named_tensors:
             full = self.process_group.full_tensor(tensor)
             if self.process_group.is_first:
                 weights[name] = full.cpu()
@@ -149,12 +149,12 @@ class TrainingState:
             RunError: if it belongs to another optimizer or model.
         """
         named = dict(self.model.named_parameters())
-        is_muons = any(name.startswith("momentum_buffer.") for name in tensors)
-        if is_muons != bool(self.is_matrix):
-            saved, asked = ("muon", "adam") if is_muons else ("adam", "muon")
+        has_muon_state = any(name.startswith("momentum_buffer.") for name in tensors)
+        if has_muon_state != bool(self.is_matrix):
+            stored, expected = ("muon", "adam") if has_muon_state else ("adam", "muon")
             raise RunError(
-                f"{path}: `training.optimizer` must be {saved!r}, as in this checkpoint, but is "
-                f"{asked!r} instead."
+                f"{path}: `training.optimizer` must be {stored!r}, as in this checkpoint, but is "
+                f"{expected!r} instead."
             )
         keys_of = {
             name: _MUON if parameter in self.is_matrix else _ADAM

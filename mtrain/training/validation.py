@@ -56,7 +56,7 @@ class ValidationSet:
     def examples(self, hypotheses: Sequence[str], count: int, turn: int) -> Iterator[str]:
         """Yield lines with source, reference and translation of `count` sentences.
 
-        They are others for each `turn`, until all have been shown.
+        Each `turn` shows other sentences, until all have been shown.
         """
         rows = random.Random(0).sample(range(len(hypotheses)), len(hypotheses))
         for number in range(turn * count, turn * count + min(count, len(rows))):
