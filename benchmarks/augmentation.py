@@ -1,7 +1,7 @@
-"""Back-translation, diversification and a student on Multi30k, each beside the training without.
+"""Measure back-translation, diversification and a student on Multi30k, and trainings without.
 
-One command, which goes on where it was stopped: finished trainings, corpora and scores stay in the
-output folder, and the tables there are written anew after each score.
+A command that was stopped continues where it was: finished trainings, corpora and scores stay in
+the output folder, and the tables there are written anew after each score.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def diversify(plan: Plan) -> None:
 
 
 def distill(plan: Plan) -> None:
-    """Train the `small` teacher with the best validation BLEU of all seeds a 6-1 student."""
+    """Train a 6-1 student of the `small` teacher that has the best validation BLEU of all seeds."""
     teachers = [trained(plan, ("en", "de"), plan.num_all, seed, "small") for seed in plan.seeds]
     best = max(teachers, key=validation_bleu)
     run = plan.directory / "en-de.6-1"
@@ -168,7 +168,7 @@ def distill(plan: Plan) -> None:
 
 
 def demo_text(directory: Path, num_lines: int) -> Path:
-    """Write lines of two sentences of the demo: hardly one is there twice."""
+    """Write lines of two sentences of the demo each; hardly any line occurs twice."""
     text = directory / f"demo.{num_lines}.en"
     if not text.is_file():
         rng = random.Random(1)
@@ -210,7 +210,7 @@ def measure_speed(directory: Path, run: Path, num_lines: int, beam: int) -> None
 
 
 def kill(directory: Path, run: Path, num_lines: int, beam: int) -> None:
-    """Kill `augment` at random moments, and compare its folder with that of one that was not."""
+    """Kill `augment` at random moments, and compare its folder with that of an undisturbed run."""
     text = demo_text(directory, num_lines)
     whole, killed = directory / "kill.whole", directory / "kill.killed"
     for corpus in (whole, killed):
@@ -219,7 +219,7 @@ def kill(directory: Path, run: Path, num_lines: int, beam: int) -> None:
     mtrain(*augment_demo(text, run, beam, whole))
     words = augment_demo(text, run, beam, killed)
     shard_s = (time.monotonic() - began_s) / max(1, len(list(whole.glob("pairs-*"))))
-    longest_s = 3 + 1.5 * shard_s  # a start and a shard: some lives get further, most do not
+    longest_s = 3 + 1.5 * shard_s  # a start and a shard: most are killed before they finish
     rng, num_kills = random.Random(1), 0
     while num_kills < NUM_KILLS:
         with subprocess.Popen(
@@ -241,7 +241,7 @@ def kill(directory: Path, run: Path, num_lines: int, beam: int) -> None:
 
 
 def mtrain(*words: str) -> str:
-    """Run a verb, unless it is done; return what it prints."""
+    """Run a command of mtrain; return what it prints."""
     say(f"mtrain {' '.join(words)}")
     return subprocess.run([*MTRAIN, *words], check=True, stdout=subprocess.PIPE, text=True).stdout
 
@@ -302,7 +302,7 @@ def configured(plan: Plan, pair: Direction, count: int, seed: int, model: str = 
 
 
 def config_of(run: Path) -> Path:
-    """Return where the config of a run stands."""
+    """Return the path of the config of a run."""
     return run.with_name(f"{run.name}.yaml")
 
 
@@ -330,7 +330,7 @@ def note(plan: Plan, title: str, system: str, seed: int, run: Path) -> None:
 
 
 def tables(scores: dict[str, Any]) -> Iterator[str]:
-    """Yield the BLEU of each system by seed, and of all seeds the mean and the difference."""
+    """Yield tables of BLEU by system and seed, with means and differences from the first system."""
     for title, systems in scores.items():
         yield f"\n{title}\n"
         seeds = sorted({seed for by_seed in systems.values() for seed in by_seed})

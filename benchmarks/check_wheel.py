@@ -73,7 +73,7 @@ def build(directory: Path, **changes: str) -> Path:
 
 
 def check(wheel: Path) -> None:
-    """Hold the wheel to what it must contain, after a word on its size."""
+    """Print the size of the wheel, and check what it contains."""
     with zipfile.ZipFile(wheel) as file:
         names = file.namelist()
         unpacked = sum(info.file_size for info in file.infolist())

@@ -1,4 +1,4 @@
-"""Measure single lines from many threads: beside CTranslate2, in memory, and until the first one.
+"""Measure single lines from many threads: speed, memory, and the seconds to the first line.
 
     python benchmarks/concurrency.py RUN [--threads 1,2,8,32] [--memory 1000,100000]
 
@@ -96,9 +96,9 @@ def compare(systems: dict[str, Worker], num_threads: int, options: argparse.Name
 def started(options: argparse.Namespace, name: str) -> Worker:
     """Start a system in a process of its own.
 
-    It is loaded after so many seconds, all imports among them, and the first line takes so many
-    more: `loaded` is both. It is asked for a number of threads, and of lines or seconds, and
-    answers with the lines a second.
+    `loaded` holds the seconds until it was loaded, imports included, and those of the first line
+    after that. A request names a number of threads, and of lines or seconds; the answer is the
+    lines a second.
     """
     arguments = [options.run, "--beam", options.beam, "--cores", options.cores]
     return Worker(__file__, [*arguments, "--export", options.export or "", "--worker", name])

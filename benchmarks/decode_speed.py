@@ -1,4 +1,4 @@
-"""Measure how fast mtrain translates, beside other toolkits with the same trained model.
+"""Compare how fast mtrain and other toolkits translate with the same trained model.
 
 Every system decodes the same sentences of a run's first test set, on the same number of threads.
 Each measurement is a fresh process. They come in pairs, first mtrain, then the other, so that a
@@ -95,7 +95,7 @@ class Pair:
 
     @property
     def ratio(self) -> float:
-        """How many times as fast the base is."""
+        """The speed of the base over that of the other system."""
         return self.base.sentences_per_s / self.other.sentences_per_s
 
 
@@ -209,7 +209,7 @@ def read_task(options: argparse.Namespace) -> Task:
 
 
 def check(name: str, greedy: Job, vocabulary: Tokenizer, expected: Sequence[str]) -> float:
-    """Return how many lines are mtrain's when both search greedily, in float32.
+    """Return the share of lines equal to mtrain's when both search greedily in float32.
 
     Lines that may not be written to their end are left out.
     """
@@ -320,7 +320,7 @@ def report(
 
 
 def say_sameness(pairs: list[Pair], greedy: float | None) -> list[str]:
-    """Say how many outputs are mtrain's, in this search and in the greedy one."""
+    """Format the shares of outputs equal to mtrain's, in this search and in the greedy one."""
     if greedy is None:
         return ["random weights", ""]
     share = share_same(pairs[-1].other.texts, pairs[-1].base.texts)

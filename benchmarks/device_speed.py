@@ -1,4 +1,4 @@
-"""How busy training keeps its device: tokens a second, their share of its matrix rate, idle time.
+"""Measure training on a device: tokens a second, share of its matrix rate, idle time.
 
 A config is prepared and trained for some updates by the loop that `mtrain train` runs, without
 validations and saves. Products of real tokens count, padding does not.

@@ -1,16 +1,16 @@
-"""Measure exports: seconds to write, sizes, and sentences a second beside mtrain.
+"""Measure exports: seconds to write, sizes, and sentences a second compared with mtrain.
 
     python benchmarks/exports.py RUN [--to ctranslate2,marian] [--lines 500] [--rounds 3]
 
 Each system is a process that stays loaded, on one core with one thread. It translates the first
 lines of the run's first test set from text to text, by greedy search and with the beam of the run:
-by log-probability alone, and mtrain by its length penalty. A library that starts a program for each
-call, as those for Marian, Argos Translate and node do, pays no start: the seconds of one line are
-subtracted from those of all. Argos Translate has one search only, in the column of the beam.
+the libraries rank hypotheses by log-probability alone, mtrain with its length penalty. The start is
+not counted for libraries that start a program for each call (Marian, Argos Translate, node): the
+seconds of one line are subtracted from those of all. Argos Translate has no greedy search.
 
 The graphs of an ONNX export are run by ONNX Runtime with mtrain's search, in float32 and in 8 bits;
 by transformers.js under node, if NODE_PATH names its folder, one line at a time; and by the page in
-Chromium, if that is there too, from when the text is put into it to the last line.
+Chromium, if that is installed, timed from the input of the text to the last line.
 
 The systems take turns, and what counts is the median of the ratios of a round. The megabytes are
 those of the files that a system loads. Libraries that are not installed are left out.

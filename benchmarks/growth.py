@@ -1,4 +1,4 @@
-"""How the cost of training grows: with the batch, the sentence, the model and the vocabulary.
+"""Measure how the cost of training grows with the batch, the sentence, the model, the vocabulary.
 
 Each point is a process of its own, on one thread, that makes whole updates (forward, backward,
 Adam) of random sentences of one length, so that no place is padding.

@@ -1,4 +1,4 @@
-"""What `mtrain init` plans for corpora and budgets: is the budget kept, the source learnt?"""
+"""Measure the configs of `mtrain init`: is the budget kept, and is the source used?"""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def trained(folder: Path, minutes: float) -> list[str]:
 
 
 def mtrain(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run a verb; end with what it says if it fails."""
+    """Run a command of mtrain; exit with its message if it fails."""
     command = [sys.executable, "-m", "mtrain", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -1,8 +1,8 @@
-"""Measure what one user waits for, and what a long input needs: start, a sentence, memory.
+"""Measure the start of mtrain, the seconds of one sentence, and the memory of a long input.
 
     python benchmarks/latency.py RUN [--lines 1000000]
 
-The input of `--lines` lines is the run's first test set over and over; mtrain reads it from a pipe.
+The input of `--lines` lines repeats the run's first test set; mtrain reads it from a pipe.
 """
 
 from __future__ import annotations

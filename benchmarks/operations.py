@@ -1,7 +1,7 @@
 """How many operations training takes: those of the matrix products of real tokens, by formula.
 
 A product and a sum are two operations, a backward pass is two forward passes. Padding does not
-count; what a causal mask hides of the attention does.
+count; positions of the attention that a causal mask hides do.
 """
 
 from __future__ import annotations

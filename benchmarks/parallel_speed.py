@@ -1,4 +1,4 @@
-"""What more processes gain: target tokens a second, the share of the exchange, saves, resumes."""
+"""Compare numbers of processes: target tokens a second, share of the exchange, saves, resumes."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def work(config: Config, num_updates: int) -> None:
 
 
 def keep_gradients_at_home(trainer: Trainer) -> None:
-    """Let ranks make their shares without exchanging gradients."""
+    """Let ranks compute their gradients without exchanging them."""
     from mtrain.training.data_parallel import DDPGradients, FSDPGradients
 
     by_fsdp = FSDPGradients.backward_micro_batch

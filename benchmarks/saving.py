@@ -1,4 +1,4 @@
-"""What checkpoints cost: seconds, bytes, and their share of the training time."""
+"""Measure the cost of checkpoints: seconds, bytes, and their share of the training time."""
 
 from __future__ import annotations
 

@@ -48,14 +48,14 @@ MODEL = {"d_model": 64, "d_ff": 128, "num_encoder_layers": 1, "num_decoder_layer
 
 
 class Measured(NamedTuple):
-    """Seconds from start to end, the peak of resident memory, and when which line was said."""
+    """Seconds from start to end, peak resident memory, and each printed line with its time."""
 
     seconds: float
     peak_bytes: int
     said: list[tuple[float, str]]
 
     def at(self, pattern: str) -> float:
-        """Return when a line was said that matches."""
+        """Return the time of the first printed line that matches."""
         return next(when for when, line in self.said if re.search(pattern, line))
 
 
@@ -162,7 +162,7 @@ def first_batch(directory: Path) -> float:
 
 
 def run(verb: str, directory: Path, settings: list[str]) -> Measured:
-    """Run the command line in a process of its own, and listen to what it says."""
+    """Run the command line in a process of its own, and note the time of each line it prints."""
     command = [sys.executable, "-m", "mtrain", verb, str(directory / "config.yaml")]
     command += [word for setting in settings for word in ("--set", setting)]
     began, said = time.perf_counter(), []

@@ -1,4 +1,4 @@
-"""Sentences a second and latency of `mtrain serve`, beside CTranslate2 behind the thinnest server.
+"""Compare the speed and latency of `mtrain serve` and of CTranslate2 behind a minimal server.
 
     python benchmarks/serve_load.py RUN LINES              # at 1, 8 and 64 clients
     python benchmarks/serve_load.py RUN LINES --clients 64 --rounds 5 --seconds 10
@@ -8,12 +8,12 @@
 Both servers have the same weights in float32, the same beam and the same cores, and are asked in
 turn by the same clients, each over one connection, one line of the file LINES at a time. The other
 server is Python's own `ThreadingHTTPServer` with a pool of CTranslate2 that has a thread a core.
-`--beside` names another that runs already, with the port of 127.0.0.1 at which it answers.
+`--beside` names a third server that already runs, and its port on 127.0.0.1.
 Prints the median of each figure over the rounds, and of the ratio within each round.
 
 With `--overload`, requests come at twice the rate that the server has just shown it can carry,
-whether it keeps up or not. Each must be answered, by the translation that its line has alone or by
-503, and the server's memory must not grow. The exit code is 1 if not.
+whether it keeps up or not. Each must be answered with the translation that its line has alone or
+with 503, and the server's memory must not grow. The exit code is 1 if not.
 """
 
 from __future__ import annotations

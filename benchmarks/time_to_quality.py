@@ -1,4 +1,4 @@
-"""Measure how long mtrain and its peers train until they translate well: the way to a BLEU.
+"""Measure how many minutes mtrain and its peers train until they reach a validation BLEU.
 
 All train the tiny model of train_speed.py on the same sentences in batches of the same budget. They
 take turns: every few hundred updates a system translates the validation text greedily, which is

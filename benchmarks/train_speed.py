@@ -1,4 +1,4 @@
-"""Measure how fast mtrain trains, beside JoeyNMT, Hugging Face and eole on the same sentences.
+"""Compare how fast mtrain, JoeyNMT, Hugging Face and eole train on the same sentences.
 
 Every system trains a model of the same sizes on Multi30k (en-de, raw), encoded once by mtrain's
 tokenizer, in batches of the same budget, on the same number of threads. Each measurement is a
@@ -88,7 +88,7 @@ class Pair:
 
     @property
     def ratio(self) -> float:
-        """How many times as fast the base is."""
+        """The speed of the base over that of the other system."""
         return self.base.tokens_per_s / self.other.tokens_per_s
 
 

@@ -1,11 +1,11 @@
-"""mtrain trains a translator from parallel text and leaves a folder that translates.
+"""Train machine translation models from parallel text, and translate with them.
 
     import mtrain
 
     run = mtrain.train("configs/demo.yaml")
     mtrain.load(run).translate(["The old farmer is tired."])
 
-Importing it loads nothing: what the names below need is imported when one is first used.
+`import mtrain` imports no submodule; a name below imports its module when it is first used.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""What `import mtrain` offers to a notebook or a program, and the command line itself uses.
+"""The Python interface: what `import mtrain` exports. The command line calls the same functions.
 
-Mistakes are exceptions (`UserError` and its kinds), never an exit. Imports nothing heavy until
-something is trained or loaded. Knows no options of a command line and prints no results.
+Errors are raised as `UserError` and its subclasses; nothing here exits the process or prints
+results. Heavy packages, such as torch, are imported when something is trained or loaded.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ AnyConfig = Config | Mapping[str, Any] | AnyPath
 Precision = Literal["auto", "float32", "bfloat16", "int8"]
 Shortlist = Literal["fast"]
 Engine = Literal["mtrain", "ctranslate2"]
-_HALF = re.compile("[\ud800-\udfff]")  # of a character: no text that can be written
+_SURROGATE = re.compile("[\ud800-\udfff]")  # cannot be encoded as UTF-8
 
 
 class Model:
     """A trained run, or several as an ensemble, ready to translate.
 
-    Any number of threads may translate with one model; their lines are decoded together, and
-    each has the translation that it has alone.
+    Thread-safe: lines of concurrent calls are decoded in shared batches, and each line has the
+    same translation as alone.
 
     Attributes:
-        run: the run folder, the first of several.
-        config: of that run.
-        translator: what searches, with its tokenizer and options.
-        profile: what is usual in the training pairs, if the run folder says.
+        run: the run folder; the first one of an ensemble.
+        config: the config of `run`.
+        translator: the search engine, with its tokenizer and default options.
+        profile: length statistics of the training pairs; None if the run folder has none.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Model:
 
     @property
     def options(self) -> DecodingOptions:
-        """How lines are translated unless a call says otherwise."""
+        """The decoding options of calls that are given none."""
         return self.translator.options
 
     @overload
@@ -123,27 +123,28 @@ class Model:
     ) -> list[str] | list[Translation]:
         """Return one translation for each line, in order, as `mtrain translate` writes them.
 
-        A blank line gives an empty one. A line's own end is not part of it, so that an open file
-        will do; a line break within is read as a space. Lines longer than any training pair are
-        translated in parts.
+        A blank line has an empty translation. The newline that ends a line is ignored, so `lines`
+        can be an open file; a line break within a line is read as a space. Lines longer than
+        `options.max_input_tokens` are handled as `options.on_long` says.
 
         Args:
-            lines: the source text.
-            options: of the search, such as `dataclasses.replace(model.options, beam=1)`.
-            details: return `Translation` objects, with scores, flags and, as the options say,
-                alternatives and alignments.
-            prefixes: what the translation of each line must begin with.
-            timeout_s: seconds after which the call ends with `TimeoutError`.
-            cancel: another thread sets it to end the call with
+            lines: the source lines.
+            options: decoding options, such as `dataclasses.replace(model.options, beam=1)`; None
+                is `model.options`.
+            details: return `Translation` objects, with scores, flags and, if the options ask for
+                them, alternatives and alignments.
+            prefixes: for each line, the text that its translation must begin with.
+            timeout_s: seconds after which the call raises `TimeoutError`.
+            cancel: when another thread sets this event, the call raises
                 `concurrent.futures.CancelledError`.
-            max_chars: refuse more characters than this in all lines together.
-            on_warning: is called with a text, such as "line 3: the translation repeats itself.";
-                by default warnings are logged, under the name `mtrain`.
+            max_chars: the most characters of all lines together.
+            on_warning: called with each warning, such as "line 3: the translation repeats
+                itself."; by default warnings are logged under the name `mtrain`.
 
         Raises:
-            DataError: if `lines` is one text instead of several, holds something else than text,
-                or has too many characters, or if there is not a prefix for each line.
-            ConfigError: if an option has no valid value, or the engine does not have it.
+            DataError: if `lines` is a single string, has an item that is not a string, or exceeds
+                `max_chars`; or if there are more or fewer prefixes than lines.
+            ConfigError: if an option is invalid, or not supported by the engine.
 
         Example:
             model = mtrain.load("runs/en-de")
@@ -187,7 +188,7 @@ class Model:
     ) -> str:
         """Translate a text line by line; line breaks, blank lines and indents stay as they are.
 
-        Args and errors are those of `translate`.
+        Arguments and errors are those of `translate`.
 
         Example:
             print(model.translate_text("A man sleeps.\\n\\nA dog runs."))
@@ -209,15 +210,17 @@ class Model:
 def load_config(
     config: AnyConfig, overrides: Iterable[str] = (), run_dir: AnyPath | None = None
 ) -> Config:
-    """Return the config of a YAML file, or of a mapping in its form, checked and complete.
+    """Load and validate a config, with all defaults filled in.
+
+    With `training.init_from`, the sections `tokenizer` and `model` are taken from that run.
 
     Args:
-        config: the file, the mapping, or a config that was loaded before.
-        overrides: `key.key=value`, as after `--set`.
-        run_dir: instead of the config's own.
+        config: a YAML file, a mapping with the same keys, or a `Config`.
+        overrides: values to change, as `key.key=value`, the form of `--set`.
+        run_dir: replaces the config's `run_dir`.
 
     Raises:
-        ConfigError: with the key, in one line.
+        ConfigError: one line that names the key.
 
     Example:
         config = mtrain.load_config("en-de.yaml", ["training.max_steps=20"], "runs/short")
@@ -242,20 +245,20 @@ def train(
     on_metrics: Callable[[Mapping[str, object]], object] | None = None,
     stop: threading.Event | None = None,
 ) -> Path:
-    """Train a translator, or go on if it was stopped; return its run folder.
+    """Train a model, or resume a training that was stopped; return its run folder.
 
-    Tokenizes first if that is not done, and resumes from the newest checkpoint. How it goes is
-    logged under the name `mtrain`, at the level INFO.
+    Tokenizes the corpora first if that is not done; resumes from the newest checkpoint. Progress
+    is logged under the name `mtrain`, at level INFO.
 
     Args:
-        config: a YAML file, a mapping in its form, or a config.
-        tensorboard: write the numbers for it too, into the run folder.
-        on_metrics: is called with each line of `metrics.jsonl`: the keys `step`, `loss`, ..., or
-            `step`, `valid_loss`, ... of a validation.
-        stop: set by another thread, it stops the training as SIGTERM does.
+        config: a YAML file, a mapping with the same keys, or a `Config`.
+        tensorboard: also write the metrics for TensorBoard, into the run folder.
+        on_metrics: called with each record of `metrics.jsonl`: a mapping with the keys `step`,
+            `loss`, ..., or `step`, `valid_loss`, ... after a validation.
+        stop: when another thread sets this event, training stops as on SIGTERM.
 
     Raises:
-        UserError: if the config, the corpora or the run folder must change.
+        UserError: if the config, the corpora or the run folder cannot be used.
         Stopped: on SIGINT (a notebook's stop button), SIGTERM, SIGHUP or `stop`, after saving.
 
     Example:
@@ -273,13 +276,13 @@ def train_together(
     stop: threading.Event | None = None,
     has_bar: bool = False,
 ) -> Path:
-    """Train as one of several ranks that were started together, each with the same config."""
+    """Train as one rank of a process group; every rank calls this with the same config."""
     from mtrain.data.prepare import prepare
     from mtrain.training import checkpoint_manager, trainer
     from mtrain.training.compilation import device_of
 
     run_dir, log = RunDir(Path(config.run_dir)), None
-    device_of(config, process_group)  # refused now, and not when all is tokenized
+    device_of(config, process_group)  # reports an unusable device before tokenizing
     if tensorboard:
         check_installed()
     if process_group.is_first:
@@ -299,16 +302,16 @@ def train_together(
 
 
 def _before_and_after(run: RunDir, device: str) -> Iterator[str]:
-    """Yield a table of the test sets of a fine-tuned run and of the one that it began with."""
+    """Yield a table of the test scores of a fine-tuned run and of its `training.init_from`."""
     from mtrain.decode import translator as translating
     from mtrain.decode.options import DecodingOptions
     from mtrain.evaluation import fine_tuning
     from mtrain.evaluation.metrics import ScoringOptions
     from mtrain.run.load_model import LoadOptions
 
-    def load_run(each: RunDir) -> Translator:
-        options = replace(DecodingOptions.from_config(each.config), with_scores=False)
-        return translating.load(each, options, LoadOptions(device))
+    def load_run(run_dir: RunDir) -> Translator:
+        options = replace(DecodingOptions.from_config(run_dir.config), with_scores=False)
+        return translating.load(run_dir, options, LoadOptions(device))
 
     reports = fine_tuning.before_and_after(run, load_run, _log_warning, ScoringOptions())
     yield from fine_tuning.as_table(reports)
@@ -330,19 +333,21 @@ def init(
     advance: Advance | None = None,
     set_status: Callable[[str], object] | None = None,
 ) -> InitReport:
-    """Write a config that fits a corpus, this machine and a budget.
+    """Write a config that fits a corpus, this machine and a time budget.
 
     Args:
-        src_lang, tgt_lang: the languages.
-        src, tgt: two files of the corpus, if it is not among the overrides.
-        overrides: `data.train=...`, `data.valid=...` or `data.tests=...` in any form of a config.
-        budget: time for all of the training, such as 90s, 30m or 1h30m.
-        valid, test: two files each, instead of pairs that are held out.
+        src_lang, tgt_lang: language codes, such as en or pt-BR.
+        src, tgt: the source and the target file of the corpus; None if `overrides` names it.
+        overrides: `data.train=...`, `data.valid=...` or `data.tests=...`, with any form of a
+            corpus that a config can have.
+        budget: the time that training may take, such as 90s, 30m or 1h30m.
+        valid, test: the source and the target file of each set; by default, pairs of the corpus
+            are held out.
         device: auto, cpu, cuda, ...
-        output: the config; XX-YY.yaml if absent.
-        run_dir: of the config; runs/XX-YY if absent.
-        advance: is called with the number of bytes that were read since the last call.
-        set_status: is called with what is being done.
+        output: the path of the config; SRC-TGT.yaml by default, with the language codes.
+        run_dir: the config's `run_dir`; runs/SRC-TGT by default.
+        advance: called with the number of bytes read since the last call.
+        set_status: called with a text that names the current step.
 
     Raises:
         UserError: if the corpus is too small or cannot be read, or a setting cannot be used.
@@ -357,10 +362,10 @@ def init(
 
     if (src is None) != (tgt is None):
         raise ConfigError("`--src` must stand beside `--tgt`, but one of them stands alone.")
-    given = {"valid": valid, "test": test, "train": (src, tgt) if src and tgt else None}
+    files = {"valid": valid, "test": test, "train": (src, tgt) if src and tgt else None}
     request = write_config.parse_request(
         (src_lang, tgt_lang),
-        {key: (Path(pair[0]), Path(pair[1])) for key, pair in given.items() if pair},
+        {key: (Path(pair[0]), Path(pair[1])) for key, pair in files.items() if pair},
         overrides,
         budget,
         device,
@@ -374,11 +379,11 @@ def check(config: AnyConfig, *, advance: Advance | None = None) -> AuditReport:
     """Audit the corpora of a config, and list every finding in the `check` folder of its run.
 
     Args:
-        config: a YAML file, a mapping in its form, or a config.
-        advance: is called with the number of bytes that were read since the last call.
+        config: a YAML file, a mapping with the same keys, or a `Config`.
+        advance: called with the number of bytes read since the last call.
 
     Raises:
-        UserError: if the config must change, or a corpus cannot be read.
+        UserError: if the config is invalid, or a corpus cannot be read.
 
     Example:
         report = mtrain.check("en-de.yaml")
@@ -402,7 +407,7 @@ def tokenize(config: AnyConfig) -> Path:
     """Train the tokenizer and encode the corpora, unless that is done; return the run folder.
 
     Raises:
-        UserError: if the config, the corpora or the run folder must change.
+        UserError: if the config, the corpora or the run folder cannot be used.
 
     Example:
         run = mtrain.tokenize("en-de.yaml")
@@ -430,30 +435,32 @@ def augment(
     on_warning: Warn | None = None,
     process_group: ProcessGroup | None = None,
 ) -> AugmentReport:
-    """Make more training pairs by trained models, or go on if that was stopped.
+    """Write synthetic training pairs, translated by trained models; resume if it was stopped.
 
-    One of `back`, `forward` and `again` says what is translated. How it goes is logged under the
-    name `mtrain`, at the level INFO.
+    Exactly one of `back`, `forward` and `again` must be given. Progress is logged under the name
+    `mtrain`, at level INFO.
 
     Args:
-        config: of the training that the pairs are for: a YAML file, a mapping in its form, or a
-            config.
-        using: a trained run. Several are an ensemble; with `again` each works alone.
+        config: the config of the training that the pairs are for: a YAML file, a mapping with the
+            same keys, or a `Config`.
+        using: a trained run, or several, which are an ensemble; with `again`, each translates by
+            itself.
         output: the corpus folder to write.
-        options: of the translations, and of the corpus in a config.
-        back: files of text in the target language, for sources.
-        forward: files of text in the source language, for targets.
-        again: translate the training text, by each model.
-        write_config: a file for the config with the new corpus in it.
+        options: how pairs are translated, filtered, and used in training.
+        back: files in the target language, which are translated into synthetic sources.
+        forward: files in the source language, which are translated into synthetic targets.
+        again: translate the training text, with each run in its own direction.
+        write_config: a path for a config that includes the new corpus.
         device: auto, cpu, cuda, cuda:1, ...
-        precision: of matrix products; `auto` is float32, int8 for a CPU only. With
+        precision: the type of matrix products; `auto` is float32, and int8 needs a CPU. With
             bfloat16 and int8 the key-value cache is in bfloat16.
-        on_warning: is called with what looks wrong about the text; by default it is logged.
-        process_group: the ranks that share the work; each makes the same call. None is one alone.
+        on_warning: called with each warning about the text; by default warnings are logged.
+        process_group: the ranks that share the work, which all make the same call; None is a
+            single process.
 
     Raises:
-        UserError: if the config, a text or an option cannot be used, a run has another direction,
-            or the folder was made otherwise.
+        UserError: if the config, a text or an option cannot be used, a run translates in another
+            direction, or `output` was written with other settings.
 
     Example:
         options = mtrain.AugmentOptions(beam=1, tag="fw")
@@ -493,7 +500,7 @@ def _augment(
     new_path: Path | None,
     warn: Warn,
 ) -> AugmentReport:
-    """Make the pairs, and write the config with them to `new_path`, which is refused first."""
+    """Write the pairs, and a config that uses them to `new_path`, which is checked first."""
     from mtrain.augmentation import augment as augmenting
     from mtrain.augmentation import new_config
 
@@ -526,22 +533,25 @@ def distill(
     stop: threading.Event | None = None,
     has_bar: bool = False,
 ) -> DistillReport:
-    """Train a smaller model on what larger ones translate, and compare them on the test sets.
+    """Train a smaller student on a teacher's translations; compare both on the test sets.
 
-    The teacher translates the sources of the training text; the student learns from these pairs
-    and from the real ones. Goes on if it was stopped.
+    The teacher translates the source side of the training text; the student is trained on these
+    pairs and on the real ones. Resumes if it was stopped.
 
     Args:
-        config: of the teacher's training: a YAML file, a mapping in its form, or a config.
+        config: the config of the teacher's training: a YAML file, a mapping with the same keys, or
+            a `Config`.
         teacher: a trained run; several are an ensemble.
-        student: encoder and decoder layers, as wide as the teacher; deep-shallow is 6-1.
-        mono: files of more text in the source language.
-        run_dir: of the student; the config's with the student's name if absent.
-        beam: of the teacher's translations; None as the run's config says.
-        device: auto, cpu, cuda, cuda:1, ... of the translations.
-        on_metrics: is called with each line of `metrics.jsonl`, as by `train`.
-        on_warning: is called with what looks wrong about the text; by default it is logged.
-        stop: set by another thread, it stops the training as SIGTERM does.
+        student: the numbers of encoder and decoder layers, at the teacher's width; deep-shallow is
+            6-1, and tiny is narrower, too.
+        mono: files of additional text in the source language, which the teacher translates.
+        run_dir: the run folder of the student; by default the config's `run_dir`, a hyphen and
+            `student`.
+        beam: the beam width of the teacher; None takes it from the run's config.
+        device: the device of the translations: auto, cpu, cuda, cuda:1, ...
+        on_metrics: called with each record of `metrics.jsonl`, as in `train`.
+        on_warning: called with each warning about the text; by default warnings are logged.
+        stop: when another thread sets this event, training stops as on SIGTERM.
         has_bar: show the progress of the training on stderr.
 
     Raises:
@@ -576,7 +586,7 @@ def distill(
 
 
 def student_dir(config: Config, student: Student) -> str:
-    """Return the run folder of a student unless another is named."""
+    """Return the default run folder of a student."""
     return f"{config.run_dir}-{student}"
 
 
@@ -595,21 +605,23 @@ def load(
 
     Args:
         runs: a run folder, or several.
-        beam: hypotheses of a sentence; 1 is greedy search, None as the run's config says.
-        length_alpha: length normalisation; 0 is none, None as the run's config says.
-        checkpoint: the step whose weights are loaded, instead of the run's result.
+        beam: the beam width; 1 is greedy search, None takes it from the run's config.
+        length_alpha: exponent of the length penalty; 0 is no penalty, None takes it from the run's
+            config.
+        checkpoint: the step of the checkpoint to load; None loads the run's final model.
         device: auto, cpu, cuda, cuda:1, ...
-        precision: of matrix products; `auto` is float32, int8 for a CPU only. With
+        precision: the type of matrix products; `auto` is float32, and int8 needs a CPU. With
             bfloat16 and int8 the key-value cache is in bfloat16.
-        shortlist: `fast` ranks only tokens that the training text makes likely for the source, on
-            a CPU, with a beam. The table is learned, and written into the run folder, the first
-            time.
-        engine: ctranslate2 searches with CTranslate2's copy of one run, which is written into the
-            run folder the first time; without sampling, several translations of a line, prefixes
-            and alignments, and with the log-probabilities of whole translations only.
+        shortlist: `fast` ranks only the target tokens that a table of the run finds likely for the
+            source; for beam search on a CPU. On first use, the table is learned from the training
+            text and written into the run folder.
+        engine: `ctranslate2` translates with CTranslate2, from an export of the run that is written
+            into the run folder on first use. It takes one run, and refuses sampling, alternatives,
+            prefixes, alignments, `mbr`, `early_stop` and `no_repeat_ngram`; log-probabilities are
+            those of whole translations only.
 
     Raises:
-        RunError: if a folder is no run, has no trained model, or its parts do not fit.
+        RunError: if a folder is not a run, has no trained model, or its files do not fit together.
         ConfigError: if a setting cannot be used.
 
     Example:
@@ -662,10 +674,10 @@ def load(
 def evaluate(run: Model | AnyPath, options: ScoringOptions | None = None) -> list[TestResult]:
     """Translate the test sets of a run and score them by sacreBLEU, as `mtrain eval` does.
 
-    What looks wrong is logged with the test set and the line's number.
+    Warnings about translations are logged with the test set and the line number.
 
     Raises:
-        UserError: if the run cannot be loaded, has no test sets, or their text is gone.
+        UserError: if the run cannot be loaded, has no test sets, or their text is missing.
 
     Example:
         for result in mtrain.evaluate("runs/en-de"):
@@ -692,19 +704,20 @@ def export(
 
     Args:
         run: the run folder.
-        directory: to write; it must not exist.
+        directory: the folder to write; it must not exist.
         to: the library, one of those that `mtrain export --help` names.
         quantize: the type of the weights; None is float32. No library has every type.
-        check_lines: compare on this many lines of the validation text.
-        license: of the model card, an identifier of the Hugging Face Hub such as cc-by-4.0.
-        page: write a page that translates in a browser, too; for onnx only.
-        shortlist: write the tokens that the training text makes likely for each source token as
-            `vmap.txt`, too, and score with it; for ctranslate2 only.
+        check_lines: the number of lines of the validation text on which both are compared.
+        license: the license in the model card, as the Hugging Face Hub writes it, such as
+            cc-by-4.0.
+        page: also write a web page that translates in the browser; for onnx only.
+        shortlist: also write the likely target tokens of each source token as `vmap.txt`, learned
+            from the training text, and score the export with it; for ctranslate2 only.
 
     Raises:
-        UserError: if the run cannot be loaded, the library cannot hold its model, a copy that is
-            not quantised does not translate as the run does, or there is no training text to learn
-            a shortlist from; nothing is written then.
+        UserError: if the run cannot be loaded, the library does not support its model, a copy that
+            is not quantised translates differently from the run, or there is no training text to
+            learn a shortlist from; nothing is written then.
 
     Example:
         report = mtrain.export("runs/en-de", "en-de-ct2", "ctranslate2")
@@ -725,8 +738,8 @@ def plot(
 
     Args:
         run: the run folder.
-        sentence: whose attention to draw; one of the validation text if absent.
-        directory: to write to; the `plots` folder of the run if absent.
+        sentence: the sentence whose attention is drawn; by default one of the validation text.
+        directory: the folder to write to; by default `plots` in the run folder.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -747,7 +760,7 @@ def check_matplotlib() -> None:
     """Check that matplotlib is installed.
 
     Raises:
-        ConfigError: with how to install it.
+        ConfigError: if it is not; the message says how to install it.
     """
     if find_spec("matplotlib") is None:
         raise ConfigError("`mtrain plot` must have matplotlib: pip install 'mtrain[plot]' adds it.")
@@ -766,12 +779,12 @@ def _run_dirs(key: str, runs: AnyPaths) -> list[RunDir]:
     return [RunDir(path) for path in paths]
 
 
-def _paths(key: str, given: AnyPaths, what: str) -> list[Path]:
-    paths = [given] if isinstance(given, str | os.PathLike) else given
+def _paths(key: str, value: AnyPaths, expected: str) -> list[Path]:
+    paths = [value] if isinstance(value, str | os.PathLike) else value
     if not isinstance(paths, Sequence) or not all(
         isinstance(path, str | os.PathLike) for path in paths
     ):
-        raise DataError(f"`{key}` must be {what} or several, but is {given!r:.60} instead.")
+        raise DataError(f"`{key}` must be {expected} or several, but is {value!r:.60} instead.")
     return [Path(path) for path in paths]
 
 
@@ -783,7 +796,7 @@ def _check_choice(key: str, value: object, choices: Sequence[str]) -> None:
 
 
 def _log_warning(text: str) -> None:
-    logger.warning("%s", text)  # a text may have percent signs
+    logger.warning("%s", text)  # the text may contain percent signs
 
 
 def _ignore(_: object) -> None:
@@ -791,7 +804,11 @@ def _ignore(_: object) -> None:
 
 
 def _clean(lines: Iterable[str], max_chars: int | None, name: str = "lines") -> Iterator[str]:
-    """Yield lines as a file would hold them."""
+    """Yield each line without its newline, with inner line breaks and lone surrogates replaced.
+
+    Raises:
+        DataError: as `Model.translate` does.
+    """
     if isinstance(lines, str | bytes):
         raise DataError(f"`{name}` must be a list of lines, but is one text; put it in a list.")
     if not isinstance(lines, Iterable):
@@ -803,5 +820,5 @@ def _clean(lines: Iterable[str], max_chars: int | None, name: str = "lines") -> 
         num_chars += len(line)
         if max_chars is not None and num_chars > max_chars:
             raise DataError(f"`{name}` must have at most {max_chars:,} characters, but have more.")
-        whole = _HALF.sub("\ufffd", line.removesuffix("\n").removesuffix("\r"))
-        yield LINE_BREAK.sub(" ", whole)
+        encodable = _SURROGATE.sub("\ufffd", line.removesuffix("\n").removesuffix("\r"))
+        yield LINE_BREAK.sub(" ", encodable)

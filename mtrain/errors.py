@@ -1,23 +1,24 @@
-"""The few errors that a user can cause. Only the command line catches them."""
+"""Errors that a user can cause and correct; the command line turns them into one line."""
 
 import re
 from pathlib import Path
 
 NEEDS_POSIX = "mtrain needs Linux, macOS or another POSIX system; on Windows, WSL is one."
 
-_NOT_SHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")  # line ends among them
+# control characters, line and paragraph separators, surrogates
+_NOT_SHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 class UserError(Exception):
-    """Something that the user must change; its text is one line that says what."""
+    """An error that the user can correct; its message is one line that names what to change."""
 
     def __str__(self) -> str:
-        """Return the line, with escapes for what a file name or a value has smuggled in."""
+        """Return the message on one line, with escapes for characters of `_NOT_SHOWN`."""
         return _NOT_SHOWN.sub(lambda match: ascii(match[0])[1:-1], super().__str__())
 
 
 class ConfigError(UserError):
-    """A config file, or a `--set`, that cannot be used as it stands."""
+    """A config, an option or an argument that is invalid."""
 
 
 class DataError(UserError):
@@ -29,13 +30,13 @@ class WriteError(UserError):
 
 
 class RunError(UserError):
-    """A run folder that is none, is incomplete, or whose parts do not fit each other."""
+    """A folder that is not a run, is incomplete, or whose files do not fit together."""
 
 
 def damaged(path: Path, what: str) -> RunError:
-    """Return the error for a file that must be restored; `what` is wrong with it."""
+    """Return the error for a damaged file of a run; `what` says what is wrong with it."""
     return RunError(f"{path}: {what}; restore it from a copy of the run.")
 
 
 class LostError(UserError):
-    """Ranks that cannot join their process group, or have left it."""
+    """A rank that cannot join its process group, or has left it."""

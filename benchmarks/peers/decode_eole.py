@@ -1,7 +1,7 @@
 """Decode with eole's own search, by a model of the same sizes with random weights.
 
 eole has no post-norm decoder, which could carry the weights of the trained model. So every output
-ends where mtrain's does, whatever it says.
+ends where mtrain's does, whatever the model predicts.
 """
 
 from __future__ import annotations

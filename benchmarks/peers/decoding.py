@@ -66,7 +66,7 @@ def in_batches(job: Job, decode: Callable[[list[int]], Ids]) -> Callable[[], Ids
 
 
 def run_apart(prepare: Callable[[Job, str], None], job: Job, folder: str) -> None:
-    """Let `prepare` write a model into a folder, in a process whose memory does not count."""
+    """Let `prepare` write a model into a folder, in another process: its memory is not measured."""
     process = multiprocessing.get_context("spawn").Process(target=prepare, args=(job, folder))
     process.start()
     process.join()

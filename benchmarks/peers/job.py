@@ -153,7 +153,7 @@ class CurveMeter(Meter):
 
     It begins when a line comes to stdin. At each point it prints the seconds of training so far and
     the translations, ids or text, and waits for the next line; at the end of stdin it ends. The
-    clock stands meanwhile.
+    clock is stopped meanwhile.
 
     Attributes:
         translate: returns the translations by the current weights; the system sets it.

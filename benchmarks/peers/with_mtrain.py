@@ -61,7 +61,7 @@ def train(job: Job, meter: Meter) -> dict[str, str]:
         config = load_config(job, folder)
         run = RunDir(Path(folder))
         shutil.copytree(Path(job.corpus) / "run", folder, dirs_exist_ok=True)
-        prepare.prepare(config, run, Stderr())  # objects if the data is not this config's
+        prepare.prepare(config, run, Stderr())  # raises if the data is of another config
         with suppress(Done):
             trainer.train(config, run)
         for line in run.metrics_path.read_text("utf-8").splitlines():

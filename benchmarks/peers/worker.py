@@ -17,10 +17,10 @@ NUM_SPECIAL = 4
 
 
 def keep_stdout() -> Callable[[str], None]:
-    """Point file descriptor 1 at stderr, so that no library can talk into the answers.
+    """Point file descriptor 1 at stderr, so that no library can print among the answers.
 
     Returns:
-        A function that prints an answer, a line, where stdout was.
+        A function that prints an answer as a line to the original stdout.
     """
     sys.stdout.flush()
     stdout = os.fdopen(os.dup(1), "wb")

@@ -1,4 +1,4 @@
-"""What is wrong with a corpus: features of lines, rules, duplicates, contamination, reports.
+"""The audit of corpora: features of lines, rules, duplicates, contamination, reports.
 
 Reads text through `corpus`. Knows nothing of encoded pairs, batches and models.
 """

@@ -1,4 +1,4 @@
-"""More training text from trained models: back-translation, distillation, diversification.
+"""Synthetic training text from trained models: back-translation, distillation, diversification.
 
 Knows text, models and decoding; must not know the command line.
 """

@@ -17,21 +17,24 @@ _LEAST_SHARE = 0.01
 
 @dataclass(frozen=True)
 class AugmentOptions:
-    """How text is translated into synthetic pairs, which are kept, and how they are trained on.
+    """How synthetic pairs are translated, filtered, and used in training.
 
     Attributes:
-        beam: hypotheses of a sentence; None as the run's config says.
-        length_alpha: length normalisation; None as the run's config says.
+        beam: the beam width; None takes it from the run's config.
+        length_alpha: exponent of the length penalty; None takes it from the run's config.
         n_best: translations of each line; at most `beam` unless they are sampled.
-        sampling: draw the translations instead of searching.
-        seed: decides what is drawn; None is 1.
-        batch_tokens: source tokens times hypotheses of a batch; None as the run's config says.
+        sampling: sample the translations instead of searching.
+        seed: the seed of the samples; None is 1.
+        batch_tokens: the limit of a batch, source tokens times `beam`; None takes it from the
+            run's config.
         score: write the log-probability of each translation.
-        keep_best: the share of the pairs that is kept, those of the best score; None keeps all.
-        agree_with: a run of the other direction, by whose score pairs are kept.
-        weight: of the corpus, beside all others; each pair counts once if it is None.
-        tag: a reserved token before the sources of the corpus.
-        until: the share of the budget in which the corpus is used.
+        keep_best: the share of pairs to keep, best scores first; None keeps all.
+        agree_with: a run of the reverse direction; `keep_best` then ranks pairs by the mean
+            log-probability per token that it gives to the real side.
+        weight: the weight of the corpus relative to all others together; None gives each pair the
+            same weight if the others have none.
+        tag: the name of a reserved token that begins each source.
+        until: the share of the training budget after which the corpus is no longer used.
     """
 
     beam: int | None = None

@@ -55,21 +55,22 @@ def from_tree(
 
 
 def save(config: Config, path: Path, with_defaults: bool = True) -> None:
-    """Write `config` as YAML, once it reads back the same, and the schema into the same folder.
+    """Write `config` as YAML, and its JSON schema into the same folder.
 
-    A comment names this version of mtrain. Without defaults, it has the keys alone that were set.
+    The YAML is parsed and compared with `config` before it is written. Its head names this version
+    of mtrain. Without defaults, only the keys that were set are written.
 
     Raises:
         WriteError: if the config cannot be written.
     """
-    beside, text = path.with_name(f".{path.name}.tmp"), dump(config, with_defaults)
+    tmp_path, text = path.with_name(f".{path.name}.tmp"), dump(config, with_defaults)
     assert from_tree(_parse(text), str(path)) == config, f"{path}: must read back"
     try:
         head = f"{put_beside(path)}{_WRITTEN_BY}{__version__}\n"
-        beside.write_text(head + text, encoding="utf-8")
-        beside.replace(path)
+        tmp_path.write_text(head + text, encoding="utf-8")
+        tmp_path.replace(path)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        tmp_path.unlink(missing_ok=True)
         raise WriteError(f"{path}: cannot be written: {error.strerror}.") from None
 
 
@@ -103,7 +104,7 @@ def changes(old: Section, new: Section, prefix: str = "") -> list[Change]:
     return changed
 
 
-_MAX_DIGITS = 80  # of 64 bits, in any base, with signs and underscores
+_MAX_DIGITS = 80  # characters: enough for 64 bits in any base, with sign and underscores
 
 
 class _Loader(yaml.SafeLoader):
@@ -112,7 +113,7 @@ class _Loader(yaml.SafeLoader):
     Repeated keys, tags and numbers of more than 64 bits are errors.
     """
 
-    yaml_implicit_resolvers = {  # noqa: RUF012 - an attribute of the library
+    yaml_implicit_resolvers = {  # noqa: RUF012 - an attribute of PyYAML's class
         first: [
             (tag, pattern)
             for tag, pattern in resolvers
@@ -134,7 +135,7 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
-                break  # the library raises the error
+                break  # PyYAML raises the error
             if key in seen:
                 line = key_node.start_mark.line + 1
                 raise ConfigError(f"line {line}: `{key}` must stand once, but is repeated.")
@@ -201,12 +202,13 @@ def read_yaml(path: Path) -> Tree:
 
 
 def _check_version(path: Path, text: str) -> None:
+    """Raise NewerVersionError if the head of a config names a newer MINOR version of mtrain."""
     start = len(f"{HEAD}{_WRITTEN_BY}") if text.startswith(f"{HEAD}{_WRITTEN_BY}") else len(text)
-    found, ours = _VERSION.match(text, start), _VERSION.match(__version__)
-    if ours and found and (int(found[1]), int(found[2])) > (int(ours[1]), int(ours[2])):
+    written, ours = _VERSION.match(text, start), _VERSION.match(__version__)
+    if ours and written and (int(written[1]), int(written[2])) > (int(ours[1]), int(ours[2])):
         raise NewerVersionError(
             f"{path}: must be of mtrain {__version__} or older, but was written by mtrain "
-            f"{found[0]}; install that version."
+            f"{written[0]}; install that version."
         )
 
 
@@ -236,21 +238,21 @@ def _apply_override(tree: Tree, override: str) -> None:
 
 
 def _place(location: tuple[int | str, ...]) -> tuple[list[str], str]:
-    """Return the valid keys at a location of the validator, and the key as users write it."""
+    """Return the valid keys at the location of a pydantic error, and its key as users write it."""
     is_mixed = location[:3] == ("data", "train", MIXTURE)
     if is_mixed:
         location = location[:2] + location[3:]
     form_at = (
         3 if is_mixed or location[:2] == ("data", "tests") else 2
-    )  # the validator adds the form
+    )  # where pydantic inserts the form of the corpus
     if location[:1] == ("data",) and location[form_at : form_at + 1]:
         form = FORMS.get(str(location[form_at]))
         if form is not None and location[1] in ("train", "valid", "tests"):
-            is_key_of_it = len(location) == form_at + 2
+            is_key_of_form = len(location) == form_at + 2
             fields = form.model_fields
             known = [name for name in fields if is_mixed or name not in KEYS_OF_A_MIXTURE]
             key = _dotted(location[:form_at] + location[form_at + 1 :])
-            return known if is_key_of_it else [], key
+            return known if is_key_of_form else [], key
     section: type[Section] | None = Config
     for part in location[:-1]:
         field = section.model_fields.get(str(part)) if section else None
@@ -274,7 +276,7 @@ def _dotted(location: tuple[int | str, ...]) -> str:
 
 
 def _sentence(error: ErrorDetails) -> str:
-    """Format an error of the validator as a sentence that names the key."""
+    """Format a pydantic error as a sentence that names the key."""
     location, kind, value = error["loc"], error["type"], format_value(error["input"])
     known, key = _place(location)
     if location[-1:] == ("[key]",):
@@ -292,7 +294,7 @@ def _sentence(error: ErrorDetails) -> str:
 
 
 def requirement(error: ErrorDetails) -> str:
-    """Return what a value must be, from an error of the validator."""
+    """Return what a value must be, from a pydantic error."""
     template = _EXPECTED.get(error["type"])
     if template is None:
         return error["msg"].removeprefix("Input should be ")
@@ -325,7 +327,7 @@ _EXPECTED: Mapping[str, str] = {
 }
 
 
-# Names of other toolkits, without "-" and "_", and the key that means the same.
+# For each key, its names in other toolkits, in lower case without "-" and "_".
 _ALIASES = {
     "training.patience": "earlystopping earlystoppingpatience",
     "training.max_steps": "updates maxupdate maxupdates numupdates trainsteps epochs maxepoch "
@@ -365,13 +367,17 @@ _ALIASES = {
 
 
 def _suggestion(key: str, here: list[str]) -> str:
-    """Suggest known keys: another toolkit's name, the same elsewhere, or the nearest three."""
+    """Suggest keys for an unknown one; `here` are the valid keys of its section.
+
+    These are the key of that name in another section, the key for another toolkit's name, the
+    nearest key, all keys of a small section, or the nearest three.
+    """
     *parents, wrong = key.split(".")
     everywhere = {path.rsplit(".", 1)[-1]: path for path in _all_keys(Config, "")}
     plain = wrong.lower().replace("_", "").replace("-", "")
-    meant = [key for key, names in _ALIASES.items() if plain in names.split()]
-    if wrong in everywhere or (meant and len(parents) < 2):  # deeper are the keys of a corpus
-        return f"; did you mean `{everywhere.get(wrong) or meant[0]}`?"
+    by_alias = [key for key, names in _ALIASES.items() if plain in names.split()]
+    if wrong in everywhere or (by_alias and len(parents) < 2):  # keys of a corpus are deeper
+        return f"; did you mean `{everywhere.get(wrong) or by_alias[0]}`?"
     if near := difflib.get_close_matches(wrong, here, n=1):
         return f"; did you mean `{'.'.join([*parents, near[0]])}`?"
     if far := difflib.get_close_matches(wrong, everywhere, n=1, cutoff=0.75):
@@ -429,10 +435,10 @@ def put_beside(config_path: Path) -> str:
     """
     path, text = config_path.with_name(SCHEMA_FILE), schema().encode()
     if not path.is_file() or path.read_bytes() != text:
-        beside = path.with_name(f".{path.name}.tmp")
+        tmp_path = path.with_name(f".{path.name}.tmp")
         try:
-            beside.write_bytes(text)
-            beside.replace(path)
+            tmp_path.write_bytes(text)
+            tmp_path.replace(path)
         finally:
-            beside.unlink(missing_ok=True)
+            tmp_path.unlink(missing_ok=True)
     return HEAD

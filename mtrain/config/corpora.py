@@ -35,8 +35,8 @@ def _check_path(path: str) -> str:
     return path
 
 
-def _check_other_field(name: str, others: ValidationInfo) -> str:
-    if name == others.data.get("src"):
+def _check_other_field(name: str, info: ValidationInfo) -> str:
+    if name == info.data.get("src"):
         raise ValueError(f"must be another field than `src`, but is {name!r} too")
     return name
 
@@ -47,7 +47,7 @@ Name = Annotated[str, Field(min_length=1)]
 OtherName = Annotated[Name, AfterValidator(_check_other_field)]
 
 
-KEYS_OF_A_MIXTURE = ("weight", "tag", "until")  # of a corpus, valid within a mixture only
+KEYS_OF_A_MIXTURE = ("weight", "tag", "until")  # keys of a corpus that are valid only in a mixture
 
 
 class _CorpusSection(Section):
@@ -163,16 +163,18 @@ def _form(corpus: object) -> str:
 
 
 def _check_form(corpus: object) -> object:
-    """Reject a corpus that has keys, but none of a form."""
+    """Reject a corpus with keys of which none names its form."""
     if isinstance(corpus, dict) and corpus and not corpus.keys() & {"src", "tgt", *FORMS}:
-        others = ", ".join(f"`{form}`" for form in FORMS if form != "files")
+        form_keys = ", ".join(f"`{form}`" for form in FORMS if form != "files")
         names = ", ".join(str(name) for name in corpus)
-        raise ValueError(f"must have `src` and `tgt`, or one of {others}, but has {names} instead")
+        raise ValueError(
+            f"must have `src` and `tgt`, or one of {form_keys}, but has {names} instead"
+        )
     return corpus
 
 
 def _refuse_keys_of_a_mixture(corpus: object) -> object:
-    """Reject the weight, the tag and the end of a corpus outside a mixture as unknown keys."""
+    """Reject `weight`, `tag` and `until` as unknown keys of a corpus outside a mixture."""
     keys = corpus if isinstance(corpus, dict) else getattr(corpus, "model_fields_set", ())
     for key in KEYS_OF_A_MIXTURE:
         if key in keys:

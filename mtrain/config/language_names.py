@@ -34,5 +34,5 @@ _NAME_OF = {
 
 
 def name_of(code: str) -> str:
-    """Return the English name of a language; its code where there is none here."""
+    """Return the English name of a language; the code itself if it is unknown."""
     return _NAME_OF.get(code.lower(), code)

@@ -113,7 +113,7 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _measure_with_real_pairs(self) -> DataConfig:
         held_out = {"valid": self.valid} | {
-            f"tests.{name}": own for name, own in self.tests.items()
+            f"tests.{name}": corpus for name, corpus in self.tests.items()
         }
         for key, corpus in held_out.items():
             if isinstance(corpus, SyntheticCorpus):

@@ -119,14 +119,14 @@ class Translation:
 
     Attributes:
         text: the translation.
-        tokens: as SentencePiece writes them, eos last.
+        tokens: the target tokens as SentencePiece pieces, eos last.
         token_log_probs: the natural logarithm of each token's probability; empty if the search
             computed none.
-        log_prob: their sum.
-        score: what it was ranked by: `log_prob` over the length penalty.
-        alignment: words that belong together; None if it was not asked for.
-        flags: what looks wrong about it, sorted.
-        alternatives: other translations of the line, best first, if several were asked for.
+        log_prob: the natural logarithm of the probability of the whole translation.
+        score: `log_prob` divided by the length penalty.
+        alignment: pairs of source and target word, numbered from 0; None unless `with_alignment`.
+        flags: names of what looks wrong, such as loop or empty, sorted.
+        alternatives: other translations of the line, best first, if `num_best` is above 1.
     """
 
     text: str

@@ -29,12 +29,13 @@ _LENGTHS = ("split", "truncate", "error")
 
 @dataclass(frozen=True)
 class Sampling:
-    """How targets are drawn.
+    """How target tokens are sampled.
 
     Attributes:
-        temperature: divides the logits; below 1 likely tokens become likelier.
-        top_k: draw from the `top_k` likeliest tokens only; 0 is all.
-        top_p: draw from the fewest likeliest tokens that together have this probability.
+        temperature: divides the logits; below 1, likely tokens become likelier.
+        top_k: sample from the `top_k` likeliest tokens only; 0 is all.
+        top_p: nucleus sampling: sample from the smallest set of the likeliest tokens whose
+            probabilities sum to at least `top_p`.
     """
 
     temperature: float = 1.0
@@ -50,27 +51,28 @@ class DecodingOptions:
     """How lines are translated.
 
     Attributes:
-        beam: hypotheses that a sentence keeps at every position, finished ones too; 1 is greedy.
+        beam: the beam width: hypotheses of a sentence, open and finished together; 1 is greedy.
         length_alpha: exponent of the length penalty.
-        early_stop: end a sentence when no open hypothesis would win if it ended now. Otherwise
-            it goes on until none can win any more, however it goes on.
-        no_repeat_ngram: write no n tokens in a row twice; 0 allows all.
-        retry_flagged: search again for a line whose translation repeats itself, and write no three
-            tokens in a row twice then. What is sampled stays.
-        mbr: put the translation first that agrees most with the others of `beam` candidates, which
-            are hypotheses or samples.
-        max_extra_tokens: the limit of a target's length, beyond the length of its source.
-        batch_tokens: source tokens times hypotheses of a batch.
+        early_stop: end the search of a sentence when no open hypothesis, if it ended now, would
+            have a score among the `num_best`. Otherwise the search ends when none can reach such a
+            score at any length.
+        no_repeat_ngram: write no n-gram of this order twice in a translation; 0 allows all.
+        retry_flagged: search again, without repeated 3-grams, for a line whose translation has the
+            flag loop; not for samples.
+        mbr: minimum Bayes risk: of `beam` hypotheses or samples, put the one first that agrees most
+            with the others.
+        max_extra_tokens: a target may have this many tokens more than its source.
+        batch_tokens: the limit of a batch: source tokens times `beam`.
         num_best: translations of each line, best first; at most `beam` unless they are sampled.
-        sampling: draw the translations instead of searching.
-        seed: decides what is drawn.
-        max_input_tokens: lines of more tokens, eos included, are long; None translates each line
-            whole, in memory and time that grow with the square of its length.
-        on_long: `split` translates the sentences of a long line in as few parts as fit;
-            `truncate` drops what does not fit; `error` stops.
+        sampling: sample the translations instead of searching.
+        seed: the seed of the samples.
+        max_input_tokens: lines with more tokens, eos included, are handled as `on_long` says; None
+            translates each line whole, in memory and time that grow with the square of its length.
+        on_long: `split` translates a long line in as few parts of whole sentences as possible;
+            `truncate` drops the tokens beyond the limit; `error` raises DataError.
         shortlist: `fast` ranks only the tokens that a table of the run finds likely for the source.
-            A greedy search, which is faster without, ranks all.
-        with_alignment: link the words of both sides.
+            Greedy search, which is faster without, ranks all.
+        with_alignment: align source and target words.
         with_scores: compute log-probabilities. Greedy search is faster without.
     """
 
@@ -126,12 +128,12 @@ class DecodingOptions:
 
     @property
     def argmax_only(self) -> bool:
-        """Whether the search asks for nothing but the best token of each position."""
+        """Whether the search needs the best token of each position alone, without its score."""
         return self.beam == 1 and not self.with_scores
 
 
 def _check_numbers(options: DecodingOptions | Sampling) -> None:
-    """Check each number of some options.
+    """Check the type and the range of each numeric option.
 
     Raises:
         ConfigError: if a value is not a number, not a whole number where it must be, or out of

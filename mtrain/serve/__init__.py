@@ -1,4 +1,4 @@
-"""A web page and an HTTP interface in front of trained runs: LibreTranslate's, with additions.
+"""An HTTP server for trained runs: a web page, and the API of LibreTranslate with additions.
 
-A client of `mtrain.api` alone: it must not know how text is decoded, or what a run folder holds.
+Uses `mtrain.api` alone: it must not know how text is decoded, or what a run folder contains.
 """

@@ -37,8 +37,8 @@ static inline void transpose(vec_u32 *rows) {
     }
 }
 
-/* bias [s, width], added to the scores of a head: 0 where `keep`, else a number that absorbs any score, so
- * that the weights of a query that keeps nothing are equal. */
+/* bias [s, width], added to the scores of a head: 0 where `keep` is set, else the lowest float, which absorbs
+ * any score, so that a query whose keys are all masked has equal weights. */
 static inline void fill_bias(float *bias, const uint8_t *keep, const attention_shape *at,
                              int64_t width) {
     const int64_t *strides = at->keep_strides;
@@ -76,14 +76,15 @@ static inline void softmax(float *scores, const float *bias, int64_t keys, int64
     }
 }
 
-/* The dropout factors, 0 or the scale, of the weights of a key for `width` queries. */
+/* The dropout factors, 0 or the scale, of the weights of one key for `width` queries; `first` is the dropout
+ * index of the first query. */
 static inline void fill_dropout(float *factors, const attention_shape *at, uint32_t first,
                                int64_t width) {
     for (int64_t i = 0; i < width; i++)
         factors[i] = apply_dropout(1.0f, first + (uint32_t)(i * at->s), at->seed, at->cut, at->dropout_scale);
 }
 
-/* Load `n` values, at most a vector, and zeros. */
+/* Load `n` values, at most a vector, zero-padded. */
 static inline __attribute__((always_inline)) vec_float load_vec(const elem *from, int64_t n) {
     vec_float whole, part = {0};
     if (n >= LANES) {
@@ -94,14 +95,15 @@ static inline __attribute__((always_inline)) vec_float load_vec(const elem *from
     return part;
 }
 
-/* Store the first `n` values of a vector, at most all. */
+/* Store the first `n` values of a vector, or all if n >= LANES. */
 static inline __attribute__((always_inline)) void save_vec(elem *to, vec_float values, int64_t n) {
     if (n >= LANES) store_full(to, values);
     else
         for (int64_t i = 0; i < n; i++) to[i] = save(values[i]);
 }
 
-/* Pack rows [n, k] with n as the inner dimension: k-groups [n / group, wide], zero-padded. */
+/* Pack rows [n, k], `stride` apart, with n as the inner dimension: k-groups [ceil(n / K_GROUP), wide],
+ * zero-padded. */
 static inline void pack_columns(uint32_t *to, const elem *from, int64_t stride, int64_t n,
                                   int64_t k, int64_t wide) {
     int64_t size = 4 / sizeof(elem);
@@ -115,8 +117,8 @@ static inline void pack_columns(uint32_t *to, const elem *from, int64_t stride, 
         }
 }
 
-/* c [n, k] = a b scale: k-group i of row r of a is at r * a_row + i * a_column, b is packed by pack_columns.
- * Four rows of a are multiplied at once. */
+/* c [n, k] = a b scale, up to four rows and `vectors` vectors of columns: k-group i of row r of a is at
+ * r * a_row + i * a_column, b is packed by pack_columns. */
 static inline __attribute__((always_inline)) void product_tile(
     elem *c, int64_t c_row, int64_t n, int64_t k, const elem *a, int64_t a_row, int64_t a_column,
     const uint32_t *b, int64_t inner, int64_t wide, float scale, int vectors) {
@@ -136,6 +138,7 @@ static inline __attribute__((always_inline)) void product_tile(
             save_vec(c + j * c_row + v * LANES, sums[j][v] * scale, k - v * LANES);
 }
 
+/* c [n, k] = a b scale, by tiles. */
 static inline void product(elem *restrict c, int64_t c_row, int64_t n, int64_t k,
                                  const elem *restrict a, int64_t a_row, int64_t a_column,
                                  const uint32_t *restrict b, int64_t inner, int64_t wide,
@@ -151,8 +154,8 @@ static inline void product(elem *restrict c, int64_t c_row, int64_t n, int64_t k
     }
 }
 
-/* Scores [n, width] as k-groups of the left factor [width, n], their transpose; in `buffer` if elem is not
- * float. */
+/* The transpose of scores [n, width] as a left factor [width, n] of k-groups: in `buffer` for bfloat16; for
+ * float, the scores themselves. */
 static inline const elem *transpose_scores(elem *buffer, const float *scores, int64_t n, int64_t width) {
     int64_t size = 4 / sizeof(elem);
     elem *to = buffer;
@@ -168,7 +171,7 @@ static inline const elem *transpose_scores(elem *buffer, const float *scores, in
     return buffer;
 }
 
-/* Scores rounded to elem, as a left factor; in `buffer` if elem is not float. */
+/* Scores rounded to elem, as a left factor: in `buffer` for bfloat16; for float, the scores themselves. */
 static inline const elem *round_scores(elem *buffer, const float *scores, int64_t count) {
     if (sizeof(elem) == sizeof(float)) return (const elem *)scores;
     for (int64_t i = 0; i < count; i += LANES) {
@@ -179,7 +182,7 @@ static inline const elem *round_scores(elem *buffer, const float *scores, int64_
     return buffer;
 }
 
-/* Load a vector of k-groups from the `left` remaining numbers of a row, zero-padded. */
+/* Load a vector of k-groups from a row with `left` remaining numbers, zero-padded. */
 static inline vec_u32 load_groups(const elem *row, int64_t left) {
     elem numbers[sizeof(vec_u32) / sizeof(elem)] = {0};
     vec_u32 result;
@@ -188,7 +191,7 @@ static inline vec_u32 load_groups(const elem *row, int64_t left) {
     return *(vec_u32 *)memcpy(&result, numbers, sizeof result);
 }
 
-/* Pack the transpose of a head [n, k]: k-groups [k / group, width]. */
+/* Pack the transpose of a head [n, k]: k-groups [ceil(k / K_GROUP), width], zero-padded. */
 static inline void pack_transposed(uint32_t *to, const elem *from, int64_t stride, int64_t n,
                                     int64_t k, int64_t width) {
     int64_t size = 4 / sizeof(elem), num_groups = round_up(k, size) / size;
@@ -205,7 +208,7 @@ static inline void pack_transposed(uint32_t *to, const elem *from, int64_t strid
         }
 }
 
-/* Add the products of the k-group at `at` to the scores of KEY_BLOCK rows. */
+/* Add the products of the k-group at `at`, of `size` numbers, to the scores of KEY_BLOCK rows. */
 static inline __attribute__((always_inline)) void add_products(vec_float *sums,
                                                                    const elem *const *rows,
                                                                    int64_t at, int64_t size,
@@ -219,8 +222,8 @@ static inline __attribute__((always_inline)) void add_products(vec_float *sums,
     }
 }
 
-/* scores [n, width] = a head [n, k] times another packed by pack_transposed; rows up to the next multiple
- * of KEY_BLOCK are written. */
+/* scores [n, width] = a head [n, k] times the transpose of another, packed by pack_transposed in `across`;
+ * rows up to the next multiple of KEY_BLOCK are written. */
 static inline void compute_scores(float *scores, const elem *head, int64_t stride, int64_t n,
                                int64_t k, const uint32_t *across, int64_t width) {
     int64_t size = 4 / sizeof(elem);
@@ -250,8 +253,8 @@ static inline const elem *head(const elem *of, const int64_t *strides, int64_t b
     return of + b * strides[0] + h * strides[1];
 }
 
-/* out = dropout(softmax(q k^T scale)) v over the kept keys. Scores have a row for each key, so that a
- * vector holds as many queries and no sum is within a vector. */
+/* Scores are [keys, queries]: a vector holds LANES queries, so that sums over keys need no
+ * reduction within a vector. */
 status FUNCTION(attention)(const attention_shape *at, const elem *q, const elem *k, const elem *v,
                     const uint8_t *keep, elem *out) {
     int64_t keys = round_up(at->s, KEY_BLOCK), size = 4 / sizeof(elem);
@@ -291,7 +294,8 @@ status FUNCTION(attention)(const attention_shape *at, const elem *q, const elem 
     return OPS_OK;
 }
 
-/* grad_q, grad_k and grad_v of attention. */
+/* Scores are [keys, queries], as in attention; `slopes` are the gradients of the weights, then those
+ * of the scores. */
 status FUNCTION(attention_grad)(const attention_shape *at, const elem *grad, const elem *q,
                          const elem *k, const elem *v, const uint8_t *keep, elem *grad_q,
                          elem *grad_k, elem *grad_v) {
@@ -363,14 +367,14 @@ status FUNCTION(attention_grad)(const attention_shape *at, const elem *grad, con
     return OPS_OK;
 }
 
-/* Prefetch numbers `from` to `to` of a row of a cache, `size` bytes each. */
+/* Prefetch numbers `from` to `to` - 1 of a row of a cache, of `size` bytes each. */
 static inline __attribute__((always_inline)) void prefetch_cached(const char *row, int64_t from, int64_t to,
                                                                   int64_t size) {
     for (int64_t i = from * size; i < to * size; i += ALIGNMENT) __builtin_prefetch(row + i, 0, 2);
 }
 
-/* Load `n` numbers, at most a vector, from number `at` of a row of a cache, and zeros: `size` is that of
- * bfloat16 or of elem. */
+/* Load `n` numbers, at most a vector, from number `at` of a row of a cache, zero-padded; `size` is the size
+ * of a number in bytes, that of bfloat16 or of elem. */
 static inline __attribute__((always_inline)) vec_float load_cached(const char *row, int64_t at, int64_t n,
                                                                    int64_t size) {
     if (size == sizeof(elem)) return load_vec((const elem *)row + at, n);
@@ -382,9 +386,9 @@ static inline __attribute__((always_inline)) vec_float load_cached(const char *r
     return (vec_float)(widen(numbers) << 16);
 }
 
-/* One query's attention to rows of a cache of numbers of `size` bytes, all heads. `probs` holds `length`
- * numbers, rounded up to whole vectors. With each head a part of the next query's rows is prefetched: all at
- * once are more than the memory system holds in flight. */
+/* The attention of one query, all heads, to the `length` cache rows `seen`, of numbers of `size` bytes.
+ * `probs` has room for `length` numbers, rounded up to whole vectors. Each head prefetches a part of the
+ * `num_next` rows of the next query: all at once would exceed the outstanding loads of the memory system. */
 static inline __attribute__((always_inline)) void attend_slots(
     const elem *query, const char *const *seen, int64_t size, int64_t length, const char *const *next,
     int64_t num_next, float *probs, elem *out, int64_t heads, int64_t k, float scale) {
@@ -426,7 +430,7 @@ static inline __attribute__((always_inline)) void attend_slots(
 
 #define FOUR 4 /* heads that are computed at once */
 
-/* Fold a vector whose lanes are four heads again and again. */
+/* Reduce a vector of which lane i belongs to head i % 4: each lane becomes the result of its head. */
 #define FOLD(x, combine) do { \
         vec_float4 parts[LANES / FOUR]; \
         memcpy(parts, &(x), sizeof parts); \
@@ -438,8 +442,9 @@ static inline __attribute__((always_inline)) void attend_slots(
 #define PLUS(a, b) ((a) + (b))
 #define GREATER(a, b) ((a) > (b) ? (a) : (b))
 
-/* The same for four heads, k a multiple of a vector. `probs` holds four numbers for each slot, rounded up to
- * whole vectors. The next query's rows are prefetched: its keys with the keys, its values with the values. */
+/* attend_slots for four heads, the first at number `at` of a row; `width` is d, and k a multiple of LANES.
+ * `probs` has room for four numbers for each slot, rounded up to whole vectors. The keys of the next query
+ * are prefetched while keys are read, its values while values are read. */
 static inline __attribute__((always_inline)) void attend_four(
     const elem *query, const char *const *seen, int64_t size, int64_t at, int64_t length,
     const char *const *next, int64_t num_next, float *probs, elem *out, int64_t width, int64_t k,
@@ -491,8 +496,8 @@ static inline __attribute__((always_inline)) void attend_four(
             store_full(out + h * k + i, mix[h][i / LANES] * (1.0f / sums[h]));
 }
 
-/* Collect pointers to the cache rows, of `width` bytes, of the slots that are not negative; return how many,
- * or -1 if there is no such row. */
+/* Collect pointers to the cache rows, of `width` bytes, of the slots that are not negative; return their
+ * number, or -1 if a slot is out of range. */
 static inline int64_t gather_rows(const char **found, const char *cache, const int64_t *slots,
                                   int64_t count, int64_t cache_rows, int64_t width) {
     int64_t length = 0, last = -1;
@@ -505,8 +510,8 @@ static inline int64_t gather_rows(const char **found, const char *cache, const i
     return last < cache_rows ? length : -1;
 }
 
-/* Attention of one query, in the way that is fastest for its heads; k and `size` are constants where others
- * are inlined. */
+/* The attention of one query by attend_four if it supports the heads, else by attend_slots. k of attend_four,
+ * and `size`, are constants where they are inlined. */
 static inline __attribute__((always_inline)) void attend(
     const elem *query, const char *const *seen, int64_t size, int64_t length, const char *const *next,
     int64_t num_next, float *probs, elem *out, int64_t heads, int64_t k, float scale) {
@@ -519,8 +524,7 @@ static inline __attribute__((always_inline)) void attend(
 #undef ATTEND_FOUR
 }
 
-/* out [rows, heads k] = softmax(q k^T scale) v for each head of one query a row, over the cache rows in its
- * slots [rows, count]; a cache row is keys, then values, and negative slots are padding. */
+/* While a query is computed, the cache rows of the next one are prefetched. */
 status FUNCTION(paged_attention)(const elem *q, const void *cache, const int64_t *slots, elem *out,
                  int64_t rows, int64_t count, int64_t heads, int64_t k, int64_t cache_rows,
                  int64_t q_stride, int64_t slots_stride, int64_t in_bf16, float scale) {

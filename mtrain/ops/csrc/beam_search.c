@@ -1,21 +1,24 @@
-/* Positions of a beam search in one call, in float: the layers of the decoder, the best tokens of each
- * hypothesis, and the choice among them. mtrain/decode/beam.py has the same one operation after the other. */
+/* Several positions of a beam search in one call, in float: for each, the decoder layers, the best tokens of
+ * each hypothesis, and the best candidates of each sentence. mtrain/decode/beam.py does the same with one
+ * call for each operation. */
 #include "vec.h"
 
 #ifndef BF16
 
-enum { SENTENCE, CELL, TOKEN, LENGTH, WRITTEN }; /* columns of the numbers of a hypothesis */
-enum { LOG_PROB, LOG_PROBS };                    /* of its real numbers */
+/* The first columns of `ints`, `reals`, `ended_ints` and `ended_reals` (see ops.h). */
+enum { SENTENCE, CELL, TOKEN, LENGTH, WRITTEN };
+enum { LOG_PROB, LOG_PROBS };
 enum { ENDED_SENTENCE, ENDED_LENGTH, ENDED_IDS };
 enum { ENDED_LOG_PROB, ENDED_SCORE, ENDED_LOG_PROBS };
 
-/* The candidates that continue a sentence, at most `limit`, best first; among equals the first. */
+/* The best candidates of a sentence, at most `limit`, best first; among equals, the first considered. */
 typedef struct {
     double *log_prob;       /* of the whole hypothesis */
-    int64_t *parent, *rank; /* its row, and the index of its token among the best of that row */
+    int64_t *parent, *rank; /* the row that it extends, and the rank of its token among that row's best */
     int64_t count, limit;
 } choice;
 
+/* Insert a candidate if it is among the best. */
 static void consider(choice *best, double log_prob, int64_t parent, int64_t rank) {
     if (best->count == best->limit) {
         if (!best->limit || !(log_prob > best->log_prob[best->limit - 1])) return;
@@ -30,7 +33,7 @@ static void consider(choice *best, double log_prob, int64_t parent, int64_t rank
     best->log_prob[at] = log_prob, best->parent[at] = parent, best->rank[at] = rank;
 }
 
-/* Put a score among the `count` best of a sentence, best first. */
+/* Insert a score into the `count` best of a sentence, best first, if it is among them. */
 static void add_score(double *best, int64_t count, double score) {
     int64_t at = count - 1;
     if (!(score > best[at])) return;
@@ -38,13 +41,13 @@ static void add_score(double *best, int64_t count, double score) {
     best[at] = score;
 }
 
-/* The columns of a search, and the buffers of a position: [rows, ...] for as many rows as there can be. */
+/* The column offsets of a search, and buffers [rows, ...] for one position; rows = num_sentences * beam. */
 typedef struct {
     int64_t rows, num_candidates;
-    int64_t past, source, num_ints, num_reals, num_written; /* columns */
+    int64_t past, source, num_ints, num_reals, num_written; /* first columns of slots; numbers of columns */
     int64_t *next_ints, *ids, *positions, *candidates;
     double *next_reals;
-    float *log_probs, *states; /* NULL if there is no memory */
+    float *log_probs, *states; /* all pointers are NULL if there is no memory */
     choice best;
 } search_space;
 
@@ -73,7 +76,8 @@ static search_space plan(const search_shape *is, const decoder_shape *at) {
     return own;
 }
 
-/* Whether rows are sorted by sentence, at most `beam` of each, with a length that has a penalty. */
+/* Whether the arguments are in range: rows are sorted by sentence, at most `beam` of each; each maximum
+ * length has a penalty; and each shortlist has enough tokens. */
 static int is_valid(const search_shape *is, const search_space *own, const shortlist *shortlists,
                     const int64_t *ints, int64_t rows, const int64_t *max_lengths,
                     const int64_t *num_places) {
@@ -94,8 +98,8 @@ static int is_valid(const search_shape *is, const search_space *own, const short
     return 1;
 }
 
-/* The best tokens of all rows, and their log-probabilities, which are 0 under `argmax_only`. *are_finite
- * becomes 0 if one of these is not a number, or infinite. */
+/* The best tokens of all rows, and their log-probabilities, which become 0 with `argmax_only`. *are_finite
+ * becomes 0 if one of the computed log-probabilities is NaN or infinite. */
 static status find_candidates(const search_shape *is, const decoder_shape *at, const search_space *own,
                               const output_layer *output, const int64_t *never, const int64_t *ints,
                               int64_t rows, int *are_finite) {

@@ -6,31 +6,31 @@
  *
  *      e_tv / s_t - even - (1 - smoothing) [v is the target of t],  with even = smoothing / m
  *
- * where only e_tv varies with both t and v. So logits are never stored: the powers e_tv are, rounded
- * once, and both gradients are products of these; division, shift and smoothing are applied to the
- * other factor, or at the end. The gradient of the target's logit, where 1 - smoothing may cancel most
- * of it, is kept apart, as a float. The shift of a position is the logit of its target, so that not
- * all of its powers underflow; if one could overflow, they are computed again with the greatest logit.
+ * where only e_tv depends on both t and v. So the powers e_tv are stored instead of the logits, rounded
+ * to elem, and both gradients are matrix products with them; division, shift and smoothing are applied to
+ * the other factor, or to the result. The gradient of the target's logit is computed separately in float,
+ * since subtracting 1 - smoothing may cancel most of it. The shift of a position is the logit of its
+ * target, so that not all of its powers underflow; if one could overflow, they are computed again with the
+ * greatest logit as the shift.
  *
- * States are float or bfloat16 (elem), and so are powers; weights are floats, rounded to elem. Calls run
- * on one thread. The file includes itself once for each elem.
+ * States and powers are float or bfloat16 (elem); weights are floats, rounded to elem.
  */
 #include "gemm.h"
 
 #define TOKENS TILE_COLUMNS /* positions in a tile of logits */
-#define CHUNK 512    /* positions whose powers are held at once */
-#define DEPTH 512    /* vocabulary entries that are multiplied with their powers at once */
-#define STRIDE (CHUNK + 32) /* of an entry's powers; a power of two would map rows to the same cache sets */
-#define GREATEST 60.0f /* shifted logit whose power is used */
+#define CHUNK 512    /* positions whose powers are stored at once */
+#define DEPTH 512    /* vocabulary entries whose powers are multiplied with the weights at once */
+#define STRIDE (CHUNK + 32) /* of powers_across; a power of two would map its rows to the same cache sets */
+#define GREATEST 60.0f /* the greatest shifted logit; powers are computed again if one is above it */
 
-/* Numbers of each position of a chunk. */
+/* Statistics of the positions of a chunk. */
 typedef struct {
     float shift[CHUNK], sums[CHUNK], tops[CHUNK]; /* tops: the greatest logits */
-    float wanted[CHUNK], means[CHUNK];            /* the target's logit, and the mean of all */
+    float wanted[CHUNK], means[CHUNK];            /* the target's logit, and the mean of all logits */
     float slopes[CHUNK];                          /* the gradient of the target's logit */
 } tokens;
 
-/* e^x, with a relative error of about 1e-7 (1 + |x|); at least 2^-125; NaN stays NaN. */
+/* e^x, with a relative error of about 1e-7 (1 + |x|), and not less than 2^-125; NaN stays NaN. */
 static inline vec_float power_of_e(vec_float x) {
     vec_float exponent = x * 1.44269504f;
 #pragma omp simd
@@ -45,7 +45,7 @@ static inline vec_float power_of_e(vec_float x) {
     return power * (vec_float)(((vec_u32)shifted + 127) << 23);
 }
 
-/* Use the greatest logit as the shift where powers could overflow; return whether there was any. */
+/* Use the greatest logit as the shift of positions whose powers could overflow; return whether any could. */
 static int shift_more(tokens *of, int64_t rows) {
     int is_any = 0;
     for (int64_t c = 0; c < rows; c++)
@@ -62,7 +62,7 @@ static void add_losses(const tokens *of, int64_t rows, float smoothing, double *
     }
 }
 
-/* The buffers of a call, and their sizes in numbers of 4 bytes. */
+/* The buffers of a workspace, and their sizes in numbers of 4 bytes; the second list is for gradients. */
 #define BUFFERS(PART)                                                         \
     PART(w, m * k / K_GROUP)                                                   \
     PART(sum_w, k)                                                          \
@@ -82,24 +82,24 @@ static void add_losses(const tokens *of, int64_t rows, float smoothing, double *
 typedef struct {
     int64_t k, m, num_groups; /* num_groups: k-groups of a row */
     elem *w;                /* weights [m, k], rounded */
-    uint32_t *w_down;        /* the same packed, DEPTH entries at a time */
+    uint32_t *w_down;        /* w packed, DEPTH entries at a time */
     float *sum_w, *even_x;   /* [k]: the sum of the rows of w; the sum of the rows of x times -even */
     uint32_t *states_across; /* x^T of a chunk, packed, TOKENS columns a tile */
     uint32_t *states_down;   /* x / sum, packed */
     elem *scaled;           /* x / sum */
     float *mixed;            /* powers times w [CHUNK, k] */
-    uint32_t *powers_down;   /* of DEPTH entries and TOKENS positions, k-groups of entries: [.., TOKENS] */
-    elem *powers_across;    /* of a chunk, k-groups of positions: [m, STRIDE] */
+    uint32_t *powers_down;   /* [DEPTH / K_GROUP, TOKENS], k-groups of vocabulary entries */
+    elem *powers_across;    /* [m, STRIDE], k-groups of the positions of a chunk */
 } workspace;
 
-/* Powers rounded to elem, in the low bits of 32. */
+/* Powers rounded to elem, in the low bits of 32-bit numbers. */
 static inline vec_u32 to_groups(vec_float powers) {
     return K_GROUP == 1 ? (vec_u32)powers : widen(round_to_half(powers));
 }
 
-/* Compute e^(logit - shift) for logits [pieces, TOKENS] of the positions from `first` on; update their sums
- * and greatest logits; store the powers, if `down` is not NULL. Not inlined: its constants would take
- * registers from the sums of tiles. */
+/* Compute e^(logit - shift) for logits [pieces, TOKENS] of the TOKENS positions from `first` on; update their
+ * sums and greatest logits; store the powers in `down` and `across`, if `down` is not NULL. Not inlined: its
+ * constants would take registers from the sums of tiles. */
 static __attribute__((noinline)) void store_powers(const float *logits, int64_t pieces,
                                                         tokens *of, int64_t first, uint32_t *down,
                                                         elem *across) {
@@ -178,7 +178,8 @@ static void prepare_states(const workspace *in, tokens *of, const elem *x,
     }
 }
 
-/* Compute the powers of all logits of a chunk, and their product with the weights, targets left out. */
+/* Compute the powers of all logits of a chunk, and their product with the weights; in the product, and in the
+ * stored powers, those of targets are 0. */
 static void accumulate_powers(const workspace *in, tokens *of, const int64_t *targets, int64_t rows) {
     float logits[ROW_BLOCK * TOKENS] __attribute__((aligned(ALIGNMENT)));
     int64_t k = in->k, num_groups = in->num_groups;
@@ -214,7 +215,7 @@ static void accumulate_powers(const workspace *in, tokens *of, const int64_t *ta
         }
 }
 
-/* Compute the gradients of the states of a chunk, and x / sum for those of the weights. */
+/* Compute the gradients of the states of a chunk, and x / sum for the gradients of the weights. */
 static void write_grad_x(const workspace *in, tokens *of, const elem *x,
                               const int64_t *targets, int64_t rows, float smoothing,
                               elem *grad_x) {
@@ -251,9 +252,6 @@ static void add_grad_w(const workspace *in, const tokens *of, const elem *x,
     }
 }
 
-/* Add the loss and the negative log-likelihood of targets [n] under logits x w^T, for x [n, k] and w
- * [m, k], to loss_and_nll [2]; write the gradients unless grad_w is NULL. n is not 0, and k is a
- * multiple of K_GROUP. Return 0, or 1 if there is no memory. */
 status FUNCTION(projected_cross_entropy)(const elem *x, const float *w, const int64_t *targets,
                                   elem *grad_x, float *grad_w, int64_t n, int64_t k, int64_t m,
                                   float smoothing, double *loss_and_nll) {
@@ -280,8 +278,6 @@ status FUNCTION(projected_cross_entropy)(const elem *x, const float *w, const in
     return OPS_OK;
 }
 
-/* Add the label-smoothed cross-entropy and the negative log-likelihood of logits [rows, width], whose
- * rows are `stride` apart, to loss_and_nll [2]; overwrite them with the gradient if `with_grad`. */
 status FUNCTION(cross_entropy)(elem *logits, const int64_t *targets, int64_t rows, int64_t width,
                         int64_t stride, float smoothing, int with_grad, double *loss_and_nll) {
     if (!all_below(targets, rows, width)) return OPS_BAD_INDEX;

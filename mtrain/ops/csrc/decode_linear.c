@@ -1,31 +1,32 @@
 /* Linear maps of decoding with packed weights, in float:
  *
- *      packed_linear          x [n, k] -> out [n, m] = x w^T + bias, or max(0, the same)
+ *      packed_linear          x [n, k] -> out [n, m] = x w^T + bias, or max(0, x w^T + bias)
  *      packed_linear_sparse   the same, skipping the zeros of x
  *      packed_topk            x -> ids, log_probs [n, count]: the best tokens of logits x w^T
  *      packed_argmax          x -> ids [n]: the best token
  *
- * Logits [n, m] are never stored: those of a few rows are computed, and searched while they are in the
- * cache. The weights w [m, k] are packed in tiles, T = TILE_COLUMNS, as gemm.h reads them, here those in
- * float; missing rows are 0:
+ * Logits [n, m] are never stored: those of CHUNK rows are computed, and searched while they are in the
+ * cache. The weights w [m, k] are packed in tiles of T = TILE_COLUMNS rows, as gemm.h reads them; rows are
+ * padded with zeros to whole tiles. In float:
  *
  *      tile 0                    tile 1
  *      w[0][0] .. w[T - 1][0]    w[T][0] .. w[2 T - 1][0]
  *      w[0][1] .. w[T - 1][1]    ..
- * The unit for bfloat16 holds only the products of such weights; int8.c those of whole numbers.
+ *
+ * Compiled for bfloat16, this file has only the products with bfloat16 weights; int8.c has those with int8.
  */
 #include "int8.h"
 
 #include "gemm.h"
 
-#define CHUNK (4 * TILE_ROWS)     /* rows whose logits, or nonzero indices, are held at once */
+#define CHUNK (4 * TILE_ROWS)     /* rows whose logits, or nonzero indices, are stored at once */
 #define BLOCK 64             /* logits for which one maximum is kept */
 #define SPARSE_TILES (8 / VECTORS) /* tiles that are multiplied at once, if most of x is 0 */
-#define MAX_NONZERO(k) ((k) / 3)     /* zeros are skipped in rows with at most so many nonzero numbers */
+#define MAX_NONZERO(k) ((k) / 3)     /* zeros are skipped if rows average at most this many nonzeros */
 
-#define BF16_ERROR 0x1p-8f /* of a number that is rounded to bfloat16, relative to it */
+#define BF16_ERROR 0x1p-8f /* bound of the relative error of rounding to bfloat16 */
 
-/* packed_linear of weights in bfloat16. */
+/* packed_linear with weights in bfloat16. */
 status multiply_bf16(const linear_map *map, const float *x, float *out, int64_t n, int64_t k, int64_t m,
                      int apply_relu);
 
@@ -60,8 +61,8 @@ status packed_linear_float(const linear_map *map, const float *x, float *out, in
     return OPS_OK;
 }
 
-/* Write the indices of the nonzero numbers of x [k], and return their count; the array has room for a
- * vector more than k. */
+/* Write the indices of the nonzero numbers of x [k], and return their count; `nonzero` has room
+ * for k + LANES. */
 static int64_t find_nonzero(int32_t *nonzero, const float *x, int64_t k) {
     int64_t count = 0;
 #ifdef __AVX512F__
@@ -82,8 +83,8 @@ static int64_t find_nonzero(int32_t *nonzero, const float *x, int64_t k) {
     return count;
 }
 
-/* `multiply_tile` of gemm.h for one row with few nonzero numbers, and neighbouring tiles: sums begin at 0 and
- * add the others in the same order, so that the result is the same, bit for bit. */
+/* `multiply_tile` of gemm.h for one row with few nonzero numbers, and num_tiles neighbouring tiles. Sums
+ * begin at 0 and add the nonzero products in the same order, so that the result has the same bits. */
 static INLINE void sparse_tile(const gemm_out *to, int64_t row, int64_t column, int64_t columns,
                                const float *x, const int32_t *nonzero, int64_t count,
                                const float *packed, int64_t k, int num_tiles) {
@@ -108,8 +109,7 @@ static INLINE void sparse_tile(const gemm_out *to, int64_t row, int64_t column, 
     }
 }
 
-/* packed_linear, faster where most of x is 0, as most of the output of ReLU is (Li et al. 2022,
- * arXiv 2210.06313). */
+/* Faster if most of x is 0, as in the output of ReLU (Li et al. 2022, arXiv 2210.06313). */
 status packed_linear_sparse_float(const linear_map *map, const float *x, float *out, int64_t n, int64_t k,
                                   int64_t m) {
     if (map->format != IN_FLOAT) return packed_linear_float(map, x, out, n, k, m, 0);
@@ -161,7 +161,7 @@ status packed_topk_float(const linear_map *map, const float *x, const int64_t *n
     return result;
 }
 
-/* The greatest of logits [m] in each block, into `tops`. */
+/* Write the greatest of logits [m] in each block to `tops`. */
 static void find_tops(const float *logits, float *tops, int64_t m) {
     for (int64_t first = 0; first < m; first += BLOCK) {
         int64_t end = min_of(first + BLOCK, m);
@@ -172,7 +172,8 @@ static void find_tops(const float *logits, float *tops, int64_t m) {
     }
 }
 
-/* The first token of the greatest finite logit, by the greatest of each block; -1 if there is none. */
+/* The first token with the greatest logit, found by the maxima `tops` of the blocks; -1 if that
+ * is not finite. */
 static int64_t first_greatest(const float *logits, const float *tops, int64_t m) {
     int64_t blocks = (m + BLOCK - 1) / BLOCK, best = 0;
     for (int64_t b = 1; b < blocks; b++) best = tops[b] > tops[best] ? b : best;
@@ -182,9 +183,9 @@ static int64_t first_greatest(const float *logits, const float *tops, int64_t m)
     return i;
 }
 
-/* The token of the greatest logit x w_i of a state x [k], except those whose `logits` are -INFINITY; -1 if
- * none is finite. `logits` [m] are products of x rounded, which changes it by a vector of length `error`:
- * only tokens that can be the greatest, mostly a single one, are computed exactly. */
+/* The token with the greatest logit x w_i of a state x [k], except those whose `logits` are -INFINITY; -1 if
+ * it is not finite. `logits` [m] are approximations from a rounded x, whose rounding error has the length
+ * `error`: exact logits are computed only for tokens that can be the greatest, mostly a single one. */
 static int64_t exact_argmax(const float *x, float error, const float *w, const float *logits,
                             const float *tops, const float *bounds, int64_t k, int64_t m) {
     int64_t blocks = (m + BLOCK - 1) / BLOCK, found = -1;

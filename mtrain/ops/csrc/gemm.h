@@ -10,13 +10,14 @@
  *      ...                            ..                                 ..
  *
  * The sums of TILE_ROWS rows times one tile stay in registers over all of k: each vector of the
- * tile is loaded once for TILE_ROWS rows. A file that defines MUL_ADD and SUMS_TO_FLOAT has other products.
+ * tile is loaded once for TILE_ROWS rows. A file that defines MUL_ADD and SUMS_TO_FLOAT before it includes
+ * this one replaces the multiply-add and the conversion of its sums (int8.c).
  */
 #pragma once
 
 #include "vec.h"
 
-#ifdef __AVX512F__ /* of so many registers, sums take all but a few */
+#ifdef __AVX512F__ /* 32 vector registers, of which TILE_ROWS * VECTORS = 24 hold sums */
 #define VECTORS 4
 #else
 #define VECTORS 2
@@ -26,17 +27,17 @@
 #define INLINE inline __attribute__((always_inline))
 #define ROW_BLOCK (16 * TILE_ROWS) /* rows of a left factor that are packed or multiplied at once */
 
-/* The output of a product [rows, columns], and what is done before a sum is written. */
+/* The output of a product [rows, columns], and what is applied to each sum before it is written. */
 typedef struct gemm_out {
     const float *bias; /* [columns], added; or NULL */
-    void *out;      /* [rows, stride] of elem; or NULL, then: */
-    float *sums;       /* [rows, stride] of float, */
-    int accumulate;          /* added to instead of overwritten, if set */
+    void *out;      /* [rows, stride] of elem; or NULL: `sums` is the output */
+    float *sums;       /* [rows, stride] of float */
+    int accumulate;          /* if set, add to `sums` instead of overwriting them */
     int64_t stride;
-    int apply_relu;       /* max(0, sum), if set */
-    const float *row_scales, *column_scales; /* of int8.c, with `column_sums` padded to whole tiles */
+    int apply_relu;       /* if set, max(0, sum) */
+    const float *row_scales, *column_scales; /* int8.c only; columns are padded to whole tiles */
     const int32_t *column_sums;
-    const void *relu_input; /* [rows, stride] of elem: 0 where this is <= 0; or NULL */
+    const void *relu_input; /* [rows, stride] of elem: the output is 0 where this is <= 0; or NULL */
 } gemm_out;
 
 #ifndef MUL_ADD
@@ -44,12 +45,12 @@ typedef struct gemm_out {
 #define SUMS_TO_FLOAT(to, row, column, sums) (sums)
 #endif
 
-/* The 4-byte numbers in a packed factor of so many k-groups and columns. */
+/* The size of a packed right factor, in numbers of 4 bytes. */
 static inline int64_t packed_size(int64_t num_groups, int64_t columns) {
     return num_groups * round_up(columns, TILE_COLUMNS);
 }
 
-/* Load `count` numbers, at most a vector, and zeros. */
+/* Load `count` numbers, at most a vector, zero-padded. */
 static inline vec_float load_vec_float(const float *from, int64_t count) {
     vec_float x = {0};
     if (count == LANES) memcpy(&x, from, sizeof x);
@@ -68,7 +69,7 @@ static inline vec_float load_vec(const bf16 *from, int64_t count) {
 #define load_vec load_vec_float
 #endif
 
-/* Zeros where a comparison holds, else x. */
+/* 0 where the comparison `is_so` is true, else x. */
 #define zero_where(is_so, x) ((vec_float)((vec_u32)(x) & ~(vec_u32)(is_so)))
 
 static inline void store_vec_float(float *to, vec_float x, int64_t count) {
@@ -86,7 +87,8 @@ static inline void store_vec(elem *to, vec_float x, int64_t count) {
 #define store_vec store_vec_float
 #endif
 
-/* Pack columns of x [rows, stride], rows as k, into k-groups [rows / K_GROUP, step], zero-padded. */
+/* Pack x [rows, columns], rows `stride` apart, into k-groups [ceil(rows / K_GROUP), step], zero-padded; the
+ * rows are the inner dimension k. */
 static inline void pack_columns(uint32_t *restrict to, const elem *x, int64_t rows,
                                   int64_t stride, int64_t columns, int64_t step) {
     for (int64_t r = 0; r < rows; r += K_GROUP, to += step) {
@@ -101,7 +103,7 @@ static inline void pack_columns(uint32_t *restrict to, const elem *x, int64_t ro
     }
 }
 
-/* Pack x [rows, k] as a right factor, rows as its inner dimension. */
+/* Pack x [rows, k] as a right factor with k columns; the rows are the inner dimension. */
 static inline void pack_rows(uint32_t *to, const elem *x, int64_t rows, int64_t k) {
     for (int64_t first = 0; first < k; first += TILE_COLUMNS) {
         int64_t columns = min_of(k - first, TILE_COLUMNS);
@@ -124,14 +126,14 @@ static INLINE void write_vec(const gemm_out *to, int64_t row, int64_t column, ve
     else store_vec_float(to->sums + at, sums, count);
 }
 
-/* The same at the end of a row; not inlined, to keep the code of a tile small. */
+/* write_vec at the end of a row; not inlined, to keep the code of a tile small. */
 static __attribute__((noinline)) void write_vec_tail(const gemm_out *to, int64_t row,
                                                        int64_t column, vec_float sums, int64_t count) {
     write_vec(to, row, column, sums, min_of(count, LANES));
 }
 
 /* `rows` rows of a left factor times a tile. `rows` is a constant where this is inlined, and every
- * loop over sums is unrolled, so that the sums are registers. */
+ * loop over sums is unrolled, so that the sums stay in registers. */
 static INLINE void multiply_tile(const gemm_out *to, int64_t row, int64_t column, int64_t columns,
                               const uint32_t *left, int64_t row_step, int64_t group_step,
                               const uint32_t *tile, int64_t num_groups, int rows) {

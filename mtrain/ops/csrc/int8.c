@@ -1,9 +1,9 @@
-/* Linear maps of decoding with weights in whole numbers from -127 to 127, in float:
+/* Linear maps of decoding with weights in int8 from -127 to 127, inputs and outputs in float:
  *
  *      x [n, k] -> q = round(x / s), s = max |x| / 127 of each row -> out = (q w^T) s scale + bias
  *
- * q w^T is exact. One multiply-add takes four neighbours in k, those of q in a group and those of each of the
- * columns of w (the layout that vpdpbusd reads).
+ * q w^T is exact. One multiply-add takes a k-group, four neighbours in k, of a row of q, and the same
+ * of LANES columns of w^T (the layout that vpdpbusd reads).
  */
 #ifndef BF16
 
@@ -11,12 +11,13 @@
 
 typedef int32_t vec_i32 __attribute__((vector_size(4 * LANES)));
 
-#define GROUP 4       /* whole numbers in a k-group */
+#define GROUP 4       /* int8 numbers in a k-group */
 #define LARGEST 127.0f
-#define SMALLEST 1e-30f /* rows with no greater number are rounded to 0 */
+#define SMALLEST 1e-30f /* a row is rounded to 0 if its greatest |x| is below this */
 
-/* sums + the products of the four numbers of `group` with those of each of others. With AVX512-VNNI, numbers of
- * `group` have OFFSET added, and others' sums times it are subtracted at the end. */
+/* sums + the dot products of the k-group `group` with each k-group of `others`. vpdpbusd of AVX512-VNNI reads
+ * `group` as unsigned: OFFSET is added to its numbers, and OFFSET times the sums of w is subtracted
+ * at the end. */
 #if defined __AVX512VNNI__ && LANES == 16
 #define OFFSET 128
 
@@ -72,7 +73,8 @@ static inline vec_float scaled(const gemm_out *to, int64_t row, int64_t column, 
 
 const int64_t fast_int8_float = OFFSET != 0;
 
-/* Round x [k] to q, filled up to `stride`; return the scale s, NaN if a number of x is not finite. */
+/* Quantise x [k] to q [stride], zero-padded; return the scale s, NaN if a number of x is not finite. `error`,
+ * if not NULL, becomes the length of the rounding error, or a bound of it. */
 static float quantise(const float *x, uint8_t *q, float *error, int64_t k, int64_t stride) {
     float most = 0.0f, zero = 0.0f, changed = 0.0f;
 #pragma omp simd reduction(max : most) reduction(+ : zero)

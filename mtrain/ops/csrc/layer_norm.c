@@ -13,7 +13,6 @@ static inline float sum_of_row(const float *row, int64_t n) {
     return total;
 }
 
-/* out [rows, d] = LayerNorm(x + dropout(y)); stores each row's mean and 1 / sqrt(variance + eps). */
 status FUNCTION(add_norm)(const elem *x, const elem *y, const float *gain, const float *bias, elem *out,
                    float *mean, float *rstd, int64_t rows, int64_t d, float eps, uint32_t cut,
                    float scale, uint32_t seed) {
@@ -36,7 +35,8 @@ status FUNCTION(add_norm)(const elem *x, const elem *y, const float *gain, const
     return OPS_OK;
 }
 
-/* The gradients of add_norm; those of gain and bias [d] are accumulated. */
+/* For each row, with u = grad * gain and z = (x + dropout(y) - mean) rstd:
+ * grad_x = (u - mean(u) - z mean(u z)) rstd, and grad_y = dropout(grad_x). */
 status FUNCTION(add_norm_grad)(const elem *grad, const elem *x, const elem *y, const float *gain,
                         const float *mean, const float *rstd, elem *grad_x, elem *grad_y,
                         float *grad_gain, float *grad_bias, int64_t rows, int64_t d, uint32_t cut,

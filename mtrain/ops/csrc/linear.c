@@ -8,9 +8,9 @@ const int64_t FUNCTION(fast_matmul) = 0;
 #endif
 const int64_t FUNCTION(tile_columns) = TILE_COLUMNS;
 
-#define BLOCK 512 /* rows of a batch whose share of grad_w is computed at once */
+#define BLOCK 512 /* rows of x that are added to grad_w at once */
 
-/* Pack w^T for weights w [m, k]: the inner dimension is k. */
+/* Pack w^T, for weights w [m, k], as a right factor: the inner dimension is k, a multiple of K_GROUP. */
 static void pack_weights_transposed(uint32_t *to, const float *w, int64_t m, int64_t k) {
     for (int64_t first = 0; first < m; first += TILE_COLUMNS, to += k / K_GROUP * TILE_COLUMNS)
         for (int64_t c = 0; c < TILE_COLUMNS; c++)
@@ -23,7 +23,7 @@ static void pack_weights_transposed(uint32_t *to, const float *w, int64_t m, int
             }
 }
 
-/* Pack weights w [m, k]: the inner dimension is m, a multiple of K_GROUP. */
+/* Pack weights w [m, k] as a right factor: the inner dimension is m, a multiple of K_GROUP. */
 static void pack_weights(uint32_t *to, const float *w, int64_t m, int64_t k) {
     for (int64_t first = 0; first < k; first += TILE_COLUMNS)
         for (int64_t r = 0; r < m; r += K_GROUP)
@@ -38,7 +38,6 @@ static void pack_weights(uint32_t *to, const float *w, int64_t m, int64_t k) {
             }
 }
 
-/* out [n, m] = x w^T + bias for x [n, k] and w [m, k], or max(0, the same); k is a multiple of K_GROUP. */
 status FUNCTION(linear)(const elem *x, const float *w, const float *bias, elem *out, int64_t n, int64_t k,
                  int64_t m, int apply_relu) {
     uint32_t *right = alloc_floats(packed_size(k / K_GROUP, m));
@@ -50,8 +49,6 @@ status FUNCTION(linear)(const elem *x, const float *w, const float *bias, elem *
     return OPS_OK;
 }
 
-/* The gradients of linear. If `input_is_relu`, x was made by max(0, .), and grad_x is 0 where x is. n is
- * not 0, and m is a multiple of K_GROUP. */
 status FUNCTION(linear_grad)(const elem *grad, const elem *x, const float *w, elem *grad_x,
                       float *grad_w, float *grad_bias, int64_t n, int64_t k, int64_t m,
                       int input_is_relu) {

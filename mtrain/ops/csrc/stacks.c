@@ -1,10 +1,11 @@
 /* All layers of a post-norm encoder, and those of a decoder for the newest position of each hypothesis, in
- * float: the same numbers as their operations one by one, in a single call. */
+ * float: one call, with the same results as a call for each operation. */
 #include "vec.h"
 
 #ifndef BF16
 
-/* Buffers for `rows` positions: [rows, max(3 d, d_ff)], three of [rows, d], and 2 numbers for each row. */
+/* Buffers for `rows` positions: `projected` [rows, max(3 d, d_ff)], `mixed`, `out` and `normed` [rows, d],
+ * and `moments` [2, rows]. */
 typedef struct {
     float *projected, *mixed, *out, *normed, *moments; /* `projected` is NULL if there is no memory */
 } work_space;
@@ -17,19 +18,19 @@ static work_space allocate(int64_t rows, int64_t d, int64_t d_ff) {
     return (work_space){projected, mixed, out, normed, normed + rows * d};
 }
 
-/* Operations of a layer on `rows` positions, each skipped once `result` is an error. `from` is the states
- * [rows, d], `to` the buffer that the next norm writes, and `own` the layer. */
+/* Operations of a layer on `rows` positions, each skipped once `result` is an error. `from` [rows, d] are the
+ * states, `to` [rows, d] is the buffer that the next norm writes to, and `own` is the layer. */
 #define DO(call) if (result == OPS_OK) result = call
-#define LINEAR(y, map, z, m, apply_relu) /* z [rows, m] = y w^T + bias */ \
+#define LINEAR(y, map, z, m, apply_relu) /* z [rows, m] = y w^T + bias, for y [rows, d] */ \
     DO(packed_linear_float(&own->map, y, z, rows, d, m, apply_relu))
-#define ADD_NORM(y, number) /* from = LayerNorm(from + y) */ \
+#define ADD_NORM(y, number) /* from = LayerNorm(from + y); exchanges the buffers `from` and `to` */ \
     DO(add_norm_float(from, y, own->gain_##number, own->norm_bias_##number, to, work.moments, \
                       work.moments + rows, rows, d, own->eps_##number, 0, 1.0f, 0)); \
     do { \
         float *normed = to; \
         to = from, from = normed; \
     } while (0)
-#define FEED_FORWARD(hidden, y) /* y [rows, d] */ \
+#define FEED_FORWARD(hidden, y) /* y [rows, d]; hidden [rows, d_ff] is a buffer */ \
     LINEAR(from, inner, hidden, at->d_ff, 1); \
     DO(packed_linear_sparse_float(&own->outer, hidden, y, rows, at->d_ff, d))
 
@@ -62,11 +63,11 @@ status encoder_float(const encoder_shape *at, const stack_layer *layers, const u
 /* x [d] = row * scale + encoding; rounded after each operation, as in PyTorch. */
 static void embed(const float *row, const float *encoding, float scale, int64_t d, float *x) {
     for (int64_t i = 0; i < d; i++) x[i] = row[i] * scale;
-    __asm__ volatile("" ::: "memory"); /* no multiply-add */
+    __asm__ volatile("" ::: "memory"); /* a barrier: no fused multiply-add */
     for (int64_t i = 0; i < d; i++) x[i] += encoding[i];
 }
 
-/* Move the rows of x [rows, d] whose slot is not padding to the front; return their number. */
+/* Move the rows of x [rows, d] whose slot is not negative to the front; return their number. */
 static int64_t drop_padding(float *x, const int64_t *slots, int64_t rows, int64_t d) {
     int64_t count = 0;
     for (int64_t n = 0; n < rows; n++) {
@@ -77,7 +78,7 @@ static int64_t drop_padding(float *x, const int64_t *slots, int64_t rows, int64_
     return count;
 }
 
-/* Write `width` numbers to a row of a cache. */
+/* Write `width` floats to a row of a cache. */
 static inline void write_row(void *cache, int64_t row, const float *from, int64_t width, int64_t in_bf16) {
     if (in_bf16) round_floats(from, (bf16 *)cache + row * width, width);
     else memcpy((float *)cache + row * width, from, width * sizeof *from);
@@ -114,8 +115,8 @@ status encode_sources_float(const encoder_shape *at, const stack_layer *layers, 
     return result;
 }
 
-/* Write the keys and values of `projected` [rows, 3 d], after the queries, to the row of the cache that
- * the last slot of each hypothesis names. */
+/* Write the keys and values in `projected` [rows, 3 d], which follow the queries, to the cache row of the
+ * last slot of each hypothesis. */
 static status write_cache(const decoder_shape *at, const float *projected, const int64_t *slots,
                           void *past) {
     int64_t d = at->heads * at->k;
@@ -127,7 +128,7 @@ static status write_cache(const decoder_shape *at, const float *projected, const
     return OPS_OK;
 }
 
-/* x [rows, d] of decoder_step. */
+/* x [rows, d], the input of the first decoder layer. */
 static status embed_all(const decoder_shape *at, const int64_t *ids, const int64_t *positions,
                         const float *table, const float *encodings, float *x) {
     int64_t d = at->heads * at->k;

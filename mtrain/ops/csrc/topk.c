@@ -2,9 +2,9 @@
 #include "vec.h"
 
 #define BLOCK 64 /* logits for which one maximum is kept */
-#define PART 512 /* powers that are summed in float; their sums are summed in double */
+#define PART 512 /* powers that are summed in float; the sums of parts are added in double */
 
-/* The `count`-th greatest value; -INFINITY if there are fewer. `tops` holds `count` numbers. */
+/* The `count`-th greatest of n values; -INFINITY if there are fewer. `tops` is a buffer [count]. */
 static inline float nth_greatest(const float *values, int64_t n, int64_t count, float *tops) {
     for (int64_t i = 0; i < count; i++) tops[i] = -INFINITY;
     for (int64_t i = 0; i < n; i++) {
@@ -16,9 +16,8 @@ static inline float nth_greatest(const float *values, int64_t n, int64_t count, 
     return tops[count - 1];
 }
 
-/* ids [rows, count] of the greatest logits of each row, except those in `never`, greatest first and among
- * equals the first; and their log-probabilities over the whole row. Of a row only those blocks are
- * searched whose maximum can be among them: count + num_never blocks, or more where maxima are equal. */
+/* Only the blocks of a row whose maximum can be among the best logits are searched: count + num_never blocks,
+ * or more if maxima are equal. */
 status FUNCTION(topk)(const elem *logits, const int64_t *never, int64_t *ids, float *log_probs,
                      int64_t rows, int64_t width, int64_t num_never, int64_t count) {
     if (!all_below(never, num_never, width)) return OPS_BAD_INDEX;

@@ -15,9 +15,9 @@
 #include <arm_neon.h>
 #endif
 
-#define ALIGNMENT 64 /* of a line of cache, and of the widest vector */
+#define ALIGNMENT 64 /* bytes of a cache line, and of the widest vector */
 
-/* The floats of the widest vector register. */
+/* The number of floats in the widest vector register. */
 #if defined __AVX512F__
 #define LANES 16
 #elif defined __AVX__
@@ -26,13 +26,13 @@
 #define LANES 4
 #endif
 
-#define K_GROUP (4 / (int64_t)sizeof(elem)) /* values in a k-group, those of one multiply-add */
+#define K_GROUP (4 / (int64_t)sizeof(elem)) /* values in a k-group, the operand of one multiply-add */
 
 typedef float vec_float __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vec_half __attribute__((vector_size(2 * LANES)));
 typedef float vec_float4 __attribute__((vector_size(16)));
 
-/* A vector of 32-bit k-groups: the values of one multiply-add, one float or a pair of bfloat16. */
+/* A vector of 32-bit k-groups, each one float or a pair of bfloat16. */
 typedef uint32_t vec_u32 __attribute__((vector_size(4 * LANES)));
 
 static inline float bits_to_float(uint32_t bits) {
@@ -57,7 +57,7 @@ static inline vec_u32 widen(vec_half x) {
 #endif
 }
 
-/* A vector of floats rounded to bfloat16, to the nearest, ties to even; a NaN stays one. */
+/* Round a vector of floats to bfloat16, to the nearest, ties to even; NaN stays NaN. */
 static inline vec_half round_to_half(vec_float x) {
 #if defined __AVX512BF16__ && LANES == 16
     return (vec_half)_mm512_cvtneps_pbh((__m512)x);
@@ -82,10 +82,10 @@ static inline void round_floats(const float *x, bf16 *to, int64_t n) {
 }
 
 /*      load, save    convert an element to float, and a float to an element
- *      mul_add       sums + the products of one k-group with each of others
+ *      mul_add       sums + the dot products of one k-group with each k-group of a vector
  *      store_full    store a vector of floats as elements
  *      round_trip    round a vector of floats to elements and back
- *      pair          pair two rounded vectors, k above k + 1, as k-groups
+ *      pair          pack two rounded vectors, of rows k and k + 1, into k-groups
  */
 #ifdef BF16
 static inline float load(elem x) { return bf16_to_float(x); }
@@ -139,7 +139,7 @@ static inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-/* Whether all of ids [n] are from 0 to limit - 1. */
+/* Whether all ids [n] are from 0 to limit - 1. */
 static inline int all_below(const int64_t *ids, int64_t n, int64_t limit) {
     for (int64_t i = 0; i < n; i++)
         if ((uint64_t)ids[i] >= (uint64_t)limit) return 0;
@@ -168,7 +168,7 @@ static inline float exp_(float x) {
     return x < -87.0f ? 0.0f : result;
 }
 
-/* Whether element `index` survives dropout: 16 of the bits of a hash of seed and index. */
+/* Whether dropout keeps element `index`: a 16-bit hash of seed and index is not below `cut`. */
 static inline int is_kept(uint32_t index, uint32_t seed, uint32_t cut) {
     uint32_t hash = index * 0x9e3779b1u ^ seed;
     hash = (hash ^ (hash >> 16)) * 0x85ebca6bu;
