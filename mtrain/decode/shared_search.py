@@ -48,7 +48,7 @@ class SearchLimits:
 
     Attributes:
         deadline_s: a time of `time.monotonic`, in seconds.
-        cancel: an event that another thread sets; workers check it between two positions.
+        cancel: an event that another thread sets; workers check it between two calls of the search.
     """
 
     deadline_s: float = math.inf
