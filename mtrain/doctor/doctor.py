@@ -20,7 +20,7 @@ from mtrain.exporters.export import check_exports
 from mtrain.model.transformer import num_parameters
 from mtrain.run import checkpoint
 from mtrain.run.checkpoint import Weights
-from mtrain.run.load_model import LoadOptions, build_model, set_weights
+from mtrain.run.load_model import LoadOptions, model_with_weights
 from mtrain.run.logger import Console, read_metrics
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.device import pick_device
@@ -192,8 +192,7 @@ class _RunChecker:
             raise _Skip("not made yet; `mtrain train CONFIG` makes it")
         config, tokenizer = _needed(self.config, "config"), _needed(self.tokenizer, "tokenizer")
         weights = checkpoint.load_model(path, tokenizer.fingerprint(), verify=True)
-        model = build_model(config.model, tokenizer)
-        set_weights(model, weights, path)
+        model = model_with_weights(config.model, tokenizer, weights, path)
         _check_finite(path, weights)
         self.has_model = True
         yield f"{num_parameters(model):,} parameters, all finite, format {checkpoint.FORMAT}"

@@ -76,12 +76,9 @@ def load_model(
     if num_needed > num_stored:  # checked before a wrong config makes `build_model` allocate memory
         raise RunError(
             f"{path}: `model` of config.yaml asks for {num_needed:,} weights, but it holds "
-            f"{num_stored:,} "
-            "instead; restore the run's own config.yaml."
+            f"{num_stored:,} instead; restore the run's own config.yaml."
         )
-    with _WithoutDrawing():  # the initial weights are overwritten
-        model = build_model(config, vocabulary)
-    set_weights(model, weights, path)
+    model = model_with_weights(config, vocabulary, weights, path)
     model.to(device).eval()
     if device.type == "cpu":
         model.pack_weights(loading.products)
@@ -133,6 +130,21 @@ def build_model(config: ModelConfig, vocabulary: Tokenizer) -> Transformer:
             f"its weights need {needed_bytes / 2**30:,.1f} GiB."
         )
     return Transformer(config, num_src, num_tgt)
+
+
+def model_with_weights(
+    config: ModelConfig, vocabulary: Tokenizer, weights: Mapping[str, Tensor], path: Path
+) -> Transformer:
+    """Return a model with weights that were read from `path`; no random numbers are drawn.
+
+    Raises:
+        ConfigError: as `build_model` does.
+        RunError: as `set_weights` does.
+    """
+    with _WithoutDrawing():
+        model = build_model(config, vocabulary)
+    set_weights(model, weights, path)
+    return model
 
 
 def set_weights(
