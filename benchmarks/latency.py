@@ -66,7 +66,7 @@ def measure_start(options: argparse.Namespace, line: str) -> tuple[float, float]
 
     Bytecode is kept, as after an installation, whatever the environment says.
     """
-    environment = {name: os.environ[name] for name in os.environ.keys() - {_NO_BYTECODE}}
+    environment = {name: value for name, value in os.environ.items() if name != _NO_BYTECODE}
     began = time.perf_counter()
     with subprocess.Popen(
         command(options),

@@ -117,8 +117,9 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     paths = {name: options.folder / f"{name}.json" for name in options.systems}
     curves = {name: load(path, options.only_report) for name, path in paths.items()}
-    is_wanted = not options.only_report
-    missing = [name for name, curve in curves.items() if is_wanted and not curve.has_ended]
+    missing = [name for name, curve in curves.items() if not curve.has_ended]
+    if options.only_report:
+        missing = []
     for name in list(missing):
         if reason := environments.install(train_speed.SYSTEMS[RECIPES[name].system].peer):
             say(f"{name}: not measured: {reason}")

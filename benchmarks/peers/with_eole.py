@@ -79,11 +79,11 @@ def translate(job: Job, trainer: eole.trainer.Trainer, step: int) -> list[list[i
         max_length_ratio=0,
     )
     predictor = build_predictor(settings, device_id=-1)
-    trained = dict(trainer.model.named_parameters())
+    trained = {name for name, _ in trainer.model.named_parameters()}
     with torch.no_grad():
         for name, weight in predictor.model.named_parameters():
-            # eole adds biases to its encoder's attention when it loads, and leaves them unset
-            weight.copy_(trained[name]) if name in trained else weight.zero_()
+            if name not in trained:  # eole adds biases to its encoder, and leaves them unset
+                weight.zero_()
 
     def decode(sources: list[list[int]]) -> list[list[int]]:
         found = predictor.predict_batch(make_batch(sources), attn_debug=False)

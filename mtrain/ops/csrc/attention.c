@@ -387,7 +387,7 @@ static inline __attribute__((always_inline)) vec_float load_cached(const char *r
 }
 
 /* The attention of one query, all heads, to the `length` cache rows `seen`, of numbers of `size` bytes.
- * `probs` has room for `length` numbers, rounded up to whole vectors. Each head prefetches a part of the
+ * `probs` is a buffer of `length` numbers, rounded up to whole vectors. Each head prefetches a part of the
  * `num_next` rows of the next query: all at once would exceed the outstanding loads of the memory system. */
 static inline __attribute__((always_inline)) void attend_slots(
     const elem *query, const char *const *seen, int64_t size, int64_t length, const char *const *next,
@@ -443,7 +443,7 @@ static inline __attribute__((always_inline)) void attend_slots(
 #define GREATER(a, b) ((a) > (b) ? (a) : (b))
 
 /* attend_slots for four heads, the first at number `at` of a row; `width` is d, and k a multiple of LANES.
- * `probs` has room for four numbers for each slot, rounded up to whole vectors. The keys of the next query
+ * `probs` is a buffer of four numbers for each slot, rounded up to whole vectors. The keys of the next query
  * are prefetched while keys are read, its values while values are read. */
 static inline __attribute__((always_inline)) void attend_four(
     const elem *query, const char *const *seen, int64_t size, int64_t at, int64_t length,

@@ -61,8 +61,8 @@ status packed_linear_float(const linear_map *map, const float *x, float *out, in
     return OPS_OK;
 }
 
-/* Write the indices of the nonzero numbers of x [k], and return their count; `nonzero` has room
- * for k + LANES. */
+/* Write the indices of the nonzero numbers of x [k], and return their count; `nonzero` is a
+ * buffer of k + LANES. */
 static int64_t find_nonzero(int32_t *nonzero, const float *x, int64_t k) {
     int64_t count = 0;
 #ifdef __AVX512F__
