@@ -146,6 +146,7 @@ def join(launch: TorchrunEnv) -> TorchProcessGroup:
     Raises:
         LostError: if the other ranks do not join in time.
     """
+    gc.freeze()  # `close` collects; it need not traverse what was imported until now
     has_gpu = torch.cuda.is_available()
     if has_gpu and launch.local_rank < torch.cuda.device_count():
         torch.cuda.set_device(launch.local_rank)
