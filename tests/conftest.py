@@ -339,8 +339,11 @@ def sketched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def quick_init(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure the speed of a training in single updates, and no start of a process."""
-    monkeypatch.setattr(benchmark, "_WINDOW_S", 0.0)
+    """Measure speeds in a few updates and one translation, and no start of a process."""
+    for name in ("_WINDOW_S", "_WARMUP_BATCHES"):
+        monkeypatch.setattr(benchmark, name, 0)
+    for name in ("_MIN_WINDOWS", "_MAX_WINDOWS", "_NUM_TRANSLATED"):
+        monkeypatch.setattr(benchmark, name, 1)
     monkeypatch.setattr(benchmark, "startup_s", lambda: 1.0)
 
 
