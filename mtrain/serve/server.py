@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _GRACE_S = 8  # for the translations that run when a signal ends the server
 _HEAD_TIMEOUT_S = 20.0  # that the head of a request may take to arrive
+_KEEP_ALIVE_S = 5  # that a connection stays open after an answer
 _MAX_HEAD_BYTES = 65_536
 _MAX_FRAMING = 8  # bytes for each byte of the body, which may come in chunks of one byte
 _CONNECTIONS = 4  # for each of `max_requests`; more are refused
@@ -164,6 +165,7 @@ def http_server(server: Server, settings: ServerSettings) -> uvicorn.Server:
             server_header=False,
             proxy_headers=settings.trust_proxy is not None,
             forwarded_allow_ips=settings.trust_proxy or "",
+            timeout_keep_alive=_KEEP_ALIVE_S,
             limit_concurrency=_CONNECTIONS * settings.max_requests,
             timeout_graceful_shutdown=_GRACE_S,
         )

@@ -434,8 +434,8 @@ def test_twice_as_many_files_with_findings_are_twice_the_work(tmp_path: Path) ->
         return count
 
     num_lines_run(1)  # what is kept of characters
-    once, twice, thrice = num_lines_run(60), num_lines_run(120), num_lines_run(180)
-    assert thrice - twice == pytest.approx(twice - once, rel=0.05)
+    fewest, more, most = (num_lines_run(num_files) for num_files in (60, 90, 120))
+    assert most - more == pytest.approx(more - fewest, rel=0.05)
 
 
 def test_advice_on_held_out_text_never_says_that_training_leaves_it_out(

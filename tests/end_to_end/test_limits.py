@@ -164,9 +164,9 @@ def test_trying_the_largest_batches_leaves_no_trace(
 
 def in_little_memory(source: Path, directory: Path) -> None:
     """Run out of a real limit; end with a status that says whether all is as it should be."""
-    wide = ["training.batch_tokens=20000", "model.d_ff=4096", "model.dropout=0.0"]
+    wide = ["training.batch_tokens=8000", "model.d_ff=4096", "model.dropout=0.0"]
     with trainer_of(source, directory, *wide) as trainer:
-        batch = trainer.data.largest(20000)[0]
+        batch = trainer.data.largest(8000)[0]
         expected = gradients(trainer, batch.split(32)[0])
         whole = gradients(trainer, batch)
         status = Path("/proc/self/status").read_text("utf-8")

@@ -32,18 +32,13 @@ def directory(trained: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Path
     return path
 
 
-@pytest.fixture
-def library(directory: Path) -> Iterator[Path]:
-    """The files of the JavaScript library, as the command on the page puts them there."""
-    path = copy_library(directory)
-    assert {each.name for each in path.iterdir()} == set(onnx_page.LIBRARY_FILES)
-    yield path
-    shutil.rmtree(path)
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def url(directory: Path) -> Iterator[str]:
-    with served(directory) as url:
+    """Serve the page, with the JavaScript library where the command on the page puts it."""
+    whole = shutil.copytree(directory, directory.with_name("whole"))
+    library = copy_library(whole)
+    assert {each.name for each in library.iterdir()} == set(onnx_page.LIBRARY_FILES)
+    with served(whole) as url:
         yield url
 
 
@@ -62,21 +57,21 @@ def opened(browser: Any, url: str, width: int, scheme: str) -> Iterator[Any]:
     page.context.close()
 
 
-@pytest.fixture(params=SIZES, ids=str)
-def any_page(
-    browser: Any, library: Path, url: str, request: pytest.FixtureRequest
-) -> Iterator[Any]:
+@pytest.fixture(scope="module", params=SIZES, ids=str)
+def any_page(browser: Any, url: str, request: pytest.FixtureRequest) -> Iterator[Any]:
     yield from opened(browser, url, *request.param)
 
 
 @pytest.fixture
-def page(browser: Any, library: Path, url: str) -> Iterator[Any]:
+def page(browser: Any, url: str) -> Iterator[Any]:
     yield from opened(browser, url, *SIZES[0])
 
 
 @pytest.fixture
-def bare_page(browser: Any, url: str) -> Iterator[Any]:
-    yield from opened(browser, url, *SIZES[2])
+def bare_page(browser: Any, directory: Path) -> Iterator[Any]:
+    """The page without the JavaScript library."""
+    with served(directory) as url:
+        yield from opened(browser, url, *SIZES[2])
 
 
 def translated(page: Any, text: str) -> str:

@@ -217,6 +217,7 @@ def test_slow_senders_are_sent_away(
 ) -> None:
     monkeypatch.setattr(middleware, "_BODY_TIMEOUT_S", 0.1)
     monkeypatch.setattr(server, "_HEAD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(server, "_KEEP_ALIVE_S", 0.3)
     head = b"POST /translate HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n"
     with running(pair_models, ANY_PORT) as client:
         assert exchange(client, b"", closes=False) == b""

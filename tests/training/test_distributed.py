@@ -159,7 +159,7 @@ def positions(run: RunDir) -> list[tuple[int, int]]:
         (2, ["model.dropout=0.0", "training.accumulate=3"]),
         (2, ["training.accumulate=4", "training.consistency={}"]),
         (4, ["training.accumulate=4", "training.consistency={}"]),
-        (4, [*PLAIN, "training.parallel=fsdp", "training.consistency={}"]),
+        (2, [*PLAIN, "training.parallel=fsdp", "training.consistency={}"]),
         (2, ["training.accumulate=4", "training.optimizer=muon"]),
     ],
     ids=[
