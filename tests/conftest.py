@@ -28,6 +28,7 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for tiny models, a second thread costs time
 
 import torch
+from fork_server import MtrainProcess
 from tasks import copy_task, reverse_task, tiny_tree, train, write_config, write_task
 from ways import COMPILED
 
@@ -171,12 +172,11 @@ def sent_to_a_terminal(*arguments: str | Path, term: str = "xterm", no_color: bo
     """Run `mtrain ARGUMENTS` with a terminal 80 columns wide of this kind."""
     env = os.environ | {"TERM": term} | ({"NO_COLOR": "1"} if no_color else {})
     master, terminal = open_terminal()
-    command = [sys.executable, "-m", "mtrain", *map(str, arguments)]
-    with subprocess.Popen(command, stdout=terminal, stderr=terminal, env=env) as process:
+    with MtrainProcess(*arguments, stdout=terminal, stderr=terminal, env=env) as process:
         os.close(terminal)
         shown = all_shown(master)
     os.close(master)
-    return Sent(process.returncode, shown.decode())
+    return Sent(process.wait(), shown.decode())
 
 
 Shell = Callable[..., "subprocess.CompletedProcess[bytes]"]

@@ -11,11 +11,13 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
 import typer
 from conftest import Cli, Shell, at_a_terminal
+from fork_server import MtrainProcess
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tasks import WORDS, copy_task, write_task
@@ -744,10 +746,8 @@ def test_an_output_is_whole_or_not_there(
 
 def test_a_reader_that_goes_away_ends_it_quietly(trained: RunDir, tmp_path: Path) -> None:
     (tmp_path / "in").write_text("ba ce\n\n\n\n" * 20_000)
-    command = [sys.executable, "-m", "mtrain", "translate", str(trained.path), "--beam", "1"]
-    with subprocess.Popen(
-        [*command, str(tmp_path / "in")], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    command = ["translate", trained.path, "--beam", "1", tmp_path / "in"]
+    with MtrainProcess(*command, stdout=PIPE, stderr=PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         first = process.stdout.readline()
@@ -775,10 +775,7 @@ def test_a_stream_that_is_closed_leads_nowhere(
 
 
 def test_ctrl_c_while_stdin_is_awaited_is_quiet(trained: RunDir) -> None:
-    command = [sys.executable, "-m", "mtrain", "translate", str(trained.path)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    with MtrainProcess("translate", trained.path, stdin=PIPE, stdout=PIPE, stderr=PIPE) as process:
         assert process.stdin is not None
         assert process.stderr is not None
         process.stdin.write(b"b\xff\n" * 4000)  # its warnings show that reading has begun
@@ -794,10 +791,9 @@ def test_ctrl_c_while_stdin_is_awaited_is_quiet(trained: RunDir) -> None:
 
 
 def test_sigterm_leaves_nothing_of_an_output_behind(trained: RunDir, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mtrain", "translate", str(trained.path)]
-    outputs = ["-o", str(tmp_path / "out"), "--alignments", str(tmp_path / "links")]
-    with subprocess.Popen(
-        [*command, *outputs], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    outputs = ["-o", tmp_path / "out", "--alignments", tmp_path / "links"]
+    with MtrainProcess(
+        "translate", trained.path, *outputs, stdin=PIPE, stdout=PIPE, stderr=PIPE
     ) as process:
         assert process.stdin is not None
         assert process.stderr is not None

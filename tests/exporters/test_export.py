@@ -1,16 +1,17 @@
 """What other libraries are given translates as the run does, or is refused, and is checked."""
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from subprocess import PIPE
 from typing import NamedTuple
 
 import pytest
@@ -30,6 +31,7 @@ from exporting import (
     settings,
     translator_of,
 )
+from fork_server import MtrainProcess
 from safetensors.torch import load_file
 from tasks import train as train_task
 from tasks import write_task
@@ -844,13 +846,19 @@ def exported_once(trained: RunDir, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def test_processes_that_export_a_run_at_once_take_turns(run: RunDir) -> None:
     """One writes the folder, and the others take it as it is."""
-    command = [sys.executable, "-m", "mtrain", "translate", run.path, "--engine", "ctranslate2"]
-    processes = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=-1)
-        for _ in range(3)
-    ]
-    told = [process.communicate(b"ba ce di\n", timeout=240) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], told
+    command = ["translate", run.path, "--engine", "ctranslate2"]
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(MtrainProcess(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE))
+            for _ in range(3)
+        ]
+        told = []
+        for process in processes:
+            assert process.stdin and process.stdout and process.stderr
+            process.stdin.write(b"ba ce di\n")
+            process.stdin.close()
+        told = [(process.stdout.read(), process.stderr.read()) for process in processes]
+        assert [process.wait() for process in processes] == [0, 0, 0], told
     assert [out for out, _ in told] == [b"ba ce di\n"] * 3
     assert sum(b"writing, then checking" in err for _, err in told) == 1
 

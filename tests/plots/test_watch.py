@@ -3,8 +3,6 @@
 import json
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Cli
+from fork_server import MtrainProcess
 from matplotlib.figure import Figure
 from tasks import write_task
 
@@ -103,9 +102,8 @@ def test_watching_ends_with_a_training_that_really_runs(tmp_path: Path) -> None:
     path = write_task(tmp_path)
     endless = ["--set", "training.max_steps=null", "--set", "training.max_minutes=9"]
     endless += ["--set", "training.log_every=1", "--set", "training.patience=99999"]
-    command = [sys.executable, "-m", "mtrain", "train", str(path), *endless]
     run = RunDir(tmp_path / "run")
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as training:
+    with MtrainProcess("train", path, *endless) as training:
         while not (run.metrics_path.exists() and run.metrics_path.stat().st_size):
             assert training.poll() is None
             time.sleep(0.05)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Cli
+from fork_server import MtrainProcess
 from serving import Client, running, with_languages
 from tasks import copy_task
 
@@ -29,12 +30,21 @@ WATCHED = (  # what opens a connection, or asks for an address
 )
 
 
+Process = subprocess.Popen[str] | MtrainProcess
+
+
 @contextmanager
-def started(*arguments: str | Path) -> Iterator[tuple[subprocess.Popen[str], Client]]:
-    """Run `mtrain serve` in a process of its own, on a free port; it tells what it connects to."""
-    code = f"{WATCHED}from mtrain.cli.main import main; main()"
-    command = [sys.executable, "-c", code, "serve", *map(str, arguments), "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+def started(*arguments: str | Path, is_watched: bool = False) -> Iterator[tuple[Process, Client]]:
+    """Run `mtrain serve` on a free port; if it `is_watched`, it tells what it connects to."""
+    command = ["serve", *map(str, arguments), "--port", "0"]
+    process: Process
+    if is_watched:
+        code = f"{WATCHED}from mtrain.cli.main import main; main()"
+        command = [sys.executable, "-c", code, *command]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    else:
+        process = MtrainProcess(*command, stderr=subprocess.PIPE, text=True)
+    with process:
         assert process.stderr is not None
         try:
             line = process.stderr.readline()
@@ -119,7 +129,7 @@ def test_what_is_being_translated_is_finished_when_a_signal_comes(
 
 def test_the_server_opens_no_connection(trained: RunDir, tmp_path: Path) -> None:
     run = with_languages(trained, tmp_path / "run", "en", "de")
-    with started(run) as (process, client):
+    with started(run, is_watched=True) as (process, client):
         for body in ({"q": TEXT}, {"q": f"<p>{TEXT}</p>", "format": "html", "details": True}):
             fields = body | {"source": "auto", "target": "de"}
             assert client.post("/translate", fields).status == 200

@@ -6,19 +6,19 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 import torch
 import yaml
 from builders import single_rank_update
 from conftest import Cli, at_a_terminal, open_terminal, run_mtrain
-from fork_server import needs_fork_server, run_in_child
+from fork_server import MtrainProcess, needs_fork_server, run_in_child
 from run_folders import harm, metrics, step_lines, timeless, weights
 from safetensors.torch import load_file
 from tasks import prepared, reverse_task, stop_at, train, write_task
@@ -1143,15 +1143,17 @@ def test_a_second_training_is_refused_while_the_first_lives_and_not_when_it_died
     source: Path, tmp_path: Path
 ) -> None:
     run = RunDir(tmp_path / "run")
-    command = [sys.executable, "-m", "mtrain", "train", str(source), "--run", str(run.path)]
+    command = ["train", source, "--run", run.path]
     endless = [*command, "--set", "training.max_steps=1000000", "--set", "training.log_every=1"]
     endless += ["--set", "training.patience=1000000"]
-    with subprocess.Popen(endless, stderr=subprocess.PIPE, text=True) as process:
+    with MtrainProcess(*endless, stderr=PIPE, text=True) as process:
         assert process.stderr is not None
         assert any(line.startswith("step 5,") for line in process.stderr)
-        second = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert second.returncode == 2
-        assert second.stderr.splitlines()[-1] == (
+        with MtrainProcess(*command, stderr=PIPE, text=True) as second:
+            assert second.stderr is not None
+            said = second.stderr.read()
+            assert second.wait(60) == 2
+        assert said.splitlines()[-1] == (
             f"mtrain: {run.path}: another process is training in it; wait until it ends, or take "
             "another --run."
         )
@@ -1278,9 +1280,9 @@ def test_a_signal_saves_and_the_same_command_goes_on(
     source: Path, tmp_path: Path, number: int, code: int
 ) -> None:
     run = RunDir(tmp_path / "run")
-    command = [sys.executable, "-m", "mtrain", "train", str(source), "--run", str(run.path)]
+    command = ["train", source, "--run", run.path]
     endless = [*command, "--set", "training.max_steps=1000000", "--set", "training.log_every=1"]
-    with subprocess.Popen(endless, stderr=subprocess.PIPE, text=True) as process:
+    with MtrainProcess(*endless, stderr=PIPE, text=True) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if line.startswith("step 2,"):
@@ -1301,11 +1303,11 @@ def test_a_signal_saves_and_the_same_command_goes_on(
 def test_a_terminal_that_is_closed_costs_no_update(source: Path, tmp_path: Path) -> None:
     """The terminal is gone when the signal comes: nothing can be written there any more."""
     run = RunDir(tmp_path / "run")
-    command = [sys.executable, "-m", "mtrain", "train", str(source), "--run", str(run.path)]
+    command = ["train", source, "--run", run.path]
     command += ["--set", "training.max_steps=1000000", "--set", "training.log_every=1"]
     master, terminal = open_terminal()
-    with subprocess.Popen(
-        command, stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True
+    with MtrainProcess(
+        *command, stdin=terminal, stdout=terminal, stderr=terminal, has_terminal=True
     ) as process:
         os.close(terminal)
         shown = b""
