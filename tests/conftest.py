@@ -268,7 +268,8 @@ def client(pair_models: list[Any]) -> Iterator[Any]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take longest, so that the last processes end together."""
-    longest = ["distributed", "kills", "torchrun", "trainer", "readme", "draw", "doctor"]
+    longest = ["distributed", "kills", "torchrun", "native", "trainer", "finetune", "onnx_page"]
+    longest += ["page", "draw", "cli", "doctor", "server", "readme"]
     place = {f"test_{name}": number for number, name in enumerate(longest)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 

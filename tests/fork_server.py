@@ -10,23 +10,25 @@ import signal
 import subprocess
 import sys
 import termios
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver, reduction
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, Self
 from unittest import mock
 
 import pytest
+
+from mtrain.cli.main import main
 
 PATIENCE_S = 240
 # what tests and their processes import; DistributedDataParallel imports `torch._dynamo`
 PRELOADED = ["conftest", "ranks", "serving", "hostile", "run_folders", "datasets.arrow_writer"]
 PRELOADED += ["torch._dynamo", "mtrain.training.data_parallel", "mtrain.augmentation.augment"]
 PRELOADED += [f"mtrain.cli.{verb}" for verb in ("train", "evaluate", "translate")]
-PRELOADED += ["mtrain.serve.server", "mtrain.exporters.export"]
+PRELOADED += ["mtrain.serve.server", "mtrain.exporters.export", "torch.distributed.run"]
 
 needs_fork_server = pytest.mark.skipif(
     "forkserver" not in multiprocessing.get_all_start_methods(), reason="needs a fork server"
@@ -56,11 +58,12 @@ def run_in_child(
     return process.exitcode
 
 
-class MtrainProcess:
-    """`mtrain ARGUMENTS` in a process of its own: `subprocess.Popen`, without the imports.
+class ForkedProcess:
+    """A program in a process of its own: `subprocess.Popen`, without the imports.
 
     Args:
-        arguments: of the command line.
+        main: the program.
+        argv: what it finds in `sys.argv`.
         stdin, stdout, stderr: `PIPE`, `DEVNULL`, or a file descriptor.
         text: whether pipes take and give str instead of bytes.
         env: the environment; by default that of the tests.
@@ -69,7 +72,9 @@ class MtrainProcess:
 
     def __init__(
         self,
-        *arguments: str | Path,
+        main: Callable[[], object],
+        argv: Sequence[str | Path],
+        *,
         stdin: int = DEVNULL,
         stdout: int = DEVNULL,
         stderr: int = DEVNULL,
@@ -93,10 +98,11 @@ class MtrainProcess:
             ends.append(end)
         self.stdin, self.stdout, self.stderr = own_ends
         self._process = fork_server().Process(
-            target=_run_mtrain,
+            target=_run_program,
             args=(
+                main,
+                list(map(str, argv)),
                 list(map(_Descriptor, ends)),
-                list(map(str, arguments)),
                 dict(os.environ if env is None else env),
                 has_terminal,
             ),
@@ -118,7 +124,7 @@ class MtrainProcess:
     def wait(self, timeout: float = PATIENCE_S) -> int:
         self._process.join(timeout)
         if self.returncode is None:
-            raise subprocess.TimeoutExpired("mtrain", timeout)
+            raise subprocess.TimeoutExpired("a forked process", timeout)
         return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -131,7 +137,7 @@ class MtrainProcess:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
-    def __enter__(self) -> MtrainProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -143,6 +149,13 @@ class MtrainProcess:
             if end is not None:
                 end.close()
         self.wait()
+
+
+class MtrainProcess(ForkedProcess):
+    """`mtrain ARGUMENTS` in a process of its own."""
+
+    def __init__(self, *arguments: str | Path, **streams: Any) -> None:
+        super().__init__(main, ["mtrain", *arguments], **streams)
 
 
 class _Descriptor:
@@ -160,11 +173,13 @@ def _duplicate(sent: Any) -> int:
     return number
 
 
-def _run_mtrain(
-    ends: list[int], arguments: list[str], env: dict[str, str], has_terminal: bool
+def _run_program(
+    main: Callable[[], object],
+    argv: list[str],
+    ends: list[int],
+    env: dict[str, str],
+    has_terminal: bool,
 ) -> None:
-    from mtrain.cli.main import main
-
     if has_terminal:
         os.setsid()
         fcntl.ioctl(ends[0], termios.TIOCSCTTY, 0)
@@ -176,7 +191,7 @@ def _run_mtrain(
     sys.stdin = sys.__stdin__ = _opened(0, "strict")
     sys.stdout = sys.__stdout__ = _opened(1, "strict")
     sys.stderr = sys.__stderr__ = _opened(2, "backslashreplace")
-    sys.argv = ["mtrain", *arguments]
+    sys.argv = argv
     main()
 
 

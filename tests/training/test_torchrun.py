@@ -6,14 +6,14 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
-from fork_server import needs_fork_server
+import torch.distributed.run
+from fork_server import ForkedProcess, needs_fork_server
 from ranks import Ranks, ranks
 from run_folders import step_lines, timeless, weights
 from tasks import reverse_task, train, write_task
@@ -23,7 +23,6 @@ from mtrain.run.run_dir import RunDir
 
 __all__ = ["ranks"]
 
-PATIENCE_S = 240
 ALONE = ["--standalone", "--nproc-per-node=2"]
 OFTEN = ["training.log_every=1", "training.save_every=1", "training.keep_last=3"]
 ENDLESS = ["training.max_steps=1000000", "training.patience=1000000", "training.validate_every=999"]
@@ -42,12 +41,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextlib.contextmanager
 def torchrun(
     launch: list[str], source: Path, run: RunDir, *settings: str
-) -> Iterator[subprocess.Popen[str]]:
+) -> Iterator[ForkedProcess]:
     """Start the training of a config; nothing of it outlives the test."""
-    command = [sys.executable, "-m", "torch.distributed.run", *launch, "-m", "--", "mtrain"]
-    command += ["train", str(source), "--run", str(run.path)]
+    command = ["torchrun", *launch, "-m", "--", "mtrain", "train", str(source)]
+    command += ["--run", str(run.path)]
     command += [part for setting in settings for part in ("--set", setting)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as agent:
+    with ForkedProcess(torch.distributed.run.main, command, stderr=PIPE, text=True) as agent:
         try:
             yield agent
         finally:
@@ -56,7 +55,7 @@ def torchrun(
                     os.kill(pid, signal.SIGKILL)
 
 
-def workers(agent: subprocess.Popen[str]) -> dict[int, int]:
+def workers(agent: ForkedProcess) -> dict[int, int]:
     """Return the processes that an agent has started, by their rank."""
     found = {}
     try:
@@ -71,7 +70,7 @@ def workers(agent: subprocess.Popen[str]) -> dict[int, int]:
     return found
 
 
-def read_until(agent: subprocess.Popen[str], start: str) -> list[str]:
+def read_until(agent: ForkedProcess, start: str) -> list[str]:
     """Return what is said up to the first line that starts so."""
     assert agent.stderr is not None
     said = []
@@ -82,9 +81,11 @@ def read_until(agent: subprocess.Popen[str], start: str) -> list[str]:
     raise AssertionError("".join(said))
 
 
-def rest_of(agent: subprocess.Popen[str]) -> list[str]:
+def rest_of(agent: ForkedProcess) -> list[str]:
     """Return what is said until an agent has ended, and in mtrain's name."""
-    _, err = agent.communicate(timeout=PATIENCE_S)
+    assert agent.stderr is not None
+    err = agent.stderr.read()
+    agent.wait()
     print(err)
     return [line for line in err.splitlines() if line.startswith("mtrain: ")]
 
@@ -131,7 +132,8 @@ def test_sigterm_to_torchrun_saves_and_one_process_goes_on(source: Path, tmp_pat
 
 def test_the_last_words_of_torchrun_repeat_what_is_wrong(source: Path, tmp_path: Path) -> None:
     with torchrun(ALONE, source, RunDir(tmp_path / "run"), "model.d_modl=8") as agent:
-        _, err = agent.communicate(timeout=PATIENCE_S)
+        assert agent.stderr is not None
+        err = agent.stderr.read()
     said = [line for line in err.splitlines() if line.startswith("mtrain: ")]
     assert said == [
         f"mtrain: rank 0: {source}: `model.d_modl` is not a key of the config; did you mean "
