@@ -4,13 +4,14 @@ import ctypes
 import os
 import shutil
 import stat
-import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 from types import SimpleNamespace
 
 import pytest
 from conftest import Cli
+from fork_server import ForkedProcess
 from tasks import write_task
 
 from mtrain.errors import ConfigError
@@ -299,16 +300,21 @@ def test_each_instruction_set_passes_the_tests_of_the_operations(name):
     files = sorted(str(path) for path in Path(__file__).parent.glob("test_*.py"))
     same = ("test_native", "test_build", "test_refusals")
     others = [path for path in files if Path(path).stem not in same]
-    command = [sys.executable, "-m", "pytest", "-qq", "-x", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "-k", "(compiled or multiplied) and not never_holds", *others],
-        env=os.environ | {"MTRAIN_NATIVE": name},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    assert "skipped" not in done.stdout
+    command = ["pytest", "-qq", "-x", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += ["-k", "(compiled or multiplied) and not never_holds", *others]
+    environment = os.environ | {"MTRAIN_NATIVE": name}
+    with ForkedProcess(run_pytest, command, stdout=PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        out = process.stdout.read()
+        assert process.wait() == 0, out
+    assert out.startswith(f"compiled for {name}\n")
+    assert "skipped" not in out
+
+
+def run_pytest() -> None:
+    native.library.cache_clear()
+    print(native.describe(), flush=True)
+    sys.exit(pytest.main(sys.argv[1:]))
 
 
 @needs_libraries
