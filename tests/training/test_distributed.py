@@ -175,7 +175,7 @@ def positions(run: RunDir) -> list[tuple[int, int]]:
 def test_a_training_is_that_of_one_process_to_rounding(
     source: Path, tmp_path: Path, ranks: Ranks, size: int, settings: list[str]
 ) -> None:
-    logged = [*settings, "training.log_every=1"]
+    logged = [*settings, "training.log_every=1", "training.validate_every=6"]
     alone = train(source, *logged, run=str(tmp_path / "alone"))
     run = RunDir(tmp_path / "run")
     ended = ranks.mtrain(size, "train", source, "--run", run.path, *options(*logged))
@@ -203,6 +203,7 @@ def test_a_signal_to_one_rank_saves_and_any_number_of_ranks_goes_on(
     source: Path, tmp_path: Path, ranks: Ranks, size: int, parallel: str
 ) -> None:
     settings = ["training.log_every=1", f"training.parallel={parallel}", "model.dropout=0.0"]
+    settings += ["training.validate_every=6"]
     straight, run = RunDir(tmp_path / "straight"), RunDir(tmp_path / "run")
     command = ["train", str(source), *options(*settings), "--run"]
     assert ranks.mtrain(size, *command, straight.path).codes == [0] * size
@@ -278,8 +279,8 @@ def test_no_rank_holds_all_weights_at_once_when_they_are_sharded(
     source: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
     settings = ["model.d_model=64", "model.d_ff=256", "model.num_encoder_layers=3"]
-    settings += ["model.num_decoder_layers=3", "training.max_steps=4", "training.validate_every=2"]
-    settings += ["training.average=2", "training.parallel=fsdp"]
+    settings += ["model.num_decoder_layers=3", "training.max_steps=2", "training.validate_every=2"]
+    settings += ["training.save_every=1", "training.average=2", "training.parallel=fsdp"]
     command = ["train", str(source), *options(*settings), "--run", str(tmp_path / "run")]
     ended = ranks(2, measured, command, tmp_path)
     assert ended.codes == [0, 0], ended.err
