@@ -25,7 +25,7 @@ sanitize: $(READY)
 
 # the hostile tests with 30 times as many cases, drawn anew, and five times as many kills
 fuzz: native
-	MTRAIN_FUZZ=30 $(BIN)/python -m pytest -q --tb=short -n auto --maxprocesses 4 tests/end_to_end/test_hostile.py tests/end_to_end/test_hostile_run.py tests/end_to_end/test_kills.py tests/serve/test_hostile_requests.py
+	MTRAIN_FUZZ=30 $(BIN)/python -m pytest -q --tb=short -n auto --maxprocesses 4 tests/end_to_end/test_hostile.py tests/end_to_end/test_hostile_run.py tests/end_to_end/test_kills.py tests/augmentation/test_augment.py tests/serve
 
 # the wheel in a fresh environment, far from here: the demo, its scores, pictures and exports
 wheel:

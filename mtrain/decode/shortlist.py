@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -113,6 +113,8 @@ def load(run: RunDir, tokenizer: Tokenizer) -> Shortlist:
                 is_current = (file.metadata() or {}).get("tokenizer") == fingerprint
         except (OSError, SafetensorError) as error:
             raise damaged(path, "must be a file of safetensors, but is not") from error
+        if not _is_sound(likely, always):
+            raise damaged(path, "must have ids of target tokens, but has others")
         if is_current and (len(likely), len(always)) == (len(tokenizer.src), len(tokenizer.tgt)):
             return Shortlist(likely, always, is_shared)
     from mtrain.data.arrow_shards import ShardSet, are_in  # pyarrow takes a tenth of a second
@@ -133,6 +135,14 @@ def load(run: RunDir, tokenizer: Tokenizer) -> Shortlist:
             {"tokenizer": fingerprint},
         )
     return replace(learned, is_shared=is_shared)
+
+
+def _is_sound(likely: NDArray[Any], always: NDArray[Any]) -> bool:
+    """Return whether arrays of a file have the shapes, types and values of a `Shortlist`."""
+    has_types = likely.dtype == np.int64 and always.dtype == np.bool_
+    if not has_types or (likely.ndim, always.ndim) != (2, 1):
+        return False
+    return bool(((likely >= -1) & (likely < len(always))).all())
 
 
 def _sampled_pairs(shards: ShardSet) -> Iterator[Pair]:

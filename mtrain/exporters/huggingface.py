@@ -312,7 +312,9 @@ def _quiet() -> Iterator[Any]:
             from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
             disable_progress_bar()
-            yield transformers
-            enable_progress_bar()
+            try:
+                yield transformers
+            finally:
+                enable_progress_bar()
     finally:
         logging.disable(logging.NOTSET)

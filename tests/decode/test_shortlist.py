@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import Cli
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from mtrain import api
 from mtrain.data.arrow_shards import ShardSet
@@ -91,6 +93,29 @@ def test_without_training_text_or_with_a_damaged_file_there_is_no_shortlist(run:
         load(run)
     (run.path / "shortlist.safetensors").write_bytes(b"no tensors")
     with pytest.raises(RunError, match=r"shortlist.safetensors: must be a file of safetensors"):
+        load(run)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("likely", lambda likely: likely.float()),
+        ("likely", lambda likely: likely[:, 0]),
+        ("likely", lambda likely: likely + len(likely)),
+        ("likely", lambda likely: likely - 1),
+        ("always", lambda always: always.long()),
+        ("always", lambda always: always[:, None]),
+    ],
+)
+def test_a_shortlist_of_other_values_than_ids_is_damaged(run: RunDir, name, change):
+    assert load(run).shortlist is not None
+    path = run.path / "shortlist.safetensors"
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+        tensors = {key: file.get_tensor(key) for key in ("likely", "always")}
+    tensors[name] = change(tensors[name]).contiguous()
+    save_file(tensors, path, metadata)
+    with pytest.raises(RunError, match="must have ids of target tokens, but has others"):
         load(run)
 
 

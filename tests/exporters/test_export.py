@@ -844,6 +844,17 @@ def exported_once(trained: RunDir, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
+def test_progress_bars_of_transformers_come_back_after_an_error() -> None:
+    need("huggingface")
+    from transformers.utils.logging import is_progress_bar_enabled
+
+    assert is_progress_bar_enabled()
+    with contextlib.suppress(ZeroDivisionError), huggingface._quiet():
+        assert not is_progress_bar_enabled()
+        raise ZeroDivisionError
+    assert is_progress_bar_enabled()
+
+
 def test_processes_that_export_a_run_at_once_take_turns(run: RunDir) -> None:
     """One writes the folder, and the others take it as it is."""
     command = ["translate", run.path, "--engine", "ctranslate2"]
