@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from mtrain import api
 from mtrain.cli import options
 from mtrain.errors import ConfigError, RunError
 from mtrain.serve.settings import ServerSettings, read_api_keys
@@ -79,8 +80,6 @@ def serve(
         with_page=page,
         log_text=log_text,
     )
-    from mtrain import api
-    from mtrain.run.logger import PythonLog
     from mtrain.serve.server import serve as serving
 
     models = [
@@ -94,7 +93,7 @@ def serve(
         )
         for path in paths
     ]
-    serving(models, settings, PythonLog().say, engine == "ctranslate2")
+    serving(models, settings, engine == "ctranslate2")
 
 
 def check_installed() -> None:

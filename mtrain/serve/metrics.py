@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Iterator
 
@@ -10,10 +9,9 @@ _BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
 class Metrics:
-    """Counts requests by path and status, and how long they take. Any thread may add."""
+    """Counts requests by path and status, and how long they take; for the event loop's thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._requests: Counter[tuple[str, int]] = Counter()
         self._buckets: Counter[tuple[str, float]] = Counter()
         self._seconds: Counter[str] = Counter()
@@ -22,35 +20,31 @@ class Metrics:
 
     def add_request(self, path: str, status: int, seconds: float) -> None:
         """Count an answered request; `path` is that of a route, not what a client has sent."""
-        with self._lock:
-            self._requests[path, status] += 1
-            self._seconds[path] += seconds  # type: ignore[assignment]
-            for bound in _BOUNDS_S:
-                self._buckets[path, bound] += seconds <= bound
+        self._requests[path, status] += 1
+        self._seconds[path] += seconds  # type: ignore[assignment]
+        for bound in _BOUNDS_S:
+            self._buckets[path, bound] += seconds <= bound
 
     def add(self, num_texts: int, num_chars: int) -> None:
         """Count translated texts."""
-        with self._lock:
-            self._counts["texts"] += num_texts
-            self._counts["characters"] += num_chars
+        self._counts["texts"] += num_texts
+        self._counts["characters"] += num_chars
 
     def lines(self) -> Iterator[str]:
         """Yield the lines that Prometheus reads."""
-        with self._lock:
-            requests, buckets = dict(self._requests), dict(self._buckets)
-            seconds, counts = dict(self._seconds), Counter(self._counts)
         name = "mtrain_http_requests_total"
         yield from (f"# HELP {name} Answered requests.", f"# TYPE {name} counter")
-        for (path, status), count in sorted(requests.items()):
+        for (path, status), count in sorted(self._requests.items()):
             yield f'{name}{{path="{path}",status="{status}"}} {count}'
         name = "mtrain_http_request_duration_seconds"
         yield from (f"# HELP {name} Time until the answer.", f"# TYPE {name} histogram")
-        for path in sorted(seconds):
-            total = sum(count for (other, _), count in requests.items() if other == path)
+        for path in sorted(self._seconds):
+            total = sum(count for (other, _), count in self._requests.items() if other == path)
             for bound in _BOUNDS_S:
-                yield f'{name}_bucket{{path="{path}",le="{bound:g}"}} {buckets[path, bound]}'
+                count = self._buckets[path, bound]
+                yield f'{name}_bucket{{path="{path}",le="{bound:g}"}} {count}'
             yield f'{name}_bucket{{path="{path}",le="+Inf"}} {total}'
-            yield f'{name}_sum{{path="{path}"}} {seconds[path]:.6f}'
+            yield f'{name}_sum{{path="{path}"}} {self._seconds[path]:.6f}'
             yield f'{name}_count{{path="{path}"}} {total}'
         name = "mtrain_http_requests_in_flight"
         yield from (f"# HELP {name} Requests that wait.", f"# TYPE {name} gauge")
@@ -58,4 +52,4 @@ class Metrics:
         for unit in ("texts", "characters"):
             name = f"mtrain_translated_{unit}_total"
             yield from (f"# HELP {name} Translated {unit}.", f"# TYPE {name} counter")
-            yield f"{name} {counts[unit]}"
+            yield f"{name} {self._counts[unit]}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 
 _MAX_CLIENTS = 10_000  # that are remembered; the one that asked longest ago is forgotten
 
@@ -15,18 +14,17 @@ class RateLimit:
 
     Args:
         per_minute: requests; 0 is no limit.
-        now: returns the seconds of a monotonic clock.
     """
 
-    def __init__(self, per_minute: int, now: Callable[[], float] = time.monotonic) -> None:
-        self._per_minute, self._now = per_minute, now
+    def __init__(self, per_minute: int) -> None:
+        self._per_minute = per_minute
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def seconds_to_wait(self, client: str) -> int:
         """Count a request of a client; return 0 if it is allowed, else the seconds to wait."""
         if not self._per_minute:
             return 0
-        now, rate = self._now(), self._per_minute / 60
+        now, rate = time.monotonic(), self._per_minute / 60
         tokens, last_s = self._buckets.pop(client, (float(self._per_minute), now))
         tokens = min(tokens + (now - last_s) * rate, float(self._per_minute))
         is_allowed = tokens >= 1

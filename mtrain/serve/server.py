@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import uvicorn
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from mtrain.api import Model
 from mtrain.errors import ConfigError
 from mtrain.runtime.process_settings import keep_loaded_objects
 from mtrain.serve.app import Server
 from mtrain.serve.settings import ServerSettings
 from mtrain.serve.translation import Translations
 
-if TYPE_CHECKING:
-    from mtrain.api import Model
+logger = logging.getLogger("mtrain")
 
 _GRACE_S = 8  # for the translations that run when a signal ends the server
 _HEAD_TIMEOUT_S = 20.0  # that the head of a request may take to arrive
@@ -119,18 +119,14 @@ def listen(settings: ServerSettings) -> socket.socket:
         ) from None
 
 
-def serve(
-    models: Sequence[Model],
-    settings: ServerSettings,
-    say: Callable[[str], object],
-    is_ctranslate2: bool = False,
-) -> None:
+def serve(models: Sequence[Model], settings: ServerSettings, is_ctranslate2: bool = False) -> None:
     """Answer requests until SIGTERM or SIGINT; then end running translations, within ten seconds.
+
+    The address is logged once connections are accepted.
 
     Args:
         models: one for each pair of languages.
         settings: where to listen, and the limits.
-        say: called with a line that has the address.
         is_ctranslate2: the models search with CTranslate2.
 
     Raises:
@@ -142,7 +138,7 @@ def serve(
         pairs = ", ".join(
             f"{model.config.data.src_lang}-{model.config.data.tgt_lang}" for model in models
         )
-        say(f"{url_of(listening, settings)} translates {pairs}; Ctrl-C ends.")
+        logger.info("%s", f"{url_of(listening, settings)} translates {pairs}; Ctrl-C ends.")
         keep_loaded_objects()
         try:
             http_server(server, settings).run([listening])
