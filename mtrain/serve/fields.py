@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import urllib.parse
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from urllib.parse import parse_qsl
+
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 
 from mtrain.config.language_names import name_of
 from mtrain.serve.errors import RequestError, invalid
-from mtrain.serve.translation import AUTO, NoRouteError, TranslationRequest
-
-if TYPE_CHECKING:
-    from starlette.requests import Request
-
-    from mtrain.serve.settings import ServerSettings
-    from mtrain.serve.translation import Translations
+from mtrain.serve.settings import ServerSettings
+from mtrain.serve.translation import AUTO, NoRouteError, TranslationRequest, Translations
 
 _HALF = re.compile("[\ud800-\udfff]")  # an unpaired surrogate
 _MAX_SHOWN = 40  # characters of a value that an error repeats
@@ -44,25 +43,11 @@ async def read_fields(request: Request) -> Fields:
         if not isinstance(fields, dict):
             raise RequestError(400, "Invalid JSON format")
         return fields
-    if media_type == _FORM:
-        # as in Starlette, but unescaped bytes are read as UTF-8: `curl -d` escapes nothing
-        text = (await request.body()).decode("utf-8", "replace")
-        try:
-            return dict(
-                urllib.parse.parse_qsl(
-                    text, keep_blank_values=True, max_num_fields=_MAX_FORM_FIELDS
-                )
-            )
-        except ValueError:
-            raise invalid("the form cannot be read") from None
-    return await _read_parts(request)
-
-
-async def _read_parts(request: Request) -> Fields:
-    from starlette.datastructures import UploadFile
-    from starlette.exceptions import HTTPException
-
     try:
+        if media_type == _FORM:
+            # as in Starlette, but unescaped bytes are read as UTF-8: `curl -d` escapes nothing
+            text = (await request.body()).decode("utf-8", "replace")
+            return dict(parse_qsl(text, keep_blank_values=True, max_num_fields=_MAX_FORM_FIELDS))
         form = await request.form(max_files=1, max_fields=_MAX_FORM_FIELDS)
     except (HTTPException, ValueError, LookupError):  # LookupError: an unknown charset
         raise invalid("the form cannot be read") from None

@@ -13,12 +13,10 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from mtrain.decode.formats import Translation, word_starts
 from mtrain.serve.languages import has_letters
-
-if TYPE_CHECKING:
-    from mtrain.decode.formats import Translation
 
 _NAMES = re.compile(r"\w+")
 _INLINE = frozenset(
@@ -308,8 +306,6 @@ class _Words:
     """The words of a text as alignments number them, and their spans of characters."""
 
     def __init__(self, text: str) -> None:
-        from mtrain.decode.formats import word_starts
-
         self.text = text
         starts = word_starts(text)
         self.numbers = list(accumulate(starts))  # of each character's word, from 1

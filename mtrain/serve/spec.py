@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mtrain import __version__
-from mtrain.serve.translation import AUTO
-
-if TYPE_CHECKING:
-    from mtrain.serve.settings import ServerSettings
-    from mtrain.serve.translation import Translations
+from mtrain.serve.settings import ServerSettings
+from mtrain.serve.translation import AUTO, Translations
 
 Tree = dict[str, Any]
 

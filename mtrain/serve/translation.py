@@ -6,16 +6,14 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+from mtrain.api import Model
+from mtrain.decode.formats import Link, Translation
 from mtrain.errors import ConfigError
 from mtrain.io.text_lines import TextLines
 from mtrain.serve.html_text import HtmlText
 from mtrain.serve.languages import Detected, LanguageDetector, find_code, has_letters
-
-if TYPE_CHECKING:
-    from mtrain.api import Model
-    from mtrain.decode.formats import Link, Translation
 
 AUTO = "auto"  # a source that is to be detected
 
@@ -173,7 +171,7 @@ class Translations:
         for row, text in enumerate(request.texts):
             source = request.source
             if source == AUTO:
-                visible = _visible(text, request.is_html)
+                visible = "\n".join(HtmlText(text).lines) if request.is_html else text
                 detected[row] = self.detect(visible)[0]
                 source = detected[row].code
                 if not has_letters(visible):
@@ -237,10 +235,6 @@ class Translations:
         return prefixes
 
 
-def _visible(text: str, is_html: bool) -> str:
-    return "\n".join(HtmlText(text).lines) if is_html else text
-
-
 def _alternatives(
     document: _Document, lines: Sequence[Translation], best: str, request: TranslationRequest
 ) -> tuple[str, ...]:
@@ -263,8 +257,6 @@ def _through(
     limits: _Limits,
 ) -> list[Translation]:
     """Translate lines by each model in turn; only the last one has prefixes and alternatives."""
-    from mtrain.decode.formats import Translation
-
     translations: list[Translation] = []
     for model in models:
         is_last = model is models[-1]

@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from mtrain.decode.formats import Translation
+from mtrain.decode.formats import Translation, number_words, word_starts
 
 
 def cut_words(text: str) -> list[str]:
     """Return the words of a text, each with the spaces after it."""
-    from mtrain.decode.formats import word_starts
-
     firsts = [at for at, is_start in enumerate(word_starts(text)) if is_start]
     return [text[start:end] for start, end in pairwise([*firsts, len(text)])]
 
@@ -24,8 +20,6 @@ def word_probs(translation: Translation, num_words: int) -> list[float]:
 
     It is empty if the search computed no log-probabilities.
     """
-    from mtrain.decode.formats import number_words
-
     if not translation.token_log_probs:
         return []
     sums, first = [0.0] * num_words, 0
