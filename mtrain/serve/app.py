@@ -9,7 +9,6 @@ import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
-from http import HTTPStatus
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -23,6 +22,7 @@ from mtrain.config.language_names import name_of
 from mtrain.serve import page
 from mtrain.serve.errors import RequestError
 from mtrain.serve.fields import Fields, no_route, read_fields, read_texts, read_translation
+from mtrain.serve.languages import Detected
 from mtrain.serve.metrics import Metrics
 from mtrain.serve.middleware import RequestMiddleware
 from mtrain.serve.rate_limit import RateLimit
@@ -117,14 +117,17 @@ class Server:
             raise no_route(error) from None
         if results is None:
             return Response(status_code=_CLIENT_GONE)
-        self._metrics.add(len(texts), sum(map(len, texts)))
-        request.state.num_texts, request.state.num_chars = len(texts), sum(map(len, texts))
+        num_chars = sum(map(len, texts))
+        self._metrics.add(len(texts), num_chars)
+        request.state.num_texts, request.state.num_chars = len(texts), num_chars
         if self._settings.log_text:
             for text, result in zip(texts, results, strict=True):
                 logger.info("%s", json.dumps([text, result.text], ensure_ascii=False))
         answer: dict[str, Any] = {"translatedText": [result.text for result in results]}
         if translation_request.source == AUTO:
-            answer["detectedLanguage"] = [_detected_tree(result) for result in results]
+            answer["detectedLanguage"] = [
+                _detected_tree(result.detected) for result in results if result.detected
+            ]
         if translation_request.num_alternatives:
             answer["alternatives"] = [list(result.alternatives) for result in results]
         if any(result.pivot for result in results):
@@ -142,11 +145,7 @@ class Server:
         detected = await self._in_thread(
             request, lambda _: self._translations.detect("\n".join(texts))
         )
-        ranked = [
-            {"confidence": language.confidence, "language": language.code}
-            for language in detected or []
-        ]
-        return _JsonResponse(ranked)
+        return _JsonResponse([_detected_tree(language) for language in detected or []])
 
     async def _languages(self, request: Request) -> Response:
         languages = []
@@ -241,9 +240,7 @@ class Server:
             future.exception()  # retrieved here, in case the client has disconnected
 
 
-def _detected_tree(result: TranslatedText) -> dict[str, Any]:
-    detected = result.detected
-    assert detected is not None
+def _detected_tree(detected: Detected) -> dict[str, Any]:
     return {"confidence": detected.confidence, "language": detected.code}
 
 
@@ -284,19 +281,13 @@ async def _refuse(text: str, request: Request) -> Response:
 
 async def _answer_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return error_response(error)
-
-
-def error_response(error: RequestError) -> Response:
-    """Return the response to a request that is refused."""
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
     return _JsonResponse({"error": error.text}, error.status, headers)
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    text = HTTPStatus(error.status_code).phrase
-    return _JsonResponse({"error": text}, error.status_code, error.headers)
+    return _JsonResponse({"error": error.detail}, error.status_code, error.headers)
 
 
 async def _answer_exception(request: Request, error: Exception) -> Response:

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Collection
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mtrain.serve.errors import RequestError
@@ -69,16 +70,16 @@ class RequestMiddleware:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] == "OPTIONS":
-            await _send(send, 204, b"", close=False)
+            await Response(status_code=204)(scope, receive, send)
             return
         try:
             async with asyncio.timeout(_BODY_TIMEOUT_S):
                 body = await self._read_body(scope, receive)
         except TimeoutError:
-            await _send_error(send, RequestError(408, "Request Timeout"))
+            await _closing(RequestError(408, "Request Timeout"))(scope, receive, send)
             return
         except RequestError as error:
-            await _send_error(send, error)
+            await _closing(error)(scope, receive, send)
             return
         if body is None:
             return
@@ -122,14 +123,9 @@ class RequestMiddleware:
         logger.info("%s", f"{scope['method']} {path} {status} {seconds * 1000:.0f} ms{texts}")
 
 
-async def _send_error(send: Send, error: RequestError) -> None:
-    """Answer, and close the connection: the rest of the body may still come."""
-    await _send(send, error.status, json.dumps({"error": error.text}).encode(), close=True)
-
-
-async def _send(send: Send, status: int, body: bytes, close: bool) -> None:
-    headers = [(b"content-type", b"application/json")] if body else []
-    headers += [(b"content-length", str(len(body)).encode())] if body else []
-    headers += [(b"connection", b"close")] if close else []
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _closing(error: RequestError) -> Response:
+    """Return an answer that closes the connection: the rest of the body may still come."""
+    body, headers = json.dumps({"error": error.text}), {"Content-Type": "application/json"}
+    response = Response(body, error.status, headers)
+    response.headers["Connection"] = "close"
+    return response

@@ -74,19 +74,15 @@ def openapi(settings: ServerSettings, translations: Translations) -> Tree:
         ["code", "name", "targets"],
     )
     detect_request = _object({"q": required_texts, "api_key": _API_KEY}, ["q"])
+    health = _object({"status": _TEXT}, ["status"])
     paths = {
         "/translate": _post("Translate", request, answer),
         "/detect": _post("Detect a language", detect_request, {"type": "array", "items": detected}),
-        "/languages": _get("List the languages", {"type": "array", "items": language}),
-        "/frontend/settings": _get("Show limits and defaults", {"type": "object"}),
-        "/health": _get("Tell whether the server answers", _object({"status": _TEXT}, ["status"])),
-        "/spec": _get("Show this document", {"type": "object"}),
-        "/metrics": {
-            "get": {
-                "summary": "Show counts for Prometheus",
-                "responses": {"200": {"description": "ok", "content": {"text/plain": {}}}},
-            }
-        },
+        "/languages": _get("List the languages", _json({"type": "array", "items": language})),
+        "/frontend/settings": _get("Show limits and defaults", _json({"type": "object"})),
+        "/health": _get("Tell whether the server answers", _json(health)),
+        "/spec": _get("Show this document", _json({"type": "object"})),
+        "/metrics": _get("Show counts for Prometheus", {"text/plain": {}}),
     }
     schema = _object({"confidence": {"type": "number"}, "language": _TEXT}, ["language"])
     return {
@@ -112,13 +108,19 @@ def _one_or_list(schema: Tree) -> Tree:
     return {"oneOf": [schema, {"type": "array", "items": schema}]}
 
 
-def _get(summary: str, answer: Tree) -> Tree:
-    content = {"application/json": {"schema": answer}}
-    return {"get": {"summary": summary, "responses": _responses(content, [])}}
+def _json(schema: Tree) -> Tree:
+    return {"application/json": {"schema": schema}}
+
+
+def _ok(content: Tree) -> Tree:
+    return {"200": {"description": "ok", "content": content}}
+
+
+def _get(summary: str, content: Tree) -> Tree:
+    return {"get": {"summary": summary, "responses": _ok(content)}}
 
 
 def _post(summary: str, request: Tree, answer: Tree) -> Tree:
-    content = {"application/json": {"schema": answer}}
     form_properties = {
         key: value["oneOf"][0] if "oneOf" in value else value
         for key, value in request["properties"].items()
@@ -128,16 +130,9 @@ def _post(summary: str, request: Tree, answer: Tree) -> Tree:
     form = request | {"properties": form_properties}
     body = {
         "required": True,
-        "content": {
-            "application/json": {"schema": request},
-            "application/x-www-form-urlencoded": {"schema": form},
-        },
+        "content": _json(request) | {"application/x-www-form-urlencoded": {"schema": form}},
     }
-    responses = _responses(content, list(_ERRORS))
+    error = _json(_object({"error": _TEXT}, ["error"]))
+    refused = {status: {"description": text, "content": error} for status, text in _ERRORS.items()}
+    responses = _ok(_json(answer)) | refused
     return {"post": {"summary": summary, "requestBody": body, "responses": responses}}
-
-
-def _responses(content: Tree, statuses: list[str]) -> Tree:
-    error = {"application/json": {"schema": _object({"error": _TEXT}, ["error"])}}
-    refused = {status: {"description": _ERRORS[status], "content": error} for status in statuses}
-    return {"200": {"description": "ok", "content": content}, **refused}
