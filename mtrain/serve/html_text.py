@@ -116,12 +116,12 @@ class _BlockPiece(NamedTuple):
     Attributes:
         raw: the HTML as in the source.
         text: the unescaped text to translate; None for markup.
-        element: the number of the element that a tag opens or closes.
+        is_start, is_end: whether a tag opens an element, or closes the innermost open one.
     """
 
     raw: str
     text: str | None = None
-    element: int | None = None
+    is_start: bool = False
     is_end: bool = False
 
 
@@ -136,8 +136,7 @@ class _Block:
     """
 
     pieces: list[_BlockPiece] = field(default_factory=list)
-    open_elements: list[tuple[str, int]] = field(default_factory=list)
-    num_elements: int = 0
+    open_elements: list[str] = field(default_factory=list)
     is_whole: bool = True
 
     @property
@@ -149,22 +148,17 @@ class _Block:
         return [whole] if has_letters(whole) else []
 
     def add_start(self, token: _HtmlToken) -> None:
-        self.pieces.append(_BlockPiece(token.raw, None, self.num_elements))
-        self.open_elements.append((token.name, self.num_elements))
-        self.num_elements += 1
+        self.pieces.append(_BlockPiece(token.raw, is_start=True))
+        self.open_elements.append(token.name)
         self.is_whole = self.is_whole and len(self.open_elements) <= _MAX_DEPTH
 
     def add_end(self, token: _HtmlToken) -> None:
-        name, element = self.open_elements[-1] if self.open_elements else ("", None)
-        if name != token.name:  # not the innermost open element: tags must stay where they are
-            self.is_whole = False
-            self.pieces.append(_BlockPiece(token.raw))
-            return
-        self.open_elements.pop()
-        self.pieces.append(_BlockPiece(token.raw, None, element, True))
-
-    def close(self) -> None:
-        self.is_whole = self.is_whole and not self.open_elements
+        is_innermost = self.open_elements[-1:] == [token.name]
+        if is_innermost:
+            self.open_elements.pop()
+        else:
+            self.is_whole = False  # tags must stay where they are
+        self.pieces.append(_BlockPiece(token.raw, is_end=is_innermost))
 
 
 class HtmlText:
@@ -198,11 +192,10 @@ class HtmlText:
                 continue
             else:
                 raws = [token.raw]
+                is_inline = token.kind == "other" or token.name in _INLINE | _INLINE_UNTRANSLATED
                 if _is_untranslated(token):
                     skipped = [token.name]
-                    is_inline = token.name in _INLINE | _INLINE_UNTRANSLATED
                     continue
-                is_inline = token.kind == "other" or token.name in _INLINE | _INLINE_UNTRANSLATED
             if not is_inline:
                 block = self._next_block(block)
                 self._parts.append("".join(raws))
@@ -215,16 +208,14 @@ class HtmlText:
         if skipped:
             block.pieces.append(_BlockPiece("".join(raws)))
         self._next_block(block)
-        for part in self._parts:
-            if isinstance(part, _Block):
-                part.is_whole = part.is_whole and (has_alignment or len(part.pieces) == 1)
-        self.lines = [
-            line for part in self._parts if isinstance(part, _Block) for line in part.lines
-        ]
+        blocks = [part for part in self._parts if isinstance(part, _Block)]
+        for block in blocks:
+            is_placed = has_alignment or len(block.pieces) == 1
+            block.is_whole = block.is_whole and not block.open_elements and is_placed
+        self.lines = [line for block in blocks for line in block.lines]
 
     def _next_block(self, block: _Block) -> _Block:
         if block.pieces:
-            block.close()
             self._parts.append(block)
         return _Block()
 
@@ -289,14 +280,14 @@ def _read_spans(block: _Block) -> tuple[str, _TagSpan]:
             is_double = text.endswith(" ") and piece.text.startswith(" ")
             text += piece.text[is_double:]
         elif piece.is_end:
-            open_spans[-1].end, open_spans[-1].close_tag = len(text), piece.raw
-            open_spans.pop()
+            span = open_spans.pop()
+            span.end, span.close_tag = len(text), piece.raw
         else:
             span = _TagSpan(len(text), len(text), piece.raw)
             span.is_after_space = text.endswith(" ")
             open_spans[-1].children.append(span)
             since_text.append(span)
-            if piece.element is not None:
+            if piece.is_start:
                 open_spans.append(span)
     root.end = len(text)
     return text, root
@@ -326,9 +317,8 @@ class _Placement:
     """Puts the markup of a source text around the words of its translation."""
 
     def __init__(self, source: str, translation: Translation) -> None:
-        offset = len(source) - len(source.lstrip(" "))
-        self._src, self._offset = _Words(source.strip(" ")), offset
-        self._tgt = _Words(translation.text)
+        self._offset = len(source) - len(source.lstrip(" "))
+        self._src, self._tgt = _Words(source.strip(" ")), _Words(translation.text)
         self._targets: dict[int, list[int]] = {}
         for link in translation.alignment or ():
             if link.tgt < len(self._tgt.firsts):
@@ -410,8 +400,7 @@ def _move(span: _TagSpan, start: int, end: int) -> None:
 def _placed(block: _Block, translation: Translation) -> str:
     source, root = _read_spans(block)
     text = translation.text
-    words = _Words(text)
-    if not words.firsts:
+    if not any(word_starts(text)):
         tags = "".join(piece.raw for piece in block.pieces if piece.text is None)
         return f"{_escaped(text)}{tags}"
     whole = _TagSpan(0, len(text))

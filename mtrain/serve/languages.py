@@ -43,17 +43,16 @@ class LanguageDetector:
 
         self._codes = list(codes)
         self._identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
-        code_of: dict[str, str] = {}
+        self._code_of: dict[str, str] = {}
         for code in codes:
             candidates = {code.lower(), code.lower().split("-")[0]}
             candidates |= {
                 name.split("-")[0] for names in _ALIASES if code.lower() in names for name in names
             }
             for label in candidates & set(self._identifier.labels):
-                code_of.setdefault(label, code)
-        self._code_of = code_of
-        if code_of:
-            self._identifier.set_languages(sorted(code_of))
+                self._code_of.setdefault(label, code)
+        if self._code_of:
+            self._identifier.set_languages(sorted(self._code_of))
 
     def rank(self, text: str) -> list[Detected]:
         """Return at most three languages, the likeliest first.

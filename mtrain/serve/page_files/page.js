@@ -11,7 +11,7 @@ const [from, to] = [$("source-language"), $("target-language")];
 
 let settings = { charLimit: -1, maxTexts: 1, maxAlternatives: 0, keyRequired: false };
 let languages = [];
-let shown = { text: "", lines: [], lineOf: [] }; // the translation on the page
+let shown = { text: "", lines: [] }; // the translation on the page
 let running = null; // the AbortController of the last request
 let timer = 0;
 let detected = null;
