@@ -13,13 +13,13 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
+
+from tqdm import tqdm
 
 from mtrain.errors import ConfigError
 from mtrain.io import atomic
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
+from mtrain.run.logger import Stderr, is_live
 
 T = TypeVar("T")
 
@@ -37,8 +37,6 @@ class _StderrHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one line; a warning begins with the name of the program."""
-        from mtrain.run.logger import Stderr
-
         prefix = "mtrain: " if record.levelno >= logging.WARNING else ""
         Stderr().say(prefix + record.getMessage())
 
@@ -94,14 +92,9 @@ def warn(text: str) -> None:
     logging.getLogger("mtrain").warning("%s", text)
 
 
-@contextmanager
-def reading(total: int | None) -> Iterator[tqdm[NoReturn]]:
-    """Show a progress bar of bytes read, on a terminal only; yield it, to be updated."""
-    from tqdm import tqdm
-
-    from mtrain.run.logger import is_live
-
-    with tqdm(
+def reading(total: int | None) -> tqdm[NoReturn]:
+    """Return a progress bar of bytes read, to be updated; it is shown on a terminal only."""
+    return tqdm(
         total=total,
         unit="B",
         unit_scale=True,
@@ -109,16 +102,11 @@ def reading(total: int | None) -> Iterator[tqdm[NoReturn]]:
         file=sys.stderr,
         disable=not is_live(),
         leave=False,
-    ) as bar:
-        yield bar
+    )
 
 
 def with_progress(lines: Iterable[T], output: Path | None) -> Iterable[T]:
     """Show sentences a second on a terminal, when the lines themselves go elsewhere."""
-    from tqdm import tqdm
-
-    from mtrain.run.logger import is_live
-
     is_seen = is_live() and not (output is None and sys.stdout.isatty())
     return tqdm(lines, unit=" sentences", smoothing=0.1, disable=not is_seen)
 

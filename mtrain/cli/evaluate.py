@@ -88,8 +88,7 @@ def evaluate(
         text = _read_text(src, refs, folders[0], process_group)
         if score:
             tests_read = text or evaluation.read_tests(folders[0], names)
-            scores = evaluation.reference_scores(load(folders[0]), tests_read)
-            console.put(scores, output) if process_group.is_first else list(scores)
+            lines = evaluation.reference_scores(load(folders[0]), tests_read)
         else:
             scoring_args = options.given({"metrics": _names(metrics), "num_resamples": resamples})
             if comet is not None and process_group.is_first:
@@ -99,7 +98,7 @@ def evaluate(
                 folders, compared_paths, names, scoring, details, text, loading.products, shortlist
             )
             lines = _lines(plan, load, json, process_group)
-            console.put(lines, output) if process_group.is_first else list(lines)
+        console.put(lines, output) if process_group.is_first else list(lines)
 
 
 def _lines(

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from mtrain import api
 from mtrain.config import sections
 from mtrain.errors import ConfigError
 
@@ -43,7 +44,7 @@ NoRepeatOption = Annotated[
     int | None, typer.Option(min=0, metavar="N", help="Write no N subwords in a row twice.")
 ]
 ShortlistOption = Annotated[
-    Literal["fast"] | None,
+    api.Shortlist | None,
     typer.Option(help="Rank only tokens that the training text makes likely: faster, not exact."),
 ]
 MbrOption = Annotated[
@@ -58,11 +59,11 @@ BatchOption = Annotated[
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 PrecisionOption = Annotated[
-    Literal["auto", "float32", "bfloat16", "int8"],
+    api.Precision,
     typer.Option(help="Of products; auto is float32, int8 is faster with AVX2 or VNNI."),
 ]
 EngineOption = Annotated[
-    Literal["mtrain", "ctranslate2"],
+    api.Engine,
     typer.Option(help="ctranslate2 exports once, into RUN/ctranslate2; text only."),
 ]
 TranslateArguments = Annotated[

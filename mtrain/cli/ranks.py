@@ -19,6 +19,7 @@ from mtrain.cli import console
 from mtrain.errors import ConfigError, LostError, UserError
 from mtrain.io.text_width import fitted
 from mtrain.runtime.process_group import SINGLE, ProcessGroup, read_torchrun_env
+from mtrain.runtime.signals import Stopped
 
 _HEAD_START_S = 3.0  # of rank 0, which reports a mistake in the command line
 
@@ -109,34 +110,25 @@ def joined_process_group(advice: str) -> Iterator[ProcessGroup]:
     try:
         yield process_group
         process_group.close()
-    except (UserError, OSError):
-        _exit_unless_first_to_report(process_group)
-        raise
-    except RuntimeError as error:
-        _exit_unless_first_to_report(process_group)
+    except (UserError, OSError, RuntimeError) as error:
+        if not process_group.claim_error_report():
+            sys.exit(2)  # silently: another rank has reported an error
         if torch_process_group.is_lost(error):
             raise LostError(
                 "another rank ended without an error message: it was killed, or its machine is "
                 f"gone; {advice}"
             ) from None
-        print(
-            f"mtrain: {_rank_prefix()}has failed, and all ranks end; where it failed:",
-            file=sys.stderr,
-        )
+        if isinstance(error, RuntimeError):
+            print(
+                f"mtrain: {_rank_prefix()}has failed, and all ranks end; where it failed:",
+                file=sys.stderr,
+            )
         raise
-
-
-def _exit_unless_first_to_report(process_group: ProcessGroup) -> None:
-    """Exit silently if another rank has reported an error."""
-    if not process_group.claim_error_report():
-        sys.exit(2)
 
 
 @contextmanager
 def exit_when_stopped(run_dir: Path | str, process_group: ProcessGroup = SINGLE) -> Iterator[None]:
     """Exit with 128 plus the signal's number if a signal stopped the training."""
-    from mtrain.runtime.signals import Stopped
-
     try:
         yield
     except Stopped as stopped:

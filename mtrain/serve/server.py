@@ -110,9 +110,9 @@ def listen(settings: ServerSettings) -> socket.socket:
         # without it an answer in two writes waits 40 ms for the client's delayed acknowledgement
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listening
-    except (OSError, OverflowError) as error:
-        number = getattr(error, "errno", None) or 0
-        reason = os.strerror(number) if number > 0 else getattr(error, "strerror", "") or str(error)
+    except OSError as error:
+        number = error.errno or 0
+        reason = os.strerror(number) if number > 0 else error.strerror or str(error)
         raise ConfigError(
             f"`--host` and `--port` must name an address to listen on, but {settings.host} port "
             f"{settings.port} cannot be used: {reason}."
