@@ -20,6 +20,7 @@ from mtrain.decode.translator import Translator
 from mtrain.errors import ConfigError
 from mtrain.evaluation.evaluation import TestReport, read_tests, report_on
 from mtrain.evaluation.metrics import ScoringOptions, TestSet, format_value, tokenizer_note
+from mtrain.evaluation.significance import P_LIMIT
 from mtrain.io.table import format_table
 from mtrain.model.transformer import num_parameters
 from mtrain.run.load_model import LoadOptions
@@ -29,7 +30,6 @@ from mtrain.run.run_dir import RunDir
 _LAYERS = {"deep-shallow": (6, 1), "6-1": (6, 1), "12-1": (12, 1), "6-2": (6, 2)}
 _TINY = next(preset.model for preset in PRESETS if preset.name == "tiny")
 _WARM_UP_LINES = 8
-_P_LIMIT = 0.05
 
 
 def student_model(student: Student, teacher: ModelConfig) -> ModelConfig:
@@ -120,22 +120,20 @@ def as_text(report: DistillReport) -> Iterator[str]:
         for system, result in zip(report.systems, of_test.results, strict=True):
             for score in result.scores:
                 test = comparison_of.get((result.system, score.metric))
-                p_values = [test.p_bootstrap, test.p_randomization] if test else []
-                marked = [f"{p:.4f}{'*' if p < _P_LIMIT else ' '}" for p in p_values]
                 interval = format_value(score.metric, score.half_width or 0.0)
                 rows.append(
                     [
                         *(name, system.name, system.search, f"{system.num_parameters:,}"),
                         *(f"{system.lines_per_s:,.1f}", score.metric),
                         *(format_value(score.metric, score.value), f"± {interval}"),
-                        *(marked or ["", ""]),
+                        *(test.format_p_values() if test else ["", ""]),
                     ]
                 )
     yield from format_table(rows, "<<<>><>>>>")
     if note := tokenizer_note(report.tgt_lang):
         yield note
     yield "p: chance of such a difference to the teacher with its beam if neither is better; bs by"
-    yield f"   paired bootstrap, ar by approximate randomisation; * is below {_P_LIMIT}"
+    yield f"   paired bootstrap, ar by approximate randomisation; * is below {P_LIMIT}"
 
 
 def _measure(

@@ -13,8 +13,6 @@ from mtrain.io.table import format_table
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.process_group import SINGLE, ProcessGroup
 
-_P_LIMIT = 0.05
-
 
 def tests_of_both(run: RunDir, other: RunDir) -> dict[str, TestSet]:
     """Return the test sets of two runs by name; those with the same content are listed once.
@@ -89,13 +87,7 @@ def as_table(reports: Sequence[TestReport]) -> Iterator[str]:
         first, second = report.results
         for old, new, test in zip(first.scores, second.scores, report.comparisons, strict=True):
             values = [format_value(old.metric, score.value) for score in (old, new)]
-            change = format_value(old.metric, test.difference)
-            p_values = [
-                f"{p:.4f}{'*' if p < _P_LIMIT else ' '}"
-                for p in (test.p_bootstrap, test.p_randomization)
-            ]
-            sign = "" if change.startswith("-") else "+"
+            change = [test.format_difference(), *test.format_p_values()]
             num_lines = f"{len(first.lines.src):,}"
-            cells = [first.name, num_lines, old.metric, *values, f"{sign}{change}", *p_values]
-            rows.append(cells)
+            rows.append([first.name, num_lines, old.metric, *values, *change])
     yield from format_table(rows, "<><" + ">" * 5)

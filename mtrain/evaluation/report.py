@@ -9,6 +9,7 @@ from dataclasses import asdict
 from mtrain.evaluation.breakdown import Breakdown, Example, LineGroup
 from mtrain.evaluation.evaluation import TestReport, TestResult
 from mtrain.evaluation.metrics import format_value
+from mtrain.evaluation.significance import P_LIMIT
 from mtrain.io.table import format_table
 from mtrain.io.text_width import visible, wrapped
 
@@ -16,7 +17,6 @@ _WIDTH = 80
 _INDENT = 4
 _LABEL = 11  # columns before the text of a line
 _MAX_ROWS = 4  # of a long line's text
-_P_LIMIT = 0.05  # a difference of a lower p-value is marked
 
 
 def as_text(reports: Sequence[TestReport]) -> Iterator[str]:
@@ -33,7 +33,7 @@ def as_text(reports: Sequence[TestReport]) -> Iterator[str]:
             yield f"  translated with `--shortlist {report.shortlist}`"
     if any(report.comparisons for report in reports):
         yield "p: chance of such a difference to the first system if neither is better; bs by"
-        yield f"   paired bootstrap, ar by approximate randomisation; * is below {_P_LIMIT}"
+        yield f"   paired bootstrap, ar by approximate randomisation; * is below {P_LIMIT}"
     for report in reports:
         for result in report.results:
             if result.breakdown is not None:
@@ -105,10 +105,7 @@ def _metric_table(report: TestReport, index: int) -> Iterator[str]:
     for result, score in zip(report.results, scores, strict=True):
         cells = [""] * len(heads)
         if comparison := comparisons.get(result.system):
-            difference = format_value(metric, comparison.difference)
-            cells = [difference if difference.startswith("-") else f"+{difference}"]
-            for p_value in (comparison.p_bootstrap, comparison.p_randomization):
-                cells.append(f"{p_value:.4f}{'*' if p_value < _P_LIMIT else ' '}")
+            cells = [comparison.format_difference(), *comparison.format_p_values()]
         rows.append([f"  {score.format()}", *cells, result.system])
     for summary in report.summary:
         if summary.metric == metric:

@@ -14,7 +14,9 @@ from sacrebleu.metrics.base import Metric
 from sacrebleu.significance import PairedTest
 
 from mtrain.evaluation.comet import NUM_TRIALS, paired_p_values
-from mtrain.evaluation.metrics import Scorer
+from mtrain.evaluation.metrics import Scorer, format_value
+
+P_LIMIT = 0.05  # a difference of a lower p-value is marked
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,16 @@ class SystemComparison:
     bootstrap_signature: str  # sacreBLEU's
     randomization_signature: str
 
+    def format_difference(self) -> str:
+        """Return the difference with its sign."""
+        text = format_value(self.metric, self.difference)
+        return text if text.startswith("-") else f"+{text}"
+
+    def format_p_values(self) -> list[str]:
+        """Return the p-values of the bootstrap and of randomisation, a * after low ones."""
+        p_values = (self.p_bootstrap, self.p_randomization)
+        return [f"{p:.4f}{'*' if p < P_LIMIT else ' '}" for p in p_values]
+
 
 def compare(scorer: Scorer, outputs: Mapping[str, list[str]]) -> list[SystemComparison]:
     """Compare each system with the first one, by every metric of `scorer`.
@@ -43,40 +55,32 @@ def compare(scorer: Scorer, outputs: Mapping[str, list[str]]) -> list[SystemComp
     """
     baseline, *systems = outputs
     comparisons: list[SystemComparison] = []
-
-    def add(
-        metric: str,
-        system: str,
-        difference: float,
-        p_values: tuple[float, float],
-        signatures: tuple[str, str],
-    ) -> None:
-        p_values = p_values if difference else (1.0, 1.0)
-        comparisons.append(
-            SystemComparison(metric, baseline, system, difference, *p_values, *signatures)
-        )
-
     num_resamples, comet = scorer.options.num_resamples, scorer.options.comet
     for metric in scorer.metrics:
         metric.n_bootstrap = metric.seed = None  # else an interval stays in the signatures
         name, by_bs, bs_signature = _paired_test(outputs, metric, "bs", num_resamples)
         _, by_ar, ar_signature = _paired_test(outputs, metric, "ar", NUM_TRIALS)
+        signatures = bs_signature, ar_signature
         for system, bs, ar in zip(systems, by_bs[1:], by_ar[1:], strict=True):
+            difference = float(bs.score - by_bs[0].score)
             p_values = float(bs.p_value or 0.0), float(ar.p_value or 0.0)
-            add(
-                name,
-                system,
-                float(bs.score - by_bs[0].score),
-                p_values,
-                (bs_signature, ar_signature),
+            if not difference:
+                p_values = 1.0, 1.0
+            comparisons.append(
+                SystemComparison(name, baseline, system, difference, *p_values, *signatures)
             )
     if comet is not None:
         signatures = comet.signature("bs", num_resamples), comet.signature("ar", NUM_TRIALS)
         before = scorer.comet_values(outputs[baseline])
         for system in systems:
             after = scorer.comet_values(outputs[system])
-            p_values = paired_p_values(before, after, num_resamples)
-            add("COMET", system, float(after.mean() - before.mean()), p_values, signatures)
+            difference = float(after.mean() - before.mean())
+            p_values = 1.0, 1.0
+            if difference:
+                p_values = paired_p_values(before, after, num_resamples)
+            comparisons.append(
+                SystemComparison("COMET", baseline, system, difference, *p_values, *signatures)
+            )
     return comparisons
 
 
