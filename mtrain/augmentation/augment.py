@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, islice
+from itertools import chain, islice, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,6 @@ from mtrain.augmentation.text import (
     RepeatedSides,
     find_repeats,
     mono_rows,
-    paired_rows,
     paths_of_text,
     real_text,
 )
@@ -36,6 +35,7 @@ from mtrain.corpus import dropped, length_stats, synthetic
 from mtrain.corpus.dropped import DroppedPair
 from mtrain.corpus.formats import paths_of
 from mtrain.corpus.length_stats import CorpusStats
+from mtrain.corpus.reader import read_pairs
 from mtrain.decode import translator as translating
 from mtrain.decode.options import DecodingOptions
 from mtrain.decode.pipeline import BLOCK_LINES, LineTranslator, Warn
@@ -326,8 +326,9 @@ def _read_text(request: AugmentRequest, real: TrainText, directory: Path, warn: 
     """
 
     def read(warn: Warn) -> Iterator[InputRow]:
-        pairs = paired_rows(real) if request.with_training_text else iter(())
-        return chain(pairs, mono_rows(request.texts, request.mode == "back", warn))
+        if request.with_training_text:
+            yield from starmap(InputRow, read_pairs(real))
+        yield from mono_rows(request.texts, request.mode == "back", warn)
 
     repeats = find_repeats(read(warn), directory)
     if not len(repeats.src):
@@ -345,13 +346,6 @@ def _load(request: AugmentRequest, directions: Sequence[bool]) -> list[_Engine]:
 
 def _load_one(request: AugmentRequest, runs: Sequence[RunDir]) -> Translator:
     return translating.load(runs, _options(request, runs[0]), request.loading)
-
-
-def _blocks(text: _Text, first: int) -> Iterator[list[InputRow]]:
-    """Yield the rows of the text, from row `first` on, part by part."""
-    rows = islice(text.read(), first, None)
-    while block := list(islice(rows, PART_LINES)):
-        yield block
 
 
 def _translate(engine: _Engine, text: _Text, first: int) -> Generator[_Translated, None, None]:
@@ -381,7 +375,8 @@ def _translate(engine: _Engine, text: _Text, first: int) -> Generator[_Translate
 def _parts(engine: _Engine, text: _Text, first: int) -> Iterator[_Translated]:
     """Yield parts with the lines that an engine translates, and why others are skipped."""
     repeated = text.repeats.tgt if engine.is_back else text.repeats.src
-    for block in _blocks(text, first):
+    rows = islice(text.read(), first, None)
+    while block := list(islice(rows, PART_LINES)):
         lines = [row.tgt if engine.is_back else row.src for row in block]
         is_repeat = repeated[first : first + len(block)].tolist()
         reasons = [*map(_early_reason, lines, is_repeat)]

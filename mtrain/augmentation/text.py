@@ -12,7 +12,6 @@ import numpy as np
 from mtrain.audit.features import Feature, Flags, measure
 from mtrain.config.corpora import SyntheticCorpus, TrainText, corpora_of
 from mtrain.corpus.formats import paths_of
-from mtrain.corpus.reader import read_pairs
 from mtrain.decode.pipeline import Warn
 from mtrain.io.atomic import append
 from mtrain.io.lines import read_forgiving
@@ -46,15 +45,6 @@ def real_text(train: TrainText) -> TrainText:
     """Return the corpora of the training text that are not synthetic."""
     real = [named.corpus for named in corpora_of(train, "data.train")]
     return [corpus for corpus in real if not isinstance(corpus, SyntheticCorpus)]
-
-
-def paired_rows(train: TrainText) -> Iterator[InputRow]:
-    """Yield the pairs of real training text.
-
-    Raises:
-        DataError: at the first fault.
-    """
-    return (InputRow(*pair) for pair in read_pairs(train))
 
 
 def paths_of_text(train: TrainText) -> list[str]:
