@@ -143,8 +143,7 @@ class SentencePieceSides:
 
     def __init__(self, src_path: Path, tgt_path: Path) -> None:
         self.src, self.tgt = Vocabulary(src_path.read_bytes()), Vocabulary(tgt_path.read_bytes())
-        pieces = self.tgt.pieces_of(range(len(self.tgt)))
-        self.id_of = {piece: index for index, piece in enumerate(pieces)}
+        self.id_of = ids_of_pieces(self.tgt)
 
     def encode(self, lines: Sequence[str]) -> Ids:
         """Return tokens + eos for each line."""
@@ -153,6 +152,12 @@ class SentencePieceSides:
     def decode(self, ids: Ids) -> list[str]:
         """Return the text of each list of tokens."""
         return self.tgt.decode(ids)
+
+
+def ids_of_pieces(vocabulary: Vocabulary) -> dict[str, int]:
+    """Return the id of each piece of a SentencePiece model."""
+    pieces = vocabulary.pieces_of(range(len(vocabulary)))
+    return {piece: number for number, piece in enumerate(pieces)}
 
 
 def write_sentencepiece(tokenizer: Tokenizer, directory: Path) -> None:

@@ -26,6 +26,7 @@ from mtrain.exporters.exporter import (
     Ids,
     Requirement,
     SpecialIds,
+    ids_of_pieces,
     in_batches,
     longest,
     score_by_logits,
@@ -177,11 +178,11 @@ def special_ids(tgt: Vocabulary) -> dict[str, int]:
 def _write_tokenizer(tokenizer: Tokenizer, config: Config, limit: int, directory: Path) -> None:
     """Write the files of a MarianTokenizer, with a second vocabulary if it is not shared."""
     write_sentencepiece(tokenizer, directory)
-    _write_ids(tokenizer.src, directory / "vocab.json")
-    is_separate = tokenizer.src is not tokenizer.tgt
-    if is_separate:
-        _write_ids(tokenizer.tgt, directory / "target_vocab.json")
     src = tokenizer.src
+    is_separate = src is not tokenizer.tgt
+    _write_json(ids_of_pieces(src), directory / "vocab.json")
+    if is_separate:
+        _write_json(ids_of_pieces(tokenizer.tgt), directory / "target_vocab.json")
     unk, eos, pad = src.pieces_of([src.unk, src.eos, src.pad])
     settings = {
         "tokenizer_class": "MarianTokenizer",
@@ -196,11 +197,6 @@ def _write_tokenizer(tokenizer: Tokenizer, config: Config, limit: int, directory
         "split_special_tokens": True,  # "</s>" in a text is text
     }
     _write_json(settings, directory / "tokenizer_config.json")
-
-
-def _write_ids(vocabulary: Vocabulary, path: Path) -> None:
-    pieces = vocabulary.pieces_of(range(len(vocabulary)))
-    _write_json({piece: number for number, piece in enumerate(pieces)}, path)
 
 
 def _write_json(tree: dict[str, Any], path: Path) -> None:

@@ -42,6 +42,7 @@ from mtrain.exporters.exporter import (
     Requirement,
     SentencePieceSides,
     agreement,
+    ids_of_pieces,
     longest,
     sines_first,
     write_sentencepiece,
@@ -233,34 +234,31 @@ class MarianProgram(SentencePieceSides):
         lengths = zip(max_lengths, sources, strict=True)
         factor = max((limit + 1) / len(ids) for limit, ids in lengths)
         options = ["--beam-size", str(beam), "--max-length-factor", str(math.ceil(factor))]
-        outputs = self._decode([self._written(self.src, ids[:-1]) for ids in sources], options)
-        return [
-            ExportedHypothesis(
-                [self.id_of[piece] for piece in pieces], log_prob, len(log_probs) > len(pieces)
-            )
-            for pieces, log_probs, log_prob in outputs
-        ]
+        options += ["--n-best", "--word-scores", "--no-spm-encode", "--no-spm-decode"]
+        options += ["--normalize", "0", "--allow-unk", "--allow-special"]
+        best: dict[int, ExportedHypothesis] = {}
+        lines = [self._written(self.src, ids[:-1]) for ids in sources]
+        for output in self._translate(lines, options):
+            head, log_probs, _, log_prob = output.rsplit(" ||| ", 3)
+            number, _, pieces = head.partition(" |||")
+            if int(number) not in best:  # the first output of a line is the best one
+                ids = [self.id_of[piece] for piece in pieces.split()]
+                has_ended = len(log_probs.partition("=")[2].split()) > len(ids)
+                best[int(number)] = ExportedHypothesis(ids, float(log_prob), has_ended)
+        return [best[number] for number in range(len(sources))]
 
     def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
         """Return the log-probability of each token of a given target, and of its eos."""
+        sides = {"src": (self.src, [ids[:-1] for ids in sources]), "tgt": (self.tgt, targets)}
+        max_length = max(len(ids) for ids in (*sources, *targets)) + 1
         with TemporaryDirectory() as directory:
+            for name, (vocabulary, rows) in sides.items():
+                text = "".join(f"{self._written(vocabulary, ids)}\n" for ids in rows)
+                Path(directory, name).write_text(text, "utf-8")
+                Path(directory, f"{name}.yml").write_text(json.dumps(ids_of_pieces(vocabulary)))
             options = ["--model", "model.npz"]
-            paths = {"--train-sets": list[str](), "--vocabs": list[str]()}
-            for name, vocabulary, rows in (
-                ("src", self.src, [ids[:-1] for ids in sources]),
-                ("tgt", self.tgt, targets),
-            ):
-                text_path, ids_path = Path(directory) / name, Path(directory) / f"{name}.yml"
-                text_path.write_text(
-                    "".join(f"{self._written(vocabulary, ids)}\n" for ids in rows), "utf-8"
-                )
-                pieces = vocabulary.pieces_of(range(len(vocabulary)))
-                ids_path.write_text(json.dumps({piece: row for row, piece in enumerate(pieces)}))
-                paths["--train-sets"].append(str(text_path))
-                paths["--vocabs"].append(str(ids_path))
-            for option, side_paths in paths.items():
-                options += [option, *side_paths]
-            max_length = max(len(ids) for ids in (*sources, *targets)) + 1
+            options += ["--train-sets", *(f"{directory}/{name}" for name in sides)]
+            options += ["--vocabs", *(f"{directory}/{name}.yml" for name in sides)]
             options += ["--word-scores", "--max-length", str(max_length)]
             outputs = self._run("score", options)
         return [[float(score) for score in line.partition("=")[2].split()] for line in outputs]
@@ -279,21 +277,6 @@ class MarianProgram(SentencePieceSides):
 
     def _written(self, vocabulary: Vocabulary, ids: list[int]) -> str:
         return " ".join(vocabulary.pieces_of(ids))
-
-    def _decode(
-        self, lines: list[str], options: list[str]
-    ) -> list[tuple[list[str], list[float], float]]:
-        """Return for each line the pieces of its target, their log-probabilities, and the sum."""
-        options = [*options, "--n-best", "--word-scores", "--no-spm-encode", "--no-spm-decode"]
-        options += ["--normalize", "0", "--allow-unk", "--allow-special"]
-        best: dict[int, tuple[list[str], list[float], float]] = {}
-        for row in self._translate(lines, options):
-            head, log_probs, _, total = row.rsplit(" ||| ", 3)
-            number, _, pieces = head.partition(" |||")
-            values = [float(value) for value in log_probs.partition("=")[2].split()]
-            # the first output of a line is the best one
-            best.setdefault(int(number), (pieces.split(), values, float(total)))
-        return [best[number] for number in range(len(lines))]
 
     def _translate(self, lines: Sequence[str], options: list[str]) -> list[str]:
         """Translate lines with Marian by `decoder.yml` and `options`; return its output lines."""
