@@ -87,7 +87,8 @@ def export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> Ex
             f"{request.library}`, but is {directory} instead."
         )
     if directory.exists():
-        raise RunError(f"{directory}: already exists; choose another {_kind(archive)}.")
+        kind = "folder" if archive is None else "file"
+        raise RunError(f"{directory}: already exists; choose another {kind}.")
     return _export(run, directory, request, say)
 
 
@@ -161,10 +162,6 @@ def _verified_archive(path: Path) -> _StoredReport:
         except RunError as error:
             raise RunError(str(error).replace(str(folder), str(path))) from None
     return stored
-
-
-def _kind(archive: Archive | None) -> str:
-    return "folder" if archive is None else "file"
 
 
 class _StoredReport(BaseModel):
@@ -334,22 +331,17 @@ def _require_library(library: Library) -> None:
 
 def check_supported(library: Library, config: Config) -> None:
     """Raise ConfigError for a model that a library cannot hold; it names the libraries that can."""
-    holders = [
-        f"`--to {other}`"
+    unmet = {
+        other: [need for need in exporter.REQUIREMENTS if need.value_in(config) != need.value]
         for other, exporter in exporters().items()
-        if all(
-            requirement.value_in(config) == requirement.value
-            for requirement in exporter.REQUIREMENTS
-        )
-    ]
+    }
+    holders = [f"`--to {other}`" for other, requirements in unmet.items() if not requirements]
     elsewhere = f"; {' or '.join(holders)} holds it" if holders else ""
-    for requirement in exporters()[library].REQUIREMENTS:
-        value, needed = requirement.value_in(config), requirement.value
-        if value != needed:
-            raise ConfigError(
-                f"`{requirement.key}` must be {_written(needed)} for {requirement.why}, but is "
-                f"{_written(value)} instead{elsewhere}."
-            )
+    for requirement in unmet[library]:
+        raise ConfigError(
+            f"`{requirement.key}` must be {_written(requirement.value)} for {requirement.why}, but "
+            f"is {_written(requirement.value_in(config))} instead{elsewhere}."
+        )
 
 
 def _written(value: object) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -199,8 +200,7 @@ class Requirement(NamedTuple):
 
     def value_in(self, config: Config) -> object:
         """Return the value of the key in `config`."""
-        section, _, key = self.key.partition(".")
-        return getattr(getattr(config, section), key)
+        return attrgetter(self.key)(config)
 
 
 class Archive(NamedTuple):
