@@ -204,17 +204,13 @@ class ArgosModel(CTranslate2Model):
             package = Path(home) / "package.argosmodel"
             pack(self._directory, package)
             folders = {f"XDG_{name}_HOME": home for name in ("DATA", "CONFIG", "CACHE")}
+            folders |= {"HOME": home, "ARGOS_PACKAGES_DIR": f"{home}/packages"}
             completed = subprocess.run(
                 [sys.executable, "-m", "mtrain.exporters.argos", str(package)],
                 input=json.dumps(lines),
                 capture_output=True,
                 text=True,
-                env={
-                    **os.environ,
-                    **folders,
-                    "HOME": home,
-                    "ARGOS_PACKAGES_DIR": f"{home}/packages",
-                },
+                env={**os.environ, **folders},
             )
         if completed.returncode:
             last = completed.stderr.strip().splitlines()[-1:] or ["no message"]

@@ -180,13 +180,12 @@ def _model_index(config: Config, results: Sequence[TestResult]) -> list[dict[str
         dataset_args = {"src": src, "tgt": tgt, "lines": len(result.lines.src), "sha256": digest}
         metrics = []
         for score in result.scores:
-            metric: dict[str, object] = {"type": _metric_type(score), "name": score.metric}
-            metric["value"], metric["args"] = round(score.value, 4), {"signature": score.signature}
+            args: dict[str, object] = {"signature": score.signature}
             if score.mean is not None and score.half_width is not None:
                 low, high = score.mean - score.half_width, score.mean + score.half_width
-                interval = [round(low, 4), round(high, 4)]
-                metric["args"] = {"signature": score.signature, "interval_95": interval}
-            metrics.append(metric)
+                args["interval_95"] = [round(low, 4), round(high, 4)]
+            metric = {"type": _metric_type(score), "name": score.metric}
+            metrics.append(metric | {"value": round(score.value, 4), "args": args})
         entries.append(
             {
                 "task": {"type": "translation", "name": f"Translation {src} to {tgt}"},
