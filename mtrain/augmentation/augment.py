@@ -533,11 +533,9 @@ def _limit(
     num_kept = total if keep_best is None else max(1, round(keep_best * total))
     if num_kept == total:
         return None
-    scores = np.empty(total)
-    first = 0
-    for number in range(len(parts)):
-        for entry in _read_entries(_part_path(work_dir, number, _PAIRS)):
-            scores[first], first = entry[key], first + 1
+    paths = [_part_path(work_dir, number, _PAIRS) for number in range(len(parts))]
+    entries = chain.from_iterable(map(_read_entries, paths))
+    scores = np.fromiter((entry[key] for entry in entries), np.float64, total)
     scores.partition(total - num_kept)
     return float(scores[total - num_kept])
 

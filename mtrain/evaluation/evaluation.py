@@ -91,11 +91,6 @@ class EvaluationPlan:
         if self.options.comet is not None and num_refs > 1:
             raise ConfigError(f"`--comet` must have one `--ref`, but has {num_refs} instead.")
 
-    @property
-    def tgt_lang(self) -> str:
-        """The language of the references."""
-        return self.runs[0].config.data.tgt_lang
-
 
 def read_files(src: Path, refs: Sequence[Path]) -> dict[str, TestSet]:
     """Return a test set of a file and its references, by the file's name.
@@ -219,8 +214,9 @@ def evaluate_systems(
         plan.options.comet.load()
     for text in _differences({run.path: run.config for run in plan.runs}):
         warn(text)
-    options = plan.options.for_language(plan.tgt_lang)
-    if options != plan.options and (note := tokenizer_note(plan.tgt_lang)):
+    tgt_lang = plan.runs[0].config.data.tgt_lang
+    options = plan.options.for_language(tgt_lang)
+    if options != plan.options and (note := tokenizer_note(tgt_lang)):
         warn(f"{note}; `--tokenize` takes another")
     outputs: dict[str, dict[str, list[str]]] = {name: {} for name in tests}
     for path in paths:

@@ -26,6 +26,10 @@ def tokenizer_json(vocabulary: Vocabulary) -> dict[str, Any]:
     Special pieces are not among its added tokens, so that "</s>" in a text is text.
     """
     eos = special_pieces(vocabulary)[3]
+    template = [
+        {"Sequence": {"id": "A", "type_id": 0}},
+        {"SpecialToken": {"id": eos, "type_id": 0}},
+    ]
     is_unigram = vocabulary.is_unigram
     decoders: list[dict[str, Any]] = [{"type": "ByteFallback"}]
     if is_unigram:
@@ -53,8 +57,8 @@ def tokenizer_json(vocabulary: Vocabulary) -> dict[str, Any]:
         "pre_tokenizer": {"type": "ByteLevel", **_BYTE_LEVEL} if is_unigram else None,
         "post_processor": {
             "type": "TemplateProcessing",
-            "single": [{"Sequence": {"id": "A", "type_id": 0}}, _special(eos)],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, _special(eos)],
+            "single": template,
+            "pair": template,
             "special_tokens": {eos: {"id": eos, "ids": [vocabulary.eos], "tokens": [eos]}},
         },
         "decoder": {"type": "Sequence", "decoders": decoders},
@@ -71,10 +75,6 @@ def special_pieces(vocabulary: Vocabulary) -> list[str]:
 
 def _replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
     return {"type": "Replace", "pattern": pattern, "content": content}
-
-
-def _special(piece: str) -> dict[str, Any]:
-    return {"SpecialToken": {"id": piece, "type_id": 0}}
 
 
 def _text_pieces(vocabulary: Vocabulary) -> dict[str, float]:
