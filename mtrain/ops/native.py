@@ -37,20 +37,21 @@ _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float32: "float"}  # the suffixes 
 _TENSOR_TYPES = (Tensor, nn.Parameter)
 
 
+def _fields(ctype: type[Any], *names: str) -> tuple[tuple[str, type[Any]], ...]:
+    """Return fields of one type for a `ctypes.Structure`."""
+    return tuple((name, ctype) for name in names)
+
+
 class AttentionShape(ctypes.Structure):
     """`attention_shape` of `ops.h`: sizes, strides in elements, scale and dropout."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("b", "h", "t", "s", "k")),
-        *(
-            (f"{name}_strides", ctypes.c_int64 * 3)
-            for name in ("q", "k", "v", "out", "grad_q", "grad_k", "grad_v")
-        ),
+        *_fields(ctypes.c_int64, "b", "h", "t", "s", "k"),
+        *_fields(ctypes.c_int64 * 3, "q_strides", "k_strides", "v_strides", "out_strides"),
+        *_fields(ctypes.c_int64 * 3, "grad_q_strides", "grad_k_strides", "grad_v_strides"),
         ("keep_strides", ctypes.c_int64 * 4),
-        ("scale", ctypes.c_float),
-        ("dropout_scale", ctypes.c_float),
-        ("cut", ctypes.c_uint32),
-        ("seed", ctypes.c_uint32),
+        *_fields(ctypes.c_float, "scale", "dropout_scale"),
+        *_fields(ctypes.c_uint32, "cut", "seed"),
     )
 
 
@@ -59,7 +60,7 @@ class LinearMap(ctypes.Structure):
 
     _fields_ = (
         ("format", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("packed", "bias", "scales", "sums")),
+        *_fields(ctypes.c_void_p, "packed", "bias", "scales", "sums"),
     )
 
 
@@ -67,12 +68,10 @@ class StackLayer(ctypes.Structure):
     """`stack_layer` of `ops.h`."""
 
     _fields_ = (
-        *((name, LinearMap) for name in ("self_in", "self_out", "queries", "cross_out")),
-        *((name, LinearMap) for name in ("inner", "outer")),
-        *((f"{name}_1", ctypes.c_void_p) for name in ("gain", "norm_bias")),
-        *((f"{name}_2", ctypes.c_void_p) for name in ("gain", "norm_bias")),
-        *((f"{name}_3", ctypes.c_void_p) for name in ("gain", "norm_bias")),
-        *((f"eps_{number}", ctypes.c_float) for number in (1, 2, 3)),
+        *_fields(LinearMap, "self_in", "self_out", "queries", "cross_out", "inner", "outer"),
+        *_fields(ctypes.c_void_p, "gain_1", "norm_bias_1", "gain_2", "norm_bias_2"),
+        *_fields(ctypes.c_void_p, "gain_3", "norm_bias_3"),
+        *_fields(ctypes.c_float, "eps_1", "eps_2", "eps_3"),
     )
 
 
@@ -80,7 +79,7 @@ class EncoderShape(ctypes.Structure):
     """`encoder_shape` of `ops.h`: sizes, and the scale of scores."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("num_layers", "b", "s", "heads", "k", "d_ff")),
+        *_fields(ctypes.c_int64, "num_layers", "b", "s", "heads", "k", "d_ff"),
         ("scale", ctypes.c_float),
     )
 
@@ -89,8 +88,8 @@ class SourcesShape(ctypes.Structure):
     """`sources_shape` of `ops.h`: sizes, and the scale of embeddings."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("num_tokens", "num_encodings")),
-        *((name, ctypes.c_int64) for name in ("num_pools", "pool_rows", "in_bf16")),
+        *_fields(ctypes.c_int64, "num_tokens", "num_encodings", "num_pools", "pool_rows"),
+        *_fields(ctypes.c_int64, "in_bf16"),
         ("table_scale", ctypes.c_float),
     )
 
@@ -99,24 +98,21 @@ class DecoderShape(ctypes.Structure):
     """`decoder_shape` of `ops.h`: sizes, strides in elements, and scales."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("num_layers", "rows", "heads", "k", "d_ff")),
-        *((f"past_{name}", ctypes.c_int64) for name in ("rows", "count", "stride", "window")),
-        *((f"source_{name}", ctypes.c_int64) for name in ("rows", "count", "stride")),
-        *((name, ctypes.c_int64) for name in ("num_tokens", "num_encodings", "in_bf16")),
-        *((name, ctypes.c_float) for name in ("scale", "table_scale")),
+        *_fields(ctypes.c_int64, "num_layers", "rows", "heads", "k", "d_ff"),
+        *_fields(ctypes.c_int64, "past_rows", "past_count", "past_stride", "past_window"),
+        *_fields(ctypes.c_int64, "source_rows", "source_count", "source_stride"),
+        *_fields(ctypes.c_int64, "num_tokens", "num_encodings", "in_bf16"),
+        *_fields(ctypes.c_float, "scale", "table_scale"),
     )
 
 
 class SearchShape(ctypes.Structure):
     """`search_shape` of `ops.h`: sizes and rules of a beam search."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_int64)
-        for name in (
-            *("num_sentences", "beam", "num_best", "num_positions", "written_count"),
-            *("num_free", "num_penalties", "num_never", "window", "eos"),
-            *("early_stop", "argmax_only"),
-        )
+    _fields_ = (
+        *_fields(ctypes.c_int64, "num_sentences", "beam", "num_best", "num_positions"),
+        *_fields(ctypes.c_int64, "written_count", "num_free", "num_penalties", "num_never"),
+        *_fields(ctypes.c_int64, "window", "eos", "early_stop", "argmax_only"),
     )
 
 
@@ -130,8 +126,8 @@ class OutputLayer(ctypes.Structure):
     """`output_layer` of `ops.h`."""
 
     _fields_ = (
-        *((name, LinearMap) for name in ("map", "scan")),
-        *((name, ctypes.c_void_p) for name in ("weight", "bounds", "shortlists")),
+        *_fields(LinearMap, "map", "scan"),
+        *_fields(ctypes.c_void_p, "weight", "bounds", "shortlists"),
     )
 
 
