@@ -58,9 +58,8 @@ class InstructionSet(NamedTuple):
 
 
 _AVX2 = ("-march=x86-64", "-mavx2", "-mfma")
-_AVX512 = (*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "cd", "dq", "vl")))
-_AVX512 = (*_AVX512, "-mprefer-vector-width=512")
 _HAS_AVX512 = tuple(f"avx512{part}" for part in ("f", "bw", "cd", "dq", "vl"))
+_AVX512 = (*_AVX2, *(f"-m{feature}" for feature in _HAS_AVX512), "-mprefer-vector-width=512")
 _X86 = (
     InstructionSet("sse2", ("-march=x86-64",), ()),
     InstructionSet("avx2", _AVX2, ("avx2", "fma")),

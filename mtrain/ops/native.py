@@ -436,7 +436,8 @@ def run_compiled(function: type[torch.autograd.Function], *arguments: Any) -> Te
 
 _POINTER, _INT, _COUNT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
 _REAL, _SHAPE = ctypes.c_float, ctypes.POINTER(AttentionShape)
-_MAP = ctypes.POINTER(LinearMap)
+_MAP, _LAYERS = ctypes.POINTER(LinearMap), ctypes.POINTER(StackLayer)
+_POOLS = ctypes.POINTER(_POINTER)
 _DROPOUT = [_COUNT, _REAL, _COUNT]
 _SIGNATURES = {
     "dropout": [_POINTER, _POINTER, _INT, *_DROPOUT],
@@ -456,30 +457,21 @@ _FLOAT_SIGNATURES = {
     "packed_linear_sparse_float": [_MAP, *[_POINTER] * 2, *[_INT] * 3],
     "packed_topk_float": [_MAP, *[_POINTER] * 4, *[_INT] * 5],
     "packed_argmax_float": [_MAP, *[_POINTER] * 5, *[_INT] * 4],
-    "encoder_float": [
-        ctypes.POINTER(EncoderShape),
-        ctypes.POINTER(StackLayer),
-        *[_POINTER] * 2,
-    ],
+    "encoder_float": [ctypes.POINTER(EncoderShape), _LAYERS, *[_POINTER] * 2],
     "encode_sources_float": [
         ctypes.POINTER(EncoderShape),
-        ctypes.POINTER(StackLayer),
+        _LAYERS,
         ctypes.POINTER(SourcesShape),
         _MAP,
-        ctypes.POINTER(_POINTER),
+        _POOLS,
         *[_POINTER] * 4,
     ],
-    "decoder_step_float": [
-        ctypes.POINTER(DecoderShape),
-        ctypes.POINTER(StackLayer),
-        *[ctypes.POINTER(_POINTER)] * 2,
-        *[_POINTER] * 7,
-    ],
+    "decoder_step_float": [ctypes.POINTER(DecoderShape), _LAYERS, *[_POOLS] * 2, *[_POINTER] * 7],
     "search_steps_float": [
         ctypes.POINTER(SearchShape),
         ctypes.POINTER(DecoderShape),
-        ctypes.POINTER(StackLayer),
-        *[ctypes.POINTER(_POINTER)] * 2,
+        _LAYERS,
+        *[_POOLS] * 2,
         ctypes.POINTER(OutputLayer),
         *[_POINTER] * 13,
     ],
