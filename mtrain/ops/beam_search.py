@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mtrain.ops.native import LinearMap, OutputLayer, RowsMap, SearchShape
+from mtrain.ops.native import OutputLayer, RowsMap, SearchShape
 from mtrain.ops.packed_weights import Ints, PackedRows, PackedWeights
 from mtrain.ops.stacks import CompiledDecoder, pointers
 from mtrain.ops.topk import Projection, ids_tensor
@@ -171,15 +171,14 @@ def search_steps(
 def _output_layer(
     packed: PackedWeights, argmax_only: bool, shortlists: ctypes.Array[RowsMap]
 ) -> OutputLayer:
+    layer, scan = OutputLayer(packed.map_with(None)), packed.scan  # other fields are NULL
     if len(shortlists):
-        fields = (packed.map_with(None), LinearMap(), None, None)
-        return OutputLayer(*fields, ctypes.addressof(shortlists))
-    scan = packed.scan if argmax_only else None
-    if scan is None:
-        return OutputLayer(packed.map_with(None), LinearMap(), None, None)
-    tensors = (scan.weight, scan.bounds_2U)
-    addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-    return OutputLayer(packed.map_with(None), scan.packed.map_with(None), *addresses)
+        layer.shortlists = ctypes.addressof(shortlists)
+    elif argmax_only and scan is not None:
+        layer.scan = scan.packed.map_with(None)
+        if scan.weight is not None and scan.bounds_2U is not None:
+            layer.weight, layer.bounds = scan.weight.data_ptr(), scan.bounds_2U.data_ptr()
+    return layer
 
 
 class _Buffers:

@@ -85,6 +85,7 @@ class _CompiledStack:
     ) -> None:
         self._layers, self._num_heads = layers, num_heads
         self._d_model, self._d_ff = layers[0].inner.in_features, layers[0].inner.out_features
+        self._head_size = self._d_model // num_heads
         self._modules, self._parameters = _descendants(layers, others)
         self._memory = [parameter.detach() for parameter in self._parameters]  # stays allocated
         self._hooks = [hooks for module in self._modules for hooks in hooks_of(module)]
@@ -123,6 +124,11 @@ class _CompiledStack:
             return None
         functions = functions_for(*tensors)
         return None if functions is None or functions.dtype_name != "float" else functions
+
+    def _encoder_shape(self, source_shape: Sequence[int]) -> EncoderShape:
+        """Return the sizes for sources [B, S]."""
+        sizes = (*source_shape, self._num_heads, self._head_size, self._d_ff)
+        return EncoderShape(len(self._layers), *sizes, self._head_size**-0.5)
 
     def _read_versions(self) -> list[int]:
         """Return the version counter of each parameter; in-place operations increment it."""
@@ -172,7 +178,7 @@ class CompiledEncoder(_CompiledStack):
             or keep_BS.shape != x_BSD.shape[:2]
         ):
             return None
-        shape = _encoder_shape(self._layers, keep_BS.shape, self._num_heads)
+        shape = self._encoder_shape(keep_BS.shape)
         states_BSD = x_BSD.clone(memory_format=torch.contiguous_format)
         tensors = (keep_BS.contiguous(), states_BSD)
         functions.call("encoder", tensors, structures=(shape, self.weights))
@@ -185,6 +191,7 @@ class _EmbeddedStack(_CompiledStack):
     Args:
         layers, others, num_heads: as in `_CompiledStack`.
         table_VD: the embedding table.
+        num_pools: pools of each cache, one for each layer of the decoder.
     """
 
     def __init__(
@@ -193,20 +200,19 @@ class _EmbeddedStack(_CompiledStack):
         others: Sequence[nn.Module],
         num_heads: int,
         table_VD: Tensor,
+        num_pools: int,
     ) -> None:
         super().__init__(layers, others, num_heads)
-        self.table_VD = table_VD
+        self.table_VD, self._num_pools = table_VD, num_pools
 
-    def _functions_with(
-        self, encodings_TD: Tensor, num_pools: int, *caches: Sequence[Tensor]
-    ) -> Functions | None:
+    def functions_for(self, encodings_TD: Tensor, *caches: Sequence[Tensor]) -> Functions | None:
         """Return the compiled functions if they take these encodings and pools [R, X]."""
         functions = self._functions_for(encodings_TD)
         is_usable = (
             functions is not None
             and _is_float(encodings_TD)
             and encodings_TD.shape[1:] == (self._d_model,)
-            and all(len(pools) == num_pools for pools in caches)
+            and all(len(pools) == self._num_pools for pools in caches)
             and all(_is_pool(pools, self._d_model) for pools in caches)
             and len({layer_RX.dtype for pools in caches for layer_RX in pools}) == 1
         )
@@ -232,7 +238,7 @@ class CompiledSources(_EmbeddedStack):
         table_VD: Tensor,
         maps: Sequence[Linear],
     ) -> None:
-        super().__init__(layers, others, num_heads, table_VD)
+        super().__init__(layers, others, num_heads, table_VD, len(maps))
         self._maps = (LinearMap * len(maps))(*map(_linear_map, maps))
 
     @staticmethod
@@ -275,7 +281,7 @@ class CompiledSources(_EmbeddedStack):
             IndexError: if a token or a slot is out of range.
             MemoryError: if the work space cannot be allocated.
         """
-        functions = self._functions_with(encodings_TD, len(self._maps), pools)
+        functions = self.functions_for(encodings_TD, pools)
         if (
             functions is None
             or not (ids_BS.shape == slots_BS.shape and ids_BS.ndim == 2 and ids_BS.size)
@@ -286,7 +292,7 @@ class CompiledSources(_EmbeddedStack):
         sizes = (len(self.table_VD), len(encodings_TD), len(pools), len(pools[0]))
         in_bf16 = pools[0].dtype is torch.bfloat16
         structures = (
-            _encoder_shape(self._layers, ids_BS.shape, self._num_heads),
+            self._encoder_shape(ids_BS.shape),
             self.weights,
             SourcesShape(*sizes, in_bf16, math.sqrt(self._d_model)),
             self._maps,
@@ -317,7 +323,7 @@ class CompiledDecoder(_EmbeddedStack):
         table_VD: Tensor,
         window: int | None,
     ) -> None:
-        super().__init__(layers, others, num_heads, table_VD)
+        super().__init__(layers, others, num_heads, table_VD, len(layers))
         self.window = sys.maxsize if window is None else window + 1
 
     @staticmethod
@@ -380,16 +386,6 @@ class CompiledDecoder(_EmbeddedStack):
         functions.call("decoder_step", tensors, structures=structures)
         return states_ND
 
-    def functions_for(
-        self, encodings_TD: Tensor, pasts: Sequence[Tensor], sources: Sequence[Tensor]
-    ) -> Functions | None:
-        """Return the compiled functions; None where the layers must run one by one.
-
-        Args:
-            encodings_TD, pasts, sources: as in `step`.
-        """
-        return self._functions_with(encodings_TD, len(self._layers), pasts, sources)
-
     def shape(
         self,
         num_rows: int,
@@ -400,12 +396,11 @@ class CompiledDecoder(_EmbeddedStack):
         sources: Sequence[Tensor],
     ) -> DecoderShape:
         """Return the sizes of a step with contiguous slots."""
-        head_size = self._d_model // self._num_heads
         return DecoderShape(
             len(self._layers),
             num_rows,
             self._num_heads,
-            head_size,
+            self._head_size,
             self._d_ff,
             len(pasts[0]),
             num_past,
@@ -417,7 +412,7 @@ class CompiledDecoder(_EmbeddedStack):
             len(self.table_VD),
             len(encodings_TD),
             pasts[0].dtype is torch.bfloat16,
-            head_size**-0.5,
+            self._head_size**-0.5,
             math.sqrt(self._d_model),
         )
 
@@ -425,16 +420,6 @@ class CompiledDecoder(_EmbeddedStack):
 def pointers(tensors: Sequence[Tensor]) -> ctypes.Array[Any]:
     """Return the addresses of tensors as C reads them; they must stay allocated."""
     return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
-
-
-def _encoder_shape(
-    layers: Sequence[LayerModules], source_shape: Sequence[int], num_heads: int
-) -> EncoderShape:
-    """Return the sizes for sources [B, S]."""
-    inner = layers[0].inner
-    head_size = inner.in_features // num_heads
-    sizes = (len(layers), *source_shape, num_heads, head_size, inner.out_features)
-    return EncoderShape(*sizes, head_size**-0.5)
 
 
 def _descendants(
