@@ -427,11 +427,11 @@ class BeamSearch(Generic[S]):
     def _grow(self, logits_NV: Logits) -> Ints:
         """Extend the open hypotheses by one token; return the old row of each new one."""
         top = _best_tokens(logits_NV, self.rows, self.constraints, self.options)
-        chosen = self._choose(self.rows.log_prob_N[:, None] + top.log_prob_NC)
-        rows_N, candidate_N = chosen.rows_N, chosen.candidate_N
+        total_NC = self.rows.log_prob_N[:, None] + top.log_prob_NC
+        rows_N, candidate_N, cell_N = self._choose(total_NC)
         ids_N, log_prob_N = top.ids_NC[rows_N, candidate_N], top.log_prob_NC[rows_N, candidate_N]
         self.rows = grown = self.rows.grow(rows_N, ids_N, log_prob_N)
-        self.cell_N = cell_N = chosen.cell_N
+        self.cell_N = cell_N
         is_open_N = ids_N != self.constraints.eos
         if not is_open_N.all():
             ended_N = np.flatnonzero(~is_open_N)
@@ -443,8 +443,12 @@ class BeamSearch(Generic[S]):
             self.rows, self.cell_N, rows_N = grown.take(open_N), cell_N[open_N], rows_N[open_N]
         return rows_N
 
-    def _choose(self, total_NC: Floats) -> _Chosen:
-        """Choose the best candidates of each sentence, as many as it has open slots."""
+    def _choose(self, total_NC: Floats) -> tuple[Ints, Ints, Ints]:
+        """Choose the best candidates of each sentence, as many as it has open slots.
+
+        Returns:
+            the old row of each, its candidate index there, and its cell.
+        """
         width, num_candidates = self.options.beam, total_NC.shape[1]
         num_sentences = len(self.sentences.number_B)
         table_RC = np.full((num_sentences * width, num_candidates), -np.inf)
@@ -458,7 +462,7 @@ class BeamSearch(Generic[S]):
         row_of_cell_R = np.zeros(num_sentences * width, np.int64)
         row_of_cell_R[self.cell_N] = np.arange(len(total_NC))
         parent_N = cell_N // width * width + choice_N // num_candidates
-        return _Chosen(row_of_cell_R[parent_N], choice_N % num_candidates, cell_N)
+        return row_of_cell_R[parent_N], choice_N % num_candidates, cell_N
 
     def _finish(self, ended: OpenRows, cell_N: Ints) -> None:
         """Store finished hypotheses, and close their slots."""
@@ -490,14 +494,6 @@ class BeamSearch(Generic[S]):
         np.maximum.at(bound_B, grown.sentence_N, bound_N)
         can_win: Bools = bound_B > self.sentences.best_BM[:, -1]
         return can_win[grown.sentence_N]
-
-
-class _Chosen(NamedTuple):
-    """The chosen candidates: the old row of each, its candidate index there, and its cell."""
-
-    rows_N: Ints
-    candidate_N: Ints
-    cell_N: Ints
 
 
 class Candidates(NamedTuple):
@@ -549,16 +545,6 @@ def _best_tokens(
         top.ids_NC[forced_L, 0] = only_L
         top.log_prob_NC[forced_L, 0] = log_probs_LV[np.arange(len(only_L)), only_L]
     return top
-
-
-def allowed_tokens(logits_NV: Tensor, rows: OpenRows, constraints: Constraints) -> Tensor:
-    """Return a copy of the logits with `never` and repeated n-grams at -inf."""
-    allowed_NV = logits_NV.clone()
-    for index in constraints.never:
-        allowed_NV[:, index] = -torch.inf
-    if constraints.no_repeat_ngram:
-        allowed_NV[repeats(rows, constraints.no_repeat_ngram)] = -torch.inf
-    return allowed_NV
 
 
 def repeats(rows: OpenRows, n: int) -> tuple[Ints, Ints]:

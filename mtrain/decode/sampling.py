@@ -19,7 +19,7 @@ from mtrain.decode.beam import (
     RequestGroup,
     S,
     Step,
-    allowed_tokens,
+    repeats,
 )
 from mtrain.decode.options import Sampling
 from mtrain.ops.topk import TopTokens
@@ -79,7 +79,11 @@ def _draw(
     uniform_NT: Tensor,
 ) -> Candidates:
     """Draw the next token of each row; its log-probability is that of the unmodified logits."""
-    allowed_NV = allowed_tokens(logits_NV, rows, constraints)
+    allowed_NV = logits_NV.clone()
+    for index in constraints.never:
+        allowed_NV[:, index] = -torch.inf
+    if constraints.no_repeat_ngram:
+        allowed_NV[repeats(rows, constraints.no_repeat_ngram)] = -torch.inf
     only_N = rows.forced_token(constraints)
     forced_L = np.flatnonzero(only_N >= 0)
     allowed_NV[forced_L] = -torch.inf

@@ -78,11 +78,9 @@ class Ensemble:
             model.decode_step(ids_N, cache)
             for model, cache in zip(self.models, state.states, strict=True)
         ]
-        return (
-            logits[0]
-            if len(logits) == 1
-            else _log_mean([model_logits[:] for model_logits in logits])
-        )
+        if len(logits) == 1:
+            return logits[0]
+        return _log_mean([model_logits[:] for model_logits in logits])
 
     def search_steps(
         self,
