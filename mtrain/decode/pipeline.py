@@ -40,6 +40,7 @@ from mtrain.runtime.process_group import ProcessGroup
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
 Warn = Callable[[str], None]
+_Block = tuple[list[str], list[str] | None]  # lines, and the prefixes of their translations
 
 BLOCK_LINES = 2048  # lines that are sorted by length and translated together, at most
 _MAX_SHOWN = 5  # unknown characters that a warning lists
@@ -200,9 +201,7 @@ class LineTranslator:
             raise error
         self.warnings.close()
 
-    def _started(
-        self, blocks: Iterable[tuple[list[str], list[str] | None]]
-    ) -> Iterator[_StartedBlock]:
+    def _started(self, blocks: Iterable[_Block]) -> Iterator[_StartedBlock]:
         """Encode each block, and begin its search."""
         for lines, prefixes in blocks:
             first = self._num_lines + 1
@@ -214,7 +213,7 @@ class LineTranslator:
 
     def _with_prefixes(
         self, blocks: Iterable[list[str]], prefixes: Iterator[str] | None
-    ) -> Iterator[tuple[list[str], list[str] | None]]:
+    ) -> Iterator[_Block]:
         for lines in blocks:
             line_prefixes = None if prefixes is None else list(islice(prefixes, len(lines)))
             if line_prefixes is not None and len(line_prefixes) < len(lines):
@@ -229,9 +228,7 @@ class LineTranslator:
                 f"{self._num_lines:,}."
             )
 
-    def _broadcast(
-        self, blocks: Iterator[tuple[list[str], list[str] | None]]
-    ) -> Iterator[tuple[list[str], list[str] | None]]:
+    def _broadcast(self, blocks: Iterator[_Block]) -> Iterator[_Block]:
         """Yield the blocks of the first rank on all ranks; an empty message ends them."""
         process_group = self.translator.process_group
         if process_group.size == 1:

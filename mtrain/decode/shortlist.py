@@ -127,13 +127,12 @@ def load(run: RunDir, tokenizer: Tokenizer) -> Shortlist:
     pairs = _sampled_pairs(ShardSet(run.data_dir, tokenizer))
     sizes = len(tokenizer.src), len(tokenizer.tgt)
     learned = learn(pairs, *sizes, [tokenizer.tgt.eos])
-    tensors = {"likely": learned.likely_SK, "always": learned.is_always_V}
+    tensors = {
+        "likely": torch.from_numpy(learned.likely_SK),
+        "always": torch.from_numpy(learned.is_always_V),
+    }
     with whole_file(path) as unfinished:
-        save_file(
-            {name: torch.from_numpy(values) for name, values in tensors.items()},
-            unfinished,
-            {"tokenizer": fingerprint},
-        )
+        save_file(tensors, unfinished, {"tokenizer": fingerprint})
     return replace(learned, is_shared=is_shared)
 
 

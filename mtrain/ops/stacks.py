@@ -459,17 +459,14 @@ def _has_packed_weights(modules: Iterable[nn.Module | None]) -> bool:
 def _has_widths(layer: LayerModules, d_model: int, d_ff: int) -> bool:
     """Tell whether maps and norms have the shapes of a layer, and are not of subclasses."""
     outputs = {"self_in": 3 * d_model, "inner": d_ff}
-    maps, norms = layer.linear_maps(), layer.norms().values()
-    return (
-        all(type(norm) is LayerNorm for norm in norms)
-        and all(
-            _is_map(linear, d_ff if name == "outer" else d_model, outputs.get(name, d_model))
-            for name, linear in maps.items()
-        )
-        and all(
-            is_float_vector(norm.weight, d_model) and is_float_vector(norm.bias, d_model)
-            for norm in norms
-        )
+    return all(
+        _is_map(linear, d_ff if name == "outer" else d_model, outputs.get(name, d_model))
+        for name, linear in layer.linear_maps().items()
+    ) and all(
+        type(norm) is LayerNorm
+        and is_float_vector(norm.weight, d_model)
+        and is_float_vector(norm.bias, d_model)
+        for norm in layer.norms().values()
     )
 
 
