@@ -140,14 +140,14 @@ def beam(
     Raises:
         NotFiniteError: if the logits are not finite.
     """
-    search, num_sentences = BeamSearch(step, options), 0
+    search = BeamSearch(step, options)
     waiting = next(groups, None)
     while True:
         while waiting is not None and search.can_admit(len(waiting.constraints.max_lengths_B)):
-            num_sentences = search.admit(waiting).stop
+            search.admit(waiting)
             waiting = next(groups, None)
         if not search.num_open:
-            return [search.take_best(number) for number in range(num_sentences)]
+            return [search.take_best(number) for number in range(search.num_sentences)]
         search.advance()
 
 
