@@ -63,15 +63,23 @@ def save(config: Config, path: Path, with_defaults: bool = True) -> None:
     Raises:
         WriteError: if the config cannot be written.
     """
-    tmp_path, text = path.with_name(f".{path.name}.tmp"), dump(config, with_defaults)
-    assert from_tree(_parse(text), str(path)) == config, f"{path}: must read back"
+    text, name = dump(config, with_defaults), str(path)
+    assert from_tree(_parse(text, name), name) == config, f"{path}: must read back"
     try:
         head = f"{put_beside(path)}{_WRITTEN_BY}{__version__}\n"
-        tmp_path.write_text(head + text, encoding="utf-8")
-        tmp_path.replace(path)
+        _write(path, (head + text).encode())
     except OSError as error:
-        tmp_path.unlink(missing_ok=True)
         raise WriteError(f"{path}: cannot be written: {error.strerror}.") from None
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Replace the content of a file, whole or not at all."""
+    tmp_path = path.with_name(f".{path.name}.tmp")
+    try:
+        tmp_path.write_bytes(content)
+        tmp_path.replace(path)
+    finally:
+        tmp_path.unlink(missing_ok=True)
 
 
 def dump(config: Config, with_defaults: bool = True) -> str:
@@ -167,12 +175,24 @@ class _Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
-def _parse(text: str) -> Any:
-    """Parse YAML; nesting too deep for the parser is a YAMLError, too."""
+def _parse(text: str, name: str) -> Any:
+    """Parse YAML; errors begin with `name`.
+
+    Raises:
+        ConfigError: one line with the name, and the line if it is known.
+    """
+    where = ""
     try:
         return yaml.load(text, Loader=_Loader)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
     except RecursionError:
-        raise yaml.YAMLError("it is nested too deeply") from None
+        problem = "it is nested too deeply"
+    except (yaml.YAMLError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        where = f"line {mark.line + 1}: " if mark else ""
+    raise ConfigError(f"{name}: {where}must be valid YAML, but is not: {problem}.")
 
 
 def read_yaml(path: Path) -> Tree:
@@ -184,18 +204,14 @@ def read_yaml(path: Path) -> Tree:
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
-        _check_version(path, text)
-        tree = _parse(text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: must be UTF-8 text, but is not.") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{path}: {_yaml_problem(error)}") from None
-    except NewerVersionError:
-        raise
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+    except ValueError as error:  # a path with a character that no path can have
+        raise ConfigError(f"{path}: must be valid YAML, but is not: {error}.") from None
+    _check_version(path, text)
+    tree = _parse(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must be a YAML mapping of keys to values, but is not.")
     return tree
@@ -212,23 +228,11 @@ def _check_version(path: Path, text: str) -> None:
         )
 
 
-def _yaml_problem(error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-    where = f"line {mark.line + 1}: " if mark else ""
-    return f"{where}must be valid YAML, but is not: {problem}."
-
-
 def _apply_override(tree: Tree, override: str) -> None:
     dotted, equals, text = override.partition("=")
     if not equals or not all(dotted.split(".")):
         raise ConfigError(f"--set must be KEY=VALUE, but is {override!r} instead.")
-    try:
-        value = _parse(text)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"--set {dotted}: {_yaml_problem(error)}") from None
-    except ConfigError as error:
-        raise ConfigError(f"--set {dotted}: {error}") from None
+    value = _parse(text, f"--set {dotted}")
     *sections, key = dotted.split(".")
     for section in sections:
         tree = tree.setdefault(section, {})
@@ -435,10 +439,5 @@ def put_beside(config_path: Path) -> str:
     """
     path, text = config_path.with_name(SCHEMA_FILE), schema().encode()
     if not path.is_file() or path.read_bytes() != text:
-        tmp_path = path.with_name(f".{path.name}.tmp")
-        try:
-            tmp_path.write_bytes(text)
-            tmp_path.replace(path)
-        finally:
-            tmp_path.unlink(missing_ok=True)
+        _write(path, text)
     return HEAD

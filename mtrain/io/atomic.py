@@ -199,12 +199,11 @@ def only_process(lock_path: Path, busy: str, wait_s: float = 0.0) -> Iterator[No
     from filelock import FileLock, Timeout  # translating needs no lock, and starts sooner
 
     lock = FileLock(lock_path, timeout=wait_s)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise RunError(busy) from None
-    except OSError as error:
-        raise WriteError(f"{lock_path}: cannot be written: {error.strerror or error}.") from None
+    with _writing(lock_path):
+        try:
+            lock.acquire()
+        except Timeout:  # an OSError
+            raise RunError(busy) from None
     try:
         yield
     finally:
@@ -236,11 +235,8 @@ def append(path: Path, data: bytes) -> None:
 
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file's bytes."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while part := file.read(1 << 20):
-            digest.update(part)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sha256_if_readable(path: Path) -> str | None:

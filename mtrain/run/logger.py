@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from tqdm import tqdm
@@ -149,12 +148,7 @@ class RunLog:
     def __enter__(self) -> RunLog:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close_bar()
         if self._board is not None:
             self._board.close()

@@ -6,7 +6,7 @@ import math
 import signal
 import threading
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 
 _HANGUP = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has none
 STOPPING = (signal.SIGINT, signal.SIGTERM, _HANGUP)
@@ -50,12 +50,7 @@ class Signals:
         self._before = {number: signal.signal(number, self._note) for number in self._numbers}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -28,18 +27,13 @@ class ThreadPool:
         """Return the results of `function`, in the order of `tasks`."""
         if self._pool is None or len(tasks) == 1:
             return [function(task) for task in tasks]
-        with self._one_core_each():
+        torch.set_num_threads(1)  # each thread of the pool on one core
+        try:
             return list(self._pool.map(function, tasks))
+        finally:
+            torch.set_num_threads(self.count)
 
     def close(self) -> None:
         """Shut the pool down."""
         if self._pool is not None:
             self._pool.shutdown()
-
-    @contextmanager
-    def _one_core_each(self) -> Iterator[None]:
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(self.count)
