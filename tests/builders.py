@@ -71,7 +71,8 @@ def vocabularies(kind: str = "unigram", shared: bool = True, vocab_size: int = 4
     config = TokenizerConfig.model_validate(
         {"kind": kind, "shared": shared, "vocab_size": vocab_size}
     )
-    return sentencepiece.train(config, SRC_LINES, TGT_LINES, seed=1)
+    pairs = zip(SRC_LINES, TGT_LINES, strict=True)
+    return sentencepiece.train(config, pairs, len(SRC_LINES), seed=1)
 
 
 class Prefixes:

@@ -316,11 +316,10 @@ def _unit(lines: Sequence[str]) -> str:
 def _train_tokenizer(pairs: Sequence[tuple[str, str]], num_pairs: int) -> Tokenizer:
     """Train a tokenizer, with a smaller vocabulary if the pairs do not fill the preset one."""
     size = presets.vocabulary_size(num_pairs)
-    src, tgt = zip(*pairs, strict=True)
     while True:
         try:
             config = TokenizerConfig(kind="bpe", vocab_size=size)
-            return sentencepiece.train(config, src, tgt, _SEED)
+            return sentencepiece.train(config, pairs, len(pairs), _SEED)
         except VocabularySizeError as error:
             is_last = size <= _MIN_VOCABULARY or error.fitting > size
             size = error.fitting if is_last else max(_MIN_VOCABULARY, size // 2)

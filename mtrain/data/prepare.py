@@ -285,7 +285,7 @@ def _train_tokenizer(
         raise dropped.none_left("data.train", counts)
     kept_pairs = compress(read_pairs(config.data.train), is_kept)
     lines = ((pair.src, pair.tgt) for pair in kept_pairs)
-    return sentencepiece.train_on_pairs(
+    return sentencepiece.train(
         config.tokenizer, lines, int(is_kept.sum()), config.seed, _tags(config.data)
     )
 

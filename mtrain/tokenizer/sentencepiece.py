@@ -243,29 +243,16 @@ def _load_vocabulary(path: Path) -> Vocabulary:
     return vocabulary
 
 
-def train(config: TokenizerConfig, src: Sequence[str], tgt: Sequence[str], seed: int) -> Tokenizer:
-    """Train one shared or two vocabularies on at most `max_training_lines` of the lines.
-
-    Raises:
-        VocabularySizeError: if `vocab_size` is set, and too large or too small for the text.
-        DataError: if there is no text, or none that SentencePiece can train on.
-    """
-    sides = [[*src, *tgt]] if config.shared else [src, tgt]
-    vocabularies = []
-    for lines in sides:
-        chosen = _sample(len(lines), config.max_training_lines, seed)
-        vocabularies.append(_train_vocabulary(config, [lines[number] for number in chosen]))
-    return Tokenizer(vocabularies[0], vocabularies[-1])
-
-
-def train_on_pairs(
+def train(
     config: TokenizerConfig,
     pairs: Iterable[tuple[str, str]],
     num_pairs: int,
     seed: int,
     tags: Sequence[str] = (),
 ) -> Tokenizer:
-    """Train as `train` does, but stream the text and keep only the sample in memory.
+    """Train one shared or two vocabularies on at most `max_training_lines` of the lines.
+
+    Only the sample is kept in memory.
 
     Args:
         config: of the tokenizer.
@@ -273,6 +260,10 @@ def train_on_pairs(
         num_pairs: the number of pairs.
         seed: of the sample.
         tags: the names of reserved tokens of the source vocabulary.
+
+    Raises:
+        VocabularySizeError: if `vocab_size` is set, and too large or too small for the text.
+        DataError: if there is no text, or none that SentencePiece can train on.
     """
     num_lines, first_tgt = (2 * num_pairs, num_pairs) if config.shared else (num_pairs, 0)
     chosen = _sample(num_lines, config.max_training_lines, seed)

@@ -131,7 +131,7 @@ def test_what_was_done_is_not_done_again(
     parts = sorted((run / ".tokenizing").glob("part-*.arrow"))
     stats = [path.stat().st_ino for path in parts]
     again: list[object] = []
-    monkeypatch.setattr(sentencepiece, "train_on_pairs", again.append)
+    monkeypatch.setattr(sentencepiece, "train", again.append)
     monkeypatch.setattr(scan, "_read", again.append)
     said = make(source, run)
     assert f"{run}: tokenizing resumes after 120 training pairs" in said

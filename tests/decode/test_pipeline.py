@@ -486,8 +486,10 @@ def test_the_text_of_cut_lines_holds_what_their_vocabulary_lacks(text: str, limi
 
 @functools.cache
 def without_bytes() -> Translator:
-    config = TokenizerConfig(vocab_size=120, byte_fallback=False)
-    own = sentencepiece.train(config, SRC_LINES, [], seed=1)
+    config = TokenizerConfig(vocab_size=120, byte_fallback=False, shared=False)
+    pairs = zip(SRC_LINES, SRC_LINES, strict=True)
+    vocabulary = sentencepiece.train(config, pairs, len(SRC_LINES), seed=1).src
+    own = sentencepiece.Tokenizer(vocabulary, vocabulary)
     model = build_model(model_config(), own)
     return Translator([model], own, DecodingOptions(), torch.device("cpu"))
 

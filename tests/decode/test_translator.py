@@ -482,11 +482,12 @@ def test_an_ensemble_may_read_in_different_pieces(tmp_path: Path) -> None:
 
 def test_each_model_of_an_ensemble_reads_the_characters_that_only_another_lacks() -> None:
     """What one source vocabulary has no piece for, the models beside it read as it is."""
-    config = TokenizerConfig(vocab_size=120, byte_fallback=False)
+    config = TokenizerConfig(vocab_size=120, byte_fallback=False, shared=False)
     tgt = vocabularies().tgt
     models, readers = [], []
     for number, line in enumerate(["plain", "a snowman \N{SNOWMAN}"]):
-        readers.append(sentencepiece.train(config, [*SRC_LINES, line], [], seed=1).src)
+        pairs = [(text, text) for text in (*SRC_LINES, line)]
+        readers.append(sentencepiece.train(config, pairs, len(pairs), seed=1).src)
         models.append(load_model.build_model(model_config(), Tokenizer(readers[-1], tgt)).double())
         randomise(models[-1], seed=number)
     decoding = DecodingOptions(beam=1, max_extra_tokens=3)

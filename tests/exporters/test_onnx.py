@@ -152,7 +152,8 @@ def trained_vocabulary(kind: str, byte_fallback: bool) -> Vocabulary:
     config = TokenizerConfig.model_validate(
         {"kind": kind, "vocab_size": 200, "byte_fallback": False}
     )
-    return sentencepiece.train(config, SRC_LINES, TGT_LINES, seed=1).tgt
+    pairs = zip(SRC_LINES, TGT_LINES, strict=True)
+    return sentencepiece.train(config, pairs, len(SRC_LINES), seed=1).tgt
 
 
 @pytest.fixture(scope="module", params=["bpe", "unigram", "bpe-bytes", "unigram-bytes"])
@@ -189,7 +190,7 @@ def test_whatever_is_typed_has_the_same_ids(both: tuple[Vocabulary, Any], line: 
 def test_special_pieces_in_a_text_are_text(kind: str) -> None:
     config = TokenizerConfig.model_validate({"kind": kind, "vocab_size": 420})
     pairs = list(zip(SRC_LINES, TGT_LINES, strict=True))
-    vocabulary = sentencepiece.train_on_pairs(config, pairs, len(pairs), 1, ["bt"]).src
+    vocabulary = sentencepiece.train(config, pairs, len(pairs), 1, ["bt"]).src
     assert list(vocabulary.tags) == ["bt"]
     copy = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(vocabulary)))
     for text in ("</s>", "<pad>", "<unk>", "<s>", "<0x41>", "<tag:bt>"):

@@ -41,7 +41,8 @@ def config(kind: str = "unigram", vocab_size: int = 420, **changes: object) -> T
 
 
 def train(settings_: TokenizerConfig, seed: int = 1) -> Tokenizer:
-    return sentencepiece_module.train(settings_, SRC_LINES, TGT_LINES, seed)
+    pairs = list(zip(SRC_LINES, TGT_LINES, strict=True))
+    return sentencepiece_module.train(settings_, pairs, len(pairs), seed)
 
 
 def without_extra_spaces(line: str) -> str:
@@ -273,13 +274,15 @@ def test_a_vocabulary_that_is_too_small_names_the_smallest_that_works(kind, byte
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("lines", [[], [""], ["   "]])
 def test_training_on_no_text_is_an_error_of_the_user(shared, lines):
+    pairs = [(line, line) for line in lines]
     with pytest.raises(UserError):
-        sentencepiece_module.train(config(shared=shared), lines, lines, seed=1)
+        sentencepiece_module.train(config(shared=shared), pairs, len(pairs), seed=1)
 
 
 def test_separate_vocabularies_say_that_one_side_is_too_small():
+    pairs = [(line, "Ja!") for line in SRC_LINES]
     with pytest.raises(ConfigError, match="must be at most"):
-        sentencepiece_module.train(config(shared=False), SRC_LINES, ["Ja!"], seed=1)
+        sentencepiece_module.train(config(shared=False), pairs, len(pairs), seed=1)
 
 
 # Training again
@@ -312,9 +315,10 @@ def test_lines_beyond_the_limit_have_the_same_chance_as_those_before():
     assert max(counts.values()) < 1.2 * num_draws / 4
 
 
-def test_lines_are_read_once_and_need_not_fit_in_memory():
-    found = sentencepiece_module.train(config(), iter(SRC_LINES), iter(TGT_LINES), seed=1)
-    assert found.fingerprint() == vocabularies().fingerprint()
+def test_pairs_are_read_once_and_need_not_fit_in_memory():
+    pairs = zip(SRC_LINES, TGT_LINES, strict=True)
+    found = sentencepiece_module.train(config(), pairs, len(SRC_LINES), seed=1)
+    assert found.fingerprint() == train(config()).fingerprint()
 
 
 # Files
