@@ -34,9 +34,9 @@ from mtrain.io.lines import (
     raw_lines,
     tell_nobody,
 )
+from mtrain.io.text_lines import LINE_BREAK
 from mtrain.io.text_width import shortened, visible
 
-_BREAK = re.compile(r"\r?\n")
 # Words that name a column of parallel text.
 _COLUMN_WORD = re.compile(
     "source|src|target|tgt|trg|reference|ref|translation|translated|original|input|output|"
@@ -215,7 +215,7 @@ class _Fields(NamedTuple):
                 return Fault(f"`{path}` must be text, but is {shown} instead")
             if re.search("[\ud800-\udfff]", value):
                 return Fault(f"`{path}` must be text, but has half of a surrogate pair")
-            text, num_replaced = _BREAK.subn(" ", value.rstrip("\r\n"))
+            text, num_replaced = LINE_BREAK.subn(" ", value.rstrip("\r\n"))
             texts.append(text)
             num_breaks += num_replaced
         return Row(texts[0], texts[1], num_breaks)

@@ -285,15 +285,8 @@ def _train_tokenizer(
         raise dropped.none_left("data.train", counts)
     kept_pairs = compress(read_pairs(config.data.train), is_kept)
     lines = ((pair.src, pair.tgt) for pair in kept_pairs)
-    return sentencepiece.train(
-        config.tokenizer, lines, int(is_kept.sum()), config.seed, _tags(config.data)
-    )
-
-
-def _tags(data: DataConfig) -> list[str]:
-    """Return the names of the tags of all training corpora."""
-    corpora = corpora_of(data.train, "data.train")
-    return sorted({named.corpus.tag for named in corpora if named.corpus.tag is not None})
+    tags = sorted({named.corpus.tag for named in corpora if named.corpus.tag is not None})
+    return sentencepiece.train(config.tokenizer, lines, int(is_kept.sum()), config.seed, tags)
 
 
 def check_tags(data: DataConfig, tokenizer: Tokenizer, path: Path) -> None:

@@ -21,8 +21,7 @@ from mtrain.runtime.device import processor
 from mtrain.runtime.process_group import ProcessGroup
 from mtrain.training.gradients import GradScaler
 from mtrain.training.meters import RunningMeter
-from mtrain.training.muon import BatchedMuon, linear_weights
-from mtrain.training.optimizer import Adam
+from mtrain.training.optimizer import Adam, BatchedMuon, linear_weights
 
 _ADAM = ("step", "exp_avg", "exp_avg_sq")  # optimizer state of each parameter
 _MUON = ("momentum_buffer",)

@@ -5,7 +5,7 @@ import torch
 from builders import model_config, transformer
 from torch import Tensor, nn
 
-from mtrain.training.muon import BatchedMuon, linear_weights, orthogonalised
+from mtrain.training.optimizer import BatchedMuon, linear_weights, orthogonalised
 
 SHAPES = [(4, 4), (4, 12), (12, 4), (8, 4), (4, 4), (4, 8), (12, 4)]
 LR = 0.1
