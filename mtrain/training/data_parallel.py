@@ -11,7 +11,7 @@ import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import nn
@@ -26,12 +26,11 @@ from mtrain.errors import ConfigError, RunError
 from mtrain.model.transformer import Transformer
 from mtrain.ops import dropout
 from mtrain.runtime.process_group import ProcessGroup
-from mtrain.training.gradients import Gradients, GradientTask, is_out_of_memory
+from mtrain.training.gradients import Gradients, GradientTask
 from mtrain.training.loss import LossSum, loss_of
 from mtrain.training.sharded_model import ShardedModel
 
 Exchange = Literal["float32", "bfloat16"]
-Result = TypeVar("Result")
 
 
 class LossModel(nn.Module):
@@ -89,6 +88,20 @@ class DataParallelGradients(Gradients, ABC):
         self, batch: Batch, num_tokens: float, seeds: Iterator[int], is_last: bool
     ) -> list[LossSum]:
         """Add a micro-batch's gradients; after the last one, reduce the sum over the ranks."""
+
+    def _must_fit(self, work: Callable[[], LossSum]) -> LossSum:
+        """Run `work`, which contains collectives and therefore cannot be retried in halves.
+
+        Raises:
+            RunError: if memory runs out.
+        """
+        sums = self.try_to(work)
+        if sums is None:
+            raise RunError(
+                "the memory must hold a rank's micro-batch, but does not; take a lower "
+                "`training.batch_tokens` and a higher `training.accumulate`, or more ranks."
+            )
+        return sums
 
 
 class DDPGradients(DataParallelGradients):
@@ -158,17 +171,10 @@ class DDPGradients(DataParallelGradients):
         """
         self.seed_gpu(task)
         with dropout.dropout_seeds(task.seed):
-            try:
-                sums: LossSum | None = self._ddp(task.batch)
-            except (MemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                sums = None
+            sums: LossSum | None = self.try_to(lambda: self._ddp(task.batch))
             if sums is None:
-                if self.device.type == "cuda":
-                    torch.cuda.empty_cache()
                 return None
-            return _must_fit(lambda: _backward(sums, task))
+            return self._must_fit(lambda: _backward(sums, task))
 
 
 class FSDPGradients(DataParallelGradients):
@@ -206,24 +212,7 @@ class FSDPGradients(DataParallelGradients):
         (task,) = self.split_over_threads(batch, num_tokens, seeds)
         self.seed_gpu(task)
         with dropout.dropout_seeds(task.seed):
-            return [_must_fit(lambda: _backward(self._loss_model(task.batch), task))]
-
-
-def _must_fit(work: Callable[[], Result]) -> Result:
-    """Run `work`, which contains collectives and therefore cannot be retried in halves.
-
-    Raises:
-        RunError: if memory runs out.
-    """
-    try:
-        return work()
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-    raise RunError(
-        "the memory must hold a rank's micro-batch, but does not; take a lower "
-        "`training.batch_tokens` and a higher `training.accumulate`, or more ranks."
-    )
+            return [self._must_fit(lambda: _backward(self._loss_model(task.batch), task))]
 
 
 def _backward(sums: LossSum, task: GradientTask) -> LossSum:

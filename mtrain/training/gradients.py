@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ LEAST_TOKENS = 256  # target tokens per thread; with fewer, another thread saves
 # Loss scaling for float16; the interval is in updates.
 INITIAL_SCALE, MAX_SCALE, GROWTH_INTERVAL = 2.0**16, 2.0**24, 2000
 _OUT_OF_MEMORY = ("can't allocate memory", "could not create a primitive")  # PyTorch, oneDNN
+Result = TypeVar("Result")
 
 
 class GradientTask(NamedTuple):
@@ -120,7 +121,8 @@ class Gradients:
         """
         self.model.train()
         if self.may_fit(batch):
-            parts = self._try(self.split_over_threads(batch, num_tokens, seeds))
+            tasks = self.split_over_threads(batch, num_tokens, seeds)
+            parts = self.try_to(lambda: self.workers.map(self.backward, tasks))
             if parts is not None:
                 for part in parts:
                     self._accumulate(part.grads)
@@ -133,10 +135,10 @@ class Gradients:
         """Return whether to try a batch: it is smaller than `oom_size`, or cannot be split."""
         return batch.num_positions < self.oom_size or len(batch.src_BS) == 1
 
-    def _try(self, tasks: list[GradientTask]) -> list[GradientPart] | None:
-        """Return the results of the tasks; None if memory runs out."""
+    def try_to(self, work: Callable[[], Result]) -> Result | None:
+        """Return the result of `work`; None if memory runs out."""
         try:
-            return self.workers.map(self.backward, tasks)
+            return work()
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
