@@ -15,7 +15,6 @@ import torch
 
 from mtrain.autoconfig.presets import MeasuredPreset, Preset
 from mtrain.config.sections import DecodingConfig, TrainingConfig
-from mtrain.data.batch import Batch
 from mtrain.data.loader import in_batches
 from mtrain.decode.options import DecodingOptions
 from mtrain.decode.pipeline import translate_lines
@@ -59,10 +58,6 @@ class Sample(NamedTuple):
     def tgt_tokens_per_pair(self) -> float:
         """The mean, eos included."""
         return 1 + statistics.fmean(map(len, self.tgt))
-
-    def batches(self, batch_tokens: int) -> list[Batch]:
-        """Return shuffled batches."""
-        return in_batches(self.src, self.tgt, self.tokenizer, batch_tokens)
 
 
 def encode(pairs: Iterable[tuple[str, str]], tokenizer: Tokenizer) -> Sample:
@@ -118,7 +113,7 @@ def measure(preset: Preset, batch_tokens: int, sample: Sample, device_name: str)
     training = TrainingConfig(optimizer=preset.optimizer)
     gradients = Gradients(model, training, device, lambda text: None)
     optimizers = TrainingState(model, training, dtype, SINGLE).optimizers
-    batches = sample.batches(batch_tokens)
+    batches = in_batches(sample.src, sample.tgt, sample.tokenizer, batch_tokens)  # shuffled
     num_batches = 0
 
     def update() -> int:

@@ -22,7 +22,6 @@ from mtrain.autoconfig.benchmark import Sample
 from mtrain.autoconfig.presets import MeasuredPreset, Overhead, Preset, TrainingPlan
 from mtrain.autoconfig.split import CorpusOverview, HeldOut
 from mtrain.config import config_file
-from mtrain.config.config_file import put_beside
 from mtrain.config.corpora import Corpus, FilesCorpus, TsvCorpus
 from mtrain.config.sections import DataConfig, DecodingConfig, TokenizerConfig
 from mtrain.corpus import formats
@@ -243,7 +242,7 @@ def init(
     training = presets.plan_training(measured, request.budget_s, num_tokens, overhead, num_copies)
     set_status("writing")
     report = _write_held_out(request, held_out)
-    schema_line = put_beside(request.config_path).rstrip("\n")
+    schema_line = config_file.put_beside(request.config_path).rstrip("\n")
     choice = _Choice(num_train, tokenizer, measured, training)
     write_lines(request.config_path, [schema_line, *_config_lines(request, choice)])
     config_file.load(request.config_path)

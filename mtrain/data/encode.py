@@ -252,10 +252,7 @@ def collect(
 
 
 def _num_dropped(parts: Sequence[PartStats]) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for stats in parts:
-        total.update(stats.dropped)
-    return total
+    return sum((Counter(stats.dropped) for stats in parts), Counter[str]())
 
 
 def corpus_stats(parts: Sequence[PartStats], corpora: Sequence[NamedCorpus]) -> CorpusStats:
