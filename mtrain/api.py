@@ -23,6 +23,7 @@ from mtrain.config import config_file
 from mtrain.config.sections import Config
 from mtrain.errors import ConfigError, DataError
 from mtrain.exporters.registry import Library, Quantization
+from mtrain.io.lines import Advance, ignore
 from mtrain.io.text_lines import LINE_BREAK, TextLines
 from mtrain.run import finetune
 from mtrain.run.logger import PythonLog, RunLog, TensorBoardLog, check_installed
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from mtrain.evaluation.evaluation import TestResult
     from mtrain.evaluation.metrics import ScoringOptions
     from mtrain.exporters.export import ExportReport
-    from mtrain.io.lines import Advance
 
 logger = logging.getLogger("mtrain")
 AnyPath = str | os.PathLike[str]
@@ -372,7 +372,7 @@ def init(
         None if output is None else Path(output),
         None if run_dir is None else os.fspath(run_dir),
     )
-    return write_config.init(request, PythonLog(), advance or _ignore, set_status or _ignore)
+    return write_config.init(request, PythonLog(), advance or ignore, set_status or ignore)
 
 
 def check(config: AnyConfig, *, advance: Advance | None = None) -> AuditReport:
@@ -398,7 +398,7 @@ def check(config: AnyConfig, *, advance: Advance | None = None) -> AuditReport:
     run = RunDir(Path(checked.run_dir))
     tokenizer = sentencepiece.load(run.tokenizer_dir) if run.tokenizer_dir.is_dir() else None
     with whole_dir(run.check_dir, REPORT_FILE) as directory:
-        report = audit(checked, tokenizer, directory, advance or _ignore)
+        report = audit(checked, tokenizer, directory, advance or ignore)
         write_lines(directory / REPORT_FILE, as_json(report))
     return report
 
@@ -797,10 +797,6 @@ def _check_choice(key: str, value: object, choices: Sequence[str]) -> None:
 
 def _log_warning(text: str) -> None:
     logger.warning("%s", text)  # the text may contain percent signs
-
-
-def _ignore(_: object) -> None:
-    pass
 
 
 def _clean(lines: Iterable[str], max_chars: int | None, name: str = "lines") -> Iterator[str]:

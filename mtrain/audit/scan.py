@@ -32,7 +32,7 @@ from mtrain.config.corpora import TrainText
 from mtrain.config.sections import DataConfig
 from mtrain.corpus.reader import Reader
 from mtrain.io.atomic import append
-from mtrain.io.lines import Advance, tell_nobody
+from mtrain.io.lines import Advance, ignore
 from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
 
 TRAIN, VALID = "train", "valid"
@@ -139,7 +139,7 @@ def scan_corpora(
     data: DataConfig,
     directory: Path,
     tokenizer: Tokenizer | None = None,
-    advance: Advance = tell_nobody,
+    advance: Advance = ignore,
     is_strict: bool = True,
 ) -> list[Scan]:
     """Read all corpora once, training text last, and write the records of their pairs to a folder.

@@ -42,7 +42,7 @@ from mtrain.decode.pipeline import BLOCK_LINES, LineTranslator, Warn
 from mtrain.decode.translator import EncodedSource, Translator
 from mtrain.errors import DataError, RunError
 from mtrain.io.atomic import only_process, sha256, sweep, whole_dir, whole_file, writable_dir
-from mtrain.io.lines import open_gzip_writer, read_lines
+from mtrain.io.lines import ignore, open_gzip_writer, read_lines
 from mtrain.run.load_model import LoadOptions
 from mtrain.run.logger import Console
 from mtrain.run.run_dir import RunDir
@@ -163,7 +163,7 @@ def augment(request: AugmentRequest, config: Config, console: Console, warn: War
         shutil.rmtree(scratch, ignore_errors=True)  # of a process that was killed
         with writable_dir(scratch):
             pair_rules = PairRules(config.data, real, scratch)
-            text = _read_text(request, real, scratch, warn if process_group.is_first else _ignore)
+            text = _read_text(request, real, scratch, warn if process_group.is_first else ignore)
         shutil.rmtree(scratch)
         settings = _settings(request, config, real)
         num_done = _begin(work_dir, settings, output) if process_group.is_first else 0
@@ -198,10 +198,6 @@ def augment(request: AugmentRequest, config: Config, console: Console, warn: War
             console.say(f"{output}: {record['num_pairs']:,} pairs")
     process_group.barrier()
     return synthetic.read_record(output)
-
-
-def _ignore(_: str) -> None:
-    pass
 
 
 def _remove_unfinished(work_dir: Path, output: Path) -> None:
@@ -333,7 +329,7 @@ def _read_text(request: AugmentRequest, real: TrainText, directory: Path, warn: 
     repeats = find_repeats(read(warn), directory)
     if not len(repeats.src):
         raise DataError(f"{request.texts[0]}: must have at least one line, but is empty.")
-    return _Text(lambda: read(_ignore), repeats, len(repeats.src))
+    return _Text(lambda: read(ignore), repeats, len(repeats.src))
 
 
 def _load(request: AugmentRequest, directions: Sequence[bool]) -> list[_Engine]:

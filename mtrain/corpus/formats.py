@@ -30,9 +30,9 @@ from mtrain.io.lines import (
     Advance,
     Digest,
     format_undecodable,
+    ignore,
     open_lines,
     raw_lines,
-    tell_nobody,
 )
 from mtrain.io.text_lines import LINE_BREAK
 from mtrain.io.text_width import shortened, visible
@@ -117,7 +117,7 @@ def read_header(corpus: TsvCorpus, path: str, languages: Iterable[str]) -> tuple
     Raises:
         DataError: if the file cannot be read.
     """
-    with closing(_read_tsv(corpus, path, tell_nobody, None)) as rows:
+    with closing(_read_tsv(corpus, path, ignore, None)) as rows:
         row = next(rows, None)
     if not isinstance(row, Row) or not is_header((row.src, row.tgt), languages):
         return None

@@ -23,7 +23,7 @@ from mtrain.corpus.formats import (
 )
 from mtrain.errors import DataError
 from mtrain.io.atomic import sha256
-from mtrain.io.lines import BOM, Advance, open_lines, other_form, read_lines, tell_nobody
+from mtrain.io.lines import BOM, Advance, ignore, open_lines, other_form, read_lines
 
 BLOCK_PAIRS = 4096
 _BLOCK_CHARACTERS = 1 << 20
@@ -126,7 +126,7 @@ class Reader:
         """Return the part that contains a pair, given its number from 0."""
         return self.parts[bisect_right(self.parts, pair, key=lambda part: part.first) - 1]
 
-    def blocks(self, advance: Advance = tell_nobody) -> Iterator[TextBlock]:
+    def blocks(self, advance: Advance = ignore) -> Iterator[TextBlock]:
         """Yield all pairs; report the bytes read from disk to `advance`."""
         self.parts = []
         for named in corpora_of(self._text, "data.train"):

@@ -34,7 +34,7 @@ from mtrain.decode.shared_search import NO_LIMITS, PendingSearch, SearchLimits
 from mtrain.decode.split_long import LinePart, split_line
 from mtrain.decode.translator import EncodedSource
 from mtrain.errors import DataError
-from mtrain.io.lines import LineWarnings
+from mtrain.io.lines import LineWarnings, ignore
 from mtrain.io.text_width import count
 from mtrain.runtime.process_group import ProcessGroup
 from mtrain.tokenizer.sentencepiece import Tokenizer
@@ -123,10 +123,6 @@ def _repeats(source: EncodedSource, best: list[Hypothesis]) -> bool:
     return is_loop(source.ids[:-1], best[0].ids)
 
 
-def _ignore(_: str) -> None:
-    pass
-
-
 class _StartedBlock(NamedTuple):
     """Lines whose translations are being searched for."""
 
@@ -150,7 +146,7 @@ class LineTranslator:
         self,
         translator: SearchEngine,
         stats: CorpusStats | None = None,
-        warn: Warn = _ignore,
+        warn: Warn = ignore,
         num_before: int = 0,
     ) -> None:
         self.translator, self.options, self.stats = translator, translator.options, stats
@@ -158,7 +154,7 @@ class LineTranslator:
             candidates = max(self.options.num_best, self.options.beam)
             search_options = replace(self.options, num_best=candidates)
             self.translator = translator.with_options(search_options, translator.limits)
-        self.warnings = LineWarnings(warn if translator.process_group.is_first else _ignore)
+        self.warnings = LineWarnings(warn if translator.process_group.is_first else ignore)
         self._num_lines = num_before
 
     def translate(
@@ -419,7 +415,7 @@ def translate_lines(
     translator: SearchEngine,
     lines: Iterable[str],
     stats: CorpusStats | None = None,
-    warn: Warn = _ignore,
+    warn: Warn = ignore,
     block_lines: int = BLOCK_LINES,
 ) -> list[str]:
     """Return the best translation of each line; a blank line gives an empty one.

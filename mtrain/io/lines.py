@@ -80,13 +80,13 @@ class _CountedFile(io.RawIOBase):
         return num_bytes
 
 
-def tell_nobody(num_bytes: int) -> None:
-    """Ignore the number of bytes read."""
+def ignore(value: object) -> None:
+    """Do nothing: a callback for a caller that wants none."""
 
 
 @contextmanager
 def open_lines(
-    path: Path, advance: Advance = tell_nobody, digest: Digest | None = None
+    path: Path, advance: Advance = ignore, digest: Digest | None = None
 ) -> Iterator[BinaryIO]:
     """Open a file, plain or gzipped, to read its bytes.
 
@@ -129,7 +129,7 @@ def raw_lines(stream: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def read_lines(
-    path: Path, advance: Advance = tell_nobody, digest: Digest | None = None
+    path: Path, advance: Advance = ignore, digest: Digest | None = None
 ) -> Iterator[str]:
     """Yield the lines of a UTF-8 file, plain or gzipped; `advance` and `digest` as `open_lines`.
 

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 from mtrain.api import Model
 from mtrain.decode.formats import Link, Translation
 from mtrain.errors import ConfigError
+from mtrain.io.lines import ignore
 from mtrain.io.text_lines import TextLines
 from mtrain.serve.html_text import HtmlText
 from mtrain.serve.languages import Detected, LanguageDetector, find_code, has_letters
@@ -272,7 +273,7 @@ def _through(
                 prefixes=prefixes if is_last else None,
                 timeout_s=limits.seconds_left(),
                 cancel=limits.cancel,
-                on_warning=_ignore,
+                on_warning=ignore,
             )
         else:
             translated = model.translate(
@@ -281,7 +282,7 @@ def _through(
                 prefixes=prefixes if is_last else None,
                 timeout_s=limits.seconds_left(),
                 cancel=limits.cancel,
-                on_warning=_ignore,
+                on_warning=ignore,
             )
             translations = [Translation(text) for text in translated]
         if previous:
@@ -306,7 +307,3 @@ def _linked(first: Translation, second: Translation) -> Translation:
     return replace(
         second, flags=flags, alignment=tuple(dict.fromkeys(links)), alternatives=alternatives
     )
-
-
-def _ignore(_: str) -> None:
-    pass

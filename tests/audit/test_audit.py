@@ -24,7 +24,7 @@ from mtrain.audit import duplicates, scan
 from mtrain.audit.audit import audit
 from mtrain.config import config_file
 from mtrain.corpus import reader
-from mtrain.io.lines import tell_nobody
+from mtrain.io.lines import ignore
 from mtrain.run.run_dir import RunDir
 
 NUM_PAIRS, NUM_HELD_OUT, TIMES = 4000, 60, 4
@@ -428,7 +428,7 @@ def test_twice_as_many_files_with_findings_are_twice_the_work(tmp_path: Path) ->
         previous = sys.gettrace()
         sys.settrace(trace)
         try:
-            audit(changed, None, directory, tell_nobody)
+            audit(changed, None, directory, ignore)
         finally:
             sys.settrace(previous)
         return count

@@ -29,7 +29,7 @@ from mtrain.corpus import formats, reader
 from mtrain.corpus.reader import Reader, size_of
 from mtrain.data import arrow_shards, prepare
 from mtrain.errors import ConfigError, DataError
-from mtrain.io.lines import tell_nobody
+from mtrain.io.lines import ignore
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer import sentencepiece
 
@@ -590,7 +590,7 @@ def test_a_row_of_parquet_that_is_not_utf8_is_named_and_the_others_are_read(tmp_
     tree = {"parquet": [path], "src": "s", "tgt": "t"}
     assert message(tree) == f"{path}: row 2: must be UTF-8, but has byte 0xff."
     (source,) = formats.table_readers(corpus_of(tree))
-    assert list(source.read(tell_nobody, None)) == [
+    assert list(source.read(ignore, None)) == [
         formats.Row("a", "a"),
         formats.Fault("must be UTF-8, but has byte 0xff"),
         formats.Row("c", "c"),
