@@ -14,19 +14,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 from mtrain.augmentation.options import AugmentOptions, Student, mode_of
 from mtrain.config import config_file
 from mtrain.config.sections import Config
-from mtrain.errors import ConfigError, DataError
+from mtrain.errors import ConfigError, DataError, require_package
 from mtrain.exporters.registry import Library, Quantization
 from mtrain.io.lines import Advance, ignore
 from mtrain.io.text_lines import LINE_BREAK, TextLines
 from mtrain.run import finetune
-from mtrain.run.logger import PythonLog, RunLog, TensorBoardLog, check_installed
+from mtrain.run.logger import PythonLog, RunLog, TensorBoardLog
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.process_group import SINGLE, ProcessGroup
 
@@ -284,7 +283,7 @@ def train_together(
     run_dir, log = RunDir(Path(config.run_dir)), None
     device_of(config, process_group)  # reports an unusable device before tokenizing
     if tensorboard:
-        check_installed()
+        require_package("tensorboard", "--log tensorboard", "'mtrain[tensorboard]'")
     if process_group.is_first:
         checkpoint_manager.check_unfinished(run_dir)  # before tokenizing writes anything
         finetune.check_weights(config)
@@ -748,22 +747,12 @@ def plot(
     Example:
         pictures = mtrain.plot("runs/en-de")
     """
-    check_matplotlib()
+    require_package("matplotlib", "mtrain plot", "'mtrain[plot]'")
     from mtrain.plots import draw
 
     run_dir = _run_dir(run)
     target_dir = run_dir.path / "plots" if directory is None else Path(directory)
     return list(draw.draw(run_dir, sentence, target_dir, _log_warning))
-
-
-def check_matplotlib() -> None:
-    """Check that matplotlib is installed.
-
-    Raises:
-        ConfigError: if it is not; the message says how to install it.
-    """
-    if find_spec("matplotlib") is None:
-        raise ConfigError("`mtrain plot` must have matplotlib: pip install 'mtrain[plot]' adds it.")
 
 
 def _run_dir(run: AnyPath) -> RunDir:

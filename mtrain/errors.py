@@ -1,6 +1,7 @@
 """Errors that a user can cause and correct; the command line turns them into one line."""
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 NEEDS_POSIX = "mtrain needs Linux, macOS or another POSIX system; on Windows, WSL is one."
@@ -19,6 +20,21 @@ class UserError(Exception):
 
 class ConfigError(UserError):
     """A config, an option or an argument that is invalid."""
+
+
+def require_package(package: str, user: str, install: str) -> None:
+    """Check that an optional package is installed.
+
+    Args:
+        package: as it is imported.
+        user: the verb or option that needs it.
+        install: what `pip install` has to be given to add it.
+
+    Raises:
+        ConfigError: if it is not installed.
+    """
+    if find_spec(package) is None:
+        raise ConfigError(f"`{user}` must have {package}: pip install {install} adds it.")
 
 
 class DataError(UserError):

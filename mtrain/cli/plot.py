@@ -9,6 +9,7 @@ import typer
 
 from mtrain import api
 from mtrain.cli import console, options
+from mtrain.errors import require_package
 
 
 def plot(
@@ -35,7 +36,7 @@ def plot(
     if not watch:
         console.put(map(str, api.plot(run, sentence=sentence, directory=out)), None)
         return
-    api.check_matplotlib()
+    require_package("matplotlib", "mtrain plot", "'mtrain[plot]'")
     from mtrain.plots import draw
     from mtrain.run.run_dir import RunDir
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ import typer
 
 from mtrain import api
 from mtrain.cli import options
-from mtrain.errors import ConfigError, RunError
+from mtrain.errors import ConfigError, RunError, require_package
 from mtrain.serve.settings import ServerSettings, read_api_keys
 
 _DEMO = Path("runs/demo")
@@ -64,7 +63,8 @@ def serve(
         paths = [_DEMO]
     if not paths:
         raise ConfigError("`mtrain serve` must have a run folder, or `--demo`.")
-    check_installed()
+    for package in _PACKAGES:
+        require_package(package, "mtrain serve", "'mtrain[serve]'")
     settings = ServerSettings(
         host=host,
         port=port,
@@ -94,16 +94,3 @@ def serve(
         for path in paths
     ]
     serving(models, settings, engine == "ctranslate2")
-
-
-def check_installed() -> None:
-    """Check that the packages of the server are installed.
-
-    Raises:
-        ConfigError: with how to install them.
-    """
-    for name in _PACKAGES:
-        if find_spec(name) is None:
-            raise ConfigError(
-                f"`mtrain serve` must have {name}: pip install 'mtrain[serve]' adds it."
-            )

@@ -9,14 +9,13 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mtrain.errors import ConfigError
+from mtrain.errors import ConfigError, require_package
 from mtrain.io.atomic import sha256
 
 NUM_TRIALS = 10_000  # of approximate randomisation, sacreBLEU's default
@@ -41,8 +40,7 @@ class CometModel:
 
     def __init__(self, path: Path, num_gpus: int = 0) -> None:
         self._path = path / _CHECKPOINT if path.is_dir() else path
-        if find_spec("comet") is None:
-            raise ConfigError("`--comet` must have COMET: pip install unbabel-comet adds it.")
+        require_package("comet", "--comet", "unbabel-comet")
         if not self._path.is_file():
             raise ConfigError(
                 f"`--comet` must be a model of COMET, but {self._path} is no file; "

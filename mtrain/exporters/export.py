@@ -10,7 +10,6 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,7 +22,7 @@ from mtrain.data.prepare import ParallelLines
 from mtrain.decode import shortlist
 from mtrain.decode.options import DecodingOptions
 from mtrain.decode.translator import EncodedSource, Translator, load
-from mtrain.errors import ConfigError, RunError
+from mtrain.errors import ConfigError, RunError, require_package
 from mtrain.evaluation import evaluation, metrics
 from mtrain.evaluation.evaluation import TestResult
 from mtrain.exporters import ctranslate2, model_card, onnx_page, parity
@@ -322,11 +321,7 @@ def _whole(path: Path, archive: Archive | None) -> Iterator[Path]:
 def _require_library(library: Library) -> None:
     exporter = exporters()[library]
     for package in (exporter.PACKAGE, *exporter.OTHER_PACKAGES):
-        if find_spec(package) is None:
-            raise ConfigError(
-                f"`mtrain export --to {library}` must have {package}: pip install "
-                f"'mtrain[{library}]' adds it."
-            )
+        require_package(package, f"mtrain export --to {library}", f"'mtrain[{library}]'")
 
 
 def check_supported(library: Library, config: Config) -> None:

@@ -10,13 +10,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from tqdm import tqdm
 
-from mtrain.errors import ConfigError, WriteError
+from mtrain.errors import WriteError
 from mtrain.io.atomic import append, write_lines
 from mtrain.io.lines import read_lines
 from mtrain.io.text_width import fitted
@@ -25,18 +24,6 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
 
 _VALIDATION = "valid_"  # prefix of the metrics of a validation
-
-
-def check_installed() -> None:
-    """Check that tensorboard is installed.
-
-    Raises:
-        ConfigError: with how to install it.
-    """
-    if find_spec("tensorboard") is None:
-        raise ConfigError(
-            "`--log tensorboard` must have tensorboard: pip install 'mtrain[tensorboard]' adds it."
-        )
 
 
 class TensorBoardLog:

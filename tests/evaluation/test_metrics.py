@@ -507,5 +507,5 @@ def test_without_the_package_or_the_model_one_line_says_what_to_do(
     )
     monkeypatch.setitem(sys.modules, "comet", None)
     assert said(comet) == (
-        "mtrain: `--comet` must have COMET: pip install unbabel-comet adds it.\n"
+        "mtrain: `--comet` must have comet: pip install unbabel-comet adds it.\n"
     )

@@ -21,6 +21,7 @@ from exporting import EXACT, LINES, check_exact, copied, random_model, settings
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mtrain import errors
 from mtrain.config.sections import TokenizerConfig
 from mtrain.decode.translator import Translator
 from mtrain.errors import ConfigError, RunError
@@ -246,7 +247,7 @@ def test_a_page_is_for_onnx_alone(cli: Cli, trained: RunDir, tmp_path: Path) -> 
 def test_a_missing_package_is_named(
     cli: Cli, trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export, "find_spec", lambda name: None if name == "onnx" else name)
+    monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "onnx" else name)
     outcome = cli("export", trained.path, tmp_path / "out", "--to", "onnx")
     assert outcome.err.endswith(
         "mtrain: `mtrain export --to onnx` must have onnx: pip install 'mtrain[onnx]' adds it.\n"

@@ -9,7 +9,7 @@ from conftest import Cli
 from tasks import prepared, stop_at, write_task
 
 import mtrain
-from mtrain.run import logger
+from mtrain import errors
 from mtrain.run.run_dir import RunDir
 from mtrain.training.trainer import Stopped
 
@@ -90,7 +90,7 @@ def test_a_board_that_cannot_be_written_ends_no_training(cli: Cli, tmp_path: Pat
 def test_without_the_package_one_line_says_how_to_get_it_before_anything_is_done(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logger, "find_spec", lambda name: None)
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
     outcome = cli("train", write_task(tmp_path), "--log", "tensorboard")
     assert (outcome.code, outcome.err) == (
         2,

@@ -252,7 +252,7 @@ def test_keys_are_the_lines_of_a_file(trained: RunDir, tmp_path: Path) -> None:
 def test_a_package_that_is_not_installed_is_named(
     cli: Cli, trained: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mtrain.cli.serve.find_spec", lambda name: None)
+    monkeypatch.setattr("mtrain.errors.find_spec", lambda name: None)
     assert refused(cli, trained.path) == (
         "`mtrain serve` must have starlette: pip install 'mtrain[serve]' adds it."
     )
