@@ -36,6 +36,7 @@ from mtrain.autoconfig import benchmark
 from mtrain.cli.main import main
 from mtrain.ops import native
 from mtrain.run.run_dir import RunDir
+from mtrain.runtime import process_settings
 from mtrain.runtime.signals import STOPPING
 
 settings.register_profile(
@@ -275,9 +276,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let no garbage collection go through all that imports and the collection have made."""
+    """Collect garbage seldom, and never what imports and the collection of tests have made."""
     gc.collect()
     gc.freeze()
+    process_settings._COLLECTED_AT = 200_000  # set when the first verb runs
+    gc.set_threshold(200_000)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

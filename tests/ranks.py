@@ -116,6 +116,7 @@ def _rank(
     os.environ |= {key: str(value) for key, value in place.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     cli_ranks._HEAD_START_S = 0.0  # no torchrun ends rank 0 here before it has reported
+    torch_process_group._HEAD_START_S = 0.1
     function(*arguments)
 
 
