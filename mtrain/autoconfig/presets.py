@@ -64,8 +64,8 @@ PRESETS = (
 
 
 def vocabulary_size(num_pairs: int) -> int:
-    """Return the size of the shared vocabulary for a corpus."""
-    steps = ((5_000, 1000), (10_000, 2000), (20_000, 4000), (100_000, 10_000), (1_000_000, 16_000))
+    """Return the size of the shared vocabulary for a corpus; measured up to 29,000 pairs."""
+    steps = ((3_000, 2000), (6_000, 4000), (20_000, 8000), (100_000, 10_000), (1_000_000, 16_000))
     return next((size for limit, size in steps if num_pairs < limit), 32_000)
 
 

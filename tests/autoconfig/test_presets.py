@@ -23,7 +23,7 @@ def test_sizes_rise_in_weights_and_in_what_they_ask_of_a_corpus():
 def test_a_larger_corpus_has_no_smaller_vocabulary():
     found = [presets.vocabulary_size(10**power) for power in range(2, 9)]
     assert found == sorted(found)
-    assert (found[0], found[-1]) == (1000, 32_000)
+    assert (found[0], found[-1]) == (2000, 32_000)
 
 
 def test_the_largest_size_that_fits_the_budget_is_chosen():

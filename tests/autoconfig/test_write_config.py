@@ -635,7 +635,7 @@ def test_a_vocabulary_that_only_the_held_out_pairs_fill_is_not_chosen():
     write(Path("a.de"), [line.upper() for line in lines])
     init()
     config = written()
-    assert config.tokenizer.vocab_size == presets.vocabulary_size(360) // 2
+    assert config.tokenizer.vocab_size == presets.vocabulary_size(360) // 4
     tokenized(config)
 
 
