@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from mtrain.evaluation.evaluation import TestResult
     from mtrain.evaluation.metrics import ScoringOptions
     from mtrain.exporters.export import ExportReport
+    from mtrain.run.load_model import LoadOptions
 
 logger = logging.getLogger("mtrain")
 AnyPath = str | os.PathLike[str]
@@ -598,6 +599,8 @@ def load(
     device: str = "auto",
     precision: Precision = "auto",
     shortlist: Shortlist | None = None,
+    rerank_with: AnyPath | None = None,
+    rerank_weight: float | None = None,
     engine: Engine = "mtrain",
 ) -> Model:
     """Load a trained run, or several as an ensemble, ready to translate.
@@ -614,6 +617,9 @@ def load(
         shortlist: `fast` ranks only the target tokens that a table of the run finds likely for the
             source; for beam search on a CPU. On first use, the table is learned from the training
             text and written into the run folder.
+        rerank_with: a run of the other direction; hypotheses are ranked by its log-probability of
+            the source, too (noisy-channel reranking).
+        rerank_weight: of that run; None is 0.3.
         engine: `ctranslate2` translates with CTranslate2, from an export of the run that is written
             into the run folder on first use. It takes one run, and refuses sampling, alternatives,
             prefixes, alignments, `mbr`, `early_stop` and `no_repeat_ngram`; log-probabilities are
@@ -627,7 +633,7 @@ def load(
         model = mtrain.load("runs/en-de", beam=1)
     """
     from mtrain.corpus import length_stats
-    from mtrain.decode.options import DecodingOptions
+    from mtrain.decode.options import RERANK_WEIGHT, DecodingOptions
     from mtrain.run.load_model import LoadOptions
 
     _check_choice("precision", precision, get_args(Precision))
@@ -636,38 +642,50 @@ def load(
         _check_choice("shortlist", shortlist, get_args(Shortlist))
     folders = _run_dirs("runs", runs)
     config = folders[0].config
-    options = replace(DecodingOptions.from_config(config), with_scores=False)
+    if rerank_with is None and rerank_weight is not None:
+        raise ConfigError("`rerank_weight` needs `rerank_with`.")
+    options = DecodingOptions.from_config(config)
     options = replace(
         options,
         beam=options.beam if beam is None else beam,
         length_alpha=options.length_alpha if length_alpha is None else length_alpha,
         shortlist=shortlist,
+        with_scores=False,
     )
     loading = LoadOptions(device, precision, checkpoint)
+    if rerank_with is not None:
+        weight = RERANK_WEIGHT if rerank_weight is None else rerank_weight
+        options = replace(options, rerank_weight=weight)
+        loading = replace(loading, reverse=_run_dir(rerank_with))
     translator: SearchEngine
     if engine == "ctranslate2":
-        from mtrain.exporters import export as exporting
-
-        if len(folders) > 1:
-            raise ConfigError(
-                f"`engine='ctranslate2'` must have one run, but has {len(folders)} instead."
-            )
-        for key, is_given in (
-            ("checkpoint", checkpoint is not None),
-            ("device", device not in ("auto", "cpu")),
-            ("precision", precision != "auto"),
-            ("shortlist", shortlist is not None),
-        ):
-            if is_given:
-                raise ConfigError(
-                    f"`{key}` has no effect with `engine='ctranslate2'`; leave it out."
-                )
-        translator = exporting.load_ctranslate2(folders[0], options, _log_warning)
+        translator = _load_ctranslate2(folders, options, loading)
     else:
         from mtrain.decode import translator as translating
 
         translator = translating.load(folders, options, loading)
     return Model(folders[0], config, translator, length_stats.load(folders[0].data_dir))
+
+
+def _load_ctranslate2(
+    folders: list[RunDir], options: DecodingOptions, loading: LoadOptions
+) -> SearchEngine:
+    from mtrain.exporters import export as exporting
+
+    if len(folders) > 1:
+        raise ConfigError(
+            f"`engine='ctranslate2'` must have one run, but has {len(folders)} instead."
+        )
+    for key, is_given in (
+        ("checkpoint", loading.step is not None),
+        ("device", loading.device not in ("auto", "cpu")),
+        ("precision", loading.precision != "auto"),
+        ("shortlist", options.shortlist is not None),
+        ("rerank_with", loading.reverse is not None),
+    ):
+        if is_given:
+            raise ConfigError(f"`{key}` has no effect with `engine='ctranslate2'`; leave it out.")
+    return exporting.load_ctranslate2(folders[0], options, _log_warning)
 
 
 def evaluate(run: Model | AnyPath, options: ScoringOptions | None = None) -> list[TestResult]:

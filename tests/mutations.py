@@ -925,6 +925,20 @@ SEARCH = [
         "tests/training/test_optimizer.py",
     ),
     Mutation(
+        "reranking without the reverse model",
+        "mtrain/decode/rerank.py",
+        "candidate.score + weight * reverse_score",
+        "candidate.score",
+        "tests/decode/test_rerank.py",
+    ),
+    Mutation(
+        "of reordered candidates those that repeat themselves win",
+        "mtrain/decode/pipeline.py",
+        "sorted(ranked, key=lambda each: is_loop(part.source.ids[:-1], each.tokens[:-1]))",
+        "ranked",
+        "tests/decode/test_rerank.py",
+    ),
+    Mutation(
         "copies of a candidate do not count",
         "mtrain/decode/mbr.py",
         "100.0 * (times - 1)",

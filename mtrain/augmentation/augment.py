@@ -39,7 +39,7 @@ from mtrain.corpus.reader import read_pairs
 from mtrain.decode import translator as translating
 from mtrain.decode.options import DecodingOptions
 from mtrain.decode.pipeline import BLOCK_LINES, LineTranslator, Warn
-from mtrain.decode.translator import EncodedSource, Translator
+from mtrain.decode.translator import Translator
 from mtrain.errors import DataError, RunError
 from mtrain.io.atomic import only_process, sha256, sweep, whole_dir, whole_file, writable_dir
 from mtrain.io.lines import ignore, open_gzip_writer, read_lines
@@ -223,24 +223,11 @@ def _check_directions(request: AugmentRequest, data: DataConfig) -> list[bool]:
     """
     forward, back = (data.src_lang, data.tgt_lang), (data.tgt_lang, data.src_lang)
     allowed = {"forward": [forward], "back": [back], "again": [forward, back]}[request.mode]
-    directions = [_check_direction(run, allowed, f"--{request.mode}") for run in request.runs]
+    directions = [run.check_direction(allowed, f"--{request.mode}") for run in request.runs]
     if request.judge is not None:
         other = [forward if request.mode == "back" else back]
-        _check_direction(request.judge, other, "--agree-with")
+        request.judge.check_direction(other, "--agree-with")
     return [direction == back for direction in directions]
-
-
-def _check_direction(run: RunDir, allowed: list[tuple[str, str]], option: str) -> tuple[str, str]:
-    direction = run.config.data.src_lang, run.config.data.tgt_lang
-    if direction not in allowed:
-        expected = " or ".join(f"{src} to {tgt}" for src, tgt in dict.fromkeys(allowed))
-        raise RunError(
-            f"{run.path}: must translate {expected} for `{option}`, but translates {direction[0]} "
-            f"to {direction[1]} instead."
-        )
-    if not run.model_path.is_file():
-        raise RunError(f"{run.path}: must be a trained run, but has no {run.model_path.name}.")
-    return direction
 
 
 def _settings(request: AugmentRequest, config: Config, real: TrainText) -> Tree:
@@ -413,13 +400,8 @@ def _early_reason(line: str, is_repeat: bool) -> str | None:
 
 def _agreement(judge: Translator, pairs: Sequence[Candidate], is_back: bool) -> list[float]:
     """Return the judge's mean log-probability per token of the real side of each pair."""
-    sources = [pair.src if is_back else pair.tgt for pair in pairs]
-    targets = judge.tokenizer.tgt.encode([pair.tgt if is_back else pair.src for pair in pairs])
-    encoded = [
-        EncodedSource(ids, text=text)
-        for ids, text in zip(judge.tokenizer.encode_src(sources), sources, strict=True)
-    ]
-    return [sum(log_probs) / len(log_probs) for log_probs in judge.score(encoded, targets)]
+    texts = [(pair.src, pair.tgt) if is_back else (pair.tgt, pair.src) for pair in pairs]
+    return [sum(log_probs) / len(log_probs) for log_probs in judge.score_texts(texts)]
 
 
 def _write_part(

@@ -17,6 +17,7 @@ from mtrain.runtime.process_group import ProcessGroup
 
 if TYPE_CHECKING:
     from mtrain.decode.translator import Translator
+    from mtrain.evaluation.comet import CometModel
     from mtrain.evaluation.evaluation import EvaluationPlan, TestReport
     from mtrain.evaluation.metrics import TestSet
 
@@ -47,6 +48,8 @@ def evaluate(
     device: options.DeviceOption = "auto",
     precision: options.PrecisionOption = "auto",
     shortlist: options.ShortlistOption = None,
+    rerank_with: options.RerankWithOption = None,
+    rerank_weight: options.RerankWeightOption = None,
 ) -> None:
     """Translate test sets or any text, and score them with intervals.
 
@@ -61,41 +64,41 @@ def evaluate(
     if score:
         unused: dict[str, Any] = {"metrics": metrics, "tokenize": tokenize, "comet": comet}
         unused |= {"resamples": resamples, "compare": compare or None, "details": details or None}
-        unused |= {"lowercase": lowercase or None, "json": json or None}
+        unused |= {"lowercase": lowercase or None, "json": json or None, "rerank_with": rerank_with}
         _check_score(search_options | unused, runs, refs)
     from mtrain.decode import translator as translating
     from mtrain.decode.options import DecodingOptions
     from mtrain.evaluation import evaluation
-    from mtrain.evaluation.comet import CometModel
     from mtrain.evaluation.metrics import ScoringOptions
     from mtrain.run.load_model import LoadOptions
-    from mtrain.runtime.device import pick_device
 
-    decoding_options: dict[str, Any] = search_options | {"length_alpha": length_alpha}
-    decoding_options |= {"shortlist": shortlist, "batch_tokens": batch_tokens}
+    weight = options.weight_of_reverse(rerank_with, rerank_weight, beam)
+    changes: dict[str, Any] = search_options | {
+        "length_alpha": length_alpha,
+        "rerank_weight": weight,
+    }
+    changes |= {"shortlist": shortlist, "batch_tokens": batch_tokens, "with_scores": False}
     folders, names = [RunDir(run) for run in runs], _names(tests)
+    reverse = RunDir(rerank_with) if rerank_with else None
     with joined_process_group("run it again.") as process_group:
-        loading = LoadOptions(device, precision, checkpoint, process_group)
+        loading = LoadOptions(device, precision, checkpoint, process_group, reverse)
 
         def load(run: RunDir) -> Translator:
             decoding = DecodingOptions.from_config(run.config)
-            decoding = replace(decoding, **options.given(decoding_options), with_scores=False)
-            return translating.load(run, decoding, loading)
+            return translating.load(run, replace(decoding, **options.given(changes)), loading)
 
-        for path in [*runs, *compared_paths] if shortlist is not None else []:
-            if path.is_dir():  # checked before the first run translates
-                options.check_shortlist(shortlist, beam or RunDir(path).config.decoding.beam)
+        _check_shortlist(shortlist, beam, [*runs, *compared_paths])
         text = _read_text(src, refs, folders[0], process_group)
         if score:
             tests_read = text or evaluation.read_tests(folders[0], names)
             lines = evaluation.reference_scores(load(folders[0]), tests_read)
         else:
-            scoring_args = options.given({"metrics": _names(metrics), "num_resamples": resamples})
-            if comet is not None and process_group.is_first:
-                scoring_args["comet"] = CometModel(comet, int(pick_device(device).type == "cuda"))
-            scoring = ScoringOptions(tokenize, lowercase, **scoring_args)
+            scoring_args: dict[str, Any] = {"metrics": _names(metrics), "num_resamples": resamples}
+            scoring_args["comet"] = _comet_model(comet, device, process_group)
+            scoring = ScoringOptions(tokenize, lowercase, **options.given(scoring_args))
             plan = evaluation.EvaluationPlan(
-                folders, compared_paths, names, scoring, details, text, loading.products, shortlist
+                *(folders, compared_paths, names, scoring, details, text),
+                *(loading.products, shortlist, rerank_with, weight),
             )
             lines = _lines(plan, load, json, process_group)
         console.put(lines, output) if process_group.is_first else list(lines)
@@ -135,6 +138,16 @@ def _lines(
         yield from as_json(reports, compared) if is_json else fine_tuning.as_table(compared)
 
 
+def _comet_model(path: Path | None, device: str, process_group: ProcessGroup) -> CometModel | None:
+    """Load the model of --comet on the first rank, which scores."""
+    from mtrain.evaluation.comet import CometModel
+    from mtrain.runtime.device import pick_device
+
+    if path is None or not process_group.is_first:
+        return None
+    return CometModel(path, int(pick_device(device).type == "cuda"))
+
+
 def _check_text(src: Path | None, refs: list[Path], tests: str | None) -> None:
     """Refuse a text without references, references without a text, and test sets beside it."""
     options.require("--src", {} if src else {"ref": refs or None})
@@ -156,6 +169,13 @@ def _read_text(
         prepare.update_tests(run.config, run, Stderr())
     process_group.barrier()
     return None
+
+
+def _check_shortlist(shortlist: str | None, beam: int | None, systems: list[Path]) -> None:
+    """Refuse a shortlist for greedy search, before the first run translates."""
+    for path in systems if shortlist is not None else []:
+        if path.is_dir():
+            options.check_shortlist(shortlist, beam or RunDir(path).config.decoding.beam)
 
 
 def _check_score(unused: dict[str, Any], runs: list[Path], refs: list[Path]) -> None:

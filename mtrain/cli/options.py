@@ -10,6 +10,7 @@ import typer
 
 from mtrain import api
 from mtrain.config import sections
+from mtrain.decode.options import RERANK_WEIGHT
 from mtrain.errors import ConfigError
 
 ConfigArgument = Annotated[
@@ -50,6 +51,16 @@ ShortlistOption = Annotated[
 MbrOption = Annotated[
     Literal["chrf"] | None,
     typer.Option(help="Take what agrees most with the other hypotheses, or with --beam samples."),
+]
+RerankWithOption = Annotated[
+    Path | None,
+    typer.Option(metavar="RUN", help="Rank hypotheses by this run of the other direction, too."),
+]
+RerankWeightOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0, max=100.0, help=f"Of the run of --rerank-with; {RERANK_WEIGHT} if absent."
+    ),
 ]
 CheckpointOption = Annotated[
     int | None, typer.Option(min=0, metavar="STEP", help="Take this checkpoint's weights.")
@@ -254,6 +265,19 @@ def refuse(other: str, options: Mapping[str, Any]) -> None:
     """Refuse options that have no effect beside `other`."""
     for key in given(options):
         raise ConfigError(f"`{_as_option(key)}` has no effect with `{other}`; leave it out.")
+
+
+def weight_of_reverse(
+    rerank_with: Path | None, rerank_weight: float | None, beam: int | None, mbr: str | None = None
+) -> float | None:
+    """Return the weight of the run of `--rerank-with`; None without it."""
+    require("--rerank-with", {} if rerank_with else {"rerank_weight": rerank_weight})
+    if rerank_with is None:
+        return None
+    refuse("--rerank-with", {"mbr": mbr})
+    if beam == 1:
+        raise ConfigError("`--rerank-with` has no effect with a beam of 1; leave it out.")
+    return RERANK_WEIGHT if rerank_weight is None else rerank_weight
 
 
 def check_shortlist(shortlist: str | None, beam: int) -> None:

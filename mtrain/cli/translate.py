@@ -43,6 +43,8 @@ def translate(
     prefix: options.PrefixOption = None,
     no_repeat_ngram: options.NoRepeatOption = None,
     mbr: options.MbrOption = None,
+    rerank_with: options.RerankWithOption = None,
+    rerank_weight: options.RerankWeightOption = None,
     sample: options.SampleOption = False,
     temperature: options.TemperatureOption = None,
     top_k: options.TopKOption = None,
@@ -66,27 +68,25 @@ def translate(
     search_options: dict[str, Any] = {"beam": beam, "length_alpha": length_alpha}
     search_options |= {"early_stop": early_stop, "shortlist": shortlist}
     sampling_options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    options.refuse("--sample", search_options | {"beam": None if mbr else beam} if sample else {})
+    no_samples = search_options | {"beam": None if mbr or rerank_with else beam}
+    options.refuse("--sample", no_samples if sample else {})
     options.require("--sample", {} if sample else sampling_options | {"seed": seed})
     console.check_outputs(output, alignments, read=[*paths, *([prefix] if prefix else [])])
-    has_file = len(paths) > 1 and not paths[-1].is_dir()
-    runs = [RunDir(path) for path in (paths[:-1] if has_file else paths)]
+    file = paths[-1] if len(paths) > 1 and not paths[-1].is_dir() else None
+    runs = [RunDir(path) for path in (paths if file is None else paths[:-1])]
     config, is_text = runs[0].config, format_ == "text"
     from mtrain.decode.options import DecodingOptions, Sampling
-    from mtrain.decode.pipeline import BLOCK_LINES
     from mtrain.run.load_model import LoadOptions
 
     other_options = {"no_repeat_ngram": no_repeat_ngram, "batch_tokens": batch_tokens, "seed": seed}
     other_options["max_input_tokens"], width = max_input_tokens, beam or config.decoding.beam
-    if n_best > width and not sample:
-        raise ConfigError(
-            f"`--n-best` must be at most the beam ({width}), but is {n_best} instead."
-        )
+    _check_num_best(n_best, width, sample)
     decoding = replace(
         DecodingOptions.from_config(config),
         **options.given(search_options | other_options | {"mbr": mbr}),
         num_best=n_best,
         sampling=Sampling(**options.given(sampling_options)) if sample else None,
+        rerank_weight=options.weight_of_reverse(rerank_with, rerank_weight, width, mbr),
         on_long=on_long,
         with_alignment=alignments is not None or format_ == "jsonl",
         with_scores=not is_text,
@@ -95,21 +95,33 @@ def translate(
     if engine == "ctranslate2":
         _check_ctranslate2(context, runs)
     with joined_process_group("run it again.") as process_group:
-        loading = LoadOptions(device, precision, checkpoint, process_group)
+        reverse = RunDir(rerank_with) if rerank_with else None
+        loading = LoadOptions(device, precision, checkpoint, process_group, reverse)
         line_translator = _load(engine, runs, decoding, loading)
         if not process_group.is_first:
             list(line_translator.translate([]))  # a share of the lines that rank 0 reads and writes
             return
-        prefixes = read_lines(prefix) if prefix is not None else None
-        if is_typed := not has_file and is_at_terminal():
-            blocks = read_typed(config.data.src_lang)
-        else:
-            blocks = read_blocks(paths[-1] if has_file else None, console.warn, BLOCK_LINES)
+        prefixes = None if prefix is None else read_lines(prefix)
+        is_typed = file is None and is_at_terminal()
+        blocks = read_typed(config.data.src_lang) if is_typed else _read(file)
         with closing(line_translator.translate(blocks, prefixes)) as lines:
             shown = lines if is_typed else console.with_progress(lines, output)
             texts = _formatted(shown, format_, n_best, alignments)
             is_answer = is_typed and is_text and output is None
             console.put(with_prompt(texts, config.data.tgt_lang) if is_answer else texts, output)
+
+
+def _check_num_best(num_best: int, beam: int, is_sampled: bool) -> None:
+    if num_best > beam and not is_sampled:
+        raise ConfigError(
+            f"`--n-best` must be at most the beam ({beam}), but is {num_best} instead."
+        )
+
+
+def _read(file: Path | None) -> Iterator[list[str]]:
+    from mtrain.decode.pipeline import BLOCK_LINES
+
+    return read_blocks(file, console.warn, BLOCK_LINES)
 
 
 def _load(

@@ -30,10 +30,11 @@ from mtrain.decode.formats import (
 )
 from mtrain.decode.mbr import by_agreement
 from mtrain.decode.options import DecodingOptions
+from mtrain.decode.rerank import rerank
 from mtrain.decode.shared_search import NO_LIMITS, PendingSearch, SearchLimits
 from mtrain.decode.split_long import LinePart, split_line
-from mtrain.decode.translator import EncodedSource
-from mtrain.errors import DataError
+from mtrain.decode.translator import EncodedSource, Translator
+from mtrain.errors import ConfigError, DataError
 from mtrain.io.lines import LineWarnings, ignore
 from mtrain.io.text_width import count
 from mtrain.runtime.process_group import ProcessGroup
@@ -61,6 +62,7 @@ class SearchEngine(Protocol):
     options: DecodingOptions
     process_group: ProcessGroup
     limits: SearchLimits
+    reverse: Translator | None
 
     @property
     def max_positions(self) -> int | None:
@@ -140,6 +142,9 @@ class LineTranslator:
         stats: of the training corpus, if they are known.
         warn: is called with warnings about lines, on the first rank only.
         num_before: the number of lines before the first one that is translated.
+
+    Raises:
+        ConfigError: for a `rerank_weight` without a model of the other direction.
     """
 
     def __init__(
@@ -150,9 +155,17 @@ class LineTranslator:
         num_before: int = 0,
     ) -> None:
         self.translator, self.options, self.stats = translator, translator.options, stats
-        if self.options.mbr is not None:
-            candidates = max(self.options.num_best, self.options.beam)
-            search_options = replace(self.options, num_best=candidates)
+        if self.options.rerank_weight is not None and translator.reverse is None:
+            raise ConfigError(
+                "`rerank_weight` must be None without a run of the other direction, but is "
+                f"{self.options.rerank_weight} instead."
+            )
+        if self.options.num_candidates > self.options.num_best:
+            search_options = replace(
+                self.options,
+                num_best=self.options.num_candidates,
+                with_scores=self.options.with_scores or self.options.rerank_weight is not None,
+            )
             self.translator = translator.with_options(search_options, translator.limits)
         self.warnings = LineWarnings(warn if translator.process_group.is_first else ignore)
         self._num_lines = num_before
@@ -298,13 +311,28 @@ class LineTranslator:
             )
         )
         ranked_of = [list(islice(translations, len(best))) for best in best_of]
-        if self.options.mbr is None:
+        return [ranked[: self.options.num_best] for ranked in self._reordered(parts, ranked_of)]
+
+    def _reordered(
+        self, parts: list[LinePart], ranked_of: list[list[Translation]]
+    ) -> list[list[Translation]]:
+        """Return the translations of each part in the order that the options ask for."""
+        weight, reverse = self.options.rerank_weight, self.translator.reverse
+        if weight is not None and reverse is not None:
+            texts = [part.source.text or "" for part in parts]
+            ranked_of = rerank(reverse, texts, ranked_of, weight, self.options.length_alpha)
+        elif self.options.mbr is not None:
+            ranked_of = [
+                [ranked[index] for index in by_agreement([candidate.text for candidate in ranked])]
+                for ranked in ranked_of
+            ]
+        else:
+            return ranked_of
+        if not self.options.retry_flagged or self.options.sampling is not None:
             return ranked_of
         return [
-            [ranked[index] for index in by_agreement([candidate.text for candidate in ranked])][
-                : self.options.num_best
-            ]
-            for ranked in ranked_of
+            sorted(ranked, key=lambda each: is_loop(part.source.ids[:-1], each.tokens[:-1]))
+            for part, ranked in zip(parts, ranked_of, strict=True)
         ]
 
     def _align(

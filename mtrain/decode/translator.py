@@ -99,7 +99,18 @@ class Ensemble:
         (cache,) = state.states
         return self.models[0].search_steps(cache, rows, num_places_B, best_BM, rules)
 
-    def log_probs(self, sources: Sequence[Padded], tgt_in_BT: Tensor) -> Tensor:
+    def log_probs(self, sources: Sequence[Padded], tgt_in_BT: Tensor, tgt_out_BT: Tensor) -> Tensor:
+        """Return the log-probability [B, T] of each token of given targets, in float64."""
+        log_probs = [
+            model.output.log_probs(
+                model(*source, tgt_in_BT).flatten(0, 1), tgt_out_BT.flatten()
+            ).double()
+            for model, source in zip(self.models, sources, strict=True)
+        ]
+        mean = torch.stack(log_probs).logsumexp(0) - math.log(len(log_probs))
+        return mean.view_as(tgt_out_BT)
+
+    def all_log_probs(self, sources: Sequence[Padded], tgt_in_BT: Tensor) -> Tensor:
         """Return the log-probabilities [B, T, V] of every token at every position, in float64."""
         logits = [
             model.output(model(*source, tgt_in_BT)).double()
@@ -176,6 +187,9 @@ class Translator:
         src_vocabularies: of each model; by default the tokenizer's.
         process_group: ranks that call the same methods with the same arguments. Each searches for
             a part of the sources, and all return all results.
+
+    Attributes:
+        reverse: a model of the other direction, which can rank hypotheses; None if there is none.
     """
 
     def __init__(
@@ -191,6 +205,7 @@ class Translator:
         self.device, self.process_group, self.limits = device, process_group, NO_LIMITS
         self.src_vocabularies = src_vocabularies or [tokenizer.src] * len(models)
         self.shortlist: shortlist.Shortlist | None = None
+        self.reverse: Translator | None = None
         self.shared_search: SharedSearch[EnsembleState] = SharedSearch(
             lambda ids_N, state: self.ensemble.step(ids_N, state),
             lambda state, *arguments: self.ensemble.search_steps(state, *arguments),
@@ -348,17 +363,23 @@ class Translator:
         """
         log_probs: dict[int, list[float]] = {}
         for rows, padded, tgt_in_BT in self._batches_of_pairs(sources, targets):
-            log_probs_BTV = self.ensemble.log_probs(padded, tgt_in_BT)
-            for row, log_probs_TV in zip(rows, log_probs_BTV, strict=True):
-                tgt_out = [*targets[row], self.tokenizer.tgt.eos]
-                tgt_out_T1 = torch.tensor(tgt_out, device=self.device)[:, None]
-                log_probs_T1 = log_probs_TV[: len(tgt_out)].gather(1, tgt_out_T1)
-                log_probs[row] = log_probs_T1[:, 0].tolist()
+            tgt_out = [[*targets[row], self.tokenizer.tgt.eos] for row in rows]
+            tgt_out_BT = pad_right(tgt_out, self.tokenizer.tgt.pad).to(self.device)
+            log_probs_BT = self.ensemble.log_probs(padded, tgt_in_BT, tgt_out_BT).tolist()
+            for row, ids, log_probs_T in zip(rows, tgt_out, log_probs_BT, strict=True):
+                log_probs[row] = log_probs_T[: len(ids)]
         if self.process_group.size > 1:
             message = json.dumps(list(log_probs.items())).encode()
             for part in self.process_group.all_gather_bytes(message):
                 log_probs |= dict(json.loads(part))
         return [log_probs[row] for row in range(len(sources))]
+
+    def score_texts(self, pairs: Sequence[tuple[str, str]]) -> list[list[float]]:
+        """Return what `score` does for pairs of a source and a target, as text."""
+        texts, targets = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        ids_of = self.tokenizer.encode_src(texts)
+        sources = [EncodedSource(ids, text=text) for ids, text in zip(ids_of, texts, strict=True)]
+        return self.score(sources, self.tokenizer.tgt.encode(targets))
 
     @torch.inference_mode()
     def attend(
@@ -431,14 +452,18 @@ def load(
         loading: how the models are loaded.
 
     Raises:
-        RunError: if a folder is not a run, has no trained model, or its parts do not fit, or if
-            several have different target vocabularies.
+        RunError: if a folder is not a run, has no trained model, or its parts do not fit, if
+            several have different target vocabularies, or if
+            the `reverse` of `loading` does not translate in the other direction.
         ConfigError: if the settings cannot be used here.
     """
     keep_freed_memory()
     avoid_cudnn_attention()
     folders = [runs] if isinstance(runs, RunDir) else list(runs)
     configs = [run.config for run in folders]
+    if loading.reverse is not None:
+        data = configs[0].data
+        loading.reverse.check_direction([(data.tgt_lang, data.src_lang)], "--rerank-with")
     device = pick_device(loading.process_group.device_name(loading.device))
     tokenizers = [sentencepiece.load(run.tokenizer_dir) for run in folders]
     src_vocabularies: list[Vocabulary] = []  # equal ones are one object
@@ -463,4 +488,6 @@ def load(
             reason = f"the device is {device}" if len(folders) == 1 else f"{len(folders)} are named"
             raise ConfigError(f"`shortlist` must have one run on a CPU, but {reason}.")
         translator.shortlist = shortlist.load(folders[0], tokenizers[0])
+    if loading.reverse is not None:
+        translator.reverse = load(loading.reverse, None, replace(loading, step=None, reverse=None))
     return translator

@@ -67,6 +67,8 @@ class TestReport:
     contrasts: list[Contrast]  # of each other system with the first, if details were asked for
     precision: str = "float32"  # of matrix products in the runs' translation
     shortlist: str | None = None  # of the runs' translation
+    rerank_with: Path | None = None  # the run of the other direction that ranked hypotheses, too
+    rerank_weight: float | None = None  # of that run
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ class EvaluationPlan:
     text: Mapping[str, TestSet] | None = None  # a text, by its name, instead of test sets of runs
     precision: str = "float32"  # of matrix products in the runs' translation
     shortlist: str | None = None  # of the runs' translation
+    rerank_with: Path | None = None  # the run of the other direction that ranked hypotheses, too
+    rerank_weight: float | None = None  # of that run
 
     def __post_init__(self) -> None:
         if self.others and len(self.runs) > 1:
@@ -298,7 +302,8 @@ def _report(
             mean, std = statistics.mean(values), statistics.stdev(values)
             summary.append(ScoreSummary(scores[0].metric, len(values), mean, std))
     comparisons = significance.compare(scorer, outputs) if plan.others else []
-    return TestReport(results, summary, comparisons, contrasts, plan.precision, plan.shortlist)
+    decoding = (plan.precision, plan.shortlist, plan.rerank_with, plan.rerank_weight)
+    return TestReport(results, summary, comparisons, contrasts, *decoding)
 
 
 def report_on(

@@ -31,6 +31,9 @@ def as_text(reports: Sequence[TestReport]) -> Iterator[str]:
             yield f"  translated with products in {report.precision}"
         if report.shortlist is not None:
             yield f"  translated with `--shortlist {report.shortlist}`"
+        if report.rerank_with is not None:
+            weight = f"--rerank-weight {report.rerank_weight}"
+            yield f"  translated with `--rerank-with {report.rerank_with} {weight}`"
     if any(report.comparisons for report in reports):
         yield "p: chance of such a difference to the first system if neither is better; bs by"
         yield f"   paired bootstrap, ar by approximate randomisation; * is below {P_LIMIT}"
@@ -69,6 +72,8 @@ def _tree(report: TestReport) -> dict[str, object]:
         "num_lines": len(report.results[0].lines.src),
         "precision": report.precision,
         "shortlist": report.shortlist,
+        "rerank_with": str(report.rerank_with) if report.rerank_with else None,
+        "rerank_weight": report.rerank_weight,
         "scores": [
             {"system": result.system} | asdict(score)
             for result in report.results

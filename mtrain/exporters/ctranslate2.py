@@ -19,7 +19,7 @@ from mtrain.decode.beam import Hypothesis, length_penalty
 from mtrain.decode.options import DecodingOptions
 from mtrain.decode.shared_search import NO_LIMITS, PendingSearch, SearchLimits
 from mtrain.decode.shortlist import Shortlist
-from mtrain.decode.translator import EncodedSource
+from mtrain.decode.translator import EncodedSource, Translator
 from mtrain.errors import ConfigError
 from mtrain.exporters.exporter import (
     BATCH_SIZE,
@@ -300,7 +300,8 @@ def load(directory: Path, use_vmap: bool = False) -> CTranslate2Model:
 def check_options(config: Config, options: DecodingOptions) -> None:
     """Raise ConfigError if CTranslate2 does not support an option."""
     keys = {"no_repeat_ngram": "decoding.", "early_stop": "decoding.", "mbr": "decoding."}
-    for key, section in (keys | {"sampling": "", "with_alignment": ""}).items():
+    others = {"sampling": "", "with_alignment": "", "rerank_weight": ""}
+    for key, section in (keys | others).items():
         if value := getattr(options, key):
             raise ConfigError(
                 f"`{section}{key}` must be off for `--engine ctranslate2`, but is {value!r} "
@@ -322,6 +323,7 @@ class CTranslate2Translator:
     """Translates with the CTranslate2 export of a run; gives no log-probabilities of tokens."""
 
     process_group = SINGLE
+    reverse: Translator | None = None
 
     def __init__(self, run: RunDir, options: DecodingOptions, directory: Path) -> None:
         self.options, self.tokenizer = options, sentencepiece.load(run.tokenizer_dir)

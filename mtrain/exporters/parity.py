@@ -224,9 +224,10 @@ class MaskedEnsemble(Ensemble):
         """Return the logits [N, V] of the token that follows `ids_N`, and advance `state`."""
         return self._mask(super().step(ids_N, state)[:])
 
-    def log_probs(self, sources: Sequence[Padded], tgt_in_BT: Tensor) -> Tensor:
-        """Return the log-probabilities [B, T, V] of all tokens, in float64."""
-        return self._mask(super().log_probs(sources, tgt_in_BT)).log_softmax(-1)
+    def log_probs(self, sources: Sequence[Padded], tgt_in_BT: Tensor, tgt_out_BT: Tensor) -> Tensor:
+        """Return the log-probability [B, T] of each token of given targets, in float64."""
+        log_probs_BTV = self._mask(self.all_log_probs(sources, tgt_in_BT)).log_softmax(-1)
+        return log_probs_BTV.gather(2, tgt_out_BT[:, :, None])[:, :, 0]
 
     def _mask(self, logits: Tensor) -> Tensor:
         masked = logits.clone()

@@ -69,6 +69,21 @@ class Projection(Linear):
             return logits_NV
         return LazyLogits(states_ND.contiguous(), self, packed)
 
+    def log_probs(self, states_ND: Tensor, targets_N: Tensor) -> Tensor:
+        """Return the log-probability [N] of one token of each row.
+
+        Logits in float32 are not stored if weights are packed: the best token's log-probability and
+        the difference of two logits give that of any token.
+        """
+        logits = self.logits(states_ND)
+        if isinstance(logits, LazyLogits) and logits.packed.precision == "float32":
+            top = top_tokens(logits, [], 1)
+            weight_ND = self.weight[targets_N] - self.weight[top.ids_NC[:, 0]]
+            return (states_ND * weight_ND).sum(-1) + top.log_prob_NC[:, 0]
+        logits_NV = logits[:]
+        wide_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+        return wide_NV.log_softmax(-1).gather(1, targets_N[:, None])[:, 0]
+
 
 @dataclass(frozen=True)
 class LazyLogits:

@@ -39,12 +39,15 @@ class LoadOptions:
             is in bfloat16. On a GPU, bfloat16 also applies to activations, and int8 is an error.
         step: load the checkpoint of this step instead of the final weights.
         process_group: the ranks that share the work, each on a device of its own.
+        reverse: a run of the other direction, which is loaded with the runs that translate to rank
+            their hypotheses, too.
     """
 
     device: str = "auto"
     precision: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     step: int | None = None
     process_group: ProcessGroup = SINGLE
+    reverse: RunDir | None = None
 
     @property
     def products(self) -> Literal["float32", "bfloat16", "int8"]:

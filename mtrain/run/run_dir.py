@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -182,6 +182,29 @@ class RunDir:
             raise RunError(str(error)) from None
         except ConfigError as error:
             raise RunError(f"{error} Restore the file from the run's own copy.") from None
+
+    def check_direction(self, allowed: Sequence[tuple[str, str]], option: str) -> tuple[str, str]:
+        """Return the languages of source and target; check that this is a trained run.
+
+        Args:
+            allowed: languages that the run may translate between.
+            option: that names the run, for messages.
+
+        Raises:
+            RunError: if it translates between others, or is not trained.
+        """
+        direction = self.config.data.src_lang, self.config.data.tgt_lang
+        if direction not in allowed:
+            expected = " or ".join(f"{src} to {tgt}" for src, tgt in dict.fromkeys(allowed))
+            raise RunError(
+                f"{self.path}: must translate {expected} for `{option}`, but translates "
+                f"{direction[0]} to {direction[1]} instead."
+            )
+        if not self.model_path.is_file():
+            raise RunError(
+                f"{self.path}: must be a trained run, but has no {self.model_path.name}."
+            )
+        return direction
 
     def check_exists(self) -> None:
         """Check that the folder has a config.

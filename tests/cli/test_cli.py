@@ -873,6 +873,71 @@ def test_translate_takes_what_agrees_most(cli: Cli, trained: RunDir, options: li
     assert len(outcome.lines) == 3 * (2 if "--n-best" in options else 1)
 
 
+def test_translate_and_eval_rank_with_a_run_of_the_other_direction(
+    cli: Cli, reverser: RunDir, back_run: Path
+) -> None:
+    with_back = ["--rerank-with", str(back_run)]
+    outcome = cli("translate", reverser.path, *with_back, stdin=b"ba ce\n\nfo gu\n")
+    assert (outcome.code, outcome.lines) == (0, ["ce ba", "", "gu fo"]), outcome.err
+    sampled = [*with_back, "--rerank-weight", "2", "--sample", "--beam", "3", "--n-best", "4"]
+    outcome = cli("translate", reverser.path, *sampled, stdin=b"ba ce\n")
+    assert (outcome.code, len(outcome.lines)) == (0, 4), outcome.err
+    evaluated = cli("eval", reverser.path, *with_back, "--resamples", "0")
+    assert evaluated.code == 0, evaluated.err
+    assert f"  translated with `--rerank-with {back_run} --rerank-weight 0.3`" in evaluated.lines
+    as_json = cli("eval", reverser.path, *with_back, "--json", "--resamples", "0")
+    (tree,) = json.loads("\n".join(as_json.lines)).values()
+    assert (tree["rerank_with"], tree["rerank_weight"]) == (str(back_run), 0.3)
+
+
+@pytest.mark.parametrize(
+    ("verb", "options", "message"),
+    [
+        (
+            "translate",
+            ["--rerank-with", "{run}"],
+            "{run}: must translate bb to aa for `--rerank-with`, but translates aa to bb instead.",
+        ),
+        ("translate", ["--rerank-weight", "1"], "`--rerank-weight` needs `--rerank-with`."),
+        (
+            "translate",
+            ["--rerank-with", "{back}", "--beam", "1"],
+            "`--rerank-with` has no effect with a beam of 1; leave it out.",
+        ),
+        (
+            "translate",
+            ["--rerank-with", "{back}", "--mbr", "chrf"],
+            "`--mbr` has no effect with `--rerank-with`; leave it out.",
+        ),
+        (
+            "translate",
+            ["--rerank-with", "{back}", "--engine", "ctranslate2"],
+            "`--rerank-with` has no effect with `--engine ctranslate2`; leave it out.",
+        ),
+        (
+            "translate",
+            ["--rerank-with", "{back}/none"],
+            "{back}/none: must be a run folder, but does not exist.",
+        ),
+        ("eval", ["--rerank-weight", "1"], "`--rerank-weight` needs `--rerank-with`."),
+        (
+            "eval",
+            ["--rerank-with", "{back}", "--score"],
+            "`--rerank-with` has no effect with `--score`; leave it out.",
+        ),
+    ],
+)
+def test_reranking_that_is_not_possible_is_refused(
+    cli: Cli, reverser: RunDir, back_run: Path, verb: str, options: list[str], message: str
+) -> None:
+    def filled(text: str) -> str:
+        return text.format(run=reverser.path, back=back_run)
+
+    outcome = cli(verb, reverser.path, *map(filled, options), stdin=b"ba\n")
+    assert (outcome.code, outcome.lines) == (2, [])
+    assert outcome.err == f"mtrain: {filled(message)}\n"
+
+
 def test_translate_with_one_candidate_cannot_compare(cli: Cli, trained: RunDir) -> None:
     outcome = cli("translate", trained.path, "--mbr", "chrf", "--beam", "1", stdin=b"ba\n")
     assert (outcome.code, outcome.lines) == (2, [])

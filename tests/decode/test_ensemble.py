@@ -72,7 +72,7 @@ def test_one_model_is_itself():
     assert torch.equal(logits_NV, FIRST.decode_step(ids_N, state))
     tgt_in_BT, everyone = ids(3, 6, seed=5), torch.arange(3)
     torch.testing.assert_close(
-        together.log_probs([SOURCES] * len(together.models), tgt_in_BT),
+        together.all_log_probs([SOURCES], tgt_in_BT),
         log_probs_of(FIRST, everyone, tgt_in_BT),
         **SAME,
     )
@@ -88,8 +88,14 @@ def test_copies_of_one_model_are_the_model(count):
 def test_different_models_give_the_mean_of_their_probabilities(models):
     tgt_in_BT, everyone = ids(3, 6, seed=5), torch.arange(3)
     expected = mean_of(models, everyone, tgt_in_BT)
-    found = Ensemble(models).log_probs([SOURCES] * len(models), tgt_in_BT)
+    found = Ensemble(models).all_log_probs([SOURCES] * len(models), tgt_in_BT)
     torch.testing.assert_close(found, expected, **SAME)
+    tgt_out_BT = ids(3, 6, seed=6)
+    torch.testing.assert_close(
+        Ensemble(models).log_probs([SOURCES] * len(models), tgt_in_BT, tgt_out_BT),
+        expected.gather(2, tgt_out_BT[:, :, None])[:, :, 0],
+        **SAME,
+    )
     torch.testing.assert_close(found.exp().sum(-1), torch.ones(3, 6, dtype=torch.float64), **SAME)
     for model in models:
         assert not torch.allclose(found, log_probs_of(model, everyone, tgt_in_BT), atol=0.01)

@@ -186,6 +186,25 @@ def test_top_pieces_of_a_projection_are_those_of_its_logits(
         torch.testing.assert_close(top.log_prob_NC.double(), exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8", None])
+@pytest.mark.parametrize(("rows", "width"), [(0, 6), (1, 1), (25, 64)])
+@torch.no_grad()
+def test_log_probs_of_given_pieces_are_those_of_the_logits(
+    calls, one_thread, rows, width, precision
+):
+    projected, states = projection(width, 130), normal(rows, width, dtype=torch.float32)
+    if precision is None:
+        projected, states = projected.double(), states.double()
+    else:
+        projected.pack_weights(precision)
+    targets = torch.arange(rows) * 5
+    found = projected.log_probs(states, targets)
+    assert ("packed_topk" in calls) == (precision == "float32" and rows > 0)
+    logits_NV = projected.logits(states)[:]
+    expected = logits_NV.double().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 @torch.no_grad()
 def test_what_a_row_of_a_projection_is_does_not_depend_on_the_others(calls, one_thread):
     projected, states = projection(70, 300), normal(53, 70, dtype=torch.float32)

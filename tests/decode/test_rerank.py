@@ -1,0 +1,174 @@
+"""Noisy-channel reranking: scores of both directions, and the order of candidates by them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from builders import SRC_LINES, model_config, randomise, vocabularies
+
+import mtrain
+from mtrain.decode.beam import Hypothesis, length_penalty
+from mtrain.decode.formats import TranslatedLine
+from mtrain.decode.options import DecodingOptions, Sampling
+from mtrain.decode.pipeline import LineTranslator
+from mtrain.decode.rerank import rerank
+from mtrain.decode.shared_search import PendingSearch
+from mtrain.decode.translator import EncodedSource, Translator
+from mtrain.errors import ConfigError, RunError
+from mtrain.run.load_model import build_model
+from mtrain.run.run_dir import RunDir
+
+LINES = SRC_LINES[:30]
+
+
+def random_translator(seed: int, **options: object) -> Translator:
+    tokenizer = vocabularies()
+    torch.manual_seed(seed)
+    model = build_model(model_config(), tokenizer)
+    randomise(model, seed)
+    search = DecodingOptions(beam=4, max_extra_tokens=4, **options)  # type: ignore[arg-type]
+    return Translator([model.eval()], tokenizer, search, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def translator() -> Translator:
+    both = random_translator(3, length_alpha=0.8)
+    both.reverse = random_translator(4)
+    return both
+
+
+def lines_of(
+    translator: Translator, lines: list[str] = LINES, **changes: object
+) -> list[TranslatedLine]:
+    changed = translator.with_options(replace(translator.options, **changes))  # type: ignore[arg-type]
+    return list(LineTranslator(changed).translate([lines]))
+
+
+def expected_score(translator: Translator, line: str, text: str, score: float) -> float:
+    """The score of a candidate, written out for one pair alone."""
+    reverse = translator.reverse
+    assert reverse is not None
+    (src,) = reverse.tokenizer.encode_src([text])
+    (tgt,) = reverse.tokenizer.tgt.encode([line])
+    (log_probs,) = reverse.score([EncodedSource(src)], [tgt])
+    return score + 20.0 * sum(log_probs) / length_penalty(len(tgt) + 1, 0.8)
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling()], ids=["searched", "sampled"])
+def test_candidates_are_ordered_by_the_scores_of_both_directions(
+    translator: Translator, sampling: Sampling | None
+) -> None:
+    settings = {"sampling": sampling, "retry_flagged": False}
+    all_of = lines_of(translator, num_best=4, **settings)
+    ordered = lines_of(translator, num_best=4, rerank_weight=20.0, **settings)
+    best_two = lines_of(translator, num_best=2, rerank_weight=20.0, **settings)
+    is_other = 0
+    for line, candidates, found, two in zip(LINES, all_of, ordered, best_two, strict=True):
+        scores = [
+            expected_score(translator, line, each.text, each.score) for each in candidates.best
+        ]
+        assert [each.score for each in found.best] == pytest.approx(
+            sorted(scores, reverse=True), abs=1e-3
+        )
+        by_text = dict(zip([each.text for each in candidates.best], scores, strict=True))
+        for each in found.best:
+            assert by_text[each.text] == pytest.approx(each.score, abs=1e-3)
+        assert [each.text for each in two.best] == [each.text for each in found.best[:2]]
+        is_other += found.best[0].text != candidates.best[0].text
+    assert is_other
+
+
+def test_the_order_of_a_line_does_not_depend_on_the_others(translator: Translator) -> None:
+    together = lines_of(translator, rerank_weight=0.5)
+    for line, found in zip(LINES[:5], together, strict=False):
+        (alone,) = lines_of(translator, [line], rerank_weight=0.5)
+        assert alone.best[0].text == found.best[0].text
+        assert alone.best[0].score == pytest.approx(found.best[0].score, abs=1e-4)
+
+
+def test_a_weight_of_zero_keeps_the_order(translator: Translator) -> None:
+    for found, expected in zip(
+        lines_of(translator, rerank_weight=0.0, num_best=4),
+        lines_of(translator, num_best=4),
+        strict=True,
+    ):
+        assert [each.text for each in found.best] == [each.text for each in expected.best]
+
+
+@pytest.mark.parametrize("how", [{"rerank_weight": 0.0}, {"mbr": "chrf"}], ids=["rerank", "mbr"])
+def test_a_candidate_that_repeats_itself_loses_to_one_that_does_not(
+    translator: Translator, monkeypatch: pytest.MonkeyPatch, how: dict[str, object]
+) -> None:
+    texts = ["Hund " * 9, "Hund " * 8, "Ein Hund schläft."]
+    ids_of = translator.tokenizer.tgt.encode(texts)
+    found = [Hypothesis(ids, [], -1.0, -1.0) for ids in ids_of]
+    search = PendingSearch(lambda: [found], lambda: None)
+    monkeypatch.setattr(Translator, "start_search", lambda *_: search)
+    monkeypatch.setattr(Translator, "search", lambda *_: [found])  # again, without repeats
+    for is_on, expected in ((False, [True, True, False]), (True, [False, True, True])):
+        (line,) = lines_of(translator, LINES[:1], num_best=3, retry_flagged=is_on, **how)
+        assert ["loop" in each.flags for each in line.best] == expected
+
+
+def test_options_that_do_not_fit_together_are_refused(translator: Translator) -> None:
+    for options, message in (
+        ({"beam": 1}, "`beam` must be at least 2 for `rerank_weight`, but is 1 instead."),
+        ({"mbr": "chrf"}, "`mbr` must be None with `rerank_weight`, but is chrf instead."),
+    ):
+        with pytest.raises(ConfigError) as error:
+            DecodingOptions(rerank_weight=0.3, **options)  # type: ignore[arg-type]
+        assert str(error.value) == message
+    with pytest.raises(ConfigError) as error:
+        DecodingOptions(rerank_weight=-1.0)
+    assert str(error.value) == "`rerank_weight` must be between 0 and 100, but is -1.0 instead."
+    with pytest.raises(ConfigError) as error:
+        lines_of(random_translator(3), rerank_weight=0.3)
+    assert str(error.value) == (
+        "`rerank_weight` must be None without a run of the other direction, but is 0.3 instead."
+    )
+
+
+def test_a_reverse_model_of_numbers_that_are_not_finite_is_an_error(translator: Translator) -> None:
+    broken = random_translator(4)
+    with torch.no_grad():
+        broken.model.output.weight.fill_(torch.nan)
+    (line,) = lines_of(translator, LINES[:1], num_best=2)
+    with pytest.raises(RunError) as error:
+        rerank(broken, LINES[:1], [line.best], 0.3, 1.0)
+    assert str(error.value) == (
+        "the model of the other direction must give finite numbers, but does not: its training "
+        "diverged, or its weights are damaged."
+    )
+
+
+def test_a_loaded_run_ranks_with_a_run_of_the_other_direction(
+    reverser: RunDir, back_run: Path
+) -> None:
+    lines = ["ba ce di", "fo gu", "tu so ri ba"]
+    backwards = [" ".join(reversed(line.split())) for line in lines]
+    plain = mtrain.load(reverser.path, beam=3)
+    model = mtrain.load(reverser.path, beam=3, rerank_with=back_run, rerank_weight=2.0)
+    assert model.options.rerank_weight == 2.0
+    assert mtrain.load(reverser.path, rerank_with=back_run).options.rerank_weight == 0.3
+    own = plain.translate(lines, details=True)
+    found = model.translate(lines, details=True)
+    assert [each.text for each in found] == backwards != [each.text for each in own]
+    assert all(each.score < other.score for each, other in zip(found, own, strict=True))
+    off = replace(model.options, rerank_weight=None)
+    assert model.translate(lines, off, details=True) == own
+    for arguments, message in (
+        ({"rerank_weight": 0.3}, "`rerank_weight` needs `rerank_with`."),
+        (
+            {"rerank_with": back_run, "engine": "ctranslate2"},
+            "`rerank_with` has no effect with `engine='ctranslate2'`; leave it out.",
+        ),
+        (
+            {"rerank_with": reverser.path},
+            f"{reverser.path}: must translate bb to aa for `--rerank-with`, but translates aa to "
+            "bb instead.",
+        ),
+    ):
+        with pytest.raises(mtrain.UserError) as error:
+            mtrain.load(reverser.path, **arguments)  # type: ignore[arg-type]
+        assert str(error.value) == message
