@@ -941,8 +941,8 @@ SEARCH = [
     Mutation(
         "copies of a candidate do not count",
         "mtrain/decode/mbr.py",
-        "100.0 * (times - 1)",
-        "0.0",
+        "weights.get(candidate.text, 0.0) + weight",
+        "weight",
         "tests/decode/test_mbr.py",
     ),
     Mutation(

@@ -49,7 +49,7 @@ ShortlistOption = Annotated[
     typer.Option(help="Rank only tokens that the training text makes likely: faster, not exact."),
 ]
 MbrOption = Annotated[
-    Literal["chrf"] | None,
+    Literal["chrf", "bleu"] | None,
     typer.Option(help="Take what agrees most with the other hypotheses, or with --beam samples."),
 ]
 RerankWithOption = Annotated[
@@ -268,13 +268,12 @@ def refuse(other: str, options: Mapping[str, Any]) -> None:
 
 
 def weight_of_reverse(
-    rerank_with: Path | None, rerank_weight: float | None, beam: int | None, mbr: str | None = None
+    rerank_with: Path | None, rerank_weight: float | None, beam: int | None
 ) -> float | None:
     """Return the weight of the run of `--rerank-with`; None without it."""
     require("--rerank-with", {} if rerank_with else {"rerank_weight": rerank_weight})
     if rerank_with is None:
         return None
-    refuse("--rerank-with", {"mbr": mbr})
     if beam == 1:
         raise ConfigError("`--rerank-with` has no effect with a beam of 1; leave it out.")
     return RERANK_WEIGHT if rerank_weight is None else rerank_weight

@@ -86,7 +86,7 @@ def translate(
         **options.given(search_options | other_options | {"mbr": mbr}),
         num_best=n_best,
         sampling=Sampling(**options.given(sampling_options)) if sample else None,
-        rerank_weight=options.weight_of_reverse(rerank_with, rerank_weight, width, mbr),
+        rerank_weight=options.weight_of_reverse(rerank_with, rerank_weight, width),
         on_long=on_long,
         with_alignment=alignments is not None or format_ == "jsonl",
         with_scores=not is_text,

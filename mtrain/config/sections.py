@@ -271,7 +271,7 @@ class DecodingConfig(Section):
     batch_tokens: Whole = Field(default=8192, ge=1)
     no_repeat_ngram: Whole = Field(default=0, ge=0)
     retry_flagged: bool = True
-    mbr: Literal["chrf"] | None = None
+    mbr: Literal["chrf", "bleu"] | None = None
     early_stop: bool = False
 
     @model_validator(mode="after")

@@ -63,9 +63,9 @@ class DecodingOptions:
             flag loop, and let such translations lose to others when `mbr` or `rerank_weight` orders
             them; not for samples.
         mbr: minimum Bayes risk: of `beam` hypotheses or samples, put the one first that agrees most
-            with the others.
+            with the others, by chrF or by BLEU of subwords.
         rerank_weight: of a model of the other direction, by which `beam` hypotheses or samples are
-            ranked, too; None ranks without it.
+            ranked, too, before `mbr` weights them; None ranks without it.
         max_extra_tokens: a target may have this many tokens more than its source.
         batch_tokens: the limit of a batch: source tokens times `beam`.
         num_best: translations of each line, best first; at most `beam` unless they are sampled.
@@ -86,7 +86,7 @@ class DecodingOptions:
     early_stop: bool = _DEFAULTS.early_stop
     no_repeat_ngram: int = _DEFAULTS.no_repeat_ngram
     retry_flagged: bool = _DEFAULTS.retry_flagged
-    mbr: Literal["chrf"] | None = _DEFAULTS.mbr
+    mbr: Literal["chrf", "bleu"] | None = _DEFAULTS.mbr
     rerank_weight: float | None = None
     max_extra_tokens: int = _DEFAULTS.max_extra_tokens
     batch_tokens: int = _DEFAULTS.batch_tokens
@@ -105,16 +105,18 @@ class DecodingOptions:
             raise ConfigError(
                 f"`on_long` must be {', '.join(_LENGTHS)}, but is {self.on_long!r} instead."
             )
-        if self.mbr not in (None, "chrf"):
-            raise ConfigError(f"`mbr` must be chrf or None, but is {self.mbr!r} instead.")
+        if self.mbr not in (None, "chrf", "bleu"):
+            raise ConfigError(f"`mbr` must be chrf, bleu or None, but is {self.mbr!r} instead.")
         for key in ("mbr", "rerank_weight"):
             if getattr(self, key) is not None and self.beam == 1:
                 raise ConfigError(f"`beam` must be at least 2 for `{key}`, but is 1 instead.")
-        if self.mbr is not None and self.rerank_weight is not None:
-            raise ConfigError("`mbr` must be None with `rerank_weight`, but is chrf instead.")
         if not isinstance(self.sampling, Sampling | None):
             raise ConfigError(
                 f"`sampling` must be a Sampling or None, but is {self.sampling!r} instead."
+            )
+        if self.sampling is not None and None not in (self.mbr, self.rerank_weight):
+            raise ConfigError(
+                f"`mbr` must be None with `rerank_weight` for samples, but is {self.mbr} instead."
             )
         if self.shortlist not in (None, "fast"):
             raise ConfigError(

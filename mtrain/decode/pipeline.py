@@ -161,11 +161,7 @@ class LineTranslator:
                 f"{self.options.rerank_weight} instead."
             )
         if self.options.num_candidates > self.options.num_best:
-            search_options = replace(
-                self.options,
-                num_best=self.options.num_candidates,
-                with_scores=self.options.with_scores or self.options.rerank_weight is not None,
-            )
+            search_options = replace(self.options, num_best=self.options.num_candidates)
             self.translator = translator.with_options(search_options, translator.limits)
         self.warnings = LineWarnings(warn if translator.process_group.is_first else ignore)
         self._num_lines = num_before
@@ -317,18 +313,18 @@ class LineTranslator:
         self, parts: list[LinePart], ranked_of: list[list[Translation]]
     ) -> list[list[Translation]]:
         """Return the translations of each part in the order that the options ask for."""
-        weight, reverse = self.options.rerank_weight, self.translator.reverse
-        if weight is not None and reverse is not None:
-            texts = [part.source.text or "" for part in parts]
-            ranked_of = rerank(reverse, texts, ranked_of, weight, self.options.length_alpha)
-        elif self.options.mbr is not None:
-            ranked_of = [
-                [ranked[index] for index in by_agreement([candidate.text for candidate in ranked])]
-                for ranked in ranked_of
-            ]
-        else:
+        options, reverse = self.options, self.translator.reverse
+        if options.mbr is None and options.rerank_weight is None:
             return ranked_of
-        if not self.options.retry_flagged or self.options.sampling is not None:
+        are_samples = options.sampling is not None
+        if options.rerank_weight is not None and reverse is not None:
+            texts = [part.source.text or "" for part in parts]
+            ranked_of = rerank(
+                reverse, texts, ranked_of, options.rerank_weight, options.length_alpha
+            )
+        if options.mbr is not None:
+            ranked_of = [by_agreement(ranked, options.mbr, are_samples) for ranked in ranked_of]
+        if not options.retry_flagged or are_samples:
             return ranked_of
         return [
             sorted(ranked, key=lambda each: is_loop(part.source.ids[:-1], each.tokens[:-1]))

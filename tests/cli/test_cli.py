@@ -879,6 +879,8 @@ def test_translate_and_eval_rank_with_a_run_of_the_other_direction(
     with_back = ["--rerank-with", str(back_run)]
     outcome = cli("translate", reverser.path, *with_back, stdin=b"ba ce\n\nfo gu\n")
     assert (outcome.code, outcome.lines) == (0, ["ce ba", "", "gu fo"]), outcome.err
+    both = cli("translate", reverser.path, *with_back, "--mbr", "bleu", stdin=b"ba ce\n")
+    assert (both.code, both.lines) == (0, ["ce ba"]), both.err
     sampled = [*with_back, "--rerank-weight", "2", "--sample", "--beam", "3", "--n-best", "4"]
     outcome = cli("translate", reverser.path, *sampled, stdin=b"ba ce\n")
     assert (outcome.code, len(outcome.lines)) == (0, 4), outcome.err
@@ -903,11 +905,6 @@ def test_translate_and_eval_rank_with_a_run_of_the_other_direction(
             "translate",
             ["--rerank-with", "{back}", "--beam", "1"],
             "`--rerank-with` has no effect with a beam of 1; leave it out.",
-        ),
-        (
-            "translate",
-            ["--rerank-with", "{back}", "--mbr", "chrf"],
-            "`--mbr` has no effect with `--rerank-with`; leave it out.",
         ),
         (
             "translate",

@@ -1,6 +1,7 @@
-"""Minimum Bayes risk: sacreBLEU's chrF, and the order that it gives to candidates."""
+"""Minimum Bayes risk: sacreBLEU's chrF and BLEU, and the order that they give to candidates."""
 
 import itertools
+import math
 import random
 from dataclasses import replace
 
@@ -9,10 +10,11 @@ import torch
 from builders import SRC_LINES, model_config, randomise, vocabularies
 from hypothesis import given
 from hypothesis import strategies as st
+from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
-from mtrain.decode.formats import TranslatedLine
-from mtrain.decode.mbr import by_agreement, chrf
+from mtrain.decode.formats import TranslatedLine, Translation
+from mtrain.decode.mbr import Measure, bleu, by_agreement, chrf
 from mtrain.decode.options import DecodingOptions, Sampling
 from mtrain.decode.pipeline import LineTranslator
 from mtrain.decode.translator import Translator
@@ -20,6 +22,7 @@ from mtrain.errors import ConfigError
 from mtrain.run.load_model import build_model
 
 CHRF_OF_SACREBLEU = CHRF()
+BLEU_OF_SACREBLEU = BLEU(tokenize="none", smooth_method="add-k", smooth_value=1)
 
 
 @given(st.text("ab c\u00e4\u2003", max_size=12), st.text("ab c\u00e4\u2003", max_size=12))
@@ -28,32 +31,67 @@ def test_chrf_is_that_of_sacrebleu(hypothesis: str, reference: str) -> None:
     assert chrf(hypothesis, reference) == pytest.approx(expected, abs=1e-9)
 
 
-def test_candidates_are_ordered_by_their_mean_chrf_against_the_others() -> None:
+@given(st.lists(st.sampled_from("abc"), max_size=9), st.lists(st.sampled_from("abc"), max_size=9))
+def test_bleu_is_that_of_sacrebleu(hypothesis: list[str], reference: list[str]) -> None:
+    expected = BLEU_OF_SACREBLEU.sentence_score(" ".join(hypothesis), [" ".join(reference)]).score
+    assert bleu(hypothesis, reference) == pytest.approx(expected, abs=1e-9)
+
+
+def translations(texts: list[str], scores: list[float]) -> list[Translation]:
+    """Candidates with a token for each word."""
+    return [
+        Translation(text, (*text.split(), "</s>"), score=score)
+        for text, score in zip(texts, scores, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("are_samples", [False, True], ids=["searched", "sampled"])
+@pytest.mark.parametrize(
+    ("measure", "temperature", "score"),
+    [("chrf", 0.1, CHRF_OF_SACREBLEU), ("bleu", 0.2, BLEU_OF_SACREBLEU)],
+)
+def test_candidates_are_ordered_by_their_expected_agreement(
+    measure: Measure, temperature: float, score: CHRF | BLEU, are_samples: bool
+) -> None:
     rng = random.Random(1)
     words = ["der", "die", "ein", "Hund", "Katze", "rennt", "schläft", "im", "auf", "Park", "Sofa"]
     for _ in range(20):
         texts = [" ".join(rng.choices(words, k=rng.randint(1, 5))) for _ in range(7)]
-        texts += texts[:2]
-        means = [
-            sum(
-                CHRF_OF_SACREBLEU.sentence_score(text, [other]).score
-                for index, other in enumerate(texts)
-                if index != place
-            )
-            for place, text in enumerate(texts)
+        candidates = translations(texts + texts[:2], [rng.uniform(-0.5, -0.2) for _ in range(9)])
+        weights = [
+            1.0 if are_samples else math.exp(each.score / temperature) for each in candidates
         ]
-        order = by_agreement(texts)
-        assert sorted(order) == list(range(len(texts)))
-        for better, worse in itertools.pairwise(order):
-            assert means[better] >= means[worse] - 1e-9
+        expected = {
+            each.text: sum(
+                weight
+                * (
+                    score.sentence_score(each.text, [other.text]).score
+                    if each.text != other.text
+                    else 100
+                )
+                for weight, other in zip(weights, candidates, strict=True)
+            )
+            / sum(weights)
+            for each in candidates
+        }
+        ordered = by_agreement(candidates, measure, are_samples)
+        assert sorted(ordered, key=id) == sorted(candidates, key=id)
+        for better, worse in itertools.pairwise(ordered):
+            assert expected[better.text] >= expected[worse.text] - 1e-9
 
 
 def test_candidates_that_agree_equally_keep_their_order() -> None:
-    assert by_agreement(["a", "a", "a"]) == [0, 1, 2]
-    assert by_agreement(["ab", "cd", "ef"]) == [0, 1, 2]
-    assert by_agreement(["x", "ab", "ab"]) == [1, 2, 0]
-    assert by_agreement(["", "ab"]) == [0, 1]
-    assert by_agreement([]) == []
+    for texts, expected in (
+        (["a", "a", "a"], [0, 1, 2]),
+        (["ab", "cd", "ef"], [0, 1, 2]),
+        (["x", "ab", "ab"], [1, 2, 0]),
+        (["", "ab"], [0, 1]),
+        ([], []),
+    ):
+        candidates = translations(texts, [-1.0] * len(texts))
+        for are_samples in (False, True):
+            ordered = by_agreement(candidates, "chrf", are_samples)
+            assert [id(each) for each in ordered] == [id(candidates[at]) for at in expected]
 
 
 @pytest.fixture(scope="module")
@@ -71,22 +109,23 @@ def lines_of(translator: Translator, **changes: object) -> list[TranslatedLine]:
     return list(LineTranslator(changed).translate([SRC_LINES]))
 
 
+@pytest.mark.parametrize("measure", ["chrf", "bleu"])
 @pytest.mark.parametrize("sampling", [None, Sampling()], ids=["searched", "sampled"])
 def test_the_candidate_that_agrees_most_comes_first_whatever_lines_stand_beside(
-    translator: Translator, sampling: Sampling | None
+    translator: Translator, sampling: Sampling | None, measure: Measure
 ) -> None:
-    all_of = lines_of(translator, num_best=4, sampling=sampling)
-    first = lines_of(translator, mbr="chrf", sampling=sampling)
-    best_two = lines_of(translator, mbr="chrf", num_best=2, sampling=sampling)
+    settings = {"sampling": sampling, "retry_flagged": False}
+    all_of = lines_of(translator, num_best=4, **settings)
+    first = lines_of(translator, mbr=measure, **settings)
+    best_two = lines_of(translator, mbr=measure, num_best=2, **settings)
     is_other = 0
     for candidates, one, two in zip(all_of, first, best_two, strict=True):
-        texts = [each.text for each in candidates.best]
-        expected = [texts[index] for index in by_agreement(texts)]
-        assert [each.text for each in one.best] == expected[:1]
-        assert [each.text for each in two.best] == expected[:2]
-        is_other += expected[0] != texts[0]
+        expected = by_agreement(candidates.best, measure, sampling is not None)
+        assert [each.text for each in one.best] == [expected[0].text]
+        assert [each.text for each in two.best] == [each.text for each in expected[:2]]
+        is_other += expected[0].text != candidates.best[0].text
     assert is_other
-    options = replace(translator.options, mbr="chrf")
+    options = replace(translator.options, mbr=measure, retry_flagged=False)
     alone = next(LineTranslator(translator.with_options(options)).translate([[SRC_LINES[0]]]))
     assert sampling is not None or alone.best[0].text == first[0].best[0].text
 
@@ -96,5 +135,5 @@ def test_a_single_candidate_and_another_measure_are_refused() -> None:
         DecodingOptions(beam=1, mbr="chrf")
     assert str(error.value) == "`beam` must be at least 2 for `mbr`, but is 1 instead."
     with pytest.raises(ConfigError) as error:
-        DecodingOptions(mbr="bleu")  # type: ignore[arg-type]
-    assert str(error.value) == "`mbr` must be chrf or None, but is 'bleu' instead."
+        DecodingOptions(mbr="ter")  # type: ignore[arg-type]
+    assert str(error.value) == "`mbr` must be chrf, bleu or None, but is 'ter' instead."

@@ -10,6 +10,7 @@ from builders import SRC_LINES, model_config, randomise, vocabularies
 import mtrain
 from mtrain.decode.beam import Hypothesis, length_penalty
 from mtrain.decode.formats import TranslatedLine
+from mtrain.decode.mbr import by_agreement
 from mtrain.decode.options import DecodingOptions, Sampling
 from mtrain.decode.pipeline import LineTranslator
 from mtrain.decode.rerank import rerank
@@ -79,6 +80,19 @@ def test_candidates_are_ordered_by_the_scores_of_both_directions(
     assert is_other
 
 
+def test_the_scores_of_both_directions_are_the_weights_of_minimum_bayes_risk(
+    translator: Translator,
+) -> None:
+    ordered = lines_of(translator, num_best=4, rerank_weight=20.0, retry_flagged=False)
+    found = lines_of(translator, num_best=4, rerank_weight=20.0, retry_flagged=False, mbr="bleu")
+    is_other = 0
+    for candidates, each in zip(ordered, found, strict=True):
+        expected = by_agreement(candidates.best, "bleu")
+        assert [one.text for one in each.best] == [one.text for one in expected]
+        is_other += each.best != candidates.best
+    assert is_other
+
+
 def test_the_order_of_a_line_does_not_depend_on_the_others(translator: Translator) -> None:
     together = lines_of(translator, rerank_weight=0.5)
     for line, found in zip(LINES[:5], together, strict=False):
@@ -114,7 +128,10 @@ def test_a_candidate_that_repeats_itself_loses_to_one_that_does_not(
 def test_options_that_do_not_fit_together_are_refused(translator: Translator) -> None:
     for options, message in (
         ({"beam": 1}, "`beam` must be at least 2 for `rerank_weight`, but is 1 instead."),
-        ({"mbr": "chrf"}, "`mbr` must be None with `rerank_weight`, but is chrf instead."),
+        (
+            {"mbr": "chrf", "sampling": Sampling()},
+            "`mbr` must be None with `rerank_weight` for samples, but is chrf instead.",
+        ),
     ):
         with pytest.raises(ConfigError) as error:
             DecodingOptions(rerank_weight=0.3, **options)  # type: ignore[arg-type]
