@@ -6,6 +6,7 @@ import pytest
 from tasks import REPOSITORY
 
 from mtrain.config import config_file
+from mtrain.config.corpora import corpora_of
 from mtrain.config.sections import Config
 from mtrain.demo import demo
 
@@ -26,7 +27,9 @@ def test_the_configs_that_the_documents_name_are_shipped() -> None:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_config_loads_and_names_relative_paths(name: str) -> None:
     config = shipped(name)
-    files = config.data.train.src + config.data.train.tgt + config.data.valid.src
+    corpora = [named.corpus for named in corpora_of(config.data.train, "train")]
+    corpora += [config.data.valid, *config.data.tests.values()]
+    files = [path for corpus in corpora for path in corpus.src + corpus.tgt]
     assert not any(Path(path).is_absolute() for path in [config.run_dir, *files])
 
 
