@@ -453,8 +453,8 @@ def load(
 
     Raises:
         RunError: if a folder is not a run, has no trained model, or its parts do not fit, if
-            several have different target vocabularies, or if
-            the `reverse` of `loading` does not translate in the other direction.
+            several have different target vocabularies, or if the `reverse` of `loading` does not
+            translate in the other direction.
         ConfigError: if the settings cannot be used here.
     """
     keep_freed_memory()

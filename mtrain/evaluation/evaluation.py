@@ -16,7 +16,7 @@ from mtrain.corpus import length_stats
 from mtrain.data import prepare
 from mtrain.decode.beam import length_penalty
 from mtrain.decode.pipeline import SearchEngine, Warn, translate_lines
-from mtrain.decode.translator import EncodedSource, Translator
+from mtrain.decode.translator import Translator
 from mtrain.errors import ConfigError, DataError, RunError
 from mtrain.evaluation import breakdown, significance
 from mtrain.evaluation.breakdown import Breakdown, Contrast
@@ -175,9 +175,8 @@ def reference_scores(translator: Translator, tests: Mapping[str, TestSet]) -> It
     of tokens, eos among them.
     """
     for name, lines in tests.items():
-        sources = [EncodedSource(ids) for ids in translator.tokenizer.encode_src(lines.src)]
-        targets = translator.tokenizer.tgt.encode(lines.refs[0])
-        for number, log_probs in enumerate(translator.score(sources, targets), start=1):
+        pairs = list(zip(lines.src, lines.refs[0], strict=True))
+        for number, log_probs in enumerate(translator.score_texts(pairs), start=1):
             penalty = length_penalty(len(log_probs), translator.options.length_alpha)
             log_prob = sum(log_probs)
             yield f"{name}\t{number}\t{log_prob / penalty:.6f}\t{log_prob:.6f}\t{len(log_probs)}"
