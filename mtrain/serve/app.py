@@ -20,8 +20,7 @@ from starlette.types import ASGIApp
 
 from mtrain.config.language_names import name_of
 from mtrain.serve import page
-from mtrain.serve.errors import RequestError
-from mtrain.serve.fields import Fields, no_route, read_fields, read_texts, read_translation
+from mtrain.serve.fields import Fields, read_fields, read_texts, read_translation
 from mtrain.serve.languages import Detected
 from mtrain.serve.metrics import Metrics
 from mtrain.serve.middleware import RequestMiddleware
@@ -36,6 +35,7 @@ T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
 _PAGE_TIMEOUT_MS = 500  # how long LibreTranslate's page waits for more typing
+_RETRY_SOON = {"Retry-After": "1"}  # in seconds
 _CLIENT_GONE = 499  # nginx's status for a client that has disconnected; only the log shows it
 
 
@@ -58,7 +58,6 @@ class Server:
         self._metrics, self._rate_limit = Metrics(), RateLimit(settings.requests_per_minute)
         self._threads = ThreadPoolExecutor(settings.max_requests, thread_name_prefix="translate")
         self._num_running = 0
-        self._spec = openapi(settings, translations)
         routes = self._routes()
         paths = {route.path for route in routes if isinstance(route, Route)}
         prefix = settings.url_prefix
@@ -68,7 +67,7 @@ class Server:
         starlette = Starlette(
             routes=routes,
             exception_handlers={
-                RequestError: _answer_request_error,
+                NoRouteError: _answer_no_route,
                 HTTPException: _answer_http_exception,
                 Exception: _answer_exception,
             },
@@ -84,10 +83,10 @@ class Server:
 
     def _routes(self) -> list[BaseRoute]:
         get: dict[str, Handler] = {
-            "/languages": self._languages,
-            "/frontend/settings": self._frontend_settings,
-            "/health": _health,
-            "/spec": self._show_spec,
+            "/languages": partial(_show, _languages_tree(self._translations)),
+            "/frontend/settings": partial(_show, self._settings_tree()),
+            "/health": partial(_show, {"status": "ok"}),
+            "/spec": partial(_show, openapi(self._settings, self._translations)),
             "/metrics": self._show_metrics,
         }
         post: dict[str, Handler] = {
@@ -108,13 +107,10 @@ class Server:
         texts, is_list = read_texts(fields, self._settings)
         translation_request = read_translation(fields, texts, self._translations)
         timeout_s = self._settings.timeout_s
-        try:
-            results = await self._in_thread(
-                request,
-                lambda cancel: self._translations.translate(translation_request, timeout_s, cancel),
-            )
-        except NoRouteError as error:
-            raise no_route(error) from None
+        results = await self._in_thread(
+            request,
+            lambda cancel: self._translations.translate(translation_request, timeout_s, cancel),
+        )
         if results is None:
             return Response(status_code=_CLIENT_GONE)
         num_chars = sum(map(len, texts))
@@ -143,43 +139,30 @@ class Server:
         self._check_client(request, fields)
         texts, _ = read_texts(fields, self._settings)
         detected = await self._in_thread(
-            request, lambda _: self._translations.detect("\n".join(texts))
+            request, lambda _: self._translations.detector.rank("\n".join(texts))
         )
         return _JsonResponse([_detected_tree(language) for language in detected or []])
 
-    async def _languages(self, request: Request) -> Response:
-        languages = []
-        for code in self._translations.languages:
-            targets = self._translations.targets(code)
-            pivots = {target: pivot for target, pivot in targets.items() if pivot}
-            entry: dict[str, Any] = {"code": code, "name": name_of(code), "targets": [*targets]}
-            languages.append(entry | ({"pivots": pivots} if pivots else {}))
-        return _JsonResponse(languages)
-
-    async def _frontend_settings(self, request: Request) -> Response:
+    def _settings_tree(self) -> dict[str, Any]:
         settings, translations = self._settings, self._translations
         source = translations.sources[0]
-        target = next(code for code in translations.targets(source) if code != source)
-        return _JsonResponse(
-            {
-                "charLimit": settings.max_chars,
-                "frontendTimeout": _PAGE_TIMEOUT_MS,
-                "apiKeys": bool(settings.api_keys),
-                "keyRequired": bool(settings.api_keys),
-                "suggestions": False,
-                "filesTranslation": False,
-                "supportedFilesFormat": [],
-                "language": {
-                    "source": {"code": source, "name": name_of(source)},
-                    "target": {"code": target, "name": name_of(target)},
-                },
-                "maxTexts": settings.max_texts,
-                "maxAlternatives": translations.max_alternatives,
-            }
-        )
-
-    async def _show_spec(self, request: Request) -> Response:
-        return _JsonResponse(self._spec)
+        targets = [code for code in translations.targets(source) if code != source]
+        target = targets[0] if targets else source
+        return {
+            "charLimit": settings.max_chars,
+            "frontendTimeout": _PAGE_TIMEOUT_MS,
+            "apiKeys": bool(settings.api_keys),
+            "keyRequired": bool(settings.api_keys),
+            "suggestions": False,
+            "filesTranslation": False,
+            "supportedFilesFormat": [],
+            "language": {
+                "source": {"code": source, "name": name_of(source)},
+                "target": {"code": target, "name": name_of(target)},
+            },
+            "maxTexts": settings.max_texts,
+            "maxAlternatives": translations.max_alternatives,
+        }
 
     async def _show_metrics(self, request: Request) -> Response:
         text = "".join(f"{line}\n" for line in self._metrics.lines())
@@ -189,27 +172,28 @@ class Server:
         """Refuse a client without a key, or with too many requests.
 
         Raises:
-            RequestError: with the message for the client.
+            HTTPException: with the message for the client.
         """
         client = request.client.host if request.client else ""
         if self._settings.api_keys:
             scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
             api_key = fields.get("api_key") or (bearer if scheme.lower() == "bearer" else "")
             if not isinstance(api_key, str) or not self._settings.knows(api_key):
-                raise RequestError(403, "Invalid API key")
+                raise HTTPException(403, "Invalid API key")
             client = api_key
         if wait_s := self._rate_limit.seconds_to_wait(client):
             per_minute = self._settings.requests_per_minute
-            raise RequestError(429, f"Slowdown: {per_minute} per 1 minute", wait_s)
+            headers = {"Retry-After": str(wait_s)}
+            raise HTTPException(429, f"Slowdown: {per_minute} per 1 minute", headers)
 
     async def _in_thread(self, request: Request, work: Callable[[threading.Event], T]) -> T | None:
         """Call `work` in a thread; None if the client disconnects, which sets the event of `work`.
 
         Raises:
-            RequestError: if all threads are busy, or it takes too long.
+            HTTPException: if all threads are busy, or it takes too long.
         """
         if self._num_running >= self._settings.max_requests:
-            raise RequestError(503, "Server is busy: try again in a second", 1)
+            raise HTTPException(503, "Server is busy: try again in a second", _RETRY_SOON)
         cancel = threading.Event()
 
         def call_work() -> T | None:
@@ -229,7 +213,7 @@ class Server:
         except TimeoutError:
             timeout_s = self._settings.timeout_s
             text = f"Server is busy: the translation took more than {timeout_s:g} seconds"
-            raise RequestError(503, text, 1) from None
+            raise HTTPException(503, text, _RETRY_SOON) from None
         finally:
             cancel.set()
             disconnected.cancel()
@@ -238,6 +222,16 @@ class Server:
         self._num_running -= 1
         if not future.cancelled():
             future.exception()  # retrieved here, in case the client has disconnected
+
+
+def _languages_tree(translations: Translations) -> list[dict[str, Any]]:
+    languages = []
+    for code in translations.languages:
+        targets = translations.targets(code)
+        pivots = {target: pivot for target, pivot in targets.items() if pivot}
+        entry: dict[str, Any] = {"code": code, "name": name_of(code), "targets": [*targets]}
+        languages.append(entry | ({"pivots": pivots} if pivots else {}))
+    return languages
 
 
 def _detected_tree(detected: Detected) -> dict[str, Any]:
@@ -271,18 +265,19 @@ async def _wait_until_gone(request: Request) -> None:
         pass
 
 
-async def _health(request: Request) -> Response:
-    return _JsonResponse({"status": "ok"})
+async def _show(content: object, request: Request) -> Response:
+    return _JsonResponse(content)
 
 
 async def _refuse(text: str, request: Request) -> Response:
-    raise RequestError(403, text)
+    raise HTTPException(403, text)
 
 
-async def _answer_request_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
-    headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
-    return _JsonResponse({"error": error.text}, error.status, headers)
+async def _answer_no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, NoRouteError)
+    source, target = error.source, error.target
+    text = f"{name_of(target)} ({target}) is not available as a target language from "
+    return _JsonResponse({"error": f"{text}{name_of(source)} ({source})"}, 400)
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:

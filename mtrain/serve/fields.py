@@ -12,10 +12,9 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from mtrain.config.language_names import name_of
-from mtrain.serve.errors import RequestError, invalid
+from mtrain.serve.languages import find_code
 from mtrain.serve.settings import ServerSettings
-from mtrain.serve.translation import AUTO, NoRouteError, TranslationRequest, Translations
+from mtrain.serve.translation import AUTO, TranslationRequest, Translations
 
 _HALF = re.compile("[\ud800-\udfff]")  # an unpaired surrogate
 _MAX_SHOWN = 40  # characters of a value that an error repeats
@@ -28,20 +27,25 @@ _FALSE = {"0", "false", "no", "off", ""}
 Fields = Mapping[str, Any]
 
 
+def invalid(text: str) -> HTTPException:
+    """Return the error for a request with a mistake."""
+    return HTTPException(400, f"Invalid request: {text}")
+
+
 async def read_fields(request: Request) -> Fields:
     """Return the fields of the JSON object or the form in a request's body.
 
     Raises:
-        RequestError: if the body is neither.
+        HTTPException: if the body is neither.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type == "application/json" or media_type.endswith("+json"):
         try:
             fields = json.loads(await request.body())
         except (ValueError, RecursionError):
-            raise RequestError(400, "Invalid JSON format") from None
+            raise HTTPException(400, "Invalid JSON format") from None
         if not isinstance(fields, dict):
-            raise RequestError(400, "Invalid JSON format")
+            raise HTTPException(400, "Invalid JSON format")
         return fields
     try:
         if media_type == _FORM:
@@ -58,7 +62,7 @@ def read_texts(fields: Fields, settings: ServerSettings) -> tuple[list[str], boo
     """Return the texts of `q`, and whether they came as a list.
 
     Raises:
-        RequestError: if there is no text, or more than the limits allow.
+        HTTPException: if there is no text, or more than the limits allow.
     """
     q = fields.get("q")
     if not q:
@@ -81,14 +85,15 @@ def read_translation(
     """Return the checked request for a translation.
 
     Raises:
-        RequestError: if a field is missing, or has no valid value.
+        HTTPException: if a field is missing, or has no valid value.
+        NoRouteError: if no run translates between the languages.
     """
     source = _read_language(fields, "source", translations)
     target = _read_language(fields, "target", translations)
     format_ = fields.get("format")
     format_ = "text" if format_ in _ABSENT else format_
     if format_ not in ("text", "html"):
-        raise RequestError(400, f"{_shown(format_)} format is not supported")
+        raise HTTPException(400, f"{_shown(format_)} format is not supported")
     request = TranslationRequest(
         texts,
         source,
@@ -101,21 +106,8 @@ def read_translation(
     if request.prefixes is not None and not translations.has_prefixes:
         raise invalid("prefix is not available with CTranslate2")
     if source != AUTO:
-        try:
-            translations.route(source, target)
-        except NoRouteError as error:
-            raise no_route(error) from None
+        translations.route(source, target)  # before it waits for a thread
     return request
-
-
-def no_route(error: NoRouteError) -> RequestError:
-    """Return the error for two languages between which no run translates."""
-    source, target = error.source, error.target
-    return RequestError(
-        400,
-        f"{name_of(target)} ({target}) is not available as a target language from "
-        f"{name_of(source)} ({source})",
-    )
 
 
 def _read_language(fields: Fields, name: str, translations: Translations) -> str:
@@ -124,9 +116,9 @@ def _read_language(fields: Fields, name: str, translations: Translations) -> str
         raise invalid(f"missing {name} parameter")
     if name == "source" and isinstance(value, str) and value.lower() == AUTO:
         return AUTO
-    code = translations.find(value) if isinstance(value, str) else None
+    code = find_code(value, translations.languages) if isinstance(value, str) else None
     if code is None:
-        raise RequestError(400, f"{_shown(value)} is not supported")
+        raise HTTPException(400, f"{_shown(value)} is not supported")
     return code
 
 

@@ -8,10 +8,10 @@ import logging
 import time
 from collections.abc import Collection
 
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mtrain.serve.errors import RequestError
 from mtrain.serve.metrics import Metrics
 from mtrain.serve.settings import ServerSettings
 
@@ -76,9 +76,9 @@ class RequestMiddleware:
             async with asyncio.timeout(_BODY_TIMEOUT_S):
                 body = await self._read_body(scope, receive)
         except TimeoutError:
-            await _closing(RequestError(408, "Request Timeout"))(scope, receive, send)
+            await _closing(HTTPException(408, "Request Timeout"))(scope, receive, send)
             return
-        except RequestError as error:
+        except HTTPException as error:
             await _closing(error)(scope, receive, send)
             return
         if body is None:
@@ -94,10 +94,10 @@ class RequestMiddleware:
         """Return the body; None if the client has gone.
 
         Raises:
-            RequestError: if it is too large.
+            HTTPException: if it is too large.
         """
         limit = self._settings.max_body
-        error = RequestError(413, f"Request is too large: at most {limit} bytes are read")
+        error = HTTPException(413, f"Request is too large: at most {limit} bytes are read")
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if length.isdigit() and int(length) > limit:
             raise error
@@ -123,9 +123,7 @@ class RequestMiddleware:
         logger.info("%s", f"{scope['method']} {path} {status} {seconds * 1000:.0f} ms{texts}")
 
 
-def _closing(error: RequestError) -> Response:
+def _closing(error: HTTPException) -> Response:
     """Return an answer that closes the connection: the rest of the body may still come."""
-    body, headers = json.dumps({"error": error.text}), {"Content-Type": "application/json"}
-    response = Response(body, error.status, headers)
-    response.headers["Connection"] = "close"
-    return response
+    headers = {"Content-Type": "application/json", "Connection": "close"}
+    return Response(json.dumps({"error": error.detail}), error.status_code, headers)

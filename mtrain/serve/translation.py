@@ -14,7 +14,7 @@ from mtrain.errors import ConfigError
 from mtrain.io.lines import ignore
 from mtrain.io.text_lines import TextLines
 from mtrain.serve.html_text import HtmlText
-from mtrain.serve.languages import Detected, LanguageDetector, find_code, has_letters
+from mtrain.serve.languages import Detected, LanguageDetector, has_letters
 
 AUTO = "auto"  # a source that is to be detected
 
@@ -119,7 +119,7 @@ class Translations:
         self.has_alignments = self.has_prefixes = not is_ctranslate2
         beam = min(model.options.beam for model in models)
         self.max_alternatives = 0 if is_ctranslate2 else beam - 1
-        self._detector = LanguageDetector(self.languages)
+        self.detector = LanguageDetector(self.languages)
 
     def route(self, source: str, target: str) -> list[Model]:
         """Return the models to translate with, in order; none if the languages are the same.
@@ -147,14 +147,6 @@ class Translations:
             targets[target] = models[0].config.data.tgt_lang if len(models) > 1 else None
         return targets
 
-    def find(self, code: str) -> str | None:
-        """Return the language that a code names; None if it is not among them."""
-        return find_code(code, self.languages)
-
-    def detect(self, text: str) -> list[Detected]:
-        """Return at most three languages that a text may be in, the likeliest first."""
-        return self._detector.rank(text)
-
     def translate(
         self, request: TranslationRequest, timeout_s: float, cancel: threading.Event
     ) -> list[TranslatedText]:
@@ -173,7 +165,7 @@ class Translations:
             source = request.source
             if source == AUTO:
                 visible = "\n".join(HtmlText(text).lines) if request.is_html else text
-                detected[row] = self.detect(visible)[0]
+                detected[row] = self.detector.rank(visible)[0]
                 source = detected[row].code
                 if not has_letters(visible):
                     results[row] = TranslatedText(text)
