@@ -305,16 +305,17 @@ def _before_and_after(run: RunDir, device: str) -> Iterator[str]:
     """Yield a table of the test scores of a fine-tuned run and of its `training.init_from`."""
     from mtrain.decode import translator as translating
     from mtrain.decode.options import DecodingOptions
-    from mtrain.evaluation import fine_tuning
+    from mtrain.evaluation import evaluation
     from mtrain.evaluation.metrics import ScoringOptions
+    from mtrain.evaluation.report import before_and_after_table
     from mtrain.run.load_model import LoadOptions
 
     def load_run(run_dir: RunDir) -> Translator:
         options = replace(DecodingOptions.from_config(run_dir.config), with_scores=False)
         return translating.load(run_dir, options, LoadOptions(device))
 
-    reports = fine_tuning.before_and_after(run, load_run, _log_warning, ScoringOptions())
-    yield from fine_tuning.as_table(reports)
+    reports = evaluation.before_and_after(run, load_run, _log_warning, ScoringOptions())
+    yield from before_and_after_table(reports)
 
 
 def init(
@@ -644,19 +645,18 @@ def load(
     config = folders[0].config
     if rerank_with is None and rerank_weight is not None:
         raise ConfigError("`rerank_weight` needs `rerank_with`.")
+    reverse = None if rerank_with is None else _run_dir(rerank_with)
+    weight = RERANK_WEIGHT if rerank_weight is None else rerank_weight
     options = DecodingOptions.from_config(config)
     options = replace(
         options,
         beam=options.beam if beam is None else beam,
         length_alpha=options.length_alpha if length_alpha is None else length_alpha,
+        rerank_weight=None if reverse is None else weight,
         shortlist=shortlist,
         with_scores=False,
     )
-    loading = LoadOptions(device, precision, checkpoint)
-    if rerank_with is not None:
-        weight = RERANK_WEIGHT if rerank_weight is None else rerank_weight
-        options = replace(options, rerank_weight=weight)
-        loading = replace(loading, reverse=_run_dir(rerank_with))
+    loading = LoadOptions(device, precision, checkpoint, reverse=reverse)
     translator: SearchEngine
     if engine == "ctranslate2":
         translator = _load_ctranslate2(folders, options, loading)

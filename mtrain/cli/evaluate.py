@@ -12,6 +12,7 @@ import typer
 from mtrain.cli import console, options
 from mtrain.cli.ranks import joined_process_group
 from mtrain.errors import ConfigError
+from mtrain.io.lines import ignore
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.process_group import ProcessGroup
 
@@ -110,32 +111,25 @@ def _lines(
     is_json: bool,
     process_group: ProcessGroup,
 ) -> Iterator[str]:
-    """Yield the report on the first rank; the other ranks translate with it, and yield nothing.
+    """Yield the report on the first rank; all ranks translate, the others yield nothing.
 
     For a single fine-tuned run, evaluated on all its test sets, scores from before the fine-tuning
     are added.
     """
-    from mtrain.evaluation import evaluation, fine_tuning
-    from mtrain.evaluation.report import as_json, as_text
+    from mtrain.evaluation import evaluation
+    from mtrain.evaluation.report import as_json, as_text, before_and_after_table
 
-    reports: list[TestReport] = []
     compared: list[TestReport] = []
-    hypotheses: dict[str, list[str]] = {}
-    if process_group.is_first:
-        reports = evaluation.evaluate_systems(plan, load, console.warn)
-        hypotheses = {report.results[0].name: report.results[0].hypotheses for report in reports}
-        yield from [] if is_json else as_text(reports)
-    else:
-        tests = plan.text or evaluation.read_tests(plan.runs[0], plan.names)
-        for run in [*plan.runs, *(RunDir(path) for path in plan.others if path.is_dir())]:
-            texts = plan.text or evaluation.read_tests(run, list(tests))
-            hypotheses |= evaluation.translate_tests(run, load(run), texts, console.warn)
+    warn = console.warn if process_group.is_first else ignore
+    reports, outputs = evaluation.evaluate_systems(plan, load, warn, process_group.is_first)
+    yield from [] if is_json else as_text(reports, plan)
     if len(plan.runs) == 1 and not (plan.others or plan.names or plan.text):
-        compared = fine_tuning.before_and_after(
-            plan.runs[0], load, console.warn, plan.options, hypotheses, process_group
+        known = {name: of_test[str(plan.runs[0].path)] for name, of_test in outputs.items()}
+        compared = evaluation.before_and_after(
+            plan.runs[0], load, warn, plan.options, known, process_group
         )
     if process_group.is_first:
-        yield from as_json(reports, compared) if is_json else fine_tuning.as_table(compared)
+        yield from as_json(reports, plan, compared) if is_json else before_and_after_table(compared)
 
 
 def _comet_model(path: Path | None, device: str, process_group: ProcessGroup) -> CometModel | None:

@@ -17,7 +17,7 @@ from mtrain.data import prepare
 from mtrain.decode.beam import length_penalty
 from mtrain.decode.pipeline import SearchEngine, Warn, translate_lines
 from mtrain.decode.translator import Translator
-from mtrain.errors import ConfigError, DataError, RunError
+from mtrain.errors import ConfigError, DataError, RunError, UserError
 from mtrain.evaluation import breakdown, significance
 from mtrain.evaluation.breakdown import Breakdown, Contrast
 from mtrain.evaluation.metrics import (
@@ -31,6 +31,7 @@ from mtrain.evaluation.metrics import (
 from mtrain.evaluation.significance import SystemComparison
 from mtrain.io.lines import read_lines
 from mtrain.run.run_dir import RunDir
+from mtrain.runtime.process_group import SINGLE, ProcessGroup
 
 _KEYS_OF_A_SEED = ("run_dir", "seed")  # that may differ between runs whose scores are averaged
 
@@ -62,13 +63,9 @@ class TestReport:
     """The evaluation of one test set."""
 
     results: list[TestResult]  # of each system, in the order of the command line
-    summary: list[ScoreSummary]  # of several runs
     comparisons: list[SystemComparison]  # of each other system with the first
-    contrasts: list[Contrast]  # of each other system with the first, if details were asked for
-    precision: str = "float32"  # of matrix products in the runs' translation
-    shortlist: str | None = None  # of the runs' translation
-    rerank_with: Path | None = None  # the run of the other direction that ranked hypotheses, too
-    rerank_weight: float | None = None  # of that run
+    summary: Sequence[ScoreSummary] = ()  # of several runs
+    contrasts: Sequence[Contrast] = ()  # of each other system with the first, if asked for
 
 
 @dataclass(frozen=True)
@@ -137,17 +134,16 @@ def evaluate(
     translator: SearchEngine,
     warn: Warn,
     options: ScoringOptions | None = None,
-    names: Sequence[str] | None = None,
 ) -> list[TestResult]:
-    """Translate test sets of a run, all or those that are named, and score them.
+    """Translate the test sets of a run, and score them.
 
     Lines are translated, and warned of, as `mtrain translate` does with its default options.
 
     Raises:
-        RunError: if the run has no test sets, or not these, or their text is missing.
+        RunError: if the run has no test sets, or their text is missing.
     """
-    plan = EvaluationPlan([run], [], names, options or ScoringOptions())
-    reports = evaluate_systems(plan, lambda _: translator, warn)
+    plan = EvaluationPlan([run], [], None, options or ScoringOptions())
+    reports, _ = evaluate_systems(plan, lambda _: translator, warn)
     return [result for report in reports for result in report.results]
 
 
@@ -162,8 +158,7 @@ def translate_tests(
             warn(f"{name}: {text}")
 
         hypotheses = translate_lines(translator, lines.src, stats, warn_of_test)
-        warning = ignored_source(lines.src, lines.refs[0], hypotheses)
-        if warning and translator.process_group.is_first:
+        if warning := ignored_source(lines.src, lines.refs[0], hypotheses):
             warn_of_test(warning)
         yield name, hypotheses
 
@@ -183,9 +178,12 @@ def reference_scores(translator: Translator, tests: Mapping[str, TestSet]) -> It
 
 
 def evaluate_systems(
-    plan: EvaluationPlan, load: Callable[[RunDir], SearchEngine], warn: Warn
-) -> list[TestReport]:
-    """Translate and score test sets by all systems of a plan; return a report of each test set.
+    plan: EvaluationPlan,
+    load: Callable[[RunDir], SearchEngine],
+    warn: Warn,
+    is_scored: bool = True,
+) -> tuple[list[TestReport], dict[str, dict[str, list[str]]]]:
+    """Translate and score test sets by all systems of a plan; all ranks call together.
 
     All systems are scored on the text of the first run's test sets, or on `plan.text` if it is set.
 
@@ -193,6 +191,10 @@ def evaluate_systems(
         plan: what to evaluate.
         load: loads the translator of a run.
         warn: called with differences between runs, and with warnings about lines.
+        is_scored: False makes no reports, as for ranks that only translate.
+
+    Returns:
+        a report of each test set; and for each, by name, the translations by system.
 
     Raises:
         ConfigError, DataError, RunError: if the systems and options do not fit together.
@@ -230,7 +232,8 @@ def evaluate_systems(
             run = run_of[path]
             for name, hypotheses in translate_tests(run, load(run), tests_of[path], warn):
                 outputs[name][str(path)] = hypotheses
-    return [_report(name, tests[name], outputs[name], plan, options) for name in tests]
+    scored = tests if is_scored else ()
+    return [_report(name, tests[name], outputs[name], plan, options) for name in scored], outputs
 
 
 def _check_references(
@@ -301,8 +304,7 @@ def _report(
             mean, std = statistics.mean(values), statistics.stdev(values)
             summary.append(ScoreSummary(scores[0].metric, len(values), mean, std))
     comparisons = significance.compare(scorer, outputs) if plan.others else []
-    decoding = (plan.precision, plan.shortlist, plan.rerank_with, plan.rerank_weight)
-    return TestReport(results, summary, comparisons, contrasts, *decoding)
+    return TestReport(results, comparisons, summary, contrasts)
 
 
 def report_on(
@@ -314,7 +316,66 @@ def report_on(
         TestResult(name, system, lines, hypotheses, scorer.score(hypotheses))
         for system, hypotheses in outputs.items()
     ]
-    return TestReport(results, [], significance.compare(scorer, outputs), [])
+    return TestReport(results, significance.compare(scorer, outputs))
+
+
+def before_and_after(
+    run: RunDir,
+    load: Callable[[RunDir], SearchEngine],
+    warn: Warn,
+    options: ScoringOptions,
+    known: Mapping[str, list[str]] | None = None,
+    process_group: ProcessGroup = SINGLE,
+) -> list[TestReport]:
+    """Score a run and the run that it began with on the test sets of both, and compare them.
+
+    The first system of each report is the run before fine-tuning. There are no reports if the run
+    has no `training.init_from`, or if that run cannot be loaded; then `warn` is called.
+
+    Args:
+        run: the fine-tuned run.
+        load: loads the translator of a run.
+        warn: called with warnings about translations; only that of rank 0 may print.
+        options: of the scores; without resamples there are no paired tests, and no reports.
+        known: translations by the run of its own test sets, by name.
+        process_group: of the translators. All ranks must call this; rank 0 returns the reports, the
+            other ranks an empty list.
+    """
+    init_from = run.config.training.init_from
+    if init_from is None or not options.num_resamples:
+        return []
+    other = RunDir(Path(init_from))
+    try:
+        tests, before = _tests_of_both(run, other), load(other)
+    except UserError as error:
+        warn(f"`training.init_from`: no scores of before: {error}")
+        return []
+    old = dict(translate_tests(other, before, tests, lambda _: None))
+    new = dict(known or {})
+    missing = {name: lines for name, lines in tests.items() if name not in new}
+    if missing:
+        new |= translate_tests(run, load(run), missing, warn)
+    if not process_group.is_first:
+        return []
+    systems = str(other.path), str(run.path)
+    options = options.for_language(run.config.data.tgt_lang)
+    return [
+        report_on(name, lines, dict(zip(systems, (old[name], new[name]), strict=True)), options)
+        for name, lines in tests.items()
+    ]
+
+
+def _tests_of_both(run: RunDir, other: RunDir) -> dict[str, TestSet]:
+    """Return the test sets of two runs by name; those with the same content are listed once.
+
+    If both runs give different test sets the same name, that of `other` becomes "NAME of FOLDER".
+    """
+    tests = read_tests(run) if run.config.data.tests else {}
+    if other.config.data.tests:
+        for name, lines in read_tests(other).items():
+            if lines not in tests.values():
+                tests[f"{name} of {other.path}" if name in tests else name] = lines
+    return tests
 
 
 def _differences(configs: Mapping[Path, Config]) -> Iterator[str]:

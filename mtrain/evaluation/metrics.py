@@ -245,21 +245,10 @@ class Scorer:
         return self.options.comet.score(self._test.src, self._test.refs[0], hypotheses)
 
 
-def score(
-    hypotheses: Sequence[str],
-    references: Sequence[str],
-    options: ScoringOptions | None = None,
-    sources: Sequence[str] = (),
-) -> list[Score]:
-    """Return the scores of detokenised lines against raw references."""
-    test = TestSet(list(sources), [list(references)])
-    return Scorer(test, options or ScoringOptions()).score(hypotheses)
-
-
 def bleu(hypotheses: Sequence[str], references: Sequence[str], tgt_lang: str) -> float:
     """Return BLEU with sacreBLEU's defaults for a target language."""
     options = ScoringOptions(metrics=("bleu",), num_resamples=0).for_language(tgt_lang)
-    return score(hypotheses, references, options)[0].value
+    return Scorer(TestSet([], [list(references)]), options).score(hypotheses)[0].value
 
 
 def _metric(name: str, references: list[list[str]], options: ScoringOptions) -> Metric:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from mtrain.evaluation.breakdown import Breakdown, Example, LineGroup
-from mtrain.evaluation.evaluation import TestReport, TestResult
+from mtrain.evaluation.evaluation import EvaluationPlan, TestReport, TestResult
 from mtrain.evaluation.metrics import format_value
 from mtrain.evaluation.significance import P_LIMIT
 from mtrain.io.table import format_table
@@ -19,7 +19,7 @@ _LABEL = 11  # columns before the text of a line
 _MAX_ROWS = 4  # of a long line's text
 
 
-def as_text(reports: Sequence[TestReport]) -> Iterator[str]:
+def as_text(reports: Sequence[TestReport], plan: EvaluationPlan) -> Iterator[str]:
     """Yield lines of at most 80 columns, but for names and signatures, which are not cut."""
     for report in reports:
         if len(report.results) == 1:
@@ -27,13 +27,13 @@ def as_text(reports: Sequence[TestReport]) -> Iterator[str]:
         else:
             for index in range(len(report.results[0].scores)):
                 yield from _metric_table(report, index)
-        if report.precision != "float32":
-            yield f"  translated with products in {report.precision}"
-        if report.shortlist is not None:
-            yield f"  translated with `--shortlist {report.shortlist}`"
-        if report.rerank_with is not None:
-            weight = f"--rerank-weight {report.rerank_weight}"
-            yield f"  translated with `--rerank-with {report.rerank_with} {weight}`"
+        if plan.precision != "float32":
+            yield f"  translated with products in {plan.precision}"
+        if plan.shortlist is not None:
+            yield f"  translated with `--shortlist {plan.shortlist}`"
+        if plan.rerank_with is not None:
+            weight = f"--rerank-weight {plan.rerank_weight}"
+            yield f"  translated with `--rerank-with {plan.rerank_with} {weight}`"
     if any(report.comparisons for report in reports):
         yield "p: chance of such a difference to the first system if neither is better; bs by"
         yield f"   paired bootstrap, ar by approximate randomisation; * is below {P_LIMIT}"
@@ -51,29 +51,48 @@ def as_text(reports: Sequence[TestReport]) -> Iterator[str]:
             yield from _examples("worse lines, by chrF2", contrast.worse)
 
 
-def as_json(reports: Sequence[TestReport], compared: Sequence[TestReport] = ()) -> Iterator[str]:
+def before_and_after_table(reports: Sequence[TestReport]) -> Iterator[str]:
+    """Yield a table with a row for each test set and metric."""
+    if not reports:
+        return
+    before, after = (result.system for result in reports[0].results)
+    yield f"test sets before (with {before}) and after (with {after}):"
+    rows = [["test set", "lines", "metric", "before", "after", "change", "p (bs)", "p (ar)"]]
+    for report in reports:
+        first, second = report.results
+        for old, new, test in zip(first.scores, second.scores, report.comparisons, strict=True):
+            values = [format_value(old.metric, score.value) for score in (old, new)]
+            change = [test.format_difference(), *test.format_p_values()]
+            num_lines = f"{len(first.lines.src):,}"
+            rows.append([first.name, num_lines, old.metric, *values, *change])
+    yield from format_table(rows, "<><" + ">" * 5)
+
+
+def as_json(
+    reports: Sequence[TestReport], plan: EvaluationPlan, compared: Sequence[TestReport]
+) -> Iterator[str]:
     """Yield the report as one JSON object, an object for each test set.
 
     Args:
-        reports: of the evaluation.
+        reports, plan: of the evaluation.
         compared: of a fine-tuned run and the run that it began with, for some of the same test sets
             and others.
     """
-    trees = {report.results[0].name: _tree(report) for report in reports}
+    trees = {report.results[0].name: _tree(report, plan) for report in reports}
     for report in compared:
-        tree = _tree(report)
+        tree = _tree(report, plan)
         entry = trees.setdefault(report.results[0].name, {"num_lines": tree.pop("num_lines")})
         entry["before_and_after"] = {key: tree[key] for key in ("scores", "comparisons")}
     yield json.dumps(trees, indent=2)
 
 
-def _tree(report: TestReport) -> dict[str, object]:
+def _tree(report: TestReport, plan: EvaluationPlan) -> dict[str, object]:
     tree: dict[str, object] = {
         "num_lines": len(report.results[0].lines.src),
-        "precision": report.precision,
-        "shortlist": report.shortlist,
-        "rerank_with": str(report.rerank_with) if report.rerank_with else None,
-        "rerank_weight": report.rerank_weight,
+        "precision": plan.precision,
+        "shortlist": plan.shortlist,
+        "rerank_with": str(plan.rerank_with) if plan.rerank_with else None,
+        "rerank_weight": plan.rerank_weight,
         "scores": [
             {"system": result.system} | asdict(score)
             for result in report.results

@@ -14,8 +14,8 @@ from tasks import copy_task, write, write_config
 from mtrain.decode.pipeline import translate_lines
 from mtrain.decode.translator import load
 from mtrain.errors import RunError
-from mtrain.evaluation import evaluation, metrics
-from mtrain.evaluation.metrics import ScoringOptions
+from mtrain.evaluation import evaluation
+from mtrain.evaluation.metrics import Scorer, ScoringOptions
 from mtrain.run.run_dir import RunDir
 
 
@@ -43,7 +43,7 @@ def test_a_run_is_scored_on_its_own_test_sets(trained: RunDir) -> None:
     assert result.lines.src == [pair.src for pair in pairs]
     assert result.lines.refs[0] == [pair.tgt for pair in pairs]
     assert result.hypotheses == translate_lines(translator, result.lines.src)
-    assert result.scores == metrics.score(result.hypotheses, result.lines.refs[0])
+    assert result.scores == Scorer(result.lines, ScoringOptions()).score(result.hypotheses)
 
 
 def test_text_has_the_value_its_interval_and_its_signature(cli: Cli, trained: RunDir) -> None:

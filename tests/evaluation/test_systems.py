@@ -20,6 +20,7 @@ import mtrain
 from mtrain.decode.pipeline import translate_lines
 from mtrain.decode.translator import Translator, load
 from mtrain.evaluation import evaluation, metrics, significance
+from mtrain.evaluation.evaluation import EvaluationPlan
 from mtrain.evaluation.metrics import Scorer, ScoringOptions
 from mtrain.run.run_dir import RunDir
 
@@ -177,7 +178,8 @@ def test_details_are_the_scores_of_parts_and_the_lines_at_both_ends(
         assert len(rows) == group["num_lines"]
         options = ScoringOptions(metrics=["chrf"], num_resamples=0)
         lines, lines_of_group = [SOURCES[row] for row in rows], [hypotheses[row] for row in rows]
-        assert group["scores"] == {"chrF2": metrics.score(lines_of_group, lines, options)[0].value}
+        (score,) = Scorer(metrics.TestSet([], [lines]), options).score(lines_of_group)
+        assert group["scores"] == {"chrF2": score.value}
     (common,) = details["by_rarity"]  # every word stands in most of the 1,500 training pairs
     assert (common["first"], common["last"], common["num_lines"]) == (100, 999, 40)
     assert details["best"][0]["translations"][0]["score"] == 100.0
@@ -367,7 +369,9 @@ def columns(text: str) -> int:
 def test_evaluating_some_test_sets_is_evaluating_all_and_taking_those(noisy: RunDir) -> None:
     translator = load(noisy)
     some, whole = (
-        evaluation.evaluate(noisy, translator, lambda _: None, names=names)
+        evaluation.evaluate_systems(
+            EvaluationPlan([noisy], [], names, ScoringOptions()), lambda _: translator, print
+        )
         for names in (["held_out"], None)
     )
     assert some == whole
