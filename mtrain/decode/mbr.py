@@ -40,7 +40,7 @@ def by_agreement(
     for candidate in candidates:
         weight = math.exp((candidate.score - best) / temperature)
         weights[candidate.text] = weights.get(candidate.text, 0.0) + weight
-        ngrams[candidate.text] = _ngrams_of(candidate, measure)
+        ngrams[candidate.text] = ngrams_of(candidate, measure)
     agree = _MEASURES[measure]
     utility = {text: 100.0 * weight for text, weight in weights.items()}
     for text, other in permutations(ngrams, 2):
@@ -48,31 +48,24 @@ def by_agreement(
     return sorted(candidates, key=lambda candidate: -utility[candidate.text])
 
 
-def chrf(hypothesis: str, reference: str) -> float:
-    """Return the chrF of a hypothesis, from 0 to 100."""
-    return _chrf(*(_ngrams("".join(text.split()), _CHRF_ORDER) for text in (hypothesis, reference)))
-
-
-def bleu(hypothesis: Sequence[str], reference: Sequence[str]) -> float:
-    """Return the BLEU of the tokens of a hypothesis, from 0 to 100."""
-    return _bleu(*(_ngrams(tuple(tokens), _BLEU_ORDER) for tokens in (hypothesis, reference)))
-
-
-def _ngrams_of(candidate: Translation, measure: Measure) -> _Ngrams:
-    if measure == "chrf":
-        return _ngrams("".join(candidate.text.split()), _CHRF_ORDER)
-    return _ngrams(candidate.tokens[:-1], _BLEU_ORDER)
-
-
-def _ngrams(units: str | tuple[str, ...], max_order: int) -> _Ngrams:
+def ngrams_of(candidate: Translation, measure: Measure) -> _Ngrams:
+    """Return the n-grams of characters without spaces, or of the tokens without eos."""
+    units, max_order = (
+        ("".join(candidate.text.split()), _CHRF_ORDER)
+        if measure == "chrf"
+        else (candidate.tokens[:-1], _BLEU_ORDER)
+    )
     return [
         Counter(units[start : start + order] for start in range(len(units) - order + 1))
         for order in range(1, max_order + 1)
     ]
 
 
-def _chrf(hypothesis: _Ngrams, reference: _Ngrams) -> float:
-    """Return the F-score of precision and recall, means over the orders that both sides have."""
+def chrf(hypothesis: _Ngrams, reference: _Ngrams) -> float:
+    """Return the F-score of precision and recall, means over the orders that both sides have.
+
+    It is from 0 to 100, as that of `bleu`.
+    """
     precisions, recalls = [], []
     for of_hypothesis, of_reference in zip(hypothesis, reference, strict=True):
         if of_hypothesis and of_reference:
@@ -85,7 +78,7 @@ def _chrf(hypothesis: _Ngrams, reference: _Ngrams) -> float:
     return 100 * (1 + _BETA_SQUARED) * precision * recall / (_BETA_SQUARED * precision + recall)
 
 
-def _bleu(hypothesis: _Ngrams, reference: _Ngrams) -> float:
+def bleu(hypothesis: _Ngrams, reference: _Ngrams) -> float:
     """Return the geometric mean of the precisions times the brevity penalty."""
     matches = [(ours & theirs).total() for ours, theirs in zip(hypothesis, reference, strict=True)]
     totals = [of_order.total() for of_order in hypothesis]
@@ -98,4 +91,4 @@ def _bleu(hypothesis: _Ngrams, reference: _Ngrams) -> float:
     return 100 * math.exp(log_precision / _BLEU_ORDER + brevity)
 
 
-_MEASURES: dict[Measure, Callable[[_Ngrams, _Ngrams], float]] = {"chrf": _chrf, "bleu": _bleu}
+_MEASURES: dict[Measure, Callable[[_Ngrams, _Ngrams], float]] = {"chrf": chrf, "bleu": bleu}

@@ -76,12 +76,6 @@ class SearchEngine(Protocol):
     def without_repeats(self, order: int) -> SearchEngine:
         """Return this engine with targets that repeat no n-gram of this order."""
 
-    def max_length(self, source: EncodedSource) -> int:
-        """Return the most tokens that the target of a source may have, without eos."""
-
-    def search(self, sources: Sequence[EncodedSource]) -> list[list[Hypothesis]]:
-        """Return the best targets of each source, in the order of the sources."""
-
     def start_search(self, sources: Sequence[EncodedSource]) -> PendingSearch:
         """Begin to search for the best targets of each source."""
 
@@ -111,10 +105,10 @@ def search(
     rows = [row for row, best in enumerate(best_of) if best and _repeats(sources[row], best)]
     if not rows:
         return best_of, set()
-    retried = engine.without_repeats(_RETRY_NGRAM).search([sources[row] for row in rows])
+    retrying = engine.without_repeats(_RETRY_NGRAM).start_search([sources[row] for row in rows])
     improved = {
         row: best
-        for row, best in zip(rows, retried, strict=True)
+        for row, best in zip(rows, retrying.result(), strict=True)
         if best and not _repeats(sources[row], best)
     }
     return [improved.get(row, best) for row, best in enumerate(best_of)], {*improved}
@@ -283,7 +277,7 @@ class LineTranslator:
         self, parts: list[LinePart], pending: PendingSearch
     ) -> list[list[Translation]]:
         """Return the best translations of each part, whose search was started."""
-        tgt = self.translator.tokenizer.tgt
+        tgt, max_extra_tokens = self.translator.tokenizer.tgt, self.options.max_extra_tokens
         sources = [part.source for part in parts]
         best_of, retried = search(self.translator, sources, pending)
         part_of = [part for part, best in zip(parts, best_of, strict=True) for _ in best]
@@ -299,7 +293,7 @@ class LineTranslator:
                 hypothesis.log_prob,
                 hypothesis.score,
                 None if links is None else tuple(links),
-                ("limit",) * (len(hypothesis.ids) >= self.translator.max_length(part.source))
+                ("limit",) * (len(hypothesis.ids) >= part.source.max_length(max_extra_tokens))
                 + ("retried",) * is_retried,
             )
             for text, part, hypothesis, links, is_retried in zip(

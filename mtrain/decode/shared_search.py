@@ -163,7 +163,6 @@ class _RunningSearch(Generic[S]):
         self.search = search
         self.owners: dict[int, tuple[SearchCall[S], int]] = {}
         self.num_cells = 0  # of all sentences
-        self._calls: set[SearchCall[S]] = set()  # of the sentences, and of some that have ended
 
     def has_room(self, call: SearchCall[S], rows: Rows) -> bool:
         """Return whether a group fits beside what is being decoded."""
@@ -178,16 +177,14 @@ class _RunningSearch(Generic[S]):
         self.owners |= dict(zip(self.search.admit(group), owners, strict=True))
         for call, row in owners:
             self.num_cells += len(call.sources[row].ids) * call.options.beam
-            self._calls.add(call)
 
     def advance(self) -> None:
         """Drop cancelled sentences, decode one position, and hand over the sentences that ended."""
-        if any(call.is_cancelled for call in self._calls):
-            cancelled = [number for number, (call, _) in self.owners.items() if call.is_cancelled]
+        cancelled = [number for number, (call, _) in self.owners.items() if call.is_cancelled]
+        if cancelled:
             self.search.drop(cancelled)
             for number in cancelled:
                 self._remove(number)
-            self._calls = {call for call, _ in self.owners.values()}
         if not self.search.num_open:
             return
         for number in self.search.advance():

@@ -171,8 +171,8 @@ class EncodedSource:
     seed: int = 0
     text: str | None = None
 
-    def max_target_length(self, max_extra_tokens: int) -> int:
-        """Return the most tokens that the target may have, without eos."""
+    def max_length(self, max_extra_tokens: int) -> int:
+        """Return the most tokens that its target may have, without eos."""
         return max(len(self.ids) - 1 + max_extra_tokens, len(self.prefix))
 
 
@@ -311,7 +311,7 @@ class Translator:
     @torch.inference_mode()
     def _start(self, sources: list[EncodedSource]) -> RequestGroup[EnsembleState]:
         tgt = self.tokenizer.tgt
-        lengths = [self.max_length(source) for source in sources]
+        lengths = [source.max_length(self.options.max_extra_tokens) for source in sources]
         prefix_BP = None
         if any(source.prefix for source in sources):
             prefix_BP = pad_right([list(source.prefix) for source in sources], -1).numpy()
@@ -346,10 +346,6 @@ class Translator:
     def _pad(self, vocabulary: Vocabulary, src: list[list[int]]) -> Padded:
         src_BS = pad_right(src, vocabulary.pad).to(self.device)
         return Padded(src_BS, keep_first([len(ids) for ids in src]).to(self.device))
-
-    def max_length(self, source: EncodedSource) -> int:
-        """Return the most tokens that the target of a source may have, without eos."""
-        return source.max_target_length(self.options.max_extra_tokens)
 
     @torch.inference_mode()
     def score(

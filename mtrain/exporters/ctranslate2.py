@@ -349,10 +349,6 @@ class CTranslate2Translator:
         other.options = replace(self.options, no_repeat_ngram=order)
         return other
 
-    def max_length(self, source: EncodedSource) -> int:
-        """Return the most tokens that the target of a source may have, without eos."""
-        return source.max_target_length(self.options.max_extra_tokens)
-
     def search(self, sources: Sequence[EncodedSource]) -> list[list[Hypothesis]]:
         """Return the best target of each source, by mtrain's length penalty.
 
@@ -364,7 +360,8 @@ class CTranslate2Translator:
             return []
         if any(source.prefix for source in sources):
             raise ConfigError("`prefixes` has no effect with `--engine ctranslate2`; leave it out.")
-        beam, limits = self.options.beam, [self.max_length(source) for source in sources]
+        beam, max_extra_tokens = self.options.beam, self.options.max_extra_tokens
+        limits = [source.max_length(max_extra_tokens) for source in sources]
         ids = [source.ids for source in sources]
         outputs_by_source = self._exported.search_best(
             ids, beam, limits, beam, self.limits, self.options.no_repeat_ngram

@@ -389,7 +389,8 @@ def _bleu(
     if note := metrics.tokenizer_note(tgt_lang):
         say(note)
     sources = translator.tokenizer.encode_src(lines.src)
-    limits = [translator.max_length(EncodedSource(ids)) for ids in sources]
+    max_extra_tokens = translator.options.max_extra_tokens
+    limits = [EncodedSource(ids).max_length(max_extra_tokens) for ids in sources]
     ids_of = {"mtrain": LogProbSearcher(translator, masks_special=False).search(sources, beam)}
     for name, model in exported.items():
         ids_of[name] = [output.ids for output in model.search(sources, beam, limits)]

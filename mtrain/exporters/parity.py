@@ -89,7 +89,8 @@ def compare(translator: Translator, exported: ExportedModel, lines: ParallelLine
     same_source = agreement(
         a == b for a, b in zip(encoded, exported.encode(lines.src), strict=True)
     )
-    limits = [searcher.translator.max_length(EncodedSource(ids)) for ids in encoded]
+    max_extra_tokens = translator.options.max_extra_tokens
+    limits = [EncodedSource(ids).max_length(max_extra_tokens) for ids in encoded]
     greedy = searcher.search(encoded, beam=1)
     their_greedy = [
         hypothesis.ids[:limit]

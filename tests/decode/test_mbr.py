@@ -14,7 +14,7 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
 from mtrain.decode.formats import TranslatedLine, Translation
-from mtrain.decode.mbr import Measure, bleu, by_agreement, chrf
+from mtrain.decode.mbr import Measure, bleu, by_agreement, chrf, ngrams_of
 from mtrain.decode.options import DecodingOptions, Sampling
 from mtrain.decode.pipeline import LineTranslator
 from mtrain.decode.translator import Translator
@@ -28,13 +28,15 @@ BLEU_OF_SACREBLEU = BLEU(tokenize="none", smooth_method="add-k", smooth_value=1)
 @given(st.text("ab c\u00e4\u2003", max_size=12), st.text("ab c\u00e4\u2003", max_size=12))
 def test_chrf_is_that_of_sacrebleu(hypothesis: str, reference: str) -> None:
     expected = CHRF_OF_SACREBLEU.sentence_score(hypothesis, [reference]).score
-    assert chrf(hypothesis, reference) == pytest.approx(expected, abs=1e-9)
+    sides = (ngrams_of(Translation(text), "chrf") for text in (hypothesis, reference))
+    assert chrf(*sides) == pytest.approx(expected, abs=1e-9)
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=9), st.lists(st.sampled_from("abc"), max_size=9))
 def test_bleu_is_that_of_sacrebleu(hypothesis: list[str], reference: list[str]) -> None:
     expected = BLEU_OF_SACREBLEU.sentence_score(" ".join(hypothesis), [" ".join(reference)]).score
-    assert bleu(hypothesis, reference) == pytest.approx(expected, abs=1e-9)
+    both = (Translation("", (*tokens, "</s>")) for tokens in (hypothesis, reference))
+    assert bleu(*(ngrams_of(side, "bleu") for side in both)) == pytest.approx(expected, abs=1e-9)
 
 
 def translations(texts: list[str], scores: list[float]) -> list[Translation]:
