@@ -74,7 +74,6 @@ def augment(
             write_config=write_config,
             device=device,
             precision=precision,
-            on_warning=console.warn,
             process_group=process_group,
         )
         if process_group.is_first:

@@ -57,7 +57,6 @@ def distill(
             run_dir=run_dir,
             beam=beam,
             device=device,
-            on_warning=console.warn,
             has_bar=True,
         )
     from mtrain.augmentation.distill import as_text

@@ -2,22 +2,55 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
 from mtrain import api
 from mtrain.cli import console, options
 
+_HeldOutOption = Annotated[
+    tuple[Path, Path] | None,
+    typer.Option(metavar="SRC TGT", help="Two files of your own, instead of held-out pairs."),
+]
+
 
 def init(
-    src_lang: options.SrcLangOption,
-    tgt_lang: options.TgtLangOption,
-    src: options.SrcOption = None,
-    tgt: options.TgtOption = None,
-    set_: options.SetCorpusOption = None,
-    budget: options.BudgetOption = "30m",
+    src_lang: Annotated[
+        str, typer.Option(metavar="XX", help="The language of the source.", show_default=False)
+    ],
+    tgt_lang: Annotated[
+        str, typer.Option(metavar="YY", help="That of the translation.", show_default=False)
+    ],
+    src: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The source text.", show_default=False)
+    ] = None,
+    tgt: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Its translation, by line.", show_default=False),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="data.train, data.valid or data.tests in any form of a config; repeatable.",
+        ),
+    ] = None,
+    budget: Annotated[
+        str, typer.Option(metavar="TIME", help="Of training and tests: 90s, 30m, 1h30m.")
+    ] = "30m",
     device: options.DeviceOption = "auto",
-    valid: options.HeldOutOption = None,
-    test: options.HeldOutOption = None,
-    output: options.NewConfigOption = None,
-    run: options.NewRunOption = None,
+    valid: _HeldOutOption = None,
+    test: _HeldOutOption = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="CONFIG", help="To write; XX-YY.yaml if absent."),
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Its run_dir; runs/XX-YY if absent.")
+    ] = None,
 ) -> None:
     """Write a config that fits a corpus, a machine and a budget.
 

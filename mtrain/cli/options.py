@@ -213,41 +213,6 @@ CompareOption = Annotated[
         help="Test the difference to this run, or file of translations; repeatable.",
     ),
 ]
-SrcOption = Annotated[
-    Path | None, typer.Option("--src", metavar="FILE", help="The source text.", show_default=False)
-]
-TgtOption = Annotated[
-    Path | None,
-    typer.Option("--tgt", metavar="FILE", help="Its translation, by line.", show_default=False),
-]
-SetCorpusOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="data.train, data.valid or data.tests in any form of a config; repeatable.",
-    ),
-]
-SrcLangOption = Annotated[
-    str, typer.Option(metavar="XX", help="The language of the source.", show_default=False)
-]
-TgtLangOption = Annotated[
-    str, typer.Option(metavar="YY", help="That of the translation.", show_default=False)
-]
-BudgetOption = Annotated[
-    str, typer.Option(metavar="TIME", help="Of training and tests: 90s, 30m, 1h30m.")
-]
-NewConfigOption = Annotated[
-    Path | None,
-    typer.Option("-o", "--output", metavar="CONFIG", help="To write; XX-YY.yaml if absent."),
-]
-NewRunOption = Annotated[
-    str | None, typer.Option("--run", metavar="DIR", help="Its run_dir; runs/XX-YY if absent.")
-]
-HeldOutOption = Annotated[
-    tuple[Path, Path] | None,
-    typer.Option(metavar="SRC TGT", help="Two files of your own, instead of held-out pairs."),
-]
 
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:

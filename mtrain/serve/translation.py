@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from mtrain.api import Model
 from mtrain.decode.formats import Link, Translation
@@ -77,18 +77,12 @@ class _Limits(NamedTuple):
         return max(self.deadline_s - time.monotonic(), 0.0)
 
 
-class _Document(Protocol):
-    """A text as lines to translate."""
-
-    lines: list[str]
-
-    def join(self, translations: Sequence[Translation]) -> str:
-        """Return the text with each line replaced by its translation."""
-
-
 class _PlainText(TextLines):
     def join(self, translations: Sequence[Translation]) -> str:  # type: ignore[override]
         return super().join([translation.text for translation in translations])
+
+
+_Document = HtmlText | _PlainText
 
 
 class Translations:
