@@ -209,8 +209,7 @@ class FinishedHypotheses:
 
     def __init__(self, has_scores: bool = True) -> None:
         self._has_scores = has_scores
-        # (score, length, ids, log-probabilities, their sum) of each, the first to end first
-        self._of_sentence: dict[int, list[tuple[float, int, list[int], list[float], float]]] = {}
+        self._of_sentence: dict[int, list[Hypothesis]] = {}  # the first to end first
 
     def add(self, rows: OpenRows, number_N: Ints, score_N: Floats) -> None:
         """Add rows that end with eos, with their sentence numbers and scores."""
@@ -221,9 +220,10 @@ class FinishedHypotheses:
         if self._has_scores:
             scores, log_probs = score_N.tolist(), rows.log_probs_NT.tolist()
             sums = rows.log_prob_N.tolist()
-        finished = zip(scores, lengths, ids, log_probs, sums, strict=False)
-        for number, entry in zip(numbers, finished, strict=True):
-            self._of_sentence.setdefault(number, []).append(entry)
+        finished = zip(numbers, lengths, ids, log_probs, sums, scores, strict=False)
+        for number, length, ids_T, log_probs_T, log_prob, score in finished:
+            hypothesis = Hypothesis(ids_T[-length:-1], log_probs_T[-length:], log_prob, score)
+            self._of_sentence.setdefault(number, []).append(hypothesis)
 
     def take(self, number: int, count: int = 1) -> list[Hypothesis]:
         """Remove a sentence, and return its `count` best hypotheses, best first.
@@ -235,11 +235,8 @@ class FinishedHypotheses:
         """
         if number not in self._of_sentence:
             raise NotFiniteError
-        best = sorted(self._of_sentence.pop(number), key=lambda entry: -entry[0])[:count]
-        return [
-            Hypothesis(ids[-length:-1], log_probs[-length:], log_prob, score)
-            for score, length, ids, log_probs, log_prob in best
-        ]
+        finished = self._of_sentence.pop(number)
+        return sorted(finished, key=lambda hypothesis: -hypothesis.score)[:count]
 
     def discard(self, numbers: Iterable[int]) -> None:
         """Remove the hypotheses of sentences."""
