@@ -14,6 +14,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from io import BytesIO
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,9 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtrain.model.transformer import (
+    CrossAttention,
     DecoderLayer,
     EncoderLayer,
     Positions,
+    SelfAttention,
     Transformer,
     merge_heads,
 )
@@ -60,23 +63,15 @@ def decoder(model: Transformer) -> onnx.ModelProto:
         "encoder_hidden_states": (torch.zeros(2, 5, sizes.d_model), source),
     }
     outputs = {"logits": target}
-    for name in cache_names(sizes.num_decoder_layers):
-        side, num_cached = ("decoder", 3) if ".decoder." in name else ("encoder", 2)
+    sides = (("decoder", 3), ("encoder", 2))  # with numbers of cached positions
+    for layer, (side, num_cached), kind in product(
+        range(sizes.num_decoder_layers), sides, ("key", "value")
+    ):
         cached_BHPK = torch.zeros(2, sizes.num_heads, num_cached, sizes.d_model // sizes.num_heads)
-        axes = batch | {2: f"past_{side}_sequence_length"}
+        axes, name = batch | {2: f"past_{side}_sequence_length"}, f"{layer}.{side}.{kind}"
         inputs[f"past_key_values.{name}"] = (cached_BHPK, axes)
         outputs[f"present.{name}"] = batch | {2: f"present_{side}_sequence_length"}
     return _traced(DecoderGraph(model), inputs, outputs)
-
-
-def cache_names(num_layers: int) -> list[str]:
-    """Return the names of the tensors of the cache, in their order."""
-    return [
-        f"{layer}.{side}.{kind}"
-        for layer in range(num_layers)
-        for side in ("decoder", "encoder")
-        for kind in ("key", "value")
-    ]
 
 
 class EncoderGraph(nn.Module):
@@ -142,11 +137,8 @@ class DecoderGraph(nn.Module):
 
 def _encoder_layer(layer: EncoderLayer, x_BSD: Tensor, keep: Tensor) -> Tensor:
     def attend(x_BSD: Tensor) -> Tensor:
-        attention = layer.self_attention
-        chunks = attention.queries_keys_values(x_BSD).chunk(3, -1)
-        q_BHSK, k_BHSK, v_BHSK = (_split_heads(chunk, attention.num_heads) for chunk in chunks)
-        mixed_BSD: Tensor = attention.output(_attend(q_BHSK, k_BHSK, v_BHSK, keep))
-        return mixed_BSD
+        projected = layer.self_attention.queries_keys_values(x_BSD).chunk(3, -1)
+        return _attend(layer.self_attention, projected, keep, [], [])
 
     x_BSD = layer.residual_1(x_BSD, attend)
     x_BSD = layer.residual_2(x_BSD, layer.feed_forward)
@@ -165,28 +157,13 @@ def _decoder_layer(
     """Return the layer's output [B, T, D]; append its four tensors of the cache to `present`."""
 
     def attend_to_target(x_BTD: Tensor) -> Tensor:
-        attention = layer.self_attention
-        q_BTD, k_BTD, v_BTD = attention.queries_keys_values(x_BTD).chunk(3, -1)
-        k_BHTK, v_BHTK = (
-            torch.cat([cached, _split_heads(new, attention.num_heads)], 2)
-            for cached, new in ((past[0], k_BTD), (past[1], v_BTD))
-        )
-        present.extend([k_BHTK, v_BHTK])
-        q_BHTK = _split_heads(q_BTD, attention.num_heads)
-        mixed_BTD: Tensor = attention.output(_attend(q_BHTK, k_BHTK, v_BHTK, keep))
-        return mixed_BTD
+        projected = layer.self_attention.queries_keys_values(x_BTD).chunk(3, -1)
+        return _attend(layer.self_attention, projected, keep, past[:2], present)
 
     def attend_to_source(x_BTD: Tensor) -> Tensor:
         cross = layer.cross_attention
-        k_BSD, v_BSD = cross.source_keys_values(new_memory_BSD).chunk(2, -1)
-        k_BHSK, v_BHSK = (
-            torch.cat([cached, _split_heads(new, cross.num_heads)], 2)
-            for cached, new in ((past[2], k_BSD), (past[3], v_BSD))
-        )
-        present.extend([k_BHSK, v_BHSK])
-        q_BHTK = _split_heads(cross.queries(x_BTD), cross.num_heads)
-        mixed_BTD: Tensor = cross.output(_attend(q_BHTK, k_BHSK, v_BHSK, src_keep))
-        return mixed_BTD
+        projected = cross.queries(x_BTD), *cross.source_keys_values(new_memory_BSD).chunk(2, -1)
+        return _attend(cross, projected, src_keep, past[2:], present)
 
     x_BTD = layer.residual_1(x_BTD, attend_to_target)
     x_BTD = layer.residual_2(x_BTD, attend_to_source)
@@ -209,10 +186,25 @@ def _embed(embedded_BTD: Tensor, positions: Positions, position_T: Tensor) -> Te
     return x_BTD + encoding_TD.float()
 
 
-def _attend(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, keep: Tensor) -> Tensor:
+def _attend(
+    attention: SelfAttention | CrossAttention,
+    projected: Sequence[Tensor],
+    keep: Tensor,
+    past: Sequence[Tensor],
+    present: list[Tensor],
+) -> Tensor:
+    """Return [B, T, D] for projected queries [B, T, D], keys and values [B, S, D].
+
+    Keys and values follow those of `past`, if it has any, and are then appended to `present`.
+    """
+    q_BHTK, k_BHSK, v_BHSK = (_split_heads(x_BTD, attention.num_heads) for x_BTD in projected)
+    if past:
+        k_BHSK, v_BHSK = torch.cat([past[0], k_BHSK], 2), torch.cat([past[1], v_BHSK], 2)
+        present += [k_BHSK, v_BHSK]
     scores_BHTS = q_BHTK @ k_BHSK.transpose(2, 3) * q_BHTK.shape[-1] ** -0.5
     weights_BHTS = torch.where(keep, scores_BHTS, _MASKED).softmax(-1)
-    return merge_heads(weights_BHTS @ v_BHSK)
+    mixed_BTD: Tensor = attention.output(merge_heads(weights_BHTS @ v_BHSK))
+    return mixed_BTD
 
 
 def _split_heads(x_BTD: Tensor, num_heads: int) -> Tensor:
@@ -225,9 +217,8 @@ def _traced(graph: nn.Module, inputs: Inputs, outputs: dict[str, Axes]) -> onnx.
     import onnx
 
     stream = BytesIO()
-    with warnings.catch_warnings(), torch.no_grad():
-        # of PyTorch's two exporters this is the older and faster one, which warns of its age
-        warnings.simplefilter("ignore")
+    # of PyTorch's two exporters this is the older and faster one, which warns of its age
+    with warnings.catch_warnings(action="ignore"), torch.no_grad():
         torch.onnx.export(
             graph,
             tuple(tensor for tensor, _ in inputs.values()),
@@ -288,25 +279,21 @@ def quantised(proto: onnx.ModelProto) -> onnx.ModelProto:
             add("Transpose", [f"{name}.int8"], f"{output}.int8")
             add("Transpose", [f"{name}.scale"], f"{output}.scale")
         elif node.op_type == "MatMul" and other_inputs[0] in transposed:
-            activations = [f"{name}.uint8", f"{name}.scale", f"{name}.zero_point"]
-            add("DynamicQuantizeLinear", [name], *activations)
-            add(
-                "MatMulInteger",
-                [activations[0], f"{other_inputs[0]}.int8", activations[2]],
-                f"{output}.int32",
-            )
+            uint8, scale, zero_point = f"{name}.uint8", f"{name}.scale", f"{name}.zero_point"
+            add("DynamicQuantizeLinear", [name], uint8, scale, zero_point)
+            add("MatMulInteger", [uint8, f"{other_inputs[0]}.int8", zero_point], f"{output}.int32")
             add("Cast", [f"{output}.int32"], f"{output}.unscaled")
-            add("Mul", [activations[1], f"{other_inputs[0]}.scale"], f"{output}.scale")
+            add("Mul", [scale, f"{other_inputs[0]}.scale"], f"{output}.scale")
             add("Mul", [f"{output}.unscaled", f"{output}.scale"], output)
         else:
             nodes[output] = node
     weights = {tensor.name: tensor for tensor in graph.initializer}
     for name, matrix in matrices.items():
-        scale = np.abs(matrix).max(1, keepdims=True) / _MAX_INT8
-        scale = np.maximum(scale, np.finfo(np.float32).tiny)
-        int8 = np.rint(matrix / scale).astype(np.int8)
+        scales = np.abs(matrix).max(1, keepdims=True) / _MAX_INT8
+        scales = np.maximum(scales, np.finfo(np.float32).tiny)
+        int8 = np.rint(matrix / scales).astype(np.int8)
         weights[f"{name}.int8"] = numpy_helper.from_array(int8, f"{name}.int8")
-        weights[f"{name}.scale"] = numpy_helper.from_array(scale, f"{name}.scale")
+        weights[f"{name}.scale"] = numpy_helper.from_array(scales, f"{name}.scale")
     used = {name for node in nodes.values() for name in node.input}
     kept = list(nodes.values())
     del graph.node[:], graph.initializer[:]
