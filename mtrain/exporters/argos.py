@@ -15,14 +15,13 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypedDict
 
 from mtrain.config.language_names import name_of
 from mtrain.config.sections import Config
 from mtrain.errors import RunError
 from mtrain.exporters import ctranslate2
 from mtrain.exporters.ctranslate2 import CTranslate2Model
-from mtrain.exporters.exporter import Archive, OwnCall, Requirement, agreement
+from mtrain.exporters.exporter import Archive, OwnCall, Requirement, agreement, ids_of_pieces
 from mtrain.exporters.sentence_splitter import splitter
 from mtrain.model.transformer import Transformer
 from mtrain.tokenizer.sentencepiece import Tokenizer
@@ -100,13 +99,6 @@ _SEARCH = {  # as argostranslate.translate.apply_packaged_translation calls CTra
 }
 
 
-class ArgosTranslation(TypedDict):
-    """A line's translation by Argos Translate, and the sentences that it was split into."""
-
-    text: str
-    sentences: list[str]
-
-
 num_positions = ctranslate2.num_positions
 
 
@@ -132,8 +124,7 @@ def write(
     ctranslate2.write_model(model, tokenizer, config, directory / "model", quantization)
     (directory / _SENTENCEPIECE_FILE).write_bytes(tokenizer.src.model)
     (directory / "minisbd").mkdir()
-    pieces = tokenizer.src.pieces_of(range(len(tokenizer.src)))
-    graph = splitter(set("".join(pieces)), src)
+    graph = splitter(set("".join(ids_of_pieces(tokenizer.src))), src)
     (directory / "minisbd" / f"{src}.onnx").write_bytes(graph)
 
 
@@ -173,9 +164,9 @@ class ArgosModel(CTranslate2Model):
 
         translated = self.translate(lines)
         translator = ctranslate2.Translator(str(self._directory / "model"), compute_type="auto")
-        expected, num_split, num_underscores = [], 0, 0
-        for translation in translated:
-            tokens = [self.src.pieces(sentence) for sentence in translation["sentences"]]
+        expected, num_split, num_underscores = list[str](), 0, 0
+        for _, sentences in translated:
+            tokens = [self.src.pieces(sentence) for sentence in sentences]
             results = translator.translate_batch(tokens, **_SEARCH)
             text = self.tgt.text_of([piece for result in results for piece in result.hypotheses[0]])
             num_split += len(tokens) > 1
@@ -190,12 +181,15 @@ class ArgosModel(CTranslate2Model):
         version = importlib.metadata.version("argostranslate")
         return OwnCall(
             f"argostranslate {version}",
-            agreement(text == translation["text"] for text, translation in pairs),
+            agreement(text == translation for text, (translation, _) in pairs),
             tuple(notes),
         )
 
-    def translate(self, lines: Sequence[str]) -> list[ArgosTranslation]:
+    def translate(self, lines: Sequence[str]) -> list[tuple[str, list[str]]]:
         """Install the package into an empty folder, and translate lines with Argos Translate.
+
+        Returns:
+            the translation of each line, and the sentences that the line was split into.
 
         Raises:
             RunError: if Argos Translate cannot install the package or translate with it.
@@ -215,8 +209,7 @@ class ArgosModel(CTranslate2Model):
         if completed.returncode:
             last = completed.stderr.strip().splitlines()[-1:] or ["no message"]
             raise RunError(f"argostranslate cannot translate with the package: {last[0]}")
-        translated: list[ArgosTranslation] = json.loads(completed.stdout)
-        return translated
+        return [(text, sentences) for text, sentences in json.loads(completed.stdout)]
 
 
 load = ArgosModel  # the `load` of the `Exporter` protocol
@@ -234,11 +227,10 @@ def main() -> None:
     argostranslate.package.install_from_path(sys.argv[1])
     (package,) = argostranslate.package.get_installed_packages()
     sentence_splitter = argostranslate.translate.MiniSBDSentencizer(package)
-    translated: list[ArgosTranslation] = []
+    translated = []
     for line in json.load(sys.stdin):
         text = argostranslate.translate.translate(line, package.from_code, package.to_code)
-        sentences = sentence_splitter.split_sentences(line)
-        translated.append({"text": text, "sentences": sentences})
+        translated.append((text, sentence_splitter.split_sentences(line)))
     json.dump(translated, sys.stdout)
 
 

@@ -32,6 +32,7 @@ from mtrain.exporters.exporter import (
     OwnCall,
     Requirement,
     SentencePieceSides,
+    ids_of_pieces,
     longest,
     write_sentencepiece,
 )
@@ -40,7 +41,7 @@ from mtrain.model.transformer import Transformer, sinusoids
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.process_group import SINGLE
 from mtrain.tokenizer import sentencepiece
-from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
+from mtrain.tokenizer.sentencepiece import Tokenizer
 
 if TYPE_CHECKING:
     import ctranslate2
@@ -131,8 +132,8 @@ def write_model(
     spec.config.decoder_start_token = bos
     spec.config.add_source_bos, spec.config.add_source_eos = False, True
     spec.config.layer_norm_epsilon = 1e-5
-    spec.register_source_vocabulary(_pieces(tokenizer.src))
-    spec.register_target_vocabulary(_pieces(tgt))
+    spec.register_source_vocabulary(list(ids_of_pieces(tokenizer.src)))
+    spec.register_target_vocabulary(list(ids_of_pieces(tgt)))
     spec.validate()
     spec.optimize(quantization=quantization)
     spec.save(str(directory))
@@ -140,17 +141,13 @@ def write_model(
 
 def write_shortlist(shortlist: Shortlist, tokenizer: Tokenizer, directory: Path) -> None:
     """Write the likely targets of each source token as `vmap.txt`, for `use_vmap=True`."""
-    pieces = _pieces(tokenizer.tgt)
+    pieces = list(ids_of_pieces(tokenizer.tgt))
     lines = ["\t" + " ".join(pieces[index] for index in np.flatnonzero(shortlist.is_always_V))]
-    for index, source in enumerate(_pieces(tokenizer.src)):
+    for source, index in ids_of_pieces(tokenizer.src).items():
         likely = [token for token in shortlist.likely_SK[index].tolist() if token >= 0]
         copied = [index] if shortlist.is_shared else []
         lines.append(f"{source}\t{' '.join(pieces[token] for token in likely + copied)}")
     write_lines(directory / "vmap.txt", lines)
-
-
-def _pieces(vocabulary: Vocabulary) -> list[str]:
-    return vocabulary.pieces_of(range(len(vocabulary)))
 
 
 def _fill(spec: Any, model: Transformer, num_positions: int, masked_ids: list[int]) -> None:

@@ -179,16 +179,13 @@ def sines_first(model: Transformer) -> dict[str, Tensor]:
     """
     d_model = model.config.d_model
     order = [*range(0, d_model, 2), *range(1, d_model, 2)]
-    state = model.state_dict().items()
-    return {name: _permuted(name, weight.detach().cpu(), order) for name, weight in state}
-
-
-def _permuted(name: str, weight: Tensor, order: list[int]) -> Tensor:
-    """Permute the model dimension: rows of norms and projections to it, columns of the others."""
-    module = name.rpartition(".")[0]
-    if module.endswith((".norm", ".output", ".outer")):
-        return weight[order]
-    return weight[:, order] if weight.dim() == 2 else weight
+    weights = {name: weight.detach().cpu() for name, weight in model.state_dict().items()}
+    for name, weight in weights.items():
+        if name.rpartition(".")[0].endswith((".norm", ".output", ".outer")):
+            weights[name] = weight[order]
+        elif weight.dim() == 2:
+            weights[name] = weight[:, order]
+    return weights
 
 
 class Requirement(NamedTuple):

@@ -102,13 +102,32 @@ def write(
     dtype = getattr(torch, quantization or "float32")
     weights = {name: weight.to(dtype) for name, weight in _weights(model).items()}
     save_tensors(directory / "model.safetensors", weights, {"format": "pt"})
-    limit = num_positions(config)
+    limit, sizes = num_positions(config), model.config
+    tgt, decoding = tokenizer.tgt, config.decoding
+    model_settings = architecture(model, tokenizer) | {
+        "decoder_vocab_size": len(tgt),
+        "dropout": sizes.dropout,
+        "attention_dropout": sizes.attention_dropout,
+        "activation_dropout": sizes.activation_dropout,
+        "scale_embedding": True,
+        "share_encoder_decoder_embeddings": sizes.tie_embeddings == "all",
+        "tie_word_embeddings": sizes.tie_embeddings != "none",
+        "max_position_embeddings": limit,
+    }
+    # as in mtrain, but for the length penalty; a `max_length` would contradict the
+    # `max_new_tokens` of a caller, and transformers warns of that
+    generation_settings = {
+        "num_beams": decoding.beam,
+        "length_penalty": decoding.length_alpha if decoding.beam > 1 else 1.0,
+        "max_new_tokens": config.data.max_tokens + decoding.max_extra_tokens + 1,  # and eos
+        "suppress_tokens": [tgt.pad, tgt.bos],  # never generated
+        **special_ids(tgt),
+    }
     with _quiet() as transformers:
-        settings = transformers.MarianConfig(**_model_settings(model, tokenizer, limit))
+        settings = transformers.MarianConfig(**model_settings)
         settings.dtype = dtype
         settings.save_pretrained(directory)
-        generation = _generation_settings(tokenizer.tgt, config)
-        transformers.GenerationConfig(**generation).save_pretrained(directory)
+        transformers.GenerationConfig(**generation_settings).save_pretrained(directory)
     _write_tokenizer(tokenizer, config, limit, directory)
 
 
@@ -135,35 +154,6 @@ def architecture(model: Transformer, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def _model_settings(model: Transformer, tokenizer: Tokenizer, limit: int) -> dict[str, Any]:
-    config = model.config
-    return architecture(model, tokenizer) | {
-        "decoder_vocab_size": len(tokenizer.tgt),
-        "dropout": config.dropout,
-        "attention_dropout": config.attention_dropout,
-        "activation_dropout": config.activation_dropout,
-        "scale_embedding": True,
-        "share_encoder_decoder_embeddings": config.tie_embeddings == "all",
-        "tie_word_embeddings": config.tie_embeddings != "none",
-        "max_position_embeddings": limit,
-    }
-
-
-def _generation_settings(tgt: Vocabulary, config: Config) -> dict[str, Any]:
-    """Return the defaults of `generate`: as in mtrain, but for the length penalty.
-
-    A `max_length` would contradict a caller's `max_new_tokens`; transformers warns of that.
-    """
-    decoding, max_tokens = config.decoding, config.data.max_tokens
-    return {
-        "num_beams": decoding.beam,
-        "length_penalty": decoding.length_alpha if decoding.beam > 1 else 1.0,
-        "max_new_tokens": max_tokens + decoding.max_extra_tokens + 1,  # and eos
-        "suppress_tokens": [tgt.pad, tgt.bos],  # never generated
-        **special_ids(tgt),
-    }
-
-
 def special_ids(tgt: Vocabulary) -> dict[str, int]:
     """Return the ids that transformers and transformers.js read in settings."""
     return {
@@ -178,8 +168,7 @@ def special_ids(tgt: Vocabulary) -> dict[str, int]:
 def _write_tokenizer(tokenizer: Tokenizer, config: Config, limit: int, directory: Path) -> None:
     """Write the files of a MarianTokenizer, with a second vocabulary if it is not shared."""
     write_sentencepiece(tokenizer, directory)
-    src = tokenizer.src
-    is_separate = src is not tokenizer.tgt
+    src, is_separate = tokenizer.src, tokenizer.src is not tokenizer.tgt
     _write_json(ids_of_pieces(src), directory / "vocab.json")
     if is_separate:
         _write_json(ids_of_pieces(tokenizer.tgt), directory / "target_vocab.json")
@@ -302,8 +291,7 @@ def _quiet() -> Iterator[Any]:
     """Yield transformers, without its progress bars and warnings."""
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             import transformers
             from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 

@@ -237,7 +237,7 @@ class MarianProgram(SentencePieceSides):
         options += ["--n-best", "--word-scores", "--no-spm-encode", "--no-spm-decode"]
         options += ["--normalize", "0", "--allow-unk", "--allow-special"]
         best: dict[int, ExportedHypothesis] = {}
-        lines = [self._written(self.src, ids[:-1]) for ids in sources]
+        lines = [" ".join(self.src.pieces_of(ids[:-1])) for ids in sources]
         for output in self._translate(lines, options):
             head, log_probs, _, log_prob = output.rsplit(" ||| ", 3)
             number, _, pieces = head.partition(" |||")
@@ -253,7 +253,7 @@ class MarianProgram(SentencePieceSides):
         max_length = max(len(ids) for ids in (*sources, *targets)) + 1
         with TemporaryDirectory() as directory:
             for name, (vocabulary, rows) in sides.items():
-                text = "".join(f"{self._written(vocabulary, ids)}\n" for ids in rows)
+                text = "".join(f"{' '.join(vocabulary.pieces_of(ids))}\n" for ids in rows)
                 Path(directory, name).write_text(text, "utf-8")
                 Path(directory, f"{name}.yml").write_text(json.dumps(ids_of_pieces(vocabulary)))
             options = ["--model", "model.npz"]
@@ -265,7 +265,7 @@ class MarianProgram(SentencePieceSides):
 
     def own_call(self, lines: Sequence[str]) -> OwnCall:
         """Compare translations of text that Marian tokenizes with translations of pieces."""
-        pieces = [self._written(self.src, ids[:-1]) for ids in self.encode(lines)]
+        pieces = [" ".join(self.src.pieces_of(ids[:-1])) for ids in self.encode(lines)]
         outputs = self._translate(pieces, ["--no-spm-encode", "--no-spm-decode"])
         ids = [[self.id_of[piece] for piece in line.split()] for line in outputs]
         expected_texts = self.tgt.decode(ids)
@@ -274,9 +274,6 @@ class MarianProgram(SentencePieceSides):
         version = importlib.metadata.version(PACKAGE)
         same = agreement(text == expected for text, expected in pairs)
         return OwnCall(f"{PACKAGE} {version}", same)
-
-    def _written(self, vocabulary: Vocabulary, ids: list[int]) -> str:
-        return " ".join(vocabulary.pieces_of(ids))
 
     def _translate(self, lines: Sequence[str], options: list[str]) -> list[str]:
         """Translate lines with Marian by `decoder.yml` and `options`; return its output lines."""

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -96,13 +96,6 @@ pipeline("translation", directory, { dtype, session_options }).then(async (trans
   console.log(JSON.stringify({ version: env.version, texts }));
 });
 """
-
-
-class NodeAnswer(TypedDict):
-    """What the program for node prints: the version of transformers.js, and translations."""
-
-    version: str
-    texts: list[str]
 
 
 def num_positions(config: Config) -> int:
@@ -228,18 +221,20 @@ class OnnxModel:
     def own_call(self, lines: Sequence[str]) -> OwnCall:
         """Compare the pipeline of transformers.js, found by NODE_PATH, with greedy `search`."""
         try:
-            answer = self.translate(lines, "fp32")
+            version, texts = self.translate(lines, "fp32")
         except LookupError as error:
             return OwnCall(_PROGRAM, None, (str(error),))
         sources = self.encode(lines)
         limits = [max(map(len, sources))] * len(sources)
         ours = self.decode([output.ids for output in self.search(sources, 1, limits)])
-        pairs = zip(ours, answer["texts"], strict=True)  # invalid UTF-8 is decoded differently
+        pairs = zip(ours, texts, strict=True)  # invalid UTF-8 is decoded differently
         same = agreement(our == their or parity.REPLACEMENT in our for our, their in pairs)
-        return OwnCall(f"{_PROGRAM} {answer['version']}", same)
+        return OwnCall(f"{_PROGRAM} {version}", same)
 
-    def translate(self, lines: Sequence[str], dtype: Literal["fp32", "q8"]) -> NodeAnswer:
-        """Translate text by transformers.js under node.
+    def translate(
+        self, lines: Sequence[str], dtype: Literal["fp32", "q8"]
+    ) -> tuple[str, list[str]]:
+        """Translate text by transformers.js under node; return its version and the translations.
 
         Raises:
             LookupError: if node or transformers.js is missing; the message says which.
@@ -260,14 +255,13 @@ class OnnxModel:
             "lines": list(lines),
             "maxNewTokens": max(map(len, self.encode(lines))) + 1,
         }
-        command = [node, "-e", _NODE_PROGRAM]
         completed = subprocess.run(
-            command, input=json.dumps(request), capture_output=True, text=True
+            [node, "-e", _NODE_PROGRAM], input=json.dumps(request), capture_output=True, text=True
         )
         if completed.returncode:
             raise RunError(f"{_PROGRAM}: must translate, but ends with: {completed.stderr.strip()}")
-        answer: NodeAnswer = json.loads(completed.stdout)
-        return answer
+        answer = json.loads(completed.stdout)
+        return answer["version"], answer["texts"]
 
 
 load = OnnxModel  # the `load` of the `Exporter` protocol

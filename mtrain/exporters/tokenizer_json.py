@@ -12,6 +12,7 @@ import re
 from itertools import chain
 from typing import Any
 
+from mtrain.exporters.exporter import ids_of_pieces
 from mtrain.tokenizer.sentencepiece import Vocabulary
 
 _SPACE = "\u2581"
@@ -88,17 +89,16 @@ def _text_pieces(vocabulary: Vocabulary) -> dict[str, float]:
 def _bpe(vocabulary: Vocabulary) -> dict[str, Any]:
     scores = _text_pieces(vocabulary)
     best_first = sorted(scores, key=lambda piece: -scores[piece])
-    pieces = vocabulary.pieces_of(range(len(vocabulary)))
     return {
         "type": "BPE",
         "dropout": None,
-        "unk_token": pieces[vocabulary.unk],
+        "unk_token": vocabulary.pieces_of([vocabulary.unk])[0],
         "continuing_subword_prefix": None,
         "end_of_word_suffix": None,
         "fuse_unk": True,
         "byte_fallback": bool(vocabulary.byte_pieces),
         "ignore_merges": False,
-        "vocab": {piece: number for number, piece in enumerate(pieces)},
+        "vocab": ids_of_pieces(vocabulary),
         "merges": [
             [piece[:middle], piece[middle:]]
             for piece in best_first
@@ -113,7 +113,7 @@ def _unigram(vocabulary: Vocabulary) -> dict[str, Any]:
     spelt = {piece: "".join(letters[byte] for byte in piece.encode()) for piece in scores}
     taken, unlikely = set(spelt.values()), min(scores.values()) - _UNK_PENALTY
     vocab: list[tuple[str, float]] = []
-    for piece in vocabulary.pieces_of(range(len(vocabulary))):
+    for piece in ids_of_pieces(vocabulary):
         if piece in scores:
             vocab.append((spelt[piece], scores[piece]))
         elif match := _BYTE_PIECE.fullmatch(piece):
