@@ -167,8 +167,12 @@ def _fill(spec: Any, model: Transformer, num_positions: int, masked_ids: list[in
     spec.decoder.projection.bias[masked_ids] = MASKED_BIAS
     for stack, side, name in ((spec.encoder, "src", "encoder"), (spec.decoder, "tgt", "decoder")):
         stack.scale_embeddings = True
-        learned = weights.get(f"{side}_positions.table.weight")
-        stack.position_encodings.encodings = _positions(learned, num_positions, model)
+        encodings = weights.get(f"{side}_positions.table.weight")
+        if encodings is None:
+            encodings = _as_array(sinusoids(num_positions, model.config.d_model))
+        elif len(encodings) < num_positions:  # the last learned one is repeated
+            encodings = np.pad(encodings, ((0, num_positions - len(encodings)), (0, 0)), "edge")
+        stack.position_encodings.encodings = encodings
         if model.config.norm == "pre":
             fill_norm(stack.layer_norm, f"{name}_norm")
         for index, layer in enumerate(stack.layer):
@@ -188,15 +192,6 @@ def _fill(spec: Any, model: Transformer, num_positions: int, masked_ids: list[in
                 fill_linear(linear, f"{name}.{index}.{module}")
             for number, norm in enumerate(norms, start=1):
                 fill_norm(norm, f"{name}.{index}.residual_{number}.norm")
-
-
-def _positions(
-    learned: npt.NDArray[np.float32] | None, count: int, model: Transformer
-) -> npt.NDArray[np.float32]:
-    """Return the positional encodings; the last learned one is repeated to fill the table."""
-    if learned is None:
-        return _as_array(sinusoids(count, model.config.d_model))
-    return np.concatenate([learned, learned[-1:].repeat(max(0, count - len(learned)), axis=0)])
 
 
 def _as_array(tensor: Tensor) -> npt.NDArray[np.float32]:
@@ -296,13 +291,11 @@ def load(directory: Path, use_vmap: bool = False) -> CTranslate2Model:
 
 def check_options(config: Config, options: DecodingOptions) -> None:
     """Raise ConfigError if CTranslate2 does not support an option."""
-    keys = {"no_repeat_ngram": "decoding.", "early_stop": "decoding.", "mbr": "decoding."}
-    others = {"sampling": "", "with_alignment": "", "rerank_weight": ""}
-    for key, section in (keys | others).items():
-        if value := getattr(options, key):
+    of_config = ("decoding.no_repeat_ngram", "decoding.early_stop", "decoding.mbr")
+    for key in (*of_config, "sampling", "with_alignment", "rerank_weight"):
+        if value := getattr(options, key.removeprefix("decoding.")):
             raise ConfigError(
-                f"`{section}{key}` must be off for `--engine ctranslate2`, but is {value!r} "
-                "instead."
+                f"`{key}` must be off for `--engine ctranslate2`, but is {value!r} instead."
             )
     if options.num_best > 1:
         raise ConfigError(
@@ -359,25 +352,23 @@ class CTranslate2Translator:
             raise ConfigError("`prefixes` has no effect with `--engine ctranslate2`; leave it out.")
         beam, max_extra_tokens = self.options.beam, self.options.max_extra_tokens
         limits = [source.max_length(max_extra_tokens) for source in sources]
-        ids = [source.ids for source in sources]
+        src_ids = [source.ids for source in sources]
         outputs_by_source = self._exported.search_best(
-            ids, beam, limits, beam, self.limits, self.options.no_repeat_ngram
+            src_ids, beam, limits, beam, self.limits, self.options.no_repeat_ngram
         )
         best = []
         for outputs, limit in zip(outputs_by_source, limits, strict=True):
-            hypotheses = [
-                self._hypothesis(output.ids[:limit], output.log_prob) for output in outputs
-            ]
+            hypotheses = []
+            for output in outputs:
+                ids, log_prob = output.ids[:limit], output.log_prob
+                penalty = length_penalty(float(len(ids) + 1), self.options.length_alpha)
+                hypotheses.append(Hypothesis(ids, [], log_prob, log_prob / penalty))
             best.append([max(hypotheses, key=lambda hypothesis: hypothesis.score)])
         return best
 
     def start_search(self, sources: Sequence[EncodedSource]) -> PendingSearch:
         """Return a search that begins when its result is asked for."""
         return PendingSearch(lambda: self.search(sources), lambda: None)
-
-    def _hypothesis(self, ids: list[int], log_prob: float) -> Hypothesis:
-        penalty = length_penalty(float(len(ids) + 1), self.options.length_alpha)
-        return Hypothesis(ids, [], log_prob, log_prob / penalty)
 
     def attend(
         self, sources: Sequence[EncodedSource], targets: Sequence[list[int]]

@@ -126,12 +126,8 @@ def check_exports(run: RunDir) -> Iterator[str]:
         if stored is not None:
             _verify(path.parent, stored)
             yield f"{path.parent.name}/ {_state(run, stored)}"
-    archives = [
-        exporter.ARCHIVE for exporter in exporters().values() if exporter.ARCHIVE is not None
-    ]
-    for path in sorted(
-        path for archive in archives for path in run.path.glob(f"*{archive.suffix}")
-    ):
+    suffixes = {exporter.ARCHIVE.suffix for exporter in exporters().values() if exporter.ARCHIVE}
+    for path in sorted(path for path in run.path.glob("*") if path.suffix in suffixes):
         yield f"{path.name} {_state(run, _verified_archive(path))}"
 
 
@@ -253,7 +249,7 @@ def _export(run: RunDir, directory: Path, request: ExportRequest, say: Say) -> E
     config, exporter = run.config, exporters()[request.library]
     _check_request(request, config)
     translator = load(run, loading=LoadOptions("cpu"))
-    held_out = _read_held_out(run, translator, config.data.max_tokens)
+    held_out = _read_held_out(run, translator)
     lines = ParallelLines(held_out.src[: request.num_lines], held_out.tgt[: request.num_lines])
     with _whole(directory, exporter.ARCHIVE) as partial_dir:
         say(f"{directory}: writing, then checking on {len(lines.src)} lines")
@@ -344,7 +340,7 @@ def _written(value: object) -> str:
     return repr(value) if isinstance(value, str) else json.dumps(value)
 
 
-def _read_held_out(run: RunDir, translator: Translator, max_tokens: int) -> ParallelLines:
+def _read_held_out(run: RunDir, translator: Translator) -> ParallelLines:
     """Return the validation pairs that are neither blank nor too long."""
     valid = prepare.read_valid(run)
     src_ids = translator.tokenizer.src.encode(valid.src)
@@ -354,7 +350,7 @@ def _read_held_out(run: RunDir, translator: Translator, max_tokens: int) -> Para
         for row, (src, tgt) in enumerate(zip(src_ids, tgt_ids, strict=True))
         if valid.src[row].strip()
         and valid.tgt[row].strip()
-        and max(len(src), len(tgt)) < max_tokens
+        and max(len(src), len(tgt)) < run.config.data.max_tokens
     ]
     if not rows:
         raise RunError(f"{run.path}: must have validation text to check an export, but has none.")

@@ -6,6 +6,7 @@ format, and runs it with the library. This module imports no such library.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -23,6 +24,7 @@ Ids = list[list[int]]
 T = TypeVar("T")
 BATCH_SIZE = 32  # lines that a library translates in one batch
 MASKED_BIAS = -1e4  # of a token that must not be generated: below any logit, within float16
+LAYER_WEIGHT = re.compile(r"(encoder|decoder)\.(\d+)\.(.+)\.(weight|bias)")
 SOURCE_FILE, TARGET_FILE = "source.spm", "target.spm"
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from torch import Tensor
 from mtrain.config.sections import Config
 from mtrain.data.batch import keep_first, pad_right
 from mtrain.exporters.exporter import (
+    LAYER_WEIGHT,
     Archive,
     ExportedHypothesis,
     Ids,
@@ -76,7 +76,6 @@ NOTES = """\
 - "Recommended: pip install sacremoses" is a warning of the tokenizer that can be ignored.
 """
 _MIN_POSITIONS = 1024  # not more, because transformers computes their table at each load
-_LAYER = re.compile(r"(encoder|decoder)\.(\d+)\.(.+)\.(weight|bias)")
 _MODULES = {  # of a layer, by their names in mtrain; a weight is split by rows among several
     "self_attention.queries_keys_values": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
     "self_attention.output": "self_attn.out_proj",
@@ -197,7 +196,7 @@ def _weights(model: Transformer) -> dict[str, Tensor]:
     tie, weights = model.config.tie_embeddings, sines_first(model)
     renamed = {}
     for name, weight in weights.items():
-        if match := _LAYER.fullmatch(name):
+        if match := LAYER_WEIGHT.fullmatch(name):
             stack, index, module, kind = match.groups()
             names = (_MODULES | {"residual_2.norm": _SECOND_NORM[stack]})[module].split()
             for new_name, rows in zip(names, weight.chunk(len(names)), strict=True):

@@ -32,6 +32,7 @@ from mtrain.config.sections import Config
 from mtrain.errors import RunError
 from mtrain.exporters.exporter import (
     BATCH_SIZE,
+    LAYER_WEIGHT,
     MASKED_BIAS,
     SOURCE_FILE,
     TARGET_FILE,
@@ -194,18 +195,19 @@ def _weights(model: Transformer, tgt: Vocabulary) -> dict[str, Tensor]:
         state[f"{name}output.bias"] += added_D
     weights: dict[str, Tensor] = {}
     for name, weight in state.items():
-        stack, _, rest = name.partition(".")
-        index, _, module = rest.rpartition(".")[0].partition(".")
-        kind = name.rpartition(".")[2]
+        if not (match := LAYER_WEIGHT.fullmatch(name)):
+            continue
+        stack, index, module, kind = match.groups()
+        prefix = f"{stack}_l{int(index) + 1}"
         if module in _MODULES:
             names = _MODULES[module]
             for short, rows in zip(names, weight.chunk(len(names)), strict=True):
-                full = f"{stack}_l{int(index) + 1}_{short.replace('?', 'Wb'[kind == 'bias'])}"
+                full = f"{prefix}_{short.replace('?', 'Wb'[kind == 'bias'])}"
                 weights[full] = rows.T if kind == "weight" else rows[None]
-        elif module.endswith(".norm"):
+        else:  # residual_1.norm and the like
             short = _NORMS[stack][int(module[len("residual_")]) - 1]
             suffix = "scale" if kind == "weight" else "bias"
-            weights[f"{stack}_l{int(index) + 1}_{short}_ln_{suffix}"] = weight[None]
+            weights[f"{prefix}_{short}_ln_{suffix}"] = weight[None]
     if tie == "all":
         weights["Wemb"] = state["tgt_embedding.weight"]
     else:
