@@ -474,7 +474,6 @@ def augment(
     back_paths, forward_paths = _paths("back", back, "a file"), _paths("forward", forward, "a file")
     mode = mode_of(bool(back_paths), bool(forward_paths), again)
     options.check(mode, [run.config.decoding.beam for run in runs])
-    judge = None if options.agree_with is None else RunDir(Path(options.agree_with))
     from mtrain.augmentation.augment import AugmentRequest
     from mtrain.run.load_model import LoadOptions
 
@@ -484,27 +483,21 @@ def augment(
         again,
         runs,
         Path(output),
-        options.decoding,
-        options.score,
-        options.keep_best,
-        judge,
+        options,
         LoadOptions(device, precision, None, process_group or SINGLE),
     )
     new_path = None if write_config is None else Path(write_config)
-    return _augment(request, settings, options, new_path, on_warning or _log_warning)
+    return _augment(request, settings, new_path, on_warning or _log_warning)
 
 
 def _augment(
-    request: AugmentRequest,
-    settings: Config,
-    options: AugmentOptions,
-    new_path: Path | None,
-    warn: Warn,
+    request: AugmentRequest, settings: Config, new_path: Path | None, warn: Warn
 ) -> AugmentReport:
     """Write the pairs, and a config that uses them to `new_path`, which is checked first."""
     from mtrain.augmentation import augment as augmenting
     from mtrain.augmentation import new_config
 
+    options = request.options
     new = new_config.with_corpus(
         settings, request.output, options.weight, options.tag, options.until
     )
@@ -513,7 +506,8 @@ def _augment(
     log = PythonLog()
     record = augmenting.augment(request, settings, log, warn)
     if new_path is not None and request.loading.process_group.is_first:
-        new_config.write(new, new_path)
+        new_config.check_free(new, new_path)
+        config_file.save(new, new_path, with_defaults=False)
         log.say(f"{new_path}: trains in {new.run_dir}")
     return new_config.AugmentReport(
         request.output, record["num_lines"], record["num_pairs"], record["dropped"], new
@@ -577,8 +571,8 @@ def distill(
         True,
         teachers,
         Path(f"{new_dir}-pairs"),
-        {} if beam is None else {"beam": beam},
-        loading=LoadOptions(device),
+        AugmentOptions(beam=beam),
+        LoadOptions(device),
     )
     new = distilling.student_config(settings, teachers[0], student, request.output, new_dir)
     augmenting.augment(request, settings, PythonLog(), on_warning or _log_warning)

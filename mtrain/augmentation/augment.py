@@ -9,33 +9,28 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
-from itertools import chain, islice, starmap
+from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mtrain import __version__
-from mtrain.augmentation.options import Mode
+from mtrain.audit.features import Flags
+from mtrain.augmentation.options import AugmentOptions, Mode
 from mtrain.augmentation.pair_rules import Candidate, PairRules
-from mtrain.augmentation.text import (
-    InputRow,
-    RepeatedSides,
-    find_repeats,
-    mono_rows,
-    paths_of_text,
-    real_text,
-)
-from mtrain.config.corpora import TrainText
+from mtrain.augmentation.text import find_repeats, mono_rows, real_text
+from mtrain.config.corpora import Corpus
 from mtrain.config.sections import Config, DataConfig
 from mtrain.corpus import dropped, length_stats, synthetic
 from mtrain.corpus.dropped import DroppedPair
 from mtrain.corpus.formats import paths_of
 from mtrain.corpus.length_stats import CorpusStats
-from mtrain.corpus.reader import read_pairs
+from mtrain.corpus.reader import Pair, read_pairs
 from mtrain.decode import translator as translating
 from mtrain.decode.options import DecodingOptions
 from mtrain.decode.pipeline import BLOCK_LINES, LineTranslator, Warn
@@ -64,10 +59,7 @@ class AugmentRequest:
         with_training_text: whether the real training text is translated, before `texts`.
         runs: the models; an ensemble, but for `again` each translates by itself.
         output: the corpus folder.
-        decoding: what differs from the decoding options of a run.
-        with_scores: whether the log-probability of each translation is written.
-        keep_best: the share of the pairs that is kept, those of the best score.
-        judge: a model of the other direction, by whose score pairs are kept.
+        options: how pairs are translated and filtered.
         loading: how models are loaded.
     """
 
@@ -76,16 +68,25 @@ class AugmentRequest:
     with_training_text: bool
     runs: Sequence[RunDir]
     output: Path
-    decoding: Mapping[str, Any]
-    with_scores: bool = False
-    keep_best: float | None = None
-    judge: RunDir | None = None
+    options: AugmentOptions
     loading: LoadOptions = LoadOptions()  # noqa: RUF009 - frozen
 
     @property
     def needs_scores(self) -> bool:
         """Whether translations are scored by the model that made them."""
-        return self.with_scores or (self.keep_best is not None and self.judge is None)
+        options = self.options
+        return options.score or (options.keep_best is not None and options.agree_with is None)
+
+    @cached_property
+    def judge(self) -> RunDir | None:
+        """A model of the other direction, by whose score pairs are kept."""
+        agree_with = self.options.agree_with
+        return None if agree_with is None else RunDir(Path(agree_with))
+
+    @property
+    def groups(self) -> list[list[RunDir]]:
+        """The runs that translate together; the decoding options of the first are taken."""
+        return [[run] for run in self.runs] if self.mode == "again" else [[*self.runs]]
 
 
 class _Engine(NamedTuple):
@@ -97,17 +98,21 @@ class _Engine(NamedTuple):
 
 
 class _Text(NamedTuple):
-    """The text: a function that reads all rows, which rows repeat earlier ones, their number."""
+    """The text: a function that reads all rows, and whose sides repeat earlier ones."""
 
-    read: Callable[[], Iterator[InputRow]]
-    repeats: RepeatedSides
-    num_rows: int
+    read: Callable[[], Iterator[Pair]]
+    is_src_repeated: Flags
+    is_tgt_repeated: Flags
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.is_src_repeated)
 
 
 class _Translated(NamedTuple):
     """A part of the text, and its translations by one model or ensemble."""
 
-    rows: list[InputRow]
+    rows: list[Pair]
     lines: list[str]  # the side that is translated; "" if a line is not
     candidates: list[Candidate]
     lost: list[tuple[int, str]]  # (row, reason) of each line that is not translated
@@ -138,8 +143,8 @@ def augment(request: AugmentRequest, config: Config, console: Console, warn: War
     """
     process_group, output = request.loading.process_group, request.output
     directions = _check_directions(request, config.data)
-    for run in _leaders(request):
-        _options(request, run)  # raises before the text is read
+    for group in request.groups:
+        _options(request, group[0])  # raises before the text is read
     real = real_text(config.data.train)
     work_dir = output.with_name(f".{output.name}.augmenting")
     if (output / synthetic.RECORD_FILE).is_file():
@@ -230,10 +235,10 @@ def _check_directions(request: AugmentRequest, data: DataConfig) -> list[bool]:
     return [direction == back for direction in directions]
 
 
-def _settings(request: AugmentRequest, config: Config, real: TrainText) -> Tree:
+def _settings(request: AugmentRequest, config: Config, real: list[Corpus]) -> Tree:
     """Return the settings and checksums that determine the output."""
-    texts = paths_of_text(real) if request.with_training_text else []
-    texts += [str(path) for path in request.texts]
+    texts = [path for corpus in real for path in paths_of(corpus)]
+    texts = [*(texts if request.with_training_text else []), *map(str, request.texts)]
     held_out = [config.data.valid, *config.data.tests.values()]
     runs = [*request.runs, *([request.judge] if request.judge else [])]
     return {
@@ -246,9 +251,9 @@ def _settings(request: AugmentRequest, config: Config, real: TrainText) -> Tree:
         },
         "models": [{"run": str(run.path), "weights": _checksum(run.model_path)} for run in runs],
         "agreement": request.judge is not None,
-        "decoding": [asdict(_options(request, run)) for run in _leaders(request)],
-        "scores": request.with_scores,
-        "keep_best": request.keep_best,
+        "decoding": [asdict(_options(request, group[0])) for group in request.groups],
+        "scores": request.options.score,
+        "keep_best": request.options.keep_best,
         "part_lines": PART_LINES,
     }
 
@@ -260,14 +265,9 @@ def _checksum(path: Path) -> str:
         raise DataError(f"{path}: cannot be read: {error.strerror}.") from None
 
 
-def _leaders(request: AugmentRequest) -> list[RunDir]:
-    """Return the runs whose decoding options are taken: each, or the first of an ensemble."""
-    return [*request.runs] if request.mode == "again" else [request.runs[0]]
-
-
 def _options(request: AugmentRequest, run: RunDir) -> DecodingOptions:
     options = DecodingOptions.from_config(run.config)
-    return replace(options, with_scores=request.needs_scores, **request.decoding)
+    return replace(options, with_scores=request.needs_scores, **request.options.decoding)
 
 
 def _check_same(old: Tree, new: Tree, output: Path) -> None:
@@ -301,29 +301,28 @@ def _part_path(work_dir: Path, number: int, suffix: str) -> Path:
     return work_dir / f"part-{number:05d}{suffix}"
 
 
-def _read_text(request: AugmentRequest, real: TrainText, directory: Path, warn: Warn) -> _Text:
+def _read_text(request: AugmentRequest, real: list[Corpus], directory: Path, warn: Warn) -> _Text:
     """Read the whole text once.
 
     Raises:
         DataError: if it cannot be read, or has no line.
     """
 
-    def read(warn: Warn) -> Iterator[InputRow]:
+    def read(warn: Warn) -> Iterator[Pair]:
         if request.with_training_text:
-            yield from starmap(InputRow, read_pairs(real))
+            yield from read_pairs(real)
         yield from mono_rows(request.texts, request.mode == "back", warn)
 
-    repeats = find_repeats(read(warn), directory)
-    if not len(repeats.src):
+    text = _Text(lambda: read(ignore), *find_repeats(read(warn), directory))
+    if not text.num_rows:
         raise DataError(f"{request.texts[0]}: must have at least one line, but is empty.")
-    return _Text(lambda: read(ignore), repeats, len(repeats.src))
+    return text
 
 
 def _load(request: AugmentRequest, directions: Sequence[bool]) -> list[_Engine]:
-    groups = [[run] for run in request.runs] if request.mode == "again" else [[*request.runs]]
     return [
         _Engine(_load_one(request, group), length_stats.load(group[0].data_dir), is_back)
-        for group, is_back in zip(groups, directions, strict=False)
+        for group, is_back in zip(request.groups, directions, strict=False)
     ]
 
 
@@ -357,7 +356,7 @@ def _translate(engine: _Engine, text: _Text, first: int) -> Generator[_Translate
 
 def _parts(engine: _Engine, text: _Text, first: int) -> Iterator[_Translated]:
     """Yield parts with the lines that an engine translates, and why others are skipped."""
-    repeated = text.repeats.tgt if engine.is_back else text.repeats.src
+    repeated = text.is_tgt_repeated if engine.is_back else text.is_src_repeated
     rows = islice(text.read(), first, None)
     while block := list(islice(rows, PART_LINES)):
         lines = [row.tgt if engine.is_back else row.src for row in block]
@@ -407,7 +406,7 @@ def _agreement(judge: Translator, pairs: Sequence[Candidate], is_back: bool) -> 
 def _write_part(
     work_dir: Path,
     number: int,
-    block: Sequence[InputRow],
+    block: Sequence[Pair],
     pairs: Sequence[Candidate],
     lost: Sequence[tuple[int, str]],
     request: AugmentRequest,
@@ -424,16 +423,14 @@ def _write_part(
         dropped.open_writer(path) as writer,
     ):
         for row, reason in lost:
-            writer.add(DroppedPair(block[row].file, block[row].line, reason))
+            writer.add(DroppedPair(block[row].src_file, block[row].line, reason))
     with whole_file(_part_path(work_dir, number, _COUNTS)) as path:
         part = _Part(len(block), len(pairs), dict(writer.counts))
         path.write_text(json.dumps(part._asdict()), encoding="utf-8")
 
 
-def _entry(
-    row: InputRow, pair: Candidate, request: AugmentRequest, agreement: float | None
-) -> Tree:
-    entry: Tree = {"src": pair.src, "tgt": pair.tgt, "file": row.file, "line": row.line}
+def _entry(row: Pair, pair: Candidate, request: AugmentRequest, agreement: float | None) -> Tree:
+    entry: Tree = {"src": pair.src, "tgt": pair.tgt, "file": row.src_file, "line": row.line}
     if request.needs_scores:
         entry["log_prob"] = round(pair.log_prob, _DIGITS)
         entry["score"] = round(pair.score, _DIGITS)
@@ -442,14 +439,11 @@ def _entry(
     return entry
 
 
-def _write_entries(path: Path, entries: Iterable[Tree]) -> int:
-    """Write JSON lines, compressed, the same bytes for the same entries; return their number."""
-    count, encode = 0, json.JSONEncoder(ensure_ascii=False).encode
+def _write_entries(path: Path, entries: Iterable[Tree]) -> None:
+    """Write JSON lines, compressed, the same bytes for the same entries."""
+    encode = json.JSONEncoder(ensure_ascii=False).encode
     with open_gzip_writer(path) as stream:
-        for entry in entries:
-            stream.write(encode(entry) + "\n")
-            count += 1
-    return count
+        stream.writelines(encode(entry) + "\n" for entry in entries)
 
 
 def _read_entries(path: Path) -> Iterator[Tree]:
@@ -468,24 +462,23 @@ def _collect(
         _Part(**json.loads(_part_path(work_dir, number, _COUNTS).read_text("utf-8")))
         for number in range(num_parts)
     ]
-    counts: Counter[str] = Counter()
-    for part in parts:
-        counts.update(part.dropped)
+    counts = sum((Counter(part.dropped) for part in parts), Counter[str]())
     if not any(part.num_pairs for part in parts):
         raise dropped.none_left(f"--{request.mode}", counts)
     key = "score" if request.judge is None else "agreement"
-    limit = _limit(work_dir, parts, key, request.keep_best)
+    limit = _limit(work_dir, parts, key, request.options.keep_best)
     lists, shards = [], dict[str, Tree]()
     for number in range(num_parts):
         path = directory / f"pairs-{len(shards):05d}.jsonl.gz"
         lists.append(_part_path(work_dir, number, _DROPPED))
+        num_kept = parts[number].num_pairs
         if limit is None:
             shutil.copyfile(_part_path(work_dir, number, _PAIRS), path)
-            num_kept = parts[number].num_pairs
         else:
             lists.append(_part_path(work_dir, number, f".low{_DROPPED}"))
-            num_kept = _keep(_part_path(work_dir, number, _PAIRS), key, limit, path, lists[-1])
-            counts["low-score"] += parts[number].num_pairs - num_kept
+            num_low = _keep(_part_path(work_dir, number, _PAIRS), key, limit, path, lists[-1])
+            counts["low-score"] += num_low
+            num_kept -= num_low
         if num_kept:
             shards[path.name] = {"num_pairs": num_kept, "sha256": sha256(path)}
         else:
@@ -519,7 +512,7 @@ def _limit(
 
 
 def _keep(pairs_path: Path, key: str, limit: float, kept_path: Path, dropped_path: Path) -> int:
-    """Write the pairs of a part whose `key` is >= `limit`, list the others; return how many."""
+    """Write the pairs of a part whose `key` is >= `limit`; list the others, return their number."""
     with dropped.open_writer(dropped_path) as writer:
 
         def kept() -> Iterator[Tree]:
@@ -529,4 +522,5 @@ def _keep(pairs_path: Path, key: str, limit: float, kept_path: Path, dropped_pat
                 else:
                     writer.add(DroppedPair(entry["file"], entry["line"], "low-score"))
 
-        return _write_entries(kept_path, kept())
+        _write_entries(kept_path, kept())
+    return writer.counts["low-score"]

@@ -76,16 +76,6 @@ def with_corpus(
     return new
 
 
-def write(config: Config, path: Path) -> None:
-    """Write a config; a file that exists already must hold the same config.
-
-    Raises:
-        ConfigError: if it holds another one.
-    """
-    check_free(config, path)
-    config_file.save(config, path, with_defaults=False)
-
-
 def check_free(config: Config, path: Path) -> None:
     """Refuse a path where another config is.
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from mtrain.audit.features import Feature, Flags, measure
-from mtrain.config.corpora import SyntheticCorpus, TrainText, corpora_of
-from mtrain.corpus.formats import paths_of
+from mtrain.config.corpora import Corpus, SyntheticCorpus, TrainText, corpora_of
+from mtrain.corpus.reader import Pair
 from mtrain.decode.pipeline import Warn
 from mtrain.io.atomic import append
 from mtrain.io.lines import read_forgiving
@@ -20,17 +19,10 @@ _BLOCK_LINES = 4096
 _PASS_LINES = 1_000_000  # whose keys are sorted together
 
 
-class InputRow(NamedTuple):
-    """A line of monolingual text, whose other side is empty, or a pair; `line` counts from 1."""
+def mono_rows(paths: Sequence[Path], is_target: bool, warn: Warn) -> Iterator[Pair]:
+    """Yield the lines of files as pairs whose other side is empty; `src_file` is always that file.
 
-    src: str
-    tgt: str
-    file: str
-    line: int
-
-
-def mono_rows(paths: Sequence[Path], is_target: bool, warn: Warn) -> Iterator[InputRow]:
-    """Yield the lines of files; bytes that are not UTF-8 become U+FFFD, and are warned of.
+    Bytes that are not UTF-8 become U+FFFD, and are warned of.
 
     Raises:
         DataError: if a file cannot be read.
@@ -38,40 +30,27 @@ def mono_rows(paths: Sequence[Path], is_target: bool, warn: Warn) -> Iterator[In
     for path in paths:
         for number, text in enumerate(read_forgiving(path, warn), start=1):
             src, tgt = ("", text) if is_target else (text, "")
-            yield InputRow(src, tgt, str(path), number)
+            yield Pair(src, tgt, str(path), number)
 
 
-def real_text(train: TrainText) -> TrainText:
+def real_text(train: TrainText) -> list[Corpus]:
     """Return the corpora of the training text that are not synthetic."""
     real = [named.corpus for named in corpora_of(train, "data.train")]
     return [corpus for corpus in real if not isinstance(corpus, SyntheticCorpus)]
 
 
-def paths_of_text(train: TrainText) -> list[str]:
-    """Return the local files of real training text."""
-    corpora = corpora_of(train, "data.train")
-    return list(dict.fromkeys(path for named in corpora for path in paths_of(named.corpus)))
+def find_repeats(rows: Iterable[Pair], directory: Path) -> tuple[Flags, Flags]:
+    """Return for the source and the target of each row whether it occurs in an earlier row.
 
-
-class RepeatedSides(NamedTuple):
-    """For each row, whether its side occurs in an earlier row, ignoring case and punctuation."""
-
-    src: Flags
-    tgt: Flags
-
-
-def find_repeats(rows: Iterable[InputRow], directory: Path) -> RepeatedSides:
-    """Find the rows whose sides repeat earlier ones.
-
-    Memory holds two bytes a row, and about `_PASS_LINES` keys at a time.
+    Case and punctuation are ignored. Memory holds two bytes a row, and about `_PASS_LINES` keys at
+    a time.
 
     Args:
         rows: the text, which is read once.
-        directory: of the temporary files.
+        directory: an empty one, of the temporary files.
     """
     paths = [directory / name for name in ("src.keys", "tgt.keys")]
     for path in paths:
-        path.unlink(missing_ok=True)
         path.touch()
     rows = iter(rows)
     while block := list(islice(rows, _BLOCK_LINES)):
@@ -81,10 +60,8 @@ def find_repeats(rows: Iterable[InputRow], directory: Path) -> RepeatedSides:
                 measure(lines, Feature.KEY).keys if any(lines) else np.zeros(len(lines), np.uint64)
             )
             append(path, keys.tobytes())
-    repeats = RepeatedSides(*map(_repeated, paths))
-    for path in paths:
-        path.unlink()
-    return repeats
+    src, tgt = map(_repeated, paths)
+    return src, tgt
 
 
 def _repeated(path: Path) -> Flags:

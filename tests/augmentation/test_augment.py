@@ -165,7 +165,8 @@ def test_the_same_command_again_does_nothing_and_another_one_is_refused(
 def request_of(config_path: Path, back_run: Path, **changes: Any) -> AugmentRequest:
     texts = [config_path.parent / "mono.bb"]
     output = config_path.parent / "bt"
-    return AugmentRequest("back", texts, False, [RunDir(back_run)], output, {}, **changes)
+    options = mtrain.AugmentOptions(**changes)
+    return AugmentRequest("back", texts, False, [RunDir(back_run)], output, options)
 
 
 def child(config_path: Path, back_run: Path, kill_at: int) -> None:
@@ -206,10 +207,8 @@ def test_a_stopped_one_goes_on_and_samples_the_same(
 ) -> None:
     monkeypatch.setattr(augmenting, "PART_LINES", 16)
     config = config_file.load(config_path)
-    decoding = {"num_best": 2, "sampling": mtrain.Sampling(top_k=10), "seed": 3}
-    request = AugmentRequest(
-        "back", [mono], False, [RunDir(back_run)], mono.parent / "bt", decoding, with_scores=True
-    )
+    sampling = mtrain.Sampling(top_k=10)
+    request = request_of(config_path, back_run, n_best=2, sampling=sampling, seed=3, score=True)
     augmenting.augment(request, config, Said(), print)
     whole = content(request.output)
     entries = pairs_in(request.output)
@@ -230,7 +229,7 @@ def test_a_stopped_one_goes_on_and_samples_the_same(
     with pytest.raises(KeyboardInterrupt):
         augmenting.augment(request, config, Said(), print)
     assert not request.output.exists()
-    other = AugmentRequest("back", [mono], False, [RunDir(back_run)], request.output, {})
+    other = request_of(config_path, back_run)
     with pytest.raises(mtrain.UserError, match=r"\.bt\.augmenting: was made with other settings"):
         augmenting.augment(other, config, Said(), print)
     said = Said()
