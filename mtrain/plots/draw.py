@@ -83,27 +83,16 @@ def draw(
         lacking = missing_fonts(pictures.attention.source + pictures.attention.translation)
         if lacking is not None:
             warn(lacking)
+    yield from _write(pictures, run, directory)
+
+
+def _write(pictures: Pictures, run: RunDir, directory: Path) -> Iterator[Path]:
     for name, draw_figure in _figures(pictures, run.path.resolve().name):
-        yield from _write(name, draw_figure, directory)
-
-
-def draw_progress(run: RunDir, directory: Path) -> Iterator[Path]:
-    """Draw only the curves, from what is logged so far.
-
-    Raises:
-        UserError: if nothing was logged yet, or the files cannot be written.
-    """
-    curves, smoothing = read_curves(run, []), run.config.training.label_smoothing
-    name = run.path.resolve().name
-    yield from _write("curves", partial(draw_curves, curves, name, smoothing), directory)
-
-
-def _write(name: str, draw_figure: Callable[[], Figure], directory: Path) -> Iterator[Path]:
-    for suffix, encoded in encode(draw_figure).items():
-        path = directory / f"{name}.{suffix}"
-        with whole_file(path) as temp_path:
-            temp_path.write_bytes(encoded)
-        yield path
+        for suffix, encoded in encode(draw_figure).items():
+            path = directory / f"{name}.{suffix}"
+            with whole_file(path) as temp_path:
+                temp_path.write_bytes(encoded)
+            yield path
 
 
 def encode(draw_figure: Callable[[], Figure]) -> dict[str, bytes]:
@@ -400,7 +389,8 @@ def watch(
         if new_size != size and run.is_locked():
             size = new_size
             try:
-                yield from draw_progress(run, directory)
+                curves = read_curves(run, [])
+                yield from _write(Pictures(run.config, curves), run, directory)
             except UserError as error:
                 warn(str(error))
     yield from draw(run, sentence, directory, warn)

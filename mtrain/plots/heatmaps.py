@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import textwrap
-import unicodedata
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -54,14 +53,14 @@ def readable(text: str) -> str:
     """Return `text` with invisible characters, and those that no font has, as escapes."""
     lacking = without_font(text)
     return "".join(
-        char if _is_visible(char) and char not in lacking else _escaped(char) for char in text
+        char if char.isprintable() and char not in lacking else _escaped(char) for char in text
     )
 
 
 def without_font(text: str) -> list[str]:
     """Return the different visible characters of `text` that no font has."""
     known = frozenset[int]().union(*(_code_points(font) for font in fonts()))
-    return [char for char in dict.fromkeys(text) if _is_visible(char) and ord(char) not in known]
+    return [char for char in dict.fromkeys(text) if char.isprintable() and ord(char) not in known]
 
 
 def missing_fonts(text: str) -> str | None:
@@ -74,10 +73,6 @@ def missing_fonts(text: str) -> str | None:
         f"{lacking[0]!r}, which is drawn as {_escaped(lacking[0])}; install "
         "one, such as a Noto Sans"
     )
-
-
-def _is_visible(char: str) -> bool:
-    return char == " " or unicodedata.category(char)[0] not in "CZ"
 
 
 def _escaped(char: str) -> str:
