@@ -189,12 +189,15 @@ class OnnxModel:
         """Return the target of the highest log-probability of each source, by mtrain's search."""
         options = DecodingOptions(beam=beam, length_alpha=0.0, with_scores=True)
 
+        def step(ids_N: Tensor, state: OnnxState) -> Tensor:
+            return state.logits(ids_N[:, None])[:, 0]
+
         def search_rows(rows: list[int]) -> list[ExportedHypothesis]:
             limits_B = np.array([max_lengths[row] for row in rows], np.int64)
             pad, bos, eos = self._special_ids
             constraints = Constraints(bos, eos, [pad, bos], limits_B)
             group = RequestGroup(self.start([sources[row] for row in rows]), constraints)
-            best = beam_search.beam(_step, iter([group]), options)
+            best = beam_search.beam(step, iter([group]), options)
             return [
                 ExportedHypothesis(first.ids, first.log_prob, has_ended=True) for first, *_ in best
             ]
@@ -300,7 +303,3 @@ class OnnxState:
     def admit(self, other: OnnxState) -> None:
         """Raise RuntimeError: a search with ONNX Runtime has one batch."""
         raise RuntimeError("a search with ONNX Runtime must have one batch, but gets a second one.")
-
-
-def _step(ids_N: Tensor, state: OnnxState) -> Tensor:
-    return state.logits(ids_N[:, None])[:, 0]

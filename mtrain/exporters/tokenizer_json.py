@@ -8,8 +8,6 @@ unlikely that it is used only where no other piece fits.
 
 from __future__ import annotations
 
-import re
-from itertools import chain
 from typing import Any
 
 from mtrain.exporters.exporter import ids_of_pieces
@@ -18,7 +16,6 @@ from mtrain.tokenizer.sentencepiece import Vocabulary
 _SPACE = "\u2581"
 _UNK_PENALTY = 10.0  # of SentencePiece
 _BYTE_LEVEL = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 
 
 def tokenizer_json(vocabulary: Vocabulary) -> dict[str, Any]:
@@ -112,12 +109,12 @@ def _unigram(vocabulary: Vocabulary) -> dict[str, Any]:
     scores, letters = _text_pieces(vocabulary), _byte_letters()
     spelt = {piece: "".join(letters[byte] for byte in piece.encode()) for piece in scores}
     taken, unlikely = set(spelt.values()), min(scores.values()) - _UNK_PENALTY
-    vocab: list[tuple[str, float]] = []
-    for piece in ids_of_pieces(vocabulary):
+    vocab, byte_pieces = list[tuple[str, float]](), set(vocabulary.byte_pieces)
+    for piece, number in ids_of_pieces(vocabulary).items():
         if piece in scores:
             vocab.append((spelt[piece], scores[piece]))
-        elif match := _BYTE_PIECE.fullmatch(piece):
-            letter = letters[int(match[1], 16)]  # gets a mark if it is a text piece, too
+        elif number in byte_pieces:  # such as <0x0A>
+            letter = letters[int(piece[3:5], 16)]  # gets a mark if it is a text piece, too
             vocab.append((_SPACE + letter if letter in taken else letter, unlikely))
         else:
             vocab.append((_SPACE + piece, unlikely))
@@ -126,6 +123,6 @@ def _unigram(vocabulary: Vocabulary) -> dict[str, Any]:
 
 def _byte_letters() -> list[str]:
     """Return the character of each byte in the alphabet of byte-level models."""
-    shown = {*chain(range(0x21, 0x7F), range(0xA1, 0xAD), range(0xAE, 0x100))}
+    shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = iter(range(0x100, 0x200))
     return [chr(byte if byte in shown else next(hidden)) for byte in range(256)]
