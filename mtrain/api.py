@@ -497,10 +497,7 @@ def _augment(
     from mtrain.augmentation import augment as augmenting
     from mtrain.augmentation import new_config
 
-    options = request.options
-    new = new_config.with_corpus(
-        settings, request.output, options.weight, options.tag, options.until
-    )
+    new = new_config.with_corpus(settings, request.output, request.options)
     if new_path is not None:
         new_config.check_free(new, new_path)
     log = PythonLog()

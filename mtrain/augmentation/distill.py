@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mtrain.augmentation.new_config import with_corpus
-from mtrain.augmentation.options import Student
+from mtrain.augmentation.options import AugmentOptions, Student
 from mtrain.autoconfig.presets import PRESETS
 from mtrain.config import config_file
 from mtrain.config.sections import Config, ModelConfig
@@ -52,7 +52,7 @@ def student_config(
     """
     if not config.data.tests:
         raise ConfigError("`data.tests` must name a test set to compare on, but is empty.")
-    tree = with_corpus(config, corpus, None, None, None).model_dump(exclude_unset=True)
+    tree = with_corpus(config, corpus, AugmentOptions()).model_dump(exclude_unset=True)
     tree["model"] = student_model(student, teacher.config.model).model_dump()
     for key in ("init_from", "replay"):  # the student begins with a model of its own
         tree.get("training", {}).pop(key, None)

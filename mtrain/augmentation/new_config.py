@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mtrain.augmentation.options import AugmentOptions
 from mtrain.config import config_file
 from mtrain.config.corpora import corpora_of, weight_of
 from mtrain.config.sections import Config
@@ -36,22 +37,19 @@ class AugmentReport:
     config: Config
 
 
-def with_corpus(
-    config: Config, output: Path, weight: float | None, tag: str | None, until: float | None
-) -> Config:
+def with_corpus(config: Config, output: Path, options: AugmentOptions) -> Config:
     """Return a config with a corpus folder added, and a run folder of its own.
 
     Args:
         config: of the training without it.
         output: the corpus folder.
-        weight: relative to all other corpora together; None leaves weights out where there are
-            none, so that each pair counts once.
-        tag, until: of the corpus.
+        options: its `weight`, `tag` and `until`.
 
     Raises:
         ConfigError: if a value is not valid, or the model that the training begins with lacks the
             tag.
     """
+    weight = options.weight
     tree = config.model_dump(exclude_unset=True)
     corpora = corpora_of(config.data.train, "data.train")
     train = tree["data"]["train"]
@@ -65,7 +63,7 @@ def with_corpus(
         tree["data"].pop("temperature", None)
     if None not in weights:
         entry["weight"] = (1.0 if weight is None else weight) * sum(filter(None, weights))
-    keys = {"tag": tag, "until": until}
+    keys = {"tag": options.tag, "until": options.until}
     entry |= {key: value for key, value in keys.items() if value is not None}
     tree["data"]["train"] = [*entries, entry]
     new_dir = f"{config.run_dir}-{output.name}"
