@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from mtrain.config.sections import Config
-from mtrain.data.batch import pad_right
+from mtrain.data.batch import Batch, collate
 from mtrain.model.transformer import Transformer
 from mtrain.tokenizer.sentencepiece import Tokenizer, Vocabulary
 
@@ -109,7 +109,7 @@ def score_by_logits(
     sources: Ids,
     targets: Ids,
     special: SpecialIds,
-    logits_of: Callable[[Ids, Tensor], Tensor],
+    logits_of: Callable[[Batch], Tensor],
 ) -> list[list[float]]:
     """Return the log-probability of each token of a given target, and of its eos.
 
@@ -117,15 +117,14 @@ def score_by_logits(
         sources: tokens + eos of each line.
         targets: tokens without eos.
         special: special token ids of the target vocabulary.
-        logits_of: returns the logits [B, T, V] for sources and decoder inputs [B, T].
+        logits_of: returns the logits [B, T, V] of a batch.
     """
 
     def score_rows(rows: list[int]) -> list[list[float]]:
         tgt = [targets[row] for row in rows]
-        tgt_in_BT = pad_right([[special.bos, *ids] for ids in tgt], special.pad)
-        logits_BTV = logits_of([sources[row] for row in rows], tgt_in_BT)
-        tgt_out_BT1 = pad_right([[*ids, special.eos] for ids in tgt], special.pad)[:, :, None]
-        log_probs_BT = logits_BTV.double().log_softmax(-1).gather(2, tgt_out_BT1)[:, :, 0]
+        batch = collate([sources[row] for row in rows], tgt, *special)
+        log_probs_BTV = logits_of(batch).double().log_softmax(-1)
+        log_probs_BT = log_probs_BTV.gather(2, batch.tgt_out_BT[:, :, None])[:, :, 0]
         rows_T = zip(log_probs_BT.tolist(), tgt, strict=True)
         return [log_probs_T[: len(ids) + 1] for log_probs_T, ids in rows_T]
 

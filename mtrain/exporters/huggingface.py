@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mtrain.config.sections import Config
-from mtrain.data.batch import keep_first, pad_right
+from mtrain.data.batch import Batch, keep_first, pad_right
 from mtrain.exporters.exporter import (
     LAYER_WEIGHT,
     Archive,
@@ -268,11 +268,11 @@ class MarianModel:
     def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
         """Return the log-probability of each token of a given target, and of its eos."""
 
-        def logits_of(src: Ids, tgt_in_BT: Tensor) -> Tensor:
+        def logits_of(batch: Batch) -> Tensor:
             logits_BTV: Tensor = self.model(
-                input_ids=pad_right(src, self._special.pad),
-                attention_mask=keep_first([len(ids) for ids in src]).long(),
-                decoder_input_ids=tgt_in_BT,
+                input_ids=batch.src_BS,
+                attention_mask=batch.src_keep_BS.long(),
+                decoder_input_ids=batch.tgt_in_BT,
             ).logits
             return logits_BTV
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mtrain.config.sections import Config
-from mtrain.data.batch import keep_first, pad_right
+from mtrain.data.batch import Batch, keep_first, pad_right
 from mtrain.decode import beam as beam_search
 from mtrain.decode.beam import Constraints, RequestGroup
 from mtrain.decode.options import DecodingOptions
@@ -196,7 +196,9 @@ class OnnxModel:
             limits_B = np.array([max_lengths[row] for row in rows], np.int64)
             pad, bos, eos = self._special_ids
             constraints = Constraints(bos, eos, [pad, bos], limits_B)
-            group = RequestGroup(self.start([sources[row] for row in rows]), constraints)
+            src = [sources[row] for row in rows]
+            state = self.start(pad_right(src, pad), keep_first([len(ids) for ids in src]))
+            group = RequestGroup(state, constraints)
             best = beam_search.beam(step, iter([group]), options)
             return [
                 ExportedHypothesis(first.ids, first.log_prob, has_ended=True) for first, *_ in best
@@ -207,19 +209,17 @@ class OnnxModel:
     def score(self, sources: Ids, targets: Ids) -> list[list[float]]:
         """Return the log-probability of each token of a given target, and of its eos."""
 
-        def logits_of(src: Ids, tgt_in_BT: Tensor) -> Tensor:
-            return self.start(src).logits(tgt_in_BT)
+        def logits_of(batch: Batch) -> Tensor:
+            return self.start(batch.src_BS, batch.src_keep_BS).logits(batch.tgt_in_BT)
 
         return score_by_logits(sources, targets, self._special_ids, logits_of)
 
-    def start(self, sources: Ids) -> OnnxState:
+    def start(self, src_BS: Tensor, src_keep_BS: Tensor) -> OnnxState:
         """Encode sources; return the state of a search, with one row for each source."""
-        feeds = {
-            "input_ids": pad_right(sources, self._special_ids.pad).numpy(),
-            "attention_mask": keep_first([len(ids) for ids in sources]).long().numpy(),
-        }
+        mask_BS = src_keep_BS.long().numpy()
+        feeds = {"input_ids": src_BS.numpy(), "attention_mask": mask_BS}
         (memory_BSD,) = self._encoder.run(None, feeds)
-        return OnnxState(self.decoder, memory_BSD, feeds["attention_mask"])
+        return OnnxState(self.decoder, memory_BSD, mask_BS)
 
     def own_call(self, lines: Sequence[str]) -> OwnCall:
         """Compare the pipeline of transformers.js, found by NODE_PATH, with greedy `search`."""

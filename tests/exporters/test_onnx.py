@@ -82,7 +82,7 @@ def test_one_decoder_does_the_first_step_and_the_later_ones(tmp_path: Path) -> N
     """By the contract of transformers.js: no flag, and a source that is projected once."""
     model = onnx_model(random_model(kind="bpe"), tmp_path)
     (ids,) = model.encode(["a man with a hat"])
-    state = model.start([ids, ids])
+    state = model.start(torch.tensor([ids, ids]), torch.ones(2, len(ids), dtype=torch.bool))
     names = {each.name for each in model.decoder.get_inputs()}
     assert "past_key_values.1.encoder.value" in names and "use_cache_branch" not in names
     (cached,) = [each for each in model.decoder.get_inputs() if each.name.endswith("0.encoder.key")]
