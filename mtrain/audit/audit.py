@@ -402,9 +402,9 @@ def _mixture(data: DataConfig, train: Scan, dropped: Dropped) -> list[CorpusSumm
     sizes, weights = Counter[str](), dict[str, float]()
     for part in train.reader.parts:
         sizes[part.corpus or ""] += part.num_pairs - part.src.num_faults
-    for corpus in corpora_of(data.train, "data.train"):
-        num_kept = sizes[corpus.name] - dropped.get(corpus.name, Counter()).total()
-        weights[corpus.name] = weight_of(num_kept, corpus.weight, data.temperature)
+    for name, corpus in corpora_of(data.train):
+        num_kept = sizes[name] - dropped.get(name, Counter()).total()
+        weights[name] = weight_of(num_kept, corpus.weight, data.temperature)
     total = sum(weights.values()) or 1.0
     return [
         CorpusSummary(name, sizes[name], dict(dropped.get(name, {})), weight / total)

@@ -51,7 +51,7 @@ def with_corpus(config: Config, output: Path, options: AugmentOptions) -> Config
     """
     weight = options.weight
     tree = config.model_dump(exclude_unset=True)
-    corpora = corpora_of(config.data.train, "data.train")
+    corpora = corpora_of(config.data.train)
     train = tree["data"]["train"]
     entries: list[dict[str, Any]] = train if isinstance(train, list) else [train]
     entry: dict[str, Any] = {"synthetic": str(output)}

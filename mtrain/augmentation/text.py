@@ -35,7 +35,7 @@ def mono_rows(paths: Sequence[Path], is_target: bool, warn: Warn) -> Iterator[Pa
 
 def real_text(train: TrainText) -> list[Corpus]:
     """Return the corpora of the training text that are not synthetic."""
-    real = [named.corpus for named in corpora_of(train, "data.train")]
+    real = [named.corpus for named in corpora_of(train)]
     return [corpus for corpus in real if not isinstance(corpus, SyntheticCorpus)]
 
 

@@ -246,9 +246,8 @@ def _place(location: tuple[int | str, ...]) -> tuple[list[str], str]:
     is_mixed = location[:3] == ("data", "train", MIXTURE)
     if is_mixed:
         location = location[:2] + location[3:]
-    form_at = (
-        3 if is_mixed or location[:2] == ("data", "tests") else 2
-    )  # where pydantic inserts the form of the corpus
+    # where pydantic inserts the form of the corpus
+    form_at = 3 if is_mixed or location[:2] == ("data", "tests") else 2
     if location[:1] == ("data",) and location[form_at : form_at + 1]:
         form = FORMS.get(str(location[form_at]))
         if form is not None and location[1] in ("train", "valid", "tests"):

@@ -216,14 +216,13 @@ class NamedCorpus(NamedTuple):
 
     name: str
     corpus: Corpus
-    weight: float | None = None
 
 
-def corpora_of(text: TrainText, name: str) -> list[NamedCorpus]:
+def corpora_of(text: TrainText) -> list[NamedCorpus]:
     """Return the corpora of a mixture, or the single corpus."""
     if not isinstance(text, list):
-        return [NamedCorpus(name, text)]
-    return [NamedCorpus(f"{name}[{i}]", corpus, corpus.weight) for i, corpus in enumerate(text)]
+        return [NamedCorpus("data.train", text)]
+    return [NamedCorpus(f"data.train[{number}]", corpus) for number, corpus in enumerate(text)]
 
 
 def weight_of(num_pairs: int, weight: float | None, temperature: float | None) -> float:

@@ -6,9 +6,9 @@ Does not import torch, so that config errors are reported without delay.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import reprlib
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
@@ -49,9 +49,8 @@ _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 100
 
 def format_value(value: object) -> str:
     """Format a value for an error message: as in YAML, at most 60 characters."""
-    words: Mapping[object, str] = {None: "null", True: "true", False: "false"}
     is_word = value is None or isinstance(value, bool)
-    text = words[value] if is_word else _SHORT.repr(value)
+    text = json.dumps(value) if is_word else _SHORT.repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -86,9 +85,9 @@ class DataConfig(Section):
         return names
 
     @model_validator(mode="after")
-    def _mix_by_one_rule(self) -> DataConfig:
-        corpora = corpora_of(self.train, "train")
-        num_weighted = sum(corpus.weight is not None for corpus in corpora)
+    def _check_corpora(self) -> DataConfig:
+        corpora = corpora_of(self.train)
+        num_weighted = sum(named.corpus.weight is not None for named in corpora)
         if 0 < num_weighted < len(corpora):
             raise ValueError(
                 "must give each corpus of `train` a `weight`, or none of them, but gives "
@@ -99,32 +98,18 @@ class DataConfig(Section):
             raise ValueError(
                 f"must leave `temperature` out where {why}, but it is {self.temperature} instead"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _train_on_something_to_the_end(self) -> DataConfig:
-        if all(named.corpus.until is not None for named in corpora_of(self.train, "train")):
+        if all(named.corpus.until is not None for named in corpora):
             raise ValueError(
                 "must have a corpus of `train` without `until`, for the end of the training, but "
                 "all have one instead"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _measure_with_real_pairs(self) -> DataConfig:
-        held_out = {"valid": self.valid} | {
-            f"tests.{name}": corpus for name, corpus in self.tests.items()
-        }
-        for key, corpus in held_out.items():
+        tests = {f"tests.{name}": corpus for name, corpus in self.tests.items()}
+        for key, corpus in {"valid": self.valid, **tests}.items():
             if isinstance(corpus, SyntheticCorpus):
                 raise ValueError(
                     f"must have real pairs in `{key}`, but has a synthetic corpus instead; `jsonl` "
                     "with its files takes them nevertheless"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _name_the_tests(self) -> DataConfig:
         for name in self.tests:
             if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", name):
                 raise ValueError(
@@ -293,18 +278,14 @@ class Config(Section):
     decoding: DecodingConfig = DecodingConfig()
 
     @model_validator(mode="after")
-    def _learn_tokens_from_real_pairs(self) -> Config:
-        corpora = [named.corpus for named in corpora_of(self.data.train, "train")]
+    def _fit_the_sections(self) -> Config:
+        corpora = [named.corpus for named in corpora_of(self.data.train)]
         is_synthetic = all(isinstance(corpus, SyntheticCorpus) for corpus in corpora)
         if is_synthetic and self.training.init_from is None:
             raise ValueError(
                 "`data.train` must have real pairs for the tokenizer, but all are synthetic "
                 "instead; `jsonl` with their files takes them nevertheless"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _fit_the_sections(self) -> Config:
         if self.model.tie_embeddings == "all" and not self.tokenizer.shared:
             raise ValueError(
                 "`model.tie_embeddings` must be 'decoder' or 'none' when `tokenizer.shared` is "

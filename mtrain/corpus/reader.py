@@ -129,7 +129,7 @@ class Reader:
     def blocks(self, advance: Advance = ignore) -> Iterator[TextBlock]:
         """Yield all pairs; report the bytes read from disk to `advance`."""
         self.parts = []
-        for named in corpora_of(self._text, "data.train"):
+        for named in corpora_of(self._text):
             name = named.name if isinstance(self._text, list) else None
             if isinstance(named.corpus, FilesCorpus):
                 for src, tgt in zip(named.corpus.src, named.corpus.tgt, strict=True):
@@ -285,14 +285,14 @@ def count_pairs(corpus: Corpus, name: str) -> int:
 
 def size_of(text: TrainText) -> int:
     """Return the total size in bytes of the local files of a corpus or a mixture."""
-    corpora = corpora_of(text, "data.train")
+    corpora = corpora_of(text)
     paths = [Path(path) for named in corpora for path in paths_of(named.corpus)]
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def files_and_revisions(data: DataConfig) -> tuple[list[str], dict[str, str]]:
     """Return the distinct local files of all corpora, and {name: commit} of their hub data sets."""
-    train = [named.corpus for named in corpora_of(data.train, "data.train")]
+    train = [named.corpus for named in corpora_of(data.train)]
     files: list[str] = []
     revisions: dict[str, str] = {}
     for corpus in (*train, data.valid, *data.tests.values()):

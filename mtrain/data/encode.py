@@ -231,7 +231,7 @@ def collect(
                 longer[max(src, tgt)] += count
         if not longer:
             raise dropped.none_left(named.name, _num_dropped(of_corpus))
-        weight = weight_of(longer.total(), named.weight, temperature)
+        weight = weight_of(longer.total(), named.corpus.weight, temperature)
         lengths = [longer[length] for length in range(max(longer) + 1)]
         corpus = named.corpus
         entries.append(CorpusEntry(named.name, weight, lengths, corpus.tag, corpus.until))

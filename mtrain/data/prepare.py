@@ -131,7 +131,7 @@ def _tokenize(
     shown = format_vocabulary_sizes(tokenizer)
     console.say(f"tokenizer: {config.tokenizer.kind}, {shown}{origin}")
     job = EncodeJob(
-        corpora_of(data.train, "data.train"),
+        corpora_of(data.train),
         isinstance(data.train, list),
         tokenizer,
         pair_filter,
@@ -247,12 +247,12 @@ def _check_scans(scans: Iterable[Scan], data: DataConfig, console: Console) -> N
         if num_pairs_broken:
             shown = text_width.count(num_pairs_broken, "pair")
             console.say(f"{name}: line breaks within fields are spaces now, in {shown}")
-    train = corpora_of(data.train, "data.train")
+    train = corpora_of(data.train)
     weights = [
-        weight_of(num_pairs[corpus.name], corpus.weight, data.temperature) for corpus in train
+        weight_of(num_pairs[named.name], named.corpus.weight, data.temperature) for named in train
     ]
-    total = sum(num_pairs[corpus.name] for corpus in train)
-    encode.check_shares([corpus.name for corpus in train], weights, total)
+    total = sum(num_pairs[named.name] for named in train)
+    encode.check_shares([named.name for named in train], weights, total)
 
 
 def _train_tokenizer(
@@ -262,7 +262,7 @@ def _train_tokenizer(
 
     Pairs of synthetic corpora are left out.
     """
-    corpora, num_pairs = corpora_of(config.data.train, "data.train"), sum(sizes.values())
+    corpora, num_pairs = corpora_of(config.data.train), sum(sizes.values())
     is_real = np.concatenate(
         [
             np.full(sizes[named.name], not isinstance(named.corpus, SyntheticCorpus))
@@ -295,7 +295,7 @@ def check_tags(data: DataConfig, tokenizer: Tokenizer, path: Path) -> None:
     Raises:
         ConfigError: if it lacks one, which it cannot learn any more.
     """
-    for named in corpora_of(data.train, "data.train"):
+    for named in corpora_of(data.train):
         if named.corpus.tag is not None and named.corpus.tag not in tokenizer.src.tags:
             known = ", ".join(tokenizer.src.tags) or "none"
             raise ConfigError(
@@ -404,7 +404,7 @@ def _mark_tests(
     data: DataConfig, gone: Iterable[Corpus], new: Iterable[Corpus], marks: Tree
 ) -> Tree:
     """Drop the marks of files that no corpus names any more, and add those of new test sets."""
-    train = (named.corpus for named in corpora_of(data.train, "data.train"))
+    train = (named.corpus for named in corpora_of(data.train))
     needed = {
         path for text in (data.valid, *train, *data.tests.values()) for path in paths_of(text)
     }

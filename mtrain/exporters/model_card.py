@@ -96,7 +96,7 @@ def readme(
         "pipeline_tag": "translation",
         "tags": ["translation", exporter.TAG, "mtrain"],
     }
-    corpora = [named.corpus for named in corpora_of(config.data.train, "data.train")]
+    corpora = [named.corpus for named in corpora_of(config.data.train)]
     if hubs := [corpus.hub for corpus in corpora if _is_of_the_hub(corpus)]:
         tree["datasets"] = list(dict.fromkeys(hubs))
     if results:
@@ -246,7 +246,7 @@ def _data(run: RunDir, tokenizer: Tokenizer) -> Iterator[str]:
                 f"`{config.training.init_from}`."
             )
     yield from ("", "| text | file | SHA-256 |", "| --- | --- | --- |")
-    corpora = [("training", named.corpus) for named in corpora_of(config.data.train, "data.train")]
+    corpora = [("training", named.corpus) for named in corpora_of(config.data.train)]
     corpora += [("validation", config.data.valid)]
     corpora += [(f"test {name}", corpus) for name, corpus in config.data.tests.items()]
     for text, corpus in corpora:

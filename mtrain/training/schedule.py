@@ -46,7 +46,7 @@ def budget_spent(config: TrainingConfig, progress: Progress) -> float:
 
 def follows_clock(config: Config) -> bool:
     """Return whether the learning rate or the mixture depends on elapsed time."""
-    corpora = [named.corpus for named in corpora_of(config.data.train, "data.train")]
+    corpora = [named.corpus for named in corpora_of(config.data.train)]
     follows = config.training.schedule in ("linear", "cosine")
     follows |= any(corpus.until is not None for corpus in corpora)
     return config.training.max_minutes is not None and follows

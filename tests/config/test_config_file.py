@@ -643,16 +643,17 @@ def test_a_mixture_of_corpora_in_any_form_reads_back_as_the_same(minimal: Path) 
     config = config_file.load(minimal, [f"data.train={corpora}"])
     config_file.save(config, Path("saved.yaml"))
     assert config_file.load(Path("saved.yaml")) == config
-    named = corpora_of(config.data.train, "data.train")
+    named = corpora_of(config.data.train)
     assert [own.name for own in named] == [f"data.train[{number}]" for number in range(5)]
-    assert [own.weight for own in named] == [2, 0.5, 1, 1, 1]
+    assert [own.corpus.weight for own in named] == [2, 0.5, 1, 1, 1]
 
 
 def test_one_corpus_is_saved_without_a_weight(minimal: Path) -> None:
     config = config_file.load(minimal)
     assert set(yaml.safe_load(config_file.dump(config))["data"]["train"]) == {"src", "tgt"}
-    (named,) = corpora_of(config.data.train, "data.train")
-    assert named == ("data.train", config.data.train, None)
+    (named,) = corpora_of(config.data.train)
+    assert named == ("data.train", config.data.train)
+    assert named.corpus.weight is None
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_the_configs_that_the_documents_name_are_shipped() -> None:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_config_loads_and_names_relative_paths(name: str) -> None:
     config = shipped(name)
-    corpora = [named.corpus for named in corpora_of(config.data.train, "train")]
+    corpora = [named.corpus for named in corpora_of(config.data.train)]
     corpora += [config.data.valid, *config.data.tests.values()]
     files = [path for corpus in corpora for path in corpus.src + corpus.tgt]
     assert not any(Path(path).is_absolute() for path in [config.run_dir, *files])
