@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,11 +55,7 @@ def audit(
 ) -> AuditReport:
     """Audit all corpora of a config.
 
-    Args:
-        config: names them.
-        tokenizer: of the run, if it has one.
-        directory: of the lists.
-        advance: is called with the bytes read; the sum is twice the size of the corpora.
+    The lists go into `directory`. `advance` gets the bytes read, in sum twice those of the corpora.
     """
     data = config.data
     scans = scan_corpora(data, directory, tokenizer, advance, is_strict=False)
@@ -68,7 +64,8 @@ def audit(
     summaries: list[CorpusSummary] = []
     findings: list[AuditFinding] = []
     for scan in reversed(scans):
-        with _FindingLists(directory, scan) as lists:
+        with ExitStack() as files:
+            lists = _FindingLists(directory, scan, files)
             pair_findings, dropped = _judge(scan, lists, profile, data.clean, advance)
         scan.records.path.unlink()
         summary = CorpusSummary(
@@ -86,19 +83,15 @@ def audit(
     return AuditReport(summaries, sorted(findings, key=AuditFinding.rank))
 
 
-class _FindingLists(AbstractContextManager["_FindingLists"]):
+class _FindingLists:
     """The lists of one corpus, by name: each is a file of JSON lines, one for each pair."""
 
-    def __init__(self, directory: Path, scan: Scan) -> None:
+    def __init__(self, directory: Path, scan: Scan, files: ExitStack) -> None:
         self.counts: Counter[str] = Counter()  # of entries
         self.details: dict[str, Callable[[int], Entry]] = {}  # return more fields of a pair's entry
         self._examples: dict[str, list[Entry]] = {}  # the first entries
-        self._directory, self._scan, self._streams = directory, scan, dict[str, TextIO]()
-
-    def __exit__(self, *error: object) -> None:
-        """Close all files."""
-        for stream in self._streams.values():
-            stream.close()
+        self._directory, self._scan = directory, scan
+        self._files, self._streams = files, dict[str, TextIO]()
 
     def add(self, name: str, sides: Sides, block: TextBlock) -> None:
         """Append the pairs of a block whose entry in `sides` is not NONE to the list `name`."""
@@ -120,7 +113,8 @@ class _FindingLists(AbstractContextManager["_FindingLists"]):
                 self._examples.setdefault(name, []).append(entry)
             if name not in self._streams:
                 path = self._directory / self._file(name)
-                self._streams[name] = path.open("w", encoding="utf-8", newline="\n")
+                stream = path.open("w", encoding="utf-8", newline="\n")
+                self._streams[name] = self._files.enter_context(stream)
             self._streams[name].write(json.dumps(entry, ensure_ascii=False) + "\n")
 
     def finding(
@@ -166,11 +160,9 @@ def _judge(
             lists.details[rule.name] = partial(_earlier, scan.reader, rule.refers(repeats))
     leaks = list(_leaks(scan))
     lists.details |= {leak.name: leak.details for leak in leaks}
-    has_enough_pairs = scan.reader.num_pairs >= misalignment.MIN_PAIRS
-    shifts = {
-        shift.first: shift
-        for shift in (misalignment.find(scan.records.windows) if has_enough_pairs else [])
-    }
+    shifts = {}
+    if scan.reader.num_pairs >= misalignment.MIN_PAIRS:
+        shifts = {shift.first: shift for shift in misalignment.find(scan.records.windows)}
     shift_starts = np.array(list(shifts), np.int64)
     lists.details["shift"] = lambda pair: {
         "last": _place(scan.reader, shifts[pair].last),

@@ -144,13 +144,8 @@ def scan_corpora(
 ) -> list[Scan]:
     """Read all corpora once, training text last, and write the records of their pairs to a folder.
 
-    Args:
-        data: names the corpora.
-        directory: of the records.
-        tokenizer: of the run, if it has one.
-        advance: is called with the bytes read.
-        is_strict: whether the first fault is an error, and only the features that the rules of
-            `data.clean` read are computed.
+    If `is_strict`, the first fault is an error, and only the features that the rules of
+    `data.clean` read are computed.
 
     Raises:
         DataError: as a strict `Reader`.

@@ -90,12 +90,6 @@ def read_overview(
 ) -> CorpusOverview:
     """Read a corpus once, and return its sizes, a sample and which pairs can be held out.
 
-    Args:
-        corpus: the training text.
-        given: the validation and test sets that exist.
-        seed: of the sample.
-        advance: is called with the bytes read.
-
     Raises:
         DataError: as a strict `Reader`, and if there is no pair.
     """
@@ -148,18 +142,12 @@ def _is_fit(src: Records, tgt: Records) -> Flags:
 
 
 def draw(overview: CorpusOverview, num_sets: int, max_pairs: int, seed: int) -> HeldOut:
-    """Draw sets of distinct pairs that share no sentence with each other.
+    """Draw sets of at most `max_pairs` distinct pairs that share no sentence with each other.
 
     All pairs with one sentence, on the side that repeats more, are a group and are drawn together;
     their translations may occur in other groups, which training then loses too. The groups that
     cost training the fewest pairs come first, those of equal cost at random. In a corpus where no
     sentence occurs twice, every pair is a group.
-
-    Args:
-        overview: of the corpus.
-        num_sets: how many sets.
-        max_pairs: of a set.
-        seed: of the order.
 
     Raises:
         DataError: if the sets would have fewer than MIN_HELD_OUT pairs.

@@ -176,11 +176,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _parse(text: str, name: str) -> Any:
-    """Parse YAML; errors begin with `name`.
-
-    Raises:
-        ConfigError: one line with the name, and the line if it is known.
-    """
+    """Parse YAML; errors begin with `name`."""
     where = ""
     try:
         return yaml.load(text, Loader=_Loader)

@@ -304,11 +304,7 @@ def _read_hub(corpus: HubCorpus, advance: Advance, digest: Digest | None) -> Ite
 
 @cache
 def _resolve(hub: str, revision: str | None) -> str | None:
-    """Return the commit on the hub, so that all passes read the same; offline, `revision`.
-
-    Raises:
-        DataError: if the hub cannot be reached, or has no such data set.
-    """
+    """Return the commit on the hub, so that all passes read the same; offline, `revision`."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import (
         HFValidationError,

@@ -285,8 +285,7 @@ def count_pairs(corpus: Corpus, name: str) -> int:
 
 def size_of(text: TrainText) -> int:
     """Return the total size in bytes of the local files of a corpus or a mixture."""
-    corpora = corpora_of(text)
-    paths = [Path(path) for named in corpora for path in paths_of(named.corpus)]
+    paths = [Path(path) for _, corpus in corpora_of(text) for path in paths_of(corpus)]
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 

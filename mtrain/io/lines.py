@@ -118,11 +118,7 @@ def open_gzip_writer(path: Path) -> Iterator[TextIO]:
 
 
 def raw_lines(stream: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield lines without their ends: split at "\n" only, one trailing "\\r" removed.
-
-    Args:
-        stream: a binary file, which Python itself splits at "\n" alone.
-    """
+    """Yield the lines of a binary file, which ends them at "\n" only, without "\n" and "\\r"."""
     for number, line in enumerate(stream):
         text = line.removesuffix(b"\n").removesuffix(b"\r")
         yield text.removeprefix(BOM) if number == 0 else text

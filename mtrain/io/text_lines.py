@@ -9,14 +9,10 @@ LINE_BREAK = re.compile(r"\r?\n")
 
 
 class TextLines:
-    """The lines of a text.
-
-    Attributes:
-        lines: without their line breaks, indents included.
-    """
+    """The lines of a text."""
 
     def __init__(self, text: str) -> None:
-        self.lines = LINE_BREAK.split(text)
+        self.lines = LINE_BREAK.split(text)  # without their line breaks, indents included
         self._breaks = [*LINE_BREAK.findall(text), ""]
 
     def join(self, translations: Sequence[str]) -> str:
