@@ -21,7 +21,7 @@ from mtrain.config import config_file
 from mtrain.config.sections import Config
 from mtrain.data.batch import Batch, Position
 from mtrain.data.prepare import prepare
-from mtrain.run.logger import NullLogger, Stderr
+from mtrain.run.logger import RunLog, Stderr
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime import device
 from mtrain.runtime.process_group import SINGLE, ProcessGroup, read_torchrun_env
@@ -92,7 +92,8 @@ def work(config: Config, num_updates: int) -> None:
         process_group = torch_process_group.join(place)
     own_process()
     device.keep_freed_memory()
-    trainer = Trainer(config, RunDir(RUN), NullLogger(RunDir(RUN).metrics_path), process_group)
+    log = RunLog(None, console=None, has_bar=False)
+    trainer = Trainer(config, RunDir(RUN), log, process_group)
     trainer.probe_memory()
     tokens: list[int] = []
     updates = trainer.data.updates(config.training.batch_tokens, Position(), trainer.split)

@@ -1025,8 +1025,8 @@ TRAINING = [
     Mutation(
         "weight decay by default",
         "mtrain/training/training_state.py",
-        "            config.weight_decay,\n        )",
-        "            0.01,\n        )",
+        "weight_decay=config.weight_decay,",
+        "weight_decay=0.01,",
         "tests/training/test_schedule.py",
     ),
     Mutation(

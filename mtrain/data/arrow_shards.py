@@ -29,19 +29,13 @@ SHARD_PAIRS = 1 << 17  # pairs of the text, kept or dropped, per table
 
 
 class EncodedBlock(NamedTuple):
-    """A block of encoded pairs.
+    """A block of encoded pairs."""
 
-    Attributes:
-        src_ids, tgt_ids: ids of all pairs, concatenated; sources with eos, targets without.
-        src_lengths, tgt_lengths: length of each pair's side, eos included.
-        src_text, tgt_text: text of each pair, if training samples segmentations.
-    """
-
-    src_ids: Lengths
+    src_ids: Lengths  # of all pairs, concatenated; sources with eos, targets without
     tgt_ids: Lengths
-    src_lengths: npt.NDArray[np.integer]
+    src_lengths: npt.NDArray[np.integer]  # of each pair's side, eos included
     tgt_lengths: npt.NDArray[np.integer]
-    src_text: list[str] | None = None
+    src_text: list[str] | None = None  # of each pair, if training samples segmentations
     tgt_text: list[str] | None = None
 
 
@@ -86,11 +80,7 @@ _Chunk = tuple[Lengths, Lengths]  # ids and offsets of one side in one chunk of 
 
 
 class ShardTable:
-    """A memory-mapped, validated Arrow table of pairs.
-
-    Attributes:
-        src_lengths, tgt_lengths: length of each pair's side, eos included.
-    """
+    """A memory-mapped, validated Arrow table of pairs; the lengths include eos."""
 
     def __init__(self, path: Path, num_tokens: tuple[int, int], with_text: bool) -> None:
         self._table = _read(path, num_tokens, with_text)
@@ -126,11 +116,7 @@ def _ids(chunk: _Chunk, row: int) -> Lengths:
 
 
 def _read(path: Path, num_tokens: tuple[int, int], with_text: bool) -> Any:
-    """Memory-map a table of pairs, and check that it is whole and its ids are in the vocabulary.
-
-    Raises:
-        RunError: if the table is missing, damaged or from another tokenizer.
-    """
+    """Memory-map a table of pairs, and check that it is whole and its ids are in the vocabulary."""
     if not path.is_file():
         raise damaged(path, "is missing")
     schema = _schema(with_text)
@@ -171,19 +157,11 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class CorpusEntry:
-    """A corpus of the training text.
+    """A corpus of the training text; `weight`, `tag` and `until` are as in its section."""
 
-    Attributes:
-        name: its key in the config.
-        weight: its weight in a mixture, relative to the other weights.
-        lengths: histogram over pairs of the length of the longer side, from length 0.
-        tag: the name of the reserved token that its sources begin with.
-        until: the share of the budget after which it is not used any more.
-    """
-
-    name: str
+    name: str  # its key in the config
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    lengths: list[NonNegativeInt]
+    lengths: list[NonNegativeInt]  # histogram over pairs of the longer side's length, from 0
     tag: str | None = None
     until: Annotated[float, Field(gt=0, lt=1)] | None = None
 
@@ -233,9 +211,6 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 class ShardSet:
     """The shards of the training text, opened on demand.
-
-    Attributes:
-        manifest: of the shards.
 
     Raises:
         RunError: if the manifest or a shard is missing, or the manifest is damaged.

@@ -108,8 +108,7 @@ def keep_first(lengths: Sequence[int]) -> Tensor:
     return torch.from_numpy(np.arange(max(lengths)) < np.array(lengths)[:, None])
 
 
-@dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """The next batch to read: batch `batch` of epoch `epoch`, both from 0.
 
     A window's batches are numbered from the number of pairs in the windows before it, so that the
@@ -123,10 +122,8 @@ class Position:
 class MicroBatch(NamedTuple):
     """One forward and backward of one rank.
 
-    Attributes:
-        batch: the pairs.
-        is_dummy: True if its gradients are discarded: the batch of a rank that gets no rows of a
-            small batch, but must take part in the collectives.
+    The gradients of a dummy are discarded: it is the batch of a rank that gets no rows of a small
+    batch, but must take part in the collectives.
     """
 
     batch: Batch
@@ -162,19 +159,12 @@ class MicroBatchSplit(NamedTuple):
 
 
 class UpdateBatches(NamedTuple):
-    """One rank's micro-batches of an update.
-
-    Attributes:
-        micro_batches: of the rank.
-        num_tokens: target tokens of the whole update, over all ranks.
-        after: the position after the update.
-        split: of the update over ranks.
-    """
+    """One rank's micro-batches of an update."""
 
     micro_batches: list[MicroBatch]
-    num_tokens: int
-    after: Position
-    split: MicroBatchSplit
+    num_tokens: int  # target tokens of the whole update, over all ranks
+    after: Position  # the position after the update
+    split: MicroBatchSplit  # of the update over ranks
 
 
 class EpochPlan(NamedTuple):

@@ -31,7 +31,7 @@ from mtrain.data.batch import Indices, Lengths
 from mtrain.data.mixture import apportion
 from mtrain.errors import ConfigError
 from mtrain.io.atomic import whole_file
-from mtrain.runtime.prefetch import read_ahead
+from mtrain.runtime.threads import read_ahead
 from mtrain.tokenizer.sentencepiece import Tokenizer
 
 _BLOCK_PAIRS = 1 << 14  # encoded in one call
@@ -42,21 +42,14 @@ _TABLE, _DROPPED, _STATS = ".arrow", ".jsonl.gz", ".json"  # the files of a part
 
 @dataclass
 class PartStats:
-    """Statistics of a part of the text.
+    """Statistics of a part of the text."""
 
-    Attributes:
-        corpus: the number of the corpus.
-        num_read: number of pairs in the text.
-        num_copied: number of kept pairs whose target equals the source.
-        lengths: (source length, target length, number of kept pairs with them).
-        dropped: number of dropped pairs by reason.
-    """
-
-    corpus: int
-    num_read: int = 0
-    num_copied: int = 0
+    corpus: int  # its number
+    num_read: int = 0  # pairs in the text
+    num_copied: int = 0  # kept pairs whose target equals the source
+    # source length, target length, number of kept pairs with them
     lengths: list[tuple[int, int, int]] = field(default_factory=list)
-    dropped: dict[str, int] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)  # pairs by reason
 
     @property
     def num_kept(self) -> int:
@@ -68,23 +61,14 @@ _ADAPTER = TypeAdapter(PartStats)
 
 
 class EncodeJob(NamedTuple):
-    """The inputs and settings of `encode`.
-
-    Attributes:
-        corpora: all corpora of a mixture, or a single corpus.
-        is_mixture: whether the config names a mixture.
-        tokenizer: encodes both sides.
-        pair_filter: decides which pairs are dropped.
-        directory: working folder of the parts.
-        with_text: whether the tables also store the text.
-    """
+    """The inputs and settings of `encode`."""
 
     corpora: Sequence[NamedCorpus]
-    is_mixture: bool
+    is_mixture: bool  # whether the config names a mixture
     tokenizer: Tokenizer
     pair_filter: PairFilter
-    directory: Path
-    with_text: bool
+    directory: Path  # working folder of the parts
+    with_text: bool  # whether the tables also store the text
 
 
 def _part_path(directory: Path, number: int, suffix: str) -> Path:
@@ -209,12 +193,6 @@ def collect(
     parts: Sequence[PartStats], job: EncodeJob, temperature: float | None, directory: Path
 ) -> None:
     """Link the tables of all parts into a data folder; write its dropped pairs and manifest.
-
-    Args:
-        parts: the result of `encode`.
-        job: the argument of `encode`.
-        temperature: for corpora without weights.
-        directory: the data folder.
 
     Raises:
         DataError: if all pairs of a corpus are dropped.

@@ -340,14 +340,7 @@ class _ShuffleWindow:
 def in_batches(
     src: Sequence[list[int]], tgt: Sequence[list[int]], tokenizer: Tokenizer, batch_tokens: int
 ) -> list[Batch]:
-    """Return encoded pairs in batches of similar length; deterministic.
-
-    Args:
-        src: ids with eos.
-        tgt: ids without eos.
-        tokenizer: of these ids.
-        batch_tokens: the budget of `plan_batches`.
-    """
+    """Return pairs in batches, as `plan_batches` does; `src` ids with eos, `tgt` ids without."""
     src_lengths = np.array([len(ids) for ids in src], dtype=np.int32)
     tgt_lengths = np.array([len(ids) + 1 for ids in tgt], dtype=np.int32)
     plan = plan_batches(src_lengths, tgt_lengths, batch_tokens, np.random.default_rng(0))

@@ -14,9 +14,9 @@ from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-Indices = npt.NDArray[np.int64]
+from mtrain.data.batch import Indices
+
 _ORDER, _ROWS = 1, 2  # random streams: the order of shards, and of rows in a shard
 
 

@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import compress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from mtrain import __version__
 from mtrain.audit.scan import PairFilter, Scan, scan_corpora
 from mtrain.config.corpora import Corpus, SyntheticCorpus, corpora_of, weight_of
-from mtrain.config.sections import DEFAULT_VOCAB_SIZE, Config, DataConfig
+from mtrain.config.sections import DEFAULT_VOCAB_SIZE, Config, DataConfig, Tree
 from mtrain.corpus import dropped
 from mtrain.corpus.formats import paths_of, revision_of
 from mtrain.corpus.reader import (
@@ -45,7 +45,6 @@ _BLOCK_PAIRS = 10_000
 _MARKS_FILE = "corpora.json"
 _CHECKSUMS_FILE = "checksums.json"
 _SCAN_FILE = "scan.json"
-Tree = dict[str, Any]
 
 
 class ParallelLines(NamedTuple):
@@ -377,7 +376,7 @@ def update_tests(config: Config, run: RunDir, console: Console) -> None:
         written = [run.data_dir / _MARKS_FILE]
         for name in {**gone, **new}:
             stem = run.data_dir / "tests" / name
-            paths = [stem.with_name(name + side) for side in (".src", ".tgt")]
+            paths = _text_paths(stem)
             if name in new:
                 _write_text(new[name], stem)
             else:
@@ -421,8 +420,7 @@ def _mark_tests(
 
 def _is_to_come(run: RunDir, name: str, corpus: Corpus) -> bool:
     """Return whether a run folder lacks the text of a test set whose files exist."""
-    stem = run.data_dir / "tests" / name
-    has_text = any(stem.with_name(name + end).is_file() for end in (".src", ".tgt"))
+    has_text = any(path.is_file() for path in _text_paths(run.data_dir / "tests" / name))
     return is_prepared(run) and not has_text and all(map(os.path.isfile, paths_of(corpus)))
 
 
@@ -509,14 +507,18 @@ def format_vocabulary_sizes(tokenizer: Tokenizer) -> str:
     return f"{len(tokenizer.src):,} source and {len(tokenizer.tgt):,} target subwords"
 
 
+def _text_paths(stem: Path) -> list[Path]:
+    return [stem.with_name(stem.name + side) for side in (".src", ".tgt")]
+
+
 def _write_text(corpus: Corpus, stem: Path) -> None:
-    pairs = list(read_pairs(corpus))
-    write_lines(stem.with_name(stem.name + ".src"), (pair.src for pair in pairs))
-    write_lines(stem.with_name(stem.name + ".tgt"), (pair.tgt for pair in pairs))
+    pairs, (src_path, tgt_path) = list(read_pairs(corpus)), _text_paths(stem)
+    write_lines(src_path, (pair.src for pair in pairs))
+    write_lines(tgt_path, (pair.tgt for pair in pairs))
 
 
 def _read_text(stem: Path) -> ParallelLines:
-    paths = [stem.with_name(stem.name + side) for side in (".src", ".tgt")]
+    paths = _text_paths(stem)
     for path in paths:
         if not path.is_file():
             raise damaged(path, "is missing")

@@ -92,7 +92,7 @@ def replay(config: Config, run: RunDir, span: Span) -> tuple[list[str], float, s
         bar = (span.first_step / budget, span.last_step / budget)
         torch.set_num_threads(saved_in.num_threads if saved_in else num_threads)
         try:
-            with RunLog(scratch.metrics_path, is_quiet=True, bar=bar) as log:
+            with RunLog(scratch.metrics_path, console=None, bar=bar) as log:
                 trainer = _ReplayTrainer(config, scratch, log)
                 trainer.elapsed_after = elapsed_after_steps(run, span)
                 with closing(trainer.gradients.workers):

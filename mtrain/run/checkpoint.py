@@ -41,44 +41,31 @@ StepName = Annotated[str, Field(pattern="^[0-9]{1,15}$")]
 
 
 class Progress(BaseModel):
-    """The counters of a training: all that resuming needs besides tensors (progress.json).
-
-    Attributes:
-        step: updates made.
-        epoch, batch: position of the next batch, see `data.batch.Position`.
-        phase: number of distinct `until` values of corpora that have passed; selects the mixture
-            that `batch` counts in.
-        elapsed_s: spent on training and validation, over all processes.
-        num_bad_validations: validations since the best one.
-        num_skipped, num_skipped_in_a_row: updates whose loss or gradient was not finite.
-        unlogged_loss, unlogged_nll, unlogged_tokens: sums since the last log line.
-        unlogged_began_s: `elapsed_s` before each update since the last log line, if the learning
-            rate or the mixture depends on it.
-        loss_scale: of float16; 0 if the loss is not scaled.
-        growth_tracker: finite updates in a row at this scale.
-        bleu_of_step, loss_of_step: of each validation, by step.
-        min_bleu: lower BLEU is noise; not saved.
-    """
+    """The counters of a training: all that resuming needs besides tensors (progress.json)."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    step: Count = 0
-    epoch: Count = 0
+    step: Count = 0  # updates made
+    epoch: Count = 0  # with `batch`, the position of the next batch, see `data.batch.Position`
     batch: Count = 0
+    # number of distinct `until` values of corpora that have passed; selects the mixture that
+    # `batch` counts in
     phase: Count = 0
-    elapsed_s: float = 0.0
-    num_bad_validations: Count = 0
-    num_skipped: Count = 0
+    elapsed_s: float = 0.0  # spent on training and validation, over all processes
+    num_bad_validations: Count = 0  # since the best one
+    num_skipped: Count = 0  # updates whose loss or gradient was not finite
     num_skipped_in_a_row: Count = 0
-    unlogged_loss: float = 0.0
+    unlogged_loss: float = 0.0  # sums since the last log line
     unlogged_nll: float = 0.0
     unlogged_tokens: Count = 0
+    # `elapsed_s` before each update since the last log line, if the learning rate or the mixture
+    # depends on it
     unlogged_began_s: list[float] = []
-    loss_scale: Annotated[float, Field(ge=0, le=2**24)] = 0.0
-    growth_tracker: Count = 0
-    bleu_of_step: dict[StepName, float] = {}
+    loss_scale: Annotated[float, Field(ge=0, le=2**24)] = 0.0  # of float16; 0 if it is not scaled
+    growth_tracker: Count = 0  # finite updates in a row at this scale
+    bleu_of_step: dict[StepName, float] = {}  # of each validation
     loss_of_step: dict[StepName, float] = {}
-    min_bleu: float = Field(default=0.0, exclude=True)
+    min_bleu: float = Field(default=0.0, exclude=True)  # lower BLEU is noise; not saved
 
     def note_validation(self, loss: float, bleu: float) -> None:
         """Record the validation of this step, and reset the patience if it is the best."""
@@ -114,11 +101,7 @@ class Checkpoint(NamedTuple):
 
 
 class Environment(NamedTuple):
-    """Software, hardware and thread counts, which determine how sums are rounded.
-
-    Attributes:
-        batches: "whole", or the size from which on batches were halved because memory ran out.
-    """
+    """Software, hardware and thread counts, which determine how sums are rounded."""
 
     mtrain: Line
     torch: Line
@@ -127,22 +110,16 @@ class Environment(NamedTuple):
     precision: Line
     num_threads: Annotated[int, Field(ge=1, le=2**16)]
     kernels: Line
-    batches: Line
+    batches: Line  # "whole", or the size from which on they were halved because memory ran out
     num_ranks: Annotated[int, Field(ge=1, le=2**16)]
 
 
 class FinalWeightsInfo(NamedTuple):
-    """The origin of final weights.
+    """The origin of final weights."""
 
-    Attributes:
-        steps: of the checkpoints that were averaged.
-        bleu: on the validation set.
-        last_step: at which the training ended.
-    """
-
-    steps: list[Count]
-    bleu: float
-    last_step: Count
+    steps: list[Count]  # of the checkpoints that were averaged
+    bleu: float  # on the validation set
+    last_step: Count  # at which the training ended
 
 
 class _CheckpointManifest(BaseModel):
@@ -195,28 +172,19 @@ def save_model(
 
 def load_final_weights_info(path: Path) -> FinalWeightsInfo | None:
     """Return the origin of final weights; None if it is not stored, or cannot be read."""
-    try:
-        info = _read_header(path).origin
-    except (SafetensorError, OSError):
-        return None
+    info = _read_header(path).origin
     return info if info is not None and info.steps else None
 
 
 def load_fingerprint(path: Path) -> str | None:
     """Return the fingerprint of the tokenizer of some weights; None if it cannot be read."""
-    try:
-        return _read_header(path).tokenizer or None
-    except (SafetensorError, OSError):
-        return None
+    return _read_header(path).tokenizer or None
 
 
 def load_model(path: Path, tokenizer: str, verify: bool = False) -> Weights:
-    """Read weights and check that they were trained with this tokenizer.
+    """Read weights; check that they were trained with the tokenizer of this fingerprint.
 
-    Args:
-        path: of the file.
-        tokenizer: its fingerprint.
-        verify: compare the digest of final weights, too.
+    `verify` compares the digest of final weights, too.
 
     Raises:
         RunError: if the file is missing, damaged, or made for another tokenizer.
@@ -233,11 +201,7 @@ def load_model(path: Path, tokenizer: str, verify: bool = False) -> Weights:
 
 
 def _check_header(path: Path, tokenizer: str) -> _Header:
-    """Return the header of weights that were trained with this tokenizer.
-
-    Raises:
-        RunError: if the file is missing, damaged, or made for another tokenizer.
-    """
+    """Return the header of weights; raise RunError unless they belong to this tokenizer."""
     with _reading(path):
         header = _read_header(path)
     if header.format != FORMAT:
@@ -255,11 +219,7 @@ def _check_header(path: Path, tokenizer: str) -> _Header:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[Any]:
-    """Open weights.
-
-    Raises:
-        RunError: if the file is missing or damaged.
-    """
+    """Open weights; raise RunError if the file is missing or damaged."""
     if not path.is_file():
         raise RunError(f"{path}: is missing; `mtrain train CONFIG` makes it.")
     try:
@@ -270,11 +230,12 @@ def _reading(path: Path) -> Iterator[Any]:
 
 
 def _read_header(path: Path) -> _Header:
-    with safe_open(path, framework="pt") as file:
-        try:
+    """Return the header of a safetensors file; an empty one if it cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
             return _Header.model_validate_json((file.metadata() or {}).get(_HEADER, "{}"))
-        except ValidationError:
-            return _Header()
+    except (SafetensorError, OSError, ValidationError):
+        return _Header()
 
 
 def save(
@@ -290,7 +251,7 @@ def save(
     Raises:
         WriteError: if the disk does not take it.
     """
-    path = directory / _name(progress.step)
+    path = path_of(directory, progress.step)
     with whole_dir(path) as beside:
         _write_tensors(beside / "model.safetensors", weights, tokenizer)
         _write_tensors(beside / _OPTIMIZER, optimizer, tokenizer)
@@ -302,11 +263,7 @@ def save(
 
 
 def _read_manifest(path: Path) -> _CheckpointManifest:
-    """Return the manifest of a checkpoint folder, with a digest of each of its parts.
-
-    Raises:
-        RunError: if it is missing or damaged, or of another format.
-    """
+    """Return the manifest of a checkpoint folder; raise RunError unless it is one of ours."""
     try:
         manifest = _CheckpointManifest.model_validate_json((path / _MANIFEST).read_bytes())
     except (OSError, ValidationError):
@@ -409,7 +366,7 @@ def load_progress(path: Path) -> Progress:
         key = ".".join(map(str, problem["loc"])) or "the file"
         reason = f"`{key}` must be {config_file.requirement(problem)}"
         raise RunError(f"{path}/progress.json: {reason}.") from None
-    if path.name != _name(progress.step):
+    if path != path_of(path.parent, progress.step):
         raise RunError(
             f"{path}/progress.json: `step` must be that of its folder, but is {progress.step:,} "
             "instead."
@@ -421,17 +378,13 @@ def steps(directory: Path) -> dict[int, Path]:
     """Return the checkpoints of a run by their step, oldest first."""
     numbers = [path.name.removeprefix("step-") for path in directory.glob("step-*")]
     known = sorted(int(number) for number in numbers if number.isdecimal())
-    paths = {step: directory / _name(step) for step in known}  # `step-1` is not one of our names
+    paths = {step: path_of(directory, step) for step in known}  # `step-1` is none of our names
     return {step: path for step, path in paths.items() if path.is_dir() and not path.is_symlink()}
 
 
 def path_of(directory: Path, step: int) -> Path:
     """Return where the checkpoint of a step is, or would be."""
-    return directory / _name(step)
-
-
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
+    return directory / f"step-{step:08d}"
 
 
 def prune(
@@ -471,10 +424,6 @@ class AveragedWeights(Mapping[str, Tensor]):
     """The mean weights of several checkpoints, summed in float64.
 
     A tensor is read only when it is accessed, so that memory never holds the whole model.
-
-    Args:
-        paths: of the checkpoints.
-        tokenizer: the fingerprint of their tokenizer.
 
     Raises:
         RunError: if a file is missing, damaged, or made for another tokenizer.

@@ -33,21 +33,16 @@ _DRAWING = (  # the functions that draw the initial weights of layers and of the
 class LoadOptions:
     """How models are loaded.
 
-    Attributes:
-        device: `auto`, cpu, cuda, ...
-        precision: of matrix products; `auto` is float32. With bfloat16 and int8 the key-value cache
-            is in bfloat16. On a GPU, bfloat16 also applies to activations, and int8 is an error.
-        step: load the checkpoint of this step instead of the final weights.
-        process_group: the ranks that share the work, each on a device of its own.
-        reverse: a run of the other direction, which is loaded with the runs that translate to rank
-            their hypotheses, too.
+    With the precisions bfloat16 and int8, the key-value cache is in bfloat16. On a GPU, bfloat16
+    also applies to activations, and int8 is an error.
     """
 
-    device: str = "auto"
+    device: str = "auto"  # or cpu, cuda, ...
+    # of matrix products; `auto` is float32
     precision: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
-    step: int | None = None
-    process_group: ProcessGroup = SINGLE
-    reverse: RunDir | None = None
+    step: int | None = None  # of a checkpoint to load instead of the final weights
+    process_group: ProcessGroup = SINGLE  # shares the work, each rank on a device of its own
+    reverse: RunDir | None = None  # a run of the other direction, to rank hypotheses with
 
     @property
     def products(self) -> Literal["float32", "bfloat16", "int8"]:

@@ -99,17 +99,13 @@ class PythonLog:
         logging.getLogger("mtrain").info("%s", text)
 
 
-OnMetrics = Callable[[Mapping[str, object]], object]
-
-
 class RunLog:
     """The console, the progress bar and the metrics of one training.
 
     Args:
-        metrics_path: of `metrics.jsonl`.
+        metrics_path: of `metrics.jsonl`; None writes none, for a rank other than the first.
         board: writes the same numbers as TensorBoard events.
-        console: where lines go.
-        is_quiet: print no lines.
+        console: where lines go; None prints none.
         has_bar: draw a progress bar on stderr, if that is a terminal.
         bar: the fractions of the budget at which the bar begins and ends.
         on_metrics: is called with each line of `metrics.jsonl`.
@@ -117,15 +113,14 @@ class RunLog:
 
     def __init__(
         self,
-        metrics_path: Path,
+        metrics_path: Path | None,
         board: TensorBoardLog | None = None,
-        console: Console = Stderr(),  # noqa: B008 - it has no state
-        is_quiet: bool = False,
+        console: Console | None = Stderr(),  # noqa: B008 - it has no state
         has_bar: bool = True,
         bar: tuple[float, float] = (0.0, 1.0),
-        on_metrics: OnMetrics | None = None,
+        on_metrics: Callable[[Mapping[str, object]], object] | None = None,
     ) -> None:
-        self._path, self._board, self._is_quiet = metrics_path, board, is_quiet
+        self._path, self._board = metrics_path, board
         self._bar_start, self._bar_end = bar
         self._console, self._has_bar, self._on_metrics = console, has_bar, on_metrics
         self._bar: tqdm[NoReturn] | None = None
@@ -142,19 +137,22 @@ class RunLog:
 
     def say(self, text: str = "") -> None:
         """Print one line on stderr."""
-        if not self._is_quiet:
+        if self._console is not None:
             self._console.say(text)
 
     def metrics(self, values: Mapping[str, object]) -> None:
         """Append one line to `metrics.jsonl`; if the disk is full, the next call writes it."""
+        if self._path is None:
+            return
         if self._on_metrics is not None:
             self._on_metrics(dict(values))
         if self._board is not None:
             try:
                 self._board.add(values)
             except OSError as error:
-                why = "the training goes on without it"
-                self.say(f"tensorboard: cannot be written: {error}; {why}")
+                self.say(
+                    f"tensorboard: cannot be written: {error}; the training goes on without it"
+                )
                 self._board = None
         is_first = not self._unwritten
         self._unwritten += json.dumps(values).encode() + b"\n"
@@ -168,7 +166,7 @@ class RunLog:
 
     def holds(self, key: str, value: object) -> bool:
         """Tell whether a line of `metrics.jsonl` has this value; no line may be cut off."""
-        if not self._path.exists():
+        if self._path is None or not self._path.exists():
             return False
         return any(json.loads(line).get(key) == value for line in read_lines(self._path))
 
@@ -176,10 +174,9 @@ class RunLog:
         """Delete the metrics of later steps, which are about to be repeated."""
         if self._board is not None:
             self._board.drop_after(step)
-        if self._path.exists():
-            write_lines(
-                self._path, [line for line in read_lines(self._path) if _step(line) <= step]
-            )
+        if self._path is not None and self._path.exists():
+            kept = [line for line in read_lines(self._path) if _step(line) <= step]
+            write_lines(self._path, kept)
 
     def open_bar(self, spent: float) -> None:
         """Show a progress bar at the fraction `spent` of the budget, on a terminal only."""
@@ -223,22 +220,6 @@ def _step(line: str) -> float:
         return int(json.loads(line)["step"])
     except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
         return math.inf
-
-
-class NullLogger(RunLog):
-    """The log of a rank other than the first: prints and writes nothing."""
-
-    def say(self, text: str = "") -> None:
-        """Print nothing."""
-
-    def metrics(self, values: Mapping[str, object]) -> None:
-        """Write nothing."""
-
-    def drop_after(self, step: int) -> None:
-        """Delete nothing."""
-
-    def open_bar(self, spent: float) -> None:
-        """Show no bar."""
 
 
 def read_metrics(path: Path) -> Iterator[Mapping[str, Any]]:

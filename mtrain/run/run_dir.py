@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,62 +20,33 @@ LOCK_FILE = ".lock"
 _WAIT_S = 0.2  # `is_locked` of another process holds the lock for an instant
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class RunDir:
     """The paths of a run folder."""
 
     path: Path
 
-    @property
-    def config_path(self) -> Path:
-        """The config that the run was made with, every key spelled out."""
-        return self.path / "config.yaml"
+    def __post_init__(self) -> None:
+        path = self.path
+        self.config_path = path / "config.yaml"  # of the run, every key spelled out
+        self.tokenizer_dir = path / "tokenizer"  # the SentencePiece models
+        self.data_dir = path / "data"  # encoded pairs, the dropped ones, validation and test text
+        self.check_dir = path / "check"  # the lists of the last `mtrain check`
+        self.checkpoints_dir = path / "checkpoints"  # a folder for each one that is kept
+        self.model_path = path / "model.safetensors"  # the weights that translate
+        self.metrics_path = path / "metrics.jsonl"  # a JSON object for each logged step
+        self.board_dir = path / "tensorboard"  # event files
+        self._work_dir = path / ".tokenizing"
+        self._lock_path = path / LOCK_FILE
 
-    @property
-    def tokenizer_dir(self) -> Path:
-        """The SentencePiece models."""
-        return self.path / "tokenizer"
-
-    @property
-    def data_dir(self) -> Path:
-        """The encoded training pairs, the list of dropped ones, validation and test text."""
-        return self.path / "data"
-
-    @property
-    def check_dir(self) -> Path:
-        """The lists of the last `mtrain check`."""
-        return self.path / "check"
-
-    @property
-    def checkpoints_dir(self) -> Path:
-        """One folder for each checkpoint that is kept."""
-        return self.path / "checkpoints"
-
-    @property
-    def model_path(self) -> Path:
-        """The weights that translate: the result of the training."""
-        return self.path / "model.safetensors"
-
-    @property
-    def metrics_path(self) -> Path:
-        """One JSON object for each logged step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def board_dir(self) -> Path:
-        """TensorBoard event files."""
-        return self.path / "tensorboard"
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> AbstractContextManager[None]:
         """Hold the lock of the folder; the lock of a dead process does not count.
 
         Raises:
             RunError: if another process holds it.
             WriteError: if nothing can be written in it.
         """
-        with self._alone(self._lock_path, "training"):
-            yield
+        return self._alone(self._lock_path, "training")
 
     @contextmanager
     def tokenizing(self) -> Iterator[Path]:
@@ -102,25 +73,19 @@ class RunDir:
                 raise
             shutil.rmtree(path)
 
-    @property
-    def _work_dir(self) -> Path:
-        return self.path / ".tokenizing"
-
     def remove_unfinished(self) -> None:
         """Remove the working folder of a process that was killed after it finished tokenizing."""
         if self._work_dir.is_dir():
             with suppress(RunError), self.tokenizing():  # another process may still be tokenizing
                 pass
 
-    @contextmanager
-    def exporting(self) -> Iterator[None]:
+    def exporting(self) -> AbstractContextManager[None]:
         """Hold the lock of the export in the folder; wait for a process that holds it.
 
         Raises:
             WriteError: if the lock cannot be written.
         """
-        with self._alone(self.path / ".exporting.lock", "exporting", wait_s=-1):
-            yield
+        return self._alone(self.path / ".exporting.lock", "exporting", wait_s=-1)
 
     def _alone(
         self, lock_path: Path, doing: str, wait_s: float = _WAIT_S
@@ -132,8 +97,7 @@ class RunDir:
             wait_s,
         )
 
-    @contextmanager
-    def left_alone(self) -> Iterator[None]:
+    def left_alone(self) -> AbstractContextManager[None]:
         """Hold the lock of the folder if it has one, and write nothing into it.
 
         Without a lock file, or without the right to write it, there is no lock to hold.
@@ -141,15 +105,8 @@ class RunDir:
         Raises:
             RunError: if another process holds it.
         """
-        if self._lock_path.exists() and os.access(self._lock_path, os.W_OK):
-            with self.locked():
-                yield
-        else:
-            yield
-
-    @property
-    def _lock_path(self) -> Path:
-        return self.path / LOCK_FILE
+        has_lock = self._lock_path.exists() and os.access(self._lock_path, os.W_OK)
+        return self.locked() if has_lock else nullcontext()
 
     def is_locked(self) -> bool:
         """Tell whether a process is training in the folder; False if the lock cannot be written."""
@@ -166,7 +123,7 @@ class RunDir:
             WriteError: if it cannot be written.
         """
         config_file.save(config, self.config_path)
-        self.__dict__["config"] = config  # the cached value of `config`
+        self.config = config  # the cached value
 
     @cached_property
     def config(self) -> Config:
@@ -186,12 +143,8 @@ class RunDir:
     def check_direction(self, allowed: Sequence[tuple[str, str]], option: str) -> tuple[str, str]:
         """Return the languages of source and target; check that this is a trained run.
 
-        Args:
-            allowed: languages that the run may translate between.
-            option: that names the run, for messages.
-
         Raises:
-            RunError: if it translates between others, or is not trained.
+            RunError: if it is not trained, or they are not `allowed` for the run of `option`.
         """
         direction = self.config.data.src_lang, self.config.data.tgt_lang
         if direction not in allowed:

@@ -18,11 +18,7 @@ from mtrain.runtime.process_settings import is_own_process
 
 
 def pick_device(name: str, key: str = "device") -> torch.device:
-    """Return the device that `name` asks for; `auto` takes a GPU if there is one.
-
-    Args:
-        name: of the device.
-        key: the name of the setting in error messages.
+    """Return the device `name`, the value of the setting `key`; `auto` takes a GPU if there is one.
 
     Raises:
         ConfigError: if there is no such device here.

@@ -76,17 +76,11 @@ SINGLE = ProcessGroup()
 
 
 class TorchrunEnv(NamedTuple):
-    """The rank of this process, as torchrun sets it.
+    """The rank of this process, as torchrun sets it."""
 
-    Attributes:
-        rank: of this process, from 0.
-        size: number of ranks.
-        local_rank: rank among the processes of this machine, from 0.
-    """
-
-    rank: int
-    size: int
-    local_rank: int
+    rank: int  # from 0
+    size: int  # number of ranks
+    local_rank: int  # among the processes of this machine, from 0
 
 
 def read_torchrun_env() -> TorchrunEnv | None:

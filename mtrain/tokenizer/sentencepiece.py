@@ -28,15 +28,11 @@ _NUM_BEST = 64  # segmentations to sample from; sampling from the full lattice b
 
 
 class VocabularySizeError(ConfigError):
-    """A vocabulary size too large for the corpus, or too small for its characters.
-
-    Attributes:
-        fitting: the nearest valid size.
-    """
+    """A vocabulary size too large for the corpus, or too small for its characters."""
 
     def __init__(self, message: str, fitting: int) -> None:
         super().__init__(message)
-        self.fitting = fitting
+        self.fitting = fitting  # the nearest valid size
 
 
 class Vocabulary:
@@ -208,11 +204,9 @@ class Tokenizer:
 
     def save(self, directory: Path) -> None:
         """Write `shared.model`, or `src.model` and `tgt.model`, into an existing folder."""
-        if self.src is self.tgt:
-            (directory / "shared.model").write_bytes(self.src.model)
-        else:
-            (directory / "src.model").write_bytes(self.src.model)
-            (directory / "tgt.model").write_bytes(self.tgt.model)
+        shared, apart = {"shared": self.src}, {"src": self.src, "tgt": self.tgt}
+        for name, vocabulary in (shared if self.src is self.tgt else apart).items():
+            (directory / f"{name}.model").write_bytes(vocabulary.model)
 
 
 def load(directory: Path) -> Tokenizer:
@@ -252,14 +246,7 @@ def train(
 ) -> Tokenizer:
     """Train one shared or two vocabularies on at most `max_training_lines` of the lines.
 
-    Only the sample is kept in memory.
-
-    Args:
-        config: of the tokenizer.
-        pairs: source and target lines.
-        num_pairs: the number of pairs.
-        seed: of the sample.
-        tags: the names of reserved tokens of the source vocabulary.
+    Only the sample is kept in memory. `tags` name reserved tokens of the source vocabulary.
 
     Raises:
         VocabularySizeError: if `vocab_size` is set, and too large or too small for the text.

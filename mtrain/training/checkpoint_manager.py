@@ -19,18 +19,15 @@ from mtrain.runtime.process_group import ProcessGroup
 
 
 class CheckpointManager:
-    """The checkpoints of one run; only rank 0 writes and deletes them.
-
-    Attributes:
-        is_current: whether the newest checkpoint holds the current training state.
-    """
+    """The checkpoints of one run; only rank 0 writes and deletes them."""
 
     def __init__(
         self, run: RunDir, config: TrainingConfig, log: RunLog, process_group: ProcessGroup
     ) -> None:
         self.run, self.directory, self.config = run, run.checkpoints_dir, config
         self.log, self.process_group = log, process_group
-        self.is_current = self.has_warned = False
+        self.is_current = False  # whether the newest checkpoint holds the current training state
+        self.has_warned = False
 
     def newest(self) -> Path | None:
         """Return the newest undamaged checkpoint on rank 0's disk; None if there are none.
@@ -41,14 +38,10 @@ class CheckpointManager:
         step = -1
         if self.process_group.is_first:
             checkpoint.delete_unfinished(self.directory)
-            path = checkpoint.newest_whole(self.directory, self.log.say)
-            step = -1 if path is None else checkpoint.load_progress(path).step
+            if path := checkpoint.newest_whole(self.directory, self.log.say):
+                step = checkpoint.load_progress(path).step
         step = int(self.process_group.broadcast_float(step))
-        return None if step < 0 else self.path_of(step)
-
-    def path_of(self, step: int) -> Path:
-        """Return the path of the checkpoint of a step."""
-        return checkpoint.path_of(self.directory, step)
+        return None if step < 0 else checkpoint.path_of(self.directory, step)
 
     def save(self, state: Checkpoint, fingerprint: str, environment: Environment) -> None:
         """Write a checkpoint, then prune the older ones.

@@ -79,9 +79,8 @@ def compile_layers(
     import torch._functorch.config as lowering
 
     compiler.suppress_errors = True  # a layer that does not compile runs eagerly
-    if hasattr(
-        lowering, "force_non_lazy_backward_lowering"
-    ):  # lazy lowering raises too late for suppress_errors
+    # lazy lowering raises too late for suppress_errors
+    if hasattr(lowering, "force_non_lazy_backward_lowering"):
         lowering.force_non_lazy_backward_lowering = True
     compiler.recompile_limit = max(_RECOMPILE_LIMIT, compiler.recompile_limit)
     logger = logging.getLogger("torch._dynamo.convert_frame")

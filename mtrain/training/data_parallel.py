@@ -50,11 +50,8 @@ class DataParallelGradients(Gradients, ABC):
     """Accumulates the gradients of an update and averages them over all ranks.
 
     A rank computes each micro-batch as one task in one thread. All ranks draw the same dropout
-    seed for a micro-batch, so its dropout does not depend on the rank that computes it.
-
-    Args:
-        alone: the gradients of a single rank; gives model, config, device and `say`.
-        process_group: the ranks.
+    seed for a micro-batch, so its dropout does not depend on the rank that computes it. Model,
+    config, device and `say` are those of `alone`, the gradients of a single rank.
     """
 
     def __init__(self, alone: Gradients, process_group: ProcessGroup) -> None:
@@ -90,11 +87,7 @@ class DataParallelGradients(Gradients, ABC):
         """Add a micro-batch's gradients; after the last one, reduce the sum over the ranks."""
 
     def _must_fit(self, work: Callable[[], LossSum]) -> LossSum:
-        """Run `work`, which contains collectives and therefore cannot be retried in halves.
-
-        Raises:
-            RunError: if memory runs out.
-        """
+        """Run `work`, which contains collectives and therefore cannot be retried in halves."""
         sums = self.try_to(work)
         if sums is None:
             raise RunError(
@@ -154,27 +147,16 @@ class DDPGradients(DataParallelGradients):
         """Add a batch's gradients and all-reduce; if it is halved, the last half all-reduces."""
         if self.may_fit(batch):
             (task,) = self.split_over_threads(batch, num_tokens, seeds)
-            sums = self._try_exchange(task)
-            if sums is not None:
-                return [sums]
+            self.seed_gpu(task)
+            with dropout.dropout_seeds(task.seed):
+                sums: LossSum | None = self.try_to(lambda: self._ddp(task.batch))
+                if sums is not None:
+                    return [self._must_fit(lambda: _backward(sums, task))]
             self.note_oom(batch)
         first, last = batch.split(2)
         return self.backward_batch(first, num_tokens, seeds) + self._exchange(
             last, num_tokens, seeds
         )
-
-    def _try_exchange(self, task: GradientTask) -> LossSum | None:
-        """Add a task's gradients and all-reduce; return None if the forward runs out of memory.
-
-        Raises:
-            RunError: if memory runs out in the backward pass, which contains collectives.
-        """
-        self.seed_gpu(task)
-        with dropout.dropout_seeds(task.seed):
-            sums: LossSum | None = self.try_to(lambda: self._ddp(task.batch))
-            if sums is None:
-                return None
-            return self._must_fit(lambda: _backward(sums, task))
 
 
 class FSDPGradients(DataParallelGradients):

@@ -17,7 +17,7 @@ from mtrain.data.batch import Batch, UpdateBatches
 from mtrain.errors import RunError
 from mtrain.model.transformer import Transformer
 from mtrain.ops import dropout
-from mtrain.runtime.thread_pool import ThreadPool
+from mtrain.runtime.threads import ThreadPool
 from mtrain.training.loss import LossSum, loss_of
 
 LEAST_TOKENS = 256  # target tokens per thread; with fewer, another thread saves no time
@@ -28,17 +28,11 @@ Result = TypeVar("Result")
 
 
 class GradientTask(NamedTuple):
-    """One forward and backward pass.
+    """One forward and backward pass."""
 
-    Attributes:
-        batch: on the device of the model.
-        num_tokens: divisor of the summed loss, usually the target tokens of the whole update.
-        seed: of dropout; None uses PyTorch's default generator.
-    """
-
-    batch: Batch
-    num_tokens: float
-    seed: int | None
+    batch: Batch  # on the device of the model
+    num_tokens: float  # divisor of the summed loss, usually the target tokens of the whole update
+    seed: int | None  # of dropout; None uses PyTorch's default generator
 
 
 class GradientPart(NamedTuple):
@@ -111,10 +105,7 @@ class Gradients:
     ) -> list[LossSum]:
         """Add a batch's gradients; return the loss sums of the parts into which it was split.
 
-        Args:
-            batch: on the CPU, or pinned.
-            num_tokens: divisor of the loss.
-            seeds: see `split_over_threads`.
+        The arguments are those of `split_over_threads`.
 
         Raises:
             RunError: if a single pair does not fit into memory.
@@ -169,7 +160,7 @@ class Gradients:
         """Split a batch into tasks: one per thread on a CPU, a single one on a GPU.
 
         Args:
-            batch: to split by rows.
+            batch: to split by rows; on the CPU, or pinned.
             num_tokens: divisor of the loss.
             seeds: of dropout, for data-parallel training: each rank computes in one thread, so that
                 the batch stays a single task, which takes the next seed. If None, a CPU draws a
@@ -215,10 +206,8 @@ class GradScaler:
     """Dynamic loss scaling for float16, "Mixed Precision Training" (arXiv 1710.03740), section 3.2.
 
     The scale is halved after a non-finite gradient, and doubled after `GROWTH_INTERVAL` finite
-    gradients in a row. It is a power of two, so scaling is exact.
-
-    Args:
-        dtype: of the matrix products; unless it is float16, the scale stays 1.
+    gradients in a row. It is a power of two, so scaling is exact. It stays 1 unless the `dtype` of
+    the matrix products is float16.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -56,7 +56,7 @@ class AsyncScalars:
     """A queue of updates whose scalars are being copied from the device, oldest first."""
 
     def __init__(self) -> None:
-        self._queue: deque[tuple[UpdateScalars, Tensor, torch.cuda.Event | None]] = deque()
+        self.queue: deque[tuple[UpdateScalars, Tensor, torch.cuda.Event | None]] = deque()
 
     def add(self, step: int, num_tokens: int, lr: float, values: Tensor) -> None:
         """Enqueue an update, and start an asynchronous copy of its values [n] to the CPU."""
@@ -66,15 +66,12 @@ class AsyncScalars:
             values = values.to("cpu", non_blocking=True)
             copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             copied.record(stream)
-        self._queue.append((UpdateScalars(step, num_tokens, lr, []), values, copied))
+        self.queue.append((UpdateScalars(step, num_tokens, lr, []), values, copied))
 
     def read(self, num_pending: int) -> Iterator[UpdateScalars]:
         """Wait for all updates but the last `num_pending`, and yield each once, in order."""
-        while len(self._queue) > num_pending:
-            update, values, copied = self._queue.popleft()
+        while len(self.queue) > num_pending:
+            update, values, copied = self.queue.popleft()
             if copied is not None:
                 copied.synchronize()
             yield update._replace(values=values.tolist())
-
-    def __len__(self) -> int:
-        return len(self._queue)

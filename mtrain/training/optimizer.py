@@ -33,23 +33,9 @@ class UncompiledOptimizer(Optimizer):
 
 
 class Adam(UncompiledOptimizer, AdamW):
-    """`torch.optim.AdamW`, fused; it equals Adam if `weight_decay` is 0.
-
-    Args:
-        parameters: the parameters to train.
-        betas, eps, weight_decay: as in `torch.optim.AdamW`.
-    """
+    """`torch.optim.AdamW`; it equals Adam if `weight_decay` is 0."""
 
     step = torch.no_grad()(inspect.unwrap(AdamW.step))
-
-    def __init__(
-        self,
-        parameters: Iterable[Tensor],
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-    ) -> None:
-        super().__init__(parameters, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
 
 
 def linear_weights(model: Transformer) -> list[Tensor]:
@@ -65,10 +51,6 @@ class BatchedMuon(UncompiledOptimizer):
     """`torch.optim.Muon` with `match_rms_adamw`, on all matrices of one shape together.
 
     It updates by momentum, made orthogonal by Newton-Schulz iterations.
-
-    Args:
-        matrices: the parameters.
-        weight_decay: decoupled, as in AdamW.
 
     Attributes:
         found_inf: scalar, 1 to skip the update and 0 to make it, as in PyTorch's fused optimizers;

@@ -18,7 +18,6 @@ from mtrain.corpus.reader import changed_files
 from mtrain.data import prepare
 from mtrain.data.batch import MicroBatchSplit
 from mtrain.data.loader import TrainingData
-from mtrain.evaluation.metrics import tokenizer_note
 from mtrain.io.text_width import count
 from mtrain.ops import native
 from mtrain.run.checkpoint import Progress
@@ -26,7 +25,6 @@ from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
 from mtrain.tokenizer.sentencepiece import Tokenizer
 from mtrain.training.meters import RunningMeter
-from mtrain.training.schedule import format_stopping_rule
 
 
 class Validation(NamedTuple):
@@ -39,28 +37,17 @@ class Validation(NamedTuple):
 
 
 class TrainingLogger:
-    """Logs one training.
-
-    Args:
-        log: the log of the run.
-        device: the device of this rank, whose peak memory is logged.
-    """
+    """Logs one training."""
 
     def __init__(self, log: RunLog, device: torch.device) -> None:
         self.log, self.device = log, device
 
-    def log_changes(self, run: RunDir, old: Config, config: Config, step: int) -> None:
-        """Log how the config and the corpora of a resumed training differ from before.
-
-        Args:
-            run: its folder.
-            old: the config before.
-            config: the config now.
-            step: of the checkpoint that it resumes from; 0 if it starts from the beginning.
-        """
+    def log_changes(self, run: RunDir, config: Config, step: int) -> None:
+        """Log how config and corpora differ from before, if it resumes at `step` > 0."""
         if not step:
             return
-        changes = [change for change in config_file.changes(old, config) if change.key != "run_dir"]
+        changes = config_file.changes(run.config, config)
+        changes = [change for change in changes if change.key != "run_dir"]
         for change in changes:
             self.log.say(f"changed  {change.key}: {change.old!r} before, {change.new!r} now")
         if changes:
@@ -122,19 +109,6 @@ class TrainingLogger:
         self.log.say(f"ranks    {split.num_ranks:,}, {work}: {parts};")
         kept = "the whole model" if config.parallel == "ddp" else "a part of the model"
         self.log.say(f"         each keeps {kept}; gradients travel in {config.exchange}")
-
-    def log_tokenizer(self, config: Config) -> None:
-        """Log BLEU's tokenizer, if the target language has one of its own."""
-        if note := tokenizer_note(config.data.tgt_lang):
-            self.log.say(f"scores   {note}")
-
-    def log_duration(self, config: TrainingConfig, is_compiled: bool) -> None:
-        """Log whether layers are compiled, and the stopping rule."""
-        if is_compiled:
-            self.log.say(
-                "compile  the layers, for a minute or so; `training.compile: false` spares it"
-            )
-        self.log.say(f"stops    {format_stopping_rule(config)}")
 
     def log_step(self, progress: Progress, meter: RunningMeter, spent: float, is_due: bool) -> None:
         """Move the progress bar to the fraction `spent` of the budget; log a line if it is due."""

@@ -26,7 +26,7 @@ def learning_rate(config: TrainingConfig, d_model: int, step: int, spent: float)
         return config.lr * warm * min(1.0, math.sqrt(max(config.warmup_steps, 1) / step))
     remaining = 1.0 - min(max(spent, 0.0), 1.0)
     if config.schedule == "linear":
-        return config.lr * min(warm, 1.0) * remaining
+        return config.lr * warm * remaining
     return config.lr * warm * 0.5 * (1.0 - math.cos(math.pi * remaining))
 
 
@@ -46,16 +46,15 @@ def budget_spent(config: TrainingConfig, progress: Progress) -> float:
 
 def follows_clock(config: Config) -> bool:
     """Return whether the learning rate or the mixture depends on elapsed time."""
-    corpora = [named.corpus for named in corpora_of(config.data.train)]
     follows = config.training.schedule in ("linear", "cosine")
-    follows |= any(corpus.until is not None for corpus in corpora)
+    follows |= any(corpus.until is not None for _, corpus in corpora_of(config.data.train))
     return config.training.max_minutes is not None and follows
 
 
 def is_finished(config: TrainingConfig, progress: Progress) -> bool:
     """Return whether the budget or the patience (early stopping) is used up."""
-    has_patience = progress.num_bad_validations < config.patience
-    return budget_spent(config, progress) >= 1 or not has_patience
+    is_patience_over = progress.num_bad_validations >= config.patience
+    return budget_spent(config, progress) >= 1 or is_patience_over
 
 
 def format_stopping_rule(config: TrainingConfig) -> str:

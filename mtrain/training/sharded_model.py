@@ -29,9 +29,7 @@ class LockstepGroup(ProcessGroup):
 
     Every other collective waits until no rank has a pass left to make.
 
-    Args:
-        process_group: the ranks.
-        stacks: the stacks of layers; if ranks wait for different ones, the first runs first.
+    If ranks wait for different `stacks` of layers, the first runs first.
     """
 
     def __init__(self, process_group: ProcessGroup, stacks: Sequence[Stack]) -> None:
@@ -84,11 +82,8 @@ class _GatheredLayer:
     """A sharded layer, gathered while one of its methods runs.
 
     Bypasses the hooks of fully_shard on `forward`: they record the order of layers for the next
-    backward pass, and here that order differs between the ranks.
-
-    Args:
-        layer: the sharded layer.
-        start_pass: called before the layer runs; only the first layer of a stack has it.
+    backward pass, and here that order differs between the ranks. `start_pass` is called before the
+    layer runs; only the first layer of a stack has it.
     """
 
     def __init__(self, layer: nn.Module, start_pass: Callable[[], None] | None = None) -> None:

@@ -22,18 +22,18 @@ from mtrain.data.loader import TrainingData
 from mtrain.decode.options import DecodingOptions
 from mtrain.decode.translator import Translator
 from mtrain.errors import RunError, WriteError
-from mtrain.evaluation.metrics import bleu, noise_bleu
+from mtrain.evaluation.metrics import bleu, noise_bleu, tokenizer_note
 from mtrain.io.text_width import count
 from mtrain.model.transformer import num_parameters
 from mtrain.run import checkpoint, finetune
 from mtrain.run.checkpoint import Environment, FinalWeightsInfo
 from mtrain.run.load_model import build_model, set_weights
-from mtrain.run.logger import NullLogger, RunLog
+from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime import device
-from mtrain.runtime.prefetch import read_ahead
 from mtrain.runtime.process_group import SINGLE, ProcessGroup
 from mtrain.runtime.signals import STOPPING, Signals, Stopped
+from mtrain.runtime.threads import read_ahead
 from mtrain.tokenizer import sentencepiece
 from mtrain.training.checkpoint_manager import (
     CheckpointManager,
@@ -100,8 +100,10 @@ def train(
         check_unfinished(run)
         check_model_config(config, run)
     lock = run.locked() if process_group.is_first else nullcontext()
-    if log is None or not process_group.is_first:
-        log = (RunLog if process_group.is_first else NullLogger)(run.metrics_path)
+    if not process_group.is_first:
+        log = RunLog(None, console=None, has_bar=False)
+    elif log is None:
+        log = RunLog(run.metrics_path)
     with lock, log:
         trainer = Trainer(config, run, log, process_group)
         if not trainer.resume():
@@ -120,12 +122,6 @@ def train(
 
 class Trainer:
     """The loop over updates, with validation, checkpoints and logging between them.
-
-    Args:
-        config: of the training.
-        run: its prepared folder.
-        log: of this rank.
-        process_group: the ranks.
 
     Attributes:
         state: the state that updates change and checkpoints save.
@@ -193,9 +189,7 @@ class Trainer:
     def run(self, signals: Signals, last_step: int | None = None) -> None:
         """Train until the budget or the patience is used up, or a signal is received.
 
-        Args:
-            signals: the received signals.
-            last_step: stop at this step at the latest, without a final validation.
+        A replay stops at `last_step` at the latest, without a final validation.
         """
         progress = self.state.progress
         self.signals, self.clock = signals, time.monotonic() - progress.elapsed_s
@@ -216,7 +210,8 @@ class Trainer:
             update = next(updates)
             self._update(update)
             self.checkpoints.is_current = False
-            self.state.advance(update.after)
+            progress.step += 1
+            progress.epoch, progress.batch = update.after
             if self.process_group.size == 1:  # several ranks use the time of rank 0
                 progress.elapsed_s = self.elapsed_s()
             self._report()
@@ -311,11 +306,7 @@ class Trainer:
         return self.process_group.full_tensor(norm)
 
     def _read_results(self, max_pending: int = 0) -> None:
-        """Read the results of all updates but the last `max_pending` into state and meter.
-
-        Raises:
-            RunError: if many updates in a row were skipped.
-        """
+        """Read the results of all updates but the last `max_pending` into state and meter."""
         progress = self.state.progress
         for update in self.pending.read(max_pending):
             is_finite, grad_norm, loss, nll, *status = update.values
@@ -325,12 +316,15 @@ class Trainer:
                     number for number, ranks in zip(STOPPING, num_signalled, strict=True) if ranks
                 ]
                 self.agreed_signal = max(received, default=0)
-            self.state.count_result(bool(is_finite))
+            scaler = self.state.grad_scaler
+            scaler.update(bool(is_finite))
             if is_finite:
+                progress.num_skipped_in_a_row = 0
                 self.state.meter.add(loss, nll, update.num_tokens)
                 self.state.meter.lr, self.state.meter.grad_norm = update.lr, grad_norm
                 continue
-            scaler = self.state.grad_scaler
+            progress.num_skipped += 1
+            progress.num_skipped_in_a_row += 1
             new_scale = scaler.scale if scaler.is_enabled else None
             self.logger.log_skipped(update.step, progress.num_skipped, new_scale)
             if progress.num_skipped_in_a_row >= _MAX_SKIPPED:
@@ -384,10 +378,8 @@ class Trainer:
     def _save(self, is_leaving: bool = False) -> None:
         """Write a checkpoint, unless the newest one holds the current state.
 
-        If the write fails, the older checkpoints are unchanged and training continues.
-
-        Raises:
-            WriteError: if the write fails and `is_leaving`, with how to go on.
+        If the write fails, the older checkpoints are unchanged; training goes on, but if
+        `is_leaving`, the error is raised with how to go on.
         """
         self._read_results()
         self._check_weights()
@@ -412,9 +404,10 @@ class Trainer:
         """Write the final weights: the average or the best checkpoint, as validation decides."""
         progress = self.state.progress
         best, averaged = self.checkpoints.final_candidates(progress)
-        paths = [self.checkpoints.path_of(step) for step in averaged]
+        directory = self.run_dir.checkpoints_dir
+        paths = [checkpoint.path_of(directory, step) for step in averaged]
         weights = checkpoint.AveragedWeights(paths, self.fingerprint)
-        set_weights(self.model, weights, self.run_dir.checkpoints_dir, self.process_group)
+        set_weights(self.model, weights, directory, self.process_group)
         scores, bleu = self._score(), progress.bleu_of_step[str(best)]
         name = f"the average of {count(len(averaged), 'checkpoint')}"
         self.log.say(f"{name}: validation loss {scores.loss:.4f}, BLEU {scores.bleu:.2f}")
@@ -428,7 +421,8 @@ class Trainer:
             bleu = scores.bleu
         else:
             name, averaged = "the best checkpoint", [best]
-            weights = checkpoint.AveragedWeights([self.checkpoints.path_of(best)], self.fingerprint)
+            paths = [checkpoint.path_of(directory, best)]
+            weights = checkpoint.AveragedWeights(paths, self.fingerprint)
         if self.process_group.is_first:
             info = FinalWeightsInfo(sorted(averaged), bleu, progress.step)
             checkpoint.save_model(self.run_dir.model_path, dict(weights), self.fingerprint, info)
@@ -476,7 +470,7 @@ class Trainer:
     def log_header(self) -> None:
         """Log model, data, device and duration, and write the config into the run folder."""
         logger, step = self.logger, self.state.progress.step
-        logger.log_changes(self.run_dir, self.run_dir.config, self.config, step)
+        logger.log_changes(self.run_dir, self.config, step)
         if self.run_dir.config != self.config:
             self.run_dir.save_config(self.config)
         self.log.say(f"model    {num_parameters(self.model):,} parameters")
@@ -484,8 +478,13 @@ class Trainer:
         logger.log_data(self.run_dir, self.settings, self.data, self.tokenizer, num_valid, step)
         logger.log_device(self.compute_dtype, self.gradients.workers.count)
         logger.log_ranks(self.settings, self.split)
-        logger.log_tokenizer(self.config)
-        logger.log_duration(self.settings, self.is_compiled)
+        if note := tokenizer_note(self.config.data.tgt_lang):
+            self.log.say(f"scores   {note}")
+        if self.is_compiled:
+            self.log.say(
+                "compile  the layers, for a minute or so; `training.compile: false` spares it"
+            )
+        self.log.say(f"stops    {format_stopping_rule(self.settings)}")
 
     def probe_memory(self) -> None:
         """Run the largest batches to see whether they fit into memory; restore all other state."""
@@ -502,11 +501,7 @@ class Trainer:
         set_random_state(state)
 
     def _check_weights(self) -> None:
-        """Check the weights before they are scored or saved.
-
-        Raises:
-            RunError: if any is not finite.
-        """
+        """Check the weights before they are scored or saved."""
         if not self.state.is_finite():
             raise RunError(f"the weights are no longer finite numbers; {self._advice()}")
 
@@ -531,11 +526,7 @@ class Trainer:
 
 
 def _check_shared(run: RunDir, process_group: ProcessGroup) -> None:
-    """Check that all ranks see the same run folder.
-
-    Raises:
-        RunError: naming the first rank that sees a different folder.
-    """
+    """Check that all ranks see the same run folder."""
     config = run.config.model_dump() if run.config_path.is_file() else None
     local = [config, prepare.read_marks(run)]
     messages = process_group.all_gather_bytes(json.dumps(local).encode())

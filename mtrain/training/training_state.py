@@ -10,7 +10,6 @@ from torch import Tensor
 
 from mtrain import __version__
 from mtrain.config.sections import TrainingConfig
-from mtrain.data.batch import Position
 from mtrain.errors import RunError
 from mtrain.model.transformer import Transformer
 from mtrain.ops import native
@@ -28,14 +27,7 @@ _MUON = ("momentum_buffer",)
 
 
 class TrainingState:
-    """The model, optimizers, progress, loss scale and running sums.
-
-    Args:
-        model: the model to train; its parameters may be sharded.
-        config: of the training.
-        dtype: of the matrix products.
-        process_group: the ranks.
-    """
+    """The model, which may be sharded, optimizers, progress, loss scale and running sums."""
 
     def __init__(
         self,
@@ -50,9 +42,10 @@ class TrainingState:
         self.is_matrix: set[torch.Tensor] = set(matrices)  # for Muon
         adam = Adam(
             [parameter for parameter in self.parameters if parameter not in self.is_matrix],
-            (config.betas[0], config.betas[1]),
-            config.eps,
-            config.weight_decay,
+            betas=(config.betas[0], config.betas[1]),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
         )
         self.optimizers: list[torch.optim.Optimizer] = [adam]
         if matrices:
@@ -60,20 +53,6 @@ class TrainingState:
         self.progress = Progress()
         self.grad_scaler = GradScaler(dtype)
         self.meter = RunningMeter()
-
-    def advance(self, position: Position) -> None:
-        """Count an update; the next one reads the data from `position` on."""
-        self.progress.step += 1
-        self.progress.epoch, self.progress.batch = position.epoch, position.batch
-
-    def count_result(self, is_finite: bool) -> None:
-        """Update the loss scale, and count an update skipped for a non-finite gradient."""
-        self.grad_scaler.update(is_finite)
-        if is_finite:
-            self.progress.num_skipped_in_a_row = 0
-        else:
-            self.progress.num_skipped += 1
-            self.progress.num_skipped_in_a_row += 1
 
     def is_finite(self) -> bool:
         """Return whether all weights on this rank are finite."""
@@ -117,10 +96,6 @@ class TrainingState:
     def from_checkpoint(self, path: Path, fingerprint: str) -> None:
         """Restore the state from a checkpoint folder.
 
-        Args:
-            path: of the folder.
-            fingerprint: of the tokenizer.
-
         Raises:
             RunError: if it is missing or damaged, or belongs to another model or tokenizer.
         """
@@ -142,12 +117,7 @@ class TrainingState:
         return self.optimizers[parameter in self.is_matrix]
 
     def _restore_optimizer(self, tensors: Weights, path: Path) -> None:
-        """Load the optimizer state, after checking all shapes and dtypes.
-
-        Raises:
-            RunError: if it belongs to another optimizer or model.
-        """
-        named = dict(self.model.named_parameters())
+        """Load the optimizer state, after checking all shapes and dtypes."""
         has_muon_state = any(name.startswith("momentum_buffer.") for name in tensors)
         if has_muon_state != bool(self.is_matrix):
             stored, expected = ("muon", "adam") if has_muon_state else ("adam", "muon")
@@ -155,27 +125,25 @@ class TrainingState:
                 f"{path}: `training.optimizer` must be {stored!r}, as in this checkpoint, but is "
                 f"{expected!r} instead."
             )
-        keys_of = {
-            name: _MUON if parameter in self.is_matrix else _ADAM
-            for name, parameter in named.items()
-        }
-        for name, parameter in named.items():
-            for key in keys_of[name]:
-                tensor = tensors.get(f"{key}.{name}")
-                shape = torch.Size() if key == "step" else parameter.shape
-                if tensor is None or tensor.shape != shape or tensor.dtype != parameter.dtype:
-                    raise RunError(
-                        f"{path}: `{key}.{name}` must be {parameter.dtype} in the shape "
-                        f"{tuple(shape)}, but is not."
-                    )
-        for name, parameter in named.items():
-            for key in keys_of[name]:
-                tensor = tensors[f"{key}.{name}"]
-                self._optimizer_of(parameter).state[parameter][key] = (
-                    tensor.to(parameter.device)
-                    if key == "step"  # a scalar, which is not sharded
-                    else self.process_group.distribute_like(tensor, parameter)
+        entries = [
+            (key, f"{key}.{name}", parameter)
+            for name, parameter in self.model.named_parameters()
+            for key in (_MUON if parameter in self.is_matrix else _ADAM)
+        ]
+        for key, name, parameter in entries:
+            tensor = tensors.get(name)
+            shape = torch.Size() if key == "step" else parameter.shape
+            if tensor is None or tensor.shape != shape or tensor.dtype != parameter.dtype:
+                raise RunError(
+                    f"{path}: `{name}` must be {parameter.dtype} in the shape {tuple(shape)}, but "
+                    "is not."
                 )
+        for key, name, parameter in entries:
+            self._optimizer_of(parameter).state[parameter][key] = (
+                tensors[name].to(parameter.device)
+                if key == "step"  # a scalar, which is not sharded
+                else self.process_group.distribute_like(tensors[name], parameter)
+            )
 
 
 def random_state() -> Weights:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mtrain.runtime.thread_pool import ThreadPool
+from mtrain.runtime.threads import ThreadPool
 
 PATIENCE_S = 60
 

@@ -28,8 +28,8 @@ from mtrain.run import checkpoint
 from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime import device
-from mtrain.runtime.prefetch import read_ahead
 from mtrain.runtime.process_group import SINGLE, ProcessGroup
+from mtrain.runtime.threads import read_ahead
 from mtrain.training import compilation, training_state
 from mtrain.training import trainer as trainer_module
 from mtrain.training.gradients import Gradients
@@ -108,7 +108,7 @@ def trained(
         return [own._replace(loss=own.loss * torch.nan) for own in sums] if is_third else sums
 
     def counted(trainer: Trainer, max_pending: int = 0) -> None:
-        waiting.append(len(trainer.pending))
+        waiting.append(len(trainer.pending.queue))
         read(trainer, max_pending)
 
     numbers: list[int] = []
@@ -153,7 +153,7 @@ def test_a_loop_that_runs_ahead_of_its_device_trains_logs_and_leaves_out_the_sam
 class NoOptimizer(torch.optim.Optimizer):
     """PyTorch's fused one takes no tensors without values."""
 
-    def __init__(self, parameters: Any, *settings: Any) -> None:
+    def __init__(self, parameters: Any, **settings: Any) -> None:
         super().__init__(parameters, {})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -177,7 +177,7 @@ def test_an_update_never_waits_for_its_device(
             trainer._update(next(updates))
             trainer.state.progress.step += 1
             trainer._report()
-    assert len(trainer.pending) == 3
+    assert len(trainer.pending.queue) == 3
     with pytest.raises((RuntimeError, NotImplementedError)):  # to read does wait
         trainer._read_results()
 

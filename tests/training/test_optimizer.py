@@ -15,10 +15,12 @@ from mtrain.training.optimizer import Adam
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_an_update_is_that_of_pytorch_bit_for_bit(weight_decay: float) -> None:
-    def trained(kind: type[torch.optim.AdamW], *settings: object, **named: object) -> nn.Linear:
+    def trained(kind: type[torch.optim.AdamW]) -> nn.Linear:
         torch.manual_seed(1)
         layer = nn.Linear(5, 3)
-        optimizer = kind(layer.parameters(), *settings, **named)  # type: ignore[arg-type]
+        optimizer = kind(
+            layer.parameters(), betas=(0.9, 0.98), eps=1e-9, weight_decay=weight_decay, fused=True
+        )
         optimizer.param_groups[0]["lr"] = 0.1
         for _ in range(4):
             layer(torch.randn(7, 5)).square().sum().backward()
@@ -27,9 +29,7 @@ def test_an_update_is_that_of_pytorch_bit_for_bit(weight_decay: float) -> None:
         optimizer.load_state_dict(optimizer.state_dict())
         return layer
 
-    ours = trained(Adam, (0.9, 0.98), 1e-9, weight_decay)
-    named = {"betas": (0.9, 0.98), "eps": 1e-9, "weight_decay": weight_decay, "fused": True}
-    theirs = trained(torch.optim.AdamW, **named)
+    ours, theirs = trained(Adam), trained(torch.optim.AdamW)
     assert torch.equal(ours.weight, theirs.weight) and torch.equal(ours.bias, theirs.bias)
 
 

@@ -31,7 +31,7 @@ from mtrain.errors import RunError
 from mtrain.evaluation.metrics import bleu
 from mtrain.ops import native
 from mtrain.run import checkpoint
-from mtrain.run.logger import NullLogger, RunLog
+from mtrain.run.logger import RunLog
 from mtrain.run.run_dir import RunDir
 from mtrain.runtime.process_group import ProcessGroup
 from mtrain.runtime.signals import Stopped
@@ -1111,7 +1111,7 @@ def test_all_ranks_take_the_checkpoints_that_the_first_has_found(
     shutil.copytree(straight.path, first_dir.path)
     found = []
     for rank, run in enumerate((first_dir, RunDir(tmp_path / "nothing"))):
-        log = NullLogger(tmp_path / "metrics.jsonl")
+        log = RunLog(None, console=None, has_bar=False)
         settings = straight.config.training.model_copy(update={"average": 3})
         manager = CheckpointManager(run, settings, log, Rank(rank, sent))
         newest = manager.newest()
