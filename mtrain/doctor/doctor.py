@@ -26,7 +26,7 @@ from mtrain.run.run_dir import RunDir
 from mtrain.runtime.device import pick_device
 from mtrain.tokenizer import sentencepiece
 from mtrain.tokenizer.sentencepiece import Tokenizer
-from mtrain.training.schedule import follows_clock
+from mtrain.training.schedule import follows_clock, is_finished
 
 T = TypeVar("T")
 Verdict = Literal["ok", "skipped", "changed", "warn", "FAILED"]
@@ -204,10 +204,8 @@ class _RunChecker:
             return self.run.data_dir.exists() and all("valid_loss" not in line for line in logged)
         if not self.whole or self.config is None:
             return True
-        settings, newest = self.config.training, self.whole[max(self.whole)]
-        progress = checkpoint.load_progress(newest)
-        has_patience = progress.num_bad_validations < settings.patience
-        return has_patience and progress.step < (settings.max_steps or progress.step + 1)
+        progress = checkpoint.load_progress(self.whole[max(self.whole)])
+        return not is_finished(self.config.training, progress)
 
     def _check_translations(self) -> Iterator[CheckResult | str]:
         step = None

@@ -375,10 +375,10 @@ def watch(
     Raises:
         UserError: if no process is training and nothing can be drawn, or on a failed write.
     """
+    size = _size(run)
     if not run.is_locked():
         warn(f"nobody is training in {run.path}; it is drawn once.")
     else:
-        size = _size(run)
         try:
             yield from draw(run, sentence, directory, warn)
         except UserError as error:

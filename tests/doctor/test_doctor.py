@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -463,6 +464,12 @@ def test_a_model_that_is_not_made_yet_is_no_damage_and_one_that_is_gone_is(
     assert facts(outcome, "model") == [
         "model.safetensors: is missing; `mtrain train CONFIG` makes it."
     ]
+    config = run.config_path.read_text("utf-8")
+    limits = "max_steps: null", "max_minutes: 0.00001"
+    for key, limit in zip(("max_steps", "max_minutes"), limits, strict=True):
+        config = re.sub(rf"\b{key}: \S+", limit, config)
+    run.config_path.write_text(config, "utf-8")
+    assert failed(examined(cli, run, "--no-replay")) == ["model"]
     fresh = prepared(config_file.load(source, run_dir=str(tmp_path / "fresh")))
     outcome = examined(cli, fresh)
     assert failed(outcome) == []

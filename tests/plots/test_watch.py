@@ -92,6 +92,22 @@ def test_where_nobody_trains_it_is_drawn_once(cli: Cli, run: RunDir) -> None:
     assert len(outcome.lines) == len(set(outcome.lines)) >= 4
 
 
+def test_a_training_that_begins_while_it_is_drawn_is_watched(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as training:
+
+        def begin(warning: str) -> None:
+            if "nobody is training" in warning:
+                training.enter_context(run.locked())
+
+        events = iter([lambda: log(run, 9), training.close])
+        monkeypatch.setattr(draw, "sleep", lambda seconds: next(events)())
+        names = [path.name for path in draw.watch(run, None, run.path / "plots", begin, 1.0)]
+    assert names[:2] == CURVES
+    assert len(names) > 4
+
+
 def test_how_often_stands_for_nothing_without_watching(cli: Cli, run: RunDir) -> None:
     outcome = cli("plot", run.path, "--every", "3")
     said = "mtrain: `--every` needs `--watch`.\n"
