@@ -225,6 +225,28 @@ def corpora_of(text: TrainText) -> list[NamedCorpus]:
     return [NamedCorpus(f"data.train[{number}]", corpus) for number, corpus in enumerate(text)]
 
 
+def has_both_directions(text: TrainText) -> bool:
+    """Return whether a mixture has, to its end, a corpus and the same with its sides exchanged.
+
+    Corpora with a tag do not count: their sources begin with a token that a translation lacks.
+    """
+    used = [
+        corpus.model_copy(update={"weight": None})
+        for _, corpus in corpora_of(text)
+        if corpus.until is None and corpus.tag is None
+    ]
+    return any(_exchanged(corpus) in used for corpus in used)
+
+
+def _exchanged(corpus: Corpus) -> Corpus | None:
+    """Return the corpus with its sides exchanged; None if it is synthetic: those are fixed."""
+    if isinstance(corpus, SyntheticCorpus):
+        return None
+    if isinstance(corpus, TsvCorpus):
+        return corpus.model_copy(update={"columns": (corpus.columns or [1, 2])[::-1]})
+    return corpus.model_copy(update={"src": corpus.tgt, "tgt": corpus.src})
+
+
 def weight_of(num_pairs: int, weight: float | None, temperature: float | None) -> float:
     """Return the weight of a corpus: `weight` if set, else num_pairs ** (1 / temperature).
 

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from mtrain.config import config_file
+from mtrain.config.corpora import has_both_directions
 from mtrain.config.sections import Config
 from mtrain.errors import ConfigError, DataError, RunError, UserError
 from mtrain.io.atomic import only_process, sweep, writable_dir
@@ -141,17 +142,24 @@ class RunDir:
             raise RunError(f"{error} Restore the file from the run's own copy.") from None
 
     def check_direction(self, allowed: Sequence[tuple[str, str]], option: str) -> tuple[str, str]:
-        """Return the languages of source and target; check that this is a trained run.
+        """Return languages of source and target that this trained run translates between.
+
+        A run that is trained in both directions has both; the result is one of the `allowed`.
 
         Raises:
             RunError: if it is not trained, or they are not `allowed` for the run of `option`.
         """
-        direction = self.config.data.src_lang, self.config.data.tgt_lang
-        if direction not in allowed:
+        data = self.config.data
+        src_lang, tgt_lang = data.src_lang, data.tgt_lang
+        directions = [(src_lang, tgt_lang)]
+        if has_both_directions(data.train):
+            directions.append((tgt_lang, src_lang))
+        direction = next((pair for pair in directions if pair in allowed), None)
+        if direction is None:
             expected = " or ".join(f"{src} to {tgt}" for src, tgt in dict.fromkeys(allowed))
             raise RunError(
                 f"{self.path}: must translate {expected} for `{option}`, but translates "
-                f"{direction[0]} to {direction[1]} instead."
+                f"{src_lang} to {tgt_lang} instead."
             )
         if not self.model_path.is_file():
             raise RunError(

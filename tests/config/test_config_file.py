@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain.config import config_file
-from mtrain.config.corpora import corpora_of
+from mtrain.config.corpora import corpora_of, has_both_directions
 from mtrain.config.sections import Config
 from mtrain.errors import ConfigError
 
@@ -739,3 +739,26 @@ def test_no_message_of_the_validator_is_shown_as_it_is(minimal: Path) -> None:
     raw = re.compile("Input should|Value error|valid (string|integer|number)")
     assert len(said) > 300
     assert [text for text in said if raw.search(text)] == []
+
+
+@pytest.mark.parametrize(
+    ("train", "both"),
+    [
+        (FILES, False),
+        (f"[{FILES}, {{src: [a.de], tgt: [a.en]}}]", True),
+        (f"[{WEIGHTED}, {{src: [a.de], tgt: [a.en], weight: 1}}]", True),
+        (f"[{FILES}, {{src: [b.de], tgt: [a.en]}}]", False),
+        (f"[{FILES}, {{src: [a.de], tgt: [a.en], until: 0.5}}]", False),
+        (f"[{FILES}, {{src: [a.de], tgt: [a.en], tag: de}}]", False),
+        ("[{tsv: [a.tsv]}, {tsv: [a.tsv], columns: [2, 1]}]", True),
+        ("[{tsv: [a.tsv]}, {tsv: [a.tsv], columns: [1, 2]}]", False),
+        ("[{jsonl: [a], src: en, tgt: de}, {jsonl: [a], src: de, tgt: en}]", True),
+        ("[{jsonl: [a], src: en, tgt: de}, {parquet: [a], src: de, tgt: en}]", False),
+        (f"[{FILES}, {{synthetic: a}}, {{synthetic: a}}]", False),
+    ],
+)
+def test_a_mixture_has_both_directions_if_a_corpus_is_another_with_its_sides_exchanged(
+    minimal: Path, train: str, both: bool
+) -> None:
+    minimal.write_text(MINIMAL.replace("{src: [train.en], tgt: [train.de]}", train), "utf-8")
+    assert has_both_directions(config_file.load(minimal).data.train) == both

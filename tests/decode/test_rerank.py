@@ -1,10 +1,12 @@
 """Noisy-channel reranking: scores of both directions, and the order of candidates by them."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from builders import SRC_LINES, model_config, randomise, vocabularies
 
 import mtrain
@@ -189,3 +191,21 @@ def test_a_loaded_run_ranks_with_a_run_of_the_other_direction(
         with pytest.raises(mtrain.UserError) as error:
             mtrain.load(reverser.path, **arguments)  # type: ignore[arg-type]
         assert str(error.value) == message
+
+
+def test_a_run_of_both_directions_ranks_its_own_translations(
+    reverser: RunDir, tmp_path: Path
+) -> None:
+    both = RunDir(shutil.copytree(reverser.path, tmp_path / "both"))
+    tree = yaml.safe_load(both.config_path.read_text("utf-8"))
+    files = tree["data"]["train"]
+    tree["data"]["train"] = [files, {"src": files["tgt"], "tgt": files["src"]}]
+    both.config_path.write_text(yaml.safe_dump(tree), "utf-8")
+    assert both.check_direction([("bb", "aa")], "--back") == ("bb", "aa")
+    assert both.check_direction([("bb", "aa"), ("aa", "bb")], "--again") == ("aa", "bb")
+    lines = ["ba ce di", "fo gu", "tu so ri ba"]
+    plain = mtrain.load(both.path, beam=3).translate(lines, details=True)
+    ranked = mtrain.load(both.path, beam=3, rerank_with=both.path).translate(lines, details=True)
+    assert all(each.score < other.score for each, other in zip(ranked, plain, strict=True))
+    with pytest.raises(RunError, match="must translate de to en for `--back`, but translates aa"):
+        both.check_direction([("de", "en")], "--back")
