@@ -442,17 +442,23 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "settings",
     [
-        [],
+        ["--rerank-with", "{back}"],
         ["--format", "jsonl", "--n-best", "2"],
         ["--format", "tsv", "--sample", "--n-best", "3", "--seed", "4"],
     ],
 )
 def test_translations_are_the_bytes_of_one_process_with_as_many_threads(
-    cli: Cli, trained: RunDir, text: Path, ranks: Ranks, settings: list[str]
+    cli: Cli,
+    reverser: RunDir,
+    back_run: Path,
+    text: Path,
+    ranks: Ranks,
+    settings: list[str],
 ) -> None:
+    settings = [setting.format(back=back_run) for setting in settings]
     with torch_threads(2):
-        alone = cli("translate", trained.path, text, *settings)
-    ended = ranks.mtrain(2, "translate", trained.path, text, *settings)
+        alone = cli("translate", reverser.path, text, *settings)
+    ended = ranks.mtrain(2, "translate", reverser.path, text, *settings)
     assert ended.codes == [0, 0], ended.err
     assert ended.out[0].encode() == alone.out
     assert (ended.err[0], ended.err[1], ended.out[1]) == (alone.err, "", "")
