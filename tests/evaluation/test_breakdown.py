@@ -45,8 +45,9 @@ def test_groups_by_length_hold_every_line_once_and_their_own_scores() -> None:
     ]
     assert parts.by_length[0].scores["TER"] == 0
     third = parts.by_length[2]
-    lines = ["three birds here at last"] * 8, ["three words here at last"] * 8
-    scores = metrics.score(*lines, ScoringOptions(metrics=("bleu", "ter"), num_resamples=0))
+    test = metrics.TestSet([], [["three words here at last"] * 8])
+    scorer = metrics.Scorer(test, ScoringOptions(metrics=("bleu", "ter"), num_resamples=0))
+    scores = scorer.score(["three birds here at last"] * 8)
     assert third.scores == pytest.approx({score.metric: score.value for score in scores})
     assert parts.by_rarity is None
 
