@@ -609,8 +609,8 @@ def load(
         shortlist: `fast` ranks only the target tokens that a table of the run finds likely for the
             source; for beam search on a CPU. On first use, the table is learned from the training
             text and written into the run folder.
-        rerank_with: a run of the other direction; hypotheses are ranked by its log-probability of
-            the source, too (noisy-channel reranking).
+        rerank_with: a run of the other direction, or of both; hypotheses are ranked by its
+            log-probability of the source, too (noisy-channel reranking).
         rerank_weight: of that run; None is 0.3.
         engine: `ctranslate2` translates with CTranslate2, from an export of the run that is written
             into the run folder on first use. It takes one run, and refuses sampling, alternatives,

@@ -105,6 +105,11 @@ class TsvCorpus(_CorpusSection):
             raise ValueError(f"must be two columns, counted from 1, but is {columns} instead")
         return columns
 
+    @property
+    def sides(self) -> list[int]:
+        """The columns of source and target, counted from 1."""
+        return self.columns or [1, 2]
+
 
 class JsonlCorpus(_CorpusSection):
     """Parallel text in lines of JSON; `src` and `tgt` name fields, with dots into objects."""
@@ -243,7 +248,7 @@ def _exchanged(corpus: Corpus) -> Corpus | None:
     if isinstance(corpus, SyntheticCorpus):
         return None
     if isinstance(corpus, TsvCorpus):
-        return corpus.model_copy(update={"columns": (corpus.columns or [1, 2])[::-1]})
+        return corpus.model_copy(update={"columns": corpus.sides[::-1]})
     return corpus.model_copy(update={"src": corpus.tgt, "tgt": corpus.src})
 
 

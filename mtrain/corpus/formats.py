@@ -159,7 +159,7 @@ def _name_of(corpus: HubCorpus) -> str:
 def _read_tsv(
     corpus: TsvCorpus, path: str, advance: Advance, digest: Digest | None
 ) -> Generator[Row | Fault, None, None]:
-    src, tgt = corpus.columns or (1, 2)
+    src, tgt = corpus.sides
     with open_lines(Path(path), advance, digest) as stream:
         for raw in islice(raw_lines(stream), int(corpus.header is True), None):
             try:
