@@ -29,7 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for tiny models, a second threa
 
 import torch
 from fork_server import MtrainProcess
-from tasks import copy_task, reverse_task, tiny_tree, train, write_config, write_task
+from tasks import Task, copy_task, reverse_task, tiny_tree, train, write_config, write_task
 from ways import COMPILED
 
 from mtrain.autoconfig import benchmark
@@ -190,22 +190,32 @@ def shell() -> Shell:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """A run of the copy task, trained by the command line. Tests only read it.
+    """A run of the copy task, trained by the command line. Tests only read it."""
 
-    It is trained once for all processes of pytest-xdist; each has a copy, whose lock is its own.
+    def make(config_path: Path) -> None:
+        result = run_mtrain("train", config_path)
+        assert result.returncode == 0, result.stderr.decode()
+
+    return trained_once(tmp_path_factory, "copy", copy_task, make)
+
+
+def trained_once(
+    factory: pytest.TempPathFactory, name: str, task: Task, make: Callable[[Path], object]
+) -> RunDir:
+    """Train a settled run of a task once for all processes of pytest-xdist.
+
+    Each process has a copy, whose lock is its own.
     """
-    base = tmp_path_factory.getbasetemp()
-    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "copy"
+    base = factory.getbasetemp()
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
     with FileLock(f"{directory}.lock"):
         if not (directory / "run" / "model.safetensors").is_file():
-            tree = tiny_tree(directory, copy_task, num_train=1500)
+            tree = tiny_tree(directory, task, num_train=1500)
             tree["tokenizer"]["vocab_size"] = 295  # nearly all the words are whole pieces
             tree["model"] |= {"d_model": 32, "d_ff": 64, "dropout": 0.0}
             tree["training"] |= SETTLED
-            result = run_mtrain("train", write_config(directory / "config.yaml", tree))
-            assert result.returncode == 0, result.stderr.decode()
-    run = tmp_path_factory.mktemp("copy") / "run"
-    return RunDir(Path(shutil.copytree(directory / "run", run)))
+            make(write_config(directory / "config.yaml", tree))
+    return RunDir(Path(shutil.copytree(directory / "run", factory.mktemp(name) / "run")))
 
 
 @pytest.fixture(scope="session")
@@ -218,13 +228,8 @@ def noisy(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 @pytest.fixture(scope="session")
 def reverser(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """A run that reverses the words of its source, from aa to bb."""
-    directory = tmp_path_factory.mktemp("reverse")
-    tree = tiny_tree(directory, reverse_task, num_train=1500)
-    tree["tokenizer"]["vocab_size"] = 295
-    tree["model"] |= {"d_model": 32, "d_ff": 64, "dropout": 0.0}
-    tree["training"] |= SETTLED
-    return train(write_config(directory / "config.yaml", tree))
+    """A run that reverses the words of its source, from aa to bb. Tests only read it."""
+    return trained_once(tmp_path_factory, "reverse", reverse_task, train)
 
 
 @pytest.fixture(scope="session")

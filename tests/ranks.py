@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import signal
@@ -261,12 +262,12 @@ def measured(arguments: list[str], directory: Path) -> None:
 
         setattr(owner, name, run)
 
-    def sampled(owner: type, name: str) -> None:
-        method = getattr(owner, name)
+    def sampled(owner: type, name: str, every: int = 1) -> None:
+        method, count = getattr(owner, name), itertools.count()
 
         def run(*inputs: Any) -> Any:
             result = method(*inputs)
-            if running:
+            if running and next(count) % every == 0:
                 during, start, whole = running[-1]
                 peaks[during] = max(peaks.get(during, 0.0), (live_bytes() - start) / whole)
             return result
@@ -279,8 +280,8 @@ def measured(arguments: list[str], directory: Path) -> None:
         sampled(owner, "forward")
     for name in ("project_source", "decode_step"):
         sampled(DecoderLayer, name)
-    for name in ("full_tensor", "distribute_like"):
-        sampled(torch_process_group.TorchProcessGroup, name)
+    for name in ("full_tensor", "distribute_like"):  # of single weights, hundreds of times
+        sampled(torch_process_group.TorchProcessGroup, name, every=8)
     try:
         command_line(arguments)
     finally:
