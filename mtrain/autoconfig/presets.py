@@ -21,6 +21,8 @@ _FULL_LR_WARMUP = {"adam": 1250, "muon": 300}
 _MAX_FULL_LR_UPDATES = 2000  # beyond, the peak lr is scaled by a power of updates
 _LENGTH_EXPONENT = {"adam": 0.0, "muon": -0.25}  # measured for `tiny` alone
 _FEW_READS, _MANY_READS = 10, 60  # of a pair; from each on, dropout is higher
+_SAMPLED_READS = 250  # of a pair; from there on, sampled segmentations reach a better BLEU
+_SAMPLING_ALPHA = 0.1  # of BPE-dropout (Provilkov et al. 2020)
 NUM_AVERAGED = 5  # checkpoints
 _AVERAGED_FRACTION = 0.1  # of the training, at whose end the averaged ones are saved
 _MIN_SAVE_EVERY = 10  # updates; a limit in case the measured speed was too low
@@ -124,6 +126,7 @@ class TrainingPlan(NamedTuple):
     num_epochs: float
     num_reads: float  # of each different pair; an epoch reads a pair as often as it has copies
     dropout: float
+    sampling_alpha: float
     lr: float
     warmup_steps: int
     save_every: int
@@ -168,6 +171,7 @@ def plan_training(
         num_epochs=epochs,
         num_reads=num_reads,
         dropout=0.1 if num_reads < _FEW_READS else 0.2 if num_reads < _MANY_READS else 0.3,
+        sampling_alpha=_SAMPLING_ALPHA if num_reads >= _SAMPLED_READS else 0.0,
         lr=chosen.preset.lr * min(batch_factor * length_factor, warmup_factor),
         warmup_steps=warmup_steps,
         save_every=max(_MIN_SAVE_EVERY, round(_AVERAGED_FRACTION * updates / NUM_AVERAGED)),

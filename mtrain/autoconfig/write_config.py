@@ -384,6 +384,10 @@ def _config_lines(request: InitRequest, choice: _Choice) -> list[str]:
         corpora = ["  train:", *(f"    - {_corpus(corpus)}" for corpus in data.train)]
     else:
         corpora = [f"  train: {_corpus(data.train)}"]
+    tokenizer, sampled = f"kind: bpe, vocab_size: {len(choice.tokenizer.tgt)}", list[str]()
+    if training.sampling_alpha:
+        tokenizer += f", sampling_alpha: {training.sampling_alpha}"
+        sampled = ["# Pairs are read so often that words are split in another way each time."]
     tests = [f"    {_text(name)}: {_corpus(test)}" for name, test in data.tests.items()]
     clean = [
         "  # Sets were held out: they are copies of training pairs. The training drops those, and",
@@ -403,7 +407,8 @@ def _config_lines(request: InitRequest, choice: _Choice) -> list[str]:
         *(["  tests:", *tests] if tests else []),
         *(clean if request.held_out else []),
         f"# As many subwords as {pairs} can teach; both languages share them.",
-        f"tokenizer: {{kind: bpe, vocab_size: {len(choice.tokenizer.tgt)}}}",
+        *sampled,
+        f"tokenizer: {{{tokenizer}}}",
         f"# The size `{preset.name}`: {choice.measured.num_parameters:,} weights. {why[0]}",
         why[1],
         f"# Dropout is higher, the more often a pair is seen: about "

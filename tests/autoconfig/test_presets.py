@@ -43,6 +43,12 @@ def test_a_budget_of_more_time_gives_more_updates_and_more_dropout():
     assert (short.dropout, longer.dropout, longest.dropout) == (0.1, 0.2, 0.3)
 
 
+def test_segmentations_are_sampled_where_pairs_are_read_most_often():
+    some, many = (plan(tried(), 60 * n, 50_000) for n in (20, 30))
+    assert some.num_reads < 250 <= many.num_reads
+    assert (some.sampling_alpha, many.sampling_alpha) == (0.0, 0.1)
+
+
 def test_copies_of_a_pair_count_as_reading_it_more_often():
     once = plan(tried(), 300, 500_000)
     copied = presets.plan_training(tried(), 300, 500_000, Overhead(*(0,) * 5), 10.0)

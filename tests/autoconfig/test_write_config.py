@@ -176,6 +176,15 @@ def test_the_dropout_of_a_corpus_with_copies_is_that_of_its_different_pairs():
     assert written("copies.yaml").model.dropout == written("once.yaml").model.dropout == 0.3
 
 
+def test_pairs_that_are_read_most_often_are_split_in_another_way_each_time():
+    init(output="short.yaml", budget_s=1)
+    init(output="long.yaml", budget_s=3600)
+    found = [written(name).tokenizer.sampling_alpha for name in ("short.yaml", "long.yaml")]
+    assert found == [0.0, 0.1]
+    comment = "# Pairs are read so often that words are split in another way each time."
+    assert [comment in read(name) for name in ("short.yaml", "long.yaml")] == [False, True]
+
+
 def test_pairs_that_share_one_sentence_with_a_held_out_pair_are_dropped_and_counted():
     lines, others = sentences(400), sentences(400, seed=2)
     write(Path("a.en"), [line for line in lines for _ in range(2)])
