@@ -27,7 +27,8 @@ class Stopped(Exception):  # noqa: N818 - nothing went wrong
 class Signals:
     """Records the first signal of `STOPPING`; the next one goes to the previous handlers.
 
-    A signal that the process ignores from its start, as nohup asks for, stays ignored.
+    SIGHUP does not: when a terminal is closed, both the shell and the kernel may send it. A signal
+    that the process ignores from its start, as nohup asks for, stays ignored.
 
     Args:
         may_repeat: further signals have no other effect: a launcher forwards those that a
@@ -59,7 +60,8 @@ class Signals:
         if self._may_repeat:
             return
         for later, handler in self._before.items():
-            signal.signal(later, handler)
+            if later != _HANGUP:
+                signal.signal(later, handler)
 
 
 def unwind_when_stopped() -> None:

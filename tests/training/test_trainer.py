@@ -1356,6 +1356,13 @@ def test_a_second_signal_stops_at_once_and_keeps_the_last_checkpoint(
     assert list(checkpoint.steps(RunDir(tmp_path / "run").checkpoints_dir)) == [1, 2]
 
 
+@needs_fork_server
+def test_a_terminal_that_hangs_up_twice_costs_no_update(source: Path, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    assert run_in_child(signalled_twice, source, str(run.path), signal.SIGHUP) == 129
+    assert max(checkpoint.steps(run.checkpoints_dir)) == 3
+
+
 def test_tokens_from_before_a_stop_count_for_the_loss_and_not_for_the_speed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
