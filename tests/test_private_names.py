@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "mtrain"
 COMPILED = (
     "without it a layer that cannot be compiled ends the training: look for it in torch.compiler"
 )
+FOREACH = "it is documented, though not stable: call the operation for each tensor of the list"
 PRIVATE = {  # name: what to do without it
     "torch._C._current_graph_task_id": "a call that is recomputed in a backward pass cannot be "
     "told from a new one: refuse dropout under torch.utils.checkpoint",
@@ -19,6 +20,10 @@ PRIVATE = {  # name: what to do without it
     "refuse tensors for which forward_ad.unpack_dual(tensor).tangent is not None",
     "torch.nn.modules.module._has_any_global_hook": "without it hooks that a user registers for "
     "all modules are not run where a compiled operation replaces one",
+    "torch._foreach_copy_": FOREACH,
+    "torch._foreach_lerp_": FOREACH,
+    "torch._foreach_mul_": FOREACH,
+    "torch._foreach_sub_": FOREACH,
     "torch._dynamo.config": COMPILED,
     "torch._functorch.config": COMPILED,
 }

@@ -54,45 +54,65 @@ class BatchedMuon(UncompiledOptimizer):
 
     Attributes:
         found_inf: scalar, 1 to skip the update and 0 to make it, as in PyTorch's fused optimizers;
-            None makes it.
+            None makes it. On a CPU it is read, so that a skipped update costs nothing.
     """
 
     def __init__(self, matrices: Iterable[Tensor], weight_decay: float) -> None:
         super().__init__(matrices, {"lr": 0.0, "weight_decay": weight_decay})
         self.found_inf: Tensor | None = None
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the matrices; there is no closure."""
+        found_inf = self.found_inf
+        if found_inf is not None and found_inf.device.type == "cpu":  # elsewhere, reading it waits
+            if found_inf:
+                return
+            found_inf = None
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[Tensor]] = {}
             for matrix in group["params"]:
                 by_shape.setdefault(matrix.shape, []).append(matrix)
             for matrices in by_shape.values():
-                self._step_together(matrices, group)
+                self.step_together(matrices, group, found_inf)
 
-    def _step_together(self, matrices: list[Tensor], group: Mapping[str, Any]) -> None:
-        """Update N matrices of shape [A, B]."""
-        lr, factor = group["lr"], 1.0 if self.found_inf is None else 1 - self.found_inf
+    @torch.no_grad()
+    def step_together(
+        self, matrices: list[Tensor], group: Mapping[str, Any], found_inf: Tensor | None
+    ) -> None:
+        """Update N matrices of shape [A, B] in few operations, because a GPU must launch each.
+
+        The gradients may be overwritten.
+
+        Args:
+            matrices: on one device, with a gradient.
+            group: their parameter group.
+            found_inf: as the attribute; it is not read, so that a GPU is not synchronised.
+        """
+        lr, factor = group["lr"], 1.0 if found_inf is None else 1 - found_inf
+        grads = [matrix.grad for matrix in matrices if matrix.grad is not None]
+        buffers = [self._momentum_buffer(matrix) for matrix in matrices]
+        if found_inf is not None:
+            stacks = torch.stack(buffers), torch.stack(grads)
+            grads = list(torch.where(found_inf.bool(), *stacks))
+        torch._foreach_lerp_(buffers, grads, 1 - _MOMENTUM)
+        torch._foreach_lerp_(grads, buffers, _MOMENTUM)
         momenta_NAB = torch.empty(
-            (len(matrices), *matrices[0].shape), dtype=torch.bfloat16, device=matrices[0].device
+            (len(grads), *grads[0].shape), dtype=torch.bfloat16, device=grads[0].device
         )
-        for matrix, momentum_AB in zip(matrices, momenta_NAB, strict=True):
-            state, grad = self.state[matrix], matrix.grad
-            assert grad is not None
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(matrix)
-            buffer = state["momentum_buffer"]
-            if self.found_inf is not None:
-                grad = torch.where(self.found_inf.bool(), buffer, grad)
-            buffer.lerp_(grad, 1 - _MOMENTUM)
-            momentum_AB.copy_(grad.lerp(buffer, _MOMENTUM))
+        torch._foreach_copy_(list(momenta_NAB), grads)
         # by match_rms_adamw
         step_size = lr * 0.2 * math.sqrt(max(matrices[0].shape)) * factor
-        for matrix, update_AB in zip(matrices, orthogonalised(momenta_NAB), strict=True):
-            if group["weight_decay"]:
-                matrix.mul_(1 - lr * group["weight_decay"] * factor)
-            matrix.sub_(update_AB.to(matrix.dtype) * step_size)
+        updates_NAB = orthogonalised(momenta_NAB).to(matrices[0].dtype) * step_size
+        if group["weight_decay"]:
+            torch._foreach_mul_(matrices, 1 - lr * group["weight_decay"] * factor)
+        torch._foreach_sub_(matrices, list(updates_NAB))
+
+    def _momentum_buffer(self, matrix: Tensor) -> Tensor:
+        state = self.state[matrix]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(matrix)
+        buffer: Tensor = state["momentum_buffer"]
+        return buffer
 
 
 def orthogonalised(matrix_NAB: Tensor) -> Tensor:

@@ -65,6 +65,29 @@ def test_an_update_that_is_not_finite_changes_neither_weights_nor_momentum(bad: 
     assert not any(map(torch.equal, before, [*parameters, *buffers]))
 
 
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_an_update_whose_finite_check_is_not_read_equals_one_whose_check_is(
+    weight_decay: float,
+) -> None:
+    """A GPU's check is not read; the arithmetic skips the update."""
+    read, unread = matrices(), matrices()
+    muons = [BatchedMuon(parameters, weight_decay) for parameters in (read, unread)]
+    for step, is_bad in enumerate([False, True, False]):
+        for muon, parameters in zip(muons, (read, unread), strict=True):
+            muon.param_groups[0]["lr"], muon.found_inf = LR, torch.tensor(float(is_bad))
+            set_grads(parameters, step)
+            if is_bad:
+                parameters[1].grad[0, 0] = float("nan")  # type: ignore[index]
+        muons[0].step()
+        for shape in set(SHAPES):
+            alike: list[Tensor] = [parameter for parameter in unread if parameter.shape == shape]
+            muons[1].step_together(alike, muons[1].param_groups[0], muons[1].found_inf)
+        for mine, other in zip(read, unread, strict=True):
+            assert torch.equal(mine, other)
+            states = (muons[0].state[mine], muons[1].state[other])
+            assert torch.equal(*(state["momentum_buffer"] for state in states))
+
+
 def test_a_step_without_a_finite_check_is_one_that_found_nothing() -> None:
     ours, others = matrices(), matrices()
     for parameters, found_inf in ((ours, None), (others, torch.zeros(()))):
