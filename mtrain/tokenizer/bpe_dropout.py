@@ -6,8 +6,9 @@ import heapq
 import random
 import re
 from collections.abc import Collection, Iterator, Mapping
-from itertools import chain, count, repeat
+from itertools import repeat
 
+_MAX_CACHED = 1 << 17  # segmentations; some 40 MB
 _WORD = re.compile("\u2581?[^\u2581]+|\u2581")  # pieces do not cross word boundaries
 
 
@@ -26,6 +27,8 @@ class Merges:
             f"({'|'.join(map(re.escape, longest_first))})" if symbols else "$."
         )
         self._plain: dict[str, list[str]] = {}  # word -> pieces without dropout
+        # word and draws -> pieces; None if more draws are needed
+        self._sampled: dict[tuple[str, tuple[bool, ...]], list[str] | None] = {}
 
     def sample(self, text: str, alpha: float, rng: random.Random) -> list[str]:
         """Return the pieces of a normalised text; unknown characters are single pieces.
@@ -43,26 +46,42 @@ class Merges:
         return pieces
 
     def _sample(self, word: str, alpha: float, rng: random.Random) -> list[str]:
-        """Return the pieces of a word; the segmentation without dropped merges is cached."""
+        """Return the pieces of a word; the merges follow from the draws, and are cached."""
+        if len(self._plain) + len(self._sampled) >= _MAX_CACHED:
+            self._plain.clear()
+            self._sampled.clear()
         if word not in self._plain:
             self._plain[word] = self._merge(word, repeat(False))
         plain = self._plain[word]
-        drops = [rng.random() < alpha for _ in range(len(word) - len(plain))]
-        if not any(drops):
+        draws = tuple([rng.random() < alpha for _ in range(len(word) - len(plain))])
+        if not any(draws):
             return plain
-        return self._merge(word, chain(drops, (rng.random() < alpha for _ in count())))
+        while (pieces := self._pieces_after(word, draws)) is None:
+            draws += (rng.random() < alpha,)
+        return pieces
+
+    def _pieces_after(self, word: str, draws: tuple[bool, ...]) -> list[str] | None:
+        """Return the pieces after draws that drop merges; None if more draws are needed."""
+        key = word, draws
+        if key not in self._sampled:
+            try:
+                self._sampled[key] = self._merge(word, iter(draws))
+            except StopIteration:
+                self._sampled[key] = None
+        return self._sampled[key]
 
     def _merge(self, word: str, is_dropped: Iterator[bool]) -> list[str]:
         # pieces[i] is the piece whose first character has index i; empty if merged into another
-        pieces, last = list(word), len(word) - 1
+        pieces, last, score_of = list(word), len(word) - 1, self._scores.get
         before, after = list(range(-1, last)), list(range(1, last + 2))
         agenda: list[tuple[float, int, int, int]] = []
 
         def propose(left: int, right: int) -> None:
             if left >= 0 and right <= last:
                 piece = pieces[left] + pieces[right]
-                if piece in self._scores:
-                    heapq.heappush(agenda, (-self._scores[piece], left, right, len(piece)))
+                score = score_of(piece)
+                if score is not None:
+                    heapq.heappush(agenda, (-score, left, right, len(piece)))
 
         for index in range(last):
             propose(index, index + 1)

@@ -120,6 +120,27 @@ class Vocabulary:
     def _sample_merges(
         self, lines: Sequence[str], alpha: float, rng: random.Random
     ) -> list[list[int]]:
+        merges, known, byte_of = self._merges
+
+        def ids_of(pieces: list[str]) -> list[int]:
+            try:
+                return [known[piece] for piece in pieces]
+            except KeyError:
+                return self._as_one(chain.from_iterable(map(known_or_bytes, pieces)))
+
+        def known_or_bytes(piece: str) -> list[int]:
+            if piece in known:
+                return [known[piece]]
+            return [byte_of.get(f"<0x{byte:02X}>", self.unk) for byte in piece.encode()]
+
+        return [
+            ids_of(merges.sample(text, alpha, rng))
+            for text in map(self._processor.normalize, lines)
+        ]
+
+    @cached_property
+    def _merges(self) -> tuple[Merges, dict[str, int], dict[str, int]]:
+        """The merges of a BPE model, the ids of its pieces, and those of its bytes."""
         processor, known, byte_of = self._processor, dict[str, int](), dict[str, int]()
         for number, piece in enumerate(self.pieces_of(range(len(self)))):
             if processor.is_byte(number):
@@ -127,17 +148,7 @@ class Vocabulary:
             elif not processor.is_control(number) and not processor.is_unknown(number):
                 known[piece] = number
         scores = {piece: processor.get_score(number) for piece, number in known.items()}
-        merges = Merges(scores, self._symbols(known))
-
-        def ids_of(piece: str) -> list[int]:
-            if piece in known:
-                return [known[piece]]
-            return [byte_of.get(f"<0x{byte:02X}>", self.unk) for byte in piece.encode()]
-
-        return [
-            self._as_one(chain.from_iterable(map(ids_of, merges.sample(text, alpha, rng))))
-            for text in map(processor.normalize, lines)
-        ]
+        return Merges(scores, self._symbols(known)), known, byte_of
 
     def _symbols(self, pieces: Collection[str]) -> list[str]:
         """Return the user-defined pieces: they stay whole even when all merges are dropped."""

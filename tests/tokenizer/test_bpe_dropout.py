@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from mtrain.tokenizer import bpe_dropout
 from mtrain.tokenizer.bpe_dropout import Merges
 
 ABC = {"ab": -1.0, "abc": -2.0, "bc": -3.0}
@@ -56,3 +57,17 @@ def test_each_merge_is_left_out_with_the_probability_alpha(alpha):
 def test_draws_follow_from_the_seed():
     first, again, other = (sample(ABC, "abc" * 20, 0.4, seed) for seed in (1, 1, 2))
     assert first == again != other
+
+
+@pytest.mark.parametrize("max_cached", [1, 20, 1000])
+def test_what_was_sampled_before_changes_no_later_draw(monkeypatch, max_cached):
+    monkeypatch.setattr(bpe_dropout, "_MAX_CACHED", max_cached)
+    used, rng = Merges(ABC), random.Random(7)
+    words = ["".join(rng.choices("abc", k=rng.randrange(1, 9))) for _ in range(30)] * 3
+    text = "\u2581".join(words)
+    for seed in range(5):
+        assert used.sample(text, 0.4, random.Random(seed)) == sample(ABC, text, 0.4, seed)
+    one_by_one = random.Random(0)
+    alone = [Merges(ABC).sample(word, 0.4, one_by_one) for word in words]
+    together = random.Random(0)
+    assert alone == [used.sample(word, 0.4, together) for word in words]
